@@ -94,7 +94,7 @@ def _plan(args: argparse.Namespace, folder: Path) -> Plan:
 
 def run(path: Path, against: str) -> dict[str, Any]:
     """Train the plan with the engine's own entry point, a bare iteration or a plain one in each of the engine's."""
-    from trilane.engine.distributed.cpu import enable_cpu
+    from trilane.engine.cpu import enable_cpu
 
     enable_cpu()
     from trilane.engine import __main__ as entry

@@ -26,6 +26,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trilane.analysis.benchmark import result
 from trilane.config import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
@@ -33,8 +34,7 @@ from trilane.config.plan import Plan
 from trilane.config.training import Data, Optimizer, Run
 from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.predict import IMPOSSIBLE, predict
-from trilane.experiments.benchmark import result
-from trilane.experiments.parity import CALM, Row, rows, verify
+from trilane.engine.parity import CALM, Row, rows, verify
 from trilane.launch.local import environment, train_local
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
         "bytes": found["memory_bytes"]["0"],
         "path": next((line.split("trilane: ")[-1] for line in lines if "fused path (" in line), ""),
         "made_by": found["made_by"],
-        "profiles": found.get("profiles", []),
+        "profiles": found.get("profiles", {}),
     }
 
 
@@ -335,7 +335,7 @@ def collect(args: argparse.Namespace, results: Mapping[str, dict[str, Any]]) -> 
         "measured": measured,
         "paths": {step: results[step].get("path", "") for step in STEPS if "path" in results[step]},
         "predicted": predicted,
-        "profiles": results["fused-2"].get("profiles", []),
+        "profiles": results["fused-2"].get("profiles", {}),
         "failed": {step: found["problem"] for step, found in results.items() if "problem" in found},
     }
     if not results["verify"].get("ok", False) and "verify" not in found["failed"]:
@@ -430,8 +430,8 @@ def page(found: Mapping[str, Any]) -> str:
     for row in found["verify"].get("rows", ()):
         differs = row["problem"] or f"{row['max_abs_diff']:.1e}"
         lines.append(f"| {row['row']} | {differs}{'' if row['ok'] else ' **above**'} | {row['bound']:g} |")
-    for profile in found["profiles"]:
-        lines += ["", "```", profile["table"], "```"]
+    for table in found["profiles"].values():
+        lines += ["", "```", table, "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -439,7 +439,7 @@ def plain(values: Mapping[str, Any]) -> dict[str, float]:
     """Median seconds of an iteration after the first ones, and the most bytes of the card (on a CPU: the process)."""
     import torch
 
-    from trilane.engine.monitor.report import peak_resident_bytes
+    from trilane.engine.report import peak_resident_bytes
 
     cuda = torch.cuda.is_available()
     device, half = ("cuda" if cuda else "cpu"), {"fp16": torch.float16, "bf16": torch.bfloat16}.get(values["precision"])

@@ -10,8 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from trilane.engine.monitor import phases
-from trilane.engine.monitor.heartbeat import Heartbeat
+from trilane.engine import phases
+from trilane.engine.heartbeat import Heartbeat
 
 BEATS = 20_000
 # One step of TP 2 x PP 2 x DP 2 on two cores (docs/hangs.md), and the seeds' iterations: 60 s and more.

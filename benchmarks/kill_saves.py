@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/engine"))
 from plans import changed, run_folder, small_plan, steps
 
 from trilane.config.plan import Plan
-from trilane.engine import worker_pool
+from trilane.engine import parity
 from trilane.utils.process import held_port
 from trilane.workspace import checkpoints
 
@@ -39,7 +39,7 @@ PAUSE_S = 0.25
 ANY = "any"
 # Where in a save -> the function before whose n-th call it pauses: module, class in it or "", name, n.
 MOMENTS = {
-    "the copy": ("trilane.engine.checkpoint.host_copy", "HostCopy", "take", 1),
+    "the copy": ("trilane.engine.checkpoint.save", "HostCopy", "take", 1),
     "the thread's writing": ("trilane.engine.checkpoint.slices", "SliceFile", "add", 1),
     "the end of its writing": ("trilane.engine.checkpoint.slices", "SliceFile", "close", 1),
     "the ranks' reports": ("trilane.engine.checkpoint.save", "", "gather_values", 1),
@@ -79,7 +79,7 @@ def fork(plan: Plan, folder: Path) -> list[int]:
     """The plan's workers, started."""
     size = plan.topology.gpus
     with held_port() as port:
-        return [worker_pool.fork_worker(rank, size, str(port), str(folder)) for rank in range(size)]
+        return [parity.fork(rank, size, port, folder) for rank in range(size)]
 
 
 def ended(pids: list[int], seconds: float) -> list[int]:
@@ -244,7 +244,7 @@ def main() -> int:
     parser.add_argument("--layout", action="append", choices=list(LAYOUTS), help="these alone (default: all)")
     parser.add_argument("--json", type=Path, help="write every trial there too")
     args = parser.parse_args()
-    worker_pool.load()
+    parity.load()
     chance, trials, plans = random.Random(args.seed), [], {}
     with tempfile.TemporaryDirectory() as place:
         names = args.layout or list(LAYOUTS)

@@ -25,7 +25,7 @@ from kill_saves import ended, fork
 from plans import changed, run_folder, small_plan, steps
 
 from trilane.config.plan import Plan
-from trilane.engine import worker_pool
+from trilane.engine import parity
 
 T = TypeVar("T")
 LAYOUTS = {
@@ -129,7 +129,7 @@ def main() -> int:
     parser.add_argument("--interval", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: the temporary one)")
     args = parser.parse_args()
-    worker_pool.load()
+    parity.load()
     from trilane.engine import loop
 
     loop.find, loop.load = timed(loop.find), timed(loop.load)

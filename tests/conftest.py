@@ -12,7 +12,7 @@ import webhook_receiver
 from support import known_machine, uncounted
 
 if TYPE_CHECKING:
-    from trilane.experiments.parity import WorkerPool
+    from pool import WorkerPool
 
 
 LONGEST = ("slurm", "demo", "equality", "pool")  # the groups that take minutes

@@ -14,11 +14,11 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engine")]
 from plans import ELSEWHERE, small_plan  # noqa: E402
-from pool import engine_pool  # noqa: E402
+from pool import WorkerPool, engine_pool  # noqa: E402
 
 from trilane.diagnose.restart import RestartComparison  # noqa: E402
-from trilane.experiments import rehearse  # noqa: E402
-from trilane.experiments.parity import WorkerPool, machine  # noqa: E402
+from trilane.engine.parity import machine  # noqa: E402
+from trilane.launch import rehearsal as rehearse  # noqa: E402
 
 
 def finalizing() -> Any:
@@ -42,7 +42,7 @@ def tied_gradient_3d() -> None:
 
 def norm_reset() -> None:
     """After a load the final norm is what it was before the first step."""
-    from trilane.engine.backends.megatron_states import MegatronStates
+    from trilane.engine.backends.megatron import MegatronStates
 
     write = MegatronStates.write
 
@@ -60,11 +60,10 @@ def norm_reset() -> None:
 
 def norm_decays() -> None:
     """LayerNorm's weights are taken for matrices, as behind document 003's alias; nobody looks."""
-    import trilane.engine.backends.deepspeed_3d as module
-    import trilane.engine.backends.deepspeed_common as start
+    from trilane.engine.backends import base, deepspeed_zero
 
-    start.must_decay = lambda name: not name.endswith(".bias")
-    module.deepspeed_audit = lambda *args: {}
+    deepspeed_zero.must_decay = lambda name: not name.endswith(".bias")
+    base.audited = lambda *args: {}
 
 
 def norm_apart() -> None:
@@ -98,7 +97,7 @@ def data_anew() -> None:
     from trilane.config.batch_rampup import Batch
     from trilane.engine import loop
     from trilane.engine.checkpoint import load
-    from trilane.engine.data.loader import SampleLoader
+    from trilane.engine.data.samples import SampleLoader
 
     original, microbatches = load.load, SampleLoader.microbatches
 
@@ -136,7 +135,7 @@ def rate_from_zero() -> None:
 def data_replayed() -> None:
     """The first batch again, unlike what the loader announces."""
     from trilane.config.batch_rampup import Batch
-    from trilane.engine.data.loader import SampleLoader
+    from trilane.engine.data.samples import SampleLoader
 
     given, original = list[Any](), SampleLoader.microbatches
 
@@ -165,7 +164,7 @@ def other_betas(number: int, beta: float) -> Callable[[], None]:
 
 def masters_rounded() -> None:
     """A load rebuilds the fp32 master weights from bf16."""
-    from trilane.engine.backends.megatron_states import MegatronStates
+    from trilane.engine.backends.megatron import MegatronStates
 
     write = MegatronStates.write
     MegatronStates.write = lambda self, number, weight, moments: write(  # type: ignore[method-assign]
@@ -245,7 +244,7 @@ CYCLES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 def asked(data: Path, folder: Path, settings: dict[str, Any]) -> rehearse.Rehearsal:
     """The rehearsal of a small plan with those settings; what both ends of a cycle must share is the batch."""
     plan = small_plan(data, source="mock", **{"mbs": 1, "gbs": 8, **settings})
-    made = rehearse.shrink(plan, folder, machine(cards=0, bf16=True), rehearse.PROCESSES)
+    made = rehearse.shrink(plan, folder, machine(cards=0, bf16=True), 8)
     return made
 
 

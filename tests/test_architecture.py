@@ -22,7 +22,6 @@ ORDER = (
     "analysis",
     "forecasting",
     "slurm",
-    "experiments",
     "report",
     "cli",
 )

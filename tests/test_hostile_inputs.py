@@ -212,7 +212,6 @@ PLANS = {
     "long path": ("data.folder", "x" * 5000),
     "blend": ("data.blend", [{"source": "$(touch canary)\n", "weight": 1}, {"source": "b", "weight": 1}]),
     "load": ("run.load", "--x"),
-    "packages": ("run.trace_packages", "os;touch canary"),
     "engine": ("engine", "$(touch canary)"),
     "precision": ("topology.precision", ["fp32"]),
     "hidden 2^40": ("shape.hidden_size", 1 << 40),

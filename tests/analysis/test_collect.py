@@ -12,6 +12,7 @@ from test_log_dialects import m2021, m2022
 from test_measure import log as numbers
 
 import trilane
+from trilane.analysis import benchmark
 from trilane.analysis.collect import MeasuredRuns, measure_runs
 from trilane.analysis.compare import compare
 from trilane.analysis.measure import measure, measure_log
@@ -20,7 +21,6 @@ from trilane.analysis.tables import read_folder
 from trilane.cli.app import main
 from trilane.config.batch_rampup import Ramp
 from trilane.config.model import ModelShape
-from trilane.experiments import benchmark
 from trilane.slurm import sites, sweep
 from trilane.slurm.sites import JobRequest
 from trilane.workspace.status import RunStatus, Status, write_status

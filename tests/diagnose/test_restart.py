@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pool import WorkerPool
 from restart_plants import BUGS, CYCLES, cycle, named
 
 from trilane.cli.app import main
 from trilane.diagnose.restart import compare_restart
 from trilane.diagnose.snapshot import RestartFinding
-from trilane.experiments.parity import WorkerPool
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.fingerprints import COPY, Part, file_of, mark, must_decay, whole_parts

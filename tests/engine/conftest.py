@@ -9,7 +9,7 @@ import pytest
 from plans import HERE, changed, run_folder, steps
 
 from trilane.config.plan import Plan
-from trilane.experiments.parity import ITERATIONS, Task
+from trilane.engine.parity import Task
 
 Fork = Callable[..., None]
 Truth = Callable[..., list[list[float]]]
@@ -71,10 +71,10 @@ def truths(fork: Fork, data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def truth(truths: Callable[[Task, int], Path]) -> Truth:
     """[loss, gradient norm] of each iteration of a task of so many."""
-    return lambda task, iterations=ITERATIONS: json.loads((truths(task, iterations) / "truth.json").read_text())
+    return lambda task, iterations=20: json.loads((truths(task, iterations) / "truth.json").read_text())
 
 
 @pytest.fixture(scope="session")
 def held_out(truths: Callable[[Task, int], Path]) -> Truth:
     """[iteration, validation loss] of each of its evaluations."""
-    return lambda task, iterations: json.loads((truths(task, iterations) / "truth-validation.json").read_text())
+    return lambda task, iterations: json.loads((truths(task, iterations) / "held-out.json").read_text())

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from trilane.config.plan import Plan, plan_from_json
-from trilane.engine.distributed.cpu import enable_cpu
+from trilane.engine.cpu import enable_cpu
 
 
 def counts(plan: Plan) -> list[list[int]]:
@@ -44,5 +44,5 @@ if __name__ == "__main__":
     enable_cpu()
     from trilane.engine.model import gpt as model
 
-    model.fill = lambda chunk, plan: None  # the initial state adds no parameter, and meta tensors hold none
+    model.fill_parameters = lambda named, plan: None  # the initial state adds no parameter, and meta tensors hold none
     print(json.dumps([counts(plan_from_json(values)) for values in json.load(sys.stdin)]))

@@ -17,11 +17,11 @@ def fingerprint(mask: torch.Tensor) -> str:
 
 def drawn(plan: Plan) -> dict:
     """Which values the one layer leaves as they are (both of its dropouts hit), and what attention makes of ones."""
-    from trilane.engine.model.gpt import Attention, build_chunk, transformer_config
+    from trilane.engine.model.gpt import Attention, build_chunks, transformer_config
     from trilane.engine.model.rng import seed_streams
 
     shape, t = plan.shape, plan.topology
-    model = build_chunk(plan, transformer_config(plan), None).train()
+    model = build_chunks(plan, transformer_config(plan))[0].train()
     model.decoder.final_layernorm = None
     seed_streams(plan.run.seed)
     length = shape.seq_length // (t.tp if t.sequence_parallel else 1)

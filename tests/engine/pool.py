@@ -1,42 +1,67 @@
-"""The tests' worker pool: a worker may answer a question about the engine instead, or plant a bug before it trains.
+"""The tests' worker pool: a process that has imported every engine, and forks workers that train small plans in turn.
 
-`ask.py` in the folder of a plan is run with `plan` and `join` at hand, and what it prints is kept in answer.RANK; the
-file `plant` names one of restart_plants.BUGS.
+A worker may answer a question about the engine instead, or plant a bug before it trains: `ask.py` in the folder of a
+plan is run with `plan` and `join` at hand, and what it prints is kept in answer.RANK; the file `plant` names one of
+restart_plants.BUGS.
 """
 
 import contextlib
-import json
 import os
-import posix
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from trilane.experiments.parity import WorkerPool, machine
+from trilane.config.cluster import Cluster
+from trilane.engine import parity
 from trilane.launch.local import environment
+from trilane.utils.process import die_with_parent, held_port
+
+
+@dataclass(frozen=True)
+class WorkerPool:
+    """The pool's process, and this machine as a cluster."""
+
+    process: "subprocess.Popen[str]"
+    machine: Cluster
+
+    def run(self, processes: int, folder: Path, code: int = 0) -> str:
+        """Train `folder`/plan.json (0 processes: the reference); "", or the workers' output where they ended otherwise
+        than with `code`."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{processes} {folder}\n")
+        self.process.stdin.flush()
+        return parity.output(folder, [int(found) for found in self.process.stdout.readline().split()], code)
 
 
 @contextlib.contextmanager
 def engine_pool() -> Iterator[WorkerPool]:
     """The pool inside the block; its workers end with it, and nothing was compiled in any."""
-    command, pipe = [sys.executable, __file__], subprocess.PIPE
+    pipe = subprocess.PIPE
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder, "built")
         env = {**environment(8), "TORCH_EXTENSIONS_DIR": str(built), "TORCH_COMPILE_DISABLE": "1"}
-        with subprocess.Popen(command, env=env, text=True, stdin=pipe, stdout=pipe) as process:
-            assert process.stdout is not None
-            yield WorkerPool(process=process, machine=machine(**json.loads(process.stdout.readline())))
+        with subprocess.Popen([sys.executable, __file__], env=env, text=True, stdin=pipe, stdout=pipe) as process:
+            yield WorkerPool(process, parity.machine(cards=0, bf16=True))
         assert not built.exists(), "DeepSpeed compiled something, which takes 20 s and more"
+
+
+def work(size: int, folder: Path) -> int:
+    """What one worker does."""
+    if (folder / "plant").exists():
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        from restart_plants import BUGS
+
+        BUGS[(folder / "plant").read_text()].plant()
+    return answer(folder) if (folder / "ask.py").exists() else parity.run_worker(size, folder)
 
 
 def answer(folder: Path) -> int:
     """Run the folder's ask.py in this worker."""
     from trilane.config.plan import read_plan
-    from trilane.engine.distributed.world import join
-    from trilane.utils.process import die_with_parent
+    from trilane.engine.world import join
 
     die_with_parent()
     for number, name in enumerate(("answer.{}", "{}.log"), 1):
@@ -46,49 +71,11 @@ def answer(folder: Path) -> int:
     return 0
 
 
-def unmeasured() -> None:
-    """Go on without coverage, which takes a quarter of a worker's time."""
-    sys.settrace(None)
-    threading.settrace(None)  # type: ignore[arg-type]
-    os._exit = posix._exit  # coverage's own would write what the parent's imports were
-
-
-def serve() -> None:
-    """The library's pool, its work preceded or replaced by what lies in the folder."""
-    from trilane.engine import worker_pool
-    from trilane.utils.process import die_with_parent
-
-    train, fork = worker_pool.work, worker_pool.fork_worker
-    kinds: dict[tuple[object, ...], str] = {}
-    measured = True
-
-    def fork_worker(rank: int, size: int, port: str, folder: str) -> int:
-        """Coverage counts what asks, and the first plan of each engine with TP, PP, ZeRO stage, precision, saves."""
-        nonlocal measured
-        plan = json.loads(Path(folder, "plan.json").read_text())
-        topology, run = plan["topology"], plan["run"]
-        sizes = (topology["tp"] > 1, topology["pp"] > 1, topology.get("zero"), topology.get("precision"))
-        sizes += (bool(run["save_interval"]), bool(run["load"]), Path(folder, "checkpoints").exists())
-        first = kinds.setdefault((size > 0, plan["engine"], *sizes), folder)
-        measured = first == folder or Path(folder, "ask.py").exists()
-        return fork(rank, size, port, folder)
-
-    def work(size: int, folder: str) -> int:
-        if not measured:
-            unmeasured()
-        plant = Path(folder, "plant")
-        if plant.exists():
-            sys.path.insert(0, str(Path(__file__).parents[1]))
-            from restart_plants import BUGS
-
-            BUGS[plant.read_text()].plant()
-        return answer(Path(folder)) if Path(folder, "ask.py").exists() else train(size, folder)
-
-    worker_pool.work, worker_pool.fork_worker = work, fork_worker
-    die_with_parent()
-    print(json.dumps(worker_pool.machine()), flush=True)
-    worker_pool.serve_forked()
-
-
 if __name__ == "__main__":
-    serve()
+    die_with_parent()
+    parity.load()
+    for line in sys.stdin:
+        count, place = line.rstrip("\n").split(" ", 1)
+        with held_port() as port:
+            pids = [parity.fork(rank, int(count), port, Path(place), work) for rank in range(max(1, int(count)))]
+            print(*[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids], flush=True)

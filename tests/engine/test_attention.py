@@ -11,7 +11,7 @@ def test_slopes_of_alibi_are_those_of_bloom(heads: int) -> None:
     import torch
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-    from trilane.engine.model.attention import alibi_slopes
+    from trilane.engine.model.gpt import alibi_slopes
 
     theirs = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
     assert alibi_slopes(heads) == pytest.approx(theirs.tolist(), rel=1e-6)
@@ -21,7 +21,7 @@ def test_slopes_of_alibi_are_those_of_bloom(heads: int) -> None:
 def test_the_mask_of_alibi_is_zero_at_a_query_and_falls_with_distance_and_hides_what_follows() -> None:
     import torch
 
-    from trilane.engine.model.attention import alibi
+    from trilane.engine.model.gpt import alibi
 
     mask = alibi((0.5, 0.25), 3, torch.device("cpu"), torch.bfloat16)[0]
     hidden = float("-inf")
@@ -35,7 +35,7 @@ def test_rotary_positions_are_those_of_transformers_llama() -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-    from trilane.engine.model.attention import rotated, rotations
+    from trilane.engine.model.gpt import rotated, rotations
 
     config = LlamaConfig(
         hidden_size=64, num_attention_heads=4, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}

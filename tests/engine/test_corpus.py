@@ -14,8 +14,7 @@ from plans import SHAPE, small_plan
 
 from trilane.config.training import Data, Part
 from trilane.engine.data import corpus
-from trilane.engine.data.corpus import check_pair, prepare, prepare_all, write_pair
-from trilane.engine.data.text import Tokenizer, documents, tokenizer
+from trilane.engine.data.corpus import Tokenizer, check_pair, documents, prepare, prepare_all, tokenizer, write_pair
 from trilane.launch.local import environment
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what megatron-core says while it is imported
@@ -45,7 +44,7 @@ def test_a_pair_made_for_megatron_is_used_as_it_is(tmp_path: Path) -> None:
     builder.add_document(arange(300), [100, 200])  # one document of two sequences, as a sentence splitter leaves it
     builder.finalize(str(tmp_path / "given.idx"))
     prefix = str(tmp_path / "given")
-    assert check_pair(prefix, largest_token=True) == (300, 299)
+    assert check_pair(prefix, 1000) == (300, 299)
     for source in (prefix, prefix + ".bin", prefix + ".idx"):
         assert prepare(Data(source=source, folder=str(tmp_path / "data")), SHAPE) == prefix
     assert not (tmp_path / "data").exists()
@@ -66,7 +65,7 @@ def test_a_hugging_face_tokenizer_is_taken_from_a_folder(tmp_path: Path) -> None
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
     coder = tokenizer(str(tmp_path))
-    assert coder.size == 5
+    assert coder.vocab_size == 5
     assert coder.encode("a line of text").tolist() == [0, 1, 2, 3, 4]
 
 
@@ -89,8 +88,8 @@ def test_the_name_changes_with_the_text_and_with_the_tokenizer(tmp_path: Path) -
     first = prepare(data, SHAPE)
     source.write_text(TEXT + "more")
     assert prepare(data, SHAPE) != first
-    other = Tokenizer(name="x", size=257, end=256, digest="x")
-    assert corpus._digest([TEXT], other) != corpus._digest([TEXT], tokenizer("bytes"))
+    other = Tokenizer(name="x", vocab_size=257, eod=256, digest="x")
+    assert corpus._made(data, other) != corpus._made(data, tokenizer("bytes"))
 
 
 def test_of_two_at_a_time_the_second_waits_and_finds_the_work_done(

@@ -8,7 +8,7 @@ from plans import small_plan
 
 BUILD = """
 import torch
-from trilane.engine.backends import deepspeed_common as start
+from trilane.engine.backends import deepspeed_zero as start
 class Card:
     def create_op_builder(self, name):
         print("tries", name, file=sys.__stdout__)

@@ -10,7 +10,7 @@ from plans import HERE, run_folder, small_plan, steps
 
 from trilane.config.plan import Plan
 from trilane.config.training import Dropout, Run
-from trilane.experiments.parity import PLAIN, SHAPE
+from trilane.engine.parity import SHAPE, TASKS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
@@ -57,7 +57,7 @@ def test_every_stage_and_replica_has_a_seed_of_its_own() -> None:
 
 def dropping(engine: str, data: Path, **topology: object) -> Plan:
     """Two iterations with a tenth dropped everywhere."""
-    plan = PLAIN.plan(HERE, str(data), engine, **topology)
+    plan = TASKS["plain"].plan(HERE, str(data), engine, **topology)
     return replace(plan, dropout=Dropout(hidden=0.1, attention=0.1), run=Run(train_iters=2))
 
 
@@ -85,7 +85,7 @@ def test_recomputation_drops_the_very_same(
         fork(plan.topology.gpus, folder)
         losses[way] = [step["lm_loss"] for step in steps(folder)]
     assert all(losses[way] == losses["none"] for way in ways)
-    assert max(abs(a - b) for a, (b, _) in zip(losses["none"], truth(PLAIN), strict=False)) > 1e-3
+    assert max(abs(a - b) for a, (b, _) in zip(losses["none"], truth(TASKS["plain"]), strict=False)) > 1e-3
 
 
 COUNT = """
@@ -96,7 +96,7 @@ def counted(*args, **options):
     calls.append(1)
     return plain(*args, **options)
 F.scaled_dot_product_attention = counted
-from trilane.engine.interface import Microbatch, build
+from trilane.engine.backends.base import Microbatch, build
 engine, tokens = build(plan, world), torch.zeros(2, 64, dtype=torch.int64)
 engine.step([Microbatch(tokens=tokens, labels=tokens)] * 4, 1e-3)
 print(len(calls))

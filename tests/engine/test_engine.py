@@ -22,8 +22,7 @@ def test_a_part_of_a_matrix_is_drawn_alone_as_it_stands_in_the_whole(name: str, 
     and of each the numbers that a replica has under ZeRO-3, from an odd one to an odd one."""
     import torch
 
-    from trilane.engine.model.initial import initial_range, initial_tensor
-    from trilane.engine.model.parameters import split_dim
+    from trilane.engine.model.parameters import initial_range, initial_tensor, split_dim
 
     gated = "fc1" in name
     plan = small_plan(data, shape=GATED)
@@ -40,7 +39,7 @@ def test_initial_values_are_normal_and_differ_by_name_and_seed_and_not_by_call(d
     """Mean, deviation and fourth moment of a normal distribution; neighbours in a row or a column are unrelated."""
     import torch
 
-    from trilane.engine.model.initial import initial_tensor
+    from trilane.engine.model.parameters import initial_tensor
 
     plan = changed(small_plan(data), "optimizer", init_std=0.006)
     one, again = (initial_tensor("a.linear_fc1.weight", (1024, 512), plan) for _ in range(2))
@@ -63,7 +62,7 @@ def test_initial_values_are_normal_and_differ_by_name_and_seed_and_not_by_call(d
 
 def test_what_writes_to_the_residual_stream_starts_smaller(data: Path) -> None:
     """0.02 / sqrt(2 L) with L = 4. Radford et al. 2019, section 2.3."""
-    from trilane.engine.model.initial import initial_tensor
+    from trilane.engine.model.parameters import initial_tensor
 
     tensor = initial_tensor("decoder.layers.0.self_attention.linear_proj.weight", (256, 256), small_plan(data))
     assert tensor.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.02)
@@ -71,7 +70,7 @@ def test_what_writes_to_the_residual_stream_starts_smaller(data: Path) -> None:
 
 def test_every_parameter_is_audited_and_only_norms_and_biases_are_spared(ask: Callable, data: Path) -> None:
     """4 layers of 12 parameters, two embeddings, the last norm; per layer 4 weights decay, and both embeddings."""
-    code = "from trilane.engine.interface import build\nfor item in build(plan, world).audit.items(): print(*item)"
+    code = "from trilane.engine.backends.base import build\nfor item in build(plan, world).audit.items(): print(*item)"
     groups = dict(line.split(" ", 1) for line in ask(small_plan(data), code).splitlines())
     assert len(groups) == 4 * 12 + 4
     decayed = {name for name, group in groups.items() if group == "decay"}
@@ -81,7 +80,7 @@ def test_every_parameter_is_audited_and_only_norms_and_biases_are_spared(ask: Ca
 
 FEED = """
 from dataclasses import replace
-from trilane.engine.data.loader import SampleLoader
+from trilane.engine.data.samples import SampleLoader
 from trilane.config.batch_rampup import Batch
 batch = Batch(number=3, first=16, gbs=8)
 for cut in [{}, {"dp": 2}, {"dp": 4, "mbs": 1}, {"mbs": 8}]:
@@ -102,7 +101,7 @@ def test_the_global_batch_is_the_same_whatever_dp_and_mbs(ask: Callable, data: P
 
 MIX = """
 from collections import Counter
-from trilane.engine.data.loader import SampleLoader
+from trilane.engine.data.samples import SampleLoader
 from trilane.config.batch_rampup import Batch
 feed = SampleLoader(plan, world, (0, 1))
 counts = [Counter(int(feed._samples[k]["dataset_id"]) for k in range(n)) for n in (10, plan.samples)]
@@ -135,7 +134,7 @@ def test_a_short_run_over_an_uneven_blend_has_its_samples(ask: Callable, data: P
 
 GROUPS = """
 import torch.distributed as dist
-from trilane.engine.interface import build
+from trilane.engine.backends.base import build
 make, asked = dist.new_group, set()
 def made(*args, **options):
     asked.add(options.get("backend"))

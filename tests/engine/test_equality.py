@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from plans import changed, evaluations
 
-from trilane.experiments.parity import ITERATIONS, Row, machine, rows
+from trilane.engine.parity import Row, machine, rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("equality")]
 
@@ -18,7 +18,7 @@ FP32, HALF = ([r for r in ROWS if (r.precision == "fp32") is whole] for whole in
 
 
 def iterations(row: Row) -> int:
-    return ITERATIONS if LONG[row.engine, row.precision] == row.label else SHORT
+    return 20 if LONG[row.engine, row.precision] == row.label else SHORT
 
 
 def trained(row: Row, train: Callable, data: Path) -> tuple[list[float], list[float]]:

@@ -63,7 +63,7 @@ def test_after_a_spike_a_run_goes_on_without_those_iterations_at_a_lower_rate(fo
 ORDER = """
 import hashlib
 from dataclasses import replace
-from trilane.engine.data.loader import shared_prefixes
+from trilane.engine.data.samples import shared_prefixes
 from trilane.engine.data.samples import training_set
 def order(iters):
     run = replace(plan.run, train_iters=iters, order_samples=plan.samples)

@@ -38,10 +38,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def plan_for(data: Path) -> Plan:
-    """A tiny plan that writes all that a run can write: a line an iteration, phases, TensorBoard, calls."""
+    """A tiny plan that writes all that a run can write: a line an iteration, phases, TensorBoard."""
     plan = small_plan(data, iters=END, source="mock", mbs=1, gbs=1)
     shape = replace(plan.shape, num_layers=1, seq_length=16)
-    plan = changed(plan, "run", timers=True, tensorboard=True, trace_packages="trilane", trace_calls=256)
+    plan = changed(plan, "run", timers=True, tensorboard=True)
     return replace(plan, shape=shape)
 
 

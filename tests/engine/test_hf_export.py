@@ -9,7 +9,7 @@ import pytest
 from plans import changed, run_folder, small_plan, steps
 
 from trilane.config.plan import Plan
-from trilane.experiments.parity import LLAMA_SHAPE
+from trilane.engine.parity import LLAMA_SHAPE
 from trilane.workspace.checkpoints import name_of, read_manifest, write_manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -33,7 +33,7 @@ def trained(fork: Callable, data: Path, tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture) -> Callable[..., str]:
     """The command, and what it prints."""
-    from trilane.engine.checkpoint.hf_export import main
+    from trilane.engine.checkpoint.huggingface import main
 
     def run(direction: str, source: Path, out: Path) -> str:
         assert main([direction, str(source), str(out), "0", "0"]) == 0, capsys.readouterr().err
@@ -51,7 +51,7 @@ def weights(checkpoint: Path) -> dict:
 
 SAMPLES = """
 import torch
-from trilane.engine.data.loader import SampleLoader
+from trilane.engine.data.samples import SampleLoader
 batch = list(plan.batches(plan.run.train_iters - 1))[0]
 rows = SampleLoader(plan, world, (0, 1)).microbatches(batch)
 torch.save([(row.tokens, row.labels) for row in rows], PATH)
@@ -107,7 +107,7 @@ def lacking(checkpoint: Path, to: Path) -> Path:
 
 
 def test_what_cannot_be_exported_is_one_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    from trilane.engine.checkpoint.hf_export import main
+    from trilane.engine.checkpoint.huggingface import main
 
     (tmp_path / "there").mkdir()
     for (source, out, rows), rule in [

@@ -40,7 +40,7 @@ def canonical(shape: ModelShape) -> dict:
 
 def checkpoint(shape: ModelShape, folder: Path) -> dict:
     """A checkpoint of random tensors in `folder`, and these."""
-    from trilane.engine.checkpoint.hf_export import _write
+    from trilane.engine.checkpoint.huggingface import _write
     from trilane.utils.validation import to_mapping
     from trilane.workspace.checkpoints import write_manifest
 
@@ -78,7 +78,7 @@ def test_an_exported_model_has_our_logits_and_comes_back_bit_for_bit(shape: Mode
     """No head, matrix or pair of rotary channels is turned the wrong way."""
     import torch
 
-    from trilane.engine.checkpoint.hf_export import export, import_folder
+    from trilane.engine.checkpoint.huggingface import export, import_folder
     from trilane.engine.reference import logits as reference
 
     ours = checkpoint(shape, tmp_path / "checkpoint")
@@ -111,7 +111,7 @@ def test_a_model_of_transformers_has_the_same_logits_here(kind: str, settings: d
     import torch
     import transformers
 
-    from trilane.engine.checkpoint.hf_export import import_folder, read_config
+    from trilane.engine.checkpoint.huggingface import import_folder, read_config
     from trilane.engine.reference import logits as reference
 
     torch.manual_seed(0)
@@ -178,7 +178,7 @@ def test_a_folder_that_is_no_model_of_ours_is_one_line(
 ) -> None:
     import torch
 
-    from trilane.engine.checkpoint.hf_export import main
+    from trilane.engine.checkpoint.huggingface import main
 
     def changed(state: dict) -> None:
         for name, dtype in change.items():
@@ -195,7 +195,7 @@ def test_a_folder_that_is_no_model_of_ours_is_one_line(
 
 
 def test_a_cut_file_of_tensors_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    from trilane.engine.checkpoint.hf_export import main
+    from trilane.engine.checkpoint.huggingface import main
 
     path = saved(tmp_path / "model", "gpt2", {}) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -203,17 +203,16 @@ def test_a_cut_file_of_tensors_is_one_line(tmp_path: Path, capsys: pytest.Captur
     assert "its tensors cannot be read" in capsys.readouterr().err
 
 
-def test_padding_is_rows_of_zeros_which_an_export_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_is_rows_of_zeros_which_an_export_leaves_out(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from trilane.engine.checkpoint import hf_export
+    from trilane.engine.checkpoint import huggingface as hf_export
 
     folder = saved(tmp_path / "model", "llama", {})
     back = hf_export.import_folder(folder, tmp_path / "out", vocab_size=512)
     assert not weights(back)["embedding.word_embeddings.weight"][384:].any()
-    monkeypatch.setattr(hf_export, "MOST_BYTES", 150_000)  # a large model is written in several files
-    hf_export.export(back, tmp_path / "again", vocab_size=384)
+    hf_export.export(back, tmp_path / "again", vocab_size=384, most_bytes=150_000)  # in several files
     before, parts = load_file(folder / "model.safetensors"), sorted((tmp_path / "again").glob("*.safetensors"))
     after = {name: tensor for part in parts for name, tensor in load_file(part).items()}
     tokens = torch.arange(48)[None]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trilane.engine.bench import gpu_health
+from trilane.engine.bench import node_test as gpu_health
 from trilane.slurm.nodes import allocation, node_test
 from trilane.slurm.nodes.node_test import Group, Result
 

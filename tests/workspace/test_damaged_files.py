@@ -15,11 +15,11 @@ import nbformat
 import pytest
 from support import small_plan
 
+from trilane.analysis import benchmark
 from trilane.cli.app import main
 from trilane.costmodel.shipped import calibration_for
 from trilane.diagnose.capture import write_topology
 from trilane.diagnose.study import write_restart_example
-from trilane.experiments import benchmark
 from trilane.launch.follow import Tail
 from trilane.launch.outcome import judge
 from trilane.report import html, index, notebook

@@ -105,4 +105,4 @@ def huggingface(source: Path, out: Path, back: bool, seq: int | None, vocab_size
     """
     require(back or seq is None, "seq", seq, "goes with --back")
     given = ["import" if back else "export", str(source), str(out), str(seq or 0), str(vocab_size or 0)]
-    os.execvp("env", python("-m", "trilane.engine.checkpoint.hf_export", *given))
+    os.execvp("env", python("-m", "trilane.engine.checkpoint.huggingface", *given))

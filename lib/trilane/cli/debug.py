@@ -107,14 +107,14 @@ def restart(before: Path, after: Path, as_json: bool) -> int:
 @command(debug, PLAN, PREPARE, JSON)
 def rehearse(plan: Path, prepare: Path | None, as_json: bool) -> int:
     """Train, save, load and compare PLAN's engine and topology at tiny width; exit code 1 where they differ."""
-    from trilane.experiments import rehearse as rehearsal
+    from trilane.launch import rehearsal
 
     if prepare:
         text = rehearsal.prepare(read_plan(plan), prepare.resolve())
         return emit(as_json, {"commands": text.splitlines()}, text)
     done = rehearsal.rehearse_here(read_plan(plan))
     failed = done.problem or (done.audit and done.audit.findings)
-    return emit(as_json, rehearsal.to_json(done), rehearsal.to_text(done), failed=failed)
+    return emit(as_json, done.to_json(), done.to_text(), failed=failed)
 
 
 @command(
@@ -128,7 +128,7 @@ def rehearse(plan: Path, prepare: Path | None, as_json: bool) -> int:
 )
 def bisect(plan: Path, axes: str, timeout: float, out: Path | None, dry_run: bool, as_json: bool) -> None:
     """Shrink the hanging PLAN in short jobs until the boundary between what works and what hangs is known."""
-    from trilane.experiments import bisect as bisection
+    from trilane.launch import bisection
 
     read, names = read_plan(plan), tuple(axes.split(","))
     for name in names:

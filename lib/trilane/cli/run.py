@@ -128,9 +128,7 @@ def train(plan: str, port: int, resume: bool, as_json: bool) -> int:
 NAME = option("--name", default="", help="of the cluster; default: the host's without digits, or local on one machine")
 ITERATIONS = option("--iterations", type=whole(0), default=0, help="train so many at the full batch (0: as planned)")
 LEAVE_OUT = option("--leave-out", type=whole(0), default=5, help="first iterations left out")
-PROFILE = option(
-    "--profile", is_flag=True, help="also the seconds of each part (run.profile, or the last 3 iterations)"
-)
+PROFILE = option("--profile", is_flag=True, help="also the profiler's table (run.profile, or the last 3 iterations)")
 measure = Group("measure", help="Measure this machine or cluster, the speed of a plan, the equality of the engines.")
 
 
@@ -144,28 +142,19 @@ def machine(out: str, name: str) -> None:
 @command(measure, PLAN, ITERATIONS, LEAVE_OUT, PROFILE, JSON)
 def plan(plan: Path, iterations: int, leave_out: int, profile: bool, as_json: bool) -> int:
     """Train PLAN and print how fast it was; the folder of a finished run, also of another machine, is only measured."""
-    from trilane.experiments import benchmark
+    from trilane.analysis import benchmark
 
     found = benchmark.benchmark(plan, iterations, leave_out, profile)
     return emit(as_json, found, benchmark.text(found), failed=found["status"] != "completed")
 
 
 @command(measure, option("--engines", default="all", help=f"all, or some of {','.join(ENGINES)}"), JSON)
-def engines(engines: str, as_json: bool) -> int:
+def engines(engines: str, as_json: bool) -> None:
     """Train the equality table of the engines here: each row's losses against one reference. Progress is on stderr.
 
     Exit code 1 where a row exceeds its bound or did not train.
     """
-    from trilane.experiments.parity import Result, rows, summary, verify
-
     names = ENGINES if engines == "all" else tuple(name.strip() for name in engines.split(","))
     for name in names:
         require_known("engines", name, ("all", *ENGINES))
-    results, left_out = list[Result](), list[str]()
-    for found in verify(rows(names)):
-        left_out += [found] if isinstance(found, str) else []
-        results += [found] if isinstance(found, Result) else []
-        print(found if isinstance(found, str) else found.line(), file=sys.stderr, flush=True)
-    values = {"rows": [result.record() for result in results], "left_out": left_out}
-    failed = not results or not all(result.ok for result in results)
-    return emit(as_json, values, summary(results, left_out), indent=2, failed=failed)
+    os.execvp("env", python("-m", "trilane.engine.parity", *names, *["--json"] * as_json))

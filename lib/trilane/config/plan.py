@@ -120,6 +120,10 @@ class Plan:
 def plan_from_json(values: dict[str, Any]) -> Plan:
     """The plan of a JSON object; an `id` and a `prediction`, as results of a search carry, are set aside."""
     fields = {k: v for k, v in values.items() if k not in DERIVED} if isinstance(values, dict) else values
+    if isinstance(fields, dict) and isinstance(run := fields.get("run"), dict):
+        # Plan files of before 0.1.0 have these fields; py-spy's stacks and Flight Recorder took their place.
+        require(not run.get("trace_packages"), "trace_packages", run.get("trace_packages"), "see `debug capture`")
+        fields["run"] = {k: v for k, v in run.items() if k not in ("trace_packages", "trace_calls")}
     return from_mapping(Plan, fields, "plan")
 
 

@@ -174,7 +174,6 @@ class Run:
                             torch.compile works; "off"
     profile                 "10-12": a trace of these iterations by torch's profiler, of the first and the last rank;
                             "10-12:0,3" of these ranks
-    trace_packages          packages, as "megatron,trilane": each rank keeps its last `trace_calls` calls into them
     """
 
     train_iters: int = 50
@@ -188,8 +187,6 @@ class Run:
     exit_duration_minutes: float = 0.0
     load: str = ""
     hang_timeout_s: float = 1500.0  # torch itself gives up after 1800 s, without a word about who is to blame
-    trace_packages: str = ""
-    trace_calls: int = 500
     start_iteration: int = 0
     exit_iteration: int = 0
     eval_interval: int = 0
@@ -202,7 +199,7 @@ class Run:
     def __post_init__(self) -> None:
         require_path("load", self.load)
         require_known("fused", self.fused, FUSED)
-        for name in ("train_iters", "log_interval", "trace_calls"):
+        for name in ("train_iters", "log_interval"):
             require_integer(name, getattr(self, name), 1)
         counts = ("save_interval", "keep_last", "start_iteration", "exit_iteration", "eval_interval", "eval_iters")
         for name in (*counts, "order_samples"):
@@ -222,8 +219,6 @@ class Run:
             require(self.start_iteration < first <= last <= self.goal, "profile", self.profile, rule)
             trained = not (inside(self.skipped, first) or inside(self.skipped, last))
             require(trained, "profile", self.profile, f"must begin and end outside of skip={self.skip}")
-        plain = all(c.isalnum() or c in "_.," for c in self.trace_packages)
-        require(plain, "trace_packages", self.trace_packages, "must be names of packages, separated by commas")
 
     @property
     def skipped(self) -> Ranges:

@@ -1,11 +1,15 @@
 """`python -m trilane.engine plan.json` under torchrun or srun, or as a single process: train the plan in its folder."""
 
 import os
+import platform
 import sys
 import time
 import traceback
 from collections.abc import Callable, MutableMapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, read_plan
@@ -13,11 +17,7 @@ from trilane.engine.signals import Signals
 from trilane.utils.files import patient_text, set_aside
 from trilane.utils.process import allow_open_files, die_with_parent
 from trilane.utils.validation import print_refusal
-
-RANK_LOGS = "TRILANE_RANK_LOGS"
-# A rank that fails because a peer died waits this long before it exits, so that torchrun, which polls ten times a
-# second and stops at the first dead worker, sees the peer: a killed process may close its connections before it ends.
-EXIT_DELAY_S = 1.0
+from trilane.workspace.installation import revision
 
 
 def main(argv: list[str]) -> int:
@@ -48,18 +48,18 @@ def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], None]:
     plan = read_plan(path)
     require_trainable(plan.topology)
     limit_queues(plan, os.environ)
-    from trilane.engine.distributed.cpu import enable_cpu
+    from trilane.engine.cpu import enable_cpu
 
     enable_cpu()
-    from trilane.engine.distributed import world as worlds
-    from trilane.engine.monitor import heartbeat
+    from trilane.engine import heartbeat
+    from trilane.engine import world as worlds
 
     worlds.from_slurm(os.environ)
     worlds.single_process(os.environ)
     heartbeat.begin(plan, path.parent)
     world = worlds.join(plan)
-    from trilane.engine.checkpoint.stamp import stamp, write_json
     from trilane.engine.loop import Training
+    from trilane.engine.report import write_json
 
     if world.is_first:
         set_aside(path.parent / "env.json")
@@ -80,7 +80,7 @@ def limit_queues(plan: Plan, env: MutableMapping[str, str]) -> None:
 
 def _redirect_output() -> None:
     """Redirect stdout and stderr to ranks/<rank>.log where the launcher asks for it, so that ranks' lines never mix."""
-    folder = os.environ.get(RANK_LOGS)
+    folder = os.environ.get("TRILANE_RANK_LOGS")
     if folder:
         log = os.open(f"{folder}/{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
@@ -96,6 +96,37 @@ def _is_refusal(error: ValueError) -> bool:
     return trace is not None and Path(trace.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
 
 
+def stamp(world: Any) -> dict[str, Any]:
+    """The content of env.json: commit, versions, host, devices, cores, threads, start, command."""
+    import torch
+
+    from trilane.engine.world import core_numbers
+
+    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    packages = ("torch", "megatron-core", "deepspeed", "numpy", "tokenizers")
+    return {
+        "git": revision(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "world_size": world.size,
+        "processes_per_host": world.local_size,
+        "devices": cards or ["cpu"],
+        "backend": torch.distributed.get_backend(),
+        "cores": len(core_numbers()),
+        "threads": torch.get_num_threads(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "argv": sys.argv,
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
+
+
 def _exit(code: int) -> None:
     """Exit at once: a normal exit waits for the other ranks and would hide which rank failed first."""
     sys.stdout.flush()
@@ -108,6 +139,8 @@ if __name__ == "__main__":
         code = main(sys.argv[1:])
     except Exception:
         traceback.print_exc()
-        time.sleep(EXIT_DELAY_S)
+        # A rank that fails because a peer died waits before it exits, so that torchrun, which polls ten times a second
+        # and stops at the first dead worker, sees the peer: a killed process may close its connections before it ends.
+        time.sleep(1.0)
         code = 1
     _exit(code)

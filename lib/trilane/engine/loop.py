@@ -2,30 +2,89 @@
 
 import math
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
+from trilane.config.training import Run
+from trilane.engine import heartbeat
+from trilane.engine.backends.base import build
 from trilane.engine.checkpoint.fingerprints import lookahead, write_loaded
 from trilane.engine.checkpoint.load import find, load
 from trilane.engine.checkpoint.save import Saved, Saver
-from trilane.engine.checkpoint.stamp import write_json
-from trilane.engine.data.loader import SampleLoader
-from trilane.engine.distributed.world import World
-from trilane.engine.interface import build
-from trilane.engine.monitor import heartbeat
-from trilane.engine.monitor.phases import DATA, EVALUATE, SAVE, phase
-from trilane.engine.monitor.profile import Profiler
-from trilane.engine.monitor.report import TrainingLog, Validation, iteration, memory_line
+from trilane.engine.data.samples import SampleLoader
+from trilane.engine.phases import DATA, Profiler, phase
+from trilane.engine.report import TrainingLog, iteration, memory_line, print_note, write_json
 from trilane.engine.signals import Signals
-from trilane.engine.stop_requests import StopRequest, StopRequests
+from trilane.engine.world import World
 from trilane.workspace.checkpoints import FOLDER, name_of
 from trilane.workspace.continuation import extension, in_order_of
-from trilane.workspace.run_folder import cut_steps
+from trilane.workspace.run_folder import SAVE, STOP, cut_steps
 from trilane.workspace.status import RunStatus, Status, write_status
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRequest:
+    """What is requested, and its source; `writing`: a save that has begun is still being written by some rank."""
+
+    reason: str = ""
+    save: bool = False
+    stop: bool = False
+    writing: bool = False
+
+
+class StopRequests:
+    """Requests to save or to stop, agreed on by all ranks: signals that reached any rank, and rank 0's clock and files.
+
+    The file `save` is removed once seen; `stop` stays, so that a chain of jobs does not continue.
+    """
+
+    # The signals of one request reach all ranks, and a rank's child and parent, within this time: a SIGUSR1 that comes
+    # to a rank before, or up to so long after, all have agreed to save is the same request.
+    same_s = 10.0
+    # In ascending priority; every stop also saves.
+    requests = (
+        StopRequest(),
+        StopRequest(reason="SIGUSR1", save=True),
+        StopRequest(reason="the file `save`", save=True),
+        StopRequest(reason="exit_duration_minutes", save=True, stop=True),
+        StopRequest(reason="the file `stop`", save=True, stop=True),
+        StopRequest(reason="SIGTERM", save=True, stop=True),
+    )
+
+    def __init__(self, folder: Path, run: Run, world: World, signals: Signals, begin: float) -> None:
+        self._folder, self._world, self._signals = folder, world, signals
+        self._end = begin + 60 * run.exit_duration_minutes if run.exit_duration_minutes else math.inf
+        self._agreed_s = -math.inf
+
+    def now(self, begun: bool = True, writing: bool = False) -> StopRequest:
+        """The highest request of any rank, and whether any is `writing`, the same on all: one all-reduce.
+
+        Before the first iteration (not `begun`) only SIGTERM and the file `stop` count, not the clock.
+        """
+        highest = torch.tensor([self.pending(begun), int(writing)], device=self._world.device)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        number, some = highest.tolist()
+        if self.requests[number].save:
+            self._agreed_s = time.monotonic()
+        return replace(self.requests[number], writing=bool(some))
+
+    def pending(self, begun: bool = True) -> int:
+        """The number of the highest request on this rank; the file `save` is removed."""
+        first, save = self._world.is_first, self._folder / SAVE
+        found = [0, 5 * self._signals.stop, 4 * (first and (self._folder / STOP).exists())]
+        if begun:
+            found += [int(self._signals.save_s > self._agreed_s + self.same_s)]
+            found += [3 * (first and time.monotonic() >= self._end)]
+            if first and save.exists():
+                save.unlink(missing_ok=True)
+                found += [2]
+        return max(found)
 
 
 class Training:
@@ -42,9 +101,8 @@ class Training:
         plan = self._plan = in_order_of(checkpoint.manifest, plan) if checkpoint else plan
         self._engine = build(plan, world)
         self._print(self._engine.path)
-        if world.is_first:
-            for name, settings in self._engine.settings.items():
-                write_json(folder / name, settings)
+        for name, settings in self._engine.settings.items() if world.is_first else ():
+            write_json(folder / name, settings)
         at_an_end = (parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage())
         self._loader = SampleLoader(plan, world, self._engine.replica, reads=any(at_an_end))
         self._done, self._saved = 0, ""
@@ -55,11 +113,9 @@ class Training:
             own = checkpoint.path.parent == folder / FOLDER
             self._saved = checkpoint.path.name if own else ""
             self._print(f"resumes after iteration {self._done} of {checkpoint.path}")
-            if text := extension(checkpoint.manifest, plan):
-                self._print(text)
-        self._profiler = Profiler(plan, world, folder, self._engine.modules, self._done)
-        if self._profiler.note:
-            self._print(self._profiler.note)
+            self._print(extension(checkpoint.manifest, plan))
+        self._profiler = Profiler(plan, world, folder, self._done)
+        self._print(self._profiler.note)
         if world.is_last:
             cut_steps(folder, self._done)
         self._saver = Saver(folder, plan, world, self._engine)
@@ -75,23 +131,23 @@ class Training:
         dist.destroy_process_group()
 
     def _train(self) -> None:
-        log = TrainingLog(self._plan, self._world, self._folder)
+        log, run = TrainingLog(self._plan, self._world, self._folder), self._plan.run
         first = next((batch.number for batch in self._plan.batches(self._done)), 0)
         request = self._requests.now(begun=False)
         begin = time.perf_counter()
         for batch in self._plan.batches(self._done) if not request.stop else ():
             self._profiler.before(batch.number)
             begin = self._step(batch, log, begin)
-            if self._profiler.after(batch.number):
-                begin = time.perf_counter()  # not counted in any iteration
-            if batch.number in (first, self._plan.run.goal):  # the optimizer's states exist from the second on
+            apart = self._profiler.after(batch.number)
+            if batch.number in (first, run.goal):  # the optimizer's states exist from the second on
                 print(memory_line(self._world.rank, batch.number, self._world.device), flush=True)
-            if self._plan.run.evaluates_after(batch.number):
+            if run.evaluates_after(batch.number):
                 self._evaluate(batch, log)
-                begin = time.perf_counter()  # not counted in any iteration
+                apart = True
             request = self._requests.now(writing=self._saver.writing)
-            if self._saves(batch, request):
-                begin = time.perf_counter()  # not counted in any iteration
+            apart |= self._saves(batch, request)
+            if apart:
+                begin = time.perf_counter()  # what was done since is counted in no iteration
             if request.stop:
                 break
         log.close()
@@ -118,33 +174,31 @@ class Training:
     def _evaluate(self, batch: Batch, log: TrainingLog) -> None:
         """The mean loss over the samples held out, the same ones after each `batch`."""
         begin, losses = time.perf_counter(), list[float]()
-        with phase(EVALUATE):
+        with phase("evaluate"):
             for microbatches in self._loader.validation():
                 losses.append(self._engine.evaluate(microbatches))
                 heartbeat.at(batch.number)
-        seconds, loss = time.perf_counter() - begin, math.fsum(losses) / len(losses)
-        log.evaluated(Validation(iteration=batch.number, consumed_samples=batch.end, lm_loss=loss, seconds=seconds))
-
-    def _is_due(self, batch: Batch, request: StopRequest) -> bool:
-        """Whether to save now: on request, at save_interval, or at the end of the run."""
-        run, last = self._plan.run, batch.number == self._plan.run.goal
-        scheduled = run.save_interval > 0 and batch.number % run.save_interval == 0
-        return request.save or scheduled or (last and run.saves_at_end)
+        log.evaluated(batch, math.fsum(losses) / len(losses), time.perf_counter() - begin)
 
     def _saves(self, batch: Batch, request: StopRequest) -> bool:
-        """Finish the last save once all ranks have written it, and begin the one that is due; whether it did either."""
-        due, begun = self._is_due(batch, request), self._saver.begun
+        """Finish the last save once all ranks have written it, and begin the one that is due; whether it did either.
+
+        One is due on request, at save_interval, and at the end of the run.
+        """
+        run, begun = self._plan.run, self._saver.begun
+        due = request.save or (run.save_interval > 0 and batch.number % run.save_interval == 0)
+        due = due or (batch.number == run.goal and run.saves_at_end)
         if begun and (due or not request.writing):
             self._finish_save()
         if due:
-            with phase(SAVE):
+            with phase("save-checkpoint"):
                 failed = self._saver.begin(batch, lookahead(self._plan, self._loader, batch.number))
             if failed:
                 self._report(failed)
         return due or (begun and not self._saver.begun)
 
     def _finish_save(self) -> None:
-        with phase(SAVE):
+        with phase("save-checkpoint"):
             saved = self._saver.finish()
         self._report(saved)
 
@@ -157,30 +211,21 @@ class Training:
 
     def _end(self, request: StopRequest) -> None:
         """Print and record whether the run completed, or what stopped it and the newest checkpoint."""
-        iterations, unsaved = self._plan.run.goal, self._plan.run.saves_at_end and self._saved != name_of(self._done)
-        if self._done == iterations and unsaved:
-            status, evidence = Status.STOPPED, f"iteration {iterations} is reached, but not saved: {self._newest()}"
+        goal, last = self._plan.run.goal, self._saved == name_of(self._done)
+        newest = f"{'saved' if last else 'the newest checkpoint is'} {FOLDER}/{self._saved}"
+        newest = newest if self._saved else "no checkpoint"
+        status, evidence = Status.STOPPED, f"stopped at iteration {self._done} by {request.reason}, {newest}"
+        if self._done == goal:
+            evidence = f"iteration {goal} is reached, but not saved: {newest}"
+            if last or not self._plan.run.saves_at_end:
+                status, evidence = Status.COMPLETED, f"iteration {goal} of {goal}"
+        if status is Status.STOPPED:
             self._print(evidence)
-        elif self._done == iterations:
-            status, evidence = Status.COMPLETED, f"iteration {self._done} of {iterations}"
-        else:
-            status, evidence = (
-                Status.STOPPED,
-                f"stopped at iteration {self._done} by {request.reason}, {self._newest()}",
-            )
-            self._print(evidence)
-        if self._world.is_first:
-            seconds = round(time.monotonic() - self._begin, 3)
-            outcome = RunStatus(status=status, evidence=evidence, rank=None, exit_code=0, seconds=seconds)
-            if not write_status(self._folder, outcome):
-                self._print(f"{status}: {evidence}; the disk is full, so that status.json does not record it")
-
-    def _newest(self) -> str:
-        if not self._saved:
-            return "no checkpoint"
-        now = self._saved == name_of(self._done)
-        return f"{'saved' if now else 'the newest checkpoint is'} {FOLDER}/{self._saved}"
+        seconds = round(time.monotonic() - self._begin, 3)
+        outcome = RunStatus(status=status, evidence=evidence, rank=None, exit_code=0, seconds=seconds)
+        if self._world.is_first and not write_status(self._folder, outcome):
+            self._print(f"{status}: {evidence}; the disk is full, so that status.json does not record it")
 
     def _print(self, text: str) -> None:
-        if self._world.is_first:
-            print(f"trilane: {text}", flush=True)
+        if text and self._world.is_first:
+            print_note(text)

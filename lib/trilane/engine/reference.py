@@ -10,9 +10,8 @@ from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.engine.data.corpus import prepare_all
 from trilane.engine.data.samples import Samples, training_set, validation_set
-from trilane.engine.distributed.world import World
-from trilane.engine.model.initial import initial_tensor
-from trilane.engine.model.parameters import EMBEDDING_NORM, whole_sizes
+from trilane.engine.model.parameters import EMBEDDING_NORM, initial_tensor, whole_sizes
+from trilane.engine.world import World
 
 WORDS = "embedding.word_embeddings.weight"
 Weights = Mapping[str, torch.Tensor]

@@ -1,4 +1,4 @@
-"""Signals received by this process, kept until the loop checks them.
+"""Signals received by this process, kept until the loop checks them; without torch.
 
 SIGUSR1 asks for a checkpoint, SIGTERM for a checkpoint and the end. SLURM sends both to the tasks of a step, and where
 it does not track processes by cgroup to their children too; our torchrun forwards them as SAVE and STOP. torchrun
@@ -15,9 +15,6 @@ import time
 FORWARDED = "TRILANE_FORWARDS_SIGNALS"  # in the environment of workers: their parent is our torchrun
 SAVE, STOP = signal.SIGUSR1, signal.SIGUSR2
 ALL = {SAVE, STOP, signal.SIGTERM}
-# Any other torchrun kills its workers 30 s after it sends SIGTERM for whatever reason. A rank that waits for a dead
-# peer must exit before.
-PATIENCE_S = 25.0
 
 
 class Signals:
@@ -45,7 +42,9 @@ class Signals:
             else:
                 self.stop = True
                 if "TORCHELASTIC_RUN_ID" in os.environ and not launched:
-                    threading.Timer(PATIENCE_S, os._exit, [128 + signal.SIGTERM]).start()
+                    # Any other torchrun kills its workers 30 s after it sends SIGTERM for whatever reason. A rank that
+                    # waits for a dead peer must exit before.
+                    threading.Timer(25.0, os._exit, [128 + signal.SIGTERM]).start()
 
 
 def wait_for(numbers: set[signal.Signals]) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 `python -m trilane.engine.torchrun FAILURES.json <torchrun's arguments>`; torchrun itself only prints a report, dies of
 SIGUSR1, and kills its workers 30 s after a SIGTERM. Here both reach the workers, which take the time that a save needs.
+torch is imported late: a signal that comes while it is must not kill this process.
 """
 
 import contextlib
@@ -11,15 +12,18 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trilane.engine.distributed import rendezvous
 from trilane.engine.signals import ALL, FORWARDED, SAVE, STOP
 from trilane.utils.files import replace_text
 from trilane.utils.process import allow_open_files, announced, die_with_parent
 
-LOOPBACK = "127.0.0.1"
+# From the first node that waits to the last that comes; then the same from the first rank to the last. At 128 nodes the
+# first import of torch from a shared file system takes minutes, and not the same on each node; torch 2.13 waits 60 s
+# for the first node (read_timeout in c10d_rendezvous_backend.py), then 600 s for all (dynamic_rendezvous.py).
+WAIT_S = 600
 
 
 def main(argv: list[str]) -> int:
@@ -45,7 +49,7 @@ def _launch(argv: list[str]) -> int:
     came = _remember_nodes()
     args = parse_args(argv[1:])
     if args.rdzv_backend == "c10d":
-        args.rdzv_conf = rendezvous.settings(args.rdzv_conf)
+        args.rdzv_conf = settings(args.rdzv_conf)
     try:
         run(args)
     except ChildFailedError as error:
@@ -58,10 +62,39 @@ def _launch(argv: list[str]) -> int:
     except (RendezvousConnectionError, RendezvousTimeoutError) as error:
         nodes, why = int(args.nnodes.rpartition(":")[2]), f"the first node does not answer at {args.rdzv_endpoint}"
         if came:
-            why = rendezvous.absent_nodes(came, nodes) if len(came) < nodes else f"{error}"
+            why = absent_nodes(came, nodes) if len(came) < nodes else f"{error}"
         print(f"trilane: rendezvous={args.rdzv_id}: {why} ({args.rdzv_conf})", file=sys.stderr, flush=True)
         return 1
     return 0
+
+
+def settings(given: str, env: Mapping[str, str] = os.environ) -> str:
+    """torchrun's --rdzv-conf, with ours where it names none.
+
+    In a job the first node hosts the store by SLURM's names: torch compares host names and addresses, and where they
+    differ from SLURM's none does, or two.
+    """
+    named = {part.partition("=")[0].strip() for part in given.split(",")}
+    # torch takes a node out whose last sign of life is three of 5 s old, by the clock of each node, and nothing ever
+    # replaces it
+    ours = {"join_timeout": WAIT_S, "read_timeout": WAIT_S, "keep_alive_max_attempt": WAIT_S // 5}
+    if (hosts := env.get("TRAIN_HOSTS", "").split()) and "SLURMD_NODENAME" in env:
+        ours["is_host"] = int(env["SLURMD_NODENAME"] == hosts[0])
+    return ",".join([*filter(None, [given]), *(f"{k}={v}" for k, v in ours.items() if k not in named)])
+
+
+def absent_nodes(came: Collection[str], nodes: int, env: Mapping[str, str] = os.environ) -> str:
+    """How many of the nodes came, and the names of the others; the names of those that came where SLURM's differ."""
+    hosts, here = env.get("TRAIN_HOSTS", "").split(), {name.partition(".")[0] for name in came}
+    missing = [host for host in hosts if host.partition(".")[0] not in here]
+    text = f"{len(came)} of {nodes} nodes came"
+    return f"{text}, not {some(missing)}" if len(missing) == nodes - len(came) else f"{text} ({some(sorted(came))})"
+
+
+def some(names: Sequence[str], most: int = 16) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _remember_nodes() -> set[str]:
@@ -95,7 +128,7 @@ def _listen_on_loopback() -> None:
     store = static.TCPStore
 
     def bound(host: str, port: int, world: int, is_master: bool, timeout: Any, **options: Any) -> Any:
-        if is_master and host == LOOPBACK:
+        if is_master and host == "127.0.0.1":
             options["master_listen_fd"] = socket.create_server((host, port)).detach()  # the store closes it
         return store(host, port, world, is_master, timeout, **options)
 

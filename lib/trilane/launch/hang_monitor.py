@@ -13,7 +13,7 @@ from trilane.config.plan import Plan
 from trilane.diagnose.capture import capture
 from trilane.diagnose.hang import diagnose_hang
 from trilane.workspace import node_folder
-from trilane.workspace.heartbeat import NodeReport, forget_reports, keep_rings
+from trilane.workspace.heartbeat import NodeReport, forget_reports
 from trilane.workspace.stall_detector import StallDetector, report_every_s
 from trilane.workspace.status import RunStatus, Status
 
@@ -96,12 +96,11 @@ class HangMonitor:
             report.write(self._folder)
 
     def close(self) -> None:
-        """Write the last report and the ranks' last calls, and remove what they wrote on this node."""
+        """Write the last report, and remove what the ranks wrote on this node."""
         self._stall.look()
         if self._stall.timeout_s > 0:
             self.report()
         places = [place for place in self._node.places() if place != self._folder / "ranks"]
-        keep_rings(places, self._folder)
         for place in places:
             node_folder.remove(place)
 

@@ -19,7 +19,7 @@ from trilane.workspace.heartbeat import (
 )
 
 # Until its second iteration a rank imports, builds samples and compiles: its timeout is longer by this factor, and at
-# least this many seconds: a minute more than the ranks wait for one another (engine/distributed/rendezvous.py), which
+# least this many seconds: a minute more than the ranks wait for one another (engine/torchrun.py), which
 # ends with the names of those that did not come.
 START_FACTOR, START_S = 5.0, 660.0
 

@@ -1,115 +1,83 @@
-"""The `deepspeed-3d` engine: DeepSpeed's pipeline (1F1B) and ZeRO-1 over megatron-core's tensor-parallel layers."""
+"""The `deepspeed-3d` engine: DeepSpeed's pipeline (1F1B) and ZeRO-1 over megatron-core's tensor-parallel layers.
 
-from collections.abc import Callable, Sequence
+S sequence (sequence parallelism leaves each rank a part of it between positions and head), B microbatch, C hidden size,
+V rows of the vocabulary on this rank. The layers' class names matter: the partition "type:transformer|embedding" counts
+those whose name contains one of the two words.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.pipe import PipelineModule
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.costmodel.memory import stage_layers
-from trilane.engine.backends.deepspeed_common import (
-    CONFIG,
-    WholeClipping,
-    begin_step,
-    groups,
-    loss_scale,
-    quiet,
-    settings,
-    start,
-    step_of,
-    sum_shared_gradients,
-)
-from trilane.engine.backends.deepspeed_states import DeepSpeedStates
-from trilane.engine.backends.optimizers import deepspeed_audit
-from trilane.engine.distributed.world import World
-from trilane.engine.interface import Microbatch, Step
-from trilane.engine.model import fused_path, pipeline_layers
-from trilane.engine.model.gpt import fill_parameters, transformer_config
-from trilane.engine.model.rng import seed_streams
-from trilane.engine.monitor.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, P2P, REDUCE, during
-
-# Our name of the partition -> DeepSpeed's, whose own "uniform" would count embedding, positions and norm as layers.
-METHODS = {"uniform": "type:transformer", "type:transformer|embedding": "type:transformer|embedding"}
-# Phases of DeepSpeed's instructions; all others send and receive.
-PHASES = {"LoadMicroBatch": DATA, "ForwardPass": FORWARD, "BackwardPass": BACKWARD, "OptimizerStep": OPTIMIZER}
-PHASES |= {"ReduceGrads": REDUCE, "ReduceTiedGrads": REDUCE}
+from trilane.engine.backends.base import Microbatch
+from trilane.engine.backends.deepspeed_zero import DeepSpeed, Named, groups, sum_shared_gradients
+from trilane.engine.model.fused import apply, token_losses
+from trilane.engine.model.gpt import Norm, NormedDropout, fill_parameters, layer_spec, transformer_config
+from trilane.engine.model.rng import sequence_stream
+from trilane.engine.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, P2P, REDUCE, during
 
 
-def build(plan: Plan, world: World) -> "DeepSpeed3D":
-    """The engine; collective over all ranks."""
-    parallel_state.initialize_model_parallel(plan.topology.tp, plan.topology.pp, create_gloo_process_groups=False)
-    seed_streams(plan.run.seed)
-    start()
-    return DeepSpeed3D(plan, world)
+class DeepSpeed3D(DeepSpeed):
+    """TP, PP and DP of one plan; every rank gets the loss."""
 
-
-class DeepSpeed3D:
-    """TP, PP and DP of one plan; `step` runs one iteration, collectively."""
-
-    def __init__(self, plan: Plan, world: World) -> None:
-        self._plan = plan
-        path = fused_path.choose(plan, world)
-        self.path = str(path)
-        ds_config = settings(plan)
-        self.settings: dict[str, Any] = {CONFIG: ds_config}
-        decay = plan.optimizer.weight_decay
-        with quiet():
-            stage = _stage(plan, path)
-            named = list(pipeline_layers.canonical_parameters(stage))
-            fill_parameters(named, plan)
-            sum_shared_gradients(parameter for _, parameter in named)
-            self._engine, optimizer, *_ = deepspeed.initialize(
-                model=stage, config=ds_config, model_parameters=groups(named, decay)
-            )
-        self._engine._INSTRUCTION_MAP = {
-            kind: during(PHASES.get(kind.__name__, P2P), function)
-            for kind, function in self._engine._INSTRUCTION_MAP.items()
-        }
+    def _initialize(self, ds_config: dict[str, Any]) -> Named:
+        plan = self._plan
+        stage = self._stage()
+        named = list(canonical_parameters(stage))
+        fill_parameters(named, plan)
+        sum_shared_gradients(parameter for _, parameter in named)
+        grouped = groups(named, plan.optimizer.weight_decay)
+        self._engine, *_ = deepspeed.initialize(model=stage, config=ds_config, model_parameters=grouped)
+        # All other instructions send and receive.
+        phases = {"LoadMicroBatch": DATA, "ForwardPass": FORWARD, "BackwardPass": BACKWARD, "OptimizerStep": OPTIMIZER}
+        phases |= {"ReduceGrads": REDUCE, "ReduceTiedGrads": REDUCE}
+        instructions = self._engine._INSTRUCTION_MAP.items()
+        self._engine._INSTRUCTION_MAP = {kind: during(phases.get(kind.__name__, P2P), f) for kind, f in instructions}
         self.modules = [stage]
         _check_grid(self._engine, plan)
-        self._clipping = WholeClipping(self._engine, plan) if plan.topology.zero == 0 else None
-        self.audit = deepspeed_audit(named, optimizer, decay)
-        self.states = DeepSpeedStates(named, optimizer, plan.topology.zero)
+        return named
 
-    @property
-    def replica(self) -> tuple[int, int]:
-        """Data-parallel rank and size."""
-        return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-
-    def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
-        """One iteration: the pipeline over the microbatches, clipping and update; every rank gets the loss."""
-        begin_step(self._engine, lr, len(microbatches))
-        scale = loss_scale(self._engine, self._plan)
-        loss = self._engine.train_batch(iter([(batch.tokens, batch.labels) for batch in microbatches]))
-        return step_of(self._engine, loss.item(), scale, self._clipping.norm if self._clipping else None)
+    def _train(self, microbatches: Sequence[Microbatch]) -> float:
+        return self._engine.train_batch(iter([(batch.tokens, batch.labels) for batch in microbatches])).item()
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> float:
-        """Mean loss of one batch by DeepSpeed's inference schedule; every rank gets it."""
+        """Mean loss of one batch by DeepSpeed's inference schedule."""
         feed = iter([(batch.tokens, batch.labels) for batch in microbatches])
-        loss = self._engine.eval_batch(feed, num_micro_batches=len(microbatches))
-        return loss.item()
+        return self._engine.eval_batch(feed, num_micro_batches=len(microbatches)).item()
+
+    def _stage(self) -> PipelineModule:
+        """This rank's layers, not yet initialized."""
+        plan, t = self._plan, self._plan.topology
+        # Layers inside DeepSpeed's pipeline must see pp 1: megatron-core would shift their numbers otherwise.
+        one_stage = replace(plan, topology=replace(t, pp=1, recompute="none", partition="uniform"))
+        # DeepSpeed's own "uniform" would count embedding, positions and norm as layers.
+        method = "type:transformer" if t.partition == "uniform" else t.partition
+        return PipelineModule(
+            layers(plan, apply(self._kernels, transformer_config(one_stage))),
+            topology=PipeModelDataParallelTopology(num_pp=t.pp, num_mp=t.tp, num_dp=t.dp),
+            loss_fn=partial(mean_loss, fused=self._kernels.fused, z_loss=plan.optimizer.z_loss),
+            partition_method=method,
+            activation_checkpoint_interval=1 if t.recompute == "full" else 0,
+            activation_checkpoint_func=_recomputed,
+            checkpointable_layers=[TransformerLayer.__name__],
+        )
 
 
-def _stage(plan: Plan, path: fused_path.KernelPath) -> PipelineModule:
-    """This rank's layers, not yet initialized."""
-    t = plan.topology
-    # Layers inside DeepSpeed's pipeline must see pp 1: megatron-core would shift their numbers otherwise.
-    one_stage = replace(plan, topology=replace(t, pp=1, recompute="none", partition="uniform"))
-    return PipelineModule(
-        pipeline_layers.layers(plan, fused_path.apply(path, transformer_config(one_stage))),
-        topology=PipeModelDataParallelTopology(num_pp=t.pp, num_mp=t.tp, num_dp=t.dp),
-        loss_fn=partial(pipeline_layers.mean_loss, fused=path.fused, z_loss=plan.optimizer.z_loss),
-        partition_method=METHODS[t.partition],
-        activation_checkpoint_interval=1 if t.recompute == "full" else 0,
-        activation_checkpoint_func=_recomputed,
-        checkpointable_layers=[pipeline_layers.TransformerLayer.__name__],
-    )
+build = DeepSpeed3D
 
 
 def _recomputed(function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
@@ -123,5 +91,121 @@ def _check_grid(engine: Any, plan: Plan) -> None:
     assert grid.get_data_parallel_rank() == parallel_state.get_data_parallel_rank()
     assert grid.get_slice_parallel_rank() == parallel_state.get_tensor_model_parallel_rank()
     assert grid.get_stage_id() == parallel_state.get_pipeline_model_parallel_rank()
-    held = sum(isinstance(layer, pipeline_layers.TransformerLayer) for layer in module.forward_funcs)
+    held = sum(isinstance(layer, TransformerLayer) for layer in module.forward_funcs)
     assert held == stage_layers(plan.shape, plan.topology)[grid.get_stage_id()], module.parts
+
+
+class WordEmbedding(tensor_parallel.VocabParallelEmbedding):
+    """Token ids (B, S) -> (S, B, C)."""
+
+    prefix = "embedding.word_embeddings."
+
+    def __init__(self, plan: Plan, settings: TransformerConfig) -> None:
+        shape = plan.shape
+        super().__init__(shape.vocab_size, shape.hidden_size, init_method=settings.init_method, config=settings)
+        self.parallel, self.ranks = settings.sequence_parallel, settings.tensor_model_parallel_size
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens).transpose(0, 1).contiguous()
+
+
+class HeadEmbedding(WordEmbedding):
+    """The output head as its own matrix, for embeddings that are not tied: (S, B, C) -> logits (S, B, V)."""
+
+    prefix = "output_layer."
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return logits(self, x)
+
+
+class Positions(torch.nn.Module):
+    """Adds the learned positions, where there are some; then the embedding's dropout, unless a norm comes between."""
+
+    prefix = "embedding.position_embeddings."
+    weight: torch.nn.Parameter | None
+
+    def __init__(self, plan: Plan, settings: TransformerConfig) -> None:
+        super().__init__()
+        size = (plan.shape.seq_length, plan.shape.hidden_size)
+        table = torch.nn.Parameter(torch.empty(size, dtype=settings.params_dtype))
+        self.register_parameter("weight", table if plan.shape.positions == "learned" else None)
+        self.settings = settings
+        self.dropout = 0.0 if plan.shape.embedding_layernorm else settings.hidden_dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(S, B, C) -> (S, B, C)."""
+        x = x if self.weight is None else x + self.weight[: x.size(0), None]
+        if self.settings.sequence_parallel:
+            x = tensor_parallel.scatter_to_sequence_parallel_region(x)
+        with sequence_stream(self.settings):
+            return F.dropout(x, self.dropout, self.training)
+
+
+class FirstNorm(NormedDropout):
+    """BLOOM's norm of the embedding, and its dropout. With `embedding` in its name it would be counted as one."""
+
+    prefix = "embedding."
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with sequence_stream(self.settings):
+            return super().forward(x)
+
+
+class TransformerLayer(torch.nn.Module):
+    """Layer `number` of the whole model, from 0."""
+
+    def __init__(self, shape: ModelShape, settings: TransformerConfig, number: int) -> None:
+        super().__init__()
+        self.prefix = f"decoder.layers.{number}."
+        self.settings = settings
+        # Numbered from 1 in the whole model; `settings` describe no pipeline, or this stage's offset would count twice.
+        self.layer = build_module(layer_spec(shape), config=settings, layer_number=number + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(S, B, C) -> (S, B, C)."""
+        with sequence_stream(self.settings):  # as megatron-core's TransformerBlock does
+            return self.layer(hidden_states=x, attention_mask=None)[0]
+
+
+class FinalNorm(Norm):
+    """The norm after the last layer."""
+
+    prefix = "decoder.final_layernorm."
+
+
+def logits(embedding: WordEmbedding, x: torch.Tensor) -> torch.Tensor:
+    """(S, B, C) -> (S, B, V): the embedding's matrix as the head."""
+    return linear_with_grad_accumulation_and_async_allreduce(
+        input=x,
+        weight=embedding.weight,
+        bias=None,
+        gradient_accumulation_fusion=False,
+        allreduce_dgrad=embedding.ranks > 1 and not embedding.parallel,
+        sequence_parallel=embedding.parallel,
+    )
+
+
+def mean_loss(scores: torch.Tensor, labels: torch.Tensor, fused: bool, z_loss: float) -> torch.Tensor:
+    """Mean cross-entropy in nats; scores (S, B, V), labels (B, S)."""
+    return token_losses(scores, labels.transpose(0, 1).contiguous(), fused, z_loss).mean()
+
+
+def layers(plan: Plan, settings: TransformerConfig) -> list[LayerSpec]:
+    """Every layer of the whole model; a stage builds only its share."""
+    first, last = LayerSpec(WordEmbedding, plan, settings), LayerSpec(HeadEmbedding, plan, settings)
+    if plan.shape.tied_embeddings:
+        first = TiedLayerSpec("embedding", WordEmbedding, plan, settings)
+        last = TiedLayerSpec("embedding", WordEmbedding, plan, settings, forward_fn=logits)
+    middle = [LayerSpec(TransformerLayer, plan.shape, settings, number) for number in range(plan.shape.num_layers)]
+    norm = [LayerSpec(FirstNorm, settings)] * plan.shape.embedding_layernorm
+    final = LayerSpec(FinalNorm, settings, plan.shape.hidden_size)
+    return [first, LayerSpec(Positions, plan, settings), *norm, *middle, final, last]
+
+
+def canonical_parameters(stage: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield each parameter of a stage with its name in the whole model."""
+    for module in stage.modules():
+        prefix = getattr(module, "prefix", None)
+        if prefix is not None:
+            for name, parameter in module.named_parameters():
+                yield prefix + name.removeprefix("layer."), parameter

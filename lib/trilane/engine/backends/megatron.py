@@ -1,86 +1,62 @@
 """The `megatron` engine: megatron-core's schedules, DDP and optimizer, as Megatron-LM's own training loop uses them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import utils as megatron_utils
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
+from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.plan import Plan
-from trilane.engine.backends.megatron_states import MegatronStates
-from trilane.engine.backends.optimizers import decay_audit, fuse_adam, use_foreach
-from trilane.engine.distributed.world import World
-from trilane.engine.interface import Microbatch, Step
-from trilane.engine.model import fused_path
-from trilane.engine.model.gpt import DTYPES, build_chunks, canonical_parameters, transformer_config
-from trilane.engine.model.rng import seed_streams
-from trilane.engine.monitor.phases import OPTIMIZER, MegatronTimers, phase
+from trilane.engine.backends.base import Engine, Microbatch, States, Step, init_moments, pieces, set_step, step_of
+from trilane.engine.model.fused import DTYPES, apply
+from trilane.engine.model.gpt import build_chunks, canonical_parameters, transformer_config
+from trilane.engine.phases import OPTIMIZER, MegatronTimers, phase
 
 LossOf = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-# DeepSpeed's default (initial_scale_power 16); megatron-core's own 2**32 skips the first 16 iterations to get there.
-INITIAL_LOSS_SCALE = 2.0**16
 
 
-def build(plan: Plan, world: World) -> "Megatron":
-    """The engine; collective over all ranks."""
-    t = plan.topology
-    # The additional gloo groups serve megatron-core's own checkpoints, which we do not write.
-    parallel_state.initialize_model_parallel(
-        t.tp,
-        t.pp,
-        virtual_pipeline_model_parallel_size=t.interleaving if t.interleaving > 1 else None,
-        create_gloo_process_groups=False,
-    )
-    seed_streams(plan.run.seed)
-    return Megatron(plan, world)
+class Megatron(Engine):
+    """TP, PP (1F1B, interleaved) and DP of one plan."""
 
+    _chunks: list[DistributedDataParallel]
 
-class Megatron:
-    """TP, PP (1F1B, interleaved) and DP of one plan; `step` runs one iteration, collectively."""
-
-    def __init__(self, plan: Plan, world: World) -> None:
-        self._plan, self._world = plan, world
-        self.settings: dict[str, Any] = {}
-        path = fused_path.choose(plan, world)
-        self.path = str(path)
-        settings = fused_path.apply(path, transformer_config(plan))
+    def _build(self) -> None:
+        plan, t = self._plan, self._plan.topology
+        settings = apply(self._kernels, transformer_config(plan))
         use_foreach()
         models = build_chunks(plan, settings)
         named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]
         self._chunks = [_distributed(model, settings, plan) for model in models]
         self.modules = self._chunks
         self._optimizer = get_megatron_optimizer(_optimizer_config(plan), self._chunks, use_gloo_process_groups=False)
-        _set_weight_decay(self._optimizer, plan.optimizer.weight_decay)
-        if path.fused:
-            fuse_adam(chained.optimizer for chained in self._optimizer.chained_optimizers)
-        self.audit = decay_audit(self._chunks, self._optimizer.chained_optimizers, plan.optimizer.weight_decay)
-        settings.timers = MegatronTimers(pipeline=plan.topology.pp > 1)
-        self.states = MegatronStates(named, self._optimizer.chained_optimizers, self._chunks)
+        for group in self._optimizer.param_groups:
+            # As Megatron-LM's scheduler does; megatron-core only sets `wd_mult`: norms and biases would decay.
+            group["weight_decay"] = plan.optimizer.weight_decay * group["wd_mult"]
+        optimizers = self._optimizer.chained_optimizers
+        if self._kernels.fused:
+            for chained in optimizers:
+                _fuse_adam(chained.optimizer)
+        self.states = MegatronStates(named, optimizers, self._chunks)
+        settings.timers = MegatronTimers(pipeline=t.pp > 1)
         settings.finalize_model_grads_func = finalize_model_grads
         settings.grad_scale_func = self._optimizer.scale_loss
-        if plan.topology.overlap_grad_reduce:
+        if t.overlap_grad_reduce:
             # Gradients are reduced as they arrive, in the last microbatch only.
             no_sync = [chunk.no_sync for chunk in self._chunks]
             settings.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._schedule = get_forward_backward_func()
-        shape = (plan.topology.mbs, plan.shape.seq_length)
-        self._positions = torch.arange(shape[1], device=world.device).expand(shape)  # (mbs, seq_length)
-
-    @property
-    def replica(self) -> tuple[int, int]:
-        """Data-parallel rank and size."""
-        return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
     def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
         """One iteration: zero the gradients, run the pipeline over the microbatches, clip, update."""
         self._zero_grad()
-        _set_lr(self._optimizer, lr)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
         scale = self._optimizer.get_loss_scale().item()
         losses = self._forward_backward(microbatches)
         with phase(OPTIMIZER):
@@ -126,14 +102,8 @@ class Megatron:
         batch = next(feed)
         return model(batch.tokens, self._positions, None, labels=batch.labels), _mean_loss
 
-    def _mean(self, losses: list[torch.Tensor]) -> float:
-        """Mean over microbatches and replicas on the last stage; 0 on the other stages, which have no loss."""
-        if not losses:
-            return 0.0
-        mean = torch.stack(losses).mean()
-        group = parallel_state.get_data_parallel_group()
-        dist.all_reduce(mean, group=group)
-        return mean.item() / group.size()
+
+build = Megatron
 
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -144,8 +114,7 @@ def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tens
 
 def _distributed(chunk: torch.nn.Module, settings: TransformerConfig, plan: Plan) -> DistributedDataParallel:
     """The chunk in its precision, with gradients summed over replicas in fp32 for the last microbatch."""
-    t = plan.topology
-    half = t.precision != "fp32"
+    t, half = plan.topology, plan.topology.precision != "fp32"
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=t.zero == 1,
         grad_reduce_in_fp32=half,
@@ -169,18 +138,144 @@ def _optimizer_config(plan: Plan) -> OptimizerConfig:
         fp16=t.precision == "fp16",
         bf16=t.precision == "bf16",
         params_dtype=DTYPES[t.precision],
-        initial_loss_scale=INITIAL_LOSS_SCALE,
+        # DeepSpeed's default (initial_scale_power 16); megatron-core's own 2^32 skips 16 iterations to get there.
+        initial_loss_scale=2.0**16,
         use_distributed_optimizer=t.zero == 1,
         overlap_param_gather=t.overlap_param_gather,
     )
 
 
-def _set_weight_decay(optimizer: MegatronOptimizer, decay: float) -> None:
-    """Apply `wd_mult`, as Megatron-LM's scheduler does; megatron-core only sets it: norms and biases would decay."""
-    for group in optimizer.param_groups:
-        group["weight_decay"] = decay * group["wd_mult"]
+def _fuse_adam(optimizer: torch.optim.Optimizer | None) -> None:
+    """Let torch's AdamW, not yet stepped, update each parameter in one pass: every state is read and written once."""
+    if isinstance(optimizer, torch.optim.Adam):
+        for group in [optimizer.defaults, *optimizer.param_groups]:
+            group["fused"], group["foreach"] = True, False
 
 
-def _set_lr(optimizer: MegatronOptimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def use_foreach() -> None:
+    """Replace megatron-core's loops over gradients, where neither apex nor Transformer Engine did.
+
+    Its own norm copies each tensor's to the host, which waits for the device as often as there are parameters; here
+    the only wait is that for the result.
+    """
+    if clip_grads.l2_norm_impl is megatron_utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = foreach_norm
+        clip_grads.multi_tensor_scale_impl = megatron_optimizer.multi_tensor_scale_impl = foreach_scale
+        megatron_optimizer._multi_tensor_copy_this_to_that = foreach_copy
+
+
+def foreach_norm(chunk: int, noop: torch.Tensor, lists: Sequence[list[torch.Tensor]], *_: Any) -> tuple[Any, None]:
+    """The 2-norm of all tensors of the first list together, (1,), by amp_C.multi_tensor_l2norm's interface."""
+    return torch.stack(torch._foreach_norm(lists[0])).norm().reshape(1), None
+
+
+def foreach_scale(chunk: int, noop: torch.Tensor, lists: Sequence[list[torch.Tensor]], scale: float) -> None:
+    """Write `scale` times each tensor of the first list into that of the second: amp_C.multi_tensor_scale."""
+    source, target = lists
+    if any(a is not b for a, b in zip(source, target, strict=True)):
+        torch._foreach_copy_(target, source)
+    if scale != 1.0:
+        torch._foreach_mul_(target, scale)
+
+
+def foreach_copy(this: list[torch.Tensor], that: list[torch.Tensor], overflow_buf: torch.Tensor | None = None) -> None:
+    """Copy each tensor of `this` into that of `that`, in its precision."""
+    if this:
+        torch._foreach_copy_(that, this)
+
+
+class Shard(NamedTuple):
+    """The values `first` to `end` of a parameter, flattened, as `main` in a group of this rank's optimizer."""
+
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+    main: torch.Tensor
+    first: int
+    end: int
+
+
+class MegatronStates(States):
+    """`named` parameters (whole-model names) of DDP `chunks` in megatron-core's chained optimizers."""
+
+    def __init__(
+        self, named: Sequence[tuple[str, torch.nn.Parameter]], optimizers: Sequence[Any], chunks: Sequence[Any]
+    ) -> None:
+        self.pieces = pieces(named)
+        self.divided = any(hasattr(optimizer, "model_param_group_index_map") for optimizer in optimizers)
+        self._parameters = [parameter for _, parameter in named]
+        self._optimizers, self._chunks = optimizers, chunks
+        self._shards = [_shard(parameter, optimizers) for parameter in self._parameters]
+
+    def finish_step(self) -> None:
+        """Gather the new weights now: with overlap_param_gather a replica gets the others' in its next forward pass."""
+        for chunk in self._chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    def shard(self, number: int) -> tuple[int, int]:
+        shard = self._shards[number]
+        return (shard.first, shard.end) if shard else (0, 0)
+
+    def read(self, number: int, kind: str) -> torch.Tensor:
+        for inner in self._inner():  # fp16 may have skipped every step so far
+            init_moments(inner, (parameter for group in inner.param_groups for parameter in group["params"]))
+        shard = self._shards[number]
+        if shard is None:
+            return torch.empty(0)
+        held = shard.main if kind == "weight" else shard.optimizer.state[shard.main][kind]
+        return held.detach().view(-1)
+
+    def write(self, number: int, weight: torch.Tensor, moments: dict[str, torch.Tensor]) -> None:
+        first, end = self.shard(number)
+        with torch.no_grad():
+            self._parameters[number].copy_(weight.view_as(self._parameters[number]))
+            for kind, values in {"weight": weight.reshape(-1)[first:end], **moments}.items():
+                self.read(number, kind).copy_(values)
+
+    def copy(self, number: int) -> torch.Tensor | None:
+        parameter, shard = self._parameters[number], self._shards[number]
+        if not self.divided and shard and shard.main is parameter:
+            return None
+        return parameter.detach().view(self.pieces[number].size)
+
+    def decays(self) -> list[float | None]:
+        return [shard.group["weight_decay"] if shard else None for shard in self._shards]
+
+    def scalars(self) -> dict[str, float]:
+        found = {"step": step_of(self._inner())}
+        for scaler in self._scalers()[:1]:
+            found["loss_scale"] = scaler.scale.item()
+            found["good_steps"], found["hysteresis"] = scaler._growth_tracker, scaler._hysteresis_tracker
+        return found
+
+    def set_scalars(self, values: dict[str, float]) -> None:
+        set_step(self._inner(), values["step"])
+        for scaler in self._scalers() if "loss_scale" in values else ():
+            scaler._scale.fill_(values["loss_scale"])
+            scaler._growth_tracker = int(values["good_steps"]) % scaler.growth_interval
+            scaler._hysteresis_tracker = int(values["hysteresis"])
+
+    def _inner(self) -> list[torch.optim.Optimizer]:
+        return [chained.optimizer for chained in self._optimizers]
+
+    def _scalers(self) -> list[Any]:
+        """The dynamic loss scales of fp16."""
+        scalers = (getattr(chained, "grad_scaler", None) for chained in self._optimizers)
+        return [scaler for scaler in scalers if hasattr(scaler, "growth_interval")]
+
+
+def _shard(parameter: torch.nn.Parameter, optimizers: Sequence[Any]) -> Shard | None:
+    """The parameter's shard on this rank; None where other replicas update all of it."""
+    for chained in optimizers:
+        if hasattr(chained, "model_param_group_index_map"):  # the distributed optimizer
+            place = chained.model_param_group_index_map.get(parameter)
+            if place is not None:
+                group = chained.optimizer.param_groups[place[0]]
+                part = chained._get_model_param_range_map(parameter)["param"]
+                return Shard(chained.optimizer, group, group["params"][place[1]], part.start, part.end)
+            continue
+        main = getattr(parameter, "main_param", parameter)
+        for group in chained.optimizer.param_groups:
+            if any(main is other for other in group["params"]):
+                return Shard(chained.optimizer, group, main, 0, parameter.numel())
+    return None

@@ -1,1 +1,1 @@
-"""Measured rates of this machine or cluster: matmul, memory, collectives."""
+"""Measured rates of this machine or cluster, and the test of a node before a training."""

@@ -9,7 +9,7 @@ import hashlib
 import json
 import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,27 @@ import torch
 from megatron.core import parallel_state
 
 from trilane.config.plan import Plan
-from trilane.engine.checkpoint.load import layout
+from trilane.engine.backends.base import Engine, States
 from trilane.engine.checkpoint.slices import boxes_of
-from trilane.engine.data.loader import SampleLoader
-from trilane.engine.distributed.world import World, call_on_first
-from trilane.engine.interface import Engine
+from trilane.engine.data.samples import SampleLoader
 from trilane.engine.model import rng
-from trilane.engine.model.parameters import States
+from trilane.engine.world import World, call_on_first
 from trilane.utils.files import replace_text
 from trilane.utils.validation import to_mapping
 from trilane.workspace import fingerprints
 from trilane.workspace.checkpoints import KINDS, name_of
 from trilane.workspace.fingerprints import COPY, FOLDER, SKETCHES, WORD, Box, Mark, Part, file_of, sides, weights
+
+
+def readings(states: States) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Number of the piece, kind and values, flat, of all that this rank reads; collective."""
+    states.finish_step()
+    for number in range(len(states.pieces)):
+        for kind in KINDS:
+            yield number, kind, states.read(number, kind).detach().reshape(-1)
+        copy = states.copy(number)
+        if copy is not None:
+            yield number, COPY, copy.detach().reshape(-1)
 
 
 class Marks:
@@ -48,11 +57,10 @@ class Marks:
         """Mark piece `number` of `kind`, of which `values`, flat, are this rank's shard; of COPY the whole."""
         begin, piece = time.perf_counter(), self._pieces[number]
         shard = (0, len(values)) if kind == COPY else self._shards[number]
-        parts = (
-            (values[at : at + n].view([end - first for first, end in box]), box)
+        found = [
+            mark(values[at : at + n].view([end - first for first, end in box]), box)
             for box, at, n in boxes_of(piece.box, shard)
-        )
-        found = [mark(part, box) for part, box in parts]
+        ]
         if found:
             self._found[number][kind] = functools.reduce(operator.add, found)
         self.seconds += time.perf_counter() - begin
@@ -63,18 +71,6 @@ class Marks:
             Part(name=p.name, shape=p.shape, box=p.box, decay=d, marks=found, shard=shard if self._divided else None)
             for p, found, d, shard in zip(self._pieces, self._found, self._decays, self._shards, strict=True)
         ]
-
-
-def marks_of(states: States) -> Marks:
-    """Read and mark all pieces; collective."""
-    marks = Marks(states)
-    for number in range(len(states.pieces)):
-        for kind in KINDS:
-            marks.add(number, kind, states.read(number, kind).reshape(-1))
-        copy = states.copy(number)
-        if copy is not None:
-            marks.add(number, COPY, copy.reshape(-1))
-    return marks
 
 
 def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
@@ -95,14 +91,19 @@ def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
     return {"next_lr": lr, "samples": f"{samples % WORD:016x}"}
 
 
+def layout(plan: Plan) -> list[Any]:
+    """What must be the same for each rank to restore its own random number generators."""
+    t = plan.topology
+    return [plan.engine, t.tp, t.pp, t.dp, t.interleaving]
+
+
 def facts(plan: Plan, world: World, engine: Engine, iteration: int, upcoming: Mapping[str, Any]) -> dict[str, Any]:
     """The rank's fingerprint as JSON, but for its marks: coordinates, training, and all other state to restore."""
-    replica, _ = engine.replica
     return {
         "rank": world.rank,
         "tp": parallel_state.get_tensor_model_parallel_rank(),
         "pp": parallel_state.get_pipeline_model_parallel_rank(),
-        "dp": replica,
+        "dp": engine.replica[0],
         "iteration": iteration,
         "consumed_samples": plan.run.ramp.consumed(iteration, plan.topology.gbs),
         "layout": layout(plan),
@@ -128,7 +129,10 @@ def write_loaded(
 
     A full disk does not prevent training.
     """
-    text = json.dumps(fingerprint(facts(plan, world, engine, iteration, upcoming), marks_of(engine.states)))
+    marks = Marks(engine.states)
+    for reading in readings(engine.states):
+        marks.add(*reading)
+    text = json.dumps(fingerprint(facts(plan, world, engine, iteration, upcoming), marks))
     path = call_on_first(world, lambda: _fresh(folder, iteration))
     with contextlib.suppress(OSError):
         if path:
@@ -141,14 +145,9 @@ def _fresh(folder: Path, iteration: int) -> str:
     path = folder / FOLDER / name
     while path.exists():
         path, number = path.with_name(f"{name}.{number}"), number + 1
-    try:
+    with contextlib.suppress(OSError):
         path.mkdir(parents=True)
-    except OSError:
-        return ""
-    return str(path)
-
-
-BLOCK = 1 << 24  # values at a time on a GPU: its temporaries are 16 bytes each
+    return str(path) if path.exists() else ""
 
 
 def mark(part: torch.Tensor, box: Box) -> Mark:
@@ -165,7 +164,7 @@ def mark_on_device(part: torch.Tensor, box: Box) -> Mark:
     x = part.reshape(end - first, right - left).contiguous()
     u, s = (torch.from_numpy(side).to(x.device) for side in weights(first, end, 1))
     v, t = (torch.from_numpy(side).to(x.device) for side in weights(left, right, 2))
-    rows = max(1, BLOCK // x.shape[1])
+    rows = max(1, (1 << 24) // x.shape[1])  # at a time: its temporaries are 16 bytes for each value
     found = torch.zeros((), dtype=torch.int64, device=x.device)
     floats = torch.zeros(2 + SKETCHES, dtype=torch.float64, device=x.device)
     for at in range(0, len(x), rows):

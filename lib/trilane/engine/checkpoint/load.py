@@ -11,26 +11,19 @@ from typing import Any
 import torch
 
 from trilane.config.plan import Plan
-from trilane.engine.backends.optimizers import MOMENTS
+from trilane.engine.backends.base import MOMENTS, Engine
+from trilane.engine.checkpoint.fingerprints import layout
 from trilane.engine.checkpoint.slices import assemble, assemble_range
-from trilane.engine.distributed.world import World, call_on_first, gather_values, threads
-from trilane.engine.interface import Engine
 from trilane.engine.model import rng
-from trilane.engine.model.rng import seed_streams
+from trilane.engine.world import World, call_on_first, gather_values, threads
 from trilane.utils.validation import require
 from trilane.workspace import checkpoints
 from trilane.workspace.continuation import candidates, require_same
 
 
-def layout(plan: Plan) -> list[Any]:
-    """What must be the same for each rank to restore its own random number generators."""
-    t = plan.topology
-    return [plan.engine, t.tp, t.pp, t.dp, t.interleaving]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint whose files are all intact."""
+    """A checkpoint whose files are all intact, after `iteration` iterations."""
 
     path: Path
     manifest: Mapping[str, Any]
@@ -86,18 +79,18 @@ def load(checkpoint: Checkpoint, plan: Plan, world: World, engine: Engine) -> No
             rule = f"its random generators are not those of {here}: dropout draws anew from here"
             print(f"trilane: checkpoint {checkpoint.path.name}: {rule}", file=sys.stderr, flush=True)
     # another layout, or other generators: new seeds, so as not to repeat the draws of the first iterations
-    seed_streams(plan.run.seed + checkpoint.iteration)
+    rng.seed_streams(plan.run.seed + checkpoint.iteration)
 
 
 def _problem(path: Path, manifest: Mapping[str, Any], world: World) -> str:
-    """The first fault among the files, each checked by one rank, that of its number if any; "" where all are intact."""
-    mine = [name for number, name in enumerate(manifest["files"]) if _checker(name, number, world.size) == world.rank]
-    share, files = threads(world.local_size), manifest["files"]
-    faults = [checkpoints.fault(path, name, files[name][0], files[name][1], share) for name in mine]
+    """The first fault among the files; "" where all are intact.
+
+    Each is checked by one rank: the one that would have written it, else one in turn.
+    """
+    files, faults = manifest["files"], []
+    for number, (name, (size, checksum)) in enumerate(files.items()):
+        own = re.fullmatch(r"\w+_(\d{5,})\.\w+", name)
+        checker = int(own[1]) if own and int(own[1]) < world.size else number % world.size
+        if checker == world.rank:
+            faults.append(checkpoints.fault(path, name, size, checksum, threads(world.local_size)))
     return next((fault for found in gather_values(world, faults) for fault in found if fault), "")
-
-
-def _checker(name: str, number: int, ranks: int) -> int:
-    """The rank that checks the file: the one that would have written it, else one in turn."""
-    own = re.fullmatch(r"\w+_(\d{5,})\.\w+", name)
-    return int(own[1]) if own and int(own[1]) < ranks else number % ranks

@@ -8,9 +8,7 @@ import contextlib
 import json
 import math
 import os
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +19,17 @@ from trilane.engine.model.parameters import Box
 from trilane.utils.validation import require
 from trilane.workspace.checkpoints import Checksum
 
-FLOAT_BYTES = 4
-BLOCK = 1 << 22  # bytes that are summed up by one thread while another writes them
-WAITING = 16  # blocks that wait to be hashed, at most: they keep their tensors in memory
-SYNC = 1 << 26  # bytes after which they are brought to the disk while the next are written
-
 
 class SliceFile:
     """One file of fp32 tensors with names and shapes known in advance; add() them in that order.
 
-    Bytes are hashed by one thread and synchronised by another while the caller's writes on. An OSError (a full disk) is
-    kept as `error` and later calls do nothing, so that the caller can continue with what other ranks wait for.
+    An OSError (a full disk) is kept as `error` and later calls do nothing, so that the caller can continue with what
+    other ranks wait for. `at` has the first byte of each tensor in the file.
     """
 
     def __init__(self, path: Path, entries: Iterable[tuple[str, tuple[int, ...]]]) -> None:
         header, self.at = _header(list(entries))
-        self.size, self.error = 0, ""
-        self._checksum, self._hashing = Checksum(), ThreadPoolExecutor(1)
-        self._hashed: deque[Future[None]] = deque()
-        self._syncing, self._synced = ThreadPoolExecutor(1), 0
-        self._sync: Future[None] | None = None
+        self.size, self.error, self._checksum = 0, "", Checksum()
         try:
             self._file = path.open("xb", buffering=0)
         except OSError as error:
@@ -48,18 +37,13 @@ class SliceFile:
         self._write(memoryview(header))
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Append the next tensor, which must stay as it is until close()."""
-        values = tensor.detach().to("cpu", torch.float32).contiguous()
-        self._write(values.numpy().data.cast("B"))
+        """Append the next tensor."""
+        self._write(tensor.detach().to("cpu", torch.float32).contiguous().numpy().data.cast("B"))
 
     def close(self) -> list[Any]:
         """Flush to disk and close; [size, checksum]."""
-        self._hashing.shutdown()
-        self._syncing.shutdown()
         try:
             if not self.error:
-                if self._sync:
-                    self._sync.result()
                 os.fsync(self._file.fileno())
         except OSError as error:
             self.error = error_text(error)
@@ -69,27 +53,31 @@ class SliceFile:
         return [self.size, self._checksum.text()]
 
     def _write(self, data: memoryview) -> None:
-        """Write and hash `data` block by block."""
-        while len(data) and not self.error:
-            block, data = data[:BLOCK], data[BLOCK:]
-            self._hashed.append(self._hashing.submit(self._checksum.update, block))
-            if len(self._hashed) > WAITING:
-                self._hashed.popleft().result()
-            try:
-                self._write_block(block)
-            except OSError as error:
-                self.error = error_text(error)
+        try:
+            while len(data) and not self.error:
+                done = self._file.write(data[: 1 << 22])  # what is summed up next is still in the processor's cache
+                self._checksum.update(data[:done])
+                data, self.size = data[done:], self.size + done
+        except OSError as error:
+            self.error = error_text(error)
 
-    def _write_block(self, block: memoryview) -> None:
-        """Write one block; now and then start to bring the file to the disk, which close() would wait for."""
-        while block:
-            done = self._file.write(block)
-            block, self.size = block[done:], self.size + done
-        if self.size - self._synced >= SYNC and (self._sync is None or self._sync.done()):
-            if self._sync:
-                self._sync.result()  # an error of the disk is reported only once
-            self._synced = self.size
-            self._sync = self._syncing.submit(os.fdatasync, self._file.fileno())
+
+def error_text(error: OSError) -> str:
+    """The system's message, such as "No space left on device"."""
+    return error.strerror or str(error)
+
+
+def _header(entries: list[tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """The header, padded to 8 bytes, and the first byte of each tensor in the file."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
+    end = 0
+    for name, shape in entries:
+        first, end = end, end + 4 * math.prod(shape)
+        table[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [first, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {n: start + table[n]["data_offsets"][0] for n, _ in entries}
 
 
 def boxes_of(box: Box, values: tuple[int, int]) -> list[tuple[Box, int, int]]:
@@ -117,24 +105,6 @@ def boxes_of(box: Box, values: tuple[int, int]) -> list[tuple[Box, int, int]]:
     return found
 
 
-def error_text(error: OSError) -> str:
-    """The system's message, such as "No space left on device"."""
-    return error.strerror or str(error)
-
-
-def _header(entries: list[tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """The header, padded to 8 bytes, and the first byte of each tensor in the file."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
-    end = 0
-    for name, shape in entries:
-        first, end = end, end + FLOAT_BYTES * int(np.prod(shape, dtype=np.int64))
-        table[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [first, end]}
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {n: start + table[n]["data_offsets"][0] for n, _ in entries}
-
-
 def assemble(folder: Path, slices: Iterable[Mapping[str, Any]], kind: str, box: Box) -> torch.Tensor:
     """The part `box` of a tensor, fp32, assembled from those of its slices (as in the manifest) that overlap it."""
     size = [end - first for first, end in box]
@@ -144,35 +114,28 @@ def assemble(folder: Path, slices: Iterable[Mapping[str, Any]], kind: str, box: 
         raise ValueError(f"checkpoint={folder}: a tensor of {size} does not fit in memory") from None
     for piece in slices:
         common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece["box"], strict=True)]
-        if any(first >= end for first, end in common):
-            continue
-        here = tuple(slice(first - a, end - a) for (first, end), (a, _) in zip(common, box, strict=True))
-        _read(folder / piece["file"], piece["at"][kind], piece["box"], common, result[here])
-        filled += int(np.prod([end - first for first, end in common]))
+        if all(first < end for first, end in common):
+            here = tuple(slice(first - a, end - a) for (first, end), (a, _) in zip(common, box, strict=True))
+            _read(folder / piece["file"], piece["at"][kind], piece["box"], common, result[here])
+            filled += math.prod(end - first for first, end in common)
     require(filled == result.size, "checkpoint", folder, f"{filled} of {result.size} numbers are in its slices")
     return torch.from_numpy(result)
 
 
 def assemble_range(
-    folder: Path, slices: Iterable[Mapping[str, Any]], kind: str, box: Box, values: tuple[int, int]
+    folder: Path, slices: Sequence[Mapping[str, Any]], kind: str, box: Box, values: tuple[int, int]
 ) -> torch.Tensor:
     """The range `values` of the part `box` of a tensor, flat, assembled like the whole part."""
-    slices = list(slices)
-    if values == (0, math.prod(end - first for first, end in box)):
-        return assemble(folder, slices, kind, box).reshape(-1)
     parts = [assemble(folder, slices, kind, part).reshape(-1) for part, _, _ in boxes_of(box, values)]
-    return torch.cat(parts) if parts else torch.empty(0)
+    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
 
 
 def _read(path: Path, at: int, held: Box, wanted: Sequence[tuple[int, int]], target: np.ndarray) -> None:
-    """Read the part `wanted` of the slice `held`, which begins at byte `at` of the file, into `target`.
-
-    Where it is one run of bytes it is read as such: page by page, as memory that is mapped, takes twice the time.
-    """
+    """Read the part `wanted` of the slice `held`, which begins at byte `at` of the file, into `target`."""
     shape = tuple(d - c for c, d in held)
-    is_run = [tuple(side) for side in wanted[1:]] == [tuple(side) for side in held[1:]]
-    if is_run and target.flags.c_contiguous:
-        at += FLOAT_BYTES * (wanted[0][0] - held[0][0]) * math.prod(shape[1:])
+    if [tuple(side) for side in wanted[1:]] == [tuple(side) for side in held[1:]] and target.flags.c_contiguous:
+        # One run of bytes is read as such: page by page, as memory that is mapped, takes twice the time.
+        at += 4 * (wanted[0][0] - held[0][0]) * math.prod(shape[1:])
         with path.open("rb", buffering=0) as file:
             file.seek(at)
             left = target.reshape(-1).data.cast("B")

@@ -4,37 +4,180 @@
 where nodes wait, it refuses to make a large one. torch is not imported, which would take seconds.
 """
 
+import codecs
 import contextlib
 import hashlib
+import json
 import os
+import random
 import secrets
 import struct
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import read_plan
 from trilane.config.training import Data
-from trilane.engine.data.text import Tokenizer, documents, tokenizer
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.validation import require, shown
-from trilane.workspace.prepared_corpora import BUILT_IN, existing_pair, record, record_path, recorded, require_prepared
+from trilane.utils.validation import read_text, require, require_file, shown
+from trilane.workspace.prepared_corpora import (
+    BUILT_IN,
+    STDLIB_BYTES,
+    existing_pair,
+    files,
+    record,
+    record_path,
+    recorded,
+    require_prepared,
+)
 
 # megatron-core 0.16.1, core/datasets/indexed_dataset.py: magic, version, code of the token type, sequences, documents;
 # then int32 lengths and int64 offsets of the sequences, and int64 documents.
-MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")
-
-
-SCANNED_TOKENS = (
-    100_000_000  # of an existing pair, for ids beyond the vocabulary: under a second; the loader checks all
-)
-CHUNK = 10_000_000  # sequences of an index that are checked at a time
-WEEK_S = 7 * 86400.0  # for the lock of a large corpus, which takes hours to tokenize
+MAGIC, HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+def documents(source: str) -> Iterator[str]:
+    """The texts of "stdlib", "mock", a text file, a JSONL file (field "text") or a folder of text files, in order.
+
+    Raises ValueError where the path is missing, or a file is no regular file, not UTF-8 or not JSONL.
+    """
+    if source in BUILT_IN:
+        return stdlib() if source == "stdlib" else mock()
+    path = Path(source)
+    require(path.exists(), "data.source", source, "no such file or folder (known names: stdlib, mock)")
+    if path.suffix == ".jsonl" and not path.is_dir():
+        return jsonl(path)
+    # A file is held in memory; larger corpora are .bin/.idx pairs.
+    return (read_text(file, "data.source", 1 << 36) for file in files(path))
+
+
+def stdlib() -> Iterator[str]:
+    """Python's standard library, a document per file, packages included, up to STDLIB_BYTES."""
+    taken = 0
+    for path in _modules(Path(sysconfig.get_path("stdlib"))):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # a few old modules are Latin-1
+            continue
+        taken += len(text)
+        if taken > STDLIB_BYTES:
+            return
+        yield text
+
+
+def _modules(folder: Path) -> Iterator[Path]:
+    """Python's modules below the folder, sorted by name; what is left out is not entered: site-packages is large."""
+    left_out = ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
+    for path in sorted(folder.iterdir()):
+        if path.name in left_out:
+            continue
+        if path.suffix == ".py":
+            yield path
+        elif path.is_dir() and not path.is_symlink():
+            yield from _modules(path)
+
+
+def mock() -> Iterator[str]:
+    """Learnable synthetic text: sentences of invented words by one fixed grammar, the same on every machine."""
+    rng, syllables = random.Random(0), ("ba", "de", "ki", "lo", "mu", "na", "po", "ri", "su", "te")
+    words = ["".join(rng.choice(syllables) for _ in range(n)) for n in [2, 3] * 32]
+    follows = {word: rng.sample(words, 4) for word in words}
+    for _ in range(400):
+        text = [rng.choice(words)]
+        for _ in range(400):
+            text.append(rng.choice(follows[text[-1]]))
+        yield " ".join(text)
+
+
+def jsonl(path: Path) -> Iterator[str]:
+    """The field "text" of each line; only a line feed ends a line, since JSON may hold Unicode's other line ends."""
+    require_file("data.source", path)
+    with path.open("rb") as file:  # a line at a time: it may be larger than the memory
+        begin = 0
+        for number, line in enumerate(file, start=1):
+            text: Any = None
+            try:
+                if line.strip():
+                    text = json.loads(line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").decode())["text"]
+                    text.encode()  # half a surrogate pair is valid JSON, and no text
+                    yield text
+            except UnicodeDecodeError as error:
+                where = f"byte {begin + error.start}"
+                raise ValueError(f"data.source={shown(path)}:{number}: not text in UTF-8 ({where})") from None
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                require(False, "data.source", f"{path}:{number}", 'each line must be {"text": "..."}')
+            begin += len(line)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+    """`vocab_size` ids, `eod` closes each document, `digest` identifies it; bytes need no tokenizers package.
+
+    The first three names are the interface of megatron-core's GPT dataset.
+    """
+
+    name: str
+    vocab_size: int
+    eod: int
+    digest: str
+    coder: Any = field(default=None, repr=False)
+
+    @property
+    def unique_identifiers(self) -> dict[str, str]:
+        """What distinguishes this tokenizer in megatron-core's index cache."""
+        return {"tokenizer": self.name, "digest": self.digest}
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of one document, int32, including its end; ValueError where a word has no id."""
+        with _refused(self.name, "cannot encode a document"):
+            ids = np.frombuffer(text.encode(), np.uint8) if self.coder is None else self.coder.encode(text).ids
+        return np.append(np.asarray(ids, np.int32), np.int32(self.eod))
+
+
+@contextlib.contextmanager
+def _refused(name: str, rule: str) -> Iterator[None]:
+    """What the tokenizers library raises, as ValueError: a plain Exception, or a panic, which is a BaseException."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"data.tokenizer={shown(name)}: {rule} ({shown(error)})") from None
+
+
+def tokenizer(name: str) -> Tokenizer:
+    """The tokenizer "bytes", or the one in the folder `name`, which neither truncates nor pads a document.
+
+    Raises ValueError where the folder has no tokenizer.json, or that is damaged or has no end-of-document token.
+    """
+    if name == "bytes":
+        return Tokenizer(name=name, vocab_size=257, eod=256, digest="bytes-257")
+    path = Path(name) / "tokenizer.json"
+    require(path.is_file(), "data.tokenizer", name, "no folder with a tokenizer.json (known name: bytes)")
+    size = path.stat().st_size
+    require(size <= 1 << 26, "data.tokenizer", path, f"has {size} bytes; at most {1 << 26} are read")
+    from tokenizers import Tokenizer as Coder
+
+    content = path.read_bytes()
+    with _refused(name, "tokenizer.json cannot be read"):
+        coder = Coder.from_buffer(content)
+    coder.no_truncation()
+    coder.no_padding()
+    # Names that tokenizers give the token which ends a document; the first one present is taken.
+    ends = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<EOS>")
+    end = next((e for e in map(coder.token_to_id, ends) if e is not None), None)
+    require(end is not None, "data.tokenizer", name, f"has none of the end-of-document tokens {', '.join(ends)}")
+    assert end is not None
+    # A vocabulary may have gaps: the largest id counts, not the number of words.
+    ids, digest = max(coder.get_vocab().values()) + 1, hashlib.sha256(content).hexdigest()[:16]
+    return Tokenizer(name=name, vocab_size=ids, eod=end, digest=digest, coder=coder)
 
 
 def write_pair(arrays: Iterable[np.ndarray], prefix: str, vocabulary: int) -> None:
@@ -53,15 +196,8 @@ def write_pair(arrays: Iterable[np.ndarray], prefix: str, vocabulary: int) -> No
             index.write(part.tobytes())
 
 
-def check_pair(prefix: str, largest_token: bool = False) -> tuple[int, int]:
-    """(tokens, largest id) of the pair, the latter 0 unless `largest_token`; checks that header and sizes agree.
-
-    Raises ValueError where a file is missing, is no index, is truncated, or `.idx` describes something else than `.bin`
-    holds: megatron-core would fail an assertion, or read beyond the end.
-    """
-    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    for path in (index, data):
-        require(path.is_file(), "data.source", path, "is missing from the .bin/.idx pair")
+def read_lengths(index: Path) -> tuple[np.ndarray, int, Any]:
+    """(length of each sequence, documents, type of a token) of an index; ValueError where it is none, or truncated."""
     size = index.stat().st_size
     with index.open("rb") as file:
         head = file.read(HEADER.size)
@@ -70,30 +206,37 @@ def check_pair(prefix: str, largest_token: bool = False) -> tuple[int, int]:
     require(version == 1 and code in DTYPES, "data.source", index, f"has unknown version {version} or type {code}")
     expected = HEADER.size + sequences * 12 + documents * 8
     require(size >= expected, "data.source", index, f"is truncated: {size} bytes, its header requires {expected}")
-    require(sequences > 0, "data.source", prefix, "is empty")
-    lengths = np.memmap(index, np.int32, "r", HEADER.size, (sequences,))
+    require(sequences > 0, "data.source", index.with_suffix(""), "is empty")
+    return np.memmap(index, np.int32, "r", HEADER.size, (sequences,)), documents, DTYPES[code]
+
+
+def check_pair(prefix: str, scanned: int = 1) -> tuple[int, int]:
+    """(tokens, largest id of the first `scanned`) of the pair; checks that header and sizes agree.
+
+    Raises ValueError where a file is missing, is no index, is truncated, or `.idx` describes something else than `.bin`
+    holds: megatron-core would fail an assertion, or read beyond the end.
+    """
+    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    for path in (index, data):
+        require(path.is_file(), "data.source", path, "is missing from the .bin/.idx pair")
+    lengths, documents, dtype = read_lengths(index)
     require(lengths.min() >= 0, "data.source", index, "has a sequence of negative length")
-    tokens, item = int(lengths.sum(dtype=np.int64)), np.dtype(DTYPES[code]).itemsize
-    needed, size = tokens * item, data.stat().st_size
-    require(size >= needed, "data.source", data, f"is truncated: {size} bytes, its index requires {needed}")
+    tokens, item, size = int(lengths.sum(dtype=np.int64)), np.dtype(dtype).itemsize, data.stat().st_size
+    rule = f"is truncated: {size} bytes, its index requires {tokens * item}"
+    require(size >= tokens * item, "data.source", data, rule)
     require(tokens > 0, "data.source", prefix, "is empty")
-    _require_inside(index, lengths, documents, item, size)
-    ids = np.memmap(data, DTYPES[code], "r", 0, (size // item,))[: SCANNED_TOKENS if largest_token else 1]
-    require(ids.min() >= 0, "data.source", data, f"holds the negative token {ids.min()}")
-    return tokens, int(ids.max()) if largest_token else 0
-
-
-def _require_inside(index: Path, lengths: np.ndarray, documents: int, item: int, size: int) -> None:
-    """ValueError unless each sequence is whole tokens within `size` bytes, and the last document ends with them."""
-    sequences = len(lengths)
-    starts = np.memmap(index, np.int64, "r", HEADER.size + 4 * sequences, (sequences,))
-    for first in range(0, sequences, CHUNK):
-        start, length = starts[first : first + CHUNK], lengths[first : first + CHUNK].astype(np.int64)
+    starts = np.memmap(index, np.int64, "r", HEADER.size + 4 * len(lengths), (len(lengths),))
+    most = 10_000_000  # sequences in memory at a time
+    for first in range(0, len(lengths), most):
+        start, length = starts[first : first + most], lengths[first : first + most].astype(np.int64)
         inside = (start >= 0) & (start <= size - length * item) & (start % item == 0)
         require(bool(inside.all()), "data.source", index, "has a sequence that does not lie within its .bin")
-    ends = np.memmap(index, np.int64, "r", HEADER.size + 12 * sequences, (documents,)) if documents else [0]
-    rule = f"has documents of {ends[-1]} sequences, and {sequences} in all"
-    require(ends[-1] == sequences, "data.source", index, rule)
+    ends = np.memmap(index, np.int64, "r", HEADER.size + 12 * len(lengths), (documents,)) if documents else [0]
+    rule = f"has documents of {ends[-1]} sequences, and {len(lengths)} in all"
+    require(ends[-1] == len(lengths), "data.source", index, rule)
+    ids = np.memmap(data, dtype, "r", 0, (size // item,))[:scanned]
+    require(ids.min() >= 0, "data.source", data, f"holds the negative token {ids.min()}")
+    return tokens, int(ids.max())
 
 
 def prepare(data: Data, shape: ModelShape) -> str:
@@ -104,11 +247,12 @@ def prepare(data: Data, shape: ModelShape) -> str:
     data.split leaves less than a sample.
     """
     coder = tokenizer(data.tokenizer)
-    rule = f"tokenizer {shown(coder.name)} has {coder.size} ids; pad the vocabulary up, not down"
-    require(coder.size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
+    rule = f"tokenizer {shown(coder.name)} has {coder.vocab_size} ids; pad the vocabulary up, not down"
+    require(coder.vocab_size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
     given = existing_pair(data.source)
     prefix = given or _prepared(data, coder)
-    tokens, largest = check_pair(prefix, largest_token=given is not None)
+    # of a given pair under a second's worth; the loader checks all
+    tokens, largest = check_pair(prefix, 100_000_000 if given else 1)
     rule = f"has {tokens} tokens, one sample needs {shape.seq_length + 1}"
     require(tokens > shape.seq_length, "data.source", data.source, rule)
     rule = f"holds token {largest}, the vocabulary ends before vocab_size={shape.vocab_size}"
@@ -122,12 +266,10 @@ def _require_shares(data: Data, prefix: str, needed: int) -> None:
 
     The shares are cut at whole documents, as megatron-core cuts them.
     """
-    index = Path(f"{prefix}.idx")
-    with index.open("rb") as file:
-        _, _, _, sequences, _ = HEADER.unpack(file.read(HEADER.size))
-    lengths, (training, validation, _) = np.memmap(index, np.int32, "r", HEADER.size, (sequences,)), data.shares
+    lengths, *_ = read_lengths(Path(f"{prefix}.idx"))
+    training, validation, _ = data.shares
     for name, begin, share in (("training", 0.0, training), ("validation", training, validation)):
-        part = lengths[round(begin * sequences) : round((begin + share) * sequences)]
+        part = lengths[round(begin * len(lengths)) : round((begin + share) * len(lengths))]
         tokens = int(part.sum(dtype=np.int64))
         rule = f"leaves {len(part)} documents of {data.source} for {name}, {tokens} tokens; a sample needs {needed}"
         require(share == 0 or tokens >= needed, "data.split", data.split, rule)
@@ -139,14 +281,10 @@ def prepare_all(data: Data, shape: ModelShape) -> list[str]:
 
 
 def _prepared(data: Data, coder: Tokenizer) -> str:
-    """The pair in data.folder with the source's documents, written unless it exists.
-
-    The text is read twice, a file or line at a time, so that the memory need not hold it.
-    """
+    """The pair in data.folder with the source's documents, written unless it exists, or is recorded."""
     if data.source in BUILT_IN:
         return _made(data, coder)
-    if not Path(data.source).exists():
-        documents(data.source)  # raises
+    documents(data.source)  # raises where there are none
     note = record_path(data)  # of the files as they are before they are read
     known = recorded(data)
     if not known:
@@ -157,31 +295,28 @@ def _prepared(data: Data, coder: Tokenizer) -> str:
 
 
 def _made(data: Data, coder: Tokenizer) -> str:
-    digest = _digest(documents(data.source), coder)
-    require(any(documents(data.source)), "data.source", data.source, "is empty")
+    """The text is read twice, a file or line at a time, so that the memory need not hold it."""
+    digest, empty = hashlib.sha256(coder.digest.encode()), True
+    for text in documents(data.source):
+        digest.update(len(text).to_bytes(8, "little"))
+        digest.update(text.encode())
+        empty &= not text
+    require(not empty, "data.source", data.source, "is empty")
     folder = Path(data.folder)
     folder.mkdir(parents=True, exist_ok=True)
     name = "mock" if data.source == "mock" else Path(data.source).stem[:40]  # with what is added, a file name
-    prefix = folder / f"{name}-{digest}"
+    prefix = folder / f"{name}-{digest.hexdigest()[:16]}"
     with locked(prefix.with_name(prefix.name + ".lock")):
         if not prefix.with_name(prefix.name + ".idx").is_file():
             _write(documents(data.source), coder, prefix)
     return str(prefix)
 
 
-def _digest(texts: Iterable[str], coder: Tokenizer) -> str:
-    digest = hashlib.sha256(coder.digest.encode())
-    for text in texts:
-        digest.update(len(text).to_bytes(8, "little"))
-        digest.update(text.encode())
-    return digest.hexdigest()[:16]
-
-
 def _write(texts: Iterable[str], coder: Tokenizer, prefix: Path) -> None:
     """Write the pair under temporary names, then rename; the .idx comes last and makes it complete."""
     temporary = prefix.with_name(f".{prefix.name}.{secrets.token_hex(6)}")
     try:
-        write_pair((coder.encode(text) for text in texts if text), str(temporary), coder.size)
+        write_pair((coder.encode(text) for text in texts if text), str(temporary), coder.vocab_size)
         for suffix in (".bin", ".idx"):
             os.replace(f"{temporary}{suffix}", f"{prefix}{suffix}")
     finally:
@@ -192,7 +327,7 @@ def _write(texts: Iterable[str], coder: Tokenizer, prefix: Path) -> None:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock file `path`, which is released with the process that holds it."""
-    with FolderLock([path.parent], path.name, "data.folder").held(WEEK_S):
+    with FolderLock([path.parent], path.name, "data.folder").held(7 * 86400.0):  # a large corpus takes hours
         yield
 
 

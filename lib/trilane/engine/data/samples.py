@@ -1,4 +1,4 @@
-"""The order of samples, one for every engine and topology: megatron-core's GPT datasets for training and validation."""
+"""The order of samples, one for every engine and topology (megatron-core's GPT datasets), and this replica's share."""
 
 import contextlib
 import copy
@@ -9,21 +9,95 @@ import math
 import shutil
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split, normalize
 
+from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
-from trilane.engine.data.corpus import locked
-from trilane.engine.data.text import tokenizer
-from trilane.engine.distributed.world import World
+from trilane.engine.backends.base import Microbatch
+from trilane.engine.data.corpus import locked, prepare_all, tokenizer
+from trilane.engine.world import World, call_on_first
+from trilane.utils.validation import require
 
 Samples: TypeAlias = "GPTDataset | BlendedDataset | Epochs"
+
+
+class SampleLoader:
+    """The plan's samples. Sample k of the run is the same for every dp, mbs and engine.
+
+    One thread reads them, also ahead of time. A rank that does not read, on a middle stage of a pipeline, gets the same
+    zeros for every microbatch, which no layer looks at.
+    """
+
+    def __init__(self, plan: Plan, world: World, replica: tuple[int, int], reads: bool = True) -> None:
+        self._topology, self._device = plan.topology, world.device
+        self._replica, self._replicas = replica
+        self._vocabulary, self._evaluations, self.reads = plan.shape.vocab_size, plan.run.eval_iters, reads
+        prefixes = shared_prefixes(plan, world)
+        self._samples = training_set(plan, world, prefixes)
+        self._held_out = validation_set(plan, world, prefixes) if self._evaluations else None
+        blank = torch.zeros(plan.topology.mbs, plan.shape.seq_length, dtype=torch.int64, device=self._device)
+        self._blank = Microbatch(tokens=blank, labels=blank)
+        self._reader = ThreadPoolExecutor(1, "samples", initializer=self._begin_thread)
+        self._ahead: tuple[Batch, Future[list[Microbatch]]] | None = None
+
+    def microbatches(self, batch: Batch) -> list[Microbatch]:
+        """This replica's share of the global batch, distributed as in Megatron-LM."""
+        self.read_ahead(batch)
+        assert self._ahead
+        return self._on_device(self._ahead[1].result())
+
+    def read_ahead(self, batch: Batch | None) -> None:
+        """Let the thread read the batch for which microbatches() will be called next."""
+        if batch is not None and (self._ahead is None or self._ahead[0] != batch):
+            self._ahead = (batch, self._reader.submit(self._share, self._samples, batch.first, batch.end))
+
+    def validation(self) -> Iterator[list[Microbatch]]:
+        """This replica's share of each batch of an evaluation; the batches have topology.gbs samples."""
+        gbs = self._topology.gbs
+        for first in range(0, self._evaluations * gbs, gbs):
+            assert self._held_out is not None
+            yield self._on_device(self._reader.submit(self._share, self._held_out, first, first + gbs).result())
+
+    def _begin_thread(self) -> None:
+        if self._device.type == "cuda":  # else page-locked memory would belong to the first card of the host
+            torch.cuda.set_device(self._device)
+
+    def _on_device(self, batch: list[Microbatch]) -> list[Microbatch]:
+        """The microbatches on the device; from page-locked memory without waiting for it."""
+        if self._device.type == "cpu" or not self.reads:
+            return batch
+        pairs = ([part.to(self._device, non_blocking=True) for part in (m.tokens, m.labels)] for m in batch)
+        return [Microbatch(tokens=tokens, labels=labels) for tokens, labels in pairs]
+
+    def _share(self, samples: Samples, first: int, end: int) -> list[Microbatch]:
+        """In host memory, page-locked with a GPU."""
+        mbs, stride = self._topology.mbs, self._topology.mbs * self._replicas
+        starts = range(first + self._replica * mbs, end, stride)
+        return [self._microbatch(samples, range(start, start + mbs)) if self.reads else self._blank for start in starts]
+
+    def _microbatch(self, samples: Samples, numbers: range) -> Microbatch:
+        rows = [samples[k] for k in numbers]
+        tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
+        # megatron-core's vocabulary-parallel embedding silently maps an id beyond the vocabulary to zeros.
+        largest = int(torch.maximum(tokens.max(), labels.max()))
+        require(largest < self._vocabulary, "data.source", f"token {largest}", f"vocab_size={self._vocabulary}")
+        if self._device.type == "cuda":
+            tokens, labels = tokens.pin_memory(), labels.pin_memory()
+        return Microbatch(tokens=tokens, labels=labels)
+
+
+def shared_prefixes(plan: Plan, world: World) -> list[str]:
+    """The prefixes of the pairs that rank 0 prepares, on all ranks; its ValueError is raised on every rank."""
+    return call_on_first(world, lambda: prepare_all(plan.data, plan.shape))
 
 
 def training_set(plan: Plan, world: World, prefixes: Sequence[str]) -> Samples:
@@ -110,10 +184,10 @@ def _epochs(source: GPTDataset, config: GPTDatasetConfig, needed: int) -> Iterat
     for number in itertools.count(1):
         if needed <= 0:
             return
-        seeded = _seeded(config, config.random_seed + number)
-        epoch = _dataset(
-            GPTDataset, source.dataset, source.dataset_path, source.indices, None, source.index_split, seeded
-        )
+        seeded = copy.copy(config)  # `replace` would make the parts of the split anew
+        seeded.random_seed = config.random_seed + number
+        place = (source.dataset, source.dataset_path, source.indices, None, source.index_split)
+        epoch = _dataset(GPTDataset, *place, seeded)
         needed -= len(epoch)
         yield epoch
 
@@ -121,13 +195,6 @@ def _epochs(source: GPTDataset, config: GPTDatasetConfig, needed: int) -> Iterat
 def _dataset(kind: type, *arguments: Any) -> Any:
     """A dataset of megatron-core, whose indices rank 0 builds before the others map them."""
     return BlendedMegatronDatasetBuilder.build_generic_dataset(kind, lambda: True, True, *arguments)
-
-
-def _seeded(config: GPTDatasetConfig, seed: int) -> GPTDatasetConfig:
-    """The settings with another seed; `replace` would make the parts of the split anew."""
-    changed = copy.copy(config)
-    changed.random_seed = seed
-    return changed
 
 
 def dataset_config(plan: Plan, prefixes: Sequence[str], cache: Path, part: Split, samples: int) -> GPTDatasetConfig:
@@ -157,8 +224,7 @@ def surplus(weights: Sequence[float], samples: int) -> float:
     Half a percent, megatron-core's default, or more in short runs: it rounds the shares of n sources up to whole
     samples, so up to w n + 1 more are read of a source of weight w, and it fails where they do not exist.
     """
-    total = sum(weights)
-    shares = [weight / total for weight in weights]
+    shares = [weight / sum(weights) for weight in weights]
     return max([0.005, *((share * len(shares) + 1) / math.ceil(share * samples) for share in shares)])
 
 

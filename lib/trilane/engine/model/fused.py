@@ -1,13 +1,15 @@
-"""The fused parts of a layer and of the loss: MLP, residual, products with their bias, cross-entropy.
+"""The fused parts of a layer and of the loss, and the choice of the path that a run takes, by its card and plan.
 
-Each is a plain function that `compiled` makes one kernel of. Unfused, they are megatron-core's. The parameters are the
-same, so checkpoints are. S sequence, B microbatch, C hidden size, F channels inside the MLP (2 F with a gate), V rows
-of the vocabulary on this rank.
+MLP, residual, products with their bias and cross-entropy are each a plain function that `compiled` makes one kernel of.
+Unfused, they are megatron-core's. The parameters are the same, so checkpoints are. S sequence, B microbatch, C hidden
+size, F channels inside the MLP (2 F with a gate), V rows of the vocabulary on this rank.
 """
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,25 +18,24 @@ import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    LinearWithGradAccumulationAndAsyncCommunication,
-    RowParallelLinear,
-)
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trilane.engine.distributed.cpu import COMPILE
-from trilane.workspace.profiles import HEAD, MARK
+from trilane.config.plan import Plan
+from trilane.engine.cpu import COMPILE
+from trilane.engine.world import World, gather_values
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-UNCOMPILED = "TORCH_COMPILE_DISABLE"  # torch's own switch
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+PREFERRED = contextlib.ExitStack()  # torch's context of attention kernels; one that is not kept is left at once
 
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function by torch.compile, or itself where TORCH_COMPILE_DISABLE=1; shapes are fixed, as in a training."""
-    if os.environ.get(UNCOMPILED) == "1":
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return function
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a handful of kernels needs no processes beside ours
     return COMPILE(function, dynamic=False)
@@ -71,7 +72,7 @@ def bias_dropout_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]
     return added
 
 
-class _LinearWithBias(LinearWithGradAccumulationAndAsyncCommunication):
+class _LinearWithBias(layers.LinearWithGradAccumulationAndAsyncCommunication):
     """megatron-core's product with its communication, the bias in the product instead of added to its result."""
 
     @staticmethod
@@ -91,7 +92,7 @@ class _LinearWithBias(LinearWithGradAccumulationAndAsyncCommunication):
         return F.linear(x, weight, bias)
 
 
-class BiasLinear(ColumnParallelLinear):
+class BiasLinear(layers.ColumnParallelLinear):
     """A column-parallel layer whose bias is added inside the product, where it adds one."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -102,11 +103,10 @@ class BiasLinear(ColumnParallelLinear):
         return _LinearWithBias.apply(input, weight, *(options[name] for name in names))
 
 
-class RowLinear(RowParallelLinear):
+class RowLinear(layers.RowParallelLinear):
     """A row-parallel layer; on one rank its bias is added inside the product, where others first sum their parts."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(S, B, channels of this rank) -> (S, B, C), and the bias where it is still to be added."""
         if self.bias is None or self.tp_group.size() > 1:
             return super().forward(input_)
         options = (self.gradient_accumulation_fusion, False, False, None, None, self.tp_group)
@@ -207,13 +207,12 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, fused: bool, z_loss
 
     Its gradient is that of the cross-entropy + z_loss x logsumexp(logits)^2.
     """
-    with torch.profiler.record_function(MARK + HEAD):
-        if fused or z_loss:
-            return _CrossEntropy.apply(logits, labels, fused, z_loss)
-        if parallel_state.get_tensor_model_parallel_world_size() > 1:
-            return tensor_parallel.vocab_parallel_cross_entropy(logits.float(), labels)
-        losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
-        return losses.view_as(labels)
+    if fused or z_loss:
+        return _CrossEntropy.apply(logits, labels, fused, z_loss)
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        return tensor_parallel.vocab_parallel_cross_entropy(logits.float(), labels)
+    losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+    return losses.view_as(labels)
 
 
 class GPT(GPTModel):
@@ -226,3 +225,145 @@ class GPT(GPTModel):
         fused = self.config.cross_entropy_loss_fusion
         losses = token_losses(logits, labels.transpose(0, 1).contiguous(), fused, self.z_loss)
         return losses.transpose(0, 1).contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelPath:
+    """Whether the fused parts run, why, which kernel computes attention, and what does not work here."""
+
+    fused: bool
+    why: str
+    attention: str
+    adds_gradients: bool = False
+
+    def __str__(self) -> str:
+        apart = "" if self.adds_gradients or not self.fused else ", weight gradients added apart"
+        return f"{'fused' if self.fused else 'unfused'} path ({self.why}), {self.attention} attention{apart}"
+
+
+def choose(plan: Plan, world: World) -> KernelPath:
+    """The path of all ranks: fused where the plan and the cards have it and no rank fails. Collective.
+
+    Sets torch's order of attention kernels, the fastest of this card first.
+    """
+    wanted, why = _wanted(plan, world.device)
+    problem = compile_problem(world.device) if wanted else ""
+    problem = next((found for found in gather_values(world, problem) if found), "") if wanted else ""
+    fused = wanted and not problem
+    adds = plan.engine == "megatron" and (fused or plan.topology.precision == "fp32")
+    adds = adds and all(gather_values(world, adds_into_gradients(world.device)))
+    return KernelPath(fused=fused, why=problem or why, attention=_attention(plan, world.device), adds_gradients=adds)
+
+
+def _wanted(plan: Plan, device: torch.device) -> tuple[bool, str]:
+    """Whether the fused path is wanted, and why; the same on all ranks, whose cards are alike."""
+    if plan.engine == "hf-zero3":
+        return False, "transformers' own layers"
+    if plan.topology.zero == 3:
+        return False, "ZeRO-3 gathers parameters one module at a time"
+    if plan.run.fused != "auto":
+        return plan.run.fused == "on", f"run.fused={plan.run.fused}"
+    if device.type == "cpu":
+        return False, "no GPU"
+    capability = torch.cuda.get_device_capability(device)
+    found, enough = f"compute capability {'.'.join(map(str, capability))}", capability >= (8, 0)
+    # Triton, which torch.compile writes, makes good kernels from Ampere on
+    return enough, found if enough else f"{found}, needs 8.0"
+
+
+def compile_problem(device: torch.device) -> str:
+    """Why torch.compile does not work here, tried on a small function and its gradient; "" where it does."""
+    x = torch.ones(8, 16, device=device, requires_grad=True)
+    try:
+        compiled(activate)(x, None, F.gelu, False).sum().backward()
+    except Exception as error:  # no compiler, no Triton, a driver too old: whatever it is, the unfused path works
+        return f"torch.compile fails here: {(str(error).strip() or type(error).__name__).splitlines()[0][:150]}"
+    return ""
+
+
+def _attention(plan: Plan, device: torch.device) -> str:
+    """The name of the kernel that attention uses, of those that work for the plan's heads the fastest of the card.
+
+    Hopper: cuDNN; Ampere: flash; before: memory-efficient. The others stay allowed, for what the first cannot do.
+    """
+    if device.type == "cpu":
+        return "torch's CPU"
+    cudnn, flash = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+    names = {cudnn: "cuDNN", flash: "flash", SDPBackend.EFFICIENT_ATTENTION: "memory-efficient"}
+    names[SDPBackend.MATH] = "plain"
+    order, capability = list(names), torch.cuda.get_device_capability(device)
+    if plan.shape.positions == "alibi" or capability < (8, 0):  # flash attention takes no mask
+        order = order[2:]
+    elif capability < (9, 0):
+        order = [flash, SDPBackend.EFFICIENT_ATTENTION, cudnn, SDPBackend.MATH]
+    first = next(kernel for kernel in order if _works(kernel, plan))
+    prefer([first, *(kernel for kernel in order if kernel is not first)])
+    return names[first]
+
+
+def prefer(kernels: list[Any]) -> None:
+    """Let attention use these kernels alone from now on, the first that can; until the process ends."""
+    PREFERRED.enter_context(sdpa_kernel(kernels, set_priority=True))
+
+
+def _works(kernel: Any, plan: Plan) -> bool:
+    """Whether a kernel computes the plan's attention and its gradient, in our layout: causal, or with ALiBi's mask."""
+    dtype, masked = DTYPES[plan.topology.precision], plan.shape.positions == "alibi"
+    state = torch.cuda.get_rng_state()
+    base = torch.randn(128, 1, 2, 3 * plan.shape.head_dim, device="cuda", dtype=dtype, requires_grad=True)
+    q, k, v = (x.permute(1, 2, 0, 3) for x in base.chunk(3, -1))  # of (S, B, H, 3 D)
+    mask = torch.zeros(1, 2, 128, 128, device="cuda", dtype=dtype) if masked else None
+    try:
+        with sdpa_kernel(kernel):
+            out = F.scaled_dot_product_attention(q, k, v, mask, plan.dropout.attention, is_causal=not masked)
+            out.sum().backward()
+    except RuntimeError:
+        return False
+    finally:
+        torch.cuda.set_rng_state(state)
+    return True
+
+
+class WeightGradients:
+    """What megatron-core expects of apex's module `fused_weight_gradient_mlp_cuda`: products added into `main_grad`."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+        """main_grad += grad^T x; (N, C), (N, rows) and (rows, C), the last in fp32.
+
+        In 16 bits on a GPU one product with an fp32 result (torch.addmm's out_dtype). A CPU has none: there the
+        product is rounded to 16 bits and added, as without this.
+        """
+        if x.dtype == main_grad.dtype:
+            main_grad.addmm_(grad.t(), x)
+        elif x.is_cuda:
+            torch.addmm(main_grad, grad.t(), x, out_dtype=main_grad.dtype, out=main_grad)
+        else:
+            main_grad.add_(grad.t().matmul(x))
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def adds_into_gradients(device: torch.device) -> bool:
+    """Whether 16-bit products are added into fp32 sums here, tried on a small one."""
+    x, grad = (torch.eye(16, device=device, dtype=torch.bfloat16) for _ in range(2))
+    total = torch.ones(16, 16, device=device)
+    try:
+        WeightGradients.wgrad_gemm_accum_fp32(x, grad, total)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return torch.equal(total, 1.0 + torch.eye(16, device=device))
+
+
+def apply(path: KernelPath, settings: TransformerConfig) -> TransformerConfig:
+    """`settings` with the fused parts on or off; ours read the same fields as megatron-core's own would.
+
+    Weight gradients go into DDP's buffers by apex's module where it is installed, else by ours.
+    """
+    settings.bias_activation_fusion = settings.bias_dropout_fusion = path.fused
+    settings.cross_entropy_loss_fusion = path.fused
+    settings.gradient_accumulation_fusion = path.adds_gradients
+    if path.adds_gradients and not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = WeightGradients
+        layers._grad_accum_fusion_available = True
+    return settings

@@ -1,18 +1,19 @@
 """The GPT that every engine trains: megatron-core's GPTModel for this rank's part of the layers and of each matrix.
 
 Its layers are megatron-core's linear layers around our norm and attention core, without Transformer Engine or apex.
-S sequence, B microbatch, C hidden size.
+S sequence, B microbatch, C hidden size, H query heads of this rank, G heads of keys and values, D channels of a head.
 """
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Iterator
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -22,10 +23,136 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
-from trilane.engine.model.attention import Attention
-from trilane.engine.model.fused import GPT, BiasLinear, FusedMLP, RowLinear, bias_dropout_add
-from trilane.engine.model.initial import initial_range
-from trilane.engine.model.parameters import is_gated_fc1, split_dim
+from trilane.engine.model.fused import DTYPES, GPT, BiasLinear, FusedMLP, RowLinear, bias_dropout_add, compiled
+from trilane.engine.model.parameters import initial_range, is_gated_fc1, split_dim
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """The approximation of GELU in GPT-2's and BLOOM's code. Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2."""
+    return F.gelu(x, approximate="tanh")
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)^2; megatron-core's own is compiled, whichever path runs. So et al. 2021, arXiv:2109.08668, section 3."""
+    return F.relu(x).square()
+
+
+# Of the gate where there is one.
+ACTIVATIONS = {"gelu": F.gelu, "gelu-tanh": gelu_tanh, "relu": F.relu, "squared-relu": squared_relu}
+ACTIVATIONS |= {"swiglu": F.silu, "geglu": F.gelu}
+
+
+class Attention(torch.nn.Module):
+    """The attention core of every engine: causal, with rotary positions or ALiBi, and keys that groups of heads share.
+
+    By torch's scaled_dot_product_attention. ALiBi's mask keeps it from the flash kernel: on a GPU the memory-efficient
+    one is left. The positions are here: DeepSpeed's pipeline has no GPTModel that would pass angles on, and under
+    ZeRO-3 megatron-core would compute their wavelengths in 16 bits.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        shape: ModelShape,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.shape, self.scale = shape, softmax_scale
+        self.splits_sequence = config.sequence_parallel
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.turn = compiled(rotated) if config.bias_activation_fusion else rotated  # one pass instead of five
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **_: Any
+    ) -> torch.Tensor:
+        """Query (S, B, H, D), key and value (S, B, G, D) -> (S, B, H D)."""
+        if self.shape.positions == "rotary":
+            cos, sin = rotations(len(query), self.shape.head_dim, self.shape.rotary_base, query.device, query.dtype)
+            query, key = self.turn(query, cos, sin), self.turn(key, cos, sin)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (B, H or G, S, D)
+        grouped = k.size(1) < q.size(1)
+        if grouped and not has_grouped_kernel(q, self.shape):
+            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+            grouped = False
+        options: dict[str, Any] = {"is_causal": True}
+        if self.shape.positions == "alibi":
+            options = {"attn_mask": self._mask(q)}
+        dropout = self.dropout if self.training else 0.0
+        # The tracker's generator differs on each tensor-parallel rank, as its heads do; recomputation rewinds it. Under
+        # sequence parallelism the whole layer already draws from it: forked twice it would be rewound wrongly.
+        forked = dropout and not self.splits_sequence
+        with tensor_parallel.get_cuda_rng_tracker().fork() if forked else nullcontext():
+            out = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, scale=self.scale, enable_gqa=grouped, **options
+            )
+        return out.permute(2, 0, 1, 3).flatten(2)  # (S, B, H D)
+
+    def _mask(self, q: torch.Tensor) -> torch.Tensor:
+        """ALiBi of this rank's heads, (B, H, S, S)."""
+        first = q.size(1) * parallel_state.get_tensor_model_parallel_rank()
+        slopes = alibi_slopes(self.shape.num_attention_heads)[first : first + q.size(1)]
+        return alibi(slopes, q.size(2), q.device, q.dtype).expand(len(q), -1, -1, -1)
+
+
+def has_grouped_kernel(q: torch.Tensor, shape: ModelShape) -> bool:
+    """Whether torch has a kernel that reads shared keys once: flash alone, in 16 bits, from Ampere on, unmasked.
+
+    Elsewhere its plain attention would write the s x s scores (torch.nn.functional.scaled_dot_product_attention on
+    `enable_gqa`); repeated keys keep the memory-efficient kernel.
+    """
+    plain = not q.is_cuda or q.dtype == torch.float32 or shape.positions == "alibi"
+    return not plain and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+@functools.lru_cache(maxsize=4)
+def rotations(
+    length: int, channels: int, base: float, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of the angle at each position and channel, each (S, 1, 1, D); the halves of D are alike.
+
+    Position p turns channels i and i + D / 2 by p base^(-2 i / D). Su et al. 2021, arXiv:2104.09864, equation 15, with
+    the pairs of Llama in transformers and megatron-core, whose two halves are the paper's even and odd channels.
+    """
+    steps = torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels
+    places = torch.arange(length, dtype=torch.float32, device=device)
+    angles = torch.outer(places, base**-steps).repeat(1, 2)[:, None, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """(S, B, heads, D), each pair of channels turned by its angle."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """The slope of each head of the whole model: 2^(-8 i / n), i = 1 .. n, for n heads, a power of two.
+
+    For another number those of the power of two below it, then every other slope of twice that power. Press, Smith and
+    Lewis 2022, arXiv:2108.12409, section 3 and its code; BLOOM, 112 heads, has them so.
+    """
+    whole = 1 << heads.bit_length() - 1
+    slopes = [2 ** (-8 * i / whole) for i in range(1, whole + 1)]
+    return (*slopes, *(2 ** (-4 * i / whole) for i in range(1, 2 * (heads - whole), 2)))
+
+
+@functools.lru_cache(maxsize=2)
+def alibi(slopes: tuple[float, ...], length: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the scores: slope x (key - query) up to the query, -inf after it, (1, H, S, S).
+
+    BLOOM adds slope x key, which is the same to softmax; these values are near 0 where the weights are not, so that 16
+    bits hold them. Kept for all layers: 2 H S^2 bytes in 16 bits, which the planner does not count.
+    """
+    places = torch.arange(length, dtype=torch.float32, device=device)
+    distance = places[None, :] - places[:, None]
+    distance = distance.masked_fill(distance > 0, math.inf)
+    added = torch.empty(1, len(slopes), length, length, dtype=dtype, device=device)
+    for head, slope in enumerate(slopes):
+        added[0, head] = (slope * distance).where(distance <= 0, -math.inf)
+    return added
 
 
 class Norm(torch.nn.Module):
@@ -55,22 +182,12 @@ class Norm(torch.nn.Module):
         return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
 
 
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """The approximation of GELU in GPT-2's and BLOOM's code. Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2."""
-    return F.gelu(x, approximate="tanh")
-
-
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2; megatron-core's own is compiled, whichever path runs. So et al. 2021, arXiv:2109.08668, section 3."""
-    return F.relu(x).square()
-
-
 def layer_spec(shape: ModelShape) -> ModuleSpec:
     """One layer: norm, attention, norm, MLP."""
     spec = get_gpt_layer_local_spec()
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-    parts.self_attention.submodules.core_attention = partial(Attention, shape=shape)
+    parts.self_attention.submodules.core_attention = functools.partial(Attention, shape=shape)
     parts.self_attention.submodules.linear_qkv = BiasLinear
     parts.self_attention.submodules.linear_proj = RowLinear
     parts.mlp = FusedMLP
@@ -78,30 +195,15 @@ def layer_spec(shape: ModelShape) -> ModuleSpec:
     return spec
 
 
-def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage (or of its chunk `vp_stage`), and the norm after the last layer."""
-    layers = get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(shape)] * layers, layer_norm=Norm)
-
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-ACTIVATIONS = {"gelu": F.gelu, "gelu-tanh": gelu_tanh, "relu": F.relu, "squared-relu": squared_relu}
-ACTIVATIONS |= {"swiglu": F.silu, "geglu": F.gelu}  # of the gate
-DRAWN = 1 << 24  # initial values in memory at a time, 64 MiB
-NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
-
-
 def transformer_config(plan: Plan) -> TransformerConfig:
     """megatron-core's settings for the plan; whatever needs apex, Transformer Engine or torch.compile is off."""
     shape, t = plan.shape, plan.topology
     dtype, interleaved = DTYPES[t.precision], t.interleaving > 1
-    ends = {"first": t.first_stage_layers or None, "last": t.last_stage_layers or None}
+    recompute: dict[str, Any] = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -110,7 +212,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         ffn_hidden_size=shape.ffn,
         activation_func=ACTIVATIONS[shape.activation],
         gated_linear_unit=shape.is_gated,
-        normalization=NORMS[shape.normalization],
+        normalization="LayerNorm" if shape.normalization == "layernorm" else "RMSNorm",
         add_bias_linear=shape.biases == "all",
         add_qkv_bias=shape.biases == "qkv",
         hidden_dropout=plan.dropout.hidden,
@@ -129,7 +231,8 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         sequence_parallel=t.sequence_parallel,
         account_for_embedding_in_pipeline_split=t.partition != "uniform",
         account_for_loss_in_pipeline_split=t.partition != "uniform",
-        **{f"num_layers_in_{end}_pipeline_stage": layers for end, layers in ends.items()},
+        num_layers_in_first_pipeline_stage=t.first_stage_layers or None,
+        num_layers_in_last_pipeline_stage=t.last_stage_layers or None,
         # With two stages and batched p2p, interleaving trains wrongly without an error (megatron-core 0.16.1).
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -140,32 +243,27 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        **RECOMPUTE[t.recompute],
+        **recompute[t.recompute],
     )
 
 
 def build_chunks(plan: Plan, settings: TransformerConfig) -> list[GPTModel]:
     """This rank's model chunks (one, or `interleaving` of them) in the initial state, on this rank's device."""
     t = plan.topology
-    if t.interleaving == 1:
-        return [build_chunk(plan, settings, None)]
-    return [build_chunk(plan, settings, stage) for stage in range(t.interleaving)]
-
-
-def build_chunk(plan: Plan, settings: TransformerConfig, vp_stage: int | None) -> GPTModel:
-    """The initialized layers of chunk `vp_stage` of this pipeline rank, with the embedding or the head where due."""
-    model = empty_chunk(plan, settings, vp_stage)
-    fill(model, plan)
-    return model.cuda() if torch.cuda.is_available() else model
+    models = [empty_chunk(plan, settings, stage) for stage in (range(t.interleaving) if t.interleaving > 1 else [None])]
+    for model in models:
+        fill_parameters(canonical_parameters(model, plan.shape.tied_embeddings), plan)
+    return [model.cuda() if torch.cuda.is_available() else model for model in models]
 
 
 def empty_chunk(plan: Plan, settings: TransformerConfig, vp_stage: int | None) -> GPTModel:
-    """The same chunk, not yet initialized."""
+    """Chunk `vp_stage` of this pipeline rank, not initialized, with the embedding or the head where due."""
     shape = plan.shape
     stage = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
+    layers = [layer_spec(shape)] * get_num_layers_to_build(settings, vp_stage)
     model = GPT(
         config=settings,
-        transformer_layer_spec=block_spec(settings, shape, vp_stage),
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -192,21 +290,15 @@ class NormedDropout(torch.nn.Module):
         self.dropout = torch.nn.Dropout(settings.hidden_dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(S, B, C) -> (S, B, C)."""
         return self.dropout(self.layernorm(x))
 
 
-def fill(model: GPTModel, plan: Plan) -> None:
-    """Set every parameter to its part of the initial state, and megatron-core's marks of how it is split.
+def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan) -> None:
+    """Set parameters, by whole-model names, to their part of the initial state, and megatron-core's marks of the split.
 
     megatron-core sets those marks in its own initialization, which is off; without them the gradient norm would count
-    the split matrices of one tensor-parallel rank only.
+    the split matrices of one tensor-parallel rank only. Of what ZeRO-3 divides only this rank's share is drawn.
     """
-    fill_parameters(canonical_parameters(model, plan.shape.tied_embeddings), plan)
-
-
-def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan) -> None:
-    """The same for parameters by whole-model names, a few rows at a time; of what ZeRO-3 divides, this rank's share."""
     rank, tp = parallel_state.get_tensor_model_parallel_rank(), plan.topology.tp
     for name, parameter in named:
         dim, stride = split_dim(name), 2 if is_gated_fc1(name, plan.shape) else 1
@@ -217,8 +309,9 @@ def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan)
         held = (parameter if divided is None else divided).data.view(-1)
         first = 0 if divided is None else len(held) * parallel_state.get_data_parallel_rank()
         end = min(first + len(held), math.prod(size))  # the last share of all is padded
-        for at in range(first, end, DRAWN):
-            drawn = initial_range(name, size, rank, tp, plan, at, min(at + DRAWN, end))
+        most = 1 << 24  # values in memory at a time, 64 MiB: BLOOM-176B's embedding has 14 GB
+        for at in range(first, end, most):
+            drawn = initial_range(name, size, rank, tp, plan, at, min(at + most, end))
             held[at - first : at - first + len(drawn)].copy_(drawn)
 
 

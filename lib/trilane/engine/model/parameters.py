@@ -1,23 +1,30 @@
-"""The parameters of the whole model by name: size, tensor-parallel split, and a rank's pieces."""
+"""The parameters of the whole model by name: size, tensor-parallel split, a rank's pieces, and initial values.
 
+The initial state depends on a parameter's name, its place in the canonical matrix and the seed alone, so it is the same
+on any topology; a rank draws what it holds and nothing else. C columns of a matrix, R rows that are drawn.
+"""
+
+import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
+import numpy as np
 import torch
 
 from trilane.config.model import ModelShape
+from trilane.config.plan import Plan
+from trilane.workspace.fingerprints import FIRST, SECOND, STEP
 
-# The dimension that megatron-core splits: rows of column-parallel layers, columns of row-parallel ones.
-ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.", "linear_fc1.")
+# What megatron-core splits by columns, the inputs; both write to the residual stream.
 COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
-GATED = "mlp.linear_fc1."
 EMBEDDING_NORM = "embedding.layernorm"  # BLOOM's, between the embedding and the first layer
+Box = tuple[tuple[int, int], ...]  # (first, last + 1) in each dimension of the whole tensor
 
 
 def is_gated_fc1(name: str, shape: ModelShape) -> bool:
     """Whether parameter `name` holds two matrices, gate and up, of a gated MLP."""
-    return shape.is_gated and GATED in name
+    return shape.is_gated and "mlp.linear_fc1." in name
 
 
 def split_dim(name: str, gated: bool = False) -> int | None:
@@ -25,7 +32,8 @@ def split_dim(name: str, gated: bool = False) -> int | None:
 
     A `gated` first matrix of the MLP is (2, ffn, h), gate and up: each rank has its rows of both.
     """
-    if any(part in name for part in ROWS):
+    rows = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.", "linear_fc1.")
+    if any(part in name for part in rows):
         return 1 if gated else 0
     return 1 if name.endswith(COLUMNS) else None
 
@@ -38,43 +46,28 @@ def paired(size: Iterable[int], gated: bool) -> tuple[int, ...]:
 
 def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Canonical name -> shape of every parameter of the whole model; a tied head is not listed separately."""
-    sizes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (shape.vocab_size, shape.hidden_size)}
-    if shape.positions == "learned":
-        sizes["embedding.position_embeddings.weight"] = (shape.seq_length, shape.hidden_size)
-    if shape.embedding_layernorm:
-        sizes |= _norm(EMBEDDING_NORM, shape)
-    for layer in (f"decoder.layers.{i}" for i in range(shape.num_layers)):
-        sizes |= _norm(f"{layer}.input_layernorm", shape) | _norm(f"{layer}.pre_mlp_layernorm", shape)
-        sizes |= {f"{layer}.{name}": size for name, size in _linears(shape).items()}
-    sizes |= _norm("decoder.final_layernorm", shape)
-    untied = {} if shape.tied_embeddings else {"output_layer.weight": (shape.vocab_size, shape.hidden_size)}
-    return sizes | untied
-
-
-def _norm(name: str, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    kinds = ("weight", "bias") if shape.normalization == "layernorm" else ("weight",)
-    return {f"{name}.{kind}": (shape.hidden_size,) for kind in kinds}
-
-
-def _linears(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """The matrices of one layer, each (out, in), and their biases."""
     h, ffn = shape.hidden_size, shape.ffn
     up = (2, ffn) if shape.is_gated else (ffn,)
-    outs = {
+    linears: dict[str, tuple[tuple[int, ...], int]] = {
         "self_attention.linear_qkv": ((h + 2 * shape.kv_heads * shape.head_dim,), h),
         "self_attention.linear_proj": ((h,), h),
         "mlp.linear_fc1": (up, h),
         "mlp.linear_fc2": ((h,), ffn),
     }
-    sizes: dict[str, tuple[int, ...]] = {}
-    for name, (out, into) in outs.items():
-        sizes[f"{name}.weight"] = (*out, into)
-        if shape.biases == "all" or (shape.biases == "qkv" and "linear_qkv" in name):
-            sizes[f"{name}.bias"] = out
-    return sizes
-
-
-Box = tuple[tuple[int, int], ...]  # (first, last + 1) in each dimension of the whole tensor
+    kinds = ("weight", "bias") if shape.normalization == "layernorm" else ("weight",)
+    sizes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (shape.vocab_size, h)}
+    if shape.positions == "learned":
+        sizes["embedding.position_embeddings.weight"] = (shape.seq_length, h)
+    if shape.embedding_layernorm:
+        sizes |= {f"{EMBEDDING_NORM}.{kind}": (h,) for kind in kinds}
+    for layer in (f"decoder.layers.{i}" for i in range(shape.num_layers)):
+        sizes |= {f"{layer}.{norm}.{k}": (h,) for norm in ("input_layernorm", "pre_mlp_layernorm") for k in kinds}
+        for name, (out, into) in linears.items():
+            sizes[f"{layer}.{name}.weight"] = (*out, into)
+            if shape.biases == "all" or (shape.biases == "qkv" and "linear_qkv" in name):
+                sizes[f"{layer}.{name}.bias"] = out
+    sizes |= {f"decoder.final_layernorm.{kind}": (h,) for kind in kinds}
+    return sizes if shape.tied_embeddings else {**sizes, "output_layer.weight": (shape.vocab_size, h)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +77,7 @@ class Piece:
     name: str
     shape: tuple[int, ...]
     box: Box
-    written_elsewhere: bool
+    written_elsewhere: bool = False
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -92,61 +85,86 @@ class Piece:
         return tuple(end - first for first, end in self.box)
 
 
-class States(Protocol):
-    """Weights and optimizer of one rank, piece by piece in fp32, whatever the engine's own representation.
+def initial_tensor(name: str, size: Iterable[int], plan: Plan) -> torch.Tensor:
+    """The whole parameter `name` of canonical `size`, fp32, on the CPU."""
+    size = tuple(size)
+    held = (2 * size[1], *size[2:]) if is_gated_fc1(name, plan.shape) else size
+    return initial_range(name, held, 0, 1, plan, 0, math.prod(size)).view(size)
 
-    A piece is the same on all replicas. Of its values, flattened, a rank reads those of `shard(number)`: where the
-    states are `divided` (ZeRO, a distributed optimizer) the part that it updates itself, which no other replica has;
-    else all of them. All replicas must read the same pieces in the same order, since an engine may have to gather them.
+
+def initial_range(
+    name: str, local: tuple[int, ...], rank: int, tp: int, plan: Plan, first: int, end: int
+) -> torch.Tensor:
+    """The values `first` to `end` of the part, `local` in size, that tensor-parallel rank `rank` of `tp` holds.
+
+    Weights are normal with deviation optimizer.init_std, the two that write to the residual stream
+    init_std / sqrt(2 L); biases are 0, norm weights 1. Radford et al. 2019 (GPT-2), section 2.3, with 0.02. The names
+    are megatron-core's, with the layer's number in the whole model. `linear_qkv` holds its rows by group of heads that
+    share keys and values, in GPT-2 one head each: (group, [its queries ..., key, value], channel).
     """
-
-    pieces: list[Piece]
-    divided: bool
-
-    def finish_step(self) -> None:
-        """Complete what the last step deferred; collective, before any read."""
-
-    def shard(self, number: int) -> tuple[int, int]:
-        """(first, last + 1) of the values that read() returns; (0, 0) for none."""
-
-    def read(self, number: int, kind: str) -> torch.Tensor:
-        """These values of piece `number` of `kind` (checkpoints.KINDS), flat, fp32, on any device.
-
-        They may be the engine's own storage, which its next step changes.
-        """
-
-    def write(self, number: int, weight: torch.Tensor, moments: dict[str, torch.Tensor]) -> None:
-        """Set piece `number`: the whole `weight`, also in the engine's precision, and `moments` as read() has them."""
-
-    def copy(self, number: int) -> torch.Tensor | None:
-        """The weight that the model computes with, in the piece's shape; None where this rank does not hold it whole,
-        or where it is the optimizer's own."""
-
-    def decays(self) -> list[float | None]:
-        """The current weight decay of each piece's optimizer group; None where this rank updates none of the piece."""
-
-    def scalars(self) -> dict[str, float]:
-        """Adam's step; in fp16 also loss_scale, good_steps since it last changed, and hysteresis."""
-
-    def set_scalars(self, values: dict[str, float]) -> None:
-        """Set them, after the pieces."""
+    if name.endswith(".bias"):
+        return torch.zeros(end - first)
+    if "layernorm" in name:
+        return torch.ones(end - first)
+    rows, columns, width = _place(name, local, rank, tp, is_gated_fc1(name, plan.shape))
+    held = columns[1] - columns[0]
+    top = first // held
+    key = np.frombuffer(hashlib.sha256(f"{plan.run.seed}/{name}".encode()).digest()[:16], np.uint64)
+    drawn = normals(key, rows[top : -(-end // held)], columns, width)
+    smaller = math.sqrt(2 * plan.shape.num_layers) if name.endswith(COLUMNS) else 1
+    drawn *= np.float32(plan.optimizer.init_std / smaller)
+    return torch.from_numpy(drawn.reshape(-1)[first - top * held : end - top * held])
 
 
-def pieces(named: Iterable[tuple[str, torch.nn.Parameter]], tp_rank: int, tp: int, first_stage: bool) -> list[Piece]:
-    """The pieces of parameters by their names in the whole model, in the order given.
+def _place(
+    name: str, local: tuple[int, ...], rank: int, tp: int, gated: bool
+) -> tuple[np.ndarray, tuple[int, int], int]:
+    """Of a part of size `local`: its rows' numbers in the whole matrix, its first column and last + 1, and the width.
 
-    Parameters that tensor parallelism does not split are written by its ranks in turn, a tied embedding by the first
-    stage. megatron-core marks the first matrix of a gated MLP, two matrices in one, by a `partition_stride` of 2.
+    The two matrices of a gated MLP count as one above the other.
     """
-    found = []
-    for number, (name, parameter) in enumerate(named):
-        gated = getattr(parameter, "partition_stride", 1) == 2
-        local = paired(getattr(parameter, "ds_shape", parameter.shape), gated)  # under ZeRO-3 itself is empty
-        dim, twin = split_dim(name, gated), name.startswith("embedding.") and not first_stage
-        cut = dim is not None and tp > 1
-        box = tuple((n * tp_rank, n * (tp_rank + 1)) if cut and d == dim else (0, n) for d, n in enumerate(local))
-        whole = tuple(n * tp if cut and d == dim else n for d, n in enumerate(local))
-        found.append(
-            Piece(name=name, shape=whole, box=box, written_elsewhere=twin or (not cut and number % tp != tp_rank))
-        )
-    return found
+    *counts, width = paired(local, gated)
+    if name.endswith(COLUMNS):
+        return np.arange(counts[0]), (width * rank, width * (rank + 1)), width * tp
+    if split_dim(name) is None:
+        rank, tp = 0, 1
+    rows = np.arange(counts[-1]) + counts[-1] * rank
+    return np.concatenate([rows + i * counts[-1] * tp for i in range(math.prod(counts[:-1]))]), (0, width), width
+
+
+def normals(key: np.ndarray, rows: np.ndarray, columns: tuple[int, int], width: int) -> np.ndarray:
+    """Standard normal values, (R, columns), fp32: a pair of columns comes of the hash of its place in the matrix.
+
+    Box and Muller 1958 of 31 and 32 bits: none beyond 6.7. The hash is splitmix64 with the second key between its two
+    multiplications, so that the values of two keys are not one sequence, shifted.
+    """
+    low, high, pairs = columns[0] // 2, -(-columns[1] // 2), -(-width // 2)
+    found = np.empty((len(rows), high - low, 2), np.float32)
+    # 2^14 pairs at a time, so that temporary arrays fit in the processor's cache: 4.7 ns a value, torch.randn has 6.1
+    step = max(1, (1 << 14) // (high - low))
+    places = np.arange(low, high, dtype=np.uint64) * STEP + key[0]
+    for at in range(0, len(rows), step):
+        starts = rows[at : at + step].astype(np.uint64) * np.uint64(pairs) * STEP
+        _pairs(starts[:, None] + places, key[1], found[at : at + step])
+    return found.reshape(len(rows), -1)[:, columns[0] - 2 * low : columns[1] - 2 * low]
+
+
+def _pairs(z: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
+    """Two normal values in `out`, (R, C / 2, 2), for each counter in `z`, (R, C / 2), which is overwritten."""
+    z ^= z >> np.uint64(30)
+    z *= FIRST
+    z += key
+    z ^= z >> np.uint64(27)
+    z *= SECOND
+    z ^= z >> np.uint64(31)
+    bits = z.view(np.int32).reshape(*z.shape, 2)
+    radius = (bits[..., 1] & np.int32(0x7FFFFFFF)).astype(np.float32)
+    radius += np.float32(0.5)
+    radius *= np.float32(2**-31)
+    np.log(radius, out=radius)
+    radius *= np.float32(-2)
+    np.sqrt(radius, out=radius)
+    angle = bits[..., 0].astype(np.float32)
+    angle *= np.float32(math.pi / 2**31)
+    np.multiply(radius, np.cos(angle), out=out[..., 0])
+    np.multiply(radius, np.sin(angle), out=out[..., 1])

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from support import small_plan
 
+from trilane.analysis.benchmark import result, shortened, text
 from trilane.cli.app import main
 from trilane.config.batch_rampup import Ramp
 from trilane.config.cluster import cluster
 from trilane.config.plan import Plan
-from trilane.experiments.benchmark import result, shortened, text
 
 STEP = {"lm_loss": 2.5, "skipped": 0, "global_batch_size": 4}
 

@@ -1,35 +1,30 @@
-"""Phases: what this process is doing now, such as forward-compute, and the seconds of each on this rank and over ranks.
+"""Phases: what this process is doing now, such as forward-compute, their seconds on this rank and over ranks, profiles.
 
-The stack belongs to the process, which does one thing at a time: the hooks of the libraries know of no engine.
-A clock is read where the innermost phase changes: on a CPU the host's, on a GPU an event in the stream, which is not
-waited for before the end of the iteration. So on a GPU a phase counts the time of its kernels, not of their launch.
+The stack belongs to the process, which does one thing at a time: the hooks of the libraries know of no engine. A clock
+is read where the innermost phase changes: on a CPU the host's, on a GPU an event in the stream, which is not waited for
+before the end of the iteration. So on a GPU a phase counts the time of its kernels, not of their launch.
 """
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-# The names that all engines share. Time counts for the innermost phase only.
-DATA, FORWARD, BACKWARD = "batch-generator", "forward-compute", "backward-compute"
-P2P, REDUCE, OPTIMIZER = "p2p-wait", "all-grads-sync", "optimizer"
+from trilane.config.plan import Plan
+from trilane.engine.world import World
 
-
-SAVE, EVALUATE = "save-checkpoint", "evaluate"  # outside of every iteration, so no timer counts them
-NAMES = (DATA, FORWARD, BACKWARD, P2P, REDUCE, OPTIMIZER)
-
-
+# The names that all engines share; the readers of logs know them. Time counts for the innermost phase only.
+NAMES = ("batch-generator", "forward-compute", "backward-compute", "p2p-wait", "all-grads-sync", "optimizer")
+DATA, FORWARD, BACKWARD, P2P, REDUCE, OPTIMIZER = NAMES
 T = TypeVar("T")
-Listener = Callable[[str], None]  # receives the new innermost phase, "" outside of all
-
-
 _stack: list[str] = []
-_listeners: list[Listener] = []
+_listeners: list[Callable[[str], None]] = []
 
 
 def current() -> str:
@@ -40,16 +35,18 @@ def current() -> str:
 def begin(name: str) -> None:
     """Enter a phase, inside the current one."""
     _stack.append(name)
-    for listener in _listeners:
-        listener(name)
+    _notify()
 
 
 def end() -> None:
     """Leave the innermost phase."""
     _stack.pop()
-    outer = _stack[-1] if _stack else ""
+    _notify()
+
+
+def _notify() -> None:
     for listener in _listeners:
-        listener(outer)
+        listener(current())
 
 
 @contextlib.contextmanager
@@ -71,8 +68,8 @@ def during(name: str, function: Callable[..., T]) -> Callable[..., T]:
     return called
 
 
-def subscribe(listener: Listener) -> Callable[[], None]:
-    """Call `listener` at each change of phase; the returned function ends that."""
+def subscribe(listener: Callable[[str], None]) -> Callable[[], None]:
+    """Call `listener` with the new innermost phase, "" outside of all, at each change; the result ends that."""
     _listeners.append(listener)
     return lambda: _listeners.remove(listener)
 
@@ -85,15 +82,14 @@ class MegatronTimers:
     """
 
     def __init__(self, pipeline: bool) -> None:
-        self._known = {"forward-compute": _Timer(FORWARD), "backward-compute": _Timer(BACKWARD)}
-        reductions = ("all-grads-sync", "non-tensor-parallel-grads-all-reduce", "embedding-grads-all-reduce")
-        self._known |= {name: _Timer(REDUCE) for name in reductions}
-        self._known |= {"forward-backward": _Timer(P2P)} if pipeline else {}
-        self._none = _NoTimer()
+        reductions = (REDUCE, "non-tensor-parallel-grads-all-reduce", "embedding-grads-all-reduce")
+        known = {FORWARD: FORWARD, BACKWARD: BACKWARD, **dict.fromkeys(reductions, REDUCE)}
+        known |= {"forward-backward": P2P} if pipeline else {}
+        self._timers = {name: _Timer(phase) for name, phase in known.items()}
 
-    def __call__(self, name: str, log_level: int | None = None) -> "_Timer | _NoTimer":
+    def __call__(self, name: str, log_level: int | None = None) -> "_Timer":
         """The timer of that name, with start() and stop()."""
-        return self._known.get(name, self._none)
+        return self._timers.get(name) or _Timer("")
 
 
 class _Timer:
@@ -101,21 +97,12 @@ class _Timer:
         self._name = name
 
     def start(self, barrier: bool = False) -> None:
-        begin(self._name)
+        if self._name:
+            begin(self._name)
 
     def stop(self, barrier: bool = False) -> None:
-        end()
-
-
-class _NoTimer:
-    def start(self, barrier: bool = False) -> None:
-        """No phase."""
-
-    def stop(self, barrier: bool = False) -> None:
-        """No phase."""
-
-
-Spread = dict[str, tuple[float, float]]  # phase -> seconds an iteration, (min, max) over ranks
+        if self._name:
+            end()
 
 
 class Timers:
@@ -124,8 +111,7 @@ class Timers:
     def __init__(self, device: torch.device) -> None:
         self._device, self._stamp = device, _event if device.type == "cuda" else perf_counter
         self._marks: list[tuple[Any, str]] = []
-        self._seconds = dict.fromkeys(NAMES, 0.0)
-        self._iterations = 0
+        self._seconds, self._iterations = dict.fromkeys(NAMES, 0.0), 0
         self._mark(current())
         self.stop = subscribe(self._mark)
 
@@ -150,8 +136,8 @@ class Timers:
         """Phase -> seconds per iteration on this rank since the last over_ranks(); only phases that occurred."""
         return {name: seconds / self._iterations for name, seconds in self._seconds.items() if seconds > 0}
 
-    def over_ranks(self) -> Spread:
-        """Seconds per iteration since the last call, of the phases of any rank. Collective."""
+    def over_ranks(self) -> dict[str, tuple[float, float]]:
+        """Phase -> seconds an iteration since the last call, (min, max) over ranks. Collective."""
         mine = torch.tensor([self._seconds[name] / self._iterations for name in NAMES], dtype=torch.float64)
         both = torch.cat([mine, -mine]).to(self._device)
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
@@ -166,8 +152,10 @@ def durations(marks: Sequence[tuple[Any, str]]) -> dict[str, float]:
     if marks and isinstance(marks[-1][0], torch.cuda.Event):
         marks[-1][0].synchronize()
     found: dict[str, float] = {}
-    for (begin, name), (end, _) in pairwise(marks):
-        found[name] = found.get(name, 0.0) + _seconds(begin, end)
+    for (before, name), (after, _) in pairwise(marks):
+        # events count in milliseconds
+        seconds = after - before if isinstance(after, float) else before.elapsed_time(after) / 1e3
+        found[name] = found.get(name, 0.0) + seconds
     return found
 
 
@@ -177,10 +165,6 @@ def _event() -> torch.cuda.Event:
     return event
 
 
-def _seconds(begin: Any, end: Any) -> float:
-    return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
-
-
 def timing_table(spread: Mapping[str, tuple[float, float]]) -> str:
     """The table that Megatron-LM prints with --timing-log-option minmax, in milliseconds."""
     rows = [
@@ -188,3 +172,46 @@ def timing_table(spread: Mapping[str, tuple[float, float]]) -> str:
         for name, (low, high) in spread.items()
     ]
     return "\n".join(["(min, max) time across ranks (ms):", *rows])
+
+
+class Profiler:
+    """`run.profile`: a trace of some iterations by torch's profiler on the chosen ranks, and its table of operators.
+
+    They lie in profile/<rank>.trace.json.gz (for ui.perfetto.dev) and <rank>.txt; phases are ranges of both.
+    """
+
+    def __init__(self, plan: Plan, world: World, folder: Path, done: int) -> None:
+        window = plan.run.profile_window
+        passed = window is not None and done >= window.last
+        self.note = f"profile={plan.run.profile}: {done} iterations are done, nothing is profiled" if passed else ""
+        ranks = (window.ranks or (0, world.size - 1)) if window and not passed else ()
+        self._window, self._path = window if world.rank in ranks else None, folder / "profile" / str(world.rank)
+        self._device, self._open = world.device.type, contextlib.ExitStack()
+        self._trace: Any = None
+
+    def before(self, iteration: int) -> None:
+        """Begin where the iteration is the first of the window, or a run resumes inside it."""
+        if self._trace or not self._window or not self._window.first <= iteration <= self._window.last:
+            return
+        self._trace = torch.profiler.profile(acc_events=True)
+        self._trace.__enter__()
+        self._end = subscribe(self._range)
+
+    def after(self, iteration: int) -> bool:
+        """End where the iteration is the last of the window; whether a trace was written, which takes its time."""
+        if not self._trace or not self._window or iteration < self._window.last:
+            return False
+        self._end()
+        self._range("")
+        self._trace.__exit__(None, None, None)
+        self._path.parent.mkdir(exist_ok=True)
+        self._trace.export_chrome_trace(f"{self._path}.trace.json.gz")
+        table = self._trace.key_averages().table(sort_by=f"self_{self._device}_time_total", row_limit=40)
+        self._path.with_suffix(".txt").write_text(table, encoding="utf-8")
+        self._trace = self._window = None
+        return True
+
+    def _range(self, name: str) -> None:
+        self._open.close()
+        if name:
+            self._open.enter_context(torch.profiler.record_function(name))

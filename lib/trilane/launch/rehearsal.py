@@ -13,19 +13,14 @@ from typing import Any
 from trilane.config.cluster import Cluster
 from trilane.config.engines import drops_hidden
 from trilane.config.model import ModelShape, padded_vocab_size
-from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.config.training import Data, Dropout, Optimizer, Run
+from trilane.config.training import Data, Dropout, Run
 from trilane.diagnose.restart import RestartComparison, compare_restart
-from trilane.experiments.parity import machine
 from trilane.launch.local import train_local
 from trilane.utils.validation import require
 from trilane.workspace.checkpoints import FOLDER, name_of
 from trilane.workspace.status import Status
 
-PROCESSES = 8  # without GPUs
-TOKENS = 257  # of the tokenizer "bytes"
-ITERATIONS = 2  # one before the restart, one after it
 Start = Callable[[Path], str]  # trains the plan in a folder; "", or why it failed
 
 
@@ -37,6 +32,18 @@ class Rehearsal:
     notes: tuple[str, ...]
     audit: RestartComparison | None = None
     problem: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        """As a JSON object."""
+        found = self.audit.to_json() if self.audit else {"compared": [], "findings": [], "notes": []}
+        return {"plan": self.plan.to_json(), "left_out": self.notes, "problem": self.problem, **found}
+
+    def to_text(self) -> str:
+        """For a person."""
+        p, text = self.plan, self.problem or (self.audit.to_text() if self.audit else "")
+        size = f"{p.shape.num_layers} layers x {p.shape.hidden_size}"
+        head = f"rehearsed {p.engine} {p.topology.label} {p.topology.precision}, {size}"
+        return "\n".join([head, *(f"note: {note}" for note in self.notes), text])
 
 
 def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Rehearsal:
@@ -52,7 +59,7 @@ def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Re
     dp = min(t.dp, max_processes // (t.tp * t.pp))
     notes = (f"dp={dp} instead of {t.dp}: this machine runs at most {max_processes} processes",) if dp < t.dp else ()
     mbs, rounds = min(2, t.mbs), t.pp if t.interleaving > 1 else min(t.microbatches, max(2, t.pp))
-    hidden = 0.1 if drops_hidden(plan.engine, plan.shape) else 0.0
+    limit, hidden = 0.1 if plan.optimizer.clip_grad else 0.0, 0.1 if drops_hidden(plan.engine, plan.shape) else 0.0
     kept: dict[str, Any] = {"seed": plan.run.seed, "hang_timeout_s": plan.run.hang_timeout_s}
     small = Plan(
         label="rehearsal",
@@ -61,39 +68,28 @@ def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Re
         cluster=cluster,
         topology=replace(t, dp=dp, mbs=mbs, gbs=mbs * dp * rounds),
         data=Data(source="mock", folder=str(folder / "data")),
-        optimizer=_optimizer(plan.optimizer),
+        optimizer=replace(plan.optimizer, lr=1e-3, min_lr=1e-4, warmup_samples=0, decay_samples=0, clip_grad=limit),
         dropout=plan.dropout if plan.dropout != Dropout() else Dropout(hidden=hidden, attention=0.1),
-        run=Run(train_iters=ITERATIONS, save_interval=1, keep_last=0, **kept),
+        run=Run(train_iters=2, save_interval=1, keep_last=0, **kept),  # one iteration before the restart, one after it
     )
     return Rehearsal(plan=small, notes=notes)
-
-
-def _optimizer(given: Optimizer) -> Optimizer:
-    """A learning rate at which weights move at once, and a limit below every gradient norm."""
-    limit = 0.1 if given.clip_grad else 0.0
-    return replace(given, lr=1e-3, min_lr=1e-4, warmup_samples=0, decay_samples=0, clip_grad=limit)
 
 
 def _shape(plan: Plan) -> ModelShape:
     """The smallest model that the plan's topology splits as it splits the plan's."""
     t, heads = plan.topology, 2 * plan.topology.tp
-    narrow = replace(
-        plan.shape,
-        hidden_size=16 * heads,
-        num_attention_heads=heads,
-        seq_length=t.tp * -(-32 // t.tp),
-        vocab_size=padded_vocab_size(TOKENS, t.tp),
-    )
-    shapes = (replace(narrow, num_layers=layers) for layers in range(1, plan.shape.num_layers + 1))
-    return next(shape for shape in shapes if _fits(plan, shape, t))
-
-
-def _fits(plan: Plan, shape: ModelShape, t: Topology) -> bool:
-    try:
-        replace(plan, shape=shape, topology=t)
-    except ValueError:
-        return False
-    return True
+    sizes: dict[str, Any] = {
+        "hidden_size": 16 * heads,
+        "num_attention_heads": heads,
+        "seq_length": t.tp * -(-32 // t.tp),
+    }
+    sizes |= {"vocab_size": padded_vocab_size(257, t.tp)}  # of the tokenizer "bytes"
+    for layers in range(1, plan.shape.num_layers + 1):
+        try:
+            return replace(plan, shape=replace(plan.shape, num_layers=layers, **sizes)).shape
+        except ValueError:
+            continue
+    raise AssertionError(f"{plan.label} cannot be split itself")
 
 
 def write(folder: Path, plan: Plan) -> tuple[Path, Path]:
@@ -126,36 +122,16 @@ def train_here(folder: Path) -> str:
 def rehearse_here(plan: Plan) -> Rehearsal:
     """The rehearsal of the plan on this machine, in a temporary folder."""
     cards = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpu = replace(plan.cluster.gpu, kind="cuda" if cards else "cpu")
+    here = replace(plan.cluster, name="this machine", gpu=gpu, gpus_per_node=cards or 8, max_nodes=1)
     with tempfile.TemporaryDirectory(prefix="trilane-rehearse-") as place:
-        asked = shrink(plan, Path(place), machine(cards=cards, bf16=True), cards or PROCESSES)
-        return rehearse(asked, Path(place), train_here)
+        return rehearse(shrink(plan, Path(place), here, here.max_gpus), Path(place), train_here)
 
 
 def prepare(plan: Plan, folder: Path) -> str:
-    """Write both runs of a rehearsal on the plan's own cluster, and the commands that start them."""
-    made = shrink(plan, folder, plan.cluster, plan.topology.gpus)
-    return commands(*write(folder, made.plan), made.plan)
-
-
-def commands(first: Path, second: Path, plan: Plan) -> str:
-    """The commands to run on a cluster, in order."""
-    tasks = f"srun --ntasks {plan.topology.gpus} --ntasks-per-node {plan.cluster.gpus_per_node}"
+    """Write both runs of a rehearsal on the plan's own cluster; the commands that start them there, in order."""
+    made = shrink(plan, folder, plan.cluster, plan.topology.gpus).plan
+    first, second = write(folder, made)
+    tasks = f"srun --ntasks {made.topology.gpus} --ntasks-per-node {made.cluster.gpus_per_node}"
     lines = [f"{tasks} python -m trilane.engine {place / 'plan.json'}" for place in (first, second)]
     return "\n".join([*lines, f"trilane debug restart {first} {second}"])
-
-
-def _label(plan: Plan) -> str:
-    s = plan.shape
-    return f"{plan.engine} {plan.topology.label} {plan.topology.precision}, {s.num_layers} layers x {s.hidden_size}"
-
-
-def to_json(done: Rehearsal) -> dict[str, object]:
-    """As a JSON object."""
-    found = done.audit.to_json() if done.audit else {"compared": [], "findings": [], "notes": []}
-    return {"plan": done.plan.to_json(), "left_out": done.notes, "problem": done.problem, **found}
-
-
-def to_text(done: Rehearsal) -> str:
-    """For a person."""
-    text = done.problem or (done.audit.to_text() if done.audit else "")
-    return "\n".join([f"rehearsed {_label(done.plan)}", *(f"note: {note}" for note in done.notes), text])

@@ -1,8 +1,14 @@
-"""Convert a checkpoint to a folder of Hugging Face's transformers, and back: GPT-2, BLOOM, Llama and their like.
+"""A checkpoint as a folder of Hugging Face's transformers, and back: GPT-2, BLOOM, Llama and their like.
 
 `trilane convert huggingface CHECKPOINT OUT` writes the weights (fp32, one tensor at a time in memory) and a config.json
 for `from_pretrained(OUT)`. `... --back FOLDER OUT` makes of such a folder a checkpoint of iteration 0 with zero Adam
-moments, for `run.load`. The families: hf_names.py.
+moments, for `run.load`. The families: config/hf_families.py.
+
+Canonical: a matrix is (out, in); the rows of `linear_qkv` go by group of heads that share keys and values: (group, its
+queries ... | key | value, channel); a gated `linear_fc1` is (gate | up, channel, in). Where a family keeps such parts
+apart, its table has a name for each; where it joins them, kind after kind. Rotary positions turn channels i and i + D/2
+of a head, in megatron-core and in transformers alike, so that no channel moves. The conversions are permutations, valid
+for an optimizer's moments as well as for weights.
 """
 
 import dataclasses
@@ -22,7 +28,6 @@ from safetensors import SafetensorError, safe_open
 from trilane.config.hf_families import FAMILIES, HEAD, Family, family_of
 from trilane.config.model import ModelShape
 from trilane.config.shapes import rotary_departures, shape_of_config
-from trilane.engine.checkpoint.hf_names import ours, theirs
 from trilane.engine.checkpoint.slices import SliceFile, assemble
 from trilane.engine.model.parameters import Box, whole_sizes
 from trilane.utils.files import replace_text
@@ -30,18 +35,49 @@ from trilane.utils.tables import one_line, short
 from trilane.utils.validation import from_mapping, read_json, require, require_known, to_mapping
 from trilane.workspace import checkpoints
 
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-ROWS = ("embedding.word_embeddings.weight", "output_layer.weight")  # one for each token
-DTYPES = ("F32", "BF16", "F16")
-MOST_BYTES = 10**10  # of an exported file
+INDEX = "model.safetensors.index.json"
 
 
-def export(checkpoint: Path, out: Path, vocab_size: int = 0) -> None:
+def theirs(family: Family, name: str, tensor: torch.Tensor, shape: ModelShape) -> list[torch.Tensor]:
+    """The tensors of their_names() of the canonical parameter `name`; they share memory where nothing moves."""
+    parts = [tensor]
+    if "linear_qkv." in name and not family.by_group:
+        rows = tensor.unflatten(0, (shape.kv_heads, -1, shape.head_dim))
+        parts = [part.flatten(0, 2) for part in rows.split([rows.shape[1] - 2, 1, 1], 1)]
+    elif "linear_fc1." in name and shape.is_gated:
+        parts = list(tensor)
+    if len(family.their_names(name)) < len(parts):
+        parts = [torch.cat(parts)]
+    return [part.t().contiguous() if _is_turned(family, name) else part for part in parts]
+
+
+def ours(family: Family, name: str, tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
+    """The inverse of theirs()."""
+    parts = [part.t().contiguous() if _is_turned(family, name) else part for part in tensors]
+    if "linear_qkv." in name and not family.by_group:
+        keys = shape.kv_heads * shape.head_dim
+        separate = parts if len(parts) == 3 else parts[0].split([shape.hidden_size, keys, keys])
+        rows = [part.unflatten(0, (shape.kv_heads, -1, shape.head_dim)) for part in separate]
+        return torch.cat(rows, 1).flatten(0, 2)
+    if "linear_fc1." in name and shape.is_gated:
+        return torch.stack(parts) if len(parts) == 2 else parts[0].view(2, shape.ffn, *parts[0].shape[1:])
+    return parts[0]
+
+
+def _is_turned(family: Family, name: str) -> bool:
+    return family.transposed and ".linear_" in name and name.endswith(".weight")
+
+
+def export(checkpoint: Path, out: Path, vocab_size: int = 0, most_bytes: int = 10**10) -> None:
     """Write the checkpoint's weights and sizes to the new folder `out`; ValueError where it cannot be exported.
 
-    `vocab_size` above 0 leaves out the rows of the embedding behind so many, which padding added.
+    `vocab_size` above 0 leaves out the rows of the embedding behind so many, which padding added. A file has at most
+    `most_bytes`, or one tensor that is larger.
     """
-    manifest = _intact_manifest(checkpoint)
+    manifest = checkpoints.read_manifest(checkpoint)
+    for name, (size, checksum) in manifest.get("files", {}).items():
+        problem = checkpoints.fault(checkpoint, name, size, checksum)
+        require(problem is None, "checkpoint", checkpoint, str(problem))
     trained = from_mapping(ModelShape, manifest.get("identity", {}).get("shape"), "shape")
     family, tensors = family_of(trained), manifest.get("tensors", {})
     held, sizes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}, whole_sizes(trained)
@@ -51,11 +87,11 @@ def export(checkpoint: Path, out: Path, vocab_size: int = 0) -> None:
     rule = f"the checkpoint has {trained.vocab_size} rows"
     require(vocab_size <= trained.vocab_size, "vocab_size", vocab_size, rule)
     shape = dataclasses.replace(trained, vocab_size=vocab_size or trained.vocab_size)
-    boxes = {name: _box(name, tensor["shape"], shape) for name, tensor in tensors.items()}
+    boxes = {name: tuple((0, n) for n in size) for name, size in whole_sizes(shape).items()}
     require(not out.exists(), "out", out, "exists")
     out.mkdir(parents=True)
     places: dict[str, str] = {}
-    files = _files_of(boxes)
+    files = _files_of(boxes, most_bytes)
     for path, names in files.items():
         entries: dict[str, tuple[int, ...]] = {}
         for name in names:
@@ -71,27 +107,22 @@ def export(checkpoint: Path, out: Path, vocab_size: int = 0) -> None:
         require(not file.error, "out", out, file.error)
     if len(files) > 1:
         replace_text(out / INDEX, json.dumps({"metadata": {"total_size": 4 * shape.parameters}, "weight_map": places}))
-    replace_text(out / CONFIG, json.dumps(family.config(shape), indent=2) + "\n")
+    replace_text(out / "config.json", json.dumps(family.config(shape), indent=2) + "\n")
 
 
-def _files_of(boxes: Mapping[str, Box]) -> dict[str, list[str]]:
-    """File -> the canonical tensors in it: at most MOST_BYTES, or one tensor that is larger."""
+def _files_of(boxes: Mapping[str, Box], most_bytes: int) -> dict[str, list[str]]:
+    """File -> the canonical tensors in it."""
     lists: list[list[str]] = [[]]
-    left = MOST_BYTES
+    left = most_bytes
     for name, box in boxes.items():
         size = 4 * math.prod(end for _, end in box)
         if size > left and lists[-1]:
-            lists, left = [*lists, []], MOST_BYTES
+            lists, left = [*lists, []], most_bytes
         lists[-1].append(name)
         left -= size
     if len(lists) == 1:
-        return {WEIGHTS: lists[0]}
+        return {"model.safetensors": lists[0]}
     return {f"model-{n:05d}-of-{len(lists):05d}.safetensors": names for n, names in enumerate(lists, 1)}
-
-
-def _box(name: str, size: Sequence[int], shape: ModelShape) -> Box:
-    """The part of a canonical tensor that is exported: all but the rows behind the vocabulary."""
-    return tuple((0, shape.vocab_size if name in ROWS and d == 0 else n) for d, n in enumerate(size))
 
 
 def import_folder(folder: Path, out: Path, seq_length: int = 0, vocab_size: int = 0) -> Path:
@@ -124,8 +155,8 @@ def import_folder(folder: Path, out: Path, seq_length: int = 0, vocab_size: int 
 
 def read_config(folder: Path, seq_length: int = 0) -> tuple[Family, ModelShape]:
     """The family and shape of the folder's config.json; ValueError for what our model does not compute."""
-    given = read_json(folder / CONFIG, "folder")
-    require(isinstance(given, dict), "folder", folder / CONFIG, "must be a JSON object")
+    given = read_json(folder / "config.json", "folder")
+    require(isinstance(given, dict), "folder", folder / "config.json", "must be a JSON object")
     require_known("model_type", str(given.get("model_type")), FAMILIES)
     family, shape = FAMILIES[given["model_type"]], shape_of_config(given, seq_length).shape
     if misfit := family.misfit(shape):
@@ -147,31 +178,29 @@ class Tensors:
     def __init__(self, folder: Path, family: Family, shape: ModelShape, stack: ExitStack) -> None:
         self._family, self._shape = family, shape
         files = [stack.enter_context(safe_open(path, framework="pt")) for path in _files(folder)]
-        self._held = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        bare = not any(name.startswith(f"{family.base}.") for name in self._held)  # saved without its head
-        self._prefix = f"{family.base}." if bare else ""
+        held = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        bare = not any(name.startswith(f"{family.base}.") for name in held)  # saved without its head
+        prefix = f"{family.base}." if bare else ""
+        # by the names of the whole model
+        self._held = {prefix * (name != HEAD) + name: (file, name) for name, file in held.items()}
         wanted: dict[str, list[int]] = {}
         for name, whole in whole_sizes(shape).items():
             parts = theirs(family, name, torch.empty(whole, device="meta"), shape)
             wanted.update(zip(family.their_names(name), (list(part.shape) for part in parts), strict=True))
         for name, size in wanted.items():
-            require(self._own(name) in self._held, "tensor", name, f"is missing in {folder}")
-            part = self._slice(name)
-            has = part.get_shape()
-            require(has == size, "tensor", name, f"has the shape {has}, {CONFIG} means {size}")
-            require(part.get_dtype() in DTYPES, "tensor", name, f"is {part.get_dtype()}, not {', '.join(DTYPES)}")
-        full = {self._prefix * (name != HEAD) + name for name in self._held}
-        others = [name for name in full - set(wanted) if not re.fullmatch(family.others, name)]
-        self._check_tied(others)
-        require(not others, "tensor", min(others, default=""), f"{family.model} of {CONFIG} has none of this name")
-
-    def _check_tied(self, others: list[str]) -> None:
-        """Leave out of `others` the tied head, if it is the embedding indeed."""
-        if self._shape.tied_embeddings and HEAD in others:
-            word = self._family.their_names(ROWS[0])[0]
+            require(name in self._held, "tensor", name, f"is missing in {folder}")
+            file, own = self._held[name]
+            has, kind = file.get_slice(own).get_shape(), file.get_slice(own).get_dtype()
+            require(has == size, "tensor", name, f"has the shape {has}, config.json means {size}")
+            require(kind in ("F32", "BF16", "F16"), "tensor", name, f"is {kind}, not F32, BF16, F16")
+        others = {name for name in self._held.keys() - wanted if not re.fullmatch(family.others, name)}
+        if shape.tied_embeddings and HEAD in others:
+            (word,) = family.their_names("embedding.word_embeddings.weight")
             same = torch.equal(self._read(HEAD), self._read(word))
             require(same, HEAD, "another matrix", "must be the word embedding, for the model's embeddings are tied")
             others.remove(HEAD)
+        rule = f"{family.model} of config.json has none of this name"
+        require(not others, "tensor", min(others, default=""), rule)
 
     def read(self, name: str) -> torch.Tensor:
         """The canonical parameter `name` in fp32."""
@@ -179,24 +208,18 @@ class Tensors:
         require(all(part.isfinite().all() for part in parts), "tensor", name, "has values that are not finite")
         return ours(self._family, name, parts, self._shape)
 
-    def _own(self, name: str) -> str:
-        return name.removeprefix(self._prefix) if self._prefix else name
-
-    def _slice(self, name: str) -> Any:
-        return self._held[self._own(name)].get_slice(self._own(name))
-
     def _read(self, name: str) -> torch.Tensor:
-        return self._held[self._own(name)].get_tensor(self._own(name))
+        file, own = self._held[name]
+        return file.get_tensor(own)
 
 
 def _files(folder: Path) -> list[Path]:
     """The folder's safetensors files: those of the index, or the only one."""
     index = folder / INDEX
-    listed = read_json(index, "folder") if index.exists() else {"weight_map": {"": WEIGHTS}}
+    listed = read_json(index, "folder") if index.exists() else {"weight_map": {"": "model.safetensors"}}
     names = listed.get("weight_map") if isinstance(listed, dict) else None
     require(isinstance(names, dict), "folder", index, "must list the file of each tensor")
-    assert isinstance(names, dict)
-    found = sorted({str(name) for name in names.values()})
+    found = sorted({str(name) for name in (names or {}).values()})
     for name in found:
         require(checkpoints.FILE.fullmatch(name) is not None, "folder", short(name), "must be a file of the folder")
         require((folder / name).is_file(), "folder", folder / name, "no such file")
@@ -205,10 +228,9 @@ def _files(folder: Path) -> list[Path]:
 
 def _write(temporary: Path, tensors: Tensors, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Write the file of an untrained checkpoint; its part of the manifest. Rows beyond a tensor's own are zeros."""
-    name = "rank_00000.safetensors"
+    name, found = "rank_00000.safetensors", {}
     entries = [(f"{n}/{kind}", size) for n, size in sizes.items() for kind in checkpoints.KINDS]
     file = SliceFile(temporary / name, entries)
-    found = {}
     for parameter, size in sizes.items():
         at = {kind: file.at[f"{parameter}/{kind}"] for kind in checkpoints.KINDS}
         whole = {"box": [(0, n) for n in size], "file": name, "at": at}
@@ -223,15 +245,6 @@ def _write(temporary: Path, tensors: Tensors, sizes: Mapping[str, tuple[int, ...
     require(not file.error, "out", temporary.parent, file.error)
     progress = {"iteration": 0, "consumed_samples": 0, "scalars": {"step": 0.0}, "layout": None}
     return {**progress, "files": files, "tensors": found}
-
-
-def _intact_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint with intact files; ValueError otherwise."""
-    manifest = checkpoints.read_manifest(checkpoint)
-    for name, (size, checksum) in manifest.get("files", {}).items():
-        problem = checkpoints.fault(checkpoint, name, size, checksum)
-        require(problem is None, "checkpoint", checkpoint, str(problem))
-    return manifest
 
 
 def main(argv: list[str]) -> int:

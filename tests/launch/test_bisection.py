@@ -8,7 +8,7 @@ from support import small_cluster, small_plan
 
 from trilane.cli.app import main
 from trilane.config.plan import Plan
-from trilane.experiments.bisect import bisect, changed, local_runner, values
+from trilane.launch.bisection import bisect, changed, local_runner, values
 
 PLAN = small_plan(train_iters=100, dp=4, gbs=64)
 PLAN = replace(PLAN, shape=replace(PLAN.shape, num_layers=40, hidden_size=256), cluster=small_cluster())

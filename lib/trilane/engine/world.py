@@ -3,19 +3,23 @@
 import os
 import platform
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from trilane.config.plan import Plan
-from trilane.engine.distributed import rendezvous
-from trilane.engine.distributed.device import own_device, require_one_kind, require_own_card
+from trilane.engine.torchrun import WAIT_S, some
 from trilane.utils.process import held_port
 from trilane.utils.validation import HostError, require
+
+# Of a collective: longer than the slowest work of one rank while the others wait, preparing a corpus on a shared disk.
+TIMEOUT = timedelta(minutes=30)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,39 +37,30 @@ class World:
         """Rank 0 prints and prepares whatever is needed once."""
         return self.rank == 0
 
-    def barrier(self) -> None:
-        """Wait for all ranks; NCCL needs the device, which the process group does not know."""
-        dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
-
     @property
     def is_last(self) -> bool:
         """The last rank is on the last pipeline stage, where the loss is; it prints the iterations."""
         return self.rank == self.size - 1
 
+    def barrier(self) -> None:
+        """Wait for all ranks; NCCL needs the device, which the process group does not know."""
+        dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
 
 def from_slurm(env: MutableMapping[str, str]) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_*, MASTER_ADDR and MASTER_PORT in `env` from SLURM_*, unless torchrun did.
 
-    Assumes one task per GPU. The master is the first host of the list; its port follows from the job id, so that two
-    jobs on one node do not collide.
+    Assumes one task per GPU, and as many on each node. The master is the first host of the list; its port follows from
+    the job id, so that two jobs on one node do not collide.
     """
     if "RANK" in env or "SLURM_PROCID" not in env:
         return
     env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"] = env["SLURM_PROCID"], env["SLURM_NTASKS"], env["SLURM_LOCALID"]
-    env.setdefault("LOCAL_WORLD_SIZE", _tasks_here(env))
+    # "8(x2)"; `srun -N2 -n16` sets no SLURM_NTASKS_PER_NODE
+    each = env.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0].partition(",")[0]
+    env.setdefault("LOCAL_WORLD_SIZE", each or env.get("SLURM_NTASKS_PER_NODE", env["SLURM_NTASKS"]))
     env.setdefault("MASTER_ADDR", first_host(env["SLURM_NODELIST"]))
     env.setdefault("MASTER_PORT", str(10000 + int(env["SLURM_JOB_ID"]) % 20000))
-
-
-def _tasks_here(env: MutableMapping[str, str]) -> str:
-    """Tasks of this step on this node: SLURM_STEP_TASKS_PER_NODE is "8(x2)" or "4,2(x3)", for its nodes in order."""
-    each: list[str] = []
-    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        tasks, _, times = part.partition("(x")
-        each += [tasks] * int(times.rstrip(")") or 1)
-    node = int(env.get("SLURM_NODEID", "0"))
-    here = each[node] if node < len(each) else ""
-    return here or env.get("SLURM_NTASKS_PER_NODE", env["SLURM_NTASKS"])
 
 
 def first_host(nodelist: str) -> str:
@@ -79,11 +74,10 @@ def first_host(nodelist: str) -> str:
 
 def single_process(env: MutableMapping[str, str]) -> None:
     """Describe a world of one process on a free port in `env`, unless torchrun or SLURM did."""
-    if "RANK" in env:
-        return
-    with held_port() as port:
-        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    if "RANK" not in env:
+        with held_port() as port:
+            env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
 
 
 def join(plan: Plan) -> World:
@@ -100,58 +94,98 @@ def join(plan: Plan) -> World:
 
 
 def start_process_group(precision: str) -> World:
-    """Start the process group of all processes of the environment; ValueError where the GPU lacks `precision`.
-
-    Without `device_id`, which would make NCCL's communicators at once: torch 2.13 then splits every new_group() off the
-    first (distributed_c10d._new_process_group_helper), also on the ranks that are not in it, one after another: some
-    1,400 splits of 384 ranks for tp 4 x pp 12 x dp 8. So each group gets its communicator in its first collective, and
-    a group that is never used gets none. Not measured: no GPU here.
-    """
+    """Start the process group of all processes of the environment; ValueError where the GPU lacks `precision`."""
     env = os.environ
     size, local_size = int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", "1"))
     rank, local_rank = int(env["RANK"]), int(env.get("LOCAL_RANK", "0"))
     device = own_device(precision)
     torch.set_num_threads(threads(local_size))
-    store = _meet(rank, size, local_size)
-    require_one_kind(store, size, device)
-    require_own_card(store, rank, size, device)
+    store = _meet(rank, size, local_size, device)
+    # Without `device_id`, which would make NCCL's communicators at once: torch 2.13 then splits every new_group() off
+    # the first (distributed_c10d._new_process_group_helper), also on the ranks that are not in it, one after another:
+    # some 1,400 splits of 384 ranks for tp 4 x pp 12 x dp 8. So each group gets its communicator in its first
+    # collective, and a group that is never used gets none.
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=rendezvous.TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device)
 
 
-def _meet(rank: int, size: int, local_size: int) -> dist.Store:
-    """The store of all ranks, once all have come to it; HostError with those that have not within WAIT_S.
+def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.Store:
+    """The store of all ranks, once all have come to it; HostError with those that have not within WAIT_S, and where
+    some ranks have a GPU and some have none: NCCL and gloo would wait for each other.
 
     It is that of torchrun's agents where there are some, else rank 0's. dist.rendezvous() ends without these names.
     """
-    env, wait = os.environ, timedelta(seconds=rendezvous.WAIT_S)
+    env, wait = os.environ, timedelta(seconds=WAIT_S)
     has_agents = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port, is_host = env["MASTER_ADDR"], int(env["MASTER_PORT"]), rank == 0 and not has_agents
     why = "rank 0 does not answer"
     try:
         store = dist.TCPStore(address, port, size, is_host, wait, wait_for_workers=False, multi_tenant=not has_agents)
         store.set(f"trilane/rank {rank}", platform.node())
+        store.add("trilane/gpus", int(device.type == "cuda"))
         if store.add("trilane/came", 1) == size:
             store.set("trilane/all came", "here")
         try:
             store.wait(["trilane/all came"], wait)
         except dist.DistStoreError:  # the time is up
-            came = [r for r in range(size) if store.check([f"trilane/rank {r}"])]
-            why = rendezvous.absent_ranks(came, size, local_size)
+            why = absent_ranks([r for r in range(size) if store.check([f"trilane/rank {r}"])], size, local_size)
             time.sleep(2.0 * is_host)  # others still read from this store
             raise
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise
-        raise HostError(f"rendezvous={address}:{port}: {why} within {rendezvous.WAIT_S} s") from None
-    store.set_timeout(rendezvous.TIMEOUT)
+        raise HostError(f"rendezvous={address}:{port}: {why} within {WAIT_S} s") from None
+    store.set_timeout(TIMEOUT)
+    gpus = store.add("trilane/gpus", 0)
+    if gpus not in (0, size):
+        time.sleep(1.0)  # rank 0 may host the store that others still read
+        if device.type == "cpu":
+            raise HostError(f"no GPU here, while {gpus} of {size} ranks have one")
+        raise ValueError(f"GPUs={gpus}: {size - gpus} of {size} ranks have none, and report it")
     return store
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(core_numbers())
+def absent_ranks(came: Collection[int], size: int, local_size: int, env: Mapping[str, str] = os.environ) -> str:
+    """How many of the ranks came, and which did not, with the names of their nodes where they are known."""
+    hosts, missing = env.get("TRAIN_HOSTS", "").split(), sorted(set(range(size)) - set(came))
+    nodes = list(dict.fromkeys(hosts[r // local_size] for r in missing if r // local_size < len(hosts)))
+    where = f" (on {some(nodes)})" if nodes else ""
+    return f"{size - len(missing)} of {size} ranks came, not rank {some([str(r) for r in missing])}{where}"
+
+
+def own_device(precision: str) -> torch.device:
+    """This process's GPU, made the current device, or the CPU without one; HostError where the GPU cannot be used.
+
+    That of its number on this host; the only one where it sees one, as under `srun --gpus-per-task=1`.
+    """
+    if not torch.cuda.is_available():
+        _require_no_gpu(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return torch.device("cpu")
+    local_size, local_rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    cards = torch.cuda.device_count()
+    if local_size > cards > 1:
+        raise HostError(f"processes per host={local_size}: this host shows {cards} GPUs")
+    own = local_rank if cards > 1 else 0
+    torch.cuda.set_device(own)
+    # is_bf16_supported() returns True on a V100, which emulates bf16; only the capability is reliable.
+    capability = torch.cuda.get_device_capability()
+    if precision == "bf16" and capability < (8, 0):
+        found = ".".join(map(str, capability))
+        raise HostError(f"precision=bf16: needs compute capability 8.0, this card has {found}; use fp16")
+    return torch.device("cuda", own)
+
+
+def _require_no_gpu(visible: str | None, driver: Path = Path("/dev/nvidia0")) -> None:
+    """HostError where the host has a GPU that torch cannot use: a rank on its CPU would keep all others waiting.
+
+    Only the driver's device file is evidence: SLURM also sets its variables for simulated GPUs. CUDA_VISIBLE_DEVICES ""
+    or "-1" selects the CPU; SLURM sets "NoDevFiles" for a job without GPUs.
+    """
+    if visible in ("", "-1", "NoDevFiles") or not driver.exists():
+        return
+    why = "CUDA does not start (see nvidia-smi)" if torch.version.cuda else "install its CUDA build"
+    raise HostError(f"torch={torch.__version__}: cannot use {driver}: {why}; CUDA_VISIBLE_DEVICES=-1 asks for the CPU")
 
 
 def core_numbers() -> set[int]:
@@ -169,10 +203,8 @@ def threads(local_size: int) -> int:
     if requested.isdecimal() and int(requested) > by_torchrun:
         return int(requested)
     of_node = 0 if by_torchrun else int(os.environ.get("SLURM_CPUS_ON_NODE", "0"))
-    return cores() if cores() * local_size <= of_node else max(1, cores() // local_size)
-
-
-T = TypeVar("T")
+    cores = len(core_numbers())
+    return cores if cores * local_size <= of_node else max(1, cores // local_size)
 
 
 def call_on_first(world: World, function: Callable[[], T]) -> T:

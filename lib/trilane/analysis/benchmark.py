@@ -13,17 +13,15 @@ from trilane.analysis.measure import Measurement, measure, memory_by_rank
 from trilane.analysis.steady_state import WARM_UP
 from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import Plan, read_plan
-from trilane.costmodel.predict import predict
 from trilane.launch.local import run_folder, train_local
 from trilane.utils.validation import read_json, require, require_integer
-from trilane.workspace.profiles import KINDS, Profile, read_profiles, table
 
 
 def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP, profile: bool = False) -> dict[str, Any]:
     """Train the plan of that file, `iterations` long at its full batch (0: as planned), and return its result().
 
-    For a run folder, also of another machine, nothing is trained. With `profile` the result has `profiles`, those of
-    the last iterations where the plan names none. The log goes to stderr.
+    For a run folder, also of another machine, nothing is trained. With `profile` the last iterations are profiled
+    where the plan names none. The log goes to stderr.
     """
     require_integer("leave_out", leave_out, 0)
     require_integer("iterations", iterations, 0)
@@ -35,7 +33,14 @@ def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP, profile
         require(iterations > 0, "profile", True, "needs run.profile in the plan, or iterations")
     count = iterations or read.run.train_iters
     require(count > leave_out, "iterations", count, f"must be above leave_out={leave_out}")
-    folder = _short_run(plan, read, iterations, profile) if iterations else run_folder(plan)
+    folder = plan.with_name(f"{plan.stem}-benchmark-{iterations}")
+    if iterations:
+        require(not folder.exists(), "plan", plan, f"would run in {folder}, which exists; move one of them")
+        folder.mkdir()
+        text = json.dumps(shortened(read, iterations, profile).to_json(), indent=1)
+        (folder / "plan.json").write_text(text, encoding="utf-8")
+    else:
+        folder = run_folder(plan)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result alone
         train_local(folder)
     return result(folder, leave_out, profile)
@@ -52,26 +57,17 @@ def shortened(plan: Plan, iterations: int, profile: bool = False) -> Plan:
     return replace(plan, run=replace(plan.run, train_iters=iterations, ramp=Ramp(), profile=kept or last))
 
 
-def _short_run(path: Path, plan: Plan, iterations: int, profile: bool) -> Path:
-    """A new folder next to the plan, with the shortened plan in it; ValueError where it exists."""
-    folder = path.with_name(f"{path.stem}-benchmark-{iterations}")
-    require(not folder.exists(), "plan", path, f"would run in {folder}, which exists; move one of them")
-    folder.mkdir()
-    (folder / "plan.json").write_text(
-        json.dumps(shortened(plan, iterations, profile).to_json(), indent=1), encoding="utf-8"
-    )
-    return folder
-
-
 def result(folder: Path, warm_up: int = WARM_UP, profile: bool = False) -> dict[str, Any]:
     """The run in `folder` as one JSON object, by its Measurement; null where the run left nothing to count.
 
     Seconds in full (median, quartiles, extremes), rates per second, bytes by rank. `left_out` is how many iterations
     do not count (see analysis.steady_state). FLOPs are Narayanan's; `mfu` is null on a CPU: the rate in its cluster
-    file is a measured one, and no peak.
+    file is a measured one, and no peak. With `profile` also `profiles`, rank -> the profiler's table.
     """
     m, plan = measure(folder, warm_up), read_plan(folder / "plan.json")
-    stamp = read_json(folder / "env.json", "stamp") if (folder / "env.json").exists() else {}
+    tables = {path.stem: path.read_text(encoding="utf-8") for path in sorted((folder / "profile").glob("*.txt"))}
+    if profile:
+        require(bool(tables), "folder", folder, "holds no profile; set run.profile in the plan, such as 10-12")
     return {
         "label": plan.label,
         "engine": plan.engine,
@@ -84,18 +80,9 @@ def result(folder: Path, warm_up: int = WARM_UP, profile: bool = False) -> dict[
         **(_rates(m) if m.iterations else {"sec_per_it": None}),
         "memory_bytes": {str(rank): int(value) for rank, value in memory_by_rank(m.log).items()},
         "last_loss": m.last_loss if m.last_loss == m.last_loss else None,
-        "made_by": stamp,
-        **({"profiles": [_profiled(found, plan) for found in read_profiles(folder)]} if profile else {}),
+        "made_by": read_json(folder / "env.json", "stamp") if (folder / "env.json").exists() else {},
+        **({"profiles": tables} if profile else {}),
     }
-
-
-def _profiled(profile: Profile, plan: Plan) -> dict[str, Any]:
-    """A rank's profile, with the seconds that the planner predicts of each kind of work; `table` is its text."""
-    time = predict(plan).time
-    kinds = {kind: float(getattr(time, kind)) for kind in KINDS}
-    measured = {"parts": profile.by_part(), "kinds": profile.by_kind(), "rest": profile.rest}
-    names = {"rank": profile.rank, "first": profile.first, "last": profile.last, "sec_per_it": profile.seconds}
-    return {**names, **measured, "predicted_kinds": kinds, "table": table(profile, kinds)}
 
 
 def _rates(m: Measurement) -> dict[str, Any]:
@@ -114,11 +101,10 @@ def _rates(m: Measurement) -> dict[str, Any]:
 
 def text(found: dict[str, Any]) -> str:
     """The result in three lines."""
-    tables = [profile["table"] for profile in found.get("profiles", ())]
+    tables, seconds = found.get("profiles", {}).values(), found["sec_per_it"]
     head = f"{found['label']} ({found['engine']}): {found['status']}: {found['evidence']}"
-    if found["sec_per_it"] is None:
+    if seconds is None:
         return "\n".join([head, *tables])
-    seconds = found["sec_per_it"]
     speed = (
         f"{seconds['median']:.4f} s an iteration (quartiles {seconds['low_quartile']:.4f} to "
         f"{seconds['high_quartile']:.4f}) over {found['iterations']}, {found['left_out']} left out"

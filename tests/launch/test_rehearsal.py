@@ -11,8 +11,8 @@ from support import REPOSITORY, small_plan
 
 from trilane.cli.app import main
 from trilane.config.plan import read_plan
-from trilane.experiments import rehearse
-from trilane.experiments.parity import machine, rows
+from trilane.engine.parity import machine, rows
+from trilane.launch import rehearsal as rehearse
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.label)

@@ -10,9 +10,6 @@ from typing import Any
 import torch
 
 COMPILE = torch.compile  # enable_cpu() replaces it
-# megatron-core warns so in four modules. torch's own optimizer and norm are used on purpose, and the attention that
-# selective recomputation repeats is not Transformer Engine's.
-EXPECTED = "(Transformer Engine and Apex are|Apex is) not installed|If you are using transformer_engine as"
 
 
 @functools.cache
@@ -22,17 +19,21 @@ def enable_cpu() -> None:
     megatron-core 0.16.1 needs each of the replaced functions (without any one training fails); the list grows with its
     releases, so the pin in requirements.txt matters.
     """
-    warnings.filterwarnings("ignore", message=EXPECTED)
-    # torch 2.13 renames the collectives that megatron-core 0.16.1 and DeepSpeed 0.19.8 call.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    # megatron-core's distributed optimizer reads the gradient of tensors that are not leaves.
-    warnings.filterwarnings(
-        "ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning
-    )
+    for message in (
+        # torch's own optimizer, norm and attention are used on purpose.
+        "(Transformer Engine and Apex are|Apex is) not installed|If you are using transformer_engine as",
+        # torch 2.13 renames the collectives that megatron-core 0.16.1 and DeepSpeed 0.19.8 call.
+        r"`torch\.distributed\.\w+` is deprecated",
+        # megatron-core's distributed optimizer does so.
+        "The .grad attribute of a Tensor that is not a leaf",
+    ):
+        warnings.filterwarnings("ignore", message=message)
     if torch.cuda.is_available():
         return
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints on every rank that it found no GPU
-    _skip_compiler()
+    # The import of the compiler alone takes 1.5 s a process, and nothing here fuses.
+    whole: Any = torch
+    whole.compile = lambda model=None, **options: (lambda function: function) if model is None else model
     from megatron.core.tensor_parallel import random as megatron_random
 
     for name in ("tensor", "zeros", "ones"):
@@ -45,13 +46,9 @@ def enable_cpu() -> None:
     megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # It warns at each dropout that the default generator advanced: on a CPU there is only one.
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
-    _cuda_tensor_names()
-
-
-def _skip_compiler() -> None:
-    """Make torch.compile return functions unchanged: its import alone takes 1.5 s a process, and nothing here fuses."""
-    compiler: Any = torch
-    compiler.compile = lambda model=None, **options: (lambda function: function) if model is None else model
+    tensor: Any = torch.Tensor
+    tensor.type = _named_as_on_cuda(tensor.type)
+    tensor.cuda = lambda self, *args, **options: self
 
 
 def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -64,15 +61,11 @@ def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return made
 
 
-def _cuda_tensor_names() -> None:
-    """Tensor.type() returns 'torch.cuda.FloatTensor' for megatron-core's optimizers; Tensor.cuda() does nothing."""
-    tensor: Any = torch.Tensor
-    plain = tensor.type
+def _named_as_on_cuda(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensor.type() that returns 'torch.cuda.FloatTensor', for which megatron-core's optimizers look."""
 
     def named(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if args or options:
-            return plain(self, *args, **options)
-        return plain(self).replace("torch.", "torch.cuda.", 1)
+        found = plain(self, *args, **options)
+        return found if args or options else found.replace("torch.", "torch.cuda.", 1)
 
-    tensor.type = named
-    tensor.cuda = lambda self, *args, **options: self
+    return named

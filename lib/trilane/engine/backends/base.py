@@ -1,0 +1,218 @@
+"""What all engines share: the interface that the loop sees, their start, and the inside of an optimizer of any make."""
+
+import importlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from trilane.config.engines import ENGINES
+from trilane.config.plan import Plan
+from trilane.engine.model import fused
+from trilane.engine.model.parameters import Piece, paired, split_dim
+from trilane.engine.model.rng import seed_streams
+from trilane.engine.world import World
+from trilane.workspace.fingerprints import must_decay
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Tokens and the tokens that follow them, both (mbs, seq_length), int64, on this rank's device."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Result of one iteration: mean loss in nats (0 on ranks without it), gradient norm before clipping."""
+
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    skipped: bool
+
+
+class States:
+    """Weights and optimizer of one rank, piece by piece in fp32, whatever the engine's own representation.
+
+    A piece is the same on all replicas. Of its values, flattened, a rank reads those of `shard(number)`: where the
+    states are `divided` (ZeRO, a distributed optimizer) the part that it updates itself, which no other replica has;
+    else all of them. All replicas must read the same pieces in the same order, since an engine may have to gather them.
+    """
+
+    pieces: list[Piece]
+    divided: bool
+
+    def finish_step(self) -> None:
+        """Complete what the last step deferred; collective, before any read."""
+
+    def shard(self, number: int) -> tuple[int, int]:
+        """(first, last + 1) of the values that read() returns; (0, 0) for none."""
+        raise NotImplementedError
+
+    def read(self, number: int, kind: str) -> torch.Tensor:
+        """These values of piece `number` of `kind` (checkpoints.KINDS), flat, fp32; the next step may change them."""
+        raise NotImplementedError
+
+    def write(self, number: int, weight: torch.Tensor, moments: dict[str, torch.Tensor]) -> None:
+        """Set piece `number`: the whole `weight`, also in the engine's precision, and `moments` as read() has them."""
+        raise NotImplementedError
+
+    def copy(self, number: int) -> torch.Tensor | None:
+        """The weight that the model computes with, in the piece's shape; None where this rank does not hold it whole,
+        or where it is the optimizer's own."""
+        raise NotImplementedError
+
+    def decays(self) -> list[float | None]:
+        """The current weight decay of each piece's optimizer group; None where this rank updates none of the piece."""
+        raise NotImplementedError
+
+    def scalars(self) -> dict[str, float]:
+        """Adam's step; in fp16 also loss_scale, good_steps since it last changed, and hysteresis."""
+        raise NotImplementedError
+
+    def set_scalars(self, values: dict[str, float]) -> None:
+        """Set them, after the pieces; the loss scale starts afresh where the checkpoint's precision had none."""
+        raise NotImplementedError
+
+
+def pieces(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[Piece]:
+    """This rank's pieces of parameters by their names in the whole model, in the order given.
+
+    Parameters that tensor parallelism does not split are written by its ranks in turn, a tied embedding by the first
+    stage. megatron-core marks the first matrix of a gated MLP, two matrices in one, by a `partition_stride` of 2.
+    """
+    rank, tp = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    first_stage, found = parallel_state.is_pipeline_first_stage(ignore_virtual=True), []
+    for number, (name, parameter) in enumerate(named):
+        gated = getattr(parameter, "partition_stride", 1) == 2
+        local = paired(getattr(parameter, "ds_shape", parameter.shape), gated)  # under ZeRO-3 itself is empty
+        dim, twin = split_dim(name, gated), name.startswith("embedding.") and not first_stage
+        cut = dim is not None and tp > 1
+        box = tuple((n * rank, n * (rank + 1)) if cut and d == dim else (0, n) for d, n in enumerate(local))
+        whole = tuple(n * tp if cut and d == dim else n for d, n in enumerate(local))
+        elsewhere = twin or (not cut and number % tp != rank)
+        found.append(Piece(name=name, shape=whole, box=box, written_elsewhere=elsewhere))
+    return found
+
+
+class Engine:
+    """One system that trains the plan's GPT, from the initial state; collective over all ranks.
+
+    modules     this rank's part of the model
+    settings    file name -> JSON of the settings that the library received; written to the run folder
+    states      weights and optimizer, for checkpoints to read and write
+    path        whether its kernels are fused, why, and how attention is computed; for the log's first lines
+    """
+
+    modules: Sequence[torch.nn.Module]
+    settings: dict[str, Any]
+    states: States
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        t = plan.topology
+        chunks = t.interleaving if t.interleaving > 1 else None
+        # Its further gloo groups serve megatron-core's own checkpoints; 384 ranks would keep as many TCP connections.
+        parallel_state.initialize_model_parallel(
+            t.tp, t.pp, virtual_pipeline_model_parallel_size=chunks, create_gloo_process_groups=False
+        )
+        seed_streams(plan.run.seed)
+        self._plan, self._kernels, self.settings = plan, fused.choose(plan, world), {}
+        self.path = str(self._kernels)
+        shape = (t.mbs, plan.shape.seq_length)
+        self._positions = torch.arange(shape[1], device=world.device).expand(shape)  # (mbs, seq_length)
+        self._build()
+        self.audit = audited(self.states, plan.optimizer.weight_decay)
+
+    def _build(self) -> None:
+        """Set `modules`, `states`, and `settings` if there are any."""
+        raise NotImplementedError
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """(index, number) of this rank's data-parallel replica."""
+        return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+    def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
+        """Forward, backward and optimizer step over this replica's share of one global batch."""
+        raise NotImplementedError
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> float:
+        """Mean loss in nats of one global batch, of which this is the replica's share; 0 on ranks without it.
+
+        Forward alone and without dropout: weights, optimizer and generators stay as they are.
+        """
+        raise NotImplementedError
+
+    def _mean(self, losses: Sequence[torch.Tensor]) -> float:
+        """Mean over microbatches and replicas; 0 on stages that have no loss."""
+        if not losses:
+            return 0.0
+        mean = torch.stack(list(losses)).mean()
+        group = parallel_state.get_data_parallel_group()
+        dist.all_reduce(mean, group=group)
+        return mean.item() / group.size()
+
+
+def build(plan: Plan, world: World) -> Engine:
+    """The plan's engine with its model in the initial state; its module in this package calls the class `build`."""
+    assert plan.engine in ENGINES
+    return importlib.import_module(f"trilane.engine.backends.{plan.engine.replace('-', '_')}").build(plan, world)
+
+
+def audited(states: States, decay: float) -> dict[str, str]:
+    """Parameter -> "decay" or "no decay", read from the groups of the optimizer that the library built.
+
+    AssertionError where one is in the wrong group, or in none. With a distributed optimizer a rank knows of the
+    parameters alone of which it updates a part.
+    """
+    groups = {}
+    for piece, found in zip(states.pieces, states.decays(), strict=True):
+        right = decay if must_decay(piece.name) else 0.0
+        assert found == right or (found is None and states.divided), f"{piece.name} has weight decay {found}"
+        groups[piece.name] = "decay" if must_decay(piece.name) else "no decay"
+    return groups
+
+
+def init_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Give each of the optimizer's parameters without moments those of step 0: zeros, as the first step would.
+
+    Each gets its own `step`: a shared one would count once for each parameter.
+    """
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        if "exp_avg" not in state:
+            state["step"] = _step(optimizer, 0.0, parameter)
+            state |= {kind: torch.zeros_like(parameter, dtype=torch.float32) for kind in MOMENTS}
+
+
+def step_of(optimizers: Iterable[torch.optim.Optimizer]) -> float:
+    """Steps taken, the same for all parameters; 0 where this rank updates none. apex counts per group."""
+    counted = [counts for optimizer in optimizers for counts in [*optimizer.state.values(), *optimizer.param_groups]]
+    return max((float(counts.get("step", 0)) for counts in counted), default=0.0)
+
+
+def set_step(optimizers: Iterable[torch.optim.Optimizer], step: float) -> None:
+    """Set the number of steps taken to `step`."""
+    for optimizer in optimizers:
+        for parameter, counts in optimizer.state.items():
+            counts["step"] = _step(optimizer, step, parameter)
+        for group in [] if isinstance(optimizer, torch.optim.Adam) else optimizer.param_groups:
+            group["step"] = int(step)
+
+
+def _step(optimizer: torch.optim.Optimizer, step: float, parameter: torch.Tensor) -> Any:
+    """torch counts in a tensor, the fused one on the parameter's device; the other optimizers in an int."""
+    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one of them
+        return int(step)
+    fused_adam = any(group.get("fused") for group in optimizer.param_groups)
+    return torch.tensor(step, dtype=torch.float32, device=parameter.device if fused_adam else None)

@@ -1,0 +1,333 @@
+"""The parity table: engines, topologies and precisions that must reproduce the losses of one process, trained here.
+
+`python -m trilane.engine.parity ENGINE... [--json]` is `trilane measure engines`. It imports the libraries once and
+forks the workers of each row; with a GPU each is a new process, since one that uses CUDA cannot be forked.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trilane.config.cluster import Cluster, cluster
+from trilane.config.engines import ENGINES
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Plan, read_plan
+from trilane.config.training import Data, Optimizer, Run
+from trilane.utils.process import PARENT, die_with_parent, held_port, python
+from trilane.utils.validation import shipped_json
+from trilane.workspace.run_folder import STEPS, VALIDATION
+
+SHAPE = ModelShape(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512)
+OPTIMIZER = Optimizer(lr=2e-3, min_lr=2e-4, warmup_samples=40, decay_samples=160)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What its rows have in common: model, optimizer and batch, and so the reference."""
+
+    shape: ModelShape = SHAPE
+    optimizer: Optimizer = OPTIMIZER
+    mbs: int = 2
+    gbs: int = 8
+
+    def plan(self, machine: Cluster, folder: str, engine: str = "megatron", **topology: Any) -> Plan:
+        """The task by an engine on a topology: 20 iterations over Python's standard library, prepared in `folder`.
+
+        A tenth of the documents is held out, and evaluated after 10 iterations and at the end.
+        """
+        return Plan(
+            label="equality",
+            engine=engine,
+            shape=self.shape,
+            cluster=machine,
+            topology=Topology(**{"mbs": self.mbs, "gbs": self.gbs, **topology}),
+            data=Data(source="stdlib", folder=folder, split="90,10"),
+            optimizer=self.optimizer,
+            run=Run(train_iters=20, eval_interval=10, eval_iters=1),
+        )
+
+
+LLAMA_SHAPE = replace(
+    SHAPE,
+    num_key_value_heads=2,
+    activation="swiglu",
+    ffn_hidden_size=176,
+    biases="none",
+    normalization="rmsnorm",
+    positions="rotary",
+    tied_embeddings=False,
+    norm_epsilon=1e-6,
+    rotary_base=5e5,
+)
+BLOOM = Task(shape=replace(SHAPE, embedding_layernorm=True, positions="alibi", activation="gelu-tanh"))
+# A learning rate and batch that 8 bits of mantissa can follow: on the plain task, where the loss falls from 6.2 to 4.3
+# in 20 iterations, bf16 differs by up to 3.8e-3 in every engine.
+CALM = Task(optimizer=replace(OPTIMIZER, lr=5e-4, min_lr=5e-5), mbs=4, gbs=32)
+TASKS = {
+    "plain": Task(),
+    "calm": CALM,
+    "bloom": BLOOM,
+    "z-loss": replace(BLOOM, optimizer=replace(OPTIMIZER, init_std=0.01, z_loss=0.01)),
+    "llama": Task(shape=LLAMA_SHAPE),
+    # On the task of "llama" fp16 skips iterations: a gradient times the first loss scale is beyond its range.
+    "calm llama": replace(CALM, shape=LLAMA_SHAPE),
+}  # as data/equality.json calls them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row of the table: an engine on a topology in a precision, compared with the reference of its task."""
+
+    engine: str
+    topology: str
+    precision: str = "fp32"
+    settings: dict[str, Any] = field(default_factory=dict)
+    task: Task = TASKS["plain"]
+
+    @property
+    def label(self) -> str:
+        """A readable name."""
+        return f"{self.engine} {self.topology} {self.precision}"
+
+    @property
+    def bound(self) -> float:
+        """Largest permitted |difference of a loss| from the fp32 reference over all iterations."""
+        return 1e-5 if self.precision == "fp32" else 2e-3
+
+    def plan(self, machine: Cluster, folder: str) -> Plan:
+        """The row as a plan on `machine`. ValueError where the machine cannot train it."""
+        return self.task.plan(machine, folder, self.engine, precision=self.precision, **self.settings)
+
+
+def rows(engines: Sequence[str] = ENGINES) -> list[Row]:
+    """The rows of data/equality.json for these engines, fp32 first."""
+    every = [Row(**{**row, "task": TASKS[row["task"]]}) for row in shipped_json("equality")]
+    return [row for row in every if row.engine in engines]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Result of one row: the largest |difference of loss| over its iterations and evaluations, and its time.
+
+    None where it did not train.
+    """
+
+    row: Row
+    max_abs_diff: float | None
+    seconds: float
+    problem: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every loss is within the row's bound; a NaN is not."""
+        return self.max_abs_diff is not None and self.max_abs_diff <= self.row.bound
+
+    def record(self) -> dict[str, Any]:
+        """The row as JSON."""
+        names = {"engine": self.row.engine, "topology": self.row.topology, "precision": self.row.precision}
+        return {**names, "max_abs_diff": self.max_abs_diff, "seconds": round(self.seconds, 2)}
+
+    def line(self) -> str:
+        """The row as one line of text."""
+        found = self.problem or f"{self.max_abs_diff:.1e}"
+        verdict = "ok" if self.ok else f"above {self.row.bound:g}" if self.max_abs_diff is not None else "failed"
+        names = f"{self.row.engine:15s} {self.row.precision:5s} {self.row.topology:45s}"
+        return f"{names} {found:>9s}  {self.seconds:5.1f} s  {verdict}"
+
+
+class ParityRunner:
+    """Trains rows in folders of their own, and for each task once the reference that they are compared with."""
+
+    def __init__(self, machine: Cluster, folder: Path) -> None:
+        self._machine, self._folder, self._count = machine, folder, 0
+        self._references: dict[Task, list[float]] = {}
+
+    def result(self, row: Row) -> Result:
+        """Train the row and compare its losses with the reference. ValueError where this machine cannot train it."""
+        made = row.plan(self._machine, str(self._folder / "data"))
+        reference = self._reference(row.task)
+        begin = time.monotonic()
+        folder, problem = self._run(made, made.topology.gpus)
+        seconds = time.monotonic() - begin
+        if problem:
+            return Result(row=row, max_abs_diff=None, seconds=seconds, problem=problem.strip().splitlines()[-1])
+        lines = [line for name in (STEPS, VALIDATION) for line in (folder / name).read_text().splitlines()]
+        diffs = [abs(json.loads(line)["lm_loss"] - right) for line, right in zip(lines, reference, strict=True)]
+        if any(diff != diff for diff in diffs):  # max() could ignore a NaN
+            return Result(row=row, max_abs_diff=None, seconds=seconds, problem="a loss is not a number")
+        return Result(row=row, max_abs_diff=max(diffs), seconds=seconds)
+
+    def _reference(self, task: Task) -> list[float]:
+        if task not in self._references:
+            folder, problem = self._run(task.plan(self._machine, str(self._folder / "data")), 0)
+            assert not problem, problem
+            steps, evaluations = (json.loads((folder / name).read_text()) for name in ("truth.json", "held-out.json"))
+            self._references[task] = [loss for loss, _ in steps] + [loss for _, loss in evaluations]
+        return self._references[task]
+
+    def _run(self, made: Plan, processes: int) -> tuple[Path, str]:
+        self._count += 1
+        folder = self._folder / str(self._count)
+        folder.mkdir()
+        (folder / "plan.json").write_text(json.dumps(made.to_json()), encoding="utf-8")
+        return folder, output(folder, train(processes, folder))
+
+
+def output(folder: Path, codes: Sequence[int], wanted: int = 0) -> str:
+    """What the workers printed, where an exit code is not the wanted one; else ""."""
+    logs = "\n".join(log.read_text(errors="replace") for log in sorted(folder.glob("*.log")))
+    return "" if set(codes) == {wanted} else logs or f"exit codes {codes}"
+
+
+def train(processes: int, folder: Path) -> list[int]:
+    """Train `folder`/plan.json in so many workers (0: the reference); their exit codes."""
+    with held_port() as port:
+        if processes and gpu_count():
+            command = python("-m", "trilane.engine", f"{folder}/plan.json")
+            envs = [{**os.environ, **worker_environment(r, processes, port, folder)} for r in range(processes)]
+            started = [subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL) for env in envs]
+            return [worker.wait() for worker in started]
+        pids = [fork(rank, processes, port, folder) for rank in range(max(1, processes))]
+        return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def fork(rank: int, size: int, port: int, folder: Path, work: Callable[[int, Path], int] | None = None) -> int:
+    """Fork a worker that shares this process's imports; its process id."""
+    environment = worker_environment(rank, size, port, folder)
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.environ.update(environment)
+        code = (work or run_worker)(size, folder)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def worker_environment(rank: int, size: int, port: int, folder: Path) -> dict[str, str]:
+    """The environment that torchrun would give a worker; on a CPU each gets one thread, as if there were eight."""
+    return {
+        PARENT: str(os.getpid()),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(max(1, size)),
+        "LOCAL_WORLD_SIZE": str(max(1, size) if gpu_count() else 8),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TRILANE_RANK_LOGS": str(folder),
+    }
+
+
+def run_worker(size: int, folder: Path) -> int:
+    """Run the engine, or the reference.
+
+    That writes truth.json, [loss, gradient norm] of each iteration, and held-out.json, [iteration, loss] of each
+    evaluation.
+    """
+    if size:
+        from trilane.engine.__main__ import main as engine
+
+        return engine([f"{folder}/plan.json"])
+    die_with_parent()
+    import torch
+
+    from trilane.engine import reference
+
+    torch.set_num_threads(1)
+    steps, evaluations = reference.train(read_plan(folder / "plan.json"))
+    (folder / "truth.json").write_text(json.dumps(steps))
+    (folder / "held-out.json").write_text(json.dumps(evaluations))
+    return 0
+
+
+def load() -> None:
+    """Import what workers need."""
+    from trilane.engine.cpu import enable_cpu
+
+    enable_cpu()
+    if not gpu_count():
+        import trilane.engine.backends.deepspeed_3d
+        import trilane.engine.backends.hf_zero3
+        import trilane.engine.backends.megatron
+        import trilane.engine.loop
+    import trilane.engine.reference  # noqa: F401
+
+    gc.freeze()  # a collection in a worker would copy every page that it shares with this process
+
+
+def gpu_count() -> int:
+    """The number of GPUs here, counted without initializing CUDA."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def here() -> Cluster:
+    """This machine for the plans of the table."""
+    if not gpu_count():
+        return machine(0, bf16=True)
+    code = "import torch; print(torch.cuda.get_device_capability() >= (8, 0))"  # in a child: CUDA is not started here
+    printed = subprocess.run(python("-c", code), capture_output=True, text=True, check=True).stdout
+    return machine(gpu_count(), bf16=printed.strip() == "True")
+
+
+def machine(cards: int, bf16: bool) -> Cluster:
+    """A machine of `cards` GPUs, or of eight processes where there are none; nothing is predicted from its speeds."""
+    known = cluster("jz-a100-80g")
+    gpu = replace(known.gpu, name="GPU", kind="cuda", bf16_flops_per_s=known.gpu.bf16_flops_per_s * bf16)
+    gpu = gpu if cards else replace(gpu, name="CPU core", kind="cpu")
+    return replace(known, name="this machine", gpu=gpu, gpus_per_node=cards or 8, max_nodes=1)
+
+
+def verify(table: Sequence[Row]) -> Iterator[Result | str]:
+    """The result of each row in turn; a line of text instead where this machine cannot train it."""
+    load()
+    with tempfile.TemporaryDirectory(prefix="trilane-verify-") as folder:
+        runner = ParityRunner(here(), Path(folder))
+        for row in table:
+            try:
+                yield runner.result(row)
+            except ValueError as error:
+                yield f"{row.label}: left out, {error}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 where every row is within its bound, else 1. Progress is on stderr."""
+    # Waiting threads that spin take the core from other processes; libgomp reads this when torch is imported.
+    os.environ |= {"GOMP_SPINCOUNT": "1000", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    results, left_out = list[Result](), list[str]()
+    for found in verify(rows([name for name in argv if name != "--json"])):
+        text = found
+        if isinstance(found, Result):
+            results.append(found)
+            text = found.line()
+        else:
+            left_out.append(found)
+        print(text, file=sys.stderr, flush=True)
+    held = sum(result.ok for result in results)
+    total = f"{held} of {len(results)} rows within their bound; {len(left_out)} left out"
+    values = {"rows": [result.record() for result in results], "left_out": left_out}
+    table = "\n".join([*(result.line() for result in results), *left_out, total])
+    print(json.dumps(values, indent=2) if "--json" in argv else table)
+    return int(not results or held < len(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

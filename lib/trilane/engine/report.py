@@ -1,0 +1,212 @@
+"""The report of each iteration: Megatron's line on the terminal, a JSON line in steps.jsonl, TensorBoard on request."""
+
+import io
+import json
+import math
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trilane.config.batch_rampup import Batch
+from trilane.config.plan import Plan
+from trilane.engine.backends.base import Step
+from trilane.engine.phases import Timers, timing_table
+from trilane.engine.world import World
+from trilane.utils.files import Appended, replace_text
+from trilane.workspace import phase_times
+from trilane.workspace.run_folder import STEPS, VALIDATION
+
+Line = dict[str, Any]  # of steps.jsonl, one iteration
+
+
+def iteration(plan: Plan, batch: Batch, seconds: float, lr: float, step: Step) -> Line:
+    """The line of the engine's step over `batch`, in the units of Megatron's line, times in seconds.
+
+    A loss that is not a number becomes NaN, which Python's JSON reader accepts. `tflops` is model FLOPs per GPU and
+    second by Narayanan's formula (ModelShape.flops_per_iteration), recomputation counted where it is full. Megatron-LM
+    of today counts causal attention half and recomputation never.
+    """
+    t = plan.topology
+    flops = plan.shape.flops_per_iteration(batch.gbs, recompute_full=t.recompute == "full")
+    return {
+        "iteration": batch.number,
+        "consumed_samples": batch.end,
+        "sec_per_it": seconds,
+        "tflops": flops / seconds / t.gpus / 1e12,
+        "learning_rate": lr,
+        "global_batch_size": batch.gbs,
+        "lm_loss": step.loss,
+        "loss_scale": step.loss_scale,
+        "grad_norm": step.grad_norm,
+        "skipped": int(step.skipped),
+        "nan": int(step.loss != step.loss),
+    }
+
+
+def megatron_line(window: Sequence[Line], train_iters: int, now: datetime) -> str:
+    """Megatron-LM's line, training.py of 2025 (training_log), after the time of day.
+
+    Of several iterations, those since the last line, it has means of time, rate and loss, and summed counts.
+    """
+    last = window[-1]
+    seconds, tflops, loss = (sum(i[key] for i in window) / len(window) for key in ("sec_per_it", "tflops", "lm_loss"))
+    parts = [
+        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {last['iteration']:8d}/{train_iters:8d}",
+        f"consumed samples: {last['consumed_samples']:12d}",
+        f"elapsed time per iteration (ms): {seconds * 1000.0:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}",
+        f"learning rate: {last['learning_rate']:.6E}",
+        f"global batch size: {last['global_batch_size']:5d}",
+        f"lm loss: {loss:.6E}",
+        f"loss scale: {last['loss_scale']:.1f}",
+        f"grad norm: {last['grad_norm']:.3f}",
+        f"number of skipped iterations: {sum(i['skipped'] for i in window):3d}",
+        f"number of nan iterations: {sum(i['nan'] for i in window):3d} |",
+    ]
+    return " | ".join(parts)
+
+
+class TensorBoard:
+    """The event file of a run in its folder `tensorboard/`.
+
+    Not torch's SummaryWriter: its thread ends at the first write that a full disk refuses, and the next flush() waits
+    for it for ever.
+    """
+
+    # tag, Megatron-LM's where it has one -> key of the line; seconds, and TFLOP/s per GPU
+    scalars: Mapping[str, str] = {
+        "lm loss": "lm_loss",
+        "learning-rate": "learning_rate",
+        "grad-norm": "grad_norm",
+        "loss-scale": "loss_scale",
+        "batch-size": "global_batch_size",
+        "consumed-samples": "consumed_samples",
+        "iteration-time": "sec_per_it",
+        "throughput": "tflops",
+    }
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # its import takes a second
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        (folder / "tensorboard").mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
+        self._file, self._event, self._record = Appended(folder / "tensorboard" / name, print_note), Event, RecordWriter
+        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def add(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        """Scalars of one iteration by their tags."""
+        event = self._event(wall_time=time.time(), step=iteration)
+        for tag, value in scalars.items():
+            event.summary.value.add(tag=tag, simple_value=value)
+        self._append(event)
+
+    def _append(self, event: Any) -> None:
+        whole = io.BytesIO()
+        self._record(whole).write(event.SerializeToString())
+        self._file.write(whole.getvalue())
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Write `values` as indented JSON under a temporary name, then rename: a reader never sees a partial file."""
+    replace_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def print_note(text: str) -> None:
+    """Print a line of trilane's own."""
+    print(f"trilane: {text}", flush=True)
+
+
+class TrainingLog:
+    """The terminal, steps.jsonl, validation.jsonl and, on request, TensorBoard, by the last rank, which has the loss.
+
+    A full disk does not end the training: what cannot be written is kept for later.
+    """
+
+    def __init__(self, plan: Plan, world: World, folder: Path) -> None:
+        self._run, self._writes = plan.run, world.is_last
+        self._steps, self._evaluations = Appended(folder / STEPS, print_note), Appended(folder / VALIDATION, print_note)
+        self._window: list[Line] = []
+        self._timers = Timers(world.device) if plan.run.timers else None
+        if self._timers:
+            (folder / "ranks").mkdir(exist_ok=True)
+        self._phases = Appended(folder / "ranks" / f"{world.rank}{phase_times.SUFFIX}", print_note)
+        self._board = TensorBoard(folder) if plan.run.tensorboard and self._writes else None
+
+    def write(self, line: Line) -> None:
+        """Append the JSON line; print Megatron's every log_interval iterations and at the end. Collective."""
+        due = line["iteration"] % self._run.log_interval == 0 or line["iteration"] == self._run.goal
+        spread: dict[str, tuple[float, float]] = {}
+        if self._timers:
+            self._timers.fold()
+            if due:
+                self._phases.write(phase_times.line(line["iteration"], self._timers.own()))
+                spread = self._timers.over_ranks()
+        if not self._writes:
+            return
+        self._steps.write(json.dumps({**line, "timers": spread} if spread else line).encode() + b"\n")
+        self._window.append(line)
+        if self._board:
+            self._board.add(line["iteration"], {tag: line[key] for tag, key in TensorBoard.scalars.items()})
+        if due:
+            print(megatron_line(self._window, self._run.train_iters, datetime.now()), flush=True)
+            self._window = []
+            if spread:
+                print(timing_table(spread), flush=True)
+
+    def evaluated(self, batch: Batch, loss: float, seconds: float) -> None:
+        """Append and print the validation loss after `batch`, in nats; no timer counts its seconds."""
+        if self._timers:
+            self._timers.skip()
+        if self._writes:
+            values = {"iteration": batch.number, "consumed_samples": batch.end, "lm_loss": loss, "seconds": seconds}
+            self._evaluations.write(json.dumps(values).encode() + b"\n")
+            print(validation_lines(batch.number, loss), flush=True)
+            if self._board:
+                self._board.add(batch.number, {"lm loss validation": loss})
+
+    def close(self) -> None:
+        """Write what waits for free space on the disk; report what still cannot be written."""
+        self._evaluations.flush()
+        self._steps.flush()
+        if waiting := self._steps.waiting:
+            print_note(f"the last {waiting} iterations are not in steps.jsonl: the disk is full")
+
+
+def validation_lines(iteration: int, loss: float) -> str:
+    """What Megatron-LM prints, training.py of 2025 (evaluate_and_print_results), and BigScience's fork."""
+    perplexity = math.exp(min(loss, 20.0))  # in this order a NaN stays one
+    text = f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
+    rule = "-" * (len(text) + 1)
+    return f"{rule}\n{text}\n{rule}"
+
+
+def memory_line(rank: int, iterations: int, device: torch.device) -> str:
+    """Megatron's report_memory line, in MiB. On a CPU: resident memory for allocated and reserved, its peak for max."""
+    now, peak = resident_bytes(), peak_resident_bytes()
+    values = {"allocated": now, "max allocated": peak, "reserved": now, "max reserved": peak}
+    if device.type == "cuda":
+        names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+        values = {key: getattr(torch.cuda, name)() for key, name in zip(values, names, strict=True)}
+    parts = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in values.items())
+    return f"[Rank {rank}] (after {iterations} iterations) memory (MB) | {parts}"
+
+
+def resident_bytes() -> int:
+    """Bytes of this process in memory now; where the system does not report it, the peak."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Peak resident memory of this process in bytes. getrusage(2): kilobytes on Linux, bytes on macOS."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,344 @@
+"""How a process finds its place: SLURM's variables, its device, the others of its run, and who asks it for what."""
+
+import json
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from plans import small_plan
+
+from trilane.config.training import Run
+from trilane.engine import torchrun
+from trilane.engine.__main__ import limit_queues
+from trilane.engine.signals import FORWARDED, SAVE, STOP
+from trilane.launch.local import environment
+from trilane.logs.endings import ending
+from trilane.utils.process import held_port
+from trilane.utils.validation import HostError
+from trilane.workspace.status import Status
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
+HOSTS = {"TRAIN_HOSTS": "n1 n2 n3", "SLURMD_NODENAME": "n1"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [("gpu7", "gpu7"), ("gpu7,gpu9", "gpu7"), ("gpu[003-006,9],x1", "gpu003"), ("r1i[0,4]n2", "r1i0n2")],
+)
+def test_srun_alone_is_enough_to_find_one_another(nodelist: str, first: str) -> None:
+    """The first host as `scontrol show hostnames` expands the list; `srun -N2 -n16` sets no SLURM_NTASKS_PER_NODE."""
+    from trilane.engine.world import from_slurm
+
+    env = SLURM | {"SLURM_NODELIST": nodelist, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+    from_slurm(env)
+    assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) == ("5", "8", "1", "4")
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (first, "13456")
+    by_torchrun = {"RANK": "0", "SLURM_PROCID": "5"}
+    from_slurm(by_torchrun)
+    assert by_torchrun == {"RANK": "0", "SLURM_PROCID": "5"}
+
+
+THREADS = [
+    ({}, 2),
+    ({"SLURM_CPUS_ON_NODE": "40"}, 10),  # srun bound each of the 4 tasks to 10 cores of its own
+    ({"SLURM_CPUS_ON_NODE": "10"}, 2),  # it bound none
+    ({"SLURM_CPUS_ON_NODE": "40", "TORCHELASTIC_RUN_ID": "a"}, 2),  # the cores are torchrun's
+    ({"OMP_NUM_THREADS": "7"}, 7),
+    ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "a"}, 2),  # torchrun's default, nobody's wish
+]
+
+
+@pytest.mark.parametrize(("env", "threads"), THREADS, ids=str)
+def test_a_process_takes_the_threads_it_was_given_or_its_share(env: dict, threads: int, monkeypatch) -> None:
+    """Ten cores in sight, four processes on the node."""
+    from trilane.engine import world
+
+    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_ON_NODE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(world, "core_numbers", lambda: set(range(10)))
+    assert world.threads(4) == threads
+
+
+# compute capability (NVIDIA's table of CUDA GPUs), precision, cards that the task sees -> its card, or why not
+CARDS = [
+    ((7, 0), "bf16", 4, "precision=bf16: needs compute capability 8.0, this card has 7.0; use fp16"),
+    ((7, 0), "fp16", 4, 3),
+    ((9, 0), "bf16", 4, 3),
+    ((8, 0), "bf16", 1, 0),  # srun --gpus-per-task=1
+    ((8, 0), "bf16", 3, "processes per host=4: this host shows 3 GPUs"),
+]
+
+
+@pytest.mark.parametrize(("capability", "precision", "cards", "found"), CARDS, ids=str)
+def test_a_task_uses_its_card_where_that_has_the_precision(
+    capability: tuple, precision: str, cards: int, found: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of four on its host; torch itself says yes to bf16 on a V100."""
+    import torch
+
+    from trilane.engine.world import own_device
+
+    pretended = {"is_available": True, "device_count": cards, "get_device_capability": capability, "set_device": None}
+    for name, value in pretended.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    if isinstance(found, int):
+        assert own_device(precision) == torch.device("cuda", found)
+        return
+    with pytest.raises(HostError) as caught:
+        own_device(precision)
+    assert str(caught.value) == found
+
+
+@pytest.mark.parametrize(
+    ("there", "visible", "cuda", "refusal"),
+    [
+        (False, None, "13.0", ""),
+        (True, "", "13.0", ""),
+        (True, "NoDevFiles", "13.0", ""),
+        (True, "0,1", "13.0", "CUDA does not start (see nvidia-smi); CUDA_VISIBLE_DEVICES=-1"),
+        (True, None, None, "install its CUDA build; CUDA_VISIBLE_DEVICES=-1"),
+    ],
+    ids=str,
+)
+def test_a_host_with_a_gpu_that_torch_cannot_use_is_no_cpu(
+    there: bool, visible: str | None, cuda: str | None, refusal: str, tmp_path, monkeypatch
+) -> None:
+    """The others would wait half an hour for a rank that came with gloo."""
+    import torch
+
+    from trilane.engine.world import _require_no_gpu
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    driver = tmp_path if there else tmp_path / "nvidia0"
+    if not refusal:
+        return _require_no_gpu(visible, driver)
+    with pytest.raises(HostError) as caught:
+        _require_no_gpu(visible, driver)
+    assert refusal in str(caught.value)
+
+
+KINDS = """
+import os, torch
+from trilane.engine import world
+world.own_device = lambda precision: torch.device("cpu" if os.environ["RANK"] == "1" else "cuda")
+try:
+    world.start_process_group("fp32")
+except ValueError as error:
+    print(type(error).__name__, error)
+"""
+LACKING = """
+import os, torch
+from trilane.engine.__main__ import main
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 3
+os.environ.update(RANK="3", WORLD_SIZE="4", LOCAL_RANK="3", LOCAL_WORLD_SIZE="4")
+del os.environ["TRILANE_RANK_LOGS"]
+os.dup2(1, 2)  # what it prints about itself is an answer, too
+print(main([sys.argv[0]]))
+"""
+
+
+@pytest.mark.slow
+def test_gpus_here_and_fewer_or_none_there_are_refused_in_one_line(ask: Callable, tmp_path: Path) -> None:
+    """On both sides, and not waited for; a node whose driver is not loaded at all has no device file either."""
+    with_gpu, without = ask(small_plan(tmp_path, dp=2), KINDS, joined=False).splitlines()
+    assert with_gpu == "ValueError GPUs=1: 1 of 2 ranks have none, and report it"
+    assert without == "HostError no GPU here, while 1 of 2 ranks have one"
+    (tmp_path / "plan.json").write_text(json.dumps(small_plan(tmp_path, dp=4).to_json()))
+    code = f"sys.argv = [{str(tmp_path / 'plan.json')!r}]\n{LACKING}"
+    line = f"rank 3 on {platform.node()}: processes per host=4: this host shows 3 GPUs"
+    assert ask(small_plan(tmp_path), code, joined=False).splitlines() == [line, "2"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "topology", "limited"),
+    [("megatron", {}, True), ("deepspeed-zero", {"tp": 2}, True), ("deepspeed-zero", {"dp": 2, "zero": 3}, False)],
+    ids=str,
+)
+def test_what_overlaps_on_streams_of_its_own_keeps_its_queues(
+    engine: str, topology: dict, limited: bool, tmp_path
+) -> None:
+    found: dict[str, str] = {}
+    limit_queues(small_plan(tmp_path, engine=engine, **topology), found)
+    assert found == ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if limited else {})
+
+
+def settings(given: str, env: dict[str, str]) -> dict[str, str]:
+    return dict(part.split("=") for part in torchrun.settings(given, env).split(","))
+
+
+def test_a_node_may_come_ten_minutes_after_the_others_and_slurms_names_decide_which_hosts_the_store() -> None:
+    """torch's own limit for the first node is a minute. What the script itself sets stays."""
+    assert settings("", {}) == {"join_timeout": "600", "read_timeout": "600", "keep_alive_max_attempt": "120"}
+    assert settings("read_timeout=5, close_timeout=9", {})["read_timeout"] == "5"
+    assert [settings("", HOSTS | {"SLURMD_NODENAME": name})["is_host"] for name in ("n1", "n2")] == ["1", "0"]
+    assert settings("is_host=0", HOSTS)["is_host"] == "0"
+
+
+def test_what_did_not_come_is_named() -> None:
+    from trilane.engine.world import absent_ranks
+
+    assert torchrun.absent_nodes({"n1", "n3.cluster"}, 3, HOSTS) == "2 of 3 nodes came, not n2"
+    assert torchrun.absent_nodes({"localhost"}, 3, HOSTS) == "1 of 3 nodes came (localhost)"
+    assert absent_ranks({0, 1, 4}, 6, 2, HOSTS) == "3 of 6 ranks came, not rank 2, 3, 5 (on n2, n3)"
+    assert absent_ranks({0}, 100, 8, {}).endswith("15, 16 and 83 more")
+
+
+def test_nodes_that_wait_in_vain_say_for_whom(tmp_path, monkeypatch, capfd) -> None:
+    """torchrun's agents: one where the other node is missing, one where the first does not answer."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    handler = dynamic_rendezvous.DynamicRendezvousHandler
+    monkeypatch.setattr(handler, "next_rendezvous", handler.next_rendezvous)
+    monkeypatch.setattr(dynamic_rendezvous.socket, "getfqdn", lambda *name: "n1")  # this machine calls itself localhost
+    monkeypatch.setenv("TRAIN_HOSTS", "n1 n2")
+    one = [str(tmp_path / "f"), "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=7.0", "--rdzv-backend=c10d"]
+    with held_port() as port:
+        at = f"--rdzv-endpoint=127.0.0.1:{port}"
+    assert torchrun._launch([*one, at, "--rdzv-conf=read_timeout=1,is_host=0", "x.py"]) == 1
+    assert f"trilane: rendezvous=7.0: the first node does not answer at 127.0.0.1:{port}" in capfd.readouterr().err
+    assert torchrun._launch([*one, at, "--rdzv-conf=join_timeout=1,is_host=1", "x.py"]) == 1
+    line = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("trilane: "))
+    assert line.startswith("trilane: rendezvous=7.0: 1 of 2 nodes came, not n2 (")
+    assert ending(line.encode(), 0).status is Status.RENDEZVOUS
+
+
+def test_ranks_that_wait_in_vain_say_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started by srun or DeepSpeed's launcher: two of four do not come, or rank 0 does not."""
+    import torch
+
+    from trilane.engine import world
+
+    def printed(rank: int) -> str:
+        with pytest.raises(HostError) as raised:
+            world._meet(rank, 4, 2, torch.device("cpu"))
+        assert ending(str(raised.value).encode(), 0).status is Status.RENDEZVOUS
+        return str(raised.value)
+
+    monkeypatch.setattr(world, "WAIT_S", 1)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with held_port() as port:
+        for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(port)), ("TRAIN_HOSTS", "n1 n2")):
+            monkeypatch.setenv(name, value)
+        at = f"rendezvous=127.0.0.1:{port}: "
+        assert printed(1) == f"{at}rank 0 does not answer within 1 s"
+    with ThreadPoolExecutor(2) as ranks:
+        assert set(ranks.map(printed, [0, 1])) == {f"{at}2 of 4 ranks came, not rank 2, 3 (on n2) within 1 s"}
+
+
+WORKER = """
+import time
+from trilane.engine.signals import Signals
+signals = Signals()
+print("ready", flush=True)
+while not (signals.save_s > 0 or signals.stop):
+    time.sleep(0.01)
+print("save" if signals.save_s > 0 else "stop")
+"""
+
+
+def answer(send: Callable[[int], object], env: dict[str, str], before: Callable[[], None] | None = None) -> str:
+    """What a worker understands, or "gone"."""
+    env, command = {**environment(1), **env}, [sys.executable, "-c", WORKER]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, preexec_fn=before) as child:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        send(child.pid)
+        out = child.stdout.read().strip()
+    assert child.returncode in (0, 143)
+    return out if child.returncode == 0 else "gone"
+
+
+def by_parent(number: int) -> Callable[[int], object]:
+    return lambda pid: os.kill(pid, number)
+
+
+def by_another(number: int) -> Callable[[int], object]:
+    return lambda pid: subprocess.run(["/bin/kill", f"-{number}", str(pid)], check=True)
+
+
+OURS = {FORWARDED: "1"}
+
+
+@pytest.mark.parametrize(
+    ("send", "env", "understood"),
+    [
+        (by_parent(SAVE), OURS, "save"),
+        (by_parent(signal.SIGTERM), {}, "stop"),
+        (by_parent(STOP), OURS, "stop"),
+        (by_another(signal.SIGTERM), OURS, "stop"),
+        (by_parent(signal.SIGTERM), OURS, "gone"),
+    ],
+    ids=["USR1 passed on", "TERM of srun", "TERM passed on", "TERM of SLURM", "TERM of our torchrun"],
+)
+def test_a_worker_understands_who_asks_for_what(send: Callable, env: dict, understood: str) -> None:
+    """torchrun sends SIGTERM to clear up after a dead rank; SLURM and a person send it to end a run."""
+    assert answer(send, env) == understood
+
+
+def test_a_signal_that_comes_while_a_worker_starts_is_not_lost() -> None:
+    """Our torchrun blocks it; nobody is killed."""
+
+    def early() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {SAVE})
+        os.kill(os.getpid(), SAVE)
+
+    assert answer(lambda pid: None, {}, early) == "save"
+
+
+@pytest.mark.parametrize(
+    ("received", "saves"),
+    [
+        ({0: [100], 1: [100]}, [100]),
+        ({1: [100.9], 0: [101.1, 101.2]}, [101]),  # on both sides of an iteration's end, from srun and the launcher
+        ({1: [100], 0: [160]}, [100, 160]),  # asked twice
+    ],
+    ids=["both", "late", "again"],
+)
+def test_one_signal_saves_once(received: dict, saves: list[int], tmp_path: Path, monkeypatch) -> None:
+    """The clock is set by hand, a second per iteration; the two ranks agree in turn, as their all-reduce has it."""
+    import torch
+
+    from trilane.engine import loop
+
+    now, agreed = [0.0], torch.zeros(2, dtype=torch.int64)
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(loop.dist, "all_reduce", lambda mine, op: mine.copy_(torch.maximum(mine, agreed)))
+    signals = [types.SimpleNamespace(save_s=-math.inf, stop=False) for _ in range(2)]
+    worlds = [types.SimpleNamespace(is_first=n == 0, device="cpu") for n in range(2)]
+    ranks = [loop.StopRequests(tmp_path, Run(), worlds[n], signals[n], 0) for n in range(2)]
+    found = []
+    for second in range(95, 170):
+        now[0] = float(second)
+        for n, times in received.items():
+            signals[n].save_s = max((s for s in times if s <= second), default=-math.inf)
+        agreed = torch.tensor([max(rank.pending() for rank in ranks), 0])
+        requests = {rank.now() for rank in ranks}
+        assert len(requests) == 1, "the same on all ranks"
+        found += [second for request in requests if request.save]
+    assert found == saves
+
+
+def test_the_chosen_order_of_attention_kernels_lasts() -> None:
+    """Torch's context of kernels, not kept, is left at once: the log named a kernel that did not run."""
+    code = """
+import torch
+from torch.nn.attention import SDPBackend
+from trilane.engine.model.fused import prefer
+prefer([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH])
+wanted = [int(SDPBackend.CUDNN_ATTENTION.value), int(SDPBackend.MATH.value)]
+print(torch._C._get_sdp_priority_order()[:2] == wanted, torch.backends.cuda.flash_sdp_enabled())
+"""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split("\n")[-2] == "True False"
