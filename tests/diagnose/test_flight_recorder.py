@@ -132,7 +132,7 @@ def test_a_rank_right_behind_the_prefix_is_read(tmp_path: Path) -> None:
     (tmp_path / "trace").write_bytes((tmp_path / "trace1").read_bytes())
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (5,) and "trace: the name holds no rank; ignored" in verdict.notes
-    assert {g.condition.kind for g in verdict.groups if 7 in g.ranks} == {"unreadable"}
+    assert {g.state for g in verdict.groups if 7 in g.ranks} == {"unreadable"}
 
 
 def test_a_send_names_its_peer_by_its_place_in_the_group(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_send_names_its_peer_by_its_place_in_the_group(tmp_path: Path) -> None
     topology(tmp_path, 2, 4, 1)
     made = {rank: batch(1, "started", "recv 2<-1") if rank == 5 else [] for rank in range(8)}
     verdict = judged(tmp_path, made, [{"7": [0, 2, 4, 6]}, {"7": [1, 3, 5, 7]}] * 4)
-    assert {g.ranks: g.waits_for for g in verdict.groups if g.waits_for} == {(5,): (3,)}
+    assert {r: targets for r, targets in verdict.edges.items() if targets} == {5: {3}}
 
 
 def test_two_ranks_of_a_group_in_different_calls_are_both_named(tmp_path: Path) -> None:

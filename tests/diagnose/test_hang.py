@@ -60,7 +60,7 @@ def test_two_of_eight_ranks_are_still_in_the_broadcast_of_the_loss(known: bool, 
         topology(tmp_path, 8, 10, 4)
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (3, 6) and verdict.exclude == "", "nobody told the nodes' names"
-    assert [len(g.ranks) for g in verdict.groups if g.condition.frames] == [6, 2]
+    assert [len(g.ranks) for g in verdict.groups if g.frames] == [6, 2]
 
 
 def scene(folder: Path, style: str = "json") -> int:

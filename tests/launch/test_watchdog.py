@@ -110,7 +110,7 @@ def test_where_py_spy_may_not_attach_faulthandler_answers(tmp_path: Path, monkey
         finally:
             child.kill()
     assert "waits_for_ever" in (stacks / "rank_0.txt").read_text()
-    assert diagnose_hang(stacks).groups[0].condition.frames[0].function == "waits_for_ever"
+    assert diagnose_hang(stacks).groups[0].frames[0].startswith("waits_for_ever")
 
 
 RECORDER = """

@@ -167,7 +167,7 @@ def is_trainer(dump: Dump) -> bool:
     """Whether the process trains, and is not a launcher or a worker of a data loader or a checkpoint."""
     # a worker is forked: its stack holds its parent's, too
     helper, launcher = patterns("functions")["not_training"], patterns("commands")["launcher"]
-    return not launcher.search(dump.command) and not any(helper.fullmatch(f.function) for f in dump.main.frames)
+    return not launcher.search(dump.command) and not any(helper.fullmatch(f.function) for f in dump.frames)
 
 
 def read_file(path: Path) -> dict[str, list[Dump]] | Recording:
@@ -183,7 +183,7 @@ def read_file(path: Path) -> dict[str, list[Dump]] | Recording:
     text = data.decode("utf-8", "replace")
     if head == b"[" and (b'"frames"' in data or b'"pid"' in data):
         dump = read_json(text)
-        require(bool(dump.threads), "file", path.name, "py-spy's JSON is truncated")
+        require(bool(dump.frames), "file", path.name, "py-spy's JSON is truncated")
         return {"": [dump]}
     found = {host: dumps for host, own in texts_by_host(text).items() if (dumps := _dumps(own, path.suffix))}
     is_dump = path.suffix not in (".log", ".beat") and "rank" in path.name
@@ -196,7 +196,7 @@ def _dumps(text: str, suffix: str) -> list[Dump]:
     if "most recent call first" in text:
         return [read_faults(text)]
     dumps = read_pyspy(text) if "Thread " in text or "Process " in text else []
-    if any(d.threads for d in dumps) or (dumps and suffix != ".log"):
+    if any(d.frames for d in dumps) or (dumps and suffix != ".log"):
         return dumps
     trace = read_traceback(text)
     return [trace] if trace is not None else []
@@ -233,7 +233,7 @@ def _labelled(text: str) -> Iterator[tuple[str, str]]:
 
 def _best(dumps: list[tuple[Path, Dump]]) -> tuple[Path, Dump]:
     """The last dump with frames; a traceback only where there is nothing else."""
-    return max(enumerate(dumps), key=lambda x: (bool(x[1][1].main.frames), x[1][0].suffix != ".log", x[0]))[1]
+    return max(enumerate(dumps), key=lambda x: (bool(x[1][1].frames), x[1][0].suffix != ".log", x[0]))[1]
 
 
 def _grid(folder: Path, paths: list[Path], notes: list[str]) -> Grid | None:

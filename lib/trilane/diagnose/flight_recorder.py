@@ -6,7 +6,7 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from struct import error as StructError
 from typing import Any, NoReturn
@@ -40,8 +40,8 @@ class Plain(pickle._Unpickler):
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One collective as a rank recorded it. `group` is the process group's name, `ranks` its members; `sizes` and
-    `types` are of its inputs, `outputs` the sizes of its outputs."""
+    """One collective as a rank recorded it: of which process group (its name, description and members), its number in
+    the group, what must be equal on all ranks, and whether it is `done`."""
 
     group: str
     desc: str
@@ -49,25 +49,13 @@ class Call:
     sequence: int
     p2p: bool
     op: str
-    sizes: str
-    types: str
-    outputs: str
+    kind: tuple[str, ...]
+    is_rooted: bool
     state: str
     done: bool
 
-    @property
-    def kind(self) -> tuple[str, ...]:
-        """What must be equal on all ranks of the group."""
-        # Operations in which each rank may have sizes of its own, all_gather and reduce_scatter those on lists:
-        # https://github.com/pytorch/pytorch/blob/main/torch/distributed/flight_recorder/components/types.py
-        if re.fullmatch(r"all_to_all\w*|all_gather(?:_v)?|reduce_scatter(?:_v)?|gather|scatter", self.op):
-            return self.op, self.types
-        return self.op, self.types, self.sizes, "" if self.is_rooted else self.outputs
-
-    @property
-    def is_rooted(self) -> bool:
-        """Whether one rank sends to, or receives from, all others."""
-        return bool(patterns("functions")["rooted"].fullmatch(self.op.removesuffix("_oop").lstrip("_")))
+    def __str__(self) -> str:
+        return f"{' '.join(self.kind)} number {self.sequence} of group {self.desc or self.group}"
 
     @property
     def peer(self) -> int | None:
@@ -75,9 +63,6 @@ class Call:
         match = re.search(r"recv \d+<-(\d+)|send \d+->(\d+)", self.op)
         number = int(match[1] or match[2]) if match else None
         return sorted(self.ranks)[number] if number is not None and number < len(self.ranks) else number
-
-    def __str__(self) -> str:
-        return f"{self.op} number {self.sequence} of group {self.desc or self.group}, sizes {self.sizes} ({self.types})"
 
     @property
     def number(self) -> tuple[str, bool, int]:
@@ -87,14 +72,12 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """The calls of one rank, oldest first; `entered` is the last sequence number that it entered in each group,
-    `members` are the ranks of each group. Where `begins` is above 0, as many calls were pushed out of the ring before
-    the oldest one."""
+    """The calls of one rank, oldest first, the last number that it entered in each group, and the groups' members."""
 
     calls: tuple[Call, ...]
     entered: dict[str, int]
-    members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    begins: int = 0
+    members: Mapping[str, tuple[int, ...]]
+    has_lost: bool  # calls that were pushed out of the ring
 
     @cached_property
     def collectives(self) -> dict[tuple[str, int], Call]:
@@ -103,7 +86,7 @@ class Recording:
 
     def knows(self, group: str) -> bool:
         """Whether the recording shows how far its rank is in the group."""
-        return group in self.entered or not self.begins
+        return group in self.entered or not self.has_lost
 
     @property
     def waiting(self) -> Call | None:
@@ -125,11 +108,11 @@ def read_recording(data: bytes) -> Recording:
         config = {_word(name): _ranks(group.get("ranks")) for name, group in (values.get("pg_config") or {}).items()}
         members = {"0": config[""], **config} if "" in config else config
         calls = _in_order([_call(entry, members) for entry in entries])
-        first = entries[0].get("record_id") if entries else None
+        has_lost = bool(entries and entries[0].get("record_id"))
         entered = _entered(values.get("pg_status") or {}, entries, members)
     except (*DAMAGED, pickle.PickleError, StructError) as error:
         raise ValueError(f"no Flight Recorder dump, or truncated ({short(str(error))})") from None
-    return Recording(calls=calls, entered=entered, members=members, begins=first if type(first) is int else 0)
+    return Recording(calls=calls, entered=entered, members=members, has_lost=has_lost)
 
 
 def _entered(given: dict[Any, Any], entries: list[dict[str, Any]], members: Iterable[str]) -> dict[str, int]:
@@ -140,10 +123,10 @@ def _entered(given: dict[Any, Any], entries: list[dict[str, Any]], members: Iter
     rest, left = [k for k in given if k not in numbers], [name for name in members if name not in numbers.values()]
     if len(rest) == len(left) == 1:  # the only group of which no entry is left
         numbers[rest[0]] = left[0]
-    # The count is that of the last call, in a group with sends and receives maybe of these, which number their own.
+    # The count, text in JSON, is that of the last call, in a group with sends and receives maybe of these, which number
+    # their own.
     mixed = {name for entry, name in zip(entries, names, strict=True) if entry.get("is_p2p")}
     counts = {numbers[k]: v["last_enqueued_collective"] for k, v in given.items() if k in numbers}
-    # JSON has text here
     found = {name: _whole(int(n) if isinstance(n, str) else n) for name, n in counts.items() if name not in mixed}
     for entry, name in zip(entries, names, strict=True):
         # a send or a receive has the number of the collective before it, too
@@ -153,12 +136,9 @@ def _entered(given: dict[Any, Any], entries: list[dict[str, Any]], members: Iter
 
 
 def _in_order(calls: list[Call]) -> tuple[Call, ...]:
-    """The calls; a "scheduled" one counts as done where a later one of its group is, since NCCL keeps order.
-
-    The calls of a batch (batch_isend_irecv, a coalescing manager) stay "scheduled": only the entry `nccl:coalesced`
-    that closes the batch is timed, with their group and number (torch/distributed/flight_recorder/components/utils.py,
-    find_coalesced_group).
-    """
+    """The calls; a "scheduled" one counts as done where a later one of its group is, since NCCL keeps order."""
+    # Of a batch (batch_isend_irecv) only the entry `nccl:coalesced` that closes it is timed, the others stay
+    # "scheduled" (torch/distributed/flight_recorder/components/utils.py, find_coalesced_group).
     done, found = set[str](), list[Call]()
     for call in reversed(calls):
         found.append(replace(call, done=call.done or (call.state == "scheduled" and call.group in done)))
@@ -168,20 +148,27 @@ def _in_order(calls: list[Call]) -> tuple[Call, ...]:
 
 def _call(entry: dict[str, Any], members: Mapping[str, tuple[int, ...]]) -> Call:
     group, desc = [*map(_word, entry["process_group"][:2]), ""][:2]
-    p2p, state, op = bool(entry.get("is_p2p")), _word(entry.get("state", "")), _word(entry["profiling_name"])
+    p2p, state, name = bool(entry.get("is_p2p")), _word(entry.get("state", "")), _word(entry["profiling_name"])
+    op = name.partition(":")[2] or name
+    rooted = bool(patterns("functions")["rooted"].fullmatch(op.removesuffix("_oop").lstrip("_")))
+    kind = [op, ", ".join(sorted({_word(name) for name in entry.get("input_dtypes", ())[:64]}))]
+    # Operations in which each rank may have sizes of its own, all_gather and reduce_scatter those on lists:
+    # https://github.com/pytorch/pytorch/blob/main/torch/distributed/flight_recorder/components/types.py
+    if not re.fullmatch(r"all_to_all\w*|all_gather(?:_v)?|reduce_scatter(?:_v)?|gather|scatter", op):
+        kind += [_sizes(entry.get("input_sizes", ())), _sizes(entry.get("output_sizes", ())) if not rooted else ""]
     return Call(
         group=group,
         desc=desc,
         ranks=members.get(group, ()),
         sequence=_whole(entry.get("p2p_seq_id" if p2p else "collective_seq_id", entry.get("seq_id", 0)) or 0),
         p2p=p2p,
-        op=op.partition(":")[2] or op,
-        sizes=_sizes(entry.get("input_sizes", ())),
-        types=", ".join(sorted({_word(name) for name in entry.get("input_dtypes", ())[:64]})),
-        outputs=_sizes(entry.get("output_sizes", ())),
+        op=op,
+        kind=tuple(kind),
+        is_rooted=rooted,
         state=state,
         # NCCL reports "completed", and retires what timed out; gloo only retires the entry
-        done=state == "completed" or (bool(entry.get("retired")) and state != "started" and not op.startswith("nccl:")),
+        done=state == "completed"
+        or (bool(entry.get("retired")) and state != "started" and not name.startswith("nccl:")),
     )
 
 

@@ -1,5 +1,6 @@
 """Comparison of a restart: the fingerprints of a save against those of the load, by rank and tensor."""
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -8,25 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from trilane.config.plan import read_plan
-from trilane.diagnose.snapshot import (
-    LOADED,
-    SAVED,
-    Findings,
-    RankPrint,
-    RestartFinding,
-    Snapshot,
-    State,
-    read_snapshot,
-    share,
-    states,
-    within,
-)
+from trilane.diagnose.snapshot import Findings, RankPrint, RestartFinding, Snapshot, State, read_snapshot, share, states
+from trilane.diagnose.snapshot import within as wrong_within
 from trilane.utils.tables import DataFrame, Table, Text, frame_of, grouped
 from trilane.utils.validation import require
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
-from trilane.workspace.continuation import identity
 from trilane.workspace.fingerprints import COPY, Mark, default_of, must_decay
 
 
@@ -78,20 +66,19 @@ def compare_restart(before: Path, after: Path) -> RestartComparison:
         for field, value in a.shape.items():
             rule = f"{a.name} has {value}: two models cannot be compared; these are two different runs"
             require(b.shape.get(field) == value, f"B {field}", b.shape.get(field), rule)
-        compared.append(f"{a.name} ({a.moment}) with {b.name} ({b.moment})")
+        compared.append(" with ".join(f"{s.name} ({'loaded' if s.state.loaded else 'saved'})" for s in (a, b)))
         notes += [*a.notes, *b.notes, *_notes(a, b)]
-        found = [*within(a), *within(b)]
-        if apart := _two_runs(a, b, one.path, two.path):
+        found = [*wrong_within(a), *wrong_within(b)]
+        if apart := _two_runs(a, b):
             found, restored = [apart, *found], False
-        elif a.iteration == b.iteration:
+        elif one.iteration == two.iteration:
             moved = merged(changed(a, b))
             # What a bug changed shows in every tensor once the training goes on.
-            if b.moment == SAVED and len(moved) > 1 and all(f.kind == "not-restored" for f in moved):
+            if not two.loaded and len(moved) > 1 and all(f.kind == "not-restored" for f in moved):
                 notes.append(f"{b.name} differs from {a.name} in {len(moved)} tensors: the largest difference is shown")
                 moved = [] if findings else [max(moved, key=lambda f: f.size or 0.0)]
-            settings = [*_generators(a, b), *_data(a, b), *_optimizer(a, b)]
-            moved = _masters(a, b, moved) or moved
-            restored = restored and not (b.moment == LOADED and [*moved, *_generators(a, b)])
+            moved, settings = _masters(a, b, moved) or moved, list(_settings(a, b))
+            restored = restored and not (two.loaded and (moved or any(f.kind == "generators" for f in settings)))
             found += [*moved, *settings]
         findings = merged([*findings, *found])
     # What another step after the load leads to.
@@ -113,9 +100,9 @@ def pairs(before: Path, after: Path) -> list[tuple[State, State]]:
     Where they have no iteration in common, the newest of both.
     """
     a, b = states("A", before), states("B", after)
-    saved = {s.iteration: s for s in sorted(a, key=lambda s: s.moment == SAVED)}
+    saved = {s.iteration: s for s in sorted(a, key=lambda s: not s.loaded)}
     found = [(saved[s.iteration], s) for s in b if s.iteration in saved and saved[s.iteration].path != s.path]
-    return found or [(next((s for s in a[::-1] if s.moment == SAVED), a[-1]), b[-1])]
+    return found or [(next((s for s in a[::-1] if not s.loaded), a[-1]), b[-1])]
 
 
 def merged(findings: Iterable[RestartFinding]) -> list[RestartFinding]:
@@ -130,11 +117,10 @@ def merged(findings: Iterable[RestartFinding]) -> list[RestartFinding]:
 
 
 def _notes(a: Snapshot, b: Snapshot) -> Iterator[str]:
-    if a.iteration != b.iteration:
-        yield f"{a.name} is after iteration {a.iteration}, {b.name} after {b.iteration}: each is checked by itself"
+    if a.state.iteration != b.state.iteration:
+        yield f"{a.name} and {b.name} are of different iterations: each is checked by itself"
     elif a.layout != b.layout:
-        rest = "tensors that are cut differently are compared as wholes, random number generators start again"
-        yield f"{a.name} and {b.name} have different layouts {list(a.layout)} and {list(b.layout)}: {rest}"
+        yield f"{a.name} and {b.name} have different layouts {a.layout} and {b.layout}: tensors are compared as wholes"
 
 
 def changed(before: Snapshot, after: Snapshot) -> Findings:
@@ -149,7 +135,7 @@ def changed(before: Snapshot, after: Snapshot) -> Findings:
     for name, kind, ranks, old, new in _marks(before, after):
         size = old.apart(new)
         beyond = kind == "weight" and must_decay(name) and size > drift
-        if old.hash != new.hash if after.moment == LOADED else beyond:
+        if old.hash != new.hash if after.state.loaded else beyond:
             value = default_of(name) if kind in ("weight", COPY) else None
             reset = new.constant(value) and not old.constant(value)
             what = f"{kind} is {share(size)} away from what was saved (norm {old.norm:.6g}, now {new.norm:.6g})"
@@ -190,88 +176,55 @@ def _masters(a: Snapshot, b: Snapshot, found: list[RestartFinding]) -> list[Rest
     kept = all(one.get(kind) == two.get(kind) for one, two in pairs_ for kind in KINDS[1:])
     # |rounding error| / |weights|: 2^-9 / 1.7 for bf16, 2^-12 / 1.7 for fp16; sketches estimate it within a quarter
     for name, low, high in (("bf16", 4e-4, 3e-3), ("fp16", 4e-5, 4e-4)) if kept and len(found) > 1 else ():
-        if b.moment == LOADED and low < float(np.median(sizes)) < high and max(sizes) < 2 * high:
+        if b.state.loaded and low < float(np.median(sizes)) < high and max(sizes) < 2 * high:
             what = f"{len(sizes)} weights differ from what was saved by the rounding of {name}, at most by "
             what += f"{share(max(sizes))}, and both moments came back: rebuilt from the {name} weights of the model"
             return [RestartFinding(kind="masters", what=what, size=max(sizes))]
     return []
 
 
-def _generators(a: Snapshot, b: Snapshot) -> Findings:
-    """Random number generators, per rank; not compared between layouts."""
-    before = {r.rank: r.generators for r in a.ranks if a.layout == b.layout}
-    for r in b.ranks:
-        for name, state in r.generators.items():
-            if before.get(r.rank, {}).get(name, state) != state:
-                what = f"the state of generator {name} is not the one that was saved"
-                yield RestartFinding(kind="generators", ranks=(r,), what=what)
-
-
-def _data(a: Snapshot, b: Snapshot) -> Findings:
-    """The consumed samples, and those of the next iteration, which ranks of one layout have in common."""
-    before = {r.rank: r.samples for r in a.ranks if a.layout == b.layout}
-    odd = tuple(r for r in b.ranks if None not in (r.samples, before.get(r.rank)) and r.samples != before[r.rank])
-    if a.consumed != b.consumed:
-        what = f"{b.consumed} samples are counted as consumed, {a.consumed} were"
-        yield RestartFinding(kind="data", what=what, size=abs(b.consumed - a.consumed))
-    elif odd:
-        what = f"the next iteration, after {b.consumed} samples, gets other samples than without the restart"
-        yield RestartFinding(kind="data", ranks=odd if len(odd) < len(b.ranks) else (), what=what)
-
-
-def _optimizer(a: Snapshot, b: Snapshot) -> Findings:
-    """Adam's step, the loss scale and its counters, the next learning rate, and the optimizer's settings."""
-    names = ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "z_loss")
-    settings = [{n: s.optimizer[n] for n in names if n in s.optimizer} for s in (a, b)]
-    rates = [{} if s.next_lr is None else {"the next learning rate": s.next_lr} for s in (a, b)]
-    old, new = {**a.scalars, **settings[0], **rates[0]}, {**b.scalars, **settings[1], **rates[1]}
-    for name, value in old.items():
-        now = new.get(name, value)
+def _settings(a: Snapshot, b: Snapshot) -> Findings:
+    """What is of no tensor: samples and generators, Adam's step and settings, loss scale, learning rate."""
+    ranks: dict[int | None, RankPrint] = {r.rank: r for r in b.ranks}
+    for (kind, rank, name), old in a.facts.items():
+        new = b.facts.get((kind, rank, name), old)
         # a schedule that is computed in another order may differ in the last place
-        if abs(now - value) > 1e-9 * abs(value) * (name in rates[0]):
-            what = f"{name} is {now:.6g}, it was {value:.6g}"
-            yield RestartFinding(kind="optimizer", what=what, size=abs(now - value))
+        same = old == new or (isinstance(old, float) and math.isclose(old, float(new), rel_tol=1e-9))
+        # generators start again in another layout, and samples belong to other ranks
+        if not same and (rank is None or a.layout == b.layout):
+            size = abs(float(new) - old) if isinstance(old, float) else None
+            what = f"{name} is {new}, it was {old}"
+            yield RestartFinding(kind=kind, ranks=(ranks[rank],) if rank in ranks else (), what=what, size=size)
 
 
-def _two_runs(a: Snapshot, b: Snapshot, *places: Path) -> RestartFinding | None:
-    """A finding where seed, data or shape differ by what the states record of their runs, or where matrices have
-    nothing in common."""
-    held, other = map(_recorded, places)
-    changes = [f"{n}: {held[n]} and {other[n]}" for n in held if n in other and held[n] != other[n]]
-    if changes:
-        return RestartFinding(kind="run", what=f"{b.name} does not continue {a.name}; {'; '.join(changes)}")
+def _two_runs(a: Snapshot, b: Snapshot) -> RestartFinding | None:
+    """A finding where seed, data or shape differ by two checkpoints' manifests, or matrices have nothing in common."""
+    one, two = map(_recorded, (a, b))
+    changes = [f"{name}: {one[name]} and {two[name]}" for name in one.keys() & two.keys() if one[name] != two[name]]
     matrices = [n for n in a.wholes.keys() & b.wholes.keys() if must_decay(n)]
     weights = [(a.wholes[n].get("weight"), b.wholes[n].get("weight")) for n in matrices]
     # Of two tensors that have nothing in common the difference is 1.4 of the norm, estimated within a quarter.
-    unrelated = len(weights) > 1 and all(one and two and one.apart(two) > 0.5 for one, two in weights)
-    if a.iteration != b.iteration or not unrelated:
-        return None
-    what = f"no matrix of {b.name} has anything in common with that of {a.name}: another run, or nothing was restored"
-    return RestartFinding(kind="run", what=what)
+    unrelated = len(weights) > 1 and all(old and new and old.apart(new) > 0.5 for old, new in weights)
+    if changes or (unrelated and a.state.iteration == b.state.iteration):
+        what = "; ".join(changes) or "no matrix has anything in common: another run, or nothing was restored"
+        return RestartFinding(kind="run", what=f"{b.name} does not continue {a.name}: {what}")
+    return None
 
 
-def _recorded(path: Path) -> dict[str, Any]:
-    """What a state records of its run: a checkpoint in its manifest, fingerprints by the plan of their run folder."""
-    plan, found = path.parent.parent / "plan.json", dict[str, Any]()
-    try:
-        if (path / checkpoints.MANIFEST).exists():
-            found = checkpoints.read_manifest(path).get("identity", {})
-        elif plan.is_file():
-            found = identity(read_plan(plan))
-        return {name: found[name] for name in ("shape", "seed", "data") if name in found}
-    except (ValueError, TypeError):
-        return {}
+def _recorded(s: Snapshot) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        found = checkpoints.read_manifest(s.state.path).get("identity", {}).items()
+        return {name: value for name, value in found if name in ("shape", "seed", "data")}
+    return {}
 
 
 def _after_load(before: Path, after: Path) -> list[RestartFinding]:
     """What differs in the step after a load, where `before` saved at the load's iteration and at the next, and `after`
     at the next."""
-    saved = {s.iteration: s for s in states("A", before) if s.moment == SAVED}
-    others = states("B", after)
-    for load in (s.iteration for s in others if s.moment == LOADED):
-        mine = [s for s in others if s.moment == SAVED and s.iteration == load + 1]
-        if mine and {load, load + 1} <= {*saved} and mine[0].path != saved[load + 1].path:
-            return list(first_step(*map(read_snapshot, (saved[load], saved[load + 1], mine[0]))))
+    saved, mine = ({s.iteration: s for s in states(x, y) if not s.loaded} for x, y in (("A", before), ("B", after)))
+    for load in (s.iteration for s in states("B", after) if s.loaded):
+        if {load, load + 1} <= {*saved} and load + 1 in mine and mine[load + 1].path != saved[load + 1].path:
+            return list(first_step(*map(read_snapshot, (saved[load], saved[load + 1], mine[load + 1]))))
     return []
 
 
@@ -293,23 +246,24 @@ def first_step(start: Snapshot, usual: Snapshot, other: Snapshot) -> Findings:
     _, v, v_other = (np.array([s.wholes[n]["exp_avg_sq"].total for n in names]) for s in trio)
     known = np.stack([m0, (m - beta1 * m0) / (1 - beta1)], axis=1)
     (kept, added), *_ = np.linalg.lstsq(known, m_other, rcond=None)
-    kind, size, what = "", 0.0, ""
-    if (size := _misfit(m_other, known @ np.array([kept, added]))) > 2e-3:  # more than the rounding of sketches
-        kind, what = "gradients", f"{share(size)} of the first moment is new: other samples, or fewer microbatches"
-    elif (size := abs(kept - beta1)) > 0.02 * (1 - beta1) + 2e-3:
-        kind, what = (
+    misfit, times = _misfit(m_other, known @ np.array([kept, added])), added / (1 - beta1)
+    second, moved = float(np.max(np.abs(v_other / v - 1))), w - w0
+    length = float((w_other - w0) @ moved / (moved @ moved or 1.0))
+    is_longer = abs(length - 1) > 0.01 and _misfit(w_other - w0, length * moved) < 0.05
+    rules = (  # 2e-3 is more than the rounding of sketches
+        (misfit > 2e-3, "gradients", misfit, "the first moment holds other samples, or fewer microbatches"),
+        (
+            abs(kept - beta1) > 0.02 * (1 - beta1) + 2e-3,
             "moments",
-            f"the first moment keeps {kept:.4g} of what it was, not {beta1:g}: lost, or another beta",
-        )
-    elif abs((size := added / (1 - beta1)) - 1) > 0.01:
-        kind, what = "gradients", f"the gradients are {size:.4g} times what they were: another mean, or clipping"
-    elif (size := float(np.max(np.abs(v_other / v - 1)))) > 2e-3 * (1 - beta2):
-        kind, what = "moments", f"the second moment is {100 * size:.2g} % away: lost, or another beta"
-    elif abs((size := float((w_other - w0) @ (w - w0) / ((w - w0) @ (w - w0) or 1.0))) - 1) > 0.01:
-        kind, what = "rate", f"the weights move {size:.4g} times as far: another learning rate, or count of steps"
-        kind *= _misfit(w_other - w0, size * (w - w0)) < 0.05
-    if kind:
-        yield RestartFinding(kind=kind, what=what, size=size)
+            kept,
+            "the first moment is lost, or has another beta",
+        ),
+        (abs(times - 1) > 0.01, "gradients", times, "the gradients are a multiple: another mean, or clipping"),
+        (second > 2e-3 * (1 - beta2), "moments", second, "the second moment is lost, or has another beta"),
+        (is_longer, "rate", length, "the weights move as many times as far: another learning rate, or count of steps"),
+    )
+    for _, kind, size, what in [rule for rule in rules if rule[0]][:1]:
+        yield RestartFinding(kind=kind, what=f"{what} ({size:.4g})", size=size)
 
 
 def _misfit(values: np.ndarray, fit: np.ndarray) -> float:

@@ -9,7 +9,7 @@ from functools import cached_property, reduce
 from math import prod
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trilane.diagnose.hang import span
 from trilane.diagnose.stacks import DAMAGED
@@ -19,16 +19,13 @@ from trilane.workspace import checkpoints, fingerprints
 from trilane.workspace.fingerprints import COPY, Box, Mark, Part, must_decay, part_from_json
 from trilane.workspace.rank_grid import MOST, shared
 
-SAVED, LOADED = "saved", "loaded"
 
-
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """A folder of fingerprints: of a checkpoint ("saved"), or of memory after one was loaded ("loaded")."""
+class State(NamedTuple):
+    """A folder of fingerprints: of a checkpoint, or (`loaded`) of memory after one was loaded."""
 
     path: Path
-    moment: str
     iteration: int
+    loaded: bool
 
 
 def states(field: str, folder: Path) -> list[State]:
@@ -37,17 +34,16 @@ def states(field: str, folder: Path) -> list[State]:
     Raises ValueError that begins with `field` where there is none.
     """
     require_folder(field, folder)
-    loads = sorted((folder / fingerprints.FOLDER).glob("load_*"))
-    found = dict[Path, State]()
-    for path in [folder, *checkpoints.found_in(folder), *loads]:
+    found, loads = list[State](), sorted((folder / fingerprints.FOLDER).glob("load_*"))
+    for path in dict.fromkeys([folder, *checkpoints.found_in(folder), *loads]):
         for file in _prints(path)[:1]:
             saved = path.name.startswith("save") or (path / checkpoints.MANIFEST).exists()
             with _whole(file):
                 iteration = int(read_json(file, "fingerprint")["iteration"])
-            found[path] = State(path=path, moment=SAVED if saved else LOADED, iteration=iteration)
+            found.append(State(path, iteration, not saved))
     rule = "holds no complete checkpoint with fingerprints (a run folder, or one of its checkpoints, is wanted)"
     require(bool(found), field, folder, rule)
-    return sorted(found.values(), key=lambda state: state.iteration)
+    return sorted(found, key=lambda state: state.iteration)
 
 
 def _prints(folder: Path) -> list[Path]:
@@ -63,17 +59,18 @@ def _whole(path: Path) -> Iterator[None]:
         raise ValueError(f"fingerprint={path}: is damaged or half-written") from None
 
 
+Facts = dict[tuple[str, int | None, str], float | str]  # (kind of a finding, rank, name) -> what must come back
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankPrint:
-    """The fingerprint of one rank; `samples` is a hash of its samples in the next iteration."""
+    """The tensors of one rank."""
 
     rank: int
     tp: int
     pp: int
     dp: int
     parts: tuple[Part, ...] = field(repr=False)
-    generators: Mapping[str, str] = field(default_factory=dict)
-    samples: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +78,13 @@ class Snapshot:
     """All ranks at one moment; ranks without a fingerprint are noted."""
 
     name: str
-    moment: str
-    iteration: int
-    consumed: int
-    layout: tuple[Any, ...]
+    state: State
+    layout: list[Any]
     precision: str
     shape: Mapping[str, Any]
     optimizer: Mapping[str, float]
-    scalars: Mapping[str, float]
-    next_lr: float | None
+    step: float
+    facts: Facts
     ranks: tuple[RankPrint, ...]
     notes: tuple[str, ...] = ()
 
@@ -125,28 +120,36 @@ def read_snapshot(state: State) -> Snapshot:
         missing = sorted({*range(first["world"])} - {r.rank for r in ranks})
         # A rank that updates no parameters, as some may with many replicas, has taken no steps.
         scalars = max((values["scalars"] for values in found), key=lambda scalars: scalars["step"])
+        optimizer = {n: float(v) for n, v in first["optimizer"].items() if isinstance(v, int | float)}
         return Snapshot(
             name=name,
-            moment=state.moment,
-            iteration=state.iteration,
-            consumed=int(first["consumed_samples"]),
-            layout=tuple(first["layout"]),
+            state=state,
+            layout=list(first["layout"]),
             precision=str(first["precision"]),
             shape=dict(first["shape"]),
-            optimizer={n: float(v) for n, v in first["optimizer"].items() if isinstance(v, int | float)},
-            scalars={str(name): float(value) for name, value in scalars.items()},
-            next_lr=None if first["next_lr"] is None else float(first["next_lr"]),
+            optimizer=optimizer,
+            step=float(scalars["step"]),
+            facts=_facts(found, scalars, optimizer),
             ranks=tuple(_undivided(ranks)),
             notes=(f"{name}: no fingerprint of ranks {span(missing)}",) if missing else (),
         )
+
+
+def _facts(found: list[dict[str, Any]], scalars: Mapping[str, float], optimizer: Mapping[str, float]) -> Facts:
+    names = ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "z_loss")
+    once = {**scalars, "the next learning rate": found[0]["next_lr"], **{name: optimizer.get(name) for name in names}}
+    facts: dict[tuple[str, int | None, str], Any] = {("optimizer", None, name): once[name] for name in once}
+    facts["data", None, "the number of consumed samples"] = found[0]["consumed_samples"]
+    for values in found:
+        facts["data", values["rank"], "the hash of the next samples"] = values["samples"]
+        facts |= {("generators", values["rank"], name): text for name, text in values["generators"].items()}
+    return {key: v if isinstance(v, str) else float(v) for key, v in facts.items() if v is not None}
 
 
 def _rank(values: Mapping[str, Any]) -> RankPrint:
     return RankPrint(
         **{name: int(values[name]) for name in ("rank", "tp", "pp", "dp")},
         parts=tuple(part_from_json(part) for part in values["parts"]),
-        generators={str(name): str(text) for name, text in values["generators"].items()},
-        samples=values["samples"],
     )
 
 
@@ -246,11 +249,11 @@ def unclipped(s: Snapshot) -> Findings:
     |g_k| <= clip_grad for every step. So it is at most clip_grad^2, whatever the gradients were. Left out: a limit that
     was lowered during the run, and a failure too rare or too small to show in the mean.
     """
-    limit, step = s.optimizer.get("clip_grad", 0.0), s.scalars.get("step", 0)
+    limit = s.optimizer.get("clip_grad", 0.0)
     moments = [marks["exp_avg_sq"].total for marks in s.wholes.values() if "exp_avg_sq" in marks]
-    if not limit or not step or not moments:
+    if not limit or not s.step or not moments:
         return
-    mean = 1 / (1 - s.optimizer["adam_beta2"] ** step)
+    mean = 1 / (1 - s.optimizer["adam_beta2"] ** s.step)
     norm = (mean * sum(moments)) ** 0.5
     most = limit * 1.02  # some engines sum the norm in half precision, and clip to within its rounding
     if norm > most:

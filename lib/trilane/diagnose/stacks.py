@@ -4,9 +4,9 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from trilane.utils.files import natural
 from trilane.utils.tables import Record, grouped
@@ -22,8 +22,7 @@ def patterns(table: str) -> dict[str, re.Pattern[str]]:
     return {key: re.compile("|".join(parts), re.I) for key, parts in shipped_json("hang_patterns")[table].items()}
 
 
-@dataclass(frozen=True, order=True)
-class Frame:
+class Frame(NamedTuple):
     """A stack frame: the function without its class, the end of the file's path, the line."""
 
     function: str
@@ -42,150 +41,127 @@ class Frame:
 Frames = tuple[Frame, ...]  # a stack, innermost frame first
 
 
-def frame(function: str, file: str, line: int, most: int = 400) -> Frame:
-    """The Frame of a function, which may be qualified by its class; of longer names the last `most` characters."""
+def frame(function: str, file: str, line: str | int) -> Frame:
+    """The Frame of a function, which may be qualified by its class; of long names the end."""
     # Tools shorten paths differently: the last three parts below site-packages are common to all.
-    inside = file[-most:].replace("\\", "/").rpartition("site-packages/")[2]
-    name = function[-most:]
-    return Frame(name.rpartition(".")[2] or name, "/".join(inside.split("/")[-3:]), line)
+    inside = file[-400:].replace("\\", "/").rpartition("site-packages/")[2]
+    name, number = function[-400:], int(line) if str(line).isdecimal() else 0
+    return Frame(name.rpartition(".")[2] or name, "/".join(inside.split("/")[-3:]), number)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Thread:
-    """One thread: its frames, its number, and whether it held Python's GIL, or wrote the dump itself."""
+class Thread(NamedTuple):
+    """One thread: its frames, and whether it held Python's GIL, or wrote the dump itself."""
 
     frames: Frames
     name: str = ""
-    number: str = ""
     owns_gil: bool = False
     is_current: bool = False
-
-    @property
-    def outermost(self) -> str:
-        """The function that the thread began with; "" without frames."""
-        return self.frames[-1].function if self.frames else ""
-
-    @property
-    def is_helper(self) -> bool:
-        """Whether Python's threading started it."""
-        return self.outermost in ("_bootstrap", "_bootstrap_inner")
-
-    @property
-    def waits_for_engine(self) -> bool:
-        """Whether it waits for autograd's engine."""
-        at = str(self.frames[0]) if self.frames else ""
-        # torch/autograd/graph.py and __init__.py; megatron/core/pipeline_parallel/schedules.py
-        return bool(re.match(r"(?:(?:_engine_run_|run_)?backward|grad) \(.*autograd|custom_backward ", at))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
-    """The stacks of one process. `pid` is 0 and `command` "" where unknown; `cut`: the text is truncated."""
+    """One process: the stack of its training thread, and the helper thread that holds Python's GIL meanwhile.
 
-    threads: tuple[Thread, ...]
+    `pid` is 0 and `command` "" where unknown; `error` is why it failed, or why there is no stack; `cut`: the text is
+    truncated.
+    """
+
+    frames: Frames = ()
+    owns_gil: bool = False
+    holder: str = ""
     pid: int = 0
     command: str = ""
     error: str = ""
     cut: bool = False
 
-    @cached_property
-    def main(self) -> Thread:
-        """The training thread, with autograd's frames on top where it waits for its backward pass; without frames
-        where a truncated dump does not show which it is."""
-        started = [t for t in self.threads if t.frames and not t.is_helper]
-        # faulthandler names no thread, and cuts a deep stack after a hundred frames, so that its root is missing
-        named = [t for t in started if t.name == "MainThread"]
-        rooted = [t for t in started if t.outermost in ("<module>", "_run_module_as_main", "_start", "main")]
-        calling = [t for t in started if t.waits_for_engine]
-        last = [] if self.cut else started[-1:]
-        sure = named or rooted or calling or [t for t in started if t.is_current] or last
-        main = sure[0] if sure else Thread(frames=())
-        if not main.waits_for_engine:
-            return main
-        # With CUDA the backward pass, and so the collectives in it, runs in a thread that Python did not start. It
-        # holds only the frames of what C++ called: a function's backward, or a hook of a parameter.
-        others = [t for t in started if t is not main]
-        backward = patterns("files")["backward"]
-        inside = [t for t in others if any(backward.search(str(f)) for f in t.frames)] or others
-        top = min(inside, key=lambda t: t.waits_for_engine, default=Thread(frames=()))
-        return Thread(frames=top.frames + main.frames, name=main.name, owns_gil=top.owns_gil)
 
-    @property
-    def gil_holder(self) -> Thread | None:
-        """The helper thread that holds the GIL while the training thread waits for it; None where there is none."""
-        others = [t for t in self.threads if t.owns_gil and t.is_helper and t.frames != self.main.frames]
-        return next((t for t in others if t.name != self.main.name), None)
+def _dump(threads: list[Thread], *, cut: bool = False, **facts: Any) -> Dump:
+    """The dump, with autograd's frames on top where the training thread waits for its backward pass."""
+    helpers = [t for t in threads if t.frames and t.frames[-1].function in ("_bootstrap", "_bootstrap_inner")]
+    started = [t for t in threads if t.frames and t not in helpers]
+    # faulthandler names no thread, and cuts a deep stack after a hundred frames, so that its root is missing
+    main = [t for t in started if t.name == "MainThread"]
+    main = main or [
+        t for t in started if t.frames[-1].function in ("<module>", "_run_module_as_main", "_start", "main")
+    ]
+    main = main or list(filter(_waits_for_engine, started)) or [t for t in started if t.is_current]
+    main = (main or [] if cut else main or started[-1:])[:1]
+    frames, owns_gil = main[0].frames if main else (), bool(main and main[0].owns_gil)
+    # With CUDA the backward pass, and so the collectives in it, runs in a thread that Python did not start. It holds
+    # only the frames of what C++ called: a function's backward, or a hook of a parameter.
+    others = [t for t in started if t not in main] if main and _waits_for_engine(main[0]) else []
+    backward = [t for t in others if any(patterns("files")["backward"].search(str(f)) for f in t.frames)]
+    for top in sorted(backward or others, key=_waits_for_engine)[:1]:
+        frames, owns_gil = top.frames + frames, top.owns_gil
+    holders = [t for t in helpers if t.owns_gil and [t.name] != [m.name for m in main]]
+    holder = f"{holders[0].name or '(unnamed)'} holds Python's global lock in {holders[0].frames[0]}" if holders else ""
+    return Dump(frames=frames, owns_gil=owns_gil, holder=holder, cut=cut, **facts)
+
+
+def _waits_for_engine(thread: Thread) -> bool:
+    """Whether it waits for autograd's engine (torch/autograd/graph.py, __init__.py), or called it (megatron-core)."""
+    at = str(thread.frames[0])
+    return bool(re.match(r"(?:(?:_engine_run_|run_)?backward|grad) \(.*autograd|custom_backward ", at))
 
 
 def read_pyspy(text: str) -> list[Dump]:
-    """The processes in the text of `py-spy dump`s on one host, in order; of a process that is there twice the last.
-
-    A process whose stacks py-spy could not get has no threads, and an `error`.
-    """
+    """The processes in the text of `py-spy dump`s on one host, in order; of a process that is there twice the last."""
     before, *rest = re.split(r"(?m)^Process (\d{1,9}): (.*)$", text)
     # Where no line names the processes, each main thread begins one.
-    bodies = [(0, "", part) for part in re.split(r'(?m)^(?=Thread .*"MainThread")', before)]
-    bodies += [(int(pid), command, part) for pid, command, part in zip(rest[::3], rest[1::3], rest[2::3], strict=True)]
-    found: dict[object, Dump] = {}
+    bodies = [("", "", part) for part in re.split(r'(?m)^(?=Thread .*"MainThread")', before)]
+    bodies += zip(rest[::3], rest[1::3], rest[2::3], strict=True)
+    found: dict[str, Dump] = {}
     for pid, command, body in bodies:
-        _, *parts = re.split(r"(?m)^(?=Thread (?:0x)?[0-9a-fA-F]+ \()", body)
-        error = re.search(r"(?m)^(?:Error|Failed to [\w ]+): ?.*", body)
-        dump = Dump(
-            threads=tuple(map(_thread_of_text, parts)),
-            pid=pid,
-            command=command.strip(),
-            error=error[0].strip() if error else "",
-            # py-spy's text ends with a whole line
-            cut=body is bodies[-1][2] and not text.endswith("\n") and not _frame(text.rpartition("\n")[2]),
-        )
-        key = pid or dump.main.number
-        if dump.threads or (key not in found and (pid or error)):
-            found[key] = dump
+        head, *parts = re.split(r"(?m)^(?=Thread (?:0x)?[0-9a-fA-F]+ \()", body)
+        error = re.search(r"(?m)^(?:Error|Failed to [\w ]+): ?.*", head)
+        # py-spy's text ends with a whole line
+        cut = body is bodies[-1][2] and not text.endswith("\n") and not _frame(text.rpartition("\n")[2])
+        facts = {"pid": int(pid or 0), "command": command.strip(), "error": error[0].strip() if error else ""}
+        key = pid or body[:40]
+        if parts or (key not in found and (pid or error)):
+            found[key] = _dump([_thread(part) for part in parts], cut=cut, **facts)
     return list(found.values())
 
 
-def _thread_of_text(text: str) -> Thread:
+def _thread(text: str) -> Thread:
     head, *lines = text.splitlines()
-    match = re.match(r'Thread (\S+) \(([\w+ ]*)\)?(?:: "(.*)")?', head)
-    number, state, name = match.groups() if match else ("", "", "")
+    match = re.match(r'Thread \S+ \(([\w+ ]*)\)?(?:: "(.*)")?', head)
+    state, name = match.groups() if match else ("", "")
     found = [(len(line) - len(line.lstrip()), frame) for line in lines if (frame := _frame(line))]
     # lines that are indented deeper are values of variables (--locals), which may look like frames
     frames = [frame for indent, frame in found if indent <= found[0][0]]
-    return Thread(name=name or "", number=number, owns_gil="gil" in state, frames=_python(frames))
+    return Thread(_python(frames), name or "", "gil" in state)
 
 
 def _frame(line: str) -> Frame | None:
     """The frame of a line `    forward (model.py:12)`; None for other lines."""
     head, _, place = line.rstrip().rpartition(" (")
+    file, _, number = place[:-1].rpartition(":")
     if not (head[:1].isspace() and place.endswith(")") and len(place) > 1):
         return None
-    file, _, number = place[:-1].rpartition(":")
-    known = number.isdecimal() and len(number) < 10
-    return frame(head.strip(), file if known else place[:-1], int(number) if known else 0)
+    return frame(head.strip(), *((file, number[:9]) if number.isdecimal() else (place[:-1], 0)))
 
 
 def _python(frames: list[Frame]) -> Frames:
     """The frames without those of C and C++ (--native), which are alike for most waits; all where none is Python's."""
-    kept = [f.line > 0 and not patterns("files")["native"].search(f.file) for f in frames]
-    first = kept.index(True) if any(kept) else len(frames)
+    kept = [f for f in frames if f.line > 0 and not patterns("files")["native"].search(f.file)]
+    above = frames[: frames.index(kept[0])] if kept else []
     # that a thread waits for its GPU is seen among these alone
-    gpu = [f for f in frames[:first] if patterns("functions")["native_waits"].search(f.function)]
-    return (*gpu[:1], *(f for f, keep in zip(frames, kept, strict=True) if keep)) if any(kept) else tuple(frames)
+    gpu = [f for f in above if patterns("functions")["native_waits"].search(f.function)]
+    return (*gpu[:1], *(kept or frames))
 
 
 def read_json(text: str) -> Dump:
-    """The process in the output of `py-spy dump --json`; without threads where it is truncated."""
+    """The process in the output of `py-spy dump --json`; without frames where it is truncated."""
     try:
-        threads = json.loads(text)
-        return Dump(threads=tuple(map(_thread_of_json, threads)), pid=int(threads[0]["pid"]) if threads else 0)
+        found, threads = json.loads(text), list[Thread]()
+        for t in found:
+            # The full path where there is one: frame() shortens the paths of all tools alike.
+            frames = [frame(f["name"], f.get("filename") or f["short_filename"], f["line"]) for f in t["frames"]]
+            threads.append(Thread(_python(frames), t.get("thread_name") or "", bool(t.get("owns_gil"))))
+        return _dump(threads, pid=int(found[0]["pid"]) if found else 0)
     except DAMAGED:
-        return Dump(threads=(), cut=True)
-
-
-def _thread_of_json(values: dict[str, Any]) -> Thread:
-    # The full path where there is one: frame() shortens the paths of all tools alike.
-    frames = [frame(f["name"], f.get("filename") or f["short_filename"], int(f["line"])) for f in values["frames"]]
-    return Thread(frames=_python(frames), name=values.get("thread_name") or "", owns_gil=bool(values.get("owns_gil")))
+        return Dump(cut=True)
 
 
 def read_faults(text: str) -> Dump:
@@ -199,23 +175,20 @@ def read_faults(text: str) -> Dump:
         elif line.startswith("Timeout ("):  # a timer's dump, which has no current thread
             threads = {}
         elif threads and (match := re.match(r'\s*File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$', line)):
-            number = int(match[2]) if match[2].isdigit() else 0
-            [*threads.values()][-1][1].append(frame(match[3], match[1], number))
-    last = tuple(Thread(frames=tuple(frames), is_current=current) for current, frames in threads.values())
-    return Dump(threads=last, cut=not text.endswith("\n"))
+            [*threads.values()][-1][1].append(frame(match[3], match[1], match[2]))
+    last = [Thread(tuple(frames), is_current=current) for current, frames in threads.values()]
+    return _dump(last, cut=not text.endswith("\n"))
 
 
 def read_traceback(text: str) -> Dump | None:
     """The first traceback of a log as a stack, with the exception as its `error`; None where there is none."""
     # Of chained tracebacks the first holds the cause. Lines may have a label, such as "[rank3]: ".
-    call = re.compile(r'^(?:\[?\w+\]?: ?)?\s*File "(.*)", line (\d{1,9}), in (.*)$')
-    raised = re.compile(r"^(?:\[?[\w ]+\]?: ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Timeout)\b.*)$")
-    frames = list[Frame]()
+    label, frames = r"(?:\[?[\w ]+\]?: ?)?\s*", list[Frame]()
     for line in text[text.find("Traceback (most recent call last):") :].splitlines():
-        if match := call.match(line):
-            frames.append(frame(match[3], match[1], int(match[2])))
-        elif frames and (match := raised.match(line.strip())):
-            return Dump(threads=(Thread(frames=tuple(reversed(frames)), name="MainThread"),), error=match[1].strip())
+        if match := re.match(label + r'File "(.*)", line (\d{1,9}), in (.*)$', line):
+            frames.append(frame(match[3], match[1], match[2]))
+        elif frames and (match := re.match(label + r"([\w.]*(?:Error|Exception|Interrupt|Exit|Timeout)\b.*)", line)):
+            return Dump(frames=tuple(reversed(frames)), error=match[1].strip())
     return None
 
 
@@ -234,7 +207,7 @@ class LastCalls(Record):
     """The ends of all traces; `groups` are the places where they end, the rarest first, which are the suspects."""
 
     calls: tuple[LastCall, ...]
-    DERIVED = ("groups",)
+    DERIVED: ClassVar = ("groups",)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -245,12 +218,7 @@ class LastCalls(Record):
 
     def to_text(self) -> str:
         """A line for each place."""
-        lines = [f"{len(self.calls)} traces, {sum(c.bytes for c in self.calls) / 1e9:.2f} GB; where they end:"]
-        lines += [
-            "{:5d}  {function}  {line}: {}".format(len(g["ranks"]), ", ".join(g["ranks"][:12]), **g)
-            for g in self.groups
-        ]
-        return "\n".join(lines)
+        return "\n".join("{function}  {line}: {}".format(", ".join(g["ranks"][:12]), **g) for g in self.groups)
 
 
 def last_calls(folder: Path) -> LastCalls:
@@ -277,5 +245,5 @@ def _last_call(path: Path) -> LastCall | None:
     ran = re.findall(r"(?m)^([\w.<>/-]+\.py|<[\w ]+>)\((\d+)\): ?(.*)$", tail)[-1:]
     function = "".join(f"{name.strip()} ({module})" for module, name in entered)
     line = "".join(f"{file}:{number}  {code.strip()[:120]}" for file, number, code in ran)
-    match = re.search(r"rank[_-]?(\d+)", path.name)
-    return LastCall(rank=match[1] if match else path.stem, function=function, line=line, bytes=size) if ran else None
+    rank = (re.search(r"rank[_-]?(\d+)", path.name) or [path.stem] * 2)[1]
+    return LastCall(rank=rank, function=function, line=line, bytes=size) if ran else None

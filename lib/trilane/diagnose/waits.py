@@ -100,7 +100,7 @@ def conditions(evidence: Evidence) -> Conditions:
 def _condition(rank: int, evidence: Evidence, without: str) -> Condition:
     """The condition of a rank; its kind is `without` where there is no stack of it."""
     dump, state = evidence.dumps.get(rank), evidence.grid[rank].state
-    frames = dump.main.frames if dump else ()
+    frames = dump.frames if dump else ()
     kinds = {"gone": "gone", "X": "gone", "Z": "gone", "T": "stopped", "t": "stopped"}  # of states in proc(5)
     if state in kinds:
         return Condition(kind=kinds[state], text=f"the process is {kinds[state]} (state {state})", frames=frames)
@@ -119,18 +119,17 @@ def _condition(rank: int, evidence: Evidence, without: str) -> Condition:
     # a rank may fail because another is gone
     if dump.error and not patterns("errors")["follows"].search(dump.error) and "py-spy" not in dump.error:
         return Condition(kind="crashed", text=f"raised {dump.error[:160]}", frames=frames)
-    holder, before = dump.gil_holder, evidence.earlier.get(rank)
-    if holder is not None and (before is None or before.gil_holder is not None):
-        text = f"its thread {holder.name or '(unnamed)'} holds Python's global lock in {holder.frames[0]}"
-        return Condition(kind="locked", text=text, frames=frames)
+    before = evidence.earlier.get(rank)
+    if dump.holder and (before is None or before.holder):
+        return Condition(kind="locked", text=f"its thread {dump.holder}", frames=frames)
     return _by_stack(rank, evidence)
 
 
 def _by_stack(rank: int, evidence: Evidence) -> Condition:
     """The condition by the stack alone."""
     dump, before = evidence.dumps[rank], evidence.earlier.get(rank)
-    frames = dump.main.frames
-    earlier = [frame.key for frame in before.main.frames] if before else []
+    frames = dump.frames
+    earlier = [frame.key for frame in before.frames] if before else []
     moves = rank in evidence.advanced or (bool(earlier) and earlier != [frame.key for frame in frames])
     does, on_host = activity(frames)
     if wait := wait_of(frames):
@@ -141,7 +140,7 @@ def _by_stack(rank: int, evidence: Evidence) -> Condition:
         return Condition(kind="soft", text="at a line that communicates", frames=frames, wait=wait, moves=moves)
     sleeps = ", in uninterruptible sleep (state D)" if evidence.grid[rank].state == "D" else ""
     # what waits for a GPU has released the GIL
-    on_host = on_host or bool(sleeps) or bool(dump.main.owns_gil)
+    on_host = on_host or bool(sleeps) or bool(dump.owns_gil)
     text = (does or "outside communication") + sleeps
     return Condition(kind="busy", text=text, frames=frames, moves=moves, on_host=on_host)
 

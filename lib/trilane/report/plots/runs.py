@@ -122,7 +122,7 @@ def hang_grid(verdict: Verdict) -> Figure:
     heading = f"{'Example: t' if verdict.example else 'T'}he stacks of {len(verdict.grid.ranks)} ranks"
     limits: Any = {"xlim": (-0.2, dp * (tp + 0.6) - 0.4), "ylim": (pp + 0.2, -0.2), "ylabel": "pipeline stage"}
     finished(axes, heading, **limits, xlabel=f"replica, and in each its {tp} tensor ranks")
-    names = [(c, f"{len(g.ranks)} ranks: {g.site}") for g, c in zip(groups, COLORS, strict=False)]
+    names = [(c, f"{len(g.ranks)} ranks: {g.site or g.where}") for g, c in zip(groups, COLORS, strict=False)]
     rest = sum(len(g.ranks) for g in verdict.groups[len(COLORS) :])
     names += [("#c4ccd3", f"{rest} ranks elsewhere")] * (rest > 0)
     handles = [Patch(fc=c, label=plain(name)) for c, name in names]
