@@ -301,7 +301,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("hang", "diagnose/waits.py", "diagnose/test_hang_scenes.py"): [
         ("{*evidence.unreadable}) > len(ranks)", "{*evidence.unreadable}) >= len(ranks)"),
         ("> stacks.total() > 1", "> stacks.total()"),
-        (" or bool(dump.main.owns_gil)", " or True"),
+        (" or dump.owns_gil", " or True"),
     ],
     ("hang", "diagnose/waits.py", "diagnose/test_hang.py"): [
         ("> max(1, len(dumped) / 8)", "> max(0, len(dumped) / 8)"),

@@ -143,7 +143,7 @@ def test_of_many_dumps_in_one_file_the_last_counts(header: str, main: str) -> No
     """Of signals, and of `faulthandler.dump_traceback_later(300, repeat=True)`, where no thread is called current."""
     fresh = f'{header}Thread 0x00007f0000000740 (most recent call first):\n  File "a.py", line 1 in new\n\n'
     dump = read_faults(header + faulthandler_text(LOSS, main) + fresh + faulthandler_text(BEFORE, main))
-    assert dump.main.frames[0].function == "train"
+    assert dump.frames[0].function == "train"
 
 
 @pytest.mark.parametrize(("ranks", "holders", "named"), [(4, (1,), (1,)), (8, (5,), (5,)), (8, (5, 6), ())])

@@ -140,7 +140,7 @@ def _by_stack(rank: int, evidence: Evidence) -> Condition:
         return Condition(kind="soft", text="at a line that communicates", frames=frames, wait=wait, moves=moves)
     sleeps = ", in uninterruptible sleep (state D)" if evidence.grid[rank].state == "D" else ""
     # what waits for a GPU has released the GIL
-    on_host = on_host or bool(sleeps) or bool(dump.owns_gil)
+    on_host = on_host or bool(sleeps) or dump.owns_gil
     text = (does or "outside communication") + sleeps
     return Condition(kind="busy", text=text, frames=frames, moves=moves, on_host=on_host)
 
