@@ -12,7 +12,6 @@ from trilane.analysis.studies import compare_studies
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
 from trilane.report.plots import losses
-from trilane.utils.tables import Text
 from trilane.workspace.study import Study
 
 
@@ -45,6 +44,10 @@ def test_what_differs_comes_first_and_what_is_equal_is_folded(outputs: Path) -> 
     assert ["model", "hidden_size", "64", "128"] in rows and not [row for row in rows if row[1] == "num_layers"]
     assert "num_layers" in found.folded() and ">hidden_size<" not in found.folded()
     assert set(here.read) == {"a/plans.json", "b/plans.json"}
+    results = found.results().to_frame()
+    assert set(results["part"]) == {"prediction"} and "sec_per_it" in set(results["choice"])
+    (row,) = [row for row in found.to_json()["differences"] if row["choice"] == "hidden_size"]
+    assert row == {"part": "model", "choice": "hidden_size", "values": {"a": "64", "b": "128"}}
 
 
 def test_speed_is_compared_by_the_test_of_faster_and_losses_are_drawn_together(outputs: Path) -> None:
@@ -56,20 +59,11 @@ def test_speed_is_compared_by_the_test_of_faster_and_losses_are_drawn_together(o
     assert {v["run"] for v in spec["data"]["values"]} == {f"{s}: {r}" for s in "ab" for r in ("one", "two")}
 
 
-def test_plans_that_both_have_are_compared_by_their_times(outputs: Path) -> None:
-    here = study("a", plans=2)
-    study("b", plans=1)
-    assert (
-        compare_studies(here, "a,b").shared_plans()
-        == "1 plans are in a and in b, which predicts the same times for them."
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "lack"),
     [
         (None, "plans.json (02_topology)"),
-        ("{", "damaged"),
+        ("{", "property name"),
         ('{"plans": [{"id": 1}]}', "plans.json: is damaged"),
         ('{"plans": [], "shape": 7}', "runs (03_launch)"),
     ],
@@ -79,14 +73,11 @@ def test_what_a_study_lacks_or_what_is_damaged_in_it_is_a_line(outputs: Path, te
     other = study("b", plans=0)
     if text is not None:
         (other.folder / "plans.json").write_text(text)
-        (other.folder / "calendar.json").write_text('{"days": []}')
+        (other.folder / "calendar.json").write_text('{"days": [], "finish": 7}')
     found = compare_studies(here, "a,b")
     assert any(lack in line for line in found.studies[1].lacks), found.studies[1].lacks
-    assert "no timed run in b" in found.faster() and found.costs() == Text(
-        "No study has a forecast; `07_calendar` makes one."
-    )
-    assert found.summary() and found.folded() and len(found.plans().to_frame()) == len(found.studies)
-    assert found.differences() and found.to_json()["lacks"]["a"]
+    assert "no timed run in b" in found.faster() and found.to_json()["lacks"]["a"]
+    assert found.summary() and found.folded() and found.differences() and found.results()
 
 
 def test_without_names_the_study_that_changed_last_is_compared_with_this_one(outputs: Path) -> None:

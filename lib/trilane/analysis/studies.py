@@ -1,24 +1,42 @@
-"""StudyComparison: two or more studies side by side: where they differ, their plans, runs, speed and cost."""
+"""Studies side by side: one table of what was chosen and predicted in each, their runs, losses and speed."""
 
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from trilane.analysis.collect import MeasuredRuns, measure_runs
 from trilane.analysis.compare import compare
 from trilane.analysis.loss_curve import Curve
 from trilane.analysis.measure import Measurement
-from trilane.analysis.study_parts import NUMBERS, StudyParts, forecast_cells, plan_point, study_parts
-from trilane.utils.tables import Columns, Html, Text, show
-from trilane.utils.validation import require
+from trilane.utils.numbers import percent, with_interval
+from trilane.utils.tables import Columns, Html, Text, one_line, show
+from trilane.utils.validation import read_object, require
 from trilane.workspace.installation import outputs_root
 from trilane.workspace.study import Study
 
-LEAST = 2
-EQUAL = 1.001  # a ratio of times nearer to 1 is the same time
-SHARED = 4  # plans that ran in both studies and are tested one by one
 LACKS = "lacks it"
-NUMBERS_WORD = "numbers of the cluster and of the planner differ"
+FOUND = ("prediction", "forecast", "decision")  # parts that hold results
+NUMBERS = ("cluster", "planner's constants")  # parts with numbers that nobody chose
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyParts:
+    """What one study holds: all that was chosen and found, by part and name; its plans and runs; what it lacks."""
+
+    name: str
+    facts: Mapping[tuple[str, str], str]
+    plans: list[dict[str, Any]]
+    runs: MeasuredRuns
+    lacks: tuple[str, ...]
+
+    def fastest(self) -> list[Measurement]:
+        """The runs of its fastest topology; [] without a timed run."""
+        timed = sorted((m for m in self.runs.timed if m.sec_per_it > 0), key=lambda m: m.sec_per_it)
+        return [m for m in timed if m is timed[0] or (m.plan and timed[0].plan and m.plan.id == timed[0].plan.id)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,111 +47,81 @@ class StudyComparison:
 
     def summary(self) -> Text:
         """What is compared, and what a study lacks, a line each."""
-        names = Text.joined(", ", [Text.of("{:code}", s.name) for s in self.studies])
-        lines = [Text.of("{} lacks {}.", s.name, "; ".join(s.lacks)) for s in self.studies if s.lacks]
-        if len(self.studies) < LEAST:
-            lines.append(Text("It is the only study here; name two or more: `-p studies a,b`."))
-        return Text.joined("\n\n", [Text.of("Compared: {}.", names), *lines])
+        lines = [Text.of("Compared: {}.", Text.joined(", ", [Text.of("{:code}", s.name) for s in self.studies]))]
+        lines += [Text.of("{} lacks {}.", s.name, "; ".join(s.lacks)) for s in self.studies if s.lacks]
+        lines += [Text("It is the only study here; name two or more: `-p studies a,b`.")] * (len(self.studies) < 2)
+        return Text.joined("\n\n", lines)
 
-    def rows(self) -> Iterator[tuple[str, str, list[str]]]:
-        """Part, name and each study's value; only parts that two studies have."""
-        facts = [s.facts() for s in self.studies]
-        for part in dict.fromkeys(part for found in facts for part in found):
-            having = [found[part] for found in facts if part in found]
-            absent = "default" if part.startswith("parameters") else ""
-            for name in dict.fromkeys(name for found in having for name in found) if len(having) >= LEAST else ():
-                yield part, name, [f[part].get(name, absent) if part in f else LACKS for f in facts]
+    def table(self, differ: bool, parts: Sequence[str] = ()) -> pd.DataFrame:
+        """A row for each part and choice, a column for each study; those that differ, or those that do not."""
+        names = dict.fromkeys(name for s in self.studies for name in s.facts)
+        order = list(dict.fromkeys(part for part, _ in names))
+        index = pd.MultiIndex.from_tuples(
+            sorted(names, key=lambda name: order.index(name[0])), names=["part", "choice"]
+        )
+        table = pd.DataFrame({s.name: pd.Series(s.facts, dtype=object).reindex(index) for s in self.studies}, index)
+        has_part = table.notna().groupby("part").transform("any")
+        # what a notebook was not given is its default
+        table = table.where(has_part, LACKS).fillna("default")[has_part.sum(axis=1) > 1]
+        kept = (table[table != LACKS].nunique(axis=1) > 1) == differ
+        chosen = table.index.get_level_values("part").isin(parts or order)
+        return table[kept & chosen].reset_index()
 
     def differences(self) -> Columns | Text:
         """What differs of what somebody chose: a row a choice, a column a study."""
-        rows = [(p, name, *values) for p, name, values in self.rows() if p not in NUMBERS and _differ(values)]
-        if not rows:
-            return Text("They differ in no parameter, model, cluster, plan or training that two of them have.")
-        return Columns.of_rows(("part", "choice", *(s.name for s in self.studies)), rows)
+        table = self.table(True)
+        table = table[~table["part"].isin([*FOUND, *NUMBERS])].reset_index(drop=True)
+        none = Text("They differ in no parameter, model, cluster, plan or training that two of them have.")
+        return Columns(table) if len(table) else none
+
+    def results(self) -> Columns | Text:
+        """What differs of what was found: the best plan's prediction, the calendar, the decision."""
+        table = self.table(True, FOUND)
+        return Columns(table) if len(table) else Text("No two studies have a prediction, or it is the same.")
 
     def folded(self) -> Html:
         """Numbers of the cluster and of the planner that differ, and what is equal: both folded."""
-        numbers = [(p, name, *values) for p, name, values in self.rows() if p in NUMBERS and _differ(values)]
-        equal = [(p, name, next(v for v in vs if v != LACKS)) for p, name, vs in self.rows() if not _differ(vs)]
-        heads = ("part", "name", *(s.name for s in self.studies)), ("part", "choice", "of all")
-        pieces = []
-        for rows, names, word in ((numbers, heads[0], NUMBERS_WORD), (equal, heads[1], "choices are equal")):
-            table = show(Columns.of_rows(names, rows).columns) if rows else Html("")
-            pieces.append(Html.of("<details><summary>{} {}</summary>{}</details>", len(rows), word, table))
-        return Html.joined("\n", pieces)
-
-    def plans(self) -> Columns:
-        """The best plan of each study with its prediction, and how many plans its search kept."""
-        bests = [(s.name, len(s.plans), plan_point(s.plans[0]) if s.plans else {}) for s in self.studies]
-        names = {"best": "plan", "id": "id", "GPUs": "gpus", "seconds an iteration": "seconds"}
-        names |= {"90 % interval": "interval", "tokens/s": "tokens_per_s", "GiB": "gib", "P(OOM)": "oom"}
-        columns = {head: [point.get(name, "") for _, _, point in bests] for head, name in names.items()}
-        return Columns({"study": [name for name, _, _ in bests], "plans": [n for _, n, _ in bests], **columns})
-
-    def shared_plans(self) -> Text:
-        """Of each two studies: how many plans both have, and how far their predictions differ."""
-        lines = []
-        for a, b in combinations(self.studies, 2):
-            one, other = ({p["id"]: p["prediction"]["sec_per_it"] for p in s.plans} for s in (a, b))
-            ratios = [other[key] / one[key] for key in one if key in other]
-            if not ratios:
-                lines.append(Text.of("{} and {} have no plan in common.", a.name, b.name))
-                continue
-            low, high = min(ratios), max(ratios)
-            same = "the same times" if max(high, 1 / low) < EQUAL else f"{low:.3f} to {high:.3f} of the other's times"
-            lines.append(
-                Text.of("{} plans are in {} and in {}, which predicts {} for them.", len(ratios), a.name, b.name, same)
-            )
-        return Text.joined("\n\n", lines)
+        groups = {"numbers of the cluster and of the planner differ": self.table(True, NUMBERS)}
+        groups["choices are equal"] = self.table(False)
+        folded = "<details><summary>{} {}</summary>{}</details>"
+        return Html.joined("\n", [Html.of(folded, len(rows), words, show(rows)) for words, rows in groups.items()])
 
     def runs(self) -> Columns | Text:
         """The runs of all studies, a row each."""
-        tables = [(s.name, s.runs.to_frame()) for s in self.studies if s.runs]
-        columns: dict[str, list[Any]] = {"Study": [name for name, table in tables for _ in range(len(table))]}
-        for column in dict.fromkeys(c for _, table in tables for c in table):
-            columns[column] = [v for _, t in tables for v in (t[column] if column in t else [""] * len(t))]
-        return Columns(columns) if tables else Text("No study has a run.")
+        tables = {s.name: s.runs.to_frame() for s in self.studies if s.runs.runs}
+        if not tables:
+            return Text("No study has a run.")
+        table = pd.concat(tables, names=["Study"]).reset_index("Study")
+        return Columns(table.astype(object).fillna(""))
 
     def faster(self) -> Text:
-        """Whether the fastest topology of a study is faster than that of another; then plans that ran in both."""
+        """Whether the fastest topology of a study is faster than that of another."""
         lines = []
         for a, b in combinations(self.studies, 2):
-            without = [s.name for s in (a, b) if not s.timed]
-            if without:
+            one, other = a.fastest(), b.fastest()
+            if without := [s.name for s, runs in ((a, one), (b, other)) if not runs]:
                 lines.append(Text.of("{} against {}: no timed run in {}.", b.name, a.name, " and ".join(without)))
                 continue
-            lines.append(_tested("the fastest topology", a, b, *(_fastest(s) for s in (a, b))))
-            shared = {m.plan.id: m.plan.label for m in a.timed if m.plan and b.of_plan(m.plan.id)}
-            for key, label in list(shared.items())[:SHARED]:
-                lines.append(_tested(label, a, b, a.of_plan(key), b.of_plan(key)))
-            if len(shared) > SHARED:
-                lines.append(Text.of("{} more plans ran in both.", len(shared) - SHARED))
+            names = [", ".join(m.name for m in runs) for runs in (one, other)]
+            template = "The fastest topology: A is {} of {}, B is {} of {}. {}"
+            lines.append(Text.of(template, names[0], a.name, names[1], b.name, compare(one, other).as_text()))
         return Text.joined("\n\n", lines)
 
     def curves(self) -> dict[str, dict[str, Curve]]:
         """The loss curves of each study that has any, by study and run."""
-        found = {s.name: s.runs.curves() for s in self.studies if s.runs}
-        return {name: curves for name, curves in found.items() if curves}
+        return {s.name: curves for s in self.studies if (curves := s.runs.curves())}
 
     def losses(self) -> Text:
         """First and last losses, a line a study."""
-        lines = [Text.of("{}: {}", s.name, s.runs.loss_summary()) for s in self.studies if s.runs]
+        lines = [Text.of("{}: {}", s.name, s.runs.loss_summary()) for s in self.studies if s.runs.runs]
         return Text.joined("\n\n", lines or [Text("No study has a run.")])
-
-    def costs(self) -> Columns | Text:
-        """What 07_calendar and 08_decision found: what is recommended, days, GPU-hours, the date and the risks."""
-        found = [(s, s.files["calendar.json"]) for s in self.studies if "calendar.json" in s.files]
-        rows = [{"study": s.name, "recommended": s.recommended, **forecast_cells(values)} for s, values in found]
-        none = Text("No study has a forecast; `07_calendar` makes one.")
-        return Columns({name: [row[name] for row in rows] for name in rows[0]}) if rows else none
 
     def to_json(self) -> dict[str, Any]:
         """What comparison.json holds."""
         names = [s.name for s in self.studies]
         rows = [
-            {"part": part, "choice": name, "values": dict(zip(names, values, strict=True))}
-            for part, name, values in self.rows()
-            if _differ(values)
+            {"part": row["part"], "choice": row["choice"], "values": {name: row[name] for name in names}}
+            for row in self.table(True).to_dict("records")
         ]
         return {"studies": names, "lacks": {s.name: list(s.lacks) for s in self.studies}, "differences": rows}
 
@@ -141,35 +129,101 @@ class StudyComparison:
 def compare_studies(here: Study, names: str = "") -> StudyComparison:
     """The studies of these names, separated by commas; without names `here` and the study that changed last.
 
+        compare_studies(Study.open("a"), "a,b").differences()
+
     Raises ValueError for a study that does not exist. What one lacks, or what is damaged in it, is reported instead.
     """
     chosen = list(dict.fromkeys(name for part in names.split(",") if (name := part.strip())))
-    require(not names or len(chosen) >= LEAST, "studies", names, "must be two or more, separated by commas")
+    require(not names or len(chosen) > 1, "studies", names, "must be two or more, separated by commas")
     known = {p.name: p.stat().st_mtime_ns for p in outputs_root().iterdir() if (p / "index.html").is_file()}
     others = sorted((name for name in known if name != here.name), key=known.__getitem__)
     parts = []
     for name in chosen or [here.name, *others[-1:]]:
         study = Study(name)
         require(study.folder.is_dir(), "studies", name, f"no study of that name; there are {', '.join(sorted(known))}")
-        parts.append(study_parts(study))
+        parts.append(_parts(study))
         here.read |= {f"{name}/{file}": key for file, key in study.read.items()}
     return StudyComparison(studies=tuple(parts))
 
 
-def _fastest(study: StudyParts) -> list[Measurement]:
-    """The runs of the study's fastest topology."""
-    best = study.timed[0]
-    return study.of_plan(best.plan.id) if best.plan else [best]
+def plan_point(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of plans.json in a figure's numbers; tokens a second with their 90 % interval."""
+    t, p = plan["topology"], plan["prediction"]
+    seconds, low, high = with_interval(p["sec_per_it"], p["sec_lo"], p["sec_hi"])
+    rates = {"tokens_per_s": p["sec_per_it"], "low": p["sec_hi"], "high": p["sec_lo"]}
+    tokens = t["gbs"] * plan["shape"]["seq_length"]
+    names = {name: one_line(plan[key]) for name, key in {"plan": "label", "id": "id"}.items()}
+    numbers = {"gpus": t["tp"] * t["pp"] * t["dp"] * t.get("cp", 1), "oom": percent(p["oom_probability"])}
+    numbers |= {"gib": float(f"{p['memory_bytes'] / 2**30:.4g}"), "seconds": seconds, "interval": f"{low} to {high}"}
+    return {**names, **numbers, **{name: float(f"{tokens / seconds:.4g}") for name, seconds in rates.items()}}
 
 
-def _tested(what: str, a: StudyParts, b: StudyParts, one: list[Measurement], other: list[Measurement]) -> Text:
-    """The test of 'faster' in a line, B the second study."""
-    found = compare(one, other)
-    template = "{}: A is {} of {}, B is {} of {}. **{}.** Spread between runs {:.1%}: {}. {}"
-    names = [", ".join(m.name for m in runs) for runs in (one, other)]
-    values = (what, names[0], a.name, names[1], b.name, found.sentence, found.deviation, found.source)
-    return Text.of(template, *values, "; ".join(found.notes))
+def _parts(study: Study) -> StudyParts:
+    files, lacks, runs = dict[str, dict[str, Any]](), list[str](), MeasuredRuns(runs=())
+    plans: list[dict[str, Any]] = []
+    made_by = {"sizing": "01_sizing", "plans": "02_topology", "calendar": "07_calendar", "decision": "08_decision"}
+    for name, notebook in made_by.items():
+        try:
+            files[name] = study.load(f"{name}.json", notebook)
+            plans = files[name]["plans"] if name == "plans" else plans
+            assert all(plan_point(plan) and isinstance(plan["cluster"], dict) for plan in plans)
+        except ValueError as error:
+            lacks.append(str(error) if (study.folder / f"{name}.json").exists() else f"{name}.json ({notebook})")
+        except (KeyError, TypeError, AttributeError, ZeroDivisionError, AssertionError):
+            plans = []
+            lacks.append(f"study file={name}.json: is damaged")
+    try:
+        runs = measure_runs(study)
+    except ValueError as error:
+        lacks.append(str(error) if study.run_folders() else "runs (03_launch)")
+    facts = {(part, n): v for part, found in _facts(study, files, plans, runs).items() for n, v in _flat(found).items()}
+    return StudyParts(name=study.name, facts=facts, plans=plans, runs=runs, lacks=tuple(lacks))
 
 
-def _differ(values: list[str]) -> bool:
-    return len({v for v in values if v != LACKS}) > 1
+def _facts(
+    study: Study, files: Mapping[str, dict[str, Any]], plans: Sequence[dict[str, Any]], runs: MeasuredRuns
+) -> dict[str, Any]:
+    """Everything that was chosen and found, by part."""
+    chosen, best = files.get("plans") or files.get("sizing") or {}, plans[0] if plans else {}
+    calendar, trained = files.get("calendar", {}), [m.plan.to_json() for m in runs.runs if m.plan]
+    forecast = ("plan", "tokens", "days", "days_interval", "gpu_hours", "gpu_hours_interval", "finish")
+    predicted = ("sec_per_it", "sec_lo", "sec_hi", "memory_bytes", "oom_probability")
+    # what the search leaves open; several values where runs differ
+    training = [_flat({p: plan[p] for p in ("engine", "data", "optimizer", "dropout", "run")}) for plan in trained]
+    names = dict.fromkeys(name for one in training for name in one)
+    found = {
+        "model": chosen.get("shape"),
+        "batch and machine": {k: chosen[k] for k in ("cluster", "gpus", "gbs") if k in chosen},
+        "best plan": best.get("topology"),
+        "prediction": {k: best["prediction"][k] for k in predicted} if best else {},
+        "cluster": best.get("cluster"),
+        "planner's constants": best.get("calibration", {}).get("constants"),
+        "training": {n: ", ".join(dict.fromkeys(one[n] for one in training if n in one)) for n in names},
+        "forecast": {k: calendar.get(k) for k in (*forecast, "p_miss_deadline", "p_overrun_allocation") if calendar},
+        "decision": files.get("decision", {}).get("recommendation"),
+    }
+    for path in sorted(study.folder.glob("[0-9]*.ipynb")):
+        found[f"parameters of {path.stem}"] = _parameters(path)
+    return found
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, str]:
+    """Nested values by their path, as text: {"ramp": {"start": 8}} -> {"ramp.start": "8"}."""
+    found: dict[str, str] = {}
+    for name, value in values.items() if isinstance(values, dict) else ():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{name}.")
+        # where numbers come from, and where data lies, is no choice
+        elif name not in ("sources", "folder"):
+            text = f"{value:.6g}" if isinstance(value, float) else str(value)
+            found[f"{prefix}{name}"] = "/".join(text.split("/")[-2:]) if text.startswith("/") else text
+    return found
+
+
+def _parameters(path: Path) -> dict[str, Any]:
+    """The parameters with which papermill executed a notebook, without the study; {} where they are not recorded."""
+    try:
+        made = read_object(path, "notebook", metadata=dict)["metadata"]["papermill"]["parameters"]
+        return {name: value for name, value in dict(made).items() if name != "study"}
+    except (ValueError, KeyError, TypeError):
+        return {}

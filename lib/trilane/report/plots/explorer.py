@@ -6,7 +6,7 @@ from typing import Any
 
 import altair as alt
 
-from trilane.analysis.study_parts import StudyParts, plan_point
+from trilane.analysis.studies import StudyParts, plan_point
 from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.pipeline import PipelineSchedule, pipeline_schedule
 from trilane.costmodel.predict import RISKY
