@@ -13,7 +13,7 @@ from test_collect import DUMP
 from test_log_dialects import m2021
 from test_measure import log
 
-from trilane.analysis import collect, next_run, recalibrate
+from trilane.analysis import collect, recalibrate
 from trilane.analysis.measure import measure_log
 from trilane.costmodel import metrics
 from trilane.costmodel.calibration import Calibration
@@ -95,47 +95,38 @@ def test_repeats_that_differ_are_noise():
     assert rough.noise > 2 * calm.noise
 
 
-def test_the_next_run_saves_what_simulated_decisions_save():
-    """The knowledge gradient against its own definition: worlds are drawn from the belief, the run is made in each of
-    them, the belief is updated by Bayes' rule, and the choice is made again."""
-    belief = posterior(CASES[:1], [seconds(CASES[0], Calibration())], Calibration())
-    best = next_run.short_runs(CASES, belief, CASES, startup_s=0)[0]
-    mean, cov = next_run._per_sequence(CASES, belief), belief.covariance(CASES)
-    x = CASES.index(best.case)
-    rng = np.random.default_rng(1)
-    worlds = rng.multivariate_normal(mean, cov, 20_000, method="eigh")
-    seen = worlds[:, x] + belief.noise * rng.standard_normal(len(worlds))
-    gain = cov[:, x] / (cov[x, x] + belief.noise**2)
-    chosen = (mean[:, None] + gain[:, None] * (seen - mean[x])).argmin(axis=0)
-    saved = worlds[:, mean.argmin()] - worlds[np.arange(len(worlds)), chosen]
-    assert best.regret_saved > 0 and best.regret_saved == pytest.approx(saved.mean(), rel=0.1, abs=2e-4)
+def test_what_a_run_leaves_uncertain_is_what_the_belief_has_after_it():
+    """Seconds that are as expected move no mean; the posterior with them has the width that was foreseen."""
+    measured = [seconds(c, Calibration()) for c in CASES[:2]]
+    belief = posterior(CASES[:1], measured[:1], Calibration())
+    now = recalibrate.short_runs(CASES, belief, CASES[1:2])
+    after = recalibrate.short_runs(CASES, posterior(CASES[:2], measured, Calibration()), CASES[1:2])
+    assert now.runs[0].half_width_after == pytest.approx(after.half_width, rel=0.06)
+    assert after.half_width < now.half_width / 1.1
 
 
 def test_a_run_of_what_is_known_is_worth_less_than_one_of_its_rival_and_cost_counts():
     measured = seconds(CASES[0], Calibration())
     belief = posterior([CASES[0]] * 4, [measured] * 4, Calibration())
     near = dataclasses.replace(CASES[0], topology=dataclasses.replace(CASES[0].topology, mbs=2))
-    known, rival = next_run.short_runs([CASES[0], near], belief, [CASES[0], near], startup_s=0)[::-1]
-    assert rival.case == near and rival.regret_saved > known.regret_saved
-    longer = next_run.short_runs([CASES[0], near], belief, [near], iterations=200, startup_s=0)[0]
-    assert longer.gpu_hours == pytest.approx(10 * rival.gpu_hours) and longer.worth < rival.worth
+    found = recalibrate.short_runs([CASES[0], near], belief, [CASES[0], near], startup_s=0)
+    assert found.rival and found.runs[0].case == near and found.runs[0].worth > found.runs[1].worth
+    longer = recalibrate.short_runs([CASES[0], near], belief, [near], iterations=200, startup_s=0).runs[0]
+    assert longer.gpu_hours == pytest.approx(10 * found.runs[0].gpu_hours) and longer.worth < found.runs[0].worth
 
 
 def test_where_the_choice_is_clear_the_winners_time_is_what_a_run_adds():
     slow = dataclasses.replace(CASES[0], topology=dataclasses.replace(CASES[0].topology, tp=1, pp=1, dp=8, mbs=256))
-    belief = posterior([], [], Calibration())
-    best = next_run.short_runs([CASES[0], slow], belief)[0]
-    decision = next_run.decide([CASES[0], slow], belief)
-    assert decision.winner == 0 and decision.chances[0] > 0.99 and decision.regret < 1e-3
-    assert best.case.topology.tp == 8, "the winner, or it with fewer replicas: the other would not fit"
-    assert best.half_width_after < decision.half_width
-    with pytest.raises(ValueError, match=r"^plans=none: nothing to decide"):
-        next_run.decide([], belief)
+    found = recalibrate.short_runs([slow, CASES[0]], posterior([], [], Calibration()))
+    assert found.winner == recalibrate.label(CASES[0]) and not found.rival and "may be as fast" not in found.summary()
+    assert found.runs[0].case.topology.tp == 8, "the winner, or it with fewer replicas: the other would not fit"
+    assert found.runs[0].half_width_after < found.half_width
+    assert not recalibrate.NextRuns()
 
 
 def test_a_smaller_sibling_keeps_the_pipeline_and_its_microbatches():
     (plan,) = [c for c in CASES if c.topology.dp == 8 and c.topology.tp == 8]
-    sizes = [(c.topology.dp, c.topology.gbs, c.topology.microbatches) for c in next_run.siblings([plan])]
+    sizes = [(c.topology.dp, c.topology.gbs, c.topology.microbatches) for c in recalibrate.siblings([plan])]
     assert sizes == [(8, 2048, 128), (4, 1024, 128), (2, 512, 128)], "one replica alone would not fit"
 
 
@@ -201,9 +192,7 @@ def test_a_predicted_memory_that_is_far_off_is_commented_on(share, sentence):
 
 def test_the_table_of_short_runs_has_the_interval_of_its_figure():
     """± of a time is what its logarithm's half-width makes of it: 7.2 % of ln(seconds) are 7.5 % of the seconds."""
-    belief = posterior([], [], Calibration())
-    runs, decision = next_run.short_runs(CASES[:2], belief), next_run.decide(CASES[:2], belief)
-    choice = next_run.NextRuns(plans=tuple(CASES[:2]), decision=decision, runs=tuple(runs))
+    choice = recalibrate.short_runs(CASES[:2], posterior([], [], Calibration()))
     table, drawn = choice.to_frame(), plots.next_runs(choice)
     (now,) = {float(line.get_ydata()[0]) for line in drawn.axes[0].lines}
     assert table["winner's time, now"][0] == f"± {now:.1f}%"

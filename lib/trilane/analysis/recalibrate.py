@@ -1,31 +1,34 @@
-"""Recalibration: what measured runs teach the planner: constants and predictions before and after, with intervals."""
+"""What measured runs teach the planner, constants and predictions with intervals, and which short run is next."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from trilane.analysis.measure import Measurement
 from trilane.config.cluster import Cluster
-from trilane.config.engines import ENGINES
+from trilane.config.engines import ENGINES, label_of
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.costmodel import calibration, shipped
 from trilane.costmodel.calibration import Calibration, Configuration
+from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import fit_time
+from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.costmodel.predict import Prediction, predict, sizes_of
 from trilane.costmodel.row_cells import cells_of
 from trilane.costmodel.uncertainty import Posterior, posterior
 from trilane.planning.search import search_space
 from trilane.planning.space import space_around
 from trilane.utils.numbers import amount
-from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, grouped
+from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, frame_of, grouped
 from trilane.workspace.study import Study
 
-FAR = math.log(1.25)  # of ln(predicted / measured): memory beyond that is commented on
 NOTHING = Text("Nothing to predict: the logs give no shape and topology, or `cluster` is not given.")
+ITERATIONS = 20  # of a short run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,31 +51,34 @@ class Recalibration(Table):
         return bool(self.cases)
 
     def to_frame(self) -> DataFrame:
-        """Measured against predicted seconds, a row a run."""
-        import pandas as pd
-
-        measured = [m.sec_per_it for m in self.runs]
-        columns: dict[str, list[object]] = {"run": [m.name for m in self.runs], "measured s/it": [*measured]}
+        """Measured against predicted seconds, and memory of the fullest rank where it was printed; a row a run."""
+        table = pd.DataFrame({"run": [m.name for m in self.runs], "measured s/it": [m.sec_per_it for m in self.runs]})
         for name, predictions in (("predicted", self.before), ("recalibrated", self.after)):
-            columns[name] = [p.sec_per_it for p in predictions]
-            columns[f"{name} / measured"] = [p.sec_per_it / s for p, s in zip(predictions, measured, strict=True)]
-            columns[f"{name} ±"] = [f"{p.sec_hi / p.sec_per_it - 1:.0%}" for p in predictions]
-        return pd.DataFrame(columns)
+            table[name] = [p.sec_per_it for p in predictions]
+            table[f"{name} / measured"] = table[name] / table["measured s/it"]
+            table[f"{name} ±"] = [f"{p.sec_hi / p.sec_per_it - 1:.0%}" for p in predictions]
+        if any(m.memory_bytes > 0 for m in self.runs):
+            table["measured (GiB)"] = [m.memory_bytes / 2**30 for m in self.runs]
+            table["predicted (GiB)"] = [p.memory_bytes / 2**30 for p in self.before]
+            table["predicted / measured (GiB)"] = table["predicted (GiB)"] / table["measured (GiB)"]
+        return table
 
     def _repr_html_(self) -> str:
         found = super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)
         return found + "".join(Html.of("<p>Not used: {}</p>", line) for line in self.left_out[:12])
 
-    def memory(self) -> Table | Text:
-        """Measured against predicted memory, a row for each run that printed it."""
-        pairs = [(m, p) for m, p in zip(self.runs, self.before, strict=True) if m.memory_bytes > 0]
-        columns: dict[str, list[object]] = {
-            "run": [m.name for m, _ in pairs],
-            "measured, fullest rank (GiB)": [m.memory_bytes / 2**30 for m, _ in pairs],
-            "predicted (GiB)": [p.memory_bytes / 2**30 for _, p in pairs],
-            "predicted / measured": [p.memory_bytes / m.memory_bytes for m, p in pairs],
-        }
-        return Columns(columns) if pairs else NOTHING
+    def memory_summary(self) -> Text:
+        """How far the predicted memory is off, where that is more than a quarter."""
+        ratios = self.to_frame().get("predicted / measured (GiB)", pd.Series(dtype=float)).dropna()
+        far = ratios[(ratios < 0.8) | (ratios > 1.25)]
+        if far.empty:
+            return Text()
+        return Text.of(
+            "**The predicted memory is wrong by more than a quarter in {} of {} runs**, at worst {:.2g} times what was "
+            "measured. Is the log that of the fullest rank (with a pipeline often the first or the last), and is what "
+            "it prints the peak that was reserved? Recalibration corrects seconds, not memory.",
+            *(len(far), len(ratios), max(far, key=lambda ratio: abs(math.log(ratio)))),
+        )
 
     def constants(self) -> Table | Text:
         """The planner's constants before and after."""
@@ -86,40 +92,31 @@ class Recalibration(Table):
         """Runs whose seconds lay within the 90 % interval of the prediction before any of them."""
         return sum(p.sec_lo <= m.sec_per_it <= p.sec_hi for p, m in zip(self.before, self.runs, strict=True))
 
-    def memory_summary(self) -> Text:
-        """How far the predicted memory is off, where that is more than FAR."""
-        ratios = [
-            p.memory_bytes / m.memory_bytes for m, p in zip(self.runs, self.before, strict=True) if m.memory_bytes > 0
-        ]
-        far = [ratio for ratio in ratios if abs(math.log(ratio)) > FAR]
-        if not far:
-            return Text()
-        worst = max(far, key=lambda ratio: abs(math.log(ratio)))
-        return Text.of(
-            "**The predicted memory is wrong by more than a quarter in {} of {} runs**, at worst {:.2g} times what was "
-            "measured. Is the log that of the fullest rank (with a pipeline often the first or the last), and is what "
-            "it prints the peak that was reserved? Recalibration corrects seconds, not memory.",
-            *(len(far), len(ratios), worst),
-        )
-
     def headline(self, timed: Sequence[Measurement]) -> dict[str, Any]:
-        """The cards of the study's index: the model with most of the timed runs, its fastest run, and the prediction.
-
-        Predicted / measured is given before any run, and after recalibration with these very runs.
+        """The cards of the study's index: of the model with most of the timed runs its size, fastest run and loss, then
+        predicted / measured before any run, and after recalibration with these very runs.
         """
-        cards = _of_model(timed)
-        if self:
-            measured = [m.sec_per_it for m in self.runs]
-            for found, label in ((self.before, "before these runs"), (self.after, "after recalibration by them")):
-                ratios = [p.sec_per_it / s for p, s in zip(found, measured, strict=True)]
-                cards.append((f"{min(ratios):.3g} to {max(ratios):.3g}", f"predicted / measured seconds, {label}"))
-            cards.append((f"{self.inside} of {len(measured)}", "runs inside the 90 % interval predicted before them"))
-        return {"cards": [{"value": value, "label": label} for value, label in cards]}
+        models = list(grouped(timed, lambda m: (m.config.shape, m.config.gbs)).values())
+        most = max(models, key=lambda runs: len(runs), default=[])
+        best = min(most, key=lambda m: m.sec_per_it, default=None)
+        cards = {} if best else {"timed runs": "none"}
+        if best and (size := best.config.parameters):
+            others = f" (one of {len(models)} models or batch sizes here)" if len(models) > 1 else ""
+            cards[f"parameters{others}"] = f"{amount(size / 1e9)} B" if size >= 1e9 else f"{amount(size / 1e6)} M"
+        if best:
+            cards[f"an iteration of its fastest run, {best.name}"] = f"{amount(best.sec_per_it)} s"
+        if best and best.first_loss == best.first_loss:
+            cards["its loss (nats per token)"] = f"{best.first_loss:.2f} → {best.last_loss:.2f}"
+        when = {"before these runs": self.before, "after recalibration by them": self.after} if self else {}
+        for label, found in when.items():
+            ratios = [p.sec_per_it / m.sec_per_it for p, m in zip(found, self.runs, strict=True)]
+            cards[f"predicted / measured seconds, {label}"] = f"{min(ratios):.3g} to {max(ratios):.3g}"
+        inside = f"{self.inside} of {len(self.runs)}"
+        cards |= {"runs inside the 90 % interval predicted before them": inside} if self else {}
+        return {"cards": [{"value": value, "label": label} for label, value in cards.items()]}
 
     def measured_rows(self) -> DataFrame:
         """The measured runs in the columns that measured_rows.read_rows takes: `trilane plan backtest` fits to them."""
-        import pandas as pd
-
         rows = zip(self.runs, self.cases, strict=True)
         return pd.DataFrame([cells_of(m.name, case, m.sec_per_it, m.memory_bytes) for m, case in rows])
 
@@ -134,28 +131,11 @@ class Recalibration(Table):
         ]
 
 
-def _of_model(timed: Sequence[Measurement]) -> list[tuple[str, str]]:
-    """Value and label of the cards on the model that most runs have (the first of several): its fastest run."""
-    models = list(grouped(timed, lambda m: (m.config.shape, m.config.gbs)).values())
-    runs = max(models, key=len, default=[])
-    if not runs:
-        return [("none", "timed runs")]
-    fastest, size = min(runs, key=lambda m: m.sec_per_it), runs[0].config.parameters
-    others = f" (one of {len(models)} models or batch sizes here)" if len(models) > 1 else ""
-    cards = (
-        [(f"{amount(size / 1e9)} B" if size >= 1e9 else f"{amount(size / 1e6)} M", f"parameters{others}")]
-        if size
-        else []
-    )
-    cards += [(f"{amount(fastest.sec_per_it)} s", f"an iteration of its fastest run, {fastest.name}")]
-    if fastest.first_loss == fastest.first_loss:
-        cards += [(f"{fastest.first_loss:.2f} → {fastest.last_loss:.2f}", "its loss (nats per token)")]
-    return cards
-
-
 def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> Recalibration:
     """The constants fitted to the runs whose shape and topology are known, on `cluster` unless they have a plan; not
     to those whose log leaves open how long an iteration takes.
+
+        recalibrate(measure_runs(Study.open("demo")).timed).constants()
     """
     pairs = [(m, case) for m in runs if m.sec_per_it > 0 and (case := case_of(m, cluster))]
     left_out = tuple(f"{m.name}: {m.time_problems[0]}" for m, _ in pairs if m.time_problems)
@@ -193,10 +173,9 @@ def predictions(
 ) -> list[Prediction]:
     """The prediction for each case, with the belief's intervals where it is given."""
     found = [predict(c, known) for c in cases]
-    if belief is None:
-        return found
-    pairs = zip(found, np.exp(belief.half_widths(cases)).tolist(), strict=True)
-    return [replace(p, sec_lo=p.sec_per_it / factor, sec_hi=p.sec_per_it * factor) for p, factor in pairs]
+    factors = np.exp(belief.half_widths(cases)).tolist() if belief else []
+    widened = zip(found, factors, strict=False)
+    return [replace(p, sec_lo=p.sec_per_it / f, sec_hi=p.sec_per_it * f) for p, f in widened] if belief else found
 
 
 def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | None:
@@ -206,7 +185,7 @@ def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | N
     Logs of 2021 are of attention that stored its scores, the only one there was; the dialect gives the year. What the
     arguments of other logs leave open gets the plain choice: equal layers a stage, no offload.
     """
-    c, given = m.config, m.log.arguments
+    c, given, is_lm = m.config, m.log.arguments, m.log.dialect == "megatron-lm"
     if m.plan:
         topology = replace(m.plan.topology, gbs=int(c.gbs))
         return Configuration(shape=m.plan.shape, topology=topology, cluster=m.plan.cluster, engine=m.plan.engine)
@@ -220,33 +199,155 @@ def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | N
             zero=zero if isinstance(zero, int) else 0,
             sequence_parallel=given.get("sequence_parallel") is True and c.tp > 1,
             precision=c.precision or ("fp16" if cluster.gpu.kind == "cuda" else "fp32"),
-            attention="fused" if given.get("use_flash_attn") is True or m.log.dialect == "megatron-lm" else "scores",
+            attention="fused" if given.get("use_flash_attn") is True or is_lm else "scores",
         )
     except ValueError:
         return None
-    engine = "megatron" if m.log.dialect == "megatron-lm" else ""
-    case = Configuration(shape=c.shape, topology=topology, cluster=cluster, engine=engine)
+    case = Configuration(shape=c.shape, topology=topology, cluster=cluster, engine="megatron" if is_lm else "")
     return None if invalid_reason(c.shape, topology) else case
 
 
-def alternatives(case: Configuration, known: Calibration, keep: int = 8) -> list[Configuration]:
-    """The best plans that train the model of `case` with its batch on as many GPUs."""
-    t = case.topology
-    space = space_around(t, [t.gpus], [t.gbs], sorted({1, 2, 4, t.mbs}), case.engine or ENGINES[0])
-    found = search_space(case.shape, case.cluster, space, known, top=64)
-    return [replace(case, topology=c.topology) for c in found.best_per_sizes(keep).rows]
+@dataclass(frozen=True, kw_only=True)
+class ShortRun:
+    """A possible run, its cost, the interval of the fastest plan's time after it (90 %, of ln(seconds)), its worth."""
+
+    case: Configuration
+    gpu_hours: float
+    half_width_after: float
+    worth: float
+
+    @property
+    def label(self) -> str:
+        return label(self.case)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextRuns(Table):
+    """Short runs that would tell most about the choice among `plans`, best first; false where there is no plan.
+
+    `winner` is believed to be the fastest, in `seconds` with their `half_width` (90 %, of ln(seconds)); `rival`, the
+    next one, may be as fast; "" where that is unlikely.
+    """
+
+    plans: tuple[Configuration, ...] = ()
+    winner: str = ""
+    rival: str = ""
+    seconds: float = math.nan
+    half_width: float = math.nan
+    runs: tuple[ShortRun, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.plans)
+
+    def summary(self) -> Text:
+        """Which plan is believed to be the fastest, and whether that is open."""
+        if not self.winner:
+            return NOTHING
+        width = np.expm1(self.half_width)
+        text = "Of {} plans {:code} is believed to be the fastest, {:.3g} s an iteration ± {:.1%}{}."
+        rival = Text.of("; {:code} may be as fast", self.rival) if self.rival else ""
+        return Text.of(text, len(self.plans), self.winner, self.seconds, width, rival)
+
+    def to_frame(self) -> DataFrame:
+        """The eight best runs: cost, and the interval of the fastest plan's time now and after."""
+        columns: dict[str, str | Callable[[Any], Any]] = {
+            f"short run ({ITERATIONS} iterations)": "label",
+            "gbs": "case.topology.gbs",
+            "GPU-hours": "gpu_hours",
+            "winner's time, now": lambda run: f"± {np.expm1(self.half_width):.1%}",
+            "after it": lambda run: f"± {np.expm1(run.half_width_after):.1%}",
+        }
+        return frame_of(self.runs[:8], columns)
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)
+
+
+def next_runs(study: Study, recalibration: Recalibration) -> NextRuns:
+    """The choice among the study's plans after recalibration, and the short runs that would improve it most.
+
+    next_runs(study, recalibrate(runs.timed)).summary()
+    """
+    plans = choices(study, recalibration)
+    return short_runs(plans, recalibration.belief) if plans else NextRuns()
 
 
 def choices(study: Study, recalibration: Recalibration) -> list[Configuration]:
-    """The plans to decide among: those of the study's plans.json, else alternatives to the first run.
-
-    The measured plans of the same model and batch are always included. Empty where no run could be predicted.
+    """The plans to decide among: those of the study's plans.json, else the best that train the first run's model with
+    its batch on as many GPUs. The measured plans of that model and batch are always included; [] without a run.
     """
     if not recalibration:
         return []
-    first = recalibration.cases[0]
+    first, t = recalibration.cases[0], recalibration.cases[0].topology
     planned = study.plans() if (study.folder / "plans.json").exists() else []
     found = [replace(first, topology=p.topology, engine=p.engine) for p in planned if p.shape == first.shape]
-    found = found or alternatives(first, recalibration.fitted)
-    alike = [c for c in recalibration.cases if (c.shape, c.topology.gbs) == (first.shape, first.topology.gbs)]
+    if not found:
+        space = space_around(t, [t.gpus], [t.gbs], sorted({1, 2, 4, t.mbs}), first.engine or ENGINES[0])
+        best = search_space(first.shape, first.cluster, space, recalibration.fitted, top=64).best_per_sizes(8).rows
+        found = [replace(first, topology=candidate.topology) for candidate in best]
+    alike = [c for c in recalibration.cases if (c.shape, c.topology.gbs) == (first.shape, t.gbs)]
     return list({(c.shape, c.topology): c for c in [*found, *alike]}.values())
+
+
+def short_runs(
+    plans: Sequence[Configuration],
+    belief: Posterior,
+    runs: Sequence[Configuration] = (),
+    iterations: int = ITERATIONS,
+    startup_s: float | None = None,
+) -> NextRuns:
+    """The runs (those given, else the plans and smaller versions of them), the most worthwhile first.
+
+    A run of plan x takes cov(d, x)^2 / var(x's measured ln(seconds)) from the variance of d. That is the distance of
+    the second fastest plan from the fastest, or, where it is unlikely to be as fast, the fastest plan's time. What is
+    taken for each GPU-hour is the worth. Left out: third plans, and that several runs together may tell more.
+    """
+    runs = list(runs) or siblings(plans)
+    mean, covariance = _per_sequence(plans, belief), belief.covariance([*plans, *runs])
+    first, second = [*np.argsort(mean), int(np.argmin(mean))][:2]
+    spread = covariance[first, first] + covariance[second, second] - 2 * covariance[first, second]
+    is_open = first != second and mean[second] - mean[first] < 1.645 * np.sqrt(spread)
+    # imports, NCCL, first kernels: guessed, not measured
+    starts = [{"cuda": 120.0, "cpu": 15.0}[r.cluster.gpu.kind] if startup_s is None else startup_s for r in runs]
+    times = zip(runs, starts, np.exp(belief.expected(runs)).tolist(), strict=True)
+    hours = [run.topology.gpus * (start + iterations * seconds) / 3600 for run, start, seconds in times]
+    moves = covariance[:, len(plans) :] / np.sqrt(np.diag(covariance)[len(plans) :] + belief.noise**2)
+    taken = (moves[first] - moves[second] if is_open else moves[first]) ** 2
+    left = 1.645 * np.sqrt(np.maximum(covariance[first, first] - moves[first] ** 2, 0.0))
+    rows = zip(runs, hours, left.tolist(), (taken / hours).tolist(), strict=True)
+    found = [ShortRun(case=run, gpu_hours=h, half_width_after=width, worth=w) for run, h, width, w in rows]
+    return NextRuns(
+        plans=tuple(plans),
+        winner=label(plans[first]),
+        rival=label(plans[second]) if is_open else "",
+        seconds=float(np.exp(belief.expected([plans[first]])[0])),
+        half_width=1.645 * float(np.sqrt(covariance[first, first])),
+        runs=tuple(sorted(found, key=lambda run: -run.worth)),
+    )
+
+
+def siblings(plans: Sequence[Configuration]) -> list[Configuration]:
+    """The plans, and each with a half, a quarter, ... of its replicas and batch: the same pipeline on fewer GPUs.
+
+    Those that more likely than not run out of memory are left out: nothing would be measured.
+    """
+    found: dict[tuple[object, Topology], Configuration] = {}
+    for plan in plans:
+        t, dp = plan.topology, plan.topology.dp
+        while dp >= 1:
+            case = replace(plan, topology=replace(t, dp=dp, gbs=t.gbs * dp // t.dp))
+            need = memory_bytes(columns_of(case.shape, case.topology, case.engine), case.cluster)
+            if float(oom_probability(need, case.cluster)) <= 0.5:
+                found.setdefault((plan.shape, case.topology), case)
+            dp = 0 if dp % 2 else dp // 2
+    return list(found.values()) or list(plans)
+
+
+def _per_sequence(plans: Sequence[Configuration], belief: Posterior) -> np.ndarray:
+    """ln(seconds) per sequence, which compares plans of different batch sizes."""
+    return belief.expected(plans) - np.log([p.topology.gbs for p in plans])
+
+
+def label(case: Configuration) -> str:
+    """The label of a plan, with every choice beyond the defaults of its cluster and engine."""
+    return label_of(case.shape, case.cluster, case.topology, case.engine or ENGINES[0])

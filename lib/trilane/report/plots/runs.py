@@ -10,8 +10,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from trilane.analysis.measure import TIMERS, Measurement, phases
 from trilane.analysis.measure import memory_by_rank as bytes_by_rank
-from trilane.analysis.next_run import NextRuns
-from trilane.analysis.recalibrate import NOTHING, Recalibration
+from trilane.analysis.recalibrate import NOTHING, NextRuns, Recalibration
 from trilane.diagnose.hang import Verdict
 from trilane.report.plots.interactive import Interactive, axis_name, chart, rounded, tooltips
 from trilane.report.plots.style import COLORS, INK, LIMIT, figure, finished, name_rows, plain
@@ -85,14 +84,14 @@ def memory_by_rank(measurements: Sequence[Measurement]) -> Figure | Text:
 
 def next_runs(choice: NextRuns) -> Figure | Text:
     """What each possible short run costs, and the interval of the winner's time after it, in percent."""
-    if not choice.decision:
+    if not choice:
         return NOTHING
     made, axes = figure(8.0, 3.4)
     cost = [run.gpu_hours for run in choice.runs]
     after = [100 * float(np.expm1(run.half_width_after)) for run in choice.runs]
     axes.scatter(cost, after, s=36, color=COLORS[0], label="a possible run")
     axes.scatter(cost[:1], after[:1], s=110, facecolors="none", edgecolors=COLORS[1], linewidths=1.8, label="the best")
-    axes.axhline(100 * float(np.expm1(choice.decision.half_width)), color=LIMIT, ls="--", label="now")
+    axes.axhline(100 * float(np.expm1(choice.half_width)), color=LIMIT, ls="--", label="now")
     axes.set_xscale("log" if max(cost) > 20 * min(cost) else "linear")
     axes.set_ylim(bottom=0)
     labels = {"xlabel": "GPU-hours (process-hours) of the run", "ylabel": "uncertainty left (± %, 90 %)"}
