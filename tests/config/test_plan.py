@@ -1,7 +1,14 @@
-"""The learning rate: a linear warm-up, half a cosine, then the least rate."""
+"""A plan: its learning rate, its id and label, the words of its fields."""
+
+import dataclasses
 
 import pytest
+from support import REPOSITORY, small_plan
 
+from trilane.config import options, reference
+from trilane.config.options import option
+from trilane.config.parallelism import Topology
+from trilane.config.plan import read_plan
 from trilane.config.training import Optimizer
 
 
@@ -19,3 +26,33 @@ def test_without_a_length_of_its_own_the_decay_lasts_the_whole_run() -> None:
     optimizer = Optimizer(lr=1.0, min_lr=0.0)
     assert optimizer.learning_rate(400, 800) == pytest.approx(0.5)
     assert optimizer.learning_rate(800, 800) == 0.0
+
+
+def test_the_id_of_a_plan_is_of_what_changes_its_prediction_and_not_of_defaults(monkeypatch) -> None:
+    """A field that is added, at its default, changes no id; one that no prediction depends on never does."""
+    plan = read_plan(REPOSITORY / "docs/plan-176b.json")
+    replaced = dataclasses.replace
+    same = replaced(plan, label="x", run=replaced(plan.run, seed=1), shape=replaced(plan.shape, norm_epsilon=1e-6))
+    other = replaced(plan, topology=replaced(plan.topology, recompute="none"))
+    assert same.id == plan.id != other.id
+    added = dataclasses.make_dataclass(
+        "Topology", [("new", int, option(0))], bases=(Topology,), kw_only=True, frozen=True
+    )
+    assert options.changed(added(tp=2)) == options.changed(Topology(tp=2)) == {"tp": 2}
+    assert options.changed(added(tp=2, new=1)) == {"tp": 2, "new": 1}
+
+
+def test_a_label_names_every_choice_beyond_the_defaults_in_the_order_of_the_fields() -> None:
+    t = Topology(tp=2, pp=2, mbs=4, gbs=8, zero=1, recompute="full", partition="type:transformer|embedding")
+    assert t.label == "tp2-pp2-dp1-mbs4-zero1-full-embed"
+    assert Topology(buckets="library", adam="torch", cp=2).label == "tp1-pp1-dp1-mbs1-cp2-torchadam-librarybuckets"
+
+
+@pytest.mark.parametrize("page", ["plan", "cluster"])
+def test_the_reference_has_the_words_of_the_fields(page: str) -> None:
+    """Written again by `python -m trilane.config.reference docs/reference/*.md`."""
+    path = REPOSITORY / f"docs/reference/{page}.md"
+    assert path.read_text() == reference.with_tables(path.read_text())
+    kinds = (type(small_plan()), *(type(getattr(small_plan(), f.name)) for f in dataclasses.fields(small_plan())))
+    for kind in (kind for kind in kinds if dataclasses.is_dataclass(kind)):
+        assert [f.name for f in dataclasses.fields(kind) if not f.metadata.get("help")] == [], kind

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 from plans import changed, run_folder, small_plan, steps
 
-from trilane.config.interventions import LrChange
-from trilane.config.training import Part
+from trilane.config.training import LrChange, Part
 
 
 @pytest.fixture

@@ -16,13 +16,13 @@ from trilane.cli.plan_options import (
     PRECISION,
     SCORES,
     SPACE,
+    WORDS,
     choices_of,
     constants_of,
     plan_of,
     shape_of,
     sizing_fields,
 )
-from trilane.config.parallelism import ATTENTIONS, PARTITIONS, RECOMPUTE
 from trilane.config.plan import read_plan
 from trilane.utils.tables import one_line
 from trilane.utils.validation import require
@@ -48,9 +48,9 @@ plan = Group("plan", help="Plan a training: its size, its topology, its dates.")
         "--like", default="gpt2", metavar="KIND", help="gpt2, bloom, llama, or a JSON file with a model: config.json"
     ),
     option("--tolerance", type=number(), default=0.03, help="allowed distance from the target, as a share of it"),
-    option("--recompute", type=Choice(RECOMPUTE), help="default: whatever is fastest"),
-    option("--partition", type=Choice(PARTITIONS)),
-    option("--attention", type=Choice(ATTENTIONS), help=f"{SCORES}, as in 2022"),
+    option("--recompute", type=WORDS["recompute"], help="default: whatever is fastest"),
+    option("--partition", type=WORDS["partition"]),
+    option("--attention", type=WORDS["attention"], help=f"{SCORES}, as in 2022"),
     *(ENGINE, PRECISION, option("--fp32-gradients", is_flag=True, help="accumulate 16-bit gradients in fp32")),
     *(CALIBRATION, option("--top", type=whole(), default=10, help="shapes to list"), JSON),
 )

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trilane.cli.options import Choice, option, together, whole
+from trilane.config import parallelism
 from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.engines import ENGINES, default_topology, label_of
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import ATTENTIONS, OFFLOADS, PARTITIONS, RECOMPUTE
 from trilane.config.plan import Plan, read_plan_values
 from trilane.config.shapes import read_shape
 from trilane.utils.tables import one_line
@@ -25,6 +25,7 @@ CHOICES = (
     *("precision", "attention", "fp32_gradients"),
 )
 MOST_SEQUENCES = 1 << 20  # of one iteration; published runs have at most 16,384
+WORDS = {name: Choice(words) for name, words in parallelism.CHOICES.items()}
 SCORES = "scores: no flash kernel"
 YES_NO = Choice(("yes", "no"))
 CALIBRATION = option(
@@ -50,12 +51,20 @@ SPACE = together(  # a model on a cluster, and the topologies of one number of G
     option("--mbs", type=whole(), help="sequences of a microbatch, per replica"),
     option("--zero", type=Choice(("0", "1", "2", "3")), help="ZeRO stage"),
     option("--interleaving", type=whole(), help="model chunks of a pipeline stage"),
-    option("--recompute", type=Choice(RECOMPUTE), help="activations computed again in the backward pass"),
-    option("--partition", type=Choice(PARTITIONS), help="how layers are cut into pipeline stages"),
+    option(
+        "--recompute",
+        type=WORDS["recompute"],
+        help="activations computed again in the backward pass",
+    ),
+    option("--partition", type=WORDS["partition"], help="how layers are cut into pipeline stages"),
     option("--sequence-parallel", type=YES_NO, help="cut norms and dropouts by tp, too"),
-    option("--offload", type=Choice(OFFLOADS), help="what stays in host memory"),
+    option("--offload", type=WORDS["offload"], help="what stays in host memory"),
     PRECISION,
-    option("--attention", type=Choice(ATTENTIONS), help=f"{SCORES}; default: what card and heads allow"),
+    option(
+        "--attention",
+        type=WORDS["attention"],
+        help=f"{SCORES}; default: what card and heads allow",
+    ),
     option("--fp32-gradients", type=YES_NO, help="sum 16-bit gradients in fp32; default: for bf16"),
     CALIBRATION,
 )

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trilane.utils.validation import is_count, require, require_integer
+from trilane.config.options import check, option
+from trilane.utils.validation import is_count, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +42,14 @@ class Ramp:
     shared out evenly among its n = (gbs - start) / increment steps; c consumed samples mean step floor(c n / samples).
     """
 
-    start: int = 0
-    increment: int = 0
-    samples: int = 0
+    start: int = option(0, "sequences of the first iteration", minimum=0)
+    increment: int = option(0, "sequences that each step adds", minimum=0)
+    samples: int = option(0, "samples of the ramp-up; 0: constant batch size", minimum=0)
 
     def __post_init__(self) -> None:
-        require_integer("ramp.samples", self.samples, 0)
-        for name in ("start", "increment"):
-            require_integer(f"ramp.{name}", getattr(self, name), 1 if self.samples else 0)
+        check(self, "ramp.")
+        for name in ("start", "increment") if self.samples else ():
+            require(getattr(self, name) > 0, f"ramp.{name}", getattr(self, name), "must be above 0")
 
     def steps(self, gbs: int) -> int:
         """How often the batch grows on its way to `gbs`; ValueError where the steps do not end there."""

@@ -1,116 +1,94 @@
 """Gpu and Cluster: what a machine can do, from the catalogue in data/clusters/ or one JSON file of yours."""
 
+import dataclasses
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from trilane.config.options import check, option
 from trilane.utils.tables import Columns
-from trilane.utils.validation import (
-    DATA,
-    from_mapping,
-    read_json,
-    require,
-    require_integer,
-    require_known,
-    require_line,
-    require_not_negative,
-    require_positive,
-)
+from trilane.utils.validation import DATA, from_mapping, read_json, require, require_known, require_line
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
-SLOWEST, FASTEST = 1.0, 1e20  # bytes or FLOPs per second: beyond these a file has its units wrong
-LARGEST = 1e16  # bytes, or bytes per second, of one card: beyond it a file has its units wrong
-LARGEST_COUNT = 1_000_000  # nodes of a cluster, GPUs or cores of a node
+
+
+def _rate(help: str, default: Any = dataclasses.MISSING) -> Any:
+    # bytes or FLOPs per second: beyond these a file has its units wrong
+    return option(default, help, minimum=1, maximum=1e20)
+
+
+def _peak(precision: str, default: Any = dataclasses.MISSING) -> Any:
+    help = f"peak rate of dense matmuls in {precision} with fp32 accumulation; 0: the card has none"
+    return option(default, help, minimum=0, maximum=1e20)
+
+
+def _count(help: str, **facts: Any) -> Any:
+    return option(help=help, minimum=1, maximum=1_000_000, **facts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One accelerator, or one process of a CPU machine (`kind` "cpu").
 
-    Rates are peaks for dense matmuls with fp32 accumulation. A precision that the card lacks has rate 0. In fp8 only
-    the linear layers' matmuls are of 8 bits; weights, activations and gradients are kept in bf16.
-    `context_bytes` is what the driver and the loaded kernels take before the first tensor.
+    In fp8 only the linear layers' matmuls are of 8 bits; weights, activations and gradients are kept in bf16.
     """
 
-    name: str
-    kind: str
-    memory_bytes: float
-    memory_bytes_per_s: float
-    fp32_flops_per_s: float
-    fp16_flops_per_s: float
-    bf16_flops_per_s: float
-    context_bytes: float
-    compute_capability: tuple[int, ...] = (0, 0)
-    num_sms: int = 1
-    fp8_flops_per_s: float = 0.0
+    name: str = option(help="card and memory, such as A100-80GB")
+    kind: str = option(help="a card, or one process of a machine without GPUs", choices=("cuda", "cpu"))
+    # a thousand times what a card has: beyond it a file has its units wrong
+    memory_bytes: float = option(help="memory of one card", above=0, maximum=1e16)
+    memory_bytes_per_s: float = _rate("bandwidth of this memory")
+    fp32_flops_per_s: float = _rate("peak rate of dense matmuls in fp32")
+    fp16_flops_per_s: float = _peak("fp16")
+    bf16_flops_per_s: float = _peak("bf16")
+    context_bytes: float = option(
+        help="what the driver and the loaded kernels take before the first tensor", minimum=0, maximum=1e16
+    )
+    compute_capability: tuple[int, ...] = option((0, 0), "of a CUDA card; decides which torch wheel has kernels for it")
+    num_sms: int = option(1, "streaming multiprocessors", minimum=1, maximum=1_000_000)
+    fp8_flops_per_s: float = _peak("fp8", 0.0)
 
     def __post_init__(self) -> None:
         require_line("gpu.name", self.name)
-        require_known("gpu.kind", self.kind, ("cuda", "cpu"))
-        for name in ("memory_bytes", "memory_bytes_per_s", "fp32_flops_per_s"):
-            require_positive(f"gpu.{name}", getattr(self, name))
-        for name in ("fp16_flops_per_s", "bf16_flops_per_s", "fp8_flops_per_s", "context_bytes"):
-            require_not_negative(f"gpu.{name}", getattr(self, name))
-        for name in ("memory_bytes_per_s", *(f"{precision}_flops_per_s" for precision in PRECISIONS)):
-            _require_rate(f"gpu.{name}", getattr(self, name))
-        require_integer("gpu.num_sms", self.num_sms, 1, LARGEST_COUNT)
+        check(self, "gpu.")
         version = self.compute_capability
         rule = "must be two whole numbers, such as [9, 0]"
         require(len(version) == 2 and min(version) >= 0, "gpu.compute_capability", list(version), rule)
-        rule = f"must be at most {LARGEST:g}, a thousand times what a card has"
-        for name in ("memory_bytes", "memory_bytes_per_s", "context_bytes"):
-            require(getattr(self, name) <= LARGEST, f"gpu.{name}", getattr(self, name), rule)
 
     def flops_per_s(self, precision: str) -> float:
         """Peak matmul rate in `precision`; ValueError where the card has no such units."""
         require_known("precision", precision, PRECISIONS)
         rate = getattr(self, f"{precision}_flops_per_s")
-        require(rate > 0, "precision", precision, f"{self.name} has no {precision} matrix units")
+        require(rate >= 1, "precision", precision, f"{self.name} has no {precision} matrix units")
         return rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of equal GPUs.
+    """Nodes of equal GPUs; `sources` is where each number comes from."""
 
-    `node_bytes_per_s` is the bus between two GPUs of a node, per GPU and direction; `network_bytes_per_s` what a whole
-    node can send; `pcie_bytes_per_s` GPU to host memory. `sources` is where each number comes from.
-    `cores_per_node` matters for a CPU machine: its processes share them. `pair_bytes_per_s` is the bus of a group of
-    two where it is slower than that of a whole node; `ring_bytes_per_s` what one ring of a collective can draw from the
-    network where it is less than its share (one ring, one link).
-    """
-
-    name: str
-    gpu: Gpu
-    gpus_per_node: int
-    max_nodes: int
-    node_bytes_per_s: float
-    network_bytes_per_s: float
-    pcie_bytes_per_s: float
-    latency_s: float
-    cores_per_node: int
-    host_memory_bytes: float
-    launch_overhead_s: float
-    pair_bytes_per_s: float | None = None
-    ring_bytes_per_s: float | None = None
-    sources: dict[str, str] = field(default_factory=dict)
+    name: str = option(help="the cluster's name")
+    gpu: Gpu = option(help="each of its GPUs")
+    gpus_per_node: int = _count("GPUs of a node")
+    max_nodes: int = _count("nodes that a run may use", predicts=False)
+    node_bytes_per_s: float = _rate("the bus between two GPUs of a node, per GPU and direction")
+    network_bytes_per_s: float = _rate("what a whole node can send")
+    pcie_bytes_per_s: float = _rate("GPU to host memory")
+    latency_s: float = option(help="of a message between two nodes", minimum=0)
+    cores_per_node: int = _count("cores of a node, which the processes of a CPU machine share")
+    host_memory_bytes: float = option(help="memory of a node", above=0)
+    launch_overhead_s: float = option(help="CPU time to start one kernel", minimum=0)
+    pair_bytes_per_s: float | None = _rate("the bus of two GPUs, where it is slower than that of a whole node", None)
+    ring_bytes_per_s: float | None = _rate(
+        "what one ring of a collective can draw from the network, where it is less than its share (one ring, one link)",
+        None,
+    )
+    sources: dict[str, str] = option(dict, "where each number comes from; copied into every plan", predicts=False)
 
     def __post_init__(self) -> None:
         require_line("cluster.name", self.name)
-        for name in ("gpus_per_node", "max_nodes", "cores_per_node"):
-            require_integer(f"cluster.{name}", getattr(self, name), 1)
-            rule = f"must be at most {LARGEST_COUNT}"
-            require(getattr(self, name) <= LARGEST_COUNT, f"cluster.{name}", getattr(self, name), rule)
-        for name in ("node_bytes_per_s", "network_bytes_per_s", "pcie_bytes_per_s", "host_memory_bytes"):
-            require_positive(f"cluster.{name}", getattr(self, name))
-        for name in ("node_bytes_per_s", "network_bytes_per_s", "pcie_bytes_per_s"):
-            _require_rate(f"cluster.{name}", getattr(self, name))
-        for name in ("latency_s", "launch_overhead_s"):
-            require_not_negative(f"cluster.{name}", getattr(self, name))
-        for name in ("pair_bytes_per_s", "ring_bytes_per_s"):
-            if getattr(self, name) is not None:
-                require_positive(f"cluster.{name}", getattr(self, name))
-                _require_rate(f"cluster.{name}", getattr(self, name))
+        check(self, "cluster.")
 
     def facts(self) -> Columns:
         """What one process of the machine can do, and where the numbers come from."""
@@ -128,11 +106,6 @@ class Cluster:
     def max_gpus(self) -> int:
         """GPUs of the whole cluster."""
         return self.gpus_per_node * self.max_nodes
-
-
-def _require_rate(field: str, value: float) -> None:
-    """Raise ValueError for a rate that no machine has; 0 is a precision that a card lacks."""
-    require(value == 0 or SLOWEST <= value <= FASTEST, field, value, f"must lie between {SLOWEST:g} and {FASTEST:g}")
 
 
 def catalogue() -> list[str]:

@@ -1,76 +1,76 @@
 """ModelShape: the sizes of a dense decoder (GPT, BLOOM, Llama, ...), its parameters and its FLOPs per iteration."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from trilane.utils.validation import is_count, require, require_integer, require_known
-
-# Beyond these a file has a size wrong: a hundred times what has been trained.
-LARGEST = {"num_layers": 1 << 16, "hidden_size": 1 << 18, "num_attention_heads": 1 << 18}
-LARGEST |= {"seq_length": 1 << 24, "vocab_size": 1 << 24}
-MOST_FFN = 1 << 22
+from trilane.config.options import check, option
+from trilane.utils.validation import is_count, require, require_integer
 
 GATED = ("swiglu", "geglu")
-ACTIVATIONS = ("gelu", "gelu-tanh", "relu", "squared-relu", *GATED)
-NORMALIZATIONS = ("layernorm", "rmsnorm")
-POSITIONS = ("learned", "rotary", "alibi", "none")
-BIASES = ("all", "qkv", "none")
-GATED_MULTIPLE = 64
+
+
+def _size(help: str, bits: int) -> Any:
+    # a hundred times what has been trained: beyond it a file has a size wrong
+    return option(help=help, minimum=1, maximum=1 << bits)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """The sizes of a dense decoder; without the fields after `vocab_size`, those of GPT-2.
 
-    `vocab_size` is the number of rows of the embedding matrix, already padded (see padded_vocab_size), so that the
-    loss is the same on every tensor-parallel size. Norms stand before attention and MLP, one after the last layer.
-
-    num_key_value_heads   heads of keys and values that groups of query heads share; None: one for each query head
-    ffn_hidden_size       channels inside the MLP; None: 4 h, or what a gated MLP of as many parameters has
-    activation            of the MLP; "gelu-tanh" is the approximation in GPT-2's and BLOOM's code; "swiglu" and
-                          "geglu" have a second matrix of the same size, the gate
-    positions             "learned" is a table of seq_length rows; "rotary" and "alibi" have no parameters
-    biases                "all" linear layers have one, "qkv" queries, keys and values alone, or "none"
-    norm_epsilon          what norms add to the variance; rotary_base: the longest wavelength is 2 pi times almost that
-
-    Raises ValueError for a size below 1 or beyond LARGEST, for heads that do not divide, and an MLP narrower than h.
+    Norms stand before attention and MLP, one after the last layer. Raises ValueError for sizes out of range, for heads
+    that do not divide, and an MLP narrower than the model.
     """
 
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    seq_length: int
-    vocab_size: int
-    tied_embeddings: bool = True
-    embedding_layernorm: bool = False
-    num_key_value_heads: int | None = None
-    ffn_hidden_size: int | None = None
-    activation: str = "gelu"
-    normalization: str = "layernorm"
-    positions: str = "learned"
-    biases: str = "all"
-    norm_epsilon: float = 1e-5
-    rotary_base: float = 1e4
+    num_layers: int = _size("transformer layers", 16)
+    hidden_size: int = _size("width of the model; a multiple of the attention heads", 18)
+    num_attention_heads: int = _size("attention heads; tp divides them", 18)
+    seq_length: int = _size("tokens of a sequence", 24)
+    # padded, so that the loss is the same on every tensor-parallel size (padded_vocab_size)
+    vocab_size: int = _size("rows of the embedding matrix, padding included", 24)
+    tied_embeddings: bool = option(True, "whether input and output embedding are one matrix")
+    embedding_layernorm: bool = option(False, "a LayerNorm after the embedding, as in BLOOM")
+    num_key_value_heads: int | None = option(
+        None, "heads of keys and values, shared by groups of query heads; null: one for each query head", minimum=1
+    )
+    ffn_hidden_size: int | None = option(
+        None,
+        "channels inside the MLP; null: 4 x hidden_size, with a gate 8/3 x hidden_size in multiples of 64",
+        minimum=1,
+        maximum=1 << 22,
+    )
+    activation: str = option(
+        "gelu",
+        "of the MLP; gelu-tanh is the approximation in GPT-2's and BLOOM's code; swiglu and geglu have a gate",
+        choices=("gelu", "gelu-tanh", "relu", "squared-relu", *GATED),
+    )
+    normalization: str = option("layernorm", "rmsnorm has half as many parameters", choices=("layernorm", "rmsnorm"))
+    positions: str = option(
+        "learned",
+        "learned is a table of seq_length rows; the others have no parameters",
+        choices=("learned", "rotary", "alibi", "none"),
+    )
+    biases: str = option(
+        "all", "which matrices have one; qkv: queries, keys and values alone", choices=("all", "qkv", "none")
+    )
+    norm_epsilon: float = option(
+        1e-5, "what norms add to the variance (Llama 1 and Qwen: 1e-6)", above=0, below=1, predicts=False
+    )
+    rotary_base: float = option(
+        1e4,
+        "the longest wavelength is almost 2 pi times this, transformers' rope_theta (Llama 3: 500000)",
+        above=1,
+        maximum=1e12,
+        predicts=False,
+    )
 
     def __post_init__(self) -> None:
-        for field, most in LARGEST.items():
-            require_integer(field, getattr(self, field), 1, most)
+        check(self)
         h, heads, kv, ffn = self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.ffn_hidden_size
         require(h % heads == 0, "num_attention_heads", heads, f"must divide hidden_size={h}")
-        for field, known in (
-            ("activation", ACTIVATIONS),
-            ("normalization", NORMALIZATIONS),
-            ("positions", POSITIONS),
-            ("biases", BIASES),
-        ):
-            require_known(field, getattr(self, field), known)
-        if kv is not None:
-            require_integer("num_key_value_heads", kv, 1, heads)
-            require(heads % kv == 0, "num_key_value_heads", kv, f"must divide num_attention_heads={heads}")
-        if ffn is not None:
-            require_integer("ffn_hidden_size", ffn, 1, MOST_FFN)
-            require(ffn >= h, "ffn_hidden_size", ffn, f"must be at least hidden_size={h}")
-        require(0 < self.norm_epsilon < 1, "norm_epsilon", self.norm_epsilon, "must lie between 0 and 1")
-        require(1 < self.rotary_base <= 1e12, "rotary_base", self.rotary_base, "must lie between 1 and 1e12")
+        divides = kv is None or heads % kv == 0
+        require(divides, "num_key_value_heads", kv, f"must divide num_attention_heads={heads}")
+        require(ffn is None or ffn >= h, "ffn_hidden_size", ffn, f"must be at least hidden_size={h}")
         rule = f"rotary positions turn pairs of channels, a head has {self.head_dim}"
         require(self.positions != "rotary" or self.head_dim % 2 == 0, "num_attention_heads", heads, rule)
         # one shape has one way to be written: what is usual is None
@@ -83,7 +83,7 @@ class ModelShape:
     def _usual_ffn(self) -> int:
         """4 h; gated, 8/3 h in whole multiples of 64, as Megatron-LM's --swiglu has it (arguments.py)."""
         h = self.hidden_size
-        return max(8 * h // 3 // GATED_MULTIPLE * GATED_MULTIPLE, h) if self.is_gated else 4 * h
+        return max(8 * h // 3 // 64 * 64, h) if self.is_gated else 4 * h
 
     @property
     def is_gated(self) -> bool:

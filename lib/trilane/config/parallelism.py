@@ -1,68 +1,139 @@
-"""Topology: how one training run is spread over GPUs, and which combinations exist at all."""
+"""Topology: how a training run is spread over GPUs, and the rules of its own, of the model and of the cluster."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.model import ModelShape
-from trilane.config.topology_rules import CLUSTER_RULES, SHAPE_RULES, TOPOLOGY_RULES, first_broken
-from trilane.utils.validation import require_integer, require_known
+from trilane.config.options import check, label_words, option
 
-RECOMPUTE = ("none", "selective", "full")
-PARTITIONS = ("uniform", "type:transformer|embedding")
-OFFLOADS = ("none", "optimizer", "full")
-ATTENTIONS = ("fused", "scores")
-LARGEST = 1 << 20  # GPUs along an axis, sequences of a batch; with model.LARGEST, products stay below 2^63
-CHOICES = {"recompute": RECOMPUTE, "partition": PARTITIONS, "offload": OFFLOADS, "precision": PRECISIONS}
-CHOICES |= {"attention": ATTENTIONS, "adam": ("fused", "torch"), "buckets": ("layer", "library")}
+LARGEST = 1 << 20  # GPUs along an axis, sequences of a batch; with the largest shape, products stay below 2^63
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a topology must obey. `holds` takes anything with a Topology's fields, also with arrays as mbs and gbs.
+
+    field   the field to blame
+    text    the rule, the same for every topology: searches count what they refuse by it
+    holds   true (or an array) where the rule holds; it gets the topology, and the shape or cluster where it needs one
+    detail  what to add for one topology, such as "=112"
+    whole   the whole message, where the rule has several faces
+    of_sizes  true where tp, pp and dp alone decide: one look refuses everything else
+    """
+
+    field: str
+    text: str
+    holds: Callable[..., Any]
+    detail: Callable[..., object] = lambda *_: ""
+    of_sizes: bool = False
+    whole: Callable[..., str] | None = None
+
+    @property
+    def name(self) -> str:
+        """The rule with the field that it is about."""
+        return f"{self.field}: {self.text}"
+
+    def message(self, *subjects: Any) -> str:
+        """`field=value: the rule` of one topology that breaks it."""
+        message = f"{self.field}={getattr(subjects[0], self.field)}: {self.text}{self.detail(*subjects)}"
+        return self.whole(*subjects) if self.whole else message
+
+
+def first_broken(rules: Sequence[Rule], *subjects: Any) -> str | None:
+    """The message of the first rule that one topology breaks, or None."""
+    return next((rule.message(*subjects) for rule in rules if not rule.holds(*subjects)), None)
+
+
+def _size(help: str, label: str = "", minimum: int = 1, **facts: Any) -> Any:
+    return option(minimum, help, minimum=minimum, maximum=LARGEST, **({"label": label} if label else {}), **facts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """tp x cp x pp x dp GPUs; microbatches of `mbs` sequences, `gbs` sequences an iteration.
+    """The run uses tp x cp x pp x dp GPUs; microbatches of `mbs` sequences, `gbs` sequences an iteration.
 
-    `cp` ranks share each sequence and hand keys and values on in a ring (context parallelism; ranks run tp fastest,
-    then cp, dp, pp); their gradients are summed with those of the replicas.
-    `zero` is the ZeRO stage (1 in the `megatron` engine: its distributed optimizer). `interleaving` is the number of
-    model chunks per pipeline stage. `partition` "type:transformer|embedding" counts embedding and head as layers.
-    `first_stage_layers` and `last_stage_layers` give those pipeline stages a number of their own (0: as the others).
-    `overlap_grad_reduce` sums gradients over replicas while the backward pass still runs, `overlap_param_gather`
-    gathers the distributed optimizer's weights while the forward pass runs: Megatron's names; DeepSpeed decides itself.
-    `attention` "scores" writes the s x s scores to memory, as Megatron did until 2022; "fused" is a flash kernel.
-    `adam` "torch" is torch.optim.Adam, which needs a temporary as large as its states' share; "fused" is apex's kernel.
-    `fp32_gradients` sums 16-bit gradients in fp32, as DeepSpeed's BF16_Optimizer does; engine `megatron` always does.
-    `buckets` of ZeRO: "layer" fits them to the hidden size, "library" leaves them at DeepSpeed's 5e8 values.
-    Raises ValueError for what no model could make right; what depends on the shape is in invalid_reason().
+    Ranks run tp fastest, then cp, dp, pp. The ranks of a cp group hand keys and values on in a ring, and their
+    gradients are summed with those of the replicas. Raises ValueError for what no model could make right; what depends
+    on the shape is in invalid_reason().
     """
 
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    mbs: int = 1
-    gbs: int = 1
-    zero: int = 0
-    recompute: str = "none"
-    interleaving: int = 1
-    partition: str = "uniform"
-    sequence_parallel: bool = False
-    offload: str = "none"
-    precision: str = "fp32"
-    fp32_gradients: bool = False
-    attention: str = "fused"
-    adam: str = "fused"
-    first_stage_layers: int = 0
-    last_stage_layers: int = 0
-    overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
-    buckets: str = "layer"
-    cp: int = 1
+    tp: int = _size("tensor-parallel size: GPUs that share each layer", megatron="tensor-model-parallel-size")
+    pp: int = _size("pipeline stages", megatron="pipeline-model-parallel-size")
+    dp: int = _size("data-parallel size: replicas of the model")
+    mbs: int = _size("sequences of a microbatch, per replica", megatron="micro-batch-size")
+    gbs: int = _size("sequences of an iteration, over all replicas", megatron="global-batch-size")
+    cp: int = _size("context-parallel size: GPUs that share each sequence", "cp{}", megatron="context-parallel-size")
+    zero: int = option(
+        0, "ZeRO stage, 0 to 3; 1 is Megatron's distributed optimizer", minimum=0, maximum=3, label="zero{}"
+    )
+    recompute: str = option(
+        "none",
+        "activations computed again in the backward pass: none, the attention core (selective) or whole layers (full)",
+        choices=("none", "selective", "full"),
+        label="{}",
+    )
+    interleaving: int = _size(
+        "model chunks of a pipeline stage", "vp{}", megatron="num-virtual-stages-per-pipeline-rank"
+    )
+    sequence_parallel: bool = option(
+        False, "cut norms and dropouts over tp, too", label="sp", megatron="sequence-parallel"
+    )
+    partition: str = option(
+        "uniform",
+        "layers per stage; type:transformer|embedding counts embedding and head as layers",
+        choices=("uniform", "type:transformer|embedding"),
+        label="embed",
+    )
+    first_stage_layers: int = _size(
+        "layers of the first stage; 0: as the others", "first{}", 0, megatron="decoder-first-pipeline-num-layers"
+    )
+    last_stage_layers: int = _size(
+        "layers of the last stage; 0: as the others", "last{}", 0, megatron="decoder-last-pipeline-num-layers"
+    )
+    offload: str = option(
+        "none",
+        "what stays in host memory: none, the optimizer, or all (full, with ZeRO-3)",
+        choices=("none", "optimizer", "full"),
+        label="offload{}",
+    )
+    precision: str = option(
+        "fp32", "of weights and matrix products; in fp8 products alone, all else as in bf16", choices=PRECISIONS
+    )
+    fp32_gradients: bool = option(False, "sum 16-bit gradients in fp32; engine megatron always does")
+    attention: str = option(
+        "fused",
+        "fused: a flash kernel; scores: the s x s scores are written to memory, as in Megatron-LM until 2022",
+        choices=("fused", "scores"),
+    )
+    adam: str = option(
+        "fused",
+        "fused (apex), or torch, which needs a temporary of the size of its states",
+        choices=("fused", "torch"),
+        label="torchadam",
+    )
+    buckets: str = option(
+        "layer",
+        "ZeRO's buckets: layer fits them to the hidden size, library leaves them at DeepSpeed's 5e8 values",
+        choices=("layer", "library"),
+        label="librarybuckets",
+    )
+    overlap_grad_reduce: bool = option(
+        False,
+        "sum gradients while the backward pass runs; DeepSpeed decides itself",
+        label="overlapgrads",
+        megatron="overlap-grad-reduce",
+    )
+    overlap_param_gather: bool = option(
+        False,
+        "gather the distributed optimizer's weights while the forward pass runs",
+        label="overlapparams",
+        megatron="overlap-param-gather",
+    )
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "mbs", "gbs", "interleaving", "cp"):
-            require_integer(name, getattr(self, name), 1, LARGEST)
-        for name in ("zero", "first_stage_layers", "last_stage_layers"):
-            require_integer(name, getattr(self, name), 0, LARGEST)
-        for name, known in CHOICES.items():
-            require_known(name, getattr(self, name), known)
+        check(self)
         if reason := first_broken(TOPOLOGY_RULES, self):
             raise ValueError(reason)
 
@@ -83,26 +154,140 @@ class Topology:
         Precision, attention and fp32 gradients are named by engines.label_of(), which knows the cluster. Labels are for
         people: nothing parses them.
         """
-        words = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", f"mbs{self.mbs}"]
-        named = {
-            f"cp{self.cp}": self.cp > 1,
-            f"zero{self.zero}": self.zero > 0,
-            self.recompute: self.recompute != "none",
-            f"vp{self.interleaving}": self.interleaving > 1,
-            "sp": self.sequence_parallel,
-            "embed": self.partition != "uniform",
-            f"first{self.first_stage_layers}": self.first_stage_layers > 0,
-            f"last{self.last_stage_layers}": self.last_stage_layers > 0,
-            f"offload{self.offload}": self.offload != "none",
-            "torchadam": self.adam == "torch",
-            "librarybuckets": self.buckets == "library",
-            "overlapgrads": self.overlap_grad_reduce,
-            "overlapparams": self.overlap_param_gather,
-        }
-        return "-".join([*words, *(word for word, chosen in named.items() if chosen)])
+        return "-".join([f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", f"mbs{self.mbs}", *label_words(self)])
+
+
+# The words of each field that has a choice of some.
+CHOICES = {f.name: f.metadata["choices"] for f in fields(Topology) if "choices" in f.metadata}
 
 
 def invalid_reason(shape: ModelShape, topology: Topology, cluster: Cluster | None = None) -> str | None:
     """Why `shape` cannot run on `topology` (on `cluster`, where given), as `field=value: the rule`; or None."""
     reason = first_broken(SHAPE_RULES, topology, shape)
     return reason or (first_broken(CLUSTER_RULES, topology, cluster) if cluster else None)
+
+
+def _uneven_stages(t: Any, shape: ModelShape) -> str:
+    """Why the stages cannot share the layers, with or without a number of layers for the first and the last; or ""."""
+    L, v = shape.num_layers, t.interleaving
+    named = {n: getattr(t, n) for n in ("first_stage_layers", "last_stage_layers") if getattr(t, n)}
+    if not named:
+        units = L + (0 if t.partition == "uniform" else 2)
+        even = units % (t.pp * v) == 0
+        return "" if even else f"pp={t.pp}: pp x interleaving = {t.pp * v} must divide the {units} layers"
+    field, value = next(iter(named.items()))
+    others, left = t.pp - len(named), L - sum(named.values())
+    if left % others or left <= 0 if others else left:
+        return f"{field}={value}: leaves {left} of {L} layers to {others} other stages, which must share them evenly"
+    for name, layers in named.items():
+        if layers % v:
+            return f"{name}={layers}: must be a multiple of interleaving={v}"
+    shared = left // others if others else 0
+    rule = f"leaves {shared} layers to a stage: no multiple of interleaving={v}"
+    return f"{field}={value}: {rule}" if shared % v else ""
+
+
+def _tp_divides(size: str, hint: str = "", sign: str = "=") -> Rule:
+    """The rule that tp must divide that size of the shape."""
+    holds, detail = lambda t, s: getattr(s, size) % t.tp == 0, lambda t, s: f"{sign}{getattr(s, size)}"
+    return Rule("tp", f"must divide {size}{hint}", holds, detail, of_sizes=True)
+
+
+def _spans_nodes(tp: int, cluster: Cluster) -> bool:
+    """Whether a tensor-parallel group fills whole nodes whose network is at least half as fast as their bus.
+
+    Such a group has the network to itself. On a slower one it waits for it most of the time: nine tenths of it with TP
+    16 on V100 nodes with one 100 Gb/s card (Oneflow-Inc/DLPerf, Megatron-LM/README.md).
+    """
+    return tp % cluster.gpus_per_node == 0 and 2 * cluster.network_bytes_per_s >= cluster.node_bytes_per_s
+
+
+# What no topology can be, whatever the model and the machine.
+TOPOLOGY_RULES = (
+    Rule(
+        "gbs", "must be a multiple of mbs x dp", lambda t: t.gbs % (t.mbs * t.dp) == 0, lambda t: f" = {t.mbs} x {t.dp}"
+    ),
+    Rule("sequence_parallel", "needs tp > 1", lambda t: t.tp > 1 or not t.sequence_parallel),
+    Rule(
+        "zero", "ZeRO 2 and 3 cannot run with a pipeline", lambda t: t.pp == 1 or t.zero < 2, lambda t: f" (pp={t.pp})"
+    ),
+    Rule("offload", "needs ZeRO stage 1 or more", lambda t: t.zero > 0 or t.offload == "none"),
+    Rule("offload", "parameters can be offloaded by ZeRO-3 only", lambda t: t.zero == 3 or t.offload != "full"),
+    Rule("interleaving", "needs pp > 1", lambda t: t.pp > 1 or t.interleaving == 1),
+    Rule("first_stage_layers", "needs pp > 1", lambda t: t.pp > 1 or not t.first_stage_layers),
+    Rule("last_stage_layers", "needs pp > 1", lambda t: t.pp > 1 or not t.last_stage_layers),
+    Rule(
+        "partition",
+        "contradicts a number of layers for the first or the last stage",
+        lambda t: t.partition == "uniform" or not (t.first_stage_layers or t.last_stage_layers),
+    ),
+    Rule(
+        "overlap_param_gather",
+        "needs ZeRO stage 1 and overlap_grad_reduce",
+        lambda t: (t.zero == 1 and t.overlap_grad_reduce) or not t.overlap_param_gather,
+    ),
+)
+
+# What a model asks of a topology.
+SHAPE_RULES = (
+    _tp_divides("num_attention_heads"),
+    _tp_divides("vocab_size", hint=" (pad the vocabulary)", sign=": "),
+    _tp_divides("hidden_size"),
+    _tp_divides("ffn", hint="_hidden_size"),
+    Rule(
+        "tp",
+        "must divide the heads of keys and values, or be a multiple of them",
+        lambda t, s: s.kv_heads % t.tp == 0 or t.tp % s.kv_heads == 0,
+        lambda t, s: f": {s.kv_heads}",
+        of_sizes=True,
+    ),
+    Rule(
+        "tp",
+        "must divide the channels of queries, keys and values",
+        lambda t, s: (s.hidden_size + 2 * s.kv_heads * s.head_dim) % t.tp == 0,
+        lambda t, s: f": {s.hidden_size + 2 * s.kv_heads * s.head_dim}",
+        of_sizes=True,
+    ),
+    Rule(
+        "cp",
+        "must divide seq_length into two halves a rank",
+        lambda t, s: t.cp == 1 or s.seq_length % (2 * t.cp) == 0,
+        lambda t, s: f": 2 x {t.cp} does not divide {s.seq_length}",
+    ),
+    Rule(
+        "tp",
+        "must divide seq_length where sequences are parallel",
+        lambda t, s: not t.sequence_parallel or s.seq_length % t.tp == 0,
+        lambda t, s: f": {s.seq_length}",
+    ),
+    Rule(
+        "pp",
+        "stages (times interleaving) must share the layers evenly",
+        lambda t, s: not _uneven_stages(t, s),
+        whole=_uneven_stages,
+    ),
+    Rule(
+        "gbs",
+        "interleaving needs microbatches % pp == 0",
+        lambda t, s: t.interleaving == 1 or t.gbs / (t.mbs * t.dp) % t.pp == 0,
+        lambda t, s: f" (pp={t.pp})",
+    ),
+)
+
+# What a cluster asks of a topology; a plan may break them, where somebody measures what that costs.
+CLUSTER_RULES = (
+    Rule(
+        "gpus",
+        "must not exceed the cluster",
+        lambda t, c: t.gpus <= c.max_gpus,
+        lambda t, c: f": {c.name} has {c.max_gpus}",
+        of_sizes=True,
+    ),
+    Rule(
+        "tp",
+        "a tensor-parallel group must stay inside a node",
+        lambda t, c: c.gpus_per_node % t.tp == 0 or t.gpus <= c.gpus_per_node or _spans_nodes(t.tp, c),
+        lambda t, c: f" of {c.gpus_per_node} GPUs",
+        of_sizes=True,
+    ),
+)

@@ -3,21 +3,19 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trilane.config.batch_rampup import Batch
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, drops_hidden, sums_in_fp32, unsupported_reason
-from trilane.config.interventions import inside
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import Topology, invalid_reason
-from trilane.config.topology_rules import CLUSTER_RULES, first_broken
-from trilane.config.training import Data, Dropout, Optimizer, Run
-from trilane.utils.validation import from_mapping, read_json, require, require_known, require_label, to_mapping
+from trilane.config.options import changed, check, option
+from trilane.config.parallelism import CLUSTER_RULES, Topology, first_broken, invalid_reason
+from trilane.config.training import Data, Dropout, Optimizer, Run, inside
+from trilane.utils.validation import from_mapping, read_json, require, require_label, to_mapping
 
-MOST_SAMPLES = 1 << 34  # their order is kept as some bytes for each; the largest published runs have read 2^31 at most
 # What results write next to the fields of a plan: derived from it, so never read back.
 DERIVED = ("id", "prediction", "calibration", "parameters", "tflops", "mfu", "hfu", "days", "measured", "why")
 
@@ -29,22 +27,23 @@ class Plan:
     What the engines here cannot train yet: engines.untrainable_reason.
     """
 
-    label: str
-    shape: ModelShape
-    cluster: Cluster
-    topology: Topology
-    engine: str = "megatron"
-    data: Data = field(default_factory=Data)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    dropout: Dropout = field(default_factory=Dropout)
-    run: Run = field(default_factory=Run)
+    label: str = option(help="name of the run folder")
+    shape: ModelShape = option(help="the model")
+    cluster: Cluster = option(help="the machine, with all its numbers")
+    topology: Topology = option(help="how the model is spread over GPUs")
+    engine: str = option(ENGINES[0], "what trains it", choices=ENGINES)
+    data: Data = option(Data, "the text")
+    optimizer: Optimizer = option(Optimizer, "AdamW and its schedule")
+    dropout: Dropout = option(Dropout, "shares of values that are set to 0")
+    run: Run = option(Run, "length, checkpoints and what is recorded")
 
     def __post_init__(self) -> None:
         require_label("label", self.label)
-        require_known("engine", self.engine, ENGINES)
+        check(self)
         t = self.topology
         reason = unsupported_reason(self.engine, self.shape, t) or invalid_reason(self.shape, t)
-        reason = reason or first_broken(CLUSTER_RULES[:1], t, self.cluster)  # groups over two nodes: run them who will
+        # groups over two nodes are allowed: slow, but legal
+        reason = reason or first_broken(CLUSTER_RULES[:1], t, self.cluster)
         if reason:
             raise ValueError(reason)
         rule = "engine hf-zero3 takes transformers' loss, which has none"
@@ -57,10 +56,12 @@ class Plan:
         rule = "engine hf-zero3 drops hidden values in GPT-2 alone: transformers' other models do not, or not all"
         require(drops or not self.dropout.hidden, "dropout.hidden", self.dropout.hidden, rule)
         self._check_ramp()
+        # the order is kept as some bytes for each; the largest published runs have read 2^31 at most
+        most = 1 << 34
         counts = {"train_iters": self.samples, "order_samples": self.run.order_samples}
         for name, count in {**counts, "eval_iters": self.validation_samples}.items():
-            rule = f"means {count:,} samples, at most {MOST_SAMPLES:,} can be put in an order"
-            require(count <= MOST_SAMPLES, name, getattr(self.run, name), rule)
+            rule = f"means {count:,} samples, at most {most:,} can be put in an order"
+            require(count <= most, name, getattr(self.run, name), rule)
         evaluates, rule = self.run.eval_interval, "needs a share for validation in data.split, such as 949,50,1"
         require(not evaluates or self.data.shares[1] > 0, "eval_interval", evaluates, rule)
 
@@ -85,10 +86,10 @@ class Plan:
 
         Plans with one id have one prediction by one calibration, whatever they are called and wherever they are shown.
         """
-        topology = to_mapping(self.topology) | {"fp32_gradients": sums_in_fp32(self.engine, self.topology)}
-        cluster = {k: v for k, v in to_mapping(self.cluster).items() if k not in ("sources", "max_nodes")}
-        shape = {k: v for k, v in to_mapping(self.shape).items() if k not in ("norm_epsilon", "rotary_base")}
-        facts = {"shape": shape, "cluster": cluster, "topology": topology, "engine": self.engine}
+        # a field at its default is not named, so that a new one changes no id
+        topology = {**changed(self.topology), "fp32_gradients": sums_in_fp32(self.engine, self.topology)}
+        facts = {"shape": changed(self.shape), "cluster": changed(self.cluster), "topology": topology}
+        facts["engine"] = {"name": self.engine}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:10]
 
     @property

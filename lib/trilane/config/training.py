@@ -2,60 +2,62 @@
 
 import math
 import re
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from trilane.config.batch_rampup import Ramp
-from trilane.config.interventions import LrChange, Ranges, factor_of, inside, parse_ranges, require_trained
-from trilane.utils.validation import require, require_integer, require_known, require_path, require_positive
+from trilane.config.options import check, option
+from trilane.utils.validation import require, require_path, require_positive
 
-BLEND = "blend"
-SHARE = re.compile(r" *[0-9]{1,9}(\.[0-9]{1,9})? *")
-FUSED = ("auto", "on", "off")
-PROFILE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})(?::([0-9]{1,7}(?:,[0-9]{1,7})*))?")
-MOST_PROFILED = 100  # iterations: a trace of one is 0.3 MB and more
+Ranges = tuple[tuple[int, int], ...]  # (first, last) of each, both left out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One source of a blend and its share of the samples, relative to the other weights."""
+    """One source of a blend."""
 
-    source: str
-    weight: float
+    source: str = option(help="as in data.source")
+    weight: float = option(help="its share of the samples, relative to the other weights")
 
     def __post_init__(self) -> None:
-        require(self.source != BLEND, "data.blend", self.source, "a blend cannot hold another")
+        require(self.source != "blend", "data.blend", self.source, "a blend cannot hold another")
         require_path("data.blend", self.source)
         require_positive(f"data.blend weight of {self.source}", self.weight)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Where the tokens come from.
+    """Where the tokens come from."""
 
-    source      "stdlib" (text of Python's standard library), "mock" (made on the fly), a text or JSONL file, a folder
-                of text files, the prefix of an existing Megatron .bin/.idx pair, or "blend"
-    blend       the sources of "blend", mixed sample by sample so that their shares stay close to their weights
-    tokenizer   "bytes" (256 bytes and an end-of-document token), or a local folder with a Hugging Face tokenizer.json
-    folder      where prepared .bin/.idx pairs are kept
-    split       shares of the documents of each source, in their order, for training, validation and test, as
-                Megatron-LM's --split: "949,50,1"; "" trains on all documents. Nothing is computed on the test share
-    """
-
-    source: str = "stdlib"
-    tokenizer: str = "bytes"
-    folder: str = "outputs/data"
-    blend: tuple[Part, ...] = ()
-    split: str = ""
+    source: str = option(
+        "stdlib",
+        "stdlib (text of Python's standard library), mock (made on the fly), a text or JSONL file, a folder of text "
+        "files, the prefix of a Megatron .bin/.idx pair, or blend",
+        megatron="data-path",
+    )
+    tokenizer: str = option(
+        "bytes", "bytes (256 and an end of document), or a local folder with a Hugging Face tokenizer.json"
+    )
+    folder: str = option("outputs/data", "where prepared .bin/.idx pairs are kept")
+    blend: tuple[Part, ...] = option((), "the sources of blend, mixed so that their shares stay close to their weights")
+    split: str = option(
+        "",
+        "shares of each source's documents for training, validation and test, such as 949,50,1; empty: all train. "
+        "Nothing is computed on the test share",
+        megatron="split",
+    )
 
     def __post_init__(self) -> None:
         words = self.split.split(",") if self.split else ["1", "0"]
-        ok = len(words) in (2, 3) and all(map(SHARE.fullmatch, words))
+        share = re.compile(r" *[0-9]{1,9}(\.[0-9]{1,9})? *")
+        ok = len(words) in (2, 3) and all(map(share.fullmatch, words))
         require(ok, "data.split", self.split, 'must be shares of training, validation and test, such as "949,50,1"')
         require(float(words[0]) > 0, "data.split", self.split, "leaves nothing to train on")
         for name in ("source", "tokenizer", "folder"):
             require_path(f"data.{name}", getattr(self, name))
-        parts, blended = ", ".join(part.source for part in self.blend) or "empty", self.source == BLEND
-        require(blended or not self.blend, "data.blend", parts, f'needs source="{BLEND}"')
+        parts, blended = ", ".join(part.source for part in self.blend) or "empty", self.source == "blend"
+        require(blended or not self.blend, "data.blend", parts, 'needs source="blend"')
         require(not blended or len(self.blend) > 1, "data.blend", parts, "needs at least two sources")
 
     @property
@@ -72,39 +74,51 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """AdamW and its schedule: linear warm-up, then cosine from `lr` to `min_lr`, both counted in samples.
+class LrChange:
+    """A factor of the learning rate, until the next change; relative to the schedule: 0.5 and 0.25 quarter it."""
 
-    lr_changes   from these samples on the rate is the schedule's times a factor, until the next change
-    init_std   standard deviation of the initial weights, over sqrt(2 L) where they write to the residual stream
-    z_loss     adds z_loss x the mean of log(Z)^2 to what is minimized, Z the softmax's denominator (0.0: off); losses
-               that are logged are without it. Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, section 5: 1e-4
-    """
-
-    lr: float = 1e-3
-    min_lr: float = 1e-4
-    warmup_samples: int = 0
-    decay_samples: int = 0
-    weight_decay: float = 0.1
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    adam_eps: float = 1e-8
-    clip_grad: float = 1.0
-    lr_changes: tuple[LrChange, ...] = ()
-    init_std: float = 0.02  # Radford et al. 2019 (GPT-2), section 2.3
-    z_loss: float = 0.0
+    samples: int = option(help="from the iteration on that begins at this sample", minimum=0)
+    factor: float = option(help="of the schedule's rate, min_lr included", above=0, maximum=100)
 
     def __post_init__(self) -> None:
-        require_positive("lr", self.lr)
-        require(0 <= self.min_lr <= self.lr, "min_lr", self.min_lr, f"must lie between 0 and lr={self.lr}")
-        require_integer("warmup_samples", self.warmup_samples, 0)
-        require_integer("decay_samples", self.decay_samples, 0)
-        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must not be negative")
-        require(self.clip_grad >= 0, "clip_grad", self.clip_grad, "must not be negative (0: off)")
+        check(self, "lr_changes ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW and its schedule: linear warm-up, then cosine from `lr` to `min_lr`, both counted in samples."""
+
+    lr: float = option(1e-3, "peak learning rate", above=0, megatron="lr")
+    min_lr: float = option(1e-4, "learning rate at the end of the cosine", minimum=0, megatron="min-lr")
+    warmup_samples: int = option(0, "samples of the linear warm-up", minimum=0, megatron="lr-warmup-samples")
+    decay_samples: int = option(0, "samples of the cosine; 0: the whole run", minimum=0, megatron="lr-decay-samples")
+    weight_decay: float = option(0.1, "of matrices; biases and norms do not decay", minimum=0, megatron="weight-decay")
+    adam_beta1: float = option(0.9, "of the mean of gradients", minimum=0, below=1, megatron="adam-beta1")
+    adam_beta2: float = option(0.95, "of the mean of their squares", minimum=0, below=1, megatron="adam-beta2")
+    adam_eps: float = option(1e-8, "added to the root of this mean", minimum=0, megatron="adam-eps")
+    clip_grad: float = option(1.0, "limit of the gradient norm; 0: none", minimum=0, megatron="clip-grad")
+    lr_changes: tuple[LrChange, ...] = option((), "factors of the learning rate from some sample on")
+    # Radford et al. 2019 (GPT-2), section 2.3
+    init_std: float = option(
+        0.02,
+        "standard deviation of the initial weights; over sqrt(2 num_layers) where they write to the residual stream",
+        above=0,
+        maximum=1,
+        megatron="init-method-std",
+    )
+    # Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, section 5: 1e-4
+    z_loss: float = option(
+        0.0,
+        "adds this x mean(log(Z)^2), Z the softmax's denominator, to what is minimized; logged losses are without it",
+        minimum=0,
+        maximum=1,
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        require(self.min_lr <= self.lr, "min_lr", self.min_lr, f"must be at most lr={self.lr}")
         begins = [change.samples for change in self.lr_changes]
         require(begins == sorted(set(begins)), "lr_changes", begins, "their samples must rise")
-        require(0 < self.init_std <= 1, "init_std", self.init_std, "must be above 0, and 1 at most")
-        require(0 <= self.z_loss <= 1, "z_loss", self.z_loss, "must lie between 0 (off) and 1")
 
     def learning_rate(self, samples: int, total_samples: int) -> float:
         """The rate of the iteration that ends at `samples` consumed, of `total_samples` in the run.
@@ -117,7 +131,7 @@ class Optimizer:
         iteration, so its first step under warm-up has rate 0.
         """
         warmup, decay = self.warmup_samples, self.decay_samples or total_samples
-        factor = factor_of(self.lr_changes, samples)
+        factor = ([1.0] + [change.factor for change in self.lr_changes if change.samples < samples])[-1]
         if samples <= warmup:
             return self.lr * samples / warmup * factor
         progress = min(1.0, (samples - warmup) / max(1, decay - warmup))
@@ -126,17 +140,15 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Dropout:
-    """Shares of values that training sets to 0: `hidden` after the embedding, the attention and the MLP, `attention` in
-    the attention's probabilities. Megatron-LM's --hidden-dropout and --attention-dropout, which are 0.1 there.
-    """
+    """Shares of values that training sets to 0; in Megatron-LM both are 0.1 by default."""
 
-    hidden: float = 0.0
-    attention: float = 0.0
+    hidden: float = option(
+        0.0, "after the embedding, the attention and the MLP", minimum=0, below=1, megatron="hidden-dropout"
+    )
+    attention: float = option(0.0, "of the attention's probabilities", minimum=0, below=1, megatron="attention-dropout")
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "attention"):
-            share = getattr(self, name)
-            require(0 <= share < 1, f"dropout.{name}", share, "must be at least 0 and below 1")
+        check(self, "dropout.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,74 +162,83 @@ class ProfileWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How long the run is and what it leaves behind.
+    """How long the run is and what it leaves behind."""
 
-    save_interval           iterations from one checkpoint to the next (0: none, but when asked by signal or file); a
-                            run that saves at all saves its last iteration too
-    keep_last               so many checkpoints are kept (0: all)
-    exit_duration_minutes   save and end after so long, counted from the start of the process (0.0: never)
-    load                    a checkpoint, or a folder of them, to start from where this run has none of its own yet
-    start_iteration         so many iterations are done by the plan before, whose checkpoint is `load`
-    exit_iteration          save and end after this iteration, for another plan to go on (0: the last)
-    eval_interval           iterations from one evaluation to the next, on the validation share of data.split (0: none);
-                            a run that evaluates does so after its last iteration too
-    eval_iters              batches of topology.gbs samples in an evaluation, the same ones each time
-    skip                    "101-200,251-300": iterations that are not trained; they count as done, and all others keep
-                            their numbers, samples and learning rates
-    order_samples           the samples come in the order made for a run of so many, then in further epochs (0: made for
-                            this run's own number, or as in the checkpoint that it starts from)
-    timers                  also the seconds of each phase, (min, max) over ranks, every log_interval iterations
-    tensorboard             also an event file for TensorBoard
-    hang_timeout_s          a run of which a rank gives no sign of life for so long is dumped and ended as a hang (0.0:
-                            off); longer than the longest iteration, checkpoint included
-    fused                   "auto": fused kernels on cards of compute capability 8.0 and above; "on": wherever
-                            torch.compile works; "off"
-    profile                 "10-12": a trace of these iterations by torch's profiler, of the first and the last rank;
-                            "10-12:0,3" of these ranks
-    """
-
-    train_iters: int = 50
-    log_interval: int = 1
-    timers: bool = False
-    tensorboard: bool = False
-    seed: int = 1234
-    ramp: Ramp = field(default_factory=Ramp)
-    save_interval: int = 0
-    keep_last: int = 2
-    exit_duration_minutes: float = 0.0
-    load: str = ""
-    hang_timeout_s: float = 1500.0  # torch itself gives up after 1800 s, without a word about who is to blame
-    start_iteration: int = 0
-    exit_iteration: int = 0
-    eval_interval: int = 0
-    eval_iters: int = 0
-    skip: str = ""
-    order_samples: int = 0
-    fused: str = "auto"
-    profile: str = ""
+    train_iters: int = option(50, "iterations of the whole run", minimum=1)
+    log_interval: int = option(1, "iterations from one log line to the next", minimum=1, megatron="log-interval")
+    timers: bool = option(False, "also log the seconds of each phase, (min, max) over ranks")
+    tensorboard: bool = option(False, "also write an event file for TensorBoard")
+    seed: int = option(1234, "of the initial weights and the data order", megatron="seed")
+    ramp: Ramp = option(Ramp, "ramp-up of the batch size")
+    save_interval: int = option(
+        0, "iterations from one checkpoint to the next, and one at the end; 0: only on request", minimum=0
+    )
+    keep_last: int = option(2, "checkpoints that are kept; 0: all", minimum=0)
+    exit_duration_minutes: float = option(
+        0.0, "save and end after this time from the start of the process; 0.0: never", minimum=0
+    )
+    load: str = option("", "a checkpoint or run folder to start from, where the run has no checkpoint of its own yet")
+    # torch itself gives up after 1800 s, without a word about who is to blame
+    hang_timeout_s: float = option(
+        1500.0,
+        "a run in which one rank makes no progress for so long is dumped and ended; longer than the longest iteration, "
+        "checkpoint included; 0.0: never",
+        minimum=0,
+    )
+    start_iteration: int = option(0, "iterations done by an earlier plan, whose checkpoint is load", minimum=0)
+    exit_iteration: int = option(
+        0, "save and end after this iteration, for another plan to continue; 0: the last", minimum=0
+    )
+    eval_interval: int = option(
+        0,
+        "iterations from one validation loss to the next, and one at the end, on the share of data.split; 0: none",
+        minimum=0,
+        megatron="eval-interval",
+    )
+    eval_iters: int = option(
+        0,
+        "batches of gbs samples for a validation loss, the same ones each time",
+        minimum=0,
+        megatron="eval-iters",
+    )
+    skip: str = option(
+        "",
+        "iterations that are not trained, such as 101-200,251-300; they count as done, and all others keep their "
+        "numbers, samples and learning rates",
+    )
+    order_samples: int = option(
+        0,
+        "the order of samples is the one made for a run of so many; 0: for this run's own number, or as in the "
+        "checkpoint that it starts from",
+        minimum=0,
+    )
+    fused: str = option(
+        "auto",
+        "fused kernels: auto on cards of compute capability 8.0 and above, on wherever torch.compile works, off",
+        choices=("auto", "on", "off"),
+    )
+    profile: str = option(
+        "", "10-12: a trace of these iterations by the first and the last rank; 10-12:0,3 by these ranks"
+    )
 
     def __post_init__(self) -> None:
+        check(self)
         require_path("load", self.load)
-        require_known("fused", self.fused, FUSED)
-        for name in ("train_iters", "log_interval"):
-            require_integer(name, getattr(self, name), 1)
-        counts = ("save_interval", "keep_last", "start_iteration", "exit_iteration", "eval_interval", "eval_iters")
-        for name in (*counts, "order_samples"):
-            require_integer(name, getattr(self, name), 0)
         rule = f"must lie between start_iteration={self.start_iteration} and train_iters={self.train_iters}"
         require(self.start_iteration < self.goal <= self.train_iters, "exit_iteration", self.exit_iteration, rule)
         require(not self.start_iteration or bool(self.load), "start_iteration", self.start_iteration, "needs load")
-        require_trained(self.skip, self.train_iters, self.goal)
         both = (self.eval_interval > 0) == (self.eval_iters > 0)
         require(both, "eval_iters", self.eval_iters, f"needs eval_interval, which is {self.eval_interval}, or neither")
-        minutes, seconds = self.exit_duration_minutes, self.hang_timeout_s
-        require(0 <= minutes < float("inf"), "exit_duration_minutes", minutes, "must not be negative (0.0: never)")
-        require(0 <= seconds < float("inf"), "hang_timeout_s", seconds, "must be >= 0 (0.0: off)")
+        skipped = self.skipped
+        ends = not skipped or skipped[-1][1] < self.train_iters
+        require(ends, "skip", self.skip, f"must end before the last iteration, {self.train_iters}")
+        saves = not inside(skipped, self.goal)
+        require(saves, "skip", self.skip, f"holds exit_iteration={self.goal}, which saves")
         if window := self.profile_window:
             first, last = window.first, window.last
             rule = f"must lie between iterations {self.start_iteration + 1} and {self.goal}, which this plan trains"
             require(self.start_iteration < first <= last <= self.goal, "profile", self.profile, rule)
-            trained = not (inside(self.skipped, first) or inside(self.skipped, last))
+            trained = not (inside(skipped, first) or inside(skipped, last))
             require(trained, "profile", self.profile, f"must begin and end outside of skip={self.skip}")
 
     @property
@@ -239,10 +260,11 @@ class Run:
         """The iterations and ranks of `profile`; None without one. ValueError where it is malformed."""
         if not self.profile:
             return None
-        found = PROFILE.fullmatch(self.profile)
-        rule = f"must be FIRST-LAST, such as 10-12, at most {MOST_PROFILED} iterations; ranks as in 10-12:0,3"
+        found = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})(?::([0-9]{1,7}(?:,[0-9]{1,7})*))?", self.profile)
+        # a trace of one iteration is 0.3 MB and more
+        rule = "must be FIRST-LAST, such as 10-12, at most 100 iterations; ranks as in 10-12:0,3"
         first, last = (int(found[1]), int(found[2])) if found else (1, 0)
-        require(0 < first <= last < first + MOST_PROFILED, "profile", self.profile, rule)
+        require(0 < first <= last < first + 100, "profile", self.profile, rule)
         ranks = tuple(int(rank) for rank in found[3].split(",")) if found and found[3] else ()
         return ProfileWindow(first=first, last=last, ranks=ranks)
 
@@ -250,3 +272,46 @@ class Run:
     def goal(self) -> int:
         """The iteration after which this plan has nothing left to do."""
         return self.exit_iteration or self.train_iters
+
+
+def parse_ranges(field: str, text: str) -> Ranges:
+    """The ranges of "101-200,251-300,400"; () of "". ValueError where they are malformed, overlap or do not rise."""
+    if not text:
+        return ()
+    one = r" *[0-9]{1,12}( *- *[0-9]{1,12})? *"
+    ok = re.fullmatch(f"{one}(,{one})*", text)
+    require(bool(ok), field, text, "must be ranges of iterations, such as 101-200,251-300")
+    ends = [part.split("-") for part in text.split(",")]
+    ranges = tuple((int(part[0]), int(part[-1])) for part in ends)
+    require(ranges[0][0] > 0, field, text, "iterations are counted from 1")
+    falls = [f"{first}-{last}" for first, last in ranges if first > last]
+    require(not falls, field, text, f"{''.join(falls[:1])} ends before it begins")
+    for (_, last), (first, _) in pairwise(ranges):
+        require(first > last, field, text, f"ranges must rise and not overlap: {first} comes after {last}")
+    return ranges
+
+
+def ranges_text(ranges: Iterable[Sequence[int]]) -> str:
+    """The text that parse_ranges() reads."""
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges)
+
+
+def ranges_of(numbers: Iterable[int]) -> Ranges:
+    """The ranges of these numbers."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if found and found[-1][1] == number - 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return tuple(found)
+
+
+def until(ranges: Iterable[Sequence[int]], iteration: int) -> list[tuple[int, int]]:
+    """What the ranges hold of the first `iteration` iterations."""
+    return [(first, min(last, iteration)) for first, last in ranges if first <= iteration]
+
+
+def inside(ranges: Ranges, iteration: int) -> bool:
+    """Whether the iteration is left out."""
+    return any(first <= iteration <= last for first, last in ranges)

@@ -9,7 +9,7 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.engines import sums_in_fp32
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import OFFLOADS, RECOMPUTE, Topology
+from trilane.config.parallelism import CHOICES, Topology
 
 # DeepSpeed's default size of a reduce or all-gather bucket, in values (its configuration page, reduce_bucket_size).
 LIBRARY_BUCKET = 500_000_000
@@ -176,10 +176,10 @@ def columns_of(shape: ModelShape, topology: Topology, engine: str = "") -> Colum
         seq=shape.seq_length,
         vocab=shape.vocab_size,
         **{name: getattr(t, name) for name in SAME},
-        recompute=RECOMPUTE.index(t.recompute),
+        recompute=CHOICES["recompute"].index(t.recompute),
         embedding_layers=int(t.partition != "uniform"),
         sequence_parallel=int(t.sequence_parallel),
-        offload=OFFLOADS.index(t.offload),
+        offload=CHOICES["offload"].index(t.offload),
         value_bytes=4 if t.precision == "fp32" else 2,
         fp32_gradients=int(sums_in_fp32(engine, t)) if engine else int(t.fp32_gradients),
         stores_scores=int(t.attention == "scores"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from trilane.config.cluster import Cluster, card_words
 from trilane.config.model import GATED, ModelShape, padded_vocab_size
-from trilane.config.parallelism import OFFLOADS, PARTITIONS, RECOMPUTE, Topology
+from trilane.config.parallelism import CHOICES, Topology
 from trilane.costmodel.calibration import Configuration
 from trilane.utils.validation import require, require_known
 
@@ -144,11 +144,11 @@ def topology_of(cells: Mapping[str, str], cluster: Cluster) -> Topology:
         gbs=integer(cells, "gbs"),
         # DeepSpeed's BF16 optimizer shards its states over dp, though not named ZeRO
         zero=max(zero, int(accumulates or (later and precision == "bf16"))),
-        recompute=_word(cells, "recompute", usual, RECOMPUTE),
+        recompute=_word(cells, "recompute", usual, CHOICES["recompute"]),
         interleaving=integer(cells, "vp" if cells.get("vp") else "interleaving", 1),
-        partition=PARTITIONS[int(embedding)],
+        partition=CHOICES["partition"][int(embedding)],
         sequence_parallel=sizes["tp"] > 1 and flag(cells, "sequence_parallel"),
-        offload=_word(cells, "offload", "none", OFFLOADS),
+        offload=_word(cells, "offload", "none", CHOICES["offload"]),
         precision=precision,
         fp32_gradients=accumulates,
         attention=attention,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trilane.config.batch_rampup import Phase
-from trilane.config.parallelism import RECOMPUTE, Topology, invalid_reason
+from trilane.config.parallelism import CHOICES, Topology, invalid_reason
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import columns_of
@@ -48,7 +48,7 @@ class ScheduledTopology:
     @property
     def job(self) -> tuple[int, ...]:
         """What a job cannot change without a restart; TP and PP, which need a converted checkpoint, come first."""
-        return self.tp, self.pp, self.dp, self.mbs, ("", *RECOMPUTE).index(self.recompute)
+        return self.tp, self.pp, self.dp, self.mbs, ("", *CHOICES["recompute"]).index(self.recompute)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,10 @@ from typing import Any
 
 from trilane.config.batch_rampup import Ramp
 from trilane.config.cluster import Cluster
-from trilane.config.interventions import ranges_of, ranges_text
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.config.training import BLEND, Data, Dropout, Optimizer, Part, Run
+from trilane.config.training import Data, Dropout, Optimizer, Part, Run, ranges_of, ranges_text
 from trilane.interop.megatron_args import DEEPSPEED, ENGINE_OF, LM, read_kind
 from trilane.interop.megatron_differences import differing, known_arguments, unread
 from trilane.interop.shell_args import Given
@@ -229,7 +228,7 @@ def _data(given: Given) -> Data:
     except ValueError:
         raise ValueError(f"--data-path={' '.join(words)}: must be WEIGHT PREFIX WEIGHT PREFIX ...") from None
     parts = zip(weights, words[1::2], strict=True)
-    return replace(data, source=BLEND, blend=tuple(Part(source=s, weight=w) for w, s in parts))
+    return replace(data, source="blend", blend=tuple(Part(source=s, weight=w) for w, s in parts))
 
 
 def _evaluation(given: Given, data: Data) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trilane.config.engines import default_attention, untrainable_reason
-from trilane.config.parallelism import OFFLOADS, PARTITIONS, RECOMPUTE, Topology
+from trilane.config.parallelism import CHOICES, Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, Prediction, predict
@@ -195,7 +195,12 @@ def neighbours(plan: Plan) -> Iterator[dict[str, Any]]:
         )
     yield from ({"mbs": mbs} for mbs in (2 * t.mbs, t.mbs // 2) if mbs)
     yield from ({"interleaving": v} for v in {1, 2 * t.interleaving, t.interleaving // 2} - {0, t.interleaving})
-    values: dict[str, Any] = {"zero": range(4), "recompute": RECOMPUTE, "partition": PARTITIONS, "offload": OFFLOADS}
+    values: dict[str, Any] = {
+        "zero": range(4),
+        "recompute": CHOICES["recompute"],
+        "partition": CHOICES["partition"],
+        "offload": CHOICES["offload"],
+    }
     values |= {"sequence_parallel": (False, True)}
     values |= {"attention": (default_attention(plan.shape, plan.cluster, t.precision),)}
     for name, choices in values.items():

@@ -10,9 +10,8 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, label_of, unsupported_rule
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import Topology
+from trilane.config.parallelism import CLUSTER_RULES, SHAPE_RULES, TOPOLOGY_RULES, Rule, Topology
 from trilane.config.plan import Plan
-from trilane.config.topology_rules import CLUSTER_RULES, SHAPE_RULES, TOPOLOGY_RULES, Rule
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.iteration import Microbatches

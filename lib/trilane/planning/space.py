@@ -12,7 +12,7 @@ import numpy as np
 from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.engines import ENGINES, default_attention, default_fp32_gradients, default_precision
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import ATTENTIONS, OFFLOADS, PARTITIONS, RECOMPUTE, Topology, invalid_reason
+from trilane.config.parallelism import CHOICES, Topology, invalid_reason
 from trilane.costmodel.columns import Columns
 from trilane.utils.validation import parse_integers, require, require_integer, require_known
 
@@ -44,9 +44,9 @@ class Space:
     dp: tuple[int, ...] = ()
     mbs: tuple[int, ...] = ()
     zero: tuple[int, ...] = (0, 1, 2, 3)
-    recompute: tuple[str, ...] = RECOMPUTE
+    recompute: tuple[str, ...] = CHOICES["recompute"]
     interleaving: tuple[int, ...] = ()
-    partition: tuple[str, ...] = PARTITIONS
+    partition: tuple[str, ...] = CHOICES["partition"]
     sequence_parallel: tuple[bool, ...] = (False, True)
     offload: tuple[str, ...] = ("none",)
     precision: str = "bf16"
@@ -66,9 +66,9 @@ class Space:
                 require(value <= LARGEST_GBS, name, value, f"must be at most {LARGEST_GBS}")
         for zero in self.zero:
             require(zero in (0, 1, 2, 3), "zero", zero, "ZeRO stages are 0, 1, 2 and 3")
-        for name, known in (("recompute", RECOMPUTE), ("partition", PARTITIONS), ("offload", OFFLOADS)):
+        for name in ("recompute", "partition", "offload"):
             for value in getattr(self, name):
-                require_known(name, value, known)
+                require_known(name, value, CHOICES[name])
         require_known("engine", self.engine, ENGINES)
         self._check_pins()
 
@@ -187,7 +187,7 @@ def read_choices(**texts: str) -> dict[str, Any]:
             require(len(values) == 1, name, text, "is the same for all: one number")
             choices[name] = values[0]
         elif name in ("precision", "attention"):
-            require_known(name, text, PRECISIONS if name == "precision" else ATTENTIONS)
+            require_known(name, text, PRECISIONS if name == "precision" else CHOICES["attention"])
             choices[name] = text
         else:
             choices[name] = tuple(part.strip() for part in text.split(","))
@@ -234,11 +234,11 @@ def block_columns(
     tp, pp, dp = sizes
     columns = {
         "zero": [p.zero for p in points],
-        "recompute": [RECOMPUTE.index(p.recompute) for p in points],
+        "recompute": [CHOICES["recompute"].index(p.recompute) for p in points],
         "interleaving": [p.interleaving for p in points],
         "embedding_layers": [int(p.partition != "uniform") for p in points],
         "sequence_parallel": [int(p.sequence_parallel) for p in points],
-        "offload": [OFFLOADS.index(p.offload) for p in points],
+        "offload": [CHOICES["offload"].index(p.offload) for p in points],
     }
     varied = {name: np.array(values)[which] for name, values in columns.items()}
     return dataclasses.replace(fixed, tp=tp, pp=pp, dp=dp, mbs=mbs, gbs=gbs, **varied)

@@ -4,6 +4,7 @@ import html
 import math
 import re
 import string
+import unicodedata
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -203,8 +204,10 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    # isprintable() is False for any blank but the common one, too
-    return "".join(c if c.isprintable() or c in "\n\t\xa0" else " " for c in SEQUENCE.sub("", text))
+    # isprintable() is False for any blank but the common one, private use, and what a later Unicode assigns
+    kept = ("Zs", "Co", "Cn")
+    found = SEQUENCE.sub("", text)
+    return "".join(c if c.isprintable() or c in "\n\t" or unicodedata.category(c) in kept else " " for c in found)
 
 
 def one_line(text: str) -> str:

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trilane.config.interventions import ranges_text, until
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
+from trilane.config.training import ranges_text, until
 from trilane.utils.validation import from_mapping, require, to_mapping
 from trilane.workspace.checkpoints import FOLDER, complete, found_in, read_manifest
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trilane.config import cluster
 from trilane.config.engines import untrainable_reason
-from trilane.config.topology_rules import CLUSTER_RULES
+from trilane.config.parallelism import CLUSTER_RULES
 from trilane.costmodel.predict import IMPOSSIBLE
 from trilane.planning.space import divisors
 from trilane.slurm.preflight.finding import JobCheck, JobFinding, Rule, refuse, warn
