@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trilane.config.hf_families import FAMILIES, HEAD, Family, family_of
+from trilane.config.hf_families import HEAD, Family, families, family_of
 from trilane.config.model import ModelShape
 from trilane.config.shapes import rotary_departures, shape_of_config
 from trilane.engine.checkpoint.slices import SliceFile, assemble
@@ -157,8 +157,8 @@ def read_config(folder: Path, seq_length: int = 0) -> tuple[Family, ModelShape]:
     """The family and shape of the folder's config.json; ValueError for what our model does not compute."""
     given = read_json(folder / "config.json", "folder")
     require(isinstance(given, dict), "folder", folder / "config.json", "must be a JSON object")
-    require_known("model_type", str(given.get("model_type")), FAMILIES)
-    family, shape = FAMILIES[given["model_type"]], shape_of_config(given, seq_length).shape
+    require_known("model_type", str(given.get("model_type")), families())
+    family, shape = families()[given["model_type"]], shape_of_config(given, seq_length).shape
     if misfit := family.misfit(shape):
         require(False, *misfit)
     for key, value in family.settings.items():
