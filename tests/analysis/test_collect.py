@@ -139,15 +139,6 @@ def test_a_loss_that_rose_is_not_called_calm_and_a_short_training_is_not_called_
     assert "no divergence" in MeasuredRuns(runs=(measure_log(numbers(30)),)).spikes()
 
 
-def test_tensorboard_is_offered_where_a_run_wrote_its_files(tmp_path):
-    found = measure_log(replace(numbers(12), source=tmp_path / "run.log"))
-    assert "--logdir" not in MeasuredRuns(runs=(found,)).tensorboard()
-    (tmp_path / "tensorboard").mkdir()
-    (tmp_path / "tensorboard/events.out.tfevents.1.host.2").touch()
-    text = MeasuredRuns(runs=(found,)).tensorboard()
-    assert "1 of 1 runs" in text and str(tmp_path) not in text, "a report has no path of the machine"
-
-
 def test_a_notebook_shows_the_first_of_many_runs_and_says_how_many_there_are(tmp_path):
     """Failed runs first; what cannot be right with its line; the order of a column; restarts."""
     wrong = m2021(4, loss=9.0).replace("rate: 1.000E-04", "rate: 7.000E+00")
@@ -157,7 +148,7 @@ def test_a_notebook_shows_the_first_of_many_runs_and_says_how_many_there_are(tmp
         (tmp_path / f"{number:02d}.log").write_text(text + ("ValueError: no\n" if number == 9 else ""))
     runs = measure_runs(Study("s"), str(tmp_path), sort="sec/it")
     assert (len(runs.endings().to_frame()), len(runs.efficiency().to_frame()), len(runs.drawn)) == (40, 40, 8)
-    assert runs.endings().to_frame()["file"].tolist()[:2] == ["09.log", "00.log"]
+    assert runs.endings().to_frame()["Source"].tolist()[:2] == ["09.log", "00.log"]
     assert "**45** runs" in runs.summary() and "first 40 by Sec/it" in runs.summary()
     (problem,) = runs.problems().to_frame().to_dict("records")
     assert (problem["column"], problem["line"]) == ("learning_rate", 13) and runs.continuity().restarts == 0

@@ -1,8 +1,7 @@
 """MeasuredRuns: the measured runs of a study, or of any files of logs, and the tables and sentences about them."""
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,14 @@ from trilane.analysis.measure import Measurement, measure
 from trilane.analysis.paths import files, measure_all
 from trilane.analysis.spikes import find_spikes
 from trilane.analysis.steady_state import WARM_UP
-from trilane.analysis.tables import column, extent, frame, ordered, rows_of
+from trilane.analysis.tables import column, frame, ordered, rows_of, values
 from trilane.config.cluster import Cluster
 from trilane.logs.dialects.tables import use
-from trilane.utils.numbers import percent
-from trilane.utils.tables import Columns, DataFrame, Table, Text, frame_of, grouped, middle, short, show
+from trilane.utils.tables import Columns, DataFrame, Table, Text, frame_of, grouped, short, show
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
 
 SHOWN, DRAWN = 40, 8  # runs of hundreds that a table and a figure have
-Readers = dict[str, str | Callable[[Any], Any]]  # of frame_of()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +37,19 @@ class MeasuredRuns(Table):
     ranked: tuple[Measurement, ...] = ()
 
     @property
+    def shown(self) -> Sequence[Measurement]:
+        """The runs in the order of tables and figures."""
+        return self.ranked or self.runs
+
+    @property
     def timed(self) -> list[Measurement]:
         """The runs that printed iterations with their time."""
         return [m for m in self.runs if m.iterations]
 
     @property
-    def listed(self) -> list[Measurement]:
-        """The first of the timed runs, as many as a table can show."""
-        return [m for m in self.ranked or self.runs if m.iterations][:SHOWN]
-
-    @property
     def drawn(self) -> list[Measurement]:
         """The first of the timed runs, as many as a figure can show."""
-        return self.listed[:DRAWN]
+        return [m for m in self.shown if m.iterations][:DRAWN]
 
     def summary(self) -> Text:
         """How many runs there are and how they ended, what of them is shown, and which files are not among them."""
@@ -74,28 +71,31 @@ class MeasuredRuns(Table):
         return f"{len(self.runs)} runs"
 
     def _repr_html_(self) -> str:
-        return show(frame((self.ranked or self.runs)[:SHOWN]), self.digits)
+        return show(frame(self.shown[:SHOWN]), self.digits)
 
     def endings(self) -> Table:
         """How each run ended, failed ones first: the line that proves it, nodes at fault, who did not come."""
-        failed_first = sorted(self.ranked or self.runs, key=lambda m: not m.status.has_failed)
-        columns: Readers = {
-            "run": "name",
-            "file": lambda m: middle(m.log.source.name, 22),
-            "dialect": "log.dialect",
-            "status": lambda m: str(m.status),
-            "iterations": lambda m: f"{len(m.log.iterations)}{extent(m)}",
-            "node": lambda m: ", ".join((*m.log.hosts, *(f"GPU {gpu}" for gpu in m.log.gpus))),
-            "exclude": "log.exclude",
-            "did not come": lambda m: short("; ".join(m.log.collectives), 200),
-            "evidence": lambda m: short(m.log.evidence, 110),
-        }
-        return _holding(failed_first, columns)
+        runs = sorted(self.shown, key=lambda m: not m.status.has_failed)[:SHOWN]
+        heads = ("Run", "Source", "Dialect", "Status", "Iterations", "First", "Last", "Node", "Exclude", "Cause")
+        return _holding(values(rows_of(runs), heads))
+
+    def numerics(self) -> Table:
+        """Skipped and NaN iterations, gradient norms (the median), loss scales (the last) and how often they fell."""
+        heads = ("Run", "Skipped", "NaN", "Norm", "Largest norm", "Scale", "Reductions")
+        return self._timed_runs(heads)
+
+    def efficiency(self) -> Table:
+        """Which iterations do not count and why, and where time is lost."""
+        heads = ("Run", "Left out", "Tokens/s", "Lost", "Bubble", "Waits", "MFU", "HFU")
+        return self._timed_runs(heads)
+
+    def _timed_runs(self, heads: Sequence[str]) -> Table:
+        return Columns(values(rows_of([m for m in self.shown if m.iterations][:SHOWN]), heads))
 
     def problems(self) -> Table | Text:
         """The numbers that cannot be right, each with its runs and the line of the first of them."""
         found = grouped(((m, p) for m in self.runs for p in m.log.problems), lambda one: replace(one[1], line=None))
-        columns: Readers = {
+        columns: dict[str, str | Callable[[Any], Any]] = {
             "run": lambda same: ", ".join(_first([m.name for m, _ in same])),
             "line": lambda same: same[0][1].line or "",
             "column": lambda same: same[0][1].column,
@@ -103,31 +103,11 @@ class MeasuredRuns(Table):
             "evidence": lambda same: short(same[0][1].evidence, 110),
         }
         none = Text("No number of these logs contradicts another one, or the bounds of what is possible.")
-        return _holding(found.values(), columns) if found else none
+        return _holding(frame_of(list(found.values())[:SHOWN], columns)) if found else none
 
     def continuity(self) -> Continuity:
         """What the restarts of the trainings did not continue: inside a run, and from log to log of one training."""
         return joined(map(find_breaks, trainings([m.log for m in self.timed])))
-
-    def numerics(self) -> Table:
-        """Skipped and NaN iterations, gradient norms and loss scales."""
-        names = {"skipped iterations": "skipped", "NaN": "nan_iterations", "gradient norm, median": "grad_norm"}
-        names |= {"largest": "grad_norm_max", "loss scale, last": "loss_scale", "reductions": "loss_scale_drops"}
-        return Columns(frame_of(self.listed, {"run": "name", **{head: f"numerics.{n}" for head, n in names.items()}}))
-
-    def efficiency(self) -> Table:
-        """Which iterations do not count and why, and where time is lost."""
-        columns: Readers = {
-            "run": "name",
-            "left out of the medians": lambda m: m.window.sentence.removeprefix("left out: "),
-            "tokens/s": lambda m: round(m.tokens_per_s) if m.tokens_per_s > 0 else "",
-            "lost": lambda m: percent(m.lost_share),
-            "bubble": lambda m: percent(m.bubble),
-            "waits": lambda m: percent(m.waited),
-            "MFU": lambda m: percent(m.utilization.get("mfu", math.nan)),
-            "HFU": lambda m: percent(m.utilization.get("hfu", math.nan)),
-        }
-        return Columns(frame_of(self.listed, columns))
 
     def curves(self) -> dict[str, Curve]:
         """The loss curve of each training, by the label of its first run."""
@@ -138,7 +118,7 @@ class MeasuredRuns(Table):
     def drawn_curves(self) -> dict[str, Curve]:
         """The first of the curves, as many as a figure can show."""
         curves = self.curves()
-        return {m.name: curves[m.name] for m in [m for m in self.ranked or self.runs if m.name in curves][:DRAWN]}
+        return {name: curves[name] for name in [m.name for m in self.shown if m.name in curves][:DRAWN]}
 
     def loss_summary(self) -> Text:
         """First and last loss of each training, and how far plans of one training differ."""
@@ -173,14 +153,6 @@ class MeasuredRuns(Table):
         if not found:
             return Text.of("No spike{}. {}", "" if short_ones else ", no divergence", end)
         return Text.of("{}\n\n{}", Text.joined("\n- ", ["", *_first(found)]), end)
-
-    def tensorboard(self) -> Text:
-        """How to look at the runs in TensorBoard, where any of them wrote its event files."""
-        written = [m.name for m in self.runs if any(m.log.source.parent.glob("tensorboard/events.out.tfevents.*"))]
-        if not written:
-            return Text("No run wrote files for TensorBoard; `run.tensorboard` in a plan makes it do so.")
-        how = "{} of {} runs wrote files for TensorBoard ({}): `tensorboard --logdir .` in the folder that holds them."
-        return Text.of(how, len(written), len(self.runs), ", ".join(_first(written)))
 
     def compare(self, a: str = "", b: str = "") -> Text:
         """Whether the runs with `b` in their names are faster than those with `a`; without both, the two fastest."""
@@ -231,10 +203,9 @@ def numbered(runs: Sequence[Measurement]) -> list[Measurement]:
     return found
 
 
-def _holding(items: Iterable[Any], columns: Readers) -> Table:
-    """The first of the items as a table, without the columns that hold nothing."""
-    table = frame_of(list(items)[:SHOWN], columns)
-    return Columns(table[[name for name in table if table[name].any()]])
+def _holding(table: DataFrame) -> Table:
+    """The table without the columns that hold nothing."""
+    return Columns(table[[name for name in table if table[name].notna().any() and table[name].astype(bool).any()]])
 
 
 def _first(texts: Sequence[str], most: int = 12) -> list[str]:

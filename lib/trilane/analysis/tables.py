@@ -4,7 +4,8 @@ import html
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,6 @@ from trilane.workspace.status import Status
 
 Row = Mapping[str, Any]  # of a run: numbers in base units (`tflops` excepted), NaN where unknown
 WIDTH = 100  # characters of a row in text
-TABLE = '<table class="sortable{}">\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody>\n</table>'
 
 
 def size(parameters: float) -> str:
@@ -33,21 +33,51 @@ def size(parameters: float) -> str:
 
 # Each column of a table: the key of a row, by which rows are sorted, and a number's form; "" is text.
 COLUMNS: Mapping[str, tuple[str, str | Callable[[Any], str]]] = {
+    "Run": ("run_name", ""),
     "GPUs": ("gpus", "{:.0f}"),
     "Size": ("parameters", size),
     **{name: (name.lower(), "{:.0f}") for name in ("DP", "TP", "PP", "MBS", "GBS")},
     "Mem": ("memory_bytes", lambda value: f"{value / 2**30:.1f}GiB"),
     "Sec/it": ("sec_per_it", "{:.4g}"),
+    "±": ("spread", partial(percent, digits=0)),
     "TFLOPs": ("tflops", lambda value: f"{value:.2f}" if value >= 1 else f"{value:.3g}"),
+    **{head: (head.lower(), percent) for head in ("MFU", "HFU", "Lost", "Bubble", "Waits")},
     "Iterations": ("iterations", "{:.0f}"),
     "Loss": ("loss", "{:.4g}"),
     "Tokens/s": ("tokens_per_s", "{:.0f}"),
     "Status": ("status", ""),
     "First": ("first_iteration", "{:.0f}"),
     "Last": ("last_iteration", "{:.0f}"),
-    **{name: (name.lower(), "") for name in ("Date", "Dialect", "Problems", "Cause", "Exclude")},
-    **{"Remarks": ("note", ""), "Source": ("source", ""), "Notes": ("notes", "")},
+    **{"Skipped": ("skipped", "{:.0f}"), "NaN": ("nan_iterations", "{:.0f}"), "Norm": ("grad_norm", "{:.4g}")},
+    **{"Largest norm": ("grad_norm_max", "{:.4g}"), "Scale": ("loss_scale", "{:.0f}")},
+    "Reductions": ("loss_scale_drops", "{:.0f}"),
+    **{name: (name.lower(), "") for name in ("Date", "Dialect", "Problems", "Cause", "Node", "Exclude")},
+    **{"Mem (GiB)": ("memory_gib", "{:.2f}"), "GFLOPs": ("gflops", "{:.1f}"), "Losses": ("losses", "")},
+    **{
+        "Left out": ("left_out", ""),
+        "Outcome": ("outcome", ""),
+        "Remarks": ("note", ""),
+        "Source": ("source", ""),
+        "Notes": ("notes", ""),
+    },
 }
+TABLE = (
+    "Run",
+    "GPUs",
+    "Size",
+    "DP",
+    "TP",
+    "PP",
+    "MBS",
+    "GBS",
+    "Mem",
+    "Sec/it",
+    "±",
+    "TFLOPs",
+    "Loss",
+    "Status",
+    "Remarks",
+)
 
 
 def rows_of(runs: Sequence[Measurement], root: Path | None = None) -> list[dict[str, Any]]:
@@ -63,7 +93,7 @@ def rows_of(runs: Sequence[Measurement], root: Path | None = None) -> list[dict[
         again = f" run {seen[place]}" if seen[place] > 1 else ""
         source = place.name if place == root else os.path.relpath(place, root)
         names = {"source": source + again, "name": place.name + again, "run": seen[place]}
-        rows.append({**names, **_row(m), "note": m.note})
+        rows.append({**names, **_row(m)})
     alike = Counter(row["name"] for row in rows)
     for row in rows:
         row["name"] = row["source"] if alike[row["name"]] > 1 else row["name"]
@@ -75,29 +105,42 @@ def rows_of(runs: Sequence[Measurement], root: Path | None = None) -> list[dict[
 def _row(m: Measurement) -> dict[str, Any]:
     c, log = m.config, m.log
     at = log.clock[-1][1] if log.clock else log.source.stat().st_mtime if log.source.exists() else math.nan
+    numbers = {"gpus": c.gpus, "parameters": c.parameters, "mbs": c.mbs, "gbs": c.gbs}
+    # a parallelism of one is known only where the GPUs are
+    numbers |= {name: n if c.gpus or n > 1 else 0 for name in ("dp", "tp", "pp") if (n := getattr(c, name))}
+    ends = {"first_iteration": log.first_iteration, "last_iteration": log.last_iteration}
     return {
-        "gpus": c.gpus or math.nan,
-        "parameters": c.parameters or math.nan,
-        # a parallelism of one is known only where the GPUs are
-        **{name: n if c.gpus or n > 1 else math.nan for name in ("dp", "tp", "pp") if (n := getattr(c, name))},
-        "mbs": c.mbs or math.nan,
-        "gbs": c.gbs or math.nan,
+        "run_name": m.name,
+        **{name: number or math.nan for name, number in numbers.items()},
         "memory_bytes": m.memory_bytes,
         "sec_per_it": m.sec_per_it,
+        "spread": m.spread,
+        "memory_gib": m.memory_bytes / 2**30,
         "tflops": m.flops_per_s_per_gpu / 1e12,
+        "gflops": m.flops_per_s_per_gpu / 1e9,
+        "mfu": m.utilization.get("mfu", math.nan),
+        "hfu": m.utilization.get("hfu", math.nan),
+        "lost": m.lost_share,
+        "bubble": m.bubble,
+        "waits": m.waited,
         "status": m.status,
         "dialect": log.dialect,
         "iterations": len(log.iterations),
-        "first_iteration": math.nan if log.first_iteration is None else log.first_iteration,
-        "last_iteration": math.nan if log.last_iteration is None else log.last_iteration,
+        **{name: math.nan if number is None else number for name, number in ends.items()},
         "loss": m.last_loss,
         "tokens_per_s": m.tokens_per_s,
+        **asdict(m.numerics),
         # that of the last iteration's line, else of the file; later than 2096 it is a damaged one
         "date": f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}" if 0 < at < 4e9 else "",
         "problems": [str(problem) for problem in log.problems],
         "cause": "" if m.status is Status.COMPLETED else "; ".join([log.evidence, *log.collectives]),
         "hosts": list(log.hosts),
+        "node": ", ".join((*log.hosts, *(f"GPU {gpu}" for gpu in log.gpus))),
         "exclude": log.exclude,
+        "left_out": m.window.sentence.removeprefix("left out: "),
+        "losses": f"{m.first_loss:.2f} → {m.last_loss:.2f}" if m.last_loss == m.last_loss else "",
+        "outcome": ", ".join(filter(None, (m.status, m.note))),
+        "note": m.note,
     }
 
 
@@ -222,32 +265,26 @@ def to_html(rows: Sequence[Row], heads: Sequence[str] = ()) -> Html:
 
     titles = [Html.of('<th{} tabindex="0" role="button">{}</th>', kind(head), head) for head in chosen]
     lines = [Html.of("<tr>{}</tr>", Html.joined("", [shown(row, head) for head in chosen])) for row in rows]
-    return Html.of(TABLE, " wide", Html.joined("", titles), Html.joined("\n", lines))
+    made = '<table class="sortable wide">\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody>\n</table>'
+    return Html.of(made, Html.joined("", titles), Html.joined("\n", lines))
 
 
-def frame(runs: Collection[Measurement]) -> DataFrame:
-    """The runs as a DataFrame, a row each, memory in GiB; GFLOPs where none reaches a TFLOP/s."""
-    rate, scale = ("TFLOPs", 1e12) if any(m.flops_per_s_per_gpu > 1e12 for m in runs) else ("GFLOPs", 1e9)
+def values(rows: Sequence[Row], heads: Sequence[str]) -> DataFrame:
+    """The rows in these columns for a notebook or a file: numbers are numbers, but for sizes and shares."""
 
-    def count(m: Measurement, name: str) -> int | str:
-        value = _row(m)[name]
-        return int(value) if value == value else ""
+    def value(row: Row, head: str) -> Any:
+        key, form = COLUMNS[head]
+        return row[key] if head == "TFLOPs" or (form and isinstance(form, str)) else cell(row, head)
 
-    return frame_of(
-        runs,
-        {
-            "Run": "name",
-            "GPUs": partial(count, name="gpus"),
-            "Size": lambda m: size(m.config.parameters) if m.config.parameters else "",
-            **{name: partial(count, name=name.lower()) for name in ("DP", "TP", "PP", "MBS", "GBS")},
-            "Mem (GiB)": lambda m: round(m.memory_bytes / 2**30, 2),
-            "Sec/it": "sec_per_it",
-            "±": lambda m: percent(m.spread, 0),
-            rate: lambda m: round(m.flops_per_s_per_gpu / scale, 1),
-            "Loss": lambda m: f"{m.first_loss:.2f} → {m.last_loss:.2f}" if m.last_loss == m.last_loss else "",
-            "Notes": lambda m: ", ".join(filter(None, (m.status, m.note))),
-        },
-    )
+    return frame_of(rows, {head: partial(value, head=head) for head in heads})
+
+
+def frame(runs: Sequence[Measurement]) -> DataFrame:
+    """The runs as a DataFrame, a row each; GFLOPs where none reaches a TFLOP/s."""
+    rows = rows_of(runs)
+    rate = "TFLOPs" if any(row["tflops"] > 1 for row in rows) else "GFLOPs"
+    heads = ("Run", "GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem (GiB)", "Sec/it", "±", rate)
+    return values(rows, (*heads, "Losses", "Outcome")).rename(columns={"Losses": "Loss", "Outcome": "Notes"})
 
 
 def write_iterations(runs: Sequence[Measurement], path: Path) -> None:
