@@ -140,35 +140,34 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ('other["oom_probability"] <= SAFE', 'other["oom_probability"] <= 1'),
         ("max([r[risk]", "min([r[risk]"),
     ],
-    ("jobs", "slurm/site_options.py", "slurm/test_site_options.py"): [
-        ("if option.startswith(name)", "if option == name"),
-        ('launcher == "srun" and', 'launcher == "x" and'),
+    ("jobs", "slurm/script.py", "slurm/test_site_options.py"): [
+        ("one.startswith(name) and one != name", "False"),
+        ('launcher == "srun" and not any', 'launcher == "x" and not any'),
+        ("require(count <= 1", "require(count <= 2"),
     ],
     ("jobs", "slurm/probe.py", "slurm/test_probe.py"): [
-        ("min(seconds_or_inf(row[1]), kind.longest_s)", "seconds_or_inf(row[1])"),
-        ("min(chosen.nodes, most or chosen.nodes)", "chosen.nodes"),
+        ("min(_seconds(row[1]), kind.longest_s)", "_seconds(row[1])"),
+        ('min(chosen.nodes, _count(options.get("MaxNodes", "")) or chosen.nodes)', "chosen.nodes"),
     ],
-    ("guard", "slurm/preflight/timing.py", "slurm/test_preflight.py"): [
-        ("if limit / 10 < interval", "if limit / 2 < interval"),
-        ("count = run.goal - run.start_iteration", "count = run.goal"),
-    ],
-    ("guard", "slurm/preflight/resources.py", "slurm/test_preflight.py"): [
+    ("guard", "slurm/checks.py", "slurm/test_preflight.py"): [
+        ("is_long and limit / 10 < interval", "is_long and limit / 2 < interval"),
+        ("run.goal - run.start_iteration\n    evaluation", "run.goal\n    evaluation"),
         ("gpus > qos.gpus", "gpus >= qos.gpus"),
         ("(2, 11)", "(2, 12)"),
-        ("qos and seconds > qos.hours", "qos and seconds >= qos.hours"),
-        ("(kept + 1) * checkpoint", "kept * checkpoint"),
-        ("need > free / 2", "need > free * 2"),
+        ('limit > qos.hours * 3600, "qos time"', 'limit >= qos.hours * 3600, "qos time"'),
+        ("keep_last or saves) + 1", "keep_last or saves)"),
+        ("free >= need > free / 2", "need > free * 2"),
         ("stat.f_bavail", "stat.f_bfree"),
         ("p.host_memory_bytes * used", "p.host_memory_bytes"),
-        ("own and case.nodes > 1", "own and case.nodes >= 1"),
-        ("compute_capability < AMPERE", "compute_capability <= AMPERE"),
-        ("kept * (2 * ranks + 3)", "kept * ranks"),
-    ],
-    ("guard", "slurm/preflight/finding.py", "slurm/test_preflight.py"): [
+        ("(REFUSAL, own) if case.nodes > 1", "(REFUSAL, own) if case.nodes >= 1"),
+        ("compute_capability < (8, 0)", "compute_capability <= (8, 0)"),
+        ("kept * (2 * case.plan.topology.gpus + 3)", "kept * case.plan.topology.gpus"),
         ("-(-self.plan.topology.gpus //", "(self.plan.topology.gpus //"),
     ],
-    ("guard", "slurm/preflight/script.py", "slurm/test_preflight.py"): [
-        ("int(started[1]) != used", "int(started[1]) < used"),
+    ("guard", "slurm/preflight.py", "slurm/test_preflight.py"): [
+        ("(processes != used,", "(processes < used,"),
+        ("replace(f, level=WARNING) if f.rule in allow", "replace(f, level=WARNING) if allow"),
+        ('and not has("pipefail")', "and False"),
     ],
     ("jobs", "slurm/attempt.py", "slurm/test_attempt.py"): [
         ("len(starts) >= TRIES", "len(starts) > TRIES"),

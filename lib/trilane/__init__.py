@@ -49,7 +49,7 @@ _MODULES = {
     "report.notebook": ("export_report",),
     "report.widgets": ("explore",),
     "slurm.jobs": ("job_status", "submit"),
-    "slurm.preflight.check": ("check_job",),
+    "slurm.preflight": ("check_job",),
     "slurm.sites": ("JobRequest",),
     "slurm.study_runs": ("prepare_runs",),
     "workspace.study": ("Study", "load_cluster"),

@@ -17,7 +17,7 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, read_plan
 from trilane.config.training import Run
 from trilane.slurm import attempt, chain, client, jobs, ledger, sites
-from trilane.slurm.preflight import check
+from trilane.slurm.preflight import check_job, refused
 from trilane.slurm.sites import JobRequest
 from trilane.workspace.checkpoints import name_of
 from trilane.workspace.status import read_status
@@ -91,8 +91,8 @@ def test_document_004s_two_schedules_become_chains_in_which_nothing_is_refused(
     paths, site = chain.stages_of(tmp_path / "c"), sites.site(f"jean-zay-v100-{gb}g")
     request = JobRequest(account="six@v100", time_limit="20:00:00")
     for path, link in zip(paths, chain.read(tmp_path / "c"), strict=True):
-        refused = {f.rule for f in check.refused(check.check_job(link, site, request, path))}
-        assert refused <= OF_THIS_MACHINE, (path.name, refused)
+        found = {f.rule for f in refused(check_job(link, site, request, path))}
+        assert found <= OF_THIS_MACHINE, (path.name, found)
         assert not [batch for batch in chain.phases(link) if batch.gbs % (link.topology.mbs * link.topology.dp)]
     assert len({link.samples for link in chain.read(tmp_path / "c")}) == 1
 

@@ -16,9 +16,8 @@ from trilane.cli.app import main
 from trilane.config.plan import read_plan
 from trilane.engine.data import corpus
 from trilane.report import notebook
-from trilane.slurm import client, jobs, ledger, monitor, sweep
+from trilane.slurm import client, jobs, ledger, monitor, preflight, sweep
 from trilane.slurm.nodes.exclusion import exclude
-from trilane.slurm.preflight import check, finding
 from trilane.slurm.script import render
 from trilane.slurm.sites import JobRequest
 from trilane.utils.validation import to_mapping
@@ -159,7 +158,11 @@ def test_a_run_of_an_array_is_shown_with_what_its_script_printed(commands: Comma
 def test_the_guard_looks_at_a_sweeps_own_script_before_a_submission_and_a_second_one(
     commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(check, "check_job", lambda *a: [finding.refuse("x", str(a[5]), "y")])
+    monkeypatch.setattr(
+        preflight,
+        "check_job",
+        lambda *a: [preflight.JobFinding(level="refusal", rule="x", message=str(a[5]), remedy="y")],
+    )
     (made,) = sweep.create(tmp_path / "sweep", [plan("a", tmp_path / "d", nodes=1).to_json()], SITE, REQUEST)
     ledger.note(made, "submitted", "6_1", site="test", script="")
     accounted(commands, j6_1="FAILED")

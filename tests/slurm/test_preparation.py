@@ -13,9 +13,8 @@ from support import wait_until
 
 from trilane.cli.app import main
 from trilane.config.plan import Plan, read_plan
-from trilane.slurm import client, jobs, ledger
-from trilane.slurm.preflight import resources
-from trilane.slurm.preflight.check import check_job, refused
+from trilane.slurm import checks, client, jobs, ledger
+from trilane.slurm.preflight import check_job, refused
 from trilane.slurm.sites import site
 from trilane.utils.validation import to_mapping
 from trilane.workspace import prepared_corpora
@@ -79,7 +78,7 @@ def test_the_check_refuses_a_corpus_that_all_nodes_would_wait_for(
     large = {str(corpus): 40_000_000_000}
     for name, answer in (("is_installed", True), ("require_answer", None), ("test_only", "")):
         monkeypatch.setattr(client, name, lambda *_, answer=answer: answer)  # as on a login node
-    monkeypatch.setattr(resources, "unprepared", lambda *_: large)
+    monkeypatch.setattr(checks, "unprepared", lambda *_: large)
     (found,) = (f for f in refused(check_job(p, SITE, REQUEST, folder)) if f.rule == "corpus")
     assert "40 GB of text are not prepared, and 1 nodes would wait" in found.message and "prepare" in found.remedy
     assert "corpus" not in {f.rule for f in check_job(p, site("local"), REQUEST, folder)}

@@ -11,7 +11,7 @@ from slurm_cluster import fake_commands
 from trilane.cli.app import main
 from trilane.config.cluster import cluster
 from trilane.slurm import probe as probing
-from trilane.slurm.node_kinds import gpus_of, node_kinds
+from trilane.slurm.probe import gpus_of, node_kinds
 from trilane.slurm.sites import site
 
 # As sinfo prints them: typed GPUs bound to sockets, two kinds of nodes in one partition, a partition that is down, and

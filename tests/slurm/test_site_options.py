@@ -1,7 +1,6 @@
 """A site of one's own: what its file adds to the scripts, as bash and sbatch read it; contradictions in one line."""
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -11,10 +10,10 @@ from typing import Any
 
 import pytest
 from support import small_plan
-from test_script import EVERYTHING, directives, plan_for
+from test_script import directives, plan_for
 
 from trilane.slurm import script, sites
-from trilane.slurm.site_options import OWN_DIRECTIVES, OWN_VARIABLES, srun_arguments
+from trilane.slurm.script import srun_arguments
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.validation import from_mapping
 
@@ -30,7 +29,6 @@ FREE = Site(
     switches="1@12:00:00",
     gpu_type="a100",
 )
-NAME = re.compile(r"(?:^|\s)([A-Z_]+)(?==|\s|$)")
 
 
 def rendered(site: Site, **wishes: Any) -> str:
@@ -50,31 +48,26 @@ BAD = [
     ({"env": {"A-B": "1"}}, r"^site.env='A-B': must be the name of a variable"),
     (
         {"env": {"PATH": "/opt"}},
-        r"^site.env=PATH: is set by the script, by bash or by SLURM; extend it in a line of setup$",
+        r"^site.env=PATH: is set by the script, by bash or by SLURM; extend a path in a line of setup",
     ),
     ({"env": {"UID": "5"}}, r"^site.env=UID: is set"),
     ({"env": {"TRILANE_START": "5"}}, r"^site.env=TRILANE_START: is set"),
-    ({"env": {"TRILANE_WEBHOOK": "https://x/y"}}, r"^site.env=TRILANE_WEBHOOK: is a secret, which no file holds"),
+    ({"env": {"TRILANE_WEBHOOK": "https://x/y"}}, r"^site.env=TRILANE_WEBHOOK: .*keep secrets out$"),
     ({"env": {"SLURM_NTASKS": "1"}}, r"^site.env=SLURM_NTASKS: is set"),
     ({"env": {"A": "x\ny"}}, r"^site.env.A=.*must be one line"),
     ({"setup": ["module load a", "x\ny"]}, r"^site.setup, line 2=.*must be one line"),
     ({"setup": [" "]}, r"^site.setup, line 1=' ': is empty$"),
-    ({"sbatch": {"time": "1"}}, r"^site.sbatch=--time: the script sets --time itself"),
-    ({"sbatch": {"gre": "1"}}, r"^site.sbatch=--gre: the script sets --gres itself"),
-    ({"sbatch": {"x\n#SBATCH --uid": "0"}}, r"^site.sbatch=.*must be the long name of an option"),
-    ({"sbatch": {"licenses": "a\n#SBATCH --uid=0"}}, r"^site.sbatch.licenses=.*must consist of letters"),
+    ({"sbatch": {"x\n#SBATCH --uid": "0"}}, r"^site.sbatch=.*must be one line"),
+    ({"sbatch": {"licenses": "a\n#SBATCH --uid=0"}}, r"^site.sbatch.licenses=.*must be one line"),
     ({"host_suffix": "i; touch x"}, r"^site.host_suffix='i; touch x': must be letters"),
     ({"srun": ["-n1"]}, r"^site.srun='-n1': must be a long option"),
-    ({"srun": ["--ntasks=4"]}, r"^site.srun=--ntasks=4: the script sets --ntasks itself"),
+    ({"srun": ["--ntasks=4"]}, r"^site.srun=--ntasks=4: the script sets --ntasks"),
     ({"srun": ["--export=NONE"]}, r"^site.srun=--export=NONE: the script sets --export itself"),
     ({"srun": ["--output=x"]}, r"^site.srun=--output=x: the script sets --output itself"),
     ({"mem": "lots"}, r"^site.mem='lots': must be such as 480G"),
-    ({"mem": "0", "sbatch": {"mem-per-gpu": "60G"}}, r"^site.mem=0: contradicts site.sbatch mem-per-gpu$"),
-    ({"mem": "480G", "exclusive": True}, r"^site.mem=480G: with exclusive must be 0"),
-    ({"switches": "1", "segment": 16}, r"^site.switches=1: cannot be combined with segment"),
     ({"switches": "one"}, r"^site.switches='one': must be a number of switches"),
     ({"segment": -1}, r"^site.segment=-1: must be a whole number"),
-    ({"gpu_type": "a100:4"}, r"^site.gpu_type=a100:4: must be one type"),
+    ({"gpu_type": "a100:4"}, r"^site.gpu_type='a100:4': must be one type"),
     ({"gpu_option": "gpus"}, r"^site.gpu_option=gpus: known: "),
     ({"container": "docker"}, r"^site.container=docker: .*known: "),
     ({"container": "pyxis"}, r"^site.container=pyxis: needs container_image$"),
@@ -82,16 +75,16 @@ BAD = [
     ({"container_mounts": ["/a"]}, r"^site.container_mounts=/a: needs container"),
     (
         {"container": "apptainer", "container_image": "/a.sif", "srun": ["--container-image=b"]},
-        r"^site.srun=--container-image: contradicts site.container=apptainer$",
+        r"^site.srun=--container-image=b: contradicts site.container=apptainer$",
     ),
     (
         {"container": "pyxis", "container_image": "/a.sqsh", "srun": ["--container-mounts=/a"]},
-        r"^site.srun=--container-mounts: is what container_image and container_mounts set$",
+        r"^site.srun=--container-mounts=/a: contradicts",
     ),
-    ({"container": "pyxis", "container_image": "a.sqsh"}, r"^site.container_image=a.sqsh: must be an absolute path"),
+    ({"container": "pyxis", "container_image": "a.sqsh"}, r"^site.container_image='a.sqsh': must be an absolute path"),
     (
         {"container": "pyxis", "container_image": "/a.sqsh", "container_mounts": ["a"]},
-        r"^site.container_mounts=a: must be FOLDER",
+        r"^site.container_mounts='a': must be FOLDER",
     ),
 ]
 
@@ -103,22 +96,15 @@ def test_a_site_with_a_contradiction_is_refused_in_one_line(fields: dict[str, An
     assert len(str(refusal.value).splitlines()) == 1
 
 
-def test_no_site_can_set_an_option_that_a_script_sets() -> None:
-    """The other half of the check: what the scripts set is what a site may not."""
-    everything = replace(FREE, hint="nomultithread", sbatch={}, partition="long", constraint="a100")
-    blocks = replace(everything, switches="", segment=2, gpu_option="gpus-per-node")
-    texts = [script.render(t, plan_for(s), s, JobRequest()) for t in script.NAMES for s in (everything, blocks)]
-    texts.append(script.render("train", plan_for(everything), everything, EVERYTHING))
-    texts.append(script.render("train", plan_for(blocks), blocks, replace(EVERYTHING, launcher="srun", spares=1)))
-    assert {option for text in texts for option in directives(text)} <= set(OWN_DIRECTIVES)
-    exported = {
-        name
-        for text in texts
-        for line in re.findall(r"^\s*export ([^#\n]*)", text, re.M)
-        for name in NAME.findall(line)
-    }
-    own = {name for name in exported if not name.startswith(("SLURM_", "SRUN_"))} - set(FREE.env)
-    assert len(own) > 10 and own <= set(OWN_VARIABLES)
+def test_no_site_can_set_what_a_script_sets() -> None:
+    """Options in any abbreviation, and variables; of some names no script needs to be looked at."""
+    given = directives(rendered(FREE))
+    for option in (*set(given) - set(FREE.sbatch), "gre", "tim"):
+        with pytest.raises(ValueError, match=f"^site.sbatch=--{option}: the script sets --"):
+            rendered(replace(FREE, sbatch={option: "1"}))
+    for name in ("MASTER_ADDR", "OMP_NUM_THREADS", "NCCL_DEBUG", "VENV", "RDZV_ID"):
+        with pytest.raises(ValueError, match=f"^site.env={name}: is set by the script itself"):
+            rendered(replace(FREE, env={name: "1"}))
 
 
 def test_ones_own_comment_is_a_directive_of_its_own() -> None:

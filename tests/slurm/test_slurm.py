@@ -19,9 +19,9 @@ from test_script import PRESETS, recorded
 
 from trilane.cli.app import main
 from trilane.slurm import client, copies, jobs, ledger, monitor, sweep
+from trilane.slurm.checks import REFUSAL
 from trilane.slurm.nodes.exclusion import exclude
-from trilane.slurm.preflight import check
-from trilane.slurm.preflight.finding import REFUSAL
+from trilane.slurm.preflight import check_job
 from trilane.utils.validation import to_mapping
 from trilane.workspace import installation
 
@@ -120,7 +120,7 @@ def test_sbatch_accepts_every_script_of_every_site(cluster: Cluster, tmp_path: P
 def test_the_guard_refuses_what_slurm_would_refuse(wish: dict, says: str, cluster: Cluster, tmp_path: Path) -> None:
     folder = run_folder(tmp_path, plan("two", tmp_path.parent / "data"), replace(REQUEST, **wish))
     p = plan("two", tmp_path.parent / "data")
-    found = [f for f in check.check_job(p, SITE, REQUEST, folder) if f.rule == "sbatch"]
+    found = [f for f in check_job(p, SITE, REQUEST, folder) if f.rule == "sbatch"]
     assert [f.level for f in found] == [REFUSAL] and says.lower() in found[0].message.lower()
 
 

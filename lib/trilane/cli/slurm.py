@@ -26,19 +26,19 @@ def check_command(plan: Path, site: Site, allow: Collection[str], as_json: bool,
     Exit code 1 where something is refused.
     """
     from trilane.costmodel.shipped import calibration_of
-    from trilane.slurm.preflight import check
+    from trilane.slurm import preflight
 
     file, _ = locate_plan(plan)
     try:
         read = read_plan(plan)
     except ValueError as error:
         require_file("plan", file)
-        found = [check.of_error(error)]
+        found = [preflight.of_error(error)]
     else:
         known = calibration_of(read_plan_values(plan), read.cluster)
-        found = check.check_job(read, site, request, file.parent, allow, calibration=known)
-    text = "\n".join(map(check.line, found)) or "nothing found"
-    return emit(as_json, {"findings": [f.to_json() for f in found]}, text, failed=check.refused(found))
+        found = preflight.check_job(read, site, request, file.parent, allow, calibration=known)
+    text = "\n".join(map(preflight.line, found)) or "nothing found"
+    return emit(as_json, {"findings": [f.to_json() for f in found]}, text, failed=preflight.refused(found))
 
 
 @command(slurm, PLAN, option("--template", type=TEMPLATES, default="train"), SITE, JSON, request_options)
@@ -71,8 +71,7 @@ def submit(
     request: JobRequest,
 ) -> int:
     """Submit runs that have not completed, or train them here at site local: all, or if the check refuses one, none."""
-    from trilane.slurm import jobs, script
-    from trilane.slurm.preflight import check
+    from trilane.slurm import jobs, preflight, script
 
     folders = folders_of(runs)
     for path in folders if rewrite else []:
@@ -89,7 +88,7 @@ def submit(
             break
     lines = list[str]()
     for folder, findings in found.items():
-        lines += [f"{submitted.get(folder, 'not submitted')}  {folder}", *map(check.line, findings)]
+        lines += [f"{submitted.get(folder, 'not submitted')}  {folder}", *map(preflight.line, findings)]
     lines += jobs.corpus_lines(corpora)
     preparing = {"preparing": {str(path): job for path, job in corpora.items()}} if prepare else {}
     values = {"findings": as_dicts(found), "submitted": submitted, **preparing}

@@ -12,7 +12,7 @@ import click
 from trilane.cli.options import Checked, Choice, emit, option, whole
 from trilane.config.plan import locate_plan, read_plan, read_plan_values
 from trilane.slurm import sites
-from trilane.slurm.sites import CHOICES, JobRequest, Site
+from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.tables import one_line
 
 RUNS = click.argument("runs", nargs=-1, required=True, metavar="RUN...")
@@ -35,7 +35,8 @@ def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(f.default, bool):
             decorated = option(f"--{name}/--no-{name}", default=f.default, show_default=True)(decorated)
         else:
-            kind = Choice(CHOICES[f.name]) if f.name in CHOICES else whole(0) if isinstance(f.default, int) else str
+            choices = f.metadata.get("choices")
+            kind = Choice(choices) if choices else whole(0) if isinstance(f.default, int) else str
             decorated = option(f"--{name}", type=kind, default=f.default)(decorated)
     return decorated
 
@@ -57,8 +58,7 @@ def checked(
 ) -> tuple[dict[str, Any], bool]:
     """The findings about run folders, each with its script if given; and whether one is refused."""
     from trilane.costmodel.shipped import calibration_of
-    from trilane.slurm import client
-    from trilane.slurm.preflight import check
+    from trilane.slurm import client, preflight
 
     if not site.is_local:
         client.require_answer("; nothing was submitted: submit again when it answers")
@@ -66,15 +66,15 @@ def checked(
     for path, script in zip_longest(paths, scripts):
         plan = read_plan(path / "plan.json")
         known = calibration_of(read_plan_values(path), plan.cluster)
-        found[str(path)] = check.check_job(plan, site, request, path, allow, script, known)
-    return found, any(map(check.refused, found.values()))
+        found[str(path)] = preflight.check_job(plan, site, request, path, allow, script, known)
+    return found, any(map(preflight.refused, found.values()))
 
 
 def findings_text(found: Mapping[str, Any]) -> str:
     """Two lines for each finding, after the name of its run."""
-    from trilane.slurm.preflight import check
+    from trilane.slurm import preflight
 
-    return "\n".join(f"{Path(path).name}: {check.line(f)}" for path, findings in found.items() for f in findings)
+    return "\n".join(f"{Path(path).name}: {preflight.line(f)}" for path, findings in found.items() for f in findings)
 
 
 def as_dicts(found: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:

@@ -48,8 +48,7 @@ def start_sweep(
     folder: Path, site: Site, allow: Collection[str], as_json: bool, request: JobRequest, *, is_again: bool
 ) -> int:
     """Check the runs, each with its array's script, and submit them; 1 where one is refused."""
-    from trilane.slurm import client, sweep
-    from trilane.slurm.preflight import check
+    from trilane.slurm import client, preflight, sweep
 
     if not site.is_local:
         client.require_answer("; nothing was submitted: submit again when it answers")
@@ -57,7 +56,7 @@ def start_sweep(
     chosen = sweep.failures(folder) if is_again else range(1, len(paths) + 1)
     found, is_refused = checked([paths[n - 1] for n in chosen], site, request, allow, [scripts[n] for n in chosen])
     if is_refused:
-        refused = {path: check.refused(findings) for path, findings in found.items()}
+        refused = {path: preflight.refused(findings) for path, findings in found.items()}
         return emit(as_json, {"findings": as_dicts(refused)}, findings_text(found), failed=True)
     is_given = click.get_current_context().get_parameter_source("parallel") is ParameterSource.COMMANDLINE
     parallel = request.parallel if is_given else None  # what `create` was given

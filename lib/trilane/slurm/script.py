@@ -1,12 +1,12 @@
 """Job scripts: a template of slurm_templates/ rendered for a plan, a site and a request; #SBATCH lines read back."""
 
 import contextlib
+import html
 import json
 import re
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan, read_plan
 from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.interop.megatron_args import ENGINE_OF, megatron_args, megatron_text
-from trilane.slurm.site_options import directives_of, image_file, plain, srun_arguments
-from trilane.slurm.sites import JobRequest, Site
+from trilane.slurm.sites import JobRequest, Site, require_form
 from trilane.utils.tables import Html
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import checkout, shipped
@@ -27,35 +26,39 @@ from trilane.workspace.run_folder import write_text
 
 NAMES = ("train", "sweep", "bench", "monitor", "prepare", "interactive")
 SCRIPT = "job.sbatch"  # the file name in a run folder
-WATCH_EVERY_S = 60
-
-# options that a template may ignore: they concern the environment or one kind of job
-OPTIONAL = {"signal_s", "requeue", "launcher", "launch_blocking", "nccl_debug", "parallel", "preflight"}
 OPEN, CLOSE = "\ue000", "\ue001"  # private-use characters around filled-in values; no value may contain them
-
-# sbatch's one-letter options that take a value
-SHORT = {
-    **{"A": "account", "C": "constraint", "J": "job-name", "N": "nodes", "n": "ntasks", "p": "partition", "q": "qos"},
-    **{"t": "time", "w": "nodelist", "x": "exclude", "o": "output", "e": "error", "a": "array", "c": "cpus-per-task"},
-    **{"d": "dependency", "G": "gpus", "D": "chdir", "b": "begin", "L": "licenses", "M": "clusters"},
-}
 
 
 def render(name: str, plan: Plan, site: Site, request: JobRequest, *, array: str = "1", marked: bool = False) -> str:
     """The sbatch script of template `name`; `marked` puts OPEN and CLOSE around each filled-in value.
 
-    Raises ValueError for a value that bash or sbatch would interpret, an option that the template does not use, a
-    partition or QoS that the site does not have, and GPUs that do not fill their nodes.
+    Raises ValueError for a value that bash or sbatch would interpret, an option that the template does not use or sets
+    itself, a partition that the site does not have, and GPUs that do not fill their nodes.
     """
     require_known("template", name, NAMES)
     environment = _environment(marked)
-    text = f"{name}.sbatch"
-    wanted = _blanks(environment, text)
+    wanted = _blanks(environment, f"{name}.sbatch")
     values = blanks(name, plan, site, request, array)
-    for option in request.given():
-        is_used = option in wanted or option in OPTIONAL or option in ("environment", "time_limit")
-        require(is_used, option, getattr(request, option), f"template {name} does not use it")
-    return environment.get_template(text).render({blank: values[blank] for blank in wanted})
+    # a template may ignore those that concern the environment, the time or one kind of job
+    ignored = {"signal_s", "requeue", "launcher", "launch_blocking", "nccl_debug", "parallel", "preflight"}
+    for option in {*request.given()} - ignored - {"environment", "time_limit"}:
+        require(option in wanted, option, getattr(request, option), f"template {name} does not use it")
+    text = environment.get_template(f"{name}.sbatch").render({blank: values[blank] for blank in wanted})
+    _require_once(text.replace(OPEN, "").replace(CLOSE, ""), site)
+    return text
+
+
+def _require_once(text: str, site: Site) -> None:
+    """ValueError where the site sets an option or a variable that the script sets, too: the last would count."""
+    given = re.findall(r"^#SBATCH --([a-z-]+)", text, re.M)
+    for name in site.sbatch:
+        # SLURM lets an option be abbreviated
+        others = [one for one in given if one.startswith(name) and one != name] + [name] * (given.count(name) - 1)
+        rule = f"the script sets --{', --'.join(others)} itself; use the site's or the job's own field"
+        require(not others, "site.sbatch", f"--{name}", rule)
+    for name in site.env:
+        count = len(re.findall(rf"^[^#\n]*?\b{name}=", text, re.M))
+        require(count <= 1, "site.env", name, "is set by the script itself")
 
 
 def files(plan: Plan, site: Site, request: JobRequest, beside: Mapping[str, Any] | None = None) -> dict[str, str]:
@@ -78,73 +81,81 @@ def rewrite(folder: Path, site: Site, request: JobRequest) -> None:
     write_text(folder / SCRIPT, render("train", read_plan(folder / "plan.json"), site, request))
 
 
-def own_environment() -> str:
-    """The Python environment of a job where none is asked for: the checkout's .venv, or that of the installed wheel."""
-    root = checkout()
-    return str(root / ".venv") if root else sys.prefix
-
-
 def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = "1") -> dict[str, Any]:
     """Every value that a template may use, by name."""
     cluster = nodes_of(plan, site)
     nodes, used = node_count(plan, cluster)
-    gpus = plan.topology.gpus
     if site.partitions and request.partition:
         require_known("partition", request.partition, site.partitions)
     require_spares(request.spares, nodes, cluster)
-    is_watcher, is_bench = name in ("monitor", "prepare"), name == "bench"
-    one_each = is_bench or (request.launcher == "srun" and name in ("train", "sweep"))  # one task for each GPU
-    tested = 0 if cluster.gpu.kind == "cpu" else used
-    # a site's service partition has neither the nodes nor the QoS of the training
-    asked = JobRequest() if name == "monitor" or (is_watcher and site.service_partition) else request
-    options = asdict(request)
-    environment = options.pop("environment")
-    return options | {
-        "job_name": plain("label", plan.label),
-        "nodes": 1 if is_watcher else nodes + request.spares,
+    require_form("word", "label", plan.label)
+    one_each = name == "bench" or (request.launcher == "srun" and name in ("train", "sweep"))  # a task for each GPU
+    # Jean Zay bills and binds by cores: a share of a node's GPUs gets the same share of its cores
+    cores = max(1, cluster.cores_per_node * used // cluster.gpus_per_node)
+    each, is_cpu, srun = max(1, cores // used), cluster.gpu.kind == "cpu", srun_arguments(site, request.launcher)
+    root, environment = checkout(), request.environment
+    own = str(root / ".venv") if root else sys.prefix
+    values = vars(site) | vars(request)
+    values |= {
+        "job_name": plan.label,
+        "nodes": nodes + request.spares,
         "train_nodes": nodes,
         "preflight": request.preflight and nodes + request.spares > 1,
-        "node_test": f"--test --gpus {tested} -- {srun_arguments(site, request.launcher)}".strip(),
+        "node_test": f"--test --gpus {0 if is_cpu else used} -- {srun}".strip(),
         "tasks_per_node": used if one_each else 1,
         "processes_per_node": used,
-        "gpus_per_node": "" if is_watcher or cluster.gpu.kind == "cpu" else f"{site.gpu_type}:{used}".lstrip(":"),
-        "cores_per_task": _cores(cluster, used, one_each, is_watcher),
-        "threads": _cores(cluster, used, one_each=True, is_watcher=False),
-        "hint": "" if is_watcher else site.hint,
-        "partition": request.partition or (site.service_partition if is_watcher else site.partition),
-        "constraint": asked.constraint or ("" if is_watcher else site.nodes_wanted),
-        "qos": asked.qos,
-        **_site_blanks(site, request, is_watcher),
-        "requeue": "requeue" if request.requeue else "no-requeue",
-        "offline": site.offline,
-        "conda": environment.removeprefix("conda:") if environment.startswith("conda:") else "",
-        "venv": quoted("environment", environment or own_environment()),
-        "summary": f"{plan.shape.parameters / 1e9:.3g}B, {plan.topology.label}, {gpus} GPUs, engine {plan.engine}",
-        "array": array,
-        "every_s": WATCH_EVERY_S,
-        "watch_s": max(WATCH_EVERY_S, request.time_limit_s - 120),
-    }
-
-
-def _site_blanks(site: Site, request: JobRequest, is_watcher: bool) -> dict[str, Any]:
-    """What a site adds in its own words; one that only monitors or prepares takes a core."""
-    return {
+        "gpus_per_node": "" if is_cpu else f"{site.gpu_type}:{used}".lstrip(":"),
+        "cores_per_task": each if one_each else cores,
+        "threads": each,
+        "partition": request.partition or site.partition,
+        "constraint": request.constraint or site.nodes_wanted,
         "modules": " ".join(site.modules),
         "site_env": {name: quoted(f"site.env.{name}", value) for name, value in site.env.items()},
         "setup": [quoted(f"site.setup, line {n}", line) for n, line in enumerate(site.setup, 1)],
         "site_name": quoted("site.name", site.name),
-        "image": quoted("site.container_image", image_file(site)) if image_file(site) and not is_watcher else "",
-        "sbatch": [] if is_watcher else directives_of(site),
-        "mem": "" if is_watcher else site.mem,
-        "exclusive": site.exclusive and not is_watcher,
-        "switches": "" if is_watcher else site.switches,
-        "segment": 0 if is_watcher else site.segment,
-        "gpu_option": site.gpu_option,
-        "host_suffix": site.host_suffix,
-        "stage_env": site.stage_env,
+        "image": quoted("site.container_image", site.image_file) if site.image_file else "",
+        "sbatch": [f"{option}={value}" if value else option for option, value in site.sbatch.items()],
         "stage_folder": re.sub(r"\$\{?(\w+)\}?", r"${\1:-}", site.stage_env),
-        "srun_args": srun_arguments(site, request.launcher),
+        "srun_args": srun,
+        "requeue": "requeue" if request.requeue else "no-requeue",
+        "conda": environment.removeprefix("conda:") if environment.startswith("conda:") else "",
+        "venv": quoted("environment", environment or own),
+        "summary": f"{plan.shape.parameters / 1e9:.3g}B, {plan.topology.label}, {plan.topology.gpus} GPUs, "
+        f"engine {plan.engine}",
+        "array": array,
+        "every_s": 60,
+        "watch_s": max(60, request.time_limit_s - 120),
     }
+    if name in ("monitor", "prepare"):  # a core, where the site has one for nothing
+        for left in ("image", "sbatch", "hint", "mem", "exclusive", "switches", "segment", "gpus_per_node"):
+            values[left] = ""
+        # a service partition has neither the nodes nor the QoS of the training
+        asked = JobRequest() if name == "monitor" or site.service_partition else request
+        values |= {"partition": request.partition or site.service_partition, "qos": asked.qos}
+        values |= {"constraint": asked.constraint, "nodes": 1, "tasks_per_node": 1, "cores_per_task": 1}
+    return values
+
+
+def srun_arguments(site: Site, launcher: str) -> str:
+    """What the scripts give srun beyond their own options, each quoted for bash and followed by a blank; "" for none.
+
+    With Apptainer the string ends in its command, so that what follows runs inside the image. The run folder and the
+    frozen code are mounted at their own paths, and the run folder is the current one.
+    """
+    words = [shlex.quote(word) for word in site.srun]
+    # one task for each GPU is bound to its own cores, and so to the NUMA node that they are on
+    if launcher == "srun" and not any(word.startswith(("--cpu-bind", "--cpu_bind")) for word in site.srun):
+        words.append("--cpu-bind=cores")
+    image, mounts = shlex.quote(site.container_image), site.container_mounts
+    if site.container == "pyxis":
+        every = "".join(f",{shlex.quote(m if ':' in m else f'{m}:{m}')}" for m in mounts)
+        code = '${TRILANE_CODE:+",$TRILANE_CODE:$TRILANE_CODE"}'  # the frozen code, which may lie in another folder
+        own = f'--container-mounts="$PWD:$PWD"{code}{every}'
+        words += [f"--container-image={image}", own, '--container-workdir="$PWD"']
+    elif site.container:
+        own = '--bind "$PWD" --pwd "$PWD" ${TRILANE_CODE:+--bind "$TRILANE_CODE"}'
+        words += [site.container, "exec --nv", own, *(f"--bind {shlex.quote(m)}" for m in mounts), image]
+    return "".join(f"{word} " for word in words)
 
 
 def nodes_of(plan: Plan, site: Site) -> Cluster:
@@ -162,9 +173,9 @@ def node_count(plan: Plan, cluster: Cluster) -> tuple[int, int]:
 
 def require_spares(spares: int, nodes: int, cluster: Cluster) -> None:
     """ValueError for more spare nodes than the cluster has left, or than nodes that train."""
-    left = cluster.max_nodes - nodes
+    left = max(0, cluster.max_nodes - nodes)
     has = f"{cluster.name} has {cluster.max_nodes} nodes, of which the plan trains on {nodes}"
-    require(spares <= max(0, left), "spares", spares, f"must be at most {max(0, left)}: {has}")
+    require(spares <= left, "spares", spares, f"must be at most {left}: {has}")
     require(spares <= nodes, "spares", spares, f"must be at most the nodes that train ({nodes})")
 
 
@@ -176,21 +187,14 @@ def quoted(field: str, text: str) -> str:
 
 def as_html(marked: str) -> Html:
     """A marked script as HTML, with the filled-in values on yellow."""
-    return Html(Html.pre(marked).replace(OPEN, "<mark>").replace(CLOSE, "</mark>"))
+    # Html.pre would drop the marks, which are no printable characters
+    return Html(f"<pre>{html.escape(marked)}</pre>".replace(OPEN, "<mark>").replace(CLOSE, "</mark>"))
 
 
 def folded(texts: Mapping[str, str]) -> Html:
     """Files as HTML, each folded under its name."""
     template = "<details><summary>{}</summary><pre>{}</pre></details>"
     return Html.joined("", [Html.of(template, name, text) for name, text in texts.items()])
-
-
-def _cores(cluster: Cluster, used: int, one_each: bool, is_watcher: bool) -> int:
-    if is_watcher:
-        return 1
-    # Jean Zay bills and binds by cores: a share of a node's GPUs gets the same share of its cores
-    share = max(1, cluster.cores_per_node * used // cluster.gpus_per_node)
-    return max(1, share // used) if one_each else share
 
 
 def _environment(marked: bool) -> jinja2.Environment:
@@ -211,10 +215,8 @@ def _blanks(environment: jinja2.Environment, name: str) -> set[str]:
     """The blanks of a template and of the parts that it includes."""
     assert environment.loader is not None
     parsed = environment.parse(environment.loader.get_source(environment, name)[0])
-    found = set(jinja2.meta.find_undeclared_variables(parsed))
-    for part in jinja2.meta.find_referenced_templates(parsed):
-        found |= _blanks(environment, str(part))
-    return found
+    parts = (_blanks(environment, str(part)) for part in jinja2.meta.find_referenced_templates(parsed))
+    return set(jinja2.meta.find_undeclared_variables(parsed)).union(*parts)
 
 
 def directives(script: str) -> dict[str, str]:
@@ -223,39 +225,29 @@ def directives(script: str) -> dict[str, str]:
     As sbatch does, it reads up to the first line that is not a comment. Raises ValueError for an unclosed quote. Left
     out: abbreviated long names, which sbatch accepts where they are unique.
     """
+    long = {"A": "account", "C": "constraint", "J": "job-name", "N": "nodes", "n": "ntasks", "p": "partition"}
+    long |= {"q": "qos", "t": "time", "w": "nodelist", "x": "exclude", "o": "output", "e": "error", "a": "array"}
+    long |= {"c": "cpus-per-task", "d": "dependency", "G": "gpus", "D": "chdir"}
     found: dict[str, str] = {}
     comments = takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), script.splitlines())
     for line in [line.removeprefix("#SBATCH") for line in comments if re.match(r"#SBATCH\s", line)]:
-        words = _words(line)
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise ValueError(f"script=#SBATCH{line}: cannot be read: {error}") from None
         while words:
-            name, value = _option(words.pop(0))
-            if name and value is None:
-                # `--time 20:00:00`: a word after an option is its value, as sbatch allows no other word there
-                value = words.pop(0) if words and not words[0].startswith("-") else ""
-            if name:
-                found[name] = value or ""
+            word = words.pop(0)
+            name, equals, value = word[2:].partition("=")
+            if re.match(r"-[A-Za-z]", word):
+                name, equals, value = long.get(word[1], word[1]), word[2:], word[2:]
+            if not equals and words and not words[0].startswith("-"):
+                value = words.pop(0)  # `--time 20:00:00`: a word after an option is its value
+            if word.startswith("-"):
+                found[name] = value
     return found
 
 
 def gres_gpus(gres: str) -> int:
     """The number of GPUs in a --gres value: 8 in "gpu:8", "gpu:a100:8" or "gpu:a100:8,nvme:1", 1 in "gpu"."""
-    parts = [part for part in gres.split(",") if part.split(":")[0] == "gpu"]
-    counts = [re.search(r":(\d+)$", part) for part in parts]
+    counts = [re.search(r":(\d+)$", part) for part in gres.split(",") if part.split(":")[0] == "gpu"]
     return sum(int(count[1]) if count else 1 for count in counts)
-
-
-def _words(line: str) -> list[str]:
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError as error:
-        raise ValueError(f"script=#SBATCH{line}: cannot be read: {error}") from None
-
-
-def _option(word: str) -> tuple[str, str | None]:
-    """Name and value of an option; the value is None where it may be the next word, the name "" for no option."""
-    if word.startswith("--"):
-        name, equals, value = word[2:].partition("=")
-        return name, value if equals else None
-    if re.match(r"-[A-Za-z]", word):
-        return SHORT.get(word[1], word[1]), word[2:] or None
-    return "", None

@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from trilane.config import cluster as hardware
-from trilane.slurm.site_options import plain, require_constraint, require_options
+from trilane.config.options import option
 from trilane.utils.validation import (
     from_mapping,
     read_json,
@@ -18,16 +19,62 @@ from trilane.utils.validation import (
     require_line,
     require_path,
     require_positive,
-    shown,
 )
 
-LOCAL = "local"
+PART = r"(?:[A-Za-z0-9_.+-]|\$[A-Za-z_]\w*+|\$\{[A-Za-z_]\w*+\})++"
+# What a text of a script may be, and that in words; none holds what bash or sbatch would interpret.
+FORMS = {
+    "word": (
+        r"[A-Za-z0-9_/][A-Za-z0-9_.,@:+=/-]{0,199}",
+        "must consist of letters, digits and _ . , @ : + = / - (200 at most), and not begin with a dash",
+    ),
+    "constraint": (
+        r"[A-Za-z0-9_(\[][A-Za-z0-9_.,@:+=/()\[\]&|*-]{0,199}",
+        "must be features of nodes, with & | * ( ) [ ] between them, such as gpu&hbm80g",
+    ),
+    "ending": (r"[A-Za-z0-9_.,@:+=/-]{1,60}", "must be letters, digits and signs such as @, dots and dashes"),
+    "host ending": (r"[A-Za-z0-9.-]{1,60}", "must be letters, digits, dots and dashes, such as i for node1i"),
+    "memory": (r"\d{1,9}[KMGT]?", "must be such as 480G, or 0 (all)"),
+    "switches": (r"\d{1,4}(@[0-9:-]{1,20})?", "must be a number of switches, such as 1, or 1@12:00:00"),
+    "type": (r"[A-Za-z0-9_/][A-Za-z0-9_.@+/-]{0,199}", "must be one type, such as a100"),
+    "node folder": (
+        rf"(?a:(?=[/$])/?{PART}(?:/{PART})*+)",
+        "must be a folder of each node, such as /tmp or $JOBSCRATCH/env (letters, digits and _ . + -)",
+    ),
+    "nodes": (r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]{0,3999}", "must be a list of nodes, such as gpu[1-3],gpu7"),
+    "comment": (
+        r"[\w.,:;@+=/()][\w .,:;@+=/()-]{0,199}",
+        "must be at most 200 letters, digits, blanks and _ . , : ; @ + = / ( ) -",
+    ),
+    "duration": (r"(\d{1,5}-)?\d{1,6}:[0-5]\d:[0-5]\d", "must be [DAYS-]HH:MM:SS, such as 20:00:00"),
+    "image": (
+        r"/.*|(?=.*[/#])[A-Za-z0-9][A-Za-z0-9._/:@#+-]{0,199}",
+        "must be an absolute path, or an image's address such as docker://nvcr.io/nvidia/pytorch:25.01-py3",
+    ),
+    "mount": (r"/[^,:]*(:[^,:]*){0,2}", "must be FOLDER, FOLDER:INSIDE or FOLDER:INSIDE:ro, absolute"),
+    "sbatch option": (r"[a-z][a-z0-9-]{1,40}", "must be the long name of an option of sbatch, such as licenses"),
+    "srun option": (r"--[a-z][a-z0-9-]{1,40}(=.*)?", "must be a long option of srun, such as --mpi=none"),
+    "variable": (r"[A-Za-z_]\w{0,99}", "must be the name of a variable: letters, digits and _"),
+}
 
-NODES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]{0,3999}")
-TIME = re.compile(r"(?:[0-9]{1,5}-)?[0-9]{1,6}:[0-5][0-9]:[0-5][0-9]")
-SBATCH_TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
-COMMENT = re.compile(r"[\w.,:;@+=/()][\w .,:;@+=/()-]{0,199}")
-CHOICES = {"launcher": ("torchrun", "deepspeed", "srun"), "nccl_debug": ("VERSION", "WARN", "INFO", "TRACE")}
+
+def require_form(form: str, name: str, text: str) -> None:
+    """Raise ValueError unless `text`, one line, has that form of FORMS."""
+    require_line(name, text)
+    pattern, rule = FORMS[form]
+    require(re.fullmatch(pattern, text, re.ASCII) is not None, name, repr(text), rule)
+
+
+def _require_rules(values: Any, prefix: str = "") -> None:
+    """ValueError for the first field that breaks the rule in its metadata; an empty text is one that is not given."""
+    for f in fields(values):
+        value, rules = getattr(values, f.name), f.metadata
+        if "choices" in rules:
+            require_known(prefix + f.name, value, rules["choices"])
+        if "minimum" in rules:
+            require_integer(prefix + f.name, value, rules["minimum"])
+        for text in (value if isinstance(value, tuple) else (value,) if value else ()) if "form" in rules else ():
+            require_form(rules["form"], prefix + f.name, text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,86 +86,101 @@ class Qos:
     gpus: int
 
     def __post_init__(self) -> None:
-        plain("qos.name", self.name)
+        require_form("word", "qos.name", self.name)
         require_positive("qos.hours", self.hours)
         require_positive("qos.gpus", self.gpus)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """One set of nodes of a SLURM cluster.
-
-    cluster            its nodes (GPUs, cores, counts) in the catalogue of clusters; "": the cluster of the plan
-    partition          the partition of a job; "": the constraint or the account selects it
-    partitions         all partitions; empty: not known
-    service_partition  the partition in which a job that only monitors costs nothing
-    features           those that nodes must have besides the constraint
-    account_ending     the suffix of an account for these nodes
-    modules            the arguments of `module load`, in order
-    qos, default_qos   the qualities of service, and the one of a job that names none
-    offline            whether compute nodes have no internet
-    local              folders that are local to each node
-    env, setup         variables, and shell lines that run in order as they are; the first that fails ends the job
-    host_suffix        what ends the name of a node on the network on which the processes meet
-    sbatch, srun       further #SBATCH options by their long names, and further arguments of srun
-    mem, exclusive     memory of a node, such as 480G or 0 (all); whether the job has its nodes for itself
-    switches, segment  how near to each other the nodes must be: at most so many switches, or blocks of so many nodes
-    gpu_option         how GPUs are requested, gres or gpus-per-node; gpu_type is their type there, such as a100
-    stage_env          a folder of each node, such as /tmp or $TMPDIR, to which it copies Python's environment; "": none
-    container          what runs container_image, with the folders container_mounts: pyxis, apptainer or singularity
-    sources            the source of each number
-    """
+    """One set of nodes of a SLURM cluster, as its file describes it."""
 
     name: str
-    cluster: str = ""
-    partition: str = ""
-    partitions: tuple[str, ...] = ()
-    service_partition: str = ""
-    constraint: str = ""
-    features: tuple[str, ...] = ()
-    account_ending: str = ""
-    hint: str = ""
-    modules: tuple[str, ...] = ()
-    qos: tuple[Qos, ...] = ()
-    default_qos: str = ""
-    offline: bool = False
-    local: tuple[str, ...] = ("/tmp", "/dev/shm")
+    cluster: str = option("", "its nodes (GPUs, cores, counts) in the catalogue of clusters; else the plan's")
+    partition: str = option("", "of a job; else the constraint or the account selects it", form="word")
+    partitions: tuple[str, ...] = option((), "all partitions, where they are known", form="word")
+    service_partition: str = option("", "where a job that only monitors costs nothing", form="word")
+    constraint: str = option("", "features of the nodes, such as gpu&hbm80g", form="constraint")
+    features: tuple[str, ...] = option((), "those that nodes must have besides the constraint", form="word")
+    account_ending: str = option("", "the suffix of an account for these nodes", form="ending")
+    hint: str = option("", "--hint of a job", form="word")
+    modules: tuple[str, ...] = option((), "the arguments of `module load`, in order", form="word")
+    qos: tuple[Qos, ...] = option((), "the qualities of service")
+    default_qos: str = option("", "that of a job that names none")
+    offline: bool = option(False, "whether compute nodes have no internet")
+    local: tuple[str, ...] = option(("/tmp", "/dev/shm"), "folders that are local to each node")
     env: dict[str, str] = field(default_factory=dict)
-    setup: tuple[str, ...] = ()
-    host_suffix: str = ""
-    sbatch: dict[str, str] = field(default_factory=dict)
-    srun: tuple[str, ...] = ()
-    mem: str = ""
-    exclusive: bool = False
-    switches: str = ""
-    segment: int = 0
-    gpu_option: str = "gres"
-    gpu_type: str = ""
-    stage_env: str = ""
-    container: str = ""
-    container_image: str = ""
-    container_mounts: tuple[str, ...] = ()
-    sources: dict[str, str] = field(default_factory=dict)
+    setup: tuple[str, ...] = option((), "shell lines, run in order; the first that fails ends the job")
+    host_suffix: str = option("", "ends a node's name on the network of the processes", form="host ending")
+    sbatch: dict[str, str] = field(default_factory=dict)  # further options by their long names
+    srun: tuple[str, ...] = option((), "further arguments of srun", form="srun option")
+    mem: str = option("", "memory of a node, such as 480G or 0 (all)", form="memory")
+    exclusive: bool = option(False, "whether the job has its nodes for itself")
+    switches: str = option("", "at most so many between the nodes", form="switches")
+    segment: int = option(0, "nodes of a block of near ones", minimum=0)
+    gpu_option: str = option("gres", "how GPUs are requested", choices=("gres", "gpus-per-node"))
+    gpu_type: str = option("", "their type there, such as a100", form="type")
+    stage_env: str = option(
+        "", "a node's folder, such as $TMPDIR, for a copy of Python's environment", form="node folder"
+    )
+    container: str = option("", "what runs the image", choices=("", "pyxis", "apptainer", "singularity"))
+    container_image: str = option("", "its path or address", form="image")
+    container_mounts: tuple[str, ...] = option((), "folders that it sees", form="mount")
+    sources: dict[str, str] = field(default_factory=dict)  # of each number
 
     def __post_init__(self) -> None:
         require(bool(self.name), "site.name", repr(self.name), "must be a name")
         for name in ("name", "cluster"):
             require_line(f"site.{name}", getattr(self, name))
-        for name in ("partition", "service_partition", "hint"):
-            if word := getattr(self, name):
-                plain(f"site.{name}", word)
-        for name in ("partitions", "modules", "features"):
-            for word in getattr(self, name):
-                plain(f"site.{name}", word)
-        require_constraint("site.constraint", self.constraint)
-        plain("site.account_ending", f"account{self.account_ending}")
+        _require_rules(self, "site.")
         for folder in self.local:
             require_path("site.local", folder)
         if self.cluster and not self.cluster.endswith(".json"):
             require_known("site.cluster", self.cluster, hardware.catalogue())
         if self.default_qos:
             require_known("site.default_qos", self.default_qos, [q.name for q in self.qos])
-        require_options(self)
+        self._require_words()
+        self._require_container()
+
+    def _require_words(self) -> None:
+        """ValueError for variables, shell lines and options that are none; the script's own ones it names itself."""
+        # bash's own, which end the script; a line of setup may extend the paths
+        own = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "IFS", "UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS")
+        rule = "is set by the script, by bash or by SLURM; extend a path in a line of setup, and keep secrets out"
+        for name, value in self.env.items():
+            require_form("variable", "site.env", name)
+            is_own = name in own or name.startswith(("SLURM_", "SBATCH_", "SRUN_", "TRILANE_"))
+            is_given = name in ("TRILANE_VENV", "TRILANE_OUTPUTS", "TRILANE_HOME")
+            require(is_given or not is_own, "site.env", name, rule)
+            require_line(f"site.env.{name}", value)
+        for number, line in enumerate(self.setup, 1):
+            require_line(f"site.setup, line {number}", line)
+            require(bool(line.strip()), f"site.setup, line {number}", repr(line), "is empty")
+        for name, value in self.sbatch.items():
+            require_form("sbatch option", "site.sbatch", name)
+            if value:
+                require_form("word", f"site.sbatch.{name}", value)
+        # they would lead the log elsewhere, or start other processes than the script says
+        own_srun = "kill-on-bad-exit wait nodes nodelist ntasks ntasks-per-node output error input export chdir pty "
+        own_srun += "jobid multi-prog"
+        for word in self.srun:
+            known = [
+                name for name in own_srun.split() if name.startswith(word[2:].partition("=")[0])
+            ]  # SLURM abbreviates
+            require(not known, "site.srun", word, f"the script sets --{' or --'.join(known)} itself")
+
+    def _require_container(self) -> None:
+        kind, image = self.container, self.container_image
+        require(not kind or bool(image), "site.container", kind, "needs container_image")
+        for name, value in {"container_image": image, "container_mounts": ", ".join(self.container_mounts)}.items():
+            rule = "needs container, one of pyxis, apptainer, singularity"
+            require(bool(kind) or not value, f"site.{name}", value, rule)
+        # pyxis has further options, such as --container-writable
+        own = r"--container-(image|mounts|workdir)" if kind == "pyxis" else r"--container"
+        given = [word for word in self.srun if re.match(own, word)] if kind else []
+        require(not given, "site.srun", ", ".join(given), f"contradicts site.container={kind}")
+        is_one = not (self.stage_env and image)
+        require(is_one, "site.stage_env", self.stage_env, "contradicts container_image: it is one file")
 
     @property
     def nodes_wanted(self) -> str:
@@ -126,9 +188,14 @@ class Site:
         return "&".join(filter(None, (self.constraint, *self.features)))
 
     @property
+    def image_file(self) -> str:
+        """The path of the container image, "" where there is none or the image comes from a registry."""
+        return self.container_image if self.container_image.startswith("/") else ""
+
+    @property
     def is_local(self) -> bool:
         """Whether a plan runs on this machine, without SLURM."""
-        return self.name == LOCAL
+        return self.name == "local"
 
     def limits(self, qos: str) -> Qos | None:
         """The limits of that QoS ("": the default one), None where the site does not list it."""
@@ -142,19 +209,14 @@ def catalogue() -> list[str]:
 
 def site(name_or_path: str) -> Site:
     """The site of that name, or of the JSON file at that path; ValueError lists the known names, the nearest first."""
-    if name_or_path.endswith(".json"):
-        return _read(Path(name_or_path))
-    rule = "has AMD's GPUs, for which trilane has neither kernels nor numbers"
-    require(not name_or_path.lower().startswith("lumi"), "site", name_or_path, rule)
-    require_known("site", name_or_path, catalogue())
-    return _read(Path(str(resources.files("trilane").joinpath(f"data/sites/{name_or_path}.json"))))
-
-
-def _read(path: Path) -> Site:
+    path = Path(name_or_path)
+    if path.suffix != ".json":
+        require_known("site", name_or_path, catalogue())
+        path = Path(str(resources.files("trilane").joinpath(f"data/sites/{name_or_path}.json")))
     found = from_mapping(Site, read_json(path, "site"), "site")
     # relative to the site's own file, not to the current folder
-    nodes = path.parent / found.cluster
-    return replace(found, cluster=str(nodes)) if found.cluster.endswith(".json") else found
+    is_file = found.cluster.endswith(".json")
+    return replace(found, cluster=str(path.parent / found.cluster)) if is_file else found
 
 
 def seconds_of(time_limit: str) -> float:
@@ -165,11 +227,10 @@ def seconds_of(time_limit: str) -> float:
     """
     if time_limit.upper() in ("UNLIMITED", "INFINITE"):
         return math.inf
-    found = SBATCH_TIME.fullmatch(time_limit)
+    found = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", time_limit, re.ASCII)
     rule = "must be a time in a form of sbatch: 20:00:00, 1-12:00:00, 1-12, or 120 (minutes)"
-    if found is None:
-        raise ValueError(f"time_limit={shown(repr(time_limit))}: {rule}")
-    days, *given = found.groups()
+    require(found is not None, "time_limit", repr(time_limit), rule)
+    days, *given = found.groups() if found else ()
     parts = [int(part) for part in given if part is not None]
     if days is None and len(parts) < 3:
         parts = [0, *parts]  # without hours
@@ -179,66 +240,43 @@ def seconds_of(time_limit: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """The options of a job; "" omits a directive, or leaves it to the site.
+    """The options of a job; "" omits a directive, or leaves it to the site."""
 
-    signal_s          seconds before the time limit at which the training receives SIGUSR1, to save a checkpoint
-    requeue           whether SLURM starts the job again when a node fails
-    launcher          what starts a node's processes: torchrun, DeepSpeed's launcher with a hostfile, or srun, as one
-                      task for each GPU on cores of its own
-    comment           a comment of yours on the job, which stays next to the one that marks the submission
-    launch_blocking   CUDA_LAUNCH_BLOCKING=1, which kept a hang of BigScience's from recurring, at a price
-    environment       "" for the repository's .venv, a folder of another venv (made absolute), or conda:NAME
-    parallel          jobs of a sweep's array that may run at the same time
-    spares            nodes beyond those of the plan, one of which takes the place of a node that fails
-    preflight         whether the nodes of a job are tested before they train; never where there is only one
-    """
-
-    account: str = ""
-    time_limit: str = "02:00:00"
-    qos: str = ""
-    partition: str = ""
-    constraint: str = ""
-    reservation: str = ""
-    exclude: str = ""
-    mail: str = ""
-    comment: str = ""
-    signal_s: int = 300
-    requeue: bool = True
-    launcher: str = "torchrun"
-    launch_blocking: bool = False
-    nccl_debug: str = "WARN"
-    environment: str = ""
-    parallel: int = 4
-    spares: int = 0
-    preflight: bool = True
+    account: str = option("", "whose hours a job uses, such as xyz@a100", form="word")
+    time_limit: str = option("02:00:00", "of a job, [DAYS-]HH:MM:SS", form="duration")
+    qos: str = option("", "quality of service", form="word")
+    partition: str = option("", "instead of the site's", form="word")
+    constraint: str = option("", "features of the nodes, instead of the site's", form="constraint")
+    reservation: str = option("", "name of a reservation", form="word")
+    exclude: str = option("", "nodes that a job avoids, such as gpu[1-3],gpu7", form="nodes")
+    mail: str = option("", "address to which SLURM mails ends, failures and requeues", form="word")
+    comment: str = option("", "a comment of yours on the job", form="comment")
+    signal_s: int = option(300, "seconds before the time limit at which a checkpoint is saved", minimum=0)
+    requeue: bool = option(True, "whether SLURM starts the job again when a node fails")
+    launcher: str = option(
+        "torchrun",
+        "what starts a node's processes; srun: each as a task on cores of its own",
+        choices=("torchrun", "deepspeed", "srun"),
+    )
+    launch_blocking: bool = option(False, "CUDA_LAUNCH_BLOCKING=1, which kept a hang of BigScience's from recurring")
+    nccl_debug: str = option("WARN", "what NCCL prints", choices=("VERSION", "WARN", "INFO", "TRACE"))
+    environment: str = option("", "a venv's folder, or conda:NAME, instead of the repository's .venv")
+    parallel: int = option(4, "jobs of a sweep's array that may run at the same time", minimum=1)
+    spares: int = option(0, "nodes more than the plan's, which take the place of those that fail", minimum=0)
+    preflight: bool = option(True, "whether the nodes of a job are tested before they train")
 
     def __post_init__(self) -> None:
-        for name in ("account", "qos", "partition", "reservation", "mail"):
-            if value := getattr(self, name):
-                plain(name, value)
-        require_constraint("constraint", self.constraint)
-        is_list = not self.exclude or NODES.fullmatch(self.exclude) is not None
-        require(is_list, "exclude", repr(self.exclude), "must be a list of nodes, such as gpu[1-3],gpu7")
-        rule = "must be at most 200 letters, digits, blanks and _ . , : ; @ + = / ( ) -"
-        require(not self.comment or COMMENT.fullmatch(self.comment) is not None, "comment", repr(self.comment), rule)
+        _require_rules(self)
         require_line("environment", self.environment)
         if self.environment.startswith("conda:"):
-            plain("environment", self.environment.removeprefix("conda:"))
+            require_form("word", "environment", self.environment.removeprefix("conda:"))
         elif self.environment:
             # the script runs in another folder, and bash does not expand a quoted ~
-            folder = os.path.expanduser(self.environment)
-            object.__setattr__(self, "environment", folder if os.path.isabs(folder) else os.path.abspath(folder))
-        rule = "must be [DAYS-]HH:MM:SS, such as 20:00:00"
-        require(TIME.fullmatch(self.time_limit) is not None, "time_limit", repr(self.time_limit), rule)
+            object.__setattr__(self, "environment", os.path.abspath(os.path.expanduser(self.environment)))
         is_long = 60 <= seconds_of(self.time_limit) < math.inf
         require(is_long, "time_limit", self.time_limit, "must be a minute or more")
-        require_integer("signal_s", self.signal_s, 0)
         rule = f"must be less than time_limit={self.time_limit}"
         require(self.signal_s < self.time_limit_s, "signal_s", self.signal_s, rule)
-        require_integer("parallel", self.parallel, 1)
-        require_integer("spares", self.spares, 0)
-        for name, known in CHOICES.items():
-            require_known(name, getattr(self, name), known)
 
     @property
     def time_limit_s(self) -> int:

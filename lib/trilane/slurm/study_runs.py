@@ -15,8 +15,8 @@ from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import calibration_of
 from trilane.slurm import chain, jobs, monitor, script, sites
-from trilane.slurm.preflight.check import check_job
-from trilane.slurm.preflight.finding import REFUSAL, Findings, JobFinding
+from trilane.slurm.checks import REFUSAL
+from trilane.slurm.preflight import Findings, JobFinding, check_job
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, grouped, short

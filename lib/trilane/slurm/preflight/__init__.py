@@ -1,1 +1,0 @@
-"""What is checked before a job costs anything: resources, storage, the script; each finding with its remedy."""
