@@ -48,7 +48,7 @@ def test_a_label_names_every_choice_beyond_the_defaults_in_the_order_of_the_fiel
     assert Topology(buckets="library", adam="torch", cp=2).label == "tp1-pp1-dp1-mbs1-cp2-torchadam-librarybuckets"
 
 
-@pytest.mark.parametrize("page", ["plan", "cluster"])
+@pytest.mark.parametrize("page", ["plan", "cluster", "site"])
 def test_the_reference_has_the_words_of_the_fields(page: str) -> None:
     """Written again by `python -m trilane.config.reference docs/reference/*.md`."""
     path = REPOSITORY / f"docs/reference/{page}.md"

@@ -3,22 +3,20 @@
 import math
 import os
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from trilane.config import cluster as hardware
-from trilane.config.options import option
+from trilane.config.options import check, option
 from trilane.utils.validation import (
     from_mapping,
     read_json,
     require,
-    require_integer,
     require_known,
     require_line,
     require_path,
-    require_positive,
 )
 
 PART = r"(?:[A-Za-z0-9_.+-]|\$[A-Za-z_]\w*+|\$\{[A-Za-z_]\w*+\})++"
@@ -67,12 +65,9 @@ def require_form(form: str, name: str, text: str) -> None:
 
 def _require_rules(values: Any, prefix: str = "") -> None:
     """ValueError for the first field that breaks the rule in its metadata; an empty text is one that is not given."""
+    check(values, prefix)
     for f in fields(values):
         value, rules = getattr(values, f.name), f.metadata
-        if "choices" in rules:
-            require_known(prefix + f.name, value, rules["choices"])
-        if "minimum" in rules:
-            require_integer(prefix + f.name, value, rules["minimum"])
         for text in (value if isinstance(value, tuple) else (value,) if value else ()) if "form" in rules else ():
             require_form(rules["form"], prefix + f.name, text)
 
@@ -81,52 +76,49 @@ def _require_rules(values: Any, prefix: str = "") -> None:
 class Qos:
     """A quality of service: the longest job in hours, and the most GPUs of a job."""
 
-    name: str
-    hours: float
-    gpus: int
+    name: str = option(help="its name")
+    hours: float = option(help="longest job", above=0)
+    gpus: int = option(help="most GPUs of a job", minimum=1)
 
     def __post_init__(self) -> None:
         require_form("word", "qos.name", self.name)
-        require_positive("qos.hours", self.hours)
-        require_positive("qos.gpus", self.gpus)
+        check(self, "qos.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
     """One set of nodes of a SLURM cluster, as its file describes it."""
 
-    name: str
-    cluster: str = option("", "its nodes (GPUs, cores, counts) in the catalogue of clusters; else the plan's")
-    partition: str = option("", "of a job; else the constraint or the account selects it", form="word")
-    partitions: tuple[str, ...] = option((), "all partitions, where they are known", form="word")
-    service_partition: str = option("", "where a job that only monitors costs nothing", form="word")
-    constraint: str = option("", "features of the nodes, such as gpu&hbm80g", form="constraint")
-    features: tuple[str, ...] = option((), "those that nodes must have besides the constraint", form="word")
-    account_ending: str = option("", "the suffix of an account for these nodes", form="ending")
-    hint: str = option("", "--hint of a job", form="word")
-    modules: tuple[str, ...] = option((), "the arguments of `module load`, in order", form="word")
-    qos: tuple[Qos, ...] = option((), "the qualities of service")
-    default_qos: str = option("", "that of a job that names none")
+    name: str = option(help="its name")
+    cluster: str = option("", "name or file of its nodes' cluster; else the plan's own")
+    partition: str = option("", "`--partition`, where constraint or account do not select it", form="word")
+    partitions: tuple[str, ...] = option((), "partitions that exist, where they are known", form="word")
+    service_partition: str = option("", "where jobs of one core monitor or prepare a corpus", form="word")
+    constraint: str = option("", "`--constraint`", form="constraint")
+    features: tuple[str, ...] = option((), "features that nodes must have besides the constraint", form="word")
+    account_ending: str = option("", "what accounts for these nodes end with, such as `@a100`", form="ending")
+    hint: str = option("", "`--hint`", form="word")
+    modules: tuple[str, ...] = option((), "modules to load, in order", form="word")
+    qos: tuple[Qos, ...] = option((), "qualities of service, see below")
+    default_qos: str = option("", "the one that a job gets if it names none")
     offline: bool = option(False, "whether compute nodes have no internet")
-    local: tuple[str, ...] = option(("/tmp", "/dev/shm"), "folders that are local to each node")
-    env: dict[str, str] = field(default_factory=dict)
-    setup: tuple[str, ...] = option((), "shell lines, run in order; the first that fails ends the job")
-    host_suffix: str = option("", "ends a node's name on the network of the processes", form="host ending")
-    sbatch: dict[str, str] = field(default_factory=dict)  # further options by their long names
-    srun: tuple[str, ...] = option((), "further arguments of srun", form="srun option")
-    mem: str = option("", "memory of a node, such as 480G or 0 (all)", form="memory")
-    exclusive: bool = option(False, "whether the job has its nodes for itself")
-    switches: str = option("", "at most so many between the nodes", form="switches")
-    segment: int = option(0, "nodes of a block of near ones", minimum=0)
+    local: tuple[str, ...] = option(("/tmp", "/dev/shm"), "folders that each node has for itself")
+    env: dict[str, str] = option(dict, 'variables of every job, such as `{"NCCL_SOCKET_IFNAME": "ib0"}`')
+    setup: tuple[str, ...] = option((), "lines of shell, in order; the first that fails ends the job with its number")
+    host_suffix: str = option("", "ends a node's name on the network where processes meet", form="host ending")
+    sbatch: dict[str, str] = option(dict, 'further options by their long names: `{"licenses": "scratch"}`')
+    srun: tuple[str, ...] = option((), 'further arguments of `srun`: `["--mpi=none"]`', form="srun option")
+    mem: str = option("", "`--mem`, such as `480G`; `0` is all of a node's", form="memory")
+    exclusive: bool = option(False, "`--exclusive`: the nodes are the job's alone")
+    switches: str = option("", "`--switches`: at most so many leaf switches", form="switches")
+    segment: int = option(0, "`--segment`: blocks of so many neighbouring nodes", minimum=0)
     gpu_option: str = option("gres", "how GPUs are requested", choices=("gres", "gpus-per-node"))
-    gpu_type: str = option("", "their type there, such as a100", form="type")
-    stage_env: str = option(
-        "", "a node's folder, such as $TMPDIR, for a copy of Python's environment", form="node folder"
-    )
-    container: str = option("", "what runs the image", choices=("", "pyxis", "apptainer", "singularity"))
-    container_image: str = option("", "its path or address", form="image")
-    container_mounts: tuple[str, ...] = option((), "folders that it sees", form="mount")
-    sources: dict[str, str] = field(default_factory=dict)  # of each number
+    gpu_type: str = option("", "their type there: `a100` gives `--gres=gpu:a100:4`", form="type")
+    stage_env: str = option("", "a folder of each node to which it copies Python's environment", form="node folder")
+    container: str = option("", "runs container_image", choices=("", "pyxis", "apptainer", "singularity"))
+    container_image: str = option("", "an absolute path, or an address such as `docker://...`", form="image")
+    container_mounts: tuple[str, ...] = option((), "folders that the container sees", form="mount")
+    sources: dict[str, str] = option(dict, "where each value comes from")
 
     def __post_init__(self) -> None:
         require(bool(self.name), "site.name", repr(self.name), "must be a name")
