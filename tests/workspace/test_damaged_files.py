@@ -13,13 +13,12 @@ from typing import Any
 
 import nbformat
 import pytest
-from support import small_plan
+from support import REPOSITORY, small_plan
 
 from trilane.analysis import benchmark
 from trilane.cli.app import main
 from trilane.costmodel.shipped import calibration_for
 from trilane.diagnose.capture import write_topology
-from trilane.diagnose.study import write_restart_example
 from trilane.launch.follow import Tail
 from trilane.launch.outcome import judge
 from trilane.report import html, index, notebook
@@ -135,7 +134,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cells[1].outputs = [nbformat.v4.new_output("stream", text="4")]
         nbformat.write(nbformat.v4.new_notebook(cells=cells), study.folder / "01_sizing.ipynb")
         (outputs / "local.json").write_text(json.dumps(plan["cluster"]))
-        write_restart_example(study.folder / "restart")
+        shutil.copytree(REPOSITORY / "lib/trilane/data/examples/restart", study.folder / "restart")
     return outputs
 
 

@@ -24,22 +24,19 @@ class Straggler(Record):
     excess_s: float
     score: float
 
-    def __str__(self) -> str:
-        return f"{self.kind} {self.name}: {self.phase} takes {self.excess_s:.3g} s longer (score {self.score:.1f})"
-
 
 class Stragglers(list[Straggler], Table):
     """Stragglers, the highest score first; as a table a row for each."""
 
     def to_text(self) -> str:
         """A line for each."""
-        return "\n".join(map(str, self)) or "no rank is slower than its peers"
+        lines = (f"{s.kind} {s.name}: {s.phase} takes {s.excess_s:.3g} s longer (score {s.score:.1f})" for s in self)
+        return "\n".join(lines) or "no rank is slower than its peers"
 
     def to_frame(self) -> DataFrame:
         """Kind, name, phase, excess in seconds, score."""
-        return frame_of(
-            self, {"kind": "kind", "name": "name", "phase": "phase", "excess (s)": "excess_s", "score": "score"}
-        )
+        columns = {"kind": "kind", "name": "name", "phase": "phase"}
+        return frame_of(self, {**columns, "excess (s)": "excess_s", "score": "score"})
 
 
 def find_stragglers(grid: Grid, seconds: Seconds) -> Stragglers:
@@ -56,13 +53,17 @@ def find_stragglers(grid: Grid, seconds: Seconds) -> Stragglers:
     """
     for rank in seconds:
         require(rank in grid, "rank", rank, f"must lie below tp x pp x dp = {len(grid.ranks)}")
-    # Phases in which a rank does its own work, and those in which it mostly waits for others.
+    # Phases in which a rank does its own work, and below those in which it mostly waits for others.
     own = ("batch-generator", "forward-compute", "backward-compute", "optimizer")
-    # Robust standard deviations: half as many count where most ranks of a node are slow.
-    nodes = _nodes(grid, seconds, _scores(grid, seconds, own, 2.5))
-    taken = {rank for node in nodes for rank in node.ranks}
-    slow = _scores(grid, seconds, own, 5.0)
-    found = [*nodes, *(_straggler("rank", str(r), [r], slow) for r in slow if r not in taken)]
+    slow, less = (_scores(grid, seconds, own, least) for least in (5.0, 2.5))  # robust standard deviations
+    found = []
+    for node, ranks in grid.nodes.items():
+        timed = [r for r in ranks if r in seconds]
+        # Half as many count where most ranks of a node are slow.
+        if len(timed) > 1 and len(less.keys() & timed) >= 0.75 * len(timed):
+            found.append(_straggler("node", node, [r for r in timed if r in less], less))
+    taken = {rank for one in found for rank in one.ranks}
+    found += [_straggler("rank", str(rank), [rank], slow) for rank in slow if rank not in taken]
     found = found or _links(grid, _scores(grid, seconds, ("p2p-wait", "all-grads-sync"), 5.0))
     return Stragglers(sorted(found, key=lambda s: -s.score))
 
@@ -80,16 +81,6 @@ def _scores(grid: Grid, seconds: Seconds, phases: tuple[str, ...], least: float)
                 # less than 3 % is not worth a restart
                 if score > least and excess > 0.03 * middle and score > found.get(rank, ("", 0.0, 0.0))[2]:
                     found[rank] = (phase, excess, score)
-    return found
-
-
-def _nodes(grid: Grid, seconds: Seconds, slow: Slow) -> list[Straggler]:
-    found = []
-    for node, ranks in grid.nodes.items():
-        timed = [r for r in ranks if r in seconds]
-        own = [r for r in timed if r in slow]
-        if len(timed) > 1 and len(own) >= 0.75 * len(timed):
-            found.append(_straggler("node", node, own, slow))
     return found
 
 
