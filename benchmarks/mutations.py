@@ -293,7 +293,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("hang", "diagnose/flight_recorder.py", "diagnose/test_flight_recorder.py"): [
         (' and state != "started"', ""),
-        ("max(found.get(name, 0), number if type(number) is int else 0)", "number"),
+        ("max(entered[call.group], _whole(number))", "_whole(number)"),
         ("sorted(self.ranks)[number]", "number"),
         ("dispatch |= {", "{"),
     ],

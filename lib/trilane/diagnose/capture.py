@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import time
@@ -23,8 +22,8 @@ OTHERS_S = 30.0  # for the other nodes of the job to dump their ranks
 def capture(folder: Path, plan: Plan, hosts: set[str] | None = None) -> Path:
     """Dump all ranks into a new folder `stacks/<time>/` of the run, with its topology.json; returns this folder.
 
-    Ranks of this host are dumped here. The watchdog of each other host sees the new folder and does the same; where
-    one does not answer within OTHERS_S its ranks are missing, which is evidence too.
+    The watchdog of each other host sees the new folder and dumps its ranks; where one does not answer within OTHERS_S
+    they are missing, which is evidence too.
     """
     stacks = folder / "stacks" / datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
     while stacks.exists():
@@ -70,18 +69,21 @@ def _dump_rank(folder: Path, stacks: Path, beat: Heartbeat, state: str) -> None:
 def pyspy_dump(pid: int, *, stopped: bool = False) -> tuple[str, str]:
     """The output of `py-spy dump --json` for a process of this host and "", or "" and the error."""
     own = Path(sys.executable).with_name("py-spy")
-    program = str(own) if own.exists() else shutil.which("py-spy")
-    if program is None:
-        return "", "not installed"
     # A process that is stopped already cannot be paused: py-spy would fail.
-    command = [program, "dump", "--json", "--pid", str(pid), *(["--nonblocking"] if stopped else [])]
+    command = [
+        str(own) if own.exists() else "py-spy",
+        "dump",
+        "--json",
+        "--pid",
+        str(pid),
+        *["--nonblocking"] * stopped,
+    ]
     try:
         # It takes milliseconds; a process that dies under it must not hold up the others.
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except subprocess.TimeoutExpired:
-        return "", "no answer within 20 s"
-    error = (done.stderr.strip().splitlines() or ["no output"])[0]
-    return (done.stdout, "") if done.returncode == 0 and done.stdout.strip() else ("", error)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return "", (getattr(error, "stderr", "") or str(error)).strip().splitlines()[0]
+    return done.stdout, "" if done.stdout.strip() else "no output"
 
 
 def _faulthandler_dump(folder: Path, beat: Heartbeat) -> str:

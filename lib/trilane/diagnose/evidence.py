@@ -1,7 +1,7 @@
 """Evidence on a hang: what a folder of dumps, from any tool, holds for each rank; with notes on what is odd."""
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +9,7 @@ from pathlib import Path
 from trilane.diagnose.flight_recorder import Recording, read_recording
 from trilane.diagnose.stacks import Dump, patterns, read_faults, read_json, read_pyspy, read_traceback
 from trilane.utils.files import natural
-from trilane.utils.tables import short
+from trilane.utils.tables import grouped, short
 from trilane.utils.validation import require, require_folder
 from trilane.workspace import rank_grid
 from trilane.workspace.rank_grid import Grid
@@ -19,17 +19,16 @@ Series = dict[int, list[tuple[Path, Dump]]]  # the dumps of each rank, oldest fi
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Dumps and Flight Recorder recordings by rank, earlier dumps of the same ranks, the grid, and notes; `advanced`
-    are ranks whose heartbeats have gone on since the earlier dumps."""
+    """Dumps and Flight Recorder recordings by rank, earlier dumps of the same ranks, the grid, and notes."""
 
     grid: Grid
     dumps: dict[int, Dump]
-    earlier: dict[int, Dump] = field(default_factory=dict)
-    advanced: frozenset[int] = frozenset()
-    recordings: dict[int, Recording] = field(default_factory=dict)
-    unreadable: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()
-    is_whole: bool = True  # whether the number of the job's ranks is known
+    earlier: dict[int, Dump]
+    advanced: frozenset[int]  # ranks whose heartbeats have gone on since the earlier dumps
+    recordings: dict[int, Recording]
+    unreadable: set[int]
+    notes: tuple[str, ...]
+    is_whole: bool  # whether the number of the job's ranks is known
 
 
 def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
@@ -45,32 +44,32 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     paths = sorted({p for root in roots for p in root.rglob("*") if p.is_file()}, key=lambda p: natural(str(p)))
     files = _Files()
     for path in paths:
-        # facts about the run, and the states of a host's processes
-        if not re.match(r"(?:plan|topology|status|env|ds_config|verdict|failures)\.json$|states-", path.name):
-            files.add(path)
-    grid = grid or _grid(folder, paths, files.notes)
-    grid, names, width = files.assign(grid)
+        files.add(path)
+    grid, names = files.assign(grid or _grid(folder, paths, files.notes))
     seen = {r for r in (*files.series, *files.recordings, *files.unreadable) if r < rank_grid.MOST}
-    reasons = "; ".join(["holds no dump (py-spy, faulthandler, Flight Recorder) that can be read", *files.notes[:1]])
-    require(bool(seen), "folder", folder, reasons)
+    none = "; ".join(["holds no dump (py-spy, faulthandler, Flight Recorder) that can be read", *files.notes[:1]])
+    require(bool(seen), "folder", folder, none)
     members = [max(ranks) for r in files.recordings.values() for ranks in r.members.values() if ranks]
     is_whole = grid is not None or max(members, default=-1) >= max(seen)
     if grid is None:
-        grid = rank_grid.unknown({*seen, *(members if is_whole else [])}, width or 8, names)
+        grid = rank_grid.unknown({*seen, *(members if is_whole else [])}, files.width or 8, names)
         files.notes.append("no topology file: tp, pp and dp are unknown (give --tp, --pp, --dp)")
     if outside := {*files.series, *files.recordings, *files.unreadable} - {*grid.ranks}:
         files.notes.append(
             f"ranks {sorted(outside)[:5]} lie outside tp x pp x dp = {len(grid.ranks)}; they are ignored"
         )
     series = {rank: dumps for rank, dumps in files.series.items() if rank in grid}
-    main = {rank: _best(dumps) for rank, dumps in series.items()}
+    # The last dump with frames; a traceback only where there is nothing else.
+    main = {
+        r: max(dumps[::-1], key=lambda d: (bool(d[1].frames), d[0].suffix != ".log")) for r, dumps in series.items()
+    }
     return Evidence(
         grid=grid,
         dumps={rank: dump for rank, (_, dump) in main.items()},
         earlier={rank: dumps[-2][1] for rank, dumps in series.items() if len(dumps) > 1},
         advanced=_advanced(series, grid),
         recordings={rank: recording for rank, recording in files.recordings.items() if rank in grid},
-        unreadable=tuple(sorted(files.unreadable - set(main) & set(grid.ranks))),
+        unreadable=files.unreadable - main.keys(),
         notes=(*files.notes, *_oddities(main)),
         is_whole=is_whole,
     )
@@ -78,71 +77,69 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
 
 @dataclass(kw_only=True)
 class _Files:
-    """What files hold: the dumps of ranks, recordings, ranks whose file cannot be read, and dumps by node."""
+    """What files hold: the dumps of ranks, recordings, ranks whose file cannot be read, and processes by node."""
 
     series: Series = field(default_factory=lambda: defaultdict(list))
     recordings: dict[int, Recording] = field(default_factory=dict)
     unreadable: set[int] = field(default_factory=set)
-    nodes: list[tuple[Path, str, list[Dump]]] = field(default_factory=list)
+    nodes: list[tuple[Path, str, Dump]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    width: int = 0  # most processes of a node
 
     def add(self, path: Path) -> None:
         """Read one file."""
+        # facts about the run, and the states of a host's processes
+        if re.match(r"(?:plan|topology|status|env|ds_config|verdict|failures)\.json$|states-", path.name):
+            return
         rank = _rank_of(path)
+        # torch writes the rank directly behind the configured prefix: `trace12`
+        last = _number(r"(\d+)(?:\.(?:json|pkl|pickle))?$", path.name) if rank is None else rank
         try:
             found = read_file(path)
         except (ValueError, OSError) as error:
             self.notes.append(f"{path.name}: {short(str(error))}")
-            rank = _last(path) if rank is None else rank
-            self.unreadable |= set() if rank is None else {rank}
+            self.unreadable |= set() if last is None else {last}
             return
         if isinstance(found, Recording):
-            rank = _last(path) if rank is None else rank
-            self.notes += [f"{path.name}: the name holds no rank; ignored"] if rank is None else []
-            self.recordings |= {} if rank is None else {rank: found}
+            self.notes += [f"{path.name}: the name holds no rank; ignored"] if last is None else []
+            self.recordings |= {} if last is None else {last: found}
         elif rank is not None and len(found) == 1:
             (dumps,) = found.values()
-            self.series[rank].append((path, next((d for d in dumps if is_trainer(d)), dumps[0])))
+            self.series[rank].append((path, next(filter(is_trainer, dumps), dumps[0])))
         elif "" not in found and all(host.isdigit() and len(dumps) == 1 for host, dumps in found.items()):
             for host, (dump,) in found.items():  # `srun --label` with a task for each rank
                 self.series[int(host)].append((path, dump))
         else:
             name = re.sub(r"^(?:trace|stacks?|dump|py-?spy)[-_.]", "", path.name).rsplit(".", 1)[0]
-            self.nodes += [(path, host or name, found[host]) for host in found]
+            self.nodes += [(path, host or name, dump) for host, dumps in found.items() for dump in dumps]
 
-    def assign(self, grid: Grid | None) -> tuple[Grid | None, list[str], int]:
-        """Give the processes of nodes their ranks; the grid with the nodes' names, these names, and the most processes
-        of a node."""
-        shown = {
-            host: [_number(r"--(?:node|machine)[-_]rank[= ](\d{1,6})\b", d.command) for d in dumps]
-            for _, host, dumps in self.nodes
-        }
-        numbers = {host: next((n for n in found if n is not None), None) for host, found in shown.items()}
-        hosts = sorted(numbers, key=natural)
-        launched = {host: number for host, number in numbers.items() if number is not None}
-        if len({*launched.values()}) == len(hosts):
-            hosts.sort(key=launched.__getitem__)
+    def assign(self, grid: Grid | None) -> tuple[Grid | None, list[str]]:
+        """Give the processes of nodes their ranks; the grid with the nodes' names, and these."""
+        numbers = dict[str, int]()
+        for _, host, dump in self.nodes:
+            number = _number(r"--(?:node|machine)[-_]rank[= ](\d{1,6})\b", dump.command)
+            numbers |= {} if number is None else {host: number}
+        hosts = sorted({host for _, host, _ in self.nodes}, key=natural)
+        if len({*numbers.values()}) == len(hosts):
+            hosts.sort(key=numbers.__getitem__)
         elif len(hosts) > 1 and not (grid and any(place.named for place in grid.places)):
             self.notes.append("nodes are numbered in the order of their names, as no --node_rank is shown")
-        nodes = [
-            (path, host, sorted(filter(is_trainer, dumps), key=lambda d: d.pid)) for path, host, dumps in self.nodes
-        ]
-        width = max((len(dumps) for _, _, dumps in nodes), default=0)
+        nodes = grouped((node for node in self.nodes if is_trainer(node[2])), lambda node: node[:2])
+        self.width = max(map(len, nodes.values()), default=0)
         names = [] if all(host.isdigit() for host in hosts) else hosts  # srun --label: numbers, and no names
-        grid = rank_grid.with_hosts(grid, names, width) if grid else None
-        wide = len(next(iter(grid.nodes.values()))) if grid else width
+        grid = rank_grid.with_hosts(grid, names, self.width) if grid else None
+        wide = len(next(iter(grid.nodes.values()))) if grid else self.width
         known = {p.node: sorted(grid.nodes[p.node]) for p in grid.places if p.named} if grid else {}
-        for path, host, dumps in nodes:
+        for (path, host), found in nodes.items():
             ranks = known.get(host) or range(hosts.index(host) * wide, (hosts.index(host) + 1) * wide)
-            for index, dump in enumerate(dumps):
-                local = _number(r"--local[-_]rank[= ](\d{1,6})\b", dump.command)
-                place = index if local is None else local
+            by_pid = enumerate(sorted((dump for _, _, dump in found), key=lambda d: d.pid))
+            shown = [(_number(r"--local[-_]rank[= ](\d{1,6})\b", dump.command), n, dump) for n, dump in by_pid]
+            note = "ranks of a node are numbered in the order of their process ids, as no --local_rank is shown"
+            self.notes += [note] if any(local is None for local, _, _ in shown) and note not in self.notes else []
+            for place, dump in ((n if local is None else local, dump) for local, n, dump in shown):
                 if place < len(ranks):
                     self.series[ranks[place]].append((path, dump))
-                if local is None and len(dumps) > 1:
-                    note = "ranks of a node are numbered in the order of their process ids, as no --local_rank is shown"
-                    self.notes += [note] if note not in self.notes else []
-        return grid, names, width
+        return grid, names
 
 
 def _rank_of(path: Path) -> int | None:
@@ -151,11 +148,6 @@ def _rank_of(path: Path) -> int | None:
         return None
     rank = _number(r"(?i)(?:^|[^a-zA-Z])rank[_\-. ]?(\d+)", path.name)
     return _number(r"^(?:.*[_\-.])?(\d+)$", path.name.split(".")[0]) if rank is None else rank
-
-
-def _last(path: Path) -> int | None:
-    """The number that ends a file's name: torch writes the rank directly behind the configured prefix, `trace12`."""
-    return _number(r"(\d+)(?:\.(?:json|pkl|pickle))?$", path.name)
 
 
 def _number(pattern: str, text: str) -> int | None:
@@ -231,11 +223,6 @@ def _labelled(text: str) -> Iterator[tuple[str, str]]:
             yield match[1] or match[2], line[match.end() :]
 
 
-def _best(dumps: list[tuple[Path, Dump]]) -> tuple[Path, Dump]:
-    """The last dump with frames; a traceback only where there is nothing else."""
-    return max(enumerate(dumps), key=lambda x: (bool(x[1][1].frames), x[1][0].suffix != ".log", x[0]))[1]
-
-
 def _grid(folder: Path, paths: list[Path], notes: list[str]) -> Grid | None:
     """The grid by the topology.json of the last moment, else by that or plan.json here or up to two folders above."""
     listed = [p for p in paths if p.name == "topology.json"][::-1]
@@ -257,13 +244,10 @@ def _advanced(series: Series, grid: Grid) -> frozenset[int]:
 
 def _oddities(main: dict[int, tuple[Path, Dump]]) -> list[str]:
     """Notes where the dumps are not of one moment (of one folder, written within two minutes), or truncated."""
-    folders = Counter(path.parent.name for path, _ in main.values() if path.suffix != ".log")
-    times = sorted(path.stat().st_mtime for path, _ in main.values())
+    folders = {path.parent for path, _ in main.values() if path.suffix != ".log"}
+    times = [path.stat().st_mtime for path, _ in main.values()]
+    apart = max(times, default=0.0) - min(times, default=0.0)
     cut = [rank for rank, (_, dump) in sorted(main.items()) if dump.cut]
-    older, apart_s = sum(folders.values()) - folders[max(folders, default="")], times[-1] - times[0] if times else 0.0
-    rules = (
-        (older, f"{older} dumps are earlier than the last moment: these ranks may have moved since"),
-        (apart_s > 120 and not older, f"the dumps are up to {apart_s / 60:.0f} minutes apart: ranks may have moved"),
-        (cut, f"truncated dumps: ranks {cut[:8]}; their frames are used as far as they go"),
-    )
-    return [note for holds, note in rules if holds]
+    notes = [f"the dumps are up to {apart / 60:.0f} minutes apart, in {len(folders)} folders: ranks may have moved"]
+    notes = notes if len(folders) > 1 or apart > 120 else []
+    return notes + ([f"truncated dumps: ranks {cut[:8]}; their frames are used as far as they go"] if cut else [])

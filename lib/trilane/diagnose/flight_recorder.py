@@ -5,7 +5,7 @@ import json
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from struct import error as StructError
@@ -77,7 +77,7 @@ class Recording:
     calls: tuple[Call, ...]
     entered: dict[str, int]
     members: Mapping[str, tuple[int, ...]]
-    has_lost: bool  # calls that were pushed out of the ring
+    has_lost: bool  # calls that were pushed out of the ring, or not dumped
 
     @cached_property
     def collectives(self) -> dict[tuple[str, int], Call]:
@@ -108,31 +108,17 @@ def read_recording(data: bytes) -> Recording:
         config = {_word(name): _ranks(group.get("ranks")) for name, group in (values.get("pg_config") or {}).items()}
         members = {"0": config[""], **config} if "" in config else config
         calls = _in_order([_call(entry, members) for entry in entries])
-        has_lost = bool(entries and entries[0].get("record_id"))
-        entered = _entered(values.get("pg_status") or {}, entries, members)
+        entered = dict.fromkeys((call.group for call in calls), 0)
+        for entry, call in zip(entries, calls, strict=True):
+            # a send or a receive has the number of the collective before it, too
+            number = entry.get("collective_seq_id", 0) if call.p2p else call.sequence
+            entered[call.group] = max(entered[call.group], _whole(number))
+        counts = [status["last_enqueued_collective"] for status in (values.get("pg_status") or {}).values()]
+        # torch may dump the calls alone that have not ended: of none there is no entry, but a count, text in JSON
+        has_lost = bool(entries[0].get("record_id") if entries else any(int(count) > 0 for count in counts))
     except (*DAMAGED, pickle.PickleError, StructError) as error:
         raise ValueError(f"no Flight Recorder dump, or truncated ({short(str(error))})") from None
     return Recording(calls=calls, entered=entered, members=members, has_lost=has_lost)
-
-
-def _entered(given: dict[Any, Any], entries: list[dict[str, Any]], members: Iterable[str]) -> dict[str, int]:
-    """The last collective that the rank entered in each group, by its status or its latest entry."""
-    names = [_word(entry["process_group"][0]) for entry in entries]
-    # pg_status numbers the groups of this rank (pg_id); the rest has their names, which all ranks share
-    numbers = {_word(entry["pg_id"]): name for entry, name in zip(entries, names, strict=True) if "pg_id" in entry}
-    rest, left = [k for k in given if k not in numbers], [name for name in members if name not in numbers.values()]
-    if len(rest) == len(left) == 1:  # the only group of which no entry is left
-        numbers[rest[0]] = left[0]
-    # The count, text in JSON, is that of the last call, in a group with sends and receives maybe of these, which number
-    # their own.
-    mixed = {name for entry, name in zip(entries, names, strict=True) if entry.get("is_p2p")}
-    counts = {numbers[k]: v["last_enqueued_collective"] for k, v in given.items() if k in numbers}
-    found = {name: _whole(int(n) if isinstance(n, str) else n) for name, n in counts.items() if name not in mixed}
-    for entry, name in zip(entries, names, strict=True):
-        # a send or a receive has the number of the collective before it, too
-        number = entry.get("collective_seq_id", 0 if entry.get("is_p2p") else entry.get("seq_id", 0))
-        found[name] = max(found.get(name, 0), number if type(number) is int else 0)
-    return found
 
 
 def _in_order(calls: list[Call]) -> tuple[Call, ...]:

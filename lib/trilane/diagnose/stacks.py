@@ -60,23 +60,18 @@ class Thread(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
-    """One process: the stack of its training thread, and the helper thread that holds Python's GIL meanwhile.
-
-    `pid` is 0 and `command` "" where unknown; `error` is why it failed, or why there is no stack; `cut`: the text is
-    truncated.
-    """
+    """One process: the stack of its training thread, and the helper thread that holds Python's GIL meanwhile."""
 
     frames: Frames = ()
     owns_gil: bool = False
     holder: str = ""
     pid: int = 0
     command: str = ""
-    error: str = ""
-    cut: bool = False
+    error: str = ""  # why the process failed, or why there is no stack
+    cut: bool = False  # the text is truncated
 
 
-def _dump(threads: list[Thread], *, cut: bool = False, **facts: Any) -> Dump:
-    """The dump, with autograd's frames on top where the training thread waits for its backward pass."""
+def _dump(threads: list[Thread], **facts: Any) -> Dump:
     helpers = [t for t in threads if t.frames and t.frames[-1].function in ("_bootstrap", "_bootstrap_inner")]
     started = [t for t in threads if t.frames and t not in helpers]
     # faulthandler names no thread, and cuts a deep stack after a hundred frames, so that its root is missing
@@ -85,21 +80,19 @@ def _dump(threads: list[Thread], *, cut: bool = False, **facts: Any) -> Dump:
         t for t in started if t.frames[-1].function in ("<module>", "_run_module_as_main", "_start", "main")
     ]
     main = main or list(filter(_waits_for_engine, started)) or [t for t in started if t.is_current]
-    main = (main or [] if cut else main or started[-1:])[:1]
-    frames, owns_gil = main[0].frames if main else (), bool(main and main[0].owns_gil)
+    frames, owns_gil = (main[0].frames, main[0].owns_gil) if main else ((), False)
     # With CUDA the backward pass, and so the collectives in it, runs in a thread that Python did not start. It holds
-    # only the frames of what C++ called: a function's backward, or a hook of a parameter.
-    others = [t for t in started if t not in main] if main and _waits_for_engine(main[0]) else []
-    backward = [t for t in others if any(patterns("files")["backward"].search(str(f)) for f in t.frames)]
-    for top in sorted(backward or others, key=_waits_for_engine)[:1]:
+    # only the frames of what C++ called (a function's backward, a hook of a parameter), which belong on top.
+    others = [t for t in started if t != main[0]] if main and _waits_for_engine(main[0]) else []
+    for top in sorted(others, key=_waits_for_engine)[:1]:
         frames, owns_gil = top.frames + frames, top.owns_gil
-    holders = [t for t in helpers if t.owns_gil and [t.name] != [m.name for m in main]]
-    holder = f"{holders[0].name or '(unnamed)'} holds Python's global lock in {holders[0].frames[0]}" if holders else ""
-    return Dump(frames=frames, owns_gil=owns_gil, holder=holder, cut=cut, **facts)
+    holders = [f"{t.name} holds Python's global lock in {t.frames[0]}" for t in helpers if t.owns_gil]
+    holder = "".join(holders[:1])
+    return Dump(frames=frames, owns_gil=owns_gil, holder=holder, **facts)
 
 
 def _waits_for_engine(thread: Thread) -> bool:
-    """Whether it waits for autograd's engine (torch/autograd/graph.py, __init__.py), or called it (megatron-core)."""
+    # autograd's: torch/autograd/graph.py, __init__.py; megatron/core/pipeline_parallel/schedules.py
     at = str(thread.frames[0])
     return bool(re.match(r"(?:(?:_engine_run_|run_)?backward|grad) \(.*autograd|custom_backward ", at))
 
@@ -204,14 +197,14 @@ class LastCall(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LastCalls(Record):
-    """The ends of all traces; `groups` are the places where they end, the rarest first, which are the suspects."""
+    """The ends of all traces."""
 
     calls: tuple[LastCall, ...]
     DERIVED: ClassVar = ("groups",)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Function, line and ranks of each place."""
+        """Function, line and ranks of each place where traces end; the rarest first, which are the suspects."""
         same = grouped(self.calls, lambda call: (call.function, call.line))
         places = [{"function": f, "line": line, "ranks": [c.rank for c in same[f, line]]} for f, line in same]
         return sorted(places, key=lambda place: (len(place["ranks"]), place["function"]))
@@ -222,11 +215,7 @@ class LastCalls(Record):
 
 
 def last_calls(folder: Path) -> LastCalls:
-    """The last call of every trace file below `folder`, in the order of their names; ValueError where there is none.
-
-    Python's `trace` writes ` --- modulename: M, funcname: F` and then `file.py(12): code` for each line. Other files
-    are ignored.
-    """
+    """The last call of every trace by Python's `trace` module below `folder`; ValueError where there is none."""
     require_folder("folder", folder)
     paths = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: natural(p.name))
     with ThreadPoolExecutor(8) as pool:  # most time is spent waiting for a shared file system

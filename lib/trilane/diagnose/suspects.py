@@ -18,15 +18,13 @@ Edges = dict[int, set[int]]  # for each waiting rank, those that it waits for
 
 @dataclass(frozen=True, kw_only=True)
 class Suspects:
-    """The suspect ranks, strongest evidence first, with the reason for each; `edges` is the wait graph, `axes` the
-    group axis of each waiting rank's collective; `complete`: every member of every group is in its call; `moves`: every
-    rank has another stack than in an earlier dump."""
+    """The reason for each suspect rank, strongest evidence first, who waits for whom, and over which group axis."""
 
     reasons: dict[int, str]
     edges: Edges
     axes: dict[int, str]
-    complete: bool = False
-    moves: bool = False
+    complete: bool = False  # every member of every group is in its call
+    moves: bool = False  # every rank has another stack than in an earlier dump
 
 
 def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
@@ -43,23 +41,22 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
         return Suspects(reasons={}, edges=edges, axes=axes, moves=True)
     silent = [r for r, c in found.items() if c.kind == "silent"]
     held = _busy(found, edges, hard, silent)
-    proven = [r for r in (*hard, *held) if found[r].on_host or found[r].kind in ("gone", "crashed", "stopped")]
+    proven = [r for r in (*hard, *held) if found[r].on_host or found[r].kind in HARD[:3]]
     if proven and set(edges) <= reaching(edges, proven):
         silent = []
     reasons = {r: found[r].text + AT_LINE * (r in held and not found[r].on_host) for r in (*hard, *held, *silent)}
     reasons |= {r: _recorded_reason(evidence, found, edges, r) for r in held if not found[r].frames}
-    gone = [r for r in hard if found[r].kind == "gone"]
-    if 2 * len(gone) > len(found):
-        reasons |= {r: f"{found[r].text}; which rank was the first to end {OPEN} from dumps" for r in gone}
+    if 2 * sum(c.kind == "gone" for c in found.values()) > len(found):
+        reasons = {r: f"{text}; which rank was the first to end {OPEN} from dumps" for r, text in reasons.items()}
     left = set(edges) - reaching(edges, reasons)
     reasons = _mismatch(evidence, found, edges, left, alone=not reasons) | reasons
     waiting = [c.wait is not None for c in found.values() if c.frames]
     if not (hard or silent or evidence.earlier) and 2 * sum(waiting) < len(waiting):
         between = f"; most ranks do not wait: whether the job is between two steps {OPEN} from one dump"
         reasons = {r: text + between for r, text in reasons.items()}
-    # A rank without a dump is the weakest evidence, a lock may be held for an instant.
-    order = {kind: 0 if kind in HARD[:3] else 2 if kind == "silent" else 1 for kind in {c.kind for c in found.values()}}
-    ranks = sorted(reasons, key=lambda r: (order[found[r].kind], "ring" in reasons[r], -held.get(r, 0), r))
+    # A lock may be held for an instant, and a rank without a dump may not have been dumped.
+    order = dict.fromkeys(HARD[:3], 0) | {"silent": 2}
+    ranks = sorted(reasons, key=lambda r: (order.get(found[r].kind, 1), -held.get(r, 0), r))
     complete = not ranks and bool(edges) and not any(edges.values())
     complete = complete and not any(c.kind in NO_EVIDENCE for c in found.values())
     return Suspects(reasons={r: reasons[r] for r in ranks}, edges=edges, axes=axes, complete=complete)
@@ -99,22 +96,20 @@ def _mismatch(evidence: Evidence, found: Conditions, edges: Edges, left: set[int
 
 
 def _strays(evidence: Evidence, found: Conditions, inside: Edges, waited: set[int]) -> dict[int, str]:
-    """Suspects, with reasons, where the groups at the end of the graph have all come together: none of these is late.
-
-    A rank that left the order of collectives is in the rarest one, waits there for ranks that have not reached it, and
-    keeps its own group waiting. Where it receives from a neighbour that has gone on, either may be wrong.
-    """
+    """Suspects, with reasons, where the groups at the end of the graph have all come together, so that none is late: a
+    rank that left the order is in the rarest collective, waits there for others, and keeps its own group waiting."""
     waits = {r: w for r in inside if (w := found[r].wait) and not w.is_blind and r not in evidence.recordings}
     if len(waits) < len(inside) or any(len(end) > 1 or inside[min(end)] for end in final_components(inside)):
         return {}
     stray = {r for r in _rare(waits) if inside[r] and r in waited}
+    # Where it receives from a neighbour that has gone on, either may be wrong.
     sources = {s for r in stray if waits[r].p2p for s in inside[r]} - stray
     return {r: f"in {waits[r]}, others in another{WHICH * bool(sources)}" for r in sorted(stray | sources)}
 
 
 def _ahead(evidence: Evidence, inside: Edges) -> dict[int, str]:
     """Suspects, with reasons, among ranks whose recorders all wait in one group: a minority in a later call of it, for
-    which the others, still in an earlier one, would count as late."""
+    which the others would count as late."""
     calls = {r: call for r in inside if (rec := evidence.recordings.get(r)) and (call := rec.waiting)}
     counts = Counter(call.sequence for call in calls.values())
     usual, most = max(counts.items(), key=lambda item: item[1], default=(0, 0))
@@ -157,21 +152,22 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
 
 
 def _left_behind(found: Conditions, waits: Mapping[int, Wait]) -> dict[int, str]:
-    """Suspects, with reasons, where some ranks wait for what their stacks do not show: the few in a collective that all
-    of these have left, since they are at a later line of a function that called it; else none."""
+    """Suspects, with reasons, where most are at a later line that does not show what they wait for: the few in a
+    collective that these have left."""
     blind = [r for r, wait in waits.items() if wait.is_blind]
-    few = sorted(waits.keys() - blind)
+    few, at = sorted(waits.keys() - blind), waits[blind[0]].site
     before = all(_is_before(found[r].frames, found[b].frames) for r in few for b in blind)
     if not before or any(waits[b].op == "device" for b in blind) or not 0 < 2 * len(few) < len(waits):
         return {}
-    return {r: f"in {waits[r]}, while most are at a later line, {waits[blind[0]].site}" for r in few}
+    return {r: f"in {waits[r]}, while most are at a later line, {at}" for r in few}
 
 
 def _is_before(frames: Frames, others: Frames) -> bool:
     """Whether a stack is in an earlier line of the function in which it and another one part."""
     pairs = zip(reversed(frames), reversed(others), strict=False)
-    one, other = next(((a.key, b.key) for a, b in pairs if a.key != b.key), (("", "", 0), ("", "", 0)))
-    return one[:2] == other[:2] and one[2] < other[2]
+    return next(
+        (one.key[:2] == other.key[:2] and one.line < other.line for one, other in pairs if one.key != other.key), False
+    )
 
 
 def _recorded_reason(evidence: Evidence, found: Conditions, edges: Edges, rank: int) -> str:
@@ -185,10 +181,8 @@ def _recorded_reason(evidence: Evidence, found: Conditions, edges: Edges, rank: 
 
 
 def _rare(waits: Mapping[int, Wait]) -> list[int]:
-    """The ranks in the rarest operation of a line; only where all are at one line, those that came there differently.
-
-    Different layers call the same line: ranks of one group in it are no rarer for being in two layers.
-    """
+    """The ranks in the rarest operation of a line; where all are at one line, those that came there differently."""
+    # Different layers call the same line: ranks of one group in it are no rarer for being in two layers.
     return _fewest({r: (w.op, w.site.key) for r, w in waits.items()}) or _fewest({r: w.call for r, w in waits.items()})
 
 
@@ -214,13 +208,13 @@ def axes_of(grid: Grid, found: Conditions) -> dict[int, str]:
             sites[wait.call].append(rank)
     dumped = {r for r, c in found.items() if c.kind != "unknown"}
     for ranks in sites.values():
-        latest, best = max(grid[r].progress for r in ranks), ((2, 0, 0), "world")
+        latest, best = max(grid[r].progress for r in ranks), ((True, len(found), 0), "world")
         for axis in ("world", "model", "stage", "pp-dp", "dp", "pp", "tp"):
             absent = {m for r in ranks for m in grid.group(axis, r)} & dumped - {*ranks}
             # A rank that is an iteration ahead has passed this collective already.
             ahead = not any(grid[m].progress <= latest for m in absent)
             waiting = sum(found[m].wait is not None for m in absent)
-            best = min(best, ((int(ahead), len(absent), waiting), axis), key=lambda b: b[0]) if absent else best
+            best = min(best, ((ahead, len(absent), waiting), axis), key=lambda b: b[0]) if absent else best
         axes |= dict.fromkeys(ranks, best[1])
     return axes
 
@@ -246,8 +240,7 @@ def _is_with(grid: Grid, found: Conditions, rank: int, member: int) -> bool:
     one, other, steps = found[rank].wait, found[member].wait, {grid[rank].progress, grid[member].progress}
     if one is None or other is None or one.axis in ("next", "previous") or one.call != other.call:
         return False
-    # of a line that communicates by its name alone the operation is not known
-    return (one.op == other.op or "wait" in (one.op, other.op)) and (len(steps) == 1 or min(steps) < 0)
+    return one.op == other.op and (len(steps) == 1 or min(steps) < 0)
 
 
 def _recorded_edges(evidence: Evidence, found: Conditions) -> Edges:
@@ -284,11 +277,10 @@ def reaching(edges: Edges, targets: Iterable[int]) -> set[int]:
     for rank, others in edges.items():
         for other in others:
             back[other].add(rank)
-    return reached(back, targets)
+    return _reached(back, targets)
 
 
-def reached(edges: Edges, starts: Iterable[int]) -> set[int]:
-    """The ranks to which a path of edges leads from one of the starts."""
+def _reached(edges: Edges, starts: Iterable[int]) -> set[int]:
     found, queue = set[int](), list(starts)
     while queue:
         fresh = edges.get(queue.pop(), set()) - found
@@ -302,9 +294,8 @@ def final_components(edges: Edges) -> list[set[int]]:
     left, found = set(edges), []
     while left:
         start = min(left)
-        while beyond := reached(edges, {start}) - reaching(edges, {start}) - {start}:
+        while beyond := _reached(edges, {start}) - reaching(edges, {start}) - {start}:
             start = min(beyond)
-        component = {start, *reached(edges, {start})}
-        found.append(component)
-        left -= component | reaching(edges, component)
+        found.append({start, *_reached(edges, {start})})
+        left -= found[-1] | reaching(edges, found[-1])
     return found

@@ -17,17 +17,13 @@ Key = tuple[tuple[str, str, int], ...]  # of frames
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """A wait in `op`, called by `site`; `axis` is the group axis by names in the stack, or OTHER; "" if none shows it.
-
-    `path` are the calling frames outwards, without wrappers and torch's own. `op` "device" is a wait for the GPU, for
-    an operation queued before that the stack does not show; "line" is a line where most ranks are: they compute there,
-    or wait for their GPUs; "wait" is a line that communicates by its names alone.
-    """
+    """A wait in `op`, which `site` calls: an operation; "device" is for the GPU and what was queued on it before;
+    "line" is a line where most ranks compute or wait; "wait" a line that communicates by its names alone."""
 
     op: str
     site: Frame
-    axis: str
-    path: Key
+    axis: str  # of the group, by names in the stack, or OTHER; "" if none shows it
+    path: Key  # the calling frames outwards, without wrappers and torch's own
 
     def __str__(self) -> str:
         return f"{self.op}, called by {self.site}"
@@ -36,8 +32,8 @@ class Wait:
     def call(self) -> Key:
         """Identifies the call in the program: its functions and lines, from the caller of the operation outwards."""
         # The root of a broadcast, and of any other operation that has one, calls it at a line of its own.
-        rooted = bool(patterns("functions")["rooted"].fullmatch(self.op))
-        return tuple((function, file, 0 if rooted else line) for function, file, line in self.path)
+        rooted = patterns("functions")["rooted"].fullmatch(self.op)
+        return tuple((*key[:2], 0) for key in self.path) if rooted else self.path
 
     @property
     def is_blind(self) -> bool:
@@ -52,18 +48,15 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """What one rank does: its kind (HARD, NO_EVIDENCE, silent, busy, soft or waiting), a description, its stack, what
-    it waits for, and whether it `moves`: an earlier dump has another stack.
-
-    `on_host`: it is known to work on the host; any other busy rank may wait at its line for its GPU (`.item()`,
-    `.cpu()`, a launch into a full queue are C++).
-    """
+    """What one rank does: its kind (HARD, NO_EVIDENCE, silent, busy, soft or waiting), a description, and its stack."""
 
     kind: str
     text: str
     frames: Frames = ()
     wait: Wait | None = None
-    moves: bool = False
+    moves: bool = False  # an earlier dump has another stack
+    # It is known to work on the host. Any other busy rank may wait at its line for its GPU: `.item()`, `.cpu()` and a
+    # launch into a full queue are C++.
     on_host: bool = False
 
     @cached_property
@@ -119,8 +112,7 @@ def _condition(rank: int, evidence: Evidence, without: str) -> Condition:
     # a rank may fail because another is gone
     if dump.error and not patterns("errors")["follows"].search(dump.error) and "py-spy" not in dump.error:
         return Condition(kind="crashed", text=f"raised {dump.error[:160]}", frames=frames)
-    before = evidence.earlier.get(rank)
-    if dump.holder and (before is None or before.holder):
+    if dump.holder:
         return Condition(kind="locked", text=f"its thread {dump.holder}", frames=frames)
     return _by_stack(rank, evidence)
 
@@ -131,7 +123,8 @@ def _by_stack(rank: int, evidence: Evidence) -> Condition:
     frames = dump.frames
     earlier = [frame.key for frame in before.frames] if before else []
     moves = rank in evidence.advanced or (bool(earlier) and earlier != [frame.key for frame in frames])
-    does, on_host = activity(frames)
+    found = {table: _first_match(table, frames[:8]) for table in ("purposes", "calls", "parts")}
+    on_host = bool(found["purposes"] or found["calls"])
     if wait := wait_of(frames):
         return Condition(kind="waiting", text=f"in {wait.op}", frames=frames, wait=wait, moves=moves)
     # `handle.wait()`, `.item()` and a launch on a full queue are C++: the innermost Python line is the caller's.
@@ -141,14 +134,12 @@ def _by_stack(rank: int, evidence: Evidence) -> Condition:
     sleeps = ", in uninterruptible sleep (state D)" if evidence.grid[rank].state == "D" else ""
     # what waits for a GPU has released the GIL
     on_host = on_host or bool(sleeps) or dump.owns_gil
-    text = (does or "outside communication") + sleeps
+    text = next(filter(None, found.values()), "outside communication") + sleeps
     return Condition(kind="busy", text=text, frames=frames, moves=moves, on_host=on_host)
 
 
 def wait_of(frames: Frames) -> Wait | None:
     """What a stack waits for; None where its innermost frame does not communicate."""
-    if frames and frames[0].line == 0 and any(map(_communicates, frames[1:3])):
-        frames = frames[1:]  # the GPU is waited for within the collective
     inside = [_communicates(f) or _is(f, "wrappers") for f in frames]
     inner = next((i for i, f in enumerate(frames) if _communicates(f) or not inside[i]), len(frames))
     if inner == len(frames):
@@ -164,7 +155,7 @@ def wait_of(frames: Frames) -> Wait | None:
     op = next((f for f in called if _is(f, "collectives")), at)
     axis = OTHER if op.function.startswith("all_to_all") else _direction(called)
     # Four frames show what a collective is for; further out is the training loop.
-    axis = axis or _first_match("axes", callers[:4]) or ("world" if _is(op, "all_ranks") else "")
+    axis = axis or _first_match("axes", callers[:4])
     return _wait(op.function, callers or [at], axis)
 
 
@@ -174,16 +165,8 @@ def _wait(op: str, callers: Sequence[Frame], axis: str) -> Wait:
     return Wait(op=op, site=callers[0], axis=axis, path=path or (callers[0].key,))
 
 
-def activity(frames: Sequence[Frame]) -> tuple[str, bool]:
-    """What a stack outside communication does, "" where its names do not show it, and whether that is on the host."""
-    for table in ("purposes", "calls", "parts"):
-        if found := _first_match(table, frames[:8]):
-            return found, table != "parts"
-    return "", False
-
-
 def _first_match(table: str, frames: Iterable[Frame]) -> str:
-    """The first entry of a table by expressions that matches, from the innermost frame outwards; "" where none does."""
+    # from the innermost frame outwards
     names = (f"{frame.function} {frame.file}" for frame in frames)
     return next((key for name in names for key, pattern in patterns(table).items() if pattern.search(name)), "")
 
@@ -196,10 +179,9 @@ def _direction(frames: Sequence[Frame]) -> str:
 
 
 def _is(frame: Frame, kind: str) -> bool:
-    """Whether the frame's function is one of the "wrappers", "collectives", "all_ranks" or "device_waits"."""
     return bool(patterns("functions")[kind].fullmatch(frame.function))
 
 
 def _communicates(frame: Frame) -> bool:
-    known = patterns("files")["communication"].search(frame.file) is not None
-    return known or (_is(frame, "collectives") and "distributed" in frame.file)
+    known = patterns("files")["communication"].search(frame.file)
+    return bool(known) or (_is(frame, "collectives") and "distributed" in frame.file)
