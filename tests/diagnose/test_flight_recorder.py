@@ -150,18 +150,6 @@ def test_two_ranks_of_a_group_in_different_calls_are_both_named(tmp_path: Path) 
     assert verdict.suspects == (4, 5) and verdict.first is None and verdict.exclude == "" and not sure(verdict)
 
 
-def test_sends_do_not_count_as_collectives_that_a_rank_entered(tmp_path: Path) -> None:
-    """The status counts both, each by its own numbers: rank 1 has queued 60 sends and receives, and 4 collectives."""
-
-    def counted(rank: int, values: Any) -> Any:
-        values["pg_status"]["0"]["last_enqueued_collective"] = 60 if rank == 1 else 5
-        return values
-
-    sent = [part for number in range(1, 61) for part in batch(number, "completed", "send 0->1")]
-    made = {r: [call("7", 4), *sent] + [call("7", 5, state="started")] * (r != 1) for r in range(4)}
-    assert judged(tmp_path, made, {"7": [0, 1, 2, 3]}, counted).suspects == (1,)
-
-
 def test_a_rank_whose_ring_has_lost_the_group_is_not_said_to_have_stayed_away(tmp_path: Path) -> None:
     """Of four ranks, rank 3 never came; the last calls of rank 2 are those of another group."""
 
@@ -172,13 +160,6 @@ def test_a_rank_whose_ring_has_lost_the_group_is_not_said_to_have_stayed_away(tm
     made = {r: [call("1", 8 - (r == 3), state="started" if r < 2 else "completed")] for r in range(4)}
     made[2] = [call("2", n) for n in range(50, 54)]
     assert judged(tmp_path, made, {"1": [0, 1, 2, 3], "2": [2]}, old).suspects == (3,)
-
-
-def test_what_is_only_scheduled_is_done_when_a_later_call_of_its_group_is() -> None:
-    calls = [call("7", 1, "send 0->1", "scheduled", p2p=True), call("7", 1), call("7", 2)]
-    assert read_recording(recording(calls, {"7": [0, 1]})).waiting is None
-    waiting = read_recording(recording([*calls, call("7", 3, state="scheduled")], {"7": [0, 1]})).waiting
-    assert waiting is not None and waiting.sequence == 3
 
 
 @pytest.mark.parametrize(

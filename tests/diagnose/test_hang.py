@@ -16,7 +16,6 @@ from plants import PLANTS, data_loader, write
 from support import REPOSITORY
 
 from trilane.cli.app import main
-from trilane.diagnose.evidence import texts_by_host
 from trilane.diagnose.hang import Verdict, diagnose_hang
 from trilane.diagnose.stacks import read_faults
 from trilane.diagnose.suspects import OPEN
@@ -102,12 +101,6 @@ def test_a_missing_an_empty_and_other_files_are_no_dump_of_another_rank(tmp_path
     (tmp_path / f"rank_{(culprit + 1) % 384}.json").write_text("")
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (culprit,) and len(verdict.notes) == 3, verdict.notes
-
-
-def test_dumps_taken_minutes_apart_are_said_to_be_of_two_moments(tmp_path: Path) -> None:
-    scene(tmp_path)
-    os.utime(tmp_path / "rank_5.json", (1e9, 1e9))
-    assert any("minutes apart" in note for note in diagnose_hang(tmp_path).notes)
 
 
 IN_C = ("pthread_cond_wait (libc.so.6)", "c10d::Work::wait (csrc/Work.cpp:91)", "0x7fa84704524a (libc.so.6)")
@@ -332,11 +325,6 @@ def test_without_a_line_for_the_process_each_main_thread_is_one(tmp_path: Path) 
     (tmp_path / "dump.txt").write_text("\n".join(lines) + "\n")
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (5,) and sum(len(group.ranks) for group in verdict.groups) == 8
-
-
-@pytest.mark.parametrize("text", ["", "a: b\nc: d\n", pyspy_text(LOSS), "-" * 70_000, "node[1-\n" * 9, "x: " * 40_000])
-def test_other_text_is_left_as_it_is(text: str) -> None:
-    assert texts_by_host(text) == {"": text}
 
 
 @pytest.mark.parametrize(
