@@ -252,7 +252,7 @@ def test_a_study_shows_the_restarts_inside_its_run_folders_and_from_one_to_the_n
         ("a/run.log", "a/run.log", "data-replayed", None),
         ("a/run.log", "b/run.log", "another-schedule", 3),
     }
-    assert "data is replayed" in shown._repr_html_() and "**2** restarts" in shown.summary()
+    assert "data is replayed" in shown.summary() and "**2** restarts" in shown.summary()
 
 
 def test_numbers_that_no_training_has_are_left_out(tmp_path, capsys):

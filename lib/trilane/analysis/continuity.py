@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -14,11 +13,10 @@ import numpy as np
 from trilane.analysis.loss_curve import SIGMAS, Restart, join, noise
 from trilane.analysis.steady_state import interval
 from trilane.config.plan import read_plan
-from trilane.logs.arguments import Value
 from trilane.logs.reading.reader import find_lines
 from trilane.logs.run import RunLog
 from trilane.logs.run_folder import read_run_folder
-from trilane.utils.tables import DataFrame, Record, Table, Text, frame_of, one_line, short
+from trilane.utils.tables import DataFrame, Record, Text, one_line, short
 from trilane.workspace.study import Study
 
 # quantities and causes in words
@@ -73,27 +71,12 @@ class Break(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Continuity(Table, Record):
+class Continuity(Record):
     """The restarts of one training: `breaks`, what they did not continue; `unjudged`, what the logs do not show."""
 
     restarts: int
     breaks: tuple[Break, ...]
     unjudged: tuple[str, ...]
-
-    def to_frame(self) -> DataFrame:
-        """A row per break: both lines, the expected value and the likely cause."""
-        columns: dict[str, str | Callable[[Break], str]] = {
-            "restart": "restart",
-            "quantity": lambda b: WORDS[b.quantity],
-            "before": lambda b: str(b.before),
-            "after": lambda b: str(b.after),
-            "expected": lambda b: f"{b.expected:.5g}",
-            "likely cause": "likely",
-        }
-        return frame_of(self.breaks, columns)
-
-    def _repr_html_(self) -> str:
-        return super()._repr_html_() if self.breaks else ""
 
     def lines(self) -> list[str]:
         """A line for each break, the two lines of the logs below it, and one for what could not be judged."""
@@ -104,11 +87,13 @@ class Continuity(Table, Record):
         return found + [f"not judged: {what}" for what in self.unjudged]
 
     def summary(self) -> Text:
-        """How many restarts were judged and what was found, and what could not be judged, as Markdown."""
+        """How many restarts were judged, each break, and what could not be judged, as Markdown."""
         if not self.restarts:
             return Text("No run was restarted.")
         counts = Text.of("**{}** restarts, **{}** breaks in what the logs print.", self.restarts, len(self.breaks))
-        return Text.of("{}{}", counts, Text.joined("\n- not judged: ", ["\n", *self.unjudged]) if self.unjudged else "")
+        lines = [f"restart at iteration {b.restart}: {b.sentence}" for b in self.breaks]
+        lines += [f"not judged: {what}" for what in self.unjudged]
+        return Text.of("{}{}", counts, Text.joined("\n- ", ["\n", *lines]) if lines else "")
 
 
 def find_breaks(logs: Sequence[RunLog]) -> Continuity:
@@ -124,7 +109,7 @@ def find_breaks(logs: Sequence[RunLog]) -> Continuity:
     for restart in map(Boundary, restarts):
         for name, rule in RULES.items():
             if restart.has(name) and (broken := rule(restart, name)):
-                found.append(restart.found("iteration" if broken[0] == "iterations-jump" else name, *broken))
+                found.append(restart.found(name, *broken))
         unjudged |= dict.fromkeys(_unjudged(restart))
     return Continuity(restarts=len(restarts), breaks=tuple(found), unjudged=tuple(unjudged))
 
@@ -180,10 +165,10 @@ class Boundary:
 
     def numbers(self, name: str) -> tuple[Numbers, Numbers]:
         """Iterations and values of a column before the restart and after it; nothing where a log does not print it."""
-        printed = all(name in log.iterations for log in self.restart.logs)
-        sides = (self.restart.before, self.restart.after)
-        before, after = (_numbers(side if printed else side.iloc[:0], name) for side in sides)
-        return before, after
+        before, after = self.restart.before, self.restart.after
+        if not all(name in log.iterations for log in self.restart.logs):
+            before, after = before.iloc[:0], after.iloc[:0]
+        return _numbers(before, name), _numbers(after, name)
 
     def has(self, name: str) -> bool:
         """Whether both sides print the column."""
@@ -198,23 +183,22 @@ class Boundary:
         """Whether the first value of a column after the restart is another one, by more than a per cent."""
         return any(abs(self.numbers(n)[1][1][0] / self.before(n)[-1] - 1) > 0.01 for n in names if self.has(n))
 
-    def changed(self, pattern: str) -> str:
-        """ "train_iters 500 -> 800": arguments of such names that both logs print and that differ."""
-        one, two = map(_arguments, self.restart.logs)
-        names = [name for name in one if name in two and one[name] != two[name] and re.search(pattern, name)]
-        return ", ".join(f"{n} {short(str(one[n]), 40)} -> {short(str(two[n]), 40)}" for n in names)
-
     def found(self, name: str, cause: str, place: int, expected: float, detail: str) -> Break:
         """The Break at line `place` of the new values of a column, against the last line before the restart."""
-        ((at, values), (at_new, new)), (one, two) = self.numbers(name), (log.source for log in self.restart.logs)
-        last = max(int(np.searchsorted(at, self.first)) - 1, 0)
-        before = Line(log=_label(one), iteration=int(at[last]), value=float(values[last]))
-        after = Line(log=_label(two), iteration=int(at_new[place]), value=float(new[place]))
+        old, (at, values) = self.numbers(name)
+        last = max(int(np.searchsorted(old[0], self.first)) - 1, 0)
         # an iteration that was done again stands twice in one file
-        once = one != two or after.iteration > self.restart.before["iteration"].iloc[-1]
-        lines = {"before": _with_text(before, one), "after": _with_text(after, two) if once else after}
-        start = self.first
-        return Break(quantity=name, cause=cause, restart=start, expected=float(expected), detail=detail, **lines)
+        one, two = (log.source for log in self.restart.logs)
+        once = one != two or at[place] > self.restart.before["iteration"].iloc[-1]
+        lines = {"before": _line(one, old, last), "after": _line(two, (at, values), place, once)}
+        return Break(
+            quantity="iteration" if cause == "iterations-jump" else name,
+            cause=cause,
+            restart=self.first,
+            expected=float(expected),
+            detail=detail,
+            **lines,
+        )
 
 
 def _unjudged(r: Boundary) -> Iterator[str]:
@@ -246,10 +230,9 @@ def _rate(r: Boundary, name: str) -> Found | None:
     value, goal = y[place], expected[place]
     is_first = at[0] <= 2 * r.every and abs(value - x[0]) < 0.1 * abs(goal - x[0])
     is_peak = abs(value - x.max()) < 1e-3 * value and own <= 0
-    changed = r.changed(r"^lr|_lr$|learning_rate|train_(iters|samples)|_steps$|epochs|warmup|scheduler")
-    begins = value < 0.05 * goal or is_first or (is_peak and not changed)
-    cause = "scheduler-restarted" if begins else "another-schedule" if changed else "rate-level"
-    return cause, place, goal, changed
+    longer = r.differs("train_iters")  # the number of all iterations, which many logs print
+    begins = value < 0.05 * goal or is_first or (is_peak and not longer)
+    return "scheduler-restarted" if begins else "another-schedule" if longer else "rate-level", place, goal, ""
 
 
 def _consumed(r: Boundary, name: str) -> Found | None:
@@ -288,7 +271,7 @@ def _size(r: Boundary, name: str) -> Found | None:
         return None
     again = after < before and (np.diff(y).max(initial=0.0) > 0 or after == x[0])
     cause = "sequence-length" if name == "seq_length" else "ramp-up-restarted" if again else "batch-changed"
-    return cause, 0, before, r.changed("batch|accumulation|data_parallel|seq_length")
+    return cause, 0, before, ""
 
 
 def _scale(r: Boundary, name: str) -> Found | None:
@@ -296,7 +279,7 @@ def _scale(r: Boundary, name: str) -> Found | None:
     x, (_, y), (_, skipped) = r.before(name), r.numbers(name)[1], r.numbers("skipped")[1]
     before, after, halvings = x[-1], y[0], min(64.0, skipped[0]) if len(skipped) else 0.0
     if 1.0 in (before, after) and max(before, after) >= 256:
-        return "precision-changed", 0, before, r.changed("fp16|bf16|precision")
+        return "precision-changed", 0, before, ""
     if 1 / (4 * 2**halvings) < after / before < max(4.0, 2 * float((x[1:] / x[:-1]).max(initial=1.0))):
         return None
     # Megatron begins at 2^32, DeepSpeed at 2^16, where no argument says otherwise
@@ -364,7 +347,9 @@ def _speed(r: Boundary, name: str) -> Found | None:
     """Seconds per iteration; nothing where batch, sequence or, by the arguments, the topology is another one."""
     (at, x), (_, y) = r.numbers(name)
     x, y = x[at < r.first][-96:], y[2:98]  # the first two after a start are slow
-    topology = r.changed("world_size|parallel_size|micro_batch|gpus$|num_nodes")
+    one, two = (log.arguments for log in r.restart.logs)
+    names = ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size")
+    topology = any(one.get(name) != two.get(name) for name in names if name in one and name in two)
     # six slow lines prove no slow node: other load of a machine may slow thirty, but not all
     if len(x) < 6 or len(y) < 8 or topology or r.differs("global_batch_size", "seq_length"):
         return None
@@ -391,20 +376,14 @@ def _numbers(table: DataFrame, name: str) -> Numbers:
     return table["iteration"].to_numpy(float)[good], values[good]
 
 
-def _arguments(log: RunLog) -> Mapping[str, Value]:
-    """The log's arguments, with the number of iterations that its lines print."""
-    printed = [int(n) for n in log.column("train_iters")[-1:] if math.isfinite(n)]
-    return {**log.arguments, "train_iters": printed[0]} if printed else log.arguments
-
-
-def _label(path: Path) -> str:
-    """The log's name; that of its folder too where it is the log of a run folder."""
-    return f"{path.parent.name}/{path.name}" if path.name == "run.log" else path.name
-
-
-def _with_text(line: Line, path: Path) -> Line:
+def _line(path: Path, numbers: Numbers, place: int, once: bool = True) -> Line:
+    """The line at a place of the numbers, with its number and text where the file shows its iteration once."""
+    iteration, value = int(numbers[0][place]), float(numbers[1][place])
+    # the log of a run folder has the folder's name
+    name = f"{path.parent.name}/{path.name}" if path.name == "run.log" else path.name
     try:
-        number, text = find_lines(path, {line.iteration}).get(line.iteration, (None, ""))
+        shown = find_lines(path, {iteration}).get(iteration) if once else None
     except (OSError, ValueError):  # the file is gone, or the log was never in one
-        return line
-    return replace(line, number=number, text=short(text.strip(), 160))
+        shown = None
+    number, text = shown or (None, "")
+    return Line(log=name, iteration=iteration, value=value, number=number, text=short(text.strip(), 160))

@@ -15,19 +15,15 @@ from trilane.logs.run import RunLog
 def narayanan(shape: ModelShape, config: RunConfig, batch: float) -> float:
     """Ours: 96 B s L h^2 (1 + s/(6h) + V/(16 L h)) with full recomputation, 72 and 12 in place of 96 and 16 without.
 
-    Narayanan et al. 2021, arXiv:2104.04473, equation 3: what Megatron-DeepSpeed printed from February 2022. It counts
-    the whole s x s attention and recomputed work. Left out: norms, softmax, GELU, selective recomputation, the
-    optimizer's step.
+    Narayanan et al. 2021, arXiv:2104.04473, equation 3: what Megatron-DeepSpeed printed from February 2022, the whole
+    s x s attention and recomputed work included. Left out: norms, softmax, GELU, selective recomputation, optimizer.
     """
     return shape.flops_per_iteration(batch, config.recompute == "full")
 
 
 def size_factor(shape: ModelShape, config: RunConfig, batch: float) -> float:
-    """Size times factor: 2 N s B, times 4 with full recomputation and 3 without.
-
-    What the BigScience chronicles' 2021 tables hold: size_B * factor * 2 * seq * gbs / (sec * gpus * 1e3). N includes
-    embeddings and positions, though a look-up multiplies nothing. Left out: the attention core's 4 s h per token and
-    layer, which grows with the sequence.
+    """Size times factor: 2 N s B, times 4 with full recomputation and 3 without: the BigScience chronicles' tables of
+    2021. Embeddings count; left out: the attention core's 4 s h per token and layer, which grows with the sequence.
     """
     passes = 4 if config.recompute == "full" else 3
     return 2 * shape.parameters * passes * batch * shape.seq_length
@@ -48,27 +44,22 @@ def replicated(shape: ModelShape, config: RunConfig, batch: float) -> float:
 def megatron_causal(shape: ModelShape, config: RunConfig, batch: float) -> float:
     """Megatron-LM of 2025 (core 0.16): 72 B s L h^2 (1 + s/(12h) + V/(12 L h)): model FLOPs, attention halved.
 
-    `num_floating_point_operations` of its training.py: half of the scores are masked, and recomputation never counts,
-    so with full recomputation the rate is a quarter below Narayanan's. Shared keys and values and a gate count as in
-    ModelShape.layer_weights.
+    `num_floating_point_operations` of its training.py: half of the scores are masked, and recomputation never counts.
     """
     return shape.flops_per_iteration(batch) - 6.0 * batch * shape.seq_length**2 * shape.num_layers * shape.hidden_size
 
 
 def hardware(shape: ModelShape, config: RunConfig, batch: float) -> float:
-    """What the card executes: the model's FLOPs and every recomputed one, for HFU.
+    """What the card executes, for HFU: Narayanan's, and with selective recomputation the attention core once more.
 
-    Full: a third more for the layers, as Narayanan's 96. Selective: the attention core once more, 4 B s^2 L h
-    (Korthikanti et al. 2022, arXiv:2205.05198, section 5). Left out: kernels that skip the masked half.
+    4 B s^2 L h (Korthikanti et al. 2022, arXiv:2205.05198, section 5). Left out: kernels that skip the masked half.
     """
     again = 4.0 * batch * shape.seq_length**2 * shape.num_layers * shape.hidden_size
     return narayanan(shape, config, batch) + again * (config.recompute == "selective")
 
 
 Definition = Callable[[ModelShape, RunConfig, float], float]
-DEFINITIONS: dict[str, Definition] = {
-    flops.__name__: flops for flops in (narayanan, size_factor, replicated, megatron_causal)
-}
+DEFINITIONS: dict[str, Definition] = {f.__name__: f for f in (narayanan, size_factor, replicated, megatron_causal)}
 
 
 def rates(config: RunConfig, seconds: float) -> dict[str, float]:
@@ -85,23 +76,20 @@ def utilization(config: RunConfig, seconds: float) -> dict[str, float]:
     MFU: Chowdhery et al. 2022, arXiv:2204.02311, appendix B: recomputation does not count, all of the attention does.
     The peak is the data sheet's dense rate in the run's precision; boost clocks and power caps are left out.
     """
-    shape, batch = config.shape, config.gbs
-    if not (shape and config.gpus and config.peak_flops_per_s and batch > 0 and seconds > 0):
+    shape, peak = config.shape, config.gpus * config.peak_flops_per_s
+    if not (shape and peak and config.gbs > 0 and seconds > 0):
         return {}
-    whole = seconds * config.gpus * config.peak_flops_per_s
-    return {"mfu": shape.flops_per_iteration(batch) / whole, "hfu": hardware(shape, config, batch) / whole}
+    model, executed = shape.flops_per_iteration(config.gbs), hardware(shape, config, config.gbs)
+    return {"mfu": model / (seconds * peak), "hfu": executed / (seconds * peak)}
 
 
 def printed_rates(log: RunLog) -> dict[str, float]:
     """FLOP/s per GPU as the log prints them: `printed`, the median of its lines by its dialect's own definition, and
     `profiler`, DeepSpeed's count of one iteration.
     """
-    rates = {}
-    if "flops_per_s_per_gpu" in log.iterations and len(log.iterations):
-        column = log.iterations["flops_per_s_per_gpu"]
+    found, column = {}, log.iterations.get("flops_per_s_per_gpu")
+    if column is not None and len(column):
         later = float(column.iloc[1:].median())
-        rates["printed"] = float(column.median()) if math.isnan(later) else later
-    for name, value in log.summary.items():
-        if name.startswith("profiler: fwd+bwd+step") and value > 1e6:
-            rates["profiler"] = value
-    return rates
+        found["printed"] = float(column.median()) if math.isnan(later) else later
+    profiled = [v for name, v in log.summary.items() if name.startswith("profiler: fwd+bwd+step") and v > 1e6]
+    return found | ({"profiler": profiled[-1]} if profiled else {})

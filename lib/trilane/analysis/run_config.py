@@ -24,13 +24,9 @@ NAMES: dict[str, Any] = json.loads((resources.files("trilane") / "data/log_argum
 class RunConfig:
     """What ran. Where unknown: no shape, 0 for a number, "" for card and precision, one for a degree of parallelism.
 
-    parameters         all of them; may be known without the shape
-    gpus, gbs          GPUs of the run, and sequences per iteration
-    seq_length         tokens of a sequence; may be known without the shape
-    recompute          "none", "selective" or "full"
-    card_bytes         the card's memory; 0 unknown
-    peak_flops_per_s   the card's matmul rate in the run's precision, of data sheets (data/clusters); 0 unknown
-    note               why there is no shape, where the log shows a model that is no dense decoder
+    `parameters` and `seq_length` may be known without the shape; `gbs` is sequences per iteration; `peak_flops_per_s`
+    the card's matmul rate in the run's precision, of data sheets (data/clusters); `note` why there is no shape, where
+    the log shows a model that is no dense decoder.
     """
 
     shape: ModelShape | None = None
@@ -57,9 +53,8 @@ class RunConfig:
 
 
 def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) -> RunConfig:
-    """The configuration of a run: its plan's where there is one, else by its log, on `gpu` where that is known.
-
-    `gbs` is the full batch size, also of a run that is still ramping up.
+    """The configuration of a run, its full batch size also where it still ramps up: its plan's where there is one, else
+    by its log, on `gpu` where that is known.
     """
     return config_of(plan) if plan else _of_log(log, gpu or card(log))
 
@@ -68,11 +63,9 @@ def of_window(config: RunConfig, log: RunLog, counts: np.ndarray) -> RunConfig:
     """The configuration with the batch size and the sequence length of the rows that `counts` marks."""
     columns = (log.column(name) for name in ("global_batch_size", "seq_length"))
     batch, length = (float(np.median(x[counts])) if len(x) and counts.any() else 0.0 for x in columns)
-    config = replace(config, gbs=batch) if batch > 0 else config
-    if length >= 1 and int(length) != config.seq_length:
-        shape = replace(config.shape, seq_length=int(length)) if config.shape else None
-        config = replace(config, seq_length=int(length), shape=shape)
-    return config
+    shape, tokens = config.shape, int(length) if length >= 1 else config.seq_length
+    shape = replace(shape, seq_length=tokens) if shape and tokens != config.seq_length else shape
+    return replace(config, gbs=batch if batch > 0 else config.gbs, seq_length=tokens, shape=shape)
 
 
 def config_of(plan: Plan) -> RunConfig:

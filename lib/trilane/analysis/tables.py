@@ -5,7 +5,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from trilane.workspace.status import Status
 
 Row = Mapping[str, Any]  # of a run: numbers in base units (`tflops` excepted), NaN where unknown
 WIDTH = 100  # characters of a row in text
+Reader = str | Callable[[Measurement], Any]
 
 
 def size(parameters: float) -> str:
@@ -31,53 +31,67 @@ def size(parameters: float) -> str:
     return f"{parameters:.0f}"
 
 
-# Each column of a table: the key of a row, by which rows are sorted, and a number's form; "" is text.
-COLUMNS: Mapping[str, tuple[str, str | Callable[[Any], str]]] = {
-    "Run": ("run_name", ""),
-    "GPUs": ("gpus", "{:.0f}"),
-    "Size": ("parameters", size),
-    **{name: (name.lower(), "{:.0f}") for name in ("DP", "TP", "PP", "MBS", "GBS")},
-    "Mem": ("memory_bytes", lambda value: f"{value / 2**30:.1f}GiB"),
-    "Sec/it": ("sec_per_it", "{:.4g}"),
-    "±": ("spread", partial(percent, digits=0)),
-    "TFLOPs": ("tflops", lambda value: f"{value:.2f}" if value >= 1 else f"{value:.3g}"),
-    **{head: (head.lower(), percent) for head in ("MFU", "HFU", "Lost", "Bubble", "Waits")},
-    "Iterations": ("iterations", "{:.0f}"),
-    "Loss": ("loss", "{:.4g}"),
-    "Tokens/s": ("tokens_per_s", "{:.0f}"),
-    "Status": ("status", ""),
-    "First": ("first_iteration", "{:.0f}"),
-    "Last": ("last_iteration", "{:.0f}"),
-    **{"Skipped": ("skipped", "{:.0f}"), "NaN": ("nan_iterations", "{:.0f}"), "Norm": ("grad_norm", "{:.4g}")},
-    **{"Largest norm": ("grad_norm_max", "{:.4g}"), "Scale": ("loss_scale", "{:.0f}")},
-    "Reductions": ("loss_scale_drops", "{:.0f}"),
-    **{name: (name.lower(), "") for name in ("Date", "Dialect", "Problems", "Cause", "Node", "Exclude")},
-    **{"Mem (GiB)": ("memory_gib", "{:.2f}"), "GFLOPs": ("gflops", "{:.1f}"), "Losses": ("losses", "")},
-    **{
-        "Left out": ("left_out", ""),
-        "Outcome": ("outcome", ""),
-        "Remarks": ("note", ""),
-        "Source": ("source", ""),
-        "Notes": ("notes", ""),
-    },
+def _degree(m: Measurement, name: str) -> int:
+    # a parallelism of one is known only where the GPUs are
+    degree: int = getattr(m.config, name)
+    return degree if m.config.gpus or degree > 1 else 0
+
+
+def _date(m: Measurement) -> str:
+    """That of the last iteration's line, else of the file."""
+    log = m.log
+    at = log.clock[-1][1] if log.clock else log.source.stat().st_mtime if log.source.exists() else math.nan
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}" if 0 < at < 4e9 else ""  # after 2096 it is damaged
+
+
+def _cause(m: Measurement) -> str:
+    return "" if m.status is Status.COMPLETED else "; ".join([m.log.evidence, *m.log.collectives])
+
+
+# Each column of a table: the key of a row, by which rows are sorted, what it is of a run, and a number's form; "" is
+# text. A number of 0 in the configuration is unknown.
+COLUMNS: Mapping[str, tuple[str, Reader, str | Callable[[Any], str]]] = {
+    "Run": ("run_name", "name", ""),
+    "GPUs": ("gpus", "config.gpus", "{:.0f}"),
+    "Size": ("parameters", "config.parameters", size),
+    **{name: (name.lower(), partial(_degree, name=name.lower()), "{:.0f}") for name in ("DP", "TP", "PP")},
+    **{name: (name.lower(), f"config.{name.lower()}", "{:.0f}") for name in ("MBS", "GBS")},
+    "Mem": ("memory_bytes", "memory_bytes", lambda value: f"{value / 2**30:.1f}GiB"),
+    "Mem (GiB)": ("memory_gib", lambda m: m.memory_bytes / 2**30, "{:.2f}"),
+    "Sec/it": ("sec_per_it", "sec_per_it", "{:.4g}"),
+    "±": ("spread", "spread", partial(percent, digits=0)),
+    "TFLOPs": ("tflops", lambda m: m.flops_per_s_per_gpu / 1e12, lambda v: f"{v:.2f}" if v >= 1 else f"{v:.3g}"),
+    "GFLOPs": ("gflops", lambda m: m.flops_per_s_per_gpu / 1e9, "{:.1f}"),
+    "MFU": ("mfu", lambda m: m.utilization.get("mfu", math.nan), percent),
+    "HFU": ("hfu", lambda m: m.utilization.get("hfu", math.nan), percent),
+    "Lost": ("lost", "lost_share", percent),
+    "Bubble": ("bubble", "bubble", percent),
+    "Waits": ("waits", "waited", percent),
+    "Iterations": ("iterations", lambda m: len(m.log.iterations), "{:.0f}"),
+    "Loss": ("loss", "last_loss", "{:.4g}"),
+    "Losses": ("losses", lambda m: f"{m.first_loss:.2f} → {m.last_loss:.2f}" * (m.last_loss == m.last_loss), ""),
+    "Tokens/s": ("tokens_per_s", "tokens_per_s", "{:.0f}"),
+    "Status": ("status", "status", ""),
+    "First": ("first_iteration", "log.first_iteration", "{:.0f}"),
+    "Last": ("last_iteration", "log.last_iteration", "{:.0f}"),
+    "Skipped": ("skipped", "numerics.skipped", "{:.0f}"),
+    "NaN": ("nan_iterations", "numerics.nan_iterations", "{:.0f}"),
+    "Norm": ("grad_norm", "numerics.grad_norm", "{:.4g}"),
+    "Largest norm": ("grad_norm_max", "numerics.grad_norm_max", "{:.4g}"),
+    "Scale": ("loss_scale", "numerics.loss_scale", "{:.0f}"),
+    "Reductions": ("loss_scale_drops", "numerics.loss_scale_drops", "{:.0f}"),
+    "Date": ("date", _date, ""),
+    "Dialect": ("dialect", "log.dialect", ""),
+    "Problems": ("problems", lambda m: [str(problem) for problem in m.log.problems], ""),
+    "Cause": ("cause", _cause, ""),
+    "Node": ("hosts", lambda m: list(m.log.hosts), ""),
+    "Exclude": ("exclude", "log.exclude", ""),
+    "Left out": ("left_out", lambda m: m.window.sentence.removeprefix("left out: "), ""),
+    "Outcome": ("outcome", lambda m: ", ".join(filter(None, (m.status, m.note))), ""),
+    "Remarks": ("note", "note", ""),
+    "Source": ("source", "log.source", ""),
+    "Notes": ("notes", "note", ""),
 }
-TABLE = (
-    "Run",
-    "GPUs",
-    "Size",
-    "DP",
-    "TP",
-    "PP",
-    "MBS",
-    "GBS",
-    "Mem",
-    "Sec/it",
-    "±",
-    "TFLOPs",
-    "Loss",
-    "Status",
-    "Remarks",
-)
 
 
 def rows_of(runs: Sequence[Measurement], root: Path | None = None) -> list[dict[str, Any]]:
@@ -87,61 +101,20 @@ def rows_of(runs: Sequence[Measurement], root: Path | None = None) -> list[dict[
     """
     places = [m.log.source.parent if m.plan else m.log.source for m in runs]
     root = root or Path(os.path.commonpath([place.parent for place in places] or [Path()]))
-    seen, rows = Counter[Path](), list[dict[str, Any]]()
-    for m, place in zip(runs, places, strict=True):
+    rows, seen = frame_of(runs, {key: read for key, read, _ in COLUMNS.values()}).to_dict("records"), Counter[Path]()
+    for row, place in zip(rows, places, strict=True):
         seen[place] += 1
         again = f" run {seen[place]}" if seen[place] > 1 else ""
         source = place.name if place == root else os.path.relpath(place, root)
-        names = {"source": source + again, "name": place.name + again, "run": seen[place]}
-        rows.append({**names, **_row(m)})
+        row |= {"source": source + again, "name": place.name + again, "run": seen[place]}
+        unknown = [key for key in ("gpus", "parameters", "dp", "tp", "pp", "mbs", "gbs") if not row[key]]
+        row |= dict.fromkeys(unknown, math.nan)
     alike = Counter(row["name"] for row in rows)
     for row in rows:
         row["name"] = row["source"] if alike[row["name"]] > 1 else row["name"]
         failure = row["status"] if row["status"] is not Status.COMPLETED else ""
         row["notes"] = ", ".join(filter(None, (row["name"], failure, row["note"])))
     return rows
-
-
-def _row(m: Measurement) -> dict[str, Any]:
-    c, log = m.config, m.log
-    at = log.clock[-1][1] if log.clock else log.source.stat().st_mtime if log.source.exists() else math.nan
-    numbers = {"gpus": c.gpus, "parameters": c.parameters, "mbs": c.mbs, "gbs": c.gbs}
-    # a parallelism of one is known only where the GPUs are
-    numbers |= {name: n if c.gpus or n > 1 else 0 for name in ("dp", "tp", "pp") if (n := getattr(c, name))}
-    ends = {"first_iteration": log.first_iteration, "last_iteration": log.last_iteration}
-    return {
-        "run_name": m.name,
-        **{name: number or math.nan for name, number in numbers.items()},
-        "memory_bytes": m.memory_bytes,
-        "sec_per_it": m.sec_per_it,
-        "spread": m.spread,
-        "memory_gib": m.memory_bytes / 2**30,
-        "tflops": m.flops_per_s_per_gpu / 1e12,
-        "gflops": m.flops_per_s_per_gpu / 1e9,
-        "mfu": m.utilization.get("mfu", math.nan),
-        "hfu": m.utilization.get("hfu", math.nan),
-        "lost": m.lost_share,
-        "bubble": m.bubble,
-        "waits": m.waited,
-        "status": m.status,
-        "dialect": log.dialect,
-        "iterations": len(log.iterations),
-        **{name: math.nan if number is None else number for name, number in ends.items()},
-        "loss": m.last_loss,
-        "tokens_per_s": m.tokens_per_s,
-        **asdict(m.numerics),
-        # that of the last iteration's line, else of the file; later than 2096 it is a damaged one
-        "date": f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}" if 0 < at < 4e9 else "",
-        "problems": [str(problem) for problem in log.problems],
-        "cause": "" if m.status is Status.COMPLETED else "; ".join([log.evidence, *log.collectives]),
-        "hosts": list(log.hosts),
-        "node": ", ".join((*log.hosts, *(f"GPU {gpu}" for gpu in log.gpus))),
-        "exclude": log.exclude,
-        "left_out": m.window.sentence.removeprefix("left out: "),
-        "losses": f"{m.first_loss:.2f} → {m.last_loss:.2f}" if m.last_loss == m.last_loss else "",
-        "outcome": ", ".join(filter(None, (m.status, m.note))),
-        "note": m.note,
-    }
 
 
 def read_folder(folder: Path | str) -> tuple[list[dict[str, Any]], list[str]]:
@@ -177,7 +150,7 @@ def ordered(rows: Sequence[Any], by: str, reverse: bool = False) -> list[Any]:
 
 def cell(row: Row, head: str) -> str:
     """The row's text in a column, "" where its value is unknown."""
-    key, form = COLUMNS[head]
+    key, _, form = COLUMNS[head]
     value = row[key]
     if head == "Mem" and row["status"] is Status.OOM:
         return "OOM"
@@ -206,7 +179,7 @@ def markdown(rows: Sequence[Row], heads: Sequence[str] = (), sort: str = "") -> 
     if table.columns[-1] == "Notes":
         left = max(30, WIDTH - sum(_widths(table)[:-1]) - 3 * len(table.columns) - 1)
         table["Notes"] = [_escaped(_cut(row, left)) for row in rows]
-    sides = [str.rjust if COLUMNS[head][1] else str.ljust for head in table]
+    sides = [str.rjust if COLUMNS[head][2] else str.ljust for head in table]
     widths = _widths(table)
 
     def line(cells: Sequence[str]) -> str:
@@ -255,7 +228,7 @@ def to_html(rows: Sequence[Row], heads: Sequence[str] = ()) -> Html:
     chosen = heads or dict.fromkeys(["Source", "Status", *(h for h in table if h != "Notes" and table[h].any())])
 
     def kind(head: str, text: str = "") -> Html:
-        return Html(f' class="text{" long" * (len(text) > 30)}"' if not COLUMNS[head][1] else "")
+        return Html(f' class="text{" long" * (len(text) > 30)}"' if not COLUMNS[head][2] else "")
 
     def shown(row: Row, head: str) -> Html:
         value, text = row[COLUMNS[head][0]], cell(row, head)
@@ -273,7 +246,7 @@ def values(rows: Sequence[Row], heads: Sequence[str]) -> DataFrame:
     """The rows in these columns for a notebook or a file: numbers are numbers, but for sizes and shares."""
 
     def value(row: Row, head: str) -> Any:
-        key, form = COLUMNS[head]
+        key, _, form = COLUMNS[head]
         return row[key] if head == "TFLOPs" or (form and isinstance(form, str)) else cell(row, head)
 
     return frame_of(rows, {head: partial(value, head=head) for head in heads})
