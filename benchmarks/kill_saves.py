@@ -3,7 +3,7 @@
 Every trial trains a small GPT, sends SIGKILL to one rank or to all of them, checks every complete checkpoint, starts
 the run again in the same folder, and compares the losses with those of a run that was never killed. Two trials of three
 are killed inside a save, at one of MOMENTS in turn, which a pause makes long enough to be hit. Workers are forked
-from a process that has imported the libraries, so a trial takes some seconds. docs/faults.md is what it prints.
+from a process that has imported the libraries, so a trial takes some seconds. docs/engine.md has its result.
 """
 
 import argparse
@@ -200,7 +200,7 @@ def trial(
 
 
 def page(trials: list[Trial], seed: int) -> str:
-    """docs/faults.md."""
+    """The table of all trials."""
     lines = [
         "# Killed runs",
         "",

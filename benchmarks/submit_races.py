@@ -3,7 +3,7 @@
 A run has one job: 50 submissions are killed (SIGKILL) at random moments and submitted again; in 50 races 2 to 4
 processes submit a run, or 2 to 4 running jobs ask `job begin`, at the same moment. What counts are the jobs that squeue
 and sacct list for the run folder. Processes are forked from one that has imported the library. An sbatch that pauses
-before and after the real one makes the moments around it as long as the rest. docs/faults.md has what it prints.
+before and after the real one makes the moments around it as long as the rest. docs/slurm.md has its result.
 """
 
 import argparse

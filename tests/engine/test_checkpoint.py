@@ -286,7 +286,7 @@ def test_a_chain_of_short_jobs_trains_what_one_long_one_does(
 
 
 def test_runs_killed_at_random_moments_go_on_right() -> None:
-    """Two more, like the seventy whose result is docs/faults.md."""
+    """Two more, like the seventy whose result is docs/engine.md."""
     script = Path(__file__).parents[2] / "benchmarks/kill_saves.py"
     command = [sys.executable, str(script), "--trials", "2", "--seed", "7"]
     command += ["--layout", "megatron DP2 distributed optimizer"]
