@@ -13,13 +13,14 @@ LOCKED := $(PIP) --no-deps --require-hashes --progress-bar on
 # without bytecode each of some hundred processes of the tests compiles torch and sympy anew: 9 s of CPU for 3.5
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test check lab venv venv-dev lint lock help clean
+.PHONY: run test check coverage lab venv venv-dev lint lock help clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run    set up, run the demo study on this machine, print the path of its report"
 	@echo "make test   set up, pass every test"
-	@echo "make check  lint, types and the quick tests (under 90 seconds)"
+	@echo "make check  lint, types and the quick tests (a minute)"
+	@echo "make coverage  which lines no test runs"
 	@echo "make lab    JupyterLab on the study's own copies of the notebooks (STUDY=demo)"
 	@echo "make venv   the set-up alone (make venv-dev: with what tests and lint need)"
 	@echo "make lock   write requirements*.lock after a change of versions"
@@ -57,9 +58,15 @@ lock: venv-dev
 run: venv
 	@$(BIN)/python -m trilane run all --study $(STUDY) --fresh
 
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+
 test: venv-dev lint
+	$(PYTEST)
+
+# apart from `make test`, as it costs a quarter of the time
+coverage: venv-dev
 	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; export COVERAGE_FILE=$$folder/data; \
-	  $(BIN)/python -m coverage run -m pytest -n 3 --dist loadgroup --no-loadscope-reorder; code=$$?; \
+	  $(subst -m pytest,-m coverage run -m pytest,$(PYTEST)); code=$$?; \
 	  $(BIN)/coverage combine --quiet; $(BIN)/coverage report --sort=cover --fail-under=90 >$$folder/report || code=$$((code + 2)); \
 	  sed -n '1,12p;/^TOTAL/p;/^Coverage/p' $$folder/report; exit $$code
 
