@@ -175,9 +175,9 @@ class TrainingLog:
 
     def close(self) -> None:
         """Write what waits for free space on the disk; report what still cannot be written."""
-        self._evaluations.flush()
-        self._steps.flush()
-        if waiting := self._steps.waiting:
+        self._evaluations.write(b"")
+        self._steps.write(b"")
+        if waiting := self._steps.waiting.count(b"\n"):
             print_note(f"the last {waiting} iterations are not in steps.jsonl: the disk is full")
 
 

@@ -8,21 +8,20 @@ import json
 import os
 import re
 import secrets
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+# of a disk or a quota that is full, or of storage that is away for a while
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 
 
 def read_text(path: Path, last: int = 0) -> str:
-    """The text of a file, of its `last` bytes where that is given; "" where it is missing.
-
-    A host that crashes leaves NULs at the end of a file, a cut write half a character: NULs are removed, bytes that
-    are not UTF-8 replaced by U+FFFD. Raises ValueError for a folder, and for a file that must not be read.
-    """
+    """The text of a file, of its `last` bytes where that is given; "" where it is missing, ValueError for a folder."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - last) if last else 0)
+            # a host that crashes leaves NULs at the end of a file, a cut write half a character
             return file.read().replace(b"\0", b"").decode("utf-8", "replace")
     except FileNotFoundError:
         return ""
@@ -54,24 +53,12 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]
 
 
-def lock(file: IO[Any]) -> None:
-    """Lock the file, waiting for other processes; without effect where the file system has no locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as error:
-        # a Lustre mounted without -o flock, some NFS
-        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-            raise
-
-
 def append_line(path: Path, line: str) -> None:
-    """Append a line in one write, and fsync; a last line that a killed process left half-written stays a line alone.
-
-    One write to a file opened with O_APPEND is atomic on a local file system and on Lustre. NFS computes the end of the
-    file in the client: there the lock keeps two hosts apart.
-    """
+    """Append a line in one write, and fsync; a last line that a killed process left half-written stays a line alone."""
     with path.open("ab+", buffering=0) as file:
-        lock(file)
+        # O_APPEND is atomic on a local file system and on Lustre, not on NFS; a Lustre may have no locks
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
         end = file.seek(0, os.SEEK_END)
         is_torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
         text = b"\n" * is_torn + line.encode() + b"\n"
@@ -83,21 +70,13 @@ def append_line(path: Path, line: str) -> None:
 class Appended(io.RawIOBase):
     """A file, or the stream of a descriptor, that outlasts a full disk: Appended(path, print).write(b"line").
 
-    What the disk refuses is kept in memory, up to `most` bytes, and written in order later; the oldest is lost first.
-    Each piece is in a file whole or not at all. `report` receives a line when writing fails and when it works again.
+    What the disk refuses waits in memory, and is written with the next piece that it takes; in a file nothing is ever
+    in halves. `report` receives a line when writing fails and when it works again. Any other OSError is raised.
     """
 
-    def __init__(self, file: Path | int, report: Callable[[str], None] = lambda text: None, most: int = 1 << 26):
-        self._file, self._report, self._most = file, report, most
-        self.name = file.name if isinstance(file, Path) else f"<{file}>"
-        self._pieces: deque[bytes] = deque()
-        self._bytes = 0
-        self._problem = ""
-
-    @property
-    def waiting(self) -> int:
-        """How many pieces are not written yet."""
-        return len(self._pieces)
+    def __init__(self, file: Path | int, report: Callable[[str], None] = lambda text: None):
+        self._file, self._report, self._problem = file, report, ""
+        self.name, self.waiting = file.name if isinstance(file, Path) else f"<{file}>", b""
 
     def writable(self) -> bool:
         return True
@@ -106,44 +85,29 @@ class Appended(io.RawIOBase):
         return self._file if isinstance(self._file, int) else super().fileno()
 
     def write(self, data: Any) -> int:
-        """Append `data`, after what waits, as far as the disk takes it; OSError where it is not full."""
-        self._pieces.append(bytes(data))
-        self._bytes += len(data)
-        while self._bytes > self._most:
-            self._bytes -= len(self._pieces.popleft())
-        self.flush()
-        return len(data)
-
-    def flush(self) -> None:
-        """Write what waits, as far as the disk takes it."""
+        """Append `data`, after what waits, as far as the disk takes it."""
+        self.waiting += bytes(data)
         before, self._problem = self._problem, self._write()
         if self._problem and not before:
-            kept = f"buffering up to {self._most >> 20} MiB in memory"
-            self._report(f"{self.name} cannot be written ({self._problem}); training continues, {kept}")
+            self._report(f"{self.name} cannot be written ({self._problem}); training continues, its lines wait")
         elif before and not self._problem:
             self._report(f"{self.name} can be written again")
+        return len(data)
 
     def _write(self) -> str:
-        """Write what waits; why that failed, "" where it did not."""
-        is_own = isinstance(self._file, Path)  # other processes may write to a stream too: nothing is taken back
+        is_own = isinstance(self._file, Path)
         try:
             with open(self._file, "ab", buffering=0, closefd=is_own) as file:
-                while self._pieces:
-                    written, piece = file.write(self._pieces[0]), self._pieces.popleft()
-                    if written < len(piece) and is_own:
-                        file.truncate(file.tell() - written)
-                        written = 0
-                    if written < len(piece):
-                        self._pieces.appendleft(piece[written:])
-                    self._bytes -= written
-                    if not written:
-                        return os.strerror(errno.ENOSPC)
+                written = file.write(self.waiting)
+                if is_own and written < len(self.waiting):
+                    file.truncate(file.tell() - written)
+                    written = 0
         except OSError as error:
-            # a disk or a quota that is full, or storage that is away for a while
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE):
+            if error.errno not in FULL:
                 raise
             return os.strerror(error.errno)
-        return ""
+        self.waiting = self.waiting[written:]
+        return os.strerror(errno.ENOSPC) if self.waiting else ""
 
 
 def patient_text(handle: int) -> io.TextIOWrapper:
@@ -164,10 +128,9 @@ def replace_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except BaseException:
+    finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
-        raise
     sync_folder(path.parent)
 
 
@@ -175,19 +138,14 @@ def sync_folder(folder: Path) -> None:
     """Write to the disk what was created, renamed or removed in `folder`; nothing where a file system cannot."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF):
-            raise
+        with contextlib.suppress(OSError):
+            os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def numbered(folder: Path, prefix: str, make: Callable[[Path], None]) -> Path:
-    """The path PREFIX1, PREFIX2, ... of `folder` after all that are there, at which `make` created a file or folder.
-
-    Another process may take a number at the same moment: `make` raises FileExistsError, and the next one is tried.
-    """
+def numbered(folder: Path, prefix: str, make: Callable[[Path], object]) -> Path:
+    """The path PREFIX1, PREFIX2, ... of `folder` after all that are there, at which `make` created a file or folder."""
     folder.mkdir(exist_ok=True)
     names = [path.name.removeprefix(prefix) for path in folder.iterdir() if path.name.startswith(prefix)]
     number = 1 + max((int(name) for name in names if name.isdecimal()), default=0)
@@ -195,28 +153,20 @@ def numbered(folder: Path, prefix: str, make: Callable[[Path], None]) -> Path:
         try:
             make(folder / f"{prefix}{number}")
             return folder / f"{prefix}{number}"
-        except FileExistsError:
+        except FileExistsError:  # another process took it at this moment
             number += 1
 
 
 def set_aside(path: Path) -> None:
-    """Keep the file at `path`, if there is one, under a second name too: earlier/NAME.1, .2, ...
+    """Keep a copy of the file at `path`, if there is one: earlier/NAME.1, .2, ...; a folder in its place is moved."""
 
-    A folder in its place is moved there.
-    """
+    def keep(target: Path) -> None:
+        if path.is_dir():
+            target.mkdir()
+            path.rename(target)
+        else:
+            with target.open("xb") as copy:
+                copy.write(path.read_bytes())
+
     if path.exists():
-        numbered(path.parent / "earlier", f"{path.name}.", lambda target: _keep(path, target))
-
-
-def _keep(path: Path, target: Path) -> None:
-    if path.is_dir():
-        target.mkdir()
-        path.rename(target)
-        return
-    try:
-        os.link(path, target)
-    except FileExistsError:
-        raise
-    except OSError:  # FAT and some FUSE file systems have no links; others' files may not be linked
-        with target.open("xb") as copy:
-            copy.write(path.read_bytes())
+        numbered(path.parent / "earlier", f"{path.name}.", keep)

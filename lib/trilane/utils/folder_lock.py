@@ -18,7 +18,7 @@ class FolderLock:
 
     The lock is the file `name` in the folder, made by link(2), which is atomic on local file systems, NFS and Lustre
     (flufl.lock, of GNU Mailman). A holder that was killed loses it at once to a process of its host, and a minute after
-    its last sign of life to one of another host, whose clock may be 10 s ahead.
+    its last sign of life to one of another host, whose clock may be 10 s ahead. Hosts need different names.
     """
 
     def __init__(self, folders: Iterable[Path], name: str = "run.lock", field: str = "run folder") -> None:
@@ -41,49 +41,38 @@ class FolderLock:
             for lock in self._locks:
                 lock.unlock(unconditionally=True)
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether all are still held: a process that was suspended for a minute may have lost them."""
-        return all(lock.is_locked for lock in self._locks)
-
     def _refresh(self, ended: threading.Event) -> None:
         while not ended.wait(10):
             for lock in self._locks:
                 lock.refresh(unconditionally=True)
 
     def _take(self, lock: Lock, end: float) -> None:
-        folder, pause_s = Path(lock.lockfile).parent, 0.1
+        folder = Path(lock.lockfile).parent
         try:
             while True:
                 _release_dead(lock)
                 with contextlib.suppress(TimeOutError):
                     return lock.lock(timeout=0)
                 if time.monotonic() > end:
-                    raise ValueError(
-                        f"{self._field}={folder}: is locked by {_holder(lock)}; try again when it has ended"
-                    )
-                time.sleep(pause_s)
-                pause_s = min(1.5 * pause_s, 5.0)
+                    rule = f"is locked by {_holder(lock)}; try again when it has ended"
+                    raise ValueError(f"{self._field}={folder}: {rule}")
+                time.sleep(0.2)
         except OSError as error:
             raise ValueError(f"{self._field}={folder}: cannot be locked: {error.strerror}") from None
 
 
 class _Lock(Lock):
-    """flufl's lock, whose holder is known by its host's boot and process table too: several are called localhost."""
-
     def __init__(self, path: Path) -> None:
-        super().__init__(str(path), lifetime=60, separator="\x1f")  # between the parts of a name: in no path
+        super().__init__(str(path), lifetime=60, separator="\x1f")  # in no path
+        # flufl asks for the address's name, which /etc/hosts often gives as localhost, on every node
         self._hostname = platform.node()
-        with contextlib.suppress(OSError):
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-            self._hostname += f" {boot} {os.readlink('/proc/self/ns/pid')}"
         self._set_claimfile()
 
 
 def _holder(lock: Lock) -> str:
     with contextlib.suppress(NotLockedError, ValueError):
         host, pid, _ = lock.details
-        return f"process {pid} on {host.partition(' ')[0]}"
+        return f"process {pid} on {host}"
     return "an unknown process"
 
 

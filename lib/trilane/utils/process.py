@@ -59,13 +59,14 @@ def allow_open_files(most: int = 65_536) -> None:
 @contextlib.contextmanager
 def environment_set(values: Mapping[str, str]) -> Iterator[None]:
     """Environment variables inside the block; afterwards what they were before."""
-    before = {name: os.environ.get(name) for name in values}
+    before = dict(os.environ)
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update({name: before[name] for name in values if name in before})
 
 
 @contextlib.contextmanager

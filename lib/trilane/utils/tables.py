@@ -23,8 +23,6 @@ else:
 
 T = TypeVar("T")
 K = TypeVar("K")
-# Escape sequences: ECMA-48, 5.4 and 5.6.
-SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?)")
 
 
 def as_json(value: Any) -> Any:
@@ -47,10 +45,7 @@ def as_json(value: Any) -> Any:
 
 
 def frame_of(values: Iterable[Any], columns: Mapping[str, str | Callable[[Any], Any]]) -> DataFrame:
-    """A DataFrame with a row for each value; `columns` maps a heading to an attribute's name or to a function.
-
-    frame_of(runs, {"run": "name", "tp": lambda run: run.plan.topology.tp})
-    """
+    """A DataFrame with a row for each value: frame_of(runs, {"run": "name", "tp": lambda run: run.topology.tp})."""
     import pandas as pd
 
     rows = list(values)
@@ -60,18 +55,16 @@ def frame_of(values: Iterable[Any], columns: Mapping[str, str | Callable[[Any], 
 
 def csv_text(table: DataFrame, header: bool = True) -> str:
     """A DataFrame as CSV; text that a spreadsheet would run as a formula gets an apostrophe in front of it."""
-    import pandas as pd
 
-    texts = [name for name in table if not pd.api.types.is_numeric_dtype(table[name])]
-    return table.assign(**{name: table[name].map(_inert) for name in texts}).to_csv(index=False, header=header)
+    def inert(cell: Any) -> Any:
+        if not isinstance(cell, str):
+            return cell
+        # OWASP, 'CSV injection': Excel, LibreOffice and Google Sheets take these beginnings for a formula's
+        is_formula = cell[:1] in tuple("=+-@\t\r") and not re.fullmatch(r"[+-][\d.]+(e[+-]?\d+)?", cell)
+        return "'" * is_formula + printable(cell)  # a bare CR would begin another row
 
-
-def _inert(cell: Any) -> Any:
-    if not isinstance(cell, str):
-        return cell
-    # OWASP, 'CSV injection': Excel, LibreOffice and Google Sheets take these beginnings for a formula's
-    is_formula = cell.startswith(("=", "+", "-", "@", "\t", "\r")) and not re.fullmatch(r"[+-][\d.]+(e[+-]?\d+)?", cell)
-    return "'" * is_formula + printable(cell)  # a bare CR would begin another row
+    texts = table.select_dtypes(exclude="number").columns
+    return table.assign(**{name: table[name].map(inert) for name in texts}).to_csv(index=False, header=header)
 
 
 class Record:
@@ -85,7 +78,7 @@ class Record:
 
 
 class Table:
-    """A result that a notebook shows as a table, floats with at most `digits` decimals, of `to_frame()`."""
+    """A result that a notebook shows as the table `to_frame()`, floats with at most `digits` decimals."""
 
     digits: int = 3
 
@@ -99,7 +92,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Columns(Table):
-    """A table of named columns of equal length; floats get at most `digits` decimals."""
+    """A table of named columns of equal length."""
 
     columns: Mapping[str, Sequence[Any]]
     digits: int = 3
@@ -123,10 +116,8 @@ class Markup(str):
 
     @classmethod
     def of(cls, template: str, *values: object, **named: object) -> Self:
-        """The template, its markup as it is, filled as str.format does; each value is escaped.
-
-        `{:code}` is a value in a fixed-width font; a value of this class keeps its markup.
-        """
+        """The template filled as str.format does, each value escaped but one of this class; `{:code}` is a fixed-width
+        font."""
         return cls(_Filling(cls).vformat(template, values, named))
 
     @classmethod
@@ -190,23 +181,21 @@ class Html(Markup):
         parts = (urllib.parse.quote(part, safe="", errors="surrogateescape") for part in path)
         return cls.of('<a href="{}">{}</a>', "/".join(parts), text)
 
-    def __html__(self) -> str:
-        """The markup, for templates that escape any other text."""
+    def __html__(self) -> str:  # of templates that escape any other text
         return str(self)
 
     _repr_html_ = __html__
 
 
 def printable(text: str) -> str:
-    """`text`, which may come from a file, for a terminal: without escape sequences, control and bidirectional marks.
-
-    Line ends and tabs stay; other control characters become blanks.
-    """
+    """`text`, which may come from a file, without escape sequences, control and bidirectional marks: those become
+    blanks; line ends and tabs stay."""
     if text.isprintable():
         return text
+    # ECMA-48, 5.4 and 5.6
+    found = re.sub(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?)", "", text)
     # isprintable() is False for any blank but the common one, private use, and what a later Unicode assigns
     kept = ("Zs", "Co", "Cn")
-    found = SEQUENCE.sub("", text)
     return "".join(c if c.isprintable() or c in "\n\t" or unicodedata.category(c) in kept else " " for c in found)
 
 
@@ -216,18 +205,17 @@ def one_line(text: str) -> str:
 
 
 def show(columns: Any, digits: int = 3) -> Html:
-    """Named columns (a mapping or a DataFrame) as a table for a notebook and its HTML.
+    """Named columns (a mapping or a DataFrame) as a table for a notebook and its HTML; a cell of Html stays markup.
 
     Each column of floats gets as many decimals as four significant digits need, at most `digits`; from 10,000 on a
-    number is rounded to four digits. A cell that is Html keeps its markup.
+    number is rounded to four digits.
     """
     import pandas as pd
 
     frame = pd.DataFrame(columns)
     heads, cells = [], []
     for place, name in enumerate(frame):
-        texts = _texts(frame.iloc[:, place], digits)
-        style = Html("")
+        texts, style = _texts(frame.iloc[:, place], digits), Html("")
         if not pd.api.types.is_numeric_dtype(frame.iloc[:, place]):
             wide = "; white-space: normal; min-width: 18rem" if max(map(len, texts), default=0) > 44 else ""
             style = Html(f' style="text-align: left{wide}"')
@@ -240,9 +228,7 @@ def show(columns: Any, digits: int = 3) -> Html:
 
 def _texts(column: Any, digits: int) -> list[str]:
     """The cells of a column as texts of at most 1,000 characters; empty where there is no value."""
-    import pandas as pd
-
-    sizes = column.dropna().abs() if pd.api.types.is_float_dtype(column) else pd.Series(dtype=float)
+    sizes = column.dropna().abs() if column.dtype.kind == "f" else column.iloc[:0].astype(float)
     smallest = sizes[(sizes > 0) & (sizes < math.inf)].min()
     most = min(digits, max(0, 3 - math.floor(math.log10(smallest)))) if smallest == smallest else digits
     decimals = next((d for d in range(most) if (sizes.round(d) == sizes.round(most)).all()), most)

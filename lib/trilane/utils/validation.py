@@ -66,21 +66,21 @@ def require_known(field: str, value: str, known: Iterable[str]) -> None:
         require(False, field, value, f"{hint}known: {', '.join(sorted(names))}")
 
 
-def require_integer(field: str, value: object, minimum: int, maximum: int = 1 << 63) -> None:
+def require_integer(field: str, value: Any, minimum: int, maximum: int = 1 << 63) -> None:
     """Raise ValueError unless `value` is an int (not a bool) of at least `minimum` and at most `maximum`."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
-    require(is_integer and value >= minimum, field, value, f"must be a whole number of at least {minimum}")  # type: ignore[operator]
-    require(value <= maximum, field, value, f"must be at most {maximum}")  # type: ignore[operator]
+    require(is_integer and value >= minimum, field, value, f"must be a whole number of at least {minimum}")
+    require(value <= maximum, field, value, f"must be at most {maximum}")
 
 
-def require_positive(field: str, value: object) -> None:
+def require_positive(field: str, value: Any) -> None:
     """Raise ValueError unless `value` is a finite number above zero."""
-    require(is_number(value) and value > 0, field, value, "must be a number above zero")  # type: ignore[operator]
+    require(is_number(value) and value > 0, field, value, "must be a number above zero")
 
 
-def require_not_negative(field: str, value: object) -> None:
+def require_not_negative(field: str, value: Any) -> None:
     """Raise ValueError unless `value` is zero or a finite number above."""
-    require(is_number(value) and value >= 0, field, value, "must be zero or a number above")  # type: ignore[operator]
+    require(is_number(value) and value >= 0, field, value, "must be zero or a number above")
 
 
 def is_number(value: object) -> bool:
@@ -88,13 +88,12 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
-def from_mapping(kind: type[T], values: object, where: str) -> T:
-    """The dataclass `kind` from a JSON object, nested dataclasses and tuples included.
+def from_mapping(kind: type[T], values: Any, where: str) -> T:
+    """The dataclass `kind` from a JSON object, with nested dataclasses and tuples: from_mapping(Plan, values, "plan").
 
-    `where` names the object in errors ("topology", "plan"). ValueError for an unknown, missing or ill-typed field.
+    `where` names the object in errors. ValueError for an unknown, missing or ill-typed field.
     """
     require(isinstance(values, Mapping), where, type(values).__name__, "must be a JSON object")
-    assert isinstance(values, Mapping)
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in values:
         require_known(f"{where} field", name, fields)
@@ -105,13 +104,15 @@ def from_mapping(kind: type[T], values: object, where: str) -> T:
     return kind(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()})
 
 
-def _value(hint: Any, value: object, where: str) -> Any:
+def _value(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return from_mapping(hint, value, where)  # type: ignore[arg-type]
+    if isinstance(hint, types.UnionType) and value is not None:
+        return _value(next(t for t in typing.get_args(hint) if t is not type(None)), value, where)
     origin = typing.get_origin(hint)
     if origin is tuple:
         require(isinstance(value, list | tuple), where, value, "must be a list")
-        return tuple(_value(typing.get_args(hint)[0], v, where) for v in value)  # type: ignore[attr-defined]
+        return tuple(_value(typing.get_args(hint)[0], v, where) for v in value)
     if origin is dict:
         texts = isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values())
         require(texts, where, value, "must be a JSON object of texts")
@@ -122,10 +123,7 @@ def _value(hint: Any, value: object, where: str) -> Any:
     if hint in plain:
         right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
         require(right, where, repr(value), f"must be {plain[hint]}")
-        is_large = hint is int and abs(value) >= 1 << 63  # type: ignore[arg-type]
-        require(not is_large, where, value, "must have less than 64 bits")
-    elif isinstance(hint, types.UnionType) and value is not None:
-        return _value(next(t for t in typing.get_args(hint) if t is not type(None)), value, where)
+        require(hint is not int or abs(value) < 1 << 63, where, value, "must have less than 64 bits")
     return value
 
 
