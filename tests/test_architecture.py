@@ -12,7 +12,6 @@ ORDER = (
     "config",
     "workspace",
     "logs",
-    "documents",
     "costmodel",
     "interop",
     "planning",

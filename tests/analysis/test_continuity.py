@@ -25,7 +25,7 @@ from test_spikes import noisy, wandering
 from trilane.analysis.continuity import find_breaks, study_breaks
 from trilane.analysis.loss_curve import trainings
 from trilane.cli.app import main
-from trilane.documents.runs import read_runs
+from trilane.logs.written_tables import read_runs
 from trilane.workspace.study import Study
 
 PLAIN = Training()

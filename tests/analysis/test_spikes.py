@@ -13,7 +13,7 @@ from test_measure import log
 from trilane.analysis import spikes
 from trilane.analysis.loss_curve import join, trainings
 from trilane.cli.app import main
-from trilane.documents.runs import read_runs
+from trilane.logs.written_tables import read_runs
 
 RAW = Path(os.environ.get("TRILANE_PUBLIC_LOGS", "/nonexistent"))  # of other people, and not kept here
 

@@ -171,7 +171,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "slurm chain status": cli("slurm", "chain", "status", "{}"),
     "plan show plans.json": cli("plan", "show", "{}/plans.json"),
     "logs parse": cli("logs", "parse", "{}/runs/r"),
-    "logs lint": cli("logs", "lint", "{}/measured.csv"),
+    "logs parse measured": cli("logs", "parse", "{}/measured.csv"),
     "debug hang": cli("debug", "hang", "{}/runs/r"),
     "debug calls": cli("debug", "calls", "{}/runs/r/ranks"),
     "debug stragglers": cli("debug", "stragglers", "{}/runs/r"),
@@ -235,7 +235,7 @@ FILES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "s/headline.json": ((), ("headline",)),
     "s/runs.txt": (("slurm sweep status", "job begin"), ()),
     "s/chain.json": (("slurm chain status",), ()),
-    "s/measured.csv": (("logs lint",), ()),
+    "s/measured.csv": (("logs parse measured",), ()),
     "s/01_sizing.ipynb": ((), ("notebook", "parameters")),
     "local.json": ((), ("local",)),
 }

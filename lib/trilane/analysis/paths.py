@@ -14,9 +14,9 @@ from trilane.analysis.measure import Measurement, measure, measure_log
 from trilane.analysis.steady_state import WARM_UP
 from trilane.config.cluster import Gpu
 from trilane.config.plan import read_plan
-from trilane.documents.runs import read_runs
 from trilane.logs.dialects import candidates
 from trilane.logs.run import NoIterations
+from trilane.logs.written_tables import read_runs
 from trilane.utils.validation import require
 from trilane.workspace.installation import SUMS
 from trilane.workspace.run_folder import STEPS

@@ -1,4 +1,4 @@
-"""`trilane logs`: training logs in any dialect and hand-written tables: parse, tabulate, lint, compare, spikes."""
+"""`trilane logs`: training logs in any dialect and hand-written tables: parse, tabulate, compare, spikes."""
 
 import sys
 from collections.abc import Sequence
@@ -107,22 +107,6 @@ def table(
     emit(as_json, found, tables.markdown(rows, heads, by).removesuffix("\n"))
 
 
-@command(logs, click.argument("file", type=FILE), JSON)
-def lint(file: Path, as_json: bool) -> int:
-    """Print what contradicts itself in the tables of measured runs in FILE, Markdown or CSV; then exit code 1."""
-    from trilane.documents.lint.lint import lint as find_contradictions
-
-    report = find_contradictions(file)
-    if as_json:
-        emit(True, report.to_json(), "")
-    else:
-        for f in report.findings:
-            print(printable(f"{report.file}:{f.line}: {f.rule}: {f.message}; likely: {f.likely}"))
-        counts = f"{report.tables} tables, {report.rows} rows, {len(report.findings)} findings"
-        print(f"{report.file}: {counts}", file=sys.stderr)
-    return 1 if report.findings else 0
-
-
 class CompareCommand(Command):
     """`--with` takes all words that follow it, up to the next option."""
 
@@ -162,8 +146,8 @@ def spikes(logs: Sequence[str], as_json: bool) -> int:
     from trilane.analysis.continuity import find_breaks
     from trilane.analysis.loss_curve import join, trainings
     from trilane.analysis.spikes import training_record, training_text
-    from trilane.documents.runs import read_runs
     from trilane.logs.run import RunLog
+    from trilane.logs.written_tables import read_runs
 
     read, bad = list[RunLog](), list[str]()
     for name in logs:

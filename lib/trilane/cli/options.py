@@ -19,7 +19,8 @@ MOVED = {
     **{"launch": "train", "bench": "measure machine", "benchmark": "measure plan", "verify": "measure engines"},
     **{"ds-config": "convert deepspeed", "megatron-args": "convert megatron", "guard": "slurm check"},
     **{name: f"slurm {name}" for name in ("script", "submit", "status", "cancel", "sweep", "chain", "watch", "job")},
-    **{name: f"logs {name}" for name in ("parse", "table", "lint", "compare", "spikes")},
+    **{name: f"logs {name}" for name in ("parse", "table", "compare", "spikes")},
+    "lint": "logs parse",  # which checks the rows that it reads
     **{name: f"debug {name}" for name in ("hang", "capture", "stragglers", "restart", "rehearse", "bisect")},
     "trace-tail": "debug calls",
     # of `trilane slurm`

@@ -1,14 +1,13 @@
-"""Documents that people typed: tables in Markdown, the text around them, and log lines quoted between them."""
+"""Hand-written tables: Markdown and CSV rows, the text around them, quoted logs, and contradictions in a row."""
 
 import csv
+import time
 
 import pytest
 from support import REPOSITORY
 from test_log_dialects import m2021, m2022
 
-from trilane.documents.document import read_document
-from trilane.documents.markdown import cell, column
-from trilane.documents.runs import read_runs
+from trilane.logs.written_tables import column, number, read_runs
 
 SHARED = REPOSITORY.parent / "shared"
 SEEDS = sorted((SHARED / "seeds").glob("*.txt"))
@@ -40,32 +39,15 @@ def runs(folder, text, name="a.md"):
 def test_each_measured_row_is_a_run_and_so_is_a_quoted_log(tmp_path):
     first, oom, hang, log = runs(tmp_path, TABLE + "```\n" + m2022(2) + "```\n")
     row = first.iterations.iloc[0]
-    assert (first.dialect, first.status, row.sec_per_it, row.flops_per_s_per_gpu) == (
-        "table",
-        "completed",
-        121.48,
-        pytest.approx(132.71e12),
-    )
-    expected = {
-        "nodes": 48,
-        "size": 181,
-        "tp": 8,
-        "layers": 72,
-        "hidden": 14336,
-        "seq": 2048,
-        "line": 9,
-        "notes": "02-21",
-    }
+    assert (first.dialect, first.status, row.sec_per_it) == ("table", "completed", 121.48)
+    assert row.flops_per_s_per_gpu == pytest.approx(132.71e12) and first.problems == ()
+    expected = {"nodes": 48, "size": 181, "tp": 8, "layers": 72, "hidden": 14336, "seq": 2048, "line": 9}
     assert {name: first.arguments[name] for name in expected} == expected
     assert "121.48" in first.evidence and first.memory["max_reserved"].max() == 56 * 2**30
     assert (oom.status, hang.status, len(oom.iterations)) == ("OOM", "hang", 0)
     assert (log.dialect, log.iterations["sec_per_it"].iloc[0]) == ("megatron-deepspeed-2022", 700.0)
-    assert {n: log.arguments[n] for n in ("layers", "size", "nodes", "dp")} == {
-        "layers": 8,
-        "size": 20,
-        "nodes": 1,
-        "dp": 1,
-    }
+    expected = {"layers": 8, "size": 20, "nodes": 1, "dp": 1}
+    assert {name: log.arguments[name] for name in expected} == expected
 
 
 def test_a_row_without_a_time_takes_that_of_the_log_line_with_its_tflops(tmp_path):
@@ -75,38 +57,36 @@ def test_a_row_without_a_time_takes_that_of_the_log_line_with_its_tflops(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("text", "number", "unit"),
+    ("name", "text", "value"),
     [
-        *(("47GB", 47, "GB"), ("0.661s", 0.661, "s"), ("**181B**", 181, "B"), ("1_024", 1024, ""), ("1,024", 1024, "")),
-        *(("`56 GiB`", 56, "GiB"), ("~30", 30, ""), ("3.2 it/s", 3.2, "it/s"), ("1e3", 1000, "")),
-        *(("62,5", 62.5, ""), ("6,10", 6.1, ""), ("0,125", 0.125, ""), ("1234,567 s", 1234.567, "s")),
-        *(("1,234.5", 1234.5, ""), ("1.024,5", 1024.5, ""), ("1.048.576", 1048576, ""), ("1.024", 1.024, "")),
-        *(
-            ("1 024", 1024, ""),
-            ("1\u202f024", 1024, ""),
-            ("1\u2009048\u2009576,5", 1048576.5, ""),
-            ("-1,5e-3", -0.0015, ""),
-        ),
+        *(("mem", "47GB", 47), ("time", "0.661s", 0.661), ("size", "**181B**", 181), ("gbs", "1_024", 1024)),
+        *(("gbs", "1,024", 1024), ("mem", "`56 GiB`", 56), ("mem", "~30", 30), ("time", "4 it/s", 0.25)),
+        *(("seq", "1e3", 1000), ("time", "62,5", 62.5), ("time", "0,125", 0.125), ("time", "1234,567 s", 1234.567)),
+        *(("time", "1,234.5", 1234.5), ("time", "1.024", 1.024), ("time", "850 ms", 0.85), ("seq", "4k", 4096)),
+        *(("gbs", "1\u202f024", 1024), ("size", "1 048 576,5", 0.0010485765), ("size", "350M", 0.35), ("zero", "0", 0)),
     ],
 )
-def test_a_cell_is_a_number_and_its_unit(text, number, unit):
-    assert (cell(text).number, cell(text).unit) == (number, unit)
+def test_a_cell_is_a_number_in_the_unit_of_its_column(name, text, value):
+    assert number(name, text) == pytest.approx(value)
 
 
-@pytest.mark.parametrize("text", ["12.5.1", "1,2,4", "1 02", "1,0245,6", "", "x"])
-def test_what_is_no_number_is_none(text):
-    assert cell(text).number != cell(text).number
-
-
-def test_half_of_the_last_digit_is_what_rounding_took():
-    assert [cell(t).half for t in ("62,5", "62.50", "1,024", "1 024,5")] == [0.05, 0.005, 0.5, 0.05]
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("time", text) for text in ("12.5.1", "1,2,4", "1 02", "1,0245,6", "", "x", "1.048.576", "0", "-1", "1e300")),
+        *(("gbs", "2M tokens"), ("mem", "5 watts"), ("time", "8k tokens/s")),
+    ],
+)
+def test_what_is_no_such_quantity_is_none(name, text):
+    assert number(name, text) != number(name, text)
 
 
 @pytest.mark.parametrize(
     ("header", "name", "unit"),
     [
-        *(("Sec/it", "time", "s"), ("Mem (GiB)", "mem", "GiB"), ("NNODES", "nodes", ""), ("Time (ms)", "time", "ms")),
+        *(("Sec/it", "time", ""), ("Mem (GiB)", "mem", "GiB"), ("NNODES", "nodes", ""), ("Time (ms)", "time", "ms")),
         *(("Glob-BS", "gbs", ""), ("TFLOP/s/GPU", "tflops", ""), ("mem_gb", "mem", "gb"), ("Loss", "", "")),
+        *(("Throughput (TFLOPs)", "tflops", ""), ("Throughput (tokens/s)", "tokens", ""), ("Time", "time", "?")),
     ],
 )
 def test_columns_go_by_many_names(header, name, unit):
@@ -117,6 +97,39 @@ def test_a_log_with_a_table_of_something_else_stays_a_log(tmp_path):
     other = "| name | size |\n| --- | --- |\n| word_embeddings | 3 |\n"
     (run,) = runs(tmp_path, other + m2021(1) + "\n" + m2021(2))
     assert (run.dialect, len(run.iterations)) == ("megatron-2021", 2)
+
+
+GOOD = "32,4,4,2,1,8,2048,1.5,1.3,9.2"
+CONTRADICTIONS = {
+    "gpus": "16,4,4,2,1,8,2048,1.5,1.3,18.5",
+    "gbs": "32,4,4,2,3,8,2048,1.5,1.3,9.2",
+    "tflops": "32,4,4,2,1,8,2048,1.5,1.3,92",
+    "tokens_per_gpu": GOOD + ",341",
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_what_a_row_contradicts_is_a_problem_of_its_run(tmp_path, name):
+    """FLOP/s are 6 to 8 x 1.3e9 parameters x 8 x 2048 tokens, in 1.5 s of 32 GPUs: 2.7 to 3.6e12 a second and GPU."""
+    head = "gpus,tp,pp,dp,mbs,gbs,seq,sec_per_it,size,tflops,tokens/s/GPU\n"
+    good, other = "32,4,4,2,1,8,2048,1.5,1.3,2.8,341\n", CONTRADICTIONS[name].replace("9.2", "2.8").replace("18.5", "6")
+    right, wrong = runs(tmp_path, f"{head}{good}{other.replace(',341', ',34')}\n", "a.csv")
+    assert (right.problems, [p.column for p in wrong.problems]) == ((), [name]) and wrong.problems[0].line == 3
+
+
+def test_what_all_of_several_rows_contradict_is_a_column_that_means_something_else(tmp_path):
+    text = "gpus,tp,pp,dp,sec_per_it\n" + "16,4,4,4,1.5\n" * 3
+    assert [run.problems for run in runs(tmp_path, text, "a.csv")] == [(), (), ()]
+
+
+def test_a_long_line_takes_no_long_time(tmp_path):
+    began = time.monotonic()
+    for text in ("[" * 100_000, "|" * 100_000 + "\n|---|---|\n", "|" + "[" * 100_000 + "|a|\n|---|---|\n|1|2|\n"):
+        with pytest.raises(ValueError, match="^log="):
+            runs(tmp_path, text)
+    with pytest.raises(ValueError, match=r"^table=line 2: is no CSV"):
+        runs(tmp_path, "gpus,tp,sec_per_it\n8,1," + "1" * 200_000 + "\n", "a.csv")
+    assert time.monotonic() - began < 5
 
 
 def measured():
@@ -149,7 +162,12 @@ def test_the_seed_documents_are_their_216_timed_rows():
 
 
 @pytest.mark.skipif(not SEEDS, reason="the seed documents are not beside this checkout")
-@pytest.mark.parametrize("path", SEEDS, ids=lambda p: p.name[:3])
-def test_every_row_of_a_seed_table_has_its_batch_and_its_machine(path):
-    for row in read_document(path.read_text()).rows:
-        assert row.number("gbs") > 0 and (row.number("gpus") > 0 or row.number("nodes") > 0), row.text
+def test_of_the_seed_documents_rows_those_with_known_contradictions_have_problems():
+    wrong = {
+        (p.name[:3], problem.line, problem.column) for p in SEEDS for run in read_runs(p) for problem in run.problems
+    }
+    truth = {"001": {"gpus": (74, 75, 76, 80, 81, 96), "gbs": (52,), "tflops": (217,)}}
+    truth |= {"003": {"gpus": (648,), "tflops": (658, 659, 660)}}
+    assert wrong == {
+        (name, line, c) for name, columns in truth.items() for c, lines in columns.items() for line in lines
+    }

@@ -1,1 +1,0 @@
-"""Contradictions in tables of measured runs that people typed: a file in, findings out."""

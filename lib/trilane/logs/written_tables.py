@@ -1,0 +1,323 @@
+"""Hand-written tables of measured runs, in Markdown or CSV: each row is a run, with what its numbers contradict."""
+
+import csv
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from trilane.logs import endings
+from trilane.logs.problems import Problem
+from trilane.logs.reading.reader import Reader
+from trilane.logs.run import RunLog, finish, read_logs
+from trilane.logs.table import NAN, NumericTable
+from trilane.utils.validation import shipped_json
+from trilane.workspace.status import Status
+
+Lines = list[tuple[int, list[str]]]  # the cells of each row, with the number of its line
+RULE = re.compile(r"\s*(?:\|\s*)?:?-+:?\s*\|[-:|\s]*$")  # below a header
+THOUSANDS = r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?"  # a comma before three digits, but not after a zero: 0,125 is 1/8
+NUMBER = re.compile(
+    rf"[~≈]?\s*([-+]?(?:{THOUSANDS}|[1-9]\d{{0,2}}(?:\s\d{{3}})+(?:[.,]\d+)?|\d[\d_]*(?:[.,]\d*)?)(?:[eE][-+]?\d+)?)"
+    r"\s*([A-Za-zµ][A-Za-z/.]*)?"
+)
+MARKUP = re.compile(r"</?[a-zA-Z][^<>]{0,200}>|\[\^[^\]]{1,80}\]")  # tags and footnotes
+# From a unit to what a column is in: seconds, 1e9 parameters, GiB (as nvidia-smi means GB), TFLOP/s, tokens.
+UNITS = {
+    "time": {"s": 1.0, "sec": 1.0, "secs": 1.0, "seconds": 1.0, "ms": 1e-3, "msec": 1e-3, "us": 1e-6, "min": 60.0},
+    "size": {"k": 1e-6, "m": 1e-3, "b": 1.0, "bn": 1.0, "t": 1e3, "million": 1e-3, "billion": 1.0},
+    "mem": {"mb": 1e-3, "mib": 1 / 1024, "gb": 1.0, "gib": 1.0, "g": 1.0, "m": 1e-3, "tb": 1e3, "tib": 1e3},
+    "seq": {"k": 1024.0, "t": 1.0, "tokens": 1.0},
+}
+ASSIGNED = re.compile(
+    r"\b(N?HIDDEN(?:_SIZE)?|N?LAYERS|N?HEADS|NUM_LAYERS|SEQ_LEN(?:GTH)?|[TPD]P(?:_SIZE)?|GBS|MBS"
+    r"|MICRO_BATCH_SIZE|GLOBAL_BATCH_SIZE)\s*=\s*(\d[\d_]*(?:\.\d+)?)(k?)\b(?!\s*\*)"
+)
+# what else the text around a table states; $gbs, $seqlen and $ms stand in one-line programs that compute TFLOPs
+STATED = {
+    "seq": re.compile(r"[Ss]eq(?:uence)?[ _-]?len(?:gth)? is (\d+)|\$seqlen=(\d+)|\*4\*2\*(\d+)\*\$gbs"),
+    "size": re.compile(r"\b(\d+(?:\.\d+)?)B model\b|\$ms=(\d+(?:\.\d+)?)"),
+    "gbs": re.compile(r"\$gbs=(\d+)"),
+    "nodes": re.compile(r"^\W*(\d+) nodes?, "),
+    "dp": re.compile(r"\b(\d+) replicas?\b"),
+    "gpus_per_node": re.compile(r"--gres=gpu:([1-9]\d*)|\b(\d+)[ -]gpus?(?: per)? nodes?\b"),
+}
+CHOICES = (
+    "gpus",
+    "nodes",
+    "size",
+    "dp",
+    "tp",
+    "pp",
+    "mbs",
+    "gbs",
+    "chunks",
+    "zero",
+    "layers",
+    "hidden",
+    "heads",
+    "seq",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row: the number of its line, its text, and its numbers by the columns' names (data/table_columns.json) in
+    seconds, 1e9 parameters, GiB, TFLOP/s and counts; and what the text above it and in its section states."""
+
+    line: int
+    text: str
+    numbers: Mapping[str, float]
+    above: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, set[float]] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> float:
+        """The number of the row, else of the text around it, else NaN."""
+        only = [*self.facts.get(name, ())]
+        return self.numbers.get(name, self.above.get(name, only[0] if len(only) == 1 else NAN))
+
+    @property
+    def ending(self) -> Status | None:
+        """How the run ended: completed where it measured something; None for a row of something else."""
+        if self["time"] == self["time"] or "tflops" in self.numbers:
+            return Status.COMPLETED
+        words = {r"\bOOM\b": Status.OOM, r"\bhangs?\b|\bhung\b": Status.HANG}
+        return next((words[word] for word in words if re.search(word, self.text)), None)
+
+
+def read_runs(path: Path | str) -> list[RunLog]:
+    """The runs of a file, in its order: `read_runs("slurm-4711.out")[0].iterations`.
+
+    A log of any framework; or a Markdown or CSV table of measured runs, of which each row is a run of one iteration
+    without a number, and so is each log quoted around it. Raises ValueError for a file that is missing, empty, binary,
+    or holds no run.
+    """
+    path = Path(path)
+    is_small = path.is_file() and path.stat().st_size < 1 << 22  # larger files are logs
+    lines = path.read_text("utf-8-sig", "replace").splitlines() if is_small else []
+    tables = (csv_tables if path.suffix in (".csv", ".tsv") else markdown_tables)(lines)
+    found = {start: (header, body) for start, header, body in tables if measures(header)}
+    return (_runs(lines, found, path) if found else []) or read_logs(path)
+
+
+def _runs(lines: list[str], tables: Mapping[int, tuple[list[str], Lines]], path: Path) -> list[RunLog]:
+    """The rows of the tables, by the line of their headers, and the logs that are quoted around them."""
+    inside = {number for start in tables for number in (start, start + 1, *(n for n, _ in tables[start][1]))}
+    around, found, runs, log = Text(), list[Row](), list[RunLog](), list[str]()
+    for number, line in enumerate([*lines, ""], 1):
+        if number not in inside and re.search(r"iteration +\d+/ *\d+ \|", line):
+            log.append(line)
+            continue
+        runs += _quoted(log, number - len(log), around.facts, path) if log else []
+        log = []
+        if number in tables:
+            found += [replace(row, facts=around.of_section, above=around.facts) for row in rows(*tables[number])]
+        elif number not in inside:
+            around.read(line)
+    found = [_timed(row, runs) for row in found]
+    wrong = [dict(contradictions(row)) for row in found]
+    # what all of several rows contradict is a column that means something else
+    usual = set.intersection(*map(set, wrong)) if len(wrong) > 2 else set()
+    for row, messages in zip(found, wrong, strict=True):
+        kept = {name: message for name, message in messages.items() if name not in usual}
+        runs += [_run(row, status, kept, path)] if (status := row.ending) else []
+    return sorted(runs, key=lambda run: run.arguments["line"] or 0)
+
+
+class Text:
+    """The text around tables: `facts` hold at the current line, and until a heading; of what the whole section states
+    each name has the values, which hold for tables above them, too."""
+
+    def __init__(self) -> None:
+        self.facts: dict[str, float] = {}
+        self.of_section = defaultdict[str, set[float]](set)
+        self._is_code = False
+
+    def read(self, line: str) -> None:
+        """One line of text."""
+        self._is_code ^= line.lstrip().startswith("```")
+        if line.startswith("#") and not self._is_code:
+            kept = ("seq", "gpus_per_node")  # of the whole document
+            self.facts = {name: value for name, value in self.facts.items() if name in kept}
+            self.of_section = defaultdict(set)
+        elif not line.startswith("* "):  # a remark about results
+            self.facts = self.facts | facts_of(line)
+            for name, value in facts_of(line).items():
+                self.of_section[name].add(value)
+
+
+def facts_of(line: str) -> dict[str, float]:
+    """What a line of text states, by the names of columns; a name with two values is a choice, not a fact."""
+    values = defaultdict[str, set[float]](set)
+    for name, digits, thousand in ASSIGNED.findall(line):
+        column = known_columns()[name.lower().replace("_", "")]
+        values[column].add(float(digits.replace("_", "")) * (1000 if thousand else 1))
+    stated = ((name, pattern.search(line)) for name, pattern in STATED.items())
+    found = {name: float(match[match.lastindex or 0]) for name, match in stated if match}
+    return found | {name: min(numbers) for name, numbers in values.items() if len(numbers) == 1}
+
+
+@cache
+def known_columns() -> dict[str, str]:
+    """The name of a column by each way to write it, in small letters without blanks or marks."""
+    return {word: name for name, words in shipped_json("table_columns").items() for word in words.split()}
+
+
+def column(header: str) -> tuple[str, str]:
+    """The name of a column ("" if unknown) and the unit in its header; ? for a time that may be another quantity."""
+    header = MARKUP.sub(" ", header)
+    bracket = re.compile(r"[(\[]([^)\]]{0,80})[)\]]")  # of bounded length: a line of 100,000 brackets takes no longer
+    outside, inside = bracket.search(header), re.search(r"(?:_|\b)(ms|[GM]i?B|gi?b|[bB])\b|(it|iter)s?/s\b", header)
+    unit = outside[1].strip() if outside else inside[0].strip("_") if inside else ""
+    key, of_unit = (re.sub(r"[^a-z0-9/]+", "", text.lower()) for text in (bracket.sub("", header), unit))
+    known = known_columns()
+    name = known.get(key) or known.get(re.sub(r"([gm]i?b)$", "", key), "")
+    if key in ("time", "throughput", "speed"):
+        is_rate = known.get(of_unit) in ("tflops", "tokens", "tokens_per_gpu", "samples")
+        return (known[of_unit], "") if is_rate else (name, unit or "?")
+    return name, "GFLOPS" if key.startswith("gflop") else unit
+
+
+def number(name: str, text: str, unit: str = "") -> float:
+    """The number of a cell in the unit of its column; NaN for what is none, and for another quantity's unit."""
+    if not (found := NUMBER.fullmatch(MARKUP.sub("", text).strip().strip("*`").strip())):
+        return NAN
+    digits = re.sub(r"[\s_]", "", found[1])
+    value = float(digits.replace(",", "" if re.fullmatch(THOUSANDS, digits) else "."))
+    # without what it is per, as in s/it and GB/GPU
+    plain = re.sub(r"(?:/|\s?per\s)(?:it|iter|iteration|step|gpu|card|device|node)s?$", "", (found[2] or unit).lower())
+    if not (0 < value < 1e15 or (name == "zero" and value == 0)):
+        return NAN
+    if name == "time" and re.fullmatch("(it|iter|iteration)s?/s(ec)?", plain):
+        return 1 / value
+    if name == "size" and not plain and value >= 1e6:
+        return value / 1e9
+    if name == "tflops":
+        return value * {"g": 1e-3, "p": 1e3}.get(plain[:1], 1.0)
+    # a count may name what it counts; a batch in tokens is no batch in sequences
+    counts = name not in UNITS and re.match(r"gpus?|nodes?|layers?|heads?|seqs?|sequences|samples|micro-?batch", plain)
+    return value * (1.0 if counts or not plain else UNITS.get(name, {}).get(plain, NAN))
+
+
+def measures(header: list[str]) -> bool:
+    """Whether the header is that of measured runs: time or TFLOPs, and two numbers of a configuration."""
+    names = {column(name)[0] for name in header}
+    return bool(names & {"time", "tflops"}) and len(names & {*CHOICES[:8]}) >= 2
+
+
+def markdown_tables(lines: list[str]) -> Iterator[tuple[int, list[str], Lines]]:
+    """Each table as line number of the header (from 1), header, and rows with their line numbers."""
+    stop = 0
+    for at in range(len(lines) - 1):
+        if at >= stop and "|" in lines[at] and RULE.match(lines[at + 1]) and not RULE.match(lines[at]):
+            stop = next((n for n in range(at + 2, len(lines)) if "|" not in lines[n]), len(lines))
+            cells = [(n + 1, _split(lines[n])) for n in (at, *range(at + 2, stop))]
+            # the first line may name groups of columns
+            begin = int(len(cells) > 1 and measures(cells[1][1]) and not measures(cells[0][1]))
+            yield *cells[begin], cells[begin + 1 :]
+
+
+def _split(line: str) -> list[str]:
+    inner = line.strip().removeprefix("|")
+    inner = inner.removesuffix("|") if not inner.endswith("\\|") else inner  # `\|` is text
+    return [part.replace("\\|", "|").strip() for part in re.split(r"(?<!\\)\|", inner)]
+
+
+def csv_tables(lines: list[str]) -> Iterator[tuple[int, list[str], Lines]]:
+    """The table of a CSV file (comma, semicolon or tab), as in markdown_tables."""
+    begin = next((n for n, line in enumerate(lines) if line.strip() and line[0] != "#"), 0)
+    reader = csv.reader(lines[begin:], delimiter=max(",;\t", key="".join(lines[begin : begin + 1]).count))
+    try:
+        # a quoted cell may hold line ends, which the reader counts
+        cells = [(begin + reader.line_num, row) for row in reader if not "".join(row[:1]).startswith("#")]
+    except csv.Error as error:  # a cell of more than 131072 characters
+        raise ValueError(f"table=line {begin + reader.line_num}: is no CSV ({error})") from None
+    yield from [(*cells[0], cells[1:])] if cells else []
+
+
+def rows(header: list[str], body: Lines) -> Iterator[Row]:
+    """The rows that are not empty; of two columns of one quantity the first counts."""
+    columns = [column(name) for name in header]
+    if any(name == "tflops" for name, _ in columns):
+        columns = [(name, "s" if unit == "?" else unit) for name, unit in columns]
+    for line, texts in body:
+        cells: dict[str, tuple[str, str]] = {}
+        for (name, unit), text in zip(columns, texts, strict=False):
+            cells.setdefault(name, (text, unit))
+        noted = re.match(r"(\d+\.?\d*) ?Gi?B\b", cells.get("notes", ("", ""))[0].strip())
+        cells = ({"mem": (noted[1], "")} if noted else {}) | cells
+        numbers = {name: value for name, cell in cells.items() if name and (value := number(name, *cell)) == value}
+        if any(texts):
+            yield Row(line=line, text=" | ".join(map(str.strip, texts)), numbers=numbers)
+
+
+def _timed(row: Row, quoted: Iterable[RunLog]) -> Row:
+    """The row, if it has TFLOPs and no time, with that of the only quoted iteration of equal TFLOPs."""
+    rate = row.numbers.get("tflops", NAN) * 1e12
+    same = [log for log in quoted if np.isclose(log.column("flops_per_s_per_gpu"), rate).any()]
+    if row["time"] == row["time"] or len(same) != 1 or len(same[0].iterations) != 1:
+        return row
+    facts = {name: float(v) for name in CHOICES if isinstance(v := same[0].arguments.get(name), int | float)}
+    return replace(row, above={**row.above, **facts, "time": float(same[0].column("sec_per_it")[0])})
+
+
+def _run(row: Row, status: Status, wrong: Mapping[str, str], path: Path) -> RunLog:
+    """A row as a run of one iteration; its arguments have the names of columns, the size in 1e9 parameters."""
+    iterations, memory, text = NumericTable(), NumericTable(), endings.text(row.text.encode())
+    if status is Status.COMPLETED:
+        rate = row.numbers.get("tflops", NAN) * 1e12
+        iterations.add({"iteration": NAN, "sec_per_it": row["time"], "flops_per_s_per_gpu": rate})
+    if "mem" in row.numbers:
+        memory.add({"rank": 0.0, "max_reserved": row["mem"] * 2**30})
+    return RunLog(
+        source=path,
+        iterations=iterations.frame(),
+        memory=memory.frame(("rank",)),
+        status=status,
+        evidence=f"line {row.line}: {text}",
+        dialect="table",
+        arguments=_given(row) | {"line": row.line},
+        problems=tuple(Problem(rule="row", column=c, message=wrong[c], line=row.line, evidence=text) for c in wrong),
+    )
+
+
+def contradictions(row: Row) -> Iterator[tuple[str, str]]:
+    """What contradicts the other numbers of a row, and how: GPUs, batch, FLOP/s, rates."""
+    degrees = row["dp"] * row["tp"] * row["pp"] * row.numbers.get("cp", 1.0)
+    known = (row["gpus"], row["nodes"] * row["gpus_per_node"], degrees)
+    gpus, replicas = next((n for n in known if n == n), NAN), row["mbs"] * row["dp"]
+    if abs(degrees - gpus) >= 1 and row["nodes"] != 1:  # of a single node some may be idle
+        yield "gpus", f"DP x TP x PP = {degrees:.10g}, but {gpus:.10g} GPUs"
+    if row["gbs"] % replicas > 0 or abs(row["gbs"] / replicas - row.numbers.get("chunks", NAN)) > 0:
+        yield "gbs", f"GBS {row['gbs']:.10g} is not microbatches x MBS {row['mbs']:.10g} x DP {row['dp']:.10g}"
+    L, h, tokens = row["layers"], row["hidden"], row["gbs"] * row["seq"]
+    # L (12 h^2 + 13 h) parameters in 1e9 without embeddings (document 003), and as stated
+    sizes = [size for size in (L * (12 * h + 13) * h / 1e9, row["size"]) if size == size]
+    # 6 FLOPs a parameter and token, 8 with recomputation; embeddings and attention are left out, so a tenth is allowed
+    low, high = (f * tokens * s(sizes, default=NAN) / (row["time"] * gpus) / 1e3 for f, s in ((5.4, min), (8.8, max)))
+    if row.numbers.get("tflops", NAN) < low or row.numbers.get("tflops", NAN) > high:
+        yield "tflops", f"{row['tflops']:.4g} TFLOP/s, but by size, batch and seconds {low:.4g} to {high:.4g}"
+    rates = {"samples": row["gbs"], "tokens": tokens, "tokens_per_gpu": tokens / gpus}
+    for name, rate in ((name, amount / row["time"]) for name, amount in rates.items()):
+        if abs(row.numbers.get(name, NAN) / rate - 1) > 0.1:  # a mean over other iterations differs as well
+            yield name, f"{row[name]:.6g} a second, but by batch and seconds {rate:.6g}"
+
+
+def _quoted(lines: Iterable[str], first: int, facts: Mapping[str, float], path: Path) -> Iterator[RunLog]:
+    """The runs of quoted lines of a log, of which the first has that number."""
+    reader = Reader()
+    reader.feed("".join(f"{line}\n" for line in lines).encode())
+    for run in reader.close():
+        given = _given(Row(line=first, text="", numbers=facts))
+        run.arguments = given | run.arguments | {"line": first}
+        yield finish(run, path, math.inf, with_lines=False)
+
+
+def _given(row: Row) -> dict[str, int | float | str | bool | None]:
+    """What was chosen for a row, whole numbers as int."""
+    return {name: int(v) if v == int(v) else v for name in CHOICES if (v := row[name]) == v}
