@@ -123,13 +123,13 @@ def test_what_all_of_several_rows_contradict_is_a_column_that_means_something_el
 
 
 def test_a_long_line_takes_no_long_time(tmp_path):
-    began = time.monotonic()
+    began = time.process_time()
     for text in ("[" * 100_000, "|" * 100_000 + "\n|---|---|\n", "|" + "[" * 100_000 + "|a|\n|---|---|\n|1|2|\n"):
         with pytest.raises(ValueError, match=r"^log="):
             runs(tmp_path, text)
     with pytest.raises(ValueError, match=r"^table=line 2: is no CSV"):
         runs(tmp_path, "gpus,tp,sec_per_it\n8,1," + "1" * 200_000 + "\n", "a.csv")
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def measured():
