@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trilane.analysis.measure import Measurement, measure, memory_by_rank
+from trilane.analysis.measure import measure, memory_by_rank
 from trilane.analysis.steady_state import WARM_UP
 from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import Plan, read_plan
@@ -66,9 +66,8 @@ def result(folder: Path, warm_up: int = WARM_UP, profile: bool = False) -> dict[
     """
     m, plan = measure(folder, warm_up), read_plan(folder / "plan.json")
     tables = {path.stem: path.read_text(encoding="utf-8") for path in sorted((folder / "profile").glob("*.txt"))}
-    if profile:
-        require(bool(tables), "folder", folder, "holds no profile; set run.profile in the plan, such as 10-12")
-    return {
+    require(bool(tables or not profile), "folder", folder, "holds no profile; set run.profile in the plan: 10-12")
+    found: dict[str, Any] = {
         "label": plan.label,
         "engine": plan.engine,
         "parameters": plan.shape.parameters,
@@ -77,41 +76,36 @@ def result(folder: Path, warm_up: int = WARM_UP, profile: bool = False) -> dict[
         "evidence": m.log.evidence,
         "iterations": m.iterations,
         "left_out": len(m.log.iterations) - m.iterations,
-        **(_rates(m) if m.iterations else {"sec_per_it": None}),
-        "memory_bytes": {str(rank): int(value) for rank, value in memory_by_rank(m.log).items()},
-        "last_loss": m.last_loss if m.last_loss == m.last_loss else None,
-        "made_by": read_json(folder / "env.json", "stamp") if (folder / "env.json").exists() else {},
-        **({"profiles": tables} if profile else {}),
+        "sec_per_it": None,
     }
-
-
-def _rates(m: Measurement) -> dict[str, Any]:
-    low, high = (float(q) for q in np.quantile(m.seconds, [0.25, 0.75]))
-    seconds = {"median": m.sec_per_it, "low_quartile": low, "high_quartile": high}
-    return {
-        "global_batch_size": int(m.config.gbs),
-        "sec_per_it": {**seconds, "least": float(m.seconds.min()), "most": float(m.seconds.max())},
-        "spread": m.spread,
-        "samples_per_s": m.config.gbs / m.sec_per_it,
-        "tokens_per_s": m.tokens_per_s,
-        "flops_per_s_per_gpu": m.flops_per_s_per_gpu,
-        "mfu": m.utilization.get("mfu"),
-    }
+    if m.iterations:
+        names = ("least", "low_quartile", "median", "high_quartile", "most")
+        found |= {
+            "global_batch_size": int(m.config.gbs),
+            "sec_per_it": dict(zip(names, np.quantile(m.seconds, [0, 0.25, 0.5, 0.75, 1]).tolist(), strict=True)),
+            "spread": m.spread,
+            "samples_per_s": m.config.gbs / m.sec_per_it,
+            "tokens_per_s": m.tokens_per_s,
+            "flops_per_s_per_gpu": m.flops_per_s_per_gpu,
+            "mfu": m.utilization.get("mfu"),
+        }
+    found["memory_bytes"] = {str(rank): int(value) for rank, value in memory_by_rank(m.log).items()}
+    found["last_loss"] = m.last_loss if m.last_loss == m.last_loss else None
+    found["made_by"] = read_json(folder / "env.json", "stamp") if (folder / "env.json").exists() else {}
+    return found | ({"profiles": tables} if profile else {})
 
 
 def text(found: dict[str, Any]) -> str:
-    """The result in three lines."""
-    tables, seconds = found.get("profiles", {}).values(), found["sec_per_it"]
-    head = f"{found['label']} ({found['engine']}): {found['status']}: {found['evidence']}"
-    if seconds is None:
-        return "\n".join([head, *tables])
-    speed = (
-        f"{seconds['median']:.4f} s an iteration (quartiles {seconds['low_quartile']:.4f} to "
-        f"{seconds['high_quartile']:.4f}) over {found['iterations']}, {found['left_out']} left out"
+    """The result in three lines, and the profiler's tables."""
+    lines, seconds = (
+        [f"{found['label']} ({found['engine']}): {found['status']}: {found['evidence']}"],
+        found["sec_per_it"],
     )
-    mfu = f"MFU {found['mfu']:.1%}, " if found["mfu"] is not None else ""
-    rates = (
-        f"{found['tokens_per_s']:.0f} tokens/s, {found['flops_per_s_per_gpu'] / 1e12:.4g} TFLOP/s per GPU, "
-        f"{mfu}fullest rank {max(found['memory_bytes'].values(), default=0) / 2**30:.2f} GiB"
-    )
-    return "\n".join([head, speed, rates, *tables])
+    if seconds:
+        middle = "{median:.4f} s an iteration (quartiles {low_quartile:.4f} to {high_quartile:.4f})".format(**seconds)
+        lines.append(f"{middle} over {found['iterations']}, {found['left_out']} left out")
+        mfu = f", MFU {found['mfu']:.1%}" if found["mfu"] is not None else ""
+        gib = max(found["memory_bytes"].values(), default=0) / 2**30
+        rates = f"{found['tokens_per_s']:.0f} tokens/s, {found['flops_per_s_per_gpu'] / 1e12:.4g} TFLOP/s per GPU{mfu}"
+        lines.append(f"{rates}, fullest rank {gib:.2f} GiB")
+    return "\n".join([*lines, *found.get("profiles", {}).values()])

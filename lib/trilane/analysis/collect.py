@@ -1,10 +1,9 @@
 """MeasuredRuns: the measured runs of a study, or of any files of logs, and the tables and sentences about them."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from trilane.analysis.compare import compare, sides
 from trilane.analysis.continuity import Continuity, find_breaks, joined
@@ -16,7 +15,7 @@ from trilane.analysis.steady_state import WARM_UP
 from trilane.analysis.tables import column, frame, ordered, rows_of, values
 from trilane.config.cluster import Cluster
 from trilane.logs.dialects.tables import use
-from trilane.utils.tables import Columns, DataFrame, Table, Text, frame_of, grouped, short, show
+from trilane.utils.tables import Columns, DataFrame, Table, Text, short, show
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
 
@@ -53,15 +52,13 @@ class MeasuredRuns(Table):
 
     def summary(self) -> Text:
         """How many runs there are and how they ended, what of them is shown, and which files are not among them."""
-        counts = Counter(str(m.status) for m in self.runs).most_common()
-        ends = ", ".join(f"{number} {status}" for status, number in counts)
+        ends = ", ".join(f"{number} {status}" for status, number in Counter(str(m.status) for m in self.runs).items())
         text = Text.of("**{}** runs, {} of them with timed iterations: {}.", len(self.runs), len(self.timed), ends)
         if len(self.runs) > SHOWN or len(self.timed) > DRAWN:
-            how = f"by {self.sort}" if self.sort else "by path"
-            shown = "{} Tables show the first {} {}, figures {}; runs.html, a table to sort, and runs.csv have all."
-            text = Text.of(shown, text, SHOWN, how, DRAWN)
-        unread = [short(reason.partition(";")[0], 120) for reason in self.unread]
-        return Text.of("{}{}", text, Text.joined("\n- not read: ", ["\n", *_first(unread)]) if unread else "")
+            shown = "{} Tables show the first {} by {}, figures {}; runs.html and runs.csv have all."
+            text = Text.of(shown, text, SHOWN, self.sort or "path", DRAWN)
+        unread = _first([short(reason.partition(";")[0], 120) for reason in self.unread])
+        return Text.joined("\n- not read: ", [text, *unread]) if unread else text
 
     def to_frame(self) -> DataFrame:
         """The runs in the columns of the BigScience tables, a row each."""
@@ -75,35 +72,26 @@ class MeasuredRuns(Table):
 
     def endings(self) -> Table:
         """How each run ended, failed ones first: the line that proves it, nodes at fault, who did not come."""
-        runs = sorted(self.shown, key=lambda m: not m.status.has_failed)[:SHOWN]
+        runs = sorted(self.shown, key=lambda m: not m.status.has_failed)
         heads = ("Run", "Source", "Dialect", "Status", "Iterations", "First", "Last", "Node", "Exclude", "Cause")
-        return _holding(values(rows_of(runs), heads))
+        return _holding(values(rows_of(runs[:SHOWN]), heads))
 
     def numerics(self) -> Table:
         """Skipped and NaN iterations, gradient norms (the median), loss scales (the last) and how often they fell."""
-        heads = ("Run", "Skipped", "NaN", "Norm", "Largest norm", "Scale", "Reductions")
-        return self._timed_runs(heads)
+        return self._timed("Skipped", "NaN", "Norm", "Largest norm", "Scale", "Reductions")
 
     def efficiency(self) -> Table:
         """Which iterations do not count and why, and where time is lost."""
-        heads = ("Run", "Left out", "Tokens/s", "Lost", "Bubble", "Waits", "MFU", "HFU")
-        return self._timed_runs(heads)
+        return self._timed("Left out", "Tokens/s", "Lost", "Bubble", "Waits", "MFU", "HFU")
 
-    def _timed_runs(self, heads: Sequence[str]) -> Table:
-        return Columns(values(rows_of([m for m in self.shown if m.iterations][:SHOWN]), heads))
+    def _timed(self, *heads: str) -> Table:
+        return Columns(values(rows_of([m for m in self.shown if m.iterations][:SHOWN]), ("Run", *heads)))
 
     def problems(self) -> Table | Text:
-        """The numbers that cannot be right, each with its runs and the line of the first of them."""
-        found = grouped(((m, p) for m in self.runs for p in m.log.problems), lambda one: replace(one[1], line=None))
-        columns: dict[str, str | Callable[[Any], Any]] = {
-            "run": lambda same: ", ".join(_first([m.name for m, _ in same])),
-            "line": lambda same: same[0][1].line or "",
-            "column": lambda same: same[0][1].column,
-            "what is wrong": lambda same: same[0][1].message,
-            "evidence": lambda same: short(same[0][1].evidence, 110),
-        }
+        """The numbers that cannot be right, with the line of each, by run."""
+        rows = rows_of([m for m in self.shown if m.log.problems][:SHOWN])
         none = Text("No number of these logs contradicts another one, or the bounds of what is possible.")
-        return _holding(frame_of(list(found.values())[:SHOWN], columns)) if found else none
+        return Columns(values(rows, ("Run", "Problems"))) if rows else none
 
     def continuity(self) -> Continuity:
         """What the restarts of the trainings did not continue: inside a run, and from log to log of one training."""
@@ -139,20 +127,12 @@ class MeasuredRuns(Table):
         return Text.of("{} They differ by at most **{:.1e}** in any iteration.", text, most)
 
     def spikes(self) -> Text:
-        """Spikes and divergences of all trainings."""
-        found, short_ones = list[str](), list[str]()
-        for name, curve in self.curves().items():
-            losses, events = curve.table["lm_loss"].dropna(), [event.sentence for event in find_spikes(curve)]
-            if not events and len(losses) and losses.iloc[-1] > losses.iloc[0]:
-                events = [f"the loss rose, from {losses.iloc[0]:.4g} at first to {losses.iloc[-1]:.4g} at last"]
-            found += [f"{name}: {event}" for event in events]
-            short_ones += [name] if len(losses) < 2 * LEAST else []
-        end = Text.of("The first {} lines of a training are not checked for spikes.", LEAST)
-        if short_ones:
-            end = Text.of("{} Too short to be checked for a divergence: {}.", end, ", ".join(_first(short_ones)))
-        if not found:
-            return Text.of("No spike{}. {}", "" if short_ones else ", no divergence", end)
-        return Text.of("{}\n\n{}", Text.joined("\n- ", ["", *_first(found)]), end)
+        """Spikes and divergences of all trainings, and which are too short to be judged."""
+        curves = self.curves()
+        found = [f"{name}: {event.sentence}" for name, curve in curves.items() for event in find_spikes(curve)]
+        brief = [name for name, c in curves.items() if c.table["lm_loss"].count() < 2 * LEAST]
+        lines = [*(found or ["no spike or divergence"]), *(f"{name}: too short to be judged" for name in brief)]
+        return Text.joined("\n- ", ["", *_first(lines)])
 
     def compare(self, a: str = "", b: str = "") -> Text:
         """Whether the runs with `b` in their names are faster than those with `a`; without both, the two fastest."""

@@ -2,7 +2,6 @@
 
 import glob
 import multiprocessing
-import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,7 +25,7 @@ NOT_LOGS = (".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".b
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """What a path holds: its runs, or why it could not be read; `advice` where it holds no iteration, lines of text."""
+    """The runs of a path, or why it could not be read; `advice` where it holds no iteration, lines of text."""
 
     path: Path
     runs: list[Measurement] = field(default_factory=list)
@@ -52,21 +51,20 @@ def measure_path(path: Path | str, warm_up: int = WARM_UP, gpu: Gpu | None = Non
 
 
 def measure_all(
-    paths: Sequence[Path], warm_up: int = WARM_UP, gpu: Gpu | None = None, large: int = 50_000_000, many: int = 64
+    paths: Sequence[Path], warm_up: int = WARM_UP, gpu: Gpu | None = None, large: int = 50_000_000
 ) -> list[Read]:
-    """What each path holds, in their order; read by several processes where the files are large (bytes) or many."""
+    """What each path holds, in their order; read by several processes where the files are large (bytes in all)."""
     from tqdm import tqdm
 
-    read, alone = partial(_read, warm_up=warm_up, gpu=gpu), not sys.stderr.isatty()
+    read, size = partial(_read, warm_up=warm_up, gpu=gpu), sum(path.stat().st_size for path in paths if path.is_file())
     # in the log of a job a line every 5 s, and none for a few files
-    shown = {"unit": "log", "mininterval": 5.0 if alone else 0.1, "disable": len(paths) < (16 if alone else 2)}
-    size = sum(path.stat().st_size for path in paths if path.is_file())
-    workers = min(len(os.sched_getaffinity(0)), len(paths)) if size > large or len(paths) > many else 1
-    if workers < 2:
-        return [read(path) for path in tqdm(paths, **shown)]
+    every = 0.1 if sys.stderr.isatty() else 5.0
+    bar = partial(tqdm, total=len(paths), unit="log", mininterval=every, disable=len(paths) < 16)
+    if size <= large:
+        return list(bar(map(read, paths)))
     # a fork has numpy and pandas already; nothing here has started a thread
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        return list(tqdm(pool.map(read, paths), total=len(paths), **shown))
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
+        return list(bar(pool.map(read, paths)))
 
 
 def _read(path: Path, warm_up: int, gpu: Gpu | None) -> Read:

@@ -20,7 +20,7 @@ from trilane.costmodel.fit import fit_time
 from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.costmodel.predict import Prediction, predict, sizes_of
 from trilane.costmodel.row_cells import cells_of
-from trilane.costmodel.uncertainty import Posterior, posterior
+from trilane.costmodel.uncertainty import Z90, Posterior, posterior
 from trilane.planning.search import search_space
 from trilane.planning.space import space_around
 from trilane.utils.numbers import amount
@@ -69,16 +69,15 @@ class Recalibration(Table):
 
     def memory_summary(self) -> Text:
         """How far the predicted memory is off, where that is more than a quarter."""
-        ratios = self.to_frame().get("predicted / measured (GiB)", pd.Series(dtype=float)).dropna()
-        far = ratios[(ratios < 0.8) | (ratios > 1.25)]
-        if far.empty:
-            return Text()
-        return Text.of(
+        ratios = [p.memory_bytes / m.memory_bytes for p, m in zip(self.before, self.runs, strict=True)]
+        far = [ratio for ratio in ratios if ratio < 0.8 or ratio > 1.25]  # False for NaN
+        text = (
             "**The predicted memory is wrong by more than a quarter in {} of {} runs**, at worst {:.2g} times what was "
-            "measured. Is the log that of the fullest rank (with a pipeline often the first or the last), and is what "
-            "it prints the peak that was reserved? Recalibration corrects seconds, not memory.",
-            *(len(far), len(ratios), max(far, key=lambda ratio: abs(math.log(ratio)))),
+            "measured. Is the log that of the fullest rank, and is what it prints the peak that was reserved? "
+            "Recalibration corrects seconds, not memory."
         )
+        worst = max(far, key=lambda ratio: abs(math.log(ratio)), default=1)
+        return Text.of(text, len(far), len(ratios), worst) if far else Text()
 
     def constants(self) -> Table | Text:
         """The planner's constants before and after."""
@@ -96,17 +95,16 @@ class Recalibration(Table):
         """The cards of the study's index: of the model with most of the timed runs its size, fastest run and loss, then
         predicted / measured before any run, and after recalibration with these very runs.
         """
-        models = list(grouped(timed, lambda m: (m.config.shape, m.config.gbs)).values())
-        most = max(models, key=lambda runs: len(runs), default=[])
-        best = min(most, key=lambda m: m.sec_per_it, default=None)
+        models = grouped(timed, lambda m: (m.config.shape, m.config.gbs)).values()
+        best = min(max(models, key=len, default=[]), key=lambda m: m.sec_per_it, default=None)
         cards = {} if best else {"timed runs": "none"}
-        if best and (size := best.config.parameters):
+        if best and best.config.parameters:
             others = f" (one of {len(models)} models or batch sizes here)" if len(models) > 1 else ""
-            cards[f"parameters{others}"] = f"{amount(size / 1e9)} B" if size >= 1e9 else f"{amount(size / 1e6)} M"
+            cards[f"parameters{others}"] = f"{amount(best.config.parameters / 1e6)} M"
         if best:
             cards[f"an iteration of its fastest run, {best.name}"] = f"{amount(best.sec_per_it)} s"
-        if best and best.first_loss == best.first_loss:
-            cards["its loss (nats per token)"] = f"{best.first_loss:.2f} → {best.last_loss:.2f}"
+            if best.first_loss == best.first_loss:
+                cards["its loss (nats per token)"] = f"{best.first_loss:.2f} → {best.last_loss:.2f}"
         when = {"before these runs": self.before, "after recalibration by them": self.after} if self else {}
         for label, found in when.items():
             ratios = [p.sec_per_it / m.sec_per_it for p, m in zip(found, self.runs, strict=True)]
@@ -124,11 +122,9 @@ class Recalibration(Table):
         """Write calibration.json, predicted.csv and measured.csv into the study, where there is something to write."""
         if not self:
             return []
-        return [
-            study.save("calibration.json", calibration.to_json(self.fitted), made_by),
-            study.save_table("predicted.csv", self.to_frame()),
-            study.save_table("measured.csv", self.measured_rows()),
-        ]
+        tables = {"predicted.csv": self.to_frame(), "measured.csv": self.measured_rows()}
+        first = study.save("calibration.json", calibration.to_json(self.fitted), made_by)
+        return [first, *(study.save_table(name, table) for name, table in tables.items())]
 
 
 def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> Recalibration:
@@ -173,9 +169,10 @@ def predictions(
 ) -> list[Prediction]:
     """The prediction for each case, with the belief's intervals where it is given."""
     found = [predict(c, known) for c in cases]
-    factors = np.exp(belief.half_widths(cases)).tolist() if belief else []
-    widened = zip(found, factors, strict=False)
-    return [replace(p, sec_lo=p.sec_per_it / f, sec_hi=p.sec_per_it * f) for p, f in widened] if belief else found
+    if belief is None:
+        return found
+    widened = zip(found, np.exp(belief.half_widths(cases)).tolist(), strict=True)
+    return [replace(p, sec_lo=p.sec_per_it / f, sec_hi=p.sec_per_it * f) for p, f in widened]
 
 
 def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | None:
@@ -216,10 +213,6 @@ class ShortRun:
     half_width_after: float
     worth: float
 
-    @property
-    def label(self) -> str:
-        return label(self.case)
-
 
 @dataclass(frozen=True, kw_only=True)
 class NextRuns(Table):
@@ -241,17 +234,15 @@ class NextRuns(Table):
 
     def summary(self) -> Text:
         """Which plan is believed to be the fastest, and whether that is open."""
-        if not self.winner:
-            return NOTHING
-        width = np.expm1(self.half_width)
         text = "Of {} plans {:code} is believed to be the fastest, {:.3g} s an iteration ± {:.1%}{}."
         rival = Text.of("; {:code} may be as fast", self.rival) if self.rival else ""
-        return Text.of(text, len(self.plans), self.winner, self.seconds, width, rival)
+        width = np.expm1(self.half_width)
+        return Text.of(text, len(self.plans), self.winner, self.seconds, width, rival) if self else NOTHING
 
     def to_frame(self) -> DataFrame:
         """The eight best runs: cost, and the interval of the fastest plan's time now and after."""
         columns: dict[str, str | Callable[[Any], Any]] = {
-            f"short run ({ITERATIONS} iterations)": "label",
+            f"short run ({ITERATIONS} iterations)": lambda run: label(run.case),
             "gbs": "case.topology.gbs",
             "GPU-hours": "gpu_hours",
             "winner's time, now": lambda run: f"± {np.expm1(self.half_width):.1%}",
@@ -266,18 +257,13 @@ class NextRuns(Table):
 def next_runs(study: Study, recalibration: Recalibration) -> NextRuns:
     """The choice among the study's plans after recalibration, and the short runs that would improve it most.
 
-    next_runs(study, recalibrate(runs.timed)).summary()
-    """
-    plans = choices(study, recalibration)
-    return short_runs(plans, recalibration.belief) if plans else NextRuns()
+        next_runs(study, recalibrate(runs.timed)).summary()
 
-
-def choices(study: Study, recalibration: Recalibration) -> list[Configuration]:
-    """The plans to decide among: those of the study's plans.json, else the best that train the first run's model with
-    its batch on as many GPUs. The measured plans of that model and batch are always included; [] without a run.
+    The plans are those of plans.json, else the best that train the first run's model with its batch on as many GPUs,
+    and the measured ones of that model and batch.
     """
     if not recalibration:
-        return []
+        return NextRuns()
     first, t = recalibration.cases[0], recalibration.cases[0].topology
     planned = study.plans() if (study.folder / "plans.json").exists() else []
     found = [replace(first, topology=p.topology, engine=p.engine) for p in planned if p.shape == first.shape]
@@ -285,17 +271,11 @@ def choices(study: Study, recalibration: Recalibration) -> list[Configuration]:
         space = space_around(t, [t.gpus], [t.gbs], sorted({1, 2, 4, t.mbs}), first.engine or ENGINES[0])
         best = search_space(first.shape, first.cluster, space, recalibration.fitted, top=64).best_per_sizes(8).rows
         found = [replace(first, topology=candidate.topology) for candidate in best]
-    alike = [c for c in recalibration.cases if (c.shape, c.topology.gbs) == (first.shape, t.gbs)]
-    return list({(c.shape, c.topology): c for c in [*found, *alike]}.values())
+    found += [c for c in recalibration.cases if (c.shape, c.topology.gbs) == (first.shape, t.gbs)]
+    return short_runs(list({(c.shape, c.topology): c for c in found}.values()), recalibration.belief)
 
 
-def short_runs(
-    plans: Sequence[Configuration],
-    belief: Posterior,
-    runs: Sequence[Configuration] = (),
-    iterations: int = ITERATIONS,
-    startup_s: float | None = None,
-) -> NextRuns:
+def short_runs(plans: Sequence[Configuration], belief: Posterior, runs: Sequence[Configuration] = ()) -> NextRuns:
     """The runs (those given, else the plans and smaller versions of them), the most worthwhile first.
 
     A run of plan x takes cov(d, x)^2 / var(x's measured ln(seconds)) from the variance of d. That is the distance of
@@ -303,25 +283,27 @@ def short_runs(
     taken for each GPU-hour is the worth. Left out: third plans, and that several runs together may tell more.
     """
     runs = list(runs) or siblings(plans)
-    mean, covariance = _per_sequence(plans, belief), belief.covariance([*plans, *runs])
+    # of a sequence, which compares plans of different batch sizes
+    mean = belief.expected(plans) - np.log([p.topology.gbs for p in plans])
+    covariance = belief.covariance([*plans, *runs])
     first, second = [*np.argsort(mean), int(np.argmin(mean))][:2]
     spread = covariance[first, first] + covariance[second, second] - 2 * covariance[first, second]
-    is_open = first != second and mean[second] - mean[first] < 1.645 * np.sqrt(spread)
-    # imports, NCCL, first kernels: guessed, not measured
-    starts = [{"cuda": 120.0, "cpu": 15.0}[r.cluster.gpu.kind] if startup_s is None else startup_s for r in runs]
-    times = zip(runs, starts, np.exp(belief.expected(runs)).tolist(), strict=True)
-    hours = [run.topology.gpus * (start + iterations * seconds) / 3600 for run, start, seconds in times]
+    is_open = first != second and mean[second] - mean[first] < Z90 * np.sqrt(spread)
     moves = covariance[:, len(plans) :] / np.sqrt(np.diag(covariance)[len(plans) :] + belief.noise**2)
     taken = (moves[first] - moves[second] if is_open else moves[first]) ** 2
-    left = 1.645 * np.sqrt(np.maximum(covariance[first, first] - moves[first] ** 2, 0.0))
-    rows = zip(runs, hours, left.tolist(), (taken / hours).tolist(), strict=True)
-    found = [ShortRun(case=run, gpu_hours=h, half_width_after=width, worth=w) for run, h, width, w in rows]
+    left = Z90 * np.sqrt(np.maximum(covariance[first, first] - moves[first] ** 2, 0.0))
+    found = []
+    for run, seconds, width, gain in zip(runs, np.exp(belief.expected(runs)), left, taken, strict=True):
+        # imports, NCCL, first kernels: guessed, not measured
+        whole = (120.0 if run.cluster.gpu.kind == "cuda" else 15.0) + ITERATIONS * float(seconds)
+        hours = run.topology.gpus * whole / 3600
+        found.append(ShortRun(case=run, gpu_hours=hours, half_width_after=float(width), worth=float(gain) / hours))
     return NextRuns(
         plans=tuple(plans),
         winner=label(plans[first]),
         rival=label(plans[second]) if is_open else "",
         seconds=float(np.exp(belief.expected([plans[first]])[0])),
-        half_width=1.645 * float(np.sqrt(covariance[first, first])),
+        half_width=Z90 * float(np.sqrt(covariance[first, first])),
         runs=tuple(sorted(found, key=lambda run: -run.worth)),
     )
 
@@ -331,21 +313,15 @@ def siblings(plans: Sequence[Configuration]) -> list[Configuration]:
 
     Those that more likely than not run out of memory are left out: nothing would be measured.
     """
-    found: dict[tuple[object, Topology], Configuration] = {}
+    found = dict[object, Configuration]()
     for plan in plans:
-        t, dp = plan.topology, plan.topology.dp
-        while dp >= 1:
-            case = replace(plan, topology=replace(t, dp=dp, gbs=t.gbs * dp // t.dp))
+        t = plan.topology
+        for parts in (2**n for n in range(t.dp.bit_length()) if t.dp % 2**n == 0):
+            case = replace(plan, topology=replace(t, dp=t.dp // parts, gbs=t.gbs // parts))
             need = memory_bytes(columns_of(case.shape, case.topology, case.engine), case.cluster)
             if float(oom_probability(need, case.cluster)) <= 0.5:
                 found.setdefault((plan.shape, case.topology), case)
-            dp = 0 if dp % 2 else dp // 2
     return list(found.values()) or list(plans)
-
-
-def _per_sequence(plans: Sequence[Configuration], belief: Posterior) -> np.ndarray:
-    """ln(seconds) per sequence, which compares plans of different batch sizes."""
-    return belief.expected(plans) - np.log([p.topology.gbs for p in plans])
 
 
 def label(case: Configuration) -> str:

@@ -7,11 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import compress
+from operator import not_
 from pathlib import Path
 from typing import Any
 
 from trilane.analysis.measure import Measurement
 from trilane.analysis.paths import below, measure_all
+from trilane.logs.endings import caveat
 from trilane.utils.files import natural
 from trilane.utils.numbers import percent
 from trilane.utils.tables import DataFrame, Html, csv_text, frame_of, middle, one_line, short
@@ -19,7 +22,7 @@ from trilane.utils.validation import require_folder, require_known
 from trilane.workspace.status import Status
 
 Row = Mapping[str, Any]  # of a run: numbers in base units (`tflops` excepted), NaN where unknown
-WIDTH = 100  # characters of a row in text
+SIZES = ("GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS")
 Reader = str | Callable[[Measurement], Any]
 
 
@@ -88,7 +91,6 @@ COLUMNS: Mapping[str, tuple[str, Reader, str | Callable[[Any], str]]] = {
     "Exclude": ("exclude", "log.exclude", ""),
     "Left out": ("left_out", lambda m: m.window.sentence.removeprefix("left out: "), ""),
     "Outcome": ("outcome", lambda m: ", ".join(filter(None, (m.status, m.note))), ""),
-    "Remarks": ("note", "note", ""),
     "Source": ("source", "log.source", ""),
     "Notes": ("notes", "note", ""),
 }
@@ -113,7 +115,7 @@ def rows_of(runs: Sequence[Measurement], root: Path | None = None) -> list[dict[
     for row in rows:
         row["name"] = row["source"] if alike[row["name"]] > 1 else row["name"]
         failure = row["status"] if row["status"] is not Status.COMPLETED else ""
-        row["notes"] = ", ".join(filter(None, (row["name"], failure, row["note"])))
+        row["notes"] = ", ".join(filter(None, (row["name"], failure, row["notes"])))
     return rows
 
 
@@ -139,13 +141,13 @@ def ordered(rows: Sequence[Any], by: str, reverse: bool = False) -> list[Any]:
     """The rows by a column, rising; by `speed` the fastest first. Those without a value are last in any case."""
     # TFLOPs alone compare runs of different sizes
     key, down = (COLUMNS["TFLOPs"][0], not reverse) if by == "speed" else (COLUMNS[by][0], reverse)
+    has = [row[key] == row[key] and row[key] not in ("", []) for row in rows]
 
     def rank(row: Row) -> Any:
         value = row[key]
         return natural(value.lower()) if isinstance(value, str) else len(value) if isinstance(value, list) else value
 
-    known = [row for row in rows if row[key] == row[key] and row[key] not in ("", [])]
-    return sorted(known, key=rank, reverse=down) + [row for row in rows if not any(row is one for one in known)]
+    return [*sorted(compress(rows, has), key=rank, reverse=down), *compress(rows, map(not_, has))]
 
 
 def cell(row: Row, head: str) -> str:
@@ -164,55 +166,28 @@ def texts(rows: Sequence[Row], heads: Sequence[str] = ()) -> DataFrame:
     return frame_of(rows, {head: partial(cell, head=head) for head in heads or COLUMNS})
 
 
-def to_csv(rows: Sequence[Row], heads: Sequence[str] = ()) -> str:
-    """The table as CSV, by default with all columns."""
-    return csv_text(texts(rows, heads))
-
-
 def markdown(rows: Sequence[Row], heads: Sequence[str] = (), sort: str = "") -> str:
     """The table in Markdown, its columns aligned, and a line for each problem of a run below it.
 
-    Without `heads` the columns that hold anything, as many as fit in WIDTH characters, that of `sort` in any case; the
-    notes, cut to what is left, are the last.
+    Without `heads` the columns of the chronicles' tables and that of `sort`, where they hold anything; the notes, of
+    which the middle is left out, are the last.
     """
-    table = texts(rows, heads or _fitting(rows, "TFLOPs" if sort == "speed" else sort)).map(_escaped)
-    if table.columns[-1] == "Notes":
-        left = max(30, WIDTH - sum(_widths(table)[:-1]) - 3 * len(table.columns) - 1)
-        table["Notes"] = [_escaped(_cut(row, left)) for row in rows]
+    table = texts(rows, heads)
+    if not heads:
+        usual = {*SIZES, "Mem", "Sec/it", "TFLOPs", "Loss", sort} - {"Notes"}
+        table = table[[head for head in table if head in usual and table[head].any()] + ["Notes"]]
+        table = table.map(partial(middle, most=30))
+    table = table.map(_escaped)
     sides = [str.rjust if COLUMNS[head][2] else str.ljust for head in table]
-    widths = _widths(table)
+    widths = [max(3, len(head), *table[head].str.len()) for head in table]
 
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(side(text, n) for side, text, n in zip(sides, cells, widths, strict=True))} |"
 
     rule = ["-" * (n - 1) + (":" if side is str.rjust else "-") for side, n in zip(sides, widths, strict=True)]
     lines = [line(list(table)), line(rule), *map(line, table.itertuples(index=False))]
-    wrong = [_escaped(short(f"! {row['name']}: {text}", 2 * WIDTH)) for row in rows for text in row["problems"]]
+    wrong = [_escaped(short(f"! {row['name']}: {text}", 200)) for row in rows for text in row["problems"]]
     return "\n".join([*lines, *([""] if wrong else []), *wrong]) + "\n"
-
-
-def _fitting(rows: Sequence[Row], first: str) -> list[str]:
-    """The columns that hold anything, the most useful ones first, while they fit beside 30 characters of notes."""
-    useful = [first, "Sec/it", "TFLOPs", "GPUs", "Size", "Mem", "DP", "TP", "PP", "GBS", "MBS", "Loss", "Iterations"]
-    table, left = texts(rows), WIDTH - 4 - min(30, max(len(row["notes"]) for row in rows))
-    chosen = list[str]()
-    for head in dict.fromkeys(head for head in [*useful, "Tokens/s"] if head not in ("", "Notes")):
-        width = _widths(table[[head]])[0] + 3
-        if table[head].any() and (width <= left or head == first):
-            chosen.append(head)
-            left -= width
-    return [*sorted(chosen, key=list(COLUMNS).index), "Notes"]
-
-
-def _cut(row: Row, most: int) -> str:
-    """The notes in so many characters: of a long name the middle is left out, what follows it where it is long too."""
-    rest = row["notes"].removeprefix(row["name"])
-    rest = rest if len(row["notes"]) <= most or 2 * len(rest) <= most else ""
-    return middle(row["name"], most - len(rest)) + rest
-
-
-def _widths(table: DataFrame) -> list[int]:
-    return [max(3, len(head), *table[head].str.len()) for head in table]
 
 
 def _escaped(text: str) -> str:
@@ -226,17 +201,14 @@ def to_html(rows: Sequence[Row], heads: Sequence[str] = ()) -> Html:
     """
     table = texts(rows, heads)
     chosen = heads or dict.fromkeys(["Source", "Status", *(h for h in table if h != "Notes" and table[h].any())])
-
-    def kind(head: str, text: str = "") -> Html:
-        return Html(f' class="text{" long" * (len(text) > 30)}"' if not COLUMNS[head][2] else "")
+    kinds = {head: Html("" if COLUMNS[head][2] else ' class="text"') for head in chosen}
 
     def shown(row: Row, head: str) -> Html:
-        value, text = row[COLUMNS[head][0]], cell(row, head)
-        is_number = isinstance(value, int | float) and value == value
-        data = Html(f' data-value="{value!r}"' if is_number else "")
-        return Html.of("<td{}{}>{}</td>", kind(head, text), data, text)
+        value = row[COLUMNS[head][0]]
+        data = Html(f' data-value="{value!r}"' if isinstance(value, int | float) and value == value else "")
+        return Html.of("<td{}{}>{}</td>", kinds[head], data, cell(row, head))
 
-    titles = [Html.of('<th{} tabindex="0" role="button">{}</th>', kind(head), head) for head in chosen]
+    titles = [Html.of('<th{} tabindex="0" role="button">{}</th>', kinds[head], head) for head in chosen]
     lines = [Html.of("<tr>{}</tr>", Html.joined("", [shown(row, head) for head in chosen])) for row in rows]
     made = '<table class="sortable wide">\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody>\n</table>'
     return Html.of(made, Html.joined("", titles), Html.joined("\n", lines))
@@ -256,63 +228,33 @@ def frame(runs: Sequence[Measurement]) -> DataFrame:
     """The runs as a DataFrame, a row each; GFLOPs where none reaches a TFLOP/s."""
     rows = rows_of(runs)
     rate = "TFLOPs" if any(row["tflops"] > 1 for row in rows) else "GFLOPs"
-    heads = ("Run", "GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem (GiB)", "Sec/it", "±", rate)
-    return values(rows, (*heads, "Losses", "Outcome")).rename(columns={"Losses": "Loss", "Outcome": "Notes"})
+    heads = ("Run", *SIZES, "Mem (GiB)", "Sec/it", "±", rate, "Losses", "Outcome")
+    return values(rows, heads).rename(columns={"Losses": "Loss", "Outcome": "Notes"})
 
 
 def write_iterations(runs: Sequence[Measurement], path: Path) -> None:
     """All iterations of all runs as CSV, after the columns `file` and `run`; what a log does not print is empty."""
     import pandas as pd
 
-    tables, seen = list[DataFrame](), Counter[Path]()
-    for source, table in ((m.log.source, m.log.iterations) for m in runs):
-        seen[source] += 1
+    tables = list[DataFrame]()
+    for m, row in zip(runs, rows_of(runs), strict=True):
+        whole = m.log.iterations.select_dtypes("int64")
         # whole numbers stay whole where another log lacks the column
-        tables.append(table.astype({name: "Int64" for name in table.select_dtypes("int64")}))
-        tables[-1].insert(0, "file", str(source))
-        tables[-1].insert(1, "run", seen[source])
+        tables.append(m.log.iterations.astype(dict.fromkeys(whole, "Int64")))
+        tables[-1].insert(0, "file", str(m.log.source))
+        tables[-1].insert(1, "run", row["run"])
     path.write_text(csv_text(pd.concat(tables)) if tables else "", encoding="utf-8")
 
 
 def parse_text(runs: Sequence[Measurement]) -> str:
-    """Each run in three lines, with one for each of its first problems; those of one file with their numbers."""
-    texts, seen, in_file = list[str](), Counter[Path](), Counter(m.log.source for m in runs)
-    for m in runs:
-        seen[m.log.source] += 1
-        number = f", run {seen[m.log.source]} of {in_file[m.log.source]}" if in_file[m.log.source] > 1 else ""
-        texts.append("\n  ".join(filter(None, _lines(m, number))))
-    return "\n".join(texts)
-
-
-def _lines(m: Measurement, number: str) -> list[str]:
-    values, log = m.to_json(), m.log
-    held_out = log.validation["lm_loss"].iloc[-1:].dropna() if len(log.validation) else ()
-    given = (
-        (f"{len(log.iterations)} iterations{{}}", extent(m)),
-        ("{:.4g} s/it", values["sec_per_it"]),
-        *((f"{{:.1f}} TFLOP/s/GPU {name}", rate) for name, rate in values["tflops"].items()),
-        ("{:.2f} GiB", values["max_memory_gib"]),
-        ("loss {:.4f}", values["last_loss"]),
-        *(("validation loss {:.4f}", loss) for loss in held_out),
-    )
-    places = (("node ", log.hosts), ("GPU ", log.gpus), ("--exclude=", [log.exclude] if log.exclude else []))
-    wrong, most = [f"problem: {problem}" for problem in log.problems], 4
-    for place, problem in enumerate(log.problems):
-        wrong[place] += f"\n    {short(problem.evidence)}" if problem.evidence not in ("", log.evidence) else ""
-    wrong[most:] = [f"{len(wrong) - most} more problems, which --json has"] if len(wrong) > most else []
-    basis = f", {log.status_basis}" if log.status_basis else ""
-    return [
-        f"{log.source}{number}: {log.status} ({log.dialect}){basis}",
-        ", ".join(form.format(value) for form, value in given if value is not None),
-        log.evidence,
-        values["caveat"],
-        ", ".join(word + ", ".join(found) for word, found in places if found),
-        *log.collectives,
-        *wrong,
-    ]
-
-
-def extent(m: Measurement) -> str:
-    """ " (10 to 400)": the numbers of a log's first and last iteration; "" where unknown, or where it has no others."""
-    ends = m.log.first_iteration, m.log.last_iteration
-    return "" if None in ends or ends == (1, len(m.log.iterations)) else f" ({ends[0]} to {ends[1]})"
+    """Each run in a few lines: how it ended, its numbers, the evidence, problems; those of one file are numbered."""
+    in_file, lines = Counter(m.log.source for m in runs), list[str]()
+    heads = ("Iterations", "First", "Last", "Sec/it", "TFLOPs", "Mem", "Loss", "Node", "Exclude")
+    for m, row in zip(runs, rows_of(runs), strict=True):
+        log, many = m.log, in_file[m.log.source]
+        number, basis = f", run {row['run']} of {many}" * (many > 1), f", {log.status_basis}" * bool(log.status_basis)
+        lines.append(f"{log.source}{number}: {log.status} ({log.dialect}){basis}")
+        facts = ", ".join(f"{head} {text}" for head in heads if (text := cell(row, head)))
+        found = [facts, log.evidence, caveat(log.status, log.evidence), *log.collectives]
+        lines += [f"  {one}" for one in (*found, *(f"problem: {text}" for text in row["problems"][:4])) if one]
+    return "\n".join(lines)

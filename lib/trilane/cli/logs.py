@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from trilane.cli.options import FILE, FOLDER, JSON, Command, Group, command, emit, number, option
-from trilane.utils.tables import one_line, printable
+from trilane.utils.tables import csv_text, one_line, printable
 from trilane.utils.validation import require
 
 MOST = 10  # files that were left out are named
@@ -64,7 +64,7 @@ def parse(logs: Sequence[Path], csv: Path | None, dialect: Sequence[Path], watch
     return code
 
 
-MARKDOWN = option("--markdown", is_flag=True, help="print Markdown in 100 columns (the default)")
+MARKDOWN = option("--markdown", is_flag=True, help="print Markdown (the default)")
 CSV = option("--csv", is_flag=True, help="print CSV, with all columns")
 HTML = option("--html", is_flag=True, help="print a page, with all columns, which a click on a heading sorts")
 SORT = option("--sort", default="", metavar="COLUMN", help="sort by a column, rising; speed: the fastest first")
@@ -99,7 +99,8 @@ def table(
     require(bool(rows), "folder", folder, "holds no run: neither plan.json with run.log, nor a training log")
     rows = tables.ordered(rows, by, reverse) if by else rows[:: -1 if reverse else 1]
     if csv or html:
-        page = tables.to_csv(rows, heads) if csv else sortable_page(f"Runs in {folder}", tables.to_html(rows, heads))
+        name = f"Runs in {folder}"
+        page = csv_text(tables.texts(rows, heads)) if csv else sortable_page(name, tables.to_html(rows, heads))
         print(printable(page.removesuffix("\n")))
         return
     values = [{k: None if v != v else v for k, v in row.items()} for row in rows]

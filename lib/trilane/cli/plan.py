@@ -135,8 +135,7 @@ def show(plan: Path | None, tokens: float | None, seconds: float | None, as_json
     read = read_plan(plan) if plan else plan_of(options)
     source = options["calibration"]
     known = constants_of(plan, read.cluster, source) if plan else calibration_for(read.cluster, source)
-    report = plan_report(read, known, tokens, seconds)
-    emit(as_json, report.to_json(), report.as_text())
+    emit(as_json, *plan_report(read, known, tokens, seconds))
 
 
 @command(
