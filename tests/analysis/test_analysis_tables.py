@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 from support import small_plan
 from test_collect import DUMP, MEMORY
@@ -20,7 +19,6 @@ from trilane.analysis import paths
 from trilane.analysis.tables import COLUMNS, markdown, read_folder, size, to_html
 from trilane.cli.app import main
 from trilane.logs.run import read_logs
-from trilane.workspace.study import Study
 
 RAW = Path(os.environ.get("TRILANE_PUBLIC_LOGS", "/nonexistent"))  # of other people, and not kept here
 MORE = "".join(
@@ -146,7 +144,6 @@ def fleet(tmp_path):
     [
         (["--sort", "speed"], ["fast.log", "wrong.log", "slow.out", "plain.err", "plain.err run 2"]),
         (["--sort", "speed", "--reverse"], ["slow.out", "wrong.log", "fast.log", "plain.err", "plain.err run 2"]),
-        (["--sort", "LOSS"], ["fast.log", "plain.err", "plain.err run 2", "slow.out", "wrong.log"]),
         (["--sort", "problems"], ["wrong.log", "slow.out", "fast.log", "plain.err", "plain.err run 2"]),
         (["--reverse"], ["wrong.log", "plain.err run 2", "plain.err", "fast.log", "slow.out"]),
     ],
@@ -154,16 +151,6 @@ def fleet(tmp_path):
 def test_a_fleet_is_sorted_by_any_column_and_what_has_no_value_is_last(fleet, capsys, sort, names):
     code, text, _ = outcome(capsys, "logs", "table", fleet, *sort, "--json")
     assert (code, [row["name"] for row in json.loads(text)["rows"]]) == (0, names)
-
-
-def test_a_row_fits_in_100_columns_and_a_problem_has_a_line(fleet, capsys):
-    long = fleet / ("a_name_that_is_much_longer_than_a_terminal_is_wide_" * 4 + ".log")
-    long.write_text((fleet / "fast.log").read_text() + OOM)
-    table, problems = outcome(capsys, "logs", "table", fleet, "--sort", "date")[1].split("\n\n")
-    assert {len(line) for line in table.splitlines()} == {100} and "Date" in table and ".log, OOM" in table
-    assert problems.startswith("! wrong.log: learning_rate: 7")
-    text = outcome(capsys, "logs", "table", fleet, "--columns", "Status, problems,first")[1]
-    assert text.startswith("| Status    | Problems ")
 
 
 def test_logs_of_one_name_are_named_by_their_folders_and_dated_by_their_last_line(tmp_path):
@@ -184,17 +171,9 @@ def test_other_processes_read_the_same_in_the_same_order(fleet, capsys, monkeypa
     assert (fleet / "alone").read_text() == (fleet / "pooled").read_text()
 
 
-def test_progress_is_shown_where_there_are_many(fleet, capsys):
-    assert "16/16" in outcome(capsys, "logs", "parse", *([fleet / "fast.log"] * 16))[2]
-
-
 def test_csv_holds_every_number_of_every_log(tmp_path, capsys):
     """What a log does not print is empty; whole numbers stay whole."""
-    texts = [
-        "".join(m2021(i, 90, loss=5 - i / 100) for i in range(1, 61)),
-        m2022(1) + m2022(2),
-        m2021(1) + m2021(2) + m2021(1),
-    ]
+    texts = [m2022(1) + m2022(2), m2021(1) + m2021(2) + m2021(1)]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.log").write_text(text)
     (tmp_path / "3.log.gz").write_bytes(gzip.compress(m2021(7).encode()))
@@ -206,11 +185,10 @@ def test_csv_holds_every_number_of_every_log(tmp_path, capsys):
             mine = [row for row in rows if (row["file"], row["run"]) == (str(name), str(number))]
             for column in log.iterations:
                 np.testing.assert_array_equal([float(row[column]) for row in mine], log.iterations[column])
-    assert len(rows) == 66 and {row["consumed_tokens"] for row in rows[:60]} == {""}
-    assert rows[0]["consumed_samples"] == "4"
+    assert len(rows) == 6 and rows[-1]["consumed_tokens"] == "" and rows[-1]["consumed_samples"] == "28"
 
 
-def test_no_cell_of_a_csv_file_is_a_formula_and_numbers_stay_numbers(tmp_path, monkeypatch, capsys, outputs):
+def test_no_cell_of_a_csv_file_is_a_formula_and_numbers_stay_numbers(tmp_path, monkeypatch, capsys):
     """A spreadsheet runs what begins with = + - @, a tab or CR (https://owasp.org/www-community/attacks/CSV_Injection)."""
     names = ["=1+1.log", "+1-2.log", "-1-x.log", "@SUM(1).log", "\ta.log", "\ra.log", "a.log"]
     for name in names:
@@ -223,21 +201,16 @@ def test_no_cell_of_a_csv_file_is_a_formula_and_numbers_stay_numbers(tmp_path, m
         rows = list(csv.DictReader(file))
     assert {row["file"] for row in rows} == {"a.log", *("'" + name.replace("\r", " ") for name in names[:-1])}
     assert {row["lm_loss"] for row in rows} == {"-3.25"}
-    table = pd.DataFrame({"run": ["=A1", "a"], "delta": [-1.5, 2.0]})
-    assert Study.create("s").save_table("measured.csv", table).read_text() == "run,delta\n'=A1,-1.5\na,2.0\n"
 
 
-def test_people_read_three_lines_a_run_and_a_problem_with_its_line(fleet, capsys):
-    lines = outcome(capsys, "logs", "parse", fleet / "fast.log", fleet / "plain.err", fleet / "wrong.log")[
-        1
-    ].splitlines()
-    heads = [line.removeprefix(f"{fleet}/") for line in lines if not line.startswith(" ")]
-    assert heads == [
+def test_each_run_is_printed_with_its_numbers_its_ending_and_its_problems(fleet, capsys):
+    names = ("fast.log", "plain.err", "wrong.log")
+    lines = outcome(capsys, "logs", "parse", *(fleet / name for name in names))[1].splitlines()
+    assert [line.removeprefix(f"{fleet}/") for line in lines if not line.startswith(" ")] == [
         "fast.log: completed (megatron-2021)",
         "plain.err, run 1 of 2: completed (megatron-2021)",
         "plain.err, run 2 of 2: completed (megatron-2021)",
         "wrong.log: completed (megatron-2021)",
     ]
-    assert "1 s/it" in lines[1] and "iteration" in lines[2]
-    assert lines[-2].startswith("  problem: learning_rate: 7: ") and lines[-2].endswith("(line 13)")
-    assert lines[-1].startswith("    iteration 1/ 10 | consumed samples: 4 |")
+    assert lines[1] == "  Iterations 10, First 1, Last 10, Sec/it 1, TFLOPs 12.18, Loss 1"
+    assert lines[-1].startswith("  problem: learning_rate: 7: ") and lines[-1].endswith("(line 13)")

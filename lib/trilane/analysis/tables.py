@@ -158,7 +158,9 @@ def cell(row: Row, head: str) -> str:
         return "OOM"
     if isinstance(value, list):
         return "; ".join(value)
-    return "" if value != value else form(value) if callable(form) else form.format(value) if form else str(value)
+    if value is None or value != value:
+        return ""
+    return form(value) if callable(form) else form.format(value) if form else str(value)
 
 
 def texts(rows: Sequence[Row], heads: Sequence[str] = ()) -> DataFrame:
