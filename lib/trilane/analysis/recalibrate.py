@@ -96,7 +96,8 @@ class Recalibration(Table):
         predicted / measured before any run, and after recalibration with these very runs.
         """
         models = list(grouped(timed, lambda m: (m.config.shape, m.config.gbs)).values())
-        best = min(max(models, key=lambda runs: len(runs), default=[]), key=lambda m: m.sec_per_it, default=None)
+        most = max(models, key=lambda runs: len(runs), default=[])
+        best = min(most, key=lambda m: m.sec_per_it, default=None)
         cards = {} if best else {"timed runs": "none"}
         if best and best.config.parameters:
             others = f" (one of {len(models)} models or batch sizes here)" if len(models) > 1 else ""
