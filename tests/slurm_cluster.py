@@ -54,6 +54,10 @@ class Cluster:
         """Start what does not run: daemons that a test has killed, or all."""
         self.do("start", "--accounting")
 
+    def controller(self) -> int:
+        """The process id of the controller."""
+        return int((Path(self.env["LOCAL_SLURM_DIR"]) / "run/slurmctld.pid").read_text().split()[0])
+
     def heir(self) -> "subprocess.Popen[bytes]":
         """A process that ends the daemons if this one is killed before it can."""
         loop = f"while kill -0 {os.getpid()} 2>/dev/null; do sleep 2; done; {shlex.quote(str(SCRIPT))} stop --purge"
@@ -166,6 +170,26 @@ def run_folder(root: Path, p: Plan, request: JobRequest = REQUEST) -> Path:
     return folder
 
 
+class Commands:
+    """SLURM's commands as scripts of one's own; `calls` is what was asked of them."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.log = place, place / "calls"
+        for name in ("sbatch", "squeue", "sacct", "scontrol", "scancel", "srun"):
+            self.say(name, "true")
+
+    def say(self, command: str, does: str) -> None:
+        """Let the command do so."""
+        path = self.place / command
+        path.write_text(f'#!/bin/bash\necho "{command} $*" >>{self.log}\n{does}\n')
+        path.chmod(0o755)
+
+    def calls(self, command: str) -> list[str]:
+        """The calls of the command, a line each."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [line for line in lines if line.startswith(f"{command} ")]
+
+
 def fake_commands(folder: Path, patch: pytest.MonkeyPatch) -> Path:
     """A folder in front of PATH for commands in place of SLURM's, which are asked without long waits."""
     (folder / "bin").mkdir()
@@ -199,7 +223,6 @@ def lead(folder: Path, true: Callable[[], bool], what: str) -> None:
 
 def send(job: str, signal: str) -> None:
     """Send a signal, such as USR1, to the steps of a job."""
-    client.require_own([job])
     client.call(["scancel", f"--signal={signal}", job])
 
 

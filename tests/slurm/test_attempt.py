@@ -1,36 +1,36 @@
-"""Whether a job starts the training, and which of a run's jobs counts: told by its ledger and by what SLURM says."""
+"""Whether a job starts the training, and which of a run's jobs counts, by its ledger and by what SLURM reports."""
 
 import json
-import math
-import time
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slurm_cluster import plan, run_folder
+from slurm_cluster import REQUEST, SITE, plan, run_folder
+from support import small_plan
 
+from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import read_plan
-from trilane.slurm import attempt, client, jobs, ledger
+from trilane.slurm import attempt, chain, client, jobs, ledger, nodes
 from trilane.slurm.client import JobState
-from trilane.slurm.nodes import node_failure
+from trilane.slurm.node_test import Findings
 from trilane.workspace.checkpoints import name_of
-from trilane.workspace.status import RunStatus, Status, known_status, write_status
+from trilane.workspace.status import RunStatus, Status, known_status, read_status, write_status
 
-ME = {"SLURM_JOB_ID": "78", "SLURM_JOB_NODELIST": "n1"}
+ME = {"SLURM_JOB_ID": "78", "SLURM_JOB_NODELIST": "n"}
+BEGINNING = "go: from the beginning"
 
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The states of jobs, by id, in a SLURM that knows nothing else."""
     known: dict[str, str] = {}
-    monkeypatch.setattr(client, "is_installed", lambda: True)
 
     def states(ids: Iterable[str], names: Collection[str] = ()) -> dict[str, JobState]:
         return {i: JobState(id=i, state=known.get(i, client.FORGOTTEN)) for i in ids}
 
+    monkeypatch.setattr(client, "is_installed", lambda: True)
     monkeypatch.setattr(client, "states", states)
-    monkeypatch.setattr(client, "down_nodes", list)
     monkeypatch.setattr(client, "cancel", lambda _: None)
     return known
 
@@ -39,13 +39,13 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def folder(tmp_path: Path) -> Path:
     made = run_folder(tmp_path, plan("one", tmp_path / "data", nodes=1))
     for job in ("77", "78", "79"):
-        ledger.note(made, "submitted", job, site="test", script="")
+        ledger.note(made, "submitted", job, site="test")
     return made
 
 
-def trained(folder: Path, job: str, status: str = "crashed", iteration: int = 0) -> None:
+def trained(folder: Path, job: str, status: str = "crashed") -> None:
     """The job started, and ended with that status in the folder."""
-    ledger.note(folder, "started", job, nodes="n1", iteration=iteration, restarts=0)
+    ledger.note(folder, "started", job, nodes="n1", iteration=0, restarts=0)
     write_status(folder, RunStatus(status=Status(status), evidence=f"by {job}", rank=None, exit_code=1, seconds=1.0))
     ledger.note(folder, "ended", job, status=status, evidence=f"by {job}")
 
@@ -61,11 +61,13 @@ def checkpoint(folder: Path, iteration: int) -> None:
     (folder / "checkpoints/latest").write_text(f"{name_of(iteration)}\n")
 
 
-def test_a_job_that_has_recorded_its_end_does_not_hold_the_folder(folder: Path, slurm: dict[str, str]) -> None:
-    """SLURM lists a job as running for some time after its script has called `job end`."""
-    trained(folder, "77")
-    slurm["77"] = "RUNNING"
-    assert attempt.begin(folder, ME).startswith("go: ")
+def test_a_job_starts_where_iterations_are_left_and_nothing_stops_it(folder: Path, slurm: dict[str, str]) -> None:
+    (folder / "stop").touch()
+    assert str(folder / "stop") in attempt.begin(folder, ME)
+    (folder / "stop").unlink()
+    assert attempt.begin(folder, ME) == BEGINNING
+    at(folder, 4)
+    assert attempt.begin(folder, ME).startswith("stop: done: iteration 4 of 4")
 
 
 @pytest.mark.parametrize(("at_iteration", "saved", "done"), [(4, 4, True), (4, 2, False), (3, 2, False)])
@@ -79,21 +81,62 @@ def test_nothing_is_left_to_do_where_the_last_iteration_is_saved(
     assert bool(attempt.finished(folder)) is done
 
 
-@pytest.mark.parametrize(("failures", "goes_on"), [(2, True), (3, False), (4, False)])
-def test_a_third_failure_at_one_iteration_is_the_last(failures: int, goes_on: bool, folder: Path) -> None:
-    for _ in range(failures):
-        trained(folder, "79")
-    assert (attempt.blocked(folder) == "") is goes_on
+def test_a_third_failure_at_one_iteration_is_the_last_until_the_run_is_submitted_again(folder: Path) -> None:
+    for _ in range(3):
+        assert attempt.begin(folder, ME).startswith("go: ")
+        (folder / "run.log").write_text("RuntimeError: no such disk\n")
+        assert attempt.end(folder, 1, ME).status == "crashed"
+    wanted = "3 attempts did not get beyond iteration 0: crashed: RuntimeError: no such disk"
+    assert attempt.begin(folder, ME) == f"stop: {wanted}"
     at(folder, 1)
     assert attempt.blocked(folder) == "", "it got further"
-
-
-def test_failures_before_a_new_submission_are_forgiven(folder: Path) -> None:
-    for _ in range(3):
-        trained(folder, "79")
-    ledger.note(folder, "submitted", "80", site="test", script="")
+    at(folder, 0)
+    ledger.note(folder, "submitted", "80", site="test")
     trained(folder, "80")
     assert attempt.blocked(folder) == ""
+
+
+def test_starts_that_a_spare_repeats_are_not_failures_of_the_run(folder: Path) -> None:
+    for _ in range(5):
+        trained(folder, "79")
+        ledger.note(folder, "replaced", "79", nodes=["n2"], iteration=0)
+    assert attempt.blocked(folder) == ""
+    for _ in range(3):
+        trained(folder, "79")
+    assert attempt.blocked(folder)
+
+
+def test_an_attempt_that_saved_nothing_is_put_aside_whole_and_one_that_did_goes_on_in_its_log(folder: Path) -> None:
+    for number in (1, 2):
+        attempt.begin(folder, ME)
+        at(folder, number)
+        (folder / "run.log").write_text(f"RuntimeError: {number}\n")
+        attempt.end(folder, 1, ME)
+    attempt.begin(folder, ME)
+    kept = [(folder / f"attempts/{n}/run.log").read_text() for n in (1, 2)]
+    assert kept == ["RuntimeError: 1\n", "RuntimeError: 2\n"]
+    assert read_status(folder / "attempts/2").evidence == "RuntimeError: 2"
+    assert not (folder / "run.log").exists() and not (folder / "status.json").exists()
+    checkpoint(folder, 2)
+    (folder / "run.log").write_text("START a\nCUDA out of memory. Tried to allocate 2.00 GiB\n")
+    assert attempt.end(folder, 1, ME).status == "OOM"
+    assert attempt.begin(folder, ME) == "go: from iter_0000002"
+    with (folder / "run.log").open("a") as log:
+        log.write("START b\nValueError: gbs\n")
+    assert attempt.end(folder, 1, ME).evidence == "ValueError: gbs", "only its own end counts"
+
+
+def test_a_link_waits_for_the_stage_before_it(tmp_path: Path) -> None:
+    p = small_plan("ramp", train_iters=12, gbs=24)
+    p = replace(p, cluster=replace(p.cluster, gpus_per_node=2, max_nodes=4))
+    p = replace(p, run=replace(p.run, ramp=Ramp(start=8, increment=8, samples=64), save_interval=2))
+    one, two = chain.create(tmp_path / "c", p, chain.parse_stages("8:1:2,24:2:2"), SITE, REQUEST)
+    at(one, 6)
+    checkpoint(one, 4)
+    said = attempt.begin(two, ME)
+    assert said.startswith("stop: ramp-1-n1") and "6 of 6" in said and "iter_0000004" in said
+    checkpoint(one, 6)
+    assert attempt.begin(two, ME) == BEGINNING
 
 
 @pytest.mark.parametrize(("mine", "other", "is_pruned"), [(5e9, 4e9, True), (5e9, 5e9, True), (5e9, 6e9, False)])
@@ -109,6 +152,23 @@ def test_a_run_of_a_sweep_is_not_started_where_one_that_needs_no_more_ran_out(
     (tmp_path / "runs.txt").write_text("one\npeer\n")
     assert bool(attempt.pruned(folder, str(tmp_path))) is is_pruned
     assert (folder / "status.json").exists() is is_pruned
+
+
+def test_a_folder_in_which_another_job_trains_is_left_alone(folder: Path, slurm: dict[str, str]) -> None:
+    """SLURM lists a job as running for some time after its script has called `job end`."""
+    ledger.note(folder, "started", "77", nodes="n1", iteration=0, restarts=0)
+    slurm["77"] = "RUNNING"
+    assert attempt.begin(folder, ME) == "stop: job 77 trains here"
+    assert attempt.begin(folder, {"SLURM_JOB_ID": "77"}) == BEGINNING, "the same job, requeued"
+    slurm["77"] = "NODE_FAIL"
+    assert attempt.begin(folder, ME) == BEGINNING
+    trained(folder, "78")
+    ledger.note(folder, "submitted", "79", site="test")
+    slurm["78"] = "RUNNING"
+    assert attempt.begin(folder, {"SLURM_JOB_ID": "79"}) == BEGINNING, "it has recorded its end"
+    ledger.note(folder, "ended", "79", status="crashed", evidence="")
+    ledger.note(folder, "replaced", "78", nodes=["n2"], iteration=0)
+    assert attempt.begin(folder, {"SLURM_JOB_ID": "79"}) == "stop: job 78 trains here"
 
 
 def test_of_several_jobs_that_trained_the_last_one_counts(folder: Path, slurm: dict[str, str]) -> None:
@@ -133,7 +193,6 @@ def test_slurms_own_reason_comes_before_what_the_training_wrote(folder: Path, sl
     ("states", "shown", "waiting"),
     [
         ({"77": "RUNNING", "78": "PENDING", "79": "PENDING"}, "77", 2),
-        ({"77": "COMPLETED", "78": "PENDING", "79": "PENDING"}, "78", 1),
         ({"77": "COMPLETED", "78": "PENDING", "79": "RUNNING"}, "79", 1),
         ({"77": "COMPLETED", "78": "COMPLETED", "79": "RUNNING"}, "79", 0),
     ],
@@ -146,61 +205,11 @@ def test_the_job_that_runs_is_shown_with_how_many_wait_behind_it(
     assert (found.id, found.waiting) == (shown, waiting)
 
 
-def test_where_no_node_answers_it_is_not_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """srun itself fails then: the process that asks runs on one of them."""
-    dead: set[str] = set()
-
-    class Step:
-        def __init__(self, command: list[str], **_: object) -> None:
-            self.returncode = int(any(f"--nodelist={node}" in command for node in dead))
-
-        def poll(self) -> int:
-            return self.returncode
-
-        def communicate(self) -> tuple[str, str]:
-            return "", "srun: error: Communication connection failure"
-
-    monkeypatch.setattr(node_failure.subprocess, "Popen", Step)
-    monkeypatch.setattr(client, "call", lambda command: "slurm 23.02.7")
-    assert node_failure.unreachable(["n1", "n2", "n3"]) == []
-    dead |= {"n2", "n3"}
-    assert node_failure.unreachable(["n1", "n2", "n3"]) == ["n2", "n3"]
-    dead |= {"n1"}
-    assert node_failure.unreachable(["n1", "n2", "n3"]) == []
-
-
-def test_nodes_that_a_slow_controller_lets_answer_one_after_another_are_not_dead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With rl_enable SLURM answers 128 requests over a minute or two; a node is dead once nothing answers any more."""
-    begin = time.monotonic()
-
-    class Step:
-        def __init__(self, command: list[str], **_: object) -> None:
-            node = int(command[-2].removeprefix("--nodelist=n"))
-            self.answers = begin + 0.2 * node if node < 5 else math.inf
-            self.returncode = 0
-
-        def poll(self) -> int | None:
-            return 0 if time.monotonic() > self.answers else None
-
-        def communicate(self) -> tuple[str, str]:
-            return "", ""
-
-        def kill(self) -> None: ...
-
-    monkeypatch.setattr(node_failure.subprocess, "Popen", Step)
-    monkeypatch.setattr(client, "call", lambda command: "slurm 23.02.7")
-    monkeypatch.setattr(node_failure, "STEP_S", 0.5)
-    assert node_failure.unreachable([f"n{i}" for i in range(6)]) == ["n5"]
-
-
 def test_an_oom_is_not_tried_again_and_a_lost_node_is() -> None:
     """The same plan runs out of memory again."""
     again = [status for status in Status if status.can_retry]
     assert Status.OOM not in again and Status.COMPLETED not in again and Status.PRUNED not in again
     assert {Status.NODE_FAILURE, Status.TIME_LIMIT, Status.HANG, Status.CRASHED, Status.PREEMPTED} <= set(again)
-    assert {Status.ENVIRONMENT, Status.MISSING_FILE, Status.HOST_MEMORY} <= set(again), "once a person has put it right"
 
 
 def test_a_hang_stays_a_hang_with_its_rank_though_the_watchdog_killed_the_others(
@@ -215,81 +224,50 @@ def test_a_hang_stays_a_hang_with_its_rank_though_the_watchdog_killed_the_others
     assert (found.status, found.evidence, found.rank) == (Status.HANG, verdict.evidence, 3)
 
 
+XID = "n2: [18.4] NVRM: Xid (PCI:0000:1b:00): 79, pid=8, GPU has fallen off the bus."
+
+
 @pytest.mark.parametrize(
-    ("dead", "broken", "spares", "status", "replaced"),
+    ("dead", "broken", "spares", "log", "status", "replaced", "without"),
     [
-        (["n2"], {}, 1, "node failure", "n2"),
-        (["n3"], {}, 1, "crashed", ""),  # the spare: no reason for the training to fail
-        (["n2"], {}, 0, "node failure", ""),
-        (["n2", "n3"], {}, 1, "node failure", ""),
-        ([], {"n2": "has no GPU"}, 1, "node failure", "n2"),
-        ([], {"n2": "has no GPU"}, 0, "crashed", ""),  # not tested: no other could take its place
-        ([], {}, 1, "crashed", ""),
+        (["n2"], {}, 1, "", "node failure", "n2", None),
+        (["n3"], {}, 1, "", "crashed", "", None),  # the spare: no reason for the training to fail
+        (["n2"], {}, 0, "", "node failure", "", ["n2"]),
+        (["n2", "n3"], {}, 1, "", "node failure", "", ["n2", "n3"]),
+        ([], {"n2": "has no GPU"}, 1, "", "node failure", "n2", None),
+        ([], {"n2": "has no GPU"}, 0, "", "crashed", "", None),  # not tested: no other could take its place
+        ([], {}, 1, "", "crashed", "", None),
+        # the node of an Xid still answers; the errors of the other ranks are no reason
+        ([], {}, 1, XID, "GPU error", "n2", None),
+        ([], {}, 0, XID, "GPU error", "", ["n2"]),
     ],
 )
 def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
     dead: list[str],
     broken: dict[str, str],
     spares: int,
+    log: str,
     status: str,
     replaced: str,
+    without: list[str] | None,
     folder: Path,
     slurm: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    every = ["n1", "n2", "n3"][: 2 + spares]
-    requeued = []
+    every, requeued = ["n1", "n2", "n3"][: 2 + spares], list[list[str]]()
     monkeypatch.setattr(client, "hostnames", lambda _: list(every))
     monkeypatch.setattr(client, "call", lambda *_, **__: " NodeList=n Requeue=0")
-    monkeypatch.setattr(node_failure, "unreachable", lambda _: dead)
-    monkeypatch.setattr(node_failure, "requeue", lambda *_, **wishes: requeued.append(wishes["nodes"]))
-    env = {"SLURM_JOB_ID": "78", "SLURM_JOB_NODELIST": "n"}
+    monkeypatch.setattr(nodes, "unreachable", lambda _: dead)
+    monkeypatch.setattr(nodes, "requeue", lambda job, count, without: requeued.append(without))
     ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=0)
     ledger.note(folder, "nodes", "78", chosen=["n1", "n2"], left_out={})
-    outcome = attempt.end(folder, 1, env, test=lambda _: broken)
-    ledger.note(folder, "noted", "78")  # by a process of its own, such as that which alerts
-    assert (outcome.status, node_failure.goes_on(folder, "78")) == (status, replaced)
-    assert (requeued != []) is (status == "node failure" and not replaced)
-    assert node_failure.lost_nodes(folder, "78") == [*dead, *(broken if replaced else ())]
+    if log:
+        (folder / "run.log").write_text(f"START a\n[rank1]: torch.distributed.DistBackendError: NCCL error\n{log}\n")
+    outcome = attempt.end(folder, 1, ME, test=lambda _: Findings(broken=broken))
+    assert (outcome.status, nodes.goes_on(folder, "78")) == (status, replaced)
+    assert requeued == ([] if without is None else [without]) and known_status(folder) == outcome
+    lost = [*dead, *(broken if replaced else ()), *(["n2"] if log else ())]
+    assert nodes.lost_nodes(folder, "78") == lost
     ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=1)
-    assert node_failure.lost_nodes(folder, "78") == [], "requeued, it has other nodes"
-    assert node_failure.goes_on(folder, "78") == ""
-
-
-@pytest.mark.parametrize(("spares", "replaced"), [(1, "n2"), (0, "")])
-def test_a_node_with_a_gpu_error_is_replaced_or_left_out_of_the_next_start(
-    spares: int, replaced: str, folder: Path, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The node still answers; the errors of the other ranks are no reason."""
-    every, requeued = ["n1", "n2", "n3"][: 2 + spares], []
-    monkeypatch.setattr(client, "hostnames", lambda _: list(every))
-    monkeypatch.setattr(client, "call", lambda *_, **__: " NodeList=n Requeue=0")
-    monkeypatch.setattr(node_failure, "unreachable", lambda _: [])
-    monkeypatch.setattr(node_failure, "requeue", lambda *_, **wishes: requeued.append(wishes["without"]))
-    ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=0)
-    ledger.note(folder, "nodes", "78", chosen=["n1", "n2"], left_out={})
-    xid = "n2: [18.4] NVRM: Xid (PCI:0000:1b:00): 79, pid=8, GPU has fallen off the bus."
-    (folder / "run.log").write_text(f"START a\n[rank1]: torch.distributed.DistBackendError: NCCL error\n{xid}\n")
-    outcome = attempt.end(folder, 1, {"SLURM_JOB_ID": "78", "SLURM_JOB_NODELIST": "n"})
-    assert (outcome.status, outcome.exclude, xid in outcome.evidence) == ("GPU error", "n2", True)
-    assert known_status(folder) == outcome
-    assert node_failure.goes_on(folder, "78") == replaced and node_failure.lost_nodes(folder, "78") == ["n2"]
-    assert requeued == ([] if replaced else [["n2"]])
-
-
-def test_starts_that_a_spare_repeats_are_not_failures_of_the_run(folder: Path) -> None:
-    for _ in range(5):
-        ledger.note(folder, "started", "79", nodes="n", iteration=0, restarts=0)
-        ledger.note(folder, "ended", "79", status="crashed", evidence="")
-        ledger.note(folder, "replaced", "79", nodes=["n2"], iteration=0)
-    assert attempt.blocked(folder) == ""
-    for _ in range(3):
-        trained(folder, "79")
-    assert attempt.blocked(folder)
-
-
-def test_a_job_that_goes_on_with_a_spare_still_holds_the_folder(folder: Path, slurm: dict[str, str]) -> None:
-    trained(folder, "77")
-    ledger.note(folder, "replaced", "77", nodes=["n2"], iteration=0)
-    slurm["77"] = "RUNNING"
-    assert attempt.begin(folder, ME) == "stop: job 77 trains here"
+    assert nodes.lost_nodes(folder, "78") == [], "requeued, it has other nodes"
+    assert nodes.goes_on(folder, "78") == ""

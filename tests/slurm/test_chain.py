@@ -6,23 +6,17 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from slurm_cluster import REQUEST, SITE, plan
-from support import small_plan
 
 from trilane.cli.app import main
 from trilane.config.batch_rampup import Ramp
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Plan, read_plan
+from trilane.config.plan import Plan
 from trilane.config.training import Run
-from trilane.slurm import attempt, chain, client, jobs, ledger, sites
+from trilane.slurm import chain, sites
 from trilane.slurm.preflight import check_job, refused
 from trilane.slurm.sites import JobRequest
-from trilane.workspace.checkpoints import name_of
-from trilane.workspace.status import read_status
-
-JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
 
 
 def gpt_1b3(gbs: int, **topology: int) -> Plan:
@@ -107,14 +101,6 @@ def test_links_load_one_another_and_may_name_the_stage_of_96_themselves(tmp_path
     assert made == chain.links(gpt_1b3(128), chain.parse_stages("32:8:1,64:16:1,128:32:1"), tmp_path)
 
 
-def test_no_ramp_of_equal_steps_skips_96_alone() -> None:
-    """Why the chain falls back instead: each ramp from 32 that passes 64 and 128 also passes 96, or a size below 64."""
-    for increment in range(1, 481):
-        if 480 % increment == 0:
-            sizes = set(range(32, 513, increment))
-            assert not {32, 64, 128, 512} <= sizes or 96 in sizes
-
-
 def test_a_batch_that_no_stage_can_share_out_is_refused_by_its_size(tmp_path: Path) -> None:
     p = gpt_1b3(128)
     p = replace(p, run=replace(p.run, ramp=Ramp(start=32, increment=16, samples=64_000)))
@@ -139,105 +125,6 @@ def test_bad_stages_are_one_line(stages: str, message: str, tmp_path: Path) -> N
         chain.links(gpt_1b3(128), chain.parse_stages(stages), tmp_path)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    made = chain.create(tmp_path / "chain", plan("long", tmp_path / "data"), [], SITE, REQUEST)
-    return made[0]
-
-
-def at(folder: Path, iteration: int) -> None:
-    (folder / "steps.jsonl").write_text("".join(f'{{"iteration": {n + 1}}}\n' for n in range(iteration)))
-
-
-def newest(folder: Path, iteration: int) -> None:
-    (folder / "checkpoints" / name_of(iteration)).mkdir(parents=True)
-    (folder / "checkpoints/latest").write_text(f"{name_of(iteration)}\n")
-
-
-def test_a_link_with_nothing_left_to_do_ends_before_it_begins(folder: Path) -> None:
-    at(folder, 4)
-    assert attempt.begin(folder, JOB).startswith("stop: done: iteration 4 of 4")
-    assert not ledger.events(folder, "started")
-
-
-def test_the_stop_switch_keeps_every_later_link_from_starting(folder: Path) -> None:
-    (folder / "stop").touch()
-    said = attempt.begin(folder, JOB)
-    assert said.startswith("stop: ") and str(folder / "stop") in said
-    (folder / "stop").unlink()
-    assert attempt.begin(folder, JOB) == "go: from the beginning"
-
-
-def test_the_same_early_failure_three_times_ends_the_chain_and_a_new_submission_begins_again(folder: Path) -> None:
-    for _ in range(3):
-        assert attempt.begin(folder, JOB).startswith("go: ")
-        (folder / "run.log").write_text("RuntimeError: no such disk\n")
-        assert attempt.end(folder, 1, JOB).status == "crashed"
-    said = "stop: 3 attempts did not get beyond iteration 0: crashed: RuntimeError: no such disk"
-    assert attempt.begin(folder, JOB) == said
-    ledger.note(folder, "submitted", "8", site="test", script="")
-    assert attempt.begin(folder, JOB) == "go: from the beginning"
-
-
-def test_an_attempt_that_saved_nothing_is_put_aside_whole_and_nothing_is_lost(folder: Path) -> None:
-    for number in (1, 2):
-        attempt.begin(folder, JOB)
-        at(folder, number)
-        (folder / "run.log").write_text(f"RuntimeError: {number}\n")
-        attempt.end(folder, 1, JOB)
-    attempt.begin(folder, JOB)
-    kept = [(folder / f"attempts/{n}/run.log").read_text() for n in (1, 2)]
-    assert kept == ["RuntimeError: 1\n", "RuntimeError: 2\n"]
-    assert read_status(folder / "attempts/2").evidence == "RuntimeError: 2"
-    assert not (folder / "run.log").exists() and not (folder / "status.json").exists()
-
-
-def test_an_attempt_goes_on_in_its_log_where_a_checkpoint_is_and_only_its_own_end_counts(folder: Path) -> None:
-    attempt.begin(folder, JOB)
-    newest(folder, 2)
-    (folder / "run.log").write_text("START a\nCUDA out of memory. Tried to allocate 2.00 GiB\n")
-    assert attempt.end(folder, 1, JOB).status == "OOM"
-    assert attempt.begin(folder, JOB) == "go: from iter_0000002"
-    with (folder / "run.log").open("a") as log:
-        log.write("START b\nValueError: gbs\n")
-    assert attempt.end(folder, 1, JOB).evidence == "ValueError: gbs"
-
-
-def test_a_link_waits_for_the_stage_before_it(tmp_path: Path) -> None:
-    p = small_plan("ramp", train_iters=12, gbs=24)
-    p = replace(p, cluster=replace(p.cluster, gpus_per_node=2, max_nodes=4))
-    p = replace(p, run=replace(p.run, ramp=Ramp(start=8, increment=8, samples=64), save_interval=2))
-    one, two = chain.create(tmp_path / "c", p, chain.parse_stages("8:1:2,24:2:2"), SITE, REQUEST)
-    said = attempt.begin(two, JOB)
-    assert said.startswith("stop: ramp-1-n1") and "0 of 6" in said
-    at(one, 6)
-    newest(one, 4)
-    said = attempt.begin(two, JOB)
-    assert said.startswith("stop: ramp-1-n1") and "6 of 6" in said and "iter_0000004" in said
-    newest(one, 6)
-    assert attempt.begin(two, JOB) == "go: from the beginning"
-
-
-def test_a_last_save_that_was_cut_off_leaves_something_to_do(folder: Path) -> None:
-    p = read_plan(folder / "plan.json")
-    (folder / "plan.json").write_text(json.dumps(replace(p, run=replace(p.run, save_interval=2)).to_json()))
-    at(folder, 4)
-    newest(folder, 2)
-    assert attempt.begin(folder, JOB) == "go: from iter_0000002"
-    newest(folder, 4)
-    assert attempt.begin(folder, JOB).startswith("stop: done: iteration 4 of 4")
-
-
-def test_a_folder_in_which_another_job_trains_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt.begin(folder, {"SLURM_JOB_ID": "6"})
-    known = {"6": client.JobState(id="6", state="RUNNING")}
-    monkeypatch.setattr(client, "states", lambda ids: {job: known[job] for job in ids})
-    assert attempt.begin(folder, JOB) == "stop: job 6 trains here"
-    assert attempt.begin(folder, {"SLURM_JOB_ID": "6"}).startswith("go: "), "the same job, requeued"
-    known["6"] = client.JobState(id="6", state="NODE_FAIL")
-    assert attempt.begin(folder, JOB).startswith("go: ")
-
-
 def test_the_command_shows_what_each_link_costs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(gpt_1b3(128).to_json()))
     command = [
@@ -258,19 +145,3 @@ def test_the_command_shows_what_each_link_costs(tmp_path: Path, capsys: pytest.C
     assert [j["verdict"] for j in json.loads(capsys.readouterr().out.split("\n", 1)[1])["jobs"]] == ["not submitted"]
     assert main([*command, "--account", "xyz@v100"]) == 2
     assert "exists; take a new one" in capsys.readouterr().err
-
-
-def test_a_run_here_is_submitted_by_the_same_call(folder: Path) -> None:
-    """At site `local` (the launcher itself is tested elsewhere): refused where more than one node is needed."""
-    from trilane.slurm.sites import site
-
-    with pytest.raises(ValueError, match=r"^tp x pp x dp=4: one machine starts at most the 2 processes"):
-        jobs.submit(folder, site("local"), REQUEST)
-
-
-def test_a_link_of_a_chain_costs_its_own_iterations(tmp_path: Path) -> None:
-    """Iterations 31 to 90, of a minute each, on four GPUs: four GPU-hours."""
-    p = plan("one", tmp_path, nodes=2)
-    assert p.topology.gpus == 4
-    part = replace(p, run=replace(p.run, train_iters=100, start_iteration=30, exit_iteration=90, load="before"))
-    assert chain.gpu_hours(part, 60.0) == pytest.approx(4.0)

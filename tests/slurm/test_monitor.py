@@ -10,7 +10,7 @@ from slurm_cluster import plan, run_folder
 from webhook_receiver import SECRET, Receiver
 
 from trilane.cli.app import main
-from trilane.slurm import client, ledger, monitor
+from trilane.slurm import client, jobs, ledger, monitor
 
 
 @pytest.fixture
@@ -68,23 +68,22 @@ def test_a_watch_sends_what_a_person_should_know_once(
     assert {(body["run"], body["job"]) for body in receiver.bodies} == {("one", "77")}
 
 
-def test_what_a_log_says_can_neither_command_slack_nor_fill_a_screen(receiver: Receiver) -> None:
-    said = "<!channel> <http://evil|click> & \x1b[2J\u202e\r\n" + "x" * 5000
-    assert monitor.post(receiver.url, "died", "one", "77", said) == ""
-    (text,) = receiver.texts()
-    assert "&lt;!channel&gt; &lt;http://evil|click&gt; &amp;" in text and "<" not in text
-    assert text.isprintable() and len(text) < 700
-
-
-@pytest.mark.parametrize("answer", [500, "hang", "drip", "nonsense", "refuse"])
-def test_a_webhook_that_does_not_answer_never_holds_up_and_its_secret_is_not_shown(
-    answer: int | str, receiver: Receiver
+@pytest.mark.parametrize("answer", [200, 500, "hang", "nonsense", "refuse"])
+def test_an_alert_that_fails_shows_no_secret_and_no_log_commands_slack(
+    answer: int | str, receiver: Receiver, folder: Path, state: dict[str, str]
 ) -> None:
     receiver.answer, begin = answer, time.monotonic()
-    url = f"http://127.0.0.1:9/{SECRET}" if answer == "refuse" else receiver.url
-    problem = monitor.post(url, "died", "one", "77", "it died", within_s=0.3)
-    assert problem.startswith("alert 'died' of one not sent: ") and time.monotonic() - begin < 2
-    assert SECRET not in problem and "127.0.0.1" not in problem
+    url, said = (
+        f"http://127.0.0.1:9/{SECRET}" if answer == "refuse" else receiver.url,
+        "<!channel> & \u202e" + "x" * 5000,
+    )
+    problem = monitor.post(url, "died", jobs.job_status([folder])[0], said, within_s=0.3)
+    assert time.monotonic() - begin < 2 and SECRET not in problem and "127.0.0.1" not in problem
+    assert problem.startswith("" if answer == 200 else "alert 'died' of one not sent: ") and bool(problem) is (
+        answer != 200
+    )
+    for text in receiver.texts():
+        assert text.startswith("&lt;!channel&gt; &amp;") and text.isprintable() and len(text) < 700
 
 
 @pytest.mark.parametrize("url", ["ftp://host/SECRET", "file:///SECRET"])

@@ -1,10 +1,11 @@
-"""On a real SLURM: a plan submitted, watched, cancelled, refused; what SLURM refuses is one line."""
+"""On a real SLURM: plans trained by jobs, chains and sweeps; signals, outages, killed submissions, looks inside."""
 
-import getpass
+import contextlib
 import json
 import os
-import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -13,29 +14,74 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slurm_cluster import REQUEST, SITE, Cluster, ended, losses, one, plan, run_folder, says
-from support import plant_modules, wait_until
+import slurm_cluster
+from slurm_cluster import (
+    PATIENCE_S,
+    REQUEST,
+    SITE,
+    Cluster,
+    allow,
+    ended,
+    lead,
+    losses,
+    one,
+    pace,
+    plan,
+    run_folder,
+    says,
+    send,
+)
+from support import REPOSITORY, plant_modules, wait_until
 from test_script import PRESETS, recorded
 
 from trilane.cli.app import main
-from trilane.slurm import client, copies, jobs, ledger, monitor, sweep
+from trilane.config.batch_rampup import Ramp
+from trilane.config.plan import Plan
+from trilane.launch import local
+from trilane.logs.run import read_log
+from trilane.report import notebook
+from trilane.slurm import chain, client, copies, jobs, ledger, monitor, script, sweep
 from trilane.slurm.checks import REFUSAL
-from trilane.slurm.nodes.exclusion import exclude
 from trilane.slurm.preflight import check_job
 from trilane.utils.validation import to_mapping
 from trilane.workspace import installation
+from trilane.workspace import run_folder as attempts
+from trilane.workspace.checkpoints import FOLDER, latest
+from trilane.workspace.study import Study
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+import submit_races
+
+ASKED = ["--account", "xyz@a100", "--time-limit", "00:10:00", "--signal-s", "60", "--no-preflight", "--json"]
+LONG = 30  # iterations, which a test lets the training begin one by one or many at once, to act in the middle
 
 
 @pytest.fixture
-def sleeper(cluster: Cluster, tmp_path: Path) -> Path:
-    """A run folder whose script sleeps instead of training."""
-    folder = run_folder(tmp_path, plan("sleeper", tmp_path.parent / "data"))
-    script = (folder / "job.sbatch").read_text()
-    (folder / "job.sbatch").write_text(
-        script[: script.index("set -euo")] + "set -euo pipefail\n"
-        "srun --kill-on-bad-exit=1 bash -c 'trap \"touch save\" USR1; sleep 300'\n"
-    )
+def site(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The cluster's site as a file."""
+    path = tmp_path_factory.mktemp("site") / "test.json"
+    path.write_text(json.dumps(to_mapping(SITE)))
+    return str(path)
+
+
+def sleeping(folder: Path) -> Path:
+    """The run folder with a script that sleeps instead of training."""
+    text = (folder / "job.sbatch").read_text()
+    sleep = "set -euo pipefail\nsrun --kill-on-bad-exit=1 bash -c 'trap \"touch save\" USR1; sleep 300'\n"
+    (folder / "job.sbatch").write_text(text[: text.index("set -euo")] + sleep)
     return folder
+
+
+def one_process_a_node(p: Plan) -> Plan:
+    """The plan on nodes of one process each: what many nodes do, at the cost of few processes."""
+    return replace(p, cluster=replace(p.cluster, gpus_per_node=1, cores_per_node=1))
+
+
+def alone(p: Plan, root: Path) -> list[float]:
+    """The losses of the same run on one process of this machine, from beginning to end without a break."""
+    folder = run_folder(root, replace(p, label="alone", topology=replace(p.topology, dp=1)))
+    assert local.train_local(folder, show_progress=False).status == "completed"
+    return losses(folder)
 
 
 def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_submitted(
@@ -48,10 +94,9 @@ def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_subm
     monkeypatch.setenv("PYTHONPATH", str(installed))
     request = replace(REQUEST, environment=sys.prefix)
     folder = run_folder(tmp_path, plan("two", tmp_path.parent / "data"), request)
-    script = (folder / "job.sbatch").read_text()
-    (folder / "job.sbatch").write_text(
-        script.replace("set -", f"#SBATCH --export=NONE\nexport PYTHONPATH={installed}\nset -", 1)
-    )
+    text = (folder / "job.sbatch").read_text()
+    export = f"#SBATCH --export=NONE\nexport PYTHONPATH={installed}\nset -"
+    (folder / "job.sbatch").write_text(text.replace("set -", export, 1))
     job = jobs.submit(folder, SITE, request, ["--hold"])
     (installed / "trilane/__init__.py").write_text("raise ImportError('the installed code has changed')\n")
     client.call(["scontrol", "release", job])
@@ -59,205 +104,375 @@ def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_subm
     assert (found.id, found.state, found.status) == (job, "COMPLETED", "completed"), says(folder)
     assert (found.iteration, found.iterations, found.nodes) == (4, 4, "jz-a100-[1-2]")
     assert len(losses(folder)) == 4 and losses(folder)[-1] < losses(folder)[0]
-    events = [e["event"] for e in ledger.events(folder)]
-    assert events == ["submitted", "started", "ended"]
-    script = (folder / "job.sbatch").read_text()
-    assert ledger.events(folder, "submitted")[0]["script"] == ledger.fingerprint(script)
+    assert [e["event"] for e in ledger.events(folder)] == ["submitted", "started", "ended"]
     codes = {e["code"] for e in ledger.events(folder, "submitted", "started")}
     assert codes == {path.name for path in (folder / "code").iterdir()}
-    assert f" code {codes.pop()}\n" in (folder / "run.log").read_text().splitlines(keepends=True)[0]
     # what remains once squeue forgot it
-    wait_until(lambda: client._accounted([job])[job].state == "COMPLETED", 60, "accounting")
+    wait_until(lambda: bool(client._accounted([job])), 60, "accounting")
     with pytest.raises(ValueError, match=r"^run folder=.*: holds a completed run; take a new one$"):
         jobs.submit(folder, SITE, REQUEST)
 
 
-def test_a_job_whose_environment_is_missing_says_so(cluster: Cluster, tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, plan("early", tmp_path.parent / "data"))
-    script = (folder / "job.sbatch").read_text()
-    (folder / "job.sbatch").write_text(script.replace("VENV=", "unset TRILANE_VENV\nVENV=/nowhere #"))
-    job = jobs.submit(folder, SITE, REQUEST)
-    found = ended(folder)
-    assert (found.id, found.state, found.status) == (job, "FAILED", "crashed")
-    assert found.evidence.startswith(f"slurm-{job}.out: ") and "/nowhere/bin/activate: No such file" in found.evidence
-    assert "/nowhere/bin/activate" in jobs.logs(folder)[-1]
-
-
-def test_deepspeeds_own_launcher_trains_from_a_hostfile_of_the_allocation(cluster: Cluster, tmp_path: Path) -> None:
-    request = replace(REQUEST, launcher="deepspeed")
-    p = plan("ds", tmp_path.parent / "data", dp=4, zero=1, engine="deepspeed-zero")
-    folder = run_folder(tmp_path, p, request)
-    job = jobs.submit(folder, SITE, request)
-    found = ended(folder)
-    assert (found.state, found.status, found.iteration) == ("COMPLETED", "completed", 4), says(folder)
-    lines = (folder / f"ranks/hostfile-{job}").read_text().splitlines()
-    assert lines == [f"{host} slots=2" for host in client.hostnames(found.nodes)]
-
-
-def test_sbatch_accepts_every_script_of_every_site(cluster: Cluster, tmp_path: Path) -> None:
+def test_sbatch_accepts_every_script_of_every_site_and_the_check_refuses_what_it_does_not(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     """Of every site whose partitions and features this cluster has."""
     for name in [name for name in PRESETS if name.startswith(("generic", "jean-zay"))]:
         for file, text in recorded(name).items():
             if "everything" not in file:  # which names a reservation and nodes that are not here
                 (tmp_path / file).write_text(text)
                 client.test_only(tmp_path / file)
-    with pytest.raises(client.SlurmError, match="Invalid job array"):
-        client.test_only(tmp_path / "sweep-jean-zay-a100.sbatch", "--array=1-20001")  # MaxArraySize=20001
-
-
-@pytest.mark.parametrize(
-    ("wish", "says"),
-    [
-        ({"partition": "gpu_p4"}, "Invalid partition name specified"),
-        ({"constraint": "b200"}, "Invalid feature specification"),
-        ({"account": "abc@a100"}, "Invalid account or account/partition combination specified"),
-        ({"qos": "qos_gpu_a100-t9"}, "Invalid qos specification"),
-        ({"time_limit": "1000:00:00"}, "time limit"),
-        ({"reservation": "hug"}, "reservation"),
-        ({"exclude": "jz-a100-[1-51]"}, "Requested node configuration is not available"),
-    ],
-)
-def test_the_guard_refuses_what_slurm_would_refuse(wish: dict, says: str, cluster: Cluster, tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, plan("two", tmp_path.parent / "data"), replace(REQUEST, **wish))
     p = plan("two", tmp_path.parent / "data")
-    found = [f for f in check_job(p, SITE, REQUEST, folder) if f.rule == "sbatch"]
-    assert [f.level for f in found] == [REFUSAL] and says.lower() in found[0].message.lower()
+    for wish, words in (
+        ({"partition": "gpu_p4"}, "invalid partition name specified"),
+        ({"account": "abc@a100"}, "invalid account or account/partition combination specified"),
+        ({"exclude": "jz-a100-[1-51]"}, "requested node configuration is not available"),
+    ):
+        folder = run_folder(tmp_path / words, p, replace(REQUEST, **wish))
+        found = [f for f in check_job(p, SITE, REQUEST, folder) if f.rule == "sbatch"]
+        assert [f.level for f in found] == [REFUSAL] and words in found[0].message.lower()
 
 
-def test_the_commands_submit_show_and_cancel(sleeper: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    site = tmp_path / "test.json"
-    site.write_text(json.dumps(to_mapping(SITE)))
-    command = [str(sleeper), "--site", str(site), "--account", "xyz@a100", "--json"]
+def test_the_commands_submit_show_and_cancel(
+    cluster: Cluster, site: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = sleeping(run_folder(tmp_path, plan("sleeper", tmp_path.parent / "data")))
+    command = [str(folder), "--site", site, "--account", "xyz@a100", "--json"]
     assert main(["slurm", "submit", *command, "--dry-run"]) == 0
     assert json.loads(capsys.readouterr().out)["submitted"] == {}
     assert main(["slurm", "submit", *command]) == 0
-    job = json.loads(capsys.readouterr().out)["submitted"][str(sleeper)]
-    wait_until(lambda: one(sleeper).state == "RUNNING", 60, "running")
-    assert main(["slurm", "status", str(sleeper), "--json"]) == 0
+    job = json.loads(capsys.readouterr().out)["submitted"][str(folder)]
+    wait_until(lambda: one(folder).state == "RUNNING", 60, "running")
+    assert main(["slurm", "status", str(folder), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["jobs"][0]
     assert (shown["id"], shown["verdict"], shown["nodes"]) == (job, "running", "jz-a100-[1-2]")
     with pytest.raises(ValueError, match=rf"^run folder=.*: has job {job} already"):
-        jobs.submit(sleeper, SITE, REQUEST)
-    assert main(["slurm", "cancel", str(sleeper), "--json"]) == 0
+        jobs.submit(folder, SITE, REQUEST)
+    assert main(["slurm", "cancel", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"cancelled": [job]}
-    found = ended(sleeper)
+    found = ended(folder)
     assert (found.state, found.status, found.evidence) == ("CANCELLED", "cancelled", "SLURM: CANCELLED")
-    assert main(["slurm", "status", str(sleeper)]) == 1
-    assert " CANCELLED " in capsys.readouterr().out
-
-
-def test_a_job_that_waits_says_why(sleeper: Path) -> None:
-    job = jobs.submit(sleeper, SITE, REQUEST, ["--begin=now+1hour"])
-    wait_until(lambda: one(sleeper).reason == "BeginTime", 30, "reason")
-    assert (one(sleeper).state, one(sleeper).status) == ("PENDING", "waiting")
-    assert jobs.cancel([sleeper]) == [job]
+    assert main(["slurm", "status", str(folder)]) == 1
 
 
 def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(cluster: Cluster, tmp_path: Path) -> None:
     """All of the script up to the training; a sweep reads the path of its runs from a file."""
-    names = ["-rf $(touch x) `touch x` {a,b}*", 'it\'s a "quote";touch x', "é数 && touch x & touch x | touch x"]
-    for name in names:
-        sweep.create(tmp_path / name, [plan("one", tmp_path.parent / "data", nodes=1).to_json()], SITE, REQUEST)
-    traces = [plant_modules(tmp_path / name / "runs/one") for name in names]
-    for where, end in (("runs/one/job.sbatch", ""), ("sweep-1x2.sbatch", "_1")):  # one job at a time in a folder
-        wanted = {}
-        for name in names:
-            script = tmp_path / name / where
-            text = script.read_text()
-            script.write_text(text[: text.index("# a small corpus is tokenized")] + "pwd\n")
-            wanted[client.sbatch(script) + end] = script.parent
-        wait_until(
-            lambda ids=list(wanted): all(s.has_ended for s in client.states(ids).values()), 120, "end of the jobs"
-        )
-        for name, (job, folder) in zip(names, wanted.items(), strict=True):
-            text = (folder / f"slurm-{job}.out").read_text()
-            assert text == f"go: from the beginning\n{tmp_path / name / 'runs/one'}\n"
-    assert not any(trace.exists() for trace in traces)
-    assert not list(tmp_path.rglob("x")) and {p.name for p in tmp_path.iterdir()} == set(names)
+    root = tmp_path / '-rf $(touch x) `touch x` {a,b}* it\'s a "quote";touch x && é数 | touch x'
+    (run,) = sweep.create(root, [plan("one", tmp_path.parent / "data", nodes=1).to_json()], SITE, REQUEST)
+    trace = plant_modules(run)
+    for path, end in ((run / "job.sbatch", ""), (root / "sweep-1x2.sbatch", "_1")):  # one job at a time in a folder
+        text = path.read_text()
+        path.write_text(text[: text.index("# a small corpus is tokenized")] + "pwd\n")
+        job = client.sbatch(path) + end
+        wait_until(lambda job=job: client.states([job])[job].has_ended, 120, "end of the job")
+        assert (path.parent / f"slurm-{job}.out").read_text() == f"go: from the beginning\n{run}\n"
+    assert not trace.exists() and not list(tmp_path.rglob("x")) and list(tmp_path.iterdir()) == [root]
 
 
-def test_a_run_of_an_array_is_looked_into(cluster: Cluster, sleeper: Path) -> None:
-    """`srun --jobid=6_1` is "Invalid numeric value"."""
-    array = client.sbatch(sleeper / "job.sbatch", "--array=1-2")
-    try:
-        wait_until(lambda: client.states([f"{array}_1"])[f"{array}_1"].state == "RUNNING", 120, "running")
-        assert client.raw_id(f"{array}_1") not in (array, f"{array}_1")
-        assert cluster.do("run", *monitor.attach(f"{array}_1", "memory")).count("== ") == 2
-    finally:
-        client.cancel([array])
+@pytest.mark.parametrize(
+    "how",
+    ["kill -9 $PPID", 'kill -9 $PPID; sleep 0.3; "$real" "$@"', '"$real" "$@"; kill -9 $PPID'],
+    ids=["before sbatch", "while sbatch asks", "before the answer"],
+)
+def test_a_killed_submission_leaves_one_job(
+    how: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "SETTLE_S", 2.0)
+    folder = submit_races.held_run(tmp_path, "run")
+    with submit_races.changed_sbatch(tmp_path, how):
+        assert submit_races.together([lambda: jobs.submit(folder, SITE, REQUEST)]) == 0
+    submit_races.together([lambda: jobs.submit(folder, SITE, REQUEST)])
+    (job,) = submit_races.jobs_of(folder)
+    assert ledger.job_ids(folder) == [job] == jobs.cancel([folder])
 
 
-def test_a_dead_node_joins_those_that_a_waiting_job_avoids(sleeper: Path) -> None:
-    job = client.sbatch(sleeper / "job.sbatch", "--begin=now+1hour", "--exclude=jz-a100-[1-2]")
-    exclude(job, ["jz-a100-3"])
-    found = re.findall(r"ExcNodeList=(\S+)", client.call(["scontrol", "show", "job", job]))
-    assert [client.hostnames(nodes) for nodes in found] == [["jz-a100-1", "jz-a100-2", "jz-a100-3"]]
-    with pytest.raises(ValueError, match=r"^job=999999: SLURM has no such job$"):
-        client.cancel([job, "999999"])
-    assert client.owners([job, "999999"]) == {job: getpass.getuser()}
+def test_of_submissions_and_of_jobs_at_once_one_is_made_or_begins(cluster: Cluster, tmp_path: Path) -> None:
+    trial = submit_races.race_trial(submit_races.held_run(tmp_path, "submit"), 4)
+    assert len(trial.jobs) == trial.successes == 1 and trial.recorded == trial.jobs
+    ids = submit_races.running_jobs(tmp_path, 3)
+    trial = submit_races.begin_trial(submit_races.held_run(tmp_path, "begin"), ids)
+    assert len(trial.jobs) == trial.successes == 1
+    client.cancel(ids)
+
+
+def test_sigusr1_saves_and_the_next_link_goes_on_with_the_same_losses(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal that SLURM sends some minutes before the limit; then the job is ended, as it is at the limit."""
+    p = one_process_a_node(plan("long", tmp_path.parent / "data", nodes=1, iters=LONG, gbs=8, dp=1))
+    unbroken = alone(p, tmp_path)
+    (folder,) = chain.create(tmp_path / "chain", p, [], SITE, REQUEST)
+    pace(monkeypatch)
+    allow(folder, 5)
+    first, second = chain.submit(tmp_path / "chain", SITE, times=2)
+    wait_until(lambda: attempts.iteration(folder) >= 5, PATIENCE_S, says(folder))
+    assert one(folder).waiting == 1 and client.states([second])[second].reason == "Dependency"
+    send(first, "USR1")
+    lead(folder, lambda: latest(folder / FOLDER) is not None, "checkpoint")
+    at = int(latest(folder / FOLDER).name.removeprefix("iter_"))
+    allow(folder, at + 2)
+    wait_until(lambda: attempts.iteration(folder) > at, 60, "iteration after the signal: torchrun died of it")
+    client.cancel([first])
+    wait_until(lambda: one(folder).id == second, PATIENCE_S, "second link")
+    allow(folder, LONG)
+    found = ended(folder)
+    assert (found.id, found.status, found.iteration) == (second, "completed", LONG), says(folder)
+    begun = ledger.events(folder, "started")
+    assert [e["id"] for e in begun] == [first, second] and LONG > begun[1]["iteration"] >= at >= 5
+    assert losses(folder) == pytest.approx(unbroken, abs=1e-5)
+
+
+def test_three_links_on_1_2_and_1_nodes_follow_the_ramp_with_the_losses_of_one_run(
+    cluster: Cluster, site: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """As many replicas for batches of 8, 16 and 24."""
+    p = one_process_a_node(plan("ramp", tmp_path.parent / "data", nodes=1, iters=9, mbs=1, gbs=24, dp=1))
+    p = replace(p, run=replace(p.run, ramp=Ramp(start=8, increment=8, samples=72)))
+    (tmp_path / "plan.json").write_text(json.dumps(p.to_json()))
+    folder, asked = str(tmp_path / "chain"), ["--site", site, *ASKED]
+    stages = ["--stages", "8:1:1,16:2:1,24:1:1"]
+    assert main(["slurm", "chain", "create", str(tmp_path / "plan.json"), folder, *asked, *stages]) == 0
+    capsys.readouterr()
+    assert main(["slurm", "chain", "submit", folder, *asked]) == 0
+    ids = json.loads(capsys.readouterr().out)["submitted"]
+    paths = chain.stages_of(Path(folder))
+    found = [ended(path) for path in paths]
+    assert [(j.id, j.status) for j in found] == [(i, "completed") for i in ids], says(paths[0]) + says(paths[1])
+    assert [len(client.hostnames(j.nodes)) for j in found] == [1, 2, 1]
+    joined = [loss for path in paths for loss in losses(path)]
+    assert len(joined) == 9 and joined == pytest.approx(alone(p, tmp_path), abs=1e-5)
+    assert chain.submit(Path(folder), SITE) == []
+
+
+def test_a_running_job_is_looked_into_and_the_watcher_reports_its_stall_and_its_death(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Four ranks on two nodes do nothing, as in a hang; the job keeps all its resources."""
+    folder = run_folder(tmp_path, plan("hanging", tmp_path.parent / "data"))
+    head, _, _ = (folder / "job.sbatch").read_text().partition("\n  srun ")
+    ranks = 'for local in 0 1; do RANK=$((2 * SLURM_NODEID + local)) python -c "import time; time.sleep(600)" '
+    ranks += "trilane.engine plan.json & done; wait"
+    step = f"{head}\nsrun --kill-on-bad-exit=1 bash -c 'trap \"\" USR1\n{ranks}'\nexit\ndone\n"
+    (folder / "job.sbatch").write_text(step)
+    job = jobs.submit(folder, SITE, REQUEST)
+    wait_until(lambda: "START" in says(folder), PATIENCE_S, f"start: {says(folder)}")
+    hosts, look = client.hostnames(one(folder).nodes), ["run", *monitor.attach(job, "processes")]
+    wait_until(lambda: cluster.do(*look).count(" rank ") == 4, 120, "ranks")
+    said = cluster.do(*look)
+    assert all(f"== {hosts[r // 2]} rank {r} pid" in said for r in range(4))
+    assert cluster.do("run", *monitor.attach(job, "memory")).count("== ") == 2
+    assert main(["debug", "capture", str(folder), "--job", job, "--what", "hostfile"]) == 0
+    assert capsys.readouterr().out == f"{hosts[0]} slots=2\n{hosts[1]} slots=2\n"
+    lines = list(monitor.watch([folder], every_s=0.2, seconds=1, stall_s=0.3))
+    assert lines[0].startswith(f"hanging: job {job} RUNNING jz-a100-[")
+    assert len(lines) == 2 and lines[1].startswith("hanging: STALLED: no iteration for ")
     client.cancel([job])
-
-
-def test_a_job_of_somebody_else_is_left_alone(sleeper: Path) -> None:
-    if getpass.getuser() != "root":
-        pytest.skip("only root can submit for somebody else")
-    command = ["sbatch", "--parsable", "--uid=nobody", "--account=xyz@a100", "--chdir=/tmp", "--output=/dev/null"]
-    held = [*command, "--hold", "--wrap", "sleep 60"]  # nobody may not read the script, so it would fail at its start
-    done = subprocess.run(held, capture_output=True, text=True, check=True)
-    other = done.stdout.strip()
-    ledger.note(sleeper, "submitted", other, site="test", script="")
-    try:
-        with pytest.raises(ValueError, match=rf"^job={other}: belongs to user nobody, not to you$"):
-            client.cancel([other])
-        assert client.call(["squeue", "-h", "-j", other, "-o", "%T"]).strip() == "PENDING"
-    finally:
-        subprocess.run(["scancel", other], check=True)
-
-
-@pytest.mark.parametrize("job", ["1; id", "-1", "$(id)", "", "1 2", "a", "1_", "--user=root", "1\n2"])
-def test_what_is_no_job_id_never_reaches_slurm(job: str) -> None:
-    for call in (client.states, client.cancel):
-        with pytest.raises(ValueError, match=r"^job="):
-            call([job])
-
-
-def test_a_job_that_slurm_does_not_know_is_one_line(cluster: Cluster) -> None:
-    with pytest.raises(ValueError, match=r"^job=999999: SLURM has no such job$"):
-        client.cancel(["999999"])
-    assert client.states(["999999"])["999999"].state == client.FORGOTTEN
+    wait_until(lambda: one(folder).state == "CANCELLED", 60, "cancelled")
+    said = list(monitor.watch([folder], every_s=0.2, seconds=60))
+    assert said == [f"hanging: job {job} CANCELLED {one(folder).nodes}: DIED: cancelled SLURM: CANCELLED"]
 
 
 def test_a_controller_that_is_away_is_waited_for_and_nothing_is_submitted_twice(
-    cluster: Cluster, sleeper: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "DELAYS_S", (0.2, 0.5, 1.0, 2.0, 4.0, 8.0))
-    pid = int((Path(cluster.env["LOCAL_SLURM_DIR"]) / "run/slurmctld.pid").read_text().split()[0])
-    os.kill(pid, 9)
+    folder = sleeping(run_folder(tmp_path, plan("sleeper", tmp_path.parent / "data")))
+    os.kill(cluster.controller(), 9)
     back = threading.Timer(1, cluster.start)
     back.start()
-    job = client.sbatch(sleeper / "job.sbatch")
+    job = client.sbatch(folder / "job.sbatch")
     back.join()
     listed = client.call(["squeue", "-h", "-t", "all", "-o", "%i %Z"]).splitlines()
-    assert [line for line in listed if line.endswith(f" {sleeper}")] == [f"{job} {sleeper}"]
+    assert [line for line in listed if line.endswith(f" {folder}")] == [f"{job} {folder}"]
     client.cancel([job])
 
 
-def test_a_controller_that_stays_away_is_one_clear_line(
-    sleeper: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+def test_without_the_controller_status_is_the_ledgers_and_nothing_is_submitted_or_cancelled(
+    cluster: Cluster, site: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(client, "DELAYS_S", (0.1, 0.1))
-    conf = Path(os.environ["SLURM_CONF"]).read_text().replace("SlurmctldPort=", "MessageTimeout=2\nSlurmctldPort=1#")
-    (tmp_path / "slurm.conf").write_text(conf)
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    ledger.note(sleeper, "submitted", "1", site="test", script="")
-    begin = time.monotonic()
-    assert main(["slurm", "status", str(sleeper)]) == 75
-    why, line = capsys.readouterr().out.splitlines()
-    assert why.startswith("slurm=scontrol ping: SLURM does not answer (") and "(as of " in line
-    assert time.monotonic() - begin < 20  # 4 s on a machine that does nothing else
+    """A stopped controller accepts connections and answers none: squeue alone would wait a minute."""
+    waits, other = (run_folder(tmp_path, plan(name, tmp_path / "data")) for name in ("waits", "other"))
+    job = jobs.submit(waits, SITE, REQUEST, ["--begin=now+1hour"])
+    new = ["slurm", "submit", str(other), "--site", site, "--account", "xyz@a100"]
+    controller = cluster.controller()
+    try:
+        os.kill(controller, signal.SIGSTOP)
+        begin = time.monotonic()
+        assert main(["slurm", "status", str(waits), str(other), "--json"]) == 75
+        found = json.loads(capsys.readouterr().out)
+        event = ledger.events(waits, "submitted")[0]
+        shown = [(j["id"], j["verdict"], j["as_of"]) for j in found["jobs"]]
+        assert shown == [(job, "waiting", event["time"]), ("", "not submitted", "")]
+        assert "nothing within" in found["slurm"]
+        for command, claim in ((["slurm", "cancel", str(waits)], "cancelled"), (new, "submitted")):
+            assert main(command) == 75
+            out, line = capsys.readouterr()
+            assert not out and line.count("\n") == 1 and f"nothing was {claim}" in line
+        assert main(["slurm", "watch", str(waits), "--every", "1", "--seconds", "0.1"]) == 75
+        assert time.monotonic() - begin < 25
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(controller, signal.SIGCONT)
+    assert one(waits).status == "waiting" and not ledger.events(other)
+    assert jobs.cancel([waits]) == [job]
 
 
-def test_without_slurm_a_submission_is_one_line(sleeper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(ValueError, match=r"^slurm=sbatch: is not installed here; use site local$"):
-        jobs.submit(sleeper, SITE, REQUEST)
+# In place of Apptainer, which is not installed here: notes its arguments, and runs what follows the image.
+BOX = """#!/bin/bash
+echo "$*" >>"${0%/*}/calls"
+while [[ $1 != *.sif ]]; do shift; done
+shift; IN_BOX=1 exec "$@"
+"""
+
+
+def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_its_name(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes of two tasks, in a container, at a site with variables, setup lines and labels of its own."""
+    (tmp_path / "image.sif").touch()
+    (tmp_path / "apptainer").write_text(BOX)
+    (tmp_path / "apptainer").chmod(0o755)
+    setup = ('[[ $FROM_SITE == "it\'s mine" ]]', "export FROM_SETUP=1  # for the tasks", f"PATH={tmp_path}:$PATH")
+    more = {"env": {"FROM_SITE": "it's mine"}, "setup": setup, "srun": ("--label",), "sbatch": {"nice": "5"}}
+    box = {"container": "apptainer", "container_image": str(tmp_path / "image.sif")}
+    own, request = replace(SITE, mem="0", **more, **box), replace(REQUEST, launcher="srun", comment="for Ada (2)")
+    pace(monkeypatch)
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for name, text in script.files(plan("own", tmp_path.parent / "data", iters=LONG), own, request).items():
+        (folder / name).write_text(text)
+    allow(folder, 3)
+    job = jobs.submit(folder, own, request)
+    shown = client.call(["squeue", "-h", "-j", job, "-o", "%k|%j"]).strip()
+    assert shown == f"for Ada (2)|{client.job_name(folder)}" and jobs.active_jobs(folder) == [job]
+    wait_until(lambda: attempts.iteration(folder) >= 3, PATIENCE_S, says(folder))
+    send(job, "USR1")
+    lead(folder, lambda: latest(folder / FOLDER) is not None, "checkpoint")
+    allow(folder, LONG)
+    found = ended(folder)
+    assert (found.state, found.status, found.iteration) == ("COMPLETED", "completed", LONG), says(folder)
+    log = read_log(folder / "run.log")
+    assert len(log.iterations) == LONG and set(log.memory["rank"]) == {0, 1, 2, 3}
+    calls, code = (tmp_path / "calls").read_text(), next((folder / "code").iterdir())
+    start = f"exec --nv --bind {folder} --pwd {folder} --bind {code} {tmp_path}/image.sif bash"
+    assert calls.count(start) >= 4 and calls.count("exec python -m trilane.engine plan.json") == 4
+
+
+def test_of_three_runs_one_fails_and_runs_again_alone(
+    cluster: Cluster, site: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """One node and one process each; the third wants a corpus that is not there yet."""
+    corpus, folder = tmp_path / "corpus.txt", tmp_path / "sweep"
+    plans = [plan(f"mbs{mbs}", tmp_path.parent / "data", nodes=1, dp=1, mbs=mbs, gbs=8) for mbs in (1, 2, 4)]
+    plans[2] = replace(plans[2], data=replace(plans[2].data, source=str(corpus)))
+    (tmp_path / "plans.json").write_text(json.dumps({"plans": [p.to_json() for p in plans]}))
+    asked = ["--site", site, *ASKED]
+    made = ["slurm", "sweep", "create", str(tmp_path / "plans.json"), str(folder), *asked, "--parallel", "2"]
+    assert main(made) == 0
+    assert main(["slurm", "sweep", "submit", str(folder), *asked]) == 1  # the check sees that the corpus is missing
+    assert '"data"' in capsys.readouterr().out
+    assert main(["slurm", "sweep", "submit", str(folder), *asked, "--allow", "data"]) == 0
+    (array,) = json.loads(capsys.readouterr().out)["submitted"]
+    assert "ArrayTaskThrottle=2" in client.call(["scontrol", "show", "job", array])  # as created
+    paths = sweep.members(folder)
+    found = [ended(path) for path in paths]
+    assert [j.status for j in found] == ["completed", "completed", "crashed"], says(folder)
+    assert [j.id for j in found] == [f"{array}_{n}" for n in (1, 2, 3)]
+    corpus.write_text("to be or not to be, that is the question\n" * 40)
+    (again,) = sweep.rerun(folder, SITE, parallel=2)
+    found = [ended(path) for path in paths]
+    assert [(j.id, j.status) for j in found][1:] == [(f"{array}_2", "completed"), (f"{again}_3", "completed")]
+    assert len({round(losses(path)[0], 3) for path in paths[:2]}) == 1
+    capsys.readouterr()
+    assert main(["slurm", "sweep", "table", str(folder), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {(row["Run"], row["Notes"]) for row in rows} == {(f"mbs{mbs}", "completed") for mbs in (1, 2, 4)}
+    assert sweep.rerun(folder, SITE, parallel=2) == []
+
+
+def test_the_launch_notebook_submits_the_best_plan_of_the_search_and_shows_it_done(
+    cluster: Cluster, site: str, outputs: Path
+) -> None:
+    given = {"site": site, "submit": True, "account": "xyz@a100", "time_limit": "00:20:00", "watch_s": PATIENCE_S}
+    small = {"runs": 1, "control": False, "train_iters": 4, "corpus": "mock"}
+    study = Study.create("s")
+    notebook.run_all(study, {**given, **small}, ["01_sizing", "02_topology", "03_launch"])
+    (folder,) = (study.folder / "runs").iterdir()
+    (job,) = jobs.job_status([folder])
+    assert (job.state, job.status, job.iteration) == ("COMPLETED", "completed", 4), says(folder)
+    page = (study.folder / "03_launch.html").read_text()
+    assert f"job {job.id} COMPLETED" in page and "All 1 runs completed" in page
+
+
+def test_the_interactive_script_gives_a_shell_on_two_nodes_that_knows_how_to_train(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """At a terminal, as on a login node."""
+    path, said = tmp_path / "interactive.sbatch", tmp_path / "said"
+    path.write_text(script.render("interactive", plan("shell", tmp_path.parent / "data"), SITE, REQUEST))
+    command = ["script", "-qec", shlex.join([str(slurm_cluster.SCRIPT), "run", "bash", str(path)]), "/dev/null"]
+    typed = b"echo nodes=$SLURM_NNODES master=$MASTER_ADDR $(type -t train) >said; exit\n"
+    with (tmp_path / "screen").open("wb") as screen:
+        env = {**os.environ, **cluster.env}
+        shell = subprocess.Popen(command, env=env, cwd=tmp_path, stdin=subprocess.PIPE, stdout=screen)
+    assert shell.stdin
+
+    def has_ended() -> bool:
+        """Type again what was lost before the prompt came."""
+        with contextlib.suppress(BrokenPipeError):
+            shell.stdin.write(typed)
+            shell.stdin.flush()
+        return shell.poll() is not None
+
+    try:
+        wait_until(has_ended, 120, f"no end of the shell; the last it showed is in {tmp_path / 'screen'}")
+        assert said.read_text() == "nodes=2 master=jz-a100-1 function\n"
+    finally:
+        shell.kill()
+
+
+def test_the_watching_job_tells_and_submits_itself_again_until_all_is_over(cluster: Cluster, tmp_path: Path) -> None:
+    folder = sleeping(run_folder(tmp_path / "runs", plan("slow", tmp_path.parent / "data", nodes=1)))
+    job = jobs.submit(folder, SITE, REQUEST)
+    watcher = script.render("monitor", plan("slow", tmp_path), replace(SITE, service_partition="prepost"), REQUEST)
+    path = folder.parent / "monitor.sbatch"
+    path.write_text(watcher.replace("--every 60 --seconds 480", "--every 1 --seconds 2"))
+    first, outputs = client.sbatch(path), folder.parent.glob
+    wait_until(lambda: len(list(outputs("watch-*.out"))) >= 2, 120, "second watcher")
+    said = (folder.parent / f"watch-{first}.out").read_text()
+    assert f"slow: job {job} " in said and "Submitted batch job" in said
+    client.cancel([job])
+    wait_until(lambda: any("DIED" in o.read_text() for o in outputs("watch-*.out")), 120, "death")
+    wait_until(lambda: not client.call(["squeue", "-h", "-p", "prepost"]).strip(), 120, "end of the watching")
+
+
+# Of the queries it answers one, as an old nvidia-smi does: memory is worn where the node is in the file.
+NVIDIA_SMI = r"""#!/bin/bash
+[[ $1 == --query-remapped-rows=* ]] || exit 2
+echo "00000000:07:00.0, 0, $(grep -cx "$(hostname)" %s)"
+"""
+
+
+def test_a_node_whose_gpu_is_worn_stays_out_where_there_is_a_spare(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script ends once it has chosen its nodes by the real test of each."""
+    tool = tmp_path / "bin/nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(NVIDIA_SMI % (tmp_path / "worn"))
+    tool.chmod(0o755)
+    (tmp_path / "worn").write_text("jz-a100-2\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    p = one_process_a_node(plan("spare", tmp_path.parent / "data"))
+    p = replace(p, topology=replace(p.topology, dp=2))
+    folder = run_folder(tmp_path, p, replace(REQUEST, spares=1, preflight=True))
+    head, choice, rest = (folder / "job.sbatch").read_text().partition("  TRAIN_NODELIST=$(")
+    text = head.replace("python -m trilane slurm job guard . &", ":") + choice + rest.splitlines()[0]
+    (folder / "job.sbatch").write_text(text + '\n  echo "chosen: $TRAIN_NODELIST"\n  exit 0\ndone\n')
+    client.sbatch(folder / "job.sbatch", "--nodelist=jz-a100-[1-3]")
+    wait_until(lambda: "chosen: " in says(folder), PATIENCE_S, "no choice")
+    (found,) = ledger.events(folder, "nodes")
+    assert found["chosen"] == ["jz-a100-1", "jz-a100-3"], says(folder)
+    assert found["left_out"] == {"jz-a100-2": "GPU 00000000:07:00.0: its memory has no rows left to remap"}
+    assert [e["nodes"] for e in ledger.events(folder, "node failure")] == [["jz-a100-2"]]
+    assert "NODE jz-a100-2 is left out: GPU" in (folder / "run.log").read_text()

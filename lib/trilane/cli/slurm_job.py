@@ -33,21 +33,22 @@ HERE = option("--here", is_flag=True, help="on this node, not by a step on anoth
 @command(job, FOLDER, SRUN, CODE, TEST, GPUS, JSON)
 def end(folder: Path, srun: Sequence[str], code: int, tests: bool, gpus: int, as_json: bool) -> None:
     """Write and print how the attempt ended."""
-    from trilane.slurm import attempt
-    from trilane.slurm.nodes import allocation, node_failure
+    from trilane.slurm import attempt, node_test
+    from trilane.slurm import nodes as job_nodes
 
-    outcome = attempt.end(folder, code, test=allocation.broken_by(gpus, srun) if tests else None)
+    outcome = attempt.end(folder, code, test=node_test.tester(gpus, srun) if tests else None)
     text = f"{outcome.status} after {outcome.seconds:.0f} s: {outcome.evidence}"
-    again = "again: a spare takes the place of a node; " if node_failure.goes_on(folder, attempt.job_id()) else ""
+    again = "again: a spare takes the place of a node; " if job_nodes.goes_on(folder, job_nodes.job_id()) else ""
     emit(as_json, asdict(outcome), again + text, indent=None)
 
 
 @command(job, FOLDER, SRUN, COUNT, TEST, GPUS)
 def nodes(folder: Path, srun: Sequence[str], count: int, tests: bool, gpus: int) -> None:
     """Print the nodes of the job that train next, as a SLURM node list; on stderr those that are left out, and why."""
-    from trilane.slurm.nodes import allocation
+    from trilane.slurm import node_test
+    from trilane.slurm import nodes as job_nodes
 
-    chosen, lines = allocation.start_nodes(folder, count, allocation.tester(gpus, srun) if tests else None)
+    chosen, lines = job_nodes.start_nodes(folder, count, node_test.tester(gpus, srun) if tests else None)
     for line in lines:
         print(one_line(line), file=sys.stderr)
     print(chosen)
@@ -56,10 +57,9 @@ def nodes(folder: Path, srun: Sequence[str], count: int, tests: bool, gpus: int)
 @command(job, FOLDER, option("--every", type=number(), default=30.0, help="seconds between two looks"), HERE)
 def guard(folder: Path, every: float, here: bool) -> None:
     """Requeue the job when its first node, on which its script runs, has died; from another node, until ended."""
-    from trilane.slurm import attempt
-    from trilane.slurm.nodes import node_failure
+    from trilane.slurm import nodes as job_nodes
 
     if here:
-        node_failure.guard_first_node(folder, attempt.job_id(), every)
+        job_nodes.guard_first_node(folder, every)
     else:
-        node_failure.guard(folder.resolve(), attempt.job_id(), attempt.job_nodes(), every)
+        job_nodes.guard(folder.resolve(), every)

@@ -3,27 +3,21 @@
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from trilane.config.plan import read_plan
 from trilane.launch.outcome import last_log
-from trilane.logs.run import RunLog
 from trilane.slurm import client, ledger
 from trilane.slurm.copies import USED_BY as CODE
-from trilane.slurm.nodes.node_failure import Test, handle_node_failure, note_lost_nodes, waiting
+from trilane.slurm.nodes import Tester, handle_node_failure, job_id, waiting
 from trilane.utils.files import json_object, read_text
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.validation import require
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
 from trilane.workspace.run_folder import STOP, is_completed, iteration, put_aside
-from trilane.workspace.status import RunStatus, Status, known_status, write_status
+from trilane.workspace.status import RunStatus, Status, known_status, verdict, write_status
 
-TRIES = 3  # attempts that may start at the same iteration
 SWEEP = "TRILANE_SWEEP"  # the folder of the sweep that this attempt belongs to
 RUNS = "runs.txt"  # of a sweep: its run folders, relative, one a line
 
@@ -47,30 +41,29 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
             return f"stop: {reason}"
         newest = latest(folder / FOLDER)
         put_aside(folder, keep=newest is not None)
-        note_lost_nodes(folder)
         if job not in ("0", *known):  # submitted by hand, or by a process that was killed
-            ledger.note(folder, "submitted", job, site="", script="")
+            ledger.note(folder, "submitted", job, site="", after="")
         nodes, restarts = env.get("SLURM_JOB_NODELIST", ""), int(env.get("SLURM_RESTART_COUNT") or 0)
         code = Path(env.get(CODE, "")).name  # "": submitted by hand, and the installed code runs
         ledger.note(folder, "started", job, nodes=nodes, iteration=at, restarts=restarts, code=code)
     return f"go: from {newest.name if newest else 'the beginning'}"
 
 
-def end(folder: Path, code: int, env: Mapping[str, str] = os.environ, test: Test | None = None) -> RunStatus:
+def end(folder: Path, code: int, env: Mapping[str, str] = os.environ, test: Tester | None = None) -> RunStatus:
     """How the attempt ended, by its log and the step's exit code; written to status.json and to the ledger.
 
     Where a node cannot be reached, or the test finds one broken, that is the reason: see handle_node_failure.
     """
-    job = job_id(env)
+    job, at, goal = job_id(env), iteration(folder), read_plan(folder / "plan.json").run.goal
     starts = [e for e in ledger.events(folder, "started") if e["id"] == job]
-    seconds = time.time() - datetime.fromisoformat(starts[-1]["time"]).timestamp() if starts else 0.0
-    outcome = verdict(known_status(folder), last_log(folder), code=code)
-    at, goal = iteration(folder), read_plan(folder / "plan.json").run.goal
-    if outcome is None and code == 0:
+    if code:
+        otherwise = status_of(Status.CRASHED, f"exit code {code} after iteration {at}; the log gives no reason")
+    else:
         status = Status.COMPLETED if finished(folder) else Status.STOPPED
-        outcome = _ended(status, f"iteration {at} of {goal}")
-    outcome = outcome or _ended(Status.CRASHED, f"exit code {code} after iteration {at}; the log gives no reason")
-    outcome = replace(outcome, exit_code=code, seconds=round(seconds, 1))
+        otherwise = status_of(status, f"iteration {at} of {goal}")
+    outcome = verdict(code=code, written=known_status(folder), log=last_log(folder), otherwise=otherwise)
+    seconds = round(ledger.age_s(starts[-1]), 1) if starts else 0.0
+    outcome = replace(outcome, exit_code=code, seconds=seconds)
     write_status(folder, outcome)
     ledger.note(folder, "ended", job, **{k: v for k, v in asdict(outcome).items() if k != "rank"})
     if outcome.status is Status.COMPLETED:
@@ -78,50 +71,9 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ, test: Test
     return handle_node_failure(folder, job, env.get("SLURM_JOB_NODELIST", ""), outcome, test)
 
 
-# SLURM's states that are a reason by themselves; where SLURM reports only a failure, the log decides
-REASONS = {
-    **dict.fromkeys(("TIMEOUT", "DEADLINE"), Status.TIME_LIMIT),
-    **dict.fromkeys(("NODE_FAIL", "BOOT_FAIL"), Status.NODE_FAILURE),
-    **{"OUT_OF_MEMORY": Status.HOST_MEMORY, "CANCELLED": Status.CANCELLED, "PREEMPTED": Status.PREEMPTED},
-}
-
-
-def verdict(
-    written: RunStatus | None, log: RunLog | None, *, code: int | None = None, state: str = ""
-) -> RunStatus | None:
-    """How a run ended, by its status.json, its log, the step's exit code and SLURM's state, as far as they are known;
-    None where they give no reason.
-
-    A completed run has completed. SLURM's own reason comes next: a job over its limit is killed by signals, which looks
-    like a crash. What the watchdog wrote of a hang counts before the log, where the processes that it killed are.
-    """
-    if written and written.status is Status.COMPLETED and not code:
-        return written
-    if state in REASONS:
-        return _ended(REASONS[state], f"SLURM: {state}")
-    if written and (not code or written.status is Status.HANG):
-        return written
-    if log is None or code == 0 or log.status.is_open or (code and log.status is Status.COMPLETED):
-        return None
-    return replace(_ended(log.status, log.evidence), rank=log.rank, exclude=log.exclude)
-
-
-def _ended(status: Status, evidence: str) -> RunStatus:
-    return RunStatus(status=status, evidence=evidence, rank=None, exit_code=1, seconds=0.0)
-
-
-def job_id(env: Mapping[str, str] = os.environ) -> str:
-    """This job's id as SLURM's commands take it: ARRAY_INDEX in an array; "0" outside a job."""
-    if env.get("SLURM_ARRAY_JOB_ID") and env.get("SLURM_ARRAY_TASK_ID"):
-        return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
-    return env.get("SLURM_JOB_ID", "0")
-
-
-def job_nodes(env: Mapping[str, str] = os.environ) -> str:
-    """This job's nodes as SLURM lists them; ValueError outside a job."""
-    nodes = env.get("SLURM_JOB_NODELIST", "")
-    require(bool(nodes), "SLURM_JOB_NODELIST", nodes, "is not set: this runs inside a job")
-    return nodes
+def status_of(status: Status, evidence: str) -> RunStatus:
+    """An end that no rank reported."""
+    return RunStatus(status=status, evidence=evidence, rank=None, exit_code=int(status.has_failed), seconds=0.0)
 
 
 def finished(folder: Path) -> str:
@@ -148,13 +100,14 @@ def unready(folder: Path) -> str:
 def competing(folder: Path, job: str, patience_s: float = 180, every_s: float = 2) -> str:
     """Which other job trains in this folder now, "" where none does: two would mix their logs.
 
-    While SLURM does not answer, or the other job is ending, this waits. What counts after `patience_s` is the folder:
-    a training would have written there.
+    SLURM runs one job of a run's name at a time; this is for jobs submitted by hand. While SLURM does not answer, or
+    the other job is ending, this waits. After `patience_s` its log decides.
     """
     last = {e["id"]: e["event"] for e in ledger.events(folder, "started", "ended", "replaced")}
-    others = [i for i, event in last.items() if event != "ended" and i != job and i != "0"]
-    others = [i for i in others if client.JOB_ID.fullmatch(i)]
-    before, end = _written(folder), time.monotonic() + patience_s
+    others = [i for i, event in last.items() if event != "ended" and i != job and client.JOB_ID.fullmatch(i)]
+    others = [i for i in others if i != "0"]
+    log, end = folder / "run.log", time.monotonic() + patience_s
+    before = log.stat().st_mtime_ns if log.exists() else 0
     while others:
         known = dict.fromkeys(others, "")
         with contextlib.suppress(ValueError):
@@ -162,7 +115,7 @@ def competing(folder: Path, job: str, patience_s: float = 180, every_s: float = 
         if going := [i for i, state in known.items() if state in ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING")]:
             return f"job {going[0]} trains here"
         unknown = [i for i, state in known.items() if state in ("", "COMPLETING")]
-        if unknown and _written(folder) != before:
+        if unknown and log.exists() and log.stat().st_mtime_ns != before:
             return f"job {unknown[0]} still writes here"
         if not unknown or time.monotonic() > end:
             break
@@ -170,37 +123,22 @@ def competing(folder: Path, job: str, patience_s: float = 180, every_s: float = 
     return ""
 
 
-def _written(folder: Path) -> dict[str, int]:
-    """When a training last wrote: of folders the time of their newest entry, since a look at each file of 1,000 ranks
-    would cost a shared file system as many operations."""
-    found = {}
-    for name in ("run.log", "steps.jsonl", "ranks", FOLDER):
-        with contextlib.suppress(FileNotFoundError):
-            found[name] = (folder / name).stat().st_mtime_ns
-    return found
-
-
 def blocked(folder: Path) -> str:
-    """The stop switch, or repeated failures at one iteration since the last submission; "" where there is neither."""
+    """The stop switch, or three attempts at one iteration since the last submission; "" where there is neither."""
     if (folder / STOP).exists():
         return f"the stop switch is set; remove {folder.resolve() / STOP} to resume"
-    events = ledger.events(folder)
-    asked = [i for i, e in enumerate(events) if e["event"] == "submitted" and e.get("site")]  # "": by hand, or by a job
-    last = max(asked, default=-1)
-    starts = [e for e in _spent(events[last + 1 :]) if e["event"] == "started"]
+    starts, why = list[int](), ""
+    for event in ledger.events(folder):
+        if event["event"] == "submitted" and event.get("site"):  # "": by hand, or by a job
+            starts = []
+        elif event["event"] == "started":
+            starts.append(event["iteration"])
+        elif event["event"] == "replaced":  # a job has only so many spares, and the run was not the reason
+            starts = starts[:-1]
+        elif event["event"] == "ended":
+            why = f": {event['status']}: {event['evidence']}"
     at = iteration(folder)
-    if len(starts) >= TRIES and all(e["iteration"] == at for e in starts[-TRIES:]):
-        ends = [e for e in events if e["event"] == "ended"]
-        why = f": {ends[-1]['status']}: {ends[-1]['evidence']}" if ends else ""
-        return f"{TRIES} attempts did not get beyond iteration {at}{why}"
-    return ""
-
-
-def _spent(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events without the starts that a spare repeated: a job has only so many, and the run was not the reason."""
-    starts = [i for i, e in enumerate(events) if e["event"] in ("started", "replaced")]
-    repeated = {i for i, later in pairwise(starts) if events[later]["event"] == "replaced"}
-    return [e for i, e in enumerate(events) if i not in repeated]
+    return f"3 attempts did not get beyond iteration {at}{why}" if starts[-3:] == [at] * 3 else ""
 
 
 def pruned(folder: Path, sweep: str) -> str:
@@ -211,7 +149,7 @@ def pruned(folder: Path, sweep: str) -> str:
         need = _predicted_bytes(other) if written and written.status is Status.OOM else float("nan")
         if need <= mine and other.resolve() != folder.resolve():
             reason = f"pruned: predicted {mine / 2**30:.2f} GiB, and {other.name} ran out with {need / 2**30:.2f} GiB"
-            write_status(folder, replace(_ended(Status.PRUNED, reason), exit_code=0))
+            write_status(folder, status_of(Status.PRUNED, reason))
             return reason
     return ""
 

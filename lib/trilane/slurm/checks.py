@@ -1,9 +1,8 @@
 """What is checked of a plan before a job costs anything: its nodes, limits, storage, time, and what it is for.
 
-A check returns rows: whether something is wrong, the rule, how severe that is, a message and the remedy.
+A check returns rows: what is wrong (falsy: nothing), the rule, how severe that is, a message and the remedy.
 """
 
-import itertools
 import math
 import os
 import re
@@ -13,7 +12,6 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
-from trilane.config import cluster
 from trilane.config.cluster import Cluster
 from trilane.config.engines import untrainable_reason
 from trilane.config.parallelism import CLUSTER_RULES
@@ -22,12 +20,9 @@ from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import IMPOSSIBLE, Prediction, predict_on
 from trilane.forecasting.failures import FailureModel, evaluation_s
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
-from trilane.planning.space import divisors
-from trilane.slurm import client
 from trilane.slurm.script import SCRIPT, directives, nodes_of
 from trilane.slurm.sites import JobRequest, Site, seconds_of
 from trilane.utils.files import json_lines, read_text
-from trilane.utils.validation import DATA, read_json, require_known
 from trilane.workspace.checkpoints import FOLDER, checkpoint_bytes, found_in, latest
 from trilane.workspace.continuation import require_continuable
 from trilane.workspace.prepared_corpora import BUILT_IN, tokens_about, unprepared
@@ -69,15 +64,6 @@ class JobCheck:
         """The job's time limit; ten minutes where the script names none, as many sites have it."""
         return seconds_of(self.directives.get("time", "00:10:00"))
 
-    @cached_property
-    def slurm_problem(self) -> str:
-        """Why SLURM cannot be asked: it is not installed here, or does not answer; "" where it can."""
-        try:
-            client.require_answer()
-        except client.SlurmUnreachable as error:
-            return str(error)
-        return "" if client.is_installed() else "sbatch is not installed here, so SLURM was not asked"
-
     @property
     def nodes(self) -> int:
         """Nodes that train."""
@@ -101,72 +87,56 @@ def nodes(case: JobCheck) -> list[Row]:
     is_other = (gpu.name, here.gpus_per_node) != (planned.gpu.name, planned.gpus_per_node)
     cards = f"planned for {planned.gpus_per_node} x {planned.gpu.name} a node, but {case.site.name} has "
     cards += f"{here.gpus_per_node} x {gpu.name}"
-    search = f"search again with --cluster {here.name}, or choose the site of {planned.name}"
-    choices = f"choose tp among {', '.join(map(str, divisors(here.gpus_per_node)))}"
-    remedies = {"gpus": ("nodes", "use fewer GPUs"), "tp": ("tp", choices)}
-    broken = [(remedies[rule.field], rule.message(t, here)) for rule in CLUSTER_RULES if not rule.holds(t, here)]
+    names = {"gpus": ("nodes", "use fewer GPUs"), "tp": ("tp", f"a tp that divides {here.gpus_per_node}")}
+    broken = [(names[rule.field], rule.message(t, here)) for rule in CLUSTER_RULES if not rule.holds(t, here)]
     reason = untrainable_reason(t) or ""
     # torch's is_bf16_supported() is True on a V100, which only emulates it
     no_bf16 = t.precision == "bf16" and gpu.kind == "cuda" and gpu.compute_capability < (8, 0)
-    is_known = case.site.cluster or case.site.is_local or planned.name in cluster.catalogue()
-    assumed = f"site {case.site.name} names no cluster: its nodes are assumed to be those of the plan"
     return [
         (reason, "engine", REFUSAL, reason, "train it with the program that can (trilane convert megatron)"),
-        (is_other, "cluster", REFUSAL, cards, search),
+        (is_other, "cluster", REFUSAL, cards, f"search again with --cluster {here.name}, or choose another site"),
         *((True, name, REFUSAL, message, remedy) for (name, remedy), message in broken),
         (no_bf16, "precision", REFUSAL, f"{gpu.name} has no bf16", "use fp16 with a loss scale, or an A100 and later"),
-        (not is_known, "site", WARNING, assumed, "copy data/sites/generic.json and fill it in"),
     ]
 
 
 def wheel(case: JobCheck) -> list[Row]:
     """The installed torch holds kernels for the card; torch's version.py is read, torch is not imported."""
-    gpu, site, place = case.cluster.gpu, case.site, case.request.environment
-    if gpu.kind != "cuda":
+    gpu, place = case.cluster.gpu, case.request.environment
+    if gpu.kind != "cuda" or case.site.container:
         return []
     found = find_spec("torch") if not place else None
     places = [Path(found.origin).with_name("version.py")] if found and found.origin else []
     places += Path(place).glob("lib/python3*/site-packages/torch/version.py") if place[:1] == "/" else []
-    if site.container or not places:
-        unseen = "is the container's, which was not looked into" if site.container else "was not found from here"
-        return [(True, "wheel", WARNING, f"torch {unseen}", "import torch there on a login node")]
+    if not places:
+        return [(True, "wheel", WARNING, "torch was not found from here", "import torch there on a login node")]
     text = places[0].read_text(encoding="utf-8")
-    version = (re.findall(r"__version__ = '([^']+)'", text) or ["?"])[0]
-    cuda = (re.findall(r"^cuda\b[^=]*= '([^']+)'", text, re.M) or [""])[0]
-    of_torch, of_cuda = (tuple(int(n) for n in re.findall(r"\d+", number)[:2]) for number in (version, cuda))
+    version, cuda = (re.findall(rf"^{name}\b[^=]*= '([^']+)'", text, re.M) or [""] for name in ("__version__", "cuda"))
+    of_torch, of_cuda = (tuple(int(n) for n in re.findall(r"\d+", number[0])[:2]) for number in (version, cuda))
+    build = f"torch {version[0]} is built for {'CUDA ' + cuda[0] if of_cuda else 'no CUDA'}"
     # from 2.11 on only the CUDA 12.6 builds hold sm_70, and CUDA 13 no longer has it
-    is_certain, is_volta = of_torch >= (2, 11) or of_cuda >= (13, 0), gpu.compute_capability == (7, 0)
-    build = f"torch {version} is built for {'CUDA ' + cuda if cuda else 'no CUDA'}"
-    kernels = f"{build}: {'no' if is_certain else 'perhaps no'} kernels for {gpu.name} (sm_70)"
+    lacks = gpu.compute_capability == (7, 0) and (of_cuda >= (13, 0) or (of_torch >= (2, 11) and of_cuda != (12, 6)))
     install = "install from https://download.pytorch.org/whl/cu126 (environment.yml, the V100 variant)"
-    lacks, level = cuda and is_volta and cuda != "12.6", REFUSAL if is_certain else WARNING
     return [
-        (not cuda, "wheel", REFUSAL, f"{build}, the nodes have {gpu.name}", "install the wheel of the card's CUDA"),
-        (lacks, "wheel", level, kernels, install),
+        (not of_cuda, "wheel", REFUSAL, f"{build}, the nodes have {gpu.name}", "install the wheel of the card's CUDA"),
+        (of_cuda and lacks, "wheel", REFUSAL, f"{build}: no kernels for {gpu.name} (sm_70)", install),
     ]
 
 
 def limits(case: JobCheck) -> list[Row]:
     """The script's time and GPUs against its QoS, and its account against the site's."""
-    site, limit = case.site, case.limit_s
+    site, limit, ending = case.site, case.limit_s, case.site.account_ending
     gpus, account = (case.nodes + case.spares) * case.gpus_per_node, case.directives.get("account", "")
-    name, ending = case.directives.get("qos", ""), site.account_ending
-    rows: list[Row] = []
-    if site.qos and name not in ("", *(q.name for q in site.qos)):
-        try:
-            require_known("qos", name, [q.name for q in site.qos])
-        except ValueError as error:
-            text = f"{error}; its longest job and most GPUs are unknown here, so they were not checked"
-            rows.append((True, "qos", WARNING, text, f"sacctmgr show qos {name}, and add it to the site's file"))
-    if qos := site.limits(name):
+    other = f"account {account or '(none)'} does not end with {ending}"
+    rows: list[Row] = [(not account.endswith(ending), "account", REFUSAL, other, f"--account PROJECT{ending}")]
+    if qos := site.limits(case.directives.get("qos", "")):
         fits = [q.name for q in site.qos if limit <= q.hours * 3600 and gpus <= q.gpus]
         shorter = f"ask for {qos.hours:g} h and chain jobs" + (f", or --qos {fits[0]}" if fits else "")
         hours = "no time limit" if limit == math.inf else f"{limit / 3600:g} h"
         too_long, many = f"{hours}, {qos.name} allows {qos.hours:g} h", f"{gpus} GPUs, {qos.name} allows {qos.gpus}"
         rows.append((limit > qos.hours * 3600, "qos time", REFUSAL, too_long, shorter))
         rows.append((gpus > qos.gpus, "qos gpus", REFUSAL, many, "another QoS or a reservation"))
-    other = f"account {account or '(none)'} does not end with {ending}"
-    return [*rows, (not account.endswith(ending), "account", REFUSAL, other, f"--account PROJECT{ending}")]
+    return rows
 
 
 def memory(case: JobCheck) -> list[Row]:
@@ -176,21 +146,19 @@ def memory(case: JobCheck) -> list[Row]:
     need = f"predicted {p.memory_bytes / 2**30:.1f} of {case.cluster.gpu.memory_bytes / 2**30:.1f} GiB"
     need += f", probability of running out {p.oom_probability:.0%}"
     level = REFUSAL if p.oom_probability > IMPOSSIBLE else WARNING
-    smaller = "smaller mbs, recompute full, more tp or pp, a higher ZeRO stage"
-    host, has = p.host_memory_bytes * used / 1e9, case.cluster.host_memory_bytes / 1e9
+    offload, has = p.host_memory_bytes * used / 1e9, case.cluster.host_memory_bytes / 1e9
     copy = used / plan.topology.gpus * checkpoint_bytes(plan.shape) / 1e9 * plan.run.saves_at_end
-    offload = f"the offload takes {host:.0f} GB of a node's {has:.0f} GB"
-    both = f"a save's copy, with the offload, takes {host + copy:.0f} GB of a node's {has:.0f} GB"
+    both = f"the offload takes {offload:.0f} GB and a save's copy {copy:.0f} GB of a node's {has:.0f} GB"
+    smaller = "smaller mbs, recompute full, more tp or pp, a higher ZeRO stage"
     return [
         (level == REFUSAL or p.is_risky, "memory", level, need, smaller),
-        (host > has, "host memory", REFUSAL, offload, "more replicas, or no offload"),
-        (host <= has < host + copy, "host memory", REFUSAL, both, "more nodes, or no offload"),
+        (offload + copy > has, "host memory", REFUSAL, both, "more nodes, or no offload"),
     ]
 
 
 def data(case: JobCheck) -> list[Row]:
     """The corpus exists where the job looks for it, and is prepared if it is large; all nodes share what they use."""
-    plan, site, here = case.plan, case.site, case.folder.resolve()
+    plan, site, here, many = case.plan, case.site, case.folder.resolve(), case.nodes > 1
     # relative paths begin in the run folder of a job; here, in the current folder
     base, rows = Path() if site.is_local else here, list[Row]()
     sources = [part.source for part in plan.data.parts if part.source not in BUILT_IN]
@@ -198,16 +166,15 @@ def data(case: JobCheck) -> list[Row]:
         exists = any((base / (source + ending)).exists() for ending in ("", ".idx", ".bin"))
         text = f"data.source={source}: no such file, folder or .bin/.idx pair"
         rows.append((not exists, "data", REFUSAL, text, "name an existing one"))
-    prepare = "`trilane slurm prepare` on the run, or `trilane slurm submit --prepare`"
     for source, size in ({} if site.is_local else unprepared(plan.data.parts, here)).items():
         waits = f"{size / 1e9:.3g} GB of text are not prepared, and {case.nodes} nodes would wait"
-        rows.append((True, "corpus", REFUSAL, f"data.source={source}: {waits}", prepare))
-    paths = [("data.folder", plan.data.folder), *(("data.source", source) for source in sources)]
-    for name, path in [("run folder", here), *((n, (base / p).resolve()) for n, p in paths)]:
+        text, remedy = f"data.source={source}: {waits}", "`trilane slurm prepare`, or `submit --prepare`"
+        rows.append((True, "corpus", REFUSAL, text, remedy))
+    for path in (here, *((base / name).resolve() for name in (plan.data.folder, *sources))):
         own = next((place for place in site.local if path.is_relative_to(place)), None)
-        where = "is local to each node" if case.nodes > 1 else "may differ on the compute node"
-        level, is_wrong = (REFUSAL, own) if case.nodes > 1 else (WARNING, own and not site.is_local)
-        rows.append((is_wrong, "shared", level, f"{name} {path} lies below {own}, which {where}", "move it"))
+        text = f"{path} lies below {own}, which {'is local to each node' if many else 'may differ on the node'}"
+        is_wrong, level = own and (many or not site.is_local), REFUSAL if many else WARNING
+        rows.append((is_wrong, "shared", level, text, "move it"))
     return rows
 
 
@@ -225,10 +192,9 @@ def storage(case: JobCheck) -> list[Row]:
     need, files = kept * checkpoint_bytes(case.plan.shape), kept * (2 * case.plan.topology.gpus + 3)
     takes = f"checkpoints take up to {need / 1e9:,.1f} GB, {place} has {free / 1e9:,.1f} GB free"
     many = f"checkpoints take {files} files, {place} has {inodes:.0f} inodes free"
-    fewer = "smaller keep_last, larger save_interval, or another file system"
     is_done, is_lost = is_completed(folder), is_started(folder) and latest(folder / FOLDER) is None
     lost = f"{folder} holds a run without a checkpoint: its files go to attempts/, and it starts from iteration 0"
-    other = ""
+    level, fewer, other = REFUSAL if need > free else WARNING, "smaller keep_last, or delete files", ""
     try:
         # an earlier link of a chain may have none yet
         if not run.load or found_in(Path(run.load)):
@@ -236,9 +202,8 @@ def storage(case: JobCheck) -> list[Row]:
     except ValueError as error:
         other = str(error)
     return [
-        (need > free, "disk", REFUSAL, takes, fewer),
-        (free >= need > free / 2, "disk", WARNING, takes, "smaller keep_last, or delete files"),
-        (files > inodes, "inodes", REFUSAL, many, "delete files, or a smaller keep_last"),
+        (need > free / 2, "disk", level, takes, fewer),
+        (files > inodes, "inodes", REFUSAL, many, fewer),
         (is_done, "run folder", REFUSAL, f"{folder} holds a completed run", "take a new run folder"),
         (is_lost and not is_done, "run folder", WARNING, lost, "take a new run folder to keep both"),
         (other, "checkpoint", REFUSAL, other, "start from another checkpoint (run.load), or correct the plan"),
@@ -287,50 +252,30 @@ def pace(case: JobCheck) -> Pace:
 
 def time(case: JobCheck) -> list[Row]:
     """The training ends, or saves a checkpoint, before the job's time limit, and often enough for its failures."""
-    run, at, limit = case.plan.run, pace(case), case.limit_s
+    run, at, limit, model = case.plan.run, pace(case), case.limit_s, FailureModel()
     needs, interval, own = at.needed_s, run.save_interval * at.iteration_s, run.exit_duration_minutes
     is_long, asked = needs > limit, "signal" in case.directives or own > 0
-    loses_all, is_rare = is_long and not asked and not 0 < interval < limit, is_long and limit / 10 < interval
+    loses_all = is_long and not asked and not 0 < interval < limit
     count = f"{run.goal - run.start_iteration} iterations{' with their evaluations' * bool(run.eval_interval)}"
     lasts = f"{count} take {needs / 3600:.1f} h, the limit is {limit / 3600:.1f} h"
-    parts = f"{lasts}: {-(-needs // limit):.0f} jobs one after another"
     late = f"exit_duration_minutes={own:g} is beyond the limit of {limit / 60:.0f} minutes"
-    never = "without a time limit SLURM sends no signal before it, and no checkpoint is saved before the end"
-    rare = f"a checkpoint every {interval / 3600:.1f} h: a failure loses as much"
-    oftener = f"save_interval={max(1, int(limit / 10 / at.iteration_s))}" if is_rare else ""
-    never_saves, ways = (
-        limit == math.inf and not run.save_interval,
-        "save_interval, exit_duration_minutes or --signal-s",
-    )
+    # Daly's optimum for the failures of so many nodes: an interval T of saves of d seconds costs the share
+    # d / T + T r / 2 at r failures a second; the run itself is the longest interval
+    rate, best = model.stops_per_s(case.nodes), model.checkpoint_interval_s(at.save_s, case.nodes)
+    times = [min(every, needs) for every in (interval or needs, best)]
+    mine, least = (at.save_s / every * (every < needs) + every * rate / 2 for every in times)
+    often = "no checkpoint before the end" if times[0] == needs else f"a checkpoint every {interval / 60:.0f} min"
+    rare = f"{often}: {mine - least:.0%} of the time more than with Daly's {best / 60:.0f} min; {case.nodes} nodes "
+    rare += f"fail every {1 / rate / 3600:.0f} h (forecast's rates), a save takes {at.save_s:.0f} s"
+    oftener = f"save_interval={max(1, round(best / at.iteration_s))}"
+    ways = "save_interval, exit_duration_minutes or --signal-s"
     return [
         (0 < limit < own * 60, "time", REFUSAL, late, "end the run some minutes before the limit"),
-        (never_saves, "checkpoints", WARNING, never, "save_interval, or a time limit"),
         (loses_all, "checkpoints", REFUSAL, f"{lasts}, and no checkpoint is saved before", ways),
-        (is_long and not loses_all, "time", WARNING, parts, "submit them as a chain"),
-        (is_rare, "checkpoints", WARNING, rare, oftener),
-        *([] if never_saves or is_rare else _against_failures(case, at)),
+        (is_long and not loses_all, "time", WARNING, lasts, "submit jobs one after another, as a chain"),
+        # where it costs 1 % of the time more, of a run of more than an hour, which is the most that it can lose
+        (needs > 3600 and mine - least > 0.01, "checkpoints", WARNING, rare, oftener),
     ]
-
-
-def _against_failures(case: JobCheck, at: Pace) -> list[Row]:
-    """The interval between checkpoints against Daly's optimum for the failures of so many nodes.
-
-    An interval T of saves of d seconds costs the share d / T + T r / 2 at r failures a second.
-    """
-    model, needs = FailureModel(), at.needed_s
-    rate, best = model.stops_per_s(case.nodes), model.checkpoint_interval_s(at.save_s, case.nodes)
-    interval = min(case.plan.run.save_interval * at.iteration_s or needs, needs)
-
-    def cost(every_s: float) -> float:
-        return at.save_s / every_s * (every_s < needs) + every_s * rate / 2
-
-    lost = cost(interval) - cost(min(best, needs))
-    often = "no checkpoint before the end" if interval == needs else f"a checkpoint every {interval / 60:.0f} min"
-    fail = f"{case.nodes} nodes fail every {1 / rate / 3600:.0f} h (forecast's rates), a save takes {at.save_s:.0f} s"
-    message = f"{often}: {lost:.0%} of the time more than with Daly's {best / 60:.0f} min; {fail}"
-    remedy = f"save_interval={max(1, round(best / at.iteration_s))}"
-    # where it costs 1 % of the time more, of a run of more than an hour, which is the most that it can lose
-    return [(needs > 3600 and lost > 0.01, "checkpoints", WARNING, message, remedy)]
 
 
 def warning(case: JobCheck) -> list[Row]:
@@ -345,25 +290,19 @@ def warning(case: JobCheck) -> list[Row]:
         return []
     signal = re.fullmatch(r"(?:R?B?:)?\w+(?:@(\d+))?", case.directives.get("signal", ""))
     signal_s = float(signal[1] or shortest) if signal else 0.0
-    left, start = max(signal_s, limit - own if own else 0.0), FailureModel().startup_s
-    need = at.iteration_s + at.evaluation_s + at.save_s
+    left, need = max(signal_s, limit - own if own else 0.0), at.iteration_s + at.evaluation_s + at.save_s
     step = f"{need - at.save_s:.0f} s of an iteration{' and an evaluation' * (at.evaluation_s > 0)}"
     step += f", {at.save_s:.0f} s of a save, {'measured' if at.is_measured else 'predicted'}"
     enough = math.ceil(max(margin * need, shortest) / 30) * 30
     remedy = f"--signal-s {enough}" if left == signal_s else f"at most {(limit - enough) / 60:.0f} minutes"
     level = REFUSAL if at.is_measured or left < at.iteration_s else WARNING
     short = f"{left:.0f} s before the limit are less than {need:.0f} s ({step}): nothing is saved"
-    holds = f"{limit / 60:.0f} min hold no start ({start / 60:.0f} min, assumed), iteration and save ({step})"
-    longer = f"a limit of {math.ceil((start + 2 * max(left, need)) / 600) * 10} minutes or more"
-    return [
-        (0 < left < need, "signal", level, short, remedy),
-        (limit < start + need + max(left, 0.0), "time", WARNING, holds, longer),
-    ]
+    return [(0 < left < need, "signal", level, short, remedy)]
 
 
 def purpose(case: JobCheck) -> list[Row]:
-    """Tokens, epochs and learning rate are those of a training of that size; a benchmark is called one, once."""
-    plan, size, count, rate = case.plan, case.plan.shape.parameters, case.plan.run.train_iters, case.plan.optimizer.lr
+    """Tokens and epochs are those of a training of that size; a benchmark is called one, once."""
+    plan, size, count = case.plan, case.plan.shape.parameters, case.plan.run.train_iters
     tokens, rows = plan.samples * plan.shape.seq_length, list[Row]()
     each, is_benchmark = tokens / size, count <= 1000 and tokens < size
     if case.site.is_local:
@@ -375,36 +314,12 @@ def purpose(case: JobCheck) -> list[Row]:
     enough = f"train_iters={math.ceil(count * TOKENS_PER_PARAMETER / each):,}"
     more = f"a training of {TOKENS_PER_PARAMETER:g} tokens a parameter (Chinchilla) takes {enough}"
     rows.append((each < 1, "tokens", WARNING, few, more))
-    if is_benchmark:
-        return rows
     total = sum(part.weight for part in plan.data.blend) or 1.0
     shares = [part.weight / total for part in plan.data.blend] or [1.0]
-    for part, share in zip(plan.data.parts, shares, strict=True):
+    for part, share in () if is_benchmark else zip(plan.data.parts, shares, strict=True):
         has = tokens_about(part, case.folder.resolve(), plan.shape.vocab_size) * plan.data.shares[0]
         epochs = tokens * share / has if has else 0.0
         text = f"data.source={part.source} has about {has:.2g} tokens to train on: {epochs:,.0f} epochs"
         # up to 4 epochs are nearly as good as new data (Muennighoff et al. 2023, arXiv:2305.16264)
-        rows.append(
-            (epochs > 4, "epochs", WARNING, text, "more text: beyond 4 epochs repetition teaches less and less")
-        )
-    low, high = known_rates(size)
-    about = f"{low:.1e}" if math.isclose(low, high, rel_tol=0.05) else f"{low:.1e} to {high:.1e}"
-    odd = f"lr={rate:g}: trainings of {size / 1e9:.3g}B parameters have used {about} (GPT-3, LLaMA, BLOOM)"
-    # three times beyond what is known; models below GPT-3's smallest bear more, and cost nothing
-    is_odd = size >= 125e6 and not low / 3 <= rate <= high * 3
-    return [*rows, (is_odd, "learning rate", WARNING, odd, f"optimizer.lr between {low:.1e} and {high:.1e}")]
-
-
-def known_rates(size: float) -> tuple[float, float]:
-    """The lowest and highest learning rate of published trainings of that size."""
-    tables = read_json(DATA / "learning_rates.json", "data")
-    return _between(tables["lowest"], size), _between(tables["highest"], size)
-
-
-def _between(table: list[list[float]], size: float) -> float:
-    # on a logarithmic scale of sizes
-    for (small, left), (large, right) in itertools.pairwise(table):
-        if size <= large:
-            x = max(0.0, math.log(size / small) / math.log(large / small))
-            return float(left ** (1 - x) * right**x)
-    return table[-1][1]
+        rows.append((epochs > 4, "epochs", WARNING, text, "more text: repetition teaches less and less"))
+    return rows

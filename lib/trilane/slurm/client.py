@@ -1,6 +1,5 @@
 """SLURM's commands (sbatch, squeue, sacct, scontrol, scancel, sinfo) and their output as values."""
 
-import functools
 import getpass
 import hashlib
 import re
@@ -67,16 +66,9 @@ def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True,
     """
     require(shutil.which(command[0]) is not None, "slurm", command[0], "is not installed here; use site local")
     for delay in (*DELAYS_S, None):
-        try:
-            run = functools.partial(subprocess.run, command, cwd=cwd, capture_output=True, text=True, check=False)
-            # in a session of its own: Ctrl-C at a terminal does not end an sbatch that is being answered
-            done = run(timeout=TIMEOUT_S, start_new_session=True)
-        except subprocess.TimeoutExpired:
-            error = f"{command[0]}: Socket timed out after {TIMEOUT_S:.0f} s"
-        else:
-            if done.returncode == 0:
-                return str(getattr(done, stream))
-            error = done.stderr.strip()
+        code, output, error = _run(command, TIMEOUT_S, cwd, stream)
+        if code == 0:
+            return output
         # a query that dies without a word (seen: SIGSEGV of squeue) changed nothing, and is made again
         died = not error and command[0] in ("squeue", "sacct", "sinfo") and delay is not None and again
         if not _is_away(error) and not died:
@@ -88,29 +80,40 @@ def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True,
     raise SlurmUnreachable(f"slurm={command[0]}: {reason}")
 
 
+def _run(
+    command: Sequence[str], within_s: float, cwd: Path | None = None, stream: str = "stdout"
+) -> tuple[int, str, str]:
+    """Exit code, output and error text; an answer that takes too long is an error of SLURM's own words.
+
+    In a session of its own: Ctrl-C at a terminal does not end an sbatch that is being answered.
+    """
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, capture_output=True, text=True, timeout=within_s, start_new_session=True, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return 1, "", f"{command[0]}: Socket timed out: nothing within {within_s:g} s"
+    return done.returncode, str(getattr(done, stream)), done.stderr.strip()
+
+
 def _is_away(error: str) -> bool:
-    words = (
-        r"[Uu]nable to contact slurm controller|Connection (refused|reset)|[Ss]ocket timed out|Zero Bytes were trans"
-    )
-    return re.search(words, error) is not None
+    words = "unable to contact slurm controller|connection (refused|reset)|socket timed out|zero bytes were trans"
+    return re.search(words, error, re.I) is not None
 
 
-def require_answer(then: str = "", within_s: float = 3.0) -> None:
-    """Raise SlurmUnreachable, with `then` in its message, where no controller answers a ping within `within_s`.
+def require_answer(then: str = "") -> None:
+    """Raise SlurmUnreachable, with `then` in its message, where no controller answers a ping within 3 s.
 
-    For the commands that a person waits for: a busy controller answers a ping at once, unlike other requests. Jobs wait
-    for a controller that restarts. Nothing where SLURM is not installed.
+    For the commands that a person waits for: a busy controller answers a ping at once, unlike other requests. Nothing
+    where SLURM is not installed.
     """
     if shutil.which("scontrol") is None:
         return
-    try:
-        done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=within_s, check=False)
-        error = _message(done.stdout.partition("\n*")[0] + done.stderr)
-        is_down = " is DOWN" in done.stdout and " is UP" not in done.stdout  # a backup controller may answer
-    except subprocess.TimeoutExpired:
-        error, is_down = f"nothing within {within_s:g} s", True
+    _, output, error = _run(["scontrol", "ping"], 3.0)
+    is_down = " is DOWN" in output and " is UP" not in output  # a backup controller may answer
     if is_down or _is_away(error):
-        raise SlurmUnreachable(f"slurm=scontrol ping: SLURM does not answer ({error}){then}")
+        answer = _message(output.partition("\n*")[0] + error)
+        raise SlurmUnreachable(f"slurm=scontrol ping: SLURM does not answer ({answer}){then}")
 
 
 def job_name(folder: Path) -> str:
@@ -171,12 +174,8 @@ def states(ids: Iterable[str], names: Collection[str] = ()) -> dict[str, JobStat
         return {}
     queued = _queued()
     found = {job: state for job, state in queued.items() if job in wanted or state.name in names}
-    if missing := [job for job in wanted if job not in found]:
-        accounted = _accounted(missing)
-        known = owners([job for job, state in accounted.items() if not state.has_ended])
-        # the controller runs no job that it does not know: the accounting is late, or never heard of its end
-        found |= {job: state for job, state in accounted.items() if state.has_ended or job in known}
-    return {job: JobState(id=job, state=FORGOTTEN) for job in wanted} | found
+    missing = [job for job in wanted if job not in found]
+    return {job: JobState(id=job, state=FORGOTTEN) for job in wanted} | found | (_accounted(missing) if missing else {})
 
 
 def _checked(ids: Iterable[str]) -> list[str]:
@@ -197,48 +196,23 @@ def _queued() -> dict[str, JobState]:
 
 def _accounted(ids: Sequence[str]) -> dict[str, JobState]:
     try:
-        output = call(["sacct", "-XnP", "-j", ",".join(ids), "-o", "jobid,state,elapsed,timelimit,nodelist"])
+        output = call(["sacct", "-XnP", "-j", ",".join(ids), "-o", "jobid,state,elapsed,timelimit,nodelist,user"])
     except SlurmError:
         return {}  # "Slurm accounting storage is disabled": the ledger and the log have to do
-    jobs = {}
+    found = {}
     for line in output.splitlines():
-        job, state, elapsed, limit, nodes = line.split("|")
-        if job in ids:  # asked for an array, sacct answers with every task, and later than squeue does
-            word = state.split()[0]  # of "CANCELLED by 1000"
-            jobs[job] = JobState(id=job, state=word, elapsed=elapsed, limit=limit, nodes=nodes)
-    return jobs
-
-
-def owners(ids: Iterable[str]) -> dict[str, str]:
-    """The user of each job of `ids` that squeue still knows."""
-    wanted = _checked(ids)
-    if not wanted:
-        return {}
-    try:
-        output = call(["squeue", "-h", "-r", "-t", "all", "-j", ",".join(wanted), "-o", "%i|%F|%u"])
-    except SlurmError as error:
-        if "Invalid job id" not in str(error):
-            raise
-        # squeue has forgotten one of them, and lists none
-        return {job: user for one in wanted for job, user in owners([one]).items()} if len(wanted) > 1 else {}
-    users = {name: user for line in output.splitlines() for *names, user in [line.split("|")] for name in names}
-    return {job: users[job] for job in wanted if job in users}
-
-
-def require_own(ids: Iterable[str]) -> None:
-    """Raise ValueError where a job belongs to another user, or squeue does not know it."""
-    wanted = list(ids)
-    users = owners(wanted)
-    for job in wanted:
-        require(job in users, "job", job, "SLURM has no such job")
-        require(users[job] == getpass.getuser(), "job", job, f"belongs to user {users[job]}, not to you")
+        job, state, elapsed, limit, nodes, user = line.split("|")
+        one = JobState(id=job, state=state.split()[0], elapsed=elapsed, limit=limit, nodes=nodes)  # "CANCELLED by 1000"
+        # squeue does not list it: the accounting of one's own job is late, or never heard of its end. Asked for an
+        # array, sacct answers with every task
+        if job in ids and (one.has_ended or user != getpass.getuser()):
+            found[job] = one
+    return found
 
 
 def cancel(ids: Iterable[str]) -> None:
-    """Cancel the jobs; none of them where one belongs to another user (ValueError)."""
-    jobs = list(ids)
-    require_own(jobs)
-    if jobs:
+    """Cancel the jobs. Raises SlurmError where one is not known, or belongs to another user."""
+    if jobs := _checked(ids):
         call(["scancel", *jobs])
 
 
@@ -255,15 +229,6 @@ def raw_id(job: str) -> str:
 def hostnames(nodelist: str) -> list[str]:
     """The nodes of a SLURM node list."""
     return call(["scontrol", "show", "hostnames", nodelist]).split() if nodelist else []
-
-
-def down_nodes() -> dict[str, str]:
-    """The nodes that SLURM lists as down or failing, with their state.
-
-    A drained node takes no new job, and trains on; "drained*" is drained and does not respond.
-    """
-    pairs = (line.split("|") for line in call(["sinfo", "-h", "-N", "-o", "%N|%T"]).splitlines())
-    return {name: state for name, state in pairs if re.match(r"down|fail|drain\w*\*", state)}
 
 
 def _message(text: str) -> str:

@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -30,7 +29,6 @@ from trilane.workspace.installation import REVISION, SUMS, package, revision, sh
 
 USED_BY = "TRILANE_CODE"  # what a script that runs the frozen code mentions
 ARCHIVE, STATE = "trilane-env.tar", "trilane-env.state"
-USE = "use"  # the last file of a copy: where it is, the copy is complete
 CODE = "trilane-code"
 
 
@@ -41,17 +39,28 @@ def freeze(home: Path) -> Path:
     can compare two copies. Raises ValueError where it cannot be read or written, or is being changed.
     """
     require(":" not in str(home), "run folder", home, "must hold no colon, which separates the folders of PYTHONPATH")
+    part = target = home / "code" / f"new-{os.getpid()}"
+    sums = ""
     try:
         files = _installed()
-        # an update of the installation takes seconds, in which half of it is old
-        require(files == _installed(), "code", package(), "is being changed; submit when that has ended")
         sums = _sums(files)
-        target = home / "code" / _digits(sums)
+        target = part.with_name(_digits(sums))
         if not _is_whole(target, sums):
-            _write(target, {**files, SUMS: sums.encode(), REVISION: f"{revision()}\n".encode()})
+            for name, path in files.items():
+                (part / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, part / name)
+            # an update of the installation takes seconds, in which half of it is old
+            is_one = _sums({name: part / name for name in files}) == sums
+            require(is_one, "code", package(), "is being changed; submit when that has ended")
+            (part / SUMS).write_text(sums)
+            (part / REVISION).write_text(f"{revision()}\n")
+            shutil.rmtree(target, ignore_errors=True)
+            part.rename(target)
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        raise ValueError(f"code={home / 'code'}: cannot be written ({error.strerror}{where})") from None
+        if not _is_whole(target, sums):  # else another process was first
+            raise ValueError(f"code={home / 'code'}: cannot be written ({error.strerror})") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return target
 
 
@@ -60,22 +69,16 @@ def fingerprint() -> str:
     return _digits(_sums(_installed()))
 
 
-def _installed() -> dict[str, bytes]:
-    """The files of the package and of its templates, by their path in a copy; without what Python compiled."""
-    found = {}
-    for name, root in {"trilane": package(), "share/trilane/slurm_templates": shipped("slurm_templates")}.items():
-        for path in sorted(root.rglob("*")):
-            inner = path.relative_to(root)
-            # sha256sum escapes other names, which are no part of trilane
-            is_ours = re.fullmatch(r"[\w.@+=,~/-]+", str(inner)) and "__pycache__" not in inner.parts
-            if is_ours and path.is_file():
-                found[f"{name}/{inner}"] = path.read_bytes()
-    return found
+def _installed() -> dict[str, Path]:
+    """The files of the package and of its templates, by their name in a copy."""
+    roots = {"trilane": package(), "share/trilane/slurm_templates": shipped("slurm_templates")}
+    paths = [(name, root, path) for name, root in roots.items() for path in root.rglob("*") if path.is_file()]
+    return {f"{name}/{path.relative_to(root)}": path for name, root, path in paths if "__pycache__" not in path.parts}
 
 
-def _sums(files: dict[str, bytes]) -> str:
+def _sums(files: dict[str, Path]) -> str:
     """The files in the form of sha256sum, which the job checks them with."""
-    return "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in sorted(files.items()))
+    return "".join(f"{hashlib.sha256(files[name].read_bytes()).hexdigest()}  {name}\n" for name in sorted(files))
 
 
 def _digits(sums: str) -> str:
@@ -83,28 +86,10 @@ def _digits(sums: str) -> str:
 
 
 def _is_whole(copy: Path, sums: str) -> bool:
-    pairs = (line.split("  ", 1) for line in sums.splitlines())
     with contextlib.suppress(OSError):
-        return (copy / SUMS).read_text() == sums and all(
-            hashlib.sha256((copy / name).read_bytes()).hexdigest() == digest for digest, name in pairs
-        )
+        names = [line.partition("  ")[2] for line in sums.splitlines()]
+        return (copy / SUMS).read_text() == sums == _sums({name: copy / name for name in names})
     return False
-
-
-def _write(target: Path, files: dict[str, bytes]) -> None:
-    """Write a copy under another name, then rename it; a damaged one in its place is removed."""
-    part = target.with_name(f"new-{os.getpid()}-{target.name}")
-    try:
-        for name, data in files.items():
-            (part / name).parent.mkdir(parents=True, exist_ok=True)
-            (part / name).write_bytes(data)
-        shutil.rmtree(target, ignore_errors=True)
-        part.rename(target)
-    except OSError:
-        if not (target / SUMS).is_file():  # else another process was first
-            raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def pack(prefix: Path) -> Path:
@@ -113,10 +98,8 @@ def pack(prefix: Path) -> Path:
     if archive.is_file() and read_text(prefix / STATE) == now:
         return archive
     part = prefix / f"{ARCHIVE}.{platform.node()}.{os.getpid()}"
-    own = [f"--exclude=./{name}" for name in (f"{ARCHIVE}*", STATE)]
     try:
-        _tar("-cf", str(part), *own, "-C", str(prefix), ".")
-        (prefix / STATE).unlink(missing_ok=True)
+        _tar("-cf", str(part), f"--exclude=./{ARCHIVE}*", f"--exclude=./{STATE}", "-C", str(prefix), ".")
         part.replace(archive)
         (prefix / STATE).write_text(now, encoding="utf-8")
     except OSError as error:
@@ -132,7 +115,7 @@ def state(prefix: Path) -> str:
     names = ("lib/python*/site-packages/*.dist-info", "lib/python*/site-packages/*.pth", "conda-meta/*.json")
     found = [path for name in (*names, "pyvenv.cfg") for path in prefix.glob(name)]
     lines = sorted(f"{path.relative_to(prefix)} {path.stat().st_mtime_ns}" for path in found)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return _digits("\n".join(lines))
 
 
 def folder_of(base: Path, job: str) -> Path:
@@ -145,7 +128,7 @@ def unpack(prefix: Path, base: Path, job: str, code: str = "") -> Path:
     require(base.is_absolute() and base.is_dir(), "stage_env", base, "is no folder")
     _remove_left(base, job)
     target, now, archive = folder_of(base, job), state(prefix), prefix / ARCHIVE
-    if (target / USE).is_file() and read_text(target / STATE) == now and not target.is_symlink():
+    if (target / "use").is_file() and read_text(target / STATE) == now and not target.is_symlink():
         return target
     require(archive.is_file(), "stage_env", archive, "is missing")
     # a tenth more than the archive, for blocks that files fill in part
@@ -153,39 +136,31 @@ def unpack(prefix: Path, base: Path, job: str, code: str = "") -> Path:
     require(need <= free, "stage_env", base, f"{need / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
     try:
         shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(mode=0o700)
+        target.mkdir(mode=0o700)  # fails where it is another user's
     except OSError as error:
         raise ValueError(f"stage_env={target}: {error.strerror}") from None
     try:
-        _tar("-xf", str(archive), "--no-same-owner", "-C", str(target))
-        target.chmod(0o700)
-        if code:
-            shutil.copytree(code, target / CODE, ignore=shutil.ignore_patterns("__pycache__"))
-        _relocate(prefix, target)
-        (target / STATE).write_text(now, encoding="utf-8")
-        (target / USE).write_text(_use(prefix, target, code), encoding="utf-8")
+        _fill(target, prefix, code, now)
     except (OSError, ValueError) as error:
         shutil.rmtree(target, ignore_errors=True)
-        own = getattr(error, "strerror", None)
-        raise ValueError(f"stage_env={base}: {own}" if own else str(error)) from None
+        raise ValueError(f"stage_env={base}: {getattr(error, 'strerror', None) or error}") from None
     return target
 
 
-def _relocate(prefix: Path, target: Path) -> None:
-    """Let scripts such as bin/deepspeed start the copy's Python."""
-    old, new = str(prefix).encode(), str(target).encode()
+def _fill(target: Path, prefix: Path, code: str, now: str) -> None:
+    """Unpack the archive, let scripts such as bin/deepspeed start the copy's Python, and write `use` last."""
+    _tar("-xf", str(prefix / ARCHIVE), "--no-same-owner", "-C", str(target))
+    target.chmod(0o700)
+    if code:
+        shutil.copytree(code, target / CODE, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (target / "bin").iterdir():
         data = b"" if path.is_symlink() or not path.is_file() else path.read_bytes()
-        if data.startswith(b"#!") and old in data.split(b"\n", 1)[0]:
-            path.write_bytes(data.replace(old, new, 1))
-
-
-def _use(prefix: Path, target: Path, code: str) -> str:
-    """Lines of shell that put the copy in place of the environment."""
-    new = shlex.quote(str(target))
-    variable = "CONDA_PREFIX" if (prefix / "conda-meta").is_dir() else "VIRTUAL_ENV"
-    path = f"export PYTHONPATH={new}/{CODE}${{PYTHONPATH#{shlex.quote(code)}}}\n" if code else ""
-    return f"export {variable}={new} PATH={new}/bin:$PATH\n{path}"
+        if data.startswith(b"#!") and str(prefix).encode() in data.split(b"\n", 1)[0]:
+            path.write_bytes(data.replace(str(prefix).encode(), str(target).encode(), 1))
+    (target / STATE).write_text(now, encoding="utf-8")
+    new, variable = shlex.quote(str(target)), "CONDA_PREFIX" if (prefix / "conda-meta").is_dir() else "VIRTUAL_ENV"
+    more = f"export PYTHONPATH={new}/{CODE}${{PYTHONPATH#{shlex.quote(code)}}}\n" if code else ""
+    (target / "use").write_text(f"export {variable}={new} PATH={new}/bin:$PATH\n{more}", encoding="utf-8")
 
 
 def _remove_left(base: Path, job: str) -> None:
@@ -207,13 +182,10 @@ def _has_process(job: str) -> bool:
 
 def _tar(*words: str) -> None:
     """Run tar; ValueError with its last line where it fails."""
-    try:
-        done = subprocess.run(["tar", *words], capture_output=True, text=True, timeout=900, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
-        raise ValueError(f"stage_env={words[1]}: tar: {type(error).__name__}") from None
+    done = subprocess.run(["tar", *words], capture_output=True, text=True, timeout=900, check=False)
     # 1: a file changed while it was read, such as one that another process compiles
     is_done = done.returncode == 0 or (words[0] == "-cf" and done.returncode == 1)
-    require(is_done, "stage_env", words[1], (done.stderr.strip().splitlines() or ["tar failed"])[-1])
+    require(is_done, "tar", words[1], (done.stderr.strip().splitlines() or ["tar failed"])[-1])
 
 
 def main(argv: list[str]) -> int:
@@ -222,7 +194,7 @@ def main(argv: list[str]) -> int:
     try:
         is_pack = argv == ["pack"]
         made = pack(prefix) if is_pack else unpack(prefix, Path(argv[1]), job, os.environ.get(USED_BY, ""))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, subprocess.TimeoutExpired) as error:
         print(f"trilane: {error}; {platform.node()} imports from {prefix}", flush=True)
         return 1
     print(f"trilane: {made} on {platform.node()}, {time.monotonic() - begin:.1f} s", flush=True)

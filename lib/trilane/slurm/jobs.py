@@ -1,10 +1,6 @@
-"""Jobs: the files of run folders, their submission, status and cancellation; on SLURM or on this machine."""
+"""Jobs: the submission of run folders, their status and cancellation; on SLURM or on this machine."""
 
 import contextlib
-import glob
-import re
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +11,7 @@ from trilane.config.plan import read_plan
 from trilane.launch import local
 from trilane.launch.outcome import last_log
 from trilane.slurm import attempt, client, copies, ledger
-from trilane.slurm.script import SCRIPT, directives, render, rewrite
+from trilane.slurm.script import SCRIPT, render, rewrite
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.files import read_text
 from trilane.utils.folder_lock import FolderLock
@@ -25,7 +21,7 @@ from trilane.workspace import run_folder
 from trilane.workspace.checkpoints import FOLDER, latest
 from trilane.workspace.prepared_corpora import SMALL_BYTES, unprepared
 from trilane.workspace.run_folder import is_completed, write_text
-from trilane.workspace.status import Status, known_status, status_problem
+from trilane.workspace.status import RunStatus, Status, known_status, status_problem, verdict
 
 PATIENCE_S = 15.0  # for the lock of a folder, which a submission holds for a second or two
 SETTLE_S = 10.0  # in which a controller still accepts the request of an sbatch that was killed (MessageTimeout)
@@ -61,9 +57,8 @@ def submit(folder: Path, site: Site, request: JobRequest, options: Sequence[str]
 def submitting(folders: Iterable[Path], is_local: bool = False) -> Iterator[None]:
     """The run folders locked, none of which has a job that has not ended.
 
-    SLURM alone knows what it has accepted, and finds it by the jobs' name. Only what is on its way it does not know: a
-    process that was killed may have left an sbatch. It leaves its lock, too; where one is there, SLURM is asked again
-    after SETTLE_S.
+    SLURM alone knows what it has accepted, and finds it by the jobs' name. It does not know what is on its way: a
+    process that was killed may have left an sbatch. It leaves its lock, too: then SLURM is asked again after SETTLE_S.
     """
     wanted = list(folders)
     was_locked = any((folder / "run.lock").exists() for folder in wanted)
@@ -86,7 +81,7 @@ def _require_idle(folders: Sequence[Path], is_local: bool) -> None:
         known, active = ledger.job_ids(folder), [state for state in states if not state.has_ended]
         for state in states:
             if state.id not in known:  # its submission was killed before it could record it
-                ledger.note(folder, "submitted", state.id, site="", script="")
+                ledger.note(folder, "submitted", state.id, site="", after="")
         if active:
             ids, words = [state.id for state in active], ", ".join(state.state for state in active)
             raise ActiveJob(f"run folder={folder}: has job {', '.join(ids)} already ({words}); cancel it first", ids)
@@ -97,41 +92,19 @@ def accept(
 ) -> str:
     """Submit a script for run folders that are locked; the id of its job, to which each adds its suffix ("", "_3").
 
-    A run's jobs begin one after another (singleton, by their name), and `after` another one such as "afterany:5".
-
-    The code is frozen in `home` below the script's folder or above, and its folder is the script's argument: a job has
-    that from its start, whatever `--export` or a site's own sbatch do with the environment, and keeps it in the queue.
-    Ctrl-C waits until the ledgers have the job.
+    A run's jobs begin one after another (singleton, by their name), and `after` another one such as "afterany:5". The
+    code is frozen in `home` below the script's folder or above, and its folder is the script's argument, which a job
+    keeps in the queue, whatever `--export` or a site's own sbatch do with the environment.
     """
-    text = read_text(script)
-    code = copies.freeze(script.parent / home) if copies.USED_BY in text else None
-    common = {"site": site, "script": ledger.fingerprint(text), "code": code.name if code else "", "after": after}
+    code = copies.freeze(script.parent / home) if copies.USED_BY in read_text(script) else None
     waits = [*["singleton"] * ("" in runs.values()), *[after] * bool(after)]
     options = [*([f"--dependency={','.join(waits)}", "--kill-on-invalid-dep=yes"] if waits else []), *options]
     known = {job.partition("_")[0] for folder in runs for job in ledger.job_ids(folder)}
     name, arguments = client.job_name(script.parent), [str(code)] if code else []
-    with signals_deferred():
-        job = client.sbatch(script, *options, name=name, known=known, arguments=arguments)
-        for folder, suffix in runs.items():
-            ledger.note(folder, "submitted", f"{job}{suffix}", **common)
+    job = client.sbatch(script, *options, name=name, known=known, arguments=arguments)
+    for folder, suffix in runs.items():
+        ledger.note(folder, "submitted", f"{job}{suffix}", site=site, code=code.name if code else "", after=after)
     return job
-
-
-@contextlib.contextmanager
-def signals_deferred() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP take effect at the end of the block; only in the main thread, where Python handles
-    signals."""
-    caught = list[int]()
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ()
-    before = {number: signal.signal(number, lambda number, _: caught.append(number)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for one in caught[:1]:
-            signal.raise_signal(one)
 
 
 def _train_here(folder: Path) -> str:
@@ -139,7 +112,7 @@ def _train_here(folder: Path) -> str:
     has_checkpoint = latest(folder / FOLDER) is not None
     run_folder.put_aside(folder, keep=has_checkpoint)
     # it starts now, with the installed code
-    ledger.note(folder, "submitted", job, site="local", script="", code=copies.fingerprint())
+    ledger.note(folder, "submitted", job, site="local", code=copies.fingerprint(), after="")
     ledger.note(folder, "started", job, nodes="", iteration=run_folder.iteration(folder), restarts=0)
     outcome = local.train_local(folder, resume=has_checkpoint)
     ledger.note(folder, "ended", job, status=outcome.status, evidence=outcome.evidence)
@@ -147,24 +120,22 @@ def _train_here(folder: Path) -> str:
 
 
 def prepare(folders: Iterable[Path], site: Site, request: JobRequest, above: int = 0) -> dict[Path, str]:
-    """Tokenize the corpora of runs by a job of one core for each corpus, so that no node with GPUs waits for it; the
-    id of the job by run folder, without those prepared.
+    """Tokenize the corpora of runs, above so many bytes, by a job of one core for each, so that no node with GPUs waits
+    for it; the job's id by run folder, without those prepared.
 
     Relative paths are below the run folder, in which a job runs; at site `local`, where it is done at once and the id
     is HERE, where the command was called. Raises ValueError where a job is not accepted.
     """
-    groups: dict[tuple[Path, ...], list[Path]] = {}
+    made, groups = dict[Path, str](), dict[tuple[Path, ...], list[Path]]()
     for folder in (Path(folder).resolve() for folder in folders):
         data = read_plan(folder / "plan.json").data
         if unprepared(data.parts, Path() if site.is_local else folder, above):
             # runs that read the same data share one job
-            names = [
-                data.folder,
-                *[data.tokenizer] * (data.tokenizer != "bytes"),
-                *(part.source for part in data.parts),
-            ]
+            names = (data.folder, data.tokenizer, *(part.source for part in data.parts))
             groups.setdefault(tuple((folder / name).resolve() for name in names), []).append(folder)
-    return {folder: job for group in groups.values() for folder, job in _prepare(group, site, request).items()}
+    for group in groups.values():
+        made |= dict.fromkeys(group, _prepare(group, site, request))
+    return made
 
 
 def prepare_first(folders: Iterable[Path], site: Site, request: JobRequest) -> dict[Path, str]:
@@ -177,51 +148,41 @@ def corpus_lines(made: Mapping[Path, str]) -> list[str]:
     return [f"corpus of {folder}: " + ("prepared" if job == HERE else f"job {job}") for folder, job in made.items()]
 
 
-def _prepare(folders: list[Path], site: Site, request: JobRequest) -> dict[Path, str]:
+def _prepare(folders: Sequence[Path], site: Site, request: JobRequest) -> str:
     """Prepare the corpus of these runs, which is one; by a job that does so already, where there is one."""
     first = folders[0]
     if site.is_local:
         local.prepare_data(first / "plan.json")
-        return dict.fromkeys(folders, HERE)
-    asked = [e["id"] for folder in folders for e in ledger.events(folder, "preparing")]
-    if going := [job for job, state in client.states(asked).items() if not state.has_ended]:
-        return dict.fromkeys(folders, going[0])
+        return HERE
+    asked = client.states(job for folder in folders for job in ledger.job_ids(folder, "preparing"))
+    for job in (job for job, state in asked.items() if not state.has_ended):
+        return job
     # the options that concern a job of one core
     kept = ("account", "time_limit", "partition", "reservation", "mail", "comment", "environment")
     own = JobRequest(**{name: getattr(request, name) for name in kept}, signal_s=0)
     script = write_text(first / "prepare.sbatch", render("prepare", read_plan(first / "plan.json"), site, own))
     job = client.sbatch(script, arguments=[str(copies.freeze(first))])
     for folder in folders:
-        ledger.note(folder, "preparing", job, site=site.name, place=str(first))
-    return dict.fromkeys(folders, job)
+        ledger.note(folder, "preparing", job, site=site.name)
+    return job
 
 
 def cancel(folders: Iterable[Path]) -> list[str]:
-    """Cancel every job of the runs that squeue lists and that has not ended; their ids.
-
-    A job that only the accounting lists as running no longer exists. Raises ValueError, and cancels none, where one
-    belongs to another user.
-    """
+    """Cancel every job of the runs that has not ended; their ids. Raises ValueError where SLURM does not answer."""
     client.require_answer(
         "; nothing was cancelled: try again, or `touch RUN/stop`, with which a run saves and ends by itself"
     )
-    known = states_of(folders)
-    live = list(client.owners([s.id for states in known.values() for s in states if not s.has_ended]))
-    client.cancel(live)
-    for folder, states in known.items():
-        for state in states:
-            if state.id in live:
-                ledger.note(folder, "cancelled", state.id)
-    return live
+    live = [(folder, s.id) for folder, states in states_of(folders).items() for s in states if not s.has_ended]
+    client.cancel(job for _, job in live)
+    for folder, job in live:
+        ledger.note(folder, "cancelled", job)
+    return [job for _, job in live]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus(client.JobState):
-    """A run's current job, our status with its evidence, the training's progress, and how many later jobs wait; nodes
-    at fault, as --exclude takes them.
-
-    `as_of` is the time of the ledger's last event of the job where SLURM did not answer; "" where it did.
-    """
+    """A run's current job, our status with its evidence, the training's progress, how many later jobs wait; nodes at
+    fault, as --exclude takes them; the time of the ledger's last event where SLURM did not answer ("": it did)."""
 
     run: str
     status: Status
@@ -262,12 +223,11 @@ def current_status(folders: Iterable[Path]) -> tuple[JobTable, str]:
 
 
 def _status_by_ledger(folder: Path) -> JobStatus:
-    """The status of a run by what its ledger and its files record."""
     of_event = {"submitted": "PENDING", "started": "RUNNING", "cancelled": "CANCELLED"}
     last = {e["id"]: e for e in ledger.events(folder, *of_event, "ended", "refused")}
-    ids = ledger.job_ids(folder)
-    states = [client.JobState(id=i, state=of_event.get(last[i]["event"], client.ENDED_BY_LEDGER)) for i in ids]
-    found = _status(folder, states)
+    states = [of_event.get(last[job]["event"], client.ENDED_BY_LEDGER) for job in ledger.job_ids(folder)]
+    known = zip(ledger.job_ids(folder), states, strict=True)
+    found = _status(folder, [client.JobState(id=job, state=state) for job, state in known])
     return replace(found, as_of=str(last[found.id].get("time", "")) if found.id in last else "")
 
 
@@ -320,14 +280,13 @@ def _status(folder: Path, states: Sequence[client.JobState]) -> JobStatus:
     running = [s for s in live if s.state != "PENDING"]
     none = client.JobState(id="", state="NOT SUBMITTED")
     current = next(iter(running or live), None) or _decisive(folder, states) or none
-    status, evidence = _verdict(folder, current)
-    written = known_status(folder)
+    found = _verdict(folder, current)
     return JobStatus(
         **vars(current),
         run=folder.name,
-        status=status,
-        evidence=evidence,
-        exclude=written.exclude if written and written.evidence == evidence else "",
+        status=found.status,
+        evidence=found.evidence,
+        exclude=found.exclude,
         iteration=run_folder.iteration(folder),
         iterations=read_plan(folder / "plan.json").run.goal,
         waiting=len(live) - (current in live),
@@ -339,7 +298,7 @@ def _decisive(folder: Path, states: Sequence[client.JobState]) -> client.JobStat
 
     The later jobs of a chain only find that nothing is left to do, or are cancelled before they start.
     """
-    began, refused = _ids(folder, "started"), _ids(folder, "refused")
+    began, refused = ledger.job_ids(folder, "started"), ledger.job_ids(folder, "refused")
 
     def trained_or_failed(job: client.JobState) -> bool:
         if job.id in began or job.id in refused or job.state == "COMPLETED":
@@ -349,75 +308,54 @@ def _decisive(folder: Path, states: Sequence[client.JobState]) -> client.JobStat
     return next(filter(trained_or_failed, reversed(states)), states[-1] if states else None)
 
 
-def _verdict(folder: Path, job: client.JobState) -> tuple[Status, str]:
-    """The job's status, and the line that proves it."""
-    written, problem = known_status(folder), status_problem(folder)
+def _verdict(folder: Path, job: client.JobState) -> RunStatus:
+    """How it stands with the job, and the line that proves it."""
+    written, of = known_status(folder), attempt.status_of
     if job.state == "NOT SUBMITTED":
-        found = (written.status, written.evidence) if written else (Status.NOT_SUBMITTED, "")
-        return (Status.UNFINISHED, problem) if problem else found
+        problem = status_problem(folder)
+        return of(Status.UNFINISHED, problem) if problem else written or of(Status.NOT_SUBMITTED, "")
     if not job.has_ended:
-        return (Status.WAITING, job.reason) if job.state == "PENDING" else (Status.RUNNING, last_line(folder))
+        is_waiting = job.state == "PENDING"
+        return of(Status.WAITING, job.reason) if is_waiting else of(Status.RUNNING, last_line(folder))
     # the files in the folder are of the last job that started, ended or was refused there; without such events in the
     # ledger (a script written by hand) a failed job is assumed to have left none
     events = ledger.events(folder, "started", "ended", "refused")
     is_last = events[-1]["id"] == job.id if events else job.state != "FAILED"
-    is_completed = written is not None and written.status is Status.COMPLETED
-    log = last_log(folder) if is_last and not is_completed and job.state not in attempt.REASONS else None
-    if outcome := attempt.verdict(written if is_last or is_completed else None, log, state=job.state):
-        return outcome.status, outcome.evidence + ("" if outcome is written else _corpus_failure(folder, job))
+    written = written if written and (is_last or written.status is Status.COMPLETED) else None
+    scheduler = _by_slurm(job)
+    log = last_log(folder) if is_last and not written and not scheduler else None
+    return verdict(code=None, written=written, scheduler=scheduler, log=log, otherwise=_unexplained(folder, job))
+
+
+def _by_slurm(job: client.JobState) -> RunStatus | None:
+    """SLURM's own reason for a job's end, None where it reports only a failure."""
+    reasons = {"TIMEOUT": Status.TIME_LIMIT, "DEADLINE": Status.TIME_LIMIT, "OUT_OF_MEMORY": Status.HOST_MEMORY}
+    reasons |= {"NODE_FAIL": Status.NODE_FAILURE, "BOOT_FAIL": Status.NODE_FAILURE}
+    reasons |= {"CANCELLED": Status.CANCELLED, "PREEMPTED": Status.PREEMPTED}
+    known = reasons.get(job.state)
+    return attempt.status_of(known, f"SLURM: {job.state}") if known else None
+
+
+def _unexplained(folder: Path, job: client.JobState) -> RunStatus:
+    """The end of a job for which neither its files nor SLURM give a reason: by its ledger, and what it printed."""
     if job.state in ("COMPLETED", client.FORGOTTEN) and (done := attempt.finished(folder)):
-        return Status.COMPLETED, done
+        return attempt.status_of(Status.COMPLETED, done)
     refused = ledger.events(folder, "refused")
     if refused and refused[-1]["id"] == job.id:
-        return Status.STOPPED, refused[-1]["says"]
+        return attempt.status_of(Status.STOPPED, refused[-1]["says"])
     printed = output(folder, job.id)
     lines = [line.strip() for line in _tail(printed, 20) if line.strip()] if printed else []
     evidence = f"{printed.name}: {lines[-1]}" if printed and lines else f"SLURM: {job.state}; the log gives no reason"
-    return Status.UNFINISHED if job.state == client.FORGOTTEN else Status.CRASHED, evidence
-
-
-def _corpus_failure(folder: Path, job: client.JobState) -> str:
-    """What the job printed last that was to prepare the corpus, where SLURM cancelled this one before it began."""
-    after = {e.get("after") for e in ledger.events(folder, "submitted") if e["id"] == job.id}
-    for event in ledger.events(folder, "preparing"):
-        printed = Path(str(event.get("place"))) / f"prepare-{event['id']}.out"
-        if f"afterok:{event['id']}" in after and printed.is_file() and job.id not in _ids(folder, "started"):
-            return f"; {printed.name}: {next(iter(_tail(printed, 1)), '')}"
-    return ""
+    return attempt.status_of(Status.UNFINISHED if job.state == client.FORGOTTEN else Status.CRASHED, evidence)
 
 
 def output(folder: Path, job: str) -> Path | None:
-    """The output file of the job, by the --output of its script, which may be edited; None where there is none.
+    """The output file of the job, which its script names slurm-JOB.out; None where there is none.
 
     The array of a sweep writes into the sweep's folder, two above the run's.
     """
-    sweep = folder.resolve().parent.parent
-    scripts = [folder / SCRIPT, *(sorted(sweep.glob("sweep-*.sbatch")) if (sweep / attempt.RUNS).exists() else ())]
-    found = [path for script in scripts for path in _outputs(job, script) if path.is_file()]
-    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
-
-
-def _outputs(job: str, script: Path) -> list[Path]:
-    """The files that the script's --output may mean for the job (man sbatch, "filename pattern"): its number is known,
-    and what is not, such as its node, stands for any text."""
-    array, _, index = job.partition("_")
-    try:
-        asked = directives(read_text(script))
-    except ValueError:  # an unclosed quote
-        asked = {}
-    pattern, known = asked.get("output") or f"slurm-{job}.out", {"A": array, "a": index, "j": job, "%": "%"}
-    if index and re.search(r"%[0-9]*[jJ]", pattern):  # the job's own number, which is not that of the array
-        return []
-    if "\\" in pattern:  # then sbatch replaces nothing
-        return [script.parent / pattern.replace("\\", "")]
-
-    def value(found: re.Match[str]) -> str:
-        width, letter = found.groups()
-        return glob.escape(known[letter].zfill(int(width or 0))) if known.get(letter) else "*"
-
-    words = re.split(r"(%[0-9]{0,2}[A-Za-z%])", pattern)
-    name = "".join(re.sub(r"%(\d*)(.)", value, w) if i % 2 else glob.escape(w) for i, w in enumerate(words))
-    return [Path(path) for path in glob.glob(str(Path(glob.escape(str(script.parent)), asked.get("chdir", ""), name)))]
+    places = [folder, folder.resolve().parent.parent] if "_" in job else [folder]
+    return next((path for place in places if (path := place / f"slurm-{job}.out").is_file()), None)
 
 
 def logs(folder: Path, lines: int = 20) -> list[str]:
@@ -425,7 +363,7 @@ def logs(folder: Path, lines: int = 20) -> list[str]:
 
     Raises ValueError where there is neither.
     """
-    began, refused = _ids(folder, "started"), _ids(folder, "refused")
+    began, refused = ledger.job_ids(folder, "started"), ledger.job_ids(folder, "refused")
     outputs = ((job, output(folder, job)) for job in reversed(ledger.job_ids(folder)) if job not in refused)
     job, printed = next(((job, path) for job, path in outputs if path), ("", None))
     path = folder / "run.log"
@@ -433,10 +371,6 @@ def logs(folder: Path, lines: int = 20) -> list[str]:
         return _tail(printed, lines)
     require(path.exists(), "run folder", folder, "has no run.log yet")
     return _tail(path, lines)
-
-
-def _ids(folder: Path, kind: str) -> set[str]:
-    return {e["id"] for e in ledger.events(folder, kind)}
 
 
 def last_line(folder: Path) -> str:

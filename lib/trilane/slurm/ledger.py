@@ -1,6 +1,5 @@
 """Ledger: jobs.jsonl of a run folder, a line for each event of its jobs (submitted, started, ended, ...)."""
 
-import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -41,9 +40,9 @@ def _is_event(values: dict[str, Any]) -> bool:
     return all(isinstance(word, str) for name, kind in wanted.items() if kind is list for word in values[name])
 
 
-def job_ids(folder: Path) -> list[str]:
-    """Ids of the jobs submitted for the folder, oldest first."""
-    return list(dict.fromkeys(e["id"] for e in events(folder, "submitted")))
+def job_ids(folder: Path, kind: str = "submitted") -> list[str]:
+    """Ids of the folder's jobs with such an event, oldest first."""
+    return list(dict.fromkeys(e["id"] for e in events(folder, kind)))
 
 
 def age_s(event: Mapping[str, Any]) -> float:
@@ -52,8 +51,3 @@ def age_s(event: Mapping[str, Any]) -> float:
         return time.time() - datetime.fromisoformat(str(event.get("time"))).timestamp()
     except (ValueError, OverflowError):
         return float("inf")
-
-
-def fingerprint(text: str) -> str:
-    """A short id of a script's text: the first 16 digits of its SHA-256."""
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,13 +1,12 @@
 """Monitor: report when jobs start, fail, stall or make progress, and look into a running one."""
 
+import html
 import json
 import os
 import platform
 import shlex
 import shutil
 import subprocess
-import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,6 @@ from trilane.config.plan import Plan, read_plan
 from trilane.diagnose.capture import capture
 from trilane.slurm import client, jobs, ledger
 from trilane.slurm.jobs import JobStatus
-from trilane.slurm.nodes.node_failure import step_options
 from trilane.utils.files import read_text
 from trilane.utils.process import python
 from trilane.utils.tables import short
@@ -40,7 +38,6 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float, stall_s: floa
     require(not url or url.startswith(("http://", "https://")), WEBHOOK, "(not shown)", "must be an http or https URL")
     end, watched, is_down = time.monotonic() + seconds, [_Watched(Path(f), stall_s) for f in folders], False
     while True:
-        is_active = True
         try:
             client.require_answer()
             found = jobs.job_status([one.folder for one in watched])
@@ -49,13 +46,14 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float, stall_s: floa
             is_down = True
         else:
             yield from ["SLURM answers again"] if is_down else []
-            is_down, is_active = False, any(job.status.is_active for job in found)
+            is_down = False
             for one, job in zip(watched, found, strict=True):
                 for kind, text in one.news(job):
                     yield text
-                    if problem := post(url, kind, job.run, job.id, text) if kind and url else "":
-                        yield problem
-        if not is_active or time.monotonic() + every_s > end:
+                    yield from [problem] if kind and url and (problem := post(url, kind, job, text)) else []
+            if not any(job.status.is_active for job in found):
+                return
+        if time.monotonic() + every_s > end:
             return
         time.sleep(every_s)
 
@@ -73,14 +71,14 @@ class _Watched:
         """What is new since the last call: its kind, "" where nobody need be alerted, and a line."""
         old, self._before = self._before, job
         events = ledger.events(self.folder)
-        for event in events[self._events :]:
+        new, self._events = events[self._events :], len(events)
+        for event in new:
             if event["event"] == "replaced":
                 nodes = ", ".join(event["nodes"])
                 yield "replaced", f"{job.run}: REPLACED: job {event['id']} lost {nodes}, and goes on with a spare node"
             if event["event"] == "started" and event.get("restarts"):
                 where = f"goes on from iteration {event['iteration']} on {event['nodes']}"
                 yield "requeued", f"{job.run}: REQUEUED: job {event['id']} was put back into the queue, and {where}"
-        self._events = len(events)
         if old is None or (old.id, old.state, old.status) != (job.id, job.state, job.status):
             kind = "died" if job.has_failed else "finished" if job.status is Status.COMPLETED else ""
             word, where = "DIED: " if job.has_failed else "", job.reason or job.nodes
@@ -94,9 +92,12 @@ class _Watched:
 
     def _troubles(self, job: JobStatus) -> Iterator[tuple[str, str, str]]:
         """What is wrong with a running job: a key, its kind and a text."""
-        if (seconds := idle_s(self.folder)) > self._stall_s:
+        steps = self.folder / "steps.jsonl"
+        ages = [time.time() - steps.stat().st_mtime] if steps.exists() else []
+        idle_s = min([*ages, *(ledger.age_s(event) for event in ledger.events(self.folder)[-1:])], default=0.0)
+        if idle_s > self._stall_s:
             last = jobs.last_line(self.folder) or "(nothing)"
-            text = f"no iteration for {seconds:.0f} s; the log's last line: {last}"
+            text = f"no iteration for {idle_s:.0f} s; the log's last line: {last}"
             yield f"stalled:{job.id}:{job.iteration}", "stalled", text
         run, newest = read_plan(self.folder / "plan.json").run, latest(self.folder / FOLDER)
         saved = max(iteration_of(newest) if newest else 0, run.start_iteration)
@@ -110,106 +111,76 @@ class _Watched:
             yield f"unsaved:{due}", "checkpoint not saved", "; ".join([text, *said[-1:]])
 
 
-def idle_s(folder: Path) -> float:
-    """Seconds since the last iteration or event of the ledger, whichever is later; 0 where there is neither."""
-    steps = folder / "steps.jsonl"
-    ages = [time.time() - steps.stat().st_mtime] if steps.exists() else []
-    return min([*ages, *(ledger.age_s(event) for event in ledger.events(folder)[-1:])], default=0.0)
-
-
-def post(url: str, kind: str, run: str, job: str, text: str, within_s: float = 8.0) -> str:
+def post(url: str, kind: str, job: JobStatus, text: str, within_s: float = 8.0) -> str:
     """POST an event as JSON in the form of Slack's webhooks; why that failed in one line, "" otherwise.
 
     The URL is a secret, which an exception's text may hold: only the exception's kind is shown.
     """
-    answers = list[str]()
     # a log's `<!channel>` or link stays text: https://docs.slack.dev/messaging/formatting-message-text
-    shown = short(text, 600).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    body = json.dumps({"text": shown, "kind": kind, "run": run, "job": job, "source": "trilane"}).encode()
-
-    def send() -> None:
-        try:
-            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=within_s):
-                answers.append("")
-        except Exception as error:
-            answers.append(f"{type(error).__name__} {getattr(error, 'code', '')}".strip())
-
-    # a thread, since an answer may come byte by byte, each within the time-out
-    sending = threading.Thread(target=send, daemon=True)
-    sending.start()
-    sending.join(within_s)
-    problem = answers[0] if answers else f"no answer within {within_s:g} s"
-    return f"alert {kind!r} of {run} not sent: {problem}" if problem else ""
+    values = {"text": html.escape(short(text, 600), quote=False), "kind": kind, "run": job.run, "job": job.id}
+    body = json.dumps({**values, "source": "trilane"}).encode()
+    try:
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        urllib.request.urlopen(request, timeout=within_s).close()
+    except Exception as error:
+        problem = f"{type(error).__name__} {getattr(error, 'code', '')}".strip()
+        return f"alert {kind!r} of {job.run} not sent: {problem}"
+    return ""
 
 
-# The ranks of this job. A launcher, shell or srun with a similar command line has no RANK; a rank of another job of the
-# same user on the node has another SLURM_JOB_ID.
-RANKS = r"""
-for pid in $(pgrep -f -- "trilane.engine plan.json"); do
-  environ=$(tr "\0" "\n" 2>/dev/null <"/proc/$pid/environ" | sed -n "/^RANK=/p; /^SLURM_JOB_ID=/p")
-  rank=$(echo "$environ" | sed -n "s/^RANK=//p")
-  job=$(echo "$environ" | sed -n "s/^SLURM_JOB_ID=//p")
-  [ -z "$rank" ] || [ "$job" != "$SLURM_JOB_ID" ] || { echo "== $(hostname) rank $rank pid $pid"; %s; }
-done
-"""
+# Processes are the ranks of this job: a launcher, shell or srun with a similar command line has no RANK, and a rank of
+# another job of the same user on the node has another SLURM_JOB_ID.
 WHAT = {
     "memory": "echo == $(hostname); "
     "nvidia-smi --query-gpu=index,memory.used,memory.total,utilization.gpu --format=csv || true",
-    "stacks": RANKS % "PY_SPY dump --pid $pid || true",
-    "processes": RANKS % "ps -o pid,rss,etime,args -p $pid",
+    "processes": r"""
+for pid in $(pgrep -f -- "trilane.engine plan.json"); do
+  value() { tr "\0" "\n" 2>/dev/null <"/proc/$pid/environ" | sed -n "s/^$1=//p"; }
+  [ -z "$(value RANK)" ] || [ "$(value SLURM_JOB_ID)" != "$SLURM_JOB_ID" ] || {
+    echo "== $(hostname) rank $(value RANK) pid $pid"; ps -o pid,rss,etime,args -p $pid; }
+done
+""",
 }
 
 
-def srun_command(job: str, nodes: int, words: Sequence[str], version: str = "") -> list[str]:
+def srun_command(job: str, nodes: int, words: Sequence[str]) -> list[str]:
     """A further step of a running job: one task per node, without a GPU, within the job's share."""
     require(client.JOB_ID.fullmatch(job) is not None, "job", job, "must be a job's number")
-    head = ["srun", f"--jobid={job}", *step_options(version), f"--nodes={nodes}", f"--ntasks={nodes}"]
-    return [*head, "--ntasks-per-node=1", *words]
+    head = ["srun", f"--jobid={job}", "--overlap", "--mem=0", "--gres=gpu:0", "--cpus-per-task=1"]
+    return [*head, f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", *words]
 
 
 def attach(job: str, what: str) -> list[str]:
-    """The srun command that inspects a running job: one task on each of its nodes, without a GPU of its own.
+    """The srun command that shows the `memory` of every GPU of a running job, or the `processes` of its ranks.
 
-    memory      nvidia-smi of every GPU
-    stacks      the stack of every rank, by py-spy
-    processes   the process of every rank
-
-    Raises ValueError where the job belongs to another user, or is not running.
+    Raises ValueError where the job is not running.
     """
     require_known("what", what, WHAT)
-    client.require_own([job])
     state = client.states([job])[job]
     is_going = state.state in ("RUNNING", "COMPLETING")
     require(is_going, "job", job, f"is {state.state}; a step can only be attached to a running job")
-    words = ["bash", "-c", WHAT[what].replace("PY_SPY", shlex.quote(str(Path(sys.executable).with_name("py-spy"))))]
-    nodes, version = len(client.hostnames(state.nodes)), client.call(["srun", "--version"])
-    return srun_command(client.raw_id(job), nodes, words, version)
-
-
-def hostfile(job: str, slots: int) -> str:
-    """The job's nodes as a hostfile of DeepSpeed and pdsh."""
-    client.require_own([job])
-    return "".join(f"{host} slots={slots}\n" for host in client.hostnames(client.states([job])[job].nodes))
+    return srun_command(client.raw_id(job), len(client.hostnames(state.nodes)), ["bash", "-c", WHAT[what]])
 
 
 def look(job: str, what: str, plan: Plan) -> str:
-    """What `attach` prints of a running job, or its hostfile."""
+    """What `attach` prints of a running job, or its nodes as a hostfile of DeepSpeed and pdsh."""
     client.require_answer()
-    if what == "hostfile":
-        return hostfile(job, min(plan.topology.gpus, plan.cluster.gpus_per_node))
-    return client.call(attach(job, what))
+    if what != "hostfile":
+        return client.call(attach(job, what))
+    slots = min(plan.topology.gpus, plan.cluster.gpus_per_node)
+    return "".join(f"{host} slots={slots}\n" for host in client.hostnames(client.states([job])[job].nodes))
 
 
-def here_command(folder: Path, stacks: Path) -> list[str]:
-    """The command with which each node dumps its own ranks."""
-    return python("-m", "trilane", "debug", "capture", str(folder), "--here", str(stacks))
+def _step(folder: Path, plan: Plan, job: str, stacks: Path) -> tuple[list[str], list[str]]:
+    """The command with which each node dumps its own ranks, and the step of srun that runs it on all."""
+    words = python("-m", "trilane", "debug", "capture", str(folder), "--here", str(stacks))
+    nodes = -(-plan.topology.gpus // plan.cluster.gpus_per_node)
+    return words, srun_command(client.raw_id(job) if job else "0", nodes, ["--input=none", *words])
 
 
 def capture_commands(folder: Path, plan: Plan, job: str) -> str:
     """The commands that take the stacks of a run: srun; pdsh or ds_ssh where nodes allow a login; for any program."""
-    words = here_command(folder, folder / "stacks" / "by-hand")
-    step = srun_command(client.raw_id(job) if job else "0", nodes_of_plan(plan), ["--input=none", *words])
+    words, step = _step(folder, plan, job, folder / "stacks" / "by-hand")
     by_hostfile = shlex.quote(shlex.join(words))
     lines = [shlex.join(step), f"pdsh -R ssh -w ^hostfile {by_hostfile}", f"ds_ssh -f hostfile {by_hostfile}"]
     lines.append("# a program that is not trilane's, then `trilane debug hang` on the folder:")
@@ -230,11 +201,5 @@ def capture_job(folder: Path, plan: Plan, job: str) -> Path:
         return capture(folder, plan, {beat.host for beat in beats.values()} - {platform.node()})
     stacks = folder / "stacks" / f"job-{job}"
     stacks.mkdir(parents=True, exist_ok=True)
-    words = ["--input=none", *here_command(folder, stacks)]
-    subprocess.run(srun_command(client.raw_id(job), nodes_of_plan(plan), words), check=False, timeout=120)
+    subprocess.run(_step(folder, plan, job, stacks)[1], check=False, timeout=120)
     return stacks
-
-
-def nodes_of_plan(plan: Plan) -> int:
-    """Nodes that the plan's GPUs fill."""
-    return -(-plan.topology.gpus // plan.cluster.gpus_per_node)

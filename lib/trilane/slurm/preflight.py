@@ -19,21 +19,13 @@ from trilane.utils.validation import read_text, require_known
 
 # Every rule of the check, as --allow takes them; an impossible value is refused under its own field's name.
 NAMES = (
-    *("engine", "cluster", "nodes", "tp", "precision", "wheel", "qos", "qos time", "qos gpus", "account", "memory"),
-    *("host memory", "time", "checkpoints", "site", "script", "spares", "kill-on-bad-exit", "pipefail", "signal"),
+    *("engine", "cluster", "nodes", "tp", "precision", "wheel", "qos time", "qos gpus", "account", "memory"),
+    *("host memory", "time", "checkpoints", "script", "spares", "kill-on-bad-exit", "pipefail", "signal"),
     *("error file", "port", "code", "internet", "container", "bash", "sbatch", "data", "corpus", "shared", "tokens"),
-    *("epochs", "learning rate", "disk", "inodes", "run folder", "checkpoint"),
+    *("epochs", "disk", "inodes", "run folder", "checkpoint", "gbs", "ramp", "tp x pp x dp", "pp"),
 )
 # what is read off the machine on which the check runs, which must then be the cluster's
 OF_MACHINE = ("sbatch", "wheel", "data", "corpus", "container", "shared", "disk", "inodes")
-REMEDIES = {
-    "gbs": "choose a global batch size that mbs x dp divides, or fewer replicas",
-    "ramp": "choose start, increment and gbs that mbs x dp divides at every step, or fewer replicas in the first links",
-    "tp x pp x dp": "choose tp, pp and dp whose product fills whole nodes and is not more than the cluster has",
-    "tp": "choose a tensor-parallel size that divides heads, hidden size and vocabulary",
-    "pp": "choose a pipeline depth that divides the layers, or another partition",
-    "precision": "use fp16 (a V100 has no bf16), or cards that have it",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +64,7 @@ def check_job(
     folder's job.sbatch, else the script that would be written.
     """
     for name in allow:
-        require_known("allow", name, {*NAMES, *REMEDIES, *(f.name for f in fields(JobRequest))})
+        require_known("allow", name, {*NAMES, *(f.name for f in fields(JobRequest))})
     path = script or folder / SCRIPT
     try:
         is_written = script is not None or path.exists()
@@ -110,7 +102,7 @@ def _off_cluster(found: Collection[JobFinding]) -> list[JobFinding]:
 def of_error(error: ValueError) -> JobFinding:
     """A ValueError of the form "field=value: the rule" as a refusal."""
     field = str(error).partition("=")[0]
-    remedy = REMEDIES.get(field, "correct it in the plan, the script, the request or the site's file")
+    remedy = "correct it in the plan, the script, the request or the site's file"
     return JobFinding(level=REFUSAL, rule=field, message=str(error), remedy=remedy)
 
 
@@ -132,43 +124,31 @@ def _starts_ranks(case: JobCheck) -> bool:
 def resources(case: JobCheck) -> list[Row]:
     """Nodes, tasks, processes and GPUs of the script are those of the plan, and it asks for what it needs: otherwise
     sbatch gives one node, a core, no GPU, or nodes of another kind."""
-    asked, every, used, site = case.directives, case.plan.topology.gpus, case.gpus_per_node, case.site
+    asked, used, site, is_cuda = case.directives, case.gpus_per_node, case.site, case.cluster.gpu.kind == "cuda"
     tasks, nodes = used if _starts_ranks(case) else 1, case.nodes + case.spares
     wanted = {"nodes": str(nodes), "ntasks-per-node": str(tasks), "ntasks": str(nodes * tasks)}
-    is_cuda = case.cluster.gpu.kind == "cuda"
     wanted |= {"gres": f"gpu:{used}", "gpus-per-node": str(used)} if is_cuda else {}
-    rows: list[Row] = []
-    for name, value in wanted.items():
-        is_other = name in asked and not _same(name, asked[name], value)
-        text = f"--{name}={asked.get(name)}: the plan's {every} GPUs need {value}"
-        rows.append((is_other, "script", REFUSAL, text, "correct the script, or the plan"))
+    need = f"the plan's {case.plan.topology.gpus} GPUs need"
+    wrong = [
+        f"--{name}={asked[name]}: {need} {value}"
+        for name, value in wanted.items()
+        if name in asked and not _same(name, asked[name], value)
+    ]
     started = re.search(r"--nproc-per-node=(\d+)", case.script)
     processes = int(started[1]) if started else used
-    many = f"{processes} processes per node: the plan's {every} GPUs need {used}"
-    array = re.search(r"%[Aa]", asked.get("output", "")) and "array" not in asked
-    rows += [
-        (processes != used, "script", REFUSAL, many, "change --nproc-per-node"),
-        (array, "script", WARNING, "%A and %a are 4294967294 outside of an array", "use %j"),
-    ]
-    lacks = lambda *names: not site.is_local and not any(name in asked for name in names)  # noqa: E731
-    no_gpu = lacks("gpus-per-node", "gpus", "gpus-per-task") and not gres_gpus(asked.get("gres", ""))
-    missing = (
-        (is_cuda and no_gpu, REFUSAL, f"no GPU is asked for: --gres=gpu:{used} is missing"),
-        (nodes > 1 and lacks("nodes"), REFUSAL, f"--nodes={nodes} is missing: sbatch would choose their number"),
-        (
-            *(tasks > 1 and lacks("ntasks", "ntasks-per-node"), REFUSAL),
-            f"--ntasks-per-node={tasks} is missing: srun would start one rank a node",
-        ),
-        (
-            *(site.nodes_wanted and lacks("constraint", "partition", "nodelist"), REFUSAL),
-            f"--constraint={site.nodes_wanted} is missing: the job may get nodes of another kind",
-        ),
-        (
-            *(lacks("cpus-per-task", "cpus-per-gpu", "exclusive"), WARNING),
-            "--cpus-per-task is missing: each task gets one core",
-        ),
-    )
-    return rows + [(wrong, "script", level, text, rewrite_remedy(case)) for wrong, level, text in missing]
+    wrong += [f"{processes} processes per node: {need} {used}"] * (processes != used)
+    # what is missing where the script has none of these options
+    needs = {
+        f"--gres=gpu:{used}": (("gres", "gpus-per-node", "gpus", "gpus-per-task"), is_cuda),
+        f"--nodes={nodes}": (("nodes",), nodes > 1),
+        f"--ntasks-per-node={tasks}": (("ntasks", "ntasks-per-node"), tasks > 1),
+        f"--constraint={site.nodes_wanted}": (("constraint", "partition", "nodelist"), bool(site.nodes_wanted)),
+        "--cpus-per-task": (("cpus-per-task", "cpus-per-gpu", "exclusive"), True),
+    }
+    for option, (names, is_needed) in needs.items():
+        if is_needed and not site.is_local and not asked.keys() & set(names):
+            wrong.append(f"{option} is missing: sbatch would choose")
+    return [(True, "script", REFUSAL, text, rewrite_remedy(case)) for text in wrong]
 
 
 def _same(name: str, current: str, value: str) -> bool:
@@ -183,24 +163,17 @@ def _same(name: str, current: str, value: str) -> bool:
 
 def requested(case: JobCheck) -> list[Row]:
     """The options requested now are those of the script, which may have been written earlier; what spares cost."""
-    k, n, used, remedy, rows = case.spares, case.nodes, case.gpus_per_node, rewrite_remedy(case), list[Row]()
+    k, n, used, hours, rows = case.spares, case.nodes, case.gpus_per_node, case.limit_s / 3600, list[Row]()
     names = {name: name for name in ("account", "qos", "partition", "constraint", "reservation", "exclude", "spares")}
     for option, name in (names | {"time_limit": "time", "mail": "mail-user"}).items():
         value = str(getattr(case.request, option))
         current = str(k or "") if name == "spares" else case.directives.get(name, "")
         is_other = option in case.request.given() and not _same(name, current, value)
         text = f"--{name} {value} is requested, {case.name} has {current or 'none'}"
-        rows.append((is_other, "script", REFUSAL, text, remedy))
-    most, hours = case.cluster.max_nodes, case.limit_s / 3600
-    share = f"{k * used * hours:,.0f} of the {(n + k) * used * hours:,.0f} GPU-hours of this job"
-    share = share if hours < float("inf") else f"{k * used} of the {(n + k) * used} GPUs of this job, without a limit,"
-    few = f"{k} spare nodes: {case.cluster.name} has {most} nodes, and the plan trains on {n}"
-    worth = "worth it where a place in the queue costs more than that: a node's failure then costs no requeue"
-    return [
-        *rows,
-        (k and n + k > most, "spares", REFUSAL, few, f"ask for at most {max(0, most - n)}"),
-        (0 < k <= most - n, "spares", WARNING, f"{k} of {n + k} nodes stand by: {share} are for them", worth),
-    ]
+        rows.append((is_other, "script", REFUSAL, text, rewrite_remedy(case)))
+    share = f"{k} of {n + k} nodes stand by: {k * used * hours:,.0f} of the {(n + k) * used * hours:,.0f} GPU-hours"
+    worth = "worth it where a place in the queue costs more: a node's failure then costs no requeue"
+    return [*rows, (k, "spares", WARNING, f"{share} of this job are for them", worth)]
 
 
 def rewrite_remedy(case: JobCheck) -> str:
@@ -215,24 +188,20 @@ def traps(case: JobCheck) -> list[Row]:
     has = lambda pattern: re.search(pattern, case.script, re.M)  # noqa: E731
     waits = "srun without --kill-on-bad-exit=1: when one node fails, the others wait until the time limit"
     hides = "a pipe into tee without pipefail: a failed run counts as COMPLETED, and dependent jobs start"
-    shared = "one TORCHELASTIC_ERROR_FILE for all nodes: the launchers overwrite each other's report"
+    lost = "SIGUSR1 before the limit may reach only the launcher, which ignores it or ends: nothing is saved"
     # our torchrun; a shell with a trap of its own
     handles = has(r"""^[^#\n]*(trilane\.engine\.torchrun|trap ["'][^"'\n]+["'] USR1)""") or _starts_ranks(case)
-    lost = "SIGUSR1 before the limit may reach only the launcher, which ignores it or ends: nothing is saved"
+    keeps, never = "srun --kill-on-bad-exit=1 --wait=60 ...", has("srun") and not has("--kill-on-bad-exit=1")
     forward = "python -m trilane.engine.torchrun forwards it; or trap 'touch save' USR1"
+    shared = "one TORCHELASTIC_ERROR_FILE for all nodes: the launchers overwrite each other's report"
+    is_shared = has(r"TORCHELASTIC_ERROR_FILE=(?!.*(NODEID|HOSTNAME|PROCID))")
+    fixed = "a fixed MASTER_PORT: two jobs on one node collide"
     old = "runs the code that is installed when the job starts, not the one that was submitted: an older script"
-    free_port = "MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))"
     return [
-        (
-            *(has("srun") and not has("--kill-on-bad-exit=1"), "kill-on-bad-exit", REFUSAL, waits),
-            "srun --kill-on-bad-exit=1 --wait=60 ...",
-        ),
+        (never, "kill-on-bad-exit", REFUSAL, waits, keeps),
         (has(r"\| tee") and not has("pipefail"), "pipefail", REFUSAL, hides, "set -euo pipefail"),
-        (
-            *(has(r"TORCHELASTIC_ERROR_FILE=(?!.*(NODEID|HOSTNAME|PROCID))"), "error file", WARNING, shared),
-            "put $SLURM_NODEID into its name",
-        ),
-        (has(r"MASTER_PORT=\d+\b"), "port", WARNING, "a fixed MASTER_PORT: two jobs on one node collide", free_port),
+        (is_shared, "error file", WARNING, shared, "put $SLURM_NODEID into its name"),
+        (has(r"MASTER_PORT=\d+\b"), "port", WARNING, fixed, "MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))"),
         ("signal" in case.directives and not handles, "signal", REFUSAL, lost, forward),
         (has("python -m trilane") and not has(USED_BY), "code", WARNING, old, rewrite_remedy(case)),
     ]
@@ -254,47 +223,30 @@ def internet(case: JobCheck) -> list[Row]:
     ]
 
 
-def container(case: JobCheck) -> list[Row]:
-    """The site's image exists, and a container that mounts nothing by itself sees the corpus."""
-    site, image, data = case.site, case.site.image_file, case.plan.data
+def accepted(case: JobCheck) -> list[Row]:
+    """The container's image exists, bash can parse the script and each line of the site's setup, and `sbatch
+    --test-only` accepts it: partition, constraint, account, QoS, node and GPU counts, the array's indices."""
+    lines = {f"site.setup, line {number}": line for number, line in enumerate(case.site.setup, 1)}
+    image = case.site.image_file
     lacks, text = image and not Path(image).exists(), f"container_image={image}: no such file"
     rows: list[Row] = [(lacks, "container", REFUSAL, text, "pull or build the image, or correct the site's file")]
-    seen = [case.folder.resolve(), *(Path(mount.split(":")[0]) for mount in site.container_mounts)]
-    for name, path in {"data.folder": data.folder, "data.source": data.source}.items():
-        place, is_file = Path(path).resolve(), name == "data.folder" or "/" in path
-        hidden = site.container == "pyxis" and is_file and not any(map(place.is_relative_to, seen))
-        text = f"{name}={place} is in none of container_mounts, and pyxis mounts only those"
-        add = f'add "{place}" to container_mounts, unless the cluster mounts it'
-        rows.append((hidden, "container", WARNING, text, add))
-    return rows
-
-
-def accepted(case: JobCheck) -> list[Row]:
-    """bash can parse the script, and each line of the site's setup; `sbatch --test-only` accepts it: partition,
-    constraint, account, QoS, node and GPU counts, the array's indices."""
-    lines = {f"site.setup, line {number}": line for number, line in enumerate(case.site.setup, 1)}
-    rows = list[Row]()
     for name, text in ({"script": case.script} | lines).items():
         done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
         says = f"{name}: {(done.stderr.strip().splitlines() or [''])[0]}"
         rows.append((done.returncode, "bash", REFUSAL, says, "correct it"))
-    if case.site.is_local:
-        return rows
-    if case.slurm_problem:
-        remedy = "check again when it answers; SLURM answers on a login node"
-        return [*rows, (True, "sbatch", REFUSAL, case.slurm_problem, remedy)]
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch", encoding="utf-8") as file:
         file.write(case.script)
         file.flush()
         try:
-            client.test_only(Path(file.name))
-        except client.SlurmError as error:
+            client.require_answer()
+            _ = case.site.is_local or client.test_only(Path(file.name))
+        except ValueError as error:
             remedy = "sinfo lists the partitions, sacctmgr show assoc the accounts and QoS that you may use"
-            rows.append((True, "sbatch", REFUSAL, str(error), remedy))
+            rows.append((not case.site.is_local, "sbatch", REFUSAL, str(error), remedy))
     return rows
 
 
 CHECKS = (
     *(checks.nodes, checks.wheel, checks.limits, checks.memory, checks.data, checks.storage, checks.time),
-    *(checks.warning, checks.purpose, resources, requested, traps, internet, container, accepted),
+    *(checks.warning, checks.purpose, resources, requested, traps, internet, accepted),
 )

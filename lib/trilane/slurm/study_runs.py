@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trilane.config.engines import label_of, unsupported_reason
-from trilane.config.parallelism import Topology, invalid_reason
+from trilane.config.engines import label_of
+from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Optimizer, Run
 from trilane.costmodel.calibration import Calibration
@@ -16,7 +16,7 @@ from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import calibration_of
 from trilane.slurm import chain, jobs, monitor, script, sites
 from trilane.slurm.checks import REFUSAL
-from trilane.slurm.preflight import Findings, JobFinding, check_job
+from trilane.slurm.preflight import JobFinding, check_job
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, grouped, short
@@ -70,30 +70,26 @@ class StudyRuns(Table):
 
     def refused_example(self) -> Text:
         """A topology that the search refused, and the rule."""
-        found = next(iter(self.study.load("plans.json", "02_topology")["refused"]), None)
-        if found is None:
-            return Text("The search refused none.")
-        topology, plan = Topology(**found["topology"]), self.study.plans()[0]
-        reason = unsupported_reason(plan.engine, plan.shape, topology)
-        reason = reason or invalid_reason(plan.shape, topology, plan.cluster) or found["reason"]
-        return Text.of("{:code} is refused: {}", topology.label, reason)
+        for found in self.study.load("plans.json", "02_topology")["refused"]:
+            return Text.of("{:code} is refused: {}", Topology(**found["topology"]).label, found["reason"])
+        return Text("The search refused none.")
 
     @cached_property
     def findings(self) -> list[tuple[str, JobFinding]]:
         """The findings of the pre-flight check with the run's name, of runs that are not completed."""
-        new = [run for run in self.rows if not run.is_completed]
-        return [(r.folder.name, f) for r in new for f in self._found(r)]
-
-    def _found(self, run: StudyRun) -> Findings:
-        return check_job(run.plan, self.site, self.request, run.folder, calibration=run.calibration)
+        checked = [
+            (run.folder.name, check_job(run.plan, self.site, self.request, run.folder, calibration=run.calibration))
+            for run in self.rows
+            if not run.is_completed
+        ]
+        return [(name, finding) for name, found in checked for finding in found]
 
     def check(self) -> Columns:
         """The findings as a table: a row for each, with the plans that it is about."""
         checked, rows = sum(not run.is_completed for run in self.rows), []
-        for finding, found in grouped(self.findings, lambda pair: pair[1]).items():
-            names = [name for name, _ in found]
-            about = "all" if len(names) == checked > 1 else ", ".join(names)
-            rows.append((about, finding.level, finding.rule, finding.message, finding.remedy))
+        for f, found in grouped(self.findings, lambda pair: pair[1]).items():
+            about = "all" if len(found) == checked > 1 else ", ".join(name for name, _ in found)
+            rows.append((about, f.level, f.rule, f.message, f.remedy))
         heads = ("plans", "level", "rule", "finding", "remedy")
         return Columns.of_rows(heads, rows or [("all", "fine", "", "nothing found", "")])
 

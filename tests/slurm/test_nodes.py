@@ -1,15 +1,16 @@
-"""Which nodes of a job train: by what the test of each alone, and of pairs, finds; on nodes that are made up."""
+"""Which nodes of a job train, by what the test of each alone, and of pairs, finds; which ones later jobs avoid."""
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from slurm_cluster import Commands
 
 from trilane.engine.bench import node_test as gpu_health
-from trilane.slurm.nodes import allocation, node_test
-from trilane.slurm.nodes.node_test import Group, Result
+from trilane.slurm import node_test, nodes
+from trilane.slurm.node_test import Group, Result
 
 FAST = {"matmul FLOP/s": 100.0, "PCIe B/s": 10.0}
 
@@ -28,13 +29,9 @@ class Nodes:
         if mode == "pair":
             share = min(self.network.get(node, 1.0) for node in group)
             return Result(rates={"all_reduce B/s": 5.0 * share}) if share else Result(broken="no answer")
-        share = self.alone.get(group[0], 1.0)
-        doubtful = "ECC errors" if group[0] in self.doubtful else ""
-        return (
-            Result(rates={k: v * share for k, v in FAST.items()}, doubtful=doubtful)
-            if share
-            else Result(broken="no GPU")
-        )
+        share, doubtful = self.alone.get(group[0], 1.0), "ECC errors" if group[0] in self.doubtful else ""
+        rates = {k: v * share for k, v in FAST.items()}
+        return Result(rates=rates, doubtful=doubtful) if share else Result(broken="no GPU")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +40,6 @@ class Nodes:
         (4, {}, {}, [], []),
         (2, {"b": 0.7}, {}, [], ["b"]),
         (2, {"b": 0.8}, {}, [], []),
-        (3, {"b": 0.7}, {}, [], ["b"]),
         (3, {"a": 0.4, "b": 0.4, "c": 0.4}, {}, [], []),  # all slow: nothing to compare with
         (4, {"a": 0.0}, {}, ["a"], []),
         (2, {"a": 0.0, "b": 0.0}, {}, [], []),  # the test's own fault
@@ -51,6 +47,7 @@ class Nodes:
         (3, {}, {"a": 0.0}, ["a"], []),
         (4, {}, {"b": 0.0}, ["b"], []),
         (5, {}, {"e": 0.0}, ["e"], []),  # the odd one
+        (5, {}, {"a": 0.0, "c": 0.0}, ["a", "c"], []),  # its neighbours are fine
         (6, {}, {"c": 0.3}, [], ["c"]),
         (7, {}, {"c": 0.6}, [], []),
         (8, {}, {"a": 0.0, "h": 0.3}, ["a"], ["h"]),
@@ -61,40 +58,21 @@ class Nodes:
 def test_what_is_slow_or_broken_is_found_with_any_number_of_nodes(
     count: int, alone: dict[str, float], network: dict[str, float], broken: list[str], slow: list[str]
 ) -> None:
-    nodes = Nodes(alone, network)
-    found = node_test.findings("abcdefgh"[:count], nodes, is_cpu=False)
+    made = Nodes(alone, network)
+    found = node_test.findings("abcdefgh"[:count], made, is_cpu=False)
     assert (list(found.broken), list(found.slow)) == (broken, slow)
-    assert len(set(nodes.pairs)) == len(nodes.pairs), "the same two were tried twice"
+    assert len(set(made.pairs)) == len(made.pairs), "the same two were tried twice"
 
 
 def test_a_node_that_may_fail_is_left_out_before_the_others_and_a_slow_one_before_it() -> None:
     found = node_test.findings("abcd", Nodes({"a": 0.5}, {}, doubtful=["b"]), is_cpu=False)
-    for count, chosen in ((2, "cd"), (3, "bcd"), (4, "abcd")):
-        choice = allocation.choose("abcd", count, found.broken, found.slow)
-        assert "".join(choice.chosen) == chosen, "in the order of the job"
-        assert set(choice.left_out) | set(choice.slow) == {"a", "b"}
-
-
-def test_too_few_nodes_are_named_with_their_reasons() -> None:
-    with pytest.raises(
-        ValueError, match=r"^nodes=a,c: the plan needs 3 nodes, and 2 of the job's 3 are left: b: no GPU$"
-    ):
-        allocation.choose("abc", 3, {"b": "no GPU"}, {})
-
-
-def test_half_of_the_nodes_may_import_for_minutes_and_then_the_others_are_late() -> None:
-    """128 nodes that read Python's files from one file system for the first time."""
-    empty = Path("/dev/null")
-
-    def step(begin: float, ready: float) -> node_test._Step:
-        return node_test._Step(process=SimpleNamespace(), output=empty, errors=empty, begin=begin, ready=ready)
-
-    now = node_test.time.monotonic()
-    late = step(now - 300, 0.0)
-    assert not node_test._is_late(late, [late, step(now - 300, 200.0), step(now - 300, 0.0)])
-    assert node_test._is_late(late, [late, step(now - 300, 60.0), step(now - 300, 80.0)])
-    assert node_test._is_late(late, [late, step(now - 300, 60.0)])
-    assert node_test._is_late(step(now - 300, 200.0), []) and not node_test._is_late(step(now - 300, 250.0), [])
+    for count, wanted in ((2, "cd"), (3, "bcd"), (4, "abcd")):
+        chosen, left_out = nodes.choose("abcd", count, found.broken, found.slow)
+        assert "".join(chosen) == wanted, "in the order of the job"
+        assert set(left_out) == set("abcd") - set(wanted)
+    rule = r"^nodes=a,c: the plan needs 3 nodes, and 2 of the job's 3 are left: b: no GPU$"
+    with pytest.raises(ValueError, match=rule):
+        nodes.choose("abc", 3, {"b": "no GPU"}, {})
 
 
 CARDS = {
@@ -130,12 +108,9 @@ def test_the_test_of_a_node_uses_the_sites_network_and_no_signal_before_the_time
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SLURM sends it to every step of the job; a node whose test it ended, or whose name leads elsewhere, is broken."""
-    srun = (
-        'if [ "$1" = --version ]; then echo slurm 23.02.7; exit; fi\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"'
-    )
     result = '{"broken": [], "doubtful": [], "rates": {"matmul FLOP/s": 1.0}}'
     for name, text in {
-        "srun": srun,
+        "srun": 'while [[ $1 == --* ]]; do shift; done\nexec "$@"',
         "python": f"[[ $MASTER_ADDR == n1i ]] || exit; kill -USR1 $$; echo READY; echo '{result}'",
     }.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
@@ -143,8 +118,53 @@ def test_the_test_of_a_node_uses_the_sites_network_and_no_signal_before_the_time
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     steps = node_test.Steps(["n1"], 0, [], {**os.environ, "SLURM_JOB_ID": "7", "HOST_SUFFIX": "i"})
     assert steps("alone", [("n1",)]) == {("n1",): node_test.Result(rates={"matmul FLOP/s": 1.0})}
+    assert node_test.limit_s(0.0) == 600 and node_test.limit_s(200.0) == 600 and node_test.limit_s(20.0) == 120
 
 
-def test_a_node_without_nvidia_smi_has_no_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")
-    assert gpu_health.findings(0) == ([], [])
+def test_only_nodes_that_do_not_answer_are_dead_and_never_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun itself fails then: the process that asks runs on one of them. With rl_enable SLURM answers one request after
+    another: a node is dead once nothing answers any more."""
+    dead, late, begin = set[str](), set[str](), time.monotonic()
+
+    class Step:
+        def __init__(self, command: list[str], **_: object) -> None:
+            self.node = command[-2].removeprefix("--nodelist=")
+            self.returncode = int(self.node in dead)
+
+        def poll(self) -> int | None:
+            answers = begin + 0.2 * int(self.node[1:])
+            has_ended = self.node not in late and time.monotonic() > answers
+            return self.returncode if has_ended or not late else None
+
+        def communicate(self) -> tuple[str, str]:
+            return "", "srun: error: Communication connection failure"
+
+        def kill(self) -> None: ...
+
+    monkeypatch.setattr(nodes.subprocess, "Popen", Step)
+    every = ["n1", "n2", "n3"]
+    for gone, found in (((), ()), (("n2", "n3"), ("n2", "n3")), (every, ())):
+        dead |= set(gone)
+        assert nodes.unreachable(every) == list(found)
+    dead.clear()
+    late.add("n9")
+    assert nodes.unreachable([f"n{i}" for i in (1, 2, 3, 9)], within_s=0.5) == ["n9"]
+
+
+@pytest.mark.parametrize(
+    ("shown", "avoided"),
+    [
+        ("NumNodes=3 Partition=gpu", "n9,n3,n5"),  # six nodes, of which three may be left out: not n1, the first
+        ("NumNodes=2-2 Partition=gpu", "n9,n1,n3,n5"),
+        ("NumNodes=6 Partition=gpu", "n9,n5"),  # what the person has excluded stays, and so does the newest
+    ],
+)
+def test_a_waiting_job_avoids_failed_nodes_as_far_as_enough_others_exist(
+    shown: str, avoided: str, commands: Commands
+) -> None:
+    """Fifty-two nodes are all that some have: a job of 48 would wait for ever after the fifth that failed."""
+    says = f"'show job'*) echo ' {shown} ExcNodeList=n[9,1,3]';;"
+    commands.say("scontrol", f"case $* in {says} *hostnames*) printf 'n9\\nn1\\nn3\\n';; esac")
+    commands.say("sinfo", "seq -f n%.0f 6")
+    nodes.exclude("77", ["n5"], ["n1", "n3"])
+    assert commands.calls("scontrol")[-1] == f"scontrol update JobId=77 ExcNodeList={avoided}"

@@ -1,0 +1,289 @@
+"""Nodes of a job: which of them train, and what happens when one fails.
+
+A failed node is recorded in the ledger, and later jobs of the run exclude it. The training starts again: on a spare
+node where the job has one, else once the job, requeued, has other nodes. The job itself probes its nodes, because SLURM
+notices a dead one only minutes later (SlurmdTimeout).
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trilane.slurm import client, ledger, node_test
+from trilane.utils.files import append_line
+from trilane.utils.process import python
+from trilane.utils.validation import require
+from trilane.workspace.run_folder import iteration
+from trilane.workspace.status import RunStatus, Status, write_status
+
+Tester = Callable[[Sequence[str]], node_test.Findings]
+
+
+def job_id(env: Mapping[str, str] = os.environ) -> str:
+    """This job's id as SLURM's commands take it: ARRAY_INDEX in an array; "0" outside a job."""
+    if env.get("SLURM_ARRAY_JOB_ID") and env.get("SLURM_ARRAY_TASK_ID"):
+        return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    return env.get("SLURM_JOB_ID", "0")
+
+
+def job_nodes(env: Mapping[str, str] = os.environ) -> list[str]:
+    """This job's nodes; ValueError outside a job."""
+    nodes = env.get("SLURM_JOB_NODELIST", "")
+    require(bool(nodes), "SLURM_JOB_NODELIST", nodes, "is not set: this runs inside a job")
+    return client.hostnames(nodes)
+
+
+def choose(
+    nodes: Sequence[str], count: int, broken: Mapping[str, str], slow: Mapping[str, tuple[float, str]]
+) -> tuple[list[str], dict[str, str]]:
+    """The first `count` nodes that are neither broken nor slow, else the least slow; and why others stay out.
+
+    The first, because neighbours in the list are neighbours in the network. ValueError where too few are left.
+    """
+    left = [node for node in nodes if node not in broken]
+    reasons = "; ".join(f"{node}: {reason}" for node, reason in broken.items())
+    rule = f"the plan needs {count} nodes, and {len(left)} of the job's {len(nodes)} are left: {reasons}"
+    require(len(left) >= count, "nodes", ",".join(left) or "none", rule)
+    best = sorted(left, key=lambda node: -slow[node][0] if node in slow else -1.0)[:count]
+    return [n for n in nodes if n in best], {**broken, **{n: why for n, (_, why) in slow.items() if n not in best}}
+
+
+def start_nodes(
+    folder: Path, count: int, test: Tester | None, env: Mapping[str, str] = os.environ
+) -> tuple[str, list[str]]:
+    """The nodes of the next start as a SLURM node list, and a line about each that is left out, also in run.log.
+
+    Where too few work, the attempt has ended as a node failure, the job is requeued, and ValueError names the nodes.
+    """
+    job, nodes = job_id(env), job_nodes(env)
+    lost = dict.fromkeys(lost_nodes(folder, job), "has failed")
+    left = [node for node in nodes if node not in lost]
+    found = test(left) if test and len(left) > 1 else node_test.Findings()
+    with contextlib.suppress(ValueError):  # a SLURM that does not answer must not prevent the training
+        avoid(folder, job, list(found.broken))
+    try:
+        chosen, left_out = choose(nodes, count, {**lost, **found.broken}, found.slow)
+    except ValueError as error:
+        _failed(folder, job, str(error))
+        with contextlib.suppress(ValueError):
+            requeue(job, len(nodes), list(found.broken))
+        raise
+    slow = {node: found.slow[node][1] for node in chosen if node in found.slow}
+    ledger.note(folder, "nodes", job, chosen=chosen, left_out=left_out, slow=slow)
+    lines = [f"NODES {note}" for note in found.notes]
+    lines += [f"NODE {node} is left out: {reason}" for node, reason in left_out.items()]
+    lines += [f"NODE {node} is slow, and no spare is better: {reason}" for node, reason in slow.items()]
+    with contextlib.suppress(OSError):  # a full disk
+        for line in lines:
+            append_line(folder / "run.log", line)
+    return client.call(["scontrol", "show", "hostlist", ",".join(chosen)]).strip(), lines
+
+
+def _failed(folder: Path, job: str, reason: str) -> None:
+    """Record that the attempt ended by a node failure, outside of the training."""
+    outcome = RunStatus(status=Status.NODE_FAILURE, evidence=reason, rank=None, exit_code=1, seconds=0.0)
+    write_status(folder, outcome)
+    ledger.note(folder, "ended", job, status=outcome.status, evidence=reason)
+
+
+def handle_node_failure(
+    folder: Path, job: str, nodelist: str, outcome: RunStatus, test: Tester | None = None
+) -> RunStatus:
+    """The outcome of an attempt; "node failure" where one of its nodes is the reason.
+
+    That is a node that cannot be reached, that the log names (an Xid error), or that a `test` finds broken, made while
+    there is a spare: a GPU that has failed leaves its node alive. Later jobs exclude it. A spare takes its place (event
+    "replaced"); else the job is requeued, which SLURM itself does only for a job that still runs.
+    """
+    if not outcome.status.may_be_node_failure:
+        return outcome
+    with contextlib.suppress(ValueError):  # without SLURM the outcome stays as it is
+        every = client.hostnames(nodelist)
+        nodes = [node for node in every if node not in lost_nodes(folder, job)]
+        trained = training_nodes(folder, job)
+        faulty = _faulty(job, nodes, outcome, test if len(nodes) > len(trained) > 0 else None)
+        avoid(folder, job, list(faulty))
+        if not set(faulty) & set(trained or nodes):  # a spare may have died: no reason for the training to fail
+            return outcome
+        reasons = "; ".join(f"{node} {why}" for node, why in faulty.items())
+        is_reported = any(why.startswith("is at fault") for why in faulty.values())
+        status = outcome.status if is_reported else Status.NODE_FAILURE
+        evidence = f"{reasons}; the log: {outcome.evidence}"
+        outcome = replace(outcome, status=status, evidence=evidence, exclude=",".join(faulty))
+        write_status(folder, outcome)
+        if trained and len(nodes) - len(faulty) >= len(trained):
+            ledger.note(folder, "replaced", job, nodes=list(faulty), iteration=iteration(folder))
+        else:
+            requeue(job, len(every), list(faulty) if test or is_reported else [])
+    return outcome
+
+
+def _faulty(job: str, nodes: Sequence[str], outcome: RunStatus, test: Tester | None) -> dict[str, str]:
+    """Which nodes are at fault, and why: by the first of three sources that names any."""
+    dead = _dead(job, nodes) if len(nodes) > 1 else []
+    reported = [node for node in nodes if node in outcome.exclude.split(",")]
+    found = dict.fromkeys(dead, "cannot be reached")
+    found = found or dict.fromkeys(reported, f"is at fault ({outcome.status})")
+    return found or (dict(test(nodes).broken) if test else {})
+
+
+def goes_on(folder: Path, job: str) -> str:
+    """Which nodes of the job are replaced by spares before its next start; "" where the job ends."""
+    mine = [e for e in ledger.events(folder, "started", "ended", "replaced") if e["id"] == job]
+    return ", ".join(node for e in mine[-1:] if e["event"] == "replaced" for node in e["nodes"])
+
+
+def _of_allocation(folder: Path, job: str, kind: str) -> list[dict[str, Any]]:
+    """The ledger's events since the job has its present nodes: requeued, it keeps its id and gets others."""
+    events = ledger.events(folder)
+    starts = [(i, e.get("restarts")) for i, e in enumerate(events) if e["event"] == "started" and e["id"] == job]
+    first = next((i for i, restarts in starts if restarts == starts[-1][1]), len(events))
+    return [e for e in events[first:] if e["id"] == job and e["event"] == kind]
+
+
+def lost_nodes(folder: Path, job: str) -> list[str]:
+    """The nodes that the job has and that have failed."""
+    failures = _of_allocation(folder, job, "node failure")
+    return list(dict.fromkeys(node for event in failures for node in event["nodes"]))
+
+
+def training_nodes(folder: Path, job: str) -> list[str]:
+    """The nodes that the job chose for its last start; empty where it did not choose."""
+    return next((list(e["chosen"]) for e in reversed(_of_allocation(folder, job, "nodes"))), [])
+
+
+def waiting(folder: Path, job: str) -> list[str]:
+    """The folder's other jobs that have not started."""
+    states = client.states([i for i in ledger.job_ids(folder) if i != job and client.JOB_ID.fullmatch(i)])
+    return [i for i, state in states.items() if state.state == "PENDING"]
+
+
+def avoid(folder: Path, job: str, nodes: Sequence[str]) -> None:
+    """Record nodes of the job as failed, and keep the folder's waiting jobs off them."""
+    if nodes:
+        earlier = [node for event in ledger.events(folder, "node failure") for node in event["nodes"]]
+        ledger.note(folder, "node failure", job, nodes=list(nodes))
+        for later in waiting(folder, job):
+            exclude(later, nodes, earlier)
+
+
+def exclude(job: str, nodes: Iterable[str], earlier: Sequence[str] = ()) -> None:
+    """Keep a waiting job off `nodes`, in addition to those that it already avoids.
+
+    Where its partition has too few others, it may use the `earlier` ones again, the first of them first: they may have
+    been repaired, and SLURM gives out none that is down. Left out: a reservation or constraint, which leaves fewer.
+    """
+    shown = client.call(["scontrol", "show", "job", "-o", job])
+    every = list(dict.fromkeys([*client.hostnames(_field(shown, "ExcNodeList")), *nodes]))
+    count = re.match(r"\d+", _field(shown, "NumNodes"))
+    again = [node for node in dict.fromkeys(earlier) if node in every and node not in nodes]
+    if again and count:
+        names = client.call(["sinfo", "-h", "-N", "-p", _field(shown, "Partition"), "-o", "%N"]).split()
+        again = again[: max(0, len(every) + int(count[0]) - len(set(names)))]
+    # an update replaces the list
+    names = [node for node in every if node not in again]
+    client.call(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(names)}"])
+
+
+def requeue(job: str, nodes: int, without: Sequence[str] = ()) -> bool:
+    """Put the job back into the queue for `nodes` nodes, `without` those, if its script allows it.
+
+    SLURM ends the processes of the job at once, this one too: first by SIGTERM, and KillWait (30 s by default) later by
+    SIGKILL. In between the waiting job is changed: where a node has died under --no-kill, it asks for one fewer.
+    """
+    if _field(client.call(["scontrol", "show", "job", "-o", job]), "Requeue") != "1":
+        return False
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        client.call(["scontrol", "requeue", job])
+        with contextlib.suppress(ValueError):
+            if nodes > 1:
+                client.call(["scontrol", "update", f"JobId={job}", f"NumNodes={nodes}"])
+            if without:
+                exclude(job, without)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return True
+
+
+def _field(shown: str, name: str) -> str:
+    """A field of `scontrol show job -o`; "" where it is missing or "(null)"."""
+    found = re.search(rf"\s{name}=([^\s(]+)", shown)
+    return found[1] if found else ""
+
+
+def guard(folder: Path, every_s: float) -> None:
+    """Keep `guard_first_node` running on another node of the job, until this process is ended; on the first node."""
+    _, *others = job_nodes()
+    this = python("-m", "trilane", "slurm", "job", "guard", str(folder), "--every", f"{every_s:g}", "--here")
+    quiet = subprocess.DEVNULL  # at the job's end SLURM would report that the step was cancelled
+    for node in itertools.cycle(reversed(others)):
+        if node not in lost_nodes(folder, job_id()):
+            command = [*node_test.step([node]), *this]
+            subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, check=False)
+        time.sleep(every_s)
+
+
+def guard_first_node(folder: Path, every_s: float) -> None:
+    """Wait until SLURM has taken the job's first node from it, then requeue or cancel the job.
+
+    Under --no-kill SLURM would let the job hold its other nodes until its time limit, without the script, which ran on
+    the first: seen on SLURM 22.05.
+    """
+    job = job_id()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # sent to all steps before the time limit
+    while True:
+        time.sleep(every_s)
+        with contextlib.suppress(ValueError):
+            shown = client.call(["scontrol", "show", "job", "-o", job])
+            first, left = _field(shown, "BatchHost"), client.hostnames(_field(shown, "NodeList"))
+            if first and left and first not in left:
+                _failed(folder, job, f"{first}, the first node, on which the job's script ran, has died")
+                count = len({first, *left, *lost_nodes(folder, job)})
+                avoid(folder, job, [first])
+                if not requeue(job, count):
+                    client.call(["scancel", job])
+                return
+
+
+def _dead(job: str, nodes: Sequence[str]) -> list[str]:
+    """The nodes that SLURM has taken from the job, or on which no step can be started."""
+    left = client.hostnames(_field(client.call(["scontrol", "show", "job", "-o", job]), "NodeList")) or nodes
+    rest = [node for node in nodes if node in left]
+    return [node for node in nodes if node not in left] + (unreachable(rest) if len(rest) > 1 else [])
+
+
+def unreachable(nodes: Sequence[str], within_s: float = 30.0) -> list[str]:
+    """The nodes on which no step can be started within so many seconds of the last answer; for use inside the job.
+
+    A step on a healthy node starts in a second or two, but a controller that limits the rate of requests answers 128
+    of them one after another (rl_enable, man slurm.conf: by default 30 at once, then 2 a second). Empty where none can
+    be started: then srun itself fails, since this process runs on one of the nodes.
+    """
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    steps = {n: subprocess.Popen([*node_test.step([n]), "true"], **streams, text=True) for n in nodes}
+    waits, last = set(nodes), time.monotonic()
+    while waits and time.monotonic() < last + within_s:
+        if ended := {node for node in waits if steps[node].poll() is not None}:
+            waits, last = waits - ended, time.monotonic()
+        time.sleep(0.1)
+    found = [node for node, step in steps.items() if not _is_reachable(step)]
+    return found if len(found) < len(nodes) else []
+
+
+def _is_reachable(step: "subprocess.Popen[str]") -> bool:
+    """Whether the step succeeded, or failed for another reason than an unreachable node; one that goes on is ended."""
+    if step.poll() is None:
+        step.kill()
+        step.communicate()
+        return False
+    words = "communication|connection|timed out|no route|not responding|host is down|node_?fail|node fail"
+    return re.search(words, step.communicate()[1], re.I) is None or step.returncode == 0
