@@ -541,7 +541,10 @@ SOURCES: dict[str, tuple[Callable[[Path], str], str]] = {
     "a NUL": (of("x.jsonl", ROW + '{"text": "a\0"}'), NO_ROW),
     "half a character": (of("x.jsonl", ROW + '{"text": "\\ud800"}'), NO_ROW),
     "a row cut short": (of("x.jsonl", ROW + '{"text": "a'), NO_ROW),
-    "JSONL in Latin-1": (of("x.jsonl", ROW.encode() + b'{"text": "\xfc"}'), "not text in UTF-8 (byte 490)"),
+    "JSONL in Latin-1": (
+        of("x.jsonl", ROW.encode() + b'{"text": "\xfc"}'),
+        'each line must be {"text": "..."} in UTF-8',
+    ),
     "JSONL without a row": (of("x.jsonl", "\n\n"), "is empty"),
     "JSONL that is a pipe": (of("x.jsonl", os.mkfifo), "is no regular file"),
     "JSONL that is a folder": (of("x.jsonl", Path.mkdir), "is empty"),

@@ -63,10 +63,7 @@ def dropping(engine: str, data: Path, **topology: object) -> Plan:
 
 RECOMPUTED = [
     ("megatron", ["full", "selective"], {"pp": 2, "interleaving": 2}),
-    ("megatron", ["full", "selective"], {"tp": 2, "sequence_parallel": True}),
     ("deepspeed-zero", ["full", "selective"], {"tp": 2, "zero": 1}),
-    ("deepspeed-zero", ["full"], {"dp": 2, "zero": 3}),
-    ("deepspeed-3d", ["full"], {"tp": 2, "pp": 2, "zero": 1}),
     ("deepspeed-3d", ["full"], {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": True}),
     ("hf-zero3", ["full"], {"dp": 2, "zero": 3}),
 ]
@@ -109,8 +106,6 @@ print(len(calls))
     [
         ("megatron", "none", 0, 1),
         ("megatron", "selective", 0, 2),
-        ("megatron", "full", 0, 2),
-        ("deepspeed-zero", "full", 1, 2),
         ("deepspeed-3d", "full", 1, 2),
         ("hf-zero3", "full", 3, 2),
     ],

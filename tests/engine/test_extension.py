@@ -62,12 +62,12 @@ def test_after_a_spike_a_run_goes_on_without_those_iterations_at_a_lower_rate(fo
 ORDER = """
 import hashlib
 from dataclasses import replace
-from trilane.engine.data.samples import shared_prefixes
+from trilane.engine.data.corpus import prepare_all
 from trilane.engine.data.samples import training_set
 def order(iters):
     run = replace(plan.run, train_iters=iters, order_samples=plan.samples)
     longer = replace(plan, run=run)
-    samples = training_set(longer, world, shared_prefixes(longer, world))
+    samples = training_set(longer, world, prepare_all(longer.data, longer.shape))
     rows = [samples[k]["tokens"] for k in range(longer.samples)]
     return [hashlib.sha256(row.numpy().tobytes()).hexdigest()[:8] for row in rows]
 print(order({iters}) == order({further})[: 8 * {iters}], order({further})[62:93] != order({further})[93:124])

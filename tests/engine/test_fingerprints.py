@@ -44,7 +44,7 @@ def test_every_rank_writes_its_fingerprint_when_it_saves_and_when_it_has_loaded(
     loads = sorted((folder / "fingerprints").iterdir())
     assert [path.name for path in loads] == ["load_0000002", "load_0000002.2"]
     loaded = json.loads((loads[0] / "fingerprint_00001.json").read_text())
-    assert (loaded["dp"], loaded["iteration"], loaded["scalars"]["step"], loaded["seconds"] > 0) == (1, 2, 2.0, True)
+    assert (loaded["dp"], loaded["iteration"], loaded["scalars"]["step"]) == (1, 2, 2.0)
 
 
 @pytest.mark.slow

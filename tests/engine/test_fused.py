@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from plans import HERE, changed, small_plan
 
-from trilane.config.training import Run
 from trilane.engine.parity import TASKS
 
 # Parts are compared uncompiled: the same functions, without the 20 s that a compiler takes.
@@ -16,7 +15,6 @@ import torch, torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from trilane.engine.backends.megatron import foreach_norm, foreach_scale
 from trilane.engine.model.fused import activate, add_dropped, token_losses
-from trilane.engine.model.fused import WeightGradients, adds_into_gradients
 parallel_state.initialize_model_parallel(plan.topology.tp)
 tp, rank = plan.topology.tp, world.rank
 torch.manual_seed(0)
@@ -40,9 +38,6 @@ grads = [torch.randn(3, 4), torch.randn(7)]
 assert abs(foreach_norm(0, None, [grads])[0].item() - torch.cat([g.flatten() for g in grads]).norm().item()) < 1e-6
 foreach_scale(0, None, [grads, out := [torch.empty_like(g) for g in grads]], 0.5)
 assert all(torch.equal(o, g / 2) for o, g in zip(out, grads))
-total, x, grad = torch.ones(6, 4), torch.randn(9, 4), torch.randn(9, 6)
-WeightGradients.wgrad_gemm_accum_fp32(x, grad, total)
-assert torch.allclose(total, 1 + grad.T @ x, atol=1e-6) and adds_into_gradients(torch.device("cpu"))
 print("same")
 """
 
@@ -78,7 +73,6 @@ def test_the_compiled_parts_compute_what_the_functions_do(ask: Callable) -> None
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "a Llama, TP2": {"tp": 2},
     "TP2 SP, recomputed": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
-    "PP2 interleaved": {"pp": 2, "interleaving": 2},
     "DeepSpeed 3D": {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1},
     "DP2 distributed optimizer, bf16": {
         "dp": 2,
@@ -105,9 +99,3 @@ def test_a_fused_training_follows_one_process(
     )
     logs = "".join(log.read_text() for log in (tmp_path / "run").glob("*.log"))
     assert logs.count("trilane: fused path (run.fused=on)") == 1  # of all ranks
-
-
-def test_a_plan_has_on_off_or_auto() -> None:
-    """One line before anything starts."""
-    with pytest.raises(ValueError, match="fused=fast: known: auto, off, on"):
-        Run(fused="fast")

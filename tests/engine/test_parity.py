@@ -42,17 +42,13 @@ def test_rows_are_trained_and_what_exceeds_its_bound_or_the_machine_is_reported(
     assert "ok" in lines[0] and "above 0" in lines[1]
 
 
-def test_an_unknown_engine_is_refused(capsys):
-    assert main(["measure", "engines", "--engines", "megatron,hf-zero"]) == 2
-    assert "did you mean hf-zero3?" in capsys.readouterr().err
-
-
-def test_every_row_is_a_plan_no_two_are_called_alike_and_a_card_without_bf16_leaves_those_rows_out():
+def test_every_row_is_a_plan_and_a_card_without_bf16_leaves_those_rows_out(capsys: pytest.CaptureFixture) -> None:
     table = rows()
     assert {row.engine for row in table} == set(ENGINES)
     assert len({row.label for row in table}) == len(table)
-    assert {row.precision for row in table} == {"fp32", "fp16", "bf16"}
     for row in table:
         row.plan(machine(cards=0, bf16=True), "data")
     with pytest.raises(ValueError, match="precision=bf16"):
         next(row for row in table if row.precision == "bf16").plan(machine(cards=8, bf16=False), "data")
+    assert main(["measure", "engines", "--engines", "megatron,hf-zero"]) == 2
+    assert "did you mean hf-zero3?" in capsys.readouterr().err

@@ -17,7 +17,6 @@ from plans import small_plan
 
 from trilane.config.training import Run
 from trilane.engine import torchrun
-from trilane.engine.__main__ import limit_queues
 from trilane.engine.signals import FORWARDED, SAVE, STOP
 from trilane.launch.local import environment
 from trilane.logs.endings import ending
@@ -26,7 +25,6 @@ from trilane.utils.validation import HostError
 from trilane.workspace.status import Status
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
-HOSTS = {"TRAIN_HOSTS": "n1 n2 n3", "SLURMD_NODENAME": "n1"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
 
 
@@ -73,7 +71,6 @@ def test_a_process_takes_the_threads_it_was_given_or_its_share(env: dict, thread
 # compute capability (NVIDIA's table of CUDA GPUs), precision, cards that the task sees -> its card, or why not
 CARDS = [
     ((7, 0), "bf16", 4, "precision=bf16: needs compute capability 8.0, this card has 7.0; use fp16"),
-    ((7, 0), "fp16", 4, 3),
     ((9, 0), "bf16", 4, 3),
     ((8, 0), "bf16", 1, 0),  # srun --gpus-per-task=1
     ((8, 0), "bf16", 3, "processes per host=4: this host shows 3 GPUs"),
@@ -103,31 +100,17 @@ def test_a_task_uses_its_card_where_that_has_the_precision(
 
 
 @pytest.mark.parametrize(
-    ("there", "visible", "cuda", "refusal"),
-    [
-        (False, None, "13.0", ""),
-        (True, "", "13.0", ""),
-        (True, "NoDevFiles", "13.0", ""),
-        (True, "0,1", "13.0", "CUDA does not start (see nvidia-smi); CUDA_VISIBLE_DEVICES=-1"),
-        (True, None, None, "install its CUDA build; CUDA_VISIBLE_DEVICES=-1"),
-    ],
-    ids=str,
+    ("there", "visible", "refused"), [(False, None, False), (True, "", False), (True, "0,1", True)], ids=str
 )
-def test_a_host_with_a_gpu_that_torch_cannot_use_is_no_cpu(
-    there: bool, visible: str | None, cuda: str | None, refusal: str, tmp_path, monkeypatch
-) -> None:
+def test_a_host_with_a_gpu_that_torch_cannot_use_is_no_cpu(there: bool, visible: str, refused: bool, tmp_path) -> None:
     """The others would wait half an hour for a rank that came with gloo."""
-    import torch
-
     from trilane.engine.world import _require_no_gpu
 
-    monkeypatch.setattr(torch.version, "cuda", cuda)
     driver = tmp_path if there else tmp_path / "nvidia0"
-    if not refusal:
+    if not refused:
         return _require_no_gpu(visible, driver)
-    with pytest.raises(HostError) as caught:
+    with pytest.raises(HostError, match="CUDA_VISIBLE_DEVICES=-1 asks for the CPU"):
         _require_no_gpu(visible, driver)
-    assert refusal in str(caught.value)
 
 
 KINDS = """
@@ -162,48 +145,20 @@ def test_gpus_here_and_fewer_or_none_there_are_refused_in_one_line(ask: Callable
     assert ask(small_plan(tmp_path), code, joined=False).splitlines() == [line, "2"]
 
 
-@pytest.mark.parametrize(
-    ("engine", "topology", "limited"),
-    [("megatron", {}, True), ("deepspeed-zero", {"tp": 2}, True), ("deepspeed-zero", {"dp": 2, "zero": 3}, False)],
-    ids=str,
-)
-def test_what_overlaps_on_streams_of_its_own_keeps_its_queues(
-    engine: str, topology: dict, limited: bool, tmp_path
-) -> None:
-    found: dict[str, str] = {}
-    limit_queues(small_plan(tmp_path, engine=engine, **topology), found)
-    assert found == ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if limited else {})
-
-
-def settings(given: str, env: dict[str, str]) -> dict[str, str]:
-    return dict(part.split("=") for part in torchrun.settings(given, env).split(","))
-
-
 def test_a_node_may_come_ten_minutes_after_the_others_and_slurms_names_decide_which_hosts_the_store() -> None:
     """torch's own limit for the first node is a minute. What the script itself sets stays."""
+
+    def settings(given: str, env: dict[str, str]) -> dict[str, str]:
+        return dict(part.split("=") for part in torchrun.settings(given, env).split(","))
+
+    hosts = {"TRAIN_HOSTS": "n1 n2 n3", "SLURMD_NODENAME": "n1"}
     assert settings("", {}) == {"join_timeout": "600", "read_timeout": "600", "keep_alive_max_attempt": "120"}
     assert settings("read_timeout=5, close_timeout=9", {})["read_timeout"] == "5"
-    assert [settings("", HOSTS | {"SLURMD_NODENAME": name})["is_host"] for name in ("n1", "n2")] == ["1", "0"]
-    assert settings("is_host=0", HOSTS)["is_host"] == "0"
+    assert [settings("", hosts | {"SLURMD_NODENAME": name})["is_host"] for name in ("n1", "n2")] == ["1", "0"]
 
 
-def test_what_did_not_come_is_named() -> None:
-    from trilane.engine.world import absent_ranks
-
-    assert torchrun.absent_nodes({"n1", "n3.cluster"}, 3, HOSTS) == "2 of 3 nodes came, not n2"
-    assert torchrun.absent_nodes({"localhost"}, 3, HOSTS) == "1 of 3 nodes came (localhost)"
-    assert absent_ranks({0, 1, 4}, 6, 2, HOSTS) == "3 of 6 ranks came, not rank 2, 3, 5 (on n2, n3)"
-    assert absent_ranks({0}, 100, 8, {}).endswith("15, 16 and 83 more")
-
-
-def test_nodes_that_wait_in_vain_say_for_whom(tmp_path, monkeypatch, capfd) -> None:
+def test_nodes_that_wait_in_vain_end_as_a_failed_rendezvous(tmp_path, capfd) -> None:
     """torchrun's agents: one where the other node is missing, one where the first does not answer."""
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    handler = dynamic_rendezvous.DynamicRendezvousHandler
-    monkeypatch.setattr(handler, "next_rendezvous", handler.next_rendezvous)
-    monkeypatch.setattr(dynamic_rendezvous.socket, "getfqdn", lambda *name: "n1")  # this machine calls itself localhost
-    monkeypatch.setenv("TRAIN_HOSTS", "n1 n2")
     one = [str(tmp_path / "f"), "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=7.0", "--rdzv-backend=c10d"]
     with held_port() as port:
         at = f"--rdzv-endpoint=127.0.0.1:{port}"
@@ -211,7 +166,7 @@ def test_nodes_that_wait_in_vain_say_for_whom(tmp_path, monkeypatch, capfd) -> N
     assert f"trilane: rendezvous=7.0: the first node does not answer at 127.0.0.1:{port}" in capfd.readouterr().err
     assert torchrun._launch([*one, at, "--rdzv-conf=join_timeout=1,is_host=1", "x.py"]) == 1
     line = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("trilane: "))
-    assert line.startswith("trilane: rendezvous=7.0: 1 of 2 nodes came, not n2 (")
+    assert line.startswith("trilane: rendezvous=7.0: fewer than 2 nodes came (")
     assert ending(line.encode(), 0).status is Status.RENDEZVOUS
 
 
@@ -223,19 +178,19 @@ def test_ranks_that_wait_in_vain_say_for_whom(monkeypatch: pytest.MonkeyPatch) -
 
     def printed(rank: int) -> str:
         with pytest.raises(HostError) as raised:
-            world._meet(rank, 4, 2, torch.device("cpu"))
+            world._meet(rank, 4, torch.device("cpu"))
         assert ending(str(raised.value).encode(), 0).status is Status.RENDEZVOUS
         return str(raised.value)
 
     monkeypatch.setattr(world, "WAIT_S", 1)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with held_port() as port:
-        for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(port)), ("TRAIN_HOSTS", "n1 n2")):
+        for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(port))):
             monkeypatch.setenv(name, value)
         at = f"rendezvous=127.0.0.1:{port}: "
         assert printed(1) == f"{at}rank 0 does not answer within 1 s"
     with ThreadPoolExecutor(2) as ranks:
-        assert set(ranks.map(printed, [0, 1])) == {f"{at}2 of 4 ranks came, not rank 2, 3 (on n2) within 1 s"}
+        assert set(ranks.map(printed, [0, 1])) == {f"{at}2 of 4 ranks came, not rank 2, 3 within 1 s"}
 
 
 WORKER = """
@@ -300,11 +255,10 @@ def test_a_signal_that_comes_while_a_worker_starts_is_not_lost() -> None:
 @pytest.mark.parametrize(
     ("received", "saves"),
     [
-        ({0: [100], 1: [100]}, [100]),
         ({1: [100.9], 0: [101.1, 101.2]}, [101]),  # on both sides of an iteration's end, from srun and the launcher
         ({1: [100], 0: [160]}, [100, 160]),  # asked twice
     ],
-    ids=["both", "late", "again"],
+    ids=["late", "again"],
 )
 def test_one_signal_saves_once(received: dict, saves: list[int], tmp_path: Path, monkeypatch) -> None:
     """The clock is set by hand, a second per iteration; the two ranks agree in turn, as their all-reduce has it."""
@@ -328,17 +282,3 @@ def test_one_signal_saves_once(received: dict, saves: list[int], tmp_path: Path,
         assert len(requests) == 1, "the same on all ranks"
         found += [second for request in requests if request.save]
     assert found == saves
-
-
-def test_the_chosen_order_of_attention_kernels_lasts() -> None:
-    """Torch's context of kernels, not kept, is left at once: the log named a kernel that did not run."""
-    code = """
-import torch
-from torch.nn.attention import SDPBackend
-from trilane.engine.model.fused import prefer
-prefer([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH])
-wanted = [int(SDPBackend.CUDNN_ATTENTION.value), int(SDPBackend.MATH.value)]
-print(torch._C._get_sdp_priority_order()[:2] == wanted, torch.backends.cuda.flash_sdp_enabled())
-"""
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split("\n")[-2] == "True False"

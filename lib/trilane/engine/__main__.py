@@ -1,5 +1,6 @@
 """`python -m trilane.engine plan.json` under torchrun or srun, or as a single process: train the plan in its folder."""
 
+import contextlib
 import os
 import platform
 import sys
@@ -21,10 +22,7 @@ from trilane.workspace.installation import revision
 
 
 def main(argv: list[str]) -> int:
-    """0 after the last iteration or a requested stop (status.json distinguishes them).
-
-    2 with one line where plan, data or checkpoint cannot be trained, or not on this host; 1 otherwise.
-    """
+    """0 after the last iteration or a requested stop; 2 with one line where it cannot be trained; 1 otherwise."""
     begin, signals = time.monotonic(), Signals()
     die_with_parent()
     allow_open_files()
@@ -70,10 +68,7 @@ def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], None]:
 
 
 def limit_queues(plan: Plan, env: MutableMapping[str, str]) -> None:
-    """Set CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron-LM requires to launch communication before overlapping matmuls.
-
-    Not without tensor parallelism in DeepSpeed, which overlaps on its own streams and needs a queue for each.
-    """
+    """Megatron-LM's CUDA_DEVICE_MAX_CONNECTIONS=1: communication is launched before the matmuls that it overlaps."""
     if plan.engine == "megatron" or plan.topology.tp > 1:
         env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
@@ -90,10 +85,8 @@ def _redirect_output() -> None:
 
 def _is_refusal(error: ValueError) -> bool:
     """Whether trilane itself raised it, for a rule that the user broke; a library's ValueError is a bug of ours."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and Path(trace.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return Path(frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
 
 
 def stamp(world: Any) -> dict[str, Any]:
@@ -102,29 +95,24 @@ def stamp(world: Any) -> dict[str, Any]:
 
     from trilane.engine.world import core_numbers
 
-    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    packages = ("torch", "megatron-core", "deepspeed", "numpy", "tokenizers")
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "megatron-core", "deepspeed", "numpy", "tokenizers"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "git": revision(),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
+        "versions": versions,
         "host": platform.node(),
         "platform": platform.platform(),
         "world_size": world.size,
         "processes_per_host": world.local_size,
-        "devices": cards or ["cpu"],
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"],
         "backend": torch.distributed.get_backend(),
         "cores": len(core_numbers()),
         "threads": torch.get_num_threads(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": sys.argv,
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "absent"
 
 
 def _exit(code: int) -> None:

@@ -14,11 +14,7 @@ COMPILE = torch.compile  # enable_cpu() replaces it
 
 @functools.cache
 def enable_cpu() -> None:
-    """Make megatron-core importable without warnings and, without a GPU, runnable. Call before importing megatron.
-
-    megatron-core 0.16.1 needs each of the replaced functions (without any one training fails); the list grows with its
-    releases, so the pin in requirements.txt matters.
-    """
+    """Make megatron-core importable without warnings and, without a GPU, runnable. Call before importing megatron."""
     for message in (
         # torch's own optimizer, norm and attention are used on purpose.
         "(Transformer Engine and Apex are|Apex is) not installed|If you are using transformer_engine as",
@@ -47,7 +43,13 @@ def enable_cpu() -> None:
     # It warns at each dropout that the default generator advanced: on a CPU there is only one.
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
     tensor: Any = torch.Tensor
-    tensor.type = _named_as_on_cuda(tensor.type)
+    plain = tensor.type
+    # megatron-core's optimizers look for 'torch.cuda.FloatTensor'.
+
+    def type_as_on_cuda(self: torch.Tensor, *to: Any, **options: Any) -> Any:
+        return plain(self, *to, **options) if to or options else plain(self).replace("torch.", "torch.cuda.", 1)
+
+    tensor.type = type_as_on_cuda
     tensor.cuda = lambda self, *args, **options: self
 
 
@@ -59,13 +61,3 @@ def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return make(*args, **options)
 
     return made
-
-
-def _named_as_on_cuda(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensor.type() that returns 'torch.cuda.FloatTensor', for which megatron-core's optimizers look."""
-
-    def named(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-        found = plain(self, *args, **options)
-        return found if args or options else found.replace("torch.", "torch.cuda.", 1)
-
-    return named

@@ -30,17 +30,15 @@ class Heartbeat:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            # Not a sparse file: the kernel ends a process (SIGBUS) that writes to a mapped page where the disk is full.
-            if os.write(file, b"\0" * RECORD) < RECORD:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._map = mmap.mmap(file, RECORD)
+            with path.open("w+b", buffering=0) as file:
+                # Not a sparse file: the kernel ends a process (SIGBUS) that writes to a mapped page of a full disk.
+                if file.write(b"\0" * RECORD) < RECORD:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._map = mmap.mmap(file.fileno(), RECORD)
         except OSError:
-            path.unlink()  # half a heartbeat would count as a rank that stands still
+            path.unlink(missing_ok=True)  # half a heartbeat would count as a rank that stands still
             raise
-        finally:
-            os.close(file)
         self._step, self._rest = 0, place()
         self.beat(phases.current())
         self.close: Callable[[], None] = phases.subscribe(self.beat)

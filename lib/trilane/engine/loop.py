@@ -2,8 +2,9 @@
 
 import math
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,7 @@ from trilane.workspace.run_folder import SAVE, STOP, cut_steps
 from trilane.workspace.status import RunStatus, Status, write_status
 
 
-@dataclass(frozen=True, kw_only=True)
-class StopRequest:
+class StopRequest(NamedTuple):
     """What is requested, and its source; `writing`: a save that has begun is still being written by some rank."""
 
     reason: str = ""
@@ -44,17 +44,14 @@ class StopRequests:
     The file `save` is removed once seen; `stop` stays, so that a chain of jobs does not continue.
     """
 
-    # The signals of one request reach all ranks, and a rank's child and parent, within this time: a SIGUSR1 that comes
-    # to a rank before, or up to so long after, all have agreed to save is the same request.
-    same_s = 10.0
     # In ascending priority; every stop also saves.
     requests = (
         StopRequest(),
-        StopRequest(reason="SIGUSR1", save=True),
-        StopRequest(reason="the file `save`", save=True),
-        StopRequest(reason="exit_duration_minutes", save=True, stop=True),
-        StopRequest(reason="the file `stop`", save=True, stop=True),
-        StopRequest(reason="SIGTERM", save=True, stop=True),
+        StopRequest("SIGUSR1", save=True),
+        StopRequest("the file `save`", save=True),
+        StopRequest("exit_duration_minutes", save=True, stop=True),
+        StopRequest("the file `stop`", save=True, stop=True),
+        StopRequest("SIGTERM", save=True, stop=True),
     )
 
     def __init__(self, folder: Path, run: Run, world: World, signals: Signals, begin: float) -> None:
@@ -72,15 +69,16 @@ class StopRequests:
         number, some = highest.tolist()
         if self.requests[number].save:
             self._agreed_s = time.monotonic()
-        return replace(self.requests[number], writing=bool(some))
+        return self.requests[number]._replace(writing=bool(some))
 
     def pending(self, begun: bool = True) -> int:
         """The number of the highest request on this rank; the file `save` is removed."""
         first, save = self._world.is_first, self._folder / SAVE
         found = [0, 5 * self._signals.stop, 4 * (first and (self._folder / STOP).exists())]
         if begun:
-            found += [int(self._signals.save_s > self._agreed_s + self.same_s)]
-            found += [3 * (first and time.monotonic() >= self._end)]
+            # The signals of one request reach all ranks, and a rank's child and parent, within ten seconds: one that
+            # comes before, or up to so long after, all have agreed to save is the same request.
+            found += [int(self._signals.save_s > self._agreed_s + 10.0), 3 * (first and time.monotonic() >= self._end)]
             if first and save.exists():
                 save.unlink(missing_ok=True)
                 found += [2]
@@ -88,11 +86,7 @@ class StopRequests:
 
 
 class Training:
-    """A plan's engine and samples, in the initial state or that of the newest checkpoint.
-
-    `begin` is the process's start in seconds of the monotonic clock. ValueError, on every rank, for an invalid plan or
-    a checkpoint that it cannot continue from.
-    """
+    """A plan's engine and samples, in the initial state or that of the newest checkpoint."""
 
     def __init__(self, plan: Plan, world: World, folder: Path, signals: Signals, begin: float) -> None:
         self._world, self._folder, self._begin = world, folder, begin
@@ -121,16 +115,7 @@ class Training:
         self._saver = Saver(folder, plan, world, self._engine)
 
     def run(self) -> None:
-        """Train to the last iteration or until a stop is requested; status.json records which.
-
-        Writes steps.jsonl and checkpoints to the folder and Megatron's lines to the terminal.
-        """
-        self._train()
-        heartbeat.end(self._folder)
-        self._world.barrier()
-        dist.destroy_process_group()
-
-    def _train(self) -> None:
+        """Train to the last iteration or until a stop is requested; status.json records which."""
         log, run = TrainingLog(self._plan, self._world, self._folder), self._plan.run
         first = next((batch.number for batch in self._plan.batches(self._done)), 0)
         request = self._requests.now(begun=False)
@@ -152,9 +137,12 @@ class Training:
                 break
         log.close()
         if self._saver.begun:
-            self._finish_save()
+            self._report(self._saver.finish)
         self._end(request)
-        self._saver.close()
+        self._saver.keep_last()
+        heartbeat.end(self._folder)
+        self._world.barrier()
+        dist.destroy_process_group()
 
     def _step(self, batch: Batch, log: TrainingLog, begin: float) -> float:
         """Train one batch; the time at its end."""
@@ -181,31 +169,23 @@ class Training:
         log.evaluated(batch, math.fsum(losses) / len(losses), time.perf_counter() - begin)
 
     def _saves(self, batch: Batch, request: StopRequest) -> bool:
-        """Finish the last save once all ranks have written it, and begin the one that is due; whether it did either.
-
-        One is due on request, at save_interval, and at the end of the run.
-        """
+        """Finish the last save once all ranks have written it, and begin the one that is due; whether it did either."""
         run, begun = self._plan.run, self._saver.begun
         due = request.save or (run.save_interval > 0 and batch.number % run.save_interval == 0)
         due = due or (batch.number == run.goal and run.saves_at_end)
         if begun and (due or not request.writing):
-            self._finish_save()
+            self._report(self._saver.finish)
         if due:
-            with phase("save-checkpoint"):
-                failed = self._saver.begin(batch, lookahead(self._plan, self._loader, batch.number))
-            if failed:
-                self._report(failed)
+            self._report(lambda: self._saver.begin(batch, lookahead(self._plan, self._loader, batch.number)))
         return due or (begun and not self._saver.begun)
 
-    def _finish_save(self) -> None:
+    def _report(self, part: Callable[[], Saved | None]) -> None:
+        """Do a part of a save, and print its result where it has one."""
         with phase("save-checkpoint"):
-            saved = self._saver.finish()
-        self._report(saved)
-
-    def _report(self, saved: Saved) -> None:
-        if saved.problem:
+            saved = part()
+        if saved and saved.problem:
             self._print(f"CHECKPOINT NOT SAVED: {saved}; the newest is {self._saved or 'none'}")
-        else:
+        elif saved:
             self._saved = saved.name
             self._print(str(saved))
 

@@ -6,6 +6,7 @@ forks the workers of each row; with a GPU each is a new process, since one that 
 
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,34 +30,6 @@ from trilane.workspace.run_folder import STEPS, VALIDATION
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512)
 OPTIMIZER = Optimizer(lr=2e-3, min_lr=2e-4, warmup_samples=40, decay_samples=160)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What its rows have in common: model, optimizer and batch, and so the reference."""
-
-    shape: ModelShape = SHAPE
-    optimizer: Optimizer = OPTIMIZER
-    mbs: int = 2
-    gbs: int = 8
-
-    def plan(self, machine: Cluster, folder: str, engine: str = "megatron", **topology: Any) -> Plan:
-        """The task by an engine on a topology: 20 iterations over Python's standard library, prepared in `folder`.
-
-        A tenth of the documents is held out, and evaluated after 10 iterations and at the end.
-        """
-        return Plan(
-            label="equality",
-            engine=engine,
-            shape=self.shape,
-            cluster=machine,
-            topology=Topology(**{"mbs": self.mbs, "gbs": self.gbs, **topology}),
-            data=Data(source="stdlib", folder=folder, split="90,10"),
-            optimizer=self.optimizer,
-            run=Run(train_iters=20, eval_interval=10, eval_iters=1),
-        )
-
-
 LLAMA_SHAPE = replace(
     SHAPE,
     num_key_value_heads=2,
@@ -69,6 +42,31 @@ LLAMA_SHAPE = replace(
     norm_epsilon=1e-6,
     rotary_base=5e5,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What its rows have in common: model, optimizer and batch, and so the reference."""
+
+    shape: ModelShape = SHAPE
+    optimizer: Optimizer = OPTIMIZER
+    mbs: int = 2
+    gbs: int = 8
+
+    def plan(self, machine: Cluster, folder: str, engine: str = "megatron", **topology: Any) -> Plan:
+        """The task by an engine on a topology: 20 iterations over Python's standard library, a tenth of it held out."""
+        return Plan(
+            label="equality",
+            engine=engine,
+            shape=self.shape,
+            cluster=machine,
+            topology=Topology(**{"mbs": self.mbs, "gbs": self.gbs, **topology}),
+            data=Data(source="stdlib", folder=folder, split="90,10"),
+            optimizer=self.optimizer,
+            run=Run(train_iters=20, eval_interval=10, eval_iters=1),
+        )
+
+
 BLOOM = Task(shape=replace(SHAPE, embedding_layernorm=True, positions="alibi", activation="gelu-tanh"))
 # A learning rate and batch that 8 bits of mantissa can follow: on the plain task, where the loss falls from 6.2 to 4.3
 # in 20 iterations, bf16 differs by up to 3.8e-3 in every engine.
@@ -117,10 +115,7 @@ def rows(engines: Sequence[str] = ENGINES) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Result of one row: the largest |difference of loss| over its iterations and evaluations, and its time.
-
-    None where it did not train.
-    """
+    """Result of one row: the largest |difference of loss|, None where it did not train, inf for a NaN."""
 
     row: Row
     max_abs_diff: float | None
@@ -129,13 +124,14 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether every loss is within the row's bound; a NaN is not."""
+        """Whether every loss is within the row's bound."""
         return self.max_abs_diff is not None and self.max_abs_diff <= self.row.bound
 
     def record(self) -> dict[str, Any]:
         """The row as JSON."""
-        names = {"engine": self.row.engine, "topology": self.row.topology, "precision": self.row.precision}
-        return {**names, "max_abs_diff": self.max_abs_diff, "seconds": round(self.seconds, 2)}
+        row, names = self.row, ("engine", "topology", "precision")
+        found = {"max_abs_diff": self.max_abs_diff, "seconds": round(self.seconds, 2)}
+        return {name: getattr(row, name) for name in names} | found
 
     def line(self) -> str:
         """The row as one line of text."""
@@ -145,42 +141,42 @@ class Result:
         return f"{names} {found:>9s}  {self.seconds:5.1f} s  {verdict}"
 
 
-class ParityRunner:
-    """Trains rows in folders of their own, and for each task once the reference that they are compared with."""
+def verify(table: Sequence[Row]) -> Iterator[Result | str]:
+    """The result of each row in turn; a line of text instead where this machine cannot train it."""
+    load()
+    references: dict[Task, list[float]] = {}
+    with tempfile.TemporaryDirectory(prefix="trilane-verify-") as place:
+        here, data = this_machine(), f"{place}/data"
+        for number, row in enumerate(table):
+            try:
+                plan = row.plan(here, data)
+            except ValueError as error:
+                yield f"{row.label}: left out, {error}"
+                continue
+            if row.task not in references:
+                alone = Path(place, f"{number} alone")
+                problem, _ = _run(row.task.plan(here, data), 0, alone)
+                assert not problem, problem
+                steps, held_out = (json.loads((alone / name).read_text()) for name in ("truth.json", "held-out.json"))
+                references[row.task] = [loss for loss, _ in steps] + [loss for _, loss in held_out]
+            problem, seconds = _run(plan, plan.topology.gpus, Path(place, str(number)))
+            worst = None if problem else _distance(Path(place, str(number)), references[row.task])
+            yield Result(row=row, max_abs_diff=worst, seconds=seconds, problem=problem)
 
-    def __init__(self, machine: Cluster, folder: Path) -> None:
-        self._machine, self._folder, self._count = machine, folder, 0
-        self._references: dict[Task, list[float]] = {}
 
-    def result(self, row: Row) -> Result:
-        """Train the row and compare its losses with the reference. ValueError where this machine cannot train it."""
-        made = row.plan(self._machine, str(self._folder / "data"))
-        reference = self._reference(row.task)
-        begin = time.monotonic()
-        folder, problem = self._run(made, made.topology.gpus)
-        seconds = time.monotonic() - begin
-        if problem:
-            return Result(row=row, max_abs_diff=None, seconds=seconds, problem=problem.strip().splitlines()[-1])
-        lines = [line for name in (STEPS, VALIDATION) for line in (folder / name).read_text().splitlines()]
-        diffs = [abs(json.loads(line)["lm_loss"] - right) for line, right in zip(lines, reference, strict=True)]
-        if any(diff != diff for diff in diffs):  # max() could ignore a NaN
-            return Result(row=row, max_abs_diff=None, seconds=seconds, problem="a loss is not a number")
-        return Result(row=row, max_abs_diff=max(diffs), seconds=seconds)
+def _distance(folder: Path, reference: Sequence[float]) -> float:
+    lines = [line for name in (STEPS, VALIDATION) for line in (folder / name).read_text().splitlines()]
+    diffs = [abs(json.loads(line)["lm_loss"] - right) for line, right in zip(lines, reference, strict=True)]
+    return math.inf if any(math.isnan(diff) for diff in diffs) else max(diffs)
 
-    def _reference(self, task: Task) -> list[float]:
-        if task not in self._references:
-            folder, problem = self._run(task.plan(self._machine, str(self._folder / "data")), 0)
-            assert not problem, problem
-            steps, evaluations = (json.loads((folder / name).read_text()) for name in ("truth.json", "held-out.json"))
-            self._references[task] = [loss for loss, _ in steps] + [loss for _, loss in evaluations]
-        return self._references[task]
 
-    def _run(self, made: Plan, processes: int) -> tuple[Path, str]:
-        self._count += 1
-        folder = self._folder / str(self._count)
-        folder.mkdir()
-        (folder / "plan.json").write_text(json.dumps(made.to_json()), encoding="utf-8")
-        return folder, output(folder, train(processes, folder))
+def _run(plan: Plan, processes: int, folder: Path) -> tuple[str, float]:
+    """(last line of what workers printed that failed, seconds)."""
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps(plan.to_json()), encoding="utf-8")
+    begin = time.monotonic()
+    printed = output(folder, train(processes, folder))
+    return (printed.strip().splitlines() or [""])[-1], time.monotonic() - begin
 
 
 def output(folder: Path, codes: Sequence[int], wanted: int = 0) -> str:
@@ -221,24 +217,14 @@ def fork(rank: int, size: int, port: int, folder: Path, work: Callable[[int, Pat
 
 def worker_environment(rank: int, size: int, port: int, folder: Path) -> dict[str, str]:
     """The environment that torchrun would give a worker; on a CPU each gets one thread, as if there were eight."""
-    return {
-        PARENT: str(os.getpid()),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(max(1, size)),
-        "LOCAL_WORLD_SIZE": str(max(1, size) if gpu_count() else 8),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TRILANE_RANK_LOGS": str(folder),
-    }
+    local = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(max(1, size))}
+    local["LOCAL_WORLD_SIZE"] = str(max(1, size) if gpu_count() else 8)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {PARENT: str(os.getpid()), **local, **meeting, "TRILANE_RANK_LOGS": str(folder)}
 
 
 def run_worker(size: int, folder: Path) -> int:
-    """Run the engine, or the reference.
-
-    That writes truth.json, [loss, gradient norm] of each iteration, and held-out.json, [iteration, loss] of each
-    evaluation.
-    """
+    """Run the engine; of size 0 the reference, which writes truth.json, [loss, gradient norm], and held-out.json."""
     if size:
         from trilane.engine.__main__ import main as engine
 
@@ -278,7 +264,7 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def here() -> Cluster:
+def this_machine() -> Cluster:
     """This machine for the plans of the table."""
     if not gpu_count():
         return machine(0, bf16=True)
@@ -295,37 +281,21 @@ def machine(cards: int, bf16: bool) -> Cluster:
     return replace(known, name="this machine", gpu=gpu, gpus_per_node=cards or 8, max_nodes=1)
 
 
-def verify(table: Sequence[Row]) -> Iterator[Result | str]:
-    """The result of each row in turn; a line of text instead where this machine cannot train it."""
-    load()
-    with tempfile.TemporaryDirectory(prefix="trilane-verify-") as folder:
-        runner = ParityRunner(here(), Path(folder))
-        for row in table:
-            try:
-                yield runner.result(row)
-            except ValueError as error:
-                yield f"{row.label}: left out, {error}"
-
-
 def main(argv: Sequence[str]) -> int:
     """0 where every row is within its bound, else 1. Progress is on stderr."""
     # Waiting threads that spin take the core from other processes; libgomp reads this when torch is imported.
     os.environ |= {"GOMP_SPINCOUNT": "1000", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    results, left_out = list[Result](), list[str]()
-    for found in verify(rows([name for name in argv if name != "--json"])):
-        text = found
-        if isinstance(found, Result):
-            results.append(found)
-            text = found.line()
-        else:
-            left_out.append(found)
-        print(text, file=sys.stderr, flush=True)
+    found, lines = list[Result | str](), list[str]()
+    for one in verify(rows([name for name in argv if name != "--json"])):
+        found.append(one)
+        lines.append(one.line() if isinstance(one, Result) else one)
+        print(lines[-1], file=sys.stderr, flush=True)
+    results, left_out = [r for r in found if isinstance(r, Result)], [r for r in found if isinstance(r, str)]
     held = sum(result.ok for result in results)
-    total = f"{held} of {len(results)} rows within their bound; {len(left_out)} left out"
+    lines.append(f"{held} of {len(results)} rows within their bound; {len(left_out)} left out")
     values = {"rows": [result.record() for result in results], "left_out": left_out}
-    table = "\n".join([*(result.line() for result in results), *left_out, total])
-    print(json.dumps(values, indent=2) if "--json" in argv else table)
+    print(json.dumps(values, indent=2) if "--json" in argv else "\n".join(lines))
     return int(not results or held < len(results))
 
 

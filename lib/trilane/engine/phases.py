@@ -7,6 +7,7 @@ before the end of the iteration. So on a GPU a phase counts the time of its kern
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -35,16 +36,13 @@ def current() -> str:
 def begin(name: str) -> None:
     """Enter a phase, inside the current one."""
     _stack.append(name)
-    _notify()
+    for listener in _listeners:
+        listener(name)
 
 
 def end() -> None:
     """Leave the innermost phase."""
     _stack.pop()
-    _notify()
-
-
-def _notify() -> None:
     for listener in _listeners:
         listener(current())
 
@@ -74,25 +72,9 @@ def subscribe(listener: Callable[[str], None]) -> Callable[[], None]:
     return lambda: _listeners.remove(listener)
 
 
-class MegatronTimers:
-    """megatron-core's hook `config.timers`: its timers become phases.
-
-    In a pipeline the schedule's time outside compute is waiting for a neighbour, so its own timer is p2p-wait;
-    without a pipeline it is no phase.
-    """
-
-    def __init__(self, pipeline: bool) -> None:
-        reductions = (REDUCE, "non-tensor-parallel-grads-all-reduce", "embedding-grads-all-reduce")
-        known = {FORWARD: FORWARD, BACKWARD: BACKWARD, **dict.fromkeys(reductions, REDUCE)}
-        known |= {"forward-backward": P2P} if pipeline else {}
-        self._timers = {name: _Timer(phase) for name, phase in known.items()}
-
-    def __call__(self, name: str, log_level: int | None = None) -> "_Timer":
-        """The timer of that name, with start() and stop()."""
-        return self._timers.get(name) or _Timer("")
-
-
 class _Timer:
+    """megatron-core's interface of a timer: a phase while it runs; none where `name` is ""."""
+
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -105,25 +87,38 @@ class _Timer:
             end()
 
 
+def megatron_timers(pipeline: bool) -> Callable[..., _Timer]:
+    """megatron-core's hook `config.timers`: the timer of each name.
+
+    In a pipeline the schedule's time outside compute is waiting for a neighbour, so its own timer is p2p-wait.
+    """
+    known = {FORWARD: FORWARD, BACKWARD: BACKWARD, "forward-backward": P2P if pipeline else ""}
+    known |= dict.fromkeys((REDUCE, "non-tensor-parallel-grads-all-reduce", "embedding-grads-all-reduce"), REDUCE)
+    return lambda name, log_level=None: _Timer(known.get(name, ""))
+
+
 class Timers:
     """Seconds by phase since the last over_ranks(); each without the time of phases inside it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stamp = device, _event if device.type == "cuda" else perf_counter
+        self._device = device
         self._marks: list[tuple[Any, str]] = []
-        self._seconds, self._iterations = dict.fromkeys(NAMES, 0.0), 0
+        self._seconds, self._iterations = Counter[str](), 0
         self._mark(current())
         self.stop = subscribe(self._mark)
 
     def _mark(self, name: str) -> None:
-        self._marks.append((self._stamp(), name))
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((event, name))
+        else:
+            self._marks.append((perf_counter(), name))
 
     def fold(self) -> None:
         """End an iteration: add up its marks and drop them. Synchronizes with a GPU."""
         self._mark(current())
-        for name, seconds in durations(self._marks).items():
-            if name in self._seconds:
-                self._seconds[name] += seconds
+        self._seconds.update(durations(self._marks))
         del self._marks[:-1]
         self._iterations += 1
 
@@ -134,7 +129,7 @@ class Timers:
 
     def own(self) -> dict[str, float]:
         """Phase -> seconds per iteration on this rank since the last over_ranks(); only phases that occurred."""
-        return {name: seconds / self._iterations for name, seconds in self._seconds.items() if seconds > 0}
+        return {name: self._seconds[name] / self._iterations for name in NAMES if self._seconds[name] > 0}
 
     def over_ranks(self) -> dict[str, tuple[float, float]]:
         """Phase -> seconds an iteration since the last call, (min, max) over ranks. Collective."""
@@ -142,7 +137,7 @@ class Timers:
         both = torch.cat([mine, -mine]).to(self._device)
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
         most, least = both.cpu().chunk(2)
-        self._seconds, self._iterations = dict.fromkeys(NAMES, 0.0), 0
+        self._seconds, self._iterations = Counter(), 0
         spread = zip(NAMES, (-least).tolist(), most.tolist(), strict=True)
         return {name: (low, high) for name, low, high in spread if high > 0}
 
@@ -159,18 +154,12 @@ def durations(marks: Sequence[tuple[Any, str]]) -> dict[str, float]:
     return found
 
 
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
 def timing_table(spread: Mapping[str, tuple[float, float]]) -> str:
     """The table that Megatron-LM prints with --timing-log-option minmax, in milliseconds."""
-    rows = [
+    rows = (
         f"    {(name + ' ').ljust(48, '.')}: ({1e3 * low:.2f}, {1e3 * high:.2f})"
         for name, (low, high) in spread.items()
-    ]
+    )
     return "\n".join(["(min, max) time across ranks (ms):", *rows])
 
 
@@ -181,21 +170,20 @@ class Profiler:
     """
 
     def __init__(self, plan: Plan, world: World, folder: Path, done: int) -> None:
-        window = plan.run.profile_window
-        passed = window is not None and done >= window.last
-        self.note = f"profile={plan.run.profile}: {done} iterations are done, nothing is profiled" if passed else ""
-        ranks = (window.ranks or (0, world.size - 1)) if window and not passed else ()
-        self._window, self._path = window if world.rank in ranks else None, folder / "profile" / str(world.rank)
-        self._device, self._open = world.device.type, contextlib.ExitStack()
+        window, self.note = plan.run.profile_window, ""
+        if window and done >= window.last:
+            self.note, window = f"profile={plan.run.profile}: {done} iterations are done, nothing is profiled", None
+        here = window and world.rank in (window.ranks or (0, world.size - 1))
+        self._window, self._path = window if here else None, folder / "profile" / str(world.rank)
+        self._order, self._ranges = f"self_{world.device.type}_time_total", contextlib.ExitStack()
         self._trace: Any = None
 
     def before(self, iteration: int) -> None:
         """Begin where the iteration is the first of the window, or a run resumes inside it."""
-        if self._trace or not self._window or not self._window.first <= iteration <= self._window.last:
-            return
-        self._trace = torch.profiler.profile(acc_events=True)
-        self._trace.__enter__()
-        self._end = subscribe(self._range)
+        if self._window and not self._trace and self._window.first <= iteration <= self._window.last:
+            self._trace = torch.profiler.profile(acc_events=True)
+            self._trace.start()
+            self._end = subscribe(self._range)
 
     def after(self, iteration: int) -> bool:
         """End where the iteration is the last of the window; whether a trace was written, which takes its time."""
@@ -203,15 +191,15 @@ class Profiler:
             return False
         self._end()
         self._range("")
-        self._trace.__exit__(None, None, None)
+        self._trace.stop()
         self._path.parent.mkdir(exist_ok=True)
         self._trace.export_chrome_trace(f"{self._path}.trace.json.gz")
-        table = self._trace.key_averages().table(sort_by=f"self_{self._device}_time_total", row_limit=40)
+        table = self._trace.key_averages().table(sort_by=self._order, row_limit=40)
         self._path.with_suffix(".txt").write_text(table, encoding="utf-8")
         self._trace = self._window = None
         return True
 
     def _range(self, name: str) -> None:
-        self._open.close()
+        self._ranges.close()
         if name:
-            self._open.enter_context(torch.profiler.record_function(name))
+            self._ranges.enter_context(torch.profiler.record_function(name))

@@ -100,10 +100,7 @@ def mlp(w: Weights, name: str, shape: ModelShape, x: torch.Tensor) -> torch.Tens
 
 
 def train(plan: Plan) -> tuple[list[tuple[float, float]], list[tuple[int, float]]]:
-    """(loss, gradient norm before clipping) of each iteration, and (iteration, validation loss) of each evaluation.
-
-    The whole global batch at once, on the CPU in fp32.
-    """
+    """(loss, gradient norm) of each iteration, and (iteration, validation loss): whole batches on the CPU, in fp32."""
     w, o = initial_weights(plan), plan.optimizer
     single = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
     prefixes = prepare_all(plan.data, plan.shape)

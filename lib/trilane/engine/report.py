@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from trilane.config.batch_rampup import Batch
@@ -30,9 +31,8 @@ Line = dict[str, Any]  # of steps.jsonl, one iteration
 def iteration(plan: Plan, batch: Batch, seconds: float, lr: float, step: Step) -> Line:
     """The line of the engine's step over `batch`, in the units of Megatron's line, times in seconds.
 
-    A loss that is not a number becomes NaN, which Python's JSON reader accepts. `tflops` is model FLOPs per GPU and
-    second by Narayanan's formula (ModelShape.flops_per_iteration), recomputation counted where it is full. Megatron-LM
-    of today counts causal attention half and recomputation never.
+    `tflops` is model FLOPs per GPU and second by Narayanan's formula (ModelShape.flops_per_iteration), recomputation
+    counted where it is full. Megatron-LM of today counts causal attention half and recomputation never.
     """
     t = plan.topology
     flops = plan.shape.flops_per_iteration(batch.gbs, recompute_full=t.recompute == "full")
@@ -43,7 +43,7 @@ def iteration(plan: Plan, batch: Batch, seconds: float, lr: float, step: Step) -
         "tflops": flops / seconds / t.gpus / 1e12,
         "learning_rate": lr,
         "global_batch_size": batch.gbs,
-        "lm_loss": step.loss,
+        "lm_loss": step.loss,  # NaN where it is not a number, which Python's JSON reader accepts
         "loss_scale": step.loss_scale,
         "grad_norm": step.grad_norm,
         "skipped": int(step.skipped),
@@ -126,10 +126,7 @@ def print_note(text: str) -> None:
 
 
 class TrainingLog:
-    """The terminal, steps.jsonl, validation.jsonl and, on request, TensorBoard, by the last rank, which has the loss.
-
-    A full disk does not end the training: what cannot be written is kept for later.
-    """
+    """The terminal, steps.jsonl, validation.jsonl and, on request, TensorBoard, by the last rank."""
 
     def __init__(self, plan: Plan, world: World, folder: Path) -> None:
         self._run, self._writes = plan.run, world.is_last
@@ -191,19 +188,13 @@ def validation_lines(iteration: int, loss: float) -> str:
 
 def memory_line(rank: int, iterations: int, device: torch.device) -> str:
     """Megatron's report_memory line, in MiB. On a CPU: resident memory for allocated and reserved, its peak for max."""
-    now, peak = resident_bytes(), peak_resident_bytes()
-    values = {"allocated": now, "max allocated": peak, "reserved": now, "max reserved": peak}
+    values = [psutil.Process().memory_info().rss, peak_resident_bytes()] * 2
     if device.type == "cuda":
-        names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-        values = {key: getattr(torch.cuda, name)() for key, name in zip(values, names, strict=True)}
-    parts = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in values.items())
+        values = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
+        values += [torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()]
+    names = ("allocated", "max allocated", "reserved", "max reserved")
+    parts = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in zip(names, values, strict=True))
     return f"[Rank {rank}] (after {iterations} iterations) memory (MB) | {parts}"
-
-
-def resident_bytes() -> int:
-    """Bytes of this process in memory now; where the system does not report it, the peak."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:

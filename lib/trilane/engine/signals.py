@@ -2,8 +2,7 @@
 
 SIGUSR1 asks for a checkpoint, SIGTERM for a checkpoint and the end. SLURM sends both to the tasks of a step, and where
 it does not track processes by cgroup to their children too; our torchrun forwards them as SAVE and STOP. torchrun
-itself also sends SIGTERM to clean up after a dead rank: from our torchrun SIGTERM means only that, and the process
-ends at once.
+itself sends SIGTERM to clean up after a dead rank: from our torchrun that ends the process at once.
 """
 
 import math
@@ -18,9 +17,8 @@ ALL = {SAVE, STOP, signal.SIGTERM}
 
 
 class Signals:
-    """Listens from its creation, which must precede other threads; signals that came before were blocked and wait.
-
-    A thread takes the signals, since the main one may be inside a collective, waiting for a dead peer.
+    """Listens from its creation, which must precede other threads, in a thread: the main one may be inside a
+    collective.
     """
 
     def __init__(self) -> None:
@@ -34,7 +32,7 @@ class Signals:
     def _listen(self) -> None:
         launched, parent = FORWARDED in os.environ, os.getppid()
         while True:
-            number, sender = wait_for(ALL)
+            number, sender = _next_signal()
             if number == SAVE:
                 self.save_s = time.monotonic()
             elif launched and number == signal.SIGTERM and sender == parent:
@@ -47,9 +45,9 @@ class Signals:
                     threading.Timer(25.0, os._exit, [128 + signal.SIGTERM]).start()
 
 
-def wait_for(numbers: set[signal.Signals]) -> tuple[int, int]:
-    """The next of these (blocked) signals and its sender's process id, 0 where the system (macOS) hides it."""
+def _next_signal() -> tuple[int, int]:
+    """The next of the blocked signals and its sender's process id, 0 where the system (macOS) hides it."""
     if hasattr(signal, "sigwaitinfo"):
-        found = signal.sigwaitinfo(numbers)
+        found = signal.sigwaitinfo(ALL)
         return found.si_signo, found.si_pid
-    return signal.sigwait(numbers), 0
+    return signal.sigwait(ALL), 0

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ def _launch(argv: list[str]) -> int:
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
     from torch.distributed.run import parse_args, run
 
-    came = _remember_nodes()
     args = parse_args(argv[1:])
     if args.rdzv_backend == "c10d":
         args.rdzv_conf = settings(args.rdzv_conf)
@@ -60,9 +59,9 @@ def _launch(argv: list[str]) -> int:
     except SignalException as error:
         return 128 + error.sigval
     except (RendezvousConnectionError, RendezvousTimeoutError) as error:
-        nodes, why = int(args.nnodes.rpartition(":")[2]), f"the first node does not answer at {args.rdzv_endpoint}"
-        if came:
-            why = absent_nodes(came, nodes) if len(came) < nodes else f"{error}"
+        why = f"the first node does not answer at {args.rdzv_endpoint}"
+        if isinstance(error, RendezvousTimeoutError):
+            why = f"fewer than {args.nnodes.rpartition(':')[2]} nodes came"
         print(f"trilane: rendezvous={args.rdzv_id}: {why} ({args.rdzv_conf})", file=sys.stderr, flush=True)
         return 1
     return 0
@@ -81,44 +80,6 @@ def settings(given: str, env: Mapping[str, str] = os.environ) -> str:
     if (hosts := env.get("TRAIN_HOSTS", "").split()) and "SLURMD_NODENAME" in env:
         ours["is_host"] = int(env["SLURMD_NODENAME"] == hosts[0])
     return ",".join([*filter(None, [given]), *(f"{k}={v}" for k, v in ours.items() if k not in named)])
-
-
-def absent_nodes(came: Collection[str], nodes: int, env: Mapping[str, str] = os.environ) -> str:
-    """How many of the nodes came, and the names of the others; the names of those that came where SLURM's differ."""
-    hosts, here = env.get("TRAIN_HOSTS", "").split(), {name.partition(".")[0] for name in came}
-    missing = [host for host in hosts if host.partition(".")[0] not in here]
-    text = f"{len(came)} of {nodes} nodes came"
-    return f"{text}, not {some(missing)}" if len(missing) == nodes - len(came) else f"{text} ({some(sorted(came))})"
-
-
-def some(names: Sequence[str], most: int = 16) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
-def _remember_nodes() -> set[str]:
-    """The nodes that this one will have seen in the rendezvous, which those that give up leave."""
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Handler
-
-    came: set[str] = set()
-    join = Handler.next_rendezvous
-
-    def remembered(handler: Any) -> Any:
-        with contextlib.suppress(AttributeError):  # torch's own names
-            holder = handler._state_holder
-            sync = holder.sync
-
-            def seen() -> Any:
-                changed = sync()
-                came.update(node.addr for node in (*holder.state.participants, *holder.state.wait_list))
-                return changed
-
-            holder.sync = seen
-        return join(handler)
-
-    Handler.next_rendezvous = remembered  # type: ignore[method-assign,assignment]
-    return came
 
 
 def _listen_on_loopback() -> None:

@@ -1,9 +1,8 @@
 """World: this process's rank and device, from torchrun's or SLURM's environment, and small collectives."""
 
 import os
-import platform
 import time
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,12 +12,10 @@ import torch
 import torch.distributed as dist
 
 from trilane.config.plan import Plan
-from trilane.engine.torchrun import WAIT_S, some
+from trilane.engine.torchrun import WAIT_S
 from trilane.utils.process import held_port
 from trilane.utils.validation import HostError, require
 
-# Of a collective: longer than the slowest work of one rank while the others wait, preparing a corpus on a shared disk.
-TIMEOUT = timedelta(minutes=30)
 T = TypeVar("T")
 
 
@@ -50,8 +47,7 @@ class World:
 def from_slurm(env: MutableMapping[str, str]) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_*, MASTER_ADDR and MASTER_PORT in `env` from SLURM_*, unless torchrun did.
 
-    Assumes one task per GPU, and as many on each node. The master is the first host of the list; its port follows from
-    the job id, so that two jobs on one node do not collide.
+    Assumes one task per GPU, and as many on each node. The master is the first host of the list.
     """
     if "RANK" in env or "SLURM_PROCID" not in env:
         return
@@ -60,6 +56,7 @@ def from_slurm(env: MutableMapping[str, str]) -> None:
     each = env.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0].partition(",")[0]
     env.setdefault("LOCAL_WORLD_SIZE", each or env.get("SLURM_NTASKS_PER_NODE", env["SLURM_NTASKS"]))
     env.setdefault("MASTER_ADDR", first_host(env["SLURM_NODELIST"]))
+    # by the job, so that two jobs on one node do not collide
     env.setdefault("MASTER_PORT", str(10000 + int(env["SLURM_JOB_ID"]) % 20000))
 
 
@@ -81,10 +78,7 @@ def single_process(env: MutableMapping[str, str]) -> None:
 
 
 def join(plan: Plan) -> World:
-    """Start the plan's process group (NCCL with a GPU, gloo without); this process's World.
-
-    Raises ValueError where the world is not tp x pp x dp processes, or the GPU lacks the plan's precision.
-    """
+    """Start the plan's process group; this process's World. ValueError where it has not tp x pp x dp processes."""
     size, t = int(os.environ["WORLD_SIZE"]), plan.topology
     require(size == t.gpus, "world size", size, f"must be tp x pp x dp = {t.tp} x {t.pp} x {t.dp} = {t.gpus}")
     world = start_process_group(t.precision)
@@ -100,45 +94,46 @@ def start_process_group(precision: str) -> World:
     rank, local_rank = int(env["RANK"]), int(env.get("LOCAL_RANK", "0"))
     device = own_device(precision)
     torch.set_num_threads(threads(local_size))
-    store = _meet(rank, size, local_size, device)
+    # Longer than the slowest work of one rank while the others wait, preparing a corpus on a shared disk.
+    timeout = timedelta(minutes=30)
+    store = _meet(rank, size, device)
+    store.set_timeout(timeout)
     # Without `device_id`, which would make NCCL's communicators at once: torch 2.13 then splits every new_group() off
     # the first (distributed_c10d._new_process_group_helper), also on the ranks that are not in it, one after another:
     # some 1,400 splits of 384 ranks for tp 4 x pp 12 x dp 8. So each group gets its communicator in its first
     # collective, and a group that is never used gets none.
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device)
 
 
-def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.Store:
-    """The store of all ranks, once all have come to it; HostError with those that have not within WAIT_S, and where
-    some ranks have a GPU and some have none: NCCL and gloo would wait for each other.
+def _meet(rank: int, size: int, device: torch.device) -> dist.Store:
+    """The store of all ranks: that of torchrun's agents where there are some, else rank 0's.
 
-    It is that of torchrun's agents where there are some, else rank 0's. dist.rendezvous() ends without these names.
+    HostError with the ranks that have not come within WAIT_S, and where some have a GPU and some have none: NCCL and
+    gloo would wait for each other.
     """
-    env, wait = os.environ, timedelta(seconds=WAIT_S)
-    has_agents = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address, port, is_host = env["MASTER_ADDR"], int(env["MASTER_PORT"]), rank == 0 and not has_agents
-    why = "rank 0 does not answer"
+    has_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_host, wait, why = rank == 0 and not has_agents, timedelta(seconds=WAIT_S), "rank 0 does not answer"
     try:
         store = dist.TCPStore(address, port, size, is_host, wait, wait_for_workers=False, multi_tenant=not has_agents)
-        store.set(f"trilane/rank {rank}", platform.node())
+        store.set(f"trilane/rank {rank}", "here")
         store.add("trilane/gpus", int(device.type == "cuda"))
         if store.add("trilane/came", 1) == size:
             store.set("trilane/all came", "here")
         try:
             store.wait(["trilane/all came"], wait)
         except dist.DistStoreError:  # the time is up
-            why = absent_ranks([r for r in range(size) if store.check([f"trilane/rank {r}"])], size, local_size)
+            absent = [str(r) for r in range(size) if not store.check([f"trilane/rank {r}"])]
+            why = f"{size - len(absent)} of {size} ranks came, not rank {', '.join(absent[:16])}"
             time.sleep(2.0 * is_host)  # others still read from this store
             raise
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise
         raise HostError(f"rendezvous={address}:{port}: {why} within {WAIT_S} s") from None
-    store.set_timeout(TIMEOUT)
-    gpus = store.add("trilane/gpus", 0)
-    if gpus not in (0, size):
+    if (gpus := store.add("trilane/gpus", 0)) not in (0, size):
         time.sleep(1.0)  # rank 0 may host the store that others still read
         if device.type == "cpu":
             raise HostError(f"no GPU here, while {gpus} of {size} ranks have one")
@@ -146,19 +141,8 @@ def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.S
     return store
 
 
-def absent_ranks(came: Collection[int], size: int, local_size: int, env: Mapping[str, str] = os.environ) -> str:
-    """How many of the ranks came, and which did not, with the names of their nodes where they are known."""
-    hosts, missing = env.get("TRAIN_HOSTS", "").split(), sorted(set(range(size)) - set(came))
-    nodes = list(dict.fromkeys(hosts[r // local_size] for r in missing if r // local_size < len(hosts)))
-    where = f" (on {some(nodes)})" if nodes else ""
-    return f"{size - len(missing)} of {size} ranks came, not rank {some([str(r) for r in missing])}{where}"
-
-
 def own_device(precision: str) -> torch.device:
-    """This process's GPU, made the current device, or the CPU without one; HostError where the GPU cannot be used.
-
-    That of its number on this host; the only one where it sees one, as under `srun --gpus-per-task=1`.
-    """
+    """This process's GPU, made the current device, or the CPU without one; HostError where the GPU cannot be used."""
     if not torch.cuda.is_available():
         _require_no_gpu(os.environ.get("CUDA_VISIBLE_DEVICES"))
         return torch.device("cpu")
@@ -177,11 +161,8 @@ def own_device(precision: str) -> torch.device:
 
 
 def _require_no_gpu(visible: str | None, driver: Path = Path("/dev/nvidia0")) -> None:
-    """HostError where the host has a GPU that torch cannot use: a rank on its CPU would keep all others waiting.
-
-    Only the driver's device file is evidence: SLURM also sets its variables for simulated GPUs. CUDA_VISIBLE_DEVICES ""
-    or "-1" selects the CPU; SLURM sets "NoDevFiles" for a job without GPUs.
-    """
+    """HostError where the host has a GPU that torch cannot use: a rank on its CPU would keep all others waiting."""
+    # Only the driver's file is evidence: SLURM also sets its variables for simulated GPUs, "NoDevFiles" without any.
     if visible in ("", "-1", "NoDevFiles") or not driver.exists():
         return
     why = "CUDA does not start (see nvidia-smi)" if torch.version.cuda else "install its CUDA build"
@@ -194,14 +175,11 @@ def core_numbers() -> set[int]:
 
 
 def threads(local_size: int) -> int:
-    """Threads of one process: OMP_NUM_THREADS, else its share of the cores that `local_size` processes see.
-
-    torchrun sets OMP_NUM_THREADS to 1 where the user did not; that value is ignored. Where srun binds each task to its
-    own cores, together they see no more than SLURM_CPUS_ON_NODE, and each process uses all that it sees.
-    """
+    """Threads of one process: OMP_NUM_THREADS, else its share of the cores that `local_size` processes see."""
     requested, by_torchrun = os.environ.get("OMP_NUM_THREADS", ""), "TORCHELASTIC_RUN_ID" in os.environ
-    if requested.isdecimal() and int(requested) > by_torchrun:
+    if requested.isdecimal() and int(requested) > by_torchrun:  # torchrun sets 1 where the user set nothing
         return int(requested)
+    # Where srun binds each task to its own cores, each process uses all that it sees.
     of_node = 0 if by_torchrun else int(os.environ.get("SLURM_CPUS_ON_NODE", "0"))
     cores = len(core_numbers())
     return cores if cores * local_size <= of_node else max(1, cores // local_size)

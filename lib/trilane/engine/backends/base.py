@@ -3,13 +3,12 @@
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from trilane.config.engines import ENGINES
 from trilane.config.plan import Plan
 from trilane.engine.model import fused
 from trilane.engine.model.parameters import Piece, paired, split_dim
@@ -18,6 +17,7 @@ from trilane.engine.world import World
 from trilane.workspace.fingerprints import must_decay
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+Named = Sequence[tuple[str, torch.nn.Parameter]]  # parameters by their names in the whole model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,60 +38,40 @@ class Step:
     skipped: bool
 
 
-class States:
+class States(Protocol):
     """Weights and optimizer of one rank, piece by piece in fp32, whatever the engine's own representation.
 
     A piece is the same on all replicas. Of its values, flattened, a rank reads those of `shard(number)`: where the
     states are `divided` (ZeRO, a distributed optimizer) the part that it updates itself, which no other replica has;
     else all of them. All replicas must read the same pieces in the same order, since an engine may have to gather them.
+
+        finish_step   complete what the last step deferred; collective, before any read
+        shard         (first, last + 1) of the values that read() returns; (0, 0) for none
+        read          these values of a piece of `kind` (checkpoints.KINDS), flat, fp32; the next step may change them
+        write         set a piece: the whole `weight`, also in the engine's precision, and `moments` as read() has them
+        copy          the weight that the model computes with; None where it is the optimizer's own, or not here whole
+        decays        current weight decay of each piece's optimizer group; None where this rank updates none of it
+        scalars       Adam's step; in fp16 also loss_scale, good_steps since it last changed, and hysteresis
+        set_scalars   after the pieces; the loss scale starts afresh where the checkpoint's precision had none
     """
 
     pieces: list[Piece]
     divided: bool
 
-    def finish_step(self) -> None:
-        """Complete what the last step deferred; collective, before any read."""
-
-    def shard(self, number: int) -> tuple[int, int]:
-        """(first, last + 1) of the values that read() returns; (0, 0) for none."""
-        raise NotImplementedError
-
-    def read(self, number: int, kind: str) -> torch.Tensor:
-        """These values of piece `number` of `kind` (checkpoints.KINDS), flat, fp32; the next step may change them."""
-        raise NotImplementedError
-
-    def write(self, number: int, weight: torch.Tensor, moments: dict[str, torch.Tensor]) -> None:
-        """Set piece `number`: the whole `weight`, also in the engine's precision, and `moments` as read() has them."""
-        raise NotImplementedError
-
-    def copy(self, number: int) -> torch.Tensor | None:
-        """The weight that the model computes with, in the piece's shape; None where this rank does not hold it whole,
-        or where it is the optimizer's own."""
-        raise NotImplementedError
-
-    def decays(self) -> list[float | None]:
-        """The current weight decay of each piece's optimizer group; None where this rank updates none of the piece."""
-        raise NotImplementedError
-
-    def scalars(self) -> dict[str, float]:
-        """Adam's step; in fp16 also loss_scale, good_steps since it last changed, and hysteresis."""
-        raise NotImplementedError
-
-    def set_scalars(self, values: dict[str, float]) -> None:
-        """Set them, after the pieces; the loss scale starts afresh where the checkpoint's precision had none."""
-        raise NotImplementedError
+    def finish_step(self) -> None: ...
+    def shard(self, number: int) -> tuple[int, int]: ...
+    def read(self, number: int, kind: str) -> torch.Tensor: ...
+    def write(self, number: int, weight: torch.Tensor, moments: dict[str, torch.Tensor]) -> None: ...
+    def copy(self, number: int) -> torch.Tensor | None: ...
+    def decays(self) -> list[float | None]: ...
+    def scalars(self) -> dict[str, float]: ...
+    def set_scalars(self, values: dict[str, float]) -> None: ...
 
 
-def pieces(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[Piece]:
-    """This rank's pieces of parameters by their names in the whole model, in the order given.
-
-    Parameters that tensor parallelism does not split are written by its ranks in turn, a tied embedding by the first
-    stage. megatron-core marks the first matrix of a gated MLP, two matrices in one, by a `partition_stride` of 2.
-    """
-    rank, tp = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+def pieces(named: Named) -> list[Piece]:
+    """This rank's pieces of parameters. What tensor parallelism does not split is written by its ranks in turn."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    tp = parallel_state.get_tensor_model_parallel_world_size()
     first_stage, found = parallel_state.is_pipeline_first_stage(ignore_virtual=True), []
     for number, (name, parameter) in enumerate(named):
         gated = getattr(parameter, "partition_stride", 1) == 2
@@ -117,6 +97,7 @@ class Engine:
     modules: Sequence[torch.nn.Module]
     settings: dict[str, Any]
     states: States
+    _optimizer: Any
 
     def __init__(self, plan: Plan, world: World) -> None:
         t = plan.topology
@@ -131,11 +112,7 @@ class Engine:
         shape = (t.mbs, plan.shape.seq_length)
         self._positions = torch.arange(shape[1], device=world.device).expand(shape)  # (mbs, seq_length)
         self._build()
-        self.audit = audited(self.states, plan.optimizer.weight_decay)
-
-    def _build(self) -> None:
-        """Set `modules`, `states`, and `settings` if there are any."""
-        raise NotImplementedError
+        audited(self.states, plan.optimizer.weight_decay)
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -144,13 +121,31 @@ class Engine:
 
     def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
         """Forward, backward and optimizer step over this replica's share of one global batch."""
-        raise NotImplementedError
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        return self._step(microbatches)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> float:
         """Mean loss in nats of one global batch, of which this is the replica's share; 0 on ranks without it.
 
         Forward alone and without dropout: weights, optimizer and generators stay as they are.
         """
+        for module in self.modules:
+            module.eval()
+        with torch.no_grad():
+            loss = self._evaluate(microbatches)
+        for module in self.modules:
+            module.train()
+        return loss
+
+    def _build(self) -> None:
+        """Set `modules`, `states`, `_optimizer`, and `settings` if there are any."""
+        raise NotImplementedError
+
+    def _step(self, microbatches: Sequence[Microbatch]) -> Step:
+        raise NotImplementedError
+
+    def _evaluate(self, microbatches: Sequence[Microbatch]) -> float:
         raise NotImplementedError
 
     def _mean(self, losses: Sequence[torch.Tensor]) -> float:
@@ -165,29 +160,18 @@ class Engine:
 
 def build(plan: Plan, world: World) -> Engine:
     """The plan's engine with its model in the initial state; its module in this package calls the class `build`."""
-    assert plan.engine in ENGINES
     return importlib.import_module(f"trilane.engine.backends.{plan.engine.replace('-', '_')}").build(plan, world)
 
 
-def audited(states: States, decay: float) -> dict[str, str]:
-    """Parameter -> "decay" or "no decay", read from the groups of the optimizer that the library built.
-
-    AssertionError where one is in the wrong group, or in none. With a distributed optimizer a rank knows of the
-    parameters alone of which it updates a part.
-    """
-    groups = {}
+def audited(states: States, decay: float) -> None:
+    """AssertionError where the optimizer that a library built has a parameter in the wrong group, or in none."""
     for piece, found in zip(states.pieces, states.decays(), strict=True):
         right = decay if must_decay(piece.name) else 0.0
         assert found == right or (found is None and states.divided), f"{piece.name} has weight decay {found}"
-        groups[piece.name] = "decay" if must_decay(piece.name) else "no decay"
-    return groups
 
 
 def init_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Give each of the optimizer's parameters without moments those of step 0: zeros, as the first step would.
-
-    Each gets its own `step`: a shared one would count once for each parameter.
-    """
+    """Give each of the optimizer's parameters without moments those of step 0: zeros, as the first step would."""
     for parameter in parameters:
         state = optimizer.state[parameter]
         if "exp_avg" not in state:

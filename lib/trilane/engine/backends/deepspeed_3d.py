@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import deepspeed
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -23,10 +22,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.costmodel.memory import stage_layers
-from trilane.engine.backends.base import Microbatch
-from trilane.engine.backends.deepspeed_zero import DeepSpeed, Named, groups, sum_shared_gradients
+from trilane.engine.backends.base import Microbatch, Named
+from trilane.engine.backends.deepspeed_zero import DeepSpeed
 from trilane.engine.model.fused import apply, token_losses
-from trilane.engine.model.gpt import Norm, NormedDropout, fill_parameters, layer_spec, transformer_config
+from trilane.engine.model.gpt import Norm, NormedDropout, layer_spec, transformer_config
 from trilane.engine.model.rng import sequence_stream
 from trilane.engine.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, P2P, REDUCE, during
 
@@ -35,28 +34,27 @@ class DeepSpeed3D(DeepSpeed):
     """TP, PP and DP of one plan; every rank gets the loss."""
 
     def _initialize(self, ds_config: dict[str, Any]) -> Named:
-        plan = self._plan
         stage = self._stage()
-        named = list(canonical_parameters(stage))
-        fill_parameters(named, plan)
-        sum_shared_gradients(parameter for _, parameter in named)
-        grouped = groups(named, plan.optimizer.weight_decay)
-        self._engine, *_ = deepspeed.initialize(model=stage, config=ds_config, model_parameters=grouped)
+        named = self._wrap(stage, list(canonical_parameters(stage)), ds_config)
         # All other instructions send and receive.
         phases = {"LoadMicroBatch": DATA, "ForwardPass": FORWARD, "BackwardPass": BACKWARD, "OptimizerStep": OPTIMIZER}
         phases |= {"ReduceGrads": REDUCE, "ReduceTiedGrads": REDUCE}
         instructions = self._engine._INSTRUCTION_MAP.items()
         self._engine._INSTRUCTION_MAP = {kind: during(phases.get(kind.__name__, P2P), f) for kind, f in instructions}
-        self.modules = [stage]
-        _check_grid(self._engine, plan)
+        # Both libraries must give this rank the same coordinates, and the stage the planned layers.
+        grid, planned = self._engine.grid, stage_layers(self._plan.shape, self._plan.topology)
+        assert grid.get_data_parallel_rank() == parallel_state.get_data_parallel_rank()
+        assert grid.get_slice_parallel_rank() == parallel_state.get_tensor_model_parallel_rank()
+        assert grid.get_stage_id() == parallel_state.get_pipeline_model_parallel_rank()
+        held = sum(isinstance(layer, TransformerLayer) for layer in stage.forward_funcs)
+        assert held == planned[grid.get_stage_id()], stage.parts
         return named
 
     def _train(self, microbatches: Sequence[Microbatch]) -> float:
-        return self._engine.train_batch(iter([(batch.tokens, batch.labels) for batch in microbatches])).item()
+        return self._engine.train_batch(iter([(m.tokens, m.labels) for m in microbatches])).item()
 
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> float:
-        """Mean loss of one batch by DeepSpeed's inference schedule."""
-        feed = iter([(batch.tokens, batch.labels) for batch in microbatches])
+    def _evaluate(self, microbatches: Sequence[Microbatch]) -> float:
+        feed = iter([(m.tokens, m.labels) for m in microbatches])
         return self._engine.eval_batch(feed, num_micro_batches=len(microbatches)).item()
 
     def _stage(self) -> PipelineModule:
@@ -85,16 +83,6 @@ def _recomputed(function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
     return tensor_parallel.checkpoint(function, False, *inputs)
 
 
-def _check_grid(engine: Any, plan: Plan) -> None:
-    """Assert that both libraries give this rank the same coordinates, and the stage the planned layers."""
-    grid, module = engine.grid, engine.module
-    assert grid.get_data_parallel_rank() == parallel_state.get_data_parallel_rank()
-    assert grid.get_slice_parallel_rank() == parallel_state.get_tensor_model_parallel_rank()
-    assert grid.get_stage_id() == parallel_state.get_pipeline_model_parallel_rank()
-    held = sum(isinstance(layer, TransformerLayer) for layer in module.forward_funcs)
-    assert held == stage_layers(plan.shape, plan.topology)[grid.get_stage_id()], module.parts
-
-
 class WordEmbedding(tensor_parallel.VocabParallelEmbedding):
     """Token ids (B, S) -> (S, B, C)."""
 
@@ -108,14 +96,23 @@ class WordEmbedding(tensor_parallel.VocabParallelEmbedding):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return super().forward(tokens).transpose(0, 1).contiguous()
 
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """(S, B, C) -> (S, B, V): the matrix as the head."""
+        return linear_with_grad_accumulation_and_async_allreduce(
+            input=x,
+            weight=self.weight,
+            bias=None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=self.ranks > 1 and not self.parallel,
+            sequence_parallel=self.parallel,
+        )
+
 
 class HeadEmbedding(WordEmbedding):
-    """The output head as its own matrix, for embeddings that are not tied: (S, B, C) -> logits (S, B, V)."""
+    """The output head as its own matrix, for embeddings that are not tied."""
 
     prefix = "output_layer."
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return logits(self, x)
+    forward = WordEmbedding.logits  # type: ignore[assignment]
 
 
 class Positions(torch.nn.Module):
@@ -173,18 +170,6 @@ class FinalNorm(Norm):
     prefix = "decoder.final_layernorm."
 
 
-def logits(embedding: WordEmbedding, x: torch.Tensor) -> torch.Tensor:
-    """(S, B, C) -> (S, B, V): the embedding's matrix as the head."""
-    return linear_with_grad_accumulation_and_async_allreduce(
-        input=x,
-        weight=embedding.weight,
-        bias=None,
-        gradient_accumulation_fusion=False,
-        allreduce_dgrad=embedding.ranks > 1 and not embedding.parallel,
-        sequence_parallel=embedding.parallel,
-    )
-
-
 def mean_loss(scores: torch.Tensor, labels: torch.Tensor, fused: bool, z_loss: float) -> torch.Tensor:
     """Mean cross-entropy in nats; scores (S, B, V), labels (B, S)."""
     return token_losses(scores, labels.transpose(0, 1).contiguous(), fused, z_loss).mean()
@@ -195,7 +180,7 @@ def layers(plan: Plan, settings: TransformerConfig) -> list[LayerSpec]:
     first, last = LayerSpec(WordEmbedding, plan, settings), LayerSpec(HeadEmbedding, plan, settings)
     if plan.shape.tied_embeddings:
         first = TiedLayerSpec("embedding", WordEmbedding, plan, settings)
-        last = TiedLayerSpec("embedding", WordEmbedding, plan, settings, forward_fn=logits)
+        last = TiedLayerSpec("embedding", WordEmbedding, plan, settings, forward_fn=WordEmbedding.logits)
     middle = [LayerSpec(TransformerLayer, plan.shape, settings, number) for number in range(plan.shape.num_layers)]
     norm = [LayerSpec(FirstNorm, settings)] * plan.shape.embedding_layernorm
     final = LayerSpec(FinalNorm, settings, plan.shape.hidden_size)

@@ -9,7 +9,7 @@ import functools
 import io
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
@@ -21,18 +21,16 @@ from deepspeed.utils import logger, safe_get_full_fp32_param, safe_get_full_opti
 from megatron.core import parallel_state
 
 from trilane.config.plan import Plan
-from trilane.engine.backends.base import Engine, Microbatch, States, Step, init_moments, pieces, set_step, step_of
+from trilane.engine.backends.base import Engine, Microbatch, Named, Step, init_moments, pieces, set_step, step_of
 from trilane.engine.model.fused import apply
 from trilane.engine.model.gpt import canonical_parameters, empty_chunk, fill_parameters, transformer_config
 from trilane.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, during
 from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.workspace.fingerprints import must_decay
 
-Named = Sequence[tuple[str, torch.nn.Parameter]]
-
 
 class DeepSpeed(Engine):
-    """An engine of DeepSpeed: `_initialize` makes the model and wraps it."""
+    """An engine of DeepSpeed: `_initialize` makes the model, wraps it as `_engine`, and returns its parameters."""
 
     _engine: Any
 
@@ -40,26 +38,30 @@ class DeepSpeed(Engine):
         start()
         ds_config = settings(self._plan)
         self.settings["ds_config.json"] = ds_config
-        with quiet():
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed's errors are exceptions
             named = self._initialize(ds_config)
-        self.states = self._states_of(named)
+        self._optimizer = self._engine.optimizer
+        self.states = DeepSpeedStates(named, self._optimizer, self._plan.topology.zero)
         self._clipping = WholeClipping(self._engine, self._plan) if self._plan.topology.zero == 0 else None
 
     def _initialize(self, ds_config: dict[str, Any]) -> Named:
-        """Set `modules` and `_engine`; the parameters by whole-model names."""
         raise NotImplementedError
 
-    def _states_of(self, named: Named) -> States:
-        return DeepSpeedStates(named, self._engine.optimizer, self._plan.topology.zero)
+    def _wrap(self, model: torch.nn.Module, named: Named, ds_config: dict[str, Any], **options: Any) -> Named:
+        """Give the model its initial state and DeepSpeed's engine."""
+        fill_parameters(named, self._plan)
+        sum_shared_gradients(named)
+        grouped = groups(named, self._plan.optimizer.weight_decay)
+        self._engine, *_ = deepspeed.initialize(model=model, config=ds_config, model_parameters=grouped, **options)
+        self.modules = [model]
+        return named
 
-    def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
+    def _step(self, microbatches: Sequence[Microbatch]) -> Step:
         """One iteration: DeepSpeed sums the gradients of the microbatches and updates after the last of them."""
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
         count = len(microbatches)
         if count != self._engine.gradient_accumulation_steps():  # it grows with the batch
             self._engine.set_train_batch_size(count * self._plan.topology.mbs * self._engine.dp_world_size)
-        scale = float(self._engine.optimizer.loss_scale) if self._plan.topology.precision == "fp16" else 1.0
+        scale = float(self._optimizer.loss_scale) if self._plan.topology.precision == "fp16" else 1.0
         loss = self._train(microbatches)
         norm = self._clipping.norm if self._clipping else self._engine.get_global_grad_norm()
         skipped = not self._engine.was_step_applied()
@@ -67,17 +69,6 @@ class DeepSpeed(Engine):
 
     def _train(self, microbatches: Sequence[Microbatch]) -> float:
         """Train one batch; its mean loss."""
-        raise NotImplementedError
-
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> float:
-        """Mean loss of one batch, forward alone."""
-        self._engine.eval()
-        with torch.no_grad():
-            losses = [self._loss(batch) for batch in microbatches]
-        self._engine.train()
-        return self._mean(losses)
-
-    def _loss(self, batch: Microbatch) -> torch.Tensor:
         raise NotImplementedError
 
     def _mark_phases(self) -> None:
@@ -91,19 +82,15 @@ class DeepSpeedZero(DeepSpeed):
     """TP and ZeRO of one plan."""
 
     def _initialize(self, ds_config: dict[str, Any]) -> Named:
-        plan, megatron = self._plan, apply(self._kernels, transformer_config(self._plan))
+        plan = self._plan
         with contextlib.ExitStack() as stack:
             if plan.topology.zero == 3:  # no rank ever holds more than its share
                 replicas = parallel_state.get_data_parallel_group()
                 sharding = {"config_dict_or_path": ds_config, "data_parallel_group": replicas, "mpu": Mpu()}
                 stack.enter_context(deepspeed.zero.Init(**sharding))
-            model = empty_chunk(plan, megatron, None)
-        self.modules = [model]
+            model = empty_chunk(plan, apply(self._kernels, transformer_config(plan)), None)
         named = list(canonical_parameters(model, plan.shape.tied_embeddings))
-        fill_parameters(named, plan)
-        sum_shared_gradients(parameter for _, parameter in named)
-        grouped = groups(named, plan.optimizer.weight_decay)
-        self._engine, *_ = deepspeed.initialize(model=model, config=ds_config, model_parameters=grouped, mpu=Mpu())
+        self._wrap(model, named, ds_config, mpu=Mpu())
         self._mark_phases()
         return named
 
@@ -117,6 +104,9 @@ class DeepSpeedZero(DeepSpeed):
             losses.append(loss.detach())
             self._engine.step()
         return self._mean(losses)
+
+    def _evaluate(self, microbatches: Sequence[Microbatch]) -> float:
+        return self._mean([self._loss(batch) for batch in microbatches])
 
     def _loss(self, batch: Microbatch) -> torch.Tensor:
         return self._engine(batch.tokens, self._positions, None, labels=batch.labels).float().mean()
@@ -142,15 +132,16 @@ def start() -> None:
     # Over gloo its pipeline passes activations on by broadcasts into tensors that require gradients; torch never
     # differentiates these broadcasts, and the gradients that DeepSpeed sends back are right.
     warnings.filterwarnings("ignore", message="c10d::broadcast_: an autograd kernel was not registered")
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        # its engines take LOCAL_RANK for the number of the card, which is 0 where a task sees one card alone
+        os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
+    else:
         # A shared-memory all-reduce, which takes 20 s to build and fails without a C++ compiler.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # DeepSpeed reports False, though torch's CPU kernels support it: ten times slower than fp32, enough for a test.
         get_accelerator().is_fp16_supported = lambda: True
         # It starts a process to count NUMA nodes; ZeRO 3 asks for each gradient.
         get_accelerator().device_count = functools.cache(get_accelerator().device_count)
-    else:  # its engines take LOCAL_RANK for the number of the card, which is 0 where a task sees one card alone
-        os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
 
 
@@ -158,39 +149,24 @@ def settings(plan: Plan) -> dict[str, Any]:
     """DeepSpeed's JSON for the plan on these hosts, with its Adam only where every rank can build it. Collective."""
     if not torch.cuda.is_available():
         return deepspeed_config(plan, compiler=False)  # a test of seconds does not justify minutes of compiling
+    # Only building it (a minute or two, once, kept in TORCH_EXTENSIONS_DIR) reveals a CUDA_HOME without nvcc, or a
+    # compiler that is too old or missing. With offload it needs a C++ compiler and ninja; without, also nvcc.
+    builder, problem = "FusedAdamBuilder" if plan.topology.offload == "none" else "CPUAdamBuilder", ""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            get_accelerator().create_op_builder(builder).load()
+    except Exception as error:
+        problem = f"{builder}: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]:.100}"
     every: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(every, _adam_build_error(plan))
-    lacking = {rank: problem for rank, problem in enumerate(every) if problem}
+    dist.all_gather_object(every, problem)
+    lacking = [f"rank {rank}: {problem}" for rank, problem in enumerate(every) if problem]
     if lacking and dist.get_rank() == 0:
-        rank, problem = next(iter(lacking.items()))
-        print(f"trilane: using torch's AdamW: {len(lacking)} ranks cannot build DeepSpeed's, first {rank}: {problem}")
+        print(f"trilane: using torch's AdamW: {len(lacking)} ranks cannot build DeepSpeed's, first {lacking[0]}")
     return deepspeed_config(plan, compiler=not lacking)
 
 
-def _adam_build_error(plan: Plan) -> str:
-    """Why DeepSpeed's Adam for the plan cannot be built here, "" where it can.
-
-    Only building it (a minute or two, once, kept in TORCH_EXTENSIONS_DIR) reveals a CUDA_HOME without nvcc, or a
-    compiler that is too old or missing. With offload it needs a C++ compiler and ninja; without, also nvcc.
-    """
-    name = "FusedAdamBuilder" if plan.topology.offload == "none" else "CPUAdamBuilder"
-    try:
-        with quiet():
-            get_accelerator().create_op_builder(name).load()
-    except Exception as error:
-        return f"{name}: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]:.100}"
-    return ""
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress what DeepSpeed prints while it builds; its errors are exceptions."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
-
-
 def groups(named: Named, decay: float) -> list[dict[str, Any]]:
-    """The optimizer's two groups: with weight decay, and without (norms, biases); `named` by whole-model names."""
+    """The optimizer's two groups: with weight decay, and without (norms, biases)."""
     return [
         {"params": [p for name, p in named if must_decay(name)], "weight_decay": decay},
         {"params": [p for name, p in named if not must_decay(name)], "weight_decay": 0.0},
@@ -212,25 +188,18 @@ class WholeClipping:
     def __call__(self) -> None:
         """Scale all gradients down by one factor where their norm over all ranks of the model exceeds the limit."""
         held = [p for p in self._module.parameters() if p.grad is not None]
-        counted = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in held if self._is_counted(p)]
-        squares = torch.stack(counted).square().sum()
+        # A tied copy, and what every tensor-parallel rank holds whole, count once.
+        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+        own = [p for p in held if not getattr(p, "ds_pipe_replicated", False)]
+        own = [p for p in own if is_first or getattr(p, "tensor_model_parallel", False)]
+        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in own]
+        squares = torch.stack(norms).square().sum()
         dist.all_reduce(squares, group=parallel_state.get_model_parallel_group())
         self.norm = squares.sqrt().item()
-        # As torch.nn.utils.clip_grad_norm_ does.
-        share = self._limit / (self.norm + 1e-6)
-        if share < 1:
-            for parameter in held:
-                parameter.grad.mul_(share)
-
-    def _is_counted(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether this rank counts it: a tied copy, and what every tensor-parallel rank holds whole, count once."""
-        if getattr(parameter, "ds_pipe_replicated", False):
-            return False
-        cut = getattr(parameter, "tensor_model_parallel", False)
-        return cut or parallel_state.get_tensor_model_parallel_rank() == 0
+        torch.nn.utils.clip_grads_with_norm_(held, self._limit, squares.sqrt())
 
 
-def sum_shared_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+def sum_shared_gradients(named: Named) -> None:
     """Sum over tensor-parallel ranks the gradients of parameters held whole but applied to a part of the sequence.
 
     megatron-core marks those parameters and sums once an iteration, in finalize_model_grads. DeepSpeed does neither and
@@ -242,40 +211,55 @@ def sum_shared_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
         dist.all_reduce(whole, group=parallel_state.get_tensor_model_parallel_group())
         return whole
 
-    for parameter in parameters:
+    for _, parameter in named:
         if getattr(parameter, "sequence_parallel", False):
             parameter.register_hook(summed)
 
 
-class DeepSpeedStates(States):
-    """`named` parameters (whole-model names) in the optimizer that deepspeed.initialize() returned."""
+class DeepSpeedStates:
+    """`named` parameters in the optimizer that deepspeed.initialize() returned."""
 
     def __init__(self, named: Named, optimizer: Any, stage: int) -> None:
         self.pieces, self.divided = pieces(named), stage > 0
         self._parameters: list[Any] = [parameter for _, parameter in named]
         self._optimizer, self._stage, self._started = optimizer, stage, False
+        self._inner = [optimizer if stage == 0 else optimizer.optimizer]
+        scaler: Any = getattr(optimizer, "loss_scaler", None)
+        self._scaler = scaler if getattr(scaler, "dynamic", False) else None  # of fp16
+
+    def finish_step(self) -> None:
+        """Nothing is deferred; the moments exist from the first step on, here already before."""
+        if self._started:
+            return
+        self._started, optimizer = True, self._optimizer
+        # What it updates: the flat parts of stages 1 and 2, of BF16_Optimizer, of stage 3; else the parameters.
+        flat = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
+        updated = next((getattr(optimizer, name) for name in flat if hasattr(optimizer, name)), self._parameters)
+        init_moments(self._inner[0], updated)
+        if self._stage in (1, 2):
+            # DeepSpeed 0.19.8 links them to its parameters when only those of the first group exist.
+            optimizer._hp_optimizer_states_linked = False
+            optimizer._lazy_init_hp_params_optimizer_state()
 
     def shard(self, number: int) -> tuple[int, int]:
         parameter = self._parameters[number]
         if self._stage == 0:
             return 0, parameter.numel()
         if self._stage == 3:
-            zero = parameter._z3_optimizer
-            each, rank = parameter.ds_tensor.ds_numel, zero._get_param_partition_rank(parameter)
+            each, rank = parameter.ds_tensor.ds_numel, parameter._z3_optimizer._get_param_partition_rank(parameter)
             first, end = (min(n * each, parameter.ds_numel) for n in (rank, rank + 1))
             return (first, end) if first < end else (0, 0)
         part = parameter._hp_mapping and parameter._hp_mapping.lp_fragment_address
         return (part.start, part.start + part.numel) if part else (0, 0)
 
     def read(self, number: int, kind: str) -> torch.Tensor:
-        self._start()
+        self.finish_step()
         parameter, key = self._parameters[number], None if kind == "weight" else kind
         if self._stage == 0:
             return (self._optimizer.state[parameter][key] if key else parameter).detach().view(-1)
         if self._stage == 3:
-            held, _ = parameter._z3_optimizer._get_fp32_opt_state_partition(
-                parameter, release_swap_buffers=False, optim_state_key=key
-            )
+            part_of = parameter._z3_optimizer._get_fp32_opt_state_partition
+            held, _ = part_of(parameter, release_swap_buffers=False, optim_state_key=key)
             first, end = self.shard(number)
             return held.detach().view(-1)[: end - first]  # DeepSpeed pads the last part
         mapping = parameter._hp_mapping
@@ -283,7 +267,7 @@ class DeepSpeedStates(States):
 
     def gathered(self, number: int, kind: str) -> torch.Tensor:
         """All of the piece, in its shape, gathered over the replicas; collective."""
-        self._start()
+        self.finish_step()
         parameter = self._parameters[number]
         if self._stage == 0:
             found = self.read(number, kind)
@@ -309,9 +293,8 @@ class DeepSpeedStates(States):
         return self._parameters[number].detach().view(self.pieces[number].size)
 
     def decays(self) -> list[float | None]:
-        """ZeRO replaces the parameters of a group by flat ones of its own and keeps the lists apart: bit16_groups in
-        stages 1 and 2, bf16_groups in BF16_Optimizer, fp16_groups, in sub-groups of a group, in stage 3.
-        """
+        # ZeRO replaces the parameters of a group by flat ones of its own and keeps the lists apart: in stages 1 and 2,
+        # in BF16_Optimizer, and in stage 3, there in sub-groups of a group.
         optimizer, found = self._optimizer, dict[int, float]()
         kept = (getattr(optimizer, lists, None) for lists in ("bit16_groups", "bf16_groups", "fp16_groups"))
         plain = [group["params"] for group in optimizer.param_groups]
@@ -321,7 +304,7 @@ class DeepSpeedStates(States):
         return [found.get(id(parameter)) for parameter in self._parameters]
 
     def scalars(self) -> dict[str, float]:
-        found, scaler = {"step": step_of(self._inner())}, self._scaler()
+        found, scaler = {"step": step_of(self._inner)}, self._scaler
         if scaler:
             found["loss_scale"] = float(scaler.cur_scale)
             found["good_steps"] = scaler.cur_iter - scaler.last_overflow_iter - 1
@@ -329,34 +312,8 @@ class DeepSpeedStates(States):
         return found
 
     def set_scalars(self, values: dict[str, float]) -> None:
-        set_step(self._inner(), values["step"])
-        scaler = self._scaler()
+        set_step(self._inner, values["step"])
+        scaler = self._scaler
         if scaler and "loss_scale" in values:
-            scaler.cur_scale = values["loss_scale"]
+            scaler.cur_scale, scaler.cur_hysteresis = values["loss_scale"], int(values["hysteresis"])
             scaler.cur_iter, scaler.last_overflow_iter = int(values["good_steps"]), -1
-            scaler.cur_hysteresis = int(values["hysteresis"])
-
-    def _scaler(self) -> Any:
-        """The dynamic loss scale of fp16, or None."""
-        scaler = getattr(self._optimizer, "loss_scaler", None)
-        return scaler if getattr(scaler, "dynamic", False) else None
-
-    def _inner(self) -> list[torch.optim.Optimizer]:
-        return [self._optimizer if self._stage == 0 else self._optimizer.optimizer]
-
-    def _start(self) -> None:
-        """Create the moments and link DeepSpeed to them.
-
-        DeepSpeed creates them in the first step and then links them to the parameters; in stages 1 and 2 it does so
-        when only those of the first group exist (0.19.8), so they are linked again.
-        """
-        if self._started:
-            return
-        self._started, optimizer = True, self._optimizer
-        # What it updates: the flat parts of stages 1 and 2, of BF16_Optimizer, of stage 3; else the parameters.
-        flat = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
-        updated = next((getattr(optimizer, name) for name in flat if hasattr(optimizer, name)), self._parameters)
-        init_moments(self._inner()[0], updated)
-        if self._stage in (1, 2):
-            optimizer._hp_optimizer_states_linked = False
-            optimizer._lazy_init_hp_params_optimizer_state()

@@ -1,10 +1,9 @@
 """The `hf-zero3` engine: transformers' models under DeepSpeed's ZeRO, driven through the Hugging Face Trainer.
 
 Used of the Trainer: TrainingArguments with our DeepSpeed JSON (which it checks against them), the model made under
-zero.Init at stage 3, accelerate's call of deepspeed.initialize, and training_step for each microbatch: inputs, loss,
-gradient accumulation, backward and, after the last microbatch, DeepSpeed's step. Not used: its loop, sampler, schedule,
-logging and checkpoints, which are the same for every engine, and its optimizer groups: with the optimizer in the JSON
-norms and biases would decay.
+zero.Init at stage 3, accelerate's call of deepspeed.initialize, and training_step for each microbatch. Not used: its
+loop, sampler, schedule, logging and checkpoints, which are the same for every engine, and its optimizer groups, in
+which norms and biases would decay.
 """
 
 import contextlib
@@ -20,10 +19,9 @@ from accelerate.utils import DummyOptim
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from trilane.config.hf_families import family_of
-from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
-from trilane.engine.backends.base import Microbatch, States
-from trilane.engine.backends.deepspeed_zero import DeepSpeed, DeepSpeedStates, Named, groups
+from trilane.engine.backends.base import Microbatch, Named
+from trilane.engine.backends.deepspeed_zero import DeepSpeed, DeepSpeedStates, groups
 from trilane.engine.checkpoint.huggingface import ours, theirs
 from trilane.engine.model.parameters import Piece, initial_tensor, whole_sizes
 from trilane.engine.model.rng import seed_streams
@@ -52,8 +50,10 @@ class HfZero3(DeepSpeed):
         seed_streams(plan.run.seed)  # again: the Trainer gave every rank the same seed
         return named
 
-    def _states_of(self, named: Named) -> States:
-        return HfStates(named, self._engine.optimizer, self._plan)
+    def _build(self) -> None:
+        super()._build()
+        assert isinstance(self.states, DeepSpeedStates)
+        self.states = HfStates(self.states, self._plan)
 
     def _train(self, microbatches: Sequence[Microbatch]) -> float:
         trainer, count, losses = self._trainer, len(microbatches), []
@@ -63,16 +63,16 @@ class HfZero3(DeepSpeed):
             losses.append(trainer.training_step(self._engine, _inputs(batch)))  # divided by `count`
         return self._mean([torch.stack(losses).sum()])
 
-    def _loss(self, batch: Microbatch) -> torch.Tensor:
+    def _evaluate(self, microbatches: Sequence[Microbatch]) -> float:
         loss_of: Any = self._trainer.compute_loss
-        return loss_of(self._engine, _inputs(batch)).float()
+        return self._mean([loss_of(self._engine, _inputs(batch)).float() for batch in microbatches])
 
 
 build = HfZero3
 
 
 def _inputs(batch: Microbatch) -> dict[str, torch.Tensor]:
-    """What the model takes: `shift_labels` are already shifted; without `labels` it returns no loss."""
+    # `shift_labels` are already shifted; without `labels` the model returns no loss
     return {"input_ids": batch.tokens, "labels": batch.labels, "shift_labels": batch.labels}
 
 
@@ -123,22 +123,17 @@ def _model(plan: Plan) -> torch.nn.Module:
     return model
 
 
-class HfStates(States):
-    """Weights and optimizer under our names: each piece is made of the parameters `named` by it, in that order.
-
-    What ZeRO divides is their layout, in which a range is no part of ours: DeepSpeed gathers it over the replicas.
-    """
+class HfStates:
+    """Each piece is made of the parameters that `held` has under its name, gathered over the replicas."""
 
     divided = False
 
-    def __init__(self, named: Named, optimizer: Any, plan: Plan) -> None:
-        self._held = DeepSpeedStates(named, optimizer, plan.topology.zero)
-        self._shape: ModelShape = plan.shape
-        self._family = family_of(plan.shape)
+    def __init__(self, held: DeepSpeedStates, plan: Plan) -> None:
+        self._held, self._shape, self._family = held, plan.shape, family_of(plan.shape)
         sizes = whole_sizes(plan.shape)
-        self._parts = [[n for n, (other, _) in enumerate(named) if other == name] for name in sizes]
+        self._parts = [[n for n, piece in enumerate(held.pieces) if piece.name == name] for name in sizes]
         self.pieces = [Piece(name=name, shape=s, box=tuple((0, n) for n in s)) for name, s in sizes.items()]
-        self.scalars, self.set_scalars = self._held.scalars, self._held.set_scalars  # type: ignore[method-assign]
+        self.finish_step, self.scalars, self.set_scalars = held.finish_step, held.scalars, held.set_scalars
 
     def shard(self, number: int) -> tuple[int, int]:
         return 0, math.prod(self.pieces[number].size)

@@ -13,10 +13,19 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.plan import Plan
-from trilane.engine.backends.base import Engine, Microbatch, States, Step, init_moments, pieces, set_step, step_of
+from trilane.engine.backends.base import (
+    Engine,
+    Microbatch,
+    Named,
+    Step,
+    init_moments,
+    pieces,
+    set_step,
+    step_of,
+)
 from trilane.engine.model.fused import DTYPES, apply
 from trilane.engine.model.gpt import build_chunks, canonical_parameters, transformer_config
-from trilane.engine.phases import OPTIMIZER, MegatronTimers, phase
+from trilane.engine.phases import OPTIMIZER, megatron_timers, phase
 
 LossOf = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
@@ -24,26 +33,22 @@ LossOf = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 class Megatron(Engine):
     """TP, PP (1F1B, interleaved) and DP of one plan."""
 
-    _chunks: list[DistributedDataParallel]
-
     def _build(self) -> None:
         plan, t = self._plan, self._plan.topology
         settings = apply(self._kernels, transformer_config(plan))
         use_foreach()
         models = build_chunks(plan, settings)
         named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]
-        self._chunks = [_distributed(model, settings, plan) for model in models]
-        self.modules = self._chunks
+        self.modules = self._chunks = [_distributed(model, settings, plan) for model in models]
         self._optimizer = get_megatron_optimizer(_optimizer_config(plan), self._chunks, use_gloo_process_groups=False)
         for group in self._optimizer.param_groups:
             # As Megatron-LM's scheduler does; megatron-core only sets `wd_mult`: norms and biases would decay.
             group["weight_decay"] = plan.optimizer.weight_decay * group["wd_mult"]
         optimizers = self._optimizer.chained_optimizers
-        if self._kernels.fused:
-            for chained in optimizers:
-                _fuse_adam(chained.optimizer)
+        for chained in optimizers if self._kernels.fused else ():
+            _fuse_adam(chained.optimizer)
         self.states = MegatronStates(named, optimizers, self._chunks)
-        settings.timers = MegatronTimers(pipeline=t.pp > 1)
+        settings.timers = megatron_timers(pipeline=t.pp > 1)
         settings.finalize_model_grads_func = finalize_model_grads
         settings.grad_scale_func = self._optimizer.scale_loss
         if t.overlap_grad_reduce:
@@ -52,36 +57,25 @@ class Megatron(Engine):
             settings.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._schedule = get_forward_backward_func()
 
-    def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
-        """One iteration: zero the gradients, run the pipeline over the microbatches, clip, update."""
-        self._zero_grad()
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+    def _step(self, microbatches: Sequence[Microbatch]) -> Step:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
         scale = self._optimizer.get_loss_scale().item()
         losses = self._forward_backward(microbatches)
         with phase(OPTIMIZER):
             updated, grad_norm, _ = self._optimizer.step()
         return Step(loss=self._mean(losses), grad_norm=float(grad_norm or 0.0), loss_scale=scale, skipped=not updated)
 
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> float:
-        """Mean loss of one batch: the same schedule, forward alone."""
-        gathers = self._plan.topology.overlap_param_gather
-        for chunk in self._chunks:
-            chunk.eval()
-            if gathers:  # the gathering of parameters, which the last step left to the next forward pass
-                chunk.disable_forward_pre_hook()
-        with torch.no_grad():
-            losses = self._forward_backward(microbatches, forward_only=True)
-        for chunk in self._chunks:
-            chunk.train()
-            if gathers:
-                chunk.enable_forward_pre_hook()
+    def _evaluate(self, microbatches: Sequence[Microbatch]) -> float:
+        # the gathering of parameters, which the last step left to the next forward pass
+        gathering = self._chunks if self._plan.topology.overlap_param_gather else []
+        for chunk in gathering:
+            chunk.disable_forward_pre_hook()
+        losses = self._forward_backward(microbatches, forward_only=True)
+        for chunk in gathering:
+            chunk.enable_forward_pre_hook()
         return self._mean(losses)
-
-    def _zero_grad(self) -> None:
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
 
     def _forward_backward(self, microbatches: Sequence[Microbatch], forward_only: bool = False) -> list[torch.Tensor]:
         """The loss of each microbatch on the last stage; an empty list elsewhere."""
@@ -153,10 +147,8 @@ def _fuse_adam(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def use_foreach() -> None:
-    """Replace megatron-core's loops over gradients, where neither apex nor Transformer Engine did.
-
-    Its own norm copies each tensor's to the host, which waits for the device as often as there are parameters; here
-    the only wait is that for the result.
+    """Replace megatron-core's loops over gradients, where neither apex nor Transformer Engine did: each tensor's norm
+    would be copied to the host, which waits for the device as often.
     """
     if clip_grads.l2_norm_impl is megatron_utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = foreach_norm
@@ -194,16 +186,17 @@ class Shard(NamedTuple):
     end: int
 
 
-class MegatronStates(States):
-    """`named` parameters (whole-model names) of DDP `chunks` in megatron-core's chained optimizers."""
+class MegatronStates:
+    """`named` parameters of DDP `chunks` in megatron-core's chained optimizers."""
 
-    def __init__(
-        self, named: Sequence[tuple[str, torch.nn.Parameter]], optimizers: Sequence[Any], chunks: Sequence[Any]
-    ) -> None:
+    def __init__(self, named: Named, optimizers: Sequence[Any], chunks: Sequence[Any]) -> None:
         self.pieces = pieces(named)
         self.divided = any(hasattr(optimizer, "model_param_group_index_map") for optimizer in optimizers)
         self._parameters = [parameter for _, parameter in named]
-        self._optimizers, self._chunks = optimizers, chunks
+        self._chunks, self._inner = chunks, [chained.optimizer for chained in optimizers]
+        scalers = (getattr(chained, "grad_scaler", None) for chained in optimizers)
+        # the dynamic loss scales of fp16
+        self._scalers: list[Any] = [scaler for scaler in scalers if hasattr(scaler, "growth_interval")]
         self._shards = [_shard(parameter, optimizers) for parameter in self._parameters]
 
     def finish_step(self) -> None:
@@ -217,7 +210,7 @@ class MegatronStates(States):
         return (shard.first, shard.end) if shard else (0, 0)
 
     def read(self, number: int, kind: str) -> torch.Tensor:
-        for inner in self._inner():  # fp16 may have skipped every step so far
+        for inner in self._inner:  # fp16 may have skipped every step so far
             init_moments(inner, (parameter for group in inner.param_groups for parameter in group["params"]))
         shard = self._shards[number]
         if shard is None:
@@ -242,26 +235,18 @@ class MegatronStates(States):
         return [shard.group["weight_decay"] if shard else None for shard in self._shards]
 
     def scalars(self) -> dict[str, float]:
-        found = {"step": step_of(self._inner())}
-        for scaler in self._scalers()[:1]:
+        found = {"step": step_of(self._inner)}
+        for scaler in self._scalers[:1]:
             found["loss_scale"] = scaler.scale.item()
             found["good_steps"], found["hysteresis"] = scaler._growth_tracker, scaler._hysteresis_tracker
         return found
 
     def set_scalars(self, values: dict[str, float]) -> None:
-        set_step(self._inner(), values["step"])
-        for scaler in self._scalers() if "loss_scale" in values else ():
+        set_step(self._inner, values["step"])
+        for scaler in self._scalers if "loss_scale" in values else ():
             scaler._scale.fill_(values["loss_scale"])
             scaler._growth_tracker = int(values["good_steps"]) % scaler.growth_interval
             scaler._hysteresis_tracker = int(values["hysteresis"])
-
-    def _inner(self) -> list[torch.optim.Optimizer]:
-        return [chained.optimizer for chained in self._optimizers]
-
-    def _scalers(self) -> list[Any]:
-        """The dynamic loss scales of fp16."""
-        scalers = (getattr(chained, "grad_scaler", None) for chained in self._optimizers)
-        return [scaler for scaler in scalers if hasattr(scaler, "growth_interval")]
 
 
 def _shard(parameter: torch.nn.Parameter, optimizers: Sequence[Any]) -> Shard | None:

@@ -9,7 +9,8 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import MutableMapping
+from collections import Counter
+from collections.abc import MutableMapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,10 @@ def _measure_together(out: str, name: str, processes: int) -> None:
     worlds.from_slurm(os.environ)
     context = context_bytes()
     world = worlds.start_process_group("fp32")
+    # "r1i4n2.example" -> "rin": the host without domain and digits
+    host = "".join(c for c in platform.node().split(".")[0] if not c.isdigit()).strip("-_")
+    chosen = name or host or "local"
     try:
-        chosen = name or plain_name(platform.node())
         path = worlds.call_on_first(world, lambda: destination(out, chosen))
         cluster = measured(world, context, chosen, processes)
     except ValueError:  # on all ranks; after any other error the peers may be gone, and this could wait for them
@@ -83,134 +86,102 @@ def _measure_together(out: str, name: str, processes: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def plain_name(host: str) -> str:
-    """A host's name without domain and digits, "local" where nothing is left: 'r1i4n2.example' -> 'rin'."""
-    return "".join(c for c in host.split(".")[0] if not c.isdigit()).strip("-_") or "local"
-
-
 def context_bytes() -> float:
-    """Bytes that the driver (on a CPU this process, once megatron-core is imported) takes before the first tensor.
-
-    Call it first: on a GPU it is total - free, so everything allocated before counts too.
-    """
+    """Bytes that the driver (on a CPU this process, once megatron-core is imported) takes before the first tensor."""
+    import psutil
     import torch
 
+    from trilane.engine.cpu import enable_cpu
     from trilane.engine.world import own_device
 
     if own_device("fp32").type == "cuda":
         free, total = torch.cuda.mem_get_info()
         return float(total - free)
-    from trilane.engine.cpu import enable_cpu
-
     enable_cpu()
-    from trilane.engine.report import resident_bytes
-
-    return float(resident_bytes())
+    return float(psutil.Process().memory_info().rss)
 
 
 def measured(world: Any, context: float, name: str, processes: int = 0) -> Cluster:
-    """The cluster, on every rank: medians over ranks; rank 0 prints a warning for each slow rank. Collective.
-
-    `processes` above 0: the ranks stand for so many on one host. ValueError, on all ranks, where the hosts have
-    different numbers of ranks.
+    """The cluster, on every rank: medians over ranks. Collective. `processes`: how many on one host the ranks stand
+    for.
     """
-    from trilane.engine.bench.rates import available_memory_bytes, of_device
+    import psutil
+    import torch
+
+    from trilane.engine.bench.rates import of_device
     from trilane.engine.world import core_numbers, gather_values
 
     hosts = gather_values(world, platform.node())
-    per_host, counts = hosts.count(hosts[0]), ", ".join(f"{h} {hosts.count(h)}" for h in dict.fromkeys(hosts))
-    require(len(set(map(hosts.count, hosts))) == 1, "ranks per host", counts, "must be the same on every host")
-    memory = available_memory_bytes()
-    here = {"host_memory_bytes": (memory, "memory free on the host")}
-    here |= of_memory(world.device, memory / (processes or per_host), context)
+    counts, per_host = Counter(hosts), hosts.count(hosts[0])
+    text = ", ".join(f"{host} {count}" for host, count in counts.items())
+    require(len(set(counts.values())) == 1, "ranks per host", text, "must be the same on every host")
+    memory, is_card = float(psutil.virtual_memory().available), world.device.type == "cuda"
+    total = torch.cuda.get_device_properties(world.device).total_memory if is_card else memory / (processes or per_host)
+    here = {
+        "host_memory_bytes": (memory, "memory free on the host"),
+        "gpu.memory_bytes": (float(total), "of the card" if is_card else "free host memory / processes of the host"),
+        "gpu.context_bytes": (context, "memory taken before the first tensor"),
+    }
     here |= of_device(world.device) if world.is_first or not processes else {}
     every = gather_values(world, here)
-    for warning in slow_ranks(every, hosts) if world.is_first and not processes else ():
-        print(f"trilane: {warning}", file=sys.stderr)
-    origin = f"measured on {hosts[0]} at {date.today().isoformat()}: "
-    many = f", median of {world.size} ranks measuring at once" if not processes and world.size > 1 else ""
-    facts = {k: (_median(every, k), f"{origin}{how}{many}" if v else how) for k, (v, how) in every[0].items()}
-    facts |= {k: (v, f"{origin}{how}") for k, (v, how) in links(world, hosts, bool(processes)).items()}
-    instead = {"node_bytes_per_s": ["network_bytes_per_s", "pcie_bytes_per_s"], "latency_s": ["launch_overhead_s"]}
-    instead["network_bytes_per_s"] = ["node_bytes_per_s"]
-    for field, others in instead.items():
-        other = next(other for other in others if other in facts)
-        facts.setdefault(field, (facts[other][0], f"one rank, one host or one rank a host: as {other}"))
-    cores = [own for h, own in zip(hosts, gather_values(world, core_numbers()), strict=True) if h == hosts[0]]
+    # Where the ranks stand for others, only the first has measured its device.
+    facts = {k: (statistics.median(f[k][0] for f in every if k in f), how) for k, (_, how) in every[0].items()}
+    facts |= links(world, hosts, bool(processes))
+    # What no link could show: one rank, one host, or one rank a host.
+    facts.setdefault("node_bytes_per_s", facts.get("network_bytes_per_s", facts["pcie_bytes_per_s"]))
+    facts.setdefault("network_bytes_per_s", facts["node_bytes_per_s"])
+    facts.setdefault("latency_s", facts["launch_overhead_s"])
+    cores = zip(hosts, gather_values(world, core_numbers()), strict=True)
     # srun may bind each rank to its own cores: a node has those of all its ranks
-    sizes = {"cores_per_node": (len(set().union(*cores)), "cores that the ranks of a host may use")}
-    sizes["gpus_per_node"] = (processes or per_host, "processes allowed at once" if processes else "ranks per host")
-    sizes["max_nodes"] = (len(set(hosts)), "hosts seen; the whole cluster may have more")
-    facts |= {k: (v, f"{origin}{how}") for k, (v, how) in sizes.items()}
-    return as_cluster(name, world.device, hosts[0], facts)
+    of_node = set().union(*(own for host, own in cores if host == hosts[0]))
+    facts["cores_per_node"] = (len(of_node), "cores that the ranks of a host may use")
+    facts["gpus_per_node"] = (processes or per_host, "processes allowed at once" if processes else "ranks per host")
+    facts["max_nodes"] = (len(counts), "hosts seen; the whole cluster may have more")
+    origin = f"measured on {hosts[0]} at {date.today().isoformat()}, median of {1 if processes else world.size} ranks"
+    return as_cluster(name, world.device, {k: (v, f"{origin}: {how}") for k, (v, how) in facts.items()})
 
 
-def of_memory(device: Any, share: float, context: float) -> dict[str, tuple[float, str]]:
-    """The memory of a card, or a rank's share of the host's, and what is taken before the first tensor."""
-    import torch
-
-    if device.type == "cuda":
-        total = float(torch.cuda.get_device_properties(device).total_memory)
-        taken = (context, "memory that is not free before the first tensor")
-        return {"gpu.memory_bytes": (total, "the card's total, as its driver reports it"), "gpu.context_bytes": taken}
-    taken = (context, "resident memory of a rank that imported torch and megatron-core")
-    return {"gpu.memory_bytes": (share, "free host memory / processes of the host"), "gpu.context_bytes": taken}
-
-
-def links(world: Any, hosts: list[str], shares_cores: bool) -> dict[str, tuple[float, str]]:
+def links(world: Any, hosts: Sequence[str], shares_cores: bool) -> dict[str, tuple[float, str]]:
     """Rates of an all_reduce within the hosts, all of them at once, and among all ranks, where there are several."""
     import torch.distributed as dist
 
     from trilane.engine.bench.rates import large_bytes, reduce_s, ring_bytes_per_s
     from trilane.engine.world import gather_values
 
-    names, size = list(dict.fromkeys(hosts)), large_bytes(world.device)
+    counts, size = Counter(hosts), large_bytes(world.device)
     # new_group is collective over all ranks.
-    groups = {host: dist.new_group([rank for rank, h in enumerate(hosts) if h == host]) for host in names}
+    groups = {host: dist.new_group([rank for rank, h in enumerate(hosts) if h == host]) for host in counts}
     found: dict[str, tuple[float, str]] = {}
     for field, group, n in (
-        ("node_bytes_per_s", groups[hosts[world.rank]], hosts.count(hosts[0])),
-        ("network_bytes_per_s", None, len(hosts) if len(names) > 1 else 1),
+        ("node_bytes_per_s", groups[hosts[world.rank]], counts[hosts[0]]),
+        ("network_bytes_per_s", None, len(hosts) if len(counts) > 1 else 1),
     ):
         if n == 1:
             continue
         large_s, small_s = reduce_s(world.device, group, size, 40), reduce_s(world.device, group, 4, 200)
         # Processes that share cores wait for a core as well: there the whole small all_reduce counts as one hop.
-        mine = {"rate": ring_bytes_per_s(size, n, large_s), "hop": small_s / (1 if shares_cores else 2 * (n - 1))}
-        every, reduced = gather_values(world, mine), f"{dist.get_backend()} all_reduce of"
-        how = f"{reduced} {size >> 20} MiB by {n} ranks, 2 (n - 1) / n bytes / seconds"
-        found[field] = (statistics.median(each["rate"] for each in every), how)
-        how = f"{reduced} 4 bytes by {n} ranks" + ("" if shares_cores else " / (2 (n - 1))")
-        found.setdefault("latency_s", (statistics.median(each["hop"] for each in every), how))
+        hops = 1 if shares_cores else 2 * (n - 1)
+        every = gather_values(world, (ring_bytes_per_s(size, n, large_s), small_s / hops))
+        rate, hop = (statistics.median(values) for values in zip(*every, strict=True))
+        how = f"{dist.get_backend()} all_reduce of"
+        found[field] = (rate, f"{how} {size >> 20} MiB by {n} ranks, 2 (n - 1) / n bytes / seconds")
+        found.setdefault("latency_s", (hop, f"{how} 4 bytes by {n} ranks / {hops} hops"))
     return found
 
 
-def _median(every: list[dict[str, tuple[float, str]]], field: str) -> float:
-    return statistics.median(found[field][0] for found in every if field in found)
-
-
-def slow_ranks(every: list[dict[str, tuple[float, str]]], hosts: list[str], share: float = 0.9) -> list[str]:
-    """One line for each rank with a rate more than 10 % below the median: its host and those rates."""
-    lines = []
-    for rank, found in enumerate(every):
-        rates = {k: v / _median(every, k) for k, (v, _) in found.items() if k.endswith("_per_s") and v}
-        details = ", ".join(f"{k} {1 - part:.0%} below the median" for k, part in rates.items() if part < share)
-        lines += [f"rank {rank} on {hosts[rank]} is slow: {details}"] if details else []
-    return lines
-
-
-def as_cluster(name: str, device: Any, host: str, facts: dict[str, tuple[float, str]]) -> Cluster:
+def as_cluster(name: str, device: Any, facts: dict[str, tuple[float, str]]) -> Cluster:
     """The facts as a Cluster, with the source of each."""
     import torch
 
-    values: dict[str, Any] = {field: value for field, (value, _) in facts.items()}
-    card: dict[str, Any] = {"name": f"core of {host}", "kind": "cpu"}
+    card: dict[str, Any] = {"name": f"core of {platform.node()}", "kind": "cpu"}
     if device.type == "cuda":
         own = torch.cuda.get_device_properties(device)
         card = {"name": own.name, "kind": "cuda", "compute_capability": (own.major, own.minor)}
         card["num_sms"] = own.multi_processor_count
-    rates = {field.removeprefix("gpu."): value for field, value in values.items() if field.startswith("gpu.")}
-    rest = {field: value for field, value in values.items() if not field.startswith("gpu.")}
+    rates: dict[str, Any] = {
+        field.removeprefix("gpu."): v for field, (v, _) in facts.items() if field.startswith("gpu.")
+    }
+    rest: dict[str, Any] = {field: v for field, (v, _) in facts.items() if not field.startswith("gpu.")}
     sources = {field: how for field, (_, how) in facts.items()}
     return Cluster(name=name, gpu=Gpu(**card, **rates), sources=sources, **rest)
 

@@ -1,10 +1,8 @@
 """Rates of one device, a GPU or one core, and of an all_reduce among ranks."""
 
-import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,71 +11,56 @@ import torch.distributed as dist
 from trilane.costmodel.constants import PRIOR
 
 COPY_BYTES = 2**28  # far beyond the caches
-
-
-def matmul_sizes(device: torch.device) -> list[tuple[int, int, int]]:
-    """(rows, inner, columns) of matmuls as a GPT has them.
-
-    On a card tokens x hidden size x a quarter of the MLP (tp 4): four sequences of 2048 at hidden size 8192, two at
-    12288. On a core a small GPT's MLP and a larger one's.
-    """
-    if device.type == "cuda":
-        return [(8192, 8192, 8192), (4096, 12288, 12288)]
-    return [(1024, 256, 1024), (2048, 1024, 4096)]
-
-
 Facts = dict[str, tuple[float, str]]  # field of Cluster -> its value, and how it was measured
 
 
 def of_device(device: torch.device) -> Facts:
-    """Rates of a card, or of one thread; 0 where it lacks a precision.
-
-    A Cluster holds peaks, and a calibration expects a share of them: a measured rate is such a share.
+    """Rates of a card, or of one thread; 0 where it lacks a precision. Of a card as peaks, of which a plan gets a
+    share.
     """
-    if device.type == "cuda":
-        return _of_card(device)
-    torch.set_num_threads(1)
-    copied, lacks = copy_bytes_per_s(device), (0.0, "a core has no such units")
-    how = f"copy of {COPY_BYTES >> 20} MiB by one thread, bytes read and written"
-    matmul = (matmul_flops_per_s(device, torch.float32), "the fastest of two torch matmuls on one thread")
-    return {
-        "gpu.memory_bytes_per_s": (copied, how),
-        "gpu.fp32_flops_per_s": matmul,
-        **{f"gpu.{precision}_flops_per_s": lacks for precision in ("fp16", "bf16", "fp8")},
-        "pcie_bytes_per_s": (copied, "no PCIe between a core and its memory: as gpu.memory_bytes_per_s"),
-        "launch_overhead_s": (call_s(device), "torch calls on 16 numbers, 1000 in a row"),
-    }
-
-
-def _of_card(device: torch.device) -> Facts:
-    sizes = " and ".join(" x ".join(map(str, size)) for size in matmul_sizes(device))
-    how = f"the fastest torch matmul of {sizes}, which reaches {PRIOR.matmul} of the peak"
-    copied = f"copy of {COPY_BYTES >> 20} MiB"
+    is_card, types = device.type == "cuda", matmul_types(device)
+    if not is_card:
+        torch.set_num_threads(1)
+    share, copied_share = (float(PRIOR.matmul), float(PRIOR.memory)) if is_card else (1.0, 1.0)
     found: Facts = {}
-    for precision, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        # is_bf16_supported() is True on a V100 too
-        has = precision != "bf16" or torch.cuda.get_device_capability(device) >= (8, 0)
-        rate = matmul_flops_per_s(device, dtype) / float(PRIOR.matmul) if has else 0.0
-        more = {"fp32": ", without TF32", "bf16": "; 0 below compute capability 8.0"}.get(precision, "")
-        found[f"gpu.{precision}_flops_per_s"] = (rate, how + more)
-    on_card = f"{copied} on the card, bytes read and written; {PRIOR.memory} of the peak"
-    return found | {
-        "gpu.fp8_flops_per_s": (0.0, "not measured: 0, so that no plan may choose it"),
-        "gpu.memory_bytes_per_s": (copy_bytes_per_s(device) / float(PRIOR.memory), on_card),
-        "pcie_bytes_per_s": (host_to_device_bytes_per_s(device), f"{copied} from page-locked host memory to the card"),
-        "launch_overhead_s": (call_s(device), "torch calls on 16 numbers, 1000 in a row"),
-    }
+    for precision in ("fp32", "fp16", "bf16", "fp8"):
+        rate, how = 0.0, "not measured here: 0, so that no plan may choose it"
+        if precision in types:
+            rate = matmul_flops_per_s(device, types[precision]) / share
+            how = f"the fastest torch matmul, without TF32, {share:g} of the peak"
+        found[f"gpu.{precision}_flops_per_s"] = (rate, how)
+    size, copied = f"copy of {COPY_BYTES >> 20} MiB", copy_bytes_per_s(device)
+    how = f"{size} on the device, bytes read and written, {copied_share:g} of the peak"
+    found["gpu.memory_bytes_per_s"] = (copied / copied_share, how)
+    found["pcie_bytes_per_s"] = (copied, "no PCIe between a core and its memory: as gpu.memory_bytes_per_s")
+    if is_card:
+        found["pcie_bytes_per_s"] = (host_to_device_bytes_per_s(device), f"{size} from page-locked host memory")
+    return {**found, "launch_overhead_s": (call_s(device), "torch calls on 16 numbers, 1000 in a row")}
+
+
+def matmul_types(device: torch.device) -> dict[str, torch.dtype]:
+    """Precision -> the type of a matmul in it, of those that the device has units for."""
+    if device.type != "cuda":
+        return {"fp32": torch.float32}
+    types = {"fp32": torch.float32, "fp16": torch.float16}
+    # is_bf16_supported() is True on a V100 too
+    return types | ({"bf16": torch.bfloat16} if torch.cuda.get_device_capability(device) >= (8, 0) else {})
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs per second of the fastest of the matmuls. fp32 without TF32, torch's default."""
+    """FLOPs per second of the faster of two matmuls (rows, inner, columns) as a GPT has them.
+
+    On a card tokens x hidden size x a quarter of the MLP (tp 4): four sequences of 2048 at hidden size 8192, two at
+    12288. On a core a small GPT's MLP and a larger one's.
+    """
+    card, core = ((8192, 8192, 8192), (4096, 12288, 12288)), ((1024, 256, 1024), (2048, 1024, 4096))
 
     def rate(m: int, k: int, n: int) -> float:
         a, b = (torch.rand(size, device=device, dtype=dtype) for size in ((m, k), (k, n)))
         out = torch.empty(m, n, device=device, dtype=dtype)
         return 2 * m * k * n / best_s(lambda: torch.mm(a, b, out=out), device)
 
-    return max(rate(*size) for size in matmul_sizes(device))
+    return max(rate(*size) for size in (card if device.type == "cuda" else core))
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
@@ -148,12 +131,3 @@ def ring_bytes_per_s(bytes_: int, n: int, seconds: float) -> float:
     host sends, because each ring enters and leaves it once. Left out: trees, which NCCL uses for small messages.
     """
     return 2 * (n - 1) / n * bytes_ / seconds
-
-
-def available_memory_bytes() -> float:
-    """Bytes of host memory that are free or can be freed."""
-    facts = Path("/proc/meminfo")
-    if facts.exists():
-        lines = dict(line.split(":", 1) for line in facts.read_text().splitlines())
-        return float(lines["MemAvailable"].split()[0]) * 1024
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

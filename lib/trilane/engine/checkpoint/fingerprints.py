@@ -1,15 +1,11 @@
-"""Fingerprints of this rank's state: marks of its tensors, and all else that a restart must restore.
-
-Marks are computed on the tensors' device and equal those of workspace.fingerprints.mark.
-"""
+"""Fingerprints of this rank's state: marks of its tensors, and all else that a restart must restore."""
 
 import contextlib
 import functools
 import hashlib
 import json
 import operator
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,48 +25,27 @@ from trilane.workspace.checkpoints import KINDS, name_of
 from trilane.workspace.fingerprints import COPY, FOLDER, SKETCHES, WORD, Box, Mark, Part, file_of, sides, weights
 
 
-def readings(states: States) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """Number of the piece, kind and values, flat, of all that this rank reads; collective."""
+def read_marked(states: States, keep: Callable[[int, str, torch.Tensor], None] = lambda *reading: None) -> list[Part]:
+    """The marks of all that this rank reads of its pieces; `keep` gets each reading: number, kind, flat values.
+    Collective.
+    """
     states.finish_step()
-    for number in range(len(states.pieces)):
-        for kind in KINDS:
-            yield number, kind, states.read(number, kind).detach().reshape(-1)
-        copy = states.copy(number)
-        if copy is not None:
-            yield number, COPY, copy.detach().reshape(-1)
-
-
-class Marks:
-    """Marks of what a rank reads of its pieces, collected one by one; and the weight decay of each as it is now."""
-
-    def __init__(self, states: States) -> None:
-        self._pieces, self._decays = states.pieces, states.decays()
-        self._shards = [states.shard(number) for number in range(len(states.pieces))]
-        self._divided, self.seconds = states.divided, 0.0
-        self._found: list[dict[str, Mark]] = [{} for _ in states.pieces]
-
-    def has(self, number: int, kind: str) -> bool:
-        """Whether piece `number` of `kind` is marked."""
-        return kind in self._found[number]
-
-    def add(self, number: int, kind: str, values: torch.Tensor) -> None:
-        """Mark piece `number` of `kind`, of which `values`, flat, are this rank's shard; of COPY the whole."""
-        begin, piece = time.perf_counter(), self._pieces[number]
-        shard = (0, len(values)) if kind == COPY else self._shards[number]
-        found = [
-            mark(values[at : at + n].view([end - first for first, end in box]), box)
-            for box, at, n in boxes_of(piece.box, shard)
-        ]
-        if found:
-            self._found[number][kind] = functools.reduce(operator.add, found)
-        self.seconds += time.perf_counter() - begin
-
-    def parts(self) -> list[Part]:
-        """The marks of each piece."""
-        return [
-            Part(name=p.name, shape=p.shape, box=p.box, decay=d, marks=found, shard=shard if self._divided else None)
-            for p, found, d, shard in zip(self._pieces, self._found, self._decays, self._shards, strict=True)
-        ]
+    found = []
+    for number, (piece, decay) in enumerate(zip(states.pieces, states.decays(), strict=True)):
+        marks, shard = dict[str, Mark](), states.shard(number)
+        for kind in (*KINDS, COPY):
+            held = states.copy(number) if kind == COPY else states.read(number, kind)
+            if held is None:
+                continue
+            values = held.detach().reshape(-1)
+            keep(number, kind, values)
+            boxes = boxes_of(piece.box, (0, len(values)) if kind == COPY else shard)
+            parts = ((values[at : at + n].view([b - a for a, b in box]), box) for box, at, n in boxes)
+            if boxes:
+                marks[kind] = functools.reduce(operator.add, (mark(*part) for part in parts))
+        own = shard if states.divided else None
+        found.append(Part(name=piece.name, shape=piece.shape, box=piece.box, decay=decay, marks=marks, shard=own))
+    return found
 
 
 def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
@@ -82,13 +57,12 @@ def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
     batch = next(plan.batches(done), None)
     if batch is None:
         return {"next_lr": None, "samples": None}
-    samples, lr = 0, plan.optimizer.learning_rate(batch.end, plan.samples)
+    lr = plan.optimizer.learning_rate(batch.end, plan.samples)
     if not loader.reads:
         return {"next_lr": lr, "samples": None}
-    for microbatch in loader.microbatches(batch):
-        for row in microbatch.tokens.cpu().numpy():
-            samples += int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "little")
-    return {"next_lr": lr, "samples": f"{samples % WORD:016x}"}
+    rows = (row for microbatch in loader.microbatches(batch) for row in microbatch.tokens.cpu().numpy())
+    digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows)
+    return {"next_lr": lr, "samples": f"{sum(int.from_bytes(d, 'little') for d in digests) % WORD:016x}"}
 
 
 def layout(plan: Plan) -> list[Any]:
@@ -97,8 +71,10 @@ def layout(plan: Plan) -> list[Any]:
     return [plan.engine, t.tp, t.pp, t.dp, t.interleaving]
 
 
-def facts(plan: Plan, world: World, engine: Engine, iteration: int, upcoming: Mapping[str, Any]) -> dict[str, Any]:
-    """The rank's fingerprint as JSON, but for its marks: coordinates, training, and all other state to restore."""
+def fingerprint(
+    plan: Plan, world: World, engine: Engine, iteration: int, upcoming: Mapping[str, Any], parts: list[Part]
+) -> dict[str, Any]:
+    """The rank's fingerprint as JSON: coordinates, training, marks, and all other state to restore."""
     return {
         "rank": world.rank,
         "tp": parallel_state.get_tensor_model_parallel_rank(),
@@ -114,40 +90,28 @@ def facts(plan: Plan, world: World, engine: Engine, iteration: int, upcoming: Ma
         "scalars": engine.states.scalars(),
         **upcoming,
         "generators": fingerprints.hashed(rng.states()),
+        "parts": [part.to_json() for part in parts],
     }
-
-
-def fingerprint(known: Mapping[str, Any], marks: Marks) -> dict[str, Any]:
-    """The whole fingerprint: `facts` and marks."""
-    return {**known, "parts": [part.to_json() for part in marks.parts()], "seconds": round(marks.seconds, 6)}
 
 
 def write_loaded(
     folder: Path, plan: Plan, world: World, engine: Engine, iteration: int, upcoming: Mapping[str, Any]
 ) -> None:
-    """Write fingerprints of the state in memory after a load below the run folder; collective.
-
-    A full disk does not prevent training.
-    """
-    marks = Marks(engine.states)
-    for reading in readings(engine.states):
-        marks.add(*reading)
-    text = json.dumps(fingerprint(facts(plan, world, engine, iteration, upcoming), marks))
-    path = call_on_first(world, lambda: _fresh(folder, iteration))
-    with contextlib.suppress(OSError):
-        if path:
-            replace_text(Path(path) / file_of(world.rank), text)
+    """Write fingerprints of the state in memory after a load below the run folder; collective."""
+    text = json.dumps(fingerprint(plan, world, engine, iteration, upcoming, read_marked(engine.states)))
+    path = Path(call_on_first(world, lambda: _fresh(folder / FOLDER, name_of(iteration).replace("iter", "load"))))
+    with contextlib.suppress(OSError):  # a full disk does not prevent training
+        replace_text(path / file_of(world.rank), text)
 
 
-def _fresh(folder: Path, iteration: int) -> str:
-    """A new folder for the fingerprints of a load; "" where it cannot be made."""
-    name, number = name_of(iteration).replace("iter", "load"), 2
-    path = folder / FOLDER / name
+def _fresh(folder: Path, name: str) -> str:
+    """A new folder of that name, with a number where there is one."""
+    path, number = folder / name, 2
     while path.exists():
-        path, number = path.with_name(f"{name}.{number}"), number + 1
+        path, number = folder / f"{name}.{number}", number + 1
     with contextlib.suppress(OSError):
         path.mkdir(parents=True)
-    return str(path) if path.exists() else ""
+    return str(path)
 
 
 def mark(part: torch.Tensor, box: Box) -> Mark:
@@ -157,7 +121,7 @@ def mark(part: torch.Tensor, box: Box) -> Mark:
 
 
 def mark_on_device(part: torch.Tensor, box: Box) -> Mark:
-    """The same in torch, on the device of `part`, fp32."""
+    """What workspace.fingerprints.mark computes, in torch, on the device of `part`, fp32."""
     if len(box) == 3:
         return functools.reduce(operator.add, map(mark_on_device, part, fingerprints.planes(box)))
     (first, end), (left, right) = sides(box)

@@ -1,6 +1,6 @@
 """A checkpoint as a folder of Hugging Face's transformers, and back: GPT-2, BLOOM, Llama and their like.
 
-`trilane convert huggingface CHECKPOINT OUT` writes the weights (fp32, one tensor at a time in memory) and a config.json
+`trilane convert huggingface CHECKPOINT OUT` writes the weights (fp32, one file at a time in memory) and a config.json
 for `from_pretrained(OUT)`. `... --back FOLDER OUT` makes of such a folder a checkpoint of iteration 0 with zero Adam
 moments, for `run.load`. The families: config/hf_families.py.
 
@@ -13,7 +13,6 @@ for an optimizer's moments as well as for weights.
 
 import dataclasses
 import json
-import math
 import re
 import shutil
 import sys
@@ -23,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from trilane.config.hf_families import HEAD, Family, families, family_of
 from trilane.config.model import ModelShape
 from trilane.config.shapes import rotary_departures, shape_of_config
 from trilane.engine.checkpoint.slices import SliceFile, assemble
-from trilane.engine.model.parameters import Box, whole_sizes
+from trilane.engine.model.parameters import whole_sizes
 from trilane.utils.files import replace_text
 from trilane.utils.tables import one_line, short
 from trilane.utils.validation import from_mapping, read_json, require, require_known, to_mapping
@@ -68,6 +69,16 @@ def _is_turned(family: Family, name: str) -> bool:
     return family.transposed and ".linear_" in name and name.endswith(".weight")
 
 
+def _meta(family: Family, shape: ModelShape) -> dict[str, tuple[str, int, torch.Tensor]]:
+    """Their name of each tensor -> our name, the place among its parts, and the tensor without memory."""
+    found = {}
+    for name, size in whole_sizes(shape).items():
+        parts = theirs(family, name, torch.empty(size, device="meta"), shape)
+        for place, (own, part) in enumerate(zip(family.their_names(name), parts, strict=True)):
+            found[own] = (name, place, part)
+    return found
+
+
 def export(checkpoint: Path, out: Path, vocab_size: int = 0, most_bytes: int = 10**10) -> None:
     """Write the checkpoint's weights and sizes to the new folder `out`; ValueError where it cannot be exported.
 
@@ -87,42 +98,29 @@ def export(checkpoint: Path, out: Path, vocab_size: int = 0, most_bytes: int = 1
     rule = f"the checkpoint has {trained.vocab_size} rows"
     require(vocab_size <= trained.vocab_size, "vocab_size", vocab_size, rule)
     shape = dataclasses.replace(trained, vocab_size=vocab_size or trained.vocab_size)
-    boxes = {name: tuple((0, n) for n in size) for name, size in whole_sizes(shape).items()}
     require(not out.exists(), "out", out, "exists")
+    meta, whole = _meta(family, shape), whole_sizes(shape)
+    split = split_torch_state_dict_into_shards(
+        {own: part for own, (_, _, part) in meta.items()},
+        max_shard_size=most_bytes,
+        filename_pattern="model{suffix}.safetensors",
+    )
     out.mkdir(parents=True)
-    places: dict[str, str] = {}
-    files = _files_of(boxes, most_bytes)
-    for path, names in files.items():
-        entries: dict[str, tuple[int, ...]] = {}
-        for name in names:
-            parts = theirs(family, name, torch.empty([end for _, end in boxes[name]], device="meta"), shape)
-            entries |= {n: tuple(part.shape) for n, part in zip(family.their_names(name), parts, strict=True)}
-        places |= dict.fromkeys(entries, path)
-        file = SliceFile(out / path, entries.items())
-        for name in names:
-            whole = assemble(checkpoint, tensors[name]["slices"], "weight", boxes[name])
-            for part in theirs(family, name, whole, shape):
-                file.add(part)
-        file.close()
-        require(not file.error, "out", out, file.error)
-    if len(files) > 1:
-        replace_text(out / INDEX, json.dumps({"metadata": {"total_size": 4 * shape.parameters}, "weight_map": places}))
+    for file, names in split.filename_to_tensors.items():
+        weights: dict[str, list[torch.Tensor]] = {}
+        for name in dict.fromkeys(meta[own][0] for own in names):
+            box = tuple((0, n) for n in whole[name])
+            tensor = assemble(checkpoint, tensors[name]["slices"], "weight", box)
+            weights[name] = theirs(family, name, tensor, shape)
+        values = {own: weights[meta[own][0]][meta[own][1]].contiguous() for own in names}
+        try:
+            save_file(values, out / file, metadata={"format": "pt"})  # which transformers requires
+        except SafetensorError as error:
+            require(False, "out", out, str(error))
+    if split.is_sharded:
+        index = {"metadata": {"total_size": 4 * shape.parameters}, "weight_map": split.tensor_to_filename}
+        replace_text(out / INDEX, json.dumps(index))
     replace_text(out / "config.json", json.dumps(family.config(shape), indent=2) + "\n")
-
-
-def _files_of(boxes: Mapping[str, Box], most_bytes: int) -> dict[str, list[str]]:
-    """File -> the canonical tensors in it."""
-    lists: list[list[str]] = [[]]
-    left = most_bytes
-    for name, box in boxes.items():
-        size = 4 * math.prod(end for _, end in box)
-        if size > left and lists[-1]:
-            lists, left = [*lists, []], most_bytes
-        lists[-1].append(name)
-        left -= size
-    if len(lists) == 1:
-        return {"model.safetensors": lists[0]}
-    return {f"model-{n:05d}-of-{len(lists):05d}.safetensors": names for n, names in enumerate(lists, 1)}
 
 
 def import_folder(folder: Path, out: Path, seq_length: int = 0, vocab_size: int = 0) -> Path:
@@ -136,20 +134,17 @@ def import_folder(folder: Path, out: Path, seq_length: int = 0, vocab_size: int 
     shape = dataclasses.replace(own, vocab_size=vocab_size or own.vocab_size)
     target = out / checkpoints.name_of(0)
     require(not target.exists(), "out", target, "exists")
-    with ExitStack() as stack:
-        try:
+    temporary = out / f".{target.name}.import"
+    try:
+        with ExitStack() as stack:
             tensors = Tensors(folder, family, own, stack)
-            temporary = out / f".{target.name}.import"
             temporary.mkdir(parents=True)
-            try:
-                written = _write(temporary, tensors, whole_sizes(shape))
-            except BaseException:
-                shutil.rmtree(temporary)
-                raise
-        except (SafetensorError, RuntimeError) as error:
-            raise ValueError(f"folder={folder}: its tensors cannot be read ({short(str(error))})") from None
-    checkpoints.write_manifest(temporary, {**written, "identity": {"shape": to_mapping(shape)}})
-    checkpoints.publish(temporary, target)
+            stack.callback(shutil.rmtree, temporary, ignore_errors=True)  # once published it is gone
+            written = _write(temporary, tensors, whole_sizes(shape))
+            checkpoints.write_manifest(temporary, {**written, "identity": {"shape": to_mapping(shape)}})
+            checkpoints.publish(temporary, target)
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"folder={folder}: its tensors cannot be read ({short(str(error))})") from None
     return target
 
 
@@ -159,13 +154,12 @@ def read_config(folder: Path, seq_length: int = 0) -> tuple[Family, ModelShape]:
     require(isinstance(given, dict), "folder", folder / "config.json", "must be a JSON object")
     require_known("model_type", str(given.get("model_type")), families())
     family, shape = families()[given["model_type"]], shape_of_config(given, seq_length).shape
-    if misfit := family.misfit(shape):
-        require(False, *misfit)
+    departures = [misfit] if (misfit := family.misfit(shape)) else []
+    for departure in (*departures, *rotary_departures(given)):
+        require(False, *departure)
     for key, value in family.settings.items():
         require(given.get(key, value) == value, key, given.get(key), f"a model here has {value}")
     require(not given.get("quantization_config"), "quantization_config", "given", "weights are not quantized here")
-    for departure in rotary_departures(given):
-        require(False, *departure)
     return family, shape
 
 
@@ -183,14 +177,12 @@ class Tensors:
         prefix = f"{family.base}." if bare else ""
         # by the names of the whole model
         self._held = {prefix * (name != HEAD) + name: (file, name) for name, file in held.items()}
-        wanted: dict[str, list[int]] = {}
-        for name, whole in whole_sizes(shape).items():
-            parts = theirs(family, name, torch.empty(whole, device="meta"), shape)
-            wanted.update(zip(family.their_names(name), (list(part.shape) for part in parts), strict=True))
-        for name, size in wanted.items():
+        wanted = _meta(family, shape)
+        for name, (_, _, part) in wanted.items():
             require(name in self._held, "tensor", name, f"is missing in {folder}")
             file, own = self._held[name]
             has, kind = file.get_slice(own).get_shape(), file.get_slice(own).get_dtype()
+            size = list(part.shape)
             require(has == size, "tensor", name, f"has the shape {has}, config.json means {size}")
             require(kind in ("F32", "BF16", "F16"), "tensor", name, f"is {kind}, not F32, BF16, F16")
         others = {name for name in self._held.keys() - wanted if not re.fullmatch(family.others, name)}
@@ -228,18 +220,16 @@ def _files(folder: Path) -> list[Path]:
 
 def _write(temporary: Path, tensors: Tensors, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Write the file of an untrained checkpoint; its part of the manifest. Rows beyond a tensor's own are zeros."""
-    name, found = "rank_00000.safetensors", {}
-    entries = [(f"{n}/{kind}", size) for n, size in sizes.items() for kind in checkpoints.KINDS]
-    file = SliceFile(temporary / name, entries)
+    name, found, kinds = "rank_00000.safetensors", {}, checkpoints.KINDS
+    file = SliceFile(temporary / name, [(f"{n}/{kind}", size) for n, size in sizes.items() for kind in kinds])
     for parameter, size in sizes.items():
-        at = {kind: file.at[f"{parameter}/{kind}"] for kind in checkpoints.KINDS}
+        at = {kind: file.at[f"{parameter}/{kind}"] for kind in kinds}
         whole = {"box": [(0, n) for n in size], "file": name, "at": at}
         found[parameter] = {"shape": list(size), "slices": [whole]}
-        tensor = tensors.read(parameter)
-        file.add(tensor)
-        if len(tensor) < size[0]:
-            file.add(torch.zeros(size[0] - len(tensor), *size[1:]))
-        for _ in checkpoints.KINDS[1:]:
+        padded, tensor = torch.zeros(size), tensors.read(parameter)
+        padded[: len(tensor)] = tensor
+        file.add(padded)
+        for _ in kinds[1:]:
             file.add(torch.zeros(size))
     files = {name: file.close()}
     require(not file.error, "out", temporary.parent, file.error)

@@ -59,11 +59,7 @@ def find(folder: Path, plan: Plan, world: World) -> Checkpoint | None:
 
 
 def load(checkpoint: Checkpoint, plan: Plan, world: World, engine: Engine) -> None:
-    """Set the engine to the checkpoint's state; collective.
-
-    Each rank reads the weights of its pieces and the moments that it updates; on the same layout these are in its own
-    file, which it has just checked, and still in memory.
-    """
+    """Set the engine to the checkpoint's state: a rank reads weights of its pieces, and the moments that it updates."""
     states, manifest = engine.states, checkpoint.manifest
     for number, piece in enumerate(states.pieces):
         slices, shard = manifest["tensors"][piece.name]["slices"], states.shard(number)
@@ -83,10 +79,7 @@ def load(checkpoint: Checkpoint, plan: Plan, world: World, engine: Engine) -> No
 
 
 def _problem(path: Path, manifest: Mapping[str, Any], world: World) -> str:
-    """The first fault among the files; "" where all are intact.
-
-    Each is checked by one rank: the one that would have written it, else one in turn.
-    """
+    """The first fault among the files, each checked by one rank: that which would have written it, else one in turn."""
     files, faults = manifest["files"], []
     for number, (name, (size, checksum)) in enumerate(files.items()):
         own = re.fullmatch(r"\w+_(\d{5,})\.\w+", name)

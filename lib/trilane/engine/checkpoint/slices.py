@@ -81,10 +81,9 @@ def _header(entries: list[tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str
 
 
 def boxes_of(box: Box, values: tuple[int, int]) -> list[tuple[Box, int, int]]:
-    """The range `values` of the part `box` of a tensor, flattened, as boxes of the tensor, in order.
+    """The range `values` of the part `box`, flattened, as boxes of the tensor: each with its place and its size.
 
-    Each with its place in the range and its number of values. At most 2 n - 1 boxes for a part of n dimensions: of a
-    matrix the end of a row, whole rows, the beginning of a row.
+    Of a matrix at most three: the end of a row, whole rows, the beginning of a row.
     """
     first, end = values
     if first == end:
@@ -133,16 +132,12 @@ def assemble_range(
 def _read(path: Path, at: int, held: Box, wanted: Sequence[tuple[int, int]], target: np.ndarray) -> None:
     """Read the part `wanted` of the slice `held`, which begins at byte `at` of the file, into `target`."""
     shape = tuple(d - c for c, d in held)
-    if [tuple(side) for side in wanted[1:]] == [tuple(side) for side in held[1:]] and target.flags.c_contiguous:
+    if [tuple(side) for side in wanted[1:]] == [tuple(side) for side in held[1:]]:
         # One run of bytes is read as such: page by page, as memory that is mapped, takes twice the time.
-        at += 4 * (wanted[0][0] - held[0][0]) * math.prod(shape[1:])
-        with path.open("rb", buffering=0) as file:
-            file.seek(at)
-            left = target.reshape(-1).data.cast("B")
-            while left:
-                count = file.readinto(left)
-                require(bool(count), "checkpoint", path.parent, f"{path.name} is cut short")
-                left = left[count:]
+        first = at + 4 * (wanted[0][0] - held[0][0]) * math.prod(shape[1:])
+        values = np.fromfile(path, np.float32, target.size, offset=first)
+        require(values.size == target.size, "checkpoint", path.parent, f"{path.name} is cut short")
+        target[...] = values.reshape(target.shape)
         return
     mapped = np.memmap(path, np.float32, "r", at, shape)
     target[...] = mapped[tuple(slice(first - c, end - c) for (first, end), (c, _) in zip(wanted, held, strict=True))]

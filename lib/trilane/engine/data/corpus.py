@@ -4,7 +4,6 @@
 where nodes wait, it refuses to make a large one. torch is not imported, which would take seconds.
 """
 
-import codecs
 import contextlib
 import hashlib
 import json
@@ -44,9 +43,8 @@ DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.
 
 
 def documents(source: str) -> Iterator[str]:
-    """The texts of "stdlib", "mock", a text file, a JSONL file (field "text") or a folder of text files, in order.
-
-    Raises ValueError where the path is missing, or a file is no regular file, not UTF-8 or not JSONL.
+    """The texts of "stdlib", "mock", a text file, a JSONL file or a folder of text files, in order; ValueError for
+    others.
     """
     if source in BUILT_IN:
         return stdlib() if source == "stdlib" else mock()
@@ -100,27 +98,21 @@ def jsonl(path: Path) -> Iterator[str]:
     """The field "text" of each line; only a line feed ends a line, since JSON may hold Unicode's other line ends."""
     require_file("data.source", path)
     with path.open("rb") as file:  # a line at a time: it may be larger than the memory
-        begin = 0
         for number, line in enumerate(file, start=1):
-            text: Any = None
             try:
                 if line.strip():
-                    text = json.loads(line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").decode())["text"]
+                    text = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))["text"]
                     text.encode()  # half a surrogate pair is valid JSON, and no text
                     yield text
-            except UnicodeDecodeError as error:
-                where = f"byte {begin + error.start}"
-                raise ValueError(f"data.source={shown(path)}:{number}: not text in UTF-8 ({where})") from None
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                require(False, "data.source", f"{path}:{number}", 'each line must be {"text": "..."}')
-            begin += len(line)
+                require(False, "data.source", f"{path}:{number}", 'each line must be {"text": "..."} in UTF-8')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
     """`vocab_size` ids, `eod` closes each document, `digest` identifies it; bytes need no tokenizers package.
 
-    The first three names are the interface of megatron-core's GPT dataset.
+    The first three names, and unique_identifiers, are the interface of megatron-core's GPT dataset.
     """
 
     name: str
@@ -153,10 +145,7 @@ def _refused(name: str, rule: str) -> Iterator[None]:
 
 
 def tokenizer(name: str) -> Tokenizer:
-    """The tokenizer "bytes", or the one in the folder `name`, which neither truncates nor pads a document.
-
-    Raises ValueError where the folder has no tokenizer.json, or that is damaged or has no end-of-document token.
-    """
+    """The tokenizer "bytes", or the one in the folder `name`, which neither truncates nor pads a document."""
     if name == "bytes":
         return Tokenizer(name=name, vocab_size=257, eod=256, digest="bytes-257")
     path = Path(name) / "tokenizer.json"
@@ -196,22 +185,8 @@ def write_pair(arrays: Iterable[np.ndarray], prefix: str, vocabulary: int) -> No
             index.write(part.tobytes())
 
 
-def read_lengths(index: Path) -> tuple[np.ndarray, int, Any]:
-    """(length of each sequence, documents, type of a token) of an index; ValueError where it is none, or truncated."""
-    size = index.stat().st_size
-    with index.open("rb") as file:
-        head = file.read(HEADER.size)
-    require(len(head) == HEADER.size and head.startswith(MAGIC), "data.source", index, "is not a Megatron index")
-    _, version, code, sequences, documents = HEADER.unpack(head)
-    require(version == 1 and code in DTYPES, "data.source", index, f"has unknown version {version} or type {code}")
-    expected = HEADER.size + sequences * 12 + documents * 8
-    require(size >= expected, "data.source", index, f"is truncated: {size} bytes, its header requires {expected}")
-    require(sequences > 0, "data.source", index.with_suffix(""), "is empty")
-    return np.memmap(index, np.int32, "r", HEADER.size, (sequences,)), documents, DTYPES[code]
-
-
-def check_pair(prefix: str, scanned: int = 1) -> tuple[int, int]:
-    """(tokens, largest id of the first `scanned`) of the pair; checks that header and sizes agree.
+def check_pair(prefix: str, scanned: int = 1) -> tuple[np.ndarray, int]:
+    """(length of each sequence, largest id of the first `scanned`) of the pair; checks that header and sizes agree.
 
     Raises ValueError where a file is missing, is no index, is truncated, or `.idx` describes something else than `.bin`
     holds: megatron-core would fail an assertion, or read beyond the end.
@@ -219,24 +194,27 @@ def check_pair(prefix: str, scanned: int = 1) -> tuple[int, int]:
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index, data):
         require(path.is_file(), "data.source", path, "is missing from the .bin/.idx pair")
-    lengths, documents, dtype = read_lengths(index)
-    require(lengths.min() >= 0, "data.source", index, "has a sequence of negative length")
-    tokens, item, size = int(lengths.sum(dtype=np.int64)), np.dtype(dtype).itemsize, data.stat().st_size
+    with index.open("rb") as file:
+        head = file.read(HEADER.size)
+    require(len(head) == HEADER.size and head.startswith(MAGIC), "data.source", index, "is not a Megatron index")
+    _, version, code, sequences, documents = HEADER.unpack(head)
+    require(version == 1 and code in DTYPES, "data.source", index, f"has unknown version {version} or type {code}")
+    size, expected = index.stat().st_size, HEADER.size + sequences * 12 + documents * 8
+    require(size >= expected, "data.source", index, f"is truncated: {size} bytes, its header requires {expected}")
+    require(sequences > 0, "data.source", prefix, "is empty")
+    lengths = np.memmap(index, np.int32, "r", HEADER.size, (sequences,))
+    starts = np.memmap(index, np.int64, "r", HEADER.size + 4 * sequences, (sequences,))
+    tokens, item, size = int(lengths.sum(dtype=np.int64)), np.dtype(DTYPES[code]).itemsize, data.stat().st_size
     rule = f"is truncated: {size} bytes, its index requires {tokens * item}"
     require(size >= tokens * item, "data.source", data, rule)
     require(tokens > 0, "data.source", prefix, "is empty")
-    starts = np.memmap(index, np.int64, "r", HEADER.size + 4 * len(lengths), (len(lengths),))
-    most = 10_000_000  # sequences in memory at a time
-    for first in range(0, len(lengths), most):
-        start, length = starts[first : first + most], lengths[first : first + most].astype(np.int64)
-        inside = (start >= 0) & (start <= size - length * item) & (start % item == 0)
+    for at in range(0, sequences, 10_000_000):  # sequences in memory at a time
+        start, length = starts[at : at + 10_000_000], lengths[at : at + 10_000_000].astype(np.int64)
+        inside = (length >= 0) & (start >= 0) & (start <= size - length * item) & (start % item == 0)
         require(bool(inside.all()), "data.source", index, "has a sequence that does not lie within its .bin")
-    ends = np.memmap(index, np.int64, "r", HEADER.size + 12 * len(lengths), (documents,)) if documents else [0]
-    rule = f"has documents of {ends[-1]} sequences, and {len(lengths)} in all"
-    require(ends[-1] == len(lengths), "data.source", index, rule)
-    ids = np.memmap(data, dtype, "r", 0, (size // item,))[:scanned]
+    ids = np.memmap(data, DTYPES[code], "r", 0, (size // item,))[:scanned]
     require(ids.min() >= 0, "data.source", data, f"holds the negative token {ids.min()}")
-    return tokens, int(ids.max())
+    return lengths, int(ids.max())
 
 
 def prepare(data: Data, shape: ModelShape) -> str:
@@ -246,33 +224,25 @@ def prepare(data: Data, shape: ModelShape) -> str:
     missing, empty, not UTF-8, shorter than one sample of `shape`, truncated, or has ids beyond the vocabulary, or where
     data.split leaves less than a sample.
     """
-    coder = tokenizer(data.tokenizer)
+    coder, needed = tokenizer(data.tokenizer), shape.seq_length + 1
     rule = f"tokenizer {shown(coder.name)} has {coder.vocab_size} ids; pad the vocabulary up, not down"
     require(coder.vocab_size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
     given = existing_pair(data.source)
     prefix = given or _prepared(data, coder)
     # of a given pair under a second's worth; the loader checks all
-    tokens, largest = check_pair(prefix, 100_000_000 if given else 1)
-    rule = f"has {tokens} tokens, one sample needs {shape.seq_length + 1}"
-    require(tokens > shape.seq_length, "data.source", data.source, rule)
+    lengths, largest = check_pair(prefix, 100_000_000 if given else 1)
+    tokens = int(lengths.sum(dtype=np.int64))
+    require(tokens >= needed, "data.source", data.source, f"has {tokens} tokens, one sample needs {needed}")
     rule = f"holds token {largest}, the vocabulary ends before vocab_size={shape.vocab_size}"
     require(largest < shape.vocab_size, "data.source", data.source, rule)
-    _require_shares(data, prefix, shape.seq_length + 1)
-    return prefix
-
-
-def _require_shares(data: Data, prefix: str, needed: int) -> None:
-    """ValueError where training or validation has a share, and in its documents less than the `needed` tokens.
-
-    The shares are cut at whole documents, as megatron-core cuts them.
-    """
-    lengths, *_ = read_lengths(Path(f"{prefix}.idx"))
+    # The shares are cut at whole documents, as megatron-core cuts them.
     training, validation, _ = data.shares
     for name, begin, share in (("training", 0.0, training), ("validation", training, validation)):
         part = lengths[round(begin * len(lengths)) : round((begin + share) * len(lengths))]
         tokens = int(part.sum(dtype=np.int64))
         rule = f"leaves {len(part)} documents of {data.source} for {name}, {tokens} tokens; a sample needs {needed}"
         require(share == 0 or tokens >= needed, "data.split", data.split, rule)
+    return prefix
 
 
 def prepare_all(data: Data, shape: ModelShape) -> list[str]:
@@ -332,10 +302,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """Prepare the data of the plan in the last argument, print the prefixes; 2 and one line where that is impossible.
-
-    With --in-job a large corpus must be prepared already.
-    """
+    """Prepare the data of the plan in the last argument, print the prefixes; 2 and one line where that fails."""
     try:
         plan = read_plan(argv[-1])
         if "--in-job" in argv:

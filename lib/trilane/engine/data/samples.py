@@ -3,14 +3,11 @@
 import contextlib
 import copy
 import hashlib
-import itertools
 import json
 import math
 import shutil
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,6 +16,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split, normalize
+from torch.utils.data import ConcatDataset
 
 from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
@@ -41,7 +39,7 @@ class SampleLoader:
         self._topology, self._device = plan.topology, world.device
         self._replica, self._replicas = replica
         self._vocabulary, self._evaluations, self.reads = plan.shape.vocab_size, plan.run.eval_iters, reads
-        prefixes = shared_prefixes(plan, world)
+        prefixes = call_on_first(world, lambda: prepare_all(plan.data, plan.shape))
         self._samples = training_set(plan, world, prefixes)
         self._held_out = validation_set(plan, world, prefixes) if self._evaluations else None
         blank = torch.zeros(plan.topology.mbs, plan.shape.seq_length, dtype=torch.int64, device=self._device)
@@ -95,18 +93,12 @@ class SampleLoader:
         return Microbatch(tokens=tokens, labels=labels)
 
 
-def shared_prefixes(plan: Plan, world: World) -> list[str]:
-    """The prefixes of the pairs that rank 0 prepares, on all ranks; its ValueError is raised on every rank."""
-    return call_on_first(world, lambda: prepare_all(plan.data, plan.shape))
-
-
 def training_set(plan: Plan, world: World, prefixes: Sequence[str]) -> Samples:
     """The documents for training as plan.samples samples of seq_length + 1 tokens each.
 
-    megatron-core shuffles all epochs together that a run needs, the last one apart where little of it is read: beyond
-    one epoch the order depends on the number of samples. So a run that is extended reads on in the order made for its
-    first number, to the end of its last epoch, then in further epochs, each shuffled alone by a seed of its own. No
-    sample's place depends on how far, or how often, the run is extended.
+    megatron-core shuffles all epochs together that a run needs: beyond one epoch the order depends on the number of
+    samples. So a run that is extended reads on in the order made for its first number, to the end of its last epoch,
+    then in further epochs. No sample's place depends on how far, or how often, the run is extended.
     """
     first = _samples_of(plan, world, prefixes, Split.train, plan.ordered_samples)
     return first if plan.samples <= len(first) else _extended(plan, world, prefixes, first)
@@ -131,10 +123,9 @@ def _samples_of(plan: Plan, world: World, prefixes: Sequence[str], part: Split, 
 
 @contextlib.contextmanager
 def _complete(cache: Path, world: World) -> Iterator[None]:
-    """Build megatron-core's sample indices in `cache` inside the block.
+    """Build megatron-core's indices in `cache` inside the block: rank 0 under a lock, then the others map them.
 
-    Rank 0 builds them under a lock against other runs; the other ranks then map them. What a killed run left, without
-    the file `complete`, is built again.
+    What a killed run left, without the file `complete`, is built again.
     """
     if not world.is_first:
         yield
@@ -146,20 +137,20 @@ def _complete(cache: Path, world: World) -> Iterator[None]:
         (cache / "complete").touch()
 
 
-class Epochs:
-    """The samples of one source: those that `first` holds, then further epochs, each shuffled alone."""
+class Epochs(ConcatDataset[Any]):
+    """The samples of one source: its first order, then further epochs, each shuffled alone by a seed of its own."""
 
-    def __init__(self, first: GPTDataset, later: Sequence[GPTDataset]) -> None:
-        self._parts, self._ends = [first, *later], list(accumulate(map(len, [first, *later])))
+    def __init__(self, first: GPTDataset, config: GPTDatasetConfig, needed: int) -> None:
+        parts = [first]
+        while sum(map(len, parts)) < needed:
+            seeded = copy.copy(config)  # `replace` would make the parts of the split anew
+            seeded.random_seed = config.random_seed + len(parts)
+            parts.append(
+                _dataset(GPTDataset, first.dataset, first.dataset_path, first.indices, None, first.index_split, seeded)
+            )
+        super().__init__(parts)
         self.index_split = first.index_split
-        self.unique_identifiers = {"parts": [part.unique_identifiers for part in self._parts]}
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        place = bisect_right(self._ends, number)
-        return self._parts[place][int(number) - (self._ends[place - 1] if place else 0)]
+        self.unique_identifiers = {"parts": [part.unique_identifiers for part in parts]}
 
 
 def _extended(plan: Plan, world: World, prefixes: Sequence[str], first: Samples) -> Samples:
@@ -168,28 +159,12 @@ def _extended(plan: Plan, world: World, prefixes: Sequence[str], first: Samples)
     weights = normalize([part.weight for part in plan.data.blend]) if plan.data.blend else [1.0]
     cache = index_folder(plan, prefixes, Split.train, plan.ordered_samples, extended_to=plan.samples)
     config = dataset_config(plan, prefixes, cache, Split.train, plan.samples)
+    # A source of a blend is never more than one sample ahead of its share for each of the others.
+    ahead = len(sources) if plan.data.blend else 0
     with _complete(cache, world):
-        whole = []
-        for source, weight in zip(sources, weights, strict=True):
-            # A source of a blend is never more than one sample ahead of its share for each of the others.
-            needed = math.ceil(weight * plan.samples) + (len(sources) if plan.data.blend else 0)
-            whole.append(Epochs(source, list(_epochs(source, config, needed - len(source)))))
-        if not plan.data.blend:
-            return whole[0]
-        return _dataset(BlendedDataset, whole, weights, plan.samples, config)
-
-
-def _epochs(source: GPTDataset, config: GPTDatasetConfig, needed: int) -> Iterator[GPTDataset]:
-    """Further epochs of a source until `needed` samples are there."""
-    for number in itertools.count(1):
-        if needed <= 0:
-            return
-        seeded = copy.copy(config)  # `replace` would make the parts of the split anew
-        seeded.random_seed = config.random_seed + number
-        place = (source.dataset, source.dataset_path, source.indices, None, source.index_split)
-        epoch = _dataset(GPTDataset, *place, seeded)
-        needed -= len(epoch)
-        yield epoch
+        pairs = zip(sources, weights, strict=True)
+        whole = [Epochs(source, config, math.ceil(weight * plan.samples) + ahead) for source, weight in pairs]
+        return _dataset(BlendedDataset, whole, weights, plan.samples, config) if plan.data.blend else whole[0]
 
 
 def _dataset(kind: type, *arguments: Any) -> Any:
@@ -200,11 +175,15 @@ def _dataset(kind: type, *arguments: Any) -> Any:
 def dataset_config(plan: Plan, prefixes: Sequence[str], cache: Path, part: Split, samples: int) -> GPTDatasetConfig:
     """megatron-core's dataset settings for one part alone: it would index the others too."""
     weights = [part.weight for part in plan.data.blend]
+    shares = [weight / sum(weights) for weight in weights]
+    # Of each source half a percent more than its share, megatron-core's default, or more in short runs: it rounds the
+    # shares of n sources up to whole samples, so up to w n + 1 more are read of weight w, and fails without them.
+    surplus = max([0.005, *((share * len(shares) + 1) / math.ceil(share * samples) for share in shares)])
     config = GPTDatasetConfig(
         random_seed=plan.run.seed,
         sequence_length=plan.shape.seq_length,
         blend=(list(prefixes), weights or None),
-        mid_level_dataset_surplus=surplus(weights, samples),
+        mid_level_dataset_surplus=surplus,
         split=plan.data.split or "1",
         path_to_cache=str(cache),
         tokenizer=tokenizer(plan.data.tokenizer),
@@ -213,19 +192,9 @@ def dataset_config(plan: Plan, prefixes: Sequence[str], cache: Path, part: Split
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    shares = zip(Split, config.split_matrix, strict=True)
-    config.split_matrix = [share if split is part else None for split, share in shares]
+    parts = zip(Split, config.split_matrix, strict=True)
+    config.split_matrix = [share if split is part else None for split, share in parts]
     return config
-
-
-def surplus(weights: Sequence[float], samples: int) -> float:
-    """The surplus of samples prepared of each source, relative to its share.
-
-    Half a percent, megatron-core's default, or more in short runs: it rounds the shares of n sources up to whole
-    samples, so up to w n + 1 more are read of a source of weight w, and it fails where they do not exist.
-    """
-    shares = [weight / sum(weights) for weight in weights]
-    return max([0.005, *((share * len(shares) + 1) / math.ceil(share * samples) for share in shares)])
 
 
 def index_folder(plan: Plan, prefixes: Sequence[str], part: Split, samples: int, extended_to: int = 0) -> Path:

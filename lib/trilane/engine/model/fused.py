@@ -1,8 +1,8 @@
 """The fused parts of a layer and of the loss, and the choice of the path that a run takes, by its card and plan.
 
-MLP, residual, products with their bias and cross-entropy are each a plain function that `compiled` makes one kernel of.
-Unfused, they are megatron-core's. The parameters are the same, so checkpoints are. S sequence, B microbatch, C hidden
-size, F channels inside the MLP (2 F with a gate), V rows of the vocabulary on this rank.
+Activation, residual and cross-entropy are each a plain function that `compiled` makes one kernel of. Unfused, they are
+megatron-core's. The parameters are the same, so checkpoints are. S sequence, B microbatch, C hidden size, F channels
+inside the MLP (2 F with a gate), V rows of the vocabulary on this rank.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -27,7 +27,6 @@ from trilane.config.plan import Plan
 from trilane.engine.cpu import COMPILE
 from trilane.engine.world import World, gather_values
 
-Activation = Callable[[torch.Tensor], torch.Tensor]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PREFERRED = contextlib.ExitStack()  # torch's context of attention kernels; one that is not kept is left at once
 
@@ -41,7 +40,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return COMPILE(function, dynamic=False)
 
 
-def activate(x: torch.Tensor, bias: torch.Tensor | None, function: Activation, gated: bool) -> torch.Tensor:
+def activate(x: torch.Tensor, bias: torch.Tensor | None, function: Callable[..., Any], gated: bool) -> torch.Tensor:
     """function(x + bias), (S, B, F); gated, of the first half of (S, B, 2 F), times the second. GELU is the exact one.
 
     Shazeer 2020, arXiv:2002.05202, equations 5 and 6: SwiGLU and GEGLU.
@@ -65,76 +64,21 @@ def bias_dropout_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]
     """megatron-core's interface of the residual connection: called with ((x, bias), residual, share)."""
     if not fused:
         return get_bias_dropout_add(training, False)
-
-    def added(pair: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, share: float) -> torch.Tensor:
-        return compiled(add_dropped)(*pair, residual, share, training)
-
-    return added
-
-
-class _LinearWithBias(layers.LinearWithGradAccumulationAndAsyncCommunication):
-    """megatron-core's product with its communication, the bias in the product instead of added to its result."""
-
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cuda")  # the inherited backward expects it
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *options: Any) -> Any:
-        """(S, B, C) -> (S, B, rows of `weight`); under sequence parallelism S is divided, and gathered first."""
-        fuses, reduces, divided, grad_output_buffer, deferral_limit, group = options
-        ctx.save_for_backward(x, weight)
-        ctx.main_grad = getattr(weight, "main_grad", None) if fuses else None
-        ctx.use_bias, ctx.gradient_accumulation_fusion = bias is not None, fuses
-        ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.tp_group = reduces, divided, group
-        ctx.grad_output_buffer, ctx.wgrad_deferral_limit = grad_output_buffer, deferral_limit
-        if divided:
-            whole = torch.empty((x.shape[0] * group.size(), *x.shape[1:]), dtype=x.dtype, device=x.device)
-            dist.all_gather_into_tensor(whole, x, group=group)
-            x = whole
-        return F.linear(x, weight, bias)
-
-
-class BiasLinear(layers.ColumnParallelLinear):
-    """A column-parallel layer whose bias is added inside the product, where it adds one."""
-
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        if options["bias"] is None:
-            return super()._forward_impl(input, weight, *args, **options)
-        names = ["bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel"]
-        names += ["grad_output_buffer", "wgrad_deferral_limit", "tp_group"]
-        return _LinearWithBias.apply(input, weight, *(options[name] for name in names))
-
-
-class RowLinear(layers.RowParallelLinear):
-    """A row-parallel layer; on one rank its bias is added inside the product, where others first sum their parts."""
-
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.bias is None or self.tp_group.size() > 1:
-            return super().forward(input_)
-        options = (self.gradient_accumulation_fusion, False, False, None, None, self.tp_group)
-        return _LinearWithBias.apply(input_, self.weight, self.bias, *options), None
+    return lambda pair, residual, share: compiled(add_dropped)(*pair, residual, share, training)
 
 
 class FusedMLP(MLP):
     """megatron-core's MLP; where config.bias_activation_fusion, bias and activation are one kernel.
 
-    Otherwise the product adds the bias, which spares a pass over the widest tensor. megatron-core's own fusion has GELU
-    in the tanh form (losses 2.5e-4 off), and adds the bias before it calls another function.
+    megatron-core's own fusion has GELU in the tanh form (losses 2.5e-4 off).
     """
-
-    def __init__(self, config: TransformerConfig, **_: Any) -> None:
-        super().__init__(
-            config,
-            MLPSubmodules(linear_fc1=BiasLinear, linear_fc2=RowLinear),
-            ffn_hidden_size=config.ffn_hidden_size,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-        )
-        self.linear_fc1.skip_bias_add = config.bias_activation_fusion  # unfused, the product adds it
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, Any]:
         """(S, B, C) -> (S, B, C) and the bias to be added to it."""
-        if not self.config.bias_activation_fusion:
+        config = self.config
+        if not config.bias_activation_fusion:
             return super().forward(hidden_states, *args, **options)
         inner, bias = self.linear_fc1(hidden_states)
-        config = self.config
         return self.linear_fc2(compiled(activate)(inner, bias, config.activation_func, config.gated_linear_unit))
 
 
@@ -162,10 +106,7 @@ def logit_gradient(
     first: int,
     z_loss: float = 0.0,
 ) -> torch.Tensor:
-    """grad (softmax (1 + 2 z_loss log_sum) - one hot), (S, B, V) in the precision of the logits.
-
-    The second term is the gradient of z_loss x log_sum^2.
-    """
+    """grad (softmax (1 + 2 z_loss log_sum) - one hot), (S, B, V) in the precision of the logits."""
     share = (logits.float() - log_sum.unsqueeze(-1)).exp() * (1 + 2 * z_loss * log_sum).unsqueeze(-1)
     rows = torch.arange(first, first + logits.shape[-1], device=logits.device)
     return ((share - (rows == labels.unsqueeze(-1)).float()) * grad.unsqueeze(-1)).to(logits.dtype)
@@ -203,9 +144,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor, fused: bool, z_loss: float = 0.0) -> torch.Tensor:
-    """Cross-entropy in nats of each token (S, B), fp32; logits (S, B, V) of this rank's part of the vocabulary.
-
-    Its gradient is that of the cross-entropy + z_loss x logsumexp(logits)^2.
+    """Cross-entropy in nats of each token (S, B), fp32; logits (S, B, V). Its gradient has z_loss x logsumexp(logits)^2
+    too.
     """
     if fused or z_loss:
         return _CrossEntropy.apply(logits, labels, fused, z_loss)
@@ -229,7 +169,7 @@ class GPT(GPTModel):
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPath:
-    """Whether the fused parts run, why, which kernel computes attention, and what does not work here."""
+    """Whether the fused parts run, why, which kernel computes attention, and whether products add into gradients."""
 
     fused: bool
     why: str
@@ -237,22 +177,19 @@ class KernelPath:
     adds_gradients: bool = False
 
     def __str__(self) -> str:
-        apart = "" if self.adds_gradients or not self.fused else ", weight gradients added apart"
-        return f"{'fused' if self.fused else 'unfused'} path ({self.why}), {self.attention} attention{apart}"
+        return f"{'fused' if self.fused else 'unfused'} path ({self.why}), {self.attention} attention"
 
 
 def choose(plan: Plan, world: World) -> KernelPath:
-    """The path of all ranks: fused where the plan and the cards have it and no rank fails. Collective.
-
-    Sets torch's order of attention kernels, the fastest of this card first.
+    """The path of all ranks: fused where plan and cards have it and no rank fails; orders attention kernels.
+    Collective.
     """
-    wanted, why = _wanted(plan, world.device)
-    problem = compile_problem(world.device) if wanted else ""
-    problem = next((found for found in gather_values(world, problem) if found), "") if wanted else ""
-    fused = wanted and not problem
-    adds = plan.engine == "megatron" and (fused or plan.topology.precision == "fp32")
-    adds = adds and all(gather_values(world, adds_into_gradients(world.device)))
-    return KernelPath(fused=fused, why=problem or why, attention=_attention(plan, world.device), adds_gradients=adds)
+    fused, why = _wanted(plan, world.device)
+    if fused:
+        problem = next(filter(None, gather_values(world, compile_problem(world.device))), "")
+        fused, why = not problem, problem or why
+    adds = fused and plan.engine == "megatron" and all(gather_values(world, layers._grad_accum_fusion_available))
+    return KernelPath(fused=fused, why=why, attention=_attention(plan, world.device), adds_gradients=adds)
 
 
 def _wanted(plan: Plan, device: torch.device) -> tuple[bool, str]:
@@ -282,23 +219,19 @@ def compile_problem(device: torch.device) -> str:
 
 
 def _attention(plan: Plan, device: torch.device) -> str:
-    """The name of the kernel that attention uses, of those that work for the plan's heads the fastest of the card.
-
-    Hopper: cuDNN; Ampere: flash; before: memory-efficient. The others stay allowed, for what the first cannot do.
+    """The attention kernel, the fastest of the card's that work for the plan's heads; the others stay for what it
+    cannot do.
     """
     if device.type == "cpu":
         return "torch's CPU"
-    cudnn, flash = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
-    names = {cudnn: "cuDNN", flash: "flash", SDPBackend.EFFICIENT_ATTENTION: "memory-efficient"}
-    names[SDPBackend.MATH] = "plain"
-    order, capability = list(names), torch.cuda.get_device_capability(device)
-    if plan.shape.positions == "alibi" or capability < (8, 0):  # flash attention takes no mask
-        order = order[2:]
-    elif capability < (9, 0):
-        order = [flash, SDPBackend.EFFICIENT_ATTENTION, cudnn, SDPBackend.MATH]
+    capability = torch.cuda.get_device_capability(device)
+    order = {SDPBackend.EFFICIENT_ATTENTION: "memory-efficient", SDPBackend.MATH: "plain"}
+    if plan.shape.positions != "alibi" and capability >= (8, 0):  # flash attention takes no mask
+        order = {SDPBackend.FLASH_ATTENTION: "flash", **order}
+        order = {SDPBackend.CUDNN_ATTENTION: "cuDNN", **order} if capability >= (9, 0) else order
     first = next(kernel for kernel in order if _works(kernel, plan))
     prefer([first, *(kernel for kernel in order if kernel is not first)])
-    return names[first]
+    return order[first]
 
 
 def prefer(kernels: list[Any]) -> None:
@@ -309,61 +242,23 @@ def prefer(kernels: list[Any]) -> None:
 def _works(kernel: Any, plan: Plan) -> bool:
     """Whether a kernel computes the plan's attention and its gradient, in our layout: causal, or with ALiBi's mask."""
     dtype, masked = DTYPES[plan.topology.precision], plan.shape.positions == "alibi"
-    state = torch.cuda.get_rng_state()
-    base = torch.randn(128, 1, 2, 3 * plan.shape.head_dim, device="cuda", dtype=dtype, requires_grad=True)
+    base = torch.zeros(128, 1, 2, 3 * plan.shape.head_dim, device="cuda", dtype=dtype, requires_grad=True)
     q, k, v = (x.permute(1, 2, 0, 3) for x in base.chunk(3, -1))  # of (S, B, H, 3 D)
     mask = torch.zeros(1, 2, 128, 128, device="cuda", dtype=dtype) if masked else None
-    try:
-        with sdpa_kernel(kernel):
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()]), sdpa_kernel(kernel):
+        try:
             out = F.scaled_dot_product_attention(q, k, v, mask, plan.dropout.attention, is_causal=not masked)
             out.sum().backward()
-    except RuntimeError:
-        return False
-    finally:
-        torch.cuda.set_rng_state(state)
+        except RuntimeError:
+            return False
     return True
 
 
-class WeightGradients:
-    """What megatron-core expects of apex's module `fused_weight_gradient_mlp_cuda`: products added into `main_grad`."""
-
-    @staticmethod
-    def wgrad_gemm_accum_fp32(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
-        """main_grad += grad^T x; (N, C), (N, rows) and (rows, C), the last in fp32.
-
-        In 16 bits on a GPU one product with an fp32 result (torch.addmm's out_dtype). A CPU has none: there the
-        product is rounded to 16 bits and added, as without this.
-        """
-        if x.dtype == main_grad.dtype:
-            main_grad.addmm_(grad.t(), x)
-        elif x.is_cuda:
-            torch.addmm(main_grad, grad.t(), x, out_dtype=main_grad.dtype, out=main_grad)
-        else:
-            main_grad.add_(grad.t().matmul(x))
-
-    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
-
-
-def adds_into_gradients(device: torch.device) -> bool:
-    """Whether 16-bit products are added into fp32 sums here, tried on a small one."""
-    x, grad = (torch.eye(16, device=device, dtype=torch.bfloat16) for _ in range(2))
-    total = torch.ones(16, 16, device=device)
-    try:
-        WeightGradients.wgrad_gemm_accum_fp32(x, grad, total)
-    except (RuntimeError, NotImplementedError):
-        return False
-    return torch.equal(total, 1.0 + torch.eye(16, device=device))
-
-
 def apply(path: KernelPath, settings: TransformerConfig) -> TransformerConfig:
-    """`settings` with the fused parts on or off; ours read the same fields as megatron-core's own would.
-
-    Weight gradients go into DDP's buffers by apex's module where it is installed, else by ours.
+    """`settings` with the fused parts on or off; weight gradients are added inside the product where apex's module
+    does.
     """
     settings.bias_activation_fusion = settings.bias_dropout_fusion = path.fused
     settings.cross_entropy_loss_fusion = path.fused
     settings.gradient_accumulation_fusion = path.adds_gradients
-    if path.adds_gradients and not layers._grad_accum_fusion_available:
-        layers.fused_weight_gradient_mlp_cuda = WeightGradients
-        layers._grad_accum_fusion_available = True
     return settings

@@ -7,7 +7,7 @@ S sequence, B microbatch, C hidden size, H query heads of this rank, G heads of 
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,31 +23,30 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
-from trilane.engine.model.fused import DTYPES, GPT, BiasLinear, FusedMLP, RowLinear, bias_dropout_add, compiled
+from trilane.engine.model.fused import DTYPES, GPT, FusedMLP, bias_dropout_add, compiled
 from trilane.engine.model.parameters import initial_range, is_gated_fc1, split_dim
 
 
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """The approximation of GELU in GPT-2's and BLOOM's code. Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2."""
-    return F.gelu(x, approximate="tanh")
-
-
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2; megatron-core's own is compiled, whichever path runs. So et al. 2021, arXiv:2109.08668, section 3."""
-    return F.relu(x).square()
-
-
-# Of the gate where there is one.
-ACTIVATIONS = {"gelu": F.gelu, "gelu-tanh": gelu_tanh, "relu": F.relu, "squared-relu": squared_relu}
-ACTIVATIONS |= {"swiglu": F.silu, "geglu": F.gelu}
+def activation_of(shape: ModelShape) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The activation function; of the gate where there is one."""
+    functions: dict[str, Callable[..., torch.Tensor]] = {
+        "gelu": F.gelu,
+        # in GPT-2's and BLOOM's code: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2
+        "gelu-tanh": functools.partial(F.gelu, approximate="tanh"),
+        "relu": F.relu,
+        # So et al. 2021, arXiv:2109.08668, section 3; megatron-core's own is compiled, whichever path runs
+        "squared-relu": lambda x: F.relu(x).square(),
+        "swiglu": F.silu,
+        "geglu": F.gelu,
+    }
+    return functions[shape.activation]
 
 
 class Attention(torch.nn.Module):
     """The attention core of every engine: causal, with rotary positions or ALiBi, and keys that groups of heads share.
 
-    By torch's scaled_dot_product_attention. ALiBi's mask keeps it from the flash kernel: on a GPU the memory-efficient
-    one is left. The positions are here: DeepSpeed's pipeline has no GPTModel that would pass angles on, and under
-    ZeRO-3 megatron-core would compute their wavelengths in 16 bits.
+    The positions are here: DeepSpeed's pipeline has no GPTModel that would pass angles on, and under ZeRO-3
+    megatron-core would compute their wavelengths in 16 bits.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
     """The slope of each head of the whole model: 2^(-8 i / n), i = 1 .. n, for n heads, a power of two.
 
     For another number those of the power of two below it, then every other slope of twice that power. Press, Smith and
-    Lewis 2022, arXiv:2108.12409, section 3 and its code; BLOOM, 112 heads, has them so.
+    Lewis 2022, arXiv:2108.12409, section 3 and its code.
     """
     whole = 1 << heads.bit_length() - 1
     slopes = [2 ** (-8 * i / whole) for i in range(1, whole + 1)]
@@ -147,8 +146,7 @@ def alibi(slopes: tuple[float, ...], length: int, device: torch.device, dtype: t
     bits hold them. Kept for all layers: 2 H S^2 bytes in 16 bits, which the planner does not count.
     """
     places = torch.arange(length, dtype=torch.float32, device=device)
-    distance = places[None, :] - places[:, None]
-    distance = distance.masked_fill(distance > 0, math.inf)
+    distance = (places[None, :] - places[:, None]).masked_fill(places[None, :] > places[:, None], math.inf)
     added = torch.empty(1, len(slopes), length, length, dtype=dtype, device=device)
     for head, slope in enumerate(slopes):
         added[0, head] = (slope * distance).where(distance <= 0, -math.inf)
@@ -156,10 +154,10 @@ def alibi(slopes: tuple[float, ...], length: int, device: torch.device, dtype: t
 
 
 class Norm(torch.nn.Module):
-    """torch's LayerNorm or RMSNorm, marked for sequence parallelism (which megatron-core's own torch norm refuses).
+    """torch's LayerNorm or RMSNorm, (S, B, C) -> (S, B, C), marked for sequence parallelism.
 
-    Under sequence parallelism each rank sees a part of the sequence, so its gradients are partial: the mark on the
-    parameters makes finalize_model_grads sum them over the tensor-parallel group.
+    There each rank sees a part of the sequence, so its gradients are partial: the mark on the parameters makes
+    finalize_model_grads sum them over the tensor-parallel group. megatron-core's own torch norm refuses it.
     """
 
     bias: torch.nn.Parameter | None
@@ -168,15 +166,12 @@ class Norm(torch.nn.Module):
         super().__init__()
         self.eps, self.size = config.layernorm_epsilon, (hidden_size,)
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        bias = None
-        if config.normalization == "LayerNorm":
-            bias = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        self.register_parameter("bias", bias)
+        with_bias = config.normalization == "LayerNorm"
+        self.register_parameter("bias", torch.nn.Parameter(torch.empty_like(self.weight)) if with_bias else None)
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(S, B, C) -> (S, B, C)."""
         if self.bias is None:
             return F.rms_norm(x, self.size, self.weight, self.eps)
         return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
@@ -188,9 +183,7 @@ def layer_spec(shape: ModelShape) -> ModuleSpec:
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     parts.self_attention.submodules.core_attention = functools.partial(Attention, shape=shape)
-    parts.self_attention.submodules.linear_qkv = BiasLinear
-    parts.self_attention.submodules.linear_proj = RowLinear
-    parts.mlp = FusedMLP
+    parts.mlp.module = FusedMLP
     parts.self_attn_bda = parts.mlp_bda = bias_dropout_add
     return spec
 
@@ -210,7 +203,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         num_attention_heads=shape.num_attention_heads,
         num_query_groups=shape.kv_heads,
         ffn_hidden_size=shape.ffn,
-        activation_func=ACTIVATIONS[shape.activation],
+        activation_func=activation_of(shape),
         gated_linear_unit=shape.is_gated,
         normalization="LayerNorm" if shape.normalization == "layernorm" else "RMSNorm",
         add_bias_linear=shape.biases == "all",
@@ -294,14 +287,12 @@ class NormedDropout(torch.nn.Module):
 
 
 def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan) -> None:
-    """Set parameters, by whole-model names, to their part of the initial state, and megatron-core's marks of the split.
-
-    megatron-core sets those marks in its own initialization, which is off; without them the gradient norm would count
-    the split matrices of one tensor-parallel rank only. Of what ZeRO-3 divides only this rank's share is drawn.
-    """
+    """Set parameters, by whole-model names, to their part of the initial state; what ZeRO-3 divides to its share."""
     rank, tp = parallel_state.get_tensor_model_parallel_rank(), plan.topology.tp
     for name, parameter in named:
         dim, stride = split_dim(name), 2 if is_gated_fc1(name, plan.shape) else 1
+        # megatron-core sets these marks in its own initialization, which is off; without them the gradient norm would
+        # count the split matrices of one tensor-parallel rank only.
         if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, True, dim, stride)
         size = tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -28,13 +28,10 @@ def is_gated_fc1(name: str, shape: ModelShape) -> bool:
 
 
 def split_dim(name: str, gated: bool = False) -> int | None:
-    """The dimension of parameter `name` that tensor parallelism splits; None where every rank holds the whole.
-
-    A `gated` first matrix of the MLP is (2, ffn, h), gate and up: each rank has its rows of both.
-    """
+    """The dimension of parameter `name` that tensor parallelism splits; None where every rank holds the whole."""
     rows = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.", "linear_fc1.")
     if any(part in name for part in rows):
-        return 1 if gated else 0
+        return 1 if gated else 0  # a gated one is (2, ffn, h), gate and up: each rank has its rows of both
     return 1 if name.endswith(COLUMNS) else None
 
 
@@ -106,30 +103,20 @@ def initial_range(
         return torch.zeros(end - first)
     if "layernorm" in name:
         return torch.ones(end - first)
-    rows, columns, width = _place(name, local, rank, tp, is_gated_fc1(name, plan.shape))
-    held = columns[1] - columns[0]
+    *counts, held = paired(local, is_gated_fc1(name, plan.shape))  # gate and up count as one above the other
+    columns, width, smaller = (0, held), held, 1.0
+    if name.endswith(COLUMNS):
+        rows, columns, width = np.arange(counts[0]), (held * rank, held * (rank + 1)), held * tp
+        smaller = math.sqrt(2 * plan.shape.num_layers)
+    else:
+        rank, tp = (rank, tp) if split_dim(name) is not None else (0, 1)
+        own = np.arange(counts[-1]) + counts[-1] * rank
+        rows = np.concatenate([own + i * counts[-1] * tp for i in range(math.prod(counts[:-1]))])
     top = first // held
     key = np.frombuffer(hashlib.sha256(f"{plan.run.seed}/{name}".encode()).digest()[:16], np.uint64)
     drawn = normals(key, rows[top : -(-end // held)], columns, width)
-    smaller = math.sqrt(2 * plan.shape.num_layers) if name.endswith(COLUMNS) else 1
     drawn *= np.float32(plan.optimizer.init_std / smaller)
     return torch.from_numpy(drawn.reshape(-1)[first - top * held : end - top * held])
-
-
-def _place(
-    name: str, local: tuple[int, ...], rank: int, tp: int, gated: bool
-) -> tuple[np.ndarray, tuple[int, int], int]:
-    """Of a part of size `local`: its rows' numbers in the whole matrix, its first column and last + 1, and the width.
-
-    The two matrices of a gated MLP count as one above the other.
-    """
-    *counts, width = paired(local, gated)
-    if name.endswith(COLUMNS):
-        return np.arange(counts[0]), (width * rank, width * (rank + 1)), width * tp
-    if split_dim(name) is None:
-        rank, tp = 0, 1
-    rows = np.arange(counts[-1]) + counts[-1] * rank
-    return np.concatenate([rows + i * counts[-1] * tp for i in range(math.prod(counts[:-1]))]), (0, width), width
 
 
 def normals(key: np.ndarray, rows: np.ndarray, columns: tuple[int, int], width: int) -> np.ndarray:

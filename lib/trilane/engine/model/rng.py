@@ -1,10 +1,8 @@
 """Random number generators of this rank: their states as text, and the seeds that dropout draws from.
 
-Seeds differ where dropout masks must differ, and nowhere else. megatron-core has two streams. Hidden values that every
-tensor-parallel rank holds whole are masked by the default stream, which must be the same on all ranks of the group;
-what the ranks divide (heads, or a part of the sequence) by the tensor-parallel stream, which must differ. Each pipeline
-stage and replica has its own streams. Megatron-LM gives replicas the same masks unless asked not to, so that samples at
-the same position of two replicas lose the same values.
+megatron-core has two streams. Hidden values that every tensor-parallel rank holds whole are masked by the default
+stream, which must be the same on all ranks of the group; what the ranks divide (heads, or a part of the sequence) by
+the tensor-parallel stream, which must differ. Each pipeline stage and replica has its own streams.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -14,9 +12,6 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-# Further apart than megatron-core's own offset for the tensor-parallel stream, 2718 + rank.
-STAGE, REPLICA = 10**5, 10**8
 
 
 def states() -> dict[str, Any]:
@@ -60,7 +55,8 @@ def seed_streams(seed: int) -> None:
 
 def stream_seed(seed: int, stage: int, replica: int) -> int:
     """The seed of one stage of one replica; the same on all its tensor-parallel ranks."""
-    return seed + STAGE * stage + REPLICA * replica
+    # Further apart than megatron-core's own offset for the tensor-parallel stream, 2718 + rank.
+    return seed + 10**5 * stage + 10**8 * replica
 
 
 def sequence_stream(settings: TransformerConfig) -> AbstractContextManager[Any]:
