@@ -51,7 +51,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("planner", "costmodel/columns.py", "costmodel"): [
         ("each * (others - 1)", "each * others"),
     ],
-    ("planner", "config/topology_rules.py", "config"): [
+    ("planner", "config/parallelism.py", "config"): [
         ("(t.mbs * t.dp) % t.pp == 0", "(t.mbs * t.dp) % t.pp <= 1"),
         ("c.gpus_per_node % t.tp == 0", "t.tp <= c.gpus_per_node"),
         ("t.gpus <= c.max_gpus", "t.gpus < c.max_gpus"),
@@ -71,16 +71,16 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("planner", "costmodel/fit.py", "costmodel/test_calibration.py"): [
         ("np.where(days, factor, 1.0)", "factor"),
     ],
-    ("planner", "planning/blocks.py", "planning/test_space.py"): [
+    ("planner", "planning/search.py", "planning/test_space.py"): [
         ("[1:] < lowest[:-1]", "[1:] <= lowest[:-1]"),
     ],
     ("planner", "planning/space.py", "planning/test_space.py"): [
         (" if d * d != n]", "]"),
     ],
     ("planner", "planning/shape_rules.py", "planning/test_sizing.py"): [
-        ("< s <= SOFTMAX_KEYS[1]", "< s < SOFTMAX_KEYS[1]"),
+        ("16 < s <= 4096", "16 < s < 4096"),
     ],
-    ("planner", "planning/proposals.py", "planning/test_sizing.py"): [
+    ("planner", "planning/sizing.py", "planning/test_sizing.py"): [
         ("/ topology.gbs * sec_per_it", "/ topology.mbs * sec_per_it"),
     ],
     ("memory", "costmodel/memory.py", "costmodel/test_memory.py"): [

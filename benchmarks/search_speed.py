@@ -9,17 +9,20 @@ import time
 
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
+from trilane.config.parallelism import Topology
 from trilane.costmodel import shipped
 from trilane.planning.search import MEMORY_RULE, search_space
 from trilane.planning.space import Space
+
+STORED = Topology(precision="bf16", attention="scores")
 
 
 def main() -> None:
     """Print both figures, the wall time and the peak memory of this process."""
     machine = cluster("jz-a100-80g")
     shape = parse_shape("72,14336,64,2048,250880")
-    whole = Space(gpus=(384,), gbs=tuple(range(1, 2049)), attention="scores")
-    dense = Space(gpus=tuple(range(8, 417, 8)), gbs=tuple(range(1, 2049)), attention="scores")
+    whole = Space(gpus=(384,), gbs=tuple(range(1, 2049)), fixed=STORED)
+    dense = Space(gpus=tuple(range(8, 417, 8)), gbs=tuple(range(1, 2049)), fixed=STORED)
     for name, space in (("384 GPUs", whole), ("every node count", dense)):
         start, cpu = time.perf_counter(), time.process_time()
         found = search_space(shape, machine, space, shipped.default(machine), top=10)

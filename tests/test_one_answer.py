@@ -184,11 +184,10 @@ def test_plans_that_differ_in_a_choice_differ_in_id_and_label():
 
 def test_search_and_size_find_the_same_best_plan():
     from trilane.planning.size_request import SizeRequest
-    from trilane.planning.sizing import propose
+    from trilane.planning.sizing import survey
 
-    for proposal in propose(SizeRequest(parameters=1.3e9, vocabulary=50257, gpus=8, cluster=A100, gbs=64, tokens=1e9))[
-        :3
-    ]:
+    asked = SizeRequest(parameters=1.3e9, vocabulary=50257, gpus=8, cluster=A100, gbs=64, tokens=1e9)
+    for proposal in survey(asked)[0][:3]:
         found = search(proposal.shape, A100, gpus=8, gbs=64, top=1).candidates[0]
         assert (found.plan.id, figures(found.prediction)) == (proposal.plan.id, figures(proposal.prediction))
 

@@ -42,7 +42,7 @@ _MODULES = {
     "planning.search": ("search",),
     "planning.sizing": ("hand_on", "propose_shapes", "survey_shapes"),
     "planning.space": ("read_choices",),
-    "planning.what_if": ("what_if",),
+    "planning.vary": ("what_if",),
     "report": ("plots",),
     "report.index": ("save_fleet",),
     "report.notebook": ("export_report",),

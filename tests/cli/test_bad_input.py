@@ -37,7 +37,7 @@ BAD = [
     (f"{SEARCH} --gbs-max 1000000", "gbs_max=1000000: must be at most 16384"),
     (f"{SEARCH} --gbs 8 --gpus 100000000000000000000", "gpus=100000000000000000000: must be at most"),
     (f"{SEARCH} --gbs 8 --tp 3", "tp=3: no tp x pp x dp with the pinned sizes makes gpus=8"),
-    (f"{SEARCH} --gbs 8 --zero 4", "zero=4: known: 0, 1, 2, 3"),
+    (f"{SEARCH} --gbs 8 --zero 4", "zero=4: must be at most 3"),
     (f"{SEARCH} --gbs 8 --recompute ful", "recompute=ful: did you mean full?"),
     (f"{SEARCH} --gbs 8 --engine megatrn", "engine=megatrn: did you mean megatron?"),
     (f"{SEARCH} --gbs 8 --objective speed", "objective=speed: known"),

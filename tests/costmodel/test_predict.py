@@ -14,27 +14,11 @@ from trilane.costmodel.measured_rows import every_row
 from trilane.costmodel.memory import stage_layers
 from trilane.costmodel.predict import FAR, NEAR, predict, sizes_of, support
 from trilane.costmodel.shipped import default
-from trilane.planning.proposals import training_seconds
-from trilane.planning.published import planned_models
 from trilane.planning.sizing import survey_shapes
 
 A100 = cluster("jz-a100-80g")
 SHAPE = parse_shape("72,14336,64,2048,250880")
 BF16 = {"precision": "bf16", "recompute": "full", "zero": 1}
-
-
-def test_training_days_and_gpu_hours_are_those_of_the_chronicles():
-    """Prequel, 'Train time estimation': 105.82 days; 'Allocated hours': 888888.89 compute hours."""
-    assert training_seconds(200e9, 300e9, 350 * 150e12) / 86400 == pytest.approx(105.82, abs=0.005)
-    assert training_seconds(200e9, 300e9, 150e12) / 3600 == pytest.approx(888_888.89, abs=0.005)
-
-
-def test_the_planning_table_has_the_block_and_embedding_bytes_of_the_chronicles():
-    """Prequel: 199B, TP 8: one block 308.30M / 5549.48 MB, embedding 269.26M / 4846.69 MB a GPU."""
-    wide = next(m for m in planned_models() if m.origin.startswith("199B"))
-    assert wide.block_bytes_per_gpu / 1e6 == pytest.approx(5549.48, abs=0.01)
-    assert wide.embedding_bytes_per_gpu / 1e6 == pytest.approx(4846.69, abs=0.01)
-    assert wide.tp * wide.pp == 80
 
 
 def test_parts_sum_to_the_whole():
@@ -52,12 +36,11 @@ def test_layers_are_neither_lost_nor_invented_by_a_partition():
 
 def test_the_largest_shape_that_is_fast_enough_is_chosen():
     given = {"gbs": 8, "seq_length": 128, "vocabulary": 257, "head_dim": 32}
-    fastest = min(p.sec_per_it for p in survey_shapes(small_cluster(), seconds=1.0, **given).predictions)
+    fastest = min(c.prediction.sec_per_it for c in survey_shapes(small_cluster(), seconds=1.0, **given).rows)
     found = survey_shapes(small_cluster(), seconds=3 * fastest, **given)
-    able = [s for s, p in zip(found.shapes, found.predictions, strict=True) if p.sec_per_it <= 3 * fastest]
-    assert 1 < len(able) < len(found.shapes) and found.shape.parameters == max(s.parameters for s in able)
-    none = survey_shapes(small_cluster(), seconds=fastest / 2, **given)
-    assert none.predictions[none.chosen].sec_per_it == fastest
+    able = [c.plan.shape.parameters for c in found.rows if c.prediction.sec_per_it <= 3 * fastest]
+    assert 1 < len(able) < len(found.rows) and found.best.plan.shape.parameters == max(able)
+    assert survey_shapes(small_cluster(), seconds=fastest / 2, **given).best.prediction.sec_per_it == fastest
 
 
 def test_offload_moves_the_optimizer_to_the_host_and_reports_how_much_it_takes():

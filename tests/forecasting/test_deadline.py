@@ -10,7 +10,7 @@ from trilane.config.cluster import cluster
 from trilane.forecasting.deadline import in_time, sizes_within
 from trilane.forecasting.forecast import forecast
 from trilane.planning.size_request import SizeRequest
-from trilane.planning.sizing import propose
+from trilane.planning.sizing import survey
 
 A100 = cluster("jz-a100-80g")
 FEW = {"zero": 1, "interleaving": 1, "sequence_parallel": True, "recompute": "none"}  # a search in milliseconds
@@ -27,7 +27,7 @@ def test_the_largest_shapes_end_in_time_and_larger_ones_do_not(found):
     sizes = [p.shape.parameters for p, _ in found.rows]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] > 0.89 * sizes[0]
     assert all(d["days_50"] < d["days_90"] <= 2.0 and not p.prediction.is_risky for p, d in found.rows)
-    for p in propose(SizeRequest(parameters=1.08 * sizes[0], **ASKED)):
+    for p in survey(SizeRequest(parameters=1.08 * sizes[0], **ASKED))[0]:
         assert forecast(p.plan, tokens=2e9).days(0.9) > 2.0, p.plan.label
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trilane.planning.blocks import front_of
+from trilane.planning.search import front_of
 from trilane.planning.space import Space, divisors
 
 
@@ -17,7 +17,7 @@ def test_each_divisor_is_listed_once(n: int, found: list[int]) -> None:
 def test_each_way_to_cut_eight_gpus_is_looked_at_once() -> None:
     sizes = list(Space(gpus=(8,), gbs=(8,)).sizes())
     assert len(sizes) == len(set(sizes)) == 10 and {t * p * d for t, p, d in sizes} == {8}
-    assert list(Space(gpus=(8,), gbs=(8,), tp=(2,), dp=(2,)).sizes()) == [(2, 2, 2)]
+    assert list(Space(gpus=(8,), gbs=(8,), pins={"tp": (2,), "dp": (2,)}).sizes()) == [(2, 2, 2)]
 
 
 def test_a_batch_is_shared_out_whole() -> None:

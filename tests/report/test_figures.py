@@ -19,9 +19,9 @@ from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.costmodel.pipeline import pipeline_schedule
 from trilane.logs.run import RunLog
-from trilane.planning.proposals import training_days
 from trilane.planning.search import search
 from trilane.planning.search_result import SearchResult
+from trilane.planning.sizing import training_days
 from trilane.report.plots import explorer, losses, runs
 from trilane.report.plots.interactive import MIME, Interactive, embedded
 from trilane.utils.tables import Text

@@ -60,9 +60,8 @@ def size(top: int, as_json: bool, params: float | None, days: float | None, **op
     With --days instead of --params: the largest shapes that end in time with 90 % probability, failures and
     checkpoints counted as by `plan calendar`. Exit code 1 where none can run, or none ends in time.
     """
-    from trilane.planning.proposals import proposals_json, proposals_text
     from trilane.planning.size_request import SizeRequest
-    from trilane.planning.sizing import survey, why_none
+    from trilane.planning.sizing import proposals_json, proposals_text, survey, why_none
 
     given = f"{params:g}" if params else "missing"
     require((params is None) != (days is None), "params", given, "give either --params or --days")

@@ -1,14 +1,17 @@
 """What the commands of `trilane plan` have in common: their options, and what these describe."""
 
 import sys
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trilane.cli.options import Choice, option, together, whole
+from trilane.cli.options import Checked, Choice, Parameter, option, together, whole
 from trilane.config import parallelism
 from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.engines import ENGINES, default_topology, label_of
 from trilane.config.model import ModelShape
+from trilane.config.options import read_field
+from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, read_plan_values
 from trilane.config.shapes import read_shape
 from trilane.utils.tables import one_line
@@ -20,14 +23,10 @@ if TYPE_CHECKING:
 else:
     Calibration = Any
 
-CHOICES = (
-    *("tp", "cp", "pp", "dp", "mbs", "zero", "interleaving", "recompute", "partition", "sequence_parallel", "offload"),
-    *("precision", "attention", "fp32_gradients"),
-)
+CHOICES = tuple(f.name for f in fields(Topology) if f.name != "gbs")
 MOST_SEQUENCES = 1 << 20  # of one iteration; published runs have at most 16,384
 WORDS = {name: Choice(words) for name, words in parallelism.CHOICES.items()}
 SCORES = "scores: no flash kernel"
-YES_NO = Choice(("yes", "no"))
 CALIBRATION = option(
     "--calibration",
     metavar="SOURCE",
@@ -40,32 +39,21 @@ PRECISION = option("--precision", type=Choice(PRECISIONS), help="default: bf16 w
 SEQUENCE = option(
     "--seq", type=whole(), help="tokens of a sequence; default: the shape's, in a config.json its longest"
 )
+
+
+def choice(field: Field[Any]) -> Parameter:
+    """The option of a field of Topology."""
+    words, is_flag = field.metadata.get("choices"), field.type is bool
+    metavar = f"[{'|'.join(words)}]" if words else "[yes|no]" if is_flag else "INTEGER"
+    kind = Checked(metavar, lambda name, text: read_field(Topology, name, str(text)))
+    return option(f"--{field.name.replace('_', '-')}", type=kind, metavar=metavar, help=field.metadata["help"])
+
+
 SPACE = together(  # a model on a cluster, and the topologies of one number of GPUs
     SEQUENCE,
     option("--gbs", type=whole(1, MOST_SEQUENCES), help="sequences an iteration"),
     ENGINE,
-    option("--tp", type=whole(), help="tensor-parallel size"),
-    option("--cp", type=whole(), help="context-parallel size: GPUs that share each sequence"),
-    option("--pp", type=whole(), help="pipeline stages"),
-    option("--dp", type=whole(), help="data-parallel size: replicas"),
-    option("--mbs", type=whole(), help="sequences of a microbatch, per replica"),
-    option("--zero", type=Choice(("0", "1", "2", "3")), help="ZeRO stage"),
-    option("--interleaving", type=whole(), help="model chunks of a pipeline stage"),
-    option(
-        "--recompute",
-        type=WORDS["recompute"],
-        help="activations computed again in the backward pass",
-    ),
-    option("--partition", type=WORDS["partition"], help="how layers are cut into pipeline stages"),
-    option("--sequence-parallel", type=YES_NO, help="cut norms and dropouts by tp, too"),
-    option("--offload", type=WORDS["offload"], help="what stays in host memory"),
-    PRECISION,
-    option(
-        "--attention",
-        type=WORDS["attention"],
-        help=f"{SCORES}; default: what card and heads allow",
-    ),
-    option("--fp32-gradients", type=YES_NO, help="sum 16-bit gradients in fp32; default: for bf16"),
+    *(choice(field) for field in fields(Topology) if field.name in CHOICES),
     CALIBRATION,
 )
 
@@ -103,9 +91,7 @@ def constants_of(plan: Path, cluster: Cluster, source: str) -> Calibration:
 
 def choices_of(options: dict[str, Any]) -> dict[str, Any]:
     """What the options pin, by Topology's names and as search() takes it."""
-    given = {name: options[name] for name in CHOICES if options[name] is not None}
-    given |= {name: given[name] == "yes" for name in ("sequence_parallel", "fp32_gradients") if name in given}
-    return given | ({"zero": int(given["zero"])} if "zero" in given else {})
+    return {name: options[name] for name in CHOICES if options[name] is not None}
 
 
 def plan_of(options: dict[str, Any]) -> Plan:

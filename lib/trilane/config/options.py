@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from trilane.utils.validation import is_number, require, require_integer, require_known
+from trilane.utils.validation import is_count, is_number, require, require_integer, require_known
 
 
 def option(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> Any:
@@ -17,6 +17,7 @@ def option(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> 
     label      how the label of a plan names a value that is not the default
     predicts   False where no prediction depends on it: it is no part of a plan's id
     megatron   the argument of Megatron-LM, without dashes
+    search     the values that a search tries where none is given; () all that make sense, without it the default alone
     cli        False where no command has an option for it; metavar: what its help calls the value
     """
     if callable(default):
@@ -26,16 +27,30 @@ def option(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> 
 
 def check(values: Any, prefix: str = "") -> None:
     """Raise ValueError for the first field of a dataclass that breaks its rule; None is a value that was left out."""
-    for name, (is_whole, rule) in _rules(values.__class__).items():
-        value = getattr(values, name)
-        if value is None:
-            continue
-        if "choices" in rule:
-            require_known(prefix + name, value, rule["choices"])
-        elif is_whole:
-            require_integer(prefix + name, value, rule.get("minimum", 0), rule.get("maximum", 1 << 63))
-        else:
-            _check_number(prefix + name, value, rule)
+    for name in _rules(values.__class__):
+        if (value := getattr(values, name)) is not None:
+            check_field(values.__class__, name, value, prefix)
+
+
+def check_field(kind: type, name: str, value: Any, prefix: str = "") -> None:
+    """Raise ValueError where the value breaks the rule of one field."""
+    is_whole, rule = _rules(kind).get(name, (False, {}))
+    if "choices" in rule:
+        require_known(prefix + name, value, rule["choices"])
+    elif is_whole:
+        require_integer(prefix + name, value, rule.get("minimum", 0), rule.get("maximum", 1 << 63))
+    elif rule:
+        _check_number(prefix + name, value, rule)
+
+
+def read_field(kind: type, name: str, text: str) -> Any:
+    """The value of a field that is a choice, a whole number, or yes or no, in a text; ValueError where it is none."""
+    hint = next((f.type for f in dataclasses.fields(kind) if f.name == name), None)
+    require_known("choice", name, [f.name for f in dataclasses.fields(kind)])
+    require(hint is not bool or text in ("yes", "no"), name, text, "must be yes or no")
+    value = text == "yes" if hint is bool else int(text) if hint is int and is_count(text) else text
+    check_field(kind, name, value)
+    return value
 
 
 @functools.cache

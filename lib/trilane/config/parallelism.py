@@ -66,25 +66,32 @@ class Topology:
     gbs: int = _size("sequences of an iteration, over all replicas", megatron="global-batch-size")
     cp: int = _size("context-parallel size: GPUs that share each sequence", "cp{}", megatron="context-parallel-size")
     zero: int = option(
-        0, "ZeRO stage, 0 to 3; 1 is Megatron's distributed optimizer", minimum=0, maximum=3, label="zero{}"
+        0,
+        "ZeRO stage, 0 to 3; 1 is Megatron's distributed optimizer",
+        minimum=0,
+        maximum=3,
+        label="zero{}",
+        search=range(4),
     )
     recompute: str = option(
         "none",
         "activations computed again in the backward pass: none, the attention core (selective) or whole layers (full)",
         choices=("none", "selective", "full"),
         label="{}",
+        search=("none", "selective", "full"),
     )
     interleaving: int = _size(
-        "model chunks of a pipeline stage", "vp{}", megatron="num-virtual-stages-per-pipeline-rank"
+        "model chunks of a pipeline stage", "vp{}", megatron="num-virtual-stages-per-pipeline-rank", search=()
     )
     sequence_parallel: bool = option(
-        False, "cut norms and dropouts over tp, too", label="sp", megatron="sequence-parallel"
+        False, "cut norms and dropouts over tp, too", label="sp", megatron="sequence-parallel", search=(False, True)
     )
     partition: str = option(
         "uniform",
         "layers per stage; type:transformer|embedding counts embedding and head as layers",
         choices=("uniform", "type:transformer|embedding"),
         label="embed",
+        search=("uniform", "type:transformer|embedding"),
     )
     first_stage_layers: int = _size(
         "layers of the first stage; 0: as the others", "first{}", 0, megatron="decoder-first-pipeline-num-layers"
@@ -97,6 +104,7 @@ class Topology:
         "what stays in host memory: none, the optimizer, or all (full, with ZeRO-3)",
         choices=("none", "optimizer", "full"),
         label="offload{}",
+        search=("none",),
     )
     precision: str = option(
         "fp32", "of weights and matrix products; in fp8 products alone, all else as in bf16", choices=PRECISIONS

@@ -11,13 +11,6 @@ from trilane.config.engines import sums_in_fp32
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import CHOICES, Topology
 
-# DeepSpeed's default size of a reduce or all-gather bucket, in values (its configuration page, reduce_bucket_size).
-LIBRARY_BUCKET = 500_000_000
-# Share of the peak that an 8-bit matmul reaches, relative to bf16's share: the best on an H100 SXM are 1402.6 of 1979
-# and 794.5 of 989 TFLOP/s (S. Bekman, 'Machine Learning Engineering', table of maximum achievable matmul FLOPS).
-FP8_SHARE = 0.88
-# Numbers that a Topology has by the same names.
-SAME = ("tp", "cp", "pp", "dp", "mbs", "gbs", "zero", "interleaving", "first_stage_layers", "last_stage_layers")
 Number = Any  # a float or a numpy array; arrays in one Columns broadcast against each other
 
 
@@ -34,13 +27,10 @@ class Parts:
 class Columns:
     """Sizes of models and topologies, each a number or an array.
 
-    Choices are numbers too: `recompute` 0 none, 1 selective, 2 full; `embedding_layers` 1 where the pipeline counts
-    embedding and head as a layer each; `stores_scores` 1 where attention keeps its s x s scores (no flash kernel);
-    `offload` 0 none, 1 optimizer, 2 optimizer and parameters; `fp32_gradients` 1 where they are accumulated in fp32;
-    `library_buckets` 1 where ZeRO's buckets have DeepSpeed's own size; `main_grads` 1 where the engine is Megatron's
-    own, whose fp32 gradients are the only ones and stay whole; `gated` 1 where the MLP has a gate; `biases` 0 none, 1
-    of queries, keys and values, 2 all; `norm_values` 2 h or h parameters of a norm; `positions` learned rows;
-    `fp8` 1 where linear layers multiply in 8 bits.
+    The fields of a topology have their names there, and a word is a number, its place among the choices: `recompute` 0
+    none, 1 selective, 2 full. `main_grads` 1 where the engine is Megatron's own, whose fp32 gradients are the only ones
+    and stay whole; `biases` 0 none, 1 of queries, keys and values, 2 all; `norm_values` 2 h or h parameters of a norm;
+    `positions` learned rows.
     """
 
     layers: Number
@@ -48,21 +38,6 @@ class Columns:
     heads: Number
     seq: Number
     vocab: Number
-    tp: Number
-    pp: Number
-    dp: Number
-    mbs: Number
-    gbs: Number
-    zero: Number
-    recompute: Number
-    interleaving: Number
-    embedding_layers: Number
-    sequence_parallel: Number
-    offload: Number
-    value_bytes: Number
-    fp32_gradients: Number
-    stores_scores: Number
-    torch_adam: Number
     untied: Number
     embedding_layernorm: Number
     kv_heads: Number
@@ -71,12 +46,31 @@ class Columns:
     biases: Number
     norm_values: Number
     positions: Number
-    cp: Number = 1
-    fp8: Number = 0
-    first_stage_layers: Number = 0  # 0: as many as the others
-    last_stage_layers: Number = 0
-    library_buckets: Number = 0
-    main_grads: Number = 0
+    tp: Number
+    pp: Number
+    dp: Number
+    mbs: Number
+    gbs: Number
+    cp: Number
+    zero: Number
+    recompute: Number
+    interleaving: Number
+    sequence_parallel: Number
+    partition: Number
+    first_stage_layers: Number  # 0: as many as the others
+    last_stage_layers: Number
+    offload: Number
+    precision: Number
+    fp32_gradients: Number
+    attention: Number
+    adam: Number
+    buckets: Number
+    main_grads: Number
+
+    @property
+    def value_bytes(self) -> Number:
+        """Bytes of a weight or an activation."""
+        return 2 + 2 * np.equal(self.precision, 0)
 
     @property
     def microbatches(self) -> Number:
@@ -142,11 +136,11 @@ class Columns:
         A first or last stage with a number of its own stands apart, and the others share the rest.
         """
         own_first, own_last = self.first_stage_layers, self.last_stage_layers
-        units = self.layers + 2 * self.embedding_layers - own_first - own_last
+        units = self.layers + 2 * self.partition - own_first - own_last
         others = self.pp - np.greater(own_first, 0) - np.greater(own_last, 0)
         each = np.ceil(units / np.maximum(others, 1))
-        first = np.where(np.greater(own_first, 0), own_first, np.minimum(each, units) - self.embedding_layers)
-        rest = np.maximum(units - each * (others - 1) - self.embedding_layers, 0)
+        first = np.where(np.greater(own_first, 0), own_first, np.minimum(each, units) - self.partition)
+        rest = np.maximum(units - each * (others - 1) - self.partition, 0)
         last = np.where(np.greater(own_last, 0), own_last, rest)
         alone = self.pp == 1
         return np.where(alone, self.layers, first), each, np.where(alone, self.layers, last)
@@ -157,9 +151,10 @@ class Columns:
 
         Stage 3: h^2, as Hugging Face's Trainer fills in "auto" (its page on DeepSpeed).
         """
-        h2 = self.hidden * self.hidden
-        fitted = np.where(np.equal(self.zero, 3), h2, np.minimum(LIBRARY_BUCKET, self.layer_weights * self.tp))
-        return np.where(np.equal(self.library_buckets, 1), LIBRARY_BUCKET, fitted)
+        # the default of reduce_bucket_size, in values (DeepSpeed's configuration page)
+        library, h2 = 500_000_000, self.hidden * self.hidden
+        fitted = np.where(np.equal(self.zero, 3), h2, np.minimum(library, self.layer_weights * self.tp))
+        return np.where(np.equal(self.buckets, 1), library, fitted)
 
     def take(self, index: Any) -> "Columns":
         """The chosen rows; what is the same for all rows stays a number."""
@@ -169,21 +164,15 @@ class Columns:
 def columns_of(shape: ModelShape, topology: Topology, engine: str = "") -> Columns:
     """One plan as Columns of numbers; `engine` "" is Megatron-DeepSpeed as the documents used it."""
     t = topology
+    numbers = {name: number_of(name, getattr(t, name)) for name in Columns.__dataclass_fields__.keys() & vars(t)}
+    if engine:
+        numbers["fp32_gradients"] = int(sums_in_fp32(engine, t))
     return Columns(
         layers=shape.num_layers,
         hidden=shape.hidden_size,
         heads=shape.num_attention_heads,
         seq=shape.seq_length,
         vocab=shape.vocab_size,
-        **{name: getattr(t, name) for name in SAME},
-        recompute=CHOICES["recompute"].index(t.recompute),
-        embedding_layers=int(t.partition != "uniform"),
-        sequence_parallel=int(t.sequence_parallel),
-        offload=CHOICES["offload"].index(t.offload),
-        value_bytes=4 if t.precision == "fp32" else 2,
-        fp32_gradients=int(sums_in_fp32(engine, t)) if engine else int(t.fp32_gradients),
-        stores_scores=int(t.attention == "scores"),
-        torch_adam=int(t.adam == "torch"),
         untied=int(not shape.tied_embeddings),
         embedding_layernorm=int(shape.embedding_layernorm),
         kv_heads=shape.kv_heads,
@@ -192,10 +181,14 @@ def columns_of(shape: ModelShape, topology: Topology, engine: str = "") -> Colum
         biases=("none", "qkv", "all").index(shape.biases),
         norm_values=shape.norm_parameters,
         positions=shape.seq_length if shape.positions == "learned" else 0,
-        fp8=int(t.precision == "fp8"),
-        library_buckets=int(t.buckets == "library"),
         main_grads=int(engine == "megatron" and t.precision != "fp32"),
+        **numbers,
     )
+
+
+def number_of(name: str, value: Any) -> int:
+    """The value of a topology's field in Columns."""
+    return CHOICES[name].index(value) if name in CHOICES else int(value)
 
 
 def stack(rows: Sequence[Columns]) -> Columns:
@@ -206,11 +199,12 @@ def stack(rows: Sequence[Columns]) -> Columns:
 def linear_flops_per_s(columns: Columns, cluster: Cluster) -> Number:
     """Peak rate of a linear layer's matmuls: that of 8 bits where they have 8."""
     wide = matmul_flops_per_s(columns, cluster)
-    return (
-        np.where(np.equal(columns.fp8, 1), cluster.gpu.fp8_flops_per_s * FP8_SHARE, wide)
-        if cluster.gpu.kind == "cuda"
-        else wide
-    )
+    if cluster.gpu.kind == "cpu":
+        return wide
+    # 0.88: the share of the peak that an 8-bit matmul reaches, relative to bf16's; the best on an H100 SXM are 1402.6
+    # of 1979 and 794.5 of 989 TFLOP/s (S. Bekman, 'Machine Learning Engineering', maximum achievable matmul FLOPS)
+    fp8 = np.equal(columns.precision, CHOICES["precision"].index("fp8"))
+    return np.where(fp8, cluster.gpu.fp8_flops_per_s * 0.88, wide)
 
 
 def matmul_flops_per_s(columns: Columns, cluster: Cluster) -> Number:

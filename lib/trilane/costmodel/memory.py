@@ -88,7 +88,7 @@ def activation_bytes_per_layer(columns: Columns) -> Number:
     sbh = x.tokens * x.hidden
     cut = 4 + 4 * x.kv_hidden / x.hidden + (4 + 2 * x.gated) * x.ffn / x.hidden
     kept = np.where(np.equal(x.sequence_parallel, 1), 10 / x.tp, 10) + cut / x.tp
-    stores = np.equal(x.recompute, 0) * x.stores_scores
+    stores = np.equal(x.recompute, 0) * x.attention
     whole = sbh * kept + stores * 5.0 * x.heads * x.seq * x.tokens / x.tp
     kept_input = 2 * sbh / np.where(np.equal(x.sequence_parallel, 1), x.tp, 1)
     return np.where(np.equal(x.recompute, 2), kept_input, whole) * x.value_bytes / 2
@@ -139,7 +139,7 @@ def model_states(columns: Columns, stage: Number, constants: MemoryConstants) ->
     whole = np.where(main, 12.0, np.where(np.equal(x.zero, 0), WHOLE_OPTIMIZER, c.optimizer))
     # torch's Adam makes its denominator, fp32, for the whole flat share at once: 4 bytes. The chronicles' prequel
     # prints 61 and 47 GB with it (first node, others), 51 and 44 with apex's fused kernel.
-    return weights, gradients, (np.where(wide, 8, whole) + 4 * x.torch_adam) * parameters / shard[0]
+    return weights, gradients, (np.where(wide, 8, whole) + 4 * x.adam) * parameters / shard[0]
 
 
 def working_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -> Number:

@@ -143,8 +143,8 @@ def _features(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
         (
             c.cluster.gpu.name.partition("-")[0],
             c.cluster.name.replace("16g", "32g"),
-            "fused" if not x.stores_scores else "aligned" if x.head_dim % 8 == 0 else "unaligned",
-            x.fp8,
+            "fused" if not x.attention else "aligned" if x.head_dim % 8 == 0 else "unaligned",
+            c.topology.precision == "fp8",
             c.topology.recompute,
             c.topology.offload,
             x.gated,

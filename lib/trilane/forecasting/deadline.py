@@ -8,9 +8,16 @@ from trilane.config.engines import default_precision
 from trilane.config.model import ModelShape
 from trilane.forecasting.forecast import Record, forecast
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
-from trilane.planning.proposals import Proposal, Proposals, proposals_json, size_text, support_lines
 from trilane.planning.size_request import MOST, SizeRequest
-from trilane.planning.sizing import survey, why_none
+from trilane.planning.sizing import (
+    Proposal,
+    Proposals,
+    proposals_json,
+    size_text,
+    support_lines,
+    survey,
+    why_none,
+)
 from trilane.utils.tables import Columns, DataFrame, Table, Text
 from trilane.utils.validation import require, require_positive
 

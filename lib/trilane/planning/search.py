@@ -1,9 +1,10 @@
 """Search: every topology of a space predicted, the refused counted by rule, the rest ranked."""
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,56 +19,65 @@ from trilane.costmodel.iteration import Microbatches
 from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, predict
 from trilane.costmodel.shipped import calibration_for
-from trilane.planning.blocks import BestBlocks, Block, front_of, merged_front
 from trilane.planning.search_result import Candidate, SearchResult
-from trilane.planning.space import ParallelSizes, SearchPoint, Space, block_columns, space_for, topology_of
+from trilane.planning.space import ParallelSizes, Point, Space, block_columns, space_for, topology_of
 from trilane.utils.progress import progress
 from trilane.utils.validation import require_known
 
 MEMORY_RULE = "memory must fit the card"
-EXAMPLES_PER_RULE = 50
-ROWS = 1 << 14  # topologies that are predicted together, a few more at most: 128 KiB a column
-# Seconds per sequence (of an iteration where gbs is the same), also the order of the days of a fixed number of tokens;
-# GPU-seconds per sequence; least memory of the fullest stage.
-OBJECTIVES = ("seconds", "days", "gpu_hours", "headroom")
+
+
+class Row(NamedTuple):
+    """One topology that can run, with its objective, its seconds per sequence and its memory."""
+
+    objective: float
+    seconds: float
+    memory: float
+    topology: tuple[ParallelSizes, Point, float, float]  # with mbs and gbs
+
+
+def front_of(seconds: np.ndarray, memory: np.ndarray) -> np.ndarray:
+    """Rows that no other row beats in both seconds and memory, the fastest first."""
+    order = np.lexsort((memory, seconds))
+    lowest = np.minimum.accumulate(memory[order])
+    return order[np.append([True] * (len(order) > 0), memory[order][1:] < lowest[:-1]).astype(bool)]
 
 
 class _Search:
-    """One pass over a space."""
+    """One pass over a space: the best `top` of the safe and of the risky, and the Pareto front, kept on the way."""
 
-    def __init__(self, shape: ModelShape, cluster: Cluster, space: Space, calibration: Calibration, objective: str):
-        require_known("objective", objective, OBJECTIVES)
+    def __init__(self, shape: ModelShape, cluster: Cluster, space: Space, calibration: Calibration, **how: Any):
         self.shape, self.cluster, self.space, self.calibration = shape, cluster, space, calibration
-        self.objective = objective
+        self.objective, self.top = how["objective"], how["top"]
+        # seconds per sequence, which is also the order of the days of a number of tokens; GPU-seconds per sequence;
+        # least memory of the fullest stage
+        require_known("objective", self.objective, ("seconds", "days", "gpu_hours", "headroom"))
+        self.safe, self.risky, self.front = list[Row](), list[Row](), list[Row]()
         batches = [space.batches(dp)[0] for dp in {dp for _, _, dp in space.sizes()}] or [np.ones(1)]
         self.microbatches = Microbatches(cluster, calibration, np.unique(np.concatenate(batches)))
         rules: list[tuple[Rule, tuple[Any, ...]]] = [(rule, (cluster,)) for rule in CLUSTER_RULES]
         rules += [(rule, (shape,)) for rule in SHAPE_RULES] + [(rule, ()) for rule in TOPOLOGY_RULES]
         self.size_rules = [pair for pair in rules if pair[0].of_sizes]
         self.rules = [pair for pair in rules if not pair[0].of_sizes]
-        self.fixed, self.columns = vars(space.base()), columns_of(shape, space.base(), space.engine)
+        self.columns = columns_of(shape, space.fixed, space.engine)
         self.refused: Counter[str] = Counter()
-        self.examples: list[tuple[Topology, str]] = []
+        self.examples: dict[str, tuple[Topology, str]] = {}
         self.runnable = 0
 
-    def refuse(self, rule: str, sizes: ParallelSizes, point: SearchPoint, gone: np.ndarray | slice) -> None:
-        """Count the rows `gone` of a block under a rule, and keep a few of them as examples."""
-        batches = self.space.batches(sizes[2])
-        count = len(batches[0][gone])
-        shown = max(min(count, EXAMPLES_PER_RULE - self.refused[rule]), 0)
-        self.refused[rule] += count
-        for mbs, gbs in zip(*(column[gone][:shown] for column in batches), strict=True) if shown else ():
-            try:
-                topology = topology_of(self.space, sizes, point, mbs, gbs)
-            except ValueError:
-                return  # cannot even be written down
-            self.examples.append((topology, f"{topology.label}: {rule}"))
+    def refuse(self, rule: str, sizes: ParallelSizes, point: Point, gone: np.ndarray | slice) -> None:
+        """Count the rows `gone` of a block under a rule; the first that can be written down is its example."""
+        mbs, gbs = (column[gone] for column in self.space.batches(sizes[2]))
+        self.refused[rule] += len(mbs)
+        if rule not in self.examples and len(mbs):
+            with contextlib.suppress(ValueError):
+                topology = topology_of(self.space, sizes, point, mbs[0], gbs[0])
+                self.examples[rule] = topology, f"{topology.label}: {rule}"
 
-    def allowed(self, sizes: ParallelSizes, point: SearchPoint) -> np.ndarray:
+    def allowed(self, sizes: ParallelSizes, point: Point) -> np.ndarray:
         """Which batch sizes of a block no rule refuses; the refused are counted under the first rule they break."""
         mbs, gbs = self.space.batches(sizes[2])
         names = dict(zip(("tp", "pp", "dp"), sizes, strict=True))
-        block: Any = SimpleNamespace(**{**self.fixed, **vars(point), **names, "mbs": mbs, "gbs": gbs})
+        block: Any = SimpleNamespace(**{**vars(self.space.fixed), **point, **names, "mbs": mbs, "gbs": gbs})
         keep = np.ones(len(mbs), bool)
         for rule, subjects in self.rules:
             holds = rule.holds(block, *subjects)
@@ -84,32 +94,44 @@ class _Search:
             keep = np.zeros(len(mbs), bool)
         return keep
 
-    def block(self, sizes: ParallelSizes, points: Sequence[SearchPoint], keeps: Sequence[np.ndarray]) -> Block | None:
-        """The runnable topologies of some points, predicted together; None where there is none."""
+    def predict(self, sizes: ParallelSizes, points: Sequence[Point], keeps: Sequence[np.ndarray]) -> None:
+        """Predict the topologies of some points together, and keep the best of them."""
         which = np.repeat(np.arange(len(points)), [np.count_nonzero(keep) for keep in keeps])
         mbs, gbs = (np.concatenate([column[keep] for keep in keeps]) for column in self.space.batches(sizes[2]))
         columns = block_columns(self.columns, sizes, points, which, mbs, gbs)
         memory = memory_bytes(columns, self.cluster)
         fits = oom_probability(memory, self.cluster) <= IMPOSSIBLE
         for i in np.unique(which[~fits]).tolist():
-            gone = np.flatnonzero(keeps[i])[~fits[which == i]]
-            self.refuse(MEMORY_RULE, sizes, points[i], gone)
+            self.refuse(MEMORY_RULE, sizes, points[i], np.flatnonzero(keeps[i])[~fits[which == i]])
+        self.runnable += int(fits.sum())
+        if not fits.any():
+            return
         columns, memory, which = columns.take(fits), memory[fits], which[fits]
-        self.runnable += len(memory)
-        if not len(memory):
-            return None
         seconds = self.microbatches.seconds(columns) / columns.gbs
         goals = {"gpu_hours": seconds * columns.gpus, "headroom": memory}
-        objective = goals.get(self.objective, seconds)
-        return Block(sizes, tuple(points), which, columns.mbs, columns.gbs, objective, seconds, memory)
+        objective = np.asarray(goals.get(self.objective, seconds))
 
-    def blocks(self) -> Iterator[Block]:
-        """The runnable topologies, some thousands at a time; the others are counted."""
+        def rows(index: np.ndarray) -> list[Row]:
+            found = zip(*(values[index] for values in (objective, seconds, memory)), strict=True)
+            facts = zip(which[index], columns.mbs[index], columns.gbs[index], strict=True)
+            return [Row(o, s, b, (sizes, points[w], m, g)) for (o, s, b), (w, m, g) in zip(found, facts, strict=True)]
+
+        danger = oom_probability(memory, self.cluster) > RISKY
+        for best, able in ((self.safe, ~danger), (self.risky, danger)):
+            worst = best[-1].objective if len(best) == self.top else np.inf
+            index = np.flatnonzero(able & (objective <= worst))
+            new = rows(index[np.argsort(objective[index], kind="stable")[: self.top]])
+            best[:] = sorted([*best, *new], key=lambda row: row.objective)[: self.top]
+        calm = np.flatnonzero(~danger)
+        self.front += rows(calm[front_of(seconds[calm], memory[calm])])
+
+    def run(self) -> SearchResult:
+        """All topologies, some thousands at a time; what no rule refuses is predicted."""
         for sizes in progress(list(self.space.sizes()), "search", "size"):
-            cp, gpus = self.space.cp, sizes[0] * sizes[1] * sizes[2] * self.space.cp
+            cp, gpus = self.space.fixed.cp, sizes[0] * sizes[1] * sizes[2] * self.space.fixed.cp
             block = SimpleNamespace(tp=sizes[0], pp=sizes[1], dp=sizes[2], cp=cp, gpus=gpus)
             broken = next((rule for rule, subjects in self.size_rules if not rule.holds(block, *subjects)), None)
-            points, keeps, rows = list[SearchPoint](), list[np.ndarray](), 0
+            points, keeps, rows = list[Point](), list[np.ndarray](), 0
             for point in self.space.points(self.shape, sizes[0], sizes[1]):
                 if broken:
                     self.refuse(broken.name, sizes, point, slice(None))
@@ -117,44 +139,35 @@ class _Search:
                 keep = self.allowed(sizes, point)
                 if keep.any():
                     points, keeps, rows = [*points, point], [*keeps, keep], rows + int(keep.sum())
-                if rows > ROWS:
-                    if found := self.block(sizes, points, keeps):
-                        yield found
+                if rows > 1 << 14:  # 128 KiB a column, which stays in the cache
+                    self.predict(sizes, points, keeps)
                     points, keeps, rows = [], [], 0
-            if points and (found := self.block(sizes, points, keeps)):
-                yield found
-
-    def run(self, top: int) -> SearchResult:
-        """All blocks; the best `top` of the safe and of the risky, and the Pareto front, kept on the way."""
-        safe, risky, front = BestBlocks(top), BestBlocks(top), list[Block]()
-        for found in self.blocks():
-            danger = oom_probability(found.memory, self.cluster) > RISKY
-            calm = found.take(~danger)
-            if len(calm):
-                front.append(calm.take(front_of(calm.seconds, calm.memory)))
-            safe.add(calm)
-            risky.add(found.take(danger))
+            if points:
+                self.predict(sizes, points, keeps)
         return SearchResult(
             space=self.space,
-            candidates=tuple(self.candidates(safe.rows())),
-            risky=tuple(self.candidates(risky.rows())),
+            candidates=tuple(self.candidates(self.safe)),
+            risky=tuple(self.candidates(self.risky)),
             runnable=self.runnable,
             refused_by_rule=dict(self.refused.most_common()),
-            refused=tuple(self.examples),
-            front=lambda: self.candidates(merged_front(front)),
+            refused=tuple(self.examples.values()),
+            front=self.pareto,
         )
 
-    def candidates(self, found: Iterable[Block]) -> list[Candidate]:
+    def pareto(self) -> list[Candidate]:
+        """The plans that no other beats in both seconds and memory, the risky left out."""
+        seconds, memory = (np.array([getattr(row, name) for row in self.front]) for name in ("seconds", "memory"))
+        return self.candidates(self.front[i] for i in front_of(seconds, memory))
+
+    def candidates(self, rows: Iterable[Row]) -> list[Candidate]:
         """Each row as a plan, predicted in full."""
-        several = len(self.space.gbs) > 1
-        result = []
-        for block in found:
-            for which, mbs, gbs in zip(block.which, block.mbs, block.gbs, strict=True):
-                t = topology_of(self.space, block.sizes, block.points[which], mbs, gbs)
-                label = label_of(self.shape, self.cluster, t, self.space.engine) + f"-gbs{t.gbs}" * several
-                made: dict[str, Any] = {"shape": self.shape, "cluster": self.cluster, "engine": self.space.engine}
-                plan = Plan(label=label, topology=t, **made)
-                result.append(Candidate(plan=plan, prediction=predict(plan, self.calibration)))
+        several, result = len(self.space.gbs) > 1, []
+        for row in rows:
+            t = topology_of(self.space, *row.topology)
+            label = label_of(self.shape, self.cluster, t, self.space.engine) + f"-gbs{t.gbs}" * several
+            made: dict[str, Any] = {"shape": self.shape, "cluster": self.cluster, "engine": self.space.engine}
+            plan = Plan(label=label, topology=t, **made)
+            result.append(Candidate(plan=plan, prediction=predict(plan, self.calibration)))
         return result
 
 
@@ -167,8 +180,9 @@ def search_space(
     top: int = 200,
 ) -> SearchResult:
     """Predict every topology of a space; the best `top` by the objective, and the front of speed against memory."""
-    cluster.gpu.flops_per_s(space.precision)
-    return _Search(shape, cluster, space, calibration or calibration_for(cluster), objective).run(top)
+    cluster.gpu.flops_per_s(space.fixed.precision)
+    known = calibration or calibration_for(cluster)
+    return _Search(shape, cluster, space, known, objective=objective, top=top).run()
 
 
 def search(
@@ -185,9 +199,10 @@ def search(
 ) -> SearchResult:
     """Every topology of `gpus` GPUs (one or more counts) and `gbs` sequences an iteration that the engine can train.
 
-    `choices` pins what the search would vary, by Topology's names, each to one value or several: `mbs=(1, 2)`,
-    `recompute="full"`, `sequence_parallel=False`; or sets what it holds fixed: `precision`, `attention`,
-    `fp32_gradients`. SearchResult.space.held_fixed names what was not varied.
+    `choices` pins what the search would vary, by Topology's names, each to one value or several, or sets what it holds
+    fixed (precision, attention, fp32_gradients, ...). SearchResult.space.held_fixed names what was not varied.
+
+        search(shape, load_cluster("jz-a100-80g"), gpus=384, gbs=2048, mbs=(1, 2), recompute="full")
     """
     space = space_for(shape, cluster, gpus=gpus, gbs=gbs, engine=engine, **choices)
     return search_space(shape, cluster, space, calibration, objective, top)

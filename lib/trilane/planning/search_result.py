@@ -11,7 +11,7 @@ from trilane.config.plan import Plan
 from trilane.costmodel.predict import Prediction
 from trilane.planning.space import ParallelSizes, Space
 from trilane.utils import tables
-from trilane.utils.tables import DataFrame, Table, Text
+from trilane.utils.tables import DataFrame, Table, Text, frame_of
 from trilane.utils.validation import require
 
 # Of 52 pairs of measured A100 rows of one table, model and batch whose left-out predictions differ by less than 3 %, 14
@@ -52,25 +52,22 @@ class Candidates(Table):
 
     rows: tuple[Candidate, ...]
 
-    def __getitem__(self, some: slice) -> tuple[Candidate, ...]:
-        return self.rows[some]
-
     def to_frame(self) -> DataFrame:
         """Rank, label, id, seconds with their 90 % interval, memory and P(OOM), a row a plan; `1=` is a tie."""
-        p = [c.prediction for c in self.rows]
         columns: dict[str, Any] = {
-            "rank": ranks([x.sec_per_it for x in p]),
-            "plan": [c.label for c in self.rows],
-            "id": [c.plan.id for c in self.rows],
-            "GPUs": [c.topology.gpus for c in self.rows],
-            "microbatches": [c.topology.microbatches for c in self.rows],
-            "s/it": [round(x.sec_per_it, 3) for x in p],
-            "90 % from": [round(x.sec_lo, 3) for x in p],
-            "to": [round(x.sec_hi, 3) for x in p],
-            "memory (GiB)": [round(x.memory_bytes / 2**30, 2) for x in p],
-            "P(out of memory)": [f"{x.oom_probability:.1%}" for x in p],
+            "plan": "label",
+            "id": "plan.id",
+            "GPUs": "topology.gpus",
+            "microbatches": "topology.microbatches",
+            "s/it": lambda c: round(c.prediction.sec_per_it, 3),
+            "90 % from": lambda c: round(c.prediction.sec_lo, 3),
+            "to": lambda c: round(c.prediction.sec_hi, 3),
+            "memory (GiB)": lambda c: round(c.prediction.memory_bytes / 2**30, 2),
+            "P(out of memory)": lambda c: f"{c.prediction.oom_probability:.1%}",
         }
-        return tables.Columns(columns).to_frame()
+        frame = frame_of(self.rows, columns)
+        frame.insert(0, "rank", ranks([c.prediction.sec_per_it for c in self.rows]))
+        return frame
 
 
 def ranks(seconds: Sequence[float]) -> list[str]:
@@ -84,7 +81,7 @@ def ranks(seconds: Sequence[float]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult(Table):
-    """The best candidates, best first; all refused topologies counted by rule, some of them shown with their reason.
+    """The best candidates, best first; all refused topologies counted by rule, with one as an example.
 
     candidates   may run out of memory in one run of ten at most; `risky` ones more often: listed apart, best first too
     front        makes `pareto`, each of whose plans takes a full prediction
@@ -111,17 +108,16 @@ class SearchResult(Table):
     def best_per_sizes(self, count: int) -> Candidates:
         """The `count` best candidates that differ in tp, pp or dp."""
         best: dict[ParallelSizes, Candidate] = {}
-        for candidate in self.candidates:
-            t = candidate.topology
-            best.setdefault((t.tp, t.pp, t.dp), candidate)
+        for c in self.candidates:
+            best.setdefault((c.topology.tp, c.topology.pp, c.topology.dp), c)
         return Candidates(rows=tuple(best.values())[:count])
 
     def best(self, count: int) -> Candidates:
         """As best_per_sizes(); ValueError where no plan is safe to start."""
-        gpus, rules = ",".join(map(str, self.space.gpus)), list(self.refused_by_rule)[:1]
-        why = f"no topology can run; {'; '.join(rules) or 'no dp and microbatch divide the batch'}"
+        rules = list(self.refused_by_rule)[:1] or ["no dp and microbatch divide the batch"]
         risk = f"; {len(self.risky)} may run out of memory" if self.risky else ""
-        require(bool(self.candidates), "gpus", gpus, why + risk)
+        gpus, why = ",".join(map(str, self.space.gpus)), f"no topology can run; {rules[0]}{risk}"
+        require(bool(self.candidates), "gpus", gpus, why)
         return self.best_per_sizes(count)
 
     def to_frame(self) -> DataFrame:
@@ -139,16 +135,14 @@ class SearchResult(Table):
 
     def refusals(self) -> tables.Columns:
         """How many topologies each rule refuses."""
-        rules = self.refused_by_rule
-        return tables.Columns({"topologies refused": list(rules.values()), "rule": list(rules)})
+        return tables.Columns.of_rows(("rule", "topologies refused"), [*self.refused_by_rule.items()])
 
     def summary(self) -> Text:
         """How many topologies there are, how many can run, and what was held fixed."""
-        refused = self.evaluated - self.runnable
         only = Text.of(" Predicted only: {}.", self.predicted_only) if self.predicted_only else Text()
         return Text.of(
             "**{:,}** topologies: **{:,}** can run, **{:,}** are refused. Held fixed: {}.{}",
-            *(self.evaluated, self.runnable, refused, self.space.held_fixed, only),
+            *(self.evaluated, self.runnable, self.evaluated - self.runnable, self.space.held_fixed, only),
         )
 
     def as_text(self) -> str:

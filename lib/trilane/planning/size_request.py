@@ -15,10 +15,6 @@ from trilane.costmodel.calibration import Calibration
 from trilane.planning.shape_rules import TILE, usable_heads
 from trilane.utils.validation import require, require_integer, require_known, require_positive
 
-# hidden / layers: the prequel's table has 109 (its 'narrow' idea) to 195 (530B) above 100B, and 204 in what it trained;
-# below 20B they are narrower: 64 (GPT-2, 12 x 768) to 128 (GPT-3 13B, 40 x 5140; arXiv:2005.14165, table 2.1).
-LARGE, RATIOS, SMALL_RATIOS = 20e9, (100.0, 250.0), (48.0, 160.0)
-MOST_WIDTHS = 10
 MOST = 1e14  # parameters: a hundred times what has been trained
 
 
@@ -46,25 +42,22 @@ class Kind:
         return ModelShape(num_layers=1, hidden_size=hidden, num_attention_heads=heads, **rest)
 
 
-# Llama 3 (arXiv:2407.21783, table 3): 8 key-value heads, an MLP of 3.5 h at 8B and 70B; its predecessors without shared
-# heads had 8/3 h (arXiv:2302.13971, section 2.2).
-LLAMA: dict[str, Any] = {"activation": "swiglu", "normalization": "rmsnorm", "positions": "rotary", "biases": "none"}
-KINDS = {
-    "gpt2": Kind(),
-    "bloom": Kind(fields={"positions": "alibi", "embedding_layernorm": True}),
-    "llama": Kind(fields={**LLAMA, "tied_embeddings": False}, kv_heads=8, ffn=3.5, ffn_alone=8 / 3),
-}
-
-
 def kind_of(like: str, seq_length: int) -> Kind:
     """The kind of that name, or that of the model in a JSON file (a shape, or a config.json), its ratios kept."""
+    # Llama 3 (arXiv:2407.21783, table 3): 8 key-value heads, an MLP of 3.5 h at 8B and 70B; its predecessors without
+    # shared heads had 8/3 h (arXiv:2302.13971, section 2.2)
+    llama = {"activation": "swiglu", "normalization": "rmsnorm", "positions": "rotary", "biases": "none"}
+    kinds = {
+        "gpt2": Kind(),
+        "bloom": Kind(fields={"positions": "alibi", "embedding_layernorm": True}),
+        "llama": Kind(fields={**llama, "tied_embeddings": False}, kv_heads=8, ffn=3.5, ffn_alone=8 / 3),
+    }
     if not like.endswith(".json"):
-        require_known("like", like, KINDS)
-        return KINDS[like]
+        require_known("like", like, kinds)
+        return kinds[like]
     shape = read_shape(like, seq_length=seq_length).shape
-    names = ("activation", "normalization", "positions", "biases", "tied_embeddings", "embedding_layernorm")
     ratio = shape.ffn / shape.hidden_size if shape.ffn_hidden_size or shape.is_gated else 0.0
-    fields = {name: getattr(shape, name) for name in names}
+    fields = {name: getattr(shape, name) for name in (*llama, "tied_embeddings", "embedding_layernorm")}
     return Kind(fields=fields, kv_heads=shape.num_key_value_heads or 0, ffn=ratio, ffn_alone=ratio)
 
 
@@ -72,8 +65,8 @@ def kind_of(like: str, seq_length: int) -> Kind:
 class SizeRequest:
     """What is asked: a number of parameters, the machine, and how much is to be trained with what.
 
-    `like` is a kind of shape of KINDS, or the JSON file of a model whose kind is wanted. `choices` pins what
-    each shape's search would vary, or sets what it holds fixed (see planning.search.search).
+    `like` is gpt2, bloom or llama, or the JSON file of a model whose kind is wanted. `choices` pins what each shape's
+    search would vary, or sets what it holds fixed (see planning.search.search).
     """
 
     parameters: float
@@ -120,8 +113,10 @@ class SizeRequest:
         return self.kind.shape(hidden, heads[0], **sizes) if heads else None
 
     def widths(self) -> list[int]:
-        """Hidden sizes between the published ratios, at most MOST_WIDTHS: multiples of 64, 128, 256, 512, ..."""
-        low, high = RATIOS if self.parameters >= LARGE else SMALL_RATIOS
+        """Hidden sizes between the published ratios, at most ten: multiples of 64, 128, 256, 512, ..."""
+        # hidden / layers: the prequel's table has 109 to 195 (530B) above 100B, and 204 in what it trained; below 20B
+        # they are narrower: 64 (GPT-2, 12 x 768) to 128 (GPT-3 13B, 40 x 5140; arXiv:2005.14165, table 2.1)
+        low, high = (100.0, 250.0) if self.parameters >= 20e9 else (48.0, 160.0)
         highest = (self.parameters * high / 12) ** (1 / 3)  # all parameters in layers of that ratio, of 12 h^2
         step = TILE if highest > 8 * TILE else TILE // 2
         found = []
@@ -130,23 +125,17 @@ class SizeRequest:
                 embeddings = one.embedding_parameters * (1 if one.tied_embeddings else 2)
                 layers = (self.parameters - embeddings) / one.layer_weights
                 found += [h] if layers >= 1 and low <= h / layers <= high else []
-        while len(found) > MOST_WIDTHS:
+        while len(found) > 10:
             step *= 2
             found = [h for h in found if h % step == 0]
         return found
 
     def shapes(self) -> list[ModelShape]:
-        """Every depth of every width within the tolerance, its heads nearest to a head size of 128.
-
-        Where no depth comes so near (few layers), the nearest one.
-        """
+        """Every depth of every width within the tolerance, or the nearest where no depth comes so near (few layers)."""
         found = []
-        for h in self.widths():
-            one = self.layer(h)
-            assert one is not None
+        for one in filter(None, map(self.layer, self.widths())):
             exact = (self.parameters - one.parameters) / one.layer_parameters + 1
             margin = self.tolerance * self.parameters / one.layer_parameters
             depths = range(max(1, int(np.ceil(exact - margin))), int(np.floor(exact + margin)) + 1)
-            for depth in depths or [max(1, round(exact))]:
-                found.append(dataclasses.replace(one, num_layers=depth))
+            found += [dataclasses.replace(one, num_layers=n) for n in depths or [max(1, round(exact))]]
         return found

@@ -2,44 +2,206 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trilane.config.cluster import Cluster
-from trilane.config.engines import default_topology, label_of
+from trilane.config.engines import default_topology, label_of, untrainable_reason
 from trilane.config.model import ModelShape, padded_vocab_size
+from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import RISKY, Prediction, predict
-from trilane.planning.proposals import Proposal, Proposals
 from trilane.planning.search import MEMORY_RULE, search
+from trilane.planning.search_result import Candidate
 from trilane.planning.shape_rules import broken_rules, usable_heads
 from trilane.planning.size_request import SizeRequest
-from trilane.utils.tables import Columns, DataFrame, Table, Text
-from trilane.utils.validation import require, require_known
+from trilane.utils.tables import Columns, DataFrame, Table, Text, frame_of
+from trilane.utils.validation import require, require_known, to_mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A shape on its best topology, what training it costs, and which rules it breaks."""
+
+    plan: Plan
+    prediction: Prediction
+    tokens: float
+    target: float
+    notes: tuple[str, ...]
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.plan.shape
+
+    @property
+    def topology(self) -> Topology:
+        return self.plan.topology
+
+    @property
+    def size(self) -> str:
+        """Layers and width, as a table has them."""
+        return f"{self.shape.num_layers} × {self.shape.hidden_size}"
+
+    @property
+    def heads(self) -> str:
+        """Heads, and where they share keys and values how many of these there are: "32", "32/8"."""
+        shared = f"/{self.shape.kv_heads}" if self.shape.num_key_value_heads else ""
+        return f"{self.shape.num_attention_heads}{shared}"
+
+    @property
+    def ratio(self) -> float:
+        return self.shape.hidden_size / self.shape.num_layers
+
+    @property
+    def tflops(self) -> tuple[float, float, float]:
+        """TFLOP/s a GPU (Narayanan's formula), predicted, lowest and highest of the 90 % interval."""
+        flops = self.shape.flops_per_iteration(self.topology.gbs, self.topology.recompute == "full")
+        p, gpus = self.prediction, self.topology.gpus * 1e12
+        return flops / p.sec_per_it / gpus, flops / p.sec_hi / gpus, flops / p.sec_lo / gpus
+
+    @property
+    def days(self) -> float:
+        return training_days(self.shape, self.topology, self.prediction.sec_per_it, self.tokens)
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.days * 24 * self.topology.gpus
+
+    @property
+    def days_at_target(self) -> float:
+        """Days per parameter, times the target: what ranks shapes that are not equally large."""
+        return self.days * self.target / self.shape.parameters
+
+    def to_json(self, best: "Proposal") -> dict[str, Any]:
+        """One candidate. `cost_beside_best` is days per parameter over those of `best`: 1.05 is 5 % dearer."""
+        p, s = self.prediction, self.shape
+        values: dict[str, Any] = {"layers": s.num_layers, "hidden": s.hidden_size, "heads": s.num_attention_heads}
+        values |= {"params": s.parameters, "ratio": round(self.ratio, 1)}
+        values |= {name: getattr(s, name) for name in ("kv_heads", "ffn", "kind", "head_dim")}
+        values |= {name: to_mapping(getattr(self, name)) for name in ("shape", "topology")}
+        values |= {"id": self.plan.id, "label": self.plan.label, "sec_interval": [p.sec_lo, p.sec_hi]}
+        values |= {name: getattr(p, name) for name in ("sec_per_it", "memory_bytes", "oom_probability")}
+        values |= {"tflops": self.tflops[0], "tflops_interval": list(self.tflops[1:]), "days": self.days}
+        values |= {"gpu_hours": self.gpu_hours}
+        return {**values, "cost_beside_best": self.days_at_target / best.days_at_target, "notes": list(self.notes)}
+
+
+def training_days(shape: ModelShape, topology: Topology, sec_per_it: float, tokens: float) -> float:
+    """Days of so many tokens at that pace, with nothing going wrong (see calendar for the rest) and no ramp."""
+    return tokens / shape.seq_length / topology.gbs * sec_per_it / 86400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposals(Table):
+    """Shapes of a target size, the best first (days per parameter)."""
+
+    request: SizeRequest
+    rows: tuple[Proposal, ...]
+
+    @property
+    def best(self) -> Proposal:
+        return self.rows[0]
+
+    def __iter__(self) -> Iterator[Proposal]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.rows[index]
+
+    def to_frame(self) -> DataFrame:
+        """The best twelve: shape, topology, seconds, TFLOP/s, memory, days, GPU-hours, cost per parameter."""
+        wide = any(p.shape.ffn_hidden_size for p in self.rows[:12])
+        columns: dict[str, Any] = {
+            **{"layers × hidden": "size", "heads": "heads", **({"MLP": "shape.ffn"} if wide else {})},
+            "B": lambda p: round(p.shape.parameters / 1e9, 1),
+            "hidden / layers": lambda p: round(p.ratio),
+            "plan": "plan.label",
+            "s/it": lambda p: round(p.prediction.sec_per_it, 1),
+            "TFLOP/s a GPU": lambda p: "{:.0f} ({:.0f} to {:.0f})".format(*p.tflops),
+            "GiB": lambda p: round(p.prediction.memory_bytes / 2**30, 1),
+            "days": lambda p: round(p.days, 1),
+            "GPU-hours": lambda p: f"{p.gpu_hours:,.0f}",
+            "cost per parameter": lambda p: f"{p.days_at_target / self.best.days_at_target - 1:+.1%}",
+        }
+        return frame_of(self.rows[:12], columns)
+
+    def support(self) -> Text:
+        """Which measured runs the best shape rests on, and why no engine here can train it, where that is so."""
+        return Text(" ".join(Text.of("{}.", line[0].upper() + line[1:]) for line in support_lines(self.rows)))
+
+    def broken_rules(self) -> Columns:
+        """The rules that the best twelve break, a row a shape and rule."""
+        return Columns.of_rows(("shape", "rule"), [(p.size, note) for p in self.rows[:12] for note in p.notes])
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The best twelve as JSON."""
+        return [p.to_json(self.best) for p in self.rows[:12]]
+
+
+def proposals_json(request: SizeRequest, proposals: list[Proposal], runnable: int) -> dict[str, Any]:
+    """The request and the candidates as one JSON object; bytes, seconds, days, GPU-hours."""
+    asked = {name: value for name, value in vars(request).items() if name not in ("calibration", "kind")}
+    return {
+        "request": {**asked, "cluster": request.cluster.name, "vocab_size": request.vocab_size},
+        "runnable": runnable,
+        "candidates": [p.to_json(proposals[0]) for p in proposals],
+    }
+
+
+def size_text(parameters: float) -> str:
+    """A number of parameters or tokens, such as 176.2B, or 20.3M where that is below a billion."""
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
+
+
+def proposals_text(request: SizeRequest, proposals: list[Proposal]) -> str:
+    """The proposals, a line each and one for each note."""
+    r = request
+    lines = [f"{size_text(r.parameters)} parameters, {r.vocab_size} rows of embedding, {r.gpus} GPUs of"]
+    lines += [f"{r.cluster.name}, {r.tokens / 1e9:g} B tokens; days with nothing going wrong:"]
+    for p in proposals:
+        s, (middle, low, high) = p.shape, p.tflops
+        lines.append(
+            f"{s.num_layers:4} x {s.hidden_size:5} a{p.heads:<4}{size_text(s.parameters):>8} "
+            f"ratio {p.ratio:4.0f} {p.prediction.sec_per_it:8.2f} s {middle:4.0f} TFLOP/s ({low:.0f}-{high:.0f}) "
+            f"{p.days:7.1f} d {p.gpu_hours:10,.0f} GPU-h {p.prediction.memory_bytes / 2**30:5.1f} GiB "
+            f"{p.days_at_target / proposals[0].days_at_target - 1:+6.1%}  {p.plan.label}"
+        )
+        lines += [f"{'':10}{note}" for note in (s.kind, *p.notes) if note]
+    return "\n".join([*lines, *support_lines(proposals)])
+
+
+def support_lines(proposals: Sequence[Proposal]) -> list[str]:
+    """Which measured runs the first shape rests on, and why no engine here can train such shapes, where that is so."""
+    lines = []
+    for p in proposals[:1]:
+        reason = untrainable_reason(p.topology)
+        lines += [
+            f"the first of them: {p.prediction.support.words}",
+            *([f"predicted only: {reason}"] if reason else []),
+        ]
+    return lines
 
 
 def propose_shapes(cluster: Cluster, **asked: Any) -> Proposals:
-    """The shapes of a target size on a cluster, the best first; `asked` are SizeRequest's other fields."""
-    request = SizeRequest(cluster=cluster, **asked)
-    return Proposals(request=request, rows=tuple(propose(request)))
+    """The shapes of a target size on a cluster, the best first; `asked` are SizeRequest's other fields.
 
-
-def propose(request: SizeRequest) -> list[Proposal]:
-    """A proposal for every shape that some topology can run, best (days at the target size) first.
-
-    What may well run out of memory comes after what does not. ValueError gives the reason where nothing can run.
+    propose_shapes(load_cluster("jz-a100-80g"), parameters=200e9, vocabulary=250_880, gpus=384)
     """
+    request = SizeRequest(cluster=cluster, **asked)
     found, refused = survey(request)
     require(bool(found), "params", f"{request.parameters:g}", why_none(request, refused))
-    return found
+    return Proposals(request=request, rows=tuple(found))
 
 
 def survey(request: SizeRequest, shapes: Sequence[ModelShape] | None = None) -> tuple[list[Proposal], Counter[str]]:
-    """The proposals of the request's shapes (or of `shapes`), and how many topologies each rule refuses."""
-    refused: Counter[str] = Counter()
-    found = []
-    r = request
+    """A proposal for each of the request's shapes (or of `shapes`) that some topology can run, best (days at the target
+    size) first and after it what may well run out of memory; and how many topologies each rule refuses.
+    """
+    refused, found, r = Counter[str](), list[Proposal](), request
     given = {"gpus": r.gpus, "gbs": r.gbs, "engine": r.engine, "calibration": r.calibration, **r.choices}
     for shape in r.shapes() if shapes is None else shapes:
         result = search(shape, r.cluster, top=1, **given)
@@ -61,11 +223,9 @@ def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
 
     Where heads share keys and values, another number of them would be another size of model.
     """
-    r, t = request, plan.topology
+    r, t, usual = request, plan.topology, predict(plan, request.calibration)
     counts = usable_heads(plan.shape.hidden_size, t.tp) if plan.shape.num_key_value_heads is None else []
-    plans = [_with_heads(plan, heads) for heads in counts] or [plan]
-    tried = [(predict(p, r.calibration), p) for p in plans]
-    usual = predict(plan, r.calibration)
+    tried = [(predict(p, r.calibration), p) for p in (_with_heads(plan, heads) for heads in counts)]
     able = [(p, it) for p, it in tried if p.oom_probability <= max(RISKY, usual.oom_probability)] or [(usual, plan)]
     rules = [broken_rules(it.shape, t, r.cluster) for _, it in able]
     best = min(range(len(able)), key=lambda i: (len(rules[i]), able[i][0].sec_per_it))
@@ -77,43 +237,41 @@ def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
 
 def _with_heads(plan: Plan, heads: int) -> Plan:
     shape = dataclasses.replace(plan.shape, num_attention_heads=heads)
-    label = label_of(shape, plan.cluster, plan.topology, plan.engine)
-    return dataclasses.replace(plan, shape=shape, label=label)
+    return dataclasses.replace(plan, shape=shape, label=label_of(shape, plan.cluster, plan.topology, plan.engine))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeSurvey(Table):
-    """Shapes on one process of a machine, smallest first, each with its prediction, and the one that is chosen."""
+    """Shapes on one process of a machine, smallest first, and the number of the one that is chosen."""
 
-    plans: tuple[Plan, ...]
-    predictions: tuple[Prediction, ...]
+    rows: tuple[Candidate, ...]
     limit_s: float
     chosen: int
 
     @property
     def shapes(self) -> list[ModelShape]:
-        return [plan.shape for plan in self.plans]
+        return [c.plan.shape for c in self.rows]
 
     @property
-    def shape(self) -> ModelShape:
-        return self.shapes[self.chosen]
+    def best(self) -> Candidate:
+        return self.rows[self.chosen]
 
     def to_frame(self) -> DataFrame:
         """Layers, hidden size, heads, parameters, predicted seconds and memory, a row a shape."""
         columns: dict[str, Any] = {
-            "layers": [s.num_layers for s in self.shapes],
-            "hidden": [s.hidden_size for s in self.shapes],
-            "heads": [s.num_attention_heads for s in self.shapes],
-            "parameters (M)": [round(s.parameters / 1e6, 2) for s in self.shapes],
-            "predicted s/it": [round(p.sec_per_it, 3) for p in self.predictions],
-            "memory (GiB)": [round(p.memory_bytes / 2**30, 2) for p in self.predictions],
-            "": ["← chosen" if i == self.chosen else "" for i in range(len(self.plans))],
+            "layers": "plan.shape.num_layers",
+            "hidden": "plan.shape.hidden_size",
+            "heads": "plan.shape.num_attention_heads",
+            "parameters (M)": lambda c: round(c.plan.shape.parameters / 1e6, 2),
+            "predicted s/it": lambda c: round(c.prediction.sec_per_it, 3),
+            "memory (GiB)": lambda c: round(c.prediction.memory_bytes / 2**30, 2),
+            "": lambda c: "← chosen" if c is self.best else "",
         }
-        return Columns(columns).to_frame()
+        return frame_of(self.rows, columns)
 
     def summary(self) -> Text:
         """The chosen shape in a sentence."""
-        s, p = self.shape, self.predictions[self.chosen]
+        s, p = self.best.plan.shape, self.best.prediction
         return Text.of(
             "The largest shape under {:g} s an iteration is **{} layers × {}**, {} heads: **{:.2f} M parameters**, in "
             "{:.2f} s. The vocabulary is padded to {} rows, which 1, 2 and 4 tensor-parallel ranks divide.",
@@ -129,19 +287,25 @@ def survey_shapes(
 
     Chosen is the one with most parameters that takes at most `seconds` an iteration, of equal sizes the faster one;
     where none is fast enough, the fastest.
+
+        survey_shapes(load_cluster("local"), gbs=8, seq_length=128, vocabulary=257, head_dim=32, seconds=0.15)
     """
     same: dict[str, Any] = {"seq_length": seq_length, "vocab_size": padded_vocab_size(vocabulary)}
-    sizes = [(L, h) for L in (6, 10) for h in range(64, 449, 64) if h % head_dim == 0]
-    shapes = [ModelShape(num_layers=L, hidden_size=h, num_attention_heads=h // head_dim, **same) for L, h in sizes]
-    shapes.sort(key=lambda shape: shape.parameters)
-    require(bool(shapes), "head_dim", head_dim, "must divide some hidden size of 64, 128, ... 448")
-    one = [(shape, default_topology(shape, cluster, mbs=gbs, gbs=gbs)) for shape in shapes]
-    plans = tuple(Plan(label=t.label, shape=shape, cluster=cluster, topology=t) for shape, t in one)
-    predictions = tuple(predict(plan) for plan in plans)
-    times = [p.sec_per_it for p in predictions]
-    fast = [i for i, time in enumerate(times) if time <= seconds]
-    chosen = max(fast, key=lambda i: (shapes[i].parameters, -times[i])) if fast else times.index(min(times))
-    return ShapeSurvey(plans=plans, predictions=predictions, limit_s=seconds, chosen=chosen)
+    rows = []
+    for L, h in ((L, h) for L in (6, 10) for h in range(64, 449, 64) if h % head_dim == 0):
+        shape = ModelShape(num_layers=L, hidden_size=h, num_attention_heads=h // head_dim, **same)
+        t = default_topology(shape, cluster, mbs=gbs, gbs=gbs)
+        plan = Plan(label=t.label, shape=shape, cluster=cluster, topology=t)
+        rows.append(Candidate(plan=plan, prediction=predict(plan)))
+    require(bool(rows), "head_dim", head_dim, "must divide some hidden size of 64, 128, ... 448")
+    rows.sort(key=lambda c: c.plan.shape.parameters)
+    fast = [c for c in rows if c.prediction.sec_per_it <= seconds]
+    pace = (
+        (lambda c: (c.plan.shape.parameters, -c.prediction.sec_per_it))
+        if fast
+        else (lambda c: -c.prediction.sec_per_it)
+    )
+    return ShapeSurvey(rows=tuple(rows), limit_s=seconds, chosen=rows.index(max(fast or rows, key=pace)))
 
 
 def hand_on(
@@ -149,8 +313,8 @@ def hand_on(
 ) -> dict[str, Any]:
     """What 01_sizing leaves for 02_topology: the model "here" (of the survey) or "target" (the best proposal)."""
     require_known("choose", choose, ("here", "target"))
-    r, best = proposals.request, proposals.best
-    chosen = {"shape": vars(survey.shape), "cluster": cluster, "gpus": gpus, "gbs": survey.plans[0].topology.gbs}
+    r, here = proposals.request, survey.best.plan
+    chosen = {"shape": vars(here.shape), "cluster": cluster, "gpus": gpus, "gbs": here.topology.gbs}
     if choose == "target":
-        chosen = {"shape": vars(best.shape), "cluster": target_cluster, "gpus": str(r.gpus), "gbs": r.gbs}
+        chosen = {"shape": vars(proposals.best.shape), "cluster": target_cluster, "gpus": str(r.gpus), "gbs": r.gbs}
     return chosen | {"proposals": proposals.to_json(), "tokens": r.tokens}

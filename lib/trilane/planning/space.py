@@ -1,26 +1,28 @@
 """Space: which topologies a search looks at, in blocks of one tp x pp x dp and all batch sizes."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from trilane.config.cluster import PRECISIONS, Cluster
+from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, default_attention, default_fp32_gradients, default_precision
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import CHOICES, Topology, invalid_reason
-from trilane.costmodel.columns import Columns
-from trilane.utils.validation import parse_integers, require, require_integer, require_known
-
-LARGEST_GBS = 1 << 20  # sequences: 64 times what anybody has trained with, and every divisor of it is tried
+from trilane.config.options import check_field, read_field
+from trilane.config.parallelism import Topology, invalid_reason
+from trilane.costmodel.columns import Columns, number_of
+from trilane.utils.validation import require, require_known
 
 ParallelSizes = tuple[int, int, int]  # tp, pp, dp
-
-VARIED = ("zero", "recompute", "interleaving", "partition", "sequence_parallel", "offload")
+Point = dict[str, Any]  # what a topology is apart from its parallel sizes and batch sizes
+VARIED = {f.name: tuple(f.metadata["search"]) for f in fields(Topology) if "search" in f.metadata}
+SIZES = ("tp", "pp", "dp")
+FREE = (*SIZES, "mbs", *VARIED)
 
 
 def divisors(n: int) -> list[int]:
@@ -31,78 +33,57 @@ def divisors(n: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The values that each choice may take; an empty tuple means every value that makes sense.
+    """The topologies of some GPU counts and global batch sizes.
 
-    `gbs` lists global batch sizes. Engine, precision, attention and the sums of gradients are held fixed. Raises
-    ValueError for an empty or senseless choice.
+    pins    values of Topology's fields that a search varies; what is not named may take every value that makes sense
+    fixed   the topology whose other fields all have: precision, attention, the sums of gradients, ...
+
+    Raises ValueError for an empty or senseless choice.
     """
 
     gpus: tuple[int, ...]
     gbs: tuple[int, ...]
-    tp: tuple[int, ...] = ()
-    pp: tuple[int, ...] = ()
-    dp: tuple[int, ...] = ()
-    mbs: tuple[int, ...] = ()
-    zero: tuple[int, ...] = (0, 1, 2, 3)
-    recompute: tuple[str, ...] = CHOICES["recompute"]
-    interleaving: tuple[int, ...] = ()
-    partition: tuple[str, ...] = CHOICES["partition"]
-    sequence_parallel: tuple[bool, ...] = (False, True)
-    offload: tuple[str, ...] = ("none",)
-    precision: str = "bf16"
-    fp32_gradients: bool = False
-    attention: str = "fused"
-    cp: int = 1
+    pins: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    fixed: Topology = dataclasses.field(default_factory=lambda: Topology(precision="bf16"))
     engine: str = ENGINES[0]
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "gbs", "zero", "recompute", "partition", "sequence_parallel", "offload"):
-            require(len(getattr(self, name)) > 0, name, "()", "needs at least one value")
-        require_integer("cp", self.cp, 1)
-        require(any(n % self.cp == 0 for n in self.gpus), "cp", self.cp, f"must divide gpus={self.gpus[0]}")
-        for name in ("gpus", "gbs", "tp", "pp", "dp", "mbs", "interleaving"):
-            for value in getattr(self, name):
-                require_integer(name, value, 1)
-                require(value <= LARGEST_GBS, name, value, f"must be at most {LARGEST_GBS}")
-        for zero in self.zero:
-            require(zero in (0, 1, 2, 3), "zero", zero, "ZeRO stages are 0, 1, 2 and 3")
-        for name in ("recompute", "partition", "offload"):
-            for value in getattr(self, name):
-                require_known(name, value, CHOICES[name])
         require_known("engine", self.engine, ENGINES)
-        self._check_pins()
-
-    def _check_pins(self) -> None:
-        pinned = [self.tp, self.pp, self.dp]
-        if all(pinned):
-            products = sorted({t * p * d * self.cp for t, p, d in product(*pinned)})
-            ok = bool(set(products) & set(self.gpus))
-            what = "tp x pp x dp" if self.cp == 1 else "tp x cp x pp x dp"
-            require(ok, what, products[0], f"contradicts gpus={self.gpus[0]}")
-        pins = [(name, getattr(self, name)) for name in ("tp", "pp", "dp") if getattr(self, name)]
-        if pins and next(self.sizes(), None) is None:
-            name, values = pins[0]
-            raise ValueError(f"{name}={values[0]}: no tp x pp x dp with the pinned sizes makes gpus={self.gpus[0]}")
+        for name, values in {"gpus": self.gpus, "gbs": self.gbs, **self.pins}.items():
+            require(len(values) > 0, name, "()", "needs at least one value")
+            for value in values:
+                check_field(Topology, "dp" if name == "gpus" else name, value)
+        cp, first = self.fixed.cp, self.gpus[0]
+        require(any(n % cp == 0 for n in self.gpus), "cp", cp, f"must divide gpus={first}")
+        pinned = {name: self.pins[name][0] for name in SIZES if name in self.pins}
+        if pinned and next(self.sizes(), None) is None:
+            field, value = next(iter(pinned.items()))
+            require(
+                len(pinned) == len(SIZES), field, value, f"no tp x pp x dp with the pinned sizes makes gpus={first}"
+            )
+            product = "tp x pp x dp" if cp == 1 else "tp x cp x pp x dp"
+            require(False, product, math.prod(pinned.values()) * cp, f"contradicts gpus={first}")
 
     @property
     def held_fixed(self) -> str:
         """What the search does not vary, in words."""
-        sums = "fp32" if self.fp32_gradients or self.engine == "megatron" else self.precision
-        gradients = "" if self.precision == "fp32" else f" with gradients summed in {sums}"
-        words = [f"engine {self.engine}", f"{self.precision}{gradients}", f"attention {self.attention}"]
-        varied = ("tp", "pp", "dp", "mbs", *VARIED)
-        words += [f"{n} {getattr(self, n)[0]}" for n in varied if len(getattr(self, n)) == 1]
-        words += [f"cp {self.cp}"] * (self.cp > 1)
-        return ", ".join(words)
+        t, usual = self.fixed, Topology()
+        sums = "fp32" if t.fp32_gradients or self.engine == "megatron" else t.precision
+        gradients = "" if t.precision == "fp32" else f" with gradients summed in {sums}"
+        words = [f"engine {self.engine}", f"{t.precision}{gradients}", f"attention {t.attention}"]
+        values = {name: self.pins.get(name, VARIED.get(name, ())) for name in FREE}
+        words += [f"{name} {some[0]}" for name, some in values.items() if len(some) == 1]
+        rest = {*vars(t)} - {"precision", "fp32_gradients", "attention", *FREE}
+        return ", ".join(words + [f"{n} {v}" for n, v in vars(t).items() if n in rest and v != getattr(usual, n)])
 
     def sizes(self) -> Iterator[ParallelSizes]:
         """Every (tp, pp, dp) of one of the GPU counts that the pins allow."""
-        for gpus in (n // self.cp for n in self.gpus if n % self.cp == 0):
+        pins = [self.pins.get(name, ()) for name in SIZES]
+        for gpus in (n // self.fixed.cp for n in self.gpus if n % self.fixed.cp == 0):
             for tp in divisors(gpus):
                 for pp in divisors(gpus // tp):
                     found = tp, pp, gpus // tp // pp
-                    pins = zip(found, (self.tp, self.pp, self.dp), strict=True)
-                    if all(not pin or size in pin for size, pin in pins):
+                    if all(not pin or size in pin for size, pin in zip(found, pins, strict=True)):
                         yield found
 
     @cached_property
@@ -118,21 +99,15 @@ class Space:
         return self._batches[dp]
 
     def _divisors(self, n: int) -> list[int]:
-        return [m for m in self.mbs if n % m == 0] if self.mbs else divisors(n)
+        return [m for m in self.pins["mbs"] if n % m == 0] if "mbs" in self.pins else divisors(n)
 
-    def points(self, shape: ModelShape, tp: int, pp: int) -> list["SearchPoint"]:
+    def points(self, shape: ModelShape, tp: int, pp: int) -> list[Point]:
         """Every combination of the remaining choices that means something on tp x pp."""
-        most = max(shape.num_layers // pp, 1)
-        chunks = (self.interleaving or tuple(divisors(most))) if pp > 1 else (1,)
-        parallel = self.sequence_parallel if tp > 1 else (False,)
-        choices = product(self.zero, self.recompute, chunks, self.partition, parallel, self.offload)
-        return [SearchPoint(*choice) for choice in choices]
-
-    def base(self) -> Topology:
-        """A topology with the choices that are the same for all."""
-        return Topology(
-            precision=self.precision, fp32_gradients=self.fp32_gradients, attention=self.attention, cp=self.cp
-        )
+        values = {**VARIED, **{name: pin for name, pin in self.pins.items() if name in VARIED}}
+        values["interleaving"] = values["interleaving"] or tuple(divisors(max(shape.num_layers // pp, 1)))
+        # neither means anything without a pipeline or tensor parallelism
+        values |= ({"interleaving": (1,)} if pp == 1 else {}) | ({"sequence_parallel": (False,)} if tp == 1 else {})
+        return [dict(zip(values, choice, strict=True)) for choice in product(*values.values())]
 
 
 def space_for(
@@ -147,105 +122,64 @@ def space_for(
     """The space of a model on a cluster: what `choices` pins, the cluster's and engine's defaults, the rest free.
 
     A choice is one value or several; None, "" and () leave it free, or at its default where the space holds it fixed
-    (precision, attention, fp32_gradients, cp). Raises ValueError for what no search can look at.
+    (precision, attention, fp32_gradients, cp, ...). Raises ValueError for what no search can look at.
     """
     given = {name: value for name, value in choices.items() if value is not None and value not in ("", ())}
     for name in given:
-        require_known("choice", name, sorted({f.name for f in dataclasses.fields(Space)} - {"gpus", "gbs", "engine"}))
-    precision = given.pop("precision", default_precision(cluster))
+        require_known("choice", name, [f.name for f in fields(Topology) if f.name != "gbs"])
+    precision = given.get("precision", default_precision(cluster))
     cluster.gpu.flops_per_s(precision)
-    fixed: dict[str, Any] = {"attention": default_attention(shape, cluster, precision), "cp": 1}
-    fixed["fp32_gradients"] = default_fp32_gradients(precision, _tuple(given.get("offload", "none"))[0])
-    fixed |= {name: given.pop(name) for name in tuple(fixed) if name in given}
-    if reason := invalid_reason(shape, Topology(cp=fixed["cp"])):
+    sums = default_fp32_gradients(precision, _tuple(given.get("offload", "none"))[0])
+    usual = {"attention": default_attention(shape, cluster, precision), "fp32_gradients": sums, "precision": precision}
+    pins = {name: _tuple(value) for name, value in given.items() if name in FREE}
+    fixed = Topology(**{**usual, **{name: value for name, value in given.items() if name not in pins}})
+    if reason := invalid_reason(shape, Topology(cp=fixed.cp)):
         raise ValueError(reason)
-    free: dict[str, Any] = {name: _tuple(value) for name, value in given.items()}
-    return Space(gpus=_tuple(gpus), gbs=_tuple(gbs), engine=engine, precision=precision, **fixed, **free)
+    return Space(gpus=_tuple(gpus), gbs=_tuple(gbs), engine=engine, pins=pins, fixed=fixed)
 
 
 def read_choices(**texts: str) -> dict[str, Any]:
     """The choices of space_for() from texts, as parameters of a notebook and options give them.
 
-    "" leaves a choice free (or at its default), "1,2,4" or "none,full" gives several values, yes and no are the values
-    of sequence_parallel and fp32_gradients. Raises ValueError for a number or a word that cannot be.
+    "" leaves a choice free (or at its default), "1,2,4" or "none,full" gives several values of what a search varies,
+    yes and no are the values of what is true or false. Raises ValueError for a number or a word that cannot be.
+
+        read_choices(mbs="1,2,4", recompute="full", sequence_parallel="yes")
     """
-    choices: dict[str, Any] = {}
+    found = {}
     for name, text in texts.items():
-        if not text:
-            continue
-        if name in ("tp", "pp", "dp", "mbs", "interleaving"):
-            choices[name] = tuple(parse_integers(name, text))
-        elif name == "zero":
-            ok = all(part.strip() in ("0", "1", "2", "3") for part in text.split(","))
-            require(ok, name, text, "must be ZeRO stages: 0, 1, 2 or 3, separated by commas")
-            choices[name] = tuple(int(part) for part in text.split(","))
-        elif name in ("sequence_parallel", "fp32_gradients"):
-            require(text in ("yes", "no"), name, text, "must be yes or no")
-            choices[name] = text == "yes"
-        elif name == "cp":
-            values = parse_integers(name, text)
-            require(len(values) == 1, name, text, "is the same for all: one number")
-            choices[name] = values[0]
-        elif name in ("precision", "attention"):
-            require_known(name, text, PRECISIONS if name == "precision" else CHOICES["attention"])
-            choices[name] = text
-        else:
-            choices[name] = tuple(part.strip() for part in text.split(","))
-    return choices
+        words = [word.strip() for word in text.split(",")] if name in FREE else [text]
+        found[name] = tuple(read_field(Topology, name, word) for word in words if text)
+    return {name: values if name in FREE else values[0] for name, values in found.items() if values}
 
 
 def space_around(
     base: Topology, gpus: Sequence[int], gbs: Sequence[int], mbs: Sequence[int] = (), engine: str = ENGINES[0]
 ) -> Space:
     """Every tp x pp x dp of those GPU counts and batch sizes; all other choices are those of `base`."""
-    fixed: dict[str, Any] = {name: getattr(base, name) for name in ("precision", "fp32_gradients", "attention", "cp")}
-    pinned: dict[str, Any] = {name: (getattr(base, name),) for name in VARIED}
-    return Space(gpus=tuple(gpus), gbs=tuple(gbs), mbs=tuple(mbs), engine=engine, **fixed, **pinned)
+    pins: dict[str, tuple[Any, ...]] = {name: (getattr(base, name),) for name in VARIED}
+    names = ("precision", "fp32_gradients", "attention", "cp", "adam", "buckets")
+    fixed = Topology(**{name: getattr(base, name) for name in names})
+    pins |= {"mbs": tuple(mbs)} if mbs else {}
+    return Space(gpus=tuple(gpus), gbs=tuple(gbs), pins=pins, engine=engine, fixed=fixed)
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list, range)) else (value,)
 
 
-@dataclass(frozen=True)
-class SearchPoint:
-    """What a topology is apart from its parallel sizes and batch sizes."""
-
-    zero: int
-    recompute: str
-    interleaving: int
-    partition: str
-    sequence_parallel: bool
-    offload: str
-
-
 def block_columns(
-    fixed: Columns,
-    sizes: ParallelSizes,
-    points: Sequence[SearchPoint],
-    which: np.ndarray,
-    mbs: np.ndarray,
-    gbs: np.ndarray,
+    fixed: Columns, sizes: ParallelSizes, points: Sequence[Point], which: np.ndarray, mbs: np.ndarray, gbs: np.ndarray
 ) -> Columns:
     """Rows of one tp x pp x dp as Columns: row i has the batch sizes mbs[i] and gbs[i] and the choices of its point.
 
     `which[i]` is the row's place among the points; all that a search holds fixed comes from `fixed`.
     """
-    tp, pp, dp = sizes
-    columns = {
-        "zero": [p.zero for p in points],
-        "recompute": [CHOICES["recompute"].index(p.recompute) for p in points],
-        "interleaving": [p.interleaving for p in points],
-        "embedding_layers": [int(p.partition != "uniform") for p in points],
-        "sequence_parallel": [int(p.sequence_parallel) for p in points],
-        "offload": [CHOICES["offload"].index(p.offload) for p in points],
-    }
-    varied = {name: np.array(values)[which] for name, values in columns.items()}
-    return dataclasses.replace(fixed, tp=tp, pp=pp, dp=dp, mbs=mbs, gbs=gbs, **varied)
+    varied = {name: np.array([number_of(name, point[name]) for point in points])[which] for name in VARIED}
+    return dataclasses.replace(fixed, **dict(zip(SIZES, sizes, strict=True)), mbs=mbs, gbs=gbs, **varied)
 
 
-def topology_of(space: Space, sizes: ParallelSizes, point: SearchPoint, mbs: float, gbs: float) -> Topology:
+def topology_of(space: Space, sizes: ParallelSizes, point: Point, mbs: float, gbs: float) -> Topology:
     """One topology of a block. Raises ValueError where it cannot exist."""
-    tp, pp, dp = sizes
-    fields: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "mbs": int(mbs), "gbs": int(gbs)}
-    return dataclasses.replace(space.base(), **fields, **vars(point))
+    given = {**dict(zip(SIZES, sizes, strict=True)), "mbs": int(mbs), "gbs": int(gbs), **point}
+    return dataclasses.replace(space.fixed, **given)

@@ -1,77 +1,49 @@
-"""One plan changed by hand: its prediction or the rule that forbids it, several side by side, one chosen to go on."""
+"""A plan changed by hand or by question: its prediction or the rule that forbids it, several side by side, what if."""
 
-import dataclasses
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from trilane.config.engines import ENGINES, label_of
-from trilane.config.parallelism import CHOICES, Topology, invalid_reason
+from trilane.config.cluster import Cluster
+from trilane.config.engines import label_of
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Plan, plan_from_json
 from trilane.config.training import Run
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import IMPOSSIBLE, predict
-from trilane.costmodel.shipped import calibration_of
+from trilane.costmodel.shipped import calibration_of, default
+from trilane.planning.search import search_space
 from trilane.planning.search_result import Candidate
-from trilane.planning.space import divisors
-from trilane.utils.tables import Html
+from trilane.planning.space import Space
+from trilane.utils.tables import DataFrame, Html, Table, frame_of, show
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
 
-FIELDS = tuple(f.name for f in dataclasses.fields(Topology))
-SIZES = ("tp", "pp", "dp", "cp")
+FIELDS = tuple(f.name for f in fields(Topology))
 
 
-def varied_plan(base: Plan, *, engine: str = "", **fields: Any) -> Plan:
-    """The plan with other fields of its topology, or by another engine, without a ramp of the batch.
+def varied(base: Plan, calibration: Calibration | None, *, engine: str = "", **changes: Any) -> Candidate:
+    """The plan with other fields of its topology, or by another engine, without a ramp of the batch, predicted.
 
     Raises ValueError with the rule by which a search refuses it.
     """
-    topology, engine = dataclasses.replace(base.topology, **fields), engine or base.engine
-    if (topology, engine) == (base.topology, base.engine):
-        return base
-    if reason := invalid_reason(base.shape, topology, base.cluster):
-        raise ValueError(reason)
-    label = label_of(base.shape, base.cluster, topology, engine)
-    label += f"-gbs{topology.gbs}" * (topology.gbs != base.topology.gbs)
-    return dataclasses.replace(base, topology=topology, engine=engine, label=label, run=Run())
-
-
-def varied(base: Plan, calibration: Calibration | None, *, engine: str = "", **fields: Any) -> Candidate:
-    """As varied_plan(), predicted; ValueError also where the search would refuse it for its memory."""
-    plan = varied_plan(base, engine=engine, **fields)
+    plan, engine, topology = base, engine or base.engine, replace(base.topology, **changes)
+    if (topology, engine) != (base.topology, base.engine):
+        if reason := invalid_reason(base.shape, topology, base.cluster):
+            raise ValueError(reason)
+        label = label_of(base.shape, base.cluster, topology, engine)
+        label += f"-gbs{topology.gbs}" * (topology.gbs != base.topology.gbs)
+        plan = replace(base, topology=topology, engine=engine, label=label, run=Run())
     p, card = predict(plan, calibration), plan.cluster.gpu.memory_bytes / 2**30
     needed = f"{p.memory_bytes / 2**30:.3g} GiB"
     require(p.oom_probability <= IMPOSSIBLE, "memory", needed, f"must fit the card, which has {card:.3g} GiB")
     return Candidate(plan=plan, prediction=p)
 
 
-def possible(base: Plan, field: str, *, engine: str = "", **fields: Any) -> list[Any]:
-    """The values of one field that no rule refuses, all others as given; memory is not asked."""
-    chosen = {**vars(base.topology), **fields}
-    found = []
-    for value in _values(base, field, chosen):
-        try:
-            varied_plan(base, **{"engine": engine, **fields, field: value})
-        except ValueError:
-            continue
-        found.append(value)
-    return found
-
-
-def _values(base: Plan, field: str, chosen: dict[str, Any]) -> Iterable[Any]:
-    """What may be tried for a field; nothing for what is no field."""
-    layers, gbs, dp = base.shape.num_layers, chosen["gbs"], chosen["dp"]
-    if field in SIZES:
-        return sorted({*divisors(base.topology.gpus), *divisors(layers)})
-    if field == "gbs":
-        step = chosen["mbs"] * dp * (chosen["pp"] if chosen["interleaving"] > 1 else 1)
-        return [n for n in (gbs // step * step, gbs // step * step + step) if n]
-    known: dict[str, Iterable[Any]] = {"zero": range(4), "interleaving": divisors(layers), "engine": ENGINES}
-    known |= {"mbs": [m for m in divisors(gbs) if m <= 64], **CHOICES}
-    flags = {name for name, value in vars(base.topology).items() if isinstance(value, bool)}
-    return (False, True) if field in flags else known.get(field, ())
+def word(value: Any) -> Any:
+    """A value as people read it."""
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,44 +54,26 @@ class WhatIfs:
 
     def _repr_html_(self) -> Html:
         """A column a plan: the fields in which they differ, and what is predicted; what differs is marked."""
-        choices = [{"engine": c.plan.engine, **vars(c.topology)} for c in self.rows]
-        differing = [name for name in choices[0] if any(each[name] != choices[0][name] for each in choices)]
-        lines: list[tuple[str, Sequence[Any]]] = [(_words(n), [_value(each[n]) for each in choices]) for n in differing]
-        lines += [
-            ("GPUs", [c.topology.gpus for c in self.rows]),
-            *_predicted(self.rows),
-            ("id", [c.plan.id for c in self.rows]),
-        ]
-        head = Html.joined("", [Html.of("<th>{}</th>", name) for name in ("", *(c.label for c in self.rows))])
-        body = Html.joined("", [_row(name, values) for name, values in lines])
-        return Html.of("<table><thead><tr>{}</tr></thead><tbody>{}</tbody></table>", head, body)
+        base = self.rows[0]
+        lines: dict[str, Any] = {n.replace("_", " "): lambda c, n=n: word(getattr(c.topology, n)) for n in FIELDS}
+        lines["engine"] = lambda c: c.plan.engine
+        lines = {name: read for name, read in lines.items() if len({*map(read, self.rows)}) > 1}
+        lines |= {
+            "GPUs": lambda c: c.topology.gpus,
+            "s an iteration": lambda c: f"{c.prediction.sec_per_it:.4g}",
+            "90 %": lambda c: f"{c.prediction.sec_lo:.3g} to {c.prediction.sec_hi:.3g}",
+            "against the first": lambda c: f"{c.prediction.sec_per_it / base.prediction.sec_per_it - 1:+.1%}",
+            "memory (GiB)": lambda c: f"{c.prediction.memory_bytes / 2**30:.3g}",
+            "P(out of memory)": lambda c: f"{c.prediction.oom_probability:.1%}",
+            "bubble": lambda c: f"{c.prediction.time.bubble / c.prediction.sec_per_it:.1%}",
+            "id": lambda c: c.plan.id,
+        }
 
+        def cells(plan: Candidate) -> list[Html]:
+            marks = ["{}" if read(plan) == read(base) else "<mark>{}</mark>" for read in lines.values()]
+            return [Html.of(mark, read(plan)) for mark, read in zip(marks, lines.values(), strict=True)]
 
-def _row(name: str, values: Sequence[Any]) -> Html:
-    marked = [Html.of("<mark>{}</mark>", v) if v != values[0] else v for v in values]
-    cells = Html.joined("", [Html.of("<td>{}</td>", v) for v in marked])
-    return Html.of("<tr><th>{}</th>{}</tr>", name, cells)
-
-
-def _words(name: str) -> str:
-    return name if len(name) < 4 else name.replace("_", " ")
-
-
-def _value(value: Any) -> Any:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
-
-
-def _predicted(rows: Sequence[Candidate]) -> list[tuple[str, list[str]]]:
-    """Lines of what is predicted: the seconds with their interval and against the first, memory, the bubble."""
-    p, first = [c.prediction for c in rows], rows[0].prediction.sec_per_it
-    return [
-        ("s an iteration", [f"{x.sec_per_it:.4g}" for x in p]),
-        ("90 %", [f"{x.sec_lo:.3g} to {x.sec_hi:.3g}" for x in p]),
-        ("against the first", [f"{x.sec_per_it / first - 1:+.1%}" for x in p]),
-        ("memory (GiB)", [f"{x.memory_bytes / 2**30:.3g}" for x in p]),
-        ("P(out of memory)", [f"{x.oom_probability:.1%}" for x in p]),
-        ("bubble", [f"{x.time.bubble / x.sec_per_it:.1%}" for x in p]),
-    ]
+        return show({"": list(lines)} | {c.label: cells(c) for c in self.rows})
 
 
 def use_plan(study: Study, chosen: Candidate, calibration: Calibration) -> Path:
@@ -129,14 +83,62 @@ def use_plan(study: Study, chosen: Candidate, calibration: Calibration) -> Path:
     """
 
     def first(found: dict[str, Any]) -> dict[str, Any]:
-        for other in map(plan_from_json, found["plans"][:1]):
+        for kept in found["plans"][:1]:
+            other, used = plan_from_json(kept), calibration_of(kept, chosen.plan.cluster)
             same = (other.shape, other.cluster) == (chosen.plan.shape, chosen.plan.cluster)
-            require(same, "plans.json", study.name, "is of another model or machine; run the last cell of 02_topology")
-        used = [calibration_of(each, chosen.plan.cluster).hash for each in found["plans"][:1]]
-        same = used in ([], [calibration.hash])
-        require(same, "plans.json", study.name, "is by another calibration; run the last cell of 02_topology")
+            what = "" if same and used.hash == calibration.hash else "calibration" if same else "model or machine"
+            require(not what, "plans.json", study.name, f"is of another {what}; run the last cell of 02_topology")
         entry = chosen.to_json()
         lists = {name: [e for e in found.get(name, []) if e["id"] != entry["id"]] for name in ("plans", "risky")}
         return {**found, **lists, "plans": [entry, *lists["plans"]], "chosen_by_hand": entry["id"]}
 
     return study.update("plans.json", "02_topology", first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf(Table):
+    """The best plan for each change; None where nothing can run then. "as it is" comes first."""
+
+    best: dict[str, Candidate | None]
+
+    def to_frame(self) -> DataFrame:
+        """A row for each change under which some plan can run: the best one, its seconds, and how these change."""
+        able = [(change, c.label, c.prediction.sec_per_it) for change, c in self.best.items() if c is not None]
+        columns: dict[str, Any] = {
+            "what": lambda row: row[0],
+            "best plan": lambda row: row[1],
+            "s/it": lambda row: round(row[2], 3),
+            "change": lambda row: f"{row[2] / able[0][2] - 1:+.1%}",
+        }
+        return frame_of(able, columns)
+
+
+def what_if(shape: ModelShape, cluster: Cluster, space: Space, calibration: Calibration | None = None) -> WhatIf:
+    """The best plan as it is, and with other links, a node less, one microbatch size, launches blocked or not.
+
+    what_if(shape, cluster, search(shape, cluster, gpus=384, gbs=2048).space)
+    """
+    known = calibration or default(cluster)
+    changed = {
+        "as it is": (cluster, space, known),
+        "network at half its speed": (_scaled(cluster, network_bytes_per_s=0.5), space, known),
+        "network at twice its speed": (_scaled(cluster, network_bytes_per_s=2.0), space, known),
+        "node bus at half its speed": (_scaled(cluster, node_bytes_per_s=0.5), space, known),
+        "memory rate up by a tenth": (_scaled(cluster, gpu_rate=1.1), space, known),
+    }
+    fewer = tuple(g - cluster.gpus_per_node for g in space.gpus if g > cluster.gpus_per_node)
+    if fewer and not {"tp", "pp", "dp"} <= {*space.pins}:
+        changed["one node less"] = (cluster, replace(space, gpus=fewer), known)
+    for mbs in (1, 2, 4, 8):
+        changed[f"mbs {mbs}"] = (cluster, replace(space, pins={**space.pins, "mbs": (mbs,)}), known)
+    for blocking in (True, False) if cluster.gpu.kind == "cuda" else ():
+        changed[f"CUDA_LAUNCH_BLOCKING={int(blocking)}"] = (cluster, space, known.with_launch_blocking(blocking))
+    results = {name: search_space(shape, *given, top=1).candidates for name, given in changed.items()}
+    return WhatIf(best={name: found[0] if found else None for name, found in results.items()})
+
+
+def _scaled(cluster: Cluster, gpu_rate: float = 1.0, **factors: float) -> Cluster:
+    gpu = replace(cluster.gpu, memory_bytes_per_s=cluster.gpu.memory_bytes_per_s * gpu_rate)
+    if "network_bytes_per_s" in factors and cluster.ring_bytes_per_s:
+        factors["ring_bytes_per_s"] = factors["network_bytes_per_s"]
+    return replace(cluster, gpu=gpu, **{n: getattr(cluster, n) * f for n, f in factors.items()})

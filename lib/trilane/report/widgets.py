@@ -9,7 +9,7 @@ from trilane.config.parallelism import CHOICES, LARGEST
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.planning.search_result import Candidate
-from trilane.planning.vary import FIELDS, WhatIfs, possible, use_plan, varied
+from trilane.planning.vary import FIELDS, WhatIfs, use_plan, varied
 from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import Html
 from trilane.workspace.study import Study
@@ -25,17 +25,11 @@ def explore(base: Plan, calibration: Calibration, study: Study | None = None) ->
 
 
 def sentence(base: Candidate, calibration: Calibration, **choices: Any) -> tuple[Html, Candidate | None]:
-    """The prediction of the plan with other choices, as HTML, and the plan; for an impossible one the rule, and None.
-
-    With a rule go the values of its field that would keep all rules.
-    """
+    """The prediction of the plan with other choices, as HTML, and the plan; where it is refused the rule, and None."""
     try:
         chosen = varied(base.plan, calibration, **choices)
     except ValueError as error:
-        field = str(error).partition("=")[0]
-        values = possible(base.plan, field, **choices)
-        instead = f"; possible here: {field} {', '.join(map(str, values))}" if values else ""
-        return Html.of("<b>refused</b>: {}{}", error, instead), None
+        return Html.of("<b>refused</b>: {}", error), None
     p, plan = chosen.prediction, chosen.plan
     change = f", {p.sec_per_it / base.prediction.sec_per_it - 1:+.1%} against the first plan"
     text = "{:code} ({}) on {} GPUs: <b>{} s</b> an iteration{}, <b>{:.3g} GiB</b>, out of memory with {:.0%}; {}"

@@ -11,8 +11,8 @@ from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.pipeline import PipelineSchedule, pipeline_schedule
 from trilane.costmodel.predict import RISKY
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
-from trilane.planning.proposals import training_days
 from trilane.planning.search_result import Candidate, SearchResult
+from trilane.planning.sizing import training_days
 from trilane.report.plots.interactive import Interactive, card, chart, rounded, tooltips, wrapped
 from trilane.report.plots.style import COLORS, INK, LIMIT, plain
 from trilane.utils.numbers import amount, with_bounds

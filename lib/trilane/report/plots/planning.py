@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from trilane.costmodel.backtest import Backtest
 from trilane.costmodel.metrics import group_name
 from trilane.planning.explain import Explanation
-from trilane.planning.proposals import Proposal
-from trilane.planning.sizing import ShapeSurvey
+from trilane.planning.sizing import Proposal, ShapeSurvey
 from trilane.report.plots.style import COLORS, INK, LIMIT, bars, figure, finished, plain
 
 
