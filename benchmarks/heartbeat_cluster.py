@@ -36,8 +36,8 @@ from trilane.diagnose import capture
 from trilane.launch import watchdog
 from trilane.utils.files import replace_text
 from trilane.utils.process import die_with
-from trilane.workspace import node_folder
-from trilane.workspace.heartbeat import RECORD, encode, read_reports
+from trilane.workspace import heartbeat
+from trilane.workspace.heartbeat import RECORD, encode, enter, read_reports
 from trilane.workspace.rank_grid import regular
 from trilane.workspace.status import read_status
 
@@ -94,6 +94,7 @@ class Job:
         cluster = replace(small_plan().cluster, gpus_per_node=PER_NODE, max_nodes=nodes)
         self.plan = replace(small_plan(), shape=shape, topology=topology, run=run, cluster=cluster)
         replace_text(folder / "plan.json", json.dumps(self.plan.to_json()))
+        self.there = [path for base in heartbeat.BASES for path in base.glob("trilane-*")]
         self.rank = 5 + PER_NODE * (2 * nodes // 3)  # the faulty one
         self.memory = mmap.mmap(-1, mmap.PAGESIZE)
         self.fault_at = ctypes.c_double.from_buffer(self.memory)
@@ -120,7 +121,7 @@ class Job:
         os.environ |= {"SLURM_JOB_ID": "77", "SLURM_NODEID": str(index)}
         clock, ahead_s = time.time, 3600.0 if index == 5 else 0.0
         time.time = lambda: clock() + ahead_s
-        place = node_folder.enter(self.folder, os.environ).path
+        place, _ = enter(self.folder, os.environ)
         parent, beats = os.getpid(), {}
         for rank in ranks:
             (place / f"{rank}.beat").write_bytes(encode(0, "", time.time(), f"{parent} {name}".encode()))
@@ -187,7 +188,7 @@ class Job:
         before, begin = list(self.counts), time.monotonic()
         time.sleep(COUNT_S)
         self._print_counts([b - a for a, b in zip(before, self.counts, strict=True)], time.monotonic() - begin)
-        size = (self.folder / node_folder.NODES / "8.json").stat().st_size
+        size = (self.folder / "ranks/nodes/8.json").stat().st_size
         print(f"reports: {len(read_reports(self.folder))}, of {size} bytes")
         if self.fault == "none":
             return
@@ -212,11 +213,8 @@ class Job:
             pids[:] = [pid for pid in pids if os.waitpid(pid, os.WNOHANG) == (0, 0)]
             time.sleep(0.1)
         time.sleep(1.0)
-        left = [run for base in node_folder.BASES for run in base.glob("trilane-*/run") if self._is_ours(run)]
+        left = [path for base in heartbeat.BASES for path in base.glob("trilane-*") if path not in self.there]
         print(f"all but {len(pids)} nodes ended within {time.monotonic() - end:.1f} s; folders left: {len(left)}")
-
-    def _is_ours(self, run: Path) -> bool:
-        return run.read_text().startswith(str(self.folder.resolve()))
 
     def _print_counts(self, found: list[float], seconds: float) -> None:
         for i, name in enumerate(FIELDS):

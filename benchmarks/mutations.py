@@ -313,9 +313,9 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("1.4826 * float", "float"),
         ("excess > 0.03 * middle", "excess > 0.03"),
     ],
-    ("hang", "workspace/stall_detector.py", "workspace/test_heartbeat.py"): [
-        ("if beat.step < 2", "if beat.step < 1"),
-        ("return progress.beat.phase != END and", "return"),
+    ("hang", "workspace/stall_detector.py", "workspace/test_stall_detector.py"): [
+        ("if step >= 2 else", "if step >= 1 else"),
+        ("return beat.phase != END and", "return"),
     ],
     ("restart", "workspace/run_folder.py", "workspace"): [
         ("_iteration(line) <= done", "_iteration(line) < done"),
@@ -341,7 +341,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("checkpoints", "utils/files.py", "workspace"): [
         ("os.fsync(file.fileno())\n        os.replace", "file.fileno()\n        os.replace"),
         ("os.fsync(handle)", "pass"),
-        ("1 + max(taken, default=0)", "1 + len(taken)"),
+        ("if name.isdecimal()), default=0)", "if name.isdecimal()), default=1)"),
     ],
     ("checkpoints", "workspace/checkpoints.py", "workspace"): [
         ("sync_folder(target.parent)", "pass"),

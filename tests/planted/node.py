@@ -35,7 +35,8 @@ def ask(*_: object) -> None:
 
 def report(number: int, step: int) -> None:
     """The node's line in the run folder, as its watchdog writes it."""
-    ranks = [[node * RANKS + r, step, "forward", round(time.time(), 3), os.getpid(), 0.0, False] for r in range(RANKS)]
+    beat = {"step": step, "phase": "forward", "time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+    ranks = [{"rank": node * RANKS + r, **beat} for r in range(RANKS)]
     values = {"first": node * RANKS, "host": socket.gethostname(), "start": start, "number": number, "ranks": ranks}
     path = reports / f"{node * RANKS}.json"
     path.with_name(f".{path.name}").write_text(json.dumps(values) + "\n")

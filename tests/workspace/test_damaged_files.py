@@ -25,8 +25,7 @@ from trilane.report import html, index, notebook
 from trilane.slurm import attempt, client, jobs, ledger, sites
 from trilane.utils.validation import shipped_json
 from trilane.workspace import checkpoints, phase_times, run_folder, status
-from trilane.workspace.heartbeat import SLOT, Heartbeat, NodeReport, Progress, encode, place, read_beats
-from trilane.workspace.stall_detector import StallDetector
+from trilane.workspace.heartbeat import Heartbeat, NodeReport, read_beats
 from trilane.workspace.study import Study, load_cluster
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
@@ -76,13 +75,8 @@ def write_run(run: Path) -> None:
     for name, text in files.items():
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text(text)
-    beat = Heartbeat(rank=0, step=4, phase="optimizer", time=1.0, pid=7, host="h")
-    report = NodeReport(first=0, host="h", start="", number=3, ranks=(Progress(beat=beat, idle_s=0.5),))
-    (run / "ranks/nodes").mkdir()
-    report.write(run)
-    (run / "ranks/0.beat").write_bytes(encode(4, "optimizer", 1.0, place()))
-    call = b"%012d %.6f > trilane.f (a/b.py:1)" % (3, 1.0)
-    (run / "ranks/0.calls").write_bytes(call.ljust(SLOT - 1) + b"\n")
+    beat = Heartbeat(rank=0, step=4, phase="optimizer", time=1.0, pid=7, host="h", idle_s=0.5)
+    NodeReport(first=0, host="h", start="", number=3, ranks=(beat,)).write(run)
     aside = run / "checkpoints/.iter_0000004.x"
     aside.mkdir()
     (aside / "rank_00000.json").write_text("{}")
@@ -173,7 +167,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "logs parse": cli("logs", "parse", "{}/runs/r"),
     "logs parse measured": cli("logs", "parse", "{}/measured.csv"),
     "debug hang": cli("debug", "hang", "{}/runs/r"),
-    "debug calls": cli("debug", "calls", "{}/runs/r/ranks"),
     "debug stragglers": cli("debug", "stragglers", "{}/runs/r"),
     "debug capture": cli("debug", "capture", "{}/runs/r", "--commands"),
     "debug restart": cli("debug", "restart", "{}/restart/save_805", "{}/restart/load_805"),
@@ -202,8 +195,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "latest": of_run(lambda run: checkpoints.latest(run / "checkpoints")),
     "keep last": of_run(lambda run: checkpoints.keep_last(run / "checkpoints", 1)),
     "beats": of_run(read_beats),
-    "stall of a node": of_run(lambda run: StallDetector(run, 9, 5.0, places=lambda: [run]).stalled()),
-    "stall": of_run(lambda run: StallDetector(run, 1, 5.0).stalled()),
     "topology": of_run(lambda run: write_topology(run / "stacks/now", small_plan(), read_beats(run))),
     "phases": of_run(phase_times.read_phase_times),
 }
@@ -217,9 +208,7 @@ FILES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     RUN + "run.log": (("logs parse", "slurm status", "job end 1", "job status"), ()),
     RUN + "env.json": (("measure plan",), ()),
     RUN + "ranks/0.log": (("judge", "reopen"), ()),
-    RUN + "ranks/0.beat": (("beats", "stall", "debug capture", "topology", "reopen"), ()),
-    RUN + "ranks/nodes/0.json": (("debug capture", "topology"), ("beats", "stall of a node")),
-    RUN + "ranks/0.calls": (("debug calls", "debug hang"), ()),
+    RUN + "ranks/nodes/0.json": (("debug capture", "topology", "reopen"), ("beats",)),
     RUN + "ranks/0.phases": (("debug stragglers",), ("phases",)),
     RUN + "ranks/failures.json": ((), ("judge",)),
     RUN + "checkpoints/latest": (("latest", "keep last", "job begin"), ()),

@@ -1,110 +1,98 @@
-"""When a run counts as stalled, by a clock that the test turns."""
+"""Heartbeats lie on the node, of one start of one run, closed to other users, and are gone afterwards."""
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from support import wait_until
 
-from trilane.workspace import heartbeat, stall_detector
-from trilane.workspace.heartbeat import encode, place, read_beats, read_calls
-from trilane.workspace.stall_detector import StallDetector
-
-
-class Clock:
-    """time.monotonic() of the detector."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(stall_detector, "time", made)
-    return made
-
-
-@pytest.fixture
-def beat(tmp_path: Path) -> Callable[..., None]:
-    (tmp_path / "ranks").mkdir()
-
-    def write(rank: int, step: int, phase: str = "forward") -> None:
-        (tmp_path / f"ranks/{rank}.beat").write_bytes(encode(step, phase, 12.5, place()))
-
-    return write
-
-
-def stalls_after(detector: StallDetector, clock: Clock, most: int = 20_000) -> int:
-    """The first whole second of silence after which it reports a stall."""
-    begin = clock.now
-    for second in range(0, most, 5):
-        clock.now = begin + second
-        if detector.stalled():
-            return second
-    return most
-
-
-@pytest.mark.parametrize(
-    ("timeout_s", "step", "seconds"), [(200, 2, 205), (200, 1, 1005), (200, 0, 1005), (20, 1, 665)]
+from trilane.workspace import heartbeat
+from trilane.workspace.heartbeat import (
+    RECORD,
+    Heartbeat,
+    NodeReport,
+    beats_in,
+    encode,
+    enter,
+    node_folders,
+    place,
+    read_beats,
+    start_id,
+    sweep,
 )
-def test_a_rank_is_given_five_times_as_long_until_its_second_iteration(
-    timeout_s: float, step: int, seconds: int, tmp_path: Path, clock: Clock, beat: Callable[..., None]
-) -> None:
-    """It compiles and builds samples in the first: five times the limit, and 660 s at least. Asked every 5 s."""
-    detector = StallDetector(tmp_path, 1, timeout_s)
-    beat(0, step)
-    assert stalls_after(detector, clock) == seconds
+
+ENV = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NODEID": "3"}
 
 
-def test_a_change_of_phase_is_progress_and_the_rank_without_is_named(
-    tmp_path: Path, clock: Clock, beat: Callable[..., None]
-) -> None:
-    detector = StallDetector(tmp_path, 2, 100)
-    beat(0, 5), beat(1, 5)
-    assert detector.stalled() == ""
-    clock.now += 90
-    beat(0, 5, "backward")
-    assert detector.stalled() == ""
-    clock.now += 90
-    assert detector.stalled() == "no progress for 100 s: rank 1 in iteration 5, forward"
+@pytest.fixture
+def bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """In place of /dev/shm and /tmp."""
+    found = (tmp_path / "shm", tmp_path / "tmp")
+    for base in found:
+        base.mkdir()
+    monkeypatch.setattr(heartbeat, "BASES", found)
+    return found
 
 
-def test_a_rank_that_has_finished_may_be_silent(tmp_path: Path, clock: Clock, beat: Callable[..., None]) -> None:
-    """Rank 0 writes the last checkpoint's manifest while the others have ended."""
-    detector = StallDetector(tmp_path, 2, 100)
-    beat(1, 9, "end")
-    for second in range(0, 2000, 50):
-        clock.now = 1000 + second
-        beat(0, 9, f"saving-{second}")
-        assert detector.stalled() == ""
-
-
-def test_a_rank_that_never_began_is_named_and_no_timeout_means_never(
-    tmp_path: Path, clock: Clock, beat: Callable[..., None]
-) -> None:
-    detector, off = StallDetector(tmp_path, 3, 200), StallDetector(tmp_path, 3, 0)
-    for second in range(0, 1010, 5):
-        clock.now = 1000 + second
-        for rank in (0, 2):
-            beat(rank, second)
-        said = detector.stalled()
-        assert bool(said) is (second > 1000) and not off.stalled()
-    assert said == "no progress for 200 s: rank 1 before its first heartbeat"
-
-
-def test_a_heartbeat_survives_its_file(tmp_path: Path, beat: Callable[..., None]) -> None:
-    beat(3, 7, "")
+def test_a_heartbeat_survives_its_file_and_a_report(tmp_path: Path, bases: tuple[Path, Path]) -> None:
+    where, notes = enter(tmp_path, ENV)
+    (where / "3.beat").write_bytes(encode(7, "", 12.5, place()))
+    (where / "4.beat").write_text("half")
     (found,) = read_beats(tmp_path).values()
-    assert (found.rank, found.step, found.phase, found.time) == (3, 7, "", 12.5)
-    assert (tmp_path / "ranks/3.beat").stat().st_size == heartbeat.RECORD
+    assert (notes, where.parent, (where / "3.beat").stat().st_size) == ("", bases[0], RECORD)
+    assert (found.rank, found.step, found.phase, found.time, found.pid) == (3, 7, "", 12.5, os.getpid())
+    other = Heartbeat(rank=9, step=1, phase="x", time=0.5, pid=77, host="n1", idle_s=3.0, has_exited=True)
+    NodeReport(first=8, host="n1", start="s", number=1, ranks=(other,)).write(tmp_path)
+    assert read_beats(tmp_path) == {3: found, 9: other}
 
 
-def test_the_calls_of_a_ring_that_has_gone_round_are_in_order(tmp_path: Path) -> None:
-    """Numbers 3 and 4 have replaced 0 and 1; the slot of 2 is half-written."""
-    slots = [f"{n:012d} 5.000000 > f{n}".ljust(127) + "\n" for n in (3, 4, 1, 2)]
-    slots[2] = slots[2][:20].ljust(128, "\0")
-    (tmp_path / "0.calls").write_text("".join(slots))
-    assert read_calls(tmp_path / "0.calls") == ["5.000000 > f2", "5.000000 > f3", "5.000000 > f4"]
+def test_all_ranks_of_a_node_share_a_folder_and_nobody_else_does(tmp_path: Path, bases: tuple[Path, Path]) -> None:
+    """Not another run, start, or node of the run that happens to be on the same machine."""
+    first, _ = enter(tmp_path / "run", ENV)
+    assert first.stat().st_mode & 0o777 == 0o700 and enter(tmp_path / "run", ENV)[0] == first
+    assert node_folders(tmp_path / "run", ENV) == node_folders(tmp_path / "run") == [first]
+    others = [enter(tmp_path / "other", ENV)[0], *(enter(tmp_path / "run", ENV | {name: "9"})[0] for name in ENV)]
+    assert len({first, *others}) == 1 + len(others)
+    assert start_id(ENV) == start_id(ENV | {"SLURM_NODEID": "4"})
+
+
+def test_where_the_memory_is_full_missing_or_of_others_it_is_the_disk(tmp_path: Path, bases: tuple[Path, Path]) -> None:
+    def is_full(path: Path) -> None:
+        if path.parent == bases[0]:
+            raise OSError(28, "No space left on device")
+
+    where, notes = enter(tmp_path, ENV, is_full)
+    assert (where.parent, notes) == (bases[1], f"{bases[0]}: No space left on device")
+    prepared = bases[0] / where.name
+    prepared.chmod(0o777)
+    assert enter(tmp_path, ENV)[0] == where
+    prepared.rename(tmp_path / "aim")
+    prepared.symlink_to(tmp_path / "aim")
+    assert enter(tmp_path, ENV)[0] == where
+    prepared.unlink()
+    bases[0].rmdir()
+    assert enter(tmp_path, ENV)[1] == f"{bases[0]}: No such file or directory"
+
+
+def test_a_killed_run_leaves_nothing_for_long_and_a_living_one_is_left_alone(
+    tmp_path: Path, bases: tuple[Path, Path]
+) -> None:
+    code = "import sys, time; from pathlib import Path; from trilane.workspace import heartbeat as h\n"
+    code += "h.BASES = (Path(sys.argv[1]),); path, _ = h.enter(Path(sys.argv[2]), {'SLURM_JOB_ID': '77'})\n"
+    code += "(path / '0.beat').write_bytes(b'x'); print(path, flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", code, str(bases[0]), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        path = Path(rank.stdout.readline().strip())
+        sweep()
+        assert (path / "0.beat").exists() and node_folders(tmp_path) == [path]
+        rank.kill()
+    wait_until(lambda: not node_folders(tmp_path), 5, "a dead rank's folder counts as used")
+    assert enter(tmp_path, {"SLURM_JOB_ID": "77"})[0] == path
+    assert not beats_in(path), "the same start again finds no heartbeat of the killed one"
+    left = bases[1] / path.name
+    left.mkdir(mode=0o700)
+    sweep()
+    assert path.exists() and not left.exists()

@@ -13,8 +13,8 @@ from pathlib import Path
 from trilane.config.plan import Plan
 from trilane.utils.files import json_object, read_text, replace_text
 from trilane.utils.tables import as_json
-from trilane.workspace import flight_recorder, node_folder, rank_grid
-from trilane.workspace.heartbeat import STACKS, Heartbeat, beats_in, process_state, read_beats
+from trilane.workspace import flight_recorder, rank_grid
+from trilane.workspace.heartbeat import STACKS, Heartbeat, beats_in, node_folders, process_state, read_beats
 
 OTHERS_S = 30.0  # for the other nodes of the job to dump their ranks
 
@@ -44,9 +44,8 @@ def capture_here(folder: Path, stacks: Path) -> None:
     """Dump the ranks of this host into `stacks`: rank_<n>.json by py-spy, else rank_<n>.txt by faulthandler; and NCCL's
     Flight Recorder dump where there is one. states-<host>.json holds the state of each process."""
     # Where the heartbeats of this host cannot be seen, as from outside a container, the run folder has the last ones.
-    places = node_folder.find(folder)
-    beats = {rank: beat for place in places for rank, beat in beats_in(place).items()} or read_beats(folder)
-    own = [beat for beat in beats.values() if beat.host == platform.node()]
+    beats = [beat for place in node_folders(folder) for beat in beats_in(place).values()]
+    own = [beat for beat in beats or read_beats(folder).values() if beat.host == platform.node()]
     states = {beat.rank: process_state(beat.pid) for beat in own}
     asked = flight_recorder.ask(folder / "ranks", states)
     with ThreadPoolExecutor(4) as pool:

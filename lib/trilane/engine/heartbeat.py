@@ -19,8 +19,8 @@ from pathlib import Path
 from trilane.config.plan import Plan
 from trilane.engine import phases
 from trilane.utils.process import python
-from trilane.workspace import flight_recorder, node_folder
-from trilane.workspace.heartbeat import END, RECORD, STACKS, encode, place
+from trilane.workspace import flight_recorder
+from trilane.workspace.heartbeat import END, RECORD, STACKS, encode, enter, place, sweep
 
 _beats: list["Heartbeat"] = []
 
@@ -60,11 +60,11 @@ def begin(plan: Plan, folder: Path) -> None:
     rank, ranks = os.environ["RANK"], folder / "ranks"
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     ranks.mkdir(exist_ok=True)
-    node = node_folder.enter(folder, os.environ, lambda place: _beats.append(Heartbeat(place / f"{rank}.beat")))
+    path, notes = enter(folder, os.environ, lambda place: _beats.append(Heartbeat(place / f"{rank}.beat")))
     if is_first:
-        node_folder.sweep()
-        if node.notes:
-            print(f"trilane: the heartbeats of {platform.node()} lie in {node.path.parent}: {node.notes}", flush=True)
+        sweep()
+        if notes:
+            print(f"trilane: the heartbeats of {platform.node()} lie in {path.parent}: {notes}", flush=True)
     if sys.platform.startswith("linux"):
         # PR_SET_PTRACER, PR_SET_PTRACER_ANY of <sys/prctl.h>: under Yama a process may trace only its descendants, and
         # the launcher's py-spy is a sibling of this process.

@@ -17,14 +17,12 @@ from pathlib import Path
 from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, locate_plan, plan_from_json, read_plan, read_plan_values
 from trilane.launch.follow import follow
-from trilane.launch.hang_monitor import Hang, HangMonitor, Node
 from trilane.launch.outcome import failed_ranks, judge
+from trilane.launch.watchdog import Hang, HangMonitor
 from trilane.utils.process import announced, held_port, python
 from trilane.utils.validation import read_json, require
-from trilane.workspace import node_folder
 from trilane.workspace.checkpoints import found_in, iteration_of
 from trilane.workspace.continuation import require_continuable
-from trilane.workspace.heartbeat import read_beats
 from trilane.workspace.run_folder import STOP, reopen
 from trilane.workspace.status import RunStatus, Status, write_status
 
@@ -74,8 +72,7 @@ def _run(folder: Path, plan: Plan, port: int, show_progress: bool, begin: float,
                 except KeyboardInterrupt:  # recorded now, too: a notebook's kernel may be killed while the workers end
                     _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
                     raise
-            done = max((beat.step for beat in read_beats(folder).values()), default=0)
-            return monitor.corrected(judge(folder, code, _since(begin), done), {*failed_ranks(folder)})
+            return monitor.corrected(judge(folder, code, _since(begin), monitor.iteration), {*failed_ranks(folder)})
     except KeyboardInterrupt:
         _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
         raise
@@ -89,15 +86,11 @@ def _run(folder: Path, plan: Plan, port: int, show_progress: bool, begin: float,
 def _monitored(folder: Path, plan: Plan) -> Iterator[tuple[HangMonitor, str]]:
     """The monitor of the ranks that are started inside the block, and what names this start to them."""
     start = secrets.token_hex(8)
-    env = {node_folder.START: start}
-    node_folder.sweep()
-    node = node_folder.enter(folder, env)
-    monitor = HangMonitor(folder, plan, Node(first=0, start=start, places=node_folder.Places(folder, env)))
+    monitor = HangMonitor(folder, plan, {"TRILANE_START": start})
     try:
         yield monitor, start
     finally:
         monitor.close()
-        node.close()
 
 
 def _record(folder: Path, outcome: RunStatus) -> None:
@@ -180,7 +173,7 @@ def torchrun(folder: Path, plan: Plan, port: int, start: str) -> Iterator[subpro
     command = python("-m", "trilane.engine.torchrun", str(ranks / "failures.json"))
     command += ["--nnodes=1", f"--nproc-per-node={processes}", "--master-addr=127.0.0.1", f"--master-port={port}"]
     command += ["--module", "trilane.engine", str(folder / "plan.json")]
-    env = {**environment(processes), "TRILANE_RANK_LOGS": str(ranks), node_folder.START: start}
+    env = {**environment(processes), "TRILANE_RANK_LOGS": str(ranks), "TRILANE_START": start}
     with (ranks / "torchrun.log").open("ab") as log:
         child = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, process_group=0)
     try:

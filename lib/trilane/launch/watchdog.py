@@ -2,33 +2,141 @@
 
 For a run on this machine the launcher polls HangMonitor. In a scheduler's job one process on each node does:
 `python -m trilane.launch.watchdog RUN_FOLDER PID RANK`, started by the node's first rank (PID). It reads the heartbeats
-of its own node, on that node, and reports them in the run folder every REPORT_S. The watchdog of rank 0's node reads
-all reports and decides; where its own node stalls and no decision comes, another node's does, a little later.
+of its own node, on that node, and reports them in the run folder. When they stall, the watchdog of rank 0's node reads
+all reports and decides; where no decision comes, another node's does, a little later.
 """
 
 import contextlib
 import os
 import platform
+import shutil
 import signal
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from trilane.config.plan import Plan, read_plan
-from trilane.diagnose.capture import OTHERS_S, capture_here
-from trilane.launch.hang_monitor import Hang, HangMonitor, Node
+from trilane.diagnose.capture import OTHERS_S, capture, capture_here
+from trilane.diagnose.hang import diagnose_hang
 from trilane.utils.process import die_with
-from trilane.workspace import node_folder
-from trilane.workspace.stall_detector import report_every_s
-from trilane.workspace.status import Status, known_status, write_status
+from trilane.workspace.heartbeat import Heartbeat, NodeReport, node_folders, read_reports, start_id
+from trilane.workspace.stall_detector import StallDetector, report_every_s
+from trilane.workspace.status import RunStatus, Status, known_status, write_status
 
-POLL_S = 0.5
-ASK_S = 5.0  # between two looks at stacks/ of the run folder, on a node without a stall
-PRECEDENCE_S = 15.0  # how much earlier than the next node that of rank 0 decides
-STAGGER_S, LATEST_S = 5.0, 15.0  # from one further node to the next: it sees the other's request; and of the last
-DECISION_S = OTHERS_S + 30.0  # after a request for stacks, which another node may have made to decide
-ANSWER_S = 120.0  # after a request for stacks a decision may follow
-END_S = 10.0  # to write the last report
+
+class Hang(Exception):
+    """The run hangs; `outcome` names the suspected rank."""
+
+    def __init__(self, outcome: RunStatus) -> None:
+        super().__init__(outcome.evidence)
+        self.outcome = outcome
+
+
+class HangMonitor:
+    """Monitors the run of `plan` in `folder`, on the node whose first rank is `first`, from this start on (`env`)."""
+
+    def __init__(self, folder: Path, plan: Plan, env: Mapping[str, str], first: int = 0) -> None:
+        self._folder, self._plan, self._env, self._first = folder, plan, env, first
+        self._begin, self._timeout_s = time.monotonic(), plan.run.hang_timeout_s
+        self._every_s = report_every_s(self._timeout_s)
+        for report in read_reports(folder) if first == 0 else []:
+            if report.start != start_id(env):  # of a node that the run may no longer have
+                (folder / "ranks/nodes" / f"{report.first}.json").unlink(missing_ok=True)
+        self._stall = StallDetector(
+            folder,
+            plan.topology.gpus,
+            self._timeout_s,
+            places=lambda: node_folders(folder, env),
+            start=start_id(env),
+            patience_s=patience_s(first, plan),
+        )
+        self._exited: dict[int, Heartbeat] = {}
+        self._at_exit: Path | None = None  # the stacks that were dumped when the first rank exited
+        self._number, self._next_report = 0, 0.0
+
+    @property
+    def is_stalled_here(self) -> bool:
+        """Whether a rank of this node makes no progress."""
+        return self._stall.is_stalled_here
+
+    @property
+    def iteration(self) -> int:
+        """The last iteration that a rank of this node entered."""
+        self._stall.look()
+        return max((beat.step for beat in self._stall.own.values()), default=0)
+
+    def check(self, is_asked: bool = False) -> None:
+        """Raise Hang where the run makes no progress, after dumping and diagnosing its stacks; call it often.
+
+        Where stacks are asked for (`is_asked`), another node is deciding: this one waits, unless it has rank 0.
+        """
+        if self._timeout_s <= 0:
+            return
+        was_stalled, exits = self.is_stalled_here, len(self._exited)
+        self._stall.look()
+        for rank, beat in self._stall.own.items():
+            if beat.has_exited:
+                self._exited.setdefault(rank, beat)
+        is_news = self.is_stalled_here != was_stalled or len(self._exited) > exits
+        if is_news or time.monotonic() >= self._next_report:
+            self.report()
+        if len(self._exited) > exits == 0 and not is_asked:
+            with contextlib.suppress(OSError):  # where the others are before they fail or wait for ever
+                self._at_exit = capture(self._folder, self._plan)
+        if (self._first == 0 or not is_asked) and (why := self._stall.decide()):
+            raise Hang(self.hang_status(why))
+
+    def report(self) -> None:
+        """Write this node's report; not where the disk is full."""
+        self._number += 1
+        # during a stall every second: which rank is the first is decided within seconds
+        self._next_report = time.monotonic() + (min(1.0, self._every_s) if self.is_stalled_here else self._every_s)
+        ranks = tuple(beat for _, beat in sorted(self._stall.own.items()))
+        host, start = platform.node(), start_id(self._env)
+        with contextlib.suppress(OSError):
+            NodeReport(first=self._first, host=host, start=start, number=self._number, ranks=ranks).write(self._folder)
+
+    def close(self) -> None:
+        """Write the last report, and remove what the ranks wrote on this node."""
+        if self._timeout_s > 0:
+            self._stall.look()
+            self.report()
+        for place in node_folders(self._folder, self._env):
+            shutil.rmtree(place, ignore_errors=True)
+
+    def hang_status(self, why: str) -> RunStatus:
+        """Dump the ranks' stacks and diagnose them; the status with `why` and the verdict as evidence."""
+        rank, where = None, ""
+        try:
+            stacks = capture(self._folder, self._plan, self._stall.hosts())
+            if self._at_exit and not any(stacks.glob("rank_*")):  # the launcher has ended all ranks since one exited
+                stacks = self._at_exit
+            where = f" (stacks in {stacks.relative_to(self._folder)})"
+            verdict = diagnose_hang(stacks)
+            explanation, rank = verdict.paragraph, verdict.first
+        except (ValueError, OSError) as error:  # a full disk
+            explanation = f"no verdict: {error}"
+        evidence = f"{why}. {explanation}"[:2000] + where
+        seconds = round(time.monotonic() - self._begin, 3)
+        return RunStatus(status=Status.HANG, evidence=evidence, rank=rank, exit_code=1, seconds=seconds)
+
+    def corrected(self, outcome: RunStatus, failed: set[int]) -> RunStatus:
+        """The outcome, attributed to a rank that exited without an error before the others failed for lack of it."""
+        exited = [beat for rank, beat in self._exited.items() if rank not in failed]
+        if outcome.status is not Status.CRASHED or not exited:
+            return outcome
+        evidence = f"{exited[0]}, exited without an error; then {outcome.evidence}"
+        return replace(outcome, evidence=evidence, rank=exited[0].rank)
+
+    def kill_ranks(self, last: int) -> None:
+        """SIGKILL this node's, as a rank in a collective, or a stopped one, ignores others. `last` comes last: it ends
+        this process."""
+        beats = [beat for beat in self._stall.own.values() if beat.host == platform.node()]
+        for beat in sorted(beats, key=lambda beat: beat.pid == last):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(beat.pid, signal.SIGKILL)
 
 
 def watch_node(folder: Path, parent: int, first: int) -> None:
@@ -36,92 +144,73 @@ def watch_node(folder: Path, parent: int, first: int) -> None:
 
     The node that detects a stall writes status.json; each node then ends its own ranks, which ends the job.
     """
-    plan, start = read_plan(folder / "plan.json"), node_folder.start_id(os.environ)
-    places = node_folder.Places(folder, os.environ)
-    node = Node(first=first, start=start, places=lambda: places() or [folder / "ranks"])
-    monitor = HangMonitor(folder, plan, node, patience_s(first, plan))
-    signal.signal(signal.SIGTERM, lambda number, frame: _end(monitor, parent))
+    monitor = HangMonitor(folder, read_plan(folder / "plan.json"), os.environ, first)
+
+    def end(number: int, frame: object) -> None:
+        if os.getppid() != parent:  # else the ranks take their time to save
+            monitor.close()
+            os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # which ranks block, and their children with them
-    requests, every_s = _Requests(folder), min(ASK_S, report_every_s(plan.run.hang_timeout_s))
-    status, next_look = _HangStatus(folder), 0.0
+    requests, before = _Requests(folder), known_status(folder)
     while os.getppid() == parent:
-        if time.monotonic() >= next_look or monitor.is_stalled_here:
-            next_look = time.monotonic() + every_s
-            for stacks in requests.new():
-                monitor.report()
-                with contextlib.suppress(OSError):
-                    capture_here(folder, stacks)
-        is_awaited = monitor.is_stalled_here or requests.age_s() < ANSWER_S
-        if _hangs(monitor, folder, requests, waits=first > 0 and requests.age_s() < DECISION_S) or status.is_written(
-            is_awaited
-        ):
+        for stacks in requests.new(is_due=monitor.is_stalled_here):
+            monitor.report()
+            with contextlib.suppress(OSError):
+                capture_here(folder, stacks)
+        is_asked = requests.age_s < 2 * OTHERS_S
+        written = known_status(folder) if is_asked else None
+        if _hangs(monitor, folder, is_asked) or (written and written != before and written.status is Status.HANG):
             monitor.kill_ranks(parent)
             break
-        time.sleep(POLL_S)
+        time.sleep(0.5)
     monitor.close()
 
 
 def patience_s(first: int, plan: Plan) -> float:
     """How much later than the node of rank 0 the one of rank `first` decides: not all at once."""
+    every_s = report_every_s(plan.run.hang_timeout_s)
     further = first // min(plan.cluster.gpus_per_node, plan.topology.gpus)
-    return PRECEDENCE_S + min(STAGGER_S * (further - 1), LATEST_S) if further else 0.0
+    return every_s * min(3 + (further - 1) / 3, 4) if further else 0.0
 
 
 class _Requests:
     """Folders in stacks/ of the run folder: each is a request to every node."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._asked_at = folder / "stacks", float("-inf")
-        self._known = set(self._names())
+        self._folder, self._asked_at, self._next = folder / "stacks", -1e9, 0.0
+        self._known = self._names()
 
-    def _names(self) -> list[str]:
-        with contextlib.suppress(OSError):
-            return os.listdir(self._folder)
-        return []
-
-    def new(self) -> list[Path]:
-        """Those that were not there before, and that this host has not answered; each is returned once."""
-        new = sorted(set(self._names()) - self._known)
-        self._known |= set(new)
-        self._asked_at = time.monotonic() if new else self._asked_at
-        answer = f"states-{platform.node()}.json"
-        return [self._folder / name for name in new if not (self._folder / name / answer).exists()]
-
-    def are_open(self) -> bool:
-        """Whether there is one that new() has not returned yet."""
-        return not self._known.issuperset(self._names())
-
+    @property
     def age_s(self) -> float:
         """Seconds since the last."""
         return time.monotonic() - self._asked_at
 
+    def new(self, is_due: bool) -> list[Path]:
+        """Those that were not there before, and that this host has not answered; each is returned once.
 
-class _HangStatus:
-    """Whether status.json becomes that of a hang, of which no clock is needed: it is another file than at the start."""
+        Without `is_due` they are looked for every 5 s.
+        """
+        if not is_due and time.monotonic() < self._next:
+            return []
+        new = sorted(self._names() - self._known)
+        self._known |= set(new)
+        self._next = time.monotonic() + 5.0
+        self._asked_at = time.monotonic() if new else self._asked_at
+        answer = f"states-{platform.node()}.json"
+        return [self._folder / name for name in new if not (self._folder / name / answer).exists()]
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._next = folder, 0.0
-        self._before = self._identity()
-
-    def _identity(self) -> tuple[int, int]:
+    def _names(self) -> set[str]:
         with contextlib.suppress(OSError):
-            facts = (self._folder / "status.json").stat()
-            return facts.st_ino, facts.st_mtime_ns
-        return 0, 0
-
-    def is_written(self, is_awaited: bool) -> bool:
-        """Whether it is; looked at seldom where no decision is awaited."""
-        if time.monotonic() < self._next and not is_awaited:
-            return False
-        self._next = time.monotonic() + report_every_s(float("inf"))
-        written = known_status(self._folder) if self._identity() not in (self._before, (0, 0)) else None
-        return written is not None and written.status is Status.HANG
+            return set(os.listdir(self._folder))
+        return set()
 
 
-def _hangs(monitor: HangMonitor, folder: Path, requests: _Requests, waits: bool) -> bool:
+def _hangs(monitor: HangMonitor, folder: Path, is_asked: bool) -> bool:
     """Whether this process detects a hang, which it records."""
     try:
-        monitor.check(requests.are_open, waits=waits)
+        monitor.check(is_asked)
     except Hang as hang:
         print(f"trilane: hang: {hang.outcome.evidence}", flush=True)
         write_status(folder, hang.outcome)
@@ -129,22 +218,9 @@ def _hangs(monitor: HangMonitor, folder: Path, requests: _Requests, waits: bool)
     return False
 
 
-def _end(monitor: HangMonitor, parent: int) -> None:
-    """On SIGTERM: nothing while the ranks take their time to save; else the last report, within END_S, and the end."""
-    if os.getppid() == parent:
-        return
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, END_S)
-    monitor.close()
-    os._exit(0)
-
-
 def main(argv: list[str]) -> None:
     """Watch the node of the process argv[1], its first rank argv[2] (default 0), of the run in argv[0]."""
     folder, parent, first = Path(argv[0]), int(argv[1]), int(argv[2]) if len(argv) > 2 else 0
-    if os.getppid() != parent:
-        for place in node_folder.Places(folder, os.environ)():
-            node_folder.remove(place)
     # The parent passes its own id, as it may have ended before we could ask. A capture that waits for other nodes must
     # not outlive it either: SLURM drains a node on which a job's process does not end ("Kill task failed").
     die_with(parent, signal.SIGTERM)

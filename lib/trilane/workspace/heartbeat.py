@@ -1,41 +1,43 @@
-"""Heartbeat: each rank's state in <rank>.beat, its last calls in <rank>.calls, on its node; the nodes' reports of them.
+"""Heartbeats: what each rank last did, in its node's memory; and a report of each node in the run folder.
 
-Both files are records of fixed size, overwritten in place: readable when the process is stuck, stopped or killed. They
-lie in the node's own folder (node_folder.py); the run folder gets a line of each node from time to time.
+A rank overwrites one record of fixed size, <rank>.beat, which stays readable when the process is stuck, stopped or
+killed. It changes many times a second, so it lies on the node: in /dev/shm/trilane-<user id>-<run>-<start and node>,
+else in the same folder below /tmp. Each process that uses such a folder holds a shared lock on it until it ends,
+however it ends: a folder that can be locked alone was left by a killed run, and the next start removes it. One process
+of each node replaces ranks/nodes/<its first rank>.json in the run folder every 15 s, by which others see its ranks.
 """
 
 import contextlib
+import fcntl
+import hashlib
 import json
 import math
 import os
 import platform
-import re
 import shutil
 import signal
-from collections.abc import Iterable
-from dataclasses import dataclass
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trilane.utils.files import json_object
-from trilane.workspace import node_folder
+from trilane.utils.files import json_object, read_text
+from trilane.utils.validation import from_mapping, require
 
+BASES = (Path("/dev/shm"), Path("/tmp"))  # the node's memory, the node's disk
 RECORD = 128  # bytes of a heartbeat file: one padded line
-# What encode() writes. A process id is above 1: a signal to -1, 0 or 1 would reach other processes.
-BEAT = re.compile(rb"(\d{1,12}) ([^\s\0]{1,64}) (\d{1,12}\.\d{3}) (?!1 )([1-9]\d{0,8}) ([^\s\0]+)\s*$")
 END = "end"  # the phase of a rank that has finished
-
-SLOT = 128  # bytes of a call in the ring buffer: number, time, `>` entered or `<` left, function; padded, with newline
-CALL = re.compile(r"^(\d{12}) (\d+\.\d{6}) ([<>]) (.*?)\s*$")
-
-MOST = 1 << 40  # a larger number in a report is a damaged one
-
 # The signal on which faulthandler writes the stacks: no library and no scheduler uses it.
 STACKS = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """A rank's state: iteration `step` (0: before the first), `phase`, since `time` (Unix, s), process, host."""
+    """A rank's state: iteration `step` (0: before the first), `phase`, since `time` (Unix, s), process, host.
+
+    In a report also the seconds without a change, by the clock of its node, and whether its process has exited.
+    ValueError for what no rank writes: a signal to process -1, 0 or 1 would reach others.
+    """
 
     rank: int
     step: int
@@ -43,6 +45,14 @@ class Heartbeat:
     time: float
     pid: int
     host: str
+    idle_s: float = 0.0
+    has_exited: bool = False
+
+    def __post_init__(self) -> None:
+        numbers = min(self.rank, self.step, self.pid - 2) >= 0 and max(self.rank, self.step) < 1 << 40
+        times = math.isfinite(self.time) and 0 <= self.idle_s < math.inf
+        texts = max(len(self.phase), len(self.host)) < 256
+        require(numbers and times and texts, "heartbeat", f"of rank {self.rank}", "is damaged")
 
     def __str__(self) -> str:
         return f"rank {self.rank} in iteration {self.step}, {self.phase or 'between phases'}"
@@ -58,136 +68,23 @@ def place() -> bytes:
     return f"{os.getpid()} {platform.node() or 'localhost'}".encode()
 
 
-def beats_in(place: Path) -> dict[int, Heartbeat]:
-    """The last heartbeat of each rank that keeps its own in the folder `place`, where readable."""
+def beats_in(folder: Path) -> dict[int, Heartbeat]:
+    """The last heartbeat of each rank that keeps its own in the node's folder, where readable."""
     found = {}
-    for path in sorted(place.glob("*.beat")):
-        data = b""
-        with contextlib.suppress(OSError):
-            data = path.read_bytes()[:RECORD]
-        match = BEAT.match(data)
-        if match and path.stem.isdecimal():
-            step, phase, when, pid, host = match.groups()
-            found[int(path.stem)] = Heartbeat(
-                rank=int(path.stem),
-                step=int(step),
-                phase="" if phase == b"-" else phase.decode("utf-8", "replace"),
-                time=float(when),
-                pid=int(pid),
-                host=host.decode("utf-8", "replace"),
-            )
+    for path in sorted(folder.glob("*.beat")):
+        with contextlib.suppress(OSError, ValueError):
+            step, phase, now, pid, host = path.read_bytes()[:RECORD].decode().split()
+            facts = {"phase": "" if phase == "-" else phase, "time": float(now), "pid": int(pid), "host": host}
+            found[int(path.stem)] = Heartbeat(rank=int(path.stem), step=int(step), **facts)  # type: ignore[arg-type]
     return found
 
 
 def read_beats(folder: Path) -> dict[int, Heartbeat]:
-    """The last known heartbeat of each rank of a run folder: of ranks of this machine now, of others as last reported.
-
-    Where no node has reported, as in run folders of earlier versions: what ranks/*.beat hold.
-    """
-    reported = [progress.beat for report in read_reports(folder) for progress in report.ranks]
-    found = {beat.rank: beat for beat in reported} if reported else beats_in(folder / "ranks")
-    for place in node_folder.find(folder):
-        found |= beats_in(place)
+    """The last known heartbeat of each rank of a run: of ranks of this machine now, of others as last reported."""
+    found = {beat.rank: beat for report in read_reports(folder) for beat in report.ranks}
+    for where in node_folders(folder):
+        found |= beats_in(where)
     return dict(sorted(found.items()))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """A rank's heartbeat, the seconds without a change by the clock of its node, and whether its process has exited."""
-
-    beat: Heartbeat
-    idle_s: float
-    has_exited: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeReport:
-    """What a node's watchdog reports about all its ranks, every REPORT_S: ranks/nodes/<its first rank>.json, one line.
-
-    `number` rises with each report: a reader needs no clock to see that the node is alive. `start` names the start of
-    the run (node_folder.start_id), so that what an earlier one left is not taken for news.
-    """
-
-    first: int
-    host: str
-    start: str
-    number: int
-    ranks: tuple[Progress, ...]
-
-    def write(self, folder: Path) -> None:
-        """Replace the node's report: one open and one rename, nothing forced to the disk. OSError where it is full."""
-        path = folder / node_folder.NODES / f"{self.first}.json"
-        rows = [
-            [
-                p.beat.rank,
-                p.beat.step,
-                p.beat.phase,
-                round(p.beat.time, 3),
-                p.beat.pid,
-                round(p.idle_s, 1),
-                p.has_exited,
-            ]
-            for p in self.ranks
-        ]
-        facts = {"first": self.first, "host": self.host, "start": self.start, "number": self.number}
-        aside = path.with_name(f".{path.name}")
-        aside.write_text(json.dumps({**facts, "ranks": rows}, separators=(",", ":")) + "\n", encoding="utf-8")
-        aside.replace(path)
-
-
-def report_paths(folder: Path) -> list[Path]:
-    """The reports of the nodes of a run folder."""
-    return list((folder / node_folder.NODES).glob("[0-9]*.json"))
-
-
-def read_report(path: Path) -> NodeReport | None:
-    """A node's last report; None where it is damaged or missing."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return _report(path.read_text(encoding="utf-8"))
-    return None
-
-
-def read_reports(folder: Path) -> list[NodeReport]:
-    """The last report of each node of a run folder, by first rank; damaged ones are left out."""
-    found = (read_report(path) for path in report_paths(folder))
-    return sorted((report for report in found if report), key=lambda report: report.first)
-
-
-def forget_reports(folder: Path, start: str) -> None:
-    """Remove the reports of other starts of the run: of nodes that it may no longer have."""
-    for report in read_reports(folder):
-        if report.start != start:
-            (folder / node_folder.NODES / f"{report.first}.json").unlink(missing_ok=True)
-
-
-def _report(text: str) -> NodeReport | None:
-    """The report in a text; None for any other text."""
-    values = json_object(text) or {}
-    try:
-        host, start = values["host"], values["start"]
-        first, number = _whole(values["first"]), _whole(values["number"])
-        rows = [(_whole(r), _whole(s), f, float(t), _whole(p), float(i), x) for r, s, f, t, p, i, x in values["ranks"]]
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
-    texts = all(isinstance(text, str) and len(text) <= 255 for text in (host, start, *(row[2] for row in rows)))
-    if not texts or not all(math.isfinite(row[3]) and 0 <= row[5] < math.inf for row in rows):
-        return None
-    ranks = tuple(
-        Progress(
-            beat=Heartbeat(rank=rank, step=step, phase=phase, time=when, pid=pid, host=host),
-            idle_s=idle_s,
-            has_exited=has_exited is True,
-        )
-        for rank, step, phase, when, pid, idle_s, has_exited in rows
-    )
-    return NodeReport(first=first, host=host, start=start, number=number, ranks=ranks)
-
-
-def _whole(value: object) -> int:
-    """A number of a report; ValueError for what is none."""
-    if type(value) is not int or not 0 <= value < MOST:
-        raise ValueError(value)
-    return value
 
 
 def process_state(pid: int) -> str:
@@ -202,16 +99,132 @@ def process_state(pid: int) -> str:
         return "gone"
 
 
-def keep_rings(places: Iterable[Path], folder: Path, rank: str = "*") -> None:
-    """Copy the ranks' ring buffers from their node to ranks/ of the run folder; not where the disk is full."""
-    for ring in (ring for place in places for ring in place.glob(f"{rank}.calls")):
-        with contextlib.suppress(OSError, shutil.SameFileError):
-            shutil.copyfile(ring, folder / "ranks" / ring.name)
+@dataclass(frozen=True, kw_only=True)
+class NodeReport:
+    """What is reported of all ranks of a node. `number` rises: a reader needs no clock to see that the node lives.
+
+    `start` is start_id(), so that what an earlier start left is not taken for news.
+    """
+
+    first: int
+    host: str
+    start: str
+    number: int
+    ranks: tuple[Heartbeat, ...]
+
+    def write(self, folder: Path) -> None:
+        """Replace the node's report: one open and one rename, nothing forced to the disk. OSError where it is full."""
+        path = folder / "ranks/nodes" / f"{self.first}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}")
+        aside.write_text(json.dumps(asdict(self), separators=(",", ":")) + "\n", encoding="utf-8")
+        aside.replace(path)
 
 
-def read_calls(path: Path) -> list[str]:
-    """The calls in a ring buffer, oldest first: time, `>` entered or `<` left, function; half-written ones left out."""
-    data = path.read_bytes()
-    slots = (data[i : i + SLOT].decode("utf-8", "replace").rstrip("\n") for i in range(0, len(data), SLOT))
-    found = [match for slot in slots if (match := CALL.match(slot))]
-    return [f"{m[2]} {m[3]} {m[4]}" for m in sorted(found, key=lambda m: int(m[1]))]
+def read_reports(folder: Path) -> list[NodeReport]:
+    """The last report of each node of a run folder, by first rank; damaged ones are left out."""
+    found = []
+    for path in (folder / "ranks/nodes").glob("[0-9]*.json"):
+        with contextlib.suppress(ValueError, OSError):
+            found.append(from_mapping(NodeReport, json_object(read_text(path)), "report"))
+    return sorted(found, key=lambda report: report.first)
+
+
+def start_id(env: Mapping[str, str]) -> str:
+    """What names this start of a run: the same on all its nodes, and of no other start."""
+    slurm, torchrun = ("JOB_ID", "RESTART_COUNT", "STEP_ID"), ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+    names = (*(f"SLURM_{name}" for name in slurm), *torchrun)
+    return env.get("TRILANE_START") or _hash(*(env.get(name, "") for name in names))
+
+
+def node_folders(folder: Path, env: Mapping[str, str] | None = None) -> list[Path]:
+    """The folders on this machine in which ranks of the run in `folder` write now, or those of the start in `env`.
+
+    There are two where a place became full in between.
+    """
+    name = _prefix(folder) + (_own(env) if env else "*")
+    found = [path for base in BASES for path in sorted(base.glob(name)) if _is_private(path)]
+    return [path for path in found if env or not _left(path)]
+
+
+def enter(folder: Path, env: Mapping[str, str], make: Callable[[Path], object] = lambda path: None) -> tuple[Path, str]:
+    """This node's folder for this start of the run, used until this process ends, and why no better place was.
+
+    `make` writes the process's files into it. OSError where neither place can be used.
+    """
+    problems = list[str]()
+    for base in BASES:
+        try:
+            path = base / (_prefix(folder) + _own(env))
+            _use(path)
+            make(path)
+            return path, "; ".join(problems)
+        except OSError as error:  # full, missing, or of somebody else
+            problems.append(f"{base}: {error.strerror}")
+    raise OSError("; ".join(problems))
+
+
+def sweep() -> None:
+    """Remove what killed runs of this user left on this machine."""
+    for path in (path for base in BASES for path in base.glob(f"trilane-{os.geteuid()}-*")):
+        if _is_private(path) and _left(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _prefix(folder: Path) -> str:
+    # the host's name, because /tmp of several may be one folder
+    return f"trilane-{os.geteuid()}-{_hash(str(folder.resolve()), platform.node())}-"
+
+
+def _own(env: Mapping[str, str]) -> str:
+    # a launcher that names the start has one node, and does not know what torchrun calls it
+    names = () if "TRILANE_START" in env else ("SLURM_NODEID", "GROUP_RANK")
+    return _hash(start_id(env), *(env.get(name, "") for name in names))
+
+
+def _use(path: Path) -> None:
+    """Make the folder where it is missing, and hold a lock on it; what a killed start of its name left is removed."""
+    while True:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        if not _is_private(path):  # as another user may prepare it
+            raise PermissionError(1, "belongs to somebody else, or is open to others", str(path))
+        with contextlib.suppress(FileNotFoundError):  # swept at this moment
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            if _locks(handle, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                for left in path.glob("*.beat"):
+                    left.unlink()
+            _locks(handle, fcntl.LOCK_SH)
+            if path.stat().st_ino == os.fstat(handle).st_ino:
+                return  # the lock lasts until the process ends
+            os.close(handle)
+
+
+def _is_private(path: Path) -> bool:
+    """Whether this is a folder, no link, that belongs to this user and is closed to others."""
+    with contextlib.suppress(OSError):
+        facts = path.lstat()
+        return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o077
+    return False
+
+
+def _left(path: Path) -> bool:
+    """Whether no process uses the folder any more."""
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            return _locks(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(handle)
+    return False
+
+
+def _locks(handle: int, how: int) -> bool:
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, how)
+        return True
+    return False
