@@ -39,7 +39,6 @@ from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import Plan
 from trilane.launch import local
 from trilane.logs.run import read_log
-from trilane.report import notebook
 from trilane.slurm import chain, client, copies, jobs, ledger, monitor, script, sweep
 from trilane.slurm.checks import REFUSAL
 from trilane.slurm.preflight import check_job
@@ -47,7 +46,6 @@ from trilane.utils.validation import to_mapping
 from trilane.workspace import installation
 from trilane.workspace import run_folder as attempts
 from trilane.workspace.checkpoints import FOLDER, latest
-from trilane.workspace.study import Study
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 import submit_races
@@ -388,20 +386,6 @@ def test_of_three_runs_one_fails_and_runs_again_alone(
     rows = json.loads(capsys.readouterr().out)
     assert {(row["Run"], row["Notes"]) for row in rows} == {(f"mbs{mbs}", "completed") for mbs in (1, 2, 4)}
     assert sweep.rerun(folder, SITE, parallel=2) == []
-
-
-def test_the_launch_notebook_submits_the_best_plan_of_the_search_and_shows_it_done(
-    cluster: Cluster, site: str, outputs: Path
-) -> None:
-    given = {"site": site, "submit": True, "account": "xyz@a100", "time_limit": "00:20:00", "watch_s": PATIENCE_S}
-    small = {"runs": 1, "control": False, "train_iters": 4, "corpus": "mock"}
-    study = Study.create("s")
-    notebook.run_all(study, {**given, **small}, ["01_sizing", "02_topology", "03_launch"])
-    (folder,) = (study.folder / "runs").iterdir()
-    (job,) = jobs.job_status([folder])
-    assert (job.state, job.status, job.iteration) == ("COMPLETED", "completed", 4), says(folder)
-    page = (study.folder / "03_launch.html").read_text()
-    assert f"job {job.id} COMPLETED" in page and "All 1 runs completed" in page
 
 
 def test_the_interactive_script_gives_a_shell_on_two_nodes_that_knows_how_to_train(

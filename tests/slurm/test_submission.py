@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -91,28 +90,6 @@ def forked(*works: Callable[[], object]) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(
-    ("how", "is_accepted"),
-    [
-        ("kill -9 $PPID", False),
-        (f"kill -9 $PPID; sleep 0.4; {ACCEPT}", True),
-        (f"{ACCEPT}; kill -9 $PPID", True),
-        (f"{ACCEPT}; echo $$; kill -9 $PPID", True),
-    ],
-    ids=["before sbatch", "while sbatch asks", "before the answer", "before the ledger"],
-)
-def test_a_submission_killed_around_sbatch_leaves_neither_a_second_job_nor_a_lost_one(
-    how: str, is_accepted: bool, slurm: Slurm, folder: Path
-) -> None:
-    slurm.does(how)
-    assert forked(lambda: submit(folder)) == [""] and not ledger.job_ids(folder)
-    slurm.does(f"{ACCEPT}; echo $$")
-    (said,) = forked(lambda: submit(folder))
-    assert len(slurm.queue) == 1 and ledger.job_ids(folder) == slurm.queue == jobs.active_jobs(folder)
-    assert bool(re.search(rf"^ActiveJob: .*: has job {slurm.queue[0]} already", said)) == is_accepted, said
-    assert not list(folder.glob("run.lock"))
-
-
 def test_a_job_whose_submission_was_killed_is_shown_cancelled_and_records_itself(slurm: Slurm, folder: Path) -> None:
     slurm.does(f"{ACCEPT}; kill -9 $PPID")
     forked(lambda: submit(folder))
@@ -123,23 +100,6 @@ def test_a_job_whose_submission_was_killed_is_shown_cancelled_and_records_itself
     attempt.end(folder, 1, {"SLURM_JOB_ID": job})
     assert attempt.begin(folder, {"SLURM_JOB_ID": "8"}).startswith("go: ")
     assert ledger.job_ids(folder) == [job, "8"], "submitted by hand"
-
-
-def test_of_four_submissions_at_once_one_is_made_and_the_others_name_its_job(slurm: Slurm, folder: Path) -> None:
-    said = forked(*[lambda: submit(folder)] * 4)
-    (job,) = slurm.queue
-    assert sorted(text == job for text in said) == [False] * 3 + [True], said
-    assert all(f"has job {job} already" in text for text in said if text != job)
-    assert ledger.job_ids(folder) == [job] and not list(folder.glob("*run.lock*"))
-
-
-def test_of_four_jobs_that_begin_at_once_in_a_folder_one_trains(slurm: Slurm, folder: Path) -> None:
-    (slurm.place / "queue").write_text("".join(f"{job}|x\n" for job in "1234"))
-    (slurm.place / "state").write_text("RUNNING")
-    said = forked(*[lambda job=job: attempt.begin(folder, {"SLURM_JOB_ID": job}) for job in "1234"])
-    assert sorted(text[:6] for text in said) == ["go: fr"] + ["stop: "] * 3, said
-    (started,) = ledger.events(folder, "started")
-    assert all(f"job {started['id']} trains here" in text for text in said if text.startswith("stop"))
 
 
 def test_a_job_waits_for_slurm_before_it_trains_where_another_may(slurm: Slurm, folder: Path) -> None:

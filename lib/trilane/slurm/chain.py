@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,52 +56,50 @@ def first_iteration(plan: Plan, gbs: int) -> int:
 def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
     """One plan per link: its own DP and MBS, from the checkpoint of the link before to the start of the next.
 
-    A stage is one link, or three where the ramp passes batch sizes that mbs x dp of the stage does not divide: from the
-    first of these to the last, the chain falls back to the latest stage before that can share them all. What changes is
-    the number of nodes alone: all links keep the run's ramp-up, length and learning rate, so that the samples and their
-    order are those of one run. Stages are in the order of the batch size; two with the same one share its iterations
-    equally. Raises ValueError where no stage can share a batch size.
+    A stage is one link, or three where the ramp passes batch sizes that mbs x dp of the stage does not divide: there
+    the chain falls back to the latest stage before that can share them all. All links keep the run's ramp-up, length
+    and learning rate, so that the samples and their order are those of one run. Stages are in the order of the batch
+    size; two with the same one share its iterations equally. ValueError where no stage can share a batch size.
     """
     starts = [*_starts(plan, stages), plan.run.train_iters]
     made: list[Plan] = []
-    for number, (stage, start, end) in enumerate(zip(stages, starts[:-1], starts[1:], strict=True)):
-        require(start < end, "stages", stage.gbs, "no iteration has such a batch before the next stage")
-        for used, begin, until in _parts(plan, stages[: number + 1], start, end):
-            made.append(_link(plan, used, begin, until, folder, made))
+    for number, (start, end) in enumerate(pairwise(starts), 1):
+        require(start < end, "stages", stages[number - 1].gbs, "no iteration has such a batch before the next stage")
+        for stage, begin, until in _parts(plan, stages[:number], start, end):
+            before = str(folder.resolve() / made[-1].label) if made else plan.run.load
+            made.append(_link(plan, stage, begin, until, before, len(made) + 1))
     return made
 
 
-def _link(plan: Plan, stage: Stage, start: int, end: int, folder: Path, made: Sequence[Plan]) -> Plan:
-    """The plan of the iterations after the first `start`, up to number `end`, after the links `made` so far."""
-    gpus, model_gpus = stage.nodes * plan.cluster.gpus_per_node, plan.topology.tp * plan.topology.pp
-    rule = f"{gpus} GPUs are not a multiple of tp x pp = {model_gpus}"
-    require(gpus % model_gpus == 0, "nodes", stage.nodes, rule)
-    before = str(folder.resolve() / made[-1].label) if made else plan.run.load
+def _link(plan: Plan, stage: Stage, start: int, end: int, before: str, number: int) -> Plan:
+    """The plan of the iterations after the first `start`, up to number `end`, from the last checkpoint in `before`."""
     window = plan.run.profile_window
     profile = plan.run.profile if window and start < window.first <= window.last <= end else ""
     last = 0 if end == plan.run.train_iters else end
     run = replace(plan.run, load=before, start_iteration=start, exit_iteration=last, profile=profile)
-    topology = replace(plan.topology, dp=gpus // model_gpus, mbs=stage.mbs)
-    return replace(plan, label=f"{plan.label}-{len(made) + 1}-n{stage.nodes}", topology=topology, run=run)
+    topology = replace(plan.topology, dp=_replicas(plan, stage), mbs=stage.mbs)
+    return replace(plan, label=f"{plan.label}-{number}-n{stage.nodes}", topology=topology, run=run)
+
+
+def _replicas(plan: Plan, stage: Stage) -> int:
+    gpus, model_gpus = stage.nodes * plan.cluster.gpus_per_node, plan.topology.tp * plan.topology.pp
+    rule = f"{gpus} GPUs are not a multiple of tp x pp = {model_gpus}"
+    require(gpus % model_gpus == 0, "nodes", stage.nodes, rule)
+    return gpus // model_gpus
 
 
 def _parts(plan: Plan, stages: Sequence[Stage], start: int, end: int) -> list[tuple[Stage, int, int]]:
     """The iterations after the first `start`, up to `end`, in parts, each with the stage on whose nodes it trains."""
-    stage, node, model_gpus = stages[-1], plan.cluster.gpus_per_node, plan.topology.tp * plan.topology.pp
-
-    def shares(one: Stage, size: int) -> bool:
-        return size % (one.mbs * max(1, one.nodes * node // model_gpus)) == 0
-
     phases = plan.run.ramp.between(plan.topology.gbs, start, end)
-    failing = [place for place, phase in enumerate(phases) if not shares(stage, phase.gbs)]
+    failing = [i for i, phase in enumerate(phases) if phase.gbs % (stages[-1].mbs * _replicas(plan, stages[-1]))]
     first, last = (failing[0], failing[-1] + 1) if failing else (0, 0)
-    able = [one for one in stages[:-1] if all(shares(one, phase.gbs) for phase in phases[first:last])]
-    if not first or not able:
-        return [(stage, start, end)]  # where its own batch size is at fault, the plan itself refuses it
-    begin = start + sum(phase.iterations for phase in phases[:first])
-    until = begin + sum(phase.iterations for phase in phases[first:last])
-    parts = [(stage, start, begin), (able[-1], begin, until), (stage, until, end)]
-    return [part for part in parts if part[1] < part[2]]
+    for able in reversed(stages[:-1] if first else []):
+        if not any(phase.gbs % (able.mbs * _replicas(plan, able)) for phase in phases[first:last]):
+            begin = start + sum(phase.iterations for phase in phases[:first])
+            until = begin + sum(phase.iterations for phase in phases[first:last])
+            parts = [(stages[-1], start, begin), (able, begin, until), (stages[-1], until, end)]
+            return [part for part in parts if part[1] < part[2]]
+    return [(stages[-1], start, end)]  # where its own batch size is at fault, the plan itself refuses it
 
 
 def _starts(plan: Plan, stages: Sequence[Stage]) -> list[int]:
@@ -152,25 +151,21 @@ def stages_of(folder: Path) -> list[Path]:
 def submit(folder: Path, site: Site, times: int = 1) -> list[str]:
     """Submit `times` jobs per stage, each after the end of the one before; their ids in order.
 
-    Completed stages are left out, so that an interrupted chain can be submitted again once its jobs have ended or
-    were cancelled: ValueError where a stage has a job.
+    Completed stages are left out, so that an interrupted chain can be submitted again: ValueError where a stage has a
+    job that has not ended.
     """
     require_integer("times", times, 1)
-    ids: list[str] = []
-    home = folder.resolve()
-    stages = stages_of(home)
-    with jobs.submitting(stages):
-        left = [stage for stage in stages if not is_completed(stage)]
-        for stage in [stage for stage in left for _ in range(times)]:
+    ids, home = list[str](), folder.resolve()
+    with jobs.submitting(stages_of(home)):
+        for stage in [stage for stage in stages_of(home) if not is_completed(stage) for _ in range(times)]:
             after = f"afterany:{ids[-1]}" if ids else ""
             ids.append(jobs.accept(stage / SCRIPT, {stage: ""}, site.name, after=after, home=home))
     return ids
 
 
-def gpu_hours(plan: Plan, seconds: float) -> float:
-    """GPU-hours of the iterations from the plan's start to its goal, at `seconds` each."""
-    run = plan.run
-    return (run.goal - run.start_iteration) * seconds * plan.topology.gpus / 3600
+def phases(plan: Plan) -> list[Phase]:
+    """The batch sizes of the iterations from the plan's start to its goal."""
+    return plan.run.ramp.between(plan.topology.gbs, plan.run.start_iteration, plan.run.goal)
 
 
 def predicted_s(plan: Plan, calibration: Calibration | None = None) -> float:
@@ -186,11 +181,6 @@ def predicted_s(plan: Plan, calibration: Calibration | None = None) -> float:
     return sum(phase.iterations * of(phase.gbs) for phase in phases(plan))
 
 
-def phases(plan: Plan) -> list[Phase]:
-    """The batch sizes of the iterations from the plan's start to its goal."""
-    return plan.run.ramp.between(plan.topology.gbs, plan.run.start_iteration, plan.run.goal)
-
-
 def link_records(
     folders: Sequence[Path], plans: Sequence[Plan], start: datetime, calibration: Calibration | None = None
 ) -> list[dict[str, Any]]:
@@ -203,10 +193,10 @@ def link_records(
         gpus, hours = plan.topology.gpus, predicted_s(plan, calibration) / 3600
         sizes = [phase.gbs for phase in phases(plan)]
         job = {"gpus": gpus, "nodes": gpus // plan.cluster.gpus_per_node, "mbs": plan.topology.mbs, "batches": sizes}
-        span = {"first": plan.run.start_iteration + 1, "last": plan.run.goal}
-        dates = {"begins": now, "ends": (now := now + timedelta(hours=hours))}
-        texts = {name: date.isoformat(timespec="minutes") for name, date in dates.items()}
-        rows.append({"run": str(folder), **job, **span, "gpu_hours": hours * gpus, "hours": hours, **texts})
+        span = {"first": plan.run.start_iteration + 1, "last": plan.run.goal, "gpu_hours": hours * gpus, "hours": hours}
+        begin, now = now, now + timedelta(hours=hours)
+        dates = {name: date.isoformat(timespec="minutes") for name, date in (("begins", begin), ("ends", now))}
+        rows.append({"run": str(folder), **job, **span, **dates})
     return rows
 
 

@@ -9,7 +9,7 @@ archive of the environment and imports from there: a process that imports torch 
                                                    which a shell sources to put the copy in place of the environment
 
 Whatever fails there is one line, and that node imports from the shared environment. Left out: the standard library of a
-venv, which is that of the interpreter it was made with; conda's is in the copy.
+venv, which is that of the interpreter it was made with ; and what a killed job leaves.
 """
 
 import contextlib
@@ -126,7 +126,6 @@ def folder_of(base: Path, job: str) -> Path:
 def unpack(prefix: Path, base: Path, job: str, code: str = "") -> Path:
     """The copy of the environment and of the code below the node-local `base`; ValueError where it cannot be made."""
     require(base.is_absolute() and base.is_dir(), "stage_env", base, "is no folder")
-    _remove_left(base, job)
     target, now, archive = folder_of(base, job), state(prefix), prefix / ARCHIVE
     if (target / "use").is_file() and read_text(target / STATE) == now and not target.is_symlink():
         return target
@@ -161,23 +160,6 @@ def _fill(target: Path, prefix: Path, code: str, now: str) -> None:
     new, variable = shlex.quote(str(target)), "CONDA_PREFIX" if (prefix / "conda-meta").is_dir() else "VIRTUAL_ENV"
     more = f"export PYTHONPATH={new}/{CODE}${{PYTHONPATH#{shlex.quote(code)}}}\n" if code else ""
     (target / "use").write_text(f"export {variable}={new} PATH={new}/bin:$PATH\n{more}", encoding="utf-8")
-
-
-def _remove_left(base: Path, job: str) -> None:
-    """Remove this user's copies of killed jobs: an hour old or more, and of a job without a process on this node."""
-    for path in base.glob(f"trilane-env-{os.geteuid()}-*"):
-        with contextlib.suppress(OSError):
-            other = path.name.rpartition("-")[2]
-            if other != job and time.time() - path.lstat().st_mtime > 3600 and not _has_process(other):
-                shutil.rmtree(path)
-
-
-def _has_process(job: str) -> bool:
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if f"SLURM_JOB_ID={job}\0".encode() in path.read_bytes():
-                return True
-    return False
 
 
 def _tar(*words: str) -> None:

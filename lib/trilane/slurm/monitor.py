@@ -12,15 +12,13 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trilane.config.plan import Plan, read_plan
+from trilane.config.plan import Plan
 from trilane.diagnose.capture import capture
 from trilane.slurm import client, jobs, ledger
 from trilane.slurm.jobs import JobStatus
-from trilane.utils.files import read_text
 from trilane.utils.process import python
 from trilane.utils.tables import short
 from trilane.utils.validation import require, require_known
-from trilane.workspace.checkpoints import FOLDER, iteration_of, latest
 from trilane.workspace.heartbeat import read_beats
 from trilane.workspace.status import Status
 
@@ -65,7 +63,7 @@ class _Watched:
         self.folder, self._stall_s = folder, stall_s
         self._before: JobStatus | None = None
         self._events = len(ledger.events(folder))
-        self._reported = set[str]()
+        self._reported = set[tuple[str, int]]()
 
     def news(self, job: JobStatus) -> Iterator[tuple[str, str]]:
         """What is new since the last call: its kind, "" where nobody need be alerted, and a line."""
@@ -85,30 +83,18 @@ class _Watched:
             yield kind, f"{job.run}: job {job.id} {job.state} {where}: {word}{job.status} {job.evidence}".rstrip()
         elif old.iteration != job.iteration:
             yield "", f"{job.run}: iteration {job.iteration} of {job.iterations}"
-        for key, kind, text in self._troubles(job) if job.state == "RUNNING" else ():
-            if key not in self._reported:
-                self._reported.add(key)
-                yield kind, f"{job.run}: {kind.upper()}: {text}"
+        key = (job.id, job.iteration)
+        if job.state == "RUNNING" and key not in self._reported and (text := self._stall()):
+            self._reported.add(key)
+            yield "stalled", f"{job.run}: STALLED: {text}"
 
-    def _troubles(self, job: JobStatus) -> Iterator[tuple[str, str, str]]:
-        """What is wrong with a running job: a key, its kind and a text."""
+    def _stall(self) -> str:
+        """How long a running job has made no progress, "" where that is not too long."""
         steps = self.folder / "steps.jsonl"
         ages = [time.time() - steps.stat().st_mtime] if steps.exists() else []
         idle_s = min([*ages, *(ledger.age_s(event) for event in ledger.events(self.folder)[-1:])], default=0.0)
-        if idle_s > self._stall_s:
-            last = jobs.last_line(self.folder) or "(nothing)"
-            text = f"no iteration for {idle_s:.0f} s; the log's last line: {last}"
-            yield f"stalled:{job.id}:{job.iteration}", "stalled", text
-        run, newest = read_plan(self.folder / "plan.json").run, latest(self.folder / FOLDER)
-        saved = max(iteration_of(newest) if newest else 0, run.start_iteration)
-        # a save ends before the next one begins, so that only the last one that was due may be missing
-        due = (job.iteration // run.save_interval - 1) * run.save_interval if run.save_interval else 0
-        if due > saved:
-            # the engine prints the reason, unless the disk is full, too
-            log = read_text(self.folder / "run.log", 1 << 20).splitlines()
-            said = [line.partition("CHECKPOINT NOT SAVED: ")[2] for line in log if "CHECKPOINT NOT SAVED: " in line]
-            text = f"iteration {job.iteration}, and the newest checkpoint is of iteration {saved}"
-            yield f"unsaved:{due}", "checkpoint not saved", "; ".join([text, *said[-1:]])
+        last = f"the log's last line: {jobs.last_line(self.folder) or '(nothing)'}"
+        return f"no iteration for {idle_s:.0f} s; {last}" if idle_s > self._stall_s else ""
 
 
 def post(url: str, kind: str, job: JobStatus, text: str, within_s: float = 8.0) -> str:
@@ -182,12 +168,13 @@ def capture_commands(folder: Path, plan: Plan, job: str) -> str:
     """The commands that take the stacks of a run: srun; pdsh or ds_ssh where nodes allow a login; for any program."""
     words, step = _step(folder, plan, job, folder / "stacks" / "by-hand")
     by_hostfile = shlex.quote(shlex.join(words))
-    lines = [shlex.join(step), f"pdsh -R ssh -w ^hostfile {by_hostfile}", f"ds_ssh -f hostfile {by_hostfile}"]
-    lines.append("# a program that is not trilane's, then `trilane debug hang` on the folder:")
-    # the step of the BLOOM chronicles: the stacks of all python processes of the user
-    lines.append("srun --jobid=JOB --overlap --gres=gpu:0 --ntasks-per-node=1 --output=trace-%N.out sh -c ")
-    lines[-1] += "'pgrep -u $USER -f python | xargs -I {} py-spy dump --pid {}'"
-    return "\n".join(lines)
+    # the last is the step of the BLOOM chronicles: the stacks of all python processes of the user
+    return f"""{shlex.join(step)}
+pdsh -R ssh -w ^hostfile {by_hostfile}
+ds_ssh -f hostfile {by_hostfile}
+# a program that is not trilane's, then `trilane debug hang` on the folder:
+srun --jobid=JOB --overlap --gres=gpu:0 --ntasks-per-node=1 --output=trace-%N.out sh -c \
+'pgrep -u $USER -f python | xargs -I {{}} py-spy dump --pid {{}}'"""
 
 
 def capture_job(folder: Path, plan: Plan, job: str) -> Path:

@@ -29,9 +29,8 @@ Tester = Callable[[Sequence[str]], node_test.Findings]
 
 def job_id(env: Mapping[str, str] = os.environ) -> str:
     """This job's id as SLURM's commands take it: ARRAY_INDEX in an array; "0" outside a job."""
-    if env.get("SLURM_ARRAY_JOB_ID") and env.get("SLURM_ARRAY_TASK_ID"):
-        return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
-    return env.get("SLURM_JOB_ID", "0")
+    array, index = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{index}" if array and index else env.get("SLURM_JOB_ID", "0")
 
 
 def job_nodes(env: Mapping[str, str] = os.environ) -> list[str]:
@@ -76,11 +75,10 @@ def start_nodes(
         with contextlib.suppress(ValueError):
             requeue(job, len(nodes), list(found.broken))
         raise
-    slow = {node: found.slow[node][1] for node in chosen if node in found.slow}
-    ledger.note(folder, "nodes", job, chosen=chosen, left_out=left_out, slow=slow)
+    ledger.note(folder, "nodes", job, chosen=chosen, left_out=left_out)
     lines = [f"NODES {note}" for note in found.notes]
     lines += [f"NODE {node} is left out: {reason}" for node, reason in left_out.items()]
-    lines += [f"NODE {node} is slow, and no spare is better: {reason}" for node, reason in slow.items()]
+    lines += [f"NODE {n} is slow, and no spare is better: {found.slow[n][1]}" for n in chosen if n in found.slow]
     with contextlib.suppress(OSError):  # a full disk
         for line in lines:
             append_line(folder / "run.log", line)
@@ -89,34 +87,35 @@ def start_nodes(
 
 def _failed(folder: Path, job: str, reason: str) -> None:
     """Record that the attempt ended by a node failure, outside of the training."""
-    outcome = RunStatus(status=Status.NODE_FAILURE, evidence=reason, rank=None, exit_code=1, seconds=0.0)
-    write_status(folder, outcome)
-    ledger.note(folder, "ended", job, status=outcome.status, evidence=reason)
+    write_status(folder, RunStatus(status=Status.NODE_FAILURE, evidence=reason, rank=None, exit_code=1, seconds=0.0))
+    ledger.note(folder, "ended", job, status=Status.NODE_FAILURE, evidence=reason)
 
 
 def handle_node_failure(
     folder: Path, job: str, nodelist: str, outcome: RunStatus, test: Tester | None = None
 ) -> RunStatus:
-    """The outcome of an attempt; "node failure" where one of its nodes is the reason.
+    """The outcome of an attempt; "node failure" where one of its nodes is the reason, which later jobs then exclude.
 
-    That is a node that cannot be reached, that the log names (an Xid error), or that a `test` finds broken, made while
-    there is a spare: a GPU that has failed leaves its node alive. Later jobs exclude it. A spare takes its place (event
-    "replaced"); else the job is requeued, which SLURM itself does only for a job that still runs.
+    A spare takes its place (event "replaced"); else the job is requeued: SLURM itself requeues only what still runs.
     """
     if not outcome.status.may_be_node_failure:
         return outcome
     with contextlib.suppress(ValueError):  # without SLURM the outcome stays as it is
-        every = client.hostnames(nodelist)
+        every, trained = client.hostnames(nodelist), training_nodes(folder, job)
         nodes = [node for node in every if node not in lost_nodes(folder, job)]
-        trained = training_nodes(folder, job)
-        faulty = _faulty(job, nodes, outcome, test if len(nodes) > len(trained) > 0 else None)
+        reported = [node for node in nodes if node in outcome.exclude.split(",")]
+        faulty = dict.fromkeys(_dead(job, nodes), "cannot be reached")
+        is_reported = bool(reported and not faulty)
+        # by an Xid in the log; or by a test, while there is a spare: a GPU that has failed leaves its node alive
+        faulty = faulty or dict.fromkeys(reported, f"is at fault ({outcome.status})")
+        if not faulty and test and len(nodes) > len(trained) > 0:
+            faulty = dict(test(nodes).broken)
         avoid(folder, job, list(faulty))
         if not set(faulty) & set(trained or nodes):  # a spare may have died: no reason for the training to fail
             return outcome
         reasons = "; ".join(f"{node} {why}" for node, why in faulty.items())
-        is_reported = any(why.startswith("is at fault") for why in faulty.values())
-        status = outcome.status if is_reported else Status.NODE_FAILURE
-        evidence = f"{reasons}; the log: {outcome.evidence}"
+        status, evidence = Status.NODE_FAILURE, f"{reasons}; the log: {outcome.evidence}"
+        status = outcome.status if is_reported else status
         outcome = replace(outcome, status=status, evidence=evidence, exclude=",".join(faulty))
         write_status(folder, outcome)
         if trained and len(nodes) - len(faulty) >= len(trained):
@@ -124,15 +123,6 @@ def handle_node_failure(
         else:
             requeue(job, len(every), list(faulty) if test or is_reported else [])
     return outcome
-
-
-def _faulty(job: str, nodes: Sequence[str], outcome: RunStatus, test: Tester | None) -> dict[str, str]:
-    """Which nodes are at fault, and why: by the first of three sources that names any."""
-    dead = _dead(job, nodes) if len(nodes) > 1 else []
-    reported = [node for node in nodes if node in outcome.exclude.split(",")]
-    found = dict.fromkeys(dead, "cannot be reached")
-    found = found or dict.fromkeys(reported, f"is at fault ({outcome.status})")
-    return found or (dict(test(nodes).broken) if test else {})
 
 
 def goes_on(folder: Path, job: str) -> str:
@@ -143,10 +133,10 @@ def goes_on(folder: Path, job: str) -> str:
 
 def _of_allocation(folder: Path, job: str, kind: str) -> list[dict[str, Any]]:
     """The ledger's events since the job has its present nodes: requeued, it keeps its id and gets others."""
-    events = ledger.events(folder)
-    starts = [(i, e.get("restarts")) for i, e in enumerate(events) if e["event"] == "started" and e["id"] == job]
+    events = [e for e in ledger.events(folder) if e["id"] == job]
+    starts = [(i, e.get("restarts")) for i, e in enumerate(events) if e["event"] == "started"]
     first = next((i for i, restarts in starts if restarts == starts[-1][1]), len(events))
-    return [e for e in events[first:] if e["id"] == job and e["event"] == kind]
+    return [e for e in events[first:] if e["event"] == kind]
 
 
 def lost_nodes(folder: Path, job: str) -> list[str]:
@@ -201,16 +191,13 @@ def requeue(job: str, nodes: int, without: Sequence[str] = ()) -> bool:
     """
     if _field(client.call(["scontrol", "show", "job", "-o", job]), "Requeue") != "1":
         return False
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        client.call(["scontrol", "requeue", job])
-        with contextlib.suppress(ValueError):
-            if nodes > 1:
-                client.call(["scontrol", "update", f"JobId={job}", f"NumNodes={nodes}"])
-            if without:
-                exclude(job, without)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    client.call(["scontrol", "requeue", job])
+    with contextlib.suppress(ValueError):
+        if nodes > 1:
+            client.call(["scontrol", "update", f"JobId={job}", f"NumNodes={nodes}"])
+        if without:
+            exclude(job, without)
     return True
 
 
@@ -222,13 +209,12 @@ def _field(shown: str, name: str) -> str:
 
 def guard(folder: Path, every_s: float) -> None:
     """Keep `guard_first_node` running on another node of the job, until this process is ended; on the first node."""
-    _, *others = job_nodes()
     this = python("-m", "trilane", "slurm", "job", "guard", str(folder), "--every", f"{every_s:g}", "--here")
     quiet = subprocess.DEVNULL  # at the job's end SLURM would report that the step was cancelled
-    for node in itertools.cycle(reversed(others)):
+    for node in itertools.cycle(reversed(job_nodes()[1:])):
         if node not in lost_nodes(folder, job_id()):
-            command = [*node_test.step([node]), *this]
-            subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, check=False)
+            step = [*node_test.step([node]), *this]
+            subprocess.run(step, stdin=quiet, stdout=quiet, stderr=quiet, check=False)
         time.sleep(every_s)
 
 
@@ -238,25 +224,25 @@ def guard_first_node(folder: Path, every_s: float) -> None:
     Under --no-kill SLURM would let the job hold its other nodes until its time limit, without the script, which ran on
     the first: seen on SLURM 22.05.
     """
-    job = job_id()
+    job, first, left = job_id(), "", list[str]()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # sent to all steps before the time limit
-    while True:
+    while not (first and left) or first in left:
         time.sleep(every_s)
         with contextlib.suppress(ValueError):
             shown = client.call(["scontrol", "show", "job", "-o", job])
             first, left = _field(shown, "BatchHost"), client.hostnames(_field(shown, "NodeList"))
-            if first and left and first not in left:
-                _failed(folder, job, f"{first}, the first node, on which the job's script ran, has died")
-                count = len({first, *left, *lost_nodes(folder, job)})
-                avoid(folder, job, [first])
-                if not requeue(job, count):
-                    client.call(["scancel", job])
-                return
+    _failed(folder, job, f"{first}, the first node, on which the job's script ran, has died")
+    count = len({first, *left, *lost_nodes(folder, job)})
+    with contextlib.suppress(ValueError):
+        avoid(folder, job, [first])
+    if not requeue(job, count):
+        client.call(["scancel", job])
 
 
 def _dead(job: str, nodes: Sequence[str]) -> list[str]:
-    """The nodes that SLURM has taken from the job, or on which no step can be started."""
-    left = client.hostnames(_field(client.call(["scontrol", "show", "job", "-o", job]), "NodeList")) or nodes
+    """Of several nodes those that SLURM has taken from the job, or on which no step can be started."""
+    shown = client.call(["scontrol", "show", "job", "-o", job]) if len(nodes) > 1 else ""
+    left = client.hostnames(_field(shown, "NodeList")) or nodes
     rest = [node for node in nodes if node in left]
     return [node for node in nodes if node not in left] + (unreachable(rest) if len(rest) > 1 else [])
 
@@ -275,15 +261,10 @@ def unreachable(nodes: Sequence[str], within_s: float = 30.0) -> list[str]:
         if ended := {node for node in waits if steps[node].poll() is not None}:
             waits, last = waits - ended, time.monotonic()
         time.sleep(0.1)
-    found = [node for node, step in steps.items() if not _is_reachable(step)]
-    return found if len(found) < len(nodes) else []
-
-
-def _is_reachable(step: "subprocess.Popen[str]") -> bool:
-    """Whether the step succeeded, or failed for another reason than an unreachable node; one that goes on is ended."""
-    if step.poll() is None:
-        step.kill()
-        step.communicate()
-        return False
+    for node in waits:
+        steps[node].kill()
+    errors = {node: step.communicate()[1] for node, step in steps.items()}
+    # a step may fail for another reason, such as a job that is being ended
     words = "communication|connection|timed out|no route|not responding|host is down|node_?fail|node fail"
-    return re.search(words, step.communicate()[1], re.I) is None or step.returncode == 0
+    found = [n for n in nodes if n in waits or (steps[n].returncode and re.search(words, errors[n], re.I))]
+    return found if len(found) < len(nodes) else []

@@ -11,7 +11,6 @@ from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.slurm import checks, client
 from trilane.slurm.checks import REFUSAL, WARNING, JobCheck, Row
-from trilane.slurm.copies import USED_BY
 from trilane.slurm.script import SCRIPT, gres_gpus, render
 from trilane.slurm.sites import JobRequest, Site, seconds_of
 from trilane.utils.tables import DataFrame, Table, frame_of
@@ -21,7 +20,7 @@ from trilane.utils.validation import read_text, require_known
 NAMES = (
     *("engine", "cluster", "nodes", "tp", "precision", "wheel", "qos time", "qos gpus", "account", "memory"),
     *("host memory", "time", "checkpoints", "script", "spares", "kill-on-bad-exit", "pipefail", "signal"),
-    *("error file", "port", "code", "internet", "container", "bash", "sbatch", "data", "corpus", "shared", "tokens"),
+    *("port", "internet", "container", "bash", "sbatch", "data", "corpus", "shared", "tokens"),
     *("epochs", "disk", "inodes", "run folder", "checkpoint", "gbs", "ramp", "tp x pp x dp", "pp"),
 )
 # what is read off the machine on which the check runs, which must then be the cluster's
@@ -193,17 +192,12 @@ def traps(case: JobCheck) -> list[Row]:
     handles = has(r"""^[^#\n]*(trilane\.engine\.torchrun|trap ["'][^"'\n]+["'] USR1)""") or _starts_ranks(case)
     keeps, never = "srun --kill-on-bad-exit=1 --wait=60 ...", has("srun") and not has("--kill-on-bad-exit=1")
     forward = "python -m trilane.engine.torchrun forwards it; or trap 'touch save' USR1"
-    shared = "one TORCHELASTIC_ERROR_FILE for all nodes: the launchers overwrite each other's report"
-    is_shared = has(r"TORCHELASTIC_ERROR_FILE=(?!.*(NODEID|HOSTNAME|PROCID))")
     fixed = "a fixed MASTER_PORT: two jobs on one node collide"
-    old = "runs the code that is installed when the job starts, not the one that was submitted: an older script"
     return [
         (never, "kill-on-bad-exit", REFUSAL, waits, keeps),
         (has(r"\| tee") and not has("pipefail"), "pipefail", REFUSAL, hides, "set -euo pipefail"),
-        (is_shared, "error file", WARNING, shared, "put $SLURM_NODEID into its name"),
         (has(r"MASTER_PORT=\d+\b"), "port", WARNING, fixed, "MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))"),
         ("signal" in case.directives and not handles, "signal", REFUSAL, lost, forward),
-        (has("python -m trilane") and not has(USED_BY), "code", WARNING, old, rewrite_remedy(case)),
     ]
 
 

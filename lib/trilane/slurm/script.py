@@ -1,7 +1,6 @@
 """Job scripts: a template of slurm_templates/ rendered for a plan, a site and a request; #SBATCH lines read back."""
 
 import contextlib
-import html
 import json
 import re
 import shlex
@@ -26,17 +25,19 @@ from trilane.workspace.run_folder import write_text
 
 NAMES = ("train", "sweep", "bench", "monitor", "prepare", "interactive")
 SCRIPT = "job.sbatch"  # the file name in a run folder
-OPEN, CLOSE = "\ue000", "\ue001"  # private-use characters around filled-in values; no value may contain them
+# the long names of sbatch's options of one letter, in the order of "ACJNnpqtwxoeacdGD"
+LONG = "account constraint job-name nodes ntasks partition qos time nodelist exclude output error array cpus-per-task"
+LONG += " dependency gpus chdir"
 
 
-def render(name: str, plan: Plan, site: Site, request: JobRequest, *, array: str = "1", marked: bool = False) -> str:
-    """The sbatch script of template `name`; `marked` puts OPEN and CLOSE around each filled-in value.
+def render(name: str, plan: Plan, site: Site, request: JobRequest, *, array: str = "1") -> str:
+    """The sbatch script of template `name`.
 
     Raises ValueError for a value that bash or sbatch would interpret, an option that the template does not use or sets
     itself, a partition that the site does not have, and GPUs that do not fill their nodes.
     """
     require_known("template", name, NAMES)
-    environment = _environment(marked)
+    environment = _environment()
     wanted = _blanks(environment, f"{name}.sbatch")
     values = blanks(name, plan, site, request, array)
     # a template may ignore those that concern the environment, the time or one kind of job
@@ -44,7 +45,7 @@ def render(name: str, plan: Plan, site: Site, request: JobRequest, *, array: str
     for option in {*request.given()} - ignored - {"environment", "time_limit"}:
         require(option in wanted, option, getattr(request, option), f"template {name} does not use it")
     text = environment.get_template(f"{name}.sbatch").render({blank: values[blank] for blank in wanted})
-    _require_once(text.replace(OPEN, "").replace(CLOSE, ""), site)
+    _require_once(text, site)
     return text
 
 
@@ -181,23 +182,17 @@ def require_spares(spares: int, nodes: int, cluster: Cluster) -> None:
 
 def quoted(field: str, text: str) -> str:
     """`text` quoted as one word of bash; ValueError unless it is printable, on one line."""
-    require(text.isprintable() and OPEN not in text, field, repr(text), "must stay on one line")
+    require(text.isprintable(), field, repr(text), "must stay on one line")
     return shlex.quote(text)
 
 
-def as_html(marked: str) -> Html:
-    """A marked script as HTML, with the filled-in values on yellow."""
-    # Html.pre would drop the marks, which are no printable characters
-    return Html(f"<pre>{html.escape(marked)}</pre>".replace(OPEN, "<mark>").replace(CLOSE, "</mark>"))
-
-
-def folded(texts: Mapping[str, str]) -> Html:
+def as_html(texts: Mapping[str, str]) -> Html:
     """Files as HTML, each folded under its name."""
     template = "<details><summary>{}</summary><pre>{}</pre></details>"
     return Html.joined("", [Html.of(template, name, text) for name, text in texts.items()])
 
 
-def _environment(marked: bool) -> jinja2.Environment:
+def _environment() -> jinja2.Environment:
     # {# would open a Jinja comment and swallow bash's ${#array[@]}
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(shipped("slurm_templates")),
@@ -207,7 +202,6 @@ def _environment(marked: bool) -> jinja2.Environment:
         keep_trailing_newline=True,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=(lambda value: f"{OPEN}{value}{CLOSE}" if value != "" else "") if marked else None,
     )
 
 
@@ -225,9 +219,7 @@ def directives(script: str) -> dict[str, str]:
     As sbatch does, it reads up to the first line that is not a comment. Raises ValueError for an unclosed quote. Left
     out: abbreviated long names, which sbatch accepts where they are unique.
     """
-    long = {"A": "account", "C": "constraint", "J": "job-name", "N": "nodes", "n": "ntasks", "p": "partition"}
-    long |= {"q": "qos", "t": "time", "w": "nodelist", "x": "exclude", "o": "output", "e": "error", "a": "array"}
-    long |= {"c": "cpus-per-task", "d": "dependency", "G": "gpus", "D": "chdir"}
+    long = dict(zip("ACJNnpqtwxoeacdGD", LONG.split(), strict=True))
     found: dict[str, str] = {}
     comments = takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), script.splitlines())
     for line in [line.removeprefix("#SBATCH") for line in comments if re.match(r"#SBATCH\s", line)]:

@@ -31,9 +31,6 @@ FORMS = {
         "must be features of nodes, with & | * ( ) [ ] between them, such as gpu&hbm80g",
     ),
     "ending": (r"[A-Za-z0-9_.,@:+=/-]{1,60}", "must be letters, digits and signs such as @, dots and dashes"),
-    "host ending": (r"[A-Za-z0-9.-]{1,60}", "must be letters, digits, dots and dashes, such as i for node1i"),
-    "memory": (r"\d{1,9}[KMGT]?", "must be such as 480G, or 0 (all)"),
-    "switches": (r"\d{1,4}(@[0-9:-]{1,20})?", "must be a number of switches, such as 1, or 1@12:00:00"),
     "type": (r"[A-Za-z0-9_/][A-Za-z0-9_.@+/-]{0,199}", "must be one type, such as a100"),
     "node folder": (
         rf"(?a:(?=[/$])/?{PART}(?:/{PART})*+)",
@@ -105,12 +102,12 @@ class Site:
     local: tuple[str, ...] = option(("/tmp", "/dev/shm"), "folders that each node has for itself")
     env: dict[str, str] = option(dict, 'variables of every job, such as `{"NCCL_SOCKET_IFNAME": "ib0"}`')
     setup: tuple[str, ...] = option((), "lines of shell, in order; the first that fails ends the job with its number")
-    host_suffix: str = option("", "ends a node's name on the network where processes meet", form="host ending")
+    host_suffix: str = option("", "ends a node's name on the network where processes meet", form="ending")
     sbatch: dict[str, str] = option(dict, 'further options by their long names: `{"licenses": "scratch"}`')
     srun: tuple[str, ...] = option((), 'further arguments of `srun`: `["--mpi=none"]`', form="srun option")
-    mem: str = option("", "`--mem`, such as `480G`; `0` is all of a node's", form="memory")
+    mem: str = option("", "`--mem`, such as `480G`; `0` is all of a node's", form="word")
     exclusive: bool = option(False, "`--exclusive`: the nodes are the job's alone")
-    switches: str = option("", "`--switches`: at most so many leaf switches", form="switches")
+    switches: str = option("", "`--switches`: at most so many leaf switches", form="word")
     segment: int = option(0, "`--segment`: blocks of so many neighbouring nodes", minimum=0)
     gpu_option: str = option("gres", "how GPUs are requested", choices=("gres", "gpus-per-node"))
     gpu_type: str = option("", "their type there: `a100` gives `--gres=gpu:a100:4`", form="type")
@@ -152,13 +149,12 @@ class Site:
             require_form("sbatch option", "site.sbatch", name)
             if value:
                 require_form("word", f"site.sbatch.{name}", value)
-        # they would lead the log elsewhere, or start other processes than the script says
-        own_srun = "kill-on-bad-exit wait nodes nodelist ntasks ntasks-per-node output error input export chdir pty "
-        own_srun += "jobid multi-prog"
+        # they would lead the log elsewhere, or start other processes than the script says; SLURM abbreviates
+        own_srun = "kill-on-bad-exit wait nodes nodelist ntasks ntasks-per-node output error input export chdir pty"
         for word in self.srun:
             known = [
-                name for name in own_srun.split() if name.startswith(word[2:].partition("=")[0])
-            ]  # SLURM abbreviates
+                one for one in f"{own_srun} jobid multi-prog".split() if one.startswith(word[2:].partition("=")[0])
+            ]
             require(not known, "site.srun", word, f"the script sets --{' or --'.join(known)} itself")
 
     def _require_container(self) -> None:

@@ -14,7 +14,7 @@ from trilane.config.training import Data, Optimizer, Run
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import calibration_of
-from trilane.slurm import chain, jobs, monitor, script, sites
+from trilane.slurm import jobs, monitor, script, sites
 from trilane.slurm.checks import REFUSAL
 from trilane.slurm.preflight import JobFinding, check_job
 from trilane.slurm.sites import JobRequest, Site
@@ -39,7 +39,7 @@ class StudyRun:
     @property
     def gpu_hours(self) -> float:
         """Predicted, without start and checkpoints."""
-        return chain.gpu_hours(self.plan, self.prediction["sec_per_it"])
+        return self.plan.run.goal * self.prediction["sec_per_it"] * self.plan.topology.gpus / 3600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +63,8 @@ class StudyRuns(Table):
         return Columns.of_rows(names, rows).to_frame()
 
     def files(self) -> Html:
-        """The files of the first run folder, with the values filled into its job script on yellow."""
-        job = self.rows[0].plan, script_site(self.site), self.request
-        others = {name: text for name, text in script.files(*job).items() if name != script.SCRIPT}
-        return Html.joined("", [script.folded(others), script.as_html(script.render("train", *job, marked=True))])
+        """The files of the first run folder."""
+        return script.as_html(script.files(self.rows[0].plan, script_site(self.site), self.request))
 
     def refused_example(self) -> Text:
         """A topology that the search refused, and the rule."""
@@ -135,17 +133,15 @@ class StudyRuns(Table):
 
     def summary(self) -> Text:
         """How many runs are completed, and the commands for the others; RuntimeError where one has failed."""
-        found = self.status()
-        failed = [job for job in found if job.has_failed]
-        if failed:
-            raise RuntimeError(f"{len(failed)} of {len(found)} runs did not complete: {failed[0].evidence}")
-        completed, name = sum(job.status is Status.COMPLETED for job in found), self.study.name
+        found, name = self.status(), self.study.name
+        for job in (job for job in found if job.has_failed):
+            raise RuntimeError(f"{job.run} did not complete: {job.evidence}")
+        completed = sum(job.status is Status.COMPLETED for job in found)
         if completed == len(found):
             return Text.of("All {} runs completed; their logs are in {:code}.", completed, self.study.folder / "runs")
-        return Text.of(
-            "{} of {} runs are completed. {:code} shows the others, {:code} submits those that were not.",
-            *(completed, len(found), f"trilane slurm status {name}", f"trilane slurm submit {name} --site ..."),
-        )
+        counts, commands = (completed, len(found)), (f"trilane slurm status {name}", f"trilane slurm submit {name}")
+        text = "{} of {} runs are completed. {:code} shows the others, {:code} submits those that were not."
+        return Text.of(text, *counts, *commands)
 
 
 def script_site(site: Site) -> Site:

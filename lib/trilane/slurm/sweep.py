@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trilane.analysis.measure import Measurement, measure
+from trilane.analysis.measure import measure
 from trilane.analysis.tables import frame
 from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.costmodel.predict import predict_on
@@ -34,32 +34,26 @@ def create(folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, request
 
     Raises ValueError where the folder holds a sweep already, or two plans have the same label.
     """
-    kept = ("prediction", "calibration")
-    pairs = [(plan_from_json(dict(v)), {name: v[name] for name in kept if v.get(name)}) for v in plans]
     require(not (folder / RUNS).exists(), "sweep", folder, "holds a sweep already; take a new folder")
-    labels = [plan.label for plan, _ in pairs]
-    for label in labels:
-        require(labels.count(label) == 1, "label", label, "must be unique in a sweep")
-        require(not (folder / "runs" / label).exists(), "run folder", folder / "runs" / label, "exists; take a new one")
-    texts = [files(plan, site, request, _with_memory(beside, plan, site)) for plan, beside in pairs]
-    for label, named in zip(labels, texts, strict=True):
+    texts, plans_of = dict[str, dict[str, str]](), list[Plan]()
+    for values in plans:
+        plan = plan_from_json(dict(values))
+        plans_of.append(plan)
+        require(plan.label not in texts, "label", plan.label, "must be unique in a sweep")
+        found = values.get("prediction") or predict_on(plan, nodes_of(plan, site)).to_json()
+        # a run asks it whether one that needs no more memory ran out
+        ok = isinstance(found, Mapping) and isinstance(found.get("memory_bytes"), int | float)
+        require(ok, "prediction", found, "must be a JSON object with memory_bytes, a number")
+        known = {"calibration": values["calibration"]} if values.get("calibration") else {}
+        texts[plan.label] = files(plan, site, request, {"prediction": found, **known})
+    for label, named in texts.items():
         for name, text in named.items():
             write_text(folder / "runs" / label / name, text)
-    for name, lines in _by_script([plan for plan, _ in pairs], site).items():
-        first = replace(pairs[lines[0] - 1][0], label="sweep")
+    for name, lines in _by_script(plans_of, site).items():
+        first = replace(plans_of[lines[0] - 1], label="sweep")
         write_text(folder / name, render("sweep", first, site, request, array=",".join(map(str, lines))))
-    write_text(folder / RUNS, "".join(f"runs/{label}\n" for label in labels))
-    return [folder / "runs" / label for label in labels]
-
-
-def _with_memory(beside: dict[str, Any], plan: Plan, site: Site) -> dict[str, Any]:
-    """What came with the plan, with a prediction: a run asks it whether a smaller one ran out of memory."""
-    if "prediction" not in beside:
-        return {**beside, "prediction": predict_on(plan, nodes_of(plan, site)).to_json()}
-    found, rule = beside["prediction"], "must be a JSON object with memory_bytes, a number"
-    ok = isinstance(found, Mapping) and isinstance(found.get("memory_bytes"), int | float)
-    require(ok, "prediction", found, rule)
-    return beside
+    write_text(folder / RUNS, "".join(f"runs/{label}\n" for label in texts))
+    return [folder / "runs" / label for label in texts]
 
 
 def members(folder: Path) -> list[Path]:
@@ -106,19 +100,16 @@ def rerun(folder: Path, site: Site, parallel: int | None = None) -> list[str]:
     """Submit only the failures; the arrays' ids. Raises ValueError where a run has not ended."""
     active = [job.run for job in jobs.job_status(members(folder)) if job.status.is_active]
     require(not active, "sweep", folder, f"{', '.join(active)} have not ended")
-    failed = failures(folder)
-    return submit(folder, site, parallel, failed) if failed else []
+    return submit(folder, site, parallel, failed) if (failed := failures(folder)) else []
 
 
 def table(folder: Path) -> DataFrame:
     """The runs in the columns of analysis.tables.frame, fastest first; the incomplete ones last, with a note."""
     found = zip(members(folder), jobs.job_status(members(folder)), strict=True)
     measured = [measure(path, status=job.status) for path, job in found]
-
-    def seconds(m: Measurement) -> float:
-        return m.sec_per_it if m.status is Status.COMPLETED and m.sec_per_it > 0 else float("inf")
-
-    return frame(sorted(measured, key=seconds))
+    return frame(
+        sorted(measured, key=lambda m: (m.status is not Status.COMPLETED or not m.sec_per_it > 0, m.sec_per_it))
+    )
 
 
 def _by_script(plans: list[Plan], site: Site) -> dict[str, list[int]]:
