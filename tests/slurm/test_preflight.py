@@ -25,7 +25,6 @@ from trilane.workspace.checkpoints import name_of, write_manifest
 from trilane.workspace.status import RunStatus, write_status
 
 A100, V100 = site("jean-zay-a100"), site("jean-zay-v100-32g")
-A100_80G
 
 
 @pytest.fixture
