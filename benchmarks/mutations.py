@@ -217,8 +217,8 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("float(field[2]) * 2**20", "float(field[2]) * 1e6"),
         ("found.span(3 if found[3] else 2)", "found.span(2)"),
     ],
-    ("logs", "logs/units.py", "logs"): [
-        ("current *= FACTOR", "current = FACTOR"),
+    ("logs", "logs/checks.py", "logs"): [
+        ("1000.0**-off", "1000.0**off"),
     ],
     ("logs", "logs/reading/line_clock.py", "logs"): [
         ("seconds / steps}", "seconds}"),

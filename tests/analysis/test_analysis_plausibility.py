@@ -8,7 +8,7 @@ from trilane.analysis.compare import compare
 from trilane.analysis.measure import measure_log
 from trilane.analysis.recalibrate import recalibrate
 from trilane.config.cluster import cluster
-from trilane.logs.problems import Problem
+from trilane.logs.checks import Problem
 from trilane.logs.run import RunLog
 
 V100 = cluster("jz-v100-32g")

@@ -524,7 +524,7 @@ def test_epochs_whose_length_is_not_printed_are_runs_of_their_own(tmp_path):
     (tmp_path / "a.log").write_text("".join(f"epoch: {e} step: {i} loss: 3.5\n" for e in (1, 2) for i in (10, 20)))
     logs = read_logs(tmp_path / "a.log")
     assert [list(log.iterations["epoch"]) for log in logs] == [[1, 1], [2, 2]]
-    assert [[problem.rule for problem in log.problems] for log in logs] == [[], ["epochs"]]
+    assert [[problem.rule for problem in log.problems] for log in logs] == [["jumps-back"]] * 2
 
 
 def test_a_line_cut_before_its_elapsed_time_gets_no_seconds_from_its_time_stamp(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Lines as other versions of the trainers print them: the forms vary, the meaning does not."""
 
 import gzip
-import math
 import os
 
 import pytest
@@ -236,13 +235,6 @@ def test_no_iteration_is_lost(text, tmp_path):
     (tmp_path / "a.log").write_text(text)
     rows = read_log(tmp_path / "a.log").iterations
     assert dict(zip(rows["iteration"], rows["lm_loss"], strict=True)) == ROWS
-
-
-def test_a_loss_that_was_converted_is_said_to_be(tmp_path):
-    (tmp_path / "a.log").write_text("".join(FAIRSEQ.format(i=i, loss=loss) for i, loss in ROWS.items()))
-    log = read_log(tmp_path / "a.log")
-    assert log.iterations["lm_loss"].iloc[0] == pytest.approx(8.5 * math.log(2))
-    assert [note for note in log.notes if "base 2" in note]
 
 
 def test_one_step_that_does_not_fit_numbers_no_other_losses(tmp_path):

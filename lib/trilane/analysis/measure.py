@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from trilane.analysis import flops
-from trilane.analysis.plausibility import HARMLESS, shape_problems
 from trilane.analysis.run_config import RunConfig, of_window, run_config
 from trilane.analysis.steady_state import (
     WARM_UP,
@@ -25,9 +24,9 @@ from trilane.analysis.steady_state import (
 )
 from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
+from trilane.logs.checks import HARMLESS, Problem, median, of_card
 from trilane.logs.dialects import megatron
 from trilane.logs.endings import caveat
-from trilane.logs.problems import Problem
 from trilane.logs.run import RunLog
 from trilane.logs.run_folder import read_run_folder
 from trilane.utils.tables import as_json
@@ -182,7 +181,12 @@ def measure_log(
     loss = log.column("lm_loss")
     loss = loss[np.isfinite(loss)]
     rates = flops.rates(config, seconds)
-    wrong = shape_problems(log, config, window.counts, rates)
+    printed = log.column("flops_per_s_per_gpu")
+    printed = printed[window.counts] if len(printed) and window.counts.any() else printed
+    # a rate without a precision may be of 8 bits, twice that of 16
+    peak = config.peak_flops_per_s * (1.0 if config.precision else 2.0)
+    most = {name: float(log.memory[name].max()) for name in ("max_allocated", "max_reserved") if name in log.memory}
+    wrong = tuple(of_card(median(printed), rates.values(), peak, most, config.card_bytes))
     is_timed = seconds > 0
     return Measurement(
         name=name or log.source.name,

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from trilane.logs import clock, endings, plausibility, problems, units
+from trilane.logs import checks, clock, endings
 from trilane.logs.arguments import Value
+from trilane.logs.checks import MOST_NUMBER, Problem
 from trilane.logs.column import NAN, Column
 from trilane.logs.dialects.tables import dialects
 from trilane.logs.hardware import Device
 from trilane.logs.places import where
-from trilane.logs.problems import MOST_NUMBER, Problem
 from trilane.logs.reading.line_clock import DAY_S
 from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.reading.reader import Reader, blocks
@@ -136,7 +136,7 @@ def read_logs(path: Path | str, keep: Collection[str] | None = None, spill: Path
     if not runs:
         raise NoIterations(f"log={shown(path)}: holds no iteration line; dialects tried: {', '.join(tried)}")
     runs[-1].notes += notes
-    age, more = time.time() - path.stat().st_mtime, problems.of_file(runs, path)
+    age, more = time.time() - path.stat().st_mtime, checks.of_file(runs, path)
     logs = [finish(run, path, age if run is runs[-1] else float("inf")) for run in runs]
     return [replace(log, problems=(*log.problems, *m)) if m else log for log, m in zip(logs, more, strict=True)]
 
@@ -150,15 +150,15 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     """The RunLog of a run in `path`, last written `age` seconds ago; `with_lines` finds those of its problems there."""
     table = run.iterations if run.iterations.rows else run.companion
     counted = [name for name, rows in run.dialects.items() if rows or not any(run.dialects.values())]
-    note = "; ".join(filter(None, (units.correct_units(table), units.from_bits(counted))))
+    note = checks.correct_units(table)
     timed_by_stamps = run.timed_by_stamps & set(counted)
     rounded = timed_by_stamps and "sec_per_it" in table
-    averaged, coarse = units.average_rounded(table) if rounded else ("", [])
+    averaged = checks.average_rounded(table) if rounded else ""
     (status, evidence, end), basis = _status(run, table), ""
     if status is Status.UNFINISHED and not end:
         is_running, basis = clock.still_runs(run, table, path, age)
         status = Status.RUNNING if is_running else status
-    found = problems.problems([*plausibility.check(run, table), *coarse], table, run, path if with_lines else None)
+    found = checks.problems(run, table, path if with_lines else None)
     memory = NumericTable()
     set_up = MEMORY_NOTE if run.memory and run.rows and not run.memory_rows else ""
     for _, row in sorted(run.memory.items()):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from trilane.logs import endings
-from trilane.logs.problems import Problem
+from trilane.logs.checks import Problem
 from trilane.logs.reading.reader import Reader
 from trilane.logs.run import RunLog, finish, read_logs
 from trilane.logs.table import NAN, NumericTable
