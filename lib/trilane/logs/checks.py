@@ -224,7 +224,7 @@ def of_file(runs: Sequence[PartialRun], path: Path) -> list[tuple[Problem, ...]]
             if leaps or falls or min(old.rows, new.rows) <= 2:
                 line, text = old.last_number, endings.text(old.last_line)
                 if falls:
-                    line, text = find_lines(path, {int(first)}, new.first_number).get(int(first), (None, ""))
+                    line, text = find_lines(path, {int(first)}, new.first_number).get(int(first), (0, ""))
                 one = Problem(rule="jumps-back", column="iteration", message=stray, line=line or None, evidence=text)
                 found[at - 1], found[at] = (*found[at - 1][:1], one)[:1], (one,)
     for form in candidates.forms(path, 1 << 18):
