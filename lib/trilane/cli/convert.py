@@ -29,8 +29,7 @@ convert = Group("convert", help="Convert plans and checkpoints to and from DeepS
 )
 def deepspeed(file: Path, plan: Path | None, tp: int, pp: int, dp: int, as_json: bool) -> int:
     """Print DeepSpeed's JSON of a plan; or of FILE, a DeepSpeed JSON, its contradictions, then exit code 1."""
-    from trilane.interop.deepspeed_config import deepspeed_config
-    from trilane.interop.deepspeed_lint import contradictions, own_topology, replicas
+    from trilane.interop.deepspeed_config import contradictions, deepspeed_config, meant
 
     values = read_json(file, "file")
     require(isinstance(values, Mapping), "file", file, "must hold a JSON object")
@@ -42,11 +41,11 @@ def deepspeed(file: Path, plan: Path | None, tp: int, pp: int, dp: int, as_json:
     if plan:
         lines, topology = contradictions(values, read_plan(plan)), None
     else:
-        lines, topology = own_topology(values, tp or 1, pp or 1, dp or replicas(values))
+        lines, topology = meant(values, tp=tp or 1, pp=pp or 1, dp=dp or 0)
     keys = ("dp", "mbs", "gbs", "zero", "offload", "precision", "fp32_gradients")
-    meant = topology and to_mapping(topology)
-    text = "\n".join(lines) or "no contradiction" + (": " + ", ".join(f"{n} {meant[n]}" for n in keys) if meant else "")
-    return emit(as_json, {"contradictions": lines, "topology": meant}, text, indent=2, failed=lines)
+    found = topology and to_mapping(topology)
+    text = "\n".join(lines) or "no contradiction" + (": " + ", ".join(f"{n} {found[n]}" for n in keys) if found else "")
+    return emit(as_json, {"contradictions": lines, "topology": found}, text, indent=2, failed=lines)
 
 
 @command(

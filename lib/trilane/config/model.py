@@ -9,9 +9,9 @@ from trilane.utils.validation import is_count, require, require_integer
 GATED = ("swiglu", "geglu")
 
 
-def _size(help: str, bits: int) -> Any:
+def _size(help: str, bits: int, **facts: Any) -> Any:
     # a hundred times what has been trained: beyond it a file has a size wrong
-    return option(help=help, minimum=1, maximum=1 << bits)
+    return option(help=help, minimum=1, maximum=1 << bits, **facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +22,10 @@ class ModelShape:
     that do not divide, and an MLP narrower than the model.
     """
 
-    num_layers: int = _size("transformer layers", 16)
-    hidden_size: int = _size("width of the model; a multiple of the attention heads", 18)
-    num_attention_heads: int = _size("attention heads; tp divides them", 18)
-    seq_length: int = _size("tokens of a sequence", 24)
+    num_layers: int = _size("transformer layers", 16, megatron="num-layers")
+    hidden_size: int = _size("width; a multiple of the attention heads", 18, megatron="hidden-size")
+    num_attention_heads: int = _size("attention heads; tp divides them", 18, megatron="num-attention-heads")
+    seq_length: int = _size("tokens of a sequence", 24, megatron="seq-length")
     # padded, so that the loss is the same on every tensor-parallel size (padded_vocab_size)
     vocab_size: int = _size("rows of the embedding matrix, padding included", 24)
     tied_embeddings: bool = option(True, "whether input and output embedding are one matrix")

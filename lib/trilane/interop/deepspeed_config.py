@@ -1,18 +1,21 @@
-"""DeepSpeed's JSON from a plan."""
+"""DeepSpeed's JSON: written from a plan; a user's one checked, and the topology that it describes."""
 
+import difflib
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.columns import columns_of
+from trilane.utils.validation import DATA, read_json, require, require_integer, require_known
 
-NEVER = 10**9  # iterations between DeepSpeed's own progress lines
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def deepspeed_config(plan: Plan, *, compiler: bool) -> dict[str, Any]:
-    """DeepSpeed's JSON object for the plan.
+    """DeepSpeed's JSON object for the plan: `json.dumps(deepspeed_config(read_plan("plan.json"), compiler=True))`.
 
-    train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp, as a Topology guarantees.
     Without a `compiler`, torch's AdamW replaces DeepSpeed's own optimizers, which are built at start-up: FusedAdam by
     nvcc, CPUAdam for offload by a C++ compiler (5 to 7 times as fast as torch's on the host, by its docstring). A file
     for a job assumes a compiler; the engine checks its nodes and records the JSON that it used.
@@ -28,10 +31,10 @@ def deepspeed_config(plan: Plan, *, compiler: bool) -> dict[str, Any]:
         "zero_optimization": _zero(plan),
         **({} if compiler else {"zero_force_ds_cpu_optimizer": False}),
         **_precision(t),
-        # Each tensor-parallel rank sends its whole activation, as in Megatron.
+        # each tensor-parallel rank sends its whole activation, as in Megatron
         **({"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}} if t.pp > 1 else {}),
         "wall_clock_breakdown": False,
-        "steps_per_print": NEVER,
+        "steps_per_print": 10**9,  # never: the engine reports itself
     }
 
 
@@ -50,11 +53,8 @@ def _zero(plan: Plan) -> dict[str, Any]:
         zero |= {"reduce_bucket_size": bucket}
         zero |= {"allgather_bucket_size": bucket} if t.zero < 3 else {"stage3_prefetch_bucket_size": int(0.9 * h * h)}
         zero |= {"stage3_param_persistence_threshold": 10 * h} if t.zero == 3 else {}
-    if t.offload != "none":
-        zero |= {"offload_optimizer": pinned}
-    if t.offload == "full":
-        zero |= {"offload_param": pinned}
-    return zero
+    zero |= {"offload_optimizer": pinned} if t.offload != "none" else {}
+    return zero | ({"offload_param": pinned} if t.offload == "full" else {})
 
 
 def _precision(t: Topology) -> dict[str, Any]:
@@ -65,3 +65,117 @@ def _precision(t: Topology) -> dict[str, Any]:
     if t.precision == "bf16":
         return {"bf16": {"enabled": True}, **sums}
     return {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}, **sums}
+
+
+def contradictions(values: Mapping[str, Any], plan: Plan) -> list[str]:
+    """Contradictions of a user's JSON with itself, DeepSpeed or the plan, a line each; empty if there are none.
+
+    Buckets, offload pinning and timers are free. Raises ValueError for a plan whose engine takes no such JSON.
+    """
+    t = plan.topology
+    require(plan.engine != "megatron", "engine", plan.engine, "takes no DeepSpeed JSON")
+    # what a plan determines, with DeepSpeed's defaults
+    defaults: dict[str, Any] = {
+        "gradient_clipping": 0.0,
+        "zero_optimization.stage": 0,
+        "fp16.enabled": False,
+        "bf16.enabled": False,
+    }
+    defaults |= dict.fromkeys((f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param")), "none")
+    decided = (*BATCH, *defaults, "data_types.grad_accum_dtype")
+    decided += tuple(f"optimizer.params.{name}" for name in ("betas", "eps", "weight_decay"))
+    lines, given = meant(values, tp=t.tp, pp=t.pp, dp=t.dp)[0], {**defaults, **dict(_flat(values, ""))}
+    planned = {**defaults, **dict(_flat(deepspeed_config(plan, compiler=True), ""))}
+    for name in decided:  # "auto" is the value of Hugging Face's Trainer
+        if name in planned and given.get(name, "auto") not in ("auto", None, planned[name]):
+            lines.append(f"{name}={given[name]}: the plan has {planned[name]}")
+    return lines
+
+
+def meant(values: Mapping[str, Any], *, tp: int = 1, pp: int = 1, dp: int = 0) -> tuple[list[str], Topology | None]:
+    """What DeepSpeed would refuse or silently ignore, a line each, or else the topology that a user's JSON describes.
+
+    On tp x pp x dp processes; `dp` 0 is what the three batch sizes mean.
+    """
+    given = {name: value for name, value in _flat(values, "") if value != "auto"}
+    lines = unknown_keys(values) + list(_wrong_types(given))
+    if lines:
+        return lines, None
+    try:
+        return [], _topology(given, tp, pp, dp)
+    except ValueError as error:
+        return [str(error)], None
+
+
+def _topology(given: Mapping[str, Any], tp: int, pp: int, dp: int) -> Topology:
+    """The topology; a missing batch size is computed as in DeepSpeed. ValueError with the first rule that it breaks."""
+    gbs, mbs, steps = (given.get(name) for name in BATCH)
+    dp = dp or (max(1, gbs // (mbs * steps)) if gbs and mbs and steps else 1)
+    mbs = mbs or (gbs // (dp * (steps or 1)) if gbs else 1)
+    steps = steps or (gbs // max(1, dp * mbs) if gbs else 1)
+    rule = f"must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp = {mbs} x {steps} x {dp}"
+    require(gbs in (None, mbs * steps * dp), BATCH[0], gbs, rule)
+    enabled = [name for name in ("fp16", "bf16") if given.get(f"{name}.enabled")]
+    require(len(enabled) < 2, "bf16.enabled", True, "fp16 is enabled too")
+    precision = enabled[0] if enabled else "fp32"
+    sums = precision != "fp32" and given.get("data_types.grad_accum_dtype") == "fp32"
+    away = [given.get(f"zero_optimization.offload_{what}.device", "none") == "cpu" for what in ("optimizer", "param")]
+    rule = "a plan offloads the optimizer with it"
+    require(away[0] or not away[1], "zero_optimization.offload_param.device", "cpu", rule)
+    offload, zero = ("none", "optimizer", "full")[sum(away)], given.get("zero_optimization.stage", 0)
+    sizes: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "gbs": mbs * steps * dp}
+    return Topology(**sizes, zero=zero, offload=offload, precision=precision, fp32_gradients=sums)
+
+
+def _wrong_types(given: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each value of a wrong type, which cannot be checked further."""
+    for name, value in given.items():
+        try:
+            if name in BATCH:
+                require_integer(name, value, 1)
+            elif name in ("fp16.enabled", "bf16.enabled"):
+                require(isinstance(value, bool), name, repr(value), "must be true or false")
+            elif name.startswith("zero_optimization.offload_") and name.endswith(".device"):
+                require_known(name, value, ("none", "cpu"))
+        except ValueError as error:
+            yield str(error)
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """{"a": {"b": 1}} -> ("a.b", 1)"""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+@functools.cache
+def known_keys() -> dict[str, list[str]]:
+    """The keys of each block by its dotted name, "" for the outermost; blocks not listed are not checked.
+
+    Those of optimizer.params hold for Adam and AdamW.
+    """
+    return read_json(DATA / "deepspeed_keys.json", "keys")["keys"]
+
+
+def unknown_keys(values: Mapping[str, Any]) -> list[str]:
+    """A line for each key that DeepSpeed does not know, with the nearest known key: it ignores most of them."""
+    blocks, lines = dict(known_keys()), dict[str, None]()
+    optimizer = values.get("optimizer")
+    if not isinstance(optimizer, Mapping) or str(optimizer.get("type", "AdamW")).lower() not in ("adam", "adamw"):
+        del blocks["optimizer.params"]
+    for whole, value in _flat(values, ""):
+        block = ""
+        for key in whole.split("."):
+            name = f"{block}.{key}".lstrip(".")
+            shown = f"{name}={value if name == whole else '{...}'}"
+            if key not in blocks[block]:
+                close = difflib.get_close_matches(key, blocks[block], n=1)
+                lines[f"{shown}: DeepSpeed has no such key" + (f"; did you mean {close[0]}?" if close else "")] = None
+            elif name == whole and name in blocks and value is not None:
+                lines[f"{shown}: must be a JSON object"] = None
+            if key not in blocks[block] or name not in blocks:
+                break
+            block = name
+    return list(lines)

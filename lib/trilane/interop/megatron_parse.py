@@ -1,19 +1,62 @@
 """The plan that arguments of Megatron-LM or Megatron-DeepSpeed describe, and those that a plan cannot represent."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
-from trilane.config.batch_rampup import Ramp
+from trilane.config.batch_rampup import Ramp, parse_ramp
 from trilane.config.cluster import Cluster
-from trilane.config.model import ModelShape, padded_vocab_size
+from trilane.config.model import GATED, ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Dropout, Optimizer, Part, Run, ranges_of, ranges_text
-from trilane.interop.megatron_args import DEEPSPEED, ENGINE_OF, LM, read_kind
-from trilane.interop.megatron_differences import differing, known_arguments, unread
-from trilane.interop.shell_args import Given
+from trilane.interop.megatron_args import DEEPSPEED, ENGINE_OF, LM, known_arguments
 from trilane.utils.validation import parse_integers, require, require_known
+
+T = TypeVar("T")
+
+
+class Given:
+    """Arguments that record which of them were read."""
+
+    def __init__(self, values: Mapping[str, list[str]]) -> None:
+        self._values, self.read = values, set[str]()
+
+    def has(self, name: str) -> bool:
+        self.read.add(name)
+        return name in self._values
+
+    def all(self, name: str) -> list[str]:
+        return self._values[name] if self.has(name) else []
+
+    def get(self, name: str, kind: Callable[[str], T], default: T | None = None) -> T:
+        """The value of `name`. Raises ValueError if it is missing without a `default`, or not of that kind."""
+        values, option = self.all(name), f"--{name.replace('_', '-')}"
+        if not values and default is not None:
+            return default
+        require(len(values) == 1, option, " ".join(values) or "missing", "needs one value")
+        try:
+            value = kind(values[0])
+        except ValueError:
+            value = None
+        assert value is not None or kind is not str
+        require(
+            value is not None and not (isinstance(value, float) and not math.isfinite(value)),
+            option,
+            values[0],
+            "must be a number",
+        )
+        return value  # type: ignore[return-value]
+
+    def fields(self, kind: type, usual: Mapping[str, Any] = {}) -> dict[str, Any]:
+        """The fields of a dataclass that have an argument of their own; one that is missing is as `usual`."""
+        found: dict[str, Any] = {}
+        for f in fields(kind):
+            if name := f.metadata.get("megatron", "").replace("-", "_"):
+                default = usual.get(f.name, f.default if isinstance(f.default, int | float) else None)
+                found[f.name] = self.has(name) if f.type is bool else self.get(name, f.type, default)  # type: ignore[arg-type]
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +86,13 @@ def parse_plan(
     only a tokenizer.
     """
     given = Given(values)
-    _require_dense(given)
-    flavour = DEEPSPEED if given.has("deepspeed") else LM
-    topology, data = _topology(given, flavour, gpus or _gpus(given)), _data(given)
-    optimizer, run = _optimizer_and_run(given, topology.gbs)
-    interval, batches = _evaluation(given, data)
-    run = replace(run, eval_interval=interval, eval_iters=batches)
+    for name, rule in known_arguments()["refused"].items():
+        text = " ".join(given.all(name)).strip("[]") if given.has(name) else "0"
+        require(text in ("0", "0.0", "None"), f"--{name.replace('_', '-')}", text or "yes", rule)
+    flavour, data = DEEPSPEED if given.has("deepspeed") else LM, _data(given)
+    require(bool(gpus) or given.has("nproc_per_node"), "gpus", "missing", "is not among the arguments; pass it")
+    topology = _topology(given, flavour, gpus or given.get("nproc_per_node", int) * given.get("nnodes", int, 1))
+    run = _run(given, data, topology.gbs)
     plan = Plan(
         label=label,
         engine=ENGINE_OF[flavour],
@@ -56,41 +100,83 @@ def parse_plan(
         cluster=cluster,
         topology=topology,
         data=data,
-        optimizer=optimizer,
-        dropout=Dropout(
-            hidden=given.get("hidden_dropout", float, 0.1), attention=given.get("attention_dropout", float, 0.1)
-        ),
+        optimizer=_optimizer(given, run, topology.gbs),
+        dropout=Dropout(**given.fields(Dropout, {"hidden": 0.1, "attention": 0.1})),
         run=run,
     )
-    ignored, unknown = unread(set(values) - given.read)
-    return ParsedPlan(plan=plan, ignored=ignored, unknown=unknown, differs=differing(values, plan))
+    known = known_arguments()
+    rest, ignored = {*values} - given.read - {*known["one_way"], "max_position_embeddings"}, {*known["ignored"]}
+    left = {"ignored": tuple(sorted(rest & ignored)), "unknown": tuple(sorted(rest - ignored))}
+    return ParsedPlan(plan=plan, differs=differing(values, plan), **left)
 
 
-def _gpus(given: Given) -> int:
-    require(given.has("nproc_per_node"), "gpus", "missing", "is not among the arguments; pass it")
-    return given.get("nproc_per_node", int) * given.get("nnodes", int, 1)
+def differing(values: Mapping[str, list[str]], plan: Plan) -> tuple[str, ...]:
+    """The values that the plan read from them has otherwise, as `name=value: a plan has ...`."""
+    wanted: dict[str, Any] = known_arguments()["one_way"]
+    if plan.shape.positions == "learned":  # a table of so many rows
+        wanted = wanted | {"max_position_embeddings": str(plan.shape.seq_length)}
+    usual = {**wanted, "lr_decay_style": "linear"}  # the default of the programs
+    given = {n: " ".join(values.get(n, [usual[n]])) or "yes" for n in wanted}
+    found = [f"{n}={given[n]}: a plan has {value}" for n, value in wanted.items() if not _same(given[n], value)]
+    coder = " ".join(values.get("tokenizer_type", ["its own"] if "vocab_file" in values else []))
+    ours = coder == "NullTokenizer" and values.get("vocab_size") == ["256"]
+    if coder not in ("", "HuggingFaceTokenizer", "PretrainedFromHF") and not ours:
+        found.append(f"tokenizer_type={coder}: a plan has the tokenizer of a folder, or {plan.data.tokenizer}")
+    return (*found, *([] if "data_path" in values else [f"data_path=missing: the plan has {plan.data.source}"]))
 
 
-def _require_dense(given: Given) -> None:
-    """Raise ValueError for the arguments of a model that is not a dense decoder of equal layers, by name."""
-    for name, rule in known_arguments()["refused"].items():
-        text = " ".join(given.all(name)).strip("[]") if given.has(name) else "0"
-        require(text in ("0", "0.0", "None"), f"--{name.replace('_', '-')}", text or "yes", rule)
+def _same(text: str, value: str) -> bool:
+    try:
+        return float(text) == float(value)
+    except ValueError:
+        return text == value
 
 
 def _shape(given: Given, vocab_size: int) -> ModelShape:
-    kind, heads = read_kind(given), given.get("num_attention_heads", int)
+    """The shape. Both programs' names are read, and those of Microsoft's fork of Megatron-DeepSpeed (Llama scripts).
+
+    With --swiglu an MLP without --ffn-hidden-size has 8/3 h, with --glu-activation it has 4 h (their arguments.py).
+    """
+    gate, sizes = given.get("glu_activation", str, "gelu"), given.fields(ModelShape)
+    require(gate in ("gelu", *GATED), "--glu-activation", gate, f"a plan has {', '.join(GATED)}")
+    exact = given.has("no_bias_gelu_fusion") or given.has("disable_bias_linear")  # their fused kernel has the tanh form
+    plain = gate if exact or gate != "gelu" else "gelu-tanh"
+    activation = next((kind for kind in ("swiglu", "squared-relu") if given.has(kind.replace("-", "_"))), plain)
+    norm, qkv = given.get("normalization", str, "LayerNorm").lower(), given.has("add_qkv_bias")
+    require_known("--normalization", norm, ("layernorm", "rmsnorm"))
+    usual = 0 if activation != gate else 4 * sizes["hidden_size"]
+    groups = given.get("num_query_groups", int, 1) if given.has("group_query_attention") else 0
+    epsilons = [given.get(n, float) for n in ("norm_epsilon", "layernorm_epsilon") if given.has(n)]
     shape = ModelShape(
-        num_layers=given.get("num_layers", int),
-        hidden_size=given.get("hidden_size", int),
-        num_attention_heads=heads,
-        seq_length=given.get("seq_length", int),
+        **sizes,
         vocab_size=_rows(given, vocab_size),
-        **kind,
+        activation=activation,
+        normalization=norm,
+        positions=_positions(given),
+        biases="all" if not given.has("disable_bias_linear") else "qkv" if qkv else "none",
+        ffn_hidden_size=given.get("ffn_hidden_size", int, usual) or None,
+        num_key_value_heads=(groups or given.get("num_key_value_heads", int, 0)) or None,
+        tied_embeddings=not given.has("untie_embeddings_and_output_weights"),
+        embedding_layernorm=given.has("embed_layernorm"),
+        norm_epsilon=next(iter(epsilons), ModelShape.norm_epsilon),
+        rotary_base=given.get("rotary_base", float, ModelShape.rotary_base),
     )
     wide = given.get("kv_channels", int, shape.head_dim)
     require(wide == shape.head_dim, "--kv-channels", wide, f"a plan has hidden-size / heads = {shape.head_dim}")
     return shape
+
+
+def _positions(given: Given) -> str:
+    words = {"learned_absolute": "learned", "absolute": "learned", "rope": "rotary", "rotary": "rotary"}
+    words |= {"alibi": "alibi", "none": "none"}
+    word, turned = (
+        given.get("position_embedding_type", str, "learned_absolute"),
+        given.has("use_rotary_position_embeddings"),
+    )
+    require_known("--position-embedding-type", word, words)
+    rule = f"contradicts --position-embedding-type {word}: a model has one kind of positions"
+    require(not turned or word not in ("alibi", "none"), "--use-rotary-position-embeddings", "yes", rule)
+    return "rotary" if turned else words[word]
 
 
 def _rows(given: Given, vocab_size: int) -> int:
@@ -104,46 +190,37 @@ def _rows(given: Given, vocab_size: int) -> int:
     tokens = given.get("vocab_size", int, 0)
     tokens += tokens > 0 and given.all("tokenizer_type") == ["NullTokenizer"]
     tp, step = given.get("tensor_model_parallel_size", int, 1), given.get("make_vocab_size_divisible_by", int, 128)
-    if vocab_size and vocab_size % tp == 0:
-        return vocab_size
-    found = vocab_size or tokens
-    require(found > 0, "vocab_size", "missing", "is not among the arguments; pass the padded size")
+    require((vocab_size or tokens) > 0, "vocab_size", "missing", "is not among the arguments; pass the padded size")
     require(step > 0, "--make-vocab-size-divisible-by", step, "must be a whole number above zero")
-    return padded_vocab_size(found, tp, step)
+    is_padded = vocab_size and vocab_size % tp == 0
+    return vocab_size if is_padded else padded_vocab_size(vocab_size or tokens, tp, step)
 
 
 def _topology(given: Given, flavour: str, gpus: int) -> Topology:
-    tp, pp = given.get("tensor_model_parallel_size", int, 1), given.get("pipeline_model_parallel_size", int, 1)
-    cp = given.get("context_parallel_size", int, 1)
+    sizes = given.fields(Topology, {"mbs": None, "gbs": 0})
+    tp, pp, cp = sizes["tp"], sizes["pp"], sizes["cp"]
     product = f"tp x pp = {tp} x {pp}" if cp == 1 else f"tp x cp x pp = {tp} x {cp} x {pp}"
     require(min(tp, pp, cp) > 0 and gpus % (tp * pp * cp) == 0, "gpus", gpus, f"must be a multiple of {product}")
-    mbs, dp = given.get("micro_batch_size", int), gpus // (tp * pp * cp)
-    precision = _precision(given)
-    sums = given.has("accumulate_allreduce_grads_in_fp32") or precision in ("bf16", "fp8")
-    embedding, loss = (given.has(f"account_for_{what}_in_pipeline_split") for what in ("embedding", "loss"))
-    require(embedding == loss, "account-for-embedding-in-pipeline-split", embedding, "a plan has both or neither")
-    method = given.get("pp_partition_method", str, "type:transformer")
+    dp, precision = gpus // (tp * pp * cp), _precision(given)
     zero = given.get("zero_stage", int, 1) if flavour == DEEPSPEED else int(given.has("use_distributed_optimizer"))
     if flavour == DEEPSPEED and precision == "bf16" and zero == 0:
         zero = 1  # its pipeline then uses BF16_Optimizer, which shards its states over the replicas
+    if given.has("num_layers_per_virtual_pipeline_stage"):
+        layers, each = given.get("num_layers", int), given.get("num_layers_per_virtual_pipeline_stage", int)
+        rule = f"x pp={pp} must divide num-layers={layers}"
+        require(each > 0 and layers % (each * pp) == 0, "num-layers-per-virtual-pipeline-stage", each, rule)
+        sizes["interleaving"] = layers // (each * pp)
+    sums = given.has("accumulate_allreduce_grads_in_fp32") or precision in ("bf16", "fp8")
+    sizes["gbs"] = sizes["gbs"] or sizes["mbs"] * dp
+    sizes["sequence_parallel"] &= tp > 1  # Megatron-LM drops it without tp, too
     return Topology(
-        tp=tp,
-        cp=cp,
-        pp=pp,
+        **sizes,
         dp=dp,
-        mbs=mbs,
-        gbs=given.get("global_batch_size", int, mbs * dp),
         zero=zero,
         recompute=_recompute(given),
-        interleaving=_interleaving(given, pp),
-        partition="type:transformer|embedding" if embedding else "uniform" if method == "type:transformer" else method,
-        sequence_parallel=given.has("sequence_parallel") and tp > 1,  # Megatron-LM drops it without tp, too
+        partition=_partition(given),
         offload="optimizer" if given.has("cpu_optimizer") else "none",
         precision=precision,
-        first_stage_layers=given.get("decoder_first_pipeline_num_layers", int, 0),
-        last_stage_layers=given.get("decoder_last_pipeline_num_layers", int, 0),
-        overlap_grad_reduce=given.has("overlap_grad_reduce"),
-        overlap_param_gather=given.has("overlap_param_gather"),
         fp32_gradients=sums and precision != "fp32",
     )
 
@@ -151,8 +228,9 @@ def _topology(given: Given, flavour: str, gpus: int) -> Topology:
 def _precision(given: Given) -> str:
     """ "fp8" with either of Transformer Engine's formats: e4m3 for all, or hybrid, e5m2 for gradients."""
     if given.has("fp8_format"):
-        require_known("--fp8-format", given.get("fp8_format", str), ("hybrid", "e4m3"))
-        require(given.has("bf16"), "--fp8-format", given.get("fp8_format", str), "a plan has it with --bf16 alone")
+        word = given.get("fp8_format", str)
+        require_known("--fp8-format", word, ("hybrid", "e4m3"))
+        require(given.has("bf16"), "--fp8-format", word, "a plan has it with --bf16 alone")
         return "fp8"
     return next((name for name in ("fp16", "bf16") if given.has(name)), "fp32")
 
@@ -163,81 +241,57 @@ def _recompute(given: Given) -> str:
     return "selective" if given.has("recompute_activations") else given.get("recompute_granularity", str, "none")
 
 
-def _interleaving(given: Given, pp: int) -> int:
-    """Model chunks per stage, from either of two arguments."""
-    chunks = given.get("num_virtual_stages_per_pipeline_rank", int, 1)
-    if not given.has("num_layers_per_virtual_pipeline_stage"):
-        return chunks
-    layers, each = given.get("num_layers", int), given.get("num_layers_per_virtual_pipeline_stage", int)
-    rule = f"x pp={pp} must divide num-layers={layers}"
-    require(each > 0 and layers % (each * pp) == 0, "num-layers-per-virtual-pipeline-stage", each, rule)
-    return layers // (each * pp)
+def _partition(given: Given) -> str:
+    embedding, loss = (given.has(f"account_for_{what}_in_pipeline_split") for what in ("embedding", "loss"))
+    require(embedding == loss, "account-for-embedding-in-pipeline-split", embedding, "a plan has both or neither")
+    method = given.get("pp_partition_method", str, "type:transformer")
+    return "type:transformer|embedding" if embedding else "uniform" if method == "type:transformer" else method
 
 
-def _optimizer_and_run(given: Given, gbs: int) -> tuple[Optimizer, Run]:
-    """Both programs count in samples or iterations; a plan has warm-up and decay in samples, its length in iterations.
-
-    Decay over the whole run, their default, is 0 in a plan.
-    """
-    ramp = Ramp()
+def _run(given: Given, data: Data, gbs: int) -> Run:
+    """Both programs count in samples or iterations; a plan's length is in iterations."""
+    words, ramp = given.all("rampup_batch_size"), Ramp()
     if given.has("rampup_batch_size"):
-        words = given.all("rampup_batch_size")
-        ok = len(words) == 3 and all(word.replace("_", "").isdecimal() and len(word) < 19 for word in words)
+        ok = len(words) == 3 and all(word.replace("_", "").isdecimal() for word in words)
         require(ok, "--rampup-batch-size", " ".join(words) or "missing", "must be START INCREMENT SAMPLES")
-        start, increment, ramped = (int(word) for word in words)
-        ramp = Ramp(start=start, increment=increment, samples=ramped)
-    by_samples = given.has("train_samples")
-    iterations = ramp.iterations(given.get("train_samples", int), gbs) if by_samples else given.get("train_iters", int)
-    warmup = given.get("lr_warmup_samples", int, 0) or gbs * given.get("lr_warmup_iters", int, 0)
-    decay = given.get("lr_decay_samples", int, 0) or gbs * given.get("lr_decay_iters", int, 0)
-    whole = ramp.consumed(iterations, gbs)
-    if given.has("lr_warmup_fraction"):  # of the decay, as in both programs
-        warmup = round(given.get("lr_warmup_fraction", float) * (decay or whole))
-    numbers: dict[str, Any] = {name: given.get(name, float, usual) for name, usual in USUAL.items()}
-    optimizer = Optimizer(
-        lr=given.get("lr", float),
-        warmup_samples=warmup,
-        decay_samples=0 if decay == whole else decay,
-        init_std=given.get("init_method_std", float, Optimizer.init_std),
-        **numbers,
-    )
-    skipped = given.all("iterations_to_skip")
+        ramp = parse_ramp(",".join(words))
+    by_samples, skipped = given.has("train_samples"), given.all("iterations_to_skip")
     run = Run(
-        train_iters=iterations,
-        log_interval=given.get("log_interval", int, 100),
-        seed=given.get("seed", int, 1234),
+        train_iters=ramp.iterations(given.get("train_samples", int), gbs)
+        if by_samples
+        else given.get("train_iters", int),
         ramp=ramp,
         timers=given.get("timing_log_level", int, 0) > 0,
         tensorboard=given.has("tensorboard_dir"),
         skip=ranges_text(ranges_of(parse_integers("--iterations-to-skip", ",".join(skipped)) if skipped else ())),
     )
-    return optimizer, run
+    own = given.fields(Run, {"log_interval": 100, "eval_interval": 1000, "eval_iters": 100})
+    # nothing is evaluated where no document or batch is left for it
+    evaluates = data.shares[1] and own["eval_interval"] and own["eval_iters"]
+    return replace(run, **own if evaluates else {**own, "eval_interval": 0, "eval_iters": 0})
+
+
+def _optimizer(given: Given, run: Run, gbs: int) -> Optimizer:
+    """Warm-up and decay in samples; decay over the whole run, the programs' default, is 0 in a plan."""
+    usual = {"lr": None, "min_lr": 0.0, "weight_decay": 0.01, "adam_beta2": 0.999}
+    own, whole = given.fields(Optimizer, usual), run.ramp.consumed(run.train_iters, gbs)
+    decay = own["decay_samples"] or gbs * given.get("lr_decay_iters", int, 0)
+    warmup = own["warmup_samples"] or gbs * given.get("lr_warmup_iters", int, 0)
+    if given.has("lr_warmup_fraction"):  # of the decay, as in both programs
+        warmup = round(given.get("lr_warmup_fraction", float) * (decay or whole))
+    return Optimizer(**{**own, "warmup_samples": warmup, "decay_samples": 0 if decay == whole else decay})
 
 
 def _data(given: Given) -> Data:
     """Datasets by their prefixes; the tokenizer if it is a folder or NullTokenizer, else "bytes"."""
     coder = next((given.get(n, str) for n in ("tokenizer_model", "tokenizer_name_or_path") if given.has(n)), "bytes")
     given.read |= {"tokenizer_type", "vocab_size"}
-    words = given.all("data_path")
-    split = Data(split="".join(given.all("split")) or SPLIT)
+    words, split = given.all("data_path"), Data(split="".join(given.all("split")) or "969,30,1")  # the default
     data = Data(tokenizer=coder, split=split.split if split.shares[0] < 1 else "")
     if len(words) < 2:
         return replace(data, source=words[0]) if words else data
     try:
-        weights = [float(word) for word in words[::2]]
+        parts = [Part(weight=float(w), source=s) for w, s in zip(words[::2], words[1::2], strict=True)]
     except ValueError:
         raise ValueError(f"--data-path={' '.join(words)}: must be WEIGHT PREFIX WEIGHT PREFIX ...") from None
-    parts = zip(weights, words[1::2], strict=True)
-    return replace(data, source="blend", blend=tuple(Part(source=s, weight=w) for w, s in parts))
-
-
-def _evaluation(given: Given, data: Data) -> tuple[int, int]:
-    """eval_interval and eval_iters of a Run: 0 where no document or batch is left for it."""
-    interval, batches = given.get("eval_interval", int, 1000), given.get("eval_iters", int, 100)
-    return (interval, batches) if data.shares[1] and interval and batches else (0, 0)
-
-
-SPLIT = "969,30,1"  # the programs' default
-# The programs' defaults for the numbers of an Optimizer.
-USUAL = {"min_lr": 0.0, "weight_decay": 0.01, "clip_grad": 1.0}
-USUAL |= {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8}
+    return replace(data, source="blend", blend=tuple(parts))

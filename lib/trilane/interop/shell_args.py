@@ -3,12 +3,9 @@
 import math
 import re
 import shlex
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
 
 from trilane.utils.validation import require
-
-T = TypeVar("T")
 
 ASSIGNED = re.compile(
     r"""(?:^|;)\s*(?:export\s+)?([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'[^']*'|\$\(\([^()]*\)\)|[^\s;&|]*)""", re.M | re.S
@@ -109,32 +106,3 @@ def _split_commands(words: list[str]) -> list[str]:
 def _unquoted(value: str) -> str:
     """An assigned value without the quotes around it; quotes within it are kept."""
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
-
-
-class Given:
-    """Arguments that record which of them were read."""
-
-    def __init__(self, values: Mapping[str, list[str]]) -> None:
-        self._values, self.read = values, set[str]()
-
-    def has(self, name: str) -> bool:
-        self.read.add(name)
-        return name in self._values
-
-    def all(self, name: str) -> list[str]:
-        return self._values[name] if self.has(name) else []
-
-    def get(self, name: str, kind: Callable[[str], T], default: T | None = None) -> T:
-        """The value of `name`. Raises ValueError if it is missing without a `default`, or not of that kind."""
-        values = self.all(name)
-        if not values and default is not None:
-            return default
-        require(len(values) == 1, f"--{name.replace('_', '-')}", " ".join(values) or "missing", "needs one value")
-        try:
-            value = kind(values[0])
-        except ValueError:
-            value = None
-        finite = value is not None and (not isinstance(value, float) or math.isfinite(value))
-        require(finite, f"--{name.replace('_', '-')}", values[0], "must be a number")
-        assert value is not None
-        return value
