@@ -158,7 +158,10 @@ def test_what_a_json_leaves_out_is_deepspeeds_default():
         ({Z: {"stage": 3, "offload_param": {"device": "nvme"}}}, f"{Z}.offload_param.device=nvme: known: cpu, none"),
         ({"train_batch_size": 9}, "train_batch_size=9: must be"),
         ({Z: {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "offload=optimizer: needs ZeRO stage 1 or more"),
-        ({Z: {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}, "offload=full: "),
+        (
+            {Z: {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
+            "offload=full: ",
+        ),
         ({"train_batch_size": "16"}, "train_batch_size=16: must be a whole number of at least 1"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16.enabled=True: fp16 is enabled too"),
     ],
