@@ -15,7 +15,7 @@ from plans import SHAPE, small_plan
 
 from trilane.config.training import Data, Part
 from trilane.engine.data import corpus
-from trilane.engine.data.corpus import Tokenizer, check_pair, documents, prepare, prepare_all, tokenizer, write_pair
+from trilane.engine.data.corpus import Tokenizer, check_pair, prepare, prepare_all, tokenizer, write_pair
 from trilane.launch.local import environment
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what megatron-core says while it is imported
@@ -46,13 +46,6 @@ def test_a_pair_made_for_megatron_is_used_as_it_is(tmp_path: Path) -> None:
     for source in (prefix, prefix + ".bin", prefix + ".idx"):
         assert prepare(Data(source=source, folder=str(tmp_path / "data")), SHAPE) == prefix
     assert not (tmp_path / "data").exists()
-
-
-def test_a_folder_is_read_in_the_order_of_its_names_without_hidden_files(tmp_path: Path) -> None:
-    (tmp_path / "deep").mkdir()
-    for name, text in {"b.txt": "second", "a.txt": "first", "deep/c.md": "third", ".hidden": "no"}.items():
-        (tmp_path / name).write_text(text)
-    assert list(documents(str(tmp_path))) == ["first", "second", "third"]
 
 
 def test_a_hugging_face_tokenizer_is_taken_from_a_folder(tmp_path: Path) -> None:

@@ -65,38 +65,6 @@ def test_initial_values_are_normal_and_differ_by_name_and_seed_and_not_by_call(d
     assert tensor.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.02)
 
 
-def test_every_parameter_is_audited_and_only_norms_and_biases_are_spared(ask: Callable, data: Path) -> None:
-    """4 layers of 12 parameters, two embeddings, the last norm; per layer 4 weights decay, and both embeddings."""
-    code = "from trilane.engine.backends.base import build\nstates = build(plan, world).states\n"
-    code += "for piece, decay in zip(states.pieces, states.decays()): print(piece.name, decay)"
-    groups = dict(line.split(" ", 1) for line in ask(small_plan(data), code).splitlines())
-    assert len(groups) == 4 * 12 + 4
-    decayed = {name for name, decay in groups.items() if float(decay)}
-    assert len(decayed) == 4 * 4 + 2
-    assert all(name.endswith("weight") and "layernorm" not in name for name in decayed)
-
-
-FEED = """
-from dataclasses import replace
-from trilane.engine.data.samples import SampleLoader
-from trilane.config.batch_rampup import Batch
-batch = Batch(number=3, first=16, gbs=8)
-for cut in [{}, {"dp": 2}, {"dp": 4, "mbs": 1}, {"mbs": 8}]:
-    many = replace(plan, topology=replace(plan.topology, **cut))
-    feeds = [SampleLoader(many, world, (replica, many.topology.dp)) for replica in range(many.topology.dp)]
-    rows = [tuple(row) for feed in feeds for part in feed.microbatches(batch) for row in part.tokens.tolist()]
-    print(len(set(rows)), hash(tuple(sorted(rows))))
-"""
-
-
-def test_the_global_batch_is_the_same_whatever_dp_and_mbs(ask: Callable, data: Path) -> None:
-    """Eight samples from the sixteenth on, no sample twice and none left out."""
-    batches = ask(small_plan(data), FEED).splitlines()
-    assert len(batches) == 4
-    assert len(set(batches)) == 1
-    assert batches[0].startswith("8 ")
-
-
 MIX = """
 from collections import Counter
 from trilane.engine.data.samples import SampleLoader

@@ -100,9 +100,3 @@ def test_the_canonical_tensors_are_as_many_numbers_as_the_shape_counts(shape: Mo
     from trilane.engine.model.parameters import whole_sizes
 
     assert sum(map(math.prod, whole_sizes(shape).values())) == shape.parameters
-
-
-def test_stages_sum_to_the_shape_and_the_second_copy_of_a_tied_embedding() -> None:
-    for p in (p for p in PLANS if p.topology.tp == 1):
-        copies = p.shape.tied_embeddings and p.topology.pp > 1
-        assert sum(formula(p.shape, p.topology)) == p.shape.parameters + copies * p.shape.embedding_parameters

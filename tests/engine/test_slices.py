@@ -49,21 +49,6 @@ def test_a_disk_that_is_full_at_the_last_moment_is_an_error_of_the_file(tmp_path
     assert file.error == "Disk quota exceeded"
 
 
-def test_a_part_is_assembled_from_the_slices_that_overlap_it(tmp_path: Path) -> None:
-    """Rows 0-1 in one file, rows 2-3 in another: rows 1-2 come from both."""
-    whole = torch.arange(12.0).reshape(4, 3)
-    slices = []
-    for number in (0, 1):
-        out = files.SliceFile(tmp_path / f"{number}", [("a/weight", (2, 3))])
-        out.add(whole[2 * number : 2 * number + 2])
-        out.close()
-        box = ((2 * number, 2 * number + 2), (0, 3))
-        slices.append({"box": box, "file": f"{number}", "at": {"weight": out.at["a/weight"]}})
-    assert files.assemble(tmp_path, slices, "weight", ((1, 3), (1, 3))).tolist() == whole[1:3, 1:].tolist()
-    with pytest.raises(ValueError, match="3 of 6 numbers are in its slices"):
-        files.assemble(tmp_path, slices[:1], "weight", ((1, 3), (0, 3)))
-
-
 @pytest.mark.parametrize("box", [((3, 8),), ((2, 6), (1, 4)), ((0, 2), (1, 3), (0, 3))], ids=["1", "2", "3"])
 def test_a_range_of_a_part_is_boxes_that_cover_it_in_order(box: tuple) -> None:
     """Every range of a vector, a matrix and a pair of matrices; a matrix's has at most three boxes."""
@@ -94,3 +79,5 @@ def test_a_range_is_assembled_from_rows_and_columns_of_several_files(tmp_path: P
     for values in ((0, 12), (3, 10), (5, 6), (0, 0)):
         found = files.assemble_range(tmp_path, slices, "exp_avg", box, values)
         assert torch.equal(found, flat[slice(*values)])
+    with pytest.raises(ValueError, match="6 of 12 numbers are in its slices"):
+        files.assemble(tmp_path, slices[:1], "exp_avg", ((1, 4), (0, 4)))

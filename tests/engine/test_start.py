@@ -1,9 +1,7 @@
 """How a process finds its place: SLURM's variables, its device, the others of its run, and who asks it for what."""
 
-import json
 import math
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -99,20 +97,6 @@ def test_a_task_uses_its_card_where_that_has_the_precision(
     assert str(caught.value) == found
 
 
-@pytest.mark.parametrize(
-    ("there", "visible", "refused"), [(False, None, False), (True, "", False), (True, "0,1", True)], ids=str
-)
-def test_a_host_with_a_gpu_that_torch_cannot_use_is_no_cpu(there: bool, visible: str, refused: bool, tmp_path) -> None:
-    """The others would wait half an hour for a rank that came with gloo."""
-    from trilane.engine.world import _require_no_gpu
-
-    driver = tmp_path if there else tmp_path / "nvidia0"
-    if not refused:
-        return _require_no_gpu(visible, driver)
-    with pytest.raises(HostError, match="CUDA_VISIBLE_DEVICES=-1 asks for the CPU"):
-        _require_no_gpu(visible, driver)
-
-
 KINDS = """
 import os, torch
 from trilane.engine import world
@@ -122,15 +106,6 @@ try:
 except ValueError as error:
     print(type(error).__name__, error)
 """
-LACKING = """
-import os, torch
-from trilane.engine.__main__ import main
-torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 3
-os.environ.update(RANK="3", WORLD_SIZE="4", LOCAL_RANK="3", LOCAL_WORLD_SIZE="4")
-del os.environ["TRILANE_RANK_LOGS"]
-os.dup2(1, 2)  # what it prints about itself is an answer, too
-print(main([sys.argv[0]]))
-"""
 
 
 @pytest.mark.slow
@@ -139,10 +114,6 @@ def test_gpus_here_and_fewer_or_none_there_are_refused_in_one_line(ask: Callable
     with_gpu, without = ask(small_plan(tmp_path, dp=2), KINDS, joined=False).splitlines()
     assert with_gpu == "ValueError GPUs=1: 1 of 2 ranks have none, and report it"
     assert without == "HostError no GPU here, while 1 of 2 ranks have one"
-    (tmp_path / "plan.json").write_text(json.dumps(small_plan(tmp_path, dp=4).to_json()))
-    code = f"sys.argv = [{str(tmp_path / 'plan.json')!r}]\n{LACKING}"
-    line = f"rank 3 on {platform.node()}: processes per host=4: this host shows 3 GPUs"
-    assert ask(small_plan(tmp_path), code, joined=False).splitlines() == [line, "2"]
 
 
 def test_a_node_may_come_ten_minutes_after_the_others_and_slurms_names_decide_which_hosts_the_store() -> None:

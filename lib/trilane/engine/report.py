@@ -1,6 +1,5 @@
 """The report of each iteration: Megatron's line on the terminal, a JSON line in steps.jsonl, TensorBoard on request."""
 
-import io
 import json
 import math
 import os
@@ -58,20 +57,15 @@ def megatron_line(window: Sequence[Line], train_iters: int, now: datetime) -> st
     """
     last = window[-1]
     seconds, tflops, loss = (sum(i[key] for i in window) / len(window) for key in ("sec_per_it", "tflops", "lm_loss"))
-    parts = [
-        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {last['iteration']:8d}/{train_iters:8d}",
-        f"consumed samples: {last['consumed_samples']:12d}",
-        f"elapsed time per iteration (ms): {seconds * 1000.0:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}",
-        f"learning rate: {last['learning_rate']:.6E}",
-        f"global batch size: {last['global_batch_size']:5d}",
-        f"lm loss: {loss:.6E}",
-        f"loss scale: {last['loss_scale']:.1f}",
-        f"grad norm: {last['grad_norm']:.3f}",
-        f"number of skipped iterations: {sum(i['skipped'] for i in window):3d}",
-        f"number of nan iterations: {sum(i['nan'] for i in window):3d} |",
-    ]
-    return " | ".join(parts)
+    skipped, nan = (sum(i[key] for i in window) for key in ("skipped", "nan"))
+    return (
+        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {last['iteration']:8d}/{train_iters:8d} | "
+        f"consumed samples: {last['consumed_samples']:12d} | elapsed time per iteration (ms): {seconds * 1000.0:.1f} | "
+        f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f} | learning rate: {last['learning_rate']:.6E} | "
+        f"global batch size: {last['global_batch_size']:5d} | lm loss: {loss:.6E} | "
+        f"loss scale: {last['loss_scale']:.1f} | grad norm: {last['grad_norm']:.3f} | "
+        f"number of skipped iterations: {skipped:3d} | number of nan iterations: {nan:3d} |"
+    )
 
 
 class TensorBoard:
@@ -99,7 +93,8 @@ class TensorBoard:
 
         (folder / "tensorboard").mkdir(exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
-        self._file, self._event, self._record = Appended(folder / "tensorboard" / name, print_note), Event, RecordWriter
+        self._event = Event
+        self._records = RecordWriter(Appended(folder / "tensorboard" / name, print_note))  # a record is one write
         self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def add(self, iteration: int, scalars: Mapping[str, float]) -> None:
@@ -110,9 +105,7 @@ class TensorBoard:
         self._append(event)
 
     def _append(self, event: Any) -> None:
-        whole = io.BytesIO()
-        self._record(whole).write(event.SerializeToString())
-        self._file.write(whole.getvalue())
+        self._records.write(event.SerializeToString())
 
 
 def write_json(path: Path, values: Any) -> None:

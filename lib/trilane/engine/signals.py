@@ -17,9 +17,7 @@ ALL = {SAVE, STOP, signal.SIGTERM}
 
 
 class Signals:
-    """Listens from its creation, which must precede other threads, in a thread: the main one may be inside a
-    collective.
-    """
+    """Listens in a thread, since the main one may wait in a collective; create it before any other thread."""
 
     def __init__(self) -> None:
         self.save_s, self.stop = -math.inf, False  # when the last SAVE came, by the monotonic clock; whether to end

@@ -147,9 +147,8 @@ def _fuse_adam(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def use_foreach() -> None:
-    """Replace megatron-core's loops over gradients, where neither apex nor Transformer Engine did: each tensor's norm
-    would be copied to the host, which waits for the device as often.
-    """
+    """Replace megatron-core's loops over gradients, where neither apex nor Transformer Engine did."""
+    # Its own norm copies each tensor's to the host, which waits for the device as often as there are parameters.
     if clip_grads.l2_norm_impl is megatron_utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = foreach_norm
         clip_grads.multi_tensor_scale_impl = megatron_optimizer.multi_tensor_scale_impl = foreach_scale

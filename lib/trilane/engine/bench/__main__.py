@@ -102,9 +102,7 @@ def context_bytes() -> float:
 
 
 def measured(world: Any, context: float, name: str, processes: int = 0) -> Cluster:
-    """The cluster, on every rank: medians over ranks. Collective. `processes`: how many on one host the ranks stand
-    for.
-    """
+    """The cluster: medians over ranks, which may stand for `processes` on one host. Collective."""
     import psutil
     import torch
 

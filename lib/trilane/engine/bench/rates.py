@@ -15,9 +15,7 @@ Facts = dict[str, tuple[float, str]]  # field of Cluster -> its value, and how i
 
 
 def of_device(device: torch.device) -> Facts:
-    """Rates of a card, or of one thread; 0 where it lacks a precision. Of a card as peaks, of which a plan gets a
-    share.
-    """
+    """Rates of a card, as peaks of which a plan gets a share, or of one thread; 0 where it lacks a precision."""
     is_card, types = device.type == "cuda", matmul_types(device)
     if not is_card:
         torch.set_num_threads(1)

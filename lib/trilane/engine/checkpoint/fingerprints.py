@@ -26,9 +26,7 @@ from trilane.workspace.fingerprints import COPY, FOLDER, SKETCHES, WORD, Box, Ma
 
 
 def read_marked(states: States, keep: Callable[[int, str, torch.Tensor], None] = lambda *reading: None) -> list[Part]:
-    """The marks of all that this rank reads of its pieces; `keep` gets each reading: number, kind, flat values.
-    Collective.
-    """
+    """The marks of what this rank reads of its pieces; `keep` gets number, kind and flat values. Collective."""
     states.finish_step()
     found = []
     for number, (piece, decay) in enumerate(zip(states.pieces, states.decays(), strict=True)):

@@ -90,9 +90,7 @@ class Saver:
         return self._save is not None and not self._save.report.done()
 
     def begin(self, batch: Batch, upcoming: Mapping[str, Any]) -> Saved | None:
-        """Copy the state after `batch` and start to write it, with what comes next, `upcoming`; a result only where
-        that failed.
-        """
+        """Copy the state after `batch` and start to write it, with what comes next; a result only where it failed."""
         assert not self.begun
         begin, name, states = time.perf_counter(), checkpoints.name_of(batch.number), self._engine.states
         temporary, problem = try_on_first(self._world, lambda: temporary_folder(self._root, name))
@@ -109,9 +107,7 @@ class Saver:
         return None
 
     def finish(self) -> Saved:
-        """Wait for the threads of all ranks, and publish; the same result on all. A failure leaves earlier checkpoints
-        as they are.
-        """
+        """Wait for the threads of all ranks, and publish. A failure leaves every earlier checkpoint as it is."""
         begin, save = time.perf_counter(), self._save
         assert save
         reports = gather_values(self._world, save.report.result())

@@ -43,9 +43,7 @@ DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.
 
 
 def documents(source: str) -> Iterator[str]:
-    """The texts of "stdlib", "mock", a text file, a JSONL file or a folder of text files, in order; ValueError for
-    others.
-    """
+    """The texts of "stdlib", "mock", a text file, a JSONL file (field "text") or a folder of text files."""
     if source in BUILT_IN:
         return stdlib() if source == "stdlib" else mock()
     path = Path(source)

@@ -144,9 +144,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor, fused: bool, z_loss: float = 0.0) -> torch.Tensor:
-    """Cross-entropy in nats of each token (S, B), fp32; logits (S, B, V). Its gradient has z_loss x logsumexp(logits)^2
-    too.
-    """
+    """Cross-entropy in nats, (S, B), fp32, of logits (S, B, V); z_loss x logsumexp^2 in its gradient alone."""
     if fused or z_loss:
         return _CrossEntropy.apply(logits, labels, fused, z_loss)
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
@@ -181,9 +179,7 @@ class KernelPath:
 
 
 def choose(plan: Plan, world: World) -> KernelPath:
-    """The path of all ranks: fused where plan and cards have it and no rank fails; orders attention kernels.
-    Collective.
-    """
+    """The path of all ranks: fused where plan and cards have it and no rank fails. Collective."""
     fused, why = _wanted(plan, world.device)
     if fused:
         problem = next(filter(None, gather_values(world, compile_problem(world.device))), "")
@@ -219,9 +215,7 @@ def compile_problem(device: torch.device) -> str:
 
 
 def _attention(plan: Plan, device: torch.device) -> str:
-    """The attention kernel, the fastest of the card's that work for the plan's heads; the others stay for what it
-    cannot do.
-    """
+    """The attention kernel: the card's fastest that works for the plan's heads; others stay allowed."""
     if device.type == "cpu":
         return "torch's CPU"
     capability = torch.cuda.get_device_capability(device)
@@ -255,9 +249,7 @@ def _works(kernel: Any, plan: Plan) -> bool:
 
 
 def apply(path: KernelPath, settings: TransformerConfig) -> TransformerConfig:
-    """`settings` with the fused parts on or off; weight gradients are added inside the product where apex's module
-    does.
-    """
+    """`settings` with the fused parts on or off; ours read the same fields as megatron-core's own would."""
     settings.bias_activation_fusion = settings.bias_dropout_fusion = path.fused
     settings.cross_entropy_loss_fusion = path.fused
     settings.gradient_accumulation_fusion = path.adds_gradients
