@@ -19,7 +19,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -72,6 +72,10 @@ class FusedMLP(MLP):
 
     megatron-core's own fusion has GELU in the tanh form (losses 2.5e-4 off).
     """
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        linears = MLPSubmodules(linear_fc1=layers.ColumnParallelLinear, linear_fc2=layers.RowParallelLinear)
+        super().__init__(config, linears, tp_group=parallel_state.get_tensor_model_parallel_group())
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, Any]:
         """(S, B, C) -> (S, B, C) and the bias to be added to it."""

@@ -183,7 +183,7 @@ def layer_spec(shape: ModelShape) -> ModuleSpec:
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     parts.self_attention.submodules.core_attention = functools.partial(Attention, shape=shape)
-    parts.mlp.module = FusedMLP
+    parts.mlp = FusedMLP
     parts.self_attn_bda = parts.mlp_bda = bias_dropout_add
     return spec
 
