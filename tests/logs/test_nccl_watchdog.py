@@ -1,4 +1,4 @@
-"""Who did not come to a collective, by the ranks' NCCL watchdogs in the formats of torch 1.13 to 2.13.
+"""Ranks missing from a collective, by the ranks' NCCL watchdogs in the formats of torch 1.13 to 2.13.
 
 Lines in the form of https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp and
 TraceUtils.h of the same folder, with numbers of our own.
@@ -49,84 +49,69 @@ def dump(r, enqueued, group="PG ID 0 PG GUID 0(default_pg)"):
     )
 
 
-def sentences(tmp_path, text, world=8):
+def lines(tmp_path, text, world=8):
     (tmp_path / "a.log").write_text(START.replace("world size: 8", f"world size: {world}") + text)
     return read_log(tmp_path / "a.log").collectives
 
 
-UNKNOWN = "who did not come cannot be known from this log: it does not give the members of the group"
-NONE = "did not come, or did not report: nothing of the kind is in this log"
-WORK = "timed out work {} (ALLREDUCE of 1,048,576 elements) on"
+WORK = "timed out in work {} (ALLREDUCE of 1,048,576 elements); last enqueued {}, last completed {}"
+NONE = "nothing of them is in this log"
 TP = "PG ID 5 PG GUID 37(TENSOR_MODEL_PARALLEL_GROUP)"
 HOST = "gpu05:81:99 [3] NCCL INFO comm 0x55d rank 3 nranks 8 cudaDev 3 busId 1b000 - Init COMPLETE\n"
 DESYNC = (
     "[rank0]:[E ProcessGroupNCCL.cpp:587] [Rank 0] \n\t - [0] Timeout at collective: ALLREDUCE, #808\n"
-    "\t - To our best knowledge, the lagging/dead/mismatched ranks that caused the desync are:\n"
-    "\t   - [0, 1, 2] joined but didn't finish collective #808 (count from 1)\n"
     "\t     [3, 5] finished collective #807, but didn't join collective #808 (count from 1)\n"
+    "\t - To our best knowledge, ranks [6] are the lagging ranks that caused this timeout. They never joined any collectives\n"
 )
-NEVER = "\t - To our best knowledge, ranks [6] are the lagging ranks that caused this timeout. They never joined any collectives\n"
-
 HANGS = {
     "one reports that it is behind": (
         "".join(new(r, 1234, 1236) for r in range(7)) + dump(7, 1230),
-        [f"default_pg: {WORK.format(1234)} ranks 0-6; rank 7 did not come: last enqueued 1230"],
+        [
+            "default_pg: rank 7: last enqueued 1230, last completed 1230",
+            f"default_pg: ranks 0-6: {WORK.format(1234, 1236, 1233)}",
+        ],
     ),
     "one prints nothing": (
         HOST + "".join(new(r, 1234, 1236) for r in range(8) if r != 3),
-        [f"default_pg: {WORK.format(1234)} ranks 0-2, 4-7; rank 3 (gpu05) {NONE}"],
+        [f"default_pg: rank 3 (gpu05): {NONE}", f"default_pg: ranks 0-2, 4-7: {WORK.format(1234, 1236, 1233)}"],
     ),
     "torch 2.3": (
         "".join(pg(r, 9, 12) for r in range(8) if r not in (2, 5)) + dump(2, 8, "PG 0"),
-        [f"default_pg: {WORK.format(9)} ranks 0-1, 3-4, 6-7; rank 2 did not come: last enqueued 8; rank 5 {NONE}"],
+        [
+            "default_pg: rank 2: last enqueued 8, last completed 8",
+            f"default_pg: rank 5: {NONE}",
+            f"default_pg: ranks 0-1, 3-4, 6-7: {WORK.format(9, 12, 8)}",
+        ],
     ),
-    "torch 1.13": (
+    "torch 1.13, which names no ranks of the run": (
         "".join(old(r, 9) for r in range(8) if r != 5),
-        [f"a process group: timed out work 9 (ALLREDUCE) on ranks 0-4, 6-7; rank 5 {NONE}"],
+        ["a process group: ranks 0-4, 6-7 of it: timed out in work 9 (ALLREDUCE)"],
     ),
     "all came": (
         "".join(new(r, 1234, 1236) for r in range(8)),
-        [f"default_pg: {WORK.format(1234)} ranks 0-7; all ranks queued it: the network, or a GPU that is still in what was queued before it"],
-    ),
-    "one names no collective": (
-        "".join(pg(r, 9, 12) for r in range(7)) + pg(7, 9, 12).splitlines(keepends=True)[1],
-        [f"default_pg: {WORK.format(9)} ranks 0-7; all ranks queued it: the network, or a GPU that is still in what was queued before it"],
+        [f"default_pg: ranks 0-7: {WORK.format(1234, 1236, 1233)}"],
     ),
     "different calls": (
         "".join(new(r, 7, 9) for r in range(7)) + new(7, 7, 9, op="_ALLGATHER_BASE"),
         [
-            f"default_pg: {WORK.format(7)} ranks 0-6, work 7 (_ALLGATHER_BASE of 1,048,576 elements) on rank 7; "
-            "the same number is another operation or size there"
-        ],
-    ),
-    "a group of which not all members are known": (
-        new(4, 88, 90, TP, member=0) + new(5, 88, 90, TP, member=1),
-        [
-            f"TENSOR_MODEL_PARALLEL_GROUP 37: {WORK.format(88)} ranks 4-5; "
-            "who did not come cannot be known from this log: it does not give the members of the group"
+            f"default_pg: rank 7: {WORK.format(7, 9, 6).replace('ALLREDUCE', '_ALLGATHER_BASE')}",
+            f"default_pg: ranks 0-6: {WORK.format(7, 9, 6)}",
         ],
     ),
     "two groups": (
         "".join(new(r, 1234, 1236) for r in range(6)) + new(6, 88, 90, TP, member=2) + dump(6, 1230) + dump(7, 1229),
         [
-            f"default_pg: {WORK.format(1234)} ranks 0-5; rank 7 did not come: last enqueued 1229; rank 6 did not come: last enqueued 1230",
-            f"TENSOR_MODEL_PARALLEL_GROUP 37: {WORK.format(88)} rank 6; "
-            "who did not come cannot be known from this log: it does not give the members of the group",
-        ],
-    ),
-    "a receive": (
-        new(3, 88, 90, op="RECV"),
-        [
-            "default_pg: timed out work 88 (RECV of 1,048,576 elements) on rank 3; "
-            "sends and receives of two ranks each: the log does not name the other one"
+            f"TENSOR_MODEL_PARALLEL_GROUP 37: rank 6: {WORK.format(88, 90, 87)}",
+            "default_pg: rank 6: last enqueued 1230, last completed 1230",
+            "default_pg: rank 7: last enqueued 1229, last completed 1229",
+            f"default_pg: ranks 0-5: {WORK.format(1234, 1236, 1233)}",
         ],
     ),
     "torch's own analysis": (
-        old(0, 808) + DESYNC + NEVER,
+        old(0, 808) + DESYNC,
         [
-            "torch: ranks 3, 5 did not join collective 808",
-            "torch: rank 6 never joined a collective",
-            f"a process group: timed out work 808 (ALLREDUCE) on rank 0 of it; {UNKNOWN}",
+            "a process group: rank 0 of it: timed out in work 808 (ALLREDUCE)",
+            "torch's analysis: ranks 3, 5-6 of the process group did not join",
         ],
     ),
     "an error is no timeout": (
@@ -134,64 +119,36 @@ HANGS = {
         "by watchdog at work: 32, last enqueued NCCL work: 32, last completed NCCL work: 31.\n[rank3]: DistBackendError: NCCL error\n",
         [],
     ),
-    "a tensor group of torch 1.13 to 2.1": (
-        "".join(old(r, 9) for r in (0, 1, 3)),
-        [f"a process group: timed out work 9 (ALLREDUCE) on ranks 0-1, 3 of it; {UNKNOWN}"],
-    ),
-    "all of torch 1.13, which prints no sizes": (
-        "".join(old(r, 9) for r in range(8)),
-        ["a process group: timed out work 9 (ALLREDUCE) on ranks 0-7; all ranks queued it: another size on one of them, the network, or a GPU that is still in what was queued before it"],
-    ),
     "an exception repeats the line without the rank": (
         new(4, 88, 90, TP, member=0) + new(5, 88, 90, TP, member=1) + f"  what():  [{TP} Rank 1] Process group watchdog thread "
         f"terminated with exception: {CAUGHT.format(r=1, at=88, op='ALLREDUCE', size=SIZE)[31:]}\n",
-        [f"TENSOR_MODEL_PARALLEL_GROUP 37: {WORK.format(88)} ranks 4-5; {UNKNOWN}"],
+        [f"TENSOR_MODEL_PARALLEL_GROUP 37: ranks 4-5: {WORK.format(88, 90, 87)}"],
     ),
     "one ended with an error": (
         "".join(new(r, 9, 12) for r in range(8) if r != 3)
-        + "[rank3]:[E ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID 0(default_pg) Rank 3] Exception (either an error or timeout) detected "
-        "by watchdog at work: 9, last enqueued NCCL work: 12, last completed NCCL work: 8.\n"
-        "[rank3]:[E ProcessGroupNCCL.cpp:1595] [PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with "
+        + "[rank3]:[E ProcessGroupNCCL.cpp:1595] [PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with "
         "exception: CUDA error: an illegal memory access was encountered\n",
-        [f"default_pg: {WORK.format(9)} ranks 0-2, 4-7; rank 3 ended with another error"],
-    ),
-    "torch's own analysis of a tensor group": (
-        new(4, 808, 808, TP, member=0) + DESYNC.replace("[3, 5]", "[1]"),
-        [
-            "torch: rank 1 of TENSOR_MODEL_PARALLEL_GROUP 37 did not join collective 808",
-            f"TENSOR_MODEL_PARALLEL_GROUP 37: {WORK.format(808)} rank 4; {UNKNOWN}",
-        ],
+        ["default_pg: rank 3: ended with an error", f"default_pg: ranks 0-2, 4-7: {WORK.format(9, 12, 8)}"],
     ),
     "two groups of a rank at the same number": (
         "".join(a for a in (new(0, 12, 12), new(0, 12, 12, TP, op="_ALLGATHER_BASE", member=0)) for a in a.splitlines(True)[:1])
         + "".join(a for a in (new(0, 12, 12), new(0, 12, 12, TP, op="_ALLGATHER_BASE", member=0)) for a in a.splitlines(True)[1:]),
         [
-            f"default_pg: timed out work 12 on rank 0; ranks 1-7 {NONE}",
-            f"TENSOR_MODEL_PARALLEL_GROUP 37: timed out work 12 on rank 0; {UNKNOWN}",
+            "TENSOR_MODEL_PARALLEL_GROUP 37: rank 0: timed out in work 12; last enqueued 12, last completed 11",
+            f"default_pg: ranks 1-7: {NONE}",
+            "default_pg: rank 0: timed out in work 12; last enqueued 12, last completed 11",
         ],
-    ),
-    "one is through": (
-        "".join(new(r, 500, 502) for r in range(7)) + dump(7, 503),
-        [f"default_pg: {WORK.format(500)} ranks 0-6; rank 7 completed it; all ranks queued it: the network, or a GPU that is still in what was queued before it"],
-    ),
-    "the log is cut": (
-        "".join(new(r, 9, 12) for r in range(5)) + f"[rank5]:{CAUGHT.format(r=5, at=9, op='', size='')}"[:92],
-        [f"default_pg: {WORK.format(9)} ranks 0-4; the report of rank 5 is cut, and others may be missing; ranks 6-7 {NONE}"],
-    ),
-    "an all-to-all, whose sizes differ": (
-        "".join(new(r, 9, 12, op="ALLTOALL_BASE").replace("NumelIn=1", f"NumelIn={r}") for r in range(8)),
-        ["default_pg: timed out work 9 (ALLTOALL_BASE) on ranks 0-7; all ranks queued it: the network, or a GPU that is still in what was queued before it"],
     ),
     "counts of before": (
         dump(7, 3).replace("Received", "NCCL Work update periodically: Received") + "".join(new(r, 1234, 1236) for r in range(7)),
-        [f"default_pg: {WORK.format(1234)} ranks 0-6; rank 7 {NONE}"],
+        [f"default_pg: rank 7: {NONE}", f"default_pg: ranks 0-6: {WORK.format(1234, 1236, 1233)}"],
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "expected"), HANGS.values(), ids=HANGS.keys())
-def test_who_did_not_come_is_named_by_the_log_alone(tmp_path, text, expected):
-    assert list(sentences(tmp_path, text)) == expected
+def test_the_ranks_of_each_report_are_listed(tmp_path, text, expected):
+    assert lines(tmp_path, text) == tuple(expected)
 
 
 def ranks_in(text):
@@ -200,7 +157,7 @@ def ranks_in(text):
     return {rank for part in ends for rank in range(int(part[0]), int(part[-1]) + 1)}
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_of_a_group_at_random_no_rank_is_named_that_the_log_does_not_show(tmp_path, seed):
     rng = random.Random(seed)
     world = rng.choice([4, 8, 12, 16])
@@ -220,20 +177,11 @@ def test_of_a_group_at_random_no_rank_is_named_that_the_log_does_not_show(tmp_pa
             text += (
                 f"  what():  [{name} Rank {member}] Process group watchdog thread terminated with exception: {caught}\n"
             )
-    (sentence,) = sentences(tmp_path, text, world)
-    shown = re.search(r"\) on ranks? ([\d, -]*\d)( of it)?", sentence)
+    found = lines(tmp_path, text, world)
+    (shown,) = (re.search(r": ranks? ([\d, -]*\d)( of it)?: timed out", line) for line in found if "timed out" in line)
     assert ranks_in(shown[1]) == ({group.index(rank) for rank in reporters} if shown[2] else {*reporters})
-    if silent := re.search(r"; ranks? ([\d, -]*\d) did not come, or", sentence):
+    for silent in (re.search(r": ranks? ([\d, -]*\d): nothing", line) for line in found if NONE in line):
         assert size == world and ranks_in(silent[1]) == {*group} - {*reporters}
-    assert ("all ranks queued" in sentence) <= (size == world == len(reporters))
-
-
-def test_a_communicator_of_some_ranks_does_not_make_all_ranks(tmp_path):
-    eight = "".join(new(r, 9, 9) for r in range(8))
-    (tmp_path / "a.log").write_text(START.partition("\n")[2] + HOST + eight)
-    assert "all ranks of the largest communicator in this log queued it" in read_log(tmp_path / "a.log").collectives[0]
-    (tmp_path / "a.log").write_text(START.partition("\n")[2] + HOST + eight + new(8, 9, 9))
-    assert "cannot be known" in read_log(tmp_path / "a.log").collectives[0]
 
 
 def test_interleaved_ranks_and_groups_give_the_same_answer(tmp_path):
@@ -242,12 +190,12 @@ def test_interleaved_ranks_and_groups_give_the_same_answer(tmp_path):
         [dump(7, 1229)],
         new(6, 88, 90, TP).splitlines(True),
     ]
-    straight, rng = sorted(sentences(tmp_path, "".join(map("".join, streams)))), random.Random(3)
+    straight, rng = sorted(lines(tmp_path, "".join(map("".join, streams)))), random.Random(3)
     for _ in range(5):
         left, mixed = [list(stream) for stream in streams], []
         while any(left):
             mixed.append(rng.choice([stream for stream in left if stream]).pop(0))
-        assert sorted(sentences(tmp_path, "".join(mixed))) == straight
+        assert sorted(lines(tmp_path, "".join(mixed))) == straight
 
 
 def test_each_restart_has_its_own_hang(tmp_path):

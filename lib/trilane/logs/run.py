@@ -49,7 +49,7 @@ class RunLog(Table):
     status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed it (None if unknown),
                  `asked_bytes` the size of the allocation that failed (NaN if unknown), `hosts` and `gpus` those of the
                  line or of its rank, and `exclude` the nodes at fault, as SLURM's --exclude takes them
-    collectives  who did not come, by what the ranks' NCCL watchdogs print: a sentence a process group
+    collectives  by the ranks' NCCL watchdogs: the ranks of each process group that timed out, and what each reports
     status_basis of a log without an end: what shows that the run still runs, or does not
     clock        iteration and seconds since 1970 of the first, the last and some lines, by their own time stamps
     notes        corrections made in reading
@@ -187,7 +187,9 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
         hosts=hosts,
         gpus=gpus,
         exclude=exclude,
-        collectives=run.watchdogs.sentences(run.places, run.arguments.get("world_size")) if status.has_failed else (),
+        collectives=tuple(run.watchdogs.lines(run.places, run.arguments.get("world_size")))
+        if status.has_failed
+        else (),
         notes=tuple(filter(None, (*run.notes, note, STAMPS_NOTE if timed_by_stamps else "", averaged, set_up))),
         status_basis=basis,
         clock=tuple(pair for pair in run.clock if pair[1] > DAY_S),  # without times of day
