@@ -16,7 +16,7 @@ from trilane.diagnose.restart import compare_restart
 from trilane.diagnose.snapshot import RestartFinding
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
-from trilane.workspace.fingerprints import COPY, Part, file_of, mark, must_decay, whole_parts
+from trilane.workspace.fingerprints import COPY, Mark, Part, file_of, must_decay, whole_parts
 
 # A model of four tensors on TP 2 x PP 2: name -> shape, the dimension that is cut, the stages that hold it.
 MODEL: dict[str, tuple[tuple[int, ...], int | None, tuple[int, ...]]] = {
@@ -29,6 +29,14 @@ SHAPE = {"hidden_size": 6, "num_layers": 2}
 WORD, NORM, MATRIX, FINAL = MODEL
 Tensors = dict[tuple[str, str], np.ndarray]
 Prints = list[dict[str, Any]]
+
+
+def mark(part: np.ndarray, box: Any) -> Mark:
+    import torch
+
+    from trilane.engine.checkpoint import marks
+
+    return marks.mark(torch.from_numpy(np.ascontiguousarray(part, np.float32)), box)
 
 
 def drawn(seed: int) -> Tensors:

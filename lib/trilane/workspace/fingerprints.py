@@ -26,10 +26,6 @@ COPY = "copy"  # the weight that the model computes with, where the optimizer ho
 SKETCHES = 8
 WORD = 1 << 64
 PLANE = 1 << 32  # rows from one matrix of a tensor of three dimensions to the next
-ROWS = 64  # processed at a time, so that temporary arrays fit in the processor's cache
-# Values processed at a time: OpenBLAS multiplies up to 2**18 = values x SKETCHES in the calling thread. Its other
-# threads, on cores shared with a training, took 23 times the processor time (0.3.31, interface/gemm.c; measured here).
-VALUES = (1 << 18) // SKETCHES
 # splitmix64: Steele, Lea and Flood 2014, doi:10.1145/2714064.2660195, figure 16.
 STEP, FIRST, SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 Box = Sequence[Sequence[int]]
@@ -139,28 +135,6 @@ def planes(box: Box) -> list[Box]:
     """A part of three dimensions as matrices, one for each index of the first; their rows have numbers of their own."""
     (first, end), (top, bottom), columns = box
     return [((PLANE * i + top, PLANE * i + bottom), columns) for i in range(first, end)]
-
-
-def mark(part: np.ndarray, box: Box) -> Mark:
-    """The Mark of `part`, fp32, the part `box` of its tensor; engine.checkpoint.fingerprints has the same in torch."""
-    if len(box) == 3:
-        return functools.reduce(operator.add, map(mark, part, planes(box)))
-    (first, end), (left, right) = sides(box)
-    u, s = weights(first, end, 1)
-    v, t = weights(left, right, 2)
-    x = np.ascontiguousarray(part, np.float32).reshape(end - first, right - left)
-    found, squares, total, sketch = 0, 0.0, 0.0, np.zeros(SKETCHES)
-    with np.errstate(over="ignore"):
-        rows = max(1, min(ROWS, VALUES // x.shape[1]))
-        for at in range(0, len(x), rows):
-            block = x[at : at + rows]
-            lines = (block.view(np.int32) * v).sum(1)
-            found += int((lines * u[at : at + rows]).sum())
-            squares += float(np.einsum("rc,rc->r", block, block).sum(dtype=np.float64))
-            total += float(block.sum(dtype=np.float64))
-            sketch += ((block @ t) * s[at : at + rows]).sum(0, dtype=np.float64)
-    low, high, sums = float(x.min()), float(x.max()), tuple(sketch.tolist())
-    return Mark(hash=found % WORD, squares=squares, total=total, low=low, high=high, sketch=sums)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 
 from trilane.config.plan import Plan
 from trilane.engine.backends.base import Engine, States
+from trilane.engine.checkpoint.marks import mark
 from trilane.engine.checkpoint.slices import boxes_of
 from trilane.engine.data.samples import SampleLoader
 from trilane.engine.model import rng
@@ -22,7 +23,7 @@ from trilane.utils.files import replace_text
 from trilane.utils.validation import to_mapping
 from trilane.workspace import fingerprints
 from trilane.workspace.checkpoints import KINDS, name_of
-from trilane.workspace.fingerprints import COPY, FOLDER, SKETCHES, WORD, Box, Mark, Part, file_of, sides, weights
+from trilane.workspace.fingerprints import COPY, FOLDER, WORD, Mark, Part, file_of
 
 
 def read_marked(states: States, keep: Callable[[int, str, torch.Tensor], None] = lambda *reading: None) -> list[Part]:
@@ -110,31 +111,3 @@ def _fresh(folder: Path, name: str) -> str:
     with contextlib.suppress(OSError):
         path.mkdir(parents=True)
     return str(path)
-
-
-def mark(part: torch.Tensor, box: Box) -> Mark:
-    """The Mark of `part`, the part `box` of its tensor; from a GPU only a few numbers are copied."""
-    values = part.detach().to(torch.float32)
-    return mark_on_device(values, box) if values.is_cuda else fingerprints.mark(values.numpy(), box)
-
-
-def mark_on_device(part: torch.Tensor, box: Box) -> Mark:
-    """What workspace.fingerprints.mark computes, in torch, on the device of `part`, fp32."""
-    if len(box) == 3:
-        return functools.reduce(operator.add, map(mark_on_device, part, fingerprints.planes(box)))
-    (first, end), (left, right) = sides(box)
-    x = part.reshape(end - first, right - left).contiguous()
-    u, s = (torch.from_numpy(side).to(x.device) for side in weights(first, end, 1))
-    v, t = (torch.from_numpy(side).to(x.device) for side in weights(left, right, 2))
-    rows = max(1, (1 << 24) // x.shape[1])  # at a time: its temporaries are 16 bytes for each value
-    found = torch.zeros((), dtype=torch.int64, device=x.device)
-    floats = torch.zeros(2 + SKETCHES, dtype=torch.float64, device=x.device)
-    for at in range(0, len(x), rows):
-        block = x[at : at + rows]
-        found += ((block.view(torch.int32) * v).sum(1) * u[at : at + rows]).sum()
-        floats[0] += torch.linalg.vector_norm(block, dim=1).double().square().sum()
-        floats[1] += block.sum(dtype=torch.float64)
-        floats[2:] += ((block @ t) * s[at : at + rows]).sum(0, dtype=torch.float64)
-    low, high = torch.stack(torch.aminmax(x)).tolist()
-    squares, total, *sketch = floats.tolist()
-    return Mark(hash=int(found.item()) % WORD, squares=squares, total=total, low=low, high=high, sketch=tuple(sketch))
