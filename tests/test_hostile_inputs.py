@@ -125,7 +125,12 @@ READERS = (
     *("plan show --shape 12,768,12,1024,50304 --gbs 16 --cluster X", "plan show plan.json --calibration X"),
     *("plan calendar plan.json --tokens 1e9 --capacity X", "plan calendar plan.json --tokens 1e9 --risks X"),
     *("slurm sweep create X new --site generic", "slurm chain create X new --site generic", "train X"),
-    *("slurm sweep status sweep", "slurm chain status chain", "plan backtest X", "debug rehearse X"),
+    *(
+        "slurm sweep submit sweep --site local",
+        "slurm chain submit chain --site local",
+        "plan backtest X",
+        "debug rehearse X",
+    ),
 )
 
 

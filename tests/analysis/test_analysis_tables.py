@@ -87,7 +87,7 @@ def test_text_of_a_log_is_no_markup(folder):
     [
         (["table", "missing"], "folder=missing: no such folder"),
         (["table", "empty"], "folder=empty: holds no run: neither plan.json with run.log, nor a training log"),
-        (["table", "empty", "--csv", "--html"], "table=empty: choose one of --markdown, --csv, --html, --json"),
+        (["table", "empty", "--csv", "--html"], "table=empty: choose one of --csv, --html, --json"),
         (["table", "empty", "--columns", "gpus,datte"], f"columns=datte: did you mean date? known: {NAMES}"),
         (["table", "empty", "--sort", "nix"], f"sort=nix: known: {NAMES.replace('status', 'speed, status')}"),
         (["parse", "none.log"], "log=none.log: no such file"),

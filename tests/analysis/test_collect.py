@@ -180,7 +180,6 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
 
     shown = measure_runs(Study.open("s"))
     assert shown.runs[0].to_json() == m.to_json()
-    assert sweep.table(folder.parents[1]).equals(shown.to_frame())
     cells = shown.to_frame().iloc[0]
     assert (cells["GBS"], cells["Sec/it"], cells["Notes"]) == (4, m.sec_per_it, "completed")
 

@@ -1,10 +1,14 @@
-"""docs/reference/commands.md is made from the command line."""
+"""The pages of docs/reference/ are made of the code."""
 
+import pytest
 from support import REPOSITORY
 
-from trilane.cli.reference import reference
+from trilane.cli.reference import current
+
+PAGES = sorted((REPOSITORY / "docs/reference").glob("*.md"))
 
 
-def test_the_reference_of_commands_is_current():
-    """Made anew by `python -m trilane.cli.reference > docs/reference/commands.md`."""
-    assert (REPOSITORY / "docs/reference/commands.md").read_text() == reference()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_of_the_reference_is_current(page):
+    """Written again by `python -m trilane.cli.reference docs/reference/*.md`."""
+    assert page.read_text() == current(page)

@@ -340,7 +340,7 @@ def test_the_command_prints_dates_hours_and_risks(command):
         ("--ramp 1,2", "ramp=1,2: must be three whole numbers: START,INCREMENT,SAMPLES"),
         ("--ramp ²,1,3", "ramp=²,1,3: must be three whole numbers"),
         ("--tokens 1000", "tokens=1000: below one batch of 393216"),
-        ("--tokens -5", "tokens=-5: must be a number above zero"),
+        ("--tokens -5", "tokens=-5.0: must be above 0"),
         ("--tokens 1e30", "tokens=1e+30: must be at most 1e+16"),
         ("--tokens 1e16", "would end after 9999: more GPUs, or fewer tokens"),
         ("--deadline 2026-12-31", "deadline=2026-12-31: must not be before the start, 2027-01-01"),

@@ -200,15 +200,15 @@ def test_where_nothing_can_run_the_reason_is_given(capsys):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--params 0", "params=0: must be a number above zero"),
-        ("--params nan", "params=nan: must be a number above zero"),
+        ("--params 0", "params=0.0: must be above 0"),
+        ("--params nan", "params=nan: must be a number, above 0"),
         ("--params 1e18", "params=1e+18: must be at most 1e+14"),
         ("--params 1e8", "params=1e+08: at every usual width an embedding of 250880"),
         ("--vocab 0", "vocab=0: must be a whole number of at least 1"),
         ("--gpus 1000", "gpus=1000: jz-a100-80g has 416"),
         ("--cluster nowhere", "cluster=nowhere: known: a100-800gbps"),
         ("--tokens 100", "tokens=100.0: one iteration takes gbs x seq_length = 4194304"),
-        ("--tolerance 0.9", "tolerance=0.9: must be below 0.5"),
+        ("--tolerance 0.9", "tolerance=0.9: must be above 0, below 0.5"),
         ("--like lama", "like=lama: did you mean llama? known: bloom, gpt2, llama"),
         ("--like none.json", "shape=none.json: no such file"),
         ("--top 0", "top=0: must be a whole number of at least 1"),

@@ -141,7 +141,8 @@ def test_the_command_shows_what_each_link_costs(tmp_path: Path, capsys: pytest.C
     assert [row["gpus"] for row in found] == [32, 32, 32, 128]
     assert all(row["gpu_hours"] == pytest.approx(row["hours"] * row["gpus"]) for row in found)
     assert main([*command, "--account", "xyz@v100"]) == 0  # another chain in the same folder, with its own run folder
-    assert main(["slurm", "chain", "status", str(tmp_path / "c"), "--json"]) == 0
-    assert [j["verdict"] for j in json.loads(capsys.readouterr().out.split("\n", 1)[1])["jobs"]] == ["not submitted"]
+    assert main(["slurm", "status", str(tmp_path / "c"), "--json"]) == 0
+    jobs = json.loads(capsys.readouterr().out.partition("\n")[2])["jobs"]
+    assert [j["verdict"] for j in jobs] == ["not submitted"] * 5  # of both chains
     assert main([*command, "--account", "xyz@v100"]) == 2
     assert "exists; take a new one" in capsys.readouterr().err

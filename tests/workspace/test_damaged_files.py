@@ -22,7 +22,7 @@ from trilane.diagnose.capture import write_topology
 from trilane.launch.follow import Tail
 from trilane.launch.outcome import judge
 from trilane.report import html, index, notebook
-from trilane.slurm import attempt, client, jobs, ledger, sites
+from trilane.slurm import attempt, chain, client, jobs, ledger, sites, sweep
 from trilane.utils.validation import shipped_json
 from trilane.workspace import checkpoints, phase_times, run_folder, status
 from trilane.workspace.heartbeat import Heartbeat, NodeReport, read_beats
@@ -161,8 +161,8 @@ def of_study(read: Callable[[Study], object]) -> Callable[[Path], object]:
 READERS: dict[str, Callable[[Path], object]] = {
     "plan show": cli("plan", "show", "{}/runs/r"),
     "slurm status": cli("slurm", "status", "{}/runs/r", "--lines", "5"),
-    "slurm sweep status": cli("slurm", "sweep", "status", "{}"),
-    "slurm chain status": cli("slurm", "chain", "status", "{}"),
+    "sweep": sweep.members,
+    "chain": chain.stages_of,
     "plan show plans.json": cli("plan", "show", "{}/plans.json"),
     "logs parse": cli("logs", "parse", "{}/runs/r"),
     "logs parse measured": cli("logs", "parse", "{}/measured.csv"),
@@ -222,8 +222,8 @@ FILES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "s/sizing.json": ((), ("model",)),
     "s/calibration.json": ((), ("calibration",)),
     "s/headline.json": ((), ("headline",)),
-    "s/runs.txt": (("slurm sweep status", "job begin"), ()),
-    "s/chain.json": (("slurm chain status",), ()),
+    "s/runs.txt": (("sweep", "job begin"), ()),
+    "s/chain.json": (("chain",), ()),
     "s/measured.csv": (("logs parse measured",), ()),
     "s/01_sizing.ipynb": ((), ("notebook", "parameters")),
     "local.json": ((), ("local",)),

@@ -11,7 +11,7 @@ from click.shell_completion import shell_complete
 
 import trilane
 from trilane.cli.options import Group
-from trilane.utils.validation import require_known, shown
+from trilane.utils.validation import require_known, shipped_json, shown
 
 COMPLETE = "_TRILANE_COMPLETE"
 GROUPS = {
@@ -21,10 +21,9 @@ GROUPS = {
     "measure": "this machine or cluster, the speed of a plan, the equality of the engines",
     "convert": "plans to and from DeepSpeed, Megatron-LM and Hugging Face",
     "slurm": "pre-flight check, scripts, jobs, sweeps, chains",
-    "logs": "training logs and hand-written tables: parse, tabulate, compare, find contradictions and loss spikes",
+    "logs": "training logs: parse, tabulate, compare, find loss spikes",
     "debug": "hangs, slow nodes, bad restarts",
 }
-EPILOG = f"""Shell completion: eval "$({COMPLETE}=bash_source trilane)" in ~/.bashrc (zsh_source, fish_source alike)."""
 
 
 class Root(Group):
@@ -34,15 +33,21 @@ class Root(Group):
         return list(GROUPS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        module = "run" if cmd_name in ("train", "measure") else cmd_name
-        return getattr(import_module(f"trilane.cli.{module}"), cmd_name) if cmd_name in GROUPS else None
+        if cmd_name not in GROUPS:
+            return None
+        module = import_module(f"trilane.cli.{'run' if cmd_name in ('train', 'measure') else cmd_name}")
+        return module.GROUP if cmd_name not in ("run", "train") else module.ROOT.commands[cmd_name]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(GROUPS.items()))
 
 
-@click.group(cls=Root, epilog=EPILOG, context_settings={"max_content_width": 120})
+@click.group(
+    cls=Root,
+    epilog=f'Shell completion: eval "$({COMPLETE}=bash_source trilane)" in ~/.bashrc (zsh_source, fish_source alike).',
+    context_settings={"max_content_width": 120},
+)
 @click.version_option(trilane.__version__, prog_name="trilane", message="%(prog)s %(version)s")
 def root() -> None:
     """Plan, start and read the pre-training of large GPTs. `trilane GROUP COMMAND --help` lists a command's options."""
@@ -79,6 +84,8 @@ def message(error: Exception) -> str:
     try:
         match error:
             case click.NoSuchOption(option_name=name, ctx=click.Context() as context):
+                if successor := shipped_json("successors").get(f"{context.command_path} {name}"):
+                    return f"option={name}: is now `{successor}`"
                 options = [o for p in context.command.get_params(context) for o in p.opts if o.startswith("-")]
                 require_known("option", name, options)
             case click.MissingParameter(param=click.Option(opts=[name, *_])) | click.BadOptionUsage(option_name=name):

@@ -1,31 +1,24 @@
-"""What commands share: groups with nearest names, types whose errors are one line, options, and the JSON output."""
+"""Commands made of functions: a parameter without default is an argument, one with a declared field is an option.
 
+Fields are declared as those of dataclasses are (config/options.py). A dataclass as type gives an option for each of its
+fields; so does `**given: Annotated[Any, SizeRequest, Topology | None]`, where `| None` hands on only what is given.
+"""
+
+import dataclasses
+import inspect
 import json
-from collections.abc import Callable
-from functools import reduce
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
+from trilane.config.options import check_value
 from trilane.utils import validation
-from trilane.utils.tables import printable
-
-Parameter = Callable[[Any], Any]  # a decorator that adds an option or an argument
-FILE = click.Path(path_type=Path)
-# The flat commands of versions before 0.2, and where they are now.
-MOVED = {
-    **{name: f"plan {name}" for name in ("size", "search", "calendar", "backtest")},
-    **{"launch": "train", "bench": "measure machine", "benchmark": "measure plan", "verify": "measure engines"},
-    **{"ds-config": "convert deepspeed", "megatron-args": "convert megatron", "guard": "slurm check"},
-    **{name: f"slurm {name}" for name in ("script", "submit", "status", "cancel", "sweep", "chain", "watch", "job")},
-    **{name: f"logs {name}" for name in ("parse", "table", "compare", "spikes")},
-    "lint": "logs parse",  # which checks the rows that it reads
-    **{name: f"debug {name}" for name in ("hang", "capture", "stragglers", "restart", "rehearse", "bisect")},
-    "trace-tail": "debug calls",
-    # of `trilane slurm`
-    **{"tail": "slurm status --lines", "resubmit": "slurm submit", "alert": "slurm watch", "attach": "debug capture"},
-}
+from trilane.utils.tables import one_line, printable
 
 
 class Command(click.Command):
@@ -41,12 +34,9 @@ class Command(click.Command):
 class Group(click.Group):
     """Commands in the order of their definition; an unknown name is answered with the nearest or the new one."""
 
-    command_class = Command
-
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = [(name, command.get_short_help_str(limit=200)) for name, command in self.commands.items()]
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl([(name, c.get_short_help_str(limit=200)) for name, c in self.commands.items()])
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -57,94 +47,142 @@ class Group(click.Group):
         if name not in known:
             if name.startswith("-"):
                 raise click.NoSuchOption(name, ctx=ctx)
-            validation.require(name not in MOVED, "command", name, f"is now `trilane {MOVED.get(name)}`")
+            successors = validation.shipped_json("successors")
+            successor = successors.get(f"{ctx.command_path} {name}") or successors.get(name)
+            validation.require(not successor, "command", name, f"is now `{successor}`")
             validation.require_known("command", name, known)
         return super().resolve_command(ctx, args)
 
 
-class Checked(click.ParamType):
-    """The value that `read` makes of an option's name and text; its ValueError names the option."""
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a command prints: `values` with --json, else `text`; without one always the values."""
 
-    def __init__(self, name: str, read: Callable[[str, Any], Any]) -> None:
-        self.name, self.read = name, read
+    values: Any
+    text: str | None = None
+    failed: object = False
+
+    def show(self, as_json: bool) -> int:
+        """Print it; the exit code, 1 where something failed or was found."""
+        is_json = as_json or self.text is None
+        print(json.dumps(self.values, indent=1, allow_nan=False) if is_json else printable(self.text or ""))
+        return 1 if self.failed else 0
+
+
+def note(lines: Iterable[str], label: str = "trilane: ") -> None:
+    """Print lines to stderr."""
+    for line in lines:
+        print(f"{label}{one_line(line)}", file=sys.stderr)
+
+
+class Typed(click.ParamType):
+    """The type of an option, whose rule is that of its field. Raises ValueError, `option=value: the rule`."""
+
+    def __init__(self, kind: Any, facts: Any) -> None:
+        self.kind = kind if kind in (int, float, bool, Path) else str
+        self.name, self.facts = {int: "integer", float: "number"}.get(self.kind, "text"), facts
+        self.words = ("no", "yes") if kind is bool else facts.get("choices", ())
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
+        return f"[{'|'.join(self.words)}]" if self.words else None
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return self.read(field_of(param), value)
+        if "read" in self.facts:
+            return self.facts["read"](value)
+        name, made = self.facts.get("name", param.name if param else ""), self._made(value)
+        if self.words or self.kind in (int, float):
+            check_value(name, made, self.kind is int, {"choices": self.words} if self.words else self.facts)
+        return made == "yes" if self.kind is bool else made
+
+    def _made(self, text: Any) -> Any:
+        """The text as a value; itself where it is no number, for the rule to name it."""
+        try:
+            is_count = self.kind is float and str(text)[-1:] in "KMBTkmbt"  # 40B, as people write numbers
+            return validation.parse_count("", text) if is_count else text if self.kind is bool else self.kind(text)
+        except ValueError:
+            return text
 
 
-def field_of(param: click.Parameter | None) -> str:
-    """The name of a parameter in messages."""
-    return param.name if param and param.name else "value"
+def parameters(function: Callable[..., Any]) -> Iterator[tuple[str, Any, click.Parameter]]:
+    """Each parameter of a command, after the name of the function's that takes it, and its default; ... is none."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    for p in inspect.signature(function).parameters.values():
+        hint, field, kind = hints[p.name], p.default, Typed(_kind(hints[p.name]), getattr(p.default, "metadata", {}))
+        if p.kind is p.VAR_POSITIONAL:
+            yield p.name, (), click.Argument([p.name], nargs=-1, required=not _may_miss(hint), type=kind)
+        elif p.kind is p.VAR_KEYWORD or (field is p.empty and dataclasses.is_dataclass(hint)):
+            for source in typing.get_args(hint)[1:] or [hint]:
+                for f in (f for f in dataclasses.fields(_kind(source)) if f.metadata.get("cli", True)):
+                    is_open = _may_miss(source)
+                    yield p.name, ... if is_open else f.default, _option(f.name, f.type, f, is_open)
+        elif field is p.empty:
+            yield p.name, ..., click.Argument([p.name], type=kind)
+        elif word := kind.facts.get("argument"):
+            is_needed = field.default is dataclasses.MISSING
+            yield p.name, field.default, click.Argument([p.name], required=is_needed, type=kind, metavar=word)
+        elif p.name != "as_json":
+            yield p.name, field.default, _option(p.name, hint, field)
 
 
-def converted(kind: type, value: Any) -> Any:
-    """The value as that kind of number; unchanged where it is none, for a check to name it."""
-    try:
-        return kind(value)
-    except ValueError:
-        return value
+def _option(name: str, hint: Any, field: Any, is_open: bool = False) -> click.Option:
+    """The option of a field; one that `is_open` has neither default nor need to be given."""
+    facts, is_list = field.metadata, typing.get_origin(hint) is tuple
+    flag = f"--{facts.get('name', name).replace('_', '-')}"
+    is_needed = field.default is dataclasses.MISSING and not is_open
+    default = None if is_open or is_needed or callable(field.default) else field.default or None
+    shown = f"{default:g}" if isinstance(default, float) else default is not None
+    settings: dict[str, Any] = {"help": facts["help"], "show_default": shown}
+    settings |= {"default": default} if default is not None else {}  # click takes a None for a value
+    if hint is bool and not is_open:
+        settings["is_flag"] = True
+        flag += f"/--no-{flag[2:]}" * bool(field.default)
+    else:
+        kind = Typed(typing.get_args(hint)[0] if is_list else _kind(hint), facts)
+        settings |= {"type": kind, "metavar": facts.get("metavar"), "multiple": is_list, "nargs": facts.get("nargs", 1)}
+    return click.Option([*filter(None, [facts.get("short")]), flag, name], required=is_needed, **settings)
 
 
-def whole(minimum: int = 1, maximum: int = 10**15) -> Checked:
-    """A whole number of at least `minimum` and at most `maximum`."""
-
-    def read(field: str, value: Any) -> int:
-        number = converted(int, value)
-        validation.require_integer(field, number, minimum, maximum)
-        return int(number)
-
-    return Checked("integer", read)
+def _may_miss(hint: Any) -> bool:
+    return bool({None, types.NoneType} & {*typing.get_args(hint)})
 
 
-def number(is_positive: bool = True) -> Checked:
-    """A finite number above zero, or of at least zero."""
-
-    def read(field: str, value: Any) -> float:
-        (validation.require_positive if is_positive else validation.require_not_negative)(
-            field, converted(float, value)
-        )
-        return float(value)
-
-    return Checked("number", read)
+def _kind(hint: Any) -> Any:
+    return typing.get_args(hint)[0] if _may_miss(hint) else hint
 
 
-# parameters or tokens: 40B, 1.3e9, 350M
-COUNT = Checked("count", lambda field, value: validation.parse_count(field, str(value)))
+def command(group: click.Group, name: str = "", cls: type[Command] = Command) -> Callable[[Callable], Callable]:
+    """Add a function to the group as a command with --json; its Answer is printed, an int is the exit code.
 
+    A function that returns None has no --json, unless it has a parameter `as_json`.
+    """
 
-class Choice(click.Choice[str]):
-    """One of some names."""
+    def add(function: Callable) -> Callable:
+        signature, declared = inspect.signature(function), dict[str, tuple[str, Any, click.Parameter]]()
+        for taker, default, made in parameters(function):
+            declared.setdefault(str(made.name), (taker, default, made))  # a keyword goes before a field of that name
+        shown: list[click.Parameter] = [made for *_, made in declared.values()]
+        if "as_json" in signature.parameters or signature.return_annotation is not None:
+            shown.append(click.Option(["--json", "as_json"], is_flag=True, help="print JSON"))
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The name; ValueError lists the known ones, the nearest first."""
-        validation.require_known(field_of(param), value, self.choices)
-        return str(value)
+        def run(as_json: bool = False, **given: Any) -> int:
+            words, keywords = list[Any](), dict[str, Any]()
+            for p in signature.parameters.values():
+                own = {n: (given[n], default) for n, (taker, default, _) in declared.items() if taker == p.name}
+                values = {n: default if v is None else v for n, (v, default) in own.items()}
+                if p.kind is p.VAR_POSITIONAL:
+                    words += values[p.name]
+                elif p.kind is p.VAR_KEYWORD:
+                    keywords |= {n: v for n, v in values.items() if v is not ...}
+                elif p.name == "as_json":
+                    keywords["as_json"] = as_json
+                else:
+                    value = values[p.name] if p.name in values else p.annotation(**values)
+                    keywords |= {p.name: value} if p.kind is p.KEYWORD_ONLY else {}
+                    words += [value] if p.kind is not p.KEYWORD_ONLY else []
+            answer = function(*words, **keywords)
+            return answer.show(as_json) if isinstance(answer, Answer) else answer
 
-    def fail(self, message: str, param: Any = None, ctx: Any = None) -> NoReturn:
-        raise ValueError(message)
+        group.add_command(cls(name or function.__name__, callback=run, params=shown, help=inspect.getdoc(function)))
+        return function
 
-
-def option(*names: str, **settings: Any) -> Parameter:
-    """An option that shows its default, where it has one."""
-    return click.option(*names, **{"show_default": settings.get("default") not in (None, "", False, ()), **settings})
-
-
-def command(group: click.Group, *parameters: Parameter, **settings: Any) -> Callable[[Callable], click.Command]:
-    """A command of the group with these parameters, in the order of its help; `settings` are click's."""
-    return lambda function: group.command(**settings)(together(*parameters)(function))
-
-
-def together(*parameters: Parameter) -> Parameter:
-    """Several parameters as one."""
-    return lambda function: reduce(lambda decorated, add: add(decorated), reversed(parameters), function)
-
-
-PLAN = click.argument("plan", metavar="PLAN", type=FILE)  # as read_plan() takes it
-FOLDER = click.argument("folder", type=FILE)
-JSON = click.option("--json", "as_json", is_flag=True, help="print JSON")
-
-
-def emit(as_json: bool, values: Any, text: str, indent: int | None = 1, *, failed: object = False) -> int:
-    """Print the values as JSON, or the text; the exit code, 1 where something failed or was found."""
-    print(json.dumps(values, indent=indent, allow_nan=False) if as_json else printable(text))
-    return 1 if failed else 0
+    return add

@@ -1,28 +1,22 @@
-"""The reference of all commands: `python -m trilane.cli.reference > docs/reference/commands.md`."""
+"""The pages of docs/reference/, made of the code: `python -m trilane.cli.reference docs/reference/*.md`."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 
 from trilane.cli.app import root
-
-HEAD = """# Commands
-
-Made from the command line by `python -m trilane.cli.reference > docs/reference/commands.md`; a test holds that it is
-current. `python -m trilane` is the same as `trilane`.
-
-PLAN is a plan.json, the folder that holds one, or a file of several plans such as `trilane plan search --json` prints:
-then the first, the best, is taken unless `FILE:ID` or `FILE:LABEL` names another.
-
-Exit codes: 0 done, 1 failed or found something, 2 bad input (one line on stderr, `trilane: field=value: the rule`), 130
-interrupted, 141 output no longer read; `train` 3 stopped on request, `slurm` 75 SLURM does not answer, or the time of
-`watch` is over.
-"""
+from trilane.config.reference import with_tables
 
 
-def reference() -> str:
-    """The help of every group and command as Markdown."""
-    return "\n".join([HEAD, *sections(root, click.Context(root, info_name="trilane", terminal_width=100))])
+def current(page: Path) -> str:
+    """A page with its tables of fields, or the help of every command below its introduction, made anew."""
+    text = page.read_text(encoding="utf-8")
+    if page.stem != "commands":
+        return with_tables(text)
+    helps = sections(root, click.Context(root, info_name="trilane", terminal_width=100))
+    return "\n".join([text.partition("\n## trilane\n")[0], *helps])
 
 
 def sections(command: click.Command, context: click.Context) -> Iterator[str]:
@@ -37,4 +31,5 @@ def sections(command: click.Command, context: click.Context) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(reference(), end="")
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(current(path), encoding="utf-8")

@@ -1,33 +1,82 @@
-"""`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains."""
+"""`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains, sites, and what the job scripts ask."""
 
-from collections.abc import Collection, Sequence
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
+from typing import Annotated, Any
 
-from trilane.cli.options import JSON, PLAN, Choice, Group, command, emit, number, option, whole
-from trilane.cli.slurm_job import job
-from trilane.cli.slurm_options import ALLOW, RUNS, SITE, as_dicts, checked, folders_of, print_status, request_options
-from trilane.cli.slurm_site import site_command
-from trilane.cli.slurm_sweep import chain, sweep
-from trilane.config.plan import locate_plan, read_plan, read_plan_values
+from trilane.cli.options import Answer, Group, command, note
+from trilane.config.options import option
+from trilane.config.plan import locate_plan, read_plan
+from trilane.costmodel.shipped import constants_of
+from trilane.launch.local import run_folder as run_folder_of
+from trilane.slurm import attempt, client, jobs, monitor, node_test, preflight, probe, sites
+from trilane.slurm import chain as chains
+from trilane.slurm import nodes as job_nodes
+from trilane.slurm import script as scripts
+from trilane.slurm import sweep as sweeps
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.tables import one_line
-from trilane.utils.validation import require_file
+from trilane.utils.validation import require, require_file, to_mapping
+from trilane.workspace.run_folder import is_completed
+from trilane.workspace.study import run_folders
 
-TIME_IS_OVER = 75  # EX_TEMPFAIL: try again; monitor.sbatch then submits itself once more
-TEMPLATES = Choice(("train", "sweep", "bench", "interactive", "monitor", "prepare"))
-
-slurm = Group("slurm", help="Check, submit and watch runs on SLURM.")
+TEMPLATES = ("train", "sweep", "bench", "interactive", "monitor", "prepare")
+GROUP = Group("slurm", help="Check, submit and watch runs on SLURM.")
 
 
-@command(slurm, PLAN, SITE, ALLOW, JSON, request_options, name="check")
-def check_command(plan: Path, site: Site, allow: Collection[str], as_json: bool, request: JobRequest) -> int:
+class Found(dict[str, preflight.Findings]):
+    """What was found about run folders, by their paths."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The findings of each."""
+        return {path: [f.to_json() for f in findings] for path, findings in self.items()}
+
+    def lines(self, path: str) -> list[str]:
+        """Those of one."""
+        return [preflight.line(finding) for finding in self[path]]
+
+    def text(self) -> str:
+        """Those of all, each after the name of its run."""
+        return "\n".join(f"{Path(path).name}: {line}" for path in self for line in self.lines(path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(JobRequest):
+    """What a job asks for, of which site, and which findings are only warnings."""
+
+    site: Site = option(help=f"{', '.join(sites.catalogue())}, or a JSON file", read=sites.site)
+    allow: tuple[str, ...] = option((), "only warn of this rule; may be repeated", metavar="RULE")
+
+    @property
+    def request(self) -> JobRequest:
+        """What it asks for."""
+        return JobRequest(**{f.name: getattr(self, f.name) for f in fields(JobRequest)})
+
+    def require_answer(self) -> None:
+        """Raise unless SLURM answers, where the site has one."""
+        if not self.site.is_local:
+            client.require_answer("; nothing was submitted: submit again when it answers")
+
+    def check(self, paths: Sequence[Path], own: Sequence[Path] = (), allow: Sequence[str] = ()) -> tuple[Found, bool]:
+        """The findings about run folders, each with its `own` script if given; and whether one is refused."""
+        self.require_answer()
+        found = Found()
+        for path, made in zip_longest(paths, own):
+            plan, rules = read_plan(path / "plan.json"), [*self.allow, *allow]
+            known, _ = constants_of(path, plan.cluster)
+            found[str(path)] = preflight.check_job(plan, self.site, self.request, path, rules, made, known)
+        return found, any(map(preflight.refused, found.values()))
+
+
+@command(GROUP)
+def check(plan: Path, job: Job) -> Answer:
     """Print what would fail or waste GPUs, before the job of PLAN is submitted; a job.sbatch next to it is checked too.
 
     Exit code 1 where something is refused.
     """
-    from trilane.costmodel.shipped import calibration_of
-    from trilane.slurm import preflight
-
     file, _ = locate_plan(plan)
     try:
         read = read_plan(plan)
@@ -35,48 +84,33 @@ def check_command(plan: Path, site: Site, allow: Collection[str], as_json: bool,
         require_file("plan", file)
         found = [preflight.of_error(error)]
     else:
-        known = calibration_of(read_plan_values(plan), read.cluster)
-        found = preflight.check_job(read, site, request, file.parent, allow, calibration=known)
+        known, _ = constants_of(plan, read.cluster)
+        found = preflight.check_job(read, job.site, job.request, file.parent, job.allow, calibration=known)
     text = "\n".join(map(preflight.line, found)) or "nothing found"
-    return emit(as_json, {"findings": [f.to_json() for f in found]}, text, failed=preflight.refused(found))
+    return Answer({"findings": [f.to_json() for f in found]}, text, preflight.refused(found))
 
 
-@command(slurm, PLAN, option("--template", type=TEMPLATES, default="train"), SITE, JSON, request_options)
-def script(plan: Path, template: str, site: Site, as_json: bool, request: JobRequest) -> None:
+@command(GROUP)
+def script(plan: Path, job: Job, template: str = option("train", "which script", choices=TEMPLATES)) -> Answer:
     """Print the sbatch script of PLAN, to read or edit."""
-    from trilane.slurm.script import render
-
-    text = render(template, read_plan(plan), site, request)
-    emit(as_json, {"script": text}, text.removesuffix("\n"), indent=None)
+    text = scripts.render(template, read_plan(plan), job.site, job.request)
+    return Answer({"script": text}, text.removesuffix("\n"))
 
 
-REWRITE = option("--rewrite", is_flag=True, help="write job.sbatch anew, for this site and these options")
-DRY_RUN = option("--dry-run", is_flag=True, help="only check, and submit nothing")
-
-
-PREPARE = option(
-    "--prepare", is_flag=True, help="prepare unprepared corpora by a job first, and train once it succeeded"
-)
-
-
-@command(slurm, RUNS, SITE, ALLOW, REWRITE, DRY_RUN, PREPARE, JSON, request_options)
+@command(GROUP)
 def submit(
-    runs: Sequence[str],
-    site: Site,
-    allow: Sequence[str],
-    rewrite: bool,
-    dry_run: bool,
-    prepare: bool,
-    as_json: bool,
-    request: JobRequest,
+    *runs: str,
+    job: Job,
+    rewrite: bool = option(False, "write job.sbatch anew, for this site and these options"),
+    dry_run: bool = option(False, "only check, and submit nothing"),
+    prepare: bool = option(False, "prepare unprepared corpora by a job first, and train once it succeeded"),
+    as_json: bool = False,
 ) -> int:
     """Submit runs that have not completed, or train them here at site local: all, or if the check refuses one, none."""
-    from trilane.slurm import jobs, preflight, script
-
-    folders = folders_of(runs)
+    folders, site, request = folders_of(runs), job.site, job.request
     for path in folders if rewrite else []:
-        script.rewrite(path, site, request)
-    found, is_refused = checked(folders, site, request, [*allow, "corpus"] if prepare else allow)
+        scripts.rewrite(path, site, request)
+    found, is_refused = job.check(folders, allow=["corpus"] * prepare)
     chosen = [] if is_refused or dry_run else folders
     corpora = jobs.prepare_first(chosen, site, request) if prepare and not site.is_local else {}
     submitted, error = dict[str, str](), None
@@ -86,65 +120,65 @@ def submit(
         except ValueError as refused:
             error = refused
             break
-    lines = list[str]()
-    for folder, findings in found.items():
-        lines += [f"{submitted.get(folder, 'not submitted')}  {folder}", *map(preflight.line, findings)]
-    lines += jobs.corpus_lines(corpora)
-    preparing = {"preparing": {str(path): job for path, job in corpora.items()}} if prepare else {}
-    values = {"findings": as_dicts(found), "submitted": submitted, **preparing}
-    if error and not submitted:
-        raise error
-    code = emit(as_json, values, "\n".join(lines), failed=is_refused)
-    if error:
+    lines = [line for path in found for line in (f"{submitted.get(path, 'not submitted')}  {path}", *found.lines(path))]
+    preparing = {"preparing": {str(path): name for path, name in corpora.items()}} if prepare else {}
+    values = {"findings": found.to_json(), "submitted": submitted, **preparing}
+    code = 0
+    if submitted or not error:
+        code = Answer(values, "\n".join([*lines, *jobs.corpus_lines(corpora)]), is_refused).show(as_json)
+    if error:  # after those that were submitted before it
         raise error
     return code
 
 
-@command(slurm, RUNS, SITE, JSON, request_options, name="prepare")
-def prepare_command(runs: Sequence[str], site: Site, as_json: bool, request: JobRequest) -> int:
+@command(GROUP)
+def prepare(*runs: str, job: Job) -> Answer:
     """Tokenize the corpora of runs by a job of one core for each corpus, or here at site local."""
-    from trilane.slurm import client, jobs
-
-    if not site.is_local:
-        client.require_answer("; nothing was submitted: submit again when it answers")
-    made = jobs.prepare(folders_of(runs), site, request)
+    job.require_answer()
+    made = jobs.prepare(folders_of(runs), job.site, job.request)
     text = "\n".join(jobs.corpus_lines(made)) or "nothing to do: each corpus is prepared, or built in"
-    return emit(as_json, {"preparing": {str(path): job for path, job in made.items()}}, text)
+    return Answer({"preparing": {str(path): name for path, name in made.items()}}, text)
 
 
-LINES = option("--lines", type=whole(0), default=0, help="of each run's log, at its end")
+@command(GROUP)
+def status(
+    *runs: str, lines: int = option(0, "of each run's log, at its end", minimum=0), as_json: bool = False
+) -> int:
+    """Print every job of runs: its place in the queue, progress, status; exit code 1 where one failed.
+
+    Where SLURM does not answer, by the ledgers; then exit code 75.
+    """
+    folders = folders_of(runs)
+    found, silence = jobs.current_status(folders)
+    logs = [jobs.logs(folder, lines) if lines else [] for folder in folders]
+    text = [one_line(f"{silence}; by the ledgers:")] * bool(silence)
+    text += [line for own, log in zip(found, logs, strict=True) for line in (own.line(), *log)]
+    values = [own.to_json() | ({"lines": log} if lines else {}) for own, log in zip(found, logs, strict=True)]
+    failed = any(own.has_failed for own in found)
+    code = Answer({"jobs": values, "slurm": silence}, "\n".join(text), failed).show(as_json)
+    return code or (client.SlurmUnreachable.exit_code if silence else 0)
 
 
-@command(slurm, RUNS, LINES, JSON)
-def status(runs: Sequence[str], lines: int, as_json: bool) -> int:
-    """Print every job of runs: its place in the queue, progress, status; exit code 1 where one failed."""
-    return print_status(folders_of(runs), as_json, lines)
-
-
-@command(slurm, RUNS, JSON)
-def cancel(runs: Sequence[str], as_json: bool) -> None:
+@command(GROUP)
+def cancel(*runs: str) -> Answer:
     """Cancel the jobs of runs."""
-    from trilane.slurm import jobs
-
     ids = jobs.cancel(folders_of(runs))
-    text = f"cancelled: {', '.join(ids) or 'nothing was running or waiting'}"
-    emit(as_json, {"cancelled": ids}, text, indent=None)
+    return Answer({"cancelled": ids}, f"cancelled: {', '.join(ids) or 'nothing was running or waiting'}")
 
 
-EVERY = option("--every", type=number(), default=60.0, help="seconds between two looks")
-SECONDS = option("--seconds", type=number(), default=7 * 86400.0, help="end after so many, with exit code 75")
-STALL = option("--stall", type=number(), default=600.0, help="seconds without an iteration that count as stalled")
-
-
-@command(slurm, RUNS, EVERY, SECONDS, STALL, JSON)
-def watch(runs: Sequence[str], every: float, seconds: float, stall: float, as_json: bool) -> int:
+@command(GROUP)
+def watch(
+    *runs: str,
+    every: float = option(60.0, "seconds between two looks", above=0),
+    seconds: float = option(7 * 86400.0, "end after so many, with exit code 75", above=0),
+    stall: float = option(600.0, "seconds without an iteration that count as stalled", above=0),
+    as_json: bool = False,
+) -> int:
     """Print a line whenever a run starts, dies, stalls or goes on; with --json also all jobs at the end.
 
     What a person should know is also sent to the webhook of TRILANE_WEBHOOK. Exit code 0 when all completed, 1 when one
     failed, 75 when the time is over or SLURM does not answer.
     """
-    from trilane.slurm import client, jobs, monitor
-
     folders = folders_of(runs)
     for line in monitor.watch(folders, every, seconds, stall):
         print(one_line(line), flush=True)
@@ -153,13 +187,163 @@ def watch(runs: Sequence[str], every: float, seconds: float, stall: float, as_js
         found = jobs.job_status(folders)
     except client.SlurmError as error:
         print(one_line(str(error)), flush=True)
-        return TIME_IS_OVER
+        return client.SlurmUnreachable.exit_code
     if as_json:
-        emit(True, {"jobs": [job.to_json() for job in found]}, "")
-    return TIME_IS_OVER if any(j.status.is_active for j in found) else int(any(j.has_failed for j in found))
+        Answer({"jobs": [job.to_json() for job in found]}).show(as_json)
+    # 75 is EX_TEMPFAIL, try again: monitor.sbatch then submits itself once more
+    return 75 if any(j.status.is_active for j in found) else int(any(j.has_failed for j in found))
 
 
-slurm.add_command(job)
-slurm.add_command(sweep)
-slurm.add_command(chain)
-slurm.add_command(site_command)
+def folders_of(runs: Sequence[str]) -> list[Path]:
+    """The run folders that paths, plans' files or studies' names mean; a new one for a plan that has none."""
+    found = list[Path]()
+    for run in runs:
+        is_plan = not Path(run).is_dir() and locate_plan(run)[0].is_file()
+        found += [run_folder_of(run, True)] if is_plan else run_folders([run])
+    return found
+
+
+sweep = Group("sweep", help="A table of plans as one job array; `slurm status` and `logs table` show it.")
+
+
+@command(sweep, "create")
+def create_sweep(plans: Path, folder: Path, job: Job) -> Answer:
+    """Write the run folders and scripts of an array; PLANS is `plan search --json`, 02's plans.json or a list."""
+    made = [str(path) for path in sweeps.create(folder, sweeps.read_plans(plans), job.site, job.request)]
+    return Answer({"created": made}, "\n".join(f"created: {path}" for path in made))
+
+
+@command(sweep, "submit")
+def submit_sweep(
+    folder: Path, job: Job, failed: bool = option(False, "only the runs that failed and may succeed now")
+) -> Answer:
+    """Submit all runs, or where the check refuses one, none."""
+    job.require_answer()
+    own, paths = sweeps.scripts(folder, job.site), sweeps.members(folder)
+    chosen = sweeps.failures(folder) if failed else range(1, len(paths) + 1)
+    found, is_refused = job.check([paths[n - 1] for n in chosen], [own[n] for n in chosen])
+    if is_refused:
+        refused = Found((path, preflight.refused(findings)) for path, findings in found.items())
+        return Answer({"findings": refused.to_json()}, found.text(), True)
+    # at its default: as `create` was told
+    parallel = job.parallel if "parallel" in job.request.given() else None
+    ids = (sweeps.rerun if failed else sweeps.submit)(folder, job.site, parallel)
+    return Answer({"submitted": ids}, "\n".join(f"submitted: {one}" for one in ids or ["nothing"]))
+
+
+chain = Group("chain", help="A long run as dependent jobs; `slurm status` shows them.")
+
+
+@command(chain, "create")
+def create_chain(
+    plan: Path,
+    folder: Path,
+    job: Job,
+    stages: str = option("", "nodes that follow the batch ramp-up", metavar="GBS:NODES:MBS,..."),
+    start: str = option("", "when the first link begins, such as 2026-12-01; default now", metavar="DATE"),
+    calibration: str = option("", "constants, as of `plan calendar`", metavar="SOURCE"),
+) -> Answer:
+    """Write the run folders of a chain that trains PLAN, and print each link's batch sizes, hours and dates.
+
+    Batch sizes that a stage's replicas cannot share fall back to a stage before. Hours and dates are predicted, without
+    starts, saves and waiting.
+    """
+    begin, asked = chains.parse_date(start), chains.parse_stages(stages) if stages else []
+    read = read_plan(plan)
+    known, replaced = constants_of(plan, read.cluster, calibration)
+    note(replaced)
+    made = chains.create(folder, read, asked, job.site, job.request, {"calibration": known.kept()})
+    rows = chains.link_records(made, chains.read(folder), begin, known)
+    return Answer({"links": rows}, "\n".join(map(chains.link_line, rows)))
+
+
+@command(chain, "submit")
+def submit_chain(
+    folder: Path, job: Job, times: int = option(1, "jobs a stage, where one time limit is not enough", minimum=1)
+) -> Answer:
+    """Submit the jobs, each after the one before; none where the check refuses one."""
+    found, is_refused = job.check([path for path in chains.stages_of(folder) if not is_completed(path)])
+    ids = [] if is_refused else chains.submit(folder, job.site, times)
+    text = "\n".join(filter(None, [found.text(), f"submitted: {', '.join(ids) or 'nothing'}"]))
+    by_name = {Path(path).name: findings for path, findings in found.to_json().items()}
+    return Answer({"findings": by_name, "submitted": ids}, text, is_refused)
+
+
+@command(GROUP, "site")
+def site_command(
+    site: Site | None = option(None, argument="[SITE]", read=sites.site),
+    is_probe: bool = option(False, "read the site off sinfo, scontrol and sacctmgr of this machine", name="probe"),
+    partition: str = option("", "with --probe: whose nodes; the default one, or that with most GPUs"),
+    gpu: str = option("", "with --probe: the card, where SLURM does not name it, such as A100-80GB"),
+    output: Path | None = option(None, "with --probe: write FILE.json and FILE-cluster.json", metavar="FILE"),
+    as_json: bool = False,
+) -> Answer:
+    """Print SITE (a name or a JSON file), or the one of this cluster, as JSON; what SLURM does not tell, on stderr."""
+    require(is_probe != (site is not None), "site", site.name if site else "none", "give either a name or --probe")
+    if site is not None:
+        return Answer(to_mapping(site))
+    client.require_answer()
+    found = probe.probe(partition, gpu)
+    written = [str(file) for file in (found.write(output) if output else [])]
+    values = to_mapping(found.site)
+    note([] if as_json else found.unknown, label="not found: ")
+    text = "\n".join(written) if written else json.dumps(values, indent=2)
+    return Answer({"site": values, "unknown": list(found.unknown), "files": written}, text)
+
+
+attempts = Group("job", help="For the job scripts: may this attempt begin, on which nodes, and how did it end.")
+TEST = option(False, "test the nodes first, by steps of srun with the arguments SRUN", name="test")
+GPUS = option(0, "GPUs of a node that the test is to use; 0: a core", minimum=0)
+
+
+@command(attempts)
+def begin(folder: Path) -> Answer:
+    """Print whether the attempt of the run folder may begin."""
+    decision = attempt.begin(folder)
+    return Answer({"verdict": decision}, decision)
+
+
+@command(attempts)
+def end(
+    folder: Path,
+    *srun: Annotated[str, None],
+    code: int = option(0, "the training's exit code", minimum=-255, maximum=255),
+    tests: bool = TEST,
+    gpus: int = GPUS,
+) -> Answer:
+    """Write and print how the attempt ended."""
+    outcome = attempt.end(folder, code, test=node_test.tester(gpus, srun) if tests else None)
+    text = f"{outcome.status} after {outcome.seconds:.0f} s: {outcome.evidence}"
+    again = "again: a spare takes the place of a node; " if job_nodes.goes_on(folder, job_nodes.job_id()) else ""
+    return Answer(asdict(outcome), again + text)
+
+
+@command(attempts)
+def nodes(
+    folder: Path,
+    *srun: Annotated[str, None],
+    count: int = option(help="nodes that train", minimum=1),
+    tests: bool = TEST,
+    gpus: int = GPUS,
+) -> None:
+    """Print the nodes of the job that train next, as a SLURM node list; on stderr those that are left out, and why."""
+    chosen, lines = job_nodes.start_nodes(folder, count, node_test.tester(gpus, srun) if tests else None)
+    note(lines, label="")
+    print(chosen)
+
+
+@command(attempts)
+def guard(
+    folder: Path,
+    every: float = option(30.0, "seconds between two looks", above=0),
+    here: bool = option(False, "on this node, not by a step on another"),
+) -> None:
+    """Requeue the job when its first node, on which its script runs, has died; from another node, until ended."""
+    if here:
+        job_nodes.guard_first_node(folder, every)
+    else:
+        job_nodes.guard(folder.resolve(), every)
+
+
+for group in (attempts, sweep, chain):
+    GROUP.add_command(group)

@@ -19,6 +19,7 @@ def option(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> 
     megatron   the argument of Megatron-LM, without dashes
     search     the values that a search tries where none is given; () all that make sense, without it the default alone
     cli        False where no command has an option for it; metavar: what its help calls the value
+    name       of this option, where it is not the field's; read: what makes the value of its text
     """
     if callable(default):
         return dataclasses.field(default_factory=default, metadata={"help": help, **facts})
@@ -34,13 +35,18 @@ def check(values: Any, prefix: str = "") -> None:
 
 def check_field(kind: type, name: str, value: Any, prefix: str = "") -> None:
     """Raise ValueError where the value breaks the rule of one field."""
-    is_whole, rule = _rules(kind).get(name, (False, {}))
+    if name in _rules(kind):
+        check_value(prefix + name, value, *_rules(kind)[name])
+
+
+def check_value(name: str, value: Any, is_whole: bool, rule: Mapping[str, Any]) -> None:
+    """Raise ValueError where the value breaks the rule of a field, whose type is int where it `is_whole`."""
     if "choices" in rule:
-        require_known(prefix + name, value, rule["choices"])
+        require_known(name, value, rule["choices"])
     elif is_whole:
-        require_integer(prefix + name, value, rule.get("minimum", 0), rule.get("maximum", 1 << 63))
-    elif rule:
-        _check_number(prefix + name, value, rule)
+        require_integer(name, value, rule.get("minimum", 0), rule.get("maximum", 1 << 63))
+    else:
+        _check_number(name, value, rule)
 
 
 def read_field(kind: type, name: str, text: str) -> Any:
@@ -63,7 +69,7 @@ def _rules(kind: type) -> dict[str, tuple[bool, Mapping[str, Any]]]:
 def _check_number(name: str, value: object, rule: Mapping[str, Any]) -> None:
     words = {"minimum": "at least {:g}", "above": "above {:g}", "maximum": "at most {:g}", "below": "below {:g}"}
     text = ", ".join(word.format(rule[kind]) for kind, word in words.items() if kind in rule)
-    require(is_number(value), name, value, f"must be a number, {text}")
+    require(is_number(value), name, value, f"must be a number{', ' * bool(text)}{text}")
     assert isinstance(value, float | int)
     low = rule.get("minimum", value) <= value and rule.get("above", -math.inf) < value
     high = value <= rule.get("maximum", value) and value < rule.get("below", math.inf)

@@ -1,14 +1,9 @@
-"""The tables in docs/reference/, of the fields of each dataclass that a heading there names.
-
-`python -m trilane.config.reference docs/reference/*.md` writes them again; a test holds that they are current.
-"""
+"""The tables in docs/reference/, of the fields of each dataclass that a heading there names (see cli/reference.py)."""
 
 import dataclasses
 import importlib
 import json
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 
@@ -39,8 +34,3 @@ def _default(field: Any) -> str:
         return "required" if field.default_factory is dataclasses.MISSING else "see below"
     text = field.default if field.default and isinstance(field.default, str) else json.dumps(field.default)
     return text if isinstance(field.default, int | float) and not isinstance(field.default, bool) else f"`{text}`"
-
-
-if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
-        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

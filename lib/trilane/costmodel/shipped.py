@@ -8,6 +8,7 @@ from typing import Any
 
 from trilane.config.cluster import Cluster
 from trilane.config.cluster import cluster as catalogued
+from trilane.config.plan import read_plan_values
 from trilane.costmodel.calibration import Calibration, Regime, from_json, load
 from trilane.costmodel.constants import BOUNDS, GIVEN
 from trilane.utils.validation import DATA, from_mapping, read_json, require
@@ -139,12 +140,12 @@ def calibration_of(entry: Mapping[str, Any], cluster: Cluster, source: str = "")
     return replace(from_json(kept["constants"]), name=kept["name"])
 
 
-def replaced(entry: Mapping[str, Any], used: Calibration, cluster: Cluster) -> str:
-    """A line about the constants that predicted a file's plan, where others are used; else ""."""
-    kept = calibration_of(entry, cluster)
-    if "calibration" not in entry or kept.hash == used.hash:
-        return ""
-    return f"calibration={used.name}: instead of {kept.name} ({kept.hash}), which made the prediction in the file"
+def constants_of(plan: Path | str, cluster: Cluster, source: str = "") -> tuple[Calibration, list[str]]:
+    """The constants for the plan in a file by calibration_of(); a line where others made the prediction in the file."""
+    entry = read_plan_values(plan)
+    used, kept = calibration_of(entry, cluster, source), calibration_of(entry, cluster)
+    line = f"calibration={used.name}: instead of {kept.name} ({kept.hash}), which made the prediction in the file"
+    return used, [line] if "calibration" in entry and kept.hash != used.hash else []
 
 
 def stacks() -> list[str]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from functools import cached_property
 from typing import Any
@@ -36,7 +36,7 @@ class ForecastRequest:
     fits. ValueError names the field that is wrong.
     """
 
-    plan: Plan = field(metadata={"cli": False})
+    plan: Plan = option(cli=False)
     tokens: float = option(None, "tokens of the whole run: 341B, 3.41e11; default: 20 for each parameter")
     ramp: Ramp = option("", "the batch size's ramp; default: the plan's", metavar="START,INCREMENT,SAMPLES")
     capacity: Capacity | None = option("", "GPUs from day to day; default: the plan's, not shared", metavar="JSON")

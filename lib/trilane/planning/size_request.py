@@ -10,6 +10,8 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES
 from trilane.config.model import ModelShape, padded_vocab_size
+from trilane.config.options import option
+from trilane.config.parallelism import LARGEST
 from trilane.config.shapes import read_shape
 from trilane.costmodel.calibration import Calibration
 from trilane.planning.shape_rules import TILE, usable_heads
@@ -69,18 +71,18 @@ class SizeRequest:
     search would vary, or sets what it holds fixed (see planning.search.search).
     """
 
-    parameters: float
-    vocabulary: int
-    gpus: int
-    cluster: Cluster
-    calibration: Calibration | None = None
-    engine: str = ENGINES[0]
-    tokens: float = 300e9
-    gbs: int = 2048
-    seq_length: int = 2048
-    tolerance: float = 0.03
-    like: str = "gpt2"
-    choices: dict[str, Any] = field(default_factory=dict)
+    parameters: float = option(cli=False)
+    vocabulary: int = option(help="tokens of the vocabulary; padded to a multiple of 128", minimum=1, name="vocab")
+    gpus: int = option(help="GPUs of the run", minimum=1)
+    cluster: Cluster = option(cli=False)
+    calibration: Calibration | None = option(None, cli=False)
+    engine: str = option(ENGINES[0], "what trains it", choices=ENGINES)
+    tokens: float = option(300e9, "tokens to train on", above=0)
+    gbs: int = option(2048, "sequences of an iteration", minimum=1, maximum=LARGEST)
+    seq_length: int = option(2048, "tokens of a sequence", minimum=1, name="seq")
+    tolerance: float = option(0.03, "allowed distance from the target, as a share of it", above=0, below=0.5)
+    like: str = option("gpt2", "gpt2, bloom, llama, or a JSON file with a model: config.json", metavar="KIND")
+    choices: dict[str, Any] = option(dict, cli=False)
 
     def __post_init__(self) -> None:
         for name in ("parameters", "tokens", "tolerance"):

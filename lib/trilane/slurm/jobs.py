@@ -202,6 +202,17 @@ class JobStatus(client.JobState):
         """The JSON object of `trilane slurm status`, in which the key of our status is `verdict`."""
         return {"verdict" if name == "status" else name: v for name, v in as_json(self).items() if name != "name"}
 
+    def line(self) -> str:
+        """A line for the terminal."""
+        later, without = (
+            f" +{self.waiting}" * bool(self.waiting),
+            f"--exclude={self.exclude[:80]} " * bool(self.exclude),
+        )
+        state = f"{self.run:28.28} {self.id + later:12} {self.state:13} {self.elapsed:>10}"
+        as_of = f"(as of {self.as_of}) " * bool(self.as_of)
+        progress = f"{self.reason or self.nodes:22.22} {self.iteration:>7}/{self.iterations} {self.status:10}"
+        return f"{state} {progress} {as_of}{without}{self.evidence[:80]}".rstrip()
+
 
 class JobTable(list[JobStatus], Table):
     """The status of several runs."""

@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trilane.analysis.measure import measure
-from trilane.analysis.tables import frame
 from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.costmodel.predict import predict_on
 from trilane.slurm import jobs
@@ -14,10 +12,8 @@ from trilane.slurm.attempt import RUNS
 from trilane.slurm.script import directives, files, node_count, nodes_of, render
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.files import read_text
-from trilane.utils.tables import DataFrame
 from trilane.utils.validation import read_json, require, require_label
 from trilane.workspace.run_folder import write_text
-from trilane.workspace.status import Status
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
@@ -101,15 +97,6 @@ def rerun(folder: Path, site: Site, parallel: int | None = None) -> list[str]:
     active = [job.run for job in jobs.job_status(members(folder)) if job.status.is_active]
     require(not active, "sweep", folder, f"{', '.join(active)} have not ended")
     return submit(folder, site, parallel, failed) if (failed := failures(folder)) else []
-
-
-def table(folder: Path) -> DataFrame:
-    """The runs in the columns of analysis.tables.frame, fastest first; the incomplete ones last, with a note."""
-    found = zip(members(folder), jobs.job_status(members(folder)), strict=True)
-    measured = [measure(path, status=job.status) for path, job in found]
-    return frame(
-        sorted(measured, key=lambda m: (m.status is not Status.COMPLETED or not m.sec_per_it > 0, m.sec_per_it))
-    )
 
 
 def _by_script(plans: list[Plan], site: Site) -> dict[str, list[int]]:
