@@ -152,17 +152,6 @@ def test_a_lock_that_one_rank_holds_elsewhere_is_a_cause_and_one_that_many_hold_
     assert diagnose_hang(tmp_path).suspects == named
 
 
-@pytest.mark.parametrize(("elsewhere", "named"), [({}, ()), ({2: DATA.stack}, (2,))])
-def test_where_most_ranks_wait_the_holder_of_the_lock_is_none_to_blame(
-    elsewhere: dict[int, Stack], named: tuple[int, ...], tmp_path: Path
-) -> None:
-    """Any thread that runs while its main thread waits holds the lock for that instant."""
-    write_all(tmp_path, EIGHT | elsewhere)
-    (tmp_path / "rank_5.json").write_text(pyspy_json(DP_SUM.stack, 105, HOLDER))
-    topology(tmp_path, 1, 1, 8)
-    assert diagnose_hang(tmp_path).suspects == named
-
-
 @pytest.mark.parametrize(
     ("error", "named"),
     [
@@ -313,18 +302,6 @@ def test_where_a_label_has_one_process_it_is_the_rank(
     lines = [f"{label.format(rank)}{line}" for rank, text in enumerate(texts) for line in text.splitlines()]
     (tmp_path / "dump.txt").write_text("\n".join(lines) + "\n")
     assert diagnose_hang(tmp_path).suspects == (2,)
-
-
-def test_without_a_line_for_the_process_each_main_thread_is_one(tmp_path: Path) -> None:
-    """As the BLOOM chronicles show them; the fourth is there twice."""
-    lines = []
-    for n in (*range(8), 3):
-        head = f'Thread 0x7F0{n} (active): "MainThread"'
-        frames = [f"    {f} ({file}:{line})" for f, file, line in (DATA.stack if n == 5 else LOSS)]
-        lines += [f"host{n // 4 + 1}: {line}" for line in (head, *frames)]
-    (tmp_path / "dump.txt").write_text("\n".join(lines) + "\n")
-    verdict = diagnose_hang(tmp_path)
-    assert verdict.suspects == (5,) and sum(len(group.ranks) for group in verdict.groups) == 8
 
 
 @pytest.mark.parametrize(

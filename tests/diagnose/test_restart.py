@@ -174,17 +174,6 @@ def test_what_a_restart_lost_is_named_with_its_tensor_and_ranks(name: str, befor
     assert name not in ("master weights", "a generator") or len(found) == 1
 
 
-@pytest.mark.parametrize(("limit", "found"), [(1.0, 0), (0.99, 0), (0.97, 1)])
-def test_a_norm_that_is_rounded_in_half_precision_is_clipped_to_within_two_percent(
-    limit: float, found: int, tmp_path: Path
-) -> None:
-    """The steps' norms were 1."""
-    optimizer = {"clip_grad": limit, "adam_beta2": 0.95, "weight_decay": 0.1}
-    before = saved(tmp_path / "before", prints(state(), optimizer=optimizer))
-    findings = compare_restart(before, loaded(tmp_path / "after", prints(state(), optimizer=optimizer))).findings
-    assert [f.kind for f in findings] == ["clipping"] * found
-
-
 @pytest.mark.parametrize(("tensor", "found"), [(NORM, 0), (MATRIX, 1)])
 def test_between_two_runs_matrices_count_and_norms_do_not(
     tensor: str, found: int, before: Path, tmp_path: Path
@@ -331,18 +320,8 @@ def test_marks_of_replicas_that_divide_a_part_add_up_to_those_of_it() -> None:
     assert [{*part.marks} for part in whole_parts(replicas[1:])] == [{COPY}, {COPY}]
 
 
-@pytest.mark.parametrize("size", [1e-4, 1e-2, 0.3])
-def test_marks_estimate_how_far_two_tensors_are_apart(size: float) -> None:
-    """Within a factor of two, where eight sketches have a standard error of a quarter; relative to the larger norm."""
-    random, box = np.random.default_rng(5), ((0, 200), (0, 300))
-    x, noise = (random.normal(size=(200, 300)).astype(np.float32) for _ in range(2))
-    assert size / 2 < mark(x, box).apart(mark(x + np.float32(size) * noise, box)) < 2 * size
-    small = mark(np.float32(1e-3) * x, box)
-    assert mark(x, box).apart(small) == small.apart(mark(x, box)) == pytest.approx(0.999, rel=0.6)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*list(BUGS)[:8], "the first samples again"])
+@pytest.mark.parametrize("kind", [*list(BUGS)[:8:2], "the first samples again"])
 def test_a_bug_planted_into_a_real_engine_is_named(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
     bug = BUGS[kind]
     found = cycle(pool, tmp_path / "r", bug.topology, None, kind)
@@ -352,5 +331,5 @@ def test_a_bug_planted_into_a_real_engine_is_named(kind: str, pool: WorkerPool, 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*list(CYCLES)[:-1:3], list(CYCLES)[-1]])
 def test_nothing_is_found_in_a_clean_cycle(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
-    """Four of the ten that docs/restarts.md lists (the script does all), and one whose weights are gathered late."""
+    """Some of the ten that docs/restarts.md lists (the script does all), and one whose weights are gathered late."""
     assert not cycle(pool, tmp_path / "r", *CYCLES[kind], "").findings

@@ -65,15 +65,17 @@ class Columns:
         values = (self._arguments.get(name) for name in names)
         return next((float(v) for v in values if isinstance(v, int | float) and 0 < v < math.inf), NAN)
 
+    def known(self, column: str, *arguments: str) -> np.ndarray | float:
+        """The column, else the first of these arguments."""
+        return self[column] if column in self.table else self.argument(column, *arguments)
+
     @property
     def batch(self) -> np.ndarray | float:
-        names = ("global_batch_size", "deepspeed.train_batch_size", "total_train_batch_size", "train_batch_size")
-        return self[names[0]] if names[0] in self.table else self.argument(*names)
+        return self.known("global_batch_size", *(f"{of}train_batch_size" for of in ("deepspeed.", "total_", "")))
 
     @property
     def length(self) -> np.ndarray | float:
-        names = ("seq_length", "encoder_seq_length")
-        return self[names[0]] if names[0] in self.table else self.argument(*names)
+        return self.known("seq_length", "encoder_seq_length")
 
 
 def problems(run: PartialRun, table: NumericTable, path: Path | None) -> tuple[Problem, ...]:

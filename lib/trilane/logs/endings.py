@@ -26,25 +26,14 @@ RANK_PREFIX = rb"(?:\[\w{1,40} ?\d{0,9}\]:|\d{1,9}: )"  # of a rank's output; ex
 LEAD = rb"^\s*(?:" + RANK_PREFIX + rb"\s*)?(?:\|\s*)?(?:\w++\.)*+"
 TRACEBACK = re.compile(rb"Traceback \(most recent call last\):\s*$")
 FRAME = re.compile(rb"^(?:" + RANK_PREFIX + rb"(?:\s\s|\s*$)|\s|$)")  # the body of a traceback is indented
-RAISED = re.compile(LEAD + rb"(?=[A-Z]\w*?[a-z])\w++(?::|\s*$)")  # after a traceback, any such name is an exception
 
-# A rank of the run goes before a number on a node, which torchrun puts before each line, wherever they stand.
-RANK = re.compile(rb"\[rank(\d{1,9})\]|\b[Rr]ank ?(\d{1,9})\b")
-TASK = re.compile(rb"^\s*(\d{1,6}): |\btasks? (\d{1,9})\b")  # of srun, and before a line by its --label
-LOCAL = re.compile(rb"\[default(\d{1,9})\]:")
 # what starts the ranks of a node, of which srun sees one task: torchrun, and accelerate, which uses it
 LAUNCHER_OF_NODE = re.compile(
     rb"^\[default\d|torchrun\b|torch[./]distributed[./](?:elastic|launch|run)|ChildFailedError|\(local_rank: \d"
 )
 MOST_GPUS = 8  # of a node: a run of more ranks has several, and a number on a node is that of several ranks
 ROOT = re.compile(rb"rank\s+: (\d{1,9}) \(local_rank: (\d{1,9})\)")
-REQUESTED = re.compile(rb"(?:[Tt]ried to|Unable to|trying to) allocate (\d+(?:\.\d*)?) (?:([KMGTP])i?B|bytes)")
 UNITS = {b"": 1, b"K": 2**10, b"M": 2**20, b"G": 2**30, b"T": 2**40, b"P": 2**50}
-MAX_EVIDENCE = 600  # characters of evidence
-DEVICE_FAULT = re.compile(
-    r"CUDA error: (?:an illegal|misaligned|unspecified launch|unknown)|Memory access fault by GPU"
-)
-MAX_PLACES = 256  # nodes of one ending
 # after a line of such a form says nothing, one with other digits may
 DIGITS_DECIDE = re.compile(
     rb"oom|Xid|rrno|exit|status|return code|signal|ECC|error \d|enqueued|nranks|collective #|lagging"
@@ -53,12 +42,6 @@ DIGITS_DECIDE = re.compile(
 FAILED_TIME = re.compile(rb"^\s*time\s{1,20}: (\d{4}-\d\d-\d\d_[\d:]{8})\s*$")
 FAILED_HOST = re.compile(rb"^\s*host\s{1,20}: (\S{1,99})\s*$")
 NCCL_RANK = re.compile(rb"(\S{1,99}):\d+:\d+ \[(\d+)\] NCCL INFO .{0,200}\brank (\d{1,7}) nranks (\d{1,7}) ")
-MAX_SEARCHED = 1 << 14  # bytes of a line that are searched for an ending
-
-# What a program says that goes on: it tries again, or shows a text in which the words stand.
-RETRIED = re.compile(rb"(?<!after )\b[Rr]etrying\b(?! failed| did)|\b[Ww]ill (?:be )?retr(?:y|ied)\b")
-QUOTED = re.compile(rb'"[^"]*+"')
-REPORTS = re.compile(rb"(?i)error|fail|exce|fatal|abort|died|crash|reason|message|cause|warn|critical|\{")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +112,7 @@ def rules() -> Rules:
 
 def ending(line: bytes, rows: int) -> Ending | None:
     """The ending that the line reports, None for any other line."""
-    line = line[:MAX_SEARCHED]
+    line = line[: 1 << 14]  # a longer one is no message
     if b"NCCL INFO" in line:
         return None
     table = rules()
@@ -144,13 +127,18 @@ def ending(line: bytes, rows: int) -> Ending | None:
 
 def _continues(line: bytes, found: re.Match[bytes]) -> bool:
     """Whether the program continues after that line: it tries again, or quotes a text without reporting an error."""
-    quoted = any(q.start() < found.start() and found.end() < q.end() for q in QUOTED.finditer(line))
-    return bool(RETRIED.search(line)) or (quoted and not REPORTS.search(QUOTED.sub(b"", line)))
+    quotes, reports = (
+        re.compile(rb'"[^"]*+"'),
+        rb"(?i)error|fail|exce|fatal|abort|died|crash|reason|message|cause|warn|critical|\{",
+    )
+    quoted = any(q.start() < found.start() and found.end() < q.end() for q in quotes.finditer(line))
+    retried = re.search(rb"(?<!after )\b[Rr]etrying\b(?! failed| did)|\b[Ww]ill (?:be )?retr(?:y|ied)\b", line)
+    return bool(retried) or (quoted and not re.search(reports, quotes.sub(b"", line)))
 
 
 def raised(line: bytes, rows: int) -> Ending | None:
     """The exception on the first line after a traceback; its name need not end in Error."""
-    return crashed(line, rows) if RAISED.match(line) else None
+    return crashed(line, rows) if re.match(LEAD + rb"(?=[A-Z]\w*?[a-z])\w++(?::|\s*$)", line) else None
 
 
 def crashed(line: bytes, rows: int) -> Ending:
@@ -159,7 +147,8 @@ def crashed(line: bytes, rows: int) -> Ending:
 
 
 def _ending(level: int, status: Status, line: bytes, rows: int) -> Ending:
-    requested, (hosts, gpus) = REQUESTED.search(line), places.place(line)
+    asked = rb"(?:[Tt]ried to|Unable to|trying to) allocate (\d+(?:\.\d*)?) (?:([KMGTP])i?B|bytes)"
+    requested, (hosts, gpus) = re.search(asked, line), places.place(line)
     rank, among = _rank(line)
     if status is Status.RENDEZVOUS and level == OUTSIDE and rows:
         status = Status.NETWORK  # after iterations it is the store that a node no longer reaches
@@ -178,8 +167,14 @@ def _ending(level: int, status: Status, line: bytes, rows: int) -> Ending:
 
 def _rank(line: bytes) -> tuple[int | None, str]:
     """The rank that the line names, and among what that number counts."""
-    for among, pattern in (("run", RANK), ("task", TASK), ("node", LOCAL)):
-        if found := pattern.search(line):
+    # A rank of the run goes before a task of srun, or its --label, and these before torchrun's number on a node.
+    run, task, node = (
+        rb"\[rank(\d{1,9})\]|\b[Rr]ank ?(\d{1,9})\b",
+        rb"^\s*(\d{1,6}): |\btasks? (\d{1,9})\b",
+        rb"\[default(\d{1,9})\]:",
+    )
+    for among, pattern in (("run", run), ("task", task), ("node", node)):
+        if found := re.search(pattern, line):
             return int(next(filter(None, found.groups()))), among
     return None, "run"
 
@@ -188,7 +183,9 @@ def caveat(status: Status, evidence: str) -> str:
     """What the evidence leaves open; "" where nothing."""
     if status is Status.KILLED:
         return "this log does not show what killed it: possibly by its node's OOM killer (sacct, dmesg)"
-    if status is Status.CRASHED and DEVICE_FAULT.search(evidence):
+    if status is Status.CRASHED and re.search(
+        r"CUDA error: (?:an illegal|misaligned|unspecified launch|unknown)|Memory access fault by GPU", evidence
+    ):
         return "the program or the card may be the reason: this log does not show which"
     return ""
 
@@ -198,7 +195,7 @@ def joined(first: Ending, later: Ending) -> Ending:
     first = replace(first, in_traceback=first.in_traceback or later.in_traceback)
     if not first.hosts and (first.level, first.status) == (SCHEDULER, Status.HOST_MEMORY):
         return replace(first, hosts=later.hosts)  # of a step that ran out of memory slurmstepd names no node, but srun
-    if not first.blames_node or len(first.hosts) >= MAX_PLACES:
+    if not first.blames_node or len(first.hosts) >= 256:
         return first
     pairs = [(dict.fromkeys((*a, *b))) for a, b in ((first.hosts, later.hosts), (first.gpus, later.gpus))]
     return replace(first, hosts=tuple(pairs[0]), gpus=tuple(pairs[1]))
@@ -225,12 +222,12 @@ def strongest(found: list[Ending], rows: int) -> Ending | None:
     return end
 
 
-def text(line: bytes) -> str:
-    """The line as evidence: printable characters, at most MAX_EVIDENCE."""
-    plain = line.strip()[: 8 * MAX_EVIDENCE].decode("utf-8", "replace")
+def text(line: bytes, most: int = 600) -> str:
+    """The line as evidence: printable characters, at most `most`."""
+    plain = line.strip()[: 8 * most].decode("utf-8", "replace")
     if not plain.isprintable():
         plain = "".join(c for c in plain if c.isprintable() or c == "\t")
-    return printable(plain)[:MAX_EVIDENCE]
+    return printable(plain)[:most]
 
 
 def planned_end(line: bytes, rows: int) -> Ending:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trilane.logs.endings import Ending
 
-MAX_PLACE = 2000  # bytes of a line that are searched for a node
 NODE = re.compile(r"(?!localhost$)(?=[\w-]*[A-Za-z])[A-Za-z0-9][\w-]{0,62}(?:\[[\d,-]{1,200}\])?", re.ASCII)
 
 NAMES = rb"[A-Za-z0-9][\w.-]{0,98}(?:\[[\d,-]{1,200}\])?"  # of nodes, as SLURM lists them
@@ -20,21 +19,17 @@ HOST = re.compile(
         b"NAMES", NAMES
     )
 )
-ELSEWHERE = b"CANCELLED AT"  # slurmstepd names the node that prints this, which is not the one that failed
 GPU = re.compile(
     rb"Xid \(((?:PCI:)?[\da-fA-F:.]{1,20})\)|GPU (?:at )?((?:PCI:)?[\da-fA-F]{4,8}(?::[\da-fA-F]{2}){2})(?:\.\d)?"
     rb"|\bGPU[ =](\d{1,2})\b(?! GPU)|:\d+:\d+ \[(\d{1,2})\]"
 )
-# slurmstepd prints JOB lines from the batch step alone, on the job's first node, where its batch step runs
-# https://github.com/SchedMD/slurm/blob/master/src/slurmd/slurmstepd/req.c
-BATCH = re.compile(r"StepId=(\d{1,12})\.batch\b")
-BATCH_HOST = re.compile(r"\*\*\* JOB (\d{1,12}) ON (\S{1,99}) ")
 
 
 def place(line: bytes) -> tuple[tuple[str, ...], ...]:
     """The nodes and the GPU that the line names."""
-    host = None if ELSEWHERE in line else HOST.search(line[:MAX_PLACE])
-    gpu = GPU.search(line[:MAX_PLACE])
+    # slurmstepd names the node that prints this, which is not the one that failed
+    host = None if b"CANCELLED AT" in line else HOST.search(line[:2000])
+    gpu = GPU.search(line[:2000])
     return tuple((m[m.lastindex or 0].decode(),) if m else () for m in (host, gpu))
 
 
@@ -60,6 +55,8 @@ def exited_on(found: "list[Ending]", rank: int | None) -> str:
 
 def _batch_host(end: "Ending", others: "list[Ending]") -> str:
     """The node of a batch step that the line of an ending names only by its job; "" if no line names it."""
-    step = BATCH.search(end.evidence)
-    named = [found for other in others if (found := BATCH_HOST.search(other.evidence))]
-    return next((found[2] for found in named if step and found[1] == step[1]), "")
+    # slurmstepd prints JOB lines from the batch step alone, on the job's first node, where its batch step runs
+    # https://github.com/SchedMD/slurm/blob/master/src/slurmd/slurmstepd/req.c
+    step = re.search(r"StepId=(\d{1,12})\.batch\b", end.evidence)
+    named = (re.search(r"\*\*\* JOB (\d{1,12}) ON (\S{1,99}) ", other.evidence) for other in others)
+    return next((found[2] for found in named if found and step and found[1] == step[1]), "")
