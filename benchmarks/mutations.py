@@ -349,7 +349,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("sorted(found, key=iteration_of)", "sorted(found)"),
         ("complete(folder)[:-count]", "complete(folder)[: 1 - count]"),
         ("if path != named:", "if path:"),
-        ("if is_intact(path, checksum, threads)", "if checksum"),
+        ("if digest(path) == checksum", "if checksum"),
         ("read == _sealed(read", "read['content'] == (read"),
     ],
     ("checkpoints", "engine/checkpoint/slices.py", "engine/test_slices.py"): [

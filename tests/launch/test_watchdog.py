@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -93,7 +94,8 @@ def test_a_capture_asks_the_flight_recorder_and_does_not_wait_for_ever(
     answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torch's DumpPipe listens: a rank that answers, beside an earlier dump, and one that is stuck."""
-    monkeypatch.setattr(flight_recorder, "DUMP_S", 20.0 if answer else 0.5)
+    collect = partial(flight_recorder.collect, patience_s=20.0 if answer else 0.5)
+    monkeypatch.setattr(flight_recorder, "collect", collect)
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ranks/nccl_trace_rank_0").write_text("of an earlier attempt")
     stacks = captured(RECORDER, answer, tmp_path)
@@ -134,7 +136,7 @@ def test_without_our_launcher_the_first_rank_of_a_node_starts_the_watchdog_and_i
     done = subprocess.run(command, env=env | {"GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=400)
     outcome = read_status(folder)
     assert (outcome.status, outcome.rank, done.returncode != 0) == ("hang", 1, True), done.stderr[-2000:]
-    assert "sitecustomize.py" in outcome.evidence and len(list((folder / "stacks").glob("*/rank_*.json"))) == 2
+    assert len(list((folder / "stacks").glob("*/rank_*.json"))) == 2
 
 
 WATCHED = """

@@ -43,7 +43,7 @@ def test_the_same_code_is_kept_once_and_is_no_log_of_its_run(package: Path, home
     assert first == copies.freeze(home) and first.name == copies.fingerprint()
     assert (first / "trilane/data/site.json").read_text() == "data/site.json"
     assert (first / "share/trilane/slurm_templates/train.sbatch").is_file()
-    assert (first / installation.REVISION).read_text().strip() == installation.revision()
+    assert (first / "REVISION").read_text().strip() == installation.revision()
     assert not list(first.rglob("__pycache__")) and {p.name for p in (home / "code").iterdir()} == {first.name}
     (package / "__init__.py").write_text("changed")
     assert copies.freeze(home) != first and (first / "trilane/__init__.py").read_text() == "__init__.py"
@@ -61,7 +61,7 @@ def test_a_job_with_a_damaged_copy_starts_nothing_and_the_next_submission_repair
     elif how == "all":
         shutil.rmtree(code)
     else:
-        (code / {"lost": "trilane/data/site.json", "list": installation.SUMS}[how]).unlink()
+        (code / {"lost": "trilane/data/site.json", "list": "SHA256SUMS"}[how]).unlink()
     (tmp_path / "play").mkdir()
     play = Play(tmp_path / "play")
     assert play.run(text, str(code)) == 1

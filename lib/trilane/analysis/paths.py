@@ -17,8 +17,6 @@ from trilane.logs.dialects import candidates
 from trilane.logs.run import NoIterations
 from trilane.logs.written_tables import read_runs
 from trilane.utils.validation import require
-from trilane.workspace.installation import SUMS
-from trilane.workspace.run_folder import STEPS
 
 NOT_LOGS = (".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bin", ".idx", ".sbatch", ".sh")
 
@@ -40,7 +38,7 @@ def measure_path(path: Path | str, warm_up: int = WARM_UP, gpu: Gpu | None = Non
 
     `gpu` is the card where another log does not name it. Raises ValueError where there is no run.
     """
-    path, ours = Path(path), ("run.log", STEPS)
+    path, ours = Path(path), ("run.log", "steps.jsonl")
     folder = path if path.is_dir() else path.parent if path.name in ours else None
     if folder and _is_run(folder):
         return [measure(folder, warm_up)]
@@ -87,8 +85,8 @@ def below(folder: Path) -> list[Path]:
     """The run folders below a folder, and the files outside them whose names do not show that they are no logs."""
     every = sorted(folder.rglob("*"))
     runs = [path for path in (folder, *every) if (path / "plan.json").is_file() and _is_run(path)]
-    # a sweep or chain keeps its code beside SUMS
-    others = {*runs, *(path.parent for path in every if path.name == SUMS)}
+    # a sweep or chain keeps its code beside its sums
+    others = {*runs, *(path.parent for path in every if path.name == "SHA256SUMS")}
     alone = (path for path in every if path.suffix not in NOT_LOGS and path.name[0] != ".")
     return [*runs, *(path for path in alone if path.is_file() and others.isdisjoint(path.parents))]
 

@@ -34,10 +34,10 @@ def states(field: str, folder: Path) -> list[State]:
     Raises ValueError that begins with `field` where there is none.
     """
     require_folder(field, folder)
-    found, loads = list[State](), sorted((folder / fingerprints.FOLDER).glob("load_*"))
+    found, loads = list[State](), sorted((folder / "fingerprints").glob("load_*"))
     for path in dict.fromkeys([folder, *checkpoints.found_in(folder), *loads]):
         for file in _prints(path)[:1]:
-            saved = path.name.startswith("save") or (path / checkpoints.MANIFEST).exists()
+            saved = path.name.startswith("save") or (path / "manifest.json").exists()
             with _whole(file):
                 iteration = int(read_json(file, "fingerprint")["iteration"])
             found.append(State(path, iteration, not saved))
@@ -113,7 +113,7 @@ def read_snapshot(state: State) -> Snapshot:
             found.append(json.loads(path.read_text(encoding="utf-8")))
             ranks.append(_rank(found[-1]))
     first, above = found[0], state.path.parent
-    inside = above.name in (fingerprints.FOLDER, checkpoints.FOLDER)
+    inside = above.name in ("fingerprints", checkpoints.FOLDER)
     name = f"{above.parent.name}/{state.path.name}" if inside else state.path.name
     with _whole(path):
         require(0 < first["world"] <= MOST, "world", first["world"], f"must be at most {MOST}")

@@ -25,7 +25,7 @@ from trilane.engine.signals import Signals
 from trilane.engine.world import World
 from trilane.workspace.checkpoints import FOLDER, name_of
 from trilane.workspace.continuation import extension, in_order_of
-from trilane.workspace.run_folder import SAVE, STOP, cut_steps
+from trilane.workspace.run_folder import cut_steps
 from trilane.workspace.status import RunStatus, Status, write_status
 
 
@@ -73,8 +73,8 @@ class StopRequests:
 
     def pending(self, begun: bool = True) -> int:
         """The number of the highest request on this rank; the file `save` is removed."""
-        first, save = self._world.is_first, self._folder / SAVE
-        found = [0, 5 * self._signals.stop, 4 * (first and (self._folder / STOP).exists())]
+        first, save = self._world.is_first, self._folder / "save"
+        found = [0, 5 * self._signals.stop, 4 * (first and (self._folder / "stop").exists())]
         if begun:
             # The signals of one request reach all ranks, and a rank's child and parent, within ten seconds: one that
             # comes before, or up to so long after, all have agreed to save is the same request.

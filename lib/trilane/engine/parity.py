@@ -26,7 +26,6 @@ from trilane.config.plan import Plan, read_plan
 from trilane.config.training import Data, Optimizer, Run
 from trilane.utils.process import PARENT, die_with_parent, held_port, python
 from trilane.utils.validation import shipped_json
-from trilane.workspace.run_folder import STEPS, VALIDATION
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512)
 OPTIMIZER = Optimizer(lr=2e-3, min_lr=2e-4, warmup_samples=40, decay_samples=160)
@@ -165,7 +164,7 @@ def verify(table: Sequence[Row]) -> Iterator[Result | str]:
 
 
 def _distance(folder: Path, reference: Sequence[float]) -> float:
-    lines = [line for name in (STEPS, VALIDATION) for line in (folder / name).read_text().splitlines()]
+    lines = [line for name in ("steps.jsonl", "validation.jsonl") for line in (folder / name).read_text().splitlines()]
     diffs = [abs(json.loads(line)["lm_loss"] - right) for line, right in zip(lines, reference, strict=True)]
     return math.inf if any(math.isnan(diff) for diff in diffs) else max(diffs)
 

@@ -22,7 +22,6 @@ from trilane.engine.phases import Timers, timing_table
 from trilane.engine.world import World
 from trilane.utils.files import Appended, replace_text
 from trilane.workspace import phase_times
-from trilane.workspace.run_folder import STEPS, VALIDATION
 
 Line = dict[str, Any]  # of steps.jsonl, one iteration
 
@@ -123,12 +122,13 @@ class TrainingLog:
 
     def __init__(self, plan: Plan, world: World, folder: Path) -> None:
         self._run, self._writes = plan.run, world.is_last
-        self._steps, self._evaluations = Appended(folder / STEPS, print_note), Appended(folder / VALIDATION, print_note)
+        self._steps = Appended(folder / "steps.jsonl", print_note)
+        self._evaluations = Appended(folder / "validation.jsonl", print_note)
         self._window: list[Line] = []
         self._timers = Timers(world.device) if plan.run.timers else None
         if self._timers:
             (folder / "ranks").mkdir(exist_ok=True)
-        self._phases = Appended(folder / "ranks" / f"{world.rank}{phase_times.SUFFIX}", print_note)
+        self._phases = Appended(folder / "ranks" / f"{world.rank}.phases", print_note)
         self._board = TensorBoard(folder) if plan.run.tensorboard and self._writes else None
 
     def write(self, line: Line) -> None:

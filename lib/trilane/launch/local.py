@@ -23,7 +23,7 @@ from trilane.utils.process import announced, held_port, python
 from trilane.utils.validation import read_json, require
 from trilane.workspace.checkpoints import found_in, iteration_of
 from trilane.workspace.continuation import require_continuable
-from trilane.workspace.run_folder import STOP, reopen
+from trilane.workspace.run_folder import reopen
 from trilane.workspace.status import RunStatus, Status, write_status
 
 GRACE_S = 8.0  # from asking torchrun to end its workers to killing them
@@ -109,7 +109,7 @@ def _require_ready(folder: Path, plan: Plan, resume: bool) -> None:
     except OSError as error:
         raise ValueError(f"run folder={folder}: cannot be written to ({error.strerror})") from None
     if resume:
-        require(not (folder / STOP).exists(), "run folder", folder, f"holds the file `{STOP}`; remove it to resume")
+        require(not (folder / "stop").exists(), "run folder", folder, "holds the file `stop`; remove it to resume")
         return
     for name in ("run.log", "steps.jsonl", "status.json"):
         rule = f"holds a run already ({name}); resume it, or use a new folder"

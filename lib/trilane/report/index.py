@@ -18,7 +18,7 @@ from trilane.utils.tables import Html, short
 from trilane.workspace.installation import stamp
 from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import Status, known_status, status_problem
-from trilane.workspace.study import PATIENCE_S, Study
+from trilane.workspace.study import Study
 
 
 def write_index(study: Study) -> Path:
@@ -27,7 +27,7 @@ def write_index(study: Study) -> Path:
     The page of all studies, index.html of the folder above, is written again too. One process at a time does it, so
     that the last one lists what all have made.
     """
-    with FolderLock([study.folder.parent], ".index.lock", "outputs").held(PATIENCE_S):
+    with FolderLock([study.folder.parent], ".index.lock", "outputs").held(20.0):
         notebooks = sorted(study.folder.glob("*.ipynb"), key=lambda path: (path.stem != "08_decision", path))
         runs = [_run_row(folder) for folder in study.run_folders()]
         cards = (Html.of('<div class="card"><b>{value}</b><span>{label}</span></div>', **c) for c in headline(study))

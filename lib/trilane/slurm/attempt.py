@@ -15,7 +15,7 @@ from trilane.slurm.nodes import Tester, handle_node_failure, job_id, waiting
 from trilane.utils.files import json_object, read_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
-from trilane.workspace.run_folder import STOP, is_completed, iteration, put_aside
+from trilane.workspace.run_folder import is_completed, iteration, put_aside
 from trilane.workspace.status import RunStatus, Status, known_status, verdict, write_status
 
 SWEEP = "TRILANE_SWEEP"  # the folder of the sweep that this attempt belongs to
@@ -125,8 +125,8 @@ def competing(folder: Path, job: str, patience_s: float = 180, every_s: float = 
 
 def blocked(folder: Path) -> str:
     """The stop switch, or three attempts at one iteration since the last submission; "" where there is neither."""
-    if (folder / STOP).exists():
-        return f"the stop switch is set; remove {folder.resolve() / STOP} to resume"
+    if (folder / "stop").exists():
+        return f"the stop switch is set; remove {folder.resolve() / 'stop'} to resume"
     starts, why = list[int](), ""
     for event in ledger.events(folder):
         if event["event"] == "submitted" and event.get("site"):  # "": by hand, or by a job

@@ -26,7 +26,7 @@ from trilane.utils.files import json_lines, read_text
 from trilane.workspace.checkpoints import FOLDER, checkpoint_bytes, found_in, latest
 from trilane.workspace.continuation import require_continuable
 from trilane.workspace.prepared_corpora import BUILT_IN, tokens_about, unprepared
-from trilane.workspace.run_folder import STEPS, is_completed, is_started
+from trilane.workspace.run_folder import is_completed, is_started
 
 REFUSAL, WARNING = "refusal", "warning"
 Row = tuple[object, str, str, str, str]
@@ -234,7 +234,7 @@ def pace(case: JobCheck) -> Pace:
     forward passes. Left out: that a later part of a batch ramp-up is slower.
     """
     plan, run, last = case.plan, case.plan.run, 1 << 24  # bytes: the files may have gigabytes
-    steps = [step.get("sec_per_it") for step in json_lines(read_text(case.folder / STEPS, last))]
+    steps = [step.get("sec_per_it") for step in json_lines(read_text(case.folder / "steps.jsonl", last))]
     seconds = statistics.median([s for s in steps if isinstance(s, float) and 0 < s < math.inf] or [0.0])
     # as the engine prints it: "saved checkpoints/iter_0000010 (12.3 MB in 0.42 s, ..."
     form = r"saved checkpoints/iter_\d+ \([\d.]+ MB in ([\d.]+) s"

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from trilane.utils.files import read_text
 from trilane.utils.validation import require
-from trilane.workspace.installation import REVISION, SUMS, package, revision, shipped
+from trilane.workspace.installation import package, revision, shipped
 
 USED_BY = "TRILANE_CODE"  # what a script that runs the frozen code mentions
 ARCHIVE, STATE = "trilane-env.tar", "trilane-env.state"
@@ -52,8 +52,8 @@ def freeze(home: Path) -> Path:
             # an update of the installation takes seconds, in which half of it is old
             is_one = _sums({name: part / name for name in files}) == sums
             require(is_one, "code", package(), "is being changed; submit when that has ended")
-            (part / SUMS).write_text(sums)
-            (part / REVISION).write_text(f"{revision()}\n")
+            (part / "SHA256SUMS").write_text(sums)
+            (part / "REVISION").write_text(f"{revision()}\n")
             shutil.rmtree(target, ignore_errors=True)
             part.rename(target)
     except OSError as error:
@@ -88,7 +88,7 @@ def _digits(sums: str) -> str:
 def _is_whole(copy: Path, sums: str) -> bool:
     with contextlib.suppress(OSError):
         names = [line.partition("  ")[2] for line in sums.splitlines()]
-        return (copy / SUMS).read_text() == sums == _sums({name: copy / name for name in names})
+        return (copy / "SHA256SUMS").read_text() == sums == _sums({name: copy / name for name in names})
     return False
 
 

@@ -1,6 +1,6 @@
 """What a checkpoint records of the run that wrote it, and which plans may continue from it; without torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,19 @@ from trilane.config.training import ranges_text, until
 from trilane.utils.validation import from_mapping, require, to_mapping
 from trilane.workspace.checkpoints import FOLDER, complete, found_in, read_manifest
 
-ORDER, LENGTH = "samples of the run", "length"  # in samples: the order's, and the run's own once it was extended
-SKIP = "skip"
-MAY_CHANGE = (LENGTH, SKIP)  # the latter for what is still to be trained
-
 
 def identity(plan: Plan) -> dict[str, Any]:
     """What a checkpoint records of its run: model and order of samples, which must not change, length and skips."""
     data = {name: value for name, value in to_mapping(plan.data).items() if name != "folder"}
     if not plan.data.split:  # checkpoints of before it existed have none
         del data["split"]
-    fixed = {"shape": to_mapping(plan.shape), "seed": plan.run.seed, "data": data, ORDER: plan.ordered_samples}
-    return {**fixed, LENGTH: plan.samples, SKIP: [list(ends) for ends in plan.run.skipped]}
+    fixed = {
+        "shape": to_mapping(plan.shape),
+        "seed": plan.run.seed,
+        "data": data,
+        "samples of the run": plan.ordered_samples,
+    }
+    return {**fixed, "length": plan.samples, "skip": [list(ends) for ends in plan.run.skipped]}
 
 
 def candidates(folder: Path, plan: Plan) -> list[Path]:
@@ -53,8 +54,9 @@ def require_same(where: str, manifest: Mapping[str, Any], plan: Plan) -> None:
     """
     held, iteration, consumed = manifest["identity"], manifest["iteration"], manifest["consumed_samples"]
     plan = in_order_of(manifest, plan)
-    common = {name: value for name, value in identity(plan).items() if name in held and name not in MAY_CHANGE}
-    kept = {name: value for name, value in held.items() if name not in MAY_CHANGE}
+    may_change = ("length", "skip")  # the latter for what is still to be trained
+    common = {name: value for name, value in identity(plan).items() if name in held and name not in may_change}
+    kept = {name: value for name, value in held.items() if name not in may_change}
     kept |= {"shape": to_mapping(from_mapping(ModelShape, held["shape"], "shape"))}  # fields added since
     for name, value, wanted in _differences("", kept, common):
         raise ValueError(f"{name}={wanted}: the checkpoint {where} was trained with {value}")
@@ -63,18 +65,12 @@ def require_same(where: str, manifest: Mapping[str, Any], plan: Plan) -> None:
     require(expected == consumed, "gbs", plan.topology.gbs, f"{rule}, this plan would have {expected}")
     rule = f"the checkpoint {where} has {iteration} iterations already"
     require(iteration <= plan.run.train_iters, "train_iters", plan.run.train_iters, rule)
-    _require_same_skips(where, until(held.get(SKIP, []), iteration), until(plan.run.skipped, iteration), plan.run.skip)
-
-
-def _require_same_skips(
-    where: str, done: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]], text: str
-) -> None:
-    """ValueError where a range that the checkpoint has behind it was trained and is to be skipped, or the other way."""
+    done, wanted = until(held.get("skip", []), iteration), until(plan.run.skipped, iteration)
     trained, lacking = ([r for r in one if r not in other] for one, other in ((wanted, done), (done, wanted)))
     before = trained[0][0] if trained else 0
     rule = f"the checkpoint {where} has trained in {ranges_text(trained)}; load one of before iteration {before}"
-    require(not trained, "skip", text, rule)
-    require(not lacking, "skip", text, f"the checkpoint {where} has skipped {ranges_text(lacking)}")
+    require(not trained, "skip", plan.run.skip, rule)
+    require(not lacking, "skip", plan.run.skip, f"the checkpoint {where} has skipped {ranges_text(lacking)}")
 
 
 def _differences(name: str, held: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
@@ -86,22 +82,19 @@ def _differences(name: str, held: Any, wanted: Any) -> list[tuple[str, Any, Any]
 
 def in_order_of(manifest: Mapping[str, Any], plan: Plan) -> Plan:
     """The plan with the checkpoint's order of samples, unless it names one itself."""
-    order = manifest["identity"].get(ORDER, 0)
+    order = manifest["identity"].get("samples of the run", 0)
     return plan if plan.run.order_samples else replace(plan, run=replace(plan.run, order_samples=order))
 
 
 def extension(manifest: Mapping[str, Any], plan: Plan) -> str:
     """One line on what changes where the plan is longer or shorter than the run that wrote the checkpoint; else ""."""
     held = manifest["identity"]
-    before, after = held.get(LENGTH, held.get(ORDER, 0)), plan.samples
+    before, after = held.get("length", held.get("samples of the run", 0)), plan.samples
     upcoming = next(plan.batches(manifest["iteration"]), None)
     if not before or before == after or not upcoming:
         return ""
-    rates = [plan.optimizer.learning_rate(upcoming.end, samples) for samples in (before, after)]
-    text = f"the run has {after} samples instead of {before}"
+    old, new = (plan.optimizer.learning_rate(upcoming.end, samples) for samples in (before, after))
+    text = f"the run has {after} samples instead of {before}; its learning rate"
     if plan.optimizer.decay_samples:
-        return f"{text}; its learning rate stays as it was, decaying over decay_samples={plan.optimizer.decay_samples}"
-    text += (
-        f"; its learning rate decays to the new end: in iteration {upcoming.number} it is {rates[1]:.6E} instead of "
-    )
-    return f"{text}{rates[0]:.6E}"
+        return f"{text} stays as it was, decaying over decay_samples={plan.optimizer.decay_samples}"
+    return f"{text} decays to the new end: in iteration {upcoming.number} it is {new:.6E} instead of {old:.6E}"

@@ -21,13 +21,10 @@ from typing import Any
 
 import numpy as np
 
-FOLDER = "fingerprints"  # in a run folder: the state in memory after a load
 COPY = "copy"  # the weight that the model computes with, where the optimizer holds a master weight
 SKETCHES = 8
-WORD = 1 << 64
-PLANE = 1 << 32  # rows from one matrix of a tensor of three dimensions to the next
 # splitmix64: Steele, Lea and Flood 2014, doi:10.1145/2714064.2660195, figure 16.
-STEP, FIRST, SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+SPLITMIX = tuple(np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 Box = Sequence[Sequence[int]]
 
 
@@ -67,10 +64,14 @@ class Mark:
 
     def __add__(self, other: "Mark") -> "Mark":
         """The mark of the union of two disjoint parts."""
-        found, squares, total = (self.hash + other.hash) % WORD, self.squares + other.squares, self.total + other.total
-        low, high = min(self.low, other.low), max(self.high, other.high)
-        sketch = tuple(a + b for a, b in zip(self.sketch, other.sketch, strict=True))
-        return Mark(hash=found, squares=squares, total=total, low=low, high=high, sketch=sketch)
+        return Mark(
+            hash=(self.hash + other.hash) % 2**64,
+            squares=self.squares + other.squares,
+            total=self.total + other.total,
+            low=min(self.low, other.low),
+            high=max(self.high, other.high),
+            sketch=tuple(a + b for a, b in zip(self.sketch, other.sketch, strict=True)),
+        )
 
     @property
     def norm(self) -> float:
@@ -82,8 +83,8 @@ class Mark:
         return self.low == self.high == value
 
     def apart(self, other: "Mark") -> float:
-        """An estimate of |a - b| relative to the larger of the two norms: 0 for equal bits, about 1 for unrelated
-        tensors. Differences below 1e-6 are lost in the rounding of the sketches."""
+        """An estimate of |a - b| relative to the larger norm: 0 for equal bits, about 1 for unrelated tensors;
+        differences below 1e-6 are lost in the rounding of the sketches."""
         if self.hash == other.hash:
             return 0.0
         away = np.mean([(a - b) ** 2 for a, b in zip(self.sketch, other.sketch, strict=True)]) ** 0.5
@@ -111,9 +112,10 @@ def mark_from_json(values: Sequence[Any]) -> Mark:
 
 def mixed(numbers: np.ndarray, salt: int) -> np.ndarray:
     """64 random bits for each number, reproducible: splitmix64."""
-    z = (numbers.astype(np.uint64) + np.uint64(salt)) * STEP
-    z = (z ^ (z >> np.uint64(30))) * FIRST
-    z = (z ^ (z >> np.uint64(27))) * SECOND
+    step, first, second = SPLITMIX
+    z = (numbers.astype(np.uint64) + np.uint64(salt)) * step
+    z = (z ^ (z >> np.uint64(30))) * first
+    z = (z ^ (z >> np.uint64(27))) * second
     return z ^ (z >> np.uint64(31))
 
 
@@ -132,9 +134,9 @@ def sides(box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def planes(box: Box) -> list[Box]:
-    """A part of three dimensions as matrices, one for each index of the first; their rows have numbers of their own."""
+    """A part of three dimensions as matrices, one for each index of the first, whose rows have numbers of their own."""
     (first, end), (top, bottom), columns = box
-    return [((PLANE * i + top, PLANE * i + bottom), columns) for i in range(first, end)]
+    return [((2**32 * i + top, 2**32 * i + bottom), columns) for i in range(first, end)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,33 +163,27 @@ class Part:
 
 def whole_parts(replicas: Sequence[Part]) -> list[Part]:
     """The same part on all replicas, with the marks of their shards added up; without them where one is missing."""
-    held = sorted(part.shard for part in replicas if part.shard and part.shard[0] < part.shard[1])
+    held = sorted((p for p in replicas if p.shard and p.shard[0] < p.shard[1]), key=lambda p: p.shard or (0, 0))
     size = math.prod(end - first for first, end in replicas[0].box)
-    ends = [0, *(end for _, end in held)]
-    found: dict[str, Mark] = {}
-    if held and [*(first for first, _ in held), size] == ends:
-        divided = [part.marks for part in replicas if part.shard and part.shard[0] < part.shard[1]]
-        kinds = set.intersection(*({*marks} for marks in divided)) - {COPY}
-        found = {kind: functools.reduce(operator.add, (marks[kind] for marks in divided)) for kind in kinds}
+    ends, found = [0, *(p.shard[1] for p in held if p.shard)], dict[str, Mark]()
+    if held and [*(p.shard[0] for p in held if p.shard), size] == ends:
+        for kind in set.intersection(*({*part.marks} for part in held)) - {COPY}:
+            found[kind] = functools.reduce(operator.add, (part.marks[kind] for part in held))
     copies = [{kind: mark for kind, mark in part.marks.items() if kind == COPY} for part in replicas]
     return [replace(p, marks={**found, **copy}, shard=None) for p, copy in zip(replicas, copies, strict=True)]
 
 
-def _box(values: Sequence[Sequence[Any]], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The part of a tensor of that shape, of one to three dimensions; ValueError or TypeError for any other."""
-    box = tuple((int(first), int(end)) for first, end in values)
-    if not 1 <= len(box) <= 3 or any(not 0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True)):
-        raise ValueError(f"no part of {shape}")
-    return box
-
-
 def part_from_json(values: Mapping[str, Any]) -> Part:
     """The Part of an object of to_json(); ValueError, KeyError, TypeError or IndexError for other values."""
-    return Part(
+    shape, box = (int(n) for n in values["shape"]), tuple((int(first), int(end)) for first, end in values["box"])
+    part = Part(
         name=str(values["name"]),
-        shape=tuple(int(n) for n in values["shape"]),
-        box=_box(values["box"], values["shape"]),
+        shape=tuple(shape),
+        box=box,
         decay=None if values["decay"] is None else float(values["decay"]),
         marks={str(kind): mark_from_json(numbers) for kind, numbers in values["marks"].items()},
         shard=None if values.get("shard") is None else (int(values["shard"][0]), int(values["shard"][1])),
     )
+    if not 1 <= len(box) <= 3 or any(not 0 <= a <= b <= n for (a, b), n in zip(box, part.shape, strict=True)):
+        raise ValueError(f"no part of {part.shape}")
+    return part

@@ -11,40 +11,35 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-DUMP, PIPE = "nccl_trace_rank_", "nccl_pipe_rank_"  # below ranks/; torch adds the rank, to a pipe also ".pipe"
-DUMP_S = 8.0  # torch polls once a second, and takes a moment to format its record
-
 
 def environment(ranks: Path, rank: str) -> dict[str, str]:
     """Environment variables for torch, to set before NCCL starts: the dump file, by its new and old name, and the pipe.
 
     torch ends the process where the pipe cannot be created, as on some file systems: then there is none.
     """
-    values = dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(ranks / DUMP))
-    values["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
-    pipe = _pipe(ranks, rank)
-    try:
-        pipe.unlink(missing_ok=True)
-        os.mkfifo(pipe)
-        pipe.unlink()
-    except OSError:
-        return values
-    return {**values, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(ranks / PIPE)}
+    names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    values = {**dict.fromkeys(names, str(_dump(ranks))), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    with contextlib.suppress(OSError):
+        forget(ranks, rank)
+        os.mkfifo(_pipe(ranks, rank))
+        forget(ranks, rank)
+        values["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = str(ranks / "nccl_pipe_rank_")
+    return values
 
 
 def ask(ranks: Path, wanted: Iterable[int]) -> dict[int, int]:
     """Request dumps from ranks of this host; those that listen, with the time of their last dump (ns, 0: never)."""
-    return {rank: _written_ns(ranks, rank) for rank in wanted if _request(_pipe(ranks, rank))}
+    return {rank: _written_ns(_dump(ranks, rank)) for rank in wanted if _request(_pipe(ranks, rank))}
 
 
-def collect(ranks: Path, asked: dict[int, int], stacks: Path) -> None:
-    """Copy the dumps that the asked ranks write within DUMP_S into `stacks`."""
-    end, sizes = time.monotonic() + DUMP_S, dict.fromkeys(asked, 0)
+def collect(ranks: Path, asked: dict[int, int], stacks: Path, patience_s: float = 8.0) -> None:
+    """Copy the dumps that the asked ranks write in that time into `stacks`: torch polls once a second, then formats."""
+    end, sizes = time.monotonic() + patience_s, dict.fromkeys(asked, 0)
     while sizes and time.monotonic() < end:
         time.sleep(0.2)
         for rank, before in sizes.copy().items():
-            path = ranks / f"{DUMP}{rank}"
-            if _written_ns(ranks, rank) != asked[rank]:
+            path = _dump(ranks, rank)
+            if _written_ns(path) != asked[rank]:
                 sizes[rank] = path.stat().st_size
                 if 0 < sizes[rank] == before:
                     shutil.copyfile(path, stacks / path.name)
@@ -56,8 +51,12 @@ def forget(ranks: Path, rank: str) -> None:
     _pipe(ranks, rank).unlink(missing_ok=True)
 
 
+def _dump(ranks: Path, rank: int | str = "") -> Path:
+    return ranks / f"nccl_trace_rank_{rank}"
+
+
 def _pipe(ranks: Path, rank: int | str) -> Path:
-    return ranks / f"{PIPE}{rank}.pipe"
+    return ranks / f"nccl_pipe_rank_{rank}.pipe"
 
 
 def _request(pipe: Path) -> bool:
@@ -71,6 +70,5 @@ def _request(pipe: Path) -> bool:
     return False
 
 
-def _written_ns(ranks: Path, rank: int) -> int:
-    path = ranks / f"{DUMP}{rank}"
+def _written_ns(path: Path) -> int:
     return path.stat().st_mtime_ns if path.exists() else 0

@@ -10,26 +10,24 @@ from pathlib import Path
 import trilane
 from trilane.utils.files import read_text
 
-HERE = Path(__file__).resolve()
-# of a frozen copy of the code (slurm/copies.py): the hashes of its files, and the revision that it was made of
-SUMS, REVISION = "SHA256SUMS", "REVISION"
-
 
 def package() -> Path:
     """The folder of the package trilane."""
-    return HERE.parents[1]
+    return Path(__file__).resolve().parents[1]
 
 
 def frozen() -> Path | None:
-    """The frozen copy that this code is; None where it is installed."""
-    return HERE.parents[2] if (HERE.parents[2] / SUMS).is_file() else None
+    """The frozen copy of the code (slurm/copies.py) that this is; None where it is installed."""
+    copy = package().parent
+    return copy if (copy / "SHA256SUMS").is_file() else None
 
 
 def checkout() -> Path | None:
     """The repository's checkout: $TRILANE_HOME, else the one that holds this file; None for an installed wheel."""
     if home := os.environ.get("TRILANE_HOME"):
         return Path(home).absolute()
-    return HERE.parents[3] if (HERE.parents[3] / "lib/trilane").is_dir() else None
+    root = package().parents[1]
+    return root if (root / "lib/trilane").is_dir() else None
 
 
 def shipped(folder: str) -> Path:
@@ -38,7 +36,7 @@ def shipped(folder: str) -> Path:
     Raises ValueError where there is neither.
     """
     root = checkout()
-    places = [root] if root else [parent / "share/trilane" for parent in HERE.parents]
+    places = [root] if root else [parent / "share/trilane" for parent in package().parents]
     found = next((place / folder for place in places if (place / folder).is_dir()), None)
     if found is None:
         raise ValueError(f"TRILANE_HOME={root or ''}: has no {folder}/; clone the repository and name its folder")
@@ -53,7 +51,7 @@ def outputs_root() -> Path:
 def revision() -> str:
     """The git revision of this code; of a frozen copy that from which it was made."""
     if copy := frozen():
-        return read_text(copy / REVISION).strip() or "unknown (frozen)"
+        return read_text(copy / "REVISION").strip() or "unknown (frozen)"
     root, found = checkout(), ""
     if root:  # a wheel may lie in the venv of another repository
         git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]

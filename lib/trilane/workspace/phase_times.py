@@ -12,9 +12,6 @@ from trilane.utils.validation import require, require_folder
 from trilane.workspace import rank_grid
 from trilane.workspace.rank_grid import Grid
 
-SUFFIX = ".phases"
-MOST_S = 1e9  # an iteration of 30 years is a damaged number
-
 
 def line(iteration: int, seconds: Mapping[str, float]) -> bytes:
     """A rank's line: its seconds per iteration since its last line, and its host."""
@@ -30,7 +27,7 @@ def read_phase_times(folder: Path, grid: Grid | None = None) -> tuple[Grid, dict
     require_folder("folder", folder)
     found: dict[int, dict[str, float]] = {}
     hosts: dict[int, str] = {}
-    for path in sorted((folder / "ranks").glob(f"*{SUFFIX}")):
+    for path in sorted((folder / "ranks").glob("*.phases")):
         lines = [line for line in json_lines(read_text(path)) if _are_seconds(line.get("seconds"))]
         if lines and path.stem.isdigit():
             rank = int(path.stem)
@@ -39,16 +36,12 @@ def read_phase_times(folder: Path, grid: Grid | None = None) -> tuple[Grid, dict
             phases = dict.fromkeys(phase for seconds in times for phase in seconds)
             found[rank] = {phase: median(s[phase] for s in times if phase in s) for phase in phases}
     require(bool(found), "folder", folder, "holds no phase times (ranks/*.phases); set run.timers in the plan")
-    return grid or _grid(folder, hosts), found
+    grid = grid or rank_grid.read(folder / "plan.json") or rank_grid.unknown(hosts, 8)
+    # A rank without phase times is on the host of the others of its node.
+    known = {grid[rank].node: host for rank, host in hosts.items() if host and rank in grid}
+    return replace(grid, places=tuple(replace(p, node=known.get(p.node, p.node)) for p in grid.places)), found
 
 
 def _are_seconds(values: object) -> bool:
-    """Whether the values are seconds by phase."""
-    return isinstance(values, dict) and all(isinstance(v, int | float) and 0 <= v < MOST_S for v in values.values())
-
-
-def _grid(folder: Path, hosts: Mapping[int, str]) -> Grid:
-    grid = rank_grid.read(folder / "plan.json") or rank_grid.unknown(hosts, 8)
-    # A rank without phase times is on the host of the others of its node.
-    known = {grid[rank].node: host for rank, host in hosts.items() if host and rank in grid}
-    return replace(grid, places=tuple(replace(p, node=known.get(p.node, p.node)) for p in grid.places))
+    """Whether the values are seconds by phase; an iteration of 30 years is a damaged number."""
+    return isinstance(values, dict) and all(isinstance(v, int | float) and 0 <= v < 1e9 for v in values.values())

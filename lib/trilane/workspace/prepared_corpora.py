@@ -10,8 +10,8 @@ from trilane.config.training import Data
 from trilane.utils.files import replace_text
 from trilane.utils.validation import read_json, require
 
-STDLIB_BYTES = 4_000_000  # of "stdlib": enough for 50 iterations to see new text each, little enough to take seconds
-BUILT_IN = ("stdlib", "mock")  # sources that need no files, and seconds
+# Sources that need no files, and their bytes: of the standard library enough for 50 iterations to see new text each.
+BUILT_IN = {"stdlib": 4_000_000, "mock": 0}
 # Bytes of text that a job still tokenizes itself, while its nodes wait: 8 s with a Hugging Face tokenizer, which takes
 # 1.9 MB/s on one core here (byte-level BPE of 8,000 entries, Python's standard library), and nothing as bytes.
 SMALL_BYTES = 16_000_000
@@ -69,27 +69,25 @@ def tokens_about(data: Data, base: Path, vocabulary: int) -> float:
     tokenizer about 4 (OpenAI's page of its tokenizers, for English: platform.openai.com/tokenizer).
     """
     if data.source in BUILT_IN:
-        return float(STDLIB_BYTES) if data.source == "stdlib" else 0.0
-    prefix = existing_pair(str(Path(base, data.source)))
+        return float(BUILT_IN[data.source])
+    place = Path(base, data.source)
+    prefix = existing_pair(str(place))
     if prefix and Path(prefix + ".bin").is_file():
         return Path(prefix + ".bin").stat().st_size / (2 if vocabulary < 65500 else 4)
-    place = Path(base, data.source)
-    size = sum(file.stat().st_size for file in files(place)) if place.exists() else 0
-    return size / (1 if data.tokenizer == "bytes" else 4)
+    return _bytes(place) / (1 if data.tokenizer == "bytes" else 4)
+
+
+def _bytes(place: Path) -> int:
+    return sum(file.stat().st_size for file in files(place)) if place.exists() else 0
 
 
 def unprepared(sources: Iterable[Data], base: Path = Path(), above: int = SMALL_BYTES) -> dict[str, int]:
-    """The sources that are still to be tokenized and have more than `above` bytes, with their bytes.
-
-    Sources that are missing are another matter.
-    """
+    """The sources that are still to be tokenized and have more than `above` bytes, with their bytes."""
     found = {}
     for data in sources:
         place = Path(base, data.source)
-        if data.source in BUILT_IN or existing_pair(str(place)) or not place.exists():
-            continue
-        size = sum(file.stat().st_size for file in files(place))
-        if size > above and not recorded(data, base):
+        is_text = data.source not in BUILT_IN and not existing_pair(str(place))
+        if is_text and (size := _bytes(place)) > above and not recorded(data, base):
             found[data.source] = size
     return found
 

@@ -6,14 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from trilane.utils.files import read_text
 from trilane.utils.tables import grouped
 from trilane.utils.validation import require, require_integer
 
-# A group axis is named by the coordinates that vary in it: "tp" are the ranks of one pp and dp.
-AXES = {"tp": "tp", "pp": "pp", "dp": "dp", "model": "tp pp", "stage": "tp dp", "pp-dp": "pp dp", "world": "tp pp dp"}
+MOST = 1 << 17  # ranks, of which a grid takes 5 s and 0.6 GB; a file with more is damaged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +44,11 @@ class Grid:
     order "tp-cp-ep-dp-pp"; deepspeed/runtime/pipe/topology.py PipeModelDataParallelTopology).
     """
 
+    # A group axis is named by the coordinates that vary in it: "tp" are the ranks of one pp and dp.
+    AXES: ClassVar = {
+        **{axis: (axis,) for axis in ("tp", "pp", "dp")},
+        **{"model": ("tp", "pp"), "stage": ("tp", "dp"), "pp-dp": ("pp", "dp"), "world": ("tp", "pp", "dp")},
+    }
     places: tuple[Place, ...]
     known: bool = True
     _groups: dict[tuple[str, tuple[int, ...]], frozenset[int]] = field(init=False, repr=False, compare=False)
@@ -53,7 +57,7 @@ class Grid:
     def __post_init__(self) -> None:
         groups: defaultdict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
         for place in self.places:
-            for axis in AXES:
+            for axis in self.AXES:
                 groups[self._key(axis, place)].add(place.rank)
         object.__setattr__(self, "_groups", {key: frozenset(ranks) for key, ranks in groups.items()})
         object.__setattr__(self, "_by_rank", {place.rank: place for place in self.places})
@@ -82,7 +86,10 @@ class Grid:
     def node_name(self, node: str) -> str:
         """A node in words: its name, or its ordinal ("the third node") where names are unknown."""
         nodes = self.nodes
-        return node if self._by_rank[nodes[node][0]].named else f"the {_ordinal(1 + list(nodes).index(node))} node"
+        number = 1 + list(nodes).index(node)
+        words = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"]
+        which = f"the {words[number - 1]} node" if number <= len(words) else f"node {number} of {len(nodes)}"
+        return node if self._by_rank[nodes[node][0]].named else which
 
     def group(self, axis: str, rank: int) -> frozenset[int]:
         """The ranks of `rank`'s group along `axis` (a name of AXES, "embedding", "next" or "previous" stage)."""
@@ -96,16 +103,13 @@ class Grid:
         return self._groups[self._key(axis if self.known else "world", place)]
 
     def _key(self, axis: str, place: Place) -> tuple[str, tuple[int, ...]]:
-        return axis, tuple(getattr(place, name) for name in ("tp", "pp", "dp") if name not in AXES[axis])
+        return axis, tuple(getattr(place, name) for name in ("tp", "pp", "dp") if name not in self.AXES[axis])
 
 
 def shared(places: Sequence[Any]) -> list[str]:
     """The coordinates that all of these have in common, such as "tp 0"."""
     values = {axis: {getattr(place, axis) for place in places} for axis in ("tp", "pp", "dp")}
     return [f"{axis} {next(iter(found))}" for axis, found in values.items() if len(found) == 1]
-
-
-MOST = 1 << 17  # ranks, of which a grid takes 5 s and 0.6 GB; a file with more is damaged
 
 
 def regular(tp: int, pp: int, dp: int, gpus_per_node: int, hosts: Iterable[str] = ()) -> Grid:
@@ -137,12 +141,6 @@ def with_hosts(grid: Grid, hosts: Sequence[str], width: int) -> Grid:
     else:
         return grid
     return replace(grid, places=tuple(replace(p, node=on[p.rank], named=True) for p in grid.places))
-
-
-def _ordinal(number: int) -> str:
-    words = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"]
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 // 10 != 1 else 0, "th")
-    return words[number - 1] if number <= len(words) else f"{number}{ending}"
 
 
 def unknown(ranks: Iterable[int], gpus_per_node: int, hosts: Iterable[str] = ()) -> Grid:

@@ -1,14 +1,13 @@
 """The state of a run (`Status`), and how it ended with the line that proves it (`RunStatus`, status.json)."""
 
 import contextlib
-import errno
 import json
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from trilane.utils.files import replace_text, set_aside
+from trilane.utils.files import FULL, replace_text, set_aside
 from trilane.utils.validation import from_mapping, read_json, require_known
 
 
@@ -150,7 +149,7 @@ def write_status(folder: Path, status: RunStatus) -> bool:
     try:
         replace_text(folder / "status.json", json.dumps(asdict(status), indent=2) + "\n")
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE):
+        if error.errno not in FULL:
             raise
         return False
     return True
@@ -161,22 +160,21 @@ def read_status(folder: Path) -> RunStatus:
     path = folder / "status.json"
     try:
         return from_mapping(RunStatus, read_json(path, "status"), "status")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ValueError(f"status={path}: is damaged ({error})") from None
 
 
 def status_problem(folder: Path) -> str:
     """What is wrong with status.json, in one line; "" where it is whole or missing."""
-    if (folder / "status.json").exists():
-        try:
-            read_status(folder)
-        except (ValueError, OSError) as error:
-            return str(error)
+    try:
+        read_status(folder)
+    except ValueError as error:
+        return str(error) if (folder / "status.json").exists() else ""
     return ""
 
 
 def known_status(folder: Path) -> RunStatus | None:
     """The status in status.json; None where it is missing or damaged."""
-    with contextlib.suppress(ValueError, OSError):
+    with contextlib.suppress(ValueError):
         return read_status(folder)
     return None

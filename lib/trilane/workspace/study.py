@@ -15,15 +15,13 @@ from trilane.config import cluster
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.plan import DERIVED, Plan, plan_from_json
-from trilane.config.shapes import GivenShape, read_shape
+from trilane.config.shapes import read_shape
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.process import python
 from trilane.utils.tables import Text, csv_text
 from trilane.utils.validation import from_mapping, parse_integers, read_object, require
 from trilane.workspace.installation import outputs_root, stamp
 from trilane.workspace.run_folder import is_completed, is_started, write_text
-
-PATIENCE_S = 20.0  # of a process that saves a file which another one saves at this moment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +96,8 @@ class Study:
             return write_text(path, text + "\n")
 
     def _one_writer(self) -> contextlib.AbstractContextManager[object]:
-        """The results belong to this process inside the block: of two at a time each keeps the other's version."""
-        return FolderLock([self.folder], ".results.lock", "study").held(PATIENCE_S)
+        # of two processes that save at a time each keeps the other's version
+        return FolderLock([self.folder], ".results.lock", "study").held(20.0)
 
     def load(self, name: str, made_by: str, **fields: type) -> dict[str, Any]:
         """The result file `name`, with these fields of these types.
@@ -128,19 +126,16 @@ class Study:
         `shape` and `seq_length` as in config.shapes.read_shape, `cluster` as in load_cluster, `gpus` one or several
         counts ("1,2,4").
         """
-        chosen = (
-            {} if shape and cluster and gpus and gbs else self.load("sizing.json", "01_sizing", shape=dict, cluster=str)
-        )
-        if shape:
-            given = read_shape(shape, seq_length=seq_length)
-        else:
-            require(not seq_length, "seq_length", seq_length, "needs a shape; that of 01_sizing has its own")
-            given = GivenShape(shape=from_mapping(ModelShape, chosen["shape"], "sizing.shape"))
+        is_whole = shape and cluster and gpus and gbs
+        chosen = {} if is_whole else self.load("sizing.json", "01_sizing", shape=dict, cluster=str)
+        require(bool(shape) or not seq_length, "seq_length", seq_length, "needs a shape; that of 01_sizing has its own")
+        given = read_shape(shape, seq_length=seq_length) if shape else None
+        name = cluster or chosen["cluster"]
         return ModelChoice(
-            shape=given.shape,
-            notes=given.notes,
-            cluster=load_cluster(cluster or chosen["cluster"]),
-            cluster_name=cluster or chosen["cluster"],
+            shape=given.shape if given else from_mapping(ModelShape, chosen["shape"], "sizing.shape"),
+            notes=given.notes if given else (),
+            cluster=load_cluster(name),
+            cluster_name=name,
             gpus=tuple(parse_integers("gpus", gpus or str(chosen.get("gpus")))),
             gbs=gbs or chosen.get("gbs", 0),
         )

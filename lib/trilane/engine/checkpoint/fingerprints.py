@@ -23,7 +23,7 @@ from trilane.utils.files import replace_text
 from trilane.utils.validation import to_mapping
 from trilane.workspace import fingerprints
 from trilane.workspace.checkpoints import KINDS, name_of
-from trilane.workspace.fingerprints import COPY, FOLDER, WORD, Mark, Part, file_of
+from trilane.workspace.fingerprints import COPY, Mark, Part, file_of
 
 
 def read_marked(states: States, keep: Callable[[int, str, torch.Tensor], None] = lambda *reading: None) -> list[Part]:
@@ -61,7 +61,7 @@ def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
         return {"next_lr": lr, "samples": None}
     rows = (row for microbatch in loader.microbatches(batch) for row in microbatch.tokens.cpu().numpy())
     digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows)
-    return {"next_lr": lr, "samples": f"{sum(int.from_bytes(d, 'little') for d in digests) % WORD:016x}"}
+    return {"next_lr": lr, "samples": f"{sum(int.from_bytes(d, 'little') for d in digests) % 2**64:016x}"}
 
 
 def layout(plan: Plan) -> list[Any]:
@@ -98,7 +98,9 @@ def write_loaded(
 ) -> None:
     """Write fingerprints of the state in memory after a load below the run folder; collective."""
     text = json.dumps(fingerprint(plan, world, engine, iteration, upcoming, read_marked(engine.states)))
-    path = Path(call_on_first(world, lambda: _fresh(folder / FOLDER, name_of(iteration).replace("iter", "load"))))
+    path = Path(
+        call_on_first(world, lambda: _fresh(folder / "fingerprints", name_of(iteration).replace("iter", "load")))
+    )
     with contextlib.suppress(OSError):  # a full disk does not prevent training
         replace_text(path / file_of(world.rank), text)
 

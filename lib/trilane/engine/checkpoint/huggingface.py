@@ -213,7 +213,7 @@ def _files(folder: Path) -> list[Path]:
     require(isinstance(names, dict), "folder", index, "must list the file of each tensor")
     found = sorted({str(name) for name in (names or {}).values()})
     for name in found:
-        require(checkpoints.FILE.fullmatch(name) is not None, "folder", short(name), "must be a file of the folder")
+        require(re.fullmatch(r"\w[\w.-]*", name) is not None, "folder", short(name), "must be a file of the folder")
         require((folder / name).is_file(), "folder", folder / name, "no such file")
     return [folder / name for name in found]
 

@@ -15,7 +15,7 @@ from trilane.engine.backends.base import MOMENTS, Engine
 from trilane.engine.checkpoint.fingerprints import layout
 from trilane.engine.checkpoint.slices import assemble, assemble_range
 from trilane.engine.model import rng
-from trilane.engine.world import World, call_on_first, gather_values, threads
+from trilane.engine.world import World, call_on_first, gather_values
 from trilane.utils.validation import require
 from trilane.workspace import checkpoints
 from trilane.workspace.continuation import candidates, require_same
@@ -85,5 +85,5 @@ def _problem(path: Path, manifest: Mapping[str, Any], world: World) -> str:
         own = re.fullmatch(r"\w+_(\d{5,})\.\w+", name)
         checker = int(own[1]) if own and int(own[1]) < world.size else number % world.size
         if checker == world.rank:
-            faults.append(checkpoints.fault(path, name, size, checksum, threads(world.local_size)))
+            faults.append(checkpoints.fault(path, name, size, checksum))
     return next((fault for found in gather_values(world, faults) for fault in found if fault), "")

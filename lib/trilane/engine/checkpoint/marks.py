@@ -5,7 +5,7 @@ import operator
 
 import torch
 
-from trilane.workspace.fingerprints import SKETCHES, WORD, Box, Mark, planes, sides, weights
+from trilane.workspace.fingerprints import SKETCHES, Box, Mark, planes, sides, weights
 
 
 def mark(part: torch.Tensor, box: Box) -> Mark:
@@ -28,4 +28,4 @@ def mark(part: torch.Tensor, box: Box) -> Mark:
         floats[2:] += ((block @ t) * s[at : at + rows]).sum(0, dtype=torch.float64)
     low, high = torch.stack(torch.aminmax(x)).tolist()
     squares, total, *sketch = floats.tolist()
-    return Mark(hash=int(found.item()) % WORD, squares=squares, total=total, low=low, high=high, sketch=tuple(sketch))
+    return Mark(hash=int(found.item()) % 2**64, squares=squares, total=total, low=low, high=high, sketch=tuple(sketch))

@@ -244,4 +244,4 @@ def publish(temporary: Path, target: Path, manifest: dict[str, Any], reports: li
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return sum(size for size, _ in files.values()) + os.stat(target / checkpoints.MANIFEST).st_size
+    return sum(size for size, _ in files.values()) + os.stat(target / "manifest.json").st_size

@@ -27,7 +27,6 @@ from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import read_text, require, require_file, shown
 from trilane.workspace.prepared_corpora import (
     BUILT_IN,
-    STDLIB_BYTES,
     existing_pair,
     files,
     record,
@@ -55,7 +54,7 @@ def documents(source: str) -> Iterator[str]:
 
 
 def stdlib() -> Iterator[str]:
-    """Python's standard library, a document per file, packages included, up to STDLIB_BYTES."""
+    """Python's standard library, a document per file, packages included, up to BUILT_IN["stdlib"]."""
     taken = 0
     for path in _modules(Path(sysconfig.get_path("stdlib"))):
         try:
@@ -63,7 +62,7 @@ def stdlib() -> Iterator[str]:
         except UnicodeDecodeError:  # a few old modules are Latin-1
             continue
         taken += len(text)
-        if taken > STDLIB_BYTES:
+        if taken > BUILT_IN["stdlib"]:
             return
         yield text
 

@@ -14,7 +14,7 @@ import torch
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
-from trilane.workspace.fingerprints import FIRST, SECOND, STEP
+from trilane.workspace.fingerprints import SPLITMIX
 
 # What megatron-core splits by columns, the inputs; both write to the residual stream.
 COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
@@ -129,9 +129,9 @@ def normals(key: np.ndarray, rows: np.ndarray, columns: tuple[int, int], width: 
     found = np.empty((len(rows), high - low, 2), np.float32)
     # 2^14 pairs at a time, so that temporary arrays fit in the processor's cache: 4.7 ns a value, torch.randn has 6.1
     step = max(1, (1 << 14) // (high - low))
-    places = np.arange(low, high, dtype=np.uint64) * STEP + key[0]
+    places = np.arange(low, high, dtype=np.uint64) * SPLITMIX[0] + key[0]
     for at in range(0, len(rows), step):
-        starts = rows[at : at + step].astype(np.uint64) * np.uint64(pairs) * STEP
+        starts = rows[at : at + step].astype(np.uint64) * np.uint64(pairs) * SPLITMIX[0]
         _pairs(starts[:, None] + places, key[1], found[at : at + step])
     return found.reshape(len(rows), -1)[:, columns[0] - 2 * low : columns[1] - 2 * low]
 
@@ -139,10 +139,10 @@ def normals(key: np.ndarray, rows: np.ndarray, columns: tuple[int, int], width: 
 def _pairs(z: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
     """Two normal values in `out`, (R, C / 2, 2), for each counter in `z`, (R, C / 2), which is overwritten."""
     z ^= z >> np.uint64(30)
-    z *= FIRST
+    z *= SPLITMIX[1]
     z += key
     z ^= z >> np.uint64(27)
-    z *= SECOND
+    z *= SPLITMIX[2]
     z ^= z >> np.uint64(31)
     bits = z.view(np.int32).reshape(*z.shape, 2)
     radius = (bits[..., 1] & np.int32(0x7FFFFFFF)).astype(np.float32)
