@@ -209,7 +209,6 @@ def test_what_the_engine_refuses_is_the_evidence(data: Path, tmp_path: Path, mon
     The checkpoint is gone since the launcher looked for it.
     """
     monkeypatch.setattr("trilane.launch.local._require_ready", lambda *_: None)
-    monkeypatch.setattr("trilane.launch.local._require_profile", lambda *_: None)
     plan = small_plan(data, source="mock", dp=2)
     folder = run_folder(replace(plan, run=replace(plan.run, load="/nowhere")), tmp_path / "run")
     outcome = train_local(folder)

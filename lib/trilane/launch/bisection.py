@@ -2,6 +2,7 @@
 limit, until the boundary between what works and what hangs is known.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -11,7 +12,8 @@ from typing import Any
 from trilane.config.plan import Plan
 from trilane.launch.local import train_local
 from trilane.utils.process import environment_set
-from trilane.utils.validation import require, require_known
+from trilane.utils.validation import require
+from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import Status
 
 AXES = ("layers", "hidden", "dp", "gbs", "blocking")
@@ -63,14 +65,14 @@ def values(plan: Plan, axis: str) -> list[int]:
         "dp": range(1, t.dp + 1),
         "gbs": range(t.mbs * t.dp, t.gbs + 1, t.mbs * t.dp),
     }[axis]
-    found = []
-    for value in candidates:
-        try:
-            changed(plan, axis, value)
-        except ValueError:
-            continue
-        found.append(value)
-    return found
+    return [value for value in candidates if _exists(plan, axis, value)]
+
+
+def _exists(plan: Plan, axis: str, value: int) -> bool:
+    with contextlib.suppress(ValueError):
+        changed(plan, axis, value)
+        return True
+    return False
 
 
 def tried(plan: Plan, axes: Iterable[str]) -> str:
@@ -96,15 +98,13 @@ def bisect(plan: Plan, axes: tuple[str, ...], run: Runner) -> Report:
     middle of the remaining interval: 2 + log2(n) jobs. Assumes that what hangs also hangs when larger; for an
     intermittent hang repeat the search.
     """
-    for axis in axes:
-        require_known("axis", axis, AXES)
     trials: list[Trial] = []
 
     def works(axis: str, value: int, tried: Plan, blocking: bool = False) -> bool:
         status = Status(run(tried, blocking))
         trials.append(Trial(axis=axis, value=value, status=status))
         rule = f"{axis} {value} ended otherwise than in a hang; fix that first"
-        require(status.is_clean or status.is_hang, "status", status, rule)
+        require(status.is_clean or status in (Status.HANG, Status.TIMEOUT), "status", status, rule)
         return status.is_clean
 
     def boundary(axis: str) -> Boundary:
@@ -132,11 +132,8 @@ def local_runner(folder: Path, timeout_s: float) -> Runner:
     """Runs short jobs on this machine, each in its own folder below `folder`."""
 
     def run(plan: Plan, blocking: bool) -> str:
-        name, number = plan.label + ("-blocking" if blocking else ""), 1
-        while (place := folder / f"{number:02d}-{name}").exists():
-            number += 1
-        place.mkdir(parents=True)
-        (place / "plan.json").write_text(json.dumps(plan.to_json(), indent=1), encoding="utf-8")
+        place = folder / (plan.label + "-blocking" * blocking)
+        write_text(place / "plan.json", json.dumps(plan.to_json(), indent=1))
         with environment_set({"CUDA_LAUNCH_BLOCKING": "1"} if blocking else {}):
             return train_local(place, show_progress=False, timeout_s=timeout_s).status
 

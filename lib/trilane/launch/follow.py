@@ -28,18 +28,16 @@ def follow(
     Raises TimeoutError after `deadline` (seconds of the monotonic clock), and what `check`, called each poll, raises.
     """
     tails = [Tail(folder / "ranks" / f"{rank}.log") for rank in range(plan.topology.gpus)]
-    steps, log = Tail(folder / "steps.jsonl"), Appended(folder / "run.log")
+    steps, log, was_full = Tail(folder / "steps.jsonl"), Appended(folder / "run.log"), False
     log.write(b"")  # it exists from the start
-    was_full = False
     with progress(plan.label, plan.run.train_iters, show_progress) as show:
         try:
             while True:
                 code = child.poll()
-                copy(tails, log)
+                _copy(tails, log)
                 was_full = _warn_if_full(folder, was_full)
-                for step in map(json_object, steps.lines()):
-                    if step is not None:
-                        show(step)
+                for step in filter(None, map(json_object, steps.lines())):
+                    show(step)
                 if code is not None:
                     return code
                 check()
@@ -47,23 +45,21 @@ def follow(
                     raise TimeoutError
                 time.sleep(0.1)
         finally:
-            copy(tails, log, rest=True)
+            _copy(tails, log, rest=True)
 
 
-def copy(tails: Sequence["Tail"], log: Appended, rest: bool = False) -> None:
+def _copy(tails: Sequence["Tail"], log: Appended, rest: bool = False) -> None:
     """Append each rank's new whole lines to `log`, one rank after the other."""
-    for tail in tails:
-        if lines := tail.lines(rest):
-            log.write("".join(line + "\n" for line in lines).encode())
+    if text := "".join(f"{line}\n" for tail in tails for line in tail.lines(rest)):
+        log.write(text.encode())
 
 
 def _warn_if_full(folder: Path, was_full: bool) -> bool:
     """Whether the disk is full, with a warning when that changes; the ranks report it only in files on that disk."""
     is_full = shutil.disk_usage(folder).free < 1 << 14
-    if is_full != was_full:
-        what = "no space is left" if is_full else "there is space again"
-        then = "; training continues, and records its steps later" if is_full else ""
-        print(f"trilane: {what} on the disk of {folder}{then}", file=sys.stderr, flush=True)
+    if is_full and not was_full:
+        then = "training continues, and records its steps later"
+        print(f"trilane: no space is left on the disk of {folder}; {then}", file=sys.stderr, flush=True)
     return is_full
 
 
@@ -94,10 +90,18 @@ class Tail:
 
 @contextlib.contextmanager
 def progress(label: str, train_iters: int, wanted: bool = True) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """A function that shows one record of steps.jsonl; it does nothing where nobody watches, or `wanted` is False."""
-    if wanted and os.environ.get(BATCH):
-        yield lambda step: _line(label, train_iters, step)
-    elif wanted and is_watched():
+    """A function that shows one record of steps.jsonl: as a bar, as five lines in a batch, or not at all."""
+
+    def line(step: Mapping[str, Any]) -> None:
+        done, loss, seconds = step["iteration"], step["lm_loss"], step["sec_per_it"]
+        if done % max(1, train_iters // 5) == 0:
+            print(f"{label}: {done}/{train_iters}, loss {loss:.3f}, {seconds:.3f} s/it", flush=True)
+
+    if not wanted or not (os.environ.get(BATCH) or is_watched()):
+        yield lambda step: None
+    elif os.environ.get(BATCH):
+        yield line
+    else:
         with bar(total=train_iters, desc=label, unit="it") as shown:
 
             def show(step: Mapping[str, Any]) -> None:
@@ -105,12 +109,3 @@ def progress(label: str, train_iters: int, wanted: bool = True) -> Iterator[Call
                 shown.update(step["iteration"] - shown.n)
 
             yield show
-    else:
-        yield lambda step: None
-
-
-def _line(label: str, train_iters: int, step: Mapping[str, Any]) -> None:
-    """Print "tp2-pp1-dp1: 10/50, loss 3.402, 0.431 s/it", five times in a run."""
-    done, loss, seconds = step["iteration"], step["lm_loss"], step["sec_per_it"]
-    if done % max(1, train_iters // 5) == 0:
-        print(f"{label}: {done}/{train_iters}, loss {loss:.3f}, {seconds:.3f} s/it", flush=True)

@@ -26,12 +26,9 @@ from trilane.workspace.continuation import require_continuable
 from trilane.workspace.run_folder import reopen
 from trilane.workspace.status import RunStatus, Status, write_status
 
-GRACE_S = 8.0  # from asking torchrun to end its workers to killing them
-WEEK_S = 7 * 86400.0
-
 
 def train_local(
-    folder: Path, *, port: int = 0, show_progress: bool = True, timeout_s: float = WEEK_S, resume: bool = False
+    folder: Path, *, port: int = 0, show_progress: bool = True, timeout_s: float = 7 * 86400.0, resume: bool = False
 ) -> RunStatus:
     """Train the plan in `folder`/plan.json here and wait for it; the RunStatus, also written to status.json.
 
@@ -49,7 +46,6 @@ def train_local(
     plan = read_plan(folder / "plan.json")
     require_trainable(plan.topology)
     _require_ready(folder, plan, resume)
-    _require_profile(folder, plan)
     node = plan.cluster.gpus_per_node
     rule = f"one machine starts at most the {node} processes of a node; submit job.sbatch on {plan.cluster.name}"
     require(plan.topology.gpus <= node, "tp x pp x dp", plan.topology.gpus, rule)
@@ -65,7 +61,9 @@ def _run(folder: Path, plan: Plan, port: int, show_progress: bool, begin: float,
     """Prepare the data and train; how it ended. Ctrl-C is recorded, and raised."""
     try:
         prepare_data(folder / "plan.json")
-        with _monitored(folder, plan) as (monitor, start), torchrun(folder, plan, port, start) as child:
+        start = {"TRILANE_START": secrets.token_hex(8)}
+        monitor = HangMonitor(folder, plan, start)
+        with contextlib.closing(monitor), torchrun(folder, plan, port, start) as child:
             with forwarding_signals(child):
                 try:
                     code = follow(child, folder, plan, show_progress, begin + timeout_s, monitor.check)
@@ -80,17 +78,6 @@ def _run(folder: Path, plan: Plan, port: int, show_progress: bool, begin: float,
         return _ended(Status.TIMEOUT, f"longer than {timeout_s:.0f} s", begin)
     except Hang as hang:
         return replace(hang.outcome, seconds=_since(begin))
-
-
-@contextlib.contextmanager
-def _monitored(folder: Path, plan: Plan) -> Iterator[tuple[HangMonitor, str]]:
-    """The monitor of the ranks that are started inside the block, and what names this start to them."""
-    start = secrets.token_hex(8)
-    monitor = HangMonitor(folder, plan, {"TRILANE_START": start})
-    try:
-        yield monitor, start
-    finally:
-        monitor.close()
 
 
 def _record(folder: Path, outcome: RunStatus) -> None:
@@ -110,23 +97,15 @@ def _require_ready(folder: Path, plan: Plan, resume: bool) -> None:
         raise ValueError(f"run folder={folder}: cannot be written to ({error.strerror})") from None
     if resume:
         require(not (folder / "stop").exists(), "run folder", folder, "holds the file `stop`; remove it to resume")
-        return
-    for name in ("run.log", "steps.jsonl", "status.json"):
+    for name in () if resume else ("run.log", "steps.jsonl", "status.json"):
         rule = f"holds a run already ({name}); resume it, or use a new folder"
         require(not (folder / name).exists(), "run folder", folder, rule)
-
-
-def _require_profile(folder: Path, plan: Plan) -> None:
-    """ValueError where the iterations of run.profile are done already, by the checkpoint that the run starts from.
-
-    A job that the scheduler starts again is not refused: the engine reports that nothing is profiled.
-    """
-    window = plan.run.profile_window
     saved = found_in(folder) or (found_in(Path(plan.run.load)) if plan.run.load else [])
-    if window and saved:
+    if plan.run.profile_window and saved:
+        # a job that the scheduler starts again is not refused: the engine reports that nothing is profiled
         done = iteration_of(saved[-1])
         rule = f"the run starts after iteration {done} of {saved[-1]}, and never reaches these"
-        require(window.last > done, "profile", plan.run.profile, rule)
+        require(plan.run.profile_window.last > done, "profile", plan.run.profile, rule)
 
 
 def environment(processes: int) -> dict[str, str]:
@@ -162,24 +141,23 @@ def prepare_data(plan: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def torchrun(folder: Path, plan: Plan, port: int, start: str) -> Iterator[subprocess.Popen[bytes]]:
+def torchrun(folder: Path, plan: Plan, port: int, start: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """torchrun over the plan's processes, in its own process group; ended, with its workers, after the block.
 
-    `start` names this start of the run to its ranks.
+    `start` names this start of the run in its ranks' environment.
     """
-    ranks = folder / "ranks"
+    ranks, processes = folder / "ranks", plan.topology.gpus
     ranks.mkdir(exist_ok=True)
-    processes = plan.topology.gpus
     command = python("-m", "trilane.engine.torchrun", str(ranks / "failures.json"))
     command += ["--nnodes=1", f"--nproc-per-node={processes}", "--master-addr=127.0.0.1", f"--master-port={port}"]
     command += ["--module", "trilane.engine", str(folder / "plan.json")]
-    env = {**environment(processes), "TRILANE_RANK_LOGS": str(ranks), "TRILANE_START": start}
+    env = {**environment(processes), "TRILANE_RANK_LOGS": str(ranks), **start}
     with (ranks / "torchrun.log").open("ab") as log:
         child = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, process_group=0)
     try:
         yield child
     finally:
-        stop(child)
+        _stop(child)
 
 
 @contextlib.contextmanager
@@ -197,12 +175,12 @@ def forwarding_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def stop(child: subprocess.Popen[bytes]) -> None:
-    """Interrupt torchrun, which ends its workers without a save; after GRACE_S kill it, and the kernel its workers."""
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    """Interrupt torchrun, which ends its workers without a save; after 8 s kill it, and the kernel its workers."""
     if child.poll() is None:
         child.send_signal(signal.SIGINT)
         try:
-            child.wait(GRACE_S)
+            child.wait(8)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)

@@ -19,22 +19,14 @@ def judge(folder: Path, code: int, seconds: float, done: int = 0) -> RunStatus:
     written = known_status(folder)
     if written:
         written = replace(written, seconds=seconds)
-    if code == 0:
-        # where a disk stays full the engine cannot write its status.json
-        unsaid = RunStatus(
-            status=Status.STOPPED,
-            evidence=f"iteration {done}; the disk was full, so that status.json does not say more",
-            rank=None,
-            exit_code=0,
-            seconds=seconds,
-        )
-        return verdict(code=code, written=written, otherwise=unsaid)
-    rank, how = culprit(folder)
-    of = "torchrun" if rank is None else f"rank {rank}"
-    evidence = f"{of}: {how}{_last_line(folder, 'torchrun' if rank is None else rank)}"
-    status = Status.KILLED if how.startswith("killed by SIGKILL") else Status.CRASHED
-    crash = RunStatus(status=status, evidence=evidence, rank=rank, exit_code=code, seconds=seconds)
-    return verdict(code=code, written=written, log=last_log(folder), otherwise=crash)
+    # where a disk stays full the engine cannot write its status.json
+    rank, evidence, status = None, f"iteration {done}; the disk was full, and holds no status.json", Status.STOPPED
+    if code:
+        rank, how = culprit(folder)
+        status = Status.KILLED if how.startswith("killed by SIGKILL") else Status.CRASHED
+        evidence = f"{'torchrun' if rank is None else f'rank {rank}'}: {how}{_last_line(folder, rank)}"
+    otherwise = RunStatus(status=status, evidence=evidence, rank=rank, exit_code=code, seconds=seconds)
+    return verdict(code=code, written=written, log=last_log(folder) if code else None, otherwise=otherwise)
 
 
 def last_log(folder: Path) -> RunLog | None:
@@ -80,9 +72,9 @@ def failed_ranks(folder: Path) -> dict[int, int]:
         return {}
 
 
-def _last_line(folder: Path, rank: int | str) -> str:
-    """The last line that is not blank in ranks/<rank>.log; "(nothing)" where there is none."""
-    path = folder / "ranks" / f"{rank}.log"
+def _last_line(folder: Path, rank: int | None) -> str:
+    """The last line that is not blank of a rank's log, or of torchrun's; "(nothing)" where there is none."""
+    path = folder / "ranks" / f"{'torchrun' if rank is None else rank}.log"
     lines = read_text(path).split("\n") if path.is_file() else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "(nothing)")
 

@@ -3,12 +3,12 @@
 Done before a large run depends on them.
 """
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from trilane.config.cluster import Cluster
 from trilane.config.engines import drops_hidden
@@ -19,6 +19,7 @@ from trilane.diagnose.restart import RestartComparison, compare_restart
 from trilane.launch.local import train_local
 from trilane.utils.validation import require
 from trilane.workspace.checkpoints import FOLDER, name_of
+from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import Status
 
 Start = Callable[[Path], str]  # trains the plan in a folder; "", or why it failed
@@ -53,14 +54,13 @@ def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Re
     smallest model that this topology can split, two iterations, a learning rate at which weights move, a limit at
     which gradients are clipped, and dropout, so that generators matter. ValueError where one replica is too large.
     """
-    t = plan.topology
+    t, run = plan.topology, plan.run
     rule = f"one replica has more than the {max_processes} processes of this machine; see --prepare for a cluster"
     require(t.tp * t.pp <= max_processes, "tp x pp", t.tp * t.pp, rule)
     dp = min(t.dp, max_processes // (t.tp * t.pp))
     notes = (f"dp={dp} instead of {t.dp}: this machine runs at most {max_processes} processes",) if dp < t.dp else ()
     mbs, rounds = min(2, t.mbs), t.pp if t.interleaving > 1 else min(t.microbatches, max(2, t.pp))
     limit, hidden = 0.1 if plan.optimizer.clip_grad else 0.0, 0.1 if drops_hidden(plan.engine, plan.shape) else 0.0
-    kept: dict[str, Any] = {"seed": plan.run.seed, "hang_timeout_s": plan.run.hang_timeout_s}
     small = Plan(
         label="rehearsal",
         engine=plan.engine,
@@ -70,25 +70,20 @@ def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Re
         data=Data(source="mock", folder=str(folder / "data")),
         optimizer=replace(plan.optimizer, lr=1e-3, min_lr=1e-4, warmup_samples=0, decay_samples=0, clip_grad=limit),
         dropout=plan.dropout if plan.dropout != Dropout() else Dropout(hidden=hidden, attention=0.1),
-        run=Run(train_iters=2, save_interval=1, keep_last=0, **kept),  # one iteration before the restart, one after it
+        # one iteration before the restart, one after it
+        run=Run(train_iters=2, save_interval=1, keep_last=0, seed=run.seed, hang_timeout_s=run.hang_timeout_s),
     )
     return Rehearsal(plan=small, notes=notes)
 
 
 def _shape(plan: Plan) -> ModelShape:
     """The smallest model that the plan's topology splits as it splits the plan's."""
-    t, heads = plan.topology, 2 * plan.topology.tp
-    sizes: dict[str, Any] = {
-        "hidden_size": 16 * heads,
-        "num_attention_heads": heads,
-        "seq_length": t.tp * -(-32 // t.tp),
-    }
-    sizes |= {"vocab_size": padded_vocab_size(257, t.tp)}  # of the tokenizer "bytes"
+    tp, heads = plan.topology.tp, 2 * plan.topology.tp
+    small = replace(plan.shape, hidden_size=16 * heads, num_attention_heads=heads, seq_length=tp * -(-32 // tp))
+    small = replace(small, vocab_size=padded_vocab_size(257, tp))  # of the tokenizer "bytes"
     for layers in range(1, plan.shape.num_layers + 1):
-        try:
-            return replace(plan, shape=replace(plan.shape, num_layers=layers, **sizes)).shape
-        except ValueError:
-            continue
+        with contextlib.suppress(ValueError):
+            return replace(plan, shape=replace(small, num_layers=layers)).shape
     raise AssertionError(f"{plan.label} cannot be split itself")
 
 
@@ -98,8 +93,7 @@ def write(folder: Path, plan: Plan) -> tuple[Path, Path]:
     load = str(first / FOLDER / name_of(1))
     for place, made in ((first, plan), (second, replace(plan, run=replace(plan.run, load=load)))):
         require(not place.exists(), "folder", place, "exists; use a new one")
-        place.mkdir(parents=True)
-        (place / "plan.json").write_text(json.dumps(made.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_text(place / "plan.json", json.dumps(made.to_json(), indent=1) + "\n")
     return first, second
 
 
