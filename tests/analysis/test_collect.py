@@ -9,11 +9,11 @@ from support import small_plan
 from test_log_dialects import m2021, m2022
 from test_measure import log as numbers
 
-import trilane
 from trilane.analysis import benchmark
 from trilane.analysis.collect import MeasuredRuns, measure_runs
 from trilane.analysis.compare import compare
 from trilane.analysis.measure import measure, measure_log
+from trilane.analysis.paths import measure_path
 from trilane.analysis.recalibrate import case_of
 from trilane.analysis.tables import read_folder
 from trilane.cli.app import main
@@ -183,7 +183,7 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
     cells = shown.to_frame().iloc[0]
     assert (cells["GBS"], cells["Sec/it"], cells["Notes"]) == (4, m.sec_per_it, "completed")
 
-    assert compare([m], trilane.measure_path(folder)).change == 0
+    assert compare([m], measure_path(folder)).change == 0
     assert case_of(m).topology.gbs == 4
 
 

@@ -136,6 +136,14 @@ def test_the_architecture_names_every_package_and_modules_that_exist() -> None:
     assert not [path for path in named if not path.exists()]
 
 
+def test_each_of_at_most_forty_public_names_shows_a_call() -> None:
+    import trilane
+
+    assert len(trilane.__all__) <= 40
+    docs = {name: getattr(trilane, name).__doc__ or "" for name in trilane.__all__ if name != "plots"}
+    assert not [name for name, text in docs.items() if f"{name}(" not in text and f"{name}." not in text]
+
+
 def documented() -> list[tuple[str, set[str]]]:
     """Each dataclass that has a section in docs/reference/, with the names in the first column of its table."""
     found = []

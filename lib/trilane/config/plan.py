@@ -24,6 +24,8 @@ DERIVED = ("id", "prediction", "calibration", "parameters", "tflops", "mfu", "hf
 class Plan:
     """Everything that one training run needs; if it exists, a program can run it. ValueError otherwise.
 
+        replace(read_plan("plan.json"), label="twice")  # Plan(label=, shape=, cluster=, topology=)
+
     What the engines here cannot train yet: engines.untrainable_reason.
     """
 
@@ -160,6 +162,8 @@ def read_plan_values(path: Path | str) -> dict[str, Any]:
 
 def read_plan(path: Path | str) -> Plan:
     """The plan in the JSON file `path`; ValueError where it is missing, malformed or impossible.
+
+        read_plan("plans.json:tp4-pp12-dp8-mbs2")
 
     `path` is a plan.json or the folder that holds it, or anything that a command or notebook 02 writes: an object with
     `plan`, or with `plans`, of which the first (a search's best) is taken unless FILE:ID or FILE:LABEL names another.

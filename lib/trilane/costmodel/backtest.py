@@ -139,6 +139,8 @@ def backtest(
 ) -> Backtest:
     """Read a CSV of measured rows and predict each.
 
+        backtest("scored", cv="table")
+
     `rows_csv` is a path, "all" for every cleaned set that ships, or one of SHIPPED; `cluster` replaces its column. With
     `cv` (table, hidden, date, file or file-ten; "" or "none" for none), each row is predicted by constants fitted
     without its kind (see leave_one_out); with `calibrate_on`, by constants refitted to the rows of that CSV; else by
@@ -172,6 +174,8 @@ def _finite(value: Any) -> Any:
 
 def predicted_table(table: str) -> Columns:
     """A shipped table of measured rows (by its id, such as s003-t27), predicted by constants fitted without it.
+
+        predicted_table("s003-t27")
 
     Raises ValueError for an unknown table.
     """

@@ -227,6 +227,8 @@ class Prediction:
 def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryConstants = DEFAULT) -> Prediction:
     """Seconds and bytes of a plan that its model and engine can run (see invalid_reason and unsupported_reason).
 
+        predict(read_plan("plan.json")).sec_per_it
+
     Without a `calibration`: the shipped constants of the plan's cluster. Every command, notebook and report shows what
     comes from here, so that one plan (Plan.id) has one number.
     """

@@ -113,6 +113,8 @@ def _shipped(name: str) -> dict[str, Any]:
 def calibration_for(cluster: Cluster, source: str = "") -> Calibration:
     """The constants to predict by: those that ship for the cluster (""), or for a software stack on it (of stacks()),
     those in a JSON file, or those that 04_analyze fitted in a study.
+
+        calibration_for(load_cluster("jz-a100-80g"), "megatron-core")
     """
     return replace(_found(cluster, source), name=source or cluster.name)
 

@@ -83,6 +83,8 @@ class SizesInTime(Table):
 def sizes_within(days: float, **asked: Any) -> SizesInTime:
     """The largest shapes that end within `days` in nine of ten simulated runs; `asked` are SizeRequest's other fields.
 
+        sizes_within(60, cluster=load_cluster("jz-a100-80g"), gpus=384, vocabulary=250880).summary()
+
     A bisection over sizes looks at one shape of each; then all widths and even depths near the size that it found are
     examined, as they differ in what they reach.
     """

@@ -53,7 +53,10 @@ class Alternatives(Table):
 
 
 def alternatives(found: Forecast) -> Alternatives:
-    """Schedules in which DP, microbatch and nodes follow the batch, and the fastest other TP x PP x DP of the GPUs."""
+    """Schedules in which DP, microbatch and nodes follow the batch, and the fastest other TP x PP x DP of the GPUs.
+
+    alternatives(forecast(plan, tokens=341e9))
+    """
     r, plan, t = found.request, found.request.plan, found.request.plan.topology
     ways: dict[str, Record] = {"the plan as it is": {}, "fastest at each batch size": {"adapt": "days"}}
     ways |= {"fastest, TP and PP may change too": {"adapt": "days", "reshape": True}}
@@ -99,6 +102,8 @@ def _alternative(name: str, request: ForecastRequest, reason: str, **changes: An
 def study_plan(study: Study, name: str = "", calibration: str = "") -> tuple[Plan, Calibration, Record]:
     """A plan, the constants to use, and the file it comes from: a file's plan, or one of the study's plans.json by id
     or label ("": the best). The constants are those that predicted it, or what `calibration` names (calibration_for).
+
+        plan, known, source = study_plan(Study.open("demo"))
     """
     if name.endswith(".json"):
         entry, source = read_plan_values(name), {"file": name, "made_by": {}}
@@ -119,7 +124,10 @@ def study_plan(study: Study, name: str = "", calibration: str = "") -> tuple[Pla
 
 
 def calendar_record(found: Forecast, source: Record, others: Alternatives) -> Record:
-    """What calendar.json holds: the forecast, its plan with prediction and source, alternatives, causes of delay."""
+    """What calendar.json holds: the forecast, its plan with prediction and source, alternatives, causes of delay.
+
+    calendar_record(found, "plans.json", alternatives(found))
+    """
     plan, known, p = found.request.plan, found.request.calibration, found.request.prediction
     values = {**found.record, "plan_json": plan.to_json(), "source": source, "measured": measured_like(plan)}
     values |= {"sec_per_it": p.sec_per_it, "sec_interval": [p.sec_lo, p.sec_hi], "memory_bytes": p.memory_bytes}
@@ -320,7 +328,10 @@ class Decision(Described):
 
 
 def decide(study: Study, title: str = "") -> Decision:
-    """The decision on the study's forecast; ValueError where 07_calendar was not run yet."""
+    """The decision on the study's forecast; ValueError where 07_calendar was not run yet.
+
+    decide(Study.open("demo")).advice()
+    """
     record = study.load("calendar.json", "07_calendar")
     before = record["made_by"]["read"].get("plans.json")
     if before and (study.folder / "plans.json").exists():

@@ -1,4 +1,7 @@
-"""The planning table of the chronicles: published models, their ideas for 200B, and what these take on one GPU."""
+"""The planning table of the chronicles: published models, their ideas for 200B, and what these take on one GPU.
+
+published.sizes()
+"""
 
 from dataclasses import dataclass
 

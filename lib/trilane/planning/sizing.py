@@ -311,7 +311,10 @@ def survey_shapes(
 def hand_on(
     choose: str, survey: ShapeSurvey, cluster: str, gpus: str, proposals: Proposals, target_cluster: str
 ) -> dict[str, Any]:
-    """What 01_sizing leaves for 02_topology: the model "here" (of the survey) or "target" (the best proposal)."""
+    """What 01_sizing leaves for 02_topology: the model "here" (of the survey) or "target" (the best proposal).
+
+    hand_on("target", survey, "local", "1,2,4", proposals, "jz-a100-80g")
+    """
     require_known("choose", choose, ("here", "target"))
     r, here = proposals.request, survey.best.plan
     chosen = {"shape": vars(here.shape), "cluster": cluster, "gpus": gpus, "gbs": here.topology.gbs}

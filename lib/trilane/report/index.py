@@ -58,7 +58,10 @@ def write_gallery(root: Path) -> Path:
 
 
 def save_fleet(study: Study, runs: MeasuredRuns) -> Path:
-    """Write runs.html of a study: all runs with all that `logs table` has, a table which a click on a heading sorts."""
+    """Write runs.html of a study: all runs with all that `logs table` has, a table which a click on a heading sorts.
+
+    save_fleet(here, measure_runs(here))
+    """
     found = to_html(rows_of(runs.ranked or runs.runs))
     return write_text(study.folder / "runs.html", sortable_page(f"Runs of {study.name}", found), derived=True)
 

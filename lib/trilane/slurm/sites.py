@@ -228,7 +228,10 @@ def seconds_of(time_limit: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """The options of a job; "" omits a directive, or leaves it to the site."""
+    """The options of a job; "" omits a directive, or leaves it to the site.
+
+    JobRequest(account="xyz@a100", time_limit="20:00:00")
+    """
 
     account: str = option("", "whose hours a job uses, such as xyz@a100", form="word")
     time_limit: str = option("02:00:00", "of a job, [DAYS-]HH:MM:SS", form="duration")

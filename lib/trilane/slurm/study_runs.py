@@ -164,6 +164,8 @@ def prepare_runs(
 ) -> StudyRuns:
     """Write the run folders of the `count` best plans in the study's plans.json, for the site of that name or file.
 
+        prepare_runs(Study.open("demo"), "jean-zay-a100", JobRequest(account="xyz@a100")).check()
+
     `control` adds the first other plan with tensor and pipeline parallelism, `engine` replaces that of the search, and
     `run` are fields of Run. The learning rate decays as a cosine to a tenth of `lr`. Raises ValueError for an
     impossible plan.

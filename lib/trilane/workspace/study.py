@@ -50,7 +50,10 @@ class ModelChoice:
 
 
 class Study:
-    """One folder of `outputs/`: notebooks, reports, result files and runs that belong together."""
+    """One folder of `outputs/`: notebooks, reports, result files and runs that belong together.
+
+    Study.open("demo").plans()[0]
+    """
 
     def __init__(self, name: str):
         plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", name) is not None
@@ -196,7 +199,10 @@ def _without(values: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def load_cluster(name: str) -> Cluster:
     """The cluster of that name or JSON file; `local` is this machine, measured at first use by the engine's benchmark
-    (some seconds; outputs/local.json)."""
+    (some seconds; outputs/local.json).
+
+        load_cluster("jz-a100-80g").facts()
+    """
     path = outputs_root() / "local.json"
     if name == "local" and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
