@@ -61,10 +61,6 @@ class Verdict(Table):
         """The first suspect; None where there is none, or several of which any may be wrong."""
         return next((rank for rank, text in [*self.reasons.items()][:1] if WHICH not in text), None)
 
-    def waits_for(self, group: Group) -> list[int]:
-        """The ranks that a group waits for."""
-        return sorted({target for rank in group.ranks for target in self.edges.get(rank, ())})
-
     def to_frame(self) -> DataFrame:
         """A row per group: its ranks, how many, their state, the group axis that they wait over, and the stack."""
         names = ["ranks", "how many", "state", "over", "stack, innermost first"]
@@ -96,8 +92,9 @@ class Verdict(Table):
 
     def to_json(self) -> dict[str, Any]:
         groups: list[dict[str, Any]] = as_json(self.groups)
-        short = [{name: group[name] for name in ("ranks", "op", "axis", "site")} for group in groups]
-        waits = [{**s, "for": self.waits_for(g)} for s, g in zip(short, self.groups, strict=True)]
+        waits = [{name: group[name] for name in ("ranks", "op", "axis", "site")} for group in groups]
+        for group in waits:
+            group["for"] = sorted({target for rank in group["ranks"] for target in self.edges.get(rank, ())})
         named = {"suspects": self.suspects, "nodes": self.nodes, "exclude": self.exclude}
         texts = {"verdict": self.paragraph, "reasons": self.reasons, "notes": self.notes}
         return {"groups": groups, "waiting_for": [w for w in waits if w["for"]], **as_json(named | texts)}

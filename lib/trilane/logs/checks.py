@@ -96,12 +96,13 @@ def problems(run: PartialRun, table: NumericTable, path: Path | None) -> tuple[P
 def _bounds(c: Columns) -> Iterator[Found]:
     """Numbers that are impossible each by itself; seconds and FLOP/s as medians, as any iteration may wait."""
     for name, (low, high, message) in BOUNDS.items():
-        if name in c.table:
-            numbers = c[name]
-            usual = median(numbers) if name in ("sec_per_it", "flops_per_s_per_gpu") else numbers
-            odd = ((usual < low) | (usual > high)) & (numbers != -1) & (numbers != 0) & (numbers == numbers)
-            if odd.any():
-                yield "bounds", name, f"{numbers[odd.argmax()]:.6g}: {message}", int(odd.argmax())
+        numbers = c[name] if name in c.table else np.zeros(1)
+        if np.fmin.reduce(numbers) >= low and np.fmax.reduce(numbers) <= high:
+            continue
+        usual = median(numbers) if name in ("sec_per_it", "flops_per_s_per_gpu") else numbers
+        odd = ((usual < low) | (usual > high)) & (numbers != -1) & (numbers != 0) & (numbers == numbers)
+        if odd.any():
+            yield "bounds", name, f"{numbers[odd.argmax()]:.6g}: {message}", int(odd.argmax())
     end = np.fmin(c["train_iters"], c.argument("total_optimization_steps"))
     if (beyond := c["iteration"] > end).any():
         at = int(beyond.argmax())
@@ -118,10 +119,12 @@ def _counts(c: Columns) -> Iterator[Found]:
         if name in c.table and (falls := c[name][1:] < c[name][:-1]).any():
             text = "falls from one line to the next: lines of two runs, or of two counts?"
             yield "jumps-back", name, text, int(falls.argmax()) + 1
+    if "consumed_samples" not in c.table:
+        return
     used, batch, length = np.diff(c["consumed_samples"]), c.batch, c.length
-    expected = np.diff(c["iteration"]) * (batch[1:] if isinstance(batch, np.ndarray) else batch)
-    if abs(math.log(_ratio(used, expected))) > math.log(1.1):
-        text = f"samples consumed between two lines are {_ratio(used, expected):.3g} times the iterations' batches"
+    ratio = _ratio(used, np.diff(c["iteration"]) * (batch[1:] if isinstance(batch, np.ndarray) else batch))
+    if not 1 / 1.1 < ratio < 1.1:
+        text = f"samples consumed between two lines are {ratio:.3g} times the iterations' batches"
         yield "count", "iteration", f"{text}: the iterations are counted otherwise, or the batch is wrong", -1
     expected = used * (length[1:] if isinstance(length, np.ndarray) else length)
     if "consumed_tokens" in c.table and (ratio := _ratio(np.diff(c["consumed_tokens"]), expected)) > 1.1:
@@ -262,7 +265,8 @@ def correct_units(table: NumericTable) -> str:
     """
     seconds = table.column("sec_per_it") if "sec_per_it" in table else np.empty(0)
     has_rate = "samples_per_second" in table and "global_batch_size" in table
-    if len(seconds) < (1 if has_rate else 3):
+    is_even = not has_rate and not np.fmax.reduce(seconds, initial=0.0) > 100 * np.fmin.reduce(seconds, initial=1e9)
+    if len(seconds) < (1 if has_rate else 3) or is_even:
         return ""
     rate = table.column("samples_per_second") if has_rate else seconds
     right = table.column("global_batch_size") / rate if has_rate else median(seconds[:3])
