@@ -123,26 +123,3 @@ def test_a_batch_that_no_stage_can_share_out_is_refused_by_its_size(tmp_path: Pa
 def test_bad_stages_are_one_line(stages: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         chain.links(gpt_1b3(128), chain.parse_stages(stages), tmp_path)
-
-
-def test_the_command_shows_what_each_link_costs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    (tmp_path / "plan.json").write_text(json.dumps(gpt_1b3(128).to_json()))
-    command = [
-        "slurm",
-        "chain",
-        "create",
-        str(tmp_path / "plan.json"),
-        str(tmp_path / "c"),
-        "--site",
-        "jean-zay-v100-32g",
-    ]
-    assert main([*command, "--account", "xyz@v100", "--stages", "32:8:1,64:8:2,96:8:1,128:32:1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["links"]
-    assert [row["gpus"] for row in found] == [32, 32, 32, 128]
-    assert all(row["gpu_hours"] == pytest.approx(row["hours"] * row["gpus"]) for row in found)
-    assert main([*command, "--account", "xyz@v100"]) == 0  # another chain in the same folder, with its own run folder
-    assert main(["slurm", "status", str(tmp_path / "c"), "--json"]) == 0
-    jobs = json.loads(capsys.readouterr().out.partition("\n")[2])["jobs"]
-    assert [j["verdict"] for j in jobs] == ["not submitted"] * 5  # of both chains
-    assert main([*command, "--account", "xyz@v100"]) == 2
-    assert "exists; take a new one" in capsys.readouterr().err

@@ -1,10 +1,13 @@
 """What SLURM's commands answer on a bad day: each is a small script here that says what the real one says."""
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,9 @@ from slurm_cluster import REQUEST, SITE, Commands, one, plan, run_folder
 
 from trilane.cli.app import main
 from trilane.config.plan import read_plan
-from trilane.slurm import client, jobs, ledger, monitor, sweep
+from trilane.slurm import attempt, chain, client, jobs, ledger, monitor, sweep
 from trilane.slurm.script import render
+from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import to_mapping
 from trilane.workspace.status import RunStatus, write_status
 
@@ -233,3 +237,62 @@ def test_without_slurm_a_submission_is_one_line(folder: Path, monkeypatch: pytes
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(ValueError, match=r"^slurm=sbatch: is not installed here; use site local$"):
         client.sbatch(folder / "job.sbatch")
+
+
+def test_a_job_waits_for_slurm_before_it_trains_where_another_may(commands: Commands, folder: Path) -> None:
+    """SLURM away, then back; away, and the other job writes; away, and nobody writes; the other job is ending."""
+    ledger.note(folder, "started", "77", nodes="", iteration=0, restarts=0)
+    running = "echo '77|RUNNING|None|0:00|1:00|n1|x'"
+    commands.say("squeue", AWAY)
+    threading.Timer(0.2, commands.say, ("squeue", running)).start()
+    assert attempt.competing(folder, "2", every_s=0.01) == "job 77 trains here"
+    commands.say("squeue", AWAY)
+    threading.Timer(0.2, (folder / "run.log").touch).start()
+    assert attempt.competing(folder, "2", every_s=0.01) == "job 77 still writes here"
+    commands.say("squeue", running.replace("RUNNING", "COMPLETING"))
+    threading.Timer(0.2, commands.say, ("squeue", "true")).start()
+    assert attempt.competing(folder, "2", every_s=0.01) == ""
+    commands.say("squeue", AWAY)
+    assert attempt.competing(folder, "2", patience_s=0.05, every_s=0.01) == ""
+
+
+def test_a_chain_whose_submission_was_killed_is_found_by_its_name(commands: Commands, tmp_path: Path) -> None:
+    """Its jobs are shown, cancelled, record themselves, and let no other be submitted."""
+    (run,) = chain.create(tmp_path / "chain", plan("long", tmp_path / "d"), [], SITE, REQUEST)
+    name = client.job_name(run)
+    commands.say("squeue", "; ".join(f"echo '{job}|PENDING|None|0:00|1:00||{name}'" for job in (7, 8)))
+    assert (one(run).id, one(run).waiting) == ("7", 1) and not ledger.job_ids(run)
+    with pytest.raises(jobs.ActiveJob, match=r"has job 7, 8 already"):
+        chain.submit(tmp_path / "chain", SITE, times=2)
+    assert ledger.job_ids(run) == ["7", "8"] == jobs.cancel([run]) and not commands.calls("sbatch")
+
+
+def test_a_run_that_trains_here_is_not_started_twice(
+    commands: Commands, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(jobs, "PATIENCE_S", 0.05)
+    begun, release = threading.Event(), threading.Event()
+
+    def train(*_: object, **__: object) -> None:
+        begun.set()
+        release.wait(30)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs.local, "train_local", train)
+    local = replace(SITE, name="local")
+
+    def start() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            jobs.submit(folder, local, REQUEST)
+
+    first = threading.Thread(target=start)
+    first.start()
+    assert begun.wait(30)
+    with pytest.raises(ValueError, match=rf"is locked by process {os.getpid()} on "):
+        jobs.submit(folder, local, REQUEST)
+    release.set()
+    first.join()
+    assert [e["event"] for e in ledger.events(folder)][1:] == ["submitted", "started"]
+    with FolderLock([folder]).held(0):
+        assert main(["train", str(folder / "plan.json")]) == 2
+    assert "is locked by process" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from slurm_cluster import fake_commands
 from trilane.cli.app import main
 from trilane.config.cluster import cluster
 from trilane.slurm import probe as probing
-from trilane.slurm.probe import gpus_of, node_kinds
+from trilane.slurm.probe import gpus_of
 from trilane.slurm.sites import site
 
 # As sinfo prints them: typed GPUs bound to sockets, two kinds of nodes in one partition, a partition that is down, and
@@ -97,11 +97,6 @@ def test_gpus_are_counted_as_sinfo_prints_them(gres: str, found: tuple[str, int]
     assert gpus_of(gres) == found
 
 
-@pytest.mark.parametrize("line", ["", "a|up|1", "a|up|x|1|1:1|1||", "a|up|x|y|1:1:1|1||", "|" * 7])
-def test_a_line_of_another_form_is_no_node(line: str) -> None:
-    assert node_kinds(line) == []
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -116,12 +111,6 @@ def test_a_line_of_another_form_is_no_node(line: str) -> None:
 def test_a_wrong_question_is_one_line(words: list[str], message: str, far: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["slurm", "site", *words]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_machine_without_slurm_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert main(["slurm", "site", "--probe"]) == 2
-    assert capsys.readouterr().err.startswith("trilane: slurm=sinfo: is not installed here")
 
 
 def test_a_real_slurm_describes_itself(cluster: Daemons, tmp_path: Path) -> None:

@@ -194,12 +194,3 @@ def test_a_shell_without_module_takes_it_from_the_sites_files_or_ends_in_one_lin
     done = prepared(site, tmp_path)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("modules=cuda/12.6: ") and "has no command module" in done.stderr
-
-
-def test_an_image_that_is_missing_ends_the_job_before_it_starts_a_process(tmp_path: Path) -> None:
-    image = str(tmp_path / "no image.sif")
-    site = replace(FREE, setup=(), container="apptainer", container_image=image)
-    done = prepared(site, tmp_path)
-    assert done.returncode == 1 and done.stderr.startswith(f"container_image={image}: no such file on ")
-    Path(image).touch()
-    assert prepared(site, tmp_path).returncode == 0

@@ -411,21 +411,6 @@ def test_the_interactive_script_gives_a_shell_on_two_nodes_that_knows_how_to_tra
         shell.kill()
 
 
-def test_the_watching_job_tells_and_submits_itself_again_until_all_is_over(cluster: Cluster, tmp_path: Path) -> None:
-    folder = sleeping(run_folder(tmp_path / "runs", plan("slow", tmp_path.parent / "data", nodes=1)))
-    job = jobs.submit(folder, SITE, REQUEST)
-    watcher = script.render("monitor", plan("slow", tmp_path), replace(SITE, service_partition="prepost"), REQUEST)
-    path = folder.parent / "monitor.sbatch"
-    path.write_text(watcher.replace("--every 60 --seconds 480", "--every 1 --seconds 2"))
-    first, outputs = client.sbatch(path), folder.parent.glob
-    wait_until(lambda: len(list(outputs("watch-*.out"))) >= 2, 120, "second watcher")
-    said = (folder.parent / f"watch-{first}.out").read_text()
-    assert f"slow: job {job} " in said and "Submitted batch job" in said
-    client.cancel([job])
-    wait_until(lambda: any("DIED" in o.read_text() for o in outputs("watch-*.out")), 120, "death")
-    wait_until(lambda: not client.call(["squeue", "-h", "-p", "prepost"]).strip(), 120, "end of the watching")
-
-
 # Of the queries it answers one, as an old nvidia-smi does: memory is worn where the node is in the file.
 NVIDIA_SMI = r"""#!/bin/bash
 [[ $1 == --query-remapped-rows=* ]] || exit 2
