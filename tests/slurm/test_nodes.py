@@ -114,7 +114,7 @@ def test_the_test_of_a_node_uses_the_sites_network_and_no_signal_before_the_time
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    steps = node_test.Steps(["n1"], 0, [], {**os.environ, "SLURM_JOB_ID": "7", "HOST_SUFFIX": "i"})
+    steps = node_test.steps(["n1"], 0, [], {**os.environ, "SLURM_JOB_ID": "7", "HOST_SUFFIX": "i"})
     assert steps("alone", [("n1",)]) == {("n1",): node_test.Result(rates={"matmul FLOP/s": 1.0})}
     assert node_test.limit_s(0.0) == 600 and node_test.limit_s(200.0) == 600 and node_test.limit_s(20.0) == 120
 

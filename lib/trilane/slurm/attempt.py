@@ -18,8 +18,10 @@ from trilane.workspace.checkpoints import FOLDER, latest, name_of
 from trilane.workspace.run_folder import is_completed, iteration, put_aside
 from trilane.workspace.status import RunStatus, Status, known_status, verdict, write_status
 
-SWEEP = "TRILANE_SWEEP"  # the folder of the sweep that this attempt belongs to
-RUNS = "runs.txt"  # of a sweep: its run folders, relative, one a line
+# the folder of the sweep that this attempt belongs to
+SWEEP = "TRILANE_SWEEP"
+# of a sweep: its run folders, relative, one a line
+RUNS = "runs.txt"
 
 
 def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
@@ -127,6 +129,7 @@ def blocked(folder: Path) -> str:
     """The stop switch, or three attempts at one iteration since the last submission; "" where there is neither."""
     if (folder / "stop").exists():
         return f"the stop switch is set; remove {folder.resolve() / 'stop'} to resume"
+    # iterations at which attempts began; a fourth would waste as much again
     starts, why = list[int](), ""
     for event in ledger.events(folder):
         if event["event"] == "submitted" and event.get("site"):  # "": by hand, or by a job

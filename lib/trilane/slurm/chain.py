@@ -22,7 +22,8 @@ from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.validation import is_count, read_object, require, require_integer, require_label
 from trilane.workspace.run_folder import is_completed, write_text
 
-INDEX = "chain.json"  # the site's name, and the names of the stages' run folders in order
+# the site's name, and the names of the stages' run folders in order
+INDEX = "chain.json"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,13 @@ from pathlib import Path
 from trilane.utils.validation import require
 
 JOB_ID = re.compile(r"\d+(_\d+)?")
-DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # between two tries: a restarted controller is back within their sum
-TIMEOUT_S = 60.0
-FORGOTTEN = "FORGOTTEN"  # neither squeue nor sacct knows the job, as on a cluster without accounting after a while
-ENDED_HERE = "ENDED HERE"  # a run on this machine, without SLURM
-ENDED_BY_LEDGER = "ENDED"  # by the ledger, while SLURM does not answer
+# between two tries: a restarted controller is back within their sum
+DELAYS_S = (1.0, 2.0, 4.0, 8.0)
+# neither squeue nor sacct knows the job, as on a cluster without accounting after a while
+FORGOTTEN = "FORGOTTEN"
+# a run on this machine, without SLURM; and what the ledger records while SLURM does not answer
+ENDED_HERE = "ENDED HERE"
+ENDED_BY_LEDGER = "ENDED"
 ENDED = (
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"),
     *("PREEMPTED", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"),
@@ -66,12 +68,10 @@ def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True,
     """
     require(shutil.which(command[0]) is not None, "slurm", command[0], "is not installed here; use site local")
     for delay in (*DELAYS_S, None):
-        code, output, error = _run(command, TIMEOUT_S, cwd, stream)
+        code, output, error = _run(command, 60.0, cwd, stream)
         if code == 0:
             return output
-        # a query that dies without a word (seen: SIGSEGV of squeue) changed nothing, and is made again
-        died = not error and command[0] in ("squeue", "sacct", "sinfo") and delay is not None and again
-        if not _is_away(error) and not died:
+        if not _is_away(error):
             raise SlurmError(f"slurm={command[0]}: {_message(error)}")
         if delay is None or not again:
             break
@@ -135,9 +135,14 @@ def sbatch(
     """
     name = name or job_name(script)
     command = ["sbatch", "--parsable", f"--job-name={name}", *options, "--", script.name, *arguments]
+    look = f"look with: squeue -u $USER -t all --name={name}"
     for delay in (*DELAYS_S, None):
         try:
-            return _job_of(call(command, cwd=script.parent, again=False), name)
+            # as ID[;CLUSTER], in the last line: a site's own sbatch may print others
+            printed = call(command, cwd=script.parent, again=False).strip()
+            job = printed.rpartition("\n")[2].partition(";")[0].strip()
+            require(JOB_ID.fullmatch(job) is not None, "slurm", "sbatch", f"printed {job[:400]!r}, no job id; {look}")
+            return job
         except SlurmUnreachable as error:
             reason = str(error).removesuffix("; nothing was changed")
         try:
@@ -147,16 +152,7 @@ def sbatch(
             break
         if found:
             return found[-1].partition("_")[0]
-    raise SlurmUnreachable(f"{reason}; the job may have been accepted: look with: squeue -u $USER -t all --name={name}")
-
-
-def _job_of(output: str, name: str) -> str:
-    """The id that sbatch --parsable prints as ID[;CLUSTER], in the last line: a site's own sbatch may print others."""
-    job = (output.strip().splitlines() or [""])[-1].split(";")[0].strip()
-    if JOB_ID.fullmatch(job) is None:
-        look = f"look with: squeue -u $USER -t all --name={name}"
-        raise SlurmError(f"slurm=sbatch: printed {job[:400]!r}, which is not a job id; {look}")
-    return job
+    raise SlurmUnreachable(f"{reason}; the job may have been accepted: {look}")
 
 
 def test_only(script: Path, *options: str) -> str:

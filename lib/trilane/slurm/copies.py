@@ -27,9 +27,9 @@ from trilane.utils.files import read_text
 from trilane.utils.validation import require
 from trilane.workspace.installation import package, revision, shipped
 
-USED_BY = "TRILANE_CODE"  # what a script that runs the frozen code mentions
+# what a script that runs the frozen code mentions
+USED_BY = "TRILANE_CODE"
 ARCHIVE, STATE = "trilane-env.tar", "trilane-env.state"
-CODE = "trilane-code"
 
 
 def freeze(home: Path) -> Path:
@@ -151,14 +151,14 @@ def _fill(target: Path, prefix: Path, code: str, now: str) -> None:
     _tar("-xf", str(prefix / ARCHIVE), "--no-same-owner", "-C", str(target))
     target.chmod(0o700)
     if code:
-        shutil.copytree(code, target / CODE, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(code, target / "trilane-code", ignore=shutil.ignore_patterns("__pycache__"))
     for path in (target / "bin").iterdir():
         data = b"" if path.is_symlink() or not path.is_file() else path.read_bytes()
         if data.startswith(b"#!") and str(prefix).encode() in data.split(b"\n", 1)[0]:
             path.write_bytes(data.replace(str(prefix).encode(), str(target).encode(), 1))
     (target / STATE).write_text(now, encoding="utf-8")
     new, variable = shlex.quote(str(target)), "CONDA_PREFIX" if (prefix / "conda-meta").is_dir() else "VIRTUAL_ENV"
-    more = f"export PYTHONPATH={new}/{CODE}${{PYTHONPATH#{shlex.quote(code)}}}\n" if code else ""
+    more = f"export PYTHONPATH={new}/trilane-code${{PYTHONPATH#{shlex.quote(code)}}}\n" if code else ""
     (target / "use").write_text(f"export {variable}={new} PATH={new}/bin:$PATH\n{more}", encoding="utf-8")
 
 

@@ -23,9 +23,12 @@ from trilane.workspace.prepared_corpora import SMALL_BYTES, unprepared
 from trilane.workspace.run_folder import is_completed, write_text
 from trilane.workspace.status import RunStatus, Status, known_status, status_problem, verdict
 
-PATIENCE_S = 15.0  # for the lock of a folder, which a submission holds for a second or two
-SETTLE_S = 10.0  # in which a controller still accepts the request of an sbatch that was killed (MessageTimeout)
-HERE = "here"  # in place of the id of a job that prepares a corpus
+# for the lock of a folder, which a submission holds for a second or two
+PATIENCE_S = 15.0
+# in which a controller still accepts the request of an sbatch that was killed (MessageTimeout)
+SETTLE_S = 10.0
+# in place of the id of a job that prepares a corpus
+HERE = "here"
 
 
 class ActiveJob(ValueError):

@@ -6,6 +6,7 @@ and nothing is left out.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trilane.utils.process import python
 
@@ -139,36 +140,36 @@ class _Step:
 
 def tester(gpus: int, srun: Sequence[str], env: Mapping[str, str] = os.environ) -> Callable[[Sequence[str]], Findings]:
     """The test of nodes of this job, on so many GPUs of each (0: a core), by steps with these arguments of srun."""
-    return lambda nodes: findings(nodes, Steps(nodes, gpus, srun, env), is_cpu=gpus == 0)
+    return lambda nodes: findings(nodes, steps(nodes, gpus, srun, env), is_cpu=gpus == 0)
 
 
-class Steps:
+def steps(nodes: Sequence[str], gpus: int, srun: Sequence[str], env: Mapping[str, str]) -> Run:
     """Runs the test by srun inside the job: `run` of `findings`."""
+    tasks, ports = gpus or 1, itertools.count(37 * int(env["SLURM_JOB_ID"]))
+    cores = int(env.get("SLURM_CPUS_PER_TASK") or 1) * int(env.get("SLURM_NTASKS_PER_NODE") or 1)
+    # SLURM's signal before the time limit reaches every step, and would end the test of a healthy node
+    test = ["bash", "-c", 'trap "" USR1; exec "$@"', "bash"]
+    test += python("-m", "trilane.engine.bench.node_test", "MODE", str(gpus), program="python")
 
-    def __init__(self, nodes: Sequence[str], gpus: int, srun: Sequence[str], env: Mapping[str, str]) -> None:
-        self._order, self._gpus, self._srun, self._env, self._count = list(nodes), gpus, list(srun), dict(env), 0
-
-    def __call__(self, mode: str, groups: Sequence[Group]) -> dict[Group, Result]:
-        with tempfile.TemporaryDirectory() as place:
-            return _results({group: self._start(mode, group, Path(place)) for group in groups})
-
-    def _start(self, mode: str, group: Group, place: Path) -> _Step:
-        self._count += 1
-        tasks, env = self._gpus or 1, self._env
-        cores = int(env.get("SLURM_CPUS_PER_TASK") or 1) * int(env.get("SLURM_NTASKS_PER_NODE") or 1)
+    def start(mode: str, group: Group, place: Path) -> _Step:
         # SLURM's own limit, in minutes, ends steps whose parent has died
-        head = [*step(group, tasks, max(1, cores // tasks), self._gpus > 0), "--kill-on-bad-exit=1", "--wait=5"]
+        ends = ["--kill-on-bad-exit=1", "--wait=5", "--time=12"]
+        head = [*step(group, tasks, max(1, cores // tasks), gpus > 0), *ends, *srun]
         # rank 0, which the others look for, is on the first node in the order of the job
-        meeting = {"MASTER_ADDR": min(group, key=self._order.index) + env.get("HOST_SUFFIX", "")}
-        meeting["MASTER_PORT"] = str(10_000 + (37 * int(env["SLURM_JOB_ID"]) + self._count) % 20_000)
-        # SLURM's signal before the time limit reaches every step, and would end the test of a healthy node
-        ignoring = ["bash", "-c", 'trap "" USR1; exec "$@"', "bash"]
-        test = python("-m", "trilane.engine.bench.node_test", mode, str(self._gpus), program="python")
-        output, errors = place / f"{self._count}.out", place / f"{self._count}.err"
+        first = min(group, key=list(nodes).index) + env.get("HOST_SUFFIX", "")
+        meeting = {"MASTER_ADDR": first, "MASTER_PORT": str(10_000 + next(ports) % 20_000)}
+        output, errors = (place / f"{'+'.join(group)}.{name}" for name in ("out", "err"))
         with output.open("wb") as out, errors.open("wb") as err:
-            command = [*head, "--time=12", *self._srun, *ignoring, *test]
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env | meeting)
+            command = [*head, *(mode if word == "MODE" else word for word in test)]
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+            process = subprocess.Popen(command, **streams, env={**env, **meeting})
         return _Step(process=process, output=output, errors=errors)
+
+    def run(mode: str, groups: Sequence[Group]) -> dict[Group, Result]:
+        with tempfile.TemporaryDirectory() as place:
+            return _results({group: start(mode, group, Path(place)) for group in groups})
+
+    return run
 
 
 def _results(steps: Mapping[Group, _Step]) -> dict[Group, Result]:

@@ -16,15 +16,6 @@ from trilane.utils.files import replace_text
 from trilane.utils.tables import one_line
 from trilane.utils.validation import require, require_known, to_mapping
 
-# what no command of SLURM knows
-NOT_PROBED = (
-    "modules: what the scripts must load (module avail)",
-    "offline: whether compute nodes have no internet; false is assumed",
-    "service_partition: a partition in which a job that only monitors costs nothing",
-    "hint: whether --hint=nomultithread is wanted",
-    "account_ending: whether the accounts of these nodes end alike",
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class NodeKind:
@@ -129,7 +120,14 @@ def probe(partition: str = "", card: str = "") -> Probe:
     qos = _limits(limits, kind, {word for row in rows for word in row[1].split(",") if word}, unknown)
     nodes = _cluster(kind, card, facts.get("ClusterName", ""), unknown)
     fields = _fields(kind, kinds, facts, unknown)
-    unknown += NOT_PROBED
+    # what no command of SLURM knows
+    unknown += [
+        "modules: what the scripts must load (module avail)",
+        "offline: whether compute nodes have no internet; false is assumed",
+        "service_partition: a partition in which a job that only monitors costs nothing",
+        "hint: whether --hint=nomultithread is wanted",
+        "account_ending: whether the accounts of these nodes end alike",
+    ]
     sources = {
         "all": f"{client.call(['sinfo', '--version']).strip()}: sinfo, scontrol and sacctmgr",
         "accounts": ", ".join(dict.fromkeys(row[0] for row in rows)),

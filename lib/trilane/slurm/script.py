@@ -24,10 +24,8 @@ from trilane.workspace.installation import checkout, shipped
 from trilane.workspace.run_folder import write_text
 
 NAMES = ("train", "sweep", "bench", "monitor", "prepare", "interactive")
-SCRIPT = "job.sbatch"  # the file name in a run folder
-# the long names of sbatch's options of one letter, in the order of "ACJNnpqtwxoeacdGD"
-LONG = "account constraint job-name nodes ntasks partition qos time nodelist exclude output error array cpus-per-task"
-LONG += " dependency gpus chdir"
+# the file name in a run folder
+SCRIPT = "job.sbatch"
 
 
 def render(name: str, plan: Plan, site: Site, request: JobRequest, *, array: str = "1") -> str:
@@ -219,7 +217,8 @@ def directives(script: str) -> dict[str, str]:
     As sbatch does, it reads up to the first line that is not a comment. Raises ValueError for an unclosed quote. Left
     out: abbreviated long names, which sbatch accepts where they are unique.
     """
-    long = dict(zip("ACJNnpqtwxoeacdGD", LONG.split(), strict=True))
+    names = "account constraint job-name nodes ntasks partition qos time nodelist exclude output error array"
+    long = dict(zip("ACJNnpqtwxoeacdGD", f"{names} cpus-per-task dependency gpus chdir".split(), strict=True))
     found: dict[str, str] = {}
     comments = takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), script.splitlines())
     for line in [line.removeprefix("#SBATCH") for line in comments if re.match(r"#SBATCH\s", line)]:

@@ -19,7 +19,6 @@ from trilane.utils.validation import (
     require_path,
 )
 
-PART = r"(?:[A-Za-z0-9_.+-]|\$[A-Za-z_]\w*+|\$\{[A-Za-z_]\w*+\})++"
 # What a text of a script may be, and that in words; none holds what bash or sbatch would interpret.
 FORMS = {
     "word": (
@@ -33,7 +32,7 @@ FORMS = {
     "ending": (r"[A-Za-z0-9_.,@:+=/-]{1,60}", "must be letters, digits and signs such as @, dots and dashes"),
     "type": (r"[A-Za-z0-9_/][A-Za-z0-9_.@+/-]{0,199}", "must be one type, such as a100"),
     "node folder": (
-        rf"(?a:(?=[/$])/?{PART}(?:/{PART})*+)",
+        r"(?a:(?=[/$])(?:/|[A-Za-z0-9_.+-]|\$[A-Za-z_]\w*+|\$\{[A-Za-z_]\w*+\})++(?<!/))",
         "must be a folder of each node, such as /tmp or $JOBSCRATCH/env (letters, digits and _ . + -)",
     ),
     "nodes": (r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]{0,3999}", "must be a list of nodes, such as gpu[1-3],gpu7"),
