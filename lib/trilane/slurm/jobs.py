@@ -134,7 +134,8 @@ def prepare(folders: Iterable[Path], site: Site, request: JobRequest, above: int
         data = read_plan(folder / "plan.json").data
         if unprepared(data.parts, Path() if site.is_local else folder, above):
             # runs that read the same data share one job
-            names = (data.folder, data.tokenizer, *(part.source for part in data.parts))
+            tokenizer = [data.tokenizer] * (data.tokenizer != "bytes")
+            names = (data.folder, *tokenizer, *(part.source for part in data.parts))
             groups.setdefault(tuple((folder / name).resolve() for name in names), []).append(folder)
     for group in groups.values():
         made |= dict.fromkeys(group, _prepare(group, site, request))
