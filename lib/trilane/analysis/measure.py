@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -13,15 +12,7 @@ import numpy as np
 
 from trilane.analysis import flops
 from trilane.analysis.run_config import RunConfig, of_window, run_config
-from trilane.analysis.steady_state import (
-    WARM_UP,
-    SteadyState,
-    exact_seconds,
-    mean_seconds,
-    ranges,
-    share_beyond,
-    steady_state,
-)
+from trilane.analysis.steady_state import WARM_UP, SteadyState, exact_seconds, mean_seconds, ranges, steady_state
 from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
 from trilane.logs.checks import HARMLESS, Problem, median, of_card
@@ -120,7 +111,7 @@ class Measurement:
 
     def to_json(self) -> dict[str, Any]:
         """The run as one JSON object; null where a value is unknown."""
-        log, left_out = self.log, self.window.left_out
+        log, left_out = self.log, self.window.left_out.items()
         names = ("dialect", "status", "status_basis", "evidence", "rank", "hosts", "gpus", "collectives", "exclude")
         values = {
             "file": log.source,
@@ -135,7 +126,7 @@ class Measurement:
             "global_batch_size": self.config.gbs or None,
             "sec_per_it": self.sec_per_it,
             "sec_per_it_spread": self.spread,
-            "left_out": [{"reason": part.reason, "iterations": ranges(part.iterations)} for part in left_out],
+            "left_out": [{"reason": reason, "iterations": ranges(numbers)} for reason, numbers in left_out],
             "tokens_per_s": self.tokens_per_s,
             "tflops": {name: rate / 1e12 for name, rate in self.flops_per_s.items()},
             "mfu": self.utilization.get("mfu"),
@@ -174,20 +165,16 @@ def measure_log(
     config = run_config(log, plan, gpu)
     window = steady_state(log, warm_up, config.gbs, config.seq_length)
     config = of_window(config, log, window.counts)
-    every = log.column("sec_per_it") if "sec_per_it" in log.iterations else np.full(len(log.iterations), math.nan)
-    counted = every[window.counts]
-    quartiles = np.quantile(counted, [0.25, 0.5, 0.75]).tolist() if len(counted) else [math.nan, mean_seconds(log), 0.0]
-    low, seconds, high = quartiles
-    loss = log.column("lm_loss")
-    loss = loss[np.isfinite(loss)]
-    rates = flops.rates(config, seconds)
-    printed = log.column("flops_per_s_per_gpu")
+    every, loss, printed = (log.column(name) for name in ("sec_per_it", "lm_loss", "flops_per_s_per_gpu"))
+    counted, loss = every[window.counts[: len(every)]], loss[np.isfinite(loss)]
+    low, seconds, high = np.quantile(counted, [0.25, 0.5, 0.75]).tolist() if len(counted) else [mean_seconds(log)] * 3
+    later = every[WARM_UP:][np.isfinite(every[WARM_UP:])]
+    rates, is_timed = flops.rates(config, seconds), seconds > 0
     printed = printed[window.counts] if len(printed) and window.counts.any() else printed
     # a rate without a precision may be of 8 bits, twice that of 16
     peak = config.peak_flops_per_s * (1.0 if config.precision else 2.0)
     most = {name: float(log.memory[name].max()) for name in ("max_allocated", "max_reserved") if name in log.memory}
     wrong = tuple(of_card(median(printed), rates.values(), peak, most, config.card_bytes))
-    is_timed = seconds > 0
     return Measurement(
         name=name or log.source.name,
         log=replace(log, problems=(*log.problems, *wrong)) if wrong else log,
@@ -196,11 +183,11 @@ def measure_log(
         plan=plan,
         iterations=len(counted),
         sec_per_it=seconds,
-        spread=(high - low) / 2 / seconds if is_timed else math.nan,
+        spread=(high - low) / 2 / seconds if is_timed and len(counted) else math.nan,
         tokens_per_s=(config.gbs * config.seq_length / seconds or math.nan) if is_timed else math.nan,
         flops_per_s={**flops.printed_rates(log), **rates},
         utilization=flops.utilization(config, seconds),
-        lost_share=share_beyond(every[WARM_UP:], seconds),
+        lost_share=float(np.maximum(later - seconds, 0).sum() / later.sum()) if later.any() else math.nan,
         bubble=ideal_bubble(config),
         waited=phases(log, window).get("pipeline_wait", math.nan) / seconds if is_timed else math.nan,
         memory_bytes=float(max(memory_by_rank(log).values(), default=math.nan)),
@@ -223,22 +210,24 @@ def numerics(log: RunLog) -> Numerics:
     """
     skipped, lost, loss = (log.column(name) for name in ("skipped", "nan", "lm_loss"))
     broken = np.isnan(loss) & ~(np.nan_to_num(skipped) > 0) if len(skipped) == len(loss) else np.isnan(loss)
-    by_dialect = broken.sum() if megatron.FAMILY & set(log.dialect.split(" + ")) else 0
+    by_dialect = int(broken.sum()) if megatron.FAMILY & set(log.dialect.split(" + ")) else 0
     if not np.isfinite(skipped).any():  # DeepSpeed's engine counts those since the start
-        skipped = log.column("skipped_total")
-        skipped = skipped[np.isfinite(skipped)][-1:]
-    norm, scale = log.column("grad_norm"), log.column("loss_scale")
-    norm, scale = norm[np.isfinite(norm)], scale[(scale > 0) & np.isfinite(scale)]
-    norm = norm if norm.any() else norm[:0]
+        skipped = _finite(log.column("skipped_total"))[-1:]
+    norm, scale = _finite(log.column("grad_norm")), _finite(log.column("loss_scale"))
+    norm, scale = norm if norm.any() else norm[:0], scale[scale > 0]
     return Numerics(
-        skipped=int(skipped[np.isfinite(skipped)].sum()),
-        nan_iterations=max(int(lost[np.isfinite(lost)].sum()), int(by_dialect)),
+        skipped=int(_finite(skipped).sum()),
+        nan_iterations=max(int(_finite(lost).sum()), by_dialect),
         grad_norm=float(np.median(norm)) if len(norm) else math.nan,
         grad_norm_max=float(norm.max()) if len(norm) else math.nan,
         loss_scale=float(scale[-1]) if len(scale) else math.nan,
         loss_scale_min=float(scale.min()) if len(scale) else math.nan,
         loss_scale_drops=int((np.diff(scale) < 0).sum()),
     )
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    return values[np.isfinite(values)]
 
 
 def phases(log: RunLog, window: SteadyState | None = None) -> dict[str, float]:
@@ -254,18 +243,15 @@ def phases(log: RunLog, window: SteadyState | None = None) -> dict[str, float]:
     if window is not None and "iteration" in timers and "iteration" in log.iterations:
         counted = timers[timers["iteration"].isin(log.iterations["iteration"][window.counts])]
         timers = counted if len(counted) else timers
-    medians = {n: float(timers[n].median()) for n in timers if n != "iteration" and timers[n].notna().any()}
-    for name in (name for name in medians if not _includes_others(name, medians)):
+    medians = timers.drop(columns="iteration", errors="ignore").median().dropna()
+    for name, seconds in medians.items():
+        inner = TIMERS["include"].get(name, "$^")
+        includes = re.search(TIMERS["include_others"], name) or any(re.search(inner, other) for other in medians.index)
         phase = next((p for p, pattern in TIMERS["phases"].items() if re.search(pattern, name)), None)
-        if phase and not (phase == "data" and "forward-compute" in medians):
-            found[phase] = found.get(phase, 0.0) + medians[name]
+        # one that includes others that were printed too would count them twice
+        if phase and not includes and not (phase == "data" and "forward-compute" in medians):
+            found[phase] = found.get(phase, 0.0) + float(seconds)
     return {name: found[name] for name in TIMERS["phases"] if name in found}
-
-
-def _includes_others(name: str, printed: Collection[str]) -> bool:
-    """Whether the timer includes others that were printed too, so that both would count twice."""
-    inner = TIMERS["include"].get(name, "$^")
-    return bool(re.search(TIMERS["include_others"], name)) or any(re.search(inner, other) for other in printed)
 
 
 def ideal_bubble(config: RunConfig) -> float:

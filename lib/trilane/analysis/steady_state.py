@@ -1,7 +1,7 @@
 """Steady state: which iterations of a run count, which are left out for what reason, and what they cost."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -14,29 +14,21 @@ WARM_UP = 5  # iterations left out at the start: allocation, first use of each k
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeftOut:
-    """Iterations that do not count, by the log's numbers (a row of a typed table has none), and why."""
-
-    reason: str
-    iterations: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{ranges(self.iterations) or 'a line'} ({self.reason})"
-
-
-@dataclass(frozen=True, kw_only=True)
 class SteadyState:
-    """`counts` marks the rows of the log's iterations that count, (rows,); `left_out` names the others."""
+    """`counts` marks the rows of the log's iterations that count, (rows,); `left_out` has the others by the reason.
+
+    They have the log's numbers; a row of a typed table has none.
+    """
 
     counts: np.ndarray
-    left_out: tuple[LeftOut, ...]
+    left_out: Mapping[str, tuple[int, ...]]
     note: str = ""
 
     @property
     def sentence(self) -> str:
         """Which iterations are left out and why."""
-        parts = "; ".join(map(str, self.left_out)) or "none"
-        return f"left out: {parts}" + (f"; {self.note}" if self.note else "")
+        parts = "; ".join(f"{ranges(numbers) or 'a line'} ({reason})" for reason, numbers in self.left_out.items())
+        return f"left out: {parts or 'none'}" + (f"; {self.note}" if self.note else "")
 
 
 def steady_state(log: RunLog, warm_up: int = WARM_UP, gbs: float = 0, seq_length: float = 0) -> SteadyState:
@@ -51,28 +43,28 @@ def steady_state(log: RunLog, warm_up: int = WARM_UP, gbs: float = 0, seq_length
     after an evaluation or a checkpoint, whose time versions before 2024 include, where `eval_interval` and
     `save_interval` are among the arguments. A reason that would leave nothing is ignored, with a note.
     """
-    if "sec_per_it" not in log.iterations:
-        return SteadyState(counts=np.zeros(len(log.iterations), bool), left_out=())
-    at, full = log.column("iteration"), {"global_batch_size": gbs, "seq_length": seq_length}
-    counts, left_out, notes = np.ones(len(at), bool), list[LeftOut](), list[str]()
-    for name, size in full.items():
-        if size and name in log.iterations and (reached := log.iterations[name].max()) < size:
-            notes.append(f"{name}={size:.0f} was not reached: {reached:.0f}, the largest, counts")
+    full, counts = {"global_batch_size": gbs, "seq_length": seq_length}, np.isfinite(log.column("sec_per_it"))
+    if not len(counts):
+        return SteadyState(counts=np.zeros(len(log.iterations), bool), left_out={})
+    at = log.column("iteration")
+    reached = {name: log.column(name).max(initial=0) for name in full if len(log.column(name))}
+    told = "{}={:.0f} was not reached: {:.0f}, the largest, counts"
+    notes = [told.format(name, full[name], size) for name, size in reached.items() if size < full[name]]
+    left_out = {"no time printed": ~counts} if not counts.all() else {}
     for reason, bad in _reasons(log, at, warm_up, full):
-        if (counts & ~bad).any() or reason == "no time printed":
-            named = at[bad & counts & (at < 2**53)]  # neither NaN nor what a broken line makes of a number
-            found = LeftOut(reason=reason, iterations=tuple(named.astype(int).tolist()))
-            left_out += [found] if (bad & counts).any() else []
+        if (counts & ~bad).any():
+            left_out |= {reason: bad & counts} if (bad & counts).any() else {}
             counts = counts & ~bad
         elif (bad & counts).any():
             notes.append(f"all that is left is {reason}, so it counts")
-    return SteadyState(counts=counts, left_out=tuple(left_out), note="; ".join(notes))
+    # neither NaN nor what a broken line makes of a number
+    named = {reason: tuple(at[bad & (at < 2**53)].astype(int).tolist()) for reason, bad in left_out.items()}
+    return SteadyState(counts=counts, left_out=named, note="; ".join(notes))
 
 
 def _reasons(log: RunLog, at: np.ndarray, warm_up: int, full: dict[str, float]) -> Iterator[tuple[str, np.ndarray]]:
-    lines = len(at)
-    yield "no time printed", ~np.isfinite(log.column("sec_per_it"))
-    yield "warm-up", (at - at[:1] < warm_up) & (np.arange(lines) < max(1, lines // 2)) & (lines > 1) & (warm_up > 0)
+    step, first_half = interval(at), np.arange(len(at)) < max(1, len(at) // 2)
+    yield "warm-up", (at - at[:1] < warm_up) & first_half & (len(at) > 1) & (warm_up > 0)
     if "skipped" in log.iterations:
         yield "skipped", log.column("skipped") > 0
     for name, words in (("global_batch_size", "batch size"), ("seq_length", "sequence length")):
@@ -86,10 +78,9 @@ def _reasons(log: RunLog, at: np.ndarray, warm_up: int, full: dict[str, float]) 
             small = ~near if (np.diff(values[near]) < 0).any() else values != wanted
             others = ", ".join(f"{v:.0f}" for v in np.unique(values[small & np.isfinite(values)]))
             yield f"{words} {others}, not {wanted:.0f}", small
-    step = interval(at)
     for name, words in (("eval_interval", "after an evaluation"), ("save_interval", "after a checkpoint")):
         every = log.arguments.get(name)
-        if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+        if isinstance(every, int) and every > 0:
             # a line's iterations, at - step + 1 to at, include one right after a multiple of `every`
             yield words, (np.floor((at - 1) / every) * every >= np.maximum(at - step, 1)) & (at - 1 >= every)
 
@@ -138,10 +129,3 @@ def mean_seconds(log: RunLog) -> float:
         return 1 / rate if rate > 0.1 else math.nan  # it is rounded to 0.001, then 0.5 %
     rates = log.column("samples_per_second")
     return batch / float(np.nanmedian(rates)) if len(rates) and isinstance(batch, int) else math.nan
-
-
-def share_beyond(seconds: np.ndarray, median: float) -> float:
-    """Share of all seconds that iterations took beyond the median: stalls, evaluations, checkpoints; NaN if none."""
-    seconds = seconds[np.isfinite(seconds)]
-    beyond, whole = float(np.maximum(seconds - median, 0).sum()), float(seconds.sum())
-    return beyond / whole if whole > 0 else math.nan
