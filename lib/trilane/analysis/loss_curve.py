@@ -71,11 +71,6 @@ class Curve:
             found["hours"] = np.cumsum(seconds.fillna(seconds.median()).to_numpy(float) * steps) / 3600
         return found
 
-    def axis(self) -> tuple[str, np.ndarray]:
-        """The x axis of a loss curve, label and values: samples, tokens, or iterations where neither is known."""
-        words = {"samples": "consumed samples (sequences)", "tokens": "consumed tokens", "iterations": "iteration"}
-        return next((words[name], values) for name in words if (values := self.axes().get(name)) is not None)
-
 
 def join(logs: Sequence[RunLog], seq_length: int = 0) -> Curve:
     """One curve of the logs of one training, in the order in which they ran; `seq_length` where the logs lack it.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import pandas as pd
 
 from trilane.analysis.continuity import Continuity, change
 from trilane.analysis.loss_curve import LEAST, SIGMAS, WINDOW, Curve, baseline
@@ -78,8 +79,6 @@ def _spikes(curve: Curve, name: str, kind: str, least: float) -> Iterator[Event]
 
 def _divergence(curve: Curve, spikes: Sequence[Event]) -> Iterator[Event]:
     """The level at the end exceeds the best one by 10 %, or the loss is NaN from some line to the end."""
-    import pandas as pd
-
     at, x = _logarithms(curve, "lm_loss")
     loss = curve.table["lm_loss"].to_numpy(float) if len(x) else x
     if len(loss) > 3 and not np.isfinite(loss[-3:]).any():
@@ -94,8 +93,8 @@ def _divergence(curve: Curve, spikes: Sequence[Event]) -> Iterator[Event]:
         if smooth[-1] - smooth[best] > max(math.log(1.1), SIGMAS * sigma * math.sqrt(math.pi / width)):
             peak = best + int(np.argmax(x[best:]))
             start = next((event.iteration for event in spikes if event.recovered is None), int(at[best]))
-            level, worst, top = float(np.exp(smooth[best])), float(np.exp(x[peak])), int(at[peak])
-            yield Event(kind="divergence", iteration=start, peak_iteration=top, level=level, peak=worst)
+            level, worst = (float(np.exp(v)) for v in (smooth[best], x[peak]))
+            yield Event(kind="divergence", iteration=start, peak_iteration=int(at[peak]), level=level, peak=worst)
 
 
 def _logarithms(curve: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -107,20 +106,19 @@ def _logarithms(curve: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 def training_record(group: Sequence[RunLog], curve: Curve, continuity: Continuity) -> dict[str, Any]:
     """A training as JSON; a loss that is no number is null."""
-    found: dict[str, Any] = {"files": [log.source for log in group], "iterations": len(curve.table)}
-    found["restarts"] = [{"iteration": r.iteration, "redone": r.redone, "log": r.log} for r in curve.restarts]
-    found["events"] = find_spikes(curve)
-    found |= {"breaks": continuity.breaks, "unjudged": continuity.unjudged}
-    found["problems"] = [{"file": log.source, **as_json(problem)} for log in group for problem in log.problems]
-    return as_json(found)
+    restarts = [{"iteration": r.iteration, "redone": r.redone, "log": r.log} for r in curve.restarts]
+    found = {"files": [log.source for log in group], "iterations": len(curve.table), "restarts": restarts}
+    found |= {"events": find_spikes(curve), "breaks": continuity.breaks, "unjudged": continuity.unjudged}
+    problems = [{"file": log.source, **as_json(problem)} for log in group for problem in log.problems]
+    return dict(as_json(found | {"problems": problems}))
 
 
 def training_text(group: Sequence[RunLog], curve: Curve, continuity: Continuity) -> str:
     """A training in a line, and a line for each restart, event, break of a restart, and problem of a log."""
-    files = ", ".join(str(log.source) for log in group)
-    restarts = [f"  restart at iteration {r.iteration} ({r.redone} lines done again): {r.log}" for r in curve.restarts]
-    lines = [f"  {event.sentence}" for event in find_spikes(curve)]
-    lines += [] if lines or continuity.breaks else ["  no spike, jump or divergence"]
-    lines += [f"  {line}" for line in continuity.lines()]
-    lines += [f"  problem of {log.source.name}: {problem}" for log in group for problem in log.problems]
-    return "\n".join([f"{files}: {len(curve.table)} lines", *restarts, *lines])
+    lines = [f"{', '.join(str(log.source) for log in group)}: {len(curve.table)} lines"]
+    lines += [f"  restart at iteration {r.iteration} ({r.redone} lines done again): {r.log}" for r in curve.restarts]
+    events = [event.sentence for event in find_spikes(curve)] or ["no spike, jump or divergence"] * (
+        not continuity.breaks
+    )
+    lines += [f"  {line}" for line in (*events, *continuity.lines())]
+    return "\n".join([*lines, *(f"  problem of {g.source.name}: {p}" for g in group for p in g.problems)])
