@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -184,7 +184,11 @@ class Boundary:
         # an iteration that was done again stands twice in one file
         one, two = (log.source for log in self.restart.logs)
         once = one != two or new[0][place] > self.restart.before["iteration"].iloc[-1]
-        made = {"before": _line(one, old, last), "after": _line(two, new, place, once), "expected": float(expected)}
+        made: Any = {
+            "before": _line(one, old, last),
+            "after": _line(two, new, place, once),
+            "expected": float(expected),
+        }
         return Break(quantity=name, cause=cause, restart=self.restart.iteration, detail=detail, **made)
 
 

@@ -18,7 +18,6 @@ from trilane.utils.validation import read_object, require
 from trilane.workspace.installation import outputs_root
 from trilane.workspace.study import Study
 
-LACKS = "lacks it"
 FOUND = ("prediction", "forecast", "decision")  # parts that hold results
 NUMBERS = ("cluster", "planner's constants")  # parts with numbers that nobody chose
 
@@ -52,20 +51,19 @@ class StudyComparison:
         lines += [Text("It is the only study here; name two or more: `-p studies a,b`.")] * (len(self.studies) < 2)
         return Text.joined("\n\n", lines)
 
-    def table(self, differ: bool, parts: Sequence[str] = ()) -> pd.DataFrame:
+    def table(self, differ: bool, *parts: str) -> pd.DataFrame:
         """A row for each part and choice, a column for each study; those that differ, or those that do not."""
         names = dict.fromkeys(name for s in self.studies for name in s.facts)
         order = list(dict.fromkeys(part for part, _ in names))
-        index = pd.MultiIndex.from_tuples(
-            sorted(names, key=lambda name: order.index(name[0])), names=["part", "choice"]
-        )
+        rows = sorted(names, key=lambda name: order.index(name[0]))
+        index = pd.MultiIndex.from_tuples(rows, names=["part", "choice"])
         table = pd.DataFrame({s.name: pd.Series(s.facts, dtype=object).reindex(index) for s in self.studies}, index)
         has_part = table.notna().groupby("part").transform("any")
         # what a notebook was not given is its default
-        table = table.where(has_part, LACKS).fillna("default")[has_part.sum(axis=1) > 1]
-        kept = (table[table != LACKS].nunique(axis=1) > 1) == differ
-        chosen = table.index.get_level_values("part").isin(parts or order)
-        return table[kept & chosen].reset_index()
+        table = table.where(has_part, "lacks it").fillna("default")[has_part.sum(axis=1) > 1]
+        kept = (table[table != "lacks it"].nunique(axis=1) > 1) == differ
+        chosen = table.index.get_level_values("part").isin(parts)
+        return table[kept & (chosen if parts else True)].reset_index()
 
     def differences(self) -> Columns | Text:
         """What differs of what somebody chose: a row a choice, a column a study."""
@@ -76,12 +74,12 @@ class StudyComparison:
 
     def results(self) -> Columns | Text:
         """What differs of what was found: the best plan's prediction, the calendar, the decision."""
-        table = self.table(True, FOUND)
+        table = self.table(True, *FOUND)
         return Columns(table) if len(table) else Text("No two studies have a prediction, or it is the same.")
 
     def folded(self) -> Html:
         """Numbers of the cluster and of the planner that differ, and what is equal: both folded."""
-        groups = {"numbers of the cluster and of the planner differ": self.table(True, NUMBERS)}
+        groups = {"numbers of the cluster and of the planner differ": self.table(True, *NUMBERS)}
         groups["choices are equal"] = self.table(False)
         folded = "<details><summary>{} {}</summary>{}</details>"
         return Html.joined("\n", [Html.of(folded, len(rows), words, show(rows)) for words, rows in groups.items()])
@@ -91,20 +89,20 @@ class StudyComparison:
         tables = {s.name: s.runs.to_frame() for s in self.studies if s.runs.runs}
         if not tables:
             return Text("No study has a run.")
-        table = pd.concat(tables, names=["Study"]).reset_index("Study")
-        return Columns(table.astype(object).fillna(""))
+        return Columns(pd.concat(tables, names=["Study"]).reset_index("Study").astype(object).fillna(""))
 
     def faster(self) -> Text:
         """Whether the fastest topology of a study is faster than that of another."""
         lines = []
         for a, b in combinations(self.studies, 2):
-            one, other = a.fastest(), b.fastest()
-            if without := [s.name for s, runs in ((a, one), (b, other)) if not runs]:
-                lines.append(Text.of("{} against {}: no timed run in {}.", b.name, a.name, " and ".join(without)))
-                continue
-            names = [", ".join(m.name for m in runs) for runs in (one, other)]
-            template = "The fastest topology: A is {} of {}, B is {} of {}. {}"
-            lines.append(Text.of(template, names[0], a.name, names[1], b.name, compare(one, other).as_text()))
+            sides = a.fastest(), b.fastest()
+            without = [s.name for s, runs in zip((a, b), sides, strict=True) if not runs]
+            one, other = (", ".join(m.name for m in runs) for runs in sides)
+            text = Text.of("{} against {}: no timed run in {}.", b.name, a.name, " and ".join(without))
+            if not without:
+                text = Text.of("The fastest topology: A is {} of {}, B is {} of {}.", one, a.name, other, b.name)
+                text = Text.of("{} {}", text, compare(*sides).as_text())
+            lines.append(text)
         return Text.joined("\n\n", lines)
 
     def curves(self) -> dict[str, dict[str, Curve]]:
@@ -119,10 +117,8 @@ class StudyComparison:
     def to_json(self) -> dict[str, Any]:
         """What comparison.json holds."""
         names = [s.name for s in self.studies]
-        rows = [
-            {"part": row["part"], "choice": row["choice"], "values": {name: row[name] for name in names}}
-            for row in self.table(True).to_dict("records")
-        ]
+        rows = self.table(True).to_dict("records")
+        rows = [{**{k: row.pop(k) for k in ("part", "choice")}, "values": row} for row in rows]
         return {"studies": names, "lacks": {s.name: list(s.lacks) for s in self.studies}, "differences": rows}
 
 
@@ -160,46 +156,44 @@ def plan_point(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parts(study: Study) -> StudyParts:
     files, lacks, runs = dict[str, dict[str, Any]](), list[str](), MeasuredRuns(runs=())
-    plans: list[dict[str, Any]] = []
     made_by = {"sizing": "01_sizing", "plans": "02_topology", "calendar": "07_calendar", "decision": "08_decision"}
     for name, notebook in made_by.items():
         try:
-            files[name] = study.load(f"{name}.json", notebook)
-            plans = files[name]["plans"] if name == "plans" else plans
-            assert all(plan_point(plan) and isinstance(plan["cluster"], dict) for plan in plans)
-        except ValueError as error:
-            lacks.append(str(error) if (study.folder / f"{name}.json").exists() else f"{name}.json ({notebook})")
-        except (KeyError, TypeError, AttributeError, ZeroDivisionError, AssertionError):
-            plans = []
-            lacks.append(f"study file={name}.json: is damaged")
+            found = study.load(f"{name}.json", notebook)
+            # what figures and tables read of it is there
+            assert name != "plans" or all(plan_point(p) and isinstance(p["cluster"], dict) for p in found["plans"])
+            files[name] = found
+        except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, AssertionError) as error:
+            why = str(error) if isinstance(error, ValueError) else f"study file={name}.json: is damaged"
+            lacks.append(why if (study.folder / f"{name}.json").exists() else f"{name}.json ({notebook})")
     try:
         runs = measure_runs(study)
     except ValueError as error:
         lacks.append(str(error) if study.run_folders() else "runs (03_launch)")
-    facts = {(part, n): v for part, found in _facts(study, files, plans, runs).items() for n, v in _flat(found).items()}
+    facts = {(part, n): v for part, found in _facts(study, files, runs).items() for n, v in _flat(found).items()}
+    plans = files.get("plans", {"plans": []})["plans"]
     return StudyParts(name=study.name, facts=facts, plans=plans, runs=runs, lacks=tuple(lacks))
 
 
-def _facts(
-    study: Study, files: Mapping[str, dict[str, Any]], plans: Sequence[dict[str, Any]], runs: MeasuredRuns
-) -> dict[str, Any]:
+def _facts(study: Study, files: Mapping[str, dict[str, Any]], runs: MeasuredRuns) -> dict[str, Any]:
     """Everything that was chosen and found, by part."""
-    chosen, best = files.get("plans") or files.get("sizing") or {}, plans[0] if plans else {}
-    calendar, trained = files.get("calendar", {}), [m.plan.to_json() for m in runs.runs if m.plan]
-    forecast = ("plan", "tokens", "days", "days_interval", "gpu_hours", "gpu_hours_interval", "finish")
+    chosen = files.get("plans") or files.get("sizing") or {}
+    best: dict[str, Any] = next(iter(files.get("plans", {}).get("plans", [])), {})
+    calendar = ("plan", "tokens", "days", "days_interval", "gpu_hours", "gpu_hours_interval", "finish")
     predicted = ("sec_per_it", "sec_lo", "sec_hi", "memory_bytes", "oom_probability")
-    # what the search leaves open; several values where runs differ
-    training = [_flat({p: plan[p] for p in ("engine", "data", "optimizer", "dropout", "run")}) for plan in trained]
+    plans = [m.plan.to_json() for m in runs.runs if m.plan]
+    # several values where runs differ
+    training = [_flat({p: plan[p] for p in ("engine", "data", "optimizer", "dropout", "run")}) for plan in plans]
     names = dict.fromkeys(name for one in training for name in one)
     found = {
         "model": chosen.get("shape"),
-        "batch and machine": {k: chosen[k] for k in ("cluster", "gpus", "gbs") if k in chosen},
+        "batch and machine": _some(chosen, ("cluster", "gpus", "gbs")),
         "best plan": best.get("topology"),
-        "prediction": {k: best["prediction"][k] for k in predicted} if best else {},
+        "prediction": _some(best.get("prediction", {}), predicted),
         "cluster": best.get("cluster"),
         "planner's constants": best.get("calibration", {}).get("constants"),
         "training": {n: ", ".join(dict.fromkeys(one[n] for one in training if n in one)) for n in names},
-        "forecast": {k: calendar.get(k) for k in (*forecast, "p_miss_deadline", "p_overrun_allocation") if calendar},
+        "forecast": _some(files.get("calendar", {}), (*calendar, "p_miss_deadline", "p_overrun_allocation")),
         "decision": files.get("decision", {}).get("recommendation"),
     }
     for path in sorted(study.folder.glob("[0-9]*.ipynb")):
@@ -207,17 +201,17 @@ def _facts(
     return found
 
 
-def _flat(values: Any, prefix: str = "") -> dict[str, str]:
+def _some(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in values}
+
+
+def _flat(values: Any) -> dict[str, str]:
     """Nested values by their path, as text: {"ramp": {"start": 8}} -> {"ramp.start": "8"}."""
-    found: dict[str, str] = {}
-    for name, value in values.items() if isinstance(values, dict) else ():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{name}.")
-        # where numbers come from, and where data lies, is no choice
-        elif name not in ("sources", "folder"):
-            text = f"{value:.6g}" if isinstance(value, float) else str(value)
-            found[f"{prefix}{name}"] = "/".join(text.split("/")[-2:]) if text.startswith("/") else text
-    return found
+    flat = pd.json_normalize(values).to_dict("records")[0] if isinstance(values, dict) and values else {}
+    # where numbers come from, and where data lies, is no choice
+    kept = {n: v for n, v in flat.items() if not {"sources", "folder"} & {*n.split(".")}}
+    texts = {name: f"{v:.6g}" if isinstance(v, float) else str(v) for name, v in kept.items()}
+    return {name: "/".join(t.split("/")[-2:]) if t.startswith("/") else t for name, t in texts.items()}
 
 
 def _parameters(path: Path) -> dict[str, Any]:
