@@ -103,13 +103,6 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, argumen
     assert outcome(capsys, "logs", *arguments)[::2] == (2, f"trilane: {message}\n")
 
 
-@pytest.mark.parametrize(
-    ("parameters", "text"), [(181.2e9, "181B"), (1.3e9, "1.3B"), (9.97e9, "10B"), (350e6, "350M"), (999.6e6, "1.0B")]
-)
-def test_sizes_are_printed_in_the_units_of_the_field(parameters, text):
-    assert size(parameters) == text
-
-
 @pytest.mark.skipif(not RAW.is_dir(), reason="TRILANE_PUBLIC_LOGS names no folder")
 def test_real_logs_make_the_rows_that_were_typed_from_them():
     """Behind lines 59 (1.381 s), 61 (2.738 s) and 166 (127 s) of the BLOOM chronicles stand such logs."""
@@ -151,15 +144,6 @@ def fleet(tmp_path):
 def test_a_fleet_is_sorted_by_any_column_and_what_has_no_value_is_last(fleet, capsys, sort, names):
     code, text, _ = outcome(capsys, "logs", "table", fleet, *sort, "--json")
     assert (code, [row["name"] for row in json.loads(text)["rows"]]) == (0, names)
-
-
-def test_logs_of_one_name_are_named_by_their_folders_and_dated_by_their_last_line(tmp_path):
-    stamped = "".join(f" [2023-05-06 07:08:{i:02d}.000000]{m2021(i)}" for i in range(1, 11))
-    for place in ("a", "b"):
-        (tmp_path / place).mkdir()
-        (tmp_path / place / "run.log").write_text(stamped)
-    rows = [(row["name"], row["date"]) for row in read_folder(tmp_path)[0]]
-    assert rows == [("a/run.log", "2023-05-06 07:08"), ("b/run.log", "2023-05-06 07:08")]
 
 
 def test_other_processes_read_the_same_in_the_same_order(fleet, capsys, monkeypatch):

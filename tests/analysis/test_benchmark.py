@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from support import small_plan
 
-from trilane.analysis.benchmark import result, shortened, text
+from trilane.analysis.benchmark import result, text
 from trilane.cli.app import main
-from trilane.config.batch_rampup import Ramp
 from trilane.config.cluster import cluster
 from trilane.config.plan import Plan
 
@@ -50,12 +49,6 @@ def test_mfu_is_over_the_peak_of_the_card(tmp_path: Path) -> None:
     found = result(finished(tmp_path / "run", [2.0] * 8, plan), warm_up=2)
     assert found["mfu"] == pytest.approx(plan.shape.flops_per_iteration(4) / 2 / plan.cluster.gpu.fp32_flops_per_s)
     assert f"MFU {found['mfu']:.1%}" in text(found)
-
-
-def test_a_shortened_plan_runs_at_its_full_batch() -> None:
-    plan = small_plan(train_iters=1000)
-    growing = replace(plan, run=replace(plan.run, ramp=Ramp(start=2, increment=2, samples=100)))
-    assert shortened(growing, 30) == replace(plan, run=replace(plan.run, train_iters=30))
 
 
 BAD = [

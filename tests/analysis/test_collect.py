@@ -3,22 +3,19 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from support import small_plan
 from test_log_dialects import m2021, m2022
-from test_measure import log as numbers
 
 from trilane.analysis import benchmark
-from trilane.analysis.collect import MeasuredRuns, measure_runs
+from trilane.analysis.collect import measure_runs
 from trilane.analysis.compare import compare
-from trilane.analysis.measure import measure, measure_log
+from trilane.analysis.measure import measure
 from trilane.analysis.paths import measure_path
 from trilane.analysis.recalibrate import case_of
 from trilane.analysis.tables import read_folder
 from trilane.cli.app import main
 from trilane.config.batch_rampup import Ramp
-from trilane.config.model import ModelShape
 from trilane.slurm import sites, sweep
 from trilane.slurm.sites import JobRequest
 from trilane.workspace.status import RunStatus, Status, write_status
@@ -49,20 +46,6 @@ def parsed(capsys, *arguments):
     code = main(["logs", "parse", *map(str, arguments), "--json"])
     output = capsys.readouterr()
     return code, json.loads(output.out)["runs"] if output.out else [], output.err
-
-
-def test_a_run_is_one_record(tmp_path, capsys):
-    code, (run,), _ = parsed(capsys, log(tmp_path))
-    assert code == 0 and run["file"].endswith("a.log")
-    numbers = {"dialect": "megatron-2021", "status": "completed", "iterations": 10, "sec_per_it": 2.0, "last_loss": 5.0}
-    assert {name: run[name] for name in numbers} == numbers
-    assert run["max_memory_gib"] == 2.0 and "iteration       10/" in run["evidence"]
-    shape = ModelShape(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=2048, vocab_size=50304)
-    assert list(run["tflops"]) == ["narayanan", "size_factor", "replicated", "megatron_causal"]
-    assert run["tflops"]["narayanan"] == pytest.approx(shape.flops_per_iteration(4, True) / 2 / 8 / 1e12)
-    assert run["left_out"] == [{"reason": "warm-up", "iterations": "1-5"}] and run["mfu"] is None
-    assert run["tokens_per_s"] == 4 * 2048 / 2
-    assert run["arguments"]["hidden_size"] == 2048
 
 
 @pytest.mark.parametrize(
@@ -105,13 +88,6 @@ ABSURD = [
 def test_numbers_that_are_none_spoil_nothing(tmp_path, capsys, text):
     code, runs, errors = parsed(capsys, log(tmp_path, text=text))
     assert (code, len(runs) > 0, errors) == (0, True, "")
-
-
-def test_a_training_too_short_to_be_judged_is_not_called_calm():
-    short, long = (MeasuredRuns(runs=(measure_log(numbers(lines)),)).spikes() for lines in (12, 30))
-    assert "too short" in short and "too short" not in long and "no spike" in long
-    rising = MeasuredRuns(runs=(measure_log(numbers(30, lm_loss=np.linspace(12.5, 40.8, 30))),)).spikes()
-    assert "divergence from" in rising and "40.8" in rising
 
 
 def test_a_notebook_shows_the_first_of_many_runs_failed_ones_first_in_the_order_of_a_column(tmp_path):
@@ -185,12 +161,3 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
 
     assert compare([m], measure_path(folder)).change == 0
     assert case_of(m).topology.gbs == 4
-
-
-def test_a_ramp_that_did_not_end_is_a_case_of_the_batch_it_reached(folder):
-    lines = (folder / "run.log").read_text().splitlines(keepends=True)
-    (folder / "run.log").write_text("".join(lines[:12]))
-    m = measure(folder)
-    assert (m.iterations, m.config.gbs, case_of(m).topology.gbs) == (7, 2, 2)
-    assert m.window.note == "global_batch_size=4 was not reached: 2, the largest, counts"
-    assert m.note == "" and "was not reached" in m.to_json()["notes"][0]

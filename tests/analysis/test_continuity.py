@@ -188,23 +188,6 @@ def test_a_loss_of_another_level_is_found_sooner_on_the_same_data():
     assert causes(1.05, 1001) == [("loss-level", 1001)] and not causes(1.005, 1001)
 
 
-def nanotron(r):
-    """Counts of three digits: https://github.com/huggingface/nanotron/blob/main/src/nanotron/logging/base.py"""
-    tokens = f"{r['consumed_tokens'] / 1e6:.3g}M" if r["consumed_tokens"] > 0 else "0"
-    return (
-        f"iteration: {r['iteration']} / {r['total']} | consumed_tokens: {tokens} | elapsed_time_per_iteration_ms: "
-        f"{r['sec_per_it']:.3g}K | lm_loss: {r['lm_loss']:.3g} | lr: {r['learning_rate']:.3g} | grad_norm: "
-        f"{r['grad_norm']:.3g}\n"
-    )
-
-
-def test_counts_of_three_digits_are_no_jump_until_they_are(tmp_path, monkeypatch):
-    monkeypatch.setitem(DIALECTS, "nanotron", nanotron)
-    assert not restarted(tmp_path, PLAIN, dialect="nanotron")[0]
-    breaks, _ = restarted(tmp_path, FAULTS["data replayed"][0], dialect="nanotron")
-    assert [(b.quantity, b.cause) for b in breaks] == [("consumed_tokens", "data-replayed")]
-
-
 def test_several_runs_in_one_file_are_judged_as_in_several(tmp_path, capsys):
     name = tmp_path / "all.log"
     parts = [PLAIN.rows(1, 400), PLAIN.rows(301, 500, run=1), changed(samples=-640.0).rows(501, 560, run=2)]
@@ -241,13 +224,3 @@ def test_a_study_shows_the_restarts_inside_its_run_folders_and_from_one_to_the_n
         ("a/run.log", "b/run.log", "another-schedule", 3),
     }
     assert "data is replayed" in shown.summary() and "**2** restarts" in shown.summary()
-
-
-def test_numbers_that_no_training_has_are_left_out(tmp_path, capsys):
-    """Each column in turn is 0, negative, tiny, huge, or not a number."""
-    for name in ("learning_rate", "consumed_samples", "global_batch_size", "lm_loss", "loss_scale", "sec_per_it"):
-        for value in (0.0, -1.0, 1e-300, 1e300, math.nan):
-            rows = [r | {name: value} for r in PLAIN.rows(41, 50, run=1)]
-            names = written(tmp_path, [text(PLAIN.rows(1, 40)), text(rows)])
-            assert main(["logs", "spikes", *names, "--json"]) == 0
-            json.loads(capsys.readouterr().out, parse_constant=pytest.fail)

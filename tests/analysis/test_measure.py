@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from support import REPOSITORY, small_plan
+from support import REPOSITORY
 
 from trilane.analysis import flops, loss_curve
 from trilane.analysis.measure import ideal_bubble, measure_log, phases
 from trilane.analysis.run_config import RunConfig, run_config
-from trilane.analysis.steady_state import ranges, steady_state
-from trilane.config.model import parse_shape
+from trilane.analysis.steady_state import steady_state
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
 from trilane.logs.hardware import Device
 from trilane.logs.run import RunLog, read_log
@@ -85,11 +84,6 @@ def test_a_batch_that_varies_within_some_percent_is_no_ramp(batch, left):
     assert sorted({*range(1, 21)} - {*full}) == left
 
 
-def test_numbers_that_follow_each_other_are_a_range():
-    assert ranges((1, 2, 3, 7, 9, 10)) == "1-3, 7, 9-10"
-    assert ranges(tuple(range(0, 20, 2))) == "0, 2, 4, 6 and 6 more"
-
-
 def printed_rows():
     """(row, printed TFLOPs, rates by definition) of the shipped rows that print seconds and TFLOPs."""
     with shipped_rows().open(newline="") as file:
@@ -112,19 +106,6 @@ def test_the_chronicles_printed_rates_are_the_old_definition_until_20_february_a
     assert (len(off["replicated"]), len(off["narayanan"])) == (13, 101)
     assert max(off["replicated"]) < 1e-3
     assert sum(e < 1e-3 for e in off["narayanan"]) == 98
-
-
-def test_the_definitions_agree_where_they_must():
-    """Size x factor is 8 (6) tokens N; the causal one lacks half of the attention core and all recomputation."""
-    shape, tokens = parse_shape("24,2048,16,2048,50304"), 16 * 2048
-    none, full = (RunConfig(shape=shape, gpus=1, gbs=16, recompute=r) for r in ("none", "full"))
-    plain, redone = flops.rates(none, 1.0), flops.rates(full, 1.0)
-    assert redone["size_factor"] == 8 * tokens * shape.parameters
-    assert plain["size_factor"] == pytest.approx(3 / 4 * redone["size_factor"])
-    core = 12 * 16 * 2048**2 * 24 * 2048
-    assert plain["narayanan"] - plain["megatron_causal"] == pytest.approx(core / 2)
-    assert redone["megatron_causal"] == plain["megatron_causal"]
-    assert redone["narayanan"] > plain["narayanan"] > plain["megatron_causal"]
 
 
 def test_the_printed_rate_of_the_old_branch_is_the_size_times_the_factor():
@@ -193,14 +174,6 @@ def test_a_log_that_prints_its_kind_of_decoder_has_that_shape(given, kind):
     assert m.config.shape.kind == kind and m.config.note == ""
 
 
-def test_context_parallel_ranks_are_no_replicas_and_fp8_has_its_own_peak():
-    devices = (Device(index=0, name="NVIDIA H100 80GB HBM3", used_bytes=0, total_bytes=81559 * 2**20),)
-    this = log(arguments={**ARGUMENTS, "context_parallel_size": 2, "bf16": True, "fp8": "hybrid"})
-    setup = run_config(RunLog(**{**vars(this), "devices": devices}))
-    assert (setup.dp, setup.precision, setup.card) == (1, "fp8", "H100-80GB")
-    assert setup.peak_flops_per_s == pytest.approx(1979e12, rel=1e-3)
-
-
 def test_the_flops_of_a_gate_and_of_shared_keys_are_counted_as_megatron_does():
     """core_v0.16.1, training.py, num_floating_point_operations: 6 B s per weight of a layer, half of the scores."""
     config = measure_log(log(arguments={**ARGUMENTS, **LLAMA, "add_bias_linear": False})).config
@@ -220,24 +193,6 @@ def test_what_the_log_lacks_is_no_number():
     assert m.sec_per_it == 2.0 and m.config.shape is None
     empty = measure_log(log(0))
     assert math.isnan(empty.sec_per_it) and empty.iterations == 0
-
-
-def test_a_plan_supplies_what_a_log_lacks():
-    plan = small_plan(dp=2)
-    m = measure_log(log(), plan)
-    assert (m.config.gpus, m.tokens_per_s) == (2, 4 * 32 / 2)
-    assert m.flops_per_s_per_gpu == pytest.approx(plan.shape.flops_per_iteration(4) / 2 / 2)
-    assert m.utilization == {}, "the peak of a core says nothing about a process that shares it"
-
-
-def test_the_full_batch_counts_however_short_it_was_and_where_it_was_not_reached_the_largest():
-    batch = np.full(20, 8)
-    batch[18:] = 16
-    m = measure_log(log(global_batch_size=batch, sec_per_it=batch / 4, arguments=ARGUMENTS))
-    assert (m.iterations, m.sec_per_it, m.config.gbs, m.tokens_per_s) == (2, 4.0, 16, 16 * 2048 / 4)
-    early = measure_log(log(global_batch_size=batch, arguments={**ARGUMENTS, "global_batch_size": 64}))
-    assert (early.iterations, early.config.gbs) == (2, 16)
-    assert early.window.note == "global_batch_size=64 was not reached: 16, the largest, counts"
 
 
 def test_the_ideal_bubble_is_that_of_the_paper():

@@ -80,14 +80,6 @@ def test_what_a_study_lacks_or_what_is_damaged_in_it_is_a_line(outputs: Path, te
     assert found.summary() and found.folded() and found.differences() and found.results()
 
 
-def test_without_names_the_study_that_changed_last_is_compared_with_this_one(outputs: Path) -> None:
-    here = study("a")
-    assert "only study" in compare_studies(here).summary()
-    study("b")
-    study("c")
-    assert [s.name for s in compare_studies(here).studies] == ["a", "c"]
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [

@@ -10,7 +10,6 @@ from support import REPOSITORY
 from trilane.config.plan import read_plan
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
-from trilane.forecasting.capacity import Capacity, CapacityStep
 from trilane.forecasting.decision import Decision, alternatives, calendar_record, decide, measured_like, study_plan
 from trilane.forecasting.forecast import forecast
 from trilane.report import notebook
@@ -55,15 +54,6 @@ def test_the_measured_run_is_next_to_its_prediction(calendar):
     assert calendar["sec_per_it"] / calendar["measured"][0]["seconds"] == pytest.approx(1, abs=0.03)
 
 
-def test_the_headline_has_the_date_and_both_probabilities_and_no_markup_of_others(calendar, found):
-    text = Decision(record=calendar, title="a_b <b>").headline()
-    assert text.startswith(r"a\_b &lt;b&gt; ") and text.endswith(found.summary())
-    assert calendar["finish"]["p50"][:10] in text and f"{calendar['p_miss_deadline']:.1%}" in text
-    support = {"support": {"words": "no measured run like this; the nearest is <b>"}}
-    far = Decision(record={**calendar, "p_miss_deadline": 0.0, "plan": "<script>", "prediction": support}).summary()
-    assert "**under 0.1 %**" in far and "<script" not in far and "the nearest is &lt;b&gt;" in far
-
-
 def test_a_study_hands_on_a_whole_plan_by_id_or_label_with_its_calibration(outputs):
     """02 to 07: the seconds of the forecast's constant phase are those of plans.json to the last digit."""
     known, study = replace(default(PLAN.cluster), matmul=0.5), Study.create("handed")
@@ -86,31 +76,6 @@ def test_a_page_of_plans_that_were_written_again_since_is_stale(outputs, found, 
     assert not decide(study).is_stale and PLAN.id in decide(study).notes()
     study.save("plans.json", {"plans": []}, "02_topology")
     assert decide(study).is_stale and "Attention" in decide(study).notes()
-
-
-def test_each_batch_size_of_the_ramp_takes_the_seconds_of_predict(found):
-    for step in found.schedules[0][1][::20]:
-        seconds = predict(replace(PLAN, topology=replace(PLAN.topology, gbs=step.phase.gbs))).sec_per_it
-        assert step.choice.seconds == pytest.approx(seconds, rel=1e-12)
-
-
-def test_a_cheaper_schedule_that_takes_longer_costs_less_and_money_is_in_proportion(others):
-    fixed, fastest, reshaped, cheapest = others.schedules
-    assert reshaped["days"] <= fastest["days"] <= fixed["days"] <= cheapest["days"]
-    assert cheapest["gpu_hours"] < fixed["gpu_hours"] and "money" not in others.to_frame()
-    priced = replace(others, price=2.0).to_frame()
-    assert list(priced["money"]) == list(2 * priced["GPU-hours"])
-
-
-def test_on_a_capacity_that_grows_the_rivals_wait_for_it_too():
-    grows = tuple(CapacityStep(first_day=day, gpus=n) for day, n in ((START, 144), (date(2027, 2, 1), 384)))
-    late = forecast(PLAN, **{**ASKED, "ramp": "1024,512,1000000", "runs": 100}, capacity=Capacity(steps=grows))
-    compared = alternatives(late)
-    plain, fastest, *_ = compared.schedules
-    assert plain["days"] == pytest.approx(late.ideal.wall_s[0] / 86400) and fastest["days"] <= plain["days"]
-    assert plain["gpu_hours"] == pytest.approx(late.ideal.gpu_s[0] / 3600)
-    assert plain["restarts"] == len(late.jobs()) - 1 > 0
-    assert compared.topologies and all(rival["days"] > 31 for rival in compared.topologies)
 
 
 def test_the_figures_of_a_recommendation_are_those_of_the_plan_that_it_names(found):

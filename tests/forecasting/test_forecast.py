@@ -91,25 +91,12 @@ def test_dalys_interval_is_nearly_the_best_and_youngs_for_short_saves():
     assert costs[1] == min(costs) and daly_interval_s(10 * HOUR, HOUR) == HOUR
 
 
-def test_without_risk_and_doubt_the_run_takes_its_iterations_and_nothing_else():
-    found = made(**SURE)
-    work = sum(step.phase.iterations * step.choice.seconds for step in found.schedules[0][1]) / DAY
-    assert [found.days(q) for q in (0.05, 0.5, 0.95)] == pytest.approx([work] * 3, rel=1e-6)
-    assert found.gpu_hours(0.5) == pytest.approx(work * 24 * 384, rel=1e-6)
-    assert sum(p.iterations for p in found.request.phases) == parse_ramp(RAMP).iterations(found.request.samples, 2048)
-
-
 def test_ramp_days_are_each_batch_sizes_predicted_seconds_times_its_iterations():
     by_hand = sum(
         phase.iterations * iteration_time(SHAPE, replace(TOPOLOGY, gbs=phase.gbs), A100, K).total
         for phase in parse_ramp(RAMP).phases(2048)
     )
     assert made(runs=100).to_json()["ramp"]["days"] == pytest.approx(by_hand / DAY)
-
-
-def test_the_ramp_of_a_run_that_ends_inside_it_is_the_whole_run():
-    ramp = made(tokens=100e9, ramp="1024,1024,100000000", **SURE).to_json()["ramp"]
-    assert ramp["batch_sizes"] == 1 and ramp["days_interval"] == pytest.approx([ramp["days"]] * 2, rel=1e-6)
 
 
 def test_days_on_which_nothing_can_run_are_no_days_of_the_ramp_and_cost_nothing():
@@ -142,11 +129,6 @@ def test_a_run_that_ends_on_the_day_of_its_deadline_keeps_it():
     last = made(**sure).finish(0.5).date()
     days = (last, date.fromordinal(last.toordinal() - 1))
     assert [made(deadline=day, **sure).to_json()["p_miss_deadline"] for day in days] == [0, 1]
-
-
-def test_more_failures_and_fewer_spares_cost_days():
-    days = [made(failures_per_node_year=rate).days(0.5) for rate in (0, 2, 20)]
-    assert days == sorted(days) and days[-1] < made(failures_per_node_year=20, spare_nodes=0).days(0.5)
 
 
 @pytest.mark.parametrize(
@@ -186,26 +168,6 @@ def test_gpus_whose_memory_holds_no_replica_are_waited_through_like_too_few(few,
     """48 GPUs are a replica by count; ZeRO 1 fits the card only from two replicas on."""
     found = made(capacity=steps(("2027-01-01", few), ("2027-02-01", 384)), runs=100)
     assert (found.jobs()[0].start_s == 31 * DAY) is waits
-
-
-def test_a_job_whose_gpus_stay_goes_on_where_the_capacity_changes():
-    """A step to as many GPUs, or to more than the plan takes, and to a shared machine."""
-    same = steps(("2027-01-01", 384), ("2027-01-20", 400), ("2027-02-01", 384, True))
-    risks = replace(CALM, startup_s=1200, queue_s=7200)
-    plain, changed = made(risks=risks), made(risks=risks, capacity=same)
-    assert len(changed.jobs()) == len(plain.jobs()) == 1
-    assert changed.expected.wall_s == pytest.approx(plain.expected.wall_s)
-    assert changed.expected.gpu_s == pytest.approx(plain.expected.gpu_s)
-
-
-def test_a_change_of_gpus_costs_a_start_up_and_where_shared_the_queue_which_is_not_charged():
-    fewer, free = steps(("2027-01-01", 96), ("2027-02-01", 384, True)), replace(CALM, startup_s=0, queue_s=0)
-    risks = (free, replace(free, startup_s=1200.0), replace(free, queue_s=7200.0))
-    base, start, wait = (made(**{**SURE, "risks": r}, capacity=fewer) for r in risks)
-    assert start.lost_days["change of capacity"] * DAY == pytest.approx(1200)
-    assert start.gpu_hours(0.5) - base.gpu_hours(0.5) == pytest.approx(384 * 1200 / 3600, rel=0.01)
-    assert wait.lost_days["queue between jobs"] * DAY == pytest.approx(7200, rel=0.01)
-    assert wait.gpu_hours(0.5) == pytest.approx(base.gpu_hours(0.5), abs=1)
 
 
 @pytest.mark.parametrize(("shared", "share"), [(False, 0.0), (True, 0.1)])
@@ -270,18 +232,6 @@ def test_a_restart_of_the_schedule_is_paid_once_and_not_in_every_piece_of_its_ph
     assert paused.stretches[0].seconds.sum() - plain.stretches[0].seconds.sum() == pytest.approx(1000)
 
 
-def test_the_same_seed_gives_the_same_answer():
-    assert made().days(0.95) == made().days(0.95) != made(seed=1).days(0.95)
-
-
-def test_batch_sizes_that_the_plan_cannot_divide_are_run_where_dp_and_mbs_may_follow():
-    small = replace(PLAN, topology=replace(TOPOLOGY, gbs=256))
-    with pytest.raises(ValueError, match=r"^ramp=200, 216, 232, 248: every batch size must be a multiple of mbs x dp"):
-        request(plan=small, ramp="192,8,100000")
-    found = made(ramp="192,8,9765625", adapt="days", runs=100)
-    assert all(s.phase.gbs % (s.choice.mbs * s.choice.dp) == 0 for s in found.schedules[0][1])
-
-
 def test_energy_is_known_for_known_cards_and_money_where_a_price_is_given():
     """DGX A100 data sheet: 6.5 kW at most for 8 GPUs, and a fifth more for the building."""
     plain, priced = made(runs=100).to_json(), made(runs=100, price=2.0, watts=500).to_json()
@@ -291,13 +241,6 @@ def test_energy_is_known_for_known_cards_and_money_where_a_price_is_given():
     )
     other = replace(PLAN, cluster=replace(A100, gpu=replace(A100.gpu, name="RTX-9")))
     assert made(runs=100, plan=other).to_json()["energy_kwh"] is None
-
-
-def test_a_plan_far_from_all_measured_runs_has_a_wider_forecast():
-    """The prediction's interval widens with the distance from measured rows (costmodel/predict.py)."""
-    shape = replace(SHAPE, num_layers=4, hidden_size=512, num_attention_heads=4, seq_length=128)
-    far = replace(PLAN, shape=shape, topology=replace(TOPOLOGY, tp=1, pp=1, mbs=1, partition="uniform"))
-    assert request(plan=far).uncertainty.common > 1.5 * request().uncertainty.common
 
 
 @pytest.fixture

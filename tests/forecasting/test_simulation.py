@@ -43,13 +43,6 @@ def test_idle_hours_that_are_not_charged_cost_days_and_no_gpu_hours() -> None:
         assert found.gpu_s[0] == pytest.approx(8 * (900 + 9 * 3.6 * charged))
 
 
-def test_certain_extra_time_is_a_share_of_the_work() -> None:
-    found = run(CALM, stretch([600.0, 400.0]), shares={"saving": 0.05, "evaluation": 0.1})
-    assert found.wall_s[0] == pytest.approx(1150)
-    assert (found.lost_s["saving"][0], found.lost_s["evaluation"][0]) == pytest.approx((50, 100))
-    assert found.reached_s[0] == pytest.approx([690, 1150])
-
-
 @pytest.mark.parametrize(("shared", "queued"), [(False, 0), (True, 50)])
 def test_a_change_of_capacity_costs_a_start_up_and_the_queue_only_where_others_share_it(shared: bool, queued: float):
     """Half of the work on 8 GPUs until second 500, the other half on 16; the first start waits for nobody."""
@@ -74,16 +67,3 @@ def test_work_is_done_phase_after_phase_across_windows() -> None:
     found = run(CALM, stretch(phases, end=150), Stretch(window=empty), stretch(phases, start=190))
     assert found.reached_s[0] == pytest.approx([100, 240, 340]) and found.wall_s[0] == pytest.approx(340)
     assert found.gpu_s[0] == pytest.approx(8 * 300)
-
-
-def test_thousands_of_runs_scatter_as_their_causes_do() -> None:
-    """Stops with a queue of 100 s: a Poisson number n of them, mean 100, each uniform in 60 s plus exponential waits.
-
-    Variance of the sum (Wald): E n (mean^2 + variance) = 100 (130^2 + 60^2 / 12 + 100^2).
-    """
-    risks = replace(CALM, stops=(Interruption(name="stop", per_year=NODE_YEAR_S / 1e6),), queue_s=100)
-    rng, sure = np.random.default_rng(5), Uncertainty(common=0, independent=0)
-    many = Simulation(np.zeros(1, int), sure, risks, {}, 60.0, 20_000, rng).run([stretch([1e8], shared=True)])
-    lost = many.lost_s["stop"]
-    assert lost.mean() == pytest.approx(100 * 130, rel=0.01)
-    assert lost.var() == pytest.approx(100 * (130**2 + 300 + 100**2), rel=0.05)

@@ -1,7 +1,7 @@
 """A/B comparison: whether the runs of B differ from those of A by more than repeated runs of one configuration do."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +13,7 @@ from trilane.utils.validation import require
 # Seven pairs of runs of one configuration on one day among the shipped rows differ by 0.6, 1.1, 1.1, 1.4, 2.7, 9.0 and
 # 15.5 % (tests recompute it). A claim on single runs must exceed their mean square; the number of repeats is computed
 # from their median, the usual difference. On another day the network may differ: 76 % once.
-SINGLE_DEVIATION, SINGLE_FREEDOM, USUAL_DEVIATION = 0.049, 7, 0.0144
-MOST_REPEATS = 1000
+SINGLE_DEVIATION, SINGLE_FREEDOM, USUAL_DEVIATION, MOST_REPEATS = 0.049, 7, 0.0144, 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +60,15 @@ class Comparison:
         )
 
     def __str__(self) -> str:
-        unit = f"a{'n' * (self.unit == 'iteration')} {self.unit}"
+        unit = "an iteration" if self.unit == "iteration" else "a token"
         seconds = f"A {self.seconds_a:.4g} s, B {self.seconds_b:.4g} s {unit} ({self.runs_a} and {self.runs_b} runs)"
-        return "\n".join(
-            [self.sentence, seconds, f"spread between runs {self.deviation:.2%}: {self.source}", *self.notes]
-        )
+        spread = f"spread between runs {self.deviation:.2%}: {self.source}"
+        return "\n".join([self.sentence, seconds, spread, *self.notes])
 
     def as_text(self) -> Text:
         """The verdict and the spread that it rests on, for a notebook."""
-        spread = Text.of("Spread between runs {:.1%}: {}. {}", self.deviation, self.source, "; ".join(self.notes))
-        return Text.of("**{}.** {}", self.sentence, spread)
+        text = "**{}.** Spread between runs {:.1%}: {}. {}"
+        return Text.of(text, self.sentence, self.deviation, self.source, "; ".join(self.notes))
 
 
 def compare(a: Sequence[Measurement], b: Sequence[Measurement], confidence: float = 0.95) -> Comparison:
@@ -165,18 +163,14 @@ def _spread(x: np.ndarray, y: np.ndarray, least: float) -> tuple[float, float, f
 
 def _own_error(m: Measurement) -> float:
     """Standard error of a run's own median, a lower bound of any comparison's."""
-    known = m.iterations and m.spread > 0
-    return 1.25 * 1.4826 * m.spread / math.sqrt(m.iterations) if known else 1e-6
+    return 1.25 * 1.4826 * m.spread / math.sqrt(m.iterations) if m.iterations and m.spread > 0 else 1e-6
 
 
-def _notes(a: Sequence[Measurement], b: Sequence[Measurement]) -> list[str]:
-    notes = []
+def _notes(a: Sequence[Measurement], b: Sequence[Measurement]) -> Iterator[str]:
     for side, runs in (("A", a), ("B", b)):
-        kinds = {(m.config.shape, m.config.tp, m.config.pp, m.config.dp, m.config.mbs) for m in runs}
-        notes += [f"the runs of {side} differ among themselves in shape or topology"] * (len(kinds) > 1)
-        notes += [f"the time of {m.name} of {side} is open: {m.time_problems[0]}" for m in runs if m.time_problems]
-    gpus = [{m.config.gpus for m in runs if m.config.gpus} for runs in (a, b)]
-    if all(gpus) and gpus[0] != gpus[1]:
-        one, other = (" or ".join(map(str, sorted(numbers))) for numbers in gpus)
-        notes.append(f"A ran on {one} GPUs, B on {other}")
-    return notes
+        if len({(m.config.shape, m.config.tp, m.config.pp, m.config.dp, m.config.mbs) for m in runs}) > 1:
+            yield f"the runs of {side} differ among themselves in shape or topology"
+        yield from (f"the time of {m.name} of {side} is open: {m.time_problems[0]}" for m in runs if m.time_problems)
+    one, other = ({m.config.gpus for m in runs} - {0} for runs in (a, b))
+    if one and other and one != other:
+        yield "A ran on {} GPUs, B on {}".format(*(" or ".join(map(str, sorted(n))) for n in (one, other)))

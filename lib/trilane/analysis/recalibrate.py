@@ -15,12 +15,10 @@ from trilane.config.engines import ENGINES, label_of
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.costmodel import calibration, shipped
 from trilane.costmodel.calibration import Calibration, Configuration
-from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import fit_time
-from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.costmodel.predict import Prediction, predict, sizes_of
 from trilane.costmodel.row_cells import cells_of
-from trilane.costmodel.uncertainty import Z90, Posterior, posterior
+from trilane.costmodel.uncertainty import Posterior, posterior
 from trilane.planning.search import search_space
 from trilane.planning.space import space_around
 from trilane.utils.numbers import amount
@@ -66,18 +64,6 @@ class Recalibration(Table):
     def _repr_html_(self) -> str:
         found = super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)
         return found + "".join(Html.of("<p>Not used: {}</p>", line) for line in self.left_out[:12])
-
-    def memory_summary(self) -> Text:
-        """How far the predicted memory is off, where that is more than a quarter."""
-        ratios = [p.memory_bytes / m.memory_bytes for p, m in zip(self.before, self.runs, strict=True)]
-        far = [ratio for ratio in ratios if ratio < 0.8 or ratio > 1.25]  # False for NaN
-        text = (
-            "**The predicted memory is wrong by more than a quarter in {} of {} runs**, at worst {:.2g} times what was "
-            "measured. Is the log that of the fullest rank, and is what it prints the peak that was reserved? "
-            "Recalibration corrects seconds, not memory."
-        )
-        worst = max(far, key=lambda ratio: abs(math.log(ratio)), default=1)
-        return Text.of(text, len(far), len(ratios), worst) if far else Text()
 
     def constants(self) -> Table | Text:
         """The planner's constants before and after."""
@@ -207,47 +193,50 @@ def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | N
 
 @dataclass(frozen=True, kw_only=True)
 class ShortRun:
-    """A possible run, its cost, the interval of the fastest plan's time after it (90 %, of ln(seconds)), its worth."""
+    """A plan to measure by a short run: believed seconds an iteration, half of their 90 % interval of ln, and cost."""
 
     case: Configuration
+    label: str
+    seconds: float
+    half_width: float
     gpu_hours: float
-    half_width_after: float
-    worth: float
+
+    @property
+    def at_best(self) -> float:
+        """ln of the lower end of the seconds of a sequence, which compares plans of different batch sizes."""
+        return math.log(self.seconds / self.case.topology.gbs) - self.half_width
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextRuns(Table):
-    """Short runs that would tell most about the choice among `plans`, best first; false where there is no plan.
+    """The plans in the order in which to measure them: first the one that may be the fastest; false without a plan.
 
-    `winner` is believed to be the fastest, in `seconds` with their `half_width` (90 %, of ln(seconds)); `rival`, the
-    next one, may be as fast; "" where that is unlikely.
+    The lower end of each interval decides (optimism in the face of uncertainty: Auer et al. 2002, Machine Learning
+    47): a plan is worth a run while it may still be the fastest. Left out: what one run teaches about another plan.
     """
 
-    plans: tuple[Configuration, ...] = ()
-    winner: str = ""
-    rival: str = ""
-    seconds: float = math.nan
-    half_width: float = math.nan
     runs: tuple[ShortRun, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.plans)
+        return bool(self.runs)
 
     def summary(self) -> Text:
-        """Which plan is believed to be the fastest, and whether that is open."""
-        text = "Of {} plans {:code} is believed to be the fastest, {:.3g} s an iteration ± {:.1%}{}."
-        rival = Text.of("; {:code} may be as fast", self.rival) if self.rival else ""
-        width = np.expm1(self.half_width)
-        return Text.of(text, len(self.plans), self.winner, self.seconds, width, rival) if self else NOTHING
+        """Which plan is believed to be the fastest, and which others may be as fast."""
+        if not self:
+            return NOTHING
+        best = min(self.runs, key=lambda run: run.seconds / run.case.topology.gbs)
+        others = [run for run in self.runs if run is not best and run.at_best < best.at_best + 2 * best.half_width]
+        text = "Of {} plans {:code} is believed to be the fastest, {:.3g} s an iteration ± {:.1%}; {} may be as fast."
+        return Text.of(text, len(self.runs), best.label, best.seconds, np.expm1(best.half_width), len(others))
 
     def to_frame(self) -> DataFrame:
-        """The eight best runs: cost, and the interval of the fastest plan's time now and after."""
+        """The first eight: what is believed of each, and what a short run of it costs."""
         columns: dict[str, str | Callable[[Any], Any]] = {
-            f"short run ({ITERATIONS} iterations)": lambda run: label(run.case),
+            f"short run ({ITERATIONS} iterations)": "label",
             "gbs": "case.topology.gbs",
+            "s/it": "seconds",
+            "±": lambda run: f"{np.expm1(run.half_width):.1%}",
             "GPU-hours": "gpu_hours",
-            "winner's time, now": lambda run: f"± {np.expm1(self.half_width):.1%}",
-            "after it": lambda run: f"± {np.expm1(run.half_width_after):.1%}",
         }
         return frame_of(self.runs[:8], columns)
 
@@ -256,7 +245,7 @@ class NextRuns(Table):
 
 
 def next_runs(study: Study, recalibration: Recalibration) -> NextRuns:
-    """The choice among the study's plans after recalibration, and the short runs that would improve it most.
+    """The study's plans after recalibration, in the order in which to measure them.
 
         next_runs(study, recalibrate(runs.timed)).summary()
 
@@ -276,55 +265,13 @@ def next_runs(study: Study, recalibration: Recalibration) -> NextRuns:
     return short_runs(list({(c.shape, c.topology): c for c in found}.values()), recalibration.belief)
 
 
-def short_runs(plans: Sequence[Configuration], belief: Posterior, runs: Sequence[Configuration] = ()) -> NextRuns:
-    """The runs (those given, else the plans and smaller versions of them), the most worthwhile first.
-
-    A run of plan x takes cov(d, x)^2 / var(x's measured ln(seconds)) from the variance of d. That is the distance of
-    the second fastest plan from the fastest, or, where it is unlikely to be as fast, the fastest plan's time. What is
-    taken for each GPU-hour is the worth. Left out: third plans, and that several runs together may tell more.
-    """
-    runs = list(runs) or siblings(plans)
-    # of a sequence, which compares plans of different batch sizes
-    mean = belief.expected(plans) - np.log([p.topology.gbs for p in plans])
-    covariance = belief.covariance([*plans, *runs])
-    first, second = [*np.argsort(mean), int(np.argmin(mean))][:2]
-    spread = covariance[first, first] + covariance[second, second] - 2 * covariance[first, second]
-    is_open = first != second and mean[second] - mean[first] < Z90 * np.sqrt(spread)
-    moves = covariance[:, len(plans) :] / np.sqrt(np.diag(covariance)[len(plans) :] + belief.noise**2)
-    taken = (moves[first] - moves[second] if is_open else moves[first]) ** 2
-    left = Z90 * np.sqrt(np.maximum(covariance[first, first] - moves[first] ** 2, 0.0))
-    found = []
-    for run, seconds, width, gain in zip(runs, np.exp(belief.expected(runs)), left, taken, strict=True):
+def short_runs(plans: Sequence[Configuration], belief: Posterior) -> NextRuns:
+    """The plans as short runs of ITERATIONS, the one first that may be the fastest."""
+    runs = []
+    for c, mean, width in zip(plans, belief.expected(plans), belief.half_widths(plans), strict=True):
         # imports, NCCL, first kernels: guessed, not measured
-        whole = (120.0 if run.cluster.gpu.kind == "cuda" else 15.0) + ITERATIONS * float(seconds)
-        hours = run.topology.gpus * whole / 3600
-        found.append(ShortRun(case=run, gpu_hours=hours, half_width_after=float(width), worth=float(gain) / hours))
-    return NextRuns(
-        plans=tuple(plans),
-        winner=label(plans[first]),
-        rival=label(plans[second]) if is_open else "",
-        seconds=float(np.exp(belief.expected([plans[first]])[0])),
-        half_width=Z90 * float(np.sqrt(covariance[first, first])),
-        runs=tuple(sorted(found, key=lambda run: -run.worth)),
-    )
-
-
-def siblings(plans: Sequence[Configuration]) -> list[Configuration]:
-    """The plans, and each with a half, a quarter, ... of its replicas and batch: the same pipeline on fewer GPUs.
-
-    Those that more likely than not run out of memory are left out: nothing would be measured.
-    """
-    found = dict[object, Configuration]()
-    for plan in plans:
-        t = plan.topology
-        for parts in (2**n for n in range(t.dp.bit_length()) if t.dp % 2**n == 0):
-            case = replace(plan, topology=replace(t, dp=t.dp // parts, gbs=t.gbs // parts))
-            need = memory_bytes(columns_of(case.shape, case.topology, case.engine), case.cluster)
-            if float(oom_probability(need, case.cluster)) <= 0.5:
-                found.setdefault((plan.shape, case.topology), case)
-    return list(found.values()) or list(plans)
-
-
-def label(case: Configuration) -> str:
-    """The label of a plan, with every choice beyond the defaults of its cluster and engine."""
-    return label_of(case.shape, case.cluster, case.topology, case.engine or ENGINES[0])
+        seconds = (120.0 if c.cluster.gpu.kind == "cuda" else 15.0) + ITERATIONS * math.exp(mean)
+        known = {"seconds": math.exp(mean), "half_width": float(width), "gpu_hours": c.topology.gpus * seconds / 3600}
+        label = label_of(c.shape, c.cluster, c.topology, c.engine or ENGINES[0])
+        runs.append(ShortRun(case=c, label=label, **known))
+    return NextRuns(runs=tuple(sorted(runs, key=lambda run: run.at_best)))

@@ -134,29 +134,31 @@ def _shape(log: RunLog) -> ModelShape | None:
     """
     given, names = log.arguments, ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
     sizes: dict[str, Any] = {name: _whole(log, name) for name in names}
-    of, tp = _whole(log, "make_vocab_size_divisible_by") or 128, _whole(log, *NAMES["tp"]) or 1
-    tokens = _whole(log, "vocab_size")
-    vocab = _whole(log, "padded_vocab_size") or (padded_vocab_size(tokens, tp, of) if tokens else 0)
-    no_bias = given.get("add_bias_linear") is False or given.get("disable_bias_linear") is True
-    rotary, gate = given.get("use_rotary_position_embeddings") is True, given.get("glu_activation")
-    position = str(given.get("position_embedding_type") or given.get("pos_emb")).rpartition(".")[2]
-    activation = gate if gate in GATED else "squared-relu" if given.get("squared_relu") is True else "gelu"
-    groups = _whole(log, "num_query_groups") if given.get("group_query_attention") is True else 0
-    named = given.get("position_embedding_type") or given.get("pos_emb")
+    of, tokens = _whole(log, "make_vocab_size_divisible_by") or 128, _whole(log, "vocab_size")
+    padded = padded_vocab_size(tokens, _whole(log, *NAMES["tp"]) or 1, of) if tokens else 0
+    vocab, gate = _whole(log, "padded_vocab_size") or padded, given.get("glu_activation")
     if not vocab or not all(sizes.values()):
         return None
+
+    def on(*names: str) -> bool:
+        return any(given.get(name) is True for name in names)
+
+    position = str(given.get("position_embedding_type") or given.get("pos_emb") or "learned").rpartition(".")[2]
+    no_bias = given.get("add_bias_linear") is False or on("disable_bias_linear")
+    activation = gate if gate in GATED else "squared-relu" if on("squared_relu") else "gelu"
+    groups = _whole(log, "num_query_groups") if on("group_query_attention") else 0
     try:
         return ModelShape(
             vocab_size=vocab,
             **sizes,
-            activation="swiglu" if given.get("swiglu") is True else activation,
+            activation="swiglu" if on("swiglu") else activation,
             ffn_hidden_size=_whole(log, "ffn_hidden_size") or (4 * sizes["hidden_size"] if gate else None),
             num_key_value_heads=groups or _whole(log, "num_key_value_heads", "num_kv_heads") or None,
             normalization=NAMES["norms"].get(str(given.get("normalization") or given.get("norm")), "layernorm"),
-            positions="rotary" if rotary else NAMES["positions"].get(position if named else "", "learned"),
-            biases="all" if not no_bias else "qkv" if given.get("add_qkv_bias") is True else "none",
-            tied_embeddings=not any(given.get(name) is True for name in NAMES["untied"]),
-            embedding_layernorm=given.get("embed_layernorm") is True,
+            positions=NAMES["positions"].get("rope" if on("use_rotary_position_embeddings") else position, "learned"),
+            biases="all" if not no_bias else "qkv" if on("add_qkv_bias") else "none",
+            tied_embeddings=not on(*NAMES["untied"]),
+            embedding_layernorm=on("embed_layernorm"),
         )
     except ValueError:
         return None

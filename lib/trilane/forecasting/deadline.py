@@ -98,16 +98,15 @@ def sizes_within(days: float, **asked: Any) -> SizesInTime:
     ended = {p.shape: (p, dated) for p, dated in seen if _ends(p, dated, days)}
     largest = max((shape.parameters for shape in ended), default=least)
     # shapes of at least 0.9 of the largest are listed: our choice
-    rows = sorted(
-        (d for d in ended.values() if d[0].shape.parameters >= 0.9 * largest), key=lambda d: -d[0].shape.parameters
-    )
+    rows = [d for d in ended.values() if d[0].shape.parameters >= 0.9 * largest]
+    rows = sorted(rows, key=lambda d: -d[0].shape.parameters)
     last = replace(request, parameters=largest)
     if not seen:
         reason = why_none(last, survey(last, last.shapes()[:1])[1])
     elif not rows:
         p, dated = min(seen, key=lambda d: d[0].shape.parameters)
-        took = f"{dated['days_90']:.3g} days for nine runs of ten"
-        reason = f"the smallest shape ({size_text(p.shape.parameters)} parameters) takes {took}"
+        size, took = size_text(p.shape.parameters), f"{dated['days_90']:.3g} days for nine runs of ten"
+        reason = f"the smallest shape ({size} parameters) takes {took}"
     elif largest > 0.9 * MOST:
         reason = f"sizes above {MOST:g} parameters are not looked at"
     else:
@@ -124,9 +123,8 @@ def _looked(request: SizeRequest, low: float, days: float) -> list[Found]:
         """The most that would take just the days, if days were as parameters; 0 where none fits the memory."""
         found = [(p, d) for p in survey(r, shapes)[0] if (d := in_time(p, r))]
         seen.extend(found)
-        return max(
-            (p.shape.parameters * days / d["days_90"] for p, d in found if not p.prediction.is_risky), default=0.0
-        )
+        most = [p.shape.parameters * days / d["days_90"] for p, d in found if not p.prediction.is_risky]
+        return max(most, default=0.0)
 
     def sized(size: float, tolerance: float = 1e-9) -> list[ModelShape]:
         return replace(r, parameters=size, tolerance=tolerance).shapes()

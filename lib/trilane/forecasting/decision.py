@@ -243,15 +243,13 @@ class Decision(Described):
 
     def notes(self) -> Text:
         """The plan and the file that the figures come from."""
-        source, by = self.record["source"], self.record["source"]["made_by"]
+        source, seconds = self.record["source"], self.record["sec_per_it"]
+        by, given = source["made_by"], source["prediction"].get("sec_per_it")
         origin = f", made by {by['notebook']} on {by['time']}" if by else ""
+        origin += "" if given in (None, seconds) else f", which predicts {given:.6g} s by other constants"
         late = Text("\n\n**Attention:** plans.json was written again since; run 07_calendar again.")
-        given, seconds = source["prediction"].get("sec_per_it"), self.record["sec_per_it"]
-        if given not in (None, seconds):
-            origin += f", which predicts {given:.6g} s by other constants"
-        return Text.of(
-            "Plan {:code} of {}{}.{}", self.record["plan_id"], source["file"], origin, late if self.is_stale else Text()
-        )
+        end = late if self.is_stale else Text()
+        return Text.of("Plan {:code} of {}{}.{}", self.record["plan_id"], source["file"], origin, end)
 
     def options(self) -> Html:
         """The largest causes of delay with what helps, and the alternatives relative to the plan, side by side."""
@@ -259,12 +257,10 @@ class Decision(Described):
         delays = {head: values[:3] for head, values in self.delays.columns.items()}
         risks = Columns({**delays, "what helps": [remedies.get(cause, "") for cause in delays["cause"]]}, digits=1)
         others = [("topology", o) for o in c["rivals"][:2]] + [("schedule", o) for o in c["schedules"][1:]]
-        able = [
-            (kind, o, [o[unit] / c["ideal"][unit] - 1 for unit in ("gpu_hours", "days")])
-            for kind, o in others
-            if o["days"]
-        ]
-        rows = [(kind, o["name"], *(f"{more:+.1%}" for more in relative)) for kind, o, relative in able]
+        rows = []
+        for kind, o in (pair for pair in others if pair[1]["days"]):
+            more = [f"{o[unit] / c['ideal'][unit] - 1:+.1%}" for unit in ("gpu_hours", "days")]
+            rows.append((kind, o["name"], *more))
         tables = risks, Columns.of_rows(("what", "alternative", "cost (GPU-hours)", "days"), rows)
         return Html.of('<div class="pair"><div>{}</div><div>{}</div></div>', *(Html(t._repr_html_()) for t in tables))
 
@@ -272,36 +268,30 @@ class Decision(Described):
     def facts(self) -> Columns:
         """Every figure of the page with its kind (given, computed, measured, fitted, assumed, simulated) and source."""
         c, seconds, (low, high) = self.record, self.record["sec_per_it"], self.record["sec_interval"]
-        source = f"90 % interval {low / seconds - 1:+.1%} to {high / seconds - 1:+.1%}, {c['fitted_rows']} rows fitted"
         free, card = (c["card_bytes"] - c["memory_bytes"]) / 2**30, c["card_bytes"] / 2**30
         memory = f"{free:.3g} of {card:.3g} GiB, P(out of memory) {c['oom_probability']:.1%}"
         days, hours = (with_bounds(c[name], *c[f"{name}_interval"]) for name in ("days", "gpu_hours"))
-        rows = [
+        known, lost = "fitted" if c["fitted_rows"] else "assumed", f"{sum(c['lost_days'].values()):.3g} days"
+        ideal, rows = c["ideal"], c["fitted_rows"]
+        found = [
             ("plan", c["plan_id"], "given", f"{c['source']['file']}: {c['plan']}"),
             ("tokens", f"{c['tokens'] / 1e9:,.4g} billion", "given", "the request, as start, ramp and capacity are"),
             ("iterations", f"{c['iterations']:,}", "computed", "Megatron-LM's ramp rule"),
-            (
-                "seconds per iteration",
-                with_bounds(seconds, low, high),
-                "fitted" if c["fitted_rows"] else "assumed",
-                source,
-            ),
+            ("seconds per iteration", with_bounds(seconds, low, high), known, f"90 % interval, {rows} rows fitted"),
             ("measured runs like it", c["prediction"]["support"]["words"], "measured", "the rows that ship"),
             ("free memory", memory, "fitted", "the fullest stage; docs/planner.md"),
-            ("days", days, "simulated", f"{c['ideal']['days']:.4g} without interruptions"),
-            ("GPU-hours", hours, "simulated", f"{amount(c['ideal']['gpu_hours'])} of iterations"),
-            ("lost in addition", f"{sum(c['lost_days'].values()):.3g} days", "assumed", "docs/calendar.md"),
+            ("days", days, "simulated", f"{ideal['days']:.4g} without interruptions"),
+            ("GPU-hours", hours, "simulated", f"{amount(ideal['gpu_hours'])} of iterations"),
+            ("lost in addition", lost, "assumed", "docs/calendar.md"),
         ]
         for m in c["measured"][:2]:
             ratio = f"{m['seconds']:.4g} s, predicted / measured {seconds / m['seconds']:.3f}"
-            rows.append(("the same run, measured", ratio, "measured", f"row {m['row']} of the public documents"))
-        rows += (
-            [("energy", f"{amount(c['energy_kwh'])} kWh", "assumed", "the node's data sheet")]
-            if c["energy_kwh"]
-            else []
-        )
-        rows += [("money", f"{c['cost']:,.0f}", "given", "GPU-hours at the given price")] if c["cost"] else []
-        return Columns.of_rows(("what", "value", "kind", "source"), rows)
+            found.append(("the same run, measured", ratio, "measured", f"row {m['row']} of the public documents"))
+        if c["energy_kwh"]:
+            found.append(("energy", f"{amount(c['energy_kwh'])} kWh", "assumed", "the node's data sheet"))
+        if c["cost"]:
+            found.append(("money", f"{c['cost']:,.0f}", "given", "GPU-hours at the given price"))
+        return Columns.of_rows(("what", "value", "kind", "source"), found)
 
     def advice(self) -> Text:
         """The recommendation as Markdown, with date, cost and memory of the plan that it names."""

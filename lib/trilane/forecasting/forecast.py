@@ -299,12 +299,29 @@ class Forecast(Described):
         dates = ("finish", *(r["finish"][name][:10] for name in ("p50", "p05", "p95")))
         return [dates, *((name, *with_interval(*values)) for name, values in found.items())]
 
+    def facts(self) -> dict[str, str]:
+        """The work of the ramp and of a run without stops, the interval between checkpoints, and the limits."""
+        r, ramp = self.record, self.record["ramp"]
+        found = {"ramp": f"{ramp['iterations']:,} iterations, {ramp['days']:.3g} days of work"}
+        found["without stops"] = f"{r['ideal']['days']:.1f} days, {amount(r['ideal']['gpu_hours'])} GPU-hours"
+        found["checkpoints"] = f"each {amount(r['checkpoint']['interval_s'] / 60)} minutes"
+        limits = {"deadline": r["p_miss_deadline"], "allocation": r["p_overrun_allocation"]}
+        failed = {limit: p for limit, p in limits.items() if p is not None}
+        return found | {limit: f"{r[limit]}: failed with probability {p:.1%}" for limit, p in failed.items()}
+
     def to_frame(self) -> DataFrame:
-        """The rows as a table, with the work of the ramp and the interval between checkpoints."""
-        ramp, minutes = self.record["ramp"], amount(self.record["checkpoint"]["interval_s"] / 60)
-        more = [("ramp", f"{ramp['iterations']:,} iterations, {ramp['days']:.3g} days of work", "", "")]
-        more += [("from one checkpoint to the next", f"{minutes} minutes", "", "")]
-        return Columns.of_rows(("", "median", "5 % below", "95 % below"), [*self.rows(), *more]).to_frame()
+        """The rows, then the facts, as a table."""
+        rows = [*self.rows(), *((name, fact, "", "") for name, fact in self.facts().items())]
+        return Columns.of_rows(("", "median", "5 % below", "95 % below"), rows).to_frame()
+
+    def as_text(self) -> str:
+        """The forecast as `trilane plan calendar` prints it."""
+        r = self.record
+        lines = [f"{r['plan']}: {r['tokens']:g} tokens, {r['iterations']} iterations from {r['start']}"]
+        lines += [f"{name:17} {middle} ({low} to {high})" for name, middle, low, high in self.rows()]
+        lost = ", ".join(f"{name} {lost:.1f}" for name, lost in r["lost_days"].items() if lost >= 0.05)
+        facts = self.facts() | {"lost days": lost, "support": self.request.prediction.support.words}
+        return "\n".join([*lines, *(f"{name:17} {fact}" for name, fact in facts.items())])
 
     @property
     def assumptions(self) -> Columns:
@@ -315,21 +332,6 @@ class Forecast(Described):
         )
         values = [" and ".join(f"{amount(a[n])}{per}" for n, per in names.items() if a.get(n)) or "0" for a in rows]
         return Columns({"what": [a["what"] for a in rows], "value": values, "source": [a["source"] for a in rows]})
-
-    def as_text(self) -> str:
-        """The forecast as `trilane plan calendar` prints it."""
-        r = self.record
-        lines = [f"{r['plan']}: {r['tokens']:g} tokens, {r['iterations']} iterations from {r['start']}"]
-        lines += [f"{name:17} {middle} ({low} to {high})" for name, middle, low, high in self.rows()]
-        for limit, p in (("deadline", r["p_miss_deadline"]), ("allocation", r["p_overrun_allocation"])):
-            lines += [] if p is None else [f"{limit:17} {r[limit]}: failed with probability {p:.1%}"]
-        ramp = r["ramp"]
-        lines.append(f"ramp              {ramp['iterations']} iterations, {ramp['days']:.2f} days of work")
-        lines.append(f"without stops     {r['ideal']['days']:.1f} days, {amount(r['ideal']['gpu_hours'])} GPU-hours")
-        lost = ", ".join(f"{name} {lost:.1f}" for name, lost in r["lost_days"].items())
-        return "\n".join(
-            [*lines, f"lost days         {lost}", f"support           {self.request.prediction.support.words}"]
-        )
 
 
 def forecast(plan: Plan, **asked: Any) -> Forecast:

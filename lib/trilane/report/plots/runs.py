@@ -83,19 +83,18 @@ def memory_by_rank(measurements: Sequence[Measurement]) -> Figure | Text:
 
 
 def next_runs(choice: NextRuns) -> Figure | Text:
-    """What each possible short run costs, and the interval of the winner's time after it, in percent."""
+    """What each possible short run costs, and what is believed of its plan's time, with the 90 % interval."""
     if not choice:
         return NOTHING
     made, axes = figure(8.0, 3.4)
-    cost = [run.gpu_hours for run in choice.runs]
-    after = [100 * float(np.expm1(run.half_width_after)) for run in choice.runs]
-    axes.scatter(cost, after, s=36, color=COLORS[0], label="a possible run")
-    axes.scatter(cost[:1], after[:1], s=110, facecolors="none", edgecolors=COLORS[1], linewidths=1.8, label="the best")
-    axes.axhline(100 * float(np.expm1(choice.half_width)), color=LIMIT, ls="--", label="now")
+    cost, seconds = [run.gpu_hours for run in choice.runs], np.array([run.seconds for run in choice.runs])
+    factors = np.exp([run.half_width for run in choice.runs])
+    reach = [seconds - seconds / factors, seconds * factors - seconds]
+    axes.errorbar(cost, seconds, reach, fmt="o", color=COLORS[0], lw=1, label="a possible run")
+    axes.plot(cost[:1], seconds[:1], "o", ms=12, mfc="none", mec=COLORS[1], mew=1.8, label="the first to measure")
     axes.set_xscale("log" if max(cost) > 20 * min(cost) else "linear")
-    axes.set_ylim(bottom=0)
-    labels = {"xlabel": "GPU-hours (process-hours) of the run", "ylabel": "uncertainty left (± %, 90 %)"}
-    finished(axes, "How well the winner's time is known after one more run", **labels)
+    labels = {"xlabel": "GPU-hours (process-hours) of the run", "ylabel": "seconds per iteration (90 %)"}
+    finished(axes, "What is believed of each plan, and what it costs to measure it", **labels)
     return made
 
 
