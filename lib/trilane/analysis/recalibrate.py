@@ -267,8 +267,8 @@ def next_runs(study: Study, recalibration: Recalibration) -> NextRuns:
 
 def short_runs(plans: Sequence[Configuration], belief: Posterior) -> NextRuns:
     """The plans as short runs of ITERATIONS, the one first that may be the fastest."""
-    runs = []
-    for c, mean, width in zip(plans, belief.expected(plans), belief.half_widths(plans), strict=True):
+    runs, widths = [], Z90 * np.sqrt(np.diag(belief.covariance(plans)))
+    for c, mean, width in zip(plans, belief.expected(plans), widths, strict=True):
         # imports, NCCL, first kernels: guessed, not measured
         seconds = (120.0 if c.cluster.gpu.kind == "cuda" else 15.0) + ITERATIONS * math.exp(mean)
         known = {"seconds": math.exp(mean), "half_width": float(width), "gpu_hours": c.topology.gpus * seconds / 3600}
