@@ -18,7 +18,7 @@ from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.fit import fit_time
 from trilane.costmodel.predict import Prediction, predict, sizes_of
 from trilane.costmodel.row_cells import cells_of
-from trilane.costmodel.uncertainty import Posterior, posterior
+from trilane.costmodel.uncertainty import Z90, Posterior, posterior
 from trilane.planning.search import search_space
 from trilane.planning.space import space_around
 from trilane.utils.numbers import amount
