@@ -115,13 +115,6 @@ def stamp(world: Any) -> dict[str, Any]:
     }
 
 
-def _exit(code: int) -> None:
-    """Exit at once: a normal exit waits for the other ranks and would hide which rank failed first."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
     try:
         code = main(sys.argv[1:])
@@ -131,4 +124,7 @@ if __name__ == "__main__":
         # and stops at the first dead worker, sees the peer: a killed process may close its connections before it ends.
         time.sleep(1.0)
         code = 1
-    _exit(code)
+    # At once: a normal exit waits for the other ranks and would hide which rank failed first.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -228,13 +228,9 @@ def _attention(plan: Plan, device: torch.device) -> str:
         order = {SDPBackend.FLASH_ATTENTION: "flash", **order}
         order = {SDPBackend.CUDNN_ATTENTION: "cuDNN", **order} if capability >= (9, 0) else order
     first = next(kernel for kernel in order if _works(kernel, plan))
-    prefer([first, *(kernel for kernel in order if kernel is not first)])
+    others = [kernel for kernel in order if kernel is not first]
+    PREFERRED.enter_context(sdpa_kernel([first, *others], set_priority=True))  # until the process ends
     return order[first]
-
-
-def prefer(kernels: list[Any]) -> None:
-    """Let attention use these kernels alone from now on, the first that can; until the process ends."""
-    PREFERRED.enter_context(sdpa_kernel(kernels, set_priority=True))
 
 
 def _works(kernel: Any, plan: Plan) -> bool:

@@ -131,27 +131,22 @@ def normals(key: np.ndarray, rows: np.ndarray, columns: tuple[int, int], width: 
     step = max(1, (1 << 14) // (high - low))
     places = np.arange(low, high, dtype=np.uint64) * SPLITMIX[0] + key[0]
     for at in range(0, len(rows), step):
-        starts = rows[at : at + step].astype(np.uint64) * np.uint64(pairs) * SPLITMIX[0]
-        _pairs(starts[:, None] + places, key[1], found[at : at + step])
+        z = rows[at : at + step, None].astype(np.uint64) * np.uint64(pairs) * SPLITMIX[0] + places
+        z ^= z >> np.uint64(30)
+        z *= SPLITMIX[1]
+        z += key[1]
+        z ^= z >> np.uint64(27)
+        z *= SPLITMIX[2]
+        z ^= z >> np.uint64(31)
+        bits = z.view(np.int32).reshape(*z.shape, 2)
+        radius = (bits[..., 1] & np.int32(0x7FFFFFFF)).astype(np.float32)
+        radius += np.float32(0.5)
+        radius *= np.float32(2**-31)
+        np.log(radius, out=radius)
+        radius *= np.float32(-2)
+        np.sqrt(radius, out=radius)
+        angle = bits[..., 0].astype(np.float32)
+        angle *= np.float32(math.pi / 2**31)
+        np.multiply(radius, np.cos(angle), out=found[at : at + step, :, 0])
+        np.multiply(radius, np.sin(angle), out=found[at : at + step, :, 1])
     return found.reshape(len(rows), -1)[:, columns[0] - 2 * low : columns[1] - 2 * low]
-
-
-def _pairs(z: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
-    """Two normal values in `out`, (R, C / 2, 2), for each counter in `z`, (R, C / 2), which is overwritten."""
-    z ^= z >> np.uint64(30)
-    z *= SPLITMIX[1]
-    z += key
-    z ^= z >> np.uint64(27)
-    z *= SPLITMIX[2]
-    z ^= z >> np.uint64(31)
-    bits = z.view(np.int32).reshape(*z.shape, 2)
-    radius = (bits[..., 1] & np.int32(0x7FFFFFFF)).astype(np.float32)
-    radius += np.float32(0.5)
-    radius *= np.float32(2**-31)
-    np.log(radius, out=radius)
-    radius *= np.float32(-2)
-    np.sqrt(radius, out=radius)
-    angle = bits[..., 0].astype(np.float32)
-    angle *= np.float32(math.pi / 2**31)
-    np.multiply(radius, np.cos(angle), out=out[..., 0])
-    np.multiply(radius, np.sin(angle), out=out[..., 1])

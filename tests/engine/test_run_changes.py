@@ -1,0 +1,152 @@
+"""A run that grows its batch, is extended, skips iterations or is evaluated trains what one process does."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plans import changed, evaluations, run_folder, small_plan, steps
+
+from trilane.config.batch_rampup import Ramp
+from trilane.config.plan import Plan
+from trilane.config.training import Dropout, LrChange, Part
+from trilane.engine.data.corpus import prepare
+
+RAMP = Ramp(start=4, increment=4, samples=16)
+SIZES = [4, 4, 8, 12]
+
+
+def growing(data: Path, **topology: object) -> Plan:
+    return changed(small_plan(data, iters=len(SIZES), gbs=12, **topology), "run", ramp=RAMP)
+
+
+@pytest.fixture(scope="module")
+def grown(fork: Callable[[int, Path], None], data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+    folder = run_folder(growing(data), tmp_path_factory.mktemp("grown") / "run")
+    fork(0, folder)
+    return json.loads((folder / "truth.json").read_text())
+
+
+TOPOLOGIES = {
+    "PP2 interleaved": {"pp": 2, "interleaving": 2},
+    "ZeRO-3 DP2": {"engine": "deepspeed-zero", "dp": 2, "zero": 3},
+    "HF ZeRO-3 DP2": {"engine": "hf-zero3", "dp": 2, "zero": 3},
+    "3D PP2 DP2": {"engine": "deepspeed-3d", "pp": 2, "dp": 2, "zero": 1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
+def test_a_growing_batch_gives_the_losses_of_one_process(
+    topology: dict, train: Callable, grown: list, data: Path
+) -> None:
+    """One microbatch a replica at first, then two, then three: DeepSpeed's own count of them would be out of step."""
+    plan = growing(data, **topology)
+    steps = train(plan)
+    assert [s["global_batch_size"] for s in steps] == SIZES
+    assert [s["consumed_samples"] for s in steps] == [sum(SIZES[: k + 1]) for k in range(len(SIZES))]
+    assert [s["lm_loss"] for s in steps] == pytest.approx([loss for loss, _ in grown], abs=1e-5, rel=0)
+    assert [s["grad_norm"] for s in steps] == pytest.approx([norm for _, norm in grown], rel=1e-4)
+    flops = [plan.shape.flops_per_iteration(size) / plan.topology.gpus for size in SIZES]
+    assert [s["tflops"] * s["sec_per_it"] * 1e12 for s in steps] == pytest.approx(flops), "of the samples of now"
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A file of 1,999 tokens: 31 samples of 64 tokens an epoch."""
+    path = tmp_path / "few.txt"
+    path.write_text(" ".join(str(number * number) for number in range(1000))[:1998])
+    return str(path)
+
+
+def test_an_extended_run_is_the_one_that_had_its_order_from_the_start(fork, data, text, tmp_path):
+    """Four iterations of 8 samples take 32, two epochs, which hold 62; eleven take 88: one further epoch."""
+    plan = small_plan(data, iters=4, source=text)
+    longer = changed(plan, "run", train_iters=11)
+    folder = run_folder(changed(plan, "run", save_interval=4), tmp_path / "run")
+    fork(1, folder)
+    (folder / "plan.json").write_text(json.dumps(longer.to_json()))
+    fork(1, folder)
+    assert "the run has 88 samples instead of 32" in (folder / "0.log").read_text()
+    whole = run_folder(changed(longer, "run", order_samples=32), tmp_path / "whole")
+    fork(1, whole)
+    rows = [[(s["lm_loss"], s["grad_norm"]) for s in steps(f)] for f in (folder, whole)]
+    assert len(rows[0]) == 11 and rows[0] == rows[1]
+
+
+def test_after_a_spike_a_run_goes_on_without_those_iterations_at_a_lower_rate(fork, data, tmp_path):
+    """From the checkpoint before, on two replicas, as the reference that skipped them; bit for bit on one layout."""
+    plan = changed(small_plan(data, iters=7, dp=2, zero=1), "run", save_interval=2, keep_last=0)
+    spiked, folder = run_folder(changed(plan, "run", exit_iteration=4), tmp_path / "spiked"), tmp_path / "run"
+    fork(2, spiked)
+    plan = changed(plan, "run", skip="3-4,6")
+    plan = changed(plan, "optimizer", lr_changes=(LrChange(samples=16, factor=0.25),))
+    run_folder(changed(plan, "run", load=str(spiked / "checkpoints/iter_0000002")), folder)
+    fork(2, folder)
+    log = (folder / "0.log").read_text()
+    assert "skips iterations 3 to 4: next is sample 32" in log and "skips iterations 6 to 6" in log
+    found = steps(spiked)[:2] + steps(folder)
+    assert [(s["iteration"], s["consumed_samples"]) for s in found] == [(1, 8), (2, 16), (5, 40), (7, 56)]
+    rates = [plan.optimizer.learning_rate(s["consumed_samples"], plan.samples) for s in found]
+    full = replace(plan.optimizer, lr_changes=()).learning_rate(40, plan.samples)
+    assert [s["learning_rate"] for s in found] == rates and rates[2] == 0.25 * full
+    truth = run_folder(plan, tmp_path / "truth")
+    fork(0, truth)
+    losses = [loss for loss, _ in json.loads((truth / "truth.json").read_text())]
+    assert [s["lm_loss"] for s in found] == pytest.approx(losses, abs=1e-5)
+    (folder / "plan.json").write_text(json.dumps(changed(plan, "run", skip="3-4").to_json()))
+    fork(2, folder, code=2)
+    assert "skip=3-4: the checkpoint iter_0000007 has skipped 6" in (folder / "0.log").read_text()
+
+
+ORDER = """
+import hashlib
+from dataclasses import replace
+from trilane.engine.data.corpus import prepare_all
+from trilane.engine.data.samples import training_set
+def order(iters):
+    run = replace(plan.run, train_iters=iters, order_samples=plan.samples)
+    longer = replace(plan, run=run)
+    samples = training_set(longer, world, prepare_all(longer.data, longer.shape))
+    rows = [samples[k]["tokens"] for k in range(longer.samples)]
+    return [hashlib.sha256(row.numpy().tobytes()).hexdigest()[:8] for row in rows]
+print(order({iters}) == order({further})[: 8 * {iters}], order({further})[62:93] != order({further})[93:124])
+"""
+
+
+def test_the_place_of_a_sample_depends_neither_on_how_far_nor_on_how_often_a_run_is_extended(ask, data, text):
+    plan = small_plan(data, iters=4, source=text)
+    assert ask(plan, ORDER.replace("{iters}", "9").replace("{further}", "30")) == "True True\n"
+    parts = (Part(source=text, weight=3), Part(source="mock", weight=1))
+    blended = replace(plan, data=replace(plan.data, source="blend", blend=parts))
+    assert ask(blended, ORDER.replace("{iters}", "4").replace("{further}", "25")) == "True True\n"
+
+
+@pytest.mark.parametrize("settings", [{"pp": 2}, {"engine": "deepspeed-zero", "zero": 1}], ids=str)
+def test_training_with_dropout_goes_on_as_if_it_had_not_been_evaluated_also_after_a_resume(
+    settings, fork, data, tmp_path
+):
+    """Dropout draws from the generators that a checkpoint keeps; the timers count no phase of an evaluation."""
+    plan = changed(small_plan(data, iters=6, **settings), "data", split="900,100,0")
+    plan = changed(plan, "run", eval_interval=4, eval_iters=3, timers=True)
+    plan, gpus = replace(plan, dropout=Dropout(hidden=0.1, attention=0.1)), plan.topology.gpus
+    without = run_folder(changed(plan, "run", eval_interval=0, eval_iters=0), tmp_path / "without")
+    fork(gpus, without)
+    folder = run_folder(changed(plan, "run", exit_iteration=5), tmp_path / "run")
+    fork(gpus, folder)
+    assert [at for at, _ in evaluations(folder)] == [4], "5 is where it stops, not where it ends"
+    (folder / "plan.json").write_text(json.dumps(plan.to_json()))
+    fork(gpus, folder)
+    same = ("lm_loss", "grad_norm", "learning_rate")
+    both = [[[step[name] for name in same] for step in steps(f)] for f in (folder, without)]
+    assert both[0] == both[1]
+    assert [at for at, _ in evaluations(folder)] == [4, 6]
+    phases = [sum(low for low, _ in step["timers"].values()) / step["sec_per_it"] for step in steps(folder)]
+    assert max(phases) < 1.1, "the phases of an evaluation count for the next iteration"
+
+
+def test_a_share_that_leaves_no_sample_is_one_line(data):
+    plan = changed(small_plan(data), "data", split="999999,1")
+    with pytest.raises(ValueError, match=r"^data\.split=999999,1: leaves 0 documents of stdlib for validation"):
+        prepare(plan.data, plan.shape)
