@@ -58,14 +58,17 @@ class Megatron(Engine):
         self._schedule = get_forward_backward_func()
 
     def _step(self, microbatches: Sequence[Microbatch]) -> Step:
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        self._zero_grad()
         scale = self._optimizer.get_loss_scale().item()
         losses = self._forward_backward(microbatches)
         with phase(OPTIMIZER):
             updated, grad_norm, _ = self._optimizer.step()
         return Step(loss=self._mean(losses), grad_norm=float(grad_norm or 0.0), loss_scale=scale, skipped=not updated)
+
+    def _zero_grad(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
 
     def _evaluate(self, microbatches: Sequence[Microbatch]) -> float:
         # the gathering of parameters, which the last step left to the next forward pass
