@@ -184,20 +184,6 @@ def test_of_a_group_at_random_no_rank_is_named_that_the_log_does_not_show(tmp_pa
         assert size == world and ranks_in(silent[1]) == {*group} - {*reporters}
 
 
-def test_interleaved_ranks_and_groups_give_the_same_answer(tmp_path):
-    """Within a rank the order of its lines stays, as each rank writes them one after another."""
-    streams = [new(r, 1234, 1236).splitlines(True) for r in range(6)] + [
-        [dump(7, 1229)],
-        new(6, 88, 90, TP).splitlines(True),
-    ]
-    straight, rng = sorted(lines(tmp_path, "".join(map("".join, streams)))), random.Random(3)
-    for _ in range(5):
-        left, mixed = [list(stream) for stream in streams], []
-        while any(left):
-            mixed.append(rng.choice([stream for stream in left if stream]).pop(0))
-        assert sorted(lines(tmp_path, "".join(mixed))) == straight
-
-
 def test_each_restart_has_its_own_hang(tmp_path):
     hang = "".join(new(r, 9, 9) for r in range(8)) + "srun: error: r1: task 0: Aborted\n"
     (tmp_path / "a.log").write_text(START + hang + START + "ValueError: a\n")

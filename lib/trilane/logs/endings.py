@@ -7,7 +7,6 @@ from functools import cache
 from importlib import resources
 
 from trilane.logs import places
-from trilane.logs.words import Words
 from trilane.utils.tables import printable
 from trilane.workspace.status import Status
 
@@ -75,53 +74,32 @@ class Ending:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A line of data/endings.json."""
-
-    level: int
-    status: Status
-    pattern: re.Pattern[bytes]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """The table of lines that report how a run ended: of a line the first rule counts that it matches. `of_word` has
-    the rules of which a line must hold the word, since looking for words is cheaper than for patterns."""
-
-    rules: tuple[Rule, ...]
-    of_word: dict[bytes, tuple[int, ...]]
-    words: Words
+Rule = tuple[int, Status, re.Pattern[bytes]]
 
 
 @cache
-def rules() -> Rules:
-    """The rules of data/endings.json: a level, a status, words of which a line holds one, patterns and their source."""
+def rules() -> tuple[list[Rule], dict[bytes, list[int]]]:
+    """The rules of data/endings.json, of which the first that a line matches counts; and those of each word, of which a
+    line must hold one, since looking for words is cheaper than for patterns."""
     table = json.loads(resources.files("trilane").joinpath("data/endings.json").read_text(encoding="utf-8"))
-    found = list[Rule]()
-    of_word = dict[bytes, list[int]]()
+    found, of_word = list[Rule](), dict[bytes, list[int]]()
     for number, row in enumerate(table):
         pattern = "|".join(row["patterns"]).encode().replace(b"<LEAD>", LEAD)
-        level, status = LEVELS.index(row["level"]), Status(row["status"])
-        found.append(Rule(level=level, status=status, pattern=re.compile(pattern)))
+        found.append((LEVELS.index(row["level"]), Status(row["status"]), re.compile(pattern)))
         for word in row["words"].encode().split():
             of_word.setdefault(word, []).append(number)
-    numbers = {word: tuple(numbers) for word, numbers in of_word.items()}
-    return Rules(rules=tuple(found), of_word=numbers, words=Words(numbers))
+    return found, of_word
 
 
 def ending(line: bytes, rows: int) -> Ending | None:
     """The ending that the line reports, None for any other line."""
     line = line[: 1 << 14]  # a longer one is no message
-    if b"NCCL INFO" in line:
-        return None
-    table = rules()
-    for number in sorted({number for word in table.words.of(line) for number in table.of_word[word]}):
-        rule = table.rules[number]
-        if found := rule.pattern.search(line):
-            if rule.level in (CAUSE, ERROR, CONSEQUENCE) and _continues(line, found):
-                return None
-            return _ending(rule.level, rule.status, line, rows)
+    table, of_word = rules()
+    numbers = {number for word in of_word if word in line for number in of_word[word]}
+    for level, status, pattern in (table[number] for number in sorted(numbers)):
+        if b"NCCL INFO" not in line and (found := pattern.search(line)):
+            undone = level in (CAUSE, ERROR, CONSEQUENCE) and _continues(line, found)
+            return None if undone else _ending(level, status, line, rows)
     return None
 
 
