@@ -10,16 +10,12 @@ from trilane.logs import places
 from trilane.utils.tables import printable
 from trilane.workspace.status import Status
 
-# A lower level is stronger, whenever it is printed; within a level the first line counts.
-SCHEDULER = 0  # a reason of the scheduler, or of the kernel on its behalf
-CAUSE = 1  # a cause outside the program: errors of other ranks are its consequences
-ERROR = 2  # an error of one rank
-CONSEQUENCE = 3  # an error that a rank also has when another one is gone
-OUTSIDE = 4  # ended from outside
-WRAPPER = 5  # a launcher that reports the failure of what it started
-PLANNED = 6  # the planned end
-LAUNCHER = 7  # a launcher that ends its workers, for any reason
+# A lower level is stronger, whenever it is printed; within a level the first line counts. A reason of the scheduler, or
+# of the kernel on its behalf; a cause outside the program, of which errors of other ranks are consequences; an error of
+# one rank; one that a rank also has when another one is gone; ended from outside; a launcher that reports the failure
+# of what it started; the planned end; a launcher that ends its workers, for any reason.
 LEVELS = ("scheduler", "cause", "error", "consequence", "outside", "wrapper", "planned", "launcher")  # in the table
+SCHEDULER, CAUSE, ERROR, CONSEQUENCE, OUTSIDE, WRAPPER, PLANNED, LAUNCHER = range(len(LEVELS))
 
 RANK_PREFIX = rb"(?:\[\w{1,40} ?\d{0,9}\]:|\d{1,9}: )"  # of a rank's output; exception groups add bars
 LEAD = rb"^\s*(?:" + RANK_PREFIX + rb"\s*)?(?:\|\s*)?(?:\w++\.)*+"

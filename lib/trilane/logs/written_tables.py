@@ -48,20 +48,8 @@ STATED = {
     "gpus_per_node": re.compile(r"--gres=gpu:([1-9]\d*)|\b(\d+)[ -]gpus?(?: per)? nodes?\b"),
 }
 CHOICES = (
-    "gpus",
-    "nodes",
-    "size",
-    "dp",
-    "tp",
-    "pp",
-    "mbs",
-    "gbs",
-    "chunks",
-    "zero",
-    "layers",
-    "hidden",
-    "heads",
-    "seq",
+    *("gpus", "nodes", "size", "dp", "tp", "pp", "mbs", "gbs"),
+    *("chunks", "zero", "layers", "hidden", "heads", "seq"),
 )
 
 
