@@ -135,7 +135,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("earlier < later", "earlier <= later"),
     ],
     ("calendar", "forecasting/decision.py", "forecasting/test_decision.py"): [
-        ("figures[chance] for limit, chance in LIMITS.items() if", "0.0 for limit, chance in LIMITS.items() if"),
+        ("chances = [figures[chance] for", "chances = [0.0 for"),
         ("changes += [(failed, hours", "changes += [(0, hours"),
         ('other["oom_probability"] <= SAFE', 'other["oom_probability"] <= 1'),
         ("max([r[risk]", "min([r[risk]"),
@@ -268,7 +268,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("logs", "analysis/continuity.py", "analysis/test_continuity.py"): [
         ("slack = 0.5 * max(each) + 2 * uneven", "slack = 0.5 * max(each)"),
-        ("value <= 1.5 * min(r.every, at_new[0]) * batch", "value <= 1.5 * batch"),
+        ("value <= 1.5 * min(r.every, at_new[0]) * each[-1]", "value <= 1.5 * each[-1]"),
         ("factor**1.5", "1.0"),
         ("(planned or after", "(after"),
         ("max(least, 1.5 * own)", "least"),

@@ -91,21 +91,6 @@ def test_what_a_restart_did_not_continue_is_named_alone_with_its_cause(tmp_path,
     assert breaks[0].before.number and breaks[0].after.number
 
 
-OTHER_DIALECTS = {
-    "gpt-neox": ("neox", FAULTS["rate from zero"][0], ("learning_rate", "scheduler-restarted")),
-    "the Trainer": ("trainer", FAULTS["untrained weights"][0], ("lm_loss", "weights-not-loaded")),
-    "the Trainer's rate": ("trainer", FAULTS["train_iters changed"][0], ("learning_rate", "another-schedule")),
-    "torchtitan": ("torchtitan", FAULTS["four times the gradient"][0], ("grad_norm", "gradient-scale")),
-}
-
-
-@pytest.mark.parametrize(("dialect", "after", "expected"), OTHER_DIALECTS.values(), ids=OTHER_DIALECTS.keys())
-def test_other_dialects_are_judged_by_what_they_print(tmp_path, dialect, after, expected):
-    breaks, unjudged = restarted(tmp_path, after, dialect=dialect)
-    assert [(b.quantity, b.cause) for b in breaks] == [expected]
-    assert ("loss scale" in unjudged[0]) == (dialect != "neox") and "batch size" in unjudged[0]
-
-
 def test_a_ramp_up_or_a_sequence_length_that_begins_again_is_named(tmp_path):
     again = replace(RAMP, batch=lambda i: RAMP.batch(i if i < AT else i - AT))
     breaks, _ = restarted(tmp_path, again, before=RAMP)

@@ -12,7 +12,6 @@ from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
 from trilane.forecasting.decision import Decision, alternatives, calendar_record, decide, measured_like, study_plan
 from trilane.forecasting.forecast import forecast
-from trilane.report import notebook
 from trilane.utils.validation import shipped_json
 from trilane.workspace.study import Study
 
@@ -166,19 +165,3 @@ def test_what_would_turn_a_recommendation_is_how_far_a_benchmark_may_be_off(cale
     assert "more GPUs or fewer tokens" in hopeless, "nothing is faster by more than 100 %"
     _, changed = decided(calm, deadline=by(104), p_miss_deadline=0.9, rivals=[FASTER]).turns
     assert "2% slower than predicted: up to there" in changed, "of the change: 102.75 of 105 days, over 90"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("uncounted_processes")
-def test_from_a_target_size_to_the_page_for_who_decides(outputs):
-    """01, 02, 07 and 08 in one study: the large question, from a size to a yes or no."""
-    study = Study.create("big")
-    given = {"choose": "target", "target": 20e9, "target_gpus": 32, "target_gbs": 512}
-    notebook.run("01_sizing", study, cluster="jz-a100-80g", **given)
-    notebook.run("02_topology", study, gpus="32", precision="bf16", zero="1", partition="type:transformer|embedding")
-    notebook.run("07_calendar", study, tokens=20e9, ramp="32,32,1000000", start="2027-01-04", deadline="2027-01-05")
-    page = notebook.run("08_decision", study).read_text()
-    made, best = study.load("calendar.json", "07_calendar"), study.load("plans.json", "02_topology")["plans"][0]
-    assert made["p_miss_deadline"] == 1 and made["plan_id"] == best["id"] and made["prediction"] == best["prediction"]
-    assert REFUSED in page and "data:image/png" in page and best["id"] in page
-    assert not study.load("decision.json", "08_decision")["is_stale"]

@@ -82,36 +82,12 @@ def test_simulated_runs_take_as_long_on_average_as_by_dalys_formula(mtbf, interv
     assert found.wall_s.mean() == pytest.approx(expected, rel=0.006)
 
 
-def test_dalys_interval_is_nearly_the_best_and_youngs_for_short_saves():
-    """Daly 2006: the optimum of equation 20; for d << M Young's sqrt(2 d M)."""
-    d, M = 60.0, 20 * HOUR
-    best = daly_interval_s(d, M)
-    assert best == pytest.approx(math.sqrt(2 * d * M), rel=0.03)
-    costs = [daly_wall_s(1e6, best * f, d, M, 600) for f in (0.7, 1.0, 1.4)]
-    assert costs[1] == min(costs) and daly_interval_s(10 * HOUR, HOUR) == HOUR
-
-
 def test_ramp_days_are_each_batch_sizes_predicted_seconds_times_its_iterations():
     by_hand = sum(
         phase.iterations * iteration_time(SHAPE, replace(TOPOLOGY, gbs=phase.gbs), A100, K).total
         for phase in parse_ramp(RAMP).phases(2048)
     )
     assert made(runs=100).to_json()["ramp"]["days"] == pytest.approx(by_hand / DAY)
-
-
-def test_days_on_which_nothing_can_run_are_no_days_of_the_ramp_and_cost_nothing():
-    capacity = steps(("2027-01-01", 384), ("2027-01-05", 0), ("2027-02-05", 384))
-    plain, late = made(runs=100, **SURE), made(runs=100, capacity=capacity, **SURE)
-    assert late.to_json()["ramp"]["days"] == pytest.approx(plain.to_json()["ramp"]["days"], rel=1e-6)
-    assert days_of(late) == pytest.approx(days_of(plain) + 31)
-    assert late.gpu_hours(0.5) == pytest.approx(plain.gpu_hours(0.5))
-
-
-def test_a_calibrations_interval_alone_becomes_the_interval_of_the_days():
-    """One batch size, nothing else uncertain: the 5 and 95 % quantiles are the calibration's own factors."""
-    found = made(risks=replace(CALM, common=1.0), ramp=NO_RAMP, runs=10_000)
-    factors = [found.days(q) / days_of(found) for q in (0.05, 0.95)]
-    assert np.log(factors) == pytest.approx([-K.half_width, K.half_width], rel=0.06)
 
 
 def test_the_sooner_the_deadline_and_the_smaller_the_allocation_the_likelier_they_are_missed():
@@ -161,13 +137,6 @@ def test_a_smaller_capacity_at_first_delays_the_end_and_costs_hardly_more_gpu_ho
     assert all(job.choice.gpus <= 144 for job in jobs if job.end_s < 45 * DAY)
     assert jobs[-1].choice.gpus == 384 and jobs[0].start_s == 0
     assert all(a.end_s == pytest.approx(b.start_s, abs=1) for a, b in pairwise(jobs))
-
-
-@pytest.mark.parametrize(("few", "waits"), [(47, True), (48, True), (95, True), (96, False)])
-def test_gpus_whose_memory_holds_no_replica_are_waited_through_like_too_few(few, waits):
-    """48 GPUs are a replica by count; ZeRO 1 fits the card only from two replicas on."""
-    found = made(capacity=steps(("2027-01-01", few), ("2027-02-01", 384)), runs=100)
-    assert (found.jobs()[0].start_s == 31 * DAY) is waits
 
 
 @pytest.mark.parametrize(("shared", "share"), [(False, 0.0), (True, 0.1)])
@@ -345,11 +314,3 @@ def test_a_capacity_that_is_none_is_refused(values, message):
     with pytest.raises(ValueError) as refused:
         capacity_of(values)
     assert str(refused.value).startswith(message)
-
-
-@pytest.mark.parametrize("given", [steps(("2027-01-01", 40)), steps(("2027-01-01", 384), ("2027-02-01", 40))])
-def test_a_capacity_that_never_holds_a_replica_is_refused(given):
-    with pytest.raises(ValueError, match=r"^capacity.gpus=40: .* replica (of \S+ )?takes 48"):
-        request(capacity=given)
-    with pytest.raises(ValueError, match=r"^capacity.gpus=48: the last step never ends, and no replica on so few GPUs"):
-        made(capacity=steps(("2027-01-01", 48)), ramp="8,8,9765625", adapt="days")
