@@ -88,7 +88,7 @@ def test_a_card_is_described_with_its_peaks(monkeypatch: pytest.MonkeyPatch) -> 
     """A V100, typed in: no bf16, and what is measured is a share of the peak."""
     import torch
 
-    from trilane.costmodel.constants import PRIOR
+    from trilane.costmodel.constants import Constants
     from trilane.engine.bench import rates
 
     card = SimpleNamespace(name="V100", major=7, minor=0, multi_processor_count=80, total_memory=1e9)
@@ -102,7 +102,7 @@ def test_a_card_is_described_with_its_peaks(monkeypatch: pytest.MonkeyPatch) -> 
     facts |= {field: (1, "") for field in (*rest, "host_memory_bytes", "gpu.memory_bytes", "gpu.context_bytes")}
     made = bench.as_cluster("mine", device, facts).gpu
     assert (made.name, made.compute_capability, made.num_sms, made.bf16_flops_per_s) == ("V100", (7, 0), 80, 0)
-    assert made.fp16_flops_per_s == 1e9 / float(PRIOR.matmul)
+    assert made.fp16_flops_per_s == 1e9 / Constants.matmul
 
 
 def test_a_ring_sends_everything_twice_but_for_its_own_part() -> None:

@@ -50,6 +50,15 @@ def _size(help: str, label: str = "", minimum: int = 1, **facts: Any) -> Any:
     return option(minimum, help, minimum=minimum, maximum=LARGEST, **({"label": label} if label else {}), **facts)
 
 
+def _words(help: str, label: str, choices: tuple[str, ...], search: tuple[str, ...] = ()) -> Any:
+    facts: dict[str, Any] = {"label": label} if label else {}
+    return option(choices[0], help, choices=choices, **facts, **({"search": search} if search else {}))
+
+
+RECOMPUTE, PARTITION = ("none", "selective", "full"), ("uniform", "type:transformer|embedding")
+OFFLOAD = ("none", "optimizer", "full")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """The run uses tp x cp x pp x dp GPUs; microbatches of `mbs` sequences, `gbs` sequences an iteration.
@@ -65,79 +74,39 @@ class Topology:
     mbs: int = _size("sequences of a microbatch, per replica", megatron="micro-batch-size")
     gbs: int = _size("sequences of an iteration, over all replicas", megatron="global-batch-size")
     cp: int = _size("context-parallel size: GPUs that share each sequence", "cp{}", megatron="context-parallel-size")
-    zero: int = option(
-        0,
-        "ZeRO stage, 0 to 3; 1 is Megatron's distributed optimizer",
-        minimum=0,
-        maximum=3,
-        label="zero{}",
-        search=range(4),
-    )
-    recompute: str = option(
-        "none",
-        "activations computed again in the backward pass: none, the attention core (selective) or whole layers (full)",
-        choices=("none", "selective", "full"),
-        label="{}",
-        search=("none", "selective", "full"),
-    )
+    zero: int = option(0, "ZeRO stage; 1: distributed optimizer", minimum=0, maximum=3, label="zero{}", search=range(4))
+    recompute: str = _words("activations computed again: attention's core, or whole layers", "{}", RECOMPUTE, RECOMPUTE)
     interleaving: int = _size(
         "model chunks of a pipeline stage", "vp{}", megatron="num-virtual-stages-per-pipeline-rank", search=()
     )
     sequence_parallel: bool = option(
         False, "cut norms and dropouts over tp, too", label="sp", megatron="sequence-parallel", search=(False, True)
     )
-    partition: str = option(
-        "uniform",
-        "layers per stage; type:transformer|embedding counts embedding and head as layers",
-        choices=("uniform", "type:transformer|embedding"),
-        label="embed",
-        search=("uniform", "type:transformer|embedding"),
-    )
+    partition: str = _words("type: embedding and head count as layers of a stage", "embed", PARTITION, PARTITION)
     first_stage_layers: int = _size(
         "layers of the first stage; 0: as the others", "first{}", 0, megatron="decoder-first-pipeline-num-layers"
     )
     last_stage_layers: int = _size(
         "layers of the last stage; 0: as the others", "last{}", 0, megatron="decoder-last-pipeline-num-layers"
     )
-    offload: str = option(
-        "none",
-        "what stays in host memory: none, the optimizer, or all (full, with ZeRO-3)",
-        choices=("none", "optimizer", "full"),
-        label="offload{}",
-        search=("none",),
-    )
-    precision: str = option(
-        "fp32", "of weights and matrix products; in fp8 products alone, all else as in bf16", choices=PRECISIONS
+    offload: str = _words("what stays in host memory; full: all, with ZeRO-3", "offload{}", OFFLOAD, OFFLOAD[:1])
+    precision: str = _words(
+        "of weights and matrix products; in fp8 products alone, all else as in bf16", "", PRECISIONS
     )
     fp32_gradients: bool = option(False, "sum 16-bit gradients in fp32; engine megatron always does")
-    attention: str = option(
-        "fused",
-        "fused: a flash kernel; scores: the s x s scores are written to memory, as in Megatron-LM until 2022",
-        choices=("fused", "scores"),
+    attention: str = _words(
+        "fused: a flash kernel; scores: s x s scores are written to memory", "", ("fused", "scores")
     )
-    adam: str = option(
-        "fused",
-        "fused (apex), or torch, which needs a temporary of the size of its states",
-        choices=("fused", "torch"),
-        label="torchadam",
+    adam: str = _words(
+        "fused (apex), or torch, whose temporary is as large as its states", "torchadam", ("fused", "torch")
     )
-    buckets: str = option(
-        "layer",
-        "ZeRO's buckets: layer fits them to the hidden size, library leaves them at DeepSpeed's 5e8 values",
-        choices=("layer", "library"),
-        label="librarybuckets",
-    )
+    # library: DeepSpeed's 5e8 values
+    buckets: str = _words("ZeRO's buckets, fitted to a layer or not", "librarybuckets", ("layer", "library"))
     overlap_grad_reduce: bool = option(
-        False,
-        "sum gradients while the backward pass runs; DeepSpeed decides itself",
-        label="overlapgrads",
-        megatron="overlap-grad-reduce",
+        False, "sum gradients during the backward pass", label="overlapgrads", megatron="overlap-grad-reduce"
     )
     overlap_param_gather: bool = option(
-        False,
-        "gather the distributed optimizer's weights while the forward pass runs",
-        label="overlapparams",
-        megatron="overlap-param-gather",
+        False, "gather weights during the forward pass", label="overlapparams", megatron="overlap-param-gather"
     )
 
     def __post_init__(self) -> None:

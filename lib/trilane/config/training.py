@@ -32,21 +32,14 @@ class Data:
 
     source: str = option(
         "stdlib",
-        "stdlib (text of Python's standard library), mock (made on the fly), a text or JSONL file, a folder of text "
-        "files, the prefix of a Megatron .bin/.idx pair, or blend",
+        "stdlib (Python's standard library), mock (made on the fly), a text or JSONL file, a folder of text files, the "
+        "prefix of a .bin/.idx pair, or blend",
         megatron="data-path",
     )
-    tokenizer: str = option(
-        "bytes", "bytes (256 and an end of document), or a local folder with a Hugging Face tokenizer.json"
-    )
+    tokenizer: str = option("bytes", "bytes (256 and an end of document), or a folder with a tokenizer.json")
     folder: str = option("outputs/data", "where prepared .bin/.idx pairs are kept")
     blend: tuple[Part, ...] = option((), "the sources of blend, mixed so that their shares stay close to their weights")
-    split: str = option(
-        "",
-        "shares of each source's documents for training, validation and test, such as 949,50,1; empty: all train. "
-        "Nothing is computed on the test share",
-        megatron="split",
-    )
+    split: str = option("", "shares of documents for training, validation, test: 949,50,1; empty: all train")
 
     def __post_init__(self) -> None:
         words = self.split.split(",") if self.split else ["1", "0"]
@@ -98,20 +91,11 @@ class Optimizer:
     adam_eps: float = option(1e-8, "added to the root of this mean", minimum=0, megatron="adam-eps")
     clip_grad: float = option(1.0, "limit of the gradient norm; 0: none", minimum=0, megatron="clip-grad")
     lr_changes: tuple[LrChange, ...] = option((), "factors of the learning rate from some sample on")
-    # Radford et al. 2019 (GPT-2), section 2.3
-    init_std: float = option(
-        0.02,
-        "standard deviation of the initial weights; over sqrt(2 num_layers) where they write to the residual stream",
-        above=0,
-        maximum=1,
-        megatron="init-method-std",
-    )
-    # Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, section 5: 1e-4
+    # Radford et al. 2019 (GPT-2), section 2.3: over sqrt(2 num_layers) where they write to the residual stream
+    init_std: float = option(0.02, "of the initial weights", above=0, maximum=1, megatron="init-method-std")
+    # Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, section 5: 1e-4; logged losses are without it
     z_loss: float = option(
-        0.0,
-        "adds this x mean(log(Z)^2), Z the softmax's denominator, to what is minimized; logged losses are without it",
-        minimum=0,
-        maximum=1,
+        0.0, "adds this x mean(log(Z)^2) to the loss, Z the softmax's denominator", minimum=0, maximum=1
     )
 
     def __post_init__(self) -> None:
@@ -142,10 +126,8 @@ class Optimizer:
 class Dropout:
     """Shares of values that training sets to 0; in Megatron-LM both are 0.1 by default."""
 
-    hidden: float = option(
-        0.0, "after the embedding, the attention and the MLP", minimum=0, below=1, megatron="hidden-dropout"
-    )
-    attention: float = option(0.0, "of the attention's probabilities", minimum=0, below=1, megatron="attention-dropout")
+    hidden: float = option(0.0, "of embedding, attention and MLP", minimum=0, below=1, megatron="hidden-dropout")
+    attention: float = option(0.0, "of attention's probabilities", minimum=0, below=1, megatron="attention-dropout")
 
     def __post_init__(self) -> None:
         check(self, "dropout.")
@@ -170,56 +152,20 @@ class Run:
     tensorboard: bool = option(False, "also write an event file for TensorBoard")
     seed: int = option(1234, "of the initial weights and the data order", megatron="seed")
     ramp: Ramp = option(Ramp, "ramp-up of the batch size")
-    save_interval: int = option(
-        0, "iterations from one checkpoint to the next, and one at the end; 0: only on request", minimum=0
-    )
+    save_interval: int = option(0, "iterations between checkpoints, and one at the end; 0: only on request", minimum=0)
     keep_last: int = option(2, "checkpoints that are kept; 0: all", minimum=0)
-    exit_duration_minutes: float = option(
-        0.0, "save and end after this time from the start of the process; 0.0: never", minimum=0
-    )
+    exit_duration_minutes: float = option(0.0, "save and end this long after the process began; 0.0: never", minimum=0)
     load: str = option("", "a checkpoint or run folder to start from, where the run has no checkpoint of its own yet")
-    # torch itself gives up after 1800 s, without a word about who is to blame
-    hang_timeout_s: float = option(
-        1500.0,
-        "a run in which one rank makes no progress for so long is dumped and ended; longer than the longest iteration, "
-        "checkpoint included; 0.0: never",
-        minimum=0,
-    )
+    # longer than the longest iteration, checkpoint included; torch itself gives up after 1800 s without naming a rank
+    hang_timeout_s: float = option(1500.0, "dump and end a run of which a rank stands still; 0.0: never", minimum=0)
     start_iteration: int = option(0, "iterations done by an earlier plan, whose checkpoint is load", minimum=0)
-    exit_iteration: int = option(
-        0, "save and end after this iteration, for another plan to continue; 0: the last", minimum=0
-    )
-    eval_interval: int = option(
-        0,
-        "iterations from one validation loss to the next, and one at the end, on the share of data.split; 0: none",
-        minimum=0,
-        megatron="eval-interval",
-    )
-    eval_iters: int = option(
-        0,
-        "batches of gbs samples for a validation loss, the same ones each time",
-        minimum=0,
-        megatron="eval-iters",
-    )
-    skip: str = option(
-        "",
-        "iterations that are not trained, such as 101-200,251-300; they count as done, and all others keep their "
-        "numbers, samples and learning rates",
-    )
-    order_samples: int = option(
-        0,
-        "the order of samples is the one made for a run of so many; 0: for this run's own number, or as in the "
-        "checkpoint that it starts from",
-        minimum=0,
-    )
-    fused: str = option(
-        "auto",
-        "fused kernels: auto on cards of compute capability 8.0 and above, on wherever torch.compile works, off",
-        choices=("auto", "on", "off"),
-    )
-    profile: str = option(
-        "", "10-12: a trace of these iterations by the first and the last rank; 10-12:0,3 by these ranks"
-    )
+    exit_iteration: int = option(0, "save and end after it, for another plan to continue; 0: the last", minimum=0)
+    eval_interval: int = option(0, "iterations between validation losses; 0: none", minimum=0, megatron="eval-interval")
+    eval_iters: int = option(0, "batches of a validation loss, always the same", minimum=0, megatron="eval-iters")
+    skip: str = option("", "iterations that count as done and are not trained, such as 101-200,251-300")
+    order_samples: int = option(0, "samples of the run whose order is kept; 0: this run's, or the loaded", minimum=0)
+    fused: str = option("auto", "fused kernels: auto from compute capability 8.0 on", choices=("auto", "on", "off"))
+    profile: str = option("", "10-12: a trace of these iterations by the first and last rank; 10-12:0,3 by these")
 
     def __post_init__(self) -> None:
         check(self)

@@ -1,7 +1,7 @@
 """Constants: the few numbers of the time model that peaks alone do not give, each inside a physical bound."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 
 class Bound(NamedTuple):
@@ -13,30 +13,8 @@ class Bound(NamedTuple):
     high: float
 
 
-# An efficiency cannot pass its peak; a waiting time cannot be negative. Priors: cuBLAS reaches 0.75-0.85 of the peak on
-# large matmuls (NVIDIA, 'Matrix multiplication background', A100 figures), STREAM 0.85 of the memory's rate,
-# nccl-tests 0.75 of NVLink's, and half to three quarters of the network's. Waits: tens of microseconds a kernel.
-# Flash attention: Dao 2023, arXiv:2307.08691, figures 5 to 7, 50-73 % of an A100's peak forward, less backward.
-# Host: some 120 operations of about 12 microseconds each for a layer, forward and backward.
-BOUNDS = {
-    "matmul": Bound(0.79, 0.06, 0.10, 0.98),
-    "prologue": Bound(125, 0.3, 1, 2000),
-    "quantization": Bound(0.60, 0.25, 0.05, 1.0),
-    "memory": Bound(0.81, 0.07, 0.1, 1.0),
-    "node": Bound(0.75, 0.15, 0.02, 1.0),
-    "network": Bound(0.50, 0.5, 0.001, 1.0),
-    "p2p": Bound(0.60, 0.5, 0.001, 1.0),
-    "misaligned": Bound(0.60, 0.15, 0.1, 1.0),
-    "crowding": Bound(0.10, 0.3, 0.005, 0.2),
-    "launch_s": Bound(5e-4, 1.2, 1e-5, 2e-2),
-    "skew_s": Bound(1e-4, 1.2, 1e-6, 1e-2),
-    "handoff_s": Bound(1e-3, 1.2, 1e-6, 1e-1),
-    "pressure": Bound(0.05, 0.7, 1e-4, 0.2),
-    "flash": Bound(0.50, 0.2, 0.1, 0.9),
-    "exposed": Bound(1.0, 0.5, 0.02, 1.0),
-    "passes": Bound(1.0, 0.25, 0.5, 5.0),
-    "host_s": Bound(1.5e-3, 0.5, 1e-5, 2e-2),
-}
+def _fitted(*bound: float) -> Any:
+    return field(default=bound[0], metadata={"bound": Bound(*bound)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,30 +43,32 @@ class Constants:
     reduce_scatter  given: 1 where ZeRO scatters gradients, 0 where it all-reduces them (DeepSpeed's pipeline of 2022)
     """
 
-    matmul: float = BOUNDS["matmul"].prior
-    prologue: float = BOUNDS["prologue"].prior
-    quantization: float = BOUNDS["quantization"].prior
-    memory: float = BOUNDS["memory"].prior
-    node: float = BOUNDS["node"].prior
-    network: float = BOUNDS["network"].prior
-    p2p: float = BOUNDS["p2p"].prior
-    misaligned: float = BOUNDS["misaligned"].prior
-    crowding: float = BOUNDS["crowding"].prior
-    launch_s: float = BOUNDS["launch_s"].prior
-    skew_s: float = BOUNDS["skew_s"].prior
-    handoff_s: float = BOUNDS["handoff_s"].prior
-    pressure: float = BOUNDS["pressure"].prior
-    flash: float = BOUNDS["flash"].prior
-    exposed: float = BOUNDS["exposed"].prior
-    passes: float = BOUNDS["passes"].prior
-    host_s: float = BOUNDS["host_s"].prior
+    # An efficiency cannot pass its peak; a waiting time cannot be negative. Priors: cuBLAS reaches 0.75-0.85 of the
+    # peak on large matmuls (NVIDIA, 'Matrix multiplication background', A100 figures), STREAM 0.85 of the memory's rate,
+    # nccl-tests 0.75 of NVLink's, and half to three quarters of the network's. Waits: tens of microseconds a kernel.
+    # Flash attention: Dao 2023, arXiv:2307.08691, figures 5 to 7, 50-73 % of an A100's peak forward, less backward.
+    # Host: some 120 operations of about 12 microseconds each for a layer, forward and backward.
+    matmul: float = _fitted(0.79, 0.06, 0.10, 0.98)
+    prologue: float = _fitted(125, 0.3, 1, 2000)
+    quantization: float = _fitted(0.60, 0.25, 0.05, 1.0)
+    memory: float = _fitted(0.81, 0.07, 0.1, 1.0)
+    node: float = _fitted(0.75, 0.15, 0.02, 1.0)
+    network: float = _fitted(0.50, 0.5, 0.001, 1.0)
+    p2p: float = _fitted(0.60, 0.5, 0.001, 1.0)
+    misaligned: float = _fitted(0.60, 0.15, 0.1, 1.0)
+    crowding: float = _fitted(0.10, 0.3, 0.005, 0.2)
+    launch_s: float = _fitted(5e-4, 1.2, 1e-5, 2e-2)
+    skew_s: float = _fitted(1e-4, 1.2, 1e-6, 1e-2)
+    handoff_s: float = _fitted(1e-3, 1.2, 1e-6, 1e-1)
+    pressure: float = _fitted(0.05, 0.7, 1e-4, 0.2)
+    flash: float = _fitted(0.50, 0.2, 0.1, 0.9)
+    exposed: float = _fitted(1.0, 0.5, 0.02, 1.0)
+    passes: float = _fitted(1.0, 0.25, 0.5, 5.0)
+    host_s: float = _fitted(1.5e-3, 0.5, 1e-5, 2e-2)
     overlap: float = 0.0
     whole_p2p: float = 0.0
     reduce_scatter: float = 0.0
 
 
-# What a stack does, and no fit finds.
-GIVEN = ("overlap", "whole_p2p", "reduce_scatter")
-
-
-PRIOR = Constants()
+BOUNDS: dict[str, Bound] = {f.name: f.metadata["bound"] for f in fields(Constants) if f.metadata}
+GIVEN = tuple(f.name for f in fields(Constants) if not f.metadata)  # what a stack does, and no fit finds

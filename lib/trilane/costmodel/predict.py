@@ -4,15 +4,14 @@ support(): the measured rows that it rests on.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from trilane.config.cluster import Cluster
-from trilane.config.model import ModelShape
-from trilane.config.parallelism import Topology
+from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration, Configuration, RunSizes
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.constants import BOUNDS, GIVEN, Constants
@@ -32,24 +31,8 @@ IMPOSSIBLE = 0.5  # from here on a search refuses it
 SPANS = {"hidden": 4, "layers": 8, "seq": 4, "tokens": 8, "gpus": 16, "tp": 8, "pp": 16, "microbatches": 16}
 KINDS = {"card": 1.5, "cluster": 0.7, "attention kernel": 1.0, "precision": 1.0, "recomputation": 0.5, "offload": 1.0}
 KINDS |= {"MLP": 0.4, "key-value heads": 0.3, "ZeRO": 0.5, "context parallelism": 1.0, "groups over nodes": 1.0}
-SOFTWARE = 2.0  # a row of other software than the constants: on Jean Zay's rows of 2024 those of 2022 miss by 9 to 20 %
-NAMES = {"hidden": "hidden size", "layers": "number of layers", "seq": "sequence length", "gpus": "number of GPUs"}
-NAMES |= {"tokens": "microbatch", "microbatches": "number of microbatches"}  # where a word is not its own name
 NEAR, FAR = 0.5, 1.0  # up to NEAR the fitted interval holds; from FAR on no measured run supports a prediction
-WIDENING = 0.10  # of ln(seconds), for each unit of distance beyond NEAR
-
-
-class Case(Protocol):
-    """What can be predicted: a Plan, or a Configuration."""
-
-    @property
-    def shape(self) -> ModelShape: ...
-    @property
-    def topology(self) -> Topology: ...
-    @property
-    def cluster(self) -> Cluster: ...
-    @property
-    def engine(self) -> str: ...
+Case = Plan | Configuration  # what can be predicted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +66,16 @@ class Support:
     @property
     def widening(self) -> float:
         """What the distance adds to the half-width of the interval of ln(seconds), as the root of the squares."""
-        return WIDENING * min(max(self.distance - NEAR, 0.0), 5.0)
+        # a tenth for each unit beyond NEAR: our choice
+        return 0.10 * min(max(self.distance - NEAR, 0.0), 5.0)
 
 
 def support(case: Case, rows: Sequence[MeasuredRow] | None = None, count: int = 3, stack: str = "") -> Support:
     """The measured rows nearest to a case (a Plan or a Configuration); `rows` are by default all that ship.
 
-    With `stack`, that of the constants, rows of other software are SOFTWARE further.
+    With `stack`, that of the constants, rows of other software are further.
+
+        support(read_plan("plan.json")).words
     """
     known = every_row() if rows is None else tuple(rows)
     if not known:
@@ -97,19 +83,15 @@ def support(case: Case, rows: Sequence[MeasuredRow] | None = None, count: int = 
     sizes, kinds = _features(known) if rows is not None else _shipped_features()
     (own,), (kind,) = _features((case,))
     apart = np.abs(sizes - own)
-    foreign = [SOFTWARE * (stack not in ("", row.stack)) for row in known]
+    # by 2: on Jean Zay's rows of 2024 the constants of 2022 miss by 9 to 20 %
+    foreign = [2.0 * (stack not in ("", row.stack)) for row in known]
     other = np.column_stack([(kinds != kind) * np.array(list(KINDS.values())), foreign])
     distances = np.sqrt((apart**2).sum(1) + (other**2).sum(1))
     order = np.argsort(distances, kind="stable")[:count]
+    nearest = tuple((known[i].row_id, float(distances[i])) for i in order)
     first = order[0]
     parts = dict(zip([*KINDS, "software", *SPANS], [*other[first], *apart[first]], strict=True))
-    return Support(
-        nearest=tuple((known[i].row_id, float(distances[i])) for i in order),
-        differs=tuple(
-            NAMES.get(name, name) for name, part in sorted(parts.items(), key=lambda p: -p[1]) if part >= 0.4
-        ),
-        stack=known[first].stack,
-    )
+    return Support(nearest=nearest, differs=_differing(parts), stack=known[first].stack)
 
 
 def own_support(case: Case, calibration: Calibration) -> Support:
@@ -117,10 +99,16 @@ def own_support(case: Case, calibration: Calibration) -> Support:
     own = np.log([[getattr(run, name) for name in SPANS] for run in calibration.own])
     apart = np.abs(own / np.log(list(SPANS.values())) - _features((case,))[0])
     distances = np.sqrt((apart**2).sum(1))
-    nearest = int(np.argmin(distances))
-    parts = sorted(zip(apart[nearest], SPANS, strict=True), reverse=True)
-    differs = tuple(NAMES.get(name, name) for part, name in parts if part >= 0.4)
-    return Support(nearest=(("one of your own", float(distances[nearest])),), differs=differs)
+    at = int(np.argmin(distances))
+    differs = _differing(dict(zip(SPANS, apart[at], strict=True)))
+    return Support(nearest=(("one of your own", float(distances[at])),), differs=differs)
+
+
+def _differing(parts: Mapping[str, float]) -> tuple[str, ...]:
+    """What sets a run apart, the largest first."""
+    names = {"hidden": "hidden size", "layers": "number of layers", "seq": "sequence length", "gpus": "number of GPUs"}
+    names |= {"tokens": "microbatch", "microbatches": "number of microbatches"}
+    return tuple(names.get(n, n) for n, part in sorted(parts.items(), key=lambda p: -p[1]) if part >= 0.4)
 
 
 def sizes_of(cases: Sequence[Case]) -> tuple[RunSizes, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trilane.costmodel.constants import PRIOR
+from trilane.costmodel.constants import Constants
 
 COPY_BYTES = 2**28  # far beyond the caches
 Facts = dict[str, tuple[float, str]]  # field of Cluster -> its value, and how it was measured
@@ -19,7 +19,7 @@ def of_device(device: torch.device) -> Facts:
     is_card, types = device.type == "cuda", matmul_types(device)
     if not is_card:
         torch.set_num_threads(1)
-    share, copied_share = (float(PRIOR.matmul), float(PRIOR.memory)) if is_card else (1.0, 1.0)
+    share, copied_share = (Constants.matmul, Constants.memory) if is_card else (1.0, 1.0)
     found: Facts = {}
     for precision in ("fp32", "fp16", "bf16", "fp8"):
         rate, how = 0.0, "not measured here: 0, so that no plan may choose it"
