@@ -22,10 +22,6 @@ from trilane.utils.validation import (
     to_mapping,
 )
 
-# Seconds that CUDA_LAUNCH_BLOCKING=1 adds to a layer's waits: the chronicles print 91.04 against 97.20 TFLOPs on 80
-# GPUs (3.5 ms a layer and microbatch) and no difference on 160; the A100 fit has 5.0 ms with it and 3.0 ms without.
-BLOCKED_LAUNCH_S = 2e-3
-ASYNCHRONOUS = "asynchronous launches"  # how the name of the regime without it begins
 WIDEST = 200.0  # half-width of an interval of ln(seconds), far from where exp() overflows
 FACTOR = Bound(0.5, 0.8, 0.002, 1.5)  # of what a regime leaves of a constant
 
@@ -128,11 +124,13 @@ class Calibration(Constants):
 
         The shipped A100 constants come from runs that blocked, with a regime of days that did not; others are without.
         """
-        free = next((r for r in self.regimes if r.name.startswith(ASYNCHRONOUS)), None)
+        free = next((r for r in self.regimes if r.name.startswith("asynchronous launches")), None)
         if free:
             factors = {name: getattr(self, name) * free.factor for name in free.constants}
             return self if blocking else replace(self, **factors)
-        slower = min(self.launch_s + BLOCKED_LAUNCH_S, BOUNDS["launch_s"].high)
+        # the chronicles print 91.04 against 97.20 TFLOPs on 80 GPUs (3.5 ms a layer and microbatch) and no difference
+        # on 160; the A100 fit has 5.0 ms with it and 3.0 ms without
+        slower = min(self.launch_s + 2e-3, BOUNDS["launch_s"].high)
         return replace(self, launch_s=slower) if blocking else self
 
     @property

@@ -44,7 +44,7 @@ class Constants:
     """
 
     # An efficiency cannot pass its peak; a waiting time cannot be negative. Priors: cuBLAS reaches 0.75-0.85 of the
-    # peak on large matmuls (NVIDIA, 'Matrix multiplication background', A100 figures), STREAM 0.85 of the memory's rate,
+    # peak on large matmuls (NVIDIA, 'Matrix multiplication background'), STREAM 0.85 of the memory's rate,
     # nccl-tests 0.75 of NVLink's, and half to three quarters of the network's. Waits: tens of microseconds a kernel.
     # Flash attention: Dao 2023, arXiv:2307.08691, figures 5 to 7, 50-73 % of an A100's peak forward, less backward.
     # Host: some 120 operations of about 12 microseconds each for a layer, forward and backward.

@@ -20,7 +20,6 @@ LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
     "date": lambda row: row.case.day,
 }
 FOREIGN = {"file": 0, "file-ten": 10}  # leave out a whole file, and how many rows of its own are known then
-FOLD = 10  # rows that are predicted together, after ten others
 
 
 def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[RowPrediction]:
@@ -81,7 +80,7 @@ def predict_foreign(rows: Sequence[MeasuredRow], known: int) -> list[RowPredicti
         prior = combined(first.case.cluster, first.stack, others)
         rng = np.random.default_rng(0)
         order = rng.permutation(len(members))
-        for fold in np.array_split(order, max(len(members) // FOLD, 2) if known else 1):
+        for fold in np.array_split(order, max(len(members) // 10, 2) if known else 1):
             test = [members[i] for i in fold]
             own = usable([members[i] for i in order if i not in fold])
             on = [own[i] for i in rng.permutation(len(own))[:known]] if known else []

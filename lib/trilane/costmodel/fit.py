@@ -17,19 +17,6 @@ from trilane.utils.validation import require, require_positive
 
 NOISE = {"cuda": 0.02, "cpu": 0.05}  # of ln(seconds): repeats differ by 0.15-2 % (docs/planner.md)
 STEP = 1e-3  # of a constant's logarithm, for slopes
-MODEL_ERROR = 0.033  # of ln(seconds): what the model misses of A100 rows left out by table (docs/planner.md)
-CPU_DEVIATION = 0.5  # other work may take half of the machine; GPU efficiencies are known better
-
-# A prior that was itself fitted to rows is narrower: this many rows halve the variance of its constants. Otherwise 8
-# more rows of one table raised the error of the shipped A100 constants on other rows from 1.1 to 6 % (docs/log.md).
-PRIOR_ROWS = 10
-MEMORY_NOISE = 0.03  # nvidia-smi, rounded to a gigabyte
-
-# Prior deviation of each memory constant's logarithm, smaller where DeepSpeed documents it
-MEMORY_DEVIATION = dict(
-    optimizer=0.1, accumulated=0.3, checkpoint=0.2, working=0.5, logit=0.3, base_bytes=0.7, slack=0.7
-)
-
 Group = tuple[Cluster, np.ndarray, Columns]
 
 
@@ -78,7 +65,7 @@ def deviations(cases: Sequence[Configuration], prior: Constants) -> np.ndarray:
     """
     deviation = np.array([bound.deviation for bound in BOUNDS.values()])
     if any(c.cluster.gpu.kind == "cpu" for c in cases):
-        deviation = np.maximum(deviation, CPU_DEVIATION)
+        deviation = np.maximum(deviation, 0.5)  # other work may take half of the machine
     return np.where((np.array(list(BOUNDS)) == "exposed") & (prior.exposed == 1), 1e-3, deviation)
 
 
@@ -140,10 +127,13 @@ def fit_time(cases: Sequence[Configuration], measured: Sequence[float], prior: C
     start = np.log([*(getattr(prior, n) for n in BOUNDS), *(r.factor for r in regimes)])
     noise = max(NOISE[c.cluster.gpu.kind] for c in cases)
     deviation = np.append(deviations(cases, prior), [FACTOR.deviation] * len(regimes))
-    deviation = deviation / (1 + prior.rows / PRIOR_ROWS) ** 0.5
+    # A prior that was itself fitted to rows is narrower: ten rows halve the variance of its constants. Otherwise 8 more
+    # rows of one table raised the error of the shipped A100 constants on other rows from 1.1 to 6 %.
+    deviation = deviation / (1 + prior.rows / 10) ** 0.5
     best = robust_minimum(errors, start, deviation, bounds, noise)
     found = dict(zip([*BOUNDS, *(r.name for r in regimes)], np.exp(best).tolist(), strict=True))
-    unseen = left_out(errors(best), slopes(errors, best) * deviation, max(noise, MODEL_ERROR))
+    # 0.033 of ln(seconds): what the model misses of A100 rows left out by table (docs/planner.md)
+    unseen = left_out(errors(best), slopes(errors, best) * deviation, max(noise, 0.033))
     width = float(np.quantile(np.append(np.abs(unseen), prior.half_width), 0.9)) * (1 + len(cases) ** -0.5 / 2)
     return replace(
         prior,
@@ -158,7 +148,10 @@ def fit_memory(
     cases: Sequence[Configuration], measured_bytes: Sequence[float], prior: MemoryConstants = DEFAULT
 ) -> MemoryConstants:
     """The memory constants fitted to measured bytes of a first-stage GPU, by the same robust criterion."""
-    names, target, groups = list(MEMORY_DEVIATION), np.asarray(measured_bytes, float), by_cluster(cases)
+    # prior deviation of each constant's logarithm, smaller where DeepSpeed documents it
+    prior_deviation = {"optimizer": 0.1, "accumulated": 0.3, "checkpoint": 0.2, "working": 0.5, "logit": 0.3}
+    prior_deviation |= {"base_bytes": 0.7, "slack": 0.7}
+    names, target, groups = list(prior_deviation), np.asarray(measured_bytes, float), by_cluster(cases)
 
     def constants(logs: np.ndarray) -> MemoryConstants:
         return replace(prior, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
@@ -170,8 +163,9 @@ def fit_memory(
         return np.log(predicted / target)
 
     start = np.log([getattr(prior, n) for n in names])
-    deviation = np.array(list(MEMORY_DEVIATION.values()))
+    deviation = np.array(list(prior_deviation.values()))
     each = partial(np.apply_along_axis, errors, -1)
-    best = robust_minimum(each, start, deviation, (start - 3, start + 3), MEMORY_NOISE)
+    # the noise is that of nvidia-smi, rounded to a gigabyte
+    best = robust_minimum(each, start, deviation, (start - 3, start + 3), 0.03)
     spread = 1.4826 * float(np.median(np.abs(errors(best)))) * (1 + len(cases) ** -0.5)
     return replace(constants(best), spread=max(spread, 0.02))

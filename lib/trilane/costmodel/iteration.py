@@ -12,17 +12,6 @@ from trilane.costmodel.constants import Constants
 from trilane.costmodel.layers import LayerTime, embedding_seconds, head_seconds, layer_time
 from trilane.costmodel.memory import memory_bytes, stage_layers
 
-# Bytes that an Adam step moves per parameter that a GPU owns (fp32 master, two moments, gradient: read; the first
-# three and the 16-bit weight: written), and per parameter that it holds (clipping's norm, the copy back).
-STEP_BYTES_OWNED, STEP_BYTES_HELD = 30.0, 6.0
-
-# Adam on the host: reads and writes the same 28 bytes a parameter from DDR memory, about 100 GB/s a node
-# (DeepSpeed's CPU Adam: Ren et al. 2021, arXiv:2101.06840, section 5).
-HOST_STEP_BYTES, HOST_BYTES_PER_S = 28.0, 100e9
-
-# The caching allocator starts to return and reallocate blocks above this share of the card (PyTorch, 'CUDA semantics,
-# memory management': a failed cudaMalloc frees all cached blocks and synchronizes).
-PRESSURE_FROM, PRESSURE_TO = 0.75, 0.95
 PARTS = (*(f.name for f in fields(LayerTime)), "head", "embedding")  # of a microbatch's seconds
 
 
@@ -113,8 +102,9 @@ def optimizer_seconds(parameters: Number, columns: Columns, cluster: Cluster, co
     x = columns
     owned = parameters / np.where(np.greater(x.zero, 0), x.replicas, 1)
     rate = cluster.gpu.memory_bytes_per_s * constants.memory / slowdown(x, cluster)
-    here = np.equal(x.offload, 0) * STEP_BYTES_OWNED * owned
-    return (here + STEP_BYTES_HELD * parameters) / rate
+    # bytes per parameter that a GPU owns: fp32 master, two moments, gradient read; the first three and the 16-bit
+    # weight written; and per parameter that it holds: clipping's norm, the copy back
+    return (np.equal(x.offload, 0) * 30.0 * owned + 6.0 * parameters) / rate
 
 
 def offload_seconds(parameters: Number, columns: Columns, cluster: Cluster, constants: Constants) -> Number:
@@ -125,7 +115,8 @@ def offload_seconds(parameters: Number, columns: Columns, cluster: Cluster, cons
     x = columns
     owned = parameters / np.where(np.greater(x.zero, 0), x.replicas, 1)
     pcie = cluster.pcie_bytes_per_s * constants.p2p
-    step = owned * (2 * x.value_bytes / pcie + HOST_STEP_BYTES * cluster.gpus_per_node / HOST_BYTES_PER_S)
+    # Adam on the host reads and writes 28 bytes a parameter from DDR memory, about 100 GB/s a node (Ren, section 5)
+    step = owned * (2 * x.value_bytes / pcie + 28.0 * cluster.gpus_per_node / 100e9)
     fetch = x.microbatches * (2 + np.equal(x.recompute, 2)) * owned * x.value_bytes / pcie
     return np.greater(x.offload, 0) * step + np.equal(x.offload, 2) * fetch
 
@@ -138,7 +129,9 @@ def pressure(columns: Columns, cluster: Cluster, constants: Constants) -> Number
     if cluster.gpu.kind == "cpu":
         return 1.0
     filled = memory_bytes(columns, cluster) / cluster.gpu.memory_bytes
-    ramp = np.clip((filled - PRESSURE_FROM) / (PRESSURE_TO - PRESSURE_FROM), 0, 1)
+    # PyTorch, 'CUDA semantics, memory management': a failed cudaMalloc frees all cached blocks and synchronizes
+    start, full = 0.75, 0.95
+    ramp = np.clip((filled - start) / (full - start), 0, 1)
     return 1 + constants.pressure * ramp * (1 - columns.fp32_gradients) * np.greater(columns.replicas, 1)
 
 

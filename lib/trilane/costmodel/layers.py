@@ -12,10 +12,6 @@ from trilane.costmodel.constants import Constants
 # guide', section on tile sizes (256 x 128 is the most efficient, 128 x 128 reads more operands per FLOP).
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9))
 
-# The SIMT kernels that take unaligned operands work on 64-wide tiles.
-SIMT_TILE = 64
-CROWD_OF_HEADS = 32  # heads in flight at which `misaligned` is quoted
-
 
 @dataclass(frozen=True)
 class LayerTime(Parts):
@@ -83,8 +79,9 @@ def attention_seconds(columns: Columns, cluster: Cluster, constants: Constants) 
     if gpu.kind == "cpu":
         fused = product
     else:
-        wide = np.ceil(d / SIMT_TILE) * SIMT_TILE
-        crowd = (batch / CROWD_OF_HEADS) ** c.crowding
+        # SIMT kernels, which take unaligned operands, have 64-wide tiles; `misaligned` is quoted at 32 heads in flight
+        wide = np.ceil(d / 64) * 64
+        crowd = (batch / 32) ** c.crowding
         slow = 2 * mine * s * (d + wide) * batch * crowd / (gpu.fp32_flops_per_s * c.misaligned)
         product = np.where(np.mod(d, 8) == 0, product, slow)
         fused = flash_seconds(x, cluster, c)

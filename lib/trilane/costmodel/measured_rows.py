@@ -11,8 +11,8 @@ from trilane.config import cluster as hardware
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES
 from trilane.costmodel.calibration import Configuration
-from trilane.costmodel.row_cells import STACKS, cluster_of, flag, integer, number, shape_of, stack_of, topology_of
-from trilane.utils.validation import DATA, read_json, require, require_file
+from trilane.costmodel.row_cells import cluster_of, flag, integer, number, shape_of, stack_of, topology_of
+from trilane.utils.validation import DATA, read_json, require, require_file, shipped_json
 from trilane.workspace.study import load_cluster
 
 NEEDED = ("row_id", "layers", "hidden", "heads", "seq", "tp", "pp", "dp", "mbs", "gbs")
@@ -74,7 +74,7 @@ def ignored_words(path: Path | str) -> list[str]:
         if name and name not in known["read"] + known["describe"]:
             near = difflib.get_close_matches(name, known["read"], 1)
             lines.append(f"column={name}: is not known and not read" + (f"; did you mean {near[0]}?" if near else ""))
-    names = {name for engines in STACKS.values() for name in engines}
+    names = {name for facts in shipped_json("stacks")["stacks"].values() for name in facts["engines"]}
     for engine in dict.fromkeys(row.get("engine") or row.get("set") or "" for row in cells):
         if engine and engine not in names | set(ENGINES):
             lines.append(f"engine={engine}: no stack of that name was measured; what all stacks share is assumed")

@@ -37,25 +37,14 @@ class MemoryConstants:
 
 
 DEFAULT = MemoryConstants()
-# OneFlow plans all memory ahead, so little of it is slack, and its loss keeps one copy of the logits: fitted to the 18
-# rows of DLPerf that have memory. Left out: that its pipelines hold a third to a half more (4 of these rows).
-STACK_MEMORY = {
-    "oneflow": MemoryConstants(checkpoint=0.96, working=1.28, logit=4.1, base_bytes=0.46e9, slack=0.046, spread=0.117)
-}
 
 
 def memory_of(stack: str) -> MemoryConstants:
     """The shipped constants of a software stack's memory: Megatron-DeepSpeed's where it has none of its own."""
-    return STACK_MEMORY.get(stack, DEFAULT)
-
-
-# Without ZeRO: fp32 master, two moments and two more bytes for an fp32 gradient, 18 with weights and gradients
-# (BigScience chronicles, '104B topology / memory usage').
-WHOLE_OPTIMIZER = 14.0
-
-# DeepSpeed's ZeRO without a pipeline: reduce and all-gather buckets of 16-bit values, the first one doubled to overlap
-# (its configuration page, reduce_bucket_size and allgather_bucket_size).
-BYTES_PER_BUCKET_VALUE = 3 * 2.0
+    # OneFlow plans all memory ahead, so little of it is slack, and its loss keeps one copy of the logits: fitted to the
+    # 18 rows of DLPerf that have memory. Left out: that its pipelines hold a third to a half more (4 of these rows).
+    oneflow = {"checkpoint": 0.96, "working": 1.28, "logit": 4.1, "base_bytes": 0.46e9, "slack": 0.046, "spread": 0.117}
+    return MemoryConstants(**oneflow) if stack == "oneflow" else DEFAULT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +125,9 @@ def model_states(columns: Columns, stage: Number, constants: MemoryConstants) ->
     weights = x.value_bytes * parameters / shard[2]
     each = np.where(main, 4, x.value_bytes + np.where(wide, 0, c.accumulated * x.fp32_gradients))
     gradients = each * parameters / shard[1]
-    whole = np.where(main, 12.0, np.where(np.equal(x.zero, 0), WHOLE_OPTIMIZER, c.optimizer))
+    # without ZeRO 14: fp32 master, two moments and two more bytes for an fp32 gradient, 18 with weights and gradients
+    # (BigScience chronicles, '104B topology / memory usage')
+    whole = np.where(main, 12.0, np.where(np.equal(x.zero, 0), 14.0, c.optimizer))
     # torch's Adam makes its denominator, fp32, for the whole flat share at once: 4 bytes. The chronicles' prequel
     # prints 61 and 47 GB with it (first node, others), 51 and 44 with apex's fused kernel.
     return weights, gradients, (np.where(wide, 8, whole) + 4 * x.adam) * parameters / shard[0]
@@ -165,6 +156,8 @@ def stage_memory(
     weights, gradients, optimizer = model_states(x, stage, c)
     over = np.where(np.equal(x.recompute, 2) & (not cpu), c.checkpoint, 1)
     buckets = (x.pp == 1) & (x.replicas > 1) & np.greater(x.zero, 0) & (not cpu)
+    # reduce and all-gather buckets of 16-bit values, the first one doubled to overlap (DeepSpeed's configuration page)
+    bucket_bytes = 3 * 2.0 * x.bucket_values
     here, away = np.equal(x.offload, 0), np.equal(x.offload, 2)
     parts = {
         "weights": weights * ~away + np.equal(x.zero, 3) * 2 * x.layer_parameters * x.value_bytes,
@@ -172,7 +165,7 @@ def stage_memory(
         "optimizer": optimizer * here,
         "activations": stage_layers_at(x, stage) * in_flight(x, stage) * activation_bytes_per_layer(x) * over,
         "working": working_bytes(x, stage, c),
-        "buffers": (0.0 if cpu else c.base_bytes) + buckets * BYTES_PER_BUCKET_VALUE * x.bucket_values,
+        "buffers": (0.0 if cpu else c.base_bytes) + buckets * bucket_bytes,
         "context": cluster.gpu.context_bytes,
     }
     needed = sum(parts.values())

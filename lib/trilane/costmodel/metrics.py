@@ -23,8 +23,6 @@ from trilane.costmodel.predict import unmeasured_half_width
 from trilane.costmodel.shipped import default
 from trilane.costmodel.uncertainty import posterior
 
-MIN_MEMORY_ROWS = 20  # with fewer, the shipped constants are better
-
 # Unexplained outliers of 9-28 % among the rows of the BigScience prequel, listed when the rows were cleaned, before any
 # model was fitted.
 ANOMALIES = tuple(f"s003-L{line:04d}" for line in (658, 727, 760, 775, 830, 847, 930))
@@ -174,8 +172,8 @@ def usable(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
 
 
 def calibrate_memory(rows: Sequence[MeasuredRow]) -> MemoryConstants:
-    """Memory constants fitted to the rows, or the shipped ones if fewer than MIN_MEMORY_ROWS have memory."""
+    """Memory constants fitted to the rows, or the shipped ones if fewer than 20 have memory: then these are better."""
     measured = [r for r in rows if np.isfinite(r.memory_bytes) and not r.duplicate_of]
-    if len(measured) < MIN_MEMORY_ROWS:
+    if len(measured) < 20:
         return DEFAULT
     return fit_memory([r.case for r in measured], [r.memory_bytes for r in measured])

@@ -9,62 +9,28 @@ from trilane.config.cluster import Cluster, card_words
 from trilane.config.model import GATED, ModelShape, padded_vocab_size
 from trilane.config.parallelism import CHOICES, Topology
 from trilane.costmodel.calibration import Configuration
-from trilane.utils.validation import require, require_known
-
-# '250k' in the chronicles' tables means 250,880: the printed TFLOPs of two rows fit no other number (docs/planner.md)
-VOCABULARY = {250_000: 250_880}
-
-# Software stacks, each with its own constants, and the engines (or sets of rows) that belong to them.
-STACKS = {
-    "megatron-deepspeed": ("megatron-deepspeed", "megatron-deepspeed-bf16", "A100", "V100-1B3", "deepspeed-3d"),
-    "megatron-deepspeed-2024": ("megatron-deepspeed-2024",),
-    "megatron-lm": ("megatron-lm", "megatron", "megatron-ds-3d", "V100-GPT2"),
-    "megatron-core": ("megatron-core", "nemo-megatron-core", "nemo", "megatron-bridge"),
-    "deepspeed-zero": ("megatron-ds-zero", "hf-ds-zero3-offload", "hf-zero3", "deepspeed", "V100-ZeRO3"),
-    "oneflow": ("oneflow", "libai"),
-    "fsdp": ("fsdp", "torch-fsdp", "pytorch-fsdp", "torchtitan", "llm-foundry", "litgpt", "olmo"),
-}
-# The same project after flash attention, ZeRO-1 in bf16 and asynchronous launches is another stack.
-LATER = {"megatron-deepspeed": "megatron-deepspeed-2024", "megatron-lm": "megatron-core"}
-
-# Training stacks use flash attention since 2023, and on every H100 or later: Dao et al. 2022, arXiv:2205.14135. Earlier
-# rows without a note store their scores.
-FLASH_FROM = "2023"
-# Words of the documents for those of a Topology.
-SYNONYMS = {"recompute": {"yes": "full", "no": "none", "none?": "none", "block": "full", "uniform": "full"}}
-SYNONYMS |= {"offload": {"cpu:optimizer": "optimizer", "cpu:optimizer+params": "full"}}
-ATTENTION_WORDS = {"scores": "scores", "fused": "fused", "flash": "fused", "flash2": "fused", "flash3": "fused"}
-FLAGS = {"": False, **dict.fromkeys(("0", "0.0", "no", "false"), False)}
-FLAGS |= dict.fromkeys(("1", "1.0", "yes", "true"), True)
-# Families of models whose architecture the sizes do not give; a column of its own goes first. Llama: Touvron et al.
-# 2023, arXiv:2302.13971, section 2.2. Nemotron-4: Parmar et al. 2024, arXiv:2402.16819, section 2 (rotary positions,
-# squared ReLU, no biases, untied; its norm is LayerNorm).
-LLAMA = {"activation": "swiglu", "normalization": "rmsnorm", "positions": "rotary", "biases": "none"}
-NEMOTRON = {"activation": "squared-relu", "normalization": "layernorm", "positions": "rotary", "biases": "none"}
+from trilane.utils.validation import require, require_known, shipped_json
 
 
 def cells_of(name: str, case: Configuration, seconds: float, memory_bytes: float) -> dict[str, object]:
     """A measured run as the cells of such a CSV, from which read_rows makes the same configuration again."""
     s, t = case.shape, case.topology
+    skipped = ("fp32_gradients", "cp", "first_stage_layers", "last_stage_layers")
+    fields = {name: value for name, value in vars(t).items() if name not in skipped and "overlap" not in name}
     return {
         **{"row_id": name, "cluster": case.cluster.name, "gpu": case.cluster.gpu.name, "gpus": t.gpus},
         **{"layers": s.num_layers, "hidden": s.hidden_size, "heads": s.num_attention_heads, "seq": s.seq_length},
-        "padded_vocab": s.vocab_size,
-        **{field: getattr(t, field) for field in ("dp", "tp", "pp", "mbs", "gbs", "zero", "recompute", "interleaving")},
-        **{field: getattr(t, field) for field in ("partition", "sequence_parallel", "offload", "precision")},
-        "bf16acc": t.fp32_gradients,
-        **{field: getattr(t, field) for field in ("attention", "adam", "buckets")},
-        "engine": case.engine,
-        "date": case.day,
-        "sec_per_it": seconds,
+        **{"padded_vocab": s.vocab_size, **fields, "bf16acc": t.fp32_gradients},
+        **{"engine": case.engine, "date": case.day, "sec_per_it": seconds},
         "mem_gb": memory_bytes / 2**30 if memory_bytes == memory_bytes else "",
     }
 
 
 def stack_of(engine: str, attention: str) -> str:
-    """The stack of STACKS that an engine (or set of rows) belongs to, or the engine's own name where none does."""
-    stack = next((stack for stack, names in STACKS.items() if engine in names), engine)
-    return LATER.get(stack, stack) if attention == "fused" else stack
+    """The stack that an engine (or set of rows) belongs to, or the engine's own name where none does."""
+    known = shipped_json("stacks")["stacks"]
+    stack = next((stack for stack, facts in known.items() if engine in facts["engines"]), engine)
+    return known.get(stack, {}).get("later", stack) if attention == "fused" else stack
 
 
 def cluster_of(cells: Mapping[str, str], known: Mapping[str, Cluster]) -> Cluster:
@@ -81,7 +47,8 @@ def cluster_of(cells: Mapping[str, str], known: Mapping[str, Cluster]) -> Cluste
 
 def shape_of(cells: Mapping[str, str], tp: int) -> ModelShape:
     """The model of a row, its vocabulary padded for tp where the row has not the padded one."""
-    vocab = integer(cells, "vocab", 50_257)
+    # '250k' in the chronicles' tables means 250,880: the printed TFLOPs of two rows fit no other number
+    vocab = {250_000: 250_880}.get(tokens := integer(cells, "vocab", 50_257), padded_vocab_size(tokens, tp))
     # of some rows the layers are not printed, but inferred from the TFLOPs
     layers = "layers_inferred" if cells.get("layers_inferred") and not cells.get("layers") else "layers"
     return ModelShape(
@@ -89,7 +56,7 @@ def shape_of(cells: Mapping[str, str], tp: int) -> ModelShape:
         hidden_size=integer(cells, "hidden"),
         num_attention_heads=integer(cells, "heads"),
         seq_length=integer(cells, "seq"),
-        vocab_size=integer(cells, "padded_vocab", 0) or VOCABULARY.get(vocab) or padded_vocab_size(vocab, tp),
+        vocab_size=integer(cells, "padded_vocab", 0) or vocab,
         tied_embeddings=not flag(cells, "untied"),
         num_key_value_heads=integer(cells, "kv_heads", 0) or None,
         ffn_hidden_size=integer(cells, "ffn", 0) or None,
@@ -99,8 +66,13 @@ def shape_of(cells: Mapping[str, str], tp: int) -> ModelShape:
 
 def _architecture(cells: Mapping[str, str]) -> dict[str, Any]:
     """Activation, norm, positions and biases: their columns, then those of the model's family, then GPT-2's."""
-    family = NEMOTRON if "nemotron" in cells.get("model", "").lower() else LLAMA if flag(cells, "gated") else {}
-    words = {name: cells.get(name) or family.get(name, "") for name in LLAMA}
+    # Llama: Touvron et al. 2023, arXiv:2302.13971, section 2.2; Nemotron-4: Parmar et al. 2024, arXiv:2402.16819,
+    # section 2 (rotary positions, squared ReLU, no biases, untied; its norm is LayerNorm)
+    names = ("activation", "normalization", "positions", "biases")
+    family = ("swiglu", "rmsnorm", "rotary", "none") if flag(cells, "gated") else ("", "", "", "")
+    if "nemotron" in cells.get("model", "").lower():
+        family = ("squared-relu", "layernorm", "rotary", "none")
+    words = {name: cells.get(name) or word for name, word in zip(names, family, strict=True)}
     gated = words["activation"] in GATED
     rule = f"contradicts activation={words['activation']}"
     require(not cells.get("gated") or not words["activation"] or gated == flag(cells, "gated"), "gated", gated, rule)
@@ -159,25 +131,29 @@ def topology_of(cells: Mapping[str, str], cluster: Cluster) -> Topology:
 
 
 def _word(cells: Mapping[str, str], name: str, usual: str, known: Sequence[str]) -> str:
+    """A cell that is one of some words, or what the documents write for them."""
+    synonyms = {"yes": "full", "no": "none", "none?": "none", "block": "full", "uniform": "full"}
+    synonyms |= {"cpu:optimizer": "optimizer", "cpu:optimizer+params": "full", "flash": "fused"}
+    synonyms |= dict.fromkeys(("flash2", "flash3"), "fused")
     value = cells.get(name) or usual
-    value = SYNONYMS[name].get(value, value)
+    value = synonyms.get(value, value)
     require_known(name, value, known)
     return value
 
 
 def _attention(cells: Mapping[str, str], cluster: Cluster) -> str:
-    if word := cells.get("attention"):
-        require_known("attention", word, ATTENTION_WORDS)
-        return ATTENTION_WORDS[word]
-    modern = cluster.gpu.compute_capability[0] >= 9 or cells.get("date", "") >= FLASH_FROM
-    return "fused" if modern or "flash" in cells.get("notes", "").lower() else "scores"
+    """Its column; else stacks use flash attention since 2023, and on every H100 or later (arXiv:2205.14135)."""
+    modern = cluster.gpu.compute_capability[0] >= 9 or cells.get("date", "") >= "2023"
+    usual = "fused" if modern or "flash" in cells.get("notes", "").lower() else "scores"
+    return _word(cells, "attention", usual, CHOICES["attention"])
 
 
 def flag(cells: Mapping[str, str], name: str) -> bool:
     """A cell that is 1 or 0 (or yes, no, true, false); an empty one is 0."""
     word = cells.get(name, "").lower()
-    require(word in FLAGS, name, word, "must be 1 or 0")
-    return FLAGS[word]
+    is_true = word in ("1", "1.0", "yes", "true")
+    require(is_true or word in ("", "0", "0.0", "no", "false"), name, word, "must be 1 or 0")
+    return is_true
 
 
 def number(cells: Mapping[str, str], name: str) -> float:

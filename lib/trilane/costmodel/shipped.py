@@ -11,25 +11,18 @@ from trilane.config.cluster import cluster as catalogued
 from trilane.config.plan import read_plan_values
 from trilane.costmodel.calibration import Calibration, Regime, from_json, load
 from trilane.costmodel.constants import BOUNDS, GIVEN
-from trilane.utils.validation import DATA, from_mapping, read_json, require
+from trilane.utils.validation import DATA, from_mapping, read_json, require, shipped_json
 from trilane.workspace.study import Study
 
-# Which constants two fits share: of the card's kernels, of the cluster's networks, of the software.
-KERNELS = ("matmul", "prologue", "quantization", "memory", "misaligned", "crowding", "flash")
-NETWORKS = ("node", "network", "p2p")
-SOFTWARE = ("launch_s", "skew_s", "handoff_s", "pressure", "exposed", "passes", "host_s")
-HOPPER = (9, 0)  # compute capability of the newest cards with measured rows
-EARLIER = {"megatron-deepspeed-2024": "megatron-deepspeed"}  # a stack that grew out of another one starts from it
-# What a stack does: Megatron-LM sent whole activations between stages before its scatter-gather of 2021 (Narayanan et
-# al. 2021, section 4.1), as OneFlow did; Megatron-Core's distributed optimizer and PyTorch's FSDP scatter gradients and
-# hide most of it under computation (their guides); DeepSpeed's ZeRO prefetches.
-STACK_CONSTANTS: dict[str, dict[str, float]] = {
-    "megatron-lm": {"whole_p2p": 1.0},
-    "oneflow": {"whole_p2p": 1.0},
-    "megatron-core": {"reduce_scatter": 1.0, "overlap": 0.6, "exposed": 0.3},
-    "fsdp": {"reduce_scatter": 1.0, "exposed": 0.4},
-    "deepspeed-zero": {"exposed": 0.9},
-}
+
+def stack_table() -> dict[str, Any]:
+    """The software stacks: `engines`, or sets of rows, that belong to each, and the `constants` that are its habits."""
+    return shipped_json("stacks")["stacks"]
+
+
+def habits(stack: str) -> dict[str, float]:
+    """The constants that a stack is known to have."""
+    return stack_table().get(stack, {}).get("constants", {})
 
 
 def default(cluster: Cluster, stack: str = "") -> Calibration:
@@ -67,23 +60,28 @@ def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
 
     Kernels' constants come from fits of the same generation of cards (one after the H100 counts as an H100), those of
     the networks from fits of the same cluster, those of the software (launches not blocked) from fits of the same stack
-    or an EARLIER one: geometric means, weighted by 1 / half_width^2. What no fit shares is that of a well-kept system,
-    and what is known of a stack is in STACK_CONSTANTS. Of a stack without fits `passes` on an H100 is that measured
-    there: the 1.0 of a well-kept system comes from slower cards. `rows` is 0: nothing was fitted, so a refit may move
-    all as far as priors allow.
+    or the one before it: geometric means, weighted by 1 / half_width^2. What no fit shares is that of a well-kept
+    system, and what is known of a stack is in data/stacks.json. Of a stack without fits `passes` on an H100 is that
+    measured there: the 1.0 of a well-kept system comes from slower cards. `rows` is 0: nothing was fitted, so a refit
+    may move all as far as priors allow.
     """
-    generation = min(cluster.gpu.compute_capability, HOPPER)
-    hopper = generation == HOPPER
+    newest = (9, 0)  # compute capability of the newest cards with measured rows
+    generation = min(cluster.gpu.compute_capability, newest)
+    hopper = generation == newest
     base = from_json(_shipped("calibrations")["hopper" if hopper else "transferable"])
     if not stack and not hopper:
         return base
     values: dict[str, Any] = {}
-    like = stack if stack in (fit.stack for fit in fits) else EARLIER.get(stack, stack)
-    kernels = (*KERNELS, "passes") if hopper else KERNELS
+    # a stack that grew out of another one starts from it
+    is_later = stack == "megatron-deepspeed-2024" and stack not in (fit.stack for fit in fits)
+    like = "megatron-deepspeed" if is_later else stack
+    # which constants two fits share: of the card's kernels, of the cluster's networks, of the software
+    kernels = ("matmul", "prologue", "quantization", "memory", "misaligned", "crowding", "flash")
+    software = ("launch_s", "skew_s", "handoff_s", "pressure", "exposed", "passes", "host_s")
     for names, is_shared in (
-        (kernels, lambda fit: min(fit.cluster.gpu.compute_capability, HOPPER) == generation),
-        (NETWORKS, lambda fit: stack and fit.cluster.name == cluster.name),
-        (SOFTWARE, lambda fit: fit.stack == like),
+        (kernels + ("passes",) * hopper, lambda fit: min(fit.cluster.gpu.compute_capability, newest) == generation),
+        (("node", "network", "p2p"), lambda fit: stack and fit.cluster.name == cluster.name),
+        (software, lambda fit: fit.stack == like),
     ):
         for name in names:
             shared = [f.calibration.with_launch_blocking(False) for f in fits if is_shared(f)]
@@ -91,13 +89,13 @@ def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
                 weights = [k.half_width**-2 for k in shared]
                 logs = [w * math.log(getattr(k, name)) for w, k in zip(weights, shared, strict=True)]
                 values[name] = math.exp(sum(logs) / sum(weights))
-    given = dict.fromkeys(GIVEN, 0.0) | STACK_CONSTANTS[stack] if stack in STACK_CONSTANTS else {}
+    given = dict.fromkeys(GIVEN, 0.0) | habits(stack) if habits(stack) else {}
     return replace(base, **{**given, **values, "regimes": shipped_regimes(cluster.name)})
 
 
 def prior_of(cluster: str, stack: str) -> Calibration:
     """The priors of constants.py for rows of that cluster and stack: its days' regimes, and what the stack does."""
-    values: dict[str, Any] = {**STACK_CONSTANTS.get(stack, {}), "regimes": shipped_regimes(cluster), "stack": stack}
+    values: dict[str, Any] = {**habits(stack), "regimes": shipped_regimes(cluster), "stack": stack}
     return Calibration(**values)
 
 
@@ -153,4 +151,4 @@ def constants_of(plan: Path | str, cluster: Cluster, source: str = "") -> tuple[
 def stacks() -> list[str]:
     """The software stacks of which something is known: fitted to rows, or a habit."""
     fitted = (name.partition("/")[2] for name in _shipped("calibrations") if "/" in name)
-    return sorted({*fitted, *STACK_CONSTANTS})
+    return sorted({*fitted, *filter(habits, stack_table())})

@@ -17,8 +17,6 @@ MISFIT, MISFIT_ROWS = 0.05, 6
 FOREIGN = 0.12  # the same on a site or stack without rows: leaving out each file misses by 4 to 19 % at the median
 T_QUANTILE = 1.943  # of Student's t with MISFIT_ROWS degrees of freedom, at 95 %
 Z90 = 1.6449  # standard deviations of a normal distribution's 90 % interval, on each side
-NOISE_ROWS = 2  # repeats that the prior noise counts for
-MAX_ERROR = 0.15  # larger errors count as this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +89,7 @@ def posterior(cases: Sequence[Configuration], measured: Sequence[float], calibra
     deviation = deviations(cases, calibration)
     effects = sensitivities(cases, calibration) * deviation
     unseen = left_out(errors, effects, MISFIT) if len(errors) else errors
-    squares = float((np.minimum(np.abs(unseen), MAX_ERROR) ** 2).sum())
+    squares = float((np.minimum(np.abs(unseen), 0.15) ** 2).sum())  # no single row says that the model is worse
     return Posterior(
         calibration=calibration,
         cases=tuple(cases),
@@ -103,14 +101,14 @@ def posterior(cases: Sequence[Configuration], measured: Sequence[float], calibra
 
 
 def _noise(usual: float, cases: Sequence[Configuration], errors: np.ndarray) -> float:
-    """Deviation between runs of one case, from the repeats and from `usual`, which counts as NOISE_ROWS repeats."""
+    """Deviation between runs of one case, from the repeats and from `usual`, which counts as two repeats."""
     squares, freedom, left = 0.0, 0, list(range(len(cases)))
     while left:
         alike = [i for i in left if _same(cases[left[0]], cases[i])]
         squares += float(np.var(errors[alike])) * len(alike)
         freedom += len(alike) - 1
         left = [i for i in left if i not in alike]
-    return math.sqrt((NOISE_ROWS * usual**2 + squares) / (NOISE_ROWS + freedom))
+    return math.sqrt((2 * usual**2 + squares) / (2 + freedom))
 
 
 def sensitivities(cases: Sequence[Configuration], calibration: Calibration) -> np.ndarray:
