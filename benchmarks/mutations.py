@@ -38,7 +38,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("gathers = 2 + np.equal(x.recompute, 2)", "gathers = 2"),
         ("(x.pp - 1) * p2p", "x.pp * p2p"),
         ("np.equal(x.offload, 0) * STEP", "STEP"),
-        ("(filled - PRESSURE_FROM)", "(filled - PRESSURE_TO)"),
+        ("(filled - start)", "(filled - full)"),
         ("last * layer + head)", "last * layer)"),
         ("np.greater(x.zero, 0) * x.value_bytes", "x.value_bytes"),
     ],
