@@ -98,7 +98,9 @@ def handle_node_failure(
 
     A spare takes its place (event "replaced"); else the job is requeued: SLURM itself requeues only what still runs.
     """
-    if not outcome.status.may_be_node_failure:
+    # what a lost node can look like in the log
+    seen = (Status.CRASHED, Status.NCCL_ERROR, Status.HANG, Status.NODE_FAILURE, Status.RENDEZVOUS)
+    if outcome.status not in (*seen, Status.GPU_ERROR, Status.NETWORK, Status.KILLED):
         return outcome
     with contextlib.suppress(ValueError):  # without SLURM the outcome stays as it is
         every, trained = client.hostnames(nodelist), training_nodes(folder, job)

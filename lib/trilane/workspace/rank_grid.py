@@ -94,13 +94,13 @@ class Grid:
     def group(self, axis: str, rank: int) -> frozenset[int]:
         """The ranks of `rank`'s group along `axis` (a name of AXES, "embedding", "next" or "previous" stage)."""
         place = self._by_rank[rank]
-        if axis in ("next", "previous", "embedding"):
-            pipeline, last = self.group("pp", rank), self.sizes[1] - 1
-            wanted = {"next": {place.pp + 1}, "previous": {place.pp - 1}, "embedding": {0, last}}[axis]
-            # Interleaved pipelines wrap around: the first stage follows the last.
-            wanted = {(stage + last + 1) % (last + 1) for stage in wanted}
-            return frozenset(r for r in pipeline if self._by_rank[r].pp in wanted) | {rank}
-        return self._groups[self._key(axis if self.known else "world", place)]
+        if axis not in ("next", "previous", "embedding"):
+            return self._groups[self._key(axis if self.known else "world", place)]
+        # Interleaved pipelines wrap around: the first stage follows the last.
+        stages = self.sizes[1]
+        wanted = {"next": {place.pp + 1}, "previous": {place.pp - 1}, "embedding": {0, stages - 1}}[axis]
+        wanted = {stage % stages for stage in wanted}
+        return frozenset(r for r in self.group("pp", rank) if self._by_rank[r].pp in wanted) | {rank}
 
     def _key(self, axis: str, place: Place) -> tuple[str, tuple[int, ...]]:
         return axis, tuple(getattr(place, name) for name in ("tp", "pp", "dp") if name not in self.AXES[axis])
@@ -117,8 +117,7 @@ def regular(tp: int, pp: int, dp: int, gpus_per_node: int, hosts: Iterable[str] 
     for name, size in (("tp", tp), ("pp", pp), ("dp", dp), ("gpus_per_node", gpus_per_node)):
         require_integer(name, size, 1)
     require(tp * pp * dp <= MOST, "tp x pp x dp", tp * pp * dp, f"must be at most {MOST}")
-    names = dict(enumerate(hosts))
-    places = []
+    names, places = dict(enumerate(hosts)), []
     for rank in range(tp * pp * dp):
         number = rank // gpus_per_node
         node, named = names.get(number, f"node{number}"), number in names
@@ -154,28 +153,24 @@ def from_json(values: Mapping[str, Any]) -> Grid | None:
     Either {"tp": .., "pp": .., "dp": .., "gpus_per_node": ..} (gpus_per_node 8 by default), or
     {"ranks": [{"rank": .., "tp": .., "pp": .., "dp": .., "node": ..}, ..]}, or both: then the list takes precedence.
     """
-    if not isinstance(values, Mapping):
-        return None
-    sizes = values.get("topology", values)
-    cluster = values.get("cluster")
-    node = values.get("gpus_per_node") or (cluster.get("gpus_per_node") if isinstance(cluster, Mapping) else None) or 8
+    sizes, cluster, listed = values.get("topology", values), values.get("cluster", {}), values.get("ranks")
+    node = values.get("gpus_per_node") or cluster.get("gpus_per_node") or 8
     base = None
-    if isinstance(sizes, Mapping) and any(name in sizes for name in ("tp", "pp", "dp")):
+    if any(name in sizes for name in ("tp", "pp", "dp")):
         tp, pp, dp = (sizes.get(name, 1) for name in ("tp", "pp", "dp"))
         base = regular(tp, pp, dp, node, values.get("hosts", ()))
-    listed = values.get("ranks")
     if isinstance(listed, Mapping):
         listed = [{"rank": int(rank), **facts} for rank, facts in listed.items()]
-    if not isinstance(listed, list) or not listed:
+    if not listed:
         return base
     given = {int(facts["rank"]): facts for facts in listed}
     base = base or unknown(given, node)
-    hosts: defaultdict[Any, set[str]] = defaultdict(set)
+    hosts: defaultdict[Any, set[str]] = defaultdict(set)  # of each node that has a name
     for facts in given.values():
-        hosts[facts.get("node")] |= {str(facts["host"])} if facts.get("host") else set()
-    by_node = {node: names for node, names in hosts.items() if names and node is not None}
+        if facts.get("host") and facts.get("node") is not None:
+            hosts[facts["node"]].add(str(facts["host"]))
     origin = {r: base[r] if r in base else base.places[0] for r in {*base.ranks, *given}}
-    places = [_place(origin[r], r, given.get(r, {}), by_node) for r in origin]
+    places = [_place(origin[r], r, given.get(r, {}), hosts) for r in origin]
     return Grid(places=tuple(sorted(places, key=lambda p: p.rank)), known=base.known or "tp" in listed[0])
 
 

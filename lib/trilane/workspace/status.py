@@ -14,12 +14,10 @@ from trilane.utils.validation import from_mapping, read_json, require_known
 class Status(StrEnum):
     """The state of a run, a job or a log; the value is the word in files and in JSON.
 
-    `stopped`: the run was asked to end before its last iteration, saved if it could, and can be resumed. `hang`: its
-    ranks made no progress and were ended; `timeout`: it exceeded a limit of ours, `time limit` one of the scheduler.
-    `pruned`: a run of a sweep that was not started, because one that needs no more memory ran out of it.
-    `unfinished`: the log ends without a reason. `rendezvous`: it never began, as not all nodes came in time. `OOM`: a
-    GPU had too little memory, `host memory`: a node. `killed`: by SIGKILL of unknown origin. The next step for
-    each is in docs/guides/my-logs.md.
+    `stopped`: asked to end before its last iteration, saved if it could, can be resumed. `timeout`: it exceeded a limit
+    of ours, `time limit` one of the scheduler. `pruned`: a run of a sweep that was not started, because one that needs
+    no more memory ran out of it. `unfinished`: the log ends without a reason. `OOM`: a GPU had too little memory, `host
+    memory`: a node. `killed`: by SIGKILL of unknown origin. docs/guides/my-logs.md has the next step for each.
     """
 
     NOT_SUBMITTED = "not submitted"
@@ -76,17 +74,6 @@ class Status(StrEnum):
         return self.has_failed and self is not Status.OOM
 
     @property
-    def is_hang(self) -> bool:
-        """Whether it was ended because it made no progress."""
-        return self in (Status.HANG, Status.TIMEOUT)
-
-    @property
-    def may_be_node_failure(self) -> bool:
-        """Whether a lost node can look like this in the log."""
-        seen = (Status.CRASHED, Status.NCCL_ERROR, Status.HANG, Status.NODE_FAILURE, Status.RENDEZVOUS)
-        return self in (*seen, Status.GPU_ERROR, Status.NETWORK, Status.KILLED)
-
-    @property
     def exit_code(self) -> int:
         """What `trilane train` returns: 0 completed, 3 stopped, else 1."""
         return {Status.COMPLETED: 0, Status.STOPPED: 3}.get(self, 1)
@@ -94,11 +81,8 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """How a run ended, the line that proves it, and the rank that printed this line (None: no single rank); nodes at
-    fault, if any, as SLURM's --exclude takes them.
-
-    Raises ValueError for an unknown status.
-    """
+    """How a run ended, the line that proves it, the rank that printed it (None: no single one), and nodes at fault, as
+    SLURM's --exclude takes them. ValueError for an unknown status."""
 
     status: Status
     evidence: str
