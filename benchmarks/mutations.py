@@ -320,7 +320,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("in reversed(file.read()", "in iter(file.read()"),
     ],
     ("restart", "diagnose/restart.py", "diagnose/test_restart.py"): [
-        ("> 1e-9 * abs(value)", "> 1e-2 * abs(value)"),
+        ("rel_tol=1e-9", "rel_tol=1e-2"),
         ("and must_decay(name) and size", "and size"),
     ],
     ("restart", "diagnose/snapshot.py", "diagnose/test_restart.py"): [
