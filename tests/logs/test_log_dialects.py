@@ -238,7 +238,7 @@ def test_the_flops_profiler_and_the_gpus_are_read(tmp_path):
     )
     log = read(tmp_path, text + m2021(1))
     assert (log.devices[0].name, log.devices[0].used_bytes) == ("Tesla V100-SXM2...", 2**30)
-    assert log.summary == {"profiler: fwd+bwd+step FLOPS per GPU": 103.5e12, "profiler: iter latency": 1.25}
+    assert log.summary == {"profiler: fwd+bwd+step FLOPS per GPU": 103.5e12}
 
 
 def test_bandwidth_benches_are_rates_in_bytes(tmp_path):

@@ -1,16 +1,13 @@
 """What a log's lines show about order: whose iterations they are, which numbers they have, when and where they stand."""
 
 import json
-import random
 
-import numpy as np
 import pytest
 from test_dialects import NANOTRON
 from test_log_dialects import FORK, m2021
 
 from trilane.analysis.measure import measure_log
 from trilane.logs.dialects import tables
-from trilane.logs.reading import decimals
 from trilane.logs.reading.reader import Reader, blocks
 from trilane.logs.run import read_log, read_logs
 
@@ -270,14 +267,3 @@ def test_digits_that_decide_what_a_line_is_make_no_form(tmp_path, monkeypatch):
 
 def test_the_same_iteration_with_another_loss_is_another_run(tmp_path):
     assert len(runs(tmp_path, "0: " + m2021(5) + "0: " + m2021(5, loss=4.5))) == 2
-
-
-def test_a_number_of_many_digits_in_a_column_is_the_one_that_python_reads() -> None:
-    draw = random.Random(1)
-    texts = [repr(draw.lognormvariate(0, 3)).encode() for _ in range(2000)]
-    for length in {len(text) for text in texts}:
-        alike = [text for text in texts if len(text) == length and text.index(b".") == 1]
-        if len(alike) > 12:
-            assert all(map(decimals.is_exact, alike))
-            field = np.array([list(text) for text in alike], np.uint8)
-            assert decimals.parse_column(field).tolist() == list(map(float, alike))

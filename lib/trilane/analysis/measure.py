@@ -16,7 +16,6 @@ from trilane.analysis.steady_state import WARM_UP, SteadyState, exact_seconds, m
 from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
 from trilane.logs.checks import HARMLESS, Problem, median, of_card
-from trilane.logs.dialects import megatron
 from trilane.logs.endings import caveat
 from trilane.logs.run import RunLog
 from trilane.logs.run_folder import read_run_folder
@@ -210,7 +209,8 @@ def numerics(log: RunLog) -> Numerics:
     """
     skipped, lost, loss = (log.column(name) for name in ("skipped", "nan", "lm_loss"))
     broken = np.isnan(loss) & ~(np.nan_to_num(skipped) > 0) if len(skipped) == len(loss) else np.isnan(loss)
-    by_dialect = int(broken.sum()) if megatron.FAMILY & set(log.dialect.split(" + ")) else 0
+    is_megatron = re.search(r"megatron|gpt-neox|deepspeedai", log.dialect)  # which prints no loss that is NaN
+    by_dialect = int(broken.sum()) if is_megatron else 0
     if not np.isfinite(skipped).any():  # DeepSpeed's engine counts those since the start
         skipped = _finite(log.column("skipped_total"))[-1:]
     norm, scale = _finite(log.column("grad_norm")), _finite(log.column("loss_scale"))

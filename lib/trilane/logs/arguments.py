@@ -1,5 +1,6 @@
-"""Launch arguments in a log: the dumps of Megatron and DeepSpeed, `bash -x` traces, lines with the world size."""
+"""Launch arguments in a log: the dumps of Megatron and DeepSpeed, `bash -x` traces, lines with counts and sizes."""
 
+import functools
 import math
 import re
 
@@ -8,22 +9,36 @@ BEGIN, END = re.compile(rb"-{6} arguments -{6}"), re.compile(rb"-{6} end of argu
 DOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,6}([A-Za-z]\w*) \.{2,} ?(?!:)(.*)$")
 UNDOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,4}([a-z]\w*)\s{2,}(\S.*)$")
 DEEPSPEED = re.compile(rb"\[config\.py:\d+:print(?:_config)?\]\s+(\w+) (?:\.{2,}|\s) ?(.*)$")
-NEOX_END = re.compile(rb"(?<!\.)\.{3,}(?:updated|default)$")
-TRACE = re.compile(rb"^(?:\d+: )?(?:\++ |\s*--[a-z])")
 OPTION = re.compile(rb"(?:^|\s)--([A-Za-z][\w-]*)(?:[ =]+((?!-)[^\s'\"\\]+|-[\d.]+\S*|\"[^\"]*\"|'[^']*'))?")
-WORLD = re.compile(rb"using world size: (\d{1,9})")
-PARALLEL = re.compile(rb"((?:data|tensor|pipeline|context)?-?(?:model-)?parallel)[- ]size: (\d{1,9})")
-VOCAB = re.compile(rb"padded vocab \(size: (\d{1,15})\).{0,200}\(new size: (\d{1,15})\)")
-PAIR = re.compile(r"\b(\w+)=([^,\s]+)")
-LARGEST = {int: 1 << 63, float: math.inf}
-SECRET = re.compile(r"(^|_)(key|api_key|token|password|secret)$")
+# lines of Megatron, and of Hugging Face's Trainer, with a number each: the names are those of its groups
+SIZES = [
+    re.compile(rb"using world size: (?P<world_size>\d{1,9})"),
+    *(
+        re.compile(rb"(?<![\w-])%s[- ]size: (?P<%s_size>\d{1,9})" % (name, re.sub(rb"\W+", b"_", name)))
+        for name in (
+            b"data-parallel",
+            b"tensor-model-parallel",
+            b"pipeline-model-parallel",
+            b"context-parallel",
+            b"model-parallel",
+        )
+    ),
+    re.compile(
+        rb"padded vocab \(size: (?P<vocab_size>\d{1,15})\).{0,200}\(new size: (?P<padded_vocab_size>\d{1,15})\)"
+    ),
+    re.compile(rb">>\s+Total optimization steps = (?P<total_optimization_steps>\d[\d,]{0,20})"),
+    re.compile(rb">>\s+Num Epochs = (?P<num_epochs>\d[\d,]{0,20})"),
+    re.compile(rb">>\s+Num examples = (?P<num_examples>\d[\d,]{0,20})"),
+    re.compile(rb">>\s+Total train batch size[^=]{0,100} = (?P<total_train_batch_size>\d[\d,]{0,20})"),
+]
 
 
+@functools.lru_cache(20_000)  # every rank may print the same dump
 def dumped(line: bytes, inside: bool) -> tuple[str, Value] | None:
     """The argument in a line `  name ...... value` of a dump; without dots, as for long names, only `inside` one."""
     found = DOTTED.match(line) or (UNDOTTED.match(line) if inside else None)
-    if found:
-        return _pair(found[1], NEOX_END.sub(b"", found[2].rstrip()))
+    if found:  # gpt-neox ends a line with whether the value is the default
+        return _pair(found[1], re.sub(rb"(?<!\.)\.{3,}(?:updated|default)$", b"", found[2].rstrip()))
     if found := DEEPSPEED.search(line):
         name, value = _pair(found[1], found[2].strip())
         return f"deepspeed.{name}", value
@@ -32,27 +47,23 @@ def dumped(line: bytes, inside: bool) -> tuple[str, Value] | None:
 
 def traced(line: bytes) -> dict[str, Value]:
     """The options of a command traced by `bash -x`; a bare option is True. config_overrides a=1,b=2 is split."""
-    if not TRACE.match(line) or b"--" not in line:
+    if b"--" not in line or not re.match(rb"(?:\d+: )?(?:\++ |\s*--[a-z])", line):
         return {}
     given: dict[str, Value] = {}
     for name, raw in OPTION.findall(line):
         key, value = _pair(name.replace(b"-", b"_"), raw.strip(b"\"'"))
         given[key] = True if value == "" else value
         if key == "config_overrides":
-            given |= {k: read_value(v) for k, v in PAIR.findall(str(value))}
+            given |= {k: read_value(v) for k, v in re.findall(r"\b(\w+)=([^,\s]+)", str(value))}
     return given
 
 
-def world(line: bytes) -> dict[str, Value]:
-    """World size, parallel sizes and padded vocabulary, from the lines in which Megatron prints them."""
-    given: dict[str, Value] = {}
-    if found := WORLD.search(line):
-        given["world_size"] = int(found[1])
-        for name, size in PARALLEL.findall(line):
-            given[name.decode().replace("-", "_") + "_size"] = int(size)
-    if found := VOCAB.search(line):
-        given |= {"vocab_size": int(found[1]), "padded_vocab_size": int(found[2])}
-    return given
+def sizes(line: bytes) -> dict[str, Value]:
+    """World size, parallel sizes, padded vocabulary and counts, from the lines in which programs print them."""
+    if not (b" size: " in line or b">> " in line or b"(size: " in line):
+        return {}
+    found = [match.groupdict() for pattern in SIZES if (match := pattern.search(line))]
+    return {name: int(text.replace(b",", b"")) for groups in found for name, text in groups.items()}
 
 
 def read_value(text: str) -> Value:
@@ -60,16 +71,16 @@ def read_value(text: str) -> Value:
     words: dict[str, Value] = {"None": None, "True": True, "False": False, "true": True, "false": False}
     if text in words:
         return words[text]
-    for kind in (int, float):
+    for kind, largest in ((int, 1 << 63), (float, math.inf)):
         try:
             value = kind(text)
         except ValueError:
             continue
-        return value if abs(value) < LARGEST[kind] else text  # JSON has no infinity
+        return value if abs(value) < largest else text  # JSON has no infinity
     return text
 
 
 def _pair(name: bytes, raw: bytes) -> tuple[str, Value]:
     key = name.decode()
-    hidden = SECRET.search(key) is not None and raw not in (b"None", b"")
-    return key, "(hidden)" if hidden else read_value(raw.decode("utf-8", "replace"))
+    is_secret = re.search(r"(^|_)(key|api_key|token|password|secret)$", key) and raw not in (b"None", b"")
+    return key, "(hidden)" if is_secret else read_value(raw.decode("utf-8", "replace"))

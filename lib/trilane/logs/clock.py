@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trilane.logs.dialects.trainers import timestamp
+from trilane.logs.dialects.prefixes import timestamp
 from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.reading.reader import blocks
 from trilane.logs.table import NAN, NumericTable
@@ -15,6 +15,13 @@ from trilane.logs.table import NAN, NumericTable
 DATE = re.compile(rb"(?<!\d)(20\d\d)[-_]?(0[1-9]|1[0-2])[-_]?(0[1-9]|[12]\d|3[01])(?!\d|[ T_]\d\d:)")  # without a time
 UNIX_DATE = re.compile(rb"\b([A-Z][a-z]{2}) {1,2}(\d{1,2}) \d\d:\d\d:\d\d (?:[AP]M )?(?:[A-Z]{2,5} )?(20\d\d)\b")
 DAY_S = 86400.0
+
+
+def past_midnight(times: np.ndarray) -> np.ndarray:
+    """Times of day, (lines,), as seconds since the first midnight; others as they are."""
+    if not len(times) or times.max() > DAY_S:
+        return times
+    return times + DAY_S * np.cumsum(np.diff(times, prepend=times[0]) < -DAY_S / 2)
 
 
 def still_runs(run: PartialRun, table: NumericTable, path: Path, age: float) -> tuple[bool, str]:

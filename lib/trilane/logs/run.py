@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,23 +11,19 @@ import numpy as np
 from trilane.logs import checks, clock, endings
 from trilane.logs.arguments import Value
 from trilane.logs.checks import MOST_NUMBER, Problem
-from trilane.logs.column import NAN, Column
+from trilane.logs.clock import DAY_S
 from trilane.logs.dialects.tables import dialects
 from trilane.logs.hardware import Device
 from trilane.logs.places import where
-from trilane.logs.reading.line_clock import DAY_S
 from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.reading.reader import Reader, blocks
-from trilane.logs.table import FrameField, NumericTable, Rows
+from trilane.logs.table import NAN, FrameField, NumericTable, Rows
 from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shown
 from trilane.workspace.status import Status
 
 INTEGERS = ("iteration", "train_iters", "consumed_samples", "consumed_tokens", "global_batch_size", "skipped", "nan")
-DIALECTS = (
-    *("megatron-lm", "megatron-deepspeed-2022", "megatron-2021", "deepspeedai", "gpt-neox", "deepspeed", "hf-trainer"),
-    *("trilane", "all_reduce_bench", "nccl-tests"),
-)
+DIALECTS = ("hf-trainer", "all_reduce_bench", "nccl-tests")  # which have no table
 MEMORY_NOTE = "memory was printed before the first iteration only: it is that of the set-up, not the peak of the run"
 STAMPS_NOTE = "seconds per iteration are the time between lines, by their time stamps or progress bars"
 SHOWN = 10  # iterations that a notebook shows of a log
@@ -54,7 +50,6 @@ class RunLog(Table):
     clock        iteration and seconds since 1970 of the first, the last and some lines, by their own time stamps
     notes        corrections made in reading
     problems     numbers that cannot be right, or that nothing shows to be right
-    spilled      further columns of the iterations, in files, if reading was given a folder for them
     resumes      of a run folder: for each time that the run was resumed the first iteration after it, and the rows that
                  it trained again, as they were before
     """
@@ -81,7 +76,6 @@ class RunLog(Table):
     clock: tuple[tuple[float, float], ...] = ()
     notes: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
-    spilled: Mapping[str, Column] = field(default_factory=dict)
     resumes: tuple[tuple[int, DataFrame], ...] = ()
 
     @property
@@ -110,29 +104,20 @@ class RunLog(Table):
         return show(self.iterations.tail(SHOWN))
 
 
-NEEDED = (
-    *("iteration", "train_iters", "sec_per_it", "lm_loss", "val_loss"),
-    *("samples_per_second", "global_batch_size", "epoch"),
-)
-
-
 class NoIterations(ValueError):
     """A log in which no dialect finds an iteration or an ending."""
 
 
-def read_logs(path: Path | str, keep: Collection[str] | None = None, spill: Path | None = None) -> list[RunLog]:
+def read_logs(path: Path | str) -> list[RunLog]:
     """The runs in the log file `path`, in order; usually one. A file that is being written is read as far as it goes.
-
-    With `keep`, only these columns of the iterations, and those that reading itself needs, are kept: a long log then
-    takes little memory. With a folder `spill`, the other columns are written there and returned as `spilled`.
 
     Raises ValueError if the file is missing, empty or binary, or holds neither an iteration nor an ending.
     """
-    path, reader, notes = Path(path), Reader(None if keep is None else {*NEEDED, *keep}, spill), list[str]()
+    path, reader, notes = Path(path), Reader(), list[str]()
     for block in blocks(path, notes):
         reader.feed(block)
     runs = reader.close()
-    tried = dict.fromkeys([*DIALECTS, *(dialect.name for dialect in dialects())])
+    tried = sorted({*(name for dialect in dialects() for name in dialect.family), *DIALECTS})
     if not runs:
         raise NoIterations(f"log={shown(path)}: holds no iteration line; dialects tried: {', '.join(tried)}")
     runs[-1].notes += notes
@@ -169,7 +154,6 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     hosts, gpus, exclude = where(end, run.places.get(-1 if rank is None else rank), exits, run.endings)
     return RunLog(
         source=path,
-        spilled=table.spilled(),
         iterations=Rows(table, INTEGERS),
         validation=Rows(run.validation, ("iteration",)),
         memory=Rows(memory, ("rank", "iteration")),
@@ -201,10 +185,10 @@ def _status(run: PartialRun, table: NumericTable) -> tuple[Status, str, endings.
     end, last = endings.strongest(run.endings, run.rows), endings.text(run.last_line)
     if end and end.level < endings.PLANNED:
         return end.status, end.evidence, end
-    loss = table.column("lm_loss") if "lm_loss" in table else np.empty(0)
-    is_nan = len(loss) and loss[-1] != loss[-1] and b"nan" in run.last_line.lower().partition(b"loss")[2][:16]
+    loss = table.last("lm_loss") if "lm_loss" in table else 1.0
+    is_nan = loss != loss and b"nan" in run.last_line.lower().partition(b"loss")[2][:16]
     # the Trainer prints 0 for a loss that is NaN
-    if is_nan or (len(loss) and loss[-1] == 0 and re.search(rb"'grad_norm': '?nan", run.last_line)):
+    if is_nan or (loss == 0 and re.search(rb"'grad_norm': '?nan", run.last_line)):
         return Status.NAN_LOSS, last, None
     if end and end.level == endings.PLANNED:
         return end.status, end.evidence, end

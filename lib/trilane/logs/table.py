@@ -1,152 +1,127 @@
 """Growing tables of numbers, and the DataFrames that are made of them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trilane.logs.column import NAN, TAIL, Column, SpilledColumn
-from trilane.logs.digest import CHECKED, Digest
-
 if TYPE_CHECKING:
     import pandas as pd
 
-MAX_COLUMNS = 500  # of a table; each row extends all, so that the names beyond are left out
+NAN = float("nan")
+MAX_COLUMNS = 500  # of a table, which a damaged log of ever new names would fill the memory with
 
 
 class NumericTable:
-    """Columns that grow together; a number that a row lacks is NaN.
+    """Rows of numbers by column; a number that a row lacks is NaN. The last rows are dicts, as they may still change;
+    earlier ones are arrays, which take a tenth of the memory."""
 
-    With `keep`, only the columns of these names are kept in memory; the others are written to files in the folder
-    `spill`, or dropped where there is none, but for a digest of those that the gate of plausibility checks.
-    """
-
-    def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
-        self.rows, self._keep, self._spill, self._columns = 0, keep, spill, dict[str, Column]()
-        self._digests: dict[str, Digest] = {}
-
-    @property
-    def names(self) -> set[str]:
-        """Of the columns that are kept."""
-        return {*self._columns}
+    def __init__(self) -> None:
+        self.names: dict[str, None] = {}
+        self.rows = 0
+        self._chunks: list[dict[str, np.ndarray]] = []
+        self._rows: list[dict[str, float]] = []
 
     def __contains__(self, name: str) -> bool:
-        return name in self._columns
+        return name in self.names
 
-    def add(self, row: Mapping[str, float]) -> None:
-        for name, value in row.items():
-            if column := self._column(name):
-                column.append(value)
+    def add(self, row: dict[str, float]) -> None:
+        """Append a row, which the table then owns."""
+        self._rows.append(row)
         self.rows += 1
-        self._pad()
+        if not row.keys() <= self.names.keys():
+            self._name(row)
+        if len(self._rows) > 8192:
+            self._settle(8000)
 
     def extend(self, names: Sequence[str], values: np.ndarray) -> None:  # (names, rows)
         """Append rows; `values` has a line for each name."""
-        for name, numbers in zip(names, values, strict=True):
-            if column := self._column(name):
-                column.extend(numbers)
-        self.rows += values.shape[1]
-        self._pad()
+        for row in values.T.tolist():
+            self.add(dict(zip(names, row, strict=True)))
 
     def append(self, other: "NumericTable") -> None:
-        names = [*other._columns, *(name for name, digest in other._digests.items() if digest.stride == 1)]
-        if names and other.rows:
-            found = [other.column(name) if name in other else other._digests[name].sample() for name in names]
-            self.extend(names, np.array(found))
+        """Append the rows of a short table."""
+        for row in other._rows:
+            self.add(row)
 
     def change(self, place: int, row: Mapping[str, float]) -> None:
         """Update the row at index `place`."""
+        if not row.keys() <= self.names.keys():
+            self._name(row)
+        if (recent := place - self.rows + len(self._rows)) >= 0:
+            self._rows[recent].update(row)
+            return
         for name, value in row.items():
-            if column := self._column(name):
-                column[place] = value
+            numbers = self.column(name).copy()
+            numbers[place] = value
+            self.replace(name, numbers)
 
     def change_last(self, row: Mapping[str, float]) -> None:
         self.change(self.rows - 1, row)
 
-    def find(self, name: str, value: float, back: int = 64) -> int | None:
-        """Index of the last row, among the final `back`, whose column `name` is `value`; None if there is none."""
-        if name not in self._columns:
-            return None
-        column = self._columns[name]
-        return next((i for i in range(self.rows - 1, max(-1, self.rows - 1 - back), -1) if column[i] == value), None)
-
     def at(self, name: str, place: int) -> float:
-        """The number of the row at index `place`."""
-        return self._columns[name][place]
+        """The number of the row at index `place`, NaN if missing."""
+        place += self.rows if place < 0 else 0
+        if place >= (start := self.rows - len(self._rows)):
+            return self._rows[place - start].get(name, NAN)
+        for chunk in reversed(self._chunks):
+            if place >= (start := start - len(chunk[""])):
+                return float(chunk[name][place - start]) if name in chunk else NAN
+        raise IndexError(place)
 
     def last(self, name: str) -> float:
         """The number in the last row, NaN if missing."""
-        return self._columns[name][-1] if self.rows and name in self._columns else NAN
+        return self._rows[-1].get(name, NAN) if self._rows else self.at(name, -1) if self.rows else NAN
+
+    def find(self, name: str, value: float, back: int = 64) -> int | None:
+        """Index of the last row, among the final `back`, whose column `name` is `value`; None if there is none."""
+        last = range(self.rows - 1, max(-1, self.rows - 1 - back), -1)
+        return next((place for place in last if self.at(name, place) == value), None)
 
     def column(self, name: str) -> np.ndarray:
-        """The column, to be read before the table grows further."""
-        return self._columns[name].numbers()
-
-    def digest(self, name: str) -> Digest | None:
-        """The digest of a column, also of one in files or not kept; None where there is none of that name."""
-        if name in self._digests or name not in self._columns:
-            return self._digests[name].settled() if name in self._digests else None
-        digest, column = Digest(), self._columns[name]
-        for start in range(0, self.rows, TAIL):
-            digest.put(column.read(start, min(self.rows, start + TAIL)))
-        return digest
+        """The column, (rows,)."""
+        if self._rows:
+            self._settle(len(self._rows))
+        parts = [chunk[name] if name in chunk else np.full(len(chunk[""]), NAN) for chunk in self._chunks]
+        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0)])
 
     def replace(self, name: str, values: np.ndarray) -> None:
         assert len(values) == self.rows
-        column = Column(0)
-        column.extend(values)
-        self._columns[name] = column
+        self.column(name)  # leaves no row outside the chunks
+        self.names[name] = None
+        for chunk, part in zip(
+            self._chunks, np.split(values, np.cumsum([len(c[""]) for c in self._chunks])), strict=False
+        ):
+            chunk[name] = part
 
     def frame(self, integers: Sequence[str] = ()) -> "pd.DataFrame":
-        """The rows in memory as a DataFrame; columns of `integers` without gaps become int64. It empties the table."""
+        """The rows as a DataFrame; columns of `integers` without gaps become int64."""
         import pandas as pd
 
-        columns = {}
-        for name in [name for name, column in self._columns.items() if not column.is_spilled]:
-            numbers = self._columns.pop(name).numbers()
-            columns[name] = _whole(numbers) if name in integers else numbers
-        return pd.DataFrame(columns, copy=False)
+        columns = {name: self.column(name) for name in self.names}
+        return pd.DataFrame({n: _whole(c) if n in integers else c for n, c in columns.items()}, copy=False)
 
-    def latest(self, rows: int) -> "NumericTable":
-        """A table of the last `rows` rows that are in memory, which does not grow with this one."""
-        found, start = NumericTable(), max(0, self.rows - rows)
-        for name, column in self._columns.items():
-            if not column.is_spilled:
-                found._columns[name] = Column(0)
-                found._columns[name].extend(column.read(start, self.rows))
-        found.rows = self.rows - start
-        return found
+    def _name(self, row: Mapping[str, float]) -> None:
+        for name in row:
+            if len(self.names) < MAX_COLUMNS:
+                self.names.setdefault(name)
 
-    def spilled(self) -> dict[str, Column]:
-        """The columns in files, by name."""
-        return {name: column for name, column in self._columns.items() if column.is_spilled}
-
-    def _column(self, name: str) -> Column | Digest | None:
-        if name not in self._columns:
-            if len(self._columns) >= MAX_COLUMNS:
-                return None
-            kept = self._keep is None or name in self._keep
-            if not kept and self._spill is None:
-                if name in CHECKED and name not in self._digests:
-                    self._digests[name] = Digest(self.rows)
-                return self._digests.get(name)
-            self._columns[name] = Column(self.rows, None if kept or self._spill is None else SpilledColumn(self._spill))
-        return self._columns[name]
-
-    def _pad(self) -> None:
-        columns: list[Column | Digest] = [*self._columns.values(), *self._digests.values()]
-        for column in columns:
-            if column.rows < self.rows:
-                column.extend(np.full(self.rows - column.rows, NAN))
+    def _settle(self, count: int) -> None:
+        """Make arrays of the first rows that are dicts."""
+        rows, names = self._rows[:count], [*self.names]
+        try:
+            values = np.array([*map(itemgetter(*names, names[0]), rows)]).T
+        except KeyError:  # not every row has every number
+            values = np.array([[row.get(name, NAN) for row in rows] for name in names])
+        self._chunks.append({"": np.empty(count, np.int8), **dict(zip(names, values, strict=False))})
+        del self._rows[:count]
 
 
 def _whole(numbers: np.ndarray) -> np.ndarray:
-    """The numbers as int64, where all can be; of a constant column one is stored."""
-    stored = numbers if numbers.strides[0] else numbers[:1]
-    is_whole = bool((abs(stored) < 2**53).all())  # False for NaN
-    return np.broadcast_to(np.rint(stored).astype(np.int64), numbers.shape) if is_whole else numbers
+    """The numbers as int64, where all can be."""
+    return np.rint(numbers).astype(np.int64) if (abs(numbers) < 2**53).all() else numbers  # False for NaN
 
 
 class Rows:

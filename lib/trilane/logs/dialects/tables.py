@@ -1,127 +1,324 @@
 """Dialects as tables: how a trainer prints an iteration, one JSON file each in data/dialects/, or one of your own.
 
 Own tables are the files, and those of the folders, that the environment's TRILANE_DIALECTS names, separated by colons.
+The patterns give a line's numbers as *spans*, so that one parse serves all lines that differ in digits only.
 """
 
 import functools
+import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from trilane.logs.dialects import patterns
-from trilane.logs.dialects.dialect import COLUMNS, Dialect, column_of
-from trilane.utils.validation import DATA, read_json, require, require_file, shown
+from trilane.logs.dialects.prefixes import PREFIX
+from trilane.utils.validation import DATA, from_mapping, read_json, require, require_file, shown
 
 VARIABLE = "TRILANE_DIALECTS"
-KEYS = {
-    "name",
-    "source",
-    "iteration",
-    "fields",
-    "validation",
-    "launch",
-    "end",
-    "lines",
-    "first_iteration",
-    "needs",
-    "fallback",
+COLUMNS = {
+    *"""iteration train_iters epoch epochs_done nth_epoch since_start time_s sec_per_it iterations_per_second lm_loss
+    grad_norm learning_rate loss_scale consumed_samples consumed_tokens global_batch_size seq_length samples_per_second
+    tokens_per_second tokens_per_gpu_per_second flops_per_s_per_gpu mfu skipped skipped_total nan num_zeros params_norm
+    rank allocated max_allocated reserved max_reserved memory_share""".split()  # noqa: SIM905 a list would take a line each
 }
-LARGEST = 1 << 20  # bytes of a table
+UNITS = {  # multiplier and divisor to seconds, bytes, nats or a share; / 1e3 rounds once where x 1e-3 does not
+    **{"": (1.0, 1.0), "s": (1.0, 1.0), "ms": (1.0, 1e3), "us": (1.0, 1e6), "%": (1.0, 100.0)},
+    **{"min": (60.0, 1.0), "h": (3600.0, 1.0), "d": (86400.0, 1.0), "bits": (math.log(2), 1.0)},
+    **{"K": (1e3, 1.0), "M": (1e6, 1.0), "G": (1e9, 1.0), "T": (1e12, 1.0)},
+    **{"MB": (1e6, 1.0), "GB": (1e9, 1.0), "MiB": (2.0**20, 1.0), "GiB": (2.0**30, 1.0)},
+    "printed": (0.0, 1.0),  # the one after the number, without which the number is left out
+}
+SUFFIXES = {b"K": 1e3, b"M": 1e6, b"G": 1e9, b"B": 1e9, b"T": 1e12, b"P": 1e15}
+NUMBER = rb"[-+]?(?:\d[\d,]*+(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?|[-+]?(?i:nan|inf(?:inity)?)\b"
+FIELD = (  # a name, and a number that is no part of a longer one, of a time or of a word
+    rb"(?<![\w/.-])['\"]?(%s)['\"]?(?:\s{0,40}[:=]|(?=\s))\s{0,40}['\"]?(?:[A-Za-z][\w.]{0,19}\()?("
+    + NUMBER
+    + rb")([KMGBTP](?=FLOPS|(?![A-Za-z])))?(?![\d.]|:\d|[eE][-+]?(?:\W|$))"
+)
+MAX_LINE = 1 << 13  # bytes: patterns may take time that grows with the square of a line's length
+# a word before a fallback's name makes it another quantity (the best loss), but for these
+PLAIN = frozenset(b"info warning debug with and its the is train training step batch current mean lm".split())
+
+
+class Span(NamedTuple):
+    """The position of a number in a line, its column, and the factors to the unit of the column."""
+
+    column: str
+    start: int
+    stop: int
+    multiplier: float = 1.0
+    divisor: float = 1.0
+
+    def value(self, line: bytes) -> float:
+        """The number, in the unit of its column."""
+        return float(line[self.start : self.stop].replace(b",", b"")) * self.multiplier / self.divisor
+
+
+def row_of(spans: Iterable[Span], line: bytes) -> dict[str, float]:
+    """The numbers of a line by their columns; hours, minutes and seconds of one time add up."""
+    row = dict[str, float]()
+    for span in spans:
+        row[span.column] = row.get(span.column, 0.0) + span.value(line)
+    return row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """How one trainer prints its iterations: the keys of its file, as docs/guides/my-logs.md has them.
+
+    `fields` gives column and unit for a number's printed name; one of `words` stands in every line that matters (none
+    given: any line may). A `fallback` reads what nothing else reads of a run, a `companion` prints steps beside the
+    iterations of another dialect. `variants` are names of programs, by what their lines hold; a "wrapped" line that is
+    not `complete` may continue on the next. `absent` are numbers that are printed where a column has none.
+
+    Raises ValueError("field=value: the rule").
+    """
+
+    name: str
+    source: str = ""
+    iteration: tuple[str, ...]
+    fields: dict[str, str] = field(default_factory=dict)
+    validation: tuple[str, ...] = ()
+    memory: tuple[str, ...] = ()
+    launch: tuple[str, ...] = ()
+    end: tuple[str, ...] = ()
+    lines: str = ""
+    first_iteration: int = 1
+    needs: tuple[str, ...] = ()
+    fallback: bool = False
+    companion: bool = False
+    words: tuple[str, ...] = ()
+    variants: dict[str, str] = field(default_factory=dict)
+    complete: str = "$^"
+    absent: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(bool(re.fullmatch(r"[\w.-]{1,40}", self.name)), "name", self.name, "must be a word")
+        kinds = ("", "json", "block", "bar", "wrapped")
+        require(self.lines in kinds, "lines", self.lines, "must be json, block or bar, or left out")
+        require(self.first_iteration in (0, 1), "first_iteration", self.first_iteration, "must be 0 or 1")
+        require(set(self.needs) <= COLUMNS, "needs", self.needs, "must be a list of columns")
+        require(bool(self.iteration), "iteration", "", "must have a pattern")
+        for key, columns in (("iteration", {"iteration", "since_start"}), ("validation", {"lm_loss"})):
+            for pattern in self.patterns(key):
+                groups = {column_of(name.replace("__", " "))[0] for name in pattern.groupindex}
+                rule = f"must have a group (?P<{min(columns)}>...)"
+                require(bool(groups & columns), key, pattern.pattern.decode(), rule)
+        assert self.columns is not None and self.is_blind is not None  # which compile and check the rest
+
+    def patterns(self, key: str) -> tuple[re.Pattern[bytes], ...]:
+        """The compiled patterns of a key."""
+        if key not in (found := self._compiled):
+            given = getattr(self, key)
+            try:
+                found[key] = tuple(re.compile(pattern.encode()) for pattern in given)
+            except (re.error, RecursionError, OverflowError) as error:
+                raise ValueError(f"{key}={shown(given)}: is no regular expression ({error})") from None
+        return found[key]
+
+    @functools.cached_property
+    def _compiled(self) -> dict[str, tuple[re.Pattern[bytes], ...]]:
+        return {}
+
+    @functools.cached_property
+    def columns(self) -> dict[bytes, tuple[str, float, float]]:
+        """Column, multiplier and divisor of each printed name."""
+        return {key.encode(): column_of(value) for key, value in self.fields.items()}
+
+    @functools.cached_property
+    def family(self) -> frozenset[str]:
+        """The names of programs whose lines may stand in one run."""
+        return frozenset({self.name, *self.variants})
+
+    @functools.cached_property
+    def is_blind(self) -> bool:
+        """Whether its patterns do not look at digits: lines that differ in digits only then are read alike."""
+        every = [p for key in ("iteration", "validation", "memory", "launch", "end") for p in self.patterns(key)]
+        texts = [re.sub(rb"\\d|\{[\d,]*\}|0-9", b"", pattern.pattern) for pattern in every]
+        return not any(re.search(rb"\d|\(\?P=", text) for text in texts)
+
+    @functools.cached_property
+    def _field(self) -> re.Pattern[bytes] | None:
+        names = [re.escape(name) for name in sorted(self.columns, key=len, reverse=True) if name != b"* loss"]
+        other = [rb"(?:[\w-][\w -]{0,60}?)?loss(?= ?:)"] * (b"* loss" in self.columns)
+        return re.compile(FIELD % b"|".join(other + names)) if names else None
+
+    @functools.cached_property
+    def _words(self) -> list[bytes]:
+        return [word.encode() for word in self.words]
+
+    def holds(self, line: bytes) -> bool:
+        """Whether the line has one of its words."""
+        return not self.words or any(word in line for word in self._words)
+
+    def iterations(self, line: bytes) -> list[Span]:
+        """The numbers of an iteration line, its number first; [] for any other line."""
+        found = self._found(line)
+        if not found or (self.lines == "json" and not line.rstrip().endswith(b"}")):
+            return []
+        spans = _groups(*found)
+        spans += self.rest(line, {span.column for span in spans})
+        # some forks print the loss without a name before it
+        plain = "" if any(span.column == "lm_loss" for span in spans) else "loss"
+        spans = [span._replace(column="lm_loss") if span.column == plain else span for span in spans]
+        return spans if {*self.needs} <= {span.column for span in spans} else []
+
+    def parts(self, line: bytes) -> list[bytes]:
+        """The line, cut before each further iteration: the end of a line was lost there, or two ranks' were joined. One
+        with a lower number is another number's; a wrapped line has no other numbers of that form."""
+        found = None if self.lines not in ("", "wrapped") or self.fallback else self._found(line)
+        if not found:
+            return [line]
+        match, start = found
+        cuts = [max(0, start + match.start() - MAX_LINE // 2)]  # what a bar drew before it may be long
+        while after := match.re.search(line[start:], match.end("iteration")):
+            if not self.lines and int(after["iteration"]) <= int(match["iteration"]):
+                break
+            cuts, match = [*cuts, start + after.start()], after
+        return [line[low:high] for low, high in pairwise([*cuts, len(line)])]
+
+    def _found(self, line: bytes) -> tuple[re.Match[bytes], int] | None:
+        return _first(self.patterns("iteration"), line, len(line) if self.lines == "wrapped" else MAX_LINE)
+
+    def begins(self, line: bytes) -> bool:
+        """Whether the line has the number of an iteration."""
+        return bool(_first(self.patterns("iteration"), line))
+
+    def continues(self, line: bytes, first: bytes) -> bool:
+        """Whether the line may stand in the block that `first` began: it is indented, behind what launchers and
+        collectors put before it, which stands before the first line too, with other digits."""
+        prefix = PREFIX.match(line)
+        if line[prefix.end() if prefix else 0 :][:1].isspace():
+            return True
+        found = _first(self.patterns("iteration"), first)
+        lead = re.sub(rb"\d+", b"0", first[: found[0].start() + found[1]] if found else b"")
+        form = re.sub(rb"\d+", b"0", line[:300])
+        shared = next((at for at, pair in enumerate(zip(lead, form, strict=False)) if pair[0] != pair[1]), len(lead))
+        return shared > 0 and form[shared : shared + 1].isspace()
+
+    def evaluation(self, line: bytes) -> list[Span]:
+        """The numbers of an evaluation; [] for any other line."""
+        found = _first(self.patterns("validation"), line)
+        return _groups(*found) if found else []
+
+    def memories(self, line: bytes) -> list[dict[str, float]]:
+        """The reports of memory in a line, in bytes, with the rank where it is printed."""
+        found = [match for pattern in self.patterns("memory") for match in pattern.finditer(line)]
+        return [row_of(_groups(match, 0), line) for match in found]
+
+    def steps(self, line: bytes) -> list[list[Span]]:
+        """The numbers of a companion's steps in a line, of which each reporter may print one."""
+        return [_groups(match, 0) for pattern in self.patterns("iteration") for match in pattern.finditer(line)]
+
+    def is_launch(self, line: bytes) -> bool:
+        """Whether the line is printed only when a training begins."""
+        return bool(_first(self.patterns("launch"), line))
+
+    def is_end(self, line: bytes) -> bool:
+        """Whether the line is printed only at the planned end."""
+        return bool(_first(self.patterns("end"), line))
+
+    def variant(self, line: bytes) -> str:
+        """The name of the program that printed the iteration; "" where the line does not show which of several."""
+        return next((name for name, pattern in self.variants.items() if re.search(pattern.encode(), line)), "")
+
+    def rest(self, line: bytes, seen: set[str]) -> list[Span]:
+        """The further numbers of an iteration, on its line or on the next of its block, but for columns `seen`."""
+        found = list[Span]()
+        for match in self._field.finditer(line[:MAX_LINE]) if self._field else ():
+            other = re.sub(r"\W+", "_", match[1].decode()), 1.0, 1.0  # a loss whose name the table does not have
+            column, multiplier, divisor = self.columns.get(match[1], other)
+            if column in seen or (self.fallback and _is_qualified(line[: match.start()])):
+                continue
+            # a rate of two digits is too rounded to give seconds
+            if column == "iterations_per_second" and len(match[2].translate(None, b"+-.,").lstrip(b"0")) < 3:
+                continue
+            if not multiplier:
+                unit = re.compile(rb"\s?(ms|us|min|s)(?:ec(?:ond)?s?)?\b").match(line, match.end())
+                if not unit:
+                    continue
+                multiplier, divisor = UNITS[unit[1].decode()]
+            seen = seen | {column}
+            found.append(Span(column, *match.span(2), multiplier * SUFFIXES.get(match[3] or b"", 1.0), divisor))
+        return found
+
+
+def _is_qualified(before: bytes) -> bool:
+    word = re.search(rb"(?<![A-Za-z0-9.])([A-Za-z][A-Za-z_/-]{0,30}) $", before[-40:])
+    return bool(word) and word[1].lower() not in PLAIN if word else False
+
+
+def _first(
+    patterns: Sequence[re.Pattern[bytes]], line: bytes, most: int = MAX_LINE
+) -> tuple[re.Match[bytes], int] | None:
+    """The first match of a pattern in the line, or in the line after its prefix, and where that begins."""
+    prefix = PREFIX.match(line)
+    for start in (0, prefix.end()) if prefix else (0,):
+        for pattern in patterns:
+            if found := pattern.search(line[start : start + most]):
+                return found, start
+    return None
+
+
+def _groups(found: re.Match[bytes], start: int) -> list[Span]:
+    spans = []
+    for name, text in found.groupdict().items():
+        if text is not None:
+            column, multiplier, divisor = column_of(name.replace("__", " "))
+            begin, end = found.span(name)
+            if text[-1:] in SUFFIXES:
+                end, multiplier = end - 1, multiplier * SUFFIXES[text[-1:]]
+            if re.fullmatch(NUMBER, found.string[begin:end]):
+                spans.append(Span(column, start + begin, start + end, multiplier, divisor))
+    return sorted(spans, key=lambda span: span.column != "iteration")
+
+
+@functools.lru_cache(1 << 10)
+def column_of(text: str) -> tuple[str, float, float]:
+    """Column and factors of "column unit"; ValueError for one that nothing reads."""
+    name, _, unit = text.strip().partition(" ")
+    unit = "%" if unit == "percent" else unit  # a group's name holds no %
+    known = name in COLUMNS or re.fullmatch(r"(?:[a-z]\w*|\*)_(?:loss|norm)", name)
+    require(bool(known), "column", name, f"is none of {', '.join(sorted(COLUMNS))}, nor a ..._loss or ..._norm")
+    require(unit in UNITS, "unit", unit, f"is none of {', '.join(filter(None, UNITS))}")
+    return name, *UNITS[unit]
 
 
 def read_dialect(path: Path) -> Dialect:
     """The dialect of a JSON file; raises ValueError("dialects=FILE: field=value: the rule")."""
     require_file("dialects", path)
-    require(path.stat().st_size < LARGEST, "dialects", path, f"must have less than {LARGEST} bytes")
+    require(path.stat().st_size < 1 << 20, "dialects", path, "must have less than 1 MiB")
     table = read_json(path, "dialects")
     try:
-        return dialect_of(table)
+        return from_mapping(Dialect, table, "dialect")
     except ValueError as error:
         raise ValueError(f"dialects={path}: {error}") from None
 
 
-def dialect_of(table: Any) -> Dialect:
-    """The dialect of a JSON object; raises ValueError("field=value: the rule")."""
-    require(isinstance(table, dict), "dialect", table, "must be a JSON object")
-    for key in table:
-        require(key in KEYS, "key", key, f"is none of {', '.join(sorted(KEYS))}")
-    name = table.get("name", "")
-    require(isinstance(name, str) and bool(re.fullmatch(r"[\w.-]{1,40}", name)), "name", name, "must be a word")
-    source, lines, first = table.get("source", ""), table.get("lines", ""), table.get("first_iteration", 1)
-    require(isinstance(source, str), "source", source, "must be text")
-    require(lines in ("", "json", "block", "bar"), "lines", lines, "must be json, block or bar, or left out")
-    require(isinstance(first, int) and first in (0, 1), "first_iteration", first, "must be 0 or 1")
-    needs, fallback = table.get("needs", []), table.get("fallback", False)
-    require(
-        isinstance(needs, list) and all(map(COLUMNS.__contains__, needs)), "needs", needs, "must be a list of columns"
-    )
-    require(isinstance(fallback, bool), "fallback", fallback, "must be true or false")
-    fields = table.get("fields", {})
-    is_table = isinstance(fields, dict) and all(isinstance(value, str) and key.strip() for key, value in fields.items())
-    require(is_table, "fields", fields, "must be an object of printed names and columns")
-    compiled = {key: _patterns(table, key) for key in ("iteration", "validation", "launch", "end")}
-    require(bool(compiled["iteration"]), "iteration", "", "must have a pattern")
-    return Dialect(
-        name=name,
-        source=source,
-        fields={key.encode(): column_of(value) for key, value in fields.items()},
-        lines=lines,
-        first_iteration=first,
-        needs=frozenset(needs),
-        fallback=fallback,
-        words=_words(fields, needs) or tuple({w for found in compiled.values() for w in map(patterns.word, found)}),
-        **compiled,
-    )
-
-
-def _words(fields: Mapping[str, str], needs: Sequence[str]) -> tuple[bytes, ...]:
-    """The names of a column that an iteration needs, without those that hold another one: () where one is too short."""
-    names = [name for name, column in fields.items() if needs and column.split()[0] == needs[0]]
-    least = tuple(name.encode() for name in names if not any(other in name for other in names if other != name))
-    return least if all(len(name) >= patterns.WORD for name in least) else ()
-
-
-def _patterns(table: Mapping[str, Any], key: str) -> tuple[re.Pattern[bytes], ...]:
-    """The compiled patterns of a key; ValueError for one without a word or a group, or that may take very long."""
-    given = table.get(key, [])
-    require(
-        isinstance(given, list) and all(isinstance(p, str) for p in given), key, given, "must be a list of patterns"
-    )
-    for pattern in given:
-        try:
-            compiled = patterns.compile_safe(pattern)
-        except ValueError as error:
-            raise ValueError(f"{key}={shown(pattern)}: {error}") from None
-        groups = {column_of(name.replace("__", " "))[0] for name in compiled.groupindex}
-        needs = {"iteration": "iteration", "validation": "lm_loss"}.get(key)
-        require(not needs or needs in groups, key, pattern, f"must have a group (?P<{needs}>...)")
-    return tuple(re.compile(pattern.encode()) for pattern in given)
-
-
 @functools.cache
 def _read_all(named: str) -> tuple[Dialect, ...]:
-    """The dialects that ship with trilane, and before them those of the files and folders in `named`."""
-    paths = list[Path]()
-    for place in map(Path, filter(None, named.split(os.pathsep))):
-        paths += sorted(place.glob("*.json")) if place.is_dir() else [place]
-    own = [read_dialect(path) for path in paths]
+    own = [read_dialect(path) for place in filter(None, named.split(os.pathsep)) for path in _files(Path(place))]
     names = {dialect.name for dialect in own}
-    shipped = map(read_dialect, sorted((DATA / "dialects").glob("*.json")))
+    shipped = map(read_dialect, _files(DATA / "dialects"))
     return (*own, *(dialect for dialect in shipped if dialect.name not in names))
 
 
+def _files(place: Path) -> list[Path]:
+    return sorted(place.glob("*.json")) if place.is_dir() else [place]
+
+
 def dialects() -> tuple[Dialect, ...]:
-    """All dialects that have a table; one of your own replaces that of the same name."""
+    """All dialects; one of your own replaces that of the same name."""
     return _read_all(os.environ.get(VARIABLE, ""))
 
 
 def use(paths: Sequence[Path]) -> None:
     """Add tables, files or folders, for this process and those that it starts; ValueError for a bad one."""
     for path in paths:
-        for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+        for file in _files(path):
             read_dialect(file)
-        rule = f"must not contain {os.pathsep!r}"
-        require(os.pathsep not in str(path), "dialects", path, rule)
+        require(os.pathsep not in str(path), "dialects", path, f"must not contain {os.pathsep!r}")
     os.environ[VARIABLE] = os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get(VARIABLE)])])

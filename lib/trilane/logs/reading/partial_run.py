@@ -1,41 +1,30 @@
 """PartialRun: one run while its log is being read."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from copy import copy
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from trilane.logs.arguments import Value
+from trilane.logs.dialects.prefixes import NAN, line_time
 from trilane.logs.endings import LAUNCHER, MOST_GPUS, OUTSIDE, SCHEDULER, WRAPPER, Ending, joined, superseded
 from trilane.logs.hardware import Device
-from trilane.logs.reading.copies import Copies
-from trilane.logs.reading.line_clock import LineClock, line_time
-from trilane.logs.table import NAN, NumericTable
+from trilane.logs.table import NumericTable
 from trilane.logs.watchdog import Watchdogs
 
-LATE_S = 60.0  # of iterations that may still follow the scheduler's message: SLURM's KillWait is 30 s
-ENDED = (SCHEDULER, OUTSIDE, WRAPPER, LAUNCHER)  # levels of endings after which a launch begins another run
-MAX_EXITS = 1000  # of tasks
-BARE, MOST_BARE = {"iteration", "lm_loss", "sec_per_it", "time_s"}, 3
-MAX_LATE = 1000  # iterations, where they have no times
+MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved")
+DATES_S = 1e8  # seconds since 1970 are more, those since the start of a run are fewer
 
 
-class PartialRun(LineClock):
-    """What was read of a run so far; `keep` and `spill` as in NumericTable. Tables grow by 8 bytes a number; everything
-    else is bounded by the number of ranks and names."""
+class PartialRun:
+    """What was read of a run so far. Tables grow by 8 bytes a number; everything else is bounded by the number of ranks
+    and names."""
 
-    def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None, follows: bool = False) -> None:
-        super().__init__()
-        self._table = partial(NumericTable, keep, spill)
-        self.iterations, self.companion = self._table(), self._table()
-        self.timers, self.bandwidth = NumericTable(keep), NumericTable()
-        self.validation = NumericTable()
+    def __init__(self, follows: bool = False) -> None:
+        self.iterations, self.companion, self.timers = NumericTable(), NumericTable(), NumericTable()
+        self.bandwidth, self.validation = NumericTable(), NumericTable()
         self.memory: dict[int, dict[str, float]] = {}
-        self.bare = list[tuple[int, float]]()  # row and number, see look_for_stray
         self.memory_rows = 0  # iterations before the last report of memory
         self.arguments: dict[str, Value] = {}
         self.summary: dict[str, float] = {}
@@ -43,12 +32,9 @@ class PartialRun(LineClock):
         self.dialects: Counter[str] = Counter()
         self.endings: list[Ending] = []
         self.exits: list[Ending] = []  # of tasks, by srun, which names their nodes
-        self.previous: PartialRun | None = None  # the run that these lines may belong to
+        self.iteration = 0.0  # the number of the last one, 0 before the first
         self.rank = NAN  # that prints the iterations, if known
-        self._of_deepspeed: dict[str, float] = {}  # the last number of each way in which it counts
-        self.counted = False  # whether its iterations are numbered 1, 2, 3 because the log does not number them
         self.in_epochs = False  # whether the log numbers them in their epoch: it may have more epochs
-        self.known = list[tuple[int, float]]()  # rows before the first steps that the log does have, and these
         self.notes: list[str] = []
         self.has_launchers = False  # a process on each node that starts its ranks: a task of srun is none of these
         self.root_rank: int | None = None
@@ -56,18 +42,17 @@ class PartialRun(LineClock):
         self.first_iteration = 1  # what the program calls its first iteration
         self.watchdogs = Watchdogs()
         self.places: dict[int, tuple[str, str]] = {}  # of ranks: host, and GPU on it
-        self.last_line = b""
         self.copies = Copies()
+        self.previous: PartialRun | None = None  # the run that these lines may belong to
+        self.steady = ""  # the dialect whose next iteration simply continues the run
         self.follows = follows  # whether another run stands before it in the file
         self.launched = False  # whether a line of its launch was read
-
-    @property
-    def iteration(self) -> float:
-        """The number of the last iteration read, 0 before the first."""
-        for table in (self.iterations, self.companion):
-            if table.rows:
-                return table.last("iteration")
-        return 0.0
+        self.last_line, self.first_number, self.last_number = b"", 0, 0  # of iterations; numbers in the file, 0: none
+        self.stamps: list[tuple[float, float]] = []  # iteration and time of some lines
+        self._next_stamp = 0  # rows from which the next line's time is noted
+        self._timed: dict[str, tuple[float, float]] = {}  # by dialect, the last iteration and its time
+        self.timed_by_stamps: set[str] = set()  # dialects whose seconds are differences of times
+        self._counts: dict[str, float] = {}  # the last number of each way in which DeepSpeed counts
 
     @property
     def clock(self) -> tuple[tuple[float, float], ...]:
@@ -78,14 +63,7 @@ class PartialRun(LineClock):
     @property
     def rows(self) -> int:
         """How many iterations were read."""
-        return max(self.iterations.rows, self.companion.rows)
-
-    def latest(self, rows: int) -> "PartialRun":
-        """A copy that has the last `rows` iterations, for a look at a run that is still read."""
-        found = copy(self)
-        for name in ("iterations", "companion", "timers", "validation", "bandwidth"):
-            setattr(found, name, getattr(self, name).latest(rows))
-        return found
+        return self.iterations.rows or self.companion.rows
 
     def rank_of(self, end: Ending | None) -> int | None:
         """The rank that an ending is about, None where it is unknown: the task of srun only where a task is a rank, the
@@ -103,111 +81,116 @@ class PartialRun(LineClock):
     @property
     def ends_at_launch(self) -> bool:
         """Whether a launch seen now begins another run."""
-        return bool(self.rows or self.summary or self.bandwidth.rows) or any(e.level in ENDED for e in self.endings)
-
-    @property
-    def ended_by_scheduler(self) -> bool:
-        """Whether the scheduler ended it after some iterations; what follows is another run, or delayed output."""
-        return bool(self.iterations.rows) and any(e.level == SCHEDULER for e in self.endings)
-
-    @property
-    def may_be_delayed(self) -> bool:
-        """Whether its few iterations may be delayed output of the previous run, which SLURM was ending."""
-        rows, known = self.iterations.rows, "sec_per_it" in self.iterations
-        return rows <= MAX_LATE and not (known and np.nansum(self.iterations.column("sec_per_it")) > LATE_S)
-
-    def absorb(self, late: "PartialRun") -> None:
-        """Append the content of another run, which turned out to be delayed output of this one."""
-        ends = [replace(e, rows=e.rows + self.rows) for e in late.endings]
-        self.iterations.append(late.iterations)
-        self.timers.append(late.timers)
-        self.validation.append(late.validation)
-        self.dialects += late.dialects
-        self.last_line, self.last_number = late.last_line, late.last_number
-        self.has_launchers |= late.has_launchers
-        self.root_rank = self.root_rank if self.root_rank is not None else late.root_rank
-        self.memory |= late.memory
-        self.memory_rows = max(self.memory_rows, late.memory_rows)
-        self.places |= late.places
-        self.arguments |= late.arguments
-        self.summary |= late.summary
-        for end in ends:
-            self.add_ending(end)
+        ended = (SCHEDULER, OUTSIDE, WRAPPER, LAUNCHER)
+        return bool(self.rows or self.summary or self.bandwidth.rows) or any(e.level in ended for e in self.endings)
 
     @property
     def has_content(self) -> bool:
         """Whether it has iterations, a summary, a benchmark or an ending, or is a launch after another run."""
         return self.ends_at_launch or bool(self.endings) or (self.launched and self.follows)
 
-    def accepts(self, row: Mapping[str, float], source: float) -> bool | None:
-        """Whether the row is the next of this run; None if it was read before, see Copies."""
-        return self.copies.accepts(row, source, self.iterations, named=self.rank == self.rank)
+    @property
+    def may_be_delayed(self) -> bool:
+        """Whether its few iterations may be output of the run before it, which SLURM was ending: KillWait is 30 s."""
+        few, known = self.iterations.rows <= 1000, "sec_per_it" in self.iterations
+        return few and not (known and np.nansum([*map(self._seconds, range(self.iterations.rows))]) > 60)
+
+    def _seconds(self, place: int) -> float:
+        return self.iterations.at("sec_per_it", place)
+
+    def absorb(self, late: "PartialRun") -> None:
+        """Append the content of another run, which turned out to be delayed output of this one."""
+        ends = [replace(e, rows=e.rows + self.rows) for e in late.endings]
+        for name in ("iterations", "timers", "validation"):
+            getattr(self, name).append(getattr(late, name))
+        self.dialects += late.dialects
+        self.iteration, self.last_line, self.last_number = late.iteration, late.last_line, late.last_number
+        self.has_launchers |= late.has_launchers
+        self.root_rank = self.root_rank if self.root_rank is not None else late.root_rank
+        for name in ("memory", "places", "arguments", "summary"):
+            getattr(self, name).update(getattr(late, name))
+        self.memory_rows = max(self.memory_rows, late.memory_rows)
+        for end in ends:
+            self.add_ending(end)
 
     def forget(self) -> None:
         """Drop the iterations read so far, which were not what they looked like."""
-        self.iterations, self.bare = self._table(), []
+        self.iterations, self.iteration, self.steady = NumericTable(), 0.0, ""
+        self.first_number = self.last_number = self._next_stamp = 0
+        self.stamps.clear()
         self.dialects.clear()
-        self.forget_lines()
 
-    def repeats(self, row: Mapping[str, float], dialect: str) -> bool:
-        """Whether the dialect, alone in the run, printed this iteration last, as a bar that is drawn again."""
-        return self.iterations.last("iteration") == row["iteration"] and set(self.dialects) == {dialect}
-
-    def add(self, row: dict[str, float], dialect: str, rank: float, line: bytes) -> None:
-        """Append an iteration. A loss that is printed as NaN counts; one that is not printed is not known."""
+    def add(self, row: dict[str, float], dialect: str, source: float, line: bytes, number: int) -> None:
+        """Append an iteration, of the line of that number in the file, printed by the rank or process `source`."""
         loss = row.get("lm_loss", 0.0)
+        # a loss that is printed as NaN counts; one that is not printed is not known
         self.iterations.add(row if loss == loss else {"nan": 1.0, **row})
-        self._count(dialect, 1, rank, line)
+        self.dialects[dialect] += 1
+        if self.rank != self.rank:
+            self.rank = source
+        self.copies.printed[source] = iteration = row["iteration"]
+        self.saw(iteration, line, number, self.iterations.rows)
 
-    def look_for_stray(self, row: Mapping[str, float]) -> None:
-        """Note the row, read last, if it has a loss and nothing else but times. The first of a run may lack rates."""
-        if self.iterations.rows > 1 and len(self.bare) < MOST_BARE and row.keys() <= BARE:
-            self.bare.append((self.iterations.rows - 1, row["iteration"]))
+    def saw(self, iteration: float, line: bytes, number: int, rows: int) -> None:
+        """Note the line of the iteration that was added last, and its number in the file."""
+        if iteration == iteration:
+            self.iteration = iteration
+        self.last_line, self.last_number = line, number
+        if rows >= self._next_stamp:
+            self.first_number = self.first_number or number
+            self.stamps.append((iteration, line_time(line)))
+            if len(self.stamps) > 200:
+                del self.stamps[1::2]
+            self._next_stamp = rows + max(1, rows // 200)
 
-    def extend(self, names: Sequence[str], values: np.ndarray, dialect: str, rank: float, line: bytes) -> None:
-        """Append iterations of one dialect, (names, rows); `line` is the last one."""
-        self.iterations.extend(names, values)
-        self._count(dialect, values.shape[1], rank, line)
-
-    def _count(self, dialect: str, rows: int, rank: float, line: bytes) -> None:
-        self.dialects[dialect] += rows
-        self.rank = self.rank if self.rank == self.rank else rank
-        self.copies.printed[rank] = self.iterations.last("iteration")
-        self.last_line = line
+    def timed(self, row: dict[str, float], time_s: float, dialect: str) -> dict[str, float]:
+        """The row, with seconds per iteration since the last of that dialect, unless it has its own; `time_s` is NaN
+        where the line has no time stamp."""
+        if (number := row["iteration"]) != number:
+            return row
+        last, before = self._timed.get(dialect, (number, NAN))
+        if (time_s > DATES_S) != (before > DATES_S) and before == before:
+            time_s = NAN  # a date after times that passed since a start
+        steps, seconds = number - last, time_s - before
+        if (steps > 0 and seconds != 0) or dialect not in self._timed:  # several steps may share a whole second
+            self._timed[dialect] = (number, time_s)
+        if "sec_per_it" not in row and steps > 0 and seconds > 0:
+            self.timed_by_stamps.add(dialect)
+            row["sec_per_it"] = seconds / steps
+        return row
 
     def complete(self, row: dict[str, float]) -> None:
         """Add what another rank or reporter prints for an iteration already read: only the last stage has a loss."""
         table, place = self.iterations, self.iterations.find("iteration", row["iteration"])
         if place is not None:
-            table.change(
-                place, {n: v for n, v in row.items() if n not in table or table.at(n, place) != table.at(n, place)}
-            )
+            table.change(place, {n: v for n, v in row.items() if table.at(n, place) != table.at(n, place)})
 
     def restarts(self, row: Mapping[str, float]) -> bool:
         """Whether a row of DeepSpeed's, of a run without other iterations, shows that another run has begun."""
         name = "since_start" if "since_start" in row else "iteration"
-        return not self.iterations.rows and row[name] < self._of_deepspeed.get(name, 0.0)
+        return not self.iterations.rows and row[name] < self._counts.get(name, 0.0)
 
-    def add_companion(self, row: dict[str, float], time_s: float, line: bytes) -> None:
+    def add_companion(self, row: dict[str, float], time_s: float, line: bytes, number: int) -> None:
         """Add DeepSpeed's own numbers, a row for each iteration; used only where no other dialect reports any.
 
         Steps counted since the start of the process are iterations where nothing else numbers them, or both agree;
         else their rate is that of the last iteration.
         """
-        self.dialects["deepspeed"] += 0
         if self.iterations.rows:
-            self.skipped_so_far(row.get("skipped_total", NAN))
+            skipped = row.get("skipped_total", NAN)
+            if skipped == skipped and "skipped" not in self.iterations:  # nothing else counts them
+                self.iterations.change_last({"skipped_total": skipped})
             return
-        self.last_line, table, seen = line, self.companion, self._of_deepspeed
-        since = row.pop("since_start", None)
+        self.last_line = line
+        table, counts, since = self.companion, self._counts, row.pop("since_start", None)
         if since is None:
-            if seen.keys() == {"since_start"} and row["iteration"] > 2 * seen["since_start"]:
-                table = self.companion = self._table()  # a resumed run: its rates alone were counted so far
-                self._last.pop("deepspeed", None)
-            seen["iteration"] = row["iteration"]
+            if counts.keys() == {"since_start"} and row["iteration"] > 2 * counts["since_start"]:
+                table = self.companion = NumericTable()  # a resumed run: its rates alone were counted so far
+                self._timed.pop("deepspeed", None)
+            counts["iteration"] = row["iteration"]
         else:
-            seen["since_start"] = since
-            if seen.get("iteration", 0.0) > since:
+            counts["since_start"] = since
+            if counts.get("iteration", 0.0) > since:
                 table.change_last(row)
                 return
             row = {"iteration": since, **row}
@@ -216,50 +199,77 @@ class PartialRun(LineClock):
             table.change(table.find("iteration", row["iteration"]) or table.rows - 1, row)
         else:
             table.add(row)
+        self.saw(table.last("iteration"), line, number, table.rows)
 
-    def skipped_so_far(self, total: float) -> None:
-        """Add how many steps DeepSpeed has skipped since the start, to a run whose own lines do not count them."""
-        if total == total and "skipped" not in self.iterations:
-            self.iterations.change_last({"skipped_total": total})
-
-    def add_timers(self, names: Sequence[str], at: np.ndarray, values: np.ndarray) -> None:
-        """Add timers in seconds, (names, rows), printed after the increasing iterations `at`. The last value counts."""
-        if len(at) and self.timers.rows and self.timers.last("iteration") == at[0]:
-            self.timers.change_last({n: v for n, v in zip(names, values[:, 0], strict=True) if v == v})
-            at, values = at[1:], values[:, 1:]
-        if len(at):
-            self.timers.extend(["iteration", *names], np.vstack([at, values]))
+    def add_timers(self, row: dict[str, float]) -> None:
+        """Add timers in seconds, printed after the last iteration. The last value counts."""
+        if self.timers.rows and self.timers.last("iteration") == self.iteration:
+            self.timers.change_last(row)
+        else:
+            self.timers.add({"iteration": self.iteration, **row})
 
     def add_validation(self, row: dict[str, float]) -> None:
         """Add an evaluation, which several ranks may print."""
         if not self.validation.rows or self.validation.last("iteration") < row["iteration"]:
             self.validation.add(row)
 
-    def add_memory(self, report: Mapping[str, float]) -> None:
-        """Update the memory of a rank: the current bytes, and the most that it ever reported."""
-        row = self.memory.setdefault(int(report["rank"]), {"rank": report["rank"], "iteration": self.iteration})
+    def add_memory(self, report: Mapping[str, float], rank: float) -> None:
+        """Update the memory of a rank (NaN: unnamed, counts as 0): the current bytes, and the most it ever reported."""
+        rank = report.get("rank", 0.0 if rank != rank else rank)
+        row = self.memory.setdefault(int(rank), {"rank": rank, "iteration": self.iteration})
         self.memory_rows = self.rows
         for name, value in report.items():
             row[name] = max(row.get(name, 0.0), value) if name.startswith("max_") else value
 
-    def add_memories(self, columns: Mapping[str, np.ndarray], rank: float, iteration: float) -> None:
-        """Update the memory of a rank (NaN: unnamed, counts as 0) by many reports, (rows,), from `iteration` on."""
-        known = {name: values[values == values] for name, values in columns.items()}
-        report = {n: float(v.max() if n.startswith("max_") else v[-1]) for n, v in known.items() if len(v)}
-        reporter = 0.0 if rank != rank else rank
-        if report:
-            self.memory.setdefault(int(reporter), {"rank": reporter, "iteration": iteration})
-            self.add_memory({"rank": reporter, **report})
-
     def add_ending(self, found: Ending) -> None:
         """Add an ending. Of each level and status the first one is kept that the run did not continue after, with the
         nodes at fault of all."""
+        self.steady = ""
         self.endings = [e for e in self.endings if not superseded(e, self.rows)]
         self.exits = [e for e in self.exits if not superseded(e, self.rows)]
-        if found.level == OUTSIDE and found.hosts and "srun: error: " in found.evidence and len(self.exits) < MAX_EXITS:
+        if found.level == OUTSIDE and found.hosts and "srun: error: " in found.evidence and len(self.exits) < 1000:
             self.exits.append(found)
         for place, e in enumerate(self.endings):
             if (e.level, e.status) == (found.level, found.status):
                 self.endings[place] = joined(e, found)
                 return
         self.endings.append(found)
+
+
+class Copies:
+    """The iterations that several ranks of a run print, which count once.
+
+    printed     the last iteration of each source (NaN: not named)
+    lost        numbers of lines that were left out as copies of lines that are not there
+    differing   the first iteration with two losses, and these
+    """
+
+    def __init__(self) -> None:
+        self.printed: dict[float, float] = {}
+        self.lost: list[float] = []
+        self.differing: tuple[float, float, float] | None = None
+
+    def accepts(self, row: Mapping[str, float], source: float, run: PartialRun) -> bool | None:
+        """Whether the row is the next of the run; None if it was read before, as several ranks may print the same."""
+        number, table = row["iteration"], run.iterations
+        before = self.printed.get(source)
+        self.printed[source] = number
+        if not table.rows or not number <= run.iteration:
+            return True
+        # a source that lags behind another one, or begins after it, prints copies
+        if source == source and (number > before if before is not None else run.rank == run.rank):
+            return None
+        known = ("lm_loss", "sec_per_it", "consumed_samples", "epoch")  # are equal in two lines of one iteration
+        same = all(row[n] == table.last(n) or row[n] != row[n] for n in known if n in row and n in table)
+        return None if number == run.iteration and same else False
+
+    def compare(self, row: Mapping[str, float], table: NumericTable, tolerance: float = 1e-6) -> None:
+        """Note a line that was left out as another rank's or reporter's copy, where there is no line of its number, or
+        its loss is another one (`tolerance`: relative)."""
+        number, place = row["iteration"], table.find("iteration", row["iteration"])
+        if place is None and not (table.column("iteration") == number).any():
+            self.lost += [number] * (len(self.lost) < 100)
+        elif place is not None and "lm_loss" in row and "lm_loss" in table and not self.differing:
+            one, other = table.at("lm_loss", place), row["lm_loss"]
+            if abs(one - other) > tolerance * abs(one):
+                self.differing = (number, one, other)

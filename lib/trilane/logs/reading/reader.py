@@ -1,40 +1,34 @@
-"""A log file as blocks of whole lines, in constant memory (plain or gzip, complete, truncated or being written); and
-Reader: blocks in, runs out. Lines of a known form are read in bulk, others that may matter one by one.
+"""A log file as blocks of whole lines (plain or gzip, complete, truncated or being written); and Reader: blocks in,
+runs out.
+
+Programs pad or round their numbers, so a log has few *forms*, which are lines with every digit as 0. The first line of
+a form is searched by all rules; where it is one iteration, or nothing, the others of its form are read by the places of
+its numbers, or passed over.
 """
 
 import codecs
+import math
 import os
 import re
 import zlib
-from collections.abc import Collection, Iterator
-from itertools import chain, pairwise
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-
-from trilane.logs import endings
-from trilane.logs.dialects.megatron import rank
-from trilane.logs.dialects.trainers import timestamp
-from trilane.logs.reading.forms import Forms
-from trilane.logs.reading.lines import Lines
-from trilane.logs.reading.partial_run import PartialRun
-from trilane.logs.reading.prefilter import ALL, MAYBE
-from trilane.logs.reading.sorted_lines import SortedLines, by_iteration
-from trilane.logs.reading.table_lines import MEMORY
-from trilane.logs.table import NAN
+from trilane.logs import arguments, endings
+from trilane.logs.dialects.prefixes import NAN, PREFIX, STAMP, body, rank, source, timestamp
+from trilane.logs.dialects.tables import Dialect, Span, dialects, row_of
+from trilane.logs.reading import trainer_dicts
+from trilane.logs.reading.partial_run import MEMORY, PartialRun
+from trilane.logs.reading.run_facts import RunFacts, timers
 from trilane.utils.validation import require, require_file
 
-FEW = 4  # iterations, which are added one by one
-BLOCK = 1 << 21  # bytes read at once: fits the cache of a core, and holds thousands of lines
-MOST_CANDIDATES = 1000  # lines that hold the number of an iteration and are read to see whether they are its line
-CLOCKED = 16  # lines of those read at once whose time stamps are noted
-PACKED = 1 << 16  # of a gzip file, whose members, however small, are each cut off the rest of what was read
+BLOCK = 1 << 21  # bytes read at once
 UNPACKED, MAX_RATIO = 1 << 30, 200  # bytes that any gzip file may hold, and what a larger one may relative to its size
-CUT_NOTE = "the gzip file ends early (it was cut, or is still written): what came after is not known"
 MAX_LINE = 1 << 24  # bytes: a longer line is cut, so that memory stays bounded without line ends
-HOLE = re.compile(rb"\0{64,}")
-CONTROL = bytes(set(range(32)) - set(b"\t\n\r\x0b\x0c\x1b\x08\x07\x00")) + b"\x7f"
+MAX_RUNS = 10_000  # of a file
 
 
 def blocks(path: Path, notes: list[str] | None = None) -> Iterator[bytes]:
@@ -72,7 +66,7 @@ def blocks(path: Path, notes: list[str] | None = None) -> Iterator[bytes]:
 def _chunks(raw: BinaryIO, path: Path, notes: list[str]) -> Iterator[bytes]:
     packed = raw.read(2) == b"\x1f\x8b"
     raw.seek(0)
-    size = PACKED if packed else BLOCK
+    size = 1 << 16 if packed else BLOCK  # the members of a gzip file, however small, are each cut off what was read
     data = raw.read(size)
     if not packed:
         while data:
@@ -93,7 +87,7 @@ def _chunks(raw: BinaryIO, path: Path, notes: list[str]) -> Iterator[bytes]:
             unpack = zlib.decompressobj(wbits=31)
         data = data or raw.read(size)
     if not unpack.eof:
-        notes.append(CUT_NOTE)
+        notes.append("the gzip file ends early (it was cut, or is still written): what came after is not known")
 
 
 def _as_utf8(chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -113,122 +107,526 @@ def _as_utf8(chunks: Iterator[bytes]) -> Iterator[bytes]:
 def is_binary(head: bytes) -> bool:
     """Whether over 2 % of the bytes are control characters, or most are zero; but for holes, which file systems leave
     in a log whose node died."""
-    text = HOLE.sub(b"", head)
-    odd = len(text) - len(text.translate(None, CONTROL))
+    text = re.sub(rb"\0{64,}", b"", head)
+    control = bytes({*range(1, 32)} - set(b"\t\n\r\x0b\x0c\x1b\x08\x07")) + b"\x7f"
+    odd = len(text) - len(text.translate(None, control))
     return odd > len(text) // 50 or text.count(b"\0") > len(text) // 2 or (bool(head) and not text)
 
 
-class Reader:
-    """Reads blocks in order; `close` returns a PartialRun for each run. `keep` and `spill` as in NumericTable."""
+DIGITS = bytes.maketrans(b"123456789", b"000000000")
+REPORTERS = 0.05  # of a loss that two reporters print, such as a bar, which rounds it or averages it: relative
+LONG = 1 << 16  # bytes: longer lines are searched for iterations only
+FORM = 4096  # bytes of the longest line whose form is remembered
+ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+# between two states of a bar on one line: a carriage return, as `cat -v` writes it too, or nothing where it was dropped
+REDRAWN = re.compile(rb"\r|\^M|(?<=\])(?=[^\[\]\r]{0,80}\b\d{1,3}%\|)", re.DOTALL)
+# between two dicts with a loss each that a collector of logs, or who pasted them, put on one line
+JOINED = re.compile(rb"(?<=\}),?\s{0,2}(?=\{['\"][^{}]{0,4000}\bloss['\"])")
+# what begins a line of its own, which completes no iteration line that was wrapped
+OTHER = re.compile(rb"^\s*(?:\[|time \(ms\)|\(min, max\)|-{4}|\+|validation |after \d+ iter|Effective |\{)")
+EPOCHS = {"epochs_done": 0.0, "nth_epoch": 1.0}  # where iterations count in their epoch: the number of the first one
 
-    def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
-        self._lines, self._before = Lines(keep, spill), 0  # the lines before the block
-        self._forms = Forms(self._lines.tables)
+
+class Form:
+    """Lines of one form: how they are read (`kind`), and for lines of numbers their places."""
+
+    def __init__(
+        self, kind: str, dialect: Dialect | None = None, line: bytes = b"", spans: Sequence[Span] = ()
+    ) -> None:
+        self.kind, self.dialect, self.name = kind, dialect, ""
+        columns = [span.column for span in spans]
+        odd = {s.column for s in spans if columns.count(s.column) > 1 or b"," in line[s.start : s.stop]}
+        self._plain = [s[:3] for s in spans if s.column not in odd and s[3:] == (1.0, 1.0)]
+        self._scaled = [s for s in spans if s.column not in odd and s[3:] != (1.0, 1.0)]
+        self._odd = [s for s in spans if s.column in odd]
+        self.absent = {name: float(text) for name, text in dialect.absent.items()} if dialect else {}
+        self.memory = [column for column in MEMORY if column in columns]
+        prefix = PREFIX.match(line)
+        self._source = prefix.span(prefix.lastindex or 0) if prefix else (0, 0)
+        self._is_rank = bool(prefix and (prefix.lastindex or 0) <= 4)
+        stamp = None if {"sec_per_it", "time_s"} & {*columns} else STAMP.search(line, 0, FORM)
+        self._stamp = stamp.span() if stamp else (0, 0)
+        self._minute, self._day, self._passed = b"", NAN, 0  # of the last stamp
+
+    def row(self, line: bytes) -> dict[str, float]:
+        """The numbers of a line of this form."""
+        row = {column: float(line[start:stop]) for column, start, stop in self._plain}
+        for column, start, stop, multiplier, divisor in self._scaled:
+            row[column] = float(line[start:stop]) * multiplier / divisor
+        return row | row_of(self._odd, line) if self._odd else row
+
+    def source(self, line: bytes) -> float:
+        """The number of the rank, process or host before the line; NaN without one."""
+        start, stop = self._source
+        return float(line[start:stop]) if stop else NAN
+
+    def rank(self, line: bytes) -> float:
+        """The rank before the line; NaN without one."""
+        return self.source(line) if self._is_rank else NAN
+
+    def time(self, line: bytes) -> float:
+        """Seconds since 1970 by the line's time stamp; NaN without one."""
+        start, stop = self._stamp
+        if not stop:
+            return NAN
+        minute, seconds = line[start : start + 16], line[start + 17 : stop]
+        if minute != self._minute:
+            self._minute, self._day = minute, timestamp(minute[:10] + b" 00:00:00")
+            self._passed = 3600 * int(minute[11:13]) + 60 * int(minute[14:])
+        if minute[11:13] > b"23" or minute[14:] > b"59" or seconds[:2] > b"59":
+            return NAN
+        passed = self._passed + int(seconds[:2])
+        return self._day + (passed + (float(b"0." + seconds[3:]) if len(seconds) > 3 else 0.0))
+
+
+@dataclass
+class Open:
+    """An iteration that the next lines may continue: its row so far, its first line (of a wrapped one: all so far) and
+    number, and how many lines it has."""
+
+    dialect: Dialect
+    row: dict[str, float]
+    line: bytes
+    number: int
+    lines: int = 0
+
+
+class Reader:
+    """Reads blocks in order; `close` returns a PartialRun for each run."""
+
+    def __init__(self) -> None:
+        every = dialects()
+        self._tables = [d for d in every if not (d.fallback or d.companion)]
+        self._fallbacks, self._companions = [d for d in every if d.fallback], [d for d in every if d.companion]
+        self._guesses = {dialect.name for dialect in self._fallbacks}
+        self._families = {name: d.family for d in every for name in d.family}
+        self._all = [PartialRun()]
+        self.number = 0  # of the current line in the file
+        self._forms = dict[bytes, Form | None]()  # None: of lines that hold nothing
+        self._launches = set[bytes]()  # forms of lines of the current run's launch
+        self._open: Open | None = None
+        self._facts, self._dicts = RunFacts(), trainer_dicts.TrainerDicts(self)
+        self._waits = False  # whether the next line matters whatever it holds
+        self._epochs: tuple[PartialRun, float] | None = None  # of a fallback: iterations of the run's earlier epochs
+
+    @property
+    def run(self) -> PartialRun:
+        """The current run."""
+        return self._all[-1]
 
     def close(self) -> list[PartialRun]:
         """The runs of the file that have any content."""
-        return self._lines.close()
-
-    def runs(self) -> list[PartialRun]:
-        """The runs read so far, which grow; a line that the next may continue is not in them yet."""
-        return [run for run in self._lines.runs if run.has_content]
+        self._finish()
+        self._return_delayed()
+        self._facts.close(self.run)
+        for run in self._all:
+            trainer_dicts.number_iterations(run)
+        return [run for run in self._all if run.has_content]
 
     def feed(self, block: bytes) -> None:
         """Read whole lines; only the last block of a file may end inside one."""
-        found, lines, at = SortedLines(block, self._forms), self._lines, 0
-        for number in (*found.alone, found.whole):
-            while lines.pending and at < number:
-                at = self._read(found, at)
-            if at <= number and self._matters(found, number):
-                self._add(found, at, number)
-                at = self._read(found, number)
-        self._before += found.whole
+        *lines, rest = block.split(b"\n")
+        unknown = Form("")
+        known = self._forms.get
+        for line in lines:
+            self.number += 1
+            if self._waits:
+                self._line(line)
+                continue
+            form = known(line.translate(DIGITS), unknown)
+            if form is unknown:
+                self._learn(line)
+            elif form is not None:
+                self._apply(form, line)
+        if rest:  # may be cut
+            self.number += 1
+            self._line(rest, whole=False)
+            self.number -= 1
 
-    def _matters(self, found: SortedLines, number: int) -> bool:
-        lines = self._lines
-        if number == found.whole or lines.pending:
-            return True
-        if lines.facts.repeat(found.texts[number], lines.run) or self._forms.holds_nothing(found.shapes[number]):
-            return False
-        return lines.facts.inside or found.kind(number) != MAYBE
+    def _learn(self, line: bytes) -> None:
+        form = self._line(line)
+        if len(line) <= FORM and not (form and form.kind == "alone"):
+            if len(self._forms) > 50_000:  # the wording of a log changes
+                self._forms.clear()
+            self._forms[line.translate(DIGITS)] = form
 
-    def _read(self, found: SortedLines, number: int) -> int:
-        """Read one line; returns the index of the next."""
-        lines, text, whole = self._lines, found.texts[number], number < found.whole
-        lines.number = self._before + number + 1
-        if whole and lines.in_block and self._forms.holds_nothing(found.shapes[number]):
-            lines.read(text, 0, whole)
-        elif whole and not lines.read(text, found.kind(number), whole):
-            self._forms.add_nothing(found.shapes[number])
-        elif text and not whole:  # what follows the last line end may be truncated
-            rows = lines.run.rows
-            lines.read(text, ALL, whole)
-            lines.run.bare = [bare for bare in lines.run.bare if bare[0] < rows]  # it may have lost its other numbers
-        return number + 1
-
-    def _add(self, found: SortedLines, start: int, stop: int) -> None:
-        """Add the lines of known forms from `start` to before `stop`, in pieces whose iterations rise."""
-        steps = found.steps
-        if not found.has(start, stop):
-            return
-        part = steps.between(start, stop)
-        places = [steps.at[part.start], *(c for c in found.cuts if start < c < stop)] if part.start < part.stop else []
-        for low, high in pairwise([start, *(place for place in places if place > start), stop]):
-            self._add_piece(found, low, high)
-
-    def _add_piece(self, found: SortedLines, low: int, high: int) -> None:
-        steps, lines, last = found.steps, self._lines, self._lines.run.iteration
-        part = steps.between(low, high)
-        if part.stop - part.start < FEW or not self._extend(found, part):
-            for place in range(part.start, part.stop):
-                if place == part.start + 1 and self._extend(found, slice(place, part.stop)):
-                    break  # the first one began another run
-                self._step(found, place)
-        timers, deepspeed = found.timers.between(low, high), found.deepspeed.between(low, high)
-        if timers.start < timers.stop:
-            numbers = np.concatenate([[last], steps.column("iteration", part)])
-            at = np.searchsorted(steps.at[part], found.timers.at[timers])
-            lines.run.add_timers(found.timers.names, *by_iteration(found.timers.values[:, timers], numbers[at]))
-        if deepspeed.start < deepspeed.stop:
-            self._add_deepspeed(found, deepspeed)
-        held_out = found.validation.between(low, high)
-        for place in range(held_out.start, held_out.stop):
-            lines.run.add_validation(found.validation.row(place))
-
-    def _extend(self, found: SortedLines, part: slice) -> bool:
-        count, at = part.stop - part.start, found.steps.at
-        places = sorted({place * (count - 1) // (CLOCKED - 1) for place in range(CLOCKED)})
-        seen = [(p, found.texts[at[part.start + p]], self._before + at[part.start + p] + 1) for p in places]
-        return count >= FEW and self._lines.extend(found.steps, part, found.form(part.start), seen)
-
-    def _step(self, found: SortedLines, place: int) -> None:
-        """Add an iteration on its own: another rank's copy, or one that begins a run."""
-        row, number, form = found.steps.row(place), found.steps.at[place], found.form(place)
-        # a loss that is printed as NaN is no loss that is missing
-        row = {span.column: NAN for span in form.spans if span.column == "lm_loss"} | row
-        source, text = row.pop("_source", NAN), found.texts[number]
-        row = {name: value for name, value in row.items() if name[0] != "_"}
-        if form.first_iteration is None:
-            self._lines.step(row, form.dialect, source, text, self._before + number + 1)
+    def _apply(self, form: Form, line: bytes) -> None:
+        """Read a line of a known form."""
+        kind, run, row = form.kind, self._all[-1], form.row(line)
+        if kind == "iteration":
+            assert form.dialect
+            is_next = form.name and form.name == run.steady and row["iteration"] > run.iteration
+            if is_next and not (form.absent and form.absent.items() & row.items()):
+                if "sec_per_it" not in row:
+                    row = run.timed(row, row["time_s"] if "time_s" in row else form.time(line), form.name)
+                run.add(row, form.name, form.source(line), line, self.number)
+                if form.memory:
+                    run.add_memory({column: row[column] for column in form.memory}, form.rank(line))
+            else:
+                time_s, printed = form.time(line), form.source(line)
+                self._take(row, form.dialect, form.name, time_s, printed, line, self.number, is_plain=True)
+        elif kind == "timers":
+            run.add_timers(row)
+        elif kind == "step":
+            self._companion(row, form, line)
+        elif kind == "evaluation":
+            run.add_validation({"iteration": run.iteration} | row)
         else:
-            time_s = row.get("time_s", NAN if "sec_per_it" in row else timestamp(text))
-            self._lines.tables.step(row, time_s, form.dialect, form.first_iteration, text, self._before + number + 1)
+            self._facts.arguments(line, run)
 
-    def _add_deepspeed(self, found: SortedLines, part: slice) -> None:
-        """Add DeepSpeed's lines: their memory, and their steps where nothing else numbers the iterations."""
-        lines, rows = self._lines, found.deepspeed
-        # step 0 is printed at start-up
-        if any((rows.column(name, part) > 0).any() for name in ("iteration", "since_start")):
-            lines.tables.settle("deepspeed")
-            lines.run.dialects["deepspeed"] += 0
-        if lines.run.iterations.rows and "skipped_total" in rows.names:
-            lines.run.skipped_so_far(float(rows.column("skipped_total", part)[-1]))
-        for place in range(part.start, part.stop) if not lines.run.iterations.rows else ():
-            row, number = rows.row(place), rows.at[place]
-            lines.number = self._before + number + 1
-            lines.deepspeed({name: value for name, value in row.items() if name not in MEMORY}, found.texts[number])
-        held = {name: rows.column(name, part) for name in MEMORY if name in rows.names}
-        lines.run.add_memories(held, rank(found.texts[rows.at[part.stop - 1]]), lines.run.iteration)
+    def _line(self, line: bytes, whole: bool = True) -> Form | None:
+        """Read one line by all rules, not `whole` if the file ends inside it. Returns its form, None where it holds
+        nothing; one of the kind "alone" where other digits may make it another line, or it is of several parts."""
+        text = line
+        if b"\x1b" in line or b"\0" in line:
+            text = ESCAPE.sub(b"", line).replace(b"\0", b"")
+        text = text.rstrip(b"\r\n")
+        parts = _parts(text)
+        *forms, form = [self._part(part, whole or part is not parts[-1]) for part in parts]
+        facts = self._facts
+        self._waits = bool(self._open or self._dicts.pending or facts.traceback)
+        if form and form.kind == "iteration" and text is not line and text != line:
+            return Form("alone")
+        return Form("alone") if any(forms) or (forms and form) else form
+
+    def _part(self, line: bytes, whole: bool) -> Form | None:
+        """Read a line, or a part of one that a bar overwrote."""
+        if self._dicts.pending and b"{'" not in line and body(line).strip():
+            self._dicts.release(line)
+        if self._open and self._continues(line):
+            return Form("alone")
+        known = [dialect for dialect in self._tables if dialect.holds(line)]
+        form = self._iterations(known, line, whole) if known else None
+        found = [self._steps(dialect, line) for dialect in self._companions if dialect.holds(line)]
+        if form or len(line) >= LONG:
+            return Form("alone") if any(found) else form
+        form = next(filter(None, found), None)
+        run, facts, matched = self.run, self._facts, not all(dialect.is_blind for dialect in known)
+        if facts.is_launch(line):
+            matched = True
+            self._launch(line)
+            run = self.run
+        if b"{'" in line:
+            matched = True
+            self._dicts.read(line)
+        elif (b"it/s" in line or b"s/it" in line) and (bar := trainer_dicts.bar(line)):
+            matched, self._dicts.bar = True, bar
+        if not self._dicts.pending and (guessed := self._guess(line, whole)):
+            form = guessed
+        if not matched and not form and (spans := timers(line)):
+            form = Form("timers", None, line, spans)
+        is_argument = facts.arguments(line, run)
+        others = [facts.numbers(line, run), facts.end(line, run)]
+        if matched or any(others):
+            return form if form and form.kind == "timers" and not (matched or others[1]) else Form("alone")
+        if not form and (is_argument or (b"  " in line and arguments.UNDOTTED.match(line))):
+            return Form("argument")
+        return form
+
+    def _iterations(self, known: Sequence[Dialect], line: bytes, whole: bool) -> Form | None:
+        """Read a line by the dialect that finds most in it: an iteration, or what is printed around iterations."""
+        best = _best(known, line)
+        if not best:
+            found = [self._around(line, dialect, whole) for dialect in known]
+            return next(filter(None, found), None)
+        spans, dialect = best
+        if (parts := dialect.parts(line)) != [line]:
+            for part in parts:  # a stamp behind the first iteration is that of a later one
+                text = part if part is parts[0] else STAMP.sub(b"", part)
+                self._iterations(known, text, whole or part is not parts[-1])
+            return Form("alone")
+        self._finish()
+        if not whole:
+            spans = [span for span in spans if span.stop < len(line)]
+        row, form = row_of(spans, line), Form("iteration", dialect, line, spans)
+        if "iteration" not in row or (not whole and dialect.lines == "wrapped" and "sec_per_it" not in row):
+            return form
+        form.name = dialect.variant(line) or dialect.name * (not dialect.variants)
+        self._open = Open(dialect, row, line, self.number)
+        may_continue = dialect.lines == "block" or (
+            dialect.lines == "wrapped" and not re.search(dialect.complete.encode(), line)
+        )
+        if not may_continue or not whole:
+            self._end()
+        if (
+            may_continue
+            or dialect.lines == "bar"
+            or not dialect.is_blind
+            or "iterations_per_second" in (s.column for s in spans)
+        ):
+            return Form("alone")
+        return form
+
+    def _around(self, line: bytes, dialect: Dialect, whole: bool) -> Form | None:
+        """Read a line of that dialect that is no iteration."""
+        if dialect.is_launch(line):
+            self._finish()
+            self._launch(line)
+        elif dialect.is_end(line):
+            self._finish()
+            self.run.add_ending(endings.planned_end(line, self.run.rows))
+        elif spans := dialect.evaluation(line):
+            self._finish()
+            self.run.add_validation({"iteration": self.run.iteration} | row_of(spans, line))
+            if not self._guess(line, whole):  # of a trainer that prints nothing else
+                return Form("evaluation", dialect, line, spans) if dialect.is_blind else Form("alone")
+        elif reports := dialect.memories(line):
+            for report in reports:
+                self.run.add_memory(report, rank(line))
+        else:
+            return None
+        return Form("alone")
+
+    def _guess(self, line: bytes, whole: bool) -> Form | None:
+        """Read a line that nothing else reads, in a run that nothing else has read."""
+        read = set(self.run.dialects)
+        known = [d for d in self._fallbacks if d.holds(line)]
+        if not known or not (best := _best(known, line)):
+            return None
+        if not read <= {best[1].name}:
+            return Form("alone")  # in another run it may be an iteration
+        return self._iterations([best[1]], line, whole)
+
+    def _steps(self, dialect: Dialect, line: bytes) -> Form | None:
+        """Read a companion's steps, which count where nothing else numbers the iterations, and its memory."""
+        for report in dialect.memories(line):
+            self.run.add_memory(report, rank(line))
+        every = dialect.steps(line)
+        for spans in every:
+            self._companion(row_of(spans, line), Form("step", dialect, line, spans), line)
+        if len(every) == 1:
+            return Form("step", dialect, line, every[0])
+        return Form("alone") if every or dialect.memories(line) else None
+
+    def _companion(self, row: dict[str, float], form: Form, line: bytes) -> None:
+        run = self._all[-1]
+        if form.memory:
+            run.add_memory({column: row.pop(column) for column in form.memory}, form.rank(line))
+        if row.get("iteration") == 0:  # step 0 is printed at start-up
+            return
+        self._settle("deepspeed")
+        if run.restarts(row):
+            self._begin()
+        self.run.dialects["deepspeed"] += 0
+        self.run.add_companion(row, form.time(line), line, self.number)
+
+    def _continues(self, line: bytes) -> bool:
+        """Whether the line continues the iteration that is open, which then may end."""
+        opened = self._open
+        assert opened
+        dialect, opened.lines = opened.dialect, opened.lines + 1
+        if dialect.lines == "wrapped":
+            return self._completes(opened, line)
+        if dialect.begins(line):
+            return False
+        if spans := dialect.rest(line, set(opened.row)):
+            opened.row |= row_of(spans, line)
+        elif opened.lines > 200 or not (dialect.continues(line, opened.line) or not line.strip()):
+            self._end()
+        return bool(spans)
+
+    def _completes(self, opened: Open, line: bytes) -> bool:
+        """Whether the line continues an iteration line that a terminal wrapped, which may have removed a blank."""
+        dialect, begun = opened.dialect, opened.line
+        if opened.lines < 12 and not dialect.begins(line) and not OTHER.match(line):
+            joined = max(
+                (begun + line, begun.rstrip() + b" " + line.strip()), key=lambda text: _complete(dialect, text)
+            )
+            if _complete(dialect, joined) > _complete(dialect, begun):
+                opened.line, opened.row = joined, row_of(dialect.iterations(joined), joined)
+                return True
+        self._end()
+        return False
+
+    def _finish(self) -> None:
+        """Read the pending dict of the Trainer, and the iteration that is open, as far as they go."""
+        self._dicts.release()
+        self._end()
+
+    def _end(self) -> None:
+        if opened := self._open:
+            self._open, line = None, opened.line
+            time_s = opened.row.get("time_s", timestamp(line))
+            name = opened.dialect.variant(line)
+            self._take(opened.row, opened.dialect, name, time_s, source(line), line, opened.number)
+
+    def _take(
+        self,
+        row: dict[str, float],
+        dialect: Dialect,
+        name: str,
+        time_s: float,
+        printed: float,
+        line: bytes,
+        number: int,
+        is_plain: bool = False,
+    ) -> None:
+        """Give an iteration of a dialect, all of whose lines were read, to its run."""
+        run = self.run
+        if "epochs_done" in row or "nth_epoch" in row:
+            run.in_epochs, row = True, _in_run(row)
+        if (rate := row.pop("iterations_per_second", 0.0)) > 0:
+            row.setdefault("sec_per_it", 1 / rate)
+        time_s = row.get("time_s", time_s)
+        for column, text in dialect.absent.items():
+            if row.get(column) == float(text):
+                del row[column]
+        if (
+            dialect.lines in ("bar", "block")
+            and run.dialects.keys() == {dialect.name}
+            and run.iteration == row["iteration"]
+        ):
+            return self._draw_again(run.timed(row, time_s, dialect.name), printed)
+        if dialect.fallback:
+            if not run.dialects.keys() <= {dialect.name}:
+                return None
+            row = self._counted_on(row)
+            if self._evaluates(row):
+                return None
+            if _is_late(row, run):
+                return run.copies.compare(row, run.iterations)
+        name = name or next(iter(run.dialects.keys() & dialect.family), dialect.name)
+        self.step(run.timed(row, time_s, name), name, printed, line, number)
+        run = self.run
+        run.first_iteration = dialect.first_iteration
+        alone = run.dialects.keys() <= {name, "deepspeed"} and not run.endings
+        counted = dialect.lines in ("bar", "block") or dialect.fallback or run.in_epochs
+        run.steady = name if is_plain and alone and not counted else ""
+        if held := [column for column in MEMORY if column in row]:
+            self.run.add_memory({column: row[column] for column in held}, rank(line))
+        return None
+
+    def step(self, row: dict[str, float], dialect: str, printed: float, line: bytes, number: int) -> None:
+        """Add an iteration: the next of the run, another rank's copy, or the first of another run."""
+        self._settle(dialect)
+        run = self.run
+        others = run.dialects.keys() - {"deepspeed"}
+        takes = run.copies.accepts(row, printed, run)
+        counts = {name for name in others if run.dialects[name]}
+        family = self._families.get(dialect, frozenset())
+        if counts and dialect not in counts and not others <= family:
+            # another reporter of the same run, such as a bar, repeats the number of the iteration
+            takes = None if run.iteration == row["iteration"] else False
+        if takes is False:
+            self._begin()
+            takes = True
+        if takes:
+            if self.run.iterations.rows and any(e.level == endings.SCHEDULER for e in self.run.endings):
+                self._return_delayed()
+                before = self.run  # until it is clear whether these lines are its delayed output
+                self._all.append(PartialRun(follows=True))
+                self.run.previous = before
+            return self.run.add(row, dialect, printed, line, number)
+        run.copies.compare(row, run.iterations, 1e-6 if dialect in counts else REPORTERS)
+        if len(family) == 1:
+            run.dialects[dialect] += 0
+            run.complete(row)
+        return None
+
+    def _settle(self, dialect: str) -> None:
+        """Drop what fallbacks have read of the run, where a line of another dialect shows whose it is."""
+        if dialect not in self._guesses and not self._guesses.isdisjoint(self.run.dialects):
+            self.run.forget()
+
+    def _launch(self, line: bytes) -> None:
+        """Read a line of a launch: of another run where the current one has begun, or has failed and repeats it."""
+        form = line.translate(DIGITS)
+        self._begin(again=bool(self.run.endings) and form in self._launches)
+        self._launches.add(form)
+        self.run.launched = True
+
+    def _begin(self, again: bool = False) -> None:
+        """Begin another run, unless the current one has nothing yet; `again`: its launch failed."""
+        if again or self.run.ends_at_launch:
+            require(len(self._all) < MAX_RUNS, "log", f"{len(self._all)} runs", "its iterations do not rise")
+            self._return_delayed()
+            self._all.append(PartialRun(follows=True))
+            self._launches.clear()
+
+    def _return_delayed(self) -> None:
+        """Return the lines of the last run to the one before it, if they may be its delayed output."""
+        if (before := self.run.previous) and self.run.may_be_delayed:
+            before.absorb(self._all.pop())
+
+    def _draw_again(self, row: dict[str, float], printed: float) -> None:
+        """Read a bar that is drawn again at the same iteration: with its loss after the loss of the one before, which
+        counts; or, where it had its loss, for a part of the batch or by another rank, which is noted."""
+        run, table = self.run, self.run.iterations
+        if table.rows > 1 and "lm_loss" in table and table.last("lm_loss") != table.at("lm_loss", table.rows - 2):
+            run.copies.compare(row, table)
+        if printed == run.rank or printed != printed:
+            table.change_last(row)
+
+    def _counted_on(self, row: dict[str, float]) -> dict[str, float]:
+        """The row of a fallback with the number in the run, where numbers have begun anew with an epoch."""
+        run = self.run
+        before = self._epochs[1] if self._epochs and self._epochs[0] is run else 0.0
+        last, epoch, total = run.iteration, run.iterations.last("epoch"), row.get("train_iters", 0.0)
+        if total > 0 and row.get("epoch", 0.0) > epoch and row["iteration"] + before <= last:
+            before = math.ceil(last / total) * total
+            self._epochs, run.in_epochs = (run, before), True
+        if before and row.get("epoch", 0.0) >= epoch:
+            row["iteration"] += before
+            row["train_iters"] = before + total
+        return row
+
+    def _evaluates(self, row: dict[str, float]) -> bool:
+        """Whether the row of a fallback is an evaluation, which is added: it has a loss of held-out text, and other
+        rows have none."""
+        run, table = self.run, self.run.iterations
+        if not table.rows or ("val_loss" in row) == ("val_loss" in table):
+            return False
+        held_out = [(row["iteration"], row["val_loss"])] if "val_loss" in row else []
+        if not held_out:  # all that was read so far were evaluations
+            held_out = list(zip(table.column("iteration").tolist(), table.column("val_loss").tolist(), strict=True))
+            run.forget()
+        for iteration, loss in held_out:
+            run.add_validation({"iteration": iteration, "lm_loss": loss})
+        return "val_loss" in row
+
+
+def _parts(line: bytes) -> list[bytes]:
+    """The parts of a line that a progress bar overwrote, or of dicts on one line; a dict is joined with the bar before
+    it."""
+    bars = b"\r" in line or b"^M" in line or (line.count(b"%|") > 1 and REDRAWN.search(line))
+    if not bars and not (line.count(b"loss") > 1 and line.count(b"{") > 1):
+        return [line]
+    parts, bar = list[bytes](), b""
+    for part in REDRAWN.split(line):
+        if b"{'" in part and bar and not trainer_dicts.BAR.search(part):
+            part = bar + part
+        elif trainer_dicts.BAR.search(part):
+            bar = part[-1000:]
+        parts.append(part)
+    return [dict_ for part in parts for dict_ in JOINED.split(part)]
+
+
+def _in_run(row: dict[str, float]) -> dict[str, float]:
+    """The row with the iteration's number in the run, where it has that in its epoch."""
+    for column in EPOCHS.keys() & row:
+        done = row["epoch"] = row.pop(column) - EPOCHS[column]
+        if "train_iters" in row:
+            row["iteration"] += done * row["train_iters"]
+            row["train_iters"] *= done + 1  # as far as is known: the number of epochs is not
+    return row
+
+
+def _is_late(row: dict[str, float], run: PartialRun) -> bool:
+    """Whether the row is a copy of one of the last iterations: unnamed ranks may all print a loss. A number further
+    back is a restart's, or another program's."""
+    of_epoch = not row.get("epoch", NAN) > run.iterations.last("epoch")
+    return of_epoch and run.iterations.find("iteration", row["iteration"], back=4) is not None
+
+
+def _complete(dialect: Dialect, line: bytes) -> int:
+    """How many numbers of an iteration line are complete: a number at the end of the line may go on."""
+    return sum(span.stop < len(line) for span in dialect.iterations(line))
+
+
+def _best(known: Sequence[Dialect], line: bytes) -> tuple[list[Span], Dialect] | None:
+    """The numbers of an iteration, and of several dialects that know the line the one that finds most."""
+    found = [(spans, dialect) for dialect in known if (spans := dialect.iterations(line))]
+    return max(found, key=lambda pair: len(pair[0])) if found else None
 
 
 def find_lines(path: Path, numbers: Collection[int], first: int = 1, last: int = 0) -> dict[int, tuple[int, str]]:
@@ -237,7 +635,7 @@ def find_lines(path: Path, numbers: Collection[int], first: int = 1, last: int =
     """
     written = b"|".join(b"%d|%s" % (n, f"{n:,}".encode()) for n in sorted(numbers))
     word = re.compile(rb"(?<![\d.,])(?:" + written + rb")(?![\d.])")
-    found, number, left = dict[int, tuple[int, str]](), 1, MOST_CANDIDATES
+    found, number, left = dict[int, tuple[int, str]](), 1, 1000  # lines that hold such a number and are read
     for block in blocks(path):
         at, counted = 0, 0
         while left and len(found) < len(numbers) and (hit := word.search(block, at)):

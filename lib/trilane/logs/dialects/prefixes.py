@@ -1,0 +1,68 @@
+"""What stands before and beside the numbers of a line: ranks and hosts, time stamps, timers."""
+
+import re
+from datetime import UTC, datetime
+from functools import lru_cache
+
+NAN = float("nan")
+# What launchers put before a line: a rank (the first four groups), or a process or host, which sources of copies have.
+PREFIX = re.compile(
+    rb"^\s*(?:\[default\d{1,9}\]: ?(?=\[rank))?"  # torchrun's number on the node
+    rb"(?:\[default(\d{1,9})\]:|\[?[Rr]ank ?(\d{1,9})\]?:|(\d{1,6}): |\[\d{1,6},(\d{1,9})\]<std\w{3}>:"
+    rb"|\[(\d{1,9})\]:?|[A-Za-z][\w-]{0,80}?(\d{1,9})(?:\.[\w.-]{1,200})?: )"
+)
+LEAD = re.compile(  # what collectors of logs, and loggers, put before it
+    rb"^(?:\[[\w./ -]{1,200}\] |[\w.-]{1,100}-\d+ \w{1,40} |[A-Z]{4,8}:[\w.]{1,80}:"
+    rb"|\[?\d{4}-\d\d-\d\d[ T][\d:.,]{8,20}Z?\]?(?:\[\w{1,80}\]){0,4} ?(?:- \w{1,40} - )?)"
+)
+STAMP = re.compile(
+    rb"(?:(\d{4})[-/](\d\d)[-/](\d\d)|(\d\d)/(\d\d)/(\d{4}))[ T]([01]\d|2[0-3]):([0-5]\d):([0-5]\d)(?:[.,](\d{1,9}))?"
+)
+TIME_OF_DAY = re.compile(rb"^\W{0,3}(\d\d):(\d\d):(\d\d(?:\.\d{1,6})?)(?![\d:])")
+
+
+def source(line: bytes) -> float:
+    """The number of the rank, process or host that the line's prefix names; NaN without one."""
+    found = PREFIX.match(line)
+    return float(found[found.lastindex or 0]) if found else NAN
+
+
+def rank(line: bytes) -> float:
+    """The rank that the line's prefix names; NaN without one."""
+    found = PREFIX.match(line)
+    return float(found[found.lastindex or 0]) if found and (found.lastindex or 0) <= 4 else NAN
+
+
+def body(line: bytes) -> bytes:
+    """The line without what launchers, collectors of logs and loggers put before it."""
+    for _ in range(3):
+        if not (found := PREFIX.match(line) or LEAD.match(line)):
+            break
+        line = line[found.end() :]
+    return line
+
+
+def timestamp(line: bytes) -> float:
+    """Seconds since 1970 of the first time stamp in the line, as if it were UTC; NaN if there is none."""
+    found = STAMP.search(line, 0, 4096)  # a line of thousands of iterations is not searched for each of them
+    if not found:
+        return NAN
+    year, month, day, month_us, day_us, year_us, hours, minutes, seconds, fraction = found.groups()
+    passed = 3600 * int(hours) + 60 * int(minutes) + int(seconds) + (float(b"0." + fraction) if fraction else 0.0)
+    return _midnight(year or year_us, month or month_us, day or day_us) + passed
+
+
+@lru_cache(16)
+def _midnight(year: bytes, month: bytes, day: bytes) -> float:
+    try:
+        return datetime(int(year), int(month), int(day), tzinfo=UTC).timestamp()
+    except ValueError:  # no such day
+        return NAN
+
+
+def line_time(line: bytes) -> float:
+    """Seconds since 1970 by the line's time stamp, or since midnight where the line begins with a time of day."""
+    if (stamp := timestamp(line)) == stamp or not (found := TIME_OF_DAY.match(line)):
+        return stamp
+    hours, minutes, seconds = map(float, found.groups())
+    return 3600 * hours + 60 * minutes + seconds
