@@ -3,6 +3,7 @@
 import re
 from datetime import datetime, timedelta
 
+import numpy as np
 import pytest
 
 from trilane.analysis.measure import measure_log
