@@ -14,11 +14,8 @@ import pytest
 from slurm_cluster import REQUEST, SITE, Commands, one, plan, run_folder
 
 from trilane.cli.app import main
-from trilane.config.plan import read_plan
 from trilane.slurm import attempt, chain, client, jobs, ledger, monitor, sweep
-from trilane.slurm.script import render
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.validation import to_mapping
 from trilane.workspace.status import RunStatus, write_status
 
 AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
@@ -127,18 +124,6 @@ def test_watching_goes_on_while_slurm_is_away_and_says_it_once(
     assert capsys.readouterr().out.count("SLURM does not answer") == 1
 
 
-def test_the_watching_job_submits_itself_again_once_slurm_is_back(commands: Commands, folder: Path) -> None:
-    text = render("monitor", read_plan(folder / "plan.json"), SITE, REQUEST)
-    commands.say("python", "exit 75")
-    commands.say("sleep", "true")
-    commands.say("sbatch", "(($(grep -c ^sbatch ${0%/*}/calls) > 1))")
-    subprocess.run(["bash", "-euo", "pipefail", "-c", text[text.index("code=0") :]], check=True)
-    assert commands.calls("sbatch") == ["sbatch monitor.sbatch"] * 2
-    commands.say("python", "exit 1")
-    subprocess.run(["bash", "-euo", "pipefail", "-c", text[text.index("code=0") :]], check=True)
-    assert len(commands.calls("sbatch")) == 2
-
-
 def test_a_submission_that_may_have_been_taken_is_not_called_undone(commands: Commands, folder: Path) -> None:
     commands.say("sbatch", "echo 'sbatch: error: Batch job submission failed: Socket timed out' >&2; exit 1")
     commands.say("squeue", AWAY)
@@ -190,20 +175,6 @@ def test_only_controllers_that_are_all_down_or_silent_do_not_answer(commands: Co
         commands.say("scontrol", silence)
         with pytest.raises(client.SlurmUnreachable, match=r"SLURM does not answer .*; nothing was done$"):
             client.require_answer("; nothing was done")
-
-
-def test_what_was_submitted_before_a_refusal_is_printed(
-    commands: Commands, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    other = run_folder(tmp_path, plan("other", tmp_path / "data", nodes=1))
-    site = tmp_path / "test.json"
-    site.write_text(json.dumps(to_mapping(SITE)))
-    commands.say("sbatch", "[[ $* == *--test-only* ]] || echo 78")
-    commands.say("squeue", "echo '77|RUNNING|None|1:00|2:00|n1|x'")
-    command = ["slurm", "submit", str(other), str(folder), "--site", str(site), "--account", "xyz@a100", "--json"]
-    assert main(command) == 2
-    printed = capsys.readouterr()
-    assert json.loads(printed.out)["submitted"] == {str(other): "78"} and "has job 77 already" in printed.err
 
 
 def test_the_status_of_200_runs_takes_one_call_of_slurm(commands: Commands, tmp_path: Path) -> None:

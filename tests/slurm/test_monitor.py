@@ -1,6 +1,5 @@
 """Watching runs: what a person should know is sent once; a webhook that does not answer holds nobody up."""
 
-import json
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -81,28 +80,3 @@ def test_a_url_that_is_none_is_one_line_without_it(
     monkeypatch.setenv(monitor.WEBHOOK, url)
     assert main(["slurm", "watch", str(folder)]) == 2
     assert capsys.readouterr().err == "trilane: TRILANE_WEBHOOK=(not shown): must be an http or https URL\n"
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        b'{"event": "submitted", "id": "8", "ti',
-        b'{"event": "submitted", "id": "\xc3',
-        b"\0\0\0\0",
-        b'{"event": ["started"], "id": "8"}',
-        b'{"event": "started", "id": "8", "nodes": "n1"}',
-        b'{"event": "ended", "id": 8, "status": "OOM", "evidence": "x"}',
-        b'{"event": "node failure", "id": "8", "nodes": [{"n1": 1}]}',
-        b"null",
-    ],
-)
-def test_a_damaged_line_of_the_ledger_costs_itself_and_nothing_after_it(damage: bytes, tmp_path: Path) -> None:
-    """A process or the node died while it wrote."""
-    good = {"event": "started", "id": "7", "time": "2026-11-22T00:00:00+00:00", "nodes": "n1", "iteration": 3}
-    ledger.note(tmp_path, "submitted", "7", site="test", script="")
-    with (tmp_path / ledger.NAME).open("ab") as file:
-        file.write(json.dumps(good).encode() + b"\n" + damage)
-    ledger.note(tmp_path, "ended", "7", status="OOM", evidence="é")
-    found = [(e["event"], e["id"]) for e in ledger.events(tmp_path)]
-    assert found == [("submitted", "7"), ("started", "7"), ("ended", "7")]
-    assert ledger.job_ids(tmp_path) == ["7"] and ledger.events(tmp_path, "started") == [good]

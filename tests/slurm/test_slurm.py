@@ -3,10 +3,8 @@
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import slurm_cluster
 from slurm_cluster import (
     PATIENCE_S,
     REQUEST,
@@ -382,33 +379,6 @@ def test_of_three_runs_one_fails_and_runs_again_alone(
     assert [(j.id, j.status) for j in found][1:] == [(f"{array}_2", "completed"), (f"{again}_3", "completed")]
     assert len({round(losses(path)[0], 3) for path in paths[:2]}) == 1
     assert sweep.rerun(folder, SITE, parallel=2) == []
-
-
-def test_the_interactive_script_gives_a_shell_on_two_nodes_that_knows_how_to_train(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    """At a terminal, as on a login node."""
-    path, said = tmp_path / "interactive.sbatch", tmp_path / "said"
-    path.write_text(script.render("interactive", plan("shell", tmp_path.parent / "data"), SITE, REQUEST))
-    command = ["script", "-qec", shlex.join([str(slurm_cluster.SCRIPT), "run", "bash", str(path)]), "/dev/null"]
-    typed = b"echo nodes=$SLURM_NNODES master=$MASTER_ADDR $(type -t train) >said; exit\n"
-    with (tmp_path / "screen").open("wb") as screen:
-        env = {**os.environ, **cluster.env}
-        shell = subprocess.Popen(command, env=env, cwd=tmp_path, stdin=subprocess.PIPE, stdout=screen)
-    assert shell.stdin
-
-    def has_ended() -> bool:
-        """Type again what was lost before the prompt came."""
-        with contextlib.suppress(BrokenPipeError):
-            shell.stdin.write(typed)
-            shell.stdin.flush()
-        return shell.poll() is not None
-
-    try:
-        wait_until(has_ended, 120, f"no end of the shell; the last it showed is in {tmp_path / 'screen'}")
-        assert said.read_text() == "nodes=2 master=jz-a100-1 function\n"
-    finally:
-        shell.kill()
 
 
 # Of the queries it answers one, as an old nvidia-smi does: memory is worn where the node is in the file.

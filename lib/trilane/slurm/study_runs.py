@@ -139,7 +139,10 @@ class StudyRuns(Table):
         completed = sum(job.status is Status.COMPLETED for job in found)
         if completed == len(found):
             return Text.of("All {} runs completed; their logs are in {:code}.", completed, self.study.folder / "runs")
-        counts, commands = (completed, len(found)), (f"trilane slurm status {name}", f"trilane slurm submit {name}")
+        counts, commands = (
+            (completed, len(found)),
+            (f"trilane slurm status {name}", f"trilane slurm submit {name} --site ..."),
+        )
         text = "{} of {} runs are completed. {:code} shows the others, {:code} submits those that were not."
         return Text.of(text, *counts, *commands)
 
