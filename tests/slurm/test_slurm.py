@@ -384,7 +384,7 @@ def test_of_three_runs_one_fails_and_runs_again_alone(
 # Of the queries it answers one, as an old nvidia-smi does: memory is worn where the node is in the file.
 NVIDIA_SMI = r"""#!/bin/bash
 [[ $1 == --query-remapped-rows=* ]] || exit 2
-echo "00000000:07:00.0, 0, $(grep -cx "$(hostname)" %s)"
+echo "00000000:07:00.0, $(grep -cx "$(hostname)" %s)"
 """
 
 
