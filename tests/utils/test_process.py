@@ -2,13 +2,11 @@
 
 import errno
 import json
-import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
 from support import REPOSITORY, plant_modules, small_plan
 
@@ -41,23 +39,6 @@ def test_a_json_py_of_a_colleague_in_the_current_folder_is_not_run(tmp_path: Pat
     (tmp_path / "plan.json").write_text(json.dumps(small_plan(train_iters=2).to_json()))
     trace = plant_modules(tmp_path)
     done = subprocess.run([TRILANE, "train", "plan.json"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, trace.exists()) == (0, False), done.stderr
-
-
-def test_a_torch_py_beside_a_notebook_is_not_run(tmp_path: Path) -> None:
-    (tmp_path / "lib/trilane").mkdir(parents=True)
-    (tmp_path / "notebooks").mkdir()
-    cells = [nbformat.v4.new_code_cell(text) for text in ("study: str = ''  # its name", "import numpy, torch")]
-    cells[0].metadata.tags = ["parameters"]
-    notebook = nbformat.v4.new_notebook(
-        cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "", "language": "python"}}
-    )
-    nbformat.write(notebook, tmp_path / "notebooks/01_sizing.ipynb")
-    trace = plant_modules(tmp_path / "notebooks")
-    env = {**os.environ, "TRILANE_HOME": str(tmp_path), "TRILANE_OUTPUTS": str(tmp_path / "outputs")}
-    done = subprocess.run(
-        [TRILANE, "run", "01_sizing", "--study", "s"], env=env, capture_output=True, text=True, check=False
-    )
     assert (done.returncode, trace.exists()) == (0, False), done.stderr
 
 

@@ -15,6 +15,14 @@ def manifest(plan, iteration, consumed=None):
     return {"identity": identity(plan), "iteration": iteration, "consumed_samples": consumed}
 
 
+def refusal(held, plan) -> str:
+    try:
+        require_same("x", held, plan)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def run(plan, **fields):
     return replace(plan, run=replace(plan.run, **fields))
 
@@ -30,12 +38,7 @@ def run(plan, **fields):
 )
 def test_a_checkpoint_of_the_same_samples_and_no_more_iterations_is_taken(iteration, consumed, message) -> None:
     plan = small_plan(train_iters=4)
-    if message:
-        with pytest.raises(ValueError) as refused:
-            require_same("x", manifest(plan, iteration, consumed), plan)
-        assert str(refused.value) == message
-    else:
-        require_same("x", manifest(plan, iteration, consumed), plan)
+    assert refusal(manifest(plan, iteration, consumed), plan) == message
 
 
 def test_a_checkpoint_of_another_model_or_seed_is_refused_by_name() -> None:
@@ -86,12 +89,7 @@ def test_what_an_extension_does_to_the_learning_rate_is_reported_in_a_line() -> 
 def test_a_skip_is_added_before_its_iterations_and_never_after(done, then, now, message) -> None:
     plan = small_plan(train_iters=9)
     held = manifest(run(plan, skip=then), done)
-    if message:
-        with pytest.raises(ValueError) as refused:
-            require_same("x", held, run(plan, skip=now))
-        assert str(refused.value) == message
-    else:
-        require_same("x", held, run(plan, skip=now))
+    assert refusal(held, run(plan, skip=now)) == message
 
 
 def test_a_run_that_cannot_continue_is_refused_before_any_process_starts(tmp_path) -> None:

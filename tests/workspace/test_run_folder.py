@@ -29,52 +29,32 @@ TAILS = {
 
 
 @pytest.mark.parametrize("tail", TAILS.values(), ids=TAILS.keys())
-def test_the_last_whole_line_counts(tail: bytes, tmp_path: Path) -> None:
-    (tmp_path / "steps.jsonl").write_bytes(WHOLE + tail)
-    assert iteration(tmp_path) == 5
-
-
-@pytest.mark.parametrize("tail", TAILS.values(), ids=TAILS.keys())
-def test_the_iterations_of_the_checkpoint_stay_and_what_is_cut_is_kept(tail: bytes, tmp_path: Path) -> None:
+def test_the_last_whole_line_counts_and_what_is_cut_is_kept(tail: bytes, tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_bytes(WHOLE + tail)
+    assert iteration(tmp_path) == 5
     cut_steps(tmp_path, 3)
     assert path.read_bytes() == b"".join(map(line, (1, 2, 3)))
     assert (tmp_path / "earlier/steps.jsonl.1").read_bytes() == WHOLE + tail
 
 
-def test_whole_steps_up_to_the_checkpoint_are_left_as_they_are(tmp_path: Path) -> None:
-    (tmp_path / "steps.jsonl").write_bytes(WHOLE)
-    before = (tmp_path / "steps.jsonl").stat().st_ino
+def test_whole_steps_are_left_as_they_are_and_a_last_line_without_an_end_is_completed(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(WHOLE)
     cut_steps(tmp_path, 5)
-    assert (tmp_path / "steps.jsonl").stat().st_ino == before and not (tmp_path / "earlier").exists()
-
-
-def test_a_last_line_without_an_end_is_completed_so_that_the_next_one_does_not_join_it(tmp_path: Path) -> None:
-    (tmp_path / "steps.jsonl").write_bytes(WHOLE[:-1])
+    assert not (tmp_path / "earlier").exists()
+    path.write_bytes(WHOLE[:-1])
     cut_steps(tmp_path, 5)
-    assert (tmp_path / "steps.jsonl").read_bytes() == WHOLE
+    assert path.read_bytes() == WHOLE
 
 
 def test_no_attempt_takes_the_number_of_another(tmp_path: Path) -> None:
     """Also where an earlier one was deleted, or a file lies among them."""
-    for number in (1, 2, 3):
-        (tmp_path / "status.json").write_text(str(number))
-        put_aside(tmp_path, keep=True)
-    (tmp_path / "attempts/1/status.json").unlink()
-    (tmp_path / "attempts/1").rmdir()
-    (tmp_path / "attempts/notes.txt").touch()
-    (tmp_path / "status.json").write_text("4")
-    put_aside(tmp_path, keep=True)
-    found = {path.parent.name: path.read_text() for path in (tmp_path / "attempts").glob("*/status.json")}
-    assert found == {"2": "2", "3": "3", "4": "4"}
-
-
-def test_the_last_attempt_has_the_highest_number_also_where_earlier_ones_were_deleted(tmp_path: Path) -> None:
     (tmp_path / "attempts/7").mkdir(parents=True)
-    (tmp_path / "status.json").touch()
+    (tmp_path / "attempts/notes.txt").touch()
+    (tmp_path / "status.json").write_text("8")
     put_aside(tmp_path, keep=True)
-    assert {p.name for p in (tmp_path / "attempts").iterdir()} == {"7", "8"}
+    assert {p.name for p in (tmp_path / "attempts").iterdir()} == {"7", "8", "notes.txt"}
 
 
 def test_a_folder_in_the_place_of_a_file_moves_when_the_run_starts_again(tmp_path: Path) -> None:

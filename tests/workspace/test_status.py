@@ -14,17 +14,11 @@ def outcome(evidence: str) -> RunStatus:
     return RunStatus(status=Status.STOPPED, evidence=evidence, rank=None, exit_code=0, seconds=1.5)
 
 
-@pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk without room for a new file."""
-
+def test_a_status_on_a_full_disk_is_not_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(module, "replace_text", refused)
-
-
-def test_a_status_on_a_full_disk_is_not_half_written(tmp_path: Path, full: None) -> None:
     assert not write_status(tmp_path, outcome("end")) and not list(tmp_path.iterdir())
 
 
@@ -32,10 +26,7 @@ def test_a_status_on_a_full_disk_is_not_half_written(tmp_path: Path, full: None)
     "damage",
     [
         "",
-        "{",
         "[]",
-        "null",
-        "{}",
         '{"status": "completed"}',
         '{"status": 3, "evidence": "", "rank": null, "exit_code": 0, "seconds": 0}',
         '{"status": "completed", "evidence": 1, "rank": null, "exit_code": 0, "seconds": 0}',
@@ -55,10 +46,5 @@ def test_a_damaged_status_is_named_in_one_line_and_counts_as_none(damage: str, t
 def test_each_ending_has_its_next_step_in_the_guide() -> None:
     guide = (Path(__file__).parents[2] / "docs/guides/my-logs.md").read_text(encoding="utf-8")
     table = guide.partition("## How a run ends")[2].partition("\n## ")[0]
-    ours = (
-        Status.NOT_SUBMITTED,
-        Status.WAITING,
-        Status.PRUNED,
-        Status.TIMEOUT,
-    )  # of jobs and our own limits, not of logs
+    ours = (Status.NOT_SUBMITTED, Status.WAITING, Status.PRUNED, Status.TIMEOUT)  # of jobs and our own limits
     assert not [status for status in Status if f"`{status}`" not in table and status not in ours]
