@@ -13,7 +13,7 @@ OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", 
 OPTIONS += ["--disable-component-update", "--disable-sync"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """A headless Chromium that asks nobody for anything."""
     from playwright.sync_api import sync_playwright

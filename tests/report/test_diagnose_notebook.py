@@ -1,15 +1,12 @@
 """The notebook of a hang shows the same as the command, for a study that hung and for one that did not."""
 
 import json
-import warnings
 from pathlib import Path
 from random import Random
 
 import pytest
-from dumps import topology, write_all
 from plants import PLANTS, write
 
-from trilane.diagnose.hang import diagnose_hang
 from trilane.diagnose.study import study_hang, study_restart
 from trilane.report import notebook
 from trilane.report.plots.runs import hang_grid
@@ -43,17 +40,3 @@ def test_the_examples_show_what_document_003_reports_and_the_grid_frames_the_sus
     figure = hang_grid(hang)
     frames = [p for p in figure.axes[0].patches if p.get_linewidth() > 2]
     assert len(frames) == len(CULPRITS) and len(figure.axes[0].patches) == 320
-
-
-def test_a_small_grid_keeps_its_room_and_its_legend_where_names_are_long(tmp_path: Path) -> None:
-    stack = (("$\\frac$ wait" * 20, "threading.py", 1),)  # not a formula that matplotlib would refuse to draw
-    write_all(tmp_path, {rank: stack if rank else (("<module>", "W" * 90, 1),) for rank in range(4)}, "text")
-    topology(tmp_path, 2, 1, 2)
-    figure = hang_grid(diagnose_hang(tmp_path))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # such as constrained_layout not applied
-        figure.savefig(tmp_path / "grid.png", bbox_inches="tight")
-    saved = figure.get_tightbbox()
-    names = figure.legends[0].get_window_extent().transformed(figure.dpi_scale_trans.inverted())
-    assert figure.axes[0].get_position().width > 0.7
-    assert saved.x0 <= names.x0 and names.x1 <= saved.x1 and saved.y0 <= names.y0, "the legend is in the picture"

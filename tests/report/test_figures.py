@@ -70,12 +70,6 @@ def test_numbers_and_ties_are_those_of_the_table(found):
         assert rows[id]["lo"] < rows[id]["s"] < rows[id]["hi"]
 
 
-def test_a_plan_that_may_run_out_of_memory_has_its_own_colour_and_no_rank():
-    narrow = replace(MACHINE, gpu=replace(MACHINE.gpu, memory_bytes=int(9e9)))
-    risky = [row for row in plans(search(SHAPE, narrow, gpus=16, gbs=128, mbs=(1, 2))) if row["risk"] == "above 10 %"]
-    assert risky and all(float(row["oom"].rstrip("%")) > 10 and not row["rank"] for row in risky)
-
-
 def test_parts_of_time_and_memory_are_those_of_the_prediction(found):
     for c, row in zip(explorer.shown_plans(found), plans(found), strict=True):
         assert sum(row["part_s"]) == pytest.approx(c.prediction.sec_per_it, rel=2e-3)
@@ -138,23 +132,10 @@ def test_a_spike_of_one_line_in_a_long_log_is_drawn():
     assert f"Of 100,000 lines {len(series['iterations']):,} are drawn" in losses.explorer(curves).text
 
 
-def test_short_logs_are_drawn_line_by_line_and_lines_without_a_number_are_gaps():
-    (series,), _, _ = drawn({"a": join([log(4, lm_loss=np.array([3.0, np.nan, 2.0, 1.0]))])})
-    assert series["loss0"] == [3, None, 2, 1]
-
-
 def test_smoothing_is_the_unbiased_exponential_average_and_keeps_gaps():
     """Two lines: the first weighs half of the second, the third is missing: 4 / 3 of 2 * 1/3 + 1 * 2/3."""
     found = losses.smoothed(pd.Series([2.0, 1.0, np.nan, 1.0]), 2)
     assert found.to_numpy() == pytest.approx([2, 4 / 3, np.nan, 8 / 7], nan_ok=True)
-
-
-def test_all_axes_that_all_logs_have_are_offered():
-    both = {"a": join([log()], seq_length=10), "b": join([log(5)])}
-    assert drawn({"a": both["a"]})[2]["across"]["bind"]["options"] == ["iterations", "samples", "tokens", "hours"]
-    series, _, picks = drawn(both)
-    assert picks["across"]["bind"]["options"] == ["iterations", "samples", "hours"], "b does not know its tokens"
-    assert series[0]["samples"][-1] == 120 and series[0]["hours"][-1] == 30
 
 
 def test_a_restart_is_marked_and_what_was_trained_again_is_drawn_as_it_was_the_first_time():
@@ -165,47 +146,11 @@ def test_a_restart_is_marked_and_what_was_trained_again_is_drawn_as_it_was_the_f
     assert (mark["first"], mark["again"], mark["hours"]) == (11, 10, 11)
 
 
-def test_validation_losses_are_dots_on_every_axis_of_the_loss_alone():
-    held_out = pd.DataFrame({"iteration": [10, 30], "lm_loss": [2.95, 2.75]})
-    first, other = drawn({"a": join([replace(log(), validation=held_out)]), "b": join([log()])})[1]["concat"]
-    dots = of_layers(first, "value")
-    assert dots[0] == {"run": "a", "iterations": 10, "samples": 40, "hours": 10, "value": 2.95} and len(dots) == 2
-    assert not of_layers(other, "value")
-
-
-def test_trainings_that_coincide_are_drawn_thick_to_thin():
-    same, other = join([log()]), join([log(lm_loss=4.0)])
-    assert losses.widths({"a": same, "b": same}) == [7, 1] and len({*losses.widths({"a": same, "b": other})}) == 1
-
-
 def test_a_loss_that_falls_far_begins_logarithmic_and_a_quantity_that_no_log_has_gets_no_panel():
     assert drawn({"a": join([log(lm_loss=np.linspace(11, 2, 30))])})[2]["as_log"]["value"] is True
     assert drawn({"a": join([log()])})[2]["as_log"]["value"] is False
     assert len(drawn({"a": join([log(grad_norm=0.0)])})[1]["concat"]) == 1
     assert losses.explorer({}) == losses.explorer({"a": join([log(lm_loss=np.nan)])}) == Text("No log prints a loss.")
-
-
-def test_names_are_data_and_never_part_of_an_expression(found):
-    name = "'] + alert(1) + ['"
-    specs = [losses.explorer({name: join([log(20), log(20, first=11)])}).spec]
-    specs.append(explorer.explorer(replace(found, candidates=tuple(renamed(c, name) for c in found.candidates))).spec)
-    for text in (text for spec in specs for text in expressions(spec)):
-        assert "alert" not in text
-
-
-def renamed(candidate, name):
-    return replace(candidate, plan=replace(candidate.plan, label=name))
-
-
-def expressions(part):
-    """What Vega evaluates: filters, calculated fields, conditions and expressions of axes and controls."""
-    if isinstance(part, dict):
-        names = ("calculate", "filter", "expr", "test", "labelExpr", "on")
-        yield from (str(part[name]) for name in names if name in part)
-        part = [value for name, value in part.items() if name not in ("values", "labels", "domain")]
-    if isinstance(part, list):
-        for each in part:
-            yield from expressions(each)
 
 
 def run(name, seconds, **timers):

@@ -1,7 +1,6 @@
 """Figures of a forecast: the fan of dates, the causes of cost, and the jobs."""
 
 import json
-from dataclasses import replace
 from datetime import date
 
 import pytest
@@ -61,11 +60,3 @@ def test_each_restart_of_the_calendar_has_its_cause_and_its_iterations():
     assert jobs[0]["cause"] == "starts the run" and jobs[0]["iterations"].startswith("about 1 to ")
     assert "the capacity changed" in jobs[1]["cause"] and "dp" in jobs[1]["cause"]
     assert "nothing could run for 7 days" in jobs[2]["cause"] and jobs[1]["dates"] == "2027-01-20 to 2027-02-10"
-
-
-def test_no_job_stands_above_the_capacity_that_it_runs_on():
-    """12 GPUs of 8 a node take two nodes, and where there are 12 there are two."""
-    plan = replace(PLAN, topology=replace(PLAN.topology, tp=2, pp=6, dp=1))
-    drawn = rows(gantt(forecast(plan, **{**ASKED, "runs": 100}, capacity=capacity(("2027-01-01", 12)))).spec)
-    above = {row["nodes"] for row in drawn if "nodes" in row and "card" not in row}
-    assert above == {2} == {row["nodes"] for row in drawn if "card" in row}

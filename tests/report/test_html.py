@@ -8,7 +8,6 @@ from pathlib import Path
 
 import altair as alt
 import nbformat
-import pandas as pd
 import pytest
 from markup import HOSTILE, Page, words
 
@@ -57,12 +56,6 @@ def test_markup_that_nobody_escaped_loads_and_runs_nothing(value: str) -> None:
 )
 def test_html_of_an_output_keeps_tables_text_and_pictures(given: str, kept: bool) -> None:
     assert (plain_html(given) == given) is kept
-
-
-def test_a_frame_of_pandas_stays_a_table() -> None:
-    page = Page(plain_html(pd.DataFrame({"<b>": ["<i>"]})._repr_html_()))
-    assert {"table", "th", "td"} <= set(page.tags) and not {"b", "i"} & set(page.tags) and "<i>" in page.text
-    assert "vertical-align" not in page.text, "nor are its styles shown as text"
 
 
 def test_a_report_has_a_policy_no_script_and_only_outputs_that_are_shown(tmp_path: Path) -> None:

@@ -2,13 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from markup import Page
-from support import in_browser
 
-from trilane.report.index import write_gallery, write_index
+from trilane.report.index import write_index
 from trilane.workspace.study import Study
 
 
@@ -33,15 +31,6 @@ def test_a_damaged_file_of_a_study_leaves_its_index_readable(outputs: Path, name
     (study.folder / "runs/a/plan.json").write_text("{}")
     (study.folder / name).write_text(text, errors="surrogateescape")
     assert Path(name).name in Page(write_index(study).read_text()).text
-
-
-def test_an_index_lists_the_decision_first_and_links_what_is_there(outputs: Path) -> None:
-    study = Study.create("s")
-    for name in ("02_topology", "08_decision"):
-        (study.folder / f"{name}.ipynb").write_text("{}")
-    page = Page(write_index(study).read_text())
-    links = [value for value in page.values if value.endswith((".html", ".ipynb"))]
-    assert links == ["../index.html", "08_decision.ipynb", "02_topology.ipynb"]
 
 
 def test_an_index_shows_names_as_text_and_links_below_its_folder(outputs: Path) -> None:
@@ -71,18 +60,3 @@ def test_the_page_of_all_studies_has_each_with_what_was_recommended(outputs: Pat
     assert {"a/index.html", "b/index.html"} <= set(page.values) and "not a study" not in page.text
     assert "Start" in page.text and "2.77 M" in page.text and "b" not in page.tags
     assert page.tags.count("script") == 1 and "script-src 'sha256-" in text
-
-
-@in_browser
-def test_a_click_on_a_heading_sorts_the_studies(outputs: Path, browser: Any) -> None:
-    for name in ("m2", "m10", "m1"):
-        write_index(Study.create(name))
-    view = browser.new_page()
-    errors: list[str] = []
-    view.on("console", lambda message: errors.append(message.text))
-    view.goto(write_gallery(outputs).as_uri())
-    names = "[...document.querySelectorAll('tbody tr')].map(row => row.cells[0].textContent.trim())"
-    view.click("text=study >> nth=0")
-    assert view.evaluate(names) == ["m1", "m2", "m10"]
-    view.press("th >> nth=0", "Enter")
-    assert view.evaluate(names) == ["m10", "m2", "m1"] and not errors

@@ -58,11 +58,3 @@ def test_a_session_whose_notebook_cannot_be_found_is_refused(
     with pytest.raises(ValueError, match=f"^notebook={name}: is not this kernel's notebook; save it, or pass"):
         export_report(here)
     export_report(here, str(here.folder / "lab/04_analyze.ipynb"))
-
-
-def test_a_batch_run_exports_nothing(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Study.create("s")
-    session(here, monkeypatch, 7)
-    monkeypatch.setenv("TRILANE_BATCH", "1")
-    assert "writes its report itself" in export_report(here)
-    assert not list(here.folder.glob("*.html"))

@@ -3,8 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import fields
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -69,12 +67,6 @@ def test_a_plan_that_cannot_be_names_the_rule_and_has_no_number(choices, rule):
     assert "an iteration" not in text
 
 
-def test_every_field_of_a_plan_has_a_control_that_begins_at_its_value(editor):
-    assert set(editor.boxes) == {"engine", *(f.name for f in fields(Topology))}
-    assert {n: b.value for n, b in editor.boxes.items()} == {"engine": "megatron", **vars(TOPOLOGY)}
-    assert BASE.plan.id in editor.caption.value
-
-
 def test_a_change_is_predicted_and_a_refused_one_cannot_be_pinned(editor):
     editor.boxes["dp"].value = 4
     assert "on 192 GPUs" in editor.caption.value
@@ -116,21 +108,3 @@ def test_the_used_plan_is_what_03_and_07_begin_with(editor, study):
     assert [p["id"] for p in kept["plans"]] == [PLAN.id]
     use_plan(study, BASE, KNOWN)
     assert study.plans()[0] == PLAN and len(study.plans()) == 2, "a plan is listed once"
-
-
-def test_what_no_search_wrote_or_another_one_is_not_replaced(study):
-    other = default(cluster("jz-v100-32g"))
-    with pytest.raises(ValueError, match=r"plans.json=s: is of another calibration"):
-        use_plan(study, BASE, other)
-    with pytest.raises(ValueError, match=r"study=empty: has no plans.json yet; run 02_topology first"):
-        use_plan(Study.open("empty"), BASE, KNOWN)
-
-
-def test_people_who_use_plans_at_once_lose_none(study):
-    chosen = [varied(PLAN, KNOWN, mbs=mbs, sequence_parallel=p) for mbs in (1, 2, 4) for p in (False, True)]
-    threads = [Thread(target=use_plan, args=(Study.open("s"), c, KNOWN)) for c in chosen]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(study.plans()) == 6 and {p.id for p in study.plans()} == {c.plan.id for c in chosen}

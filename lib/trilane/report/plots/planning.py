@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from trilane.costmodel.backtest import Backtest
 from trilane.costmodel.metrics import group_name
 from trilane.planning.explain import Explanation
-from trilane.planning.sizing import Proposal, ShapeSurvey
+from trilane.planning.sizing import Proposal
 from trilane.report.plots.style import COLORS, INK, LIMIT, bars, figure, finished, plain
 
 
@@ -46,19 +46,6 @@ def _size_lines(axes: Axes, best: Proposal) -> None:
         wide, deep, wide / deep, [100, 150, 200, 250], colors=COLORS[4], linewidths=0.7, linestyles=":"
     )
     axes.clabel(lines, fmt=lambda v: f"h/L {v:.0f}", fontsize=7)
-
-
-def shapes_on_the_plane(survey: ShapeSurvey) -> Figure:
-    """Candidate shapes, layers over hidden, the dot's area by parameters; the chosen one is filled."""
-    made, axes = figure(6.5, 3.6)
-    sizes = [shape.parameters / 1e6 for shape in survey.shapes]
-    for i, (shape, size) in enumerate(zip(survey.shapes, sizes, strict=True)):
-        at, face = (shape.hidden_size, shape.num_layers), COLORS[1] if i == survey.chosen else "none"
-        axes.scatter(*at, s=40 + 260 * size / max(sizes), facecolors=face, edgecolors=COLORS[0], linewidths=1.3)
-        axes.annotate(f"{size:.1f}M", at, textcoords="offset points", xytext=(0, 13), ha="center", fontsize=8)
-    axes.margins(0.15, 0.3)
-    finished(axes, "Candidate shapes (filled: the chosen one)", xlabel="hidden size", ylabel="layers")
-    return made
 
 
 def why(explained: Explanation) -> Figure:

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from trilane.analysis.measure import TIMERS, Measurement, phases
 from trilane.analysis.measure import memory_by_rank as bytes_by_rank
-from trilane.analysis.recalibrate import NOTHING, NextRuns, Recalibration
+from trilane.analysis.recalibrate import NOTHING, Recalibration
 from trilane.diagnose.hang import Verdict
 from trilane.report.plots.interactive import Interactive, axis_name, chart, rounded, tooltips
 from trilane.report.plots.style import COLORS, INK, LIMIT, figure, finished, name_rows, plain
@@ -79,22 +79,6 @@ def memory_by_rank(measurements: Sequence[Measurement]) -> Figure | Text:
     axes.set_xlim(left=0)
     name_rows(axes, [m.name for m in known])
     finished(axes, "Measured memory", xlabel="GiB, peak of a rank (a dot)")
-    return made
-
-
-def next_runs(choice: NextRuns) -> Figure | Text:
-    """What each possible short run costs, and what is believed of its plan's time, with the 90 % interval."""
-    if not choice:
-        return NOTHING
-    made, axes = figure(8.0, 3.4)
-    cost, seconds = [run.gpu_hours for run in choice.runs], np.array([run.seconds for run in choice.runs])
-    factors = np.exp([run.half_width for run in choice.runs])
-    reach = [seconds - seconds / factors, seconds * factors - seconds]
-    axes.errorbar(cost, seconds, reach, fmt="o", color=COLORS[0], lw=1, label="a possible run")
-    axes.plot(cost[:1], seconds[:1], "o", ms=12, mfc="none", mec=COLORS[1], mew=1.8, label="the first to measure")
-    axes.set_xscale("log" if max(cost) > 20 * min(cost) else "linear")
-    labels = {"xlabel": "GPU-hours (process-hours) of the run", "ylabel": "seconds per iteration (90 %)"}
-    finished(axes, "What is believed of each plan, and what it costs to measure it", **labels)
     return made
 
 
