@@ -164,20 +164,14 @@ def _heat(cell: Any) -> Any:
     """The best plan of each TP and PP; a click leaves its plans in the first panel."""
     base = chart(title="Best seconds: pick a cell", width=380, height=230)
     # the rows stand in their order, the safe ones first, the fastest first
-    base = (
-        base.transform_window(nth="row_number()", groupby=["tp", "pp"])
-        .transform_filter("datum.nth == 1")
-        .encode(
-            x=alt.X("tp:O", title="tensor parallel (TP)", axis=alt.Axis(labelAngle=0)),
-            y=alt.Y("pp:O", title="pipeline stages (PP)"),
-        )
-    )
+    base = base.transform_window(nth="row_number()", groupby=["tp", "pp"]).transform_filter("datum.nth == 1")
+    x = alt.X("tp:O", title="tensor parallel (TP)", axis=alt.Axis(labelAngle=0))
+    base = base.encode(x=x, y=alt.Y("pp:O", title="pipeline stages (PP)"))
+    titles = {"tp": "TP", "pp": "PP", "label": "plan", "s": "seconds", "gib": "GiB", "risk": "out of memory"}
     rect = base.mark_rect(strokeWidth=3).encode(
         color=alt.Color("s:Q", scale=alt.Scale(range=["#5fa3c9", "#eef5f9"], type="log"), legend=None),
         stroke=alt.condition(cell, alt.value(INK), alt.value("transparent"), empty=False),
-        tooltip=tooltips(
-            {"tp": "TP", "pp": "PP", "label": "plan", "s": "seconds", "gib": "GiB", "risk": "out of memory"}
-        ),
+        tooltip=tooltips(titles),
     )
     return alt.layer(rect.add_params(cell), base.mark_text(color="#10202c", fontSize=11).encode(text="s:Q"))
 
@@ -189,16 +183,12 @@ def _words(pick: Any) -> Any:
 def _time(rows: Sequence[Row], pick: Any) -> Any:
     """Seconds of an iteration by part, the picked plan's."""
     base = chart(title="Time by part", width=380, height=230).transform_filter(pick)
-    return (
-        base.transform_flatten(["part", "part_s", "share"])
-        .transform_filter("datum.part_s > 0")
-        .mark_bar()
-        .encode(
-            x=alt.X("part_s:Q", title="seconds an iteration"),
-            y=alt.Y("part:N", title=None, axis=alt.Axis(labelFontSize=9), scale=alt.Scale(domain=rows[0]["part"])),
-            color=alt.condition("datum.part == 'bubble'", alt.value(COLORS[1]), alt.value(COLORS[0])),
-            tooltip=tooltips({"part": "part", "part_s": "seconds", "share": "of the iteration"}),
-        )
+    base = base.transform_flatten(["part", "part_s", "share"]).transform_filter("datum.part_s > 0")
+    return base.mark_bar().encode(
+        x=alt.X("part_s:Q", title="seconds an iteration"),
+        y=alt.Y("part:N", title=None, axis=alt.Axis(labelFontSize=9), scale=alt.Scale(domain=rows[0]["part"])),
+        color=alt.condition("datum.part == 'bubble'", alt.value(COLORS[1]), alt.value(COLORS[0])),
+        tooltip=tooltips({"part": "part", "part_s": "seconds", "share": "of the iteration"}),
     )
 
 
@@ -237,12 +227,9 @@ def _schedule(drawn: Iterable[Drawn], pick: Any) -> Any:
     kinds = {"forward": COLORS[0], "backward": COLORS[2], "gradients": COLORS[1], "optimizer": COLORS[3]}
     titles = {"stage": "stage", "kind": "pass", "number": "microbatch", "chunk": "model chunk", "length": "seconds"}
     scale = alt.Scale(domain=[*kinds], range=[*kinds.values()])
-    base = chart(
-        (row for d in drawn for row in d.rows()), title="Pipeline schedule (gaps: bubble)", width=850, height=280
-    )
-    base = (
-        base.transform_filter(pick).transform_flatten(["start"]).transform_calculate(end="datum.start + datum.length")
-    )
+    rows = (row for d in drawn for row in d.rows())
+    base = chart(rows, title="Pipeline schedule (gaps: bubble)", width=850, height=280).transform_filter(pick)
+    base = base.transform_flatten(["start"]).transform_calculate(end="datum.start + datum.length")
     base = base.transform_window(number="row_number()", groupby=["stage", "kind", "chunk"])
     return base.mark_bar(stroke="white", strokeWidth=0.3).encode(
         x=alt.X("start:Q", title="seconds since the iteration began", scale=alt.Scale(nice=False)),

@@ -9,10 +9,9 @@ import altair as alt
 import numpy as np
 
 from trilane.forecasting.forecast import Described, Forecast, Job
-from trilane.report.plots.interactive import CONFIG, Interactive, card, chart, rounded, tooltips, wrapped
+from trilane.report.plots.interactive import CONFIG, Interactive, card, chart, names_above, rounded, tooltips, wrapped
 from trilane.report.plots.style import COLORS, INK, LIMIT
 from trilane.utils.numbers import amount
-from trilane.utils.tables import Text
 from trilane.utils.validation import shipped_json
 
 # What a cause costs, by name, as a reader picks it.
@@ -75,16 +74,13 @@ def gantt(found: Forecast, most: int = 400) -> Interactive:
     )
     last, each = float(found.expected.wall_s[0]), found.request.plan.cluster.gpus_per_node
     windows = [window for window, _ in found.schedules if window.start_s < last]
-    limits = [
-        {"begin": moment(record, w.start_s), "end": moment(record, min(w.end_s, last)), "nodes": -(-w.gpus // each)}
-        for w in windows
-    ]
+    limits = [{"begin": moment(record, w.start_s), "end": moment(record, min(w.end_s, last))} for w in windows]
+    limits = [{**row, "nodes": -(-w.gpus // each)} for row, w in zip(limits, windows, strict=True)]
     capacity = chart(limits).mark_rule(color=LIMIT, strokeDash=[4, 3], strokeWidth=1.4)
     capacity = capacity.encode(x=x, x2="end:T", y="nodes:Q", tooltip=tooltips({"nodes": "nodes of the capacity"}))
     below = alt.layer(bars.add_params(picked), capacity, *deadline(record))
-    whole = alt.concat(
-        above, below, card(chart(), picked, 7, width=640), columns=1, data=alt.Data(values=rows)
-    ).resolve_scale(x="shared")
+    whole = alt.concat(above, below, card(chart(), picked, 7, width=640), columns=1, data=alt.Data(values=rows))
+    whole = whole.resolve_scale(x="shared")
     text = f"{len(jobs)} jobs of the expected run from {record['start']}, {len(rows)} of them drawn. The longest: "
     return Interactive(whole, text + longest["card"].replace("\n", " "))
 
@@ -104,12 +100,8 @@ def _job(found: Forecast, number: int, before: Job | None, job: Job | None) -> d
         "cause": _cause(before, job) if before else "starts the run",
     }
     row = {"begin": moment(record, job.start_s), "end": moment(record, job.end_s), "nodes": c.nodes, "number": number}
-    return {
-        **words,
-        **row,
-        "kind": f"DP {c.dp}, MBS {c.mbs}",
-        "card": wrapped(f"{name}: {value}" for name, value in words.items()),
-    }
+    lines = wrapped(f"{name}: {value}" for name, value in words.items())
+    return {**words, **row, "kind": f"DP {c.dp}, MBS {c.mbs}", "card": lines}
 
 
 def _cause(before: Job, job: Job) -> str:
@@ -119,23 +111,14 @@ def _cause(before: Job, job: Job) -> str:
         reason = f"nothing could run for {paused:.3g} days"
     elif job.first_gbs > before.last_gbs:
         reason = f"the batch size reached {job.first_gbs:,}"
-    pairs = {
-        name: (getattr(before.choice, name), getattr(job.choice, name))
-        for name in ("tp", "pp", "dp", "mbs", "recompute")
-    }
-    return "; ".join([reason, *(f"{name} {a} → {b}" for name, (a, b) in pairs.items() if a != b)])
+    names = ("tp", "pp", "dp", "mbs", "recompute")
+    pairs = [(name, getattr(before.choice, name), getattr(job.choice, name)) for name in names]
+    return "; ".join([reason, *(f"{name} {a} → {b}" for name, a, b in pairs if a != b)])
 
 
-def fan(found: Described) -> Interactive | Text:
+def fan(found: Described) -> Interactive:
     """Tokens trained over the dates: the median, 50 % and 90 % of the simulated runs, and the deadline."""
-    if "fan" not in found.record:
-        return earlier()
     return Interactive(_fan(found.record).properties(width=640, height=240), _dates_text(found.record))
-
-
-def earlier() -> Text:
-    """What stands in place of a figure."""
-    return Text("calendar.json is of an earlier version: run 07_calendar again for its figures.")
 
 
 def _causes_text(record: Record) -> str:
@@ -153,50 +136,31 @@ def _fan(record: Record) -> Any:
     rows = []
     for tokens, days in zip(record["fan"]["tokens"], record["fan"]["days"], strict=True):
         at = [day(record, 86400 * d) for d in days]
-        row = {
-            "nine": f"{at[0]} to {at[4]}",
-            "half": f"{at[1]} to {at[3]}",
-            "median": at[2],
-            "tokens": rounded(tokens, 6),
-        }
-        rows.append({**row, **{f"q{i}": moment(record, 86400 * d) for i, d in enumerate(days)}})
-    base = chart(rows).encode(y=alt.Y("tokens:Q", title="billion tokens"))
-    bands = [
-        base.mark_area(orient="horizontal", color=COLORS[0], opacity=opacity, tooltip=None).encode(
-            x=dates(record, low), x2=f"{high}:T"
+        row = {"nine": f"{at[0]} to {at[4]}", "half": f"{at[1]} to {at[3]}", "median": at[2]}
+        rows.append(
+            {**row, "tokens": rounded(tokens, 6), **{f"q{i}": moment(record, 86400 * d) for i, d in enumerate(days)}}
         )
-        for low, high, opacity in (("q0", "q4", 0.2), ("q1", "q3", 0.35))
-    ]
+    base = chart(rows).encode(y=alt.Y("tokens:Q", title="billion tokens"))
+    area = base.mark_area(orient="horizontal", color=COLORS[0], opacity=0.25, tooltip=None)
+    bands = [area.encode(x=dates(record, low), x2=f"{high}:T") for low, high in (("q0", "q4"), ("q1", "q3"))]
     middle = base.mark_line(color=COLORS[0], tooltip=None).encode(x=dates(record, "q2"), order="tokens:Q")
-    near = alt.selection_point("near", fields=["tokens"], on="pointerover", clear="pointerout", empty=False)
-    titles = {
-        "tokens": "billion tokens",
-        "median": "half of the runs by",
-        "half": "50 % of them",
-        "nine": "90 % of them",
-    }
-    lines = base.mark_rule(strokeWidth=8, color=COLORS[1]).encode(
-        x=dates(record, "q0"),
-        x2="q4:T",
-        opacity=alt.condition(near, alt.value(0.6), alt.value(0)),
-        tooltip=tooltips(titles),
-    )
+    titles = {"tokens": "billion tokens", "median": "half of the runs by", "half": "50 % of them"}
+    # rows to point at, which are not seen
+    lines = base.mark_rule(strokeWidth=8, opacity=0).encode(x=dates(record, "q0"), x2="q4:T")
+    lines = lines.encode(tooltip=tooltips({**titles, "nine": "90 % of them"}))
     ideal = 86400 * record["ideal"]["days"]
     dot = chart([{"at": moment(record, ideal), "tokens": rows[-1]["tokens"], "day": day(record, ideal)}])
-    dot = dot.mark_point(filled=True, size=70, color=COLORS[2]).encode(
-        x=dates(record, "at"), y="tokens:Q", tooltip=tooltips({"day": "without interruptions"})
-    )
-    return alt.layer(*bands, middle, lines.add_params(near), dot, *deadline(record))
+    dot = dot.mark_point(filled=True, size=70, color=COLORS[2]).encode(x=dates(record, "at"), y="tokens:Q")
+    dot = dot.encode(tooltip=tooltips({"day": "without interruptions"}))
+    return alt.layer(*bands, middle, lines, dot, *deadline(record))
 
 
-def causes(found: Described) -> Interactive | Text:
+def causes(found: Described) -> Interactive:
     """What a run costs beyond its iterations, by cause, on average: a click on one shows what it is and what helps.
 
     Above, the GPU-hours of the whole: the median, the line of nine in ten simulated runs, and the allocation.
     """
     record = found.record
-    if "gpu_hours_by_cause" not in record:
-        return earlier()
     rows = _causes(record)
     picked = alt.selection_point("cause", fields=["cause"], value=[{"cause": rows[0]["cause"]}], empty=False)
     bars = _bars(12).properties(width=640, height=alt.Step(34)).add_params(picked)
@@ -221,18 +185,10 @@ def _total(record: Record) -> Any:
 
 
 def _bars(height: int, rows: Any = None) -> Any:
-    axis = alt.Axis(
-        labelAlign="left", labelOffset=-height - 1, labelPadding=-4, labelLimit=380, ticks=False, domain=False
-    )
-    return (
-        chart(rows)
-        .mark_bar(height=height, color=COLORS[1], cursor="pointer")
-        .encode(
-            x=alt.X("hours:Q", title="GPU-hours beyond the iterations", axis=alt.Axis(format=",.6~r", tickCount=4)),
-            y=alt.Y("cause:N", title=None, sort=None, axis=axis),
-            tooltip=tooltips({"cause": "cause"}, MEASURES),
-        )
-    )
+    x = alt.X("hours:Q", title="GPU-hours beyond the iterations", axis=alt.Axis(format=",.6~r", tickCount=4))
+    bars = chart(rows).mark_bar(height=height, color=COLORS[1], cursor="pointer")
+    y = alt.Y("cause:N", title=None, sort=None, axis=names_above(height + 1))
+    return bars.encode(x=x, y=y, tooltip=tooltips({"cause": "cause"}, MEASURES))
 
 
 def _causes(record: Record) -> list[dict[str, Any]]:
@@ -254,11 +210,9 @@ def _causes(record: Record) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (-row["hours"], -row["mean"]))
 
 
-def page(found: Described) -> Interactive | Text:
+def page(found: Described) -> Interactive:
     """For the page of who decides: the fan of finish dates next to the GPU-hours, small enough for a printed page."""
     record = found.record
-    if "fan" not in record or "gpu_hours_by_cause" not in record:
-        return earlier()
     top = [row for row in _causes(record) if row["hours"] > 0][:4]
     both = [part.properties(width=310, height=96) for part in (_fan(record), _bars(7, top))]
     # 8 pt on the page

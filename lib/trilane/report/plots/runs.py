@@ -12,7 +12,7 @@ from trilane.analysis.measure import TIMERS, Measurement, phases
 from trilane.analysis.measure import memory_by_rank as bytes_by_rank
 from trilane.analysis.recalibrate import NOTHING, Recalibration
 from trilane.diagnose.hang import Verdict
-from trilane.report.plots.interactive import Interactive, axis_name, chart, rounded, tooltips
+from trilane.report.plots.interactive import Interactive, axis_name, chart, names_above, rounded, tooltips
 from trilane.report.plots.style import COLORS, INK, LIMIT, figure, finished, name_rows, plain
 from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import Text
@@ -92,12 +92,9 @@ def hang_grid(verdict: Verdict) -> Figure:
     waiting = {rank for group in verdict.groups for rank in group.ranks}
     for place in verdict.grid.places:
         corner = place.dp * (tp + 0.6) + place.tp + 0.05, place.pp + 0.05
-        framed: Any = (
-            {"ec": "black", "lw": 2.2, "zorder": 2} if place.rank in verdict.suspects else {"ec": "#8b98a3", "lw": 0.4}
-        )
-        axes.add_patch(
-            Rectangle(corner, 0.9, 0.9, fc=colour[place.rank] if place.rank in waiting else "white", **framed)
-        )
+        is_suspect, fill = place.rank in verdict.suspects, colour[place.rank] if place.rank in waiting else "white"
+        framed: Any = {"ec": "black", "lw": 2.2, "zorder": 2} if is_suspect else {"ec": "#8b98a3", "lw": 0.4}
+        axes.add_patch(Rectangle(corner, 0.9, 0.9, fc=fill, **framed))
     axes.set_xticks([k * (tp + 0.6) + tp / 2 for k in range(dp)], [f"dp {k}" for k in range(dp)])
     axes.set_yticks([k + 0.5 for k in range(pp)], [str(k) for k in range(pp)])
     axes.grid(False)
@@ -123,9 +120,8 @@ def phases_measured(measurements: Sequence[Measurement]) -> Interactive | Text:
     if not timed:
         return Text("No log has timers of an iteration, so only the prediction splits it (below).")
     order = dict.fromkeys(["data", *TIMERS["phases"]], 0.0)
-    rows = {
-        name: {**order, **found, "covered by no timer": max(s - sum(found.values()), 0.0)} for name, found, s in timed
-    }
+    rest = "covered by no timer"
+    rows = {name: {**order, **found, rest: max(s - sum(found.values()), 0.0)} for name, found, s in timed}
     return _timeline(rows, "Measured time of an iteration, by the timers of the printing rank")
 
 
@@ -139,10 +135,8 @@ def phases_predicted(recalibration: Recalibration) -> Interactive | Text:
 
 def _timeline(rows: Mapping[str, Mapping[str, float]], words: str) -> Interactive:
     """A bar a run of its parts in their order, as percent of an iteration or in seconds."""
-    values, names = (
-        list[dict[str, Any]](),
-        [part for part in next(iter(rows.values())) if any(r[part] for r in rows.values())],
-    )
+    values = list[dict[str, Any]]()
+    names = [part for part in next(iter(rows.values())) if any(r[part] for r in rows.values())]
     for number, (run, parts) in enumerate(rows.items()):
         whole, end = sum(parts.values()), 0.0
         for part in (part for part in names if parts[part]):
@@ -158,20 +152,13 @@ def _timeline(rows: Mapping[str, Mapping[str, float]], words: str) -> Interactiv
     bars = base.mark_bar(height=18).encode(
         x=alt.X("begin:Q", title=None, scale=alt.Scale(nice=False)),
         x2="end:Q",
-        y=rows_above("run", "row"),
+        y=alt.Y("run:N", title=None, sort=alt.EncodingSortField("row", op="min"), axis=names_above(17)),
         color=alt.Color("part:N", scale=scale, title="a click picks a part"),
         opacity=alt.condition(picked, alt.value(1), alt.value(0.15)),
         tooltip=tooltips({"run": "run", "part": "part", "seconds": "seconds", "share": "share of the iteration"}),
     )
     largest = "; ".join(f"{plain(run)}: {max(parts, key=parts.__getitem__)}" for run, parts in [*rows.items()][:6])
     return Interactive(bars.add_params(percent, picked), f"{words}, of {len(rows)} runs. The largest: {largest}.")
-
-
-def rows_above(field: str, order: str) -> Any:
-    """The rows of a figure with their names above them: next to them they would take the width of a telephone."""
-    look: Any = {"labelAlign": "left", "labelOffset": -17, "labelPadding": -4, "labelLimit": 420}
-    axis = alt.Axis(ticks=False, domain=False, grid=False, **look)
-    return alt.Y(f"{field}:N", title=None, sort=alt.EncodingSortField(order, op="min"), axis=axis)
 
 
 def predicted_over_measured(recalibration: Recalibration) -> Interactive | Text:
@@ -185,19 +172,18 @@ def predicted_over_measured(recalibration: Recalibration) -> Interactive | Text:
     for name, predictions in when.items():
         for number, (m, p) in enumerate(zip(recalibration.runs, predictions, strict=True)):
             seconds, inside = m.sec_per_it, p.sec_lo <= m.sec_per_it <= p.sec_hi
-            row = {
-                "row": number,
-                "run": f"{plain(m.name)}, {seconds:.3g} s",
-                "when": name,
+            row = {"row": number, "run": f"{plain(m.name)}, {seconds:.3g} s", "when": name}
+            row |= {
                 "inside": "yes" if inside else "no",
+                "predicted": with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi),
+                "measured": f"{seconds:.3g}",
             }
-            row |= {"predicted": with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi), "measured": f"{seconds:.3g}"}
             ratios = {"ratio": p.sec_per_it, "low": p.sec_lo, "high": p.sec_hi}
             rows.append({**row, **{key: rounded(value / seconds) for key, value in ratios.items()}})
     picked = alt.selection_point("picked", fields=["when"], bind="legend")
     scale = alt.Scale(domain=[*when], range=[COLORS[4], COLORS[0]])
     base = chart(rows, width=640, height=alt.Step(46, **{"for": "position"})).encode(
-        y=rows_above("run", "row"),
+        y=alt.Y("run:N", title=None, sort=alt.EncodingSortField("row", op="min"), axis=names_above(17)),
         yOffset=alt.YOffset("when:N", sort=[*when]),
         color=alt.Color("when:N", scale=scale, title="prediction; a click picks it"),
         opacity=alt.condition(picked, alt.value(1), alt.value(0.12)),
@@ -209,9 +195,8 @@ def predicted_over_measured(recalibration: Recalibration) -> Interactive | Text:
     x = alt.X("low:Q", title="predicted / measured (bars: 90 % interval)", scale=alt.Scale(zero=True))
     bars = base.mark_rule(strokeWidth=2).encode(x=x, x2="high:Q").add_params(picked)
     shapes = alt.Scale(domain=["yes", "no"], range=["circle", "diamond"])
-    dots = base.mark_point(size=70, filled=True).encode(
-        x="ratio:Q", shape=alt.Shape("inside:N", scale=shapes, title="inside it")
-    )
+    shape = alt.Shape("inside:N", scale=shapes, title="inside it")
+    dots = base.mark_point(size=70, filled=True).encode(x="ratio:Q", shape=shape)
     exact = chart([{"one": 1}]).mark_rule(strokeDash=[4, 3], color=INK, tooltip=None).encode(x="one:Q")
     text = "Predicted over measured seconds of {0} runs. Before them {1} of {0} lay inside the 90 % interval."
     return Interactive(alt.layer(exact, bars, dots), text.format(len(recalibration.runs), recalibration.inside))
