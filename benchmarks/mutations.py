@@ -209,32 +209,23 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("found.level > SCHEDULER and ", ""),
         ('b"G": 2**30', 'b"G": 10**9'),
     ],
-    ("logs", "logs/dialects/trainers.py", "logs"): [
-        ("GIB = 2**30", "GIB = 10**9"),
+    ("logs", "logs/dialects/prefixes.py", "logs"): [
         ("3600 * int(", "60 * int("),
     ],
-    ("logs", "logs/dialects/megatron.py", "logs"): [
-        ("float(field[2]) * 2**20", "float(field[2]) * 1e6"),
-        ("found.span(3 if found[3] else 2)", "found.span(2)"),
+    ("logs", "logs/dialects/tables.py", "logs"): [
+        ('"MiB": (2.0**20, 1.0)', '"MiB": (1e6, 1.0)'),
+        ("row.get(span.column, 0.0) + span.value", "0.0 + span.value"),
+    ],
+    ("logs", "logs/reading/run_facts.py", "logs"): [
+        ("enumerate(names, 2)", "enumerate(names, 1)"),
     ],
     ("logs", "logs/checks.py", "logs"): [
         ("1000.0**-off", "1000.0**off"),
     ],
-    ("logs", "logs/reading/line_clock.py", "logs"): [
-        ("seconds / steps}", "seconds}"),
-        ("seconds / np.maximum(steps, 1)", "seconds"),
-    ],
-    ("logs", "logs/reading/forms.py", "logs"): [
-        ("CHECKED + 1", "1"),
-    ],
-    ("logs", "logs/reading/sorted_lines.py", "logs"): [
-        ("old + found, found", "found, found"),
-    ],
-    ("logs", "logs/reading/copies.py", "logs"): [
-        ("number > before if before is not None", "number >= before if before is not None"),
-    ],
     ("logs", "logs/reading/partial_run.py", "logs"): [
-        ('seen.get("iteration", 0.0) > since', 'seen.get("iteration", 0.0) < since'),
+        ("= seconds / steps", "= seconds"),
+        ("number > before if before is not None", "number >= before if before is not None"),
+        ('counts.get("iteration", 0.0) > since', 'counts.get("iteration", 0.0) < since'),
         ("max(row.get(name, 0.0), value) if", "value if"),
     ],
     ("logs", "logs/run_folder.py", "logs"): [
@@ -245,6 +236,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("seconds / 1e6", "seconds / 1e3"),
     ],
     ("logs", "logs/reading/reader.py", "logs"): [
+        ("or not dialect.is_blind", "or False"),
         ('data.rfind(b"\\n") + 1', 'data.rfind(b"\\n")'),
     ],
     ("logs", "analysis/steady_state.py", "analysis/test_measure.py"): [
