@@ -1,109 +1,25 @@
-"""Backtest: the figures reached on the measured rows are guarded, and bad rows are named."""
+"""Backtest: bad rows are named, and what a row leaves open is known; its figures are in tests/answers/."""
 
 import csv
-import functools
-import itertools
 import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from trilane.cli.app import main
-from trilane.costmodel.backtest import backtest, leave_one_out, predict_default
+from trilane.costmodel.backtest import backtest, predict_default
 from trilane.costmodel.measured_rows import ignored_words, read_rows, shipped_rows
-from trilane.costmodel.metrics import figures, spearman
-from trilane.planning.search_result import TIE
+from trilane.costmodel.metrics import spearman
 
 SCORED = shipped_rows().with_name("scored.csv")
 HEADER = "row_id,cluster,gpu,gpus,layers,hidden,heads,seq,vocab,dp,tp,pp,mbs,gbs,zero,precision,sec_per_it"
 GOOD = "x,jz-a100-80g,A100-80GB,384,72,14336,64,2048,250000,8,8,6,4,2048,1,fp16,114.1"
 
 
-@pytest.fixture(scope="module")
-def a100():
-    return [r for r in read_rows(SCORED)[0] if r.case.cluster.name == "jz-a100-80g"]
-
-
-@functools.cache
-def left_out(by):
-    """The A100 rows, each with its prediction by constants that were fitted without it."""
-    rows = [r for r in read_rows(SCORED)[0] if r.stack == "megatron-deepspeed"]
-    pairs = zip(rows, leave_one_out(rows, by), strict=True)
-    return [(r, p) for r, p in pairs if r.case.cluster.name == "jz-a100-80g"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("by", "median", "p90", "rho", "best"), [("table", 0.015, 0.058, 0.90, 28), ("hidden", 0.018, 0.062, 0.90, 28)]
-)
-def test_left_out_a100_rows_are_predicted_and_ranked_as_well_as_documented(by, median, p90, rho, best):
-    """docs/planner.md, 2026-11-20. The targets: median 1.8 %, p90 6 %, rho 0.90, regret 0.25 %, coverage 85-95 %."""
-    found = figures(left_out(by))
-    assert found["n"] == 126 and found["tables"] == 33
-    assert found["median"] <= median and found["p90"] <= p90
-    assert found["rho"] >= rho and found["best"] >= best and found["regret_mean"] <= 0.0025
-    assert 0.85 <= found["coverage"] <= 0.95
-    assert found["mem_median"] <= 0.03 and found["mem_p90"] <= 0.07
-    assert found["oom"] == "5/6" and found["false"] == "1/129"
-
-
-@pytest.mark.slow
-def test_what_a_search_calls_a_tie_is_what_the_prediction_cannot_order():
-    """docs/planner.md: of pairs of one table, model and batch within 3 % a quarter is in the wrong order."""
-    groups = {}
-    for row, p in left_out("table"):
-        if row.seconds > 0 and not row.excluded and not row.duplicate_of:
-            shape, t = row.case.shape, row.case.topology
-            key = (row.table, shape.hidden_size, shape.num_layers, t.gpus, t.gbs)
-            groups.setdefault(key, []).append(np.log([row.seconds, p.sec_pred]))
-    wrong = {True: [], False: []}
-    for measured, predicted in (b - a for rows in groups.values() for a, b in itertools.combinations(rows, 2)):
-        if measured:
-            wrong[bool(abs(predicted) < TIE)].append(measured * predicted <= 0)
-    assert len(wrong[True]) > 40 and np.mean(wrong[True]) > 0.2
-    assert len(wrong[False]) > 100 and np.mean(wrong[False]) < 0.06
-
-
-def test_the_shipped_constants_explain_the_rows_they_were_fitted_to():
-    rows, skipped = read_rows(SCORED)
-    assert len(rows) == 219 and not skipped
-    pairs = list(zip(rows, predict_default(rows), strict=True))
-    for name, median in (("jz-a100-80g", 0.013), ("megatron-lm", 0.03), ("megatron-deepspeed", 0.015)):
-        chosen = [(r, p) for r, p in pairs if name in (r.case.cluster.name, r.stack)]
-        assert figures(chosen)["median"] < median
-
-
-@pytest.mark.parametrize(
-    ("name", "median", "p90", "covered"),
-    [
-        ("dlperf_v100", 0.04, 0.12, 0.9),
-        ("dgxc_nemotron_h100", 0.03, 0.07, 0.9),
-        ("lucie_jz_a100_2024", 0.035, 0.12, 0.85),
-    ],
-)
-def test_the_shipped_constants_explain_the_rows_of_other_cards_and_stacks(name, median, p90, covered):
-    """docs/planner.md, 2026-11-22: in sample. DLPerf has tensor parallelism over nodes, and memory of OneFlow."""
-    found = backtest(name).summary()
-    assert found["median"] < median and found["p90"] < p90 and found["coverage"] >= covered
-    assert found.get("mem_median", 0) < 0.10
-
-
-@pytest.mark.slow
-def test_a_site_and_stack_left_out_as_a_whole_is_predicted_as_well_as_documented():
-    """docs/planner.md, 2026-11-22; 80 % of the intervals hold without a row, and after ten of the same stack."""
-    zero, ten = (backtest("all", cv=cv) for cv in ("file", "file-ten"))
-    limits = {"dlperf_v100": (0.12, 0.06), "dgxc_nemotron_h100": (0.10, 0.05), "lucie_jz_a100_2024": (0.18, 0.05)}
-    for file, most in limits.items():
-        for result, median in ((zero, most[0]), (ten, most[1])):
-            found = figures([(r, p) for r, p in result.pairs if r.file == file])
-            assert found["median"] <= median and found["coverage"] >= 0.8, (file, found)
-
-
-def test_the_pooled_search_over_one_models_rows_finds_nearly_the_best(a100):
+def test_the_pooled_search_over_one_models_rows_finds_nearly_the_best():
     """All rows of 72 x 14336 on 384 GPUs at GBS 2048 after the repair of 02-25: no OOM row, regret 1.2 %."""
-    shape = (72, 14336, 64)
+    a100, shape = [r for r in read_rows(SCORED)[0] if r.case.cluster.name == "jz-a100-80g"], (72, 14336, 64)
     pool = [
         (r, p)
         for r, p in zip(a100, predict_default(a100), strict=True)
@@ -117,15 +33,6 @@ def test_the_pooled_search_over_one_models_rows_finds_nearly_the_best(a100):
     chosen = min(runnable, key=lambda pair: pair[1].sec_pred)[0]
     fastest = min(r.seconds for r, _ in pool if math.isfinite(r.seconds))
     assert chosen.seconds / fastest - 1 < 0.0125
-
-
-def test_the_raw_rows_of_the_documents_are_read_or_named():
-    result = backtest(str(shipped_rows()))
-    assert len(result.rows) + len(result.skipped) == 253
-    assert all(s.reason for s in result.skipped)
-    reasons = {s.row_id: s.reason for s in result.skipped}
-    assert reasons["s001-L0191"] == "layers='': is missing"
-    assert len(result.rows) > 185 and result.summary()["skipped"] == len(result.skipped)
 
 
 def written(folder: Path, text: str) -> Path:

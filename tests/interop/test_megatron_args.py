@@ -115,20 +115,6 @@ def test_arguments_of_a_llama_have_the_names_of_megatron_core() -> None:
     assert given["normalization"] == ["RMSNorm"] and given["position-embedding-type"] == ["rope"]
 
 
-def test_an_mlp_whose_width_is_not_given_is_that_of_the_program() -> None:
-    """Megatron-LM: int(4 h 2/3 / 64) 64 with --swiglu; BigScience's fork: 4 h, also with a gate."""
-    plain = megatron_text(megatron_args(plan(LM, {})))
-    for given, ffn in (("--swiglu", 640), ("--glu-activation swiglu", 1024), ("--squared-relu", 1024)):
-        found = parse_plan(read_arguments(f"{plain} {given}"), cluster=MACHINE, gpus=1)
-        assert found.plan.shape.ffn == ffn, given
-
-
-def test_a_step_of_zero_for_the_padding_is_one_line() -> None:
-    text = GOOD.replace("--padded-vocab-size 50304", "--vocab-size 500 --make-vocab-size-divisible-by 0")
-    with pytest.raises(ValueError, match="--make-vocab-size-divisible-by=0: must be a whole number above zero"):
-        parse_plan(read_arguments(text), cluster=MACHINE, gpus=4)
-
-
 def test_what_the_program_takes_where_nothing_is_given() -> None:
     """One query group where heads are shared; fp32 sums in bf16 and so in fp8; an end of document of NullTokenizer."""
     plain = megatron_text(megatron_args(plan(LM, {"precision": "fp8", "fp32_gradients": True})))
@@ -245,14 +231,6 @@ fi
 """
     found = read_arguments(script)
     assert found == {"swiglu": [], "normalization": ["RMSNorm"], "fp8_format": ["hybrid"], "split": ["99,1,0"]}
-
-
-def test_sequence_parallelism_without_tensor_parallelism_is_none() -> None:
-    """Megatron-LM's arguments.py sets it to False."""
-    found = parse_plan(
-        read_arguments(megatron_text(megatron_args(plan(LM, {}))) + " --sequence-parallel"), cluster=MACHINE, gpus=1
-    )
-    assert not found.plan.topology.sequence_parallel
 
 
 def test_iterations_become_samples() -> None:
