@@ -81,225 +81,124 @@ def test_planning_imports_no_torch_and_takes_under_half_a_second_of_processor():
     assert float(best[0]) < 0.5
 
 
+GROUPS = {"num_attention_heads": 12, "hidden_size": 192}
+ONE_GROUP = {"num_attention_heads": 64, "num_key_value_heads": 1}
+BAD_SPLITS = ("949", "1,2,3,4", "9;1", "9,-1", "inf,1", "nan,1,1")
+BAD_SKIPS = ("٣-٤", "x", "5-", "5-6-7", "-5", "5,,6")
+D3, ZERO, HF = ({"engine": name} for name in ("deepspeed-3d", "deepspeed-zero", "hf-zero3"))
+EVEN = "type:transformer|embedding"
+NO_ORDER = "samples, at most 17,179,869,184 can be put in an order"
+BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the line begins
+    ({"tp": 0}, {}, "tp=0: must be a whole number of at least 1"),
+    ({"tp": True}, {}, "tp=True: must be a whole number of at least 1"),
+    ({"mbs": 3, "gbs": 4}, {}, "gbs=4: must be a multiple of mbs x dp = 3 x 1"),
+    ({"pp": 2, "zero": 2}, {}, "zero=2: ZeRO 2 and 3 cannot run with a pipeline (pp=2)"),
+    ({"zero": 4}, {}, "zero=4: must be at most 3"),
+    ({"offload": "optimizer"}, {}, "offload=optimizer: needs ZeRO stage 1 or more"),
+    ({"sequence_parallel": True}, {}, "sequence_parallel=True: needs tp > 1"),
+    ({"interleaving": 2}, {}, "interleaving=2: needs pp > 1"),
+    ({"recompute": "fulll"}, {}, "recompute=fulll: did you mean full? known: full, none, selective"),
+    ({"tp": 3}, {}, "tp=3: must divide num_attention_heads=4"),
+    ({"pp": 3}, {}, "pp=3: pp x interleaving = 3 must divide the 4 layers"),
+    ({"dp": 512, "gbs": 512}, {}, "gpus=512: must not exceed the cluster: jz-a100-80g has 416"),
+    ({"zero": 1, "overlap_param_gather": True}, {}, "overlap_param_gather=True: needs ZeRO stage 1 and overlap_grad"),
+    ({"first_stage_layers": 1}, {}, "first_stage_layers=1: needs pp > 1"),
+    ({"pp": 2, "last_stage_layers": 1, "partition": EVEN}, {}, f"partition={EVEN}: contradicts a number of layers"),
+    ({"pp": 2, "first_stage_layers": 4}, {}, "first_stage_layers=4: leaves 0 of 4 layers to 1 other stages"),
+    ({"pp": 2, "first_stage_layers": 1, "last_stage_layers": 2}, {}, "first_stage_layers=1: leaves 1 of 4 layers to 0"),
+    (
+        {"pp": 2, "gbs": 2, "interleaving": 2, "first_stage_layers": 3},
+        {},
+        "first_stage_layers=3: must be a multiple of",
+    ),
+    ({}, {"engine": "megatro"}, "engine=megatro: did you mean megatron? known: deepspeed-3d, deepspeed-zero,"),
+    ({"zero": 3}, {}, "zero=3: engine megatron has ZeRO stage 0 and 1 (its distributed optimizer)"),
+    ({"zero": 1, "offload": "optimizer"}, {}, "offload=optimizer: engine megatron does not offload"),
+    ({"pp": 2}, ZERO, "pp=2: engine deepspeed-zero has no pipeline"),
+    ({"precision": "bf16"}, ZERO, "zero=0: engine deepspeed-zero needs ZeRO stage 1 or more in bf16"),
+    ({"partition": EVEN}, ZERO, f"partition={EVEN}: engine deepspeed-zero has no pipeline"),
+    ({"zero": 1, "overlap_grad_reduce": True}, ZERO, "overlap_grad_reduce=True: engine deepspeed-zero decides itself"),
+    ({"pp": 2, "precision": "fp16"}, D3, "zero=0: engine deepspeed-3d has ZeRO stage 1, and 0 in fp32"),
+    ({"pp": 2, "zero": 1, "gbs": 2, "interleaving": 2}, D3, "interleaving=2: engine deepspeed-3d has no interleaved"),
+    ({"pp": 6, "zero": 1, "partition": EVEN}, D3, "pp=6: engine deepspeed-3d needs a transformer layer on every stage"),
+    ({"pp": 2, "zero": 1, "recompute": "selective"}, D3, "recompute=selective: engine deepspeed-3d recomputes whole"),
+    (
+        {"pp": 2, "zero": 1, "precision": "fp16", "fp32_gradients": True},
+        *(D3, "fp32_gradients=True: engine deepspeed-3d has fp32 sums in bf16 without offload alone"),
+    ),
+    ({"pp": 2, "zero": 1, "last_stage_layers": 1}, D3, "last_stage_layers=1: engine deepspeed-3d cuts its stages"),
+    ({"tp": 2, "zero": 3}, HF, "tp=2: engine hf-zero3 has no tensor parallelism"),
+    ({"pp": 2}, HF, "pp=2: engine hf-zero3 has no pipeline"),
+    ({"zero": 3, "recompute": "selective"}, HF, "recompute=selective: engine hf-zero3 recomputes whole layers or"),
+    (
+        {"zero": 3},
+        HF | {"shape": replace(SMALL, embedding_layernorm=True)},
+        "embedding_layernorm=True: engine hf-zero3 trains models of transformers: GPT2LMHeadModel has False",
+    ),
+    (
+        {"zero": 3},
+        HF | {"shape": replace(SMALL, **BLOOM), "dropout": Dropout(hidden=0.1)},
+        "dropout.hidden=0.1: engine hf-zero3 drops hidden values in GPT-2 alone",
+    ),
+    (
+        {"zero": 3},
+        HF | {"optimizer": Optimizer(z_loss=1e-4)},
+        "z_loss=0.0001: engine hf-zero3 takes transformers' loss",
+    ),
+    (
+        {"gbs": 8, "pp": 2, "interleaving": 2},
+        {"run": Run(ramp=Ramp(start=2, increment=3, samples=9))},
+        "ramp=5: every batch size must be a multiple of mbs x dp = 1 x 1, times pp=2 with interleaving",
+    ),
+    ({"tp": 2}, {"shape": replace(SMALL, **GROUPS, num_key_value_heads=3)}, "tp=2: must divide the heads of keys and"),
+    (
+        {"tp": 8},
+        {"shape": replace(SMALL, **ONE_GROUP)},
+        "tp=8: must divide the channels of queries, keys and values: 132",
+    ),
+    ({"precision": "bf16"}, {"cluster": cluster("jz-v100-32g")}, "precision=bf16: V100-32GB has no bf16 matrix units"),
+    ({}, {"label": "a/b"}, "label='a/b': must be a plain folder name"),
+    ({}, {"run": Run(eval_interval=5, eval_iters=1)}, "eval_interval=5: needs a share for validation in data.split"),
+    ({}, {"run": Run(train_iters=10**12)}, f"train_iters={10**12}: means {10**12:,} {NO_ORDER}"),
+    ({}, {"run": Run(order_samples=10**18)}, f"order_samples={10**18}: means {10**18:,} {NO_ORDER}"),
+]
+
+
+@pytest.mark.parametrize(("topology", "rest", "message"), BAD_TOPOLOGIES)
+def test_a_topology_or_a_plan_that_cannot_be_is_one_clear_line(topology, rest, message):
+    with pytest.raises(ValueError) as caught:
+        plan(topology=Topology(**topology), **rest)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
 BAD = [
-    (lambda: Topology(tp=0), "tp=0: must be a whole number of at least 1"),
-    (lambda: Topology(tp=True), "tp=True: must be a whole number of at least 1"),
-    (lambda: Topology(mbs=3, gbs=4), "gbs=4: must be a multiple of mbs x dp = 3 x 1"),
-    (lambda: Topology(pp=2, zero=2), "zero=2: ZeRO 2 and 3 cannot run with a pipeline (pp=2)"),
-    (lambda: Topology(zero=4), "zero=4: must be at most 3"),
-    (lambda: Topology(offload="optimizer"), "offload=optimizer: needs ZeRO stage 1 or more"),
-    (lambda: Topology(sequence_parallel=True), "sequence_parallel=True: needs tp > 1"),
-    (lambda: Topology(interleaving=2), "interleaving=2: needs pp > 1"),
-    (
-        lambda: Topology(recompute="fulll"),
-        "recompute=fulll: did you mean full? known: full, none, selective",
-    ),
-    (lambda: plan(topology=Topology(tp=3)), "tp=3: must divide num_attention_heads=4"),
-    (lambda: plan(topology=Topology(pp=3)), "pp=3: pp x interleaving = 3 must divide the 4 layers"),
-    (
-        lambda: plan(topology=Topology(dp=512, gbs=512)),
-        "gpus=512: must not exceed the cluster: jz-a100-80g has 416",
-    ),
     (
         lambda: replace(cluster("jz-a100-80g"), latency_s=math.nan),
         "cluster.latency_s=nan: must be a number, at least 0",
     ),
     (
         lambda: replace(cluster("jz-a100-80g").gpu, context_bytes=math.inf),
-        "gpu.context_bytes=inf: must be a number, at least 0, at most 1e+16",
-    ),
-    (
-        lambda: plan(engine="megatro"),
-        "engine=megatro: did you mean megatron? known: deepspeed-3d, deepspeed-zero, hf-zero3, megatron",
-    ),
-    (
-        lambda: plan(engine="deepspeed-zero", topology=Topology(pp=2)),
-        "pp=2: engine deepspeed-zero has no pipeline",
-    ),
-    (
-        lambda: plan(engine="deepspeed-zero", topology=Topology(precision="bf16")),
-        "zero=0: engine deepspeed-zero needs ZeRO stage 1 or more in bf16",
-    ),
-    (
-        lambda: plan(engine="deepspeed-zero", topology=Topology(partition="type:transformer|embedding")),
-        "partition=type:transformer|embedding: engine deepspeed-zero has no pipeline",
-    ),
-    (
-        lambda: plan(engine="hf-zero3", topology=Topology(tp=2, zero=3)),
-        "tp=2: engine hf-zero3 has no tensor parallelism",
-    ),
-    (
-        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2, precision="fp16")),
-        "zero=0: engine deepspeed-3d has ZeRO stage 1, and 0 in fp32",
-    ),
-    (
-        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2, zero=1, gbs=2, interleaving=2)),
-        "interleaving=2: engine deepspeed-3d has no interleaved schedule",
-    ),
-    (
-        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=6, zero=1, partition="type:transformer|embedding")),
-        "pp=6: engine deepspeed-3d needs a transformer layer on every stage",
-    ),
-    (
-        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2, zero=1, recompute="selective")),
-        "recompute=selective: engine deepspeed-3d recomputes whole layers or nothing",
-    ),
-    (
-        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2, zero=1, precision="fp16", fp32_gradients=True)),
-        "fp32_gradients=True: engine deepspeed-3d has fp32 sums in bf16 without offload alone",
-    ),
-    (
-        lambda: plan(
-            engine="hf-zero3",
-            topology=Topology(zero=3),
-            shape=ModelShape(
-                num_layers=4,
-                hidden_size=128,
-                num_attention_heads=4,
-                seq_length=128,
-                vocab_size=384,
-                embedding_layernorm=True,
-            ),
-        ),
-        "embedding_layernorm=True: engine hf-zero3 trains models of transformers: GPT2LMHeadModel has False",
-    ),
-    (
-        lambda: plan(
-            engine="hf-zero3",
-            topology=Topology(zero=3),
-            shape=replace(SMALL, **BLOOM),
-            dropout=Dropout(hidden=0.1),
-        ),
-        "dropout.hidden=0.1: engine hf-zero3 drops hidden values in GPT-2 alone: "
-        "transformers' other models do not, or not all",
-    ),
-    (
-        lambda: plan(topology=Topology(zero=3)),
-        "zero=3: engine megatron has ZeRO stage 0 and 1 (its distributed optimizer)",
-    ),
-    (
-        lambda: plan(topology=Topology(zero=1, offload="optimizer")),
-        "offload=optimizer: engine megatron does not offload",
-    ),
-    (
-        lambda: plan(
-            topology=Topology(gbs=8, pp=2, interleaving=2), run=Run(ramp=Ramp(start=2, increment=3, samples=9))
-        ),
-        "ramp=5: every batch size must be a multiple of mbs x dp = 1 x 1, times pp=2 with interleaving",
+        "gpu.context_bytes=inf: must be a number, at",
     ),
     (lambda: Data(blend=(Part(source="mock", weight=1),)), 'data.blend=mock: needs source="blend"'),
     (lambda: Data(source="blend"), "data.blend=empty: needs at least two sources"),
     (lambda: Part(source="mock", weight=0), "data.blend weight of mock=0: must be a number above zero"),
     (lambda: Part(source="blend", weight=1), "data.blend=blend: a blend cannot hold another"),
-    (lambda: Optimizer(z_loss=-1e-4), "z_loss=-0.0001: must be at least 0, at most 1"),
-    (lambda: Optimizer(z_loss=1e308), "z_loss=1e+308: must be at least 0, at most 1"),
-    (lambda: Optimizer(init_std=0), "init_std=0: must be above 0, at most 1"),
-    *(
-        (
-            lambda run=run: plan(data=Data(split="9,1"), run=run),
-            f"{message} samples, at most 17,179,869,184 can be put in an order",
-        )
-        for run, message in (
-            (Run(train_iters=10**12), f"train_iters={10**12}: means {10**12:,}"),
-            (Run(order_samples=10**18), f"order_samples={10**18}: means {10**18:,}"),
-            (Run(eval_interval=1, eval_iters=10**18), f"eval_iters={10**18}: means {10**18:,}"),
-        )
-    ),
-    (
-        lambda: plan(engine="hf-zero3", topology=Topology(zero=3), optimizer=Optimizer(z_loss=1e-4)),
-        "z_loss=0.0001: engine hf-zero3 takes transformers' loss, which has none",
-    ),
-    (
-        lambda: replace(SMALL, num_attention_heads=128, positions="rotary"),
-        "num_attention_heads=128: rotary positions turn pairs of channels, a head has 1",
-    ),
-    (
-        lambda: plan(
-            shape=replace(SMALL, num_attention_heads=12, hidden_size=192, num_key_value_heads=3),
-            topology=Topology(tp=2),
-        ),
-        "tp=2: must divide the heads of keys and values, or be a multiple of them: 3",
-    ),
-    (
-        lambda: plan(shape=replace(SMALL, num_attention_heads=64, num_key_value_heads=1), topology=Topology(tp=8)),
-        "tp=8: must divide the channels of queries, keys and values: 132",
-    ),
-    (lambda: plan(engine="hf-zero3", topology=Topology(pp=2)), "pp=2: engine hf-zero3 has no pipeline"),
-    (
-        lambda: plan(engine="hf-zero3", topology=Topology(zero=3, recompute="selective")),
-        "recompute=selective: engine hf-zero3 recomputes whole layers or nothing",
-    ),
-    (
-        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2, zero=1, last_stage_layers=1)),
-        "last_stage_layers=1: engine deepspeed-3d cuts its stages evenly, or by type",
-    ),
-    (
-        lambda: plan(engine="deepspeed-zero", topology=Topology(zero=1, overlap_grad_reduce=True)),
-        "overlap_grad_reduce=True: engine deepspeed-zero decides itself what it overlaps",
-    ),
-    (
-        lambda: Topology(zero=1, overlap_param_gather=True),
-        "overlap_param_gather=True: needs ZeRO stage 1 and overlap_grad_reduce",
-    ),
-    (lambda: Topology(first_stage_layers=1), "first_stage_layers=1: needs pp > 1"),
-    (
-        lambda: Topology(pp=2, last_stage_layers=1, partition="type:transformer|embedding"),
-        "partition=type:transformer|embedding: contradicts a number of layers for the first or the last stage",
-    ),
-    (
-        lambda: plan(topology=Topology(pp=2, first_stage_layers=4)),
-        "first_stage_layers=4: leaves 0 of 4 layers to 1 other stages, which must share them evenly",
-    ),
-    (
-        lambda: plan(topology=Topology(pp=2, first_stage_layers=1, last_stage_layers=2)),
-        "first_stage_layers=1: leaves 1 of 4 layers to 0 other stages, which must share them evenly",
-    ),
-    (
-        lambda: plan(topology=Topology(pp=2, gbs=2, interleaving=2, first_stage_layers=3)),
-        "first_stage_layers=3: must be a multiple of interleaving=2",
-    ),
-    (
-        lambda: plan(cluster=cluster("jz-v100-32g"), topology=Topology(precision="bf16")),
-        "precision=bf16: V100-32GB has no bf16 matrix units",
-    ),
-    (lambda: Dropout(hidden=1.0), "dropout.hidden=1.0: must be at least 0, below 1"),
-    (
-        lambda: plan(label="a/b"),
-        "label='a/b': must be a plain folder name (no slash, no dot in front, no blank at an end, at most 200 bytes)",
-    ),
     (
         lambda: Data(source="a/" + "b" * 241),
-        f"data.source=a/{'b' * 241}: must have at most 4000 bytes, and 240 in each name",
+        f"data.source=a/{'b' * 241}: must have at most 4000 bytes, and 240 in each",
     ),
+    (lambda: Optimizer(z_loss=1e308), "z_loss=1e+308: must be at least 0, at most 1"),
+    (lambda: Optimizer(init_std=0), "init_std=0: must be above 0, at most 1"),
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be above 0"),
+    (lambda: replace(SMALL, num_attention_heads=128, positions="rotary"), "num_attention_heads=128: rotary positions"),
+    (lambda: replace(SMALL, num_attention_heads=5), "num_attention_heads=5: must divide hidden_size=128"),
+    (lambda: Dropout(hidden=1.0), "dropout.hidden=1.0: must be at least 0, below 1"),
     (lambda: Run(train_iters=0), "train_iters=0: must be a whole number of at least 1"),
-    (
-        lambda: Run(eval_interval=5),
-        "eval_iters=0: needs eval_interval, which is 5, or neither",
-    ),
-    (
-        lambda: plan(run=Run(eval_interval=5, eval_iters=1)),
-        "eval_interval=5: needs a share for validation in data.split, such as 949,50,1",
-    ),
-    (
-        lambda: plan(data=Data(split="100,0"), run=Run(eval_interval=5, eval_iters=1)),
-        "eval_interval=5: needs a share for validation in data.split, such as 949,50,1",
-    ),
-    *(
-        (
-            lambda split=split: Data(split=split),
-            f'data.split={split}: must be shares of training, validation and test, such as "949,50,1"',
-        )
-        for split in ("949", "1,2,3,4", "9;1", "9,-1", "inf,1", "nan,1,1")
-    ),
+    (lambda: Run(eval_interval=5), "eval_iters=0: needs eval_interval, which is 5, or neither"),
+    *[(lambda split=split: Data(split=split), f"data.split={split}: must be shares of") for split in BAD_SPLITS],
     (lambda: Data(split="0,1,0"), "data.split=0,1,0: leaves nothing to train on"),
-    *(
-        (
-            lambda skip=skip: Run(skip=skip),
-            f"skip={skip}: must be ranges of iterations, such as 101-200,251-300",
-        )
-        for skip in ("٣-٤", "x", "5-", "5-6-7", "-5", "5,,6")
-    ),
+    *[(lambda skip=skip: Run(skip=skip), f"skip={skip}: must be ranges of iterations, such as") for skip in BAD_SKIPS],
     (lambda: Run(skip="0-5"), "skip=0-5: iterations are counted from 1"),
     (lambda: Run(skip="9-5"), "skip=9-5: 9-5 ends before it begins"),
     (lambda: Run(skip="5-9,9-12"), "skip=5-9,9-12: ranges must rise and not overlap: 9 comes after 9"),
@@ -307,23 +206,15 @@ BAD = [
     (lambda: Run(skip="20-30", exit_iteration=25), "skip=20-30: holds exit_iteration=25, which saves"),
     (lambda: LrChange(samples=8, factor=0.0), "lr_changes factor=0.0: must be above 0, at most 100"),
     (
-        lambda: Optimizer(lr_changes=(LrChange(samples=8, factor=0.5), LrChange(samples=8, factor=0.2))),
+        lambda: Optimizer(lr_changes=(LrChange(samples=8, factor=0.5),) * 2),
         "lr_changes=[8, 8]: their samples must rise",
     ),
-    (lambda: cluster("jz-a10"), None),
+    (lambda: cluster("jz-a10"), "cluster=jz-a10: "),
     (lambda: cluster("missing.json"), "cluster=missing.json: no such file"),
     (lambda: from_mapping(Cluster, {"name": "x"}, "cluster"), "cluster.gpu=missing: is required"),
     (lambda: parse_shape("70,14336"), "shape=70,14336: must be five whole numbers: layers,hidden,heads,seq,vocab"),
     (lambda: parse_integers("gpus", "1,x"), "gpus=1,x: must be whole numbers above zero, separated by commas"),
-    (
-        lambda: plan_from_json({**plan().to_json(), "topolgy": 1}),
-        "plan field=topolgy: did you mean topology? known: "
-        "cluster, data, dropout, engine, label, optimizer, run, shape, topology",
-    ),
-    (
-        lambda: ModelShape(num_layers=4, hidden_size=128, num_attention_heads=5, seq_length=8, vocab_size=8),
-        "num_attention_heads=5: must divide hidden_size=128",
-    ),
+    (lambda: plan_from_json({**plan().to_json(), "topolgy": 1}), "plan field=topolgy: did you mean topology? known: "),
 ]
 
 
@@ -331,10 +222,7 @@ BAD = [
 def test_bad_input_is_one_clear_line(make, message):
     with pytest.raises(ValueError) as caught:
         make()
-    line = str(caught.value)
-    assert "\n" not in line and "=" in line and ": " in line
-    if message is not None:
-        assert line == message
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
 def test_text_where_a_number_belongs_names_the_field():
