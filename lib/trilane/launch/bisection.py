@@ -40,9 +40,8 @@ class Boundary:
     def __str__(self) -> str:
         if self.axis == "blocking":
             return "CUDA_LAUNCH_BLOCKING=1 " + ("cures it" if self.works else "does not help")
-        if not self.works:
-            return f"{self.axis}: hangs even at {self.hangs}, the smallest that was tried"
-        return f"{self.axis}: works at {self.works}, hangs at {self.hangs}"
+        first = f"works at {self.works}, hangs at {self.hangs}"
+        return f"{self.axis}: {first if self.works else f'hangs even at {self.hangs}, the smallest that was tried'}"
 
 
 @dataclass(frozen=True, kw_only=True)

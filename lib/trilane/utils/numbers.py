@@ -14,10 +14,8 @@ def amount(value: float) -> str:
 
 
 def with_interval(value: float, low: float, high: float) -> tuple[str, str, str]:
-    """A number and its interval with two significant digits of half the width, at most four in all.
-
-    103.27 of 97.162 to 109.83 is "103.3", "97.2", "109.8".
-    """
+    """A number and its interval with two significant digits of half the width, at most four in all: 103.27 of 97.162 to
+    109.83 is "103.3", "97.2", "109.8"."""
     half = (high - low) / 2
     if not (0 < half < math.inf and value):
         return amount(value), amount(low), amount(high)

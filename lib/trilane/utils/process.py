@@ -14,11 +14,9 @@ PARENT = "TRILANE_PARENT_PID"  # in the environment, because the parent may end 
 
 
 def python(*arguments: str, program: str = sys.executable) -> list[str]:
-    """The command `python ARGUMENTS`, by which every child of ours starts: subprocess.run(python("-m", "trilane")).
-
-    Python would put the current folder first in sys.path, and run a colleague's `json.py` there in place of its own.
-    The variable, unlike the option -P, is inherited: torchrun's workers are safe, too.
-    """
+    """The command `python ARGUMENTS`, by which every child of ours starts: subprocess.run(python("-m", "trilane"))."""
+    # Python would put the current folder first in sys.path, and run a colleague's `json.py` there in place of its own.
+    # The variable, unlike the option -P, is inherited: torchrun's workers are safe, too.
     return ["env", *(f"{name}={value}" for name, value in SAFE_PATH.items()), program, *arguments]
 
 
@@ -45,11 +43,9 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def allow_open_files(most: int = 65_536) -> None:
-    """Raise this process's limit of open files, and that of its children, to `most` where the hard limit allows it.
-
-    The first node keeps a connection to each rank and node of a run: with 1,024, a common limit, 128 nodes of 8 GPUs
-    cannot meet (torch's store then answers nobody any more).
-    """
+    """Raise this process's limit of open files, and its children's, to `most` where the hard limit allows it."""
+    # The first node keeps a connection to each rank and node of a run: with 1,024, a common limit, 128 nodes of 8 GPUs
+    # cannot meet (torch's store then answers nobody any more).
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -71,10 +67,7 @@ def environment_set(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_port(port: int = 0) -> Iterator[int]:
-    """`port` of the loopback, or a free one where it is 0, for a child that listens there inside the block.
-
-    ValueError where the port is in use.
-    """
+    """`port` of the loopback, or a free one (0), for a child that listens there; ValueError where it is in use."""
     with socket.socket() as held:
         # A bound socket that does not listen: the kernel hands its port to nobody, and a server with SO_REUSEADDR, as
         # torch's store is, may take it.

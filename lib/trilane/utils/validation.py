@@ -10,7 +10,6 @@ import re
 import sys
 import types
 import typing
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -137,9 +136,23 @@ def read_json(path: Path | str, what: str) -> Any:
 
     A key that an object holds twice is refused: which of its values counts depends on the program that reads it.
     """
+
+    def finite(number: str) -> float:
+        if not math.isfinite(float(number)):
+            raise ValueError(f"{shown(number, 40)} is not a finite number")
+        return float(number)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = max(values, key=names.count)
+            raise ValueError(f"the key {shown(repr(twice), 40)} is there twice")
+        return values
+
     text = read_text(path, what, 1 << 26)  # a search with all its plans has a few million bytes
     try:
-        return json.loads(text, parse_float=_finite, parse_constant=_finite, object_pairs_hook=_unique)
+        return json.loads(text, parse_float=finite, parse_constant=finite, object_pairs_hook=unique)
     except RecursionError:
         reason = "nested too deep"
     except ValueError as error:  # also an integer of more than 4300 digits
@@ -170,21 +183,6 @@ def read_text(path: Path | str, what: str, most: int, errors: str = "strict") ->
         return path.read_text(encoding="utf-8-sig", errors=errors)
     except UnicodeDecodeError as error:
         raise ValueError(f"{what}={shown(path)}: not text in UTF-8 (byte {error.start})") from None
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{shown(text, 40)} is not a finite number")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {shown(repr(twice), 40)} is there twice")
-    return values
 
 
 def shipped_json(name: str) -> Any:

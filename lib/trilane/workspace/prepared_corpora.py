@@ -31,15 +31,12 @@ def record_path(data: Data, base: Path = Path()) -> Path:
     Its name depends on path, size and modification time of each file of source and tokenizer. Left out: a file that
     was changed and got its earlier size and time back.
     """
-    coder = ["bytes"] if data.tokenizer == "bytes" else _facts(Path(base, data.tokenizer))
-    facts = [_facts(Path(base, data.source)), coder]
+    facts: list[object] = []
+    for place in (data.source, *([] if data.tokenizer == "bytes" else [data.tokenizer])):
+        path = Path(base, place).resolve()
+        facts += [str(path), [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files(path)]]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return Path(base, data.folder, f"prepared-{digest}.json")
-
-
-def _facts(path: Path) -> list[object]:
-    stats = ((file, file.stat()) for file in files(path.resolve()))
-    return [str(path.resolve()), [(str(file), s.st_size, s.st_mtime_ns) for file, s in stats]]
 
 
 def recorded(data: Data, base: Path = Path()) -> str:

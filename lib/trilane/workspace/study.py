@@ -42,11 +42,10 @@ class ModelChoice:
     def _repr_markdown_(self) -> str:
         s, counts = self.shape, ", ".join(map(str, self.gpus))
         size = f"{s.parameters / 1e9:,.1f} B" if s.parameters >= 1e9 else f"{s.parameters / 1e6:,.2f} M"
-        return Text.of(
-            "{} layers × {}, {} heads, {} parameters, on {} processes of {}, {} sequences of {} tokens an iteration.",
-            *(s.num_layers, s.hidden_size, s.num_attention_heads, size, counts, self.cluster.name),
-            *(self.gbs, s.seq_length),
-        ) + "".join(Text.of("\n\n{}", note) for note in self.notes)
+        text = "{} layers × {}, {} heads, {} parameters, on {} processes of {}, {} sequences of {} tokens an iteration."
+        model = (s.num_layers, s.hidden_size, s.num_attention_heads, size)
+        batch = (counts, self.cluster.name, self.gbs, s.seq_length)
+        return Text.joined("\n\n", [Text.of(text, *model, *batch), *self.notes])
 
 
 class Study:
@@ -170,17 +169,14 @@ class Study:
         No folder is used by two runs: where the label is taken by a started run or another plan, a number is appended.
         An equal plan that is `going` there now is this run.
         """
-        wanted, number = self.folder / "runs" / plan.label, 2
-        folder = wanted
+        folder, number = self.folder / "runs" / plan.label, 2
         while folder.exists():
             if _holds(folder, plan):
-                if is_completed(folder):
-                    return folder, True
+                if is_completed(folder) or going(folder):
+                    return folder, is_completed(folder)
                 if not is_started(folder):
                     break
-                if going(folder):
-                    return folder, False
-            folder, number = wanted.with_name(f"{plan.label}-{number}"), number + 1
+            folder, number = folder.with_name(f"{plan.label}-{number}"), number + 1
         for name, text in files.items():
             write_text(folder / name, text)
         return folder, False
