@@ -152,6 +152,23 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
     assert last == f"checkpoints=iter_0000002: {problem}: none of them can be used, and there is no older one"
 
 
+OTHER = {
+    "model": ("shape", {"hidden_size": 32}, "shape.hidden_size=32: the checkpoint iter_0000002 was trained with 64"),
+    "seed": ("run", {"seed": 7}, "seed=7: the checkpoint iter_0000002 was trained with 1234"),
+    "data": ("data", {"source": "stdlib"}, "data.source=stdlib: the checkpoint iter_0000002 was trained with mock"),
+}
+
+
+@pytest.mark.parametrize(("part", "fields", "line"), OTHER.values(), ids=OTHER.keys())
+def test_a_checkpoint_of_something_else_is_refused_in_one_line(
+    part: str, fields: dict, line: str, whole: Whole, fork: Fork, data: Path, tmp_path: Path
+) -> None:
+    plan = changed(saving(data), part, **fields)
+    folder = halfway(whole(saving(data)), plan, tmp_path / "again")
+    fork(1, folder, code=2)
+    assert (folder / "0.log").read_text().splitlines()[-1] == line
+
+
 def test_a_full_disk_leaves_the_old_checkpoint_and_the_training_goes_on(
     whole: Whole, fork: Fork, data: Path, tmp_path: Path
 ) -> None:

@@ -83,3 +83,36 @@ def test_recomputation_drops_the_very_same(
         losses[way] = [step["lm_loss"] for step in steps(folder)]
     assert all(losses[way] == losses["none"] for way in ways)
     assert max(abs(a - b) for a, (b, _) in zip(losses["none"], truth(TASKS["plain"]), strict=False)) > 1e-3
+
+
+COUNT = """
+import torch
+import torch.nn.functional as F
+calls, plain = [], F.scaled_dot_product_attention
+def counted(*args, **options):
+    calls.append(1)
+    return plain(*args, **options)
+F.scaled_dot_product_attention = counted
+from trilane.engine.backends.base import Microbatch, build
+engine, tokens = build(plan, world), torch.zeros(2, 64, dtype=torch.int64)
+engine.step([Microbatch(tokens=tokens, labels=tokens)] * 4, 1e-3)
+print(len(calls))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "recompute", "zero", "times"),
+    [
+        ("megatron", "none", 0, 1),
+        ("megatron", "selective", 0, 2),
+        ("deepspeed-3d", "full", 1, 2),
+    ],
+    ids=str,
+)
+def test_what_is_recomputed_is_really_computed_again(
+    engine: str, recompute: str, zero: int, times: int, ask: Callable, data: Path
+) -> None:
+    """Calls of the attention core in one iteration of 4 microbatches through 4 layers."""
+    plan = small_plan(data, engine=engine, recompute=recompute, zero=zero)
+    assert int(ask(plan, COUNT)) == times * 4 * 4
