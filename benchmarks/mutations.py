@@ -37,7 +37,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("(nodes - 1) / nodes / outside", "nodes / nodes / outside"),
         ("gathers = 2 + np.equal(x.recompute, 2)", "gathers = 2"),
         ("(x.pp - 1) * p2p", "x.pp * p2p"),
-        ("np.equal(x.offload, 0) * STEP", "STEP"),
+        ("np.equal(x.offload, 0) * 30.0", "30.0"),
         ("(filled - start)", "(filled - full)"),
         ("last * layer + head)", "last * layer)"),
         ("np.greater(x.zero, 0) * x.value_bytes", "x.value_bytes"),
@@ -305,11 +305,11 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("hang", "workspace/stall_detector.py", "workspace/test_stall_detector.py"): [
         ("if step >= 2 else", "if step >= 1 else"),
-        ("return beat.phase != END and", "return"),
+        ("return beat.phase != END and beat.idle_s", "return beat.idle_s"),
     ],
     ("restart", "workspace/run_folder.py", "workspace"): [
         ("_iteration(line) <= done", "_iteration(line) < done"),
-        ("in reversed(file.read()", "in iter(file.read()"),
+        ("in reversed(read_text(", "in iter(read_text("),
     ],
     ("restart", "diagnose/restart.py", "diagnose/test_restart.py"): [
         ("rel_tol=1e-9", "rel_tol=1e-2"),

@@ -13,7 +13,10 @@ from trilane.utils.validation import require
 # Seven pairs of runs of one configuration on one day among the shipped rows differ by 0.6, 1.1, 1.1, 1.4, 2.7, 9.0 and
 # 15.5 % (tests recompute it). A claim on single runs must exceed their mean square; the number of repeats is computed
 # from their median, the usual difference. On another day the network may differ: 76 % once.
-SINGLE_DEVIATION, SINGLE_FREEDOM, USUAL_DEVIATION, MOST_REPEATS = 0.049, 7, 0.0144, 1000
+SINGLE_DEVIATION = 0.049  # of ln(seconds)
+SINGLE_FREEDOM = 7
+USUAL_DEVIATION = 0.0144
+MOST_REPEATS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
