@@ -130,6 +130,14 @@ def test_utilization_is_against_the_card_of_the_log_and_recomputation_counts_onl
     assert used["mfu"] == selective["mfu"] < selective["hfu"] < used["hfu"]
 
 
+def test_context_parallel_ranks_are_no_replicas_and_fp8_has_its_own_peak():
+    devices = (Device(index=0, name="NVIDIA H100 80GB HBM3", used_bytes=0, total_bytes=81559 * 2**20),)
+    this = log(arguments={**ARGUMENTS, "context_parallel_size": 2, "bf16": True, "fp8": "hybrid"})
+    setup = run_config(RunLog(**{**vars(this), "devices": devices}))
+    assert (setup.dp, setup.precision, setup.card) == (1, "fp8", "H100-80GB")
+    assert setup.peak_flops_per_s == pytest.approx(1979e12, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [

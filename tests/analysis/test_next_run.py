@@ -58,6 +58,33 @@ def test_eight_rows_of_a_table_lower_the_error_on_the_campaigns_others_and_the_i
     assert 0.85 <= np.mean(inside) <= 0.95, "90 % intervals"
 
 
+def test_an_interval_is_wider_the_less_is_known():
+    measured = [seconds(c, Calibration()) for c in CASES]
+    none = posterior([], [], Calibration())
+    some = posterior(CASES[:3], measured[:3], Calibration())
+    assert (some.half_widths(CASES) < none.half_widths(CASES)).all()
+    widths = posterior(CASES[:1] * 3, measured[:1] * 3, Calibration()).half_widths(CASES)
+    assert widths[0] == min(widths), "of what ran, and what is unlike it"
+    assert len(none.half_widths([])) == 0
+
+
+def test_a_measured_plan_is_believed_for_what_it_measured():
+    measured = [1.1 * seconds(c, Calibration()) for c in CASES[:2]]
+    belief = posterior(CASES[:2], measured, Calibration())
+    known, unknown = np.exp(belief.expected(CASES[1:3]))
+    assert known == pytest.approx(measured[1], rel=0.03)
+    assert unknown == pytest.approx(seconds(CASES[2], Calibration()), rel=1e-6)
+    spread = np.sqrt(np.diag(belief.covariance(CASES[1:3])))
+    assert spread[0] < 0.5 * spread[1]
+
+
+def test_repeats_that_differ_are_noise():
+    measured = seconds(CASES[0], Calibration())
+    calm = posterior([CASES[0]] * 2, [measured] * 2, Calibration())
+    rough = posterior([CASES[0]] * 2, [1.1 * measured, 0.9 * measured], Calibration())
+    assert rough.noise > 2 * calm.noise
+
+
 def test_the_plan_that_may_be_the_fastest_is_measured_first():
     """Of two that are as fast by the prediction the unknown one: what was measured has the narrower interval."""
     measured = seconds(CASES[0], Calibration())

@@ -79,6 +79,17 @@ def test_a_spike_in_the_steep_fall_of_a_short_log_is_found():
     assert event.peak / event.level == pytest.approx(1.58, rel=0.03)
 
 
+@pytest.mark.parametrize(("size", "rise"), [(2.0, 300), (3.0, 600)])
+def test_a_rise_over_hundreds_of_iterations_is_found_with_its_peak_and_its_end(size, rise):
+    """The median of the 128 lines before follows it: x 1.35 in 300 iterations is seen in calm losses only."""
+    loss = noisy(5000, 0.02)
+    loss[2000 : 2000 + 3 * rise] *= size ** np.interp(np.arange(3 * rise), [0, rise, 3 * rise], [0, 1, 0])
+    (event,) = [e for e in found(loss) if e.kind == "loss spike"]
+    assert 2001 <= event.iteration <= 2001 + rise / 2 and abs(event.peak_iteration - 2001 - rise) < rise / 5
+    assert event.peak / event.level == pytest.approx(size, rel=0.1)
+    assert event.recovered is not None and abs(event.recovered - 2001 - 3 * rise) < 0.75 * rise
+
+
 def test_a_gradient_norm_spikes_on_its_own():
     norm = 0.3 * np.exp(0.15 * np.random.default_rng(0).standard_normal(3000))
     norm[1500] = 8.0

@@ -31,6 +31,13 @@ def test_the_largest_shapes_end_in_time_and_larger_ones_do_not(found):
         assert forecast(p.plan, tokens=2e9).days(0.9) > 2.0, p.plan.label
 
 
+@pytest.mark.slow
+def test_twice_the_days_allow_about_twice_the_parameters(found):
+    """6 FLOPs a parameter and token, at about the same rate."""
+    largest, twice = (each.rows[0][0].shape.parameters for each in (found, sizes_within(4.0, **ASKED)))
+    assert twice == pytest.approx(2 * largest, rel=0.2)
+
+
 def test_days_count_what_a_bare_pace_leaves_out(found):
     """2 % slower than a benchmark, 2.5 to 3.3 % evaluation, checkpoints, ends of jobs, failures (data/risks.json)."""
     proposal, dated = found.rows[0]

@@ -90,6 +90,22 @@ def test_ramp_days_are_each_batch_sizes_predicted_seconds_times_its_iterations()
     assert made(runs=100).to_json()["ramp"]["days"] == pytest.approx(by_hand / DAY)
 
 
+def test_days_on_which_nothing_can_run_are_no_days_of_the_ramp_and_cost_nothing():
+    capacity = steps(("2027-01-01", 384), ("2027-01-05", 0), ("2027-02-05", 384))
+    plain, late = made(runs=100, **SURE), made(runs=100, capacity=capacity, **SURE)
+    assert late.to_json()["ramp"]["days"] == pytest.approx(plain.to_json()["ramp"]["days"], rel=1e-6)
+    assert days_of(late) == pytest.approx(days_of(plain) + 31)
+    assert late.gpu_hours(0.5) == pytest.approx(plain.gpu_hours(0.5))
+
+
+def test_without_risk_and_doubt_the_run_takes_its_iterations_and_nothing_else():
+    found = made(**SURE)
+    work = sum(step.phase.iterations * step.choice.seconds for step in found.schedules[0][1]) / DAY
+    assert [found.days(q) for q in (0.05, 0.5, 0.95)] == pytest.approx([work] * 3, rel=1e-6)
+    assert found.gpu_hours(0.5) == pytest.approx(work * 24 * 384, rel=1e-6)
+    assert sum(p.iterations for p in found.request.phases) == parse_ramp(RAMP).iterations(found.request.samples, 2048)
+
+
 def test_the_sooner_the_deadline_and_the_smaller_the_allocation_the_likelier_they_are_missed():
     found = made()
     last, hours = found.finish(0.5).date(), found.gpu_hours(0.95)
@@ -137,6 +153,33 @@ def test_a_smaller_capacity_at_first_delays_the_end_and_costs_hardly_more_gpu_ho
     assert all(job.choice.gpus <= 144 for job in jobs if job.end_s < 45 * DAY)
     assert jobs[-1].choice.gpus == 384 and jobs[0].start_s == 0
     assert all(a.end_s == pytest.approx(b.start_s, abs=1) for a, b in pairwise(jobs))
+
+
+@pytest.mark.parametrize(("few", "waits"), [(47, True), (48, True), (95, True), (96, False)])
+def test_gpus_whose_memory_holds_no_replica_are_waited_through_like_too_few(few, waits):
+    """48 GPUs are a replica by count; ZeRO 1 fits the card only from two replicas on."""
+    found = made(capacity=steps(("2027-01-01", few), ("2027-02-01", 384)), runs=100)
+    assert (found.jobs()[0].start_s == 31 * DAY) is waits
+
+
+def test_a_job_whose_gpus_stay_goes_on_where_the_capacity_changes():
+    """A step to as many GPUs, or to more than the plan takes, and to a shared machine."""
+    same = steps(("2027-01-01", 384), ("2027-01-20", 400), ("2027-02-01", 384, True))
+    risks = replace(CALM, startup_s=1200, queue_s=7200)
+    plain, changed = made(risks=risks), made(risks=risks, capacity=same)
+    assert len(changed.jobs()) == len(plain.jobs()) == 1
+    assert changed.expected.wall_s == pytest.approx(plain.expected.wall_s)
+    assert changed.expected.gpu_s == pytest.approx(plain.expected.gpu_s)
+
+
+def test_a_change_of_gpus_costs_a_start_up_and_where_shared_the_queue_which_is_not_charged():
+    fewer, free = steps(("2027-01-01", 96), ("2027-02-01", 384, True)), replace(CALM, startup_s=0, queue_s=0)
+    risks = (free, replace(free, startup_s=1200.0), replace(free, queue_s=7200.0))
+    base, start, wait = (made(**{**SURE, "risks": r}, capacity=fewer) for r in risks)
+    assert start.lost_days["change of capacity"] * DAY == pytest.approx(1200)
+    assert start.gpu_hours(0.5) - base.gpu_hours(0.5) == pytest.approx(384 * 1200 / 3600, rel=0.01)
+    assert wait.lost_days["queue between jobs"] * DAY == pytest.approx(7200, rel=0.01)
+    assert wait.gpu_hours(0.5) == pytest.approx(base.gpu_hours(0.5), abs=1)
 
 
 @pytest.mark.parametrize(("shared", "share"), [(False, 0.0), (True, 0.1)])
@@ -314,3 +357,11 @@ def test_a_capacity_that_is_none_is_refused(values, message):
     with pytest.raises(ValueError) as refused:
         capacity_of(values)
     assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize("given", [steps(("2027-01-01", 40)), steps(("2027-01-01", 384), ("2027-02-01", 40))])
+def test_a_capacity_that_never_holds_a_replica_is_refused(given):
+    with pytest.raises(ValueError, match=r"^capacity.gpus=40: .* replica (of \S+ )?takes 48"):
+        request(capacity=given)
+    with pytest.raises(ValueError, match=r"^capacity.gpus=48: the last step never ends, and no replica on so few GPUs"):
+        made(capacity=steps(("2027-01-01", 48)), ramp="8,8,9765625", adapt="days")

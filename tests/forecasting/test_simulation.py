@@ -67,3 +67,16 @@ def test_work_is_done_phase_after_phase_across_windows() -> None:
     found = run(CALM, stretch(phases, end=150), Stretch(window=empty), stretch(phases, start=190))
     assert found.reached_s[0] == pytest.approx([100, 240, 340]) and found.wall_s[0] == pytest.approx(340)
     assert found.gpu_s[0] == pytest.approx(8 * 300)
+
+
+def test_thousands_of_runs_scatter_as_their_causes_do() -> None:
+    """Stops with a queue of 100 s: a Poisson number n of them, mean 100, each uniform in 60 s plus exponential waits.
+
+    Variance of the sum (Wald): E n (mean^2 + variance) = 100 (130^2 + 60^2 / 12 + 100^2).
+    """
+    risks = replace(CALM, stops=(Interruption(name="stop", per_year=NODE_YEAR_S / 1e6),), queue_s=100)
+    rng, sure = np.random.default_rng(5), Uncertainty(common=0, independent=0)
+    many = Simulation(np.zeros(1, int), sure, risks, {}, 60.0, 20_000, rng).run([stretch([1e8], shared=True)])
+    lost = many.lost_s["stop"]
+    assert lost.mean() == pytest.approx(100 * 130, rel=0.01)
+    assert lost.var() == pytest.approx(100 * (130**2 + 300 + 100**2), rel=0.05)
