@@ -199,10 +199,10 @@ def _escaped(text: str) -> str:
 def to_html(rows: Sequence[Row], heads: Sequence[str] = ()) -> Html:
     """The table as a piece of HTML, each number with its value, to sort by.
 
-    By default where the run lies, its status, and all other columns that hold anything; the notes repeat those.
+    By default where the run lies, its status, and all other columns that hold anything and repeat no other.
     """
-    table = texts(rows, heads)
-    chosen = heads or dict.fromkeys(["Source", "Status", *(h for h in table if h != "Notes" and table[h].any())])
+    table, again = texts(rows, heads), {"Run", "Mem (GiB)", "GFLOPs", "Losses", "Outcome", "Notes"}
+    chosen = heads or dict.fromkeys(["Source", "Status", *(h for h in table if h not in again and table[h].any())])
     kinds = {head: Html("" if COLUMNS[head][2] else ' class="text"') for head in chosen}
 
     def shown(row: Row, head: str) -> Html:
