@@ -49,6 +49,12 @@ def test_a_difference_is_found_four_times_of_five_with_the_repeats_asked_for():
     assert repeats_needed(0.0, 0.01) == 0 == repeats_needed(1e-5, 0.02)
 
 
+def test_runs_that_agree_to_the_last_digit_are_not_known_better_than_their_own_median():
+    noisy = measure_log(log(sec_per_it=2 + 0.1 * np.sin(np.arange(20.0))))
+    same = [dataclasses.replace(noisy, sec_per_it=2.0)] * 2
+    assert not compare(same, [dataclasses.replace(noisy, sec_per_it=2.01)] * 2).decided
+
+
 def test_the_spread_of_single_runs_is_that_of_repeats_among_the_shipped_rows():
     groups = {}
     for row in read_rows(shipped_rows())[0]:

@@ -17,6 +17,7 @@ from trilane.analysis import collect, recalibrate
 from trilane.analysis.measure import measure_log
 from trilane.costmodel import metrics
 from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.fit import fit_time
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
 from trilane.costmodel.shipped import default, shipped_regimes
 from trilane.costmodel.uncertainty import posterior
@@ -83,6 +84,13 @@ def test_repeats_that_differ_are_noise():
     calm = posterior([CASES[0]] * 2, [measured] * 2, Calibration())
     rough = posterior([CASES[0]] * 2, [1.1 * measured, 0.9 * measured], Calibration())
     assert rough.noise > 2 * calm.noise
+
+
+def test_a_prior_that_many_rows_taught_moves_less():
+    measured = [1.2 * seconds(c, Calibration()) for c in CASES]
+    loose, held = (fit_time(CASES, measured, dataclasses.replace(Calibration(), rows=n)) for n in (0, 1000))
+    moved = [abs(math.log(c.matmul / Calibration().matmul)) for c in (loose, held)]
+    assert moved[1] < moved[0]
 
 
 def test_the_plan_that_may_be_the_fastest_is_measured_first():

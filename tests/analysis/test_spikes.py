@@ -90,6 +90,14 @@ def test_a_rise_over_hundreds_of_iterations_is_found_with_its_peak_and_its_end(s
     assert event.recovered is not None and abs(event.recovered - 2001 - 3 * rise) < 0.75 * rise
 
 
+def test_two_spikes_are_two_events_and_skipped_iterations_do_not_hide_them():
+    loss = noisy(3000, 0.01)
+    loss[1000:1010] *= 1.5
+    loss[1100:1105] *= 1.5
+    loss[995:1001] = math.nan
+    assert [e.iteration for e in found(loss)] == [1002, 1101]
+
+
 def test_a_gradient_norm_spikes_on_its_own():
     norm = 0.3 * np.exp(0.15 * np.random.default_rng(0).standard_normal(3000))
     norm[1500] = 8.0

@@ -195,6 +195,8 @@ BAD = [
     (lambda: replace(SMALL, num_attention_heads=5), "num_attention_heads=5: must divide hidden_size=128"),
     (lambda: Dropout(hidden=1.0), "dropout.hidden=1.0: must be at least 0, below 1"),
     (lambda: Run(train_iters=0), "train_iters=0: must be a whole number of at least 1"),
+    (lambda: Run(keep_last=-1), "keep_last=-1: must be a whole number of at least 0"),
+    (lambda: Run(exit_duration_minutes=math.inf), "exit_duration_minutes=inf: must be a number, at least 0"),
     (lambda: Run(eval_interval=5), "eval_iters=0: needs eval_interval, which is 5, or neither"),
     *[(lambda split=split: Data(split=split), f"data.split={split}: must be shares of") for split in BAD_SPLITS],
     (lambda: Data(split="0,1,0"), "data.split=0,1,0: leaves nothing to train on"),

@@ -349,7 +349,7 @@ def test_risks_that_contradict_themselves_are_refused_by_name(command, values, m
         ([{"from": "2027-01-01", "gpus": -8}], "capacity.gpus=-8: must be a whole number of at least 0"),
         ([{"from": "2027-01-01", "gpus": 0}], "capacity.gpus=0: no step has any GPU"),
         ([{"from": "2027-01-01", "gpus": 8, "shared": "yes"}], "capacity.shared='yes': must be true or false"),
-        ([{"from": "2027-01-02", "gpus": 8}, {"from": "2027-01-01", "gpus": 8}], "capacity.from=2027-01-01: must come"),
+        ([{"from": "2027-01-01", "gpus": 8}, {"from": "2027-01-01", "gpus": 9}], "capacity.from=2027-01-01: must come"),
         ([7], "capacity step=7: must be an object"),
     ],
 )

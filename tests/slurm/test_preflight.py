@@ -266,7 +266,7 @@ def test_what_the_nodes_lack_is_refused(folder: Path, monkeypatch: pytest.Monkey
     ("version", "cuda", "is_refused"),
     [
         ("2.13.0+cu126", "12.6", False),
-        ("2.13.0+cu128", "12.8", True),
+        ("2.11.0+cu128", "12.8", True),
         ("2.10.0+cu128", "12.8", False),
         ("2.9.0+cu130", "13.0", True),
         ("2.13.0+cpu", None, True),
