@@ -18,7 +18,7 @@ from trilane.config.plan import Plan
 from trilane.config.training import Data, Optimizer, Run
 from trilane.costmodel.predict import predict
 from trilane.slurm import checks, client, preflight
-from trilane.slurm.checks import REFUSAL, WARNING
+from trilane.slurm.checks import REFUSAL, WARNING, JobCheck
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, seconds_of, site
 from trilane.utils.validation import to_mapping
@@ -277,6 +277,12 @@ def test_which_wheel_holds_sm_70(version: str, cuda: str | None, is_refused: boo
     torch(folder.parent, version, cuda)
     found = [f.level for f in findings(folder, plan(**V100_PLAN), V100) if f.rule == "wheel"]
     assert found == [REFUSAL] * is_refused
+
+
+def test_a_started_node_is_a_node(folder: Path) -> None:
+    request = JobRequest(account="xyz@a100")
+    cases = [JobCheck(plan(topology={"dp": dp}), A100, request, folder, "") for dp in (1, 2, 4)]
+    assert [case.nodes for case in cases] == [1, 1, 2], "4, 8 and 16 GPUs of 8 a node"
 
 
 EDITED = {
