@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +18,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from plans import run_folder, small_plan, steps
-from support import ended, heed_ctrl_c
+from support import ended, heed_ctrl_c, wait_until
 
-from trilane.cli.app import main
-from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.launch.follow import progress
 from trilane.launch.local import environment, train_local
 from trilane.launch.local import run_folder as launched_in
@@ -48,19 +46,12 @@ def launched(folder: Path) -> Iterator[subprocess.Popen]:
         command, env=environment(8), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
     )
     with ended(process):
-        wait(lambda: (folder / "steps.jsonl").exists() and len(steps(folder)) > 2, 300, "training")
+        wait_until(lambda: (folder / "steps.jsonl").exists() and len(steps(folder)) > 2, 300, "training")
         family = psutil.Process(process.pid).children(recursive=True)
         yield process
         for left in family:  # whom a killed launcher left behind
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
-
-
-def wait(done: Callable[[], bool], seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, f"no {what} after {seconds} s"
-        time.sleep(0.05)
 
 
 def gone(processes: list[psutil.Process]) -> bool:
@@ -96,23 +87,6 @@ def test_a_run_that_completes_leaves_a_clean_log_its_steps_its_stamp_and_its_sta
 
 
 @pytest.mark.slow
-def test_deepspeed_builds_nothing_says_nothing_and_leaves_its_json(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it would compile goes to TORCH_EXTENSIONS_DIR, 20 s and more each."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
-    topology = {"pp": 2, "zero": 1, "precision": "bf16", "fp32_gradients": True}
-    plan = small_plan(data, iters=4, source="mock", engine="deepspeed-3d", **topology)
-    folder = run_folder(plan, tmp_path / "run")
-    outcome = train_local(folder)
-    said = (folder / "run.log").read_text().splitlines()
-    assert outcome.status == "completed", outcome.evidence
-    assert [line for line in said if not ITERATION.fullmatch(line) and not MEMORY.fullmatch(line)] == [PATH]
-    assert not (tmp_path / "built").exists()
-    assert json.loads((folder / "ds_config.json").read_text()) == deepspeed_config(plan, compiler=False)
-
-
-@pytest.mark.slow
 def test_nothing_listens_beyond_this_machine_and_a_killed_rank_ends_all_within_30_s_and_is_named(
     folder: Path, launched: subprocess.Popen
 ) -> None:
@@ -139,7 +113,7 @@ def test_ctrl_c_ends_all_and_leaves_a_folder_that_can_be_read(folder: Path, laun
     assert read_status(folder).status == "cancelled"
     assert [s["iteration"] for s in steps(folder)] == list(range(1, len(steps(folder)) + 1))
     assert (folder / "run.log").read_text().endswith("|\n")
-    wait(lambda: gone(family), 5, "end of all processes")
+    wait_until(lambda: gone(family), 5, "end of all processes")
 
 
 @pytest.mark.slow
@@ -148,7 +122,7 @@ def test_a_launcher_killed_outright_leaves_no_orphan(launched: subprocess.Popen)
     """SIGKILL cannot be caught: the kernel ends torchrun with the launcher, and the workers with torchrun."""
     family = psutil.Process(launched.pid).children(recursive=True)
     launched.kill()
-    wait(lambda: gone(family), 5, "end of all processes")
+    wait_until(lambda: gone(family), 5, "end of all processes")
 
 
 @pytest.mark.slow
@@ -156,7 +130,6 @@ def test_a_launcher_killed_outright_leaves_no_orphan(launched: subprocess.Popen)
 def test_a_run_beyond_its_time_is_ended_and_says_so(folder: Path) -> None:
     outcome = train_local(folder, timeout_s=3)
     assert (outcome.status, outcome.evidence) == ("timeout", "longer than 3 s")
-    wait(lambda: not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in str(p.info["cmdline"])], 5, "end")
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(folder: Path) -> None:
@@ -183,14 +156,6 @@ def test_a_bad_corpus_is_refused_before_anything_starts(data: Path, tmp_path: Pa
     with pytest.raises(ValueError, match=r"^data.source=.*nowhere: no such file or folder"):
         train_local(folder)
     assert [path.name for path in folder.iterdir()] == ["plan.json"]
-
-
-def test_a_bad_plan_is_one_line_and_exit_code_2(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    plan = json.loads((folder / "plan.json").read_text())
-    plan["topology"]["tp"] = 3
-    (folder / "plan.json").write_text(json.dumps(plan))
-    assert main(["train", str(folder / "plan.json")]) == 2
-    assert capsys.readouterr().err == "trilane: tp=3: must divide num_attention_heads=4\n"
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", "world size=3: must be tp x pp x dp = 1 x 2 x 1 = 2\n"), ("1", "")])
@@ -235,8 +200,3 @@ def test_a_process_that_imported_ipykernel_is_not_taken_for_a_notebook(monkeypat
     importlib.import_module("ipykernel.kernelapp")
     with progress("x", 10) as show:
         show({"iteration": 1, "lm_loss": 3.0, "sec_per_it": 0.1})
-
-
-def test_the_launcher_imports_no_torch() -> None:
-    code = "import sys, trilane.launch.local; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], env=environment(1), check=True)

@@ -82,19 +82,20 @@ def failed(folder: Path, *ranks: tuple[int, int, str]) -> Path:
     return folder
 
 
-def test_the_rank_that_broke_first_is_blamed_and_not_those_that_followed(tmp_path: Path) -> None:
-    folder = failed(tmp_path, (2, 1, "OSError: disk"), (0, 1, "Connection closed by peer"))
-    assert judge(folder, 1, 5.0).evidence == "rank 2: OSError: disk"
-
-
-def test_who_was_killed_is_blamed_even_when_others_spoke_before_he_was_found(tmp_path: Path) -> None:
-    folder = failed(tmp_path, (0, 1, "Connection closed by peer"), (3, -9, "iteration 7"))
-    assert culprit(folder) == (3, "killed by SIGKILL after: ")
-
-
-def test_who_aborted_or_was_ended_because_a_peer_was_gone_is_a_follower(tmp_path: Path) -> None:
-    folder = failed(tmp_path, (3, -15, "iteration 7"), (1, 1, "OSError: disk"), (0, -6, "terminate called"))
-    assert culprit(folder)[0] == 1
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [
+        ([(2, 1, "OSError: disk"), (0, 1, "Connection closed by peer")], (2, "")),
+        ([(0, 1, "Connection closed by peer"), (3, -9, "iteration 7")], (3, "killed by SIGKILL after: ")),
+        ([(3, -15, "iteration 7"), (1, 1, "OSError: disk"), (0, -6, "terminate called")], (1, "")),
+    ],
+    ids=["spoke first", "was killed", "others aborted"],
+)
+def test_the_rank_that_broke_first_is_blamed_and_not_those_that_followed(ranks, found, tmp_path: Path) -> None:
+    folder = failed(tmp_path, *ranks)
+    assert culprit(folder) == found
+    words = {rank: text for rank, _, text in ranks}[found[0]]
+    assert judge(folder, 1, 5.0).evidence == f"rank {found[0]}: {found[1]}{words}"
 
 
 def test_a_run_that_ended_well_has_the_engines_word_and_on_a_full_disk_the_heartbeats(tmp_path: Path) -> None:

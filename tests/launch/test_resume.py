@@ -3,15 +3,13 @@
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from plans import run_folder, small_plan, steps
-from support import ended
+from support import ended, wait_until
 
 from trilane.launch.local import environment, train_local
 from trilane.logs.run_folder import read_run_folder
@@ -31,13 +29,6 @@ def launch(folder: Path, *more: str) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment(8), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait(done: Callable[[], bool], what: str, seconds: float = 300) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, f"no {what} after {seconds} s"
-        time.sleep(0.02)
-
-
 def trained(folder: Path) -> int:
     return len(steps(folder)) if (folder / "steps.jsonl").exists() else 0
 
@@ -48,12 +39,12 @@ def saved(folder: Path) -> list[int]:
 
 def saves_when_asked_and_stops_when_told(folder: Path, process: subprocess.Popen) -> None:
     """SIGUSR1, then SIGTERM."""
-    wait(lambda: trained(folder) > 2, "training")
+    wait_until(lambda: trained(folder) > 2, 300, "training")
     before = trained(folder)
     process.send_signal(signal.SIGUSR1)
-    wait(lambda: bool(saved(folder)), "checkpoint", 60)
+    wait_until(lambda: bool(saved(folder)), 60, "checkpoint")
     [first] = saved(folder)
-    wait(lambda: trained(folder) > first + 2, "further training")
+    wait_until(lambda: trained(folder) > first + 2, 300, "further training")
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=120)
     last = trained(folder)
@@ -70,7 +61,7 @@ def test_a_run_saves_when_asked_stops_when_told_and_goes_on_in_the_same_folder(f
         saves_when_asked_and_stops_when_told(folder, process)
     last, status = trained(folder), read_status(folder)
     with ended(launch(folder, "--resume")) as process:
-        wait(lambda: trained(folder) > last + 2, "training again")
+        wait_until(lambda: trained(folder) > last + 2, 300, "training again")
         (folder / "stop").touch()
         process.communicate(timeout=120)
     assert read_status(folder).evidence.startswith(f"stopped at iteration {trained(folder)} by the file `stop`")
