@@ -80,8 +80,8 @@ def tried(plan: Plan, axes: Iterable[str]) -> str:
 
 
 def changed(plan: Plan, axis: str, value: int) -> Plan:
-    """The plan with that value and five iterations; ValueError where no such plan exists. With fewer replicas, as with
-    fewer nodes, each keeps its share of the batch."""
+    """The plan with that value and five iterations; ValueError where no such plan exists."""
+    # with fewer replicas, as with fewer nodes, each keeps its share of the batch
     shape, t = plan.shape, plan.topology
     sizes: dict[str, Any] = {"layers": {"num_layers": value}, "hidden": {"hidden_size": value}}.get(axis, {})
     batch: dict[str, Any] = {"gbs": {"gbs": value}, "dp": {"dp": value, "gbs": t.gbs // t.dp * value}}.get(axis, {})

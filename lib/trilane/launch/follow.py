@@ -55,7 +55,8 @@ def _copy(tails: Sequence["Tail"], log: Appended, rest: bool = False) -> None:
 
 
 def _warn_if_full(folder: Path, was_full: bool) -> bool:
-    """Whether the disk is full, with a warning when that changes; the ranks report it only in files on that disk."""
+    """Whether the disk is full, with a warning when that changes."""
+    # the ranks report it only in files on that disk
     is_full = shutil.disk_usage(folder).free < 1 << 14
     if is_full and not was_full:
         then = "training continues, and records its steps later"
@@ -64,10 +65,7 @@ def _warn_if_full(folder: Path, was_full: bool) -> bool:
 
 
 class Tail:
-    """New lines of a file that another process writes, and that may not exist yet.
-
-    A file that is replaced by a shorter one (steps.jsonl, when a resumed run truncates it) is read from its beginning.
-    """
+    """New lines of a file that another process writes, and that may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at, self._rest = path, 0, b""
@@ -77,6 +75,7 @@ class Tail:
         new = b""
         # opened at each call: on NFS only this asks the server for what other hosts added
         with contextlib.suppress(FileNotFoundError, IsADirectoryError), self._path.open("rb") as file:
+            # replaced by a shorter one: a resumed run cuts steps.jsonl
             if file.seek(0, os.SEEK_END) < self._at:
                 self._at, self._rest = 0, b""
             file.seek(self._at)

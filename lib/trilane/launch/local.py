@@ -142,10 +142,11 @@ def prepare_data(plan: Path) -> list[str]:
 
 @contextlib.contextmanager
 def torchrun(folder: Path, plan: Plan, port: int, start: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """torchrun over the plan's processes, in its own process group; ended, with its workers, after the block.
+    """torchrun over the plan's processes; ended, with its workers, after the block.
 
     `start` names this start of the run in its ranks' environment.
     """
+    # in its own process group: Ctrl-C reaches this process alone, which then ends the others in order
     ranks, processes = folder / "ranks", plan.topology.gpus
     ranks.mkdir(exist_ok=True)
     command = python("-m", "trilane.engine.torchrun", str(ranks / "failures.json"))

@@ -45,13 +45,11 @@ def last_log(folder: Path) -> RunLog | None:
 
 
 def culprit(folder: Path) -> tuple[int | None, str]:
-    """The rank that failed first, and how if by a signal; None where torchrun itself failed.
-
-    torchrun polls ten times a second, may find several ranks dead at once, and lists those that it then ended itself.
-    A rank killed by a signal failed first, unless by torchrun's SIGTERM or its own SIGABRT (gloo and NCCL abort when a
-    peer is gone). Among equals it is the one whose log ends first, since the others broke only when its connections
-    closed; ranks that printed nothing come last.
-    """
+    """The rank that failed first, and how if by a signal; None where torchrun itself failed."""
+    # torchrun polls ten times a second, may find several ranks dead at once, and lists those that it then ended itself.
+    # A rank killed by a signal failed first, unless by torchrun's SIGTERM or its own SIGABRT (gloo and NCCL abort when
+    # a peer is gone). Among equals it is the one whose log ends first, since the others broke only when its connections
+    # closed; ranks that printed nothing come last.
     failures = failed_ranks(folder)
     if not failures:
         return None, ""

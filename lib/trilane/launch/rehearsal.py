@@ -50,10 +50,11 @@ class Rehearsal:
 def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Rehearsal:
     """The plan at tiny width for at most `max_processes`, with fewer replicas where necessary.
 
-    Kept: engine, tp, pp, interleaving, ZeRO, offload, precision, recomputation, partition, ties and norms. Changed: the
-    smallest model that this topology can split, two iterations, a learning rate at which weights move, a limit at
-    which gradients are clipped, and dropout, so that generators matter. ValueError where one replica is too large.
+    Kept: engine, tp, pp, interleaving, ZeRO, offload, precision, recomputation, partition, ties and norms. ValueError
+    where one replica is too large.
     """
+    # The smallest model that this topology can split, two iterations, a learning rate at which weights move, a limit at
+    # which gradients are clipped, and dropout, so that generators matter.
     t, run = plan.topology, plan.run
     rule = f"one replica has more than the {max_processes} processes of this machine; see --prepare for a cluster"
     require(t.tp * t.pp <= max_processes, "tp x pp", t.tp * t.pp, rule)

@@ -68,10 +68,7 @@ class HangMonitor:
         return max((beat.step for beat in self._stall.own.values()), default=0)
 
     def check(self, is_asked: bool = False) -> None:
-        """Raise Hang where the run makes no progress, after dumping and diagnosing its stacks; call it often.
-
-        Where stacks are asked for (`is_asked`), another node is deciding: this one waits, unless it has rank 0.
-        """
+        """Raise Hang where the run makes no progress, after dumping and diagnosing its stacks; call it often."""
         if self._timeout_s <= 0:
             return
         was_stalled, exits = self.is_stalled_here, len(self._exited)
@@ -85,6 +82,7 @@ class HangMonitor:
         if len(self._exited) > exits == 0 and not is_asked:
             with contextlib.suppress(OSError):  # where the others are before they fail or wait for ever
                 self._at_exit = capture(self._folder, self._plan)
+        # where stacks are asked for another node is deciding: this one waits, unless it has rank 0
         if (self._first == 0 or not is_asked) and (why := self._stall.decide()):
             raise Hang(self.hang_status(why))
 
@@ -131,8 +129,8 @@ class HangMonitor:
         return replace(outcome, evidence=evidence, rank=exited[0].rank)
 
     def kill_ranks(self, last: int) -> None:
-        """SIGKILL this node's, as a rank in a collective, or a stopped one, ignores others. `last` comes last: it ends
-        this process."""
+        """SIGKILL this node's; `last` comes last, which ends this process."""
+        # a rank in a collective, or a stopped one, ignores other signals
         beats = [beat for beat in self._stall.own.values() if beat.host == platform.node()]
         for beat in sorted(beats, key=lambda beat: beat.pid == last):
             with contextlib.suppress(ProcessLookupError):

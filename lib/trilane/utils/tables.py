@@ -205,11 +205,7 @@ def one_line(text: str) -> str:
 
 
 def show(columns: Any, digits: int = 3) -> Html:
-    """Named columns (a mapping or a DataFrame) as a table for a notebook and its HTML; a cell of Html stays markup.
-
-    Each column of floats gets as many decimals as four significant digits need, at most `digits`; from 10,000 on a
-    number is rounded to four digits.
-    """
+    """Named columns (a mapping or a DataFrame) as a table for a notebook; a cell of Html stays markup."""
     import pandas as pd
 
     frame = pd.DataFrame(columns)
@@ -228,6 +224,7 @@ def show(columns: Any, digits: int = 3) -> Html:
 
 def _texts(column: Any, digits: int) -> list[str]:
     """The cells of a column as texts of at most 1,000 characters; empty where there is no value."""
+    # as many decimals as four significant digits need, at most `digits`; from 10,000 on rounded to four digits
     sizes = column.dropna().abs() if column.dtype.kind == "f" else column.iloc[:0].astype(float)
     smallest = sizes[(sizes > 0) & (sizes < math.inf)].min()
     most = min(digits, max(0, 3 - math.floor(math.log10(smallest)))) if smallest == smallest else digits

@@ -83,10 +83,10 @@ class Mark:
         return self.low == self.high == value
 
     def apart(self, other: "Mark") -> float:
-        """An estimate of |a - b| relative to the larger norm: 0 for equal bits, about 1 for unrelated tensors;
-        differences below 1e-6 are lost in the rounding of the sketches."""
+        """An estimate of |a - b| relative to the larger norm: 0 for equal bits, about 1 for unrelated tensors."""
         if self.hash == other.hash:
             return 0.0
+        # differences below 1e-6 are lost in the rounding of the sketches
         away = np.mean([(a - b) ** 2 for a, b in zip(self.sketch, other.sketch, strict=True)]) ** 0.5
         return float(away / max(self.norm, other.norm, 1e-38))
 

@@ -13,10 +13,8 @@ from pathlib import Path
 
 
 def environment(ranks: Path, rank: str) -> dict[str, str]:
-    """Environment variables for torch, to set before NCCL starts: the dump file, by its new and old name, and the pipe.
-
-    torch ends the process where the pipe cannot be created, as on some file systems: then there is none.
-    """
+    """Environment variables for torch, to set before NCCL starts: the dump file and the pipe."""
+    # torch ends the process where the pipe cannot be created, as on some file systems: then there is none
     names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     values = {**dict.fromkeys(names, str(_dump(ranks))), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     with contextlib.suppress(OSError):

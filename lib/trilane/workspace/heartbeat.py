@@ -36,7 +36,7 @@ class Heartbeat:
     """A rank's state: iteration `step` (0: before the first), `phase`, since `time` (Unix, s), process, host.
 
     In a report also the seconds without a change, by the clock of its node, and whether its process has exited.
-    ValueError for what no rank writes: a signal to process -1, 0 or 1 would reach others.
+    ValueError for what no rank writes.
     """
 
     rank: int
@@ -49,6 +49,7 @@ class Heartbeat:
     has_exited: bool = False
 
     def __post_init__(self) -> None:
+        # a signal to process -1, 0 or 1 would reach others
         numbers = min(self.rank, self.step, self.pid - 2) >= 0 and max(self.rank, self.step) < 1 << 40
         times = math.isfinite(self.time) and 0 <= self.idle_s < math.inf
         texts = max(len(self.phase), len(self.host)) < 256
@@ -88,8 +89,8 @@ def read_beats(folder: Path) -> dict[int, Heartbeat]:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for a process of this host ("R", "S", "D", "T" stopped, "Z" dead); "gone" where there is
-    none, "" on systems without /proc (macOS)."""
+    """The kernel's letter for a process of this host ("R", "S", "D", "T" stopped, "Z" dead), "gone" without one; ""
+    where there is no /proc (macOS)."""
     if not Path("/proc/self").exists():
         return ""
     try:
@@ -101,15 +102,12 @@ def process_state(pid: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """What is reported of all ranks of a node. `number` rises: a reader needs no clock to see that the node lives.
-
-    `start` is start_id(), so that what an earlier start left is not taken for news.
-    """
+    """What is reported of all ranks of a node, whose first is `first`, in the start `start_id()` of the run."""
 
     first: int
     host: str
     start: str
-    number: int
+    number: int  # it rises: a reader needs no clock to see that the node lives
     ranks: tuple[Heartbeat, ...]
 
     def write(self, folder: Path) -> None:
@@ -138,13 +136,10 @@ def start_id(env: Mapping[str, str]) -> str:
 
 
 def node_folders(folder: Path, env: Mapping[str, str] | None = None) -> list[Path]:
-    """The folders on this machine in which ranks of the run in `folder` write now, or those of the start in `env`.
-
-    There are two where a place became full in between.
-    """
-    name = _prefix(folder) + (_own(env) if env else "*")
-    found = [path for base in BASES for path in sorted(base.glob(name)) if _is_private(path)]
-    return [path for path in found if env or not _left(path)]
+    """The folders on this machine in which ranks of the run in `folder` write now, or those of the start in `env`."""
+    # two where a place became full in between
+    paths = (path for base in BASES for path in base.glob(_prefix(folder) + (_own(env) if env else "*")))
+    return [path for path in paths if _is_private(path) and (env or not _left(path))]
 
 
 def enter(folder: Path, env: Mapping[str, str], make: Callable[[Path], object] = lambda path: None) -> tuple[Path, str]:
@@ -154,8 +149,8 @@ def enter(folder: Path, env: Mapping[str, str], make: Callable[[Path], object] =
     """
     problems = list[str]()
     for base in BASES:
+        path = base / (_prefix(folder) + _own(env))
         try:
-            path = base / (_prefix(folder) + _own(env))
             _use(path)
             make(path)
             return path, "; ".join(problems)

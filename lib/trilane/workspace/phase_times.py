@@ -21,8 +21,7 @@ def line(iteration: int, seconds: Mapping[str, float]) -> bytes:
 def read_phase_times(folder: Path, grid: Grid | None = None) -> tuple[Grid, dict[int, dict[str, float]]]:
     """The grid of a run folder, and the median seconds of each rank and phase over its lines.
 
-    The first line, which holds the warm-up, is left out where there are others. The grid is that of plan.json with the
-    ranks' hosts, unless one is given. Raises ValueError where there are no phase times.
+    The grid is that of plan.json with the ranks' hosts, unless one is given. ValueError where there are no phase times.
     """
     require_folder("folder", folder)
     found: dict[int, dict[str, float]] = {}
@@ -32,6 +31,7 @@ def read_phase_times(folder: Path, grid: Grid | None = None) -> tuple[Grid, dict
         if lines and path.stem.isdigit():
             rank = int(path.stem)
             hosts[rank] = str(lines[-1].get("host", ""))
+            # the first has the warm-up in it
             times = [line["seconds"] for line in lines[1:] or lines]
             phases = dict.fromkeys(phase for seconds in times for phase in seconds)
             found[rank] = {phase: median(s[phase] for s in times if phase in s) for phase in phases}

@@ -60,11 +60,9 @@ def existing_pair(source: str) -> str | None:
 
 
 def tokens_about(data: Data, base: Path, vocabulary: int) -> float:
-    """Tokens of a source, roughly and without reading it; 0 where it is missing or made on the fly.
-
-    A pair has 2 bytes a token, 4 from 65,500 ids on, as Megatron writes it; text a byte a token, or with a Hugging Face
-    tokenizer about 4 (OpenAI's page of its tokenizers, for English: platform.openai.com/tokenizer).
-    """
+    """Tokens of a source, roughly and without reading it; 0 where it is missing or made on the fly."""
+    # A pair has 2 bytes a token, 4 from 65,500 ids on, as Megatron writes it; text a byte a token, or with a Hugging
+    # Face tokenizer about 4 (OpenAI's page of its tokenizers, for English: platform.openai.com/tokenizer).
     if data.source in BUILT_IN:
         return float(BUILT_IN[data.source])
     place = Path(base, data.source)

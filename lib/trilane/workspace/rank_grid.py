@@ -4,7 +4,7 @@ import functools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,15 +17,14 @@ MOST = 1 << 17  # ranks, of which a grid takes 5 s and 0.6 GB; a file with more 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The place of a rank. `state` is the kernel's letter for its process ("T" stopped, "Z" dead, "gone"), `step` and
-    `phase` its last heartbeat; "", -1 and "" where unknown."""
+    """The place of a rank, the state of its process, and its last heartbeat; "", -1 and "" where unknown."""
 
     rank: int
     tp: int
     pp: int
     dp: int
     node: str
-    state: str = ""
+    state: str = ""  # the kernel's letter: "T" stopped, "Z" dead; or "gone"
     step: int = -1
     phase: str = ""
     named: bool = True  # whether the node's name is known; else it is "node" and its number
@@ -51,16 +50,16 @@ class Grid:
     }
     places: tuple[Place, ...]
     known: bool = True
-    _groups: dict[tuple[str, tuple[int, ...]], frozenset[int]] = field(init=False, repr=False, compare=False)
-    _by_rank: dict[int, Place] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        groups: defaultdict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
-        for place in self.places:
-            for axis in self.AXES:
-                groups[self._key(axis, place)].add(place.rank)
-        object.__setattr__(self, "_groups", {key: frozenset(ranks) for key, ranks in groups.items()})
-        object.__setattr__(self, "_by_rank", {place.rank: place for place in self.places})
+    @functools.cached_property
+    def _by_rank(self) -> dict[int, Place]:
+        return {place.rank: place for place in self.places}
+
+    @functools.cached_property
+    def _groups(self) -> dict[tuple[str, tuple[int, ...]], frozenset[int]]:
+        # all at once: to look for each rank's group among all ranks would take minutes for ten thousand
+        keys = ((self._key(axis, place), place.rank) for axis in self.AXES for place in self.places)
+        return {key: frozenset(r for _, r in pairs) for key, pairs in grouped(keys, lambda pair: pair[0]).items()}
 
     def __getitem__(self, rank: int) -> Place:
         return self._by_rank[rank]
@@ -84,11 +83,11 @@ class Grid:
         return {node: [p.rank for p in places] for node, places in grouped(self.places, lambda p: p.node).items()}
 
     def node_name(self, node: str) -> str:
-        """A node in words: its name, or its ordinal ("the third node") where names are unknown."""
+        """A node in words: its name, or "the third node" where names are unknown."""
         nodes = self.nodes
-        number = 1 + list(nodes).index(node)
+        number = list(nodes).index(node)
         words = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"]
-        which = f"the {words[number - 1]} node" if number <= len(words) else f"node {number} of {len(nodes)}"
+        which = f"the {words[number]} node" if number < len(words) else f"node {number + 1} of {len(nodes)}"
         return node if self._by_rank[nodes[node][0]].named else which
 
     def group(self, axis: str, rank: int) -> frozenset[int]:
@@ -128,16 +127,15 @@ def regular(tp: int, pp: int, dp: int, gpus_per_node: int, hosts: Iterable[str] 
 def with_hosts(grid: Grid, hosts: Sequence[str], width: int) -> Grid:
     """The grid with `hosts`, in their order, as names of its nodes; unchanged where it has names or they do not fit.
 
-    Where hosts of `width` ranks hold exactly all ranks, each node has `width`; else there must be as many hosts as
-    nodes. The first host has the first ranks, as SLURM numbers them: nodes by name, tasks by node.
+    Where hosts of `width` ranks hold exactly all ranks, each node has `width`; else there must be as many as nodes.
     """
-    if any(p.named for p in grid.places):
-        return grid
+    on = dict[int, str]()
+    # The first host has the first ranks, as SLURM numbers them: nodes by name, tasks by node.
     if len(hosts) * width == len(grid.ranks):
         on = {rank: hosts[index // width] for index, rank in enumerate(grid.ranks)}
     elif len(hosts) == len(grid.nodes):
         on = {rank: host for host, ranks in zip(hosts, grid.nodes.values(), strict=True) for rank in ranks}
-    else:
+    if not on or any(p.named for p in grid.places):
         return grid
     return replace(grid, places=tuple(replace(p, node=on[p.rank], named=True) for p in grid.places))
 

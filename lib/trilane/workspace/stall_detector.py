@@ -95,10 +95,8 @@ class StallDetector:
         return waited or (stopped and known == self._ranks)
 
     def _first(self, now: float) -> str:
-        """The rank that stands still: one that is gone, else in the earliest iteration, of those the longest.
-
-        No rank waits in an earlier iteration for one in a later one.
-        """
+        """The rank that stands still: one that is gone, else in the earliest iteration, of those the longest."""
+        # no rank waits in an earlier iteration for one in a later one
         alive = [*self.own.values(), *(b for r in self._others if r not in self.silent for b in r.ranks)]
         late = [b for b in alive if self._is_late(b)]
         found = [((not b.has_exited, b.step, -b.idle_s), f"{b}{', which has exited' * b.has_exited}") for b in late]

@@ -108,9 +108,8 @@ class Study:
         """
         path = self.folder / name
         require(path.exists(), "study", self.name, f"has no {name} yet; run {made_by} first")
-        found = read_object(path, "study file", **fields)
-        self.read[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:10]
-        return found
+        self.read[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:10] if path.is_file() else ""
+        return read_object(path, "study file", **fields)
 
     def values(self, name: str, made_by: str) -> dict[str, Any]:
         """The result file `name` without the stamp of what made it."""
