@@ -28,7 +28,6 @@ class Evidence:
     recordings: dict[int, Recording]
     unreadable: set[int]
     notes: tuple[str, ...]
-    is_whole: bool  # whether the number of the job's ranks is known
 
 
 def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
@@ -50,28 +49,27 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     none = "; ".join(["holds no dump (py-spy, faulthandler, Flight Recorder) that can be read", *files.notes[:1]])
     require(bool(seen), "folder", folder, none)
     members = [max(ranks) for r in files.recordings.values() for ranks in r.members.values() if ranks]
-    is_whole = grid is not None or max(members, default=-1) >= max(seen)
     if grid is None:
-        grid = rank_grid.unknown({*seen, *(members if is_whole else [])}, files.width or 8, names)
+        grid = rank_grid.unknown({*seen, *members}, files.width or 8, names)
         files.notes.append("no topology file: tp, pp and dp are unknown (give --tp, --pp, --dp)")
     if outside := {*files.series, *files.recordings, *files.unreadable} - {*grid.ranks}:
-        files.notes.append(
-            f"ranks {sorted(outside)[:5]} lie outside tp x pp x dp = {len(grid.ranks)}; they are ignored"
-        )
+        files.notes.append(f"ranks {sorted(outside)[:5]} lie outside tp x pp x dp = {len(grid.ranks)}: ignored")
     series = {rank: dumps for rank, dumps in files.series.items() if rank in grid}
     # The last dump with frames; a traceback only where there is nothing else.
     main = {
-        r: max(dumps[::-1], key=lambda d: (bool(d[1].frames), d[0].suffix != ".log")) for r, dumps in series.items()
+        rank: max(dumps[::-1], key=lambda d: (bool(d[1].frames), d[0].suffix != ".log"))[1]
+        for rank, dumps in series.items()
     }
+    damaged = [rank for rank, dump in sorted(main.items()) if dump.cut]
+    truncated = [f"truncated dumps: ranks {damaged[:8]}; their frames are used as far as they go"] if damaged else []
     return Evidence(
         grid=grid,
-        dumps={rank: dump for rank, (_, dump) in main.items()},
+        dumps=main,
         earlier={rank: dumps[-2][1] for rank, dumps in series.items() if len(dumps) > 1},
         advanced=_advanced(series, grid),
         recordings={rank: recording for rank, recording in files.recordings.items() if rank in grid},
         unreadable=files.unreadable - main.keys(),
-        notes=(*files.notes, *_oddities(main)),
-        is_whole=is_whole,
+        notes=(*files.notes, *truncated),
     )
 
 
@@ -123,7 +121,7 @@ class _Files:
         if len({*numbers.values()}) == len(hosts):
             hosts.sort(key=numbers.__getitem__)
         elif len(hosts) > 1 and not (grid and any(place.named for place in grid.places)):
-            self.notes.append("nodes are numbered in the order of their names, as no --node_rank is shown")
+            self.notes.append("nodes are in the order of their names: no --node_rank is shown")
         nodes = grouped((node for node in self.nodes if is_trainer(node[2])), lambda node: node[:2])
         self.width = max(map(len, nodes.values()), default=0)
         names = [] if all(host.isdigit() for host in hosts) else hosts  # srun --label: numbers, and no names
@@ -134,9 +132,10 @@ class _Files:
             ranks = known.get(host) or range(hosts.index(host) * wide, (hosts.index(host) + 1) * wide)
             by_pid = enumerate(sorted((dump for _, _, dump in found), key=lambda d: d.pid))
             shown = [(_number(r"--local[-_]rank[= ](\d{1,6})\b", dump.command), n, dump) for n, dump in by_pid]
-            note = "ranks of a node are numbered in the order of their process ids, as no --local_rank is shown"
+            note = "ranks of a node are in the order of their process ids: no --local_rank is shown"
             self.notes += [note] if any(local is None for local, _, _ in shown) and note not in self.notes else []
-            for place, dump in ((n if local is None else local, dump) for local, n, dump in shown):
+            for local, n, dump in shown:
+                place = n if local is None else local
                 if place < len(ranks):
                     self.series[ranks[place]].append((path, dump))
         return grid, names
@@ -240,14 +239,3 @@ def _advanced(series: Series, grid: Grid) -> frozenset[int]:
     grids = {path: rank_grid.read(path) for path in {*before.values()}}
     earlier = {rank: old[rank].progress for rank, path in before.items() if (old := grids[path]) and rank in old}
     return frozenset(rank for rank, step in earlier.items() if 0 <= step < grid[rank].progress)
-
-
-def _oddities(main: dict[int, tuple[Path, Dump]]) -> list[str]:
-    """Notes where the dumps are not of one moment (of one folder, written within two minutes), or truncated."""
-    folders = {path.parent for path, _ in main.values() if path.suffix != ".log"}
-    times = [path.stat().st_mtime for path, _ in main.values()]
-    apart = max(times, default=0.0) - min(times, default=0.0)
-    cut = [rank for rank, (_, dump) in sorted(main.items()) if dump.cut]
-    notes = [f"the dumps are up to {apart / 60:.0f} minutes apart, in {len(folders)} folders: ranks may have moved"]
-    notes = notes if len(folders) > 1 or apart > 120 else []
-    return notes + ([f"truncated dumps: ranks {cut[:8]}; their frames are used as far as they go"] if cut else [])

@@ -78,7 +78,7 @@ class Verdict(Table):
         example = Text("**Nothing hangs in this study.** Shown is an example, made up from the BLOOM chronicles")
         counts = len(self.grid.ranks), len(self.groups)
         lead = Text.of("{}: {} ranks, {} stacks.", example if self.example else self.folder.name, *counts)
-        option = [f"For the next submission: sbatch {self.exclude} job.sbatch"] if self.exclude else []
+        option = [f"For the next submission: sbatch {self.exclude} job.sbatch"] * bool(self.exclude)
         return Text.joined("\n\n- ", [lead, self.paragraph, *option, *self.notes])
 
     def to_text(self) -> str:
@@ -145,34 +145,32 @@ def _paragraph(evidence: Evidence, found: Conditions, suspects: Suspects) -> str
     """The verdict in one line: the suspects and the reasons, or why there are none, and where most others wait."""
     reasons = [*grouped(suspects.reasons, suspects.reasons.__getitem__).items()][:4]
     lines = [f"{_places(evidence.grid, ranks)}: {text}" for text, ranks in reasons]
-    lines = lines or [f"which rank is at fault {OPEN}: {_why_none(evidence, found, suspects)}"]
+    lines = lines or [f"which rank is at fault {OPEN}: {_why_none(found, suspects)}"]
     waiting = _alike(found, [r for r, c in found.items() if c.wait and r not in suspects.reasons]).values()
     most = max(waiting, key=len, default=[])
     return "; ".join([*lines, *(f"{len(most)} of {len(found)} ranks wait, {found[r].wait}" for r in most[:1])])
 
 
-def _why_none(evidence: Evidence, found: Conditions, suspects: Suspects) -> str:
+def _why_none(found: Conditions, suspects: Suspects) -> str:
     """Why no rank is named."""
-    missing = [r for r, c in found.items() if c.kind in NO_EVIDENCE]
-    blind = [r for r, c in found.items() if c.wait and c.wait.is_blind]
-    moved = [r for r, c in found.items() if c.moves and (suspects.moves or suspects.complete)]
     rules = (
-        (moved, f"ranks {span(moved)} moved between the two moments; take a third dump"),
-        (not suspects.edges, "no rank is seen in a wait for others"),
-        (missing, f"there is no readable dump of ranks {span(missing)}, among which the late one may be"),
-        (blind, f"ranks {span(blind)} wait for work queued on their GPUs; take Flight Recorder dumps"),
-        (not evidence.is_whole, "how many ranks the job has is not known (give --tp, --pp, --dp)"),
-        # one line reduces all buckets, and is passed in each layer and microbatch
-        (suspects.complete, "all are in one collective, so that it is the network, or another bucket, layer or queue"),
+        ([r for r, c in found.items() if c.moves], "ranks {} moved between the two moments; take a third dump"),
+        (
+            [r for r, c in found.items() if c.kind in NO_EVIDENCE],
+            "there is no readable dump of ranks {}, one of which may be late",
+        ),
+        ([r for r, c in found.items() if c.wait and c.wait.is_blind], "ranks {} wait for their GPUs"),
+        ([*suspects.edges], "ranks {} wait for ranks that came: the network, or another bucket, layer or queue"),
     )
-    return next((text for holds, text in rules if holds), "those that others wait for are with all of their group")
+    texts = (text.format(span(ranks)) for ranks, text in rules if ranks)
+    return next(texts, "no rank is seen in a wait for others") + "; Flight Recorder dumps show more"
 
 
 def _notes(found: Conditions) -> list[str]:
     """Notes on ranks without a dump (whether that counts against them), and on ranks that moved."""
     kinds = grouped(found, lambda r: "moved" if found[r].moves else found[r].kind)
     texts = {
-        "silent": "missing: ranks {}: no stack, though most have one: they may have ended",
+        "silent": "missing: ranks {} have no stack, though most do: they may have ended",
         "unknown": "missing: ranks {} have no dump; nothing is concluded from this",
         "unreadable": "missing: the dumps of ranks {} cannot be read; nothing is concluded from this",
         "moved": "ranks {} moved between the two moments: slow rather than stuck",

@@ -9,9 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from trilane.diagnose.snapshot import Findings, RankPrint, RestartFinding, Snapshot, State, read_snapshot, share, states
-from trilane.diagnose.snapshot import within as wrong_within
-from trilane.utils.tables import DataFrame, Table, Text, frame_of, grouped
+from trilane.diagnose.hang import span
+from trilane.diagnose.snapshot import (
+    Findings,
+    Holder,
+    RestartFinding,
+    Snapshot,
+    State,
+    read_snapshot,
+    share,
+    states,
+    within,
+)
+from trilane.utils.tables import DataFrame, Record, Table, Text, frame_of, grouped
 from trilane.utils.validation import require
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
@@ -19,7 +29,7 @@ from trilane.workspace.fingerprints import COPY, Mark, default_of, must_decay
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestartComparison(Table):
+class RestartComparison(Record, Table):
     """What was compared, the findings, and notes; as a table the findings. `example`: the states are made up."""
 
     before: Path
@@ -31,14 +41,14 @@ class RestartComparison(Table):
 
     def to_frame(self) -> DataFrame:
         """A row per finding: its kind, the tensor, the ranks, the difference."""
-        return frame_of(self.findings, {"finding": "kind", "tensor": "tensor", "where": "where", "difference": "what"})
+        columns = {"finding": "kind", "tensor": "tensor", "where": "where", "difference": "what"}
+        return frame_of(self.findings, columns)
 
     def summary(self) -> Text:
         """What was compared, the number of findings, and the notes, as Markdown."""
         example = "**No run of this study was restarted.** Shown is an example, made up from the BLOOM chronicles."
-        notes = Text.joined("\n- ", ["", *self.notes])
-        values = Text(example if self.example else ""), "; ".join(self.compared), len(self.findings), notes
-        return Text.of("{}\n\nCompared: {}. {} findings.\n{}", *values)
+        lead = Text.of("Compared: {}. {} findings.", "; ".join(self.compared), len(self.findings))
+        return Text.joined("\n\n- ", [*[Text(example)] * self.example, lead, *self.notes])
 
     def to_text(self) -> str:
         """The comparison for a terminal: what was compared, the largest findings of each kind, the notes."""
@@ -48,10 +58,6 @@ class RestartComparison(Table):
             lines += [f"  ... and {len(same) - 6} more {kind}; --json has them all"] if len(same) > 6 else []
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join([*lines, f"{len(self.findings)} findings" if self.findings else "nothing is wrong"])
-
-    def to_json(self) -> dict[str, Any]:
-        findings = [finding.to_json() for finding in self.findings]
-        return {"compared": self.compared, "findings": findings, "notes": self.notes}
 
 
 def compare_restart(before: Path, after: Path) -> RestartComparison:
@@ -66,16 +72,17 @@ def compare_restart(before: Path, after: Path) -> RestartComparison:
         for field, value in a.shape.items():
             rule = f"{a.name} has {value}: two models cannot be compared; these are two different runs"
             require(b.shape.get(field) == value, f"B {field}", b.shape.get(field), rule)
-        compared.append(" with ".join(f"{s.name} ({'loaded' if s.state.loaded else 'saved'})" for s in (a, b)))
-        notes += [*a.notes, *b.notes, *_notes(a, b)]
-        found = [*wrong_within(a), *wrong_within(b)]
+        kinds = (f"{s.name} ({'loaded' if s.state.loaded else 'saved'})" for s in (a, b))
+        compared.append(" with ".join(kinds))
+        notes += _notes(a, b)
+        found = [*within(a), *within(b)]
         if apart := _two_runs(a, b):
             found, restored = [apart, *found], False
         elif one.iteration == two.iteration:
             moved = merged(changed(a, b))
             # What a bug changed shows in every tensor once the training goes on.
             if not two.loaded and len(moved) > 1 and all(f.kind == "not-restored" for f in moved):
-                notes.append(f"{b.name} differs from {a.name} in {len(moved)} tensors: the largest difference is shown")
+                notes.append(f"{b.name} differs in {len(moved)} tensors: the largest difference is shown")
                 moved = [] if findings else [max(moved, key=lambda f: f.size or 0.0)]
             moved, settings = _masters(a, b, moved) or moved, list(_settings(a, b))
             restored = restored and not (two.loaded and (moved or any(f.kind == "generators" for f in settings)))
@@ -117,10 +124,13 @@ def merged(findings: Iterable[RestartFinding]) -> list[RestartFinding]:
 
 
 def _notes(a: Snapshot, b: Snapshot) -> Iterator[str]:
+    for s in (a, b):
+        if s.missing:
+            yield f"{s.name}: no fingerprint of ranks {span(s.missing)}"
     if a.state.iteration != b.state.iteration:
         yield f"{a.name} and {b.name} are of different iterations: each is checked by itself"
     elif a.layout != b.layout:
-        yield f"{a.name} and {b.name} have different layouts {a.layout} and {b.layout}: tensors are compared as wholes"
+        yield f"{b.name} has another layout than {a.name}: tensors are compared as wholes"
 
 
 def changed(before: Snapshot, after: Snapshot) -> Findings:
@@ -138,17 +148,17 @@ def changed(before: Snapshot, after: Snapshot) -> Findings:
         if old.hash != new.hash if after.state.loaded else beyond:
             value = default_of(name) if kind in ("weight", COPY) else None
             reset = new.constant(value) and not old.constant(value)
-            what = f"{kind} is {share(size)} away from what was saved (norm {old.norm:.6g}, now {new.norm:.6g})"
+            what = f"{kind} is {share(size)} away from what was saved"
             what += f": every element is {new.low:g}, its default" * reset
-            short = "reset" if reset else "not-restored"
-            yield RestartFinding(kind=short, tensor=name, ranks=ranks, what=what, size=size)
+            finding = "reset" if reset else "not-restored"
+            yield RestartFinding(kind=finding, tensor=name, ranks=ranks, what=what, size=size)
     old_names, names = ({name for name, _ in s.holders} for s in (before, after))
     # the tensors of ranks without fingerprints are no findings
-    for name in sorted(old_names - names) if not (before.notes or after.notes) else ():
+    for name in sorted(old_names - names) if not (before.missing or after.missing) else ():
         yield RestartFinding(kind="missing", tensor=name, what=f"is in {before.name}, not in {after.name}")
 
 
-def _marks(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, tuple[RankPrint, ...], Mark, Mark]]:
+def _marks(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, tuple[Holder, ...], Mark, Mark]]:
     """Pairs of marks in both snapshots: of the same rank in the same layout, else of the part, else of the whole."""
     kinds = (*KINDS, COPY) if before.precision == after.precision else KINDS
     for (name, box), held in after.holders.items():
@@ -177,15 +187,14 @@ def _masters(a: Snapshot, b: Snapshot, found: list[RestartFinding]) -> list[Rest
     # |rounding error| / |weights|: 2^-9 / 1.7 for bf16, 2^-12 / 1.7 for fp16; sketches estimate it within a quarter
     for name, low, high in (("bf16", 4e-4, 3e-3), ("fp16", 4e-5, 4e-4)) if kept and len(found) > 1 else ():
         if b.state.loaded and low < float(np.median(sizes)) < high and max(sizes) < 2 * high:
-            what = f"{len(sizes)} weights differ from what was saved by the rounding of {name}, at most by "
-            what += f"{share(max(sizes))}, and both moments came back: rebuilt from the {name} weights of the model"
+            what = f"{len(sizes)} weights, and no moments, differ by the rounding of {name}: rebuilt from the model's"
             return [RestartFinding(kind="masters", what=what, size=max(sizes))]
     return []
 
 
 def _settings(a: Snapshot, b: Snapshot) -> Findings:
     """What is of no tensor: samples and generators, Adam's step and settings, loss scale, learning rate."""
-    ranks: dict[int | None, RankPrint] = {r.rank: r for r in b.ranks}
+    ranks: dict[int | None, Holder] = {r.rank: r for r, _ in b.held}
     for (kind, rank, name), old in a.facts.items():
         new = b.facts.get((kind, rank, name), old)
         # a schedule that is computed in another order may differ in the last place
@@ -231,10 +240,10 @@ def _after_load(before: Path, after: Path) -> list[RestartFinding]:
 def first_step(start: Snapshot, usual: Snapshot, other: Snapshot) -> Findings:
     """What differs in the step of `other` after the load, relative to that of `usual` without it.
 
-    After one step Adam's moments are m = b1 m0 + (1 - b1) g and v = b2 v0 + (1 - b2) g^2 (Kingma and Ba 2015). Of m0
-    and both m the sketches are known, which are linear in the values: so g, and what was kept of m0, follow without a
-    tensor; and with equal moments the weights move equally, times the ratio of the rates. Left out: why gradients
-    differ (other samples, fewer microbatches), and whether a moment was lost or decays by another beta.
+    After one step Adam's moments are m = b1 m0 + (1 - b1) g and v = b2 v0 + (1 - b2) g^2 (Kingma and
+    Ba 2015). Sketches are linear in the values: those of m0 and both m give g, and what was kept of
+    m0; with equal moments the weights move equally, times the ratio of the rates. Left out: why
+    gradients differ, and whether a moment was lost or decays by another beta.
     """
     trio, kinds = (start, usual, other), {"weight", "exp_avg", "exp_avg_sq"}
     names = [name for name in start.wholes if all(kinds <= {*s.wholes.get(name, ())} for s in trio)]
@@ -250,17 +259,13 @@ def first_step(start: Snapshot, usual: Snapshot, other: Snapshot) -> Findings:
     second, moved = float(np.max(np.abs(v_other / v - 1))), w - w0
     length = float((w_other - w0) @ moved / (moved @ moved or 1.0))
     is_longer = abs(length - 1) > 0.01 and _misfit(w_other - w0, length * moved) < 0.05
+    first, another = "the first moment is lost, or has another beta", abs(kept - beta1) > 0.02 * (1 - beta1) + 2e-3
     rules = (  # 2e-3 is more than the rounding of sketches
         (misfit > 2e-3, "gradients", misfit, "the first moment holds other samples, or fewer microbatches"),
-        (
-            abs(kept - beta1) > 0.02 * (1 - beta1) + 2e-3,
-            "moments",
-            kept,
-            "the first moment is lost, or has another beta",
-        ),
+        (another, "moments", kept, first),
         (abs(times - 1) > 0.01, "gradients", times, "the gradients are a multiple: another mean, or clipping"),
         (second > 2e-3 * (1 - beta2), "moments", second, "the second moment is lost, or has another beta"),
-        (is_longer, "rate", length, "the weights move as many times as far: another learning rate, or count of steps"),
+        (is_longer, "rate", length, "the weights move as many times as far: another rate, or count of steps"),
     )
     for _, kind, size, what in [rule for rule in rules if rule[0]][:1]:
         yield RestartFinding(kind=kind, what=f"{what} ({size:.4g})", size=size)

@@ -49,8 +49,7 @@ def save_diagnosis(study: Study, hang: Verdict, restart: RestartComparison) -> T
 
     Of an example nothing is written: `save_diagnosis(study, study_hang(study), study_restart(study))`.
     """
-    where = {"before": str(restart.before), "after": str(restart.after)}
     found = {"hang.json": {"folder": str(hang.folder), **hang.to_json()}} if not hang.example else {}
-    found |= {"restart.json": {**where, **restart.to_json()}} if not restart.example else {}
+    found |= {"restart.json": restart.to_json()} if not restart.example else {}
     saved = [study.save(name, values, "05_diagnose") for name, values in found.items()]
     return Text.joined("\n\n", [*saved, *(["Examples are not saved."] if len(saved) < 2 else [])])

@@ -23,8 +23,6 @@ class Suspects:
     reasons: dict[int, str]
     edges: Edges
     axes: dict[int, str]
-    complete: bool = False  # every member of every group is in its call
-    moves: bool = False  # every rank has another stack than in an earlier dump
 
 
 def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
@@ -38,7 +36,7 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     edges = wait_edges(evidence, found, axes)
     hard = [r for r, c in found.items() if c.kind in HARD]
     if evidence.earlier and not hard and all(found[r].moves for r in evidence.dumps):
-        return Suspects(reasons={}, edges=edges, axes=axes, moves=True)
+        return Suspects(reasons={}, edges=edges, axes=axes)
     silent = [r for r, c in found.items() if c.kind == "silent"]
     held = _busy(found, edges, hard, silent)
     proven = [r for r in (*hard, *held) if found[r].on_host or found[r].kind in HARD[:3]]
@@ -57,9 +55,7 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     # A lock may be held for an instant, and a rank without a dump may not have been dumped.
     order = dict.fromkeys(HARD[:3], 0) | {"silent": 2}
     ranks = sorted(reasons, key=lambda r: (order.get(found[r].kind, 1), -held.get(r, 0), r))
-    complete = not ranks and bool(edges) and not any(edges.values())
-    complete = complete and not any(c.kind in NO_EVIDENCE for c in found.values())
-    return Suspects(reasons={r: reasons[r] for r in ranks}, edges=edges, axes=axes, complete=complete)
+    return Suspects(reasons={r: reasons[r] for r in ranks}, edges=edges, axes=axes)
 
 
 def _busy(found: Conditions, edges: Edges, hard: list[int], silent: list[int]) -> dict[int, int]:

@@ -17,6 +17,7 @@ from trilane.config.plan import Plan
 from trilane.config.training import Data, Dropout, Run
 from trilane.diagnose.restart import RestartComparison, compare_restart
 from trilane.launch.local import train_local
+from trilane.utils.tables import as_json
 from trilane.utils.validation import require
 from trilane.workspace.checkpoints import FOLDER, name_of
 from trilane.workspace.run_folder import write_text
@@ -36,7 +37,7 @@ class Rehearsal:
 
     def to_json(self) -> dict[str, object]:
         """As a JSON object."""
-        found = self.audit.to_json() if self.audit else {"compared": [], "findings": [], "notes": []}
+        found = {name: as_json(getattr(self.audit, name, ())) for name in ("compared", "findings", "notes")}
         return {"plan": self.plan.to_json(), "left_out": self.notes, "problem": self.problem, **found}
 
     def to_text(self) -> str:
