@@ -143,13 +143,6 @@ def test_a_send_names_its_peer_by_its_place_in_the_group(tmp_path: Path) -> None
     assert {r: targets for r, targets in verdict.edges.items() if targets} == {5: {3}}
 
 
-def test_two_ranks_of_a_group_in_different_calls_are_both_named(tmp_path: Path) -> None:
-    made = {r: [call("3", 9, "all_gather", "started" if r in (4, 5) else "completed")] for r in DP}
-    made[5] = [call("3", 9, "reduce_scatter", "started")]
-    verdict = judged(tmp_path, made, [{"3": [r // 2 * 2, r // 2 * 2 + 1]} for r in DP])
-    assert verdict.suspects == (4, 5) and verdict.first is None and verdict.exclude == "" and not sure(verdict)
-
-
 def test_a_rank_whose_ring_has_lost_the_group_is_not_said_to_have_stayed_away(tmp_path: Path) -> None:
     """Of four ranks, rank 3 never came; the last calls of rank 2 are those of another group."""
 

@@ -16,7 +16,7 @@ from trilane.diagnose.restart import compare_restart
 from trilane.diagnose.snapshot import RestartFinding
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
-from trilane.workspace.fingerprints import COPY, Mark, Part, file_of, must_decay, whole_parts
+from trilane.workspace.fingerprints import COPY, Mark, Part, file_of, whole_parts
 
 # A model of four tensors on TP 2 x PP 2: name -> shape, the dimension that is cut, the stages that hold it.
 MODEL: dict[str, tuple[tuple[int, ...], int | None, tuple[int, ...]]] = {
@@ -283,12 +283,6 @@ def test_what_differs_in_the_step_after_a_load_is_named(
     saved(before, prints(adam(state(), GRADIENT), **more), 11)
     after = saved(loaded(tmp_path / "after", prints(state())), prints(step(state()), **more), 11)
     assert [f.kind for f in compare_restart(before, after).findings if f.kind != "clipping"] == [kind] * bool(kind)
-
-
-def test_a_layernorm_and_a_bias_must_not_decay_and_matrices_and_embeddings_must() -> None:
-    """Megatron-LM: no weight decay for one-dimensional parameters (its get_param_groups)."""
-    assert not any(map(must_decay, (NORM, FINAL, "decoder.layers.0.self_attention.linear_qkv.bias")))
-    assert all(map(must_decay, (WORD, "embedding.position_embeddings.weight", MATRIX)))
 
 
 def test_marks_of_parts_add_up_to_the_mark_of_the_whole() -> None:

@@ -20,10 +20,9 @@ OTHERS_S = 30.0  # for the other nodes of the job to dump their ranks
 
 
 def capture(folder: Path, plan: Plan, hosts: set[str] | None = None) -> Path:
-    """Dump all ranks into a new folder `stacks/<time>/` of the run, with its topology.json; returns this folder.
+    """Dump all ranks into a new folder `stacks/<time>/` of the run, with topology.json; returns it.
 
-    The watchdog of each other host sees the new folder and dumps its ranks; where one does not answer within OTHERS_S
-    they are missing, which is evidence too.
+    The watchdog of each other host sees the folder and dumps its ranks, or they are missing.
     """
     stacks = folder / "stacks" / datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
     while stacks.exists():
@@ -41,8 +40,8 @@ def capture(folder: Path, plan: Plan, hosts: set[str] | None = None) -> Path:
 
 
 def capture_here(folder: Path, stacks: Path) -> None:
-    """Dump the ranks of this host into `stacks`: rank_<n>.json by py-spy, else rank_<n>.txt by faulthandler; and NCCL's
-    Flight Recorder dump where there is one. states-<host>.json holds the state of each process."""
+    """Dump the ranks of this host into `stacks`: rank_<n>.json by py-spy, else rank_<n>.txt by
+    faulthandler, and its Flight Recorder; states-<host>.json has the states of their processes."""
     # Where the heartbeats of this host cannot be seen, as from outside a container, the run folder has the last ones.
     beats = [beat for place in node_folders(folder) for beat in beats_in(place).values()]
     own = [beat for beat in beats or read_beats(folder).values() if beat.host == platform.node()]
@@ -69,14 +68,8 @@ def pyspy_dump(pid: int, *, stopped: bool = False) -> tuple[str, str]:
     """The output of `py-spy dump --json` for a process of this host and "", or "" and the error."""
     own = Path(sys.executable).with_name("py-spy")
     # A process that is stopped already cannot be paused: py-spy would fail.
-    command = [
-        str(own) if own.exists() else "py-spy",
-        "dump",
-        "--json",
-        "--pid",
-        str(pid),
-        *["--nonblocking"] * stopped,
-    ]
+    program = str(own) if own.exists() else "py-spy"
+    command = [program, "dump", "--json", "--pid", str(pid), *["--nonblocking"] * stopped]
     try:
         # It takes milliseconds; a process that dies under it must not hold up the others.
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

@@ -31,12 +31,12 @@ class Evidence:
 
 
 def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
-    """The evidence in a folder of dumps, or in a run folder with `stacks/`. Raises ValueError where there is no dump.
+    """The evidence in a folder of dumps, or in a run folder with `stacks/`. ValueError where there is no dump.
 
-    Rank and moment come from the names: `rank_12.json`, `12.txt`, `nccl_trace_rank_12`; a file of one node
-    (`trace-node7.out`), or its lines in a file of many (pdsh, srun --label, dshbak), holds its ranks in the order of
-    --local_rank, else of pid; nodes are taken in the order of --node_rank, else of their names. Subfolders are moments,
-    in the order of their names; the last counts. `grid` takes precedence over topology.json and plan.json.
+    Ranks come from names (`rank_12.json`, `12.txt`, `nccl_trace_rank_12`). A file of one node
+    (`trace-node7.out`), or its lines in a file of many, holds its ranks in the order of --local_rank,
+    else of pid; nodes come in the order of --node_rank, else of their names. Subfolders are moments, of
+    which the last counts. `grid` takes precedence over topology.json and plan.json.
     """
     require_folder("folder", folder)
     roots = [folder / "stacks", folder / "ranks"] if (folder / "stacks").is_dir() else [folder]
@@ -162,10 +162,7 @@ def is_trainer(dump: Dump) -> bool:
 
 
 def read_file(path: Path) -> dict[str, list[Dump]] | Recording:
-    """The recording in a file, or its dumps by host ("" where its lines name none; empty for other kinds of file).
-
-    Raises ValueError for a dump that cannot be read.
-    """
+    """The recording in a file, or its dumps by host ("": none named). ValueError for a damaged dump."""
     require(path.stat().st_size <= 64 << 20, "file", path.name, "larger than any dump")
     data = path.read_bytes()
     head = data.lstrip()[:1]
@@ -194,10 +191,10 @@ def _dumps(text: str, suffix: str) -> list[Dump]:
 
 
 def texts_by_host(text: str) -> dict[str, str]:
-    """The text of each host in that of many, without what stands before its lines; {"": text} where no line names one.
+    """The text of each host in that of many; {"": text} where no line names one.
 
-    pdsh, ds_ssh and clush write `node1: ` before each line, `srun --label` ` 3: `, mpirun `[1,3]<stdout>:`, torch
-    `[rank3]: `; dshbak a heading between two rules. Lines of no host are left out: a banner, or an error of the tool.
+    pdsh, ds_ssh and clush write `node1: ` before each line, `srun --label` ` 3: `, mpirun
+    `[1,3]<stdout>:`, torch `[rank3]: `; dshbak a heading between two rules. Other lines are left out.
     """
     begin = r"(?:Process \d{1,9}: |(?:Current thread|Thread) (?:0x)?[0-9a-fA-F]{1,16} [(\[]|Timeout \()"
     if not re.search(begin, text):  # a log, which may be long
@@ -223,7 +220,7 @@ def _labelled(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _grid(folder: Path, paths: list[Path], notes: list[str]) -> Grid | None:
-    """The grid by the topology.json of the last moment, else by that or plan.json here or up to two folders above."""
+    """The grid by the last topology.json, else by that or plan.json here or up to two folders above."""
     listed = [p for p in paths if p.name == "topology.json"][::-1]
     above = [f / name for f in [folder, *folder.resolve().parents][:3] for name in ("topology.json", "plan.json")]
     for path in filter(Path.is_file, [*listed, *above]):

@@ -40,8 +40,7 @@ class Plain(pickle._Unpickler):
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One collective as a rank recorded it: of which process group (its name, description and members), its number in
-    the group, what must be equal on all ranks, and whether it is `done`."""
+    """One collective as a rank recorded it: its group, its number in it, and the `kind` that all ranks share."""
 
     group: str
     desc: str
@@ -95,10 +94,10 @@ class Recording:
 
 
 def read_recording(data: bytes) -> Recording:
-    """The recording in a dump, pickle or JSON (`_dump_nccl_trace`, `_dump_fr_trace_json`); ValueError for other data,
-    also truncated.
+    """The recording in a dump, pickle or JSON; ValueError for other or truncated data.
 
-    Format 2.x of torch 2.3 to 2.13 (torch/csrc/distributed/c10d/FlightRecorder.hpp). Left out: C++ stacks, timings.
+    Format 2.x of torch 2.3 to 2.13 (torch/csrc/distributed/c10d/FlightRecorder.hpp). Left out: C++
+    stacks, timings.
     """
     try:
         values = json.loads(data) if data.lstrip()[:1] == b"{" else Plain(io.BytesIO(data)).load()

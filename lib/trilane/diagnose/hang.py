@@ -35,9 +35,9 @@ class Group(Record):
 class Verdict(Table):
     """The cause of a hang, from a folder of dumps; as a table the groups of equal stacks, the largest first.
 
-    `reasons` has a line for each suspect, strongest evidence first, `nodes` are theirs; `exclude` is sbatch's option to
-    leave these out, "" where it cannot help or their names are unknown; `edges` is who waits for whom; `notes` report
-    what is odd about the evidence; `example`: the dumps are made up.
+    `reasons` are by suspect, strongest evidence first; `exclude` is sbatch's option to leave out their
+    `nodes`, "" where it cannot help or names are unknown; `edges` is who waits for whom; `example`: the
+    dumps are made up.
     """
 
     folder: Path

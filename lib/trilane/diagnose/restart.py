@@ -136,8 +136,8 @@ def _notes(a: Snapshot, b: Snapshot) -> Iterator[str]:
 def changed(before: Snapshot, after: Snapshot) -> Findings:
     """A finding for every rank's part of a tensor that differs.
 
-    After a load, bits are compared. Between two runs only matrices count, and only beyond rounding: the gradient of a
-    key bias is 0 but for rounding, which Adam scales to the size of any other step.
+    After a load, bits are compared. Between two runs only matrices count, beyond rounding: a gradient
+    that is 0 but for rounding, as a key bias has, Adam scales to the size of any other step.
     """
     # By rounding two trainings on the same samples differ this far. With three replicas the copies of a tied embedding
     # differ, and a load merges them: 8e-6 after 5 steps.

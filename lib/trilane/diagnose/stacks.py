@@ -76,13 +76,12 @@ def _dump(threads: list[Thread], **facts: Any) -> Dump:
     started = [t for t in threads if t.frames and t not in helpers]
     # faulthandler names no thread, and cuts a deep stack after a hundred frames, so that its root is missing
     main = [t for t in started if t.name == "MainThread"]
-    main = main or [
-        t for t in started if t.frames[-1].function in ("<module>", "_run_module_as_main", "_start", "main")
-    ]
+    roots = ("<module>", "_run_module_as_main", "_start", "main")
+    main = main or [t for t in started if t.frames[-1].function in roots]
     main = main or list(filter(_waits_for_engine, started)) or [t for t in started if t.is_current]
     frames, owns_gil = (main[0].frames, main[0].owns_gil) if main else ((), False)
-    # With CUDA the backward pass, and so the collectives in it, runs in a thread that Python did not start. It holds
-    # only the frames of what C++ called (a function's backward, a hook of a parameter), which belong on top.
+    # With CUDA the backward pass runs in a thread that Python did not start. It holds only the frames
+    # of what C++ called (a function's backward, a hook of a parameter), which belong on top.
     others = [t for t in started if t != main[0]] if main and _waits_for_engine(main[0]) else []
     for top in sorted(others, key=_waits_for_engine)[:1]:
         frames, owns_gil = top.frames + frames, top.owns_gil

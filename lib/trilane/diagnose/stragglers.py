@@ -44,12 +44,11 @@ def find_stragglers(grid: Grid, seconds: Seconds) -> Stragglers:
 
         find_stragglers(*read_phase_times(run_folder)).to_text()
 
-    A rank's own work is compared with that of its stage, since stages differ: score = (x - median) / (1.4826 MAD), MAD
-    at least 1 % of the median, so that tiny differences between equal times do not count. A node is slow where most
-    of its ranks are. A link is slow where ranks that do their own work as fast as others communicate longer than
-    their peers: this holds at both ends, so that the pair of nodes is named although each alone is not slow. Ranks
-    that wait for a slow rank also wait in communication, so where a rank is slow, links are not examined. Left out: a
-    link that slows a whole ring collective evenly shows at no rank.
+    A rank's own work is compared with that of its stage: score = (x - median) / (1.4826 MAD), MAD at
+    least 1 % of the median. A node is slow where most of its ranks are. A link is slow where ranks
+    that do their own work as fast as others communicate longer, at both ends; ranks that wait for a
+    slow rank do too, so where one is slow, links are not examined. Left out: a link that slows a whole
+    ring collective evenly.
     """
     for rank in seconds:
         require(rank in grid, "rank", rank, f"must lie below tp x pp x dp = {len(grid.ranks)}")

@@ -12,7 +12,7 @@ from trilane.workspace.rank_grid import Grid
 
 OPEN = "cannot be determined"  # in each reason that leaves open whether the rank is at fault
 WHICH = f"; which of them is wrong {OPEN}"
-AT_LINE = f"; whether it computes or waits at this line (for its GPU, a lock, a file), {OPEN} from stacks"
+AT_LINE = f"; whether it computes or waits at this line {OPEN} from stacks"
 Edges = dict[int, set[int]]  # for each waiting rank, those that it waits for
 
 
@@ -28,9 +28,9 @@ class Suspects:
 def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     """The suspects of a hang.
 
-    Suspect are ranks that are gone, stopped, crashed or locked; ranks without a dump where most have one; and ranks
-    that do something else while members of their groups wait. Where all wait, a group whose members are in different
-    collectives is a mismatch: in the smallest cycle of the wait graph, the ranks that are behind, or the fewest.
+    Suspect are ranks that are gone, stopped, crashed or locked; ranks without a dump where most have
+    one; and ranks that do something else while members of their groups wait. Where all wait: in the
+    smallest cycle of the wait graph, the ranks that are behind, or the fewest in another collective.
     """
     axes = axes_of(evidence.grid, found)
     edges = wait_edges(evidence, found, axes)
@@ -45,13 +45,12 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     reasons = {r: found[r].text + AT_LINE * (r in held and not found[r].on_host) for r in (*hard, *held, *silent)}
     reasons |= {r: _recorded_reason(evidence, found, edges, r) for r in held if not found[r].frames}
     if 2 * sum(c.kind == "gone" for c in found.values()) > len(found):
-        reasons = {r: f"{text}; which rank was the first to end {OPEN} from dumps" for r, text in reasons.items()}
+        reasons = {r: f"{text}; which rank ended first {OPEN}" for r, text in reasons.items()}
     left = set(edges) - reaching(edges, reasons)
     reasons = _mismatch(evidence, found, edges, left, alone=not reasons) | reasons
     waiting = [c.wait is not None for c in found.values() if c.frames]
     if not (hard or silent or evidence.earlier) and 2 * sum(waiting) < len(waiting):
-        between = f"; most ranks do not wait: whether the job is between two steps {OPEN} from one dump"
-        reasons = {r: text + between for r, text in reasons.items()}
+        reasons = {r: f"{text}; most do not wait: whether any hangs {OPEN}" for r, text in reasons.items()}
     # A lock may be held for an instant, and a rank without a dump may not have been dumped.
     order = dict.fromkeys(HARD[:3], 0) | {"silent": 2}
     ranks = sorted(reasons, key=lambda r: (order.get(found[r].kind, 1), -held.get(r, 0), r))
@@ -59,8 +58,7 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
 
 
 def _busy(found: Conditions, edges: Edges, hard: list[int], silent: list[int]) -> dict[int, int]:
-    """The ranks outside communication that hold up others, with how many they hold up; where none is waited for, those
-    that work on the host."""
+    """Ranks outside communication, with how many they hold up; of those that hold up none, who work on the host."""
     waited = set().union(*edges.values())
     # A recording alone shows that a rank is outside any collective, not that it should be in one.
     idle = [r for r, c in found.items() if c.kind == "busy" and not edges.get(r) and (c.frames or r in waited)]
@@ -79,7 +77,7 @@ def _busy(found: Conditions, edges: Edges, hard: list[int], silent: list[int]) -
 
 
 def _mismatch(evidence: Evidence, found: Conditions, edges: Edges, left: set[int], *, alone: bool) -> dict[int, str]:
-    """Suspects among ranks that all wait, with reasons; unless `alone` (no other suspects), only cycles count."""
+    """Suspects among ranks that all wait; unless `alone` (no other suspects), only cycles count."""
     seen = left | {t for r in left for t in edges[r]}
     inside = {r: edges.get(r, set()) & seen for r in seen}
     waited = set().union(*inside.values())
@@ -92,8 +90,7 @@ def _mismatch(evidence: Evidence, found: Conditions, edges: Edges, left: set[int
 
 
 def _strays(evidence: Evidence, found: Conditions, inside: Edges, waited: set[int]) -> dict[int, str]:
-    """Suspects, with reasons, where the groups at the end of the graph have all come together, so that none is late: a
-    rank that left the order is in the rarest collective, waits there for others, and keeps its own group waiting."""
+    """A rank that left the order is in the rarest collective, waits there, and keeps its own group waiting."""
     waits = {r: w for r in inside if (w := found[r].wait) and not w.is_blind and r not in evidence.recordings}
     if len(waits) < len(inside) or any(len(end) > 1 or inside[min(end)] for end in final_components(inside)):
         return {}
@@ -104,8 +101,7 @@ def _strays(evidence: Evidence, found: Conditions, inside: Edges, waited: set[in
 
 
 def _ahead(evidence: Evidence, inside: Edges) -> dict[int, str]:
-    """Suspects, with reasons, among ranks whose recorders all wait in one group: a minority in a later call of it, for
-    which the others would count as late."""
+    """Of ranks whose recorders wait in one group, a minority in a later call, for which the others count as late."""
     calls = {r: call for r in inside if (rec := evidence.recordings.get(r)) and (call := rec.waiting)}
     counts = Counter(call.sequence for call in calls.values())
     usual, most = max(counts.items(), key=lambda item: item[1], default=(0, 0))
@@ -117,7 +113,7 @@ def _ahead(evidence: Evidence, inside: Edges) -> dict[int, str]:
 
 
 def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[int]) -> dict[int, str]:
-    """Of ranks that wait for each other, those that differ, with reasons."""
+    """Of ranks that wait for each other, those that differ."""
     steps = {r: evidence.grid[r].progress for r in cycle}
     counts = Counter(p.progress for p in evidence.grid.places if p.step >= 0)
     usual = max(counts, key=counts.__getitem__, default=-1)
@@ -133,12 +129,12 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
     if any(wait.is_blind for wait in waits.values()):
         return _left_behind(found, waits)
     if len(cycle) == 1:
-        # By its stack such a rank is where its whole group is: their operation does not end, and none of them is late.
+        # Its whole group is there by its stack, and their operation does not end.
         there = not evidence.recordings and not any(c.kind in NO_EVIDENCE for c in found.values())
         is_there = (waits and there) or (min(cycle) in calls and not edges.get(min(cycle)))
         return {} if is_there else {r: _recorded_reason(evidence, found, edges, r) for r in cycle}
     few = _rare(waits)
-    # Sends and receives are rare by nature: a rank that waits for all is more suspect than one that waits for one.
+    # Sends and receives are rare by nature.
     few = [r for r in few if not waits[r].p2p] or few
     few = few if 3 * len(few) <= len(cycle) else []
     which = "" if few and evidence.grid.known else WHICH
@@ -148,8 +144,7 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
 
 
 def _left_behind(found: Conditions, waits: Mapping[int, Wait]) -> dict[int, str]:
-    """Suspects, with reasons, where most are at a later line that does not show what they wait for: the few in a
-    collective that these have left."""
+    """The few in a collective that most have left for a line that does not show what they wait for."""
     blind = [r for r, wait in waits.items() if wait.is_blind]
     few, at = sorted(waits.keys() - blind), waits[blind[0]].site
     before = all(_is_before(found[r].frames, found[b].frames) for r in few for b in blind)
@@ -161,23 +156,22 @@ def _left_behind(found: Conditions, waits: Mapping[int, Wait]) -> dict[int, str]
 def _is_before(frames: Frames, others: Frames) -> bool:
     """Whether a stack is in an earlier line of the function in which it and another one part."""
     pairs = zip(reversed(frames), reversed(others), strict=False)
-    return next(
-        (one.key[:2] == other.key[:2] and one.line < other.line for one, other in pairs if one.key != other.key), False
-    )
+    one, other = next(((a, b) for a, b in pairs if a.key != b.key), (None, None))
+    return bool(one and other and one.key[:2] == other.key[:2] and one.line < other.line)
 
 
 def _recorded_reason(evidence: Evidence, found: Conditions, edges: Edges, rank: int) -> str:
-    """The reason for a rank that others wait for, by their recorders, and that waits for none that can be seen."""
+    """The reason for a rank that others wait for and that is seen to wait for none."""
     for waiter in (w for w, targets in edges.items() if rank in targets and w in evidence.recordings):
         if (call := evidence.recordings[waiter].waiting) is not None:
             own = evidence.recordings.get(rank)
             lost = own is not None and not own.knows(call.group)
-            return f"others wait for it in {call}" + f"; its ring has lost whether it came, which {OPEN}" * lost
+            return f"others wait for it in {call}" + f"; whether it came {OPEN}" * lost
     return f"{found[rank].text}, others wait for it in another collective"
 
 
 def _rare(waits: Mapping[int, Wait]) -> list[int]:
-    """The ranks in the rarest operation of a line; where all are at one line, those that came there differently."""
+    """The ranks at the rarest line; where all are at one, those that came there differently."""
     # Different layers call the same line: ranks of one group in it are no rarer for being in two layers.
     return _fewest({r: (w.op, w.site.key) for r, w in waits.items()}) or _fewest({r: w.call for r, w in waits.items()})
 
@@ -190,10 +184,10 @@ def _fewest(kinds: Mapping[int, tuple[object, ...]]) -> list[int]:
 
 
 def axes_of(grid: Grid, found: Conditions) -> dict[int, str]:
-    """The group axis of each waiting rank's collective: by names in its stack, else by which ranks are absent.
+    """The group axis of each waiting rank: by names in its stack, else by which ranks are absent.
 
-    Of all ways to group the ranks, the one is taken with the fewest, but at least one, members absent from that line;
-    among equals one whose absent members do not wait themselves, then the one with the largest groups.
+    Taken are the groups with the fewest, but at least one, members absent from that line; among equals
+    those whose absent members do not wait themselves, then the largest.
     """
     sites, axes = defaultdict[object, list[int]](list), dict[int, str]()
     for rank, wait in ((r, c.wait) for r, c in found.items() if c.wait is not None):
@@ -232,7 +226,7 @@ def wait_edges(evidence: Evidence, found: Conditions, axes: dict[int, str]) -> E
 
 
 def _is_with(grid: Grid, found: Conditions, rank: int, member: int) -> bool:
-    """Whether both are in one collective: the same operation, called by the same lines, in the same iteration."""
+    """Whether both are in one collective: one operation, called by the same lines, in one iteration."""
     one, other, steps = found[rank].wait, found[member].wait, {grid[rank].progress, grid[member].progress}
     if one is None or other is None or one.axis in ("next", "previous") or one.call != other.call:
         return False
@@ -240,7 +234,7 @@ def _is_with(grid: Grid, found: Conditions, rank: int, member: int) -> bool:
 
 
 def _recorded_edges(evidence: Evidence, found: Conditions) -> Edges:
-    """The edges by the Flight Recorder: to the members that never entered the call, or entered another."""
+    """The edges to the members that never entered the recorded call, or entered another."""
     edges: Edges = {}
     for rank, recording in evidence.recordings.items():
         if (call := recording.waiting) is None or found[rank].kind in HARD:

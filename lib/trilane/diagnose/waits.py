@@ -9,16 +9,16 @@ from trilane.diagnose.evidence import Evidence
 from trilane.diagnose.stacks import Frame, Frames, patterns
 from trilane.utils.tables import grouped
 
-HARD = ("gone", "crashed", "stopped", "locked")  # kinds of a Condition that prove that the rank does not go on
+HARD = ("gone", "crashed", "stopped", "locked")  # kinds of ranks that do not go on
 NO_EVIDENCE = ("unreadable", "unknown")  # kinds from which nothing is concluded
-OTHER = "other"  # axis of a group that tp, pp and dp do not give: of experts, or of a sequence's parts
+OTHER = "other"  # axis of a group of experts, or of a sequence's parts
 Key = tuple[tuple[str, str, int], ...]  # of frames
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """A wait in `op`, which `site` calls: an operation; "device" is for the GPU and what was queued on it before;
-    "line" is a line where most ranks compute or wait; "wait" a line that communicates by its names alone."""
+    """A wait in `op`, which `site` calls: an operation, "device" (what was queued on the GPU), "line"
+    (where most ranks compute or wait) or "wait" (a line that communicates by its names)."""
 
     op: str
     site: Frame
@@ -55,8 +55,7 @@ class Condition:
     frames: Frames = ()
     wait: Wait | None = None
     moves: bool = False  # an earlier dump has another stack
-    # It is known to work on the host. Any other busy rank may wait at its line for its GPU: `.item()`, `.cpu()` and a
-    # launch into a full queue are C++.
+    # Any other busy rank may wait for its GPU: `.item()`, `.cpu()` and a launch into a full queue are C++.
     on_host: bool = False
 
     @cached_property
@@ -77,8 +76,7 @@ def conditions(evidence: Evidence) -> Conditions:
     stacks = Counter(c.key for c in found.values() if c.frames)
     locked = [rank for rank, c in found.items() if c.kind == "locked"]
     for rank in locked:
-        # Any thread that runs Python holds its lock for that instant: it is a cause neither in many ranks, as of a
-        # profiler's thread, nor where half of the ranks wait.
+        # A thread that runs Python holds its lock for an instant: in many ranks it is no cause.
         if 2 * stacks[found[rank].key] >= stacks.total() > 1 or len(locked) > max(1, len(dumped) / 8):
             found[rank] = _by_stack(rank, evidence)
     # Most ranks at one line outside communication wait for their GPUs.
@@ -98,7 +96,7 @@ def _condition(rank: int, evidence: Evidence, without: str) -> Condition:
     if state in kinds:
         return Condition(kind=kinds[state], text=f"the process is {kinds[state]} (state {state})", frames=frames)
     if not frames and state == "D":
-        return Condition(kind="silent", text="no stack, and in uninterruptible sleep (state D)", on_host=True)
+        return Condition(kind="silent", text="no stack, and in state D", on_host=True)
     if dump is None and rank in evidence.recordings:
         idle = evidence.recordings[rank].waiting is None
         text = "outside any collective" if idle else "only its Flight Recorder was dumped"
@@ -131,7 +129,7 @@ def _by_stack(rank: int, evidence: Evidence) -> Condition:
     if not on_host and (axis := _first_match("axes", frames[:1])):
         wait = _wait("wait", frames, axis)
         return Condition(kind="soft", text="at a line that communicates", frames=frames, wait=wait, moves=moves)
-    sleeps = ", in uninterruptible sleep (state D)" if evidence.grid[rank].state == "D" else ""
+    sleeps = ", in state D (uninterruptible)" if evidence.grid[rank].state == "D" else ""
     # what waits for a GPU has released the GIL
     on_host = on_host or bool(sleeps) or dump.owns_gil
     text = next(filter(None, found.values()), "outside communication") + sleeps
