@@ -19,10 +19,21 @@ class NumericTable:
     earlier ones are arrays, which take a tenth of the memory."""
 
     def __init__(self) -> None:
-        self.names: dict[str, None] = {}
         self.rows = 0
+        self._names: dict[str, None] = {}
         self._chunks: list[dict[str, np.ndarray]] = []
         self._rows: list[dict[str, float]] = []
+        self._named = 0  # of these rows, whose names are among `_names`
+
+    @property
+    def names(self) -> dict[str, None]:
+        """The names of the columns, in their order."""
+        rows = self._rows[self._named :]
+        self._named = len(self._rows)
+        for row in rows:
+            if len(self._names) < MAX_COLUMNS and not row.keys() <= self._names.keys():
+                self._names |= dict.fromkeys([*row][: MAX_COLUMNS - len(self._names)])
+        return self._names
 
     def __contains__(self, name: str) -> bool:
         return name in self.names
@@ -31,8 +42,6 @@ class NumericTable:
         """Append a row, which the table then owns."""
         self._rows.append(row)
         self.rows += 1
-        if not row.keys() <= self.names.keys():
-            self._name(row)
         if len(self._rows) > 8192:
             self._settle(8000)
 
@@ -48,10 +57,9 @@ class NumericTable:
 
     def change(self, place: int, row: Mapping[str, float]) -> None:
         """Update the row at index `place`."""
-        if not row.keys() <= self.names.keys():
-            self._name(row)
         if (recent := place - self.rows + len(self._rows)) >= 0:
             self._rows[recent].update(row)
+            self._named = min(self._named, recent)
             return
         for name, value in row.items():
             numbers = self.column(name).copy()
@@ -90,7 +98,7 @@ class NumericTable:
     def replace(self, name: str, values: np.ndarray) -> None:
         assert len(values) == self.rows
         self.column(name)  # leaves no row outside the chunks
-        self.names[name] = None
+        self._names[name] = None
         for chunk, part in zip(
             self._chunks, np.split(values, np.cumsum([len(c[""]) for c in self._chunks])), strict=False
         ):
@@ -103,20 +111,22 @@ class NumericTable:
         columns = {name: self.column(name) for name in self.names}
         return pd.DataFrame({n: _whole(c) if n in integers else c for n, c in columns.items()}, copy=False)
 
-    def _name(self, row: Mapping[str, float]) -> None:
-        for name in row:
-            if len(self.names) < MAX_COLUMNS:
-                self.names.setdefault(name)
-
     def _settle(self, count: int) -> None:
         """Make arrays of the first rows that are dicts."""
-        rows, names = self._rows[:count], [*self.names]
-        try:
-            values = np.array([*map(itemgetter(*names, names[0]), rows)]).T
-        except KeyError:  # not every row has every number
+        rows, names = self._rows[:count], [*self._rows[0]]
+        try:  # rows of equally many numbers that have all those of the first have no others
+            is_alike = len({*map(len, rows)}) == 1 and len(names) < MAX_COLUMNS
+            values = np.array([*map(itemgetter(*names, names[0]), rows)]).T if is_alike else None
+        except KeyError:
+            values = None
+        if values is None or self._names.keys() - names:
+            names = [*self.names]
             values = np.array([[row.get(name, NAN) for row in rows] for name in names])
+        else:
+            self._names |= dict.fromkeys(names)
         self._chunks.append({"": np.empty(count, np.int8), **dict(zip(names, values, strict=False))})
         del self._rows[:count]
+        self._named = max(0, self._named - count)
 
 
 def _whole(numbers: np.ndarray) -> np.ndarray:

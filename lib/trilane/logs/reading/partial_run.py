@@ -1,7 +1,7 @@
 """PartialRun: one run while its log is being read."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -139,9 +139,9 @@ class PartialRun:
         if rows >= self._next_stamp:
             self.first_number = self.first_number or number
             self.stamps.append((iteration, line_time(line)))
-            if len(self.stamps) > 200:
+            if len(self.stamps) > 50:
                 del self.stamps[1::2]
-            self._next_stamp = rows + max(1, rows // 200)
+            self._next_stamp = rows + max(1, rows // 25)
 
     def timed(self, row: dict[str, float], time_s: float, dialect: str) -> dict[str, float]:
         """The row, with seconds per iteration since the last of that dialect, unless it has its own; `time_s` is NaN
@@ -178,7 +178,8 @@ class PartialRun:
         """
         if self.iterations.rows:
             skipped = row.get("skipped_total", NAN)
-            if skipped == skipped and "skipped" not in self.iterations:  # nothing else counts them
+            counted = self.iterations.last("skipped")
+            if skipped == skipped and counted != counted:  # nothing else counts them
                 self.iterations.change_last({"skipped_total": skipped})
             return
         self.last_line = line
@@ -220,6 +221,14 @@ class PartialRun:
         self.memory_rows = self.rows
         for name, value in report.items():
             row[name] = max(row.get(name, 0.0), value) if name.startswith("max_") else value
+
+    def add_memory_of(self, row: Mapping[str, float], columns: Sequence[str], rank: float) -> None:
+        """Update the memory of a rank by those columns of an iteration; most report nothing new."""
+        known = self.memory.get(0 if rank != rank else int(rank), {})
+        for name in columns:
+            if not (name.startswith("max_") and row[name] <= known.get(name, -1.0)):
+                return self.add_memory({name: row[name] for name in columns}, rank)
+        return None
 
     def add_ending(self, found: Ending) -> None:
         """Add an ending. Of each level and status the first one is kept that the run did not continue after, with the

@@ -135,15 +135,18 @@ class Form:
     ) -> None:
         self.kind, self.dialect, self.name = kind, dialect, ""
         columns = [span.column for span in spans]
-        odd = {s.column for s in spans if columns.count(s.column) > 1 or b"," in line[s.start : s.stop]}
-        self._plain = [s[:3] for s in spans if s.column not in odd and s[3:] == (1.0, 1.0)]
-        self._scaled = [s for s in spans if s.column not in odd and s[3:] != (1.0, 1.0)]
-        self._odd = [s for s in spans if s.column in odd]
-        self.absent = {name: float(text) for name, text in dialect.absent.items()} if dialect else {}
+        once = [s for s in spans if columns.count(s.column) == 1]
+        commas = {s.column for s in once if b"," in line[s.start : s.stop]}
+        self._plain = [s[:3] for s in once if s.column not in commas and s[3:] == (1.0, 1.0)]
+        self._scaled = [s for s in once if s.column not in commas and s[3:] != (1.0, 1.0)]
+        self._commas = [s for s in once if s.column in commas]
+        self._added = [s for s in spans if s not in once]
+        absent = next(iter(dialect.absent.items()), None) if dialect else None
+        self.absent = (absent[0], float(absent[1])) if absent else ("", NAN)
         self.memory = [column for column in MEMORY if column in columns]
         prefix = PREFIX.match(line)
         self._source = prefix.span(prefix.lastindex or 0) if prefix else (0, 0)
-        self._is_rank = bool(prefix and (prefix.lastindex or 0) <= 4)
+        self.is_rank = bool(prefix and (prefix.lastindex or 0) <= 4)
         stamp = None if {"sec_per_it", "time_s"} & {*columns} else STAMP.search(line, 0, FORM)
         self._stamp = stamp.span() if stamp else (0, 0)
         self._minute, self._day, self._passed = b"", NAN, 0  # of the last stamp
@@ -153,7 +156,9 @@ class Form:
         row = {column: float(line[start:stop]) for column, start, stop in self._plain}
         for column, start, stop, multiplier, divisor in self._scaled:
             row[column] = float(line[start:stop]) * multiplier / divisor
-        return row | row_of(self._odd, line) if self._odd else row
+        for column, start, stop, multiplier, divisor in self._commas:
+            row[column] = float(line[start:stop].replace(b",", b"")) * multiplier / divisor
+        return row | row_of(self._added, line) if self._added else row
 
     def source(self, line: bytes) -> float:
         """The number of the rank, process or host before the line; NaN without one."""
@@ -162,7 +167,7 @@ class Form:
 
     def rank(self, line: bytes) -> float:
         """The rank before the line; NaN without one."""
-        return self.source(line) if self._is_rank else NAN
+        return self.source(line) if self.is_rank else NAN
 
     def time(self, line: bytes) -> float:
         """Seconds since 1970 by the line's time stamp; NaN without one."""
@@ -198,6 +203,7 @@ class Reader:
         every = dialects()
         self._tables = [d for d in every if not (d.fallback or d.companion)]
         self._fallbacks, self._companions = [d for d in every if d.fallback], [d for d in every if d.companion]
+        self._words = [(word.encode(), dialect.name) for dialect in self._tables for word in dialect.words]
         self._guesses = {dialect.name for dialect in self._fallbacks}
         self._families = {name: d.family for d in every for name in d.family}
         self._all = [PartialRun()]
@@ -256,12 +262,13 @@ class Reader:
         if kind == "iteration":
             assert form.dialect
             is_next = form.name and form.name == run.steady and row["iteration"] > run.iteration
-            if is_next and not (form.absent and form.absent.items() & row.items()):
+            if is_next and row.get(form.absent[0]) != form.absent[1]:
                 if "sec_per_it" not in row:
                     row = run.timed(row, row["time_s"] if "time_s" in row else form.time(line), form.name)
-                run.add(row, form.name, form.source(line), line, self.number)
+                printed = form.source(line)
+                run.add(row, form.name, printed, line, self.number)
                 if form.memory:
-                    run.add_memory({column: row[column] for column in form.memory}, form.rank(line))
+                    run.add_memory_of(row, form.memory, printed if form.is_rank else NAN)
             else:
                 time_s, printed = form.time(line), form.source(line)
                 self._take(row, form.dialect, form.name, time_s, printed, line, self.number, is_plain=True)
@@ -295,7 +302,8 @@ class Reader:
             self._dicts.release(line)
         if self._open and self._continues(line):
             return Form("alone")
-        known = [dialect for dialect in self._tables if dialect.holds(line)]
+        held = {name for word, name in self._words if word in line}
+        known = [dialect for dialect in self._tables if dialect.name in held or not dialect.words]
         form = self._iterations(known, line, whole) if known else None
         found = [self._steps(dialect, line) for dialect in self._companions if dialect.holds(line)]
         if form or len(line) >= LONG:
