@@ -113,6 +113,11 @@ class NumericTable:
 
     def _settle(self, count: int) -> None:
         """Make arrays of the first rows that are dicts."""
+        if count > 1 and not self._chunks:
+            self._settle(
+                1
+            )  # a first line has no time since another, and else all would be searched for missing numbers
+            count -= 1
         rows, names = self._rows[:count], [*self._rows[0]]
         try:  # rows of equally many numbers that have all those of the first have no others
             is_alike = len({*map(len, rows)}) == 1 and len(names) < MAX_COLUMNS

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -137,8 +138,11 @@ class Form:
         columns = [span.column for span in spans]
         once = [s for s in spans if columns.count(s.column) == 1]
         commas = {s.column for s in once if b"," in line[s.start : s.stop]}
-        self._plain = [s[:3] for s in once if s.column not in commas and s[3:] == (1.0, 1.0)]
-        self._scaled = [s for s in once if s.column not in commas and s[3:] != (1.0, 1.0)]
+        plain = [s for s in once if s.column not in commas]
+        # itemgetter and map take all numbers of a line in a third of the time of a loop; it needs two places at least
+        self._names = [s.column for s in plain]
+        self._texts = itemgetter(*(slice(s.start, s.stop) for s in plain), slice(0), slice(0))
+        self._scaled = [(s.column, s.multiplier, s.divisor) for s in plain if s[3:] != (1.0, 1.0)]
         self._commas = [s for s in once if s.column in commas]
         self._added = [s for s in spans if s not in once]
         absent = next(iter(dialect.absent.items()), None) if dialect else None
@@ -153,9 +157,9 @@ class Form:
 
     def row(self, line: bytes) -> dict[str, float]:
         """The numbers of a line of this form."""
-        row = {column: float(line[start:stop]) for column, start, stop in self._plain}
-        for column, start, stop, multiplier, divisor in self._scaled:
-            row[column] = float(line[start:stop]) * multiplier / divisor
+        row = dict(zip(self._names, map(float, self._texts(line)), strict=False))
+        for column, multiplier, divisor in self._scaled:
+            row[column] = row[column] * multiplier / divisor
         for column, start, stop, multiplier, divisor in self._commas:
             row[column] = float(line[start:stop].replace(b",", b"")) * multiplier / divisor
         return row | row_of(self._added, line) if self._added else row
@@ -278,8 +282,10 @@ class Reader:
             self._companion(row, form, line)
         elif kind == "evaluation":
             run.add_validation({"iteration": run.iteration} | row)
-        else:
+        elif kind == "argument":
             self._facts.arguments(line, run)
+        else:
+            self._read_facts(line)
 
     def _line(self, line: bytes, whole: bool = True) -> Form | None:
         """Read one line by all rules, not `whole` if the file ends inside it. Returns its form, None where it holds
@@ -290,8 +296,7 @@ class Reader:
         text = text.rstrip(b"\r\n")
         parts = _parts(text)
         *forms, form = [self._part(part, whole or part is not parts[-1]) for part in parts]
-        facts = self._facts
-        self._waits = bool(self._open or self._dicts.pending or facts.traceback)
+        self._waits = bool(self._open or self._dicts.pending or self._facts.traceback)
         if form and form.kind == "iteration" and text is not line and text != line:
             return Form("alone")
         return Form("alone") if any(forms) or (forms and form) else form
@@ -309,11 +314,7 @@ class Reader:
         if form or len(line) >= LONG:
             return Form("alone") if any(found) else form
         form = next(filter(None, found), None)
-        run, facts, matched = self.run, self._facts, not all(dialect.is_blind for dialect in known)
-        if facts.is_launch(line):
-            matched = True
-            self._launch(line)
-            run = self.run
+        matched = not all(dialect.is_blind for dialect in known)
         if b"{'" in line:
             matched = True
             self._dicts.read(line)
@@ -323,13 +324,25 @@ class Reader:
             form = guessed
         if not matched and not form and (spans := timers(line)):
             form = Form("timers", None, line, spans)
-        is_argument = facts.arguments(line, run)
-        others = [facts.numbers(line, run), facts.end(line, run)]
-        if matched or any(others):
-            return form if form and form.kind == "timers" and not (matched or others[1]) else Form("alone")
+        is_argument, others, end = self._read_facts(line)
+        if matched or others or end:
+            if form and form.kind == "timers" and not (matched or end):
+                return form
+            is_alone = matched or form or known or any(dialect.holds(line) for dialect in self._fallbacks)
+            return Form("alone" if is_alone else "facts")
         if not form and (is_argument or (b"  " in line and arguments.UNDOTTED.match(line))):
             return Form("argument")
         return form
+
+    def _read_facts(self, line: bytes) -> tuple[bool, bool, bool]:
+        """Read what a line holds besides numbers of iterations; whether it has arguments, other facts, and an end."""
+        facts = self._facts
+        if is_launch := facts.is_launch(line):
+            self._launch(line)
+        run = self.run
+        found = facts.arguments(line, run), facts.numbers(line, run) or is_launch, facts.end(line, run)
+        self._waits = bool(self._open or self._dicts.pending or facts.traceback)
+        return found
 
     def _iterations(self, known: Sequence[Dialect], line: bytes, whole: bool) -> Form | None:
         """Read a line by the dialect that finds most in it: an iteration, or what is printed around iterations."""
@@ -416,7 +429,8 @@ class Reader:
         if run.restarts(row):
             self._begin()
         self.run.dialects["deepspeed"] += 0
-        self.run.add_companion(row, form.time(line), line, self.number)
+        run = self.run
+        run.add_companion(row, NAN if run.iterations.rows else form.time(line), line, self.number)
 
     def _continues(self, line: bytes) -> bool:
         """Whether the line continues the iteration that is open, which then may end."""
