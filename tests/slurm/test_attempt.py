@@ -179,6 +179,13 @@ def test_of_several_jobs_that_trained_the_last_one_counts(folder: Path, slurm: d
     assert (found.id, found.status, found.evidence) == ("78", "crashed", "by 78")
 
 
+def test_a_job_that_failed_before_it_began_has_not_the_end_of_the_one_before_it(folder: Path, slurm: dict) -> None:
+    trained(folder, "78")
+    slurm |= {"77": "COMPLETED", "78": "FAILED", "79": "FAILED"}
+    (found,) = jobs.job_status([folder])
+    assert found.id == "79" and found.evidence != "by 78"
+
+
 def test_slurms_own_reason_comes_before_what_the_training_wrote(folder: Path, slurm: dict[str, str]) -> None:
     """A job over its time limit is killed by signals, which looks like a crash; a completed run has completed."""
     trained(folder, "77", "crashed")
