@@ -68,7 +68,9 @@ def test_a_change_of_phase_is_progress_and_the_rank_without_is_named(
 ) -> None:
     """A rank that has finished may be silent: rank 0 writes the last checkpoint's manifest while others have ended."""
     one = Cluster(tmp_path, monkeypatch, 3, 100.0)
-    one.beat(0, 1, step=5), one.beat(2, phase="end")
+    one.beat(2, step=5, phase="end")
+    assert not one.after(60)
+    one.beat(0, 1, step=5)
     assert not one.after(90)
     one.beat(0, step=5, phase="backward")
     assert one.after(90) == "no progress for 100 s: rank 1 in iteration 5, forward"
