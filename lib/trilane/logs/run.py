@@ -13,8 +13,8 @@ from trilane.logs.arguments import Value
 from trilane.logs.checks import MOST_NUMBER, Problem
 from trilane.logs.clock import DAY_S
 from trilane.logs.dialects.tables import dialects
+from trilane.logs.endings import where
 from trilane.logs.hardware import Device
-from trilane.logs.places import where
 from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.reading.reader import Reader, blocks
 from trilane.logs.table import NAN, FrameField, NumericTable, Rows

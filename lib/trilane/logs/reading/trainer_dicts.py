@@ -3,16 +3,13 @@
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from trilane.logs.arguments import Value
 from trilane.logs.dialects.prefixes import NAN
 from trilane.logs.reading.partial_run import PartialRun
-
-if TYPE_CHECKING:
-    from trilane.logs.reading.reader import Reader
 
 DICT = re.compile(rb"\{('[^{}]*)\}")
 ENTRY = re.compile(rb"'(\w+)': '?(?:[\w.]+\()?([-+]?[\w.+-]+)'?")  # also tensor(1.25, device=..)
@@ -56,7 +53,7 @@ def _dicts(line: bytes) -> list[dict[str, float]]:
 class TrainerDicts:
     """Gives the dicts to the reader's run; one waits as `pending` for the bar on a line after it."""
 
-    def __init__(self, reader: "Reader") -> None:
+    def __init__(self, reader: Any) -> None:  # a Reader, whose module imports this one
         self._reader = reader
         self.pending = dict[str, float]()
         self.bar: dict[str, float] = {}  # the last one on a line of its own
