@@ -169,7 +169,7 @@ def cancel(*runs: str) -> Answer:
 @command(GROUP)
 def watch(
     *runs: str,
-    every: float = option(60.0, "seconds between two looks", above=0),
+    every: float = option(60.0, "polling interval (s)", above=0),
     seconds: float = option(7 * 86400.0, "end after so many, with exit code 75", above=0),
     stall: float = option(600.0, "seconds without an iteration that count as stalled", above=0),
     as_json: bool = False,
@@ -335,7 +335,7 @@ def nodes(
 @command(attempts)
 def guard(
     folder: Path,
-    every: float = option(30.0, "seconds between two looks", above=0),
+    every: float = option(30.0, "polling interval (s)", above=0),
     here: bool = option(False, "on this node, not by a step on another"),
 ) -> None:
     """Requeue the job when its first node, on which its script runs, has died; from another node, until ended."""

@@ -1,4 +1,4 @@
-"""Bisect a hanging plan, as document 003 did by hand: shrink it along one axis at a time, in short jobs with a time
+"""Bisect a hanging plan, as the BLOOM chronicles did by hand: shrink it along one axis at a time, in short jobs with a time
 limit, until the boundary between what works and what hangs is known.
 """
 
