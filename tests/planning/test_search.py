@@ -149,7 +149,7 @@ def test_a_plan_of_the_command_is_a_plan(capsys):
         ("--cluster jz-v100-32g --gpus 64 --precision bf16", "V100-32GB has no bf16 matrix units"),
         ("--calibration missing.json", "calibration=missing.json: no such file"),
         ("--zero 4", "zero=4: must be at most 3"),
-        ("--sequence-parallel maybe", "sequence_parallel=maybe: must be yes or no"),
+        ("--sequence-parallel maybe", "sequence_parallel=maybe: known: no, yes"),
         ("--recompute half", "recompute=half: known: full, none, selective"),
     ],
 )

@@ -23,6 +23,11 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the simulated runs
 Record = dict[str, Any]  # a JSON object
 
 
+def chance(p: float) -> str:
+    """A probability in words; some thousand simulated runs resolve nothing below one in a thousand."""
+    return f"{p:.1%}" if p >= 0.001 else "under 0.1 %"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A job of one topology, in seconds after the start, and the batch sizes that it trains."""
@@ -42,11 +47,8 @@ class Described(Table):
     def summary(self) -> Text:
         """The plan, when it is finished, what it costs, and how likely it fails either limit."""
         r, s, t, end = self.record, self.record["shape"], self.record["topology"], Text()
-        for limit, p in (("deadline", r["p_miss_deadline"]), ("allocation", r["p_overrun_allocation"])):
-            if p is not None:
-                # a few thousand runs resolve nothing below one in a thousand
-                chance = f"{p:.1%}" if p >= 0.001 else "under 0.1 %"
-                end = Text.of("{}; the {} {} is failed with probability **{}**", end, limit, r[limit], chance)
+        for limit, fact in self.limits().items():
+            end = Text.of("{}; {} {}", end, limit, fact)
         if self.unlike:
             end = Text.of("{}. The prediction has {}", end, self.unlike)
         return Text.of(
@@ -305,9 +307,16 @@ class Forecast(Described):
         found = {"ramp": f"{ramp['iterations']:,} iterations, {ramp['days']:.3g} days of work"}
         found["without stops"] = f"{r['ideal']['days']:.1f} days, {amount(r['ideal']['gpu_hours'])} GPU-hours"
         found["checkpoints"] = f"each {amount(r['checkpoint']['interval_s'] / 60)} minutes"
-        limits = {"deadline": r["p_miss_deadline"], "allocation": r["p_overrun_allocation"]}
-        failed = {limit: p for limit, p in limits.items() if p is not None}
-        return found | {limit: f"{r[limit]}: failed with probability {p:.1%}" for limit, p in failed.items()}
+        return found | self.limits()
+
+    def limits(self) -> dict[str, str]:
+        """How likely each limit that was given fails."""
+        r, found = self.record, {}
+        if (p := r["p_miss_deadline"]) is not None:
+            found["deadline"] = f"{r['deadline']}: missed with probability {chance(p)}"
+        if (p := r["p_overrun_allocation"]) is not None:
+            found["allocation"] = f"{r['allocation']:,.0f} GPU-hours: overrun with probability {chance(p)}"
+        return found
 
     def to_frame(self) -> DataFrame:
         """The rows, then the facts, as a table."""

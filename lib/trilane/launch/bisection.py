@@ -1,5 +1,5 @@
-"""Bisect a hanging plan, as the BLOOM chronicles did by hand: shrink it along one axis at a time, in short jobs with a time
-limit, until the boundary between what works and what hangs is known.
+"""Bisect a hanging plan, as the BLOOM chronicles did by hand: shrink it along one axis at a time, in short jobs with a
+time limit, until the boundary between what works and what hangs is known.
 """
 
 import contextlib
