@@ -48,7 +48,7 @@ class Described(Table):
         """The plan, when it is finished, what it costs, and how likely it fails either limit."""
         r, s, t, end = self.record, self.record["shape"], self.record["topology"], Text()
         for limit, fact in self.limits().items():
-            end = Text.of("{}; {} {}", end, limit, fact)
+            end = Text.of("{}; the {} {}", end, limit, fact)
         if self.unlike:
             end = Text.of("{}. The prediction has {}", end, self.unlike)
         return Text.of(
@@ -61,6 +61,15 @@ class Described(Table):
             *(with_interval(r[key], *r[f"{key}_interval"])[0] for key in ("days", "gpu_hours")),
             end,
         )
+
+    def limits(self) -> dict[str, str]:
+        """How likely each limit that was given fails."""
+        r, found = self.record, {}
+        if (p := r["p_miss_deadline"]) is not None:
+            found["deadline"] = f"{r['deadline']}: missed with probability {chance(p)}"
+        if (p := r["p_overrun_allocation"]) is not None:
+            found["allocation"] = f"{r['allocation']:,.0f} GPU-hours: overrun with probability {chance(p)}"
+        return found
 
     @property
     def unlike(self) -> str:
@@ -308,15 +317,6 @@ class Forecast(Described):
         found["without stops"] = f"{r['ideal']['days']:.1f} days, {amount(r['ideal']['gpu_hours'])} GPU-hours"
         found["checkpoints"] = f"each {amount(r['checkpoint']['interval_s'] / 60)} minutes"
         return found | self.limits()
-
-    def limits(self) -> dict[str, str]:
-        """How likely each limit that was given fails."""
-        r, found = self.record, {}
-        if (p := r["p_miss_deadline"]) is not None:
-            found["deadline"] = f"{r['deadline']}: missed with probability {chance(p)}"
-        if (p := r["p_overrun_allocation"]) is not None:
-            found["allocation"] = f"{r['allocation']:,.0f} GPU-hours: overrun with probability {chance(p)}"
-        return found
 
     def to_frame(self) -> DataFrame:
         """The rows, then the facts, as a table."""

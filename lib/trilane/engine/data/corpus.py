@@ -209,6 +209,10 @@ def check_pair(prefix: str, scanned: int = 1) -> tuple[np.ndarray, int]:
         start, length = starts[at : at + 10_000_000], lengths[at : at + 10_000_000].astype(np.int64)
         inside = (length >= 0) & (start >= 0) & (start <= size - length * item) & (start % item == 0)
         require(bool(inside.all()), "data.source", index, "has a sequence that does not lie within its .bin")
+    # megatron-core takes the document boundaries from here, and would read sequences that do not exist
+    ends = np.memmap(index, np.int64, "r", HEADER.size + 12 * sequences, (documents,)) if documents else [0]
+    rule = f"has documents of {ends[-1]} sequences, and {sequences} in all"
+    require(ends[-1] == sequences, "data.source", index, rule)
     ids = np.memmap(data, DTYPES[code], "r", 0, (size // item,))[:scanned]
     require(ids.min() >= 0, "data.source", data, f"holds the negative token {ids.min()}")
     return lengths, int(ids.max())
