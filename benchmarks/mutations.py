@@ -237,6 +237,8 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("logs", "logs/reading/reader.py", "logs"): [
         ("or not dialect.is_blind", "or False"),
+    ],
+    ("logs", "logs/reading/blocks.py", "logs"): [
         ('data.rfind(b"\\n") + 1', 'data.rfind(b"\\n")'),
     ],
     ("logs", "analysis/steady_state.py", "analysis/test_measure.py"): [

@@ -15,9 +15,9 @@ LIB = REPOSITORY / "lib/trilane"
 # The packages, lowest first, and the most lines of each, docstrings included; behind a number stands the aim.
 BUDGETS = {
     "utils": 900,  # 600
-    "config": 1760,  # 1450
+    "config": 1730,  # 1450
     "workspace": 1800,  # 1250
-    "logs": 3510,  # 2150
+    "logs": 3550,  # 2150
     "costmodel": 2750,  # 2600
     "interop": 780,  # 600
     "planning": 1480,  # 1250
@@ -28,11 +28,11 @@ BUDGETS = {
     "forecasting": 1670,  # 1350
     "slurm": 3560,  # 2650
     "report": 1860,  # 1500
-    "cli": 1350,  # 800
+    "cli": 1380,  # 800
 }
 ORDER = tuple(BUDGETS)
-MOST_LINES = 32_800  # 25,000
-MOST_FILES = 209  # 170
+MOST_LINES = 32_770  # 25,000
+MOST_FILES = 210  # 170
 MOST_BYTES = 50.8  # a line, on average, not by denser lines: 50
 MOST_CONSTANTS = 10.6  # of modules, per 1,000 lines: 10
 LEAST_COMMENTS = 1.8  # lines of reasons per 100 of code: 3

@@ -368,8 +368,8 @@ FILES: dict[str, tuple[Content, int]] = {
 def test_a_file_that_is_no_log_is_one_line(
     content: Content, expected: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trilane.logs.reading.reader.UNPACKED", 16 << 20)
-    monkeypatch.setattr("trilane.logs.reading.reader.MAX_RUNS", 100)
+    monkeypatch.setattr("trilane.logs.reading.blocks.UNPACKED", 16 << 20)
+    monkeypatch.setattr("trilane.logs.reading.runs.MAX_RUNS", 100)
     write(tmp_path / "run.log", content)
     code, _ = judged(["logs", "parse", str(tmp_path / "run.log")], tmp_path, capsys)
     assert code == expected

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 from support import REPOSITORY, small_plan
 
-from trilane.config import options, reference
+from trilane.cli import reference
+from trilane.config import options
 from trilane.config.options import option
 from trilane.config.parallelism import Topology
 from trilane.config.plan import read_plan
@@ -50,7 +51,7 @@ def test_a_label_names_every_choice_beyond_the_defaults_in_the_order_of_the_fiel
 
 @pytest.mark.parametrize("page", ["plan", "cluster", "site"])
 def test_the_reference_has_the_words_of_the_fields(page: str) -> None:
-    """Written again by `python -m trilane.config.reference docs/reference/*.md`."""
+    """Written again by `python -m trilane.cli.reference docs/reference/*.md`."""
     path = REPOSITORY / f"docs/reference/{page}.md"
     assert path.read_text() == reference.with_tables(path.read_text())
     kinds = (type(small_plan()), *(type(getattr(small_plan(), f.name)) for f in dataclasses.fields(small_plan())))

@@ -351,7 +351,7 @@ def test_a_hard_file_is_read_all_the_same(tmp_path, kind, content):
 
 @pytest.mark.parametrize("block", [64, 1000, 4096])
 def test_where_a_block_ends_makes_no_difference(tmp_path, monkeypatch, block):
-    monkeypatch.setattr("trilane.logs.reading.reader.BLOCK", block)
+    monkeypatch.setattr("trilane.logs.reading.blocks.BLOCK", block)
     text = "".join(M2021.format(i=i, n=90, c=i, ms=i, loss=i, k=0, b=4) + f"noise {i}\n" for i in range(1, 91))
     (tmp_path / "a.log").write_text(text + TITAN.format(i=95, loss=2))
     first, second = read_logs(tmp_path / "a.log")

@@ -143,7 +143,7 @@ def test_seconds_that_were_read_off_the_clock_are_reported_as_such(tmp_path):
 
 def test_a_form_that_held_nothing_is_read_once_other_digits_give_it_values(tmp_path, monkeypatch):
     """Forms of lines that hold nothing are remembered from block to block; `0 oom_kill events` and `step=0` say nothing, others do."""
-    monkeypatch.setattr("trilane.logs.reading.reader.BLOCK", 500)
+    monkeypatch.setattr("trilane.logs.reading.blocks.BLOCK", 500)
     killed = "slurmstepd: error: Detected {} oom_kill events in StepId=42.0.\n"
     (tmp_path / "a.log").write_text(killed.format(0) * 30 + FIVE + killed.format(0) * 30 + killed.format(1))
     assert read_log(tmp_path / "a.log").status == "host memory"
@@ -152,7 +152,7 @@ def test_a_form_that_held_nothing_is_read_once_other_digits_give_it_values(tmp_p
 
 
 def test_a_dump_that_every_rank_prints_is_read_anew_in_the_next_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("trilane.logs.reading.reader.BLOCK", 500)
+    monkeypatch.setattr("trilane.logs.reading.blocks.BLOCK", 500)
     start = "using world size: 8, data-parallel-size: 8\n"
     dump = "---------------- arguments ----------------\n  hidden_size ......... 64\n  a_name_that_is_long  7\n---------------- end of arguments ----------------\n"
     (tmp_path / "a.log").write_text((start + dump * 20 + FIVE) * 2)

@@ -8,7 +8,8 @@ from test_log_dialects import FORK, m2021
 
 from trilane.analysis.measure import measure_log
 from trilane.logs.dialects import tables
-from trilane.logs.reading.reader import Reader, blocks
+from trilane.logs.reading.blocks import blocks
+from trilane.logs.reading.reader import Reader
 from trilane.logs.run import read_log, read_logs
 
 # deepspeed/runtime/engine.py and deepspeed/utils/timer.py of https://github.com/deepspeedai/DeepSpeed
@@ -230,7 +231,7 @@ def test_other_encodings_are_read_as_utf8(tmp_path, code, count):
 
 
 def test_a_file_that_grows_is_read_as_far_as_it_goes_and_one_that_shrinks_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("trilane.logs.reading.reader.BLOCK", 1000)
+    monkeypatch.setattr("trilane.logs.reading.blocks.BLOCK", 1000)
     path, line = tmp_path / "a.log", m2021(1)
     path.write_text("".join(m2021(i, 99) for i in range(1, 20)))
     read = blocks(path)

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from trilane.logs.dialects.prefixes import timestamp
+from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.partial_run import PartialRun
-from trilane.logs.reading.reader import blocks
 from trilane.logs.table import NAN, NumericTable
 
 DATE = re.compile(rb"(?<!\d)(20\d\d)[-_]?(0[1-9]|1[0-2])[-_]?(0[1-9]|[12]\d|3[01])(?!\d|[ T_]\d\d:)")  # without a time

@@ -15,8 +15,9 @@ from trilane.logs.clock import DAY_S
 from trilane.logs.dialects.tables import dialects
 from trilane.logs.endings import where
 from trilane.logs.hardware import Device
+from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.partial_run import PartialRun
-from trilane.logs.reading.reader import Reader, blocks
+from trilane.logs.reading.reader import Reader
 from trilane.logs.table import NAN, FrameField, NumericTable, Rows
 from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shown

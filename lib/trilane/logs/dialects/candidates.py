@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trilane.logs.reading.reader import ESCAPE, blocks
+from trilane.logs.reading.blocks import blocks
+from trilane.logs.reading.reader import ESCAPE
 from trilane.utils.tables import printable
 from trilane.utils.validation import shown
 

@@ -3,13 +3,13 @@
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from trilane.logs.arguments import Value
 from trilane.logs.dialects.prefixes import NAN
 from trilane.logs.reading.partial_run import PartialRun
+from trilane.logs.reading.runs import Runs
 
 DICT = re.compile(rb"\{('[^{}]*)\}")
 ENTRY = re.compile(rb"'(\w+)': '?(?:[\w.]+\()?([-+]?[\w.+-]+)'?")  # also tensor(1.25, device=..)
@@ -51,10 +51,10 @@ def _dicts(line: bytes) -> list[dict[str, float]]:
 
 
 class TrainerDicts:
-    """Gives the dicts to the reader's run; one waits as `pending` for the bar on a line after it."""
+    """Gives the dicts to the current run; one waits as `pending` for the bar on a line after it."""
 
-    def __init__(self, reader: Any) -> None:  # a Reader, whose module imports this one
-        self._reader = reader
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
         self.pending = dict[str, float]()
         self.bar: dict[str, float] = {}  # the last one on a line of its own
         self._line, self._number = b"", 0  # of the pending dict
@@ -67,7 +67,7 @@ class TrainerDicts:
         for values in _dicts(line):
             if "train_runtime" in values and "loss" not in values:
                 self.release()
-                run = self._reader.run
+                run = self._runs.run
                 run.dialects["hf-trainer"] += 0
                 run.steady = ""
                 run.summary, run.last_line = run.summary or values, line
@@ -75,7 +75,7 @@ class TrainerDicts:
                 self.pending |= values
             else:
                 self.release()
-                self.pending, self._line, self._number = values, line, self._reader.number
+                self.pending, self._line, self._number = values, line, self._runs.number
                 if "step" in values:
                     self.release()
 
@@ -83,7 +83,7 @@ class TrainerDicts:
         """Read the pending dict, with the step of the bar before it, else of the bar on `line`."""
         if not (values := self.pending):
             return
-        self.pending, run = {}, self._reader.run
+        self.pending, run = {}, self._runs.run
         after, total = bar(line), run.iterations.last("train_iters")
         total = after.get("total", NAN) if total != total else total
         if "step" not in values:
@@ -95,7 +95,7 @@ class TrainerDicts:
         row = {column: values[name] for name, column in known.items()} | {"iteration": values.get("step", NAN)}
         row |= {"train_iters": values["total"]} if "total" in values else {}
         row = run.timed(row, values.get("elapsed", NAN), "hf-trainer")
-        self._reader.step(row, "hf-trainer", NAN, self._line, self._number)
+        self._runs.step(row, "hf-trainer", NAN, self._line, self._number)
 
 
 def _is_copy(values: dict[str, float], before: dict[str, float]) -> bool:

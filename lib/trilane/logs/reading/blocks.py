@@ -1,0 +1,98 @@
+"""A log file as blocks of whole lines: plain or gzip, complete, truncated or being written."""
+
+import codecs
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import BinaryIO
+
+from trilane.utils.validation import require, require_file
+
+BLOCK = 1 << 21  # bytes read at once
+UNPACKED, MAX_RATIO = 1 << 30, 200  # bytes that any gzip file may hold, and what a larger one may relative to its size
+MAX_LINE = 1 << 24  # bytes: a longer line is cut, so that memory stays bounded without line ends
+
+
+def blocks(path: Path, notes: list[str] | None = None) -> Iterator[bytes]:
+    """The bytes of `path`, cut after line ends; only the last block may end inside a line.
+
+    A truncated gzip file is read as far as possible, which is added to `notes`; UTF-16 as UTF-8. Leading zero bytes,
+    left when a log is emptied while it is being written, are skipped. Raises ValueError for a missing, empty or binary
+    file, for a damaged gzip file, and for one that becomes shorter while it is read: its blocks are of two logs.
+    """
+    require_file("log", path)
+    with path.open("rb") as raw:
+        rest, size, started = b"", 0, False
+        for chunk in _as_utf8(_chunks(raw, path, [] if notes is None else notes)):
+            size += len(chunk)
+            data = chunk if started else chunk.lstrip(b"\0")
+            if data and not started:
+                require(not is_binary(data[: 1 << 16]), "log", path, "is a binary file, not a log")
+                started = True
+            cut = data.rfind(b"\n") + 1
+            if cut == 0 and len(rest) + len(data) < MAX_LINE:
+                rest += data
+                continue
+            cut = cut or len(data)
+            yield rest + data[:cut]
+            rest = data[cut:]
+        require(
+            os.fstat(raw.fileno()).st_size >= raw.tell(), "log", path, "became shorter while it was read; read it again"
+        )
+        require(size > 0, "log", path, "is empty")
+        require(started, "log", path, "is a binary file, not a log")
+        if rest:
+            yield rest
+
+
+def _chunks(raw: BinaryIO, path: Path, notes: list[str]) -> Iterator[bytes]:
+    packed = raw.read(2) == b"\x1f\x8b"
+    raw.seek(0)
+    size = 1 << 16 if packed else BLOCK  # the members of a gzip file, however small, are each cut off what was read
+    data = raw.read(size)
+    if not packed:
+        while data:
+            yield data
+            data = raw.read(size)
+        return
+    unpack, left = zlib.decompressobj(wbits=31), max(UNPACKED, MAX_RATIO * path.stat().st_size)
+    while data:
+        try:
+            block = unpack.decompress(data, BLOCK)
+        except zlib.error as error:
+            raise ValueError(f"log={path}: a damaged gzip file ({error})") from None
+        left -= len(block)
+        require(left >= 0, "log", path, f"unpacks to more than {MAX_RATIO} times its size, as no log does")
+        yield block
+        data = unpack.unconsumed_tail or unpack.unused_data.lstrip(b"\0")
+        if unpack.eof and data:  # several members follow each other
+            unpack = zlib.decompressobj(wbits=31)
+        data = data or raw.read(size)
+    if not unpack.eof:
+        notes.append("the gzip file ends early (it was cut, or is still written): what came after is not known")
+
+
+def _as_utf8(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """The chunks without a byte order mark, those of UTF-16 (with a mark, or of Latin text) converted."""
+    first = next(chunks, b"")
+    marked, most = first[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), len(first) // 2
+    zeros = [first[start::2].count(b"\0") for start in (0, 1)]
+    if marked or (sum(zeros) >= 0.9 * most > 0 and min(zeros) <= 0.02 * most):
+        name = "utf-16" if marked else "utf-16-le" if zeros[1] > zeros[0] else "utf-16-be"
+        decoder = codecs.getincrementaldecoder(name)("replace")
+        for chunk in chain([first], chunks):
+            yield decoder.decode(chunk).encode("utf-8", "replace")
+        return
+    yield from chain([first.removeprefix(codecs.BOM_UTF8)], chunks)
+
+
+def is_binary(head: bytes) -> bool:
+    """Whether over 2 % of the bytes are control characters, or most are zero; but for holes, which file systems leave
+    in a log whose node died."""
+    text = re.sub(rb"\0{64,}", b"", head)
+    control = bytes({*range(1, 32)} - set(b"\t\n\r\x0b\x0c\x1b\x08\x07")) + b"\x7f"
+    odd = len(text) - len(text.translate(None, control))
+    return odd > len(text) // 50 or text.count(b"\0") > len(text) // 2 or (bool(head) and not text)
