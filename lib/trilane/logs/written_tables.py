@@ -134,9 +134,18 @@ class Text:
             self.facts = {name: value for name, value in self.facts.items() if name in kept}
             self.of_section = defaultdict(set)
         elif not line.startswith("* "):  # a remark about results
-            self.facts = self.facts | facts_of(line)
-            for name, value in facts_of(line).items():
+            stated = facts_of(line)
+            if any(stated.get(n, self.facts.get(n)) != self.facts.get(n, stated.get(n)) for n in ("layers", "hidden")):
+                self._forget_shape(stated)
+            self.facts = self.facts | stated
+            for name, value in stated.items():
                 self.of_section[name].add(value)
+
+    def _forget_shape(self, stated: Mapping[str, float]) -> None:
+        """Another shape begins: what was said of the one before holds neither below nor for the whole section."""
+        for name in ({"layers", "hidden", "heads"} & self.facts.keys()) - stated.keys():
+            del self.facts[name]
+            self.of_section[name].add(NAN)
 
 
 def facts_of(line: str) -> dict[str, float]:
