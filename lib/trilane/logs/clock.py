@@ -17,13 +17,6 @@ UNIX_DATE = re.compile(rb"\b([A-Z][a-z]{2}) {1,2}(\d{1,2}) \d\d:\d\d:\d\d (?:[AP
 DAY_S = 86400.0
 
 
-def past_midnight(times: np.ndarray) -> np.ndarray:
-    """Times of day, (lines,), as seconds since the first midnight; others as they are."""
-    if not len(times) or times.max() > DAY_S:
-        return times
-    return times + DAY_S * np.cumsum(np.diff(times, prepend=times[0]) < -DAY_S / 2)
-
-
 def still_runs(run: PartialRun, table: NumericTable, path: Path, age: float) -> tuple[bool, str]:
     """Whether a run without an end still runs, and what that rests on; the file was written `age` seconds ago.
 
