@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from trilane.engine.checkpoint.fingerprints import mark
+from trilane.engine.checkpoint.marks import mark
 from trilane.workspace.fingerprints import Part
 
 SIZE = 1000  # rows and columns: a million values

@@ -32,7 +32,7 @@ BUDGETS = {
 }
 ORDER = tuple(BUDGETS)
 MOST_LINES = 32_770  # 25,000
-MOST_FILES = 210  # 170
+MOST_FILES = 211  # 170
 MOST_BYTES = 50.8  # a line, on average, not by denser lines: 50
 MOST_CONSTANTS = 10.6  # of modules, per 1,000 lines: 10
 LEAST_COMMENTS = 1.8  # lines of reasons per 100 of code: 3

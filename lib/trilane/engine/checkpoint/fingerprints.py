@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 
 from trilane.config.plan import Plan
 from trilane.engine.backends.base import Engine, States
+from trilane.engine.checkpoint.marks import mark
 from trilane.engine.checkpoint.slices import boxes_of
 from trilane.engine.data.samples import SampleLoader
 from trilane.engine.model import rng
@@ -22,30 +23,7 @@ from trilane.utils.files import replace_text
 from trilane.utils.validation import to_mapping
 from trilane.workspace import fingerprints
 from trilane.workspace.checkpoints import KINDS, name_of
-from trilane.workspace.fingerprints import COPY, SKETCHES, Box, Mark, Part, file_of, planes, sides, weights
-
-
-def mark(part: torch.Tensor, box: Box) -> Mark:
-    """The Mark of `part`, the part `box` of its tensor; from a GPU only a few numbers are copied."""
-    if len(box) == 3:
-        return functools.reduce(operator.add, map(mark, part, planes(box)))
-    (first, end), (left, right) = sides(box)
-    x = part.detach().to(torch.float32).reshape(end - first, right - left).contiguous()
-    u, s = (torch.from_numpy(side).to(x.device) for side in weights(first, end, 1))
-    v, t = (torch.from_numpy(side).to(x.device) for side in weights(left, right, 2))
-    # Values at a time: on a GPU its temporaries are 16 bytes for each, on a CPU they fit in the processor's cache.
-    rows = max(1, (1 << 24 if x.is_cuda else 1 << 15) // x.shape[1])
-    found = torch.zeros((), dtype=torch.int64, device=x.device)
-    floats = torch.zeros(2 + SKETCHES, dtype=torch.float64, device=x.device)
-    for at in range(0, len(x), rows):
-        block = x[at : at + rows]
-        found += ((block.view(torch.int32) * v).sum(1) * u[at : at + rows]).sum()
-        floats[0] += torch.linalg.vector_norm(block, dim=1).double().square().sum()
-        floats[1] += block.sum(dtype=torch.float64)
-        floats[2:] += ((block @ t) * s[at : at + rows]).sum(0, dtype=torch.float64)
-    low, high = torch.stack(torch.aminmax(x)).tolist()
-    squares, total, *sketch = floats.tolist()
-    return Mark(hash=int(found.item()) % 2**64, squares=squares, total=total, low=low, high=high, sketch=tuple(sketch))
+from trilane.workspace.fingerprints import COPY, Mark, Part, file_of
 
 
 def read_marked(states: States, keep: Callable[[int, str, torch.Tensor], None] = lambda *reading: None) -> list[Part]:
