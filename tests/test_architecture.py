@@ -15,14 +15,14 @@ LIB = REPOSITORY / "lib/trilane"
 # The packages, lowest first, and the most lines of each, docstrings included; behind a number stands the aim.
 BUDGETS = {
     "utils": 900,  # 600
-    "config": 1730,  # 1450
+    "config": 1720,  # 1450
     "workspace": 1800,  # 1250
     "logs": 3550,  # 2150
     "costmodel": 2750,  # 2600
     "interop": 780,  # 600
     "planning": 1480,  # 1250
     "diagnose": 2140,  # 1800
-    "engine": 5500,  # 4370
+    "engine": 5510,  # 4370
     "launch": 920,  # 730
     "analysis": 2750,  # 1900
     "forecasting": 1670,  # 1350
@@ -31,7 +31,7 @@ BUDGETS = {
     "cli": 1380,  # 800
 }
 ORDER = tuple(BUDGETS)
-MOST_LINES = 32_770  # 25,000
+MOST_LINES = 32_780  # 25,000
 MOST_FILES = 211  # 170
 MOST_BYTES = 50.8  # a line, on average, not by denser lines: 50
 MOST_CONSTANTS = 10.6  # of modules, per 1,000 lines: 10
