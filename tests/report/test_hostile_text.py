@@ -79,7 +79,7 @@ def hostile_rows(path: Path) -> Path:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         for row in rows:
-            writer.writerow({**row, "row_id": f"a-{row['row_id']} {TEXT}", "table_id": TEXT, "set": TEXT})
+            writer.writerow({**row, "row_id": f"a-{row['row_id']} {TEXT}", "table_id": TEXT, "engine": TEXT})
         writer.writerow({**rows[0], "dp": TEXT})
     return path
 

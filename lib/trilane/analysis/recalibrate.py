@@ -16,8 +16,8 @@ from trilane.config.parallelism import Topology, invalid_reason
 from trilane.costmodel import calibration, shipped
 from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.fit import fit_time
+from trilane.costmodel.measured_rows import cells_of
 from trilane.costmodel.predict import Prediction, predict, sizes_of
-from trilane.costmodel.row_cells import cells_of
 from trilane.costmodel.uncertainty import Z90, Posterior, posterior
 from trilane.planning.search import search_space
 from trilane.planning.space import space_around
@@ -143,7 +143,7 @@ def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> 
 
 
 def stack(m: Measurement) -> str:
-    """The one of row_cells.STACKS that a log's dialect and arguments show, "" for none: it selects the prior."""
+    """The software stack that a log's dialect and arguments show, "" for none: it selects the prior."""
     if m.plan or m.log.dialect not in ("megatron-2021", "megatron-lm", "megatron-deepspeed-2022"):
         return ""
     if m.log.arguments.get("deepspeed.zero_optimization_stage") == 3:

@@ -161,7 +161,7 @@ def backtest(
     cv: str | None = option(None, "refit without each", choices=("table", "hidden", "date", "file", "file-ten")),
     calibrate_on: str | None = option(None, "refit to these rows first", metavar="CSV"),
 ) -> Answer:
-    """Compare measured rows (columns of lib/trilane/data/measured.csv) with their predictions.
+    """Compare measured rows (columns of lib/trilane/data/scored.csv) with their predictions.
 
     ROWS may be a set that ships: all, scored, measured, dlperf_v100, dgxc_nemotron_h100 or lucie_jz_a100_2024. Exit
     code 1 where no row can be predicted.

@@ -3,7 +3,7 @@
 import csv
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from trilane.costmodel.metrics import (
     predict_calibrated,
     predict_default,
 )
-from trilane.utils.tables import Columns, DataFrame, Table, Text
+from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json
 from trilane.utils.validation import require
 
 # Sets of rows in data/: of the BigScience documents, cleaned and as printed; and of other cards, stacks and shapes.
@@ -80,9 +80,7 @@ class Backtest(Table):
 
     def to_json(self) -> dict[str, Any]:
         """The backtest as a JSON object; a figure that is not finite is null."""
-        skipped = [asdict(s) for s in self.skipped]
-        rows = [asdict(p) for p in self.predictions]
-        return _finite({"rows": rows, "skipped": skipped, "summary": self.summary()})
+        return as_json({"rows": self.predictions, "skipped": self.skipped, "summary": self.summary()})
 
     def heading(self) -> Text:
         """How many rows were predicted and skipped, and how many of them count below, as sentences."""
@@ -152,24 +150,14 @@ def backtest(
     rows, skipped = [r for found, _ in read for r in found], [s for _, left in read for s in left]
     ignored = tuple(line for path in paths for line in ignored_words(path))
     cv = "" if cv == "none" else cv or ""
-    if cv:
-        predictions = leave_one_out(rows, cv)
-    elif calibrate_on:
+    if calibrate_on and not cv:
         on, bad = read_rows(calibrate_on, cluster)
         skipped += bad
         predictions = predict_calibrated(rows, on) if on else predict_default(rows)
     else:
-        predictions = predict_default(rows)
-    found = tuple(rows), tuple(predictions), tuple(skipped)
-    return Backtest(rows=found[0], predictions=found[1], skipped=found[2], left_out=cv, ignored=ignored)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
+        predictions = leave_one_out(rows, cv) if cv else predict_default(rows)
+    found: dict[str, Any] = {"rows": tuple(rows), "predictions": tuple(predictions), "skipped": tuple(skipped)}
+    return Backtest(**found, left_out=cv, ignored=ignored)
 
 
 def predicted_table(table: str) -> Columns:

@@ -48,15 +48,11 @@ def group_name(row: MeasuredRow) -> str:
     return f"{row.case.cluster.gpu.name.partition('-')[0]} {row.stack}".strip()
 
 
-def ranks(values: Sequence[float]) -> np.ndarray:
-    """Ranks from 1; ties get their mean rank."""
-    array = np.asarray(values, float)
-    return np.array([(array < v).sum() + (array == v).sum() / 2 + 0.5 for v in array])
-
-
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation; 0 if one side is constant."""
-    x, y = ranks(a), ranks(b)
+    """Rank correlation; ties share their mean rank; 0 if one side is constant."""
+    from scipy.stats import rankdata
+
+    x, y = rankdata(a), rankdata(b)
     return float(np.corrcoef(x, y)[0, 1]) if x.std() > 0 and y.std() > 0 else 0.0
 
 
