@@ -105,9 +105,6 @@ def test_a_step_is_attached_to_a_run_of_an_array_by_its_own_number(commands: Com
     commands.say("squeue", "echo 8")
     assert main(["debug", "capture", str(folder), "--job", "6_1", "--commands"]) == 0
     assert capsys.readouterr().out.startswith("srun --jobid=8 ")
-    commands.say("squeue", "true")
-    assert main(["debug", "capture", str(folder), "--job", "6_1", "--commands"]) == 2
-    assert capsys.readouterr().err == "trilane: job=6_1: is no longer running\n"
 
 
 def test_watching_goes_on_while_slurm_is_away_and_says_it_once(
@@ -122,6 +119,9 @@ def test_watching_goes_on_while_slurm_is_away_and_says_it_once(
     commands.say("squeue", AWAY)
     assert main(["slurm", "watch", str(folder), "--every", "0.01", "--seconds", "0.2"]) == 75
     assert capsys.readouterr().out.count("SLURM does not answer") == 1
+    commands.say("scontrol", AWAY)
+    assert main(["slurm", "status", str(folder)]) == 75
+    assert capsys.readouterr().err.startswith("trilane: slurm=scontrol ping: SLURM does not answer (")
 
 
 def test_a_submission_that_may_have_been_taken_is_not_called_undone(commands: Commands, folder: Path) -> None:

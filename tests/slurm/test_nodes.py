@@ -1,7 +1,6 @@
 """Which nodes of a job train, by what the test of each alone, and of pairs, finds; which ones later jobs avoid."""
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 from slurm_cluster import Commands
 
 from trilane.engine.bench import node_test as gpu_health
-from trilane.slurm import node_test, nodes
+from trilane.slurm import ledger, node_test, nodes
 from trilane.slurm.node_test import Group, Result
 
 FAST = {"matmul FLOP/s": 100.0, "PCIe B/s": 10.0}
@@ -19,10 +18,9 @@ class Nodes:
     """Nodes with their speed (1: as the others, 0: broken) alone and in a network."""
 
     def __init__(self, alone: dict[str, float], network: dict[str, float], doubtful: Sequence[str] = ()) -> None:
-        self.alone, self.network, self.doubtful, self.pairs = alone, network, doubtful, list[Group]()
+        self.alone, self.network, self.doubtful = alone, network, doubtful
 
     def __call__(self, mode: str, groups: Sequence[Group]) -> dict[Group, Result]:
-        self.pairs += groups if mode == "pair" else []
         return {group: self.result(mode, group) for group in groups}
 
     def result(self, mode: str, group: Group) -> Result:
@@ -37,31 +35,24 @@ class Nodes:
 @pytest.mark.parametrize(
     ("count", "alone", "network", "broken", "slow"),
     [
-        (4, {}, {}, [], []),
-        (2, {"b": 0.7}, {}, [], ["b"]),
-        (2, {"b": 0.8}, {}, [], []),
-        (3, {"a": 0.4, "b": 0.4, "c": 0.4}, {}, [], []),  # all slow: nothing to compare with
-        (4, {"a": 0.0}, {}, ["a"], []),
-        (2, {"a": 0.0, "b": 0.0}, {}, [], []),  # the test's own fault
-        (2, {}, {"b": 0.0}, [], []),  # which of the two?
-        (3, {}, {"a": 0.0}, ["a"], []),
-        (4, {}, {"b": 0.0}, ["b"], []),
-        (5, {}, {"e": 0.0}, ["e"], []),  # the odd one
-        (5, {}, {"a": 0.0, "c": 0.0}, ["a", "c"], []),  # its neighbours are fine
-        (6, {}, {"c": 0.3}, [], ["c"]),
-        (7, {}, {"c": 0.6}, [], []),
-        (8, {}, {"a": 0.0, "h": 0.3}, ["a"], ["h"]),
-        (4, {"a": 0.0}, {"d": 0.0}, ["a", "d"], []),
-        (4, {}, {"a": 0.0, "c": 0.0, "d": 0.0}, [], []),
+        (4, {}, {}, "", ""),
+        (2, {"b": 0.7}, {}, "", "b"),
+        (2, {"b": 0.8}, {}, "", ""),
+        (3, {"a": 0.4, "b": 0.4, "c": 0.4}, {}, "", ""),  # all slow: nothing to compare with
+        (4, {"a": 0.0}, {}, "a", ""),
+        (2, {"a": 0.0, "b": 0.0}, {}, "", ""),  # the test's own fault
+        (2, {}, {"b": 0.0}, "", ""),  # which of the two?
+        (4, {}, {"b": 0.0}, "ab", ""),  # of a pair both
+        (6, {}, {"c": 0.3}, "", "cd"),
+        (7, {}, {"c": 0.6, "g": 0.0}, "", ""),  # the odd one is in no pair
+        (9, {"a": 0.0}, {"d": 0.0}, "ade", ""),  # pairs are of those that work alone
     ],
 )
-def test_what_is_slow_or_broken_is_found_with_any_number_of_nodes(
-    count: int, alone: dict[str, float], network: dict[str, float], broken: list[str], slow: list[str]
+def test_what_is_slow_or_broken_is_found_alone_and_in_pairs(
+    count: int, alone: dict[str, float], network: dict[str, float], broken: str, slow: str
 ) -> None:
-    made = Nodes(alone, network)
-    found = node_test.findings("abcdefgh"[:count], made, is_cpu=False)
-    assert (list(found.broken), list(found.slow)) == (broken, slow)
-    assert len(set(made.pairs)) == len(made.pairs), "the same two were tried twice"
+    found = node_test.findings("abcdefghi"[:count], Nodes(alone, network), is_cpu=False)
+    assert ("".join(found.broken), "".join(found.slow)) == (broken, slow)
 
 
 def test_a_node_that_may_fail_is_left_out_before_the_others_and_a_slow_one_before_it() -> None:
@@ -116,53 +107,31 @@ def test_the_test_of_a_node_uses_the_sites_network_and_no_signal_before_the_time
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     steps = node_test.steps(["n1"], 0, [], {**os.environ, "SLURM_JOB_ID": "7", "HOST_SUFFIX": "i"})
     assert steps("alone", [("n1",)]) == {("n1",): node_test.Result(rates={"matmul FLOP/s": 1.0})}
-    assert node_test.limit_s(0.0) == 600 and node_test.limit_s(200.0) == 600 and node_test.limit_s(20.0) == 120
-
-
-def test_only_nodes_that_do_not_answer_are_dead_and_never_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """srun itself fails then: the process that asks runs on one of them. With rl_enable SLURM answers one request after
-    another: a node is dead once nothing answers any more."""
-    dead, late, begin = set[str](), set[str](), time.monotonic()
-
-    class Step:
-        def __init__(self, command: list[str], **_: object) -> None:
-            self.node = command[-2].removeprefix("--nodelist=")
-            self.returncode = int(self.node in dead)
-
-        def poll(self) -> int | None:
-            answers = begin + 0.2 * int(self.node[1:])
-            has_ended = self.node not in late and time.monotonic() > answers
-            return self.returncode if has_ended or not late else None
-
-        def communicate(self) -> tuple[str, str]:
-            return "", "srun: error: Communication connection failure"
-
-        def kill(self) -> None: ...
-
-    monkeypatch.setattr(nodes.subprocess, "Popen", Step)
-    every = ["n1", "n2", "n3"]
-    for gone, found in (((), ()), (("n2", "n3"), ("n2", "n3")), (every, ())):
-        dead |= set(gone)
-        assert nodes.unreachable(every) == list(found)
-    dead.clear()
-    late.add("n9")
-    assert nodes.unreachable([f"n{i}" for i in (1, 2, 3, 9)], within_s=0.5) == ["n9"]
 
 
 @pytest.mark.parametrize(
-    ("shown", "avoided"),
-    [
-        ("NumNodes=3 Partition=gpu", "n9,n3,n5"),  # six nodes, of which three may be left out: not n1, the first
-        ("NumNodes=2-2 Partition=gpu", "n9,n1,n3,n5"),
-        ("NumNodes=6 Partition=gpu", "n9,n5"),  # what the person has excluded stays, and so does the newest
-    ],
+    ("dead", "hanging", "found"), [("", "", ""), ("23", "", "23"), ("123", "", ""), ("", "3", "3")]
 )
-def test_a_waiting_job_avoids_failed_nodes_as_far_as_enough_others_exist(
-    shown: str, avoided: str, commands: Commands
+def test_only_nodes_that_do_not_answer_are_dead_and_never_all(
+    dead: str, hanging: str, found: str, commands: Commands
 ) -> None:
-    """Fifty-two nodes are all that some have: a job of 48 would wait for ever after the fifth that failed."""
-    says = f"'show job'*) echo ' {shown} ExcNodeList=n[9,1,3]';;"
-    commands.say("scontrol", f"case $* in {says} *hostnames*) printf 'n9\\nn1\\nn3\\n';; esac")
-    commands.say("sinfo", "seq -f n%.0f 6")
-    nodes.exclude("77", ["n5"], ["n1", "n3"])
-    assert commands.calls("scontrol")[-1] == f"scontrol update JobId=77 ExcNodeList={avoided}"
+    """srun itself fails then: the process that asks runs on one of them."""
+    fails = "echo 'srun: error: Communication connection failure' >&2; exit 1"
+    commands.say("srun", f"case $* in *=n[{dead or 0}]*) {fails};; *=n[{hanging or 0}]*) exec sleep 60;; esac")
+    assert nodes.unreachable(["n1", "n2", "n3"], within_s=1.0) == [f"n{n}" for n in found]
+
+
+def test_a_waiting_job_avoids_what_its_run_has_lost_last(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fifty-two nodes are all that some have: a job of 48 that avoided every node that ever failed would wait for ever.
+    What the person has excluded stays."""
+    for job in ("5", "6", "7"):
+        ledger.note(tmp_path, "submitted", job, site="test")
+    for job, lost in (("5", "n1"), ("6", "n2")):
+        ledger.note(tmp_path, "started", job, nodes="", iteration=0, restarts=0)
+        ledger.note(tmp_path, "node failure", job, nodes=[lost])
+    monkeypatch.setattr(nodes, "waiting", lambda *_: ["7"])
+    commands.say("scontrol", "case $* in 'show job'*) echo ' ExcNodeList=n[9,1]';; *names*) printf 'n9\\nn1\\n';; esac")
+    nodes.avoid(tmp_path, "6", ["n3"])
+    assert commands.calls("scontrol")[-1] == "scontrol update JobId=7 ExcNodeList=n9,n2,n3"

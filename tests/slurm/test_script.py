@@ -194,7 +194,6 @@ def test_a_job_starts_one_launcher_a_node_with_a_process_for_each_gpu(
     assert env["PWD"] == str(play.place / ("runs/two" if template == "sweep" else ""))
     given = {"OMP_NUM_THREADS": str(threads), "SRUN_CPUS_PER_TASK": "64", "NCCL_DEBUG": "WARN"}
     given |= {"HF_HUB_OFFLINE": "1" if is_offline else None, "CUDA_LAUNCH_BLOCKING": None}
-    given |= {"TRILANE_SWEEP": str(play.place) if template == "sweep" else None}
     # on Slingshot NCCL needs a plug-in, or it falls back to TCP without a word
     given |= {"NCCL_NET": "AWS Libfabric" if name == "perlmutter" else None}
     assert {key: env.get(key) for key in given} == given

@@ -3,9 +3,8 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from trilane.cli.options import Answer, Group, command, note
 from trilane.config.options import option
@@ -23,24 +22,7 @@ from trilane.utils.validation import require, require_file, to_mapping
 from trilane.workspace.run_folder import is_completed
 from trilane.workspace.study import run_folders
 
-TEMPLATES = ("train", "sweep", "bench", "interactive", "monitor", "prepare")
 GROUP = Group("slurm", help="Check, submit and watch runs on SLURM.")
-
-
-class Found(dict[str, preflight.Findings]):
-    """What was found about run folders, by their paths."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The findings of each."""
-        return {path: [f.to_json() for f in findings] for path, findings in self.items()}
-
-    def lines(self, path: str) -> list[str]:
-        """Those of one."""
-        return [preflight.line(finding) for finding in self[path]]
-
-    def text(self) -> str:
-        """Those of all, each after the name of its run."""
-        return "\n".join(f"{Path(path).name}: {line}" for path in self for line in self.lines(path))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +42,6 @@ class Job(JobRequest):
         if not self.site.is_local:
             client.require_answer("; nothing was submitted: submit again when it answers")
 
-    def check(self, paths: Sequence[Path], own: Sequence[Path] = (), allow: Sequence[str] = ()) -> tuple[Found, bool]:
-        """The findings about run folders, each with its `own` script if given; and whether one is refused."""
-        self.require_answer()
-        found = Found()
-        for path, made in zip_longest(paths, own):
-            plan, rules = read_plan(path / "plan.json"), [*self.allow, *allow]
-            known, _ = constants_of(path, plan.cluster)
-            found[str(path)] = preflight.check_job(plan, self.site, self.request, path, rules, made, known)
-        return found, any(map(preflight.refused, found.values()))
-
 
 @command(GROUP)
 def check(plan: Path, job: Job) -> Answer:
@@ -82,7 +54,7 @@ def check(plan: Path, job: Job) -> Answer:
         read = read_plan(plan)
     except ValueError as error:
         require_file("plan", file)
-        found = [preflight.of_error(error)]
+        found = preflight.Findings([preflight.of_error(error)])
     else:
         known, _ = constants_of(plan, read.cluster)
         found = preflight.check_job(read, job.site, job.request, file.parent, job.allow, calibration=known)
@@ -91,7 +63,7 @@ def check(plan: Path, job: Job) -> Answer:
 
 
 @command(GROUP)
-def script(plan: Path, job: Job, template: str = option("train", "which script", choices=TEMPLATES)) -> Answer:
+def script(plan: Path, job: Job, template: str = option("train", "which script", choices=scripts.NAMES)) -> Answer:
     """Print the sbatch script of PLAN, to read or edit."""
     text = scripts.render(template, read_plan(plan), job.site, job.request)
     return Answer({"script": text}, text.removesuffix("\n"))
@@ -104,31 +76,21 @@ def submit(
     rewrite: bool = option(False, "write job.sbatch anew, for this site and these options"),
     dry_run: bool = option(False, "only check, and submit nothing"),
     prepare: bool = option(False, "prepare unprepared corpora by a job first, and train once it succeeded"),
-    as_json: bool = False,
-) -> int:
+) -> Answer:
     """Submit runs that have not completed, or train them here at site local: all, or if the check refuses one, none."""
     folders, site, request = folders_of(runs), job.site, job.request
+    job.require_answer()
     for path in folders if rewrite else []:
         scripts.rewrite(path, site, request)
-    found, is_refused = job.check(folders, allow=["corpus"] * prepare)
-    chosen = [] if is_refused or dry_run else folders
+    found = preflight.check_runs(folders, site, request, [*job.allow, *["corpus"] * prepare])
+    chosen = [] if found.is_refused or dry_run else folders
     corpora = jobs.prepare_first(chosen, site, request) if prepare and not site.is_local else {}
-    submitted, error = dict[str, str](), None
-    for path in chosen:
-        try:
-            submitted[str(path)] = jobs.submit(path, site, request, after=corpora.get(path.resolve(), ""))
-        except ValueError as refused:
-            error = refused
-            break
-    lines = [line for path in found for line in (f"{submitted.get(path, 'not submitted')}  {path}", *found.lines(path))]
-    preparing = {"preparing": {str(path): name for path, name in corpora.items()}} if prepare else {}
-    values = {"findings": found.to_json(), "submitted": submitted, **preparing}
-    code = 0
-    if submitted or not error:
-        code = Answer(values, "\n".join([*lines, *jobs.corpus_lines(corpora)]), is_refused).show(as_json)
-    if error:  # after those that were submitted before it
-        raise error
-    return code
+    made = {str(path): one for path, one in jobs.submit_all(chosen, site, request, corpora).items()}
+    lines = [f"{made.get(path, 'not submitted')}  {path}" for path in found]
+    values = {"findings": found.to_json(), "submitted": made}
+    values |= {"preparing": {str(path): one for path, one in corpora.items()}} if prepare else {}
+    text = "\n".join(filter(None, [*lines, found.text(), *jobs.corpus_lines(corpora)]))
+    return Answer(values, text, found.is_refused)
 
 
 @command(GROUP)
@@ -141,22 +103,18 @@ def prepare(*runs: str, job: Job) -> Answer:
 
 
 @command(GROUP)
-def status(
-    *runs: str, lines: int = option(0, "of each run's log, at its end", minimum=0), as_json: bool = False
-) -> int:
+def status(*runs: str, lines: int = option(0, "of each run's log, at its end", minimum=0)) -> Answer:
     """Print every job of runs: its place in the queue, progress, status; exit code 1 where one failed.
 
-    Where SLURM does not answer, by the ledgers; then exit code 75.
+    Where SLURM does not answer, one line reports that; exit code 75.
     """
+    client.require_answer()
     folders = folders_of(runs)
-    found, silence = jobs.current_status(folders)
+    found = jobs.job_status(folders)
     logs = [jobs.logs(folder, lines) if lines else [] for folder in folders]
-    text = [one_line(f"{silence}; by the ledgers:")] * bool(silence)
-    text += [line for own, log in zip(found, logs, strict=True) for line in (own.line(), *log)]
-    values = [own.to_json() | ({"lines": log} if lines else {}) for own, log in zip(found, logs, strict=True)]
-    failed = any(own.has_failed for own in found)
-    code = Answer({"jobs": values, "slurm": silence}, "\n".join(text), failed).show(as_json)
-    return code or (client.SlurmUnreachable.exit_code if silence else 0)
+    text = "\n".join(line for job, log in zip(found, logs, strict=True) for line in (job.line(), *log))
+    values = [job.to_json() | ({"lines": log} if lines else {}) for job, log in zip(found, logs, strict=True)]
+    return Answer({"jobs": values}, text, any(job.has_failed for job in found))
 
 
 @command(GROUP)
@@ -182,12 +140,8 @@ def watch(
     folders = folders_of(runs)
     for line in monitor.watch(folders, every, seconds, stall):
         print(one_line(line), flush=True)
-    try:
-        client.require_answer()
-        found = jobs.job_status(folders)
-    except client.SlurmError as error:
-        print(one_line(str(error)), flush=True)
-        return client.SlurmUnreachable.exit_code
+    client.require_answer()
+    found = jobs.job_status(folders)
     if as_json:
         Answer({"jobs": [job.to_json() for job in found]}).show(as_json)
     # 75 is EX_TEMPFAIL, try again: monitor.sbatch then submits itself once more
@@ -221,10 +175,10 @@ def submit_sweep(
     job.require_answer()
     own, paths = sweeps.scripts(folder, job.site), sweeps.members(folder)
     chosen = sweeps.failures(folder) if failed else range(1, len(paths) + 1)
-    found, is_refused = job.check([paths[n - 1] for n in chosen], [own[n] for n in chosen])
-    if is_refused:
-        refused = Found((path, preflight.refused(findings)) for path, findings in found.items())
-        return Answer({"findings": refused.to_json()}, found.text(), True)
+    runs, files = [paths[n - 1] for n in chosen], [own[n] for n in chosen]
+    found = preflight.check_runs(runs, job.site, job.request, job.allow, files)
+    if found.is_refused:
+        return Answer({"findings": found.to_json()}, found.text(), True)
     # at its default: as `create` was told
     parallel = job.parallel if "parallel" in job.request.given() else None
     ids = (sweeps.rerun if failed else sweeps.submit)(folder, job.site, parallel)
@@ -262,17 +216,18 @@ def submit_chain(
     folder: Path, job: Job, times: int = option(1, "jobs a stage, where one time limit is not enough", minimum=1)
 ) -> Answer:
     """Submit the jobs, each after the one before; none where the check refuses one."""
-    found, is_refused = job.check([path for path in chains.stages_of(folder) if not is_completed(path)])
-    ids = [] if is_refused else chains.submit(folder, job.site, times)
+    job.require_answer()
+    stages = [path for path in chains.stages_of(folder) if not is_completed(path)]
+    found = preflight.check_runs(stages, job.site, job.request, job.allow)
+    ids = [] if found.is_refused else chains.submit(folder, job.site, times)
     text = "\n".join(filter(None, [found.text(), f"submitted: {', '.join(ids) or 'nothing'}"]))
-    by_name = {Path(path).name: findings for path, findings in found.to_json().items()}
-    return Answer({"findings": by_name, "submitted": ids}, text, is_refused)
+    return Answer({"findings": found.to_json(), "submitted": ids}, text, found.is_refused)
 
 
 @command(GROUP, "site")
 def site_command(
     site: Site | None = option(None, argument="[SITE]", read=sites.site),
-    is_probe: bool = option(False, "read the site off sinfo, scontrol and sacctmgr of this machine", name="probe"),
+    is_probe: bool = option(False, "read the site off sinfo and scontrol of this machine", name="probe"),
     partition: str = option("", "with --probe: whose nodes; the default one, or that with most GPUs"),
     gpu: str = option("", "with --probe: the card, where SLURM does not name it, such as A100-80GB"),
     output: Path | None = option(None, "with --probe: write FILE.json and FILE-cluster.json", metavar="FILE"),

@@ -11,17 +11,11 @@ from trilane.config.plan import read_plan
 from trilane.launch.outcome import last_log
 from trilane.slurm import client, ledger
 from trilane.slurm.copies import USED_BY as CODE
-from trilane.slurm.nodes import Tester, handle_node_failure, job_id, waiting
-from trilane.utils.files import json_object, read_text
+from trilane.slurm.nodes import Tester, handle_node_failure, job_id
 from trilane.utils.folder_lock import FolderLock
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
 from trilane.workspace.run_folder import is_completed, iteration, put_aside
 from trilane.workspace.status import RunStatus, Status, known_status, verdict, write_status
-
-# the folder of the sweep that this attempt belongs to
-SWEEP = "TRILANE_SWEEP"
-# of a sweep: its run folders, relative, one a line
-RUNS = "runs.txt"
 
 
 def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
@@ -34,20 +28,17 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
     # another job may hold the lock while it waits for SLURM
     with FolderLock([folder]).held(600):
         job, at, known = job_id(env), iteration(folder), ledger.job_ids(folder)
-        reason = finished(folder) or blocked(folder) or competing(folder, job)
-        reason = reason or unready(folder) or pruned(folder, env.get(SWEEP, ""))
-        if reason:
+        if reason := finished(folder) or blocked(folder) or competing(folder, job) or unready(folder):
             ledger.note(folder, "refused", job, says=reason)
-            if reason.startswith("done"):
-                _cancel_later(folder, job)
             return f"stop: {reason}"
         newest = latest(folder / FOLDER)
         put_aside(folder, keep=newest is not None)
         if job not in ("0", *known):  # submitted by hand, or by a process that was killed
             ledger.note(folder, "submitted", job, site="", after="")
-        nodes, restarts = env.get("SLURM_JOB_NODELIST", ""), int(env.get("SLURM_RESTART_COUNT") or 0)
-        code = Path(env.get(CODE, "")).name  # "": submitted by hand, and the installed code runs
-        ledger.note(folder, "started", job, nodes=nodes, iteration=at, restarts=restarts, code=code)
+        facts = {"nodes": env.get("SLURM_JOB_NODELIST", ""), "restarts": int(env.get("SLURM_RESTART_COUNT") or 0)}
+        # without: submitted by hand, and the installed code runs
+        code = Path(env.get(CODE, "")).name
+        ledger.note(folder, "started", job, iteration=at, code=code, **facts)
     return f"go: from {newest.name if newest else 'the beginning'}"
 
 
@@ -68,8 +59,6 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ, test: Test
     outcome = replace(outcome, exit_code=code, seconds=seconds)
     write_status(folder, outcome)
     ledger.note(folder, "ended", job, **{k: v for k, v in asdict(outcome).items() if k != "rank"})
-    if outcome.status is Status.COMPLETED:
-        _cancel_later(folder, job)
     return handle_node_failure(folder, job, env.get("SLURM_JOB_NODELIST", ""), outcome, test)
 
 
@@ -106,8 +95,7 @@ def competing(folder: Path, job: str, patience_s: float = 180, every_s: float = 
     the other job is ending, this waits. After `patience_s` its log decides.
     """
     last = {e["id"]: e["event"] for e in ledger.events(folder, "started", "ended", "replaced")}
-    others = [i for i, event in last.items() if event != "ended" and i != job and client.JOB_ID.fullmatch(i)]
-    others = [i for i in others if i != "0"]
+    others = [i for i, event in last.items() if event != "ended" and i not in (job, "0") and client.JOB_ID.fullmatch(i)]
     log, end = folder / "run.log", time.monotonic() + patience_s
     before = log.stat().st_mtime_ns if log.exists() else 0
     while others:
@@ -142,28 +130,3 @@ def blocked(folder: Path) -> str:
             why = f": {event['status']}: {event['evidence']}"
     at = iteration(folder)
     return f"3 attempts did not get beyond iteration {at}{why}" if starts[-3:] == [at] * 3 else ""
-
-
-def pruned(folder: Path, sweep: str) -> str:
-    """Which run of the sweep ran out of memory though predicted to need no more than this one; "" where none did."""
-    mine = _predicted_bytes(folder)
-    for line in read_text(Path(sweep) / RUNS).splitlines() if sweep else ():
-        other, written = Path(sweep) / line, known_status(Path(sweep) / line)
-        need = _predicted_bytes(other) if written and written.status is Status.OOM else float("nan")
-        if need <= mine and other.resolve() != folder.resolve():
-            reason = f"pruned: predicted {mine / 2**30:.2f} GiB, and {other.name} ran out with {need / 2**30:.2f} GiB"
-            write_status(folder, status_of(Status.PRUNED, reason))
-            return reason
-    return ""
-
-
-def _predicted_bytes(folder: Path) -> float:
-    """The memory that plan.json predicts; NaN, which is less than nothing, where it has no prediction."""
-    found = (json_object(read_text(folder / "plan.json")) or {}).get("prediction")
-    need = found.get("memory_bytes") if isinstance(found, dict) else None
-    return float(need) if isinstance(need, int | float) else float("nan")
-
-
-def _cancel_later(folder: Path, job: str) -> None:
-    with contextlib.suppress(ValueError):  # they would find nothing to do, and end
-        client.cancel(waiting(folder, job))

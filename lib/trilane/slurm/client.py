@@ -18,9 +18,8 @@ JOB_ID = re.compile(r"\d+(_\d+)?")
 DELAYS_S = (1.0, 2.0, 4.0, 8.0)
 # neither squeue nor sacct knows the job, as on a cluster without accounting after a while
 FORGOTTEN = "FORGOTTEN"
-# a run on this machine, without SLURM; and what the ledger records while SLURM does not answer
+# a run on this machine, without SLURM
 ENDED_HERE = "ENDED HERE"
-ENDED_BY_LEDGER = "ENDED"
 ENDED = (
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"),
     *("PREEMPTED", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"),
@@ -52,7 +51,7 @@ class JobState:
     @property
     def has_ended(self) -> bool:
         """Whether it will not run again."""
-        return self.state in (*ENDED, FORGOTTEN, ENDED_HERE, ENDED_BY_LEDGER)
+        return self.state in (*ENDED, FORGOTTEN, ENDED_HERE)
 
 
 def is_installed() -> bool:
@@ -67,33 +66,29 @@ def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True,
     unreachable, ValueError where the command is not installed.
     """
     require(shutil.which(command[0]) is not None, "slurm", command[0], "is not installed here; use site local")
-    for delay in (*DELAYS_S, None):
-        code, output, error = _run(command, 60.0, cwd, stream)
-        if code == 0:
-            return output
-        if not _is_away(error):
-            raise SlurmError(f"slurm={command[0]}: {_message(error)}")
-        if delay is None or not again:
-            break
+    for delay in (0.0, *DELAYS_S[: len(DELAYS_S) * again]):
         time.sleep(delay)
-    reason = f"the controller cannot be reached ({_message(error)}); nothing was changed"
+        done = _run(command, 60.0, cwd)
+        if done.returncode == 0:
+            return str(getattr(done, stream))
+        if not _is_away(done.stderr):
+            raise SlurmError(f"slurm={command[0]}: {_message(done.stderr)}")
+    reason = f"the controller cannot be reached ({_message(done.stderr)}); nothing was changed"
     raise SlurmUnreachable(f"slurm={command[0]}: {reason}")
 
 
-def _run(
-    command: Sequence[str], within_s: float, cwd: Path | None = None, stream: str = "stdout"
-) -> tuple[int, str, str]:
-    """Exit code, output and error text; an answer that takes too long is an error of SLURM's own words.
+def _run(command: Sequence[str], within_s: float, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    """The command; an answer that takes too long is an error of SLURM's own words.
 
     In a session of its own: Ctrl-C at a terminal does not end an sbatch that is being answered.
     """
     try:
-        done = subprocess.run(
+        return subprocess.run(
             command, cwd=cwd, capture_output=True, text=True, timeout=within_s, start_new_session=True, check=False
         )
     except subprocess.TimeoutExpired:
-        return 1, "", f"{command[0]}: Socket timed out: nothing within {within_s:g} s"
-    return done.returncode, str(getattr(done, stream)), done.stderr.strip()
+        silence = f"{command[0]}: Socket timed out: nothing within {within_s:g} s"
+        return subprocess.CompletedProcess(command, 1, "", silence)
 
 
 def _is_away(error: str) -> bool:
@@ -109,10 +104,10 @@ def require_answer(then: str = "") -> None:
     """
     if shutil.which("scontrol") is None:
         return
-    _, output, error = _run(["scontrol", "ping"], 3.0)
-    is_down = " is DOWN" in output and " is UP" not in output  # a backup controller may answer
-    if is_down or _is_away(error):
-        answer = _message(output.partition("\n*")[0] + error)
+    done = _run(["scontrol", "ping"], 3.0)
+    is_down = " is DOWN" in done.stdout and " is UP" not in done.stdout  # a backup controller may answer
+    if is_down or _is_away(done.stderr):
+        answer = _message(done.stdout.partition("\n*")[0] + done.stderr)
         raise SlurmUnreachable(f"slurm=scontrol ping: SLURM does not answer ({answer}){then}")
 
 
@@ -130,13 +125,13 @@ def sbatch(
 ) -> str:
     """Submit `script` with its arguments from its folder, as a job of that name; the job's id.
 
-    A controller that failed during the call may have accepted the job: before another try, a job of the name that is
-    none of the `known` ones is looked for. Where even that fails, SlurmUnreachable has the command that looks.
+    A controller that failed during the call may have accepted the job: before the only other try, a job of the name
+    that is none of the `known` ones is looked for. Where that fails, SlurmUnreachable has the command that looks.
     """
     name = name or job_name(script)
     command = ["sbatch", "--parsable", f"--job-name={name}", *options, "--", script.name, *arguments]
     look = f"look with: squeue -u $USER -t all --name={name}"
-    for delay in (*DELAYS_S, None):
+    for _ in range(2):
         try:
             # as ID[;CLUSTER], in the last line: a site's own sbatch may print others
             printed = call(command, cwd=script.parent, again=False).strip()
@@ -146,7 +141,6 @@ def sbatch(
         except SlurmUnreachable as error:
             reason = str(error).removesuffix("; nothing was changed")
         try:
-            time.sleep(delay or 0.0)
             found = [job for job in states((), [name]) if job.partition("_")[0] not in known]
         except SlurmUnreachable:
             break
@@ -168,8 +162,12 @@ def states(ids: Iterable[str], names: Collection[str] = ()) -> dict[str, JobStat
     wanted = _checked(dict.fromkeys(ids))
     if not wanted and not names:
         return {}
-    queued = _queued()
-    found = {job: state for job, state in queued.items() if job in wanted or state.name in names}
+    # `squeue -j` fails if it has forgotten one of the ids, so all jobs of this user are listed
+    command = ["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", "%i|%T|%r|%M|%l|%N|%j"]
+    columns = ("id", "state", "reason", "elapsed", "limit", "nodes", "name")
+    rows = [dict(zip(columns, line.split("|", 6), strict=True)) for line in call(command).splitlines()]
+    queued = [JobState(**row | {"reason": row["reason"].removeprefix("None")}) for row in rows]
+    found = {state.id: state for state in queued if state.id in wanted or state.name in names}
     missing = [job for job in wanted if job not in found]
     return {job: JobState(id=job, state=FORGOTTEN) for job in wanted} | found | (_accounted(missing) if missing else {})
 
@@ -180,14 +178,6 @@ def _checked(ids: Iterable[str]) -> list[str]:
     for job in wanted:
         require(JOB_ID.fullmatch(job) is not None, "job", repr(job), "must be a job's number, or ARRAY_INDEX")
     return wanted
-
-
-def _queued() -> dict[str, JobState]:
-    # `squeue -j` fails if it has forgotten one of the ids, so all jobs of this user are listed
-    command = ["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", "%i|%T|%r|%M|%l|%N|%j"]
-    names = ("id", "state", "reason", "elapsed", "limit", "nodes", "name")
-    rows = [dict(zip(names, line.split("|", 6), strict=True)) for line in call(command).splitlines()]
-    return {row["id"]: JobState(**row | {"reason": row["reason"].removeprefix("None")}) for row in rows}
 
 
 def _accounted(ids: Sequence[str]) -> dict[str, JobState]:
@@ -213,13 +203,8 @@ def cancel(ids: Iterable[str]) -> None:
 
 
 def raw_id(job: str) -> str:
-    """The number that srun --jobid takes: an array's job has its own besides ARRAY_INDEX; unchanged without SLURM."""
-    if "_" not in job or not is_installed():
-        return job
-    _checked([job])
-    found = call(["squeue", "-h", "-j", job, "-o", "%A"]).split()
-    require(bool(found), "job", job, "is no longer running")
-    return found[0]
+    """The number that srun --jobid takes: a job of an array has its own; SlurmError where it no longer runs."""
+    return call(["squeue", "-h", "-j", *_checked([job]), "-o", "%A"]).strip() if "_" in job else job
 
 
 def hostnames(nodelist: str) -> list[str]:

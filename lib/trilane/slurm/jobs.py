@@ -27,8 +27,8 @@ from trilane.workspace.status import RunStatus, Status, known_status, status_pro
 PATIENCE_S = 15.0
 # in which a controller still accepts the request of an sbatch that was killed (MessageTimeout)
 SETTLE_S = 10.0
-# in place of the id of a job that prepares a corpus
-HERE = "here"
+# of a sweep: its run folders, relative, one a line
+RUNS = "runs.txt"
 
 
 class ActiveJob(ValueError):
@@ -36,6 +36,21 @@ class ActiveJob(ValueError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def submit_all(
+    folders: Iterable[Path], site: Site, request: JobRequest, after: Mapping[Path, str] | None = None
+) -> dict[Path, str]:
+    """As submit() for several runs, each `after` a job; the ids. An error names the jobs that were submitted before."""
+    made = dict[Path, str]()
+    for folder in folders:
+        try:
+            made[folder] = submit(folder, site, request, after=(after or {}).get(folder.resolve(), ""))
+        except ValueError as error:
+            earlier = f"; submitted before it: {', '.join(made.values())}" * bool(made)
+            error.args = (f"{error}{earlier}", *error.args[1:])
+            raise
+    return made
 
 
 def submit(folder: Path, site: Site, request: JobRequest, options: Sequence[str] = (), after: str = "") -> str:
@@ -64,13 +79,9 @@ def submitting(folders: Iterable[Path], is_local: bool = False) -> Iterator[None
     process that was killed may have left an sbatch. It leaves its lock, too: then SLURM is asked again after SETTLE_S.
     """
     wanted = list(folders)
-    was_locked = any((folder / "run.lock").exists() for folder in wanted)
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(FolderLock(wanted).held(0.0))
-        except ValueError:
-            was_locked = True
-            held.enter_context(FolderLock(wanted).held(PATIENCE_S))
+    was_locked, begin = any((folder / "run.lock").exists() for folder in wanted), time.monotonic()
+    with FolderLock(wanted).held(PATIENCE_S):
+        was_locked |= time.monotonic() - begin > 0.1  # by one that may have been killed while this waited
         _require_idle(wanted, is_local)
         if was_locked and not is_local:
             time.sleep(SETTLE_S)
@@ -81,11 +92,11 @@ def submitting(folders: Iterable[Path], is_local: bool = False) -> Iterator[None
 def _require_idle(folders: Sequence[Path], is_local: bool) -> None:
     """ActiveJob where a run has a job that has not ended; the ledger gets the jobs that it lacks."""
     for folder, states in states_of(folders, must_ask=not is_local).items():
-        known, active = ledger.job_ids(folder), [state for state in states if not state.has_ended]
-        for state in states:
-            if state.id not in known:  # its submission was killed before it could record it
-                ledger.note(folder, "submitted", state.id, site="", after="")
-        if active:
+        known = ledger.job_ids(folder)
+        for job in [state.id for state in states if state.id not in known]:
+            # its submission was killed before it could record it
+            ledger.note(folder, "submitted", job, site="", after="")
+        if active := [state for state in states if not state.has_ended]:
             ids, words = [state.id for state in active], ", ".join(state.state for state in active)
             raise ActiveJob(f"run folder={folder}: has job {', '.join(ids)} already ({words}); cancel it first", ids)
 
@@ -127,18 +138,19 @@ def prepare(folders: Iterable[Path], site: Site, request: JobRequest, above: int
     for it; the job's id by run folder, without those prepared.
 
     Relative paths are below the run folder, in which a job runs; at site `local`, where it is done at once and the id
-    is HERE, where the command was called. Raises ValueError where a job is not accepted.
+    is "here", where the command was called. Raises ValueError where a job is not accepted.
     """
-    made, groups = dict[Path, str](), dict[tuple[Path, ...], list[Path]]()
+    made, jobs = dict[Path, str](), dict[tuple[Path, ...], str]()
     for folder in (Path(folder).resolve() for folder in folders):
         data = read_plan(folder / "plan.json").data
         if unprepared(data.parts, Path() if site.is_local else folder, above):
             # runs that read the same data share one job
             tokenizer = [data.tokenizer] * (data.tokenizer != "bytes")
             names = (data.folder, *tokenizer, *(part.source for part in data.parts))
-            groups.setdefault(tuple((folder / name).resolve() for name in names), []).append(folder)
-    for group in groups.values():
-        made |= dict.fromkeys(group, _prepare(group, site, request))
+            key = tuple((folder / name).resolve() for name in names)
+            jobs[key] = made[folder] = jobs.get(key) or _prepare(folder, site, request)
+            if made[folder] not in ("here", *ledger.job_ids(folder, "preparing")):
+                ledger.note(folder, "preparing", made[folder], site=site.name)
     return made
 
 
@@ -149,26 +161,22 @@ def prepare_first(folders: Iterable[Path], site: Site, request: JobRequest) -> d
 
 def corpus_lines(made: Mapping[Path, str]) -> list[str]:
     """A line for each run whose corpus is prepared."""
-    return [f"corpus of {folder}: " + ("prepared" if job == HERE else f"job {job}") for folder, job in made.items()]
+    return [f"corpus of {folder}: " + ("prepared" if job == "here" else f"job {job}") for folder, job in made.items()]
 
 
-def _prepare(folders: Sequence[Path], site: Site, request: JobRequest) -> str:
-    """Prepare the corpus of these runs, which is one; by a job that does so already, where there is one."""
-    first = folders[0]
+def _prepare(folder: Path, site: Site, request: JobRequest) -> str:
+    """Prepare the corpus of this run; by a job that does so already, where there is one."""
     if site.is_local:
-        local.prepare_data(first / "plan.json")
-        return HERE
-    asked = client.states(job for folder in folders for job in ledger.job_ids(folder, "preparing"))
-    for job in (job for job, state in asked.items() if not state.has_ended):
-        return job
+        local.prepare_data(folder / "plan.json")
+        return "here"
+    asked = client.states(ledger.job_ids(folder, "preparing"))
+    if active := [job for job, state in asked.items() if not state.has_ended]:
+        return active[0]
     # the options that concern a job of one core
     kept = ("account", "time_limit", "partition", "reservation", "mail", "comment", "environment")
     own = JobRequest(**{name: getattr(request, name) for name in kept}, signal_s=0)
-    script = write_text(first / "prepare.sbatch", render("prepare", read_plan(first / "plan.json"), site, own))
-    job = client.sbatch(script, arguments=[str(copies.freeze(first))])
-    for folder in folders:
-        ledger.note(folder, "preparing", job, site=site.name)
-    return job
+    script = write_text(folder / "prepare.sbatch", render("prepare", read_plan(folder / "plan.json"), site, own))
+    return client.sbatch(script, arguments=[str(copies.freeze(folder))])
 
 
 def cancel(folders: Iterable[Path]) -> list[str]:
@@ -186,7 +194,7 @@ def cancel(folders: Iterable[Path]) -> list[str]:
 @dataclass(frozen=True, kw_only=True)
 class JobStatus(client.JobState):
     """A run's current job, our status with its evidence, the training's progress, how many later jobs wait; nodes at
-    fault, as --exclude takes them; the time of the ledger's last event where SLURM did not answer ("": it did)."""
+    fault, as --exclude takes them."""
 
     run: str
     status: Status
@@ -195,11 +203,10 @@ class JobStatus(client.JobState):
     iterations: int
     waiting: int
     exclude: str = ""
-    as_of: str = ""
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended otherwise than completed, saved and stopped, or pruned."""
+        """Whether it ended otherwise than completed, or saved and stopped."""
         return self.status.has_failed
 
     def to_json(self) -> dict[str, Any]:
@@ -208,14 +215,11 @@ class JobStatus(client.JobState):
 
     def line(self) -> str:
         """A line for the terminal."""
-        later, without = (
-            f" +{self.waiting}" * bool(self.waiting),
-            f"--exclude={self.exclude[:80]} " * bool(self.exclude),
-        )
-        state = f"{self.run:28.28} {self.id + later:12} {self.state:13} {self.elapsed:>10}"
-        as_of = f"(as of {self.as_of}) " * bool(self.as_of)
+        job = f"{self.id} +{self.waiting}" if self.waiting else self.id
+        without = f"--exclude={self.exclude[:80]} " * bool(self.exclude)
+        state = f"{self.run:28.28} {job:12} {self.state:13} {self.elapsed:>10}"
         progress = f"{self.reason or self.nodes:22.22} {self.iteration:>7}/{self.iterations} {self.status:10}"
-        return f"{state} {progress} {as_of}{without}{self.evidence[:80]}".rstrip()
+        return f"{state} {progress} {without}{self.evidence[:80]}".rstrip()
 
 
 class JobTable(list[JobStatus], Table):
@@ -225,25 +229,6 @@ class JobTable(list[JobStatus], Table):
         columns: dict[str, str | Callable[[JobStatus], str]] = {"run": "run", "job": "id", "state": "state"}
         columns |= {"status": lambda j: str(j.status), "iteration": lambda j: f"{j.iteration} of {j.iterations}"}
         return frame_of(self, columns | {"waits for": "reason", "evidence": lambda j: short(j.evidence)})
-
-
-def current_status(folders: Iterable[Path]) -> tuple[JobTable, str]:
-    """The status of each run folder, and why SLURM does not answer: then by the ledgers; "" where it answers."""
-    wanted = list(folders)
-    try:
-        client.require_answer()
-        return job_status(wanted), ""
-    except client.SlurmUnreachable as error:
-        return JobTable(_status_by_ledger(folder) for folder in wanted), str(error)
-
-
-def _status_by_ledger(folder: Path) -> JobStatus:
-    of_event = {"submitted": "PENDING", "started": "RUNNING", "cancelled": "CANCELLED"}
-    last = {e["id"]: e for e in ledger.events(folder, *of_event, "ended", "refused")}
-    states = [of_event.get(last[job]["event"], client.ENDED_BY_LEDGER) for job in ledger.job_ids(folder)]
-    known = zip(ledger.job_ids(folder), states, strict=True)
-    found = _status(folder, [client.JobState(id=job, state=state) for job, state in known])
-    return replace(found, as_of=str(last[found.id].get("time", "")) if found.id in last else "")
 
 
 def job_status(folders: Iterable[Path]) -> JobTable:
@@ -272,6 +257,11 @@ def states_of(folders: Iterable[Path], must_ask: bool = False) -> dict[Path, lis
     return {folder: [found.get(job) or _unknown(job) for job in mine] for folder, mine in ids.items()}
 
 
+def _unknown(job: str) -> client.JobState:
+    """The state of a job that SLURM has forgotten, or never had."""
+    return client.JobState(id=job, state=client.FORGOTTEN if client.JOB_ID.fullmatch(job) else client.ENDED_HERE)
+
+
 def active_jobs(folder: Path) -> list[str]:
     """Ids of the folder's jobs that have not ended: waiting, running, held or suspended."""
     return [state.id for state in states_of([folder])[Path(folder)] if not state.has_ended]
@@ -281,13 +271,8 @@ def _places(folder: Path) -> Iterator[tuple[str, str]]:
     """The names and indices that jobs of a run can have: its own, and those of its line in a sweep."""
     yield client.job_name(folder), ""
     sweep = folder.resolve().parent.parent
-    lines = read_text(sweep / attempt.RUNS).splitlines()
+    lines = read_text(sweep / RUNS).splitlines()
     yield from [(client.job_name(sweep), str(n)) for n, line in enumerate(lines, 1) if sweep / line == folder.resolve()]
-
-
-def _unknown(job: str) -> client.JobState:
-    """The state of a job that SLURM has forgotten, or never had."""
-    return client.JobState(id=job, state=client.FORGOTTEN if client.JOB_ID.fullmatch(job) else client.ENDED_HERE)
 
 
 def _status(folder: Path, states: Sequence[client.JobState]) -> JobStatus:
@@ -314,13 +299,9 @@ def _decisive(folder: Path, states: Sequence[client.JobState]) -> client.JobStat
     The later jobs of a chain only find that nothing is left to do, or are cancelled before they start.
     """
     began, refused = ledger.job_ids(folder, "started"), ledger.job_ids(folder, "refused")
-
-    def trained_or_failed(job: client.JobState) -> bool:
-        if job.id in began or job.id in refused or job.state == "COMPLETED":
-            return job.id in began
-        return job.state not in ("CANCELLED", client.FORGOTTEN, client.ENDED_HERE) or output(folder, job.id) is not None
-
-    return next(filter(trained_or_failed, reversed(states)), states[-1] if states else None)
+    nothing = ("COMPLETED", "CANCELLED", client.FORGOTTEN, client.ENDED_HERE)
+    failed = [s.id for s in states if s.id not in refused and s.state not in nothing]
+    return next((s for s in reversed(states) if s.id in (*began, *failed)), states[-1] if states else None)
 
 
 def _verdict(folder: Path, job: client.JobState) -> RunStatus:
@@ -358,13 +339,13 @@ def _unexplained(folder: Path, job: client.JobState) -> RunStatus:
     refused = ledger.events(folder, "refused")
     if refused and refused[-1]["id"] == job.id:
         return attempt.status_of(Status.STOPPED, refused[-1]["says"])
-    printed = output(folder, job.id)
+    printed = _output(folder, job.id)
     lines = [line.strip() for line in _tail(printed, 20) if line.strip()] if printed else []
     evidence = f"{printed.name}: {lines[-1]}" if printed and lines else f"SLURM: {job.state}; the log gives no reason"
     return attempt.status_of(Status.UNFINISHED if job.state == client.FORGOTTEN else Status.CRASHED, evidence)
 
 
-def output(folder: Path, job: str) -> Path | None:
+def _output(folder: Path, job: str) -> Path | None:
     """The output file of the job, which its script names slurm-JOB.out; None where there is none.
 
     The array of a sweep writes into the sweep's folder, two above the run's.
@@ -378,19 +359,17 @@ def logs(folder: Path, lines: int = 20) -> list[str]:
 
     Raises ValueError where there is neither.
     """
-    began, refused = ledger.job_ids(folder, "started"), ledger.job_ids(folder, "refused")
-    outputs = ((job, output(folder, job)) for job in reversed(ledger.job_ids(folder)) if job not in refused)
-    job, printed = next(((job, path) for job, path in outputs if path), ("", None))
-    path = folder / "run.log"
-    if printed and (job not in began or not path.exists()):
-        return _tail(printed, lines)
-    require(path.exists(), "run folder", folder, "has no run.log yet")
-    return _tail(path, lines)
+    log, began, refused = folder / "run.log", ledger.job_ids(folder, "started"), ledger.job_ids(folder, "refused")
+    jobs = [job for job in ledger.job_ids(folder) if job not in refused and _output(folder, job)]
+    if jobs and (jobs[-1] not in began or not log.exists()):
+        log = _output(folder, jobs[-1]) or log
+    require(log.exists(), "run folder", folder, "has no run.log yet")
+    return _tail(log, lines)
 
 
 def last_line(folder: Path) -> str:
     """The last line of run.log; "" where there is none."""
-    return next(iter(logs(folder, 1)), "") if (folder / "run.log").exists() else ""
+    return next(iter(_tail(folder / "run.log", 1)), "")
 
 
 def _tail(path: Path, lines: int) -> list[str]:

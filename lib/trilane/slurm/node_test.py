@@ -2,7 +2,7 @@
 
 One step of srun for each node or pair, all at once; none can hold up the others. A rate is compared with the median of
 the nodes, so that nothing needs to be known of them. What fails on every node is no fault of the nodes: it is reported,
-and nothing is left out.
+and nothing is left out. Left out: which node of a bad pair it is (both count), and of an odd number the network of one.
 """
 
 import contextlib
@@ -52,51 +52,37 @@ Run = Callable[[str, Sequence[Group]], dict[Group, Result]]
 
 
 def findings(nodes: Sequence[str], run: Run, is_cpu: bool) -> Findings:
-    """What `run(mode, groups)` finds out about the nodes: "alone" for all, then "pair" for those that work well."""
+    """What `run(mode, groups)` finds out about the nodes: "alone" for all, then "pair" for neighbours that work."""
     begin = time.monotonic()
-    alone = {node: result for (node,), result in run("alone", [(node,) for node in nodes]).items()}
-    broken = {node: result.broken for node, result in alone.items() if result.broken}
-    if len(broken) == len(nodes):
-        return Findings(notes=(f"the test fails on all nodes, so none is left out: {next(iter(broken.values()))}",))
-    left = [node for node in nodes if node not in broken]
-    doubtful = {node: (0.99, alone[node].doubtful) for node in left if alone[node].doubtful}
-    slow = _slow({node: alone[node].rates for node in left}, is_cpu)
-    pairs = _by_pairs([node for node in left if node not in slow], run, is_cpu)
-    rates = ", ".join(f"{name} {value:.3g}" for name, value in _medians([alone[n].rates for n in left]).items())
-    summary = f"{len(nodes)} tested in {time.monotonic() - begin:.0f} s; medians: {rates}"
-    return Findings(broken=broken | pairs.broken, slow=doubtful | slow | pairs.slow, notes=(summary, *pairs.notes))
+    alone = run("alone", [(node,) for node in nodes])
+    broken, slow, notes = _judge(alone, is_cpu)
+    if notes:
+        return Findings(notes=notes)
+    doubtful = {node: (0.99, result.doubtful) for (node,), result in alone.items() if result.doubtful}
+    fine = [node for node in nodes if node not in broken and node not in slow]
+    pairs = list(zip(fine[::2], fine[1::2], strict=False))
+    both, apart, notes = _judge(run("pair", pairs) if pairs else {}, is_cpu)
+    rates = _medians([result.rates for result in alone.values() if not result.broken])
+    shown = ", ".join(f"{name} {value:.3g}" for name, value in rates.items())
+    summary = f"{len(nodes)} tested in {time.monotonic() - begin:.0f} s; medians: {shown}"
+    return Findings(broken=broken | both, slow=doubtful | slow | apart, notes=(summary, *notes))
 
 
-def _by_pairs(nodes: Sequence[str], run: Run, is_cpu: bool) -> Findings:
-    """The nodes that cannot exchange messages, or only slowly, with one that can with another.
+def _judge(
+    results: Mapping[Group, Result], is_cpu: bool
+) -> tuple[dict[str, str], dict[str, tuple[float, str]], tuple[str, ...]]:
+    """The nodes of groups that fail, those of slow groups, and a note where all fail: then no node is at fault."""
+    failed = {group: result.broken for group, result in results.items() if result.broken}
+    if failed and len(failed) == len(results):
+        kind = "nodes" if len(next(iter(failed))) == 1 else "pairs"
+        return {}, {}, (f"the test fails on all {kind}, so none is left out: {next(iter(failed.values()))}",)
+    slow = _slow({group: result.rates for group, result in results.items() if group not in failed}, is_cpu)
+    broken = {node: _with(group, node) + why for group, why in failed.items() for node in group}
+    return broken, {n: (share, _with(g, n) + why) for g, (share, why) in slow.items() for n in g}, ()
 
-    Neighbours first, and shifted by one where all of them are bad; then each node that is in doubt with one of a good
-    pair. With two nodes, or where no pair is good, it is not known which node it is.
-    """
-    good, results = dict[str, bool](), dict[Group, Result]()
-    bad = {node: dict[str, tuple[float, str]]() for node in nodes}  # with which others
-    for turn in range(3):
-        in_doubt = [node for node in nodes if node not in good and not bad[node].keys() & good.keys()]
-        neighbours = zip(nodes[turn::2], nodes[turn + 1 :: 2], strict=False) if turn < 2 else ()
-        pairs = list(zip(good, in_doubt, strict=False) if good else neighbours)
-        results |= run("pair", pairs) if pairs else {}
-        slow = _slow({pair: result.rates for pair, result in results.items() if not result.broken}, is_cpu)
-        for pair in pairs:
-            share, why = (0.0, results[pair].broken) if results[pair].broken else slow.get(pair, (1.0, ""))
-            for node, mate in (pair, pair[::-1]):
-                if why:
-                    bad[node][mate] = share, f"with {mate}: {why}"
-                else:
-                    good[node] = True
-    found = {n: why for n in nodes if n not in good for mate, why in bad[n].items() if mate in good}
-    unknown = [node for node in nodes if bad[node] and node not in good and node not in found]
-    first = next(iter(bad[unknown[0]].values()))[1] if unknown else ""
-    why = f"{', '.join(unknown)}: kept, with no other node to pair with: {first}"
-    return Findings(
-        broken={node: why for node, (share, why) in found.items() if not share},
-        slow={node: (share, why) for node, (share, why) in found.items() if share},
-        notes=(why,) if unknown else (),
-    )
+
+def _with(group: Group, node: str) -> str:
+    return "".join(f"with {mate}: " for mate in group if mate != node)
 
 
 def _medians(every: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -131,13 +117,6 @@ def step(nodes: Sequence[str], tasks: int = 1, cores: int = 1, gpus: bool = Fals
     return ["srun", *own, *sizes, f"--nodelist={','.join(nodes)}"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    process: "subprocess.Popen[bytes]"
-    output: Path
-    errors: Path
-
-
 def tester(gpus: int, srun: Sequence[str], env: Mapping[str, str] = os.environ) -> Callable[[Sequence[str]], Findings]:
     """The test of nodes of this job, on so many GPUs of each (0: a core), by steps with these arguments of srun."""
     return lambda nodes: findings(nodes, steps(nodes, gpus, srun, env), is_cpu=gpus == 0)
@@ -151,61 +130,53 @@ def steps(nodes: Sequence[str], gpus: int, srun: Sequence[str], env: Mapping[str
     test = ["bash", "-c", 'trap "" USR1; exec "$@"', "bash"]
     test += python("-m", "trilane.engine.bench.node_test", "MODE", str(gpus), program="python")
 
-    def start(mode: str, group: Group, place: Path) -> _Step:
+    def start(mode: str, group: Group, output: Path) -> "subprocess.Popen[bytes]":
         # SLURM's own limit, in minutes, ends steps whose parent has died
         ends = ["--kill-on-bad-exit=1", "--wait=5", "--time=12"]
         head = [*step(group, tasks, max(1, cores // tasks), gpus > 0), *ends, *srun]
         # rank 0, which the others look for, is on the first node in the order of the job
         first = min(group, key=list(nodes).index) + env.get("HOST_SUFFIX", "")
         meeting = {"MASTER_ADDR": first, "MASTER_PORT": str(10_000 + next(ports) % 20_000)}
-        output, errors = (place / f"{'+'.join(group)}.{name}" for name in ("out", "err"))
-        with output.open("wb") as out, errors.open("wb") as err:
-            command = [*head, *(mode if word == "MODE" else word for word in test)]
+        command = [*head, *(mode if word == "MODE" else word for word in test)]
+        with output.open("wb") as out, output.with_suffix(".err").open("wb") as err:
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
-            process = subprocess.Popen(command, **streams, env={**env, **meeting})
-        return _Step(process=process, output=output, errors=errors)
+            return subprocess.Popen(command, **streams, env={**env, **meeting})
 
     def run(mode: str, groups: Sequence[Group]) -> dict[Group, Result]:
         with tempfile.TemporaryDirectory() as place:
-            return _results({group: start(mode, group, Path(place)) for group in groups})
+            outputs = {group: Path(place, f"{number}.out") for number, group in enumerate(groups)}
+            started = {group: start(mode, group, output) for group, output in outputs.items()}
+            _wait(list(started.values()))
+            return {group: _result(outputs[group], process.returncode) for group, process in started.items()}
 
     return run
 
 
-def _results(steps: Mapping[Group, _Step]) -> dict[Group, Result]:
-    """The result of each step, once it has ended or is too late."""
-    found, begin, half_s = dict[Group, Result](), time.monotonic(), 0.0
-    while len(found) < len(steps):
+def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Wait for the processes; end those that need three times as long as half of them, and a minute."""
+    begin, limit_s = time.monotonic(), 600.0  # the first import of torch on all nodes may take minutes
+    while left := [process for process in processes if process.poll() is None]:
         passed = time.monotonic() - begin
-        for group, one in steps.items():
-            if group not in found and one.process.poll() is not None:
-                found[group] = _result(one)
-            elif group not in found and passed > limit_s(half_s):
-                one.process.terminate()  # srun passes it on
-                found[group] = Result(broken=f"the test does not end within {passed:.0f} s")
-        half_s = half_s or (passed if 2 * len(found) >= len(steps) else 0.0)
+        if 2 * len(left) <= len(processes):
+            limit_s = min(limit_s, 3 * passed + 60.0)
+        if passed > limit_s:
+            for process in left:
+                process.terminate()  # srun passes it on
+            return
         time.sleep(0.1)
-    return found
 
 
-def limit_s(half_s: float) -> float:
-    """Seconds that a step may take, of which half of all took `half_s`; 0: not yet half of them have ended.
-
-    The first import of torch on all nodes may take minutes, from one file system.
-    """
-    return min(600.0, 3 * half_s + 60.0) if half_s else 600.0
-
-
-def _result(done: _Step) -> Result:
-    """What the step printed; --label may have put the task's number before the line."""
-    for line in done.output.read_text(encoding="utf-8", errors="replace").splitlines():
+def _result(output: Path, code: int | None) -> Result:
+    """What the step printed; --label may have put the task's number before the line. None: it did not end."""
+    for line in output.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             values = json.loads(line[line.index("{") :])
             rates = {str(name): float(value) for name, value in values["rates"].items()}
             broken, doubtful = (", ".join(map(str, values[name])) for name in ("broken", "doubtful"))
-            if broken or all(map(math.isfinite, rates.values())):
+            if code is not None and (broken or all(map(math.isfinite, rates.values()))):
                 return Result(broken=broken, doubtful=doubtful, rates=rates)
-    errors = done.errors.read_text(encoding="utf-8", errors="replace").splitlines()
+    if code is None:
+        return Result(broken="the test does not end in time")
+    errors = output.with_suffix(".err").read_text(encoding="utf-8", errors="replace").splitlines()
     own = [line.strip() for line in errors if line.strip() and not line.startswith("srun:")] or errors[:1]
-    last = own[-1] if own else "it printed nothing"
-    return Result(broken=f"the test fails with exit code {done.process.returncode}: {last[:200]}")
+    return Result(broken=f"the test fails with exit code {code}: {own[-1][:200] if own else 'it printed nothing'}")

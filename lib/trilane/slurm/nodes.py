@@ -12,7 +12,8 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,25 +106,25 @@ def handle_node_failure(
     with contextlib.suppress(ValueError):  # without SLURM the outcome stays as it is
         every, trained = client.hostnames(nodelist), training_nodes(folder, job)
         nodes = [node for node in every if node not in lost_nodes(folder, job)]
-        reported = [node for node in nodes if node in outcome.exclude.split(",")]
         faulty = dict.fromkeys(_dead(job, nodes), "cannot be reached")
-        is_reported = bool(reported and not faulty)
-        # by an Xid in the log; or by a test, while there is a spare: a GPU that has failed leaves its node alive
+        # by an Xid in the log
+        reported = [node for node in nodes if node in outcome.exclude.split(",") and not faulty]
         faulty = faulty or dict.fromkeys(reported, f"is at fault ({outcome.status})")
+        # by a test, while there is a spare: a GPU that has failed leaves its node alive
         if not faulty and test and len(nodes) > len(trained) > 0:
             faulty = dict(test(nodes).broken)
         avoid(folder, job, list(faulty))
         if not set(faulty) & set(trained or nodes):  # a spare may have died: no reason for the training to fail
             return outcome
         reasons = "; ".join(f"{node} {why}" for node, why in faulty.items())
-        status, evidence = Status.NODE_FAILURE, f"{reasons}; the log: {outcome.evidence}"
-        status = outcome.status if is_reported else status
+        evidence = f"{reasons}; the log: {outcome.evidence}"
+        status = outcome.status if reported else Status.NODE_FAILURE
         outcome = replace(outcome, status=status, evidence=evidence, exclude=",".join(faulty))
         write_status(folder, outcome)
         if trained and len(nodes) - len(faulty) >= len(trained):
             ledger.note(folder, "replaced", job, nodes=list(faulty), iteration=iteration(folder))
         else:
-            requeue(job, len(every), list(faulty) if test or is_reported else [])
+            requeue(job, len(every), list(faulty) if test or reported else [])
     return outcome
 
 
@@ -159,30 +160,27 @@ def waiting(folder: Path, job: str) -> list[str]:
 
 
 def avoid(folder: Path, job: str, nodes: Sequence[str]) -> None:
-    """Record nodes of the job as failed, and keep the folder's waiting jobs off them."""
-    if nodes:
-        earlier = [node for event in ledger.events(folder, "node failure") for node in event["nodes"]]
-        ledger.note(folder, "node failure", job, nodes=list(nodes))
-        for later in waiting(folder, job):
-            exclude(later, nodes, earlier)
+    """Record nodes of the job as failed, and keep the folder's waiting jobs off all that this job has lost.
 
-
-def exclude(job: str, nodes: Iterable[str], earlier: Sequence[str] = ()) -> None:
-    """Keep a waiting job off `nodes`, in addition to those that it already avoids.
-
-    Where its partition has too few others, it may use the `earlier` ones again, the first of them first: they may have
-    been repaired, and SLURM gives out none that is down. Left out: a reservation or constraint, which leaves fewer.
+    Nodes that failed in an earlier job may be used again: they may have been repaired, and a job that avoided all would
+    in the end find too few in a small partition. SLURM gives out none that is down.
     """
+    if nodes:
+        ledger.note(folder, "node failure", job, nodes=list(nodes))
+        lost = list(dict.fromkeys([*lost_nodes(folder, job), *nodes]))
+        failures = ledger.events(folder, "node failure")
+        earlier = {node for event in failures for node in event["nodes"]}.difference(lost)
+        for later in waiting(folder, job):
+            exclude(later, lost, earlier)
+
+
+def exclude(job: str, nodes: Sequence[str], earlier: Collection[str] = ()) -> None:
+    """Keep a waiting job off `nodes`, and off those that it already avoids, of which the `earlier` ones come back."""
     shown = client.call(["scontrol", "show", "job", "-o", job])
-    every = list(dict.fromkeys([*client.hostnames(_field(shown, "ExcNodeList")), *nodes]))
-    count = re.match(r"\d+", _field(shown, "NumNodes"))
-    again = [node for node in dict.fromkeys(earlier) if node in every and node not in nodes]
-    if again and count:
-        names = client.call(["sinfo", "-h", "-N", "-p", _field(shown, "Partition"), "-o", "%N"]).split()
-        again = again[: max(0, len(every) + int(count[0]) - len(set(names)))]
+    avoided = [node for node in client.hostnames(_field(shown, "ExcNodeList")) if node not in earlier]
     # an update replaces the list
-    names = [node for node in every if node not in again]
-    client.call(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(names)}"])
+    names = ",".join(dict.fromkeys([*avoided, *nodes]))
+    client.call(["scontrol", "update", f"JobId={job}", f"ExcNodeList={names}"])
 
 
 def requeue(job: str, nodes: int, without: Sequence[str] = ()) -> bool:
@@ -243,30 +241,30 @@ def guard_first_node(folder: Path, every_s: float) -> None:
 
 def _dead(job: str, nodes: Sequence[str]) -> list[str]:
     """Of several nodes those that SLURM has taken from the job, or on which no step can be started."""
-    shown = client.call(["scontrol", "show", "job", "-o", job]) if len(nodes) > 1 else ""
-    left = client.hostnames(_field(shown, "NodeList")) or nodes
-    rest = [node for node in nodes if node in left]
-    return [node for node in nodes if node not in left] + (unreachable(rest) if len(rest) > 1 else [])
+    if len(nodes) < 2:
+        return []
+    left = client.hostnames(_field(client.call(["scontrol", "show", "job", "-o", job]), "NodeList")) or nodes
+    return [node for node in nodes if node not in left] + unreachable([node for node in nodes if node in left])
 
 
 def unreachable(nodes: Sequence[str], within_s: float = 30.0) -> list[str]:
-    """The nodes on which no step can be started within so many seconds of the last answer; for use inside the job.
+    """The nodes on which no step can be started within so many seconds; for use inside the job.
 
-    A step on a healthy node starts in a second or two, but a controller that limits the rate of requests answers 128
-    of them one after another (rl_enable, man slurm.conf: by default 30 at once, then 2 a second). Empty where none can
-    be started: then srun itself fails, since this process runs on one of the nodes.
+    A controller that limits the rate of requests answers 30 at once and then 2 a second (rl_enable, man slurm.conf).
+    Empty where none can be started: then srun itself fails, since this process runs on one of the nodes.
     """
-    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    steps = {n: subprocess.Popen([*node_test.step([n]), "true"], **streams, text=True) for n in nodes}
-    waits, last = set(nodes), time.monotonic()
-    while waits and time.monotonic() < last + within_s:
-        if ended := {node for node in waits if steps[node].poll() is not None}:
-            waits, last = waits - ended, time.monotonic()
-        time.sleep(0.1)
-    for node in waits:
-        steps[node].kill()
-    errors = {node: step.communicate()[1] for node, step in steps.items()}
+    limit_s = within_s + max(0, len(nodes) - 30) / 2
     # a step may fail for another reason, such as a job that is being ended
     words = "communication|connection|timed out|no route|not responding|host is down|node_?fail|node fail"
-    found = [n for n in nodes if n in waits or (steps[n].returncode and re.search(words, errors[n], re.I))]
+
+    def fails(node: str) -> bool:
+        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        try:
+            done = subprocess.run([*node_test.step([node]), "true"], **quiet, text=True, timeout=limit_s, check=False)
+        except subprocess.TimeoutExpired:
+            return True
+        return done.returncode != 0 and re.search(words, done.stderr, re.I) is not None
+
+    with ThreadPoolExecutor(max(1, len(nodes))) as pool:
+        found = [node for node, is_dead in zip(nodes, pool.map(fails, nodes), strict=True) if is_dead]
     return found if len(found) < len(nodes) else []

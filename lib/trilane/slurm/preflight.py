@@ -3,12 +3,15 @@
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
-from trilane.config.plan import Plan
+from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.shipped import constants_of
 from trilane.slurm import checks, client
 from trilane.slurm.checks import REFUSAL, WARNING, JobCheck, Row
 from trilane.slurm.script import SCRIPT, gres_gpus, render
@@ -78,6 +81,38 @@ def check_job(
         found = _off_cluster(found)
     found = [replace(f, level=WARNING) if f.rule in allow else f for f in dict.fromkeys(found)]
     return Findings(sorted(found, key=lambda f: f.level != REFUSAL))
+
+
+class CheckedRuns(dict[str, Findings]):
+    """The findings about several runs, by the paths of their folders."""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether one of them is."""
+        return any(map(refused, self.values()))
+
+    def to_json(self) -> dict[str, Any]:
+        """The findings of each."""
+        return {path: [f.to_json() for f in findings] for path, findings in self.items()}
+
+    def text(self) -> str:
+        """Those of all, each after the name of its run."""
+        return "\n".join(f"{Path(path).name}: {line(f)}" for path, findings in self.items() for f in findings)
+
+
+def check_runs(
+    folders: Sequence[Path],
+    site: Site,
+    request: JobRequest,
+    allow: Collection[str] = (),
+    scripts: Sequence[Path | None] = (),
+) -> CheckedRuns:
+    """The findings about each run folder, with its script where that is another than its own."""
+    return CheckedRuns(
+        (str(path), check_job(plan, site, request, path, allow, script, constants_of(path, plan.cluster)[0]))
+        for path, script in zip_longest(folders, scripts)
+        for plan in [read_plan(path / "plan.json")]
+    )
 
 
 def _findings(check: Callable[[JobCheck], list[Row]], case: JobCheck) -> Iterator[JobFinding]:

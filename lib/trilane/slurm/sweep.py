@@ -1,4 +1,4 @@
-"""Sweep: many plans as one job array; only failures run again, and no plan larger than one that ran out of memory."""
+"""Sweep: many plans as one job array, of which only the failures run again."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Any
 from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.costmodel.predict import predict_on
 from trilane.slurm import jobs
-from trilane.slurm.attempt import RUNS
+from trilane.slurm.jobs import RUNS
 from trilane.slurm.script import directives, files, node_count, nodes_of, render
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.files import read_text
@@ -37,7 +37,6 @@ def create(folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, request
         plans_of.append(plan)
         require(plan.label not in texts, "label", plan.label, "must be unique in a sweep")
         found = values.get("prediction") or predict_on(plan, nodes_of(plan, site)).to_json()
-        # a run asks it whether one that needs no more memory ran out
         ok = isinstance(found, Mapping) and isinstance(found.get("memory_bytes"), int | float)
         require(ok, "prediction", found, "must be a JSON object with memory_bytes, a number")
         known = {"calibration": values["calibration"]} if values.get("calibration") else {}

@@ -15,9 +15,9 @@ class Status(StrEnum):
     """The state of a run, a job or a log; the value is the word in files and in JSON.
 
     `stopped`: asked to end before its last iteration, saved if it could, can be resumed. `timeout`: it exceeded a limit
-    of ours, `time limit` one of the scheduler. `pruned`: a run of a sweep that was not started, because one that needs
-    no more memory ran out of it. `unfinished`: the log ends without a reason. `OOM`: a GPU had too little memory, `host
-    memory`: a node. `killed`: by SIGKILL of unknown origin. docs/guides/my-logs.md has the next step for each.
+    of ours, `time limit` one of the scheduler. `unfinished`: the log ends without a reason. `OOM`: a GPU had too
+    little memory, `host memory`: a node. `killed`: by SIGKILL of unknown origin. docs/guides/my-logs.md has the next
+    step for each.
     """
 
     NOT_SUBMITTED = "not submitted"
@@ -25,7 +25,6 @@ class Status(StrEnum):
     RUNNING = "running"
     COMPLETED = "completed"
     STOPPED = "stopped"
-    PRUNED = "pruned"
     UNFINISHED = "unfinished"
     CRASHED = "crashed"
     CANCELLED = "cancelled"
@@ -66,7 +65,7 @@ class Status(StrEnum):
     @property
     def has_failed(self) -> bool:
         """Whether it ended otherwise than as asked; a run that was never started has not failed."""
-        return not (self.is_active or self.is_clean or self in (Status.PRUNED, Status.NOT_SUBMITTED))
+        return not (self.is_active or self.is_clean or self is Status.NOT_SUBMITTED)
 
     @property
     def can_retry(self) -> bool:
