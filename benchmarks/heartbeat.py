@@ -4,6 +4,7 @@
 What many nodes cost a shared file system: heartbeat_cluster.py.
 """
 
+import mmap
 import statistics
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from trilane.engine import phases
 from trilane.engine.heartbeat import Heartbeat
+from trilane.workspace.heartbeat import RECORD
 
 BEATS = 20_000
 # One step of TP 2 x PP 2 x DP 2 on two cores (docs/hangs.md), and the seeds' iterations: 60 s and more.
@@ -22,7 +24,10 @@ CHANGES = {"toy step, 2 cores": 16, "one GPU's step": 6 * 8, "document 003's ite
 
 def main() -> None:
     with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as place:
-        heartbeat = Heartbeat(Path(place) / "0.beat")
+        with open(Path(place) / "0.beat", "w+b") as file:
+            file.write(b"\0" * RECORD)
+            file.flush()
+            heartbeat = Heartbeat(mmap.mmap(file.fileno(), RECORD))
         costs = []
         for _ in range(5):
             begin = time.perf_counter()

@@ -37,7 +37,7 @@ from trilane.launch import watchdog
 from trilane.utils.files import replace_text
 from trilane.utils.process import die_with
 from trilane.workspace import heartbeat
-from trilane.workspace.heartbeat import RECORD, encode, enter, read_reports
+from trilane.workspace.heartbeat import create_record, encode, read_reports
 from trilane.workspace.rank_grid import regular
 from trilane.workspace.status import read_status
 
@@ -121,12 +121,10 @@ class Job:
         os.environ |= {"SLURM_JOB_ID": "77", "SLURM_NODEID": str(index)}
         clock, ahead_s = time.time, 3600.0 if index == 5 else 0.0
         time.time = lambda: clock() + ahead_s
-        place, _ = enter(self.folder, os.environ)
         parent, beats = os.getpid(), {}
         for rank in ranks:
-            (place / f"{rank}.beat").write_bytes(encode(0, "", time.time(), f"{parent} {name}".encode()))
-            with (place / f"{rank}.beat").open("r+b") as file:
-                beats[rank] = mmap.mmap(file.fileno(), RECORD)
+            beats[rank], _ = create_record(self.folder, os.environ, rank)
+            beats[rank][:] = encode(0, "", time.time(), f"{parent} {name}".encode())
         if os.fork() == 0:
             self._watch(parent, index)
         self._train(beats, f"{parent} {name}".encode())
@@ -214,7 +212,7 @@ class Job:
             time.sleep(0.1)
         time.sleep(1.0)
         left = [path for base in heartbeat.BASES for path in base.glob("trilane-*") if path not in self.there]
-        print(f"all but {len(pids)} nodes ended within {time.monotonic() - end:.1f} s; folders left: {len(left)}")
+        print(f"all but {len(pids)} nodes ended within {time.monotonic() - end:.1f} s; records left: {len(left)}")
 
     def _print_counts(self, found: list[float], seconds: float) -> None:
         for i, name in enumerate(FIELDS):

@@ -99,15 +99,14 @@ def test_a_card_is_described_with_its_peaks(monkeypatch: pytest.MonkeyPatch) -> 
     device = torch.device("cuda", 0)
     facts = rates.of_device(device)
     rest = ("latency_s", "node_bytes_per_s", "network_bytes_per_s", "cores_per_node", "gpus_per_node", "max_nodes")
-    facts |= {field: (1, "") for field in (*rest, "host_memory_bytes", "gpu.memory_bytes", "gpu.context_bytes")}
-    made = bench.as_cluster("mine", device, facts).gpu
+    facts |= dict.fromkeys((*rest, "host_memory_bytes", "gpu.memory_bytes", "gpu.context_bytes"), 1)
+    made = bench.as_cluster("mine", device, facts, {}).gpu
     assert (made.name, made.compute_capability, made.num_sms, made.bf16_flops_per_s) == ("V100", (7, 0), 80, 0)
     assert made.fp16_flops_per_s == 1e9 / Constants.matmul
 
 
 def test_a_ring_sends_everything_twice_but_for_its_own_part() -> None:
     """nccl-tests, PERFORMANCE.md: the bus bandwidth of an all_reduce is 2 (n - 1) / n of bytes / seconds."""
-    from trilane.engine.bench.rates import ring_bytes_per_s
+    from trilane.engine.bench.rates import bus_bytes_per_s
 
-    assert ring_bytes_per_s(1000, 2, 1.0) == 1000
-    assert ring_bytes_per_s(1000, 8, 1.0) == 1750
+    assert [bus_bytes_per_s(1000, n, 1.0) for n in (2, 8)] == [1000, 1750]

@@ -21,7 +21,7 @@ from trilane.diagnose.evidence import read_folder
 from trilane.diagnose.hang import diagnose_hang
 from trilane.slurm.monitor import srun_command
 from trilane.workspace import flight_recorder
-from trilane.workspace.heartbeat import Heartbeat, NodeReport, encode, enter, place, start_id
+from trilane.workspace.heartbeat import Heartbeat, NodeReport, create_record, encode, own_beats, place, start_id
 from trilane.workspace.run_folder import reopen
 from trilane.workspace.status import read_status
 
@@ -76,7 +76,8 @@ def captured(code: str, answer: str, folder: Path) -> Path:
         try:
             assert child.stdout is not None and child.stdout.readline() == b"ready\n"
             pid = b"%d %s" % (child.pid, place().split()[1])
-            (enter(folder, {})[0] / "0.beat").write_bytes(encode(3, "", time.time(), pid))
+            record, _ = create_record(folder, {}, 0)
+            record[:] = encode(3, "", time.time(), pid)
             return capture.capture(folder, small_plan())
         finally:
             child.kill()
@@ -154,12 +155,12 @@ def test_a_watchdog_answers_a_capture_and_ends_with_its_rank_while_it_waits_for_
     waits for every process of a job that it ends, and drains the node that keeps one."""
     (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
     env, host, asked = real_hangs.library(), place().split()[1], itertools.count()
-    mine = enter(tmp_path, env)[0]
-    (mine / "0.beat").write_bytes(encode(3, "x", time.time(), place()))
-    if has_exited:
-        (mine / "1.beat").write_bytes(encode(3, "x", time.time(), b"999999999 " + host))
+    pids = [place(), b"999999999 " + host] if has_exited else [place()]
+    records = [create_record(tmp_path, env, rank)[0] for rank in range(len(pids))]
+    for record, pid in zip(records, pids, strict=True):
+        record[:] = encode(3, "x", time.time(), pid)
     elsewhere = Heartbeat(rank=2, step=3, phase="x", time=1.0, pid=7, host="elsewhere")  # never answers
-    NodeReport(first=2, host="elsewhere", start=start_id(env), number=1, ranks=(elsewhere,)).write(tmp_path)
+    NodeReport(first=2, host="elsewhere", start=start_id(env), ranks=(elsewhere,)).write(tmp_path)
     parent = subprocess.Popen([sys.executable, "-c", WATCHED, str(tmp_path)], env=env)
 
     def answered() -> bool:
@@ -175,7 +176,7 @@ def test_a_watchdog_answers_a_capture_and_ends_with_its_rank_while_it_waits_for_
         parent.kill()
         parent.wait()
     watchdog.wait(5)
-    assert list(tmp_path.glob("stacks/*/rank_0.*")) and not mine.exists()
+    assert list(tmp_path.glob("stacks/*/rank_0.*")) and not own_beats(tmp_path, env)
 
 
 def test_a_watchdog_whose_rank_has_ended_before_it_began_ends_too(tmp_path: Path) -> None:

@@ -33,11 +33,11 @@ def ask(*_: object) -> None:
     asked = True
 
 
-def report(number: int, step: int) -> None:
+def report(step: int) -> None:
     """The node's line in the run folder, as its watchdog writes it."""
     beat = {"step": step, "phase": "forward", "time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
     ranks = [{"rank": node * RANKS + r, **beat} for r in range(RANKS)]
-    values = {"first": node * RANKS, "host": socket.gethostname(), "start": start, "number": number, "ranks": ranks}
+    values = {"first": node * RANKS, "host": socket.gethostname(), "start": start, "ranks": ranks}
     path = reports / f"{node * RANKS}.json"
     path.with_name(f".{path.name}").write_text(json.dumps(values) + "\n")
     path.with_name(f".{path.name}").replace(path)
@@ -90,7 +90,7 @@ def train() -> None:
         for name in ("steps.jsonl", "executed.jsonl"):
             with Path(name).open("a") as file:
                 file.write(json.dumps({"iteration": number, "start": start, "lm_loss": 1.0}) + "\n")
-        report(number, number)
+        report(number)
         if number % EVERY == 0 or number == GOAL:
             save(number)
     (locks / "end").touch()
@@ -101,7 +101,7 @@ locks.mkdir(parents=True, exist_ok=True)
 reports.mkdir(parents=True, exist_ok=True)
 with (locks / str(node)).open("w") as mine:
     fcntl.flock(mine, fcntl.LOCK_EX)
-    report(0, 0)
+    report(0)
     if node == 0:
         train()
     while not (locks / "end").exists():

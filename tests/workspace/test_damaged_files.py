@@ -76,7 +76,7 @@ def write_run(run: Path) -> None:
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text(text)
     beat = Heartbeat(rank=0, step=4, phase="optimizer", time=1.0, pid=7, host="h", idle_s=0.5)
-    NodeReport(first=0, host="h", start="", number=3, ranks=(beat,)).write(run)
+    NodeReport(first=0, host="h", start="", ranks=(beat,)).write(run)
     aside = run / "checkpoints/.iter_0000004.x"
     aside.mkdir()
     (aside / "rank_00000.json").write_text("{}")

@@ -1,8 +1,10 @@
-"""Heartbeats lie on the node, of one start of one run, closed to other users, and are gone afterwards."""
+"""Heartbeats lie on the node, of one start of one run, closed to other users, and are gone afterwards; whoever stands
+still by them, by this node's clock alone, which the test turns, is named."""
 
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,13 @@ from trilane.workspace.heartbeat import (
     RECORD,
     Heartbeat,
     NodeReport,
-    beats_in,
+    Stall,
+    create_record,
     encode,
-    enter,
-    node_folders,
+    own_beats,
     place,
     read_beats,
+    remove_records,
     start_id,
     sweep,
 )
@@ -36,63 +39,131 @@ def bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     return found
 
 
-def test_a_heartbeat_survives_its_file_and_a_report(tmp_path: Path, bases: tuple[Path, Path]) -> None:
-    where, notes = enter(tmp_path, ENV)
-    (where / "3.beat").write_bytes(encode(7, "", 12.5, place()))
-    (where / "4.beat").write_text("half")
+def report(first: int, *steps: int, host: str = "n1", **facts) -> NodeReport:
+    ranks = (Heartbeat(rank=first + i, step=n, phase="x", time=0.5, pid=77, host=host, **facts)
+             for i, n in enumerate(steps))  # fmt: skip
+    return NodeReport(first=first, host=host, start="s", ranks=tuple(ranks))
+
+
+def test_a_heartbeat_is_read_on_its_node_and_elsewhere_by_the_report(tmp_path: Path, bases: tuple[Path, Path]) -> None:
+    record, problems = create_record(tmp_path, ENV, 3)
+    (path,) = bases[0].iterdir()
+    path.with_suffix(".4").write_text("half")
+    record[:] = encode(7, "", 12.5, place())
     (found,) = read_beats(tmp_path).values()
-    assert (notes, where.parent, (where / "3.beat").stat().st_size) == ("", bases[0], RECORD)
+    assert (problems, path.stat().st_size, path.stat().st_mode & 0o777) == ("", RECORD, 0o600)
     assert (found.rank, found.step, found.phase, found.time, found.pid) == (3, 7, "", 12.5, os.getpid())
-    other = Heartbeat(rank=9, step=1, phase="x", time=0.5, pid=77, host="n1", idle_s=3.0, has_exited=True)
-    NodeReport(first=8, host="n1", start="s", number=1, ranks=(other,)).write(tmp_path)
-    assert read_beats(tmp_path) == {3: found, 9: other}
+    other = report(9, 1, idle_s=3.0, has_exited=True)
+    other.write(tmp_path)
+    assert read_beats(tmp_path) == {3: found, 9: other.ranks[0]}
+    remove_records(tmp_path, ENV)
+    assert not own_beats(tmp_path, ENV)
 
 
-def test_all_ranks_of_a_node_share_a_folder_and_nobody_else_does(tmp_path: Path, bases: tuple[Path, Path]) -> None:
-    """Not another run, start, or node of the run that happens to be on the same machine."""
-    first, _ = enter(tmp_path / "run", ENV)
-    assert first.stat().st_mode & 0o777 == 0o700 and enter(tmp_path / "run", ENV)[0] == first
-    assert node_folders(tmp_path / "run", ENV) == node_folders(tmp_path / "run") == [first]
-    others = [enter(tmp_path / "other", ENV)[0], *(enter(tmp_path / "run", ENV | {name: "9"})[0] for name in ENV)]
-    assert len({first, *others}) == 1 + len(others)
+def test_no_other_run_start_or_node_on_the_same_machine_is_mixed_up(tmp_path: Path, bases: tuple[Path, Path]) -> None:
+    others = [(tmp_path / "other", ENV), *((tmp_path / "run", ENV | {name: "9"}) for name in ENV)]
+    kept = [create_record(folder, env, 0) for folder, env in (*others, (tmp_path / "run", ENV))]
+    for number, (record, _) in enumerate(kept):
+        record[:] = encode(number, "x", 1.0, place())
+    assert [own_beats(folder, env)[0].step for folder, env in others] == [0, 1, 2, 3]
+    assert own_beats(tmp_path / "run", ENV)[0].step == 4
     assert start_id(ENV) == start_id(ENV | {"SLURM_NODEID": "4"})
 
 
-def test_where_the_memory_is_full_missing_or_of_others_it_is_the_disk(tmp_path: Path, bases: tuple[Path, Path]) -> None:
-    def is_full(path: Path) -> None:
-        if path.parent == bases[0]:
-            raise OSError(28, "No space left on device")
-
-    where, notes = enter(tmp_path, ENV, is_full)
-    assert (where.parent, notes) == (bases[1], f"{bases[0]}: No space left on device")
-    prepared = bases[0] / where.name
-    prepared.chmod(0o777)
-    assert enter(tmp_path, ENV)[0] == where
-    prepared.rename(tmp_path / "aim")
-    prepared.symlink_to(tmp_path / "aim")
-    assert enter(tmp_path, ENV)[0] == where
-    prepared.unlink()
+def test_where_the_memory_is_missing_or_of_others_it_is_the_disk(tmp_path: Path, bases: tuple[Path, Path]) -> None:
+    create_record(tmp_path, ENV, 0)
+    (path,) = bases[0].iterdir()
+    path.unlink()
+    path.mkdir()  # nobody else's file can be removed either, where all may write
+    assert create_record(tmp_path, ENV, 0)[1].startswith(str(bases[0]))
+    path.rmdir()
+    path.symlink_to(tmp_path / "aim")
+    create_record(tmp_path, ENV, 0)
+    assert not path.is_symlink() and not (tmp_path / "aim").exists()
+    path.unlink()
     bases[0].rmdir()
-    assert enter(tmp_path, ENV)[1] == f"{bases[0]}: No such file or directory"
+    assert create_record(tmp_path, ENV, 0)[1] == f"{bases[0]}: No such file or directory"
 
 
 def test_a_killed_run_leaves_nothing_for_long_and_a_living_one_is_left_alone(
     tmp_path: Path, bases: tuple[Path, Path]
 ) -> None:
     code = "import sys, time; from pathlib import Path; from trilane.workspace import heartbeat as h\n"
-    code += "h.BASES = (Path(sys.argv[1]),); path, _ = h.enter(Path(sys.argv[2]), {'SLURM_JOB_ID': '77'})\n"
-    code += "(path / '0.beat').write_bytes(b'x'); print(path, flush=True); time.sleep(60)"
+    code += "h.BASES = (Path(sys.argv[1]),); r, _ = h.create_record(Path(sys.argv[2]), {'SLURM_JOB_ID': '77'}, 0)\n"
+    code += "r[:] = h.encode(1, 'x', 1.0, h.place()); print('ready', flush=True); time.sleep(60)"
     command = [sys.executable, "-c", code, str(bases[0]), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
-        assert rank.stdout is not None
-        path = Path(rank.stdout.readline().strip())
+        assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+        (path,) = bases[0].iterdir()
+        os.utime(path, (0, 0))
         sweep()
-        assert (path / "0.beat").exists() and node_folders(tmp_path) == [path]
+        assert own_beats(tmp_path)[0].pid == rank.pid
         rank.kill()
-    wait_until(lambda: not node_folders(tmp_path), 5, "a dead rank's folder counts as used")
-    assert enter(tmp_path, {"SLURM_JOB_ID": "77"})[0] == path
-    assert not beats_in(path), "the same start again finds no heartbeat of the killed one"
-    left = bases[1] / path.name
-    left.mkdir(mode=0o700)
+    wait_until(lambda: not own_beats(tmp_path), 5, "a dead rank counts as running")
     sweep()
-    assert path.exists() and not left.exists()
+    assert not path.exists()
+
+
+class Node:
+    """The detector of a node, on a clock that the test turns."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> None:
+        self.now, self.beats = 5000.0, dict[int, Heartbeat]()
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(heartbeat, "own_beats", lambda *_: dict(self.beats))
+        self.stall = Stall(folder, {}, timeout_s)
+
+    def beat(self, *ranks: int, step: int = 7, phase: str = "forward") -> None:
+        self.beats |= {rank: Heartbeat(rank=rank, step=step, phase=phase, time=self.now, pid=os.getpid(), host="h")
+                       for rank in ranks}  # fmt: skip
+
+    def stalls_after(self, seconds: float, more_s: float = 0.0) -> bool:
+        self.stall.look()
+        self.now += seconds
+        self.stall.look()
+        return self.stall.is_stalled(more_s)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "step", "seconds"), [(200, 2, 200), (200, 1, 1000), (200, 0, 1000), (20, 1, 660)]
+)
+def test_a_rank_is_given_five_times_as_long_until_its_second_iteration(
+    timeout_s: float, step: int, seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles and builds samples in the first: five times the limit, and 660 s at least."""
+    node = Node(tmp_path, monkeypatch, timeout_s)
+    node.beat(0, step=step)
+    assert not node.stalls_after(seconds) and node.stalls_after(1) and not node.stalls_after(40, 45.0)
+
+
+def test_a_change_of_phase_is_progress_and_the_rank_without_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that has finished may be silent: rank 0 writes the last checkpoint's manifest while others have ended."""
+    node = Node(tmp_path, monkeypatch, 100.0)
+    node.beat(2, step=5, phase="end")
+    node.beat(0, 1, step=5)
+    assert not node.stalls_after(90)
+    node.beat(0, step=5, phase="backward")
+    assert node.stalls_after(90) and node.stall.cause(3) == "no progress for 100 s: rank 1 in iteration 5, forward"
+
+
+def test_a_rank_that_never_began_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node, nobody = Node(tmp_path, monkeypatch, 200.0), "no progress for 200 s: rank {} before its first heartbeat"
+    assert node.stalls_after(1050) and node.stall.cause(3) == nobody.format(0)
+    node.beat(0, 2, step=1)
+    assert node.stalls_after(1050) and node.stall.cause(3) == nobody.format(1)
+
+
+def test_the_rank_that_has_stood_still_longest_is_named_on_whichever_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the earliest iteration; before it one whose node does not answer, for the others wait for its ranks."""
+    node = Node(tmp_path, monkeypatch, 1000.0)
+    node.beat(0, 1, step=7)
+    assert node.stalls_after(1001)
+    later, earlier = report(2, 7, 7, idle_s=1003.0), report(4, 8, 6, host="n2", idle_s=1.0)
+    named = "no progress for 1000 s: rank {} in iteration {}, x"
+    assert node.stall.cause(4, [later], {"n1"}) == named.format(2, 7)
+    assert node.stall.cause(6, [later, earlier], {"n1", "n2"}) == named.format(5, 6)
+    assert node.stall.cause(6, [later, earlier], {"n2"}) == f"{named.format(2, 7)} on n1, which does not answer"

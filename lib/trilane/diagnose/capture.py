@@ -14,12 +14,12 @@ from trilane.config.plan import Plan
 from trilane.utils.files import json_object, read_text, replace_text
 from trilane.utils.tables import as_json
 from trilane.workspace import flight_recorder, rank_grid
-from trilane.workspace.heartbeat import STACKS, Heartbeat, beats_in, node_folders, process_state, read_beats
+from trilane.workspace.heartbeat import STACKS, Heartbeat, own_beats, process_state, read_beats
 
 OTHERS_S = 30.0  # for the other nodes of the job to dump their ranks
 
 
-def capture(folder: Path, plan: Plan, hosts: set[str] | None = None) -> Path:
+def capture(folder: Path, plan: Plan) -> Path:
     """Dump all ranks into a new folder `stacks/<time>/` of the run, with topology.json; returns it.
 
     The watchdog of each other host sees the folder and dumps its ranks, or they are missing.
@@ -31,20 +31,25 @@ def capture(folder: Path, plan: Plan, hosts: set[str] | None = None) -> Path:
     beats = read_beats(folder)
     write_topology(stacks, plan, beats)  # now, since the job may end while this process waits for other nodes
     capture_here(folder, stacks)
-    expected = (hosts if hosts is not None else {beat.host for beat in beats.values()}) | {platform.node()}
-    answers, end = {f"states-{host}.json" for host in expected}, time.monotonic() + OTHERS_S
-    while time.monotonic() < end and not answers <= set(os.listdir(stacks)):
+    expected, end = {beat.host for beat in beats.values()}, time.monotonic() + OTHERS_S
+    while time.monotonic() < end and not expected <= hosts_in(stacks):
         time.sleep(0.25)
     write_topology(stacks, plan, beats | read_beats(folder))
     return stacks
+
+
+def hosts_in(stacks: Path) -> set[str]:
+    """The hosts that have dumped their ranks into the folder."""
+    names = (name for name in os.listdir(stacks) if name.startswith("states-"))
+    return {name.removeprefix("states-").removesuffix(".json") for name in names}
 
 
 def capture_here(folder: Path, stacks: Path) -> None:
     """Dump the ranks of this host into `stacks`: rank_<n>.json by py-spy, else rank_<n>.txt by
     faulthandler, and its Flight Recorder; states-<host>.json has the states of their processes."""
     # Where the heartbeats of this host cannot be seen, as from outside a container, the run folder has the last ones.
-    beats = [beat for place in node_folders(folder) for beat in beats_in(place).values()]
-    own = [beat for beat in beats or read_beats(folder).values() if beat.host == platform.node()]
+    beats = own_beats(folder) or read_beats(folder)
+    own = [beat for beat in beats.values() if beat.host == platform.node()]
     states = {beat.rank: process_state(beat.pid) for beat in own}
     asked = flight_recorder.ask(folder / "ranks", states)
     with ThreadPoolExecutor(4) as pool:

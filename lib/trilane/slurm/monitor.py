@@ -3,7 +3,6 @@
 import html
 import json
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -182,10 +181,14 @@ def capture_job(folder: Path, plan: Plan, job: str) -> Path:
 
     With a job and srun at hand a second step of the job dumps every node; otherwise the other nodes' watchdogs do.
     """
-    beats = read_beats(folder)
-    require(bool(beats), "folder", folder, "no rank has given a sign of life (hang_timeout_s=0, or not started)")
+    require(
+        bool(read_beats(folder)),
+        "folder",
+        folder,
+        "no rank has given a sign of life (hang_timeout_s=0, or not started)",
+    )
     if not (job and shutil.which("srun")):
-        return capture(folder, plan, {beat.host for beat in beats.values()} - {platform.node()})
+        return capture(folder, plan)
     stacks = folder / "stacks" / f"job-{job}"
     stacks.mkdir(parents=True, exist_ok=True)
     subprocess.run(_step(folder, plan, job, stacks)[1], check=False, timeout=120)

@@ -1,31 +1,33 @@
-"""Heartbeats: what each rank last did, in its node's memory; and a report of each node in the run folder.
+"""Heartbeats: what each rank last did, in its node's memory; and what each node wrote of its ranks in the run folder.
 
-A rank overwrites one record of fixed size, <rank>.beat, which stays readable when the process is stuck, stopped or
-killed. It changes many times a second, so it lies on the node: in /dev/shm/trilane-<user id>-<run>-<start and node>,
-else in the same folder below /tmp. Each process that uses such a folder holds a shared lock on it until it ends,
-however it ends: a folder that can be locked alone was left by a killed run, and the next start removes it. One process
-of each node replaces ranks/nodes/<its first rank>.json in the run folder every 15 s, by which others see its ranks.
+A rank overwrites one record of fixed size, which stays readable when the process is stuck, stopped or killed. It
+changes many times a second, so it lies on the node: /dev/shm/trilane-<user id>-<run>-<start and node>.<rank>, else the
+same in /tmp. The rank holds a lock on it until it ends, however it ends: a record without one was left, and the next
+start removes it. In the run folder one process of each node replaces ranks/nodes/<its first rank>.json when a rank
+begins or exits, when stacks are asked for, and at the end.
 """
 
 import contextlib
+import errno
 import fcntl
+import functools
 import hashlib
 import json
 import math
+import mmap
 import os
 import platform
-import shutil
 import signal
-import stat
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trilane.utils.files import json_object, read_text
 from trilane.utils.validation import from_mapping, require
 
 BASES = (Path("/dev/shm"), Path("/tmp"))  # the node's memory, the node's disk
-RECORD = 128  # bytes of a heartbeat file: one padded line
+RECORD = 128  # bytes of a record: one padded line
 END = "end"  # the phase of a rank that has finished
 # The signal on which faulthandler writes the stacks: no library and no scheduler uses it.
 STACKS = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
@@ -59,9 +61,9 @@ class Heartbeat:
         return f"rank {self.rank} in iteration {self.step}, {self.phase or 'between phases'}"
 
 
-def encode(step: int, phase: str, now: float, rest: bytes) -> bytes:
-    """The record of a heartbeat; `rest` is the constant part, place()."""
-    return (b"%d %s %.3f " % (step, phase.encode() or b"-", now) + rest)[: RECORD - 1].ljust(RECORD - 1) + b"\n"
+def encode(step: int, phase: str, now: float, process: bytes) -> bytes:
+    """The record of a heartbeat; `process` as place() gives it."""
+    return (b"%d %s %.3f " % (step, phase.encode() or b"-", now) + process)[: RECORD - 1].ljust(RECORD - 1) + b"\n"
 
 
 def place() -> bytes:
@@ -69,23 +71,107 @@ def place() -> bytes:
     return f"{os.getpid()} {platform.node() or 'localhost'}".encode()
 
 
-def beats_in(folder: Path) -> dict[int, Heartbeat]:
-    """The last heartbeat of each rank that keeps its own in the node's folder, where readable."""
+def create_record(folder: Path, env: Mapping[str, str], rank: int) -> tuple[mmap.mmap, str]:
+    """The memory-mapped record of a rank in this start of the run, locked until this process ends, and why it is not in
+    the better place. OSError where neither place can be used."""
+    problems = list[str]()
+    for base in BASES:
+        try:
+            return _mapped(base / f"{_prefix(folder)}{_own(env)}.{rank}"), "; ".join(problems)
+        except OSError as error:  # full, missing, or of somebody else
+            problems.append(f"{base}: {error.strerror}")
+    raise OSError("; ".join(problems))
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()  # of a killed start of this name; another user's stays, and is refused
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # which lasts as long as the mapping
+        # Not a sparse file: the kernel ends a process (SIGBUS) that writes to a mapped page of a full disk.
+        if os.write(handle, b"\0" * RECORD) < RECORD:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return mmap.mmap(handle, RECORD)
+    except OSError:
+        path.unlink()  # half a record would count as a rank that stands still
+        raise
+    finally:
+        os.close(handle)
+
+
+def own_beats(folder: Path, env: Mapping[str, str] | None = None) -> dict[int, Heartbeat]:
+    """The last heartbeat of each rank on this machine: of the start of the run in `env`, else of starts of which a rank
+    still runs."""
+    paths = list(_records(_prefix(folder) + (_own(env) if env is not None else "*")))
+    starts = {path.stem for path in paths if env is not None or _is_held(path)}
     found = {}
-    for path in sorted(folder.glob("*.beat")):
+    for path in sorted(path for path in paths if path.stem in starts):
         with contextlib.suppress(OSError, ValueError):
             step, phase, now, pid, host = path.read_bytes()[:RECORD].decode().split()
-            facts = {"phase": "" if phase == "-" else phase, "time": float(now), "pid": int(pid), "host": host}
-            found[int(path.stem)] = Heartbeat(rank=int(path.stem), step=int(step), **facts)  # type: ignore[arg-type]
+            rank, phase = int(path.suffix[1:]), "" if phase == "-" else phase
+            found[rank] = Heartbeat(rank=rank, step=int(step), phase=phase, time=float(now), pid=int(pid), host=host)
     return found
 
 
-def read_beats(folder: Path) -> dict[int, Heartbeat]:
-    """The last known heartbeat of each rank of a run: of ranks of this machine now, of others as last reported."""
-    found = {beat.rank: beat for report in read_reports(folder) for beat in report.ranks}
-    for where in node_folders(folder):
-        found |= beats_in(where)
-    return dict(sorted(found.items()))
+def remove_records(folder: Path, env: Mapping[str, str]) -> None:
+    """Remove the records on this machine of this start of the run."""
+    for path in _records(_prefix(folder) + _own(env)):
+        path.unlink(missing_ok=True)
+
+
+def sweep() -> None:
+    """Remove the records that killed runs of this user left on this machine."""
+    for path in _records(f"trilane-{os.geteuid()}-*"):
+        with contextlib.suppress(OSError):
+            # a new one is locked within the minute
+            if time.time() - path.stat().st_mtime > 60 and not _is_held(path):
+                path.unlink()
+
+
+def _records(start: str) -> Iterable[Path]:
+    """The records whose names begin so: files of this user alone, as others may write to these folders."""
+    for path in (path for base in BASES for path in base.glob(f"{start}.*")):
+        with contextlib.suppress(OSError):
+            if not path.is_symlink() and path.is_file() and path.stat().st_uid == os.geteuid():
+                yield path
+
+
+def _is_held(path: Path) -> bool:
+    """Whether the process of the record lives."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def start_id(env: Mapping[str, str]) -> str:
+    """What names this start of a run: the same on all its nodes, and of no other start."""
+    slurm, torchrun = ("JOB_ID", "RESTART_COUNT", "STEP_ID"), ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+    names = (*(f"SLURM_{name}" for name in slurm), *torchrun)
+    return env.get("TRILANE_START") or _hash(*(env.get(name, "") for name in names))
+
+
+def _prefix(folder: Path) -> str:
+    return _prefix_on(folder.absolute(), platform.node())
+
+
+@functools.cache  # to resolve the path asks the shared file system each time
+def _prefix_on(folder: Path, host: str) -> str:
+    # the host's name, because /tmp of several may be one folder
+    return f"trilane-{os.geteuid()}-{_hash(str(folder.resolve()), host)}-"
+
+
+def _own(env: Mapping[str, str]) -> str:
+    # a launcher that names the start has one node, and does not know what torchrun calls it
+    names = () if "TRILANE_START" in env else ("SLURM_NODEID", "GROUP_RANK")
+    return _hash(start_id(env), *(env.get(name, "") for name in names))
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def process_state(pid: int) -> str:
@@ -102,12 +188,11 @@ def process_state(pid: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """What is reported of all ranks of a node, whose first is `first`, in the start `start_id()` of the run."""
+    """The heartbeats of all ranks of a node, whose first is `first`, in the start `start_id()` of the run."""
 
     first: int
     host: str
     start: str
-    number: int  # it rises: a reader needs no clock to see that the node lives
     ranks: tuple[Heartbeat, ...]
 
     def write(self, folder: Path) -> None:
@@ -128,98 +213,70 @@ def read_reports(folder: Path) -> list[NodeReport]:
     return sorted(found, key=lambda report: report.first)
 
 
-def start_id(env: Mapping[str, str]) -> str:
-    """What names this start of a run: the same on all its nodes, and of no other start."""
-    slurm, torchrun = ("JOB_ID", "RESTART_COUNT", "STEP_ID"), ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
-    names = (*(f"SLURM_{name}" for name in slurm), *torchrun)
-    return env.get("TRILANE_START") or _hash(*(env.get(name, "") for name in names))
+def read_beats(folder: Path) -> dict[int, Heartbeat]:
+    """The last known heartbeat of each rank of a run: of ranks of this machine now, of others as last reported."""
+    reported = {beat.rank: beat for report in read_reports(folder) for beat in report.ranks}
+    return dict(sorted((reported | own_beats(folder)).items()))
 
 
-def node_folders(folder: Path, env: Mapping[str, str] | None = None) -> list[Path]:
-    """The folders on this machine in which ranks of the run in `folder` write now, or those of the start in `env`."""
-    # two where a place became full in between
-    paths = (path for base in BASES for path in base.glob(_prefix(folder) + (_own(env) if env else "*")))
-    return [path for path in paths if _is_private(path) and (env or not _left(path))]
+class Stall:
+    """Whether a rank of this node has made no progress for `timeout_s`, in the start `env` of the run in `folder`.
 
-
-def enter(folder: Path, env: Mapping[str, str], make: Callable[[Path], object] = lambda path: None) -> tuple[Path, str]:
-    """This node's folder for this start of the run, used until this process ends, and why no better place was.
-
-    `make` writes the process's files into it. OSError where neither place can be used.
+    Ranks train in step: one that hangs soon stalls all, so that each node looks at its own alone. Clocks of hosts are
+    never compared: what counts is for how long a heartbeat did not change, as its own node saw it.
     """
-    problems = list[str]()
-    for base in BASES:
-        path = base / (_prefix(folder) + _own(env))
-        try:
-            _use(path)
-            make(path)
-            return path, "; ".join(problems)
-        except OSError as error:  # full, missing, or of somebody else
-            problems.append(f"{base}: {error.strerror}")
-    raise OSError("; ".join(problems))
+
+    def __init__(self, folder: Path, env: Mapping[str, str], timeout_s: float) -> None:
+        self._folder, self._env, self._timeout_s = folder, env, timeout_s
+        self._begin = time.monotonic()
+        self._changed: dict[int, tuple[Heartbeat, float]] = {}
+        self.own: dict[int, Heartbeat] = {}
+
+    def look(self) -> None:
+        """Read this node's heartbeats into `own`."""
+        now = time.monotonic()
+        for rank, beat in own_beats(self._folder, self._env).items():
+            if rank not in self._changed or self._changed[rank][0] != beat:
+                self._changed[rank] = (beat, now)
+        self.own = {
+            rank: replace(beat, idle_s=now - since, has_exited=_has_exited(beat))
+            for rank, (beat, since) in self._changed.items()
+        }
+
+    def is_stalled(self, more_s: float = 0.0) -> bool:
+        """Whether a rank of this node stood still for too long when last looked at, and `more_s` more."""
+        # one that has ended may be silent
+        late = (beat.phase != END and beat.idle_s > self._patience_s(beat.step) + more_s for beat in self.own.values())
+        return any(late) or (not self.own and self._is_late_to_begin())
+
+    def cause(self, ranks: int, others: Iterable[NodeReport] = (), answered: Iterable[str] = ()) -> str:
+        """Why the run of so many `ranks` counts as stalled: the rank that stands still. `others` are the reports of the
+        other nodes, `answered` the hosts of those that were written now."""
+        beats = [(beat, "") for beat in self.own.values()]
+        for report in others:
+            silence = f" on {report.host}, which does not answer" * (report.host not in answered)
+            beats += [(beat, silence) for beat in report.ranks]
+        # one that is gone, else the one in the earliest iteration, as no rank waits there for one in a later
+        found = [
+            (not (b.has_exited or silence), b.step, -b.idle_s, f"{b}{silence or ', which has exited' * b.has_exited}")
+            for b, silence in beats
+            if b.phase != END
+        ]
+        absent = sorted({*range(ranks)} - {beat.rank for beat, _ in beats})
+        if absent and self._is_late_to_begin() and all(beat.step < 2 for beat, _ in beats):
+            found.append((False, -1, 0.0, f"rank {absent[0]} before its first heartbeat"))
+        return f"no progress for {self._timeout_s:.0f} s: {min(found)[-1]}"
+
+    def _is_late_to_begin(self) -> bool:
+        return time.monotonic() - self._begin > self._patience_s(0)
+
+    def _patience_s(self, step: int) -> float:
+        """The timeout of a rank in that iteration, s."""
+        # Until its second iteration a rank imports, builds samples and compiles; and it is given a minute more than the
+        # ranks wait for one another (engine/torchrun.py), which ends with the names of those that did not come.
+        return self._timeout_s if step >= 2 else max(5 * self._timeout_s, 660.0)
 
 
-def sweep() -> None:
-    """Remove what killed runs of this user left on this machine."""
-    for path in (path for base in BASES for path in base.glob(f"trilane-{os.geteuid()}-*")):
-        if _is_private(path) and _left(path):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _hash(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _prefix(folder: Path) -> str:
-    # the host's name, because /tmp of several may be one folder
-    return f"trilane-{os.geteuid()}-{_hash(str(folder.resolve()), platform.node())}-"
-
-
-def _own(env: Mapping[str, str]) -> str:
-    # a launcher that names the start has one node, and does not know what torchrun calls it
-    names = () if "TRILANE_START" in env else ("SLURM_NODEID", "GROUP_RANK")
-    return _hash(start_id(env), *(env.get(name, "") for name in names))
-
-
-def _use(path: Path) -> None:
-    """Make the folder where it is missing, and hold a lock on it; what a killed start of its name left is removed."""
-    while True:
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        if not _is_private(path):  # as another user may prepare it
-            raise PermissionError(1, "belongs to somebody else, or is open to others", str(path))
-        with contextlib.suppress(FileNotFoundError):  # swept at this moment
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-            if _locks(handle, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                for left in path.glob("*.beat"):
-                    left.unlink()
-            _locks(handle, fcntl.LOCK_SH)
-            if path.stat().st_ino == os.fstat(handle).st_ino:
-                return  # the lock lasts until the process ends
-            os.close(handle)
-
-
-def _is_private(path: Path) -> bool:
-    """Whether this is a folder, no link, that belongs to this user and is closed to others."""
-    with contextlib.suppress(OSError):
-        facts = path.lstat()
-        return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o077
-    return False
-
-
-def _left(path: Path) -> bool:
-    """Whether no process uses the folder any more."""
-    with contextlib.suppress(OSError):
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            return _locks(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        finally:
-            os.close(handle)
-    return False
-
-
-def _locks(handle: int, how: int) -> bool:
-    with contextlib.suppress(OSError):
-        fcntl.flock(handle, how)
-        return True
-    return False
+def _has_exited(beat: Heartbeat) -> bool:
+    """Whether a rank's process has ended before the rank did."""
+    return beat.phase != END and beat.host == platform.node() and process_state(beat.pid) in ("gone", "Z", "X")

@@ -13,39 +13,33 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-Query = Callable[[str, str], list[list[str]]]
 
-
-def main(argv: list[str]) -> int:
-    """0 once the line is printed."""
-    mode, gpus = argv[0], int(argv[1])
+def main(mode: str, gpus: int) -> None:
+    """Print the line; ends the process."""
     found: dict[str, Any] = {"broken": [], "doubtful": [], "rates": {}}
     if mode == "alone" and os.environ.get("SLURM_LOCALID", "0") == "0":
-        end = time.monotonic() + 15.0
         found |= findings(gpus)
-        # The processes of an attempt that failed need some seconds to give their memory back.
+        end = time.monotonic() + 15.0  # in which the processes of an attempt that failed give their memory back
         while any("in use" in reason for reason in found["broken"]) and time.monotonic() < end:
             time.sleep(1.0)
             found |= findings(gpus)
-    if found["broken"]:
-        print(json.dumps(found), flush=True)
-        return 0
-    from trilane.engine import world as worlds
+    if not found["broken"]:
+        from trilane.engine import world as worlds
 
-    print("READY", flush=True)
-    signal.alarm(55)  # then the kernel ends the test: a GPU or a network that hangs
-    if os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
-        os.environ.pop("SLURM_PROCID", None)
-        worlds.single_process(os.environ)
-    worlds.from_slurm(os.environ)
-    world = worlds.start_process_group("fp32")
-    every = worlds.gather_values(world, _rates(world, mode))
-    if world.is_first:
+        print("READY", flush=True)
+        signal.alarm(55)  # then the kernel ends the test: a GPU or a network that hangs
+        if os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+            os.environ.pop("SLURM_PROCID", None)
+            worlds.single_process(os.environ)
+        worlds.from_slurm(os.environ)
+        world = worlds.start_process_group("fp32")
+        every = worlds.gather_values(world, _rates(world, mode))
         found["rates"] = {name: min(rates[name] for rates in every) for name in every[0]}
         if gpus and world.device.type != "cuda":
             found["broken"] = ["torch finds no GPU"]
-        print(json.dumps(found), flush=True)
-    sys.stdout.flush()
+        if not world.is_first:
+            os._exit(0)
+    print(json.dumps(found), flush=True)
     os._exit(0)  # at once: communicators of a peer that has gone would be waited for
 
 
@@ -57,21 +51,17 @@ def _rates(world: Any, mode: str) -> dict[str, float]:
 
     device, found = world.device, dict[str, float]()
     if world.size > 1:
-        size = rates.large_bytes(device)
-        ring = rates.ring_bytes_per_s(size, world.size, rates.reduce_s(device, None, size, 8))
-        found["all_reduce B/s" if mode == "pair" else "all_reduce within B/s"] = ring
-    if mode == "pair":
-        return {**found, "all_reduce 1/s": 1 / rates.reduce_s(device, None, 4, 30)}
+        sent, small_s = rates.all_reduce(device, None, world.size, 8)
+        if mode == "pair":
+            return {"all_reduce B/s": sent, "all_reduce 1/s": 1 / small_s}
+        found["all_reduce within B/s"] = sent
     if device.type == "cuda":
         found["PCIe B/s"] = rates.host_to_device_bytes_per_s(device)
     else:
         torch.set_num_threads(1)
     kind = list(rates.matmul_types(device).values())[-1]
-    return {
-        **found,
-        "matmul FLOP/s": rates.matmul_flops_per_s(device, kind),
-        "memory B/s": rates.copy_bytes_per_s(device),
-    }
+    found["matmul FLOP/s"] = rates.matmul_flops_per_s(device, kind)
+    return {**found, "memory B/s": rates.copy_bytes_per_s(device)}
 
 
 def query(what: str, names: str) -> list[list[str]]:
@@ -85,7 +75,7 @@ def query(what: str, names: str) -> list[list[str]]:
     return [row for row in rows if len(row) == len(names.split(","))]
 
 
-def findings(gpus: int, ask: Query = query) -> dict[str, list[str]]:
+def findings(gpus: int, ask: Callable[[str, str], list[list[str]]] = query) -> dict[str, list[str]]:
     """What makes the node useless ("broken"), and what makes another preferable ("doubtful"); of its GPUs.
 
     A failed remapping is a reason to replace the GPU, an uncorrectable error asks for a reset:
@@ -106,4 +96,4 @@ def findings(gpus: int, ask: Query = query) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1], int(sys.argv[2]))

@@ -11,29 +11,24 @@ import torch.distributed as dist
 from trilane.costmodel.constants import Constants
 
 COPY_BYTES = 2**28  # far beyond the caches
-Facts = dict[str, tuple[float, str]]  # field of Cluster -> its value, and how it was measured
+LARGE = {"cpu": 2**22, "cuda": 2**28}  # bytes: a small GPT's gradient bucket; enough to fill NVLink
 
 
-def of_device(device: torch.device) -> Facts:
-    """Rates of a card, as peaks of which a plan gets a share, or of one thread; 0 where it lacks a precision."""
+def of_device(device: torch.device) -> dict[str, float]:
+    """Fields of Cluster: of a card peaks, of which a plan gets a share, else of one thread; 0 for a precision without
+    units, so that no plan may choose it."""
     is_card, types = device.type == "cuda", matmul_types(device)
     if not is_card:
         torch.set_num_threads(1)
     share, copied_share = (Constants.matmul, Constants.memory) if is_card else (1.0, 1.0)
-    found: Facts = {}
-    for precision in ("fp32", "fp16", "bf16", "fp8"):
-        rate, how = 0.0, "not measured here: 0, so that no plan may choose it"
-        if precision in types:
-            rate = matmul_flops_per_s(device, types[precision]) / share
-            how = f"the fastest torch matmul, without TF32, {share:g} of the peak"
-        found[f"gpu.{precision}_flops_per_s"] = (rate, how)
-    size, copied = f"copy of {COPY_BYTES >> 20} MiB", copy_bytes_per_s(device)
-    how = f"{size} on the device, bytes read and written, {copied_share:g} of the peak"
-    found["gpu.memory_bytes_per_s"] = (copied / copied_share, how)
-    found["pcie_bytes_per_s"] = (copied, "no PCIe between a core and its memory: as gpu.memory_bytes_per_s")
-    if is_card:
-        found["pcie_bytes_per_s"] = (host_to_device_bytes_per_s(device), f"{size} from page-locked host memory")
-    return {**found, "launch_overhead_s": (call_s(device), "torch calls on 16 numbers, 1000 in a row")}
+    found = {
+        f"gpu.{name}_flops_per_s": matmul_flops_per_s(device, types[name]) / share if name in types else 0.0
+        for name in ("fp32", "fp16", "bf16", "fp8")
+    }
+    copied = copy_bytes_per_s(device)
+    found["gpu.memory_bytes_per_s"] = copied / copied_share
+    found["pcie_bytes_per_s"] = host_to_device_bytes_per_s(device) if is_card else copied
+    return {**found, "launch_overhead_s": call_s(device)}
 
 
 def matmul_types(device: torch.device) -> dict[str, torch.dtype]:
@@ -110,22 +105,22 @@ def once_s(work: Callable[[], Any], device: torch.device) -> float:
     return first.elapsed_time(last) / 1e3  # milliseconds
 
 
-def large_bytes(device: torch.device) -> int:
-    """Bytes of the large message: a small GPT's gradient bucket on a CPU, enough to fill NVLink on a GPU."""
-    return 2**28 if device.type == "cuda" else 2**22
-
-
-def reduce_s(device: torch.device, group: dist.ProcessGroup | None, bytes_: int, calls: int) -> float:
-    """Median seconds of `calls` all_reduces of `bytes_`, after as many to warm up: gloo's first calls are slow."""
-    tensor = torch.zeros(bytes_ // 4, device=device)
-    every = [once_s(lambda: dist.all_reduce(tensor, group=group), device) for _ in range(2 * calls)]
-    return statistics.median(every[calls:])
-
-
-def ring_bytes_per_s(bytes_: int, n: int, seconds: float) -> float:
-    """What each of `n` ranks sends per second while a ring all_reduce of `bytes_` takes `seconds`.
+def all_reduce(device: torch.device, group: dist.ProcessGroup | None, n: int, calls: int) -> tuple[float, float]:
+    """What each of the group's `n` ranks sends per second in an all_reduce of LARGE, and seconds of one of 4 bytes.
 
     2 (n - 1) / n bytes / seconds, as nccl-tests defines bus bandwidth; over several hosts this is also what a whole
     host sends, because each ring enters and leaves it once. Left out: trees, which NCCL uses for small messages.
     """
-    return 2 * (n - 1) / n * bytes_ / seconds
+
+    def median_s(size: int, calls: int) -> float:
+        tensor = torch.zeros(size // 4, device=device)
+        # after as many to warm up: gloo's first calls are slow
+        every = [once_s(lambda: dist.all_reduce(tensor, group=group), device) for _ in range(2 * calls)]
+        return statistics.median(every[calls:])
+
+    return bus_bytes_per_s(LARGE[device.type], n, median_s(LARGE[device.type], calls)), median_s(4, 5 * calls)
+
+
+def bus_bytes_per_s(size: int, n: int, seconds: float) -> float:
+    """Bytes that each of `n` ranks sends per second in an all_reduce of `size` bytes that takes `seconds`."""
+    return 2 * (n - 1) / n * size / seconds
