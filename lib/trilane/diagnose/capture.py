@@ -40,16 +40,15 @@ def capture(folder: Path, plan: Plan) -> Path:
 
 def hosts_in(stacks: Path) -> set[str]:
     """The hosts that have dumped their ranks into the folder."""
-    names = (name for name in os.listdir(stacks) if name.startswith("states-"))
-    return {name.removeprefix("states-").removesuffix(".json") for name in names}
+    return {name[7:-5] for name in os.listdir(stacks) if name.startswith("states-")}
 
 
 def capture_here(folder: Path, stacks: Path) -> None:
     """Dump the ranks of this host into `stacks`: rank_<n>.json by py-spy, else rank_<n>.txt by
     faulthandler, and its Flight Recorder; states-<host>.json has the states of their processes."""
     # Where the heartbeats of this host cannot be seen, as from outside a container, the run folder has the last ones.
-    beats = own_beats(folder) or read_beats(folder)
-    own = [beat for beat in beats.values() if beat.host == platform.node()]
+    known = own_beats(folder) or read_beats(folder)
+    own = [beat for beat in known.values() if beat.host == platform.node()]
     states = {beat.rank: process_state(beat.pid) for beat in own}
     asked = flight_recorder.ask(folder / "ranks", states)
     with ThreadPoolExecutor(4) as pool:
@@ -62,11 +61,8 @@ def _dump_rank(folder: Path, stacks: Path, beat: Heartbeat, state: str) -> None:
     if state in ("gone", "Z", "X"):
         return
     text, error = pyspy_dump(beat.pid, stopped=state in ("T", "t"))
-    if text:
-        replace_text(stacks / f"rank_{beat.rank}.json", text)
-        return
-    text = _faulthandler_dump(folder, beat) or f"Process {beat.pid}: \nError: py-spy: {error}\n"
-    replace_text(stacks / f"rank_{beat.rank}.txt", text)
+    other = "" if text else _faulthandler_dump(folder, beat) or f"Process {beat.pid}: \nError: py-spy: {error}\n"
+    replace_text(stacks / f"rank_{beat.rank}.{'json' if text else 'txt'}", text or other)
 
 
 def pyspy_dump(pid: int, *, stopped: bool = False) -> tuple[str, str]:

@@ -181,12 +181,8 @@ def capture_job(folder: Path, plan: Plan, job: str) -> Path:
 
     With a job and srun at hand a second step of the job dumps every node; otherwise the other nodes' watchdogs do.
     """
-    require(
-        bool(read_beats(folder)),
-        "folder",
-        folder,
-        "no rank has given a sign of life (hang_timeout_s=0, or not started)",
-    )
+    rule = "no rank has given a sign of life (hang_timeout_s=0, or not started)"
+    require(bool(read_beats(folder)), "folder", folder, rule)
     if not (job and shutil.which("srun")):
         return capture(folder, plan)
     stacks = folder / "stacks" / f"job-{job}"
