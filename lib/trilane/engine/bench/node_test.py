@@ -51,7 +51,7 @@ def _rates(world: Any, mode: str) -> dict[str, float]:
 
     device, found = world.device, dict[str, float]()
     if world.size > 1:
-        sent, small_s = rates.all_reduce(device, None, world.size, 8)
+        sent, small_s = rates.all_reduce(device, None, world.size, rates.large_bytes(device), 8)
         if mode == "pair":
             return {"all_reduce B/s": sent, "all_reduce 1/s": 1 / small_s}
         found["all_reduce within B/s"] = sent

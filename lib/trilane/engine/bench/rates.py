@@ -11,7 +11,6 @@ import torch.distributed as dist
 from trilane.costmodel.constants import Constants
 
 COPY_BYTES = 2**28  # far beyond the caches
-LARGE = {"cpu": 2**22, "cuda": 2**28}  # bytes: a small GPT's gradient bucket; enough to fill NVLink
 
 
 def of_device(device: torch.device) -> dict[str, float]:
@@ -105,20 +104,27 @@ def once_s(work: Callable[[], Any], device: torch.device) -> float:
     return first.elapsed_time(last) / 1e3  # milliseconds
 
 
-def all_reduce(device: torch.device, group: dist.ProcessGroup | None, n: int, calls: int) -> tuple[float, float]:
-    """What each of the group's `n` ranks sends per second in an all_reduce of LARGE, and seconds of one of 4 bytes.
+def all_reduce(
+    device: torch.device, group: dist.ProcessGroup | None, n: int, size: int, calls: int
+) -> tuple[float, float]:
+    """What each of the group's `n` ranks sends per second in an all_reduce of `size` bytes, and seconds of one of 4 bytes.
 
     2 (n - 1) / n bytes / seconds, as nccl-tests defines bus bandwidth; over several hosts this is also what a whole
     host sends, because each ring enters and leaves it once. Left out: trees, which NCCL uses for small messages.
     """
 
-    def median_s(size: int, calls: int) -> float:
-        tensor = torch.zeros(size // 4, device=device)
+    def median_s(bytes_: int, calls: int) -> float:
+        tensor = torch.zeros(bytes_ // 4, device=device)
         # after as many to warm up: gloo's first calls are slow
         every = [once_s(lambda: dist.all_reduce(tensor, group=group), device) for _ in range(2 * calls)]
         return statistics.median(every[calls:])
 
-    return bus_bytes_per_s(LARGE[device.type], n, median_s(LARGE[device.type], calls)), median_s(4, 5 * calls)
+    return bus_bytes_per_s(size, n, median_s(size, calls)), median_s(4, 5 * calls)
+
+
+def large_bytes(device: torch.device) -> int:
+    """Bytes of a large message: a small GPT's gradient bucket on a CPU, enough to fill NVLink on a GPU."""
+    return 2**28 if device.type == "cuda" else 2**22
 
 
 def bus_bytes_per_s(size: int, n: int, seconds: float) -> float:
