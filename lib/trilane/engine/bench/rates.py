@@ -107,7 +107,7 @@ def once_s(work: Callable[[], Any], device: torch.device) -> float:
 def all_reduce(
     device: torch.device, group: dist.ProcessGroup | None, n: int, size: int, calls: int
 ) -> tuple[float, float]:
-    """What each of the group's `n` ranks sends per second in an all_reduce of `size` bytes, and seconds of one of 4 bytes.
+    """What each of `n` ranks sends per second in an all_reduce of `size` bytes, and the seconds of one of 4 bytes.
 
     2 (n - 1) / n bytes / seconds, as nccl-tests defines bus bandwidth; over several hosts this is also what a whole
     host sends, because each ring enters and leaves it once. Left out: trees, which NCCL uses for small messages.
