@@ -7,13 +7,11 @@ from importlib import import_module
 
 import click
 from click.exceptions import Exit, NoArgsIsHelpError
-from click.shell_completion import shell_complete
 
 import trilane
 from trilane.cli.options import Group
 from trilane.utils.validation import require_known, shipped_json, shown
 
-COMPLETE = "_TRILANE_COMPLETE"
 GROUPS = {
     "run": "execute one notebook of a study, or all in order",
     "plan": "sizes, topologies, one plan in full, dates and risks, the cost model against measurements",
@@ -43,11 +41,7 @@ class Root(Group):
             formatter.write_dl(list(GROUPS.items()))
 
 
-@click.group(
-    cls=Root,
-    epilog=f'Shell completion: eval "$({COMPLETE}=bash_source trilane)" in ~/.bashrc (zsh_source, fish_source alike).',
-    context_settings={"max_content_width": 120},
-)
+@click.group(cls=Root, context_settings={"max_content_width": 120})
 @click.version_option(trilane.__version__, prog_name="trilane", message="%(prog)s %(version)s")
 def root() -> None:
     """Plan, start and read the pre-training of large GPTs. `trilane GROUP COMMAND --help` lists a command's options."""
@@ -55,8 +49,6 @@ def root() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 1 failed, 2 bad input, 75 SLURM is away, 130 interrupted, 141 unread."""
-    if instruction := os.environ.get(COMPLETE):
-        return shell_complete(root, {}, "trilane", COMPLETE, instruction)
     try:
         with root.make_context("trilane", list(sys.argv[1:] if argv is None else argv)) as context:
             code = root.invoke(context)

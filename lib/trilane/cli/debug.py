@@ -41,8 +41,7 @@ def hang(folder: Path, ranks: Ranks) -> Answer:
 
     FOLDER is a run folder, or holds dumps of py-spy, faulthandler or NCCL.
     """
-    verdict = diagnose_hang(folder, ranks.grid())
-    return Answer(verdict.to_json(), verdict.to_text())
+    return Answer.of(diagnose_hang(folder, ranks.grid()))
 
 
 @command(GROUP)
@@ -60,14 +59,11 @@ def capture(
     folder = folder.resolve()
     plan = read_plan(folder / "plan.json")
     if what != "stacks":
-        text = monitor.look(job, what, plan)
-        return Answer({what: text.splitlines()}, text.removesuffix("\n"))
+        return Answer.lines(what, monitor.look(job, what, plan))
     if here is not None:
-        capture_here(folder, here)
-        return None
+        return capture_here(folder, here)
     if commands:
-        text = monitor.capture_commands(folder, plan, job)
-        return Answer({"commands": text.splitlines()}, text)
+        return Answer.lines("commands", monitor.capture_commands(folder, plan, job))
     stacks = monitor.capture_job(folder, plan, job)
     verdict = diagnose_hang(stacks)
     return Answer(verdict.to_json(), f"{stacks}\n{verdict.to_text()}")
@@ -84,8 +80,7 @@ def stragglers(folder: Path, ranks: Ranks) -> Answer:
 @command(GROUP)
 def calls(folder: Path) -> Answer:
     """Print the last call of each rank, from traces of Python's trace module of any size."""
-    found = last_calls(folder)
-    return Answer(found.to_json(), found.to_text())
+    return Answer.of(last_calls(folder))
 
 
 @command(GROUP)
@@ -95,7 +90,7 @@ def restart(a: Path, b: Path) -> Answer:
     Each is a run folder, a checkpoint, or a folder of fingerprints.
     """
     found = compare_restart(a, b)
-    return Answer(found.to_json(), found.to_text(), found.findings)
+    return Answer.of(found, found.findings)
 
 
 @command(GROUP)
@@ -105,10 +100,9 @@ def rehearse(
 ) -> Answer:
     """Train, save, load and compare PLAN's engine and topology at tiny width; exit code 1 where they differ."""
     if prepare:
-        text = rehearsal.prepare(read_plan(plan), prepare.resolve())
-        return Answer({"commands": text.splitlines()}, text)
+        return Answer.lines("commands", rehearsal.prepare(read_plan(plan), prepare.resolve()))
     done = rehearsal.rehearse_here(read_plan(plan))
-    return Answer(done.to_json(), done.to_text(), done.problem or (done.audit and done.audit.findings))
+    return Answer.of(done, done.problem or (done.audit and done.audit.findings))
 
 
 @command(GROUP)
@@ -124,8 +118,7 @@ def bisect(
     for name in names:
         require_known("axis", name, bisection.AXES)
     if dry_run:
-        text = bisection.tried(read, names)
-        return Answer({"tried": text.splitlines()}, text)
+        return Answer.lines("tried", bisection.tried(read, names))
     folder = out or plan.with_name(f"{plan.stem}-bisect")
     require(not folder.exists(), "out", folder, "exists; name another")
     report = bisection.bisect(read, names, bisection.local_runner(folder, timeout))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 
 import click
@@ -12,7 +13,7 @@ from trilane.analysis.continuity import find_breaks
 from trilane.analysis.loss_curve import join, trainings
 from trilane.analysis.paths import measure_all, measure_path
 from trilane.analysis.spikes import training_record, training_text
-from trilane.cli.options import Answer, Command, Group, command, note
+from trilane.cli.options import Answer, Group, command, note
 from trilane.config.options import option
 from trilane.logs.dialects.tables import use
 from trilane.logs.run import RunLog
@@ -86,17 +87,15 @@ def table(
     return Answer({"folder": str(folder), "rows": values, "left_out": bad}, text.removesuffix("\n"))
 
 
-class CompareCommand(Command):
+class CompareCommand(click.Command):
     """`--with` takes all words that follow it, up to the next option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Each word after `--with` as a `--with` of its own."""
-        words, follows = list[str](), False
-        for word in args:
-            words += ["--with"] if follows and not word.startswith("-") and words[-1] != "--with" else []
-            follows = word == "--with" or (follows and not word.startswith("-"))
-            words.append(word)
-        return super().parse_args(ctx, words)
+        at = args.index("--with") + 1 if "--with" in args else len(args)
+        names = list(takewhile(lambda word: not word.startswith("-"), args[at:]))
+        spread = [word for name in names for word in ("--with", name)][1:]
+        return super().parse_args(ctx, [*args[:at], *spread, *args[at + len(names) :]])
 
 
 @command(GROUP, cls=CompareCommand)

@@ -16,19 +16,9 @@ from typing import Any
 
 import click
 
-from trilane.config.options import check_value
+from trilane.config.options import check_value, option
 from trilane.utils import validation
 from trilane.utils.tables import one_line, printable
-
-
-class Command(click.Command):
-    """A command that names the first argument too many."""
-
-    allow_extra_args = True
-
-    def invoke(self, ctx: click.Context) -> Any:
-        validation.require(not ctx.args, "argument", next(iter(ctx.args), ""), "is one too many")
-        return super().invoke(ctx)
 
 
 class Group(click.Group):
@@ -62,6 +52,16 @@ class Answer:
     text: str | None = None
     failed: object = False
 
+    @classmethod
+    def of(cls, found: Any, failed: object = False) -> "Answer":
+        """The answer of what has to_json() and to_text()."""
+        return cls(found.to_json(), found.to_text(), failed)
+
+    @classmethod
+    def lines(cls, name: str, text: str) -> "Answer":
+        """A text, whose lines are a list of that name in JSON."""
+        return cls({name: text.splitlines()}, text.removesuffix("\n"))
+
     def show(self, as_json: bool) -> int:
         """Print it; the exit code, 1 where something failed or was found."""
         is_json = as_json or self.text is None
@@ -89,39 +89,34 @@ class Typed(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if "read" in self.facts:
             return self.facts["read"](value)
-        name, made = self.facts.get("name", param.name if param else ""), self._made(value)
+        name, made = self.facts.get("name", param.name if param else ""), value
+        try:
+            is_count = self.kind is float and str(value)[-1:] in "KMBTkmbt"  # 40B, as people write numbers
+            made = validation.parse_count("", value) if is_count else value if self.kind is bool else self.kind(value)
+        except ValueError:
+            pass  # no number: the rule names it
         if self.words or self.kind in (int, float):
             check_value(name, made, self.kind is int, {"choices": self.words} if self.words else self.facts)
         return made == "yes" if self.kind is bool else made
 
-    def _made(self, text: Any) -> Any:
-        """The text as a value; itself where it is no number, for the rule to name it."""
-        try:
-            is_count = self.kind is float and str(text)[-1:] in "KMBTkmbt"  # 40B, as people write numbers
-            return validation.parse_count("", text) if is_count else text if self.kind is bool else self.kind(text)
-        except ValueError:
-            return text
 
-
-def parameters(function: Callable[..., Any]) -> Iterator[tuple[str, Any, click.Parameter]]:
-    """Each parameter of a command, after the name of the function's that takes it, and its default; ... is none."""
-    hints = typing.get_type_hints(function, include_extras=True)
-    for p in inspect.signature(function).parameters.values():
-        hint, field, kind = hints[p.name], p.default, Typed(_kind(hints[p.name]), getattr(p.default, "metadata", {}))
-        if p.kind is p.VAR_POSITIONAL:
-            yield p.name, (), click.Argument([p.name], nargs=-1, required=not _may_miss(hint), type=kind)
-        elif p.kind is p.VAR_KEYWORD or (field is p.empty and dataclasses.is_dataclass(hint)):
-            for source in typing.get_args(hint)[1:] or [hint]:
-                for f in (f for f in dataclasses.fields(_kind(source)) if f.metadata.get("cli", True)):
-                    is_open = _may_miss(source)
-                    yield p.name, ... if is_open else f.default, _option(f.name, f.type, f, is_open)
-        elif field is p.empty:
-            yield p.name, ..., click.Argument([p.name], type=kind)
-        elif word := kind.facts.get("argument"):
-            is_needed = field.default is dataclasses.MISSING
-            yield p.name, field.default, click.Argument([p.name], required=is_needed, type=kind, metavar=word)
-        elif p.name != "as_json":
-            yield p.name, field.default, _option(p.name, hint, field)
+def declared(p: inspect.Parameter, hint: Any) -> Iterator[tuple[Any, click.Parameter]]:
+    """The default, ... for none, and the parameter of click for each name that a command's parameter stands for."""
+    field = option(argument="") if p.default is p.empty else p.default
+    word, is_needed = field.metadata.get("argument"), field.default is dataclasses.MISSING
+    kind = Typed(_kind(hint), field.metadata)
+    if p.kind is p.VAR_POSITIONAL:
+        yield (), click.Argument([p.name], nargs=-1, required=not _may_miss(hint), type=kind)
+    elif p.kind is p.VAR_KEYWORD or (p.default is p.empty and dataclasses.is_dataclass(hint)):
+        for source in typing.get_args(hint)[1:] or [hint]:
+            is_open = _may_miss(source)
+            for f in (f for f in dataclasses.fields(_kind(source)) if f.metadata.get("cli", True)):
+                yield ... if is_open else f.default, _option(f.name, f.type, f, is_open)
+    elif word is not None:
+        argument = click.Argument([p.name], required=is_needed, type=kind, metavar=word or None)
+        yield ... if is_needed else field.default, argument
+    else:
+        yield field.default, _option(p.name, hint, field)
 
 
 def _option(name: str, hint: Any, field: Any, is_open: bool = False) -> click.Option:
@@ -150,39 +145,40 @@ def _kind(hint: Any) -> Any:
     return typing.get_args(hint)[0] if _may_miss(hint) else hint
 
 
-def command(group: click.Group, name: str = "", cls: type[Command] = Command) -> Callable[[Callable], Callable]:
+def command(group: click.Group, name: str = "", cls: type[click.Command] = click.Command) -> Callable[[Callable], Any]:
     """Add a function to the group as a command with --json; its Answer is printed, an int is the exit code.
 
     A function that returns None has no --json, unless it has a parameter `as_json`.
     """
 
     def add(function: Callable) -> Callable:
-        signature, declared = inspect.signature(function), dict[str, tuple[str, Any, click.Parameter]]()
-        for taker, default, made in parameters(function):
-            declared.setdefault(str(made.name), (taker, default, made))  # a keyword goes before a field of that name
-        shown: list[click.Parameter] = [made for *_, made in declared.values()]
-        if "as_json" in signature.parameters or signature.return_annotation is not None:
+        signature, hints = inspect.signature(function), typing.get_type_hints(function, include_extras=True)
+        known = dict[str, tuple[str, Any, click.Parameter]]()
+        for p in (p for p in signature.parameters.values() if p.name != "as_json"):
+            for default, made in declared(p, hints[p.name]):
+                known.setdefault(str(made.name), (p.name, default, made))  # a keyword goes before a field of that name
+        shown: list[click.Parameter] = [made for *_, made in known.values()]
+        takes_json = "as_json" in signature.parameters
+        if takes_json or signature.return_annotation is not None:
             shown.append(click.Option(["--json", "as_json"], is_flag=True, help="print JSON"))
 
         def run(as_json: bool = False, **given: Any) -> int:
-            words, keywords = list[Any](), dict[str, Any]()
+            extra = click.get_current_context().args
+            validation.require(not extra, "argument", next(iter(extra), ""), "is one too many")
+            words, keywords = (), dict[str, Any]({"as_json": as_json} if takes_json else {})
             for p in signature.parameters.values():
-                own = {n: (given[n], default) for n, (taker, default, _) in declared.items() if taker == p.name}
-                values = {n: default if v is None else v for n, (v, default) in own.items()}
+                own = {n: d if given[n] is None else given[n] for n, (taker, d, _) in known.items() if taker == p.name}
                 if p.kind is p.VAR_POSITIONAL:
-                    words += values[p.name]
+                    words = own[p.name]
                 elif p.kind is p.VAR_KEYWORD:
-                    keywords |= {n: v for n, v in values.items() if v is not ...}
-                elif p.name == "as_json":
-                    keywords["as_json"] = as_json
-                else:
-                    value = values[p.name] if p.name in values else p.annotation(**values)
-                    keywords |= {p.name: value} if p.kind is p.KEYWORD_ONLY else {}
-                    words += [value] if p.kind is not p.KEYWORD_ONLY else []
+                    keywords |= {n: v for n, v in own.items() if v is not ...}
+                elif own:
+                    keywords[p.name] = own[p.name] if p.name in own else p.annotation(**own)
             answer = function(*words, **keywords)
             return answer.show(as_json) if isinstance(answer, Answer) else answer
 
-        group.add_command(cls(name or function.__name__, callback=run, params=shown, help=inspect.getdoc(function)))
+        settings: Any = {"callback": run, "params": shown, "help": inspect.getdoc(function)}
+        group.add_command(cls(name or function.__name__, context_settings={"allow_extra_args": True}, **settings))
         return function
 
     return add

@@ -43,8 +43,9 @@ def size(
     With --days instead of --params: the largest shapes that end in time with 90 % probability, failures and
     checkpoints counted as by `plan calendar`. Exit code 1 where none can run, or none ends in time.
     """
-    require(not (params and days), "params", f"{params:g}", "give either --params or --days")
-    require(bool(params or days), "params", "missing", "give either --params or --days")
+    require(
+        bool(params) != bool(days), "params", f"{params:g}" if params else "missing", "give either --params or --days"
+    )
     machine = load_cluster(cluster)
     asked: dict[str, Any] = {"cluster": machine, "calibration": calibration_for(machine, calibration)}
     asked |= {f.name: given.pop(f.name) for f in fields(SizeRequest) if f.name in given} | {"choices": given}

@@ -1,7 +1,6 @@
 """`trilane run`: notebooks of a study; `trilane train`: a plan, here; `trilane measure`: machine, plan, engines."""
 
 import os
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import click
 
-from trilane.cli.options import Answer, Command, Group, command, note
+from trilane.cli.options import Answer, Group, command, note
 from trilane.config.engines import ENGINES
 from trilane.config.options import option
 from trilane.utils.process import python
@@ -19,7 +18,7 @@ ROOT = Group("trilane")  # its two commands that are in no group
 GROUP = Group("measure", help="Measure this machine or cluster, the speed of a plan, the equality of the engines.")
 
 
-class RunCommand(Command):
+class RunCommand(click.Command):
     """`run NOTEBOOK --help` also lists the notebook's parameters."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -52,11 +51,11 @@ def run(
     from trilane.workspace.study import Study
 
     require(not (resume and fresh), "resume", True, "contradicts --fresh")
-    given, is_all = dict(parameter), notebook == "all"
-    if lab:
-        return _lab(notebooks.notebook_names() if is_all else [notebook], study, given)
+    given, is_all, every = dict(parameter), notebook == "all", notebooks.notebook_names() if lab else notebooks.DEMO
     # every parameter is checked before a folder is made
-    notebooks.distribute(notebooks.DEMO if is_all else (notebook,), given)
+    values = notebooks.distribute(every if is_all else (notebook,), given)
+    if lab:
+        return notebooks.open_lab(Study(study), values)
     # one notebook may join a study that does not hold it yet: 02 after 01
     joins = not is_all and not (Study(study).folder / f"{notebook}.ipynb").exists()
     where = Study.create(study, resume=resume or joins, fresh=fresh)
@@ -66,20 +65,6 @@ def run(
         note([f"{error}; the executed copy with the traceback: {where.folder / error.notebook}.ipynb"])
         return 2 if error.is_input else 1
     return Answer({"study": str(report.parent), "report": str(report)}, str(report))
-
-
-def _lab(names: list[str], study: str, given: dict[str, str]) -> int:
-    """JupyterLab on the study's own copies of the notebooks; its exit code."""
-    from trilane.report.notebook import copy_into, distribute
-    from trilane.workspace.study import Study
-
-    where, values = Study(study), distribute(names, given)
-    where.folder.mkdir(parents=True, exist_ok=True)
-    copies = [copy_into(where, name, values[name]) for name in values]
-    print(*(f"{path}: {'new' if is_new else 'kept as it is'}" for path, is_new in copies), sep="\n")
-    words = python("-m", "jupyterlab", f"--notebook-dir={where.folder / 'lab'}")
-    words += [f"--LabApp.default_url=/lab/tree/{copies[0][0].name}"]
-    return subprocess.call(words, env={**os.environ, "TRILANE_OUTPUTS": str(where.folder.parent.absolute())})
 
 
 @command(ROOT)

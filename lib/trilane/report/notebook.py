@@ -4,6 +4,7 @@ import ast
 import contextlib
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from traitlets.config import Config
 from trilane.report.html import notebook_html, read_notebook, write_notebook_report
 from trilane.report.index import write_index
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.process import SAFE_PATH, environment_set
+from trilane.utils.process import SAFE_PATH, environment_set, python
 from trilane.utils.progress import BATCH
 from trilane.utils.tables import Text
 from trilane.utils.validation import require, require_known
@@ -186,6 +187,15 @@ def run_all(study: Study, given: Mapping[str, object], chosen: Sequence[str] = D
         if not done:
             run(name, study, **plan[name])
     return write_index(study)
+
+
+def open_lab(study: Study, given: Mapping[str, Mapping[str, Any]]) -> int:
+    """JupyterLab on the study's own copies of notebooks, given with their parameters; its exit code."""
+    copies = [copy_into(study, name, values) for name, values in given.items()]
+    print(*(f"{path}: {'new' if is_new else 'kept as it is'}" for path, is_new in copies), sep="\n")
+    words = python("-m", "jupyterlab", f"--notebook-dir={study.folder / 'lab'}")
+    words += [f"--LabApp.default_url=/lab/tree/{copies[0][0].name}"]
+    return subprocess.call(words, env={**os.environ, "TRILANE_OUTPUTS": str(study.folder.parent.absolute())})
 
 
 def copy_into(study: Study, name: str, values: Mapping[str, Any]) -> tuple[Path, bool]:
