@@ -55,23 +55,28 @@ def plans(found: SearchResult) -> list[dict]:
     return explorer.explorer(found).spec["data"]["values"]
 
 
-def test_the_explorers_first_plan_is_the_best_of_the_table_and_every_plan_is_shown_once(found):
-    shown, rows = explorer.shown_plans(found), plans(found)
+@pytest.fixture(scope="module")
+def rows(found: SearchResult) -> list[dict]:
+    return plans(found)
+
+
+def test_the_explorers_first_plan_is_the_best_of_the_table_and_every_plan_is_shown_once(found, rows):
+    shown = explorer.shown_plans(found)
     assert shown[0] == found.best(1).rows[0]
     assert [row["id"] for row in rows] == [c.plan.id for c in shown]
     assert len({row["id"] for row in rows}) == len(rows) <= 40
     assert {found.pareto[0].plan.id, found.pareto[-1].plan.id} <= {row["id"] for row in rows}
 
 
-def test_numbers_and_ties_are_those_of_the_table(found):
-    table, rows = found.best(12).to_frame(), {row["id"]: row for row in plans(found)}
+def test_numbers_and_ties_are_those_of_the_table(found, rows):
+    table, rows = found.best(12).to_frame(), {row["id"]: row for row in rows}
     for id, rank, seconds in zip(table["id"], table["rank"], table["s/it"], strict=True):
         assert rows[id]["rank"].rstrip("=") == rank.rstrip("=") and rows[id]["s"] == pytest.approx(seconds, abs=2e-3)
         assert rows[id]["lo"] < rows[id]["s"] < rows[id]["hi"]
 
 
-def test_parts_of_time_and_memory_are_those_of_the_prediction(found):
-    for c, row in zip(explorer.shown_plans(found), plans(found), strict=True):
+def test_parts_of_time_and_memory_are_those_of_the_prediction(found, rows):
+    for c, row in zip(explorer.shown_plans(found), rows, strict=True):
         assert sum(row["part_s"]) == pytest.approx(c.prediction.sec_per_it, rel=2e-3)
         fullest = max(sum(parts) for parts in zip(*(row[part] for part in vars(c.prediction.stages[0])), strict=True))
         assert fullest == pytest.approx(row["gib"], rel=2e-3) and row["stage"] == list(range(c.topology.pp))
@@ -111,9 +116,9 @@ def log(rows=30, first=1, **columns):
 
 
 def drawn(curves):
-    """The series, the whole specification, and the controls by name."""
+    """The series, and the whole specification."""
     spec = losses.explorer(curves).spec
-    return spec["data"]["values"], spec, {p["name"]: p for p in spec["params"]}
+    return spec["data"]["values"], spec
 
 
 def of_layers(panel, field):
@@ -126,7 +131,7 @@ def test_a_spike_of_one_line_in_a_long_log_is_drawn():
     loss = np.full(100_000, 2.0)
     loss[71_234] = 9.0
     curves = {"a": join([log(100_000, lm_loss=loss)])}
-    (series,), _, _ = drawn(curves)
+    (series,), _ = drawn(curves)
     assert len(series["iterations"]) <= 2500 and series["iterations"][-1] == 100_000
     assert series["loss0"][series["iterations"].index(71_235)] == 9.0
     assert f"Of 100,000 lines {len(series['iterations']):,} are drawn" in losses.explorer(curves).text
@@ -139,16 +144,17 @@ def test_smoothing_is_the_unbiased_exponential_average_and_keeps_gaps():
 
 
 def test_a_restart_is_marked_and_what_was_trained_again_is_drawn_as_it_was_the_first_time():
-    series, spec, _ = drawn({"a": join([log(20), log(20, first=11, lm_loss=5.0)])})
+    series, spec = drawn({"a": join([log(20), log(20, first=11, lm_loss=5.0)])})
     assert [(s["piece"], s["iterations"][0], s["iterations"][-1]) for s in series] == [(0, 1, 30), (1, 11, 20)]
     assert series[1]["hours"] == [*range(11, 21)], "over the hours of the second time"
     (mark,) = of_layers(spec["concat"][0], "again")
     assert (mark["first"], mark["again"], mark["hours"]) == (11, 10, 11)
 
 
-def test_a_loss_that_falls_far_begins_logarithmic_and_a_quantity_that_no_log_has_gets_no_panel():
-    assert drawn({"a": join([log(lm_loss=np.linspace(11, 2, 30))])})[2]["as_log"]["value"] is True
-    assert drawn({"a": join([log()])})[2]["as_log"]["value"] is False
+def test_a_loss_that_falls_far_is_logarithmic_and_a_quantity_that_no_log_has_gets_no_panel():
+    for curve, kind in ((log(lm_loss=np.linspace(11, 2, 30)), "log"), (log(), "linear")):
+        layers = drawn({"a": join([curve])})[1]["concat"][0]["layer"]
+        assert {y["scale"]["type"] for layer in layers if "scale" in (y := layer["encoding"].get("y", {}))} == {kind}
     assert len(drawn({"a": join([log(grad_norm=0.0)])})[1]["concat"]) == 1
     assert losses.explorer({}) == losses.explorer({"a": join([log(lm_loss=np.nan)])}) == Text("No log prints a loss.")
 

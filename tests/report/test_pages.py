@@ -96,10 +96,10 @@ DRAWN = '[...document.querySelectorAll("figure.chart")].every(f => f.querySelect
 
 @pytest.fixture(scope="module")
 def pages(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The pages of the study and of all studies, each alone in a folder, as from an archive: no neighbour, no study."""
+    """The pages of the study, each alone in a folder, as from an archive: no neighbour, no study."""
     folder = tmp_path_factory.mktemp("zip")
     with zipfile.ZipFile(folder / "reports.zip", "w") as archive:
-        for path in (*sorted(demo.glob("*.html")), demo.parent / "index.html"):
+        for path in sorted(demo.glob("*.html")):
             archive.write(path, f"{path.parent.name}-{path.stem}/{path.name}")
         archive.extractall(folder)
     return sorted(folder.glob("*/*.html"))

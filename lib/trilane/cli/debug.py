@@ -61,7 +61,8 @@ def capture(
     if what != "stacks":
         return Answer.lines(what, monitor.look(job, what, plan))
     if here is not None:
-        return capture_here(folder, here)
+        capture_here(folder, here)
+        return None
     if commands:
         return Answer.lines("commands", monitor.capture_commands(folder, plan, job))
     stacks = monitor.capture_job(folder, plan, job)

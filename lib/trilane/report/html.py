@@ -130,6 +130,20 @@ def title(notebook: Any) -> str:
     return next((line.removeprefix("# ").strip() for line in lines if line.startswith("# ")), "untitled")
 
 
+def state(notebook: Any) -> str:
+    """Whether an execution is completed, failed (also where its kernel died), or unfinished."""
+    made = notebook.metadata.get("papermill", {})
+    if not made.get("end_time"):
+        return "unfinished"
+    return "failed" if made.get("exception") or unfinished(notebook) else "completed"
+
+
+def unfinished(notebook: Any) -> list[str]:
+    """The sources of the code cells that were not executed to their end."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    return [cell.source for cell in code if "iopub.status.idle" not in cell.metadata.get("execution", {})]
+
+
 def write_notebook_report(executed: Path) -> Path:
     """Write the executed notebook's HTML next to it; its path."""
     return write_text(executed.with_suffix(".html"), notebook_html(executed), derived=True)

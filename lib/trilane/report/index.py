@@ -1,10 +1,8 @@
-"""The pages of a study, its index and the table of its runs, and the page of all studies."""
+"""The pages of a study: its index, and the table of its runs."""
 
 import base64
-import contextlib
 import hashlib
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +10,26 @@ import jinja2
 
 from trilane.analysis.collect import MeasuredRuns
 from trilane.analysis.tables import rows_of, to_html
-from trilane.report.html import DATA, POLICY, read_field, read_notebook, title
+from trilane.report.html import DATA, POLICY, read_field, read_notebook, state, title
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import Html, short
 from trilane.workspace.installation import stamp
 from trilane.workspace.run_folder import write_text
-from trilane.workspace.status import Status, known_status, status_problem
+from trilane.workspace.status import known_status, status_problem
 from trilane.workspace.study import Study
 
 
 def write_index(study: Study) -> Path:
     """Write the study's index.html: its notebooks (the decision first), its runs with their status, its results.
 
-    The page of all studies, index.html of the folder above, is written again too. One process at a time does it, so
-    that the last one lists what all have made.
+    One process at a time does it, so that the last one lists what all have made.
     """
-    with FolderLock([study.folder.parent], ".index.lock", "outputs").held(20.0):
+    with FolderLock([study.folder], ".index.lock", "study").held(20.0):
         notebooks = sorted(study.folder.glob("*.ipynb"), key=lambda path: (path.stem != "08_decision", path))
         runs = [_run_row(folder) for folder in study.run_folders()]
         cards = (Html.of('<div class="card"><b>{value}</b><span>{label}</span></div>', **c) for c in headline(study))
         links = [Html.link(path.name, path.name) for path in sorted(study.folder.iterdir()) if _is_result(path)]
         parts = [
-            Html('<nav class="pages"><a href="../index.html">all studies</a></nav>'),
             Html.of("<h1>Study “{}”</h1>", study.name),
             Html.of('<div class="cards">{}</div>', Html.joined("\n", cards)),
             Html("<h2>Notebooks</h2>"),
@@ -41,20 +37,7 @@ def write_index(study: Study) -> Path:
             *[Html("<h2>Runs</h2>"), table(("Run", "Status", "Evidence", "Files"), runs)] * bool(runs),
             Html.of("<h2>Results</h2>\n<p>{}</p>", Html.joined(" · ", links)),
         ]
-        path = write_text(study.folder / "index.html", page(f"{study.name}", *parts), derived=True)
-        write_gallery(study.folder.parent)
-    return path
-
-
-def write_gallery(root: Path) -> Path:
-    """Write index.html of the folder of all studies: a row each, the newest first, which a click on a heading sorts."""
-    studies = []
-    for folder in root.iterdir():
-        with contextlib.suppress(ValueError):  # a folder has a name that no study may have
-            studies += [Study(folder.name)] if (folder / "index.html").is_file() else []
-    rows = sorted(map(_gallery_row, studies), key=lambda row: str(row[-1]), reverse=True)
-    heads = ("study", "recommended", "notebooks completed", "runs completed", "model", "changed (UTC)")
-    return write_text(root / "index.html", sortable_page("Studies", table(heads, rows, "sortable")), derived=True)
+        return write_text(study.folder / "index.html", page(f"{study.name}", *parts), derived=True)
 
 
 def save_fleet(study: Study, runs: MeasuredRuns) -> Path:
@@ -84,28 +67,16 @@ def sortable_page(name: str, found: Html) -> str:
     return page(name, Html.of("<h1>{}</h1>", name), help, found, policy=policy, script=script)
 
 
-def table(heads: Sequence[str], rows: Iterable[Iterable[object]], kind: str = "") -> Html:
+def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Html:
     """A table of texts and Html."""
-    titles = Html.joined("", (Html.of('<th class="text" tabindex="0" role="button">{}</th>', head) for head in heads))
+    titles = Html.joined("", (Html.of('<th class="text">{}</th>', head) for head in heads))
     lines = (Html.joined("", (Html.of('<td class="text">{}</td>', cell) for cell in row)) for row in rows)
     body = Html.joined("\n", (Html.of("<tr>{}</tr>", line) for line in lines))
-    return Html.of('<table class="{}">\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody></table>', kind, titles, body)
+    return Html.of("<table>\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody></table>", titles, body)
 
 
 def _is_result(path: Path) -> bool:
     return path.suffix in (".json", ".csv") or path.name == "runs.html" or path.name.endswith("-session.html")
-
-
-def _gallery_row(study: Study) -> list[object]:
-    done = [_notebook_row(path)[1] == _status("completed") for path in study.folder.glob("*.ipynb")]
-    runs = [known_status(folder) for folder in study.run_folders()]
-    finished = sum(status is not None and status.status is Status.COMPLETED for status in runs)
-    advice = read_field(study.folder / "decision.json", lambda values: values["recommendation"]["verdict"])
-    cards = {str(card["label"]): card["value"] for card in headline(study)}
-    model = next((value for label, value in cards.items() if label.startswith("parameters")), "")
-    changed = datetime.fromtimestamp((study.folder / "index.html").stat().st_mtime, UTC)
-    counts = f"{sum(done)} of {len(done)}", f"{finished} of {len(runs)}"
-    return [Html.link(study.name, study.name, "index.html"), advice or "", *counts, model, f"{changed:%Y-%m-%d %H:%M}"]
 
 
 def headline(study: Study) -> list[dict[str, Any]]:
@@ -122,9 +93,8 @@ def _notebook_row(path: Path) -> list[object]:
     """Question, status, seconds and executed copy of a notebook."""
     try:
         notebook = read_notebook(path)
-        heading, made = title(notebook), notebook.metadata.get("papermill", {})
+        heading, status, made = title(notebook), state(notebook), notebook.metadata.get("papermill", {})
         seconds = f"{made['duration']:.0f}" if made.get("duration") else ""
-        status = "failed" if made.get("exception") else "completed" if made.get("end_time") else "unfinished"
     except (ValueError, KeyError, TypeError, AttributeError):
         heading, seconds, status = path.stem, "", "damaged"
     report = path.with_suffix(".html")

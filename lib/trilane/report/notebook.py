@@ -19,7 +19,7 @@ from papermill.models import Parameter
 from papermill.translators import PythonTranslator
 from traitlets.config import Config
 
-from trilane.report.html import notebook_html, read_notebook, write_notebook_report
+from trilane.report.html import notebook_html, read_notebook, state, unfinished, write_notebook_report
 from trilane.report.index import write_index
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.process import SAFE_PATH, environment_set, python
@@ -126,11 +126,9 @@ def _execute(name: str, executed: Path, values: Mapping[str, Any]) -> None:
         except PapermillExecutionError as error:
             cell, is_input = cell_name(source, error.source), error.ename == "ValueError"
             raise NotebookError(name, cell, error.evalue or error.ename, is_input) from None
-        except BaseException as error:  # a dead kernel, Ctrl-C: papermill keeps the copy as if it were complete
-            cell = cell_name(source, mark_failed(executed))
-            if not isinstance(error, RuntimeError):
-                raise
-            raise NotebookError(name, cell, str(error), is_input=False) from None
+        except RuntimeError as error:  # of a kernel that died
+            left = unfinished(read_notebook(executed))
+            raise NotebookError(name, cell_name(source, *left[:1]), str(error), is_input=False) from None
 
 
 def socket_folder() -> str:
@@ -138,10 +136,10 @@ def socket_folder() -> str:
     return folder if len(os.fsencode(folder := tempfile.gettempdir())) < 70 else "/tmp"
 
 
-def cell_name(notebook: Path, source: str) -> str:
+def cell_name(notebook: Path, source: str = "") -> str:
     """Number and heading of the code cell with that source: "cell 7 (How long does it take?)"."""
     heading = ""
-    for number, cell in enumerate(nbformat.read(notebook, as_version=4).cells, start=1):
+    for number, cell in enumerate(read_notebook(notebook).cells, start=1):
         if cell.cell_type == "markdown" and cell.source.startswith("#"):
             heading = cell.source.splitlines()[0].lstrip("# ")
         elif cell.cell_type == "code" and cell.source == source:
@@ -149,30 +147,18 @@ def cell_name(notebook: Path, source: str) -> str:
     return "before its first cell"
 
 
-def mark_failed(executed: Path) -> str:
-    """Record in the executed copy that it is incomplete; the source of its first unfinished code cell."""
-    if not executed.exists():
-        return ""
-    made = nbformat.read(executed, as_version=4)
-    made.metadata.setdefault("papermill", {})["exception"] = True
-    nbformat.write(made, executed)
-    code = [cell for cell in made.cells if cell.cell_type == "code"]
-    return next((cell.source for cell in code if "iopub.status.idle" not in cell.metadata.get("execution", {})), "")
-
-
 def is_done(name: str, study: Study, values: Mapping[str, Any]) -> bool:
     """Whether the study holds a completed execution of that notebook with the same parameters."""
-    made = _executed_with(study.folder / f"{name}.ipynb")
-    same = made.get("parameters") == {**values, "study": study.name}
-    return bool(same and made.get("end_time") and not made.get("exception"))
+    made = _execution(study, name)
+    same = made and made.metadata["papermill"].get("parameters") == {**values, "study": study.name}
+    return bool(same) and state(made) == "completed"
 
 
-def _executed_with(executed: Path) -> dict[str, Any]:
-    """What papermill wrote about an execution; nothing where it is missing, damaged, or half written."""
-    try:
-        return dict(read_notebook(executed).metadata["papermill"])
-    except (ValueError, KeyError, TypeError):
-        return {}
+def _execution(study: Study, name: str) -> Any:
+    """The executed copy of a notebook; None where it is missing, damaged, or half written."""
+    with contextlib.suppress(ValueError, KeyError):
+        made = read_notebook(study.folder / f"{name}.ipynb")
+        return made if isinstance(made.metadata["papermill"], dict) else None
 
 
 def run_all(study: Study, given: Mapping[str, object], chosen: Sequence[str] = DEMO) -> Path:
@@ -206,8 +192,8 @@ def copy_into(study: Study, name: str, values: Mapping[str, Any]) -> tuple[Path,
     path = study.folder / "lab" / f"{name}.ipynb"
     if path.exists():
         return path, False
-    notebook, before = read_notebook(path_of(name)), _executed_with(study.folder / f"{name}.ipynb").get("parameters")
-    given = {**(before if isinstance(before, dict) else {}), **values, "study": study.name}
+    notebook, made = read_notebook(path_of(name)), _execution(study, name)
+    given = {**(made.metadata["papermill"].get("parameters", {}) if made else {}), **values, "study": study.name}
     for cell in (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])):
         for field, value in given.items():
             line = re.search(rf"^{re.escape(field)}: \w+ = (.*?)(  #.*)?$", cell.source, re.MULTILINE)
@@ -231,22 +217,10 @@ def export_report(study: Study, notebook: str = "") -> Text:
     path = Path(given).absolute()
     rule = "is not this kernel's notebook; save it, or pass its path: export_report(here, 'mine.ipynb')"
     require(path.suffix == ".ipynb" and path.is_file(), "notebook", given, rule)
-    saved = datetime.fromtimestamp(path.stat().st_mtime, UTC)
-    behind = _executed() - max(cell.get("execution_count") or 0 for cell in read_notebook(path).cells)
-    late = f"; cells executed later are missing: {behind}" if behind > 0 else ""
+    saved = f"{datetime.fromtimestamp(path.stat().st_mtime, UTC):%Y-%m-%d %H:%M:%S}"
     parameters = ", ".join(f"{p.name} = {p.default}" for p in read_parameters(path)) or "none"
-    about = {"parameters": parameters, "executed": f"in a session, as saved at {saved:%Y-%m-%d %H:%M:%S} (UTC){late}"}
+    about = {"parameters": parameters, "executed": f"in a session, as saved at {saved} (UTC)"}
     made = notebook_html(study.folder / path.name, path, about)
     written = write_text(study.folder / f"{path.stem}-session.html", made, derived=True)
     write_index(study)
-    again = " Save the notebook, and export it again." * bool(late)
-    return Text.of("{}, {}.{}", str(written), about["executed"], again)
-
-
-def _executed() -> int:
-    """How many cells this kernel executed before the one that runs now; 0 outside of IPython."""
-    from IPython import get_ipython
-
-    shell: Any = get_ipython()
-    # In holds "", the earlier cells, and this one; execution_count is already the next one's in IPython 9
-    return len(shell.user_ns["In"]) - 2 if shell else 0
+    return Text.of("{}, {}. What changes later is in the next export.", str(written), about["executed"])

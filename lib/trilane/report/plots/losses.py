@@ -1,8 +1,7 @@
 """The loss of trainings to explore, with gradient norm and learning rate, over what one chooses."""
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import altair as alt
 import numpy as np
@@ -23,10 +22,10 @@ Row = dict[str, Any]
 def explorer(curves: Mapping[str, Curve], points: int = 2400) -> Interactive | Text:
     """Loss, gradient norm and learning rate of the trainings, where their logs have them; validation losses as dots.
 
-    To choose: what lies on the x axis, how many lines a value is smoothed over (exponentially; the lines as printed
-    stay behind it, pale), and a logarithmic axis. A click on a name in the legend shows that training alone. Dashed
-    lines are restarts; pale, too, is what was trained again, as it first was. A long log is drawn by its lowest and
-    highest lines (see thinned()), about `points` of all together, and the text has how many.
+    To choose: what lies on the x axis, and how many lines a value is smoothed over (exponentially; the lines as printed
+    stay behind it, pale). A click on a name in the legend shows that training alone. Dashed lines are restarts; pale,
+    too, is what was trained again, as it first was. A quantity that changes by a factor of 3 has a logarithmic axis. A
+    long log is drawn by its lowest and highest lines (see thinned()), about `points` of all together.
     """
     curves = {plain(name): c for name, c in curves.items() if c.table["lm_loss"].notna().any()}
     if not curves:
@@ -57,13 +56,10 @@ def studies(curves: Mapping[str, Mapping[str, Curve]]) -> Interactive | Text:
 
 
 def _controls(curves: Mapping[str, Curve], across: Sequence[str], levels: Sequence[int]) -> Iterator[Any]:
-    losses = [c.table["lm_loss"].dropna() for c in curves.values()]
-    # a linear axis would show little more than the first drop
-    as_log = any(loss.iloc[0] > 3 * loss.min() > 0 for loss in losses)
+    longest = max(int(c.table["lm_loss"].notna().sum()) for c in curves.values())
     yield alt.param("across", value=across[0], bind=alt.binding_select(options=across, name="x axis "))
-    yield alt.param("as_log", value=as_log, bind=alt.binding_checkbox(name="logarithmic loss and norm "))
     labels = ["none" if n == 1 else f"over {n} lines" for n in levels]
-    first = max(i for i, n in enumerate(levels) if n == 1 or 100 * n <= max(map(len, losses)))
+    first = max(i for i, n in enumerate(levels) if n == 1 or 100 * n <= longest)
     choice = alt.binding_select(options=[*range(len(levels))], labels=labels, name="smoothing ")
     yield alt.param("level", value=first, bind=choice)
 
@@ -148,22 +144,12 @@ def _axes(key: str, rows: Sequence[Row]) -> tuple[Any, Any]:
     # as a person writes it: 2 billion tokens is 2B, not 2G; a thousandth of an hour is no "1m"
     ticks = "across == 'hours' ? format(datum.value, '.3~g') : replace(format(datum.value, '.3~s'), 'G', 'B')"
     x = alt.X("at:Q", title=None, scale=alt.Scale(zero=False, nice=False), axis=alt.Axis(labelExpr=ticks, tickCount=5))
-    scale, values = alt.Scale(zero=False, nice=False), cast(Any, alt.Undefined)
-    if key != "rate":
-        known = [v for row in rows for v in row[f"{key}0"] if v > 0] or [1.0]
-        # The type of a scale cannot depend on a control, but a symmetric logarithm is linear far below its constant.
-        constant = alt.expr(f"as_log ? {min(known) / 10:.3g} : {max(known) * 1e6:.3g}")
-        scale = alt.Scale(zero=False, nice=False, type="symlog", constant=constant)
-        values = alt.expr(f"as_log ? {_ticks(min(known), max(known))} : null")
-    axis = alt.Axis(format=".3~g", tickCount=6, values=values)
-    return x, alt.Y("value:Q", title=PANELS[key][1], scale=scale, axis=axis)
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """1, 2, 3, 5, 10, ... from low to high, fewer where that are many decades."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 3, 5) if len(decades) <= 3 else (1, 3) if len(decades) <= 5 else (1,)
-    return [rounded(s * 10.0**n) for n in decades for s in steps if low <= s * 10.0**n <= high]
+    known = [v for row in rows for v in row[f"{key}0"] if v == v]
+    # a linear axis would show little more than the first drop, or the largest spike
+    is_log = key != "rate" and max(known) > 3 * min(known) > 0
+    scale: Any = {"type": "log"} if is_log else {"type": "linear", "zero": False}
+    y = alt.Y("value:Q", title=PANELS[key][1], scale=alt.Scale(nice=False, **scale))
+    return x, y.axis(format=".3~g", tickCount=6)
 
 
 def _marks(key: str, curves: Mapping[str, Curve], axes: Mapping[str, Row]) -> Iterator[Any]:
