@@ -18,7 +18,10 @@ EDGES = [
     ({"tp": 8, "dp": 2, "gbs": 2}, ""),
     ({"tp": 16}, "tp=16: a tensor-parallel group must stay inside a node of 8 GPUs"),
     ({"pp": 2, "partition": EMBED}, ""),  # 26 layers of 2 stages
-    ({"pp": 3, "partition": EMBED}, "pp=3: pp x interleaving = 3 must divide the 26 layers"),
+    (
+        {"pp": 3, "partition": EMBED},
+        "pp=3: stages (times interleaving) must share the layers evenly: 3 must divide 26 layers",
+    ),
     ({"dp": 416, "gbs": 416}, ""),  # the whole cluster
     ({"dp": 417, "gbs": 417}, "gpus=417: must not exceed the cluster: jz-a100-80g has 416"),
     ({"tp": 2, "dp": 8, "gbs": 8, "sequence_parallel": True}, ""),
@@ -26,7 +29,7 @@ EDGES = [
     ({"pp": 4, "first_stage_layers": 6, "last_stage_layers": 6}, ""),
     (
         {"pp": 4, "first_stage_layers": 7, "last_stage_layers": 6},
-        "first_stage_layers=7: leaves 11 of 24 layers to 2 other stages, which must share them evenly",
+        "pp=4: stages (times interleaving) must share the layers evenly: 2 must divide 11 layers",
     ),
 ]
 

@@ -272,7 +272,7 @@ BAD = [
     ),
     (
         lambda: parse_plan(read_arguments(GOOD.replace("--num-layers 8", "--num-layers 7")), cluster=MACHINE, gpus=4),
-        "pp=2: pp x interleaving = 2 must divide the 7 layers",
+        "pp=2: stages (times interleaving) must share the layers evenly: 2 must divide 7 layers",
     ),
     (lambda: read_arguments("--data-path 'open"), "arguments=unreadable: not a command line (No closing quotation)"),
     (lambda: megatron_args(plan(LM, {}), "megatron"), None),

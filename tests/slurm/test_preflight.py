@@ -387,7 +387,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_one_that_is_still_to_come_
         ({"gbs": 500}, "gbs", "must be a multiple of mbs x dp = 4 x 4"),
         ({"dp": 5, "gbs": 500}, "tp x pp x dp", "must fill whole nodes of 8 GPUs"),
         ({"tp": 3, "dp": 4}, "tp", "must divide num_attention_heads=16"),
-        ({"pp": 5}, "pp", "must divide the 24 layers"),
+        ({"pp": 5}, "pp", "must divide 24 layers"),
     ],
 )
 def test_the_command_says_what_is_wrong_with_a_plan_that_is_none(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from trilane.config.options import check, option
 from trilane.utils.validation import is_count, require
@@ -79,23 +80,23 @@ class Ramp:
             consumed += batch * iterations
         return phases
 
+    def _starts(self, gbs: int) -> list[tuple[int, int, int]]:
+        """Where each phase begins, the constant one last: iterations done, samples consumed, its batch size."""
+        found, done, consumed = list[tuple[int, int, int]](), 0, 0
+        for phase in self.phases(gbs):
+            found.append((done, consumed, phase.gbs))
+            done, consumed = done + phase.iterations, consumed + phase.samples
+        return [*found, (done, consumed, gbs)]
+
     def iterations(self, samples: int, gbs: int) -> int:
         """Iterations until at least `samples` are consumed."""
-        count = consumed = 0
-        for phase in self.phases(gbs):
-            if consumed + phase.samples >= samples:
-                return count - (consumed - samples) // phase.gbs
-            count, consumed = count + phase.iterations, consumed + phase.samples
-        return count - (consumed - samples) // gbs
+        done, consumed, batch = [start for start in self._starts(gbs) if start[1] <= samples][-1]
+        return done - (consumed - samples) // batch
 
     def consumed(self, iterations: int, gbs: int) -> int:
         """Samples after so many iterations."""
-        count = consumed = 0
-        for phase in self.phases(gbs):
-            if count + phase.iterations >= iterations:
-                return consumed + (iterations - count) * phase.gbs
-            count, consumed = count + phase.iterations, consumed + phase.samples
-        return consumed + (iterations - count) * gbs
+        done, consumed, batch = [start for start in self._starts(gbs) if start[0] <= iterations][-1]
+        return consumed + (iterations - done) * batch
 
     def batches(self, iterations: int, gbs: int, done: int = 0) -> Iterator[Batch]:
         """The iterations after the first `done`, up to number `iterations`, one by one."""
@@ -107,15 +108,11 @@ class Ramp:
 
     def between(self, gbs: int, first: int, last: int) -> list[Phase]:
         """The phases of the iterations after the first `first`, up to number `last`, cut there."""
-        growing, found, count = self.phases(gbs), list[Phase](), 0
-        done = sum(phase.iterations for phase in growing)
-        constant = Phase(gbs=gbs, iterations=max(0, last - done), first=self.consumed(done, gbs))
-        for phase in [*growing, constant]:
-            begin, end = max(first, count), min(last, count + phase.iterations)
+        starts, found = self._starts(gbs), list[Phase]()
+        for (done, consumed, batch), (end, *_) in pairwise([*starts, (last, 0, 0)]):
+            begin, end = max(first, done), min(last, end)
             if begin < end:
-                sample = phase.first + (begin - count) * phase.gbs
-                found.append(Phase(gbs=phase.gbs, iterations=end - begin, first=sample))
-            count += phase.iterations
+                found.append(Phase(gbs=batch, iterations=end - begin, first=consumed + (begin - done) * batch))
         return found
 
     def sizes(self, gbs: int, first: int, last: int) -> set[int]:

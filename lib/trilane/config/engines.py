@@ -3,6 +3,7 @@
 The defaults of a run have their one place here: precision, attention kernel, gradient sums and ZeRO stage.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from trilane.config.cluster import Cluster
@@ -12,7 +13,6 @@ from trilane.config.parallelism import Topology
 
 ENGINES = ("megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")
 FLASH_HEAD_DIM = 256  # channels: the largest head of FlashAttention 2 (its README, 'head dimension up to 256')
-Rule = tuple[bool, str, object, str]
 
 
 def default_precision(cluster: Cluster) -> str:
@@ -108,64 +108,41 @@ def unsupported_reason(engine: str, shape: ModelShape, topology: Topology) -> st
 
 def unsupported_rule(engine: str, shape: ModelShape, topology: Topology) -> tuple[str, object, str] | None:
     """Field, value and rule of the first thing that `engine` does not support; batch sizes never matter."""
-    rules = RULES[engine](shape, topology)
+    rules = _rules(engine, shape, topology)
     return next(((field, value, rule) for ok, field, value, rule in rules if not ok), None)
 
 
-def _megatron(shape: ModelShape, t: Topology) -> list[Rule]:
-    zero = (t.zero <= 1, "zero", t.zero, "has ZeRO stage 0 and 1 (its distributed optimizer)")
-    return [zero, (t.offload == "none", "offload", t.offload, "does not offload")]
+def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, str, object, str]]:
+    """What an engine asks of a topology: whether it holds, the field, its value and the rule.
 
-
-def _deepspeed_zero(shape: ModelShape, t: Topology) -> list[Rule]:
-    """Stage 0 in half precision trains, but its loss was 2e-2 off after 20 iterations (DeepSpeed 0.19.8)."""
-    return [*_no_pipeline(t), *_deepspeed(shape, t)]
-
-
-def _hf_zero3(shape: ModelShape, t: Topology) -> list[Rule]:
-    """A model of transformers is one whole: its tensors are cut by ZeRO alone."""
-    misfit = misfit_of(shape)
-    field, value, rule = misfit or ("", "", "")
-    return [
-        (t.tp == 1, "tp", t.tp, "has no tensor parallelism"),
-        *_no_pipeline(t),
-        (not misfit, field, value, f"trains models of transformers: {rule}"),
-        (t.recompute != "selective", "recompute", t.recompute, "recomputes whole layers or nothing"),
-        *_deepspeed(shape, t),
-    ]
-
-
-def _no_pipeline(t: Topology) -> list[Rule]:
-    return [
-        (t.pp == 1, "pp", t.pp, "has no pipeline"),
-        (t.partition == "uniform", "partition", t.partition, "has no pipeline"),
-        (t.zero > 0 or t.precision == "fp32", "zero", t.zero, f"needs ZeRO stage 1 or more in {t.precision}"),
-    ]
-
-
-def _deepspeed_3d(shape: ModelShape, t: Topology) -> list[Rule]:
-    """fp32 sums outside DeepSpeed 0.19.8's BF16_Optimizer keep the gradients of a tied embedding from meeting (1.6e-2
-    off, without a word). It hangs where stages differ in their number of optimizer groups: the embedding alone has
-    nothing that does not decay. Stage 0 clips each stage by its own norm; in fp32 the engine clips in its place.
+    deepspeed-zero: stage 0 in half precision trains, but its loss was 2e-2 off after 20 iterations (DeepSpeed 0.19.8).
+    deepspeed-3d: fp32 sums outside DeepSpeed 0.19.8's BF16_Optimizer keep the gradients of a tied embedding from
+    meeting (1.6e-2 off, without a word). It hangs where stages differ in their number of optimizer groups: the
+    embedding alone has nothing that does not decay. Stage 0 clips each stage by its own norm; in fp32 the engine clips
+    in its place. hf-zero3: a model of transformers is one whole, cut by ZeRO alone.
     """
-    bare = t.partition != "uniform" and shape.num_layers + 2 < 2 * t.pp
-    sums = not t.fp32_gradients or t.pp == 1 or t.precision == "fp32" or (t.precision, t.offload) == ("bf16", "none")
-    return [
-        (t.zero == 1 or (t.zero, t.precision) == (0, "fp32"), "zero", t.zero, "has ZeRO stage 1, and 0 in fp32"),
-        (not bare, "pp", t.pp, "needs a transformer layer on every stage"),
-        (t.interleaving == 1, "interleaving", t.interleaving, "has no interleaved schedule"),
-        (sums, "fp32_gradients", True, "has fp32 sums in bf16 without offload alone"),
-        (t.recompute != "selective", "recompute", t.recompute, "recomputes whole layers or nothing"),
-        *_deepspeed(shape, t),
-    ]
-
-
-def _deepspeed(shape: ModelShape, t: Topology) -> list[Rule]:
-    uneven = "first_stage_layers" if t.first_stage_layers else "last_stage_layers"
-    return [
-        (getattr(t, uneven) == 0, uneven, getattr(t, uneven), "cuts its stages evenly, or by type"),
-        (not t.overlap_grad_reduce, "overlap_grad_reduce", True, "decides itself what it overlaps"),
-    ]
-
-
-RULES = dict(zip(ENGINES, (_megatron, _deepspeed_zero, _deepspeed_3d, _hf_zero3), strict=True))
+    if engine == "megatron":
+        yield t.zero <= 1, "zero", t.zero, "has ZeRO stage 0 and 1 (its distributed optimizer)"
+        yield t.offload == "none", "offload", t.offload, "does not offload"
+        return
+    if engine == "deepspeed-3d":
+        bare = t.partition != "uniform" and shape.num_layers + 2 < 2 * t.pp
+        sums = (
+            not t.fp32_gradients or t.pp == 1 or t.precision == "fp32" or (t.precision, t.offload) == ("bf16", "none")
+        )
+        yield t.zero == 1 or (t.zero, t.precision) == (0, "fp32"), "zero", t.zero, "has ZeRO stage 1, and 0 in fp32"
+        yield not bare, "pp", t.pp, "needs a transformer layer on every stage"
+        yield t.interleaving == 1, "interleaving", t.interleaving, "has no interleaved schedule"
+        yield sums, "fp32_gradients", True, "has fp32 sums in bf16 without offload alone"
+    else:
+        yield t.tp == 1 or engine != "hf-zero3", "tp", t.tp, "has no tensor parallelism"
+        yield t.pp == 1, "pp", t.pp, "has no pipeline"
+        yield t.partition == "uniform", "partition", t.partition, "has no pipeline"
+        yield t.zero > 0 or t.precision == "fp32", "zero", t.zero, f"needs ZeRO stage 1 or more in {t.precision}"
+    if engine == "hf-zero3" and (misfit := misfit_of(shape)):
+        yield False, misfit[0], misfit[1], f"trains models of transformers: {misfit[2]}"
+    whole = t.recompute != "selective" or engine == "deepspeed-zero"
+    yield whole, "recompute", t.recompute, "recomputes whole layers or nothing"
+    for name in ("first_stage_layers", "last_stage_layers"):
+        yield getattr(t, name) == 0, name, getattr(t, name), "cuts its stages evenly, or by type"
+    yield not t.overlap_grad_reduce, "overlap_grad_reduce", True, "decides itself what it overlaps"

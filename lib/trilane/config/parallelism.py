@@ -19,7 +19,6 @@ class Rule:
     text    the rule, the same for every topology: searches count what they refuse by it
     holds   true (or an array) where the rule holds; it gets the topology, and the shape or cluster where it needs one
     detail  what to add for one topology, such as "=112"
-    whole   the whole message, where the rule has several faces
     of_sizes  true where tp, pp and dp alone decide: one look refuses everything else
     """
 
@@ -28,7 +27,6 @@ class Rule:
     holds: Callable[..., Any]
     detail: Callable[..., object] = lambda *_: ""
     of_sizes: bool = False
-    whole: Callable[..., str] | None = None
 
     @property
     def name(self) -> str:
@@ -37,8 +35,7 @@ class Rule:
 
     def message(self, *subjects: Any) -> str:
         """`field=value: the rule` of one topology that breaks it."""
-        message = f"{self.field}={getattr(subjects[0], self.field)}: {self.text}{self.detail(*subjects)}"
-        return self.whole(*subjects) if self.whole else message
+        return f"{self.field}={getattr(subjects[0], self.field)}: {self.text}{self.detail(*subjects)}"
 
 
 def first_broken(rules: Sequence[Rule], *subjects: Any) -> str | None:
@@ -144,24 +141,16 @@ def invalid_reason(shape: ModelShape, topology: Topology, cluster: Cluster | Non
     return reason or (first_broken(CLUSTER_RULES, topology, cluster) if cluster else None)
 
 
-def _uneven_stages(t: Any, shape: ModelShape) -> str:
-    """Why the stages cannot share the layers, with or without a number of layers for the first and the last; or ""."""
-    L, v = shape.num_layers, t.interleaving
-    named = {n: getattr(t, n) for n in ("first_stage_layers", "last_stage_layers") if getattr(t, n)}
-    if not named:
-        units = L + (0 if t.partition == "uniform" else 2)
-        even = units % (t.pp * v) == 0
-        return "" if even else f"pp={t.pp}: pp x interleaving = {t.pp * v} must divide the {units} layers"
-    field, value = next(iter(named.items()))
-    others, left = t.pp - len(named), L - sum(named.values())
-    if left % others or left <= 0 if others else left:
-        return f"{field}={value}: leaves {left} of {L} layers to {others} other stages, which must share them evenly"
-    for name, layers in named.items():
-        if layers % v:
-            return f"{name}={layers}: must be a multiple of interleaving={v}"
-    shared = left // others if others else 0
-    rule = f"leaves {shared} layers to a stage: no multiple of interleaving={v}"
-    return f"{field}={value}: {rule}" if shared % v else ""
+def _stages_and_layers(t: Any, shape: ModelShape) -> tuple[int, int]:
+    """The model chunks of the stages that share layers evenly, and these layers: all, or all but a number by name."""
+    named = [n for n in (t.first_stage_layers, t.last_stage_layers) if n]
+    units = shape.num_layers + (0 if t.partition == "uniform" else 2)
+    return (t.pp - len(named)) * t.interleaving, units - sum(named)
+
+
+def _shares_layers(t: Any, shape: ModelShape) -> bool:
+    chunks, layers = _stages_and_layers(t, shape)
+    return layers % chunks == 0 < layers if chunks else layers == 0
 
 
 def _tp_divides(size: str, hint: str = "", sign: str = "=") -> Rule:
@@ -240,8 +229,13 @@ SHAPE_RULES = (
     Rule(
         "pp",
         "stages (times interleaving) must share the layers evenly",
-        lambda t, s: not _uneven_stages(t, s),
-        whole=_uneven_stages,
+        _shares_layers,
+        lambda t, s: ": {} must divide {} layers".format(*_stages_and_layers(t, s)),
+    ),
+    Rule(
+        "interleaving",
+        "must divide a number of layers for the first or the last stage",
+        lambda t, s: not (t.first_stage_layers % t.interleaving or t.last_stage_layers % t.interleaving),
     ),
     Rule(
         "gbs",
