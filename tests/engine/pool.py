@@ -17,7 +17,7 @@ from pathlib import Path
 from trilane.config.cluster import Cluster
 from trilane.engine import parity
 from trilane.launch.local import environment
-from trilane.utils.process import die_with_parent, held_port
+from trilane.utils.process import die_with_parent
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,4 @@ if __name__ == "__main__":
     parity.load()
     for line in sys.stdin:
         count, place = line.rstrip("\n").split(" ", 1)
-        with held_port() as port:
-            pids = [parity.fork(rank, int(count), port, Path(place), work) for rank in range(max(1, int(count)))]
-            print(*[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids], flush=True)
+        print(*parity.train(int(count), Path(place), work), flush=True)

@@ -165,4 +165,4 @@ def test_no_library_prints_into_the_log_and_deepspeeds_settings_are_kept(
     if engine == "deepspeed-zero":
         assert json.loads(kept.read_text()) == deepspeed_config(plan, compiler=False)
     logs = [(tmp_path / "run" / f"{rank}.log").read_text().splitlines() for rank in range(2)]
-    assert [len(lines) for lines in logs] == [3, 4] and "attention" in logs[0][0], logs
+    assert [len(lines) for lines in logs] == [3, 4] and "unfused path" in logs[0][0], logs

@@ -45,9 +45,6 @@ def test_srun_alone_is_enough_to_find_one_another(nodelist: str, first: str) -> 
 
 THREADS = [
     ({}, 2),
-    ({"SLURM_CPUS_ON_NODE": "40"}, 10),  # srun bound each of the 4 tasks to 10 cores of its own
-    ({"SLURM_CPUS_ON_NODE": "10"}, 2),  # it bound none
-    ({"SLURM_CPUS_ON_NODE": "40", "TORCHELASTIC_RUN_ID": "a"}, 2),  # the cores are torchrun's
     ({"OMP_NUM_THREADS": "7"}, 7),
     ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "a"}, 2),  # torchrun's default, nobody's wish
 ]
@@ -58,7 +55,7 @@ def test_a_process_takes_the_threads_it_was_given_or_its_share(env: dict, thread
     """Ten cores in sight, four processes on the node."""
     from trilane.engine import world
 
-    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_ON_NODE", "TORCHELASTIC_RUN_ID"):
+    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -112,8 +109,8 @@ except ValueError as error:
 def test_gpus_here_and_fewer_or_none_there_are_refused_in_one_line(ask: Callable, tmp_path: Path) -> None:
     """On both sides, and not waited for; a node whose driver is not loaded at all has no device file either."""
     with_gpu, without = ask(small_plan(tmp_path, dp=2), KINDS, joined=False).splitlines()
-    assert with_gpu == "ValueError GPUs=1: 1 of 2 ranks have none, and report it"
-    assert without == "HostError no GPU here, while 1 of 2 ranks have one"
+    assert with_gpu == "ValueError GPUs=1: 1 of 2 ranks have none; this one is on cuda"
+    assert without == "ValueError GPUs=1: 1 of 2 ranks have none; this one is on cpu"
 
 
 def test_a_node_may_come_ten_minutes_after_the_others_and_slurms_names_decide_which_hosts_the_store() -> None:

@@ -27,7 +27,7 @@ from trilane.workspace.status import read_status
 
 ITERATION = re.compile(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration +\d+/ +\d+ \| .* nan iterations:   0 \|")
 MEMORY = re.compile(r"\[Rank (\d)\] \(after [14] iterations\) memory \(MB\) \| allocated: [\d.]+ \| max allocated: .*")
-PATH = "trilane: unfused path (no GPU), torch's CPU attention"  # rank 0 says it first
+PATH = "trilane: unfused path (no GPU)"  # rank 0 says it first
 FOREVER = 100_000
 
 

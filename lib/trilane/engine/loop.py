@@ -108,8 +108,7 @@ class Training:
             self._saved = checkpoint.path.name if own else ""
             self._print(f"resumes after iteration {self._done} of {checkpoint.path}")
             self._print(extension(checkpoint.manifest, plan))
-        self._profiler = Profiler(plan, world, folder, self._done)
-        self._print(self._profiler.note)
+        self._profiler = Profiler(plan, world, folder)
         if world.is_last:
             cut_steps(folder, self._done)
         self._saver = Saver(folder, plan, world, self._engine)

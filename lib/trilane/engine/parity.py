@@ -1,7 +1,7 @@
 """The parity table: engines, topologies and precisions that must reproduce the losses of one process, trained here.
 
 `python -m trilane.engine.parity ENGINE... [--json]` is `trilane measure engines`. It imports the libraries once and
-forks the workers of each row; with a GPU each is a new process, since one that uses CUDA cannot be forked.
+forks the workers of each row. Where there is a GPU they import them, since a process that uses CUDA cannot be forked.
 """
 
 import gc
@@ -29,17 +29,10 @@ from trilane.utils.validation import shipped_json
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512)
 OPTIMIZER = Optimizer(lr=2e-3, min_lr=2e-4, warmup_samples=40, decay_samples=160)
+BLOOM = replace(SHAPE, embedding_layernorm=True, positions="alibi", activation="gelu-tanh")
+GATED = replace(SHAPE, num_key_value_heads=2, activation="swiglu", ffn_hidden_size=176, tied_embeddings=False)
 LLAMA_SHAPE = replace(
-    SHAPE,
-    num_key_value_heads=2,
-    activation="swiglu",
-    ffn_hidden_size=176,
-    biases="none",
-    normalization="rmsnorm",
-    positions="rotary",
-    tied_embeddings=False,
-    norm_epsilon=1e-6,
-    rotary_base=5e5,
+    GATED, biases="none", normalization="rmsnorm", positions="rotary", norm_epsilon=1e-6, rotary_base=5e5
 )
 
 
@@ -66,15 +59,14 @@ class Task:
         )
 
 
-BLOOM = Task(shape=replace(SHAPE, embedding_layernorm=True, positions="alibi", activation="gelu-tanh"))
 # A learning rate and batch that 8 bits of mantissa can follow: on the plain task, where the loss falls from 6.2 to 4.3
 # in 20 iterations, bf16 differs by up to 3.8e-3 in every engine.
 CALM = Task(optimizer=replace(OPTIMIZER, lr=5e-4, min_lr=5e-5), mbs=4, gbs=32)
 TASKS = {
     "plain": Task(),
     "calm": CALM,
-    "bloom": BLOOM,
-    "z-loss": replace(BLOOM, optimizer=replace(OPTIMIZER, init_std=0.01, z_loss=0.01)),
+    "bloom": Task(shape=BLOOM),
+    "z-loss": Task(shape=BLOOM, optimizer=replace(OPTIMIZER, init_std=0.01, z_loss=0.01)),
     "llama": Task(shape=LLAMA_SHAPE),
     # On the task of "llama" fp16 skips iterations: a gradient times the first loss scale is beyond its range.
     "calm llama": replace(CALM, shape=LLAMA_SHAPE),
@@ -128,9 +120,8 @@ class Result:
 
     def record(self) -> dict[str, Any]:
         """The row as JSON."""
-        row, names = self.row, ("engine", "topology", "precision")
-        found = {"max_abs_diff": self.max_abs_diff, "seconds": round(self.seconds, 2)}
-        return {name: getattr(row, name) for name in names} | found
+        names = {name: getattr(self.row, name) for name in ("engine", "topology", "precision")}
+        return names | {"max_abs_diff": self.max_abs_diff, "seconds": round(self.seconds, 2)}
 
     def line(self) -> str:
         """The row as one line of text."""
@@ -148,7 +139,7 @@ def verify(table: Sequence[Row]) -> Iterator[Result | str]:
         here, data = this_machine(), f"{place}/data"
         for number, row in enumerate(table):
             try:
-                plan = row.plan(here, data)
+                plan, folder = row.plan(here, data), Path(place, str(number))
             except ValueError as error:
                 yield f"{row.label}: left out, {error}"
                 continue
@@ -158,8 +149,8 @@ def verify(table: Sequence[Row]) -> Iterator[Result | str]:
                 assert not problem, problem
                 steps, held_out = (json.loads((alone / name).read_text()) for name in ("truth.json", "held-out.json"))
                 references[row.task] = [loss for loss, _ in steps] + [loss for _, loss in held_out]
-            problem, seconds = _run(plan, plan.topology.gpus, Path(place, str(number)))
-            worst = None if problem else _distance(Path(place, str(number)), references[row.task])
+            problem, seconds = _run(plan, plan.topology.gpus, folder)
+            worst = None if problem else _distance(folder, references[row.task])
             yield Result(row=row, max_abs_diff=worst, seconds=seconds, problem=problem)
 
 
@@ -184,27 +175,23 @@ def output(folder: Path, codes: Sequence[int], wanted: int = 0) -> str:
     return "" if set(codes) == {wanted} else logs or f"exit codes {codes}"
 
 
-def train(processes: int, folder: Path) -> list[int]:
-    """Train `folder`/plan.json in so many workers (0: the reference); their exit codes."""
+def train(processes: int, folder: Path, work: Callable[[int, Path], int] | None = None) -> list[int]:
+    """Train `folder`/plan.json in so many workers (0: the reference), or let them do other `work`; their exit codes."""
     with held_port() as port:
-        if processes and gpu_count():
-            command = python("-m", "trilane.engine", f"{folder}/plan.json")
-            envs = [{**os.environ, **worker_environment(r, processes, port, folder)} for r in range(processes)]
-            started = [subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL) for env in envs]
-            return [worker.wait() for worker in started]
-        pids = [fork(rank, processes, port, folder) for rank in range(max(1, processes))]
+        pids = [fork(rank, processes, port, folder, work) for rank in range(max(1, processes))]
         return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
 def fork(rank: int, size: int, port: int, folder: Path, work: Callable[[int, Path], int] | None = None) -> int:
-    """Fork a worker that shares this process's imports; its process id."""
-    environment = worker_environment(rank, size, port, folder)
-    pid = os.fork()
+    """Fork a worker that shares this process's imports, in the environment that torchrun would give it; its id."""
+    parent, pid = os.getpid(), os.fork()
     if pid:
         return pid
-    code = 1
+    code, world = 1, str(max(1, size))
     try:
-        os.environ.update(environment)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TRILANE_RANK_LOGS=str(folder))
+        os.environ[PARENT] = str(parent)
         code = (work or run_worker)(size, folder)
     except BaseException:
         traceback.print_exc()
@@ -212,14 +199,6 @@ def fork(rank: int, size: int, port: int, folder: Path, work: Callable[[int, Pat
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def worker_environment(rank: int, size: int, port: int, folder: Path) -> dict[str, str]:
-    """The environment that torchrun would give a worker; on a CPU each gets one thread, as if there were eight."""
-    local = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(max(1, size))}
-    local["LOCAL_WORLD_SIZE"] = str(max(1, size) if gpu_count() else 8)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return {PARENT: str(os.getpid()), **local, **meeting, "TRILANE_RANK_LOGS": str(folder)}
 
 
 def run_worker(size: int, folder: Path) -> int:
@@ -241,15 +220,16 @@ def run_worker(size: int, folder: Path) -> int:
 
 
 def load() -> None:
-    """Import what workers need."""
+    """Import what workers need, unless there is a GPU."""
+    if gpu_count():
+        return
     from trilane.engine.cpu import enable_cpu
 
     enable_cpu()
-    if not gpu_count():
-        import trilane.engine.backends.deepspeed_3d
-        import trilane.engine.backends.hf_zero3
-        import trilane.engine.backends.megatron
-        import trilane.engine.loop
+    import trilane.engine.backends.deepspeed_3d
+    import trilane.engine.backends.hf_zero3
+    import trilane.engine.backends.megatron
+    import trilane.engine.loop
     import trilane.engine.reference  # noqa: F401
 
     gc.freeze()  # a collection in a worker would copy every page that it shares with this process

@@ -6,13 +6,12 @@ before the end of the iteration. So on a GPU a phase counts the time of its kern
 """
 
 import contextlib
-import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from trilane.engine.world import World
 # The names that all engines share; the readers of logs know them. Time counts for the innermost phase only.
 NAMES = ("batch-generator", "forward-compute", "backward-compute", "p2p-wait", "all-grads-sync", "optimizer")
 DATA, FORWARD, BACKWARD, P2P, REDUCE, OPTIMIZER = NAMES
-T = TypeVar("T")
 _stack: list[str] = []
 _listeners: list[Callable[[str], None]] = []
 
@@ -49,21 +47,13 @@ def end() -> None:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Make a block a phase. After an exception the phase stays current: it records where the process failed."""
+    """Make a block a phase, or as phase(name)(function) each call of a function.
+
+    After an exception the phase stays current: it records where the process failed.
+    """
     begin(name)
     yield
     end()
-
-
-def during(name: str, function: Callable[..., T]) -> Callable[..., T]:
-    """The same function with each call as a phase."""
-
-    @functools.wraps(function)
-    def called(*args: Any, **options: Any) -> T:
-        with phase(name):
-            return function(*args, **options)
-
-    return called
 
 
 def subscribe(listener: Callable[[str], None]) -> Callable[[], None]:
@@ -101,19 +91,14 @@ class Timers:
     """Seconds by phase since the last over_ranks(); each without the time of phases inside it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._clock = device, _event if device.type == "cuda" else perf_counter
         self._marks: list[tuple[Any, str]] = []
         self._seconds, self._iterations = Counter[str](), 0
         self._mark(current())
         self.stop = subscribe(self._mark)
 
     def _mark(self, name: str) -> None:
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((event, name))
-        else:
-            self._marks.append((perf_counter(), name))
+        self._marks.append((self._clock(), name))
 
     def fold(self) -> None:
         """End an iteration: add up its marks and drop them. Synchronizes with a GPU."""
@@ -133,7 +118,7 @@ class Timers:
 
     def over_ranks(self) -> dict[str, tuple[float, float]]:
         """Phase -> seconds an iteration since the last call, (min, max) over ranks. Collective."""
-        mine = torch.tensor([self._seconds[name] / self._iterations for name in NAMES], dtype=torch.float64)
+        mine = torch.tensor([self.own().get(name, 0.0) for name in NAMES], dtype=torch.float64)
         both = torch.cat([mine, -mine]).to(self._device)
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
         most, least = both.cpu().chunk(2)
@@ -142,15 +127,21 @@ class Timers:
         return {name: (low, high) for name, low, high in spread if high > 0}
 
 
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 def durations(marks: Sequence[tuple[Any, str]]) -> dict[str, float]:
     """Seconds by phase from marks (time, new innermost phase); the last mark only ends the one before."""
-    if marks and isinstance(marks[-1][0], torch.cuda.Event):
-        marks[-1][0].synchronize()
-    found: dict[str, float] = {}
+    found = defaultdict[str, float](float)
     for (before, name), (after, _) in pairwise(marks):
-        # events count in milliseconds
-        seconds = after - before if isinstance(after, float) else before.elapsed_time(after) / 1e3
-        found[name] = found.get(name, 0.0) + seconds
+        if isinstance(after, torch.cuda.Event):
+            after.synchronize()
+            found[name] += before.elapsed_time(after) / 1e3  # it counts in milliseconds
+        else:
+            found[name] += after - before
     return found
 
 
@@ -169,25 +160,23 @@ class Profiler:
     They lie in profile/<rank>.trace.json.gz (for ui.perfetto.dev) and <rank>.txt; phases are ranges of both.
     """
 
-    def __init__(self, plan: Plan, world: World, folder: Path, done: int) -> None:
-        window, self.note = plan.run.profile_window, ""
-        if window and done >= window.last:
-            self.note, window = f"profile={plan.run.profile}: {done} iterations are done, nothing is profiled", None
-        here = window and world.rank in (window.ranks or (0, world.size - 1))
-        self._window, self._path = window if here else None, folder / "profile" / str(world.rank)
-        self._order, self._ranges = f"self_{world.device.type}_time_total", contextlib.ExitStack()
-        self._trace: Any = None
+    def __init__(self, plan: Plan, world: World, folder: Path) -> None:
+        window = plan.run.profile_window
+        self._window = window if window and world.rank in (window.ranks or (0, world.size - 1)) else None
+        self._path, self._order = folder / "profile" / str(world.rank), f"self_{world.device.type}_time_total"
+        self._trace: torch.profiler.profile | None = None
+        self._ranges = contextlib.ExitStack()
 
     def before(self, iteration: int) -> None:
-        """Begin where the iteration is the first of the window, or a run resumes inside it."""
-        if self._window and not self._trace and self._window.first <= iteration <= self._window.last:
+        """Begin where the iteration is the first of the window; a run that resumes inside it has no trace."""
+        if self._window and iteration == self._window.first:
             self._trace = torch.profiler.profile(acc_events=True)
             self._trace.start()
             self._end = subscribe(self._range)
 
     def after(self, iteration: int) -> bool:
         """End where the iteration is the last of the window; whether a trace was written, which takes its time."""
-        if not self._trace or not self._window or iteration < self._window.last:
+        if not self._trace or not self._window or iteration != self._window.last:
             return False
         self._end()
         self._range("")
@@ -196,7 +185,6 @@ class Profiler:
         self._trace.export_chrome_trace(f"{self._path}.trace.json.gz")
         table = self._trace.key_averages().table(sort_by=self._order, row_limit=40)
         self._path.with_suffix(".txt").write_text(table, encoding="utf-8")
-        self._trace = self._window = None
         return True
 
     def _range(self, name: str) -> None:

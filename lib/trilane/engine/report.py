@@ -94,16 +94,13 @@ class TensorBoard:
         name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
         self._event = Event
         self._records = RecordWriter(Appended(folder / "tensorboard" / name, print_note))  # a record is one write
-        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 
     def add(self, iteration: int, scalars: Mapping[str, float]) -> None:
         """Scalars of one iteration by their tags."""
         event = self._event(wall_time=time.time(), step=iteration)
         for tag, value in scalars.items():
             event.summary.value.add(tag=tag, simple_value=value)
-        self._append(event)
-
-    def _append(self, event: Any) -> None:
         self._records.write(event.SerializeToString())
 
 
@@ -121,25 +118,18 @@ class TrainingLog:
     """The terminal, steps.jsonl, validation.jsonl and, on request, TensorBoard, by the last rank."""
 
     def __init__(self, plan: Plan, world: World, folder: Path) -> None:
-        self._run, self._writes = plan.run, world.is_last
+        self._run, self._writes, self._window = plan.run, world.is_last, list[Line]()
         self._steps = Appended(folder / "steps.jsonl", print_note)
         self._evaluations = Appended(folder / "validation.jsonl", print_note)
-        self._window: list[Line] = []
         self._timers = Timers(world.device) if plan.run.timers else None
-        if self._timers:
-            (folder / "ranks").mkdir(exist_ok=True)
+        (folder / "ranks").mkdir(exist_ok=True)
         self._phases = Appended(folder / "ranks" / f"{world.rank}.phases", print_note)
         self._board = TensorBoard(folder) if plan.run.tensorboard and self._writes else None
 
     def write(self, line: Line) -> None:
         """Append the JSON line; print Megatron's every log_interval iterations and at the end. Collective."""
         due = line["iteration"] % self._run.log_interval == 0 or line["iteration"] == self._run.goal
-        spread: dict[str, tuple[float, float]] = {}
-        if self._timers:
-            self._timers.fold()
-            if due:
-                self._phases.write(phase_times.line(line["iteration"], self._timers.own()))
-                spread = self._timers.over_ranks()
+        spread = self._fold(line["iteration"], due) if self._timers else {}
         if not self._writes:
             return
         self._steps.write(json.dumps({**line, "timers": spread} if spread else line).encode() + b"\n")
@@ -149,8 +139,17 @@ class TrainingLog:
         if due:
             print(megatron_line(self._window, self._run.train_iters, datetime.now()), flush=True)
             self._window = []
-            if spread:
-                print(timing_table(spread), flush=True)
+        if spread:
+            print(timing_table(spread), flush=True)
+
+    def _fold(self, iteration: int, due: bool) -> dict[str, tuple[float, float]]:
+        """End the timers' iteration; where a line is due, write this rank's seconds and return their spread."""
+        assert self._timers
+        self._timers.fold()
+        if not due:
+            return {}
+        self._phases.write(phase_times.line(iteration, self._timers.own()))
+        return self._timers.over_ranks()
 
     def evaluated(self, batch: Batch, loss: float, seconds: float) -> None:
         """Append and print the validation loss after `batch`, in nats; no timer counts its seconds."""

@@ -37,10 +37,6 @@ class Signals:
                 os._exit(128 + signal.SIGTERM)
             else:
                 self.stop = True
-                if "TORCHELASTIC_RUN_ID" in os.environ and not launched:
-                    # Any other torchrun kills its workers 30 s after it sends SIGTERM for whatever reason. A rank that
-                    # waits for a dead peer must exit before.
-                    threading.Timer(25.0, os._exit, [128 + signal.SIGTERM]).start()
 
 
 def _next_signal() -> tuple[int, int]:

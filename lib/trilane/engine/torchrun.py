@@ -68,18 +68,17 @@ def _launch(argv: list[str]) -> int:
 
 
 def settings(given: str, env: Mapping[str, str] = os.environ) -> str:
-    """torchrun's --rdzv-conf, with ours where it names none.
+    """torchrun's --rdzv-conf: ours, where what is `given` does not name another value after it.
 
     In a job the first node hosts the store by SLURM's names: torch compares host names and addresses, and where they
     differ from SLURM's none does, or two.
     """
-    named = {part.partition("=")[0].strip() for part in given.split(",")}
     # torch takes a node out whose last sign of life is three of 5 s old, by the clock of each node, and nothing ever
     # replaces it
-    ours = {"join_timeout": WAIT_S, "read_timeout": WAIT_S, "keep_alive_max_attempt": WAIT_S // 5}
+    ours = f"join_timeout={WAIT_S},read_timeout={WAIT_S},keep_alive_max_attempt={WAIT_S // 5}"
     if (hosts := env.get("TRAIN_HOSTS", "").split()) and "SLURMD_NODENAME" in env:
-        ours["is_host"] = int(env["SLURMD_NODENAME"] == hosts[0])
-    return ",".join([*filter(None, [given]), *(f"{k}={v}" for k, v in ours.items() if k not in named)])
+        ours += f",is_host={int(env['SLURMD_NODENAME'] == hosts[0])}"
+    return f"{ours},{given}".strip(",")
 
 
 def _listen_on_loopback() -> None:

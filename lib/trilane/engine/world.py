@@ -89,9 +89,8 @@ def join(plan: Plan) -> World:
 
 def start_process_group(precision: str) -> World:
     """Start the process group of all processes of the environment; ValueError where the GPU lacks `precision`."""
-    env = os.environ
-    size, local_size = int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", "1"))
-    rank, local_rank = int(env["RANK"]), int(env.get("LOCAL_RANK", "0"))
+    size, local_size = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     device = own_device(precision)
     torch.set_num_threads(threads(local_size))
     # Longer than the slowest work of one rank while the others wait, preparing a corpus on a shared disk.
@@ -110,8 +109,8 @@ def start_process_group(precision: str) -> World:
 def _meet(rank: int, size: int, device: torch.device) -> dist.Store:
     """The store of all ranks: that of torchrun's agents where there are some, else rank 0's.
 
-    HostError with the ranks that have not come within WAIT_S, and where some have a GPU and some have none: NCCL and
-    gloo would wait for each other.
+    HostError with the ranks that have not come within WAIT_S; ValueError where some have a GPU and some have none: NCCL
+    and gloo would wait for each other.
     """
     has_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -133,18 +132,19 @@ def _meet(rank: int, size: int, device: torch.device) -> dist.Store:
         if "EADDRINUSE" in str(error):
             raise
         raise HostError(f"rendezvous={address}:{port}: {why} within {WAIT_S} s") from None
-    if (gpus := store.add("trilane/gpus", 0)) not in (0, size):
-        time.sleep(1.0)  # rank 0 may host the store that others still read
-        if device.type == "cpu":
-            raise HostError(f"no GPU here, while {gpus} of {size} ranks have one")
-        raise ValueError(f"GPUs={gpus}: {size - gpus} of {size} ranks have none, and report it")
+    gpus = store.add("trilane/gpus", 0)
+    time.sleep(1.0 * (gpus not in (0, size)))  # others still read from this store
+    require(gpus in (0, size), "GPUs", gpus, f"{size - gpus} of {size} ranks have none; this one is on {device}")
     return store
 
 
 def own_device(precision: str) -> torch.device:
     """This process's GPU, made the current device, or the CPU without one; HostError where the GPU cannot be used."""
     if not torch.cuda.is_available():
-        _require_no_gpu(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        driver, visible = Path("/dev/nvidia0"), os.environ.get("CUDA_VISIBLE_DEVICES")
+        if driver.exists() and visible not in ("", "-1", "NoDevFiles"):  # of these, SLURM sets the last
+            why = "cannot use the GPU (see nvidia-smi); CUDA_VISIBLE_DEVICES=-1 asks for the CPU"
+            raise HostError(f"torch={torch.__version__}: {why}")
         return torch.device("cpu")
     local_size, local_rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     cards = torch.cuda.device_count()
@@ -153,20 +153,10 @@ def own_device(precision: str) -> torch.device:
     own = local_rank if cards > 1 else 0
     torch.cuda.set_device(own)
     # is_bf16_supported() returns True on a V100, which emulates bf16; only the capability is reliable.
-    capability = torch.cuda.get_device_capability()
-    if precision == "bf16" and capability < (8, 0):
-        found = ".".join(map(str, capability))
-        raise HostError(f"precision=bf16: needs compute capability 8.0, this card has {found}; use fp16")
+    major, minor = torch.cuda.get_device_capability()
+    if precision == "bf16" and major < 8:
+        raise HostError(f"precision=bf16: needs compute capability 8.0, this card has {major}.{minor}; use fp16")
     return torch.device("cuda", own)
-
-
-def _require_no_gpu(visible: str | None, driver: Path = Path("/dev/nvidia0")) -> None:
-    """HostError where the host has a GPU that torch cannot use: a rank on its CPU would keep all others waiting."""
-    # Only the driver's file is evidence: SLURM also sets its variables for simulated GPUs, "NoDevFiles" without any.
-    if visible in ("", "-1", "NoDevFiles") or not driver.exists():
-        return
-    why = "CUDA does not start (see nvidia-smi)" if torch.version.cuda else "install its CUDA build"
-    raise HostError(f"torch={torch.__version__}: cannot use {driver}: {why}; CUDA_VISIBLE_DEVICES=-1 asks for the CPU")
 
 
 def core_numbers() -> set[int]:
@@ -175,29 +165,25 @@ def core_numbers() -> set[int]:
 
 
 def threads(local_size: int) -> int:
-    """Threads of one process: OMP_NUM_THREADS, else its share of the cores that `local_size` processes see."""
+    """Threads of one process: OMP_NUM_THREADS, else its share of the cores in sight among `local_size` processes."""
     requested, by_torchrun = os.environ.get("OMP_NUM_THREADS", ""), "TORCHELASTIC_RUN_ID" in os.environ
     if requested.isdecimal() and int(requested) > by_torchrun:  # torchrun sets 1 where the user set nothing
         return int(requested)
-    # Where srun binds each task to its own cores, each process uses all that it sees.
-    of_node = 0 if by_torchrun else int(os.environ.get("SLURM_CPUS_ON_NODE", "0"))
-    cores = len(core_numbers())
-    return cores if cores * local_size <= of_node else max(1, cores // local_size)
+    return max(1, len(core_numbers()) // local_size)
 
 
 def call_on_first(world: World, function: Callable[[], T]) -> T:
     """Rank 0's result of `function()` on every rank; where it raises ValueError, every rank does."""
-    answer: list[tuple[T | None, str]] = [(None, "")]
+    answer: list[T | ValueError | None] = [None]
     if world.is_first:
         try:
-            answer = [(function(), "")]
+            answer = [function()]
         except ValueError as error:
-            answer = [(None, str(error))]
+            answer = [ValueError(str(error))]
     dist.broadcast_object_list(answer, src=0)
-    value, problem = answer[0]
-    if problem:
-        raise ValueError(problem)
-    return value  # type: ignore[return-value]
+    if isinstance(answer[0], ValueError):
+        raise answer[0]
+    return answer[0]  # type: ignore[return-value]
 
 
 def gather_values(world: World, value: T) -> list[T]:

@@ -25,9 +25,9 @@ from trilane.costmodel.memory import stage_layers
 from trilane.engine.backends.base import Microbatch, Named
 from trilane.engine.backends.deepspeed_zero import DeepSpeed
 from trilane.engine.model.fused import apply, token_losses
-from trilane.engine.model.gpt import Norm, NormedDropout, layer_spec, transformer_config
+from trilane.engine.model.gpt import Norm, NormedDropout, fill_parameters, layer_spec, transformer_config
 from trilane.engine.model.rng import sequence_stream
-from trilane.engine.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, P2P, REDUCE, during
+from trilane.engine.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, P2P, REDUCE, phase
 
 
 class DeepSpeed3D(DeepSpeed):
@@ -35,12 +35,14 @@ class DeepSpeed3D(DeepSpeed):
 
     def _initialize(self, ds_config: dict[str, Any]) -> Named:
         stage = self._stage()
-        named = self._wrap(stage, list(canonical_parameters(stage)), ds_config)
+        named = list(canonical_parameters(stage))
+        fill_parameters(named, self._plan)
+        self._wrap(stage, named, ds_config)
         # All other instructions send and receive.
         phases = {"LoadMicroBatch": DATA, "ForwardPass": FORWARD, "BackwardPass": BACKWARD, "OptimizerStep": OPTIMIZER}
         phases |= {"ReduceGrads": REDUCE, "ReduceTiedGrads": REDUCE}
         instructions = self._engine._INSTRUCTION_MAP.items()
-        self._engine._INSTRUCTION_MAP = {kind: during(phases.get(kind.__name__, P2P), f) for kind, f in instructions}
+        self._engine._INSTRUCTION_MAP = {kind: phase(phases.get(kind.__name__, P2P))(f) for kind, f in instructions}
         # Both libraries must give this rank the same coordinates, and the stage the planned layers.
         grid, planned = self._engine.grid, stage_layers(self._plan.shape, self._plan.topology)
         assert grid.get_data_parallel_rank() == parallel_state.get_data_parallel_rank()

@@ -24,7 +24,7 @@ from trilane.config.plan import Plan
 from trilane.engine.backends.base import Engine, Microbatch, Named, Step, init_moments, pieces, set_step, step_of
 from trilane.engine.model.fused import apply
 from trilane.engine.model.gpt import canonical_parameters, empty_chunk, fill_parameters, transformer_config
-from trilane.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, during
+from trilane.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, phase
 from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.workspace.fingerprints import must_decay
 
@@ -42,14 +42,14 @@ class DeepSpeed(Engine):
             named = self._initialize(ds_config)
         self._optimizer = self._engine.optimizer
         self.states = DeepSpeedStates(named, self._optimizer, self._plan.topology.zero)
-        self._clipping = WholeClipping(self._engine, self._plan) if self._plan.topology.zero == 0 else None
+        if self._plan.topology.zero == 0:
+            clip_as_one(self._engine, self._plan.optimizer.clip_grad)
 
     def _initialize(self, ds_config: dict[str, Any]) -> Named:
         raise NotImplementedError
 
     def _wrap(self, model: torch.nn.Module, named: Named, ds_config: dict[str, Any], **options: Any) -> Named:
-        """Give the model its initial state and DeepSpeed's engine."""
-        fill_parameters(named, self._plan)
+        """Give the model, in its initial state, DeepSpeed's engine."""
         sum_shared_gradients(named)
         grouped = groups(named, self._plan.optimizer.weight_decay)
         self._engine, *_ = deepspeed.initialize(model=model, config=ds_config, model_parameters=grouped, **options)
@@ -63,8 +63,7 @@ class DeepSpeed(Engine):
             self._engine.set_train_batch_size(count * self._plan.topology.mbs * self._engine.dp_world_size)
         scale = float(self._optimizer.loss_scale) if self._plan.topology.precision == "fp16" else 1.0
         loss = self._train(microbatches)
-        norm = self._clipping.norm if self._clipping else self._engine.get_global_grad_norm()
-        skipped = not self._engine.was_step_applied()
+        norm, skipped = self._engine.get_global_grad_norm(), not self._engine.was_step_applied()
         return Step(loss=loss, grad_norm=float(norm or 0.0), loss_scale=scale, skipped=skipped)
 
     def _train(self, microbatches: Sequence[Microbatch]) -> float:
@@ -74,8 +73,8 @@ class DeepSpeed(Engine):
     def _mark_phases(self) -> None:
         """Make each of DeepSpeed's methods a phase from now on; ZeRO 2 and 3 also reduce inside backward."""
         phases = {"forward": FORWARD, "backward": BACKWARD, "allreduce_gradients": REDUCE, "step": OPTIMIZER}
-        for name, phase in phases.items():
-            setattr(self._engine, name, during(phase, getattr(self._engine, name)))
+        for name, during in phases.items():
+            setattr(self._engine, name, phase(during)(getattr(self._engine, name)))
 
 
 class DeepSpeedZero(DeepSpeed):
@@ -90,6 +89,7 @@ class DeepSpeedZero(DeepSpeed):
                 stack.enter_context(deepspeed.zero.Init(**sharding))
             model = empty_chunk(plan, apply(self._kernels, transformer_config(plan)), None)
         named = list(canonical_parameters(model, plan.shape.tied_embeddings))
+        fill_parameters(named, plan)
         self._wrap(model, named, ds_config, mpu=Mpu())
         self._mark_phases()
         return named
@@ -146,23 +146,15 @@ def start() -> None:
 
 
 def settings(plan: Plan) -> dict[str, Any]:
-    """DeepSpeed's JSON for the plan on these hosts, with its Adam only where every rank can build it. Collective."""
-    if not torch.cuda.is_available():
-        return deepspeed_config(plan, compiler=False)  # a test of seconds does not justify minutes of compiling
-    # Only building it (a minute or two, once, kept in TORCH_EXTENSIONS_DIR) reveals a CUDA_HOME without nvcc, or a
-    # compiler that is too old or missing. With offload it needs a C++ compiler and ninja; without, also nvcc.
-    builder, problem = "FusedAdamBuilder" if plan.topology.offload == "none" else "CPUAdamBuilder", ""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            get_accelerator().create_op_builder(builder).load()
-    except Exception as error:
-        problem = f"{builder}: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]:.100}"
-    every: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(every, problem)
-    lacking = [f"rank {rank}: {problem}" for rank, problem in enumerate(every) if problem]
-    if lacking and dist.get_rank() == 0:
-        print(f"trilane: using torch's AdamW: {len(lacking)} ranks cannot build DeepSpeed's, first {lacking[0]}")
-    return deepspeed_config(plan, compiler=not lacking)
+    """DeepSpeed's JSON for the plan, with torch's AdamW: DeepSpeed's own would be compiled at start-up.
+
+    But for offload on a GPU, where DeepSpeed's on the host is 5 to 7 times as fast and needs a C++ compiler.
+    """
+    on_gpu = torch.cuda.is_available()
+    values = deepspeed_config(plan, compiler=on_gpu and plan.topology.offload != "none")
+    if on_gpu and plan.topology.offload == "none":
+        values["optimizer"]["params"]["fused"] = True
+    return values
 
 
 def groups(named: Named, decay: float) -> list[dict[str, Any]]:
@@ -173,21 +165,14 @@ def groups(named: Named, decay: float) -> list[dict[str, Any]]:
     ]
 
 
-class WholeClipping:
-    """Replaces a DeepSpeed engine's clipping under ZeRO-0 in fp32; `norm` is the last gradient norm, before clipping.
+def clip_as_one(engine: Any, limit: float) -> None:
+    """Replace the clipping of a DeepSpeed engine under ZeRO-0 in fp32; no norm is known where the plan has no limit.
 
-    DeepSpeed 0.19.8 clips each pipeline stage by its own norm: losses differed by 1.3e-2 after 20 iterations. It calls
-    the clipping only where the plan has a limit: without one `norm` stays 0.
+    DeepSpeed 0.19.8 clips each pipeline stage by its own norm: losses differed by 1.3e-2 after 20 iterations.
     """
 
-    def __init__(self, engine: Any, plan: Plan) -> None:
-        self.norm = 0.0
-        self._module, self._limit = engine.module, plan.optimizer.clip_grad
-        engine.clip_fp32_gradients = self
-
-    def __call__(self) -> None:
-        """Scale all gradients down by one factor where their norm over all ranks of the model exceeds the limit."""
-        held = [p for p in self._module.parameters() if p.grad is not None]
+    def clip() -> None:
+        held = [p for p in engine.module.parameters() if p.grad is not None]
         # A tied copy, and what every tensor-parallel rank holds whole, count once.
         is_first = parallel_state.get_tensor_model_parallel_rank() == 0
         own = [p for p in held if not getattr(p, "ds_pipe_replicated", False)]
@@ -195,8 +180,10 @@ class WholeClipping:
         norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in own]
         squares = torch.stack(norms).square().sum()
         dist.all_reduce(squares, group=parallel_state.get_model_parallel_group())
-        self.norm = squares.sqrt().item()
-        torch.nn.utils.clip_grads_with_norm_(held, self._limit, squares.sqrt())
+        engine._global_grad_norm = squares.sqrt().item()
+        torch.nn.utils.clip_grads_with_norm_(held, limit, squares.sqrt())
+
+    engine.clip_fp32_gradients = clip
 
 
 def sum_shared_gradients(named: Named) -> None:

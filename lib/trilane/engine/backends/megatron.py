@@ -4,10 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core import utils as megatron_utils
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
-from megatron.core.optimizer import optimizer as megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -36,7 +34,6 @@ class Megatron(Engine):
     def _build(self) -> None:
         plan, t = self._plan, self._plan.topology
         settings = apply(self._kernels, transformer_config(plan))
-        use_foreach()
         models = build_chunks(plan, settings)
         named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]
         self.modules = self._chunks = [_distributed(model, settings, plan) for model in models]
@@ -147,35 +144,6 @@ def _fuse_adam(optimizer: torch.optim.Optimizer | None) -> None:
     if isinstance(optimizer, torch.optim.Adam):
         for group in [optimizer.defaults, *optimizer.param_groups]:
             group["fused"], group["foreach"] = True, False
-
-
-def use_foreach() -> None:
-    """Replace megatron-core's loops over gradients, where neither apex nor Transformer Engine did."""
-    # Its own norm copies each tensor's to the host, which waits for the device as often as there are parameters.
-    if clip_grads.l2_norm_impl is megatron_utils.local_multi_tensor_l2_norm:
-        clip_grads.l2_norm_impl = foreach_norm
-        clip_grads.multi_tensor_scale_impl = megatron_optimizer.multi_tensor_scale_impl = foreach_scale
-        megatron_optimizer._multi_tensor_copy_this_to_that = foreach_copy
-
-
-def foreach_norm(chunk: int, noop: torch.Tensor, lists: Sequence[list[torch.Tensor]], *_: Any) -> tuple[Any, None]:
-    """The 2-norm of all tensors of the first list together, (1,), by amp_C.multi_tensor_l2norm's interface."""
-    return torch.stack(torch._foreach_norm(lists[0])).norm().reshape(1), None
-
-
-def foreach_scale(chunk: int, noop: torch.Tensor, lists: Sequence[list[torch.Tensor]], scale: float) -> None:
-    """Write `scale` times each tensor of the first list into that of the second: amp_C.multi_tensor_scale."""
-    source, target = lists
-    if any(a is not b for a, b in zip(source, target, strict=True)):
-        torch._foreach_copy_(target, source)
-    if scale != 1.0:
-        torch._foreach_mul_(target, scale)
-
-
-def foreach_copy(this: list[torch.Tensor], that: list[torch.Tensor], overflow_buf: torch.Tensor | None = None) -> None:
-    """Copy each tensor of `this` into that of `that`, in its precision."""
-    if this:
-        torch._foreach_copy_(that, this)
 
 
 class Shard(NamedTuple):

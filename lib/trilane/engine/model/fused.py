@@ -5,7 +5,6 @@ megatron-core's. The parameters are the same, so checkpoints are. S sequence, B 
 inside the MLP (2 F with a gate), V rows of the vocabulary on this rank.
 """
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -21,14 +20,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trilane.config.plan import Plan
 from trilane.engine.cpu import COMPILE
 from trilane.engine.world import World, gather_values
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-PREFERRED = contextlib.ExitStack()  # torch's context of attention kernels; one that is not kept is left at once
 
 
 @functools.cache
@@ -171,15 +168,14 @@ class GPT(GPTModel):
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPath:
-    """Whether the fused parts run, why, which kernel computes attention, and whether products add into gradients."""
+    """Whether the fused parts run, why, and whether products add into gradients."""
 
     fused: bool
     why: str
-    attention: str
     adds_gradients: bool = False
 
     def __str__(self) -> str:
-        return f"{'fused' if self.fused else 'unfused'} path ({self.why}), {self.attention} attention"
+        return f"{'fused' if self.fused else 'unfused'} path ({self.why})"
 
 
 def choose(plan: Plan, world: World) -> KernelPath:
@@ -189,7 +185,7 @@ def choose(plan: Plan, world: World) -> KernelPath:
         problem = next(filter(None, gather_values(world, compile_problem(world.device))), "")
         fused, why = not problem, problem or why
     adds = fused and plan.engine == "megatron" and all(gather_values(world, layers._grad_accum_fusion_available))
-    return KernelPath(fused=fused, why=why, attention=_attention(plan, world.device), adds_gradients=adds)
+    return KernelPath(fused=fused, why=why, adds_gradients=adds)
 
 
 def _wanted(plan: Plan, device: torch.device) -> tuple[bool, str]:
@@ -216,36 +212,6 @@ def compile_problem(device: torch.device) -> str:
     except Exception as error:  # no compiler, no Triton, a driver too old: whatever it is, the unfused path works
         return f"torch.compile fails here: {(str(error).strip() or type(error).__name__).splitlines()[0][:150]}"
     return ""
-
-
-def _attention(plan: Plan, device: torch.device) -> str:
-    """The attention kernel: the card's fastest that works for the plan's heads; others stay allowed."""
-    if device.type == "cpu":
-        return "torch's CPU"
-    capability = torch.cuda.get_device_capability(device)
-    order = {SDPBackend.EFFICIENT_ATTENTION: "memory-efficient", SDPBackend.MATH: "plain"}
-    if plan.shape.positions != "alibi" and capability >= (8, 0):  # flash attention takes no mask
-        order = {SDPBackend.FLASH_ATTENTION: "flash", **order}
-        order = {SDPBackend.CUDNN_ATTENTION: "cuDNN", **order} if capability >= (9, 0) else order
-    first = next(kernel for kernel in order if _works(kernel, plan))
-    others = [kernel for kernel in order if kernel is not first]
-    PREFERRED.enter_context(sdpa_kernel([first, *others], set_priority=True))  # until the process ends
-    return order[first]
-
-
-def _works(kernel: Any, plan: Plan) -> bool:
-    """Whether a kernel computes the plan's attention and its gradient, in our layout: causal, or with ALiBi's mask."""
-    dtype, masked = DTYPES[plan.topology.precision], plan.shape.positions == "alibi"
-    base = torch.zeros(128, 1, 2, 3 * plan.shape.head_dim, device="cuda", dtype=dtype, requires_grad=True)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in base.chunk(3, -1))  # of (S, B, H, 3 D)
-    mask = torch.zeros(1, 2, 128, 128, device="cuda", dtype=dtype) if masked else None
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()]), sdpa_kernel(kernel):
-        try:
-            out = F.scaled_dot_product_attention(q, k, v, mask, plan.dropout.attention, is_causal=not masked)
-            out.sum().backward()
-        except RuntimeError:
-            return False
-    return True
 
 
 def apply(path: KernelPath, settings: TransformerConfig) -> TransformerConfig:

@@ -49,19 +49,9 @@ class Attention(torch.nn.Module):
     megatron-core would compute their wavelengths in 16 bits.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        shape: ModelShape,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        **_: Any,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *, shape: ModelShape, **_: Any) -> None:
         super().__init__()
-        self.shape, self.scale = shape, softmax_scale
-        self.splits_sequence = config.sequence_parallel
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.shape, self.dropout, self.splits_sequence = shape, config.attention_dropout, config.sequence_parallel
         self.turn = compiled(rotated) if config.bias_activation_fusion else rotated  # one pass instead of five
 
     def forward(
@@ -84,9 +74,7 @@ class Attention(torch.nn.Module):
         # sequence parallelism the whole layer already draws from it: forked twice it would be rewound wrongly.
         forked = dropout and not self.splits_sequence
         with tensor_parallel.get_cuda_rng_tracker().fork() if forked else nullcontext():
-            out = F.scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout, scale=self.scale, enable_gqa=grouped, **options
-            )
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, enable_gqa=grouped, **options)
         return out.permute(2, 0, 1, 3).flatten(2)  # (S, B, H D)
 
     def _mask(self, q: torch.Tensor) -> torch.Tensor:
@@ -192,11 +180,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     """megatron-core's settings for the plan; whatever needs apex, Transformer Engine or torch.compile is off."""
     shape, t = plan.shape, plan.topology
     dtype, interleaved = DTYPES[t.precision], t.interleaving > 1
-    recompute: dict[str, Any] = {
-        "none": {},
-        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }
+    by_layer = {"recompute_method": "uniform", "recompute_num_layers": 1} if t.recompute == "full" else {}
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -231,12 +215,8 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         batch_p2p_comm=not interleaved,
         batch_p2p_sync=False,  # for torch before 1.13: it would wait for the device after each message
         cuda_graph_scope=[],  # the default is deprecated and warns
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        **recompute[t.recompute],
+        recompute_granularity=None if t.recompute == "none" else t.recompute,
+        **by_layer,
     )
 
 
