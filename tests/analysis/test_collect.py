@@ -101,7 +101,7 @@ def test_a_notebook_shows_the_first_of_many_runs_failed_ones_first_in_the_order_
     assert runs.endings().to_frame()["Source"].tolist()[:2] == ["09.log", "00.log"]
     (problem,) = runs.problems().to_frame()["Problems"]
     assert problem.startswith("learning_rate") and "line 13" in problem and runs.continuity().restarts == 0
-    rates = [m.sec_per_it for m in runs.ranked]
+    rates = [m.sec_per_it for m in runs.shown]
     assert rates == sorted(rates) and len(str(runs)) < 20, "no text of a thousand rows lies in the notebook"
 
 

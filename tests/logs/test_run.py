@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 from support import small_plan
 
+from trilane.analysis.collect import MeasuredRuns
 from trilane.analysis.loss_curve import join
 from trilane.analysis.measure import measure
-from trilane.analysis.tables import frame
 from trilane.logs.run import read_log
 from trilane.logs.run_folder import read_run_folder
 from trilane.workspace.status import RunStatus, write_status
@@ -101,7 +101,7 @@ def test_a_run_becomes_one_row_of_the_table(tmp_path):
     assert m.tokens_per_s == pytest.approx(4 * 32 / 0.2075)
     assert m.flops_per_s_per_gpu == pytest.approx(plan.shape.flops_per_iteration(4) / 0.2075 / 2)
     assert m.memory_bytes == 512 * 2**20
-    row = frame([m]).iloc[0]
+    row = MeasuredRuns(runs=[m]).to_frame().iloc[0]
     assert (row["GPUs"], row["DP"], row["Loss"], row["Notes"]) == (2, 2, "5.90 → 5.00", "completed")
 
 
@@ -110,7 +110,7 @@ def test_a_run_without_a_step_has_a_status_and_no_numbers(tmp_path):
     m = measure(tmp_path)
     assert (m.status, m.iterations, m.config.gbs) == ("unfinished", 0, 4)
     assert all(math.isnan(v) for v in (m.sec_per_it, m.tokens_per_s, m.memory_bytes, m.last_loss))
-    assert frame([m]).iloc[0]["Notes"] == "unfinished"
+    assert MeasuredRuns(runs=[m]).to_frame().iloc[0]["Notes"] == "unfinished"
 
 
 def test_whole_numbers_stay_whole(tmp_path):

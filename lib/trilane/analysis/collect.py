@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from trilane.analysis.compare import compare, sides
@@ -12,7 +13,7 @@ from trilane.analysis.measure import Measurement, measure
 from trilane.analysis.paths import files, measure_all
 from trilane.analysis.spikes import find_spikes
 from trilane.analysis.steady_state import WARM_UP
-from trilane.analysis.tables import column, frame, ordered, rows_of, values
+from trilane.analysis.tables import column, ordered, rows_of, values
 from trilane.config.cluster import Cluster
 from trilane.logs.dialects.tables import use
 from trilane.utils.tables import Columns, DataFrame, Table, Text, short, show
@@ -26,19 +27,19 @@ SHOWN, DRAWN = 40, 8  # runs of hundreds that a table and a figure have
 class MeasuredRuns(Table):
     """The runs, each with its own name, also those without an iteration; and why other files were not read.
 
-    `runs` are in the order in which they ran, as far as their paths show it; tables and figures have the order of the
-    column `sort` of `logs table`, `ranked`, where that is given.
+    `runs` are in the order in which they ran, as far as their paths show it; tables and figures have the order of
+    `sort`, a column of `logs table`, where that is given.
     """
 
     runs: tuple[Measurement, ...]
     unread: tuple[str, ...] = ()
     sort: str = ""
-    ranked: tuple[Measurement, ...] = ()
 
-    @property
-    def shown(self) -> Sequence[Measurement]:
+    @cached_property
+    def shown(self) -> list[Measurement]:
         """The runs in the order of tables and figures."""
-        return self.ranked or self.runs
+        rows = [row | {"m": m} for row, m in zip(rows_of(self.runs), self.runs, strict=True)]
+        return [row["m"] for row in (ordered(rows, self.sort) if self.sort else rows)]
 
     @property
     def timed(self) -> list[Measurement]:
@@ -58,40 +59,40 @@ class MeasuredRuns(Table):
             shown = "{} Tables show the first {} by {}, figures {}; runs.html and runs.csv have all."
             text = Text.of(shown, text, SHOWN, self.sort or "path", DRAWN)
         unread = _first([short(reason.partition(";")[0], 120) for reason in self.unread])
-        return Text.joined("\n- not read: ", [text, *unread]) if unread else text
+        return Text.joined("\n- not read: ", [text, *unread])
 
     def to_frame(self) -> DataFrame:
         """The runs in the columns of the BigScience tables, a row each."""
-        return frame(self.runs)
+        return _table(self.runs).to_frame()
 
     def __repr__(self) -> str:
         return f"{len(self.runs)} runs"
 
     def _repr_html_(self) -> str:
-        return show(frame(self.shown[:SHOWN]), self.digits)
+        return show(_table(self.shown[:SHOWN]).to_frame(), self.digits)
 
     def endings(self) -> Table:
         """How each run ended, failed ones first: the line that proves it, nodes at fault, who did not come."""
-        runs = sorted(self.shown, key=lambda m: not m.status.has_failed)
-        heads = ("Run", "Source", "Dialect", "Status", "Iterations", "First", "Last", "Node", "Exclude", "Cause")
-        return _holding(values(rows_of(runs[:SHOWN]), heads))
+        runs = sorted(self.shown, key=lambda m: not m.status.has_failed)[:SHOWN]
+        heads = "Source", "Dialect", "Status", "Iterations", "First", "Last", "Node", "Exclude", "Cause"
+        table = _table(runs, *heads).to_frame()
+        return Columns(table[[name for name in table if table[name].fillna("").astype(bool).any()]])
 
     def numerics(self) -> Table:
         """Skipped and NaN iterations, gradient norms (the median), loss scales (the last) and how often they fell."""
-        return self._timed("Skipped", "NaN", "Norm", "Largest norm", "Scale", "Reductions")
+        heads = "Skipped", "NaN", "Norm", "Largest norm", "Scale", "Reductions"
+        return _table([m for m in self.shown if m.iterations][:SHOWN], *heads)
 
     def efficiency(self) -> Table:
         """Which iterations do not count and why, and where time is lost."""
-        return self._timed("Left out", "Tokens/s", "Lost", "Bubble", "Waits", "MFU", "HFU")
-
-    def _timed(self, *heads: str) -> Table:
-        return Columns(values(rows_of([m for m in self.shown if m.iterations][:SHOWN]), ("Run", *heads)))
+        heads = "Left out", "Tokens/s", "Lost", "Bubble", "Waits", "MFU", "HFU"
+        return _table([m for m in self.shown if m.iterations][:SHOWN], *heads)
 
     def problems(self) -> Table | Text:
         """The numbers that cannot be right, with the line of each, by run."""
-        rows = rows_of([m for m in self.shown if m.log.problems][:SHOWN])
+        runs = [m for m in self.shown if m.log.problems][:SHOWN]
         none = Text("No number of these logs contradicts another one, or the bounds of what is possible.")
-        return Columns(values(rows, ("Run", "Problems"))) if rows else none
+        return _table(runs, "Problems") if runs else none
 
     def continuity(self) -> Continuity:
         """What the restarts of the trainings did not continue: inside a run, and from log to log of one training."""
@@ -117,10 +118,8 @@ class MeasuredRuns(Table):
         if not ends:
             return Text("No loss was printed.")
         text = Text.of("The loss goes {} (nats per token).", "; ".join(_first(ends)))
-        plans = {
-            (p.shape, p.topology.gbs, p.data, p.optimizer, p.run.seed) if (p := m.plan) else id(m) for m in self.timed
-        }
-        if len(ends) == 1 or len(plans) > 1:
+        same = {(p.shape, p.topology.gbs, p.data, p.optimizer, p.run.seed) for m in self.timed if (p := m.plan)}
+        if len(ends) == 1 or len(same) != 1 or not all(m.plan for m in self.timed):
             return text
         table = pd.DataFrame(losses)
         most = (table.max(axis=1) - table.min(axis=1)).max()
@@ -161,31 +160,28 @@ def measure_runs(
     """
     by = column(sort, "sort") if sort else ""
     use([Path(dialect)] if dialect else [])
-    gpu = cluster.gpu if cluster and cluster.gpu.kind == "cuda" else None
-    found = measure_all(files(logs), warm_up, gpu) if logs else []
+    if not logs:
+        runs = [measure(folder, warm_up) for folder in study.run_folders()]
+        require(bool(runs), "study", study.name, "has no run; run 03_launch first, or name logs")
+        return MeasuredRuns(runs=tuple(runs), sort=by)
+    found = measure_all(files(logs), warm_up, cluster.gpu if cluster and cluster.gpu.kind == "cuda" else None)
     unread, runs = [read.error for read in found if read.error], [m for read in found for m in read.runs]
-    require(bool(runs or not logs), "logs", logs, f"no log among them: {[*unread, 'no such file'][0]}")
-    runs = runs if logs else [measure(folder, warm_up) for folder in study.run_folders()]
-    require(bool(runs), "study", study.name, "has no run; run 03_launch first, or name logs")
-    runs = numbered(runs) if logs else runs
-    rows = [{**row, "m": m} for row, m in zip(rows_of(runs), runs, strict=True)]
-    ranked = tuple(row["m"] for row in ordered(rows, by)) if by else ()
-    return MeasuredRuns(runs=tuple(runs), unread=tuple(unread), sort=by, ranked=ranked)
+    require(bool(runs), "logs", logs, f"no log among them: {[*unread, 'no such file'][0]}")
+    named = (m if m.plan else replace(m, name=_name(number, m)) for number, m in enumerate(runs, 1))
+    return MeasuredRuns(runs=tuple(named), unread=tuple(unread), sort=by)
 
 
-def numbered(runs: Sequence[Measurement]) -> list[Measurement]:
-    """The runs, named by a number and what is known: file names are long, and a file may hold several runs."""
-    found = []
-    for number, m in enumerate(runs, 1):
-        c = m.config
-        known = f"tp{c.tp}-pp{c.pp}-dp{c.dp}" + f"-mbs{c.mbs}" * (c.mbs > 0) if c.gpus else m.log.dialect
-        found.append(m if m.plan else replace(m, name=f"{number} {known}"))
-    return found
+def _name(number: int, m: Measurement) -> str:
+    # file names are long, and a file may hold several runs
+    c = m.config
+    return f"{number} " + (f"tp{c.tp}-pp{c.pp}-dp{c.dp}" + f"-mbs{c.mbs}" * (c.mbs > 0) if c.gpus else m.log.dialect)
 
 
-def _holding(table: DataFrame) -> Table:
-    """The table without the columns that hold nothing."""
-    return Columns(table[[name for name in table if table[name].notna().any() and table[name].astype(bool).any()]])
+def _table(runs: Sequence[Measurement], *heads: str) -> Columns:
+    """The runs in these columns, by default in those of the BigScience tables."""
+    usual = ("GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem (GiB)", "Sec/it", "±", "TFLOPs", "Losses", "Outcome")
+    table = values(rows_of(runs), ("Run", *(heads or usual)))
+    return Columns(table.rename(columns={"Losses": "Loss", "Outcome": "Notes"}))
 
 
 def _first(texts: Sequence[str], most: int = 12) -> list[str]:

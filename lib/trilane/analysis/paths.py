@@ -1,12 +1,8 @@
-"""Paths to measured runs: which files hold one, and many of them read by several processes."""
+"""Paths to measured runs: which files hold one, and what each holds."""
 
 import glob
-import multiprocessing
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from trilane.analysis.measure import Measurement, measure, measure_log
@@ -16,9 +12,8 @@ from trilane.config.plan import read_plan
 from trilane.logs.dialects import candidates
 from trilane.logs.run import NoIterations
 from trilane.logs.written_tables import read_runs
+from trilane.utils.progress import progress
 from trilane.utils.validation import require
-
-NOT_LOGS = (".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bin", ".idx", ".sbatch", ".sh")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +43,9 @@ def measure_path(path: Path | str, warm_up: int = WARM_UP, gpu: Gpu | None = Non
     return [measure_log(log, None, warm_up, gpu=gpu) for log in read_runs(path)]
 
 
-def measure_all(
-    paths: Sequence[Path], warm_up: int = WARM_UP, gpu: Gpu | None = None, large: int = 50_000_000
-) -> list[Read]:
-    """What each path holds, in their order; read by several processes where the files are large (bytes in all)."""
-    from tqdm import tqdm
-
-    read, size = partial(_read, warm_up=warm_up, gpu=gpu), sum(path.stat().st_size for path in paths if path.is_file())
-    # in the log of a job a line every 5 s, and none for a few files
-    every = 0.1 if sys.stderr.isatty() else 5.0
-    bar = partial(tqdm, total=len(paths), unit="log", mininterval=every, disable=len(paths) < 16)
-    if size <= large:
-        return list(bar(map(read, paths)))
-    # a fork has numpy and pandas already; nothing here has started a thread
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
-        return list(bar(pool.map(read, paths)))
+def measure_all(paths: Sequence[Path], warm_up: int = WARM_UP, gpu: Gpu | None = None) -> list[Read]:
+    """What each path holds, in their order."""
+    return [_read(path, warm_up, gpu) for path in progress(paths, "logs", "log")]
 
 
 def _read(path: Path, warm_up: int, gpu: Gpu | None) -> Read:
@@ -83,11 +66,12 @@ def files(logs: str) -> list[Path]:
 
 def below(folder: Path) -> list[Path]:
     """The run folders below a folder, and the files outside them whose names do not show that they are no logs."""
+    no_logs = (".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bin", ".idx", ".sbatch", ".sh")
     every = sorted(folder.rglob("*"))
-    runs = [path for path in (folder, *every) if (path / "plan.json").is_file() and _is_run(path)]
+    runs = [path for path in (folder, *every) if _is_run(path)]
     # a sweep or chain keeps its code beside its sums
     others = {*runs, *(path.parent for path in every if path.name == "SHA256SUMS")}
-    alone = (path for path in every if path.suffix not in NOT_LOGS and path.name[0] != ".")
+    alone = (path for path in every if path.suffix not in no_logs and path.name[0] != ".")
     return [*runs, *(path for path in alone if path.is_file() and others.isdisjoint(path.parents))]
 
 

@@ -8,7 +8,7 @@ from trilane.analysis.flops import rates, utilization
 from trilane.analysis.run_config import config_of
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
-from trilane.planning.explain import Explanation, explain
+from trilane.planning.explain import explain
 
 
 def plan_report(
@@ -18,32 +18,11 @@ def plan_report(
 
     With the days of `tokens`, nothing going wrong, and the rates of an iteration that took `seconds`.
     """
-    why, measured, days = explain(plan, calibration), None, None
-    predicted = why.prediction.sec_per_it
-    if tokens is not None:
-        days = tokens / plan.topology.gbs / plan.shape.seq_length * predicted / 86400
-    if seconds is not None:
-        measured = {"seconds": seconds, "ratio": seconds / predicted, **_rates(plan, seconds)}
-    found = {"id": plan.id, **plan.to_json(), **why.prediction.beside(), "parameters": plan.shape.parameters}
-    found |= {**_rates(plan, predicted), "days": days, "measured": measured, "why": why.to_json()}
-    return found, "\n".join(_lines(plan, why, found, tokens))
-
-
-def _rates(plan: Plan, seconds: float) -> dict[str, Any]:
-    """`tflops` by each definition of analysis.flops, `mfu` and `hfu` of an iteration of so many seconds."""
-    config = config_of(plan)
-    share = utilization(config, seconds)
-    tflops = {name: rate / 1e12 for name, rate in rates(config, seconds).items()}
-    return {"tflops": tflops, "mfu": share.get("mfu"), "hfu": share.get("hfu")}
-
-
-def _rates_text(found: dict[str, Any]) -> str:
-    shares = [f"{name.upper()} {found[name]:.1%}" for name in ("mfu", "hfu") if found[name] is not None]
-    return ", ".join([f"{rate:.4g} TFLOPs {name}" for name, rate in found["tflops"].items()] + shares)
-
-
-def _lines(plan: Plan, why: Explanation, found: dict[str, Any], tokens: float | None) -> list[str]:
-    p, s, t, gpu = why.prediction, plan.shape, plan.topology, plan.cluster.gpu
+    why, s, t, gpu = explain(plan, calibration), plan.shape, plan.topology, plan.cluster.gpu
+    p, card = why.prediction, gpu.memory_bytes / 2**30
+    found = {"id": plan.id, **plan.to_json(), **p.beside(), "parameters": s.parameters, "why": why.to_json()}
+    predicted, rate = _rates(plan, p.sec_per_it)
+    found |= {**predicted, "days": None, "measured": None}
     lines = [
         f"{plan.label}  id {plan.id}  engine {plan.engine}",
         f"model     {s.num_layers} x {s.hidden_size}, {s.parameters / 1e9:.4g} B parameters {s.kind}".rstrip(),
@@ -53,15 +32,27 @@ def _lines(plan: Plan, why: Explanation, found: dict[str, Any], tokens: float | 
     for name, part in why.shares.items():
         lines.append(f"{'':10}{name:16} {part * p.sec_per_it:9.3f} {part:4.0%} {'#' * round(40 * part)}".rstrip())
     host = f", {p.host_memory_bytes / 2**30:.1f} GiB of the host" if p.host_memory_bytes else ""
-    memory = f"{p.memory_bytes / 2**30:.1f} GiB of {gpu.memory_bytes / 2**30:.1f}{host}"
-    lines += [f"rate      {_rates_text(found)}", f"memory    {memory}, P(OOM) {p.oom_probability:.2f}"]
+    memory = f"{p.memory_bytes / 2**30:.1f} GiB of {card:.1f}{host}"
+    lines += [f"rate      {rate}", f"memory    {memory}, P(OOM) {p.oom_probability:.2f}"]
     for number, stage in enumerate(p.stages):
         parts = ", ".join(f"{k} {v / 2**30:.2f}" for k, v in asdict(stage).items() if v)
         lines.append(f"  stage {number}: {stage.total / 2**30:.1f} GiB: {parts}")
-    first, *rest = (line for text in why.as_lines() for line in wrap(text, 110, subsequent_indent="  "))
-    lines += [f"why       {first}", *(f"{'':10}{line}" for line in rest)]
-    if (days := found["days"]) is not None:
+    reasons = [line for text in why.as_lines() for line in wrap(text, 110, subsequent_indent="  ")]
+    lines += [f"{'' if number else 'why':10}{line}" for number, line in enumerate(reasons)]
+    if tokens is not None:
+        found["days"] = days = tokens / t.gbs / s.seq_length * p.sec_per_it / 86400
         lines.append(f"tokens    {tokens:g}: {days:.1f} days of work, {days * 24 * t.gpus:,.0f} GPU-hours")
-    if m := found["measured"]:
-        lines.append(f"measured  {m['seconds']:g} s, {m['ratio']:.3f} of the prediction; {_rates_text(m)}")
-    return lines
+    if seconds is not None:
+        ratio, (measured, rate) = seconds / p.sec_per_it, _rates(plan, seconds)
+        found["measured"] = {"seconds": seconds, "ratio": ratio, **measured}
+        lines.append(f"measured  {seconds:g} s, {ratio:.3f} of the prediction; {rate}")
+    return found, "\n".join(lines)
+
+
+def _rates(plan: Plan, seconds: float) -> tuple[dict[str, Any], str]:
+    """`tflops` by each definition of analysis.flops, `mfu` and `hfu` of an iteration of so many seconds; as text."""
+    config = config_of(plan)
+    share, tflops = utilization(config, seconds), {n: rate / 1e12 for n, rate in rates(config, seconds).items()}
+    words = [f"{rate:.4g} TFLOPs {name}" for name, rate in tflops.items()]
+    words += [f"{name.upper()} {value:.1%}" for name, value in share.items()]
+    return {"tflops": tflops, "mfu": share.get("mfu"), "hfu": share.get("hfu")}, ", ".join(words)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from itertools import compress
-from operator import not_
+from operator import attrgetter, not_
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,11 @@ from trilane.analysis.paths import below, measure_all
 from trilane.logs.endings import caveat
 from trilane.utils.files import natural
 from trilane.utils.numbers import percent
-from trilane.utils.tables import DataFrame, Html, csv_text, frame_of, middle, one_line, short
+from trilane.utils.tables import DataFrame, Html, csv_text, frame_of, middle, one_line, show
 from trilane.utils.validation import require_folder, require_known
 from trilane.workspace.status import Status
 
 Row = Mapping[str, Any]  # of a run: numbers in base units (`tflops` excepted), NaN where unknown
-SIZES = ("GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS")
-Reader = str | Callable[[Measurement], Any]
 
 
 def size(parameters: float) -> str:
@@ -34,10 +32,11 @@ def size(parameters: float) -> str:
     return f"{parameters:.0f}"
 
 
-def _degree(m: Measurement, name: str) -> int:
+def _config(m: Measurement, name: str) -> float:
+    value: float = getattr(m.config, name)
     # a parallelism of one is known only where the GPUs are
-    degree: int = getattr(m.config, name)
-    return degree if m.config.gpus or degree > 1 else 0
+    open = name in ("dp", "tp", "pp") and value == 1 and not m.config.gpus
+    return math.nan if open or not value else value
 
 
 def _date(m: Measurement) -> str:
@@ -52,18 +51,17 @@ def _cause(m: Measurement) -> str:
 
 
 # Each column of a table: the key of a row, by which rows are sorted, what it is of a run, and a number's form; "" is
-# text. A number of 0 in the configuration is unknown.
-COLUMNS: Mapping[str, tuple[str, Reader, str | Callable[[Any], str]]] = {
+# text.
+COLUMNS: Mapping[str, tuple[str, str | Callable[[Measurement], Any], str | Callable[[Any], str]]] = {
     "Run": ("run_name", "name", ""),
-    "GPUs": ("gpus", "config.gpus", "{:.0f}"),
-    "Size": ("parameters", "config.parameters", size),
-    **{name: (name.lower(), partial(_degree, name=name.lower()), "{:.0f}") for name in ("DP", "TP", "PP")},
-    **{name: (name.lower(), f"config.{name.lower()}", "{:.0f}") for name in ("MBS", "GBS")},
+    "GPUs": ("gpus", partial(_config, name="gpus"), "{:.0f}"),
+    "Size": ("parameters", partial(_config, name="parameters"), size),
+    **{n.upper(): (n, partial(_config, name=n), "{:.0f}") for n in ("dp", "tp", "pp", "mbs", "gbs")},
     "Mem": ("memory_bytes", "memory_bytes", lambda value: f"{value / 2**30:.1f}GiB"),
     "Mem (GiB)": ("memory_gib", lambda m: m.memory_bytes / 2**30, "{:.2f}"),
     "Sec/it": ("sec_per_it", "sec_per_it", "{:.4g}"),
     "±": ("spread", "spread", partial(percent, digits=0)),
-    "TFLOPs": ("tflops", lambda m: m.flops_per_s_per_gpu / 1e12, lambda v: f"{v:.2f}" if v >= 1 else f"{v:.3g}"),
+    "TFLOPs": ("tflops", lambda m: m.flops_per_s_per_gpu / 1e12, "{:.4g}"),
     "GFLOPs": ("gflops", lambda m: m.flops_per_s_per_gpu / 1e9, "{:.1f}"),
     "MFU": ("mfu", lambda m: m.utilization.get("mfu", math.nan), percent),
     "HFU": ("hfu", lambda m: m.utilization.get("hfu", math.nan), percent),
@@ -97,25 +95,20 @@ COLUMNS: Mapping[str, tuple[str, Reader, str | Callable[[Any], str]]] = {
 
 
 def rows_of(runs: Sequence[Measurement], root: Path | None = None) -> list[dict[str, Any]]:
-    """The rows of runs, in their order, each at its place below `root`: of run folders, else of their logs.
+    """The rows of runs, in their order; a run's name is its folder, else its log, below `root`.
 
-    Without `root` that is the folder that holds all of them. Where two have one name, the name is the place.
+    Without `root` that is the folder that holds all of them. The runs of one log are numbered.
     """
     places = [m.log.source.parent if m.plan else m.log.source for m in runs]
-    root = root or Path(os.path.commonpath([place.parent for place in places] or [Path()]))
-    rows, seen = frame_of(runs, {key: read for key, read, _ in COLUMNS.values()}).to_dict("records"), Counter[Path]()
-    for row, place in zip(rows, places, strict=True):
+    root, seen, rows = root or Path(os.path.commonpath([p.parent for p in places] or [Path()])), Counter[Path](), []
+    readers = {key: attrgetter(read) if isinstance(read, str) else read for key, read, _ in COLUMNS.values()}
+    for m, place in zip(runs, places, strict=True):
         seen[place] += 1
-        again = f" run {seen[place]}" if seen[place] > 1 else ""
-        source = place.name if place == root else os.path.relpath(place, root)
-        row |= {"source": source + again, "name": place.name + again, "run": seen[place]}
-        unknown = [key for key in ("gpus", "parameters", "dp", "tp", "pp", "mbs", "gbs") if not row[key]]
-        row |= dict.fromkeys(unknown, math.nan)
-    alike = Counter(row["name"] for row in rows)
-    for row in rows:
-        row["name"] = row["source"] if alike[row["name"]] > 1 else row["name"]
-        failure = row["status"] if row["status"] is not Status.COMPLETED else ""
-        row["notes"] = ", ".join(filter(None, (row["name"], failure, row["notes"])))
+        name = place.name if place == root else os.path.relpath(place, root)
+        name += f" run {seen[place]}" * (seen[place] > 1)
+        failure = "" if m.status is Status.COMPLETED else m.status
+        named = {"source": name, "notes": ", ".join(filter(None, (name, failure, m.note)))}
+        rows.append({key: read(m) for key, read in readers.items()} | named | {"name": name, "run": seen[place]})
     return rows
 
 
@@ -140,14 +133,18 @@ def column(name: str, field: str = "columns") -> str:
 def ordered(rows: Sequence[Any], by: str, reverse: bool = False) -> list[Any]:
     """The rows by a column, rising; by `speed` the fastest first. Those without a value are last in any case."""
     # TFLOPs alone compare runs of different sizes
-    key, down = (COLUMNS["TFLOPs"][0], not reverse) if by == "speed" else (COLUMNS[by][0], reverse)
-    has = [row[key] == row[key] and row[key] not in ("", []) for row in rows]
+    key, down = ("tflops", not reverse) if by == "speed" else (COLUMNS[by][0], reverse)
+    has = [_is_known(row[key]) for row in rows]
 
     def rank(row: Row) -> Any:
         value = row[key]
         return natural(value.lower()) if isinstance(value, str) else len(value) if isinstance(value, list) else value
 
     return [*sorted(compress(rows, has), key=rank, reverse=down), *compress(rows, map(not_, has))]
+
+
+def _is_known(value: Any) -> bool:
+    return value == value and value not in (None, "", [])
 
 
 def cell(row: Row, head: str) -> str:
@@ -158,38 +155,41 @@ def cell(row: Row, head: str) -> str:
         return "OOM"
     if isinstance(value, list):
         return "; ".join(value)
-    if value is None or value != value:
+    if not _is_known(value):
         return ""
     return form(value) if callable(form) else form.format(value) if form else str(value)
 
 
-def texts(rows: Sequence[Row], heads: Sequence[str] = ()) -> DataFrame:
-    """The cells of all rows in these columns, by default in all."""
-    return frame_of(rows, {head: partial(cell, head=head) for head in heads or COLUMNS})
+def values(rows: Sequence[Row], heads: Sequence[str] = ()) -> DataFrame:
+    """The rows in these columns, by default in all, for a notebook or a file: numbers are numbers, but for shares."""
+
+    def value(row: Row, head: str) -> Any:
+        key, _, form = COLUMNS[head]
+        return row[key] if isinstance(form, str) and form else cell(row, head)
+
+    table = frame_of(rows, {head: partial(value, head=head) for head in heads or COLUMNS})
+    return table.convert_dtypes()  # 8 stays 8 where another has none
 
 
 def markdown(rows: Sequence[Row], heads: Sequence[str] = (), sort: str = "") -> str:
-    """The table in Markdown, its columns aligned, and a line for each problem of a run below it.
+    """The table in Markdown, its columns aligned.
 
     Without `heads` the columns of the chronicles' tables and that of `sort`, where they hold anything; the notes, of
     which the middle is left out, are the last.
     """
-    table = texts(rows, heads)
+    usual = ("GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Loss")
+    chosen = heads or [head for head in COLUMNS if head in (*usual, sort, "Notes")]
+    table = frame_of(rows, {head: partial(cell, head=head) for head in chosen}).map(_escaped)
     if not heads:
-        usual = {*SIZES, "Mem", "Sec/it", "TFLOPs", "Loss", sort} - {"Notes"}
-        table = table[[head for head in table if head in usual and table[head].any()] + ["Notes"]]
-        table = table.map(partial(middle, most=30))
-    table = table.map(_escaped)
+        table = table[[head for head in table if table[head].any()]].map(partial(middle, most=30))
     sides = [str.rjust if COLUMNS[head][2] else str.ljust for head in table]
     widths = [max(3, len(head), *table[head].str.len()) for head in table]
-
-    def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(side(text, n) for side, text, n in zip(sides, cells, widths, strict=True))} |"
-
     rule = ["-" * (n - 1) + (":" if side is str.rjust else "-") for side, n in zip(sides, widths, strict=True)]
-    lines = [line(list(table)), line(rule), *map(line, table.itertuples(index=False))]
-    wrong = [_escaped(short(f"! {row['name']}: {text}", 200)) for row in rows for text in row["problems"]]
-    return "\n".join([*lines, *([""] if wrong else []), *wrong]) + "\n"
+    lines = list[str]()
+    for cells in (list(table), rule, *table.itertuples(index=False)):
+        padded = (side(text, n) for side, text, n in zip(sides, cells, widths, strict=True))
+        lines.append(f"| {' | '.join(padded)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _escaped(text: str) -> str:
@@ -197,55 +197,25 @@ def _escaped(text: str) -> str:
 
 
 def to_html(rows: Sequence[Row], heads: Sequence[str] = ()) -> Html:
-    """The table as a piece of HTML, each number with its value, to sort by.
+    """The table as a piece of HTML, to be sorted by.
 
     By default where the run lies, its status, and all other columns that hold anything and repeat no other.
     """
-    table, again = texts(rows, heads), {"Run", "Mem (GiB)", "GFLOPs", "Losses", "Outcome", "Notes"}
-    chosen = heads or dict.fromkeys(["Source", "Status", *(h for h in table if h not in again and table[h].any())])
-    kinds = {head: Html("" if COLUMNS[head][2] else ' class="text"') for head in chosen}
-
-    def shown(row: Row, head: str) -> Html:
-        value = row[COLUMNS[head][0]]
-        data = Html(f' data-value="{value!r}"' if isinstance(value, int | float) and value == value else "")
-        return Html.of("<td{}{}>{}</td>", kinds[head], data, cell(row, head))
-
-    titles = [Html.of('<th{} tabindex="0" role="button">{}</th>', kinds[head], head) for head in chosen]
-    lines = [Html.of("<tr>{}</tr>", Html.joined("", [shown(row, head) for head in chosen])) for row in rows]
-    made = '<table class="sortable wide">\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody>\n</table>'
-    return Html.of(made, Html.joined("", titles), Html.joined("\n", lines))
-
-
-def values(rows: Sequence[Row], heads: Sequence[str]) -> DataFrame:
-    """The rows in these columns for a notebook or a file: numbers are numbers, but for sizes and shares."""
-
-    def value(row: Row, head: str) -> Any:
-        key, _, form = COLUMNS[head]
-        return row[key] if head == "TFLOPs" or (form and isinstance(form, str)) else cell(row, head)
-
-    return frame_of(rows, {head: partial(value, head=head) for head in heads})
-
-
-def frame(runs: Sequence[Measurement]) -> DataFrame:
-    """The runs as a DataFrame, a row each; GFLOPs where none reaches a TFLOP/s."""
-    rows = rows_of(runs)
-    rate = "TFLOPs" if any(row["tflops"] > 1 for row in rows) else "GFLOPs"
-    heads = ("Run", *SIZES, "Mem (GiB)", "Sec/it", "±", rate, "Losses", "Outcome")
-    return values(rows, heads).rename(columns={"Losses": "Loss", "Outcome": "Notes"})
+    again = {"Run", "Size", "Mem", "GFLOPs", "Losses", "Outcome", "Notes"}
+    table = values(rows, heads or [head for head in ("Source", "Status", *COLUMNS) if head not in again])
+    held = table.columns[table.notna().any() & (table != "").any()]
+    return Html.of('<div class="sortable wide">{}</div>', show(table if heads else table[held]))
 
 
 def write_iterations(runs: Sequence[Measurement], path: Path) -> None:
     """All iterations of all runs as CSV, after the columns `file` and `run`; what a log does not print is empty."""
     import pandas as pd
 
-    tables = list[DataFrame]()
-    for m, row in zip(runs, rows_of(runs), strict=True):
-        whole = m.log.iterations.select_dtypes("int64")
-        # whole numbers stay whole where another log lacks the column
-        tables.append(m.log.iterations.astype(dict.fromkeys(whole, "Int64")))
-        tables[-1].insert(0, "file", str(m.log.source))
-        tables[-1].insert(1, "run", row["run"])
-    path.write_text(csv_text(pd.concat(tables)) if tables else "", encoding="utf-8")
+    # whole numbers stay whole where another log lacks the column
+    tables = [m.log.iterations.astype(dict.fromkeys(m.log.iterations.select_dtypes("int64"), "Int64")) for m in runs]
+    keys = [(str(m.log.source), row["run"]) for m, row in zip(runs, rows_of(runs), strict=True)]
+    every = pd.concat(tables, keys=keys, names=["file", "run"]).reset_index(["file", "run"])
+    path.write_text(csv_text(every), encoding="utf-8")
 
 
 def parse_text(runs: Sequence[Measurement]) -> str:

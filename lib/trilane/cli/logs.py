@@ -69,7 +69,7 @@ def table(
     html: bool = option(False, "print a page, with all columns, which a click on a heading sorts"),
     as_json: bool = False,
 ) -> Answer:
-    """Print the runs below FOLDER as one table: run folders, or logs of other trainers, at any depth, on all cores."""
+    """Print the runs below FOLDER as one table: run folders, or logs of other trainers, at any depth."""
     require(csv + html + as_json < 2, "table", folder, "choose one of --csv, --html, --json")
     by = tables.column(sort, "sort") if sort else ""
     heads = [tables.column(name.strip()) for name in columns.split(",")] if columns else []
@@ -83,7 +83,7 @@ def table(
     text = tables.markdown(rows, heads, by)
     if csv or html:
         name = f"Runs in {folder}"
-        text = csv_text(tables.texts(rows, heads)) if csv else sortable_page(name, tables.to_html(rows, heads))
+        text = csv_text(tables.values(rows, heads)) if csv else sortable_page(name, tables.to_html(rows, heads))
     return Answer({"folder": str(folder), "rows": values, "left_out": bad}, text.removesuffix("\n"))
 
 

@@ -45,7 +45,7 @@ def save_fleet(study: Study, runs: MeasuredRuns) -> Path:
 
     save_fleet(here, measure_runs(here))
     """
-    found = to_html(rows_of(runs.ranked or runs.runs))
+    found = to_html(rows_of(runs.shown))
     return write_text(study.folder / "runs.html", sortable_page(f"Runs of {study.name}", found), derived=True)
 
 
@@ -59,7 +59,7 @@ def page(name: str, *parts: Html, policy: str = POLICY, script: str = "") -> str
 
 
 def sortable_page(name: str, found: Html) -> str:
-    """A page of one table of the class `sortable`, which a click on a heading sorts."""
+    """A page of one table in an element of the class `sortable`, which a click on a heading sorts."""
     script = (DATA / "sort.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     help = Html("<p>A click on a heading sorts.</p>")
