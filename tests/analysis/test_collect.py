@@ -99,8 +99,8 @@ def test_a_notebook_shows_the_first_of_many_runs_failed_ones_first_in_the_order_
     runs = measure_runs(Study("s"), str(tmp_path), sort="sec/it")
     assert (len(runs.endings().to_frame()), len(runs.efficiency().to_frame()), len(runs.drawn)) == (40, 40, 8)
     assert runs.endings().to_frame()["Source"].tolist()[:2] == ["09.log", "00.log"]
-    (problem,) = runs.problems().to_frame()["Problems"]
-    assert problem.startswith("learning_rate") and "line 13" in problem and runs.continuity().restarts == 0
+    (problem,) = filter(None, runs.endings().to_frame()["Problems"])
+    assert problem.startswith("learning_rate") and "line 13" in problem and "no spike" in runs.spikes()
     rates = [m.sec_per_it for m in runs.shown]
     assert rates == sorted(rates) and len(str(runs)) < 20, "no text of a thousand rows lies in the notebook"
 
@@ -124,16 +124,14 @@ def folder(outputs):
     steps = [(b.number, b.gbs, (0.1 if b.gbs == 2 else 0.3) + 1e-5 * b.number) for b in RAMP.batches(23, 4)]
     assert [gbs for _, gbs, _ in steps] == [2] * 15 + [4] * 8
     lines = [LINE.format(number, 23, 1000 * seconds, gbs, 5.0) for number, gbs, seconds in steps]
-    exact = [json.dumps({"iteration": number, "sec_per_it": seconds}) + "\n" for number, _, seconds in steps]
     (folder / "run.log").write_text("".join(lines) + OF_RANK.format(0, 7) + OF_RANK.format(1, 8))
-    (folder / "steps.jsonl").write_text("".join(exact))
     write_status(folder, RunStatus(status=Status.COMPLETED, evidence="end", rank=0, exit_code=0, seconds=4.0))
     return folder
 
 
 def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsys):
     m, plan = measure(folder), small_plan(dp=2)
-    seconds = 0.3 + 1e-5 * 19.5
+    seconds = 0.3002
     assert (m.iterations, m.config.gbs, m.sec_per_it) == (8, 4, pytest.approx(seconds, rel=1e-12))
     assert m.flops_per_s_per_gpu == pytest.approx(plan.shape.flops_per_iteration(4) / seconds / 2)
     assert m.memory_bytes == 8 * 2**20 and m.status == "completed"
@@ -144,7 +142,7 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
     assert (bench["sec_per_it"]["median"], bench["flops_per_s_per_gpu"]) == (m.sec_per_it, m.flops_per_s_per_gpu)
     assert (max(bench["memory_bytes"].values()), bench["status"]) == (m.memory_bytes, m.status)
 
-    for record in parsed(capsys, folder, folder / "run.log", folder / "steps.jsonl")[1]:
+    for record in parsed(capsys, folder, folder / "run.log")[1]:
         assert (record["iterations_counted"], record["global_batch_size"]) == (8, 4)
         assert record["left_out"] == m.to_json()["left_out"] and record["left_out"][-1]["iterations"] == "6-15"
         assert (record["sec_per_it"], record["tflops"]["narayanan"]) == (m.sec_per_it, tflops)

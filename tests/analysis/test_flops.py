@@ -1,25 +1,21 @@
 """Definitions of FLOPs, told apart by what each counts."""
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 
 from trilane.analysis import flops
-from trilane.analysis.run_config import RunConfig
 from trilane.config.model import parse_shape
 
 SHAPE = parse_shape("24,2048,16,2048,50304")
 LAYERS = 24 * (12 * 2048**2 + 13 * 2048)  # parameters
 
 
-def config(**fields: Any) -> RunConfig:
-    return replace(RunConfig(), **fields)
+def of(definition: str, tp: int = 1, recompute: str = "none") -> float:
+    return flops.iteration_flops(SHAPE, 8, tp, recompute)[definition]
 
 
 def test_the_definition_of_2021_counts_each_ranks_copies_of_norms_and_biases() -> None:
     """8 s B N; of a layer's parameters 6 h are on every tensor-parallel rank: two norms and two biases."""
-    one, four = (flops.replicated(SHAPE, config(tp=tp), 8) for tp in (1, 4))
+    one, four = (of("replicated", tp) for tp in (1, 4))
     assert one == 8 * 8 * 2048 * LAYERS
     assert four - one == 8 * 8 * 2048 * 24 * 6 * 2048 * 3
 
@@ -30,24 +26,14 @@ def test_six_flops_a_parameter_and_token_and_eight_with_full_recomputation() -> 
     matrices = 24 * 12 * 2048**2
     attention = 24 * 12 * 2048 * 2048  # 4 s h a layer and token forward, three times that in all
     logits = 6 * 50304 * 2048
-    assert flops.narayanan(SHAPE, config(), 8) == pytest.approx(tokens * (6 * matrices + attention + logits))
-    full = flops.narayanan(SHAPE, config(recompute="full"), 8)
+    assert of("narayanan") == pytest.approx(tokens * (6 * matrices + attention + logits))
+    full = of("narayanan", recompute="full")
     assert full == pytest.approx(tokens * (8 * matrices + attention * 4 / 3 + logits))
-    assert flops.megatron_causal(SHAPE, config(recompute="full"), 8) == pytest.approx(
-        tokens * (6 * matrices + attention / 2 + logits)
-    )
-
-
-def test_what_the_card_executes_more_is_what_is_recomputed() -> None:
-    """Selective recomputation repeats the attention core, a third of its 12 s h a token; full is Narayanan's 96."""
-    none, selective, full = (flops.hardware(SHAPE, config(recompute=r), 8) for r in ("none", "selective", "full"))
-    assert none == flops.narayanan(SHAPE, config(), 8)
-    assert selective - none == pytest.approx(8 * 2048 * 24 * 4 * 2048 * 2048)
-    assert full == flops.narayanan(SHAPE, config(recompute="full"), 8)
+    causal = of("megatron_causal", recompute="full")
+    assert causal == pytest.approx(tokens * (6 * matrices + attention / 2 + logits))
 
 
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 3), ("selective", 3), ("full", 4)])
 def test_size_times_factor_is_that_of_the_chronicles_tables(recompute: str, passes: int) -> None:
     """Prequel: size_B * 4 * 2 * seq * gbs / (sec * gpus * 1e3), 3 without recomputation."""
-    found = flops.size_factor(SHAPE, config(recompute=recompute), 8)
-    assert found == 2 * passes * 8 * 2048 * SHAPE.parameters
+    assert of("size_factor", recompute=recompute) == 2 * passes * 8 * 2048 * SHAPE.parameters

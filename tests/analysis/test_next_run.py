@@ -98,12 +98,12 @@ def test_the_plan_that_may_be_the_fastest_is_measured_first():
     measured = seconds(CASES[0], Calibration())
     belief = posterior([CASES[0]] * 4, [measured] * 4, Calibration())
     near = dataclasses.replace(CASES[0], topology=dataclasses.replace(CASES[0].topology, mbs=2))
-    found = recalibrate.short_runs([CASES[0], near], belief)
-    assert [run.case for run in found.runs] == [near, CASES[0]] and found.runs[1].half_width < found.runs[0].half_width
+    found = recalibrate.short_runs([CASES[0], near], belief).table
+    assert ["mbs2" in label for label in found["short run"]] == [True, False] and found["±"].is_monotonic_decreasing
     slow = dataclasses.replace(CASES[0], topology=dataclasses.replace(CASES[0].topology, tp=1, pp=1, dp=8, mbs=256))
     clear = recalibrate.short_runs([slow, CASES[0]], posterior([], [], Calibration()))
-    assert clear.runs[0].case == CASES[0] and "0 may be as fast" in clear.summary()
-    assert not recalibrate.NextRuns()
+    assert "tp8-pp12" in clear.table["short run"][0] and "0 may be as fast" in clear.summary()
+    assert not recalibrate.next_runs(Study("s"), recalibrate.recalibrate([]))
 
 
 def test_measured_csv_is_read_back_as_the_cases_that_ran(tmp_path):
@@ -129,7 +129,7 @@ def test_a_lesson_brings_predictions_nearer_and_reports_their_uncertainty(tmp_pa
     assert (table["recalibrated / measured"] - 1).abs().max() < (table["predicted / measured"] - 1).abs().min()
     assert all(p.sec_lo < m.sec_per_it < p.sec_hi for p, m in zip(recalibration.after, recalibration.runs, strict=True))
     choice = recalibrate.next_runs(Study.open("s"), recalibration)
-    assert len(choice.runs) >= 3, "without plans.json: the rivals of the first run"
+    assert len(choice.table) >= 3, "without plans.json: the rivals of the first run"
     assert not recalibrate.recalibrate([measure_log(log())])
 
 
@@ -144,7 +144,6 @@ def test_the_index_shows_one_models_fastest_run_and_the_prediction_before_and_af
     assert (
         shown["an iteration of its fastest run, fast"] == "2 s" and shown["its loss (nats per token)"] == "5.00 → 3.00"
     )
-    assert "parameters (one of 2 models or batch sizes here)" in shown
     inside = sum(p.sec_lo <= s <= p.sec_hi for p, s in zip(recalibration.before, (3.0, 2.0, 1.0), strict=True))
     assert shown["runs inside the 90 % interval predicted before them"] == f"{inside} of 3" and inside < 3
     times = ("before these runs", "after recalibration by them")

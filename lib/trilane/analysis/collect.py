@@ -7,16 +7,16 @@ from functools import cached_property
 from pathlib import Path
 
 from trilane.analysis.compare import compare, sides
-from trilane.analysis.continuity import Continuity, find_breaks, joined
-from trilane.analysis.loss_curve import LEAST, Curve, join, trainings
+from trilane.analysis.continuity import find_breaks
+from trilane.analysis.loss_curve import Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure
 from trilane.analysis.paths import files, measure_all
-from trilane.analysis.spikes import find_spikes
+from trilane.analysis.spikes import training_text
 from trilane.analysis.steady_state import WARM_UP
 from trilane.analysis.tables import column, ordered, rows_of, values
 from trilane.config.cluster import Cluster
 from trilane.logs.dialects.tables import use
-from trilane.utils.tables import Columns, DataFrame, Table, Text, short, show
+from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, short, show
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
 
@@ -72,9 +72,9 @@ class MeasuredRuns(Table):
         return show(_table(self.shown[:SHOWN]).to_frame(), self.digits)
 
     def endings(self) -> Table:
-        """How each run ended, failed ones first: the line that proves it, nodes at fault, who did not come."""
+        """How each run ended, failed ones first: the line that proves it, nodes at fault, wrong numbers."""
         runs = sorted(self.shown, key=lambda m: not m.status.has_failed)[:SHOWN]
-        heads = "Source", "Dialect", "Status", "Iterations", "First", "Last", "Node", "Exclude", "Cause"
+        heads = "Source", "Dialect", "Status", "Iterations", "First", "Last", "Node", "Exclude", "Cause", "Problems"
         table = _table(runs, *heads).to_frame()
         return Columns(table[[name for name in table if table[name].fillna("").astype(bool).any()]])
 
@@ -88,18 +88,8 @@ class MeasuredRuns(Table):
         heads = "Left out", "Tokens/s", "Lost", "Bubble", "Waits", "MFU", "HFU"
         return _table([m for m in self.shown if m.iterations][:SHOWN], *heads)
 
-    def problems(self) -> Table | Text:
-        """The numbers that cannot be right, with the line of each, by run."""
-        runs = [m for m in self.shown if m.log.problems][:SHOWN]
-        none = Text("No number of these logs contradicts another one, or the bounds of what is possible.")
-        return _table(runs, "Problems") if runs else none
-
-    def continuity(self) -> Continuity:
-        """What the restarts of the trainings did not continue: inside a run, and from log to log of one training."""
-        return joined(map(find_breaks, trainings([m.log for m in self.timed])))
-
     def curves(self) -> dict[str, Curve]:
-        """The loss curve of each training, by the label of its first run."""
+        """The loss curve of each training, by the name of its first run."""
         of = {id(m.log): m for m in self.timed}
         groups = trainings([m.log for m in self.timed if "lm_loss" in m.log.iterations])
         return {of[id(g[0])].name: join(g, of[id(g[0])].config.seq_length) for g in groups}
@@ -110,28 +100,16 @@ class MeasuredRuns(Table):
         return {name: curves[name] for name in [m.name for m in self.shown if m.name in curves][:DRAWN]}
 
     def loss_summary(self) -> Text:
-        """First and last loss of each training, and how far plans of one training differ."""
-        import pandas as pd
-
-        losses = {name: c.table.set_index("iteration")["lm_loss"].dropna() for name, c in self.curves().items()}
+        """First and last loss of each training."""
+        losses = {name: curve.table["lm_loss"].dropna() for name, curve in self.curves().items()}
         ends = [f"{name} from {x.iloc[0]:.2f} to {x.iloc[-1]:.2f}" for name, x in losses.items() if len(x)]
-        if not ends:
-            return Text("No loss was printed.")
-        text = Text.of("The loss goes {} (nats per token).", "; ".join(_first(ends)))
-        same = {(p.shape, p.topology.gbs, p.data, p.optimizer, p.run.seed) for m in self.timed if (p := m.plan)}
-        if len(ends) == 1 or len(same) != 1 or not all(m.plan for m in self.timed):
-            return text
-        table = pd.DataFrame(losses)
-        most = (table.max(axis=1) - table.min(axis=1)).max()
-        return Text.of("{} They differ by at most **{:.1e}** in any iteration.", text, most)
+        return Text.of("The loss goes {} (nats per token).", "; ".join(_first(ends)) or "nowhere: none was printed")
 
-    def spikes(self) -> Text:
-        """Spikes and divergences of all trainings, and which are too short to be judged."""
-        curves = self.curves()
-        found = [f"{name}: {event.sentence}" for name, curve in curves.items() for event in find_spikes(curve)]
-        brief = [name for name, c in curves.items() if c.table["lm_loss"].count() < 2 * LEAST]
-        lines = [*(found or ["no spike or divergence"]), *(f"{name}: too short to be judged" for name in brief)]
-        return Text.joined("\n- ", ["", *_first(lines)])
+    def spikes(self) -> Html:
+        """Spikes of all trainings, and what their restarts did not continue, as `logs spikes` has them."""
+        groups = trainings([m.log for m in self.timed])
+        lines = [line for g in groups for line in training_text(g, join(g), find_breaks(g)).splitlines()]
+        return Html.pre("\n".join(_first(lines, SHOWN)))
 
     def compare(self, a: str = "", b: str = "") -> Text:
         """Whether the runs with `b` in their names are faster than those with `a`; without both, the two fastest."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -51,15 +52,15 @@ class Comparison:
     @property
     def sentence(self) -> str:
         """The result, with its interval."""
-        size, sure, ends = abs(math.expm1(self.change)), f"{self.confidence:.0%}", (self.low, self.high)
+        size, ends = abs(math.expm1(self.change)), (math.expm1(self.low), math.expm1(self.high))
         if self.decided:
-            near, far = sorted(abs(math.expm1(end)) for end in ends)
-            return f"B is {size:.1%} {'faster' if self.change < 0 else 'slower'} ({near:.1%} to {far:.1%}, {sure})"
-        span = " to ".join(f"{math.expm1(end):+.1%}" for end in ends)
-        more = self.repeats or f"more than {MOST_REPEATS}"
+            near, far = sorted(map(abs, ends))
+            word = "faster" if self.change < 0 else "slower"
+            return f"B is {size:.1%} {word} ({near:.1%} to {far:.1%}, {self.confidence:.0%})"
+        span, more = f"{ends[0]:+.1%} to {ends[1]:+.1%}", self.repeats or f"more than {MOST_REPEATS}"
         return (
             f"no difference shown: B takes {size:.1%} {'less' if self.change < 0 else 'more'} time than A, which may "
-            f"be {span} ({sure}); to show a difference of that size takes {more} runs a side"
+            f"be {span} ({self.confidence:.0%}); to show a difference of that size takes {more} runs a side"
         )
 
     def __str__(self) -> str:
@@ -87,32 +88,23 @@ def compare(a: Sequence[Measurement], b: Sequence[Measurement], confidence: floa
     from scipy.stats import t
 
     require(0.5 <= confidence < 1, "confidence", confidence, "must lie between 0.5 and 1")
-    sizes = {m.tokens_per_s * m.sec_per_it for m in (*a, *b)}
-    per_token = all(s == s for s in sizes) and max(sizes, default=0) > 1.001 * min(sizes, default=0)
+    sizes = [m.tokens_per_s * m.sec_per_it for m in (*a, *b)]
+    per_token = not any(map(math.isnan, sizes)) and max(sizes, default=0) > 1.001 * min(sizes, default=0)
     sides = []
     for name, runs in (("A", a), ("B", b)):
         times = [1 / m.tokens_per_s if per_token else m.sec_per_it for m in runs]
         sides.append(np.log([seconds for seconds in times if 0 < seconds < math.inf]))
         require(len(sides[-1]) > 0, name, "no run", "of these has a time of an iteration")
     x, y = sides
+    (middle_a, middle_b), single = (float(np.mean(side)) for side in sides), min(len(x), len(y)) == 1
     deviation, error, freedom, source = _spread(x, y, max(map(_own_error, (*a, *b))))
-    change = float(np.mean(y) - np.mean(x))
-    reach = float(t.ppf((1 + confidence) / 2, freedom)) * error
-    return Comparison(
-        runs_a=len(x),
-        runs_b=len(y),
-        unit="token" if per_token else "iteration",
-        seconds_a=float(np.exp(np.mean(x))),
-        seconds_b=float(np.exp(np.mean(y))),
-        change=change,
-        low=change - reach,
-        high=change + reach,
-        confidence=confidence,
-        deviation=deviation,
-        source=source,
-        repeats=repeats_needed(change, deviation if min(len(x), len(y)) > 1 else USUAL_DEVIATION, confidence),
-        notes=tuple(_notes(a, b)),
-    )
+    change, reach = middle_b - middle_a, float(t.ppf((1 + confidence) / 2, freedom)) * error
+    found: dict[str, Any] = {"runs_a": len(x), "runs_b": len(y)}
+    found |= {"seconds_a": math.exp(middle_a), "seconds_b": math.exp(middle_b), "change": change}
+    found |= {"low": change - reach, "high": change + reach, "confidence": confidence}
+    found |= {"deviation": deviation, "source": source, "notes": tuple(_notes(a, b))}
+    repeats = repeats_needed(change, USUAL_DEVIATION if single else deviation, confidence)
+    return Comparison(**found, unit="token" if per_token else "iteration", repeats=repeats)
 
 
 def sides(runs: Sequence[Measurement], a: str, b: str) -> tuple[list[Measurement], list[Measurement]]:
@@ -126,13 +118,18 @@ def sides(runs: Sequence[Measurement], a: str, b: str) -> tuple[list[Measurement
         for name, word, found in zip("ab", (a, b), chosen, strict=True):
             require(bool(found), name, word, "is in no run's name")
         return chosen[0], chosen[1]
+    first, *others = by_topology(runs)
+    alike = [g for g in others if (g[0].config.shape, g[0].config.gbs) == (first[0].config.shape, first[0].config.gbs)]
+    return (first, alike[0]) if alike else ([], [])
+
+
+def by_topology(runs: Sequence[Measurement]) -> list[list[Measurement]]:
+    """The runs of each topology, the fastest first; [[]] without a timed run."""
     groups: dict[object, list[Measurement]] = {}
     for m in sorted((m for m in runs if m.sec_per_it > 0), key=lambda m: m.sec_per_it):
         c = m.config
         groups.setdefault((c.shape, c.gbs, c.tp, c.pp, c.dp, c.mbs) if c.gpus else m.name, []).append(m)
-    first, *others = list(groups.values()) or [[]]
-    alike = [g for g in others if (g[0].config.shape, g[0].config.gbs) == (first[0].config.shape, first[0].config.gbs)]
-    return (first, alike[0]) if alike else ([], [])
+    return list(groups.values()) or [[]]
 
 
 def repeats_needed(change: float, deviation: float, confidence: float = 0.95, power: float = 0.8) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 
 from trilane.analysis import flops
 from trilane.analysis.run_config import RunConfig, of_window, run_config
-from trilane.analysis.steady_state import WARM_UP, SteadyState, exact_seconds, mean_seconds, ranges, steady_state
+from trilane.analysis.steady_state import WARM_UP, SteadyState, ranges, steady_state
 from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
 from trilane.logs.checks import HARMLESS, Problem, median, of_card
@@ -28,12 +28,10 @@ TIMERS: dict[str, Any] = json.loads((resources.files("trilane") / "data/timers.j
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """Skipped steps, NaN, gradient norms and loss scale over a whole log; NaN for a number that it does not print.
+    """Skipped steps, NaN, gradient norms (the median) and loss scale (the last) over a whole log; NaN where unknown.
 
     skipped          iterations whose optimizer step was not taken (fp16 overflow)
     nan_iterations   those that the framework counts as NaN, or whose loss it prints as NaN; Megatron leaves it out then
-    grad_norm        median over the log; `grad_norm_max` its largest
-    loss_scale       the last; `loss_scale_min` the lowest, `loss_scale_drops` how often it fell
     """
 
     skipped: int
@@ -111,16 +109,13 @@ class Measurement:
     def to_json(self) -> dict[str, Any]:
         """The run as one JSON object; null where a value is unknown."""
         log, left_out = self.log, self.window.left_out.items()
-        names = ("dialect", "status", "status_basis", "evidence", "rank", "hosts", "gpus", "collectives", "exclude")
-        values = {
+        names = ["dialect", "status", "status_basis", "evidence", "rank", "hosts", "gpus", "collectives", "exclude"]
+        names += ["arguments", "first_iteration", "last_iteration", "problems"]
+        values = {name: getattr(log, name) for name in names} | {
             "file": log.source,
-            **{name: getattr(log, name) for name in names},
             "asked_gib": log.asked_bytes / 2**30,
             "caveat": caveat(log.status, log.evidence),
-            "arguments": log.arguments,
             "iterations": len(log.iterations),
-            "first_iteration": log.first_iteration,
-            "last_iteration": log.last_iteration,
             "iterations_counted": self.iterations,
             "global_batch_size": self.config.gbs or None,
             "sec_per_it": self.sec_per_it,
@@ -136,7 +131,6 @@ class Measurement:
             "skipped_iterations": self.numerics.skipped,
             "nan_iterations": self.numerics.nan_iterations,
             "notes": [*log.notes, *filter(None, [self.window.note, self.config.note])],
-            "problems": log.problems,
         }
         return as_json(values)
 
@@ -146,12 +140,10 @@ def measure(folder: Path | str, warm_up: int = WARM_UP, status: Status | None = 
 
         measure("outputs/demo/runs/tp1-pp2-dp1").tokens_per_s
 
-    Seconds come from steps.jsonl, since run.log rounds them to 0.1 ms; all else from run.log and status.json.
-    Raises ValueError where the folder holds no plan.
+    Seconds are those of run.log, to 0.1 ms. Raises ValueError where the folder holds no plan.
     """
-    folder = Path(folder)
-    plan, log = read_plan(folder / "plan.json"), exact_seconds(read_run_folder(folder))
-    return measure_log(replace(log, status=status or log.status), plan, warm_up, name=folder.name)
+    plan, log = read_plan(Path(folder) / "plan.json"), read_run_folder(folder)
+    return measure_log(replace(log, status=status or log.status), plan, warm_up, name=Path(folder).name)
 
 
 def measure_log(
@@ -194,6 +186,18 @@ def measure_log(
         last_loss=float(loss[-1]) if len(loss) else math.nan,
         numerics=numerics(log),
     )
+
+
+def mean_seconds(log: RunLog) -> float:
+    """Seconds per iteration of a log that prints none: the Trainer's runtime over its steps, or DeepSpeed's batch over
+    its rate; NaN where there is neither.
+    """
+    batch, rates = log.arguments.get("deepspeed.train_batch_size"), log.column("samples_per_second")
+    if "train_runtime" not in log.summary:
+        return batch / float(np.nanmedian(rates)) if len(rates) and isinstance(batch, int) else math.nan
+    bar = np.nan_to_num(log.column("train_iters")[-1:].sum())  # the total of a progress bar
+    steps = log.arguments.get("total_optimization_steps") or bar
+    return log.summary["train_runtime"] / steps if isinstance(steps, int | float) and steps > 0 else math.nan
 
 
 def memory_by_rank(log: RunLog) -> dict[int, float]:

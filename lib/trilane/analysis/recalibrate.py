@@ -1,7 +1,6 @@
 """What measured runs teach the planner, constants and predictions with intervals, and which short run is next."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from trilane.costmodel.uncertainty import Z90, Posterior, posterior
 from trilane.planning.search import search_space
 from trilane.planning.space import space_around
 from trilane.utils.numbers import amount
-from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, frame_of, grouped
+from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, grouped
 from trilane.workspace.study import Study
 
 NOTHING = Text("Nothing to predict: the logs give no shape and topology, or `cluster` is not given.")
@@ -78,20 +77,20 @@ class Recalibration(Table):
         return sum(p.sec_lo <= m.sec_per_it <= p.sec_hi for p, m in zip(self.before, self.runs, strict=True))
 
     def headline(self, timed: Sequence[Measurement]) -> dict[str, Any]:
-        """The cards of the study's index: of the model with most of the timed runs its size, fastest run and loss, then
-        predicted / measured before any run, and after recalibration with these very runs.
+        """The cards of the study's index: of the model with most runs the size, and speed and loss of its fastest run;
+        then predicted / measured before any run, and after recalibration with these very runs.
         """
-        models = list(grouped(timed, lambda m: (m.config.shape, m.config.gbs)).values())
-        most = max(models, key=lambda runs: len(runs), default=[])
+        models = grouped(timed, lambda m: (m.config.shape, m.config.gbs))
+        most = max(models.values(), key=lambda runs: len(runs)) if models else []
         best = min(most, key=lambda m: m.sec_per_it, default=None)
-        cards = {} if best else {"timed runs": "none"}
-        if best and best.config.parameters:
-            others = f" (one of {len(models)} models or batch sizes here)" if len(models) > 1 else ""
-            cards[f"parameters{others}"] = f"{amount(best.config.parameters / 1e6)} M"
-        if best:
-            cards[f"an iteration of its fastest run, {best.name}"] = f"{amount(best.sec_per_it)} s"
-            if best.first_loss == best.first_loss:
-                cards["its loss (nats per token)"] = f"{best.first_loss:.2f} → {best.last_loss:.2f}"
+        if best is None:
+            return {"cards": [{"value": "none", "label": "timed runs"}]}
+        cards = dict[str, str]()
+        if best.config.parameters:
+            cards["parameters"] = f"{amount(best.config.parameters / 1e6)} M"
+        cards[f"an iteration of its fastest run, {best.name}"] = f"{amount(best.sec_per_it)} s"
+        if best.first_loss == best.first_loss:
+            cards["its loss (nats per token)"] = f"{best.first_loss:.2f} → {best.last_loss:.2f}"
         when = {"before these runs": self.before, "after recalibration by them": self.after} if self else {}
         for label, found in when.items():
             ratios = [p.sec_per_it / m.sec_per_it for p, m in zip(found, self.runs, strict=True)]
@@ -192,53 +191,33 @@ def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | N
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShortRun:
-    """A plan to measure by a short run: believed seconds an iteration, half of their 90 % interval of ln, and cost."""
-
-    case: Configuration
-    label: str
-    seconds: float
-    half_width: float
-    gpu_hours: float
-
-    @property
-    def at_best(self) -> float:
-        """ln of the lower end of the seconds of a sequence, which compares plans of different batch sizes."""
-        return math.log(self.seconds / self.case.topology.gbs) - self.half_width
-
-
-@dataclass(frozen=True, kw_only=True)
 class NextRuns(Table):
     """The plans in the order in which to measure them: first the one that may be the fastest; false without a plan.
 
-    The lower end of each interval decides (optimism in the face of uncertainty: Auer et al. 2002, Machine Learning
-    47): a plan is worth a run while it may still be the fastest. Left out: what one run teaches about another plan.
+    `table` has of each the believed seconds, half of their 90 % interval, and the cost of a run of ITERATIONS. The
+    lower end of each interval decides (optimism in the face of uncertainty: Auer et al. 2002, Machine Learning 47): a
+    plan is worth a run while it may still be the fastest. Left out: what one run teaches about another plan.
     """
 
-    runs: tuple[ShortRun, ...] = ()
+    table: DataFrame
 
     def __bool__(self) -> bool:
-        return bool(self.runs)
+        return len(self.table) > 0
 
     def summary(self) -> Text:
         """Which plan is believed to be the fastest, and which others may be as fast."""
         if not self:
             return NOTHING
-        best = min(self.runs, key=lambda run: run.seconds / run.case.topology.gbs)
-        others = [run for run in self.runs if run is not best and run.at_best < best.at_best + 2 * best.half_width]
+        each, width = self.table["s/it"] / self.table["gbs"], 1 + self.table["±"]
+        best = each.idxmin()
+        others = (each / width < each[best] * width[best]).sum() - 1
         text = "Of {} plans {:code} is believed to be the fastest, {:.3g} s an iteration ± {:.1%}; {} may be as fast."
-        return Text.of(text, len(self.runs), best.label, best.seconds, np.expm1(best.half_width), len(others))
+        row = self.table.loc[best]
+        return Text.of(text, len(self.table), row["short run"], row["s/it"], row["±"], others)
 
     def to_frame(self) -> DataFrame:
         """The first eight: what is believed of each, and what a short run of it costs."""
-        columns: dict[str, str | Callable[[Any], Any]] = {
-            f"short run ({ITERATIONS} iterations)": "label",
-            "gbs": "case.topology.gbs",
-            "s/it": "seconds",
-            "±": lambda run: f"{np.expm1(run.half_width):.1%}",
-            "GPU-hours": "gpu_hours",
-        }
-        return frame_of(self.runs[:8], columns)
+        return self.table.head(8).assign(**{"±": self.table["±"].map("{:.1%}".format)})
 
     def _repr_html_(self) -> str:
         return super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)
@@ -253,7 +232,7 @@ def next_runs(study: Study, recalibration: Recalibration) -> NextRuns:
     and the measured ones of that model and batch.
     """
     if not recalibration:
-        return NextRuns()
+        return NextRuns(table=pd.DataFrame())
     first, t = recalibration.cases[0], recalibration.cases[0].topology
     planned = study.plans() if (study.folder / "plans.json").exists() else []
     found = [replace(first, topology=p.topology, engine=p.engine) for p in planned if p.shape == first.shape]
@@ -267,11 +246,11 @@ def next_runs(study: Study, recalibration: Recalibration) -> NextRuns:
 
 def short_runs(plans: Sequence[Configuration], belief: Posterior) -> NextRuns:
     """The plans as short runs of ITERATIONS, the one first that may be the fastest."""
-    runs, widths = [], Z90 * np.sqrt(np.diag(belief.covariance(plans)))
-    for c, mean, width in zip(plans, belief.expected(plans), widths, strict=True):
-        # imports, NCCL, first kernels: guessed, not measured
-        seconds = (120.0 if c.cluster.gpu.kind == "cuda" else 15.0) + ITERATIONS * math.exp(mean)
-        known = {"seconds": math.exp(mean), "half_width": float(width), "gpu_hours": c.topology.gpus * seconds / 3600}
-        label = label_of(c.shape, c.cluster, c.topology, c.engine or ENGINES[0])
-        runs.append(ShortRun(case=c, label=label, **known))
-    return NextRuns(runs=tuple(sorted(runs, key=lambda run: run.at_best)))
+    seconds, width = np.exp(belief.expected(plans)), np.exp(Z90 * np.sqrt(np.diag(belief.covariance(plans))))
+    # imports, NCCL, first kernels: guessed, not measured
+    start = [120.0 if c.cluster.gpu.kind == "cuda" else 15.0 for c in plans]
+    gpus, gbs = (np.array([getattr(c.topology, name) for c in plans]) for name in ("gpus", "gbs"))
+    labels = [label_of(c.shape, c.cluster, c.topology, c.engine or ENGINES[0]) for c in plans]
+    columns = {"short run": labels, "gbs": gbs, "s/it": seconds, "±": width - 1}
+    table = pd.DataFrame({**columns, "GPU-hours": gpus * (start + ITERATIONS * seconds) / 3600})
+    return NextRuns(table=table.iloc[np.argsort(seconds / gbs / width)].reset_index(drop=True))

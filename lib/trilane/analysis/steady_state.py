@@ -1,14 +1,12 @@
-"""Steady state: which iterations of a run count, which are left out for what reason, and what they cost."""
+"""Steady state: which iterations of a run count, and which are left out for what reason."""
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 
 from trilane.logs.run import RunLog
-from trilane.utils.files import damaged_lines, json_lines, read_text
 
 WARM_UP = 5  # iterations left out at the start: allocation, first use of each kernel
 
@@ -39,17 +37,18 @@ def steady_state(log: RunLog, warm_up: int = WARM_UP, gbs: float = 0, seq_length
     not reach it, the largest size reached counts, and the note says so.
 
     Left out, the first reason counts: no time printed; the warm-up (at most half of the lines); skipped, where the
-    optimizer did not step; a smaller batch size or sequence length (not one that varies by some percent); the line
-    after an evaluation or a checkpoint, whose time versions before 2024 include, where `eval_interval` and
-    `save_interval` are among the arguments. A reason that would leave nothing is ignored, with a note.
+    optimizer did not step; a batch size or sequence length smaller by more than 3 % (filled by their tokens, batches
+    differ by 0.3 %; repeats of one run differ by 4.9 %); the line after an evaluation or a checkpoint, whose time
+    versions before 2024 include, where `eval_interval` and `save_interval` are among the arguments. A reason that would
+    leave nothing is ignored, with a note.
     """
     full, counts = {"global_batch_size": gbs, "seq_length": seq_length}, np.isfinite(log.column("sec_per_it"))
     if not len(counts):
         return SteadyState(counts=np.zeros(len(log.iterations), bool), left_out={})
-    at = log.column("iteration")
-    reached = {name: log.column(name).max(initial=0) for name in full if len(log.column(name))}
-    told = "{}={:.0f} was not reached: {:.0f}, the largest, counts"
-    notes = [told.format(name, full[name], size) for name, size in reached.items() if size < full[name]]
+    at, notes = log.column("iteration"), list[str]()
+    for name, size in full.items():
+        if 0 < (reached := log.column(name).max(initial=0)) < size:
+            notes.append(f"{name}={size:.0f} was not reached: {reached:.0f}, the largest, counts")
     left_out = {"no time printed": ~counts} if not counts.all() else {}
     for reason, bad in _reasons(log, at, warm_up, full):
         if (counts & ~bad).any():
@@ -69,13 +68,8 @@ def _reasons(log: RunLog, at: np.ndarray, warm_up: int, full: dict[str, float]) 
         yield "skipped", log.column("skipped") > 0
     for name, words in (("global_batch_size", "batch size"), ("seq_length", "sequence length")):
         values = log.column(name)
-        if len(values) and not (values == values[0]).all():
-            sizes = np.unique(values[np.isfinite(values)])
-            wanted = full[name] if full[name] in sizes else sizes.max(initial=0)
-            # Batches filled by their tokens (fairseq's --max-tokens: 0.3 %) fall as often as they rise, a ramp only
-            # rises; within 3 % seconds differ by less than repeats of one run, by 4.9 %.
-            near = np.abs(values - wanted) <= 0.03 * wanted
-            small = ~near if (np.diff(values[near]) < 0).any() else values != wanted
+        if wanted := min(full[name] or np.inf, np.nanmax(values, initial=0)):
+            small = ~(np.abs(values - wanted) <= 0.03 * wanted) & (len(values) > 0)
             others = ", ".join(f"{v:.0f}" for v in np.unique(values[small & np.isfinite(values)]))
             yield f"{words} {others}, not {wanted:.0f}", small
     for name, words in (("eval_interval", "after an evaluation"), ("save_interval", "after a checkpoint")):
@@ -97,35 +91,3 @@ def ranges(numbers: tuple[int, ...], most: int = 4) -> str:
     words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     more = sum(map(len, runs[most:]))
     return ", ".join(words[:most]) + (f" and {more} more" if more else "")
-
-
-def exact_seconds(log: RunLog) -> RunLog:
-    """The log with the seconds of the steps.jsonl next to it, for each iteration that is in both."""
-    path, exact = log.source.with_name("steps.jsonl"), dict[int, float]()
-    text = read_text(path) if path.is_file() else ""
-    for step in json_lines(text):
-        match step:
-            case {"iteration": int(number), "sec_per_it": int() | float() as seconds}:
-                if 0 < number < 1 << 40 and 0 < seconds < 1e9:  # one of 30 years is a damaged number
-                    exact[number] = seconds
-    if damaged := damaged_lines(text):
-        log = replace(log, notes=(*log.notes, f"{damaged} damaged lines of steps.jsonl are left out"))
-    if not exact or "sec_per_it" not in log.iterations:
-        return log
-    seconds = log.iterations["iteration"].map(exact).fillna(log.iterations["sec_per_it"])
-    return replace(log, iterations=log.iterations.assign(sec_per_it=seconds))
-
-
-def mean_seconds(log: RunLog) -> float:
-    """Seconds per iteration of a log that prints none: the Trainer's runtime over its steps, or DeepSpeed's batch over
-    its rate; NaN where there is neither.
-    """
-    bar = int(np.nan_to_num(log.column("train_iters")[-1:].sum()))  # the total of a progress bar
-    steps, batch = log.arguments.get("total_optimization_steps") or bar, log.arguments.get("deepspeed.train_batch_size")
-    if "train_runtime" in log.summary:
-        rate = log.summary.get("train_steps_per_second", 0.0)
-        if isinstance(steps, int) and steps > 0:
-            return log.summary["train_runtime"] / steps
-        return 1 / rate if rate > 0.1 else math.nan  # it is rounded to 0.001, then 0.5 %
-    rates = log.column("samples_per_second")
-    return batch / float(np.nanmedian(rates)) if len(rates) and isinstance(batch, int) else math.nan

@@ -1,6 +1,6 @@
 """Studies side by side: one table of what was chosen and predicted in each, their runs, losses and speed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -9,9 +9,8 @@ from typing import Any
 import pandas as pd
 
 from trilane.analysis.collect import MeasuredRuns, measure_runs
-from trilane.analysis.compare import compare
+from trilane.analysis.compare import by_topology, compare
 from trilane.analysis.loss_curve import Curve
-from trilane.analysis.measure import Measurement
 from trilane.utils.numbers import percent, with_interval
 from trilane.utils.tables import Columns, Html, Text, one_line, show
 from trilane.utils.validation import read_object, require
@@ -20,6 +19,7 @@ from trilane.workspace.study import Study
 
 FOUND = ("prediction", "forecast", "decision")  # parts that hold results
 NUMBERS = ("cluster", "planner's constants")  # parts with numbers that nobody chose
+TRAINING = ("engine", "data", "optimizer", "dropout", "run")  # of a run's plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,6 @@ class StudyParts:
     plans: list[dict[str, Any]]
     runs: MeasuredRuns
     lacks: tuple[str, ...]
-
-    def fastest(self) -> list[Measurement]:
-        """The runs of its fastest topology; [] without a timed run."""
-        timed = sorted((m for m in self.runs.timed if m.sec_per_it > 0), key=lambda m: m.sec_per_it)
-        return [m for m in timed if m is timed[0] or (m.plan and timed[0].plan and m.plan.id == timed[0].plan.id)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,23 +49,19 @@ class StudyComparison:
     def table(self, differ: bool, *parts: str) -> pd.DataFrame:
         """A row for each part and choice, a column for each study; those that differ, or those that do not."""
         names = dict.fromkeys(name for s in self.studies for name in s.facts)
-        order = list(dict.fromkeys(part for part, _ in names))
-        rows = sorted(names, key=lambda name: order.index(name[0]))
-        index = pd.MultiIndex.from_tuples(rows, names=["part", "choice"])
+        index = pd.MultiIndex.from_tuples(names, names=["part", "choice"])
         table = pd.DataFrame({s.name: pd.Series(s.facts, dtype=object).reindex(index) for s in self.studies}, index)
         has_part = table.notna().groupby("part").transform("any")
         # what a notebook was not given is its default
         table = table.where(has_part, "lacks it").fillna("default")[has_part.sum(axis=1) > 1]
         kept = (table[table != "lacks it"].nunique(axis=1) > 1) == differ
-        chosen = table.index.get_level_values("part").isin(parts)
-        return table[kept & (chosen if parts else True)].reset_index()
+        return table[kept & table.index.isin(parts or [part for part, _ in names], level="part")].reset_index()
 
     def differences(self) -> Columns | Text:
         """What differs of what somebody chose: a row a choice, a column a study."""
         table = self.table(True)
-        table = table[~table["part"].isin([*FOUND, *NUMBERS])].reset_index(drop=True)
-        none = Text("They differ in no parameter, model, cluster, plan or training that two of them have.")
-        return Columns(table) if len(table) else none
+        table = table[~table["part"].isin([*FOUND, *NUMBERS])]
+        return Columns(table) if len(table) else Text("They differ in no choice that two of them have.")
 
     def results(self) -> Columns | Text:
         """What differs of what was found: the best plan's prediction, the calendar, the decision."""
@@ -86,22 +77,21 @@ class StudyComparison:
 
     def runs(self) -> Columns | Text:
         """The runs of all studies, a row each."""
-        tables = {s.name: s.runs.to_frame() for s in self.studies if s.runs.runs}
+        tables = {s.name: s.runs.to_frame().astype(object) for s in self.studies if s.runs.runs}
         if not tables:
             return Text("No study has a run.")
-        return Columns(pd.concat(tables, names=["Study"]).reset_index("Study").astype(object).fillna(""))
+        return Columns(pd.concat(tables, names=["Study"]).reset_index("Study").fillna(""))
 
     def faster(self) -> Text:
         """Whether the fastest topology of a study is faster than that of another."""
-        lines = []
-        for a, b in combinations(self.studies, 2):
-            sides = a.fastest(), b.fastest()
-            without = [s.name for s, runs in zip((a, b), sides, strict=True) if not runs]
-            one, other = (", ".join(m.name for m in runs) for runs in sides)
-            text = Text.of("{} against {}: no timed run in {}.", b.name, a.name, " and ".join(without))
+        lines, fastest = [], {s.name: by_topology(s.runs.timed)[0] for s in self.studies}
+        for a, b in combinations(fastest, 2):
+            without = " and ".join(name for name in (a, b) if not fastest[name])
+            text = Text.of("{} against {}: no timed run in {}.", b, a, without)
             if not without:
-                text = Text.of("The fastest topology: A is {} of {}, B is {} of {}.", one, a.name, other, b.name)
-                text = Text.of("{} {}", text, compare(*sides).as_text())
+                one, other = (", ".join(m.name for m in fastest[name]) for name in (a, b))
+                text = Text.of("The fastest topology: A is {} of {}, B is {} of {}.", one, a, other, b)
+                text = Text.of("{} {}", text, compare(fastest[a], fastest[b]).as_text())
             lines.append(text)
         return Text.joined("\n\n", lines)
 
@@ -109,16 +99,11 @@ class StudyComparison:
         """The loss curves of each study that has any, by study and run."""
         return {s.name: curves for s in self.studies if (curves := s.runs.curves())}
 
-    def losses(self) -> Text:
-        """First and last losses, a line a study."""
-        lines = [Text.of("{}: {}", s.name, s.runs.loss_summary()) for s in self.studies if s.runs.runs]
-        return Text.joined("\n\n", lines or [Text("No study has a run.")])
-
     def to_json(self) -> dict[str, Any]:
         """What comparison.json holds."""
         names = [s.name for s in self.studies]
         rows = self.table(True).to_dict("records")
-        rows = [{**{k: row.pop(k) for k in ("part", "choice")}, "values": row} for row in rows]
+        rows = [{"part": row["part"], "choice": row["choice"], "values": {n: row[n] for n in names}} for row in rows]
         return {"studies": names, "lacks": {s.name: list(s.lacks) for s in self.studies}, "differences": rows}
 
 
@@ -146,63 +131,48 @@ def plan_point(plan: Mapping[str, Any]) -> dict[str, Any]:
     """An entry of plans.json in a figure's numbers; tokens a second with their 90 % interval."""
     t, p = plan["topology"], plan["prediction"]
     seconds, low, high = with_interval(p["sec_per_it"], p["sec_lo"], p["sec_hi"])
-    rates = {"tokens_per_s": p["sec_per_it"], "low": p["sec_hi"], "high": p["sec_lo"]}
-    tokens = t["gbs"] * plan["shape"]["seq_length"]
-    names = {name: one_line(plan[key]) for name, key in {"plan": "label", "id": "id"}.items()}
-    numbers = {"gpus": t["tp"] * t["pp"] * t["dp"] * t.get("cp", 1), "oom": percent(p["oom_probability"])}
-    numbers |= {"gib": float(f"{p['memory_bytes'] / 2**30:.4g}"), "seconds": seconds, "interval": f"{low} to {high}"}
-    return {**names, **numbers, **{name: float(f"{tokens / seconds:.4g}") for name, seconds in rates.items()}}
+    point = {"plan": one_line(plan["label"]), "gpus": t["tp"] * t["pp"] * t["dp"] * t.get("cp", 1)}
+    point |= {"oom": percent(p["oom_probability"]), "seconds": seconds, "interval": f"{low} to {high}"}
+    tokens, rates = t["gbs"] * plan["shape"]["seq_length"], {"tokens_per_s": "sec_per_it", "low": "sec_hi"}
+    return point | {name: float(f"{tokens / p[key]:.4g}") for name, key in {**rates, "high": "sec_lo"}.items()}
 
 
 def _parts(study: Study) -> StudyParts:
     files, lacks, runs = dict[str, dict[str, Any]](), list[str](), MeasuredRuns(runs=())
-    made_by = {"sizing": "01_sizing", "plans": "02_topology", "calendar": "07_calendar", "decision": "08_decision"}
-    for name, notebook in made_by.items():
+    for name, notebook in {"plans": "02_topology", "calendar": "07_calendar", "decision": "08_decision"}.items():
         try:
-            found = study.load(f"{name}.json", notebook)
-            # what figures and tables read of it is there
-            assert name != "plans" or all(plan_point(p) and isinstance(p["cluster"], dict) for p in found["plans"])
-            files[name] = found
-        except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, AssertionError) as error:
-            why = str(error) if isinstance(error, ValueError) else f"study file={name}.json: is damaged"
-            lacks.append(why if (study.folder / f"{name}.json").exists() else f"{name}.json ({notebook})")
+            values = study.load(f"{name}.json", notebook)
+            # what figures and tables read of a plan is there
+            assert name != "plans" or all(plan_point(plan) and {**plan["cluster"]} for plan in values["plans"])
+            files[name] = values
+        except ValueError as error:
+            lacks.append(str(error) if (study.folder / f"{name}.json").exists() else f"{name}.json ({notebook})")
+        except (KeyError, TypeError, AttributeError, ZeroDivisionError):
+            lacks.append(f"study file={name}.json: is damaged")
     try:
         runs = measure_runs(study)
     except ValueError as error:
         lacks.append(str(error) if study.run_folders() else "runs (03_launch)")
-    facts = {(part, n): v for part, found in _facts(study, files, runs).items() for n, v in _flat(found).items()}
-    plans = files.get("plans", {"plans": []})["plans"]
+    plans = files.get("plans", {}).get("plans", [])
+    found = _facts(plans[0] if plans else {}, files.get("calendar", {}))
+    found["training"] = next(({n: m.plan.to_json()[n] for n in TRAINING} for m in runs.runs if m.plan), {})
+    found["decision"] = files.get("decision", {}).get("recommendation")
+    found |= {f"parameters of {path.stem}": _parameters(path) for path in sorted(study.folder.glob("[0-9]*.ipynb"))}
+    facts = {(part, name): text for part, values in found.items() for name, text in _flat(values).items()}
     return StudyParts(name=study.name, facts=facts, plans=plans, runs=runs, lacks=tuple(lacks))
 
 
-def _facts(study: Study, files: Mapping[str, dict[str, Any]], runs: MeasuredRuns) -> dict[str, Any]:
-    """Everything that was chosen and found, by part."""
-    chosen = files.get("plans") or files.get("sizing") or {}
-    best: dict[str, Any] = next(iter(files.get("plans", {}).get("plans", [])), {})
-    calendar = ("plan", "tokens", "days", "days_interval", "gpu_hours", "gpu_hours_interval", "finish")
+def _facts(plan: dict[str, Any], calendar: dict[str, Any]) -> dict[str, Any]:
+    """What was chosen and found, by part."""
     predicted = ("sec_per_it", "sec_lo", "sec_hi", "memory_bytes", "oom_probability")
-    plans = [m.plan.to_json() for m in runs.runs if m.plan]
-    # several values where runs differ
-    training = [_flat({p: plan[p] for p in ("engine", "data", "optimizer", "dropout", "run")}) for plan in plans]
-    names = dict.fromkeys(name for one in training for name in one)
-    found = {
-        "model": chosen.get("shape"),
-        "batch and machine": _some(chosen, ("cluster", "gpus", "gbs")),
-        "best plan": best.get("topology"),
-        "prediction": _some(best.get("prediction", {}), predicted),
-        "cluster": best.get("cluster"),
-        "planner's constants": best.get("calibration", {}).get("constants"),
-        "training": {n: ", ".join(dict.fromkeys(one[n] for one in training if n in one)) for n in names},
-        "forecast": _some(files.get("calendar", {}), (*calendar, "p_miss_deadline", "p_overrun_allocation")),
-        "decision": files.get("decision", {}).get("recommendation"),
+    dated = {"plan", "tokens", "days", "days_interval", "gpu_hours", "gpu_hours_interval", "finish"}
+    dated |= {"p_miss_deadline", "p_overrun_allocation"}
+    return {
+        **{"model": plan.get("shape"), "best plan": plan.get("topology"), "cluster": plan.get("cluster")},
+        "prediction": {name: value for name, value in plan.get("prediction", {}).items() if name in predicted},
+        "planner's constants": plan.get("calibration", {}).get("constants"),
+        "forecast": {name: value for name, value in calendar.items() if name in dated},
     }
-    for path in sorted(study.folder.glob("[0-9]*.ipynb")):
-        found[f"parameters of {path.stem}"] = _parameters(path)
-    return found
-
-
-def _some(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: values[name] for name in names if name in values}
 
 
 def _flat(values: Any) -> dict[str, str]:
