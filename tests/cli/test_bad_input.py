@@ -77,7 +77,10 @@ BAD = [
     ("slurm check plan.json", "site=missing: needs a value"),
     ("slurm check plan.json --site jean-zay", "site=jean-zay: "),
     (f"slurm check plan.json {SITE} --allow diks", "allow=diks: did you mean disk?"),
-    (f"slurm check plan.json {SITE} --time-limit tomorrow", "time_limit='tomorrow': must be [DAYS-]HH:MM:SS"),
+    (
+        f"slurm check plan.json {SITE} --time-limit tomorrow",
+        "time_limit='tomorrow': must be a time in a form of sbatch",
+    ),
     (f"slurm check plan.json {SITE} --exclude 'a b'", "exclude='a b': must be a list of nodes"),
     (f"slurm script plan.json {SITE} --template trian", "template=trian: did you mean train?"),
     (f"slurm submit none.json {SITE}", "run=none.json: "),

@@ -46,8 +46,8 @@ def test_a_watch_sends_what_a_person_should_know_once(
     assert next(lines).startswith("one: STALLED: no iteration for ")
     ledger.note(folder, "replaced", "77", nodes=["n4"], iteration=30)
     ledger.note(folder, "started", "77", nodes="n[1-3]", iteration=20, restarts=1)
-    assert next(lines) == "one: REPLACED: job 77 lost n4, and goes on with a spare node"
-    assert next(lines).startswith("one: REQUEUED: job 77 was put back into the queue, and goes on from iteration 20 on")
+    assert next(lines) == "one: REPLACED: job 77, lost n4, from iteration 30"
+    assert next(lines) == "one: REQUEUED: job 77, n[1-3], from iteration 20"
     state["77"] = "TIMEOUT"
     assert list(lines) == ["one: job 77 TIMEOUT n[1-4]: DIED: time limit SLURM: TIMEOUT"]
     kinds = [body["kind"] for body in receiver.bodies]

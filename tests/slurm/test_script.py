@@ -302,7 +302,7 @@ def test_a_hostile_label_is_refused_and_a_hostile_path_is_quoted_never_executed(
 @pytest.mark.parametrize(
     ("wishes", "message"),
     [
-        ({"time_limit": "20h"}, r"^time_limit='20h': must be \[DAYS-\]HH:MM:SS"),
+        ({"time_limit": "20h"}, r"^time_limit='20h': must be a time in a form of sbatch"),
         ({"time_limit": "00:00:30"}, r"^time_limit=00:00:30: must be a minute or more$"),
         ({"time_limit": "00:05:00", "signal_s": 300}, r"^signal_s=300: must be less than time_limit=00:05:00$"),
         ({"launcher": "mpirun"}, r"^launcher=mpirun: did you mean srun\? known: deepspeed, srun, torchrun$"),

@@ -6,7 +6,6 @@ A check returns rows: what is wrong (falsy: nothing), the rule, how severe that 
 import math
 import os
 import re
-import statistics
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -22,7 +21,6 @@ from trilane.forecasting.failures import FailureModel, evaluation_s
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.slurm.script import SCRIPT, directives, nodes_of
 from trilane.slurm.sites import JobRequest, Site, seconds_of
-from trilane.utils.files import json_lines, read_text
 from trilane.workspace.checkpoints import FOLDER, checkpoint_bytes, found_in, latest
 from trilane.workspace.continuation import require_continuable
 from trilane.workspace.prepared_corpora import BUILT_IN, tokens_about, unprepared
@@ -111,15 +109,15 @@ def wheel(case: JobCheck) -> list[Row]:
     if not places:
         return [(True, "wheel", WARNING, "torch was not found from here", "import torch there on a login node")]
     text = places[0].read_text(encoding="utf-8")
-    version, cuda = (re.findall(rf"^{name}\b[^=]*= '([^']+)'", text, re.M) or [""] for name in ("__version__", "cuda"))
-    of_torch, of_cuda = (tuple(int(n) for n in re.findall(r"\d+", number[0])[:2]) for number in (version, cuda))
-    build = f"torch {version[0]} is built for {'CUDA ' + cuda[0] if of_cuda else 'no CUDA'}"
+    version, cuda = ("".join(re.findall(rf"^{name}\b[^=]*= '([^']+)'", text, re.M)) for name in ("__version__", "cuda"))
+    release, built = (tuple(map(int, re.findall(r"\d+", one)[:2])) for one in (version, cuda))
+    build = f"torch {version} is built for {'CUDA ' + cuda if cuda else 'no CUDA'}"
     # from 2.11 on only the CUDA 12.6 builds hold sm_70, and CUDA 13 no longer has it
-    lacks = gpu.compute_capability == (7, 0) and (of_cuda >= (13, 0) or (of_torch >= (2, 11) and of_cuda != (12, 6)))
+    lacks = gpu.compute_capability == (7, 0) and (built >= (13, 0) or (release >= (2, 11) and built != (12, 6)))
     install = "install from https://download.pytorch.org/whl/cu126 (environment.yml, the V100 variant)"
     return [
-        (not of_cuda, "wheel", REFUSAL, f"{build}, the nodes have {gpu.name}", "install the wheel of the card's CUDA"),
-        (of_cuda and lacks, "wheel", REFUSAL, f"{build}: no kernels for {gpu.name} (sm_70)", install),
+        (not cuda, "wheel", REFUSAL, f"{build}, the nodes have {gpu.name}", "install the wheel of the card's CUDA"),
+        (cuda and lacks, "wheel", REFUSAL, f"{build}: no kernels for {gpu.name} (sm_70)", install),
     ]
 
 
@@ -218,64 +216,60 @@ def available(place: Path) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Seconds of a run's iteration, save and evaluation, measured in its folder before or predicted; and of all."""
+    """Predicted seconds of a run's iteration, save and evaluation, and of all its iterations with their evaluations."""
 
     iteration_s: float
     save_s: float
     evaluation_s: float
-    is_measured: bool
     needed_s: float
 
 
 def pace(case: JobCheck) -> Pace:
-    """The pace of the run: the median of its last iterations and the slowest of its last saves, else as predicted.
-
-    A save is predicted by the forecast's bandwidth (data/risks.json: 1 GB/s a node, assumed), an evaluation as
-    forward passes. Left out: that a later part of a batch ramp-up is slower.
-    """
-    plan, run, last = case.plan, case.plan.run, 1 << 24  # bytes: the files may have gigabytes
-    steps = [step.get("sec_per_it") for step in json_lines(read_text(case.folder / "steps.jsonl", last))]
-    seconds = statistics.median([s for s in steps if isinstance(s, float) and 0 < s < math.inf] or [0.0])
-    # as the engine prints it: "saved checkpoints/iter_0000010 (12.3 MB in 0.42 s, ..."
-    form = r"saved checkpoints/iter_\d+ \([\d.]+ MB in ([\d.]+) s"
-    saves = [float(s) for s in re.findall(form, read_text(case.folder / "run.log", last))]
-    iteration_s, count = seconds or case.prediction.sec_per_it, run.goal - run.start_iteration
-    evaluation = evaluation_s(plan.topology, run.eval_iters, iteration_s)
+    """The pace of the run: a save by the forecast's bandwidth (data/risks.json: 1 GB/s a node, assumed), an evaluation
+    as forward passes. Left out: that a later part of a batch ramp-up is slower."""
+    plan, run, iteration_s = case.plan, case.plan.run, case.prediction.sec_per_it
+    count, each = run.goal - run.start_iteration, evaluation_s(plan.topology, run.eval_iters, iteration_s)
     return Pace(
         iteration_s=iteration_s,
-        save_s=max(saves, default=FailureModel().save_s(checkpoint_bytes(plan.shape), case.nodes)),
-        evaluation_s=evaluation,
-        is_measured=seconds > 0 and bool(saves),
-        needed_s=count * iteration_s + (count // run.eval_interval if run.eval_interval else 0) * evaluation,
+        save_s=FailureModel().save_s(checkpoint_bytes(plan.shape), case.nodes),
+        evaluation_s=each,
+        needed_s=count * iteration_s + (count // run.eval_interval if run.eval_interval else 0) * each,
     )
 
 
 def time(case: JobCheck) -> list[Row]:
     """The training ends, or saves a checkpoint, before the job's time limit, and often enough for its failures."""
-    run, at, limit, model = case.plan.run, pace(case), case.limit_s, FailureModel()
+    run, at, limit = case.plan.run, pace(case), case.limit_s
     needs, interval, own = at.needed_s, run.save_interval * at.iteration_s, run.exit_duration_minutes
     is_long, asked = needs > limit, "signal" in case.directives or own > 0
     loses_all = is_long and not asked and not 0 < interval < limit
     count = f"{run.goal - run.start_iteration} iterations{' with their evaluations' * bool(run.eval_interval)}"
     lasts = f"{count} take {needs / 3600:.1f} h, the limit is {limit / 3600:.1f} h"
     late = f"exit_duration_minutes={own:g} is beyond the limit of {limit / 60:.0f} minutes"
-    # Daly's optimum for the failures of so many nodes: an interval T of saves of d seconds costs the share
-    # d / T + T r / 2 at r failures a second; the run itself is the longest interval
-    rate, best = model.stops_per_s(case.nodes), model.checkpoint_interval_s(at.save_s, case.nodes)
-    times = [min(every, needs) for every in (interval or needs, best)]
-    mine, least = (at.save_s / every * (every < needs) + every * rate / 2 for every in times)
-    often = "no checkpoint before the end" if times[0] == needs else f"a checkpoint every {interval / 60:.0f} min"
-    rare = f"{often}: {mine - least:.0%} of the time more than with Daly's {best / 60:.0f} min; {case.nodes} nodes "
-    rare += f"fail every {1 / rate / 3600:.0f} h (forecast's rates), a save takes {at.save_s:.0f} s"
-    oftener = f"save_interval={max(1, round(best / at.iteration_s))}"
     ways = "save_interval, exit_duration_minutes or --signal-s"
     return [
         (0 < limit < own * 60, "time", REFUSAL, late, "end the run some minutes before the limit"),
         (loses_all, "checkpoints", REFUSAL, f"{lasts}, and no checkpoint is saved before", ways),
         (is_long and not loses_all, "time", WARNING, lasts, "submit jobs one after another, as a chain"),
-        # where it costs 1 % of the time more, of a run of more than an hour, which is the most that it can lose
-        (needs > 3600 and mine - least > 0.01, "checkpoints", WARNING, rare, oftener),
     ]
+
+
+def interval(case: JobCheck) -> list[Row]:
+    """Checkpoints are saved about as often as pays: Daly's optimum for the failures of so many nodes.
+
+    An interval T of saves of d seconds costs the share d / T + T r / 2 at r failures a second; the run itself is the
+    longest interval. Named where it costs 1 % of the time more, of a run of more than an hour.
+    """
+    at, model = pace(case), FailureModel()
+    rate, best = model.stops_per_s(case.nodes), model.checkpoint_interval_s(at.save_s, case.nodes)
+    own = case.plan.run.save_interval * at.iteration_s or at.needed_s
+    times = [min(every, at.needed_s) for every in (own, best)]
+    mine, least = (at.save_s / every * (every < at.needed_s) + every * rate / 2 for every in times)
+    often = "no checkpoint before the end" if times[0] == at.needed_s else f"a checkpoint every {own / 60:.0f} min"
+    text = f"{often}: {mine - least:.0%} of the time more than with Daly's {best / 60:.0f} min; {case.nodes} nodes "
+    text += f"fail every {1 / rate / 3600:.0f} h (forecast's rates), a save takes {at.save_s:.0f} s"
+    remedy = f"save_interval={max(1, round(best / at.iteration_s))}"
+    return [(at.needed_s > 3600 and mine - least > 0.01, "checkpoints", WARNING, text, remedy)]
 
 
 def warning(case: JobCheck) -> list[Row]:
@@ -292,12 +286,11 @@ def warning(case: JobCheck) -> list[Row]:
     signal_s = float(signal[1] or shortest) if signal else 0.0
     left, need = max(signal_s, limit - own if own else 0.0), at.iteration_s + at.evaluation_s + at.save_s
     step = f"{need - at.save_s:.0f} s of an iteration{' and an evaluation' * (at.evaluation_s > 0)}"
-    step += f", {at.save_s:.0f} s of a save, {'measured' if at.is_measured else 'predicted'}"
     enough = math.ceil(max(margin * need, shortest) / 30) * 30
     remedy = f"--signal-s {enough}" if left == signal_s else f"at most {(limit - enough) / 60:.0f} minutes"
-    level = REFUSAL if at.is_measured or left < at.iteration_s else WARNING
-    short = f"{left:.0f} s before the limit are less than {need:.0f} s ({step}): nothing is saved"
-    return [(0 < left < need, "signal", level, short, remedy)]
+    text = f"{left:.0f} s before the limit are less than {need:.0f} s ({step}, {at.save_s:.0f} s of a save, predicted)"
+    level = REFUSAL if left < at.iteration_s else WARNING
+    return [(0 < left < need, "signal", level, f"{text}: nothing is saved", remedy)]
 
 
 def purpose(case: JobCheck) -> list[Row]:

@@ -12,7 +12,6 @@ Whatever fails there is one line, and that node imports from the shared environm
 venv, which is that of the interpreter it was made with ; and what a killed job leaves.
 """
 
-import contextlib
 import hashlib
 import os
 import platform
@@ -20,6 +19,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -39,73 +39,59 @@ def freeze(home: Path) -> Path:
     can compare two copies. Raises ValueError where it cannot be read or written, or is being changed.
     """
     require(":" not in str(home), "run folder", home, "must hold no colon, which separates the folders of PYTHONPATH")
-    part = target = home / "code" / f"new-{os.getpid()}"
-    sums = ""
+    code = home / "code"
     try:
-        files = _installed()
-        sums = _sums(files)
-        target = part.with_name(_digits(sums))
-        if not _is_whole(target, sums):
-            for name, path in files.items():
-                (part / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, part / name)
+        code.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="new-", dir=code) as place:
+            part = Path(place) / "copy"
+            for name, root in _roots().items():
+                shutil.copytree(root, part / name, ignore=shutil.ignore_patterns("__pycache__"))
+            sums = _sums({name: part / name for name in _roots()})
             # an update of the installation takes seconds, in which half of it is old
-            is_one = _sums({name: part / name for name in files}) == sums
-            require(is_one, "code", package(), "is being changed; submit when that has ended")
-            (part / "SHA256SUMS").write_text(sums)
-            (part / "REVISION").write_text(f"{revision()}\n")
-            shutil.rmtree(target, ignore_errors=True)
-            part.rename(target)
+            require(sums == _sums(_roots()), "code", package(), "is being changed; submit when that has ended")
+            target = code / _digits(sums)
+            listed = read_text(target / "SHA256SUMS")
+            if listed != sums or _sums({name: target / name for name in _roots()}) != sums:
+                (part / "SHA256SUMS").write_text(sums)
+                (part / "REVISION").write_text(f"{revision()}\n")
+                shutil.rmtree(target, ignore_errors=True)
+                part.rename(target)
     except OSError as error:
-        if not _is_whole(target, sums):  # else another process was first
-            raise ValueError(f"code={home / 'code'}: cannot be written ({error.strerror})") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        raise ValueError(f"code={code}: cannot be written ({error.strerror or error})") from None
     return target
 
 
 def fingerprint() -> str:
     """The hash of the code that is installed now."""
-    return _digits(_sums(_installed()))
+    return _digits(_sums(_roots()))
 
 
-def _installed() -> dict[str, Path]:
-    """The files of the package and of its templates, by their name in a copy."""
-    roots = {"trilane": package(), "share/trilane/slurm_templates": shipped("slurm_templates")}
-    paths = [(name, root, path) for name, root in roots.items() for path in root.rglob("*") if path.is_file()]
-    return {f"{name}/{path.relative_to(root)}": path for name, root, path in paths if "__pycache__" not in path.parts}
+def _roots() -> dict[str, Path]:
+    """The folders of the package and of its templates, by their name in a copy."""
+    return {"trilane": package(), "share/trilane/slurm_templates": shipped("slurm_templates")}
 
 
-def _sums(files: dict[str, Path]) -> str:
-    """The files in the form of sha256sum, which the job checks them with."""
-    return "".join(f"{hashlib.sha256(files[name].read_bytes()).hexdigest()}  {name}\n" for name in sorted(files))
+def _sums(roots: dict[str, Path]) -> str:
+    """The files below folders in the form of sha256sum, which the job checks them with."""
+    paths = [(f"{name}/{path.relative_to(root)}", path) for name, root in roots.items() for path in root.rglob("*")]
+    files = sorted((name, path) for name, path in paths if path.is_file() and "__pycache__" not in path.parts)
+    return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for name, path in files)
 
 
 def _digits(sums: str) -> str:
     return hashlib.sha256(sums.encode()).hexdigest()[:16]
 
 
-def _is_whole(copy: Path, sums: str) -> bool:
-    with contextlib.suppress(OSError):
-        names = [line.partition("  ")[2] for line in sums.splitlines()]
-        return (copy / "SHA256SUMS").read_text() == sums == _sums({name: copy / name for name in names})
-    return False
-
-
 def pack(prefix: Path) -> Path:
     """The archive of the environment `prefix`, made again where packages changed; ValueError where it cannot be."""
     archive, now = prefix / ARCHIVE, state(prefix)
-    if archive.is_file() and read_text(prefix / STATE) == now:
-        return archive
-    part = prefix / f"{ARCHIVE}.{platform.node()}.{os.getpid()}"
-    try:
-        _tar("-cf", str(part), f"--exclude=./{ARCHIVE}*", f"--exclude=./{STATE}", "-C", str(prefix), ".")
-        part.replace(archive)
-        (prefix / STATE).write_text(now, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"stage_env={archive}: cannot be written ({error.strerror})") from None
-    finally:
-        with contextlib.suppress(OSError):
+    if not archive.is_file() or read_text(prefix / STATE) != now:
+        part = prefix / f"{ARCHIVE}.{platform.node()}.{os.getpid()}"
+        try:
+            _tar("-cf", str(part), f"--exclude=./{ARCHIVE}*", f"--exclude=./{STATE}", "-C", str(prefix), ".")
+            part.replace(archive)
+            (prefix / STATE).write_text(now, encoding="utf-8")
+        finally:
             part.unlink(missing_ok=True)
     return archive
 
@@ -124,25 +110,18 @@ def folder_of(base: Path, job: str) -> Path:
 
 
 def unpack(prefix: Path, base: Path, job: str, code: str = "") -> Path:
-    """The copy of the environment and of the code below the node-local `base`; ValueError where it cannot be made."""
-    require(base.is_absolute() and base.is_dir(), "stage_env", base, "is no folder")
-    target, now, archive = folder_of(base, job), state(prefix), prefix / ARCHIVE
+    """The copy of the environment and of the code below the node-local `base`; OSError or ValueError where it cannot be
+    made, and nothing is left of it."""
+    target, now = folder_of(base, job), state(prefix)
     if (target / "use").is_file() and read_text(target / STATE) == now and not target.is_symlink():
         return target
-    require(archive.is_file(), "stage_env", archive, "is missing")
-    # a tenth more than the archive, for blocks that files fill in part
-    need, free = archive.stat().st_size * 1.1, shutil.disk_usage(base).free
-    require(need <= free, "stage_env", base, f"{need / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
-    try:
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(mode=0o700)  # fails where it is another user's
-    except OSError as error:
-        raise ValueError(f"stage_env={target}: {error.strerror}") from None
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(mode=0o700)  # fails where it is another user's
     try:
         _fill(target, prefix, code, now)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, subprocess.TimeoutExpired):
         shutil.rmtree(target, ignore_errors=True)
-        raise ValueError(f"stage_env={base}: {getattr(error, 'strerror', None) or error}") from None
+        raise
     return target
 
 
@@ -177,7 +156,7 @@ def main(argv: list[str]) -> int:
         is_pack = argv == ["pack"]
         made = pack(prefix) if is_pack else unpack(prefix, Path(argv[1]), job, os.environ.get(USED_BY, ""))
     except (ValueError, OSError, subprocess.TimeoutExpired) as error:
-        print(f"trilane: {error}; {platform.node()} imports from {prefix}", flush=True)
+        print(f"trilane: stage_env: {error}; {platform.node()} imports from {prefix}", flush=True)
         return 1
     print(f"trilane: {made} on {platform.node()}, {time.monotonic() - begin:.1f} s", flush=True)
     return 0

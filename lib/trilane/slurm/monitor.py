@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trilane.config.plan import Plan
 from trilane.diagnose.capture import capture
@@ -17,7 +18,7 @@ from trilane.slurm import client, jobs, ledger
 from trilane.slurm.jobs import JobStatus
 from trilane.utils.process import python
 from trilane.utils.tables import short
-from trilane.utils.validation import require, require_known
+from trilane.utils.validation import require
 from trilane.workspace.heartbeat import read_beats
 from trilane.workspace.status import Status
 
@@ -33,67 +34,59 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float, stall_s: floa
     """
     url = os.environ.get(WEBHOOK, "").strip()
     require(not url or url.startswith(("http://", "https://")), WEBHOOK, "(not shown)", "must be an http or https URL")
-    end, watched, is_down = time.monotonic() + seconds, [_Watched(Path(f), stall_s) for f in folders], False
+    end, is_down = time.monotonic() + seconds, False
+    before = dict[Path, JobStatus]()
+    events = {folder: len(ledger.events(folder)) for folder in folders}
+    stalled = dict[Path, tuple[str, int]]()
     while True:
         try:
             client.require_answer()
-            found = jobs.job_status([one.folder for one in watched])
+            found = dict(zip(folders, jobs.job_status(folders), strict=True))
         except client.SlurmError as error:
             yield from [f"SLURM does not answer, asked again every {every_s:g} s: {error}"] if not is_down else []
             is_down = True
         else:
             yield from ["SLURM answers again"] if is_down else []
             is_down = False
-            for one, job in zip(watched, found, strict=True):
-                for kind, text in one.news(job):
+            for folder, job in found.items():
+                new = ledger.events(folder)[events[folder] :]
+                events[folder] += len(new)
+                for kind, text in _news(folder, job, before.get(folder), new, stall_s):
+                    if kind == "stalled" and stalled.get(folder) == (job.id, job.iteration):
+                        continue
+                    if kind == "stalled":
+                        stalled[folder] = (job.id, job.iteration)
                     yield text
                     yield from [problem] if kind and url and (problem := post(url, kind, job, text)) else []
-            if not any(job.status.is_active for job in found):
+            before = found
+            if not any(job.status.is_active for job in found.values()):
                 return
         if time.monotonic() + every_s > end:
             return
         time.sleep(every_s)
 
 
-class _Watched:
-    """A run that is watched: what was reported of it."""
-
-    def __init__(self, folder: Path, stall_s: float) -> None:
-        self.folder, self._stall_s = folder, stall_s
-        self._before: JobStatus | None = None
-        self._events = len(ledger.events(folder))
-        self._reported = set[tuple[str, int]]()
-
-    def news(self, job: JobStatus) -> Iterator[tuple[str, str]]:
-        """What is new since the last call: its kind, "" where nobody need be alerted, and a line."""
-        old, self._before = self._before, job
-        events = ledger.events(self.folder)
-        new, self._events = events[self._events :], len(events)
-        for event in new:
-            if event["event"] == "replaced":
-                nodes = ", ".join(event["nodes"])
-                yield "replaced", f"{job.run}: REPLACED: job {event['id']} lost {nodes}, and goes on with a spare node"
-            if event["event"] == "started" and event.get("restarts"):
-                where = f"goes on from iteration {event['iteration']} on {event['nodes']}"
-                yield "requeued", f"{job.run}: REQUEUED: job {event['id']} was put back into the queue, and {where}"
-        if old is None or (old.id, old.state, old.status) != (job.id, job.state, job.status):
-            kind = "died" if job.has_failed else "finished" if job.status is Status.COMPLETED else ""
-            word, where = "DIED: " if job.has_failed else "", job.reason or job.nodes
-            yield kind, f"{job.run}: job {job.id} {job.state} {where}: {word}{job.status} {job.evidence}".rstrip()
-        elif old.iteration != job.iteration:
-            yield "", f"{job.run}: iteration {job.iteration} of {job.iterations}"
-        key = (job.id, job.iteration)
-        if job.state == "RUNNING" and key not in self._reported and (text := self._stall()):
-            self._reported.add(key)
-            yield "stalled", f"{job.run}: STALLED: {text}"
-
-    def _stall(self) -> str:
-        """How long a running job has made no progress, "" where that is not too long."""
-        steps = self.folder / "steps.jsonl"
-        ages = [time.time() - steps.stat().st_mtime] if steps.exists() else []
-        idle_s = min([*ages, *(ledger.age_s(event) for event in ledger.events(self.folder)[-1:])], default=0.0)
-        last = f"the log's last line: {jobs.last_line(self.folder) or '(nothing)'}"
-        return f"no iteration for {idle_s:.0f} s; {last}" if idle_s > self._stall_s else ""
+def _news(
+    folder: Path, job: JobStatus, old: JobStatus | None, events: Sequence[Mapping[str, Any]], stall_s: float
+) -> Iterator[tuple[str, str]]:
+    """What is new: its kind, "" where nobody need be alerted, and a line."""
+    for event in events:
+        if event["event"] == "replaced" or event.get("restarts"):
+            kind = "requeued" if event.get("restarts") else "replaced"
+            nodes = event["nodes"] if event.get("restarts") else "lost " + ", ".join(event["nodes"])
+            yield kind, f"{job.run}: {kind.upper()}: job {event['id']}, {nodes}, from iteration {event['iteration']}"
+    if old is None or (old.id, old.state, old.status) != (job.id, job.state, job.status):
+        kind = "died" if job.has_failed else "finished" if job.status is Status.COMPLETED else ""
+        word, where = "DIED: " if job.has_failed else "", job.reason or job.nodes
+        yield kind, f"{job.run}: job {job.id} {job.state} {where}: {word}{job.status} {job.evidence}".rstrip()
+    elif old.iteration != job.iteration:
+        yield "", f"{job.run}: iteration {job.iteration} of {job.iterations}"
+    steps, last = folder / "steps.jsonl", ledger.events(folder)[-1:]
+    ages = [time.time() - steps.stat().st_mtime] if steps.exists() else []
+    idle_s = min([*ages, *map(ledger.age_s, last)], default=0.0)
+    if job.state == "RUNNING" and idle_s > stall_s:
+        line = f"the log's last line: {jobs.last_line(folder) or '(nothing)'}"
+        yield "stalled", f"{job.run}: STALLED: no iteration for {idle_s:.0f} s; {line}"
 
 
 def post(url: str, kind: str, job: JobStatus, text: str, within_s: float = 8.0) -> str:
@@ -128,32 +121,25 @@ done
 }
 
 
+def look(job: str, what: str, plan: Plan) -> str:
+    """What a step of a running job prints: the `memory` of every GPU, the `processes` of its ranks; or its nodes as a
+    hostfile of DeepSpeed and pdsh. ValueError where the job is not running."""
+    client.require_answer()
+    state = client.states([job])[job]
+    is_going = state.state in ("RUNNING", "COMPLETING")
+    require(is_going, "job", job, f"is {state.state}; a step can only be attached to a running job")
+    hosts = client.hostnames(state.nodes)
+    if what != "hostfile":
+        return client.call(srun_command(client.raw_id(job), len(hosts), ["bash", "-c", WHAT[what]]))
+    slots = min(plan.topology.gpus, plan.cluster.gpus_per_node)
+    return "".join(f"{host} slots={slots}\n" for host in hosts)
+
+
 def srun_command(job: str, nodes: int, words: Sequence[str]) -> list[str]:
     """A further step of a running job: one task per node, without a GPU, within the job's share."""
     require(client.JOB_ID.fullmatch(job) is not None, "job", job, "must be a job's number")
     head = ["srun", f"--jobid={job}", "--overlap", "--mem=0", "--gres=gpu:0", "--cpus-per-task=1"]
     return [*head, f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", *words]
-
-
-def attach(job: str, what: str) -> list[str]:
-    """The srun command that shows the `memory` of every GPU of a running job, or the `processes` of its ranks.
-
-    Raises ValueError where the job is not running.
-    """
-    require_known("what", what, WHAT)
-    state = client.states([job])[job]
-    is_going = state.state in ("RUNNING", "COMPLETING")
-    require(is_going, "job", job, f"is {state.state}; a step can only be attached to a running job")
-    return srun_command(client.raw_id(job), len(client.hostnames(state.nodes)), ["bash", "-c", WHAT[what]])
-
-
-def look(job: str, what: str, plan: Plan) -> str:
-    """What `attach` prints of a running job, or its nodes as a hostfile of DeepSpeed and pdsh."""
-    client.require_answer()
-    if what != "hostfile":
-        return client.call(attach(job, what))
-    slots = min(plan.topology.gpus, plan.cluster.gpus_per_node)
-    return "".join(f"{host} slots={slots}\n" for host in client.hostnames(client.states([job])[job].nodes))
 
 
 def _step(folder: Path, plan: Plan, job: str, stacks: Path) -> tuple[list[str], list[str]]:

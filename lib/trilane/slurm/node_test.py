@@ -21,11 +21,6 @@ from typing import Any, TypeVar
 
 from trilane.utils.process import python
 
-# What is slow, as a share of the median, by a word in the rate's name. GPUs of one kind in one cluster differ by 8 % on
-# average and up to 22 %, and outliers are 1.5 times slower: Sinha et al. 2022, arXiv:2208.11035. A network is shared
-# with other jobs, all pairs measure at once, and a small message may cross more switches: half, and a quarter.
-LEAST = {"matmul": 0.75, "memory": 0.75, "PCIe": 0.75, "within": 0.75, "B/s": 0.5, "1/s": 0.25}
-
 Group = tuple[str, ...]
 K = TypeVar("K")
 
@@ -102,7 +97,11 @@ def _slow(every: Mapping[K, Mapping[str, float]], is_cpu: bool) -> dict[K, tuple
 
 
 def _least(rate: str, is_cpu: bool) -> float:
-    share = next((share for word, share in LEAST.items() if word in rate), 0.0)
+    # What is slow, as a share of the median. GPUs of one kind in one cluster differ by 8 % on average and up to 22 %,
+    # and outliers are 1.5 times slower: Sinha et al. 2022, arXiv:2208.11035. A network is shared with other jobs, all
+    # pairs measure at once, and a small message may cross more switches: half, and a quarter.
+    least = {"matmul": 0.75, "memory": 0.75, "PCIe": 0.75, "within": 0.75, "B/s": 0.5, "1/s": 0.25}
+    share = next((share for word, share in least.items() if word in rate), 0.0)
     return share / 2 if is_cpu else share  # a core is shared with whatever else the node does
 
 

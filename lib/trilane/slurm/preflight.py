@@ -26,8 +26,6 @@ NAMES = (
     *("port", "internet", "container", "bash", "sbatch", "data", "corpus", "shared", "tokens"),
     *("epochs", "disk", "inodes", "run folder", "checkpoint", "gbs", "ramp", "tp x pp x dp", "pp"),
 )
-# what is read off the machine on which the check runs, which must then be the cluster's
-OF_MACHINE = ("sbatch", "wheel", "data", "corpus", "container", "shared", "disk", "inodes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +124,12 @@ def _findings(check: Callable[[JobCheck], list[Row]], case: JobCheck) -> Iterato
 
 def _off_cluster(found: Collection[JobFinding]) -> list[JobFinding]:
     """The findings, those about a machine that is not the cluster in one: it says nothing about the cluster's."""
-    about = ", ".join(dict.fromkeys(f.rule for f in found if f.rule in OF_MACHINE[1:]))
+    local = ("wheel", "data", "corpus", "container", "shared", "disk", "inodes")
+    about = ", ".join(dict.fromkeys(f.rule for f in found if f.rule in local))
     message = "this machine is not the cluster (sbatch is not installed, or not configured): SLURM was not asked"
     message += f"; what this machine lacks ({about}) the cluster may have" if about else ""
     one = JobFinding(level=WARNING, rule="sbatch", message=message, remedy="run the check on a login node")
-    return [*(f for f in found if f.rule not in OF_MACHINE), one]
+    return [*(f for f in found if f.rule not in (*local, "sbatch")), one]
 
 
 def of_error(error: ValueError) -> JobFinding:
@@ -156,58 +155,50 @@ def _starts_ranks(case: JobCheck) -> bool:
 
 
 def resources(case: JobCheck) -> list[Row]:
-    """Nodes, tasks, processes and GPUs of the script are those of the plan, and it asks for what it needs: otherwise
-    sbatch gives one node, a core, no GPU, or nodes of another kind."""
-    asked, used, site, is_cuda = case.directives, case.gpus_per_node, case.site, case.cluster.gpu.kind == "cuda"
-    tasks, nodes = used if _starts_ranks(case) else 1, case.nodes + case.spares
-    wanted = {"nodes": str(nodes), "ntasks-per-node": str(tasks), "ntasks": str(nodes * tasks)}
-    wanted |= {"gres": f"gpu:{used}", "gpus-per-node": str(used)} if is_cuda else {}
-    need = f"the plan's {case.plan.topology.gpus} GPUs need"
-    wrong = [
-        f"--{name}={asked[name]}: {need} {value}"
-        for name, value in wanted.items()
-        if name in asked and not _same(name, asked[name], value)
+    """The script, which may have been written earlier or edited, asks for what the plan needs and for the options that
+    are given now: what it lacks, sbatch would choose. And what spares cost."""
+    asked, used, k, given, rows = case.directives, case.gpus_per_node, case.spares, case.request.given(), list[Row]()
+    gpus, tasks = case.plan.topology.gpus, used if _starts_ranks(case) else 1
+    nodes = case.nodes + (case.request.spares if "spares" in given else k)
+    # options of which one must be there, its value ("": any), and whether it is needed
+    wanted = [
+        (("nodes",), str(nodes), nodes > 1),
+        (("ntasks-per-node", "ntasks"), str(tasks), tasks > 1),
+        (("gres", "gpus-per-node"), f"gpu:{used}", case.cluster.gpu.kind == "cuda"),
+        (("cpus-per-task", "cpus-per-gpu", "exclusive"), "", True),
+        (("constraint", "partition", "nodelist"), "", bool(case.site.nodes_wanted)),
     ]
+    options = ("account", "qos", "partition", "constraint", "reservation", "exclude", "time_limit", "mail")
+    names = {"time_limit": "time", "mail": "mail-user"}
+    wanted += [((names.get(o, o),), str(getattr(case.request, o)), True) for o in options if o in given]
+    for own, value, is_needed in [] if case.site.is_local else wanted:
+        has = {name: asked[name] for name in own if name in asked}
+        differs = bool(value) and not all(_same(name, text, value, nodes) for name, text in has.items())
+        needed, shown = f"--{own[0]}={value or '...'}", ", ".join(f"--{name}={text}" for name, text in has.items())
+        text = f"{needed} is needed (for {gpus} GPUs and the options given), {case.name} has {shown or 'none'}"
+        rows.append((differs if has else is_needed, "script", REFUSAL, text, rewrite_remedy(case)))
     started = re.search(r"--nproc-per-node=(\d+)", case.script)
     processes = int(started[1]) if started else used
-    wrong += [f"{processes} processes per node: {need} {used}"] * (processes != used)
-    # what is missing where the script has none of these options
-    needs = {
-        f"--gres=gpu:{used}": (("gres", "gpus-per-node", "gpus", "gpus-per-task"), is_cuda),
-        f"--nodes={nodes}": (("nodes",), nodes > 1),
-        f"--ntasks-per-node={tasks}": (("ntasks", "ntasks-per-node"), tasks > 1),
-        f"--constraint={site.nodes_wanted}": (("constraint", "partition", "nodelist"), bool(site.nodes_wanted)),
-        "--cpus-per-task": (("cpus-per-task", "cpus-per-gpu", "exclusive"), True),
-    }
-    for option, (names, is_needed) in needs.items():
-        if is_needed and not site.is_local and not asked.keys() & set(names):
-            wrong.append(f"{option} is missing: sbatch would choose")
-    return [(True, "script", REFUSAL, text, rewrite_remedy(case)) for text in wrong]
+    text = f"{processes} processes per node: the plan's {gpus} GPUs need {used}"
+    rows.append((processes != used, "script", REFUSAL, text, rewrite_remedy(case)))
+    hours = used * case.limit_s / 3600
+    share = (
+        f"{k} of {case.nodes + k} nodes stand by: {k * hours:,.0f} of the {(case.nodes + k) * hours:,.0f} GPU-hours "
+    )
+    share += "of this job are for them"
+    worth = "worth it where a place in the queue costs more: a node's failure then costs no requeue"
+    return [*rows, (k, "spares", WARNING, share, worth)]
 
 
-def _same(name: str, current: str, value: str) -> bool:
-    """Whether two values of a directive mean the same."""
+def _same(name: str, current: str, value: str, nodes: int) -> bool:
+    """Whether an option of the script means that value."""
     if name == "time" and current:
         return seconds_of(current) == seconds_of(value)
     if name in ("gres", "gpus-per-node"):
-        head = "" if name == "gres" else "gpu:"
-        return gres_gpus(head + current) == gres_gpus(head + value)
+        return gres_gpus(current if name == "gres" else f"gpu:{current}") == gres_gpus(value)
+    if name == "ntasks":
+        return current == str(nodes * int(value))
     return current in (value, f"{value}-{value}" if name == "nodes" else value)
-
-
-def requested(case: JobCheck) -> list[Row]:
-    """The options requested now are those of the script, which may have been written earlier; what spares cost."""
-    k, n, used, hours, rows = case.spares, case.nodes, case.gpus_per_node, case.limit_s / 3600, list[Row]()
-    names = {name: name for name in ("account", "qos", "partition", "constraint", "reservation", "exclude", "spares")}
-    for option, name in (names | {"time_limit": "time", "mail": "mail-user"}).items():
-        value = str(getattr(case.request, option))
-        current = str(k or "") if name == "spares" else case.directives.get(name, "")
-        is_other = option in case.request.given() and not _same(name, current, value)
-        text = f"--{name} {value} is requested, {case.name} has {current or 'none'}"
-        rows.append((is_other, "script", REFUSAL, text, rewrite_remedy(case)))
-    share = f"{k} of {n + k} nodes stand by: {k * used * hours:,.0f} of the {(n + k) * used * hours:,.0f} GPU-hours"
-    worth = "worth it where a place in the queue costs more: a node's failure then costs no requeue"
-    return [*rows, (k, "spares", WARNING, f"{share} of this job are for them", worth)]
 
 
 def rewrite_remedy(case: JobCheck) -> str:
@@ -277,5 +268,5 @@ def accepted(case: JobCheck) -> list[Row]:
 
 CHECKS = (
     *(checks.nodes, checks.wheel, checks.limits, checks.memory, checks.data, checks.storage, checks.time),
-    *(checks.warning, checks.purpose, resources, requested, traps, internet, accepted),
+    *(checks.interval, checks.warning, checks.purpose, resources, traps, internet, accepted),
 )

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -35,29 +36,27 @@ def render(name: str, plan: Plan, site: Site, request: JobRequest, *, array: str
     itself, a partition that the site does not have, and GPUs that do not fill their nodes.
     """
     require_known("template", name, NAMES)
-    environment = _environment()
-    wanted = _blanks(environment, f"{name}.sbatch")
-    values = blanks(name, plan, site, request, array)
+    text, wanted = _filled(name, blanks(name, plan, site, request, array))
     # a template may ignore those that concern the environment, the time or one kind of job
     ignored = {"signal_s", "requeue", "launcher", "launch_blocking", "nccl_debug", "parallel", "preflight"}
     for option in {*request.given()} - ignored - {"environment", "time_limit"}:
         require(option in wanted, option, getattr(request, option), f"template {name} does not use it")
-    text = environment.get_template(f"{name}.sbatch").render({blank: values[blank] for blank in wanted})
-    _require_once(text, site)
+    if site.sbatch or site.srun or site.env:
+        own, _ = _filled(name, blanks(name, plan, replace(site, sbatch={}, srun=(), env={}), request, array))
+        _require_once(own, site)
     return text
 
 
-def _require_once(text: str, site: Site) -> None:
-    """ValueError where the site sets an option or a variable that the script sets, too: the last would count."""
-    given = re.findall(r"^#SBATCH --([a-z-]+)", text, re.M)
-    for name in site.sbatch:
-        # SLURM lets an option be abbreviated
-        others = [one for one in given if one.startswith(name) and one != name] + [name] * (given.count(name) - 1)
-        rule = f"the script sets --{', --'.join(others)} itself; use the site's or the job's own field"
-        require(not others, "site.sbatch", f"--{name}", rule)
+def _require_once(own: str, site: Site) -> None:
+    """ValueError where the site sets what the script itself sets: the last would count."""
+    # SLURM lets an option be abbreviated; its own binding a site may replace
+    options, variables = re.findall(r"--(?!cpu-bind)([a-z][a-z-]+)", own), re.findall(r"\b([A-Z_]+)=", own)
+    for field, word in [("sbatch", f"--{name}") for name in site.sbatch] + [("srun", word) for word in site.srun]:
+        known = [one for one in options if one.startswith(word[2:].partition("=")[0])]
+        rule = f"the script sets --{known[0] if known else ''} itself; use the site's or the job's own field"
+        require(not known, f"site.{field}", word, rule)
     for name in site.env:
-        count = len(re.findall(rf"^[^#\n]*?\b{name}=", text, re.M))
-        require(count <= 1, "site.env", name, "is set by the script itself")
+        require(name not in variables, "site.env", name, "is set by the script itself")
 
 
 def files(plan: Plan, site: Site, request: JobRequest, beside: Mapping[str, Any] | None = None) -> dict[str, str]:
@@ -190,9 +189,10 @@ def as_html(texts: Mapping[str, str]) -> Html:
     return Html.joined("", [Html.of(template, name, text) for name, text in texts.items()])
 
 
-def _environment() -> jinja2.Environment:
+def _filled(name: str, values: Mapping[str, Any]) -> tuple[str, set[str]]:
+    """The template with these values, and the names that it, or a part that it includes, uses."""
     # {# would open a Jinja comment and swallow bash's ${#array[@]}
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(shipped("slurm_templates")),
         undefined=jinja2.StrictUndefined,
         comment_start_string="<#",
@@ -201,14 +201,12 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-
-
-def _blanks(environment: jinja2.Environment, name: str) -> set[str]:
-    """The blanks of a template and of the parts that it includes."""
-    assert environment.loader is not None
-    parsed = environment.parse(environment.loader.get_source(environment, name)[0])
-    parts = (_blanks(environment, str(part)) for part in jinja2.meta.find_referenced_templates(parsed))
-    return set(jinja2.meta.find_undeclared_variables(parsed)).union(*parts)
+    used, parts = set[str](), [f"{name}.sbatch"]
+    for part in parts:
+        parsed = environment.parse((shipped("slurm_templates") / part).read_text(encoding="utf-8"))
+        used |= jinja2.meta.find_undeclared_variables(parsed)
+        parts += map(str, jinja2.meta.find_referenced_templates(parsed))
+    return environment.get_template(parts[0]).render({blank: values[blank] for blank in used}), used
 
 
 def directives(script: str) -> dict[str, str]:

@@ -40,7 +40,6 @@ FORMS = {
         r"[\w.,:;@+=/()][\w .,:;@+=/()-]{0,199}",
         "must be at most 200 letters, digits, blanks and _ . , : ; @ + = / ( ) -",
     ),
-    "duration": (r"(\d{1,5}-)?\d{1,6}:[0-5]\d:[0-5]\d", "must be [DAYS-]HH:MM:SS, such as 20:00:00"),
     "image": (
         r"/.*|(?=.*[/#])[A-Za-z0-9][A-Za-z0-9._/:@#+-]{0,199}",
         "must be an absolute path, or an image's address such as docker://nvcr.io/nvidia/pytorch:25.01-py3",
@@ -128,10 +127,16 @@ class Site:
         if self.default_qos:
             require_known("site.default_qos", self.default_qos, [q.name for q in self.qos])
         self._require_words()
-        self._require_container()
+        kind, image = self.container, self.container_image
+        require(not kind or bool(image), "site.container", kind, "needs container_image")
+        for name, value in {"container_image": image, "container_mounts": ", ".join(self.container_mounts)}.items():
+            rule = "needs container, one of pyxis, apptainer, singularity"
+            require(bool(kind) or not value, f"site.{name}", value, rule)
+        is_one = not (self.stage_env and image)
+        require(is_one, "site.stage_env", self.stage_env, "contradicts container_image: it is one file")
 
     def _require_words(self) -> None:
-        """ValueError for variables, shell lines and options that are none; the script's own ones it names itself."""
+        """ValueError for variables, shell lines and options that are none."""
         # bash's own, which end the script; a line of setup may extend the paths
         own = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "IFS", "UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS")
         rule = "is set by the script, by bash or by SLURM; extend a path in a line of setup, and keep secrets out"
@@ -148,26 +153,6 @@ class Site:
             require_form("sbatch option", "site.sbatch", name)
             if value:
                 require_form("word", f"site.sbatch.{name}", value)
-        # they would lead the log elsewhere, or start other processes than the script says; SLURM abbreviates
-        own_srun = "kill-on-bad-exit wait nodes nodelist ntasks ntasks-per-node output error input export chdir pty"
-        for word in self.srun:
-            known = [
-                one for one in f"{own_srun} jobid multi-prog".split() if one.startswith(word[2:].partition("=")[0])
-            ]
-            require(not known, "site.srun", word, f"the script sets --{' or --'.join(known)} itself")
-
-    def _require_container(self) -> None:
-        kind, image = self.container, self.container_image
-        require(not kind or bool(image), "site.container", kind, "needs container_image")
-        for name, value in {"container_image": image, "container_mounts": ", ".join(self.container_mounts)}.items():
-            rule = "needs container, one of pyxis, apptainer, singularity"
-            require(bool(kind) or not value, f"site.{name}", value, rule)
-        # pyxis has further options, such as --container-writable
-        own = r"--container-(image|mounts|workdir)" if kind == "pyxis" else r"--container"
-        given = [word for word in self.srun if re.match(own, word)] if kind else []
-        require(not given, "site.srun", ", ".join(given), f"contradicts site.container={kind}")
-        is_one = not (self.stage_env and image)
-        require(is_one, "site.stage_env", self.stage_env, "contradicts container_image: it is one file")
 
     @property
     def nodes_wanted(self) -> str:
@@ -233,7 +218,7 @@ class JobRequest:
     """
 
     account: str = option("", "whose hours a job uses, such as xyz@a100", form="word")
-    time_limit: str = option("02:00:00", "of a job, [DAYS-]HH:MM:SS", form="duration")
+    time_limit: str = option("02:00:00", "of a job, in a form of sbatch: [DAYS-]HH:MM:SS")
     qos: str = option("", "quality of service", form="word")
     partition: str = option("", "instead of the site's", form="word")
     constraint: str = option("", "features of the nodes, instead of the site's", form="constraint")
