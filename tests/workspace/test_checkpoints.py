@@ -154,10 +154,7 @@ def test_a_damaged_pointer_is_replaced_by_the_newest_complete_checkpoint(damage:
     assert checkpoints.latest(tmp_path / "none") is None
 
 
-def test_the_checksum_of_a_file_is_that_of_its_bytes_as_they_come(tmp_path: Path) -> None:
+def test_the_checksum_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
     """zlib's documentation: crc32 of "123456789" is 0xcbf43926, the check value of CRC-32."""
-    came = checkpoints.Checksum()
-    for part in (b"1234", b"", b"56789"):
-        came.update(part)
     (tmp_path / "a").write_bytes(b"123456789")
-    assert came.text() == checkpoints.digest(tmp_path / "a") == "crc32:cbf43926"
+    assert checkpoints.digest(tmp_path / "a") == "crc32:cbf43926"

@@ -119,7 +119,8 @@ def bisect(
     for name in names:
         require_known("axis", name, bisection.AXES)
     if dry_run:
-        return Answer.lines("tried", bisection.tried(read, names))
+        text = "\n".join(f"{name}: {bisection.values(read, name)}" for name in names)
+        return Answer.lines("tried", text)
     folder = out or plan.with_name(f"{plan.stem}-bisect")
     require(not folder.exists(), "out", folder, "exists; name another")
     report = bisection.bisect(read, names, bisection.local_runner(folder, timeout))

@@ -21,7 +21,6 @@ from trilane.launch.outcome import failed_ranks, judge
 from trilane.launch.watchdog import Hang, HangMonitor
 from trilane.utils.process import announced, held_port, python
 from trilane.utils.validation import read_json, require
-from trilane.workspace.checkpoints import found_in, iteration_of
 from trilane.workspace.continuation import require_continuable
 from trilane.workspace.run_folder import reopen
 from trilane.workspace.status import RunStatus, Status, write_status
@@ -59,17 +58,17 @@ def train_local(
 
 def _run(folder: Path, plan: Plan, port: int, show_progress: bool, begin: float, timeout_s: float) -> RunStatus:
     """Prepare the data and train; how it ended. Ctrl-C is recorded, and raised."""
+    start, deadline = {"TRILANE_START": secrets.token_hex(8)}, begin + timeout_s
     try:
         prepare_data(folder / "plan.json")
-        start = {"TRILANE_START": secrets.token_hex(8)}
         monitor = HangMonitor(folder, plan, start)
         with contextlib.closing(monitor), torchrun(folder, plan, port, start) as child:
-            with forwarding_signals(child):
-                try:
-                    code = follow(child, folder, plan, show_progress, begin + timeout_s, monitor.check)
-                except KeyboardInterrupt:  # recorded now, too: a notebook's kernel may be killed while the workers end
-                    _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
-                    raise
+            try:
+                with forwarding_signals(child):
+                    code = follow(child, folder, plan, show_progress, deadline, monitor.check)
+            except KeyboardInterrupt:  # recorded now, too: a notebook's kernel may be killed while the workers end
+                _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
+                raise
             return monitor.corrected(judge(folder, code, _since(begin), monitor.iteration), {*failed_ranks(folder)})
     except KeyboardInterrupt:
         _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
@@ -100,12 +99,6 @@ def _require_ready(folder: Path, plan: Plan, resume: bool) -> None:
     for name in () if resume else ("run.log", "steps.jsonl", "status.json"):
         rule = f"holds a run already ({name}); resume it, or use a new folder"
         require(not (folder / name).exists(), "run folder", folder, rule)
-    saved = found_in(folder) or (found_in(Path(plan.run.load)) if plan.run.load else [])
-    if plan.run.profile_window and saved:
-        # a job that the scheduler starts again is not refused: the engine reports that nothing is profiled
-        done = iteration_of(saved[-1])
-        rule = f"the run starts after iteration {done} of {saved[-1]}, and never reaches these"
-        require(plan.run.profile_window.last > done, "profile", plan.run.profile, rule)
 
 
 def environment(processes: int) -> dict[str, str]:

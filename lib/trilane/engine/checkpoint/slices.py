@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from trilane.engine.model.parameters import Box
 from trilane.utils.validation import require
-from trilane.workspace.checkpoints import Checksum
+from trilane.workspace.checkpoints import checksum
 
 
 class SliceFile:
@@ -29,7 +30,7 @@ class SliceFile:
 
     def __init__(self, path: Path, entries: Iterable[tuple[str, tuple[int, ...]]]) -> None:
         header, self.at = _header(list(entries))
-        self.size, self.error, self._checksum = 0, "", Checksum()
+        self.size, self.error, self._crc = 0, "", 0
         try:
             self._file = path.open("xb", buffering=0)
         except OSError as error:
@@ -50,13 +51,13 @@ class SliceFile:
         # not opened, or its last bytes not written: `error` holds it
         with contextlib.suppress(OSError, AttributeError):
             self._file.close()
-        return [self.size, self._checksum.text()]
+        return [self.size, checksum(self._crc)]
 
     def _write(self, data: memoryview) -> None:
         try:
             while len(data) and not self.error:
                 done = self._file.write(data[: 1 << 22])  # what is summed up next is still in the processor's cache
-                self._checksum.update(data[:done])
+                self._crc = zlib.crc32(data[:done], self._crc)
                 data, self.size = data[done:], self.size + done
         except OSError as error:
             self.error = error_text(error)
