@@ -23,6 +23,6 @@ def test_every_rank_writes_its_fingerprint_when_it_saves_and_when_it_has_loaded(
     for _ in range(2):
         fork(2, folder)
     loads = sorted((folder / "fingerprints").iterdir())
-    assert [path.name for path in loads] == ["load_0000002", "load_0000002.2"]
+    assert [path.name for path in loads] == ["load_0000002.1", "load_0000002.2"]
     loaded = json.loads((loads[0] / "fingerprint_00001.json").read_text())
     assert (loaded["dp"], loaded["iteration"], loaded["scalars"]["step"]) == (1, 2, 2.0)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from support import small_cluster, small_plan
 
-from trilane.cli.app import main
 from trilane.config.plan import Plan
 from trilane.launch.bisection import bisect, changed, local_runner, values
 
@@ -37,6 +36,7 @@ def test_every_axis_has_its_own_boundary_and_a_cure_by_blocking_is_reported() ->
 
 def test_only_valid_plans_are_tried_and_replicas_keep_their_share_of_the_batch() -> None:
     pipeline = small_plan(pp=2, gbs=8)
+    assert values(PLAN, "dp") == [1, 2, 3, 4] and values(PLAN, "blocking") == [1, 0]
     assert values(replace(pipeline, shape=replace(pipeline.shape, num_layers=6)), "layers") == [2, 4, 6]
     assert changed(PLAN, "dp", 3).topology.gbs == 48
 
@@ -45,17 +45,6 @@ def test_only_valid_plans_are_tried_and_replicas_keep_their_share_of_the_batch()
 def test_a_plan_that_does_not_hang_is_refused(status: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         bisect(PLAN, ("layers",), lambda plan, blocking: status)
-
-
-def test_the_command_prints_what_it_would_try(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import json
-
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(small_plan(dp=2, gbs=8).to_json()))
-    assert main(["debug", "bisect", str(path), "--dry-run"]) == 0
-    assert "dp: [1, 2]" in capsys.readouterr().out
-    assert main(["debug", "bisect", str(path), "--axes", "layer"]) == 2
-    assert "did you mean layers?" in capsys.readouterr().err
 
 
 @pytest.mark.slow

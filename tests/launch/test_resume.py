@@ -68,7 +68,7 @@ def test_a_run_saves_when_asked_stops_when_told_and_goes_on_in_the_same_folder(f
     assert [s["iteration"] for s in steps(folder)] == list(range(1, trained(folder) + 1))
     log = (folder / "run.log").read_text()
     assert f"resumes after iteration {last} of" in log and status.evidence in log
-    assert (folder / "earlier/status.json.1").exists()
+    assert (folder / "attempts/1/status.json").exists()
     assert list(read_run_folder(folder).iterations["iteration"]) == list(range(1, trained(folder) + 1))
     with pytest.raises(ValueError, match="holds the file `stop`"):
         train_local(folder, resume=True)

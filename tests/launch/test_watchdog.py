@@ -19,10 +19,9 @@ from support import small_plan, wait_until
 from trilane.diagnose import capture
 from trilane.diagnose.evidence import read_folder
 from trilane.diagnose.hang import diagnose_hang
-from trilane.slurm.monitor import srun_command
 from trilane.workspace import flight_recorder
 from trilane.workspace.heartbeat import Heartbeat, NodeReport, create_record, encode, own_beats, place, start_id
-from trilane.workspace.run_folder import reopen
+from trilane.workspace.run_folder import put_aside
 from trilane.workspace.status import read_status
 
 
@@ -110,16 +109,8 @@ def test_a_pipe_that_nobody_reads_is_taken_away_and_waited_for_by_nobody(tmp_pat
     os.mkfifo(tmp_path / "ranks/nccl_pipe_rank_1.pipe")
     assert flight_recorder.ask(tmp_path / "ranks", [0, 1]) == {}
     (tmp_path / "ranks/0.log").write_text("said")
-    reopen(tmp_path)
-    assert [path.name for path in tmp_path.rglob("*") if not path.is_dir()] == ["0.log.1"]
-
-
-def test_the_second_step_takes_no_gpu_and_overlaps() -> None:
-    said = " ".join(srun_command("2180718", 40, ["true"]))
-    beside = "--overlap --mem=0 --gres=gpu:0 --cpus-per-task=1"
-    assert said.startswith(f"srun --jobid=2180718 {beside} --nodes=40 --ntasks=40 --ntasks-per-node=1")
-    with pytest.raises(ValueError, match="job=1;rm: must be a job's number"):
-        srun_command("1;rm", 1, ["true"])
+    put_aside(tmp_path, keep=True)
+    assert not (tmp_path / "ranks").exists() and (tmp_path / "attempts/1/ranks/0.log").read_text() == "said"
 
 
 @pytest.mark.slow

@@ -25,23 +25,6 @@ def test_what_cannot_be_replaced_stays_and_no_temporary_file_is_left(call: str, 
     assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
 
 
-def test_a_replaced_file_is_on_the_disk_before_its_name_and_the_name_afterwards(tmp_path: Path, monkeypatch) -> None:
-    """fsync(2): a rename is durable only once its folder is synchronised, where the file system can do that; a file
-    renamed before its content may be empty after a crash."""
-    done: list[str] = []
-    replace = os.replace
-
-    def synced(handle: int) -> None:
-        done.append("folder" if os.path.isdir(f"/proc/self/fd/{handle}") else "file")
-        if done[-1] == "folder":
-            raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "replace", lambda *names: (done.append("rename"), replace(*names)))
-    replace_text(tmp_path / "a", "text")
-    assert done == ["file", "rename", "folder"]
-
-
 def kept(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in (folder / "earlier").iterdir()}
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import REPOSITORY, plant_modules, small_plan
+from support import plant_modules, small_plan
 
-from trilane.utils.process import held_port, python
+from trilane.utils.process import held_port
 
 TRILANE = str(Path(sys.executable).with_name("trilane"))
 
@@ -40,13 +40,3 @@ def test_a_json_py_of_a_colleague_in_the_current_folder_is_not_run(tmp_path: Pat
     trace = plant_modules(tmp_path)
     done = subprocess.run([TRILANE, "train", "plan.json"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, trace.exists()) == (0, False), done.stderr
-
-
-def test_every_child_starts_by_the_one_function() -> None:
-    """sys.executable stands there, and where its neighbour py-spy is looked for."""
-    lines = [line for path in (REPOSITORY / "lib").rglob("*.py") for line in path.read_text().splitlines()]
-    assert [line.strip() for line in lines if "sys.executable" in line and "with_name" not in line] == [
-        "def python(*arguments: str, program: str = sys.executable) -> list[str]:"
-    ]
-    code = "import sys; print(sys.flags.safe_path)"
-    assert subprocess.run(python("-c", code), capture_output=True, text=True, check=True).stdout == "True\n"

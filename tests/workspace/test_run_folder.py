@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support import small_plan
 
-from trilane.workspace.run_folder import cut_steps, is_completed, iteration, put_aside, reopen
+from trilane.workspace.run_folder import cut_steps, is_completed, iteration, put_aside
 from trilane.workspace.status import RunStatus, Status, write_status
 
 
@@ -60,10 +60,9 @@ def test_no_attempt_takes_the_number_of_another(tmp_path: Path) -> None:
 def test_a_folder_in_the_place_of_a_file_moves_when_the_run_starts_again(tmp_path: Path) -> None:
     (tmp_path / "status.json").mkdir()
     (tmp_path / "steps.jsonl").mkdir()
-    reopen(tmp_path)
+    put_aside(tmp_path, keep=True)
     cut_steps(tmp_path, 0)
-    assert sorted(p.name for p in (tmp_path / "earlier").iterdir()) == ["status.json.1", "steps.jsonl.1"]
-    assert not (tmp_path / "status.json").exists()
+    assert (tmp_path / "attempts/1/status.json").is_dir() and (tmp_path / "earlier/steps.jsonl.1").is_dir()
 
 
 def test_an_attempt_that_goes_on_keeps_its_files_and_one_that_begins_again_moves_them(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from trilane.launch.watchdog import Hang, HangMonitor
 from trilane.utils.process import announced, held_port, python
 from trilane.utils.validation import read_json, require
 from trilane.workspace.continuation import require_continuable
-from trilane.workspace.run_folder import reopen
+from trilane.workspace.run_folder import put_aside
 from trilane.workspace.status import RunStatus, Status, write_status
 
 
@@ -50,7 +50,7 @@ def train_local(
     require(plan.topology.gpus <= node, "tp x pp x dp", plan.topology.gpus, rule)
     begin = time.monotonic()
     with held_port(port) as own_port:
-        reopen(folder)
+        put_aside(folder, keep=True)
         outcome = _run(folder, plan, own_port, show_progress, begin, timeout_s)
         _record(folder, outcome)
     return outcome

@@ -43,19 +43,11 @@ def _iteration(line: str) -> int:
     return number if type(number) is int and 0 < number < 1 << 40 else 0
 
 
-def reopen(folder: Path) -> None:
-    """Prepare a run folder for another launch: move status.json and the files of its ranks to earlier/."""
-    for path in [folder / "status.json", *(folder / "ranks").glob("*.*")]:
-        if path.is_file() or path.is_dir():  # a pipe has no content to keep
-            set_aside(path)
-        path.unlink(missing_ok=True)
-
-
 def put_aside(folder: Path, keep: bool) -> None:
-    """Move what the earlier attempt left to attempts/N; only its status where the run continues (`keep`)."""
-    names = ["status.json"]
+    """Move what the earlier attempt left to attempts/N; only its status and ranks where the run continues (`keep`)."""
+    names = ["status.json", "ranks"]
     if not keep:
-        names += ["run.log", "steps.jsonl", "validation.jsonl", "env.json", "ranks"]
+        names += ["run.log", "steps.jsonl", "validation.jsonl", "env.json"]
     left = [folder / name for name in names if (folder / name).exists()]
     if left:
         target = numbered(folder / "attempts", "", Path.mkdir)

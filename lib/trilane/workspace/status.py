@@ -58,11 +58,6 @@ class Status(StrEnum):
         return self in (Status.COMPLETED, Status.STOPPED)
 
     @property
-    def is_open(self) -> bool:
-        """Whether a log shows no end: the run goes on, or was ended without a line about it."""
-        return self in (Status.RUNNING, Status.UNFINISHED)
-
-    @property
     def has_failed(self) -> bool:
         """Whether it ended otherwise than as asked; a run that was never started has not failed."""
         return not (self.is_active or self.is_clean or self is Status.NOT_SUBMITTED)

@@ -19,7 +19,7 @@ from trilane.engine.checkpoint.slices import boxes_of
 from trilane.engine.data.samples import SampleLoader
 from trilane.engine.model import rng
 from trilane.engine.world import World, call_on_first
-from trilane.utils.files import replace_text
+from trilane.utils.files import numbered, replace_text
 from trilane.utils.validation import to_mapping
 from trilane.workspace import fingerprints
 from trilane.workspace.checkpoints import KINDS, name_of
@@ -98,18 +98,12 @@ def write_loaded(
 ) -> None:
     """Write fingerprints of the state in memory after a load below the run folder; collective."""
     text = json.dumps(fingerprint(plan, world, engine, iteration, upcoming, read_marked(engine.states)))
-    path = Path(
-        call_on_first(world, lambda: _fresh(folder / "fingerprints", name_of(iteration).replace("iter", "load")))
-    )
-    with contextlib.suppress(OSError):  # a full disk does not prevent training
-        replace_text(path / file_of(world.rank), text)
 
+    def new_folder() -> str:
+        with contextlib.suppress(OSError):  # a full disk does not prevent training
+            return str(numbered(folder / "fingerprints", f"{name_of(iteration).replace('iter', 'load')}.", Path.mkdir))
+        return ""
 
-def _fresh(folder: Path, name: str) -> str:
-    """A new folder of that name, with a number where there is one."""
-    path, number = folder / name, 2
-    while path.exists():
-        path, number = folder / f"{name}.{number}", number + 1
-    with contextlib.suppress(OSError):
-        path.mkdir(parents=True)
-    return str(path)
+    if path := call_on_first(world, new_folder):
+        with contextlib.suppress(OSError):
+            replace_text(Path(path, file_of(world.rank)), text)
