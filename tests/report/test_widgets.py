@@ -1,7 +1,6 @@
 """The editor of one plan: it says what is predicted, or which rule forbids it, and never a number for the latter."""
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,7 +57,7 @@ def test_a_plan_that_can_be_is_the_prediction_that_every_command_shows():
         ({"pp": 1}, "GiB: must fit the card"),
         ({"engine": "deepspeed-zero"}, "engine deepspeed-zero has no pipeline"),
         ({"pp": 0}, "pp=0"),
-        ({"first_stage_layers": 71}, "first_stage_layers=71"),
+        ({"first_stage_layers": 71}, "pp=12: stages (times interleaving)"),
     ],
 )
 def test_a_plan_that_cannot_be_names_the_rule_and_has_no_number(choices, rule):
@@ -67,32 +66,16 @@ def test_a_plan_that_cannot_be_names_the_rule_and_has_no_number(choices, rule):
     assert "an iteration" not in text
 
 
-def test_a_change_is_predicted_and_a_refused_one_cannot_be_pinned(editor):
+def test_a_change_is_predicted_and_a_refused_one_cannot_be_used(editor):
     editor.boxes["dp"].value = 4
     assert "on 192 GPUs" in editor.caption.value
     assert "on 192 GPUs" in editor._repr_mimebundle_()["text/html"], "in a report without a kernel too"
     editor.boxes["tp"].value = 3
     assert editor.caption.value.startswith("<b>refused</b>: tp=3")
-    editor.buttons["pin"].click()
     editor.buttons["use this plan"].click()
-    assert not editor.pinned and "not written" in editor.message.value
+    assert "not written" in editor.message.value
     editor.buttons["first plan"].click()
     assert editor.chosen.plan == PLAN
-
-
-def test_pinned_plans_stand_side_by_side_with_what_differs_marked(editor):
-    editor.set(mbs=1)
-    editor.buttons["pin"].click()
-    editor.buttons["pin"].click()  # the same once more
-    editor.set(mbs=2, sequence_parallel=True)
-    editor.buttons["pin"].click()
-    table = editor.table.value
-    cells = {row[0]: row[1:] for row in (re.findall(r"<td[^>]*>(.*?)</td>", line) for line in table.split("<tr>")[2:])}
-    assert cells["mbs"] == ["2", "<mark>1</mark>", "2"]
-    assert cells["sequence parallel"] == ["no", "no", "<mark>yes</mark>"]
-    assert "tp" not in cells and f"{BASE.prediction.sec_per_it:.4g}" in table
-    editor.buttons["unpin all"].click()
-    assert not editor.table.value
 
 
 def test_the_used_plan_is_what_03_and_07_begin_with(editor, study):

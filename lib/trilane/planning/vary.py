@@ -1,4 +1,4 @@
-"""A plan changed by hand or by question: its prediction or the rule that forbids it, several side by side, what if."""
+"""A plan changed by hand or by question: its prediction or the rule that forbids it, what if."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from trilane.costmodel.shipped import calibration_of, default
 from trilane.planning.search import search_space
 from trilane.planning.search_result import Candidate
 from trilane.planning.space import Space
-from trilane.utils.tables import DataFrame, Html, Table, frame_of, show
+from trilane.utils.tables import DataFrame, Table, frame_of
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
 
@@ -44,36 +44,6 @@ def varied(base: Plan, calibration: Calibration | None, *, engine: str = "", **c
 def word(value: Any) -> Any:
     """A value as people read it."""
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
-
-
-@dataclass(frozen=True, kw_only=True)
-class WhatIfs:
-    """Plans side by side, the first the one that the others are compared with."""
-
-    rows: tuple[Candidate, ...]
-
-    def _repr_html_(self) -> Html:
-        """A column a plan: the fields in which they differ, and what is predicted; what differs is marked."""
-        base = self.rows[0]
-        lines: dict[str, Any] = {n.replace("_", " "): lambda c, n=n: word(getattr(c.topology, n)) for n in FIELDS}
-        lines["engine"] = lambda c: c.plan.engine
-        lines = {name: read for name, read in lines.items() if len({*map(read, self.rows)}) > 1}
-        lines |= {
-            "GPUs": lambda c: c.topology.gpus,
-            "s an iteration": lambda c: f"{c.prediction.sec_per_it:.4g}",
-            "90 %": lambda c: f"{c.prediction.sec_lo:.3g} to {c.prediction.sec_hi:.3g}",
-            "against the first": lambda c: f"{c.prediction.sec_per_it / base.prediction.sec_per_it - 1:+.1%}",
-            "memory (GiB)": lambda c: f"{c.prediction.memory_bytes / 2**30:.3g}",
-            "P(out of memory)": lambda c: f"{c.prediction.oom_probability:.1%}",
-            "bubble": lambda c: f"{c.prediction.time.bubble / c.prediction.sec_per_it:.1%}",
-            "id": lambda c: c.plan.id,
-        }
-
-        def cells(plan: Candidate) -> list[Html]:
-            marks = ["{}" if read(plan) == read(base) else "<mark>{}</mark>" for read in lines.values()]
-            return [Html.of(mark, read(plan)) for mark, read in zip(marks, lines.values(), strict=True)]
-
-        return show({"": list(lines)} | {c.label: cells(c) for c in self.rows})
 
 
 def use_plan(study: Study, chosen: Candidate, calibration: Calibration) -> Path:

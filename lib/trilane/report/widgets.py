@@ -9,15 +9,15 @@ from trilane.config.parallelism import CHOICES, LARGEST
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.planning.search_result import Candidate
-from trilane.planning.vary import FIELDS, WhatIfs, use_plan, varied
+from trilane.planning.vary import FIELDS, use_plan, varied
 from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import Html
 from trilane.workspace.study import Study
 
 
 def explore(base: Plan, calibration: Calibration, study: Study | None = None) -> "Editor":
-    """An editor that starts at the plan `base`: a control for each field, what is predicted, pinned plans, and, with a
-    `study`, a button that puts the plan first in its plans.json.
+    """An editor that starts at the plan `base`: a control for each field, what is predicted, and, with a `study`, a
+    button that puts the plan first in its plans.json.
 
         explore(best.rows[0].plan, known, here)
     """
@@ -53,8 +53,7 @@ def _box(name: str, value: Any) -> Any:
 class Editor:
     """The controls of one plan and what follows: `boxes` by field, `buttons` by name; `widget` shows them.
 
-    base     the plan it began with, with which others are compared; `chosen` the one of the controls, None if refused
-    pinned   the plans of the table, the oldest first
+    `base` is the plan it began with, with which others are compared; `chosen` that of the controls, None if refused.
     """
 
     # Its text is in widgets of its own: ipywidgets' `interactive` prints to an Output widget, whose messages to the
@@ -62,13 +61,11 @@ class Editor:
     def __init__(self, base: Candidate, calibration: Calibration, study: Study | None) -> None:
         self.base, self.calibration, self.study = base, calibration, study
         self.chosen: Candidate | None = base
-        self.pinned: list[Candidate] = []
         self.is_setting = False
         values = {"engine": base.plan.engine, **{name: getattr(base.topology, name) for name in FIELDS}}
         self.boxes = {name: _box(name, value) for name, value in values.items()}
-        self.caption, self.table, self.message = HTML(), HTML(), HTML()
-        actions = {"pin": self.pin, "unpin all": self.unpin, "first plan": self.reset}
-        actions |= {"use this plan": self.use} if study else {}
+        self.caption, self.message = HTML(), HTML()
+        actions = {"first plan": self.reset, **({"use this plan": self.use} if study else {})}
         self.buttons = {name: Button(description=name) for name in actions}
         for name, button in self.buttons.items():
             button.on_click(lambda _, action=actions[name]: action())
@@ -76,7 +73,7 @@ class Editor:
             box.observe(self._changed, "value")
         grid = GridBox([*self.boxes.values()])
         grid.layout.grid_template_columns, grid.layout.width = "repeat(auto-fill, minmax(250px, 1fr))", "100%"
-        self.widget = VBox([grid, self.caption, HBox([*self.buttons.values()]), self.message, self.table])
+        self.widget = VBox([grid, self.caption, HBox([*self.buttons.values()]), self.message])
         self._changed()
 
     def set(self, **values: Any) -> None:
@@ -88,16 +85,6 @@ class Editor:
         finally:
             self.is_setting = False
         self._changed()
-
-    def pin(self) -> None:
-        """Keep the plan in the table, the newest last, five at most."""
-        if self.chosen and self.chosen.plan.id not in [c.plan.id for c in (self.base, *self.pinned)]:
-            self.pinned = [*self.pinned, self.chosen][-5:]
-            self.table.value = WhatIfs(rows=(self.base, *self.pinned))._repr_html_()
-
-    def unpin(self) -> None:
-        """Empty the table."""
-        self.pinned, self.table.value = [], ""
 
     def reset(self) -> None:
         """Go back to the first plan."""
@@ -122,5 +109,4 @@ class Editor:
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         """The controls; in a report without a kernel their text alone."""
-        text = Html.of("<p>{}</p>{}", Html(self.caption.value), Html(self.table.value))
-        return {**self.widget._repr_mimebundle_(**options), "text/html": text}
+        return {**self.widget._repr_mimebundle_(**options), "text/html": Html.of("<p>{}</p>", Html(self.caption.value))}
