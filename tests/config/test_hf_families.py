@@ -33,19 +33,10 @@ def test_a_shape_has_its_family(shape: ModelShape, model: str) -> None:
             replace(GPT2, positions="none"),
             "positions=none: GPT-2 has learned ones, BLOOM alibi, Llama rotary",
         ),
-        (replace(GPT2, biases="none"), "biases=none: GPT2LMHeadModel has all"),
         (replace(BLOOM, activation="gelu"), "activation=gelu: BloomForCausalLM has gelu-tanh"),
-        (
-            replace(BLOOM, embedding_layernorm=False),
-            "embedding_layernorm=False: BloomForCausalLM has True",
-        ),
         (
             replace(BLOOM, num_key_value_heads=2),
             "num_key_value_heads=2: BloomForCausalLM has the usual",
-        ),
-        (
-            replace(LLAMA, normalization="layernorm"),
-            "normalization=layernorm: LlamaForCausalLM has rmsnorm",
         ),
         (replace(QWEN2, activation="geglu"), "activation=geglu: LlamaForCausalLM has swiglu"),
     ],

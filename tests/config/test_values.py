@@ -10,11 +10,11 @@ import pytest
 
 from trilane.config.batch_rampup import Ramp
 from trilane.config.cluster import Cluster, catalogue, cluster
-from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
+from trilane.config.model import ModelShape, parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.config.training import Data, Dropout, LrChange, Optimizer, Part, Run
-from trilane.utils.validation import from_mapping, parse_integers
+from trilane.utils.validation import from_mapping
 
 BLOOM = {"positions": "alibi", "embedding_layernorm": True, "activation": "gelu-tanh"}
 SMALL = ModelShape(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=384)
@@ -39,19 +39,6 @@ def test_flops_give_the_tflops_that_the_chronicles_print():
     """Prequel, '48 node contenders': 181B, 384 GPUs, GBS 2048, 143.31 s, 112.49 TFLOPs (full recomputation)."""
     shape = parse_shape("72,14336,64,2048,250880")
     assert shape.flops_per_iteration(2048, recompute_full=True) / 143.31 / 384 / 1e12 == pytest.approx(112.49, rel=1e-3)
-
-
-def test_flops_without_recomputation_are_three_quarters():
-    """One of four passes is the recomputed forward; the logits are not recomputed."""
-    no_logits = ModelShape(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=1)
-    ratio = no_logits.flops_per_iteration(8) / no_logits.flops_per_iteration(8, recompute_full=True)
-    assert ratio == pytest.approx(0.75, rel=1e-3)
-
-
-def test_vocabulary_is_padded_for_every_tensor_parallel_rank():
-    """Megatron's --make-vocab-size-divisible-by 128."""
-    assert padded_vocab_size(50257) == 50304
-    assert padded_vocab_size(50257, tp=8) == 51200
 
 
 def test_a_plan_survives_its_json_file(tmp_path):
@@ -83,26 +70,21 @@ def test_planning_imports_no_torch_and_takes_under_half_a_second_of_processor():
 
 GROUPS = {"num_attention_heads": 12, "hidden_size": 192}
 ONE_GROUP = {"num_attention_heads": 64, "num_key_value_heads": 1}
-BAD_SPLITS = ("949", "1,2,3,4", "9;1", "9,-1", "inf,1", "nan,1,1")
-BAD_SKIPS = ("٣-٤", "x", "5-", "5-6-7", "-5", "5,,6")
+BAD_SPLITS = ("949", "9;1", "nan,1,1")
+BAD_SKIPS = ("٣-٤", "5-", "5-6-7")
 D3, ZERO, HF = ({"engine": name} for name in ("deepspeed-3d", "deepspeed-zero", "hf-zero3"))
 EVEN = "type:transformer|embedding"
 NO_ORDER = "samples, at most 17,179,869,184 can be put in an order"
 BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the line begins
     ({"tp": 0}, {}, "tp=0: must be a whole number of at least 1"),
-    ({"tp": True}, {}, "tp=True: must be a whole number of at least 1"),
     ({"mbs": 3, "gbs": 4}, {}, "gbs=4: must be a multiple of mbs x dp = 3 x 1"),
     ({"pp": 2, "zero": 2}, {}, "zero=2: ZeRO 2 and 3 cannot run with a pipeline (pp=2)"),
     ({"zero": 4}, {}, "zero=4: must be at most 3"),
-    ({"offload": "optimizer"}, {}, "offload=optimizer: needs ZeRO stage 1 or more"),
     ({"sequence_parallel": True}, {}, "sequence_parallel=True: needs tp > 1"),
     ({"interleaving": 2}, {}, "interleaving=2: needs pp > 1"),
-    ({"recompute": "fulll"}, {}, "recompute=fulll: did you mean full? known: full, none, selective"),
     ({"tp": 3}, {}, "tp=3: must divide num_attention_heads=4"),
     ({"pp": 3}, {}, "pp=3: stages (times interleaving) must share the layers evenly: 3 must divide 4 layers"),
-    ({"dp": 512, "gbs": 512}, {}, "gpus=512: must not exceed the cluster: jz-a100-80g has 416"),
     ({"zero": 1, "overlap_param_gather": True}, {}, "overlap_param_gather=True: needs ZeRO stage 1 and overlap_grad"),
-    ({"first_stage_layers": 1}, {}, "first_stage_layers=1: needs pp > 1"),
     ({"pp": 2, "last_stage_layers": 1, "partition": EVEN}, {}, f"partition={EVEN}: contradicts a number of layers"),
     (
         {"pp": 2, "first_stage_layers": 4},
@@ -115,25 +97,17 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
         {},
         "interleaving=2: must",
     ),
-    ({}, {"engine": "megatro"}, "engine=megatro: did you mean megatron? known: deepspeed-3d, deepspeed-zero,"),
     ({"zero": 3}, {}, "zero=3: engine megatron has ZeRO stage 0 and 1 (its distributed optimizer)"),
-    ({"zero": 1, "offload": "optimizer"}, {}, "offload=optimizer: engine megatron does not offload"),
     ({"pp": 2}, ZERO, "pp=2: engine deepspeed-zero has no pipeline"),
-    ({"precision": "bf16"}, ZERO, "zero=0: engine deepspeed-zero needs ZeRO stage 1 or more in bf16"),
-    ({"partition": EVEN}, ZERO, f"partition={EVEN}: engine deepspeed-zero has no pipeline"),
     ({"zero": 1, "overlap_grad_reduce": True}, ZERO, "overlap_grad_reduce=True: engine deepspeed-zero decides itself"),
     ({"pp": 2, "precision": "fp16"}, D3, "zero=0: engine deepspeed-3d has ZeRO stage 1, and 0 in fp32"),
-    ({"pp": 2, "zero": 1, "gbs": 2, "interleaving": 2}, D3, "interleaving=2: engine deepspeed-3d has no interleaved"),
     ({"pp": 6, "zero": 1, "partition": EVEN}, D3, "pp=6: engine deepspeed-3d needs a transformer layer on every stage"),
     ({"pp": 2, "zero": 1, "recompute": "selective"}, D3, "recompute=selective: engine deepspeed-3d recomputes whole"),
     (
         {"pp": 2, "zero": 1, "precision": "fp16", "fp32_gradients": True},
         *(D3, "fp32_gradients=True: engine deepspeed-3d has fp32 sums in bf16 without offload alone"),
     ),
-    ({"pp": 2, "zero": 1, "last_stage_layers": 1}, D3, "last_stage_layers=1: engine deepspeed-3d cuts its stages"),
     ({"tp": 2, "zero": 3}, HF, "tp=2: engine hf-zero3 has no tensor parallelism"),
-    ({"pp": 2}, HF, "pp=2: engine hf-zero3 has no pipeline"),
-    ({"zero": 3, "recompute": "selective"}, HF, "recompute=selective: engine hf-zero3 recomputes whole layers or"),
     (
         {"zero": 3},
         HF | {"shape": replace(SMALL, embedding_layernorm=True)},
@@ -154,7 +128,6 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
         {"run": Run(ramp=Ramp(start=2, increment=3, samples=9))},
         "ramp=5: every batch size must be a multiple of mbs x dp = 1 x 1, times pp=2 with interleaving",
     ),
-    ({"tp": 2}, {"shape": replace(SMALL, **GROUPS, num_key_value_heads=3)}, "tp=2: must divide the heads of keys and"),
     (
         {"tp": 8},
         {"shape": replace(SMALL, **ONE_GROUP)},
@@ -164,7 +137,6 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
     ({}, {"label": "a/b"}, "label='a/b': must be a plain folder name"),
     ({}, {"run": Run(eval_interval=5, eval_iters=1)}, "eval_interval=5: needs a share for validation in data.split"),
     ({}, {"run": Run(train_iters=10**12)}, f"train_iters={10**12}: means {10**12:,} {NO_ORDER}"),
-    ({}, {"run": Run(order_samples=10**18)}, f"order_samples={10**18}: means {10**18:,} {NO_ORDER}"),
 ]
 
 
@@ -180,46 +152,30 @@ BAD = [
         lambda: replace(cluster("jz-a100-80g"), latency_s=math.nan),
         "cluster.latency_s=nan: must be a number, at least 0",
     ),
-    (
-        lambda: replace(cluster("jz-a100-80g").gpu, context_bytes=math.inf),
-        "gpu.context_bytes=inf: must be a number, at",
-    ),
     (lambda: Data(blend=(Part(source="mock", weight=1),)), 'data.blend=mock: needs source="blend"'),
     (lambda: Data(source="blend"), "data.blend=empty: needs at least two sources"),
     (lambda: Part(source="mock", weight=0), "data.blend weight of mock=0: must be a number above zero"),
-    (lambda: Part(source="blend", weight=1), "data.blend=blend: a blend cannot hold another"),
     (
         lambda: Data(source="a/" + "b" * 241),
         f"data.source=a/{'b' * 241}: must have at most 4000 bytes, and 240 in each",
     ),
-    (lambda: Optimizer(z_loss=1e308), "z_loss=1e+308: must be at least 0, at most 1"),
-    (lambda: Optimizer(init_std=0), "init_std=0: must be above 0, at most 1"),
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be above 0"),
     (lambda: replace(SMALL, num_attention_heads=128, positions="rotary"), "num_attention_heads=128: rotary positions"),
-    (lambda: replace(SMALL, num_attention_heads=5), "num_attention_heads=5: must divide hidden_size=128"),
     (lambda: Dropout(hidden=1.0), "dropout.hidden=1.0: must be at least 0, below 1"),
-    (lambda: Run(train_iters=0), "train_iters=0: must be a whole number of at least 1"),
-    (lambda: Run(keep_last=-1), "keep_last=-1: must be a whole number of at least 0"),
     (lambda: Run(exit_duration_minutes=math.inf), "exit_duration_minutes=inf: must be a number, at least 0"),
-    (lambda: Run(eval_interval=5), "eval_iters=0: needs eval_interval, which is 5, or neither"),
     *[(lambda split=split: Data(split=split), f"data.split={split}: must be shares of") for split in BAD_SPLITS],
-    (lambda: Data(split="0,1,0"), "data.split=0,1,0: leaves nothing to train on"),
     *[(lambda skip=skip: Run(skip=skip), f"skip={skip}: must be ranges of iterations, such as") for skip in BAD_SKIPS],
-    (lambda: Run(skip="0-5"), "skip=0-5: iterations are counted from 1"),
     (lambda: Run(skip="9-5"), "skip=9-5: 9-5 ends before it begins"),
     (lambda: Run(skip="5-9,9-12"), "skip=5-9,9-12: ranges must rise and not overlap: 9 comes after 9"),
-    (lambda: Run(skip="40-50"), "skip=40-50: must end before the last iteration, 50"),
     (lambda: Run(skip="20-30", exit_iteration=25), "skip=20-30: holds exit_iteration=25, which saves"),
     (lambda: LrChange(samples=8, factor=0.0), "lr_changes factor=0.0: must be above 0, at most 100"),
     (
         lambda: Optimizer(lr_changes=(LrChange(samples=8, factor=0.5),) * 2),
         "lr_changes=[8, 8]: their samples must rise",
     ),
-    (lambda: cluster("jz-a10"), "cluster=jz-a10: "),
     (lambda: cluster("missing.json"), "cluster=missing.json: no such file"),
     (lambda: from_mapping(Cluster, {"name": "x"}, "cluster"), "cluster.gpu=missing: is required"),
     (lambda: parse_shape("70,14336"), "shape=70,14336: must be five whole numbers: layers,hidden,heads,seq,vocab"),
-    (lambda: parse_integers("gpus", "1,x"), "gpus=1,x: must be whole numbers above zero, separated by commas"),
     (lambda: plan_from_json({**plan().to_json(), "topolgy": 1}), "plan field=topolgy: did you mean topology? known: "),
 ]
 

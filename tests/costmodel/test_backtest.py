@@ -11,31 +11,12 @@ import pytest
 from trilane.cli.app import main
 from trilane.config.engines import default_topology
 from trilane.config.model import parse_shape
-from trilane.costmodel.backtest import backtest, predict_default
+from trilane.costmodel.backtest import backtest
 from trilane.costmodel.measured_rows import cells_of, every_row, ignored_words, read_rows, shipped_rows
-from trilane.costmodel.metrics import spearman
 
 SCORED = shipped_rows().with_name("scored.csv")
 HEADER = "row_id,cluster,gpu,gpus,layers,hidden,heads,seq,vocab_size,dp,tp,pp,mbs,gbs,zero,precision,sec_per_it"
 GOOD = "x,jz-a100-80g,A100-80GB,384,72,14336,64,2048,250880,8,8,6,4,2048,1,fp16,114.1"
-
-
-def test_the_pooled_search_over_one_models_rows_finds_nearly_the_best():
-    """All rows of 72 x 14336 on 384 GPUs at GBS 2048 after the repair of 02-25: no OOM row, regret 1.2 %."""
-    a100, shape = [r for r in read_rows(SCORED)[0] if r.case.cluster.name == "jz-a100-80g"], (72, 14336, 64)
-    pool = [
-        (r, p)
-        for r, p in zip(a100, predict_default(a100), strict=True)
-        if (r.case.shape.num_layers, r.case.shape.hidden_size, r.case.shape.num_attention_heads) == shape
-        and r.case.topology.gpus == 384
-        and r.case.topology.gbs in (2016, 2048)
-        and r.case.day >= "2022-02-25"
-    ]
-    runnable = [(r, p) for r, p in pool if p.oom_probability <= 0.5]
-    assert not any(r.ran_out for r, _ in runnable) and len(pool) > 15
-    chosen = min(runnable, key=lambda pair: pair[1].sec_pred)[0]
-    fastest = min(r.seconds for r, _ in pool if math.isfinite(r.seconds))
-    assert chosen.seconds / fastest - 1 < 0.0125
 
 
 def written(folder: Path, text: str) -> Path:
@@ -52,11 +33,6 @@ def test_the_command_prints_the_json_of_the_issue(capsys, tmp_path):
     assert set(printed["rows"][0]) == {"row_id", "sec_pred", "sec_lo", "sec_hi", "mem_gib_pred", "oom_probability"}
     assert printed["skipped"] == [{"row_id": "y", "reason": "gpus=383: unlike tp x pp x dp = 8 x 6 x 8 = 384"}]
     assert printed["rows"][0]["sec_lo"] < printed["rows"][0]["sec_pred"] < printed["rows"][0]["sec_hi"]
-
-
-@pytest.mark.parametrize("name", ["", "A100", "NVIDIA A100-SXM4-80GB", "a100 80gb"])
-def test_a_card_may_be_named_as_its_tools_name_it(tmp_path, name):
-    assert len(read_rows(written(tmp_path, f"{HEADER}\n{GOOD.replace('A100-80GB', name)}\n"))[0]) == 1
 
 
 def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
@@ -78,23 +54,16 @@ def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
     ("old", "new", "reason"),
     [
         (",384,", ",512,", "gpus=512: unlike tp x pp x dp = 8 x 6 x 8 = 384"),
-        (",14336,", ",0,", "hidden_size=0: must be a whole number of at least 1"),
         (",14336,", ",wide,", "hidden=wide: must be a whole number"),
         (",14336,", ",,", "hidden='': is missing"),
         (",250880,", ",,", "vocab_size='': is missing"),
-        (",64,", ",60,", "num_attention_heads=60: must divide hidden_size=14336"),
         (",64,", ",4,", "tp=8: must divide num_attention_heads=4"),
         ("A100-80GB", "A100-40GB", "gpu=A100-40GB: jz-a100-80g has A100-80GB"),
-        ("A100-80GB", "V100-32GB", "gpu=V100-32GB: jz-a100-80g has A100-80GB"),
         ("jz-a100-80g", "moon", "cluster=moon: known: a100-800gbps"),
         (",2048,1,", ",2047,1,", "gbs=2047: must be a multiple of mbs x dp = 4 x 8"),
-        (",1,fp16", ",7,fp16", "zero=7: must be at most 3"),
         (",1,fp16", ",3,fp16", "zero=3: ZeRO 2 and 3 cannot run with a pipeline"),
-        (",fp16", ",fp12", "precision=fp12"),
         (",fp16", ",fp8", "precision=fp8: A100-80GB has no fp8 matrix units"),
-        (",114.1", ",fast", "sec_per_it=fast: must be a number"),
         (",114.1", ",-3", "sec_per_it=-3.0: must be a number above zero"),
-        (",114.1", ",inf", "sec_per_it=inf: must be a number above zero"),
     ],
 )
 def test_a_bad_row_is_skipped_and_named(tmp_path, old, new, reason):
@@ -126,11 +95,8 @@ def test_a_configuration_written_as_cells_is_read_as_itself(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "cells", "reason"),
     [
-        ("kv_heads", "5", "num_key_value_heads=5: must divide num_attention_heads=32"),
-        ("ffn", "1024", "ffn_hidden_size=1024: must be at least hidden_size=4096"),
         ("tied_embeddings", "perhaps", "tied_embeddings=perhaps: must be 1 or 0"),
         ("attention", "quick", "attention=quick: known: "),
-        ("recompute", "often", "recompute=often: known: full, none, selective"),
         ("ep", "8", "ep=8: mixtures of experts are not predicted"),
         ("cp", "2", "gpus=8: unlike tp x cp x pp x dp = 1 x 2 x 1 x 8 = 16"),
         ("interleaving", "2", "interleaving=2: needs pp > 1"),
@@ -168,8 +134,6 @@ def test_the_rows_of_other_cards_and_stacks_ship_with_their_sources(name, rows, 
         (["bad.csv"], "has no column tp, pp"),
         (["old.csv"], "column=zero_stage: is now zero"),
         (["binary.csv"], "rows=binary.csv: is not a CSV file"),
-        (["good.csv", "--cluster", "moon"], "known: a100-800gbps"),
-        (["good.csv", "--calibrate-on", "missing.csv"], "rows=missing.csv: no such file"),
     ],
 )
 def test_a_bad_file_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, message):
@@ -181,10 +145,3 @@ def test_a_bad_file_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, a
     assert main(["plan", "backtest", *arguments]) == 2
     errors = capsys.readouterr().err
     assert message in errors and errors.count("\n") == 1
-
-
-def test_ranks_share_ties_and_a_constant_correlates_with_nothing():
-    assert spearman([1, 2, 3], [10, 20, 30]) == 1
-    assert spearman([1, 2, 3], [30, 20, 10]) == -1
-    assert spearman([1, 1, 1], [1, 2, 3]) == 0
-    assert spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(math.sqrt(3) / 2)

@@ -11,7 +11,6 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Configuration, from_json, to_json
 from trilane.costmodel.measured_rows import every_row
-from trilane.costmodel.memory import stage_layers
 from trilane.costmodel.predict import FAR, NEAR, predict, sizes_of, support
 from trilane.costmodel.shipped import default
 from trilane.planning.sizing import survey_shapes
@@ -29,11 +28,6 @@ def test_parts_sum_to_the_whole():
     assert prediction.memory_bytes == max(stage.total for stage in prediction.stages)
 
 
-def test_layers_are_neither_lost_nor_invented_by_a_partition():
-    for pp, partition in [(1, "uniform"), (12, "uniform"), (2, "type:transformer|embedding")]:
-        assert sum(stage_layers(SHAPE, Topology(pp=pp, gbs=1, partition=partition))) == SHAPE.num_layers
-
-
 def test_the_largest_shape_that_is_fast_enough_is_chosen():
     given = {"gbs": 8, "seq_length": 128, "vocabulary": 257, "head_dim": 32}
     fastest = min(c.prediction.sec_per_it for c in survey_shapes(small_cluster(), seconds=1.0, **given).rows)
@@ -41,17 +35,6 @@ def test_the_largest_shape_that_is_fast_enough_is_chosen():
     able = [c.plan.shape.parameters for c in found.rows if c.prediction.sec_per_it <= 3 * fastest]
     assert 1 < len(able) < len(found.rows) and found.best.plan.shape.parameters == max(able)
     assert survey_shapes(small_cluster(), seconds=fastest / 2, **given).best.prediction.sec_per_it == fastest
-
-
-def test_offload_moves_the_optimizer_to_the_host_and_reports_how_much_it_takes():
-    shape, machine = parse_shape("24,2048,16,1024,50304"), A100
-    base = {"dp": 8, "gbs": 8, "zero": 3, "precision": "bf16"}
-    plain, offloaded = (
-        predict(Configuration(shape=shape, topology=Topology(**base, offload=where), cluster=machine))
-        for where in ("none", "optimizer")
-    )
-    assert plain.host_memory_bytes == 0 and plain.stages[0].optimizer > 0
-    assert offloaded.host_memory_bytes == plain.stages[0].optimizer and offloaded.stages[0].optimizer == 0
 
 
 def measured(**change):
@@ -82,10 +65,6 @@ def test_a_plan_like_no_measured_run_is_named_and_its_interval_widens(case, diff
     assert math.log(predict(case).sec_hi / predict(case).sec_lo) > math.log(
         predict(measured()).sec_hi / predict(measured()).sec_lo
     )
-
-
-def test_without_rows_nothing_supports_a_plan():
-    assert support(measured(), rows=()).words == "no measured run like this: there are no rows"
 
 
 def test_rows_of_other_software_do_not_support_the_constants_of_a_stack():

@@ -61,15 +61,6 @@ def test_a_second_run_of_the_study_is_refused_and_resume_keeps_what_is_done(demo
     assert {path: path.stat().st_mtime_ns for path in demo.rglob("*.jsonl")} == before
 
 
-def test_launching_again_keeps_the_runs_that_are_complete(demo):
-    env = {**uncounted(), "TRILANE_OUTPUTS": str(demo.parent)}
-    before = sorted(path.name for path in (demo / "runs").iterdir())
-    again = subprocess.run(command("03_launch", "--resume"), env=env, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr[-2000:]
-    assert sorted(path.name for path in (demo / "runs").iterdir()) == before
-    assert (demo / "earlier/03_launch.ipynb.1").exists(), "the first executed copy is kept"
-
-
 def test_ctrl_c_ends_every_process_and_leaves_the_run_folder_readable(demo, tmp_path):
     """In the first training of a study whose plans are made."""
     outputs = tmp_path / "outputs"

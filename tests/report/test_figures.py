@@ -14,7 +14,6 @@ import pytest
 from markup import HOSTILE
 
 from trilane.analysis.loss_curve import join
-from trilane.analysis.recalibrate import NOTHING
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.costmodel.pipeline import pipeline_schedule
@@ -75,13 +74,6 @@ def test_numbers_and_ties_are_those_of_the_table(found, rows):
         assert rows[id]["lo"] < rows[id]["s"] < rows[id]["hi"]
 
 
-def test_parts_of_time_and_memory_are_those_of_the_prediction(found, rows):
-    for c, row in zip(explorer.shown_plans(found), rows, strict=True):
-        assert sum(row["part_s"]) == pytest.approx(c.prediction.sec_per_it, rel=2e-3)
-        fullest = max(sum(parts) for parts in zip(*(row[part] for part in vars(c.prediction.stages[0])), strict=True))
-        assert fullest == pytest.approx(row["gib"], rel=2e-3) and row["stage"] == list(range(c.topology.pp))
-
-
 def test_the_drawn_schedule_is_that_of_the_plan_and_its_words_name_what_is_left_out(found):
     c = max(found.candidates, key=lambda c: c.topology.microbatches * c.topology.pp)
     drawn, whole = explorer.Drawn(c, 40), explorer.Drawn(c, 10**9, 10**9)
@@ -137,12 +129,6 @@ def test_a_spike_of_one_line_in_a_long_log_is_drawn():
     assert f"Of 100,000 lines {len(series['iterations']):,} are drawn" in losses.explorer(curves).text
 
 
-def test_smoothing_is_the_unbiased_exponential_average_and_keeps_gaps():
-    """Two lines: the first weighs half of the second, the third is missing: 4 / 3 of 2 * 1/3 + 1 * 2/3."""
-    found = losses.smoothed(pd.Series([2.0, 1.0, np.nan, 1.0]), 2)
-    assert found.to_numpy() == pytest.approx([2, 4 / 3, np.nan, 8 / 7], nan_ok=True)
-
-
 def test_a_restart_is_marked_and_what_was_trained_again_is_drawn_as_it_was_the_first_time():
     series, spec = drawn({"a": join([log(20), log(20, first=11, lm_loss=5.0)])})
     assert [(s["piece"], s["iterations"][0], s["iterations"][-1]) for s in series] == [(0, 1, 30), (1, 11, 20)]
@@ -174,17 +160,3 @@ def test_phases_follow_each_other_and_what_no_timer_covers_ends_the_iteration():
     assert parts[:2] == [("forward", 0, 1, "25.0%"), ("backward", 1, 3, "50.0%")]
     assert parts[2:] == [("optimizer", 3, 3.5, "12.5%"), ("covered by no timer", 3.5, 4, "12.5%")]
     assert isinstance(runs.phases_measured([run("b", 3.0)]), Text), "one line, no empty figure"
-
-
-class Recalibrated(SimpleNamespace):
-    def __bool__(self):
-        return bool(self.runs)
-
-
-def test_a_run_outside_its_interval_is_distinguished_from_one_inside():
-    (before, after) = ([SimpleNamespace(sec_per_it=s, sec_lo=s - 0.5, sec_hi=s + 0.7)] for s in (2.0, 3.5))
-    found = runs.predicted_over_measured(Recalibrated(runs=[run("a", 4.0)], before=before, after=after, inside=0))
-    shown = [row for layer in found.spec["layer"] for row in layer["data"]["values"] if "ratio" in row][:2]
-    assert [(v["ratio"], v["low"], v["inside"]) for v in shown] == [(0.5, 0.375, "no"), (0.875, 0.75, "yes")]
-    nothing = Recalibrated(runs=[])
-    assert runs.predicted_over_measured(nothing) is runs.phases_predicted(nothing) is NOTHING

@@ -1,4 +1,4 @@
-"""A person in JupyterLab: each notebook runs top to bottom with its default parameters, in a real browser."""
+"""A person in JupyterLab: a notebook runs top to bottom with its default parameters, in a real browser."""
 
 import json
 import os
@@ -71,11 +71,9 @@ def code_cells(page: Any) -> list[dict[str, Any]]:
     return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
-# The notebooks with controls, and at least how many: the others differ from a batch run in nothing.
-@pytest.mark.parametrize(("name", "controls"), [("02_topology", 25), ("04_analyze", 5), ("07_calendar", 3)])
-def test_a_notebook_runs_top_to_bottom_in_jupyterlab(lab, page, name, controls):
+def test_a_notebook_with_controls_runs_top_to_bottom_in_jupyterlab(lab, page):
     """Run > Run All Cells, as a person would, then every control: no error, nothing asked of anybody else."""
-    page.goto(f"{lab}/lab/tree/{name}.ipynb?token=test&reset")
+    page.goto(f"{lab}/lab/tree/02_topology.ipynb?token=test&reset")
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
     kernel = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel"
     page.wait_for_function(f"{kernel}?.status === 'idle' && {kernel}?.connectionStatus === 'connected'")
@@ -85,10 +83,10 @@ def test_a_notebook_runs_top_to_bottom_in_jupyterlab(lab, page, name, controls):
     def done() -> bool:
         cells = code_cells(page)
         errors = [out for cell in cells for out in cell["outputs"] if out["output_type"] == "error"]
-        assert not errors, f"{name}: {errors[0]['ename']}: {errors[0]['evalue']}"
+        assert not errors, f"{errors[0]['ename']}: {errors[0]['evalue']}"
         return all(cell["execution_count"] for cell in cells)
 
-    wait_until(done, 400, f"{name} did not run to its end")
-    assert use_every_control(page, ".jp-Notebook .jp-OutputArea-output") >= controls
-    wait_until(done, 60, f"{name} after its controls were used")
+    wait_until(done, 400, "it did not run to its end")
+    assert use_every_control(page, ".jp-Notebook .jp-OutputArea-output") >= 20
+    wait_until(done, 60, "after its controls were used")
     assert not page.errors and not page.elsewhere

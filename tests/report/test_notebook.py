@@ -1,7 +1,5 @@
 """The checked way to the notebooks: parameters, failures that name the cell, resume, reports."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import nbformat
@@ -9,7 +7,7 @@ import pytest
 from support import plant_modules
 
 from trilane.report import notebook
-from trilane.report.notebook import copy_into, described_parameters, read_parameters
+from trilane.report.notebook import copy_into, read_parameters
 from trilane.utils.folder_lock import FolderLock
 from trilane.workspace.study import Study
 
@@ -69,12 +67,6 @@ def test_a_misspelt_or_ill_typed_parameter_is_refused_before_anything_runs(story
         notebook.run_all(Study("s"), given, [story])
     assert str(caught.value) == message
     assert [path.name for path in outputs.iterdir()] == ["local.json"]
-
-
-def test_each_parameter_has_its_type_default_and_comment(story):
-    found = described_parameters(story)
-    assert [(p.name, p.inferred_type_name, p.default, p.help) for p in found][1] == ("tp", "int", "2", "size")
-    assert len(found) == 5
 
 
 def test_a_relative_path_means_what_it_means_where_the_caller_stands(story, outputs, tmp_path, monkeypatch):
@@ -139,13 +131,6 @@ def test_a_resumed_study_runs_again_only_what_is_not_done(story, outputs, capfd)
     notebook.run_all(study, {"tp": "8"}, [story])
     assert (study.folder / "07_story.ipynb").stat().st_mtime_ns > before
     assert "tp is 4" in (study.folder / "earlier/07_story.ipynb.1").read_text(), "the earlier copy is kept"
-
-
-def test_to_run_a_notebook_builds_no_grammar_of_iris():
-    """jsonschema would, for a check that no notebook asks for: a second at each start."""
-    code = "import sys, trilane.report.notebook; print('lark' in sys.modules)"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == "False"
 
 
 def test_a_notebook_that_another_process_executes_in_the_study_is_refused(story: str, outputs: Path) -> None:

@@ -35,7 +35,7 @@ def test_the_report_of_a_session_has_the_time_when_its_notebook_was_saved(output
     assert "04_analyze-session.html" in Page((here.folder / "index.html").read_text()).values
 
 
-@pytest.mark.parametrize("name", ["", "gone.ipynb", "console-1", "lab"])
+@pytest.mark.parametrize("name", ["", "gone.ipynb", "lab"])
 def test_a_session_whose_notebook_cannot_be_found_is_refused(
     outputs: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from support import REPOSITORY
 
-from trilane.workspace import installation
-
 ASK = """
 from trilane.report.notebook import notebook_names
 from trilane.workspace.installation import checkout, outputs_root, shipped, stamp
@@ -37,9 +35,3 @@ def test_a_wheel_brings_its_notebooks_and_templates(tmp_path: Path) -> None:
     first, second = asked.stdout.splitlines()
     assert first == f"None {tmp_path}/here/outputs 01_sizing True"
     assert second == "unknown (not a git checkout)"
-
-
-def test_a_home_without_notebooks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRILANE_HOME", str(tmp_path))
-    with pytest.raises(ValueError, match=r"^TRILANE_HOME=.*: has no notebooks/; clone the repository"):
-        installation.shipped("notebooks")
