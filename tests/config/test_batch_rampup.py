@@ -47,7 +47,6 @@ def test_the_batch_sizes_that_a_topology_cannot_divide_are_named():
         (lambda: parse_ramp("1,2"), "ramp=1,2: must be three whole numbers: START,INCREMENT,SAMPLES"),
         (lambda: Ramp(start=0, increment=1, samples=5), "ramp.start=0: must be above 0"),
         (lambda: Ramp(start=5, increment=3, samples=9).phases(9), "ramp.increment=3: must divide the way from start=5"),
-        (lambda: Ramp(start=16, increment=1, samples=9).phases(8), "ramp.start=16: must not be above gbs=8"),
     ],
 )
 def test_a_ramp_that_leads_nowhere_is_refused(make, message):

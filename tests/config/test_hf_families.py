@@ -34,10 +34,6 @@ def test_a_shape_has_its_family(shape: ModelShape, model: str) -> None:
             "positions=none: GPT-2 has learned ones, BLOOM alibi, Llama rotary",
         ),
         (replace(BLOOM, activation="gelu"), "activation=gelu: BloomForCausalLM has gelu-tanh"),
-        (
-            replace(BLOOM, num_key_value_heads=2),
-            "num_key_value_heads=2: BloomForCausalLM has the usual",
-        ),
         (replace(QWEN2, activation="geglu"), "activation=geglu: LlamaForCausalLM has swiglu"),
     ],
 )

@@ -19,12 +19,6 @@ def test_a_published_model_has_its_published_parameters(shape: ModelShape, param
     assert shape.parameters == parameters
 
 
-def test_an_untied_head_is_a_second_embedding() -> None:
-    """EleutherAI/pythia's models, and others without tying."""
-    shape = parse_shape("12,768,12,1024,50257")
-    assert replace(shape, tied_embeddings=False).parameters - shape.parameters == 50257 * 768
-
-
 @pytest.mark.parametrize(
     ("tokens", "tp", "rows"), [(50257, 1, 50304), (50257, 4, 50688), (50304, 1, 50304), (1, 1, 128), (50305, 1, 50432)]
 )

@@ -51,15 +51,3 @@ def test_three_groups_of_a_node_of_8_lie_across_two_nodes() -> None:
     two_nodes, one_node = Topology(tp=3, dp=4, gbs=4), Topology(tp=3, dp=2, gbs=2)
     assert str(invalid_reason(shape, two_nodes, A100)).startswith("tp=3: a tensor-parallel group must stay inside")
     assert invalid_reason(shape, one_node, A100) is None
-
-
-@pytest.mark.parametrize(
-    ("zero", "pp", "fits"), [(1, 2, True), (2, 2, False), (3, 2, False), (2, 1, True), (3, 1, True)]
-)
-def test_zero_2_and_3_have_no_pipeline(zero: int, pp: int, fits: bool) -> None:
-    """DeepSpeed's pipeline engine: gradients would be sharded anew for each microbatch."""
-    if fits:
-        assert Topology(zero=zero, pp=pp).zero == zero
-    else:
-        with pytest.raises(ValueError, match=rf"^zero={zero}: ZeRO 2 and 3 cannot run with a pipeline"):
-            Topology(zero=zero, pp=pp)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from trilane.config.batch_rampup import Ramp
-from trilane.config.cluster import Cluster, catalogue, cluster
+from trilane.config.cluster import Cluster, cluster
 from trilane.config.model import ModelShape, parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, plan_from_json, read_plan
@@ -48,13 +48,6 @@ def test_a_plan_survives_its_json_file(tmp_path):
     assert read_plan(path) == original
 
 
-def test_every_cluster_of_the_catalogue_names_the_sources_of_its_numbers():
-    assert "jz-a100-80g" in catalogue()
-    for name in catalogue():
-        assert cluster(name).name == name
-        assert cluster(name).sources
-
-
 def test_planning_imports_no_torch_and_takes_under_half_a_second_of_processor():
     modules = "config.plan costmodel.predict planning.search planning.sizing slurm.client workspace.study utils.tables"
     code = "import sys, time; t = time.process_time()\n"
@@ -68,7 +61,6 @@ def test_planning_imports_no_torch_and_takes_under_half_a_second_of_processor():
     assert float(best[0]) < 0.5
 
 
-GROUPS = {"num_attention_heads": 12, "hidden_size": 192}
 ONE_GROUP = {"num_attention_heads": 64, "num_key_value_heads": 1}
 BAD_SPLITS = ("949", "9;1", "nan,1,1")
 BAD_SKIPS = ("٣-٤", "5-", "5-6-7")
@@ -79,9 +71,7 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
     ({"tp": 0}, {}, "tp=0: must be a whole number of at least 1"),
     ({"mbs": 3, "gbs": 4}, {}, "gbs=4: must be a multiple of mbs x dp = 3 x 1"),
     ({"pp": 2, "zero": 2}, {}, "zero=2: ZeRO 2 and 3 cannot run with a pipeline (pp=2)"),
-    ({"zero": 4}, {}, "zero=4: must be at most 3"),
     ({"sequence_parallel": True}, {}, "sequence_parallel=True: needs tp > 1"),
-    ({"interleaving": 2}, {}, "interleaving=2: needs pp > 1"),
     ({"tp": 3}, {}, "tp=3: must divide num_attention_heads=4"),
     ({"pp": 3}, {}, "pp=3: stages (times interleaving) must share the layers evenly: 3 must divide 4 layers"),
     ({"zero": 1, "overlap_param_gather": True}, {}, "overlap_param_gather=True: needs ZeRO stage 1 and overlap_grad"),
@@ -99,29 +89,13 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
     ),
     ({"zero": 3}, {}, "zero=3: engine megatron has ZeRO stage 0 and 1 (its distributed optimizer)"),
     ({"pp": 2}, ZERO, "pp=2: engine deepspeed-zero has no pipeline"),
-    ({"zero": 1, "overlap_grad_reduce": True}, ZERO, "overlap_grad_reduce=True: engine deepspeed-zero decides itself"),
     ({"pp": 2, "precision": "fp16"}, D3, "zero=0: engine deepspeed-3d has ZeRO stage 1, and 0 in fp32"),
     ({"pp": 6, "zero": 1, "partition": EVEN}, D3, "pp=6: engine deepspeed-3d needs a transformer layer on every stage"),
-    ({"pp": 2, "zero": 1, "recompute": "selective"}, D3, "recompute=selective: engine deepspeed-3d recomputes whole"),
-    (
-        {"pp": 2, "zero": 1, "precision": "fp16", "fp32_gradients": True},
-        *(D3, "fp32_gradients=True: engine deepspeed-3d has fp32 sums in bf16 without offload alone"),
-    ),
     ({"tp": 2, "zero": 3}, HF, "tp=2: engine hf-zero3 has no tensor parallelism"),
-    (
-        {"zero": 3},
-        HF | {"shape": replace(SMALL, embedding_layernorm=True)},
-        "embedding_layernorm=True: engine hf-zero3 trains models of transformers: GPT2LMHeadModel has False",
-    ),
     (
         {"zero": 3},
         HF | {"shape": replace(SMALL, **BLOOM), "dropout": Dropout(hidden=0.1)},
         "dropout.hidden=0.1: engine hf-zero3 drops hidden values in GPT-2 alone",
-    ),
-    (
-        {"zero": 3},
-        HF | {"optimizer": Optimizer(z_loss=1e-4)},
-        "z_loss=0.0001: engine hf-zero3 takes transformers' loss",
     ),
     (
         {"gbs": 8, "pp": 2, "interleaving": 2},
@@ -160,20 +134,16 @@ BAD = [
         f"data.source=a/{'b' * 241}: must have at most 4000 bytes, and 240 in each",
     ),
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be above 0"),
-    (lambda: replace(SMALL, num_attention_heads=128, positions="rotary"), "num_attention_heads=128: rotary positions"),
     (lambda: Dropout(hidden=1.0), "dropout.hidden=1.0: must be at least 0, below 1"),
-    (lambda: Run(exit_duration_minutes=math.inf), "exit_duration_minutes=inf: must be a number, at least 0"),
     *[(lambda split=split: Data(split=split), f"data.split={split}: must be shares of") for split in BAD_SPLITS],
     *[(lambda skip=skip: Run(skip=skip), f"skip={skip}: must be ranges of iterations, such as") for skip in BAD_SKIPS],
     (lambda: Run(skip="9-5"), "skip=9-5: 9-5 ends before it begins"),
     (lambda: Run(skip="5-9,9-12"), "skip=5-9,9-12: ranges must rise and not overlap: 9 comes after 9"),
-    (lambda: Run(skip="20-30", exit_iteration=25), "skip=20-30: holds exit_iteration=25, which saves"),
     (lambda: LrChange(samples=8, factor=0.0), "lr_changes factor=0.0: must be above 0, at most 100"),
     (
         lambda: Optimizer(lr_changes=(LrChange(samples=8, factor=0.5),) * 2),
         "lr_changes=[8, 8]: their samples must rise",
     ),
-    (lambda: cluster("missing.json"), "cluster=missing.json: no such file"),
     (lambda: from_mapping(Cluster, {"name": "x"}, "cluster"), "cluster.gpu=missing: is required"),
     (lambda: parse_shape("70,14336"), "shape=70,14336: must be five whole numbers: layers,hidden,heads,seq,vocab"),
     (lambda: plan_from_json({**plan().to_json(), "topolgy": 1}), "plan field=topolgy: did you mean topology? known: "),
@@ -185,10 +155,3 @@ def test_bad_input_is_one_clear_line(make, message):
     with pytest.raises(ValueError) as caught:
         make()
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
-
-
-def test_text_where_a_number_belongs_names_the_field():
-    values = plan().to_json()
-    values["topology"]["tp"] = "2"
-    with pytest.raises(ValueError, match=r"plan\.topology\.tp='2': must be a whole number"):
-        plan_from_json(values)

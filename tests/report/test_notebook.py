@@ -79,16 +79,6 @@ def test_a_relative_path_means_what_it_means_where_the_caller_stands(story, outp
     assert "here: True" in notebook.run(story, Study.create("s"), where="found.txt").read_text()
 
 
-def test_a_run_leaves_the_executed_copy_its_html_and_the_index(story, outputs):
-    study = Study.create("s")
-    html = notebook.run(story, study, tp="4").read_text()
-    assert "tp is 4 1.0 True" in html and "Does it add up?" in html
-    assert "<details" in html, "the code is folded away"
-    assert "https://cdn" not in html and "<script src" not in html, "nothing is loaded from elsewhere"
-    index = (study.folder / "index.html").read_text()
-    assert 'href="07_story.html"' in index and "Does it add up?" in index and "completed" in index
-
-
 @pytest.mark.parametrize(
     ("tp", "is_input", "reason"), [("0", True, "tp=0: must be a whole number of at least 1"), ("13", False, "unlucky")]
 )
@@ -119,6 +109,15 @@ def test_a_copy_for_the_lab_has_the_studys_parameters_and_is_never_overwritten(s
     path.write_text(path.read_text().replace("speed", "my own words"))
     assert copy_into(study, story, {"tp": 1}) == (path, False) and "my own words" in path.read_text()
     assert {p.name: p.default for p in read_parameters(copy_into(Study.create("t"), story, {})[0])}["tp"] == "2"
+
+
+def test_the_lab_opens_on_the_studys_copies(story, outputs, monkeypatch):
+    started = []
+    monkeypatch.setattr("subprocess.call", lambda words, env: started.append((words, env)) or 7)
+    assert notebook.open_lab(Study("s"), {story: {"tp": 4}}) == 7
+    ((words, env),) = started
+    assert f"--notebook-dir={outputs}/s/lab" in words and words[-1].endswith(f"/lab/tree/{story}.ipynb")
+    assert env["TRILANE_OUTPUTS"] == str(outputs) and (outputs / f"s/lab/{story}.ipynb").exists()
 
 
 def test_a_resumed_study_runs_again_only_what_is_not_done(story, outputs, capfd):

@@ -1,12 +1,12 @@
 """Every report of a study can be read: by a screen reader, on a telephone, on paper, and without a network."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from controls import TOOLTIP, tooltips, use_every_control
 from support import IN_BROWSER
 
 pytestmark = [*IN_BROWSER, pytest.mark.xdist_group("demo")]
@@ -29,6 +29,36 @@ CUT = """width => [...document.querySelectorAll("table, figure, pre, img, svg, p
 }).map(e => e.outerHTML.slice(0, 90))"""
 DRAWN = '[...document.querySelectorAll("figure.chart")].every(f => f.querySelector(".drawing svg"))'
 
+MARKS = """() => [...document.querySelectorAll("figure.chart svg.marks .role-mark > *")].map(mark => {
+  const {x, y, width, height} = mark.getBoundingClientRect();
+  return [x + scrollX + width / 2, y + scrollY + height / 2, width + height];
+}).filter(([x, y, size]) => size > 0).map(([x, y]) => [x, y])"""
+TOOLTIP = "document.querySelector('#vg-tooltip-element.visible')?.innerText ?? ''"
+
+
+def use_every_control(page: Any) -> None:
+    """Choose, tick and click in each control and figure."""
+    for select in page.locator("figure.chart .vega-bind select").all():
+        select.select_option(index=select.locator("option").count() - 1)
+    for box in page.locator("figure.chart .vega-bind input[type=checkbox]").all():
+        box.click()
+    for drawing in page.locator("figure.chart svg.marks").all():
+        size = drawing.bounding_box()
+        for x, y in itertools.product(range(1, 5), repeat=2):
+            drawing.click(position={"x": size["width"] * x / 5, "y": size["height"] * y / 5})
+    page.mouse.move(0, 0)  # away from what shows a value under the mouse
+
+
+def tooltips(page: Any, most: int = 300) -> set[str]:
+    """The texts under the mouse over the middles of the drawn marks, of at most about `most` on a page."""
+    page.set_viewport_size({"width": 1280, "height": page.evaluate("document.body.scrollHeight")})
+    page.evaluate("scrollTo(0, 0)")
+    places, found = page.evaluate(MARKS), set()
+    for x, y in places[:: max(1, len(places) // most)]:
+        page.mouse.move(x, y)
+        found.add(page.evaluate(TOOLTIP))
+    return found - {""}
+
 
 @pytest.fixture(scope="module")
 def page(browser: Any) -> Iterator[Any]:
@@ -48,7 +78,7 @@ def wrong(page: Any, path: Path) -> dict[str, list[Any]]:
     page.emulate_media(media="screen")
     page.goto(path.as_uri())
     page.wait_for_function(DRAWN)
-    use_every_control(page, "figure.chart")
+    use_every_control(page)
     found = {"tooltips": [text for text in tooltips(page) if NO_VALUE.search(text)], "no text": page.evaluate(SILENT)}
     page.set_viewport_size({"width": NARROW, "height": 800})
     page.wait_for_timeout(50)  # figures are drawn anew

@@ -56,8 +56,6 @@ def test_a_plan_that_can_be_is_the_prediction_that_every_command_shows():
         ({"dp": 16}, "gpus=768: must not exceed the cluster"),
         ({"pp": 1}, "GiB: must fit the card"),
         ({"engine": "deepspeed-zero"}, "engine deepspeed-zero has no pipeline"),
-        ({"pp": 0}, "pp=0"),
-        ({"first_stage_layers": 71}, "pp=12: stages (times interleaving)"),
     ],
 )
 def test_a_plan_that_cannot_be_names_the_rule_and_has_no_number(choices, rule):
