@@ -34,7 +34,7 @@ def main() -> None:
         calls = last_calls(Path(place))
         first = calls.groups[0]
         seconds = time.perf_counter() - begin
-        print(f"{len(calls.calls)} traces in {seconds:.2f} s; rarest: {first}")
+        print(f"{FILES} traces in {seconds:.2f} s; rarest: {first}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Twenty ways in which 384 ranks hang, each with its culprits: what is planted, and the dumps that it leaves."""
+"""Eleven ways in which 384 ranks hang, each with its culprits: what is planted, and the dumps that it leaves."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from dumps import pyspy_json, recording, topology, write_all
-from job import BARRIER, DONE, DP_NORM, GRID, TP_NORM, Op, Stack, elsewhere, first, program, stand
+from job import DONE, GRID, Op, Stack, elsewhere, first, program, stand
 
 
 @dataclass
@@ -42,10 +42,6 @@ def anyone(random: Random, stages: range = range(12)) -> int:
     return random.choice([r for r in GRID.ranks if GRID[r].pp in stages])
 
 
-def missing_in_tp(random: Random) -> Scene:
-    return stuck_at(anyone(random), "mlp", ("bias_gelu", "megatron/model/fused_bias_gelu.py", 33))
-
-
 def mismatched(random: Random) -> Scene:
     rank = anyone(random)
     scene = Scene({rank})
@@ -64,15 +60,6 @@ def data_loader(random: Random) -> Scene:
     return stuck_at(anyone(random, range(1)), "data", *inner, style="text")
 
 
-def checkpoint(random: Random) -> Scene:
-    inner = (
-        ("_save", "torch/serialization.py", 499),
-        ("save", "torch/serialization.py", 380),
-        ("save_checkpoint", "deepspeed/runtime/engine.py", 3000),
-    )
-    return stuck_at(anyone(random), "loss", *inner)
-
-
 def crashed(random: Random) -> Scene:
     rank = anyone(random)
     scene = stuck_at(rank, "attention")
@@ -80,36 +67,10 @@ def crashed(random: Random) -> Scene:
     return scene
 
 
-def two_groups(random: Random) -> Scene:
-    """Two tensor and two replica groups in a ring: two ranks, one in each, sum over replicas before they sum over
-    their tensor group, as nobody else does."""
-    one = anyone(random)
-    place = GRID[one]
-    (two,) = [p.rank for p in GRID.places if (p.pp, p.tp, p.dp) == (place.pp, (place.tp + 3) % 8, (place.dp + 1) % 4)]
-    scene = Scene({one, two})
-    scene.allowed = {p.rank for p in GRID.places if p.pp == place.pp and p.tp in (place.tp, GRID[two].tp)}
-    for rank, ops in scene.programs.items():
-        pair = [TP_NORM, DP_NORM] if rank not in (one, two) else [DP_NORM, TP_NORM]
-        index = first(ops, "adam")
-        ops[index:index] = pair
-    return scene
-
-
 def node_silent(random: Random) -> Scene:
     node = random.choice(list(GRID.nodes.values()))
     scene = Scene(set(node), silent=set(node))
     scene.stuck = {r: first(scene.programs[r], "attention", 2) for r in node}
-    return scene
-
-
-def slow_rank(random: Random) -> Scene:
-    return stuck_at(anyone(random), "mlp", ("linear", "torch/nn/functional.py", 1848), style="mixed")
-
-
-def rank_silent(random: Random) -> Scene:
-    rank = anyone(random)
-    scene = stuck_at(rank, "grad_sum")
-    scene.silent = {rank}
     return scene
 
 
@@ -137,11 +98,6 @@ def lock_held(random: Random) -> Scene:
     return scene
 
 
-def deadlock(random: Random) -> Scene:
-    inner = (("acquire", "filelock/_api.py", 250), ("__enter__", "filelock/_api.py", 300), ("report", "wandb.py", 9))
-    return stuck_at(anyone(random), "adam", *inner)
-
-
 def recorded_missing(random: Random) -> Scene:
     return stuck_at(anyone(random), "dp_sum", ("unscale", "bf16_optimizer.py", 30), style="recorder")
 
@@ -152,26 +108,6 @@ def recorded_mismatch(random: Random) -> Scene:
     ops = scene.programs[rank]
     index = first(ops, "grad_sum", 2)
     ops[index] = replace(ops[index], stack=(*ops[index].stack, ("other size", "", 0)))
-    return scene
-
-
-def slow_node(random: Random) -> Scene:
-    node = random.choice(list(GRID.nodes.values()))
-    scene = Scene(set(node))
-    for rank in node:
-        ops = scene.programs[rank]
-        index = first(ops, "adam")
-        ops[index] = elsewhere(ops[index], ("multi_tensor_adam", "apex/multi_tensor_apply.py", 27))
-        scene.stuck[rank] = index
-    return scene
-
-
-def early_barrier(random: Random) -> Scene:
-    """A rank saves a checkpoint that nobody else saves, and waits for all at its barrier."""
-    rank = anyone(random)
-    scene = Scene({rank})
-    ops = scene.programs[rank]
-    ops.insert(first(ops, "loss"), BARRIER)
     return scene
 
 
@@ -195,38 +131,18 @@ def two_culprits(random: Random) -> Scene:
     return scene
 
 
-def tied_skipped(random: Random) -> Scene:
-    """A first or last stage that leaves out the sum of the tied embedding's gradients. Two are in that group: stacks
-    cannot tell who of them is wrong."""
-    rank = anyone(random, range(1))
-    scene = Scene({rank})
-    scene.allowed = set(GRID.group("embedding", rank))
-    ops = scene.programs[rank]
-    del ops[first(ops, "tied")]
-    return scene
-
-
 PLANTS: dict[str, Plant] = {
-    "a rank missing in a tensor-parallel collective": missing_in_tp,
     "a mismatched collective": mismatched,
     "a rank in the data loader": data_loader,
-    "a rank in checkpoint input/output": checkpoint,
     "a rank that crashed": crashed,
-    "two groups deadlocked": two_groups,
     "a whole node silent": node_silent,
-    "a slow rank": slow_rank,
-    "a rank that does not answer": rank_silent,
     "a rank an iteration ahead": skipped,
     "a stopped process": stopped,
     "a thread that holds the global lock": lock_held,
-    "a rank that waits for a file lock": deadlock,
     "Flight Recorder: a rank missing": recorded_missing,
     "Flight Recorder: another size": recorded_mismatch,
-    "a slow node": slow_node,
-    "a rank alone at a barrier": early_barrier,
     "a broadcast left out": skipped_broadcast,
     "two culprits": two_culprits,
-    "the tied embedding left out": tied_skipped,
 }
 
 

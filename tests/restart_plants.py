@@ -1,6 +1,6 @@
 """Restart bugs of the BLOOM chronicles' kind, planted into the real engines from outside, and clean cycles without any.
 
-`PYTHONPATH=lib python tests/restart_plants.py [KIND ...]` rehearses all of them and ten clean cycles, and prints a row
+`PYTHONPATH=lib python tests/restart_plants.py [KIND ...]` rehearses all of them and the clean cycles, and prints a row
 each, for docs/restarts.md.
 """
 
@@ -33,13 +33,6 @@ def tied_gradient() -> None:
     module._allreduce_word_embedding_grads = lambda *args, **options: None
 
 
-def tied_gradient_3d() -> None:
-    from deepspeed.runtime.pipe import schedule
-    from deepspeed.runtime.pipe.engine import PipelineEngine
-
-    PipelineEngine._INSTRUCTION_MAP[schedule.ReduceTiedGrads] = lambda self: None
-
-
 def norm_reset() -> None:
     """After a load the final norm is what it was before the first step."""
     from trilane.engine.backends.megatron import MegatronStates
@@ -58,32 +51,10 @@ def norm_reset() -> None:
     MegatronStates.write = forgetful
 
 
-def norm_decays() -> None:
-    """LayerNorm's weights are taken for matrices, as behind document 003's alias; nobody looks."""
-    from trilane.engine.backends import base, deepspeed_zero
-
-    deepspeed_zero.must_decay = lambda name: not name.endswith(".bias")
-    base.audited = lambda *args: {}
-
-
 def norm_apart() -> None:
     """Under sequence parallelism each tensor rank keeps its own share of a norm's gradient."""
     module = finalizing()
     module._allreduce_non_tensor_model_parallel_grads = lambda *args, **options: None
-
-
-def unclipped_stage() -> None:
-    """The last stage takes its gradients as they come."""
-    from megatron.core import parallel_state
-    from megatron.core.optimizer import optimizer as module
-
-    clip = module.clip_grad_by_total_norm_fp32
-
-    def clip_but_last(*args: Any, **options: Any) -> None:
-        if not parallel_state.is_pipeline_last_stage():
-            clip(*args, **options)
-
-    module.clip_grad_by_total_norm_fp32 = clip_but_last
 
 
 def generators_forgotten() -> None:
@@ -92,80 +63,25 @@ def generators_forgotten() -> None:
     generators.restore = lambda states: None
 
 
-def data_anew() -> None:
-    """After a load the samples begin again with the first."""
+def data_replayed() -> None:
+    """In the steps after a load the first batch again, unlike what the loader announces."""
     from trilane.config.batch_rampup import Batch
-    from trilane.engine import loop
-    from trilane.engine.checkpoint import load
-    from trilane.engine.data.samples import SampleLoader
-
-    original, microbatches = load.load, SampleLoader.microbatches
-
-    def load_and_forget(checkpoint: Any, *args: Any) -> None:
-        original(checkpoint, *args)
-        gone = checkpoint.manifest["consumed_samples"]
-
-        def anew(self: SampleLoader, batch: Batch) -> Any:
-            return microbatches(self, Batch(number=batch.number, first=batch.first - gone, gbs=batch.gbs))
-
-        SampleLoader.microbatches = anew  # type: ignore[method-assign]
-
-    loop.load = load_and_forget
-
-
-def on_steps_after_a_load(change: Callable[[Any, Any, float], tuple[Any, float]]) -> None:
-    """Megatron's engine steps with what `change` makes of engine, microbatches and rate, once it has loaded."""
     from trilane.engine import loop
     from trilane.engine.backends.megatron import Megatron
     from trilane.engine.checkpoint import load
-
-    original, step = load.load, Megatron.step
-
-    def load_and_change(checkpoint: Any, *args: Any) -> None:
-        original(checkpoint, *args)
-        Megatron.step = lambda self, *given: step(self, *change(self, *given))  # type: ignore[method-assign]
-
-    loop.load = load_and_change
-
-
-def rate_from_zero() -> None:
-    on_steps_after_a_load(lambda engine, microbatches, lr: (microbatches, lr / 50))
-
-
-def data_replayed() -> None:
-    """The first batch again, unlike what the loader announces."""
-    from trilane.config.batch_rampup import Batch
     from trilane.engine.data.samples import SampleLoader
 
-    given, original = list[Any](), SampleLoader.microbatches
+    given, original, load_state, step = list[Any](), SampleLoader.microbatches, load.load, Megatron.step
 
     def announced(self: SampleLoader, batch: Batch) -> Any:
         given.append(original(self, Batch(number=1, first=0, gbs=batch.gbs)))
         return original(self, batch)
 
-    SampleLoader.microbatches = announced  # type: ignore[method-assign]
-    on_steps_after_a_load(lambda engine, microbatches, lr: (given[-1], lr))
+    def load_and_change(checkpoint: Any, *args: Any) -> None:
+        load_state(checkpoint, *args)
+        Megatron.step = lambda self, _, *rest: step(self, given[-1], *rest)  # type: ignore[method-assign]
 
-
-def other_beta() -> None:
-    """Adam's groups get another beta1 after the load."""
-
-    def change(engine: Any, microbatches: Any, lr: float) -> tuple[Any, float]:
-        for group in engine._optimizer.param_groups:
-            group["betas"] = (0.5, group["betas"][1])
-        return microbatches, lr
-
-    on_steps_after_a_load(change)
-
-
-def masters_rounded() -> None:
-    """A load rebuilds the fp32 master weights from bf16."""
-    from trilane.engine.backends.megatron import MegatronStates
-
-    write = MegatronStates.write
-    MegatronStates.write = lambda self, number, weight, moments: write(  # type: ignore[method-assign]
-        self, number, weight.bfloat16().float(), moments
-    )
+    SampleLoader.microbatches, loop.load = announced, load_and_change  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,30 +95,21 @@ class Bug:
     pp: set[int] = field(default_factory=set)  # stages that must be named; empty: any
 
 
-WORD = "embedding.word_embeddings.weight"
-PIPE = {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1}
 BUGS = {
-    "tied embedding gradient not reduced": Bug(plant=tied_gradient, kind="tied", tensor=WORD, pp={1}),
-    "tied embedding gradient not reduced, 3D": Bug(
-        plant=tied_gradient_3d, kind="tied", tensor=WORD, pp={1}, topology=PIPE
+    "tied embedding gradient not reduced": Bug(
+        plant=tied_gradient, kind="tied", tensor="embedding.word_embeddings.weight", pp={1}
     ),
     "a norm reset to its defaults on load": Bug(
         plant=norm_reset, kind="reset", tensor="decoder.final_layernorm.weight", pp={1}
     ),
-    "LayerNorm weights decay": Bug(plant=norm_decays, kind="decay", tensor="layernorm.weight", topology=PIPE),
     "LayerNorm out of sync across TP": Bug(
         plant=norm_apart,
         kind="tensor-replicas",
         tensor="layernorm",
         topology={"tp": 2, "pp": 2, "sequence_parallel": True},
     ),
-    "gradient clipping skipped on the last stage": Bug(plant=unclipped_stage, kind="clipping", pp={1}),
     "generators not restored": Bug(plant=generators_forgotten, kind="generators"),
-    "data order not restored": Bug(plant=data_anew, kind="data", topology={"dp": 2}),
-    "learning rate from zero": Bug(plant=rate_from_zero, kind="rate"),
     "the first samples again": Bug(plant=data_replayed, kind="gradients"),
-    "another beta1": Bug(plant=other_beta, kind="moments"),
-    "masters rebuilt from bf16": Bug(plant=masters_rounded, kind="masters"),
 }
 
 
@@ -215,15 +122,8 @@ def named(bug: Bug, audit: RestartComparison) -> bool:
 # from, to: settings of a plan; clean cycles find nothing
 CYCLES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "megatron TP2 PP2 DP2 distributed optimizer": ({"tp": 2, "pp": 2, "dp": 2, "zero": 1}, None),
-    "megatron PP2 interleaved bf16": ({"pp": 2, "interleaving": 2, "precision": "bf16"}, None),
-    "ZeRO-2 DP2 optimizer offload": ({"engine": "deepspeed-zero", "dp": 2, "zero": 2, "offload": "optimizer"}, None),
-    "ZeRO-3 TP2 DP2 fp16": (
-        {"engine": "deepspeed-zero", "tp": 2, "dp": 2, "zero": 3, "precision": "fp16"},
-        None,
-    ),
-    "3D TP2 PP2 DP2": ({"engine": "deepspeed-3d", "tp": 2, "pp": 2, "dp": 2, "zero": 1}, None),
-    "HF ZeRO-3 DP2 full offload": ({"engine": "hf-zero3", "dp": 2, "zero": 3, "offload": "full"}, None),
-    **ELSEWHERE,
+    "ZeRO-3 TP2 DP2 fp16": ({"engine": "deepspeed-zero", "tp": 2, "dp": 2, "zero": 3, "precision": "fp16"}, None),
+    **dict([*ELSEWHERE.items()][:1]),
     "HF ZeRO-3 DP2 -> megatron TP4": ({"engine": "hf-zero3", "dp": 2, "zero": 3}, {"tp": 4}),
     "megatron DP2 distributed optimizer, both overlaps": (
         {"dp": 2, "zero": 1, "overlap_grad_reduce": True, "overlap_param_gather": True, "precision": "bf16"},

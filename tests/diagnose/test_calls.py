@@ -32,14 +32,15 @@ def test_the_last_call_of_each_rank_comes_from_the_tail_the_rarest_first(
     )
 
 
+LOOPS = "data.py(7):     i += 1\n" * 20_000  # that call nothing
+
+
 @pytest.mark.parametrize(
     ("rest", "line"),
-    [
-        ("data.py(7):     i += 1\n" * 20_000, "data.py:7  i += 1"),  # a loop that calls nothing
-        ("distributed_c10d.py(11", "distributed_c10d.py:1191  work.wait()"),  # cut within a line
-    ],
+    [(LOOPS, "data.py:7  i += 1"), ("distributed_c10d.py(11", "distributed_c10d.py:1191  work.wait()")],
+    ids=["a loop", "cut within a line"],
 )
 def test_a_last_call_is_found_before_what_follows(rest: str, line: str, tmp_path: Path) -> None:
     (tmp_path / "rank_0.txt").write_text(STUCK + rest)
-    (call,) = last_calls(tmp_path).calls
-    assert (call.rank, call.function, call.line) == ("0", "broadcast (distributed_c10d)", line)
+    (place,) = last_calls(tmp_path).groups
+    assert place == {"function": "broadcast (distributed_c10d)", "line": line, "ranks": ["0"]}

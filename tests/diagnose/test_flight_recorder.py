@@ -68,14 +68,6 @@ SCENES: dict[str, tuple[dict[int, Calls], Any, tuple[int, ...]]] = {  # recordin
         (1,),
     ),
     "ranks outside any collective that hold up nobody": ({r: [call("1", 1)] for r in DP}, {"1": DP}, ()),
-    "one rank in a later call, and not the seven that are late for it": (
-        {
-            r: [call("dp", n, state="started" if n == 12 + (r == 2) else "completed") for n in range(8, 13 + (r == 2))]
-            for r in DP
-        },
-        {"dp": DP},
-        (2,),
-    ),
     "what a GPU has only queued": (
         {r: [call("dp", 4, state="scheduled" if r == 5 else "started")] for r in DP},
         {"dp": DP},
@@ -92,14 +84,11 @@ SCENES: dict[str, tuple[dict[int, Calls], Any, tuple[int, ...]]] = {  # recordin
         {"7": [0, 1]},
         (),
     ),
-    **{
-        f"sizes that each rank may choose: {op}": (
-            {r: [call("1", 8, op, "started", sizes=[[100 + r]])] for r in DP},
-            {"1": DP},
-            (),
-        )
-        for op in ("all_to_all_v_single", "all_gather", "gather")
-    },
+    "sizes that each rank may choose": (
+        {r: [call("1", 8, "all_gather", "started", sizes=[[100 + r]])] for r in DP},
+        {"1": DP},
+        (),
+    ),
     "other sizes of a sum": (
         {r: [call("1", 8, state="started", sizes=[[100 + (r == 2)]])] for r in DP},
         {"1": DP},
@@ -119,20 +108,12 @@ def test_who_is_late_is_named_and_no_other(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [True, False])
 def test_of_ranks_without_a_dump_nothing_is_concluded_but_that_it_is_one_of_them(cut: bool, tmp_path: Path) -> None:
     judged(tmp_path, LATE, {"1": DP})
+    (tmp_path / "trace").write_bytes((tmp_path / "nccl_trace_rank_1").read_bytes())
     for path in [tmp_path / f"nccl_trace_rank_{rank}" for rank in (0, 2, 4, 5, 6)]:
         path.write_bytes(path.read_bytes()[:200]) if cut else path.unlink()
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == () and verdict.exclude == "" and "ranks 0, 2, 4-6," in verdict.paragraph
-
-
-def test_a_rank_right_behind_the_prefix_is_read(tmp_path: Path) -> None:
-    """torch writes TORCH_FR_DUMP_TEMP_FILE and the rank, with nothing between."""
-    for rank, calls in LATE.items():
-        (tmp_path / f"trace{rank}").write_bytes(recording(calls, {"1": DP})[: 200 if rank == 7 else None])
-    (tmp_path / "trace").write_bytes((tmp_path / "trace1").read_bytes())
-    verdict = diagnose_hang(tmp_path)
-    assert verdict.suspects == (5,) and "trace: the name holds no rank; ignored" in verdict.notes
-    assert {g.state for g in verdict.groups if 7 in g.ranks} == {"unreadable"}
+    assert "trace: the name holds no rank; ignored" in verdict.notes
 
 
 def test_a_send_names_its_peer_by_its_place_in_the_group(tmp_path: Path) -> None:

@@ -127,17 +127,10 @@ def copied(size: float) -> Prints:
     return fingerprints
 
 
-def rounded(x: np.ndarray) -> np.ndarray:
-    """To bf16."""
-    bits = x.view(np.uint32).astype(np.uint64) + 0x8000
-    return (bits & 0xFFFF0000).astype(np.uint32).view(np.float32)
-
-
 def kinds_of(findings: Iterable[RestartFinding]) -> list[tuple[str, str, set[int]]]:
     return [(f.kind, f.tensor, {r.rank for r in f.ranks}) for f in findings]
 
 
-HALF = {key: rounded(v) if key[1] == "weight" else v for key, v in state().items()}
 ALL = {0, 1, 2, 3}
 LOST = {  # what was loaded; the findings, or some of them
     "nothing": (prints(state()), []),
@@ -161,8 +154,6 @@ LOST = {  # what was loaded; the findings, or some of them
     "Adam's step": (prints(state(), scalars={"step": 0.0}), [("optimizer", "", set())]),
     "a rank that updates nothing has taken no steps": (edited(0, scalars={"step": 0.0}), []),
     "the learning rate": (prints(state(), next_lr=1.001e-3), [("optimizer", "", set())]),
-    "master weights": (prints(HALF), [("masters", "", set())]),
-    "another run": (prints(drawn(3)), [("run", "", set())]),
 }
 
 
@@ -171,7 +162,7 @@ def test_what_a_restart_lost_is_named_with_its_tensor_and_ranks(name: str, befor
     fingerprints, expected = LOST[name]
     found = kinds_of(compare_restart(before, loaded(tmp_path / "after", fingerprints)).findings)
     assert all(finding in found for finding in expected) and bool(found) is bool(expected), found
-    assert name not in ("master weights", "a generator") or len(found) == 1
+    assert name != "a generator" or len(found) == 1
 
 
 @pytest.mark.parametrize(("tensor", "found"), [(NORM, 0), (MATRIX, 1)])
@@ -315,7 +306,7 @@ def test_marks_of_replicas_that_divide_a_part_add_up_to_those_of_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*list(BUGS)[:8:2], "the first samples again"])
+@pytest.mark.parametrize("kind", BUGS)
 def test_a_bug_planted_into_a_real_engine_is_named(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
     bug = BUGS[kind]
     found = cycle(pool, tmp_path / "r", bug.topology, None, kind)
@@ -323,7 +314,7 @@ def test_a_bug_planted_into_a_real_engine_is_named(kind: str, pool: WorkerPool, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*list(CYCLES)[:-1:3], list(CYCLES)[-1]])
+@pytest.mark.parametrize("kind", CYCLES)
 def test_nothing_is_found_in_a_clean_cycle(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
-    """Some of the ten that docs/restarts.md lists (the script does all), and one whose weights are gathered late."""
+    """Between engines and topologies, one with weights that are gathered late."""
     assert not cycle(pool, tmp_path / "r", *CYCLES[kind], "").findings

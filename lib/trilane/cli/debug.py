@@ -72,7 +72,7 @@ def capture(
 
 @command(GROUP)
 def stragglers(folder: Path, ranks: Ranks) -> Answer:
-    """Print which rank, node or link makes the others wait, from a run folder with phase times (run.timers)."""
+    """Print which rank or node makes the others wait, from a run folder with phase times (run.timers)."""
     known, seconds = read_phase_times(folder, ranks.grid())
     slow = find_stragglers(known, seconds)
     return Answer({"ranks": len(seconds), "stragglers": [one.to_json() for one in slow]}, slow.to_text())

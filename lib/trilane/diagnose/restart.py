@@ -66,31 +66,25 @@ def compare_restart(before: Path, after: Path) -> RestartComparison:
     Each is a run folder, a checkpoint or a folder of fingerprints. Raises ValueError where one holds no state, is
     damaged, or holds another model.
     """
-    findings, compared, notes, restored = list[RestartFinding](), list[str](), list[str](), True
+    findings, compared, notes = list[RestartFinding](), list[str](), list[str]()
     for one, two in pairs(before, after):
         a, b = read_snapshot(one), read_snapshot(two)
         for field, value in a.shape.items():
             rule = f"{a.name} has {value}: two models cannot be compared; these are two different runs"
             require(b.shape.get(field) == value, f"B {field}", b.shape.get(field), rule)
-        kinds = (f"{s.name} ({'loaded' if s.state.loaded else 'saved'})" for s in (a, b))
-        compared.append(" with ".join(kinds))
+        compared.append(" with ".join(f"{s.name} ({'loaded' if s.state.loaded else 'saved'})" for s in (a, b)))
         notes += _notes(a, b)
         found = [*within(a), *within(b)]
         if apart := _two_runs(a, b):
-            found, restored = [apart, *found], False
+            found.insert(0, apart)
         elif one.iteration == two.iteration:
-            moved = merged(changed(a, b))
             # What a bug changed shows in every tensor once the training goes on.
-            if not two.loaded and len(moved) > 1 and all(f.kind == "not-restored" for f in moved):
-                notes.append(f"{b.name} differs in {len(moved)} tensors: the largest difference is shown")
-                moved = [] if findings else [max(moved, key=lambda f: f.size or 0.0)]
-            moved, settings = _masters(a, b, moved) or moved, list(_settings(a, b))
-            restored = restored and not (two.loaded and (moved or any(f.kind == "generators" for f in settings)))
-            found += [*moved, *settings]
+            moved = list(changed(a, b)) if two.loaded or not (findings or found) else []
+            found += [*moved, *_settings(a, b)]
         findings = merged([*findings, *found])
     # What another step after the load leads to.
     implied = [f for f in findings if f.kind in ("not-restored", "clipping", "generators")]
-    cause = _after_load(before, after) if restored and len(implied) == len(findings) else []
+    cause = _after_load(before, after) if len(implied) == len(findings) else []
     notes += [f"implied by the {cause[0].kind} of the step after the load: {f.what}" for f in implied if cause]
     return RestartComparison(
         before=before,
@@ -179,19 +173,6 @@ def _alike(before: Snapshot, after: Snapshot) -> bool:
     return before.layout == after.layout and before.precision == after.precision
 
 
-def _masters(a: Snapshot, b: Snapshot, found: list[RestartFinding]) -> list[RestartFinding]:
-    """One finding in place of `found` where all that differs after a load is the rounding of master weights."""
-    pairs_ = [(a.wholes.get(f.tensor, {}), b.wholes.get(f.tensor, {})) for f in found]
-    sizes = [f.size or 0.0 for f in found]
-    kept = all(one.get(kind) == two.get(kind) for one, two in pairs_ for kind in KINDS[1:])
-    # |rounding error| / |weights|: 2^-9 / 1.7 for bf16, 2^-12 / 1.7 for fp16; sketches estimate it within a quarter
-    for name, low, high in (("bf16", 4e-4, 3e-3), ("fp16", 4e-5, 4e-4)) if kept and len(found) > 1 else ():
-        if b.state.loaded and low < float(np.median(sizes)) < high and max(sizes) < 2 * high:
-            what = f"{len(sizes)} weights, and no moments, differ by the rounding of {name}: rebuilt from the model's"
-            return [RestartFinding(kind="masters", what=what, size=max(sizes))]
-    return []
-
-
 def _settings(a: Snapshot, b: Snapshot) -> Findings:
     """What is of no tensor: samples and generators, Adam's step and settings, loss scale, learning rate."""
     ranks: dict[int | None, Holder] = {r.rank: r for r, _ in b.held}
@@ -207,16 +188,12 @@ def _settings(a: Snapshot, b: Snapshot) -> Findings:
 
 
 def _two_runs(a: Snapshot, b: Snapshot) -> RestartFinding | None:
-    """A finding where seed, data or shape differ by two checkpoints' manifests, or matrices have nothing in common."""
+    """A finding where seed, data or shape differ by two checkpoints' manifests."""
     one, two = map(_recorded, (a, b))
     changes = [f"{name}: {one[name]} and {two[name]}" for name in one.keys() & two.keys() if one[name] != two[name]]
-    matrices = [n for n in a.wholes.keys() & b.wholes.keys() if must_decay(n)]
-    weights = [(a.wholes[n].get("weight"), b.wholes[n].get("weight")) for n in matrices]
-    # Of two tensors that have nothing in common the difference is 1.4 of the norm, estimated within a quarter.
-    unrelated = len(weights) > 1 and all(old and new and old.apart(new) > 0.5 for old, new in weights)
-    if changes or (unrelated and a.state.iteration == b.state.iteration):
-        what = "; ".join(changes) or "no matrix has anything in common: another run, or nothing was restored"
-        return RestartFinding(kind="run", what=f"{b.name} does not continue {a.name}: {what}")
+    if changes:
+        what = f"{b.name} does not continue {a.name}: {'; '.join(changes)}"
+        return RestartFinding(kind="run", what=what)
     return None
 
 
@@ -228,12 +205,15 @@ def _recorded(s: Snapshot) -> dict[str, Any]:
 
 
 def _after_load(before: Path, after: Path) -> list[RestartFinding]:
-    """What differs in the step after a load, where `before` saved at the load's iteration and at the next, and `after`
-    at the next."""
+    """What differs in the step after a load, where all came back by it, and `before` saved at the load's iteration and
+    at the next, `after` at the next."""
     saved, mine = ({s.iteration: s for s in states(x, y) if not s.loaded} for x, y in (("A", before), ("B", after)))
-    for load in (s.iteration for s in states("B", after) if s.loaded):
-        if {load, load + 1} <= {*saved} and load + 1 in mine and mine[load + 1].path != saved[load + 1].path:
-            return list(first_step(*map(read_snapshot, (saved[load], saved[load + 1], mine[load + 1]))))
+    for load in (s for s in states("B", after) if s.loaded):
+        first, last = load.iteration, load.iteration + 1
+        if {first, last} <= {*saved} and last in mine and mine[last].path != saved[last].path:
+            start, usual, other = map(read_snapshot, (saved[first], saved[last], mine[last]))
+            restored = not [*changed(start, read_snapshot(load)), *_settings(start, read_snapshot(load))]
+            return list(first_step(start, usual, other)) if restored else []
     return []
 
 
@@ -252,23 +232,25 @@ def first_step(start: Snapshot, usual: Snapshot, other: Snapshot) -> Findings:
         return
     w0, w, w_other = (np.ravel([s.wholes[n]["weight"].sketch for n in names]) for s in trio)
     m0, m, m_other = (np.ravel([s.wholes[n]["exp_avg"].sketch for n in names]) for s in trio)
-    _, v, v_other = (np.array([s.wholes[n]["exp_avg_sq"].total for n in names]) for s in trio)
-    known = np.stack([m0, (m - beta1 * m0) / (1 - beta1)], axis=1)
-    (kept, added), *_ = np.linalg.lstsq(known, m_other, rcond=None)
-    misfit, times = _misfit(m_other, known @ np.array([kept, added])), added / (1 - beta1)
-    second, moved = float(np.max(np.abs(v_other / v - 1))), w - w0
+    v, v_other = (np.array([s.wholes[n]["exp_avg_sq"].total for n in names]) for s in trio[1:])
+    gradient = (m - beta1 * m0) / (1 - beta1)
+    (kept, added), *_ = np.linalg.lstsq(np.stack([m0, gradient], axis=1), m_other, rcond=None)
+    misfit, second = _misfit(m_other, kept * m0 + added * gradient), float(np.max(np.abs(v_other / v - 1)))
+    moved = w - w0
     length = float((w_other - w0) @ moved / (moved @ moved or 1.0))
-    is_longer = abs(length - 1) > 0.01 and _misfit(w_other - w0, length * moved) < 0.05
-    first, another = "the first moment is lost, or has another beta", abs(kept - beta1) > 0.02 * (1 - beta1) + 2e-3
-    rules = (  # 2e-3 is more than the rounding of sketches
-        (misfit > 2e-3, "gradients", misfit, "the first moment holds other samples, or fewer microbatches"),
-        (another, "moments", kept, first),
-        (abs(times - 1) > 0.01, "gradients", times, "the gradients are a multiple: another mean, or clipping"),
-        (second > 2e-3 * (1 - beta2), "moments", second, "the second moment is lost, or has another beta"),
-        (is_longer, "rate", length, "the weights move as many times as far: another rate, or count of steps"),
-    )
-    for _, kind, size, what in [rule for rule in rules if rule[0]][:1]:
-        yield RestartFinding(kind=kind, what=f"{what} ({size:.4g})", size=size)
+    if misfit > 2e-3:  # more than the rounding of sketches
+        kind, size, what = "gradients", misfit, "the first moment holds other samples, or fewer microbatches"
+    elif abs(kept - beta1) > 0.02 * (1 - beta1) + 2e-3:
+        kind, size, what = "moments", kept, "the first moment is lost, or has another beta"
+    elif abs(added / (1 - beta1) - 1) > 0.01:
+        kind, size, what = "gradients", added / (1 - beta1), "they are a multiple: another mean, or clipping"
+    elif second > 2e-3 * (1 - beta2):
+        kind, size, what = "moments", second, "the second moment is lost, or has another beta"
+    elif abs(length - 1) > 0.01 and _misfit(w_other - w0, length * moved) < 0.05:
+        kind, size, what = "rate", length, "the weights move as many times as far: another rate, or count of steps"
+    else:
+        return
+    yield RestartFinding(kind=kind, what=f"{what} ({size:.4g})", size=size)
 
 
 def _misfit(values: np.ndarray, fit: np.ndarray) -> float:

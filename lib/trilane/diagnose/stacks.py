@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from trilane.utils.files import natural
 from trilane.utils.tables import Record, grouped
@@ -86,8 +86,7 @@ def _dump(threads: list[Thread], **facts: Any) -> Dump:
     for top in sorted(others, key=_waits_for_engine)[:1]:
         frames, owns_gil = top.frames + frames, top.owns_gil
     holders = [f"{t.name} holds Python's global lock in {t.frames[0]}" for t in helpers if t.owns_gil]
-    holder = "".join(holders[:1])
-    return Dump(frames=frames, owns_gil=owns_gil, holder=holder, **facts)
+    return Dump(frames=frames, owns_gil=owns_gil, holder="".join(holders[:1]), **facts)
 
 
 def _waits_for_engine(thread: Thread) -> bool:
@@ -96,51 +95,35 @@ def _waits_for_engine(thread: Thread) -> bool:
     return bool(re.match(r"(?:(?:_engine_run_|run_)?backward|grad) \(.*autograd|custom_backward ", at))
 
 
+def _python(frames: list[Frame]) -> Frames:
+    """The frames without those of C and C++ (--native), which are alike for most waits; all where none is Python's."""
+    kept = [f for f in frames if f.line > 0 and not patterns("files")["native"].search(f.file)]
+    return tuple(kept or frames)
+
+
 def read_pyspy(text: str) -> list[Dump]:
     """The processes in the text of `py-spy dump`s on one host, in order; of a process that is there twice the last."""
-    before, *rest = re.split(r"(?m)^Process (\d{1,9}): (.*)$", text)
-    # Where no line names the processes, each main thread begins one.
-    bodies = [("", "", part) for part in re.split(r'(?m)^(?=Thread .*"MainThread")', before)]
-    bodies += zip(rest[::3], rest[1::3], rest[2::3], strict=True)
     found: dict[str, Dump] = {}
-    for pid, command, body in bodies:
-        head, *parts = re.split(r"(?m)^(?=Thread (?:0x)?[0-9a-fA-F]+ \()", body)
+    # Where no line names the processes, each main thread begins one.
+    begin = r"Process \d" if re.search(r"(?m)^Process \d", text) else r'Thread .*"MainThread"'
+    for block in re.split(f"(?m)^(?={begin})", text):
+        head, *threads = re.split(r"(?m)^(?=Thread (?:0x)?[0-9a-fA-F]+ \()", block)
+        process = re.match(r"Process (\d{1,9}): (.*)", head)
         error = re.search(r"(?m)^(?:Error|Failed to [\w ]+): ?.*", head)
-        # py-spy's text ends with a whole line
-        cut = body is bodies[-1][2] and not text.endswith("\n") and not _frame(text.rpartition("\n")[2])
-        facts = {"pid": int(pid or 0), "command": command.strip(), "error": error[0].strip() if error else ""}
-        key = pid or body[:40]
-        if parts or (key not in found and (pid or error)):
-            found[key] = _dump([_thread(part) for part in parts], cut=cut, **facts)
+        pid, command = process.groups() if process else ("0", "")
+        facts = {"pid": int(pid), "command": command.strip(), "error": error[0].strip() if error else ""}
+        key = pid if process else block[:40]
+        if threads or (key not in found and (process or error)):
+            found[key] = _dump([*map(_thread, threads)], **facts)
     return list(found.values())
 
 
 def _thread(text: str) -> Thread:
-    head, *lines = text.splitlines()
-    match = re.match(r'Thread \S+ \(([\w+ ]*)\)?(?:: "(.*)")?', head)
+    match = re.match(r'Thread \S+ \(([\w+ ]*)\)?(?:: "(.*)")?', text)
     state, name = match.groups() if match else ("", "")
-    found = [(len(line) - len(line.lstrip()), frame) for line in lines if (frame := _frame(line))]
-    # lines that are indented deeper are values of variables (--locals), which may look like frames
-    frames = [frame for indent, frame in found if indent <= found[0][0]]
-    return Thread(_python(frames), name or "", "gil" in state)
-
-
-def _frame(line: str) -> Frame | None:
-    """The frame of a line `    forward (model.py:12)`; None for other lines."""
-    head, _, place = line.rstrip().rpartition(" (")
-    file, _, number = place[:-1].rpartition(":")
-    if not (head[:1].isspace() and place.endswith(")") and len(place) > 1):
-        return None
-    return frame(head.strip(), *((file, number[:9]) if number.isdecimal() else (place[:-1], 0)))
-
-
-def _python(frames: list[Frame]) -> Frames:
-    """The frames without those of C and C++ (--native), which are alike for most waits; all where none is Python's."""
-    kept = [f for f in frames if f.line > 0 and not patterns("files")["native"].search(f.file)]
-    above = frames[: frames.index(kept[0])] if kept else []
-    # that a thread waits for its GPU is seen among these alone
-    gpu = [f for f in above if patterns("functions")["native_waits"].search(f.function)]
-    return (*gpu[:1], *(kept or frames))
+    # Lines that are indented deeper are values of variables (--locals), which may look like frames.
+    lines = re.findall(r"(?m)^ {4}(\S.*) \(([^()\n]*?)(?::(\d{1,9}))?\)[ \r]*$", text)
+    return Thread(_python([frame(*line) for line in lines]), name or "", "gil" in state)
 
 
 def read_json(text: str) -> Dump:
@@ -151,16 +134,16 @@ def read_json(text: str) -> Dump:
             # The full path where there is one: frame() shortens the paths of all tools alike.
             frames = [frame(f["name"], f.get("filename") or f["short_filename"], f["line"]) for f in t["frames"]]
             threads.append(Thread(_python(frames), t.get("thread_name") or "", bool(t.get("owns_gil"))))
-        return _dump(threads, pid=int(found[0]["pid"]) if found else 0)
+        return _dump(threads, pid=int(found[0]["pid"]))
     except DAMAGED:
-        return Dump(cut=True)
+        return Dump()
 
 
 def read_faults(text: str) -> Dump:
     """The last dump in the text of faulthandler, which appends one at every signal, or each time a timer ends."""
     threads: dict[str, tuple[bool, list[Frame]]] = {}
     for line in text.splitlines():
-        if match := re.search(r"(Current thread|Thread) (0x[0-9a-fA-F]+).{0,80}\(most recent call first\)", line):
+        if match := re.match(r"(Current thread|Thread) (0x[0-9a-fA-F]+).{0,80}\(most recent call first\)", line):
             # One dump holds each thread once.
             threads = {} if match[2] in threads else threads
             threads[match[2]] = match[1] == "Current thread", []
@@ -168,8 +151,7 @@ def read_faults(text: str) -> Dump:
             threads = {}
         elif threads and (match := re.match(r'\s*File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$', line)):
             [*threads.values()][-1][1].append(frame(match[3], match[1], match[2]))
-    last = [Thread(tuple(frames), is_current=current) for current, frames in threads.values()]
-    return _dump(last, cut=not text.endswith("\n"))
+    return _dump([Thread(tuple(frames), is_current=current) for current, frames in threads.values()])
 
 
 def read_traceback(text: str) -> Dump | None:
@@ -185,28 +167,11 @@ def read_traceback(text: str) -> Dump | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LastCall(Record):
-    """The end of a rank's trace: the function entered last, and the last line run."""
-
-    rank: str
-    function: str
-    line: str
-    bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class LastCalls(Record):
-    """The ends of all traces."""
+    """The places where the traces of ranks end, the rarest first, which are the suspects: the function entered last,
+    the last line run, and the ranks."""
 
-    calls: tuple[LastCall, ...]
-    DERIVED: ClassVar = ("groups",)
-
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """Function, line and ranks of each place where traces end; the rarest first, which are the suspects."""
-        same = grouped(self.calls, lambda call: (call.function, call.line))
-        places = [{"function": f, "line": line, "ranks": [c.rank for c in same[f, line]]} for f, line in same]
-        return sorted(places, key=lambda place: (len(place["ranks"]), place["function"]))
+    groups: tuple[dict[str, Any], ...]
 
     def to_text(self) -> str:
         """A line for each place."""
@@ -218,20 +183,27 @@ def last_calls(folder: Path) -> LastCalls:
     require_folder("folder", folder)
     paths = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: natural(p.name))
     with ThreadPoolExecutor(8) as pool:  # most time is spent waiting for a shared file system
-        found = tuple(call for call in pool.map(_last_call, paths) if call is not None)
-    require(bool(found), "folder", folder, "holds no trace of Python's trace module")
-    return LastCalls(calls=found)
+        calls = [*zip(paths, pool.map(_last_call, paths), strict=True)]
+    same = grouped((call for call in calls if call[1][1]), lambda call: call[1])
+    require(bool(same), "folder", folder, "holds no trace of Python's trace module")
+    groups = [
+        {"function": function, "line": line, "ranks": [_rank(path) for path, _ in found]}
+        for (function, line), found in same.items()
+    ]
+    return LastCalls(groups=tuple(sorted(groups, key=lambda group: (len(group["ranks"]), group["function"]))))
 
 
-def _last_call(path: Path) -> LastCall | None:
-    size = path.stat().st_size
+def _rank(path: Path) -> str:
+    return (re.search(r"rank[_-]?(\d+)", path.name) or [path.stem] * 2)[1]
+
+
+def _last_call(path: Path) -> tuple[str, str]:
+    """The function entered last, and the last line run, "" where the file is no trace."""
     with path.open("rb") as file:
         # A trace may have gigabytes. Its last MB has some 40,000 lines: a loop may run them and call nothing.
-        file.seek(max(0, size - (1 << 20)))
+        file.seek(max(0, path.stat().st_size - (1 << 20)))
         tail = file.read(1 << 20).decode("utf-8", "replace")
     entered = re.findall(r"(?m)^ --- modulename: (.+?), funcname: (.+)$", tail)[-1:]
     ran = re.findall(r"(?m)^([\w.<>/-]+\.py|<[\w ]+>)\((\d+)\): ?(.*)$", tail)[-1:]
     function = "".join(f"{name.strip()} ({module})" for module, name in entered)
-    line = "".join(f"{file}:{number}  {code.strip()[:120]}" for file, number, code in ran)
-    rank = (re.search(r"rank[_-]?(\d+)", path.name) or [path.stem] * 2)[1]
-    return LastCall(rank=rank, function=function, line=line, bytes=size) if ran else None
+    return function, "".join(f"{file}:{number}  {code.strip()[:120]}" for file, number, code in ran)

@@ -1,4 +1,4 @@
-"""Stragglers: the rank, node or link that makes the others wait, from the seconds of each rank in each phase."""
+"""Stragglers: the rank or node that makes the others wait, from the seconds of each rank in each phase."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Slow = dict[int, tuple[str, float, float]]  # of each slow rank its worst phase,
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler(Record):
-    """A slow "rank", "node" or "link" (`kind`): its name, the phase, the seconds above its peers, the score."""
+    """A slow "rank" or "node" (`kind`): its name, the phase, the seconds above its peers, the score."""
 
     kind: str
     name: str
@@ -45,10 +45,9 @@ def find_stragglers(grid: Grid, seconds: Seconds) -> Stragglers:
         find_stragglers(*read_phase_times(run_folder)).to_text()
 
     A rank's own work is compared with that of its stage: score = (x - median) / (1.4826 MAD), MAD at
-    least 1 % of the median. A node is slow where most of its ranks are. A link is slow where ranks
-    that do their own work as fast as others communicate longer, at both ends; ranks that wait for a
-    slow rank do too, so where one is slow, links are not examined. Left out: a link that slows a whole
-    ring collective evenly.
+    least 1 % of the median. A node is slow where most of its ranks are. Ranks that wait for a slow rank
+    communicate longer, too: communication is examined only where all do their own work as fast as
+    others, and shows the ends of a slow link. Left out: a link that slows a whole ring collective evenly.
     """
     for rank in seconds:
         require(rank in grid, "rank", rank, f"must lie below tp x pp x dp = {len(grid.ranks)}")
@@ -62,8 +61,8 @@ def find_stragglers(grid: Grid, seconds: Seconds) -> Stragglers:
         if len(timed) > 1 and len(less.keys() & timed) >= 0.75 * len(timed):
             found.append(_straggler("node", node, [r for r in timed if r in less], less))
     taken = {rank for one in found for rank in one.ranks}
+    slow = slow if slow or found else _scores(grid, seconds, ("p2p-wait", "all-grads-sync"), 5.0)
     found += [_straggler("rank", str(rank), [rank], slow) for rank in slow if rank not in taken]
-    found = found or _links(grid, _scores(grid, seconds, ("p2p-wait", "all-grads-sync"), 5.0))
     return Stragglers(sorted(found, key=lambda s: -s.score))
 
 
@@ -81,19 +80,6 @@ def _scores(grid: Grid, seconds: Seconds, phases: tuple[str, ...], least: float)
                 if score > least and excess > 0.03 * middle and score > found.get(rank, ("", 0.0, 0.0))[2]:
                     found[rank] = (phase, excess, score)
     return found
-
-
-def _links(grid: Grid, slow: Slow) -> list[Straggler]:
-    """Ranks that communicate longer than their peers, paired where they are neighbours on different nodes."""
-    found, taken = list[Straggler](), set[int]()
-    for rank in sorted(slow):
-        for axis in ("next", "dp"):
-            for peer in sorted(grid.group(axis, rank) - {rank}):
-                pair = {grid[rank].node, grid[peer].node}
-                if peer in slow and rank < peer and len(pair) == 2 and not {rank, peer} & taken:
-                    found.append(_straggler("link", " - ".join(sorted(pair)), [rank, peer], slow))
-                    taken |= {rank, peer}
-    return found + [_straggler("rank", str(rank), [rank], slow) for rank in slow if rank not in taken]
 
 
 def _straggler(kind: str, name: str, ranks: list[int], slow: Slow) -> Straggler:

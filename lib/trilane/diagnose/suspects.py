@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from trilane.diagnose.evidence import Evidence
 from trilane.diagnose.flight_recorder import Call
-from trilane.diagnose.stacks import Frames
 from trilane.diagnose.waits import HARD, NO_EVIDENCE, OTHER, Conditions, Wait
 from trilane.workspace.rank_grid import Grid
 
@@ -38,7 +37,7 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     if evidence.earlier and not hard and all(found[r].moves for r in evidence.dumps):
         return Suspects(reasons={}, edges=edges, axes=axes)
     silent = [r for r, c in found.items() if c.kind == "silent"]
-    held = _busy(found, edges, hard, silent)
+    held = _busy(found, edges)
     proven = [r for r in (*hard, *held) if found[r].on_host or found[r].kind in HARD[:3]]
     if proven and set(edges) <= reaching(edges, proven):
         silent = []
@@ -46,70 +45,32 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     reasons |= {r: _recorded_reason(evidence, found, edges, r) for r in held if not found[r].frames}
     if 2 * sum(c.kind == "gone" for c in found.values()) > len(found):
         reasons = {r: f"{text}; which rank ended first {OPEN}" for r, text in reasons.items()}
-    left = set(edges) - reaching(edges, reasons)
-    reasons = _mismatch(evidence, found, edges, left, alone=not reasons) | reasons
+    reasons = reasons or _mismatch(evidence, found, edges)
     waiting = [c.wait is not None for c in found.values() if c.frames]
     if not (hard or silent or evidence.earlier) and 2 * sum(waiting) < len(waiting):
         reasons = {r: f"{text}; most do not wait: whether any hangs {OPEN}" for r, text in reasons.items()}
-    # A lock may be held for an instant, and a rank without a dump may not have been dumped.
-    order = dict.fromkeys(HARD[:3], 0) | {"silent": 2}
-    ranks = sorted(reasons, key=lambda r: (order.get(found[r].kind, 1), -held.get(r, 0), r))
+    # A rank without a dump may not have been dumped.
+    ranks = sorted(reasons, key=lambda r: (found[r].kind == "silent", found[r].kind not in HARD, -held.get(r, 0), r))
     return Suspects(reasons={r: reasons[r] for r in ranks}, edges=edges, axes=axes)
 
 
-def _busy(found: Conditions, edges: Edges, hard: list[int], silent: list[int]) -> dict[int, int]:
-    """Ranks outside communication, with how many they hold up; of those that hold up none, who work on the host."""
+def _busy(found: Conditions, edges: Edges) -> dict[int, int]:
+    """Ranks outside communication that others wait for, with how many they hold up."""
     waited = set().union(*edges.values())
-    # A recording alone shows that a rank is outside any collective, not that it should be in one.
-    idle = [r for r, c in found.items() if c.kind == "busy" and not edges.get(r) and (c.frames or r in waited)]
-    held = {r: len(reaching(edges, {r})) for r in idle if r in waited}
+    held = {r: len(reaching(edges, {r})) for r in waited if found[r].kind == "busy" and not edges.get(r)}
     # A rank that is known to work on the host is more suspect than those that may wait for their GPUs, as for it.
     sure = reaching(edges, {r for r in held if found[r].on_host})
-    held = {r: n for r, n in held.items() if found[r].on_host or any(r in edges[w] and w not in sure for w in edges)}
-    # Those that hold up at least half as many as the one that holds up most.
-    busy = {r: n for r, n in held.items() if 2 * n >= max(held.values())}
-    busy = busy or {r: 0 for r in idle if found[r].on_host and not held}
-    if all(found[r].kind == "locked" for r in hard):
-        return busy
-    # Suspect only for those that do not wait for a rank that is gone.
-    excused = reaching(edges, {*hard, *silent})
-    return {r: n for r, n in busy.items() if any(r in edges[w] and w not in excused for w in edges)}
+    return {r: n for r, n in held.items() if found[r].on_host or any(r in edges[w] and w not in sure for w in edges)}
 
 
-def _mismatch(evidence: Evidence, found: Conditions, edges: Edges, left: set[int], *, alone: bool) -> dict[int, str]:
-    """Suspects among ranks that all wait; unless `alone` (no other suspects), only cycles count."""
-    seen = left | {t for r in left for t in edges[r]}
-    inside = {r: edges.get(r, set()) & seen for r in seen}
-    waited = set().union(*inside.values())
-    reasons = _strays(evidence, found, inside, waited) or _ahead(evidence, inside) if alone else {}
-    for cycle in [] if reasons else final_components(inside):
-        counts = len(cycle) > 1 or (alone and cycle <= waited)
-        if counts and not any(found[r].kind in NO_EVIDENCE for r in cycle):
+def _mismatch(evidence: Evidence, found: Conditions, edges: Edges) -> dict[int, str]:
+    """Suspects among ranks that all wait: in the smallest cycles of the graph, those that differ."""
+    inside = {r: edges.get(r, set()) for r in {*edges}.union(*edges.values())}
+    reasons, waited = dict[int, str](), set().union(*inside.values())
+    for cycle in final_components(inside):
+        if (len(cycle) > 1 or cycle <= waited) and not any(found[r].kind in NO_EVIDENCE for r in cycle):
             reasons |= _odd_ones(evidence, found, edges, cycle)
     return reasons
-
-
-def _strays(evidence: Evidence, found: Conditions, inside: Edges, waited: set[int]) -> dict[int, str]:
-    """A rank that left the order is in the rarest collective, waits there, and keeps its own group waiting."""
-    waits = {r: w for r in inside if (w := found[r].wait) and not w.is_blind and r not in evidence.recordings}
-    if len(waits) < len(inside) or any(len(end) > 1 or inside[min(end)] for end in final_components(inside)):
-        return {}
-    stray = {r for r in _rare(waits) if inside[r] and r in waited}
-    # Where it receives from a neighbour that has gone on, either may be wrong.
-    sources = {s for r in stray if waits[r].p2p for s in inside[r]} - stray
-    return {r: f"in {waits[r]}, others in another{WHICH * bool(sources)}" for r in sorted(stray | sources)}
-
-
-def _ahead(evidence: Evidence, inside: Edges) -> dict[int, str]:
-    """Of ranks whose recorders wait in one group, a minority in a later call, for which the others count as late."""
-    calls = {r: call for r in inside if (rec := evidence.recordings.get(r)) and (call := rec.waiting)}
-    counts = Counter(call.sequence for call in calls.values())
-    usual, most = max(counts.items(), key=lambda item: item[1], default=(0, 0))
-    # A root may have sent its part, or received all, and gone on.
-    apart = len({c.group for c in calls.values()}) != 1 or any(c.is_rooted for c in calls.values())
-    if apart or len(calls) < len(inside) or 2 * most <= len(calls) or min(counts) < usual:
-        return {}
-    return {r: f"in {c}, while most are still in number {usual}" for r, c in calls.items() if c.sequence > usual}
 
 
 def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[int]) -> dict[int, str]:
@@ -127,7 +88,7 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
         return {r: f"entered {calls[r]}, others another{WHICH * (not few)}" for r in few or calls}
     waits = {r: w for r in cycle if (w := found[r].wait) is not None}
     if any(wait.is_blind for wait in waits.values()):
-        return _left_behind(found, waits)
+        return {}
     if len(cycle) == 1:
         # Its whole group is there by its stack, and their operation does not end.
         there = not evidence.recordings and not any(c.kind in NO_EVIDENCE for c in found.values())
@@ -138,26 +99,7 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
     few = [r for r in few if not waits[r].p2p] or few
     few = few if 3 * len(few) <= len(cycle) else []
     which = "" if few and evidence.grid.known else WHICH
-    reasons = {r: f"in {waits[r]}, others in another{which}" for r in sorted(few or cycle) if r in waits}
-    # The innermost line of a "soft" wait communicates by its name alone.
-    return {r: f"at {waits[r].site}{AT_LINE}" if found[r].kind == "soft" else text for r, text in reasons.items()}
-
-
-def _left_behind(found: Conditions, waits: Mapping[int, Wait]) -> dict[int, str]:
-    """The few in a collective that most have left for a line that does not show what they wait for."""
-    blind = [r for r, wait in waits.items() if wait.is_blind]
-    few, at = sorted(waits.keys() - blind), waits[blind[0]].site
-    before = all(_is_before(found[r].frames, found[b].frames) for r in few for b in blind)
-    if not before or any(waits[b].op == "device" for b in blind) or not 0 < 2 * len(few) < len(waits):
-        return {}
-    return {r: f"in {waits[r]}, while most are at a later line, {at}" for r in few}
-
-
-def _is_before(frames: Frames, others: Frames) -> bool:
-    """Whether a stack is in an earlier line of the function in which it and another one part."""
-    pairs = zip(reversed(frames), reversed(others), strict=False)
-    one, other = next(((a, b) for a, b in pairs if a.key != b.key), (None, None))
-    return bool(one and other and one.key[:2] == other.key[:2] and one.line < other.line)
+    return {r: f"in {waits[r]}, others in another{which}" for r in sorted(few or cycle) if r in waits}
 
 
 def _recorded_reason(evidence: Evidence, found: Conditions, edges: Edges, rank: int) -> str:
@@ -198,14 +140,11 @@ def axes_of(grid: Grid, found: Conditions) -> dict[int, str]:
             sites[wait.call].append(rank)
     dumped = {r for r, c in found.items() if c.kind != "unknown"}
     for ranks in sites.values():
-        latest, best = max(grid[r].progress for r in ranks), ((True, len(found), 0), "world")
+        costs = {"world": (len(found), 0)}
         for axis in ("world", "model", "stage", "pp-dp", "dp", "pp", "tp"):
-            absent = {m for r in ranks for m in grid.group(axis, r)} & dumped - {*ranks}
-            # A rank that is an iteration ahead has passed this collective already.
-            ahead = not any(grid[m].progress <= latest for m in absent)
-            waiting = sum(found[m].wait is not None for m in absent)
-            best = min(best, ((ahead, len(absent), waiting), axis), key=lambda b: b[0]) if absent else best
-        axes |= dict.fromkeys(ranks, best[1])
+            if absent := {m for r in ranks for m in grid.group(axis, r)} & dumped - {*ranks}:
+                costs[axis] = len(absent), sum(found[m].wait is not None for m in absent)
+        axes |= dict.fromkeys(ranks, min(costs, key=costs.__getitem__))
     return axes
 
 

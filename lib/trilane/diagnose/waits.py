@@ -17,8 +17,8 @@ Key = tuple[tuple[str, str, int], ...]  # of frames
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """A wait in `op`, which `site` calls: an operation, "device" (what was queued on the GPU), "line"
-    (where most ranks compute or wait) or "wait" (a line that communicates by its names)."""
+    """A wait in `op`, which `site` calls: an operation, "device" (what was queued on the GPU), or "line"
+    (where most ranks compute or wait)."""
 
     op: str
     site: Frame
@@ -48,7 +48,7 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """What one rank does: its kind (HARD, NO_EVIDENCE, silent, busy, soft or waiting), a description, and its stack."""
+    """What one rank does: its kind (HARD, NO_EVIDENCE, silent, busy or waiting), a description, and its stack."""
 
     kind: str
     text: str
@@ -80,10 +80,10 @@ def conditions(evidence: Evidence) -> Conditions:
         if 2 * stacks[found[rank].key] >= stacks.total() > 1 or len(locked) > max(1, len(dumped) / 8):
             found[rank] = _by_stack(rank, evidence)
     # Most ranks at one line outside communication wait for their GPUs.
-    outside = [r for r, c in found.items() if c.kind in ("busy", "soft") and c.frames and not c.on_host]
+    outside = [r for r, c in found.items() if c.kind == "busy" and c.frames and not c.on_host]
     for crowd in grouped(outside, lambda rank: found[rank].key).values():
         for rank in crowd if 2 * len(crowd) > stacks.total() > 1 else ():
-            wait, text = found[rank].wait or _wait("line", found[rank].frames, ""), "computes, or waits for its GPU"
+            wait, text = _wait("line", found[rank].frames, ""), "computes, or waits for its GPU"
             found[rank] = replace(found[rank], kind="waiting", text=text, wait=wait, moves=False)
     return found
 
@@ -95,8 +95,6 @@ def _condition(rank: int, evidence: Evidence, without: str) -> Condition:
     kinds = {"gone": "gone", "X": "gone", "Z": "gone", "T": "stopped", "t": "stopped"}  # of states in proc(5)
     if state in kinds:
         return Condition(kind=kinds[state], text=f"the process is {kinds[state]} (state {state})", frames=frames)
-    if not frames and state == "D":
-        return Condition(kind="silent", text="no stack, and in state D", on_host=True)
     if dump is None and rank in evidence.recordings:
         idle = evidence.recordings[rank].waiting is None
         text = "outside any collective" if idle else "only its Flight Recorder was dumped"
@@ -120,15 +118,11 @@ def _by_stack(rank: int, evidence: Evidence) -> Condition:
     dump, before = evidence.dumps[rank], evidence.earlier.get(rank)
     frames = dump.frames
     earlier = [frame.key for frame in before.frames] if before else []
-    moves = rank in evidence.advanced or (bool(earlier) and earlier != [frame.key for frame in frames])
+    moves = bool(earlier) and earlier != [frame.key for frame in frames]
     found = {table: _first_match(table, frames[:8]) for table in ("purposes", "calls", "parts")}
     on_host = bool(found["purposes"] or found["calls"])
     if wait := wait_of(frames):
         return Condition(kind="waiting", text=f"in {wait.op}", frames=frames, wait=wait, moves=moves)
-    # `handle.wait()`, `.item()` and a launch on a full queue are C++: the innermost Python line is the caller's.
-    if not on_host and (axis := _first_match("axes", frames[:1])):
-        wait = _wait("wait", frames, axis)
-        return Condition(kind="soft", text="at a line that communicates", frames=frames, wait=wait, moves=moves)
     sleeps = ", in state D (uninterruptible)" if evidence.grid[rank].state == "D" else ""
     # what waits for a GPU has released the GIL
     on_host = on_host or bool(sleeps) or dump.owns_gil
@@ -151,9 +145,9 @@ def wait_of(frames: Frames) -> Wait | None:
     end = next((i for i in range(inner, len(frames)) if not inside[i]), len(frames))
     called, callers = frames[inner:end], frames[end:]
     op = next((f for f in called if _is(f, "collectives")), at)
-    axis = OTHER if op.function.startswith("all_to_all") else _direction(called)
+    p2p = [f for f in called if "p2p" in f.file]
     # Four frames show what a collective is for; further out is the training loop.
-    axis = axis or _first_match("axes", callers[:4])
+    axis = OTHER if op.function.startswith("all_to_all") else _first_match("axes", [*p2p, *callers[:4]])
     return _wait(op.function, callers or [at], axis)
 
 
@@ -167,13 +161,6 @@ def _first_match(table: str, frames: Iterable[Frame]) -> str:
     # from the innermost frame outwards
     names = (f"{frame.function} {frame.file}" for frame in frames)
     return next((key for name in names for key, pattern in patterns(table).items() if pattern.search(name)), "")
-
-
-def _direction(frames: Sequence[Frame]) -> str:
-    """The neighbour stage ("next", "previous") of pipeline communication; "pp" where unknown, "" for other frames."""
-    names = [f.function for f in frames if "p2p" in f.file]
-    ends = (axis for name in names for axis in ("previous", "next") if patterns("axes")[axis].search(name))
-    return next(ends, "pp" if names else "")
 
 
 def _is(frame: Frame, kind: str) -> bool:
