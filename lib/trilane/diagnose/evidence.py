@@ -13,9 +13,6 @@ from trilane.utils.validation import require, require_folder
 from trilane.workspace import rank_grid
 from trilane.workspace.rank_grid import Grid
 
-# Facts about the run, and the states of a host's processes: no dumps.
-NO_DUMPS = re.compile(r"(?:plan|topology|status|env|ds_config|verdict|failures)\.json$|states-")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
@@ -42,7 +39,8 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     paths = sorted({p for root in roots for p in root.rglob("*") if p.is_file()}, key=lambda p: natural(str(p)))
     files = _Files()
     for path in paths:
-        if not NO_DUMPS.match(path.name):
+        # facts about the run, and the states of a host's processes
+        if not re.match(r"(?:plan|topology|status|env|ds_config|verdict|failures)\.json$|states-", path.name):
             files.add(path)
     grid, names = files.assign(grid or _grid(folder, paths, files.notes))
     found = {*files.dumps, *files.recordings, *files.unreadable}

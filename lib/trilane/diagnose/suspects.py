@@ -11,7 +11,6 @@ from trilane.workspace.rank_grid import Grid
 
 OPEN = "cannot be determined"  # in each reason that leaves open whether the rank is at fault
 WHICH = f"; which of them is wrong {OPEN}"
-AT_LINE = f"; whether it computes or waits at this line {OPEN} from stacks"
 Edges = dict[int, set[int]]  # for each waiting rank, those that it waits for
 
 
@@ -41,7 +40,8 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     proven = [r for r in (*hard, *held) if found[r].on_host or found[r].kind in HARD[:3]]
     if proven and set(edges) <= reaching(edges, proven):
         silent = []
-    reasons = {r: found[r].text + AT_LINE * (r in held and not found[r].on_host) for r in (*hard, *held, *silent)}
+    at_line = f"; whether it computes or waits at this line {OPEN} from stacks"
+    reasons = {r: found[r].text + at_line * (r in held and not found[r].on_host) for r in (*hard, *held, *silent)}
     reasons |= {r: _recorded_reason(evidence, found, edges, r) for r in held if not found[r].frames}
     if 2 * sum(c.kind == "gone" for c in found.values()) > len(found):
         reasons = {r: f"{text}; which rank ended first {OPEN}" for r, text in reasons.items()}
