@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -80,76 +79,41 @@ def test_the_planner_counts_the_buckets_that_the_engine_asks_for(zero, buckets):
     assert held[0] - held[1] == 3 * 2 * asked
 
 
-def test_a_bucket_never_passes_deepspeeds_own_size():
-    wide = replace(plan(), shape=replace(SMALL, hidden_size=8192))
-    assert deepspeed_config(wide, compiler=True)["zero_optimization"]["reduce_bucket_size"] == 500_000_000
-
-
-WRONG = [
-    ({"train_batch_size": 8}, {}, ["train_batch_size=8: the plan has 16"]),
-    (
-        {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
-        {},
-        [
-            "train_batch_size=16: must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp = 2 x 2",
-            "gradient_accumulation_steps=2: the plan has 4",
-        ],
-    ),
-    ({Z: {"stage": 2}}, {}, [f"{Z}.stage=2: the plan has 1"]),
-    ({"gradient_clipping": 0.5}, {}, ["gradient_clipping=0.5: the plan has 1.0"]),
-    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {"precision": "bf16"}, ["bf16.enabled=True: fp16 is"]),
-    ({"optimizer": {"params": {"betas": [0.9, 0.999]}}}, {}, ["optimizer.params.betas=[0.9, 0.999]: the plan has"]),
-    ({Z: {"stage": 4}}, {}, ["zero=4: must be at most 3"]),
-    (
-        {Z: {"stage": 2}},
-        {"engine": "deepspeed-3d", "pp": 2},
-        ["zero=2: ZeRO 2 and 3 cannot run with a pipeline (pp=2)"],
-    ),
-    (
-        {Z: {"stage": 1, "offload_param": {"device": "cpu"}}},
-        {},
-        [f"{Z}.offload_param.device=cpu: a plan offloads the optimizer with it"],
-    ),
-    (
-        {Z: {"stage": 1, "overlap_com": True}},
-        {},
-        [f"{Z}.overlap_com=True: DeepSpeed has no such key; did you mean overlap_comm?"],
-    ),
-    (
-        {"gradient_cliping": 1.0},
-        {},
-        ["gradient_cliping=1.0: DeepSpeed has no such key; did you mean gradient_clipping?"],
-    ),
-    (
-        {"optimizer": {"type": "AdamW", "params": {"weigth_decay": 0}}},
-        {},
-        ["optimizer.params.weigth_decay=0: DeepSpeed"],
-    ),
-    ({"fp16": True}, {}, ["fp16=True: must be a JSON object"]),
-    (
-        {"bf16": {"enabled": "yes"}, "train_batch_size": "16"},
-        {},
-        ["bf16.enabled='yes': must be", "train_batch_size=16: must"],
-    ),
-    ({Z: {"offload_optimizer": {"device": "cpu"}}}, {}, [f"{Z}.offload_optimizer.device=cpu: the plan has none"]),
+NO_KEY = "DeepSpeed has no such key"
+BOTH = {"bf16": {"enabled": True}, "fp16": {"enabled": True}}
+AWAY = {"offload_param": {"device": "cpu"}}
+BATCHES = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+WRONG = [  # a user's values, how the plan differs, how a line begins
+    ({"train_batch_size": 8}, {}, "train_batch_size=8: the plan has 16"),
+    (BATCHES, {}, "train_batch_size=16: must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp ="),
+    (BATCHES, {}, "gradient_accumulation_steps=2: the plan has 4"),
+    ({Z: {"stage": 2}}, {}, f"{Z}.stage=2: the plan has 1"),
+    ({Z: {"stage": 4}}, {}, "zero=4: must be at most 3"),
+    ({Z: {"stage": 2}}, {"engine": "deepspeed-3d", "pp": 2}, "zero=2: ZeRO 2 and 3 cannot run with a pipeline (pp=2)"),
+    ({Z: {"stage": 1, **AWAY}}, {}, f"{Z}.offload_param.device=cpu: a plan offloads the optimizer with it"),
+    ({Z: {"offload_optimizer": {"device": "cpu"}}}, {}, f"{Z}.offload_optimizer.device=cpu: the plan has none"),
+    ({Z: {"stage": 1, "overlap_com": True}}, {}, f"{Z}.overlap_com=True: {NO_KEY}; did you mean overlap_comm?"),
+    ({"gradient_cliping": 1.0}, {}, f"gradient_cliping=1.0: {NO_KEY}; did you mean gradient_clipping?"),
+    ({"optimizer": {"type": "AdamW", "params": {"wd": 0}}}, {}, f"optimizer.params.wd=0: {NO_KEY}"),
+    ({"optimizer": {"params": {"betas": [0.9, 0.999]}}}, {}, "optimizer.params.betas=[0.9, 0.999]: the plan has"),
+    ({"gradient_clipping": 0.5}, {}, "gradient_clipping=0.5: the plan has 1.0"),
+    (BOTH, {"precision": "bf16"}, "bf16.enabled=True: fp16 is enabled too"),
+    ({"fp16": True}, {}, "fp16=True: must be a JSON object"),
+    ({"bf16": {"enabled": "yes"}}, {}, "bf16.enabled='yes': must be"),
+    ({"train_batch_size": "16"}, {}, "train_batch_size=16: must be a whole number"),
 ]
 
 
-@pytest.mark.parametrize(("values", "changes", "lines"), WRONG, ids=str)
-def test_a_users_contradiction_is_named_in_one_line(values, changes, lines):
-    full = {Z: {"stage": 1}, "gradient_clipping": 1.0, **values}
-    found = contradictions(full, plan(**changes))
-    assert all("\n" not in line for line in found)
-    assert [wanted for wanted in lines if not any(line.startswith(wanted) for line in found)] == []
+@pytest.mark.parametrize(("values", "changes", "line"), WRONG, ids=str)
+def test_a_users_contradiction_is_named_in_one_line(values, changes, line):
+    found = contradictions({Z: {"stage": 1}, "gradient_clipping": 1.0, **values}, plan(**changes))
+    assert any(one.startswith(line) for one in found) and not any("\n" in one for one in found)
 
 
-def test_what_the_trainer_fills_in_contradicts_nothing():
-    values = {Z: {"stage": 1}, "gradient_clipping": "auto", "train_batch_size": "auto", "fp16": {"enabled": "auto"}}
-    assert contradictions(values, plan()) == []
-
-
-def test_what_a_json_leaves_out_is_deepspeeds_default():
-    assert contradictions({Z: {"stage": 1}}, plan()) == ["gradient_clipping=0.0: the plan has 1.0"]
+def test_what_the_trainer_fills_in_contradicts_nothing_and_what_is_left_out_is_deepspeeds_default():
+    values = {Z: {"stage": 1}, "train_batch_size": "auto", "fp16": {"enabled": "auto"}}
+    assert contradictions({**values, "gradient_clipping": "auto"}, plan()) == []
+    assert contradictions(values, plan()) == ["gradient_clipping=0.0: the plan has 1.0"]
 
 
 @pytest.mark.parametrize(
@@ -158,12 +122,7 @@ def test_what_a_json_leaves_out_is_deepspeeds_default():
         ({Z: {"stage": 3, "offload_param": {"device": "nvme"}}}, f"{Z}.offload_param.device=nvme: known: cpu, none"),
         ({"train_batch_size": 9}, "train_batch_size=9: must be"),
         ({Z: {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "offload=optimizer: needs ZeRO stage 1 or more"),
-        (
-            {Z: {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
-            "offload=full: ",
-        ),
-        ({"train_batch_size": "16"}, "train_batch_size=16: must be a whole number of at least 1"),
-        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16.enabled=True: fp16 is enabled too"),
+        (BOTH, "bf16.enabled=True: fp16 is enabled too"),
     ],
     ids=str,
 )

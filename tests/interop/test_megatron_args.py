@@ -178,59 +178,29 @@ def test_a_script_is_read_with_its_variables_and_what_a_plan_lacks_is_named() ->
     assert found.differs == ("data_path=missing: the plan has stdlib",)
 
 
-def test_lines_end_arguments_and_quotes_hold_lines() -> None:
-    script = """
-MBS=2 # a comment
-GBS=$(( $MBS*4 * 16 ))
-DATA="
-  --data-path
-     0.5 /a
-     0.5 /b
-  --seed 7"
-python pretrain_gpt.py $DATA --global-batch-size $GBS --lr 1e-4
-srun hostname
-"""
-    found = read_arguments(script)
-    assert found == {
-        "data_path": ["0.5", "/a", "0.5", "/b"],
-        "seed": ["7"],
-        "global_batch_size": ["128"],
-        "lr": ["1e-4"],
-    }
+TEXTS = [
+    (  # lines end arguments, and quotes hold lines
+        'MBS=2 # a comment\nGBS=$(( $MBS*4 * 16 ))\nDATA="\n  --data-path\n     0.5 /a\n     0.5 /b\n  --seed 7"\n'
+        "python pretrain_gpt.py $DATA --global-batch-size $GBS --lr 1e-4\nsrun hostname\n",
+        {"data_path": ["0.5", "/a", "0.5", "/b"], "seed": ["7"], "global_batch_size": ["128"], "lr": ["1e-4"]},
+    ),
+    (  # a command in quotes, and quotes at the end of a variable
+        "ARGS=\"--seed 7 --pp-partition-method 'type:transformer|embedding'\"\n"
+        'srun bash -c "pretrain_gpt.py $ARGS --lr 1e-4" 2>&1 | tee log\npython other.py --clip-grad 1.0 | tee log\n',
+        {"seed": ["7"], "pp_partition_method": ["type:transformer|embedding"], "lr": ["1e-4"], "clip_grad": ["1.0"]},
+    ),
+    (  # lists of bash, as in Megatron-LM's examples/llama/train_llama3_8b_h100_fp8.sh
+        "TP_SIZE=1\nMODEL_ARGS=(\n    --swiglu   # a gate\n    --normalization RMSNorm\n)\n"
+        'if [[ "$DTYPE" == "fp8" ]]; then\n    DTYPE_ARGS+=(\n        "--fp8-format hybrid"\n'
+        "        \"--split '99,1,0'\"\n    )\nfi\n",
+        {"swiglu": [], "normalization": ["RMSNorm"], "fp8_format": ["hybrid"], "split": ["99,1,0"]},
+    ),
+]
 
 
-def test_a_command_in_quotes_is_read_and_quotes_at_the_end_of_a_variable_stay() -> None:
-    script = """
-ARGS="--seed 7 --pp-partition-method 'type:transformer|embedding'"
-srun bash -c "pretrain_gpt.py $ARGS --lr 1e-4" 2>&1 | tee log
-python other.py --clip-grad 1.0 | tee log
-"""
-    found = read_arguments(script)
-    assert found == {
-        "seed": ["7"],
-        "pp_partition_method": ["type:transformer|embedding"],
-        "lr": ["1e-4"],
-        "clip_grad": ["1.0"],
-    }
-
-
-def test_arguments_in_lists_of_bash_are_read_also_where_a_word_has_two_of_them() -> None:
-    """As in Megatron-LM's examples/llama/train_llama3_8b_h100_fp8.sh."""
-    script = """
-TP_SIZE=1
-MODEL_ARGS=(
-    --swiglu   # a gate
-    --normalization RMSNorm
-)
-if [[ "$DTYPE" == "fp8" ]]; then
-    DTYPE_ARGS+=(
-        "--fp8-format hybrid"
-        "--split '99,1,0'"
-    )
-fi
-"""
-    found = read_arguments(script)
-    assert found == {"swiglu": [], "normalization": ["RMSNorm"], "fp8_format": ["hybrid"], "split": ["99,1,0"]}
+@pytest.mark.parametrize(("text", "found"), TEXTS)
+def test_the_arguments_of_a_script_are_read(text: str, found: dict) -> None:
+    assert read_arguments(text) == found
 
 
 def test_iterations_become_samples() -> None:
@@ -256,98 +226,69 @@ def test_a_trace_of_bash_is_read_too() -> None:
 
 
 GOOD = megatron_text(megatron_args(plan(LM, {"tp": 2, "pp": 2})))
-BAD = [
-    (lambda: parse_plan(read_arguments(GOOD), cluster=MACHINE), "gpus=missing: is not among the arguments; pass it"),
+CANNOT_BE_READ = [  # an argument of GOOD, what stands in its place, the message
+    ("--lr 6e-05", "--lr fast", "--lr=fast: must be a number"),
+    ("--seq-length 128", "", "--seq-length=missing: needs one value"),
+    ("--num-layers 8", "--num-layers 7", "pp=2: stages (times interleaving) must share the layers evenly: 2 must"),
+    ("", "--data-path 'open", "arguments=unreadable: not a command line (No closing quotation)"),
+    ("", "--num-experts 8", "--num-experts=8: a plan has one MLP a layer, no experts"),
+    ("", "--num-experts [8]", "--num-experts=8: a plan has one MLP a layer, no experts"),
+    ("", "--multi-latent-attention", "--multi-latent-attention=yes: a plan has heads of queries, keys and values"),
+    ("", "--window-size 1024,0", "--window-size=1024,0: a plan attends to the whole sequence"),
+    ("", "--kv-channels 64", "--kv-channels=64: a plan has hidden-size / heads = 32"),
+    ("", "--group-query-attention --num-query-groups 3", "num_key_value_heads=3: must divide num_attention_heads=8"),
+    ("", "--ffn-hidden-size 128", "ffn_hidden_size=128: must be at least hidden_size=256"),
+    ("", "--fp8-format hybrid --bf16", "precision=fp8: A100-80GB has no fp8 matrix units"),
+    ("", "--fp8-format hybrid --fp16", "--fp8-format=hybrid: a plan has it with --bf16 alone"),
+    ("", "--num-layers-per-virtual-pipeline-stage 0", "num-layers-per-virtual-pipeline-stage=0: x pp=2 must divide"),
+    ("", "--rampup-batch-size 16 x", "--rampup-batch-size=16 x: must be START INCREMENT SAMPLES"),
+    ("", "--hidden-dropout 1e999", "--hidden-dropout=1e999: must be a number"),
+    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 0", "gpus=4: must be a multiple of tp x pp = 0"),
+    ("", "--context-parallel-size 3", "gpus=4: must be a multiple of tp x cp x pp = 2 x 3 x 2"),
     (
-        lambda: parse_plan(read_arguments(GOOD), cluster=MACHINE, gpus=6),
-        "gpus=6: must be a multiple of tp x pp = 2 x 2",
+        "",
+        "--use-rotary-position-embeddings --position-embedding-type alibi ",
+        "--use-rotary-position-embeddings=yes: contradicts --position-embedding-type alibi: a model has one kind",
     ),
-    (
-        lambda: parse_plan(read_arguments(GOOD.replace("--lr 6e-05", "--lr fast")), cluster=MACHINE, gpus=4),
-        "--lr=fast: must be a number",
-    ),
-    (
-        lambda: parse_plan(read_arguments(GOOD.replace("--seq-length 128", "")), cluster=MACHINE, gpus=4),
-        "--seq-length=missing: needs one value",
-    ),
-    (
-        lambda: parse_plan(read_arguments(GOOD.replace("--num-layers 8", "--num-layers 7")), cluster=MACHINE, gpus=4),
-        "pp=2: stages (times interleaving) must share the layers evenly: 2 must divide 7 layers",
-    ),
-    (lambda: read_arguments("--data-path 'open"), "arguments=unreadable: not a command line (No closing quotation)"),
-    (lambda: megatron_args(plan(LM, {}), "megatron"), None),
-    (
-        lambda: megatron_args(plan(DEEPSPEED, {"zero": 1}, data=Data()), DEEPSPEED),
-        "data.tokenizer=bytes: Megatron-DeepSpeed has no byte tokenizer; name a folder with a Hugging Face tokenizer",
-    ),
-    (
-        lambda: megatron_args(plan(DEEPSPEED, {"tp": 2, "zero": 1, "sequence_parallel": True}), DEEPSPEED),
-        "sequence_parallel=True: Megatron-DeepSpeed has none",
-    ),
-    (
-        lambda: megatron_args(plan(LM, {}, shape=replace(LLAMA, activation="geglu"))),
-        "activation=geglu: Megatron-LM has gelu, gelu-tanh, squared-relu, swiglu",
-    ),
-    (
-        lambda: megatron_args(plan(LM, {}, shape=replace(SHAPE, positions="alibi"))),
-        "positions=alibi: Megatron-LM has learned, rotary, none",
-    ),
-    (
-        lambda: megatron_args(plan(DEEPSPEED, {"zero": 1}, shape=replace(SHAPE, num_key_value_heads=2)), DEEPSPEED),
-        "num_key_value_heads=2: Megatron-DeepSpeed has one for each head",
-    ),
-    (
-        lambda: megatron_args(plan(DEEPSPEED, {"zero": 1, "cp": 2}), DEEPSPEED),
-        "cp=2: Megatron-DeepSpeed has no context parallelism",
-    ),
-    *[
-        (lambda more=more: parse_plan(read_arguments(f"{GOOD} {more}"), cluster=MACHINE, gpus=4), message)
-        for more, message in (
-            ("--num-experts 8", "--num-experts=8: a plan has one MLP a layer, no experts"),
-            ("--num-experts [8]", "--num-experts=8: a plan has one MLP a layer, no experts"),
-            (
-                "--multi-latent-attention",
-                "--multi-latent-attention=yes: a plan has heads of queries, keys and values, no latent attention",
-            ),
-            ("--window-size 1024,0", "--window-size=1024,0: a plan attends to the whole sequence"),
-            ("--kv-channels 64", "--kv-channels=64: a plan has hidden-size / heads = 32"),
-            (
-                "--group-query-attention --num-query-groups 3",
-                "num_key_value_heads=3: must divide num_attention_heads=8",
-            ),
-            ("--ffn-hidden-size 128", "ffn_hidden_size=128: must be at least hidden_size=256"),
-            ("--fp8-format hybrid --bf16", "precision=fp8: A100-80GB has no fp8 matrix units"),
-            ("--fp8-format hybrid --fp16", "--fp8-format=hybrid: a plan has it with --bf16 alone"),
-            (
-                "--num-layers-per-virtual-pipeline-stage 0",
-                "num-layers-per-virtual-pipeline-stage=0: x pp=2 must divide num-layers=8",
-            ),
-            ("--rampup-batch-size 16 x", "--rampup-batch-size=16 x: must be START INCREMENT SAMPLES"),
-            ("--hidden-dropout 1e999", "--hidden-dropout=1e999: must be a number"),
-            ("--tensor-model-parallel-size 0", "gpus=4: must be a multiple of tp x pp = 0 x 2"),
-            ("--context-parallel-size 3", "gpus=4: must be a multiple of tp x cp x pp = 2 x 3 x 2"),
-            (
-                "--use-rotary-position-embeddings --position-embedding-type alibi",
-                "--use-rotary-position-embeddings=yes: contradicts --position-embedding-type alibi: a model has one "
-                "kind of positions",
-            ),
-            ("--glu-activation liglu", "--glu-activation=liglu: a plan has swiglu, geglu"),
-        )
-    ],
-    (
-        lambda: megatron_args(plan(LM, {}, optimizer=Optimizer(z_loss=1e-4))),
-        "z_loss=0.0001: Megatron-LM and Megatron-DeepSpeed have none",
-    ),
-    (lambda: megatron_args(plan(LM, {}), LM, ["a", "b"]), "prefixes=2: the plan has 1 sources"),
+    ("", "--glu-activation liglu", "--glu-activation=liglu: a plan has swiglu, geglu"),
 ]
 
 
-@pytest.mark.parametrize(("make", "message"), BAD)
-def test_what_cannot_be_written_or_read_is_one_line(make, message: str | None) -> None:
+@pytest.mark.parametrize(("old", "new", "message"), CANNOT_BE_READ)
+def test_what_cannot_be_read_is_one_line(old: str, new: str, message: str) -> None:
+    text = GOOD.replace(old, new) if old else f"{GOOD} {new}"
     with pytest.raises(ValueError) as caught:
-        make()
-    assert "\n" not in str(caught.value)
-    assert message is None or str(caught.value) == message
+        parse_plan(read_arguments(text), cluster=MACHINE, gpus=4)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+CANNOT_BE_WRITTEN = [  # flavour, topology, what else differs, the message
+    (DEEPSPEED, {}, {"data": Data()}, "data.tokenizer=bytes: Megatron-DeepSpeed has no byte tokenizer; name a folder"),
+    (DEEPSPEED, {"tp": 2, "sequence_parallel": True}, {}, "sequence_parallel=True: Megatron-DeepSpeed has none"),
+    (DEEPSPEED, {"cp": 2}, {}, "cp=2: Megatron-DeepSpeed has no context parallelism"),
+    (
+        DEEPSPEED,
+        {},
+        {"shape": replace(SHAPE, num_key_value_heads=2)},
+        "num_key_value_heads=2: Megatron-DeepSpeed has one for each head",
+    ),
+    (LM, {}, {"shape": replace(LLAMA, activation="geglu")}, "activation=geglu: Megatron-LM has gelu, gelu-tanh"),
+    (LM, {}, {"shape": replace(SHAPE, positions="alibi")}, "positions=alibi: Megatron-LM has learned, rotary, none"),
+    (LM, {}, {"optimizer": Optimizer(z_loss=1e-4)}, "z_loss=0.0001: Megatron-LM and Megatron-DeepSpeed have none"),
+]
+
+
+@pytest.mark.parametrize(("flavour", "topology", "changes", "message"), CANNOT_BE_WRITTEN)
+def test_what_cannot_be_written_is_one_line(flavour: str, topology: dict, changes: dict, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        megatron_args(plan(flavour, {"zero": int(flavour == DEEPSPEED), **topology}, **changes), flavour)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("gpus", "message"), [(0, "missing: is not among the arguments"), (6, "6: must be a mult")])
+def test_gpus_that_the_sizes_do_not_divide_are_refused(gpus: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^gpus={message}"):
+        parse_plan(read_arguments(GOOD), cluster=MACHINE, gpus=gpus)
 
 
 def test_the_command_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from trilane.cli.app import main
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology, invalid_reason
-from trilane.config.plan import Plan, plan_from_json
+from trilane.config.plan import Plan
 from trilane.costmodel import shipped
 from trilane.costmodel.predict import predict
 from trilane.planning.search import MEMORY_RULE, search, search_space
@@ -123,34 +122,20 @@ def test_planning_imports_neither_torch_nor_pandas_nor_scipy():
     assert output.strip() == "set()"
 
 
-def test_a_plan_of_the_command_is_a_plan(capsys):
-    assert main(["plan", "search", *ARGUMENTS, "--top", "3", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["evaluated"] > sum(printed["refused"].values()) > 0
-    plans = [plan_from_json(p) for p in printed["plans"]]
-    assert len(plans) == 3 and all(p.topology.gpus == 384 and p.topology.gbs == 2048 for p in plans)
-    assert printed["plans"][0]["prediction"]["sec_per_it"] <= printed["plans"][1]["prediction"]["sec_per_it"]
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("--shape 72,14336,60,2048,250880", "num_attention_heads=60: must divide hidden_size=14336"),
         ("--shape 72,14336,64,2048", "must be five whole numbers"),
-        ("--shape 72,14336,64,2048,many", "must be five whole numbers"),
         ("--shape nowhere.json", "shape=nowhere.json: no such file"),
         ("--cluster jz-a100", "known: a100-800gbps, dgx-a100-80g"),
         ("--gpus 0", "gpus=0: must be a whole number of at least 1"),
-        ("--gpus -8", "gpus=-8"),
         ("--gpus 100000", "gpus=100000: jz-a100-80g has 416"),
-        ("--gbs 0", "gbs=0"),
         ("--tp 8 --pp 6 --dp 4", "tp x pp x dp=192: contradicts gpus=384"),
-        ("--mbs 0", "mbs=0"),
         ("--cluster jz-v100-32g --gpus 64 --precision bf16", "V100-32GB has no bf16 matrix units"),
         ("--calibration missing.json", "calibration=missing.json: no such file"),
         ("--zero 4", "zero=4: must be at most 3"),
         ("--sequence-parallel maybe", "sequence_parallel=maybe: known: no, yes"),
-        ("--recompute half", "recompute=half: known: full, none, selective"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, given, message):

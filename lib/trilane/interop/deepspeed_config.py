@@ -2,7 +2,7 @@
 
 import difflib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from trilane.config.parallelism import Topology
@@ -75,21 +75,15 @@ def contradictions(values: Mapping[str, Any], plan: Plan) -> list[str]:
     t = plan.topology
     require(plan.engine != "megatron", "engine", plan.engine, "takes no DeepSpeed JSON")
     # what a plan determines, with DeepSpeed's defaults
-    defaults: dict[str, Any] = {
-        "gradient_clipping": 0.0,
-        "zero_optimization.stage": 0,
-        "fp16.enabled": False,
-        "bf16.enabled": False,
-    }
+    switches = {"fp16.enabled": False, "bf16.enabled": False}
+    defaults: dict[str, Any] = {"gradient_clipping": 0.0, "zero_optimization.stage": 0, **switches}
     defaults |= dict.fromkeys((f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param")), "none")
     decided = (*BATCH, *defaults, "data_types.grad_accum_dtype")
     decided += tuple(f"optimizer.params.{name}" for name in ("betas", "eps", "weight_decay"))
-    lines, given = meant(values, tp=t.tp, pp=t.pp, dp=t.dp)[0], {**defaults, **dict(_flat(values, ""))}
-    planned = {**defaults, **dict(_flat(deepspeed_config(plan, compiler=True), ""))}
-    for name in decided:  # "auto" is the value of Hugging Face's Trainer
-        if name in planned and given.get(name, "auto") not in ("auto", None, planned[name]):
-            lines.append(f"{name}={given[name]}: the plan has {planned[name]}")
-    return lines
+    given, planned = ({**defaults, **_flat(found)} for found in (values, deepspeed_config(plan, compiler=True)))
+    differ = [n for n in decided if n in planned and given.get(n, "auto") not in ("auto", None, planned[n])]
+    lines, _ = meant(values, tp=t.tp, pp=t.pp, dp=t.dp)
+    return lines + [f"{name}={given[name]}: the plan has {planned[name]}" for name in differ]
 
 
 def meant(values: Mapping[str, Any], *, tp: int = 1, pp: int = 1, dp: int = 0) -> tuple[list[str], Topology | None]:
@@ -97,12 +91,20 @@ def meant(values: Mapping[str, Any], *, tp: int = 1, pp: int = 1, dp: int = 0) -
 
     On tp x pp x dp processes; `dp` 0 is what the three batch sizes mean.
     """
-    given = {name: value for name, value in _flat(values, "") if value != "auto"}
-    lines = unknown_keys(values) + list(_wrong_types(given))
-    if lines:
-        return lines, None
+    given = {name: value for name, value in _flat(values).items() if value != "auto"}  # that of Hugging Face's Trainer
+    lines = unknown_keys(values)
+    for name, value in given.items():
+        try:
+            if name in BATCH:
+                require_integer(name, value, 1)
+            elif name in ("fp16.enabled", "bf16.enabled"):
+                require(isinstance(value, bool), name, repr(value), "must be true or false")
+            elif name.startswith("zero_optimization.offload_") and name.endswith(".device"):
+                require_known(name, value, ("none", "cpu"))
+        except ValueError as error:
+            lines.append(str(error))
     try:
-        return [], _topology(given, tp, pp, dp)
+        return (lines, None) if lines else ([], _topology(given, tp, pp, dp))
     except ValueError as error:
         return [str(error)], None
 
@@ -115,9 +117,8 @@ def _topology(given: Mapping[str, Any], tp: int, pp: int, dp: int) -> Topology:
     steps = steps or (gbs // max(1, dp * mbs) if gbs else 1)
     rule = f"must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp = {mbs} x {steps} x {dp}"
     require(gbs in (None, mbs * steps * dp), BATCH[0], gbs, rule)
-    enabled = [name for name in ("fp16", "bf16") if given.get(f"{name}.enabled")]
-    require(len(enabled) < 2, "bf16.enabled", True, "fp16 is enabled too")
-    precision = enabled[0] if enabled else "fp32"
+    precision, *both = [name for name in ("fp16", "bf16") if given.get(f"{name}.enabled")] or ["fp32"]
+    require(not both, "bf16.enabled", True, "fp16 is enabled too")
     sums = precision != "fp32" and given.get("data_types.grad_accum_dtype") == "fp32"
     away = [given.get(f"zero_optimization.offload_{what}.device", "none") == "cpu" for what in ("optimizer", "param")]
     rule = "a plan offloads the optimizer with it"
@@ -127,27 +128,12 @@ def _topology(given: Mapping[str, Any], tp: int, pp: int, dp: int) -> Topology:
     return Topology(**sizes, zero=zero, offload=offload, precision=precision, fp32_gradients=sums)
 
 
-def _wrong_types(given: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each value of a wrong type, which cannot be checked further."""
-    for name, value in given.items():
-        try:
-            if name in BATCH:
-                require_integer(name, value, 1)
-            elif name in ("fp16.enabled", "bf16.enabled"):
-                require(isinstance(value, bool), name, repr(value), "must be true or false")
-            elif name.startswith("zero_optimization.offload_") and name.endswith(".device"):
-                require_known(name, value, ("none", "cpu"))
-        except ValueError as error:
-            yield str(error)
-
-
-def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """{"a": {"b": 1}} -> ("a.b", 1)"""
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    found: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
 
 
 @functools.cache
@@ -159,23 +145,19 @@ def known_keys() -> dict[str, list[str]]:
     return read_json(DATA / "deepspeed_keys.json", "keys")["keys"]
 
 
-def unknown_keys(values: Mapping[str, Any]) -> list[str]:
+def unknown_keys(values: Mapping[str, Any], block: str = "") -> list[str]:
     """A line for each key that DeepSpeed does not know, with the nearest known key: it ignores most of them."""
-    blocks, lines = dict(known_keys()), dict[str, None]()
-    optimizer = values.get("optimizer")
-    if not isinstance(optimizer, Mapping) or str(optimizer.get("type", "AdamW")).lower() not in ("adam", "adamw"):
-        del blocks["optimizer.params"]
-    for whole, value in _flat(values, ""):
-        block = ""
-        for key in whole.split("."):
-            name = f"{block}.{key}".lstrip(".")
-            shown = f"{name}={value if name == whole else '{...}'}"
-            if key not in blocks[block]:
-                close = difflib.get_close_matches(key, blocks[block], n=1)
-                lines[f"{shown}: DeepSpeed has no such key" + (f"; did you mean {close[0]}?" if close else "")] = None
-            elif name == whole and name in blocks and value is not None:
-                lines[f"{shown}: must be a JSON object"] = None
-            if key not in blocks[block] or name not in blocks:
-                break
-            block = name
-    return list(lines)
+    known, lines = known_keys(), list[str]()
+    adam = str(values.get("type", "AdamW")).lower() in ("adam", "adamw")
+    for key, value in values.items():
+        name = f"{block}.{key}".lstrip(".")
+        is_checked = name in known and (adam or name != "optimizer.params")
+        if key not in known[block]:
+            close = "".join(f"; did you mean {k}?" for k in difflib.get_close_matches(key, known[block], n=1))
+            shown = "{...}" if isinstance(value, Mapping) else value
+            lines.append(f"{name}={shown}: DeepSpeed has no such key{close}")
+        elif is_checked and isinstance(value, Mapping):
+            lines += unknown_keys(value, name)
+        elif is_checked and value is not None:
+            lines.append(f"{name}={value}: must be a JSON object")
+    return lines
