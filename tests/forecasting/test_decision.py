@@ -10,7 +10,7 @@ from support import REPOSITORY
 from trilane.config.plan import read_plan
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
-from trilane.forecasting.decision import Decision, alternatives, calendar_record, decide, measured_like, study_plan
+from trilane.forecasting.decision import Decision, alternatives, calendar_record, decide, study_plan
 from trilane.forecasting.forecast import forecast
 from trilane.utils.validation import shipped_json
 from trilane.workspace.study import Study
@@ -43,14 +43,6 @@ def test_every_figure_has_its_kind_of_knowledge_and_its_source(calendar):
     assert {"given", "fitted", "measured", "assumed", "simulated"} <= {fact["kind"] for fact in facts}
     assert "which predicts 92.6 s by other constants" in Decision(record=calendar).notes()
     assert all(danger["what"] in shipped_json("risks")["remedies"] for danger in calendar["dangers"])
-
-
-def test_the_measured_run_is_next_to_its_prediction(calendar):
-    """Prequel, 02-28: 70 x 14336, 112 heads, TP 4, PP 12, DP 8, MBS 2, GBS 2048: 104.50 s."""
-    assert [row["seconds"] for row in measured_like(PLAN)] == [104.5]
-    faster = replace(PLAN.topology, sequence_parallel=True, recompute="none")
-    assert measured_like(replace(PLAN, topology=faster)) == [], "that is another run"
-    assert calendar["sec_per_it"] / calendar["measured"][0]["seconds"] == pytest.approx(1, abs=0.03)
 
 
 def test_a_study_hands_on_a_whole_plan_by_id_or_label_with_its_calibration(outputs):

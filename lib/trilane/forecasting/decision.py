@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,13 @@ import numpy as np
 from trilane.config.plan import Plan, plan_from_json, read_plan_values
 from trilane.config.training import Run
 from trilane.costmodel.calibration import Calibration
-from trilane.costmodel.measured_rows import every_row
 from trilane.costmodel.predict import SAFE
 from trilane.costmodel.shipped import calibration_of
-from trilane.forecasting.forecast import Described, Forecast, Record
+from trilane.forecasting.forecast import QUANTILES, Described, Forecast, Record
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search import search
 from trilane.utils.numbers import amount, with_bounds, with_interval
-from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, as_json, short
+from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, as_json, frame_of, short
 from trilane.utils.validation import require, shipped_json
 from trilane.workspace.study import Study
 
@@ -43,13 +43,13 @@ class Alternatives(Table):
 
     def to_frame(self) -> DataFrame:
         """A row for each: days, GPU-hours, money where a price is given, restarts, memory, a note."""
-        rows, price = (*self.schedules, *self.topologies), self.price
-        columns = {"what": [r["name"] for r in rows], "days": [r["days"] or None for r in rows]}
-        columns |= {"GPU-hours": [r["gpu_hours"] or None for r in rows]}
-        columns |= {"money": [r["gpu_hours"] * price or None for r in rows]} if price is not None else {}
-        columns |= {"restarts": [r["restarts"] for r in rows]}
-        columns |= {"memory (GiB)": [r["memory_bytes"] / 2**30 or None for r in rows]}
-        return Columns({**columns, "note": [short(r["reason"]) for r in rows]}).to_frame()
+        columns: Record = {"what": "name", "days": "days", "GPU-hours": "gpu_hours", "restarts": "restarts"}
+        columns |= {} if self.price is None else {"money": lambda row: row["gpu_hours"] * self.price}
+        columns |= {"memory (GiB)": lambda row: row["memory_bytes"] / 2**30, "note": lambda row: short(row["reason"])}
+        readers = {head: itemgetter(read) if isinstance(read, str) else read for head, read in columns.items()}
+        table = frame_of((*self.schedules, *self.topologies), readers)
+        # what cannot run has no numbers
+        return table.mask((table == 0) & ~table.columns.isin(["restarts"]))
 
 
 def alternatives(found: Forecast) -> Alternatives:
@@ -76,15 +76,8 @@ def alternatives(found: Forecast) -> Alternatives:
 
 def _alternative(name: str, request: ForecastRequest, reason: str, **changes: Any) -> Record:
     """One alternative, simulated where it is safe to start; without days where it cannot run."""
-    found: Record = {
-        "name": name,
-        "days": 0,
-        "gpu_hours": 0,
-        "memory_bytes": 0.0,
-        "oom_probability": 0.0,
-        "restarts": 0,
-    }
-    found |= {"reason": reason, "forecast": None}
+    found: Record = dict.fromkeys(("days", "gpu_hours", "memory_bytes", "oom_probability", "restarts"), 0)
+    found |= {"name": name, "reason": reason, "forecast": None}
     try:
         made = Forecast(request=replace(request, **{"adapt": "no", "day_worth": None, "reshape": False, **changes}))
         found |= {"days": float(made.ideal.wall_s[0]) / 86400, "gpu_hours": float(made.ideal.gpu_s[0]) / 3600}
@@ -108,19 +101,14 @@ def study_plan(study: Study, name: str = "", calibration: str = "") -> tuple[Pla
     if name.endswith(".json"):
         entry, source = read_plan_values(name), {"file": name, "made_by": {}}
     else:
-        found = study.load("plans.json", "02_topology")
+        found, rule = study.load("plans.json", "02_topology"), "has this id or label; nor is it a .json file"
         listed = found["plans"] + (found.get("risky", []) if name else [])  # the best plan is a safe one
         named = [p for p in listed if name in ("", p["id"], p["label"])]
-        require(
-            bool(named), "plan", name, f"no plan of study {study.name} has this id or label; nor is it a .json file"
-        )
+        require(bool(named), "plan", name, f"no plan of study {study.name} {rule}")
         entry, source = named[0], {"file": "plans.json", "made_by": found["made_by"]}
     plan = plan_from_json(entry)
-    return (
-        plan,
-        calibration_of(entry, plan.cluster, calibration),
-        source | {"prediction": entry.get("prediction") or {}},
-    )
+    source["prediction"] = entry.get("prediction") or {}
+    return plan, calibration_of(entry, plan.cluster, calibration), source
 
 
 def calendar_record(found: Forecast, source: Record, others: Alternatives) -> Record:
@@ -129,22 +117,11 @@ def calendar_record(found: Forecast, source: Record, others: Alternatives) -> Re
     calendar_record(found, "plans.json", alternatives(found))
     """
     plan, known, p = found.request.plan, found.request.calibration, found.request.prediction
-    values = {**found.record, "plan_json": plan.to_json(), "source": source, "measured": measured_like(plan)}
+    values = {**found.record, "plan_json": plan.to_json(), "source": source}
     values |= {"sec_per_it": p.sec_per_it, "sec_interval": [p.sec_lo, p.sec_hi], "memory_bytes": p.memory_bytes}
     values |= {"card_bytes": plan.cluster.gpu.memory_bytes, "oom_probability": p.oom_probability}
     values |= {"fitted_rows": known.rows, "half_width": known.half_width}
     return {**values, "schedules": list(others.schedules), "rivals": list(others.topologies)}
-
-
-def measured_like(plan: Plan) -> list[Record]:
-    """Name and seconds of the shipped rows of the plan's model and topology on the same GPU."""
-
-    def identity(case: Any) -> tuple[Any, ...]:
-        s, own = case.shape, {**vars(case.topology), "adam": "", "buckets": ""}  # which measured rows leave open
-        return s.num_layers, s.hidden_size, s.num_attention_heads, s.seq_length, case.cluster.gpu.name, own
-
-    same = [row for row in every_row() if row.seconds == row.seconds and identity(row.case) == identity(plan)]
-    return [{"row": row.row_id, "seconds": row.seconds} for row in same]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +154,7 @@ class Decision(Described):
         (predictions nearer than that are often in the wrong order) without more days, each by its own simulated runs.
         Nothing is recommended that runs out of memory with a probability above SAFE.
         """
-        r, changes, turns = self.record, [], []
+        r, changes = self.record, []
         plan: Record = {"name": "", **{name: r[name] for name in FIGURES}}
         for risk in ("memory_bytes", "oom_probability"):  # the most at any batch size
             plan[risk] = max([r[risk], *(s[risk] for s in r["schedules"][:1])])
@@ -189,19 +166,20 @@ class Decision(Described):
                 failed, saves = self._failed(figures), hours < -0.03 * plan["ideal"]["gpu_hours"] and days <= 0
                 changes += [(failed, hours, days, figures)] if failed < own or (saves and failed == own) else []
         left, hours, days, best = min(changes, default=(own, 0.0, 0.0, {}), key=lambda change: change[:3])
-        verdict, chosen = ("Start, with one change", best) if best else ("Start", plan)
-        if left:
-            verdict, chosen = "Do not start it as planned", {}
-        reasons, change = [*self._limits(plan)], chosen.get("name", "")
+        reasons, chosen = [*self._limits(plan)], {} if left else best or plan
+        verdict = "Do not start it as planned" if left else "Start, with one change" if best else "Start"
+        turns = [*self._turns(chosen or plan)]
         if best:
             pairs = ((hours, "GPU-hours"), (days, "days"))
             fewer = [f"{amount(abs(n))} {unit} {'less' if n < 0 else 'more'}" for n, unit in pairs]
-            late = "" if change else ", which is not enough"
+            late = ", which is not enough" if left else ""
             reasons.append(f"{best['name']} is predicted to need {' and '.join(fewer)}{late}")
-        turns += [f"a benchmark of {change}, which comes first: its advantage is predicted"] if change else []
+        change = best["name"] if best and not left else ""
+        if change:
+            turns.insert(0, f"a benchmark of {change}, which comes first: its advantage is predicted")
         figures = {name: chosen[name] for name in (*FIGURES, "memory_bytes", "oom_probability") if chosen}
-        made: Record = {"reasons": tuple(reasons), "turns": (*turns, *self._turns(chosen or plan)), "figures": figures}
-        return Recommendation(verdict=verdict, change=change, **made)
+        found: Record = {"reasons": tuple(reasons), "turns": tuple(turns), "figures": figures}
+        return Recommendation(verdict=verdict, change=change, **found)
 
     def _failed(self, figures: Record) -> int:
         """How many of the limits, and of the memory, a plan of these figures fails."""
@@ -220,15 +198,14 @@ class Decision(Described):
     def _turns(self, figures: Record) -> Iterator[str]:
         """What would change the recommendation of a plan with these figures, a line each."""
         begin, (low, high) = datetime.fromisoformat(self.record["start"]), figures["gpu_hours_interval"]
-        ends = {int(name[1:]) / 100: datetime.fromisoformat(at) - begin for name, at in figures["finish"].items()}
-        days = {share: at / timedelta(days=1) for share, at in ends.items()}
-        hours = {0.05: low, 0.5: figures["gpu_hours"], 0.95: high}
-        for limit, unit, reached in (("deadline", "days", days), ("allocation", "gpu_hours", hours)):
+        ends = [(datetime.fromisoformat(at) - begin) / timedelta(days=1) for at in figures["finish"].values()]
+        days = float(np.interp(1 - MOST_RISK, QUANTILES, ends))
+        hours = float(np.interp(1 - MOST_RISK, (0.05, 0.5, 0.95), (low, figures["gpu_hours"], high)))
+        for limit, unit, most in (("deadline", "days", days), ("allocation", "gpu_hours", hours)):
             if (allowed := self.record[limit]) is None:
                 continue
             if limit == "deadline":
                 allowed = (datetime.fromisoformat(allowed) - begin).days + 1.0  # the whole last day
-            most = float(np.interp(1 - MOST_RISK, list(reached), list(reached.values())))
             slower = (allowed - most) / figures["ideal"][unit]
             side, until = ("slower", "up to") if slower >= 0 else ("faster", "from")
             much = f"a benchmark whose iterations are {abs(slower):.0%} {side} than predicted"
@@ -267,28 +244,24 @@ class Decision(Described):
     @property
     def facts(self) -> Columns:
         """Every figure of the page with its kind (given, computed, measured, fitted, assumed, simulated) and source."""
-        c, seconds, (low, high) = self.record, self.record["sec_per_it"], self.record["sec_interval"]
-        free, card = (c["card_bytes"] - c["memory_bytes"]) / 2**30, c["card_bytes"] / 2**30
-        memory = f"{free:.3g} of {card:.3g} GiB, P(out of memory) {c['oom_probability']:.1%}"
+        c, card = self.record, self.record["card_bytes"] / 2**30
+        memory = (
+            f"{card - c['memory_bytes'] / 2**30:.3g} of {card:.3g} GiB, P(out of memory) {c['oom_probability']:.1%}"
+        )
         days, hours = (with_bounds(c[name], *c[f"{name}_interval"]) for name in ("days", "gpu_hours"))
-        known, lost = "fitted" if c["fitted_rows"] else "assumed", f"{sum(c['lost_days'].values()):.3g} days"
-        ideal, rows = c["ideal"], c["fitted_rows"]
+        seconds, rows = with_bounds(c["sec_per_it"], *c["sec_interval"]), c["fitted_rows"]
+        work, known = f"{amount(c['ideal']['gpu_hours'])} of iterations", "fitted" if rows else "assumed"
         found = [
             ("plan", c["plan_id"], "given", f"{c['source']['file']}: {c['plan']}"),
             ("tokens", f"{c['tokens'] / 1e9:,.4g} billion", "given", "the request, as start, ramp and capacity are"),
             ("iterations", f"{c['iterations']:,}", "computed", "Megatron-LM's ramp rule"),
-            ("seconds per iteration", with_bounds(seconds, low, high), known, f"90 % interval, {rows} rows fitted"),
+            ("seconds per iteration", seconds, known, f"90 % interval, {rows} rows fitted"),
             ("measured runs like it", c["prediction"]["support"]["words"], "measured", "the rows that ship"),
             ("free memory", memory, "fitted", "the fullest stage; docs/planner.md"),
-            ("days", days, "simulated", f"{ideal['days']:.4g} without interruptions"),
-            ("GPU-hours", hours, "simulated", f"{amount(ideal['gpu_hours'])} of iterations"),
-            ("lost in addition", lost, "assumed", "docs/calendar.md"),
+            ("days", days, "simulated", f"{c['ideal']['days']:.4g} without interruptions"),
+            ("GPU-hours", hours, "simulated", work),
+            ("lost in addition", f"{sum(c['lost_days'].values()):.3g} days", "assumed", "docs/calendar.md"),
         ]
-        for m in c["measured"][:2]:
-            ratio = f"{m['seconds']:.4g} s, predicted / measured {seconds / m['seconds']:.3f}"
-            found.append(("the same run, measured", ratio, "measured", f"row {m['row']} of the public documents"))
-        if c["energy_kwh"]:
-            found.append(("energy", f"{amount(c['energy_kwh'])} kWh", "assumed", "the node's data sheet"))
         if c["cost"]:
             found.append(("money", f"{c['cost']:,.0f}", "given", "GPU-hours at the given price"))
         return Columns.of_rows(("what", "value", "kind", "source"), found)
