@@ -8,7 +8,6 @@ from trilane.analysis.compare import compare
 from trilane.analysis.measure import measure_log
 from trilane.analysis.recalibrate import recalibrate
 from trilane.config.cluster import cluster
-from trilane.logs.checks import Problem
 from trilane.logs.run import RunLog
 
 V100 = cluster("jz-v100-32g")
@@ -61,9 +60,3 @@ def test_a_comparison_and_a_table_name_the_contradiction():
     good, bad = measured(), measured(flops_per_s_per_gpu=RIGHT / 10)
     assert compare([good], [good]).notes == () and "TFLOP/s printed" in compare([good], [bad]).notes[0]
     assert good.note == "" and bad.note == "contradicted: flops_per_s_per_gpu"
-
-
-def test_what_says_nothing_about_the_time_leaves_the_time_alone():
-    problem = Problem(rule="bounds", column="lm_loss", message="is wrong")
-    m = measure_log(RunLog(**{**vars(log()), "problems": (problem,)}))
-    assert m.time_problems == () and "lm_loss" in m.note

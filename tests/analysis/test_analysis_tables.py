@@ -14,7 +14,7 @@ from test_collect import DUMP, MEMORY
 from test_log_dialects import m2021, m2022
 from test_run import log_text
 
-from trilane.analysis.tables import COLUMNS, markdown, read_folder, size, to_html
+from trilane.analysis.tables import COLUMNS, markdown, read_folder, to_html
 from trilane.cli.app import main
 from trilane.logs.run import read_logs
 
@@ -99,23 +99,6 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, argumen
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.log").write_text(m2021(1))
     assert outcome(capsys, "logs", *arguments)[::2] == (2, f"trilane: {message}\n")
-
-
-@pytest.mark.skipif(not RAW.is_dir(), reason="TRILANE_PUBLIC_LOGS names no folder")
-def test_real_logs_make_the_rows_that_were_typed_from_them():
-    """Behind lines 59 (1.381 s), 61 (2.738 s) and 166 (127 s) of the BLOOM chronicles stand such logs."""
-    rows, left_out = read_folder(RAW)
-
-    def row_of(word):
-        row = next(row for row in rows if word in row["source"])
-        return tuple(row[name] for name in ("gpus", "tp", "pp", "dp", "mbs", "gbs", "sec_per_it"))
-
-    assert row_of("n16-ds-on") == (64, 4, 16, 1, 4, 1024, pytest.approx(137, abs=0.5))
-    assert row_of("base_n16_dp1") == (64, 4, 16, 1, 1, 4, pytest.approx(2.738, rel=1e-3))
-    assert row_of("base_n4_dp1") == (16, 4, 4, 1, 1, 4, pytest.approx(1.381, abs=0.001))
-    assert row_of("zero") == (64, 4, 1, 16, 48, 768, pytest.approx(125, abs=0.5))
-    assert len(rows) == 9 and sum("bench" in line for line in left_out) == 2
-    assert size(next(row["parameters"] for row in rows if "zero" in row["source"])) == "52B", "not 48B of 2^30"
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from trilane.analysis.run_config import RunConfig, run_config
 from trilane.analysis.steady_state import steady_state
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
 from trilane.logs.hardware import Device
-from trilane.logs.run import RunLog, read_log
+from trilane.logs.run import RunLog
 
 RAW = REPOSITORY.parent / "shared/rawlogs"
 ARGUMENTS = dict(
@@ -61,14 +61,6 @@ def test_what_is_left_out_is_reported_with_its_reason():
     )
 
 
-def test_a_reason_that_would_leave_nothing_is_set_aside_and_reported():
-    this = log(6, first=10, step=10, skipped=1)
-    window = steady_state(this)
-    assert window.counts.sum() == 5 and "skipped" in window.note
-    evaluated = steady_state(log(6, first=10, step=10, arguments={"eval_interval": 5}))
-    assert "after an evaluation" in evaluated.note
-
-
 @pytest.mark.parametrize(
     ("batch", "left"),
     [
@@ -105,16 +97,6 @@ def test_the_chronicles_printed_rates_are_the_old_definition_until_20_february_a
     assert (len(off["replicated"]), len(off["narayanan"])) == (13, 101)
     assert max(off["replicated"]) < 1e-3
     assert sum(e < 1e-3 for e in off["narayanan"]) == 98
-
-
-def test_the_printed_rate_of_the_old_branch_is_the_size_times_the_factor():
-    """A public log of Megatron with ZeRO-3: printed 40.93 TFLOPs."""
-    file = RAW / "gpt2-meg-ds-zero_meg_ds_zero_gpt2_perf_n16_nbs48_ms48.out"
-    if not file.exists():
-        pytest.skip("the real logs are not on this machine")
-    rates = measure_log(read_log(file)).flops_per_s
-    assert rates["size_factor"] == pytest.approx(rates["printed"], rel=2e-3)
-    assert rates["narayanan"] == pytest.approx(41.65e12, rel=1e-3)
 
 
 def test_utilization_is_against_the_card_of_the_log_and_recomputation_counts_only_for_the_hardware():
@@ -252,9 +234,3 @@ def test_logs_are_sorted_into_trainings():
     assert [[this.source.name for this in t] for t in found] == [["a", "c"], ["b"], ["d"]]
     with pytest.raises(ValueError, match=r"^logs=empty: hold no iteration"):
         loss_curve.join([log(0, name="empty")])
-
-
-def test_the_spread_is_half_the_distance_of_the_quartiles_relative_to_the_median():
-    """Of 2, 3, 4, 5 and 6 s the quartiles are 3 and 5."""
-    m = measure_log(log(iterations=5, sec_per_it=np.array([2.0, 3.0, 4.0, 5.0, 6.0])), warm_up=0)
-    assert (m.sec_per_it, m.spread) == (4.0, 0.25)

@@ -17,7 +17,6 @@ from trilane.analysis import collect, recalibrate
 from trilane.analysis.measure import measure_log
 from trilane.costmodel import metrics
 from trilane.costmodel.calibration import Calibration
-from trilane.costmodel.fit import fit_time
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
 from trilane.costmodel.shipped import default, shipped_regimes
 from trilane.costmodel.uncertainty import posterior
@@ -59,16 +58,6 @@ def test_eight_rows_of_a_table_lower_the_error_on_the_campaigns_others_and_the_i
     assert 0.85 <= np.mean(inside) <= 0.95, "90 % intervals"
 
 
-def test_an_interval_is_wider_the_less_is_known():
-    measured = [seconds(c, Calibration()) for c in CASES]
-    none = posterior([], [], Calibration())
-    some = posterior(CASES[:3], measured[:3], Calibration())
-    assert (some.half_widths(CASES) < none.half_widths(CASES)).all()
-    widths = posterior(CASES[:1] * 3, measured[:1] * 3, Calibration()).half_widths(CASES)
-    assert widths[0] == min(widths), "of what ran, and what is unlike it"
-    assert len(none.half_widths([])) == 0
-
-
 def test_a_measured_plan_is_believed_for_what_it_measured():
     measured = [1.1 * seconds(c, Calibration()) for c in CASES[:2]]
     belief = posterior(CASES[:2], measured, Calibration())
@@ -77,20 +66,6 @@ def test_a_measured_plan_is_believed_for_what_it_measured():
     assert unknown == pytest.approx(seconds(CASES[2], Calibration()), rel=1e-6)
     spread = np.sqrt(np.diag(belief.covariance(CASES[1:3])))
     assert spread[0] < 0.5 * spread[1]
-
-
-def test_repeats_that_differ_are_noise():
-    measured = seconds(CASES[0], Calibration())
-    calm = posterior([CASES[0]] * 2, [measured] * 2, Calibration())
-    rough = posterior([CASES[0]] * 2, [1.1 * measured, 0.9 * measured], Calibration())
-    assert rough.noise > 2 * calm.noise
-
-
-def test_a_prior_that_many_rows_taught_moves_less():
-    measured = [1.2 * seconds(c, Calibration()) for c in CASES]
-    loose, held = (fit_time(CASES, measured, dataclasses.replace(Calibration(), rows=n)) for n in (0, 1000))
-    moved = [abs(math.log(c.matmul / Calibration().matmul)) for c in (loose, held)]
-    assert moved[1] < moved[0]
 
 
 def test_the_plan_that_may_be_the_fastest_is_measured_first():
@@ -131,25 +106,6 @@ def test_a_lesson_brings_predictions_nearer_and_reports_their_uncertainty(tmp_pa
     choice = recalibrate.next_runs(Study.open("s"), recalibration)
     assert len(choice.table) >= 3, "without plans.json: the rivals of the first run"
     assert not recalibrate.recalibrate([measure_log(log())])
-
-
-def test_the_index_shows_one_models_fastest_run_and_the_prediction_before_and_after_these_very_runs():
-    plans = [small_plan("slow"), small_plan("fast", dp=2), small_plan("other", gbs=8)]
-    runs = [
-        measure_log(log(sec_per_it=s, lm_loss=np.linspace(5, loss, 20)), p, name=p.label)
-        for s, loss, p in zip((3.0, 2.0, 1.0), (4.0, 3.0, 2.0), plans, strict=True)
-    ]
-    recalibration = recalibrate.recalibrate(runs)
-    shown = {card["label"]: card["value"] for card in recalibration.headline(runs)["cards"]}
-    assert (
-        shown["an iteration of its fastest run, fast"] == "2 s" and shown["its loss (nats per token)"] == "5.00 → 3.00"
-    )
-    inside = sum(p.sec_lo <= s <= p.sec_hi for p, s in zip(recalibration.before, (3.0, 2.0, 1.0), strict=True))
-    assert shown["runs inside the 90 % interval predicted before them"] == f"{inside} of 3" and inside < 3
-    times = ("before these runs", "after recalibration by them")
-    before, after = (float(shown[f"predicted / measured seconds, {when}"].split(" to ")[0]) for when in times)
-    assert abs(math.log(before)) > abs(math.log(after))
-    assert recalibrate.recalibrate([]).headline([])["cards"] == [{"value": "none", "label": "timed runs"}]
 
 
 def test_a_folder_of_anybodys_logs_is_gathered(tmp_path, outputs):

@@ -10,7 +10,7 @@ from support import REPOSITORY
 from trilane.config.plan import read_plan
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
-from trilane.forecasting.decision import Decision, alternatives, calendar_record, decide, study_plan
+from trilane.forecasting.decision import Decision, alternatives, calendar_record, study_plan
 from trilane.forecasting.forecast import forecast
 from trilane.utils.validation import shipped_json
 from trilane.workspace.study import Study
@@ -57,16 +57,6 @@ def test_a_study_hands_on_a_whole_plan_by_id_or_label_with_its_calibration(outpu
         assert forecast(chosen, calibration=used, runs=100).record["prediction"] == source["prediction"]
     with pytest.raises(ValueError, match=r"^plan=third: no plan of study handed has this id or label"):
         study_plan(study, "third")
-
-
-def test_a_page_of_plans_that_were_written_again_since_is_stale(outputs, found, others):
-    study = Study.create("stale")
-    study.save("plans.json", {"plans": [PLAN.to_json() | {"id": PLAN.id}]}, "02_topology")
-    _, _, source = study_plan(study)
-    study.save("calendar.json", calendar_record(found, source, others), "07_calendar")
-    assert not decide(study).is_stale and PLAN.id in decide(study).notes()
-    study.save("plans.json", {"plans": []}, "02_topology")
-    assert decide(study).is_stale and "Attention" in decide(study).notes()
 
 
 def test_the_figures_of_a_recommendation_are_those_of_the_plan_that_it_names(found):

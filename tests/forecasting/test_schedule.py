@@ -11,9 +11,7 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel import shipped
 from trilane.costmodel.iteration import iteration_time
-from trilane.forecasting.forecast import Forecast
-from trilane.forecasting.request import ForecastRequest
-from trilane.forecasting.schedule import ScheduledTopology, optimize, schedule_on, scheduled
+from trilane.forecasting.schedule import ScheduledTopology, optimize, schedule_on
 from trilane.planning.space import divisors
 
 # Document 004, '32GB node', GBS 512 on 2 nodes of 4: tp, pp, dp, mbs, seconds; the second half without recomputation
@@ -125,21 +123,6 @@ def test_the_predicted_ramp_is_the_measured_one_within_two_percent():
     for gbs, measured in ((512, 35.77), (1024, 59.65), (1536, 83.11), (2048, 107.12)):
         seconds = iteration_time(shape, Topology(**{**vars(TOPOLOGY), "gbs": gbs}), A100, K).total
         assert seconds == pytest.approx(measured, rel=0.02)
-
-
-def test_gbs_16_gives_about_8_tflops_and_2048_about_150_and_192_fills_the_pipeline_first():
-    """Prequel, 'main-1' (8 TFLOPs at GBS 16) and 'main-2' (100 at GBS 384, 150 at 2048; its 12*2*4=384 is 96)."""
-    shape = parse_shape("70,14336,112,2048,250880")
-    changes = {"precision": "bf16", "fp32_gradients": True, "partition": "type:transformer|embedding"}
-    topology = Topology(**{**vars(TOPOLOGY), **changes})
-    plan = Plan(label="p", shape=shape, cluster=A100, topology=topology, engine="deepspeed-3d")
-    sizes = (16, 384, 2048)
-    found = scheduled(plan, [Topology(**{**vars(topology), "gbs": gbs}) for gbs in sizes], K)
-    tflops = [shape.flops_per_iteration(gbs, True) / s.seconds / 384e12 for gbs, s in zip(sizes, found, strict=True)]
-    assert tflops[0] == pytest.approx(8, abs=1) and tflops[2] == pytest.approx(150, rel=0.05)
-    assert tflops[1] == pytest.approx(100, rel=0.15)
-    forecast = Forecast(request=ForecastRequest(plan=plan, tokens=1e10, runs=100))
-    assert forecast.to_json()["ramp"]["first_full_gbs"] == 192
 
 
 def phases_of(ramp, gbs, samples):

@@ -53,13 +53,6 @@ def test_a_change_of_capacity_costs_a_start_up_and_the_queue_only_where_others_s
     assert found.gpu_s[0] == pytest.approx(8 * 500 + 16 * 520), "a start-up is charged, a queue is not"
 
 
-def test_the_first_start_is_no_change_of_capacity() -> None:
-    found = run(replace(CALM, startup_s=20, queue_s=50), stretch([100.0], shared=True))
-    assert (
-        found.wall_s[0] == pytest.approx(100) and not found.lost_s[Cause.CHANGE][0] and not found.lost_s[Cause.QUEUE][0]
-    )
-
-
 def test_work_is_done_phase_after_phase_across_windows() -> None:
     """Three phases of 100 s; a window ends in the second one, and 40 s pass without GPUs."""
     empty = CapacityWindow(start_s=150, end_s=190, gpus=0, shared=False)
