@@ -32,15 +32,12 @@ def plan_of(shape: str | ModelShape, machine: Cluster, engine: str, **chosen: An
     return Plan(label=label, shape=shape, cluster=machine, topology=topology, engine=engine)
 
 
-V100, A100, H100 = cluster("jz-v100-32g"), cluster("jz-a100-80g"), cluster("jz-h100")
+V100, A100 = cluster("jz-v100-32g"), cluster("jz-a100-80g")
 PLANS = {
     "V100 fp16": plan_of("24,2304,24,2048,50304", V100, "megatron", tp=4, pp=2, dp=4, mbs=2, gbs=64),
     "A100 bf16": plan_of(
         *("70,14336,112,2048,250880", A100, "deepspeed-3d"),
         **dict(tp=4, pp=12, dp=8, mbs=2, gbs=2048, recompute="full", partition="type:transformer|embedding"),
-    ),
-    "H100 sequence parallel": plan_of(
-        "40,8192,64,2048,50432", H100, "megatron", tp=4, pp=4, dp=4, mbs=1, gbs=256, sequence_parallel=True
     ),
     "this machine": plan_of("6,64,2,32,384", small_cluster(), "megatron", tp=1, pp=2, dp=1, mbs=2, gbs=4),
     "out of memory": plan_of(
@@ -48,7 +45,7 @@ PLANS = {
         **dict(tp=4, pp=6, dp=16, mbs=2, gbs=2048, recompute="full", attention="scores"),
     ),
 }
-SITES = {"V100 fp16": "jean-zay-v100-32g", "this machine": "local", "H100 sequence parallel": "jean-zay-h100"}
+SITES = {"V100 fp16": "jean-zay-v100-32g", "this machine": "local"}
 FREE = ("tp", "pp", "dp", "mbs", "zero", "recompute", "interleaving", "partition", "sequence_parallel", "offload")
 FIXED = ("precision", "attention", "fp32_gradients")
 

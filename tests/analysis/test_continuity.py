@@ -57,21 +57,16 @@ def fading(size, lines):
 # A cause that the logs do not show (moments, an older checkpoint, another form of the schedule) is none: a "-level".
 FAULTS = {
     "rate from zero": (changed(rate=lambda i: cosine(1000)(i - AT + 1)), "learning_rate", "scheduler-restarted"),
-    "rate at its peak": (changed(rate=constant(3e-4)), "learning_rate", "scheduler-restarted"),
     "train_iters changed": (changed(rate=cosine(1500), total=1500), "learning_rate", "another-schedule"),
     "decay changed": (changed(rate=cosine(700)), "learning_rate", "rate-level"),
-    "rate halved": (changed(rate=lambda i: cosine(1000)(i) / 2), "learning_rate", "rate-level"),
     "data from the start": (changed(samples=-64.0 * 400), "consumed_samples", "data-from-start"),
     "data replayed": (changed(samples=-64.0 * 100), "consumed_samples", "data-replayed"),
     "data skipped": (changed(samples=64.0 * 37), "consumed_samples", "data-skipped"),
-    "accumulation halved": (changed(batch=lambda i: 64.0 if i < AT else 32.0), "global_batch_size", "batch-changed"),
     "scale back at its first": (changed(scale=lambda i: 65536.0), "loss_scale", "loss-scale-initial"),
-    "scale at 2^32": (changed(scale=lambda i: 2.0**32), "loss_scale", "loss-scale-initial"),
     "another precision": (changed(scale=lambda i: 1.0), "loss_scale", "precision-changed"),
     "four times the gradient": (changed(norm=lambda i: 4 * PLAIN.norm(i)), "grad_norm", "gradient-scale"),
     "gradient up": (changed(norm=lambda i: PLAIN.norm(i) * fading(4, 5)(i)), "grad_norm", "gradient-level"),
     "untrained weights": (changed(loss=lambda i: loss_of(i - AT)), "lm_loss", "weights-not-loaded"),
-    "weights of iteration 200": (changed(loss=lambda i: loss_of(i - 200)), "lm_loss", "loss-level"),
     "moments lost": (changed(loss=lambda i: loss_of(i) * fading(0.06, 20)(i)), "lm_loss", "loss-level"),
     "a norm reset": (changed(loss=lambda i: loss_of(i) * 1.3), "lm_loss", "loss-level"),
 }

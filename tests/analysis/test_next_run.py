@@ -58,16 +58,6 @@ def test_eight_rows_of_a_table_lower_the_error_on_the_campaigns_others_and_the_i
     assert 0.85 <= np.mean(inside) <= 0.95, "90 % intervals"
 
 
-def test_a_measured_plan_is_believed_for_what_it_measured():
-    measured = [1.1 * seconds(c, Calibration()) for c in CASES[:2]]
-    belief = posterior(CASES[:2], measured, Calibration())
-    known, unknown = np.exp(belief.expected(CASES[1:3]))
-    assert known == pytest.approx(measured[1], rel=0.03)
-    assert unknown == pytest.approx(seconds(CASES[2], Calibration()), rel=1e-6)
-    spread = np.sqrt(np.diag(belief.covariance(CASES[1:3])))
-    assert spread[0] < 0.5 * spread[1]
-
-
 def test_the_plan_that_may_be_the_fastest_is_measured_first():
     """Of two that are as fast by the prediction the unknown one: what was measured has the narrower interval."""
     measured = seconds(CASES[0], Calibration())

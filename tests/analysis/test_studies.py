@@ -11,7 +11,6 @@ from test_collect import LINE
 from trilane.analysis.studies import compare_studies
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
-from trilane.report.plots import losses
 from trilane.workspace.study import Study
 
 
@@ -48,15 +47,6 @@ def test_what_differs_comes_first_and_what_is_equal_is_folded(outputs: Path) -> 
     assert set(results["part"]) == {"prediction"} and "sec_per_it" in set(results["choice"])
     (row,) = [row for row in found.to_json()["differences"] if row["choice"] == "hidden_size"]
     assert row == {"part": "model", "choice": "hidden_size", "values": {"a": "64", "b": "128"}}
-
-
-def test_speed_is_compared_by_the_test_of_faster_and_losses_are_drawn_together(outputs: Path) -> None:
-    here = study("a", one=1.0, two=1.01)
-    study("b", one=0.5, two=0.505)
-    found = compare_studies(here, "a,b")
-    assert "B is 50.0% faster" in found.faster() and "measured between 2 and 2 runs" in found.faster()
-    spec = losses.studies(found.curves()).spec  # type: ignore[union-attr]
-    assert {v["run"] for v in spec["data"]["values"]} == {f"{s}: {r}" for s in "ab" for r in ("one", "two")}
 
 
 @pytest.mark.parametrize(

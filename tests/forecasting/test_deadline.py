@@ -1,6 +1,5 @@
 """From a deadline to a size: what ends in time, what is larger and does not, and why nothing can."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -61,11 +60,3 @@ def test_a_deadline_that_nothing_meets_is_exit_code_1_with_the_days_of_the_small
     assert "the smallest shape (" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"days=0\.1: the smallest shape"):
         sizes_within(0.1, **ASKED | {"tokens": 3e11}).proposals()
-
-
-def test_the_command_lists_what_the_function_finds(found, capsys):
-    options = ["--recompute", "none", "--tokens", "2B", "--days", "2", "--top", "1", "--json"]
-    assert main([*COMMAND, *options]) == 0
-    values = json.loads(capsys.readouterr().out)
-    assert len(values["candidates"]) == 1 and values["candidates"][0]["days_90"] <= values["days"] == 2
-    assert "parameters" not in values["request"] and found.rows[0][0].plan.label in found.as_text(1)

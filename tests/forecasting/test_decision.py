@@ -115,7 +115,6 @@ SLOW = other("cheapest at each batch size", 180, 700e3)
         ({}, "Start", "", "no deadline and no allocation were given"),
         ({"rivals": [NEAR]}, "Start", "", "no deadline"),
         ({"rivals": [FASTER]}, CHANGED, "tp8-pp2", "90,000 GPU-hours less and 10 days less"),
-        ({"schedules": [NEAR, SLOW]}, "Start", "", "no deadline"),
         ({"deadline": by(120), "p_miss_deadline": 0.01}, "Start", "", "fails the deadline with a probability of 1%"),
         ({"deadline": by(104), "p_miss_deadline": 0.97, "rivals": [FASTER]}, CHANGED, "tp8-pp2", "fails the deadline"),
         ({"deadline": by(104), "p_miss_deadline": 0.97}, REFUSED, "", "fails the deadline with a"),
@@ -124,8 +123,6 @@ SLOW = other("cheapest at each batch size", 180, 700e3)
          "cheapest at each batch size", "fails the allocation"),
         ({"oom_probability": 0.3}, REFUSED, "", "out of memory with a probability of 30%"),
         ({"oom_probability": 0.3, "rivals": [NEAR]}, CHANGED, "tp2-pp8", "out of memory"),
-        ({"oom_probability": 0.02}, REFUSED, "", "out of memory with a probability of 2%"),
-        ({"rivals": [FULL]}, "Start", "", "no deadline"),
         ({"deadline": by(104), "p_miss_deadline": 0.97, "rivals": [FULL]}, REFUSED, "", "fails the deadline"),
     ],
 )  # fmt: skip

@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 from datetime import date
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -123,17 +122,6 @@ def test_no_more_nodes_stand_by_than_the_jobs_leave_free(gpus, whole, spares):
         made(**asked, spare_nodes=spares + 1)
 
 
-def test_a_smaller_capacity_at_first_delays_the_end_and_costs_hardly_more_gpu_hours():
-    """Prequel, 'Hardware': 144 GPUs until mid-February, then 384; GPU-hours are those of GPUs that work."""
-    early, late = (made(risks=CALM, capacity=c) for c in (None, steps(("2027-01-01", 144), ("2027-02-15", 384))))
-    assert 20 < late.days(0.5) - early.days(0.5) < 45
-    assert late.gpu_hours(0.5) == pytest.approx(early.gpu_hours(0.5), rel=0.05)
-    jobs = late.jobs()
-    assert all(job.choice.gpus <= 144 for job in jobs if job.end_s < 45 * DAY)
-    assert jobs[-1].choice.gpus == 384 and jobs[0].start_s == 0
-    assert all(a.end_s == pytest.approx(b.start_s, abs=1) for a, b in pairwise(jobs))
-
-
 def test_the_gpu_hours_of_all_causes_are_those_of_the_run():
     """With a long run that is 10 % slower than its benchmark, and interruptions."""
     found = made(risks=FailureModel(slowdown=1.1))
@@ -164,17 +152,6 @@ def test_a_checkpoint_is_written_by_all_nodes_at_once():
     one = replace(PLAN, topology=Topology(gbs=2048, **BF16), shape=parse_shape("24,2048,16,2048,50304"))
     alone = request(plan=one, ramp=NO_RAMP).saving[0]
     assert alone == pytest.approx(12 * one.shape.parameters / 1e9), "an eighth of a node writes as a node does"
-
-
-def test_energy_is_known_for_known_cards_and_money_where_a_price_is_given():
-    """DGX A100 data sheet: 6.5 kW at most for 8 GPUs, and a fifth more for the building."""
-    plain, priced = made(runs=100).to_json(), made(runs=100, price=2.0, watts=500).to_json()
-    assert plain["energy_kwh"] == pytest.approx(plain["gpu_hours"] * 6.5 / 8 * 1.2) and plain["cost"] is None
-    assert (
-        priced["energy_kwh"] == pytest.approx(priced["gpu_hours"] * 0.6) and priced["cost"] == 2 * priced["gpu_hours"]
-    )
-    other = replace(PLAN, cluster=replace(A100, gpu=replace(A100.gpu, name="RTX-9")))
-    assert made(runs=100, plan=other).to_json()["energy_kwh"] is None
 
 
 @pytest.fixture
@@ -213,29 +190,17 @@ def test_the_command_prints_dates_hours_and_risks(command):
     ("given", "message"),
     [
         ("--ramp 192,8,9765625", "ramp=200, 216, 232,"),  # each failing step is named
-        ("--ramp 192,7,9765625", "ramp.increment=7: must divide the way from start=192 to gbs=2048"),
         ("--ramp 1,2", "ramp=1,2: must be three whole numbers: START,INCREMENT,SAMPLES"),
-        ("--ramp ²,1,3", "ramp=²,1,3: must be three whole numbers"),
         ("--tokens 1000", "tokens=1000: below one batch of 393216"),
-        ("--tokens -5", "tokens=-5.0: must be above 0"),
-        ("--tokens 1e30", "tokens=1e+30: must be at most 1e+16"),
         ("--tokens 1e16", "would end after 9999: more GPUs, or fewer tokens"),
         ("--deadline 2026-12-31", "deadline=2026-12-31: must not be before the start, 2027-01-01"),
-        ("--deadline soon", "deadline=soon: must be a date such as 2026-03-11"),
         ("--failures-per-node-year -1", "failures_per_node_year=-1.0: must be zero or a number above"),
         ("--failures-per-node-year 1e4", "failures-per-node-year=10000: such a run would lose ten times"),
-        ("--allocation 0", "allocation=0.0: must be a number above zero"),
-        ("--job-hours 0", "job_hours=0.0: must be a number above zero"),
-        ("--spare-nodes -1", "spare_nodes=-1: must be a whole number of at least 0"),
         ("--spare-nodes 5", "spare_nodes=5: must be at most 4, the nodes that the jobs leave free"),
         ("--reshape", "reshape=True: needs --adapt days"),
-        ("--day-worth -1", "day_worth=-1.0: must be zero or a number above"),
-        ("--price -1", "price=-1.0: must be zero or a number above"),
         ("--checkpoint-minutes 6000", "checkpoint-minutes=6000: such a run would undo most of its work"),
-        ("--checkpoint-minutes 0", "checkpoint_minutes=0.0: must be a number above zero"),
         ("--runs 3", "runs=3: must be a whole number of at least 100"),
         ("--runs 1000000000", "runs=1000000000: must be at most 214285, for the memory that 140 pieces"),
-        ("--capacity nowhere.json", "capacity=nowhere.json: no such file"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(command, given, message):
@@ -246,10 +211,8 @@ def test_bad_input_is_one_line_and_exit_code_2(command, given, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"slowdown_spread": -1}, "slowdown_spread=-1.0: must be zero or a number above"),
         ({"stops": [{"name": "flood", "spread": 50}]}, "stop.spread=50.0: must be at most 3.0"),
         ({"stops": [{"name": "flood"}, {"name": "flood"}]}, "stop.name=flood: must be unique"),
-        ({"stops": [{"name": "saving"}]}, "stop.name=saving: names another cause of the forecast"),
         ({"stops": [{"name": "flood", "per_year": 1e20}]}, "stop flood=1e+20: such a run would lose ten times"),
     ],
 )
@@ -262,17 +225,12 @@ def test_risks_that_contradict_themselves_are_refused_by_name(command, values, m
     ("values", "message"),
     [
         ([], "capacity=[]: needs at least one step"),
-        ({"stepz": []}, "capacity field=stepz: did you mean steps?"),
         (384, "capacity=384: must be a list of steps"),
-        ([{"from": "2027-01-01"}], "capacity.gpus=missing: is required"),
-        ([{"from": "2027-01-01", "gpu": 8}], "capacity field=gpu: did you mean gpus?"),
         ([{"gpus": 8}], "capacity.from=missing: is required"),
         ([{"from": "tomorrow", "gpus": 8}], "capacity.from=tomorrow: must be a date"),
         ([{"from": "2027-01-01", "gpus": -8}], "capacity.gpus=-8: must be a whole number of at least 0"),
-        ([{"from": "2027-01-01", "gpus": 0}], "capacity.gpus=0: no step has any GPU"),
         ([{"from": "2027-01-01", "gpus": 8, "shared": "yes"}], "capacity.shared='yes': must be true or false"),
         ([{"from": "2027-01-01", "gpus": 8}, {"from": "2027-01-01", "gpus": 9}], "capacity.from=2027-01-01: must come"),
-        ([7], "capacity step=7: must be an object"),
     ],
 )
 def test_a_capacity_that_is_none_is_refused(values, message):

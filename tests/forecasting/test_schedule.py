@@ -10,7 +10,6 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel import shipped
-from trilane.costmodel.iteration import iteration_time
 from trilane.forecasting.schedule import ScheduledTopology, optimize, schedule_on
 from trilane.planning.space import divisors
 
@@ -99,30 +98,10 @@ def test_the_optimizer_finds_what_trying_everything_finds():
         assert cost(found) == pytest.approx(min(map(cost, itertools.product(*options))), rel=1e-6)
 
 
-@pytest.mark.parametrize(("change", "pause"), [({}, 0), ({"dp": 2}, 600), ({"pp": 2}, 4200), ({"tp": 2}, 4200)])
-def test_a_checkpoint_is_converted_where_tp_or_pp_changes(change, pause):
-    """A restart of ten minutes, and an hour for the conversion."""
-    one = {"tp": 1, "pp": 1, "dp": 1, "mbs": 1, "nodes": 1, "seconds": 1.0}
-    phases = [Phase(gbs=8, iterations=10, first=0), Phase(gbs=16, iterations=10, first=80)]
-    found = optimize(phases, [[ScheduledTopology(**way)] for way in (one, one | change)], 600, 0.0, 3600)
-    assert [step.pause_s for step in found] == [0, pause]
-
-
 A100 = cluster("jz-a100-80g")
 TOPOLOGY = Topology(tp=4, pp=12, dp=8, mbs=2, gbs=2048, zero=1, recompute="full", precision="fp16", attention="scores")
 PLAN = Plan(label="p", shape=parse_shape("72,14336,64,2048,250880"), cluster=A100, topology=TOPOLOGY)
 K = shipped.default(A100)
-
-
-def test_the_predicted_ramp_is_the_measured_one_within_two_percent():
-    """Prequel, 'Batchsize Warmup', 02-26: 78 x 13824, 96 heads, TP 4, PP 12, DP 8, MBS 2 (the fit saw them).
-
-    It ran 11 x 7 + 1 layers, which no plan of ours has.
-    """
-    shape = parse_shape("78,13824,96,2048,250880")
-    for gbs, measured in ((512, 35.77), (1024, 59.65), (1536, 83.11), (2048, 107.12)):
-        seconds = iteration_time(shape, Topology(**{**vars(TOPOLOGY), "gbs": gbs}), A100, K).total
-        assert seconds == pytest.approx(measured, rel=0.02)
 
 
 def phases_of(ramp, gbs, samples):
