@@ -1,8 +1,9 @@
 """Continuity: what the restarts of a training did not continue, by its logs alone, and what the logs do not show."""
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -124,15 +125,9 @@ def study_breaks(study: Study) -> Continuity:
         load = Path(read_plan(folder / "plan.json").run.load or folder).resolve()
         source = next((logs[place] for place in (load, *load.parents) if place in logs), log)
         every.append(find_breaks([log] if source is log else [replace(source, resumes=()), log]))
-    return joined(every)
-
-
-def joined(every: Iterable[Continuity]) -> Continuity:
-    """What was found in several trainings, as one."""
-    every = list(every)
-    unjudged = tuple(dict.fromkeys(what for one in every for what in one.unjudged))
-    breaks = tuple(b for one in every for b in one.breaks)
-    return Continuity(restarts=sum(one.restarts for one in every), breaks=breaks, unjudged=unjudged)
+    breaks, unjudged = (tuple(one for found in every for one in getattr(found, n)) for n in ("breaks", "unjudged"))
+    restarts = sum(found.restarts for found in every)
+    return Continuity(restarts=restarts, breaks=breaks, unjudged=tuple(dict.fromkeys(unjudged)))
 
 
 def change(value: float, expected: float) -> str:
@@ -193,7 +188,7 @@ class Boundary:
 
 
 def _unjudged(r: Boundary) -> Iterator[str]:
-    missing = [WORDS[name] for name in RULES if name != "consumed_tokens" and not r.has(name)]
+    missing = [WORDS[name] for name in RULES if not r.has(name)]
     at, where = r.restart.before["iteration"], f"restart at iteration {r.restart.iteration}"
     before = at[at < r.restart.iteration]
     if missing:
@@ -225,12 +220,12 @@ def _rate(r: Boundary, name: str) -> Found | None:
 
 
 def _consumed(r: Boundary, name: str) -> Found | None:
-    """Consumed samples against the count before, plus the batches since; tokens where no samples are printed."""
+    """Consumed samples against the count before, plus the batches since."""
     (at, x), (at_new, y) = r.numbers(name)
     done, value = at < at_new[0], float(y[0])
     sides = (at[done][-32:], x[done][-32:]), (at_new[:32], y[:32])
     each = [slope for side in sides if (slope := _slope(*side)) > 0]
-    if not each or not done.any() or (name == "consumed_tokens" and r.has("consumed_samples")):
+    if not each or not done.any():
         return None
     counts = [x[done][-1] + slope * (at_new[0] - at[done][-1]) for slope in each]
     # counts printed as 52.4M rise unevenly by their last digit, and those of a ramp-up do too
@@ -241,7 +236,7 @@ def _consumed(r: Boundary, name: str) -> Found | None:
     expected = min(counts) if value < min(counts) else max(counts)
     from_start = value <= 1.5 * min(r.every, at_new[0]) * each[-1]
     cause = "data-from-start" if from_start else "data-replayed" if value < expected else "data-skipped"
-    return cause, 0, expected, f"{abs(value - expected):.0f} {name.removeprefix('consumed_')}"
+    return cause, 0, expected, f"{abs(value - expected):.0f} samples"
 
 
 def _size(r: Boundary, name: str) -> Found | None:
@@ -305,10 +300,10 @@ def _loss(r: Boundary, name: str) -> Found | None:
     if level < 0.85 * untrained and y[0] > 0.93 * untrained:
         return "weights-not-loaded", 0, level, f"an untrained model's is about {untrained:.4g}"
     # only losses that equal those from iteration k on, to the last digit, show k
-    rows = np.lib.stride_tricks.sliding_window_view(x, 3) == y[:3] if min(len(x), len(y)) >= 3 else np.empty((0, 3))
-    again = np.flatnonzero(rows.all(axis=1))
-    detail = f"from iteration {at[again[-1]]:.0f} on" if len(again) else ""
-    return "older-checkpoint" if detail else "loss-level", 0, level, detail
+    again = [at[i] for i in range(len(x) - 2) if len(y) > 2 and (x[i : i + 3] == y[:3]).all()]
+    if again:
+        return "older-checkpoint", 0, level, f"from iteration {again[-1]:.0f} on"
+    return "loss-level", 0, level, ""
 
 
 def _gradient(r: Boundary, name: str) -> Found | None:
@@ -321,7 +316,7 @@ def _gradient(r: Boundary, name: str) -> Found | None:
 
 
 RULES: Mapping[str, Callable[[Boundary, str], Found | None]] = {
-    **{"learning_rate": _rate, "consumed_samples": _consumed, "consumed_tokens": _consumed},
+    **{"learning_rate": _rate, "consumed_samples": _consumed},
     **{"global_batch_size": _size, "loss_scale": _scale, "seq_length": _size},
     **{"lm_loss": _loss, "grad_norm": _gradient},
 }
@@ -341,12 +336,10 @@ def _numbers(table: DataFrame, name: str) -> Numbers:
 
 def _line(path: Path, numbers: Numbers, place: int, once: bool = True) -> Line:
     """The line at a place of the numbers, with its number and text where the file shows its iteration once."""
-    iteration, value = int(numbers[0][place]), float(numbers[1][place])
+    iteration, number, text = int(numbers[0][place]), None, ""
     # the log of a run folder has the folder's name
     name = f"{path.parent.name}/{path.name}" if path.name == "run.log" else path.name
-    try:
-        shown = find_lines(path, {iteration}).get(iteration) if once else None
-    except (OSError, ValueError):  # the file is gone, or the log was never in one
-        shown = None
-    number, text = shown or (None, "")
+    with contextlib.suppress(OSError, ValueError):  # the file is gone, or the log was never in one
+        number, text = (find_lines(path, {iteration}) if once else {}).get(iteration, (None, ""))
+    value = float(numbers[1][place])
     return Line(log=name, iteration=iteration, value=value, number=number, text=short(text.strip(), 160))
