@@ -9,7 +9,7 @@ import pytest
 from trilane.analysis.measure import measure_log
 from trilane.logs.checks import average_rounded
 from trilane.logs.run import read_logs
-from trilane.logs.table import NAN, NumericTable
+from trilane.logs.table import NAN
 
 
 def line(i, loss=5.0, total=200, batch=4, used=None, ms=2000.0, more="", first=""):
@@ -226,9 +226,7 @@ def table(each, count=60, step=1, pauses=(), first=1):
     changes = np.flatnonzero(np.concatenate([[True], stamps[1:] != stamps[:-1]]))
     seconds = np.full(count, NAN)
     seconds[changes[1:]] = np.diff(stamps[changes]) / np.diff(at[changes])
-    made = NumericTable()
-    made.extend(["iteration", "sec_per_it"], np.array([at, seconds]))
-    return made
+    return {"iteration": at, "sec_per_it": seconds}
 
 
 @pytest.mark.parametrize("pauses", [(), (30,), (9, 20, 31, 42, 53)])
@@ -238,12 +236,11 @@ def table(each, count=60, step=1, pauses=(), first=1):
 def test_the_median_of_rounded_seconds_is_right_to_a_few_percent(each, count, step, pauses):
     rounded = table(each, count, step, pauses)
     assert "whole seconds" in average_rounded(rounded)
-    assert np.nanmedian(rounded.column("sec_per_it")) == pytest.approx(each, rel=0.03)
+    assert np.nanmedian(rounded["sec_per_it"]) == pytest.approx(each, rel=0.03)
 
 
 @pytest.mark.parametrize("seconds", [[91 / 50, 92 / 50, 91 / 50, 107 / 50], [2.25, 2.31, 2.4, 2.2], [1.0, NAN, 2.0]])
 def test_long_intervals_exact_stamps_and_too_few_lines_stay_as_they_are(seconds):
-    made = NumericTable()
-    made.extend(["iteration", "sec_per_it"], np.array([50.0 * np.arange(1, len(seconds) + 1), seconds]))
+    made = {"iteration": 50.0 * np.arange(1, len(seconds) + 1), "sec_per_it": np.array(seconds)}
     assert average_rounded(made) == ""
-    np.testing.assert_array_equal(made.column("sec_per_it"), seconds)
+    np.testing.assert_array_equal(made["sec_per_it"], seconds)

@@ -9,23 +9,23 @@ import numpy as np
 
 from trilane.logs.dialects.prefixes import timestamp
 from trilane.logs.reading.blocks import blocks
-from trilane.logs.reading.partial_run import PartialRun
-from trilane.logs.table import NAN, NumericTable
+from trilane.logs.reading.runs import PartialRun
+from trilane.logs.table import NAN, Columns
 
 DATE = re.compile(rb"(?<!\d)(20\d\d)[-_]?(0[1-9]|1[0-2])[-_]?(0[1-9]|[12]\d|3[01])(?!\d|[ T_]\d\d:)")  # without a time
 UNIX_DATE = re.compile(rb"\b([A-Z][a-z]{2}) {1,2}(\d{1,2}) \d\d:\d\d:\d\d (?:[AP]M )?(?:[A-Z]{2,5} )?(20\d\d)\b")
 DAY_S = 86400.0
 
 
-def still_runs(run: PartialRun, table: NumericTable, path: Path, age: float) -> tuple[bool, str]:
+def still_runs(run: PartialRun, columns: Columns, path: Path, age: float) -> tuple[bool, str]:
     """Whether a run without an end still runs, and what that rests on; the file was written `age` seconds ago.
 
     The last line's time stamp decides, a local time without a zone: it is at most `limit` old here, or before the
     file's date in another zone, which a finished log that was copied meets by chance. Without stamps the file's date
     counts, unless the dates in the log and in its name, and its seconds, lie before it.
     """
-    step = table.at("iteration", -1) - table.at("iteration", -2) if table.rows > 1 else 1.0
-    seconds = table.last("sec_per_it") * step if "sec_per_it" in table else NAN
+    numbers, at = (columns.get(name, np.full(1, NAN)) for name in ("sec_per_it", "iteration"))
+    seconds = float(numbers[-1] * (at[-1] - at[-2] if len(at) > 1 else 1.0))
     limit = max(60.0, 2 * seconds if seconds == seconds else 0.0)  # two lines take no longer
     if age >= limit:
         return False, ""
@@ -38,7 +38,6 @@ def still_runs(run: PartialRun, table: NumericTable, path: Path, age: float) -> 
         if zone < min(limit, 120.0) + skew and abs(now - age - stamp) < 14 * 3600:
             return True, "running by the file's date and the last line's time stamp in another time zone"
         return False, "not running by the last line's time stamp; the file is newer"
-    numbers = table.column("sec_per_it") if "sec_per_it" in table else np.empty(0)
     known = numbers[np.isfinite(numbers)]
     # evaluations and saves take up to half as long as the iterations; a run without times has SLURM's month at most
     whole = 1.5 * float(known.mean()) * (run.iteration or 1.0) if len(known) else 30 * DAY_S

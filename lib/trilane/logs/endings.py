@@ -193,9 +193,11 @@ def joined(first: Ending, later: Ending) -> Ending:
 
 
 def superseded(found: Ending, rows: int) -> bool:
-    """Whether the run continued after a rank's message, which then was no end: a message before the first iteration by
-    that iteration, a later one by the second iteration after it, because the rank that prints may lag."""
-    return found.level > SCHEDULER and (rows > 0 if found.rows == 0 else rows >= found.rows + 2)
+    """Whether the run continued after that, which then was no end: after a message before the first iteration by that
+    iteration, after a later one by the second after it, because the rank that prints may lag; after the scheduler's,
+    whose jobs print on for 30 s, by 1000 iterations."""
+    late = 1000 if found.level == SCHEDULER else 2 if found.rows else 1
+    return rows >= found.rows + late
 
 
 def strongest(found: list[Ending], rows: int) -> Ending | None:

@@ -16,9 +16,10 @@ from trilane.logs.dialects.tables import dialects
 from trilane.logs.endings import where
 from trilane.logs.hardware import Device
 from trilane.logs.reading.blocks import blocks
-from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.reading.reader import Reader
-from trilane.logs.table import NAN, FrameField, NumericTable, Rows
+from trilane.logs.reading.runs import PartialRun
+from trilane.logs.reading.trainer_dicts import number_iterations
+from trilane.logs.table import NAN, Columns, columns_of, frame
 from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shown
 from trilane.workspace.status import Status
@@ -56,15 +57,15 @@ class RunLog(Table):
     """
 
     source: Path
-    iterations: FrameField = FrameField()  # noqa: RUF009 a descriptor
-    validation: FrameField = FrameField()  # noqa: RUF009 a descriptor
-    memory: FrameField = FrameField()  # noqa: RUF009 a descriptor
+    iterations: DataFrame = field(default_factory=frame)
+    validation: DataFrame = field(default_factory=frame)
+    memory: DataFrame = field(default_factory=frame)
     status: Status
     evidence: str
     dialect: str = ""
     arguments: Mapping[str, Value] = field(default_factory=dict)
-    timers: FrameField = FrameField()  # noqa: RUF009 a descriptor
-    bandwidth: FrameField = FrameField()  # noqa: RUF009 a descriptor
+    timers: DataFrame = field(default_factory=frame)
+    bandwidth: DataFrame = field(default_factory=frame)
     devices: tuple[Device, ...] = ()
     summary: Mapping[str, float] = field(default_factory=dict)
     rank: int | None = None
@@ -122,8 +123,9 @@ def read_logs(path: Path | str) -> list[RunLog]:
     if not runs:
         raise NoIterations(f"log={shown(path)}: holds no iteration line; dialects tried: {', '.join(tried)}")
     runs[-1].notes += notes
-    age, more = time.time() - path.stat().st_mtime, checks.of_file(runs, path)
+    age = time.time() - path.stat().st_mtime
     logs = [finish(run, path, age if run is runs[-1] else float("inf")) for run in runs]
+    more = checks.of_file(runs, path)
     return [replace(log, problems=(*log.problems, *m)) if m else log for log, m in zip(logs, more, strict=True)]
 
 
@@ -134,36 +136,35 @@ def read_log(path: Path | str) -> RunLog:
 
 def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> RunLog:
     """The RunLog of a run in `path`, last written `age` seconds ago; `with_lines` finds those of its problems there."""
-    table = run.iterations if run.iterations.rows else run.companion
+    columns = run.table.columns()
+    number_iterations(run, columns)
     counted = [name for name, rows in run.dialects.items() if rows or not any(run.dialects.values())]
-    note = checks.correct_units(table)
-    timed_by_stamps = run.timed_by_stamps & set(counted)
-    rounded = timed_by_stamps and "sec_per_it" in table
-    averaged = checks.average_rounded(table) if rounded else ""
-    (status, evidence, end), basis = _status(run, table), ""
+    units = checks.correct_units(columns)
+    timed_by_stamps = run.timed_by_stamps & {*counted}
+    averaged = checks.average_rounded(columns) if timed_by_stamps and "sec_per_it" in columns else ""
+    (status, evidence, end), basis = _status(run, columns), ""
     if status is Status.UNFINISHED and not end:
-        is_running, basis = clock.still_runs(run, table, path, age)
+        is_running, basis = clock.still_runs(run, columns, path, age)
         status = Status.RUNNING if is_running else status
-    found = checks.problems(run, table, path if with_lines else None)
-    memory = NumericTable()
+    found = checks.problems(run, columns, path if with_lines else None)
     set_up = MEMORY_NOTE if run.memory and run.rows and not run.memory_rows else ""
-    for _, row in sorted(run.memory.items()):
-        memory.add(row)
     run.has_launchers |= run.last_line.startswith(b"[default")
     rank = run.rank_of(end)
     exits = [replace(exit, rank=None) for exit in run.exits] if run.has_launchers else run.exits
     hosts, gpus, exclude = where(end, run.places.get(-1 if rank is None else rank), exits, run.endings)
+    world = run.arguments.get("world_size")
+    memory = [row for _, row in sorted(run.memory.items())]
     return RunLog(
         source=path,
-        iterations=Rows(table, INTEGERS),
-        validation=Rows(run.validation, ("iteration",)),
-        memory=Rows(memory, ("rank", "iteration")),
+        iterations=frame(columns, INTEGERS),
+        validation=frame(run.validation.columns(), ("iteration",)),
+        memory=frame(columns_of(memory, dict.fromkeys(name for row in memory for name in row)), ("rank", "iteration")),
         status=status,
         evidence=evidence,
         dialect=" + ".join(sorted(counted)) or "unknown",
         arguments=run.arguments,
-        timers=Rows(run.timers, ("iteration",)),
-        bandwidth=Rows(run.bandwidth, ("rank", "message_bytes")),
+        timers=frame(run.timers.columns(), ("iteration",)),
+        bandwidth=frame(run.bandwidth.columns(), ("rank", "message_bytes")),
         devices=tuple(device for _, device in sorted(run.devices.items())),
         summary=run.summary,
         rank=rank,
@@ -172,30 +173,28 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
         hosts=hosts,
         gpus=gpus,
         exclude=exclude,
-        collectives=tuple(run.watchdogs.lines(run.places, run.arguments.get("world_size")))
-        if status.has_failed
-        else (),
-        notes=tuple(filter(None, (*run.notes, note, STAMPS_NOTE if timed_by_stamps else "", averaged, set_up))),
+        collectives=tuple(run.watchdogs.lines(run.places, world)) if status.has_failed else (),
+        notes=tuple(filter(None, (*run.notes, units, STAMPS_NOTE * bool(timed_by_stamps), averaged, set_up))),
         status_basis=basis,
         clock=tuple(pair for pair in run.clock if pair[1] > DAY_S),  # without times of day
     )
 
 
-def _status(run: PartialRun, table: NumericTable) -> tuple[Status, str, endings.Ending | None]:
+def _status(run: PartialRun, columns: Columns) -> tuple[Status, str, endings.Ending | None]:
     """Status, evidence, and the ending if one decides; a run without any is unfinished."""
-    end, last = endings.strongest(run.endings, run.rows), endings.text(run.last_line)
+    number, total, loss = (columns[n][-1] if n in columns else NAN for n in ("iteration", "train_iters", "lm_loss"))
+    is_done = number + 1 - run.first_iteration == total and not run.in_epochs
+    # a run that the scheduler ended and that reached its last iteration was continued
+    ends = [e for e in run.endings if not is_done or e.level > endings.SCHEDULER or e.rows >= run.rows]
+    end, last = endings.strongest(ends, run.rows), endings.text(run.last_line)
     if end and end.level < endings.PLANNED:
         return end.status, end.evidence, end
-    loss = table.last("lm_loss") if "lm_loss" in table else 1.0
-    is_nan = loss != loss and b"nan" in run.last_line.lower().partition(b"loss")[2][:16]
+    is_nan = "lm_loss" in columns and loss != loss and b"nan" in run.last_line.lower().partition(b"loss")[2][:16]
     # the Trainer prints 0 for a loss that is NaN
     if is_nan or (loss == 0 and re.search(rb"'grad_norm': '?nan", run.last_line)):
         return Status.NAN_LOSS, last, None
     if end and end.level == endings.PLANNED:
         return end.status, end.evidence, end
-    done = table.last("iteration") + 1 - run.first_iteration if table.rows and not run.in_epochs else NAN
-    if "train_runtime" in run.summary or done == table.last("train_iters"):
+    if "train_runtime" in run.summary or is_done:
         return Status.COMPLETED, last, None
-    if end:
-        return end.status, end.evidence, end
-    return Status.UNFINISHED, last, None
+    return (end.status, end.evidence, end) if end else (Status.UNFINISHED, last, None)

@@ -5,7 +5,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from trilane.logs import endings
 from trilane.logs.checks import Problem
 from trilane.logs.reading.reader import Reader
 from trilane.logs.run import RunLog, finish, read_logs
-from trilane.logs.table import NAN, NumericTable
+from trilane.logs.table import NAN, columns_of, frame
 from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
 
@@ -56,18 +56,15 @@ CHOICES = (
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A row: the number of its line, its text, and its numbers by the columns' names (data/table_columns.json) in
-    seconds, 1e9 parameters, GiB, TFLOP/s and counts; and what the text above it and in its section states."""
+    seconds, 1e9 parameters, GiB, TFLOP/s and counts; `known` has those that the text around the table states, too."""
 
     line: int
     text: str
     numbers: Mapping[str, float]
-    above: Mapping[str, float] = field(default_factory=dict)
-    facts: Mapping[str, set[float]] = field(default_factory=dict)
+    known: Mapping[str, float]
 
     def __getitem__(self, name: str) -> float:
-        """The number of the row, else of the text around it, else NaN."""
-        only = [*self.facts.get(name, ())]
-        return self.numbers.get(name, self.above.get(name, only[0] if len(only) == 1 else NAN))
+        return self.known.get(name, NAN)
 
     @property
     def ending(self) -> Status | None:
@@ -96,56 +93,43 @@ def read_runs(path: Path | str) -> list[RunLog]:
 def _runs(lines: list[str], tables: Mapping[int, tuple[list[str], Lines]], path: Path) -> list[RunLog]:
     """The rows of the tables, by the line of their headers, and the logs that are quoted around them."""
     inside = {number for start in tables for number in (start, start + 1, *(n for n, _ in tables[start][1]))}
-    around, found, runs, log = Text(), list[Row](), list[RunLog](), list[str]()
+    # what the text states: until a heading, and of the whole section each value, which holds for tables above it, too
+    facts, section, is_code = dict[str, float](), defaultdict[str, set[float]](set), False
+    found, runs, log = list[tuple[Row, Mapping[str, float], Mapping[str, set[float]]]](), list[RunLog](), list[str]()
     for number, line in enumerate([*lines, ""], 1):
         if number not in inside and re.search(r"iteration +\d+/ *\d+ \|", line):
             log.append(line)
             continue
-        runs += _quoted(log, number - len(log), around.facts, path) if log else []
+        runs += _quoted(log, number - len(log), facts, path) if log else []
         log = []
+        is_code ^= line.lstrip().startswith("```")
         if number in tables:
-            found += [replace(row, facts=around.of_section, above=around.facts) for row in rows(*tables[number])]
-        elif number not in inside:
-            around.read(line)
-    found = [_timed(row, runs) for row in found]
-    wrong = [dict(contradictions(row)) for row in found]
+            found += [(row, facts, section) for row in rows(*tables[number])]
+        elif line.startswith("#") and not is_code:
+            facts, section = {n: facts[n] for n in facts.keys() & {"seq", "gpus_per_node"}}, defaultdict(set)
+        elif number not in inside and not line.startswith("* "):  # a remark about results
+            stated = facts_of(line)
+            if any(stated.get(n, facts.get(n)) != facts.get(n, stated.get(n)) for n in ("layers", "hidden")):
+                # another shape begins: what was said of the one before holds neither below nor for the whole section
+                for name in ({"layers", "hidden", "heads"} & facts.keys()) - stated.keys():
+                    section[name].add(NAN)
+                facts = {n: v for n, v in facts.items() if n not in ("layers", "hidden", "heads")}
+            facts = facts | stated
+            for name, value in stated.items():
+                section[name].add(value)
+    every = [_timed(_known(row, above, whole), runs) for row, above, whole in found]
+    wrong = [dict(contradictions(row)) for row in every]
     # what all of several rows contradict is a column that means something else
     usual = set.intersection(*map(set, wrong)) if len(wrong) > 2 else set()
-    for row, messages in zip(found, wrong, strict=True):
+    for row, messages in zip(every, wrong, strict=True):
         kept = {name: message for name, message in messages.items() if name not in usual}
         runs += [_run(row, status, kept, path)] if (status := row.ending) else []
     return sorted(runs, key=lambda run: run.arguments["line"] or 0)
 
 
-class Text:
-    """The text around tables: `facts` hold at the current line, and until a heading; of what the whole section states
-    each name has the values, which hold for tables above them, too."""
-
-    def __init__(self) -> None:
-        self.facts: dict[str, float] = {}
-        self.of_section = defaultdict[str, set[float]](set)
-        self._is_code = False
-
-    def read(self, line: str) -> None:
-        """One line of text."""
-        self._is_code ^= line.lstrip().startswith("```")
-        if line.startswith("#") and not self._is_code:
-            kept = ("seq", "gpus_per_node")  # of the whole document
-            self.facts = {name: value for name, value in self.facts.items() if name in kept}
-            self.of_section = defaultdict(set)
-        elif not line.startswith("* "):  # a remark about results
-            stated = facts_of(line)
-            if any(stated.get(n, self.facts.get(n)) != self.facts.get(n, stated.get(n)) for n in ("layers", "hidden")):
-                self._forget_shape(stated)
-            self.facts = self.facts | stated
-            for name, value in stated.items():
-                self.of_section[name].add(value)
-
-    def _forget_shape(self, stated: Mapping[str, float]) -> None:
-        """Another shape begins: what was said of the one before holds neither below nor for the whole section."""
-        for name in ({"layers", "hidden", "heads"} & self.facts.keys()) - stated.keys():
-            del self.facts[name]
-            self.of_section[name].add(NAN)
+def _known(row: Row, above: Mapping[str, float], section: Mapping[str, set[float]]) -> Row:
+    single = {name: next(iter(values)) for name, values in section.items() if len(values) == 1}
+    return replace(row, known={**single, **above, **row.numbers})
 
 
 def facts_of(line: str) -> dict[str, float]:
@@ -250,7 +234,7 @@ def rows(header: list[str], body: Lines) -> Iterator[Row]:
         cells = ({"mem": (noted[1], "")} if noted else {}) | cells
         numbers = {name: value for name, cell in cells.items() if name and (value := number(name, *cell)) == value}
         if any(texts):
-            yield Row(line=line, text=" | ".join(map(str.strip, texts)), numbers=numbers)
+            yield Row(line=line, text=" | ".join(map(str.strip, texts)), numbers=numbers, known=numbers)
 
 
 def _timed(row: Row, quoted: Iterable[RunLog]) -> Row:
@@ -260,25 +244,25 @@ def _timed(row: Row, quoted: Iterable[RunLog]) -> Row:
     if row["time"] == row["time"] or len(same) != 1 or len(same[0].iterations) != 1:
         return row
     facts = {name: float(v) for name in CHOICES if isinstance(v := same[0].arguments.get(name), int | float)}
-    return replace(row, above={**row.above, **facts, "time": float(same[0].column("sec_per_it")[0])})
+    return replace(row, known={**row.known, **facts, "time": float(same[0].column("sec_per_it")[0]), **row.numbers})
 
 
 def _run(row: Row, status: Status, wrong: Mapping[str, str], path: Path) -> RunLog:
     """A row as a run of one iteration; its arguments have the names of columns, the size in 1e9 parameters."""
-    iterations, memory, text = NumericTable(), NumericTable(), endings.text(row.text.encode())
+    text, measured, held = endings.text(row.text.encode()), dict[str, float](), dict[str, float]()
     if status is Status.COMPLETED:
         rate = row.numbers.get("tflops", NAN) * 1e12
-        iterations.add({"iteration": NAN, "sec_per_it": row["time"], "flops_per_s_per_gpu": rate})
+        measured = {"iteration": NAN, "sec_per_it": row["time"], "flops_per_s_per_gpu": rate}
     if "mem" in row.numbers:
-        memory.add({"rank": 0.0, "max_reserved": row["mem"] * 2**30})
+        held = {"rank": 0.0, "max_reserved": row["mem"] * 2**30}
     return RunLog(
         source=path,
-        iterations=iterations.frame(),
-        memory=memory.frame(("rank",)),
+        iterations=frame(columns_of([measured], measured)),
+        memory=frame(columns_of([held], held), ("rank",)),
         status=status,
         evidence=f"line {row.line}: {text}",
         dialect="table",
-        arguments=_given(row) | {"line": row.line},
+        arguments=_given(row.known) | {"line": row.line},
         problems=tuple(Problem(rule="row", column=c, message=wrong[c], line=row.line, evidence=text) for c in wrong),
     )
 
@@ -310,11 +294,11 @@ def _quoted(lines: Iterable[str], first: int, facts: Mapping[str, float], path: 
     reader = Reader()
     reader.feed("".join(f"{line}\n" for line in lines).encode())
     for run in reader.close():
-        given = _given(Row(line=first, text="", numbers=facts))
+        given = _given(facts)
         run.arguments = given | run.arguments | {"line": first}
         yield finish(run, path, math.inf, with_lines=False)
 
 
-def _given(row: Row) -> dict[str, int | float | str | bool | None]:
-    """What was chosen for a row, whole numbers as int."""
-    return {name: int(v) if v == int(v) else v for name in CHOICES if (v := row[name]) == v}
+def _given(known: Mapping[str, float]) -> dict[str, int | float | str | bool | None]:
+    """What was chosen for a run, whole numbers as int."""
+    return {name: int(v) if v == int(v) else v for name in CHOICES if (v := known.get(name, NAN)) == v}

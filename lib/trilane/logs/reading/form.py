@@ -5,9 +5,9 @@ from operator import itemgetter
 
 from trilane.logs.dialects.prefixes import NAN, PREFIX, STAMP, timestamp
 from trilane.logs.dialects.tables import Dialect, Span, row_of
-from trilane.logs.reading.partial_run import MEMORY
 
 DIGITS = bytes.maketrans(b"123456789", b"000000000")
+MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved")
 FORM = 4096  # bytes of the longest line whose form is remembered
 
 

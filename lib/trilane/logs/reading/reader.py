@@ -15,10 +15,9 @@ from trilane.logs.dialects.prefixes import NAN, STAMP, body, rank, source, times
 from trilane.logs.dialects.tables import Dialect, Span, dialects, row_of
 from trilane.logs.reading import trainer_dicts
 from trilane.logs.reading.blocks import blocks
+from trilane.logs.reading.facts import Facts, timers
 from trilane.logs.reading.form import DIGITS, FORM, Form
-from trilane.logs.reading.partial_run import PartialRun
-from trilane.logs.reading.run_facts import RunFacts, timers
-from trilane.logs.reading.runs import Runs
+from trilane.logs.reading.runs import PartialRun, Runs
 
 LONG = 1 << 16  # bytes: longer lines are searched for iterations only
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
@@ -53,7 +52,7 @@ class Reader:
         self._runs = Runs(every)
         self._forms = dict[bytes, Form | None]()  # None: of lines that hold nothing
         self._open: Open | None = None
-        self._facts, self._dicts = RunFacts(), trainer_dicts.TrainerDicts(self._runs)
+        self._facts, self._dicts = Facts(), trainer_dicts.TrainerDicts(self._runs)
         self._waits = False  # whether the next line matters whatever it holds
 
     @property
@@ -64,10 +63,7 @@ class Reader:
     def close(self) -> list[PartialRun]:
         """The runs of the file that have any content."""
         self._finish()
-        self._runs.return_delayed()
         self._facts.close(self.run)
-        for run in self._runs.all:
-            trainer_dicts.number_iterations(run)
         return [run for run in self._runs.all if run.has_content]
 
     def feed(self, block: bytes) -> None:
@@ -109,7 +105,7 @@ class Reader:
                 printed = form.source(line)
                 run.add(row, form.name, printed, line, self._runs.number)
                 if form.memory:
-                    run.add_memory_of(row, form.memory, printed if form.is_rank else NAN)
+                    run.add_memory({name: row[name] for name in form.memory}, printed if form.is_rank else NAN)
             else:
                 time_s, printed = form.time(line), form.source(line)
                 self._runs.take(row, form.dialect, form.name, time_s, printed, line, self._runs.number, is_plain=True)
@@ -118,7 +114,7 @@ class Reader:
         elif kind == "step":
             self._companion(row, form, line)
         elif kind == "evaluation":
-            run.add_validation({"iteration": run.iteration} | row)
+            run.add_validation(row)
         elif kind == "argument":
             self._facts.arguments(line, run)
         else:
@@ -228,7 +224,7 @@ class Reader:
             self.run.add_ending(endings.planned_end(line, self.run.rows))
         elif spans := dialect.evaluation(line):
             self._finish()
-            self.run.add_validation({"iteration": self.run.iteration} | row_of(spans, line))
+            self.run.add_validation(row_of(spans, line))
             if not self._guess(line, whole):  # of a trainer that prints nothing else
                 return Form("evaluation", dialect, line, spans) if dialect.is_blind else Form("alone")
         elif reports := dialect.memories(line):
@@ -245,6 +241,7 @@ class Reader:
         if not known or not (best := _best(known, line)):
             return None
         if not read <= {best[1].name}:
+            self.run.leave_out(row_of(best[0], line), line, self._runs.number)
             return Form("alone")  # in another run it may be an iteration
         return self._iterations([best[1]], line, whole)
 

@@ -1,18 +1,257 @@
-"""Runs: whose an iteration is: the next of a run, a copy of another rank's, or the first of another run."""
+"""The runs of a log while it is read: what was read of each, and whether an iteration is the next of a run, a copy of
+another rank's, or the first of another run."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from trilane.logs import endings
-from trilane.logs.dialects.prefixes import NAN, rank
+from trilane.logs.arguments import Value
+from trilane.logs.dialects.prefixes import line_time, rank
 from trilane.logs.dialects.tables import Dialect
-from trilane.logs.reading.form import DIGITS
-from trilane.logs.reading.partial_run import MEMORY, PartialRun
+from trilane.logs.endings import LAUNCHER, MOST_GPUS, OUTSIDE, SCHEDULER, WRAPPER, Ending, joined, superseded
+from trilane.logs.hardware import Device
+from trilane.logs.reading.form import DIGITS, MEMORY
+from trilane.logs.table import NAN, NumericTable
+from trilane.logs.watchdog import Watchdogs
 from trilane.utils.validation import require
 
 MAX_RUNS = 10_000  # of a file
+DATES_S = 1e8  # seconds since 1970 are more, those since the start of a run are fewer
 REPORTERS = 0.05  # of a loss that two reporters print, such as a bar, which rounds it or averages it: relative
 EPOCHS = {"epochs_done": 0.0, "nth_epoch": 1.0}  # where iterations count in their epoch: the number of the first one
+SAME = ("lm_loss", "sec_per_it", "consumed_samples", "epoch")  # are equal in two lines of one iteration
+
+
+class PartialRun:
+    """What was read of a run so far. Tables grow by 8 bytes a number; everything else is bounded by the number of ranks
+    and names."""
+
+    def __init__(self, follows: bool = False) -> None:
+        self.iterations, self.companion, self.timers = NumericTable(), NumericTable(), NumericTable()
+        self.bandwidth, self.validation = NumericTable(), NumericTable()
+        self.memory: dict[int, dict[str, float]] = {}
+        self.memory_rows = 0  # iterations before the last report of memory
+        self.arguments: dict[str, Value] = {}
+        self.summary: dict[str, float] = {}
+        self.devices: dict[int, Device] = {}
+        self.dialects: Counter[str] = Counter()
+        self.notes: list[str] = []
+        self.follows, self.launched = follows, False  # a run before it in the file; whether its launch was read
+        self.endings: list[Ending] = []
+        self.exits: list[Ending] = []  # of tasks, by srun, which names their nodes
+        self.watchdogs = Watchdogs()
+        self.places: dict[int, tuple[str, str]] = {}  # of ranks: host, and GPU on it
+        self.has_launchers = False  # a process on each node that starts its ranks: a task of srun is none of these
+        self.root_rank: int | None = None  # of torchrun's table of failures
+        self.root_time = ""
+        self.iteration, self.first = 0.0, NAN  # the number of the last one (0 before the first), and of the first
+        self.first_iteration = 1  # what the program calls its first iteration
+        self.in_epochs = False  # whether the log numbers them in their epoch: it may have more epochs
+        self.epochs_before = 0.0  # iterations of the earlier epochs
+        self.last_line, self.first_number, self.last_number = b"", 0, 0  # of iterations; numbers in the file, 0: none
+        self.stamps: list[tuple[float, float]] = []  # iteration and time of some lines
+        self._next_stamp = 0  # rows from which the next line's time is noted
+        self._timed: dict[str, tuple[float, float]] = {}  # by dialect, the last iteration and its time
+        self.timed_by_stamps: set[str] = set()  # dialects whose seconds are differences of times
+        self._is_numbered = False  # whether DeepSpeed prints the numbers of its steps
+        self.steady = ""  # the dialect whose next iteration simply continues the run
+        self.first_line = b""
+        self.unread, self.first_unread = 0, (0, b"")  # lines of another reporter; number and text of the first
+        self.rank = NAN  # that prints the iterations, if known
+        self.printed: dict[float, float] = {}  # the last iteration of each source (NaN: not named)
+        self.lost: list[float] = []  # iterations of lines that were left out as copies of lines that are not there
+        self.differing: tuple[float, float, float] | None = None  # the first iteration with two losses, and these
+
+    @property
+    def clock(self) -> tuple[tuple[float, float], ...]:
+        """Iteration and time (see line_time) of the first, the last and some lines between, by their own stamps."""
+        last = (self.iteration, line_time(self.last_line)) if self.rows else (NAN, NAN)
+        return tuple(dict.fromkeys(pair for pair in (*self.stamps, last) if pair[1] == pair[1]))
+
+    @property
+    def table(self) -> NumericTable:
+        """Its iterations, by DeepSpeed's own steps where nothing else prints any."""
+        return self.iterations if self.iterations.rows else self.companion
+
+    @property
+    def rows(self) -> int:
+        """How many iterations were read."""
+        return self.table.rows
+
+    @property
+    def ends_at_launch(self) -> bool:
+        """Whether a launch seen now begins another run."""
+        ended = (SCHEDULER, OUTSIDE, WRAPPER, LAUNCHER)
+        return bool(self.rows or self.summary or self.bandwidth.rows) or any(e.level in ended for e in self.endings)
+
+    @property
+    def has_content(self) -> bool:
+        """Whether it has iterations, a summary, a benchmark or an ending, or is a launch after another run."""
+        return self.ends_at_launch or bool(self.endings) or (self.launched and self.follows)
+
+    def rank_of(self, end: Ending | None) -> int | None:
+        """The rank that an ending is about, None where it is unknown: the task of srun only where a task is a rank, the
+        number on a node only where the run has one node."""
+        if end is None or end.rank is None:
+            return self.root_rank if end else None
+        world = self.arguments.get("world_size")
+        ranks = max(self.watchdogs.world, world if isinstance(world, int) else 0)
+        several = ranks > MOST_GPUS or len({host for host, _ in self.places.values()}) > 1
+        is_other = (end.among == "task" and self.has_launchers) or (end.among == "node" and several)
+        return self.root_rank if is_other else end.rank
+
+    def forget(self) -> None:
+        """Leave out the iterations read so far, which were not what they looked like."""
+        self.iterations, self.iteration, self.steady = NumericTable(), 0.0, ""
+        self.first_number = self.last_number = self._next_stamp = 0
+        self.stamps.clear()
+        self.dialects.clear()
+
+    def add(self, row: dict[str, float], dialect: str, source: float, line: bytes, number: int) -> None:
+        """Append an iteration, of the line of that number in the file, printed by the rank or process `source`."""
+        loss = row.get("lm_loss", 0.0)
+        # a loss that is printed as NaN counts; one that is not printed is not known
+        self.iterations.add(row if loss == loss else {"nan": 1.0, **row})
+        self.dialects[dialect] += 1
+        if self.rank != self.rank:
+            self.rank = source
+        self.printed[source] = iteration = row["iteration"]
+        self.saw(iteration, line, number, self.iterations.rows)
+
+    def saw(self, iteration: float, line: bytes, number: int, rows: int) -> None:
+        """Note the line of the iteration that was added last, and its number in the file."""
+        if iteration == iteration:
+            self.iteration = iteration
+        self.last_line, self.last_number = line, number
+        if rows >= self._next_stamp:
+            if not self.first_number:
+                self.first_number, self.first, self.first_line = number, iteration, line
+            self.stamps.append((iteration, line_time(line)))
+            if len(self.stamps) > 50:
+                del self.stamps[1::2]
+            self._next_stamp = rows + max(1, rows // 25)
+
+    def timed(self, row: dict[str, float], time_s: float, dialect: str) -> dict[str, float]:
+        """The row, with seconds per iteration since the last of that dialect, unless it has its own; `time_s` is NaN
+        where the line has no time stamp."""
+        if (number := row["iteration"]) != number:
+            return row
+        last, before = self._timed.get(dialect, (number, NAN))
+        if (time_s > DATES_S) != (before > DATES_S) and before == before:
+            time_s = NAN  # a date after times that passed since a start
+        steps, seconds = number - last, time_s - before
+        if (steps > 0 and seconds != 0) or dialect not in self._timed:  # several steps may share a whole second
+            self._timed[dialect] = (number, time_s)
+        if "sec_per_it" not in row and steps > 0 and seconds > 0:
+            self.timed_by_stamps.add(dialect)
+            row["sec_per_it"] = seconds / steps
+        return row
+
+    def accepts(self, row: Mapping[str, float], source: float) -> bool | None:
+        """Whether the row is the next of the run; None if it was read before, as several ranks may print the same."""
+        number, last, before = row["iteration"], self.iterations.recent[-1:], self.printed.get(source)
+        self.printed[source] = number
+        if not last or not number <= self.iteration:
+            return True
+        # a source that lags behind another one, or begins after it, prints copies
+        if source == source and (number > before if before is not None else self.rank == self.rank):
+            return None
+        same = all(
+            row[n] == last[0].get(n, NAN) or row[n] != row[n] for n in SAME if n in row and n in self.iterations.names
+        )
+        return None if number == self.iteration and same else False
+
+    def compare(self, row: Mapping[str, float], tolerance: float = 1e-6) -> None:
+        """Note a line that was left out as another rank's or reporter's copy, where there is no line of its number, or
+        its loss is another one (`tolerance`: relative)."""
+        number, known = row["iteration"], self.iterations.find(row["iteration"])
+        if known is None and not (self.iterations.columns()["iteration"] == number).any():
+            self.lost += [number] * (len(self.lost) < 100)
+        elif known and {"lm_loss"} <= known.keys() & row.keys() and not self.differing:
+            one, other = known["lm_loss"], row["lm_loss"]
+            if abs(one - other) > tolerance * abs(one):
+                self.differing = (number, one, other)
+
+    def complete(self, row: dict[str, float]) -> None:
+        """Add what another rank or reporter prints for an iteration already read: only the last stage has a loss."""
+        if known := self.iterations.find(row["iteration"]):
+            self.iterations.change(known, {n: v for n, v in row.items() if known.get(n, NAN) != known.get(n, NAN)})
+
+    def leave_out(self, row: Mapping[str, float], line: bytes, number: int) -> None:
+        """Note a line that looks like another iteration than the last, in a run that others print."""
+        if row["iteration"] != self.iteration and "val_loss" not in row:
+            self.first_unread = self.first_unread if self.unread else (number, line)
+            self.unread += 1
+
+    def add_companion(self, row: dict[str, float], time_s: float, line: bytes, number: int) -> None:
+        """Add DeepSpeed's own numbers, a row for each iteration; used only where no other dialect reports any.
+
+        Steps counted since the start of the process are iterations where nothing else numbers them; else their rate is
+        that of the last iteration.
+        """
+        table, since, skipped = self.companion, row.pop("since_start", None), row.get("skipped_total", NAN)
+        if self.iterations.rows:
+            if skipped == skipped and "skipped" not in self.iterations.names:
+                self.iterations.change_last({"skipped_total": skipped})
+        elif since is not None and self._is_numbered:
+            table.change_last(row)
+            self.last_line = line
+        else:
+            row = row if since is None else {"iteration": since, **row}
+            if since is None and not self._is_numbered and table.last("iteration") != row["iteration"]:
+                table = self.companion = NumericTable()  # a resumed run: its rates alone were counted so far
+                self._timed.pop("deepspeed", None)
+            self._is_numbered |= since is None
+            row = self.timed(row, time_s, "deepspeed")
+            if table.last("iteration") == row["iteration"]:
+                table.change_last(row)
+            else:
+                table.add(row)
+            self.saw(row["iteration"], line, number, table.rows)
+
+    def restarts(self, row: Mapping[str, float]) -> bool:
+        """Whether DeepSpeed's numbers show that another run has begun."""
+        is_number = not self._is_numbered or "since_start" not in row
+        return (
+            is_number
+            and not self.iterations.rows
+            and row.get("iteration", row.get("since_start", NAN)) < self.companion.last("iteration")
+        )
+
+    def add_timers(self, row: dict[str, float]) -> None:
+        """Add timers in seconds, printed after the last iteration. The last value counts."""
+        if self.timers.last("iteration") == self.iteration:
+            self.timers.change_last(row)
+        else:
+            self.timers.add({"iteration": self.iteration, **row})
+
+    def add_validation(self, row: Mapping[str, float]) -> None:
+        """Add an evaluation, which several ranks may print."""
+        number = row.get("iteration", self.iteration)
+        if not self.validation.last("iteration") >= number:
+            self.validation.add({"iteration": number, **row})
+
+    def add_memory(self, report: Mapping[str, float], rank: float) -> None:
+        """Update the memory of a rank (NaN: unnamed, counts as 0): the current bytes, and the most it ever reported."""
+        rank = report.get("rank", 0.0 if rank != rank else rank)
+        row = self.memory.setdefault(int(rank), {"rank": rank, "iteration": self.iteration})
+        self.memory_rows = self.rows
+        for name, value in report.items():
+            row[name] = max(row.get(name, 0.0), value) if name.startswith("max_") else value
+
+    def add_ending(self, found: Ending) -> None:
+        """Add an ending. Of each level and status the first one is kept that the run did not continue after, with the
+        nodes at fault of all."""
+        self.steady = ""
+        self.endings = [e for e in self.endings if not superseded(e, self.rows)]
+        self.exits = [e for e in self.exits if not superseded(e, self.rows)]
+        if found.level == OUTSIDE and found.hosts and "srun: error: " in found.evidence and len(self.exits) < 1000:
+            self.exits.append(found)
+        for place, e in enumerate(self.endings):
+            if (e.level, e.status) == (found.level, found.status):
+                self.endings[place] = joined(e, found)
+                return
+        self.endings.append(found)
 
 
 class Runs:
@@ -24,7 +263,6 @@ class Runs:
         self.all = [PartialRun()]
         self.number = 0
         self._launches = set[bytes]()  # forms of lines of the current run's launch
-        self._epochs: tuple[PartialRun, float] | None = None  # of a fallback: iterations of the run's earlier epochs
 
     @property
     def run(self) -> PartialRun:
@@ -44,70 +282,59 @@ class Runs:
     ) -> None:
         """Give an iteration of a dialect, all of whose lines were read, to its run."""
         run = self.run
-        if "epochs_done" in row or "nth_epoch" in row:
-            run.in_epochs, row = True, _in_run(row)
+        row = self._in_run(row)
         if (rate := row.pop("iterations_per_second", 0.0)) > 0:
             row.setdefault("sec_per_it", 1 / rate)
         time_s = row.get("time_s", time_s)
         for column, text in dialect.absent.items():
             if row.get(column) == float(text):
                 del row[column]
-        if (
-            dialect.lines in ("bar", "block")
-            and run.dialects.keys() == {dialect.name}
-            and run.iteration == row["iteration"]
-        ):
-            return self._draw_again(run.timed(row, time_s, dialect.name), printed)
         if dialect.fallback:
             if not run.dialects.keys() <= {dialect.name}:
-                return None
+                return
             row = self._counted_on(row)
             if self._evaluates(row):
-                return None
-            if _is_late(row, run):
-                return run.copies.compare(row, run.iterations)
+                return
+        is_drawn = dialect.lines in ("bar", "block") or dialect.fallback
+        if is_drawn and run.dialects.keys() == {dialect.name} and self._repeats(row):
+            self._draw_again(run.timed(row, time_s, dialect.name), printed, dialect)
+            return
         name = name or next(iter(run.dialects.keys() & dialect.family), dialect.name)
         self.step(run.timed(row, time_s, name), name, printed, line, number)
         run = self.run
         run.first_iteration = dialect.first_iteration
-        alone = run.dialects.keys() <= {name, "deepspeed"} and not run.endings
-        counted = dialect.lines in ("bar", "block") or dialect.fallback or run.in_epochs
-        run.steady = name if is_plain and alone and not counted else ""
-        if held := [column for column in MEMORY if column in row]:
-            self.run.add_memory({column: row[column] for column in held}, rank(line))
-        return None
+        is_alone = run.dialects.keys() <= {name, "deepspeed"} and not run.endings
+        run.steady = name if is_plain and is_alone and not (is_drawn or run.in_epochs) else ""
+        if held := {column: row[column] for column in MEMORY if column in row}:
+            run.add_memory(held, rank(line))
 
     def step(self, row: dict[str, float], dialect: str, printed: float, line: bytes, number: int) -> None:
         """Add an iteration: the next of the run, another rank's copy, or the first of another run."""
         self.settle(dialect)
         run = self.run
         others = run.dialects.keys() - {"deepspeed"}
-        takes = run.copies.accepts(row, printed, run)
+        takes = run.accepts(row, printed)
         counts = {name for name in others if run.dialects[name]}
         family = self._families.get(dialect, frozenset())
         if counts and dialect not in counts and not others <= family:
             # another reporter of the same run, such as a bar, repeats the number of the iteration
             takes = None if run.iteration == row["iteration"] else False
-        if takes is False:
+        if takes is None:
+            run.compare(row, 1e-6 if dialect in counts else REPORTERS)
+            if len(family) == 1:
+                run.dialects[dialect] += 0
+                run.complete(row)
+            return
+        if not takes:
             self.begin()
-            takes = True
-        if takes:
-            if self.run.iterations.rows and any(e.level == endings.SCHEDULER for e in self.run.endings):
-                self.return_delayed()
-                before = self.run  # until it is clear whether these lines are its delayed output
-                self.all.append(PartialRun(follows=True))
-                self.run.previous = before
-            return self.run.add(row, dialect, printed, line, number)
-        run.copies.compare(row, run.iterations, 1e-6 if dialect in counts else REPORTERS)
-        if len(family) == 1:
-            run.dialects[dialect] += 0
-            run.complete(row)
-        return None
+        self.run.add(row, dialect, printed, line, number)
 
     def settle(self, dialect: str) -> None:
-        """Drop what fallbacks have read of the run, where a line of another dialect shows whose it is."""
+        """Leave out what fallbacks have read of the run, where a line of another dialect shows whose it is."""
         if dialect not in self._guesses and not self._guesses.isdisjoint(self.run.dialects):
-            self.run.forget()
+            run = self.run
+            run.unread, run.first_unread = run.rows, (run.first_number, run.first_line)
+            run.forget()
 
     def launch(self, line: bytes) -> None:
         """Read a line of a launch: of another run where the current one has begun, or has failed and repeats it."""
@@ -120,64 +347,57 @@ class Runs:
         """Begin another run, unless the current one has nothing yet; `again`: its launch failed."""
         if again or self.run.ends_at_launch:
             require(len(self.all) < MAX_RUNS, "log", f"{len(self.all)} runs", "its iterations do not rise")
-            self.return_delayed()
             self.all.append(PartialRun(follows=True))
             self._launches.clear()
 
-    def return_delayed(self) -> None:
-        """Return the lines of the last run to the one before it, if they may be its delayed output."""
-        if (before := self.run.previous) and self.run.may_be_delayed:
-            before.absorb(self.all.pop())
+    def _repeats(self, row: Mapping[str, float]) -> bool:
+        """Whether the row has the number of the last iteration, and no later epoch."""
+        is_later = row.get("epoch", NAN) > self.run.iterations.last("epoch")
+        return self.run.iteration == row["iteration"] and not is_later
 
-    def _draw_again(self, row: dict[str, float], printed: float) -> None:
+    def _draw_again(self, row: dict[str, float], printed: float, dialect: Dialect) -> None:
         """Read a bar that is drawn again at the same iteration: with its loss after the loss of the one before, which
         counts; or, where it had its loss, for a part of the batch or by another rank, which is noted."""
-        run, table = self.run, self.run.iterations
-        if table.rows > 1 and "lm_loss" in table and table.last("lm_loss") != table.at("lm_loss", table.rows - 2):
-            run.copies.compare(row, table)
+        run = self.run
+        recent = run.iterations.recent[-2:]
+        if dialect.fallback and not dialect.lines:
+            run.compare(row)
+            return
+        if len(recent) > 1 and recent[1].get("lm_loss") != recent[0].get("lm_loss"):
+            run.compare(row)
         if printed == run.rank or printed != printed:
-            table.change_last(row)
+            run.iterations.change_last(row)
+
+    def _in_run(self, row: dict[str, float]) -> dict[str, float]:
+        """The row with the iteration's number in the run, where it has that in its epoch."""
+        for column in EPOCHS.keys() & row:
+            self.run.in_epochs = True
+            done = row["epoch"] = row.pop(column) - EPOCHS[column]
+            if "train_iters" in row:
+                row["iteration"] += done * row["train_iters"]
+                row["train_iters"] *= done + 1  # as far as is known: the number of epochs is not
+        return row
 
     def _counted_on(self, row: dict[str, float]) -> dict[str, float]:
         """The row of a fallback with the number in the run, where numbers have begun anew with an epoch."""
         run = self.run
-        before = self._epochs[1] if self._epochs and self._epochs[0] is run else 0.0
         last, epoch, total = run.iteration, run.iterations.last("epoch"), row.get("train_iters", 0.0)
-        if total > 0 and row.get("epoch", 0.0) > epoch and row["iteration"] + before <= last:
-            before = math.ceil(last / total) * total
-            self._epochs, run.in_epochs = (run, before), True
-        if before and row.get("epoch", 0.0) >= epoch:
-            row["iteration"] += before
-            row["train_iters"] = before + total
+        if total > 0 and row.get("epoch", 0.0) > epoch and row["iteration"] + run.epochs_before <= last:
+            run.epochs_before, run.in_epochs = math.ceil(last / total) * total, True
+        if run.epochs_before and row.get("epoch", 0.0) >= epoch:
+            row["iteration"] += run.epochs_before
+            row["train_iters"] = run.epochs_before + total
         return row
 
     def _evaluates(self, row: dict[str, float]) -> bool:
         """Whether the row of a fallback is an evaluation, which is added: it has a loss of held-out text, and other
         rows have none."""
         run, table = self.run, self.run.iterations
-        if not table.rows or ("val_loss" in row) == ("val_loss" in table):
+        if not table.rows or ("val_loss" in row) == ("val_loss" in table.names):
             return False
-        held_out = [(row["iteration"], row["val_loss"])] if "val_loss" in row else []
-        if not held_out:  # all that was read so far were evaluations
-            held_out = list(zip(table.column("iteration").tolist(), table.column("val_loss").tolist(), strict=True))
+        held_out = [row] if "val_loss" in row else table.recent  # all that was read so far were evaluations
+        if "val_loss" not in row:
             run.forget()
-        for iteration, loss in held_out:
-            run.add_validation({"iteration": iteration, "lm_loss": loss})
+        for one in held_out:
+            run.add_validation({"iteration": one["iteration"], "lm_loss": one["val_loss"]})
         return "val_loss" in row
-
-
-def _in_run(row: dict[str, float]) -> dict[str, float]:
-    """The row with the iteration's number in the run, where it has that in its epoch."""
-    for column in EPOCHS.keys() & row:
-        done = row["epoch"] = row.pop(column) - EPOCHS[column]
-        if "train_iters" in row:
-            row["iteration"] += done * row["train_iters"]
-            row["train_iters"] *= done + 1  # as far as is known: the number of epochs is not
-    return row
-
-
-def _is_late(row: dict[str, float], run: PartialRun) -> bool:
-    """Whether the row is a copy of one of the last iterations: unnamed ranks may all print a loss. A number further
-    back is a restart's, or another program's."""
-    of_epoch = not row.get("epoch", NAN) > run.iterations.last("epoch")
-    return of_epoch and run.iterations.find("iteration", row["iteration"], back=4) is not None

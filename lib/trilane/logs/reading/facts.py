@@ -1,4 +1,4 @@
-"""RunFacts: all that a log holds besides iterations: memory, timers, arguments, devices, bandwidth and the end."""
+"""Facts: all that a log holds besides iterations: memory, timers, arguments, devices, bandwidth and the end."""
 
 import re
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 from trilane.logs import arguments, endings, hardware
 from trilane.logs.dialects.prefixes import body
 from trilane.logs.dialects.tables import SUFFIXES, Span, row_of
-from trilane.logs.reading.partial_run import PartialRun
+from trilane.logs.reading.runs import PartialRun
 from trilane.logs.watchdog import WORDS
 
 LAUNCH = re.compile(
@@ -23,7 +23,7 @@ FLOPS = re.compile(rb"^\s*(?:\S+: )?(fwd\+bwd\+step[^:]*):\s+(\d+(?:\.\d*)?) ?([
 MAX_OTHER_LINES = 2000  # without an argument, after which a dump counts as closed
 
 
-class RunFacts:
+class Facts:
     """Parses lines into facts of their run, and holds the state that facts of several lines need."""
 
     def __init__(self) -> None:
