@@ -42,10 +42,6 @@ def cases():
         "a clock that is wrong by a day": (lines(-24 * HOUR), 0, False),
         "no stamps, just written": (FIVE, 0, True),
         "no stamps, not written to": (FIVE, 300, False),
-        "no stamps, started yesterday, long iterations": (f"Starting: {stamp(24 * HOUR)}\n" + FIVE.replace("2000.0", "9000000.0"), 0, True),
-        "no stamps, its launch of 2023": ("2023-05-01 10:00:00 launch\n" + FIVE, 0, False),
-        "no stamps, its launch of 2023 as date(1) prints it": ("Mon May  1 10:00:00 CEST 2023\n" + FIVE, 0, False),
-        "no stamps, a date of the future": ("valid until 2099-01-01\n2023-05-01 10:00:00\n" + FIVE, 0, False),
     }  # fmt: skip
 
 
@@ -62,14 +58,6 @@ def test_a_log_runs_by_its_own_clock_before_the_files_date(tmp_path, name, packe
     log = write(tmp_path / f"a.log{packed}", text, age)
     assert log.status == ("running" if runs else "unfinished"), log.status_basis
     assert log.status_basis or age, "where the file is new, the status line has its basis"
-
-
-def test_a_log_whose_name_has_an_old_date_is_a_copy(tmp_path):
-    assert write(tmp_path / "train_20230501.log", FIVE, 0).status == "unfinished"
-    assert write(tmp_path / "slurm-20230501.out", FIVE, 0).status == "unfinished"
-    for back in (0, HOUR, 14 * HOUR):  # at any time of the day, in any time zone
-        assert write(tmp_path / stamp(back, "run-%Y-%m-%d.log"), FIVE, 0).status == "running"
-    assert write(tmp_path / "slurm-1832555.out", FIVE, 0).status == "running"
 
 
 def test_what_the_status_rests_on_is_in_the_record(tmp_path):

@@ -1,13 +1,18 @@
-"""Every dialect, written by us a few lines each: the iterations once, in our units, and what stands around them."""
+"""Lines as each trainer prints them (samples.json, written by us after its code): the iterations once, in our units; the
+user's own tables; and what is said of a log that nothing reads."""
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from support import REPOSITORY
 
+from trilane.cli.app import main
+from trilane.logs.dialects import tables
 from trilane.logs.run import read_log, read_logs
+from trilane.utils.validation import DATA
 
 RAW = REPOSITORY.parent / "shared/rawlogs"
 M2021 = " iteration {i:8d}/{n:8d} | consumed samples: {c:12d} | elapsed time per iteration (ms): {ms:.1f} | learning rate: 1.000E-04 | global batch size: {b:5d} | lm loss: {loss:.6E} | loss scale: 1024.0 | grad norm: 1.250 | number of skipped iterations: {k:3d} | number of nan iterations:   0 |\n"
@@ -30,215 +35,105 @@ def read(folder, text):
     return read_log(folder / "a.log")
 
 
-DIALECTS = [
-    ("megatron-2021", m2021(3), {"iteration": 3, "sec_per_it": 2.0, "lm_loss": 5.0, "consumed_samples": 12}),
-    ("megatron-deepspeed-2022", m2022(2), {"sec_per_it": 700.0, "flops_per_s_per_gpu": 107.48e12}),
-    ("gpt-neox", NEOX, {"iteration": 3, "sec_per_it": 0.8, "lm_loss": 4.25, "flops_per_s_per_gpu": 57.6e12}),
-    ("deepspeedai", FORK, {"iteration": 4, "sec_per_it": 1.6, "tokens_per_gpu_per_second": 5120, "seq_length": 2048}),
-    ("deepspeed", "steps: 7 loss: 3.5000 iter time (s): 0.250 samples/sec: 64.000\n", {"iteration": 7, "lm_loss": 3.5}),
-    (
-        "deepspeed",
-        "[2026-01-01 10:00:00,000] [INFO] [logging.py:96:log_dist] [Rank 0] step=10, skipped=2, lr=[3e-05], mom=[(0.9, 0.95)]\n"
-        "[INFO] [timer.py:1:stop] epoch=0/micro_step=80/global_step=10, RunningAvgSamplesPerSec=30.5, CurrSamplesPerSec=31.5, "
-        "MemAllocated=4.25GB, MaxMemAllocated=20.5GB\n",
-        {"iteration": 10, "skipped_total": 2, "samples_per_second": 31.5},
-    ),
-    ("hf-trainer", "{'loss': 2.5, 'grad_norm': 0.75, 'learning_rate': 5e-05, 'epoch': 0.1}\n", {"lm_loss": 2.5}),
-    (
-        "hf-trainer",
-        " 5%|▌  | 5/100 [00:10<03:10]{'loss': '2.5', 'epoch': '0.05'}\n",
-        {"iteration": 5, "train_iters": 100},
-    ),
-    ("torchtitan", TITAN.format(i=9, loss=4.125), {"iteration": 9, "lm_loss": 4.125, "flops_per_s_per_gpu": 312.5e12}),
-    (
-        "trilane",
-        '{"iteration": 2, "sec_per_it": 0.5, "tflops": 1.5, "lm_loss": NaN}\n',
-        {"flops_per_s_per_gpu": 1.5e12},
-    ),
-]
+SAMPLES = json.loads((Path(__file__).parent / "samples.json").read_text())
+TABLES = sorted({path.stem for path in (DATA / "dialects").glob("*.json")} - {"megatron-2021", "deepspeed", "trilane"})
 
 
-@pytest.mark.parametrize(
-    ("dialect", "text", "expected"), DIALECTS, ids=[f"{d}-{i}" for i, (d, *_) in enumerate(DIALECTS)]
-)
-def test_each_dialect_is_read_in_seconds_flops_and_bytes(tmp_path, dialect, text, expected):
-    log = read(tmp_path, "noise before\n" + text)
-    assert (log.dialect, len(log.iterations)) == (dialect, 1)
-    assert {name: log.iterations[name].iloc[0] for name in expected} == expected
+@pytest.fixture(autouse=True)
+def _no_own_tables(monkeypatch):
+    monkeypatch.setenv(tables.VARIABLE, "")
 
 
-@pytest.mark.parametrize("count", [2, 400])
-@pytest.mark.parametrize("prefix", ["", "[default7]:", "0: ", "[rank3]:", "r6i5n1: "])
-def test_a_few_lines_and_many_are_read_alike(tmp_path, prefix, count):
-    """Many lines of one form are read by array operations, few one by one: the numbers are the same to the last bit."""
-    draw = np.random.default_rng(1)
-    rows = [(i, round(x, 1), float(f"{y:.6E}")) for i, (x, y) in enumerate(draw.lognormal(3, 3, (count, 2)), 1)]
-    log = read(tmp_path, "".join(prefix + m2021(i, 1000, ms, loss) for i, ms, loss in rows))
-    assert list(log.iterations["iteration"]) == [i for i, _, _ in rows]
-    assert list(log.iterations["sec_per_it"]) == [ms / 1e3 for _, ms, _ in rows]
-    assert list(log.iterations["lm_loss"]) == [loss for _, _, loss in rows]
+@pytest.mark.parametrize("before", ["", "noise\n" * 40], ids=("alone", "after other lines"))
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_sample_is_its_iterations_in_seconds_flops_and_bytes(tmp_path, name, before):
+    sample = SAMPLES[name]
+    log = read(tmp_path, before + "\n".join(sample["text"]))
+    assert (log.dialect, len(log.iterations)) == (sample["dialect"], sample["rows"])
+    last = log.iterations.iloc[-1]
+    assert {column: last.get(column, np.nan) for column in sample["last"]} == pytest.approx(sample["last"])
 
 
-def test_glued_lines_are_taken_apart(tmp_path):
-    memory = "[Rank {}] (after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: {}.5 | reserved: 3.0 | max reserved: 4.0"
-    text = m2021(1).rstrip("\n") + m2021(2) + memory.format(1, 10) + memory.format(0, 20) + "\n" + m2021(3)
-    log = read(tmp_path, text)
-    assert list(log.iterations["iteration"]) == [1, 2, 3]
-    assert list(log.memory["max_allocated"] / 2**20) == [20.5, 10.5]
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_names_its_source_and_reads_no_line_of_another_trainer(name):
+    table = tables.read_dialect(DATA / "dialects" / f"{name}.json")
+    lines = {line: s["dialect"] for s in SAMPLES.values() for text in s["text"] for line in text.split("\r")}
+    found = {dialect for line, dialect in lines.items() if table.iterations(line.encode())}
+    assert table.fallback or (found <= {name} and table.source.startswith("https://github.com/"))
 
 
-@pytest.mark.parametrize("width", [60, 79, 80, 100, 132, 200])
-@pytest.mark.parametrize("keep_blanks", [True, False])
-def test_a_line_that_a_terminal_wrapped_is_put_together(tmp_path, width, keep_blanks):
-    def wrap(line):
-        parts = [line[i : i + width] for i in range(0, len(line), width)]
-        return "\n".join(parts if keep_blanks else [p.rstrip() for p in parts]) + "\n"
-
-    log = read(tmp_path, "".join(wrap(m2021(i, loss=4.5 + i).rstrip("\n")) + "other line\n" for i in range(1, 40)))
-    assert list(log.iterations["lm_loss"]) == [4.5 + i for i in range(1, 40)]
-    assert set(log.iterations["sec_per_it"]) == {2.0} and set(log.iterations["skipped"]) == {0}
+@pytest.mark.parametrize("value", ["nan", "-inf"])
+def test_a_line_whose_loss_is_no_number_is_an_iteration(tmp_path, value):
+    for sample in (s for s in SAMPLES.values() if s["dialect"] in TABLES and s["rows"] == 3):
+        log = read(tmp_path, re.sub(r"(?<![\d.])8\.5\d*", value, "\n".join(sample["text"])))
+        assert (log.dialect, len(log.iterations)) == (sample["dialect"], 3)
 
 
-def test_a_skipped_iteration_has_no_loss(tmp_path):
-    skipped = re.sub(r"lm loss: \S+ \| ", "", m2021(2, k=1))
-    log = read(tmp_path, m2021(1) + skipped + m2021(3))
-    assert list(log.iterations["lm_loss"].isna()) == [False, True, False]
-    assert list(log.iterations["skipped"]) == [0, 1, 0]
+@pytest.mark.parametrize("between", ["", " ", "^M"])
+@pytest.mark.parametrize("name", ["nanogpt", "torchtitan", "nanotron", "modded-nanogpt"])
+def test_iterations_on_one_line_where_a_lines_end_was_lost_are_all_read(tmp_path, name, between):
+    lines = SAMPLES[name]["text"]
+    losses = read(tmp_path, "\n".join(lines)).column("lm_loss").tolist()
+    joined = [one + between + other for one, other in zip(lines[::2], [*lines[1::2], ""], strict=False)]
+    assert read(tmp_path, "\n".join(joined) + "\n").column("lm_loss").tolist() == losses
 
 
-def test_a_cut_line_gives_no_cut_number(tmp_path):
-    whole = m2021(5)
-    for end in range(len(whole) - 1):
-        log = read(tmp_path, m2021(4) + whole[:end])
-        if len(log.iterations) == 2:
-            row = log.iterations.iloc[1].dropna()
-            assert (row.sec_per_it, row.get("lm_loss", 5.0), row.get("global_batch_size", 4)) == (2.0, 5.0, 4)
+LEADS = {
+    "a pod": "[train-worker-0 pytorch] ",
+    "a stamp": "2024-05-01T10:00:{:02d}.{:03d}Z stdout F ",
+    "a pod and a stamp": "train-0 2024-05-01 10:00:{:02d},{:03d}: rank0[99][MainThread]: INFO: ",
+}
 
 
-def test_another_ranks_copy_is_not_counted_twice(tmp_path):
-    lines = [f"[default{r}]:" + m2021(i, loss=5 - i / 10) for i in range(1, 30) for r in (3, 7)]
-    assert list(read(tmp_path, "".join(lines)).iterations["iteration"]) == list(range(1, 30))
-    assert list(read(tmp_path, "".join(m2021(i) * 2 for i in range(1, 30))).iterations["iteration"]) == list(
-        range(1, 30)
-    )
+@pytest.mark.parametrize("name", ["composer", "olmo core"])
+@pytest.mark.parametrize("lead", LEADS)
+def test_a_block_of_lines_is_read_behind_what_collectors_put_before_each(tmp_path, name, lead):
+    expected = SAMPLES[name]["last"]
+    log = read(tmp_path, "".join(LEADS[lead].format(n // 9, n) + f"{s}\n" for n, s in enumerate(SAMPLES[name]["text"])))
+    last = {column: log.iterations[column].iloc[-1] for column in expected if column in log.iterations}
+    assert last == pytest.approx({c: v for c, v in expected.items() if c in last}) and "lm_loss" in last
 
 
-def test_of_torchtitans_ranks_the_one_with_the_loss_counts(tmp_path):
-    lines = [f"[rank{r}]:" + TITAN.format(i=i, loss=5.0 if r else -1.0) for i in (1, 2) for r in (0, 1)]
-    log = read(tmp_path, "".join(lines))
-    assert list(log.iterations["lm_loss"]) == [5.0, 5.0]
-    assert list(log.memory["rank"]) == [0, 1]
+LAST = {
+    "nemo-2": "Training epoch 0, iteration 9/9 | lr: 0.0006 | reduced_train_loss: 7.5 | train_step_timing in s: 1.675\n",
+    "modded-nanogpt": "step:1750/1750 train_loss:3.5 train_time:437500ms step_avg:250.00ms\n",
+    "nanochat": "step 00099/00100 (99.00%) | loss: 3.5 | lrm: 1.00 | dt: 1250.50ms | tok/sec: 419,262 | bf16_mfu: 45.50 | epoch: 1\n",
+    "olmo": "[step=100/100,epoch=0]\n    train/CrossEntropyLoss=3.5\n",
+    "litgpt": "Epoch 1 | iter 8 step 8 | loss train: 1.8, val: n/a | iter time: 300.50 ms (step)\nTraining time: 583.36s\n",
+}
 
 
-def test_two_runs_in_one_file_come_out_as_two(tmp_path):
-    first, second = "".join(map(m2021, range(1, 60))), "".join(map(m2021, range(40, 80)))
-    (tmp_path / "a.log").write_text(first + second)
-    assert [len(r.iterations) for r in read_logs(tmp_path / "a.log")] == [59, 40]
-    start = (
-        "using world size: 8, data-parallel-size: 1, tensor-model-parallel size: 8, pipeline-model-parallel size: 1\n"
-    )
-    (tmp_path / "a.log").write_text(start + first + start + "".join(map(m2021, range(60, 70))))
-    runs = read_logs(tmp_path / "a.log")
-    assert [len(r.iterations) for r in runs] == [59, 10], "a restart goes on counting"
-    assert [r.arguments["world_size"] for r in runs] == [8, 8]
+@pytest.mark.parametrize("name", LAST)
+def test_a_run_that_reached_its_last_iteration_is_completed(tmp_path, name):
+    log = read(tmp_path, LAST[name] + "bye\n")
+    assert (log.dialect, log.status) == (name, "completed")
 
 
-def test_mixed_dialects_are_runs_of_their_own(tmp_path):
-    (tmp_path / "a.log").write_text("".join(map(m2021, range(1, 30))) + TITAN.format(i=50, loss=2) + m2022(1))
-    assert [(r.dialect, len(r.iterations)) for r in read_logs(tmp_path / "a.log")] == [
-        ("megatron-2021", 29),
-        ("torchtitan", 1),
-        ("megatron-deepspeed-2022", 1),
-    ]
-
-
-def test_a_unit_that_changes_under_its_label_is_put_right(tmp_path):
-    log = read(tmp_path, "".join(m2021(i, 100, ms=2000.0 if i < 20 else 2.1) for i in range(1, 40)))
-    assert (
-        set(log.iterations["sec_per_it"]) == {2.0, 2.1} and "19 iterations" not in log.notes and "20 " in log.notes[0]
-    )
-    wrong = m2022(3).replace("(s): 700.00", "(s): 700000.00")
-    assert list(read(tmp_path, m2022(2) + wrong).iterations["sec_per_it"]) == [700.0, 700.0]
-    per_ms = m2021(1, ms=384505.8, b=2048).replace(" |\n", " | samples per second: 0.005 | TFLOPs: 35.24 |\n")
-    (row,) = read(tmp_path, per_ms).iterations.to_dict("records")
-    assert (row["sec_per_it"], row["samples_per_second"]) == pytest.approx((384.5058, 5)), (
-        "the rate lies, not the label"
-    )
-    slow_start = "".join(m2021(i, 100, ms=90000.0 if i == 1 else 80.0) for i in range(1, 40))
-    assert read(tmp_path, slow_start).notes == (), "compiling is no change of unit"
-
-
-def test_a_unit_that_changes_and_changes_back_is_put_right_only_in_between(tmp_path):
-    """Two parts of a run printed seconds under the label of milliseconds."""
-    label = [2000.0 if i < 20 or i >= 40 else 2.0 for i in range(1, 60)]
-    log = read(tmp_path, "".join(m2021(i, 100, ms=ms) for i, ms in enumerate(label, 1)))
-    assert set(log.iterations["sec_per_it"]) == {2.0} and log.notes[0].startswith("20 iterations")
-
-
-def test_a_bar_of_hours_is_a_clock_too(tmp_path):
-    """tqdm prints H:MM:SS from an hour on: 100 steps in 1:30:00, the next 100 by 2:00:00."""
-    bar = " 1%|# | {}/900 [{}<9:00:00, 36.00s/it]{{'loss': {}, 'epoch': 0.1}}\n"
-    log = read(tmp_path, bar.format(100, "1:30:00", 2.5) + bar.format(200, "2:00:00", 2.25))
-    assert log.iterations["sec_per_it"].iloc[1] == 18.0
-
-
-def test_timers_of_both_forms_are_seconds(tmp_path):
-    old = "time (ms) | forward-compute: 148.03 | backward-compute: 415.50 | batch-generator: 2.50\n"
-    new = "(min, max) time across ranks (ms):\n    forward-backward ...............................: (1200.00, 1300.00)\n    optimizer ......................................: (10.00, 20.00)\n"
-    log = read(tmp_path, "".join(m2021(i) + old for i in range(1, 30)) + m2021(30) + new)
-    assert list(log.timers["iteration"]) == list(range(1, 31))
-    assert set(log.timers["forward-compute"].dropna()) == {0.14803}
-    last = log.timers.iloc[-1]
-    assert (last["forward-backward"], last["forward-backward min"], last["optimizer"]) == (1.3, 1.2, 0.02)
-
-
-def test_a_line_broken_by_another_rank_spoils_nothing(tmp_path):
-    """A timer named twice, a number with two points, a count beyond all counts: each made an error once."""
-    glued = "time (ms) | forward: 1.0 | forward: 2.0 | iteration: 3.0\n"
-    text = (
-        m2021(1)
-        + glued
-        + "steps: 9 loss: 1.2.3 iter time (s): 1..5 samples/sec: .\n"
-        + m2021(2).replace("8 |", "9" * 30 + " |", 1)
-    )
-    log = read(tmp_path, text + m2021(3))
-    assert list(log.iterations["sec_per_it"]) == [2.0] * 3 and list(log.timers["forward"]) == [0.001]
-
-
-def test_memory_of_deepspeed_keeps_the_most(tmp_path):
-    line = "[INFO] [utils.py:1:see_memory_usage] MA {} GB         Max_MA {} GB         CA 6.0 GB         Max_CA 6 GB \n"
-    log = read(tmp_path, line.format(3.5, 9.25) + line.format(3.5, 4.0) + m2021(1))
-    assert list(log.memory["max_allocated"]) == [9.25 * 2**30]
-
-
-def test_arguments_come_from_dumps_and_traces(tmp_path):
+def test_memory_timers_arguments_devices_and_profiler_are_read(tmp_path):
     text = (
         "+ srun bash -c 'python pretrain_gpt.py --num-layers 40 --lr 1e-4 --fp16 --wandb-api-key abc --data-path \"a b\"'\n"
         "------------------------ arguments ------------------------\n"
-        "  hidden_size ..................................... 6144\n"
-        "  activations_checkpoint_method_that_is_long  None\n"
-        "  fp16 ............................................ True\n"
+        "  hidden_size ..................................... 6144\n  a_method_that_is_long  None\n"
         "-------------------- end of arguments ---------------------\n"
         " > padded vocab (size: 50257) with 431 dummy tokens (new size: 50688)\n"
         "[INFO] [config.py:752:print]   zero_optimization_stage ...... 3\n"
-    )
-    arguments = read(tmp_path, text + m2021(1)).arguments
-    expected = {"num_layers": 40, "lr": 1e-4, "hidden_size": 6144, "fp16": True, "padded_vocab_size": 50688}
-    assert {name: arguments[name] for name in expected} == expected
-    assert arguments["activations_checkpoint_method_that_is_long"] is None
-    assert arguments["deepspeed.zero_optimization_stage"] == 3 and arguments["wandb_api_key"] == "(hidden)"
-
-
-def test_the_flops_profiler_and_the_gpus_are_read(tmp_path):
-    text = (
         "|   0  Tesla V100-SXM2...  Off  | 00000000:1A:00.0 Off |                    0 |\n"
         "| N/A   46C    P0    44W / 300W |   1024MiB / 32510MiB |      0%      Default |\n"
+        "[INFO] [utils.py:1:see_memory_usage] MA 3.5 GB         Max_MA 9.25 GB         CA 6.0 GB         Max_CA 6 GB \n"
+        f"{m2021(1)}time (ms) | forward-compute: 148.03 | backward-compute: 415.50 | batch-generator: 2.50\n{m2021(2)}"
+        "(min, max) time across ranks (ms):\n    optimizer ......................................: (10.00, 20.00)\n"
         "fwd+bwd+step FLOPS per GPU:                                             103.5 TFLOPS\n"
-        "iter latency:                                                           1.25 s\n"
     )
-    log = read(tmp_path, text + m2021(1))
+    log = read(tmp_path, text)
+    expected = {"num_layers": 40, "lr": 1e-4, "hidden_size": 6144, "fp16": True, "padded_vocab_size": 50688}
+    expected |= {"deepspeed.zero_optimization_stage": 3, "wandb_api_key": "(hidden)", "a_method_that_is_long": None}
+    assert {name: log.arguments[name] for name in expected} == expected
     assert (log.devices[0].name, log.devices[0].used_bytes) == ("Tesla V100-SXM2...", 2**30)
+    assert list(log.memory["max_allocated"]) == [9.25 * 2**30]
+    assert log.timers["forward-compute"].tolist()[0] == 0.14803
+    assert (log.timers["optimizer"].iloc[1], log.timers["optimizer min"].iloc[1]) == (0.02, 0.01)
     assert log.summary == {"profiler: fwd+bwd+step FLOPS per GPU": 103.5e12}
+    assert any("set-up" in note for note in log.notes)
 
 
 def test_bandwidth_benches_are_rates_in_bytes(tmp_path):
@@ -284,7 +179,109 @@ def test_real_logs_without_megatrons_lines_are_read_too():
         assert run.bandwidth.groupby("rank").size().max() == 5, "five trials a rank"
 
 
-def test_our_own_steps_are_the_text_of_the_terminal(tmp_path):
-    rows = [{"iteration": i, "sec_per_it": 0.25, "tflops": 2.0, "lm_loss": 5.5, "skipped": 0} for i in range(1, 30)]
-    log = read(tmp_path, "".join(json.dumps(row) + "\n" for row in rows))
-    assert (log.dialect, len(log.iterations), set(log.iterations["lm_loss"])) == ("trilane", 29, {5.5})
+# Tables of the user's own.
+OWN = {
+    "name": "ours",
+    "iteration": ["update (?P<iteration>\\d+) of"],
+    "fields": {"xent": "lm_loss", "took": "sec_per_it ms"},
+}
+
+
+def own(folder, **keys):
+    (folder / "own.json").write_text(json.dumps(OWN | keys))
+    tables.use([folder / "own.json"])
+
+
+CLOCK = "update (?P<iteration>\\d+) after (?P<time_s__h>\\d+):(?P<time_s__min>\\d+):(?P<time_s__s>\\d+)"
+TWICE = "update 1 of 3: xent=2.5, took 1,250.5\nupdate 2 of 3 {{'took': '1250.5', \"xent\": 2.5}}\n"
+JSON = '{"update": 1, "data": {"xent": 2.5, "took": "500"}}\n'
+OWN_LINES = {  # keys of a table, lines, and the loss and the seconds of each iteration
+    "names in any of the usual forms": ({}, TWICE.replace("{{", "{").replace("}}", "}"), [[2.5, 1.2505]] * 2),
+    "a first iteration 0": ({"first_iteration": 0}, "gpu-7: update 0 of 1: xent 2.5 took 5\n", [[2.5, 0.005]]),
+    "a block": (
+        {"lines": "block"},
+        "".join(f"update {i} of 3\n\t other: 5\n\t xent: 2.{i}\n\t took: 500\ndone with it\n" for i in (1, 2)),
+        [[2.1, 0.5], [2.2, 0.5]],
+    ),
+    "JSON, the last cut": (
+        {"lines": "json", "iteration": ['"update": (?P<iteration>\\d+)']},
+        JSON + JSON.replace("1,", "2,")[:-6],
+        [[2.5, 0.5]],
+    ),
+    "hours, minutes and seconds": (
+        {"iteration": [CLOCK]},
+        "update 1 after 0:59:50 xent 2.5\nupdate 2 after 1:00:20 xent 2.5\n",
+        [[2.5, None], [2.5, 30.0]],
+    ),
+    "digits that decide what a line is": (
+        {"iteration": ["phase 1 update (?P<iteration>\\d+)"]},
+        "".join(f"phase {i % 7} update {100 + i} xent 2.{i % 9} took 9\n" for i in range(1, 15)),
+        [[2.1, 0.009], [2.8, 0.009]],
+    ),
+}
+
+
+@pytest.mark.parametrize(("keys", "text", "expected"), OWN_LINES.values(), ids=OWN_LINES)
+def test_a_table_of_ones_own_reads_its_lines(tmp_path, keys, text, expected):
+    own(tmp_path, **keys)
+    rows = read(tmp_path, text).iterations[["lm_loss", "sec_per_it"]].to_numpy().tolist()
+    assert [[None if x != x else x for x in row] for row in rows] == expected
+
+
+def test_a_table_names_launches_evaluations_and_the_end(tmp_path):
+    own(tmp_path, launch=["our run begins"], validation=["held out (?P<lm_loss>[\\d.]+)"], end=["we are done"])
+    (tmp_path / "a.log").write_text(2 * "our run begins\nupdate 7 of 9 took 5\nheld out 2.25\nwe are done\n")
+    for log in (runs := read_logs(tmp_path / "a.log")):
+        assert (log.status, log.validation.to_numpy().tolist()) == ("completed", [[7, 2.25]])
+    assert len(runs) == 2
+
+
+BAD = [
+    ({"name": "a b"}, "name=a b: must be a word"),
+    ({"iteration": []}, "iteration=: must have a pattern"),
+    ({"iteration": "update"}, "iteration=update: must be a list"),
+    ({"iteration": ["update (?P<iteration>"]}, "is no regular expression"),
+    ({"iteration": ["update \\d+"]}, "must have a group (?P<iteration>...)"),
+    ({"iteration": ["update (?P<iteration>\\d+) (?P<loss>\\d)"]}, "column=loss: is none of"),
+    ({"fields": {"took": "sec_per_it minutes"}}, "unit=minutes: is none of"),
+    ({"fields": ["took"]}, "must be a JSON object"),
+    ({"validation": ["held out \\d+"]}, "must have a group (?P<lm_loss>...)"),
+    ({"lines": "xml"}, "lines=xml: must be json, block or bar"),
+    ({"first_iteration": 2}, "first_iteration=2: must be 0 or 1"),
+    ({"patterns": []}, "patterns"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_a_bad_table_is_one_line_with_its_file(tmp_path, capsys, change, message):
+    (tmp_path / "own.json").write_text(json.dumps(OWN | change))
+    assert main(["logs", "parse", str(tmp_path / "own.json"), "--dialect", str(tmp_path / "own.json")]) == 2
+    error = capsys.readouterr().err
+    assert re.match(r"trilane: dialects=\S+own\.json: ", error) and message in error and error.count("\n") == 1
+
+
+UNKNOWN = {
+    "numbers without names": "2024-11-01 12:00:0{i} [{n:4d}/ 100] xent {loss} took 1.25 at 3e-4\nloaded 8 of 16 shards\n",
+    "short names": "epoch=0 b:{n}/500 nll: {loss} t: 1.{i}s\n",
+    "bars": "\rhalf {i}% |###   | done {n} of 500 nll={loss}",
+    "control characters": "done \x1b]0;evil\x07\x1b[2J{n} of 500 nll \u202e {loss} {i} " + "y" * 500 + "\n",
+}
+
+
+@pytest.mark.parametrize("line", UNKNOWN.values(), ids=UNKNOWN)
+def test_a_refusal_shows_the_lines_that_look_like_iterations_and_names_the_guide(tmp_path, capsys, monkeypatch, line):
+    monkeypatch.setenv(tables.VARIABLE, "")
+    log = tmp_path / "a.log"
+    lines = "".join(line.format(i=i, n=10 * i, loss=10.5 - i) for i in (1, 2, 3))
+    log.write_text(f"our trainer begins\n{lines}\n")
+    assert main(["logs", "parse", str(log)]) == 2
+    refusal, *advice = capsys.readouterr().err.splitlines()
+    assert refusal.startswith(f"trilane: log={log}: holds no iteration line")
+    assert "9.5" in advice[1] and "my-logs.md" in advice[-1]
+    assert all(text.isprintable() and len(text) < 300 for text in advice)
+
+
+def test_a_log_without_any_such_line_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "a.log").write_text("hello\nworld 3\n" + 1000 * "x\n")
+    assert main(["logs", "parse", str(tmp_path / "a.log")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

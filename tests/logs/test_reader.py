@@ -1,164 +1,246 @@
 """What a log's lines show about order: whose iterations they are, which numbers they have, when and where they stand."""
 
+import gzip
 import json
+import re
 
+import numpy as np
 import pytest
-from test_dialects import NANOTRON
-from test_log_dialects import FORK, m2021
+from test_log_dialects import FORK, SAMPLES, TITAN, m2021, m2022
 
-from trilane.analysis.measure import measure_log
-from trilane.logs.dialects import tables
+from trilane.analysis.measure import measure_log, numerics
 from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.reader import Reader
 from trilane.logs.run import read_log, read_logs
 from trilane.logs.table import frame
 
-# deepspeed/runtime/engine.py and deepspeed/utils/timer.py of https://github.com/deepspeedai/DeepSpeed
-RESUMED = (
-    "[2026-01-01 10:{m:02d}:{s:02d},{ms:03d}] [INFO] [logging.py:96:log_dist] [Rank 0] step={i}, skipped=4, lr=[4.9e-05], mom=[(0.9, 0.95)]\n"
-    "[2026-01-01 10:{m:02d}:{s:02d},{ms:03d}] [INFO] [timer.py:1:stop] epoch=0/micro_step={g}/global_step={g}, RunningAvgSamplesPerSec=30.5, CurrSamplesPerSec=31.5\n"
-)
-COUNTS = ">>   Num examples = 8,000\n>>   Num Epochs = 3\n>>   Total optimization steps = 1,500\n"
-
-
-# https://github.com/pytorch/torchtitan/blob/main/torchtitan/components/metrics.py
-TITAN = "[titan] 2026-05-18 16:{m:02d}:{s:02d},958 - root - INFO - step: {i:2d}  loss: {loss:7.4f}  grad_norm:  0.5348  memory:  9.50GiB(64.99%)  tps: {tps:,}  tflops: 0.50  mfu: 1.50%\n"
-
 
 def runs(folder, text):
-    (folder / "a.log").write_text(text)
+    (folder / "a.log").write_bytes(text if isinstance(text, bytes) else text.encode())
     return read_logs(folder / "a.log")
 
 
-def deepspeed(first, at=0):
-    lines = []
-    for k in range(1, 6):
-        ms = 17100 * k  # five iterations of 3.42 s
-        lines.append(RESUMED.format(m=at + ms // 60000, s=ms // 1000 % 60, ms=ms % 1000, i=first + 5 * k, g=5 * k))
-    return "".join(lines)
+def bar(n, total=100, seconds=None, loss="", name="Training"):
+    return f"{name}:  {n}%|#| {n}/{total} [00:{n if seconds is None else seconds:02d}<01:40, 1.00it/s{loss}]"
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_steps_since_the_start_of_the_process_are_no_iterations_of_a_resumed_run(tmp_path, reverse):
-    text = deepspeed(136000)
-    if reverse:
-        lines = text.splitlines(True)
-        text = "".join(lines[i + 1] + lines[i] for i in range(0, 10, 2))
-    (log,) = runs(tmp_path, text)
-    assert list(log.iterations["iteration"]) == [136005, 136010, 136015, 136020, 136025]
-    assert log.iterations["sec_per_it"].median() == pytest.approx(3.42, rel=1e-3)
-    assert set(log.iterations["samples_per_second"].dropna()) == {31.5}
+def hf(loss, epoch=0.1, more=""):
+    return f"{{'loss': {loss}, 'grad_norm': tensor(1.25, device='cuda:0'), 'learning_rate': 4.9e-05, 'epoch': {epoch}{more}}}\n"
 
 
-def test_two_resumed_runs_of_deepspeed_are_two(tmp_path):
-    found = runs(tmp_path, deepspeed(136000) + deepspeed(136010, at=30))
-    assert [log.iterations["iteration"].iloc[0] for log in found] == [136005, 136015]
+def lines(numbers, form="step={} loss={}\n", shift=0.0):
+    return "".join(form.format(i, round(9 - i / 10 + shift, 4)) for i in numbers)
 
 
-def trainer(numbers, extra="", epoch=500):
+# deepspeed/runtime/engine.py and deepspeed/utils/timer.py of https://github.com/deepspeedai/DeepSpeed
+STEP = "[2026-01-01 10:{m:02d}:{s:02d},{ms:03d}] [INFO] [logging.py:96:log_dist] [Rank 0] step={i}, skipped=4, lr=[4.9e-05], mom=[(0.9, 0.95)]\n"
+RATE = "[2026-01-01 10:{m:02d}:{s:02d},{ms:03d}] [INFO] [timer.py:1:stop] epoch=0/micro_step={g}/global_step={g}, RunningAvgSamplesPerSec=30.5, CurrSamplesPerSec=31.5\n"
+
+
+def deepspeed(first, at=0, form=STEP + RATE):
+    times = [(5 * k, 17100 * k) for k in range(1, 6)]  # five iterations of 3.42 s
     return "".join(
-        f"{{'loss': {9 - k / 10}, 'epoch': {round(n / epoch, 2)}{extra.format(n=n)}}}\n" for k, n in enumerate(numbers)
+        form.format(m=at + ms // 60000, s=ms // 1000 % 60, ms=ms % 1000, i=first + g, g=g) for g, ms in times
     )
 
 
-TRAINER = [
-    ("steps of all", trainer([10, 20, 30], ", 'global_step/max_steps': '{n}/1024'"), [10, 20, 30]),
-    ("epochs alone", COUNTS + trainer([10, 20, 30, 40, 50]), [None] * 5),
-    ("argument", "+ python train.py --logging_steps 20\n" + trainer([20, 40, 60]), [20, 40, 60]),
-    (
-        "resumed",
-        "+ python train.py --logging_steps 20 --resume_from_checkpoint a\n" + trainer([520, 540]),
-        [None, None],
+START = "using world size: 8, data-parallel-size: 1, tensor-model-parallel size: 8, pipeline-model-parallel size: 1\n"
+MANY, UP = "".join(m2021(i, 99) for i in range(1, 30)), [*range(1, 9)]
+NANOGPT = "iter {}: loss {:.4f}, time 137.21ms, mfu 34.10%\n"
+TUNE = "Step {} | loss:{} lr:2e-05 tokens_per_second_per_gpu:57.8\n"
+CHAT = "".join(f"Epoch: 0, Step: {i}, Rank: {r}, loss = {10.5 - i + r / 8}\n" for i in UP for r in (0, 2, 1))
+EVALUATION = "step 15: train loss 3.25, val loss 3.75, train ppl 14.07, val ppl 14.22\n"
+FAIRSEQ = "epoch 001:   1%| | {0}/9000 [00:10<09:00, 1.1it/s, loss=11.5, ppl=9, wps=900, num_updates={0}, lr=1e-5]"
+SWIFT = (
+    "{{'loss': {1}, 'epoch': 0.1, 'global_step/max_steps': '{0}/94', 'percentage': '1%', 'elapsed_time': '{0}m 0s'}} "
+)
+# the lines of a log, the iterations of each run in it, and the rules of its problems
+ORDER = {
+    "joined lines": (m2021(1).rstrip("\n") + m2021(2) + m2021(3), [[1, 2, 3]], []),
+    "copies of a rank": ("".join(f"[default{r}]:" + m2021(i) for i in UP for r in (3, 7)), [UP], []),
+    "copies without a name": ("".join(m2021(i) * 2 for i in UP), [UP], []),
+    "copies with other losses": ("".join(f"{r}: " + m2021(i, loss=5 + r) for i in UP for r in (0, 1)), [UP], ["copies"]),
+    "the same number with another loss": ("0: " + m2021(5) + "0: " + m2021(5, loss=4.5), [[5], [5]], ["jumps-back"] * 2),
+    "ranks that print a loss each": (CHAT, [UP], ["copies"]),
+    "a restart": (MANY + "".join(m2021(i, 99) for i in range(20, 25)), [[*range(1, 30)], [*range(20, 25)]], []),
+    "a restart after its launch": (START + MANY + START + m2021(30, 99), [[*range(1, 30)], [30]], []),
+    "three programs": (MANY + TITAN.format(i=50, loss=2) + m2022(1), [[*range(1, 30)], [50], [1]], ["jumps-back"] * 3),
+    "a restart of words and numbers": (lines([*range(1, 21), *range(8, 16)]), [[*range(1, 21)], [*range(8, 16)]], []),
+    "copies of words and numbers": ("".join(lines([i]) + lines([i], shift=0.05) for i in UP), [UP], ["copies"]),
+    "epochs whose length is not printed": (
+        "".join(f"epoch: {e} step: {i} loss: 3.5\n" for e in (1, 2) for i in (10, 20)),
+        [[10, 20], [10, 20]],
+        ["jumps-back"] * 2,
     ),
-    ("bars later", trainer([10]) + "".join(f"{n}/90 [00:{n}<01:10]" + trainer([n]) for n in (20, 30)), [10, 20, 30]),
-    ("nothing", trainer([10, 20, 30]), [None, None, None]),
-]
+    "epochs that count on": ("".join(lines([i], f"[Epoch {e}] step {{}}/20 loss {{}}\n") for e in (0, 1) for i in (10, 20)), [[10, 20, 30, 40]], []),
+    "a number of something else": (lines(UP, "inner step 3 | step {} | avg loss: 3.3 | best loss 2.9 | loss: {}\n"), [UP], []),
+    "evaluations of held-out text": (EVALUATION + lines([10], "it 10: step {} loss {}\n") + EVALUATION + "it 9: step 999 loss 3\n", [[10, 999]], []),
+    "evaluations of nanoGPT": (EVALUATION + NANOGPT.format(10, 3.5) + EVALUATION + NANOGPT.format(20, 3.5), [[10, 20]], []),
+    "a line that looks like an iteration": ("our step 0 loss 9.5\n" + "\n".join(SAMPLES["nanogpt"]["text"]), [[0, 1, 2]], []),
+    "two reporters": ("".join(NANOGPT.format(n, 6 - n / 9) + TUNE.format(n, 1.01 * (6 - n / 9)) for n in UP), [UP], []),
+    "two reporters that differ": ("".join(NANOGPT.format(n, 6 - n / 9) + TUNE.format(n, 9) for n in UP), [UP], ["copies"]),
+    "bars": ("\r".join(bar(n, loss=f", loss={n}.5") for n in UP), [UP], []),
+    "bars as cat -v shows them": ("^M".join(bar(n, loss=f", loss={n}.5") for n in UP), [UP], []),
+    "bars without line ends": ("".join(bar(n, loss=f", loss={n}.5") for n in UP), [UP], []),
+    "fairseq's bars": ("".join(map(FAIRSEQ.format, UP)), [UP], []),
+    "bars drawn before their loss": ("\r".join(bar(n, loss=f", loss={k}.5") for n in UP for k in (n - 1, n)), [UP], []),
+    "bars of ranks": ("\n".join(bar(n, loss=f", loss={n + r}") for n in UP for r in range(4)), [UP], ["copies"]),
+    "a bar before another writer's line": ("".join(f"{bar(n)}[2024-02-01 10:00:0{n}][INFO][trainer:837] - {lines([n + 1])}" for n in UP), [[*range(2, 10)]], []),
+    "bars drawn with escape sequences": ("".join(f"\x1b[A\x1b[2K\r {bar(i)}\x1b[0m\n\x1b[1m{m2021(i)}\x1b[0m" for i in UP), [UP], []),
+    "dicts on one line": ("".join(SWIFT.format(n, 9.5 - n) for n in UP) + "\n", [UP], []),
+    "a resumed run of DeepSpeed": (deepspeed(136000), [[*range(136005, 136030, 5)]], []),
+    "its rates first": (deepspeed(136000, form=RATE + STEP), [[*range(136005, 136030, 5)]], []),
+    "two runs of DeepSpeed": (deepspeed(136000) + deepspeed(136010, 30), [[*range(136005, 136030, 5)], [*range(136015, 136040, 5)]], []),
+    "a hole that a file system left": (m2021(1).encode() + bytes(4096) + m2021(2).encode(), [[1, 2]], []),
+    "another reporter's lines": ("".join(map(m2021, range(1, 5))) + lines(range(501, 506)), [[1, 2, 3, 4]], ["unread"]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "numbers"), [case[1:] for case in TRAINER], ids=[case[0] for case in TRAINER])
+@pytest.mark.parametrize(("text", "numbers", "rules"), ORDER.values(), ids=ORDER)
+def test_each_iteration_is_read_once_in_its_run(tmp_path, text, numbers, rules):
+    found = runs(tmp_path, text)
+    assert [run.column("iteration").tolist() for run in found] == numbers
+    assert [problem.rule for run in found for problem in run.problems] == rules
+
+
+def dicts(numbers, more=""):
+    return "".join(hf(9 - k / 10, 0.1, more.format(n=n)) for k, n in enumerate(numbers))
+
+
+def beside(numbers):
+    return "".join(f"{bar(n, 200)}{hf(4 - n / 100)}" for n in numbers)
+
+
+TRAINER = {
+    "steps of all": (dicts([10, 20, 30], ", 'global_step/max_steps': '{n}/1024'"), [10, 20, 30]),
+    "bars before": (beside([10, 20, 30]), [10, 20, 30]),
+    "bars on lines before": ("".join(f"{bar(n)}\n \n{hf(n)}" for n in (10, 20)), [10, 20]),
+    "bars on lines after": ("".join(f"{hf(n)}\n[17] \n{bar(n)}\n" for n in (10, 20)), [10, 20]),
+    "bars of an evaluation": ("".join(f"{bar(n)}\n{hf(n)}{bar(n)}\n{bar(3, 7, name='Map')}\n" for n in (10, 20)), [10, 20]),
+    "the others equally far apart": (hf(4.0) + beside([35, 40, 45]), [30, 35, 40, 45]),
+    "the others not so": (hf(4.0) + beside([36, 41, 46]), [None] * 4),
+    "argument": ("+ python train.py --logging_steps 20\n" + dicts([20, 40, 60]), [20, 40, 60]),
+    "resumed": ("+ python train.py --logging_steps 20 --resume_from_checkpoint a\n" + dicts([520, 540]), [None, None]),
+    "nothing": (dicts([10, 20, 30]), [None, None, None]),
+    "a bar of another epoch": (dicts([1, 2]) + "{'eval_loss': 1.1, 'epoch': 0.07}\n" + bar(50) + "\n", [None, None]),
+    "two reporters": ("".join(f"{bar(n)}\n10:00 >> {hf(n)[:-2].replace('4.9e-05', '4.9001e-05')}\n{hf(n)}" for n in (10, 20)), [10, 20]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "numbers"), TRAINER.values(), ids=TRAINER)
 def test_a_trainers_losses_have_the_steps_that_the_log_shows_or_none(tmp_path, text, numbers):
-    (log,) = runs(tmp_path, text)
-    found = [None if n != n else n for n in log.iterations["iteration"]]
-    assert found == numbers
+    (log,) = runs(tmp_path, text + "done\n")
+    assert [None if n != n else n for n in log.iterations["iteration"]] == numbers
     assert any("does not number" in note for note in log.notes) == (None in numbers)
 
 
-def test_seconds_are_of_the_runtime_and_the_steps_not_of_a_rounded_rate(tmp_path):
+def test_seconds_are_of_the_clock_the_bar_or_the_runtime_and_not_of_a_rounded_rate(tmp_path):
     """The Trainer rounds its rate to 0.001: 1024 steps of 136.5 s come out as 0.007 steps per second, or 142.9 s."""
     end = "{'train_runtime': 139776.0, 'train_steps_per_second': 0.007}\n"
-    (log,) = runs(tmp_path, TRAINER[0][1] + end)
-    assert measure_log(log).sec_per_it == 136.5
-    (log,) = runs(tmp_path, TRAINER[-1][1] + end)
+    (log,) = runs(tmp_path, TRAINER["steps of all"][0] + end)
+    assert (measure_log(log).sec_per_it, log.status) == (136.5, "completed")
+    (log,) = runs(tmp_path, TRAINER["nothing"][0] + end)
     assert measure_log(log).sec_per_it != measure_log(log).sec_per_it, "two digits are no measurement"
+    hours = "".join(f" 1%|# | {n}/900 [{t}<9:00:00, 36s/it]{hf(n)}" for n, t in ((100, "1:30:00"), (200, "2:00:00")))
+    assert runs(tmp_path, hours)[0].iterations["sec_per_it"].iloc[1] == 18.0
+    (log,) = runs(tmp_path, deepspeed(136000))
+    assert log.iterations["sec_per_it"].median() == pytest.approx(3.42, rel=1e-3) and "time stamps" in log.notes[0]
+    assert set(log.iterations["samples_per_second"].dropna()) == {31.5}
+    assert runs(tmp_path, MANY + deepspeed(1))[0].notes == (), "Megatron prints its seconds itself"
+    (log,) = runs(tmp_path, "".join(f"01/31/2026 10:00:0{i} [Rank 0] step={i}, skipped=0, lr=[1e-05]\n" for i in UP))
+    assert set(log.column("sec_per_it")[1:]) == {1.0}
 
 
-PREFIXES = [
-    "[1745]",
-    "[1745]: ",
-    "jz-a100-3: ",
-    "r6i5n1: ",
-    " 3: ",
-    "[rank3]:",
-    "[1,3]<stdout>:",
-    "[pod/train-3/main] ",
-]
-PREFIXES += ["2026-01-01T10:00:00.123456789Z ", "2026-01-01 10:00:00,123 - INFO - ", "INFO:root:"]
+@pytest.mark.parametrize("width", [60, 80, 132])
+@pytest.mark.parametrize("keep_blanks", [True, False])
+def test_a_line_that_a_terminal_wrapped_is_put_together(tmp_path, width, keep_blanks):
+    def wrap(line):
+        parts = [line[i : i + width] for i in range(0, len(line), width)]
+        return "\n".join(parts if keep_blanks else [p.rstrip() for p in parts]) + "\n"
+
+    text = "".join(wrap(m2021(i, loss=4.5 + i).rstrip("\n")) + "other line\n" for i in range(1, 40))
+    (log,) = runs(tmp_path, text)
+    assert list(log.iterations["lm_loss"]) == [4.5 + i for i in range(1, 40)]
+    assert set(log.iterations["sec_per_it"]) == {2.0} and set(log.iterations["skipped"]) == {0}
+
+
+def test_a_line_that_is_cut_broken_or_of_a_skipped_iteration_has_no_number_of_another(tmp_path):
+    whole = m2021(5)
+    for end in range(0, len(whole) - 1, 3):
+        (log,) = runs(tmp_path, m2021(4) + whole[:end])
+        if len(log.iterations) == 2:
+            row = log.iterations.iloc[1].dropna()
+            assert (row.sec_per_it, row.get("lm_loss", 5.0), row.get("global_batch_size", 4)) == (2.0, 5.0, 4)
+    skipped = re.sub(r"lm loss: \S+ \| ", "", m2021(2, k=1))
+    (log,) = runs(tmp_path, m2021(1) + skipped + m2021(3).replace("lm loss", "loss"))
+    assert list(log.iterations["lm_loss"].isna()) == [False, True, False]
+    broken = "time (ms) | forward: 1.0 | forward: 2.0 | iteration: 3.0\nsteps: 9 loss: 1.2.3 iter time (s): 1..5 samples/sec: .\n"
+    (log,) = runs(tmp_path, m2021(1) + broken + m2021(2).replace("8 |", "9" * 30 + " |", 1) + m2021(3))
+    assert list(log.iterations["sec_per_it"]) == [2.0] * 3 and list(log.timers["forward"]) == [0.001]
+
+
+def test_memory_and_loss_are_those_of_the_ranks_that_have_them(tmp_path):
+    text = "".join(f"[default0]:[rank{r}]:" + TITAN.format(i=i, loss=5.0 if r else -1) for i in (1, 2) for r in (0, 8))
+    (log,) = runs(tmp_path, text)
+    assert (list(log.memory["rank"]), list(log.iterations["lm_loss"])) == ([0, 8], [5.0, 5.0])
+    report = "[Rank {}] (after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: {}.5 | reserved: 3.0"
+    (log,) = runs(tmp_path, m2021(1) + report.format(1, 10) + report.format(0, 20) + "\n")
+    assert list(log.memory["max_allocated"] / 2**20) == [20.5, 10.5]
+
+
+def test_a_unit_that_changes_under_its_label_is_put_right(tmp_path):
+    back = [2000.0 if i < 20 or i >= 40 else 2.0 for i in range(1, 60)]
+    (log,) = runs(tmp_path, "".join(m2021(i, 100, ms=ms) for i, ms in enumerate(back, 1)))
+    assert set(log.iterations["sec_per_it"]) == {2.0} and log.notes[0].startswith("20 iterations")
+    wrong = m2022(3).replace("(s): 700.00", "(s): 700000.00")
+    assert list(runs(tmp_path, m2022(2) + wrong)[0].iterations["sec_per_it"]) == [700.0, 700.0]
+    per_ms = m2021(1, ms=384505.8, b=2048).replace(" |\n", " | samples per second: 0.005 | TFLOPs: 35.24 |\n")
+    row = runs(tmp_path, per_ms)[0].iterations.iloc[0]
+    assert (row["sec_per_it"], row["samples_per_second"]) == pytest.approx((384.5058, 5)), "the rate, not the label"
+    slow_start = "".join(m2021(i, 100, ms=90000.0 if i == 1 else 80.0) for i in range(1, 40))
+    assert runs(tmp_path, slow_start)[0].notes == (), "compiling is no change of unit"
+
+
+def test_steps_that_deepspeed_skipped_and_tokens_of_a_curriculum_are_the_runs(tmp_path):
+    step = "[2023-05-01 10:00:{1:02d},000] [INFO] [Rank 0] step={0}, skipped={2}, lr=[0.001]\n"
+    text = "".join(bar(n, 2410, n // 50) + step.format(n, n // 50, n - 5) + hf(6 - n / 999) for n in (500, 1000, 2000))
+    assert numerics(runs(tmp_path, text)[0]).skipped == 1995
+    arguments = "------ arguments ------\n  seq_length ... 2048\n  num_layers ... 8\n  hidden_size ... 512\n  num_attention_heads ... 8\n  padded_vocab_size ... 50304\n  world_size ... 8\n"
+    line = FORK.replace("seqlen:  2048", "seqlen:    64").replace("10 |", "100 |")
+    measured = measure_log(runs(tmp_path, arguments + "".join(line.replace(" 4/", f" {i}/") for i in range(1, 30)))[0])
+    assert measured.tokens_per_s == 32 * 64 / 1.6 and measured.config.shape.seq_length == 64
+
+
+PREFIXES = ["[1745]: ", "jz-a100-3: ", " 3: ", "[rank3]:", "[1,3]<stdout>:", "[pod/train-3/main] ", "[1745] "]
+PREFIXES += ["2026-01-01T10:00:00.123456789Z ", "2026-01-01 10:00:00,123 - INFO - ", "INFO:root:", "[default7]:"]
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_what_stands_before_a_line_takes_nothing_from_it(tmp_path, prefix):
     timers = "(min, max) time across ranks (ms):\n    optimizer .......................: (10.00, 20.00)\n"
     step = '{"iteration": %d, "sec_per_it": 0.5, "lm_loss": 2.5}\n'
-    for text in (m2021(1) + timers + m2021(2), step % 1 + step % 2, TRAINER[0][1]):
+    for text in (m2021(1) + timers + m2021(2), step % 1 + step % 2, TRAINER["steps of all"][0]):
         plain = runs(tmp_path, text)
         found = runs(tmp_path, "".join(prefix + line for line in text.splitlines(True)))
         assert len(found) == len(plain) == 1 and found[0].iterations.equals(plain[0].iterations)
         assert found[0].timers.equals(plain[0].timers)
 
 
-def test_ranks_that_print_the_same_iterations_at_their_own_pace_are_one_run(tmp_path):
-    lines = [
-        (i + lag, m2021(i, 100, ms=2000.0 + rank, loss=5 - i / 100), rank)
-        for rank, lag in ((0, 0), (1, 3), (2, 1))
-        for i in range(1, 30)
-    ]
-    for prefix in ("{}: ", "jz-a100-{}: "):
-        text = "".join(prefix.format(rank) + line for _, line, rank in sorted(lines, key=lambda entry: entry[0]))
-        (log,) = runs(tmp_path, text)
-        assert list(log.iterations["iteration"]) == list(range(1, 30))
+@pytest.mark.parametrize("prefix", ["{}: ", "jz-a100-{}: "])
+def test_ranks_that_print_the_same_iterations_at_their_own_pace_are_one_run(tmp_path, prefix):
+    lags = [(i + lag, m2021(i, 100, ms=2000.0 + r), r) for r, lag in ((0, 0), (1, 3), (2, 1)) for i in range(1, 30)]
+    text = "".join(prefix.format(rank) + line for _, line, rank in sorted(lags, key=lambda entry: entry[0]))
+    (log,) = runs(tmp_path, text)
+    assert list(log.iterations["iteration"]) == list(range(1, 30))
 
 
-def test_a_loss_without_a_name_before_it_is_the_loss(tmp_path):
-    text = m2021(1).replace("lm loss", "loss") + m2021(2).replace("lm loss: 5", "loss: 7.5 | lm loss: 5")
-    assert list(runs(tmp_path, text)[0].iterations["lm_loss"]) == [5, 5]
-
-
-def test_lines_of_another_program_are_not_taken_for_megatrons(tmp_path):
-    """NeMo 2 prints `iteration 5/99 |` with fields of its own."""
-    line = "Training epoch 0, iteration {}/99 | lr: 1e-05 | global_step: 0 | our_timing in s: 6.4\n"
-    (log,) = runs(tmp_path, line.format(0) + line.format(1))
-    assert not log.dialect.startswith("megatron")
-
-
-def test_tokens_per_second_follow_the_length_of_a_curriculum(tmp_path):
-    arguments = "------ arguments ------\n  seq_length ... 2048\n  num_layers ... 8\n  hidden_size ... 512\n  num_attention_heads ... 8\n  padded_vocab_size ... 50304\n  world_size ... 8\n"
-    line = FORK.replace("seqlen:  2048", "seqlen:    64").replace("10 |", "100 |")
-    (log,) = runs(tmp_path, arguments + "".join(line.replace(" 4/", f" {i}/") for i in range(1, 30)))
-    measured = measure_log(log)
-    assert measured.tokens_per_s == 32 * 64 / 1.6 and measured.config.shape.seq_length == 64
-
-
-START = "using world size: 8, data-parallel-size: 8\n"
 FAILED = 'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: no such index\n'
 LAUNCHES = {
-    "after one that completed": (
-        START + m2021(10) + "[after training is done]\n" + START + FAILED,
-        ["completed", "crashed"],
-    ),
+    "after one that completed": (START + m2021(10) + "[after training is done]\n" + START + FAILED, ["completed", "crashed"]),
     "before one that trains": (START + FAILED + START + m2021(1) + m2021(10), ["crashed", "completed"]),
     "twice": (START + FAILED + START + FAILED, ["crashed", "crashed"]),
     "without a word": (START + m2021(10) + START + "loading\n", ["completed", "running"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "statuses"), LAUNCHES.values(), ids=LAUNCHES)
@@ -178,35 +260,20 @@ def test_a_run_knows_its_lines_and_their_clock(count):
     assert (run.clock[0], run.clock[-1]) == ((1, 1735689602.5), (count, 1735689600.5 + 2 * count))
 
 
-def test_dates_of_other_orders_are_a_clock_too(tmp_path):
-    text = "".join(f"01/31/2026 10:00:0{i} [Rank 0] step={i}, skipped=0, lr=[1e-05]\n" for i in (1, 2, 3))
-    (tmp_path / "a.log").write_text(text)
-    assert read_log(tmp_path / "a.log").iterations["sec_per_it"].tolist()[1:] == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("prefix", ["", "[rank3]:", "2026-01-01T10:00:00Z "])
-def test_many_lines_and_one_at_a_time_are_read_alike(prefix):
-    """Lines of one form are read by array operations where a block has several, else one by one."""
-    lines = {
-        "megatron": [m2021(i, 900, ms=2000 + i / 7, loss=5 / i) for i in range(1, 80)],
-        "deepspeed alone": deepspeed(0).splitlines(True) + deepspeed(25, at=3).splitlines(True),
-        "torchtitan": [TITAN.format(s=i % 60, m=i // 60, i=i, loss=5 / i, tps=7000 + i) for i in range(1, 80)],
-        "every tenth step": [
-            TITAN.format(s=i % 60, m=i // 60, i=10 * i, loss=5 / i, tps=7000 + i) for i in range(1, 80)
-        ],
-        "nanotron": [NANOTRON.format(i=i, r=0, loss=9 - i / 100).replace("/ 9 |", "/ 99 |") for i in range(1, 80)],
-        "two runs": [m2021(i, 900) for part in (range(1, 40), range(20, 70)) for i in part],
-    }
-    lines["with a step"] = [
-        text
-        for i, line in enumerate(lines["megatron"])
-        for text in (line, RESUMED.format(m=i // 60, s=i % 60, ms=0, i=i + 1, g=i + 1))
+def test_many_lines_and_one_at_a_time_are_read_alike():
+    """Lines of one form are read by the places of their numbers, others by all rules: the same to the last bit."""
+    texts = {"megatron": [m2021(i, 900, ms=2000 + i / 7, loss=5 / i) for i in range(1, 80)]}
+    texts["deepspeed alone"] = deepspeed(0).splitlines(True) + deepspeed(25, at=3).splitlines(True)
+    texts["titan"] = [TITAN.format(i=i, loss=5 / i) for i in range(1, 80)]
+    texts["two runs"] = [m2021(i, 900) for part in (range(1, 40), range(20, 70)) for i in part]
+    texts["with steps"] = [
+        t for pair in zip(texts["megatron"], deepspeed(0).splitlines(True) * 8, strict=False) for t in pair
     ]
-    for name, texts in lines.items():
-        at_once, singly, texts = Reader(), Reader(), [(prefix + text).encode() for text in texts]
-        at_once.feed(b"".join(texts))
-        for text in texts:
-            singly.feed(text)
+    for name, of_name in texts.items():
+        at_once, singly = Reader(), Reader()
+        at_once.feed("".join(of_name).encode())
+        for text in of_name:
+            singly.feed(text.encode())
         for one, other in zip(at_once.close(), singly.close(), strict=True):
             for table in ("iterations", "companion", "timers"):
                 frames = [frame(getattr(run, table).columns()).sort_index(axis=1) for run in (one, other)]
@@ -214,19 +281,34 @@ def test_many_lines_and_one_at_a_time_are_read_alike(prefix):
             assert (one.memory, one.last_number, one.clock[-1:]) == (other.memory, other.last_number, other.clock[-1:])
 
 
+def test_a_form_that_held_nothing_is_read_once_other_digits_give_it_values(tmp_path, monkeypatch):
+    """`0 oom_kill events` and `step=0` report nothing, others do; a dump that every rank prints is read in each run."""
+    monkeypatch.setattr("trilane.logs.reading.blocks.BLOCK", 500)
+    killed = "slurmstepd: error: Detected {} oom_kill events in StepId=42.0.\n"
+    assert (
+        runs(tmp_path, killed.format(0) * 30 + MANY + killed.format(0) * 30 + killed.format(1))[0].status
+        == "host memory"
+    )
+    first = STEP.format(m=0, s=0, ms=0, i=0)
+    assert list(runs(tmp_path, first * 30 + first.replace("step=0", "step=9"))[0].iterations["iteration"]) == [9]
+    dump = "---------------- arguments ----------------\n  hidden_size ......... 64\n  a_name_that_is_long  7\n---------------- end of arguments ----------------\n"
+    *_, log = runs(tmp_path, (START + dump * 20 + m2021(1)) * 2)
+    assert (log.arguments["hidden_size"], log.arguments["a_name_that_is_long"]) == (64, 7)
+
+
 @pytest.mark.parametrize("code", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize("count", [3, 9000])
 def test_other_encodings_are_read_as_utf8(tmp_path, code, count):
     """PowerShell writes UTF-16, with a byte order mark or without; a large file is converted in parts."""
     text = "é\n" + "".join(m2021(i, 9999, ms=2000 + i) for i in range(1, count + 1))
-    (tmp_path / "a.log").write_bytes(text.encode(code))
-    table = read_log(tmp_path / "a.log").iterations
-    assert list(table["sec_per_it"]) == [(2000 + i) / 1e3 for i in range(1, count + 1)]
+    assert list(runs(tmp_path, text.encode(code))[0].iterations["sec_per_it"]) == [
+        (2000 + i) / 1e3 for i in range(1, count + 1)
+    ]
 
 
 def test_a_file_that_grows_is_read_as_far_as_it_goes_and_one_that_shrinks_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("trilane.logs.reading.blocks.BLOCK", 1000)
-    path, line = tmp_path / "a.log", m2021(1)
+    path = tmp_path / "a.log"
     path.write_text("".join(m2021(i, 99) for i in range(1, 20)))
     read = blocks(path)
     next(read)
@@ -235,30 +317,20 @@ def test_a_file_that_grows_is_read_as_far_as_it_goes_and_one_that_shrinks_is_ref
     assert b"".join(read).count(b"elapsed time") == 21 - next(blocks(path)).count(b"elapsed time")
     read = blocks(path)
     next(read)
-    path.write_text(line)
+    path.write_text(m2021(1))
     with pytest.raises(ValueError, match=r"^log=.*a.log: became shorter while it was read"):
         list(read)
-    read = blocks(path)
-    next(read)
-    (tmp_path / "b.log").write_text("")
-    (tmp_path / "b.log").rename(path)
-    assert list(read) == [], "a file put in its place does not change the one that is read"
 
 
-def test_bars_drawn_with_escape_sequences_hide_no_line(tmp_path):
-    drawn = "\x1b[A\x1b[2K\r 10%|#  | {i}/90 [00:{i:02d}<01:00,  1.00s/it]\x1b[0m\n\x1b[1m{line}\x1b[0m"
-    text = "".join(drawn.format(i=i, line=m2021(i).rstrip("\n")) + "\n" for i in range(1, 9))
-    assert list(runs(tmp_path, text)[0].iterations["iteration"]) == list(range(1, 9))
+def test_a_gzip_file_of_many_members_is_one_stream_and_a_cut_one_is_read_as_far_as_it_goes(tmp_path):
+    parts = b"".join(gzip.compress(line.encode()) for line in MANY.splitlines(True))
+    assert len(runs(tmp_path, parts)[0].iterations) == 29
+    (log,) = runs(tmp_path, gzip.compress(MANY.encode() + np.random.default_rng(0).bytes(99).hex().encode())[:-60])
+    assert len(log.iterations) == 29 and any("ends early" in note for note in log.notes)
 
 
-def test_digits_that_decide_what_a_line_is_make_no_form(tmp_path, monkeypatch):
-    monkeypatch.setenv(tables.VARIABLE, "")
-    table = {"name": "phases", "iteration": ["phase 1 update (?P<iteration>\\d+) took (?P<sec_per_it>\\d+)"]}
-    (tmp_path / "own.json").write_text(json.dumps(table))
-    tables.use([tmp_path / "own.json"])
-    (log,) = runs(tmp_path, "".join(f"phase {i % 7} update {100 + i} took {i % 9}\n" for i in range(1, 71)))
-    assert list(log.iterations["iteration"]) == list(range(101, 171, 7))
-
-
-def test_the_same_iteration_with_another_loss_is_another_run(tmp_path):
-    assert len(runs(tmp_path, "0: " + m2021(5) + "0: " + m2021(5, loss=4.5))) == 2
+def test_our_own_steps_are_the_text_of_the_terminal(tmp_path):
+    rows = [{"iteration": i, "sec_per_it": 0.25, "tflops": 2.0, "lm_loss": 5.5, "skipped": 0} for i in range(1, 30)]
+    (log,) = runs(tmp_path, "".join(json.dumps(row) + "\n" for row in rows))
+    assert (log.dialect, len(log.iterations), set(log.iterations["lm_loss"])) == ("trilane", 29, {5.5})
+    assert read_log(tmp_path / "a.log").first_iteration == 1

@@ -1,44 +1,18 @@
 """How a run ended, and the line that proves it: the scheduler's messages first, then those of the run itself."""
 
-import json
 import re
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cache
-from importlib import resources
 
+from trilane.logs.dialects.prefixes import NAN
 from trilane.utils.tables import printable
+from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
 
-# A lower level is stronger, whenever it is printed; within a level the first line counts. A reason of the scheduler, or
-# of the kernel on its behalf; a cause outside the program, of which errors of other ranks are consequences; an error of
-# one rank; one that a rank also has when another one is gone; ended from outside; a launcher that reports the failure
-# of what it started; the planned end; a launcher that ends its workers, for any reason.
-LEVELS = ("scheduler", "cause", "error", "consequence", "outside", "wrapper", "planned", "launcher")  # in the table
-SCHEDULER, CAUSE, ERROR, CONSEQUENCE, OUTSIDE, WRAPPER, PLANNED, LAUNCHER = range(len(LEVELS))
-
-RANK_PREFIX = rb"(?:\[\w{1,40} ?\d{0,9}\]:|\d{1,9}: )"  # of a rank's output; exception groups add bars
-LEAD = rb"^\s*(?:" + RANK_PREFIX + rb"\s*)?(?:\|\s*)?(?:\w++\.)*+"
-TRACEBACK = re.compile(rb"Traceback \(most recent call last\):\s*$")
-FRAME = re.compile(rb"^(?:" + RANK_PREFIX + rb"(?:\s\s|\s*$)|\s|$)")  # the body of a traceback is indented
-
-# what starts the ranks of a node, of which srun sees one task: torchrun, and accelerate, which uses it
-LAUNCHER_OF_NODE = re.compile(
-    rb"^\[default\d|torchrun\b|torch[./]distributed[./](?:elastic|launch|run)|ChildFailedError|\(local_rank: \d"
-)
+# what stands before a message: the rank, the bars of an exception group, the module of the exception
+LEAD = rb"^\s*(?:(?:\[\w{1,40} ?\d{0,9}\]:|\d{1,9}: )\s*)?(?:\|\s*)?(?:\w++\.)*+"
 MOST_GPUS = 8  # of a node: a run of more ranks has several, and a number on a node is that of several ranks
-ROOT = re.compile(rb"rank\s+: (\d{1,9}) \(local_rank: (\d{1,9})\)")
-UNITS = {b"": 1, b"K": 2**10, b"M": 2**20, b"G": 2**30, b"T": 2**40, b"P": 2**50}
-# after a line of such a form says nothing, one with other digits may
-DIGITS_DECIDE = re.compile(
-    rb"oom|Xid|rrno|exit|status|return code|signal|ECC|error \d|enqueued|nranks|collective #|lagging"
-)
-# of ranks, as torchrun lists failures, and as NCCL prints each rank of a communicator
-FAILED_TIME = re.compile(rb"^\s*time\s{1,20}: (\d{4}-\d\d-\d\d_[\d:]{8})\s*$")
-FAILED_HOST = re.compile(rb"^\s*host\s{1,20}: (\S{1,99})\s*$")
-NCCL_RANK = re.compile(rb"(\S{1,99}):\d+:\d+ \[(\d+)\] NCCL INFO .{0,200}\brank (\d{1,7}) nranks (\d{1,7}) ")
-
-NODE = re.compile(r"(?!localhost$)(?=[\w-]*[A-Za-z])[A-Za-z0-9][\w-]{0,62}(?:\[[\d,-]{1,200}\])?", re.ASCII)
-
 NAMES = rb"[A-Za-z0-9][\w.-]{0,98}(?:\[[\d,-]{1,200}\])?"  # of nodes, as SLURM lists them
 # The node that a line is about, or that printed it; a prefix needs a digit, as any word may stand before a colon.
 HOST = re.compile(
@@ -56,19 +30,32 @@ GPU = re.compile(
 )
 
 
+class Level(IntEnum):
+    """A lower level is stronger, whenever it is printed; within a level the first line counts."""
+
+    SCHEDULER = 0  # its reason, or that of the kernel on its behalf
+    CAUSE = 1  # outside the program, of which errors of other ranks are consequences
+    ERROR = 2  # of one rank
+    CONSEQUENCE = 3  # that a rank also has when another one is gone
+    OUTSIDE = 4  # ended from outside
+    WRAPPER = 5  # a launcher that reports the failure of what it started
+    PLANNED = 6  # the planned end
+    LAUNCHER = 7  # a launcher that ends its workers, for any reason
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ending:
     """A line about the end of a run: `rank` that printed it (None if unnamed), a number `among` the ranks of the run,
     srun's tasks or the ranks of a node; `asked_bytes` of a failed allocation (else NaN), `rows` read before it
     (iterations), the nodes and the GPU that it names."""
 
-    level: int
+    level: Level
     status: Status
     evidence: str
     rows: int
     rank: int | None = None
     among: str = "run"
-    asked_bytes: float = float("nan")
+    asked_bytes: float = NAN
     hosts: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
     in_traceback: bool = False
@@ -77,28 +64,27 @@ class Ending:
     def ends_program(self) -> bool:
         """Whether it proves that a program ended, even after the planned end: a traceback, or a line of what started
         the program."""
-        return self.in_traceback or self.level in (SCHEDULER, OUTSIDE, WRAPPER)
+        return self.in_traceback or self.level in (Level.SCHEDULER, Level.OUTSIDE, Level.WRAPPER)
 
     @property
     def blames_node(self) -> bool:
         """Whether a node is at fault, so that the next start should avoid it; of a lost link its own."""
         return self.status in (Status.GPU_ERROR, Status.NODE_FAILURE) or (
-            self.status is Status.NETWORK and self.level == CAUSE
+            self.status is Status.NETWORK and self.level == Level.CAUSE
         )
 
 
-Rule = tuple[int, Status, re.Pattern[bytes]]
+Rule = tuple[Level, Status, re.Pattern[bytes]]
 
 
 @cache
 def rules() -> tuple[list[Rule], dict[bytes, list[int]]]:
     """The rules of data/endings.json, of which the first that a line matches counts; and those of each word, of which a
     line must hold one, since looking for words is cheaper than for patterns."""
-    table = json.loads(resources.files("trilane").joinpath("data/endings.json").read_text(encoding="utf-8"))
     found, of_word = list[Rule](), dict[bytes, list[int]]()
-    for number, row in enumerate(table):
+    for number, row in enumerate(shipped_json("endings")):
         pattern = "|".join(row["patterns"]).encode().replace(b"<LEAD>", LEAD)
-        found.append((LEVELS.index(row["level"]), Status(row["status"]), re.compile(pattern)))
+        found.append((Level[row["level"].upper()], Status(row["status"]), re.compile(pattern)))
         for word in row["words"].encode().split():
             of_word.setdefault(word, []).append(number)
     return found, of_word
@@ -111,7 +97,7 @@ def ending(line: bytes, rows: int) -> Ending | None:
     numbers = {number for word in of_word if word in line for number in of_word[word]}
     for level, status, pattern in (table[number] for number in sorted(numbers)):
         if b"NCCL INFO" not in line and (found := pattern.search(line)):
-            undone = level in (CAUSE, ERROR, CONSEQUENCE) and _continues(line, found)
+            undone = level in (Level.CAUSE, Level.ERROR, Level.CONSEQUENCE) and _continues(line, found)
             return None if undone else _ending(level, status, line, rows)
     return None
 
@@ -134,14 +120,14 @@ def raised(line: bytes, rows: int) -> Ending | None:
 
 def crashed(line: bytes, rows: int) -> Ending:
     """An error of the program, reported by `line`."""
-    return _ending(ERROR, Status.CRASHED, line, rows)
+    return _ending(Level.ERROR, Status.CRASHED, line, rows)
 
 
-def _ending(level: int, status: Status, line: bytes, rows: int) -> Ending:
+def _ending(level: Level, status: Status, line: bytes, rows: int) -> Ending:
     asked = rb"(?:[Tt]ried to|Unable to|trying to) allocate (\d+(?:\.\d*)?) (?:([KMGTP])i?B|bytes)"
     requested, (hosts, gpus) = re.search(asked, line), place(line)
     rank, among = _rank(line)
-    if status is Status.RENDEZVOUS and level == OUTSIDE and rows:
+    if status is Status.RENDEZVOUS and level == Level.OUTSIDE and rows:
         status = Status.NETWORK  # after iterations it is the store that a node no longer reaches
     return Ending(
         level=level,
@@ -149,7 +135,9 @@ def _ending(level: int, status: Status, line: bytes, rows: int) -> Ending:
         evidence=text(line),
         rank=rank,
         among=among,
-        asked_bytes=float(requested[1]) * UNITS[requested[2] or b""] if requested else float("nan"),
+        asked_bytes=float(requested[1]) * 1024.0 ** b" KMGTP".index(requested[2] or b" ")
+        if requested
+        else float("nan"),
         rows=rows,
         hosts=hosts,
         gpus=gpus,
@@ -184,7 +172,7 @@ def caveat(status: Status, evidence: str) -> str:
 def joined(first: Ending, later: Ending) -> Ending:
     """The first of two endings of one kind; where nodes are at fault, with those of both."""
     first = replace(first, in_traceback=first.in_traceback or later.in_traceback)
-    if not first.hosts and (first.level, first.status) == (SCHEDULER, Status.HOST_MEMORY):
+    if not first.hosts and (first.level, first.status) == (Level.SCHEDULER, Status.HOST_MEMORY):
         return replace(first, hosts=later.hosts)  # of a step that ran out of memory slurmstepd names no node, but srun
     if not first.blames_node or len(first.hosts) >= 256:
         return first
@@ -196,7 +184,7 @@ def superseded(found: Ending, rows: int) -> bool:
     """Whether the run continued after that, which then was no end: after a message before the first iteration by that
     iteration, after a later one by the second after it, because the rank that prints may lag; after the scheduler's,
     whose jobs print on for 30 s, by 1000 iterations."""
-    late = 1000 if found.level == SCHEDULER else 2 if found.rows else 1
+    late = 1000 if found.level == Level.SCHEDULER else 2 if found.rows else 1
     return rows >= found.rows + late
 
 
@@ -204,9 +192,13 @@ def strongest(found: list[Ending], rows: int) -> Ending | None:
     """The ending that counts: the lowest level, then the first line; a crash after Ctrl-C is the Ctrl-C. Of a run that
     ended as planned, an error before the last iteration was none, nor is one after the end if no program ended by it.
     """
-    planned = max((e.rows for e in found if e.level == PLANNED), default=0)
-    left = [e for e in found if not superseded(e, rows) and (e.level in (SCHEDULER, PLANNED) or e.rows >= planned)]
-    last = max((place for place, e in enumerate(left) if e.level == PLANNED), default=len(left))
+    planned = max((e.rows for e in found if e.level == Level.PLANNED), default=0)
+    left = [
+        e
+        for e in found
+        if not superseded(e, rows) and (e.level in (Level.SCHEDULER, Level.PLANNED) or e.rows >= planned)
+    ]
+    last = max((place for place, e in enumerate(left) if e.level == Level.PLANNED), default=len(left))
     if not any(e.ends_program or e.rows > planned for e in left[last + 1 :]):
         left = left[: last + 1]
     end = min(left, key=lambda e: e.level, default=None)
@@ -225,7 +217,7 @@ def text(line: bytes, most: int = 600) -> str:
 
 def planned_end(line: bytes, rows: int) -> Ending:
     """The planned end, reported by `line`."""
-    return Ending(level=PLANNED, status=Status.COMPLETED, evidence=text(line), rows=rows)
+    return Ending(level=Level.PLANNED, status=Status.COMPLETED, evidence=text(line), rows=rows)
 
 
 def place(line: bytes) -> tuple[tuple[str, ...], ...]:
@@ -237,16 +229,17 @@ def place(line: bytes) -> tuple[tuple[str, ...], ...]:
 
 
 def where(
-    end: Ending | None, named: tuple[str, str] | None, exits: list[Ending], others: list[Ending]
+    end: Ending | None, named: tuple[str, str] | None, exits: list[Ending]
 ) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Nodes and GPUs of an ending, of which the rank ran at `named`, and which `others` of the run may name; and those
-    at fault, as --exclude takes them: without names that no node can have, and without addresses."""
+    """Nodes and GPUs of an ending, of which the rank ran at `named`; and those at fault, as --exclude takes them:
+    without names that no node can have, and without addresses."""
     if end is None:
         return (), (), ""
-    host, gpu = named or (exited_on(exits, end.rank) if end.blames_node else _batch_host(end, others), "")
+    host, gpu = named or (exited_on(exits, end.rank) if end.blames_node else "", "")
     hosts, gpus = end.hosts or (host,) * bool(host), end.gpus or (gpu,) * bool(gpu)
     names = dict.fromkeys(name.partition(".")[0] for name in hosts)
-    return hosts, gpus, ",".join(filter(NODE.fullmatch, names)) if end.blames_node else ""
+    node = re.compile(r"(?!localhost$)(?=[\w-]*[A-Za-z])[A-Za-z0-9][\w-]{0,62}(?:\[[\d,-]{1,200}\])?", re.ASCII)
+    return hosts, gpus, ",".join(filter(node.fullmatch, names)) if end.blames_node else ""
 
 
 def exited_on(found: list[Ending], rank: int | None) -> str:
@@ -254,12 +247,3 @@ def exited_on(found: list[Ending], rank: int | None) -> str:
     that has such a task; "" where several could be meant."""
     nodes = {e.hosts[0] for e in found if None in (rank, e.rank) or e.rank == rank}
     return nodes.pop() if len(nodes) == 1 and "[" not in "".join(nodes) else ""
-
-
-def _batch_host(end: Ending, others: list[Ending]) -> str:
-    """The node of a batch step that the line of an ending names only by its job; "" if no line names it."""
-    # slurmstepd prints JOB lines from the batch step alone, on the job's first node, where its batch step runs
-    # https://github.com/SchedMD/slurm/blob/master/src/slurmd/slurmstepd/req.c
-    step = re.search(r"StepId=(\d{1,12})\.batch\b", end.evidence)
-    named = (re.search(r"\*\*\* JOB (\d{1,12}) ON (\S{1,99}) ", other.evidence) for other in others)
-    return next((found[2] for found in named if found and step and found[1] == step[1]), "")

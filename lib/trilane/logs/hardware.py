@@ -8,24 +8,19 @@ from dataclasses import dataclass
 
 from trilane.logs.table import NAN
 
-GPU_NAME = re.compile(
-    rb"^\s*(?:\S+: ?)?\|\s+(\d{1,6})\s+(\S(?:.{0,80}?\S)?)\s+(?:On|Off|N/A)\s+\|\s+"
-    rb"[0-9A-Fa-f]+:[0-9A-Fa-f]+:[0-9A-Fa-f.]+"
+GPU = re.compile(
+    rb"^\s*(?:\S+: ?)?(?:"
+    rb"\|\s+(\d{1,6})\s+(\S(?:.{0,80}?\S)?)\s+(?:On|Off|N/A)\s+\|\s+[\dA-Fa-f]+:[\dA-Fa-f]+:[\dA-Fa-f.]+"
+    rb"|GPU (\d{1,6}): (\S[^()]{0,80}?) \(UUID: )"  # nvidia-smi -L
 )
-GPU_LISTED = re.compile(rb"^\s*(?:\S+: ?)?GPU (\d{1,6}): (\S[^()]{0,80}?) \(UUID: ")  # nvidia-smi -L
-GPU_MEMORY = re.compile(rb"(\d{1,15})MiB\s*/\s*(\d{1,15})MiB")
 NUMBER = rb"(\d+(?:\.\d*)?)"
-RANK = re.compile(rb"^\s*(\d+):\s*$")
-DURATION = re.compile(rb"duration: " + NUMBER + rb" sec")
-ALGORITHM = re.compile(rb"algo throughput: \d+(?:\.\d*)? bps, " + NUMBER + rb" Gbps")
-BUS = re.compile(rb"busbw: " + NUMBER + rb"\s+Gbps")
 NCCL_TEST = re.compile(
     rb"^\s*(\d+)\s+(\d+)\s+(?:float|half|bfloat16|double|u?int\d+|fp8\S*)\s+(?:\w+\s+)?-?\d+\s+"
     + rb"\s+".join([NUMBER] * 3)
 )
-NCCL_END = re.compile(rb"# Avg bus bandwidth\s*: " + NUMBER)
-SUMMARY = re.compile(rb"average bandwidth of \w+")
-BITS = 1e9 / 8
+BENCH = re.compile(  # a line each of all_reduce_bench, in Gbit/s
+    rb"^\s*(\d+):\s*$|duration: N sec|algo throughput: \d+(?:\.\d*)? bps, N Gbps|busbw: N\s+Gbps".replace(b"N", NUMBER)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +41,12 @@ class DeviceParser:
 
     def device(self, line: bytes) -> Device | None:
         """The GPU that this line completes, else None."""
-        if found := GPU_NAME.match(line):
-            self.pending = int(found[1]), found[2].decode("utf-8", "replace")
-        elif found := GPU_LISTED.match(line):
-            name = found[2].decode("utf-8", "replace")
-            return Device(index=int(found[1]), name=name, used_bytes=NAN, total_bytes=NAN)
-        elif self.pending and (use := GPU_MEMORY.search(line)):
+        if found := GPU.match(line):
+            index, name = int(found[1] or found[3]), (found[2] or found[4]).decode("utf-8", "replace")
+            if found[3]:
+                return Device(index=index, name=name, used_bytes=NAN, total_bytes=NAN)
+            self.pending = index, name
+        elif self.pending and (use := re.search(rb"(\d{1,15})MiB\s*/\s*(\d{1,15})MiB", line)):
             (index, name), self.pending = self.pending, None
             used, total = (float(text) * 2**20 for text in use.groups())
             return Device(index=index, name=name, used_bytes=used, total_bytes=total)
@@ -73,30 +68,30 @@ class BenchmarkParser:
 
     def row(self, line: bytes) -> dict[str, float] | None:
         """The row that this line completes, else None."""
-        self.matched = True
-        if found := NCCL_TEST.match(line):
-            size, seconds, algorithm, bus = (float(found[i]) for i in (1, 3, 4, 5))
+        tested, bench = NCCL_TEST.match(line), BENCH.search(line)
+        self.matched = bool(tested or bench)
+        if tested:
+            size, seconds, algorithm, bus = (float(tested[i]) for i in (1, 3, 4, 5))
             rates = {"algorithm_bytes_per_s": algorithm * 1e9, "bus_bytes_per_s": bus * 1e9}
             return {"message_bytes": size, "seconds": seconds / 1e6, **rates}
-        if found := RANK.match(line):
+        if not bench:
+            return None
+        value = float(bench[bench.lastindex or 0])
+        if bench[1]:
             self._mixed = bool(self._ranks)
-            self._ranks.append(float(found[1]))
-        elif found := DURATION.search(line):
-            self._partial["seconds"] = float(found[1])
-        elif found := ALGORITHM.search(line):
-            self._partial["algorithm_bytes_per_s"] = float(found[1]) * BITS
-        elif found := BUS.search(line):
-            row = {**self._partial, "bus_bytes_per_s": float(found[1]) * BITS}
-            self._partial = {}
-            row["rank"] = NAN if self._mixed or not self._ranks else self._ranks[0]
-            del self._ranks[:1]
-            self._mixed = self._mixed and bool(self._ranks)
-            return row
-        else:
-            self.matched = False
-        return None
+            self._ranks.append(value)
+            return None
+        name = {2: "seconds", 3: "algorithm_bytes_per_s", 4: "bus_bytes_per_s"}[bench.lastindex or 0]
+        self._partial[name] = value if bench[2] else value * 1e9 / 8
+        if not bench[4]:
+            return None
+        row, self._partial = self._partial, {}
+        row["rank"] = NAN if self._mixed or not self._ranks else self._ranks[0]
+        del self._ranks[:1]
+        self._mixed = self._mixed and bool(self._ranks)
+        return row
 
 
 def benchmark_finished(line: bytes) -> bool:
     """Whether the line is the summary that a benchmark prints last."""
-    return bool(NCCL_END.search(line) or SUMMARY.search(line))
+    return bool(re.search(rb"# Avg bus bandwidth\s*: \d|average bandwidth of \w+", line))

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from trilane.logs import checks, clock, endings
+from trilane.logs import checks, endings
 from trilane.logs.arguments import Value
 from trilane.logs.checks import MOST_NUMBER, Problem
-from trilane.logs.clock import DAY_S
+from trilane.logs.dialects.prefixes import timestamp
 from trilane.logs.dialects.tables import dialects
-from trilane.logs.endings import where
+from trilane.logs.endings import Level, where
 from trilane.logs.hardware import Device
 from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.reader import Reader
@@ -144,14 +144,14 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     averaged = checks.average_rounded(columns) if timed_by_stamps and "sec_per_it" in columns else ""
     (status, evidence, end), basis = _status(run, columns), ""
     if status is Status.UNFINISHED and not end:
-        is_running, basis = clock.still_runs(run, columns, path, age)
+        is_running, basis = _still_runs(run, columns, age)
         status = Status.RUNNING if is_running else status
     found = checks.problems(run, columns, path if with_lines else None)
-    set_up = MEMORY_NOTE if run.memory and run.rows and not run.memory_rows else ""
+    set_up = MEMORY_NOTE if run.memory and run.rows and not run.memory_is_late else ""
     run.has_launchers |= run.last_line.startswith(b"[default")
     rank = run.rank_of(end)
     exits = [replace(exit, rank=None) for exit in run.exits] if run.has_launchers else run.exits
-    hosts, gpus, exclude = where(end, run.places.get(-1 if rank is None else rank), exits, run.endings)
+    hosts, gpus, exclude = where(end, run.places.get(-1 if rank is None else rank), exits)
     world = run.arguments.get("world_size")
     memory = [row for _, row in sorted(run.memory.items())]
     return RunLog(
@@ -176,7 +176,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
         collectives=tuple(run.watchdogs.lines(run.places, world)) if status.has_failed else (),
         notes=tuple(filter(None, (*run.notes, units, STAMPS_NOTE * bool(timed_by_stamps), averaged, set_up))),
         status_basis=basis,
-        clock=tuple(pair for pair in run.clock if pair[1] > DAY_S),  # without times of day
+        clock=tuple(pair for pair in run.clock if pair[1] > 86400),  # without times of day
     )
 
 
@@ -185,16 +185,40 @@ def _status(run: PartialRun, columns: Columns) -> tuple[Status, str, endings.End
     number, total, loss = (columns[n][-1] if n in columns else NAN for n in ("iteration", "train_iters", "lm_loss"))
     is_done = number + 1 - run.first_iteration == total and not run.in_epochs
     # a run that the scheduler ended and that reached its last iteration was continued
-    ends = [e for e in run.endings if not is_done or e.level > endings.SCHEDULER or e.rows >= run.rows]
+    ends = [e for e in run.endings if not is_done or e.level > Level.SCHEDULER or e.rows >= run.rows]
     end, last = endings.strongest(ends, run.rows), endings.text(run.last_line)
-    if end and end.level < endings.PLANNED:
+    if end and end.level < Level.PLANNED:
         return end.status, end.evidence, end
     is_nan = "lm_loss" in columns and loss != loss and b"nan" in run.last_line.lower().partition(b"loss")[2][:16]
     # the Trainer prints 0 for a loss that is NaN
     if is_nan or (loss == 0 and re.search(rb"'grad_norm': '?nan", run.last_line)):
         return Status.NAN_LOSS, last, None
-    if end and end.level == endings.PLANNED:
+    if end and end.level == Level.PLANNED:
         return end.status, end.evidence, end
     if "train_runtime" in run.summary or is_done:
         return Status.COMPLETED, last, None
     return (end.status, end.evidence, end) if end else (Status.UNFINISHED, last, None)
+
+
+def _still_runs(run: PartialRun, columns: Columns, age: float) -> tuple[bool, str]:
+    """Whether a run without an end still runs, and what that rests on; the file was written `age` seconds ago.
+
+    The last line's time stamp decides, a local time without a zone: it is at most `limit` old here, or before the
+    file's date in another zone, which a finished log that was copied meets by chance. Without stamps the file's date
+    counts, which is that of a copy where one was made.
+    """
+    numbers, at = (columns.get(name, np.full(1, NAN)) for name in ("sec_per_it", "iteration"))
+    seconds = float(numbers[-1] * (at[-1] - at[-2] if len(at) > 1 else 1.0)) if len(numbers) else NAN
+    limit = max(60.0, 2 * seconds if seconds == seconds else 0.0)  # two lines take no longer
+    if age >= limit:
+        return False, ""
+    now, stamp, skew = time.time(), timestamp(run.last_line), 5.0  # by which the clocks of two machines may differ
+    if stamp != stamp:
+        return True, "by the file's date; its lines have no time stamps"
+    here = now + time.localtime(now).tm_gmtoff - stamp
+    if -skew <= here < limit:
+        return True, f"by the last line's time stamp, {max(0.0, here):.0f} s old"
+    zone = (now - age - stamp + skew) % 900  # zones lie quarters of an hour apart, up to 14 hours
+    if zone < min(limit, 120.0) + skew and abs(now - age - stamp) < 14 * 3600:
+        return True, "running by the file's date and the last line's time stamp in another time zone"
+    return False, "not running by the last line's time stamp; the file is newer"

@@ -183,10 +183,6 @@ class Dialect:
     def _found(self, line: bytes) -> tuple[re.Match[bytes], int] | None:
         return _first(self.patterns("iteration"), line, len(line) if self.lines == "wrapped" else MAX_LINE)
 
-    def begins(self, line: bytes) -> bool:
-        """Whether the line has the number of an iteration."""
-        return bool(_first(self.patterns("iteration"), line))
-
     def continues(self, line: bytes, first: bytes) -> bool:
         """Whether the line may stand in the block that `first` began: it is indented, behind what launchers and
         collectors put before it, which stands before the first line too, with other digits."""
@@ -204,22 +200,13 @@ class Dialect:
         found = _first(self.patterns("validation"), line)
         return _groups(*found) if found else []
 
-    def memories(self, line: bytes) -> list[dict[str, float]]:
-        """The reports of memory in a line, in bytes, with the rank where it is printed."""
-        found = [match for pattern in self.patterns("memory") for match in pattern.finditer(line)]
-        return [row_of(_groups(match, 0), line) for match in found]
+    def every(self, key: str, line: bytes) -> list[list[Span]]:
+        """The numbers of each match of a key's patterns in the line: of "memory", or of a companion's "iteration"."""
+        return [_groups(match, 0) for pattern in self.patterns(key) for match in pattern.finditer(line)]
 
-    def steps(self, line: bytes) -> list[list[Span]]:
-        """The numbers of a companion's steps in a line, of which each reporter may print one."""
-        return [_groups(match, 0) for pattern in self.patterns("iteration") for match in pattern.finditer(line)]
-
-    def is_launch(self, line: bytes) -> bool:
-        """Whether the line is printed only when a training begins."""
-        return bool(_first(self.patterns("launch"), line))
-
-    def is_end(self, line: bytes) -> bool:
-        """Whether the line is printed only at the planned end."""
-        return bool(_first(self.patterns("end"), line))
+    def matches(self, key: str, line: bytes) -> bool:
+        """Whether a pattern of that key stands in the line."""
+        return bool(_first(self.patterns(key), line))
 
     def variant(self, line: bytes) -> str:
         """The name of the program that printed the iteration; "" where the line does not show which of several."""

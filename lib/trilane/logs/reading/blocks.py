@@ -1,6 +1,7 @@
 """A log file as blocks of whole lines: plain or gzip, complete, truncated or being written."""
 
 import codecs
+import gzip
 import os
 import re
 import zlib
@@ -51,28 +52,20 @@ def blocks(path: Path, notes: list[str] | None = None) -> Iterator[bytes]:
 def _chunks(raw: BinaryIO, path: Path, notes: list[str]) -> Iterator[bytes]:
     packed = raw.read(2) == b"\x1f\x8b"
     raw.seek(0)
-    size = 1 << 16 if packed else BLOCK  # the members of a gzip file, however small, are each cut off what was read
-    data = raw.read(size)
     if not packed:
-        while data:
-            yield data
-            data = raw.read(size)
+        yield from iter(lambda: raw.read(BLOCK), b"")
         return
-    unpack, left = zlib.decompressobj(wbits=31), max(UNPACKED, MAX_RATIO * path.stat().st_size)
-    while data:
-        try:
-            block = unpack.decompress(data, BLOCK)
-        except zlib.error as error:
-            raise ValueError(f"log={path}: a damaged gzip file ({error})") from None
-        left -= len(block)
-        require(left >= 0, "log", path, f"unpacks to more than {MAX_RATIO} times its size, as no log does")
-        yield block
-        data = unpack.unconsumed_tail or unpack.unused_data.lstrip(b"\0")
-        if unpack.eof and data:  # several members follow each other
-            unpack = zlib.decompressobj(wbits=31)
-        data = data or raw.read(size)
-    if not unpack.eof:
+    left = max(UNPACKED, MAX_RATIO * path.stat().st_size)
+    try:
+        with gzip.GzipFile(fileobj=raw) as file:
+            while block := file.read1(BLOCK):  # read() loses what it unpacked before the end of a cut file
+                left -= len(block)
+                require(left >= 0, "log", path, f"unpacks to more than {MAX_RATIO} times its size, as no log does")
+                yield block
+    except EOFError:
         notes.append("the gzip file ends early (it was cut, or is still written): what came after is not known")
+    except (zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"log={path}: a damaged gzip file ({error})") from None
 
 
 def _as_utf8(chunks: Iterator[bytes]) -> Iterator[bytes]:

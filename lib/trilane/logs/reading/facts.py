@@ -6,6 +6,7 @@ from dataclasses import replace
 from trilane.logs import arguments, endings, hardware
 from trilane.logs.dialects.prefixes import body
 from trilane.logs.dialects.tables import SUFFIXES, Span, row_of
+from trilane.logs.endings import Level
 from trilane.logs.reading.runs import PartialRun
 from trilane.logs.watchdog import WORDS
 
@@ -20,7 +21,13 @@ TIMER = re.compile(rb"(?:^|\|)\s*+([^:|\s][^:|]{0,99}?)\s*:\s*([\d.]{1,30})\s*(?
 OF_RANKS = re.compile(rb"(?:^|\s)([A-Za-z][\w/-]*) ?\.{2,}:\s+\(?(\d+(?:\.\d*)?)(?:,\s+(\d+(?:\.\d*)?)\))?\s*$")
 OF_STEP = re.compile(rb"\"([\w/ -]{1,99})\": \[([\d.e+-]{1,30}), ([\d.e+-]{1,30})\]")
 FLOPS = re.compile(rb"^\s*(?:\S+: )?(fwd\+bwd\+step[^:]*):\s+(\d+(?:\.\d*)?) ?([KMGTP]?)FLOPS\s*$")
-MAX_OTHER_LINES = 2000  # without an argument, after which a dump counts as closed
+# what starts the ranks of a node, of which srun sees one task: torchrun, and accelerate, which uses it
+LAUNCHERS = re.compile(
+    rb"^\[default\d|torchrun\b|torch[./]distributed[./](?:elastic|launch|run)|ChildFailedError|\(local_rank: \d"
+)
+# after a line of such a form says nothing, one with other digits may
+DECIDES = re.compile(rb"oom|Xid|rrno|exit|status|return code|signal|ECC|error \d|enqueued|nranks|collective #|lagging")
+NCCL_RANK = re.compile(rb"(\S{1,99}):\d+:\d+ \[(\d+)\] NCCL INFO .{0,200}\brank (\d{1,7}) nranks (\d{1,7}) ")
 
 
 class Facts:
@@ -64,10 +71,10 @@ class Facts:
     def arguments(self, line: bytes, run: PartialRun) -> bool:
         """Read launch arguments; returns whether the line holds any."""
         if b"arguments" in line and (arguments.BEGIN.search(line) or arguments.END.search(line)):
-            self.inside = 0 if arguments.END.search(line) else MAX_OTHER_LINES
+            self.inside = 0 if arguments.END.search(line) else 2000  # lines without an argument close it
             return True
         if found := arguments.dumped(line, self.inside > 0):
-            self.inside = MAX_OTHER_LINES if self.inside else 0
+            self.inside = 2000 if self.inside else 0
             run.arguments[found[0]] = found[1]
             return True
         self.inside -= self.inside > 0
@@ -80,7 +87,7 @@ class Facts:
         """Read endings and tracebacks; returns whether the line may be part of one, digits aside."""
         if any(word in line for word in WORDS):
             run.watchdogs.read(line)
-        run.has_launchers |= bool(endings.LAUNCHER_OF_NODE.search(line))
+        run.has_launchers |= bool(LAUNCHERS.search(line))
         was_open = self.traceback > 0
         raised = self._raised(line, run)
         ignored = self._ignored and (was_open or self.traceback > 0)
@@ -88,36 +95,36 @@ class Facts:
         if b"Exception ignored in" in line:  # raised by a destructor
             self._ignored, self.traceback = True, max(self.traceback, 1)
         if end := endings.ending(line, run.rows) or raised:
-            if not (ignored and end.level in (endings.ERROR, endings.CONSEQUENCE)):
+            if not (ignored and end.level in (Level.ERROR, Level.CONSEQUENCE)):
                 run.add_ending(replace(end, in_traceback=was_open))
         elif b"andwidth" in line and hardware.benchmark_finished(line):
             run.add_ending(endings.planned_end(line, run.rows))
         elif any(word in line for word in (b"local_rank", b"host  ", b"time  ", b"nranks", b"Root Cause")):
             self._place(line, run)
         elif not was_open and not self.traceback:
-            return bool(endings.DIGITS_DECIDE.search(line))  # `0 oom_kill events` is none, 1 is one
+            return bool(DECIDES.search(line))  # `0 oom_kill events` is none, 1 is one
         return True
 
     def close(self, run: PartialRun) -> None:
         """Read the end of the file: a traceback whose exception is missing has ended the run, if nothing else has."""
         if self.traceback and self._trace and not self._ignored:
-            run.add_ending(replace(endings.crashed(self._trace, run.rows), level=endings.LAUNCHER))
+            run.add_ending(replace(endings.crashed(self._trace, run.rows), level=Level.LAUNCHER))
 
     def _place(self, line: bytes, run: PartialRun) -> None:
         """Read on which host and GPU a rank ran: from torchrun's table of failures, or from NCCL."""
         if b"Root Cause" in line:
             self._failed, self.traceback = "9", 8  # an entry without a time comes after those with one
-        elif self._failed != "~" and (time := endings.FAILED_TIME.match(line)):
+        elif self._failed != "~" and (time := re.match(rb"\s*time\s{1,20}: (\d{4}-\d\d-\d\d_[\d:]{8})\s*$", line)):
             self._failed = endings.text(time[1])
-        elif host := endings.FAILED_HOST.match(line):
+        elif host := re.match(rb"\s*host\s{1,20}: (\S{1,99})\s*$", line):
             self._host = endings.text(host[1])
-        elif root := endings.ROOT.search(line):
+        elif root := re.search(rb"rank\s+: (\d{1,9}) \(local_rank: (\d{1,9})\)", line):
             if run.root_rank is None or self._failed < run.root_time:  # each node prints a table
                 run.root_rank, run.root_time = int(root[1]), self._failed
             if self._host:
                 run.places[int(root[1])] = (self._host, str(int(root[2])))
             self._host, self._failed = "", "~"
-        elif named := endings.NCCL_RANK.search(line):
+        elif named := NCCL_RANK.search(line):
             size = int(named[4])
             if size > run.watchdogs.world:  # the largest communicator numbers the ranks of the run
                 run.watchdogs.world, run.places = size, {}
@@ -126,9 +133,9 @@ class Facts:
 
     def _raised(self, line: bytes, run: PartialRun) -> endings.Ending | None:
         """The exception that ends a traceback: its first line that is not indented."""
-        if endings.TRACEBACK.search(line):
+        if re.search(rb"Traceback \(most recent call last\):\s*$", line):
             self.traceback, self._trace = 500, line
-        elif self.traceback and endings.FRAME.match(line):
+        elif self.traceback and re.match(rb"(?:\[\w{1,40} ?\d{0,9}\]:|\d{1,9}: )(?:\s\s|\s*$)|\s|$", line):
             self.traceback -= 1
         elif self.traceback:
             self.traceback, self._trace = 0, b""

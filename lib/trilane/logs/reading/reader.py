@@ -105,7 +105,7 @@ class Reader:
                 printed = form.source(line)
                 run.add(row, form.name, printed, line, self._runs.number)
                 if form.memory:
-                    run.add_memory({name: row[name] for name in form.memory}, printed if form.is_rank else NAN)
+                    run.add_memory(row, printed if form.is_rank else NAN, form.memory)
             else:
                 time_s, printed = form.time(line), form.source(line)
                 self._runs.take(row, form.dialect, form.name, time_s, printed, line, self._runs.number, is_plain=True)
@@ -216,10 +216,10 @@ class Reader:
 
     def _around(self, line: bytes, dialect: Dialect, whole: bool) -> Form | None:
         """Read a line of that dialect that is no iteration."""
-        if dialect.is_launch(line):
+        if dialect.matches("launch", line):
             self._finish()
             self._runs.launch(line)
-        elif dialect.is_end(line):
+        elif dialect.matches("end", line):
             self._finish()
             self.run.add_ending(endings.planned_end(line, self.run.rows))
         elif spans := dialect.evaluation(line):
@@ -227,12 +227,16 @@ class Reader:
             self.run.add_validation(row_of(spans, line))
             if not self._guess(line, whole):  # of a trainer that prints nothing else
                 return Form("evaluation", dialect, line, spans) if dialect.is_blind else Form("alone")
-        elif reports := dialect.memories(line):
-            for report in reports:
-                self.run.add_memory(report, rank(line))
         else:
-            return None
+            return Form("alone") if self._memory(dialect, line) else None
         return Form("alone")
+
+    def _memory(self, dialect: Dialect, line: bytes) -> bool:
+        """Read the reports of memory in a line; whether it has any."""
+        reports = dialect.every("memory", line)
+        for spans in reports:
+            self.run.add_memory(row_of(spans, line), rank(line))
+        return bool(reports)
 
     def _guess(self, line: bytes, whole: bool) -> Form | None:
         """Read a line that nothing else reads, in a run that nothing else has read."""
@@ -247,14 +251,12 @@ class Reader:
 
     def _steps(self, dialect: Dialect, line: bytes) -> Form | None:
         """Read a companion's steps, which count where nothing else numbers the iterations, and its memory."""
-        for report in dialect.memories(line):
-            self.run.add_memory(report, rank(line))
-        every = dialect.steps(line)
+        has_memory, every = self._memory(dialect, line), dialect.every("iteration", line)
         for spans in every:
             self._companion(row_of(spans, line), Form("step", dialect, line, spans), line)
         if len(every) == 1:
             return Form("step", dialect, line, every[0])
-        return Form("alone") if every or dialect.memories(line) else None
+        return Form("alone") if every or has_memory else None
 
     def _companion(self, row: dict[str, float], form: Form, line: bytes) -> None:
         run = self._runs.all[-1]
@@ -276,7 +278,7 @@ class Reader:
         dialect, opened.lines = opened.dialect, opened.lines + 1
         if dialect.lines == "wrapped":
             return self._completes(opened, line)
-        if dialect.begins(line):
+        if dialect.matches("iteration", line):
             return False
         if spans := dialect.rest(line, set(opened.row)):
             opened.row |= row_of(spans, line)
@@ -287,7 +289,7 @@ class Reader:
     def _completes(self, opened: Open, line: bytes) -> bool:
         """Whether the line continues an iteration line that a terminal wrapped, which may have removed a blank."""
         dialect, begun = opened.dialect, opened.line
-        if opened.lines < 12 and not dialect.begins(line) and not OTHER.match(line):
+        if opened.lines < 12 and not dialect.matches("iteration", line) and not OTHER.match(line):
             joined = max(
                 (begun + line, begun.rstrip() + b" " + line.strip()), key=lambda text: _complete(dialect, text)
             )

@@ -3,12 +3,12 @@ another rank's, or the first of another run."""
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from trilane.logs.arguments import Value
 from trilane.logs.dialects.prefixes import line_time, rank
 from trilane.logs.dialects.tables import Dialect
-from trilane.logs.endings import LAUNCHER, MOST_GPUS, OUTSIDE, SCHEDULER, WRAPPER, Ending, joined, superseded
+from trilane.logs.endings import MOST_GPUS, Ending, Level, joined, superseded
 from trilane.logs.hardware import Device
 from trilane.logs.reading.form import DIGITS, MEMORY
 from trilane.logs.table import NAN, NumericTable
@@ -30,7 +30,7 @@ class PartialRun:
         self.iterations, self.companion, self.timers = NumericTable(), NumericTable(), NumericTable()
         self.bandwidth, self.validation = NumericTable(), NumericTable()
         self.memory: dict[int, dict[str, float]] = {}
-        self.memory_rows = 0  # iterations before the last report of memory
+        self.memory_is_late = False  # whether it was reported after an iteration
         self.arguments: dict[str, Value] = {}
         self.summary: dict[str, float] = {}
         self.devices: dict[int, Device] = {}
@@ -81,7 +81,7 @@ class PartialRun:
     @property
     def ends_at_launch(self) -> bool:
         """Whether a launch seen now begins another run."""
-        ended = (SCHEDULER, OUTSIDE, WRAPPER, LAUNCHER)
+        ended = (Level.SCHEDULER, Level.OUTSIDE, Level.WRAPPER, Level.LAUNCHER)
         return bool(self.rows or self.summary or self.bandwidth.rows) or any(e.level in ended for e in self.endings)
 
     @property
@@ -231,13 +231,16 @@ class PartialRun:
         if not self.validation.last("iteration") >= number:
             self.validation.add({"iteration": number, **row})
 
-    def add_memory(self, report: Mapping[str, float], rank: float) -> None:
-        """Update the memory of a rank (NaN: unnamed, counts as 0): the current bytes, and the most it ever reported."""
-        rank = report.get("rank", 0.0 if rank != rank else rank)
-        row = self.memory.setdefault(int(rank), {"rank": rank, "iteration": self.iteration})
-        self.memory_rows = self.rows
-        for name, value in report.items():
-            row[name] = max(row.get(name, 0.0), value) if name.startswith("max_") else value
+    def add_memory(self, report: Mapping[str, float], rank: float, names: Iterable[str] = ()) -> None:
+        """Update the memory of a rank (NaN: unnamed, counts as 0): the current bytes, and the most it ever reported;
+        by all of a report, or those `names` of an iteration."""
+        number = report.get("rank", 0.0 if rank != rank else rank)
+        if (row := self.memory.get(int(number))) is None:
+            row = self.memory[int(number)] = {"rank": number, "iteration": self.iteration}
+        self.memory_is_late |= self.last_number > 0
+        for name in names or report:
+            if report[name] > row.get(name, -1.0) or not name.startswith("max_"):
+                row[name] = report[name]
 
     def add_ending(self, found: Ending) -> None:
         """Add an ending. Of each level and status the first one is kept that the run did not continue after, with the
@@ -245,7 +248,12 @@ class PartialRun:
         self.steady = ""
         self.endings = [e for e in self.endings if not superseded(e, self.rows)]
         self.exits = [e for e in self.exits if not superseded(e, self.rows)]
-        if found.level == OUTSIDE and found.hosts and "srun: error: " in found.evidence and len(self.exits) < 1000:
+        if (
+            found.level == Level.OUTSIDE
+            and found.hosts
+            and "srun: error: " in found.evidence
+            and len(self.exits) < 1000
+        ):
             self.exits.append(found)
         for place, e in enumerate(self.endings):
             if (e.level, e.status) == (found.level, found.status):
@@ -305,8 +313,8 @@ class Runs:
         run.first_iteration = dialect.first_iteration
         is_alone = run.dialects.keys() <= {name, "deepspeed"} and not run.endings
         run.steady = name if is_plain and is_alone and not (is_drawn or run.in_epochs) else ""
-        if held := {column: row[column] for column in MEMORY if column in row}:
-            run.add_memory(held, rank(line))
+        if held := [column for column in MEMORY if column in row]:
+            run.add_memory(row, rank(line), held)
 
     def step(self, row: dict[str, float], dialect: str, printed: float, line: bytes, number: int) -> None:
         """Add an iteration: the next of the run, another rank's copy, or the first of another run."""
