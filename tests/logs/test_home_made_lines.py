@@ -54,29 +54,13 @@ ROWS = 12
 def write(seed: int) -> tuple[str, dict[int, float], float | None]:
     """A log, the loss of its iterations, and the seconds of one where it prints them."""
     pick = random.Random(seed)
-    step, loss, every, seconds = (
-        pick.choice(STEPS),
-        pick.choice(LOSSES),
-        pick.choice([1, 10]),
-        pick.choice([0.53, 12.4]),
-    )
+    step, loss, every, seconds = map(pick.choice, (STEPS, LOSSES, [1, 10], [0.53, 12.4]))
     start, timer = pick.choice([1, 1000]), pick.choice([None, *TIMES])
-    layout, assign, join = (
-        pick.choice(["text", "json", "dict"]),
-        pick.choice(["=", ": ", " "]),
-        pick.choice([" | ", ", ", " "]),
-    )
-    stamped, prefix, evaluation = (
-        pick.random() < 0.3,
-        pick.choice(["", "[rank0]: ", "[INFO] "]),
-        pick.choice([None, *EVALUATIONS]),
-    )
-    names = [
-        step,
-        loss,
-        *pick.sample([name for name in OTHERS if name != loss], pick.randint(0, 5)),
-        *filter(None, [timer]),
-    ]
+    layout, assign, join = map(pick.choice, (["text", "json", "dict"], ["=", ": ", " "], [" | ", ", ", " "]))
+    stamped, prefix = pick.random() < 0.3, pick.choice(["", "[rank0]: ", "[INFO] "])
+    evaluation = pick.choice([None, *EVALUATIONS])
+    others = pick.sample([name for name in OTHERS if name != loss], pick.randint(0, 5))
+    names = [step, loss, *others, *filter(None, [timer])]
     pick.shuffle(names)
     lines, losses = [], dict[int, float]()
     for n in range(start, start + ROWS * every, every):

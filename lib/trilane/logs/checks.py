@@ -133,12 +133,10 @@ def _clock(run: PartialRun, columns: Columns) -> Iterator[Found]:
     so, and only a wrong unit makes them shorter. So the quarter with the most seconds for its time, and the half with
     the fewest, do not count.
     """
-    pairs, day = np.array(run.clock, float).reshape(-1, 2), 86400.0
+    pairs = np.array(run.clock, float).reshape(-1, 2)
     times, n = pairs[:, 1], len(pairs) - 1
     if n < 1:
         return
-    if times.max() <= day:  # times of day, which begin again at midnight
-        times = times + day * np.cumsum(np.diff(times, prepend=times[0]) < -day / 2)
     passed = np.diff(times)
     if (passed < -60).any():  # ranks on several nodes print, whose clocks differ somewhat
         at = int((passed < -60).argmax())

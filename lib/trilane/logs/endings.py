@@ -12,7 +12,6 @@ from trilane.workspace.status import Status
 
 # what stands before a message: the rank, the bars of an exception group, the module of the exception
 LEAD = rb"^\s*(?:(?:\[\w{1,40} ?\d{0,9}\]:|\d{1,9}: )\s*)?(?:\|\s*)?(?:\w++\.)*+"
-MOST_GPUS = 8  # of a node: a run of more ranks has several, and a number on a node is that of several ranks
 NAMES = rb"[A-Za-z0-9][\w.-]{0,98}(?:\[[\d,-]{1,200}\])?"  # of nodes, as SLURM lists them
 # The node that a line is about, or that printed it; a prefix needs a digit, as any word may stand before a colon.
 HOST = re.compile(

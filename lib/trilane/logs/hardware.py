@@ -13,14 +13,6 @@ GPU = re.compile(
     rb"\|\s+(\d{1,6})\s+(\S(?:.{0,80}?\S)?)\s+(?:On|Off|N/A)\s+\|\s+[\dA-Fa-f]+:[\dA-Fa-f]+:[\dA-Fa-f.]+"
     rb"|GPU (\d{1,6}): (\S[^()]{0,80}?) \(UUID: )"  # nvidia-smi -L
 )
-NUMBER = rb"(\d+(?:\.\d*)?)"
-NCCL_TEST = re.compile(
-    rb"^\s*(\d+)\s+(\d+)\s+(?:float|half|bfloat16|double|u?int\d+|fp8\S*)\s+(?:\w+\s+)?-?\d+\s+"
-    + rb"\s+".join([NUMBER] * 3)
-)
-BENCH = re.compile(  # a line each of all_reduce_bench, in Gbit/s
-    rb"^\s*(\d+):\s*$|duration: N sec|algo throughput: \d+(?:\.\d*)? bps, N Gbps|busbw: N\s+Gbps".replace(b"N", NUMBER)
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,43 +45,17 @@ class DeviceParser:
         return None
 
 
-class BenchmarkParser:
-    """Parses benchmark output line by line; all_reduce_bench spreads one trial of a rank over several lines.
-
-    Rows have `rank`, `seconds`, `algorithm_bytes_per_s`, `bus_bytes_per_s`; those of nccl-tests `message_bytes` and no
-    rank. Where trials of two ranks overlap, a line has no certain rank: it is NaN, and a row holds adjacent numbers.
-    """
-
-    def __init__(self) -> None:
-        self._ranks: list[float] = []
-        self._partial: dict[str, float] = {}
-        self._mixed = False
-        self.matched = False  # whether the last line belonged to a benchmark
-
-    def row(self, line: bytes) -> dict[str, float] | None:
-        """The row that this line completes, else None."""
-        tested, bench = NCCL_TEST.match(line), BENCH.search(line)
-        self.matched = bool(tested or bench)
-        if tested:
-            size, seconds, algorithm, bus = (float(tested[i]) for i in (1, 3, 4, 5))
-            rates = {"algorithm_bytes_per_s": algorithm * 1e9, "bus_bytes_per_s": bus * 1e9}
-            return {"message_bytes": size, "seconds": seconds / 1e6, **rates}
-        if not bench:
-            return None
-        value = float(bench[bench.lastindex or 0])
-        if bench[1]:
-            self._mixed = bool(self._ranks)
-            self._ranks.append(value)
-            return None
-        name = {2: "seconds", 3: "algorithm_bytes_per_s", 4: "bus_bytes_per_s"}[bench.lastindex or 0]
-        self._partial[name] = value if bench[2] else value * 1e9 / 8
-        if not bench[4]:
-            return None
-        row, self._partial = self._partial, {}
-        row["rank"] = NAN if self._mixed or not self._ranks else self._ranks[0]
-        del self._ranks[:1]
-        self._mixed = self._mixed and bool(self._ranks)
-        return row
+def benchmark(line: bytes) -> dict[str, float]:
+    """The rates in bytes per second on a line of a benchmark, of nccl-tests with seconds and bytes of the message; {}
+    for another line."""
+    if b"busbw: " in line and (found := re.search(rb"busbw: (\d+(?:\.\d*)?)\s+Gbps", line)):
+        return {"bus_bytes_per_s": float(found[1]) * 1e9 / 8}
+    kinds = rb"(?:float|half|bfloat16|double|u?int\d+|fp8\S*)"
+    number = rb"\s+(\d+(?:\.\d*)?)"
+    found = re.match(rb"\s*(\d+)\s+\d+\s+" + kinds + rb"\s+(?:\w+\s+)?-?\d+" + 3 * number, line)
+    size, seconds, algorithm, bus = map(float, found.groups()) if found else (0.0,) * 4
+    rates = {"algorithm_bytes_per_s": algorithm * 1e9, "bus_bytes_per_s": bus * 1e9}
+    return {"message_bytes": size, "seconds": seconds / 1e6, **rates} if found else {}
 
 
 def benchmark_finished(line: bytes) -> bool:

@@ -41,7 +41,7 @@ class RunLog(Table):
     memory       a row per rank: rank, iteration, allocated, max_allocated, reserved, max_reserved; `max_` is the most
                  that the rank ever reported
     timers       a row per iteration: iteration, and each timer of the framework
-    bandwidth    a row per trial and rank of a bandwidth benchmark
+    bandwidth    a row per trial of a bandwidth benchmark
     devices      the GPUs that nvidia-smi lists
     summary      numbers printed once, such as train_runtime and those of the flops profiler
     status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed it (None if unknown),
@@ -149,7 +149,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     found = checks.problems(run, columns, path if with_lines else None)
     set_up = MEMORY_NOTE if run.memory and run.rows and not run.memory_is_late else ""
     run.has_launchers |= run.last_line.startswith(b"[default")
-    rank = run.rank_of(end)
+    rank = _rank(run, end)
     exits = [replace(exit, rank=None) for exit in run.exits] if run.has_launchers else run.exits
     hosts, gpus, exclude = where(end, run.places.get(-1 if rank is None else rank), exits)
     world = run.arguments.get("world_size")
@@ -164,7 +164,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
         dialect=" + ".join(sorted(counted)) or "unknown",
         arguments=run.arguments,
         timers=frame(run.timers.columns(), ("iteration",)),
-        bandwidth=frame(run.bandwidth.columns(), ("rank", "message_bytes")),
+        bandwidth=frame(run.bandwidth.columns(), ("message_bytes",)),
         devices=tuple(device for _, device in sorted(run.devices.items())),
         summary=run.summary,
         rank=rank,
@@ -176,8 +176,20 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
         collectives=tuple(run.watchdogs.lines(run.places, world)) if status.has_failed else (),
         notes=tuple(filter(None, (*run.notes, units, STAMPS_NOTE * bool(timed_by_stamps), averaged, set_up))),
         status_basis=basis,
-        clock=tuple(pair for pair in run.clock if pair[1] > 86400),  # without times of day
+        clock=run.clock,
     )
+
+
+def _rank(run: PartialRun, end: endings.Ending | None) -> int | None:
+    """The rank that an ending is about, None where it is unknown: the task of srun only where a task is a rank, the
+    number on a node only where the run has one node."""
+    if end is None or end.rank is None:
+        return run.root_rank if end else None
+    world = run.arguments.get("world_size")
+    ranks = max(run.watchdogs.world, world if isinstance(world, int) else 0)
+    several = ranks > 8 or len({host for host, _ in run.places.values()}) > 1  # a node has up to 8 GPUs
+    is_other = (end.among == "task" and run.has_launchers) or (end.among == "node" and several)
+    return run.root_rank if is_other else end.rank
 
 
 def _status(run: PartialRun, columns: Columns) -> tuple[Status, str, endings.Ending | None]:

@@ -23,19 +23,7 @@ TIMED_OUT = re.compile(
 COUNTS = re.compile(
     rb"[Ll]ast enqueued (?:NCCL )?work: (-?\d{1,18}),.{0,120}[Ll]ast completed (?:NCCL )?work: (-?\d{1,18})"
 )
-# TORCH_NCCL_DESYNC_DEBUG=1, https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/TraceUtils.h
-ANALYSIS = re.compile(
-    rb"ranks \[([\d, ]{1,60000})\] are the lagging ranks|\[([\d, ]{1,60000})\] finished collective #.{1,20} didn't join"
-)
-WORDS = (
-    b"WorkNCCL",
-    b"NCCL work",
-    b"by watchdog",
-    b"nqueued",
-    b"lagging",
-    b"didn't join",
-    b"terminated with exception",
-)
+WORDS = (b"WorkNCCL", b"NCCL work", b"by watchdog", b"nqueued", b"terminated with exception")
 DEFAULT, SHOWN = "default_pg", 8  # the group of all ranks; lines that are shown, and ranks with their nodes
 
 
@@ -58,18 +46,15 @@ class Report:
 @dataclass(kw_only=True)
 class Watchdogs:
     """What the ranks of a run reported, by process group ("" where the log does not name it) and rank: `numbered` in
-    the run, or `others` in their group alone; `late` are ranks of a group by torch's own analysis."""
+    the run, or `others` in their group alone."""
 
     numbered: dict[tuple[str, int], Report] = field(default_factory=dict)
     others: dict[tuple[str, int], Report] = field(default_factory=dict)
-    late: set[int] = field(default_factory=set)
     world: int = 0  # ranks of the run's largest communicator; 0: unknown
 
     def read(self, line: bytes) -> None:
-        """Read a line of a watchdog, the heartbeat monitor, or torch's analysis."""
-        if late := ANALYSIS.search(line):
-            self.late.update(map(int, re.findall(rb"\d{1,7}", late[1] or late[2])))
-        elif (member := MEMBER.search(line)) and b"periodically" not in line and len(self.numbered) < 200_000:
+        """Read a line of a watchdog or the heartbeat monitor."""
+        if (member := MEMBER.search(line)) and b"periodically" not in line and len(self.numbered) < 200_000:
             group, found = _group(member), re.search(rb"\[rank(\d{1,7})\]", line)
             reports = self.numbered if found or group == DEFAULT else self.others
             rank = int(found[1] if found else member[4])
@@ -111,7 +96,6 @@ class Watchdogs:
         of = "" if is_numbered else " of it"
         order = sorted(same, key=lambda key: (key[0], "timed out" in key[1], len(same[key])))
         found = [f"{g or 'a process group'}: {_ranks(same[g, text], places)}{of}: {text}" for g, text in order]
-        found += [f"torch's analysis: {_ranks(self.late, {})} of the process group did not join"] if self.late else []
         return [*found[:SHOWN], *([f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else [])]
 
 

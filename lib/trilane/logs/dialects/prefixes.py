@@ -18,7 +18,6 @@ LEAD = re.compile(  # what collectors of logs, and loggers, put before it
 STAMP = re.compile(
     rb"(?:(\d{4})[-/](\d\d)[-/](\d\d)|(\d\d)/(\d\d)/(\d{4}))[ T]([01]\d|2[0-3]):([0-5]\d):([0-5]\d)(?:[.,](\d{1,9}))?"
 )
-TIME_OF_DAY = re.compile(rb"^\W{0,3}(\d\d):(\d\d):(\d\d(?:\.\d{1,6})?)(?![\d:])")
 
 
 def source(line: bytes) -> float:
@@ -58,11 +57,3 @@ def _midnight(year: bytes, month: bytes, day: bytes) -> float:
         return datetime(int(year), int(month), int(day), tzinfo=UTC).timestamp()
     except ValueError:  # no such day
         return NAN
-
-
-def line_time(line: bytes) -> float:
-    """Seconds since 1970 by the line's time stamp, or since midnight where the line begins with a time of day."""
-    if (stamp := timestamp(line)) == stamp or not (found := TIME_OF_DAY.match(line)):
-        return stamp
-    hours, minutes, seconds = map(float, found.groups())
-    return 3600 * hours + 60 * minutes + seconds

@@ -26,7 +26,7 @@ LAUNCHERS = re.compile(
     rb"^\[default\d|torchrun\b|torch[./]distributed[./](?:elastic|launch|run)|ChildFailedError|\(local_rank: \d"
 )
 # after a line of such a form says nothing, one with other digits may
-DECIDES = re.compile(rb"oom|Xid|rrno|exit|status|return code|signal|ECC|error \d|enqueued|nranks|collective #|lagging")
+DECIDES = re.compile(rb"oom|Xid|rrno|exit|status|return code|signal|ECC|error \d|enqueued|nranks")
 NCCL_RANK = re.compile(rb"(\S{1,99}):\d+:\d+ \[(\d+)\] NCCL INFO .{0,200}\brank (\d{1,7}) nranks (\d{1,7}) ")
 
 
@@ -40,7 +40,7 @@ class Facts:
         self._ignored = False  # the exception of an open traceback is one that no caller sees
         # of torchrun's table of failures: the node, and when its first rank failed (that of others sorts after it)
         self._host, self._failed = "", "~"
-        self._benchmark, self._devices = hardware.BenchmarkParser(), hardware.DeviceParser()
+        self._devices = hardware.DeviceParser()
 
     def is_launch(self, line: bytes) -> bool:
         """Whether the line is printed only when a training begins."""
@@ -58,14 +58,14 @@ class Facts:
         elif b"fwd+bwd+step" in line and (found := FLOPS.match(body(line))):
             name = " ".join(found[1].decode("utf-8", "replace").split())
             run.summary[f"profiler: {name}"] = float(found[2]) * SUFFIXES.get(found[3], 1.0)
-        elif row := self._benchmark.row(line):
+        elif row := hardware.benchmark(line):
             run.dialects["nccl-tests" if "message_bytes" in row else "all_reduce_bench"] += 0
             run.bandwidth.add(row)
             run.last_line = line
         elif device := self._devices.device(line):
             run.devices[device.index] = device
         else:
-            return self._benchmark.matched or self._devices.pending is not None or b"MiB" in line
+            return self._devices.pending is not None or b"MiB" in line
         return True
 
     def arguments(self, line: bytes, run: PartialRun) -> bool:

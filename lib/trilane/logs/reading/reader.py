@@ -17,7 +17,7 @@ from trilane.logs.reading import trainer_dicts
 from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.facts import Facts, timers
 from trilane.logs.reading.form import DIGITS, FORM, Form
-from trilane.logs.reading.runs import PartialRun, Runs
+from trilane.logs.reading.runs import Line, PartialRun, Runs
 
 LONG = 1 << 16  # bytes: longer lines are searched for iterations only
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
@@ -108,7 +108,8 @@ class Reader:
                     run.add_memory(row, printed if form.is_rank else NAN, form.memory)
             else:
                 time_s, printed = form.time(line), form.source(line)
-                self._runs.take(row, form.dialect, form.name, time_s, printed, line, self._runs.number, is_plain=True)
+                at = Line(line, self._runs.number, printed)
+                self._runs.take(row, form.dialect, form.name, time_s, at, is_plain=True)
         elif kind == "timers":
             run.add_timers(row)
         elif kind == "step":
@@ -309,7 +310,7 @@ class Reader:
             self._open, line = None, opened.line
             time_s = opened.row.get("time_s", timestamp(line))
             name = opened.dialect.variant(line)
-            self._runs.take(opened.row, opened.dialect, name, time_s, source(line), line, opened.number)
+            self._runs.take(opened.row, opened.dialect, name, time_s, Line(line, opened.number, source(line)))
 
 
 def _parts(line: bytes) -> list[bytes]:
@@ -345,20 +346,15 @@ def find_lines(path: Path, numbers: Collection[int], first: int = 1, last: int =
     """
     written = b"|".join(b"%d|%s" % (n, f"{n:,}".encode()) for n in sorted(numbers))
     word = re.compile(rb"(?<![\d.,])(?:" + written + rb")(?![\d.])")
-    found, number, left = dict[int, tuple[int, str]](), 1, 1000  # lines that hold such a number and are read
-    for block in blocks(path):
-        at, counted = 0, 0
-        while left and len(found) < len(numbers) and (hit := word.search(block, at)):
-            start, stop = block.rfind(b"\n", 0, hit.start()) + 1, block.find(b"\n", hit.end())
-            number, counted = number + block.count(b"\n", counted, start), start
-            at = stop if stop >= 0 else len(block)
-            if number >= first:
-                left, text = left - 1, block[start:at]
-                if (at_line := _iteration(text)) in numbers:
-                    found.setdefault(int(at_line), (number, endings.text(text)))
-        number += block.count(b"\n", counted)
+    found, left = dict[int, tuple[int, str]](), 1000  # lines that hold such a number and are read
+    lines = (line for block in blocks(path) for line in block.removesuffix(b"\n").split(b"\n"))
+    for number, line in enumerate(lines, 1):
         if not left or len(found) == len(numbers) or number > last > 0:
             break
+        if number >= first and word.search(line):
+            left -= 1
+            if (at := _iteration(line)) in numbers:
+                found.setdefault(int(at), (number, endings.text(line)))
     return found
 
 

@@ -4,11 +4,12 @@ another rank's, or the first of another run."""
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from trilane.logs.arguments import Value
-from trilane.logs.dialects.prefixes import line_time, rank
+from trilane.logs.dialects.prefixes import rank, timestamp
 from trilane.logs.dialects.tables import Dialect
-from trilane.logs.endings import MOST_GPUS, Ending, Level, joined, superseded
+from trilane.logs.endings import Ending, Level, joined, superseded
 from trilane.logs.hardware import Device
 from trilane.logs.reading.form import DIGITS, MEMORY
 from trilane.logs.table import NAN, NumericTable
@@ -20,6 +21,14 @@ DATES_S = 1e8  # seconds since 1970 are more, those since the start of a run are
 REPORTERS = 0.05  # of a loss that two reporters print, such as a bar, which rounds it or averages it: relative
 EPOCHS = {"epochs_done": 0.0, "nth_epoch": 1.0}  # where iterations count in their epoch: the number of the first one
 SAME = ("lm_loss", "sec_per_it", "consumed_samples", "epoch")  # are equal in two lines of one iteration
+
+
+class Line(NamedTuple):
+    """The first line of an iteration: its text, its number in the file, and the rank or process that printed it."""
+
+    text: bytes
+    number: int
+    source: float = NAN
 
 
 class PartialRun:
@@ -64,8 +73,8 @@ class PartialRun:
 
     @property
     def clock(self) -> tuple[tuple[float, float], ...]:
-        """Iteration and time (see line_time) of the first, the last and some lines between, by their own stamps."""
-        last = (self.iteration, line_time(self.last_line)) if self.rows else (NAN, NAN)
+        """Iteration and seconds since 1970 of the first, the last and some lines between, by their own stamps."""
+        last = (self.iteration, timestamp(self.last_line)) if self.rows else (NAN, NAN)
         return tuple(dict.fromkeys(pair for pair in (*self.stamps, last) if pair[1] == pair[1]))
 
     @property
@@ -88,17 +97,6 @@ class PartialRun:
     def has_content(self) -> bool:
         """Whether it has iterations, a summary, a benchmark or an ending, or is a launch after another run."""
         return self.ends_at_launch or bool(self.endings) or (self.launched and self.follows)
-
-    def rank_of(self, end: Ending | None) -> int | None:
-        """The rank that an ending is about, None where it is unknown: the task of srun only where a task is a rank, the
-        number on a node only where the run has one node."""
-        if end is None or end.rank is None:
-            return self.root_rank if end else None
-        world = self.arguments.get("world_size")
-        ranks = max(self.watchdogs.world, world if isinstance(world, int) else 0)
-        several = ranks > MOST_GPUS or len({host for host, _ in self.places.values()}) > 1
-        is_other = (end.among == "task" and self.has_launchers) or (end.among == "node" and several)
-        return self.root_rank if is_other else end.rank
 
     def forget(self) -> None:
         """Leave out the iterations read so far, which were not what they looked like."""
@@ -126,7 +124,7 @@ class PartialRun:
         if rows >= self._next_stamp:
             if not self.first_number:
                 self.first_number, self.first, self.first_line = number, iteration, line
-            self.stamps.append((iteration, line_time(line)))
+            self.stamps.append((iteration, timestamp(line)))
             if len(self.stamps) > 50:
                 del self.stamps[1::2]
             self._next_stamp = rows + max(1, rows // 25)
@@ -278,15 +276,7 @@ class Runs:
         return self.all[-1]
 
     def take(
-        self,
-        row: dict[str, float],
-        dialect: Dialect,
-        name: str,
-        time_s: float,
-        printed: float,
-        line: bytes,
-        number: int,
-        is_plain: bool = False,
+        self, row: dict[str, float], dialect: Dialect, name: str, time_s: float, line: Line, is_plain: bool = False
     ) -> None:
         """Give an iteration of a dialect, all of whose lines were read, to its run."""
         run = self.run
@@ -305,23 +295,23 @@ class Runs:
                 return
         is_drawn = dialect.lines in ("bar", "block") or dialect.fallback
         if is_drawn and run.dialects.keys() == {dialect.name} and self._repeats(row):
-            self._draw_again(run.timed(row, time_s, dialect.name), printed, dialect)
+            self._draw_again(run.timed(row, time_s, dialect.name), line.source, dialect)
             return
         name = name or next(iter(run.dialects.keys() & dialect.family), dialect.name)
-        self.step(run.timed(row, time_s, name), name, printed, line, number)
+        self.step(run.timed(row, time_s, name), name, line)
         run = self.run
         run.first_iteration = dialect.first_iteration
         is_alone = run.dialects.keys() <= {name, "deepspeed"} and not run.endings
         run.steady = name if is_plain and is_alone and not (is_drawn or run.in_epochs) else ""
         if held := [column for column in MEMORY if column in row]:
-            run.add_memory(row, rank(line), held)
+            run.add_memory(row, rank(line.text), held)
 
-    def step(self, row: dict[str, float], dialect: str, printed: float, line: bytes, number: int) -> None:
+    def step(self, row: dict[str, float], dialect: str, line: Line) -> None:
         """Add an iteration: the next of the run, another rank's copy, or the first of another run."""
         self.settle(dialect)
         run = self.run
         others = run.dialects.keys() - {"deepspeed"}
-        takes = run.accepts(row, printed)
+        takes = run.accepts(row, line.source)
         counts = {name for name in others if run.dialects[name]}
         family = self._families.get(dialect, frozenset())
         if counts and dialect not in counts and not others <= family:
@@ -335,7 +325,7 @@ class Runs:
             return
         if not takes:
             self.begin()
-        self.run.add(row, dialect, printed, line, number)
+        self.run.add(row, dialect, line.source, line.text, line.number)
 
     def settle(self, dialect: str) -> None:
         """Leave out what fallbacks have read of the run, where a line of another dialect shows whose it is."""
@@ -366,14 +356,11 @@ class Runs:
     def _draw_again(self, row: dict[str, float], printed: float, dialect: Dialect) -> None:
         """Read a bar that is drawn again at the same iteration: with its loss after the loss of the one before, which
         counts; or, where it had its loss, for a part of the batch or by another rank, which is noted."""
-        run = self.run
-        recent = run.iterations.recent[-2:]
-        if dialect.fallback and not dialect.lines:
+        run, is_copy = self.run, dialect.fallback and not dialect.lines
+        before, *_, last = [one.get("lm_loss") for one in run.iterations.recent[-2:] * 2]
+        if is_copy or (before != last and run.iterations.rows > 1):
             run.compare(row)
-            return
-        if len(recent) > 1 and recent[1].get("lm_loss") != recent[0].get("lm_loss"):
-            run.compare(row)
-        if printed == run.rank or printed != printed:
+        if not is_copy and (printed == run.rank or printed != printed):
             run.iterations.change_last(row)
 
     def _in_run(self, row: dict[str, float]) -> dict[str, float]:

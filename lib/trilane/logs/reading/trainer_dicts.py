@@ -6,7 +6,7 @@ import re
 import numpy as np
 
 from trilane.logs.dialects.prefixes import NAN
-from trilane.logs.reading.runs import PartialRun, Runs
+from trilane.logs.reading.runs import Line, PartialRun, Runs
 from trilane.logs.table import Columns
 
 DICT = re.compile(rb"\{('[^{}]*)\}")
@@ -57,7 +57,7 @@ class TrainerDicts:
         self._runs = runs
         self.pending = dict[str, float]()
         self.bar: dict[str, float] = {}  # the last one on a line of its own
-        self._line, self._number = b"", 0  # of the pending dict
+        self._line = Line(b"", 0)  # of the pending dict
 
     def read(self, line: bytes) -> None:
         """Read the dicts of a line."""
@@ -74,7 +74,7 @@ class TrainerDicts:
                 self.pending |= values
             else:
                 self.release()
-                self.pending, self._line, self._number = values, line, self._runs.number
+                self.pending, self._line = values, Line(line, self._runs.number)
                 if "step" in values:
                     self.release()
 
@@ -94,7 +94,7 @@ class TrainerDicts:
         row = {column: values[name] for name, column in known.items()} | {"iteration": values.get("step", NAN)}
         row |= {"train_iters": values["total"]} if "total" in values else {}
         row = self._runs.run.timed(row, values.get("elapsed", NAN), "hf-trainer")
-        self._runs.step(row, "hf-trainer", NAN, self._line, self._number)
+        self._runs.step(row, "hf-trainer", self._line)
 
 
 def _is_copy(values: dict[str, float], before: dict[str, float]) -> bool:
