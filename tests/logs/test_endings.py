@@ -16,7 +16,6 @@ HERE = Path(__file__).parent
 FIVE = "".join(map(m2021, range(1, 6)))
 TEN = FIVE + "".join(map(m2021, range(6, 11)))
 OOM = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 3 has a total capacity of 79.15 GiB\n"
-OLD_OOM = "RuntimeError: CUDA out of memory. Tried to allocate 96.00 MiB (GPU 1; 31.75 GiB total capacity)\n"
 WATCHDOG = (
     "[Rank 12] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 1800000 ms\n"
 )
@@ -52,12 +51,9 @@ ENDINGS = [
         None,
     ),
     ("OOM", FIVE + OOM, "Tried to allocate 2.50 GiB", 3),
-    ("OOM", FIVE + OLD_OOM + ELASTIC, "Tried to allocate 96.00 MiB", 9),
-    ("OOM", OOM, "Tried to allocate", 3),
     ("host memory", FIVE + KILLER + SRUN, "oom-kill", None),
     ("OOM", FIVE + WATCHDOG + OOM + CANCEL, "CUDA out of memory", 3),
     ("time limit", FIVE + LIMIT, "DUE TO TIME LIMIT", None),
-    ("time limit", FIVE + WATCHDOG + LIMIT, "DUE TO TIME LIMIT", None),
     ("node failure", FIVE + NCCL + NODE, "DUE TO NODE FAILURE", None),
     ("hang", FIVE + WATCHDOG + NCCL + SRUN, "Watchdog caught", 12),
     ("NCCL error", FIVE + NCCL + WATCHDOG + SRUN, "NCCL error in", 5),
@@ -71,14 +67,12 @@ ENDINGS = [
     ("crashed", FIVE + TRACE + ELASTIC + SRUN + CANCEL, "AssertionError: heads", 9),
     ("killed", FIVE + ELASTIC, "exitcode  : -9 (pid: 77)", 9),
     ("crashed", FIVE + SRUN + CANCEL, "Exited with exit code 1", 6),
-    ("crashed", FIVE + "[default2]:Fatal Python error: Segmentation fault\n", "Segmentation fault", 2),
     ("unfinished", FIVE, "iteration        5/", None),
     ("crashed", FIVE + TRACE.rpartition("AssertionError")[0], "Traceback", None),
     ("hang", FIVE + CAUGHT.format(7) + TRACE.rpartition("AssertionError")[0], "Rank 7", 7),
     ("cancelled", FIVE + "Received 2 death signal\n" + TRACE.rpartition("AssertionError")[0], "death signal", None),
     ("hang", FIVE + ABORTED + THROWN + "  what():  " + CAUGHT.format(5), "Rank 5", 5),
     ("NCCL error", FIVE + ABORTED + THROWN + "  what():  NCCL error: remote process exited\n", "remote process", None),
-    ("crashed", FIVE + THROWN, "terminate called", None),
     (
         "unfinished",
         FIVE + "Exception ignored in: <function f>\n" + TRACE.rpartition("Assert")[0],
@@ -97,15 +91,11 @@ ENDINGS = [
     ("OOM", FIVE + m2021(6) + OOM + "[exiting program at iteration 6] datetime: 2026-08-01\n", "2.50 GiB", 3),
     ("completed", FIVE + DONE + KERNEL + OOM, "after training is done", None),
     ("GPU error", FIVE + DONE + KERNEL + SRUN, "Xid", None),
-    ("crashed", FIVE + DONE + TRACE, "AssertionError: heads", None),
     ("crashed", FIVE + DONE + m2021(6) + "[rank3]: ValueError: heads\n", "ValueError", 3),
-    ("time limit", FIVE + DONE + LIMIT, "DUE TO TIME LIMIT", None),
     ("OOM", FIVE + 'ERROR: a rank failed with "CUDA out of memory"\n', "a rank failed", None),
-    ("file system", FIVE + "OSError: [Errno 116] Stale file handle, after retrying 5 times\n", "Errno 116", None),
     ("unfinished", FIVE + OOM + m2021(6) + m2021(7), "iteration        7/", None),
     ("stopped", FIVE + STOPPED, "saved checkpoints/iter_0000005", None),
     ("completed", FIVE + STOPPED + TEN[len(FIVE) :], "iteration       10/", None),
-    ("unfinished", "NCCL WARN Failed to open libibverbs.so\n" + FIVE, "iteration        5/", None),
 ]
 
 
@@ -164,9 +154,7 @@ TORCHRUN = ELASTIC.replace("rank      : 9 (local", "rank      : 17 (local")
     ("text", "expected"),
     [
         (PEERS + XID, ("GPU error", ("gpu03",), ("PCI:0000:c1:00",), "gpu03", None)),
-        (PEERS + ECC + SRUN, ("GPU error", (), (), "", 17)),
         (PEERS + ECC + SRUN.replace("task 6", "task 17"), ("GPU error", ("r1n1",), (), "r1n1", 17)),
-        (KERNEL + SRUN, ("GPU error", ("r1n1",), ("PCI:0000:c1:00",), "r1n1", None)),
         (KERNEL + SRUN + SRUN.replace("r1n1", "r1n2"), ("GPU error", (), ("PCI:0000:c1:00",), "", None)),
         (KILLER + "srun: error: r1n3: task 3: Out Of Memory\n", ("host memory", ("r1n3",), (), "", None)),
         (CANCEL + KILLER, ("host memory", (), (), "", None)),
@@ -176,16 +164,13 @@ TORCHRUN = ELASTIC.replace("rank      : 9 (local", "rank      : 17 (local")
         (XID.replace("gpu03", "gpu03.site.org"), ("GPU error", ("gpu03.site.org",), ("PCI:0000:c1:00",), "gpu03", None)),
         (XID.replace("gpu03", "10.1.2.3"), ("GPU error", ("10.1.2.3",), ("PCI:0000:c1:00",), "", None)),
         (XID.replace("gpu03", "a;reboot"), ("GPU error", (), ("PCI:0000:c1:00",), "", None)),
-        (XID.replace("gpu03", "$(id)"), ("GPU error", (), ("PCI:0000:c1:00",), "", None)),
         (NCCL + "[rank3]: ValueError: heads\n", ("crashed", (), (), "", 3)),
-        (NCCL + "[rank3]: RuntimeError: heads\n", ("NCCL error", (), (), "", 5)),
         (WATCHDOG + "Exception ignored in: <function f>\n" + TRACE, ("hang", (), (), "", 12)),
         ("Exception ignored in: <function f>\n" + "saved\n" + TRACE, ("crashed", (), (), "", None)),
         (STORE, ("network", (), (), "", None)),
         (TABLES, ("killed", ("r1n2",), ("3",), "", 11)),
         (NCCL + "E1123 api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 53)\n", ("killed", (), (), "", None)),
         (NCCL + SRUN.replace("Exited with exit code 1", "Killed"), ("NCCL error", (), (), "", 5)),
-        (XID + LIMIT, ("time limit", (), (), "", None)),
         (XID + m2021(6) + m2021(7), ("unfinished", (), (), "", None)),
     ],
 )  # fmt: skip
@@ -253,18 +238,6 @@ def test_what_memory_was_asked_for_is_known(tmp_path, status, line, asked):
     (tmp_path / "a.log").write_text(line)
     log = read_log(tmp_path / "a.log")
     assert (log.status, log.asked_bytes, len(log.iterations)) == (status, asked, 0)
-
-
-def test_a_log_that_was_written_a_moment_ago_belongs_to_a_running_job(tmp_path):
-    (tmp_path / "a.log").write_text(FIVE + m2021(6)[:50])
-    log = read_log(tmp_path / "a.log")
-    assert (log.status, len(log.iterations)) == ("running", 5)
-
-
-def test_the_status_belongs_to_its_run(tmp_path):
-    start = "using world size: 8, data-parallel-size: 8\n"
-    (tmp_path / "a.log").write_text(start + FIVE + OOM + start + FIVE + LIMIT + start + TEN)
-    assert [r.status for r in read_logs(tmp_path / "a.log")] == ["OOM", "time limit", "completed"]
 
 
 JOB = "[rank0]:[titan] 2026-08-01 12:00:00,000 - root - INFO - Starting job: Llama 3 8B training\n"

@@ -81,7 +81,6 @@ def test_iterations_on_one_line_where_a_lines_end_was_lost_are_all_read(tmp_path
 LEADS = {
     "a pod": "[train-worker-0 pytorch] ",
     "a stamp": "2024-05-01T10:00:{:02d}.{:03d}Z stdout F ",
-    "a pod and a stamp": "train-0 2024-05-01 10:00:{:02d},{:03d}: rank0[99][MainThread]: INFO: ",
 }
 
 

@@ -74,13 +74,6 @@ HANGS = {
         "".join(old(r, 9) for r in range(8) if r != 5),
         ["a process group: ranks 0-4, 6-7 of it: timed out in work 9 (ALLREDUCE)"],
     ),
-    "different calls": (
-        "".join(new(r, 7, 9) for r in range(7)) + new(7, 7, 9, op="_ALLGATHER_BASE"),
-        [
-            f"default_pg: rank 7: {WORK.format(7, 9, 6).replace('ALLREDUCE', '_ALLGATHER_BASE')}",
-            f"default_pg: ranks 0-6: {WORK.format(7, 9, 6)}",
-        ],
-    ),
     "two groups": (
         "".join(new(r, 1234, 1236) for r in range(6)) + new(6, 88, 90, TP, member=2) + dump(6, 1230) + dump(7, 1229),
         [
@@ -99,21 +92,6 @@ HANGS = {
         new(4, 88, 90, TP, member=0) + new(5, 88, 90, TP, member=1) + f"  what():  [{TP} Rank 1] Process group watchdog thread "
         f"terminated with exception: {CAUGHT.format(r=1, at=88, op='ALLREDUCE', size=SIZE)[31:]}\n",
         [f"TENSOR_MODEL_PARALLEL_GROUP 37: ranks 4-5: {WORK.format(88, 90, 87)}"],
-    ),
-    "one ended with an error": (
-        "".join(new(r, 9, 12) for r in range(8) if r != 3)
-        + "[rank3]:[E ProcessGroupNCCL.cpp:1595] [PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with "
-        "exception: CUDA error: an illegal memory access was encountered\n",
-        ["default_pg: rank 3: ended with an error", f"default_pg: ranks 0-2, 4-7: {WORK.format(9, 12, 8)}"],
-    ),
-    "two groups of a rank at the same number": (
-        "".join(a for a in (new(0, 12, 12), new(0, 12, 12, TP, op="_ALLGATHER_BASE", member=0)) for a in a.splitlines(True)[:1])
-        + "".join(a for a in (new(0, 12, 12), new(0, 12, 12, TP, op="_ALLGATHER_BASE", member=0)) for a in a.splitlines(True)[1:]),
-        [
-            "TENSOR_MODEL_PARALLEL_GROUP 37: rank 0: timed out in work 12; last enqueued 12, last completed 11",
-            f"default_pg: ranks 1-7: {NONE}",
-            "default_pg: rank 0: timed out in work 12; last enqueued 12, last completed 11",
-        ],
     ),
 }  # fmt: skip
 

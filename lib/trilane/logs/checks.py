@@ -18,15 +18,15 @@ from trilane.logs.table import NAN, Columns
 
 MOST_NUMBER = 1e15  # of an iteration; a larger one is damaged
 AGREE = 1.5  # factor between two rates of one run: one may be a running mean, or leave out what the other counts
-# Each number by itself. Seconds: kernels take microseconds, the slowest shipped row of data/measured.csv 870 s. FLOP/s:
-# twice the dense 16-bit peak of a B200. 0 and -1 stand for "not measured" (nanoGPT, DeepSpeed).
+# Seconds: the slowest row of data/measured.csv takes 870. FLOP/s: twice the dense 16-bit peak of a B200. 0 and -1 stand
+# for "not measured" (nanoGPT, DeepSpeed).
 BOUNDS = {
-    "sec_per_it": (2e-4, 3600.0, "seconds an iteration: another unit, or other iterations?"),
+    "sec_per_it": (2e-4, 3600.0, "seconds an iteration: another unit?"),
     "grad_norm": (0.0, math.inf, "a norm is not negative"),
     "learning_rate": (0.0, 1.0, "a learning rate lies between 0 and 1"),
     "lm_loss": (0.0, math.inf, "a cross entropy is not negative"),
-    "mfu": (0.0, 1.0, "no more than the peak can be used; a percentage read as a share?"),
-    "flops_per_s_per_gpu": (1e6, 4.5e15, "FLOP/s: no card trains at that rate; another unit?"),
+    "mfu": (0.0, 1.0, "above the peak; a percentage?"),
+    "flops_per_s_per_gpu": (1e6, 4.5e15, "FLOP/s: another unit?"),
 }
 # Columns without influence on how long an iteration takes, or what it computes.
 HARMLESS = ("lm_loss", "grad_norm", "learning_rate", "mfu", "train_iters")
@@ -88,14 +88,14 @@ def _bounds(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[Found]
     # a uniform guess has ln(vocabulary), of which Gemma's is the largest
     vocabulary, loss = _argument(arguments, "padded_vocab_size", "vocab_size"), columns.get("lm_loss", np.empty(0))
     if (loss > 2 * math.log(vocabulary if vocabulary > 1 else 262_144)).sum() > max(2, 0.99 * len(loss)):
-        yield "loss", "lm_loss", f"{loss[-1]:.4g}, above twice a uniform guess: a sum, or another quantity?", -1
+        yield "loss", "lm_loss", f"{loss[-1]:.4g}, above twice a uniform guess: a sum?", -1
 
 
 def _counts(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[Found]:
     """Counts that fall; samples and tokens consumed, and printed rates, against what iterations and batch give."""
     for name in {"iteration", "consumed_samples", "consumed_tokens"} & columns.keys():
         if (falls := columns[name][1:] < columns[name][:-1]).any():
-            text = "falls from one line to the next: lines of two runs, or of two counts?"
+            text = "falls from one line to the next"
             yield "jumps-back", name, text, int(falls.argmax()) + 1
 
     def known(name: str, *others: str) -> np.ndarray:
@@ -122,7 +122,7 @@ def _counts(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[Found]
         high = 1.1 if rule == "count" else AGREE
         low = 0.0 if name == "consumed_tokens" else 1 / high  # of shorter sequences there are fewer
         if not low < (ratio := _ratio(printed, right)) < high:
-            text = f"{ratio:.3g} times what iterations, seconds and batch give: one of these, or the number, is wrong"
+            text = f"{ratio:.3g} times what iterations, seconds and batch give"
             yield rule, name, text, -1
 
 
@@ -152,7 +152,7 @@ def _clock(run: PartialRun, columns: Columns) -> Iterator[Found]:
         # twice may be data and evaluations
         if is_long or (n > 3 and passed[many].sum() > 3 * printed[many].sum() + 10):
             text = f"{printed.sum():.4g} s printed for iterations of {passed.sum():.4g} s by the lines' time stamps"
-            yield "clock", "sec_per_it", f"{text}: another unit, or the seconds of several or of a part?", -1
+            yield "clock", "sec_per_it", f"{text}: another unit?", -1
 
 
 def _of_memory(run: PartialRun) -> Iterator[Found]:
@@ -160,17 +160,17 @@ def _of_memory(run: PartialRun) -> Iterator[Found]:
     for name in ("max_allocated", "max_reserved"):
         most = max((row[name] for row in run.memory.values() if name in row), default=0.0)
         if most > 288 * 2**30 or 0 < most < 2**20:  # the largest card, and less than an allocator's first block
-            yield "bounds", name, f"{most:.4g} bytes are no card's memory in use; another unit?", -1
+            yield "bounds", name, f"{most:.4g} bytes: another unit?", -1
     if (run.validation.columns().get("lm_loss", np.empty(0)) < 0).any():
         yield "bounds", "validation", "a cross entropy is not negative", -1
     if UNNUMBERED in run.notes:
         yield "unnumbered", "iteration", UNNUMBERED, -1
     if run.differing:
         text = "the loss of iteration {:.0f} is {:.6g} in one line, {:.6g} in another".format(*run.differing)
-        yield "copies", "lm_loss", f"{text}: of one rank each, not of the batch?", -1
+        yield "copies", "lm_loss", f"{text}: of one rank each?", -1
     if run.lost:
         text = f"{len(run.lost)} lines or more, of iteration {run.lost[0]:.0f} first, lie behind others"
-        yield "lost", "iteration", f"{text} and were left out: two counts, or another run?", -1
+        yield "lost", "iteration", f"{text} and were left out", -1
 
 
 def of_card(
@@ -205,7 +205,7 @@ def of_file(runs: Sequence[PartialRun], path: Path) -> list[tuple[Problem, ...]]
     count, number, first = candidates.numbered(path)
     if not any(run.unread for run in runs) and count > 3 + 2 * sum(run.rows for run in runs):
         found[0] = (_unread(count, number, first),)
-    text = "numbers of the file's lines jump back and forth: those of several programs or ranks, or another line's"
+    text = "numbers of the lines jump back and forth: of several programs, or of another line"
     for at, (old, new) in enumerate(pairwise(runs), 1):
         if new.launched or new.arguments or old.endings or not (old.iterations.rows and new.iterations.rows):
             continue

@@ -102,26 +102,21 @@ class Dialect:
         require(self.first_iteration in (0, 1), "first_iteration", self.first_iteration, "must be 0 or 1")
         require(set(self.needs) <= COLUMNS, "needs", self.needs, "must be a list of columns")
         require(bool(self.iteration), "iteration", "", "must have a pattern")
-        for key, columns in (("iteration", {"iteration", "since_start"}), ("validation", {"lm_loss"})):
-            for pattern in self.patterns(key):
+        for key in ("iteration", "validation", "memory", "launch", "end"):
+            try:
+                patterns = self.patterns(key)
+            except (re.error, RecursionError, OverflowError) as error:
+                raise ValueError(f"{key}={shown(getattr(self, key))}: is no regular expression ({error})") from None
+            wanted = {"iteration": {"iteration", "since_start"}, "validation": {"lm_loss"}}.get(key)
+            for pattern in patterns:
                 groups = {column_of(name.replace("__", " "))[0] for name in pattern.groupindex}
-                rule = f"must have a group (?P<{min(columns)}>...)"
-                require(bool(groups & columns), key, pattern.pattern.decode(), rule)
-        assert self.columns is not None and self.is_blind is not None  # which compile and check the rest
+                rule = f"must have a group (?P<{min(wanted or {''})}>...)"
+                require(not wanted or bool(groups & wanted), key, pattern.pattern.decode(), rule)
+        assert self.columns is not None  # which checks the rest
 
     def patterns(self, key: str) -> tuple[re.Pattern[bytes], ...]:
         """The compiled patterns of a key."""
-        if key not in (found := self._compiled):
-            given = getattr(self, key)
-            try:
-                found[key] = tuple(re.compile(pattern.encode()) for pattern in given)
-            except (re.error, RecursionError, OverflowError) as error:
-                raise ValueError(f"{key}={shown(given)}: is no regular expression ({error})") from None
-        return found[key]
-
-    @functools.cached_property
-    def _compiled(self) -> dict[str, tuple[re.Pattern[bytes], ...]]:
-        return {}
+        return _compiled(getattr(self, key))
 
     @functools.cached_property
     def columns(self) -> dict[bytes, tuple[str, float, float]]:
@@ -183,18 +178,6 @@ class Dialect:
     def _found(self, line: bytes) -> tuple[re.Match[bytes], int] | None:
         return _first(self.patterns("iteration"), line, len(line) if self.lines == "wrapped" else MAX_LINE)
 
-    def continues(self, line: bytes, first: bytes) -> bool:
-        """Whether the line may stand in the block that `first` began: it is indented, behind what launchers and
-        collectors put before it, which stands before the first line too, with other digits."""
-        prefix = PREFIX.match(line)
-        if line[prefix.end() if prefix else 0 :][:1].isspace():
-            return True
-        found = _first(self.patterns("iteration"), first)
-        lead = re.sub(rb"\d+", b"0", first[: found[0].start() + found[1]] if found else b"")
-        form = re.sub(rb"\d+", b"0", line[:300])
-        shared = next((at for at, pair in enumerate(zip(lead, form, strict=False)) if pair[0] != pair[1]), len(lead))
-        return shared > 0 and form[shared : shared + 1].isspace()
-
     def evaluation(self, line: bytes) -> list[Span]:
         """The numbers of an evaluation; [] for any other line."""
         found = _first(self.patterns("validation"), line)
@@ -231,6 +214,11 @@ class Dialect:
             seen = seen | {column}
             found.append(Span(column, *match.span(2), multiplier * SUFFIXES.get(match[3] or b"", 1.0), divisor))
         return found
+
+
+@functools.cache
+def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[bytes], ...]:
+    return tuple(re.compile(pattern.encode()) for pattern in patterns)
 
 
 def _is_qualified(before: bytes) -> bool:

@@ -283,7 +283,7 @@ class Reader:
             return False
         if spans := dialect.rest(line, set(opened.row)):
             opened.row |= row_of(spans, line)
-        elif opened.lines > 200 or not (dialect.continues(line, opened.line) or not line.strip()):
+        elif opened.lines > 200 or not (line[:1].isspace() or body(line)[:1].isspace() or not line.strip()):
             self._end()
         return bool(spans)
 
