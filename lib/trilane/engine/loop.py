@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
@@ -97,8 +96,7 @@ class Training:
         self._print(self._engine.path)
         for name, settings in self._engine.settings.items() if world.is_first else ():
             write_json(folder / name, settings)
-        at_an_end = (parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage())
-        self._loader = SampleLoader(plan, world, self._engine.replica, reads=any(at_an_end))
+        self._loader = SampleLoader(plan, world, self._engine.replica)
         self._done, self._saved = 0, ""
         if checkpoint:
             load(checkpoint, plan, world, self._engine)

@@ -50,15 +50,12 @@ def read_marked(states: States, keep: Callable[[int, str, torch.Tensor], None] =
 def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
     """The learning rate of the next iteration, and a hash of this replica's samples in it; None after the last.
 
-    On a middle pipeline stage, which reads no samples, the hash is None. It is a sum over samples mod 2^64: the
-    replicas' hashes add up to the batch's, however it is divided.
+    It is a sum over samples mod 2^64: the replicas' hashes add up to the batch's, however it is divided.
     """
     batch = next(plan.batches(done), None)
     if batch is None:
         return {"next_lr": None, "samples": None}
     lr = plan.optimizer.learning_rate(batch.end, plan.samples)
-    if not loader.reads:
-        return {"next_lr": lr, "samples": None}
     rows = (row for microbatch in loader.microbatches(batch) for row in microbatch.tokens.cpu().numpy())
     digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows)
     return {"next_lr": lr, "samples": f"{sum(int.from_bytes(d, 'little') for d in digests) % 2**64:016x}"}
