@@ -3,19 +3,16 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from plans import SHAPE, small_plan
+from plans import SHAPE
 
 from trilane.config.training import Data, Part
-from trilane.engine.data import corpus
-from trilane.engine.data.corpus import Tokenizer, check_pair, prepare, prepare_all, tokenizer, write_pair
+from trilane.engine.data.corpus import check_pair, prepare, prepare_all, tokenizer, write_pair
 from trilane.launch.local import environment
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what megatron-core says while it is imported
@@ -31,6 +28,9 @@ def test_bytes_and_end_of_document_come_back_from_megatrons_own_reader(tmp_path:
     source.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     prefix = prepare(Data(source=str(source), folder=str(tmp_path / "data")), SHAPE)
     assert [ids.tolist() for ids in IndexedDataset(prefix)] == [[*text.encode(), 256] for text in texts]
+    write_pair([np.array([70_000, 1], np.int32)], str(tmp_path / "wide"), 70_001)  # ids of 32 bits
+    wide = IndexedDataset(str(tmp_path / "wide"))
+    assert wide[0].tolist() == [70_000, 1]
 
 
 def test_a_pair_made_for_megatron_is_used_as_it_is(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_hugging_face_tokenizer_is_taken_from_a_folder(tmp_path: Path) -> None
     assert (coder.vocab_size, coder.encode("a line of text").tolist()) == (5, [0, 1, 2, 3, 4])
 
 
-def test_the_name_changes_with_the_text_and_with_the_tokenizer_and_nothing_is_made_twice(tmp_path: Path) -> None:
+def test_the_name_changes_with_the_text_and_nothing_is_made_twice(tmp_path: Path) -> None:
     source = tmp_path / "text.txt"
     source.write_text(TEXT)
     data = Data(source=str(source), folder=str(tmp_path / "data"))
@@ -68,25 +68,6 @@ def test_the_name_changes_with_the_text_and_with_the_tokenizer_and_nothing_is_ma
     assert prepare(data, SHAPE) == first and Path(first + ".idx").stat().st_mtime_ns == made
     source.write_text(TEXT + "more")
     assert prepare(data, SHAPE) != first
-    other = Tokenizer(name="x", vocab_size=257, eod=256, digest="x")
-    assert corpus._made(data, other) != corpus._made(data, tokenizer("bytes"))
-
-
-def test_of_two_at_a_time_the_second_waits_and_finds_the_work_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written, write = [], corpus._write
-
-    def slowly(texts: list[str], coder: Tokenizer, prefix: Path) -> None:
-        written.append(prefix)
-        time.sleep(0.2)
-        write(texts, coder, prefix)
-
-    monkeypatch.setattr(corpus, "_write", slowly)
-    data = Data(source="mock", folder=str(tmp_path))
-    with ThreadPoolExecutor() as pool:
-        first, second = pool.map(lambda _: prepare(data, SHAPE), range(2))
-    assert first == second and written == [Path(first)]
 
 
 def test_a_warm_preparation_imports_no_torch(tmp_path: Path) -> None:
@@ -100,29 +81,6 @@ def test_a_warm_preparation_imports_no_torch(tmp_path: Path) -> None:
     env = environment(1)
     env["PYTHONPATH"] += f":{Path(__file__).parent}:{Path(__file__).parents[1]}"  # plans, and support that it needs
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, check=True)
-
-
-BUILDER = """
-import numpy as np, torch
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-from trilane.engine.data.corpus import write_pair
-for vocabulary, largest in ((65499, 300), (65500, 300)):
-    arrays = [np.arange(n, dtype=np.int32) for n in (largest, 0, 7)]
-    builder = IndexedDatasetBuilder("theirs.bin", dtype=DType.optimal_dtype(vocabulary))
-    for ids in arrays:
-        builder.add_item(torch.from_numpy(ids))
-        builder.end_document()
-    builder.finalize("theirs.idx")
-    write_pair(arrays, "ours", vocabulary)
-    print([open(f"ours.{end}", "rb").read() == open(f"theirs.{end}", "rb").read() for end in ("bin", "idx")])
-"""
-
-
-@pytest.mark.slow
-def test_a_pair_is_what_megatron_cores_builder_writes(ask: Callable, data: Path, tmp_path: Path) -> None:
-    """To the last byte, in 16 and in 32 bits, an empty document included."""
-    code = f"import os\nos.chdir({str(tmp_path)!r})\n{BUILDER}"
-    assert ask(small_plan(data), code) == 2 * "[True, True]\n"
 
 
 def pair(at: Path, largest: int = 300) -> Path:

@@ -46,15 +46,6 @@ def test_what_ranks_hold_alike_is_dropped_alike_and_what_they_share_out_is_not(d
     assert whole[0]["attention"] != whole[1]["attention"]
 
 
-def test_every_stage_and_replica_has_a_seed_of_its_own() -> None:
-    """Also once megatron-core has added its 2718 + rank for the tensor-parallel stream."""
-    from trilane.engine.model.rng import stream_seed
-
-    places = [(stage, replica) for stage in range(64) for replica in range(64)]
-    seeds = {stream_seed(1234, *place) + extra for place in places for extra in [0, *range(2718, 2718 + 16)]}
-    assert len(seeds) == len(places) * 17
-
-
 def dropping(engine: str, data: Path, **topology: object) -> Plan:
     """Two iterations with a tenth dropped everywhere."""
     plan = TASKS["plain"].plan(HERE, str(data), engine, **topology)
@@ -82,7 +73,7 @@ def test_recomputation_drops_the_very_same(
         fork(plan.topology.gpus, folder)
         losses[way] = [step["lm_loss"] for step in steps(folder)]
     assert all(losses[way] == losses["none"] for way in ways)
-    assert max(abs(a - b) for a, (b, _) in zip(losses["none"], truth(TASKS["plain"]), strict=False)) > 1e-3
+    assert max(abs(a - b) for a, (b, _) in zip(losses["none"], truth(TASKS["plain"], 2), strict=False)) > 1e-3
 
 
 COUNT = """
@@ -104,7 +95,6 @@ print(len(calls))
 @pytest.mark.parametrize(
     ("engine", "recompute", "zero", "times"),
     [
-        ("megatron", "none", 0, 1),
         ("megatron", "selective", 0, 2),
         ("deepspeed-3d", "full", 1, 2),
     ],

@@ -78,21 +78,21 @@ for cut in [(0, 1), (0, 2), (1, 2)]:
 """
 
 
-def test_a_blend_keeps_its_weights_from_the_first_samples_on_and_one_order(ask: Callable, data: Path) -> None:
-    """3 : 1 over text and mock, 20 iterations of 8 samples, by megatron-core's blending; dp only deals them out."""
+def test_a_blend_keeps_its_weights_from_the_first_samples_on_and_one_order(
+    ask: Callable, data: Path, tmp_path: Path
+) -> None:
+    """3 : 1 over text and mock, 20 iterations of 8 samples, by megatron-core's blending; dp only deals them out.
+
+    Seven sources of one percent are each asked for a whole sample of 16: megatron-core's own margin is too thin.
+    """
     parts = (Part(source="stdlib", weight=3), Part(source="mock", weight=1))
-    plan = changed(small_plan(data), "data", source="blend", blend=parts)
-    lines = ask(plan, MIX).splitlines()
+    lines = ask(changed(small_plan(data), "data", source="blend", blend=parts), MIX).splitlines()
     assert lines[0] in ("[8, 2]; [120, 40]", "[7, 3]; [120, 40]")
     one, first, second = (line.split() for line in lines[1:])
     assert sorted(one) == sorted(first + second) and len(set(one)) == 8
     assert one[:2] + one[4:6] == first
-
-
-def test_a_short_run_over_an_uneven_blend_has_its_samples(ask: Callable, data: Path, tmp_path: Path) -> None:
-    """Seven sources of one percent are each asked for a whole sample of 16; megatron-core's own margin is too thin."""
     short = tmp_path / "short.txt"
     short.write_text("x" * 64 * 17)
     parts = (Part(source=str(short), weight=0.93), *[Part(source="mock", weight=0.01)] * 7)
-    plan = changed(small_plan(data, iters=2), "data", source="blend", blend=parts)
-    assert ask(plan, MIX).splitlines()[0].endswith("; [14, 1, 1, 0, 0, 0, 0, 0]")
+    uneven = changed(small_plan(data, iters=2), "data", source="blend", blend=parts)
+    assert ask(uneven, MIX).splitlines()[0].endswith("; [14, 1, 1, 0, 0, 0, 0, 0]")

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from plans import HERE
 
 from trilane.config.model import ModelShape
@@ -65,8 +64,8 @@ def plan(
 PLANS = [
     *(
         plan(partition, tied, tp, pp, interleaving, layers)
-        for (partition, layers), tied, tp in itertools.product(LAYERS.items(), (True, False), (1, 2, 4))
-        for pp, interleaving in [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)]
+        for (partition, layers), tied, tp in itertools.product(LAYERS.items(), (True, False), (1, 4))
+        for pp, interleaving in [(1, 1), (4, 1), (2, 2)]
     ),
     plan(EMBEDDING, True, 2, 4, 1, 2),  # the embedding and the head each have a stage to themselves
     # Stages with a number of their own, and with less than 14 layers a norm of the embedding.
@@ -78,25 +77,19 @@ PLANS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def built() -> dict[str, list[list[int]]]:
-    """The counts of every plan, by its label: one process imports megatron-core once and is every rank in turn."""
+def test_the_formula_counts_the_parameters_of_every_rank_exactly() -> None:
+    """sum(p.numel()) of the engine's GPTModel, on the meta device: one process is every rank in turn."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "count.py")]
     asked = json.dumps([p.to_json() for p in PLANS])
     done = subprocess.run(command, input=asked, env=environment(8), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return dict(zip((p.label for p in PLANS), json.loads(done.stdout), strict=True))
+    found = dict(zip((p.label for p in PLANS), json.loads(done.stdout), strict=True))
+    predicted = {p.label: [[stage] * p.topology.tp for stage in formula(p.shape, p.topology)] for p in PLANS}
+    assert found == predicted
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.label)
-def test_the_formula_counts_the_parameters_of_every_rank_exactly(plan: Plan, built: dict) -> None:
-    """sum(p.numel()) of the engine's GPTModel, on the meta device."""
-    predicted = formula(plan.shape, plan.topology)
-    assert built[plan.label] == [[stage] * plan.topology.tp for stage in predicted]
-
-
-@pytest.mark.parametrize("shape", [p.shape for p in PLANS[::7]] + [p.shape for p in PLANS[-12::2]], ids=str)
-def test_the_canonical_tensors_are_as_many_numbers_as_the_shape_counts(shape: ModelShape) -> None:
+def test_the_canonical_tensors_are_as_many_numbers_as_the_shape_counts() -> None:
     from trilane.engine.model.parameters import whole_sizes
 
-    assert sum(map(math.prod, whole_sizes(shape).values())) == shape.parameters
+    for shape in {p.shape for p in PLANS}:
+        assert sum(map(math.prod, whole_sizes(shape).values())) == shape.parameters, shape

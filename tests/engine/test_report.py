@@ -39,12 +39,9 @@ STEP = dict(
 )
 
 
-def test_the_line_is_megatrons_to_the_last_blank() -> None:
+def test_the_line_is_megatrons_and_a_window_has_means_of_time_and_loss_and_sums_of_counts() -> None:
     """Megatron-LM's training_log of 2025, with the clock in front."""
     assert report.megatron_line([STEP], 100, datetime(2026, 8, 1, 12)) == LINE
-
-
-def test_a_window_gives_means_of_time_and_loss_and_sums_of_counts() -> None:
     other = {**STEP, "iteration": 11, "lm_loss": 3.5, "sec_per_it": 2.2345, "skipped": 0}
     line = report.megatron_line([STEP, other], 100, datetime(2026, 8, 1, 12))
     assert " iteration       11/" in line and "lm loss: 3.000000E+00" in line and "(ms): 1734.5" in line
@@ -115,13 +112,10 @@ def test_timers_fill_the_iteration_and_our_reader_reads_them(
             assert log.timers[f"{name} min"].iloc[1] == pytest.approx(low, abs=1e-5)
 
 
-def test_a_phase_counts_its_own_time_and_not_that_of_those_inside() -> None:
+def test_a_phase_counts_its_own_time_and_an_evaluation_between_iterations_none(monkeypatch) -> None:
+    """The clock goes on by one at each change of phase; a phase that failed stays current."""
     marks = [(0.0, ""), (1.0, "forward-compute"), (2.0, "batch-generator"), (4.0, "forward-compute"), (5.0, "")]
     assert phases.durations(marks) == {"": 1.0, "forward-compute": 2.0, "batch-generator": 2.0}
-
-
-def test_what_happens_between_iterations_counts_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evaluation has the phases of an iteration; the clock goes on by one at each change of phase."""
     clock = iter(range(100))
     monkeypatch.setattr("trilane.engine.phases.perf_counter", lambda: float(next(clock)))
     timers = phases.Timers(torch.device("cpu"))
@@ -134,21 +128,16 @@ def test_what_happens_between_iterations_counts_for_none(monkeypatch: pytest.Mon
     timers.fold()
     timers.stop()
     assert timers.own() == {"forward-compute": 1.0}
-
-
-def test_a_phase_that_failed_is_named() -> None:
     with pytest.raises(RuntimeError), phases.phase("optimizer"):
         raise RuntimeError
     assert phases.current() == "optimizer"
     phases.end()
-    assert phases.current() == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "topology"),
     [
-        ("megatron", {"zero": 1}),
         ("deepspeed-zero", {"zero": 3, "offload": "full"}),
         ("hf-zero3", {"zero": 3}),
     ],
@@ -161,8 +150,6 @@ def test_no_library_prints_into_the_log_and_deepspeeds_settings_are_kept(
     plan = small_plan(data, iters=2, engine=engine, dp=2, recompute="full", **topology)
     train(plan)
     kept = tmp_path / "run" / "ds_config.json"
-    assert not kept.exists() if engine == "megatron" else json.loads(kept.read_text())["zero_optimization"]
-    if engine == "deepspeed-zero":
-        assert json.loads(kept.read_text()) == deepspeed_config(plan, compiler=False)
+    assert json.loads(kept.read_text()) == deepspeed_config(plan, compiler=False)
     logs = [(tmp_path / "run" / f"{rank}.log").read_text().splitlines() for rank in range(2)]
     assert [len(lines) for lines in logs] == [3, 4] and "unfused path" in logs[0][0], logs
