@@ -6,7 +6,7 @@ import pytest
 from support import small_plan
 
 from trilane.workspace.checkpoints import FOLDER, name_of, write_manifest
-from trilane.workspace.continuation import extension, identity, in_order_of, require_continuable, require_same
+from trilane.workspace.continuation import extension, identity, require_continuable, require_same
 
 
 def manifest(plan, iteration, consumed=None):
@@ -47,22 +47,11 @@ def test_a_checkpoint_of_another_model_or_seed_is_refused_by_name() -> None:
         ("seed=7", run(plan, seed=7)),
         ("shape.num_layers=4", replace(plan, shape=replace(plan.shape, num_layers=4))),
         ("shape.normalization=rmsnorm", replace(plan, shape=replace(plan.shape, normalization="rmsnorm"))),
-        ("samples of the run=24", run(plan, order_samples=24)),
         ("data.split=9,1", replace(plan, data=replace(plan.data, split="9,1"))),
     )
     for name, other in others:
         with pytest.raises(ValueError, match=f"^{name}: the checkpoint x was trained with "):
             require_same("x", manifest(plan, 2), other)
-
-
-def test_a_longer_run_keeps_the_order_of_its_checkpoint_also_from_one_that_names_no_length() -> None:
-    plan = small_plan(train_iters=4)
-    longer, longest = run(plan, train_iters=6), run(plan, train_iters=9)
-    old = manifest(plan, 3)
-    del old["identity"]["length"]  # as checkpoints were before a run could be extended
-    for before, after in ((old, longer), (manifest(in_order_of(old, longer), 5), longest)):
-        require_same("x", before, after)
-        assert in_order_of(before, after).ordered_samples == 16 < after.samples
 
 
 def test_what_an_extension_does_to_the_learning_rate_is_reported_in_a_line() -> None:

@@ -60,8 +60,7 @@ class Plan:
         self._check_ramp()
         # the order is kept as some bytes for each; the largest published runs have read 2^31 at most
         most = 1 << 34
-        counts = {"train_iters": self.samples, "order_samples": self.run.order_samples}
-        for name, count in {**counts, "eval_iters": self.validation_samples}.items():
+        for name, count in {"train_iters": self.samples, "eval_iters": self.validation_samples}.items():
             rule = f"means {count:,} samples, at most {most:,} can be put in an order"
             require(count <= most, name, getattr(self.run, name), rule)
         evaluates, rule = self.run.eval_interval, "needs a share for validation in data.split, such as 949,50,1"
@@ -100,11 +99,6 @@ class Plan:
         return self.run.ramp.consumed(self.run.train_iters, self.topology.gbs)
 
     @property
-    def ordered_samples(self) -> int:
-        """Samples of the run for which the order of samples is made; an extended run keeps its first one."""
-        return self.run.order_samples or self.samples
-
-    @property
     def validation_samples(self) -> int:
         """Samples of one evaluation; 0 where there is none."""
         return self.run.eval_iters * self.topology.gbs
@@ -126,7 +120,9 @@ def plan_from_json(values: dict[str, Any]) -> Plan:
     if isinstance(fields, dict) and isinstance(run := fields.get("run"), dict):
         # Plan files of before 0.1.0 have these fields; py-spy's stacks and Flight Recorder took their place.
         require(not run.get("trace_packages"), "trace_packages", run.get("trace_packages"), "see `debug capture`")
-        fields["run"] = {k: v for k, v in run.items() if k not in ("trace_packages", "trace_calls")}
+        rule = "no sample's place depends on the run's length any more"
+        require(not run.get("order_samples"), "order_samples", run.get("order_samples"), rule)
+        fields["run"] = {k: v for k, v in run.items() if k not in ("trace_packages", "trace_calls", "order_samples")}
     return from_mapping(Plan, fields, "plan")
 
 

@@ -163,7 +163,6 @@ class Run:
     eval_interval: int = option(0, "iterations between validation losses; 0: none", minimum=0, megatron="eval-interval")
     eval_iters: int = option(0, "batches of a validation loss, always the same", minimum=0, megatron="eval-iters")
     skip: str = option("", "iterations that count as done and are not trained, such as 101-200,251-300")
-    order_samples: int = option(0, "samples of the run whose order is kept; 0: this run's, or the loaded", minimum=0)
     fused: str = option("auto", "fused kernels: auto from compute capability 8.0 on", choices=("auto", "on", "off"))
     profile: str = option("", "10-12: a trace of these iterations by the first and last rank; 10-12:0,3 by these")
 

@@ -23,7 +23,7 @@ from trilane.engine.report import TrainingLog, iteration, memory_line, print_not
 from trilane.engine.signals import Signals
 from trilane.engine.world import World
 from trilane.workspace.checkpoints import FOLDER, name_of
-from trilane.workspace.continuation import extension, in_order_of
+from trilane.workspace.continuation import extension
 from trilane.workspace.run_folder import cut_steps
 from trilane.workspace.status import RunStatus, Status, write_status
 
@@ -91,8 +91,7 @@ class Training:
         self._world, self._folder, self._begin = world, folder, begin
         self._requests = StopRequests(folder, plan.run, world, signals, begin)
         checkpoint = find(folder, plan, world)  # before a large model is built for nothing
-        plan = self._plan = in_order_of(checkpoint.manifest, plan) if checkpoint else plan
-        self._engine = build(plan, world)
+        self._plan, self._engine = plan, build(plan, world)
         self._print(self._engine.path)
         for name, settings in self._engine.settings.items() if world.is_first else ():
             write_json(folder / name, settings)

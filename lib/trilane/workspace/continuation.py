@@ -1,7 +1,6 @@
 """What a checkpoint records of the run that wrote it, and which plans may continue from it; without torch."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,11 @@ from trilane.workspace.checkpoints import FOLDER, complete, found_in, read_manif
 
 
 def identity(plan: Plan) -> dict[str, Any]:
-    """What a checkpoint records of its run: model and order of samples, which must not change, length and skips."""
+    """What a checkpoint records of its run: model, seed and data, which must not change, length and skips."""
     data = {name: value for name, value in to_mapping(plan.data).items() if name != "folder"}
     if not plan.data.split:  # checkpoints of before it existed have none
         del data["split"]
-    fixed = {
-        "shape": to_mapping(plan.shape),
-        "seed": plan.run.seed,
-        "data": data,
-        "samples of the run": plan.ordered_samples,
-    }
+    fixed = {"shape": to_mapping(plan.shape), "seed": plan.run.seed, "data": data}
     return {**fixed, "length": plan.samples, "skip": [list(ends) for ends in plan.run.skipped]}
 
 
@@ -50,7 +44,6 @@ def require_continuable(folder: Path, plan: Plan) -> None:
 def require_same(where: str, manifest: Mapping[str, Any], plan: Plan) -> None:
     """ValueError that names the first thing in which the plan differs from the checkpoint `where`."""
     held, iteration, consumed = manifest["identity"], manifest["iteration"], manifest["consumed_samples"]
-    plan = in_order_of(manifest, plan)
     may_change = ("length", "skip")  # the latter for what is still to be trained
     # a checkpoint without training, such as an imported one, has no data to compare
     common = {name: value for name, value in identity(plan).items() if name in held and name not in may_change}
@@ -78,16 +71,10 @@ def _differences(name: str, held: Any, wanted: Any) -> list[tuple[str, Any, Any]
     return [] if held == wanted else [(name, held, wanted)]
 
 
-def in_order_of(manifest: Mapping[str, Any], plan: Plan) -> Plan:
-    """The plan with the checkpoint's order of samples, unless it names one itself."""
-    order = manifest["identity"].get("samples of the run", 0)
-    return plan if plan.run.order_samples else replace(plan, run=replace(plan.run, order_samples=order))
-
-
 def extension(manifest: Mapping[str, Any], plan: Plan) -> str:
     """One line on what changes where the plan is longer or shorter than the run that wrote the checkpoint; else ""."""
     held = manifest["identity"]
-    before, after = held.get("length", held.get("samples of the run", 0)), plan.samples
+    before, after = held.get("length", 0), plan.samples
     upcoming = next(plan.batches(manifest["iteration"]), None)
     if not before or before == after or not upcoming:
         return ""

@@ -25,7 +25,7 @@ from trilane.engine.data.corpus import locked, prepare_all, tokenizer
 from trilane.engine.world import World, call_on_first
 from trilane.utils.validation import require
 
-Samples: TypeAlias = "GPTDataset | BlendedDataset | Epochs"
+Samples: TypeAlias = "BlendedDataset | Epochs"
 
 
 class SampleLoader:
@@ -78,14 +78,8 @@ class SampleLoader:
 
 
 def training_set(plan: Plan, world: World, prefixes: Sequence[str]) -> Samples:
-    """The documents for training as plan.samples samples of seq_length + 1 tokens each.
-
-    megatron-core shuffles all epochs together that a run needs: beyond one epoch the order depends on the number of
-    samples. So a run that is extended reads on in the order made for its first number, to the end of its last epoch,
-    then in further epochs. No sample's place depends on how far, or how often, the run is extended.
-    """
-    first = _samples_of(plan, world, prefixes, Split.train, plan.ordered_samples)
-    return first if plan.samples <= len(first) else _extended(plan, world, prefixes, first)
+    """The documents for training as plan.samples samples of seq_length + 1 tokens each."""
+    return _samples_of(plan, world, prefixes, Split.train, plan.samples)
 
 
 def validation_set(plan: Plan, world: World, prefixes: Sequence[str]) -> Samples:
@@ -93,16 +87,20 @@ def validation_set(plan: Plan, world: World, prefixes: Sequence[str]) -> Samples
     return _samples_of(plan, world, prefixes, Split.valid, plan.validation_samples)
 
 
-def _samples_of(plan: Plan, world: World, prefixes: Sequence[str], part: Split, samples: int) -> Samples:
-    """One part of the documents of the pairs as so many samples."""
-    cache = index_folder(plan, prefixes, part, samples)
+def _samples_of(plan: Plan, world: World, prefixes: Sequence[str], part: Split, needed: int) -> Samples:
+    """One part of the documents of the pairs as so many samples; no sample's place depends on their number."""
+    weights = normalize([source.weight for source in plan.data.blend]) if plan.data.blend else [1.0]
+    cache = index_folder(plan, prefixes, part, needed)
+    # A source of a blend is never more than one sample ahead of its share for each of the others.
+    ahead = len(weights) if plan.data.blend else 0
     with _complete(cache, world):
-        sizes = [samples if split is part else 0 for split in Split]
-        config = dataset_config(plan, prefixes, cache, part, samples)
         try:
-            return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[part.value]
+            configs = [dataset_config(plan, prefix, cache, part) for prefix in prefixes]
+            shares = zip(configs, weights, strict=True)
+            sources = [Epochs(config, part, math.ceil(weight * needed) + ahead) for config, weight in shares]
+            return _dataset(BlendedDataset, sources, weights, needed, configs[0]) if plan.data.blend else sources[0]
         except MemoryError as error:
-            raise ValueError(f"samples={samples}: their order does not fit in memory ({error})") from None
+            raise ValueError(f"samples={needed}: their order does not fit in memory ({error})") from None
 
 
 @contextlib.contextmanager
@@ -122,33 +120,23 @@ def _complete(cache: Path, world: World) -> Iterator[None]:
 
 
 class Epochs(ConcatDataset[Any]):
-    """The samples of one source: its first order, then further epochs, each shuffled alone by a seed of its own."""
+    """The samples of one source: its first epoch, then further ones, shuffled by two, four, eight together.
 
-    def __init__(self, first: GPTDataset, config: GPTDatasetConfig, needed: int) -> None:
-        parts = [first]
+    megatron-core would shuffle all epochs of a run together, so that the order depended on the run's length. Each part
+    has a seed of its own.
+    """
+
+    def __init__(self, config: GPTDatasetConfig, part: Split, needed: int) -> None:
+        none = [None] * len(Split)
+        first = BlendedMegatronDatasetBuilder(GPTDataset, none, lambda: True, config).build()[part.value]
+        parts, source = [first], (first.dataset, first.dataset_path, first.indices)
         while sum(map(len, parts)) < needed:
             seeded = copy.copy(config)  # `replace` would make the parts of the split anew
             seeded.random_seed = config.random_seed + len(parts)
-            parts.append(
-                _dataset(GPTDataset, first.dataset, first.dataset_path, first.indices, None, first.index_split, seeded)
-            )
+            parts.append(_dataset(GPTDataset, *source, len(first) << len(parts), first.index_split, seeded))
         super().__init__(parts)
         self.index_split = first.index_split
         self.unique_identifiers = {"parts": [part.unique_identifiers for part in parts]}
-
-
-def _extended(plan: Plan, world: World, prefixes: Sequence[str], first: Samples) -> Samples:
-    """plan.samples samples that begin as `first`; the order of sources in a blend never depends on its length."""
-    sources = first.datasets if isinstance(first, BlendedDataset) else [first]
-    weights = normalize([part.weight for part in plan.data.blend]) if plan.data.blend else [1.0]
-    cache = index_folder(plan, prefixes, Split.train, plan.ordered_samples, extended_to=plan.samples)
-    config = dataset_config(plan, prefixes, cache, Split.train, plan.samples)
-    # A source of a blend is never more than one sample ahead of its share for each of the others.
-    ahead = len(sources) if plan.data.blend else 0
-    with _complete(cache, world):
-        pairs = zip(sources, weights, strict=True)
-        whole = [Epochs(source, config, math.ceil(weight * plan.samples) + ahead) for source, weight in pairs]
-        return _dataset(BlendedDataset, whole, weights, plan.samples, config) if plan.data.blend else whole[0]
 
 
 def _dataset(kind: type, *arguments: Any) -> Any:
@@ -156,18 +144,12 @@ def _dataset(kind: type, *arguments: Any) -> Any:
     return BlendedMegatronDatasetBuilder.build_generic_dataset(kind, lambda: True, True, *arguments)
 
 
-def dataset_config(plan: Plan, prefixes: Sequence[str], cache: Path, part: Split, samples: int) -> GPTDatasetConfig:
-    """megatron-core's dataset settings for one part alone: it would index the others too."""
-    weights = [part.weight for part in plan.data.blend]
-    shares = [weight / sum(weights) for weight in weights]
-    # Of each source half a percent more than its share, megatron-core's default, or more in short runs: it rounds the
-    # shares of n sources up to whole samples, so up to w n + 1 more are read of weight w, and fails without them.
-    surplus = max([0.005, *((share * len(shares) + 1) / math.ceil(share * samples) for share in shares)])
+def dataset_config(plan: Plan, prefix: str, cache: Path, part: Split) -> GPTDatasetConfig:
+    """megatron-core's dataset settings for one part alone of one pair: it would index the others too."""
     config = GPTDatasetConfig(
         random_seed=plan.run.seed,
         sequence_length=plan.shape.seq_length,
-        blend=(list(prefixes), weights or None),
-        mid_level_dataset_surplus=surplus,
+        blend=([prefix], None),
         split=plan.data.split or "1",
         path_to_cache=str(cache),
         tokenizer=tokenizer(plan.data.tokenizer),
@@ -181,14 +163,11 @@ def dataset_config(plan: Plan, prefixes: Sequence[str], cache: Path, part: Split
     return config
 
 
-def index_folder(plan: Plan, prefixes: Sequence[str], part: Split, samples: int, extended_to: int = 0) -> Path:
-    """The folder of one part's sample index, named by a hash of everything that determines the order."""
+def index_folder(plan: Plan, prefixes: Sequence[str], part: Split, needed: int) -> Path:
+    """The folder of one part's sample index, named by a hash of everything that determines it."""
     pairs = [str(Path(prefix).resolve()) for prefix in prefixes]
-    weights = [part.weight for part in plan.data.blend]
-    order: list[Any] = [pairs, weights, plan.run.seed, plan.shape.seq_length, samples]
-    order += [plan.data.split, part.name] if plan.data.split else []
-    order += [{"extended to": extended_to}] if extended_to else []
-    digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16]
+    weights = [source.weight for source in plan.data.blend]
+    facts = [pairs, weights, plan.run.seed, plan.shape.seq_length, needed, plan.data.split, part.name]
     folder = Path(plan.data.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"samples-{digest}"
+    return folder / f"samples-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
