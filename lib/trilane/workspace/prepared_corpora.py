@@ -1,14 +1,14 @@
-"""Which pair was made from a source, known without reading its text: a record of the size and time of its files."""
+"""Which pair is made from a source, known without reading its text: its name has the size and time of its files."""
 
 import contextlib
 import hashlib
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from trilane.config.training import Data
-from trilane.utils.files import replace_text
-from trilane.utils.validation import read_json, require
+from trilane.utils.validation import require
 
 # Sources that need no files, and their bytes: of the standard library enough for 50 iterations to see new text each.
 BUILT_IN = {"stdlib": 4_000_000, "mock": 0}
@@ -25,32 +25,24 @@ def files(path: Path) -> list[Path]:
     return sorted(p for p in found if not any(part.startswith(".") for part in p.relative_to(path).parts))
 
 
-def record_path(data: Data, base: Path = Path()) -> Path:
-    """The record of the pair that is made from `data`, which is no blend; relative paths are below `base`.
+def pair_of(data: Data, base: Path = Path()) -> str:
+    """The prefix of the pair that is made from `data`, which is no blend; relative paths are below `base`.
 
     Its name depends on path, size and modification time of each file of source and tokenizer. Left out: a file that
-    was changed and got its earlier size and time back.
+    was changed and got its earlier size and time back. OSError where a file is missing.
     """
-    facts: list[object] = []
-    for place in (data.source, *([] if data.tokenizer == "bytes" else [data.tokenizer])):
+    facts: list[object] = [sys.version] if data.source in BUILT_IN else []
+    for place in ([] if facts else [data.source]) + ([] if data.tokenizer == "bytes" else [data.tokenizer]):
         path = Path(base, place).resolve()
         facts += [str(path), [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files(path)]]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    return Path(base, data.folder, f"prepared-{digest}.json")
+    return str(Path(data.folder, f"{Path(data.source).stem[:40]}-{digest}"))  # with what is added, a file name
 
 
-def recorded(data: Data, base: Path = Path()) -> str:
-    """The prefix of the pair made from `data`, by its record; "" where there is none, or the pair is gone."""
-    with contextlib.suppress(ValueError, OSError):
-        name = read_json(record_path(data, base), "record")["prefix"]
-        prefix = str(Path(data.folder, Path(name).name))
-        return prefix if all(Path(base, prefix + ending).is_file() for ending in (".idx", ".bin")) else ""
-    return ""
-
-
-def record(path: Path, source: str, prefix: str) -> None:
-    """Record that the pair of that prefix, in the same folder, was made from `source`."""
-    replace_text(path, json.dumps({"source": source, "prefix": Path(prefix).name}) + "\n")
+def _is_prepared(data: Data, base: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return all(Path(base, pair_of(data, base) + ending).is_file() for ending in (".idx", ".bin"))
+    return False
 
 
 def existing_pair(source: str) -> str | None:
@@ -82,7 +74,7 @@ def unprepared(sources: Iterable[Data], base: Path = Path(), above: int = SMALL_
     for data in sources:
         place = Path(base, data.source)
         is_text = data.source not in BUILT_IN and not existing_pair(str(place))
-        if is_text and (size := _bytes(place)) > above and not recorded(data, base):
+        if is_text and (size := _bytes(place)) > above and not _is_prepared(data, base):
             found[data.source] = size
     return found
 

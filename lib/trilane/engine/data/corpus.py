@@ -1,4 +1,4 @@
-"""A plan's data source as Megatron's indexed dataset (.bin and .idx): made once, named by a hash of its content.
+"""A plan's data source as Megatron's indexed dataset (.bin and .idx), made once.
 
 `python -m trilane.engine.data.corpus plan.json` makes it, or all of a blend, and prints the prefixes; with --in-job,
 where nodes wait, it refuses to make a large one. torch is not imported, which would take seconds.
@@ -25,15 +25,7 @@ from trilane.config.plan import read_plan
 from trilane.config.training import Data
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import read_text, require, require_file, shown
-from trilane.workspace.prepared_corpora import (
-    BUILT_IN,
-    existing_pair,
-    files,
-    record,
-    record_path,
-    recorded,
-    require_prepared,
-)
+from trilane.workspace.prepared_corpora import BUILT_IN, existing_pair, files, pair_of, require_prepared
 
 # megatron-core 0.16.1, core/datasets/indexed_dataset.py: magic, version, code of the token type, sequences, documents;
 # then int32 lengths and int64 offsets of the sequences, and int64 documents.
@@ -252,47 +244,23 @@ def prepare_all(data: Data, shape: ModelShape) -> list[str]:
 
 
 def _prepared(data: Data, coder: Tokenizer) -> str:
-    """The pair in data.folder with the source's documents, written unless it exists, or is recorded."""
-    if data.source in BUILT_IN:
-        return _made(data, coder)
-    documents(data.source)  # raises where there are none
-    note = record_path(data)  # of the files as they are before they are read
-    known = recorded(data)
-    if not known:
-        known = _made(data, coder)
-        require(record_path(data) == note, "data.source", data.source, "was changed while it was prepared")
-        record(note, data.source, known)
-    return known
-
-
-def _made(data: Data, coder: Tokenizer) -> str:
-    """The text is read twice, a file or line at a time, so that the memory need not hold it."""
-    digest, empty = hashlib.sha256(coder.digest.encode()), True
-    for text in documents(data.source):
-        digest.update(len(text).to_bytes(8, "little"))
-        digest.update(text.encode())
-        empty &= not text
-    require(not empty, "data.source", data.source, "is empty")
-    folder = Path(data.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    name = "mock" if data.source == "mock" else Path(data.source).stem[:40]  # with what is added, a file name
-    prefix = folder / f"{name}-{digest.hexdigest()[:16]}"
-    with locked(prefix.with_name(prefix.name + ".lock")):
-        if not prefix.with_name(prefix.name + ".idx").is_file():
-            _write(documents(data.source), coder, prefix)
-    return str(prefix)
-
-
-def _write(texts: Iterable[str], coder: Tokenizer, prefix: Path) -> None:
-    """Write the pair under temporary names, then rename; the .idx comes last and makes it complete."""
-    temporary = prefix.with_name(f".{prefix.name}.{secrets.token_hex(6)}")
-    try:
-        write_pair((coder.encode(text) for text in texts if text), str(temporary), coder.vocab_size)
-        for suffix in (".bin", ".idx"):
-            os.replace(f"{temporary}{suffix}", f"{prefix}{suffix}")
-    finally:
-        for suffix in (".bin", ".idx"):
-            Path(f"{temporary}{suffix}").unlink(missing_ok=True)
+    """The pair in data.folder with the source's documents, written unless it exists; the .idx comes last."""
+    texts, prefix = documents(data.source), pair_of(data)
+    temporary = f"{prefix}.{secrets.token_hex(6)}"
+    Path(data.folder).mkdir(parents=True, exist_ok=True)
+    with locked(Path(f"{prefix}.lock")):
+        if Path(f"{prefix}.idx").is_file():
+            return prefix
+        try:
+            write_pair((coder.encode(text) for text in texts if text), temporary, coder.vocab_size)
+            require(Path(f"{temporary}.bin").stat().st_size > 0, "data.source", data.source, "is empty")
+            require(pair_of(data) == prefix, "data.source", data.source, "was changed while it was prepared")
+            for suffix in (".bin", ".idx"):
+                os.replace(f"{temporary}{suffix}", f"{prefix}{suffix}")
+        finally:
+            for suffix in (".bin", ".idx"):
+                Path(f"{temporary}{suffix}").unlink(missing_ok=True)
+    return prefix
 
 
 @contextlib.contextmanager
