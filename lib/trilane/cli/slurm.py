@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -32,11 +32,6 @@ class Job(JobRequest):
     site: Site = option(help=f"{', '.join(sites.catalogue())}, or a JSON file", read=sites.site)
     allow: tuple[str, ...] = option((), "only warn of this rule; may be repeated", metavar="RULE")
 
-    @property
-    def request(self) -> JobRequest:
-        """What it asks for."""
-        return JobRequest(**{f.name: getattr(self, f.name) for f in fields(JobRequest)})
-
     def require_answer(self) -> None:
         """Raise unless SLURM answers, where the site has one."""
         if not self.site.is_local:
@@ -57,7 +52,7 @@ def check(plan: Path, job: Job) -> Answer:
         found = preflight.Findings([preflight.of_error(error)])
     else:
         known, _ = constants_of(plan, read.cluster)
-        found = preflight.check_job(read, job.site, job.request, file.parent, job.allow, calibration=known)
+        found = preflight.check_job(read, job.site, job, file.parent, job.allow, calibration=known)
     text = "\n".join(map(preflight.line, found)) or "nothing found"
     return Answer({"findings": [f.to_json() for f in found]}, text, preflight.refused(found))
 
@@ -65,7 +60,7 @@ def check(plan: Path, job: Job) -> Answer:
 @command(GROUP)
 def script(plan: Path, job: Job, template: str = option("train", "which script", choices=scripts.NAMES)) -> Answer:
     """Print the sbatch script of PLAN, to read or edit."""
-    text = scripts.render(template, read_plan(plan), job.site, job.request)
+    text = scripts.render(template, read_plan(plan), job.site, job)
     return Answer({"script": text}, text.removesuffix("\n"))
 
 
@@ -78,14 +73,14 @@ def submit(
     prepare: bool = option(False, "prepare unprepared corpora by a job first, and train once it succeeded"),
 ) -> Answer:
     """Submit runs that have not completed, or train them here at site local: all, or if the check refuses one, none."""
-    folders, site, request = folders_of(runs), job.site, job.request
+    folders = folders_of(runs)
     job.require_answer()
     for path in folders if rewrite else []:
-        scripts.rewrite(path, site, request)
-    found = preflight.check_runs(folders, site, request, [*job.allow, *["corpus"] * prepare])
+        scripts.rewrite(path, job.site, job)
+    found = preflight.check_runs(folders, job.site, job, [*job.allow, *["corpus"] * prepare])
     chosen = [] if found.is_refused or dry_run else folders
-    corpora = jobs.prepare_first(chosen, site, request) if prepare and not site.is_local else {}
-    made = {str(path): one for path, one in jobs.submit_all(chosen, site, request, corpora).items()}
+    corpora = jobs.prepare_first(chosen, job.site, job) if prepare and not job.site.is_local else {}
+    made = {str(path): one for path, one in jobs.submit_all(chosen, job.site, job, corpora).items()}
     lines = [f"{made.get(path, 'not submitted')}  {path}" for path in found]
     values = {"findings": found.to_json(), "submitted": made}
     values |= {"preparing": {str(path): one for path, one in corpora.items()}} if prepare else {}
@@ -97,7 +92,7 @@ def submit(
 def prepare(*runs: str, job: Job) -> Answer:
     """Tokenize the corpora of runs by a job of one core for each corpus, or here at site local."""
     job.require_answer()
-    made = jobs.prepare(folders_of(runs), job.site, job.request)
+    made = jobs.prepare(folders_of(runs), job.site, job)
     text = "\n".join(jobs.corpus_lines(made)) or "nothing to do: each corpus is prepared, or built in"
     return Answer({"preparing": {str(path): name for path, name in made.items()}}, text)
 
@@ -163,7 +158,7 @@ sweep = Group("sweep", help="A table of plans as one job array; `slurm status` a
 @command(sweep, "create")
 def create_sweep(plans: Path, folder: Path, job: Job) -> Answer:
     """Write the run folders and scripts of an array; PLANS is `plan search --json`, 02's plans.json or a list."""
-    made = [str(path) for path in sweeps.create(folder, sweeps.read_plans(plans), job.site, job.request)]
+    made = [str(path) for path in sweeps.create(folder, sweeps.read_plans(plans), job.site, job)]
     return Answer({"created": made}, "\n".join(f"created: {path}" for path in made))
 
 
@@ -176,11 +171,11 @@ def submit_sweep(
     own, paths = sweeps.scripts(folder, job.site), sweeps.members(folder)
     chosen = sweeps.failures(folder) if failed else range(1, len(paths) + 1)
     runs, files = [paths[n - 1] for n in chosen], [own[n] for n in chosen]
-    found = preflight.check_runs(runs, job.site, job.request, job.allow, files)
+    found = preflight.check_runs(runs, job.site, job, job.allow, files)
     if found.is_refused:
         return Answer({"findings": found.to_json()}, found.text(), True)
     # at its default: as `create` was told
-    parallel = job.parallel if "parallel" in job.request.given() else None
+    parallel = job.parallel if "parallel" in job.given() else None
     ids = (sweeps.rerun if failed else sweeps.submit)(folder, job.site, parallel)
     return Answer({"submitted": ids}, "\n".join(f"submitted: {one}" for one in ids or ["nothing"]))
 
@@ -206,7 +201,7 @@ def create_chain(
     read = read_plan(plan)
     known, replaced = constants_of(plan, read.cluster, calibration)
     note(replaced)
-    made = chains.create(folder, read, asked, job.site, job.request, {"calibration": known.kept()})
+    made = chains.create(folder, read, asked, job.site, job, {"calibration": known.kept()})
     rows = chains.link_records(made, chains.read(folder), begin, known)
     return Answer({"links": rows}, "\n".join(map(chains.link_line, rows)))
 
@@ -218,7 +213,7 @@ def submit_chain(
     """Submit the jobs, each after the one before; none where the check refuses one."""
     job.require_answer()
     stages = [path for path in chains.stages_of(folder) if not is_completed(path)]
-    found = preflight.check_runs(stages, job.site, job.request, job.allow)
+    found = preflight.check_runs(stages, job.site, job, job.allow)
     ids = [] if found.is_refused else chains.submit(folder, job.site, times)
     text = "\n".join(filter(None, [found.text(), f"submitted: {', '.join(ids) or 'nothing'}"]))
     return Answer({"findings": found.to_json(), "submitted": ids}, text, found.is_refused)

@@ -45,7 +45,7 @@ class Gpu:
     context_bytes: float = option(
         help="what the driver and the loaded kernels take before the first tensor", minimum=0, maximum=1e16
     )
-    compute_capability: tuple[int, ...] = option((0, 0), "of a CUDA card; decides which torch wheel has kernels for it")
+    compute_capability: tuple[int, ...] = option((0, 0), "of a CUDA card; from 8.0 on it has bf16")
     num_sms: int = option(1, "streaming multiprocessors", minimum=1, maximum=1_000_000)
     fp8_flops_per_s: float = _peak("fp8", 0.0)
 

@@ -60,12 +60,15 @@ def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
     A stage is one link, or three where the ramp passes batch sizes that mbs x dp of the stage does not divide: there
     the chain falls back to the latest stage before that can share them all. All links keep the run's ramp-up, length
     and learning rate, so that the samples and their order are those of one run. Stages are in the order of the batch
-    size; two with the same one share its iterations equally. ValueError where no stage can share a batch size.
+    size. ValueError where no stage can share a batch size.
     """
-    starts = [*_starts(plan, stages), plan.run.train_iters]
+    sizes = [stage.gbs for stage in stages]
+    require(sizes == sorted(sizes), "stages", ",".join(map(str, sizes)), "must be in the order of the batch size")
+    starts = [*(first_iteration(plan, gbs) for gbs in sizes), plan.run.train_iters]
+    require(starts[0] == 0, "stages", sizes[0], "the first must hold the ramp's first batch")
     made: list[Plan] = []
     for number, (start, end) in enumerate(pairwise(starts), 1):
-        require(start < end, "stages", stages[number - 1].gbs, "no iteration has such a batch before the next stage")
+        require(start < end, "stages", sizes[number - 1], "no iteration has such a batch before the next stage")
         for stage, begin, until in _parts(plan, stages[:number], start, end):
             before = str(folder.resolve() / made[-1].label) if made else plan.run.load
             made.append(_link(plan, stage, begin, until, before, len(made) + 1))
@@ -101,19 +104,6 @@ def _parts(plan: Plan, stages: Sequence[Stage], start: int, end: int) -> list[tu
             parts = [(stages[-1], start, begin), (able, begin, until), (stages[-1], until, end)]
             return [part for part in parts if part[1] < part[2]]
     return [(stages[-1], start, end)]  # where its own batch size is at fault, the plan itself refuses it
-
-
-def _starts(plan: Plan, stages: Sequence[Stage]) -> list[int]:
-    """The number of iterations before each stage."""
-    sizes = [stage.gbs for stage in stages]
-    require(sizes == sorted(sizes), "stages", ",".join(map(str, sizes)), "must be in the order of the batch size")
-    require(first_iteration(plan, sizes[0]) == 0, "stages", sizes[0], "the first must hold the ramp's first batch")
-    starts = []
-    for number, gbs in enumerate(sizes):
-        begin, larger = first_iteration(plan, gbs), min([s for s in sizes if s > gbs], default=10**9)
-        equal, before = sizes.count(gbs), sizes[:number].count(gbs)
-        starts.append(begin + (first_iteration(plan, larger) - begin) * before // equal)
-    return starts
 
 
 def create(
@@ -169,29 +159,22 @@ def phases(plan: Plan) -> list[Phase]:
     return plan.run.ramp.between(plan.topology.gbs, plan.run.start_iteration, plan.run.goal)
 
 
-def predicted_s(plan: Plan, calibration: Calibration | None = None) -> float:
-    """Predicted seconds of the iterations from the plan's start to its goal, each batch size of the ramp by its own.
-
-    Left out: starts, saves, evaluations, and waiting in the queue.
-    """
-
-    def of(gbs: int) -> float:
-        topology, run = replace(plan.topology, gbs=gbs), replace(plan.run, ramp=Ramp())
-        return predict(replace(plan, run=run, topology=topology), calibration).sec_per_it
-
-    return sum(phase.iterations * of(phase.gbs) for phase in phases(plan))
-
-
 def link_records(
     folders: Sequence[Path], plans: Sequence[Plan], start: datetime, calibration: Calibration | None = None
 ) -> list[dict[str, Any]]:
     """The links of a chain as JSON: each one's folder, nodes, batch sizes, iterations, predicted hours and dates.
 
-    The dates are those of a chain that begins at `start` and never waits.
+    Each batch size is predicted by its own. The dates are those of a chain that begins at `start` and never waits.
+    Left out: starts, saves, evaluations.
     """
+
+    def hours_of(plan: Plan, phase: Phase) -> float:
+        topology, run = replace(plan.topology, gbs=phase.gbs), replace(plan.run, ramp=Ramp())
+        return phase.iterations * predict(replace(plan, run=run, topology=topology), calibration).sec_per_it / 3600
+
     rows, now = list[dict[str, Any]](), start
     for folder, plan in zip(folders, plans, strict=True):
-        gpus, hours = plan.topology.gpus, predicted_s(plan, calibration) / 3600
+        gpus, hours = plan.topology.gpus, sum(hours_of(plan, phase) for phase in phases(plan))
         sizes = [phase.gbs for phase in phases(plan)]
         job = {"gpus": gpus, "nodes": gpus // plan.cluster.gpus_per_node, "mbs": plan.topology.mbs, "batches": sizes}
         span = {"first": plan.run.start_iteration + 1, "last": plan.run.goal, "gpu_hours": hours * gpus, "hours": hours}

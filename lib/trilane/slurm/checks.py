@@ -8,7 +8,6 @@ import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 
 from trilane.config.cluster import Cluster
@@ -63,6 +62,23 @@ class JobCheck:
         return seconds_of(self.directives.get("time", "00:10:00"))
 
     @property
+    def save_s(self) -> float:
+        """Seconds of a save, by the forecast's bandwidth (data/risks.json: 1 GB/s a node, assumed)."""
+        return FailureModel().save_s(checkpoint_bytes(self.plan.shape), self.nodes)
+
+    @property
+    def evaluation_s(self) -> float:
+        """Seconds of an evaluation, as forward passes."""
+        return evaluation_s(self.plan.topology, self.plan.run.eval_iters, self.prediction.sec_per_it)
+
+    @property
+    def needed_s(self) -> float:
+        """Seconds of all iterations with their evaluations; left out: that larger batches of a ramp-up are slower."""
+        run, count = self.plan.run, self.plan.run.goal - self.plan.run.start_iteration
+        evaluations = count // run.eval_interval if run.eval_interval else 0
+        return count * self.prediction.sec_per_it + evaluations * self.evaluation_s
+
+    @property
     def nodes(self) -> int:
         """Nodes that train."""
         return -(-self.plan.topology.gpus // self.cluster.gpus_per_node)
@@ -95,29 +111,6 @@ def nodes(case: JobCheck) -> list[Row]:
         (is_other, "cluster", REFUSAL, cards, f"search again with --cluster {here.name}, or choose another site"),
         *((True, name, REFUSAL, message, remedy) for (name, remedy), message in broken),
         (no_bf16, "precision", REFUSAL, f"{gpu.name} has no bf16", "use fp16 with a loss scale, or an A100 and later"),
-    ]
-
-
-def wheel(case: JobCheck) -> list[Row]:
-    """The installed torch holds kernels for the card; torch's version.py is read, torch is not imported."""
-    gpu, place = case.cluster.gpu, case.request.environment
-    if gpu.kind != "cuda" or case.site.container:
-        return []
-    found = find_spec("torch") if not place else None
-    places = [Path(found.origin).with_name("version.py")] if found and found.origin else []
-    places += Path(place).glob("lib/python3*/site-packages/torch/version.py") if place[:1] == "/" else []
-    if not places:
-        return [(True, "wheel", WARNING, "torch was not found from here", "import torch there on a login node")]
-    text = places[0].read_text(encoding="utf-8")
-    version, cuda = ("".join(re.findall(rf"^{name}\b[^=]*= '([^']+)'", text, re.M)) for name in ("__version__", "cuda"))
-    release, built = (tuple(map(int, re.findall(r"\d+", one)[:2])) for one in (version, cuda))
-    build = f"torch {version} is built for {'CUDA ' + cuda if cuda else 'no CUDA'}"
-    # from 2.11 on only the CUDA 12.6 builds hold sm_70, and CUDA 13 no longer has it
-    lacks = gpu.compute_capability == (7, 0) and (built >= (13, 0) or (release >= (2, 11) and built != (12, 6)))
-    install = "install from https://download.pytorch.org/whl/cu126 (environment.yml, the V100 variant)"
-    return [
-        (not cuda, "wheel", REFUSAL, f"{build}, the nodes have {gpu.name}", "install the wheel of the card's CUDA"),
-        (cuda and lacks, "wheel", REFUSAL, f"{build}: no kernels for {gpu.name} (sm_70)", install),
     ]
 
 
@@ -214,33 +207,10 @@ def available(place: Path) -> tuple[float, float]:
     return stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else math.inf
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pace:
-    """Predicted seconds of a run's iteration, save and evaluation, and of all its iterations with their evaluations."""
-
-    iteration_s: float
-    save_s: float
-    evaluation_s: float
-    needed_s: float
-
-
-def pace(case: JobCheck) -> Pace:
-    """The pace of the run: a save by the forecast's bandwidth (data/risks.json: 1 GB/s a node, assumed), an evaluation
-    as forward passes. Left out: that a later part of a batch ramp-up is slower."""
-    plan, run, iteration_s = case.plan, case.plan.run, case.prediction.sec_per_it
-    count, each = run.goal - run.start_iteration, evaluation_s(plan.topology, run.eval_iters, iteration_s)
-    return Pace(
-        iteration_s=iteration_s,
-        save_s=FailureModel().save_s(checkpoint_bytes(plan.shape), case.nodes),
-        evaluation_s=each,
-        needed_s=count * iteration_s + (count // run.eval_interval if run.eval_interval else 0) * each,
-    )
-
-
 def time(case: JobCheck) -> list[Row]:
     """The training ends, or saves a checkpoint, before the job's time limit, and often enough for its failures."""
-    run, at, limit = case.plan.run, pace(case), case.limit_s
-    needs, interval, own = at.needed_s, run.save_interval * at.iteration_s, run.exit_duration_minutes
+    run, needs, limit = case.plan.run, case.needed_s, case.limit_s
+    interval, own = run.save_interval * case.prediction.sec_per_it, run.exit_duration_minutes
     is_long, asked = needs > limit, "signal" in case.directives or own > 0
     loses_all = is_long and not asked and not 0 < interval < limit
     count = f"{run.goal - run.start_iteration} iterations{' with their evaluations' * bool(run.eval_interval)}"
@@ -260,16 +230,15 @@ def interval(case: JobCheck) -> list[Row]:
     An interval T of saves of d seconds costs the share d / T + T r / 2 at r failures a second; the run itself is the
     longest interval. Named where it costs 1 % of the time more, of a run of more than an hour.
     """
-    at, model = pace(case), FailureModel()
-    rate, best = model.stops_per_s(case.nodes), model.checkpoint_interval_s(at.save_s, case.nodes)
-    own = case.plan.run.save_interval * at.iteration_s or at.needed_s
-    times = [min(every, at.needed_s) for every in (own, best)]
-    mine, least = (at.save_s / every * (every < at.needed_s) + every * rate / 2 for every in times)
-    often = "no checkpoint before the end" if times[0] == at.needed_s else f"a checkpoint every {own / 60:.0f} min"
+    model, save_s, needs, each = FailureModel(), case.save_s, case.needed_s, case.prediction.sec_per_it
+    rate, best = model.stops_per_s(case.nodes), model.checkpoint_interval_s(save_s, case.nodes)
+    own = case.plan.run.save_interval * each or needs
+    mine, least = (save_s / t * (t < needs) + min(t, needs) * rate / 2 for t in (own, best))
+    often = "no checkpoint before the end" if own >= needs else f"a checkpoint every {own / 60:.0f} min"
     text = f"{often}: {mine - least:.0%} of the time more than with Daly's {best / 60:.0f} min; {case.nodes} nodes "
-    text += f"fail every {1 / rate / 3600:.0f} h (forecast's rates), a save takes {at.save_s:.0f} s"
-    remedy = f"save_interval={max(1, round(best / at.iteration_s))}"
-    return [(at.needed_s > 3600 and mine - least > 0.01, "checkpoints", WARNING, text, remedy)]
+    text += f"fail every {1 / rate / 3600:.0f} h (forecast's rates), a save takes {save_s:.0f} s"
+    remedy = f"save_interval={max(1, round(best / each))}"
+    return [(needs > 3600 and mine - least > 0.01, "checkpoints", WARNING, text, remedy)]
 
 
 def warning(case: JobCheck) -> list[Row]:
@@ -277,19 +246,20 @@ def warning(case: JobCheck) -> list[Row]:
 
     A job that begins later than its warning comes, or so shortly before that no iteration fits, only saves.
     """
-    at, own, limit = pace(case), case.plan.run.exit_duration_minutes * 60, case.limit_s
+    own, limit = case.plan.run.exit_duration_minutes * 60, case.limit_s
+    step_s, save_s = case.prediction.sec_per_it + case.evaluation_s, case.save_s
     # man sbatch, --signal: 60 s where no time is given, sent up to 60 s earlier; so a margin on what is predicted
     margin, shortest = 1.5, 60
-    if limit == math.inf or at.needed_s * margin <= limit:  # it ends before, even if predicted too short
+    if limit == math.inf or case.needed_s * margin <= limit:  # it ends before, even if predicted too short
         return []
     signal = re.fullmatch(r"(?:R?B?:)?\w+(?:@(\d+))?", case.directives.get("signal", ""))
     signal_s = float(signal[1] or shortest) if signal else 0.0
-    left, need = max(signal_s, limit - own if own else 0.0), at.iteration_s + at.evaluation_s + at.save_s
-    step = f"{need - at.save_s:.0f} s of an iteration{' and an evaluation' * (at.evaluation_s > 0)}"
+    left, need = max(signal_s, limit - own if own else 0.0), step_s + save_s
+    step = f"{step_s:.0f} s of an iteration{' and an evaluation' * (case.evaluation_s > 0)}"
     enough = math.ceil(max(margin * need, shortest) / 30) * 30
     remedy = f"--signal-s {enough}" if left == signal_s else f"at most {(limit - enough) / 60:.0f} minutes"
-    text = f"{left:.0f} s before the limit are less than {need:.0f} s ({step}, {at.save_s:.0f} s of a save, predicted)"
-    level = REFUSAL if left < at.iteration_s else WARNING
+    text = f"{left:.0f} s before the limit are less than {need:.0f} s ({step}, {save_s:.0f} s of a save, predicted)"
+    level = REFUSAL if left < case.prediction.sec_per_it else WARNING
     return [(0 < left < need, "signal", level, f"{text}: nothing is saved", remedy)]
 
 

@@ -29,7 +29,7 @@ from trilane.workspace.installation import package, revision, shipped
 
 # what a script that runs the frozen code mentions
 USED_BY = "TRILANE_CODE"
-ARCHIVE, STATE = "trilane-env.tar", "trilane-env.state"
+ARCHIVE = "trilane-env.tar"
 
 
 def freeze(home: Path) -> Path:
@@ -84,24 +84,18 @@ def _digits(sums: str) -> str:
 
 def pack(prefix: Path) -> Path:
     """The archive of the environment `prefix`, made again where packages changed; ValueError where it cannot be."""
-    archive, now = prefix / ARCHIVE, state(prefix)
-    if not archive.is_file() or read_text(prefix / STATE) != now:
+    archive, begin = prefix / ARCHIVE, time.time()
+    # to install, update or remove a package changes one of these folders
+    places = [*prefix.glob("lib/python*/site-packages"), *prefix.glob("conda-meta"), *prefix.glob("pyvenv.cfg")]
+    if not archive.is_file() or archive.stat().st_mtime < max(place.stat().st_mtime for place in places):
         part = prefix / f"{ARCHIVE}.{platform.node()}.{os.getpid()}"
         try:
-            _tar("-cf", str(part), f"--exclude=./{ARCHIVE}*", f"--exclude=./{STATE}", "-C", str(prefix), ".")
+            _tar("-cf", str(part), f"--exclude=./{ARCHIVE}*", "-C", str(prefix), ".")
+            os.utime(part, (begin, begin))
             part.replace(archive)
-            (prefix / STATE).write_text(now, encoding="utf-8")
         finally:
             part.unlink(missing_ok=True)
     return archive
-
-
-def state(prefix: Path) -> str:
-    """A hash that changes when a package is installed, updated or removed."""
-    names = ("lib/python*/site-packages/*.dist-info", "lib/python*/site-packages/*.pth", "conda-meta/*.json")
-    found = [path for name in (*names, "pyvenv.cfg") for path in prefix.glob(name)]
-    lines = sorted(f"{path.relative_to(prefix)} {path.stat().st_mtime_ns}" for path in found)
-    return _digits("\n".join(lines))
 
 
 def folder_of(base: Path, job: str) -> Path:
@@ -112,20 +106,20 @@ def folder_of(base: Path, job: str) -> Path:
 def unpack(prefix: Path, base: Path, job: str, code: str = "") -> Path:
     """The copy of the environment and of the code below the node-local `base`; OSError or ValueError where it cannot be
     made, and nothing is left of it."""
-    target, now = folder_of(base, job), state(prefix)
-    if (target / "use").is_file() and read_text(target / STATE) == now and not target.is_symlink():
-        return target
+    target, use = folder_of(base, job), folder_of(base, job) / "use"
+    if use.is_file() and use.stat().st_mtime > (prefix / ARCHIVE).stat().st_mtime and not target.is_symlink():
+        return target  # of this job, which was requeued
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(mode=0o700)  # fails where it is another user's
     try:
-        _fill(target, prefix, code, now)
+        _fill(target, prefix, code)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         shutil.rmtree(target, ignore_errors=True)
         raise
     return target
 
 
-def _fill(target: Path, prefix: Path, code: str, now: str) -> None:
+def _fill(target: Path, prefix: Path, code: str) -> None:
     """Unpack the archive, let scripts such as bin/deepspeed start the copy's Python, and write `use` last."""
     _tar("-xf", str(prefix / ARCHIVE), "--no-same-owner", "-C", str(target))
     target.chmod(0o700)
@@ -135,7 +129,6 @@ def _fill(target: Path, prefix: Path, code: str, now: str) -> None:
         data = b"" if path.is_symlink() or not path.is_file() else path.read_bytes()
         if data.startswith(b"#!") and str(prefix).encode() in data.split(b"\n", 1)[0]:
             path.write_bytes(data.replace(str(prefix).encode(), str(target).encode(), 1))
-    (target / STATE).write_text(now, encoding="utf-8")
     new, variable = shlex.quote(str(target)), "CONDA_PREFIX" if (prefix / "conda-meta").is_dir() else "VIRTUAL_ENV"
     more = f"export PYTHONPATH={new}/trilane-code${{PYTHONPATH#{shlex.quote(code)}}}\n" if code else ""
     (target / "use").write_text(f"export {variable}={new} PATH={new}/bin:$PATH\n{more}", encoding="utf-8")

@@ -21,9 +21,9 @@ from trilane.utils.validation import read_text, require_known
 
 # Every rule of the check, as --allow takes them; an impossible value is refused under its own field's name.
 NAMES = (
-    *("engine", "cluster", "nodes", "tp", "precision", "wheel", "qos time", "qos gpus", "account", "memory"),
+    *("engine", "cluster", "nodes", "tp", "precision", "qos time", "qos gpus", "account", "memory"),
     *("host memory", "time", "checkpoints", "script", "spares", "kill-on-bad-exit", "pipefail", "signal"),
-    *("port", "internet", "container", "bash", "sbatch", "data", "corpus", "shared", "tokens"),
+    *("internet", "container", "bash", "sbatch", "data", "corpus", "shared", "tokens"),
     *("epochs", "disk", "inodes", "run folder", "checkpoint", "gbs", "ramp", "tp x pp x dp", "pp"),
 )
 
@@ -124,7 +124,7 @@ def _findings(check: Callable[[JobCheck], list[Row]], case: JobCheck) -> Iterato
 
 def _off_cluster(found: Collection[JobFinding]) -> list[JobFinding]:
     """The findings, those about a machine that is not the cluster in one: it says nothing about the cluster's."""
-    local = ("wheel", "data", "corpus", "container", "shared", "disk", "inodes")
+    local = ("data", "corpus", "container", "shared", "disk", "inodes")
     about = ", ".join(dict.fromkeys(f.rule for f in found if f.rule in local))
     message = "this machine is not the cluster (sbatch is not installed, or not configured): SLURM was not asked"
     message += f"; what this machine lacks ({about}) the cluster may have" if about else ""
@@ -160,6 +160,7 @@ def resources(case: JobCheck) -> list[Row]:
     asked, used, k, given, rows = case.directives, case.gpus_per_node, case.spares, case.request.given(), list[Row]()
     gpus, tasks = case.plan.topology.gpus, used if _starts_ranks(case) else 1
     nodes = case.nodes + (case.request.spares if "spares" in given else k)
+    remedy = f"edit {case.name}, or write it again: `trilane slurm submit --rewrite --dry-run`, or a new sweep"
     # options of which one must be there, its value ("": any), and whether it is needed
     wanted = [
         (("nodes",), str(nodes), nodes > 1),
@@ -176,11 +177,11 @@ def resources(case: JobCheck) -> list[Row]:
         differs = bool(value) and not all(_same(name, text, value, nodes) for name, text in has.items())
         needed, shown = f"--{own[0]}={value or '...'}", ", ".join(f"--{name}={text}" for name, text in has.items())
         text = f"{needed} is needed (for {gpus} GPUs and the options given), {case.name} has {shown or 'none'}"
-        rows.append((differs if has else is_needed, "script", REFUSAL, text, rewrite_remedy(case)))
+        rows.append((differs if has else is_needed, "script", REFUSAL, text, remedy))
     started = re.search(r"--nproc-per-node=(\d+)", case.script)
     processes = int(started[1]) if started else used
     text = f"{processes} processes per node: the plan's {gpus} GPUs need {used}"
-    rows.append((processes != used, "script", REFUSAL, text, rewrite_remedy(case)))
+    rows.append((processes != used, "script", REFUSAL, text, remedy))
     hours = used * case.limit_s / 3600
     share = (
         f"{k} of {case.nodes + k} nodes stand by: {k * hours:,.0f} of the {(case.nodes + k) * hours:,.0f} GPU-hours "
@@ -201,15 +202,8 @@ def _same(name: str, current: str, value: str, nodes: int) -> bool:
     return current in (value, f"{value}-{value}" if name == "nodes" else value)
 
 
-def rewrite_remedy(case: JobCheck) -> str:
-    """How to bring the script to the requested options."""
-    if case.name == SCRIPT:
-        return f"edit {case.folder / SCRIPT}, or write it again with `trilane slurm submit --rewrite --dry-run`"
-    return f"edit {case.name}, or create the sweep again in another folder"
-
-
 def traps(case: JobCheck) -> list[Row]:
-    """Nothing keeps a failed job running, hides its failure, or makes two jobs collide; signals reach the ranks."""
+    """Nothing keeps a failed job running, or hides its failure; signals reach the ranks."""
     has = lambda pattern: re.search(pattern, case.script, re.M)  # noqa: E731
     waits = "srun without --kill-on-bad-exit=1: when one node fails, the others wait until the time limit"
     hides = "a pipe into tee without pipefail: a failed run counts as COMPLETED, and dependent jobs start"
@@ -218,42 +212,35 @@ def traps(case: JobCheck) -> list[Row]:
     handles = has(r"""^[^#\n]*(trilane\.engine\.torchrun|trap ["'][^"'\n]+["'] USR1)""") or _starts_ranks(case)
     keeps, never = "srun --kill-on-bad-exit=1 --wait=60 ...", has("srun") and not has("--kill-on-bad-exit=1")
     forward = "python -m trilane.engine.torchrun forwards it; or trap 'touch save' USR1"
-    fixed = "a fixed MASTER_PORT: two jobs on one node collide"
     return [
         (never, "kill-on-bad-exit", REFUSAL, waits, keeps),
         (has(r"\| tee") and not has("pipefail"), "pipefail", REFUSAL, hides, "set -euo pipefail"),
-        (has(r"MASTER_PORT=\d+\b"), "port", WARNING, fixed, "MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))"),
         ("signal" in case.directives and not handles, "signal", REFUSAL, lost, forward),
     ]
 
 
 def internet(case: JobCheck) -> list[Row]:
     """Nothing needs the internet where compute nodes have none."""
-    tokenizer, name, offline = case.plan.data.tokenizer, case.site.name, case.site.offline
-    words = r"^[^#\n]*\b(?:pip3? install|conda install|git clone|wget|curl|huggingface-cli download|apt)\b"
-    found = re.search(words, case.script, re.M)
-    loads = f"compute nodes of {name} have no internet, and the script has: {found[0].strip() if found else ''}"
+    tokenizer, offline = case.plan.data.tokenizer, case.site.offline
     waits = "without HF_HUB_OFFLINE=1 Hugging Face libraries wait minutes for a connection that cannot be made"
     export = "export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1"
     is_remote, remote = tokenizer != "bytes" and not Path(tokenizer).is_dir(), f"tokenizer {tokenizer} is not a folder"
     return [
         (is_remote, "internet", REFUSAL, f"{remote} here", "download it first, and name its folder"),
-        (offline and found, "internet", REFUSAL, loads, "do it once on a login node"),
         (offline and "HF_HUB_OFFLINE=1" not in case.script, "internet", WARNING, waits, export),
     ]
 
 
 def accepted(case: JobCheck) -> list[Row]:
-    """The container's image exists, bash can parse the script and each line of the site's setup, and `sbatch
-    --test-only` accepts it: partition, constraint, account, QoS, node and GPU counts, the array's indices."""
-    lines = {f"site.setup, line {number}": line for number, line in enumerate(case.site.setup, 1)}
+    """The container's image exists, bash can parse the script, and `sbatch --test-only` accepts it: partition,
+    constraint, account, QoS, node and GPU counts, the array's indices."""
     image = case.site.image_file
     lacks, text = image and not Path(image).exists(), f"container_image={image}: no such file"
     rows: list[Row] = [(lacks, "container", REFUSAL, text, "pull or build the image, or correct the site's file")]
-    for name, text in ({"script": case.script} | lines).items():
-        done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
-        says = f"{name}: {(done.stderr.strip().splitlines() or [''])[0]}"
-        rows.append((done.returncode, "bash", REFUSAL, says, "correct it"))
+    done = subprocess.run(["bash", "-n"], input=case.script, capture_output=True, text=True, check=False)
+    rows.append(
+        (done.returncode, "bash", REFUSAL, f"script: {done.stderr.strip().partition(chr(10))[0]}", "correct it")
+    )
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch", encoding="utf-8") as file:
         file.write(case.script)
         file.flush()
@@ -267,6 +254,6 @@ def accepted(case: JobCheck) -> list[Row]:
 
 
 CHECKS = (
-    *(checks.nodes, checks.wheel, checks.limits, checks.memory, checks.data, checks.storage, checks.time),
+    *(checks.nodes, checks.limits, checks.memory, checks.data, checks.storage, checks.time),
     *(checks.interval, checks.warning, checks.purpose, resources, traps, internet, accepted),
 )

@@ -21,29 +21,17 @@ from trilane.utils.validation import (
 
 # What a text of a script may be, and that in words; none holds what bash or sbatch would interpret.
 FORMS = {
-    "word": (
-        r"[A-Za-z0-9_/][A-Za-z0-9_.,@:+=/-]{0,199}",
-        "must consist of letters, digits and _ . , @ : + = / - (200 at most), and not begin with a dash",
-    ),
-    "constraint": (
-        r"[A-Za-z0-9_(\[][A-Za-z0-9_.,@:+=/()\[\]&|*-]{0,199}",
-        "must be features of nodes, with & | * ( ) [ ] between them, such as gpu&hbm80g",
-    ),
+    "word": (r"[A-Za-z0-9_/][A-Za-z0-9_.,@:+=/-]{0,199}", "must consist of letters, digits and _ . , @ : + = / -"),
+    "constraint": (r"[A-Za-z0-9_(\[][A-Za-z0-9_.,@:+=/()\[\]&|*-]{0,199}", "must be features, such as gpu&hbm80g"),
     "ending": (r"[A-Za-z0-9_.,@:+=/-]{1,60}", "must be letters, digits and signs such as @, dots and dashes"),
     "type": (r"[A-Za-z0-9_/][A-Za-z0-9_.@+/-]{0,199}", "must be one type, such as a100"),
     "node folder": (
         r"(?a:(?=[/$])(?:/|[A-Za-z0-9_.+-]|\$[A-Za-z_]\w*+|\$\{[A-Za-z_]\w*+\})++(?<!/))",
-        "must be a folder of each node, such as /tmp or $JOBSCRATCH/env (letters, digits and _ . + -)",
+        "must be a folder of each node, such as /tmp or $JOBSCRATCH/env",
     ),
     "nodes": (r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]{0,3999}", "must be a list of nodes, such as gpu[1-3],gpu7"),
-    "comment": (
-        r"[\w.,:;@+=/()][\w .,:;@+=/()-]{0,199}",
-        "must be at most 200 letters, digits, blanks and _ . , : ; @ + = / ( ) -",
-    ),
-    "image": (
-        r"/.*|(?=.*[/#])[A-Za-z0-9][A-Za-z0-9._/:@#+-]{0,199}",
-        "must be an absolute path, or an image's address such as docker://nvcr.io/nvidia/pytorch:25.01-py3",
-    ),
+    "comment": (r"[\w.,:;@+=/()][\w .,:;@+=/()-]{0,199}", "must be words, with . , : ; @ + = / ( ) - between them"),
+    "image": (r"/.*|(?=.*[/#])[A-Za-z0-9][A-Za-z0-9._/:@#+-]{0,199}", "must be an absolute path, or docker://..."),
     "mount": (r"/[^,:]*(:[^,:]*){0,2}", "must be FOLDER, FOLDER:INSIDE or FOLDER:INSIDE:ro, absolute"),
     "sbatch option": (r"[a-z][a-z0-9-]{1,40}", "must be the long name of an option of sbatch, such as licenses"),
     "srun option": (r"--[a-z][a-z0-9-]{1,40}(=.*)?", "must be a long option of srun, such as --mpi=none"),
@@ -260,4 +248,4 @@ class JobRequest:
 
     def given(self) -> list[str]:
         """The names of the options that differ from their defaults."""
-        return [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        return [f.name for f in fields(JobRequest) if getattr(self, f.name) != f.default]

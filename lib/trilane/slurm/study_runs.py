@@ -75,12 +75,13 @@ class StudyRuns(Table):
     @cached_property
     def findings(self) -> list[tuple[str, JobFinding]]:
         """The findings of the pre-flight check with the run's name, of runs that are not completed."""
-        checked = [
-            (run.folder.name, check_job(run.plan, self.site, self.request, run.folder, calibration=run.calibration))
+        args = (self.site, self.request)
+        return [
+            (run.folder.name, finding)
             for run in self.rows
             if not run.is_completed
+            for finding in check_job(run.plan, *args, run.folder, calibration=run.calibration)
         ]
-        return [(name, finding) for name, found in checked for finding in found]
 
     def check(self) -> Columns:
         """The findings as a table: a row for each, with the plans that it is about."""
@@ -104,15 +105,15 @@ class StudyRuns(Table):
         """Train here (site `local`) or submit the runs neither completed nor active; none where one is refused."""
         refused = not self.site.is_local and any(f.level == REFUSAL for _, f in self.findings)
         dry_run = "not started: the check refuses a run" if refused else "not started: dry run"
-        rows = progress(self.rows, "runs", "run") if wanted and not refused else self.rows
-        started = [self._start(run) if wanted and not refused else dry_run for run in rows]
-        return Columns({"run": [folder.name for folder in self.folders], "job": started})
+        is_go = wanted and not refused
+        rows = progress(self.rows, "runs", "run") if is_go else self.rows
+        started = [(run.folder.name, self._start(run) if is_go else dry_run) for run in rows]
+        return Columns.of_rows(("run", "job"), started)
 
     def _start(self, run: StudyRun) -> str:
-        if run.is_completed:
-            return "completed before"
         try:
-            return jobs.submit(run.folder, self.site, self.request)
+            done = run.is_completed
+            return "completed before" if done else jobs.submit(run.folder, self.site, self.request)
         except jobs.ActiveJob as error:
             return f"has job {', '.join(error.args[1])} already"
 
@@ -136,15 +137,12 @@ class StudyRuns(Table):
         found, name = self.status(), self.study.name
         for job in (job for job in found if job.has_failed):
             raise RuntimeError(f"{job.run} did not complete: {job.evidence}")
-        completed = sum(job.status is Status.COMPLETED for job in found)
-        if completed == len(found):
-            return Text.of("All {} runs completed; their logs are in {:code}.", completed, self.study.folder / "runs")
-        counts, commands = (
-            (completed, len(found)),
-            (f"trilane slurm status {name}", f"trilane slurm submit {name} --site ..."),
-        )
+        done = sum(job.status is Status.COMPLETED for job in found)
+        if done == len(found):
+            return Text.of("All {} runs completed; their logs are in {:code}.", done, self.study.folder / "runs")
         text = "{} of {} runs are completed. {:code} shows the others, {:code} submits those that were not."
-        return Text.of(text, *counts, *commands)
+        shows, submits = f"trilane slurm status {name}", f"trilane slurm submit {name} --site ..."
+        return Text.of(text, done, len(found), shows, submits)
 
 
 def script_site(site: Site) -> Site:
