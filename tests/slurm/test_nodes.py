@@ -126,12 +126,11 @@ def test_a_waiting_job_avoids_what_its_run_has_lost_last(
 ) -> None:
     """Fifty-two nodes are all that some have: a job of 48 that avoided every node that ever failed would wait for ever.
     What the person has excluded stays."""
-    for job in ("5", "6", "7"):
-        ledger.note(tmp_path, "submitted", job, site="test")
     for job, lost in (("5", "n1"), ("6", "n2")):
-        ledger.note(tmp_path, "started", job, nodes="", iteration=0, restarts=0)
         ledger.note(tmp_path, "node failure", job, nodes=[lost])
     monkeypatch.setattr(nodes, "waiting", lambda *_: ["7"])
-    commands.say("scontrol", "case $* in 'show job'*) echo ' ExcNodeList=n[9,1]';; *names*) printf 'n9\\nn1\\n';; esac")
+    commands.say(
+        "scontrol", "case $* in 'show job'*) echo ' ExcNodeList=n[9,1-2]';; *names*) printf 'n9\\nn1\\nn2\\n';; esac"
+    )
     nodes.avoid(tmp_path, "6", ["n3"])
-    assert commands.calls("scontrol")[-1] == "scontrol update JobId=7 ExcNodeList=n9,n2,n3"
+    assert commands.calls("scontrol")[-1] == "scontrol update JobId=7 ExcNodeList=n9,n3"

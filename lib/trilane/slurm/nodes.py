@@ -160,18 +160,16 @@ def waiting(folder: Path, job: str) -> list[str]:
 
 
 def avoid(folder: Path, job: str, nodes: Sequence[str]) -> None:
-    """Record nodes of the job as failed, and keep the folder's waiting jobs off all that this job has lost.
+    """Record nodes of the job as failed, and keep the folder's waiting jobs off them.
 
-    Nodes that failed in an earlier job may be used again: they may have been repaired, and a job that avoided all would
-    in the end find too few in a small partition. SLURM gives out none that is down.
+    Those that failed earlier may be used again: a job that avoided all would in the end find too few in a small
+    partition. SLURM gives out none that is down, and a job tests its nodes.
     """
     if nodes:
+        earlier = {node for event in ledger.events(folder, "node failure") for node in event["nodes"]}
         ledger.note(folder, "node failure", job, nodes=list(nodes))
-        lost = list(dict.fromkeys([*lost_nodes(folder, job), *nodes]))
-        failures = ledger.events(folder, "node failure")
-        earlier = {node for event in failures for node in event["nodes"]}.difference(lost)
         for later in waiting(folder, job):
-            exclude(later, lost, earlier)
+            exclude(later, nodes, earlier)
 
 
 def exclude(job: str, nodes: Sequence[str], earlier: Collection[str] = ()) -> None:
