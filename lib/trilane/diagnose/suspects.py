@@ -70,7 +70,8 @@ def _mismatch(evidence: Evidence, found: Conditions, edges: Edges) -> dict[int, 
     for cycle in final_components(inside):
         if (len(cycle) > 1 or cycle <= waited) and not any(found[r].kind in NO_EVIDENCE for r in cycle):
             reasons |= _odd_ones(evidence, found, edges, cycle)
-    return reasons
+    # Where one is named in its cycle, others may wait in theirs for what it left out.
+    return {r: text for r, text in reasons.items() if OPEN not in text} or reasons
 
 
 def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[int]) -> dict[int, str]:

@@ -40,13 +40,8 @@ class Given:
             value = kind(values[0])
         except ValueError:
             value = None
-        assert value is not None or kind is not str
-        require(
-            value is not None and not (isinstance(value, float) and not math.isfinite(value)),
-            option,
-            values[0],
-            "must be a number",
-        )
+        is_finite = value is not None and not (isinstance(value, float) and not math.isfinite(value))
+        require(is_finite, option, values[0], "must be a number")
         return value  # type: ignore[return-value]
 
     def fields(self, kind: type, usual: Mapping[str, Any] = {}) -> dict[str, Any]:
@@ -169,10 +164,8 @@ def _shape(given: Given, vocab_size: int) -> ModelShape:
 def _positions(given: Given) -> str:
     words = {"learned_absolute": "learned", "absolute": "learned", "rope": "rotary", "rotary": "rotary"}
     words |= {"alibi": "alibi", "none": "none"}
-    word, turned = (
-        given.get("position_embedding_type", str, "learned_absolute"),
-        given.has("use_rotary_position_embeddings"),
-    )
+    word = given.get("position_embedding_type", str, "learned_absolute")
+    turned = given.has("use_rotary_position_embeddings")
     require_known("--position-embedding-type", word, words)
     rule = f"contradicts --position-embedding-type {word}: a model has one kind of positions"
     require(not turned or word not in ("alibi", "none"), "--use-rotary-position-embeddings", "yes", rule)

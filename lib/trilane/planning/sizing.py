@@ -176,14 +176,9 @@ def proposals_text(request: SizeRequest, proposals: list[Proposal]) -> str:
 
 def support_lines(proposals: Sequence[Proposal]) -> list[str]:
     """Which measured runs the first shape rests on, and why no engine here can train such shapes, where that is so."""
-    lines = []
-    for p in proposals[:1]:
-        reason = untrainable_reason(p.topology)
-        lines += [
-            f"the first of them: {p.prediction.support.words}",
-            *([f"predicted only: {reason}"] if reason else []),
-        ]
-    return lines
+    reasons = [untrainable_reason(p.topology) for p in proposals[:1]]
+    lines = [f"the first of them: {p.prediction.support.words}" for p in proposals[:1]]
+    return lines + [f"predicted only: {reason}" for reason in reasons if reason]
 
 
 def propose_shapes(cluster: Cluster, **asked: Any) -> Proposals:
@@ -300,12 +295,8 @@ def survey_shapes(
     require(bool(rows), "head_dim", head_dim, "must divide some hidden size of 64, 128, ... 448")
     rows.sort(key=lambda c: c.plan.shape.parameters)
     fast = [c for c in rows if c.prediction.sec_per_it <= seconds]
-    pace = (
-        (lambda c: (c.plan.shape.parameters, -c.prediction.sec_per_it))
-        if fast
-        else (lambda c: -c.prediction.sec_per_it)
-    )
-    return ShapeSurvey(rows=tuple(rows), limit_s=seconds, chosen=rows.index(max(fast or rows, key=pace)))
+    best = max(fast or rows, key=lambda c: (bool(fast) * c.plan.shape.parameters, -c.prediction.sec_per_it))
+    return ShapeSurvey(rows=tuple(rows), limit_s=seconds, chosen=rows.index(best))
 
 
 def hand_on(
