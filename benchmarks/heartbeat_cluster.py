@@ -123,7 +123,7 @@ class Job:
         time.time = lambda: clock() + ahead_s
         parent, beats = os.getpid(), {}
         for rank in ranks:
-            beats[rank], _ = create_record(self.folder, os.environ, rank)
+            beats[rank] = create_record(self.folder, os.environ, rank)
             beats[rank][:] = encode(0, "", time.time(), f"{parent} {name}".encode())
         if os.fork() == 0:
             self._watch(parent, index)

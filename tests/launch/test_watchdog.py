@@ -41,7 +41,7 @@ def test_a_real_training_that_hangs_is_dumped_judged_and_ended(
 
 STUCK = """
 import faulthandler, sys, time
-from trilane.diagnose.capture import STACKS
+from trilane.workspace.heartbeat import STACKS
 faulthandler.register(STACKS, file=open(sys.argv[1], "ab"), all_threads=True)
 def waits_for_ever():
     print("ready", flush=True)
@@ -75,7 +75,7 @@ def captured(code: str, answer: str, folder: Path) -> Path:
         try:
             assert child.stdout is not None and child.stdout.readline() == b"ready\n"
             pid = b"%d %s" % (child.pid, place().split()[1])
-            record, _ = create_record(folder, {}, 0)
+            record = create_record(folder, {}, 0)
             record[:] = encode(3, "", time.time(), pid)
             return capture.capture(folder, small_plan())
         finally:
@@ -147,7 +147,7 @@ def test_a_watchdog_answers_a_capture_and_ends_with_its_rank_while_it_waits_for_
     (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
     env, host, asked = real_hangs.library(), place().split()[1], itertools.count()
     pids = [place(), b"999999999 " + host] if has_exited else [place()]
-    records = [create_record(tmp_path, env, rank)[0] for rank in range(len(pids))]
+    records = [create_record(tmp_path, env, rank) for rank in range(len(pids))]
     for record, pid in zip(records, pids, strict=True):
         record[:] = encode(3, "x", time.time(), pid)
     elsewhere = Heartbeat(rank=2, step=3, phase="x", time=1.0, pid=7, host="elsewhere")  # never answers

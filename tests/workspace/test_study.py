@@ -74,10 +74,7 @@ def test_each_of_two_new_studies_made_at_once_has_its_own_folder(outputs):
 @pytest.mark.parametrize(
     "command",
     [
-        "plan size --params 1e6 --vocab 384 --gpus 2 --gbs 8 --top 1",
         "plan search --shape 6,64,4,32,384 --gpus 2 --gbs 8",
-        "plan show --shape 6,64,4,32,384 --gbs 8",
-        "plan backtest measured",
         "convert megatron --read ARGUMENTS",
     ],
 )

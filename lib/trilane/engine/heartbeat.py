@@ -8,7 +8,6 @@ import ctypes
 import faulthandler
 import mmap
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -43,12 +42,9 @@ def begin(plan: Plan, folder: Path) -> None:
     rank, ranks = os.environ["RANK"], folder / "ranks"
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     ranks.mkdir(exist_ok=True)
-    record, problems = create_record(folder, os.environ, int(rank))
-    _beats.append(Heartbeat(record))
+    _beats.append(Heartbeat(create_record(folder, os.environ, int(rank))))
     if is_first:
         sweep()
-        if problems:
-            print(f"trilane: {platform.node()} has no better place for heartbeats: {problems}", flush=True)
     if sys.platform.startswith("linux"):
         # PR_SET_PTRACER, PR_SET_PTRACER_ANY of <sys/prctl.h>: under Yama a process may trace only its descendants, and
         # the launcher's py-spy is a sibling of this process.

@@ -63,12 +63,8 @@ def _run(folder: Path, plan: Plan, port: int, show_progress: bool, begin: float,
         prepare_data(folder / "plan.json")
         monitor = HangMonitor(folder, plan, start)
         with contextlib.closing(monitor), torchrun(folder, plan, port, start) as child:
-            try:
-                with forwarding_signals(child):
-                    code = follow(child, folder, plan, show_progress, deadline, monitor.check)
-            except KeyboardInterrupt:  # recorded now, too: a notebook's kernel may be killed while the workers end
-                _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
-                raise
+            with forwarding_signals(child):
+                code = follow(child, folder, plan, show_progress, deadline, monitor.check)
             return monitor.corrected(judge(folder, code, _since(begin), monitor.iteration), {*failed_ranks(folder)})
     except KeyboardInterrupt:
         _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))

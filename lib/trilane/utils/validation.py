@@ -27,9 +27,9 @@ def require(ok: bool, field: str, value: object, rule: str) -> None:
 
 def shown(value: object, most: int = 300) -> str:
     """A value as one line for a message, the middle of a long one left out."""
-    if isinstance(value, int) and value.bit_length() > 1000:  # str() refuses such a number
-        return "a number of more than 300 digits"
-    return one_line(middle(str(value), most))
+    # str() refuses a number of more than 4300 digits
+    is_huge = isinstance(value, int) and value.bit_length() > 1000
+    return "a number of more than 300 digits" if is_huge else one_line(middle(str(value), most))
 
 
 def require_line(field: str, value: str) -> None:

@@ -71,16 +71,14 @@ def place() -> bytes:
     return f"{os.getpid()} {platform.node() or 'localhost'}".encode()
 
 
-def create_record(folder: Path, env: Mapping[str, str], rank: int) -> tuple[mmap.mmap, str]:
-    """The memory-mapped record of a rank in this start of the run, locked until this process ends, and why it is not in
-    the better place. OSError where neither place can be used."""
-    problems = list[str]()
-    for base in BASES:
-        try:
-            return _mapped(base / f"{_prefix(folder)}{_own(env)}.{rank}"), "; ".join(problems)
-        except OSError as error:  # full, missing, or of somebody else
-            problems.append(f"{base}: {error.strerror}")
-    raise OSError("; ".join(problems))
+def create_record(folder: Path, env: Mapping[str, str], rank: int) -> mmap.mmap:
+    """The memory-mapped record of a rank in this start of the run, locked until this process ends, in the first place
+    that takes it. OSError where none does."""
+    *better, last = (base / f"{_prefix(folder)}{_own(env)}.{rank}" for base in BASES)
+    for path in better:
+        with contextlib.suppress(OSError):  # full, missing, or of somebody else
+            return _mapped(path)
+    return _mapped(last)
 
 
 def _mapped(path: Path) -> mmap.mmap:
