@@ -26,27 +26,22 @@ def test_the_header_ends_at_a_multiple_of_eight_bytes_and_the_numbers_begin_ther
     assert torch.frombuffer(bytearray(data[8 + length :]), dtype=torch.float32).tolist() == [1, 2, 3, 4, 5]
 
 
-def test_a_closed_file_was_synchronised_with_all_its_bytes(tmp_path: Path, monkeypatch) -> None:
-    """fsync(2): without it, a crash after the save may leave a complete-looking checkpoint of zeros."""
+def test_a_closed_file_was_synchronised_with_all_its_bytes_or_has_an_error(tmp_path: Path, monkeypatch) -> None:
+    """fsync(2): without it, a crash after the save may leave a complete-looking checkpoint of zeros; there a network
+    file system reports a full disk, while the other ranks wait in a collective."""
     sizes: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda handle: sizes.append(os.fstat(handle).st_size))
-    file = files.SliceFile(tmp_path / "a", [("w", (2, 3))])
-    file.add(torch.ones(2, 3))
-    size, _ = file.close()
-    assert sizes == [size] == [(tmp_path / "a").stat().st_size]
 
+    def fsync(handle: int) -> None:
+        sizes.append(os.fstat(handle).st_size)
+        if len(sizes) > 1:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-def test_a_disk_that_is_full_at_the_last_moment_is_an_error_of_the_file(tmp_path: Path, monkeypatch) -> None:
-    """fsync is where a network file system reports it; the other ranks wait in a collective meanwhile."""
-
-    def full(handle: int) -> None:
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    monkeypatch.setattr(os, "fsync", full)
-    file = files.SliceFile(tmp_path / "a", [("w", (2,))])
-    file.add(torch.ones(2))
-    file.close()
-    assert file.error == "Disk quota exceeded"
+    monkeypatch.setattr(os, "fsync", fsync)
+    for name, error in (("a", ""), ("b", "Disk quota exceeded")):
+        file = files.SliceFile(tmp_path / name, [("w", (2, 3))])
+        file.add(torch.ones(2, 3))
+        size, _ = file.close()
+        assert sizes[-1] == size == (tmp_path / name).stat().st_size and file.error == error
 
 
 @pytest.mark.parametrize("box", [((3, 8),), ((2, 6), (1, 4)), ((0, 2), (1, 3), (0, 3))], ids=["1", "2", "3"])

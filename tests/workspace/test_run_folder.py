@@ -48,32 +48,19 @@ def test_whole_steps_are_left_as_they_are_and_a_last_line_without_an_end_is_comp
     assert path.read_bytes() == WHOLE
 
 
-def test_no_attempt_takes_the_number_of_another(tmp_path: Path) -> None:
-    """Also where an earlier one was deleted, or a file lies among them."""
+def test_an_attempt_that_goes_on_keeps_its_files_and_one_that_begins_again_moves_them(tmp_path: Path) -> None:
+    """Under the next number, also where an earlier one was deleted; a folder in the place of a file moves as well."""
     (tmp_path / "attempts/7").mkdir(parents=True)
     (tmp_path / "attempts/notes.txt").touch()
-    (tmp_path / "status.json").write_text("8")
-    put_aside(tmp_path, keep=True)
-    assert {p.name for p in (tmp_path / "attempts").iterdir()} == {"7", "8", "notes.txt"}
-
-
-def test_a_folder_in_the_place_of_a_file_moves_when_the_run_starts_again(tmp_path: Path) -> None:
     (tmp_path / "status.json").mkdir()
-    (tmp_path / "steps.jsonl").mkdir()
-    put_aside(tmp_path, keep=True)
-    cut_steps(tmp_path, 0)
-    assert (tmp_path / "attempts/1/status.json").is_dir() and (tmp_path / "earlier/steps.jsonl.1").is_dir()
-
-
-def test_an_attempt_that_goes_on_keeps_its_files_and_one_that_begins_again_moves_them(tmp_path: Path) -> None:
-    for name in ("run.log", "steps.jsonl", "status.json"):
+    for name in ("run.log", "steps.jsonl"):
         (tmp_path / name).write_text(name)
     put_aside(tmp_path, keep=True)
     assert {p.name for p in tmp_path.iterdir()} == {"run.log", "steps.jsonl", "attempts"}
     put_aside(tmp_path, keep=False)
     assert [p.name for p in tmp_path.iterdir()] == ["attempts"]
-    assert (tmp_path / "attempts/1/status.json").read_text() == "status.json"
-    assert {p.name for p in (tmp_path / "attempts/2").iterdir()} == {"run.log", "steps.jsonl"}
+    assert (tmp_path / "attempts/8/status.json").is_dir()
+    assert {p.name for p in (tmp_path / "attempts/9").iterdir()} == {"run.log", "steps.jsonl"}
 
 
 def test_a_completed_run_whose_plan_is_extended_has_more_to_do(tmp_path: Path) -> None:

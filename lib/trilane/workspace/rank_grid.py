@@ -93,13 +93,13 @@ class Grid:
     def group(self, axis: str, rank: int) -> frozenset[int]:
         """The ranks of `rank`'s group along `axis` (a name of AXES, "embedding", "next" or "previous" stage)."""
         place = self._by_rank[rank]
-        if axis not in ("next", "previous", "embedding"):
+        if axis in self.AXES:
             return self._groups[self._key(axis if self.known else "world", place)]
-        # Interleaved pipelines wrap around: the first stage follows the last.
         stages = self.sizes[1]
-        wanted = {"next": {place.pp + 1}, "previous": {place.pp - 1}, "embedding": {0, stages - 1}}[axis]
-        wanted = {stage % stages for stage in wanted}
-        return frozenset(r for r in self.group("pp", rank) if self._by_rank[r].pp in wanted) | {rank}
+        wanted = {"next": (place.pp + 1,), "previous": (place.pp - 1,), "embedding": (0, stages - 1)}[axis]
+        # interleaved pipelines wrap around: the first stage follows the last
+        inside = {stage % stages for stage in wanted}
+        return frozenset(r for r in self.group("pp", rank) if self._by_rank[r].pp in inside) | {rank}
 
     def _key(self, axis: str, place: Place) -> tuple[str, tuple[int, ...]]:
         return axis, tuple(getattr(place, name) for name in ("tp", "pp", "dp") if name not in self.AXES[axis])
@@ -151,25 +151,24 @@ def from_json(values: Mapping[str, Any]) -> Grid | None:
     Either {"tp": .., "pp": .., "dp": .., "gpus_per_node": ..} (gpus_per_node 8 by default), or
     {"ranks": [{"rank": .., "tp": .., "pp": .., "dp": .., "node": ..}, ..]}, or both: then the list takes precedence.
     """
-    sizes, cluster, listed = values.get("topology", values), values.get("cluster", {}), values.get("ranks")
-    node = values.get("gpus_per_node") or cluster.get("gpus_per_node") or 8
-    base = None
+    sizes, cluster = values.get("topology", values), values.get("cluster", {})
+    width = values.get("gpus_per_node") or cluster.get("gpus_per_node") or 8
+    listed = {int(facts["rank"]): facts for facts in values.get("ranks") or ()}
+    grid = None
     if any(name in sizes for name in ("tp", "pp", "dp")):
         tp, pp, dp = (sizes.get(name, 1) for name in ("tp", "pp", "dp"))
-        base = regular(tp, pp, dp, node, values.get("hosts", ()))
-    if isinstance(listed, Mapping):
-        listed = [{"rank": int(rank), **facts} for rank, facts in listed.items()]
+        grid = regular(tp, pp, dp, width, values.get("hosts", ()))
     if not listed:
-        return base
-    given = {int(facts["rank"]): facts for facts in listed}
-    base = base or unknown(given, node)
-    hosts: defaultdict[Any, set[str]] = defaultdict(set)  # of each node that has a name
-    for facts in given.values():
+        return grid
+    is_known = grid is not None or "tp" in next(iter(listed.values()))
+    grid = grid or unknown(listed, width)
+    hosts: defaultdict[Any, set[str]] = defaultdict(set)  # of each node of the list
+    for facts in listed.values():
         if facts.get("host") and facts.get("node") is not None:
             hosts[facts["node"]].add(str(facts["host"]))
-    origin = {r: base[r] if r in base else base.places[0] for r in {*base.ranks, *given}}
-    places = [_place(origin[r], r, given.get(r, {}), hosts) for r in origin]
-    return Grid(places=tuple(sorted(places, key=lambda p: p.rank)), known=base.known or "tp" in listed[0])
+    ranks = sorted({*grid.ranks, *listed})
+    places = (_place(grid[r] if r in grid else grid.places[0], r, listed.get(r, {}), hosts) for r in ranks)
+    return Grid(places=tuple(places), known=is_known)
 
 
 def read(path: Path) -> Grid | None:

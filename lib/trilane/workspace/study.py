@@ -91,9 +91,8 @@ class Study:
         with self._one_writer():
             path, values = self.folder / name, make()
             new = json.loads(json.dumps(_without(values, "made_by")))
-            with contextlib.suppress(ValueError):  # missing, or damaged: then it is kept as an earlier version
-                if _without(read_object(path, "study file"), "made_by") == new:
-                    return path
+            if _holds(path, new, "made_by"):
+                return path
             text = json.dumps({**values, "made_by": {"notebook": made_by, **stamp(), "read": self.read}}, indent=1)
             return write_text(path, text + "\n")
 
@@ -170,7 +169,7 @@ class Study:
         """
         folder, number = self.folder / "runs" / plan.label, 2
         while folder.exists():
-            if _holds(folder, plan):
+            if _holds(folder / "plan.json", plan.to_json(), *DERIVED):
                 if is_completed(folder) or going(folder):
                     return folder, is_completed(folder)
                 if not is_started(folder):
@@ -181,10 +180,10 @@ class Study:
         return folder, False
 
 
-def _holds(folder: Path, plan: Plan) -> bool:
-    """Whether the folder's plan.json holds that plan; not where it is damaged."""
+def _holds(path: Path, values: dict[str, Any], *ignored: str) -> bool:
+    """Whether the JSON file holds these values; not where it is missing or damaged."""
     with contextlib.suppress(ValueError):
-        return _without(read_object(folder / "plan.json", "plan"), *DERIVED) == plan.to_json()
+        return _without(read_object(path, "study file"), *ignored) == values
     return False
 
 

@@ -33,7 +33,7 @@ from trilane.engine.checkpoint.slices import SliceFile, assemble
 from trilane.engine.model.parameters import whole_sizes
 from trilane.utils.files import replace_text
 from trilane.utils.tables import one_line, short
-from trilane.utils.validation import from_mapping, read_json, require, require_known, to_mapping
+from trilane.utils.validation import from_mapping, read_object, require, require_known, to_mapping
 from trilane.workspace import checkpoints
 
 INDEX = "model.safetensors.index.json"
@@ -150,12 +150,10 @@ def import_folder(folder: Path, out: Path, seq_length: int = 0, vocab_size: int 
 
 def read_config(folder: Path, seq_length: int = 0) -> tuple[Family, ModelShape]:
     """The family and shape of the folder's config.json; ValueError for what our model does not compute."""
-    given = read_json(folder / "config.json", "folder")
-    require(isinstance(given, dict), "folder", folder / "config.json", "must be a JSON object")
+    given = read_object(folder / "config.json", "folder")
     require_known("model_type", str(given.get("model_type")), families())
     family, shape = families()[given["model_type"]], shape_of_config(given, seq_length).shape
-    departures = [misfit] if (misfit := family.misfit(shape)) else []
-    for departure in (*departures, *rotary_departures(given)):
+    for departure in filter(None, (family.misfit(shape), *rotary_departures(given))):
         require(False, *departure)
     for key, value in family.settings.items():
         require(given.get(key, value) == value, key, given.get(key), f"a model here has {value}")
@@ -207,11 +205,10 @@ class Tensors:
 
 def _files(folder: Path) -> list[Path]:
     """The folder's safetensors files: those of the index, or the only one."""
-    index = folder / INDEX
-    listed = read_json(index, "folder") if index.exists() else {"weight_map": {"": "model.safetensors"}}
-    names = listed.get("weight_map") if isinstance(listed, dict) else None
-    require(isinstance(names, dict), "folder", index, "must list the file of each tensor")
-    found = sorted({str(name) for name in (names or {}).values()})
+    index, names = folder / INDEX, {"": "model.safetensors"}
+    if index.exists():
+        names = read_object(index, "folder", weight_map=dict)["weight_map"]
+    found = sorted({str(name) for name in names.values()})
     for name in found:
         require(re.fullmatch(r"\w[\w.-]*", name) is not None, "folder", short(name), "must be a file of the folder")
         require((folder / name).is_file(), "folder", folder / name, "no such file")
@@ -224,13 +221,11 @@ def _write(temporary: Path, tensors: Tensors, sizes: Mapping[str, tuple[int, ...
     file = SliceFile(temporary / name, [(f"{n}/{kind}", size) for n, size in sizes.items() for kind in kinds])
     for parameter, size in sizes.items():
         at = {kind: file.at[f"{parameter}/{kind}"] for kind in kinds}
-        whole = {"box": [(0, n) for n in size], "file": name, "at": at}
-        found[parameter] = {"shape": list(size), "slices": [whole]}
+        found[parameter] = {"shape": size, "slices": [{"box": [(0, n) for n in size], "file": name, "at": at}]}
         padded, tensor = torch.zeros(size), tensors.read(parameter)
         padded[: len(tensor)] = tensor
-        file.add(padded)
-        for _ in kinds[1:]:
-            file.add(torch.zeros(size))
+        for values in (padded, *(torch.zeros(size) for _ in kinds[1:])):
+            file.add(values)
     files = {name: file.close()}
     require(not file.error, "out", temporary.parent, file.error)
     progress = {"iteration": 0, "consumed_samples": 0, "scalars": {"step": 0.0}, "layout": None}
