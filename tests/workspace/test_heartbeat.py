@@ -2,6 +2,7 @@
 still by them, by this node's clock alone, which the test turns, is named."""
 
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -116,8 +117,8 @@ class Node:
         monkeypatch.setattr(heartbeat, "own_beats", lambda *_: dict(self.beats))
         self.stall = Stall(folder, {}, timeout_s)
 
-    def beat(self, *ranks: int, step: int = 7, phase: str = "forward") -> None:
-        self.beats |= {rank: Heartbeat(rank=rank, step=step, phase=phase, time=self.now, pid=os.getpid(), host="h")
+    def beat(self, *ranks: int, step: int = 7, phase: str = "forward", pid: int = 2) -> None:
+        self.beats |= {rank: Heartbeat(rank=rank, step=step, phase=phase, time=self.now, pid=pid, host=platform.node())
                        for rank in ranks}  # fmt: skip
 
     def stalls_after(self, seconds: float, more_s: float = 0.0) -> bool:
@@ -149,6 +150,17 @@ def test_a_change_of_phase_is_progress_and_the_rank_without_is_named(
     assert not node.stalls_after(90)
     node.beat(0, step=5, phase="backward")
     assert node.stalls_after(90) and node.stall.cause(3) == "no progress for 100 s: rank 1 in iteration 5, forward"
+
+
+def test_a_rank_that_has_exited_stalls_the_others_until_all_have(tmp_path: Path, monkeypatch) -> None:
+    """Then torchrun, which may take some seconds to end, says how."""
+    node = Node(tmp_path, monkeypatch, 100.0)
+    node.beat(0, pid=999_999_999)
+    node.beat(1)
+    monkeypatch.setattr(heartbeat, "process_state", lambda pid: "gone" if pid > 2 else "S")
+    assert node.stalls_after(101) and node.stall.cause(2).endswith("rank 0 in iteration 7, forward, which has exited")
+    node.beat(1, pid=999_999_998)
+    assert not node.stalls_after(101)
 
 
 def test_a_rank_that_never_began_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

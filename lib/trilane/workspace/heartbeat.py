@@ -243,6 +243,8 @@ class Stall:
 
     def is_stalled(self, more_s: float = 0.0) -> bool:
         """Whether a rank of this node stood still for too long when last looked at, and `more_s` more."""
+        if self.own and all(beat.has_exited for beat in self.own.values()):
+            return False  # whoever started them is about to report it
         # one that has ended may be silent
         late = (beat.phase != END and beat.idle_s > self._patience_s(beat.step) + more_s for beat in self.own.values())
         return any(late) or (not self.own and self._is_late_to_begin())
