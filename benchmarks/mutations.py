@@ -305,9 +305,9 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("1.4826 * float", "float"),
         ("excess > 0.03 * middle", "excess > 0.03"),
     ],
-    ("hang", "workspace/stall_detector.py", "workspace/test_stall_detector.py"): [
+    ("hang", "workspace/heartbeat.py", "workspace/test_heartbeat.py"): [
         ("if step >= 2 else", "if step >= 1 else"),
-        ("return beat.phase != END and beat.idle_s", "return beat.idle_s"),
+        ("(beat.phase != END and beat.idle_s", "(beat.idle_s"),
     ],
     ("restart", "workspace/run_folder.py", "workspace"): [
         ("_iteration(line) <= done", "_iteration(line) < done"),
@@ -338,7 +338,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("checkpoints", "workspace/checkpoints.py", "workspace"): [
         ("sync_folder(target.parent)", "pass"),
         ("st_size != size", "st_size < size"),
-        ("sorted(found, key=iteration_of)", "sorted(found)"),
+        ("_is_complete(path)), key=iteration_of)", "_is_complete(path)))"),
         ("complete(folder)[:-count]", "complete(folder)[: 1 - count]"),
         ("if path != named:", "if path:"),
         ("if digest(path) == checksum", "if checksum"),
