@@ -23,6 +23,7 @@ from trilane.utils.validation import to_mapping
 
 REPOSITORY = Path(__file__).parents[1]
 BROWSER = Path("/usr/bin/chromium")
+SMALL = ["-p", "seconds_per_iteration", "0.02", "-p", "lr", "3e-3", "-p", "runs", "1"]  # the demo of the tests
 IN_BROWSER = [
     pytest.mark.slow,
     pytest.mark.skipif(

@@ -84,21 +84,24 @@ def test_every_fault_of_the_mutation_table_can_still_be_planted() -> None:
 
 
 @pytest.mark.slow
-def test_every_step_is_taken_on_a_cpu_and_one_that_fails_leaves_the_others(tmp_path: Path) -> None:
-    """Equality, both paths and the plain GPT in turns, profile and prediction; `unfused-1` finds its folder taken."""
+def test_every_step_is_taken_on_a_cpu_and_one_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Equality, both paths and the plain GPT, profile and prediction, in a turn each; `unfused-1` finds its folder
+    taken."""
     (tmp_path / "unfused-1").mkdir()
-    command = [sys.executable, str(REPOSITORY / "benchmarks/gpu_mfu.py"), "--tiny", "--json", "--out", str(tmp_path)]
-    env = {k: v for k, v in environment(2).items() if k != "TRILANE_PARENT_PID"} | {"TORCH_COMPILE_DISABLE": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    found = json.loads(done.stdout)
+    monkeypatch.setattr(sys, "argv", ["gpu_mfu.py", "--tiny", "--json", "--out", str(tmp_path)])
+    monkeypatch.setattr(gpu_mfu, "STEPS", ("verify", "unfused-1", "fused-2", "plain-2"))
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    assert gpu_mfu.main() == 1
+    found = json.loads(capsys.readouterr().out)
     assert json.loads((tmp_path / "gpu_mfu.json").read_text()) == found
     assert set(found["failed"]) == {"unfused-1"} and "File exists" in found["failed"]["unfused-1"]
     assert found["targets"] == {"equality": "met"} and len(found["verify"]["rows"]) == 2
     assert found["card"] == "cpu" and found["paths"]["fused-2"].startswith("fused path (run.fused=on)")
     for name in ("fused", "plain"):
         one = found["measured"][name]
-        assert len(one["turns"]) == 2 and one["max_bytes"] > 0
+        assert len(one["turns"]) == 1 and one["max_bytes"] > 0
         flops = one["mfu"] * 50e9 * one["sec_per_it"]
         assert flops == pytest.approx(72 * 4 * 32 * 2 * 64 * 64 * (1 + 32 / 384 + 512 / (12 * 2 * 64)))
     (table,) = found["profiles"].values()

@@ -124,13 +124,13 @@ READERS = (
     *("slurm script plan.json --site X", "plan show --shape X --cluster h200 --gbs 16", "convert megatron X"),
     *("plan show --shape 12,768,12,1024,50304 --gbs 16 --cluster X", "plan show plan.json --calibration X"),
     *("plan calendar plan.json --tokens 1e9 --capacity X", "plan calendar plan.json --tokens 1e9 --risks X"),
-    *("slurm sweep create X new --site generic", "slurm chain create X new --site generic", "train X"),
     *(
-        "slurm sweep submit sweep --site local",
-        "slurm chain submit chain --site local",
+        "slurm sweep create X new --site generic",
+        "slurm chain create X new --site generic",
+        "train X",
         "plan backtest X",
-        "debug rehearse X",
     ),
+    *("slurm sweep submit sweep --site local", "slurm chain submit chain --site local", "debug rehearse X"),
 )
 
 
@@ -192,16 +192,11 @@ PLANS = {
     "blend": ("data.blend", [{"source": "$(touch canary)\n", "weight": 1}, {"source": "b", "weight": 1}]),
     "engine": ("engine", "$(touch canary)"),
     "hidden 2^40": ("shape.hidden_size", 1 << 40),
-    "layers 2^62": ("shape.num_layers", 1 << 62),
-    "vocabulary 2^70": ("shape.vocab_size", 1 << 70),
-    "replicas 0": ("topology.dp", 0),
     "heads as text": ("shape.num_attention_heads", "4"),
     "a shape that is a list": ("shape", []),
-    "a topology that is null": ("topology", None),
     "endless ramp": ("run.ramp", {"start": 1, "increment": 1, "samples": 1 << 80}),
     "rate of 400 digits": ("optimizer.lr", 10**400),
     "cluster's name": ("cluster.name", "a\x1b[2Jb"),
-    "card's name": ("cluster.gpu.name", "V100\ntouch canary"),
     "unknown": ("$(touch canary)", 1),
 }
 
@@ -218,18 +213,10 @@ def test_a_plan_that_cannot_be_is_refused_by_name(
 
 OTHERS = {
     "local folder": ("slurm script plan.json --site X", site_with("local", "/tmp\ntouch canary")),
-    "site's name": ("slurm script plan.json --site X", {"name": "\x1b]0;owned\x07"}),
-    "site's modules": ("slurm script plan.json --site X", {"name": "mine", "modules": "cuda; touch canary"}),
     "bandwidth": ("plan search --shape 6,64,4,32,384 --gpus 8 --gbs 8 --cluster X", {"network_bytes_per_s": 0}),
-    "a crawling network": (
-        "plan search --shape 6,64,4,32,384 --gpus 8 --gbs 8 --cluster X",
-        {"network_bytes_per_s": 1e-300},
-    ),
     "nodes": ("plan search --shape 6,64,4,32,384 --gpus 8 --gbs 8 --cluster X", {"max_nodes": 1 << 70}),
     "capacity's day": ("plan calendar plan.json --tokens 1e9 --capacity X", [{"from": "\x1b[2J", "gpus": 8}]),
-    "no capacity": ("plan calendar plan.json --tokens 1e9 --capacity X", {"steps": []}),
     "risk": ("plan calendar plan.json --tokens 1e9 --risks X", {"spare_nodes": -1}),
-    "unknown risk": ("plan calendar plan.json --tokens 1e9 --risks X", {"a\nb": 1}),
     "calibration": ("plan show plan.json --calibration X", {"matmul": 1e300}),
     "prediction": ("slurm sweep create X new --site generic", [{**small_plan().to_json(), "prediction": [1]}]),
     "bytes": (
@@ -274,10 +261,7 @@ def test_the_index_of_a_sweep_or_chain_names_folders(
 # Words on the command line, each as one argument.
 LINES = {
     "account": ("slurm", "script", "plan.json", "--site", "generic", "--account", "x\n#SBATCH --wrap=id"),
-    "constraint": ("slurm", "script", "plan.json", "--site", "generic", "--constraint", "$(touch canary)"),
     "mail": ("slurm", "script", "plan.json", "--site", "generic", "--mail", "a@b;touch canary"),
-    "exclude": ("slurm", "script", "plan.json", "--site", "generic", "--exclude", "gpu1 --wrap=x"),
-    "environment": ("slurm", "script", "plan.json", "--site", "generic", "--environment", "a\ntouch canary"),
     "time": ("slurm", "script", "plan.json", "--site", "generic", "--time-limit", "1:00:00\n#SBATCH --wrap=x"),
     "endless time": ("slurm", "script", "plan.json", "--site", "generic", "--time-limit", "9" * 5000 + ":00:00"),
     "site": ("slurm", "script", "plan.json", "--site", "generic\x1b[2J"),
@@ -285,10 +269,8 @@ LINES = {
     "stages": ("slurm", "chain", "create", "plan.json", "new", "--site", "generic", "--stages", "9" * 5000 + ":1:1"),
     "shape": ("plan", "show", "--cluster", "h200", "--gbs", "8", "--shape", "9" * 5000 + ",1,1,1,1"),
     "tokens": ("plan", "calendar", "plan.json", "--tokens", "9" * 5000 + "T"),
-    "day": ("plan", "calendar", "plan.json", "--tokens", "1e9", "--deadline", "2026-01-01\x1b[2J"),
     "cluster": ("plan", "show", "--shape", "6,64,4,32,384", "--gbs", "8", "--cluster", "../../etc/passwd"),
     "command": ("slurm", "sub\x1b[2Jmit"),
-    "study": ("slurm", "status", "../../\x1b[2J"),
 }
 
 
@@ -300,10 +282,8 @@ def test_a_word_of_the_command_line_is_refused_in_one_clean_line(
 
 
 TABLES = {
-    "100,000 brackets": ("logs parse X.md", "[" * 100_000),
     "brackets in a header": ("logs parse X.md", "|" + "[" * 100_000 + "|a|\n|---|---|\n|1|2|\n"),
     "a formula as the header": ("plan backtest X.csv", "=HYPERLINK(1)\n1\n"),
-    "a column twice": ("plan backtest X.csv", "row_id,row_id\n1,2\n"),
     "a variable bomb": ("convert megatron --read X.sh --cluster h200", "a=$a$a$a$a$a$a$a$a\n$a$a$a$a\n"),
     "a long script": ("convert megatron --read X.sh --cluster h200", "x" * 1_000_000),
     "endless here-documents": ("convert megatron --read X.sh --cluster h200", "<<EOF\n" * 5000),

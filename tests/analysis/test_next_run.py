@@ -137,16 +137,15 @@ def test_a_foreign_log_becomes_a_case_where_its_cluster_is_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster", ["", "jz-v100-32g"])
-def test_the_report_reads_anybodys_logs(tmp_path, outputs, cluster):
+def test_the_report_reads_anybodys_logs(tmp_path, outputs):
     """04_analyze on two foreign logs, one of which tells its arguments and the other only its iterations."""
     (tmp_path / "a.out").write_text(
         DUMP.replace(" 8\n", " 4\n") + "  micro_batch_size ................ 1\n" + "".join(map(m2021, range(1, 11)))
     )
     (tmp_path / "b.out").write_text("".join(map(m2021, range(1, 11))))
     study = Study.create("theirs")
-    report = notebook.run("04_analyze", study, logs=f"{tmp_path}/*.out", cluster=cluster)
+    report = notebook.run("04_analyze", study, logs=f"{tmp_path}/*.out", cluster="jz-v100-32g")
     text = report.read_text()
     assert "What happened" in text and "b.out" in text and "completed" in text
     assert len(pd.read_csv(study.folder / "runs.csv")) == 2
-    assert (study.folder / "measured.csv").exists() == (study.folder / "calibration.json").exists() == bool(cluster)
+    assert (study.folder / "measured.csv").exists() and (study.folder / "calibration.json").exists()

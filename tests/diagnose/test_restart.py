@@ -133,31 +133,34 @@ def kinds_of(findings: Iterable[RestartFinding]) -> list[tuple[str, str, set[int
 
 ALL = {0, 1, 2, 3}
 LOST = {  # what was loaded; the findings, or some of them
-    "nothing": (prints(state()), []),
-    "a norm reset": (remade(FINAL, None, np.ones_like, "weight"), [("reset", FINAL, {2, 3})]),
-    "a norm apart across TP": (remade(NORM, 1, lambda x: x + 1e-3, "weight"), [("tensor-replicas", NORM, {1})]),
-    "tied copies apart": (remade(WORD, 2, lambda x: x[::-1, ::-1], "weight", "exp_avg"), [("tied", WORD, {2})]),
+    "nothing": (lambda: prints(state()), []),
+    "a norm reset": (lambda: remade(FINAL, None, np.ones_like, "weight"), [("reset", FINAL, {2, 3})]),
+    "a norm apart across TP": (lambda: remade(NORM, 1, lambda x: x + 1e-3, "weight"), [("tensor-replicas", NORM, {1})]),
+    "tied copies apart": (lambda: remade(WORD, 2, lambda x: x[::-1, ::-1], "weight", "exp_avg"), [("tied", WORD, {2})]),
     "one value of a matrix": (
-        remade(MATRIX, None, lambda x: x + (x == x.max()) * 1e-6, "weight"),
+        lambda: remade(MATRIX, None, lambda x: x + (x == x.max()) * 1e-6, "weight"),
         [("not-restored", MATRIX, {2})],
     ),
-    "a norm that decays": (decaying(), [("decay", NORM, {0})]),
+    "a norm that decays": (decaying, [("decay", NORM, {0})]),
     "a model that computes with other weights": (
-        copied(0.05),
+        lambda: copied(0.05),
         [("copy", name, r) for name, r in ((WORD, ALL), (NORM, {0, 1}))],
     ),
-    "gradients beyond the limit": (remade(FINAL, None, lambda x: x + 1, "exp_avg_sq"), [("clipping", "", {2, 3})]),
-    "a generator": (edited(3, generators={"cpu": "other"}), [("generators", "", {3})]),
-    "the next samples": (edited(1, samples="0001"), [("data", "", {1})]),
-    "Adam's step": (prints(state(), scalars={"step": 0.0}), [("optimizer", "", set())]),
-    "the learning rate": (prints(state(), next_lr=1.001e-3), [("optimizer", "", set())]),
+    "gradients beyond the limit": (
+        lambda: remade(FINAL, None, lambda x: x + 1, "exp_avg_sq"),
+        [("clipping", "", {2, 3})],
+    ),
+    "a generator": (lambda: edited(3, generators={"cpu": "other"}), [("generators", "", {3})]),
+    "the next samples": (lambda: edited(1, samples="0001"), [("data", "", {1})]),
+    "Adam's step": (lambda: prints(state(), scalars={"step": 0.0}), [("optimizer", "", set())]),
+    "the learning rate": (lambda: prints(state(), next_lr=1.001e-3), [("optimizer", "", set())]),
 }
 
 
 @pytest.mark.parametrize("name", LOST)
 def test_what_a_restart_lost_is_named_with_its_tensor_and_ranks(name: str, before: Path, tmp_path: Path) -> None:
     fingerprints, expected = LOST[name]
-    found = kinds_of(compare_restart(before, loaded(tmp_path / "after", fingerprints)).findings)
+    found = kinds_of(compare_restart(before, loaded(tmp_path / "after", fingerprints())).findings)
     assert all(finding in found for finding in expected) and bool(found) is bool(expected), found
     assert name != "a generator" or len(found) == 1
 
@@ -196,7 +199,7 @@ def test_two_runs_are_named_by_what_they_record(tmp_path: Path) -> None:
 def test_the_command_prints_it_in_lines_and_as_json(
     before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, broken = loaded(tmp_path / "after", prints(state())), put(tmp_path / "broken", LOST["a norm reset"][0])
+    whole, broken = loaded(tmp_path / "after", prints(state())), put(tmp_path / "broken", LOST["a norm reset"][0]())
     assert main(["debug", "restart", str(before), str(whole)]) == 0 and "nothing is wrong" in capsys.readouterr().out
     assert main(["debug", "restart", str(before), str(broken)]) == 1
     assert "reset: decoder.final_layernorm.weight, ranks 2-3 (pp 1, dp 0): weight is" in capsys.readouterr().out

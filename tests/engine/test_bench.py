@@ -1,8 +1,6 @@
 """This machine, measured, is a cluster like any other."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,27 +11,10 @@ from support import assert_plausible
 
 from trilane.config.cluster import cluster
 from trilane.engine.bench import __main__ as bench
-from trilane.launch.local import environment
 from trilane.utils.validation import to_mapping
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 SLURM = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_ID": "1"}
-
-
-@pytest.mark.slow
-def test_a_machine_without_gpus_is_eight_processes_and_is_never_measured_over_another(tmp_path: Path) -> None:
-    path = tmp_path / "mine.json"
-    command = [sys.executable, "-m", "trilane", "measure", "machine", str(path)]
-    done = subprocess.run(command, env=environment(2), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    mine = cluster(str(path))
-    assert (mine.name, mine.gpu.kind, mine.gpus_per_node, mine.max_nodes) == ("local", "cpu", 8, 1)
-    assert_plausible(mine)
-    assert "gloo all_reduce of 4 MiB by 2 ranks" in mine.sources["node_bytes_per_s"]
-    before = path.read_text()
-    done = subprocess.run(command, env=environment(2), capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"trilane: out={path}: exists\n")
-    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
 
 
 TWO_HOSTS = """

@@ -17,14 +17,14 @@ NAMES = {
     "TP2 PP2 BLOOM, z-loss; TP2 PP2 interleaved, sequence parallel, Llama; TP2 fp16;"
     "PP2 DP2 distributed optimizer bf16",
     "deepspeed-zero": "ZeRO-0 TP2; ZeRO-1 TP2 DP2 sequence parallel; ZeRO-3 TP2 sequence parallel, recompute full;"
-    "ZeRO-2 TP2 DP2; ZeRO-3 DP2 full offload; ZeRO-3 TP2 Llama; ZeRO-3 TP2 fp32 sums fp16",
+    "ZeRO-2 TP2 DP2; ZeRO-3 DP2 full offload; ZeRO-3 TP2 Llama",
     "deepspeed-3d": "ZeRO-0 TP2 PP2; TP2 PP2 sequence parallel, recompute full; PP3 embedding and head as layers;"
-    "TP2 PP2 DP2; TP2 PP2 BLOOM, z-loss; PP2 fp32 sums bf16",
-    "hf-zero3": "ZeRO-2 DP2 BLOOM; ZeRO-3 DP2 Llama; ZeRO-3 DP2 full offload, fp32 sums bf16",
+    "TP2 PP2 BLOOM, z-loss; PP2 fp32 sums bf16",
+    "hf-zero3": "ZeRO-2 DP2 BLOOM; ZeRO-3 DP2 Llama",
 }
 WANTED = {f"{engine} {name.strip()}" for engine, names in NAMES.items() for name in names.split(";")}
 ROWS = [row for row in rows() if {row.label, row.label.removesuffix(" fp32")} & WANTED]
-# One row of each engine is trained for as long as `trilane measure engines` does, the others are short.
+# One row of each engine is trained on after it was evaluated, the others are short.
 LONG = {row.engine: row.label for row in reversed(ROWS) if row.precision == "fp32"}
 
 
@@ -34,15 +34,15 @@ def test_every_loss_is_that_of_one_process(
 ) -> None:
     """fp32, gloo: losses, also on what is held out, within 1e-5; gradient norms, on which clipping hangs, 1e-4.
 
-    8 and 11 bits of mantissa, fp32 masters: losses within 2e-3, the norms of the first 6 iterations within 2 %.
+    8 and 11 bits of mantissa, fp32 masters: losses within 2e-3, the norms within 2 %.
     """
-    plan, iterations = row.plan(machine(cards=0, bf16=True), str(data)), 20 if row.label in LONG.values() else 6
+    plan, iterations = row.plan(machine(cards=0, bf16=True), str(data)), 12 if row.label in LONG.values() else 4
     steps = train(changed(plan, "run", train_iters=iterations))
     expected = truth(row.task, iterations)
     assert not any(step["skipped"] for step in steps)
     assert [s["lm_loss"] for s in steps] == pytest.approx([loss for loss, _ in expected], abs=row.bound, rel=0)
-    norms, close = [s["grad_norm"] for s in steps][:6], 1e-4 if row.precision == "fp32" else 2e-2
-    assert norms == pytest.approx([norm for _, norm in expected][:6], rel=close)
+    norms, close = [s["grad_norm"] for s in steps], 1e-4 if row.precision == "fp32" else 2e-2
+    assert norms == pytest.approx([norm for _, norm in expected], rel=close)
     found = [[at, pytest.approx(loss, abs=row.bound, rel=0)] for at, loss in held_out(row.task, iterations)]
     assert evaluations(tmp_path / "run") == found
 

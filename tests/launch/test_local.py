@@ -101,9 +101,10 @@ def test_nothing_listens_beyond_this_machine_and_a_killed_rank_ends_all_within_3
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("folder", [{}], indirect=True, ids=["one process"])
 def test_ctrl_c_ends_all_and_leaves_a_folder_that_can_be_read(folder: Path, launched: subprocess.Popen) -> None:
     family = psutil.Process(launched.pid).children(recursive=True)
-    assert len(family) >= 3
+    assert len(family) >= 2
     launched.send_signal(signal.SIGINT)
     _, err = launched.communicate(timeout=30)
     assert (launched.returncode, err) == (130, "trilane: interrupted; what was written so far stays readable\n")

@@ -21,7 +21,7 @@ LONG = 2000
 
 @pytest.fixture
 def folder(data: Path, tmp_path: Path) -> Path:
-    return run_folder(small_plan(data, iters=LONG, source="mock", tp=2), tmp_path / "run")
+    return run_folder(small_plan(data, iters=LONG, source="mock"), tmp_path / "run")
 
 
 def launch(folder: Path, *more: str) -> subprocess.Popen:

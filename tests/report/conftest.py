@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import BROWSER, uncounted
+from support import BROWSER, SMALL, uncounted
 
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 OPTIONS += ["--disable-component-update", "--disable-sync"]
@@ -28,9 +28,9 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a demo study, run once with its defaults, as `make run` runs it, where TMPDIR has a long path."""
+    """The folder of a demo study, as of `make run`, but of a smaller model and two runs; TMPDIR has a long path."""
     outputs, temporary = tmp_path_factory.mktemp("outputs"), tmp_path_factory.mktemp("x" * 100)
-    command = [sys.executable, "-m", "trilane", "run", "all", "--study", "demo"]
+    command = [sys.executable, "-m", "trilane", "run", "all", "--study", "demo", *SMALL]
     env = {**uncounted(), "TRILANE_OUTPUTS": str(outputs), "TMPDIR": str(temporary)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -9,22 +9,32 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support import heed_ctrl_c, uncounted, wait_until
+from support import SMALL, assert_plausible, heed_ctrl_c, uncounted, wait_until
+
+from trilane.config.cluster import cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo")]
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "trilane", "run", *arguments]
+def command(*more: str) -> list[str]:
+    return [sys.executable, "-m", "trilane", "run", "all", *SMALL, *more]
 
 
 def losses(run: Path) -> list[float]:
     return [json.loads(line)["lm_loss"] for line in (run / "steps.jsonl").read_text().splitlines()]
 
 
-def test_the_best_three_and_a_control_really_train_for_50_iterations(demo):
+def test_the_machine_is_measured_once_and_can_be_planned_on(demo):
+    """Each number with the host and the date behind it."""
+    local = cluster(str(demo.parent / "local.json"))
+    assert (local.name, local.gpu.kind, local.max_gpus) == ("local", "cpu", 8)
+    assert_plausible(local)
+    assert local.sources["gpu.fp32_flops_per_s"].startswith("measured on ")
+
+
+def test_the_best_and_a_control_really_train_for_50_iterations(demo):
     runs = sorted((demo / "runs").iterdir())
-    assert len(runs) == 4
+    assert len(runs) == 2
     for run in runs:
         assert json.loads((run / "status.json").read_text())["status"] == "completed"
         assert len(losses(run)) == 50
@@ -41,11 +51,11 @@ def test_the_loss_falls_by_one_and_a_half_nats_and_is_the_same_on_every_topology
 
 def test_a_second_run_of_the_study_is_refused_and_resume_keeps_what_is_done(demo):
     env = {**uncounted(), "TRILANE_OUTPUTS": str(demo.parent)}
-    refused = subprocess.run(command("all"), env=env, capture_output=True, text=True, check=False)
+    refused = subprocess.run(command(), env=env, capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert refused.stderr.strip().endswith("exists; resume it, or name another")
     before = {path: path.stat().st_mtime_ns for path in demo.rglob("*.jsonl")}
-    resumed = subprocess.run(command("all", "--resume"), env=env, capture_output=True, text=True, check=False)
+    resumed = subprocess.run(command("--resume"), env=env, capture_output=True, text=True, check=False)
     assert resumed.returncode == 0
     assert resumed.stderr.count("completed before, kept") == 4
     assert {path: path.stat().st_mtime_ns for path in demo.rglob("*.jsonl")} == before
@@ -58,7 +68,7 @@ def test_ctrl_c_ends_every_process_and_leaves_the_run_folder_readable(demo, tmp_
     (outputs / "local.json").write_text((demo.parent / "local.json").read_text())
     env = {**uncounted(), "TRILANE_OUTPUTS": str(outputs)}
     pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_ctrl_c}
-    with subprocess.Popen(command("all", "--resume"), env=env, **pipes) as child:
+    with subprocess.Popen(command("--resume"), env=env, **pipes) as child:
         steps = outputs / "demo/runs"
         wait_until(lambda: any(p.stat().st_size for p in steps.glob("*/steps.jsonl")), 120, "no step was taken")
         family = psutil.Process(child.pid).children(recursive=True)

@@ -66,11 +66,12 @@ class _Search:
 
     def refuse(self, rule: str, sizes: ParallelSizes, point: Point, gone: np.ndarray | slice) -> None:
         """Count the rows `gone` of a block under a rule; the first that can be written down is its example."""
-        mbs, gbs = (column[gone] for column in self.space.batches(sizes[2]))
-        self.refused[rule] += len(mbs)
-        if rule not in self.examples and len(mbs):
+        mbs, gbs = self.space.batches(sizes[2])
+        left = mbs[gone]
+        self.refused[rule] += len(left)
+        if rule not in self.examples and len(left):
             with contextlib.suppress(ValueError):
-                topology = topology_of(self.space, sizes, point, mbs[0], gbs[0])
+                topology = topology_of(self.space, sizes, point, left[0], gbs[gone][0])
                 self.examples[rule] = topology, f"{topology.label}: {rule}"
 
     def allowed(self, sizes: ParallelSizes, point: Point) -> np.ndarray:
@@ -78,20 +79,23 @@ class _Search:
         mbs, gbs = self.space.batches(sizes[2])
         names = dict(zip(("tp", "pp", "dp"), sizes, strict=True))
         block: Any = SimpleNamespace(**{**vars(self.space.fixed), **point, **names, "mbs": mbs, "gbs": gbs})
-        keep = np.ones(len(mbs), bool)
+        keep, nothing = np.ones(len(mbs), bool), np.zeros(len(mbs), bool)
         for rule, subjects in self.rules:
             holds = rule.holds(block, *subjects)
             if holds is True:  # most often: a rule that no batch size breaks
                 continue
-            gone = keep & ~np.asarray(holds)
+            if holds is False:
+                self.refuse(rule.name, sizes, point, keep)
+                return nothing
+            gone = keep & ~holds
             if gone.any():
                 self.refuse(rule.name, sizes, point, gone)
                 keep = keep & holds
                 if not keep.any():
                     return keep
-        if len(keep) and (broken := unsupported_rule(self.space.engine, self.shape, block)):
+        if broken := unsupported_rule(self.space.engine, self.shape, block):
             self.refuse(f"{broken[0]}: engine {self.space.engine} {broken[2]}", sizes, point, keep)
-            keep = np.zeros(len(mbs), bool)
+            return nothing
         return keep
 
     def predict(self, sizes: ParallelSizes, points: Sequence[Point], keeps: Sequence[np.ndarray]) -> None:
@@ -127,7 +131,8 @@ class _Search:
 
     def run(self) -> SearchResult:
         """All topologies, some thousands at a time; what no rule refuses is predicted."""
-        for sizes in progress(list(self.space.sizes()), "search", "size"):
+        able = [sizes for sizes in self.space.sizes() if len(self.space.batches(sizes[2])[0])]
+        for sizes in progress(able, "search", "size"):
             cp, gpus = self.space.fixed.cp, sizes[0] * sizes[1] * sizes[2] * self.space.fixed.cp
             block = SimpleNamespace(tp=sizes[0], pp=sizes[1], dp=sizes[2], cp=cp, gpus=gpus)
             broken = next((rule for rule, subjects in self.size_rules if not rule.holds(block, *subjects)), None)
