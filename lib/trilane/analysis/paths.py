@@ -53,7 +53,8 @@ def _read(path: Path, warm_up: int, gpu: Gpu | None) -> Read:
         runs = measure_path(path, warm_up, gpu)
     except (ValueError, OSError) as error:
         advice = candidates.advice(path) if isinstance(error, NoIterations) else ""
-        return Read(path=path, error=str(error), advice=advice)
+        reason = f"log={path}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        return Read(path=path, error=reason, advice=advice)
     empty = not any(len(m.log.iterations) or len(m.log.bandwidth) or m.log.summary for m in runs)
     return Read(path=path, runs=runs, advice=candidates.advice(path) if empty else "")
 
