@@ -15,28 +15,28 @@ LIB = REPOSITORY / "lib/trilane"
 # The packages, lowest first, and the most lines of each, docstrings included; behind a number stands the aim.
 BUDGETS = {
     "utils": 900,  # 600
-    "config": 1720,  # 1450
-    "workspace": 1800,  # 1250
-    "logs": 3550,  # 2150
-    "costmodel": 2750,  # 2600
-    "interop": 780,  # 600
-    "planning": 1480,  # 1250
-    "diagnose": 2140,  # 1800
-    "engine": 5510,  # 4370
-    "launch": 920,  # 730
-    "analysis": 2750,  # 1900
-    "forecasting": 1670,  # 1350
-    "slurm": 3560,  # 2650
-    "report": 1860,  # 1500
-    "cli": 1380,  # 800
+    "config": 1670,  # 1450
+    "workspace": 1680,  # 1250
+    "logs": 3110,  # 2150
+    "costmodel": 2630,  # 2600
+    "interop": 750,  # 600
+    "planning": 1450,  # 1250
+    "diagnose": 1970,  # 1800
+    "engine": 5160,  # 4370
+    "launch": 865,  # 730
+    "analysis": 2550,  # 1900
+    "forecasting": 1650,  # 1350
+    "slurm": 3290,  # 2650
+    "report": 1800,  # 1500
+    "cli": 1300,  # 800
 }
 ORDER = tuple(BUDGETS)
-MOST_LINES = 32_780  # 25,000
-MOST_FILES = 211  # 170
+MOST_LINES = 30_770  # 25,000
+MOST_FILES = 207  # 170
 MOST_BYTES = 50.8  # a line, on average, not by denser lines: 50
-MOST_CONSTANTS = 10.6  # of modules, per 1,000 lines: 10
+MOST_CONSTANTS = 10.0  # of modules, per 1,000 lines
 LEAST_COMMENTS = 1.8  # lines of reasons per 100 of code: 3
-MOST_TEST_LINES = 22_800  # 15,000
+MOST_TEST_LINES = 19_050  # 15,000
 MOST_WORDS = 30_000  # of Markdown, without the reference, which the code writes
 
 
