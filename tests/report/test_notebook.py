@@ -111,15 +111,6 @@ def test_a_copy_for_the_lab_has_the_studys_parameters_and_is_never_overwritten(s
     assert {p.name: p.default for p in read_parameters(copy_into(Study.create("t"), story, {})[0])}["tp"] == "2"
 
 
-def test_the_lab_opens_on_the_studys_copies(story, outputs, monkeypatch):
-    started = []
-    monkeypatch.setattr("subprocess.call", lambda words, env: started.append((words, env)) or 7)
-    assert notebook.open_lab(Study("s"), {story: {"tp": 4}}) == 7
-    ((words, env),) = started
-    assert f"--notebook-dir={outputs}/s/lab" in words and words[-1].endswith(f"/lab/tree/{story}.ipynb")
-    assert env["TRILANE_OUTPUTS"] == str(outputs) and (outputs / f"s/lab/{story}.ipynb").exists()
-
-
 def test_a_resumed_study_runs_again_only_what_is_not_done(story, outputs, capfd):
     study = Study.create("s")
     notebook.run_all(study, {"tp": "4"}, [story])
