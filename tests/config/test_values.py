@@ -48,17 +48,12 @@ def test_a_plan_survives_its_json_file(tmp_path):
     assert read_plan(path) == original
 
 
-def test_planning_imports_no_torch_and_takes_under_half_a_second_of_processor():
+def test_planning_imports_neither_torch_nor_pandas():
     modules = "config.plan costmodel.predict planning.search planning.sizing slurm.client workspace.study utils.tables"
-    code = "import sys, time; t = time.process_time()\n"
-    code += f"for m in '{modules}'.split(): __import__('trilane.' + m)\n"
-    code += "print(time.process_time() - t, sorted({'torch', 'deepspeed', 'megatron', 'pandas'} & set(sys.modules)))"
-    best = min(
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(" ", 1)
-        for _ in range(3)
-    )
-    assert best[1].strip() == "[]"
-    assert float(best[0]) < 0.5
+    code = f"import sys\nfor m in '{modules}'.split(): __import__('trilane.' + m)\n"
+    code += "print(sorted({'torch', 'deepspeed', 'megatron', 'pandas'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 ONE_GROUP = {"num_attention_heads": 64, "num_key_value_heads": 1}
