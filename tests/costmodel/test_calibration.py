@@ -11,6 +11,7 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.costmodel import calibration, shipped
 from trilane.costmodel.calibration import Calibration, Configuration, Regime
+from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.fit import fit_time
 from trilane.costmodel.iteration import iteration_time
 
@@ -49,6 +50,12 @@ def test_one_wild_row_does_not_drag_the_others_along():
     assert max(errors(fitted, measured)[:-1]) < 0.05
 
 
+def test_two_rows_that_agree_change_nothing_that_they_do_not_touch():
+    measured = [seconds(c, Calibration()) for c in CASES[:2]]
+    fitted = fit_time(CASES[:2], measured, Calibration())
+    assert all(getattr(fitted, n) == pytest.approx(getattr(Calibration(), n), rel=0.02) for n in BOUNDS)
+
+
 def test_a_regime_takes_the_blame_for_its_days_only():
     slow = Regime(name="slow", constants=("p2p", "network"), first_day="2026-01-02", last_day="2026-01-03")
     prior = dataclasses.replace(Calibration(), regimes=(slow,))
@@ -62,13 +69,23 @@ def test_a_regime_takes_the_blame_for_its_days_only():
     assert fitted.on("", 8) == fitted
 
 
+def test_a_saved_calibration_is_read_back_whole(tmp_path):
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(calibration.to_json(shipped.default(A100))))
+    assert calibration.load(path) == shipped.default(A100)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"matmul": 1.2}, "calibration.matmul=1.2: must lie between 0.1 and 0.98"),
+        ({"half_width": 0}, "calibration.half_width=0"),
         ({"half_width": 900}, "calibration.half_width=900.0: must be at most 200"),
+        ({"rows": -3}, "calibration.rows=-3: must be a whole number of at least 0"),
         ({"stack": "a\x1b[2J"}, "must be one line"),
         ({"regimes": [{"name": "a", "constants": ["nope"], "first_day": "", "last_day": ""}]}, "regime.constants=nope"),
+        ({"own": [{"gpus": 8}]}, "calibration.own.hidden=missing"),
+        ({"matmull": 0.7}, "did you mean matmul"),
         ({"network": "fast"}, "calibration.network='fast': must be a number"),
     ],
 )
@@ -77,6 +94,13 @@ def test_a_wrong_calibration_file_is_named(tmp_path, change, message):
     path.write_text(json.dumps({**calibration.to_json(Calibration()), **change}))
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         calibration.load(path)
+
+
+def test_rows_and_times_must_come_in_pairs():
+    with pytest.raises(ValueError, match="needs one measured time for each row"):
+        fit_time(CASES, [1.0], Calibration())
+    with pytest.raises(ValueError, match="above zero"):
+        fit_time(CASES[:1], [0.0], Calibration())
 
 
 def test_blocked_launches_cost_time_on_every_gpu_cluster():
@@ -108,3 +132,8 @@ def test_a_card_after_the_h100_has_the_constants_of_an_unmeasured_h100_cluster()
     new = shipped.default(dataclasses.replace(h200, name="mine", gpu=later))
     assert new == shipped.default(h200) != shipped.default(a100)
     assert new.flash < shipped.default(a100).flash and new.passes > shipped.default(a100).passes
+
+
+def test_without_a_pipeline_nothing_waits_in_a_bubble():
+    case = dataclasses.replace(CASES[0], topology=Topology(tp=8, dp=48, mbs=1, gbs=2064, precision="bf16"))
+    assert iteration_time(case.shape, case.topology, A100, Calibration()).bubble == 0

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from trilane.config.cluster import Cluster, cluster
@@ -14,10 +15,13 @@ from trilane.costmodel.iteration import (
     IterationTime,
     data_parallel_seconds,
     iteration_time,
+    optimizer_seconds,
+    pressure,
     seconds_per_stage,
     stage_seconds,
 )
 from trilane.costmodel.layers import embedding_seconds, head_seconds, layer_time
+from trilane.costmodel.memory import memory_bytes
 
 A100 = cluster("jz-a100-80g")  # nodes of 8
 SLOW_NETWORK = replace(A100, network_bytes_per_s=A100.network_bytes_per_s / 10)
@@ -40,6 +44,19 @@ def test_a_data_parallel_ring_that_fills_the_node_stays_inside(sizes: tuple[int,
     plan = {"tp": tp, "pp": pp, "dp": dp, "gbs": dp * pp}
     fast, slow = (seconds(machine, **plan).data_parallel for machine in (A100, SLOW_NETWORK))
     assert (slow > 2 * fast) is leaves and (leaves or slow == fast)
+
+
+@pytest.mark.parametrize(("tp", "pp", "leaves"), [(2, 4, False), (1, 8, False), (2, 8, True)])
+def test_a_pipeline_that_fills_the_node_sends_over_its_bus(tp: int, pp: int, leaves: bool) -> None:
+    fast, slow = (seconds(machine, tp=tp, pp=pp, gbs=16).pipeline_p2p for machine in (A100, SLOW_NETWORK))
+    assert (slow > 1.5 * fast) is leaves and (leaves or slow == fast)
+
+
+def test_a_ring_of_d_moves_two_d_minus_one_dths_of_the_bytes() -> None:
+    """Patarasuk and Yuan 2009 (JPDC 69): 2 (d - 1) / d; one replica reduces nothing, two half as much as very many."""
+    found = [float(data_parallel_seconds(1e9, columns_of(SHAPE, Topology(dp=d, gbs=8)), A100, K)) for d in (1, 2, 4, 8)]
+    assert found[0] == 0
+    assert np.array(found[1:]) / found[3] == pytest.approx([4 / 7, 6 / 7, 1])
 
 
 @pytest.mark.parametrize(
@@ -68,6 +85,28 @@ def test_between_nodes_goes_only_what_a_node_lacks(nodes: int, share: float) -> 
     assert float(data_parallel_seconds(1e9, x, A100, K)) == pytest.approx(share * 1e9 * 4 / rate)
 
 
+def test_a_stack_that_scatters_gradients_and_hides_traffic_pays_less() -> None:
+    x = columns_of(SHAPE, Topology(**BF16, dp=8, gbs=8, zero=1))
+    plain, scattered = (float(data_parallel_seconds(1e9, x, A100, replace(K, reduce_scatter=r))) for r in (0.0, 1.0))
+    assert scattered == pytest.approx(plain * 4 / 6)
+    hidden = replace(K, exposed=0.25)
+    assert float(data_parallel_seconds(1e9, x, A100, hidden, 1e3)) == pytest.approx(plain / 4)
+    assert float(data_parallel_seconds(1e9, x, A100, hidden, 0.0)) == pytest.approx(plain), "nothing to hide under"
+
+
+def test_whole_activations_cost_as_often_as_there_are_tensor_parallel_ranks() -> None:
+    """DLPerf, TP 8 on PP 4 with one 100 Gb/s card a node: 0.2 s for each microbatch of 151 MB."""
+    slow = replace(A100, network_bytes_per_s=1e8)
+    parts, whole = (seconds(slow, replace(K, whole_p2p=w), tp=8, pp=4, gbs=8).pipeline_p2p for w in (0.0, 1.0))
+    assert whole == pytest.approx(8 * parts, rel=0.02)
+
+
+def test_each_slot_of_the_pipelines_schedule_hands_on_once() -> None:
+    """1F1B has m + p - 1 slots (Narayanan et al. 2021, section 2.2): so often a slower handoff is paid."""
+    base, slow = (seconds(constants=replace(K, handoff_s=h), pp=4, gbs=16).total for h in (1e-3, 3e-3))
+    assert slow - base == pytest.approx((16 + 4 - 1) * 2e-3, rel=1e-6)
+
+
 @pytest.mark.parametrize("topology", [{}, {"pp": 2}, {"pp": 4}, {"pp": 4, "last_stage_layers": 9}, {"pp": 8, "tp": 2}])
 def test_the_pace_is_that_of_the_slowest_of_the_stages(topology: dict) -> None:
     """The stages one by one, with embedding and head at the ends, against the two numbers that the time is made of."""
@@ -76,3 +115,30 @@ def test_the_pace_is_that_of_the_slowest_of_the_stages(topology: dict) -> None:
     parts = [float(layer_time(x, A100, K).total), float(head_seconds(x, A100, K)), float(embedding_seconds(x, A100, K))]
     each = seconds_per_stage(SHAPE, t, A100, K)
     assert [float(s) for s in stage_seconds(x, *parts)] == pytest.approx([max(each), sum(each)])
+
+
+def test_of_an_offloaded_step_the_card_keeps_the_sixth_that_moves_its_own_copies() -> None:
+    """30 bytes a parameter of Adam itself, 6 of clipping and the copy back."""
+    here, away = (
+        float(optimizer_seconds(1e9, columns_of(SHAPE, Topology(**BF16, zero=1, offload=o)), A100, K))
+        for o in ("none", "optimizer")
+    )
+    assert away == pytest.approx(here / 6)
+
+
+def test_a_card_is_slow_from_three_quarters_full_and_slowest_at_ninety_five_hundredths() -> None:
+    x = columns_of(SHAPE, Topology(**BF16, dp=2, gbs=2, zero=1))
+    need = float(memory_bytes(x, replace(A100, gpu=replace(A100.gpu, memory_bytes=1.0))))
+    cards = [
+        replace(A100, gpu=replace(A100.gpu, memory_bytes=need * more)) for more in (3, 1.5, 1.3, 1.2, 1.1, 1.02, 0.9)
+    ]
+    filled = [float(memory_bytes(x, card)) / card.gpu.memory_bytes for card in cards]
+    factors = [float(pressure(x, card, K)) for card in cards]
+    assert factors == sorted(factors) and filled[1] < 0.75 < filled[2] and filled[4] < 0.95 < filled[5]
+    for share, factor in zip(filled, factors, strict=True):
+        if share < 0.75:
+            assert factor == 1
+        elif share > 0.95:
+            assert factor == pytest.approx(1 + K.pressure)
+        else:
+            assert 1 < factor < 1 + K.pressure

@@ -10,6 +10,7 @@ from trilane.config.parallelism import Topology
 from trilane.costmodel.columns import Columns, columns_of
 from trilane.costmodel.constants import Constants
 from trilane.costmodel.layers import (
+    LayerTime,
     all_reduce_seconds,
     attention_seconds,
     elementwise_seconds,
@@ -34,12 +35,29 @@ def test_an_all_reduce_moves_as_often_its_bytes_as_nccl_tests_count(tp: int, fac
     assert float(all_reduce_seconds(x, IDEAL, NO_WAITS)) == pytest.approx(factor * 2 * 2048 * 2048 * 2 / 100e9)
 
 
+def test_an_all_reduce_waits_once_for_each_step_of_the_ring() -> None:
+    """Latency t - 1 times; the wait for the last of 8 is quoted for 8, and grows with the ring's steps."""
+    base = float(all_reduce_seconds(columns(tp=4), IDEAL, NO_WAITS))
+    slow = float(all_reduce_seconds(columns(tp=4), replace(IDEAL, latency_s=1e-3), NO_WAITS))
+    assert slow - base == pytest.approx(3e-3)
+    skewed = float(all_reduce_seconds(columns(tp=8), IDEAL, replace(NO_WAITS, skew_s=5e-3)))
+    assert skewed - float(all_reduce_seconds(columns(tp=8), IDEAL, NO_WAITS)) == pytest.approx(5e-3)
+
+
 @pytest.mark.parametrize(("tp", "share"), [(16, 1), (32, 1), (12, 0.5)])
 def test_a_tensor_parallel_group_that_fills_nodes_has_their_whole_network(tp: int, share: float) -> None:
     """DLPerf's rows of TP 16 and 32 on nodes with one 100 Gb/s card reach 60 % of it; a group of 12 shares a node."""
     wide, x = replace(IDEAL, network_bytes_per_s=50e9), replace(columns(), tp=tp)
     moved = 2 * (tp - 1) / tp * 2048 * 2048 * 2
     assert float(all_reduce_seconds(x, wide, NO_WAITS)) == pytest.approx(moved / (share * 50e9))
+
+
+@pytest.mark.parametrize(("host_s", "waits"), [(0.0, False), (1e-9, False), (1.0, True)])
+def test_a_layer_costs_the_larger_of_gpu_and_host_time(host_s: float, waits: bool) -> None:
+    still = replace(NO_WAITS, launch_s=0.0)
+    time = layer_time(columns(), A100, replace(still, host_s=host_s))
+    alone = layer_time(columns(), A100, replace(still, host_s=0.0)).total
+    assert float(time.total) == pytest.approx(0.75 * host_s if waits else float(alone))
 
 
 def test_a_layer_has_four_all_reduces_and_six_where_it_is_recomputed() -> None:
@@ -83,3 +101,10 @@ def test_norms_dropout_and_gelu_move_fifty_bytes_a_channel_and_seventy_five_back
     shared = elementwise_seconds(columns(tp=8, sequence_parallel=True), A100, ideal)
     assert float(shared[0]) == pytest.approx(seconds / 8)
     assert float(elementwise_seconds(columns(tp=8), A100, ideal)[0]) == pytest.approx(seconds * (22 + 28 / 8) / 50)
+
+
+def test_a_layers_time_is_the_sum_of_its_parts() -> None:
+    layer: LayerTime = layer_time(columns(tp=4, recompute="full"), A100, NO_WAITS)
+    parts = (layer.matmul, layer.attention, layer.elementwise, layer.tensor_parallel, layer.overhead)
+    assert float(layer.total) == pytest.approx(sum(map(float, parts)))
+    assert min(map(float, parts)) > 0

@@ -1,5 +1,8 @@
 """Memory: published bytes, laws, and the measured rows."""
 
+import dataclasses
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,6 +14,7 @@ from trilane.costmodel.memory import (
     DEFAULT,
     StageMemory,
     activation_bytes_per_layer,
+    host_bytes,
     in_flight,
     memory_bytes,
     memory_per_stage,
@@ -21,6 +25,7 @@ from trilane.costmodel.memory import (
 A100 = cluster("jz-a100-80g")
 GIB = 2**30
 SHAPE = parse_shape("72,14336,64,2048,250880")
+FULL = {"precision": "fp16", "recompute": "full", "zero": 1, "attention": "scores"}
 
 # Korthikanti et al. 2022, arXiv:2205.05198, figure 1: 22B, 175B, 530B, 1T; GiB of states, of activations without
 # recomputation, and with selective recomputation and sequence parallelism
@@ -56,6 +61,14 @@ def test_states_and_activations_are_those_of_korthikantis_figure_1(model, states
         assert float(kept) / GIB == pytest.approx(expected, rel=1e-12)
 
 
+def test_with_sequence_parallelism_a_recomputed_layer_keeps_its_share_of_the_sequence():
+    """Megatron-LM checkpoints the layer's input as the layer gets it: s / tp positions of it."""
+    shape = parse_shape("24,2048,16,1024,50304")
+    whole, cut = (Topology(tp=8, precision="bf16", recompute="full", sequence_parallel=sp) for sp in (False, True))
+    kept = [float(activation_bytes_per_layer(columns_of(shape, t))) for t in (whole, cut)]
+    assert kept[0] == 2 * 1024 * 2048 and kept[1] == kept[0] / 8
+
+
 def test_zero_shards_optimizer_then_gradients_then_weights():
     """Rajbhandari et al. 2020, arXiv:1910.02054, figure 1; ZeRO-3 holds two gathered layers beside its shard."""
     shape = parse_shape("24,2048,16,1024,50304")
@@ -66,10 +79,34 @@ def test_zero_shards_optimizer_then_gradients_then_weights():
     assert stages[3].weights == pytest.approx(stages[2].weights / 8 + gathered)
 
 
+def test_offload_moves_bytes_from_the_card_to_the_host_and_loses_none():
+    shape = parse_shape("24,2048,16,1024,50304")
+    topologies = [Topology(dp=8, gbs=8, zero=3, precision="bf16", offload=offload) for offload in ("none", "full")]
+    here, away = (memory_per_stage(shape, t, A100)[0] for t in topologies)
+    hosts = [float(host_bytes(columns_of(shape, t), 0)) for t in topologies]
+    assert hosts[0] == 0 and away.optimizer == 0
+    assert here.weights + here.optimizer == pytest.approx(away.weights + hosts[1])
+
+
+def test_activations_are_linear_in_the_microbatch_size():
+    stages = [memory_per_stage(SHAPE, Topology(tp=8, pp=12, mbs=m, gbs=2048, **FULL), A100)[0] for m in (1, 2, 4)]
+    kept = [s.activations for s in stages]
+    assert kept[1] == 2 * kept[0] and kept[2] == 4 * kept[0]
+
+
 def test_a_stage_holds_as_many_microbatches_as_stand_before_the_end_of_the_pipeline():
     """1F1B: min(m, p - i)."""
     x = columns_of(SHAPE, Topology(pp=4, gbs=3))
     assert [float(in_flight(x, i)) for i in range(4)] == [3, 3, 2, 1]
+
+
+def test_the_vectorized_maximum_is_the_maximum_over_all_stages():
+    for topology in (
+        Topology(tp=8, pp=12, dp=4, mbs=2, gbs=2048, **FULL),
+        Topology(tp=4, pp=1, dp=8, gbs=64, **FULL),
+    ):
+        stages = memory_per_stage(SHAPE, topology, A100)
+        assert float(memory_bytes(columns_of(SHAPE, topology), A100)) == pytest.approx(max(s.total for s in stages))
 
 
 def test_parameters_of_all_ranks_are_those_of_the_model_and_its_replicas():
@@ -88,11 +125,33 @@ def test_doubt_grows_from_never_to_always_around_the_size_of_the_card():
     assert p[1] == pytest.approx(1 - p[3], abs=0.01)
 
 
+def test_the_parameters_of_a_single_gpu_are_those_of_the_shape():
+    """ModelShape.parameters, with and without an untied head and a norm of the embedding."""
+    for tied, norm in [(True, False), (False, False), (True, True), (False, True)]:
+        shape = dataclasses.replace(parse_shape("4,64,4,32,384"), tied_embeddings=tied, embedding_layernorm=norm)
+        assert stage_parameters(columns_of(shape, Topology()), 0) == shape.parameters
+
+
+def test_torch_adam_needs_four_bytes_more_for_each_parameter_of_its_share():
+    """The chronicles' prequel, 200B on 16 nodes: 61 and 47 GB with torch.optim.Adam, 51 and 44 GB with FusedAdam."""
+    shape, machine = parse_shape("24,2048,16,2048,50304"), cluster("jz-a100-80g")
+    fused = Topology(dp=4, gbs=4, zero=1, precision="bf16")
+    torch = dataclasses.replace(fused, adam="torch")
+    more = [memory_per_stage(shape, t, machine)[0].optimizer for t in (fused, torch)]
+    assert more[1] - more[0] == pytest.approx(4 * shape.parameters / 4)
+
+
 GPT = parse_shape("24,2048,16,2048,50304")
 
 
 def total(shape: ModelShape = GPT, machine: Cluster = A100, engine: str = "", **topology: object) -> list[StageMemory]:
     return memory_per_stage(shape, Topology(**{"precision": "bf16", **topology}), machine, engine=engine)
+
+
+def test_logits_are_shared_out_over_the_tensor_parallel_ranks() -> None:
+    """Vocabulary-parallel cross entropy (Shoeybi et al. 2019, arXiv:1909.08053, section 3): no rank holds them all."""
+    one, eight = (total(tp=tp)[0].working for tp in (1, 8))
+    assert one == pytest.approx(DEFAULT.logit * 2048 * 50304) == 8 * eight
 
 
 def test_a_stage_in_the_middle_may_be_the_fullest() -> None:
@@ -115,6 +174,15 @@ def test_zeros_buckets_are_those_of_its_engine_without_a_pipeline_and_with_repli
         ({"zero": 1, "dp": 1}, 0),
     ):
         assert [stage.buffers for stage in total(**topology)] == pytest.approx([base + bytes_] * topology.get("pp", 1))
+
+
+def test_a_full_card_is_not_fragmented_and_an_empty_one_by_the_whole_slack() -> None:
+    """Where there is room the allocator takes some more; it cannot where there is none."""
+    needed = total()[0]
+    bytes_ = needed.total - needed.fragmentation
+    roomy, full = (total(machine=replace(A100, gpu=replace(A100.gpu, memory_bytes=size)))[0] for size in (1e16, bytes_))
+    assert full.fragmentation < 1e-6 * bytes_ and full.total == pytest.approx(bytes_)
+    assert roomy.fragmentation == pytest.approx(DEFAULT.slack * bytes_, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Timing: laws, alignment, and a cluster nobody fitted."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,10 @@ from trilane.config.cluster import catalogue, cluster
 from trilane.config.model import ModelShape, parse_shape
 from trilane.config.parallelism import Topology
 from trilane.costmodel import shipped
-from trilane.costmodel.iteration import iteration_time
+from trilane.costmodel.columns import columns_of, stack
+from trilane.costmodel.constants import BOUNDS
+from trilane.costmodel.iteration import iteration_columns, iteration_time
+from trilane.costmodel.layers import layer_time
 
 A100 = cluster("jz-a100-80g")
 K = shipped.default(A100)
@@ -17,6 +22,38 @@ FULL = {"precision": "fp16", "recompute": "full", "zero": 1, "attention": "score
 
 def seconds(shape=SHAPE, machine=A100, constants=K, **topology):
     return iteration_time(shape, Topology(**{**FULL, **topology}), machine, constants)
+
+
+def test_one_formula_serves_a_number_and_an_array():
+    topologies = [Topology(tp=t, pp=12, dp=32 // t, mbs=m, gbs=2048, **FULL) for t in (2, 4, 8) for m in (1, 2, 4)]
+    together = iteration_columns(stack([columns_of(SHAPE, t) for t in topologies]), A100, K)
+    alone = [iteration_time(SHAPE, t, A100, K) for t in topologies]
+    assert np.allclose(together.total, [t.total for t in alone], rtol=1e-12)
+
+
+def test_an_interleaved_pipeline_has_a_bubble_v_times_smaller():
+    """Narayanan et al. 2021, arXiv:2104.04473, section 2.2; what is sent between stages grows v times."""
+    plain = seconds(tp=8, pp=6, dp=8, gbs=2304, precision="bf16")
+    chunks = seconds(tp=8, pp=6, dp=8, gbs=2304, precision="bf16", interleaving=2)
+    assert chunks.bubble < 0.6 * plain.bubble
+    assert chunks.pipeline_p2p == pytest.approx(2 * plain.pipeline_p2p)
+
+
+def test_a_tensor_parallel_group_across_nodes_goes_at_the_networks_pace():
+    """TP 7 on nodes of 8: every second group lies across two of them, and all stages wait for it.
+
+    A group of 16 has the network of two nodes to itself.
+    """
+    bytes_only = dataclasses.replace(K, skew_s=1e-6)
+    across, wide, inside = (seconds(constants=bytes_only, tp=t, pp=12, gbs=48).tensor_parallel for t in (7, 16, 8))
+    assert across > 10 * inside and across > wide > 5 * inside
+    assert seconds(constants=bytes_only, tp=7, gbs=48).tensor_parallel < 13 * inside, "a run of one node"
+
+
+def test_twice_the_global_batch_is_twice_the_work_and_one_bubble():
+    one, two = (seconds(tp=8, pp=12, dp=4, mbs=2, gbs=g) for g in (1024, 2048))
+    assert two.matmul == pytest.approx(2 * one.matmul) and two.bubble == pytest.approx(one.bubble)
+    assert two.data_parallel == pytest.approx(one.data_parallel)
 
 
 @pytest.mark.parametrize(("heads", "tp", "low", "high"), [(128, 8, 1.2, 1.45), (128, 4, 1.3, 1.55), (96, 4, 1.0, 1.06)])
@@ -33,6 +70,21 @@ def test_embedding_as_a_layer_relieves_the_last_stage():
     spread = {"tp": 4, "pp": 12, "dp": 8, "mbs": 2, "gbs": 2048}
     gain = seconds(**spread).total / seconds(thin, partition="type:transformer|embedding", **spread).total
     assert 1.06 < gain < 1.14
+
+
+def test_fused_attention_is_never_slower_and_recomputation_never_free():
+    spread = {"tp": 8, "pp": 6, "dp": 8, "mbs": 2, "gbs": 2048}
+    assert seconds(attention="fused", **spread).total < seconds(**spread).total
+    times = [seconds(recompute=r, **spread).total for r in ("none", "selective", "full")]
+    assert times[0] < times[1] < times[2]
+
+
+def test_no_constant_beats_its_peak():
+    """At the bounds' best every layer still takes at least its FLOPs over the card's peak."""
+    best = dataclasses.replace(K, matmul=BOUNDS["matmul"].high, prologue=1, quantization=BOUNDS["matmul"].low)
+    x = columns_of(SHAPE, Topology(tp=8, mbs=4, gbs=4, **FULL))
+    flops = 96 * 4 * 2048 * SHAPE.hidden_size**2 / 8
+    assert layer_time(x, A100, best).matmul >= flops / A100.gpu.fp16_flops_per_s
 
 
 # Narayanan et al. 2021, arXiv:2104.04473, table 1 (A100, Selene): layers, hidden, heads, tp, pp, GPUs, batch, TFLOP/s
