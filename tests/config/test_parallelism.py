@@ -16,6 +16,8 @@ EDGES = [
     ({"pp": 4, "gbs": 5}, ""),
     ({"tp": 16}, "tp=16: a tensor-parallel group must stay inside a node of 8 GPUs"),
     ({"pp": 2, "partition": EMBED}, ""),  # 26 layers of 2 stages
+    ({"pp": 4, "interleaving": 2, "gbs": 5}, "gbs=5: interleaving needs microbatches % pp == 0 (pp=4)"),
+    ({"dp": 416, "gbs": 416}, ""),  # the whole cluster
     (
         {"pp": 3, "partition": EMBED},
         "pp=3: stages (times interleaving) must share the layers evenly: 3 must divide 26 layers",
