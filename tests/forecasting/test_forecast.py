@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from datetime import date
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -89,6 +90,14 @@ def test_ramp_days_are_each_batch_sizes_predicted_seconds_times_its_iterations()
     assert made(runs=100).to_json()["ramp"]["days"] == pytest.approx(by_hand / DAY)
 
 
+def test_days_on_which_nothing_can_run_are_no_days_of_the_ramp_and_cost_nothing():
+    capacity = steps(("2027-01-01", 384), ("2027-01-05", 0), ("2027-02-05", 384))
+    plain, late = made(runs=100, **SURE), made(runs=100, capacity=capacity, **SURE)
+    assert late.to_json()["ramp"]["days"] == pytest.approx(plain.to_json()["ramp"]["days"], rel=1e-6)
+    assert days_of(late) == pytest.approx(days_of(plain) + 31)
+    assert late.gpu_hours(0.5) == pytest.approx(plain.gpu_hours(0.5))
+
+
 def test_without_risk_and_doubt_the_run_takes_its_iterations_and_nothing_else():
     found = made(**SURE)
     work = sum(step.phase.iterations * step.choice.seconds for step in found.schedules[0][1]) / DAY
@@ -107,6 +116,13 @@ def test_the_sooner_the_deadline_and_the_smaller_the_allocation_the_likelier_the
     assert over[0] == 1 and over[1] == pytest.approx(0.05, abs=0.005) and over[2] == 0
 
 
+def test_a_run_that_ends_on_the_day_of_its_deadline_keeps_it():
+    sure = {"tokens": 30e9, "runs": 100, **SURE}
+    last = made(**sure).finish(0.5).date()
+    days = (last, date.fromordinal(last.toordinal() - 1))
+    assert [made(deadline=day, **sure).to_json()["p_miss_deadline"] for day in days] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("gpus", "whole", "spares"),
     [(None, {}, 4), (416, {}, 4), (400, {}, 2), (384, {}, 0), (None, {"tp": 8, "pp": 4, "dp": 13, "gbs": 2080}, 0)],
@@ -120,6 +136,57 @@ def test_no_more_nodes_stand_by_than_the_jobs_leave_free(gpus, whole, spares):
     assert assumed["spare_nodes"]["value"] == spares
     with pytest.raises(ValueError, match=rf"^spare_nodes={spares + 1}: must be at most {spares}, the nodes that"):
         made(**asked, spare_nodes=spares + 1)
+
+
+def test_where_the_capacity_changes_each_window_has_the_spares_that_it_leaves():
+    early = made(runs=100, capacity=steps(("2027-01-01", 416), ("2027-02-01", 392)))
+    assert [stretch.spare_nodes for stretch in early.stretches] == [4, 1]
+    assert {a["what"]: a.get("value") for a in early.to_json()["assumptions"]}["spare_nodes"] == 1
+
+
+def test_a_smaller_capacity_at_first_delays_the_end_and_costs_hardly_more_gpu_hours():
+    """Prequel, 'Hardware': 144 GPUs until mid-February, then 384; GPU-hours are those of GPUs that work."""
+    early, late = (made(risks=CALM, capacity=c) for c in (None, steps(("2027-01-01", 144), ("2027-02-15", 384))))
+    assert 20 < late.days(0.5) - early.days(0.5) < 45
+    assert late.gpu_hours(0.5) == pytest.approx(early.gpu_hours(0.5), rel=0.05)
+    jobs = late.jobs()
+    assert all(job.choice.gpus <= 144 for job in jobs if job.end_s < 45 * DAY)
+    assert jobs[-1].choice.gpus == 384 and jobs[0].start_s == 0
+    assert all(a.end_s == pytest.approx(b.start_s, abs=1) for a, b in pairwise(jobs))
+
+
+@pytest.mark.parametrize(("few", "waits"), [(47, True), (48, True), (95, True), (96, False)])
+def test_gpus_whose_memory_holds_no_replica_are_waited_through_like_too_few(few, waits):
+    """48 GPUs are a replica by count; ZeRO 1 fits the card only from two replicas on."""
+    found = made(capacity=steps(("2027-01-01", few), ("2027-02-01", 384)), runs=100)
+    assert (found.jobs()[0].start_s == 31 * DAY) is waits
+
+
+def test_a_job_whose_gpus_stay_goes_on_where_the_capacity_changes():
+    """A step to as many GPUs, or to more than the plan takes, and to a shared machine."""
+    same = steps(("2027-01-01", 384), ("2027-01-20", 400), ("2027-02-01", 384, True))
+    risks = replace(CALM, startup_s=1200, queue_s=7200)
+    plain, changed = made(risks=risks), made(risks=risks, capacity=same)
+    assert len(changed.jobs()) == len(plain.jobs()) == 1
+    assert changed.expected.wall_s == pytest.approx(plain.expected.wall_s)
+    assert changed.expected.gpu_s == pytest.approx(plain.expected.gpu_s)
+
+
+def test_a_change_of_gpus_costs_a_start_up_and_where_shared_the_queue_which_is_not_charged():
+    fewer, free = steps(("2027-01-01", 96), ("2027-02-01", 384, True)), replace(CALM, startup_s=0, queue_s=0)
+    risks = (free, replace(free, startup_s=1200.0), replace(free, queue_s=7200.0))
+    base, start, wait = (made(**{**SURE, "risks": r}, capacity=fewer) for r in risks)
+    assert start.lost_days["change of capacity"] * DAY == pytest.approx(1200)
+    assert start.gpu_hours(0.5) - base.gpu_hours(0.5) == pytest.approx(384 * 1200 / 3600, rel=0.01)
+    assert wait.lost_days["queue between jobs"] * DAY == pytest.approx(7200, rel=0.01)
+    assert wait.gpu_hours(0.5) == pytest.approx(base.gpu_hours(0.5), abs=1)
+
+
+@pytest.mark.parametrize(("shared", "share"), [(False, 0.0), (True, 0.1)])
+def test_the_ends_of_jobs_are_queued_for_only_where_the_capacity_is_shared(shared, share):
+    """Jobs of 20 hours, two hours in the queue between them."""
+    found = made(capacity=steps(("2027-01-01", 384, shared)), runs=100)
+    assert [stretch.queue_share for stretch in found.stretches] == pytest.approx([share])
 
 
 def test_the_gpu_hours_of_all_causes_are_those_of_the_run():
@@ -152,6 +219,40 @@ def test_a_checkpoint_is_written_by_all_nodes_at_once():
     one = replace(PLAN, topology=Topology(gbs=2048, **BF16), shape=parse_shape("24,2048,16,2048,50304"))
     alone = request(plan=one, ramp=NO_RAMP).saving[0]
     assert alone == pytest.approx(12 * one.shape.parameters / 1e9), "an eighth of a node writes as a node does"
+
+
+@pytest.mark.parametrize("common", [0.0, 0.3, 1.0])
+def test_the_parts_of_an_error_add_up_to_the_calibrations_interval_and_the_spread_of_long_runs(common):
+    """Variances of ln(seconds): 90 % of a Gaussian lie within 1.645 deviations on each side."""
+    parts = request(risks=FailureModel(common=common, slowdown_spread=0.02)).uncertainty
+    whole = (K.half_width / 1.6449) ** 2
+    assert parts.independent**2 == pytest.approx((1 - common) * whole)
+    assert parts.common**2 + parts.independent**2 == pytest.approx(whole + 0.02**2)
+
+
+def test_tokens_that_fill_no_whole_sequence_take_one_more():
+    assert [request(tokens=2048 * 10**6 + more).samples for more in (0, 1, 2048)] == [10**6, 10**6 + 1, 10**6 + 1]
+    assert request(tokens=None).tokens == 20 * SHAPE.parameters, "Hoffmann et al. 2022"
+
+
+def test_a_restart_of_the_schedule_is_paid_once_and_not_in_every_piece_of_its_phase(monkeypatch):
+    """The last phase is cut into pieces, so that its progress can be dated."""
+    plain, paused = made(runs=100), made(runs=100)
+    ((window, schedule),) = plain.schedules
+    late = ((window, (*schedule[:-1], replace(schedule[-1], pause_s=1000.0))),)
+    monkeypatch.setitem(vars(paused), "schedules", late)
+    assert paused.stretches[0].seconds.sum() - plain.stretches[0].seconds.sum() == pytest.approx(1000)
+
+
+def test_energy_is_known_for_known_cards_and_money_where_a_price_is_given():
+    """DGX A100 data sheet: 6.5 kW at most for 8 GPUs, and a fifth more for the building."""
+    plain, priced = made(runs=100).to_json(), made(runs=100, price=2.0, watts=500).to_json()
+    assert plain["energy_kwh"] == pytest.approx(plain["gpu_hours"] * 6.5 / 8 * 1.2) and plain["cost"] is None
+    assert (
+        priced["energy_kwh"] == pytest.approx(priced["gpu_hours"] * 0.6) and priced["cost"] == 2 * priced["gpu_hours"]
+    )
+    other = replace(PLAN, cluster=replace(A100, gpu=replace(A100.gpu, name="RTX-9")))
+    assert made(runs=100, plan=other).to_json()["energy_kwh"] is None
 
 
 @pytest.fixture
@@ -190,17 +291,29 @@ def test_the_command_prints_dates_hours_and_risks(command):
     ("given", "message"),
     [
         ("--ramp 192,8,9765625", "ramp=200, 216, 232,"),  # each failing step is named
+        ("--ramp 192,7,9765625", "ramp.increment=7: must divide the way from start=192 to gbs=2048"),
         ("--ramp 1,2", "ramp=1,2: must be three whole numbers: START,INCREMENT,SAMPLES"),
+        ("--ramp ²,1,3", "ramp=²,1,3: must be three whole numbers"),
         ("--tokens 1000", "tokens=1000: below one batch of 393216"),
+        ("--tokens -5", "tokens=-5.0: must be above 0"),
+        ("--tokens 1e30", "tokens=1e+30: must be at most 1e+16"),
         ("--tokens 1e16", "would end after 9999: more GPUs, or fewer tokens"),
         ("--deadline 2026-12-31", "deadline=2026-12-31: must not be before the start, 2027-01-01"),
+        ("--deadline soon", "deadline=soon: must be a date such as 2026-03-11"),
         ("--failures-per-node-year -1", "failures_per_node_year=-1.0: must be zero or a number above"),
         ("--failures-per-node-year 1e4", "failures-per-node-year=10000: such a run would lose ten times"),
+        ("--allocation 0", "allocation=0.0: must be a number above zero"),
+        ("--job-hours 0", "job_hours=0.0: must be a number above zero"),
+        ("--spare-nodes -1", "spare_nodes=-1: must be a whole number of at least 0"),
         ("--spare-nodes 5", "spare_nodes=5: must be at most 4, the nodes that the jobs leave free"),
         ("--reshape", "reshape=True: needs --adapt days"),
+        ("--day-worth -1", "day_worth=-1.0: must be zero or a number above"),
+        ("--price -1", "price=-1.0: must be zero or a number above"),
         ("--checkpoint-minutes 6000", "checkpoint-minutes=6000: such a run would undo most of its work"),
+        ("--checkpoint-minutes 0", "checkpoint_minutes=0.0: must be a number above zero"),
         ("--runs 3", "runs=3: must be a whole number of at least 100"),
         ("--runs 1000000000", "runs=1000000000: must be at most 214285, for the memory that 140 pieces"),
+        ("--capacity nowhere.json", "capacity=nowhere.json: no such file"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(command, given, message):
@@ -211,8 +324,10 @@ def test_bad_input_is_one_line_and_exit_code_2(command, given, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"slowdown_spread": -1}, "slowdown_spread=-1.0: must be zero or a number above"),
         ({"stops": [{"name": "flood", "spread": 50}]}, "stop.spread=50.0: must be at most 3.0"),
         ({"stops": [{"name": "flood"}, {"name": "flood"}]}, "stop.name=flood: must be unique"),
+        ({"stops": [{"name": "saving"}]}, "stop.name=saving: names another cause of the forecast"),
         ({"stops": [{"name": "flood", "per_year": 1e20}]}, "stop flood=1e+20: such a run would lose ten times"),
     ],
 )
@@ -225,12 +340,17 @@ def test_risks_that_contradict_themselves_are_refused_by_name(command, values, m
     ("values", "message"),
     [
         ([], "capacity=[]: needs at least one step"),
+        ({"stepz": []}, "capacity field=stepz: did you mean steps?"),
         (384, "capacity=384: must be a list of steps"),
+        ([{"from": "2027-01-01"}], "capacity.gpus=missing: is required"),
+        ([{"from": "2027-01-01", "gpu": 8}], "capacity field=gpu: did you mean gpus?"),
         ([{"gpus": 8}], "capacity.from=missing: is required"),
         ([{"from": "tomorrow", "gpus": 8}], "capacity.from=tomorrow: must be a date"),
         ([{"from": "2027-01-01", "gpus": -8}], "capacity.gpus=-8: must be a whole number of at least 0"),
+        ([{"from": "2027-01-01", "gpus": 0}], "capacity.gpus=0: no step has any GPU"),
         ([{"from": "2027-01-01", "gpus": 8, "shared": "yes"}], "capacity.shared='yes': must be true or false"),
         ([{"from": "2027-01-01", "gpus": 8}, {"from": "2027-01-01", "gpus": 9}], "capacity.from=2027-01-01: must come"),
+        ([7], "capacity step=7: must be an object"),
     ],
 )
 def test_a_capacity_that_is_none_is_refused(values, message):
