@@ -94,7 +94,7 @@ class Job:
         cluster = replace(small_plan().cluster, gpus_per_node=PER_NODE, max_nodes=nodes)
         self.plan = replace(small_plan(), shape=shape, topology=topology, run=run, cluster=cluster)
         replace_text(folder / "plan.json", json.dumps(self.plan.to_json()))
-        self.there = [path for base in heartbeat.BASES for path in base.glob("trilane-*")]
+        self.there = [*heartbeat.BASE.glob("trilane-*")]
         self.rank = 5 + PER_NODE * (2 * nodes // 3)  # the faulty one
         self.memory = mmap.mmap(-1, mmap.PAGESIZE)
         self.fault_at = ctypes.c_double.from_buffer(self.memory)
@@ -211,7 +211,7 @@ class Job:
             pids[:] = [pid for pid in pids if os.waitpid(pid, os.WNOHANG) == (0, 0)]
             time.sleep(0.1)
         time.sleep(1.0)
-        left = [path for base in heartbeat.BASES for path in base.glob("trilane-*") if path not in self.there]
+        left = [path for path in heartbeat.BASE.glob("trilane-*") if path not in self.there]
         print(f"all but {len(pids)} nodes ended within {time.monotonic() - end:.1f} s; records left: {len(left)}")
 
     def _print_counts(self, found: list[float], seconds: float) -> None:

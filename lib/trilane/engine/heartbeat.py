@@ -17,7 +17,7 @@ from trilane.config.plan import Plan
 from trilane.engine import phases
 from trilane.utils.process import python
 from trilane.workspace import flight_recorder
-from trilane.workspace.heartbeat import END, STACKS, create_record, encode, place, sweep
+from trilane.workspace.heartbeat import END, STACKS, create_record, encode, place
 
 _beats: list["Heartbeat"] = []
 
@@ -43,8 +43,6 @@ def begin(plan: Plan, folder: Path) -> None:
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     ranks.mkdir(exist_ok=True)
     _beats.append(Heartbeat(create_record(folder, os.environ, int(rank))))
-    if is_first:
-        sweep()
     if sys.platform.startswith("linux"):
         # PR_SET_PTRACER, PR_SET_PTRACER_ANY of <sys/prctl.h>: under Yama a process may trace only its descendants, and
         # the launcher's py-spy is a sibling of this process.

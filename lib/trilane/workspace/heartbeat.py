@@ -1,10 +1,10 @@
 """Heartbeats: what each rank last did, in its node's memory; and what each node wrote of its ranks in the run folder.
 
 A rank overwrites one record of fixed size, which stays readable when the process is stuck, stopped or killed. It
-changes many times a second, so it lies on the node: /dev/shm/trilane-<user id>-<run>-<start and node>.<rank>, else the
-same in /tmp. The rank holds a lock on it until it ends, however it ends: a record without one was left, and the next
-start removes it. In the run folder one process of each node replaces ranks/nodes/<its first rank>.json when a rank
-begins or exits, when stacks are asked for, and at the end.
+changes many times a second, so it lies on the node: /dev/shm/trilane-<user id>-<run>-<start and node>.<rank>. The rank
+holds a lock on it until it ends, however it ends: a record without one is of a dead rank. In the run folder one process
+of each node replaces ranks/nodes/<its first rank>.json when a rank begins or exits, when stacks are asked for, and at
+the end.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import mmap
 import os
 import platform
 import signal
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +27,8 @@ from pathlib import Path
 from trilane.utils.files import json_object, read_text
 from trilane.utils.validation import from_mapping, require
 
-BASES = (Path("/dev/shm"), Path("/tmp"))  # the node's memory, the node's disk
+# the node's memory; a system without this folder is one machine
+BASE = Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
 RECORD = 128  # bytes of a record: one padded line
 END = "end"  # the phase of a rank that has finished
 # The signal on which faulthandler writes the stacks: no library and no scheduler uses it.
@@ -72,16 +74,11 @@ def place() -> bytes:
 
 
 def create_record(folder: Path, env: Mapping[str, str], rank: int) -> mmap.mmap:
-    """The memory-mapped record of a rank in this start of the run, locked until this process ends, in the first place
-    that takes it. OSError where none does."""
-    *better, last = (base / f"{_prefix(folder)}{_own(env)}.{rank}" for base in BASES)
-    for path in better:
-        with contextlib.suppress(OSError):  # full, missing, or of somebody else
-            return _mapped(path)
-    return _mapped(last)
+    """The memory-mapped record of a rank in this start of the run, locked until this process ends.
 
-
-def _mapped(path: Path) -> mmap.mmap:
+    OSError where the node's memory is full, or another user has a file of this name.
+    """
+    path = BASE / f"{_prefix(folder)}{_own(env)}.{rank}"
     with contextlib.suppress(FileNotFoundError):
         path.unlink()  # of a killed start of this name; another user's stays, and is refused
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -118,18 +115,9 @@ def remove_records(folder: Path, env: Mapping[str, str]) -> None:
         path.unlink(missing_ok=True)
 
 
-def sweep() -> None:
-    """Remove the records that killed runs of this user left on this machine."""
-    for path in _records(f"trilane-{os.geteuid()}-*"):
-        with contextlib.suppress(OSError):
-            # a new one is locked within the minute
-            if time.time() - path.stat().st_mtime > 60 and not _is_held(path):
-                path.unlink()
-
-
 def _records(start: str) -> Iterable[Path]:
     """The records whose names begin so: files of this user alone, as others may write to these folders."""
-    for path in (path for base in BASES for path in base.glob(f"{start}.*")):
+    for path in BASE.glob(f"{start}.*"):
         with contextlib.suppress(OSError):
             if not path.is_symlink() and path.is_file() and path.stat().st_uid == os.geteuid():
                 yield path
@@ -152,14 +140,9 @@ def start_id(env: Mapping[str, str]) -> str:
     return env.get("TRILANE_START") or _hash(*(env.get(name, "") for name in names))
 
 
-def _prefix(folder: Path) -> str:
-    return _prefix_on(folder.absolute(), platform.node())
-
-
 @functools.cache  # to resolve the path asks the shared file system each time
-def _prefix_on(folder: Path, host: str) -> str:
-    # the host's name, because /tmp of several may be one folder
-    return f"trilane-{os.geteuid()}-{_hash(str(folder.resolve()), host)}-"
+def _prefix(folder: Path) -> str:
+    return f"trilane-{os.geteuid()}-{_hash(str(folder.resolve()))}-"
 
 
 def _own(env: Mapping[str, str]) -> str:
