@@ -1,4 +1,4 @@
-"""`trilane convert`: plans as DeepSpeed's JSON, Megatron's arguments, Hugging Face's transformers, and back."""
+"""`trilane convert`: plans as DeepSpeed's JSON or Megatron's arguments, and back; checkpoints for transformers."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ from trilane.utils.process import python
 from trilane.utils.validation import read_object, read_text, require, to_mapping
 from trilane.workspace.study import load_cluster
 
-GROUP = Group("convert", help="Convert plans and checkpoints to and from DeepSpeed, Megatron-LM and Hugging Face.")
+GROUP = Group("convert", help="Convert plans to and from DeepSpeed and Megatron-LM, and checkpoints to Hugging Face.")
 
 
 @command(GROUP)
@@ -75,14 +75,11 @@ def megatron(
 def huggingface(
     source: Path,
     out: Path,
-    back: bool = option(False, "SOURCE is a folder of transformers, OUT a folder of checkpoints"),
-    seq: int = option(0, "with --back: the sequence to train on (default: the longest of the model)", minimum=1),
-    vocab_size: int = option(0, "rows of the embedding in OUT: --back pads with zeros, else cuts", minimum=1),
+    vocab_size: int = option(0, "rows of the embedding in OUT: without those of padding", minimum=1),
 ) -> None:
-    """Write a checkpoint (of a run folder the newest) as a folder of Hugging Face's transformers; with --back read one.
+    """Write a checkpoint (of a run folder the newest) as a folder of Hugging Face's transformers.
 
-    It is a GPT-2, BLOOM, Llama or Qwen 2, by the shape; also a Mistral is read.
+    It is a GPT-2, BLOOM, Llama or Qwen 2, by the shape.
     """
-    require(back or not seq, "seq", seq, "goes with --back")
-    given = ["import" if back else "export", str(source), str(out), str(seq), str(vocab_size)]
+    given = [str(source), str(out), str(vocab_size)]
     os.execvp("env", python("-m", "trilane.engine.checkpoint.huggingface", *given))

@@ -27,7 +27,6 @@ class Family:
     names        canonical name, without the layer, `.weight` and `.bias` -> theirs; several for parts that are apart
     by_group     whether queries, keys and values are in the canonical order, not kind after kind
     transposed   whether linear layers hold (in, out)
-    others       names of tensors that are no parameters, such as the causal masks of older transformers
     """
 
     model: str
@@ -40,7 +39,6 @@ class Family:
     settings: Mapping[str, object] = field(default_factory=dict)
     by_group: bool = False
     transposed: bool = False
-    others: str = r".*\.rotary_emb\.inv_freq"
 
     def misfit(self, shape: ModelShape) -> tuple[str, object, str] | None:
         """The first field in which such models are unlike `shape`, its value and the rule; None where none is."""

@@ -1,8 +1,7 @@
-"""A checkpoint as a folder of Hugging Face's transformers, and back: GPT-2, BLOOM, Llama and their like.
+"""A checkpoint as a folder of Hugging Face's transformers: GPT-2, BLOOM, Llama and their like.
 
 `trilane convert huggingface CHECKPOINT OUT` writes the weights (fp32, one file at a time in memory) and a config.json
-for `from_pretrained(OUT)`. `... --back FOLDER OUT` makes of such a folder a checkpoint of iteration 0 with zero Adam
-moments, for `run.load`. The families: config/hf_families.py.
+for `from_pretrained(OUT)`. The families: config/hf_families.py.
 
 Canonical: a matrix is (out, in); the rows of `linear_qkv` go by group of heads that share keys and values: (group, its
 queries ... | key | value, channel); a gated `linear_fc1` is (gate | up, channel, in). Where a family keeps such parts
@@ -13,27 +12,22 @@ for an optimizer's moments as well as for weights.
 
 import dataclasses
 import json
-import re
-import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from trilane.config.hf_families import HEAD, Family, families, family_of
+from trilane.config.hf_families import Family, family_of
 from trilane.config.model import ModelShape
-from trilane.config.shapes import rotary_departures, shape_of_config
-from trilane.engine.checkpoint.slices import SliceFile, assemble
+from trilane.engine.checkpoint.slices import assemble
 from trilane.engine.model.parameters import whole_sizes
 from trilane.utils.files import replace_text
-from trilane.utils.tables import one_line, short
-from trilane.utils.validation import from_mapping, read_object, require, require_known, to_mapping
+from trilane.utils.tables import one_line
+from trilane.utils.validation import from_mapping, require
 from trilane.workspace import checkpoints
 
 INDEX = "model.safetensors.index.json"
@@ -123,127 +117,14 @@ def export(checkpoint: Path, out: Path, vocab_size: int = 0, most_bytes: int = 1
     replace_text(out / "config.json", json.dumps(family.config(shape), indent=2) + "\n")
 
 
-def import_folder(folder: Path, out: Path, seq_length: int = 0, vocab_size: int = 0) -> Path:
-    """Write a checkpoint of iteration 0 below `out` from a folder of transformers; its path. ValueError for others.
-
-    `seq_length` above 0 takes the place of the longest that the model takes (not with learned positions); `vocab_size`
-    above 0 pads the embedding with rows of zeros.
-    """
-    family, own = read_config(folder, seq_length)
-    require(not vocab_size or vocab_size >= own.vocab_size, "vocab_size", vocab_size, f"{folder} has {own.vocab_size}")
-    shape = dataclasses.replace(own, vocab_size=vocab_size or own.vocab_size)
-    target = out / checkpoints.name_of(0)
-    require(not target.exists(), "out", target, "exists")
-    temporary = out / f".{target.name}.import"
-    try:
-        with ExitStack() as stack:
-            tensors = Tensors(folder, family, own, stack)
-            temporary.mkdir(parents=True)
-            stack.callback(shutil.rmtree, temporary, ignore_errors=True)  # once published it is gone
-            written = _write(temporary, tensors, whole_sizes(shape))
-            checkpoints.write_manifest(temporary, {**written, "identity": {"shape": to_mapping(shape)}})
-            checkpoints.publish(temporary, target)
-    except (SafetensorError, RuntimeError) as error:
-        raise ValueError(f"folder={folder}: its tensors cannot be read ({short(str(error))})") from None
-    return target
-
-
-def read_config(folder: Path, seq_length: int = 0) -> tuple[Family, ModelShape]:
-    """The family and shape of the folder's config.json; ValueError for what our model does not compute."""
-    given = read_object(folder / "config.json", "folder")
-    require_known("model_type", str(given.get("model_type")), families())
-    family, shape = families()[given["model_type"]], shape_of_config(given, seq_length).shape
-    for departure in filter(None, (family.misfit(shape), *rotary_departures(given))):
-        require(False, *departure)
-    for key, value in family.settings.items():
-        require(given.get(key, value) == value, key, given.get(key), f"a model here has {value}")
-    require(not given.get("quantization_config"), "quantization_config", "given", "weights are not quantized here")
-    return family, shape
-
-
-class Tensors:
-    """The tensors of a folder's safetensors files by canonical name; none is read before it is asked for.
-
-    ValueError where names, sizes or types are not those that config.json means, and for a tied head of its own.
-    """
-
-    def __init__(self, folder: Path, family: Family, shape: ModelShape, stack: ExitStack) -> None:
-        self._family, self._shape = family, shape
-        files = [stack.enter_context(safe_open(path, framework="pt")) for path in _files(folder)]
-        held = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        bare = not any(name.startswith(f"{family.base}.") for name in held)  # saved without its head
-        prefix = f"{family.base}." if bare else ""
-        # by the names of the whole model
-        self._held = {prefix * (name != HEAD) + name: (file, name) for name, file in held.items()}
-        wanted = _meta(family, shape)
-        for name, (_, _, part) in wanted.items():
-            require(name in self._held, "tensor", name, f"is missing in {folder}")
-            file, own = self._held[name]
-            has, kind = file.get_slice(own).get_shape(), file.get_slice(own).get_dtype()
-            size = list(part.shape)
-            require(has == size, "tensor", name, f"has the shape {has}, config.json means {size}")
-            require(kind in ("F32", "BF16", "F16"), "tensor", name, f"is {kind}, not F32, BF16, F16")
-        others = {name for name in self._held.keys() - wanted if not re.fullmatch(family.others, name)}
-        if shape.tied_embeddings and HEAD in others:
-            (word,) = family.their_names("embedding.word_embeddings.weight")
-            same = torch.equal(self._read(HEAD), self._read(word))
-            require(same, HEAD, "another matrix", "must be the word embedding, for the model's embeddings are tied")
-            others.remove(HEAD)
-        rule = f"{family.model} of config.json has none of this name"
-        require(not others, "tensor", min(others, default=""), rule)
-
-    def read(self, name: str) -> torch.Tensor:
-        """The canonical parameter `name` in fp32."""
-        parts = [self._read(part).float() for part in self._family.their_names(name)]
-        require(all(part.isfinite().all() for part in parts), "tensor", name, "has values that are not finite")
-        return ours(self._family, name, parts, self._shape)
-
-    def _read(self, name: str) -> torch.Tensor:
-        file, own = self._held[name]
-        return file.get_tensor(own)
-
-
-def _files(folder: Path) -> list[Path]:
-    """The folder's safetensors files: those of the index, or the only one."""
-    index, names = folder / INDEX, {"": "model.safetensors"}
-    if index.exists():
-        names = read_object(index, "folder", weight_map=dict)["weight_map"]
-    found = sorted({str(name) for name in names.values()})
-    for name in found:
-        require(re.fullmatch(r"\w[\w.-]*", name) is not None, "folder", short(name), "must be a file of the folder")
-        require((folder / name).is_file(), "folder", folder / name, "no such file")
-    return [folder / name for name in found]
-
-
-def _write(temporary: Path, tensors: Tensors, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Write the file of an untrained checkpoint; its part of the manifest. Rows beyond a tensor's own are zeros."""
-    name, found, kinds = "rank_00000.safetensors", {}, checkpoints.KINDS
-    file = SliceFile(temporary / name, [(f"{n}/{kind}", size) for n, size in sizes.items() for kind in kinds])
-    for parameter, size in sizes.items():
-        at = {kind: file.at[f"{parameter}/{kind}"] for kind in kinds}
-        found[parameter] = {"shape": size, "slices": [{"box": [(0, n) for n in size], "file": name, "at": at}]}
-        padded, tensor = torch.zeros(size), tensors.read(parameter)
-        padded[: len(tensor)] = tensor
-        for values in (padded, *(torch.zeros(size) for _ in kinds[1:])):
-            file.add(values)
-    files = {name: file.close()}
-    require(not file.error, "out", temporary.parent, file.error)
-    progress = {"iteration": 0, "consumed_samples": 0, "scalars": {"step": 0.0}, "layout": None}
-    return {**progress, "files": files, "tensors": found}
-
-
 def main(argv: list[str]) -> int:
-    """`export` or `import`, SOURCE, OUT, sequence and vocabulary (0: its own); 2 with one line where it fails."""
-    direction, source, out, *sizes = argv
-    seq_length, vocab_size = map(int, sizes)
+    """SOURCE, OUT and vocabulary (0: its own); 2 with one line where it fails."""
+    source, out, vocab_size = argv
     try:
-        if direction == "import":
-            print(import_folder(Path(source), Path(out), seq_length, vocab_size))
-        else:
-            found = checkpoints.found_in(Path(source))
-            require(bool(found), "checkpoint", source, "holds no complete checkpoint")
-            export(found[-1], Path(out), vocab_size)
-            print(out)
+        found = checkpoints.found_in(Path(source))
+        require(bool(found), "checkpoint", source, "holds no complete checkpoint")
+        export(found[-1], Path(out), int(vocab_size))
+        print(out)
     except ValueError as error:
         print("trilane:", one_line(str(error)), file=sys.stderr)
         return 2
