@@ -3,10 +3,9 @@
 One command, unattended, within ten minutes on one card: first correctness (rows of the equality table on CUDA and NCCL,
 by both paths), then GPT 1.3B (24 x 2048, 16 heads, 2048 tokens, 50304 rows) in bf16 by the fused path, in nanoGPT's
 manner (fp32 weights under autocast, torch.compile, flash attention by torch, fused AdamW) and by the unfused path, in
-turns, each in a process of its own; then the fused path's profile by part; and what the planner says of seconds and
-memory before any run. Each step survives the failure of another. Leaves gpu_mfu.json and gpu_mfu.md in --out; exit code
-1 where a step failed. The cluster is by default the first of the catalogue with this card; a card of none is refused,
-exit code 2: its peak would be another's.
+turns, each in a process of its own; and what the planner says of seconds and memory before any run. Each step survives
+the failure of another. Leaves gpu_mfu.json and gpu_mfu.md in --out; exit code 1 where a step failed. The cluster is by
+default the first of the catalogue with this card; a card of none is refused, exit code 2: its peak would be another's.
 
 Not run on a GPU yet; `--tiny` runs all of it on a CPU, where it says nothing about speed.
 """
@@ -40,8 +39,7 @@ from trilane.launch.local import environment, train_local
 if TYPE_CHECKING:
     import torch
 
-STEPS = ("verify", "fused-1", "plain-1", "unfused-1", "fused-2", "plain-2")  # fused-2 is profiled at its end
-PROFILED = 3  # iterations after those that count
+STEPS = ("verify", "fused-1", "plain-1", "unfused-1", "fused-2", "plain-2")
 LIMITS_S = {"verify": 170.0}
 LIMIT_S = 130.0  # of any other step
 WHOLE_S = 590.0
@@ -191,7 +189,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def plan_of(args: argparse.Namespace, fused: bool, profiled: bool = False) -> Plan:
+def plan_of(args: argparse.Namespace, fused: bool) -> Plan:
     """The engine's plan: one card, made-up data, no decay."""
     machine = cluster.cluster(args.cluster) if args.cluster else _this_cpu()
     topology = Topology(
@@ -201,7 +199,6 @@ def plan_of(args: argparse.Namespace, fused: bool, profiled: bool = False) -> Pl
         recompute=args.recompute,
         adam="fused" if fused else "torch",  # the gradients of the engine are in the planner's 18 bytes already
     )
-    count = args.iterations + PROFILED * profiled
     return Plan(
         label="mfu",
         shape=parse_shape(args.shape),
@@ -209,12 +206,7 @@ def plan_of(args: argparse.Namespace, fused: bool, profiled: bool = False) -> Pl
         topology=topology,
         data=Data(source="mock", folder=str(args.out / "data")),
         optimizer=Optimizer(lr=1e-4, min_lr=1e-4),
-        run=Run(
-            train_iters=count,
-            log_interval=10,
-            fused="on" if fused else "off",
-            profile=f"{args.iterations + 1}-{count}" * profiled,
-        ),
+        run=Run(train_iters=args.iterations, log_interval=10, fused="on" if fused else "off"),
     )
 
 
@@ -273,26 +265,24 @@ def verified(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def engine(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds and bytes of the engine by one path, its first log line of it, and for the second turn the profile."""
-    path, _, turn = args.step.partition("-")
-    profiled = turn == "2"
+    """Seconds and bytes of the engine by one path, and its first log line of it."""
+    path = args.step.partition("-")[0]
     folder = args.out / args.step
     folder.mkdir()
-    (folder / "plan.json").write_text(json.dumps(plan_of(args, path == "fused", profiled).to_json()))
+    (folder / "plan.json").write_text(json.dumps(plan_of(args, path == "fused").to_json()))
     terminal, sys.stdout = sys.stdout, sys.stderr  # the last line of stdout is the result
     outcome = train_local(folder, show_progress=False)
     sys.stdout = terminal
     if outcome.status != "completed":
         raise SystemExit(f"{outcome.status}: {outcome.evidence}")
-    found = result(folder, args.leave_out, profile=profiled)
+    found = result(folder, args.leave_out)
     steps = [json.loads(line)["sec_per_it"] for line in (folder / "steps.jsonl").read_text().splitlines()]
     lines = (folder / "run.log").read_text(errors="replace").splitlines()
     return {
-        "sec_per_it": statistics.median(steps[args.leave_out : args.iterations]),
+        "sec_per_it": statistics.median(steps[args.leave_out :]),
         "bytes": found["memory_bytes"]["0"],
         "path": next((line.split("trilane: ")[-1] for line in lines if "fused path (" in line), ""),
         "made_by": found["made_by"],
-        "profiles": found.get("profiles", {}),
     }
 
 
@@ -335,7 +325,6 @@ def collect(args: argparse.Namespace, results: Mapping[str, dict[str, Any]]) -> 
         "measured": measured,
         "paths": {step: results[step].get("path", "") for step in STEPS if "path" in results[step]},
         "predicted": predicted,
-        "profiles": results["fused-2"].get("profiles", {}),
         "failed": {step: found["problem"] for step, found in results.items() if "problem" in found},
     }
     if not results["verify"].get("ok", False) and "verify" not in found["failed"]:
@@ -430,8 +419,6 @@ def page(found: Mapping[str, Any]) -> str:
     for row in found["verify"].get("rows", ()):
         differs = row["problem"] or f"{row['max_abs_diff']:.1e}"
         lines.append(f"| {row['row']} | {differs}{'' if row['ok'] else ' **above**'} | {row['bound']:g} |")
-    for table in found["profiles"].values():
-        lines += ["", "```", table, "```"]
     return "\n".join(lines) + "\n"
 
 

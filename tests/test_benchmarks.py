@@ -87,8 +87,7 @@ def test_every_fault_of_the_mutation_table_can_still_be_planted() -> None:
 def test_every_step_is_taken_on_a_cpu_and_one_that_fails_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Equality, both paths and the plain GPT, profile and prediction, in a turn each; `unfused-1` finds its folder
-    taken."""
+    """Equality, both paths and the plain GPT and prediction, in a turn each; `unfused-1` finds its folder taken."""
     (tmp_path / "unfused-1").mkdir()
     monkeypatch.setattr(sys, "argv", ["gpu_mfu.py", "--tiny", "--json", "--out", str(tmp_path)])
     monkeypatch.setattr(gpu_mfu, "STEPS", ("verify", "unfused-1", "fused-2", "plain-2"))
@@ -104,6 +103,5 @@ def test_every_step_is_taken_on_a_cpu_and_one_that_fails_leaves_the_others(
         assert len(one["turns"]) == 1 and one["max_bytes"] > 0
         flops = one["mfu"] * 50e9 * one["sec_per_it"]
         assert flops == pytest.approx(72 * 4 * 32 * 2 * 64 * 64 * (1 + 32 / 384 + 512 / (12 * 2 * 64)))
-    (table,) = found["profiles"].values()
     written = (tmp_path / "gpu_mfu.md").read_text()
-    assert "**unfused-1 failed**" in written and "CPU time" in table and table in written
+    assert "**unfused-1 failed**" in written

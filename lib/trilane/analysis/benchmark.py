@@ -17,56 +17,45 @@ from trilane.launch.local import run_folder, train_local
 from trilane.utils.validation import read_json, require, require_integer
 
 
-def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP, profile: bool = False) -> dict[str, Any]:
+def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP) -> dict[str, Any]:
     """Train the plan of that file, `iterations` long at its full batch (0: as planned), and return its result().
 
-    For a run folder, also of another machine, nothing is trained. With `profile` the last iterations are profiled
-    where the plan names none. The log goes to stderr.
+    For a run folder, also of another machine, nothing is trained. The log goes to stderr.
     """
     require_integer("leave_out", leave_out, 0)
     require_integer("iterations", iterations, 0)
     if plan.is_dir():
         require(iterations == 0, "iterations", iterations, "a finished run is measured as it is")
-        return result(plan, leave_out, profile)
+        return result(plan, leave_out)
     read = read_plan(plan)
-    if profile and not read.run.profile:
-        require(iterations > 0, "profile", True, "needs run.profile in the plan, or iterations")
     count = iterations or read.run.train_iters
     require(count > leave_out, "iterations", count, f"must be above leave_out={leave_out}")
     folder = plan.with_name(f"{plan.stem}-benchmark-{iterations}")
     if iterations:
         require(not folder.exists(), "plan", plan, f"would run in {folder}, which exists; move one of them")
         folder.mkdir()
-        text = json.dumps(shortened(read, iterations, profile).to_json(), indent=1)
+        text = json.dumps(shortened(read, iterations).to_json(), indent=1)
         (folder / "plan.json").write_text(text, encoding="utf-8")
     else:
         folder = run_folder(plan)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result alone
         train_local(folder)
-    return result(folder, leave_out, profile)
+    return result(folder, leave_out)
 
 
-def shortened(plan: Plan, iterations: int, profile: bool = False) -> Plan:
-    """The plan for that many iterations, all of them at its full batch size; its window of a profile where it fits.
-
-    With `profile`, and no such window, the last three are profiled.
-    """
-    window = plan.run.profile_window
-    kept = plan.run.profile if window and window.last <= iterations else ""
-    last = f"{max(1, iterations - 2)}-{iterations}" if profile else ""
-    return replace(plan, run=replace(plan.run, train_iters=iterations, ramp=Ramp(), profile=kept or last))
+def shortened(plan: Plan, iterations: int) -> Plan:
+    """The plan for that many iterations, all of them at its full batch size."""
+    return replace(plan, run=replace(plan.run, train_iters=iterations, ramp=Ramp()))
 
 
-def result(folder: Path, warm_up: int = WARM_UP, profile: bool = False) -> dict[str, Any]:
+def result(folder: Path, warm_up: int = WARM_UP) -> dict[str, Any]:
     """The run in `folder` as one JSON object, by its Measurement; null where the run left nothing to count.
 
     Seconds in full (median, quartiles, extremes), rates per second, bytes by rank. `left_out` is how many iterations
     do not count (see analysis.steady_state). FLOPs are Narayanan's; `mfu` is null on a CPU: the rate in its cluster
-    file is a measured one, and no peak. With `profile` also `profiles`, rank -> the profiler's table.
+    file is a measured one, and no peak.
     """
     m, plan = measure(folder, warm_up), read_plan(folder / "plan.json")
-    tables = {path.stem: path.read_text(encoding="utf-8") for path in sorted((folder / "profile").glob("*.txt"))}
-    require(bool(tables or not profile), "folder", folder, "holds no profile; set run.profile in the plan: 10-12")
     found: dict[str, Any] = {
         "label": plan.label,
         "engine": plan.engine,
@@ -92,11 +81,11 @@ def result(folder: Path, warm_up: int = WARM_UP, profile: bool = False) -> dict[
     found["memory_bytes"] = {str(rank): int(value) for rank, value in memory_by_rank(m.log).items()}
     found["last_loss"] = m.last_loss if m.last_loss == m.last_loss else None
     found["made_by"] = read_json(folder / "env.json", "stamp") if (folder / "env.json").exists() else {}
-    return found | ({"profiles": tables} if profile else {})
+    return found
 
 
 def text(found: dict[str, Any]) -> str:
-    """The result in three lines, and the profiler's tables."""
+    """The result in three lines."""
     lines, seconds = (
         [f"{found['label']} ({found['engine']}): {found['status']}: {found['evidence']}"],
         found["sec_per_it"],
@@ -108,4 +97,4 @@ def text(found: dict[str, Any]) -> str:
         gib = max(found["memory_bytes"].values(), default=0) / 2**30
         rates = f"{found['tokens_per_s']:.0f} tokens/s, {found['flops_per_s_per_gpu'] / 1e12:.4g} TFLOP/s per GPU{mfu}"
         lines.append(f"{rates}, fullest rank {gib:.2f} GiB")
-    return "\n".join([*lines, *found.get("profiles", {}).values()])
+    return "\n".join(lines)

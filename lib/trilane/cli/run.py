@@ -105,12 +105,11 @@ def plan(
     plan: Path,
     iterations: int = option(0, "train so many at the full batch (0: as planned)", minimum=0),
     leave_out: int = option(5, "first iterations left out", minimum=0),
-    profile: bool = option(False, "also the profiler's table (run.profile, or the last 3 iterations)"),
 ) -> Answer:
     """Train PLAN and print how fast it was; the folder of a finished run, also of another machine, is only measured."""
     from trilane.analysis import benchmark
 
-    found = benchmark.benchmark(plan, iterations, leave_out, profile)
+    found = benchmark.benchmark(plan, iterations, leave_out)
     return Answer(found, benchmark.text(found), found["status"] != "completed")
 
 

@@ -18,6 +18,12 @@ from trilane.utils.validation import from_mapping, read_json, require, require_l
 
 # What results write next to the fields of a plan: derived from it, so never read back.
 DERIVED = ("id", "prediction", "calibration", "parameters", "tflops", "mfu", "hfu", "days", "measured", "why")
+# Fields of a run in plan files of before 0.1.0, and what to do instead.
+GONE = {
+    "trace_packages": "see `debug capture`",
+    "order_samples": "no sample's place depends on the run's length any more",
+    "profile": "is gone; `timers` has the seconds of each phase, `nsys profile` around the run its kernels",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +57,6 @@ class Plan:
         rule = "engine hf-zero3 takes transformers' loss, which has none"
         require(self.engine != "hf-zero3" or not self.optimizer.z_loss, "z_loss", self.optimizer.z_loss, rule)
         self.cluster.gpu.flops_per_s(t.precision)
-        window = self.run.profile_window
-        beyond = max(window.ranks, default=0) >= t.gpus if window else False
-        require(not beyond, "profile", self.run.profile, f"names a rank beyond the last of {t.gpus}")
         drops = drops_hidden(self.engine, self.shape)
         rule = "engine hf-zero3 drops hidden values in GPT-2 alone: transformers' other models do not, or not all"
         require(drops or not self.dropout.hidden, "dropout.hidden", self.dropout.hidden, rule)
@@ -118,11 +121,9 @@ def plan_from_json(values: dict[str, Any]) -> Plan:
     """The plan of a JSON object; an `id` and a `prediction`, as results of a search carry, are set aside."""
     fields = {k: v for k, v in values.items() if k not in DERIVED} if isinstance(values, dict) else values
     if isinstance(fields, dict) and isinstance(run := fields.get("run"), dict):
-        # Plan files of before 0.1.0 have these fields; py-spy's stacks and Flight Recorder took their place.
-        require(not run.get("trace_packages"), "trace_packages", run.get("trace_packages"), "see `debug capture`")
-        rule = "no sample's place depends on the run's length any more"
-        require(not run.get("order_samples"), "order_samples", run.get("order_samples"), rule)
-        fields["run"] = {k: v for k, v in run.items() if k not in ("trace_packages", "trace_calls", "order_samples")}
+        for name, successor in GONE.items():
+            require(not run.get(name), name, run.get(name), successor)
+        fields["run"] = {k: v for k, v in run.items() if k not in (*GONE, "trace_calls")}
     return from_mapping(Plan, fields, "plan")
 
 

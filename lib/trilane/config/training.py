@@ -134,15 +134,6 @@ class Dropout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileWindow:
-    """Iterations `first` to `last`, and the ranks that record them; (): the first and the last."""
-
-    first: int
-    last: int
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """How long the run is and what it leaves behind."""
 
@@ -164,7 +155,6 @@ class Run:
     eval_iters: int = option(0, "batches of a validation loss, always the same", minimum=0, megatron="eval-iters")
     skip: str = option("", "iterations that count as done and are not trained, such as 101-200,251-300")
     fused: str = option("auto", "fused kernels: auto from compute capability 8.0 on", choices=("auto", "on", "off"))
-    profile: str = option("", "10-12: a trace of these iterations by the first and last rank; 10-12:0,3 by these")
 
     def __post_init__(self) -> None:
         check(self)
@@ -179,12 +169,6 @@ class Run:
         require(ends, "skip", self.skip, f"must end before the last iteration, {self.train_iters}")
         saves = not inside(skipped, self.goal)
         require(saves, "skip", self.skip, f"holds exit_iteration={self.goal}, which saves")
-        if window := self.profile_window:
-            first, last = window.first, window.last
-            rule = f"must lie between iterations {self.start_iteration + 1} and {self.goal}, which this plan trains"
-            require(self.start_iteration < first <= last <= self.goal, "profile", self.profile, rule)
-            trained = not (inside(skipped, first) or inside(skipped, last))
-            require(trained, "profile", self.profile, f"must begin and end outside of skip={self.skip}")
 
     @property
     def skipped(self) -> Ranges:
@@ -199,19 +183,6 @@ class Run:
     def evaluates_after(self, iteration: int) -> bool:
         """Whether the validation loss is computed after this iteration."""
         return self.eval_interval > 0 and (iteration % self.eval_interval == 0 or iteration == self.train_iters)
-
-    @property
-    def profile_window(self) -> ProfileWindow | None:
-        """The iterations and ranks of `profile`; None without one. ValueError where it is malformed."""
-        if not self.profile:
-            return None
-        found = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})(?::([0-9]{1,7}(?:,[0-9]{1,7})*))?", self.profile)
-        # a trace of one iteration is 0.3 MB and more
-        rule = "must be FIRST-LAST, such as 10-12, at most 100 iterations; ranks as in 10-12:0,3"
-        first, last = (int(found[1]), int(found[2])) if found else (1, 0)
-        require(0 < first <= last < first + 100, "profile", self.profile, rule)
-        ranks = tuple(int(rank) for rank in found[3].split(",")) if found and found[3] else ()
-        return ProfileWindow(first=first, last=last, ranks=ranks)
 
     @property
     def goal(self) -> int:

@@ -18,7 +18,7 @@ from trilane.engine.checkpoint.fingerprints import lookahead, write_loaded
 from trilane.engine.checkpoint.load import find, load
 from trilane.engine.checkpoint.save import Saved, Saver
 from trilane.engine.data.samples import SampleLoader
-from trilane.engine.phases import DATA, Profiler, phase
+from trilane.engine.phases import DATA, phase
 from trilane.engine.report import TrainingLog, iteration, memory_line, print_note, write_json
 from trilane.engine.signals import Signals
 from trilane.engine.world import World
@@ -105,7 +105,6 @@ class Training:
             self._saved = checkpoint.path.name if own else ""
             self._print(f"resumes after iteration {self._done} of {checkpoint.path}")
             self._print(extension(checkpoint.manifest, plan))
-        self._profiler = Profiler(plan, world, folder)
         if world.is_last:
             cut_steps(folder, self._done)
         self._saver = Saver(folder, plan, world, self._engine)
@@ -117,17 +116,14 @@ class Training:
         request = self._requests.now(begun=False)
         begin = time.perf_counter()
         for batch in self._plan.batches(self._done) if not request.stop else ():
-            self._profiler.before(batch.number)
             begin = self._step(batch, log, begin)
-            apart = self._profiler.after(batch.number)
             if batch.number in (first, run.goal):  # the optimizer's states exist from the second on
                 print(memory_line(self._world.rank, batch.number, self._world.device), flush=True)
-            if run.evaluates_after(batch.number):
+            evaluates = run.evaluates_after(batch.number)
+            if evaluates:
                 self._evaluate(batch, log)
-                apart = True
             request = self._requests.now(writing=self._saver.writing)
-            apart |= self._saves(batch, request)
-            if apart:
+            if self._saves(batch, request) or evaluates:
                 begin = time.perf_counter()  # what was done since is counted in no iteration
             if request.stop:
                 break

@@ -1,4 +1,4 @@
-"""Phases: what this process is doing now, such as forward-compute, their seconds on this rank and over ranks, profiles.
+"""Phases: what this process is doing now, such as forward-compute, and their seconds on this rank and over ranks.
 
 The stack belongs to the process, which does one thing at a time: the hooks of the libraries know of no engine. A clock
 is read where the innermost phase changes: on a CPU the host's, on a GPU an event in the stream, which is not waited for
@@ -9,15 +9,11 @@ import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from trilane.config.plan import Plan
-from trilane.engine.world import World
 
 # The names that all engines share; the readers of logs know them. Time counts for the innermost phase only.
 NAMES = ("batch-generator", "forward-compute", "backward-compute", "p2p-wait", "all-grads-sync", "optimizer")
@@ -152,42 +148,3 @@ def timing_table(spread: Mapping[str, tuple[float, float]]) -> str:
         for name, (low, high) in spread.items()
     )
     return "\n".join(["(min, max) time across ranks (ms):", *rows])
-
-
-class Profiler:
-    """`run.profile`: a trace of some iterations by torch's profiler on the chosen ranks, and its table of operators.
-
-    They lie in profile/<rank>.trace.json.gz (for ui.perfetto.dev) and <rank>.txt; phases are ranges of both.
-    """
-
-    def __init__(self, plan: Plan, world: World, folder: Path) -> None:
-        window = plan.run.profile_window
-        self._window = window if window and world.rank in (window.ranks or (0, world.size - 1)) else None
-        self._path, self._order = folder / "profile" / str(world.rank), f"self_{world.device.type}_time_total"
-        self._trace: torch.profiler.profile | None = None
-        self._ranges = contextlib.ExitStack()
-
-    def before(self, iteration: int) -> None:
-        """Begin where the iteration is the first of the window; a run that resumes inside it has no trace."""
-        if self._window and iteration == self._window.first:
-            self._trace = torch.profiler.profile(acc_events=True)
-            self._trace.start()
-            self._end = subscribe(self._range)
-
-    def after(self, iteration: int) -> bool:
-        """End where the iteration is the last of the window; whether a trace was written, which takes its time."""
-        if not self._trace or not self._window or iteration != self._window.last:
-            return False
-        self._end()
-        self._range("")
-        self._trace.stop()
-        self._path.parent.mkdir(exist_ok=True)
-        self._trace.export_chrome_trace(f"{self._path}.trace.json.gz")
-        table = self._trace.key_averages().table(sort_by=self._order, row_limit=40)
-        self._path.with_suffix(".txt").write_text(table, encoding="utf-8")
-        return True
-
-    def _range(self, name: str) -> None:
-        self._ranges.close()
-        if name:
-            self._ranges.enter_context(torch.profiler.record_function(name))

@@ -77,10 +77,8 @@ def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
 
 def _link(plan: Plan, stage: Stage, start: int, end: int, before: str, number: int) -> Plan:
     """The plan of the iterations after the first `start`, up to number `end`, from the last checkpoint in `before`."""
-    window = plan.run.profile_window
-    profile = plan.run.profile if window and start < window.first <= window.last <= end else ""
     last = 0 if end == plan.run.train_iters else end
-    run = replace(plan.run, load=before, start_iteration=start, exit_iteration=last, profile=profile)
+    run = replace(plan.run, load=before, start_iteration=start, exit_iteration=last)
     topology = replace(plan.topology, dp=_replicas(plan, stage), mbs=stage.mbs)
     return replace(plan, label=f"{plan.label}-{number}-n{stage.nodes}", topology=topology, run=run)
 
