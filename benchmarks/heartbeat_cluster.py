@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from dumps import pyspy_json
+from dumps import pyspy_text
 from job import Stack, elsewhere, first, program, stand
 from support import small_plan
 
@@ -139,7 +139,7 @@ class Job:
 
     def _dump_rank(self, folder: Path, stacks: Path, beat: Any, state: str) -> None:
         if state not in ("gone", "Z", "X"):
-            (stacks / f"rank_{beat.rank}.json").write_text(pyspy_json(self.stacks[beat.rank]))
+            (stacks / f"rank_{beat.rank}.txt").write_text(pyspy_text(self.stacks[beat.rank]))
 
     def _train(self, beats: dict[int, mmap.mmap], rest: bytes) -> None:
         """An iteration a second, until the fault; the faulty rank stops at once, the others within half a second."""

@@ -1,4 +1,4 @@
-"""Writing dumps as the tools do: py-spy's text and JSON, faulthandler, Flight Recorder; for any stacks."""
+"""Writing dumps as the tools do: py-spy, faulthandler, Flight Recorder; for any stacks."""
 
 import json
 import pickle
@@ -32,30 +32,21 @@ def pyspy_text(
     command: str = "python -u pretrain_gpt.py",
     native: Sequence[str] = (),
     values: Sequence[str] = (),
+    holder: Stack = (),
 ) -> str:
-    """`native` stands on top of the main thread's stack and below all (--native), `values` below each frame."""
+    """`native` stands on top of the main thread's stack and below all (--native), `values` below each frame; `holder`
+    is another thread that holds Python's global lock."""
     below = ["clone3 (libc.so.6)"] if native else []
     lines = [f"Process {pid}: {command}", "Python v3.8.12 (/opt/conda/bin/python3.8)", ""]
-    for name, frames in (("MainThread", stack), ("Thread-1", HELPER)):
-        lines += [f'Thread {pid} ({flags}): "{name}"', *(f"    {frame}" for frame in native)]
+    for name, frames in (("MainThread", stack), ("Thread-1", HELPER), ("Thread-2", holder)):
+        if not frames:
+            continue
+        state = f"{flags}{'+gil' * (name == 'Thread-2')}"
+        lines += [f'Thread {pid} ({state}): "{name}"', *(f"    {frame}" for frame in native)]
         for f, file, line in frames:
             lines += [f"    {f} ({file}:{line})", *(f"    {value}" for value in values)]
         lines += [f"    {frame}" for frame in below]
     return "\n".join(lines) + "\n"
-
-
-def pyspy_json(stack: Stack, pid: int = 4242, holder: Stack | None = None) -> str:
-    """`holder` is another thread that holds Python's global lock."""
-
-    def thread(name: str, frames: Stack, gil: bool) -> dict[str, Any]:
-        lines = [
-            {"name": f, "filename": f"/opt/conda/lib/python3.8/site-packages/{file}", "short_filename": file, "line": n}
-            for f, file, n in frames
-        ]
-        return {"pid": pid, "thread_id": 1, "thread_name": name, "active": gil, "owns_gil": gil, "frames": lines}
-
-    others = [thread("Thread-2", holder, True)] if holder else []
-    return json.dumps([thread("Thread-1", HELPER, False), *others, thread("MainThread", stack, False)], indent=1)
 
 
 def faulthandler_text(stack: Stack, main: str = "Current thread") -> str:
@@ -99,14 +90,12 @@ def recording(calls: list[dict[str, Any]], groups: dict[str, list[int]], *, as_j
     return json.dumps(values).encode() if as_json else pickle.dumps(values, protocol=2)
 
 
-def write_all(folder: Path, stacks: dict[int, Stack], style: str = "json") -> None:
-    """One file a rank, in one style, or with "mixed" in all three."""
+def write_all(folder: Path, stacks: dict[int, Stack], style: str = "text") -> None:
+    """One file a rank, in one style, or with "mixed" in both."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank, stack in stacks.items():
-        kind = ("json", "text", "faults")[rank % 3] if style == "mixed" else style
-        name = f"rank_{rank}.{'json' if kind == 'json' else 'txt'}"
-        text = {"json": pyspy_json, "text": pyspy_text, "faults": faulthandler_text}[kind](stack)
-        (folder / name).write_text(text)
+        kind = ("text", "faults")[rank % 2] if style == "mixed" else style
+        (folder / f"rank_{rank}.txt").write_text({"text": pyspy_text, "faults": faulthandler_text}[kind](stack))
 
 
 def topology(folder: Path, tp: int, pp: int, dp: int, **extra: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from dumps import pyspy_json, recording, topology, write_all
+from dumps import pyspy_text, recording, topology, write_all
 from job import DONE, GRID, Op, Stack, elsewhere, first, program, stand
 
 
@@ -19,8 +19,8 @@ class Scene:
     stuck: dict[int, int] = field(default_factory=dict)
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
     silent: set[int] = field(default_factory=set)
-    holder: Stack | None = None
-    style: str = "json"
+    holder: Stack = ()
+    style: str = "mixed"
     allowed: set[int] = field(default_factory=set)  # as much to blame as the guilty, for all that stacks can tell
     steps: bool = False
 
@@ -156,7 +156,7 @@ def write(folder: Path, scene: Scene) -> None:
         write_all(folder, {r: op.stack for r, (_, op) in stands.items() if r not in scene.silent}, scene.style)
     if scene.holder:
         (rank,) = scene.guilty
-        (folder / f"rank_{rank}.json").write_text(pyspy_json(stands[rank][1].stack, holder=scene.holder))
+        (folder / f"rank_{rank}.txt").write_text(pyspy_text(stands[rank][1].stack, holder=scene.holder))
     if scene.steps:
         for rank, (index, _) in stands.items():
             done = sum(1 for op in scene.programs[rank][:index] if op.name == DONE.name)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dumps import faulthandler_text, pyspy_json, pyspy_text, recording, topology
+from dumps import faulthandler_text, pyspy_text, recording, topology
 from plans import small_plan
 
 from trilane.cli.app import main
@@ -206,7 +206,7 @@ NEXT_TO: dict[str, tuple[str, Content]] = {
     "a local rank of 999999": ("trace-node7.out", pyspy_text(SUM, command="python --local_rank=999999")),
     "a host with controls": ("trace-\x1b]0;x\x07\x1b[2J\u202e<img src=x>.out", faulthandler_text(SUM)),
     "a line of 10^6 characters": ("rank_3.txt", pyspy_text((("x" * 10**6, "y" * 10**6, 1),))),
-    "a line of 10,000 digits": ("rank_3.json", pyspy_json(SUM).replace("2811", "9" * 10_000)),
+    "a line of 10,000 digits": ("rank_3.txt", pyspy_text(SUM).replace("2811", "9" * 10_000)),
     "an exception's name repeated": (
         "rank_3.log",
         ERROR.format("x")[:35] + '  File "a", line 1, in f\n' + "Error" * 12_000,

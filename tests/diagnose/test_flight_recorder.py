@@ -107,7 +107,7 @@ def test_of_ranks_without_a_dump_nothing_is_concluded_but_that_it_is_one_of_them
     for path in [tmp_path / f"nccl_trace_rank_{rank}" for rank in (0, 2, 4, 5, 6)]:
         path.write_bytes(path.read_bytes()[:200]) if cut else path.unlink()
     verdict = diagnose_hang(tmp_path)
-    assert verdict.suspects == () and verdict.exclude == "" and "ranks 0, 2, 4-6," in verdict.paragraph
+    assert verdict.suspects == () and verdict.exclude == "" and "ranks 0, 2, 4-6 " in verdict.to_text()
     assert "trace: the name holds no rank; ignored" in verdict.notes
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from dumps import VALUES, faulthandler_text, pyspy_json, pyspy_text, topology, write_all
+from dumps import VALUES, faulthandler_text, pyspy_text, topology, write_all
 from job import ATTENTION, DATA, DP_SUM, GRID, ROOT, STEP, Stack, c10d
 from plants import PLANTS, data_loader, write
 from support import REPOSITORY
@@ -63,7 +63,7 @@ def test_two_of_eight_ranks_are_still_in_the_broadcast_of_the_loss(known: bool, 
     assert [len(g.ranks) for g in verdict.groups if g.frames] == [6, 2]
 
 
-def scene(folder: Path, style: str = "json") -> int:
+def scene(folder: Path, style: str = "text") -> int:
     """384 dumps with one rank in the data loader; that rank."""
     made = data_loader(Random(7))
     made.style = style
@@ -72,27 +72,26 @@ def scene(folder: Path, style: str = "json") -> int:
     return made.guilty.pop()
 
 
-@pytest.mark.parametrize("style", ["json", "text", "faults"])
+@pytest.mark.parametrize("style", ["text", "faults"])
 def test_a_half_written_dump_is_used_as_far_as_it_goes(style: str, tmp_path: Path) -> None:
-    """py-spy's JSON not at all: then the late rank may be this one, or none."""
+    """Where no frame is left, the late rank may be this one, or none."""
     culprit = scene(tmp_path, style)
-    for rank in (culprit, (culprit + 9) % 384):
-        path = next(tmp_path.glob(f"rank_{rank}.*"))
-        text = path.read_text()
-        where = {"json": "MainThread", "text": "get_batch", "faults": "get_batch"}[style]
-        path.write_text(text[: text.index(where) + 20] if rank == culprit else text[:200])
+    path = tmp_path / f"rank_{culprit}.txt"
+    text = path.read_text()
+    path.write_text(text[: text.index("get_batch") + 20])
+    assert diagnose_hang(tmp_path).suspects == (culprit,)
+    path.write_text(text[:40])
     verdict = diagnose_hang(tmp_path)
-    assert verdict.suspects[:1] == (() if style == "json" else (culprit,)), verdict.paragraph
-    assert any("truncated" in note for note in verdict.notes)
-    assert style != "json" or (OPEN in verdict.paragraph and str(culprit) in verdict.paragraph)
+    assert verdict.suspects == () and any("truncated" in note for note in verdict.notes)
+    assert any(f"ranks {culprit} cannot be read; one of them may be late" in note for note in verdict.notes)
 
 
 def test_a_missing_an_empty_and_other_files_are_no_dump_of_another_rank(tmp_path: Path) -> None:
     culprit = scene(tmp_path)
-    (tmp_path / f"rank_{culprit}.json").unlink()
+    (tmp_path / f"rank_{culprit}.txt").unlink()
     for name in (f"states-r7i1n{culprit}.json", f"memory{culprit}.json"):
         (tmp_path / name).write_text("{}")
-    (tmp_path / f"rank_{(culprit + 1) % 384}.json").write_text("")
+    (tmp_path / f"rank_{(culprit + 1) % 384}.txt").write_text("")
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (culprit,) and len(verdict.notes) == 3, verdict.notes
 
@@ -127,26 +126,10 @@ def test_a_lock_that_one_rank_holds_elsewhere_is_a_cause_and_one_that_many_hold_
     """A thread of a profiler holds the global lock wherever it is looked at."""
     for rank in range(ranks):
         stack = ATTENTION.stack if holders == (rank,) else DP_SUM.stack
-        text = pyspy_json(stack, 100 + rank, HOLDER if rank in holders else None)
-        (tmp_path / f"rank_{rank}.json").write_text(text)
+        text = pyspy_text(stack, 100 + rank, holder=HOLDER if rank in holders else ())
+        (tmp_path / f"rank_{rank}.txt").write_text(text)
     topology(tmp_path, 1, 1, ranks)
     assert diagnose_hang(tmp_path).suspects == named
-
-
-@pytest.mark.parametrize(
-    ("error", "named"),
-    [
-        ("torch.distributed.DistNetworkError: failed to recv, got 0 bytes", (7,)),
-        ("RuntimeError: Stop_waiting response is expected", (7,)),
-        ("RuntimeError: CUDA error: an illegal memory access was encountered", (2, 7)),
-    ],
-)
-def test_an_error_for_lack_of_another_rank_is_no_cause(error: str, named: tuple[int, ...], tmp_path: Path) -> None:
-    write_all(tmp_path, {rank: stack for rank, stack in {**EIGHT, 7: DATA.stack}.items() if rank != 2})
-    lines = "".join(f'  File "{file}", line {n}, in {f}\n    x()\n' for f, file, n in reversed(DP_SUM.stack))
-    (tmp_path / "rank_2.log").write_text(f"Traceback (most recent call last):\n{lines}{error}\n")
-    topology(tmp_path, 1, 1, 8)
-    assert sorted(diagnose_hang(tmp_path).suspects) == [*named[:2]] or named == (2, 7)
 
 
 FETCH: Stack = (("fetch", "dataset.py", 10), *STEP)
@@ -167,7 +150,7 @@ def test_of_two_moments(name: str, tmp_path: Path) -> None:
         write_all(tmp_path / f"t{moment}", EIGHT | others)
         topology(tmp_path / f"t{moment}", 1, 1, 8)
     verdict = diagnose_hang(tmp_path)
-    assert verdict.suspects == named and (named or "moved" in verdict.paragraph)
+    assert verdict.suspects == named and (named or "moved" in verdict.to_text())
 
 
 def test_nodes_are_named_after_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

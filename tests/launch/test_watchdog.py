@@ -128,7 +128,7 @@ def test_without_our_launcher_the_first_rank_of_a_node_starts_the_watchdog_and_i
     done = subprocess.run(command, env=env | {"GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=400)
     outcome = read_status(folder)
     assert (outcome.status, outcome.rank, done.returncode != 0) == ("hang", 1, True), done.stderr[-2000:]
-    assert len(list((folder / "stacks").glob("*/rank_*.json"))) == 2
+    assert len(list((folder / "stacks").glob("*/rank_*.txt"))) == 2
 
 
 WATCHED = """

@@ -7,7 +7,8 @@ from random import Random
 import pytest
 from plants import PLANTS, write
 
-from trilane.diagnose.study import study_hang, study_restart
+from trilane.diagnose.hang import study_hang
+from trilane.diagnose.restart import study_restart
 from trilane.report import notebook
 from trilane.report.plots.runs import hang_grid
 from trilane.workspace.study import Study

@@ -14,7 +14,7 @@ from trilane.config.plan import Plan
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
 from trilane.forecasting.decision import study_plan
-from trilane.planning.vary import use_plan, varied
+from trilane.planning.explain import use_plan, varied
 from trilane.report.widgets import Editor, explore, sentence
 from trilane.utils.numbers import with_bounds
 from trilane.workspace.study import Study

@@ -37,8 +37,7 @@ LINE = (
 STEP = dict.fromkeys(("sec_per_it", "tflops", "learning_rate", "lm_loss", "loss_scale", "grad_norm"), 1.5)
 STEPS = [{"iteration": n, "consumed_samples": 4 * n, **STEP, "global_batch_size": 4, "skipped": 0, "nan": 0}
          for n in range(1, 5)]  # fmt: skip
-FRAME = {"name": "all_reduce", "filename": "torch/distributed.py", "line": 5, "locals": None}
-DUMP = {"pid": 7, "thread_id": 1, "thread_name": "MainThread", "active": True, "owns_gil": True, "frames": [FRAME]}
+DUMP = 'Process 7: python train.py\nThread 7 (active+gil): "MainThread"\n    all_reduce (torch/distributed.py:5)\n'
 
 
 def write_run(run: Path) -> None:
@@ -56,7 +55,7 @@ def write_run(run: Path) -> None:
         "checkpoints/latest": "iter_0000004\n",
         "stacks/now/states-h.json": {"0": "S"},
         "stacks/now/topology.json": {"tp": 1, "pp": 1, "dp": 1, "gpus_per_node": 8, "ranks": [{"rank": 0}]},
-        "stacks/now/rank_0.json": [DUMP],
+        "stacks/now/rank_0.txt": DUMP,
         "checkpoints/iter_0000004/rank_00000.json": {},
     }
     for name, content in files.items():
@@ -161,7 +160,7 @@ FILES: dict[str, tuple[Reader, ...]] = {
     RUN + "checkpoints/iter_0000004/rank_00000.json": (RESTART,),
     RUN + "stacks/now/topology.json": (HANG,),
     RUN + "stacks/now/states-h.json": (lambda study: write_topology(study / "runs/r/stacks/now", small_plan(), {}),),
-    RUN + "stacks/now/rank_0.json": (HANG,),
+    RUN + "stacks/now/rank_0.txt": (HANG,),
     "s/restart/save_805/fingerprint_00000.json": (
         cli("debug", "restart", "{}/restart/save_805", "{}/restart/load_805"),
     ),

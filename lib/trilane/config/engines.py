@@ -103,13 +103,13 @@ def require_trainable(topology: Topology) -> None:
 def unsupported_reason(engine: str, shape: ModelShape, topology: Topology) -> str | None:
     """Why `engine` cannot train `shape` on `topology`, as `field=value: the rule`; None where it can."""
     broken = unsupported_rule(engine, shape, topology)
-    return f"{broken[0]}={broken[1]}: engine {engine} {broken[2]}" if broken else None
+    return f"{broken[0]}={broken[1]}: {broken[2]}" if broken else None
 
 
 def unsupported_rule(engine: str, shape: ModelShape, topology: Topology) -> tuple[str, object, str] | None:
     """Field, value and rule of the first thing that `engine` does not support; batch sizes never matter."""
     rules = _rules(engine, shape, topology)
-    return next(((field, value, rule) for ok, field, value, rule in rules if not ok), None)
+    return next(((field, value, f"engine {engine} {rule}") for ok, field, value, rule in rules if not ok), None)
 
 
 def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, str, object, str]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -109,12 +110,12 @@ class Columns:
         h, f, t = self.hidden, self.ffn, self.tp
         return ((h + 2 * self.kv_heads * self.head_dim) / t, h), (h, h / t), ((1 + self.gated) * f / t, h), (h, f / t)
 
-    @property
+    @cached_property
     def layer_weights(self) -> Number:
         """Entries of a layer's matrices on one GPU."""
         return sum(outputs * inputs for outputs, inputs in self.matrices)
 
-    @property
+    @cached_property
     def layer_parameters(self) -> Number:
         """Parameters of one layer on one GPU; tp divides all but norms and the biases of row-parallel matrices."""
         qkv, _, mlp, _ = (outputs for outputs, _ in self.matrices)
@@ -127,7 +128,7 @@ class Columns:
         """Parameters of the word embedding on one GPU."""
         return self.vocab * self.hidden / self.tp
 
-    @property
+    @cached_property
     def stage_layers(self) -> tuple[Number, Number, Number]:
         """Transformer layers of the first, of a middle and of the last pipeline stage.
 

@@ -44,8 +44,8 @@ def hosts_in(stacks: Path) -> set[str]:
 
 
 def capture_here(folder: Path, stacks: Path) -> None:
-    """Dump the ranks of this host into `stacks`: rank_<n>.json by py-spy, else rank_<n>.txt by
-    faulthandler, and its Flight Recorder; states-<host>.json has the states of their processes."""
+    """Dump the ranks of this host into `stacks`: rank_<n>.txt by py-spy, else by faulthandler,
+    and its Flight Recorder; states-<host>.json has the states of their processes."""
     # Where the heartbeats of this host cannot be seen, as from outside a container, the run folder has the last ones.
     known = own_beats(folder) or read_beats(folder)
     own = [beat for beat in known.values() if beat.host == platform.node()]
@@ -61,16 +61,16 @@ def _dump_rank(folder: Path, stacks: Path, beat: Heartbeat, state: str) -> None:
     if state in ("gone", "Z", "X"):
         return
     text, error = pyspy_dump(beat.pid, stopped=state in ("T", "t"))
-    other = "" if text else _faulthandler_dump(folder, beat) or f"Process {beat.pid}: \nError: py-spy: {error}\n"
-    replace_text(stacks / f"rank_{beat.rank}.{'json' if text else 'txt'}", text or other)
+    text = text or _faulthandler_dump(folder, beat) or f"Process {beat.pid}: \nError: py-spy: {error}\n"
+    replace_text(stacks / f"rank_{beat.rank}.txt", text)
 
 
 def pyspy_dump(pid: int, *, stopped: bool = False) -> tuple[str, str]:
-    """The output of `py-spy dump --json` for a process of this host and "", or "" and the error."""
+    """The output of `py-spy dump` for a process of this host and "", or "" and the error."""
     own = Path(sys.executable).with_name("py-spy")
     # A process that is stopped already cannot be paused: py-spy would fail.
     program = str(own) if own.exists() else "py-spy"
-    command = [program, "dump", "--json", "--pid", str(pid), *["--nonblocking"] * stopped]
+    command = [program, "dump", "--pid", str(pid), *["--nonblocking"] * stopped]
     try:
         # It takes milliseconds; a process that dies under it must not hold up the others.
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

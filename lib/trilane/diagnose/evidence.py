@@ -2,11 +2,11 @@
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trilane.diagnose.flight_recorder import Recording, read_recording
-from trilane.diagnose.stacks import Dump, patterns, read_faults, read_json, read_pyspy, read_traceback
+from trilane.diagnose.stacks import Dump, patterns, read_faults, read_pyspy
 from trilane.utils.files import natural
 from trilane.utils.tables import grouped, short
 from trilane.utils.validation import require, require_folder
@@ -52,7 +52,7 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
         files.notes.append("no topology file: tp, pp and dp are unknown (give --tp, --pp, --dp)")
     if outside := found - {*grid.ranks}:
         files.notes.append(f"ranks {sorted(outside)[:5]} lie outside tp x pp x dp = {len(grid.ranks)}: ignored")
-    # The last dump with frames counts, and a traceback only where there is nothing else.
+    # The last dump with frames counts.
     series = {r: sorted(dumps, key=lambda d: bool(d.frames)) for r, dumps in files.dumps.items() if r in grid}
     return Evidence(
         grid=grid,
@@ -88,13 +88,9 @@ class _Files:
             self.notes += [f"{path.name}: the name holds no rank; ignored"] if rank is None else []
             self.recordings |= {} if rank is None else {rank: found}
             return
-        cut = f"{path.name}: truncated; its frames are used as far as they go"
-        self.notes += [cut for dumps in found.values() if dumps[-1].cut]
         if rank is not None and len(found) == 1:
             (dumps,) = found.values()
-            # a traceback in a log counts less than any dump
-            place = 0 if path.suffix == ".log" else len(self.dumps[rank])
-            self.dumps[rank].insert(place, next(filter(is_trainer, dumps), dumps[0]))
+            self.dumps[rank].append(next(filter(is_trainer, dumps), dumps[0]))
         elif "" not in found and all(host.isdigit() and len(dumps) == 1 for host, dumps in found.items()):
             for host, dumps in found.items():  # `srun --label` with a task for each rank
                 self.dumps[int(host)] += dumps
@@ -159,24 +155,16 @@ def read_file(path: Path) -> dict[str, list[Dump]] | Recording:
     if data[:1] == b"\x80" or (head == b"{" and (b'"entries"' in data or b'"pg_config"' in data)):
         return read_recording(data)
     text = data.decode("utf-8", "replace")
-    if head == b"[" and (b'"frames"' in data or b'"pid"' in data):
-        dump = read_json(text)
-        require(bool(dump.frames), "file", path.name, "py-spy's JSON is truncated")
-        return {"": [dump]}
-    found = {host: dumps for host, own in texts_by_host(text).items() if (dumps := _dumps(own, path.suffix))}
+    found = {host: dumps for host, own in texts_by_host(text).items() if (dumps := _dumps(own))}
     is_dump = path.suffix not in (".log", ".beat") and "rank" in path.name
-    require(bool(found) or not is_dump, "file", path.name, "empty or not a dump that can be read")
+    require(bool(found) or not is_dump, "file", path.name, "empty, truncated or not a dump that can be read")
     return found
 
 
-def _dumps(text: str, suffix: str) -> list[Dump]:
-    """The dumps in the text of one host: faulthandler's, py-spy's, or a traceback."""
-    is_fault = "most recent call first" in text
-    dumps = [d for d in [read_faults(text)] if d.frames] if is_fault else read_pyspy(text)
-    if any(d.frames for d in dumps) or (dumps and suffix != ".log"):
-        return [*dumps[:-1], replace(dumps[-1], cut=not text.endswith("\n"))]
-    trace = read_traceback(text)
-    return [trace] if trace is not None else []
+def _dumps(text: str) -> list[Dump]:
+    """The dumps in the text of one host, faulthandler's or py-spy's; none where nothing is known of any process."""
+    dumps = [read_faults(text)] if "most recent call first" in text else read_pyspy(text)
+    return dumps if any(dump.frames or dump.error for dump in dumps) else []
 
 
 def texts_by_host(text: str) -> dict[str, str]:

@@ -49,7 +49,6 @@ class Call:
     p2p: bool
     op: str
     kind: tuple[str, ...]
-    is_rooted: bool
     state: str
     done: bool
 
@@ -149,7 +148,6 @@ def _call(entry: dict[str, Any], members: Mapping[str, tuple[int, ...]]) -> Call
         p2p=p2p,
         op=op,
         kind=tuple(kind),
-        is_rooted=rooted,
         state=state,
         # NCCL reports "completed", and retires what timed out; gloo only retires the entry
         done=state == "completed"

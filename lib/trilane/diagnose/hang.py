@@ -1,15 +1,19 @@
 """Verdict on a hang: groups of equal stacks, suspect ranks and their nodes, and the evidence, as tables."""
 
-from dataclasses import dataclass
+import json
+import tempfile
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from trilane.diagnose.evidence import Evidence, read_folder
 from trilane.diagnose.suspects import OPEN, WHICH, Suspects, find_suspects
-from trilane.diagnose.waits import NO_EVIDENCE, Conditions, conditions
+from trilane.diagnose.waits import Conditions, conditions
 from trilane.utils.tables import Columns, DataFrame, Record, Table, Text, as_json, grouped
+from trilane.utils.validation import shipped_json
 from trilane.workspace.rank_grid import Grid
+from trilane.workspace.study import Study
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +130,26 @@ def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
     )
 
 
+def study_hang(study: Study, dumps: str = "") -> Verdict:
+    """The verdict on the folder `dumps`, else on the study's last run that hung, else on data/examples/hang.json.
+
+    Raises ValueError where `dumps` holds no dump: `study_hang(Study.open("demo"), "stacks")`.
+    """
+    hung = [folder for folder in study.run_folders() if list((folder / "stacks").glob("*/rank_*"))]
+    if dumps or hung:
+        return diagnose_hang(Path(dumps) if dumps else hung[-1])
+    example = shipped_json("examples/hang")
+    stacks = {rank: stack["frames"] for stack in example["stacks"].values() for rank in stack.get("ranks", ())}
+    sizes = example["topology"]
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(sizes["tp"] * sizes["pp"] * sizes["dp"]):
+            frames = stacks.get(rank, example["stacks"]["done"]["frames"])
+            lines = [f'Thread {rank} (active): "MainThread"', *(f"    {frame}" for frame in frames)]
+            Path(folder, f"rank_{rank}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        Path(folder, "topology.json").write_text(json.dumps(sizes) + "\n", encoding="utf-8")
+        return replace(diagnose_hang(Path(folder)), example=True)
+
+
 def _groups(found: Conditions, suspects: Suspects) -> list[Group]:
     groups = []
     for (state, key, _), ranks in _alike(found, [*found]).items():
@@ -145,25 +169,10 @@ def _paragraph(evidence: Evidence, found: Conditions, suspects: Suspects) -> str
     """The verdict in one line: the suspects and the reasons, or why there are none, and where most others wait."""
     reasons = [*grouped(suspects.reasons, suspects.reasons.__getitem__).items()][:4]
     lines = [f"{_places(evidence.grid, ranks)}: {text}" for text, ranks in reasons]
-    lines = lines or [f"which rank is at fault {OPEN}: {_why_none(found, suspects)}"]
+    lines = lines or [f"which rank is at fault {OPEN} from these dumps; Flight Recorder dumps show more"]
     waiting = _alike(found, [r for r, c in found.items() if c.wait and r not in suspects.reasons]).values()
     most = max(waiting, key=len, default=[])
     return "; ".join([*lines, *(f"{len(most)} of {len(found)} ranks wait, {found[r].wait}" for r in most[:1])])
-
-
-def _why_none(found: Conditions, suspects: Suspects) -> str:
-    """Why no rank is named."""
-    rules = (
-        ([r for r, c in found.items() if c.moves], "ranks {} moved between the two moments; take a third dump"),
-        (
-            [r for r, c in found.items() if c.kind in NO_EVIDENCE],
-            "there is no readable dump of ranks {}, one of which may be late",
-        ),
-        ([r for r, c in found.items() if c.wait and c.wait.is_blind], "ranks {} wait for their GPUs"),
-        ([*suspects.edges], "ranks {} wait for ranks that came: the network, or another bucket, layer or queue"),
-    )
-    texts = (text.format(span(ranks)) for ranks, text in rules if ranks)
-    return next(texts, "no rank is seen in a wait for others") + "; Flight Recorder dumps show more"
 
 
 def _notes(found: Conditions) -> list[str]:
@@ -171,9 +180,9 @@ def _notes(found: Conditions) -> list[str]:
     kinds = grouped(found, lambda r: "moved" if found[r].moves else found[r].kind)
     texts = {
         "silent": "missing: ranks {} have no stack, though most do: they may have ended",
-        "unknown": "missing: ranks {} have no dump; nothing is concluded from this",
-        "unreadable": "missing: the dumps of ranks {} cannot be read; nothing is concluded from this",
-        "moved": "ranks {} moved between the two moments: slow rather than stuck",
+        "unknown": "missing: ranks {} have no dump; one of them may be late, nothing is concluded from this",
+        "unreadable": "missing: the dumps of ranks {} cannot be read; one of them may be late",
+        "moved": "ranks {} moved between the two moments: slow rather than stuck; take a third dump",
     }
     return [text.format(span(kinds[kind])) for kind, text in texts.items() if kind in kinds]
 

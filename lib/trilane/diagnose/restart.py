@@ -1,15 +1,13 @@
 """Comparison of a restart: the fingerprints of a save against those of the load, by rank and tensor."""
 
-import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from trilane.diagnose.hang import span
+from trilane.diagnose.hang import Verdict, span
 from trilane.diagnose.snapshot import (
     Findings,
     Holder,
@@ -22,10 +20,10 @@ from trilane.diagnose.snapshot import (
     within,
 )
 from trilane.utils.tables import DataFrame, Record, Table, Text, frame_of, grouped
-from trilane.utils.validation import require
-from trilane.workspace import checkpoints
+from trilane.utils.validation import DATA, require
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.fingerprints import COPY, Mark, default_of, must_decay
+from trilane.workspace.study import Study
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +73,13 @@ def compare_restart(before: Path, after: Path) -> RestartComparison:
         compared.append(" with ".join(f"{s.name} ({'loaded' if s.state.loaded else 'saved'})" for s in (a, b)))
         notes += _notes(a, b)
         found = [*within(a), *within(b)]
-        if apart := _two_runs(a, b):
-            found.insert(0, apart)
-        elif one.iteration == two.iteration:
+        if one.iteration == two.iteration:
             # What a bug changed shows in every tensor once the training goes on.
             moved = list(changed(a, b)) if two.loaded or not (findings or found) else []
             found += [*moved, *_settings(a, b)]
         findings = merged([*findings, *found])
     # What another step after the load leads to.
-    implied = [f for f in findings if f.kind in ("not-restored", "clipping", "generators")]
+    implied = [f for f in findings if f.kind in ("not-restored", "generators")]
     cause = _after_load(before, after) if len(implied) == len(findings) else []
     notes += [f"implied by the {cause[0].kind} of the step after the load: {f.what}" for f in implied if cause]
     return RestartComparison(
@@ -93,6 +89,28 @@ def compare_restart(before: Path, after: Path) -> RestartComparison:
         findings=tuple(cause or findings),
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def study_restart(study: Study, before: str = "", after: str = "") -> RestartComparison:
+    """The comparison of `before` with `after` (by default the same folder), else of the study's last restart, else of
+    the example. Raises ValueError where one of them holds no state: `study_restart(study, "first", "second")`."""
+    restarted = [folder for folder in study.run_folders() if list(folder.glob("fingerprints/load_*"))]
+    if before or restarted:
+        first = Path(before) if before else restarted[-1]
+        return compare_restart(first, Path(after) if before and after else first)
+    example = DATA / "examples/restart"
+    return replace(compare_restart(example / "save_805", example / "load_805"), example=True)
+
+
+def save_diagnosis(study: Study, hang: Verdict, restart: RestartComparison) -> Text:
+    """Write hang.json and restart.json of what the study's own runs (or given folders) show; their paths, a line each.
+
+    Of an example nothing is written: `save_diagnosis(study, study_hang(study), study_restart(study))`.
+    """
+    found = {"hang.json": {"folder": str(hang.folder), **hang.to_json()}} if not hang.example else {}
+    found |= {"restart.json": restart.to_json()} if not restart.example else {}
+    saved = [study.save(name, values, "05_diagnose") for name, values in found.items()]
+    return Text.joined("\n\n", [*saved, *(["Examples are not saved."] if len(saved) < 2 else [])])
 
 
 def pairs(before: Path, after: Path) -> list[tuple[State, State]]:
@@ -185,23 +203,6 @@ def _settings(a: Snapshot, b: Snapshot) -> Findings:
             size = abs(float(new) - old) if isinstance(old, float) else None
             what = f"{name} is {new}, it was {old}"
             yield RestartFinding(kind=kind, ranks=(ranks[rank],) if rank in ranks else (), what=what, size=size)
-
-
-def _two_runs(a: Snapshot, b: Snapshot) -> RestartFinding | None:
-    """A finding where seed, data or shape differ by two checkpoints' manifests."""
-    one, two = map(_recorded, (a, b))
-    changes = [f"{name}: {one[name]} and {two[name]}" for name in one.keys() & two.keys() if one[name] != two[name]]
-    if changes:
-        what = f"{b.name} does not continue {a.name}: {'; '.join(changes)}"
-        return RestartFinding(kind="run", what=what)
-    return None
-
-
-def _recorded(s: Snapshot) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, TypeError, AttributeError):
-        found = checkpoints.read_manifest(s.state.path).get("identity", {}).items()
-        return {name: value for name, value in found if name in ("shape", "seed", "data")}
-    return {}
 
 
 def _after_load(before: Path, after: Path) -> list[RestartFinding]:

@@ -193,7 +193,6 @@ Findings = Iterator[RestartFinding]
 def within(s: Snapshot) -> Findings:
     """What is wrong inside one state, each finding of a single rank or of the whole."""
     yield from wrong_decay(s)
-    yield from unclipped(s)
     yield from differing_replicas(s)
     for r, part in s.held:
         if not {COPY, "weight"} <= {*part.marks}:
@@ -239,25 +238,3 @@ def differing_replicas(s: Snapshot) -> Findings:
                     if (away := mark.apart(usual)) > rounding[kind]:
                         what = f"{kind} is {share(away)} away from that of rank {first.rank} (in {s.name})"
                         yield RestartFinding(kind=found, tensor=name, ranks=(r,), what=what, size=away)
-
-
-def unclipped(s: Snapshot) -> Findings:
-    """A finding where gradients were larger than clipping allows, with the pipeline stage of the largest.
-
-    Adam's second moment after t steps is v = sum over k of (1 - b) b^(t-k) g_k^2, b = beta2 (Kingma
-    and Ba 2015). Summed over the model, v / (1 - b^t) is a mean of |g_k|^2 with weights that add up
-    to 1, and |g_k| <= clip_grad. Left out: a limit that was lowered during the run, and a failure too
-    rare or too small to show in the mean.
-    """
-    limit, stages = s.optimizer.get("clip_grad", 0.0), dict[int, float]()
-    moments = [marks["exp_avg_sq"].total for marks in s.wholes.values() if "exp_avg_sq" in marks]
-    if not limit or not s.step or not moments:
-        return
-    norm = (sum(moments) / (1 - s.optimizer["adam_beta2"] ** s.step)) ** 0.5
-    if norm > limit * 1.02:  # some engines sum the norm in half precision, and clip to within its rounding
-        once = {(r.pp, p.name, p.box): p.marks["exp_avg_sq"].total for r, p in s.held if "exp_avg_sq" in p.marks}
-        for (pp, _, _), total in once.items():
-            stages[pp] = stages.get(pp, 0.0) + total
-        what = f"the gradients' norm after clipping was {norm:.4g}, clip_grad is {limit:g} (in {s.name})"
-        ranks = dict.fromkeys(r for r, _ in s.held if r.pp == max(stages, key=stages.__getitem__))
-        yield RestartFinding(kind="clipping", ranks=tuple(ranks), what=what, size=norm / limit)

@@ -1,6 +1,5 @@
-"""What a process does, from the dump of any tool: py-spy, faulthandler, a traceback in a log, Python's trace module."""
+"""What a process does, from the dump of any tool: py-spy, faulthandler, Python's trace module."""
 
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -67,8 +66,7 @@ class Dump:
     holder: str = ""
     pid: int = 0
     command: str = ""
-    error: str = ""  # why the process failed, or why there is no stack
-    cut: bool = False  # the text is truncated
+    error: str = ""  # why there is no stack
 
 
 def _dump(threads: list[Thread], **facts: Any) -> Dump:
@@ -126,19 +124,6 @@ def _thread(text: str) -> Thread:
     return Thread(_python([frame(*line) for line in lines]), name or "", "gil" in state)
 
 
-def read_json(text: str) -> Dump:
-    """The process in the output of `py-spy dump --json`; without frames where it is truncated."""
-    try:
-        found, threads = json.loads(text), list[Thread]()
-        for t in found:
-            # The full path where there is one: frame() shortens the paths of all tools alike.
-            frames = [frame(f["name"], f.get("filename") or f["short_filename"], f["line"]) for f in t["frames"]]
-            threads.append(Thread(_python(frames), t.get("thread_name") or "", bool(t.get("owns_gil"))))
-        return _dump(threads, pid=int(found[0]["pid"]))
-    except DAMAGED:
-        return Dump()
-
-
 def read_faults(text: str) -> Dump:
     """The last dump in the text of faulthandler, which appends one at every signal, or each time a timer ends."""
     threads: dict[str, tuple[bool, list[Frame]]] = {}
@@ -152,18 +137,6 @@ def read_faults(text: str) -> Dump:
         elif threads and (match := re.match(r'\s*File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$', line)):
             [*threads.values()][-1][1].append(frame(match[3], match[1], match[2]))
     return _dump([Thread(tuple(frames), is_current=current) for current, frames in threads.values()])
-
-
-def read_traceback(text: str) -> Dump | None:
-    """The first traceback of a log as a stack, with the exception as its `error`; None where there is none."""
-    # Of chained tracebacks the first holds the cause. Lines may have a label, such as "[rank3]: ".
-    label, frames = r"(?:\[?[\w ]+\]?: ?)?\s*", list[Frame]()
-    for line in text[text.find("Traceback (most recent call last):") :].splitlines():
-        if match := re.match(label + r'File "(.*)", line (\d{1,9}), in (.*)$', line):
-            frames.append(frame(match[3], match[1], match[2]))
-        elif frames and (match := re.match(label + r"([\w.]*(?:Error|Exception|Interrupt|Exit|Timeout)\b.*)", line)):
-            return Dump(frames=tuple(reversed(frames)), error=match[1].strip())
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ class Suspects:
 def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     """The suspects of a hang.
 
-    Suspect are ranks that are gone, stopped, crashed or locked; ranks without a dump where most have
+    Suspect are ranks that are gone, stopped or locked; ranks without a dump where most have
     one; and ranks that do something else while members of their groups wait. Where all wait: in the
     smallest cycle of the wait graph, the ranks that are behind, or the fewest in another collective.
     """
@@ -37,7 +37,7 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
         return Suspects(reasons={}, edges=edges, axes=axes)
     silent = [r for r, c in found.items() if c.kind == "silent"]
     held = _busy(found, edges)
-    proven = [r for r in (*hard, *held) if found[r].on_host or found[r].kind in HARD[:3]]
+    proven = [r for r in (*hard, *held) if found[r].on_host or found[r].kind in HARD[:2]]
     if proven and set(edges) <= reaching(edges, proven):
         silent = []
     at_line = f"; whether it computes or waits at this line {OPEN} from stacks"

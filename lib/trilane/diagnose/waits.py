@@ -1,4 +1,4 @@
-"""What each rank of a hanging job does, by its stack: it waits (for what), works on the host, has crashed, is gone."""
+"""What each rank of a hanging job does, by its stack: it waits (for what), works on the host, is gone."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from trilane.diagnose.evidence import Evidence
 from trilane.diagnose.stacks import Frame, Frames, patterns
 from trilane.utils.tables import grouped
 
-HARD = ("gone", "crashed", "stopped", "locked")  # kinds of ranks that do not go on
+HARD = ("gone", "stopped", "locked")  # kinds of ranks that do not go on
 NO_EVIDENCE = ("unreadable", "unknown")  # kinds from which nothing is concluded
 OTHER = "other"  # axis of a group of experts, or of a sequence's parts
 Key = tuple[tuple[str, str, int], ...]  # of frames
@@ -99,15 +99,12 @@ def _condition(rank: int, evidence: Evidence, without: str) -> Condition:
         idle = evidence.recordings[rank].waiting is None
         text = "outside any collective" if idle else "only its Flight Recorder was dumped"
         return Condition(kind="busy" if idle else "waiting", text=text, on_host=idle)
-    if (dump is None and rank in evidence.unreadable) or (dump and dump.cut and not frames):
+    if not frames and (rank in evidence.unreadable if dump is None else not dump.error):
         return Condition(kind="unreadable", text="its dump cannot be read")
     if dump is None:
         return Condition(kind=without, text="no dump: the process has ended, or was not dumped")
     if not frames:
-        return Condition(kind=without, text=f"its stack could not be taken ({dump.error or 'empty dump'})")
-    # a rank may fail because another is gone
-    if dump.error and not patterns("errors")["follows"].search(dump.error) and "py-spy" not in dump.error:
-        return Condition(kind="crashed", text=f"raised {dump.error[:160]}", frames=frames)
+        return Condition(kind=without, text=f"its stack could not be taken ({dump.error})")
     if dump.holder:
         return Condition(kind="locked", text=f"its thread {dump.holder}", frames=frames)
     return _by_stack(rank, evidence)

@@ -1,18 +1,22 @@
-"""Why a plan takes what it takes: what limits its time and memory, which single change helps most, how sure that is."""
+"""One plan: what limits its time and memory, which single change helps most, how sure that is; changed by hand."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
-from trilane.config.engines import default_attention, untrainable_reason
-from trilane.config.parallelism import CHOICES, Topology
-from trilane.config.plan import Plan
+from trilane.config.engines import default_attention, label_of, untrainable_reason
+from trilane.config.parallelism import CHOICES, Topology, invalid_reason
+from trilane.config.plan import Plan, plan_from_json
+from trilane.config.training import Run
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, Prediction, predict
+from trilane.costmodel.shipped import calibration_of
 from trilane.planning.search_result import Candidate
-from trilane.planning.vary import varied, word
 from trilane.utils.tables import Text
+from trilane.utils.validation import require
+from trilane.workspace.study import Study
 
 Sentence = tuple[str, tuple[Any, ...]]  # a template and its values, for a terminal or for Markdown
 
@@ -23,13 +27,11 @@ class Explanation:
 
     change      the fastest topology that differs in one choice on as many GPUs and does not risk the memory, which may
                 be slower than the plan; None where none fits
-    more        the same plan on twice the GPUs, None where the cluster has none or the batch cannot be divided
     """
 
     plan: Plan
     prediction: Prediction
     change: Candidate | None
-    more: Candidate | None
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -53,8 +55,13 @@ class Explanation:
     def sentences(self) -> list[Sentence]:
         """What limits the plan, what a change would bring, how sure that is, on what it rests."""
         reason = untrainable_reason(self.plan.topology)
-        found = [("Predicted only: {}.", (reason,)) if reason else None, *self._limits(), self._changed(), self._more()]
-        return [sentence for sentence in (*found, *self._sure()) if sentence]
+        found = [
+            ("Predicted only: {}.", (reason,)) if reason else None,
+            *self._limits(),
+            self._changed(),
+            *self._sure(),
+        ]
+        return [*filter(None, found)]
 
     def as_lines(self) -> list[str]:
         """The sentences for a terminal."""
@@ -68,21 +75,20 @@ class Explanation:
         return {
             "shares": self.shares,
             "memory": dict(zip(("stage", "part", "share"), self.fullest, strict=True)),
-            "best_change": self._change_json(self.change),
-            "twice_the_gpus": self._change_json(self.more),
+            "best_change": self._change_json(),
             "predicted_only": untrainable_reason(self.plan.topology),
             "measured": {"nearest": self.prediction.support.nearest, "differs": self.prediction.support.differs},
             "sentences": self.as_lines(),
         }
 
-    def _change_json(self, other: Candidate | None) -> dict[str, Any] | None:
-        if other is None:
+    def _change_json(self) -> dict[str, Any] | None:
+        if (other := self.change) is None:
             return None
-        values: dict[str, Any] = {"change": _difference(self.plan.topology, other.topology), "id": other.plan.id}
         names = {"sec_per_it": "seconds_saved", "memory_bytes": "bytes_saved"}
         figures = {name: getattr(other.prediction, name) for name in names}
         saved = {names[name]: getattr(self.prediction, name) - figure for name, figure in figures.items()}
-        return {**values, "label": other.label, **figures, **saved}
+        what = _difference(self.plan.topology, other.topology)
+        return {"change": what, "id": other.plan.id, "label": other.label, **figures, **saved}
 
     def _limits(self) -> list[Sentence]:
         p, (number, part, share) = self.prediction, self.fullest
@@ -96,21 +102,21 @@ class Explanation:
     def _changed(self) -> Sentence:
         if self.change is None:
             return "Best change: no single change of its topology on these GPUs fits the memory.", ()
-        gain, gib = self._gain(self.change)
-        what, seconds = _difference(self.plan.topology, self.change.topology), self.change.prediction.sec_per_it
-        saved = f"{abs(gain) * self.prediction.sec_per_it:.3g} s ({abs(gain):.1%}) {'less' if gain > 0 else 'more'}"
-        if gain <= 0.005 and not self.prediction.is_risky:
+        p, q = self.prediction, self.change.prediction
+        gain, gib = 1 - q.sec_per_it / p.sec_per_it, (q.memory_bytes - p.memory_bytes) / 2**30
+        what = _difference(self.plan.topology, self.change.topology)
+        saved = f"{abs(gain) * p.sec_per_it:.3g} s ({abs(gain):.1%}) {'less' if gain > 0 else 'more'}"
+        if gain <= 0.005 and not p.is_risky:
             what = f"none makes it faster; the nearest, {what}"
         # two topologies are predicted with a median error of 1.2 % each (docs/planner.md, 'Errors')
         caution = "; too little to be sure of: measure both" if 0.005 < gain < 0.025 else ""
-        return "Best change: {} would take {:.4g} s, {}, memory {:+.1f} GiB{}.", (what, seconds, saved, gib, caution)
-
-    def _more(self) -> Sentence | None:
-        if self.more is None:
-            return None
-        gain, gib = self._gain(self.more)
-        values = (self.more.topology.gpus, self.more.topology.dp, self.more.prediction.sec_per_it, gib, 1 - 2 * gain)
-        return "More GPUs: {} (dp {}) would take {:.4g} s, memory {:+.1f} GiB, GPU-hours {:+.0%}.", values
+        return "Best change: {} would take {:.4g} s, {}, memory {:+.1f} GiB{}.", (
+            what,
+            q.sec_per_it,
+            saved,
+            gib,
+            caution,
+        )
 
     def _sure(self) -> list[Sentence]:
         p = self.prediction
@@ -121,11 +127,6 @@ class Explanation:
         others = ", ".join(f"{row} ({distance:.1f})" for row, distance in p.support.nearest[1:])
         return [(sure, values), ("Support: {}{}.", (p.support.words, f"; then {others}" if others else ""))]
 
-    def _gain(self, other: Candidate) -> tuple[float, float]:
-        """Share of the seconds that the other plan saves, and GiB that it takes more."""
-        p, q = self.prediction, other.prediction
-        return 1 - q.sec_per_it / p.sec_per_it, (q.memory_bytes - p.memory_bytes) / 2**30
-
 
 def explain(plan: Plan, calibration: Calibration | None = None) -> Explanation:
     """Why a plan takes what it takes, with the best of its neighbours: plans that differ in one choice.
@@ -133,13 +134,8 @@ def explain(plan: Plan, calibration: Calibration | None = None) -> Explanation:
     explain(search(shape, cluster, gpus=384, gbs=2048).candidates[0].plan)
     """
     changed = _predicted(plan, neighbours(plan), calibration)
-    more = _predicted(plan, [{"dp": 2 * plan.topology.dp}], calibration)
-    return Explanation(
-        plan=plan,
-        prediction=predict(plan, calibration),
-        change=min(changed, key=lambda c: c.prediction.sec_per_it, default=None),
-        more=next(iter(more), None),
-    )
+    best = min(changed, key=lambda c: c.prediction.sec_per_it, default=None)
+    return Explanation(plan=plan, prediction=predict(plan, calibration), change=best)
 
 
 def neighbours(plan: Plan) -> Iterator[dict[str, Any]]:
@@ -172,4 +168,46 @@ def _predicted(plan: Plan, changes: Iterable[dict[str, Any]], calibration: Calib
 def _difference(a: Topology, b: Topology) -> str:
     """What `b` has that `a` has not, in words."""
     pairs = [(f.name.replace("_", " "), getattr(b, f.name), getattr(a, f.name)) for f in fields(Topology)]
-    return ", ".join(f"{name} {word(new)} instead of {word(old)}" for name, new, old in pairs if new != old)
+    return ", ".join(f"{name} {_word(new)} instead of {_word(old)}" for name, new, old in pairs if new != old)
+
+
+def _word(value: Any) -> Any:
+    """A value as people read it."""
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+
+
+def varied(base: Plan, calibration: Calibration | None, *, engine: str = "", **changes: Any) -> Candidate:
+    """The plan with other fields of its topology, or by another engine, without a ramp of the batch, predicted.
+
+    Raises ValueError with the rule by which a search refuses it.
+    """
+    plan, engine, topology = base, engine or base.engine, replace(base.topology, **changes)
+    if (topology, engine) != (base.topology, base.engine):
+        if reason := invalid_reason(base.shape, topology, base.cluster):
+            raise ValueError(reason)
+        label = label_of(base.shape, base.cluster, topology, engine)
+        label += f"-gbs{topology.gbs}" * (topology.gbs != base.topology.gbs)
+        plan = replace(base, topology=topology, engine=engine, label=label, run=Run())
+    p, card = predict(plan, calibration), plan.cluster.gpu.memory_bytes / 2**30
+    needed = f"{p.memory_bytes / 2**30:.3g} GiB"
+    require(p.oom_probability <= IMPOSSIBLE, "memory", needed, f"must fit the card, which has {card:.3g} GiB")
+    return Candidate(plan=plan, prediction=p)
+
+
+def use_plan(study: Study, chosen: Candidate, calibration: Calibration) -> Path:
+    """Put the plan first in the study's plans.json, where 03 and 07 begin; the earlier file is kept in `earlier/`.
+
+    Raises ValueError where 02_topology wrote none yet, and where it is of another model, machine or calibration.
+    """
+
+    def first(found: dict[str, Any]) -> dict[str, Any]:
+        for kept in found["plans"][:1]:
+            other, used = plan_from_json(kept), calibration_of(kept, chosen.plan.cluster)
+            same = (other.shape, other.cluster) == (chosen.plan.shape, chosen.plan.cluster)
+            what = "" if same and used.hash == calibration.hash else "calibration" if same else "model or machine"
+            require(not what, "plans.json", study.name, f"is of another {what}; run the last cell of 02_topology")
+        entry = chosen.to_json()
+        lists = {name: [e for e in found.get(name, []) if e["id"] != entry["id"]] for name in ("plans", "risky")}
+        return {**found, **lists, "plans": [entry, *lists["plans"]], "chosen_by_hand": entry["id"]}
+
+    return study.update("plans.json", "02_topology", first)

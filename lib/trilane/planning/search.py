@@ -1,6 +1,5 @@
 """Search: every topology of a space predicted, the refused counted by rule, the rest ranked."""
 
-import contextlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, label_of, unsupported_rule
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import CLUSTER_RULES, SHAPE_RULES, TOPOLOGY_RULES, Rule, Topology
+from trilane.config.parallelism import CLUSTER_RULES, SHAPE_RULES, TOPOLOGY_RULES, Rule
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import columns_of
@@ -61,18 +60,7 @@ class _Search:
         self.rules = [pair for pair in rules if not pair[0].of_sizes]
         self.columns = columns_of(shape, space.fixed, space.engine)
         self.refused: Counter[str] = Counter()
-        self.examples: dict[str, tuple[Topology, str]] = {}
         self.runnable = 0
-
-    def refuse(self, rule: str, sizes: ParallelSizes, point: Point, gone: np.ndarray | slice) -> None:
-        """Count the rows `gone` of a block under a rule; the first that can be written down is its example."""
-        mbs, gbs = self.space.batches(sizes[2])
-        left = mbs[gone]
-        self.refused[rule] += len(left)
-        if rule not in self.examples and len(left):
-            with contextlib.suppress(ValueError):
-                topology = topology_of(self.space, sizes, point, left[0], gbs[gone][0])
-                self.examples[rule] = topology, f"{topology.label}: {rule}"
 
     def allowed(self, sizes: ParallelSizes, point: Point) -> np.ndarray:
         """Which batch sizes of a block no rule refuses; the refused are counted under the first rule they break."""
@@ -85,16 +73,16 @@ class _Search:
             if holds is True:  # most often: a rule that no batch size breaks
                 continue
             if holds is False:
-                self.refuse(rule.name, sizes, point, keep)
+                self.refused[rule.name] += int(keep.sum())
                 return nothing
-            gone = keep & ~holds
-            if gone.any():
-                self.refuse(rule.name, sizes, point, gone)
-                keep = keep & holds
+            left = keep & holds
+            if lost := int(keep.sum() - left.sum()):
+                self.refused[rule.name] += lost
+                keep = left
                 if not keep.any():
                     return keep
         if broken := unsupported_rule(self.space.engine, self.shape, block):
-            self.refuse(f"{broken[0]}: engine {self.space.engine} {broken[2]}", sizes, point, keep)
+            self.refused[f"{broken[0]}: {broken[2]}"] += int(keep.sum())
             return nothing
         return keep
 
@@ -104,9 +92,9 @@ class _Search:
         mbs, gbs = (np.concatenate([column[keep] for keep in keeps]) for column in self.space.batches(sizes[2]))
         columns = block_columns(self.columns, sizes, points, which, mbs, gbs)
         memory = memory_bytes(columns, self.cluster)
-        fits = oom_probability(memory, self.cluster) <= IMPOSSIBLE
-        for i in np.unique(which[~fits]).tolist():
-            self.refuse(MEMORY_RULE, sizes, points[i], np.flatnonzero(keeps[i])[~fits[which == i]])
+        probability = oom_probability(memory, self.cluster)
+        fits = probability <= IMPOSSIBLE
+        self.refused[MEMORY_RULE] += int(len(fits) - fits.sum())
         self.runnable += int(fits.sum())
         if not fits.any():
             return
@@ -120,7 +108,7 @@ class _Search:
             facts = zip(which[index], columns.mbs[index], columns.gbs[index], strict=True)
             return [Row(o, s, b, (sizes, points[w], m, g)) for (o, s, b), (w, m, g) in zip(found, facts, strict=True)]
 
-        danger = oom_probability(memory, self.cluster) > RISKY
+        danger = probability[fits] > RISKY
         for best, able in ((self.safe, ~danger), (self.risky, danger)):
             worst = best[-1].objective if len(best) == self.top else np.inf
             index = np.flatnonzero(able & (objective <= worst))
@@ -139,7 +127,7 @@ class _Search:
             points, keeps, rows = list[Point](), list[np.ndarray](), 0
             for point in self.space.points(self.shape, sizes[0], sizes[1]):
                 if broken:
-                    self.refuse(broken.name, sizes, point, slice(None))
+                    self.refused[broken.name] += len(self.space.batches(sizes[2])[0])
                     continue
                 keep = self.allowed(sizes, point)
                 if keep.any():
@@ -154,8 +142,7 @@ class _Search:
             candidates=tuple(self.candidates(self.safe)),
             risky=tuple(self.candidates(self.risky)),
             runnable=self.runnable,
-            refused_by_rule=dict(self.refused.most_common()),
-            refused=tuple(self.examples.values()),
+            refused_by_rule={rule: count for rule, count in self.refused.most_common() if count},
             front=self.pareto,
         )
 

@@ -81,7 +81,7 @@ def ranks(seconds: Sequence[float]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult(Table):
-    """The best candidates, best first; all refused topologies counted by rule, with one as an example.
+    """The best candidates, best first; all refused topologies counted by rule.
 
     candidates   may run out of memory in one run of ten at most; `risky` ones more often: listed apart, best first too
     front        makes `pareto`, each of whose plans takes a full prediction
@@ -92,7 +92,6 @@ class SearchResult(Table):
     risky: tuple[Candidate, ...]
     runnable: int
     refused_by_rule: dict[str, int]
-    refused: tuple[tuple[Topology, str], ...]
     front: Callable[[], list[Candidate]] = field(repr=False, compare=False)
 
     @cached_property
@@ -164,10 +163,9 @@ class SearchResult(Table):
         return {**counts, "predicted_only": self.predicted_only, "plans": plans, "risky": risky}
 
     def to_json(self, keep: int) -> dict[str, Any]:
-        """What 02_topology hands on: the best plans that differ in tp, pp or dp, the risky, the refused, the fixed."""
+        """What 02_topology hands on: the best plans that differ in tp, pp or dp, the risky, what was fixed."""
         return {
             "plans": [c.to_json() for c in self.best_per_sizes(keep).rows],
             "risky": [c.to_json() for c in self.risky[:12]],
-            "refused": [{"topology": vars(t), "reason": reason} for t, reason in self.refused],
             "held_fixed": self.space.held_fixed,
         }

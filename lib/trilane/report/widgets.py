@@ -8,8 +8,8 @@ from trilane.config.engines import ENGINES
 from trilane.config.parallelism import CHOICES, LARGEST
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
+from trilane.planning.explain import use_plan, varied
 from trilane.planning.search_result import Candidate
-from trilane.planning.vary import FIELDS, use_plan, varied
 from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import Html
 from trilane.workspace.study import Study
@@ -62,7 +62,7 @@ class Editor:
         self.base, self.calibration, self.study = base, calibration, study
         self.chosen: Candidate | None = base
         self.is_setting = False
-        values = {"engine": base.plan.engine, **{name: getattr(base.topology, name) for name in FIELDS}}
+        values = {"engine": base.plan.engine, **vars(base.topology)}
         self.boxes = {name: _box(name, value) for name, value in values.items()}
         self.caption, self.message = HTML(), HTML()
         actions = {"first plan": self.reset, **({"use this plan": self.use} if study else {})}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.engines import label_of
-from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Optimizer, Run
 from trilane.costmodel.calibration import Calibration
@@ -65,12 +64,6 @@ class StudyRuns(Table):
     def files(self) -> Html:
         """The files of the first run folder."""
         return script.as_html(script.files(self.rows[0].plan, script_site(self.site), self.request))
-
-    def refused_example(self) -> Text:
-        """A topology that the search refused, and the rule."""
-        for found in self.study.load("plans.json", "02_topology")["refused"]:
-            return Text.of("{:code} is refused: {}", Topology(**found["topology"]).label, found["reason"])
-        return Text("The search refused none.")
 
     @cached_property
     def findings(self) -> list[tuple[str, JobFinding]]:
