@@ -11,8 +11,8 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel import shipped
-from trilane.forecasting.capacity import Capacity, CapacityStep
 from trilane.forecasting.forecast import forecast
+from trilane.forecasting.request import Capacity, CapacityStep
 
 TOPOLOGY = Topology(
     tp=4,

@@ -104,7 +104,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("self.queue_s if shared else 0.0", "self.queue_s"),
         ("+ x / 9) - d", "+ x / 9)"),
         ("NODE_YEAR_S * repair_hours * 3600", "NODE_YEAR_S * repair_hours"),
-        ("mean / (k + 1)", "mean / max(k, 1)"),
+        ("gammainc(spare_nodes, mean)", "gammainc(spare_nodes + 1, mean)"),
         ("idle * stop.charged", "idle"),
     ],
     ("calendar", "forecasting/simulation.py", "forecasting/test_simulation.py"): [
@@ -127,12 +127,10 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("calendar", "forecasting/request.py", "forecasting/test_forecast.py"): [
         ("deviation * math.sqrt(1 - r.common)", "deviation * math.sqrt(r.common)"),
+        ("earlier < later", "earlier <= later"),
     ],
     ("calendar", "forecasting/schedule.py", "forecasting/test_schedule.py"): [
-        ("differs[..., :2]", "differs[..., :1]"),
-    ],
-    ("calendar", "forecasting/capacity.py", "forecasting/test_forecast.py"): [
-        ("earlier < later", "earlier <= later"),
+        ("new.job != old.job", "new.job[:2] != old.job[:2]"),
     ],
     ("calendar", "forecasting/decision.py", "forecasting/test_decision.py"): [
         ("chances = [figures[chance] for", "chances = [0.0 for"),

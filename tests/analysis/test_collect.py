@@ -8,12 +8,10 @@ from support import small_plan
 from test_log_dialects import m2021, m2022
 
 from trilane.analysis import benchmark
-from trilane.analysis.collect import measure_runs
+from trilane.analysis.collect import measure_path, measure_runs, read_folder
 from trilane.analysis.compare import compare
 from trilane.analysis.measure import measure
-from trilane.analysis.paths import measure_path
 from trilane.analysis.recalibrate import case_of
-from trilane.analysis.tables import read_folder
 from trilane.cli.app import main
 from trilane.config.batch_rampup import Ramp
 from trilane.slurm import sites, sweep

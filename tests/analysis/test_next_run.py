@@ -67,7 +67,7 @@ def test_the_plan_that_may_be_the_fastest_is_measured_first():
     assert ["mbs2" in label for label in found["short run"]] == [True, False] and found["±"].is_monotonic_decreasing
     slow = dataclasses.replace(CASES[0], topology=dataclasses.replace(CASES[0].topology, tp=1, pp=1, dp=8, mbs=256))
     clear = recalibrate.short_runs([slow, CASES[0]], posterior([], [], Calibration()))
-    assert "tp8-pp12" in clear.table["short run"][0] and "0 may be as fast" in clear.summary()
+    assert "tp8-pp12" in clear.table["short run"][0]
     assert not recalibrate.next_runs(Study("s"), recalibrate.recalibrate([]))
 
 

@@ -1,12 +1,10 @@
 """From a deadline to a size: what ends in time, what is larger and does not, and why nothing can."""
 
-from dataclasses import replace
-
 import pytest
 
 from trilane.cli.app import main
 from trilane.config.cluster import cluster
-from trilane.forecasting.deadline import in_time, sizes_within
+from trilane.forecasting.deadline import sizes_within
 from trilane.forecasting.forecast import forecast
 from trilane.planning.size_request import SizeRequest
 from trilane.planning.sizing import survey
@@ -24,6 +22,7 @@ def found():
 
 def test_the_largest_shapes_end_in_time_and_larger_ones_do_not(found):
     sizes = [p.shape.parameters for p, _ in found.rows]
+    assert [d["tokens_per_parameter"] for _, d in found.rows] == pytest.approx([2e9 / size for size in sizes])
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] > 0.89 * sizes[0]
     assert all(d["days_50"] < d["days_90"] <= 2.0 and not p.prediction.is_risky for p, d in found.rows)
     for p in survey(SizeRequest(parameters=1.08 * sizes[0], **ASKED))[0]:
@@ -35,18 +34,6 @@ def test_twice_the_days_allow_about_twice_the_parameters(found):
     """6 FLOPs a parameter and token, at about the same rate."""
     largest, twice = (each.rows[0][0].shape.parameters for each in (found, sizes_within(4.0, **ASKED)))
     assert twice == pytest.approx(2 * largest, rel=0.2)
-
-
-@pytest.mark.parametrize(
-    ("per_parameter", "verdict"),
-    [(20, "compute-optimal"), (5, "fewer tokens than optimal"), (100, "more tokens than optimal")],
-)
-def test_the_optimum_has_twenty_tokens_a_parameter_and_the_same_compute(found, per_parameter, verdict):
-    proposal, size = found.rows[0][0], found.rows[0][0].shape.parameters
-    dated = in_time(replace(proposal, tokens=per_parameter * size), found.request)
-    optimal = dated["compute_optimal"]
-    assert dated["verdict"] == verdict and optimal["tokens"] == pytest.approx(20 * optimal["params"])
-    assert optimal["params"] * optimal["tokens"] == pytest.approx(per_parameter * size**2)
 
 
 def test_where_memory_is_the_limit_it_is_the_reason():

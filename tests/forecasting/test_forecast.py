@@ -17,11 +17,10 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel import shipped
 from trilane.costmodel.iteration import iteration_time
-from trilane.forecasting.capacity import Capacity, CapacityStep, CapacityWindow, capacity_of
 from trilane.forecasting.failures import NODE_YEAR_S, FailureModel, Interruption, daly_interval_s
 from trilane.forecasting.forecast import Forecast
-from trilane.forecasting.request import ForecastRequest
-from trilane.forecasting.simulation import Simulation, Stretch, Uncertainty
+from trilane.forecasting.request import Capacity, CapacityStep, ForecastRequest, capacity_of
+from trilane.forecasting.simulation import CapacityWindow, Simulation, Stretch, Uncertainty
 
 A100 = cluster("jz-a100-80g")
 K = shipped.default(A100)
@@ -306,7 +305,7 @@ def test_the_command_prints_dates_hours_and_risks(command):
         ("--job-hours 0", "job_hours=0.0: must be a number above zero"),
         ("--spare-nodes -1", "spare_nodes=-1: must be a whole number of at least 0"),
         ("--spare-nodes 5", "spare_nodes=5: must be at most 4, the nodes that the jobs leave free"),
-        ("--reshape", "reshape=True: needs --adapt days"),
+        ("--reshape", "option=--reshape: is now `trilane plan search`"),
         ("--day-worth -1", "day_worth=-1.0: must be zero or a number above"),
         ("--price -1", "price=-1.0: must be zero or a number above"),
         ("--checkpoint-minutes 6000", "checkpoint-minutes=6000: such a run would undo most of its work"),

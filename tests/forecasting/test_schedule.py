@@ -108,9 +108,10 @@ def phases_of(ramp, gbs, samples):
     return parse_ramp(ramp).between(gbs, 0, parse_ramp(ramp).iterations(samples, gbs))
 
 
-def test_tp_and_pp_change_only_where_that_is_worth_cutting_the_checkpoint_anew():
+@pytest.mark.parametrize("adapt", [False, True])
+def test_dp_and_microbatch_follow_the_batch_and_tp_and_pp_never_do(adapt):
+    """Checkpoints hold the shards of tp x pp."""
     phases = phases_of("16,16,9765625", 2048, 20_000_000)
-    kept, free, dear = (schedule_on(PLAN, phases, 384, K, 1200.0, adapt=True, reshape_s=s) for s in (None, 0.0, 1e9))
-    assert days(free) < days(kept) and days(free) < days(dear)
-    assert len({(s.choice.tp, s.choice.pp) for s in free}) > 1 == len({s.choice.tp for s in kept})
-    assert len({(s.choice.tp, s.choice.pp) for s in dear}) == 1
+    found = schedule_on(PLAN, phases, 384, K, 1200.0, adapt=adapt)
+    assert {(s.choice.tp, s.choice.pp) for s in found} == {(4, 12)}
+    assert (len({(s.choice.dp, s.choice.mbs) for s in found}) > 1) is adapt

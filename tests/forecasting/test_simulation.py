@@ -6,9 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trilane.forecasting.capacity import CapacityWindow
 from trilane.forecasting.failures import NODE_YEAR_S, Cause, FailureModel, Interruption
-from trilane.forecasting.simulation import Outcomes, Simulation, Stretch, Uncertainty
+from trilane.forecasting.simulation import CapacityWindow, Outcomes, Simulation, Stretch, Uncertainty
 
 CALM = FailureModel(stops=(), startup_s=0, queue_s=0)
 EVERY_100_S = Interruption(name="stop", per_year=NODE_YEAR_S / 100)

@@ -7,9 +7,9 @@ import pytest
 from support import REPOSITORY
 
 from trilane.config.plan import read_plan
-from trilane.forecasting.capacity import Capacity, CapacityStep
 from trilane.forecasting.decision import Decision
 from trilane.forecasting.forecast import forecast
+from trilane.forecasting.request import Capacity, CapacityStep
 from trilane.report.plots.forecast import causes, fan, gantt
 
 PLAN = read_plan(REPOSITORY / "docs/plan-176b.json")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_script import Play, plan_for, recorded
 
-from trilane.analysis import paths
+from trilane.analysis import collect
 from trilane.slurm import copies, script, sites
 from trilane.slurm.sites import JobRequest, Site
 from trilane.workspace import installation
@@ -48,7 +48,7 @@ def test_the_same_code_is_kept_once_and_is_no_log_of_its_run(package: Path, home
     (package / "__init__.py").write_text("changed")
     assert copies.freeze(home) != first and (first / "trilane/__init__.py").read_text() == "__init__.py"
     (home / "slurm-7.out").write_text("a log\n")
-    assert paths.files(str(home)) == [home / "slurm-7.out"]
+    assert collect.files(str(home)) == [home / "slurm-7.out"]
 
 
 @pytest.mark.parametrize("how", ["changed", "lost", "all"])

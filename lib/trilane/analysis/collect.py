@@ -1,23 +1,30 @@
-"""MeasuredRuns: the measured runs of a study, or of any files of logs, and the tables and sentences about them."""
+"""Runs of paths, measured; MeasuredRuns: those of a study or of any files of logs, with tables and sentences."""
 
+import glob
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from trilane.analysis.compare import compare, sides
+from trilane.analysis.compare import by_topology, compare
 from trilane.analysis.continuity import find_breaks
 from trilane.analysis.loss_curve import Curve, join, trainings
-from trilane.analysis.measure import Measurement, measure
-from trilane.analysis.paths import files, measure_all
+from trilane.analysis.measure import Measurement, measure, measure_log
 from trilane.analysis.spikes import training_text
 from trilane.analysis.steady_state import WARM_UP
 from trilane.analysis.tables import column, ordered, rows_of, values
-from trilane.config.cluster import Cluster
+from trilane.config.cluster import Cluster, Gpu
+from trilane.config.plan import read_plan
+from trilane.logs.dialects import candidates
 from trilane.logs.dialects.tables import use
+from trilane.logs.run import NoIterations
+from trilane.logs.written_tables import read_runs
+from trilane.utils.files import natural
+from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, short, show
-from trilane.utils.validation import require
+from trilane.utils.validation import require, require_folder
 from trilane.workspace.study import Study
 
 SHOWN, DRAWN = 40, 8  # runs of hundreds that a table and a figure have
@@ -99,25 +106,21 @@ class MeasuredRuns(Table):
         curves = self.curves()
         return {name: curves[name] for name in [m.name for m in self.shown if m.name in curves][:DRAWN]}
 
-    def loss_summary(self) -> Text:
-        """First and last loss of each training."""
-        losses = {name: curve.table["lm_loss"].dropna() for name, curve in self.curves().items()}
-        ends = [f"{name} from {x.iloc[0]:.2f} to {x.iloc[-1]:.2f}" for name, x in losses.items() if len(x)]
-        return Text.of("The loss goes {} (nats per token).", "; ".join(_first(ends)) or "nowhere: none was printed")
-
     def spikes(self) -> Html:
         """Spikes of all trainings, and what their restarts did not continue, as `logs spikes` has them."""
         groups = trainings([m.log for m in self.timed])
         lines = [line for g in groups for line in training_text(g, join(g), find_breaks(g)).splitlines()]
         return Html.pre("\n".join(_first(lines, SHOWN)))
 
-    def compare(self, a: str = "", b: str = "") -> Text:
-        """Whether the runs with `b` in their names are faster than those with `a`; without both, the two fastest."""
-        one, other = sides(self.timed, a, b)
-        if not one:
-            return Text("There are no two topologies of one model and batch to compare; name `a` and `b`.")
-        names = [", ".join(_first([m.name for m in side])) for side in (one, other)]
-        return Text.of("A is {}, B is {}. {}", *names, compare(one, other).as_text())
+    def compare(self) -> Text:
+        """Whether the second-fastest topology is slower than the fastest, by their runs of one model and batch."""
+        first, *others = by_topology(self.timed)
+        kinds = [(runs[0].config.shape, runs[0].config.gbs) for runs in (first, *others) if runs]
+        other = next((runs for runs, kind in zip(others, kinds[1:], strict=True) if kind == kinds[0]), None)
+        if other is None:
+            return Text("There are no two topologies of one model and batch to compare.")
+        names = [", ".join(_first([m.name for m in side])) for side in (first, other)]
+        return Text.of("A is {}, B is {}. {}", *names, compare(first, other).as_text())
 
 
 def measure_runs(
@@ -136,7 +139,7 @@ def measure_runs(
     Raises ValueError where there is no run. A run folder is one run; in another folder every file counts whose name
     does not show that it is no log.
     """
-    by = column(sort, "sort") if sort else ""
+    by = column(sort) if sort else ""
     use([Path(dialect)] if dialect else [])
     if not logs:
         runs = [measure(folder, warm_up) for folder in study.run_folders()]
@@ -165,3 +168,81 @@ def _table(runs: Sequence[Measurement], *heads: str) -> Columns:
 def _first(texts: Sequence[str], most: int = 12) -> list[str]:
     """The first of many texts, and how many more there are."""
     return [*texts[:most], *([f"{len(texts) - most} more"] if len(texts) > most else [])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """The runs of a path, or why it could not be read; `advice` where it holds no iteration, lines of text."""
+
+    path: Path
+    runs: list[Measurement] = field(default_factory=list)
+    error: str = ""
+    advice: str = ""
+
+
+def measure_path(path: Path | str, warm_up: int = WARM_UP, gpu: Gpu | None = None) -> list[Measurement]:
+    """The measured runs of a path: one of a run folder, its run.log or its steps.jsonl, those of any other log.
+
+        measure_path("slurm-4711.out")[0].sec_per_it
+
+    `gpu` is the card where another log does not name it. Raises ValueError where there is no run.
+    """
+    path, ours = Path(path), ("run.log", "steps.jsonl")
+    folder = path if path.is_dir() else path.parent if path.name in ours else None
+    if folder and _is_run(folder):
+        return [measure(folder, warm_up)]
+    if path.is_dir():
+        path = next((path / name for name in ours if (path / name).is_file()), path)
+        require(path.is_file(), "run", path, f"holds neither {' nor '.join(ours)}; `logs table` reads folders of logs")
+    return [measure_log(log, None, warm_up, gpu=gpu) for log in read_runs(path)]
+
+
+def measure_all(paths: Sequence[Path], warm_up: int = WARM_UP, gpu: Gpu | None = None) -> list[Read]:
+    """What each path holds, in their order."""
+    return [_read(path, warm_up, gpu) for path in progress(paths, "logs", "log")]
+
+
+def _read(path: Path, warm_up: int, gpu: Gpu | None) -> Read:
+    try:
+        runs = measure_path(path, warm_up, gpu)
+    except (ValueError, OSError) as error:
+        advice = candidates.advice(path) if isinstance(error, NoIterations) else ""
+        reason = f"log={path}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        return Read(path=path, error=reason, advice=advice)
+    empty = not any(len(m.log.iterations) or len(m.log.bandwidth) or m.log.summary for m in runs)
+    return Read(path=path, runs=runs, advice=candidates.advice(path) if empty else "")
+
+
+def files(logs: str) -> list[Path]:
+    """The files and run folders that a path or a glob matches, by name."""
+    found = sorted(map(Path, glob.glob(str(Path(logs).expanduser()), recursive=True)))
+    return [file for path in found for file in (below(path) if path.is_dir() and not _is_run(path) else [path])]
+
+
+def below(folder: Path) -> list[Path]:
+    """The run folders below a folder, and the files outside them whose names do not show that they are no logs."""
+    no_logs = (".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bin", ".idx", ".sbatch", ".sh")
+    every = sorted(folder.rglob("*"))
+    runs = [path for path in (folder, *every) if _is_run(path)]
+    # a sweep or chain keeps its code beside its sums
+    others = {*runs, *(path.parent for path in every if path.name == "SHA256SUMS")}
+    alone = (path for path in every if path.suffix not in no_logs and path.name[0] != ".")
+    return [*runs, *(path for path in alone if path.is_file() and others.isdisjoint(path.parents))]
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        return (folder / "run.log").is_file() and bool(read_plan(folder / "plan.json"))
+    except ValueError:
+        return False  # the log alone can still be read
+
+
+def read_folder(folder: Path | str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of the runs at and below a folder, by path, and why files hold none; ValueError without a folder."""
+    folder = Path(folder)
+    require_folder("folder", folder)
+    found = measure_all(below(folder))
+    benches = [f"log={read.path}: a bandwidth benchmark" for read in found for m in read.runs if len(m.log.bandwidth)]
+    rows = rows_of([m for read in found for m in read.runs if not len(m.log.bandwidth)], folder)
+    unread = [read.error for read in found if read.error]
+    return sorted(rows, key=lambda row: natural(row["source"])), [*unread, *dict.fromkeys(benches)]

@@ -107,22 +107,6 @@ def compare(a: Sequence[Measurement], b: Sequence[Measurement], confidence: floa
     return Comparison(**found, unit="token" if per_token else "iteration", repeats=repeats)
 
 
-def sides(runs: Sequence[Measurement], a: str, b: str) -> tuple[list[Measurement], list[Measurement]]:
-    """The runs with `a` in their names or paths, and those with `b`; without both the two fastest topologies.
-
-    Raises ValueError where a word fits no run, or only one is given. Both empty where there are not two topologies.
-    """
-    require(bool(a) == bool(b), "b" if a else "a", "''", "name both sides, or none")
-    if a:
-        chosen = [[m for m in runs if word in m.name or word in str(m.log.source)] for word in (a, b)]
-        for name, word, found in zip("ab", (a, b), chosen, strict=True):
-            require(bool(found), name, word, "is in no run's name")
-        return chosen[0], chosen[1]
-    first, *others = by_topology(runs)
-    alike = [g for g in others if (g[0].config.shape, g[0].config.gbs) == (first[0].config.shape, first[0].config.gbs)]
-    return (first, alike[0]) if alike else ([], [])
-
-
 def by_topology(runs: Sequence[Measurement]) -> list[list[Measurement]]:
     """The runs of each topology, the fastest first; [[]] without a timed run."""
     groups: dict[object, list[Measurement]] = {}

@@ -77,26 +77,21 @@ class Recalibration(Table):
         return sum(p.sec_lo <= m.sec_per_it <= p.sec_hi for p, m in zip(self.before, self.runs, strict=True))
 
     def headline(self, timed: Sequence[Measurement]) -> dict[str, Any]:
-        """The cards of the study's index: of the model with most runs the size, and speed and loss of its fastest run;
-        then predicted / measured before any run, and after recalibration with these very runs.
+        """The cards of the study's index: the fastest run of the model with most runs, and how near predictions were
+        before any run and after recalibration with these very runs.
         """
         models = grouped(timed, lambda m: (m.config.shape, m.config.gbs))
         most = max(models.values(), key=lambda runs: len(runs)) if models else []
         best = min(most, key=lambda m: m.sec_per_it, default=None)
         if best is None:
             return {"cards": [{"value": "none", "label": "timed runs"}]}
-        cards = dict[str, str]()
+        cards = {f"an iteration of the fastest run, {best.name}": f"{amount(best.sec_per_it)} s"}
         if best.config.parameters:
             cards["parameters"] = f"{amount(best.config.parameters / 1e6)} M"
-        cards[f"an iteration of its fastest run, {best.name}"] = f"{amount(best.sec_per_it)} s"
-        if best.first_loss == best.first_loss:
-            cards["its loss (nats per token)"] = f"{best.first_loss:.2f} → {best.last_loss:.2f}"
         when = {"before these runs": self.before, "after recalibration by them": self.after} if self else {}
         for label, found in when.items():
             ratios = [p.sec_per_it / m.sec_per_it for p, m in zip(found, self.runs, strict=True)]
             cards[f"predicted / measured seconds, {label}"] = f"{min(ratios):.3g} to {max(ratios):.3g}"
-        inside = f"{self.inside} of {len(self.runs)}"
-        cards |= {"runs inside the 90 % interval predicted before them": inside} if self else {}
         return {"cards": [{"value": value, "label": label} for label, value in cards.items()]}
 
     def measured_rows(self) -> DataFrame:
@@ -204,17 +199,6 @@ class NextRuns(Table):
     def __bool__(self) -> bool:
         return len(self.table) > 0
 
-    def summary(self) -> Text:
-        """Which plan is believed to be the fastest, and which others may be as fast."""
-        if not self:
-            return NOTHING
-        each, width = self.table["s/it"] / self.table["gbs"], 1 + self.table["±"]
-        best = each.idxmin()
-        others = (each / width < each[best] * width[best]).sum() - 1
-        text = "Of {} plans {:code} is believed to be the fastest, {:.3g} s an iteration ± {:.1%}; {} may be as fast."
-        row = self.table.loc[best]
-        return Text.of(text, len(self.table), row["short run"], row["s/it"], row["±"], others)
-
     def to_frame(self) -> DataFrame:
         """The first eight: what is believed of each, and what a short run of it costs."""
         return self.table.head(8).assign(**{"±": self.table["±"].map("{:.1%}".format)})
@@ -226,7 +210,7 @@ class NextRuns(Table):
 def next_runs(study: Study, recalibration: Recalibration) -> NextRuns:
     """The study's plans after recalibration, in the order in which to measure them.
 
-        next_runs(study, recalibrate(runs.timed)).summary()
+        next_runs(study, recalibrate(runs.timed)).to_frame()
 
     The plans are those of plans.json, else the best that train the first run's model with its batch on as many GPUs,
     and the measured ones of that model and batch.

@@ -1,24 +1,22 @@
-"""Studies side by side: one table of what was chosen and predicted in each, their runs, losses and speed."""
+"""Studies side by side: what was chosen and predicted in each, their runs and losses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import combinations
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from trilane.analysis.collect import MeasuredRuns, measure_runs
-from trilane.analysis.compare import by_topology, compare
 from trilane.analysis.loss_curve import Curve
 from trilane.utils.numbers import percent, with_interval
-from trilane.utils.tables import Columns, Html, Text, one_line, show
+from trilane.utils.tables import Columns, Text, one_line
 from trilane.utils.validation import read_object, require
 from trilane.workspace.installation import outputs_root
 from trilane.workspace.study import Study
 
 FOUND = ("prediction", "forecast", "decision")  # parts that hold results
-NUMBERS = ("cluster", "planner's constants")  # parts with numbers that nobody chose
 TRAINING = ("engine", "data", "optimizer", "dropout", "run")  # of a run's plan
 
 
@@ -46,34 +44,29 @@ class StudyComparison:
         lines += [Text("It is the only study here; name two or more: `-p studies a,b`.")] * (len(self.studies) < 2)
         return Text.joined("\n\n", lines)
 
-    def table(self, differ: bool, *parts: str) -> pd.DataFrame:
-        """A row for each part and choice, a column for each study; those that differ, or those that do not."""
-        names = dict.fromkeys(name for s in self.studies for name in s.facts)
-        index = pd.MultiIndex.from_tuples(names, names=["part", "choice"])
-        table = pd.DataFrame({s.name: pd.Series(s.facts, dtype=object).reindex(index) for s in self.studies}, index)
-        has_part = table.notna().groupby("part").transform("any")
-        # what a notebook was not given is its default
-        table = table.where(has_part, "lacks it").fillna("default")[has_part.sum(axis=1) > 1]
-        kept = (table[table != "lacks it"].nunique(axis=1) > 1) == differ
-        return table[kept & table.index.isin(parts or [part for part, _ in names], level="part")].reset_index()
+    @cached_property
+    def differing(self) -> list[dict[str, str]]:
+        """A row for each choice or result that differs, with its value in each study that has the part."""
+        parts, found = [{part for part, _ in s.facts} for s in self.studies], list[dict[str, str]]()
+        for part, name in dict.fromkeys(key for s in self.studies for key in s.facts):
+            # what a notebook was not given is its default
+            missing = ["default" if part in own else "" for own in parts]
+            values = [s.facts.get((part, name), other) for s, other in zip(self.studies, missing, strict=True)]
+            if len({*values} - {""}) > 1:
+                row = dict(zip([s.name for s in self.studies], values, strict=True))
+                found.append({"part": part, "choice": name, **row})
+        return found
 
     def differences(self) -> Columns | Text:
         """What differs of what somebody chose: a row a choice, a column a study."""
-        table = self.table(True)
-        table = table[~table["part"].isin([*FOUND, *NUMBERS])]
-        return Columns(table) if len(table) else Text("They differ in no choice that two of them have.")
+        return self._table([row for row in self.differing if row["part"] not in FOUND])
 
     def results(self) -> Columns | Text:
         """What differs of what was found: the best plan's prediction, the calendar, the decision."""
-        table = self.table(True, *FOUND)
-        return Columns(table) if len(table) else Text("No two studies have a prediction, or it is the same.")
+        return self._table([row for row in self.differing if row["part"] in FOUND])
 
-    def folded(self) -> Html:
-        """Numbers of the cluster and of the planner that differ, and what is equal: both folded."""
-        groups = {"numbers of the cluster and of the planner differ": self.table(True, *NUMBERS)}
-        groups["choices are equal"] = self.table(False)
-        folded = "<details><summary>{} {}</summary>{}</details>"
-        return Html.joined("\n", [Html.of(folded, len(rows), words, show(rows)) for words, rows in groups.items()])
+    def _table(self, rows: list[dict[str, str]]) -> Columns | Text:
+        return Columns(pd.DataFrame(rows)) if rows else Text("Nothing here that two studies have differs.")
 
     def runs(self) -> Columns | Text:
         """The runs of all studies, a row each."""
@@ -82,19 +75,6 @@ class StudyComparison:
             return Text("No study has a run.")
         return Columns(pd.concat(tables, names=["Study"]).reset_index("Study").fillna(""))
 
-    def faster(self) -> Text:
-        """Whether the fastest topology of a study is faster than that of another."""
-        lines, fastest = [], {s.name: by_topology(s.runs.timed)[0] for s in self.studies}
-        for a, b in combinations(fastest, 2):
-            without = " and ".join(name for name in (a, b) if not fastest[name])
-            text = Text.of("{} against {}: no timed run in {}.", b, a, without)
-            if not without:
-                one, other = (", ".join(m.name for m in fastest[name]) for name in (a, b))
-                text = Text.of("The fastest topology: A is {} of {}, B is {} of {}.", one, a, other, b)
-                text = Text.of("{} {}", text, compare(fastest[a], fastest[b]).as_text())
-            lines.append(text)
-        return Text.joined("\n\n", lines)
-
     def curves(self) -> dict[str, dict[str, Curve]]:
         """The loss curves of each study that has any, by study and run."""
         return {s.name: curves for s in self.studies if (curves := s.runs.curves())}
@@ -102,8 +82,7 @@ class StudyComparison:
     def to_json(self) -> dict[str, Any]:
         """What comparison.json holds."""
         names = [s.name for s in self.studies]
-        rows = self.table(True).to_dict("records")
-        rows = [{"part": row["part"], "choice": row["choice"], "values": {n: row[n] for n in names}} for row in rows]
+        rows = [{"part": r["part"], "choice": r["choice"], "values": {n: r[n] for n in names}} for r in self.differing]
         return {"studies": names, "lacks": {s.name: list(s.lacks) for s in self.studies}, "differences": rows}
 
 
@@ -143,7 +122,7 @@ def _parts(study: Study) -> StudyParts:
         try:
             values = study.load(f"{name}.json", notebook)
             # what figures and tables read of a plan is there
-            assert name != "plans" or all(plan_point(plan) and {**plan["cluster"]} for plan in values["plans"])
+            assert name != "plans" or all(plan_point(plan) and plan["cluster"]["name"] for plan in values["plans"])
             files[name] = values
         except ValueError as error:
             lacks.append(str(error) if (study.folder / f"{name}.json").exists() else f"{name}.json ({notebook})")
@@ -168,9 +147,9 @@ def _facts(plan: dict[str, Any], calendar: dict[str, Any]) -> dict[str, Any]:
     dated = {"plan", "tokens", "days", "days_interval", "gpu_hours", "gpu_hours_interval", "finish"}
     dated |= {"p_miss_deadline", "p_overrun_allocation"}
     return {
-        **{"model": plan.get("shape"), "best plan": plan.get("topology"), "cluster": plan.get("cluster")},
+        **{"model": plan.get("shape"), "best plan": plan.get("topology")},
+        "cluster": {"name": plan.get("cluster", {}).get("name")},
         "prediction": {name: value for name, value in plan.get("prediction", {}).items() if name in predicted},
-        "planner's constants": plan.get("calibration", {}).get("constants"),
         "forecast": {name: value for name, value in calendar.items() if name in dated},
     }
 

@@ -7,18 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from itertools import compress
-from operator import attrgetter, not_
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from trilane.analysis.measure import Measurement
-from trilane.analysis.paths import below, measure_all
 from trilane.logs.endings import caveat
 from trilane.utils.files import natural
 from trilane.utils.numbers import percent
 from trilane.utils.tables import DataFrame, Html, csv_text, frame_of, middle, one_line, show
-from trilane.utils.validation import require_folder, require_known
+from trilane.utils.validation import require_known
 from trilane.workspace.status import Status
 
 Row = Mapping[str, Any]  # of a run: numbers in base units (`tflops` excepted), NaN where unknown
@@ -112,35 +110,26 @@ def rows_of(runs: Sequence[Measurement], root: Path | None = None) -> list[dict[
     return rows
 
 
-def read_folder(folder: Path | str) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of the runs at and below a folder, by path, and why files hold none; ValueError without a folder."""
-    folder = Path(folder)
-    require_folder("folder", folder)
-    found = measure_all(below(folder))
-    benches = [f"log={read.path}: a bandwidth benchmark" for read in found for m in read.runs if len(m.log.bandwidth)]
-    rows = rows_of([m for read in found for m in read.runs if not len(m.log.bandwidth)], folder)
-    unread = [read.error for read in found if read.error]
-    return sorted(rows, key=lambda row: natural(row["source"])), [*unread, *dict.fromkeys(benches)]
-
-
-def column(name: str, field: str = "columns") -> str:
-    """The column of that name, in any case; ValueError with all names for another one. Sorting also knows `speed`."""
-    known = {head.lower(): head for head in COLUMNS} | ({"speed": "speed"} if field == "sort" else {})
-    require_known(field, name.lower(), list(known))
+def column(name: str) -> str:
+    """The column of that name, in any case, by which rows are sorted, or `speed`; ValueError with all names for another
+    one.
+    """
+    known = {"speed": "speed"} | {head.lower(): head for head in COLUMNS}
+    require_known("sort", name.lower(), list(known))
     return known[name.lower()]
 
 
-def ordered(rows: Sequence[Any], by: str, reverse: bool = False) -> list[Any]:
+def ordered(rows: Sequence[Any], by: str) -> list[Any]:
     """The rows by a column, rising; by `speed` the fastest first. Those without a value are last in any case."""
     # TFLOPs alone compare runs of different sizes
-    key, down = ("tflops", not reverse) if by == "speed" else (COLUMNS[by][0], reverse)
-    has = [_is_known(row[key]) for row in rows]
+    key = "tflops" if by == "speed" else COLUMNS[by][0]
 
     def rank(row: Row) -> Any:
         value = row[key]
         return natural(value.lower()) if isinstance(value, str) else len(value) if isinstance(value, list) else value
 
-    return [*sorted(compress(rows, has), key=rank, reverse=down), *compress(rows, map(not_, has))]
+    known = [row for row in rows if _is_known(row[key])]
+    return sorted(known, key=rank, reverse=by == "speed") + [row for row in rows if not _is_known(row[key])]
 
 
 def _is_known(value: Any) -> bool:
@@ -171,17 +160,14 @@ def values(rows: Sequence[Row], heads: Sequence[str] = ()) -> DataFrame:
     return table.convert_dtypes()  # 8 stays 8 where another has none
 
 
-def markdown(rows: Sequence[Row], heads: Sequence[str] = (), sort: str = "") -> str:
-    """The table in Markdown, its columns aligned.
-
-    Without `heads` the columns of the chronicles' tables and that of `sort`, where they hold anything; the notes, of
-    which the middle is left out, are the last.
+def markdown(rows: Sequence[Row], sort: str = "") -> str:
+    """The table in Markdown, its columns aligned: those of the chronicles' tables and that of `sort`, where they hold
+    anything; the notes, of which the middle is left out, are the last.
     """
-    usual = ("GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Loss")
-    chosen = heads or [head for head in COLUMNS if head in (*usual, sort, "Notes")]
+    usual = ("GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Loss", "Notes")
+    chosen = [head for head in COLUMNS if head in (*usual, sort)]
     table = frame_of(rows, {head: partial(cell, head=head) for head in chosen}).map(_escaped)
-    if not heads:
-        table = table[[head for head in table if table[head].any()]].map(partial(middle, most=30))
+    table = table[[head for head in table if table[head].any()]].map(partial(middle, most=30))
     sides = [str.rjust if COLUMNS[head][2] else str.ljust for head in table]
     widths = [max(3, len(head), *table[head].str.len()) for head in table]
     rule = ["-" * (n - 1) + (":" if side is str.rjust else "-") for side, n in zip(sides, widths, strict=True)]
@@ -196,15 +182,14 @@ def _escaped(text: str) -> str:
     return html.escape(one_line(text), quote=False).replace("|", "\\|")
 
 
-def to_html(rows: Sequence[Row], heads: Sequence[str] = ()) -> Html:
-    """The table as a piece of HTML, to be sorted by.
-
-    By default where the run lies, its status, and all other columns that hold anything and repeat no other.
+def to_html(rows: Sequence[Row]) -> Html:
+    """The table as a piece of HTML, to be sorted by: where the run lies, its status, and all other columns that hold
+    anything and repeat no other.
     """
     again = {"Run", "Size", "Mem", "GFLOPs", "Losses", "Outcome", "Notes"}
-    table = values(rows, heads or [head for head in ("Source", "Status", *COLUMNS) if head not in again])
+    table = values(rows, [head for head in ("Source", "Status", *COLUMNS) if head not in again])
     held = table.columns[table.notna().any() & (table != "").any()]
-    return Html.of('<div class="sortable wide">{}</div>', show(table if heads else table[held]))
+    return Html.of('<div class="sortable wide">{}</div>', show(table[held]))
 
 
 def write_iterations(runs: Sequence[Measurement], path: Path) -> None:

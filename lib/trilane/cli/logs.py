@@ -9,9 +9,9 @@ import click
 
 from trilane.analysis import compare as comparison
 from trilane.analysis import tables
+from trilane.analysis.collect import measure_all, measure_path, read_folder
 from trilane.analysis.continuity import find_breaks
 from trilane.analysis.loss_curve import join, trainings
-from trilane.analysis.paths import measure_all, measure_path
 from trilane.analysis.spikes import training_record, training_text
 from trilane.cli.options import Answer, Group, command, note
 from trilane.config.options import option
@@ -62,8 +62,6 @@ def parse(
 def table(
     folder: Path,
     sort: str = option("", "sort by a column, rising; speed: the fastest first", metavar="COLUMN"),
-    reverse: bool = option(False, "the other way round; what has no value stays last"),
-    columns: str = option("", "print these columns", metavar="A,B,..."),
     dialect: tuple[Path, ...] = DIALECT,
     csv: bool = option(False, "print CSV, with all columns, instead of Markdown"),
     html: bool = option(False, "print a page, with all columns, which a click on a heading sorts"),
@@ -71,19 +69,18 @@ def table(
 ) -> Answer:
     """Print the runs below FOLDER as one table: run folders, or logs of other trainers, at any depth."""
     require(csv + html + as_json < 2, "table", folder, "choose one of --csv, --html, --json")
-    by = tables.column(sort, "sort") if sort else ""
-    heads = [tables.column(name.strip()) for name in columns.split(",")] if columns else []
+    by = tables.column(sort) if sort else ""
     use(dialect)
-    rows, bad = tables.read_folder(folder)
+    rows, bad = read_folder(folder)
     note(bad[:10], label="trilane: left out: ")
     note([f"{len(bad) - 10} more, which --json names"] if len(bad) > 10 else [], label="trilane: left out: ")
     require(bool(rows), "folder", folder, "holds no run: neither plan.json with run.log, nor a training log")
-    rows = tables.ordered(rows, by, reverse) if by else rows[:: -1 if reverse else 1]
+    rows = tables.ordered(rows, by) if by else rows
     values = [{k: None if v != v else v for k, v in row.items()} for row in rows]
-    text = tables.markdown(rows, heads, by)
+    text = tables.markdown(rows, by)
     if csv or html:
         name = f"Runs in {folder}"
-        text = csv_text(tables.values(rows, heads)) if csv else sortable_page(name, tables.to_html(rows, heads))
+        text = csv_text(tables.values(rows)) if csv else sortable_page(name, tables.to_html(rows))
     return Answer({"folder": str(folder), "rows": values, "left_out": bad}, text.removesuffix("\n"))
 
 

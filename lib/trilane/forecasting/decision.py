@@ -18,7 +18,7 @@ from trilane.forecasting.forecast import QUANTILES, Described, Forecast, Record
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search import search
 from trilane.utils.numbers import amount, with_bounds, with_interval
-from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, as_json, frame_of, short
+from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, as_json, frame_of
 from trilane.utils.validation import require, shipped_json
 from trilane.workspace.study import Study
 
@@ -38,16 +38,14 @@ class Alternatives(Table):
 
     schedules: tuple[Record, ...]
     topologies: tuple[Record, ...]
-    price: float | None = None
     digits = 1
 
     def to_frame(self) -> DataFrame:
-        """A row for each: days, GPU-hours, money where a price is given, restarts, memory, a note."""
-        columns: Record = {"what": "name", "days": "days", "GPU-hours": "gpu_hours", "restarts": "restarts"}
-        columns |= {} if self.price is None else {"money": lambda row: row["gpu_hours"] * self.price}
-        columns |= {"memory (GiB)": lambda row: row["memory_bytes"] / 2**30, "note": lambda row: short(row["reason"])}
-        readers = {head: itemgetter(read) if isinstance(read, str) else read for head, read in columns.items()}
-        table = frame_of((*self.schedules, *self.topologies), readers)
+        """A row for each: days, GPU-hours, restarts, memory, a note."""
+        names = {"what": "name", "days": "days", "GPU-hours": "gpu_hours", "restarts": "restarts", "note": "reason"}
+        columns: Record = {head: itemgetter(name) for head, name in names.items()}
+        columns["memory (GiB)"] = lambda row: row["memory_bytes"] / 2**30
+        table = frame_of((*self.schedules, *self.topologies), columns)
         # what cannot run has no numbers
         return table.mask((table == 0) & ~table.columns.isin(["restarts"]))
 
@@ -59,7 +57,6 @@ def alternatives(found: Forecast) -> Alternatives:
     """
     r, plan, t = found.request, found.request.plan, found.request.plan.topology
     ways: dict[str, Record] = {"the plan as it is": {}, "fastest at each batch size": {"adapt": "days"}}
-    ways |= {"fastest, TP and PP may change too": {"adapt": "days", "reshape": True}}
     ways |= {"cheapest at each batch size": {"adapt": "gpu_hours"}}
     schedules = [_alternative(name, r, "", **way) for name, way in ways.items()]
     fixed: Record = {name: getattr(t, name) for name in ("precision", "attention", "fp32_gradients", "offload")}
@@ -71,7 +68,7 @@ def alternatives(found: Forecast) -> Alternatives:
         changed = replace(plan, topology=c.topology, label=c.label, run=Run())
         rivals.append(_alternative(c.label, r, reason, plan=changed, adapt="days" if failing else "no"))
     able = tuple(rival for rival in rivals if rival["days"])
-    return Alternatives(schedules=tuple(schedules), topologies=able, price=r.price)
+    return Alternatives(schedules=tuple(schedules), topologies=able)
 
 
 def _alternative(name: str, request: ForecastRequest, reason: str, **changes: Any) -> Record:
@@ -79,7 +76,7 @@ def _alternative(name: str, request: ForecastRequest, reason: str, **changes: An
     found: Record = dict.fromkeys(("days", "gpu_hours", "memory_bytes", "oom_probability", "restarts"), 0)
     found |= {"name": name, "reason": reason, "forecast": None}
     try:
-        made = Forecast(request=replace(request, **{"adapt": "no", "day_worth": None, "reshape": False, **changes}))
+        made = Forecast(request=replace(request, **{"adapt": "no", "day_worth": None, **changes}))
         found |= {"days": float(made.ideal.wall_s[0]) / 86400, "gpu_hours": float(made.ideal.gpu_s[0]) / 3600}
         found |= {"restarts": len(made.jobs(made.ideal)) - 1}
         choices = [step.choice for _, schedule in made.schedules for step in schedule or ()]
@@ -107,7 +104,6 @@ def study_plan(study: Study, name: str = "", calibration: str = "") -> tuple[Pla
         require(bool(named), "plan", name, f"no plan of study {study.name} {rule}")
         entry, source = named[0], {"file": "plans.json", "made_by": found["made_by"]}
     plan = plan_from_json(entry)
-    source["prediction"] = entry.get("prediction") or {}
     return plan, calibration_of(entry, plan.cluster, calibration), source
 
 
@@ -220,10 +216,8 @@ class Decision(Described):
 
     def notes(self) -> Text:
         """The plan and the file that the figures come from."""
-        source, seconds = self.record["source"], self.record["sec_per_it"]
-        by, given = source["made_by"], source["prediction"].get("sec_per_it")
+        source, by = self.record["source"], self.record["source"]["made_by"]
         origin = f", made by {by['notebook']} on {by['time']}" if by else ""
-        origin += "" if given in (None, seconds) else f", which predicts {given:.6g} s by other constants"
         late = Text("\n\n**Attention:** plans.json was written again since; run 07_calendar again.")
         end = late if self.is_stale else Text()
         return Text.of("Plan {:code} of {}{}.{}", self.record["plan_id"], source["file"], origin, end)

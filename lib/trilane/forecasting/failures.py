@@ -63,7 +63,6 @@ class FailureModel:
         default_factory=lambda: tuple(Interruption(**stop) for stop in shipped_json("risks")["stops"])
     )
     startup_s: float = 1200.0
-    reshape_s: float = 3600.0
     queue_s: float = 7200.0
     repair_hours: float = 24.0
     spare_nodes: int | None = None
@@ -77,7 +76,7 @@ class FailureModel:
     common: float = 0.8
 
     def __post_init__(self) -> None:
-        at_least_0 = ("startup_s", "reshape_s", "queue_s", "repair_hours", "checkpoint_s", "evaluation_iters")
+        at_least_0 = ("startup_s", "queue_s", "repair_hours", "checkpoint_s", "evaluation_iters")
         for name in (*at_least_0, "slowdown_spread", "spare_nodes"):
             require_not_negative(name, getattr(self, name) or 0)
         for name in ("job_hours", "evaluation_every", "write_bytes_per_s", "slowdown"):
@@ -153,11 +152,9 @@ def wait_for_node_s(nodes: float, per_node_year: float, repair_hours: float, spa
     The nodes under repair are Poisson with mean nodes x rate x repair time (an M/M/inf queue); with `spare_nodes` or
     more of them under repair no spare is left, and the first is back after repair / (spares + 1).
     """
+    from scipy.special import gammainc  # a fifth of a second, which only forecasts need
+
     mean = nodes * per_node_year / NODE_YEAR_S * repair_hours * 3600
-    if mean > 700.0:  # e^-mean underflows, and the number scatters by a few per cent only
-        return repair_hours * 3600 / (spare_nodes + 1) if spare_nodes < mean else 0.0
-    term, below = math.exp(-mean), 0.0
-    for k in range(min(spare_nodes, 10_000)):  # the terms beyond are negligible
-        below += term
-        term *= mean / (k + 1)
-    return max(0.0, 1 - below) * repair_hours * 3600 / (spare_nodes + 1)
+    # P(n >= k) of a Poisson number n is the regularized incomplete gamma function of k and its mean
+    none_left = float(gammainc(spare_nodes, mean)) if spare_nodes else 1.0
+    return none_left * repair_hours * 3600 / (spare_nodes + 1)

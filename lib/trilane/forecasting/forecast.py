@@ -10,11 +10,10 @@ import numpy as np
 
 from trilane.config.plan import Plan
 from trilane.costmodel.uncertainty import Z90
-from trilane.forecasting.capacity import CapacityWindow
 from trilane.forecasting.failures import Cause
 from trilane.forecasting.request import ForecastRequest
 from trilane.forecasting.schedule import SOONEST, Schedule, ScheduledTopology, schedule_on
-from trilane.forecasting.simulation import Outcomes, Simulation, Stretch, Uncertainty
+from trilane.forecasting.simulation import CapacityWindow, Outcomes, Simulation, Stretch, Uncertainty
 from trilane.utils.numbers import amount, with_interval
 from trilane.utils.tables import Columns, DataFrame, Table, Text
 from trilane.utils.validation import require, shipped_json
@@ -104,7 +103,7 @@ class Forecast(Described):
         """Each window of the capacity with its schedule; None where nothing can run."""
         r, windows = self.request, self.request.windows
         adapts, worth = r.worth is not None, SOONEST if r.worth is None else r.worth
-        given = (r.calibration, r.risks.startup_s, adapts, worth, r.risks.reshape_s if r.reshape else None)
+        given = (r.calibration, r.risks.startup_s, adapts, worth)
         found = {gpus: schedule_on(r.plan, r.phases, gpus, *given) for gpus in {window.gpus for window in windows}}
         rule = "the last step never ends, and no replica on so few GPUs fits the card's memory at every batch size"
         require(found[windows[-1].gpus] is not None, "capacity.gpus", windows[-1].gpus, rule)

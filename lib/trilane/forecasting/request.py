@@ -1,10 +1,12 @@
-"""ForecastRequest: what a forecast depends on, checked at birth, and what follows: phases, windows, fixed costs."""
+"""ForecastRequest: what a forecast depends on, checked at birth: GPUs from day to day, phases, fixed costs."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,15 +18,71 @@ from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import Prediction, predict
 from trilane.costmodel.shipped import calibration_for
 from trilane.costmodel.uncertainty import Z90
-from trilane.forecasting.capacity import Capacity, CapacityStep, CapacityWindow, capacity_of, parse_day
 from trilane.forecasting.failures import Cause, FailureModel, evaluation_s
 from trilane.forecasting.schedule import SOONEST
-from trilane.forecasting.simulation import Uncertainty
+from trilane.forecasting.simulation import CapacityWindow, Uncertainty
 from trilane.utils import validation
 from trilane.utils.validation import read_json, require
 from trilane.workspace.checkpoints import checkpoint_bytes
 
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022, arXiv:2203.15556
+
+
+def parse_day(field: str, text: object) -> date:
+    """The date of "2026-03-11"; ValueError names `field` otherwise."""
+    try:
+        return date.fromisoformat(str(text))
+    except ValueError:
+        raise ValueError(f"{field}={text}: must be a date such as 2026-03-11") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityStep:
+    """`gpus` from `first_day` on. `shared`: with others, so that each restart waits in the queue."""
+
+    first_day: date
+    gpus: int
+    shared: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """Steps in the order of their days. Before the first there are no GPUs; the last never ends."""
+
+    steps: tuple[CapacityStep, ...]
+
+    def __post_init__(self) -> None:
+        require(len(self.steps) > 0, "capacity", "[]", "needs at least one step: a day and a number of GPUs")
+        for step in self.steps:
+            validation.require_integer("capacity.gpus", step.gpus, 0)
+        for earlier, later in pairwise(step.first_day for step in self.steps):
+            require(earlier < later, "capacity.from", later, f"must come after {earlier}")
+        require(any(step.gpus for step in self.steps), "capacity.gpus", 0, "no step has any GPU")
+
+    def windows(self, start: date) -> list[CapacityWindow]:
+        """The steps in seconds after midnight (UTC) of `start`, without past ones; the last one ends at infinity."""
+        edges = [max((step.first_day - start).total_seconds(), 0.0) for step in self.steps]
+        found = [CapacityWindow(start_s=0.0, end_s=edges[0], gpus=0, shared=False)]
+        for step, a, b in zip(self.steps, edges, [*edges[1:], math.inf], strict=True):
+            found.append(CapacityWindow(start_s=a, end_s=b, gpus=step.gpus, shared=step.shared))
+        return [window for window in found if window.end_s > window.start_s]
+
+
+def capacity_of(values: Any) -> Capacity:
+    """The capacity of JSON: a list of {"from": day, "gpus": count, "shared": bool}, or an object with such "steps"."""
+    for name in values if isinstance(values, dict) else ():
+        validation.require_known("capacity field", name, ("steps",))
+    steps, found = values.get("steps", []) if isinstance(values, dict) else values, list[CapacityStep]()
+    rule = 'must be a list of steps such as {"from": "2026-03-11", "gpus": 384}'
+    require(isinstance(steps, list), "capacity", json.dumps(steps)[:60], rule)
+    for step in steps:
+        require(isinstance(step, dict), "capacity step", step, 'must be an object such as {"from": ..., "gpus": ...}')
+        require("from" in step, "capacity.from", "missing", "is required")
+        # "from" is a keyword of Python and so no field's name
+        given = {**step, "first_day": parse_day("capacity.from", step["from"])}
+        del given["from"]
+        found.append(validation.from_mapping(CapacityStep, given, "capacity"))
+    return Capacity(steps=tuple(found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +103,6 @@ class ForecastRequest:
     allocation: float | None = option(None, "GPU-hours that are granted", metavar="GPU_HOURS")
     adapt: str = option("no", "let DP, MBS, nodes follow the batch", choices=("no", "days", "gpu_hours"))
     day_worth: float | None = option(None, "instead of --adapt: the price of a day", metavar="GPU_HOURS")
-    reshape: bool = option(False, "with these, let TP and PP change too")
     failures_per_node_year: float | None = option(None, "default: 1.8, uncertain by a factor of 2.2")
     checkpoint_minutes: float | None = option(None, "between checkpoints; default: Daly's optimum")
     spare_nodes: int | None = option(None, "nodes in reserve (default: 4, or what the jobs leave free)")
@@ -115,8 +172,6 @@ class ForecastRequest:
             validation.require_not_negative(name, getattr(self, name) or 0.0)
         if self.allocation is not None:
             validation.require_positive("allocation", self.allocation)
-        rule = "needs --adapt days, --adapt gpu_hours or --day-worth"
-        require(not self.reshape or self.worth is not None, "reshape", True, rule)
         rule = f"must not be before the start, {self.start}"
         require((self.deadline or date.max) >= self.start, "deadline", self.deadline, rule)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trilane.config.batch_rampup import Phase
-from trilane.config.parallelism import CHOICES, Topology, invalid_reason
+from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import columns_of
@@ -18,8 +18,7 @@ from trilane.costmodel.columns import stack as stacked
 from trilane.costmodel.iteration import iteration_columns
 from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE
-from trilane.planning.search import search_space
-from trilane.planning.space import divisors, space_around
+from trilane.planning.space import divisors
 from trilane.utils.validation import require
 
 SOONEST = 1e9  # GPU-hours that a day is worth where only the days count
@@ -46,9 +45,9 @@ class ScheduledTopology:
         return self.tp * self.pp * self.dp
 
     @property
-    def job(self) -> tuple[int, ...]:
-        """What a job cannot change without a restart; TP and PP, which need a converted checkpoint, come first."""
-        return self.tp, self.pp, self.dp, self.mbs, ("", *CHOICES["recompute"]).index(self.recompute)
+    def job(self) -> tuple[int | str, ...]:
+        """What a job cannot change without a restart."""
+        return self.tp, self.pp, self.dp, self.mbs, self.recompute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +63,11 @@ Schedule = tuple[ScheduleStep, ...]  # every phase of a run
 Options = Sequence[ScheduledTopology]  # for one batch size
 
 
-def optimize(
-    phases: Sequence[Phase], choices: Sequence[Options], restart_s: float, day_worth: float, reshape_s: float = 0.0
-) -> Schedule:
+def optimize(phases: Sequence[Phase], choices: Sequence[Options], restart_s: float, day_worth: float) -> Schedule:
     """The cheapest sequence of topologies, where a day is worth `day_worth` GPU-hours (0: only GPU-hours count).
 
-    A change of job costs `restart_s`, and `reshape_s` more where TP or PP change and the checkpoint must be converted.
-    Exact dynamic programming over the phases (Viterbi); of equally cheap ones the faster. Each phase needs a choice.
+    A change of job costs `restart_s`. Exact dynamic programming over the phases (Viterbi); of equally cheap ones the
+    faster. Each phase needs a choice.
     """
     assert all(choices), "a phase without a choice"
     best = np.zeros(0)
@@ -80,7 +77,8 @@ def optimize(
         price = np.array([c.gpus / 3600 + (day_worth + 1e-6) / 86400 for c in options])
         own = phase.iterations * np.array([c.seconds for c in options]) * price
         if i:
-            total = best + price[:, None] * _switch_s(choices[i - 1], options, restart_s, reshape_s)
+            changes = np.array([[new.job != old.job for old in choices[i - 1]] for new in options])
+            total = best + price[:, None] * changes * restart_s
             back.append(total.argmin(axis=1))
             own = own + total.min(axis=1)
         best = own
@@ -88,20 +86,13 @@ def optimize(
     for step in reversed(back):
         chosen.append(int(step[chosen[-1]]))
     picked = [options[i] for options, i in zip(choices, reversed(chosen), strict=True)]
-    pauses = [0.0, *(float(_switch_s([a], [b], restart_s, reshape_s)[0, 0]) for a, b in pairwise(picked))]
+    pauses = [0.0, *(restart_s * (a.job != b.job) for a, b in pairwise(picked))]
     parts = zip(phases, picked, pauses, strict=True)
     return tuple(ScheduleStep(phase=phase, choice=choice, pause_s=pause) for phase, choice, pause in parts)
 
 
-def _switch_s(before: Options, after: Options, restart_s: float, reshape_s: float) -> np.ndarray:
-    """Seconds to switch from each choice before (columns) to each one after (rows)."""
-    old, new = (np.array([c.job for c in group]) for group in (before, after))
-    differs = new[:, None, :] != old[None, :, :]
-    return differs.any(axis=-1) * restart_s + differs[..., :2].any(axis=-1) * reshape_s
-
-
-def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool, others: Sequence[tuple[int, int]] = ()) -> list[Topology]:
-    """Topologies for `gbs` on at most `gpus` GPUs, with the plan's tp x pp or those of `others`.
+def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool) -> list[Topology]:
+    """Topologies for `gbs` on at most `gpus` GPUs, with the plan's tp x pp, since checkpoints hold its shards.
 
     The plan's own topology where it fits and `adapt` is false; else every DP and microbatch, with the plan's or full
     recomputation, since of fewer replicas each holds larger ZeRO shards.
@@ -109,22 +100,13 @@ def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool, others: Sequence[tu
     t = plan.topology
     if t.gpus <= gpus and not adapt:
         return [dataclasses.replace(t, gbs=gbs)]
-
-    def changed(tp: int, pp: int, **fields: Any) -> Iterator[Topology]:
-        cut, chunks = t.sequence_parallel and tp > 1, t.interleaving if pp > 1 else 1  # what these sizes can have
-        with contextlib.suppress(ValueError):
-            yield dataclasses.replace(t, tp=tp, pp=pp, sequence_parallel=cut, interleaving=chunks, gbs=gbs, **fields)
-
     batches = [(mbs, dp) for mbs in sorted({*MICROBATCHES, t.mbs}) if gbs % mbs == 0 for dp in divisors(gbs // mbs)]
-    return [
-        topology
-        for tp, pp in others or [(t.tp, t.pp)]
-        for mbs, dp in batches
-        for recompute in sorted({t.recompute, "full"})
-        if tp * pp * dp <= gpus
-        for topology in changed(tp, pp, dp=dp, mbs=mbs, recompute=recompute)
-        if invalid_reason(plan.shape, topology) is None
-    ]
+    found = list[Topology]()
+    for mbs, dp in batches:
+        for recompute in sorted({t.recompute, "full"}) if t.tp * t.pp * dp <= gpus else ():
+            with contextlib.suppress(ValueError):
+                found.append(dataclasses.replace(t, gbs=gbs, dp=dp, mbs=mbs, recompute=recompute))
+    return [one for one in found if invalid_reason(plan.shape, one) is None]
 
 
 def scheduled(plan: Plan, options: Sequence[Topology], calibration: Calibration) -> list[ScheduledTopology]:
@@ -152,23 +134,17 @@ def schedule_on(
     restart_s: float,
     adapt: bool = False,
     day_worth: float = SOONEST,
-    reshape_s: float | None = None,
 ) -> Schedule | None:
     """The phases on at most `gpus` GPUs; the plan's topology is kept where it fits, unless `adapt`.
 
-    TP and PP stay unless `reshape_s`, the seconds of their change, is given: then the best four at the smallest and at
-    the full batch are tried too. None where no replica fits by number, or for some batch size by memory. ValueError
-    names batch sizes that no DP and microbatch divide.
+    None where no replica fits by number, or for some batch size by memory. ValueError names batch sizes that no DP and
+    microbatch divide.
     """
     t = plan.topology
     if gpus < t.tp * t.pp:
         return None
-    batches, others = [phase.gbs for phase in phases], [(t.tp, t.pp)]
-    for gbs in {min(batches), max(batches)} if reshape_s is not None else ():
-        space = space_around(t, [gpus], [gbs], MICROBATCHES, plan.engine)
-        best = search_space(plan.shape, plan.cluster, space, calibration, top=60).best_per_sizes(4).rows
-        others += [(c.topology.tp, c.topology.pp) for c in best]
-    found = [topologies(plan, gbs, gpus, adapt, list(dict.fromkeys(others))) for gbs in batches]
+    batches = [phase.gbs for phase in phases]
+    found = [topologies(plan, gbs, gpus, adapt) for gbs in batches]
     none = [gbs for gbs, options in zip(batches, found, strict=True) if not options]
     rule = f"no DP and microbatch of the plan's tp x pp divide it on {gpus} GPUs"
     require(not none, "ramp", ", ".join(map(str, none)), rule)
@@ -179,4 +155,4 @@ def schedule_on(
         pairs = [(each, next(predicted)) for each in options]
         # the plan's own topology stays whatever memory it needs: its risk is shown with it
         kept.append([choice for each, choice in pairs if choice.oom_probability <= IMPOSSIBLE or each == own])
-    return optimize(phases, kept, restart_s, day_worth, reshape_s or 0.0) if all(kept) else None
+    return optimize(phases, kept, restart_s, day_worth) if all(kept) else None

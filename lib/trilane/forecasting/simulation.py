@@ -5,12 +5,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trilane.forecasting.capacity import CapacityWindow
 from trilane.forecasting.failures import NODE_FAILURE, NODE_YEAR_S, Cause, FailureModel
 from trilane.utils.progress import progress
 from trilane.utils.validation import require
 
 MOST_UNDONE = 0.9  # of the work that interruptions undo: a run that loses more never ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityWindow:
+    """A time span of constant capacity, in seconds after the start of the run; `shared` with others, so that each
+    restart waits in the queue.
+    """
+
+    start_s: float
+    end_s: float
+    gpus: int
+    shared: bool
 
 
 @dataclass(frozen=True, kw_only=True)
