@@ -35,12 +35,11 @@ def test_the_first_the_skipped_and_those_of_a_smaller_batch_are_left_out(tmp_pat
     seconds = [9.0, 9.0, 7.0, 1.0, 2.0, 50.0, 3.0]
     smaller, skipped = {"global_batch_size": 2}, {"skipped": 1}
     found = result(finished(tmp_path / "run", seconds, small_plan(), _3=smaller, _6=skipped), warm_up=2)
-    assert (found["iterations"], found["left_out"], found["status"]) == (3, 4, "completed")
-    assert found["sec_per_it"] == {"median": 2, "low_quartile": 1.5, "high_quartile": 2.5, "least": 1, "most": 3}
-    assert (found["spread"], found["tokens_per_s"]) == (0.25, 4 * 32 / 2)
+    assert (found["iterations"], found["iterations_counted"], found["status"]) == (7, 3, "completed")
+    assert (found["sec_per_it"], found["sec_per_it_spread"], found["tokens_per_s"]) == (2, 0.25, 4 * 32 / 2)
     assert found["memory_bytes"] == {"0": 7 * 2**20, "1": 8 * 2**20}
     flops = small_plan().shape.flops_per_iteration(4)
-    assert found["flops_per_s_per_gpu"] == pytest.approx(flops / 2)
+    assert found["tflops"]["narayanan"] == pytest.approx(flops / 2 / 1e12)
     assert found["mfu"] is None, "what a CPU was measured to do is no peak"
 
 
@@ -78,8 +77,8 @@ def test_the_command_trains_and_prints_exactly_one_object(
     path.write_text(json.dumps(replace(plan, data=replace(plan.data, folder=str(data))).to_json()))
     assert main(["measure", "plan", str(path), "--iterations", "8", "--leave-out", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["iterations"], found["left_out"], found["status"]) == (5, 3, "completed")
+    assert (found["iterations_counted"], found["status"]) == (5, "completed")
     assert found["made_by"]["versions"]["megatron-core"] == "0.16.1"
     assert set(found["memory_bytes"]) == {"0"}
     assert main(["measure", "plan", str(tmp_path / "small-benchmark-8"), "--leave-out", "3"]) == 0
-    assert "5, 3 left out" in capsys.readouterr().out
+    assert "over 5 iterations" in capsys.readouterr().out

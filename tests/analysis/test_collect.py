@@ -116,10 +116,7 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
     assert m.memory_bytes == 8 * 2**20 and m.status == "completed"
     tflops = m.flops_per_s_per_gpu / 1e12
 
-    bench = benchmark.result(folder)
-    assert (bench["iterations"], bench["left_out"], bench["global_batch_size"]) == (8, 15, 4)
-    assert (bench["sec_per_it"]["median"], bench["flops_per_s_per_gpu"]) == (m.sec_per_it, m.flops_per_s_per_gpu)
-    assert (max(bench["memory_bytes"].values()), bench["status"]) == (m.memory_bytes, m.status)
+    assert benchmark.result(folder).items() >= m.to_json().items()
 
     for record in parsed(capsys, folder, folder / "run.log")[1]:
         assert (record["iterations_counted"], record["global_batch_size"]) == (8, 4)

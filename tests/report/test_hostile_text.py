@@ -120,7 +120,6 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Study]:
         notebook.run("08_decision", made, title=TEXT)
         shutil.copytree(made.folder, made.folder.with_name("other"))
         notebook.run("09_compare", made, studies="s,other")
-        (made.folder / "headline.json").write_text(json.dumps({"cards": [{"value": TEXT, "label": NAME}, 7]}))
         (made.folder / f"{NAME}.csv").touch()
         (made.folder / f"javascript:pwned() {NAME}.ipynb").write_text(json.dumps({"cells": TEXT}))
         write_index(made)

@@ -90,7 +90,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         study.save("plans.json", {"plans": [entry]}, "02")
         study.save("sizing.json", sizing, "01")
         study.save("calibration.json", calibration, "04")
-        study.save("headline.json", {"cards": [{"value": "1", "label": "a"}]}, "06")
+        study.save("decision.json", {"recommendation": {"verdict": "Start", "change": "a"}}, "08")
         (study.folder / "runs.txt").write_text("runs/r\n")
         (study.folder / "chain.json").write_text(json.dumps({"site": "test", "links": ["runs/r"]}))
         rows = (Path(sites.__file__).parents[1] / "data/measured.csv").read_text().splitlines()[:4]
@@ -171,7 +171,7 @@ FILES: dict[str, tuple[Reader, ...]] = {
     ),
     "s/sizing.json": (lambda study: Study("s").model(),),
     "s/calibration.json": (lambda study: calibration_for(load_cluster("jz-h100"), "s"),),
-    "s/headline.json": (lambda study: index.headline(Study("s")),),
+    "s/decision.json": (lambda study: index.recommended(Study("s")),),
     "s/runs.txt": (sweep.members, BEGIN),
     "s/chain.json": (chain.stages_of,),
     "s/measured.csv": (cli("logs", "parse", "{}/measured.csv"),),

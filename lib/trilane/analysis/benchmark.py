@@ -7,8 +7,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from trilane.analysis.measure import measure, memory_by_rank
 from trilane.analysis.steady_state import WARM_UP
 from trilane.config.batch_rampup import Ramp
@@ -49,52 +47,26 @@ def shortened(plan: Plan, iterations: int) -> Plan:
 
 
 def result(folder: Path, warm_up: int = WARM_UP) -> dict[str, Any]:
-    """The run in `folder` as one JSON object, by its Measurement; null where the run left nothing to count.
+    """The run in `folder` as `logs parse --json` has it, with its plan's label, engine and topology.
 
-    Seconds in full (median, quartiles, extremes), rates per second, bytes by rank. `left_out` is how many iterations
-    do not count (see analysis.steady_state). FLOPs are Narayanan's; `mfu` is null on a CPU: the rate in its cluster
-    file is a measured one, and no peak.
+    `memory_bytes` are those of each rank. `mfu` is null on a CPU: the rate in its cluster file is a measured one, and
+    no peak.
     """
     m, plan = measure(folder, warm_up), read_plan(folder / "plan.json")
-    found: dict[str, Any] = {
-        "label": plan.label,
-        "engine": plan.engine,
-        "parameters": plan.shape.parameters,
-        "topology": asdict(plan.topology),
-        "status": m.status,
-        "evidence": m.log.evidence,
-        "iterations": m.iterations,
-        "left_out": len(m.log.iterations) - m.iterations,
-        "sec_per_it": None,
+    return {
+        **{"label": plan.label, "engine": plan.engine, "topology": asdict(plan.topology), **m.to_json()},
+        "memory_bytes": {str(rank): int(value) for rank, value in memory_by_rank(m.log).items()},
+        "made_by": read_json(folder / "env.json", "stamp") if (folder / "env.json").exists() else {},
     }
-    if m.iterations:
-        names = ("least", "low_quartile", "median", "high_quartile", "most")
-        found |= {
-            "global_batch_size": int(m.config.gbs),
-            "sec_per_it": dict(zip(names, np.quantile(m.seconds, [0, 0.25, 0.5, 0.75, 1]).tolist(), strict=True)),
-            "spread": m.spread,
-            "samples_per_s": m.config.gbs / m.sec_per_it,
-            "tokens_per_s": m.tokens_per_s,
-            "flops_per_s_per_gpu": m.flops_per_s_per_gpu,
-            "mfu": m.utilization.get("mfu"),
-        }
-    found["memory_bytes"] = {str(rank): int(value) for rank, value in memory_by_rank(m.log).items()}
-    found["last_loss"] = m.last_loss if m.last_loss == m.last_loss else None
-    found["made_by"] = read_json(folder / "env.json", "stamp") if (folder / "env.json").exists() else {}
-    return found
 
 
 def text(found: dict[str, Any]) -> str:
-    """The result in three lines."""
-    lines, seconds = (
-        [f"{found['label']} ({found['engine']}): {found['status']}: {found['evidence']}"],
-        found["sec_per_it"],
-    )
-    if seconds:
-        middle = "{median:.4f} s an iteration (quartiles {low_quartile:.4f} to {high_quartile:.4f})".format(**seconds)
-        lines.append(f"{middle} over {found['iterations']}, {found['left_out']} left out")
-        mfu = f", MFU {found['mfu']:.1%}" if found["mfu"] is not None else ""
+    """The result in two lines."""
+    lines = [f"{found['label']} ({found['engine']}): {found['status']}: {found['evidence']}"]
+    if found["sec_per_it"]:
+        spread = f"±{found['sec_per_it_spread']:.1%} over {found['iterations_counted']} iterations"
+        rates = [f"{found['tokens_per_s']:.0f} tokens/s", f"{found['tflops']['narayanan']:.4g} TFLOP/s per GPU"]
+        rates += [f"MFU {found['mfu']:.1%}"] * (found["mfu"] is not None)
         gib = max(found["memory_bytes"].values(), default=0) / 2**30
-        rates = f"{found['tokens_per_s']:.0f} tokens/s, {found['flops_per_s_per_gpu'] / 1e12:.4g} TFLOP/s per GPU{mfu}"
-        lines.append(f"{rates}, fullest rank {gib:.2f} GiB")
+        lines.append(f"{found['sec_per_it']:.4f} s {spread}, {', '.join(rates)}, fullest rank {gib:.2f} GiB")
     return "\n".join(lines)

@@ -92,7 +92,7 @@ class MeasuredRuns(Table):
 
     def efficiency(self) -> Table:
         """Which iterations do not count and why, and where time is lost."""
-        heads = "Left out", "Tokens/s", "Lost", "Bubble", "Waits", "MFU", "HFU"
+        heads = "Left out", "Tokens/s", "Lost", "MFU", "HFU"
         return _table([m for m in self.shown if m.iterations][:SHOWN], *heads)
 
     def curves(self) -> dict[str, Curve]:

@@ -12,12 +12,10 @@ from trilane.utils.tables import Text
 from trilane.utils.validation import require
 
 # Seven pairs of runs of one configuration on one day among the shipped rows differ by 0.6, 1.1, 1.1, 1.4, 2.7, 9.0 and
-# 15.5 % (tests recompute it). A claim on single runs must exceed their mean square; the number of repeats is computed
-# from their median, the usual difference. On another day the network may differ: 76 % once.
+# 15.5 % (tests recompute it). A claim on single runs must exceed their mean square. On another day the network may
+# differ: 76 % once.
 SINGLE_DEVIATION = 0.049  # of ln(seconds)
 SINGLE_FREEDOM = 7
-USUAL_DEVIATION = 0.0144
-MOST_REPEATS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +24,6 @@ class Comparison:
 
     low, high      its confidence interval; `decided` where 0 lies outside
     deviation      of ln(seconds) between runs of one side; `source` is where that number comes from
-    repeats        runs a side that would decide a difference as large as the one seen with 80 % power; 0 for more than
-                   MOST_REPEATS
     """
 
     runs_a: int
@@ -41,7 +37,6 @@ class Comparison:
     confidence: float
     deviation: float
     source: str
-    repeats: int
     notes: tuple[str, ...] = ()
 
     @property
@@ -57,11 +52,9 @@ class Comparison:
             near, far = sorted(map(abs, ends))
             word = "faster" if self.change < 0 else "slower"
             return f"B is {size:.1%} {word} ({near:.1%} to {far:.1%}, {self.confidence:.0%})"
-        span, more = f"{ends[0]:+.1%} to {ends[1]:+.1%}", self.repeats or f"more than {MOST_REPEATS}"
-        return (
-            f"no difference shown: B takes {size:.1%} {'less' if self.change < 0 else 'more'} time than A, which may "
-            f"be {span} ({self.confidence:.0%}); to show a difference of that size takes {more} runs a side"
-        )
+        change = f"{size:.1%} {'less' if self.change < 0 else 'more'} time than A"
+        span = f"{ends[0]:+.1%} to {ends[1]:+.1%} ({self.confidence:.0%})"
+        return f"no difference shown: B takes {change}, which may be {span}; more runs a side narrow that"
 
     def __str__(self) -> str:
         unit = "an iteration" if self.unit == "iteration" else "a token"
@@ -96,15 +89,14 @@ def compare(a: Sequence[Measurement], b: Sequence[Measurement], confidence: floa
         sides.append(np.log([seconds for seconds in times if 0 < seconds < math.inf]))
         require(len(sides[-1]) > 0, name, "no run", "of these has a time of an iteration")
     x, y = sides
-    (middle_a, middle_b), single = (float(np.mean(side)) for side in sides), min(len(x), len(y)) == 1
+    middle_a, middle_b = (float(np.mean(side)) for side in sides)
     deviation, error, freedom, source = _spread(x, y, max(map(_own_error, (*a, *b))))
     change, reach = middle_b - middle_a, float(t.ppf((1 + confidence) / 2, freedom)) * error
     found: dict[str, Any] = {"runs_a": len(x), "runs_b": len(y)}
     found |= {"seconds_a": math.exp(middle_a), "seconds_b": math.exp(middle_b), "change": change}
     found |= {"low": change - reach, "high": change + reach, "confidence": confidence}
     found |= {"deviation": deviation, "source": source, "notes": tuple(_notes(a, b))}
-    repeats = repeats_needed(change, USUAL_DEVIATION if single else deviation, confidence)
-    return Comparison(**found, unit="token" if per_token else "iteration", repeats=repeats)
+    return Comparison(**found, unit="token" if per_token else "iteration")
 
 
 def by_topology(runs: Sequence[Measurement]) -> list[list[Measurement]]:
@@ -114,19 +106,6 @@ def by_topology(runs: Sequence[Measurement]) -> list[list[Measurement]]:
         c = m.config
         groups.setdefault((c.shape, c.gbs, c.tp, c.pp, c.dp, c.mbs) if c.gpus else m.name, []).append(m)
     return list(groups.values()) or [[]]
-
-
-def repeats_needed(change: float, deviation: float, confidence: float = 0.95, power: float = 0.8) -> int:
-    """Runs a side, at least 2, after which Welch's test finds `change` with that power; 0 above MOST_REPEATS.
-
-    The smallest n with n >= 2 (t_(1+confidence)/2 + t_power)^2 deviation^2 / change^2, t of 2 n - 2 degrees.
-    """
-    from scipy.stats import t
-
-    n = np.arange(2, MOST_REPEATS + 1)
-    quantiles = t.ppf((1 + confidence) / 2, 2 * n - 2) + t.ppf(power, 2 * n - 2)
-    enough = n * change**2 >= 2 * (quantiles * deviation) ** 2
-    return int(n[enough][0]) if enough.any() else 0
 
 
 def _spread(x: np.ndarray, y: np.ndarray, least: float) -> tuple[float, float, float, str]:

@@ -54,7 +54,6 @@ class Measurement:
     flops_per_s     per GPU by definition (flops.DEFINITIONS, and `printed` and `profiler` where the log has them)
     utilization     mfu and hfu, where the card is known
     lost_share      of the printed time that iterations took beyond the median: stalls, evaluations, checkpoints
-    bubble, waited  the ideal pipeline's idle share, and what the timers show (an upper bound)
     memory_bytes    the fullest rank's peak
     """
 
@@ -70,8 +69,6 @@ class Measurement:
     flops_per_s: dict[str, float] = field(default_factory=dict)
     utilization: dict[str, float] = field(default_factory=dict)
     lost_share: float
-    bubble: float
-    waited: float
     memory_bytes: float
     first_loss: float
     last_loss: float
@@ -179,8 +176,6 @@ def measure_log(
         flops_per_s={**flops.printed_rates(log), **rates},
         utilization=flops.utilization(config, seconds),
         lost_share=float(np.maximum(later - seconds, 0).sum() / later.sum()) if later.any() else math.nan,
-        bubble=ideal_bubble(config),
-        waited=phases(log, window).get("pipeline_wait", math.nan) / seconds if is_timed else math.nan,
         memory_bytes=float(max(memory_by_rank(log).values(), default=math.nan)),
         first_loss=float(loss[0]) if len(loss) else math.nan,
         last_loss=float(loss[-1]) if len(loss) else math.nan,
@@ -256,15 +251,3 @@ def phases(log: RunLog, window: SteadyState | None = None) -> dict[str, float]:
         if phase and not includes and not (phase == "data" and "forward-compute" in medians):
             found[phase] = found.get(phase, 0.0) + float(seconds)
     return {name: found[name] for name in TIMERS["phases"] if name in found}
-
-
-def ideal_bubble(config: RunConfig) -> float:
-    """Share of an iteration that an ideal 1F1B pipeline is idle: (p - 1) / (m v + p - 1); NaN where m is unknown.
-
-    p stages, m microbatches, v chunks a stage (interleaving). Narayanan et al. 2021, arXiv:2104.04473, section 2.2,
-    who state it relative to the ideal time: (p - 1) / (m v). Left out: unequal stages, transfers.
-    """
-    p, m = config.pp, config.microbatches
-    if p == 1:
-        return 0.0
-    return (p - 1) / (m * config.interleaving + p - 1) if m else math.nan

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,8 +19,7 @@ from trilane.costmodel.predict import Prediction, predict, sizes_of
 from trilane.costmodel.uncertainty import Z90, Posterior, posterior
 from trilane.planning.search import search_space
 from trilane.planning.space import space_around
-from trilane.utils.numbers import amount
-from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, grouped
+from trilane.utils.tables import Columns, DataFrame, Html, Table, Text
 from trilane.workspace.study import Study
 
 NOTHING = Text("Nothing to predict: the logs give no shape and topology, or `cluster` is not given.")
@@ -75,24 +73,6 @@ class Recalibration(Table):
     def inside(self) -> int:
         """Runs whose seconds lay within the 90 % interval of the prediction before any of them."""
         return sum(p.sec_lo <= m.sec_per_it <= p.sec_hi for p, m in zip(self.before, self.runs, strict=True))
-
-    def headline(self, timed: Sequence[Measurement]) -> dict[str, Any]:
-        """The cards of the study's index: the fastest run of the model with most runs, and how near predictions were
-        before any run and after recalibration with these very runs.
-        """
-        models = grouped(timed, lambda m: (m.config.shape, m.config.gbs))
-        most = max(models.values(), key=lambda runs: len(runs)) if models else []
-        best = min(most, key=lambda m: m.sec_per_it, default=None)
-        if best is None:
-            return {"cards": [{"value": "none", "label": "timed runs"}]}
-        cards = {f"an iteration of the fastest run, {best.name}": f"{amount(best.sec_per_it)} s"}
-        if best.config.parameters:
-            cards["parameters"] = f"{amount(best.config.parameters / 1e6)} M"
-        when = {"before these runs": self.before, "after recalibration by them": self.after} if self else {}
-        for label, found in when.items():
-            ratios = [p.sec_per_it / m.sec_per_it for p, m in zip(found, self.runs, strict=True)]
-            cards[f"predicted / measured seconds, {label}"] = f"{min(ratios):.3g} to {max(ratios):.3g}"
-        return {"cards": [{"value": value, "label": label} for label, value in cards.items()]}
 
     def measured_rows(self) -> DataFrame:
         """The measured runs in the columns that measured_rows.read_rows takes: `trilane plan backtest` fits to them."""

@@ -46,11 +46,6 @@ class RunConfig:
     peak_flops_per_s: float = 0.0
     note: str = ""
 
-    @property
-    def microbatches(self) -> float:
-        """Microbatches per iteration and replica; 0 where unknown."""
-        return self.gbs / (self.mbs * self.dp) if self.mbs else 0
-
 
 def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) -> RunConfig:
     """The configuration of a run, its full batch size also where it still ramps up: its plan's where there is one, else

@@ -64,8 +64,6 @@ COLUMNS: Mapping[str, tuple[str, str | Callable[[Measurement], Any], str | Calla
     "MFU": ("mfu", lambda m: m.utilization.get("mfu", math.nan), percent),
     "HFU": ("hfu", lambda m: m.utilization.get("hfu", math.nan), percent),
     "Lost": ("lost", "lost_share", percent),
-    "Bubble": ("bubble", "bubble", percent),
-    "Waits": ("waits", "waited", percent),
     "Iterations": ("iterations", lambda m: len(m.log.iterations), "{:.0f}"),
     "Loss": ("loss", "last_loss", "{:.4g}"),
     "Losses": ("losses", lambda m: f"{m.first_loss:.2f} → {m.last_loss:.2f}" * (m.last_loss == m.last_loss), ""),

@@ -4,7 +4,6 @@ import base64
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
@@ -27,11 +26,10 @@ def write_index(study: Study) -> Path:
     with FolderLock([study.folder], ".index.lock", "study").held(20.0):
         notebooks = sorted(study.folder.glob("*.ipynb"), key=lambda path: (path.stem != "08_decision", path))
         runs = [_run_row(folder) for folder in study.run_folders()]
-        cards = (Html.of('<div class="card"><b>{value}</b><span>{label}</span></div>', **c) for c in headline(study))
         links = [Html.link(path.name, path.name) for path in sorted(study.folder.iterdir()) if _is_result(path)]
         parts = [
             Html.of("<h1>Study “{}”</h1>", study.name),
-            Html.of('<div class="cards">{}</div>', Html.joined("\n", cards)),
+            Html.of('<div class="cards">{}</div>', Html.joined("\n", recommended(study))),
             Html("<h2>Notebooks</h2>"),
             table(("Question", "Status", "Seconds", "Executed copy"), map(_notebook_row, notebooks)),
             *[Html("<h2>Runs</h2>"), table(("Run", "Status", "Evidence", "Files"), runs)] * bool(runs),
@@ -79,14 +77,13 @@ def _is_result(path: Path) -> bool:
     return path.suffix in (".json", ".csv") or path.name == "runs.html" or path.name.endswith("-session.html")
 
 
-def headline(study: Study) -> list[dict[str, Any]]:
-    """The figures on top of the index, from decision.json and headline.json; those that exist and can be read."""
-    cards = read_field(study.folder / "headline.json", lambda values: list(values["cards"])) or []
+def recommended(study: Study) -> list[Html]:
+    """What 08_decision recommends, as the card on top of the index; none where there is no page that can be read."""
     advice = read_field(study.folder / "decision.json", lambda values: values["recommendation"])
-    if isinstance(advice, dict) and advice.get("verdict"):
-        label = f"recommended by 08_decision {advice.get('change', '')}"
-        cards = [{"value": advice["verdict"], "label": label}, *cards]
-    return [card for card in cards if isinstance(card, dict) and {"value", "label"} <= set(card)]
+    if not (isinstance(advice, dict) and advice.get("verdict")):
+        return []
+    label = f"recommended by 08_decision {advice.get('change', '')}"
+    return [Html.of('<div class="card"><b>{}</b><span>{}</span></div>', advice["verdict"], label)]
 
 
 def _notebook_row(path: Path) -> list[object]:
