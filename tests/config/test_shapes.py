@@ -1,12 +1,14 @@
 """Shapes of files and of five numbers; the parameters of a config.json are those that transformers makes of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trilane.cli.app import main
-from trilane.config.shapes import configs, read_shape, shape_of_config
+from trilane.config.model import ModelShape, parse_shape
+from trilane.config.shapes import configs, family_of, read_shape, shape_of_config
 
 # Sizes of config.json as published on huggingface.co.
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
@@ -18,9 +20,6 @@ QWEN2 = LLAMA | {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size"
 QWEN2 |= {"num_hidden_layers": 28, "num_key_value_heads": 4, "vocab_size": 152064, "use_sliding_window": False}
 BLOOM = {"model_type": "bloom", "n_embed": 4096, "n_head": 32, "n_layer": 30, "vocab_size": 250880, "seq_length": 2048}
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
-FALCON = {"model_type": "falcon", "hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 24}
-FALCON |= {"vocab_size": 50304, "alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}
-FALCON |= {"max_position_embeddings": 2048}
 
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 384}
@@ -31,8 +30,6 @@ MADE = [
     ("bloom", {"seq_length": 128}),
     ("opt", {"ffn_dim": 192, "word_embed_proj_dim": 64}),
     ("opt", {"ffn_dim": 192, "word_embed_proj_dim": 64, "enable_bias": False}),
-    ("falcon", {"parallel_attn": False, "alibi": True, "bias": True, "multi_query": False}),
-    ("falcon", {"parallel_attn": False, "tie_word_embeddings": False, "ffn_hidden_size": 128}),
     ("nemotron", {"num_key_value_heads": 2, "head_dim": 16}),
     ("starcoder2", {"num_key_value_heads": 2}),
     ("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
@@ -50,7 +47,7 @@ NOT_COUNTED = {"opt": 2 * 64, "qwen3": 2 * 2 * 16}  # what the notes tell: two p
 def test_the_parameters_are_those_of_the_model_that_transformers_makes(kind: str, values: dict) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    width = {} if kind in ("gpt2", "bloom", "opt", "falcon") else {"intermediate_size": 192}
+    width = {} if kind in ("gpt2", "bloom", "opt") else {"intermediate_size": 192}
     config = transformers.CONFIG_MAPPING[kind](**SMALL, **tokens, **width, **values)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -60,7 +57,7 @@ def test_the_parameters_are_those_of_the_model_that_transformers_makes(kind: str
     assert bool(found.notes) == (kind in NOT_COUNTED or kind in ("gpt_neox", "nemotron"))
 
 
-def test_every_family_is_compared_with_transformers() -> None:
+def test_every_type_is_compared_with_transformers() -> None:
     assert {kind for kind, _ in MADE} == set(configs())
 
 
@@ -119,7 +116,7 @@ def test_a_vocabulary_is_padded_where_nobody_padded_it(tmp_path: Path) -> None:
 BAD = [
     ({"model_type": "mixtral", "num_local_experts": 8}, "num_local_experts=8: a shape has one MLP a layer, no experts"),
     ({"kv_lora_rank": 512}, "kv_lora_rank=512: a shape has heads of queries, keys and values, no latent attention"),
-    ({"model_type": "mamba2"}, "model_type=mamba2: known: bloom, falcon,"),
+    ({"model_type": "mamba2"}, "model_type=mamba2: known: bloom, gemma,"),
     ({"alibi": True}, "alibi=true: a model of type llama has rotary positions"),
     ({"head_dim": 64}, "head_dim=64: a shape has hidden_size / num_attention_heads = 128"),
     ({"intermediate_size": None}, "intermediate_size=missing: is not in the configuration"),
@@ -144,3 +141,39 @@ def test_what_is_no_dense_decoder_is_one_line(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"trilane: {message}"), err
+
+
+LEARNED = parse_shape("2,64,4,64,384")
+ALIBI = replace(LEARNED, positions="alibi", embedding_layernorm=True, activation="gelu-tanh")
+ROTARY = replace(LEARNED, positions="rotary", normalization="rmsnorm", activation="swiglu", biases="none")
+GROUPED = replace(ROTARY, biases="qkv")
+
+
+@pytest.mark.parametrize(
+    ("shape", "model"),
+    [
+        (replace(LEARNED, ffn_hidden_size=128, tied_embeddings=False), "GPT2LMHeadModel"),
+        (ALIBI, "BloomForCausalLM"),
+        (replace(ROTARY, num_key_value_heads=2, tied_embeddings=False), "LlamaForCausalLM"),
+        (GROUPED, "Qwen2ForCausalLM"),
+    ],
+)
+def test_a_shape_has_its_family(shape: ModelShape, model: str) -> None:
+    assert family_of(shape).config(shape)["architectures"] == [model]
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (
+            replace(LEARNED, positions="none"),
+            "positions=none: GPT-2 has learned ones, BLOOM alibi, Llama rotary",
+        ),
+        (replace(ALIBI, activation="gelu"), "activation=gelu: BloomForCausalLM has gelu-tanh"),
+        (replace(GROUPED, activation="geglu"), "activation=geglu: LlamaForCausalLM has swiglu"),
+    ],
+)
+def test_a_shape_without_family_is_refused_by_the_name_of_a_field(shape: ModelShape, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        family_of(shape)
+    assert str(caught.value) == message

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from trilane.config.cluster import Cluster
-from trilane.config.hf_families import misfit_of
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
+from trilane.config.shapes import misfit_of
 
 ENGINES = ("megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")
 FLASH_HEAD_DIM = 256  # channels: the largest head of FlashAttention 2 (its README, 'head dimension up to 256')

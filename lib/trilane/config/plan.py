@@ -18,11 +18,15 @@ from trilane.utils.validation import from_mapping, read_json, require, require_l
 
 # What results write next to the fields of a plan: derived from it, so never read back.
 DERIVED = ("id", "prediction", "calibration", "parameters", "tflops", "mfu", "hfu", "days", "measured", "why")
-# Fields of a run in plan files of before 0.1.0, and what to do instead.
+# Fields that plan files of before 0.1.0 have: ignored where they were off.
 GONE = {
-    "trace_packages": "see `debug capture`",
-    "order_samples": "no sample's place depends on the run's length any more",
-    "profile": "is gone; `timers` has the seconds of each phase, `nsys profile` around the run its kernels",
+    "run": {
+        "trace_packages": "is now `trilane debug capture`",
+        "trace_calls": "is now `trilane debug capture`",
+        "order_samples": "no sample's place depends on the run's length any more",
+        "profile": "is gone; `timers` has the seconds of each phase, `nsys profile` around the run its kernels",
+    },
+    "optimizer": {"lr_changes": "change lr and min_lr in plan.json, and resume"},
 }
 
 
@@ -120,10 +124,11 @@ class Plan:
 def plan_from_json(values: dict[str, Any]) -> Plan:
     """The plan of a JSON object; an `id` and a `prediction`, as results of a search carry, are set aside."""
     fields = {k: v for k, v in values.items() if k not in DERIVED} if isinstance(values, dict) else values
-    if isinstance(fields, dict) and isinstance(run := fields.get("run"), dict):
-        for name, successor in GONE.items():
-            require(not run.get(name), name, run.get(name), successor)
-        fields["run"] = {k: v for k, v in run.items() if k not in (*GONE, "trace_calls")}
+    for part, gone in GONE.items():
+        if isinstance(fields, dict) and isinstance(held := fields.get(part), dict):
+            for name, rule in gone.items():
+                require(not held.get(name), name, held.get(name), rule)
+            fields[part] = {k: v for k, v in held.items() if k not in gone}
     return from_mapping(Plan, fields, "plan")
 
 

@@ -67,17 +67,6 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LrChange:
-    """A factor of the learning rate, until the next change; relative to the schedule: 0.5 and 0.25 quarter it."""
-
-    samples: int = option(help="from the iteration on that begins at this sample", minimum=0)
-    factor: float = option(help="of the schedule's rate, min_lr included", above=0, maximum=100)
-
-    def __post_init__(self) -> None:
-        check(self, "lr_changes ")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """AdamW and its schedule: linear warm-up, then cosine from `lr` to `min_lr`, both counted in samples."""
 
@@ -90,7 +79,6 @@ class Optimizer:
     adam_beta2: float = option(0.95, "of the mean of their squares", minimum=0, below=1, megatron="adam-beta2")
     adam_eps: float = option(1e-8, "added to the root of this mean", minimum=0, megatron="adam-eps")
     clip_grad: float = option(1.0, "limit of the gradient norm; 0: none", minimum=0, megatron="clip-grad")
-    lr_changes: tuple[LrChange, ...] = option((), "factors of the learning rate from some sample on")
     # Radford et al. 2019 (GPT-2), section 2.3: over sqrt(2 num_layers) where they write to the residual stream
     init_std: float = option(0.02, "of the initial weights", above=0, maximum=1, megatron="init-method-std")
     # Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, section 5: 1e-4; logged losses are without it
@@ -101,8 +89,6 @@ class Optimizer:
     def __post_init__(self) -> None:
         check(self)
         require(self.min_lr <= self.lr, "min_lr", self.min_lr, f"must be at most lr={self.lr}")
-        begins = [change.samples for change in self.lr_changes]
-        require(begins == sorted(set(begins)), "lr_changes", begins, "their samples must rise")
 
     def learning_rate(self, samples: int, total_samples: int) -> float:
         """The rate of the iteration that ends at `samples` consumed, of `total_samples` in the run.
@@ -110,16 +96,14 @@ class Optimizer:
             s <= w      lr s / w                                                    linear warm-up over w samples
             s >  w      min_lr + (lr - min_lr) (1 + cos(pi (s - w) / (d - w))) / 2  cosine to d samples, then min_lr
 
-        d is decay_samples, or the whole run where that is 0; all of it times the factor of lr_changes. As Megatron-LM's
-        OptimizerParamScheduler (which has no such factor), but one step ahead: Megatron counts the samples before the
-        iteration, so its first step under warm-up has rate 0.
+        d is decay_samples, or the whole run where that is 0. As Megatron-LM's OptimizerParamScheduler, but one step
+        ahead: Megatron counts the samples before the iteration, so its first step under warm-up has rate 0.
         """
         warmup, decay = self.warmup_samples, self.decay_samples or total_samples
-        factor = ([1.0] + [change.factor for change in self.lr_changes if change.samples < samples])[-1]
         if samples <= warmup:
-            return self.lr * samples / warmup * factor
+            return self.lr * samples / warmup
         progress = min(1.0, (samples - warmup) / max(1, decay - warmup))
-        return (self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * progress)) / 2) * factor
+        return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
 @dataclass(frozen=True, kw_only=True)

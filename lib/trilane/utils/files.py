@@ -34,11 +34,6 @@ def json_lines(text: str) -> list[dict[str, Any]]:
     return [values for line in text.split("\n") if (values := json_object(line)) is not None]
 
 
-def damaged_lines(text: str) -> int:
-    """How many lines json_lines() skips; a blank one is not damaged."""
-    return sum(bool(line.strip()) for line in text.split("\n")) - len(json_lines(text))
-
-
 def json_object(text: str) -> dict[str, Any] | None:
     """The JSON object in a text; None for any other text."""
     try:

@@ -90,14 +90,6 @@ class Mark:
         away = np.mean([(a - b) ** 2 for a, b in zip(self.sketch, other.sketch, strict=True)]) ** 0.5
         return float(away / max(self.norm, other.norm, 1e-38))
 
-    def scaled(self, other: "Mark") -> float | None:
-        """The factor f if this is f times `other`, within 0.1 %; None otherwise."""
-        mine, theirs = np.array(self.sketch), np.array(other.sketch)
-        if not theirs @ theirs > 0 or not self.norm > 0:
-            return None
-        factor = float(mine @ theirs / (theirs @ theirs))
-        return factor if np.linalg.norm(mine - factor * theirs) < 1e-3 * np.linalg.norm(mine) else None
-
     def to_json(self) -> list[Any]:
         return [f"{self.hash:016x}", self.squares, self.total, self.low, self.high, *self.sketch]
 

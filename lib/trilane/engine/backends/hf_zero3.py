@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import logging
 
-from trilane.config.hf_families import family_of
 from trilane.config.plan import Plan
+from trilane.config.shapes import family_of
 from trilane.engine.backends.base import Microbatch, Named
 from trilane.engine.backends.deepspeed_zero import DeepSpeedStates, DeepSpeedZero
 from trilane.engine.checkpoint.huggingface import ours, theirs

@@ -1,7 +1,7 @@
 """A checkpoint as a folder of Hugging Face's transformers: GPT-2, BLOOM, Llama and their like.
 
 `trilane convert huggingface CHECKPOINT OUT` writes the weights (fp32, one file at a time in memory) and a config.json
-for `from_pretrained(OUT)`. The families: config/hf_families.py.
+for `from_pretrained(OUT)`. The families: config/shapes.py.
 
 Canonical: a matrix is (out, in); the rows of `linear_qkv` go by group of heads that share keys and values: (group, its
 queries ... | key | value, channel); a gated `linear_fc1` is (gate | up, channel, in). Where a family keeps such parts
@@ -21,8 +21,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from trilane.config.hf_families import Family, family_of
 from trilane.config.model import ModelShape
+from trilane.config.shapes import Family, family_of
 from trilane.engine.checkpoint.slices import assemble
 from trilane.engine.model.parameters import whole_sizes
 from trilane.utils.files import replace_text
