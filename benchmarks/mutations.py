@@ -262,7 +262,6 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("== y[:3]", "<= y[:3]"),
         ("> 0.5 * abs(moved)", "> 0"),
         ('r.differs("global_batch_size") or (r.has', "(r.has"),
-        ("once = one != two or", "once ="),
     ],
     ("hang", "diagnose/suspects.py", "diagnose/test_hang_scenes.py"): [
         ("len(apart) * 2 <", "len(apart) <"),

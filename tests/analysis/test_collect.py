@@ -69,19 +69,18 @@ def test_the_plan_of_a_run_folder_supplies_what_its_log_lacks(tmp_path, capsys):
     assert parsed(capsys, tmp_path / "run.log")[1][0]["tflops"] == {}, "a broken plan does not hide the log"
 
 
-def test_a_notebook_shows_the_first_of_many_runs_failed_ones_first_in_the_order_of_a_column(tmp_path):
+def test_a_notebook_shows_the_first_of_many_runs_failed_ones_first(tmp_path):
     wrong = m2021(4, loss=9.0).replace("rate: 1.000E-04", "rate: 7.000E+00")
     for number in range(45):
         text = DUMP + "".join(m2021(i, ms=1000.0 + number) for i in range(1, 11))
         text = text.replace(m2021(4, ms=1000.0 + number), wrong) if number == 7 else text
         (tmp_path / f"{number:02d}.log").write_text(text + ("ValueError: no\n" if number == 9 else ""))
-    runs = measure_runs(Study("s"), str(tmp_path), sort="sec/it")
+    runs = measure_runs(Study("s"), str(tmp_path))
     assert (len(runs.endings().to_frame()), len(runs.efficiency().to_frame()), len(runs.drawn)) == (40, 40, 8)
     assert runs.endings().to_frame()["Source"].tolist()[:2] == ["09.log", "00.log"]
     (problem,) = filter(None, runs.endings().to_frame()["Problems"])
     assert problem.startswith("learning_rate") and "line 13" in problem and "no spike" in runs.spikes()
-    rates = [m.sec_per_it for m in runs.shown]
-    assert rates == sorted(rates) and len(str(runs)) < 20, "no text of a thousand rows lies in the notebook"
+    assert len(str(runs)) < 20, "no text of a thousand rows lies in the notebook"
 
 
 RAMP = Ramp(start=2, increment=2, samples=30)

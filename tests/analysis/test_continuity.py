@@ -81,7 +81,6 @@ def test_what_a_restart_did_not_continue_is_named_alone_with_its_cause(tmp_path,
     assert [(b.quantity, b.cause) for b in breaks] == [(quantity, cause)]
     assert (breaks[0].before.log, breaks[0].after.log) == ("1.log", "2.log")
     assert breaks[0].before.iteration < AT <= breaks[0].after.iteration
-    assert breaks[0].before.number and breaks[0].after.number
 
 
 def test_a_ramp_up_or_a_sequence_length_that_begins_again_is_named(tmp_path):
@@ -167,7 +166,7 @@ def test_several_runs_in_one_file_are_judged_as_in_several(tmp_path, capsys):
     (training,) = json.loads(capsys.readouterr().out)["trainings"]
     (one,) = training["breaks"]
     assert (one["restart"], one["quantity"], one["cause"]) == (501, "consumed_samples", "data-replayed")
-    assert one["after"]["text"].startswith("[2026-01-02 03:04:05.000000] iteration 501/")
+    assert one["before"] == {"log": "all.log", "iteration": 500, "value": 32000} and one["after"]["iteration"] == 501
     assert main(["logs", "spikes", str(name)]) == 0
     assert "data is replayed" in capsys.readouterr().out
 
@@ -189,9 +188,9 @@ def test_a_study_shows_the_restarts_inside_its_run_folders_and_from_one_to_the_n
         (folder / "run.log").write_text("".join(text(rows, "megatron", {"world_size": 8}) for rows in runs))
     shown = study_breaks(study)
     assert shown.restarts == 2
-    found = {(b.before.log, b.after.log, b.cause, b.after.number) for b in shown.breaks}
+    found = {(b.before.log, b.after.log, b.cause) for b in shown.breaks}
     assert found == {
-        ("a/run.log", "a/run.log", "data-replayed", None),
-        ("a/run.log", "b/run.log", "another-schedule", 3),
+        ("a/run.log", "a/run.log", "data-replayed"),
+        ("a/run.log", "b/run.log", "another-schedule"),
     }
     assert "data is replayed" in shown.summary() and "**2** restarts" in shown.summary()

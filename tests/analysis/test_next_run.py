@@ -63,12 +63,12 @@ def test_the_plan_that_may_be_the_fastest_is_measured_first():
     measured = seconds(CASES[0], Calibration())
     belief = posterior([CASES[0]] * 4, [measured] * 4, Calibration())
     near = dataclasses.replace(CASES[0], topology=dataclasses.replace(CASES[0].topology, mbs=2))
-    found = recalibrate.short_runs([CASES[0], near], belief).table
+    found = recalibrate.short_runs([CASES[0], near], belief)
     assert ["mbs2" in label for label in found["short run"]] == [True, False] and found["±"].is_monotonic_decreasing
     slow = dataclasses.replace(CASES[0], topology=dataclasses.replace(CASES[0].topology, tp=1, pp=1, dp=8, mbs=256))
     clear = recalibrate.short_runs([slow, CASES[0]], posterior([], [], Calibration()))
-    assert "tp8-pp12" in clear.table["short run"][0]
-    assert not recalibrate.next_runs(Study("s"), recalibrate.recalibrate([]))
+    assert "tp8-pp12" in clear["short run"][0]
+    assert recalibrate.next_runs(Study("s"), recalibrate.recalibrate([])) == recalibrate.NOTHING
 
 
 def test_measured_csv_is_read_back_as_the_cases_that_ran(tmp_path):
@@ -94,7 +94,7 @@ def test_a_lesson_brings_predictions_nearer_and_reports_their_uncertainty(tmp_pa
     assert (table["recalibrated / measured"] - 1).abs().max() < (table["predicted / measured"] - 1).abs().min()
     assert all(p.sec_lo < m.sec_per_it < p.sec_hi for p, m in zip(recalibration.after, recalibration.runs, strict=True))
     choice = recalibrate.next_runs(Study.open("s"), recalibration)
-    assert len(choice.table) >= 3, "without plans.json: the rivals of the first run"
+    assert len(choice.to_frame()) >= 3, "without plans.json: the rivals of the first run"
     assert not recalibrate.recalibrate([measure_log(log())])
 
 

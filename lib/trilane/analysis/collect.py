@@ -4,7 +4,7 @@ import glob
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from trilane.analysis.loss_curve import Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure, measure_log
 from trilane.analysis.spikes import training_text
 from trilane.analysis.steady_state import WARM_UP
-from trilane.analysis.tables import column, ordered, rows_of, values
+from trilane.analysis.tables import rows_of, values
 from trilane.config.cluster import Cluster, Gpu
 from trilane.config.plan import read_plan
 from trilane.logs.dialects import candidates
@@ -34,19 +34,11 @@ SHOWN, DRAWN = 40, 8  # runs of hundreds that a table and a figure have
 class MeasuredRuns(Table):
     """The runs, each with its own name, also those without an iteration; and why other files were not read.
 
-    `runs` are in the order in which they ran, as far as their paths show it; tables and figures have the order of
-    `sort`, a column of `logs table`, where that is given.
+    They are in the order in which they ran, as far as their paths show it.
     """
 
     runs: tuple[Measurement, ...]
     unread: tuple[str, ...] = ()
-    sort: str = ""
-
-    @cached_property
-    def shown(self) -> list[Measurement]:
-        """The runs in the order of tables and figures."""
-        rows = [row | {"m": m} for row, m in zip(rows_of(self.runs), self.runs, strict=True)]
-        return [row["m"] for row in (ordered(rows, self.sort) if self.sort else rows)]
 
     @property
     def timed(self) -> list[Measurement]:
@@ -56,15 +48,14 @@ class MeasuredRuns(Table):
     @property
     def drawn(self) -> list[Measurement]:
         """The first of the timed runs, as many as a figure can show."""
-        return [m for m in self.shown if m.iterations][:DRAWN]
+        return self.timed[:DRAWN]
 
     def summary(self) -> Text:
         """How many runs there are and how they ended, what of them is shown, and which files are not among them."""
         ends = ", ".join(f"{number} {status}" for status, number in Counter(str(m.status) for m in self.runs).items())
         text = Text.of("**{}** runs, {} of them with timed iterations: {}.", len(self.runs), len(self.timed), ends)
         if len(self.runs) > SHOWN or len(self.timed) > DRAWN:
-            shown = "{} Tables show the first {} by {}, figures {}; runs.html and runs.csv have all."
-            text = Text.of(shown, text, SHOWN, self.sort or "path", DRAWN)
+            text = Text.of("{} Tables show the first {}, figures {}; runs.html sorts all.", text, SHOWN, DRAWN)
         unread = _first([short(reason.partition(";")[0], 120) for reason in self.unread])
         return Text.joined("\n- not read: ", [text, *unread])
 
@@ -76,11 +67,11 @@ class MeasuredRuns(Table):
         return f"{len(self.runs)} runs"
 
     def _repr_html_(self) -> str:
-        return show(_table(self.shown[:SHOWN]).to_frame(), self.digits)
+        return show(_table(self.runs[:SHOWN]).to_frame(), self.digits)
 
     def endings(self) -> Table:
         """How each run ended, failed ones first: the line that proves it, nodes at fault, wrong numbers."""
-        runs = sorted(self.shown, key=lambda m: not m.status.has_failed)[:SHOWN]
+        runs = sorted(self.runs, key=lambda m: not m.status.has_failed)[:SHOWN]
         heads = "Source", "Dialect", "Status", "Iterations", "First", "Last", "Node", "Exclude", "Cause", "Problems"
         table = _table(runs, *heads).to_frame()
         return Columns(table[[name for name in table if table[name].fillna("").astype(bool).any()]])
@@ -88,12 +79,11 @@ class MeasuredRuns(Table):
     def numerics(self) -> Table:
         """Skipped and NaN iterations, gradient norms (the median), loss scales (the last) and how often they fell."""
         heads = "Skipped", "NaN", "Norm", "Largest norm", "Scale", "Reductions"
-        return _table([m for m in self.shown if m.iterations][:SHOWN], *heads)
+        return _table(self.timed[:SHOWN], *heads)
 
     def efficiency(self) -> Table:
         """Which iterations do not count and why, and where time is lost."""
-        heads = "Left out", "Tokens/s", "Lost", "MFU", "HFU"
-        return _table([m for m in self.shown if m.iterations][:SHOWN], *heads)
+        return _table(self.timed[:SHOWN], "Left out", "Tokens/s", "Lost", "MFU", "HFU")
 
     def curves(self) -> dict[str, Curve]:
         """The loss curve of each training, by the name of its first run."""
@@ -103,8 +93,7 @@ class MeasuredRuns(Table):
 
     def drawn_curves(self) -> dict[str, Curve]:
         """The first of the curves, as many as a figure can show."""
-        curves = self.curves()
-        return {name: curves[name] for name in [m.name for m in self.shown if m.name in curves][:DRAWN]}
+        return dict(islice(self.curves().items(), DRAWN))
 
     def spikes(self) -> Html:
         """Spikes of all trainings, and what their restarts did not continue, as `logs spikes` has them."""
@@ -128,28 +117,25 @@ def measure_runs(
     logs: str = "",
     warm_up: int = WARM_UP,
     cluster: Cluster | None = None,
-    sort: str = "",
     dialect: str = "",
 ) -> MeasuredRuns:
     """The runs of `logs` (a file, a folder, a glob; run on `cluster` where given), or of the study where that is empty.
 
         measure_runs(Study.open("demo"), "/data/*.out").endings()
 
-    In the order of a column of `logs table`, `sort`, or of their paths; `dialect` is a file of a user's own table.
-    Raises ValueError where there is no run. A run folder is one run; in another folder every file counts whose name
-    does not show that it is no log.
+    `dialect` is a file of a user's own table. A run folder is one run; in another folder every file counts whose name
+    does not show that it is no log. Raises ValueError where there is no run.
     """
-    by = column(sort) if sort else ""
     use([Path(dialect)] if dialect else [])
     if not logs:
         runs = [measure(folder, warm_up) for folder in study.run_folders()]
         require(bool(runs), "study", study.name, "has no run; run 03_launch first, or name logs")
-        return MeasuredRuns(runs=tuple(runs), sort=by)
+        return MeasuredRuns(runs=tuple(runs))
     found = measure_all(files(logs), warm_up, cluster.gpu if cluster and cluster.gpu.kind == "cuda" else None)
     unread, runs = [read.error for read in found if read.error], [m for read in found for m in read.runs]
     require(bool(runs), "logs", logs, f"no log among them: {[*unread, 'no such file'][0]}")
     named = (m if m.plan else replace(m, name=_name(number, m)) for number, m in enumerate(runs, 1))
-    return MeasuredRuns(runs=tuple(named), unread=tuple(unread), sort=by)
+    return MeasuredRuns(runs=tuple(named), unread=tuple(unread))
 
 
 def _name(number: int, m: Measurement) -> str:

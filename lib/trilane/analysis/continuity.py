@@ -1,6 +1,5 @@
 """Continuity: what the restarts of a training did not continue, by its logs alone, and what the logs do not show."""
 
-import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +14,9 @@ import pandas as pd
 from trilane.analysis.loss_curve import SIGMAS, Restart, join, noise
 from trilane.analysis.steady_state import interval
 from trilane.config.plan import read_plan
-from trilane.logs.reading.reader import find_lines
 from trilane.logs.run import RunLog
 from trilane.logs.run_folder import read_run_folder
-from trilane.utils.tables import DataFrame, Record, Text, one_line, short
+from trilane.utils.tables import DataFrame, Record, Text, one_line
 from trilane.workspace.study import Study
 
 # quantities and causes in words
@@ -30,13 +28,11 @@ FEWEST = 12  # lines before a restart by which loss and gradient norm are judged
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A line of a log: its name, the iteration, and the value; `number` in the file and `text` where they are known."""
+    """A line of a log: the log's name, the iteration, and the value."""
 
     log: str
     iteration: int
     value: float
-    number: int | None = None
-    text: str = ""
 
     def __str__(self) -> str:
         return f"{self.value:.6g} in iteration {self.iteration} of {self.log}"
@@ -50,7 +46,7 @@ class Break(Record):
     expected          what the course before leads to at the line `after`; `size` is the value relative to it
     """
 
-    DERIVED: ClassVar = ("size", "likely", "sentence")
+    DERIVED: ClassVar = ("size", "sentence")
     quantity: str
     cause: str
     restart: int
@@ -64,13 +60,11 @@ class Break(Record):
         return self.after.value / self.expected if abs(self.expected) > 1e-30 else None
 
     @property
-    def likely(self) -> str:
-        return WORDS[self.cause] + (f"; {self.detail}" if self.detail else "")
-
-    @property
     def sentence(self) -> str:
         size = f"{self.expected:.6g} expected, {change(self.after.value, self.expected)}"
-        return f"{WORDS[self.quantity]}: {self.before}, {self.after} ({size}); likely: {self.likely}"
+        likely = WORDS[self.cause] + (f"; {self.detail}" if self.detail else "")
+        where = f"restart at iteration {self.restart}: {WORDS[self.quantity]}"
+        return one_line(f"{where}: {self.before}, {self.after} ({size}); likely: {likely}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,18 +76,13 @@ class Continuity(Record):
     unjudged: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """A line for each break, the two lines of the logs below it, and one for what could not be judged."""
-        found = list[str]()
-        for b in self.breaks:
-            shown = (f"  {x.log}:{x.number}: {x.text}" for x in (b.before, b.after) if x.number)
-            found += map(one_line, [f"restart at iteration {b.restart}: {b.sentence}", *shown])
-        return found + [f"not judged: {what}" for what in self.unjudged]
+        """A line for each break, and one for what could not be judged."""
+        return [b.sentence for b in self.breaks] + [f"not judged: {what}" for what in self.unjudged]
 
     def summary(self) -> Text:
         """How many restarts were judged, each break, and what could not be judged, as Markdown."""
         counts = Text.of("**{}** restarts, **{}** breaks in what the logs print.", self.restarts, len(self.breaks))
-        lines = [line for line in self.lines() if not line.startswith(" ")]
-        return Text.joined("\n- ", [counts, *lines]) if self.restarts else Text("No run was restarted.")
+        return Text.joined("\n- ", [counts, *self.lines()]) if self.restarts else Text("No run was restarted.")
 
 
 def find_breaks(logs: Sequence[RunLog]) -> Continuity:
@@ -174,17 +163,17 @@ class Boundary:
 
     def found(self, name: str, cause: str, place: int, expected: float, detail: str) -> Break:
         """The Break at line `place` of the new values of a column, against the last line before the restart."""
-        old, new = self.numbers(name)
-        last = max(int(np.searchsorted(old[0], self.restart.iteration)) - 1, 0)
-        # an iteration that was done again stands twice in one file
-        one, two = (log.source for log in self.restart.logs)
-        once = one != two or new[0][place] > self.restart.before["iteration"].iloc[-1]
-        made: Any = {
-            "before": _line(one, old, last),
-            "after": _line(two, new, place, once),
-            "expected": float(expected),
-        }
-        return Break(quantity=name, cause=cause, restart=self.restart.iteration, detail=detail, **made)
+        (at, x), (at_new, y) = self.numbers(name)
+        last = max(int(np.searchsorted(at, self.restart.iteration)) - 1, 0)
+        # the log of a run folder has the folder's name
+        one, two = (
+            Path(*log.source.parts[-2:] if log.source.name == "run.log" else [log.source.name])
+            for log in self.restart.logs
+        )
+        before = Line(log=str(one), iteration=int(at[last]), value=float(x[last]))
+        after = Line(log=str(two), iteration=int(at_new[place]), value=float(y[place]))
+        made: Any = {"before": before, "after": after, "expected": float(expected), "detail": detail}
+        return Break(quantity=name, cause=cause, restart=self.restart.iteration, **made)
 
 
 def _unjudged(r: Boundary) -> Iterator[str]:
@@ -332,14 +321,3 @@ def _numbers(table: DataFrame, name: str) -> Numbers:
     may_be_zero = name in ("learning_rate", "skipped") or name.startswith("consumed")
     good = (values < 1e18) & ((values > 1e-18) | (may_be_zero & (values == 0)))  # others are damaged; False for NaN
     return table["iteration"].to_numpy(float)[good], values[good]
-
-
-def _line(path: Path, numbers: Numbers, place: int, once: bool = True) -> Line:
-    """The line at a place of the numbers, with its number and text where the file shows its iteration once."""
-    iteration, number, text = int(numbers[0][place]), None, ""
-    # the log of a run folder has the folder's name
-    name = f"{path.parent.name}/{path.name}" if path.name == "run.log" else path.name
-    with contextlib.suppress(OSError, ValueError):  # the file is gone, or the log was never in one
-        number, text = (find_lines(path, {iteration}) if once else {}).get(iteration, (None, ""))
-    value = float(numbers[1][place])
-    return Line(log=name, iteration=iteration, value=value, number=number, text=short(text.strip(), 160))

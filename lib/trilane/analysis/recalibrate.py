@@ -165,38 +165,16 @@ def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | N
     return None if invalid_reason(c.shape, topology) else case
 
 
-@dataclass(frozen=True, kw_only=True)
-class NextRuns(Table):
-    """The plans in the order in which to measure them: first the one that may be the fastest; false without a plan.
-
-    `table` has of each the believed seconds, half of their 90 % interval, and the cost of a run of ITERATIONS. The
-    lower end of each interval decides (optimism in the face of uncertainty: Auer et al. 2002, Machine Learning 47): a
-    plan is worth a run while it may still be the fastest. Left out: what one run teaches about another plan.
-    """
-
-    table: DataFrame
-
-    def __bool__(self) -> bool:
-        return len(self.table) > 0
-
-    def to_frame(self) -> DataFrame:
-        """The first eight: what is believed of each, and what a short run of it costs."""
-        return self.table.head(8).assign(**{"±": self.table["±"].map("{:.1%}".format)})
-
-    def _repr_html_(self) -> str:
-        return super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)
-
-
-def next_runs(study: Study, recalibration: Recalibration) -> NextRuns:
+def next_runs(study: Study, recalibration: Recalibration) -> Columns | Text:
     """The study's plans after recalibration, in the order in which to measure them.
 
-        next_runs(study, recalibrate(runs.timed)).to_frame()
+        next_runs(study, recalibrate(runs.timed))
 
     The plans are those of plans.json, else the best that train the first run's model with its batch on as many GPUs,
     and the measured ones of that model and batch.
     """
     if not recalibration:
-        return NextRuns(table=pd.DataFrame())
+        return NOTHING
     first, t = recalibration.cases[0], recalibration.cases[0].topology
     planned = study.plans() if (study.folder / "plans.json").exists() else []
     found = [replace(first, topology=p.topology, engine=p.engine) for p in planned if p.shape == first.shape]
@@ -205,11 +183,17 @@ def next_runs(study: Study, recalibration: Recalibration) -> NextRuns:
         best = search_space(first.shape, first.cluster, space, recalibration.fitted, top=64).best_per_sizes(8).rows
         found = [replace(first, topology=candidate.topology) for candidate in best]
     found += [c for c in recalibration.cases if (c.shape, c.topology.gbs) == (first.shape, t.gbs)]
-    return short_runs(list({(c.shape, c.topology): c for c in found}.values()), recalibration.belief)
+    table = short_runs(list({(c.shape, c.topology): c for c in found}.values()), recalibration.belief).head(8)
+    return Columns(table.assign(**{"±": table["±"].map("{:.1%}".format)}))
 
 
-def short_runs(plans: Sequence[Configuration], belief: Posterior) -> NextRuns:
-    """The plans as short runs of ITERATIONS, the one first that may be the fastest."""
+def short_runs(plans: Sequence[Configuration], belief: Posterior) -> DataFrame:
+    """The plans as short runs of ITERATIONS, the one first that may be the fastest.
+
+    Of each the believed seconds, half of their 90 % interval, and the GPU-hours of the run. The lower end of each
+    interval decides (optimism in the face of uncertainty: Auer et al. 2002, Machine Learning 47): a plan is worth a run
+    while it may still be the fastest. Left out: what one run teaches about another plan.
+    """
     seconds, width = np.exp(belief.expected(plans)), np.exp(Z90 * np.sqrt(np.diag(belief.covariance(plans))))
     # imports, NCCL, first kernels: guessed, not measured
     start = [120.0 if c.cluster.gpu.kind == "cuda" else 15.0 for c in plans]
@@ -217,4 +201,4 @@ def short_runs(plans: Sequence[Configuration], belief: Posterior) -> NextRuns:
     labels = [label_of(c.shape, c.cluster, c.topology, c.engine or ENGINES[0]) for c in plans]
     columns = {"short run": labels, "gbs": gbs, "s/it": seconds, "±": width - 1}
     table = pd.DataFrame({**columns, "GPU-hours": gpus * (start + ITERATIONS * seconds) / 3600})
-    return NextRuns(table=table.iloc[np.argsort(seconds / gbs / width)].reset_index(drop=True))
+    return table.iloc[np.argsort(seconds / gbs / width)].reset_index(drop=True)

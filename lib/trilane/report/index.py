@@ -43,7 +43,7 @@ def save_fleet(study: Study, runs: MeasuredRuns) -> Path:
 
     save_fleet(here, measure_runs(here))
     """
-    found = to_html(rows_of(runs.shown))
+    found = to_html(rows_of(runs.runs))
     return write_text(study.folder / "runs.html", sortable_page(f"Runs of {study.name}", found), derived=True)
 
 
