@@ -43,7 +43,7 @@ def test_what_differs_is_a_row_and_what_is_equal_is_none(outputs: Path) -> None:
     assert ["model", "hidden_size", "64", "128"] in rows and not [row for row in rows if row[1] == "num_layers"]
     assert set(here.read) == {"a/plans.json", "b/plans.json"}
     results = found.results().to_frame()
-    assert set(results["part"]) == {"prediction"} and "sec_per_it" in set(results["choice"])
+    assert set(results["part"]) == {"prediction"} and "seconds an iteration" in set(results["choice"])
     (row,) = [row for row in found.to_json()["differences"] if row["choice"] == "hidden_size"]
     assert row == {"part": "model", "choice": "hidden_size", "values": {"a": "64", "b": "128"}}
 
@@ -58,13 +58,14 @@ def test_what_differs_is_a_row_and_what_is_equal_is_none(outputs: Path) -> None:
     ],
 )
 def test_what_a_study_lacks_or_what_is_damaged_in_it_is_a_line(outputs: Path, text: str | None, lack: str) -> None:
-    here = study("a", one=1.0)
+    here = study("a", one=1.25)
     other = study("b", plans=0)
     if text is not None:
         (other.folder / "plans.json").write_text(text)
         (other.folder / "calendar.json").write_text('{"days": [], "finish": 7}')
     found = compare_studies(here, "a,b")
     assert any(lack in line for line in found.studies[1].lacks), found.studies[1].lacks
+    assert ">1.25<" in found.runs()._repr_html_(), "the seconds of a run, next to a study without runs"
     assert found.to_json()["lacks"]["a"] and found.summary() and found.differences() and found.results()
 
 

@@ -123,7 +123,7 @@ SLOW = other("cheapest at each batch size", 180, 700e3)
         ({}, "Start", "", "no deadline and no allocation were given"),
         ({"rivals": [NEAR]}, "Start", "", "no deadline"),
         ({"rivals": [FASTER]}, CHANGED, "tp8-pp2", "90,000 GPU-hours less and 10 days less"),
-        ({"deadline": by(120), "p_miss_deadline": 0.01}, "Start", "", "fails the deadline with a probability of 1%"),
+        ({"deadline": by(120), "p_miss_deadline": 0.01}, "Start", "", "fails the deadline with a probability of 1.0%"),
         ({"deadline": by(104), "p_miss_deadline": 0.97, "rivals": [FASTER]}, CHANGED, "tp8-pp2", "fails the deadline"),
         ({"deadline": by(104), "p_miss_deadline": 0.97}, REFUSED, "", "fails the deadline with a"),
         ({"deadline": by(90), "p_miss_deadline": 1.0, "rivals": [LATE]}, REFUSED, "", "fails the deadline"),

@@ -4,6 +4,7 @@ import base64
 import json
 import re
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,16 +13,23 @@ import numpy as np
 import pandas as pd
 import pytest
 from markup import HOSTILE
+from matplotlib.dates import date2num
+from support import REPOSITORY
 
 from trilane.analysis.loss_curve import join
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
+from trilane.config.plan import read_plan
 from trilane.costmodel.pipeline import pipeline_schedule
+from trilane.forecasting.decision import Decision
+from trilane.forecasting.forecast import forecast
+from trilane.forecasting.request import Capacity, CapacityStep
 from trilane.logs.run import RunLog
 from trilane.planning.search import search
 from trilane.planning.search_result import SearchResult
 from trilane.planning.sizing import training_days
 from trilane.report.plots import explorer, losses, runs
+from trilane.report.plots import forecast as of_forecast
 from trilane.report.plots.interactive import MIME, Interactive, embedded
 from trilane.utils.tables import Text
 
@@ -155,8 +163,40 @@ def run(name, seconds, **timers):
 
 def test_phases_follow_each_other_and_what_no_timer_covers_ends_the_iteration():
     timers = {"forward_compute": 1.0, "backward_compute": 2.0, "optimizer": 0.5}
-    shown = runs.phases_measured([run("a", 4.0, **timers), run("b", 3.0)]).spec["data"]["values"]
-    parts = [(v["part"], v["begin"], v["end"], v["share"]) for v in shown]
-    assert parts[:2] == [("forward", 0, 1, "25.0%"), ("backward", 1, 3, "50.0%")]
-    assert parts[2:] == [("optimizer", 3, 3.5, "12.5%"), ("covered by no timer", 3.5, 4, "12.5%")]
+    (axes,) = runs.phases_measured([run("a", 4.0, **timers), run("b", 3.0)]).axes
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 25), (25, 50), (75, 12.5), (87.5, 12.5)]
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == ["forward", "backward", "optimizer", "covered by no timer"]
     assert isinstance(runs.phases_measured([run("b", 3.0)]), Text), "one line, no empty figure"
+
+
+PLAN = read_plan(REPOSITORY / "docs/plan-176b.json")
+ASKED = {"tokens": 341e9, "start": "2027-01-01", "runs": 500}
+FIRST = date2num(date(2027, 1, 1))
+
+
+def test_a_forecast_and_its_record_have_one_fan_that_ends_with_the_simulated_runs_and_one_bar_for_each_cost():
+    found = forecast(PLAN, **ASKED, ramp="192,16,9765625", deadline="2027-05-01", allocation=1.2e6)
+    page = Decision(record=json.loads(json.dumps(found.record)))
+    for fan in (of_forecast.fan(found), of_forecast.fan(page), of_forecast.page(page)):  # 08 draws calendar.json
+        median, _, deadline = fan.axes[0].lines
+        assert median.get_xdata()[-1] == pytest.approx(FIRST + found.days(0.5))
+        assert deadline.get_xdata()[0] == date2num(date(2027, 5, 2)), "the whole last day counts"
+        ends = [bands.get_datalim(fan.axes[0].transData).x1 for bands in fan.axes[0].collections]
+        assert ends == pytest.approx([FIRST + found.days(q) for q in (0.95, 0.75)])
+    above, below = of_forecast.causes(page).axes
+    spent = sum(bar.get_width() for bar in below.patches)
+    assert spent == pytest.approx(found.outcomes.gpu_s.mean() / 3600 - found.gpu_hours_by_cause["iterations"])
+    assert [1_200_000, 1_200_000] in [list(line.get_xdata()) for line in above.lines]
+
+
+def test_the_calendar_draws_every_job_under_a_capacity_that_grows_and_ends_for_a_week():
+    days = (("2027-01-01", 128), ("2027-01-20", 384), ("2027-02-10", 0), ("2027-02-17", 384))
+    steps = tuple(CapacityStep(first_day=date.fromisoformat(day), gpus=gpus) for day, gpus in days)
+    made = forecast(PLAN, **{**ASKED, "ramp": "512,512,0", "runs": 100}, capacity=Capacity(steps=steps))
+    below = of_forecast.gantt(made).axes[1]
+    spans = sorted((bar.get_x() - FIRST, bar.get_x() + bar.get_width() - FIRST) for bar in below.patches)
+    assert len(spans) == len(made.jobs()) >= 3
+    assert spans[0] == pytest.approx((0, 19)) and spans[1] == pytest.approx((19, 40)) and spans[2][0] == 47
+    lines = [[*path] for lines in below.collections for path in lines.get_segments()]
+    assert [line[0][1] for line in lines] == [16, 48, 0, 48], "nodes"

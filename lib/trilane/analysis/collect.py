@@ -73,8 +73,7 @@ class MeasuredRuns(Table):
         """How each run ended, failed ones first: the line that proves it, nodes at fault, wrong numbers."""
         runs = sorted(self.runs, key=lambda m: not m.status.has_failed)[:SHOWN]
         heads = "Source", "Dialect", "Status", "Iterations", "First", "Last", "Node", "Exclude", "Cause", "Problems"
-        table = _table(runs, *heads).to_frame()
-        return Columns(table[[name for name in table if table[name].fillna("").astype(bool).any()]])
+        return _filled(_table(runs, *heads))
 
     def numerics(self) -> Table:
         """Skipped and NaN iterations, gradient norms (the median), loss scales (the last) and how often they fell."""
@@ -83,7 +82,7 @@ class MeasuredRuns(Table):
 
     def efficiency(self) -> Table:
         """Which iterations do not count and why, and where time is lost."""
-        return _table(self.timed[:SHOWN], "Left out", "Tokens/s", "Lost", "MFU", "HFU")
+        return _filled(_table(self.timed[:SHOWN], "Left out", "Tokens/s", "Lost", "MFU", "HFU"))
 
     def curves(self) -> dict[str, Curve]:
         """The loss curve of each training, by the name of its first run."""
@@ -149,6 +148,12 @@ def _table(runs: Sequence[Measurement], *heads: str) -> Columns:
     usual = ("GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem (GiB)", "Sec/it", "±", "TFLOPs", "Losses", "Outcome")
     table = values(rows_of(runs), ("Run", *(heads or usual)))
     return Columns(table.rename(columns={"Losses": "Loss", "Outcome": "Notes"}))
+
+
+def _filled(table: Table) -> Columns:
+    """The columns that have a value in any row."""
+    frame = table.to_frame()
+    return Columns(frame[[name for name in frame if frame[name].fillna("").astype(bool).any()]])
 
 
 def _first(texts: Sequence[str], most: int = 12) -> list[str]:

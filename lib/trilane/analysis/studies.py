@@ -10,8 +10,8 @@ import pandas as pd
 
 from trilane.analysis.collect import MeasuredRuns, measure_runs
 from trilane.analysis.loss_curve import Curve
-from trilane.utils.numbers import percent, with_interval
-from trilane.utils.tables import Columns, Text, one_line
+from trilane.utils.numbers import percent, with_bounds
+from trilane.utils.tables import Columns, Text
 from trilane.utils.validation import read_object, require
 from trilane.workspace.installation import outputs_root
 from trilane.workspace.study import Study
@@ -70,10 +70,10 @@ class StudyComparison:
 
     def runs(self) -> Columns | Text:
         """The runs of all studies, a row each."""
-        tables = {s.name: s.runs.to_frame().astype(object) for s in self.studies if s.runs.runs}
+        tables = {s.name: s.runs.to_frame() for s in self.studies if s.runs.runs}
         if not tables:
             return Text("No study has a run.")
-        return Columns(pd.concat(tables, names=["Study"]).reset_index("Study").fillna(""))
+        return Columns(pd.concat(tables, names=["Study"]).reset_index("Study"))
 
     def curves(self) -> dict[str, dict[str, Curve]]:
         """The loss curves of each study that has any, by study and run."""
@@ -107,13 +107,21 @@ def compare_studies(here: Study, names: str = "") -> StudyComparison:
 
 
 def plan_point(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of plans.json in a figure's numbers; tokens a second with their 90 % interval."""
-    t, p = plan["topology"], plan["prediction"]
-    seconds, low, high = with_interval(p["sec_per_it"], p["sec_lo"], p["sec_hi"])
-    point = {"plan": one_line(plan["label"]), "gpus": t["tp"] * t["pp"] * t["dp"] * t.get("cp", 1)}
-    point |= {"oom": percent(p["oom_probability"]), "seconds": seconds, "interval": f"{low} to {high}"}
-    tokens, rates = t["gbs"] * plan["shape"]["seq_length"], {"tokens_per_s": "sec_per_it", "low": "sec_hi"}
-    return point | {name: float(f"{tokens / p[key]:.4g}") for name, key in {**rates, "high": "sec_lo"}.items()}
+    """An entry of plans.json in a figure's numbers: GPUs, and tokens a second with their 90 % interval."""
+    t, tokens = plan["topology"], plan["topology"]["gbs"] * plan["shape"]["seq_length"]
+    rates = {"tokens_per_s": "sec_per_it", "low": "sec_hi", "high": "sec_lo"}
+    found = {name: tokens / plan["prediction"][key] for name, key in rates.items()}
+    return {"gpus": t["tp"] * t["pp"] * t["dp"] * t.get("cp", 1), **found}
+
+
+def _predicted(p: Mapping[str, Any]) -> dict[str, str]:
+    """A plan's prediction as a person reads it."""
+    found = {"seconds an iteration": with_bounds(p["sec_per_it"], p["sec_lo"], p["sec_hi"])}
+    return {
+        **found,
+        "memory (GiB)": f"{p['memory_bytes'] / 2**30:.3g}",
+        "P(out of memory)": percent(p["oom_probability"]),
+    }
 
 
 def _parts(study: Study) -> StudyParts:
@@ -122,7 +130,8 @@ def _parts(study: Study) -> StudyParts:
         try:
             values = study.load(f"{name}.json", notebook)
             # what figures and tables read of a plan is there
-            assert name != "plans" or all(plan_point(plan) and plan["cluster"]["name"] for plan in values["plans"])
+            for plan in values["plans"] if name == "plans" else ():
+                assert plan_point(plan) and _predicted(plan["prediction"]) and plan["cluster"]["name"]
             files[name] = values
         except ValueError as error:
             lacks.append(str(error) if (study.folder / f"{name}.json").exists() else f"{name}.json ({notebook})")
@@ -143,13 +152,12 @@ def _parts(study: Study) -> StudyParts:
 
 def _facts(plan: dict[str, Any], calendar: dict[str, Any]) -> dict[str, Any]:
     """What was chosen and found, by part."""
-    predicted = ("sec_per_it", "sec_lo", "sec_hi", "memory_bytes", "oom_probability")
     dated = {"plan", "tokens", "days", "days_interval", "gpu_hours", "gpu_hours_interval", "finish"}
     dated |= {"p_miss_deadline", "p_overrun_allocation"}
     return {
         **{"model": plan.get("shape"), "best plan": plan.get("topology")},
         "cluster": {"name": plan.get("cluster", {}).get("name")},
-        "prediction": {name: value for name, value in plan.get("prediction", {}).items() if name in predicted},
+        "prediction": _predicted(plan["prediction"]) if plan else {},
         "forecast": {name: value for name, value in calendar.items() if name in dated},
     }
 

@@ -14,7 +14,7 @@ from trilane.config.training import Run
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import SAFE
 from trilane.costmodel.shipped import calibration_of
-from trilane.forecasting.forecast import QUANTILES, Described, Forecast, Record
+from trilane.forecasting.forecast import QUANTILES, Described, Forecast, Record, chance
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search import search
 from trilane.utils.numbers import amount, with_bounds, with_interval
@@ -179,13 +179,13 @@ class Decision(Described):
 
     def _failed(self, figures: Record) -> int:
         """How many of the limits, and of the memory, a plan of these figures fails."""
-        chances = [figures[chance] for limit, chance in LIMITS.items() if self.record[limit] is not None]
-        return sum(chance > MOST_RISK for chance in chances) + (figures["oom_probability"] > SAFE)
+        chances = [figures[name] for limit, name in LIMITS.items() if self.record[limit] is not None]
+        return sum(p > MOST_RISK for p in chances) + (figures["oom_probability"] > SAFE)
 
     def _limits(self, figures: Record) -> Iterator[str]:
         """How likely the plan fails each limit, a line each, and its memory where that is likely."""
-        given = {limit: figures[chance] for limit, chance in LIMITS.items() if self.record[limit] is not None}
-        yield from (f"the plan fails the {limit} with a probability of {p:.0%}" for limit, p in given.items())
+        given = {limit: figures[name] for limit, name in LIMITS.items() if self.record[limit] is not None}
+        yield from (f"the plan fails the {limit} with a probability of {chance(p)}" for limit, p in given.items())
         if not given:
             yield "no deadline and no allocation were given, so that only memory and cost decide"
         if figures["oom_probability"] > SAFE:
@@ -231,8 +231,8 @@ class Decision(Described):
         rows = []
         for kind, o in (pair for pair in others if pair[1]["days"]):
             more = [f"{o[unit] / c['ideal'][unit] - 1:+.1%}" for unit in ("gpu_hours", "days")]
-            rows.append((kind, o["name"], *more))
-        tables = risks, Columns.of_rows(("what", "alternative", "cost (GPU-hours)", "days"), rows)
+            rows.append((kind, o["name"], *more, f"{o['oom_probability']:.1%}"))
+        tables = risks, Columns.of_rows(("what", "alternative", "GPU-hours", "days", "P(OOM)"), rows)
         return Html.of('<div class="pair"><div>{}</div><div>{}</div></div>', *(Html(t._repr_html_()) for t in tables))
 
     @property

@@ -232,7 +232,9 @@ def _texts(column: Any, digits: int) -> list[str]:
 
     def text(value: Any) -> str:
         if isinstance(value, float):
-            return amount(value) if 1e4 <= abs(value) < math.inf else f"{value:,.{decimals}f}"
+            # among texts a number has no neighbours whose decimals it could share
+            is_long = column.dtype.kind != "f" or 1e4 <= abs(value) < math.inf
+            return amount(value) if is_long else f"{value:,.{decimals}f}"
         return value if isinstance(value, Html) else middle(str(value), 1000)
 
     return ["" if empty else text(value) for value, empty in zip(column, column.isna(), strict=True)]

@@ -6,7 +6,6 @@ from typing import Any
 
 import altair as alt
 
-from trilane.analysis.studies import StudyParts, plan_point
 from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.pipeline import PipelineSchedule, pipeline_schedule
 from trilane.costmodel.predict import RISKY
@@ -16,7 +15,6 @@ from trilane.planning.sizing import training_days
 from trilane.report.plots.interactive import Interactive, card, chart, rounded, tooltips, wrapped
 from trilane.report.plots.style import COLORS, INK, LIMIT, plain
 from trilane.utils.numbers import amount, with_bounds
-from trilane.utils.tables import Text
 
 RISKS = ("below 1 %", "1 to 10 %", "above 10 %")  # of running out of memory
 Row = dict[str, Any]
@@ -239,24 +237,3 @@ def _schedule(drawn: Iterable[Drawn], pick: Any) -> Any:
         opacity=alt.Opacity("shade:Q", scale=None, legend=None),
         tooltip=tooltips(titles),
     )
-
-
-def studies(found: Sequence[StudyParts]) -> Interactive | Text:
-    """Tokens a second of each study's plans over their GPUs, with the 90 % interval; the best 200 of each."""
-    points = {s.name: [plan_point(plan) for plan in s.plans[:200]] for s in found if s.plans}
-    if not points:
-        return Text("No study has plans.")
-    picked = alt.selection_point(fields=["study"], bind="legend")
-    speed: Any = {"title": "predicted tokens per second", "scale": alt.Scale(type="log")}
-    base = chart(({"study": name, **p} for name, own in points.items() for p in own), width=420, height=260).encode(
-        x=alt.X("gpus:Q", title="GPUs", scale=alt.Scale(type="log", base=2, nice=False, padding=20)),
-        color=alt.Color("study:N", title="study (click to pick)", sort=None),
-        opacity=alt.condition(picked, alt.value(0.9), alt.value(0.1)),
-    )
-    titles = {"study": "study", "plan": "plan", "seconds": "seconds an iteration", "interval": "90 % interval"}
-    titles |= {"oom": "P(out of memory)", "gpus": "GPUs", "tokens_per_s": "tokens/s"}
-    bars = base.mark_rule(strokeWidth=1.5).encode(y=alt.Y("low:Q", **speed), y2="high:Q")
-    dots = base.mark_point(filled=True, size=60).encode(y=alt.Y("tokens_per_s:Q", **speed), tooltip=tooltips(titles))
-    firsts = "; ".join(f"{name}: {p[0]['tokens_per_s']:,.0f} on {p[0]['gpus']} GPUs" for name, p in points.items())
-    text = f"Predicted tokens per second of the plans of each study over GPUs. The best plan of each: {firsts}."
-    return Interactive(alt.layer(bars, dots.add_params(picked)), text)

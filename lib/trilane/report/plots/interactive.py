@@ -103,14 +103,6 @@ def axis_name(expression: str) -> Any:
     return alt.TitleParams(alt.expr(expression), orient="bottom", anchor="middle", fontSize=11, fontWeight="normal")
 
 
-def names_above(offset: int) -> Any:
-    """The axis of named rows, each name so many pixels above its row: next to it it would take a telephone's width."""
-    import altair as alt
-
-    look: Any = {"labelAlign": "left", "labelOffset": -offset, "labelPadding": -4, "labelLimit": 400}
-    return alt.Axis(ticks=False, domain=False, grid=False, **look)
-
-
 def rounded(value: float, digits: int = 5) -> float:
     """A number with that many significant digits: a screen shows no more, and a report stays small."""
     short = float(f"{value:.{digits}g}")

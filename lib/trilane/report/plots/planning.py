@@ -1,4 +1,4 @@
-"""Figures of planning: shapes by width and depth, where time and memory go; of a backtest."""
+"""Figures of planning: shapes by width and depth, where time and memory go, plans of studies; of a backtest."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,11 +7,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from trilane.analysis.studies import StudyParts, plan_point
 from trilane.costmodel.backtest import Backtest
 from trilane.costmodel.metrics import group_name
 from trilane.planning.explain import Explanation
 from trilane.planning.sizing import Proposal
-from trilane.report.plots.style import COLORS, INK, LIMIT, bars, figure, finished, plain
+from trilane.report.plots.style import COLORS, INK, LIMIT, bars, figure, finished, name_rows, plain
+from trilane.utils.tables import Text
 
 
 def shapes_and_efficiency(proposals: Sequence[Proposal]) -> Figure:
@@ -52,9 +54,11 @@ def why(explained: Explanation) -> Figure:
     """The seconds of an iteration by part and the memory of the fullest stage, as planned and after the best change."""
     shown = dict(zip(("as planned", "changed"), explained.candidates, strict=False))
     made, (above, below) = figure(8.0, 2.2 + 0.7 * len(shown), rows=2)
-    bars(above, {name: vars(c.prediction.time) for name, c in shown.items()})
-    fullest = {name: max(c.prediction.stages, key=lambda stage: stage.total) for name, c in shown.items()}
-    bars(below, {name: {part: size / 2**30 for part, size in vars(s).items()} for name, s in fullest.items()})
+    bars(above, [vars(c.prediction.time) for c in shown.values()])
+    fullest = [max(c.prediction.stages, key=lambda stage: stage.total) for c in shown.values()]
+    bars(below, [{part: size / 2**30 for part, size in vars(stage).items()} for stage in fullest])
+    for axes in (above, below):
+        name_rows(axes, [*shown])
     below.axvline(explained.plan.cluster.gpu.memory_bytes / 2**30, color=LIMIT, label="limit")
     finished(above, "Where the time goes, and what fills the memory", xlabel="seconds per iteration")
     finished(below, "", xlabel="GiB of the fullest stage")
@@ -93,12 +97,39 @@ def residuals(result: Backtest) -> Figure:
     axes.scatter(places[~out], ratio[~out], s=14, color=COLORS[0], label="predicted / measured")
     axes.scatter(places[out], ratio[out], s=20, facecolors="none", edgecolors=COLORS[7], label="excluded")
     axes.axhline(1, color=INK, lw=0.8, ls="--")
-    # one label in five rows at most, so that few lie on another
-    for i in {i // 5: i for i in places if abs(ratio[i] - 1) > 0.09}.values():
+    for i in _apart([i for i, r in enumerate(ratio) if abs(r - 1) > 0.09]):
         name = plain(timed[i][0].row_id.partition("-")[2])
         axes.annotate(name, (i, ratio[i]), (3, 3), textcoords="offset points", fontsize=7)
-    firsts = {r.table: i for i, (r, _) in reversed([*enumerate(timed)])}
-    ticks = {i // 5: (i, plain(table)) for table, i in firsts.items()}
-    axes.set_xticks(*zip(*ticks.values(), strict=True), rotation=90, fontsize=7)
+    firsts = {i: r.table for i, (r, _) in enumerate(timed) if i == 0 or timed[i - 1][0].table != r.table}
+    ticks = _apart([*firsts])
+    axes.set_xticks(ticks, [plain(firsts[i]) for i in ticks], rotation=90, fontsize=7)
     finished(axes, "", ylabel="predicted / measured (seconds)", xlabel="rows, table by table")
+    return made
+
+
+def _apart(places: Sequence[int], gap: int = 5) -> list[int]:
+    """Those of the places that are labelled: none lies on another."""
+    kept: list[int] = []
+    for place in places:
+        if not kept or place >= kept[-1] + gap:
+            kept.append(place)
+    return kept
+
+
+def studies(found: Sequence[StudyParts]) -> Figure | Text:
+    """Tokens a second of each study's plans over their GPUs, with the 90 % interval; the best 200 of each."""
+    points = {s.name: [plan_point(plan) for plan in s.plans[:200]] for s in found if s.plans}
+    if not points:
+        return Text("No study has plans.")
+    made, axes = figure(7.5, 4.0)
+    for i, (name, rows) in enumerate(points.items()):
+        gpus, at, low, high = (np.array([row[n] for row in rows]) for n in ("gpus", "tokens_per_s", "low", "high"))
+        look: Any = {"fmt": "o", "ms": 5, "lw": 1.2, "alpha": 0.8, "color": COLORS[i % len(COLORS)]}
+        # apart by 3 %, as studies often have the same GPUs
+        axes.errorbar(gpus * 1.03**i, at, (at - low, high - at), label=plain(f"{name} ({len(rows)})"), **look)
+    axes.set_xscale("log", base=2)
+    finished(axes, "", yscale="log", xlabel="GPUs", ylabel="predicted tokens per second")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_minor_formatter("{x:,.0f}")
     return made

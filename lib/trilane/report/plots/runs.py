@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import altair as alt
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
@@ -12,9 +11,7 @@ from trilane.analysis.measure import TIMERS, Measurement, phases
 from trilane.analysis.measure import memory_by_rank as bytes_by_rank
 from trilane.analysis.recalibrate import NOTHING, Recalibration
 from trilane.diagnose.hang import Verdict
-from trilane.report.plots.interactive import Interactive, axis_name, chart, names_above, rounded, tooltips
-from trilane.report.plots.style import COLORS, INK, LIMIT, figure, finished, name_rows, plain
-from trilane.utils.numbers import with_bounds
+from trilane.report.plots.style import COLORS, INK, LIMIT, bars, figure, finished, name_rows, plain
 from trilane.utils.tables import Text
 
 
@@ -44,15 +41,16 @@ def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
 def rates_by_definition(measurements: Sequence[Measurement]) -> Figure | Text:
     """FLOP/s per GPU of each run by every definition that could be computed; the card's peak where in range."""
     rated = [m for m in measurements if m.flops_per_s]
-    names = list(dict.fromkeys(name for m in rated for name in m.flops_per_s))
+    # Megatron prints TFLOPs with one decimal, which is too few below one
+    known = [name for m in rated for name, rate in m.flops_per_s.items() if name != "printed" or rate >= 1e12]
+    names = list(dict.fromkeys(known))
     if not rated:
         return Text("No rate can be computed: the logs give neither a shape nor a number of parameters.")
     highest = max(rate for m in rated for rate in m.flops_per_s.values())
     scale, unit = (1e12, "TFLOP/s") if highest >= 1e12 else (1e9, "GFLOP/s")
     made, axes = figure(8.0, 1.1 + 0.14 * len(names) * len(rated))
     for i, name in enumerate(names):
-        # Megatron prints TFLOPs with one decimal, which is too few below one
-        rates = [r if name != "printed" or r >= 1e12 else 0.0 for m in rated for r in [m.flops_per_s.get(name, 0.0)]]
+        rates = [m.flops_per_s.get(name, 0.0) for m in rated]
         places = [row + 0.8 * ((i + 0.5) / len(names) - 0.5) for row in range(len(rated))]
         axes.barh(places, np.array(rates) / scale, 0.8 / len(names), color=COLORS[i % 8], label=name.replace("_", " "))
     peaks = {m.config.peak_flops_per_s for m in rated}
@@ -111,92 +109,56 @@ def hang_grid(verdict: Verdict) -> Figure:
     return made
 
 
-def phases_measured(measurements: Sequence[Measurement]) -> Interactive | Text:
-    """An iteration of each run along its time by the log's own timers; what is left is covered by no timer.
+def phases_measured(measurements: Sequence[Measurement]) -> Figure | Text:
+    """An iteration of each run by the log's own timers, in their order; what is left is covered by no timer.
 
-    Each phase is the sum over the microbatches, which in truth alternate; they stand in the order of their beginnings.
+    Each phase is the sum over the microbatches, which in truth alternate.
     """
-    timed = [(m.name, found, m.sec_per_it) for m in measurements if (found := phases(m.log, m.window))]
+    timed = [(m, found) for m in measurements if (found := phases(m.log, m.window))]
     if not timed:
         return Text("No log has timers of an iteration, so only the prediction splits it (below).")
-    order = dict.fromkeys(["data", *TIMERS["phases"]], 0.0)
-    rest = "covered by no timer"
-    rows = {name: {**order, **found, rest: max(s - sum(found.values()), 0.0)} for name, found, s in timed}
-    return _timeline(rows, "Measured time of an iteration, by the timers of the printing rank")
+    order, rows = dict.fromkeys(["data", *TIMERS["phases"]], 0.0), list[tuple[Measurement, Mapping[str, float]]]()
+    for m, found in timed:
+        rows.append((m, {**order, **found, "covered by no timer": max(m.sec_per_it - sum(found.values()), 0.0)}))
+    return _shares(rows, "Measured, by the timers of the printing rank")
 
 
-def phases_predicted(recalibration: Recalibration) -> Interactive | Text:
+def phases_predicted(recalibration: Recalibration) -> Figure | Text:
     """An iteration of each run by the parts of its prediction after calibration."""
     if not recalibration:
         return NOTHING
-    pairs = zip(recalibration.runs, recalibration.after, strict=True)
-    return _timeline({m.name: vars(p.time) for m, p in pairs}, "Predicted time of an iteration, after calibration")
+    rows = [(m, vars(p.time)) for m, p in zip(recalibration.runs, recalibration.after, strict=True)]
+    return _shares(rows, "Predicted, after calibration")
 
 
-def _timeline(rows: Mapping[str, Mapping[str, float]], words: str) -> Interactive:
-    """A bar a run of its parts in their order, as percent of an iteration or in seconds."""
-    values = list[dict[str, Any]]()
-    names = [part for part in next(iter(rows.values())) if any(r[part] for r in rows.values())]
-    for number, (run, parts) in enumerate(rows.items()):
-        whole, end = sum(parts.values()), 0.0
-        for part in (part for part in names if parts[part]):
-            row = {"row": number, "run": f"{plain(run)}, {whole:.3g} s", "part": part.replace("_", " ")}
-            row |= {"begin": rounded(end), "end": rounded(end := end + parts[part]), "seconds": f"{parts[part]:.3g}"}
-            values.append({**row, "share": f"{parts[part] / whole:.1%}", "whole": rounded(whole)})
-    percent = alt.param("percent", value=True, bind=alt.binding_checkbox(name="percent of an iteration "))
-    picked = alt.selection_point("picked", fields=["part"], bind="legend")
-    scale = alt.Scale(domain=[name.replace("_", " ") for name in names], range=[*COLORS, "#b9c3cb"])
-    base = chart(values, width=640, height=alt.Step(46), title=axis_name("percent ? '% of an iteration' : 'seconds'"))
-    for name in ("begin", "end"):
-        base = base.transform_calculate(name, f"percent ? 100 * datum.{name} / datum.whole : datum.{name}")
-    bars = base.mark_bar(height=18).encode(
-        x=alt.X("begin:Q", title=None, scale=alt.Scale(nice=False)),
-        x2="end:Q",
-        y=alt.Y("run:N", title=None, sort=alt.EncodingSortField("row", op="min"), axis=names_above(17)),
-        color=alt.Color("part:N", scale=scale, title="a click picks a part"),
-        opacity=alt.condition(picked, alt.value(1), alt.value(0.15)),
-        tooltip=tooltips({"run": "run", "part": "part", "seconds": "seconds", "share": "share of the iteration"}),
-    )
-    largest = "; ".join(f"{plain(run)}: {max(parts, key=parts.__getitem__)}" for run, parts in [*rows.items()][:6])
-    return Interactive(bars.add_params(percent, picked), f"{words}, of {len(rows)} runs. The largest: {largest}.")
+def _shares(rows: Sequence[tuple[Measurement, Mapping[str, float]]], heading: str) -> Figure:
+    """A bar a run of its parts in percent of their sum, which is at its name."""
+    made, axes = figure(8.0, 1.6 + 0.34 * len(rows))
+    wholes = [sum(parts.values()) for _, parts in rows]
+    percent = [{n: 100 * v / whole for n, v in parts.items()} for (_, parts), whole in zip(rows, wholes, strict=True)]
+    bars(axes, percent)
+    name_rows(axes, [f"{m.name}, {whole:.3g} s" for (m, _), whole in zip(rows, wholes, strict=True)])
+    finished(axes, heading, xlabel="% of an iteration")
+    return made
 
 
-def predicted_over_measured(recalibration: Recalibration) -> Interactive | Text:
+def predicted_over_measured(recalibration: Recalibration) -> Figure | Text:
     """Predicted / measured seconds per iteration with its 90 % interval, a row a run, before and after calibration.
 
     On the dashed line a prediction is exact; what was measured lies outside the interval with a diamond.
     """
     if not recalibration:
         return NOTHING
-    when, rows = {"before these runs": recalibration.before, "after them": recalibration.after}, list[dict[str, Any]]()
-    for name, predictions in when.items():
-        for number, (m, p) in enumerate(zip(recalibration.runs, predictions, strict=True)):
-            seconds, inside = m.sec_per_it, p.sec_lo <= m.sec_per_it <= p.sec_hi
-            row = {"row": number, "run": f"{plain(m.name)}, {seconds:.3g} s", "when": name}
-            row |= {
-                "inside": "yes" if inside else "no",
-                "predicted": with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi),
-                "measured": f"{seconds:.3g}",
-            }
-            ratios = {"ratio": p.sec_per_it, "low": p.sec_lo, "high": p.sec_hi}
-            rows.append({**row, **{key: rounded(value / seconds) for key, value in ratios.items()}})
-    picked = alt.selection_point("picked", fields=["when"], bind="legend")
-    scale = alt.Scale(domain=[*when], range=[COLORS[4], COLORS[0]])
-    base = chart(rows, width=640, height=alt.Step(46, **{"for": "position"})).encode(
-        y=alt.Y("run:N", title=None, sort=alt.EncodingSortField("row", op="min"), axis=names_above(17)),
-        yOffset=alt.YOffset("when:N", sort=[*when]),
-        color=alt.Color("when:N", scale=scale, title="prediction; a click picks it"),
-        opacity=alt.condition(picked, alt.value(1), alt.value(0.12)),
-        tooltip=tooltips(
-            {"run": "run", "when": "when", "predicted": "predicted (s)", "measured": "measured (s)"}
-            | {"ratio": "predicted / measured", "inside": "measured is inside the 90 % interval"}
-        ),
-    )
-    x = alt.X("low:Q", title="predicted / measured (bars: 90 % interval)", scale=alt.Scale(zero=True))
-    bars = base.mark_rule(strokeWidth=2).encode(x=x, x2="high:Q").add_params(picked)
-    shapes = alt.Scale(domain=["yes", "no"], range=["circle", "diamond"])
-    shape = alt.Shape("inside:N", scale=shapes, title="inside it")
-    dots = base.mark_point(size=70, filled=True).encode(x="ratio:Q", shape=shape)
-    exact = chart([{"one": 1}]).mark_rule(strokeDash=[4, 3], color=INK, tooltip=None).encode(x="one:Q")
-    text = "Predicted over measured seconds of {0} runs. Before them {1} of {0} lay inside the 90 % interval."
-    return Interactive(alt.layer(exact, bars, dots), text.format(len(recalibration.runs), recalibration.inside))
+    made, axes = figure(8.0, 1.4 + 0.5 * len(recalibration.runs))
+    axes.axvline(1, color=INK, ls="--", lw=0.8)
+    when = (("before these runs", COLORS[4], recalibration.before), ("after them", COLORS[0], recalibration.after))
+    for i, (label, color, predictions) in enumerate(when):
+        for row, (m, p) in enumerate(zip(recalibration.runs, predictions, strict=True)):
+            low, at, high = (seconds / m.sec_per_it for seconds in (p.sec_lo, p.sec_per_it, p.sec_hi))
+            look: Any = {"color": color, "label": None if row else label}
+            axes.plot([low, high], [row + 0.3 * i - 0.15] * 2, lw=2, **look)
+            axes.plot(at, row + 0.3 * i - 0.15, "o" if low <= 1 <= high else "D", color=color)
+    name_rows(axes, [f"{m.name}, {m.sec_per_it:.3g} s" for m in recalibration.runs])
+    axes.set_xlim(left=0)
+    finished(axes, "", xlabel="predicted / measured (bars: 90 % interval)")
+    return made

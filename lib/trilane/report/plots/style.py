@@ -14,13 +14,13 @@ COLORS = ("#14618a", "#e07a1f", "#2a9d67", "#a23b72", "#7b8a97", "#c9a227", "#5d
 LIMIT, INK = "#b3261e", "#1b2530"  # of a limit; of a diagonal or a whisker
 
 
-def figure(width: float = 8.0, height: float = 3.6, rows: int = 1) -> tuple["Figure", Any]:
-    """An empty figure of `rows` axes, closed in pyplot so that a notebook shows it once."""
+def figure(width: float = 8.0, height: float = 3.6, rows: int = 1, columns: int = 1) -> tuple["Figure", Any]:
+    """An empty figure of rows x columns axes, closed in pyplot so that a notebook shows it once."""
     import matplotlib.pyplot as plt
 
     look: Any = {"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
     with plt.rc_context({**look, "grid.color": "#e3e8ec", "axes.axisbelow": True}):
-        made, axes = plt.subplots(rows, 1, figsize=(width, height), layout="constrained")
+        made, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained")
     plt.close(made)
     return made, axes
 
@@ -47,13 +47,13 @@ def name_rows(axes: "Axes", names: Sequence[str]) -> None:
     axes.grid(axis="y", visible=False)
 
 
-def bars(axes: "Axes", rows: Mapping[str, Mapping[str, float]]) -> None:
+def bars(axes: "Axes", rows: Sequence[Mapping[str, float]]) -> None:
     """A horizontal bar for each row, of stacked parts; a part keeps its colour where others are zero."""
-    left = dict.fromkeys(rows, 0.0)
-    for i, part in enumerate(next(iter(rows.values()))):
-        sizes = [row[part] for row in rows.values()]
+    left = [0.0] * len(rows)
+    for i, part in enumerate(rows[0]):
+        sizes = [row[part] for row in rows]
         if any(sizes):
             color, label = COLORS[i % len(COLORS)], part.replace("_", " ")
-            axes.barh(range(len(rows)), sizes, left=[*left.values()], height=0.62, color=color, label=label)
-            left = {name: left[name] + row[part] for name, row in rows.items()}
-    name_rows(axes, [*rows])
+            hatch = "//" * (i >= len(COLORS))  # colours that come a second time
+            axes.barh(range(len(rows)), sizes, left=left, height=0.62, color=color, label=label, hatch=hatch)
+            left = [a + b for a, b in zip(left, sizes, strict=True)]
