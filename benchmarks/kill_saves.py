@@ -79,7 +79,7 @@ def fork(plan: Plan, folder: Path) -> list[int]:
     """The plan's workers, started."""
     size = plan.topology.gpus
     with held_port() as port:
-        return [parity.fork(rank, size, port, folder) for rank in range(size)]
+        return [worker.pid for worker in parity.begin(size, port, folder)]
 
 
 def ended(pids: list[int], seconds: float) -> list[int]:

@@ -1,20 +1,19 @@
 """The parity table: engines, topologies and precisions that must reproduce the losses of one process, trained here.
 
-`python -m trilane.engine.parity ENGINE... [--json]` is `trilane measure engines`. It imports the libraries once and
-forks the workers of each row. Where there is a GPU they import them, since a process that uses CUDA cannot be forked.
+`python -m trilane.engine.parity ENGINE... [--json]` is `trilane measure engines`.
 """
 
 import gc
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, read_plan
 from trilane.config.training import Data, Optimizer, Run
-from trilane.utils.process import PARENT, die_with_parent, held_port, python
+from trilane.utils.process import PARENT, die_with_parent, held_port
 from trilane.utils.validation import shipped_json
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512)
@@ -175,30 +174,44 @@ def output(folder: Path, codes: Sequence[int], wanted: int = 0) -> str:
     return "" if set(codes) == {wanted} else logs or f"exit codes {codes}"
 
 
-def train(processes: int, folder: Path, work: Callable[[int, Path], int] | None = None) -> list[int]:
+Work = Callable[[int, Path], int]  # the number of workers (0: the reference) and the run folder -> an exit code
+
+
+def train(processes: int, folder: Path, work: Work | None = None) -> list[int]:
     """Train `folder`/plan.json in so many workers (0: the reference), or let them do other `work`; their exit codes."""
     with held_port() as port:
-        pids = [fork(rank, processes, port, folder, work) for rank in range(max(1, processes))]
-        return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        workers = begin(processes, port, folder, work)
+        for worker in workers:
+            worker.join()
+    return [worker.exitcode for worker in workers]
 
 
-def fork(rank: int, size: int, port: int, folder: Path, work: Callable[[int, Path], int] | None = None) -> int:
-    """Fork a worker that shares this process's imports, in the environment that torchrun would give it; its id."""
-    parent, pid = os.getpid(), os.fork()
-    if pid:
-        return pid
-    code, world = 1, str(max(1, size))
+def begin(processes: int, port: int, folder: Path, work: Work | None = None) -> list[Any]:
+    """The workers of train(), as processes of multiprocessing that have started."""
+    # Forked workers share what load() imported. CUDA does not survive a fork: with a GPU each worker is a new process.
+    context: Any = get_context("spawn" if gpu_count() else "fork")
+    given = (processes, port, folder, work or run_worker, os.getpid())
+    workers = [context.Process(target=_worker, args=(rank, *given)) for rank in range(max(1, processes))]
+    for worker in workers:
+        worker.start()
+    return workers
+
+
+def _worker(rank: int, size: int, port: int, folder: Path, work: Work, parent: int) -> None:
+    """Do the work in the environment that torchrun would give it, and end this process."""
+    world = str(max(1, size))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TRILANE_RANK_LOGS=str(folder))
+    os.environ[PARENT] = str(parent)
+    code = 1
     try:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TRILANE_RANK_LOGS=str(folder))
-        os.environ[PARENT] = str(parent)
-        code = (work or run_worker)(size, folder)
+        code = work(size, folder)
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(code)  # threads of the libraries are not waited for
 
 
 def run_worker(size: int, folder: Path) -> int:
@@ -236,8 +249,7 @@ def load() -> None:
 
 
 def gpu_count() -> int:
-    """The number of GPUs here, counted without initializing CUDA."""
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    """The number of GPUs here."""
     import torch
 
     return torch.cuda.device_count()
@@ -245,11 +257,10 @@ def gpu_count() -> int:
 
 def this_machine() -> Cluster:
     """This machine for the plans of the table."""
-    if not gpu_count():
-        return machine(0, bf16=True)
-    code = "import torch; print(torch.cuda.get_device_capability() >= (8, 0))"  # in a child: CUDA is not started here
-    printed = subprocess.run(python("-c", code), capture_output=True, text=True, check=True).stdout
-    return machine(gpu_count(), bf16=printed.strip() == "True")
+    import torch
+
+    cards = gpu_count()
+    return machine(cards, bf16=not cards or torch.cuda.get_device_capability() >= (8, 0))
 
 
 def machine(cards: int, bf16: bool) -> Cluster:
