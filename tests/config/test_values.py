@@ -86,7 +86,7 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
     ),
     ({"zero": 3}, {}, "zero=3: engine megatron has ZeRO stage 0 and 1 (its distributed optimizer)"),
     ({"pp": 2}, ZERO, "pp=2: engine deepspeed-zero has no pipeline"),
-    ({"pp": 2, "precision": "fp16"}, D3, "zero=0: engine deepspeed-3d has ZeRO stage 1, and 0 in fp32"),
+    ({"pp": 2, "precision": "fp16"}, D3, "zero=0: engine deepspeed-3d has ZeRO stage 1"),
     ({"pp": 6, "zero": 1, "partition": EVEN}, D3, "pp=6: engine deepspeed-3d needs a transformer layer on every stage"),
     ({"tp": 2, "zero": 3}, HF, "tp=2: engine hf-zero3 has no tensor parallelism"),
     (

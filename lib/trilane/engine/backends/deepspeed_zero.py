@@ -1,7 +1,7 @@
-"""The `deepspeed-zero` engine, ZeRO 0 to 3 around megatron-core's GPT, and what all DeepSpeed engines share.
+"""The `deepspeed-zero` engine, ZeRO 1 to 3 around megatron-core's GPT, and what all DeepSpeed engines share.
 
 ZeRO 1 and 2, and BF16_Optimizer, lay the parameters of a group end to end and cut that into dp parts; `_hp_mapping` of
-a parameter gives the share of it in this rank's part. Stage 3 cuts each parameter separately, stage 0 none.
+a parameter gives the share of it in this rank's part. Stage 3 cuts each parameter separately.
 """
 
 import contextlib
@@ -42,8 +42,6 @@ class DeepSpeed(Engine):
             named = self._initialize(ds_config)
         self._optimizer = self._engine.optimizer
         self.states = DeepSpeedStates(named, self._optimizer, self._plan.topology.zero)
-        if self._plan.topology.zero == 0:
-            clip_as_one(self._engine, self._plan.optimizer.clip_grad)
 
     def _initialize(self, ds_config: dict[str, Any]) -> Named:
         raise NotImplementedError
@@ -165,27 +163,6 @@ def groups(named: Named, decay: float) -> list[dict[str, Any]]:
     ]
 
 
-def clip_as_one(engine: Any, limit: float) -> None:
-    """Replace the clipping of a DeepSpeed engine under ZeRO-0 in fp32; no norm is known where the plan has no limit.
-
-    DeepSpeed 0.19.8 clips each pipeline stage by its own norm: losses differed by 1.3e-2 after 20 iterations.
-    """
-
-    def clip() -> None:
-        held = [p for p in engine.module.parameters() if p.grad is not None]
-        # A tied copy, and what every tensor-parallel rank holds whole, count once.
-        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
-        own = [p for p in held if not getattr(p, "ds_pipe_replicated", False)]
-        own = [p for p in own if is_first or getattr(p, "tensor_model_parallel", False)]
-        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in own]
-        squares = torch.stack(norms).square().sum()
-        dist.all_reduce(squares, group=parallel_state.get_model_parallel_group())
-        engine._global_grad_norm = squares.sqrt().item()
-        torch.nn.utils.clip_grads_with_norm_(held, limit, squares.sqrt())
-
-    engine.clip_fp32_gradients = clip
-
-
 def sum_shared_gradients(named: Named) -> None:
     """Sum over tensor-parallel ranks the gradients of parameters held whole but applied to a part of the sequence.
 
@@ -206,11 +183,13 @@ def sum_shared_gradients(named: Named) -> None:
 class DeepSpeedStates:
     """`named` parameters in the optimizer that deepspeed.initialize() returned."""
 
+    divided = True
+
     def __init__(self, named: Named, optimizer: Any, stage: int) -> None:
-        self.pieces, self.divided = pieces(named), stage > 0
+        self.pieces = pieces(named)
         self._parameters: list[Any] = [parameter for _, parameter in named]
         self._optimizer, self._stage, self._started = optimizer, stage, False
-        self._inner = [optimizer if stage == 0 else optimizer.optimizer]
+        self._inner = [optimizer.optimizer]
         scaler: Any = getattr(optimizer, "loss_scaler", None)
         self._scaler = scaler if getattr(scaler, "dynamic", False) else None  # of fp16
 
@@ -219,19 +198,16 @@ class DeepSpeedStates:
         if self._started:
             return
         self._started, optimizer = True, self._optimizer
-        # What it updates: the flat parts of stages 1 and 2, of BF16_Optimizer, of stage 3; else the parameters.
+        # What it updates: the flat parts of stages 1 and 2, of BF16_Optimizer, of stage 3.
         flat = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
-        updated = next((getattr(optimizer, name) for name in flat if hasattr(optimizer, name)), self._parameters)
-        init_moments(self._inner[0], updated)
-        if self._stage in (1, 2):
+        init_moments(self._inner[0], next(getattr(optimizer, name) for name in flat if hasattr(optimizer, name)))
+        if self._stage < 3:
             # DeepSpeed 0.19.8 links them to its parameters when only those of the first group exist.
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
 
     def shard(self, number: int) -> tuple[int, int]:
         parameter = self._parameters[number]
-        if self._stage == 0:
-            return 0, parameter.numel()
         if self._stage == 3:
             each, rank = parameter.ds_tensor.ds_numel, parameter._z3_optimizer._get_param_partition_rank(parameter)
             first, end = (min(n * each, parameter.ds_numel) for n in (rank, rank + 1))
@@ -242,8 +218,6 @@ class DeepSpeedStates:
     def read(self, number: int, kind: str) -> torch.Tensor:
         self.finish_step()
         parameter, key = self._parameters[number], None if kind == "weight" else kind
-        if self._stage == 0:
-            return (self._optimizer.state[parameter][key] if key else parameter).detach().view(-1)
         if self._stage == 3:
             part_of = parameter._z3_optimizer._get_fp32_opt_state_partition
             held, _ = part_of(parameter, release_swap_buffers=False, optim_state_key=key)
@@ -256,12 +230,8 @@ class DeepSpeedStates:
         """All of the piece, in its shape, gathered over the replicas; collective."""
         self.finish_step()
         parameter = self._parameters[number]
-        if self._stage == 0:
-            found = self.read(number, kind)
-        elif kind == "weight":
-            found = safe_get_full_fp32_param(parameter)
-        else:
-            found = safe_get_full_optimizer_state(parameter, kind)
+        is_weight = kind == "weight"
+        found = safe_get_full_fp32_param(parameter) if is_weight else safe_get_full_optimizer_state(parameter, kind)
         return found.view(self.pieces[number].size)
 
     def write(self, number: int, weight: torch.Tensor, moments: dict[str, torch.Tensor]) -> None:
@@ -275,7 +245,7 @@ class DeepSpeedStates:
                 parameter.copy_(weight.view(tuple(getattr(parameter, "ds_shape", parameter.shape))))
 
     def copy(self, number: int) -> torch.Tensor | None:
-        if self._stage in (0, 3):  # in stage 3 no rank holds the whole of it
+        if self._stage == 3:  # no rank holds the whole of it
             return None
         return self._parameters[number].detach().view(self.pieces[number].size)
 
@@ -284,8 +254,7 @@ class DeepSpeedStates:
         # in BF16_Optimizer, and in stage 3, there in sub-groups of a group.
         optimizer, found = self._optimizer, dict[int, float]()
         kept = (getattr(optimizer, lists, None) for lists in ("bit16_groups", "bf16_groups", "fp16_groups"))
-        plain = [group["params"] for group in optimizer.param_groups]
-        for number, members in enumerate(next(filter(None, kept), plain)):
+        for number, members in enumerate(next(filter(None, kept))):
             group = getattr(optimizer, "sub_group_to_group_id", {}).get(number, number)
             found |= {id(p): optimizer.param_groups[group]["weight_decay"] for p in members}
         return [found.get(id(parameter)) for parameter in self._parameters]
