@@ -169,4 +169,4 @@ def test_each_run_is_printed_with_its_numbers_its_ending_and_its_problems(fleet,
         "wrong.log: completed (megatron-2021)",
     ]
     assert lines[1] == "  Iterations 10, First 1, Last 10, Sec/it 1, TFLOPs 12.18, Loss 1"
-    assert lines[-1].startswith("  problem: learning_rate: 7: ") and lines[-1].endswith("(line 13)")
+    assert lines[-1].startswith("  problem: learning_rate: 7 at iteration ")

@@ -79,7 +79,7 @@ def test_a_notebook_shows_the_first_of_many_runs_failed_ones_first(tmp_path):
     assert (len(runs.endings().to_frame()), len(runs.efficiency().to_frame()), len(runs.drawn)) == (40, 40, 8)
     assert runs.endings().to_frame()["Source"].tolist()[:2] == ["09.log", "00.log"]
     (problem,) = filter(None, runs.endings().to_frame()["Problems"])
-    assert problem.startswith("learning_rate") and "line 13" in problem and "no spike" in runs.spikes()
+    assert problem.startswith("learning_rate") and "iteration 4" in problem and "no spike" in runs.spikes()
     assert len(str(runs)) < 20, "no text of a thousand rows lies in the notebook"
 
 

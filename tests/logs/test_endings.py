@@ -275,7 +275,7 @@ BAD = [
     (
         "prose.log",
         b"step 1 of my recipe | iteration of soup\n" * 1000,
-        "holds no iteration line; dialects tried: ",
+        "holds no iteration line; line 1 looks like one: ",
     ),
 ]
 

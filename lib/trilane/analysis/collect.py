@@ -17,9 +17,7 @@ from trilane.analysis.steady_state import WARM_UP
 from trilane.analysis.tables import rows_of, values
 from trilane.config.cluster import Cluster, Gpu
 from trilane.config.plan import read_plan
-from trilane.logs.dialects import candidates
 from trilane.logs.dialects.tables import use
-from trilane.logs.run import NoIterations
 from trilane.logs.written_tables import read_runs
 from trilane.utils.files import natural
 from trilane.utils.progress import progress
@@ -163,12 +161,11 @@ def _first(texts: Sequence[str], most: int = 12) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """The runs of a path, or why it could not be read; `advice` where it holds no iteration, lines of text."""
+    """The runs of a path, or why it could not be read."""
 
     path: Path
     runs: list[Measurement] = field(default_factory=list)
     error: str = ""
-    advice: str = ""
 
 
 def measure_path(path: Path | str, warm_up: int = WARM_UP, gpu: Gpu | None = None) -> list[Measurement]:
@@ -195,13 +192,11 @@ def measure_all(paths: Sequence[Path], warm_up: int = WARM_UP, gpu: Gpu | None =
 
 def _read(path: Path, warm_up: int, gpu: Gpu | None) -> Read:
     try:
-        runs = measure_path(path, warm_up, gpu)
-    except (ValueError, OSError) as error:
-        advice = candidates.advice(path) if isinstance(error, NoIterations) else ""
-        reason = f"log={path}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        return Read(path=path, error=reason, advice=advice)
-    empty = not any(len(m.log.iterations) or len(m.log.bandwidth) or m.log.summary for m in runs)
-    return Read(path=path, runs=runs, advice=candidates.advice(path) if empty else "")
+        return Read(path=path, runs=measure_path(path, warm_up, gpu))
+    except OSError as error:
+        return Read(path=path, error=f"log={path}: {error.strerror}")
+    except ValueError as error:
+        return Read(path=path, error=str(error))
 
 
 def files(logs: str) -> list[Path]:

@@ -40,7 +40,9 @@ def _config(m: Measurement, name: str) -> float:
 def _date(m: Measurement) -> str:
     """That of the last iteration's line, else of the file."""
     log = m.log
-    at = log.clock[-1][1] if log.clock else log.source.stat().st_mtime if log.source.exists() else math.nan
+    at = log.printed_at
+    if math.isnan(at) and log.source.exists():
+        at = log.source.stat().st_mtime
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}" if 0 < at < 4e9 else ""  # after 2096 it is damaged
 
 

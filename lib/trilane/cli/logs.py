@@ -50,7 +50,6 @@ def parse(
     found = measure_all(logs)
     runs = [m for read in found for m in read.runs]
     code = unreadable([read.error for read in found if read.error], runs)
-    note([line for read in found for line in read.advice.splitlines()], label="")
     if csv and runs:
         tables.write_iterations(runs, csv)
     if code < 2:

@@ -1,17 +1,12 @@
-"""Checks: numbers of a run that cannot be right, with the line that shows it; and units that other numbers correct."""
+"""Checks: numbers of a run that cannot be right; and units that other numbers correct."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
-from trilane.logs import endings
 from trilane.logs.arguments import Value
-from trilane.logs.dialects import candidates
-from trilane.logs.reading.reader import find_lines
 from trilane.logs.reading.runs import PartialRun
 from trilane.logs.reading.trainer_dicts import UNNUMBERED
 from trilane.logs.table import NAN, Columns
@@ -34,8 +29,8 @@ HARMLESS = ("lm_loss", "grad_norm", "learning_rate", "mfu", "train_iters")
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What cannot be right in a column, or cannot be known: `rule` by its short name, `line` its number in the file
-    (None: unknown), `evidence` that line's text."""
+    """What cannot be right in a column, or cannot be known: `rule` by its short name; of a hand-written row the number
+    of its `line` and its text, `evidence`."""
 
     rule: str
     column: str
@@ -48,55 +43,32 @@ class Problem:
         return f"{self.column}: {self.message}{where}"
 
 
-Found = tuple[str, str, str, int]  # rule, column, message, and the row that shows it (-1: the last)
+def problems(run: PartialRun, columns: Columns) -> tuple[Problem, ...]:
+    """The problems of a run."""
+    found = [*_bounds(columns, run.arguments), *_counts(columns, run.arguments)] if run.rows else []
+    found += _of_memory(run)
+    return tuple(Problem(rule=rule, column=column, message=message) for rule, column, message in found)
 
 
-def problems(run: PartialRun, columns: Columns, path: Path | None) -> tuple[Problem, ...]:
-    """The problems of a run with their lines, which are searched for in the file `path`, where that is given."""
-    found = list(_of_memory(run))
-    if run.rows:
-        found = [*_bounds(columns, run.arguments), *_counts(columns, run.arguments), *_clock(run, columns), *found]
-    numbers = columns.get("iteration", np.empty(0))
-    at = {row: int(numbers[row]) for *_, row in found if row >= 0 and abs(numbers[row]) < MOST_NUMBER}
-    lines = find_lines(path, {*at.values()}, run.first_number, run.last_number) if path and at else {}
-    last = run.last_number or None, endings.text(run.last_line)
-    made = []
-    for rule, column, message, row in found:
-        line, text = last if row in (-1, len(numbers) - 1) else lines.get(at.get(row, -1), (None, ""))
-        made.append(Problem(rule=rule, column=column, message=message, line=line, evidence=text))
-    if run.unread > 2 and run.unread > run.rows / 100:
-        made.append(_unread(run.unread, *run.first_unread))
-    return tuple(made)
-
-
-def _unread(count: int, number: int, line: bytes) -> Problem:
-    message = f"{count} lines or more look like iterations and were not read"
-    return Problem(rule="unread", column="iteration", message=message, line=number, evidence=endings.text(line))
-
-
-def _bounds(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[Found]:
+def _bounds(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[tuple[str, str, str]]:
     """Numbers that are impossible each by itself; seconds and FLOP/s as medians, as any iteration may wait."""
     for name in BOUNDS.keys() & columns.keys():
         (low, high, message), numbers = BOUNDS[name], columns[name]
         usual = median(numbers) if name in ("sec_per_it", "flops_per_s_per_gpu") else numbers
         odd = ((usual < low) | (usual > high)) & (numbers != -1) & (numbers != 0) & (numbers == numbers)
         if odd.any():
-            yield "bounds", name, f"{numbers[odd.argmax()]:.6g}: {message}", int(odd.argmax())
+            at = odd.argmax()
+            yield "bounds", name, f"{numbers[at]:.6g} at iteration {columns['iteration'][at]:.0f}: {message}"
     end = np.fmin(columns.get("train_iters", NAN), _argument(arguments, "total_optimization_steps"))
     if (columns["iteration"] > end).any():
-        yield "bounds", "train_iters", "an iteration is beyond the last", -1
-    # a uniform guess has ln(vocabulary), of which Gemma's is the largest
-    vocabulary, loss = _argument(arguments, "padded_vocab_size", "vocab_size"), columns.get("lm_loss", np.empty(0))
-    if (loss > 2 * math.log(vocabulary if vocabulary > 1 else 262_144)).sum() > max(2, 0.99 * len(loss)):
-        yield "loss", "lm_loss", f"{loss[-1]:.4g}, above twice a uniform guess: a sum?", -1
+        yield "bounds", "train_iters", "an iteration is beyond the last"
 
 
-def _counts(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[Found]:
+def _counts(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[tuple[str, str, str]]:
     """Counts that fall; samples and tokens consumed, and printed rates, against what iterations and batch give."""
     for name in {"iteration", "consumed_samples", "consumed_tokens"} & columns.keys():
         if (falls := columns[name][1:] < columns[name][:-1]).any():
-            text = "falls from one line to the next"
-            yield "jumps-back", name, text, int(falls.argmax()) + 1
+            yield "jumps-back", name, f"falls after iteration {columns['iteration'][falls.argmax()]:.0f}"
 
     def known(name: str, *others: str) -> np.ndarray:
         """The column, else the first of these arguments."""
@@ -122,55 +94,19 @@ def _counts(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[Found]
         high = 1.1 if rule == "count" else AGREE
         low = 0.0 if name == "consumed_tokens" else 1 / high  # of shorter sequences there are fewer
         if not low < (ratio := _ratio(printed, right)) < high:
-            text = f"{ratio:.3g} times what iterations, seconds and batch give"
-            yield rule, name, text, -1
+            yield rule, name, f"{ratio:.3g} times what iterations, seconds and batch give"
 
 
-def _clock(run: PartialRun, columns: Columns) -> Iterator[Found]:
-    """Time stamps that jump back, and printed seconds that are not those between the stamps.
-
-    A pause (an evaluation, a save) makes single intervals longer than their iterations; a wrong unit makes all of them
-    so, and only a wrong unit makes them shorter. So the quarter with the most seconds for its time, and the half with
-    the fewest, do not count.
-    """
-    pairs = np.array(run.clock, float).reshape(-1, 2)
-    times, n = pairs[:, 1], len(pairs) - 1
-    if n < 1:
-        return
-    passed = np.diff(times)
-    if (passed < -60).any():  # ranks on several nodes print, whose clocks differ somewhat
-        at = int((passed < -60).argmax())
-        text = f"the lines' time stamps jump back by {-passed[at]:.0f} s after iteration {pairs[at, 0]:.0f}"
-        yield "clock", "time_s", text, -1
-    elif "sec_per_it" in columns and not run.timed_by_stamps & {*run.dialects}:
-        number = columns["iteration"]
-        whole = np.cumsum(np.nan_to_num(columns["sec_per_it"]) * np.diff(number, prepend=number[0]))
-        printed = np.diff(whole[np.searchsorted(number, pairs[:, 0], side="right") - 1])
-        order = np.argsort(printed - passed)
-        few, many = order[: n - n // 4], order[n // 2 :]
-        is_long = printed[few].sum() > AGREE * passed[few].sum() + 10
-        # twice may be data and evaluations
-        if is_long or (n > 3 and passed[many].sum() > 3 * printed[many].sum() + 10):
-            text = f"{printed.sum():.4g} s printed for iterations of {passed.sum():.4g} s by the lines' time stamps"
-            yield "clock", "sec_per_it", f"{text}: another unit?", -1
-
-
-def _of_memory(run: PartialRun) -> Iterator[Found]:
-    """What is wrong with memory, evaluations and copies, which have no column of iterations."""
+def _of_memory(run: PartialRun) -> Iterator[tuple[str, str, str]]:
+    """What is wrong with memory and evaluations, which have no column of iterations, and a run without numbers."""
     for name in ("max_allocated", "max_reserved"):
         most = max((row[name] for row in run.memory.values() if name in row), default=0.0)
         if most > 288 * 2**30 or 0 < most < 2**20:  # the largest card, and less than an allocator's first block
-            yield "bounds", name, f"{most:.4g} bytes: another unit?", -1
+            yield "bounds", name, f"{most:.4g} bytes: another unit?"
     if (run.validation.columns().get("lm_loss", np.empty(0)) < 0).any():
-        yield "bounds", "validation", "a cross entropy is not negative", -1
+        yield "bounds", "validation", "a cross entropy is not negative"
     if UNNUMBERED in run.notes:
-        yield "unnumbered", "iteration", UNNUMBERED, -1
-    if run.differing:
-        text = "the loss of iteration {:.0f} is {:.6g} in one line, {:.6g} in another".format(*run.differing)
-        yield "copies", "lm_loss", f"{text}: of one rank each?", -1
-    if run.lost:
-        text = f"{len(run.lost)} lines or more, of iteration {run.lost[0]:.0f} first, lie behind others"
-        yield "lost", "iteration", f"{text} and were left out", -1
+        yield "unnumbered", "iteration", UNNUMBERED
 
 
 def of_card(
@@ -195,29 +131,6 @@ def of_card(
         if size and most > 1.02 * size:  # a catalogue's memory is rounded to whole GB or GiB
             text = f"{most / 2**30:.4g} GiB on a card of {size / 2**30:.4g} GiB"
             yield Problem(rule="memory", column=name, message=text)
-
-
-def of_file(runs: Sequence[PartialRun], path: Path) -> list[tuple[Problem, ...]]:
-    """The problems of each of a file's runs that only the whole file shows: it began, or ended, as numbers jump back (a
-    line leaps ahead of a run that goes on, or two programs print); most lines that look like iterations were not read.
-    """
-    found: list[tuple[Problem, ...]] = [() for _ in runs]
-    count, number, first = candidates.numbered(path)
-    if not any(run.unread for run in runs) and count > 3 + 2 * sum(run.rows for run in runs):
-        found[0] = (_unread(count, number, first),)
-    text = "numbers of the lines jump back and forth: of several programs, or of another line"
-    for at, (old, new) in enumerate(pairwise(runs), 1):
-        if new.launched or new.arguments or old.endings or not (old.iterations.rows and new.iterations.rows):
-            continue
-        before, *_, last = [row["iteration"] for row in old.iterations.recent[-2:] * 2]
-        second = new.iterations.recent[1]["iteration"] if 1 < new.rows < 1000 else NAN
-        falls = new.first < last < second
-        if falls or before < new.first < last or min(old.rows, new.rows) <= 2:
-            line, shown = (new.first_number, new.first_line) if falls else (old.last_number, old.last_line)
-            evidence = endings.text(shown)
-            one = Problem(rule="jumps-back", column="iteration", message=text, line=line or None, evidence=evidence)
-            found[at - 1], found[at] = found[at - 1] or (one,), (one,)
-    return found
 
 
 def correct_units(columns: Columns) -> str:

@@ -1,5 +1,6 @@
 """RunLog: the content of one training run's log, and how the run ended."""
 
+import math
 import re
 import time
 from collections.abc import Mapping
@@ -12,7 +13,6 @@ from trilane.logs import checks, endings
 from trilane.logs.arguments import Value
 from trilane.logs.checks import MOST_NUMBER, Problem
 from trilane.logs.dialects.prefixes import timestamp
-from trilane.logs.dialects.tables import dialects
 from trilane.logs.endings import Level, where
 from trilane.logs.hardware import Device
 from trilane.logs.reading.blocks import blocks
@@ -25,7 +25,6 @@ from trilane.utils.validation import shown
 from trilane.workspace.status import Status
 
 INTEGERS = ("iteration", "train_iters", "consumed_samples", "consumed_tokens", "global_batch_size", "skipped", "nan")
-DIALECTS = ("hf-trainer", "all_reduce_bench", "nccl-tests")  # which have no table
 MEMORY_NOTE = "memory was printed before the first iteration only: it is that of the set-up, not the peak of the run"
 STAMPS_NOTE = "seconds per iteration are the time between lines, by their time stamps or progress bars"
 SHOWN = 10  # iterations that a notebook shows of a log
@@ -48,8 +47,8 @@ class RunLog(Table):
                  `asked_bytes` the size of the allocation that failed (NaN if unknown), `hosts` and `gpus` those of the
                  line or of its rank, and `exclude` the nodes at fault, as SLURM's --exclude takes them
     collectives  by the ranks' NCCL watchdogs: the ranks of each process group that timed out, and what each reports
-    status_basis of a log without an end: what shows that the run still runs, or does not
-    clock        iteration and seconds since 1970 of the first, the last and some lines, by their own time stamps
+    status_basis of a log without an end: what shows that the run still runs
+    printed_at   seconds since 1970 of the last iteration, by the time stamp of its line (NaN: none)
     notes        corrections made in reading
     problems     numbers that cannot be right, or that nothing shows to be right
     resumes      of a run folder: for each time that the run was resumed the first iteration after it, and the rows that
@@ -75,7 +74,7 @@ class RunLog(Table):
     exclude: str = ""
     collectives: tuple[str, ...] = ()
     status_basis: str = ""
-    clock: tuple[tuple[float, float], ...] = ()
+    printed_at: float = NAN
     notes: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     resumes: tuple[tuple[int, DataFrame], ...] = ()
@@ -106,10 +105,6 @@ class RunLog(Table):
         return show(self.iterations.tail(SHOWN))
 
 
-class NoIterations(ValueError):
-    """A log in which no dialect finds an iteration or an ending."""
-
-
 def read_logs(path: Path | str) -> list[RunLog]:
     """The runs in the log file `path`, in order; usually one. A file that is being written is read as far as it goes.
 
@@ -119,14 +114,24 @@ def read_logs(path: Path | str) -> list[RunLog]:
     for block in blocks(path, notes):
         reader.feed(block)
     runs = reader.close()
-    tried = sorted({*(name for dialect in dialects() for name in dialect.family), *DIALECTS})
     if not runs:
-        raise NoIterations(f"log={shown(path)}: holds no iteration line; dialects tried: {', '.join(tried)}")
+        raise ValueError(f"log={shown(path)}: holds no iteration line{_likeliest(path)}")
     runs[-1].notes += notes
     age = time.time() - path.stat().st_mtime
-    logs = [finish(run, path, age if run is runs[-1] else float("inf")) for run in runs]
-    more = checks.of_file(runs, path)
-    return [replace(log, problems=(*log.problems, *m)) if m else log for log, m in zip(logs, more, strict=True)]
+    return [_finish(run, path, age if run is runs[-1] else math.inf) for run in runs]
+
+
+def _likeliest(path: Path) -> str:
+    """The first line near the file's begin that looks like an iteration, and what reads it; "" without any."""
+    words = (rb"(?i)step|iter|update|batch|\bitr?\b", rb"(?i)loss|nll|\bce\b|xent|entropy|ppl")
+    score = [
+        (sum(bool(re.search(word, line)) for word in words), -number, line)
+        for number, line in enumerate(next(blocks(path), b"")[: 1 << 18].splitlines(), 1)
+        if len(line) < 2000 and re.search(rb"\d", line)
+    ]
+    kinds, number, line = max(score, default=(0, 0, b""))
+    guide = "docs/guides/my-logs.md has how to read it"
+    return f"; line {-number} looks like one: {endings.text(line, 160)} ({guide})" if kinds else ""
 
 
 def read_log(path: Path | str) -> RunLog:
@@ -134,8 +139,8 @@ def read_log(path: Path | str) -> RunLog:
     return read_logs(path)[-1]
 
 
-def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> RunLog:
-    """The RunLog of a run in `path`, last written `age` seconds ago; `with_lines` finds those of its problems there."""
+def _finish(run: PartialRun, path: Path, age: float) -> RunLog:
+    """The RunLog of a run in `path`, last written `age` seconds ago."""
     columns = run.table.columns()
     number_iterations(run, columns)
     counted = [name for name, rows in run.dialects.items() if rows or not any(run.dialects.values())]
@@ -144,9 +149,8 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     averaged = checks.average_rounded(columns) if timed_by_stamps and "sec_per_it" in columns else ""
     (status, evidence, end), basis = _status(run, columns), ""
     if status is Status.UNFINISHED and not end:
-        is_running, basis = _still_runs(run, columns, age)
-        status = Status.RUNNING if is_running else status
-    found = checks.problems(run, columns, path if with_lines else None)
+        basis = _still_runs(columns, timestamp(run.last_line), age)
+        status = Status.RUNNING if basis else status
     set_up = MEMORY_NOTE if run.memory and run.rows and not run.memory_is_late else ""
     run.has_launchers |= run.last_line.startswith(b"[default")
     rank = _rank(run, end)
@@ -169,14 +173,14 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
         summary=run.summary,
         rank=rank,
         asked_bytes=end.asked_bytes if end else NAN,
-        problems=found,
+        problems=checks.problems(run, columns),
         hosts=hosts,
         gpus=gpus,
         exclude=exclude,
         collectives=tuple(run.watchdogs.lines(run.places, world)) if status.has_failed else (),
         notes=tuple(filter(None, (*run.notes, units, STAMPS_NOTE * bool(timed_by_stamps), averaged, set_up))),
         status_basis=basis,
-        clock=run.clock,
+        printed_at=timestamp(run.last_line),
     )
 
 
@@ -195,7 +199,7 @@ def _rank(run: PartialRun, end: endings.Ending | None) -> int | None:
 def _status(run: PartialRun, columns: Columns) -> tuple[Status, str, endings.Ending | None]:
     """Status, evidence, and the ending if one decides; a run without any is unfinished."""
     number, total, loss = (columns[n][-1] if n in columns else NAN for n in ("iteration", "train_iters", "lm_loss"))
-    is_done = number + 1 - run.first_iteration == total and not run.in_epochs
+    is_done = number + 1 - run.first_iteration == total
     # a run that the scheduler ended and that reached its last iteration was continued
     ends = [e for e in run.endings if not is_done or e.level > Level.SCHEDULER or e.rows >= run.rows]
     end, last = endings.strongest(ends, run.rows), endings.text(run.last_line)
@@ -212,25 +216,16 @@ def _status(run: PartialRun, columns: Columns) -> tuple[Status, str, endings.End
     return (end.status, end.evidence, end) if end else (Status.UNFINISHED, last, None)
 
 
-def _still_runs(run: PartialRun, columns: Columns, age: float) -> tuple[bool, str]:
-    """Whether a run without an end still runs, and what that rests on; the file was written `age` seconds ago.
+def _still_runs(columns: Columns, stamp: float, age: float) -> str:
+    """What shows that a run without an end still runs, "" where nothing does; its file was written `age` seconds ago.
 
-    The last line's time stamp decides, a local time without a zone: it is at most `limit` old here, or before the
-    file's date in another zone, which a finished log that was copied meets by chance. Without stamps the file's date
-    counts, which is that of a copy where one was made.
+    A copy of a finished log is as new as a log that grows, but for its last line's time `stamp`: more than a day old.
     """
     numbers, at = (columns.get(name, np.full(1, NAN)) for name in ("sec_per_it", "iteration"))
     seconds = float(numbers[-1] * (at[-1] - at[-2] if len(at) > 1 else 1.0)) if len(numbers) else NAN
-    limit = max(60.0, 2 * seconds if seconds == seconds else 0.0)  # two lines take no longer
-    if age >= limit:
-        return False, ""
-    now, stamp, skew = time.time(), timestamp(run.last_line), 5.0  # by which the clocks of two machines may differ
+    if age >= max(60.0, 2 * seconds if seconds == seconds else 0.0):  # two lines take no longer
+        return ""
     if stamp != stamp:
-        return True, "by the file's date; its lines have no time stamps"
-    here = now + time.localtime(now).tm_gmtoff - stamp
-    if -skew <= here < limit:
-        return True, f"by the last line's time stamp, {max(0.0, here):.0f} s old"
-    zone = (now - age - stamp + skew) % 900  # zones lie quarters of an hour apart, up to 14 hours
-    if zone < min(limit, 120.0) + skew and abs(now - age - stamp) < 14 * 3600:
-        return True, "running by the file's date and the last line's time stamp in another time zone"
-    return False, "not running by the last line's time stamp; the file is newer"
+        return "by the file's date; its lines have no time stamps"
+    # a local time without a zone, which lies up to 14 hours from another
+    return "by the file's date" if abs(time.time() - stamp) < 86400 else ""

@@ -1,5 +1,7 @@
-"""Growing tables of numbers: rows while a log is read, columns afterwards."""
+"""Growing tables of numbers, by column."""
 
+import math
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -12,51 +14,49 @@ Columns = dict[str, np.ndarray]
 
 
 class NumericTable:
-    """Rows of numbers by column, NaN where a row lacks one. The last rows, of which the last 64 at least are `recent`,
-    are dicts and may still change; earlier ones are arrays, which take a tenth of the memory."""
+    """Rows of numbers by column, NaN where a row lacks one; 8 bytes a number."""
 
     def __init__(self) -> None:
         self.rows = 0
-        self.names: dict[str, None] = {}
-        self.recent: list[dict[str, float]] = []
-        self._parts: list[Columns] = []
+        self._columns: dict[str, array[float]] = {}
 
-    def add(self, row: dict[str, float]) -> None:
-        """Append a row, which the table then owns."""
-        self.recent.append(row)
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    def add(self, row: Mapping[str, float]) -> None:
+        """Append a row."""
+        self._widen(row)
+        for name, column in self._columns.items():
+            column.append(row.get(name, NAN))
         self.rows += 1
-        if not row.keys() <= self.names.keys() and len(self.names) < MAX_COLUMNS:
-            self.names |= dict.fromkeys(row)
-        if len(self.recent) > 8192:
-            self._parts.append(columns_of(self.recent[:8000], self.names))
-            del self.recent[:8000]
-
-    def change(self, row: dict[str, float], more: Mapping[str, float]) -> None:
-        """Update a recent row."""
-        row.update(more)
-        self.names |= dict.fromkeys(more)
 
     def change_last(self, more: Mapping[str, float]) -> None:
         """Update the last row."""
-        self.change(self.recent[-1], more)
+        self._widen(more)
+        for name in more.keys() & self._columns.keys():
+            self._columns[name][-1] = more[name]
+
+    def fill(self, iteration: float, more: Mapping[str, float]) -> None:
+        """Add what the row of that iteration lacks, if it is one of the last 64."""
+        self._widen(more)
+        numbers, rows = self._columns["iteration"], range(self.rows - 1, max(-1, self.rows - 65), -1)
+        for at in [at for at in rows if numbers[at] == iteration]:
+            for name in more.keys() & self._columns.keys():
+                if math.isnan(self._columns[name][at]):
+                    self._columns[name][at] = more[name]
 
     def last(self, name: str) -> float:
         """The number in the last row, NaN if missing."""
-        return self.recent[-1].get(name, NAN) if self.recent else NAN
-
-    def find(self, iteration: float) -> dict[str, float] | None:
-        """The row of that iteration among the last ones."""
-        return next((row for row in self.recent[:-65:-1] if row["iteration"] == iteration), None)
+        return self._columns[name][-1] if name in self._columns else NAN
 
     def columns(self) -> Columns:
-        """Each column, (rows,)."""
-        parts = [*self._parts, columns_of(self.recent, self.names)]
-        if len(parts) == 1:
-            return parts[0]
-        return {
-            n: np.concatenate([p[n] if n in p else np.full(len(p["iteration"]), NAN) for p in parts])
-            for n in self.names
-        }
+        """Each column, (rows,), which shares its memory with the table."""
+        return {name: np.frombuffer(column) for name, column in self._columns.items()}
+
+    def _widen(self, row: Mapping[str, float]) -> None:
+        for name in row if not row.keys() <= self._columns.keys() else ():
+            if name not in self._columns and len(self._columns) < MAX_COLUMNS:
+                self._columns[name] = array("d", [NAN]) * self.rows
 
 
 def columns_of(rows: Sequence[Mapping[str, float]], names: Iterable[str]) -> Columns:

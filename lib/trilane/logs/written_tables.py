@@ -1,20 +1,15 @@
 """Hand-written tables of measured runs, in Markdown or CSV: each row is a run, with what its numbers contradict."""
 
 import csv
-import math
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-
 from trilane.logs import endings
 from trilane.logs.checks import Problem
-from trilane.logs.reading.reader import Reader
-from trilane.logs.run import RunLog, finish, read_logs
+from trilane.logs.run import RunLog, read_logs
 from trilane.logs.table import NAN, columns_of, frame
 from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
@@ -34,19 +29,6 @@ UNITS = {
     "mem": {"mb": 1e-3, "mib": 1 / 1024, "gb": 1.0, "gib": 1.0, "g": 1.0, "m": 1e-3, "tb": 1e3, "tib": 1e3},
     "seq": {"k": 1024.0, "t": 1.0, "tokens": 1.0},
 }
-ASSIGNED = re.compile(
-    r"\b(N?HIDDEN(?:_SIZE)?|N?LAYERS|N?HEADS|NUM_LAYERS|SEQ_LEN(?:GTH)?|[TPD]P(?:_SIZE)?|GBS|MBS"
-    r"|MICRO_BATCH_SIZE|GLOBAL_BATCH_SIZE)\s*=\s*(\d[\d_]*(?:\.\d+)?)(k?)\b(?!\s*\*)"
-)
-# what else the text around a table states; $gbs, $seqlen and $ms stand in one-line programs that compute TFLOPs
-STATED = {
-    "seq": re.compile(r"[Ss]eq(?:uence)?[ _-]?len(?:gth)? is (\d+)|\$seqlen=(\d+)|\*4\*2\*(\d+)\*\$gbs"),
-    "size": re.compile(r"\b(\d+(?:\.\d+)?)B model\b|\$ms=(\d+(?:\.\d+)?)"),
-    "gbs": re.compile(r"\$gbs=(\d+)"),
-    "nodes": re.compile(r"^\W*(\d+) nodes?, "),
-    "dp": re.compile(r"\b(\d+) replicas?\b"),
-    "gpus_per_node": re.compile(r"--gres=gpu:([1-9]\d*)|\b(\d+)[ -]gpus?(?: per)? nodes?\b"),
-}
 CHOICES = (
     *("gpus", "nodes", "size", "dp", "tp", "pp", "mbs", "gbs"),
     *("chunks", "zero", "layers", "hidden", "heads", "seq"),
@@ -56,15 +38,14 @@ CHOICES = (
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A row: the number of its line, its text, and its numbers by the columns' names (data/table_columns.json) in
-    seconds, 1e9 parameters, GiB, TFLOP/s and counts; `known` has those that the text around the table states, too."""
+    seconds, 1e9 parameters, GiB, TFLOP/s and counts."""
 
     line: int
     text: str
     numbers: Mapping[str, float]
-    known: Mapping[str, float]
 
     def __getitem__(self, name: str) -> float:
-        return self.known.get(name, NAN)
+        return self.numbers.get(name, NAN)
 
     @property
     def ending(self) -> Status | None:
@@ -78,69 +59,23 @@ class Row:
 def read_runs(path: Path | str) -> list[RunLog]:
     """The runs of a file, in its order: `read_runs("slurm-4711.out")[0].iterations`.
 
-    A log of any framework; or a Markdown or CSV table of measured runs, of which each row is a run of one iteration
-    without a number, and so is each log quoted around it. Raises ValueError for a file that is missing, empty, binary,
-    or holds no run.
+    A log of any framework; or the Markdown or CSV tables of measured runs, of which each row is a run of one iteration
+    without a number. Raises ValueError for a file that is missing, empty, binary, or holds no run.
     """
     path = Path(path)
     is_small = path.is_file() and path.stat().st_size < 1 << 22  # larger files are logs
     lines = path.read_text("utf-8-sig", "replace").splitlines() if is_small else []
     tables = (csv_tables if path.suffix in (".csv", ".tsv") else markdown_tables)(lines)
-    found = {start: (header, body) for start, header, body in tables if measures(header)}
-    return (_runs(lines, found, path) if found else []) or read_logs(path)
+    found = [row for header, body in tables if measures(header) for row in rows(header, body)]
+    return _runs(found, path) or read_logs(path)
 
 
-def _runs(lines: list[str], tables: Mapping[int, tuple[list[str], Lines]], path: Path) -> list[RunLog]:
-    """The rows of the tables, by the line of their headers, and the logs that are quoted around them."""
-    inside = {number for start in tables for number in (start, start + 1, *(n for n, _ in tables[start][1]))}
-    # what the text states: until a heading, and of the whole section each value, which holds for tables above it, too
-    facts, section, is_code = dict[str, float](), defaultdict[str, set[float]](set), False
-    found, runs, log = list[tuple[Row, Mapping[str, float], Mapping[str, set[float]]]](), list[RunLog](), list[str]()
-    for number, line in enumerate([*lines, ""], 1):
-        if number not in inside and re.search(r"iteration +\d+/ *\d+ \|", line):
-            log.append(line)
-            continue
-        runs += _quoted(log, number - len(log), facts, path) if log else []
-        log = []
-        is_code ^= line.lstrip().startswith("```")
-        if number in tables:
-            found += [(row, facts, section) for row in rows(*tables[number])]
-        elif line.startswith("#") and not is_code:
-            facts, section = {n: facts[n] for n in facts.keys() & {"seq", "gpus_per_node"}}, defaultdict(set)
-        elif number not in inside and not line.startswith("* "):  # a remark about results
-            stated = facts_of(line)
-            if any(stated.get(n, facts.get(n)) != facts.get(n, stated.get(n)) for n in ("layers", "hidden")):
-                # another shape begins: what was said of the one before holds neither below nor for the whole section
-                for name in ({"layers", "hidden", "heads"} & facts.keys()) - stated.keys():
-                    section[name].add(NAN)
-                facts = {n: v for n, v in facts.items() if n not in ("layers", "hidden", "heads")}
-            facts = facts | stated
-            for name, value in stated.items():
-                section[name].add(value)
-    every = [_timed(_known(row, above, whole), runs) for row, above, whole in found]
-    wrong = [dict(contradictions(row)) for row in every]
+def _runs(found: Sequence[Row], path: Path) -> list[RunLog]:
+    wrong = [dict(contradictions(row)) for row in found]
     # what all of several rows contradict is a column that means something else
     usual = set.intersection(*map(set, wrong)) if len(wrong) > 2 else set()
-    for row, messages in zip(every, wrong, strict=True):
-        kept = {name: message for name, message in messages.items() if name not in usual}
-        runs += [_run(row, status, kept, path)] if (status := row.ending) else []
-    return sorted(runs, key=lambda run: run.arguments["line"] or 0)
-
-
-def _known(row: Row, above: Mapping[str, float], section: Mapping[str, set[float]]) -> Row:
-    single = {name: next(iter(values)) for name, values in section.items() if len(values) == 1}
-    return replace(row, known={**single, **above, **row.numbers})
-
-
-def facts_of(line: str) -> dict[str, float]:
-    """What a line of text states, by the names of columns; a name with two values is a choice, not a fact."""
-    values = defaultdict[str, set[float]](set)
-    for name, digits, thousand in ASSIGNED.findall(line):
-        column = known_columns()[name.lower().replace("_", "")]
-        values[column].add(float(digits.replace("_", "")) * (1000 if thousand else 1))
-    stated = ((name, pattern.search(line)) for name, pattern in STATED.items())
-    found = {name: float(match[match.lastindex or 0]) for name, match in stated if match}
-    return found | {name: min(numbers) for name, numbers in values.items() if len(numbers) == 1}
+    kept = [{name: text for name, text in one.items() if name not in usual} for one in wrong]
+    return [_run(row, row.ending, one, path) for row, one in zip(found, kept, strict=True) if row.ending]
 
 
 @cache
@@ -191,8 +126,8 @@ def measures(header: list[str]) -> bool:
     return bool(names & {"time", "tflops"}) and len(names & {*CHOICES[:8]}) >= 2
 
 
-def markdown_tables(lines: list[str]) -> Iterator[tuple[int, list[str], Lines]]:
-    """Each table as line number of the header (from 1), header, and rows with their line numbers."""
+def markdown_tables(lines: list[str]) -> Iterator[tuple[list[str], Lines]]:
+    """Each table as header, and rows with the numbers of their lines, from 1."""
     stop = 0
     for at in range(len(lines) - 1):
         if at >= stop and "|" in lines[at] and RULE.match(lines[at + 1]) and not RULE.match(lines[at]):
@@ -200,7 +135,7 @@ def markdown_tables(lines: list[str]) -> Iterator[tuple[int, list[str], Lines]]:
             cells = [(n + 1, _split(lines[n])) for n in (at, *range(at + 2, stop))]
             # the first line may name groups of columns
             begin = int(len(cells) > 1 and measures(cells[1][1]) and not measures(cells[0][1]))
-            yield *cells[begin], cells[begin + 1 :]
+            yield cells[begin][1], cells[begin + 1 :]
 
 
 def _split(line: str) -> list[str]:
@@ -209,7 +144,7 @@ def _split(line: str) -> list[str]:
     return [part.replace("\\|", "|").strip() for part in re.split(r"(?<!\\)\|", inner)]
 
 
-def csv_tables(lines: list[str]) -> Iterator[tuple[int, list[str], Lines]]:
+def csv_tables(lines: list[str]) -> Iterator[tuple[list[str], Lines]]:
     """The table of a CSV file (comma, semicolon or tab), as in markdown_tables."""
     begin = next((n for n, line in enumerate(lines) if line.strip() and line[0] != "#"), 0)
     reader = csv.reader(lines[begin:], delimiter=max(",;\t", key="".join(lines[begin : begin + 1]).count))
@@ -218,7 +153,8 @@ def csv_tables(lines: list[str]) -> Iterator[tuple[int, list[str], Lines]]:
         cells = [(begin + reader.line_num, row) for row in reader if not "".join(row[:1]).startswith("#")]
     except csv.Error as error:  # a cell of more than 131072 characters
         raise ValueError(f"table=line {begin + reader.line_num}: is no CSV ({error})") from None
-    yield from [(*cells[0], cells[1:])] if cells else []
+    if cells:
+        yield cells[0][1], cells[1:]
 
 
 def rows(header: list[str], body: Lines) -> Iterator[Row]:
@@ -234,17 +170,7 @@ def rows(header: list[str], body: Lines) -> Iterator[Row]:
         cells = ({"mem": (noted[1], "")} if noted else {}) | cells
         numbers = {name: value for name, cell in cells.items() if name and (value := number(name, *cell)) == value}
         if any(texts):
-            yield Row(line=line, text=" | ".join(map(str.strip, texts)), numbers=numbers, known=numbers)
-
-
-def _timed(row: Row, quoted: Iterable[RunLog]) -> Row:
-    """The row, if it has TFLOPs and no time, with that of the only quoted iteration of equal TFLOPs."""
-    rate = row.numbers.get("tflops", NAN) * 1e12
-    same = [log for log in quoted if np.isclose(log.column("flops_per_s_per_gpu"), rate).any()]
-    if row["time"] == row["time"] or len(same) != 1 or len(same[0].iterations) != 1:
-        return row
-    facts = {name: float(v) for name in CHOICES if isinstance(v := same[0].arguments.get(name), int | float)}
-    return replace(row, known={**row.known, **facts, "time": float(same[0].column("sec_per_it")[0]), **row.numbers})
+            yield Row(line=line, text=" | ".join(map(str.strip, texts)), numbers=numbers)
 
 
 def _run(row: Row, status: Status, wrong: Mapping[str, str], path: Path) -> RunLog:
@@ -262,7 +188,7 @@ def _run(row: Row, status: Status, wrong: Mapping[str, str], path: Path) -> RunL
         status=status,
         evidence=f"line {row.line}: {text}",
         dialect="table",
-        arguments=_given(row.known) | {"line": row.line},
+        arguments=_given(row.numbers) | {"line": row.line},
         problems=tuple(Problem(rule="row", column=c, message=wrong[c], line=row.line, evidence=text) for c in wrong),
     )
 
@@ -287,16 +213,6 @@ def contradictions(row: Row) -> Iterator[tuple[str, str]]:
     for name, rate in ((name, amount / row["time"]) for name, amount in rates.items()):
         if abs(row.numbers.get(name, NAN) / rate - 1) > 0.1:  # a mean over other iterations differs as well
             yield name, f"{row[name]:.6g} a second, but by batch and seconds {rate:.6g}"
-
-
-def _quoted(lines: Iterable[str], first: int, facts: Mapping[str, float], path: Path) -> Iterator[RunLog]:
-    """The runs of quoted lines of a log, of which the first has that number."""
-    reader = Reader()
-    reader.feed("".join(f"{line}\n" for line in lines).encode())
-    for run in reader.close():
-        given = _given(facts)
-        run.arguments = given | run.arguments | {"line": first}
-        yield finish(run, path, math.inf, with_lines=False)
 
 
 def _given(known: Mapping[str, float]) -> dict[str, int | float | str | bool | None]:

@@ -19,7 +19,7 @@ from trilane.utils.validation import DATA, from_mapping, read_json, require, req
 
 VARIABLE = "TRILANE_DIALECTS"
 COLUMNS = {
-    *"""iteration train_iters epoch epochs_done nth_epoch since_start time_s sec_per_it iterations_per_second lm_loss
+    *"""iteration train_iters epoch time_s sec_per_it iterations_per_second lm_loss
     grad_norm learning_rate loss_scale consumed_samples consumed_tokens global_batch_size seq_length samples_per_second
     tokens_per_second tokens_per_gpu_per_second flops_per_s_per_gpu mfu skipped skipped_total nan num_zeros params_norm
     rank allocated max_allocated reserved max_reserved memory_share""".split()  # noqa: SIM905 a list would take a line each
@@ -39,8 +39,6 @@ FIELD = (  # a name, and a number that is no part of a longer one, of a time or 
     + rb")([KMGBTP](?=FLOPS|(?![A-Za-z])))?(?![\d.]|:\d|[eE][-+]?(?:\W|$))"
 )
 MAX_LINE = 1 << 13  # bytes: patterns may take time that grows with the square of a line's length
-# a word before a fallback's name makes it another quantity (the best loss), but for these
-PLAIN = frozenset(b"info warning debug with and its the is train training step batch current mean lm".split())
 
 
 class Span(NamedTuple):
@@ -70,9 +68,8 @@ class Dialect:
     """How one trainer prints its iterations: the keys of its file, as docs/guides/my-logs.md has them.
 
     `fields` gives column and unit for a number's printed name; one of `words` stands in every line that matters (none
-    given: any line may). A `fallback` reads what nothing else reads of a run, a `companion` prints steps beside the
-    iterations of another dialect. `variants` are names of programs, by what their lines hold; a "wrapped" line that is
-    not `complete` may continue on the next. `absent` are numbers that are printed where a column has none.
+    given: any line may). A `companion` prints steps beside the iterations of another dialect. `variants` are names of
+    programs, by what their lines hold. `absent` are numbers that are printed where a column has none.
 
     Raises ValueError("field=value: the rule").
     """
@@ -88,17 +85,15 @@ class Dialect:
     lines: str = ""
     first_iteration: int = 1
     needs: tuple[str, ...] = ()
-    fallback: bool = False
     companion: bool = False
     words: tuple[str, ...] = ()
     variants: dict[str, str] = field(default_factory=dict)
-    complete: str = "$^"
     absent: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(bool(re.fullmatch(r"[\w.-]{1,40}", self.name)), "name", self.name, "must be a word")
-        kinds = ("", "json", "block", "bar", "wrapped")
-        require(self.lines in kinds, "lines", self.lines, "must be json, block or bar, or left out")
+        kinds = ("", "json", "block", "bar", "closed")
+        require(self.lines in kinds, "lines", self.lines, "must be json, block, bar or closed, or left out")
         require(self.first_iteration in (0, 1), "first_iteration", self.first_iteration, "must be 0 or 1")
         require(set(self.needs) <= COLUMNS, "needs", self.needs, "must be a list of columns")
         require(bool(self.iteration), "iteration", "", "must have a pattern")
@@ -107,11 +102,11 @@ class Dialect:
                 patterns = self.patterns(key)
             except (re.error, RecursionError, OverflowError) as error:
                 raise ValueError(f"{key}={shown(getattr(self, key))}: is no regular expression ({error})") from None
-            wanted = {"iteration": {"iteration", "since_start"}, "validation": {"lm_loss"}}.get(key)
+            wanted = {"iteration": "iteration", "validation": "lm_loss"}.get(key, "")
             for pattern in patterns:
                 groups = {column_of(name.replace("__", " "))[0] for name in pattern.groupindex}
-                rule = f"must have a group (?P<{min(wanted or {''})}>...)"
-                require(not wanted or bool(groups & wanted), key, pattern.pattern.decode(), rule)
+                rule = f"must have a group (?P<{wanted}>...)"
+                require(not wanted or wanted in groups, key, pattern.pattern.decode(), rule)
         assert self.columns is not None  # which checks the rest
 
     def patterns(self, key: str) -> tuple[re.Pattern[bytes], ...]:
@@ -156,6 +151,8 @@ class Dialect:
             return []
         spans = _groups(*found)
         spans += self.rest(line, {span.column for span in spans})
+        if self.lines == "closed":  # a number at the end of the line was cut there, as by a terminal
+            spans = [span for span in spans if span.stop < len(line)]
         # some forks print the loss without a name before it
         plain = "" if any(span.column == "lm_loss" for span in spans) else "loss"
         spans = [span._replace(column="lm_loss") if span.column == plain else span for span in spans]
@@ -163,8 +160,8 @@ class Dialect:
 
     def parts(self, line: bytes) -> list[bytes]:
         """The line, cut before each further iteration: the end of a line was lost there, or two ranks' were joined. One
-        with a lower number is another number's; a wrapped line has no other numbers of that form."""
-        found = None if self.lines not in ("", "wrapped") or self.fallback else self._found(line)
+        with a lower number is another number's; a "closed" line has no others of that form."""
+        found = None if self.lines not in ("", "closed") else self._found(line)
         if not found:
             return [line]
         match, start = found
@@ -176,7 +173,7 @@ class Dialect:
         return [line[low:high] for low, high in pairwise([*cuts, len(line)])]
 
     def _found(self, line: bytes) -> tuple[re.Match[bytes], int] | None:
-        return _first(self.patterns("iteration"), line, len(line) if self.lines == "wrapped" else MAX_LINE)
+        return _first(self.patterns("iteration"), line, len(line) if self.lines == "closed" else MAX_LINE)
 
     def evaluation(self, line: bytes) -> list[Span]:
         """The numbers of an evaluation; [] for any other line."""
@@ -201,7 +198,7 @@ class Dialect:
         for match in self._field.finditer(line[:MAX_LINE]) if self._field else ():
             other = re.sub(r"\W+", "_", match[1].decode()), 1.0, 1.0  # a loss whose name the table does not have
             column, multiplier, divisor = self.columns.get(match[1], other)
-            if column in seen or (self.fallback and _is_qualified(line[: match.start()])):
+            if column in seen:
                 continue
             # a rate of two digits is too rounded to give seconds
             if column == "iterations_per_second" and len(match[2].translate(None, b"+-.,").lstrip(b"0")) < 3:
@@ -219,11 +216,6 @@ class Dialect:
 @functools.cache
 def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[bytes], ...]:
     return tuple(re.compile(pattern.encode()) for pattern in patterns)
-
-
-def _is_qualified(before: bytes) -> bool:
-    word = re.search(rb"(?<![A-Za-z0-9.])([A-Za-z][A-Za-z_/-]{0,30}) $", before[-40:])
-    return bool(word) and word[1].lower() not in PLAIN if word else False
 
 
 def _first(

@@ -6,15 +6,13 @@ its numbers, or passed over.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from trilane.logs import arguments, endings
 from trilane.logs.dialects.prefixes import NAN, STAMP, body, rank, source, timestamp
 from trilane.logs.dialects.tables import Dialect, Span, dialects, row_of
 from trilane.logs.reading import trainer_dicts
-from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.facts import Facts, timers
 from trilane.logs.reading.form import DIGITS, FORM, Form
 from trilane.logs.reading.runs import Line, PartialRun, Runs
@@ -25,19 +23,16 @@ ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 REDRAWN = re.compile(rb"\r|\^M|(?<=\])(?=[^\[\]\r]{0,80}\b\d{1,3}%\|)", re.DOTALL)
 # between two dicts with a loss each that a collector of logs, or who pasted them, put on one line
 JOINED = re.compile(rb"(?<=\}),?\s{0,2}(?=\{['\"][^{}]{0,4000}\bloss['\"])")
-# what begins a line of its own, which completes no iteration line that was wrapped
-OTHER = re.compile(rb"^\s*(?:\[|time \(ms\)|\(min, max\)|-{4}|\+|validation |after \d+ iter|Effective |\{)")
 
 
 @dataclass
 class Open:
-    """An iteration that the next lines may continue: its row so far, its first line (of a wrapped one: all so far) and
-    number, and how many lines it has."""
+    """An iteration whose other numbers stand on the next lines: its row so far, its first line, and how many lines it
+    has."""
 
     dialect: Dialect
     row: dict[str, float]
     line: bytes
-    number: int
     lines: int = 0
 
 
@@ -46,8 +41,7 @@ class Reader:
 
     def __init__(self) -> None:
         every = dialects()
-        self._tables = [d for d in every if not (d.fallback or d.companion)]
-        self._fallbacks, self._companions = [d for d in every if d.fallback], [d for d in every if d.companion]
+        self._tables, self._companions = ([d for d in every if d.companion is kind] for kind in (False, True))
         self._words = [(word.encode(), dialect.name) for dialect in self._tables for word in dialect.words]
         self._runs = Runs(every)
         self._forms = dict[bytes, Form | None]()  # None: of lines that hold nothing
@@ -70,9 +64,8 @@ class Reader:
         """Read whole lines; only the last block of a file may end inside one."""
         *lines, rest = block.split(b"\n")
         unknown = Form("")
-        known, runs = self._forms.get, self._runs
+        known = self._forms.get
         for line in lines:
-            runs.number += 1
             if self._waits:
                 self._line(line)
                 continue
@@ -82,9 +75,7 @@ class Reader:
             elif form is not None:
                 self._apply(form, line)
         if rest:  # may be cut
-            self._runs.number += 1
             self._line(rest, whole=False)
-            self._runs.number -= 1
 
     def _learn(self, line: bytes) -> None:
         form = self._line(line)
@@ -103,13 +94,12 @@ class Reader:
                 if "sec_per_it" not in row:
                     row = run.timed(row, row["time_s"] if "time_s" in row else form.time(line), form.name)
                 printed = form.source(line)
-                run.add(row, form.name, printed, line, self._runs.number)
+                run.add(row, form.name, printed, line)
                 if form.memory:
                     run.add_memory(row, printed if form.is_rank else NAN, form.memory)
             else:
                 time_s, printed = form.time(line), form.source(line)
-                at = Line(line, self._runs.number, printed)
-                self._runs.take(row, form.dialect, form.name, time_s, at, is_plain=True)
+                self._runs.take(row, form.dialect, form.name, time_s, Line(line, printed), is_plain=True)
         elif kind == "timers":
             run.add_timers(row)
         elif kind == "step":
@@ -157,16 +147,13 @@ class Reader:
             self._dicts.read(line)
         elif (b"it/s" in line or b"s/it" in line) and (bar := trainer_dicts.bar(line)):
             matched, self._dicts.bar = True, bar
-        if not self._dicts.pending and (guessed := self._guess(line, whole)):
-            form = guessed
         if not matched and not form and (spans := timers(line)):
             form = Form("timers", None, line, spans)
         is_argument, others, end = self._read_facts(line)
         if matched or others or end:
             if form and form.kind == "timers" and not (matched or end):
                 return form
-            is_alone = matched or form or known or any(dialect.holds(line) for dialect in self._fallbacks)
-            return Form("alone" if is_alone else "facts")
+            return Form("alone" if matched or form or known else "facts")
         if not form and (is_argument or (b"  " in line and arguments.UNDOTTED.match(line))):
             return Form("argument")
         return form
@@ -185,7 +172,7 @@ class Reader:
         """Read a line by the dialect that finds most in it: an iteration, or what is printed around iterations."""
         best = _best(known, line)
         if not best:
-            found = [self._around(line, dialect, whole) for dialect in known]
+            found = [self._around(line, dialect) for dialect in known]
             return next(filter(None, found), None)
         spans, dialect = best
         if (parts := dialect.parts(line)) != [line]:
@@ -197,13 +184,11 @@ class Reader:
         if not whole:
             spans = [span for span in spans if span.stop < len(line)]
         row, form = row_of(spans, line), Form("iteration", dialect, line, spans)
-        if "iteration" not in row or (not whole and dialect.lines == "wrapped" and "sec_per_it" not in row):
+        if "iteration" not in row or (not whole and dialect.lines == "closed" and "sec_per_it" not in row):
             return form
         form.name = dialect.variant(line) or dialect.name * (not dialect.variants)
-        self._open = Open(dialect, row, line, self._runs.number)
-        may_continue = dialect.lines == "block" or (
-            dialect.lines == "wrapped" and not re.search(dialect.complete.encode(), line)
-        )
+        self._open = Open(dialect, row, line)
+        may_continue = dialect.lines == "block"
         if not may_continue or not whole:
             self._end()
         if (
@@ -215,7 +200,7 @@ class Reader:
             return Form("alone")
         return form
 
-    def _around(self, line: bytes, dialect: Dialect, whole: bool) -> Form | None:
+    def _around(self, line: bytes, dialect: Dialect) -> Form | None:
         """Read a line of that dialect that is no iteration."""
         if dialect.matches("launch", line):
             self._finish()
@@ -226,8 +211,7 @@ class Reader:
         elif spans := dialect.evaluation(line):
             self._finish()
             self.run.add_validation(row_of(spans, line))
-            if not self._guess(line, whole):  # of a trainer that prints nothing else
-                return Form("evaluation", dialect, line, spans) if dialect.is_blind else Form("alone")
+            return Form("evaluation", dialect, line, spans) if dialect.is_blind else Form("alone")
         else:
             return Form("alone") if self._memory(dialect, line) else None
         return Form("alone")
@@ -238,17 +222,6 @@ class Reader:
         for spans in reports:
             self.run.add_memory(row_of(spans, line), rank(line))
         return bool(reports)
-
-    def _guess(self, line: bytes, whole: bool) -> Form | None:
-        """Read a line that nothing else reads, in a run that nothing else has read."""
-        read = set(self.run.dialects)
-        known = [d for d in self._fallbacks if d.holds(line)]
-        if not known or not (best := _best(known, line)):
-            return None
-        if not read <= {best[1].name}:
-            self.run.leave_out(row_of(best[0], line), line, self._runs.number)
-            return Form("alone")  # in another run it may be an iteration
-        return self._iterations([best[1]], line, whole)
 
     def _steps(self, dialect: Dialect, line: bytes) -> Form | None:
         """Read a companion's steps, which count where nothing else numbers the iterations, and its memory."""
@@ -265,20 +238,17 @@ class Reader:
             run.add_memory({column: row.pop(column) for column in form.memory}, form.rank(line))
         if row.get("iteration") == 0:  # step 0 is printed at start-up
             return
-        self._runs.settle("deepspeed")
         if run.restarts(row):
             self._runs.begin()
         self.run.dialects["deepspeed"] += 0
         run = self.run
-        run.add_companion(row, NAN if run.iterations.rows else form.time(line), line, self._runs.number)
+        run.add_companion(row, NAN if run.iterations.rows else form.time(line), line)
 
     def _continues(self, line: bytes) -> bool:
         """Whether the line continues the iteration that is open, which then may end."""
         opened = self._open
         assert opened
         dialect, opened.lines = opened.dialect, opened.lines + 1
-        if dialect.lines == "wrapped":
-            return self._completes(opened, line)
         if dialect.matches("iteration", line):
             return False
         if spans := dialect.rest(line, set(opened.row)):
@@ -286,19 +256,6 @@ class Reader:
         elif opened.lines > 200 or not (line[:1].isspace() or body(line)[:1].isspace() or not line.strip()):
             self._end()
         return bool(spans)
-
-    def _completes(self, opened: Open, line: bytes) -> bool:
-        """Whether the line continues an iteration line that a terminal wrapped, which may have removed a blank."""
-        dialect, begun = opened.dialect, opened.line
-        if opened.lines < 12 and not dialect.matches("iteration", line) and not OTHER.match(line):
-            joined = max(
-                (begun + line, begun.rstrip() + b" " + line.strip()), key=lambda text: _complete(dialect, text)
-            )
-            if _complete(dialect, joined) > _complete(dialect, begun):
-                opened.line, opened.row = joined, row_of(dialect.iterations(joined), joined)
-                return True
-        self._end()
-        return False
 
     def _finish(self) -> None:
         """Read the pending dict of the Trainer, and the iteration that is open, as far as they go."""
@@ -310,7 +267,7 @@ class Reader:
             self._open, line = None, opened.line
             time_s = opened.row.get("time_s", timestamp(line))
             name = opened.dialect.variant(line)
-            self._runs.take(opened.row, opened.dialect, name, time_s, Line(line, opened.number, source(line)))
+            self._runs.take(opened.row, opened.dialect, name, time_s, Line(line, source(line)))
 
 
 def _parts(line: bytes) -> list[bytes]:
@@ -329,37 +286,7 @@ def _parts(line: bytes) -> list[bytes]:
     return [dict_ for part in parts for dict_ in JOINED.split(part)]
 
 
-def _complete(dialect: Dialect, line: bytes) -> int:
-    """How many numbers of an iteration line are complete: a number at the end of the line may go on."""
-    return sum(span.stop < len(line) for span in dialect.iterations(line))
-
-
 def _best(known: Sequence[Dialect], line: bytes) -> tuple[list[Span], Dialect] | None:
     """The numbers of an iteration, and of several dialects that know the line the one that finds most."""
     found = [(spans, dialect) for dialect in known if (spans := dialect.iterations(line))]
     return max(found, key=lambda pair: len(pair[0])) if found else None
-
-
-def find_lines(path: Path, numbers: Collection[int], first: int = 1, last: int = 0) -> dict[int, tuple[int, str]]:
-    """Number and text of the line of each of these iterations, where one line alone shows it, from the line `first` to
-    `last` (counted from 1; 0: to the end).
-    """
-    written = b"|".join(b"%d|%s" % (n, f"{n:,}".encode()) for n in sorted(numbers))
-    word = re.compile(rb"(?<![\d.,])(?:" + written + rb")(?![\d.])")
-    found, left = dict[int, tuple[int, str]](), 1000  # lines that hold such a number and are read
-    lines = (line for block in blocks(path) for line in block.removesuffix(b"\n").split(b"\n"))
-    for number, line in enumerate(lines, 1):
-        if not left or len(found) == len(numbers) or number > last > 0:
-            break
-        if number >= first and word.search(line):
-            left -= 1
-            if (at := _iteration(line)) in numbers:
-                found.setdefault(int(at), (number, endings.text(line)))
-    return found
-
-
-def _iteration(line: bytes) -> float:
-    """The number of the iteration that the line alone shows, NaN for another line."""
-    reader = Reader()
-    reader.feed(line + b"\n")
-    return next((run.iteration for run in reader.close() if run.rows), NAN)

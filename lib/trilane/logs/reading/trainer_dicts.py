@@ -57,7 +57,7 @@ class TrainerDicts:
         self._runs = runs
         self.pending = dict[str, float]()
         self.bar: dict[str, float] = {}  # the last one on a line of its own
-        self._line = Line(b"", 0)  # of the pending dict
+        self._line = Line(b"")  # of the pending dict
 
     def read(self, line: bytes) -> None:
         """Read the dicts of a line."""
@@ -74,7 +74,7 @@ class TrainerDicts:
                 self.pending |= values
             else:
                 self.release()
-                self.pending, self._line = values, Line(line, self._runs.number)
+                self.pending, self._line = values, Line(line)
                 if "step" in values:
                     self.release()
 
