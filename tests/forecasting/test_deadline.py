@@ -25,7 +25,7 @@ def test_the_largest_shapes_end_in_time_and_larger_ones_do_not(found):
     assert [d["tokens_per_parameter"] for _, d in found.rows] == pytest.approx([2e9 / size for size in sizes])
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] > 0.89 * sizes[0]
     assert all(d["days_50"] < d["days_90"] <= 2.0 and not p.prediction.is_risky for p, d in found.rows)
-    for p in survey(SizeRequest(parameters=1.08 * sizes[0], **ASKED))[0]:
+    for p in survey(SizeRequest(parameters=1.08 * sizes[0], **ASKED)).rows:
         assert forecast(p.plan, tokens=2e9).days(0.9) > 2.0, p.plan.label
 
 

@@ -11,9 +11,8 @@ from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
 from trilane.config.parallelism import Topology
 from trilane.costmodel import shipped
 from trilane.planning.published import models, states
-from trilane.planning.shape_rules import broken_rules, softmax_note, usable_heads, wave_loss
-from trilane.planning.size_request import SizeRequest
-from trilane.planning.sizing import propose_shapes, survey
+from trilane.planning.size_request import SizeRequest, usable_heads
+from trilane.planning.sizing import broken_rules, propose_shapes, softmax_note, survey
 from trilane.utils.tables import Text
 
 A100 = cluster("jz-a100-80g")
@@ -69,15 +68,11 @@ RULES = [  # a shape, how the topology differs, how the line begins
 
 @pytest.mark.parametrize(("shape", "changes", "line"), RULES)
 def test_each_rule_that_a_shape_breaks_is_named(shape, changes, line):
-    assert any(note.startswith(line) for note in broken_rules(shape, replace(T, **changes), A100))
+    assert any(note.startswith(line) for note in broken_rules(shape, replace(T, **changes)))
 
 
-def test_good_shapes_have_whole_waves_and_heads_of_nearly_128_channels():
-    """NVIDIA, wave quantization: 27648 wide on TP 1 is 108 x 256, so 8 x 108 tiles of 256 x 128 for 1024 tokens."""
+def test_good_heads_have_nearly_128_channels():
     assert usable_heads(14336, 8)[0] == 112
-    whole = parse_shape("2,27648,216,1024,384")
-    assert wave_loss(whole, Topology(gbs=1), A100) == pytest.approx(0, abs=1e-12)
-    assert wave_loss(parse_shape("2,1024,8,256,384"), Topology(gbs=1), A100) > 0.5
 
 
 @pytest.mark.parametrize(
@@ -131,26 +126,27 @@ def test_a_proposal_has_as_many_shared_heads_as_its_shape():
         parameters=1.5e9, vocabulary=32_000, gpus=1, cluster=H100, gbs=64, like="llama", choices={"mbs": 1}
     )
     shapes = [s for s in request.shapes() if s.num_key_value_heads][:2]
-    assert shapes and {p.shape for p in survey(request, shapes)[0]} == set(shapes)
+    assert shapes and {p.shape for p in survey(request, shapes).rows} == set(shapes)
 
 
 def test_proposals_can_run_and_are_ranked_by_days_at_the_target_size():
     request = SizeRequest(
         parameters=20e9, vocabulary=50_257, gpus=32, cluster=A100, calibration=K, gbs=512, tokens=20e9, tolerance=0.02
     )
-    found = survey(request)[0]
+    found = survey(request).rows
     days = [p.days_at_target for p in found]
     assert days == sorted(days) and len(found) > 3
     best = found[0]
     assert best.topology.gpus == 32 and best.prediction.oom_probability <= 0.5
     assert best.gpu_hours == pytest.approx(best.days * 24 * 32)
+    assert best.days == pytest.approx(20e9 / 2048 / 512 * best.prediction.sec_per_it / 86400)
     flops = best.shape.flops_per_iteration(512, best.topology.recompute == "full")
     assert best.tflops[0] * 1e12 * 32 * best.prediction.sec_per_it == pytest.approx(flops)
 
 
 def test_a_shape_that_may_run_out_of_memory_is_marked_and_comes_after_the_safe_ones():
     request = SizeRequest(parameters=33e9, vocabulary=50_257, gpus=8, cluster=A100, calibration=K)
-    found = survey(request)[0]
+    found = survey(request).rows
     risky = [p.prediction.oom_probability > 0.1 for p in found]
     assert any(risky) and risky == sorted(risky), "the safe ones first"
     for p, doubted in zip(found, risky, strict=True):

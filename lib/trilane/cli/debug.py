@@ -75,7 +75,8 @@ def stragglers(folder: Path, ranks: Ranks) -> Answer:
     """Print which rank or node makes the others wait, from a run folder with phase times (run.timers)."""
     known, seconds = read_phase_times(folder, ranks.grid())
     slow = find_stragglers(known, seconds)
-    return Answer({"ranks": len(seconds), "stragglers": [one.to_json() for one in slow]}, slow.to_text())
+    text = "\n".join(map(str, slow)) or "no rank is slower than its peers"
+    return Answer({"ranks": len(seconds), "stragglers": [one.to_json() for one in slow]}, text)
 
 
 @command(GROUP)

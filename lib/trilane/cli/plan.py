@@ -18,7 +18,7 @@ from trilane.forecasting.forecast import forecast
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search import search as search_plans
 from trilane.planning.size_request import SizeRequest
-from trilane.planning.sizing import proposals_json, proposals_text, survey, why_none
+from trilane.planning.sizing import survey
 from trilane.utils.validation import require
 from trilane.workspace.study import load_cluster
 
@@ -52,11 +52,8 @@ def size(
     if days:
         in_time = sizes_within(days, **asked)
         return Answer(in_time.to_json(top), in_time.as_text(top), not in_time.rows)
-    request = SizeRequest(parameters=params, **asked)
-    found, refused = survey(request)
-    values = {**proposals_json(request, found[:top], len(found)), "refused": dict(refused)}
-    why = [] if found else [why_none(request, refused)]
-    return Answer(values, "\n".join([proposals_text(request, found[:top]), *why]), not found)
+    found = survey(SizeRequest(parameters=params, **asked))
+    return Answer(found.to_json(top), found.to_text(top), not found.rows)
 
 
 @command(GROUP)

@@ -1,8 +1,6 @@
 """Backtest: predictions for measured rows, by the shipped constants or by constants fitted without rows like them."""
 
-import csv
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import numpy as np
 from trilane.costmodel.cross_validation import leave_one_out, predict_unseen
 from trilane.costmodel.measured_rows import FILES, MeasuredRow, Skipped, ignored_words, read_rows, shipped_rows
 from trilane.costmodel.metrics import (
-    ANOMALIES,
     Pair,
     RowPrediction,
     figures,
@@ -25,7 +22,6 @@ from trilane.utils.validation import require
 
 # Sets of rows in data/: of the BigScience documents, cleaned and as printed; and of other cards, stacks and shapes.
 SHIPPED = (*FILES, "measured")
-DETAILED = "jz-a100-80g"  # the cluster with most rows, whose anomalies are known and on which public planners were run
 # Key of a figure -> column of a table, where % multiplies by 100.
 HEADERS = {
     "n": "timed rows",
@@ -71,7 +67,12 @@ class Backtest(Table):
     def to_frame(self) -> DataFrame:
         """A row of figures over all rows, and one for each GPU and software stack; columns as in HEADERS."""
         groups = self.groups()
-        return _table({"all": figures(self.pairs), **(groups if len(groups) > 1 else {})}).to_frame()
+        sets = {"all": figures(self.pairs), **(groups if len(groups) > 1 else {})}
+        columns: dict[str, list[Any]] = {"rows": list(sets)}
+        for key, header in HEADERS.items():
+            values = [found.get(key) for found in sets.values()]
+            columns[header] = [v and 100 * v for v in values] if "%" in header else values
+        return Columns(columns, digits=2).to_frame()
 
     def __repr__(self) -> str:
         """The table as text: a line per figure, a column per group."""
@@ -101,35 +102,6 @@ class Backtest(Table):
         counts = Counter(skipped.reason for skipped in self.skipped)
         counts.update(dict.fromkeys(self.ignored, len(self.rows)))
         return Columns({"reason": list(counts) or ["all rows could be read"], "rows": list(counts.values()) or [0]})
-
-    def without_anomalies(self) -> Columns:
-        """The figures of the A100 rows, with and without ANOMALIES."""
-        rows = [p for p in self.pairs if p[0].case.cluster.name == DETAILED]
-        usual = [p for p in rows if p[0].row_id not in ANOMALIES]
-        keys = ("n", "median", "p90", "rho", "regret_mean")
-        return _table({"A100 rows": figures(rows), "without the anomalies": figures(usual)}, keys)
-
-    def planners(self) -> Columns:
-        """The figures of the A100 rows next to those of public planners for the same rows (data/peers.csv)."""
-        with shipped_rows().with_name("peers.csv").open(newline="", encoding="utf-8") as file:
-            peers = list(csv.DictReader(file))
-        numbers = {p["planner"]: {k: _number(v) for k, v in p.items() if k in HEADERS and v} for p in peers}
-        own = figures([p for p in self.pairs if p[0].case.cluster.name == DETAILED])
-        name = f"trilane, without the {self.left_out}" if self.left_out else "trilane"
-        return _table({name: own, **numbers}, [key for key in peers[0] if key in HEADERS], "planner")
-
-
-def _table(sets: Mapping[str, Mapping[str, Any]], keys: Sequence[str] = tuple(HEADERS), title: str = "rows") -> Columns:
-    """The figures `keys` of several sets of rows, a row each, errors in percent."""
-    columns: dict[str, list[Any]] = {title: list(sets)}
-    for key in keys:
-        values = [figures.get(key) for figures in sets.values()]
-        columns[HEADERS[key]] = [v and 100 * v for v in values] if "%" in HEADERS[key] else values
-    return Columns(columns, digits=2)
-
-
-def _number(text: str) -> float | str:
-    return text if "/" in text else float(text)
 
 
 def backtest(

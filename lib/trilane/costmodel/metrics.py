@@ -23,10 +23,6 @@ from trilane.costmodel.predict import unmeasured_half_width
 from trilane.costmodel.shipped import default
 from trilane.costmodel.uncertainty import posterior
 
-# Unexplained outliers of 9-28 % among the rows of the BigScience prequel, listed when the rows were cleaned, before any
-# model was fitted.
-ANOMALIES = tuple(f"s003-L{line:04d}" for line in (658, 727, 760, 775, 830, 847, 930))
-
 
 @dataclass(frozen=True, kw_only=True)
 class RowPrediction:

@@ -1,7 +1,6 @@
 """What a process does, from the dump of any tool: py-spy, faulthandler, Python's trace module."""
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -154,20 +153,13 @@ class LastCalls(Record):
 def last_calls(folder: Path) -> LastCalls:
     """The last call of every trace by Python's `trace` module below `folder`; ValueError where there is none."""
     require_folder("folder", folder)
-    paths = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: natural(p.name))
-    with ThreadPoolExecutor(8) as pool:  # most time is spent waiting for a shared file system
-        calls = [*zip(paths, pool.map(_last_call, paths), strict=True)]
-    same = grouped((call for call in calls if call[1][1]), lambda call: call[1])
-    require(bool(same), "folder", folder, "holds no trace of Python's trace module")
-    groups = [
-        {"function": function, "line": line, "ranks": [_rank(path) for path, _ in found]}
-        for (function, line), found in same.items()
-    ]
+    places = grouped(sorted(filter(Path.is_file, folder.rglob("*")), key=lambda p: natural(p.name)), _last_call)
+    groups = []
+    for (function, line), paths in places.items():
+        ranks = [(re.search(r"rank[_-]?(\d+)", path.name) or [path.stem] * 2)[1] for path in paths]
+        groups += [{"function": function, "line": line, "ranks": ranks}] if line else []
+    require(bool(groups), "folder", folder, "holds no trace of Python's trace module")
     return LastCalls(groups=tuple(sorted(groups, key=lambda group: (len(group["ranks"]), group["function"]))))
-
-
-def _rank(path: Path) -> str:
-    return (re.search(r"rank[_-]?(\d+)", path.name) or [path.stem] * 2)[1]
 
 
 def _last_call(path: Path) -> tuple[str, str]:

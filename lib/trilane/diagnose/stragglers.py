@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trilane.utils.tables import DataFrame, Record, Table, frame_of, grouped
+from trilane.utils.tables import Record, grouped
 from trilane.utils.validation import require
 from trilane.workspace.rank_grid import Grid
 
@@ -24,25 +24,16 @@ class Straggler(Record):
     excess_s: float
     score: float
 
-
-class Stragglers(list[Straggler], Table):
-    """Stragglers, the highest score first; as a table a row for each."""
-
-    def to_text(self) -> str:
-        """A line for each."""
-        lines = (f"{s.kind} {s.name}: {s.phase} takes {s.excess_s:.3g} s longer (score {s.score:.1f})" for s in self)
-        return "\n".join(lines) or "no rank is slower than its peers"
-
-    def to_frame(self) -> DataFrame:
-        """Kind, name, phase, excess in seconds, score."""
-        columns = {"kind": "kind", "name": "name", "phase": "phase"}
-        return frame_of(self, {**columns, "excess (s)": "excess_s", "score": "score"})
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}: {self.phase} takes {self.excess_s:.3g} s longer (score {self.score:.1f})"
 
 
-def find_stragglers(grid: Grid, seconds: Seconds) -> Stragglers:
-    """The stragglers by `seconds[rank][phase]`, medians over iterations. ValueError for a rank outside the grid.
+def find_stragglers(grid: Grid, seconds: Seconds) -> list[Straggler]:
+    """The stragglers by `seconds[rank][phase]`, medians over iterations, the highest score first.
 
-        find_stragglers(*read_phase_times(run_folder)).to_text()
+        find_stragglers(*read_phase_times(run_folder))
+
+    Raises ValueError for a rank outside the grid.
 
     A rank's own work is compared with that of its stage: score = (x - median) / (1.4826 MAD), MAD at
     least 1 % of the median. A node is slow where most of its ranks are. Ranks that wait for a slow rank
@@ -63,7 +54,7 @@ def find_stragglers(grid: Grid, seconds: Seconds) -> Stragglers:
     taken = {rank for one in found for rank in one.ranks}
     slow = slow if slow or found else _scores(grid, seconds, ("p2p-wait", "all-grads-sync"), 5.0)
     found += [_straggler("rank", str(rank), [rank], slow) for rank in slow if rank not in taken]
-    return Stragglers(sorted(found, key=lambda s: -s.score))
+    return sorted(found, key=lambda s: -s.score)
 
 
 def _scores(grid: Grid, seconds: Seconds, phases: tuple[str, ...], least: float) -> Slow:

@@ -9,15 +9,7 @@ from trilane.config.engines import default_precision
 from trilane.config.model import ModelShape
 from trilane.forecasting.forecast import Record, forecast
 from trilane.planning.size_request import MOST, SizeRequest
-from trilane.planning.sizing import (
-    Proposal,
-    Proposals,
-    proposals_json,
-    size_text,
-    support_lines,
-    survey,
-    why_none,
-)
+from trilane.planning.sizing import Proposal, Proposals, size_text, support_lines, survey
 from trilane.utils.tables import DataFrame, Table, Text, frame_of
 from trilane.utils.validation import require, require_positive
 
@@ -66,8 +58,8 @@ class SizesInTime(Table):
 
     def to_json(self, top: int = 12) -> Record:
         """The request, the shapes, what their days count, and why none is larger."""
-        values = proposals_json(self.request, [], len(self.rows))
-        del values["request"]["parameters"]
+        asked = {name: value for name, value in self.request.to_json().items() if name != "parameters"}
+        values: Record = {"request": asked, "runnable": len(self.rows)}
         values["candidates"] = [{**p.to_json(self.rows[0][0]), **days} for p, days in self.rows[:top]]
         return {**values, "days": self.limit, "probability": 0.9, "counted": COUNTED, "reason": self.reason}
 
@@ -98,7 +90,7 @@ def sizes_within(days: float, **asked: Any) -> SizesInTime:
     rows = [(p, d) for p, d in ended if p.shape.parameters >= 0.9 * largest]
     rows.sort(key=lambda row: -row[0].shape.parameters)
     if not seen:
-        reason = why_none(last, survey(last, last.shapes()[:1])[1])
+        reason = survey(last, last.shapes()[:1]).why_none()
     elif not rows:
         took = f"{seen[0][1]['days_90']:.3g} days for nine runs of ten"
         reason = f"the smallest shape ({size_text(seen[0][0].shape.parameters)} parameters) takes {took}"
@@ -120,7 +112,7 @@ def _examined(r: SizeRequest, days: float) -> list[Dated]:
 
     def ends(shape: ModelShape) -> bool:
         if shape not in seen:
-            seen[shape] = [(p, dated(p, r)) for p in survey(r, [shape])[0]]
+            seen[shape] = [(p, dated(p, r)) for p in survey(r, [shape]).rows]
         return any(_ends(p, d, days) for p, d in seen[shape])
 
     def sized(size: float, tolerance: float = 1e-9) -> list[ModelShape]:

@@ -10,13 +10,13 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES
 from trilane.config.model import ModelShape, padded_vocab_size
-from trilane.config.options import option
+from trilane.config.options import check, option
 from trilane.config.parallelism import LARGEST
 from trilane.config.shapes import read_shape
 from trilane.costmodel.calibration import Calibration
-from trilane.planning.shape_rules import TILE, usable_heads
-from trilane.utils.validation import require, require_integer, require_known, require_positive
+from trilane.utils.validation import require, require_known, require_positive
 
+TILE = 128  # NVIDIA, 'Matrix multiplication background', tile quantization; the prequel: nhidden % 128 = 0
 MOST = 1e14  # parameters: a hundred times what has been trained
 
 
@@ -85,12 +85,9 @@ class SizeRequest:
     choices: dict[str, Any] = option(dict, cli=False)
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "tokens", "tolerance"):
-            require_positive({"parameters": "params"}.get(name, name), getattr(self, name))
+        check(self)
+        require_positive("params", self.parameters)
         require(self.parameters <= MOST, "params", f"{self.parameters:g}", f"must be at most {MOST:g}")
-        for name in ("vocabulary", "gpus", "gbs", "seq_length"):
-            require_integer({"vocabulary": "vocab"}.get(name, name), getattr(self, name), 1)
-        require(self.tolerance < 0.5, "tolerance", self.tolerance, "must be below 0.5")
         rule = f"{self.cluster.name} has {self.cluster.max_gpus}"
         require(self.gpus <= self.cluster.max_gpus, "gpus", self.gpus, rule)
         iteration = self.gbs * self.seq_length
@@ -102,6 +99,11 @@ class SizeRequest:
     def vocab_size(self) -> int:
         """Rows of the embedding: the vocabulary padded to a multiple of 128, which every tp up to 128 divides."""
         return padded_vocab_size(self.vocabulary)
+
+    def to_json(self) -> dict[str, Any]:
+        """What is asked, the cluster by its name."""
+        asked = {name: value for name, value in vars(self).items() if name not in ("calibration", "kind")}
+        return {**asked, "cluster": self.cluster.name, "vocab_size": self.vocab_size}
 
     @cached_property
     def kind(self) -> Kind:
@@ -141,3 +143,12 @@ class SizeRequest:
             depths = range(max(1, int(np.ceil(exact - margin))), int(np.floor(exact + margin)) + 1)
             found += [dataclasses.replace(one, num_layers=n) for n in depths or [max(1, round(exact))]]
         return found
+
+
+def usable_heads(hidden: int, most_tp: int) -> list[int]:
+    """Numbers of heads whose size is a multiple of 8 from 64 (GPT-2) to 256, and that `most_tp` ranks can share.
+
+    The one whose head size is nearest to 128 comes first. Published are sizes up to 224 (the prequel's 14336 / 64).
+    """
+    counts = (a for a in range(most_tp, hidden // 64 + 1, most_tp) if hidden % (8 * a) == 0 and hidden // a <= 256)
+    return sorted(counts, key=lambda a: (abs(hidden // a - 128), a))

@@ -2,20 +2,19 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from trilane.config.cluster import Cluster
 from trilane.config.engines import default_topology, label_of, untrainable_reason
 from trilane.config.model import ModelShape, padded_vocab_size
-from trilane.config.parallelism import Topology
+from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import RISKY, Prediction, predict
 from trilane.planning.search import MEMORY_RULE, search
 from trilane.planning.search_result import Candidate
-from trilane.planning.shape_rules import broken_rules, usable_heads
-from trilane.planning.size_request import SizeRequest
+from trilane.planning.size_request import TILE, SizeRequest, usable_heads
 from trilane.utils.tables import Columns, DataFrame, Table, Text, frame_of
 from trilane.utils.validation import require, require_known, to_mapping
 
@@ -94,23 +93,15 @@ def training_days(shape: ModelShape, topology: Topology, sec_per_it: float, toke
 
 @dataclass(frozen=True, kw_only=True)
 class Proposals(Table):
-    """Shapes of a target size, the best first (days per parameter)."""
+    """Shapes of a target size, the best first (days per parameter), and how many topologies each rule refuses."""
 
     request: SizeRequest
     rows: tuple[Proposal, ...]
+    refused: Counter[str] = field(default_factory=Counter)
 
     @property
     def best(self) -> Proposal:
         return self.rows[0]
-
-    def __iter__(self) -> Iterator[Proposal]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.rows[index]
 
     def to_frame(self) -> DataFrame:
         """The best twelve: shape, topology, seconds, TFLOP/s, memory, days, GPU-hours, cost per parameter."""
@@ -137,41 +128,39 @@ class Proposals(Table):
         """The rules that the best twelve break, a row a shape and rule."""
         return Columns.of_rows(("shape", "rule"), [(p.size, note) for p in self.rows[:12] for note in p.notes])
 
-    def to_json(self) -> list[dict[str, Any]]:
-        """The best twelve as JSON."""
-        return [p.to_json(self.best) for p in self.rows[:12]]
+    def to_json(self, top: int = 12) -> dict[str, Any]:
+        """The request, the first shapes, and what is refused; bytes, seconds, days, GPU-hours."""
+        found = {"request": self.request.to_json(), "runnable": len(self.rows), "refused": dict(self.refused)}
+        return {**found, "candidates": [p.to_json(self.best) for p in self.rows[:top]]}
 
+    def to_text(self, top: int = 12) -> str:
+        """What was asked, a line for each of the first shapes and one for each note, or why there is none."""
+        r = self.request
+        lines = [f"{size_text(r.parameters)} parameters, {r.vocab_size} rows of embedding, {r.gpus} GPUs of"]
+        lines += [f"{r.cluster.name}, {r.tokens / 1e9:g} B tokens; days with nothing going wrong:"]
+        for p in self.rows[:top]:
+            s, (middle, low, high) = p.shape, p.tflops
+            lines.append(
+                f"{s.num_layers:4} x {s.hidden_size:5} a{p.heads:<4}{size_text(s.parameters):>8} "
+                f"ratio {p.ratio:4.0f} {p.prediction.sec_per_it:8.2f} s {middle:4.0f} TFLOP/s ({low:.0f}-{high:.0f}) "
+                f"{p.days:7.1f} d {p.gpu_hours:10,.0f} GPU-h {p.prediction.memory_bytes / 2**30:5.1f} GiB "
+                f"{p.days_at_target / self.best.days_at_target - 1:+6.1%}  {p.plan.label}"
+            )
+            lines += [f"{'':10}{note}" for note in (s.kind, *p.notes) if note]
+        return "\n".join([*lines, *(support_lines(self.rows) or [self.why_none()])])
 
-def proposals_json(request: SizeRequest, proposals: list[Proposal], runnable: int) -> dict[str, Any]:
-    """The request and the candidates as one JSON object; bytes, seconds, days, GPU-hours."""
-    asked = {name: value for name, value in vars(request).items() if name not in ("calibration", "kind")}
-    return {
-        "request": {**asked, "cluster": request.cluster.name, "vocab_size": request.vocab_size},
-        "runnable": runnable,
-        "candidates": [p.to_json(proposals[0]) for p in proposals],
-    }
+    def why_none(self) -> str:
+        """Why no shape can run: memory where that alone refuses some topology, else the commonest rule."""
+        r, refused = self.request, self.refused
+        rules = [MEMORY_RULE] if MEMORY_RULE in refused else [rule for rule, _ in refused.most_common(1)]
+        why = [f"{refused[rule]} of {refused.total()} topologies are refused: {rule}" for rule in rules]
+        asked = f"{r.gpus} GPUs of {r.cluster.name} and a batch of {r.gbs}"
+        return f"no shape can run on {asked}; " + "".join(why or ["no dp and microbatch divide that batch"])
 
 
 def size_text(parameters: float) -> str:
     """A number of parameters or tokens, such as 176.2B, or 20.3M where that is below a billion."""
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
-
-
-def proposals_text(request: SizeRequest, proposals: list[Proposal]) -> str:
-    """The proposals, a line each and one for each note."""
-    r = request
-    lines = [f"{size_text(r.parameters)} parameters, {r.vocab_size} rows of embedding, {r.gpus} GPUs of"]
-    lines += [f"{r.cluster.name}, {r.tokens / 1e9:g} B tokens; days with nothing going wrong:"]
-    for p in proposals:
-        s, (middle, low, high) = p.shape, p.tflops
-        lines.append(
-            f"{s.num_layers:4} x {s.hidden_size:5} a{p.heads:<4}{size_text(s.parameters):>8} "
-            f"ratio {p.ratio:4.0f} {p.prediction.sec_per_it:8.2f} s {middle:4.0f} TFLOP/s ({low:.0f}-{high:.0f}) "
-            f"{p.days:7.1f} d {p.gpu_hours:10,.0f} GPU-h {p.prediction.memory_bytes / 2**30:5.1f} GiB "
-            f"{p.days_at_target / proposals[0].days_at_target - 1:+6.1%}  {p.plan.label}"
-        )
-        lines += [f"{'':10}{note}" for note in (s.kind, *p.notes) if note]
-    return "\n".join([*lines, *support_lines(proposals)])
 
 
 def support_lines(proposals: Sequence[Proposal]) -> list[str]:
@@ -186,15 +175,14 @@ def propose_shapes(cluster: Cluster, **asked: Any) -> Proposals:
 
     propose_shapes(load_cluster("jz-a100-80g"), parameters=200e9, vocabulary=250_880, gpus=384)
     """
-    request = SizeRequest(cluster=cluster, **asked)
-    found, refused = survey(request)
-    require(bool(found), "params", f"{request.parameters:g}", why_none(request, refused))
-    return Proposals(request=request, rows=tuple(found))
+    found = survey(SizeRequest(cluster=cluster, **asked))
+    require(bool(found.rows), "params", f"{found.request.parameters:g}", found.why_none())
+    return found
 
 
-def survey(request: SizeRequest, shapes: Sequence[ModelShape] | None = None) -> tuple[list[Proposal], Counter[str]]:
-    """A proposal for each of the request's shapes (or of `shapes`) that some topology can run, best (days at the target
-    size) first and after it what may well run out of memory; and how many topologies each rule refuses.
+def survey(request: SizeRequest, shapes: Sequence[ModelShape] | None = None) -> Proposals:
+    """A proposal for each of the request's shapes (or of `shapes`) that some topology can run; what may well run out of
+    memory comes after the others.
     """
     refused, found, r = Counter[str](), list[Proposal](), request
     given = {"gpus": r.gpus, "gbs": r.gbs, "engine": r.engine, "calibration": r.calibration, **r.choices}
@@ -202,15 +190,8 @@ def survey(request: SizeRequest, shapes: Sequence[ModelShape] | None = None) -> 
         result = search(shape, r.cluster, top=1, **given)
         refused.update(result.refused_by_rule)
         found += [_proposal(c.plan, r) for c in result.candidates or result.risky]
-    return sorted(found, key=lambda p: (p.prediction.is_risky, p.days_at_target)), refused
-
-
-def why_none(request: SizeRequest, refused: Counter[str]) -> str:
-    """Why no shape can run, in one line: memory where that alone refuses some topology, else the commonest rule."""
-    rules = [MEMORY_RULE] if MEMORY_RULE in refused else [rule for rule, _ in refused.most_common(1)]
-    why = [f"{refused[rule]} of {refused.total()} topologies are refused: {rule}" for rule in rules]
-    asked = f"{request.gpus} GPUs of {request.cluster.name} and a batch of {request.gbs}"
-    return f"no shape can run on {asked}; " + "".join(why or ["no dp and microbatch divide that batch"])
+    found.sort(key=lambda p: (p.prediction.is_risky, p.days_at_target))
+    return Proposals(request=r, rows=tuple(found), refused=refused)
 
 
 def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
@@ -222,12 +203,49 @@ def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
     counts = usable_heads(plan.shape.hidden_size, t.tp) if plan.shape.num_key_value_heads is None else []
     tried = [(predict(p, r.calibration), p) for p in (_with_heads(plan, heads) for heads in counts)]
     able = [(p, it) for p, it in tried if p.oom_probability <= max(RISKY, usual.oom_probability)] or [(usual, plan)]
-    rules = [broken_rules(it.shape, t, r.cluster) for _, it in able]
+    rules = [broken_rules(it.shape, t) for _, it in able]
     best = min(range(len(able)), key=lambda i: (len(rules[i]), able[i][0].sec_per_it))
     prediction, chosen = able[best]
     risk = f"may run out of memory (P {100 * prediction.oom_probability:.0f} %)"
     notes = (*([risk] if prediction.is_risky else []), *rules[best])
     return Proposal(plan=chosen, prediction=prediction, tokens=r.tokens, target=r.parameters, notes=notes)
+
+
+def broken_rules(shape: ModelShape, topology: Topology) -> list[str]:
+    """One line for every rule that the shape breaks on that topology; the first may be a refusal."""
+    t, h, ffn = topology, shape.hidden_size, shape.ffn
+    beside = shape.embedding_parameters / shape.layer_parameters
+    notes = {
+        invalid_reason(shape, t): True,
+        f"head_dim={shape.head_dim}: must be a multiple of 8, or attention leaves the tensor cores (33 to 43 % slower "
+        "in the chronicles)": shape.head_dim % 8,
+        softmax_note(shape, t): t.attention == "scores",
+        f"hidden_size={h}: {h} / tp {t.tp} should be a multiple of the {TILE}-wide tile": (h // t.tp) % TILE
+        or h % TILE,
+        f"ffn_hidden_size={ffn}: {ffn} / tp {t.tp} should be a multiple of the {TILE}-wide tile": ffn != 4 * h
+        and (ffn % TILE or (ffn // t.tp) % TILE),
+        f"num_key_value_heads={shape.kv_heads}: should be a multiple of tp {t.tp}: GPUs use the same, and gather "
+        "them": shape.kv_heads < t.tp,
+        # half of a layer: our choice
+        f"partition=uniform: the embedding is {beside:.1f} layers; count it (type:transformer|embedding)": t.pp > 1
+        and t.partition == "uniform"
+        and beside > 0.5,
+    }
+    return [note for note, is_broken in notes.items() if note and is_broken]
+
+
+def softmax_note(shape: ModelShape, topology: Topology) -> str:
+    """Why Megatron's fused softmax kernel is not used, or ""; without it the scores pass memory in three steps.
+
+    16 < seq <= 4096, seq % 4 == 0, and heads / tp x mbs a multiple of the 4 rows that a block takes (8 up to 128 keys):
+    megatron/core/fusions/fused_softmax.py, is_kernel_available; the prequel, 'NHEADs comparison'.
+    """
+    s, each = shape.seq_length, 8 if shape.seq_length <= 128 else 4
+    if not 16 < s <= 4096 or s % 4:
+        return f"seq_length={s}: the fused softmax takes multiples of 4 above 16 up to 4096"
+    batches = shape.num_attention_heads * topology.mbs / topology.tp
+    rule = f"heads / tp x mbs = {batches:g} must be a multiple of {each} for the fused softmax"
+    return f"num_attention_heads={shape.num_attention_heads}: {rule}" if batches % each else ""
 
 
 def _with_heads(plan: Plan, heads: int) -> Plan:
@@ -242,10 +260,6 @@ class ShapeSurvey(Table):
     rows: tuple[Candidate, ...]
     limit_s: float
     chosen: int
-
-    @property
-    def shapes(self) -> list[ModelShape]:
-        return [c.plan.shape for c in self.rows]
 
     @property
     def best(self) -> Candidate:
@@ -311,4 +325,4 @@ def hand_on(
     chosen = {"shape": vars(here.shape), "cluster": cluster, "gpus": gpus, "gbs": here.topology.gbs}
     if choose == "target":
         chosen = {"shape": vars(proposals.best.shape), "cluster": target_cluster, "gpus": str(r.gpus), "gbs": r.gbs}
-    return chosen | {"proposals": proposals.to_json(), "tokens": r.tokens}
+    return chosen | {"proposals": proposals.to_json()["candidates"], "tokens": r.tokens}

@@ -1,6 +1,5 @@
 """Figures of planning: shapes by width and depth, where time and memory go, plans of studies; of a backtest."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,17 +10,17 @@ from trilane.analysis.studies import StudyParts, plan_point
 from trilane.costmodel.backtest import Backtest
 from trilane.costmodel.metrics import group_name
 from trilane.planning.explain import Explanation
-from trilane.planning.sizing import Proposal
+from trilane.planning.sizing import Proposal, Proposals
 from trilane.report.plots.style import COLORS, INK, LIMIT, bars, figure, finished, name_rows, plain
 from trilane.utils.tables import Text
 
 
-def shapes_and_efficiency(proposals: Sequence[Proposal]) -> Figure:
+def shapes_and_efficiency(found: Proposals) -> Figure:
     """Shapes on the plane of hidden size and layers, colored by predicted TFLOP/s a GPU on the best topology.
 
     Lines: equal size (in B), equal hidden / layers (dotted). The first five are named, the best is framed.
     """
-    made, axes = figure(8.6, 4.6)
+    (made, axes), proposals = figure(8.6, 4.6), found.rows
     hidden, layers = (np.array([getattr(p.shape, n) for p in proposals]) for n in ("hidden_size", "num_layers"))
     dots = axes.scatter(hidden, layers, c=[p.tflops[0] for p in proposals], cmap="Blues", s=46, edgecolors=INK, lw=0.6)
     axes.scatter(hidden[:1], layers[:1], s=120, facecolors="none", edgecolors=COLORS[1], linewidths=2)
