@@ -1,5 +1,6 @@
 """Figures of planning: shapes by width and depth, where time and memory go, plans of studies; of a backtest."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
