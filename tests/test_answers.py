@@ -68,7 +68,7 @@ CASES = {
     "check": [f"slurm check {PLAN} {JEAN_ZAY}", f"slurm check {PLAN} --site jean-zay-v100-32g --account xyz@v100"],
     "scripts": [
         *(f"slurm script {PLAN} --site {site} --account xyz" for site in SITES if site != "local"),
-        *(f"slurm script {PLAN} {JEAN_ZAY} --template {name}" for name in ("sweep", "bench", "monitor", "prepare")),
+        *(f"slurm script {PLAN} {JEAN_ZAY} --template {name}" for name in ("bench", "prepare")),
     ],
     "logs": [
         "logs parse docs/examples/logs/a.log docs/examples/logs/b.log",

@@ -130,7 +130,7 @@ READERS = (
         "train X",
         "plan backtest X",
     ),
-    *("slurm sweep submit sweep --site local", "slurm chain submit chain --site local", "debug rehearse X"),
+    *("slurm chain submit chain --site local", "debug rehearse X"),
 )
 
 
@@ -138,7 +138,7 @@ READERS = (
 def test_a_file_that_is_not_what_is_read_is_refused_by_every_reader(
     here: Path, capsys: pytest.CaptureFixture[str], data: bytes
 ) -> None:
-    for name in ("X.json", "sweep/runs.txt", "chain/chain.json"):
+    for name in ("X.json", "chain/chain.json"):
         write(name, data)
     for line in READERS:
         refused(capsys, *shlex.split(line.replace("X", "X.json")))
@@ -239,23 +239,20 @@ def test_a_field_that_cannot_be_is_refused_by_name(
 
 
 INDEXES = {
-    "no site": {"links": ["a"], "members": [{"folder": "a", "memory_bytes": 1}]},
-    "a way out": {"site": "local", "links": ["../a"], "members": [{"folder": "a\0b", "memory_bytes": 1}]},
-    "an option": {"site": "local", "links": ["-a"], "members": [{"folder": "-a", "memory_bytes": 1}]},
-    "no list": {"site": "local", "links": {}, "members": {}},
+    "no site": {"links": ["a"]},
+    "a way out": {"site": "local", "links": ["../a"]},
+    "an option": {"site": "local", "links": ["-a"]},
+    "no list": {"site": "local", "links": {}},
 }
 
 
 @pytest.mark.parametrize("values", INDEXES.values(), ids=INDEXES)
-def test_the_index_of_a_sweep_or_chain_names_folders(
+def test_the_index_of_a_chain_names_folders(
     here: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any]
 ) -> None:
     write("a/plan.json", small_plan().to_json())  # what a way out would find
-    for kind, name in (("sweep", "members"), ("chain", "links")):
-        write(f"{kind}/{kind}.json", {key: value for key, value in values.items() if key in ("site", name)})
-        for command in ("status", "submit --site generic"):
-            verb, *options = command.split()
-            refused(capsys, "slurm", kind, verb, kind, *options)
+    write("chain/chain.json", values)
+    refused(capsys, "slurm", "chain", "submit", "chain", "--site", "generic")
 
 
 # Words on the command line, each as one argument.

@@ -37,21 +37,17 @@ def state(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_a_watch_sends_what_a_person_should_know_once(
     folder: Path, receiver: Receiver, state: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stall, a requeue, a spare, a death that only SLURM reports."""
+    """A stall, a death that only SLURM reports."""
     monkeypatch.setenv(monitor.WEBHOOK, receiver.url)
     lines = monitor.watch([folder], 0.01, 60.0, stall_s=0.5)
     assert next(lines).startswith("one: job 77 RUNNING n[1-4]: running")
     (folder / "steps.jsonl").write_text('{"iteration": 30}\n')
     assert next(lines) == "one: iteration 30 of 100"
     assert next(lines).startswith("one: STALLED: no iteration for ")
-    ledger.note(folder, "replaced", "77", nodes=["n4"], iteration=30)
-    ledger.note(folder, "started", "77", nodes="n[1-3]", iteration=20, restarts=1)
-    assert next(lines) == "one: REPLACED: job 77, lost n4, from iteration 30"
-    assert next(lines) == "one: REQUEUED: job 77, n[1-3], from iteration 20"
     state["77"] = "TIMEOUT"
     assert list(lines) == ["one: job 77 TIMEOUT n[1-4]: DIED: time limit SLURM: TIMEOUT"]
     kinds = [body["kind"] for body in receiver.bodies]
-    assert kinds == ["stalled", "replaced", "requeued", "died"]
+    assert kinds == ["stalled", "died"]
     assert {(body["run"], body["job"]) for body in receiver.bodies} == {("one", "77")}
 
 

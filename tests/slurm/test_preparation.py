@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slurm_cluster import REQUEST, SITE, Cluster, ended, one, plan, run_folder
+from slurm_cluster import REQUEST, SITE, Cluster, plan, run_folder, says
 from support import wait_until
 
 from trilane.cli.app import main
 from trilane.config.plan import Plan, read_plan
-from trilane.slurm import checks, client, jobs, ledger
+from trilane.launch import local
+from trilane.slurm import checks, client
 from trilane.slurm.preflight import check_job, refused
 from trilane.slurm.sites import site
 from trilane.utils.validation import to_mapping
@@ -23,9 +24,8 @@ TEXT = "to be or not to be, that is the question\n" * 40
 
 
 @pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A corpus that counts as large, in jobs too."""
-    monkeypatch.setattr(jobs, "SMALL_BYTES", 1000)
+def corpus(tmp_path: Path) -> Path:
+    """A corpus that these tests count as large."""
     made = tmp_path / "corpus.jsonl"
     made.write_text(json.dumps({"text": TEXT}) + "\n")
     return made
@@ -54,16 +54,16 @@ def test_a_corpus_is_prepared_once_and_again_where_it_or_its_tokenizer_changes(c
     wanted = {str(corpus): corpus.stat().st_size}
     assert unprepared(p, folder, 1000) == wanted and not unprepared(p, folder)
     done = in_job(folder)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "trilane slurm prepare" in done.stderr
-    made = jobs.prepare([folder], site("local"), REQUEST)
-    assert made == {folder: "here"} and jobs.prepare([folder], site("local"), REQUEST) == {}
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--template prepare" in done.stderr
+    local.prepare_data(folder / "plan.json")
+    assert unprepared(p, folder, 1000) == {}
     done = in_job(relative)
     assert done.returncode == 0 and Path(done.stdout.strip()).with_suffix(".idx").exists()
     text, times = corpus.read_text(), corpus.stat()
     corpus.write_text(text.replace("question", "problem."))  # as long as before
     os.utime(corpus, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
     assert unprepared(p, folder, 1000) == wanted
-    jobs.prepare([folder], site("local"), REQUEST)
+    local.prepare_data(folder / "plan.json")
     (folder.parent / "data").rename(folder.parent / "lost")
     assert unprepared(p, folder, 1000) == wanted
     for name in prepared_corpora.BUILT_IN:
@@ -88,28 +88,17 @@ def test_the_check_refuses_a_corpus_that_all_nodes_would_wait_for(
     assert "data" not in {f.rule for f in check_job(missing, site("local"), REQUEST, folder)}
 
 
-def test_a_training_waits_for_the_job_that_prepares_its_corpus(
+def test_the_script_of_a_job_of_one_core_prepares_the_corpus(
     cluster: Cluster, corpus: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two runs, one corpus, one job; a corpus that cannot be prepared: the training never starts."""
-    good, bad = [run_on(corpus, name) for name in ("one", "two")], corpus.with_name("bad.jsonl")
-    bad.write_text('{"texts": "none"}\n' * 100)
-    failing = run_on(corpus, "three", str(bad))
-    for folder in (*good, failing):  # what trains does not matter here
-        script = (folder / "job.sbatch").read_text()
-        (folder / "job.sbatch").write_text(script[: script.index("set -euo")] + "sleep 300\n")
-    where = corpus.with_name("site.json")
+    """As it is printed, given to sbatch in the run folder."""
+    folder, where = run_on(corpus, "one"), corpus.with_name("site.json")
     where.write_text(json.dumps(to_mapping(replace(SITE, service_partition="prepost"))))
-    asked = ["--site", str(where), "--account", "xyz@a100", "--time-limit", "00:10:00", "--signal-s", "60", "--json"]
-    asked += [word for rule in ("script", "kill-on-bad-exit", "signal") for word in ("--allow", rule)]
-    assert main(["slurm", "submit", *map(str, (*good, failing)), "--prepare", *asked]) == 0
-    said = json.loads(capsys.readouterr().out)
-    first, second, third = (said["preparing"][str(folder)] for folder in (*good, failing))
-    assert first == second != third and set(ledger.job_ids(good[0])) == {said["submitted"][str(good[0])]}
-    directives = (good[0] / "prepare.sbatch").read_text()
-    assert "--partition=prepost" in directives and "--cpus-per-task=1\n" in directives and "gres" not in directives
-    wait_until(lambda: one(good[1]).state == "RUNNING", 60, "the training begins")
-    assert client.states([first])[first].state == "COMPLETED" and not jobs.prepare(good, SITE, REQUEST)
-    found = ended(failing)
-    assert found.state == "CANCELLED" and 'each line must be {"text"' in (failing / f"prepare-{third}.out").read_text()
-    client.cancel([one(folder).id for folder in good])
+    monkeypatch.chdir(folder)
+    asked = ["--site", str(where), "--account", "xyz@a100", "--template", "prepare"]
+    assert main(["slurm", "script", "plan.json", *asked]) == 0
+    (folder / "prepare.sbatch").write_text(text := capsys.readouterr().out)
+    assert "--partition=prepost" in text and "--cpus-per-task=1\n" in text and "gres" not in text
+    job = client.sbatch(folder / "prepare.sbatch")
+    wait_until(lambda: client.states([job])[job].has_ended, 120, "end of the job")
+    assert not unprepared(read_plan(folder / "plan.json"), folder, 1000), says(folder)

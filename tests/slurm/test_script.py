@@ -98,7 +98,7 @@ srun*) while [[ $1 == -* ]]; do shift; done; exec "$@" ;;
 scontrol*) echo n1; sleep "${PAUSE_S:-0}"; echo n2 ;;
 *'job nodes .'*) echo 'n[1-2]' ;;
 *'job begin .') echo "${BEGIN:-go: from the beginning}" ;;
-*engine.torchrun* | deepspeed* | *slurm\ watch*) env >"$CALLS.env"; exit "${CODE:-0}" ;;
+*engine.torchrun* | deepspeed*) env >"$CALLS.env"; exit "${CODE:-0}" ;;
 esac
 """
 SRUN = ["srun", "--kill-on-bad-exit=1", "--wait=60"]
@@ -121,7 +121,7 @@ class Play:
     def run(self, text: str, *arguments: str, **more: str) -> int:
         """The script's exit code; it prints no errors unless it has arguments."""
         job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_NODEID": "0"}
-        more = {**job, "SLURM_STEP_ID": "0", "SLURM_CPUS_PER_TASK": "64", "SLURM_ARRAY_TASK_ID": "2", **more}
+        more = {**job, "SLURM_STEP_ID": "0", "SLURM_CPUS_PER_TASK": "64", **more}
         module = {"BASH_FUNC_module%%": '() { echo "module $*" >>"$CALLS"; }'}
         path = f"{self.place / 'bin'}:{os.environ['PATH']}"
         env = {"PATH": path, "CALLS": str(self.log), "TRILANE_VENV": str(self.place), **module, **more}
@@ -166,7 +166,6 @@ def choice(gpus: int) -> list[str]:
     return [*CHOICE, "--count", "2", "--test", "--gpus", str(gpus), "--"]
 
 
-@pytest.mark.parametrize("template", ["train", "sweep"])
 @pytest.mark.parametrize(
     ("name", "gpus", "threads", "first", "own", "modules"),
     [
@@ -177,17 +176,14 @@ def choice(gpus: int) -> list[str]:
     ],
 )
 def test_a_job_starts_one_launcher_a_node_with_a_process_for_each_gpu(
-    name: str, gpus: int, threads: int, first: str, own: list[str], modules: list[str], template: str, play: Play
+    name: str, gpus: int, threads: int, first: str, own: list[str], modules: list[str], play: Play
 ) -> None:
-    """A sweep's job does so in the folder that its line of runs.txt names. What sites ask SLURM for is recorded."""
-    (play.place / "runs/two").mkdir(parents=True)
-    (play.place / "runs.txt").write_text("runs/one\nruns/two\n")
-    assert play.run(recorded(name)[f"{template}-{name}.sbatch"]) == 0
+    """What sites ask SLURM for is recorded."""
+    assert play.run(recorded(name)[f"train-{name}.sbatch"]) == 0
     loads, step = [["module", *line.split()] for line in modules], [*SRUN, *own]
     wanted = [*loads, BEGIN, CORPUS, [*choice(gpus), *own], HOSTS, step, torchrun(first, gpus), [*END, "--code", "0"]]
     assert play.calls == wanted
     env, is_offline = play.env, name in ("jean-zay-h100", "juwels-booster")
-    assert env["PWD"] == str(play.place / ("runs/two" if template == "sweep" else ""))
     given = {"OMP_NUM_THREADS": str(threads), "SRUN_CPUS_PER_TASK": "64", "NCCL_DEBUG": "WARN"}
     given |= {"HF_HUB_OFFLINE": "1" if is_offline else None, "CUDA_LAUNCH_BLOCKING": None}
     # on Slingshot NCCL needs a plug-in, or it falls back to TCP without a word
@@ -231,13 +227,6 @@ def test_deepspeeds_launcher_gets_the_nodes_from_a_hostfile(play: Play) -> None:
     assert (play.env["CUDA_LAUNCH_BLOCKING"], play.env["NCCL_DEBUG"]) == ("1", "INFO")
 
 
-@pytest.mark.parametrize("code", ["0", "1", "75"])
-def test_a_watching_job_submits_itself_again_only_while_runs_go_on(code: str, play: Play) -> None:
-    assert play.run(recorded("generic")["monitor-generic.sbatch"], CODE=code) == 0
-    watch = ["python", "-m", "trilane", "slurm", "watch", ".", "--every", "60", "--seconds", str(7200 - 120)]
-    assert play.calls == [watch, *([["sbatch", "monitor.sbatch"]] if code == "75" else [])]
-
-
 def test_the_interactive_script_asks_for_the_same_nodes_with_a_shell(play: Play) -> None:
     text = recorded("generic")["interactive-generic.sbatch"]
     play.run(text, SLURM_JOB_ID="")
@@ -254,10 +243,9 @@ def test_the_interactive_script_asks_for_the_same_nodes_with_a_shell(play: Play)
 def test_every_wish_changes_a_script(wish: str) -> None:
     """A wish that no template has a place for would be lost without a word."""
     site, plan = sites.site("generic"), plan_for(sites.site("generic"))
-    changed = {"signal_s": 60, "parallel": 2, "exclude": "n1", "preflight": False}.get(wish, getattr(EVERYTHING, wish))
+    changed = {"signal_s": 60, "exclude": "n1", "preflight": False}.get(wish, getattr(EVERYTHING, wish))
     one = dataclasses.replace(JobRequest(), **{wish: changed})
-    texts = [[script.render(t, plan, site, r) for t in ("train", "sweep")] for r in (JobRequest(), one)]
-    assert texts[0] != texts[1]
+    assert len({script.render("train", plan, site, r) for r in (JobRequest(), one)}) == 2
 
 
 HOSTILE = [

@@ -100,7 +100,7 @@ def test_52_nodes_lose_four_and_the_controller_and_no_iteration(
 ) -> None:
     """A broken and a slow node stay out; two nodes die, then a third, whose places spares take; the controller; the
     first node, which costs a requeue; the signal before the time limit, after which the next job of the chain goes on.
-    Who watches is told of each.
+    Who watches is told of the end.
 
     The nodes that die are heads of the tree by which SLURM collects the end of a step (every 8th): of others the heads
     wait a minute for them, and hold their nodes.
@@ -156,8 +156,7 @@ def test_52_nodes_lose_four_and_the_controller_and_no_iteration(
         "the first job was cancelled in its last start"
     )
     kinds = [body["kind"] for body in receiver.bodies]
-    assert sorted(kinds) == ["finished", "replaced", "replaced", "requeued"], receiver.texts()
-    assert [line[:13] for line in lines if "REPLACED" in line] == ["big: REPLACED"] * 2 and "completed" in lines[-1]
+    assert kinds == ["finished"] and "completed" in lines[-1], receiver.texts()
 
 
 def answered_in_5_s(folder: Path) -> int:

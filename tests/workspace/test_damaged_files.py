@@ -21,7 +21,7 @@ from trilane.costmodel.shipped import calibration_for
 from trilane.diagnose.capture import write_topology
 from trilane.launch.outcome import judge
 from trilane.report import html, index, notebook
-from trilane.slurm import attempt, chain, client, jobs, ledger, sites, sweep
+from trilane.slurm import attempt, chain, client, jobs, ledger, sites
 from trilane.utils.validation import shipped_json
 from trilane.workspace import checkpoints, phase_times, run_folder, status
 from trilane.workspace.heartbeat import Heartbeat, NodeReport, read_beats
@@ -91,7 +91,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         study.save("sizing.json", sizing, "01")
         study.save("calibration.json", calibration, "04")
         study.save("decision.json", {"recommendation": {"verdict": "Start", "change": "a"}}, "08")
-        (study.folder / "runs.txt").write_text("runs/r\n")
         (study.folder / "chain.json").write_text(json.dumps({"site": "test", "links": ["runs/r"]}))
         rows = (Path(sites.__file__).parents[1] / "data/measured.csv").read_text().splitlines()[:4]
         (study.folder / "measured.csv").write_text("\n".join(rows) + "\n")
@@ -147,7 +146,6 @@ FILES: dict[str, tuple[Reader, ...]] = {
     RUN + "env.json": (lambda study: benchmark.text(benchmark.result(study / "runs/r")),),
     RUN + "ranks/0.log": (END, BEGIN),
     RUN + "ranks/nodes/0.json": (
-        cli("debug", "capture", "{}/runs/r", "--commands"),
         lambda study: write_topology(study / "runs/r/stacks/now", small_plan(), read_beats(study / "runs/r")),
     ),
     RUN + "ranks/0.phases": (
@@ -172,7 +170,6 @@ FILES: dict[str, tuple[Reader, ...]] = {
     "s/sizing.json": (lambda study: Study("s").model(),),
     "s/calibration.json": (lambda study: calibration_for(load_cluster("jz-h100"), "s"),),
     "s/decision.json": (lambda study: index.recommended(Study("s")),),
-    "s/runs.txt": (sweep.members, BEGIN),
     "s/chain.json": (chain.stages_of,),
     "s/measured.csv": (cli("logs", "parse", "{}/measured.csv"),),
     "s/01_sizing.ipynb": (

@@ -48,23 +48,20 @@ def hang(folder: Path, ranks: Ranks) -> Answer:
 def capture(
     folder: Path,
     job: str = option("", "its SLURM job: dump all its nodes by a second step of that job"),
-    commands: bool = option(False, "only print the commands (srun, pdsh, ds_ssh)"),
     here: Path | None = option(None, "dump this host's ranks there, no more", metavar="STACKS"),
-    what: str = option("stacks", "what is taken", choices=("stacks", "memory", "processes", "hostfile")),
+    what: str = option("stacks", "what is taken", choices=("stacks", "hostfile")),
 ) -> Answer | None:
     """Take the stacks of the running job of the run folder FOLDER, and analyze them.
 
-    With --job also the GPUs' memory, the ranks' processes, or the nodes as a hostfile of DeepSpeed and pdsh.
+    With `--what hostfile` and --job only print the job's nodes as a hostfile of DeepSpeed and pdsh.
     """
     folder = folder.resolve()
     plan = read_plan(folder / "plan.json")
-    if what != "stacks":
-        return Answer.lines(what, monitor.look(job, what, plan))
+    if what == "hostfile":
+        return Answer.lines(what, monitor.hostfile(job, plan))
     if here is not None:
         capture_here(folder, here)
         return None
-    if commands:
-        return Answer.lines("commands", monitor.capture_commands(folder, plan, job))
     stacks = monitor.capture_job(folder, plan, job)
     verdict = diagnose_hang(stacks)
     return Answer(verdict.to_json(), f"{stacks}\n{verdict.to_text()}")

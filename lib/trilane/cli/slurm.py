@@ -68,33 +68,27 @@ def script(plan: Path, job: Job, template: str = option("train", "which script",
 def submit(
     *runs: str,
     job: Job,
+    parallel: int = option(0, "jobs that may run at the same time; 0: all", minimum=0),
+    failed: bool = option(False, "only runs that failed and may succeed now"),
     rewrite: bool = option(False, "write job.sbatch anew, for this site and these options"),
     dry_run: bool = option(False, "only check, and submit nothing"),
-    prepare: bool = option(False, "prepare unprepared corpora by a job first, and train once it succeeded"),
 ) -> Answer:
     """Submit runs that have not completed, or train them here at site local: all, or if the check refuses one, none."""
-    folders = folders_of(runs)
     job.require_answer()
+    # where all are completed, the check refuses them with that reason
+    folders = folders_of(runs)
+    folders = [folder for folder in folders if not is_completed(folder)] or folders
+    if failed:
+        states = jobs.job_status(folders)
+        folders = [folder for folder, state in zip(folders, states, strict=True) if state.status.can_retry]
     for path in folders if rewrite else []:
         scripts.rewrite(path, job.site, job)
-    found = preflight.check_runs(folders, job.site, job, [*job.allow, *["corpus"] * prepare])
+    found = preflight.check_runs(folders, job.site, job, job.allow)
     chosen = [] if found.is_refused or dry_run else folders
-    corpora = jobs.prepare_first(chosen, job.site, job) if prepare and not job.site.is_local else {}
-    made = {str(path): one for path, one in jobs.submit_all(chosen, job.site, job, corpora).items()}
+    made = {str(path): one for path, one in jobs.submit_all(chosen, job.site, job, parallel=parallel)}
     lines = [f"{made.get(path, 'not submitted')}  {path}" for path in found]
-    values = {"findings": found.to_json(), "submitted": made}
-    values |= {"preparing": {str(path): one for path, one in corpora.items()}} if prepare else {}
-    text = "\n".join(filter(None, [*lines, found.text(), *jobs.corpus_lines(corpora)]))
-    return Answer(values, text, found.is_refused)
-
-
-@command(GROUP)
-def prepare(*runs: str, job: Job) -> Answer:
-    """Tokenize the corpora of runs by a job of one core for each corpus, or here at site local."""
-    job.require_answer()
-    made = jobs.prepare(folders_of(runs), job.site, job)
-    text = "\n".join(jobs.corpus_lines(made)) or "nothing to do: each corpus is prepared, or built in"
-    return Answer({"preparing": {str(path): name for path, name in made.items()}}, text)
+    text = "\n".join(filter(None, [*lines, found.text()])) or "nothing to submit"
+    return Answer({"findings": found.to_json(), "submitted": made}, text, found.is_refused)
 
 
 @command(GROUP)
@@ -139,7 +133,7 @@ def watch(
     found = jobs.job_status(folders)
     if as_json:
         Answer({"jobs": [job.to_json() for job in found]}).show(as_json)
-    # 75 is EX_TEMPFAIL, try again: monitor.sbatch then submits itself once more
+    # EX_TEMPFAIL of sysexits.h: try again
     return 75 if any(j.status.is_active for j in found) else int(any(j.has_failed for j in found))
 
 
@@ -152,32 +146,14 @@ def folders_of(runs: Sequence[str]) -> list[Path]:
     return found
 
 
-sweep = Group("sweep", help="A table of plans as one job array; `slurm status` and `logs table` show it.")
+sweep = Group("sweep", help="A table of plans as run folders; `slurm submit FOLDER` submits them.")
 
 
 @command(sweep, "create")
 def create_sweep(plans: Path, folder: Path, job: Job) -> Answer:
-    """Write the run folders and scripts of an array; PLANS is `plan search --json`, 02's plans.json or a list."""
+    """Write the run folders of a table of plans: of `plan search --json`, 02's plans.json or a list."""
     made = [str(path) for path in sweeps.create(folder, sweeps.read_plans(plans), job.site, job)]
     return Answer({"created": made}, "\n".join(f"created: {path}" for path in made))
-
-
-@command(sweep, "submit")
-def submit_sweep(
-    folder: Path, job: Job, failed: bool = option(False, "only the runs that failed and may succeed now")
-) -> Answer:
-    """Submit all runs, or where the check refuses one, none."""
-    job.require_answer()
-    own, paths = sweeps.scripts(folder, job.site), sweeps.members(folder)
-    chosen = sweeps.failures(folder) if failed else range(1, len(paths) + 1)
-    runs, files = [paths[n - 1] for n in chosen], [own[n] for n in chosen]
-    found = preflight.check_runs(runs, job.site, job, job.allow, files)
-    if found.is_refused:
-        return Answer({"findings": found.to_json()}, found.text(), True)
-    # at its default: as `create` was told
-    parallel = job.parallel if "parallel" in job.given() else None
-    ids = (sweeps.rerun if failed else sweeps.submit)(folder, job.site, parallel)
-    return Answer({"submitted": ids}, "\n".join(f"submitted: {one}" for one in ids or ["nothing"]))
 
 
 chain = Group("chain", help="A long run as dependent jobs; `slurm status` shows them.")

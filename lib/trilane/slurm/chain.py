@@ -17,7 +17,7 @@ from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import predict
 from trilane.slurm import jobs
-from trilane.slurm.script import SCRIPT, files
+from trilane.slurm.script import write
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.validation import is_count, read_object, require, require_integer, require_label
 from trilane.workspace.run_folder import is_completed, write_text
@@ -121,8 +121,7 @@ def create(
     for link in plans:
         require(not (folder / link.label).exists(), "run folder", folder / link.label, "exists; take a new one")
     for link in plans:
-        for name, text in files(link, site, request, beside).items():
-            write_text(folder / link.label / name, text)
+        write(folder / link.label, link, site, request, beside)
     index = {"site": site.name, "links": [link.label for link in plans]}
     write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
     return stages_of(folder)
@@ -144,12 +143,8 @@ def submit(folder: Path, site: Site, times: int = 1) -> list[str]:
     job that has not ended.
     """
     require_integer("times", times, 1)
-    ids, home = list[str](), folder.resolve()
-    with jobs.submitting(stages_of(home)):
-        for stage in [stage for stage in stages_of(home) if not is_completed(stage) for _ in range(times)]:
-            after = f"afterany:{ids[-1]}" if ids else ""
-            ids.append(jobs.accept(stage / SCRIPT, {stage: ""}, site.name, after=after, home=home))
-    return ids
+    stages = [stage for stage in stages_of(folder) if not is_completed(stage)]
+    return [job for _, job in jobs.submit_all(stages, site, JobRequest(), times=times, parallel=1)]
 
 
 def phases(plan: Plan) -> list[Phase]:

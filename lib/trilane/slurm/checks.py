@@ -18,7 +18,7 @@ from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import IMPOSSIBLE, Prediction, predict_on
 from trilane.forecasting.failures import FailureModel, evaluation_s
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
-from trilane.slurm.script import SCRIPT, directives, nodes_of
+from trilane.slurm.script import directives, nodes_of
 from trilane.slurm.sites import JobRequest, Site, seconds_of
 from trilane.workspace.checkpoints import FOLDER, checkpoint_bytes, found_in, latest
 from trilane.workspace.continuation import require_continuable
@@ -38,7 +38,6 @@ class JobCheck:
     request: JobRequest
     folder: Path
     script: str
-    name: str = SCRIPT  # the script's file
     calibration: Calibration | None = None  # the constants that predicted the plan
 
     @cached_property
@@ -159,7 +158,10 @@ def data(case: JobCheck) -> list[Row]:
         rows.append((not exists, "data", REFUSAL, text, "name an existing one"))
     for source, size in ({} if site.is_local else unprepared(plan.data.parts, here)).items():
         waits = f"{size / 1e9:.3g} GB of text are not prepared, and {case.nodes} nodes would wait"
-        text, remedy = f"data.source={source}: {waits}", "`trilane slurm prepare`, or `submit --prepare`"
+        text, remedy = (
+            f"data.source={source}: {waits}",
+            "`trilane slurm script --template prepare`, and `sbatch` in the run folder",
+        )
         rows.append((True, "corpus", REFUSAL, text, remedy))
     for path in (here, *((base / name).resolve() for name in (plan.data.folder, *sources))):
         own = next((place for place in site.local if path.is_relative_to(place)), None)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trilane.utils.validation import require
 
-JOB_ID = re.compile(r"\d+(_\d+)?")
+JOB_ID = re.compile(r"\d+")
 # between two tries: a restarted controller is back within their sum
 DELAYS_S = (1.0, 2.0, 4.0, 8.0)
 # neither squeue nor sacct knows the job, as on a cluster without accounting after a while
@@ -141,11 +141,11 @@ def sbatch(
         except SlurmUnreachable as error:
             reason = str(error).removesuffix("; nothing was changed")
         try:
-            found = [job for job in states((), [name]) if job.partition("_")[0] not in known]
+            found = [job for job in states((), [name]) if job not in known]
         except SlurmUnreachable:
             break
         if found:
-            return found[-1].partition("_")[0]
+            return found[-1]
     raise SlurmUnreachable(f"{reason}; the job may have been accepted: {look}")
 
 
@@ -163,7 +163,7 @@ def states(ids: Iterable[str], names: Collection[str] = ()) -> dict[str, JobStat
     if not wanted and not names:
         return {}
     # `squeue -j` fails if it has forgotten one of the ids, so all jobs of this user are listed
-    command = ["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", "%i|%T|%r|%M|%l|%N|%j"]
+    command = ["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", "%A|%T|%r|%M|%l|%N|%j"]
     columns = ("id", "state", "reason", "elapsed", "limit", "nodes", "name")
     rows = [dict(zip(columns, line.split("|", 6), strict=True)) for line in call(command).splitlines()]
     queued = [JobState(**row | {"reason": row["reason"].removeprefix("None")}) for row in rows]
@@ -176,21 +176,20 @@ def _checked(ids: Iterable[str]) -> list[str]:
     """The ids as a list; ValueError where one is not a job's id."""
     wanted = list(ids)
     for job in wanted:
-        require(JOB_ID.fullmatch(job) is not None, "job", repr(job), "must be a job's number, or ARRAY_INDEX")
+        require(JOB_ID.fullmatch(job) is not None, "job", repr(job), "must be a job's number")
     return wanted
 
 
 def _accounted(ids: Sequence[str]) -> dict[str, JobState]:
     try:
-        output = call(["sacct", "-XnP", "-j", ",".join(ids), "-o", "jobid,state,elapsed,timelimit,nodelist,user"])
+        output = call(["sacct", "-XnP", "-j", ",".join(ids), "-o", "jobidraw,state,elapsed,timelimit,nodelist,user"])
     except SlurmError:
         return {}  # "Slurm accounting storage is disabled": the ledger and the log have to do
     found = {}
     for line in output.splitlines():
         job, state, elapsed, limit, nodes, user = line.split("|")
         one = JobState(id=job, state=state.split()[0], elapsed=elapsed, limit=limit, nodes=nodes)  # "CANCELLED by 1000"
-        # squeue does not list it: the accounting of one's own job is late, or never heard of its end. Asked for an
-        # array, sacct answers with every task
+        # squeue does not list it: the accounting of one's own job is late, or never heard of its end
         if job in ids and (one.has_ended or user != getpass.getuser()):
             found[job] = one
     return found
@@ -200,11 +199,6 @@ def cancel(ids: Iterable[str]) -> None:
     """Cancel the jobs. Raises SlurmError where one is not known, or belongs to another user."""
     if jobs := _checked(ids):
         call(["scancel", *jobs])
-
-
-def raw_id(job: str) -> str:
-    """The number that srun --jobid takes: a job of an array has its own; SlurmError where it no longer runs."""
-    return call(["squeue", "-h", "-j", *_checked([job]), "-o", "%A"]).strip() if "_" in job else job
 
 
 def hostnames(nodelist: str) -> list[str]:

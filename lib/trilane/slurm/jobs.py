@@ -2,8 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from trilane.config.plan import read_plan
 from trilane.launch import local
 from trilane.launch.outcome import last_log
 from trilane.slurm import attempt, client, copies, ledger
-from trilane.slurm.script import SCRIPT, render, rewrite
+from trilane.slurm.script import SCRIPT, rewrite
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.files import read_text
 from trilane.utils.folder_lock import FolderLock
@@ -19,16 +19,13 @@ from trilane.utils.tables import DataFrame, Table, as_json, frame_of, short
 from trilane.utils.validation import require
 from trilane.workspace import run_folder
 from trilane.workspace.checkpoints import FOLDER, latest
-from trilane.workspace.prepared_corpora import SMALL_BYTES, unprepared
-from trilane.workspace.run_folder import is_completed, write_text
+from trilane.workspace.run_folder import is_completed
 from trilane.workspace.status import RunStatus, Status, known_status, status_problem, verdict
 
 # for the lock of a folder, which a submission holds for a second or two
 PATIENCE_S = 15.0
 # in which a controller still accepts the request of an sbatch that was killed (MessageTimeout)
 SETTLE_S = 10.0
-# of a sweep: its run folders, relative, one a line
-RUNS = "runs.txt"
 
 
 class ActiveJob(ValueError):
@@ -38,37 +35,48 @@ class ActiveJob(ValueError):
         return str(self.args[0])
 
 
+def submit(folder: Path, site: Site, request: JobRequest, options: Sequence[str] = ()) -> str:
+    """Submit the run of a folder, as submit_all(); the job's id."""
+    return submit_all([folder], site, request, options=options)[0][1]
+
+
 def submit_all(
-    folders: Iterable[Path], site: Site, request: JobRequest, after: Mapping[Path, str] | None = None
-) -> dict[Path, str]:
-    """As submit() for several runs, each `after` a job; the ids. An error names the jobs that were submitted before."""
-    made = dict[Path, str]()
-    for folder in folders:
+    folders: Iterable[Path],
+    site: Site,
+    request: JobRequest,
+    *,
+    times: int = 1,
+    parallel: int = 0,
+    options: Sequence[str] = (),
+) -> list[tuple[Path, str]]:
+    """Submit `times` jobs of each run with its job.sbatch, written from the template where there is none; their ids.
+
+    At most `parallel` of them run at a time (0: any number), since each waits for the end of the one so many before it;
+    jobs of one run never do. At site `local` the plans train here, to their end, and an id begins with "local". Raises
+    ValueError where a run is completed, and ActiveJob where it has a job that has not ended, before anything is
+    submitted; a later error names the jobs that were.
+    """
+    runs = {folder: folder.resolve() for folder in map(Path, folders)}
+    for path in runs.values():
+        read_plan(path / "plan.json")
+    made, parents = list[tuple[Path, str]](), {path.parent for path in runs.values()}
+    # runs of one sweep or chain share a copy of the code
+    shared = parents.pop() if len(runs) > 1 == len(parents) else None
+    with submitting(runs.values(), is_local=site.is_local):
+        for path in runs.values():
+            require(not is_completed(path), "run folder", path, "holds a completed run; take a new one")
         try:
-            made[folder] = submit(folder, site, request, after=(after or {}).get(folder.resolve(), ""))
+            for folder, path in [pair for pair in runs.items() for _ in range(times)]:
+                if not site.is_local and not (path / SCRIPT).exists():
+                    rewrite(path, site, request)
+                after = [f"afterany:{job}" for _, job in made[-parallel:][:1] if 0 < parallel <= len(made)]
+                job = _train_here(path) if site.is_local else _accept(path, shared or path, site.name, options, after)
+                made.append((folder, job))
         except ValueError as error:
-            earlier = f"; submitted before it: {', '.join(made.values())}" * bool(made)
+            earlier = f"; submitted before it: {', '.join(job for _, job in made)}" * bool(made)
             error.args = (f"{error}{earlier}", *error.args[1:])
             raise
     return made
-
-
-def submit(folder: Path, site: Site, request: JobRequest, options: Sequence[str] = (), after: str = "") -> str:
-    """Submit the run of a folder with its job.sbatch, written from the template where there is none; the job's id.
-
-    It starts once job `after` has succeeded, and is cancelled where that fails. At site `local` the plan trains here,
-    to its end, and the id begins with "local". Raises ValueError where the run is completed, ActiveJob where it has a
-    job that has not ended.
-    """
-    folder = Path(folder).resolve()
-    read_plan(folder / "plan.json")
-    with submitting([folder], is_local=site.is_local):
-        require(not is_completed(folder), "run folder", folder, "holds a completed run; take a new one")
-        if site.is_local:
-            return _train_here(folder)
-        if not (folder / SCRIPT).exists():
-            rewrite(folder, site, request)
-        return accept(folder / SCRIPT, {folder: ""}, site.name, options, after=f"afterok:{after}" if after else "")
 
 
 @contextlib.contextmanager
@@ -101,23 +109,21 @@ def _require_idle(folders: Sequence[Path], is_local: bool) -> None:
             raise ActiveJob(f"run folder={folder}: has job {', '.join(ids)} already ({words}); cancel it first", ids)
 
 
-def accept(
-    script: Path, runs: Mapping[Path, str], site: str, options: Sequence[str] = (), after: str = "", home: Path = Path()
-) -> str:
-    """Submit a script for run folders that are locked; the id of its job, to which each adds its suffix ("", "_3").
+def _accept(folder: Path, home: Path, site: str, options: Sequence[str], after: Sequence[str]) -> str:
+    """Submit the script of a run folder that is locked; the id of its job, which waits for those `after`, too.
 
-    A run's jobs begin one after another (singleton, by their name), and `after` another one such as "afterany:5". The
-    code is frozen in `home` below the script's folder or above, and its folder is the script's argument, which a job
-    keeps in the queue, whatever `--export` or a site's own sbatch do with the environment.
+    A run's jobs begin one after another (singleton, by their name). The code is frozen below `home`, and its folder is
+    the script's argument, which a job keeps in the queue, whatever `--export` or a site's own sbatch do with the
+    environment.
     """
-    code = copies.freeze(script.parent / home) if copies.USED_BY in read_text(script) else None
-    waits = [*["singleton"] * ("" in runs.values()), *[after] * bool(after)]
-    options = [*([f"--dependency={','.join(waits)}", "--kill-on-invalid-dep=yes"] if waits else []), *options]
-    known = {job.partition("_")[0] for folder in runs for job in ledger.job_ids(folder)}
-    name, arguments = client.job_name(script.parent), [str(code)] if code else []
-    job = client.sbatch(script, *options, name=name, known=known, arguments=arguments)
-    for folder, suffix in runs.items():
-        ledger.note(folder, "submitted", f"{job}{suffix}", site=site, code=code.name if code else "", after=after)
+    script = folder / SCRIPT
+    code = copies.freeze(home) if copies.USED_BY in read_text(script) else None
+    options = [f"--dependency={','.join(['singleton', *after])}", "--kill-on-invalid-dep=yes", *options]
+    arguments = [str(code)] if code else []
+    job = client.sbatch(
+        script, *options, name=client.job_name(folder), known=ledger.job_ids(folder), arguments=arguments
+    )
+    ledger.note(folder, "submitted", job, site=site, code=code.name if code else "", after=",".join(after))
     return job
 
 
@@ -131,52 +137,6 @@ def _train_here(folder: Path) -> str:
     outcome = local.train_local(folder, resume=has_checkpoint)
     ledger.note(folder, "ended", job, status=outcome.status, evidence=outcome.evidence)
     return job
-
-
-def prepare(folders: Iterable[Path], site: Site, request: JobRequest, above: int = 0) -> dict[Path, str]:
-    """Tokenize the corpora of runs, above so many bytes, by a job of one core for each, so that no node with GPUs waits
-    for it; the job's id by run folder, without those prepared.
-
-    Relative paths are below the run folder, in which a job runs; at site `local`, where it is done at once and the id
-    is "here", where the command was called. Raises ValueError where a job is not accepted.
-    """
-    made, jobs = dict[Path, str](), dict[tuple[Path, ...], str]()
-    for folder in (Path(folder).resolve() for folder in folders):
-        data = read_plan(folder / "plan.json").data
-        if unprepared(data.parts, Path() if site.is_local else folder, above):
-            # runs that read the same data share one job
-            tokenizer = [data.tokenizer] * (data.tokenizer != "bytes")
-            names = (data.folder, *tokenizer, *(part.source for part in data.parts))
-            key = tuple((folder / name).resolve() for name in names)
-            jobs[key] = made[folder] = jobs.get(key) or _prepare(folder, site, request)
-            if made[folder] not in ("here", *ledger.job_ids(folder, "preparing")):
-                ledger.note(folder, "preparing", made[folder], site=site.name)
-    return made
-
-
-def prepare_first(folders: Iterable[Path], site: Site, request: JobRequest) -> dict[Path, str]:
-    """As prepare() for training jobs of that request: what they would refuse to tokenize, and not on their nodes."""
-    return prepare(folders, site, replace(request, partition="", reservation=""), SMALL_BYTES)
-
-
-def corpus_lines(made: Mapping[Path, str]) -> list[str]:
-    """A line for each run whose corpus is prepared."""
-    return [f"corpus of {folder}: " + ("prepared" if job == "here" else f"job {job}") for folder, job in made.items()]
-
-
-def _prepare(folder: Path, site: Site, request: JobRequest) -> str:
-    """Prepare the corpus of this run; by a job that does so already, where there is one."""
-    if site.is_local:
-        local.prepare_data(folder / "plan.json")
-        return "here"
-    asked = client.states(ledger.job_ids(folder, "preparing"))
-    if active := [job for job, state in asked.items() if not state.has_ended]:
-        return active[0]
-    # the options that concern a job of one core
-    kept = ("account", "time_limit", "partition", "reservation", "mail", "comment", "environment")
-    own = JobRequest(**{name: getattr(request, name) for name in kept}, signal_s=0)
-    script = write_text(folder / "prepare.sbatch", render("prepare", read_plan(folder / "plan.json"), site, own))
-    return client.sbatch(script, arguments=[str(copies.freeze(folder))])
 
 
 def cancel(folders: Iterable[Path]) -> list[str]:
@@ -243,15 +203,15 @@ def states_of(folders: Iterable[Path], must_ask: bool = False) -> dict[Path, lis
     """
     ids = {Path(folder): ledger.job_ids(Path(folder)) for folder in folders}
     of_slurm = [job for mine in ids.values() for job in mine if client.JOB_ID.fullmatch(job)]
-    places = {place: folder for folder in ids for place in _places(folder)}
+    folder_of = {client.job_name(folder): folder for folder in ids}
     found = dict[str, client.JobState]()
     try:
-        found = client.states(of_slurm, {name for name, _ in places}) if client.is_installed() else {}
+        found = client.states(of_slurm, folder_of) if client.is_installed() else {}
     except client.SlurmError:  # SLURM's commands may be installed here, and not configured
         if of_slurm or must_ask:
             raise
     for job, state in found.items():
-        folder = places.get((state.name, job.partition("_")[2]))
+        folder = folder_of.get(state.name)
         if folder and job not in ids[folder]:
             ids[folder].append(job)
     return {folder: [found.get(job) or _unknown(job) for job in mine] for folder, mine in ids.items()}
@@ -265,14 +225,6 @@ def _unknown(job: str) -> client.JobState:
 def active_jobs(folder: Path) -> list[str]:
     """Ids of the folder's jobs that have not ended: waiting, running, held or suspended."""
     return [state.id for state in states_of([folder])[Path(folder)] if not state.has_ended]
-
-
-def _places(folder: Path) -> Iterator[tuple[str, str]]:
-    """The names and indices that jobs of a run can have: its own, and those of its line in a sweep."""
-    yield client.job_name(folder), ""
-    sweep = folder.resolve().parent.parent
-    lines = read_text(sweep / RUNS).splitlines()
-    yield from [(client.job_name(sweep), str(n)) for n, line in enumerate(lines, 1) if sweep / line == folder.resolve()]
 
 
 def _status(folder: Path, states: Sequence[client.JobState]) -> JobStatus:
@@ -346,12 +298,9 @@ def _unexplained(folder: Path, job: client.JobState) -> RunStatus:
 
 
 def _output(folder: Path, job: str) -> Path | None:
-    """The output file of the job, which its script names slurm-JOB.out; None where there is none.
-
-    The array of a sweep writes into the sweep's folder, two above the run's.
-    """
-    places = [folder, folder.resolve().parent.parent] if "_" in job else [folder]
-    return next((path for place in places if (path := place / f"slurm-{job}.out").is_file()), None)
+    """The output file of the job, which its script names slurm-JOB.out; None where there is none."""
+    path = folder / f"slurm-{job}.out"
+    return path if path.is_file() else None
 
 
 def logs(folder: Path, lines: int = 20) -> list[str]:

@@ -1,16 +1,14 @@
-"""Monitor: report when jobs start, fail, stall or make progress, and look into a running one."""
+"""Monitor: when jobs start, end, stall or make progress; nodes and stacks of a running one."""
 
 import html
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from trilane.config.plan import Plan
 from trilane.diagnose.capture import capture
@@ -34,47 +32,34 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float, stall_s: floa
     """
     url = os.environ.get(WEBHOOK, "").strip()
     require(not url or url.startswith(("http://", "https://")), WEBHOOK, "(not shown)", "must be an http or https URL")
-    end, is_down = time.monotonic() + seconds, False
+    end, is_away, stalls = time.monotonic() + seconds, False, set[str]()
     before = dict[Path, JobStatus]()
-    events = {folder: len(ledger.events(folder)) for folder in folders}
-    stalled = dict[Path, tuple[str, int]]()
     while True:
         try:
             client.require_answer()
             found = dict(zip(folders, jobs.job_status(folders), strict=True))
+            yield from ["SLURM answers again"] * is_away
+            is_away = False
         except client.SlurmError as error:
-            yield from [f"SLURM does not answer, asked again every {every_s:g} s: {error}"] if not is_down else []
-            is_down = True
-        else:
-            yield from ["SLURM answers again"] if is_down else []
-            is_down = False
-            for folder, job in found.items():
-                new = ledger.events(folder)[events[folder] :]
-                events[folder] += len(new)
-                for kind, text in _news(folder, job, before.get(folder), new, stall_s):
-                    if kind == "stalled" and stalled.get(folder) == (job.id, job.iteration):
-                        continue
-                    if kind == "stalled":
-                        stalled[folder] = (job.id, job.iteration)
+            yield from [f"SLURM does not answer, asked again every {every_s:g} s: {error}"] * (not is_away)
+            is_away, found = True, before
+        for folder, job in found.items():
+            for kind, text in _news(folder, job, before.get(folder), stall_s):
+                stall = f"{folder} {job.id} {job.iteration}" if kind == "stalled" else ""
+                if stall not in stalls:
                     yield text
                     yield from [problem] if kind and url and (problem := post(url, kind, job, text)) else []
-            before = found
-            if not any(job.status.is_active for job in found.values()):
-                return
+                stalls |= {stall} - {""}
+        before = found
+        if not is_away and not any(job.status.is_active for job in found.values()):
+            return
         if time.monotonic() + every_s > end:
             return
         time.sleep(every_s)
 
 
-def _news(
-    folder: Path, job: JobStatus, old: JobStatus | None, events: Sequence[Mapping[str, Any]], stall_s: float
-) -> Iterator[tuple[str, str]]:
+def _news(folder: Path, job: JobStatus, old: JobStatus | None, stall_s: float) -> Iterator[tuple[str, str]]:
     """What is new: its kind, "" where nobody need be alerted, and a line."""
-    for event in events:
-        if event["event"] == "replaced" or event.get("restarts"):
-            kind = "requeued" if event.get("restarts") else "replaced"
-            nodes = event["nodes"] if event.get("restarts") else "lost " + ", ".join(event["nodes"])
-            yield kind, f"{job.run}: {kind.upper()}: job {event['id']}, {nodes}, from iteration {event['iteration']}"
     if old is None or (old.id, old.state, old.status) != (job.id, job.state, job.status):
         kind = "died" if job.has_failed else "finished" if job.status is Status.COMPLETED else ""
         word, where = "DIED: " if job.has_failed else "", job.reason or job.nodes
@@ -106,72 +91,30 @@ def post(url: str, kind: str, job: JobStatus, text: str, within_s: float = 8.0) 
     return ""
 
 
-# Processes are the ranks of this job: a launcher, shell or srun with a similar command line has no RANK, and a rank of
-# another job of the same user on the node has another SLURM_JOB_ID.
-WHAT = {
-    "memory": "echo == $(hostname); "
-    "nvidia-smi --query-gpu=index,memory.used,memory.total,utilization.gpu --format=csv || true",
-    "processes": r"""
-for pid in $(pgrep -f -- "trilane.engine plan.json"); do
-  value() { tr "\0" "\n" 2>/dev/null <"/proc/$pid/environ" | sed -n "s/^$1=//p"; }
-  [ -z "$(value RANK)" ] || [ "$(value SLURM_JOB_ID)" != "$SLURM_JOB_ID" ] || {
-    echo "== $(hostname) rank $(value RANK) pid $pid"; ps -o pid,rss,etime,args -p $pid; }
-done
-""",
-}
-
-
-def look(job: str, what: str, plan: Plan) -> str:
-    """What a step of a running job prints: the `memory` of every GPU, the `processes` of its ranks; or its nodes as a
-    hostfile of DeepSpeed and pdsh. ValueError where the job is not running."""
+def hostfile(job: str, plan: Plan) -> str:
+    """The nodes of a running job as a hostfile of DeepSpeed and pdsh; ValueError where it does not run."""
     client.require_answer()
     state = client.states([job])[job]
-    is_going = state.state in ("RUNNING", "COMPLETING")
-    require(is_going, "job", job, f"is {state.state}; a step can only be attached to a running job")
-    hosts = client.hostnames(state.nodes)
-    if what != "hostfile":
-        return client.call(srun_command(client.raw_id(job), len(hosts), ["bash", "-c", WHAT[what]]))
+    require(state.state in ("RUNNING", "COMPLETING"), "job", job, f"is {state.state}, and has no nodes")
     slots = min(plan.topology.gpus, plan.cluster.gpus_per_node)
-    return "".join(f"{host} slots={slots}\n" for host in hosts)
-
-
-def srun_command(job: str, nodes: int, words: Sequence[str]) -> list[str]:
-    """A further step of a running job: one task per node, without a GPU, within the job's share."""
-    require(client.JOB_ID.fullmatch(job) is not None, "job", job, "must be a job's number")
-    head = ["srun", f"--jobid={job}", "--overlap", "--mem=0", "--gres=gpu:0", "--cpus-per-task=1"]
-    return [*head, f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", *words]
-
-
-def _step(folder: Path, plan: Plan, job: str, stacks: Path) -> tuple[list[str], list[str]]:
-    """The command with which each node dumps its own ranks, and the step of srun that runs it on all."""
-    words = python("-m", "trilane", "debug", "capture", str(folder), "--here", str(stacks))
-    nodes = -(-plan.topology.gpus // plan.cluster.gpus_per_node)
-    return words, srun_command(client.raw_id(job) if job else "0", nodes, ["--input=none", *words])
-
-
-def capture_commands(folder: Path, plan: Plan, job: str) -> str:
-    """The commands that take the stacks of a run: srun; pdsh or ds_ssh where nodes allow a login; for any program."""
-    words, step = _step(folder, plan, job, folder / "stacks" / "by-hand")
-    by_hostfile = shlex.quote(shlex.join(words))
-    # the last is the step of the BLOOM chronicles: the stacks of all python processes of the user
-    return f"""{shlex.join(step)}
-pdsh -R ssh -w ^hostfile {by_hostfile}
-ds_ssh -f hostfile {by_hostfile}
-# a program that is not trilane's, then `trilane debug hang` on the folder:
-srun --jobid=JOB --overlap --gres=gpu:0 --ntasks-per-node=1 --output=trace-%N.out sh -c \
-'pgrep -u $USER -f python | xargs -I {{}} py-spy dump --pid {{}}'"""
+    return "".join(f"{host} slots={slots}\n" for host in client.hostnames(state.nodes))
 
 
 def capture_job(folder: Path, plan: Plan, job: str) -> Path:
     """The stacks of all ranks of a run, taken now; the folder that holds them. ValueError where no rank runs.
 
-    With a job and srun at hand a second step of the job dumps every node; otherwise the other nodes' watchdogs do.
+    With a job and srun at hand a second step of the job dumps every node, one task each, without a GPU and within the
+    job's share; otherwise the other nodes' watchdogs do.
     """
     rule = "no rank has given a sign of life (hang_timeout_s=0, or not started)"
     require(bool(read_beats(folder)), "folder", folder, rule)
     if not (job and shutil.which("srun")):
         return capture(folder, plan)
-    stacks = folder / "stacks" / f"job-{job}"
+    require(client.JOB_ID.fullmatch(job) is not None, "job", job, "must be a job's number")
+    stacks, nodes = folder / "stacks" / f"job-{job}", -(-plan.topology.gpus // plan.cluster.gpus_per_node)
     stacks.mkdir(parents=True, exist_ok=True)
-    subprocess.run(_step(folder, plan, job, stacks)[1], check=False, timeout=120)
+    share = ["--overlap", "--mem=0", "--gres=gpu:0", "--cpus-per-task=1", "--input=none"]
+    head = ["srun", f"--jobid={job}", *share, f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    words = python("-m", "trilane", "debug", "capture", str(folder), "--here", str(stacks))
+    subprocess.run([*head, *words], check=False, timeout=120)
     return stacks

@@ -29,9 +29,8 @@ Tester = Callable[[Sequence[str]], node_test.Findings]
 
 
 def job_id(env: Mapping[str, str] = os.environ) -> str:
-    """This job's id as SLURM's commands take it: ARRAY_INDEX in an array; "0" outside a job."""
-    array, index = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{index}" if array and index else env.get("SLURM_JOB_ID", "0")
+    """This job's id; "0" outside a job."""
+    return env.get("SLURM_JOB_ID", "0")
 
 
 def job_nodes(env: Mapping[str, str] = os.environ) -> list[str]:

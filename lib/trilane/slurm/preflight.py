@@ -3,9 +3,8 @@
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +54,21 @@ def check_job(
     request: JobRequest,
     folder: Path,
     allow: Collection[str] = (),
-    script: Path | None = None,
     calibration: Calibration | None = None,
 ) -> Findings:
     """Every finding about the run in `folder`, refusals first; the rules in `allow` only warn.
 
-    `calibration` has the constants that predicted the plan, where other than the cluster's. It reads `script`, else the
-    folder's job.sbatch, else the script that would be written.
+    `calibration` has the constants that predicted the plan, where other than the cluster's. It reads the folder's
+    job.sbatch, else the script that would be written.
     """
     for name in allow:
         require_known("allow", name, {*NAMES, *(f.name for f in fields(JobRequest))})
-    path = script or folder / SCRIPT
+    path = folder / SCRIPT
     try:
-        is_written = script is not None or path.exists()
-        text = read_text(path, "script", 1 << 20) if is_written else render("train", plan, site, request)
+        text = read_text(path, "script", 1 << 20) if path.exists() else render("train", plan, site, request)
     except ValueError as error:
         return Findings([of_error(error)])
-    case = JobCheck(plan, site, request, folder, text, path.name, calibration)
+    case = JobCheck(plan, site, request, folder, text, calibration)
     found = [finding for check in CHECKS for finding in _findings(check, case)]
     # what SLURM's commands say without a slurm.conf
     is_unconfigured = any("establish a configuration source" in f.message for f in found)
@@ -98,18 +95,12 @@ class CheckedRuns(dict[str, Findings]):
         return "\n".join(f"{Path(path).name}: {line(f)}" for path, findings in self.items() for f in findings)
 
 
-def check_runs(
-    folders: Sequence[Path],
-    site: Site,
-    request: JobRequest,
-    allow: Collection[str] = (),
-    scripts: Sequence[Path | None] = (),
-) -> CheckedRuns:
-    """The findings about each run folder, with its script where that is another than its own."""
+def check_runs(folders: Iterable[Path], site: Site, request: JobRequest, allow: Collection[str] = ()) -> CheckedRuns:
+    """The findings about each run folder."""
+    plans = {path: read_plan(path / "plan.json") for path in folders}
     return CheckedRuns(
-        (str(path), check_job(plan, site, request, path, allow, script, constants_of(path, plan.cluster)[0]))
-        for path, script in zip_longest(folders, scripts)
-        for plan in [read_plan(path / "plan.json")]
+        (str(path), check_job(plan, site, request, path, allow, constants_of(path, plan.cluster)[0]))
+        for path, plan in plans.items()
     )
 
 
@@ -160,7 +151,7 @@ def resources(case: JobCheck) -> list[Row]:
     asked, used, k, given, rows = case.directives, case.gpus_per_node, case.spares, case.request.given(), list[Row]()
     gpus, tasks = case.plan.topology.gpus, used if _starts_ranks(case) else 1
     nodes = case.nodes + (case.request.spares if "spares" in given else k)
-    remedy = f"edit {case.name}, or write it again: `trilane slurm submit --rewrite --dry-run`, or a new sweep"
+    remedy = f"edit {SCRIPT}, or write it again: `trilane slurm submit --rewrite --dry-run`"
     # options of which one must be there, its value ("": any), and whether it is needed
     wanted = [
         (("nodes",), str(nodes), nodes > 1),
@@ -176,7 +167,7 @@ def resources(case: JobCheck) -> list[Row]:
         has = {name: asked[name] for name in own if name in asked}
         differs = bool(value) and not all(_same(name, text, value, nodes) for name, text in has.items())
         needed, shown = f"--{own[0]}={value or '...'}", ", ".join(f"--{name}={text}" for name, text in has.items())
-        text = f"{needed} is needed (for {gpus} GPUs and the options given), {case.name} has {shown or 'none'}"
+        text = f"{needed} is needed (for {gpus} GPUs and the options given), {SCRIPT} has {shown or 'none'}"
         rows.append((differs if has else is_needed, "script", REFUSAL, text, remedy))
     started = re.search(r"--nproc-per-node=(\d+)", case.script)
     processes = int(started[1]) if started else used
@@ -233,7 +224,7 @@ def internet(case: JobCheck) -> list[Row]:
 
 def accepted(case: JobCheck) -> list[Row]:
     """The container's image exists, bash can parse the script, and `sbatch --test-only` accepts it: partition,
-    constraint, account, QoS, node and GPU counts, the array's indices."""
+    constraint, account, QoS, node and GPU counts."""
     image = case.site.image_file
     lacks, text = image and not Path(image).exists(), f"container_image={image}: no such file"
     rows: list[Row] = [(lacks, "container", REFUSAL, text, "pull or build the image, or correct the site's file")]

@@ -24,25 +24,25 @@ from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import checkout, shipped
 from trilane.workspace.run_folder import write_text
 
-NAMES = ("train", "sweep", "bench", "monitor", "prepare", "interactive")
+NAMES = ("train", "bench", "prepare", "interactive")
 # the file name in a run folder
 SCRIPT = "job.sbatch"
 
 
-def render(name: str, plan: Plan, site: Site, request: JobRequest, *, array: str = "1") -> str:
+def render(name: str, plan: Plan, site: Site, request: JobRequest) -> str:
     """The sbatch script of template `name`.
 
     Raises ValueError for a value that bash or sbatch would interpret, an option that the template does not use or sets
     itself, a partition that the site does not have, and GPUs that do not fill their nodes.
     """
     require_known("template", name, NAMES)
-    text, wanted = _filled(name, blanks(name, plan, site, request, array))
-    # a template may ignore those that concern the environment, the time or one kind of job
-    ignored = {"signal_s", "requeue", "launcher", "launch_blocking", "nccl_debug", "parallel", "preflight"}
+    text, wanted = _filled(name, blanks(name, plan, site, request))
+    # a template may ignore those that concern the environment, the time or the training alone
+    ignored = {"signal_s", "requeue", "launcher", "launch_blocking", "nccl_debug", "preflight"}
     for option in {*request.given()} - ignored - {"environment", "time_limit"}:
         require(option in wanted, option, getattr(request, option), f"template {name} does not use it")
     if site.sbatch or site.srun or site.env:
-        own, _ = _filled(name, blanks(name, plan, replace(site, sbatch={}, srun=(), env={}), request, array))
+        own, _ = _filled(name, blanks(name, plan, replace(site, sbatch={}, srun=(), env={}), request))
         _require_once(own, site)
     return text
 
@@ -74,12 +74,18 @@ def files(plan: Plan, site: Site, request: JobRequest, beside: Mapping[str, Any]
     return texts
 
 
+def write(folder: Path, plan: Plan, site: Site, request: JobRequest, beside: Mapping[str, Any] | None = None) -> None:
+    """Write a run folder with its files()."""
+    for name, text in files(plan, site, request, beside).items():
+        write_text(folder / name, text)
+
+
 def rewrite(folder: Path, site: Site, request: JobRequest) -> None:
     """Write job.sbatch from its template; the one before, edited or not, is kept in earlier/."""
     write_text(folder / SCRIPT, render("train", read_plan(folder / "plan.json"), site, request))
 
 
-def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = "1") -> dict[str, Any]:
+def blanks(name: str, plan: Plan, site: Site, request: JobRequest) -> dict[str, Any]:
     """Every value that a template may use, by name."""
     cluster = nodes_of(plan, site)
     nodes, used = node_count(plan, cluster)
@@ -87,7 +93,7 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
         require_known("partition", request.partition, site.partitions)
     require_spares(request.spares, nodes, cluster)
     require_form("word", "label", plan.label)
-    one_each = name == "bench" or (request.launcher == "srun" and name in ("train", "sweep"))  # a task for each GPU
+    one_each = name == "bench" or (request.launcher == "srun" and name == "train")  # a task for each GPU
     # Jean Zay bills and binds by cores: a share of a node's GPUs gets the same share of its cores
     cores = max(1, cluster.cores_per_node * used // cluster.gpus_per_node)
     each, is_cpu, srun = max(1, cores // used), cluster.gpu.kind == "cpu", srun_arguments(site, request.launcher)
@@ -120,15 +126,12 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
         "venv": quoted("environment", environment or own),
         "summary": f"{plan.shape.parameters / 1e9:.3g}B, {plan.topology.label}, {plan.topology.gpus} GPUs, "
         f"engine {plan.engine}",
-        "array": array,
-        "every_s": 60,
-        "watch_s": max(60, request.time_limit_s - 120),
     }
-    if name in ("monitor", "prepare"):  # a core, where the site has one for nothing
+    if name == "prepare":  # a core, where the site has one for nothing
         for left in ("image", "sbatch", "hint", "mem", "exclusive", "switches", "segment", "gpus_per_node"):
             values[left] = ""
         # a service partition has neither the nodes nor the QoS of the training
-        asked = JobRequest() if name == "monitor" or site.service_partition else request
+        asked = JobRequest() if site.service_partition else request
         values |= {"partition": request.partition or site.service_partition, "qos": asked.qos}
         values |= {"constraint": asked.constraint, "nodes": 1, "tasks_per_node": 1, "cores_per_task": 1}
     return values

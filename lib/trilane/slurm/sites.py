@@ -76,7 +76,7 @@ class Site:
     cluster: str = option("", "name or file of its nodes' cluster; else the plan's own")
     partition: str = option("", "`--partition`, where constraint or account do not select it", form="word")
     partitions: tuple[str, ...] = option((), "partitions that exist, where they are known", form="word")
-    service_partition: str = option("", "where jobs of one core monitor or prepare a corpus", form="word")
+    service_partition: str = option("", "where a job of one core prepares a corpus", form="word")
     constraint: str = option("", "`--constraint`", form="constraint")
     features: tuple[str, ...] = option((), "features that nodes must have besides the constraint", form="word")
     account_ending: str = option("", "what accounts for these nodes end with, such as `@a100`", form="ending")
@@ -224,7 +224,6 @@ class JobRequest:
     launch_blocking: bool = option(False, "CUDA_LAUNCH_BLOCKING=1, which kept a hang of BigScience's from recurring")
     nccl_debug: str = option("WARN", "what NCCL prints", choices=("VERSION", "WARN", "INFO", "TRACE"))
     environment: str = option("", "a venv's folder, or conda:NAME, instead of the repository's .venv")
-    parallel: int = option(4, "jobs of a sweep's array that may run at the same time", minimum=1)
     spares: int = option(0, "nodes more than the plan's, which take the place of those that fail", minimum=0)
     preflight: bool = option(True, "whether the nodes of a job are tested before they train")
 

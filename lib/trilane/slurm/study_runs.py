@@ -13,7 +13,7 @@ from trilane.config.training import Data, Optimizer, Run
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import calibration_of
-from trilane.slurm import jobs, monitor, script, sites
+from trilane.slurm import jobs, script, sites
 from trilane.slurm.checks import REFUSAL
 from trilane.slurm.preflight import JobFinding, check_job
 from trilane.slurm.sites import JobRequest, Site
@@ -109,11 +109,6 @@ class StudyRuns(Table):
             return "completed before" if done else jobs.submit(run.folder, self.site, self.request)
         except jobs.ActiveJob as error:
             return f"has job {', '.join(error.args[1])} already"
-
-    def watch(self, seconds: float) -> None:
-        """Print a line whenever a job changes, for so many seconds."""
-        for line in monitor.watch(self.folders, every_s=5.0, seconds=seconds) if seconds else ():
-            print(line)
 
     def status(self) -> jobs.JobTable:
         """The status of each run."""

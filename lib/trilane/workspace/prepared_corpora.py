@@ -83,4 +83,4 @@ def require_prepared(sources: Iterable[Data]) -> None:
     """ValueError where a job would tokenize a large corpus while all its nodes wait."""
     for source, size in unprepared(sources).items():
         rule = f"has {size / 1e9:.3g} GB of text that are not prepared, and all nodes would wait"
-        require(False, "data.source", source, f"{rule}: `trilane slurm prepare` on the run folder, then submit again")
+        require(False, "data.source", source, f"{rule}: run `trilane slurm script --template prepare` as a job")
