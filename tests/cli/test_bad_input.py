@@ -39,6 +39,7 @@ BAD = [
     (SIZE.replace("params 1.3B", "days 1e9"), "days=1e+09: must be at most 36500"),
     (SIZE.replace("params 1.3B", "days 9") + " --gpus 100000", "gpus=100000: jz-a100-80g has "),
     ("plan show", "shape=missing: name a plan"),
+    ("plan show ''", "plan='': is empty"),
     ("plan show binary", "plan=binary: not text in UTF-8"),
     ("plan show plan.json --tp 2", "tp=2: contradicts the plan plan.json"),
     ("plan show plan.json --tokens abc", "tokens=abc: must be a number, above 0"),

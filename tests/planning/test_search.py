@@ -94,6 +94,13 @@ def test_the_vectorized_prediction_is_the_prediction_of_the_one_plan(objective, 
             assert np.all(np.diff([getattr(c.prediction, value) for c in ranked]) >= -1e-9)
 
 
+@pytest.mark.parametrize("pin", [{"interleaving": (2,)}, {"sequence_parallel": (True,)}])
+def test_what_is_pinned_holds_in_every_plan_that_is_listed(pin):
+    """Also where a plan without pipeline or tensor parallelism would be faster."""
+    found = search_space(SMALL, A100, Space(gpus=(8,), gbs=(32,), pins=pin), K, top=10_000)
+    assert {(getattr(c.topology, name),) for c in found.candidates for name in pin} == set(pin.values())
+
+
 def test_the_pareto_front_trades_seconds_for_memory():
     front = search_space(SHAPE, A100, Space(gpus=(384,), gbs=(2048,), pins={"zero": (1,)}), K).pareto
     seconds = [c.prediction.sec_per_it for c in front]

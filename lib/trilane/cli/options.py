@@ -90,6 +90,8 @@ class Typed(click.ParamType):
         if "read" in self.facts:
             return self.facts["read"](value)
         name, made = self.facts.get("name", param.name if param else ""), value
+        # Path("") is the current folder, which nobody means by an empty variable of a shell
+        validation.require(self.kind is not Path or value != "", name, repr(value), "is empty")
         try:
             is_count = self.kind is float and str(value)[-1:] in "KMBTkmbt"  # 40B, as people write numbers
             made = validation.parse_count("", value) if is_count else value if self.kind is bool else self.kind(value)

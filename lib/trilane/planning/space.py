@@ -104,9 +104,10 @@ class Space:
     def points(self, shape: ModelShape, tp: int, pp: int) -> list[Point]:
         """Every combination of the remaining choices that means something on tp x pp."""
         values = {**VARIED, **{name: pin for name, pin in self.pins.items() if name in VARIED}}
-        values["interleaving"] = values["interleaving"] or tuple(divisors(max(shape.num_layers // pp, 1)))
-        # neither means anything without a pipeline or tensor parallelism
-        values |= ({"interleaving": (1,)} if pp == 1 else {}) | ({"sequence_parallel": (False,)} if tp == 1 else {})
+        chunks = values["interleaving"] or tuple(divisors(max(shape.num_layers // pp, 1)))
+        # neither means anything without a pipeline or tensor parallelism; where one is pinned there is no other choice
+        values["interleaving"] = tuple(n for n in chunks if pp > 1 or n == 1)
+        values["sequence_parallel"] = tuple(cut for cut in values["sequence_parallel"] if tp > 1 or not cut)
         return [dict(zip(values, choice, strict=True)) for choice in product(*values.values())]
 
 
