@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from trilane.cli.options import Answer, Group, command, note
+from trilane.cli.app import Answer, Group, command, note
 from trilane.config.options import option
 from trilane.config.plan import plan_from_json, read_plan
 from trilane.interop.deepspeed_config import contradictions, deepspeed_config, meant

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trilane.cli.options import Answer, Group, command
+from trilane.cli.app import Answer, Group, command
 from trilane.config.options import option
 from trilane.config.plan import read_plan
 from trilane.diagnose.capture import capture_here

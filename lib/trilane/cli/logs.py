@@ -13,7 +13,7 @@ from trilane.analysis.collect import measure_all, measure_path, read_folder
 from trilane.analysis.continuity import find_breaks
 from trilane.analysis.loss_curve import join, trainings
 from trilane.analysis.spikes import training_record, training_text
-from trilane.cli.options import Answer, Group, command, note
+from trilane.cli.app import Answer, Group, command, note
 from trilane.config.options import option
 from trilane.logs.dialects.tables import use
 from trilane.logs.run import RunLog

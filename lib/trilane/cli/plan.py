@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from trilane.analysis.plan_report import plan_report
-from trilane.cli.options import Answer, Group, command, note
+from trilane.cli.app import Answer, Group, command, note
 from trilane.config.engines import ENGINES, default_topology, label_of
 from trilane.config.options import option
 from trilane.config.parallelism import Topology

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from trilane.cli.options import Answer, Group, command, note
+from trilane.cli.app import Answer, Group, command, note
 from trilane.config.engines import ENGINES
 from trilane.config.options import option
 from trilane.utils.process import python

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from trilane.cli.options import Answer, Group, command, note
+from trilane.cli.app import Answer, Group, command, note
 from trilane.config.options import option
 from trilane.config.plan import locate_plan, read_plan
 from trilane.costmodel.shipped import constants_of
