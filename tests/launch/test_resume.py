@@ -1,15 +1,16 @@
-"""A run that is asked to end saves first, says so, and goes on later in the same folder."""
+"""A run that is asked to end saves first, says so, and goes on later in the same folder; Ctrl-C ends it at once."""
 
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from plans import run_folder, small_plan, steps
-from support import ended, wait_until
+from support import ended, heed_ctrl_c, wait_until
 
 from trilane.launch.local import environment, train_local
 from trilane.logs.run_folder import read_run_folder
@@ -26,7 +27,8 @@ def folder(data: Path, tmp_path: Path) -> Path:
 
 def launch(folder: Path, *more: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "trilane", "train", str(folder / "plan.json"), *more]
-    return subprocess.Popen(command, env=environment(8), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment(8), **pipes, preexec_fn=heed_ctrl_c)
 
 
 def trained(folder: Path) -> int:
@@ -54,21 +56,31 @@ def saves_when_asked_and_stops_when_told(folder: Path, process: subprocess.Popen
     assert status.evidence in out and before <= first <= before + 5, "the signal passes through two processes"
 
 
+def ends_at_ctrl_c(folder: Path, process: subprocess.Popen) -> None:
+    """Every process, and the folder can be read."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 2
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "trilane: interrupted; what was written so far stays readable\n")
+    assert read_status(folder).status == "cancelled"
+    assert not psutil.wait_procs(family, timeout=5)[1]
+
+
 @pytest.mark.usefixtures("uncounted_processes")
-def test_a_run_saves_when_asked_stops_when_told_and_goes_on_in_the_same_folder(folder: Path) -> None:
+def test_a_run_saves_when_asked_stops_when_told_and_goes_on_in_the_same_folder_until_ctrl_c(folder: Path) -> None:
     """SIGUSR1 saves within one iteration and the run goes on; SIGTERM saves and ends, exit code 3, status "stopped"."""
     with ended(launch(folder)) as process:
         saves_when_asked_and_stops_when_told(folder, process)
     last, status = trained(folder), read_status(folder)
     with ended(launch(folder, "--resume")) as process:
         wait_until(lambda: trained(folder) > last + 2, 300, "training again")
-        (folder / "stop").touch()
-        process.communicate(timeout=120)
-    assert read_status(folder).evidence.startswith(f"stopped at iteration {trained(folder)} by the file `stop`")
+        ends_at_ctrl_c(folder, process)
     assert [s["iteration"] for s in steps(folder)] == list(range(1, trained(folder) + 1))
     log = (folder / "run.log").read_text()
-    assert f"resumes after iteration {last} of" in log and status.evidence in log
+    assert f"resumes after iteration {last} of" in log and status.evidence in log and log.endswith("|\n")
     assert (folder / "attempts/1/status.json").exists()
     assert list(read_run_folder(folder).iterations["iteration"]) == list(range(1, trained(folder) + 1))
+    (folder / "stop").touch()
     with pytest.raises(ValueError, match="holds the file `stop`"):
         train_local(folder, resume=True)
