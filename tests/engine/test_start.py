@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from plans import small_plan
+from plans import run_folder, small_plan
 
 from trilane.config.training import Run
 from trilane.engine import torchrun
@@ -111,6 +111,13 @@ def test_gpus_here_and_fewer_or_none_there_are_refused_in_one_line(ask: Callable
     with_gpu, without = ask(small_plan(tmp_path, dp=2), KINDS, joined=False).splitlines()
     assert with_gpu == "ValueError GPUs=1: 1 of 2 ranks have none; this one is on cuda"
     assert without == "ValueError GPUs=1: 1 of 2 ranks have none; this one is on cpu"
+
+
+def test_a_world_unlike_the_plan_is_refused_once_by_rank_0(fork: Callable, data: Path, tmp_path: Path) -> None:
+    folder = run_folder(small_plan(data, source="mock", pp=2), tmp_path / "run")
+    fork(3, folder, code=2)
+    said = [(folder / f"{rank}.log").read_text() for rank in range(3)]
+    assert said == ["world size=3: must be tp x pp x dp = 1 x 2 x 1 = 2\n", "", ""]
 
 
 def test_a_node_may_come_ten_minutes_after_the_others_and_slurms_names_decide_which_hosts_the_store() -> None:

@@ -132,15 +132,6 @@ def test_what_must_not_start_is_refused_before_anything_is_written(data: Path, t
         (folder / left).unlink()
 
 
-@pytest.mark.parametrize(("rank", "said"), [("0", "world size=3: must be tp x pp x dp = 1 x 2 x 1 = 2\n"), ("1", "")])
-def test_a_world_unlike_the_plan_is_refused_once_by_rank_0(folder: Path, rank: str, said: str) -> None:
-    env = {**environment(8), "RANK": rank, "WORLD_SIZE": "3"}
-    env.pop("TRILANE_PARENT_PID")
-    command = [sys.executable, "-m", "trilane.engine", str(folder / "plan.json")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stderr, done.stdout) == (2, said, "")
-
-
 def test_a_plan_of_any_name_runs_in_a_folder_called_like_it(data: Path, tmp_path: Path) -> None:
     """A plan that a search printed, saved as best.json, is a plan; what stands in its way is never overwritten."""
     best = tmp_path / "best.json"

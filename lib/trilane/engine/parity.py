@@ -239,14 +239,14 @@ def load() -> None:
     from trilane.engine.cpu import enable_cpu
 
     enable_cpu()
+    # transformers imports a model's code when it is first asked for: 1.5 s in each worker instead of once here
+    from transformers import BloomForCausalLM, GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM  # noqa: F401
+
     import trilane.engine.backends.deepspeed_3d
     import trilane.engine.backends.hf_zero3
     import trilane.engine.backends.megatron
     import trilane.engine.loop
     import trilane.engine.reference  # noqa: F401
-
-    # transformers imports a model's code when it is first asked for: 1.5 s in each worker instead of once here
-    from transformers import BloomForCausalLM, GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM  # noqa: F401
 
     gc.freeze()  # a collection in a worker would copy every page that it shares with this process
 
