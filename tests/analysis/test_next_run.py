@@ -75,7 +75,6 @@ def test_measured_csv_is_read_back_as_the_cases_that_ran(tmp_path):
     plans = [small_plan("a", dp=2), small_plan("b", tp=2, pp=2)]
     runs = [measure_log(log(sec_per_it=s), plan, name=plan.label) for s, plan in zip((2.0, 3.0), plans, strict=True)]
     recalibration = recalibrate.recalibrate(runs)
-    assert "matmul" in list(recalibration.constants().to_frame()["constant"]), "the sizes of the runs are no constant"
     recalibration.measured_rows().to_csv(tmp_path / "measured.csv", index=False)
     cluster = tmp_path / "local.json"
     cluster.write_text(json.dumps(dataclasses.asdict(plans[0].cluster)))

@@ -8,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trilane.analysis.compare import by_topology, compare
 from trilane.analysis.continuity import find_breaks
 from trilane.analysis.loss_curve import Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure, measure_log
@@ -97,16 +96,6 @@ class MeasuredRuns(Table):
         groups = trainings([m.log for m in self.timed])
         lines = [line for g in groups for line in training_text(g, join(g), find_breaks(g)).splitlines()]
         return Html.pre("\n".join(_first(lines, SHOWN)))
-
-    def compare(self) -> Text:
-        """Whether the second-fastest topology is slower than the fastest, by their runs of one model and batch."""
-        first, *others = by_topology(self.timed)
-        kinds = [(runs[0].config.shape, runs[0].config.gbs) for runs in (first, *others) if runs]
-        other = next((runs for runs, kind in zip(others, kinds[1:], strict=True) if kind == kinds[0]), None)
-        if other is None:
-            return Text("There are no two topologies of one model and batch to compare.")
-        names = [", ".join(_first([m.name for m in side])) for side in (first, other)]
-        return Text.of("A is {}, B is {}. {}", *names, compare(first, other).as_text())
 
 
 def measure_runs(

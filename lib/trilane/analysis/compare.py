@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from trilane.analysis.measure import Measurement
-from trilane.utils.tables import Text
 from trilane.utils.validation import require
 
 # Seven pairs of runs of one configuration on one day among the shipped rows differ by 0.6, 1.1, 1.1, 1.4, 2.7, 9.0 and
@@ -62,11 +61,6 @@ class Comparison:
         spread = f"spread between runs {self.deviation:.2%}: {self.source}"
         return "\n".join([self.sentence, seconds, spread, *self.notes])
 
-    def as_text(self) -> Text:
-        """The verdict and the spread that it rests on, for a notebook."""
-        text = "**{}.** Spread between runs {:.1%}: {}. {}"
-        return Text.of(text, self.sentence, self.deviation, self.source, "; ".join(self.notes))
-
 
 def compare(a: Sequence[Measurement], b: Sequence[Measurement], confidence: float = 0.95) -> Comparison:
     """The comparison of two sets of runs; ValueError where a side has no run with a time.
@@ -97,15 +91,6 @@ def compare(a: Sequence[Measurement], b: Sequence[Measurement], confidence: floa
     found |= {"low": change - reach, "high": change + reach, "confidence": confidence}
     found |= {"deviation": deviation, "source": source, "notes": tuple(_notes(a, b))}
     return Comparison(**found, unit="token" if per_token else "iteration")
-
-
-def by_topology(runs: Sequence[Measurement]) -> list[list[Measurement]]:
-    """The runs of each topology, the fastest first; [[]] without a timed run."""
-    groups: dict[object, list[Measurement]] = {}
-    for m in sorted((m for m in runs if m.sec_per_it > 0), key=lambda m: m.sec_per_it):
-        c = m.config
-        groups.setdefault((c.shape, c.gbs, c.tp, c.pp, c.dp, c.mbs) if c.gpus else m.name, []).append(m)
-    return list(groups.values()) or [[]]
 
 
 def _spread(x: np.ndarray, y: np.ndarray, least: float) -> tuple[float, float, float, str]:

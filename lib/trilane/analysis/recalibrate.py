@@ -1,7 +1,7 @@
 """What measured runs teach the planner, constants and predictions with intervals, and which short run is next."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -62,13 +62,6 @@ class Recalibration(Table):
         found = super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)
         return found + "".join(Html.of("<p>Not used: {}</p>", line) for line in self.left_out[:12])
 
-    def constants(self) -> Table | Text:
-        """The planner's constants before and after."""
-        names = [f.name for f in fields(Calibration) if f.name not in ("regimes", "stack", "own", "name")]
-        pairs = (("before", self.prior), ("after", self.fitted))
-        values = {when: [f"{getattr(c, name):.3g}" for name in names] for when, c in pairs}
-        return Columns({"constant": names, **values}) if self else NOTHING
-
     @property
     def inside(self) -> int:
         """Runs whose seconds lay within the 90 % interval of the prediction before any of them."""
@@ -92,7 +85,7 @@ def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> 
     """The constants fitted to the runs whose shape and topology are known, on `cluster` unless they have a plan; not
     to those whose log leaves open how long an iteration takes.
 
-        recalibrate(measure_runs(Study.open("demo")).timed).constants()
+        recalibrate(measure_runs(Study.open("demo")).timed).to_frame()
     """
     pairs = [(m, case) for m in runs if m.sec_per_it > 0 and (case := case_of(m, cluster))]
     left_out = tuple(f"{m.name}: {m.time_problems[0]}" for m, _ in pairs if m.time_problems)

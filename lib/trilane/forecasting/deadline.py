@@ -1,12 +1,10 @@
 """From a deadline to a size: the largest shapes that a number of GPUs trains on given tokens within so many days."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trilane.config.engines import default_precision
-from trilane.config.model import ModelShape
 from trilane.forecasting.forecast import Record, forecast
 from trilane.planning.size_request import MOST, SizeRequest
 from trilane.planning.sizing import Proposal, Proposals, size_text, support_lines, survey
@@ -17,6 +15,7 @@ COUNTED = (
     "Days are those of 'plan calendar' without a ramp and without a queue: the prediction's error, a run slower than "
     "its benchmark, evaluation, checkpoints, ends of jobs, failures and lost work, 4 spare nodes where there are."
 )
+MOST_ROWS = 12  # shapes that are listed
 Dated = tuple[Proposal, Record]  # a shape on its best topology, and what dated() computes of its training
 
 
@@ -48,7 +47,7 @@ class SizesInTime(Table):
             "GPU-hours": lambda row: f"{row[1]['gpu_hours_50']:,.0f}",
             "tokens a parameter": lambda row: f"{row[1]['tokens_per_parameter']:.3g}",
         }
-        return frame_of(self.rows[:12], columns)
+        return frame_of(self.rows, columns)
 
     def summary(self) -> Text:
         """The largest size, why none is larger, and what its days count."""
@@ -56,14 +55,14 @@ class SizesInTime(Table):
         end = f"within {self.limit:g} days with 90 % probability; {self.reason}. {COUNTED}"
         return Text.of("At most **{} parameters** end {}" if self.rows else "{} ends {}", most, end)
 
-    def to_json(self, top: int = 12) -> Record:
+    def to_json(self, top: int = MOST_ROWS) -> Record:
         """The request, the shapes, what their days count, and why none is larger."""
         asked = {name: value for name, value in self.request.to_json().items() if name != "parameters"}
         values: Record = {"request": asked, "runnable": len(self.rows)}
         values["candidates"] = [{**p.to_json(self.rows[0][0]), **days} for p, days in self.rows[:top]]
         return {**values, "days": self.limit, "probability": 0.9, "counted": COUNTED, "reason": self.reason}
 
-    def as_text(self, top: int = 12) -> str:
+    def as_text(self, top: int = MOST_ROWS) -> str:
         """What was asked, a line for each shape, and why none is larger."""
         r, table = self.request, [self.to_frame().head(top).to_string(index=False)] * bool(self.rows)
         asked = f"{r.gpus} GPUs of {r.cluster.name}, {r.tokens / 1e9:g} B tokens, {r.gbs} sequences an iteration."
@@ -76,27 +75,35 @@ def sizes_within(days: float, **asked: Any) -> SizesInTime:
 
         sizes_within(60, cluster=load_cluster("jz-a100-80g"), gpus=384, vocabulary=250880).summary()
 
-    A bisection over sizes; then all widths and even depths near the size that it found are examined, as they differ in
-    what they reach.
+    A bisection over sizes, of each the depths next to it; then all shapes within the tolerance of what it found.
     """
     require_positive("days", days)
     require(days <= 36500, "days", f"{days:g}", "must be at most 36500")
-    request = SizeRequest(parameters=MOST, **asked)
-    seen = _examined(request, days)
-    ended = [(p, d) for p, d in seen if _ends(p, d, days)]
-    largest = max((p.shape.parameters for p, _ in ended), default=_least(request))
-    last = replace(request, parameters=largest)
-    # shapes of at least 0.9 of the largest are listed: our choice
-    rows = [(p, d) for p, d in ended if p.shape.parameters >= 0.9 * largest]
-    rows.sort(key=lambda row: -row[0].shape.parameters)
-    if not seen:
-        reason = survey(last, last.shapes()[:1]).why_none()
-    elif not rows:
-        took = f"{seen[0][1]['days_90']:.3g} days for nine runs of ten"
-        reason = f"the smallest shape ({size_text(seen[0][0].shape.parameters)} parameters) takes {took}"
-    else:
-        slow = rows[0][1]["days_90"] > 0.9 * days
-        reason = "larger shapes take longer" if slow else "larger shapes may run out of memory"
+    r = SizeRequest(parameters=MOST, **asked)
+
+    def ended(size: float, tolerance: float, most: int) -> list[Dated]:
+        rows = survey(replace(r, parameters=size, tolerance=tolerance)).rows
+        safe = [p for p in rows if not p.prediction.is_risky][:most]
+        return [(p, d) for p in safe if (d := dated(p, r))["days_90"] <= days]
+
+    low = _least(r)
+    # twice what takes the days at the card's peak, 6 FLOPs a parameter and token: an embedding computes nothing
+    peak = r.cluster.gpu.flops_per_s(r.choices.get("precision") or default_precision(r.cluster)) * r.gpus
+    high = max(min(MOST, 2 * peak * days * 86400 / 6 / r.tokens), 1.01 * low)
+    if not (best := ended(low, 1e-9, 1)):
+        least = replace(r, parameters=low)
+        return SizesInTime(limit=days, request=least, rows=(), reason=_why_none(least))
+    size = high / 4  # half of the peak
+    while high > 1.02 * low:
+        if now := ended(size, 0.01, 3):
+            low, best = size, now
+        else:
+            high = size
+        size = (low * high) ** 0.5
+    rows = sorted(ended(low, r.tolerance, MOST_ROWS) or best, key=lambda row: -row[0].shape.parameters)
+    slow = max(d["days_90"] for _, d in rows) > 0.9 * days
+    reason = "larger shapes take longer" if slow else "larger shapes may run out of memory"
+    last = replace(r, parameters=rows[0][0].shape.parameters)
     return SizesInTime(limit=days, request=last, rows=tuple(rows), reason=reason)
 
 
@@ -106,45 +113,13 @@ def _least(request: SizeRequest) -> float:
     return 1.001 * (one.embedding_parameters * (1 if one.tied_embeddings else 2) + one.layer_weights)
 
 
-def _examined(r: SizeRequest, days: float) -> list[Dated]:
-    """The shapes that were examined, among them the largest that end in time."""
-    seen = dict[ModelShape, list[Dated]]()
-
-    def ends(shape: ModelShape) -> bool:
-        if shape not in seen:
-            seen[shape] = [(p, dated(p, r)) for p in survey(r, [shape]).rows]
-        return any(_ends(p, d, days) for p, d in seen[shape])
-
-    def sized(size: float, tolerance: float = 1e-9) -> list[ModelShape]:
-        return replace(r, parameters=size, tolerance=tolerance).shapes()
-
-    def smooth(size: float) -> Iterable[ModelShape]:
-        """Shapes of about that size, with depths that many pipelines divide, alone or with embedding and head."""
-        for s in sized(size):
-            step = 8 if s.num_layers >= 32 else 4 if s.num_layers >= 8 else 1
-            depth = round(s.num_layers / step) * step
-            yield from (replace(s, num_layers=depth - n) for n in ((0, 2) if step > 1 else (0,)))
-
-    low = _least(r)
-    # twice what takes the days at the card's peak, 6 FLOPs a parameter and token: an embedding computes nothing
-    peak = r.cluster.gpu.flops_per_s(r.choices.get("precision") or default_precision(r.cluster)) * r.gpus
-    high = max(min(MOST, 2 * peak * days * 86400 / 6 / r.tokens), 1.01 * low)
-    if not ends(sized(low)[0]):
-        return [one for found in seen.values() for one in found]
-    size = high / 4  # half of the peak
-    while high > 1.05 * low:
-        low, high = (size, high) if any(map(ends, smooth(size))) else (low, size)
-        size = (low * high) ** 0.5
-    for _ in range(5):  # windows of two tolerances, ever smaller sizes
-        near = sized(high / (1 + r.tolerance), r.tolerance)
-        if any([ends(s) for s in near if s.num_layers % 2 == 0 or s.num_layers < 8]):
-            break
-        high *= (1 - r.tolerance) / (1 + r.tolerance)
-    return [one for found in seen.values() for one in found]
-
-
-def _ends(proposal: Proposal, dates: Record, days: float) -> bool:
-    return dates["days_90"] <= days and not proposal.prediction.is_risky
+def _why_none(request: SizeRequest) -> str:
+    """Why not even the smallest shape ends in time."""
+    found = survey(replace(request, tolerance=1e-9))
+    if not found.rows:
+        return found.why_none()
+    took = f"{dated(found.rows[0], request)['days_90']:.3g} days for nine runs of ten"
+    return f"the smallest shape ({size_text(found.rows[0].shape.parameters)} parameters) takes {took}"
 
 
 def dated(proposal: Proposal, request: SizeRequest) -> Record:

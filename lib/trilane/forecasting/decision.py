@@ -17,7 +17,7 @@ from trilane.costmodel.shipped import calibration_of
 from trilane.forecasting.forecast import QUANTILES, Described, Forecast, Record, chance
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search import search
-from trilane.utils.numbers import amount, with_bounds, with_interval
+from trilane.utils.numbers import amount, with_interval
 from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, as_json, frame_of
 from trilane.utils.validation import require, shipped_json
 from trilane.workspace.study import Study
@@ -112,11 +112,10 @@ def calendar_record(found: Forecast, source: Record, others: Alternatives) -> Re
 
     calendar_record(found, "plans.json", alternatives(found))
     """
-    plan, known, p = found.request.plan, found.request.calibration, found.request.prediction
+    plan, p = found.request.plan, found.request.prediction
     values = {**found.record, "plan_json": plan.to_json(), "source": source}
-    values |= {"sec_per_it": p.sec_per_it, "sec_interval": [p.sec_lo, p.sec_hi], "memory_bytes": p.memory_bytes}
-    values |= {"card_bytes": plan.cluster.gpu.memory_bytes, "oom_probability": p.oom_probability}
-    values |= {"fitted_rows": known.rows, "half_width": known.half_width}
+    values |= {"card_bytes": plan.cluster.gpu.memory_bytes}
+    values |= {name: getattr(p, name) for name in ("sec_per_it", "memory_bytes", "oom_probability")}
     return {**values, "schedules": list(others.schedules), "rivals": list(others.topologies)}
 
 
@@ -235,31 +234,6 @@ class Decision(Described):
         tables = risks, Columns.of_rows(("what", "alternative", "GPU-hours", "days", "P(OOM)"), rows)
         return Html.of('<div class="pair"><div>{}</div><div>{}</div></div>', *(Html(t._repr_html_()) for t in tables))
 
-    @property
-    def facts(self) -> Columns:
-        """Every figure of the page with its kind (given, computed, measured, fitted, assumed, simulated) and source."""
-        c, card = self.record, self.record["card_bytes"] / 2**30
-        memory = (
-            f"{card - c['memory_bytes'] / 2**30:.3g} of {card:.3g} GiB, P(out of memory) {c['oom_probability']:.1%}"
-        )
-        days, hours = (with_bounds(c[name], *c[f"{name}_interval"]) for name in ("days", "gpu_hours"))
-        seconds, rows = with_bounds(c["sec_per_it"], *c["sec_interval"]), c["fitted_rows"]
-        work, known = f"{amount(c['ideal']['gpu_hours'])} of iterations", "fitted" if rows else "assumed"
-        found = [
-            ("plan", c["plan_id"], "given", f"{c['source']['file']}: {c['plan']}"),
-            ("tokens", f"{c['tokens'] / 1e9:,.4g} billion", "given", "the request, as start, ramp and capacity are"),
-            ("iterations", f"{c['iterations']:,}", "computed", "Megatron-LM's ramp rule"),
-            ("seconds per iteration", seconds, known, f"90 % interval, {rows} rows fitted"),
-            ("measured runs like it", c["prediction"]["support"]["words"], "measured", "the rows that ship"),
-            ("free memory", memory, "fitted", "the fullest stage; docs/planner.md"),
-            ("days", days, "simulated", f"{c['ideal']['days']:.4g} without interruptions"),
-            ("GPU-hours", hours, "simulated", work),
-            ("lost in addition", f"{sum(c['lost_days'].values()):.3g} days", "assumed", "docs/calendar.md"),
-        ]
-        if c["cost"]:
-            found.append(("money", f"{c['cost']:,.0f}", "given", "GPU-hours at the given price"))
-        return Columns.of_rows(("what", "value", "kind", "source"), found)
-
     def advice(self) -> Text:
         """The recommendation as Markdown, with date, cost and memory of the plan that it names."""
         found, f, numbers = self.recommendation, self.recommendation.figures, Text()
@@ -280,8 +254,7 @@ class Decision(Described):
     def to_json(self) -> Record:
         """What decision.json holds."""
         values = {"headline": str(self.summary()), "recommendation": as_json(self.recommendation)}
-        values |= {"plan_id": self.record["plan_id"], "is_stale": self.is_stale}
-        return {**values, "facts": self.facts.to_frame().to_dict("records")}
+        return {**values, "plan_id": self.record["plan_id"], "is_stale": self.is_stale}
 
 
 def decide(study: Study, title: str = "") -> Decision:

@@ -179,22 +179,19 @@ class Forecast(Described):
 
     @property
     def _ramp(self) -> Record:
-        """The batch size's ramp: its iterations and sizes, its days, and their interval with all that may happen.
+        """The batch size's ramp: its iterations, sizes and days.
 
         Days are those of the iterations at the predicted seconds of each size, and of the restarts, on the capacity
         that there is; days on which nothing can run do not count. A run may end inside its ramp.
         """
         t, phases = self.request.plan.topology, self.request.phases
         count = sum(phase.gbs < t.gbs for phase in phases)
-        last, end, ends = (-1 if count == len(phases) else count - 1), 0.0, np.zeros(1)
-        if count:
-            end, ends = float(self.ideal.reached_s[0, last]), self.outcomes.reached_s[:, last]
+        last = -1 if count == len(phases) else count - 1
+        end = float(self.ideal.reached_s[0, last]) if count else 0.0
         idle = [min(w.end_s, end) - w.start_s for w, schedule in self.schedules if schedule is None and w.start_s < end]
         return {
             **{"iterations": sum(phase.iterations for phase in phases[:count]), "days": (end - sum(idle)) / 86400},
-            **{"days_interval": (np.nanquantile(ends, (0.05, 0.95)) / 86400).tolist(), "batch_sizes": count},
-            # the prequel ('main-2') writes "12*2*4=384 (PP*MBS*DP)" for PP 12, MBS 2, DP 8; later runs start at 192
-            "first_full_gbs": t.pp * t.mbs * t.dp,
+            "batch_sizes": count,
         }
 
     def days(self, quantile: float) -> float:
