@@ -10,7 +10,7 @@ from trilane.planning.size_request import SizeRequest
 from trilane.planning.sizing import survey
 
 A100 = cluster("jz-a100-80g")
-FEW = {"zero": 1, "interleaving": 1, "sequence_parallel": True, "recompute": "none"}  # a search in milliseconds
+FEW = {"zero": 1, "interleaving": 1, "sequence_parallel": False, "recompute": "none"}  # a search in milliseconds
 ASKED = {"cluster": A100, "vocabulary": 50_257, "gpus": 8, "gbs": 64, "tokens": 2e9, "choices": FEW}
 COMMAND = ["plan", "size", "--vocab", "50257", "--gpus", "8", "--gbs", "64", "--cluster", "jz-a100-80g"]
 

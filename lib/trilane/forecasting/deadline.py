@@ -82,17 +82,18 @@ def sizes_within(days: float, **asked: Any) -> SizesInTime:
     r = SizeRequest(parameters=MOST, **asked)
 
     def ended(size: float, tolerance: float, most: int) -> list[Dated]:
-        rows = survey(replace(r, parameters=size, tolerance=tolerance)).rows
-        safe = [p for p in rows if not p.prediction.is_risky][:most]
+        try:
+            sized = replace(r, parameters=size, tolerance=tolerance)
+        except ValueError:  # no usual width has that size: the embedding alone nearly reaches it
+            return []
+        safe = [p for p in survey(sized).rows if not p.prediction.is_risky][:most]
         return [(p, d) for p in safe if (d := dated(p, r))["days_90"] <= days]
 
     low = _least(r)
     # twice what takes the days at the card's peak, 6 FLOPs a parameter and token: an embedding computes nothing
     peak = r.cluster.gpu.flops_per_s(r.choices.get("precision") or default_precision(r.cluster)) * r.gpus
     high = max(min(MOST, 2 * peak * days * 86400 / 6 / r.tokens), 1.01 * low)
-    if not (best := ended(low, 1e-9, 1)):
-        least = replace(r, parameters=low)
-        return SizesInTime(limit=days, request=least, rows=(), reason=_why_none(least))
+    least, best = replace(r, parameters=low), list[Dated]()
     size = high / 4  # half of the peak
     while high > 1.02 * low:
         if now := ended(size, 0.01, 3):
@@ -100,6 +101,8 @@ def sizes_within(days: float, **asked: Any) -> SizesInTime:
         else:
             high = size
         size = (low * high) ** 0.5
+    if not best:
+        return SizesInTime(limit=days, request=least, rows=(), reason=_why_none(least))
     rows = sorted(ended(low, r.tolerance, MOST_ROWS) or best, key=lambda row: -row[0].shape.parameters)
     slow = max(d["days_90"] for _, d in rows) > 0.9 * days
     reason = "larger shapes take longer" if slow else "larger shapes may run out of memory"
