@@ -29,7 +29,7 @@ def test_the_machine_is_measured_once_and_can_be_planned_on(demo):
     local = cluster(str(demo.parent / "local.json"))
     assert (local.name, local.gpu.kind, local.max_gpus) == ("local", "cpu", 8)
     assert_plausible(local)
-    assert local.sources["gpu.fp32_flops_per_s"].startswith("measured on ")
+    assert local.sources["all"].startswith("measured on ")
 
 
 def test_the_best_and_a_control_really_train_for_50_iterations(demo):

@@ -117,13 +117,10 @@ def measured(world: Any, context: float, name: str, processes: int = 0) -> Clust
     # new_group is collective over all ranks
     groups = {host: dist.new_group([rank for rank, h in enumerate(hosts) if h == host]) for host in counts}
     links: list[tuple[str, Any, int]] = [("node", groups[here], of_host)]
-    links += [("network", None, world.size)] if len(counts) > 1 else []
-    sources, size = dict[str, str](), large_bytes(world.device)
+    links += [("network", None, world.size)] * (len(counts) > 1)
     for link, group, n in links:
         if n > 1:
-            how = f"{dist.get_backend()} all_reduce of {size >> 20} MiB by {n} ranks"
-            sources[f"{link}_bytes_per_s"] = f"{how}, 2 (n - 1) / n bytes / seconds"
-            own[f"{link}_bytes_per_s"], small_s = all_reduce(world.device, group, n, size, 40)
+            own[f"{link}_bytes_per_s"], small_s = all_reduce(world.device, group, n, large_bytes(world.device), 40)
             # processes that share cores wait for a core as well: there the whole small all_reduce counts as one hop
             own.setdefault("latency_s", small_s / (1 if processes else 2 * (n - 1)))
     every = gather_values(world, own)
@@ -136,32 +133,12 @@ def measured(world: Any, context: float, name: str, processes: int = 0) -> Clust
     # srun may bind each rank to its own cores: a node has those of all its ranks
     of_node = set().union(*(numbers for host, numbers in cores if host == hosts[0]))
     facts |= {"cores_per_node": len(of_node), "gpus_per_node": processes or of_host, "max_nodes": len(counts)}
-    origin = f"measured on {hosts[0]} at {date.today().isoformat()}, median of {1 if processes else world.size} ranks"
-    return as_cluster(name, world.device, facts, {f: f"{origin}: {sources.get(f) or _source(f)}" for f in facts})
+    ranks = f"median of {1 if processes else world.size} ranks by `trilane measure machine`"
+    return as_cluster(name, world.device, facts, f"measured on {text} at {date.today().isoformat()}, {ranks}")
 
 
-def _source(field: str) -> str:
-    """How a field is measured, by the end of its name."""
-    known = {
-        "flops_per_s": "the fastest torch matmul, without TF32; 0 where there are no units for it",
-        "gpu.memory_bytes_per_s": "copy of 256 MiB on the device, bytes read and written",
-        "pcie_bytes_per_s": "copy of 256 MiB from page-locked memory; between a core and its memory there is no PCIe",
-        "launch_overhead_s": "torch calls on 16 numbers, 1000 in a row",
-        "host_memory_bytes": "memory free on the host",
-        "gpu.memory_bytes": "of the card, or free host memory / processes of the host",
-        "context_bytes": "memory taken before the first tensor",
-        "cores_per_node": "cores that the ranks of a host may use",
-        "gpus_per_node": "ranks per host, or processes allowed at once",
-        "max_nodes": "hosts seen; the whole cluster may have more",
-        "latency_s": "all_reduce of 4 bytes / its hops, or a call of torch where there is one rank",
-        "node_bytes_per_s": "there is one rank a host: as the network, or as PCIe",
-        "network_bytes_per_s": "there is one host: as within it",
-    }
-    return next(how for end, how in known.items() if field.endswith(end))
-
-
-def as_cluster(name: str, device: Any, facts: dict[str, Any], sources: dict[str, str]) -> Cluster:
-    """The facts as a Cluster, with the source of each."""
+def as_cluster(name: str, device: Any, facts: dict[str, Any], source: str) -> Cluster:
+    """The facts as a Cluster, with the source of all of them."""
     import torch
 
     card: dict[str, Any] = {"name": f"core of {platform.node()}", "kind": "cpu"}
@@ -171,7 +148,7 @@ def as_cluster(name: str, device: Any, facts: dict[str, Any], sources: dict[str,
         card["num_sms"] = own.multi_processor_count
     rates = {field.removeprefix("gpu."): v for field, v in facts.items() if field.startswith("gpu.")}
     rest = {field: v for field, v in facts.items() if not field.startswith("gpu.")}
-    return Cluster(name=name, gpu=Gpu(**card, **rates), sources=sources, **rest)
+    return Cluster(name=name, gpu=Gpu(**card, **rates), sources={"all": source}, **rest)
 
 
 if __name__ == "__main__":
