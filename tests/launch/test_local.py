@@ -113,8 +113,17 @@ def test_a_run_beyond_its_time_is_ended_and_says_so(folder: Path) -> None:
     assert (outcome.status, outcome.evidence) == ("timeout", "longer than 3 s")
 
 
-def test_what_must_not_start_is_refused_before_anything_is_written(data: Path, tmp_path: Path) -> None:
-    """A port in use, a folder that holds a run, a corpus that is not there."""
+def test_what_must_not_start_is_refused_before_anything_is_written(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A port in use, a folder that holds a run, a corpus that is not there, an optimizer that cannot be compiled."""
+    away = run_folder(small_plan(data, engine="deepspeed-zero", zero=1, offload="optimizer"), tmp_path / "away")
+    with monkeypatch.context() as host:
+        host.setattr("trilane.config.engines.shows_gpu", lambda: True)
+        host.setenv("CXX", "no-such-compiler")
+        with pytest.raises(ValueError, match=r"^offload=optimizer: .*there is no C\+\+ compiler no-such-compiler"):
+            train_local(away)
+        assert [path.name for path in away.iterdir()] == ["plan.json"]
     folder = run_folder(small_plan(data, source=str(tmp_path / "nowhere")), tmp_path / "run")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

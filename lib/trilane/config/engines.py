@@ -3,12 +3,16 @@
 The defaults of a run have their one place here: precision, attention kernel, gradient sums and ZeRO stage.
 """
 
+import os
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
+from trilane.utils.process import shows_gpu
+from trilane.utils.validation import require
 from trilane.config.shapes import misfit_of
 
 ENGINES = ("megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")
@@ -96,9 +100,14 @@ def drops_hidden(engine: str, shape: ModelShape) -> bool:
 
 
 def require_trainable(topology: Topology) -> None:
-    """Raise ValueError where no engine here can train it."""
+    """Raise ValueError where no engine here can train it, or where this host lacks a compiler that DeepSpeed needs."""
     if reason := untrainable_reason(topology):
         raise ValueError(reason)
+    if topology.offload != "none" and shows_gpu():
+        # DeepSpeed compiles its Adam for the host when it starts; torch's would take 5 to 7 times as long there.
+        compiler = os.environ.get("CXX", "c++")
+        rule = f"with a GPU DeepSpeed compiles its Adam for the host, and there is no C++ compiler {compiler} (CXX)"
+        require(shutil.which(compiler) is not None, "offload", topology.offload, rule)
 
 
 def unsupported_reason(engine: str, shape: ModelShape, topology: Topology) -> str | None:

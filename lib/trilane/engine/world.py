@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from trilane.config.plan import Plan
 from trilane.engine.torchrun import WAIT_S
-from trilane.utils.process import held_port
+from trilane.utils.process import held_port, shows_gpu
 from trilane.utils.validation import HostError, require
 
 T = TypeVar("T")
@@ -141,8 +140,7 @@ def _meet(rank: int, size: int, device: torch.device) -> dist.Store:
 def own_device(precision: str) -> torch.device:
     """This process's GPU, made the current device, or the CPU without one; HostError where the GPU cannot be used."""
     if not torch.cuda.is_available():
-        driver, visible = Path("/dev/nvidia0"), os.environ.get("CUDA_VISIBLE_DEVICES")
-        if driver.exists() and visible not in ("", "-1", "NoDevFiles"):  # of these, SLURM sets the last
+        if shows_gpu():
             why = "cannot use the GPU (see nvidia-smi); CUDA_VISIBLE_DEVICES=-1 asks for the CPU"
             raise HostError(f"torch={torch.__version__}: {why}")
         return torch.device("cpu")
