@@ -11,9 +11,9 @@ from typing import Any
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
+from trilane.config.shapes import misfit_of
 from trilane.utils.process import shows_gpu
 from trilane.utils.validation import require
-from trilane.config.shapes import misfit_of
 
 ENGINES = ("megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")
 FLASH_HEAD_DIM = 256  # channels: the largest head of FlashAttention 2 (its README, 'head dimension up to 256')
