@@ -6,13 +6,13 @@ The defaults of a run have their one place here: precision, attention kernel, gr
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.shapes import misfit_of
-from trilane.utils.process import shows_gpu
 from trilane.utils.validation import require
 
 ENGINES = ("megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")
@@ -97,6 +97,12 @@ def untrainable_reason(topology: Topology) -> str | None:
 def drops_hidden(engine: str, shape: ModelShape) -> bool:
     """Whether `engine` has dropout of hidden values for the shape: of transformers' models GPT-2 alone does in full."""
     return engine != "hf-zero3" or shape.positions == "learned"
+
+
+def shows_gpu() -> bool:
+    """Whether a driver shows this process an NVIDIA GPU, by its device file; torch may still be unable to use it."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # of these, SLURM sets the last
+    return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def require_trainable(topology: Topology) -> None:

@@ -10,9 +10,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from trilane.config.engines import shows_gpu
 from trilane.config.plan import Plan
 from trilane.engine.torchrun import WAIT_S
-from trilane.utils.process import held_port, shows_gpu
+from trilane.utils.process import held_port
 from trilane.utils.validation import HostError, require
 
 T = TypeVar("T")

@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 PARENT = "TRILANE_PARENT_PID"  # in the environment, because the parent may end before its child asks
@@ -41,12 +40,6 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(1, number)  # PR_SET_PDEATHSIG, <sys/prctl.h>
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def shows_gpu() -> bool:
-    """Whether a driver shows this process an NVIDIA GPU, by its device file; torch may still be unable to use it."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # of these, SLURM sets the last
-    return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def allow_open_files(most: int = 65_536) -> None:
