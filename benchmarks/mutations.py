@@ -60,7 +60,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ('"uniform" else 2)', '"uniform" else 1)'),
     ],
     ("planner", "planning/search.py", "planning/test_search.py"): [
-        ("self.cluster) > RISKY", "self.cluster) > IMPOSSIBLE"),
+        ("probability[fits] > RISKY", "probability[fits] > IMPOSSIBLE"),
         ("len(fits) - fits.sum()", "fits.sum()"),
     ],
     ("planner", "costmodel/iteration.py", "planning/test_search.py"): [

@@ -119,19 +119,13 @@ class Calibration(Constants):
                     values[name] = max(values[name] * regime.factor, BOUNDS[name].low)
         return replace(self, **values)
 
-    def with_launch_blocking(self, blocking: bool) -> "Calibration":
-        """The constants with CUDA_LAUNCH_BLOCKING=1, or without it.
+    def without_launch_blocking(self) -> "Calibration":
+        """The constants without CUDA_LAUNCH_BLOCKING=1, with which the runs behind the shipped A100 constants blocked.
 
-        The shipped A100 constants come from runs that blocked, with a regime of days that did not; others are without.
+        A regime of days without it has the factor; other constants come from runs without.
         """
         free = next((r for r in self.regimes if r.name.startswith("asynchronous launches")), None)
-        if free:
-            factors = {name: getattr(self, name) * free.factor for name in free.constants}
-            return self if blocking else replace(self, **factors)
-        # the chronicles print 91.04 against 97.20 TFLOPs on 80 GPUs (3.5 ms a layer and microbatch) and no difference
-        # on 160; the A100 fit has 5.0 ms with it and 3.0 ms without
-        slower = min(self.launch_s + 2e-3, BOUNDS["launch_s"].high)
-        return replace(self, launch_s=slower) if blocking else self
+        return replace(self, **{n: getattr(self, n) * free.factor for n in free.constants}) if free else self
 
     @property
     def hash(self) -> str:

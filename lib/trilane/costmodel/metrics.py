@@ -19,7 +19,7 @@ from trilane.costmodel.memory import (
     memory_of,
     oom_probability,
 )
-from trilane.costmodel.predict import unmeasured_half_width
+from trilane.costmodel.predict import support_of, unmeasured_half_width
 from trilane.costmodel.shipped import default
 from trilane.costmodel.uncertainty import posterior
 
@@ -135,8 +135,12 @@ def predict_default(rows: Sequence[MeasuredRow]) -> list[RowPrediction]:
     """Predict every row by the default calibration of its cluster and stack, without a fit."""
     machines = {(row.case.cluster.name, row.stack): row.case.cluster for row in rows}
     known = {key: default(cluster, key[1]) for key, cluster in machines.items()}
-    pairs = [(row, known[row.case.cluster.name, row.stack]) for row in rows]
-    return [predict_row(row, k, memory_of(row.stack), unmeasured_half_width(row.case, k)) for row, k in pairs]
+    found = []
+    for row in rows:
+        k = known[row.case.cluster.name, row.stack]
+        width = unmeasured_half_width(row.case, k, support_of(row.case, k))
+        found.append(predict_row(row, k, memory_of(row.stack), width))
+    return found
 
 
 def predict_calibrated(rows: Sequence[MeasuredRow], on: Sequence[MeasuredRow]) -> list[RowPrediction]:

@@ -94,6 +94,11 @@ def support(case: Case, rows: Sequence[MeasuredRow] | None = None, count: int = 
     return Support(nearest=nearest, differs=_differing(parts), stack=known[first].stack)
 
 
+def support_of(case: Case, calibration: Calibration) -> Support:
+    """The measured runs that a prediction by these constants rests on: those of one's own where it names some."""
+    return own_support(case, calibration) if calibration.own else support(case, stack=calibration.stack)
+
+
 def own_support(case: Case, calibration: Calibration) -> Support:
     """The nearest of the runs of one's own that the constants were fitted to, by their sizes alone."""
     own = np.log([[getattr(run, name) for name in SPANS] for run in calibration.own])
@@ -146,20 +151,20 @@ def _features(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     return np.log(sizes) / np.log(list(SPANS.values())), np.array(kinds, object)
 
 
-def unmeasured_half_width(case: Configuration, calibration: Calibration) -> float:
-    """Half-width of the interval of ln(seconds) of a case that nobody measured.
+def unmeasured_half_width(case: Configuration, calibration: Calibration, nearest: Support) -> float:
+    """Half-width of the interval of ln(seconds) of a case that nobody measured; `nearest` is its support_of().
 
     That of the calibration's rows; without any, that of the priors, by how much the time of this case depends on each
     constant. Either widens with the distance from measured rows of the same software, or from the rows of one's own
     (which a calibration made by hand may leave out: then it keeps its width).
     """
     own = calibration.half_width
-    if calibration.rows and not calibration.stack:
-        return math.hypot(own, own_support(case, calibration).widening) if calibration.own else own
+    if calibration.rows and not (calibration.stack or calibration.own):
+        return own
     if calibration.rows == 0 and case.cluster.gpu.kind == "cuda":
         effects = _slopes_of(case, calibration) * deviations((case,), calibration)
         own = T_QUANTILE * math.sqrt(float(effects @ effects) + FOREIGN**2)
-    return math.hypot(own, support(case, stack=calibration.stack).widening)
+    return math.hypot(own, nearest.widening)
 
 
 def _slopes_of(case: Configuration, calibration: Calibration) -> np.ndarray:
@@ -227,7 +232,8 @@ def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryCo
     stages = memory_per_stage(shape, t, cluster, memory, engine)
     fullest = max(stage.total for stage in stages)
     case = Configuration(shape=shape, topology=t, cluster=cluster, engine=engine)
-    low, high = replace(known, half_width=unmeasured_half_width(case, known)).interval(time.total)
+    nearest = support_of(case, known)
+    low, high = replace(known, half_width=unmeasured_half_width(case, known, nearest)).interval(time.total)
     return Prediction(
         sec_per_it=time.total,
         sec_lo=low,
@@ -238,7 +244,7 @@ def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryCo
         time=time,
         stages=tuple(stages),
         stage_seconds=tuple(seconds_per_stage(shape, t, cluster, known, engine)),
-        support=own_support(case, known) if known.own else support(case, stack=known.stack),
+        support=nearest,
         calibration=known,
     )
 

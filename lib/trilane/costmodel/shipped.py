@@ -84,7 +84,7 @@ def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
         (software, lambda fit: fit.stack == like),
     ):
         for name in names:
-            shared = [f.calibration.with_launch_blocking(False) for f in fits if is_shared(f)]
+            shared = [f.calibration.without_launch_blocking() for f in fits if is_shared(f)]
             if shared:
                 weights = [k.half_width**-2 for k in shared]
                 logs = [w * math.log(getattr(k, name)) for w, k in zip(weights, shared, strict=True)]
