@@ -1,4 +1,4 @@
-"""Eleven ways in which 384 ranks hang, each with its culprits: what is planted, and the dumps that it leaves."""
+"""Six ways in which 384 ranks hang, each with its culprits: what is planted, and the dumps that it leaves."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -6,23 +6,19 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from dumps import pyspy_text, recording, topology, write_all
-from job import DONE, GRID, Op, Stack, elsewhere, first, program, stand
+from dumps import recording, topology, write_all
+from job import GRID, Op, elsewhere, first, program, stand
 
 
 @dataclass
 class Scene:
-    """What a plant decided: who is to blame, what the ranks' programs are, who is stuck where, and what is odd."""
+    """What a plant decided: who is to blame, what the ranks' programs are, who is stuck where, and who is silent."""
 
     guilty: set[int]
     programs: dict[int, list[Op]] = field(default_factory=lambda: {r: program(GRID, r) for r in GRID.ranks})
     stuck: dict[int, int] = field(default_factory=dict)
-    facts: dict[int, dict[str, Any]] = field(default_factory=dict)
     silent: set[int] = field(default_factory=set)
-    holder: Stack = ()
     style: str = "mixed"
-    allowed: set[int] = field(default_factory=set)  # as much to blame as the guilty, for all that stacks can tell
-    steps: bool = False
 
 
 Plant = Callable[[Random], Scene]
@@ -60,13 +56,6 @@ def data_loader(random: Random) -> Scene:
     return stuck_at(anyone(random, range(1)), "data", *inner, style="text")
 
 
-def crashed(random: Random) -> Scene:
-    rank = anyone(random)
-    scene = stuck_at(rank, "attention")
-    scene.silent, scene.facts = {rank}, {rank: {"state": "gone"}}
-    return scene
-
-
 def node_silent(random: Random) -> Scene:
     node = random.choice(list(GRID.nodes.values()))
     scene = Scene(set(node), silent=set(node))
@@ -74,41 +63,8 @@ def node_silent(random: Random) -> Scene:
     return scene
 
 
-def skipped(random: Random) -> Scene:
-    """A rank goes on to the next iteration without the end of this one."""
-    rank = anyone(random)
-    scene = Scene({rank}, steps=True)
-    ops = scene.programs[rank]
-    del ops[first(ops, "dp_sum") : first(ops, "done") + 1]
-    return scene
-
-
-def stopped(random: Random) -> Scene:
-    rank = anyone(random)
-    scene = stuck_at(rank, "attention", *(("all_reduce", "torch/distributed/distributed_c10d.py", 1322),))
-    scene.facts = {rank: {"state": "T"}}
-    return scene
-
-
-def lock_held(random: Random) -> Scene:
-    """The main thread has finished a collective and cannot come back from it: another holds the global lock."""
-    inner = (("all_reduce", "torch/distributed/distributed_c10d.py", 1322), ("_reduce", "megatron/mpu/mappings.py", 30))
-    scene = stuck_at(anyone(random), "mlp", *inner)
-    scene.holder = (("match", "re.py", 190), ("scan", "monitor.py", 12), ("_bootstrap", "threading.py", 973))
-    return scene
-
-
 def recorded_missing(random: Random) -> Scene:
     return stuck_at(anyone(random), "dp_sum", ("unscale", "bf16_optimizer.py", 30), style="recorder")
-
-
-def recorded_mismatch(random: Random) -> Scene:
-    rank = anyone(random)
-    scene = Scene({rank}, style="recorder")
-    ops = scene.programs[rank]
-    index = first(ops, "grad_sum", 2)
-    ops[index] = replace(ops[index], stack=(*ops[index].stack, ("other size", "", 0)))
-    return scene
 
 
 def skipped_broadcast(random: Random) -> Scene:
@@ -134,13 +90,8 @@ def two_culprits(random: Random) -> Scene:
 PLANTS: dict[str, Plant] = {
     "a mismatched collective": mismatched,
     "a rank in the data loader": data_loader,
-    "a rank that crashed": crashed,
     "a whole node silent": node_silent,
-    "a rank an iteration ahead": skipped,
-    "a stopped process": stopped,
-    "a thread that holds the global lock": lock_held,
     "Flight Recorder: a rank missing": recorded_missing,
-    "Flight Recorder: another size": recorded_mismatch,
     "a broadcast left out": skipped_broadcast,
     "two culprits": two_culprits,
 }
@@ -154,14 +105,7 @@ def write(folder: Path, scene: Scene) -> None:
         _record(folder, scene, stands)
     else:
         write_all(folder, {r: op.stack for r, (_, op) in stands.items() if r not in scene.silent}, scene.style)
-    if scene.holder:
-        (rank,) = scene.guilty
-        (folder / f"rank_{rank}.txt").write_text(pyspy_text(stands[rank][1].stack, holder=scene.holder))
-    if scene.steps:
-        for rank, (index, _) in stands.items():
-            done = sum(1 for op in scene.programs[rank][:index] if op.name == DONE.name)
-            scene.facts[rank] = {"step": 1 + done + (rank in scene.guilty)}
-    topology(folder, 8, 12, 4, **({"ranks": [{"rank": r, **f} for r, f in scene.facts.items()]} if scene.facts else {}))
+    topology(folder, 8, 12, 4)
 
 
 def _record(folder: Path, scene: Scene, stands: dict[int, tuple[int, Op]]) -> None:
@@ -179,9 +123,8 @@ def _record(folder: Path, scene: Scene, stands: dict[int, tuple[int, Op]]) -> No
             group = sorted(GRID.group(op.axis, rank))
             name = f"{op.axis}-{group[0]}"
             groups[name], count[name] = group, count.get(name, 0) + 1
-            size = [[7]] if op.stack[-1][0] == "other size" else [[4096]]
             state = "completed" if i < index else "started"
-            calls.append({"group": name, "sequence": count[name], "op": op.kind, "sizes": size, "state": state})
+            calls.append({"group": name, "sequence": count[name], "op": op.kind, "state": state})
         (folder / f"nccl_trace_rank_{rank}").write_bytes(recording(calls[-50:], groups, as_json=rank % 2 == 0))
 
 

@@ -155,16 +155,17 @@ def read_file(path: Path) -> dict[str, list[Dump]] | Recording:
     if data[:1] == b"\x80" or (head == b"{" and (b'"entries"' in data or b'"pg_config"' in data)):
         return read_recording(data)
     text = data.decode("utf-8", "replace")
-    found = {host: dumps for host, own in texts_by_host(text).items() if (dumps := _dumps(own))}
+    found = {host: dumps for host, own in texts_by_host(text).items() if (dumps := _dumps(own, path.suffix))}
     is_dump = path.suffix not in (".log", ".beat") and "rank" in path.name
     require(bool(found) or not is_dump, "file", path.name, "empty, truncated or not a dump that can be read")
     return found
 
 
-def _dumps(text: str) -> list[Dump]:
+def _dumps(text: str, suffix: str) -> list[Dump]:
     """The dumps in the text of one host, faulthandler's or py-spy's; none where nothing is known of any process."""
     dumps = [read_faults(text)] if "most recent call first" in text else read_pyspy(text)
-    return dumps if any(dump.frames or dump.error for dump in dumps) else []
+    # an error in a log is not py-spy's
+    return dumps if any(dump.frames or (dump.error and suffix != ".log") for dump in dumps) else []
 
 
 def texts_by_host(text: str) -> dict[str, str]:
