@@ -12,7 +12,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.memory import memory_per_stage
-from trilane.interop.deepspeed_config import contradictions, deepspeed_config, known_keys, meant, unknown_keys
+from trilane.interop.deepspeed_config import contradictions, deepspeed_config, known_keys
 
 SMALL = ModelShape(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=384)
 
@@ -56,11 +56,9 @@ def test_the_json_has_the_settings_of_the_plan(changes, settings):
 
 
 @pytest.mark.parametrize("changes", [changes for changes, _ in SETTINGS], ids=str)
-def test_what_was_written_is_read_back(changes):
+def test_what_was_written_contradicts_nothing(changes):
     made = plan(**changes)
-    values, t = deepspeed_config(made, compiler=False), made.topology
-    assert contradictions(values, made) == []
-    assert meant(values, tp=t.tp, pp=t.pp, dp=t.dp) == ([], t) and unknown_keys(values) == []
+    assert contradictions(deepspeed_config(made, compiler=False), made) == []
 
 
 def test_without_a_compiler_no_optimizer_asks_for_one():
@@ -82,25 +80,20 @@ def test_the_planner_counts_the_buckets_that_the_engine_asks_for(zero, buckets):
 NO_KEY = "DeepSpeed has no such key"
 BOTH = {"bf16": {"enabled": True}, "fp16": {"enabled": True}}
 AWAY = {"offload_param": {"device": "cpu"}}
-BATCHES = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
 WRONG = [  # a user's values, how the plan differs, how a line begins
     ({"train_batch_size": 8}, {}, "train_batch_size=8: the plan has 16"),
-    (BATCHES, {}, "train_batch_size=16: must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp ="),
-    (BATCHES, {}, "gradient_accumulation_steps=2: the plan has 4"),
     ({Z: {"stage": 2}}, {}, f"{Z}.stage=2: the plan has 1"),
-    ({Z: {"stage": 4}}, {}, "zero=4: must be at most 3"),
-    ({Z: {"stage": 2}}, {"engine": "deepspeed-3d", "pp": 2}, "zero=2: ZeRO 2 and 3 cannot run with a pipeline (pp=2)"),
-    ({Z: {"stage": 1, **AWAY}}, {}, f"{Z}.offload_param.device=cpu: a plan offloads the optimizer with it"),
-    ({Z: {"offload_optimizer": {"device": "cpu"}}}, {}, f"{Z}.offload_optimizer.device=cpu: the plan has none"),
+    ({Z: {"stage": 1, **AWAY}}, {}, f"{Z}.offload_param.device='cpu': the plan has 'none'"),
+    ({Z: {"offload_optimizer": {"device": "nvme"}}}, {}, f"{Z}.offload_optimizer.device='nvme': the plan has 'none'"),
     ({Z: {"stage": 1, "overlap_com": True}}, {}, f"{Z}.overlap_com=True: {NO_KEY}; did you mean overlap_comm?"),
     ({"gradient_cliping": 1.0}, {}, f"gradient_cliping=1.0: {NO_KEY}; did you mean gradient_clipping?"),
     ({"optimizer": {"type": "AdamW", "params": {"wd": 0}}}, {}, f"optimizer.params.wd=0: {NO_KEY}"),
     ({"optimizer": {"params": {"betas": [0.9, 0.999]}}}, {}, "optimizer.params.betas=[0.9, 0.999]: the plan has"),
     ({"gradient_clipping": 0.5}, {}, "gradient_clipping=0.5: the plan has 1.0"),
-    (BOTH, {"precision": "bf16"}, "bf16.enabled=True: fp16 is enabled too"),
+    (BOTH, {"precision": "bf16"}, "fp16.enabled=True: the plan has False"),
     ({"fp16": True}, {}, "fp16=True: must be a JSON object"),
-    ({"bf16": {"enabled": "yes"}}, {}, "bf16.enabled='yes': must be"),
-    ({"train_batch_size": "16"}, {}, "train_batch_size=16: must be a whole number"),
+    ({"bf16": {"enabled": "yes"}}, {}, "bf16.enabled='yes': the plan has False"),
+    ({"train_batch_size": "16"}, {}, "train_batch_size='16': the plan has 16"),
 ]
 
 
@@ -114,21 +107,6 @@ def test_what_the_trainer_fills_in_contradicts_nothing_and_what_is_left_out_is_d
     values = {Z: {"stage": 1}, "train_batch_size": "auto", "fp16": {"enabled": "auto"}}
     assert contradictions({**values, "gradient_clipping": "auto"}, plan()) == []
     assert contradictions(values, plan()) == ["gradient_clipping=0.0: the plan has 1.0"]
-
-
-@pytest.mark.parametrize(
-    ("values", "line"),
-    [
-        ({Z: {"stage": 3, "offload_param": {"device": "nvme"}}}, f"{Z}.offload_param.device=nvme: known: cpu, none"),
-        ({"train_batch_size": 9}, "train_batch_size=9: must be"),
-        ({Z: {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "offload=optimizer: needs ZeRO stage 1 or more"),
-        (BOTH, "bf16.enabled=True: fp16 is enabled too"),
-    ],
-    ids=str,
-)
-def test_a_json_that_means_no_topology_is_refused(values, line):
-    lines, topology = meant(values, dp=2)
-    assert lines[0].startswith(line) and topology is None
 
 
 def test_the_table_of_keys_is_that_of_the_deepspeed_installed():
@@ -166,10 +144,8 @@ def test_the_command_renders_a_plan_and_reads_its_own_rendering_back(command):
     code, printed = command(plan().to_json())
     assert code == 0 and json.loads(printed) == deepspeed_config(plan(), compiler=True)
     assert command(printed, against=plan()) == (0, "no contradiction\n")
-    assert command(printed) == (
-        0,
-        "no contradiction: dp 2, mbs 2, gbs 16, zero 1, offload none, precision fp32, fp32_gradients False\n",
-    )
+    code, printed = command(printed)
+    assert code == 2 and printed.startswith("trilane: plan=missing: a DeepSpeed JSON is compared with a plan")
 
 
 def test_the_command_names_each_contradiction_and_leaves_with_1(command):
@@ -178,7 +154,6 @@ def test_the_command_names_each_contradiction_and_leaves_with_1(command):
     )
     assert code == 1
     assert json.loads(printed)["contradictions"][-1] == "train_batch_size=8: the plan has 16"
-    assert command({Z: {"stage": 2}}, "--pp", "2")[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Dropout, Optimizer, Part, Run
-from trilane.interop.megatron_args import DEEPSPEED, ENGINE_OF, LM, megatron_args, megatron_text
+from trilane.interop.megatron_args import megatron_args, megatron_text
 from trilane.interop.megatron_parse import parse_plan
 from trilane.interop.shell_args import read_arguments
 
@@ -26,19 +26,15 @@ BLENDED = Data(
 MACHINE, FP8 = cluster("jz-a100-80g"), cluster("dgx-h100")
 
 TOPOLOGIES = [
-    (LM, {}),
-    (LM, {"tp": 2, "pp": 2, "dp": 4, "mbs": 2, "gbs": 64, "zero": 1, "sequence_parallel": True}),
-    (LM, {"pp": 4, "gbs": 16, "interleaving": 2, "precision": "bf16", "fp32_gradients": True}),
-    (LM, {"pp": 5, "dp": 2, "gbs": 16, "partition": "type:transformer|embedding"}),
-    (LM, {"tp": 8, "recompute": "full", "precision": "fp16", "fp32_gradients": True}),
-    (LM, {"tp": 4, "recompute": "selective"}),
-    (LM, {"dp": 2, "gbs": 4, "zero": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}),
-    (LM, {"pp": 3, "gbs": 3, "first_stage_layers": 2, "last_stage_layers": 4}),
-    (LM, {"tp": 2, "cp": 4, "dp": 2, "gbs": 4, "precision": "fp8", "fp32_gradients": True}),
-    (DEEPSPEED, {"tp": 4, "pp": 4, "dp": 2, "gbs": 32, "zero": 1, "precision": "fp16", "recompute": "full"}),
-    (DEEPSPEED, {"pp": 5, "zero": 1, "partition": "type:transformer|embedding"}),
-    (DEEPSPEED, {"pp": 2, "zero": 1, "precision": "bf16", "fp32_gradients": True}),
-    (DEEPSPEED, {"pp": 2, "dp": 2, "gbs": 8, "zero": 1, "offload": "optimizer"}),
+    {},
+    {"tp": 2, "pp": 2, "dp": 4, "mbs": 2, "gbs": 64, "zero": 1, "sequence_parallel": True},
+    {"pp": 4, "gbs": 16, "interleaving": 2, "precision": "bf16", "fp32_gradients": True},
+    {"pp": 5, "dp": 2, "gbs": 16, "partition": "type:transformer|embedding"},
+    {"tp": 8, "recompute": "full", "precision": "fp16", "fp32_gradients": True},
+    {"tp": 4, "recompute": "selective"},
+    {"dp": 2, "gbs": 4, "zero": 1, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    {"pp": 3, "gbs": 3, "first_stage_layers": 2, "last_stage_layers": 4},
+    {"tp": 2, "cp": 4, "dp": 2, "gbs": 4, "precision": "fp8", "fp32_gradients": True},
 ]
 RUNS = [
     Run(train_iters=70, log_interval=10, seed=7, timers=True, tensorboard=True, skip="20-29,31"),
@@ -46,22 +42,21 @@ RUNS = [
 ]
 
 
-def plan(flavour: str, topology: dict, **changes: object) -> Plan:
+def plan(topology: dict, **changes: object) -> Plan:
     given = {"label": "read", "shape": SHAPE, "topology": Topology(**topology)}
     given["cluster"] = FP8 if topology.get("precision") == "fp8" else MACHINE
-    given |= {"engine": ENGINE_OF[flavour], "data": Data(source="/d/pair", tokenizer="/m/gpt2"), "optimizer": OPTIMIZER}
+    given |= {"engine": "megatron", "data": Data(source="/d/pair", tokenizer="/m/gpt2"), "optimizer": OPTIMIZER}
     return Plan(**{**given, **changes})
 
 
-@pytest.mark.parametrize(("flavour", "topology"), TOPOLOGIES, ids=str)
-def test_a_plan_comes_back_from_its_arguments(flavour: str, topology: dict) -> None:
-    plain = plan(flavour, topology)
-    run = RUNS[0] if flavour == LM else replace(RUNS[0], timers=False, skip="")  # the fork of 2023 has no such choice
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_a_plan_comes_back_from_its_arguments(topology: dict) -> None:
+    plain = plan(topology)
     split = replace(BLENDED, split="949,50.5,1")
-    ramped = plan(flavour, {**topology, "gbs": 64}, run=RUNS[1], data=split)
-    for original in (plain, replace(plain, run=run, data=BLENDED, optimizer=Optimizer(init_std=0.006)), ramped):
+    ramped = plan({**topology, "gbs": 64}, run=RUNS[1], data=split)
+    for original in (plain, replace(plain, run=RUNS[0], data=BLENDED, optimizer=Optimizer(init_std=0.006)), ramped):
         launcher = f"torchrun --nproc_per_node {original.topology.gpus} pretrain_gpt.py"
-        text = f"{launcher} \\\n{megatron_text(megatron_args(original, flavour))}"
+        text = f"{launcher} \\\n{megatron_text(megatron_args(original))}"
         found = parse_plan(read_arguments(text), cluster=original.cluster)
         assert found.plan == original
         assert (found.unknown, found.differs) == ((), ())
@@ -69,38 +64,52 @@ def test_a_plan_comes_back_from_its_arguments(flavour: str, topology: dict) -> N
 
 def test_every_field_of_a_topology_is_in_some_argument() -> None:
     """A field that is added later must have an argument, or be listed here as one that has none."""
-    named = {name for _, topology in TOPOLOGIES for name in topology}
-    assert {field.name for field in fields(Topology)} - named == {"attention", "adam", "buckets"}
+    named = {name for topology in TOPOLOGIES for name in topology}
+    assert {field.name for field in fields(Topology)} - named == {"attention", "adam", "buckets", "offload"}
 
 
 LLAMA = replace(SHAPE, num_key_value_heads=2, activation="swiglu", normalization="rmsnorm", positions="rotary")
 LLAMA = replace(LLAMA, biases="none", tied_embeddings=False, ffn_hidden_size=896)
 KINDS = [
-    (LM, LLAMA),
-    (LM, replace(LLAMA, ffn_hidden_size=None, biases="qkv", num_key_value_heads=1)),
-    (LM, replace(LLAMA, norm_epsilon=1e-6, rotary_base=5e5)),
-    (LM, replace(SHAPE, tied_embeddings=False, ffn_hidden_size=512, positions="none")),
-    (LM, replace(SHAPE, activation="squared-relu", positions="rotary")),
-    (LM, replace(SHAPE, activation="gelu-tanh")),
-    (DEEPSPEED, replace(SHAPE, embedding_layernorm=True, positions="alibi", activation="gelu-tanh")),
-    (DEEPSPEED, replace(SHAPE, activation="swiglu", ffn_hidden_size=640, positions="rotary")),
-    (DEEPSPEED, replace(SHAPE, activation="geglu", ffn_hidden_size=1024, norm_epsilon=1e-6)),
+    LLAMA,
+    replace(LLAMA, ffn_hidden_size=None, biases="qkv", num_key_value_heads=1),
+    replace(LLAMA, norm_epsilon=1e-6, rotary_base=5e5),
+    replace(SHAPE, tied_embeddings=False, ffn_hidden_size=512, positions="none"),
+    replace(SHAPE, activation="squared-relu", positions="rotary"),
+    replace(SHAPE, activation="gelu-tanh"),
 ]
 
 
-@pytest.mark.parametrize(("flavour", "shape"), KINDS, ids=str)
-def test_every_kind_of_decoder_comes_back_from_its_arguments(flavour: str, shape: ModelShape) -> None:
-    original = plan(flavour, {"zero": int(flavour == DEEPSPEED)}, shape=shape)
-    found = parse_plan(read_arguments(megatron_text(megatron_args(original, flavour))), cluster=MACHINE, gpus=1)
+@pytest.mark.parametrize("shape", KINDS, ids=str)
+def test_every_kind_of_decoder_comes_back_from_its_arguments(shape: ModelShape) -> None:
+    original = plan({}, shape=shape)
+    found = parse_plan(read_arguments(megatron_text(megatron_args(original))), cluster=MACHINE, gpus=1)
     assert (found.plan, found.unknown, found.differs) == (original, (), ())
 
 
 def test_every_field_of_a_shape_is_in_some_argument() -> None:
     usual = ModelShape(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=1, vocab_size=1)
-    named = {
-        f.name for f in fields(ModelShape) for _, shape in KINDS if getattr(shape, f.name) != getattr(usual, f.name)
-    }
-    assert {field.name for field in fields(ModelShape)} == named
+    named = {f.name for f in fields(ModelShape) for shape in KINDS if getattr(shape, f.name) != getattr(usual, f.name)}
+    assert {field.name for field in fields(ModelShape)} - named == {"embedding_layernorm"}
+
+
+OF_THE_FORK = [  # of BigScience's Megatron-DeepSpeed 8387ae17 (megatron/arguments.py), and what they are in a plan
+    ("--position-embedding-type alibi --embed-layernorm", {"positions": "alibi", "embedding_layernorm": True}),
+    ("--position-embedding-type rotary --glu-activation swiglu", {"positions": "rotary", "activation": "swiglu"}),
+    ("--glu-activation geglu --ffn-hidden-size 1024", {"activation": "geglu", "ffn_hidden_size": 1024}),
+    ("--checkpoint-activations --deepspeed-activation-checkpointing", {"recompute": "full"}),
+    ("--cpu-optimizer", {"offload": "optimizer", "zero": 1}),
+    ("--zero-stage 0 --bf16", {"zero": 1, "precision": "bf16", "fp32_gradients": True}),
+]
+
+
+@pytest.mark.parametrize(("words", "meant"), OF_THE_FORK)
+def test_the_words_of_the_fork_are_read(words: str, meant: dict) -> None:
+    text = megatron_text(megatron_args(plan({}))).replace("--no-bias-gelu-fusion", "")
+    found = parse_plan(read_arguments(f"{text} --deepspeed {words}"), cluster=MACHINE, gpus=1)
+    values = {**vars(found.plan.topology), **vars(found.plan.shape)}
+    assert {name: values[name] for name in meant} == meant
+    assert (found.plan.engine, found.unknown, found.differs) == ("deepspeed-3d", (), ())
 
 
 def test_arguments_of_a_llama_have_the_names_of_megatron_core() -> None:
@@ -108,8 +117,8 @@ def test_arguments_of_a_llama_have_the_names_of_megatron_core() -> None:
     config = pytest.importorskip("megatron.core.transformer.transformer_config").TransformerConfig
     known = {field.name for field in fields(config)} | {"fp8_format", "disable_bias_linear"}
     beside = {"swiglu", "group_query_attention", "position_embedding_type", "untie_embeddings_and_output_weights"}
-    given = megatron_args(plan(LM, {"cp": 2, "precision": "fp8"}, shape=replace(LLAMA, biases="qkv")))
-    plain = megatron_args(plan(LM, {}))
+    given = megatron_args(plan({"cp": 2, "precision": "fp8"}, shape=replace(LLAMA, biases="qkv")))
+    plain = megatron_args(plan({}))
     added = {name.replace("-", "_") for name in set(given) - set(plain)}
     assert added - beside - {"bf16", "accumulate_allreduce_grads_in_fp32"} <= known
     assert given["normalization"] == ["RMSNorm"] and given["position-embedding-type"] == ["rope"]
@@ -117,7 +126,7 @@ def test_arguments_of_a_llama_have_the_names_of_megatron_core() -> None:
 
 def test_what_the_program_takes_where_nothing_is_given() -> None:
     """One query group where heads are shared; fp32 sums in bf16 and so in fp8; an end of document of NullTokenizer."""
-    plain = megatron_text(megatron_args(plan(LM, {"precision": "fp8", "fp32_gradients": True})))
+    plain = megatron_text(megatron_args(plan({"precision": "fp8", "fp32_gradients": True})))
     plain = plain.replace("--accumulate-allreduce-grads-in-fp32", "--group-query-attention")
     plain = plain.replace("--padded-vocab-size 50304", "--tokenizer-type NullTokenizer --vocab-size 50304")
     plain = plain.replace("--tokenizer-type HuggingFaceTokenizer", "")
@@ -127,7 +136,7 @@ def test_what_the_program_takes_where_nothing_is_given() -> None:
 
 def test_a_vocabulary_that_is_not_padded_is_padded_as_the_program_does() -> None:
     """50257 tokens on TP 4: 50688 rows, a multiple of 4 x 128."""
-    text = megatron_text(megatron_args(plan(LM, {"tp": 4}))).replace("--padded-vocab-size 50304", "--vocab-size 50257")
+    text = megatron_text(megatron_args(plan({"tp": 4}))).replace("--padded-vocab-size 50304", "--vocab-size 50257")
     assert parse_plan(read_arguments(text), cluster=MACHINE, gpus=4).plan.shape.vocab_size == 50688
     bare = read_arguments(text.replace("--vocab-size 50257", ""))
     for given, rows in ((50257, 50688), (50304, 50304)):
@@ -204,7 +213,7 @@ def test_the_arguments_of_a_script_are_read(text: str, found: dict) -> None:
 
 
 def test_iterations_become_samples() -> None:
-    text = megatron_text(megatron_args(plan(LM, {"gbs": 4}))).replace("--train-samples 200", "--train-iters 50")
+    text = megatron_text(megatron_args(plan({"gbs": 4}))).replace("--train-samples 200", "--train-iters 50")
     text = text.replace("--lr-warmup-samples 216", "--lr-warmup-iters 3").replace(
         "--lr-decay-samples 999", "--lr-decay-iters 50"
     )
@@ -214,7 +223,7 @@ def test_iterations_become_samples() -> None:
 
 def test_a_trace_of_bash_is_read_too() -> None:
     """And a warm-up that is a share of the decay: 0.01 of 800 iterations of 4."""
-    text = megatron_text(megatron_args(plan(LM, {"gbs": 4}))).replace(" \\\n", "     ")
+    text = megatron_text(megatron_args(plan({"gbs": 4}))).replace(" \\\n", "     ")
     text = text.replace("--lr-decay-samples 999", "--lr-decay-iters 800")
     text = text.replace("--lr-warmup-samples 216", "--lr-warmup-fraction .01")
     trace = (
@@ -225,7 +234,7 @@ def test_a_trace_of_bash_is_read_too() -> None:
     assert (found.plan.topology.gbs, found.unknown) == (4, ())
 
 
-GOOD = megatron_text(megatron_args(plan(LM, {"tp": 2, "pp": 2})))
+GOOD = megatron_text(megatron_args(plan({"tp": 2, "pp": 2})))
 CANNOT_BE_READ = [  # an argument of GOOD, what stands in its place, the message
     ("--lr 6e-05", "--lr fast", "--lr=fast: must be a number"),
     ("--seq-length 128", "", "--seq-length=missing: needs one value"),
@@ -262,26 +271,18 @@ def test_what_cannot_be_read_is_one_line(old: str, new: str, message: str) -> No
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
-CANNOT_BE_WRITTEN = [  # flavour, topology, what else differs, the message
-    (DEEPSPEED, {}, {"data": Data()}, "data.tokenizer=bytes: Megatron-DeepSpeed has no byte tokenizer; name a folder"),
-    (DEEPSPEED, {"tp": 2, "sequence_parallel": True}, {}, "sequence_parallel=True: Megatron-DeepSpeed has none"),
-    (DEEPSPEED, {"cp": 2}, {}, "cp=2: Megatron-DeepSpeed has no context parallelism"),
-    (
-        DEEPSPEED,
-        {},
-        {"shape": replace(SHAPE, num_key_value_heads=2)},
-        "num_key_value_heads=2: Megatron-DeepSpeed has one for each head",
-    ),
-    (LM, {}, {"shape": replace(LLAMA, activation="geglu")}, "activation=geglu: Megatron-LM has gelu, gelu-tanh"),
-    (LM, {}, {"shape": replace(SHAPE, positions="alibi")}, "positions=alibi: Megatron-LM has learned, rotary, none"),
-    (LM, {}, {"optimizer": Optimizer(z_loss=1e-4)}, "z_loss=0.0001: Megatron-LM and Megatron-DeepSpeed have none"),
+CANNOT_BE_WRITTEN = [  # topology, what else differs, the message
+    ({}, {"shape": replace(LLAMA, activation="geglu")}, "activation=geglu: Megatron-LM has gelu, gelu-tanh"),
+    ({}, {"shape": replace(SHAPE, positions="alibi")}, "positions=alibi: Megatron-LM has learned, rotary, none"),
+    ({}, {"optimizer": Optimizer(z_loss=1e-4)}, "z_loss=0.0001: Megatron-LM has none"),
+    ({}, {"shape": replace(SHAPE, embedding_layernorm=True)}, "embedding_layernorm=True: Megatron-LM has no"),
 ]
 
 
-@pytest.mark.parametrize(("flavour", "topology", "changes", "message"), CANNOT_BE_WRITTEN)
-def test_what_cannot_be_written_is_one_line(flavour: str, topology: dict, changes: dict, message: str) -> None:
+@pytest.mark.parametrize(("topology", "changes", "message"), CANNOT_BE_WRITTEN)
+def test_what_cannot_be_written_is_one_line(topology: dict, changes: dict, message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        megatron_args(plan(flavour, {"zero": int(flavour == DEEPSPEED), **topology}, **changes), flavour)
+        megatron_args(plan(topology, **changes))
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from trilane.cli.app import Answer, Group, command, note
 from trilane.config.options import option
 from trilane.config.plan import plan_from_json, read_plan
-from trilane.interop.deepspeed_config import contradictions, deepspeed_config, meant
-from trilane.interop.megatron_args import ENGINE_OF, LM, megatron_args, megatron_text
+from trilane.interop.deepspeed_config import contradictions, deepspeed_config
+from trilane.interop.megatron_args import megatron_args, megatron_text
 from trilane.interop.megatron_parse import parse_plan
 from trilane.interop.shell_args import MOST_BYTES, read_arguments
 from trilane.launch.local import prepare_data
 from trilane.utils.process import python
-from trilane.utils.validation import read_object, read_text, require, to_mapping
+from trilane.utils.validation import read_object, read_text, require
 from trilane.workspace.study import load_cluster
 
 GROUP = Group("convert", help="Convert plans to and from DeepSpeed and Megatron-LM, and checkpoints to Hugging Face.")
@@ -22,9 +22,6 @@ GROUP = Group("convert", help="Convert plans to and from DeepSpeed and Megatron-
 def deepspeed(
     file: Path,
     plan: Path | None = option(None, "compare the DeepSpeed JSON with this plan"),
-    tp: int = option(1, "tensor-parallel size, where no plan gives it", minimum=1),
-    pp: int = option(1, "pipeline stages, where no plan gives them", minimum=1),
-    dp: int = option(0, "replicas (default: what the batch sizes mean)", minimum=1),
 ) -> Answer:
     """Print DeepSpeed's JSON of a plan; or of FILE, a DeepSpeed JSON, its contradictions, then exit code 1."""
     values = read_object(file, "file")
@@ -33,20 +30,14 @@ def deepspeed(
         require(plan is None, "plan", plan, f"{file} is a plan itself")
         require(given.engine != "megatron", "engine", given.engine, "takes no DeepSpeed JSON")
         return Answer(deepspeed_config(given, compiler=True))
-    if plan:
-        lines, topology = contradictions(values, read_plan(plan)), None
-    else:
-        lines, topology = meant(values, tp=tp, pp=pp, dp=dp)
-    keys = ("dp", "mbs", "gbs", "zero", "offload", "precision", "fp32_gradients")
-    found = topology and to_mapping(topology)
-    text = "\n".join(lines) or "no contradiction" + (": " + ", ".join(f"{n} {found[n]}" for n in keys) if found else "")
-    return Answer({"contradictions": lines, "topology": found}, text, lines)
+    require(plan is not None, "plan", "missing", "a DeepSpeed JSON is compared with a plan")
+    lines = contradictions(values, read_plan(str(plan)))
+    return Answer({"contradictions": lines}, "\n".join(lines) or "no contradiction", lines)
 
 
 @command(GROUP)
 def megatron(
     plan: Path | None = option(None, argument="[PLAN]"),
-    flavour: str = option(LM, "whose arguments", choices=tuple(ENGINE_OF)),
     prepare: bool = option(False, "prepare the corpus, and name its .bin/.idx pairs"),
     read: Path | None = option(None, "a command line or part of a script; prints a plan", metavar="FILE"),
     cluster: str = option("", "for --read: the cluster's name or JSON file"),
@@ -54,13 +45,13 @@ def megatron(
     vocab_size: int = option(0, "for --read, where the text names none; padded if tp asks for it", minimum=1),
     as_json: bool = False,
 ) -> Answer:
-    """Print PLAN as Megatron-LM's or Megatron-DeepSpeed's arguments; or with --read the plan that arguments mean.
+    """Print PLAN as Megatron-LM's arguments; or with --read the plan that those, or Megatron-DeepSpeed's, mean.
 
     What the plan cannot hold goes to stderr.
     """
     require((plan is None) != (read is None), "plan", plan or "missing", "give either a plan, or --read FILE")
     if read is None:
-        arguments = megatron_args(read_plan(str(plan)), flavour, prepare_data(Path(str(plan))) if prepare else ())
+        arguments = megatron_args(read_plan(str(plan)), prepare_data(Path(str(plan))) if prepare else ())
         return Answer(arguments, megatron_text(arguments))
     require(bool(cluster), "cluster", "missing", "--read needs the cluster that the plan is for")
     words = read_arguments(read_text(read, "read", MOST_BYTES, "replace"))

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: written from a plan; a user's one checked, and the topology that it describes."""
+"""DeepSpeed's JSON: written from a plan, and a user's one compared with it."""
 
 import difflib
 import functools
@@ -8,9 +8,7 @@ from typing import Any
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.columns import columns_of
-from trilane.utils.validation import DATA, read_json, require, require_integer, require_known
-
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+from trilane.utils.validation import DATA, read_json, require
 
 
 def deepspeed_config(plan: Plan, *, compiler: bool) -> dict[str, Any]:
@@ -68,64 +66,22 @@ def _precision(t: Topology) -> dict[str, Any]:
 
 
 def contradictions(values: Mapping[str, Any], plan: Plan) -> list[str]:
-    """Contradictions of a user's JSON with itself, DeepSpeed or the plan, a line each; empty if there are none.
+    """Contradictions of a user's JSON with DeepSpeed's keys or the plan, a line each; empty if there are none.
 
-    Buckets, offload pinning and timers are free. Raises ValueError for a plan whose engine takes no such JSON.
+    Buckets, offload pinning and timers are free, as is what Hugging Face's Trainer fills in ("auto"). Raises ValueError
+    for a plan whose engine takes no such JSON.
     """
-    t = plan.topology
     require(plan.engine != "megatron", "engine", plan.engine, "takes no DeepSpeed JSON")
     # what a plan determines, with DeepSpeed's defaults
     switches = {"fp16.enabled": False, "bf16.enabled": False}
     defaults: dict[str, Any] = {"gradient_clipping": 0.0, "zero_optimization.stage": 0, **switches}
     defaults |= dict.fromkeys((f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param")), "none")
-    decided = (*BATCH, *defaults, "data_types.grad_accum_dtype")
+    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    decided = (*batch, *defaults, "data_types.grad_accum_dtype")
     decided += tuple(f"optimizer.params.{name}" for name in ("betas", "eps", "weight_decay"))
     given, planned = ({**defaults, **_flat(found)} for found in (values, deepspeed_config(plan, compiler=True)))
-    differ = [n for n in decided if n in planned and given.get(n, "auto") not in ("auto", None, planned[n])]
-    lines, _ = meant(values, tp=t.tp, pp=t.pp, dp=t.dp)
-    return lines + [f"{name}={given[name]}: the plan has {planned[name]}" for name in differ]
-
-
-def meant(values: Mapping[str, Any], *, tp: int = 1, pp: int = 1, dp: int = 0) -> tuple[list[str], Topology | None]:
-    """What DeepSpeed would refuse or silently ignore, a line each, or else the topology that a user's JSON describes.
-
-    On tp x pp x dp processes; `dp` 0 is what the three batch sizes mean.
-    """
-    given = {name: value for name, value in _flat(values).items() if value != "auto"}  # that of Hugging Face's Trainer
-    lines = unknown_keys(values)
-    for name, value in given.items():
-        try:
-            if name in BATCH:
-                require_integer(name, value, 1)
-            elif name in ("fp16.enabled", "bf16.enabled"):
-                require(isinstance(value, bool), name, repr(value), "must be true or false")
-            elif name.startswith("zero_optimization.offload_") and name.endswith(".device"):
-                require_known(name, value, ("none", "cpu"))
-        except ValueError as error:
-            lines.append(str(error))
-    try:
-        return (lines, None) if lines else ([], _topology(given, tp, pp, dp))
-    except ValueError as error:
-        return [str(error)], None
-
-
-def _topology(given: Mapping[str, Any], tp: int, pp: int, dp: int) -> Topology:
-    """The topology; a missing batch size is computed as in DeepSpeed. ValueError with the first rule that it breaks."""
-    gbs, mbs, steps = (given.get(name) for name in BATCH)
-    dp = dp or (max(1, gbs // (mbs * steps)) if gbs and mbs and steps else 1)
-    mbs = mbs or (gbs // (dp * (steps or 1)) if gbs else 1)
-    steps = steps or (gbs // max(1, dp * mbs) if gbs else 1)
-    rule = f"must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp = {mbs} x {steps} x {dp}"
-    require(gbs in (None, mbs * steps * dp), BATCH[0], gbs, rule)
-    precision, *both = [name for name in ("fp16", "bf16") if given.get(f"{name}.enabled")] or ["fp32"]
-    require(not both, "bf16.enabled", True, "fp16 is enabled too")
-    sums = precision != "fp32" and given.get("data_types.grad_accum_dtype") == "fp32"
-    away = [given.get(f"zero_optimization.offload_{what}.device", "none") == "cpu" for what in ("optimizer", "param")]
-    rule = "a plan offloads the optimizer with it"
-    require(away[0] or not away[1], "zero_optimization.offload_param.device", "cpu", rule)
-    offload, zero = ("none", "optimizer", "full")[sum(away)], given.get("zero_optimization.stage", 0)
-    sizes: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "gbs": mbs * steps * dp}
-    return Topology(**sizes, zero=zero, offload=offload, precision=precision, fp32_gradients=sums)
+    differ = [n for n in decided if given.get(n, "auto") not in ("auto", None, planned.get(n))]
+    return unknown_keys(values) + [f"{n}={given[n]!r}: the plan has {planned.get(n, 'none')!r}" for n in differ]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

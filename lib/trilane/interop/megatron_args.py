@@ -1,53 +1,50 @@
-"""The arguments of Megatron-LM and of BigScience's Megatron-DeepSpeed that run a plan in the original programs.
+"""The arguments of Megatron-LM that run a plan in the original program.
 
-Names and meanings: Megatron-LM core_v0.16.1 (megatron/training/arguments.py) and bigscience-workshop/Megatron-DeepSpeed
-8387ae17 (megatron/arguments.py). Lengths are given in samples, which both require for a ramp-up of the batch. Fields
-with an argument of their own name it where they are declared; the programs' words are in data/megatron_arguments.json.
+Names and meanings: Megatron-LM core_v0.16.1 (megatron/training/arguments.py). Lengths are given in samples, which it
+requires for a ramp-up of the batch. Fields with an argument of their own name it where they are declared; the program's
+words are in data/megatron_arguments.json.
 """
 
 import functools
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from trilane.config.engines import unsupported_reason
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
-from trilane.utils.validation import DATA, read_json, require, require_known
-
-LM, DEEPSPEED = "megatron-lm", "megatron-deepspeed"
-ENGINE_OF = {LM: "megatron", DEEPSPEED: "deepspeed-3d"}
+from trilane.utils.validation import DATA, read_json, require
 
 Arguments = dict[str, list[str]]  # name without leading dashes -> values; empty for a switch
 
 
 @functools.cache
 def known_arguments() -> dict[str, Any]:
-    """`words`: what each program has of a field with a choice; `one_way`: what a plan has in one way only, `refused`
+    """`words`: what Megatron-LM has of a field with a choice; `one_way`: what a plan has in one way only, `refused`
     what it does not have; `ignored`: where and how often files are written, kernels, workers, the launcher's arguments.
     """
     return read_json(DATA / "megatron_arguments.json", "arguments")
 
 
-def megatron_args(plan: Plan, flavour: str = LM, prefixes: Sequence[str] = ()) -> Arguments:
-    """The arguments for the plan, without the launcher's. Raises ValueError for what the program cannot do.
+def megatron_args(plan: Plan, prefixes: Sequence[str] = ()) -> Arguments:
+    """The arguments for the plan, without the launcher's. Raises ValueError for what Megatron-LM cannot do.
 
     `prefixes` of the prepared .bin/.idx pairs, one per source; the sources themselves by default. The model is that of
     our engines: exact GELU unless it is gelu-tanh, the form of their fused kernel.
 
         print(megatron_text(megatron_args(read_plan("plan.json"))))
     """
-    require_known("flavour", flavour, ENGINE_OF)
-    if reason := unsupported_reason(ENGINE_OF[flavour], plan.shape, plan.topology):
+    if reason := unsupported_reason("megatron", plan.shape, plan.topology):
         raise ValueError(reason)
-    for ok, field, value, rule in (*_rules(plan), *(_fork_rules(plan) if flavour == DEEPSPEED else _lm_rules(plan))):
-        require(bool(ok), field, value, rule)
+    s, o = plan.shape, plan.optimizer
+    require(o.z_loss == 0, "z_loss", o.z_loss, "Megatron-LM has none")
+    require(not s.embedding_layernorm, "embedding_layernorm", True, "Megatron-LM has no LayerNorm of the embedding")
+    require(s.rotary_base.is_integer(), "rotary_base", s.rotary_base, "Megatron-LM has whole numbers")
     given: Arguments = {}
-    for part in (plan.shape, plan.topology, plan.run, plan.optimizer, plan.dropout):
+    for part in (s, plan.topology, plan.run, o, plan.dropout):
         given |= _own(part)
-    own = _megatron_lm(plan) if flavour == LM else _megatron_deepspeed(plan)
-    return {**given, **_words(plan, flavour), **_beside(plan, flavour), **_options(own), **_data(plan, prefixes)}
+    return {**given, **_words(plan), **_beside(plan), **_data(plan, prefixes)}
 
 
 def megatron_text(arguments: Arguments) -> str:
@@ -67,68 +64,50 @@ def _own(part: Any) -> Arguments:
     return found
 
 
-def _words(plan: Plan, flavour: str) -> Arguments:
-    """The program's words for the fields with a choice; ValueError for what it has no argument for."""
+def _words(plan: Plan) -> Arguments:
+    """Megatron-LM's words for the fields with a choice; ValueError for what it has no argument for."""
     found: Arguments = {}
-    for field, words in known_arguments()["words"][flavour].items():
-        value, program = getattr(plan.shape, field, None) or getattr(plan.topology, field), _program(flavour)
-        require(value in words, field, value, f"{program} has {', '.join(words)}")
+    for field, words in known_arguments()["words"].items():
+        value = getattr(plan.shape, field, None) or getattr(plan.topology, field)
+        require(value in words, field, value, f"Megatron-LM has {', '.join(words)}")
         for argument in filter(None, words[value].split("--")):
             name, *values = argument.split()
             found[name] = values
     return found
 
 
-def _program(flavour: str) -> str:
-    return "Megatron-LM" if flavour == LM else "Megatron-DeepSpeed"
-
-
-def _rules(plan: Plan) -> Iterator[tuple[bool, str, object, str]]:
-    """What neither program has."""
-    o = plan.optimizer
-    yield o.z_loss == 0, "z_loss", o.z_loss, "Megatron-LM and Megatron-DeepSpeed have none"
-
-
-def _lm_rules(plan: Plan) -> Iterator[tuple[bool, str, object, str]]:
-    s = plan.shape
-    yield not s.embedding_layernorm, "embedding_layernorm", True, "Megatron-LM has no LayerNorm of the embedding"
-    yield s.rotary_base.is_integer(), "rotary_base", s.rotary_base, "Megatron-LM has whole numbers"
-
-
-def _fork_rules(plan: Plan) -> Iterator[tuple[bool, str, object, str]]:
-    s, t, coder, usual = plan.shape, plan.topology, plan.data.tokenizer, ModelShape.rotary_base
-    yield s.kv_heads == s.num_attention_heads, "num_key_value_heads", s.kv_heads, f"{FORK} has one for each head"
-    yield s.positions != "rotary" or s.rotary_base == usual, "rotary_base", s.rotary_base, f"{FORK} has 10000 alone"
-    yield s.tied_embeddings, "tied_embeddings", False, f"{FORK} always ties them"
-    yield not t.sequence_parallel, "sequence_parallel", True, f"{FORK} has none"
-    yield not plan.run.skip, "skip", plan.run.skip, f"{FORK}'s ranges were not compared with a plan's"
-    yield t.cp == 1, "cp", t.cp, f"{FORK} has no context parallelism"
-    rule = f"{FORK} has no byte tokenizer; name a folder with a Hugging Face tokenizer"
-    yield coder != "bytes", "data.tokenizer", coder, rule
-
-
-FORK = _program(DEEPSPEED)
-
-
-def _beside(plan: Plan, flavour: str) -> Arguments:
-    """What both programs have, and a plan in another form."""
-    s, run, ramp = plan.shape, plan.run, plan.run.ramp
+def _beside(plan: Plan) -> Arguments:
+    """What a plan has in another form. Gradients are accumulated in fp32, as in our engine; with bf16 this is
+    Megatron-LM's default."""
+    s, t, run, ramp, coder = plan.shape, plan.topology, plan.run, plan.run.ramp, plan.data.tokenizer
+    shared, is_bytes = s.num_key_value_heads is not None, coder == "bytes"
     skipped = [str(number) for first, last in run.skipped for number in range(first, last + 1)]
     given: Arguments = {"rampup-batch-size": [str(ramp.start), str(ramp.increment), str(ramp.samples)]}
     given = {**(given if ramp.samples else {}), **({"iterations-to-skip": skipped} if skipped else {})}
-    epsilon = "norm-epsilon" if flavour == LM else "layernorm-epsilon"
     return given | _options(
         {
             "max-position-embeddings": s.seq_length,
             "train-samples": plan.samples,
             "lr-decay-style": "cosine",
             "eval-interval": run.eval_interval or 1000,
-            # that of our engines; their default 2^32 skips the first iterations
-            "initial-loss-scale": 65536 if plan.topology.precision == "fp16" else None,
+            # that of our engines; its default 2^32 skips the first iterations
+            "initial-loss-scale": 65536 if t.precision == "fp16" else None,
             "no-bias-gelu-fusion": s.activation != "gelu-tanh",
             "ffn-hidden-size": s.ffn if s.ffn != 4 * s.hidden_size else None,
-            epsilon: s.norm_epsilon if s.norm_epsilon != ModelShape.norm_epsilon else None,
+            "norm-epsilon": s.norm_epsilon if s.norm_epsilon != ModelShape.norm_epsilon else None,
             "tensorboard-dir": "tensorboard" if run.tensorboard else None,
+            "use-distributed-optimizer": t.zero == 1,
+            "untie-embeddings-and-output-weights": not s.tied_embeddings,
+            "accumulate-allreduce-grads-in-fp32": t.precision != "fp32",
+            "group-query-attention": shared,
+            "num-query-groups": s.kv_heads if shared else None,
+            "rotary-base": int(s.rotary_base) if s.rotary_base != ModelShape.rotary_base else None,
+            "padded-vocab-size": s.vocab_size,
+            "timing-log-level": 2 if run.timers else None,
+            "tokenizer-type": "NullTokenizer" if is_bytes else "HuggingFaceTokenizer",
+            "tokenizer-model": None if is_bytes else coder,
+            # ids of our tokenizer "bytes"; the end of a document is the next id, as in NullTokenizer
+            "vocab-size": 256 if is_bytes else None,
         }
     )
 
@@ -141,41 +120,6 @@ def _data(plan: Plan, prefixes: Sequence[str]) -> Arguments:
     weights = [repr(float(part.weight)) for part in blend]
     weighted = [word for pair in zip(weights, sources, strict=False) for word in pair]
     return {"data-path": weighted or sources, "split": [plan.data.split or "100,0,0"]}
-
-
-def _megatron_lm(plan: Plan) -> Mapping[str, object]:
-    """Gradients are accumulated in fp32, as in our engine; with bf16 this is Megatron-LM's default."""
-    s, t, coder = plan.shape, plan.topology, plan.data.tokenizer
-    shared = s.num_key_value_heads is not None
-    return {
-        "use-distributed-optimizer": t.zero == 1,
-        "untie-embeddings-and-output-weights": not s.tied_embeddings,
-        "accumulate-allreduce-grads-in-fp32": t.precision != "fp32",
-        "group-query-attention": shared,
-        "num-query-groups": s.kv_heads if shared else None,
-        "rotary-base": int(s.rotary_base) if s.rotary_base != ModelShape.rotary_base else None,
-        "padded-vocab-size": s.vocab_size,
-        "timing-log-level": 2 if plan.run.timers else None,
-        "tokenizer-type": "NullTokenizer" if coder == "bytes" else "HuggingFaceTokenizer",
-        "tokenizer-model": None if coder == "bytes" else coder,
-        # ids of our tokenizer "bytes"; the end of a document is the next id, as in NullTokenizer
-        "vocab-size": 256 if coder == "bytes" else None,
-    }
-
-
-def _megatron_deepspeed(plan: Plan) -> Mapping[str, object]:
-    """Batch, ZeRO stage and precision are repeated in ds_config.json, made by deepspeed_config."""
-    return {
-        "deepspeed": True,
-        "embed-layernorm": plan.shape.embedding_layernorm,
-        "cpu-optimizer": plan.topology.offload != "none",
-        "deepspeed_config": "ds_config.json",
-        "zero-stage": plan.topology.zero,
-        "make-vocab-size-divisible-by": 1,
-        "pad-vocab-size-to": plan.shape.vocab_size,
-        "tokenizer-type": "PretrainedFromHF",
-        "tokenizer-name-or-path": plan.data.tokenizer,
-    }
 
 
 def _options(values: Mapping[str, object]) -> Arguments:

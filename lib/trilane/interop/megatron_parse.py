@@ -11,7 +11,7 @@ from trilane.config.model import GATED, ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Dropout, Optimizer, Part, Run, ranges_of, ranges_text
-from trilane.interop.megatron_args import DEEPSPEED, ENGINE_OF, LM, known_arguments
+from trilane.interop.megatron_args import known_arguments
 from trilane.utils.validation import parse_integers, require, require_known
 
 T = TypeVar("T")
@@ -84,13 +84,13 @@ def parse_plan(
     for name, rule in known_arguments()["refused"].items():
         text = " ".join(given.all(name)).strip("[]") if given.has(name) else "0"
         require(text in ("0", "0.0", "None"), f"--{name.replace('_', '-')}", text or "yes", rule)
-    flavour, data = DEEPSPEED if given.has("deepspeed") else LM, _data(given)
+    is_fork, data = given.has("deepspeed"), _data(given)
     require(bool(gpus) or given.has("nproc_per_node"), "gpus", "missing", "is not among the arguments; pass it")
-    topology = _topology(given, flavour, gpus or given.get("nproc_per_node", int) * given.get("nnodes", int, 1))
+    topology = _topology(given, is_fork, gpus or given.get("nproc_per_node", int) * given.get("nnodes", int, 1))
     run = _run(given, data, topology.gbs)
     plan = Plan(
         label=label,
-        engine=ENGINE_OF[flavour],
+        engine="deepspeed-3d" if is_fork else "megatron",
         shape=_shape(given, vocab_size),
         cluster=cluster,
         topology=topology,
@@ -189,14 +189,14 @@ def _rows(given: Given, vocab_size: int) -> int:
     return vocab_size if is_padded else padded_vocab_size(vocab_size or tokens, tp, step)
 
 
-def _topology(given: Given, flavour: str, gpus: int) -> Topology:
+def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
     sizes = given.fields(Topology, {"mbs": None, "gbs": 0})
     tp, pp, cp = sizes["tp"], sizes["pp"], sizes["cp"]
     product = f"tp x pp = {tp} x {pp}" if cp == 1 else f"tp x cp x pp = {tp} x {cp} x {pp}"
     require(min(tp, pp, cp) > 0 and gpus % (tp * pp * cp) == 0, "gpus", gpus, f"must be a multiple of {product}")
     dp, precision = gpus // (tp * pp * cp), _precision(given)
-    zero = given.get("zero_stage", int, 1) if flavour == DEEPSPEED else int(given.has("use_distributed_optimizer"))
-    if flavour == DEEPSPEED and precision == "bf16" and zero == 0:
+    zero = given.get("zero_stage", int, 1) if is_fork else int(given.has("use_distributed_optimizer"))
+    if is_fork and precision == "bf16" and zero == 0:
         zero = 1  # its pipeline then uses BF16_Optimizer, which shards its states over the replicas
     if given.has("num_layers_per_virtual_pipeline_stage"):
         layers, each = given.get("num_layers", int), given.get("num_layers_per_virtual_pipeline_stage", int)

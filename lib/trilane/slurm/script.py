@@ -17,7 +17,7 @@ from trilane.config import cluster as hardware
 from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan, read_plan
 from trilane.interop.deepspeed_config import deepspeed_config
-from trilane.interop.megatron_args import ENGINE_OF, megatron_args, megatron_text
+from trilane.interop.megatron_args import megatron_args, megatron_text
 from trilane.slurm.sites import JobRequest, Site, require_form
 from trilane.utils.tables import Html
 from trilane.utils.validation import require, require_known
@@ -68,9 +68,9 @@ def files(plan: Plan, site: Site, request: JobRequest, beside: Mapping[str, Any]
     texts = {"plan.json": json.dumps(values, indent=1), SCRIPT: render("train", plan, site, request)}
     if plan.engine.startswith("deepspeed"):
         texts["ds_config.json"] = json.dumps(deepspeed_config(plan, compiler=True), indent=1)
-    for flavour in [name for name, engine in ENGINE_OF.items() if engine == plan.engine]:
+    if plan.engine == "megatron":
         with contextlib.suppress(ValueError):
-            texts["megatron_args.txt"] = megatron_text(megatron_args(plan, flavour)) + "\n"
+            texts["megatron_args.txt"] = megatron_text(megatron_args(plan)) + "\n"
     return texts
 
 
