@@ -253,8 +253,8 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("logs", "analysis/continuity.py", "analysis/test_continuity.py"): [
         ("slack = 0.5 * max(each) + 2 * uneven", "slack = 0.5 * max(each)"),
         ("value <= 1.5 * min(r.every, at_new[0]) * each[-1]", "value <= 1.5 * each[-1]"),
-        ("factor**1.5", "1.0"),
-        ("(planned or after", "(after"),
+        ("* step**1.5", ""),
+        ("if planned else", "if False else"),
         ("max(least, 1.5 * own)", "least"),
         ("max(least, SIGMAS * error)", "least"),
         ("== y[:3]", "<= y[:3]"),

@@ -11,7 +11,6 @@ __version__ = "0.1.0"
 # Each public name and the module that defines it.
 _MODULES = {
     "analysis.collect": ("measure_runs",),
-    "analysis.continuity": ("study_breaks",),
     "analysis.measure": ("measure",),
     "analysis.recalibrate": ("next_runs", "recalibrate"),
     "analysis.studies": ("compare_studies",),

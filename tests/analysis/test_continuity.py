@@ -16,15 +16,13 @@ from restart_logs import (
     written,
     wsd,
 )
-from support import small_plan
 from test_measure import log
 from test_spikes import noisy, wandering
 
-from trilane.analysis.continuity import find_breaks, study_breaks
+from trilane.analysis.continuity import find_breaks
 from trilane.analysis.loss_curve import trainings
 from trilane.cli.app import main
 from trilane.logs.written_tables import read_runs
-from trilane.workspace.study import Study
 
 PLAIN = Training()
 AT = 401  # the first iteration after the restart; the checkpoint is that of iteration 400
@@ -169,28 +167,3 @@ def test_several_runs_in_one_file_are_judged_as_in_several(tmp_path, capsys):
     assert one["before"] == {"log": "all.log", "iteration": 500, "value": 32000} and one["after"]["iteration"] == 501
     assert main(["logs", "spikes", str(name)]) == 0
     assert "data is replayed" in capsys.readouterr().out
-
-
-def test_a_study_shows_the_restarts_inside_its_run_folders_and_from_one_to_the_next(outputs):
-    """A resumed run appends to its log; another run loads a checkpoint of it."""
-    study = Study.create("restarts")
-    parts = {
-        "a": [PLAIN.rows(1, 300), changed(samples=-6400.0).rows(251, 400, run=1)],
-        "b": [changed(rate=cosine(700), total=700, samples=-6400.0).rows(AT, 460, run=2)],
-    }
-    for label, runs in parts.items():
-        load = f"../a/checkpoints/iter_{AT - 1:07d}" if label == "b" else ""
-        folder = study.folder / "runs" / label
-        folder.mkdir(parents=True)
-        plan = small_plan(label)
-        plan = replace(plan, run=replace(plan.run, load=str((folder / load).resolve()) if load else ""))
-        (folder / "plan.json").write_text(json.dumps(plan.to_json()))
-        (folder / "run.log").write_text("".join(text(rows, "megatron", {"world_size": 8}) for rows in runs))
-    shown = study_breaks(study)
-    assert shown.restarts == 2
-    found = {(b.before.log, b.after.log, b.cause) for b in shown.breaks}
-    assert found == {
-        ("a/run.log", "a/run.log", "data-replayed"),
-        ("a/run.log", "b/run.log", "another-schedule"),
-    }
-    assert "data is replayed" in shown.summary() and "**2** restarts" in shown.summary()

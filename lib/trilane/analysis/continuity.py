@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,11 +13,8 @@ import pandas as pd
 
 from trilane.analysis.loss_curve import SIGMAS, Restart, join, noise
 from trilane.analysis.steady_state import interval
-from trilane.config.plan import read_plan
 from trilane.logs.run import RunLog
-from trilane.logs.run_folder import read_run_folder
-from trilane.utils.tables import DataFrame, Record, Text, one_line
-from trilane.workspace.study import Study
+from trilane.utils.tables import DataFrame, Record, one_line
 
 # quantities and causes in words
 WORDS: Mapping[str, str] = json.loads((resources.files("trilane") / "data/restart_causes.json").read_text("utf-8"))
@@ -79,11 +76,6 @@ class Continuity(Record):
         """A line for each break, and one for what could not be judged."""
         return [b.sentence for b in self.breaks] + [f"not judged: {what}" for what in self.unjudged]
 
-    def summary(self) -> Text:
-        """How many restarts were judged, each break, and what could not be judged, as Markdown."""
-        counts = Text.of("**{}** restarts, **{}** breaks in what the logs print.", self.restarts, len(self.breaks))
-        return Text.joined("\n- ", [counts, *self.lines()]) if self.restarts else Text("No run was restarted.")
-
 
 def find_breaks(logs: Sequence[RunLog]) -> Continuity:
     """What the restarts of one training did not continue; its logs in the order in which they ran.
@@ -101,22 +93,6 @@ def find_breaks(logs: Sequence[RunLog]) -> Continuity:
                 found.append(restart.found(name, *broken))
         unjudged |= dict.fromkeys(_unjudged(restart))
     return Continuity(restarts=len(restarts), breaks=tuple(found), unjudged=tuple(unjudged))
-
-
-def study_breaks(study: Study) -> Continuity:
-    """What the restarts of a study's runs did not continue: those inside each run folder, and those of a run that
-    starts from a checkpoint of another one (run.load).
-
-        study_breaks(Study.open("demo")).lines()
-    """
-    logs, every = {folder.resolve(): read_run_folder(folder) for folder in study.run_folders()}, list[Continuity]()
-    for folder, log in logs.items():
-        load = Path(read_plan(folder / "plan.json").run.load or folder).resolve()
-        source = next((logs[place] for place in (load, *load.parents) if place in logs), log)
-        every.append(find_breaks([log] if source is log else [replace(source, resumes=()), log]))
-    breaks, unjudged = (tuple(one for found in every for one in getattr(found, n)) for n in ("breaks", "unjudged"))
-    restarts = sum(found.restarts for found in every)
-    return Continuity(restarts=restarts, breaks=breaks, unjudged=tuple(dict.fromkeys(unjudged)))
 
 
 def change(value: float, expected: float) -> str:
@@ -228,32 +204,27 @@ def _consumed(r: Boundary, name: str) -> Found | None:
     return cause, 0, expected, f"{abs(value - expected):.0f} samples"
 
 
-def _size(r: Boundary, name: str) -> Found | None:
-    """Batch size or sequence length: that of the same iteration, or of the last one, or the next step of a ramp-up."""
-    x, (_, y) = r.before(name), r.numbers(name)[1]
-    before, after = x[-1], y[0]
-    # the next step of a ramp-up or curriculum: by about the factor of those seen, which falls or stays
-    factor = max(float((side[1:] / side[:-1]).max(initial=1.0)) for side in (x, y))
-    planned = name == "global_batch_size" and r.restart.logs[1].arguments.get("rampup_batch_size") not in (None, "None")
-    grows = before < after and (planned or after <= 1.01 * before * factor**1.5)
-    if grows or not r.differs(name):
-        return None
-    again = after < before and (np.diff(y).max(initial=0.0) > 0 or after == x[0])
-    cause = "sequence-length" if name == "seq_length" else "ramp-up-restarted" if again else "batch-changed"
-    return cause, 0, before, ""
+def _kept(r: Boundary, name: str) -> Found | None:
+    """Batch size, sequence length or loss scale: the value before the restart, or the next step of those seen.
 
-
-def _scale(r: Boundary, name: str) -> Found | None:
-    """The loss scale, which moves by a factor of 2 on its own, down also by one for each skipped iteration."""
+    A ramp-up or curriculum grows by about the factor of its steps, which falls or stays. A loss scale moves by a factor
+    of 2 on its own, down also by one for each skipped iteration.
+    """
     x, (_, y), (_, skipped) = r.before(name), r.numbers(name)[1], r.numbers("skipped")[1]
-    before, after, halvings = x[-1], y[0], min(64.0, skipped[0]) if len(skipped) else 0.0
-    if 1.0 in (before, after) and max(before, after) >= 256:
-        return "precision-changed", 0, before, ""
-    if 1 / (4 * 2**halvings) < after / before < max(4.0, 2 * float((x[1:] / x[:-1]).max(initial=1.0))):
-        return None
-    # Megatron begins at 2^32, DeepSpeed at 2^16, where no argument says otherwise
-    initial = (x[0], r.restart.logs[1].arguments.get("initial_loss_scale"), 2.0**16, 2.0**32)
-    return "loss-scale-initial" if after in initial else "loss-scale-lost", 0, before, ""
+    before, after, given = x[-1], y[0], r.restart.logs[1].arguments
+    step = max(float((side[1:] / side[:-1]).max(initial=1.0)) for side in (x, y))
+    if name == "loss_scale":
+        low, high = 1 / (4 * 2 ** (min(64.0, skipped[0]) if len(skipped) else 0)), max(4.0, 2 * step)
+        # Megatron begins at 2^32, DeepSpeed at 2^16, where no argument says otherwise
+        is_initial = after in (x[0], given.get("initial_loss_scale"), 2.0**16, 2.0**32)
+        cause = "loss-scale-initial" if is_initial else "loss-scale-lost"
+        cause = "precision-changed" if 1.0 in (before, after) else cause
+    else:
+        planned = name == "global_batch_size" and given.get("rampup_batch_size") not in (None, "None")
+        low, high = 0.99, math.inf if planned else 1.01 * step**1.5
+        again = after < before and (np.diff(y).max(initial=0.0) > 0 or after == x[0])
+        cause = "sequence-length" if name == "seq_length" else "ramp-up-restarted" if again else "batch-changed"
+    return None if low < after / before < high else (cause, 0, before, "")
 
 
 def _moved(r: Boundary, name: str, least: float) -> tuple[float, float]:
@@ -306,7 +277,7 @@ def _gradient(r: Boundary, name: str) -> Found | None:
 
 RULES: Mapping[str, Callable[[Boundary, str], Found | None]] = {
     **{"learning_rate": _rate, "consumed_samples": _consumed},
-    **{"global_batch_size": _size, "loss_scale": _scale, "seq_length": _size},
+    **dict.fromkeys(("global_batch_size", "loss_scale", "seq_length"), _kept),
     **{"lm_loss": _loss, "grad_norm": _gradient},
 }
 

@@ -39,7 +39,6 @@ class Numerics:
     grad_norm: float
     grad_norm_max: float
     loss_scale: float
-    loss_scale_min: float
     loss_scale_drops: int
 
 
@@ -220,7 +219,6 @@ def numerics(log: RunLog) -> Numerics:
         grad_norm=float(np.median(norm)) if len(norm) else math.nan,
         grad_norm_max=float(norm.max()) if len(norm) else math.nan,
         loss_scale=float(scale[-1]) if len(scale) else math.nan,
-        loss_scale_min=float(scale.min()) if len(scale) else math.nan,
         loss_scale_drops=int((np.diff(scale) < 0).sum()),
     )
 
