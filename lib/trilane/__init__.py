@@ -31,7 +31,6 @@ _MODULES = {
     "planning.space": ("read_choices",),
     "report": ("plots",),
     "report.index": ("save_fleet",),
-    "report.notebook": ("export_report",),
     "report.widgets": ("explore",),
     "slurm.sites": ("JobRequest",),
     "slurm.study_runs": ("prepare_runs",),

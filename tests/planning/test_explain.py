@@ -73,7 +73,7 @@ def test_of_a_plan_that_runs_out_of_memory_the_best_change_fits_or_none_is_named
     fits = explain(plan_of(LARGE, DGX, gbs=1024, tp=4, pp=1, dp=8, mbs=4))
     assert fits.prediction.is_risky and not fits.change.prediction.is_risky
     never = explain(plan_of(LARGE, DGX, gbs=1024, tp=1, pp=1, dp=1, mbs=4))
-    assert never.change is None and never.to_json()["best_change"] is None and len(never.candidates) == 1
+    assert never.change is None and never.to_json()["best_change"] is None
 
 
 def test_the_explanation_is_json_and_its_plan_is_read_back(capsys):

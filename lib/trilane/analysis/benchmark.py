@@ -12,6 +12,7 @@ from trilane.analysis.steady_state import WARM_UP
 from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import Plan, read_plan
 from trilane.launch.local import run_folder, train_local
+from trilane.utils.numbers import amount
 from trilane.utils.validation import read_json, require, require_integer
 
 
@@ -64,9 +65,11 @@ def text(found: dict[str, Any]) -> str:
     """The result in two lines."""
     lines = [f"{found['label']} ({found['engine']}): {found['status']}: {found['evidence']}"]
     if found["sec_per_it"]:
-        spread = f"±{found['sec_per_it_spread']:.1%} over {found['iterations_counted']} iterations"
-        rates = [f"{found['tokens_per_s']:.0f} tokens/s", f"{found['tflops']['narayanan']:.4g} TFLOP/s per GPU"]
-        rates += [f"MFU {found['mfu']:.1%}"] * (found["mfu"] is not None)
+        # what a run cannot know is null: the peak of a CPU, the tokens of one whose env.json is damaged
+        rates = {"tokens/s": found["tokens_per_s"], "TFLOP/s per GPU": (found["tflops"] or {}).get("narayanan")}
+        known = [f"{amount(rate)} {unit}" for unit, rate in rates.items() if rate is not None]
+        known += [f"MFU {mfu:.1%}" for mfu in [found["mfu"]] if mfu is not None]
+        spread = f"±{found['sec_per_it_spread'] or 0:.1%} over {found['iterations_counted']} iterations"
         gib = max(found["memory_bytes"].values(), default=0) / 2**30
-        lines.append(f"{found['sec_per_it']:.4f} s {spread}, {', '.join(rates)}, fullest rank {gib:.2f} GiB")
+        lines.append(f"{found['sec_per_it']:.4f} s {spread}, {', '.join(known)}, fullest rank {gib:.2f} GiB")
     return "\n".join(lines)

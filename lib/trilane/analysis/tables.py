@@ -183,13 +183,13 @@ def _escaped(text: str) -> str:
 
 
 def to_html(rows: Sequence[Row]) -> Html:
-    """The table as a piece of HTML, to be sorted by: where the run lies, its status, and all other columns that hold
+    """The table as a piece of HTML: where the run lies, its status, and all other columns that hold
     anything and repeat no other.
     """
     again = {"Run", "Size", "Mem", "GFLOPs", "Losses", "Outcome", "Notes"}
     table = values(rows, [head for head in ("Source", "Status", *COLUMNS) if head not in again])
     held = table.columns[table.notna().any() & (table != "").any()]
-    return Html.of('<div class="sortable wide">{}</div>', show(table[held]))
+    return Html.of('<div class="wide">{}</div>', show(table[held]))
 
 
 def write_iterations(runs: Sequence[Measurement], path: Path) -> None:

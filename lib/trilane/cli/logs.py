@@ -18,7 +18,7 @@ from trilane.config.options import option
 from trilane.logs.dialects.tables import use
 from trilane.logs.run import RunLog
 from trilane.logs.written_tables import read_runs
-from trilane.report.index import sortable_page
+from trilane.report.index import page
 from trilane.utils.tables import csv_text
 from trilane.utils.validation import require
 
@@ -78,8 +78,7 @@ def table(
     values = [{k: None if v != v else v for k, v in row.items()} for row in rows]
     text = tables.markdown(rows, by)
     if csv or html:
-        name = f"Runs in {folder}"
-        text = csv_text(tables.values(rows)) if csv else sortable_page(name, tables.to_html(rows))
+        text = csv_text(tables.values(rows)) if csv else page(f"Runs in {folder}", tables.to_html(rows))
     return Answer({"folder": str(folder), "rows": values, "left_out": bad}, text.removesuffix("\n"))
 
 

@@ -22,13 +22,13 @@ class RunCommand(click.Command):
     """`run NOTEBOOK --help` also lists the notebook's parameters."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from trilane.report.notebook import described_parameters, notebook_names
+        from trilane.report.notebook import notebook_names, path_of, read_parameters
 
         names = notebook_names()
         with formatter.section("Notebooks"):
             formatter.write_text(", ".join(names))
         for name in (word for word in sys.argv[1:] if word in names):
-            found = described_parameters(name)
+            found = read_parameters(path_of(name))
             with formatter.section(f"Parameters of {name}, set by -p NAME VALUE"):
                 formatter.write_dl([(f"{p.name} {p.inferred_type_name}", f"{p.help} [{p.default}]") for p in found])
 

@@ -34,12 +34,6 @@ class Explanation:
     change: Candidate | None
 
     @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        """The plan, and what the best change makes of it."""
-        own = Candidate(plan=self.plan, prediction=self.prediction)
-        return (own, self.change) if self.change else (own,)
-
-    @property
     def shares(self) -> dict[str, float]:
         """Shares of an iteration by part, the largest first."""
         parts = {k.replace("_", " "): v / self.prediction.time.total for k, v in vars(self.prediction.time).items()}

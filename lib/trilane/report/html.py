@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,14 @@ DATA = Path(str(resources.files("trilane"))) / "data/report"
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
-def notebook_html(executed: Path, file: Path | None = None, about: Mapping[str, str] | None = None) -> str:
+def notebook_html(executed: Path) -> str:
     """The executed notebook as one HTML text: code folded, figures inline, no external resources.
 
-    It has what it is: study, date, revision, parameters and what it read; no path of the machine that made it. Where
-    the notebook is in another `file`, `executed` is its place in the study; `about` replaces lines of its foot.
+    It has what it is: study, date, revision, parameters and what it read; no path of the machine that made it.
     """
-    notebook = read_notebook(file or executed)
-    facts = {**_about(notebook, executed), **(about or {})}
-    report: dict[str, Any] = {"study": executed.parent.name, "title": title(notebook), "about": facts, "headings": {}}
+    notebook = read_notebook(executed)
+    report: dict[str, Any] = {"study": executed.parent.name, "title": title(notebook), "headings": {}}
+    report["about"] = _about(notebook, executed)
     report |= {"css": (DATA / "report.css").read_text(encoding="utf-8"), "policy": POLICY, "script": ""}
     report["kind"] = "one-page" if executed.stem == "08_decision" else "report"  # whose print has to fit a sheet
     notebook.metadata, heading = {}, "figure"  # without the state of widgets

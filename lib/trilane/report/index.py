@@ -1,7 +1,5 @@
 """The pages of a study: its index, and the table of its runs."""
 
-import base64
-import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -28,41 +26,34 @@ def write_index(study: Study) -> Path:
         runs = [_run_row(folder) for folder in study.run_folders()]
         links = [Html.link(path.name, path.name) for path in sorted(study.folder.iterdir()) if _is_result(path)]
         parts = [
-            Html.of("<h1>Study “{}”</h1>", study.name),
-            Html.of('<div class="cards">{}</div>', Html.joined("\n", recommended(study))),
+            *recommended(study),
             Html("<h2>Notebooks</h2>"),
             table(("Question", "Status", "Seconds", "Executed copy"), map(_notebook_row, notebooks)),
             *[Html("<h2>Runs</h2>"), table(("Run", "Status", "Evidence", "Files"), runs)] * bool(runs),
             Html.of("<h2>Results</h2>\n<p>{}</p>", Html.joined(" · ", links)),
         ]
-        return write_text(study.folder / "index.html", page(f"{study.name}", *parts), derived=True)
+        return write_text(study.folder / "index.html", page(f"Study “{study.name}”", *parts), derived=True)
 
 
 def save_fleet(study: Study, runs: MeasuredRuns) -> Path:
-    """Write runs.html of a study: all runs with all that `logs table` has, a table which a click on a heading sorts.
+    """Write runs.html of a study: a table of all runs with all that `logs table` has.
 
     save_fleet(here, measure_runs(here))
     """
-    found = to_html(rows_of(runs.runs))
-    return write_text(study.folder / "runs.html", sortable_page(f"Runs of {study.name}", found), derived=True)
+    name = f"Runs of {study.name}"
+    return write_text(study.folder / "runs.html", page(name, to_html(rows_of(runs.runs))), derived=True)
 
 
-def page(name: str, *parts: Html, policy: str = POLICY, script: str = "") -> str:
-    """A page of these parts, with the styles, the policy and the stamp that all pages have."""
+def page(heading: str, *parts: Html) -> str:
+    """A page of these parts below their heading, with the styles, the policy and the stamp that all pages have."""
     made = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True)
     source = made.from_string((DATA / "page.html.j2").read_text(encoding="utf-8"))
-    css, body = Html((DATA / "report.css").read_text(encoding="utf-8")), Html.joined("\n", parts)
-    values = {"policy": Html(policy), "script": Html(script), "title": Html.of("{}", name), "stamp": stamp()}
+    css, body = (
+        Html((DATA / "report.css").read_text(encoding="utf-8")),
+        Html.joined("\n", [Html.of("<h1>{}</h1>", heading), *parts]),
+    )
+    values = {"policy": Html(POLICY), "title": Html.of("{}", heading), "stamp": stamp()}
     return source.render(css=css, body=body, **values)
-
-
-def sortable_page(name: str, found: Html) -> str:
-    """A page of one table in an element of the class `sortable`, which a click on a heading sorts."""
-    script = (DATA / "sort.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    help = Html("<p>A click on a heading sorts.</p>")
-    policy = f"{POLICY}; script-src 'sha256-{digest}'"
-    return page(name, Html.of("<h1>{}</h1>", name), help, found, policy=policy, script=script)
 
 
 def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Html:
@@ -74,7 +65,7 @@ def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Html:
 
 
 def _is_result(path: Path) -> bool:
-    return path.suffix in (".json", ".csv") or path.name == "runs.html" or path.name.endswith("-session.html")
+    return path.suffix in (".json", ".csv") or path.name == "runs.html"
 
 
 def recommended(study: Study) -> list[Html]:
@@ -83,7 +74,7 @@ def recommended(study: Study) -> list[Html]:
     if not (isinstance(advice, dict) and advice.get("verdict")):
         return []
     label = f"recommended by 08_decision {advice.get('change', '')}"
-    return [Html.of('<div class="card"><b>{}</b><span>{}</span></div>', advice["verdict"], label)]
+    return [Html.of('<p class="card"><b>{}</b><span>{}</span></p>', advice["verdict"], label)]
 
 
 def _notebook_row(path: Path) -> list[object]:

@@ -1,4 +1,4 @@
-"""The notebooks: their parameters, their execution in a study, copies to work on by hand, and reports of those."""
+"""The notebooks: their parameters, their execution in a study, and copies to work on by hand."""
 
 import ast
 import contextlib
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ from papermill.models import Parameter
 from papermill.translators import PythonTranslator
 from traitlets.config import Config
 
-from trilane.report.html import notebook_html, read_notebook, state, unfinished, write_notebook_report
+from trilane.report.html import read_notebook, state, unfinished, write_notebook_report
 from trilane.report.index import write_index
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.process import SAFE_PATH, environment_set, python
 from trilane.utils.progress import BATCH
-from trilane.utils.tables import Text
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import outputs_root, shipped, stamp
 from trilane.workspace.run_folder import keep_earlier, write_text
@@ -53,11 +51,6 @@ def path_of(name: str) -> Path:
     return shipped("notebooks") / f"{name}.ipynb"
 
 
-def described_parameters(name: str) -> list[Parameter]:
-    """The parameters of a notebook, in the order of their lines; ValueError where it is unknown or damaged."""
-    return read_parameters(path_of(name))
-
-
 def read_parameters(path: Path) -> list[Parameter]:
     """The parameters of a notebook's file, each with name, type, default and help; ValueError where it is damaged."""
     tagged = [cell for cell in read_notebook(path).cells if "parameters" in cell.metadata.get("tags", [])]
@@ -77,7 +70,7 @@ def typed(field: str, given: object, kind: str) -> Any:
 
 def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, dict[str, Any]]:
     """The typed parameters of each notebook in `chosen`; ValueError for a name that none of them has."""
-    known = {name: described_parameters(name) for name in chosen}
+    known = {name: read_parameters(path_of(name)) for name in chosen}
     for field in given:
         require_known("parameter", field, sorted({p.name for found in known.values() for p in found}))
     return {
@@ -200,27 +193,3 @@ def copy_into(study: Study, name: str, values: Mapping[str, Any]) -> tuple[Path,
             if line:
                 cell.source = f"{cell.source[: line.start(1)]}{value!r}{cell.source[line.end(1) :]}"
     return write_text(path, nbformat.writes(notebook) + "\n"), True
-
-
-def export_report(study: Study, notebook: str = "") -> Text:
-    """Write the report of the notebook in which this is called, as it was last saved, into the study.
-
-    `notebook` is its path, where it is not that of the session (an editor that tells the kernel nothing, a renamed
-    file). A later report replaces an earlier one. Raises ValueError where the file cannot be found or read.
-
-        export_report(here)
-    """
-    if os.environ.get(BATCH):
-        return Text("A batch run writes its report itself.")
-    # the notebook's path in the environment of its kernel: jupyter_server, services/sessions/sessionmanager.py
-    given = notebook or os.environ.get("JPY_SESSION_NAME", "")
-    path = Path(given).absolute()
-    rule = "is not this kernel's notebook; save it, or pass its path: export_report(here, 'mine.ipynb')"
-    require(path.suffix == ".ipynb" and path.is_file(), "notebook", given, rule)
-    saved = f"{datetime.fromtimestamp(path.stat().st_mtime, UTC):%Y-%m-%d %H:%M:%S}"
-    parameters = ", ".join(f"{p.name} = {p.default}" for p in read_parameters(path)) or "none"
-    about = {"parameters": parameters, "executed": f"in a session, as saved at {saved} (UTC)"}
-    made = notebook_html(study.folder / path.name, path, about)
-    written = write_text(study.folder / f"{path.stem}-session.html", made, derived=True)
-    write_index(study)
-    return Text.of("{}, {}. What changes later is in the next export.", str(written), about["executed"])

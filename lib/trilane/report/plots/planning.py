@@ -1,4 +1,4 @@
-"""Figures of planning: shapes by width and depth, where time and memory go, plans of studies; of a backtest."""
+"""Figures of planning: shapes by width and depth, plans of studies; of a backtest."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,8 @@ from matplotlib.figure import Figure
 from trilane.analysis.studies import StudyParts, plan_point
 from trilane.costmodel.backtest import Backtest
 from trilane.costmodel.metrics import group_name
-from trilane.planning.explain import Explanation
 from trilane.planning.sizing import Proposal, Proposals
-from trilane.report.plots.style import COLORS, INK, LIMIT, bars, figure, finished, name_rows, plain
+from trilane.report.plots.style import COLORS, INK, figure, finished, plain
 from trilane.utils.tables import Text
 
 
@@ -48,21 +47,6 @@ def _size_lines(axes: Axes, best: Proposal) -> None:
         wide, deep, wide / deep, [100, 150, 200, 250], colors=COLORS[4], linewidths=0.7, linestyles=":"
     )
     axes.clabel(lines, fmt=lambda v: f"h/L {v:.0f}", fontsize=7)
-
-
-def why(explained: Explanation) -> Figure:
-    """The seconds of an iteration by part and the memory of the fullest stage, as planned and after the best change."""
-    shown = dict(zip(("as planned", "changed"), explained.candidates, strict=False))
-    made, (above, below) = figure(8.0, 2.2 + 0.7 * len(shown), rows=2)
-    bars(above, [vars(c.prediction.time) for c in shown.values()])
-    fullest = [max(c.prediction.stages, key=lambda stage: stage.total) for c in shown.values()]
-    bars(below, [{part: size / 2**30 for part, size in vars(stage).items()} for stage in fullest])
-    for axes in (above, below):
-        name_rows(axes, [*shown])
-    below.axvline(explained.plan.cluster.gpu.memory_bytes / 2**30, color=LIMIT, label="limit")
-    finished(above, "Where the time goes, and what fills the memory", xlabel="seconds per iteration")
-    finished(below, "", xlabel="GiB of the fullest stage")
-    return made
 
 
 def predicted_over_measured(result: Backtest, what: str = "seconds") -> Figure:

@@ -1,4 +1,4 @@
-"""Figures of measured runs: their time, rates, memory and predictions; of the ranks of a hang."""
+"""Figures of measured runs: their time, rates and predictions; of the ranks of a hang."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,10 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from trilane.analysis.measure import TIMERS, Measurement, phases
-from trilane.analysis.measure import memory_by_rank as bytes_by_rank
 from trilane.analysis.recalibrate import NOTHING, Recalibration
 from trilane.diagnose.hang import Verdict
-from trilane.report.plots.style import COLORS, INK, LIMIT, bars, figure, finished, name_rows, plain
+from trilane.report.plots.style import COLORS, INK, LIMIT, figure, finished, name_rows, plain
 from trilane.utils.tables import Text
 
 
@@ -58,25 +57,6 @@ def rates_by_definition(measurements: Sequence[Measurement]) -> Figure | Text:
         axes.axvline(peak / scale, color=LIMIT, label="the card's peak")
     name_rows(axes, [m.name for m in rated])
     finished(axes, "One run, several definitions", xlabel=f"{unit} per GPU (process)")
-    return made
-
-
-def memory_by_rank(measurements: Sequence[Measurement]) -> Figure | Text:
-    """Peak memory of each rank, GiB, a row a run and a dot a rank; the line is the card's memory, if all have one."""
-    known = [m for m in measurements if m.memory_bytes > 0]
-    if not known:
-        return Text("No log prints memory.")
-    made, axes = figure(8.0, 1.1 + 0.42 * len(known))
-    for row, m in enumerate(known):
-        held = np.array([*bytes_by_rank(m.log).values()]) / 2**30
-        axes.plot(held, np.full(len(held), row), "o", mfc="none", mec=COLORS[0])
-        axes.annotate(f"{held.max():.3g}", (held.max(), row), (7, -3), textcoords="offset points", fontsize=8)
-    cards = {m.config.card_bytes for m in known}
-    if len(cards) == 1 and (card := cards.pop()):
-        axes.axvline(card / 2**30, color=LIMIT, label="the card")
-    axes.set_xlim(left=0)
-    name_rows(axes, [m.name for m in known])
-    finished(axes, "Measured memory", xlabel="GiB, peak of a rank (a dot)")
     return made
 
 
@@ -132,11 +112,14 @@ def phases_predicted(recalibration: Recalibration) -> Figure | Text:
 
 
 def _shares(rows: Sequence[tuple[Measurement, Mapping[str, float]]], heading: str) -> Figure:
-    """A bar a run of its parts in percent of their sum, which is at its name."""
+    """A bar a run of its stacked parts in percent of their sum, which is at its name; a part has one colour."""
     made, axes = figure(8.0, 1.6 + 0.34 * len(rows))
-    wholes = [sum(parts.values()) for _, parts in rows]
-    percent = [{n: 100 * v / whole for n, v in parts.items()} for (_, parts), whole in zip(rows, wholes, strict=True)]
-    bars(axes, percent)
+    wholes, left = np.array([sum(parts.values()) for _, parts in rows]), np.zeros(len(rows))
+    for i, part in enumerate(part for part in rows[0][1] if any(parts[part] for _, parts in rows)):
+        percent = 100 * np.array([parts[part] for _, parts in rows]) / wholes
+        look: Any = {"color": COLORS[i % len(COLORS)], "hatch": "//" * (i >= len(COLORS))}
+        axes.barh(range(len(rows)), percent, 0.62, left=left, label=part.replace("_", " "), **look)
+        left = left + percent
     name_rows(axes, [f"{m.name}, {whole:.3g} s" for (m, _), whole in zip(rows, wholes, strict=True)])
     finished(axes, heading, xlabel="% of an iteration")
     return made

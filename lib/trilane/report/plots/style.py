@@ -1,6 +1,6 @@
 """The style of all figures: their colours, and what static ones, by matplotlib, have in common."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trilane.utils.tables import middle, one_line
@@ -45,15 +45,3 @@ def name_rows(axes: "Axes", names: Sequence[str]) -> None:
     axes.set_yticks(range(len(names)), [plain(name) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
-
-
-def bars(axes: "Axes", rows: Sequence[Mapping[str, float]]) -> None:
-    """A horizontal bar for each row, of stacked parts; a part keeps its colour where others are zero."""
-    left = [0.0] * len(rows)
-    for i, part in enumerate(rows[0]):
-        sizes = [row[part] for row in rows]
-        if any(sizes):
-            color, label = COLORS[i % len(COLORS)], part.replace("_", " ")
-            hatch = "//" * (i >= len(COLORS))  # colours that come a second time
-            axes.barh(range(len(rows)), sizes, left=left, height=0.62, color=color, label=label, hatch=hatch)
-            left = [a + b for a, b in zip(left, sizes, strict=True)]
