@@ -10,9 +10,9 @@ from trilane.config.cluster import cluster
 from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
 from trilane.config.parallelism import Topology
 from trilane.costmodel import shipped
-from trilane.planning.published import models, states
+from trilane.planning.published import sizes
 from trilane.planning.size_request import SizeRequest, usable_heads
-from trilane.planning.sizing import broken_rules, propose_shapes, softmax_note, survey
+from trilane.planning.sizing import broken_rules, propose_shapes, softmax_note, survey, survey_shapes
 from trilane.utils.tables import Text
 
 A100 = cluster("jz-a100-80g")
@@ -20,36 +20,34 @@ K = shipped.default(A100)
 ARGUMENTS = ["--params", "200e9", "--vocab", "250880", "--gpus", "384", "--cluster", "jz-a100-80g"]
 
 
-@pytest.mark.parametrize("model", models("published"), ids=lambda m: f"{m.shape.num_layers}x{m.shape.hidden_size}")
-def test_every_published_size_comes_out_as_printed(model):
+def test_every_published_size_comes_out_as_printed():
     """Prequel, 'Size' (104B to 530B; 145B prints as 146B), 'Possible 200B models', and the headings of its tables."""
-    assert round(model.shape.parameters / 1e9) == model.printed_b
+    table = sizes().columns
+    assert [round(size) for size in table["by formula (B)"]] == table["printed (B)"] and len(table["origin"]) == 20
 
 
-def test_embedding_and_layer_of_the_planned_models_take_what_the_prequel_prints():
-    """'Existing models': "emb size: 617.56M/11116.04GB, per gpu 77.19M/1389.51GB" (its GB are MB); the ratio is cut."""
-    printed = {  # millions of parameters of the embedding and of a layer, and their states on a GPU in MB; ratio
-        "meg-lm 145B": (617.56, 1812.10, 1389.51, 4077.22, 153),
-        "meg-lm 310B": (823.41, 3221.44, 1852.67, 7248.24, 170),
-        "msft 530B": (1029.26, 5033.43, 2315.84, 11325.22, 195),
-        "199B, wide": (2154.08, 2466.44, 4846.69, 5549.48, 179),
-        "206B, deep": (2000.22, 2126.69, 4500.50, 4785.04, 138),
-    }
-    table = states().columns
-    for model in models("planned")[1:]:
-        s, (emb, blk, emb_mb, blk_mb, ratio) = model.shape, printed[model.origin]
-        parameters = s.embedding_parameters / 1e6, s.layer_parameters / 1e6
-        assert parameters == pytest.approx((emb, blk), abs=0.005) and s.hidden_size // s.num_layers == ratio
-        row = table["model"].index(model.origin)
-        gigabytes = [table[name][row] for name in ("embedding (GB)", "layer (GB)")]
-        assert gigabytes == pytest.approx([emb_mb / 1e3, blk_mb / 1e3], abs=0.0051)
+@pytest.mark.parametrize(
+    ("shape", "embedding", "layer"),
+    [
+        ("80,12288,96,2048,50257", 617.56, 1812.10),
+        ("96,16384,128,2048,50257", 823.41, 3221.44),
+        ("105,20480,128,2048,50257", 1029.26, 5033.43),
+        ("80,14336,64,2048,150257", 2154.08, 2466.44),
+        ("96,13312,64,2048,150257", 2000.22, 2126.69),
+    ],
+)
+def test_embedding_and_layer_have_the_parameters_that_the_prequel_prints(shape, embedding, layer):
+    """'Existing models' and 'Possible 200B models', in millions."""
+    s = parse_shape(shape)
+    found = s.embedding_parameters / 1e6, s.layer_parameters / 1e6
+    assert found == pytest.approx((embedding, layer), abs=0.005)
 
 
 def test_a_gpu_of_104b_holds_953_million_parameters_with_the_embedding_and_807_without():
     """Prequel, '104B topology / memory usage': TP 4, PP 32, vocabulary 50257."""
-    m = next(m for m in models("planned") if m.origin == "bs 104B")
-    layers = m.shape.num_layers / m.pp * m.shape.layer_parameters / m.tp
-    assert (layers + m.shape.embedding_parameters / m.tp, layers) == (953_180_700, 807_435_400)
+    s = parse_shape("64,11600,80,2048,50257")
+    layers = s.num_layers / 32 * s.layer_parameters / 4
+    assert (layers + s.embedding_parameters / 4, layers) == (953_180_700, 807_435_400)
 
 
 T = Topology(tp=8, pp=6, dp=8, mbs=4, gbs=2048, precision="fp16", recompute="full", attention="scores")
@@ -192,3 +190,14 @@ def test_the_proposals_name_the_measured_runs_that_the_best_of_them_rests_on():
     found = propose_shapes(cluster("dgx-h100"), **asked, choices={"cp": 2})
     words = found.best.prediction.support.words
     assert Text.of("The first of them: {}.", words) in found.support() and "Predicted only: cp=2" in found.support()
+
+
+@pytest.mark.parametrize("fastest", [True, False])
+def test_of_this_machines_shapes_the_largest_in_time_is_chosen_else_the_fastest(fastest):
+    asked = {"gbs": 8, "seq_length": 128, "vocabulary": 257, "head_dim": 32}
+    times = [c.prediction.sec_per_it for c in survey_shapes(A100, seconds=1.0, **asked).rows]
+    limit = min(times) / 2 if fastest else sorted(times)[len(times) // 2]
+    found = survey_shapes(A100, seconds=limit, **asked)
+    able = [c.plan.shape.parameters for c, s in zip(found.rows, times, strict=True) if s <= limit]
+    assert found.best.plan.shape.parameters == max(able) if able else found.best.prediction.sec_per_it == min(times)
+    assert found.summary().startswith("The fastest shape; none is under" if fastest else "The largest shape under")

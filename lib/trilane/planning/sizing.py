@@ -279,12 +279,13 @@ class ShapeSurvey(Table):
         return frame_of(self.rows, columns)
 
     def summary(self) -> Text:
-        """The chosen shape in a sentence."""
+        """The chosen shape in a sentence, and whether it keeps the limit."""
         s, p = self.best.plan.shape, self.best.prediction
+        what = "The largest shape under" if p.sec_per_it <= self.limit_s else "The fastest shape; none is under"
         return Text.of(
-            "The largest shape under {:g} s an iteration is **{} layers × {}**, {} heads: **{:.2f} M parameters**, in "
-            "{:.2f} s. The vocabulary is padded to {} rows, which 1, 2 and 4 tensor-parallel ranks divide.",
-            *(self.limit_s, s.num_layers, s.hidden_size, s.num_attention_heads, s.parameters / 1e6),
+            "{} {:g} s an iteration: **{} layers × {}**, {} heads, **{:.2f} M parameters**, in {:.2f} s. Vocabulary: "
+            "padded to {} rows, which 1, 2 and 4 tensor-parallel ranks divide.",
+            *(what, self.limit_s, s.num_layers, s.hidden_size, s.num_attention_heads, s.parameters / 1e6),
             *(p.sec_per_it, s.vocab_size),
         )
 
