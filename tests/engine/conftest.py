@@ -1,12 +1,11 @@
 """What the engine's tests share: workers forked from the tests' pool."""
 
 import functools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from plans import HERE, changed, run_folder, steps
+from plans import HERE, changed, evaluations, losses_and_norms, run_folder, steps
 
 from trilane.config.plan import Plan
 from trilane.engine.parity import Task
@@ -71,10 +70,10 @@ def truths(fork: Fork, data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def truth(truths: Callable[[Task, int], Path]) -> Truth:
     """[loss, gradient norm] of each iteration of a task of so many."""
-    return lambda task, iterations=20: json.loads((truths(task, iterations) / "truth.json").read_text())
+    return lambda task, iterations=20: losses_and_norms(truths(task, iterations))
 
 
 @pytest.fixture(scope="session")
 def held_out(truths: Callable[[Task, int], Path]) -> Truth:
     """[iteration, validation loss] of each of its evaluations."""
-    return lambda task, iterations: json.loads((truths(task, iterations) / "held-out.json").read_text())
+    return lambda task, iterations: evaluations(truths(task, iterations))

@@ -68,6 +68,11 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
 
 
+def losses_and_norms(folder: Path) -> list[list[float]]:
+    """[loss, gradient norm] of each line of the run's steps.jsonl."""
+    return [[step["lm_loss"], step["grad_norm"]] for step in steps(folder)]
+
+
 def evaluations(folder: Path) -> list[list[float]]:
     """[iteration, validation loss] of each line of the run's validation.jsonl."""
     lines = [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()]

@@ -146,17 +146,18 @@ def verify(table: Sequence[Row]) -> Iterator[Result | str]:
                 alone = Path(place, f"{number} alone")
                 problem, _ = _run(row.task.plan(here, data), 0, alone)
                 assert not problem, problem
-                steps, held_out = (json.loads((alone / name).read_text()) for name in ("truth.json", "held-out.json"))
-                references[row.task] = [loss for loss, _ in steps] + [loss for _, loss in held_out]
+                references[row.task] = _losses(alone)
             problem, seconds = _run(plan, plan.topology.gpus, folder)
-            worst = None if problem else _distance(folder, references[row.task])
+            worst = None
+            if not problem:
+                diffs = [abs(a - b) for a, b in zip(_losses(folder), references[row.task], strict=True)]
+                worst = math.inf if any(map(math.isnan, diffs)) else max(diffs)
             yield Result(row=row, max_abs_diff=worst, seconds=seconds, problem=problem)
 
 
-def _distance(folder: Path, reference: Sequence[float]) -> float:
+def _losses(folder: Path) -> list[float]:
     lines = [line for name in ("steps.jsonl", "validation.jsonl") for line in (folder / name).read_text().splitlines()]
-    diffs = [abs(json.loads(line)["lm_loss"] - right) for line, right in zip(lines, reference, strict=True)]
-    return math.inf if any(math.isnan(diff) for diff in diffs) else max(diffs)
+    return [json.loads(line)["lm_loss"] for line in lines]
 
 
 def _run(plan: Plan, processes: int, folder: Path) -> tuple[str, float]:
@@ -215,7 +216,7 @@ def _worker(rank: int, size: int, port: int, folder: Path, work: Work, parent: i
 
 
 def run_worker(size: int, folder: Path) -> int:
-    """Run the engine; of size 0 the reference, which writes truth.json, [loss, gradient norm], and held-out.json."""
+    """Run the engine; of size 0 the reference, which writes the same files, with losses and norms alone."""
     if size:
         from trilane.engine.__main__ import main as engine
 
@@ -227,8 +228,8 @@ def run_worker(size: int, folder: Path) -> int:
 
     torch.set_num_threads(1)
     steps, evaluations = reference.train(read_plan(folder / "plan.json"))
-    (folder / "truth.json").write_text(json.dumps(steps))
-    (folder / "held-out.json").write_text(json.dumps(evaluations))
+    for name, lines in (("steps.jsonl", steps), ("validation.jsonl", evaluations)):
+        (folder / name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return 0
 
 

@@ -99,8 +99,11 @@ def mlp(w: Weights, name: str, shape: ModelShape, x: torch.Tensor) -> torch.Tens
     return linear(w, f"{name}.linear_fc2", inner)
 
 
-def train(plan: Plan) -> tuple[list[tuple[float, float]], list[tuple[int, float]]]:
-    """(loss, gradient norm) of each iteration, and (iteration, validation loss): whole batches on the CPU, in fp32."""
+def train(plan: Plan) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Loss and gradient norm of each iteration, and validation losses: whole batches on the CPU, in fp32.
+
+    By the names of steps.jsonl and validation.jsonl.
+    """
     w, o = initial_weights(plan), plan.optimizer
     single = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
     prefixes = prepare_all(plan.data, plan.shape)
@@ -121,11 +124,13 @@ def train(plan: Plan) -> tuple[list[tuple[float, float]], list[tuple[int, float]
         scores = logits(w, plan.shape, tokens).flatten(0, 1)
         value = F.cross_entropy(scores, labels.flatten())
         (value + o.z_loss * scores.logsumexp(-1).square().mean()).backward()
-        history.append((value.item(), torch.nn.utils.clip_grad_norm_(w.values(), o.clip_grad).item()))
+        norm = torch.nn.utils.clip_grad_norm_(w.values(), o.clip_grad).item()
+        history.append({"lm_loss": value.item(), "grad_norm": norm})
         adam.step()
         if plan.run.evaluates_after(batch.number):
             with torch.no_grad():
-                evaluations.append((batch.number, loss(w, plan.shape, *validation).item()))
+                held_out_loss = loss(w, plan.shape, *validation).item()
+                evaluations.append({"iteration": batch.number, "lm_loss": held_out_loss})
     return history, evaluations
 
 
