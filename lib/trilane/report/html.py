@@ -13,9 +13,9 @@ import nh3
 from nbconvert import HTMLExporter
 
 from trilane.report.plots.interactive import MIME, embedded, script
+from trilane.utils.files import replace_text
 from trilane.utils.tables import Html, short
 from trilane.workspace.installation import checkout, stamp
-from trilane.workspace.run_folder import write_text
 
 DATA = Path(str(resources.files("trilane"))) / "data/report"
 # The pages load nothing, and run no script but the one that draws their figures (by its hash); CSP Level 3,
@@ -145,7 +145,7 @@ def unfinished(notebook: Any) -> list[str]:
 
 def write_notebook_report(executed: Path) -> Path:
     """Write the executed notebook's HTML next to it; its path."""
-    return write_text(executed.with_suffix(".html"), notebook_html(executed), derived=True)
+    return replace_text(executed.with_suffix(".html"), notebook_html(executed))
 
 
 def read_notebook(path: Path) -> Any:

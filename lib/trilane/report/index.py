@@ -8,10 +8,10 @@ import jinja2
 from trilane.analysis.collect import MeasuredRuns
 from trilane.analysis.tables import rows_of, to_html
 from trilane.report.html import DATA, POLICY, read_field, read_notebook, state, title
+from trilane.utils.files import replace_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import Html, short
 from trilane.workspace.installation import stamp
-from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import known_status, status_problem
 from trilane.workspace.study import Study
 
@@ -32,7 +32,7 @@ def write_index(study: Study) -> Path:
             *[Html("<h2>Runs</h2>"), table(("Run", "Status", "Evidence", "Files"), runs)] * bool(runs),
             Html.of("<h2>Results</h2>\n<p>{}</p>", Html.joined(" · ", links)),
         ]
-        return write_text(study.folder / "index.html", page(f"Study “{study.name}”", *parts), derived=True)
+        return replace_text(study.folder / "index.html", page(f"Study “{study.name}”", *parts))
 
 
 def save_fleet(study: Study, runs: MeasuredRuns) -> Path:
@@ -41,7 +41,7 @@ def save_fleet(study: Study, runs: MeasuredRuns) -> Path:
     save_fleet(here, measure_runs(here))
     """
     name = f"Runs of {study.name}"
-    return write_text(study.folder / "runs.html", page(name, to_html(rows_of(runs.runs))), derived=True)
+    return replace_text(study.folder / "runs.html", page(name, to_html(rows_of(runs.runs))))
 
 
 def page(heading: str, *parts: Html) -> str:

@@ -20,12 +20,13 @@ from traitlets.config import Config
 
 from trilane.report.html import read_notebook, state, unfinished, write_notebook_report
 from trilane.report.index import write_index
+from trilane.utils.files import set_aside
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.process import SAFE_PATH, environment_set, python
 from trilane.utils.progress import BATCH
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import outputs_root, shipped, stamp
-from trilane.workspace.run_folder import keep_earlier, write_text
+from trilane.workspace.run_folder import write_text
 from trilane.workspace.study import Study
 
 DEMO = ("01_sizing", "02_topology", "03_launch", "04_analyze")  # the notebooks of `all`, in order
@@ -88,7 +89,7 @@ def run(name: str, study: Study, **given: object) -> Path:
     values = distribute([name], given)[name]
     with FolderLock([study.folder], f".{name}.lock", f"notebook={name}, study").held(0.0):
         executed = study.folder / f"{name}.ipynb"
-        keep_earlier(executed)
+        set_aside(executed)
         executed.unlink(missing_ok=True)  # papermill would write into the kept copy: the two names are one file
         try:
             _execute(name, executed, {**values, "study": study.name})

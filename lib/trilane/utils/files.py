@@ -110,7 +110,7 @@ def patient_text(handle: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(Appended(handle), "utf-8", "backslashreplace", line_buffering=True, write_through=True)
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> Path:
     """Replace `path` by a file that holds `text`: nobody sees half of it, also after a crash.
 
     It is on the disk when this returns. Where that fails (a full disk) the old file stays, and nothing else is left.
@@ -127,6 +127,7 @@ def replace_text(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
     sync_folder(path.parent)
+    return path
 
 
 def sync_folder(folder: Path) -> None:

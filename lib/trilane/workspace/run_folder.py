@@ -55,22 +55,12 @@ def put_aside(folder: Path, keep: bool) -> None:
             path.rename(target / path.name)
 
 
-def write_text(path: Path, text: str, *, derived: bool = False) -> Path:
-    """Replace `path` by `text`; a different earlier version is kept as `earlier/NAME.1`, `.2`, ... beside it.
-
-    A `derived` file, which can be made again from what is kept, is only replaced.
-    """
+def write_text(path: Path, text: str) -> Path:
+    """Replace `path` by `text`; a different earlier version is kept as `earlier/NAME.1`, `.2`, ... beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not derived:
-        keep_earlier(path, text)
-    replace_text(path, text)
-    return path
-
-
-def keep_earlier(path: Path, new_text: str | None = None) -> None:
-    """Keep a copy of `path` in `earlier/`, unless its text equals `new_text`."""
-    if path.is_dir() or (path.exists() and (new_text is None or path.read_bytes() != new_text.encode())):
+    if path.is_dir() or (path.exists() and path.read_bytes() != text.encode()):
         set_aside(path)
+    return replace_text(path, text)
 
 
 def is_started(folder: Path) -> bool:
