@@ -72,29 +72,23 @@ def _counts(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[tuple[
 
     def known(name: str, *others: str) -> np.ndarray:
         """The column, else the first of these arguments."""
-        rows = len(columns["iteration"])
-        return columns[name] if name in columns else np.full(rows, _argument(arguments, name, *others))
+        one = np.broadcast_to(_argument(arguments, name, *others), len(columns["iteration"]))
+        return columns.get(name, one)
 
     batch = known("global_batch_size", "deepspeed.train_batch_size", "total_train_batch_size", "train_batch_size")
     length, seconds = known("seq_length", "encoder_seq_length"), known("sec_per_it")
-    steps, used = np.diff(columns["iteration"]), np.diff(known("consumed_samples"))
-    expected = {  # how much there is of it, and should be
-        "iteration": ("count", used, steps * batch[1:]),
-        "consumed_tokens": ("count", np.diff(known("consumed_tokens")), used * length[1:]),
-        "samples_per_second": ("rate", known("samples_per_second") * seconds, batch),
-        "tokens_per_second": ("rate", known("tokens_per_second") * seconds, batch * length),
-        "tokens_per_gpu_per_second": (
-            "rate",
-            known("tokens_per_gpu_per_second") * seconds * known("world_size"),
-            batch * length,
-        ),
-    }
-    for name in expected.keys() & columns.keys():
-        rule, printed, right = expected[name]
-        high = 1.1 if rule == "count" else AGREE
-        low = 0.0 if name == "consumed_tokens" else 1 / high  # of shorter sequences there are fewer
-        if not low < (ratio := _ratio(printed, right)) < high:
-            yield rule, name, f"{ratio:.3g} times what iterations, seconds and batch give"
+    gpus = {"tokens_per_gpu_per_second": known("world_size")}
+    for name in {"samples_per_second", "tokens_per_second", *gpus} & columns.keys():
+        right = batch if name == "samples_per_second" else batch * length
+        ratio = _ratio(columns[name] * seconds * gpus.get(name, 1.0), right)
+        if not 1 / AGREE < ratio < AGREE:
+            yield "rate", name, f"{ratio:.3g} times what batch and seconds give"
+    used, text = np.diff(known("consumed_samples")), "times what iterations and batch give"
+    if not 1 / 1.1 < (ratio := _ratio(used, np.diff(columns["iteration"]) * batch[1:])) < 1.1:
+        yield "count", "iteration", f"samples are {ratio:.3g} {text}"
+    # of shorter sequences there are fewer tokens
+    if _ratio(np.diff(known("consumed_tokens")), used * length[1:]) >= 1.1:
+        yield "count", "consumed_tokens", f"more than 1.1 {text}"
 
 
 def _of_memory(run: PartialRun) -> Iterator[tuple[str, str, str]]:

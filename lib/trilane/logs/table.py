@@ -25,9 +25,11 @@ class NumericTable:
 
     def add(self, row: Mapping[str, float]) -> None:
         """Append a row."""
-        self._widen(row)
-        for name, column in self._columns.items():
-            column.append(row.get(name, NAN))
+        if row.keys() != self._columns.keys():
+            self._widen(row)
+            row = {name: row.get(name, NAN) for name in self._columns}
+        for name, value in row.items():
+            self._columns[name].append(value)
         self.rows += 1
 
     def change_last(self, more: Mapping[str, float]) -> None:
@@ -54,7 +56,7 @@ class NumericTable:
         return {name: np.frombuffer(column) for name, column in self._columns.items()}
 
     def _widen(self, row: Mapping[str, float]) -> None:
-        for name in row if not row.keys() <= self._columns.keys() else ():
+        for name in row:
             if name not in self._columns and len(self._columns) < MAX_COLUMNS:
                 self._columns[name] = array("d", [NAN]) * self.rows
 
