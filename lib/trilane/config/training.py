@@ -81,10 +81,6 @@ class Optimizer:
     clip_grad: float = option(1.0, "limit of the gradient norm; 0: none", minimum=0, megatron="clip-grad")
     # Radford et al. 2019 (GPT-2), section 2.3: over sqrt(2 num_layers) where they write to the residual stream
     init_std: float = option(0.02, "of the initial weights", above=0, maximum=1, megatron="init-method-std")
-    # Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, section 5: 1e-4; logged losses are without it
-    z_loss: float = option(
-        0.0, "adds this x mean(log(Z)^2) to the loss, Z the softmax's denominator", minimum=0, maximum=1
-    )
 
     def __post_init__(self) -> None:
         check(self)

@@ -139,7 +139,7 @@ def read_snapshot(state: State) -> Snapshot:
 
 
 def _facts(found: list[dict[str, Any]], scalars: Mapping[str, float], optimizer: Mapping[str, float]) -> Facts:
-    names = ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "z_loss")
+    names = ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
     rate = found[0]["next_lr"]
     once = {**scalars, "the next learning rate": None if rate is None else float(rate)}
     once |= {name: optimizer.get(name) for name in names}

@@ -65,7 +65,6 @@ TASKS = {
     "plain": Task(),
     "calm": CALM,
     "bloom": Task(shape=BLOOM),
-    "z-loss": Task(shape=BLOOM, optimizer=replace(OPTIMIZER, init_std=0.01, z_loss=0.01)),
     "llama": Task(shape=LLAMA_SHAPE),
     # On the task of "llama" fp16 skips iterations: a gradient times the first loss scale is beyond its range.
     "calm llama": replace(CALM, shape=LLAMA_SHAPE),

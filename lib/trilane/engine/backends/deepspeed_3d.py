@@ -69,7 +69,7 @@ class DeepSpeed3D(DeepSpeed):
         return PipelineModule(
             layers(plan, apply(self._kernels, transformer_config(one_stage))),
             topology=PipeModelDataParallelTopology(num_pp=t.pp, num_mp=t.tp, num_dp=t.dp),
-            loss_fn=partial(mean_loss, fused=self._kernels.fused, z_loss=plan.optimizer.z_loss),
+            loss_fn=partial(mean_loss, fused=self._kernels.fused),
             partition_method=method,
             activation_checkpoint_interval=1 if t.recompute == "full" else 0,
             activation_checkpoint_func=_recomputed,
@@ -172,9 +172,9 @@ class FinalNorm(Norm):
     prefix = "decoder.final_layernorm."
 
 
-def mean_loss(scores: torch.Tensor, labels: torch.Tensor, fused: bool, z_loss: float) -> torch.Tensor:
+def mean_loss(scores: torch.Tensor, labels: torch.Tensor, fused: bool) -> torch.Tensor:
     """Mean cross-entropy in nats; scores (S, B, V), labels (B, S)."""
-    return token_losses(scores, labels.transpose(0, 1).contiguous(), fused, z_loss).mean()
+    return token_losses(scores, labels.transpose(0, 1).contiguous(), fused).mean()
 
 
 def layers(plan: Plan, settings: TransformerConfig) -> list[LayerSpec]:

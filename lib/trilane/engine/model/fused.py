@@ -100,15 +100,10 @@ def partial_sums(
 
 
 def logit_gradient(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    log_sum: torch.Tensor,
-    grad: torch.Tensor,
-    first: int,
-    z_loss: float = 0.0,
+    logits: torch.Tensor, labels: torch.Tensor, log_sum: torch.Tensor, grad: torch.Tensor, first: int
 ) -> torch.Tensor:
-    """grad (softmax (1 + 2 z_loss log_sum) - one hot), (S, B, V) in the precision of the logits."""
-    share = (logits.float() - log_sum.unsqueeze(-1)).exp() * (1 + 2 * z_loss * log_sum).unsqueeze(-1)
+    """grad (softmax - one hot), (S, B, V) in the precision of the logits."""
+    share = (logits.float() - log_sum.unsqueeze(-1)).exp()
     rows = torch.arange(first, first + logits.shape[-1], device=logits.device)
     return ((share - (rows == labels.unsqueeze(-1)).float()) * grad.unsqueeze(-1)).to(logits.dtype)
 
@@ -116,16 +111,15 @@ def logit_gradient(
 class _CrossEntropy(torch.autograd.Function):
     """Vocabulary-parallel cross-entropy that keeps the logits themselves for the backward pass.
 
-    megatron-core keeps their softmax in fp32, twice the bytes; its fused one rounds every gradient to bf16. A z-loss is
-    in the gradient, and not in the value.
+    megatron-core keeps their softmax in fp32, twice the bytes; its fused one rounds every gradient to bf16.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, fused: bool, z_loss: float) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Logits (S, B, V), labels (S, B) -> losses (S, B), fp32."""
         group = parallel_state.get_tensor_model_parallel_group()
         first = group.rank() * logits.shape[-1]
-        largest, total, found = (compiled(partial_sums) if fused else partial_sums)(logits, labels, first)
+        largest, total, found = compiled(partial_sums)(logits, labels, first)
         if group.size() > 1:
             local = largest.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
@@ -134,20 +128,19 @@ class _CrossEntropy(torch.autograd.Function):
             total, found = both
         log_sum = largest + total.log()
         ctx.save_for_backward(logits, labels, log_sum)
-        ctx.first, ctx.fused, ctx.z_loss = first, fused, z_loss
+        ctx.first = first
         return log_sum - found
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """The gradient of the logits."""
-        gradient: Callable[..., torch.Tensor] = compiled(logit_gradient) if ctx.fused else logit_gradient
-        return gradient(*ctx.saved_tensors, grad, ctx.first, ctx.z_loss), None, None, None
+        return compiled(logit_gradient)(*ctx.saved_tensors, grad, ctx.first), None
 
 
-def token_losses(logits: torch.Tensor, labels: torch.Tensor, fused: bool, z_loss: float = 0.0) -> torch.Tensor:
-    """Cross-entropy in nats, (S, B), fp32, of logits (S, B, V); z_loss x logsumexp^2 in its gradient alone."""
-    if fused or z_loss:
-        return _CrossEntropy.apply(logits, labels, fused, z_loss)
+def token_losses(logits: torch.Tensor, labels: torch.Tensor, fused: bool) -> torch.Tensor:
+    """Cross-entropy in nats, (S, B), fp32, of logits (S, B, V)."""
+    if fused:
+        return _CrossEntropy.apply(logits, labels)
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         return tensor_parallel.vocab_parallel_cross_entropy(logits.float(), labels)
     losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
@@ -155,14 +148,12 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, fused: bool, z_loss
 
 
 class GPT(GPTModel):
-    """megatron-core's GPT with its loss, fused where config.cross_entropy_loss_fusion, and a z-loss."""
-
-    z_loss = 0.0
+    """megatron-core's GPT with its loss, fused where config.cross_entropy_loss_fusion."""
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Labels (B, S), logits (S, B, V) -> losses (B, S)."""
         fused = self.config.cross_entropy_loss_fusion
-        losses = token_losses(logits, labels.transpose(0, 1).contiguous(), fused, self.z_loss)
+        losses = token_losses(logits, labels.transpose(0, 1).contiguous(), fused)
         return losses.transpose(0, 1).contiguous()
 
 

@@ -246,7 +246,6 @@ def empty_chunk(plan: Plan, settings: TransformerConfig, vp_stage: int | None) -
         position_embedding_type="learned_absolute" if shape.positions == "learned" else "none",
         vp_stage=vp_stage,
     )
-    model.z_loss = plan.optimizer.z_loss
     if shape.embedding_layernorm and model.pre_process:
         # The dropout is the embedding's last operation, on this rank's part of the sequence.
         model.embedding.embedding_dropout = NormedDropout(settings)
