@@ -17,6 +17,12 @@ def test_bad_input_ends_a_process_with_one_line():
     assert (done.returncode, done.stderr) == (2, "trilane: argument=b: is one too many\n")
 
 
+def test_a_closed_output_is_no_error():
+    """As a cron job or a daemon may start a process."""
+    done = subprocess.run(f"{sys.executable} -m trilane slurm site local >&-", shell=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_without_a_group_all_are_listed():
     done = trilane()
     assert (done.returncode, done.stdout) == (2, "")

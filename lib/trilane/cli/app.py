@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with root.make_context("trilane", list(sys.argv[1:] if argv is None else argv)) as context:
             code = root.invoke(context)
-        sys.stdout.flush()
+        print(end="", flush=True)  # where stdout is closed there is none to flush
         return int(code or 0)
     except Exit as finished:  # --help, --version
         return finished.exit_code
