@@ -221,10 +221,6 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("logs", "logs/run_folder.py", "logs"): [
         ('before["iteration"] < after', 'before["iteration"] <= after'),
     ],
-    ("logs", "logs/hardware.py", "logs"): [
-        ("1e9 / 8", "1e9"),
-        ("seconds / 1e6", "seconds / 1e3"),
-    ],
     ("logs", "logs/reading/reader.py", "logs"): [
         ("or not dialect.is_blind", "or False"),
     ],

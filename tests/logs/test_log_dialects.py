@@ -135,16 +135,6 @@ def test_memory_timers_arguments_devices_and_profiler_are_read(tmp_path):
     assert any("set-up" in note for note in log.notes)
 
 
-def test_bandwidth_benches_are_rates_in_bytes(tmp_path):
-    bench = "0:\n duration: 0.5 sec\n algo throughput: 80000000000.0 bps, 80.0000 Gbps\n busbw: 60.0000  Gbps\n"
-    row = read(tmp_path, bench).bandwidth.iloc[0]
-    assert row.bus_bytes_per_s == 7.5e9
-    tests = "  1048576  262144  float  sum  -1   100.0  10.49  19.66  0  99.0  10.59  19.86  0\n# Avg bus bandwidth    : 19.7\n"
-    log = read(tmp_path, tests)
-    assert (log.dialect, log.status, log.bandwidth.bus_bytes_per_s.iloc[0]) == ("nccl-tests", "completed", 19.66e9)
-    assert (log.bandwidth.seconds.iloc[0], log.bandwidth.message_bytes.iloc[0]) == (100e-6, 2**20), "it prints us"
-
-
 @pytest.mark.skipif(not RAW.is_dir(), reason="the folder of real logs is not beside this checkout")
 @pytest.mark.parametrize("path", sorted(RAW.glob("gpt2-meg*")) if RAW.is_dir() else [], ids=lambda p: p.name[:40])
 def test_every_line_of_a_real_log_is_read_once_and_equal(path):
@@ -172,9 +162,6 @@ def test_real_logs_without_megatrons_lines_are_read_too():
     (run,) = read_logs(next(RAW.glob("gpt2-hf*base*")))
     assert run.summary["train_runtime"] == 919.097 and run.arguments["n_embd"] == 7168 and run.status == "completed"
     assert [r.status for r in read_logs(next(RAW.glob("gpt2-hf*perf*")))] == ["crashed", "crashed", "completed"]
-    for path in RAW.glob("bandwidth*"):
-        (run,) = read_logs(path)
-        assert len(run.bandwidth) == path.read_text().count("busbw: ")
 
 
 # Tables of the user's own.

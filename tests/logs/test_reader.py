@@ -48,10 +48,6 @@ MANY, UP = "".join(m2021(i, 99) for i in range(1, 30)), [*range(1, 9)]
 NANOGPT = "iter {}: loss {:.4f}, time 137.21ms, mfu 34.10%\n"
 TUNE = "Step {} | loss:{} lr:2e-05 tokens_per_second_per_gpu:57.8\n"
 EVALUATION = "step 15: train loss 3.25, val loss 3.75, train ppl 14.07, val ppl 14.22\n"
-FAIRSEQ = "epoch 001:   1%| | {0}/9000 [00:10<09:00, 1.1it/s, loss=11.5, ppl=9, wps=900, num_updates={0}, lr=1e-5]"
-SWIFT = (
-    "{{'loss': {1}, 'epoch': 0.1, 'global_step/max_steps': '{0}/94', 'percentage': '1%', 'elapsed_time': '{0}m 0s'}} "
-)
 # the lines of a log, and the iterations of each run in it
 ORDER = {
     "joined lines": (m2021(1).rstrip("\n") + m2021(2) + m2021(3), [[1, 2, 3]]),
@@ -64,13 +60,9 @@ ORDER = {
     "evaluations of nanoGPT": (EVALUATION + NANOGPT.format(10, 3.5) + EVALUATION + NANOGPT.format(20, 3.5), [[10, 20]]),
     "two reporters": ("".join(NANOGPT.format(n, 6 - n / 9) + TUNE.format(n, 1.01 * (6 - n / 9)) for n in UP), [UP]),
     "bars": ("\r".join(bar(n, loss=f", v_num=0, train_loss={n}.5") for n in UP), [UP]),
-    "bars as cat -v shows them": ("^M".join(bar(n, loss=f", v_num=0, train_loss={n}.5") for n in UP), [UP]),
-    "bars without line ends": ("".join(bar(n, loss=f", v_num=0, train_loss={n}.5") for n in UP), [UP]),
-    "fairseq's bars": ("".join(map(FAIRSEQ.format, UP)), [UP]),
     "bars drawn before their loss": ("\r".join(bar(n, loss=f", v_num=0, train_loss={k}.5") for n in UP for k in (n - 1, n)), [UP]),
     "bars of ranks": ("\n".join(bar(n, loss=f", v_num=0, train_loss={n + r}") for n in UP for r in range(4)), [UP]),
     "bars drawn with escape sequences": ("".join(f"\x1b[A\x1b[2K\r {bar(i)}\x1b[0m\n\x1b[1m{m2021(i)}\x1b[0m" for i in UP), [UP]),
-    "dicts on one line": ("".join(SWIFT.format(n, 9.5 - n) for n in UP) + "\n", [UP]),
     "a resumed run of DeepSpeed": (deepspeed(136000), [[*range(136005, 136030, 5)]]),
     "two runs of DeepSpeed": (deepspeed(136000) + deepspeed(136010, 30), [[*range(136005, 136030, 5)], [*range(136015, 136040, 5)]]),
     "a hole that a file system left": (m2021(1).encode() + bytes(4096) + m2021(2).encode(), [[1, 2]]),
@@ -248,16 +240,6 @@ def test_a_form_that_held_nothing_is_read_once_other_digits_give_it_values(tmp_p
     dump = "---------------- arguments ----------------\n  hidden_size ......... 64\n  a_name_that_is_long  7\n---------------- end of arguments ----------------\n"
     *_, log = runs(tmp_path, (START + dump * 20 + m2021(1)) * 2)
     assert (log.arguments["hidden_size"], log.arguments["a_name_that_is_long"]) == (64, 7)
-
-
-@pytest.mark.parametrize("code", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
-@pytest.mark.parametrize("count", [3, 9000])
-def test_other_encodings_are_read_as_utf8(tmp_path, code, count):
-    """PowerShell writes UTF-16, with a byte order mark or without; a large file is converted in parts."""
-    text = "é\n" + "".join(m2021(i, 9999, ms=2000 + i) for i in range(1, count + 1))
-    assert list(runs(tmp_path, text.encode(code))[0].iterations["sec_per_it"]) == [
-        (2000 + i) / 1e3 for i in range(1, count + 1)
-    ]
 
 
 def test_a_file_that_grows_is_read_as_far_as_it_goes_and_one_that_shrinks_is_refused(tmp_path, monkeypatch):

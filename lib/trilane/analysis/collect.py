@@ -217,7 +217,5 @@ def read_folder(folder: Path | str) -> tuple[list[dict[str, Any]], list[str]]:
     folder = Path(folder)
     require_folder("folder", folder)
     found = measure_all(below(folder))
-    benches = [f"log={read.path}: a bandwidth benchmark" for read in found for m in read.runs if len(m.log.bandwidth)]
-    rows = rows_of([m for read in found for m in read.runs if not len(m.log.bandwidth)], folder)
-    unread = [read.error for read in found if read.error]
-    return sorted(rows, key=lambda row: natural(row["source"])), [*unread, *dict.fromkeys(benches)]
+    rows = rows_of([m for read in found for m in read.runs], folder)
+    return sorted(rows, key=lambda row: natural(row["source"])), [read.error for read in found if read.error]

@@ -1,7 +1,4 @@
-"""What a log prints about the hardware: the GPU table of nvidia-smi, and bandwidth benchmarks in bytes per second.
-
-Benchmarks: all_reduce_bench in its two forms, and NVIDIA's nccl-tests.
-"""
+"""What a log prints about the hardware: the GPU table of nvidia-smi."""
 
 import re
 from dataclasses import dataclass
@@ -43,21 +40,3 @@ class DeviceParser:
             used, total = (float(text) * 2**20 for text in use.groups())
             return Device(index=index, name=name, used_bytes=used, total_bytes=total)
         return None
-
-
-def benchmark(line: bytes) -> dict[str, float]:
-    """The rates in bytes per second on a line of a benchmark, of nccl-tests with seconds and bytes of the message; {}
-    for another line."""
-    if b"busbw: " in line and (found := re.search(rb"busbw: (\d+(?:\.\d*)?)\s+Gbps", line)):
-        return {"bus_bytes_per_s": float(found[1]) * 1e9 / 8}
-    kinds = rb"(?:float|half|bfloat16|double|u?int\d+|fp8\S*)"
-    number = rb"\s+(\d+(?:\.\d*)?)"
-    found = re.match(rb"\s*(\d+)\s+\d+\s+" + kinds + rb"\s+(?:\w+\s+)?-?\d+" + 3 * number, line)
-    size, seconds, algorithm, bus = map(float, found.groups()) if found else (0.0,) * 4
-    rates = {"algorithm_bytes_per_s": algorithm * 1e9, "bus_bytes_per_s": bus * 1e9}
-    return {"message_bytes": size, "seconds": seconds / 1e6, **rates} if found else {}
-
-
-def benchmark_finished(line: bytes) -> bool:
-    """Whether the line is the summary that a benchmark prints last."""
-    return bool(re.search(rb"# Avg bus bandwidth\s*: \d|average bandwidth of \w+", line))

@@ -40,7 +40,6 @@ class RunLog(Table):
     memory       a row per rank: rank, iteration, allocated, max_allocated, reserved, max_reserved; `max_` is the most
                  that the rank ever reported
     timers       a row per iteration: iteration, and each timer of the framework
-    bandwidth    a row per trial of a bandwidth benchmark
     devices      the GPUs that nvidia-smi lists
     summary      numbers printed once, such as train_runtime and those of the flops profiler
     status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed it (None if unknown),
@@ -64,7 +63,6 @@ class RunLog(Table):
     dialect: str = ""
     arguments: Mapping[str, Value] = field(default_factory=dict)
     timers: DataFrame = field(default_factory=frame)
-    bandwidth: DataFrame = field(default_factory=frame)
     devices: tuple[Device, ...] = ()
     summary: Mapping[str, float] = field(default_factory=dict)
     rank: int | None = None
@@ -168,7 +166,6 @@ def _finish(run: PartialRun, path: Path, age: float) -> RunLog:
         dialect=" + ".join(sorted(counted)) or "unknown",
         arguments=run.arguments,
         timers=frame(run.timers.columns(), ("iteration",)),
-        bandwidth=frame(run.bandwidth.columns(), ("message_bytes",)),
         devices=tuple(device for _, device in sorted(run.devices.items())),
         summary=run.summary,
         rank=rank,

@@ -6,7 +6,6 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,16 +19,16 @@ MAX_LINE = 1 << 24  # bytes: a longer line is cut, so that memory stays bounded 
 def blocks(path: Path, notes: list[str] | None = None) -> Iterator[bytes]:
     """The bytes of `path`, cut after line ends; only the last block may end inside a line.
 
-    A truncated gzip file is read as far as possible, which is added to `notes`; UTF-16 as UTF-8. Leading zero bytes,
+    A truncated gzip file is read as far as possible, which is added to `notes`. Leading zero bytes,
     left when a log is emptied while it is being written, are skipped. Raises ValueError for a missing, empty or binary
     file, for a damaged gzip file, and for one that becomes shorter while it is read: its blocks are of two logs.
     """
     require_file("log", path)
     with path.open("rb") as raw:
         rest, size, started = b"", 0, False
-        for chunk in _as_utf8(_chunks(raw, path, [] if notes is None else notes)):
+        for chunk in _chunks(raw, path, [] if notes is None else notes):
             size += len(chunk)
-            data = chunk if started else chunk.lstrip(b"\0")
+            data = chunk if started else chunk.lstrip(b"\0").removeprefix(codecs.BOM_UTF8)
             if data and not started:
                 require(not is_binary(data[: 1 << 16]), "log", path, "is a binary file, not a log")
                 started = True
@@ -66,20 +65,6 @@ def _chunks(raw: BinaryIO, path: Path, notes: list[str]) -> Iterator[bytes]:
         notes.append("the gzip file ends early (it was cut, or is still written): what came after is not known")
     except (zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"log={path}: a damaged gzip file ({error})") from None
-
-
-def _as_utf8(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """The chunks without a byte order mark, those of UTF-16 (with a mark, or of Latin text) converted."""
-    first = next(chunks, b"")
-    marked, most = first[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), len(first) // 2
-    zeros = [first[start::2].count(b"\0") for start in (0, 1)]
-    if marked or (sum(zeros) >= 0.9 * most > 0 and min(zeros) <= 0.02 * most):
-        name = "utf-16" if marked else "utf-16-le" if zeros[1] > zeros[0] else "utf-16-be"
-        decoder = codecs.getincrementaldecoder(name)("replace")
-        for chunk in chain([first], chunks):
-            yield decoder.decode(chunk).encode("utf-8", "replace")
-        return
-    yield from chain([first.removeprefix(codecs.BOM_UTF8)], chunks)
 
 
 def is_binary(head: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Facts: all that a log holds besides iterations: memory, timers, arguments, devices, bandwidth and the end."""
+"""Facts: all that a log holds besides iterations: memory, timers, arguments, devices and the end."""
 
 import re
 from dataclasses import replace
@@ -48,7 +48,7 @@ class Facts:
         return trains or bool(LAUNCH.search(line))
 
     def numbers(self, line: bytes, run: PartialRun) -> bool:
-        """Read timers, rates and what benchmarks print; returns whether the line has the form of any, digits aside."""
+        """Read timers, rates and devices; returns whether the line has the form of any, digits aside."""
         if spans := timers(line):
             run.add_timers(row_of(spans, line))
         elif b"Effective Tera" in line:
@@ -58,10 +58,6 @@ class Facts:
         elif b"fwd+bwd+step" in line and (found := FLOPS.match(body(line))):
             name = " ".join(found[1].decode("utf-8", "replace").split())
             run.summary[f"profiler: {name}"] = float(found[2]) * SUFFIXES.get(found[3], 1.0)
-        elif row := hardware.benchmark(line):
-            run.dialects["nccl-tests" if "message_bytes" in row else "all_reduce_bench"] += 0
-            run.bandwidth.add(row)
-            run.last_line = line
         elif device := self._devices.device(line):
             run.devices[device.index] = device
         else:
@@ -97,8 +93,6 @@ class Facts:
         if end := endings.ending(line, run.rows) or raised:
             if not (ignored and end.level in (Level.ERROR, Level.CONSEQUENCE)):
                 run.add_ending(replace(end, in_traceback=was_open))
-        elif b"andwidth" in line and hardware.benchmark_finished(line):
-            run.add_ending(endings.planned_end(line, run.rows))
         elif any(word in line for word in (b"local_rank", b"host  ", b"time  ", b"nranks", b"Root Cause")):
             self._place(line, run)
         elif not was_open and not self.traceback:

@@ -19,10 +19,6 @@ from trilane.logs.reading.runs import Line, PartialRun, Runs
 
 LONG = 1 << 16  # bytes: longer lines are searched for iterations only
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
-# between two states of a bar on one line: a carriage return, as `cat -v` writes it too, or nothing where it was dropped
-REDRAWN = re.compile(rb"\r|\^M|(?<=\])(?=[^\[\]\r]{0,80}\b\d{1,3}%\|)", re.DOTALL)
-# between two dicts with a loss each that a collector of logs, or who pasted them, put on one line
-JOINED = re.compile(rb"(?<=\}),?\s{0,2}(?=\{['\"][^{}]{0,4000}\bloss['\"])")
 
 
 @dataclass
@@ -271,19 +267,17 @@ class Reader:
 
 
 def _parts(line: bytes) -> list[bytes]:
-    """The parts of a line that a progress bar overwrote, or of dicts on one line; a dict is joined with the bar before
-    it."""
-    bars = b"\r" in line or b"^M" in line or (line.count(b"%|") > 1 and REDRAWN.search(line))
-    if not bars and not (line.count(b"loss") > 1 and line.count(b"{") > 1):
+    """The parts of a line that a progress bar overwrote; a dict is joined with the bar before it."""
+    if b"\r" not in line:
         return [line]
     parts, bar = list[bytes](), b""
-    for part in REDRAWN.split(line):
+    for part in line.split(b"\r"):
         if b"{'" in part and bar and not trainer_dicts.BAR.search(part):
             part = bar + part
         elif trainer_dicts.BAR.search(part):
             bar = part[-1000:]
         parts.append(part)
-    return [dict_ for part in parts for dict_ in JOINED.split(part)]
+    return parts
 
 
 def _best(known: Sequence[Dialect], line: bytes) -> tuple[list[Span], Dialect] | None:

@@ -32,8 +32,8 @@ class PartialRun:
     and names."""
 
     def __init__(self, follows: bool = False) -> None:
-        self.iterations, self.companion, self.timers = NumericTable(), NumericTable(), NumericTable()
-        self.bandwidth, self.validation = NumericTable(), NumericTable()
+        self.iterations, self.companion = NumericTable(), NumericTable()
+        self.timers, self.validation = NumericTable(), NumericTable()
         self.memory: dict[int, dict[str, float]] = {}
         self.memory_is_late = False  # whether it was reported after an iteration
         self.arguments: dict[str, Value] = {}
@@ -72,11 +72,11 @@ class PartialRun:
     def ends_at_launch(self) -> bool:
         """Whether a launch seen now begins another run."""
         ended = (Level.SCHEDULER, Level.OUTSIDE, Level.WRAPPER, Level.LAUNCHER)
-        return bool(self.rows or self.summary or self.bandwidth.rows) or any(e.level in ended for e in self.endings)
+        return bool(self.rows or self.summary) or any(e.level in ended for e in self.endings)
 
     @property
     def has_content(self) -> bool:
-        """Whether it has iterations, a summary, a benchmark or an ending, or is a launch after another run."""
+        """Whether it has iterations, a summary or an ending, or is a launch after another run."""
         return self.ends_at_launch or bool(self.endings) or (self.launched and self.follows)
 
     def add(self, row: dict[str, float], dialect: str, source: float, line: bytes) -> None:
