@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engine")]
-from plans import ELSEWHERE, small_plan  # noqa: E402
+from plans import small_plan  # noqa: E402
 from pool import WorkerPool, engine_pool  # noqa: E402
 
 from trilane.diagnose.restart import RestartComparison  # noqa: E402
@@ -123,7 +123,6 @@ def named(bug: Bug, audit: RestartComparison) -> bool:
 CYCLES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "megatron TP2 PP2 DP2 distributed optimizer": ({"tp": 2, "pp": 2, "dp": 2, "zero": 1}, None),
     "ZeRO-3 TP2 DP2 fp16": ({"engine": "deepspeed-zero", "tp": 2, "dp": 2, "zero": 3, "precision": "fp16"}, None),
-    **dict([*ELSEWHERE.items()][:1]),
     "HF ZeRO-3 DP2 -> megatron TP4": ({"engine": "hf-zero3", "dp": 2, "zero": 3}, {"tp": 4}),
     "megatron DP2 distributed optimizer, both overlaps": (
         {"dp": 2, "zero": 1, "overlap_grad_reduce": True, "overlap_param_gather": True, "precision": "bf16"},
