@@ -183,7 +183,7 @@ def _time(rows: Sequence[Row], pick: Any) -> Any:
     base = chart(title="Time by part", width=380, height=230).transform_filter(pick)
     base = base.transform_flatten(["part", "part_s", "share"]).transform_filter("datum.part_s > 0")
     return base.mark_bar().encode(
-        x=alt.X("part_s:Q", title="seconds an iteration"),
+        x=alt.X("part_s:Q", title="seconds an iteration", axis=alt.Axis(tickCount=5)),
         y=alt.Y("part:N", title=None, axis=alt.Axis(labelFontSize=9), scale=alt.Scale(domain=rows[0]["part"])),
         color=alt.condition("datum.part == 'bubble'", alt.value(COLORS[1]), alt.value(COLORS[0])),
         tooltip=tooltips({"part": "part", "part_s": "seconds", "share": "of the iteration"}),
