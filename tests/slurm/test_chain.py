@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -74,14 +73,11 @@ def test_document_004s_two_schedules_become_chains_in_which_nothing_is_refused(
     stages = ",".join(f"{gbs}:{nodes}:{mbs}" for nodes, gbs, mbs in rows)
     command = ["slurm", "chain", "create", str(tmp_path / "plan.json"), str(tmp_path / "c"), "--stages", stages]
     command += ["--site", f"jean-zay-v100-{gb}g", "--account", "six@v100", "--time-limit", "20:00:00"]
-    assert main([*command, "--start", "2026-12-01", "--json"]) == 0
+    assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["links"]
     said = [(r["nodes"], r["mbs"], r["batches"][0], r["batches"][-1], r["last"]) for r in found]
     assert said == wanted
     assert {(n, b, m) for n, m, b, _, _ in said} >= set(rows), "every row of the document is a link"
-    assert [row["begins"] for row in found] == ["2026-12-01T00:00", *(row["ends"] for row in found[:-1])]
-    dates = [datetime.fromisoformat(row["ends"]) - datetime.fromisoformat(row["begins"]) for row in found]
-    assert [d.total_seconds() / 3600 for d in dates] == pytest.approx([row["hours"] for row in found], abs=0.04)
     paths, site = chain.stages_of(tmp_path / "c"), sites.site(f"jean-zay-v100-{gb}g")
     request = JobRequest(account="six@v100", time_limit="20:00:00")
     for path, link in zip(paths, chain.read(tmp_path / "c"), strict=True):

@@ -1,17 +1,13 @@
 """What SLURM's commands answer on a bad day: each is a small script here that says what the real one says."""
 
-import contextlib
 import json
-import os
-import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from slurm_cluster import REQUEST, SITE, Commands, one, plan, run_folder
 
 from trilane.cli.app import main
-from trilane.slurm import attempt, chain, client, jobs, ledger, monitor
+from trilane.slurm import chain, client, jobs, ledger, monitor
 from trilane.utils.folder_lock import FolderLock
 from trilane.workspace.status import RunStatus, write_status
 
@@ -149,25 +145,10 @@ def test_what_is_no_job_id_never_reaches_slurm(job: str, commands: Commands) -> 
 
 def test_without_slurm_a_submission_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(ValueError, match=r"^slurm=sbatch: is not installed here; use site local$"):
+    with pytest.raises(
+        ValueError, match=r"^slurm=sbatch: is not installed here; `trilane train` trains on this machine$"
+    ):
         client.sbatch(folder / "job.sbatch")
-
-
-def test_a_job_waits_for_slurm_before_it_trains_where_another_may(commands: Commands, folder: Path) -> None:
-    """SLURM away, then back; away, and the other job writes; away, and nobody writes; the other job is ending."""
-    ledger.note(folder, "started", "77", nodes="", iteration=0, restarts=0)
-    running = "echo '77|RUNNING|None|0:00|1:00|n1|x'"
-    commands.say("squeue", AWAY)
-    threading.Timer(0.2, commands.say, ("squeue", running)).start()
-    assert attempt.competing(folder, "2", every_s=0.01) == "job 77 trains here"
-    commands.say("squeue", AWAY)
-    threading.Timer(0.2, (folder / "run.log").touch).start()
-    assert attempt.competing(folder, "2", every_s=0.01) == "job 77 still writes here"
-    commands.say("squeue", running.replace("RUNNING", "COMPLETING"))
-    threading.Timer(0.2, commands.say, ("squeue", "true")).start()
-    assert attempt.competing(folder, "2", every_s=0.01) == ""
-    commands.say("squeue", AWAY)
-    assert attempt.competing(folder, "2", patience_s=0.05, every_s=0.01) == ""
 
 
 def test_a_chain_whose_submission_was_killed_is_found_by_its_name(commands: Commands, tmp_path: Path) -> None:
@@ -181,32 +162,11 @@ def test_a_chain_whose_submission_was_killed_is_found_by_its_name(commands: Comm
     assert ledger.job_ids(run) == ["7", "8"] == jobs.cancel([run]) and not commands.calls("sbatch")
 
 
-def test_a_run_that_trains_here_is_not_started_twice(
-    commands: Commands, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_a_run_that_trains_here_is_not_started_twice_nor_submitted(
+    commands: Commands, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(jobs, "PATIENCE_S", 0.05)
-    begun, release = threading.Event(), threading.Event()
-
-    def train(*_: object, **__: object) -> None:
-        begun.set()
-        release.wait(30)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(jobs.local, "train_local", train)
-    local = replace(SITE, name="local")
-
-    def start() -> None:
-        with contextlib.suppress(KeyboardInterrupt):
-            jobs.submit(folder, local, REQUEST)
-
-    first = threading.Thread(target=start)
-    first.start()
-    assert begun.wait(30)
-    with pytest.raises(ValueError, match=rf"is locked by process {os.getpid()} on "):
-        jobs.submit(folder, local, REQUEST)
-    release.set()
-    first.join()
-    assert [e["event"] for e in ledger.events(folder)][1:] == ["submitted", "started"]
     with FolderLock([folder]).held(0):
         assert main(["train", str(folder / "plan.json")]) == 2
     assert "is locked by process" in capsys.readouterr().err
+    assert main(["slurm", "submit", str(folder), "--site", "local", "--allow", "cluster", "--allow", "script"]) == 2
+    assert "site=local: has no SLURM; `trilane train PLAN` trains here" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 from slurm_cluster import Commands
 
 from trilane.engine.bench import node_test as gpu_health
-from trilane.slurm import ledger, node_test, nodes
+from trilane.slurm import node_test, nodes
 from trilane.slurm.node_test import Group, Result
 
 FAST = {"matmul FLOP/s": 100.0, "PCIe B/s": 10.0}
@@ -119,18 +119,3 @@ def test_only_nodes_that_do_not_answer_are_dead_and_never_all(
     fails = "echo 'srun: error: Communication connection failure' >&2; exit 1"
     commands.say("srun", f"case $* in *=n[{dead or 0}]*) {fails};; *=n[{hanging or 0}]*) exec sleep 60;; esac")
     assert nodes.unreachable(["n1", "n2", "n3"], within_s=1.0) == [f"n{n}" for n in found]
-
-
-def test_a_waiting_job_avoids_what_its_run_has_lost_last(
-    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fifty-two nodes are all that some have: a job of 48 that avoided every node that ever failed would wait for ever.
-    What the person has excluded stays."""
-    for job, lost in (("5", "n1"), ("6", "n2")):
-        ledger.note(tmp_path, "node failure", job, nodes=[lost])
-    monkeypatch.setattr(nodes, "waiting", lambda *_: ["7"])
-    commands.say(
-        "scontrol", "case $* in 'show job'*) echo ' ExcNodeList=n[9,1-2]';; *names*) printf 'n9\\nn1\\nn2\\n';; esac"
-    )
-    nodes.avoid(tmp_path, "6", ["n3"])
-    assert commands.calls("scontrol")[-1] == "scontrol update JobId=7 ExcNodeList=n9,n3"

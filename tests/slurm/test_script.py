@@ -30,7 +30,6 @@ EVERYTHING = JobRequest(
     mail="me@example.org",
     comment="for Ada (phase 2)",
     requeue=False,
-    launcher="deepspeed",
     launch_blocking=True,
     nccl_debug="INFO",
     environment="conda:trilane",
@@ -98,7 +97,7 @@ srun*) while [[ $1 == -* ]]; do shift; done; exec "$@" ;;
 scontrol*) echo n1; sleep "${PAUSE_S:-0}"; echo n2 ;;
 *'job nodes .'*) echo 'n[1-2]' ;;
 *'job begin .') echo "${BEGIN:-go: from the beginning}" ;;
-*engine.torchrun* | deepspeed*) env >"$CALLS.env"; exit "${CODE:-0}" ;;
+*engine.torchrun*) env >"$CALLS.env"; exit "${CODE:-0}" ;;
 esac
 """
 SRUN = ["srun", "--kill-on-bad-exit=1", "--wait=60"]
@@ -114,7 +113,7 @@ class Play:
         self.place, self.log, self.errors = place, place / "calls", ""
         (place / "bin").mkdir()
         (place / "bin/activate").touch()
-        for name in ("python", "srun", "scontrol", "sbatch", "salloc", "nvidia-smi", "deepspeed", "conda"):
+        for name in ("python", "srun", "scontrol", "sbatch", "salloc", "nvidia-smi", "conda"):
             (place / "bin" / name).write_text(CALLED)
             (place / "bin" / name).chmod(0o755)
 
@@ -212,18 +211,14 @@ def test_the_processes_meet_on_the_first_of_the_nodes_that_train(play: Play) -> 
     assert {"--nnodes=1", "--rdzv-id=77.1", "--rdzv-endpoint=n1:11077"} <= set(started)
 
 
-def test_deepspeeds_launcher_gets_the_nodes_from_a_hostfile(play: Play) -> None:
-    assert play.run(recorded("jean-zay-a100")["train-everything-jean-zay-a100.sbatch"]) == 0
-    hostfile = play.place / "ranks/hostfile-77"
-    assert hostfile.read_text() == "n1 slots=8\nn2 slots=8\n"
-    nodes = [f"--hostfile={hostfile}", "--node_rank=0", "--master_addr=n1", "--master_port=10077", "--no_local_rank"]
-    start = ["deepspeed", "--no_ssh", *nodes, "--module", "trilane.engine", "plan.json"]
+def test_of_a_job_with_spares_as_many_nodes_train_as_were_planned(play: Play) -> None:
+    text = recorded("jean-zay-a100")["train-everything-jean-zay-a100.sbatch"]
+    assert play.run(text) == 0
     conda = [["conda", "shell.bash", "hook"], ["conda", "activate", "trilane"]]
     chosen = [*SRUN, "--nodes=2", "--nodelist=n[1-2]", "--ntasks=2"]  # of the three that the job has
     begun = [["module", "purge"], ["module", "load", "arch/a100"], *conda, BEGIN, CORPUS, choice(8)]
     ended = [*END, "--code", "0", *choice(8)[-4:]]  # a node may have failed: the test, with which it began, tells
-    calls = [*begun, HOSTS, HOSTS, chosen, start, ended]
-    assert play.calls == calls
+    assert play.calls == [*begun, HOSTS, chosen, torchrun(), ended]
     assert (play.env["CUDA_LAUNCH_BLOCKING"], play.env["NCCL_DEBUG"]) == ("1", "INFO")
 
 
@@ -243,7 +238,9 @@ def test_the_interactive_script_asks_for_the_same_nodes_with_a_shell(play: Play)
 def test_every_wish_changes_a_script(wish: str) -> None:
     """A wish that no template has a place for would be lost without a word."""
     site, plan = sites.site("generic"), plan_for(sites.site("generic"))
-    changed = {"signal_s": 60, "exclude": "n1", "preflight": False}.get(wish, getattr(EVERYTHING, wish))
+    changed = {"signal_s": 60, "exclude": "n1", "preflight": False, "launcher": "srun"}.get(
+        wish, getattr(EVERYTHING, wish)
+    )
     one = dataclasses.replace(JobRequest(), **{wish: changed})
     assert len({script.render("train", plan, site, r) for r in (JobRequest(), one)}) == 2
 
@@ -288,7 +285,7 @@ def test_a_hostile_label_is_refused_and_a_hostile_path_is_quoted_never_executed(
         ({"time_limit": "20h"}, r"^time_limit='20h': must be a time in a form of sbatch"),
         ({"time_limit": "00:00:30"}, r"^time_limit=00:00:30: must be a minute or more$"),
         ({"time_limit": "00:05:00", "signal_s": 300}, r"^signal_s=300: must be less than time_limit=00:05:00$"),
-        ({"launcher": "mpirun"}, r"^launcher=mpirun: did you mean srun\? known: deepspeed, srun, torchrun$"),
+        ({"launcher": "mpirun"}, r"^launcher=mpirun: did you mean srun\? known: srun, torchrun$"),
         ({"spares": -1}, r"^spares=-1: must be a whole number of at least 0$"),
     ],
 )

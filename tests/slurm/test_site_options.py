@@ -20,11 +20,8 @@ FREE = Site(
     cluster="jz-a100-80g",
     env={"NCCL_SOCKET_IFNAME": "ib0", "QUOTED": "it's $HOME"},
     setup=("module load cuda", "source /opt/env.sh"),
-    sbatch={"licenses": "scratch", "contiguous": ""},
+    sbatch={"licenses": "scratch", "exclusive": "", "mem": "0", "switches": "1@12:00:00"},
     srun=("--mpi=none", "--label"),
-    mem="0",
-    exclusive=True,
-    switches="1@12:00:00",
     gpu_type="a100",
 )
 
@@ -36,10 +33,10 @@ def rendered(site: Site, **wishes: Any) -> str:
 def test_every_further_option_of_a_site_is_one_directive() -> None:
     found = directives(rendered(FREE))
     wanted = {"gres": "gpu:a100:8", "mem": "0", "exclusive": "", "switches": "1@12:00:00"}
-    assert found.items() >= {**wanted, "licenses": "scratch", "contiguous": ""}.items()
+    assert found.items() >= {**wanted, "licenses": "scratch"}.items()
     assert "MASTER_ADDR=${TRAIN_HOSTS%%$'\\n'*}-ib\n" in rendered(replace(FREE, host_suffix="-ib"))
-    blocks = directives(rendered(replace(FREE, switches="", segment=16, gpu_option="gpus-per-node")))
-    assert (blocks["segment"], blocks["gpus-per-node"], "gres" in blocks) == ("16", "a100:8", False)
+    other = directives(rendered(replace(FREE, gpu_option="gpus-per-node")))
+    assert (other["gpus-per-node"], "gres" in other) == ("a100:8", False)
 
 
 BAD = [

@@ -297,9 +297,14 @@ def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_it
     (tmp_path / "apptainer").write_text(BOX)
     (tmp_path / "apptainer").chmod(0o755)
     setup = ('[[ $FROM_SITE == "it\'s mine" ]]', "export FROM_SETUP=1  # for the tasks", f"PATH={tmp_path}:$PATH")
-    more = {"env": {"FROM_SITE": "it's mine"}, "setup": setup, "srun": ("--label",), "sbatch": {"nice": "5"}}
+    more = {
+        "env": {"FROM_SITE": "it's mine"},
+        "setup": setup,
+        "srun": ("--label",),
+        "sbatch": {"nice": "5", "mem": "0"},
+    }
     box = {"container": "apptainer", "container_image": str(tmp_path / "image.sif")}
-    own, request = replace(SITE, mem="0", **more, **box), replace(REQUEST, launcher="srun", comment="for Ada (2)")
+    own, request = replace(SITE, **more, **box), replace(REQUEST, launcher="srun", comment="for Ada (2)")
     pace(monkeypatch)
     folder = tmp_path / "own"
     folder.mkdir()

@@ -1,6 +1,5 @@
 """`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains, sites, and what the job scripts ask."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,11 +30,6 @@ class Job(JobRequest):
 
     site: Site = option(help=f"{', '.join(sites.catalogue())}, or a JSON file", read=sites.site)
     allow: tuple[str, ...] = option((), "only warn of this rule; may be repeated", metavar="RULE")
-
-    def require_answer(self) -> None:
-        """Raise unless SLURM answers, where the site has one."""
-        if not self.site.is_local:
-            client.require_answer("; nothing was submitted: submit again when it answers")
 
 
 @command(GROUP)
@@ -73,8 +67,8 @@ def submit(
     rewrite: bool = option(False, "write job.sbatch anew, for this site and these options"),
     dry_run: bool = option(False, "only check, and submit nothing"),
 ) -> Answer:
-    """Submit runs that have not completed, or train them here at site local: all, or if the check refuses one, none."""
-    job.require_answer()
+    """Submit runs that have not completed: all, or if the check refuses one, none."""
+    client.require_answer("; nothing was submitted: submit again when it answers")
     # where all are completed, the check refuses them with that reason
     folders = folders_of(runs)
     folders = [folder for folder in folders if not is_completed(folder)] or folders
@@ -165,20 +159,19 @@ def create_chain(
     folder: Path,
     job: Job,
     stages: str = option("", "nodes that follow the batch ramp-up", metavar="GBS:NODES:MBS,..."),
-    start: str = option("", "when the first link begins, such as 2026-12-01; default now", metavar="DATE"),
     calibration: str = option("", "constants, as of `plan calendar`", metavar="SOURCE"),
 ) -> Answer:
-    """Write the run folders of a chain that trains PLAN, and print each link's batch sizes, hours and dates.
+    """Write the run folders of a chain that trains PLAN, and print each link's batch sizes and hours.
 
-    Batch sizes that a stage's replicas cannot share fall back to a stage before. Hours and dates are predicted, without
-    starts, saves and waiting.
+    Batch sizes that a stage's replicas cannot share fall back to a stage before. Hours are predicted, without starts,
+    saves and waiting; `plan calendar` has the dates.
     """
-    begin, asked = chains.parse_date(start), chains.parse_stages(stages) if stages else []
+    asked = chains.parse_stages(stages) if stages else []
     read = read_plan(plan)
     known, replaced = constants_of(plan, read.cluster, calibration)
     note(replaced)
     made = chains.create(folder, read, asked, job.site, job, {"calibration": known.kept()})
-    rows = chains.link_records(made, chains.read(folder), begin, known)
+    rows = chains.link_records(made, chains.read(folder), known)
     return Answer({"links": rows}, "\n".join(map(chains.link_line, rows)))
 
 
@@ -187,7 +180,7 @@ def submit_chain(
     folder: Path, job: Job, times: int = option(1, "jobs a stage, where one time limit is not enough", minimum=1)
 ) -> Answer:
     """Submit the jobs, each after the one before; none where the check refuses one."""
-    job.require_answer()
+    client.require_answer("; nothing was submitted: submit again when it answers")
     stages = [path for path in chains.stages_of(folder) if not is_completed(path)]
     found = preflight.check_runs(stages, job.site, job, job.allow)
     ids = [] if found.is_refused else chains.submit(folder, job.site, times)
@@ -200,21 +193,15 @@ def site_command(
     site: Site | None = option(None, argument="[SITE]", read=sites.site),
     is_probe: bool = option(False, "read the site off sinfo and scontrol of this machine", name="probe"),
     partition: str = option("", "with --probe: whose nodes; the default one, or that with most GPUs"),
-    gpu: str = option("", "with --probe: the card, where SLURM does not name it, such as A100-80GB"),
-    output: Path | None = option(None, "with --probe: write FILE.json and FILE-cluster.json", metavar="FILE"),
-    as_json: bool = False,
 ) -> Answer:
     """Print SITE (a name or a JSON file), or the one of this cluster, as JSON; what SLURM does not tell, on stderr."""
     require(is_probe != (site is not None), "site", site.name if site else "none", "give either a name or --probe")
     if site is not None:
         return Answer(to_mapping(site))
     client.require_answer()
-    found = probe.probe(partition, gpu)
-    written = [str(file) for file in (found.write(output) if output else [])]
-    values = to_mapping(found.site)
-    note([] if as_json else found.unknown, label="not found: ")
-    text = "\n".join(written) if written else json.dumps(values, indent=2)
-    return Answer({"site": values, "unknown": list(found.unknown), "files": written}, text)
+    found, unknown = probe.probe(partition)
+    note(unknown, label="not found: ")
+    return Answer(to_mapping(found))
 
 
 attempts = Group("job", help="For the job scripts: may this attempt begin, on which nodes, and how did it end.")

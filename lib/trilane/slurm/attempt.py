@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -88,28 +87,17 @@ def unready(folder: Path) -> str:
     return f"{before.name}, the link before, is at iteration {at} of {plan.run.start_iteration}; {saved}"
 
 
-def competing(folder: Path, job: str, patience_s: float = 180, every_s: float = 2) -> str:
+def competing(folder: Path, job: str) -> str:
     """Which other job trains in this folder now, "" where none does: two would mix their logs.
 
-    SLURM runs one job of a run's name at a time; this is for jobs submitted by hand. While SLURM does not answer, or
-    the other job is ending, this waits. After `patience_s` its log decides.
+    SLURM runs one job of a run's name at a time; this is for jobs submitted by hand. While SLURM does not answer, which
+    it did when it started this job, nothing is known.
     """
     last = {e["id"]: e["event"] for e in ledger.events(folder, "started", "ended", "replaced")}
     others = [i for i, event in last.items() if event != "ended" and i not in (job, "0") and client.JOB_ID.fullmatch(i)]
-    log, end = folder / "run.log", time.monotonic() + patience_s
-    before = log.stat().st_mtime_ns if log.exists() else 0
-    while others:
-        known = dict.fromkeys(others, "")
-        with contextlib.suppress(ValueError):
-            known = {i: state.state for i, state in client.states(others).items()}
-        if going := [i for i, state in known.items() if state in ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING")]:
-            return f"job {going[0]} trains here"
-        unknown = [i for i, state in known.items() if state in ("", "COMPLETING")]
-        if unknown and log.exists() and log.stat().st_mtime_ns != before:
-            return f"job {unknown[0]} still writes here"
-        if not unknown or time.monotonic() > end:
-            break
-        time.sleep(every_s)
+    going = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING")
+    with contextlib.suppress(ValueError):
+        return next((f"job {s.id} trains here" for s in client.states(others).values() if s.state in going), "")
     return ""
 
 

@@ -7,7 +7,6 @@ left, whether the stop switch is set, and whether the same early failure was rep
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -153,27 +152,24 @@ def phases(plan: Plan) -> list[Phase]:
 
 
 def link_records(
-    folders: Sequence[Path], plans: Sequence[Plan], start: datetime, calibration: Calibration | None = None
+    folders: Sequence[Path], plans: Sequence[Plan], calibration: Calibration | None = None
 ) -> list[dict[str, Any]]:
-    """The links of a chain as JSON: each one's folder, nodes, batch sizes, iterations, predicted hours and dates.
+    """The links of a chain as JSON: each one's folder, nodes, batch sizes, iterations and predicted hours.
 
-    Each batch size is predicted by its own. The dates are those of a chain that begins at `start` and never waits.
-    Left out: starts, saves, evaluations.
+    Each batch size is predicted by its own. Left out: starts, saves, evaluations.
     """
 
     def hours_of(plan: Plan, phase: Phase) -> float:
         topology, run = replace(plan.topology, gbs=phase.gbs), replace(plan.run, ramp=Ramp())
         return phase.iterations * predict(replace(plan, run=run, topology=topology), calibration).sec_per_it / 3600
 
-    rows, now = list[dict[str, Any]](), start
+    rows = list[dict[str, Any]]()
     for folder, plan in zip(folders, plans, strict=True):
         gpus, hours = plan.topology.gpus, sum(hours_of(plan, phase) for phase in phases(plan))
         sizes = [phase.gbs for phase in phases(plan)]
         job = {"gpus": gpus, "nodes": gpus // plan.cluster.gpus_per_node, "mbs": plan.topology.mbs, "batches": sizes}
         span = {"first": plan.run.start_iteration + 1, "last": plan.run.goal, "gpu_hours": hours * gpus, "hours": hours}
-        begin, now = now, now + timedelta(hours=hours)
-        dates = {name: date.isoformat(timespec="minutes") for name, date in (("begins", begin), ("ends", now))}
-        rows.append({"run": str(folder), **job, **span, **dates})
+        rows.append({"run": str(folder), **job, **span})
     return rows
 
 
@@ -181,15 +177,7 @@ def link_line(row: Mapping[str, Any]) -> str:
     """A link's record in one line for the terminal."""
     batches = " to ".join(dict.fromkeys(str(row["batches"][place]) for place in (0, -1)))
     text = "{run}: iterations {first}-{last}, {nodes} nodes, {gpus} GPUs, mbs {mbs}, batch {of}, {hours:.2f} h, "
-    return (text + "{gpu_hours:.2f} GPU hours, {begins} to {ends}").format(**row, of=batches)
-
-
-def parse_date(text: str) -> datetime:
-    """The date, or date and time, of ISO 8601; "" is now."""
-    try:
-        return datetime.fromisoformat(text) if text else datetime.now()
-    except ValueError:
-        raise ValueError(f"start={text}: must be a date, such as 2026-12-01 or 2026-12-01T08:00") from None
+    return (text + "{gpu_hours:.2f} GPU hours").format(**row, of=batches)
 
 
 def read(folder: Path) -> list[Plan]:

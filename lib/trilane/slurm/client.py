@@ -18,8 +18,6 @@ JOB_ID = re.compile(r"\d+")
 DELAYS_S = (1.0, 2.0, 4.0, 8.0)
 # neither squeue nor sacct knows the job, as on a cluster without accounting after a while
 FORGOTTEN = "FORGOTTEN"
-# a run on this machine, without SLURM
-ENDED_HERE = "ENDED HERE"
 ENDED = (
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"),
     *("PREEMPTED", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"),
@@ -51,7 +49,7 @@ class JobState:
     @property
     def has_ended(self) -> bool:
         """Whether it will not run again."""
-        return self.state in (*ENDED, FORGOTTEN, ENDED_HERE)
+        return self.state in (*ENDED, FORGOTTEN)
 
 
 def is_installed() -> bool:
@@ -65,7 +63,12 @@ def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True,
     Raises SlurmError with the command's error text where it fails, SlurmUnreachable where the controller stays
     unreachable, ValueError where the command is not installed.
     """
-    require(shutil.which(command[0]) is not None, "slurm", command[0], "is not installed here; use site local")
+    require(
+        shutil.which(command[0]) is not None,
+        "slurm",
+        command[0],
+        "is not installed here; `trilane train` trains on this machine",
+    )
     for delay in (0.0, *DELAYS_S[: len(DELAYS_S) * again]):
         time.sleep(delay)
         done = _run(command, 60.0, cwd)

@@ -61,11 +61,6 @@ def freeze(home: Path) -> Path:
     return target
 
 
-def fingerprint() -> str:
-    """The hash of the code that is installed now."""
-    return _digits(_sums(_roots()))
-
-
 def _roots() -> dict[str, Path]:
     """The folders of the package and of its templates, by their name in a copy."""
     return {"trilane": package(), "share/trilane/slurm_templates": shipped("slurm_templates")}

@@ -1,4 +1,4 @@
-"""Jobs: the submission of run folders, their status and cancellation; on SLURM or on this machine."""
+"""Jobs: the submission of run folders, their status and cancellation."""
 
 import contextlib
 import time
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.plan import read_plan
-from trilane.launch import local
 from trilane.launch.outcome import last_log
 from trilane.slurm import attempt, client, copies, ledger
 from trilane.slurm.script import SCRIPT, rewrite
@@ -18,7 +17,6 @@ from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import DataFrame, Table, as_json, frame_of, short
 from trilane.utils.validation import require
 from trilane.workspace import run_folder
-from trilane.workspace.checkpoints import FOLDER, latest
 from trilane.workspace.run_folder import is_completed
 from trilane.workspace.status import RunStatus, Status, known_status, status_problem, verdict
 
@@ -52,26 +50,24 @@ def submit_all(
     """Submit `times` jobs of each run with its job.sbatch, written from the template where there is none; their ids.
 
     At most `parallel` of them run at a time (0: any number), since each waits for the end of the one so many before it;
-    jobs of one run never do. At site `local` the plans train here, to their end, and an id begins with "local". Raises
-    ValueError where a run is completed, and ActiveJob where it has a job that has not ended, before anything is
-    submitted; a later error names the jobs that were.
+    jobs of one run never do. Raises ValueError where a run is completed, and ActiveJob where it has a job that has not
+    ended, before anything is submitted; a later error names the jobs that were.
     """
     runs = {folder: folder.resolve() for folder in map(Path, folders)}
+    require(not site.is_local, "site", site.name, "has no SLURM; `trilane train PLAN` trains here")
     for path in runs.values():
         read_plan(path / "plan.json")
+        require(not is_completed(path), "run folder", path, "holds a completed run; take a new one")
     made, parents = list[tuple[Path, str]](), {path.parent for path in runs.values()}
     # runs of one sweep or chain share a copy of the code
     shared = parents.pop() if len(runs) > 1 == len(parents) else None
-    with submitting(runs.values(), is_local=site.is_local):
-        for path in runs.values():
-            require(not is_completed(path), "run folder", path, "holds a completed run; take a new one")
+    with submitting(runs.values()):
         try:
             for folder, path in [pair for pair in runs.items() for _ in range(times)]:
-                if not site.is_local and not (path / SCRIPT).exists():
+                if not (path / SCRIPT).exists():
                     rewrite(path, site, request)
                 after = [f"afterany:{job}" for _, job in made[-parallel:][:1] if 0 < parallel <= len(made)]
-                job = _train_here(path) if site.is_local else _accept(path, shared or path, site.name, options, after)
-                made.append((folder, job))
+                made.append((folder, _accept(path, shared or path, site.name, options, after)))
         except ValueError as error:
             earlier = f"; submitted before it: {', '.join(job for _, job in made)}" * bool(made)
             error.args = (f"{error}{earlier}", *error.args[1:])
@@ -80,7 +76,7 @@ def submit_all(
 
 
 @contextlib.contextmanager
-def submitting(folders: Iterable[Path], is_local: bool = False) -> Iterator[None]:
+def submitting(folders: Iterable[Path]) -> Iterator[None]:
     """The run folders locked, none of which has a job that has not ended.
 
     SLURM alone knows what it has accepted, and finds it by the jobs' name. It does not know what is on its way: a
@@ -90,16 +86,16 @@ def submitting(folders: Iterable[Path], is_local: bool = False) -> Iterator[None
     was_locked, begin = any((folder / "run.lock").exists() for folder in wanted), time.monotonic()
     with FolderLock(wanted).held(PATIENCE_S):
         was_locked |= time.monotonic() - begin > 0.1  # by one that may have been killed while this waited
-        _require_idle(wanted, is_local)
-        if was_locked and not is_local:
+        _require_idle(wanted)
+        if was_locked:
             time.sleep(SETTLE_S)
-            _require_idle(wanted, is_local)
+            _require_idle(wanted)
         yield
 
 
-def _require_idle(folders: Sequence[Path], is_local: bool) -> None:
+def _require_idle(folders: Sequence[Path]) -> None:
     """ActiveJob where a run has a job that has not ended; the ledger gets the jobs that it lacks."""
-    for folder, states in states_of(folders, must_ask=not is_local).items():
+    for folder, states in states_of(folders, must_ask=True).items():
         known = ledger.job_ids(folder)
         for job in [state.id for state in states if state.id not in known]:
             # its submission was killed before it could record it
@@ -124,18 +120,6 @@ def _accept(folder: Path, home: Path, site: str, options: Sequence[str], after: 
         script, *options, name=client.job_name(folder), known=ledger.job_ids(folder), arguments=arguments
     )
     ledger.note(folder, "submitted", job, site=site, code=code.name if code else "", after=",".join(after))
-    return job
-
-
-def _train_here(folder: Path) -> str:
-    job = f"local-{1 + len(ledger.job_ids(folder))}"
-    has_checkpoint = latest(folder / FOLDER) is not None
-    run_folder.put_aside(folder, keep=has_checkpoint)
-    # it starts now, with the installed code
-    ledger.note(folder, "submitted", job, site="local", code=copies.fingerprint(), after="")
-    ledger.note(folder, "started", job, nodes="", iteration=run_folder.iteration(folder), restarts=0)
-    outcome = local.train_local(folder, resume=has_checkpoint)
-    ledger.note(folder, "ended", job, status=outcome.status, evidence=outcome.evidence)
     return job
 
 
@@ -214,12 +198,10 @@ def states_of(folders: Iterable[Path], must_ask: bool = False) -> dict[Path, lis
         folder = folder_of.get(state.name)
         if folder and job not in ids[folder]:
             ids[folder].append(job)
-    return {folder: [found.get(job) or _unknown(job) for job in mine] for folder, mine in ids.items()}
-
-
-def _unknown(job: str) -> client.JobState:
-    """The state of a job that SLURM has forgotten, or never had."""
-    return client.JobState(id=job, state=client.FORGOTTEN if client.JOB_ID.fullmatch(job) else client.ENDED_HERE)
+    return {
+        folder: [found.get(job) or client.JobState(id=job, state=client.FORGOTTEN) for job in mine]
+        for folder, mine in ids.items()
+    }
 
 
 def active_jobs(folder: Path) -> list[str]:
@@ -251,7 +233,7 @@ def _decisive(folder: Path, states: Sequence[client.JobState]) -> client.JobStat
     The later jobs of a chain only find that nothing is left to do, or are cancelled before they start.
     """
     began, refused = ledger.job_ids(folder, "started"), ledger.job_ids(folder, "refused")
-    nothing = ("COMPLETED", "CANCELLED", client.FORGOTTEN, client.ENDED_HERE)
+    nothing = ("COMPLETED", "CANCELLED", client.FORGOTTEN)
     failed = [s.id for s in states if s.id not in refused and s.state not in nothing]
     return next((s for s in reversed(states) if s.id in (*began, *failed)), states[-1] if states else None)
 

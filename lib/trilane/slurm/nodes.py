@@ -1,6 +1,6 @@
 """Nodes of a job: which of them train, and what happens when one fails.
 
-A failed node is recorded in the ledger, and later jobs of the run exclude it. The training starts again: on a spare
+A failed node is recorded in the ledger, and the job uses it no more. The training starts again: on a spare
 node where the job has one, else once the job, requeued, has other nodes. The job itself probes its nodes, because SLURM
 notices a dead one only minutes later (SlurmdTimeout).
 """
@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -66,8 +66,7 @@ def start_nodes(
     lost = dict.fromkeys(lost_nodes(folder, job), "has failed")
     left = [node for node in nodes if node not in lost]
     found = test(left) if test and len(left) > 1 else node_test.Findings()
-    with contextlib.suppress(ValueError):  # a SLURM that does not answer must not prevent the training
-        avoid(folder, job, list(found.broken))
+    _note_broken(folder, job, found.broken)
     try:
         chosen, left_out = choose(nodes, count, {**lost, **found.broken}, found.slow)
     except ValueError as error:
@@ -85,6 +84,12 @@ def start_nodes(
     return client.call(["scontrol", "show", "hostlist", ",".join(chosen)]).strip(), lines
 
 
+def _note_broken(folder: Path, job: str, nodes: Iterable[str]) -> None:
+    """Record nodes of the job as failed: none of its later starts takes them. A later job of the run tests its own."""
+    if names := list(nodes):
+        ledger.note(folder, "node failure", job, nodes=names)
+
+
 def _failed(folder: Path, job: str, reason: str) -> None:
     """Record that the attempt ended by a node failure, outside of the training."""
     write_status(folder, RunStatus(status=Status.NODE_FAILURE, evidence=reason, rank=None, exit_code=1, seconds=0.0))
@@ -94,7 +99,7 @@ def _failed(folder: Path, job: str, reason: str) -> None:
 def handle_node_failure(
     folder: Path, job: str, nodelist: str, outcome: RunStatus, test: Tester | None = None
 ) -> RunStatus:
-    """The outcome of an attempt; "node failure" where one of its nodes is the reason, which later jobs then exclude.
+    """The outcome of an attempt; "node failure" where one of its nodes is the reason.
 
     A spare takes its place (event "replaced"); else the job is requeued: SLURM itself requeues only what still runs.
     """
@@ -112,7 +117,7 @@ def handle_node_failure(
         # by a test, while there is a spare: a GPU that has failed leaves its node alive
         if not faulty and test and len(nodes) > len(trained) > 0:
             faulty = dict(test(nodes).broken)
-        avoid(folder, job, list(faulty))
+        _note_broken(folder, job, faulty)
         if not set(faulty) & set(trained or nodes):  # a spare may have died: no reason for the training to fail
             return outcome
         reasons = "; ".join(f"{node} {why}" for node, why in faulty.items())
@@ -152,31 +157,11 @@ def training_nodes(folder: Path, job: str) -> list[str]:
     return next((list(e["chosen"]) for e in reversed(_of_allocation(folder, job, "nodes"))), [])
 
 
-def waiting(folder: Path, job: str) -> list[str]:
-    """The folder's other jobs that have not started."""
-    states = client.states([i for i in ledger.job_ids(folder) if i != job and client.JOB_ID.fullmatch(i)])
-    return [i for i, state in states.items() if state.state == "PENDING"]
-
-
-def avoid(folder: Path, job: str, nodes: Sequence[str]) -> None:
-    """Record nodes of the job as failed, and keep the folder's waiting jobs off them.
-
-    Those that failed earlier may be used again: a job that avoided all would in the end find too few in a small
-    partition. SLURM gives out none that is down, and a job tests its nodes.
-    """
-    if nodes:
-        earlier = {node for event in ledger.events(folder, "node failure") for node in event["nodes"]}
-        ledger.note(folder, "node failure", job, nodes=list(nodes))
-        for later in waiting(folder, job):
-            exclude(later, nodes, earlier)
-
-
-def exclude(job: str, nodes: Sequence[str], earlier: Collection[str] = ()) -> None:
-    """Keep a waiting job off `nodes`, and off those that it already avoids, of which the `earlier` ones come back."""
+def exclude(job: str, nodes: Sequence[str]) -> None:
+    """Keep a waiting job off `nodes`, and off those that it already avoids."""
     shown = client.call(["scontrol", "show", "job", "-o", job])
-    avoided = [node for node in client.hostnames(_field(shown, "ExcNodeList")) if node not in earlier]
     # an update replaces the list
-    names = ",".join(dict.fromkeys([*avoided, *nodes]))
+    names = ",".join(dict.fromkeys([*client.hostnames(_field(shown, "ExcNodeList")), *nodes]))
     client.call(["scontrol", "update", f"JobId={job}", f"ExcNodeList={names}"])
 
 
@@ -230,8 +215,7 @@ def guard_first_node(folder: Path, every_s: float) -> None:
             first, left = _field(shown, "BatchHost"), client.hostnames(_field(shown, "NodeList"))
     _failed(folder, job, f"{first}, the first node, on which the job's script ran, has died")
     count = len({first, *left, *lost_nodes(folder, job)})
-    with contextlib.suppress(ValueError):
-        avoid(folder, job, [first])
+    _note_broken(folder, job, [first])
     if not requeue(job, count):
         client.call(["scancel", job])
 

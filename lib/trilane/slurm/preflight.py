@@ -158,7 +158,7 @@ def resources(case: JobCheck) -> list[Row]:
         (("ntasks-per-node", "ntasks"), str(tasks), tasks > 1),
         (("gres", "gpus-per-node"), f"gpu:{used}", case.cluster.gpu.kind == "cuda"),
         (("cpus-per-task", "cpus-per-gpu", "exclusive"), "", True),
-        (("constraint", "partition", "nodelist"), "", bool(case.site.nodes_wanted)),
+        (("constraint", "partition", "nodelist"), "", bool(case.site.constraint)),
     ]
     options = ("account", "qos", "partition", "constraint", "reservation", "exclude", "time_limit", "mail")
     names = {"time_limit": "time", "mail": "mail-user"}

@@ -112,7 +112,7 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest) -> dict[str, 
         "cores_per_task": each if one_each else cores,
         "threads": each,
         "partition": request.partition or site.partition,
-        "constraint": request.constraint or site.nodes_wanted,
+        "constraint": request.constraint or site.constraint,
         "modules": " ".join(site.modules),
         "site_env": {name: quoted(f"site.env.{name}", value) for name, value in site.env.items()},
         "setup": [quoted(f"site.setup, line {n}", line) for n, line in enumerate(site.setup, 1)],
@@ -128,7 +128,7 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest) -> dict[str, 
         f"engine {plan.engine}",
     }
     if name == "prepare":  # a core, where the site has one for nothing
-        for left in ("image", "sbatch", "hint", "mem", "exclusive", "switches", "segment", "gpus_per_node"):
+        for left in ("image", "sbatch", "gpus_per_node"):
             values[left] = ""
         # a service partition has neither the nodes nor the QoS of the training
         asked = JobRequest() if site.service_partition else request

@@ -77,10 +77,8 @@ class Site:
     partition: str = option("", "`--partition`, where constraint or account do not select it", form="word")
     partitions: tuple[str, ...] = option((), "partitions that exist, where they are known", form="word")
     service_partition: str = option("", "where a job of one core prepares a corpus", form="word")
-    constraint: str = option("", "`--constraint`", form="constraint")
-    features: tuple[str, ...] = option((), "features that nodes must have besides the constraint", form="word")
+    constraint: str = option("", "`--constraint`: features of the nodes, such as `gpu&hbm80g`", form="constraint")
     account_ending: str = option("", "what accounts for these nodes end with, such as `@a100`", form="ending")
-    hint: str = option("", "`--hint`", form="word")
     modules: tuple[str, ...] = option((), "modules to load, in order", form="word")
     qos: tuple[Qos, ...] = option((), "qualities of service, see below")
     default_qos: str = option("", "the one that a job gets if it names none")
@@ -89,12 +87,8 @@ class Site:
     env: dict[str, str] = option(dict, 'variables of every job, such as `{"NCCL_SOCKET_IFNAME": "ib0"}`')
     setup: tuple[str, ...] = option((), "lines of shell, in order; the first that fails ends the job with its number")
     host_suffix: str = option("", "ends a node's name on the network where processes meet", form="ending")
-    sbatch: dict[str, str] = option(dict, 'further options by their long names: `{"licenses": "scratch"}`')
+    sbatch: dict[str, str] = option(dict, 'further options of a training: `{"mem": "0", "exclusive": ""}`')
     srun: tuple[str, ...] = option((), 'further arguments of `srun`: `["--mpi=none"]`', form="srun option")
-    mem: str = option("", "`--mem`, such as `480G`; `0` is all of a node's", form="word")
-    exclusive: bool = option(False, "`--exclusive`: the nodes are the job's alone")
-    switches: str = option("", "`--switches`: at most so many leaf switches", form="word")
-    segment: int = option(0, "`--segment`: blocks of so many neighbouring nodes", minimum=0)
     gpu_option: str = option("gres", "how GPUs are requested", choices=("gres", "gpus-per-node"))
     gpu_type: str = option("", "their type there: `a100` gives `--gres=gpu:a100:4`", form="type")
     stage_env: str = option("", "a folder of each node to which it copies Python's environment", form="node folder")
@@ -141,11 +135,6 @@ class Site:
             require_form("sbatch option", "site.sbatch", name)
             if value:
                 require_form("word", f"site.sbatch.{name}", value)
-
-    @property
-    def nodes_wanted(self) -> str:
-        """The --constraint of a job that names none."""
-        return "&".join(filter(None, (self.constraint, *self.features)))
 
     @property
     def image_file(self) -> str:
@@ -219,7 +208,7 @@ class JobRequest:
     launcher: str = option(
         "torchrun",
         "what starts a node's processes; srun: each as a task on cores of its own",
-        choices=("torchrun", "deepspeed", "srun"),
+        choices=("torchrun", "srun"),
     )
     launch_blocking: bool = option(False, "CUDA_LAUNCH_BLOCKING=1, which kept a hang of BigScience's from recurring")
     nccl_debug: str = option("WARN", "what NCCL prints", choices=("VERSION", "WARN", "INFO", "TRACE"))

@@ -13,13 +13,17 @@ from trilane.config.training import Data, Optimizer, Run
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import calibration_of
+from trilane.launch import local
 from trilane.slurm import jobs, script, sites
 from trilane.slurm.checks import REFUSAL
 from trilane.slurm.preflight import JobFinding, check_job
 from trilane.slurm.sites import JobRequest, Site
+from trilane.utils.folder_lock import FolderLock
 from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, grouped, short
+from trilane.workspace.checkpoints import FOLDER, latest
 from trilane.workspace.installation import outputs_root
+from trilane.workspace.run_folder import put_aside
 from trilane.workspace.status import Status
 from trilane.workspace.study import Study
 
@@ -104,9 +108,10 @@ class StudyRuns(Table):
         return Columns.of_rows(("run", "job"), started)
 
     def _start(self, run: StudyRun) -> str:
+        if run.is_completed:
+            return "completed before"
         try:
-            done = run.is_completed
-            return "completed before" if done else jobs.submit(run.folder, self.site, self.request)
+            return _train_here(run.folder) if self.site.is_local else jobs.submit(run.folder, self.site, self.request)
         except jobs.ActiveJob as error:
             return f"has job {', '.join(error.args[1])} already"
 
@@ -131,6 +136,14 @@ class StudyRuns(Table):
         text = "{} of {} runs are completed. {:code} shows the others, {:code} submits those that were not."
         shows, submits = f"trilane slurm status {name}", f"trilane slurm submit {name} --site ..."
         return Text.of(text, done, len(found), shows, submits)
+
+
+def _train_here(folder: Path) -> str:
+    """Train to the end, from the newest checkpoint where there is one; how that ended."""
+    with FolderLock([folder]).held(0.0):
+        has_checkpoint = latest(folder / FOLDER) is not None
+        put_aside(folder, keep=has_checkpoint)
+        return f"{local.train_local(folder, resume=has_checkpoint).status}, on this machine"
 
 
 def script_site(site: Site) -> Site:
