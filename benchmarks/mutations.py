@@ -142,7 +142,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("require(name not in variables", "require(True"),
     ],
     ("jobs", "slurm/probe.py", "slurm/test_probe.py"): [
-        ("min(kind.nodes, int(most))", "kind.nodes"),
+        ("int(sockets) * int(cores)", "int(cores)"),
     ],
     ("guard", "slurm/checks.py", "slurm/test_preflight.py"): [
         ("mine - least > 0.01", "mine - least > 0.5"),
