@@ -37,17 +37,16 @@ def state(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_a_watch_sends_what_a_person_should_know_once(
     folder: Path, receiver: Receiver, state: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stall, a death that only SLURM reports."""
+    """A death that only SLURM reports."""
     monkeypatch.setenv(monitor.WEBHOOK, receiver.url)
-    lines = monitor.watch([folder], 0.01, 60.0, stall_s=0.5)
+    lines = monitor.watch([folder], 0.01, 60.0)
     assert next(lines).startswith("one: job 77 RUNNING n[1-4]: running")
     (folder / "steps.jsonl").write_text('{"iteration": 30}\n')
     assert next(lines) == "one: iteration 30 of 100"
-    assert next(lines).startswith("one: STALLED: no iteration for ")
     state["77"] = "TIMEOUT"
     assert list(lines) == ["one: job 77 TIMEOUT n[1-4]: DIED: time limit SLURM: TIMEOUT"]
     kinds = [body["kind"] for body in receiver.bodies]
-    assert kinds == ["stalled", "died"]
+    assert kinds == ["died"]
     assert {(body["run"], body["job"]) for body in receiver.bodies} == {("one", "77")}
 
 

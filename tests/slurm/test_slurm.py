@@ -234,18 +234,16 @@ def test_three_links_on_1_2_and_1_nodes_follow_the_ramp_with_the_losses_of_one_r
     assert chain.submit(Path(folder), SITE) == []
 
 
-def test_the_nodes_of_a_running_job_are_shown_and_the_watcher_reports_its_stall_and_its_death(
+def test_the_nodes_of_a_running_job_are_shown_and_the_watcher_reports_its_death(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Its ranks do nothing, as in a hang."""
     folder = sleeping(run_folder(tmp_path, plan("hanging", tmp_path.parent / "data")))
     job = jobs.submit(folder, SITE, REQUEST)
     wait_until(lambda: one(folder).state == "RUNNING", PATIENCE_S, "running")
     assert main(["debug", "capture", str(folder), "--job", job, "--what", "hostfile"]) == 0
     assert capsys.readouterr().out == "".join(f"{host} slots=2\n" for host in client.hostnames(one(folder).nodes))
-    lines = list(monitor.watch([folder], every_s=0.2, seconds=1, stall_s=0.3))
-    assert lines[0].startswith(f"hanging: job {job} RUNNING jz-a100-[")
-    assert len(lines) == 2 and lines[1].startswith("hanging: STALLED: no iteration for ")
+    (line,) = monitor.watch([folder], every_s=0.2, seconds=1)
+    assert line.startswith(f"hanging: job {job} RUNNING jz-a100-[")
     client.cancel([job])
     wait_until(lambda: one(folder).state == "CANCELLED", 60, "cancelled")
     said = list(monitor.watch([folder], every_s=0.2, seconds=60))

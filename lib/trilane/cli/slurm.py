@@ -112,16 +112,15 @@ def watch(
     *runs: str,
     every: float = option(60.0, "polling interval (s)", above=0),
     seconds: float = option(7 * 86400.0, "end after so many, with exit code 75", above=0),
-    stall: float = option(600.0, "seconds without an iteration that count as stalled", above=0),
     as_json: bool = False,
 ) -> int:
-    """Print a line whenever a run starts, dies, stalls or goes on; with --json also all jobs at the end.
+    """Print a line whenever a run starts, dies or goes on; with --json also all jobs at the end.
 
     What a person should know is also sent to the webhook of TRILANE_WEBHOOK. Exit code 0 when all completed, 1 when one
     failed, 75 when the time is over or SLURM does not answer.
     """
     folders = folders_of(runs)
-    for line in monitor.watch(folders, every, seconds, stall):
+    for line in monitor.watch(folders, every, seconds):
         print(one_line(line), flush=True)
     client.require_answer()
     found = jobs.job_status(folders)

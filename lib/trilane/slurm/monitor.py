@@ -1,4 +1,4 @@
-"""Monitor: when jobs start, end, stall or make progress; nodes and stacks of a running one."""
+"""Monitor: when jobs start, end or make progress; nodes and stacks of a running one."""
 
 import html
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trilane.config.plan import Plan
 from trilane.diagnose.capture import capture
-from trilane.slurm import client, jobs, ledger
+from trilane.slurm import client, jobs
 from trilane.slurm.jobs import JobStatus
 from trilane.utils.process import python
 from trilane.utils.tables import short
@@ -23,16 +23,15 @@ from trilane.workspace.status import Status
 WEBHOOK = "TRILANE_WEBHOOK"
 
 
-def watch(folders: Sequence[Path], every_s: float, seconds: float, stall_s: float = 600.0) -> Iterator[str]:
+def watch(folders: Sequence[Path], every_s: float, seconds: float) -> Iterator[str]:
     """A line for each change, until all runs have ended or `seconds` have passed; it polls every `every_s` seconds.
 
     What a person should know is also sent to the webhook, once by each watch; a failure to send is a line too. While
-    SLURM does not answer, one line reports it, and the polling goes on. 600 s without an iteration are a stall: saving
-    a large checkpoint or a slow start takes less.
+    SLURM does not answer, one line reports it, and the polling goes on. A run that hangs ends itself, with that reason.
     """
     url = os.environ.get(WEBHOOK, "").strip()
     require(not url or url.startswith(("http://", "https://")), WEBHOOK, "(not shown)", "must be an http or https URL")
-    end, is_away, stalls = time.monotonic() + seconds, False, set[str]()
+    end, is_away = time.monotonic() + seconds, False
     before = dict[Path, JobStatus]()
     while True:
         try:
@@ -44,12 +43,9 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float, stall_s: floa
             yield from [f"SLURM does not answer, asked again every {every_s:g} s: {error}"] * (not is_away)
             is_away, found = True, before
         for folder, job in found.items():
-            for kind, text in _news(folder, job, before.get(folder), stall_s):
-                stall = f"{folder} {job.id} {job.iteration}" if kind == "stalled" else ""
-                if stall not in stalls:
-                    yield text
-                    yield from [problem] if kind and url and (problem := post(url, kind, job, text)) else []
-                stalls |= {stall} - {""}
+            kind, text = _news(job, before.get(folder))
+            yield from [text] if text else []
+            yield from [problem] if kind and url and (problem := post(url, kind, job, text)) else []
         before = found
         if not is_away and not any(job.status.is_active for job in found.values()):
             return
@@ -58,20 +54,13 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float, stall_s: floa
         time.sleep(every_s)
 
 
-def _news(folder: Path, job: JobStatus, old: JobStatus | None, stall_s: float) -> Iterator[tuple[str, str]]:
-    """What is new: its kind, "" where nobody need be alerted, and a line."""
+def _news(job: JobStatus, old: JobStatus | None) -> tuple[str, str]:
+    """What is new: its kind, "" where nobody need be alerted, and a line, "" where nothing is."""
     if old is None or (old.id, old.state, old.status) != (job.id, job.state, job.status):
         kind = "died" if job.has_failed else "finished" if job.status is Status.COMPLETED else ""
         word, where = "DIED: " if job.has_failed else "", job.reason or job.nodes
-        yield kind, f"{job.run}: job {job.id} {job.state} {where}: {word}{job.status} {job.evidence}".rstrip()
-    elif old.iteration != job.iteration:
-        yield "", f"{job.run}: iteration {job.iteration} of {job.iterations}"
-    steps, last = folder / "steps.jsonl", ledger.events(folder)[-1:]
-    ages = [time.time() - steps.stat().st_mtime] if steps.exists() else []
-    idle_s = min([*ages, *map(ledger.age_s, last)], default=0.0)
-    if job.state == "RUNNING" and idle_s > stall_s:
-        line = f"the log's last line: {jobs.last_line(folder) or '(nothing)'}"
-        yield "stalled", f"{job.run}: STALLED: no iteration for {idle_s:.0f} s; {line}"
+        return kind, f"{job.run}: job {job.id} {job.state} {where}: {word}{job.status} {job.evidence}".rstrip()
+    return "", f"{job.run}: iteration {job.iteration} of {job.iterations}" if old.iteration != job.iteration else ""
 
 
 def post(url: str, kind: str, job: JobStatus, text: str, within_s: float = 8.0) -> str:

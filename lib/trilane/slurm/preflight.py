@@ -147,7 +147,7 @@ def _starts_ranks(case: JobCheck) -> bool:
 
 def resources(case: JobCheck) -> list[Row]:
     """The script, which may have been written earlier or edited, asks for what the plan needs and for the options that
-    are given now: what it lacks, sbatch would choose. And what spares cost."""
+    are given now: what it lacks, sbatch would choose."""
     asked, used, k, given, rows = case.directives, case.gpus_per_node, case.spares, case.request.given(), list[Row]()
     gpus, tasks = case.plan.topology.gpus, used if _starts_ranks(case) else 1
     nodes = case.nodes + (case.request.spares if "spares" in given else k)
@@ -173,13 +173,7 @@ def resources(case: JobCheck) -> list[Row]:
     processes = int(started[1]) if started else used
     text = f"{processes} processes per node: the plan's {gpus} GPUs need {used}"
     rows.append((processes != used, "script", REFUSAL, text, remedy))
-    hours = used * case.limit_s / 3600
-    share = (
-        f"{k} of {case.nodes + k} nodes stand by: {k * hours:,.0f} of the {(case.nodes + k) * hours:,.0f} GPU-hours "
-    )
-    share += "of this job are for them"
-    worth = "worth it where a place in the queue costs more: a node's failure then costs no requeue"
-    return [*rows, (k, "spares", WARNING, share, worth)]
+    return rows
 
 
 def _same(name: str, current: str, value: str, nodes: int) -> bool:

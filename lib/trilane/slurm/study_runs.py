@@ -39,15 +39,11 @@ class StudyRun:
     folder: Path
     is_completed: bool
 
-    @property
-    def gpu_hours(self) -> float:
-        """Predicted, without start and checkpoints."""
-        return self.plan.run.goal * self.prediction["sec_per_it"] * self.plan.topology.gpus / 3600
-
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRuns(Table):
-    """The runs of a study for one site and one request; as a table, the plans and why they were chosen."""
+    """The runs of a study for one site and one request; as a table, the plans, their costs without starts and saves (in
+    jobs of one time limit each), and why they were chosen."""
 
     study: Study
     site: Site
@@ -60,10 +56,14 @@ class StudyRuns(Table):
         return [run.folder for run in self.rows]
 
     def to_frame(self) -> DataFrame:
-        names = ("plan", "id", "processes", "predicted s/it", "why")
-        runs = [(run.plan, round(run.prediction["sec_per_it"], 3), run.reason) for run in self.rows]
-        rows = [(plan.label, plan.id, plan.topology.gpus, seconds, reason) for plan, seconds, reason in runs]
-        return Columns.of_rows(names, rows).to_frame()
+        rows = []
+        for run in self.rows:
+            gpus, seconds = run.plan.topology.gpus, run.prediction["sec_per_it"]
+            hours = run.plan.run.goal * seconds / 3600
+            jobs_needed = math.ceil(hours * 3600 / self.request.time_limit_s)
+            rows.append((run.plan.label, run.plan.id, gpus, seconds, hours * gpus, hours / 24, jobs_needed, run.reason))
+        heads = ("plan", "id", "processes", "predicted s/it", "GPU-hours", "days", "jobs", "why")
+        return Columns.of_rows(heads, rows, digits=4).to_frame()
 
     def files(self) -> Html:
         """The files of the first run folder."""
@@ -88,15 +88,6 @@ class StudyRuns(Table):
             rows.append((about, f.level, f.rule, f.message, f.remedy))
         heads = ("plans", "level", "rule", "finding", "remedy")
         return Columns.of_rows(heads, rows or [("all", "fine", "", "nothing found", "")])
-
-    def costs(self) -> Columns:
-        """GPU-hours, days and jobs (of one time limit each) by the prediction."""
-        rows = []
-        for run in self.rows:
-            days = run.gpu_hours / run.plan.topology.gpus / 24
-            jobs_needed = math.ceil(days * 86400 / self.request.time_limit_s)
-            rows.append((run.plan.label, run.plan.topology.gpus, run.gpu_hours, days, jobs_needed))
-        return Columns.of_rows(("plan", "GPUs", "GPU-hours", "days", "jobs"), rows, digits=4)
 
     def start(self, wanted: bool) -> Columns:
         """Train here (site `local`) or submit the runs neither completed nor active; none where one is refused."""
