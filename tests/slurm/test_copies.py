@@ -1,11 +1,8 @@
 """Copies: frozen code is kept once and starts nothing where it is damaged; a node imports from its own environment."""
 
 import os
-import re
 import shutil
-import subprocess
-import sys
-import venv
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +13,6 @@ from trilane.analysis import collect
 from trilane.slurm import copies, script, sites
 from trilane.slurm.sites import JobRequest, Site
 from trilane.workspace import installation
-
-SEES = "import sys, package, frozen; print(sys.prefix, package.__file__, frozen.__file__, *sys.path, sep='\\n')"
 
 
 @pytest.fixture
@@ -95,83 +90,75 @@ def test_code_that_cannot_be_frozen_is_one_line(package: Path, tmp_path: Path, m
         copies.freeze(tmp_path / "run")
 
 
-@pytest.fixture
-def shared(tmp_path: Path) -> Path:
-    """A virtual environment with a package, and a script that starts its Python."""
-    place = tmp_path / "shared env"
-    venv.create(place, symlinks=True)
-    packages = next(place.glob("lib/python*/site-packages"))
-    (packages / "package.py").touch()
-    (packages / "package-1.dist-info").mkdir()
-    (place / "bin/tool").write_text(f"#!{place}/bin/python\nimport sys; print(sys.prefix)\n")
-    (place / "bin/tool").chmod(0o755)
-    return place
-
-
-def test_a_node_imports_from_its_copy_alone(shared: Path, tmp_path: Path) -> None:
-    """Neither sys.path nor a script such as bin/deepspeed leads back to the shared file system."""
-    node, code = tmp_path / "node", tmp_path / "code/abc"
-    node.mkdir(), code.mkdir(parents=True)
-    (code / "frozen.py").touch()
-    copies.pack(shared)
-    copy = copies.unpack(shared, node, "77", str(code))
-    assert copy == node / f"trilane-env-{os.geteuid()}-77" and copy.stat().st_mode & 0o077 == 0
-    shutil.rmtree(code)
-    (shared / "bin/python").unlink()
-    path = f"{shared / 'bin'}:{os.environ['PATH']}"
-    lines = f'source {copy / "use"}; python -c "$SEES"; head -1 "$(type -p tool)"; echo $VIRTUAL_ENV'
-    env = {"PATH": path, "SEES": SEES, "PYTHONPATH": f"{code}:/other"}
-    shown = subprocess.run(["bash", "-c", lines], env=env, capture_output=True, text=True, check=True).stdout
-    assert shown.splitlines()[:1] == [str(copy)] and str(shared) not in shown and str(code) not in shown
-    assert shown.count(f"{copy}/") > 4 and "/other" in shown.splitlines()
-
-
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("missing", "No such file or directory"),
-        ("damaged", "tar=.*: tar: "),
-        ("taken", "File exists"),
-    ],
-)
-def test_a_node_that_cannot_copy_says_why_and_leaves_nothing(
-    how: str, says: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    node = tmp_path / "node"
-    node.mkdir()
-    copies.pack(shared)
-    if how == "missing":
-        node.rmdir()
-    elif how == "damaged":
-        (shared / copies.ARCHIVE).write_bytes(b"x" * 5000)
-    else:
-        copies.folder_of(node, "77").touch()
-    monkeypatch.setattr(sys, "prefix", str(shared))
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    assert copies.main(["unpack", str(node)]) == 1
-    (line,) = capfd.readouterr().out.splitlines()
-    assert re.search(rf"^trilane: stage_env: .*{says}.*; .* imports from {shared}$", line)
-    assert not list(node.glob("*/*"))
-
-
 def site(**fields: object) -> Site:
     return replace(sites.site("generic"), **fields)  # type: ignore[arg-type]
 
 
-def test_the_job_trains_from_the_copy_of_each_node_where_there_is_one(tmp_path: Path) -> None:
-    text = script.render("train", plan_for(site()), site(stage_env="$SCRATCH_HERE/x"), JobRequest(preflight=False))
-    for exists in (True, False):
-        place = tmp_path / str(exists)
-        copy = place / f"x/trilane-env-{os.geteuid()}-77"
-        copy.mkdir(parents=True)
-        play = Play(place)
-        if exists:
-            (copy / "use").write_text("export STAGED=here\n")
-            (place / "bin/rm").write_text('#!/bin/bash\n[[ $1 == -rf ]] || exec /bin/rm "$@"\n')  # it takes too long
-            (place / "bin/rm").chmod(0o755)
-        assert play.run(text, SCRATCH_HERE=str(place)) == 0
-        assert play.env.get("STAGED") == ("here" if exists else None)
-        calls = [call[3:] for call in play.calls if call[:3] == ["python", "-m", "trilane.slurm.copies"]]
-        assert calls == [["pack"], ["unpack", f"{place}/x"]]
-        # removed at the end; where the time for that is up, a job that begins anew does not take the rest for a copy
-        assert not (copy / "use").exists() and copy.exists() is exists
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    """A job whose environment is a folder with a program python and a package."""
+    made, shared = Play(tmp_path), tmp_path / "it's shared"
+    (shared / "lib/python3.11/site-packages").mkdir(parents=True)
+    shutil.copytree(tmp_path / "bin", shared / "bin")
+    (shared / "lib/python3.11/site-packages/package.py").touch()
+    (tmp_path / "bin/activate").write_text('export VIRTUAL_ENV="${BASH_SOURCE[0]%/bin/*}/it\'s shared"\n')
+    (tmp_path / "node").mkdir()
+    (tmp_path / "bin/rm").write_text(
+        '#!/bin/bash\n[[ $KEEP && $1 == -rf && $2 == */trilane-env-* ]] || exec /bin/rm "$@"\n'
+    )
+    (tmp_path / "bin/rm").chmod(0o755)
+    return made
+
+
+def staged(play: Play, *arguments: str, **env: str) -> Path:
+    """Run a job that stages its environment; where its copy on the node is."""
+    here = site(stage_env="$NODE/x")
+    text = script.render("train", plan_for(here), here, JobRequest(preflight=False))
+    assert play.run(text, *arguments, NODE=str(play.place / "node"), **env) == 0, play.errors
+    return play.place / f"node/x/trilane-env-{os.geteuid()}-77"
+
+
+def test_a_job_trains_from_the_copy_of_its_node_alone_and_removes_it(
+    play: Play, package: Path, home: Path, tmp_path: Path
+) -> None:
+    """Neither PATH nor PYTHONPATH leads back to the shared file system before it leads to the copy."""
+    (tmp_path / "node/x").mkdir()
+    code = copies.freeze(home)
+    copy = staged(play, str(code), PYTHONPATH="/other", KEEP="1")
+    assert (play.env["VIRTUAL_ENV"], play.env["PATH"].split(":")[0]) == (str(copy), f"{copy}/bin")
+    assert play.env["PYTHONPATH"] == f"{copy}/trilane-code:/other"
+    assert (copy / "lib/python3.11/site-packages/package.py").exists() and copy.stat().st_mode & 0o077 == 0
+    assert (copy / "trilane-code/trilane/__init__.py").exists()
+    # where the time for the removal is up, a job that begins anew does not take the rest for a copy
+    assert not (copy / "ready").exists()
+    assert not staged(play).exists()
+
+
+def test_the_archive_is_made_again_where_packages_changed(play: Play, tmp_path: Path) -> None:
+    (tmp_path / "node/x").mkdir()
+    archive, packages = tmp_path / "it's shared/trilane-env.tar", tmp_path / "it's shared/lib/python3.11/site-packages"
+    times = []
+    for change in (lambda: None, lambda: None, lambda: (packages / "new.py").touch()):
+        change()
+        staged(play)
+        times.append(archive.stat().st_mtime_ns)
+    assert times[0] == times[1] != times[2] and list(archive.parent.glob("*.tar*")) == [archive]
+    with tarfile.open(archive) as made:
+        assert "./lib/python3.11/site-packages/new.py" in made.getnames()
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged", "taken"])
+def test_a_node_that_cannot_copy_says_so_leaves_nothing_and_trains(how: str, play: Play, tmp_path: Path) -> None:
+    if how != "missing":
+        (tmp_path / "node/x").mkdir()
+    if how == "damaged":
+        (tmp_path / "it's shared/trilane-env.tar").write_bytes(b"x" * 5000)
+    elif how == "taken":
+        (tmp_path / "bin/mkdir").write_text(
+            '#!/bin/bash\n[[ $1 != -m ]] && exec /bin/mkdir "$@"; echo exists; exit 1\n'
+        )
+        (tmp_path / "bin/mkdir").chmod(0o755)
+    copy = staged(play)
+    log = (play.place / "run.log").read_text()
+    assert f"trilane: stage_env={copy}: cannot be made on " in log and f"imports from {tmp_path}/it's shared\n" in log
+    assert play.env["VIRTUAL_ENV"] == f"{tmp_path}/it's shared" and not copy.exists()
