@@ -43,7 +43,7 @@ def check(plan: Path, job: Job) -> Answer:
         read = read_plan(plan)
     except ValueError as error:
         require_file("plan", file)
-        found = preflight.Findings([preflight.of_error(error)])
+        found = [preflight.of_error(error)]
     else:
         known, _ = constants_of(plan, read.cluster)
         found = preflight.check_job(read, job.site, job, file.parent, job.allow, calibration=known)
@@ -112,9 +112,8 @@ def watch(
     *runs: str,
     every: float = option(60.0, "polling interval (s)", above=0),
     seconds: float = option(7 * 86400.0, "end after so many, with exit code 75", above=0),
-    as_json: bool = False,
 ) -> int:
-    """Print a line whenever a run starts, dies or goes on; with --json also all jobs at the end.
+    """Print a line whenever a run starts, dies or goes on.
 
     What a person should know is also sent to the webhook of TRILANE_WEBHOOK. Exit code 0 when all completed, 1 when one
     failed, 75 when the time is over or SLURM does not answer.
@@ -124,8 +123,6 @@ def watch(
         print(one_line(line), flush=True)
     client.require_answer()
     found = jobs.job_status(folders)
-    if as_json:
-        Answer({"jobs": [job.to_json() for job in found]}).show(as_json)
     # EX_TEMPFAIL of sysexits.h: try again
     return 75 if any(j.status.is_active for j in found) else int(any(j.has_failed for j in found))
 
@@ -170,7 +167,7 @@ def create_chain(
     known, replaced = constants_of(plan, read.cluster, calibration)
     note(replaced)
     made = chains.create(folder, read, asked, job.site, job, {"calibration": known.kept()})
-    rows = chains.link_records(made, chains.read(folder), known)
+    rows = chains.link_records(made, known)
     return Answer({"links": rows}, "\n".join(map(chains.link_line, rows)))
 
 

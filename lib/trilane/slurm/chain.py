@@ -151,9 +151,7 @@ def phases(plan: Plan) -> list[Phase]:
     return plan.run.ramp.between(plan.topology.gbs, plan.run.start_iteration, plan.run.goal)
 
 
-def link_records(
-    folders: Sequence[Path], plans: Sequence[Plan], calibration: Calibration | None = None
-) -> list[dict[str, Any]]:
+def link_records(folders: Sequence[Path], calibration: Calibration | None = None) -> list[dict[str, Any]]:
     """The links of a chain as JSON: each one's folder, nodes, batch sizes, iterations and predicted hours.
 
     Each batch size is predicted by its own. Left out: starts, saves, evaluations.
@@ -164,7 +162,8 @@ def link_records(
         return phase.iterations * predict(replace(plan, run=run, topology=topology), calibration).sec_per_it / 3600
 
     rows = list[dict[str, Any]]()
-    for folder, plan in zip(folders, plans, strict=True):
+    for folder in folders:
+        plan = read_plan(folder / "plan.json")
         gpus, hours = plan.topology.gpus, sum(hours_of(plan, phase) for phase in phases(plan))
         sizes = [phase.gbs for phase in phases(plan)]
         job = {"gpus": gpus, "nodes": gpus // plan.cluster.gpus_per_node, "mbs": plan.topology.mbs, "batches": sizes}
@@ -178,8 +177,3 @@ def link_line(row: Mapping[str, Any]) -> str:
     batches = " to ".join(dict.fromkeys(str(row["batches"][place]) for place in (0, -1)))
     text = "{run}: iterations {first}-{last}, {nodes} nodes, {gpus} GPUs, mbs {mbs}, batch {of}, {hours:.2f} h, "
     return (text + "{gpu_hours:.2f} GPU hours").format(**row, of=batches)
-
-
-def read(folder: Path) -> list[Plan]:
-    """The plans of a chain's stages."""
-    return [read_plan(path / "plan.json") for path in stages_of(folder)]

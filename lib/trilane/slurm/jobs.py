@@ -1,6 +1,7 @@
 """Jobs: the submission of run folders, their status and cancellation."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -61,13 +62,16 @@ def submit_all(
     made, parents = list[tuple[Path, str]](), {path.parent for path in runs.values()}
     # runs of one sweep or chain share a copy of the code
     shared = parents.pop() if len(runs) > 1 == len(parents) else None
+    freeze = functools.cache(copies.freeze)
     with submitting(runs.values()):
         try:
             for folder, path in [pair for pair in runs.items() for _ in range(times)]:
                 if not (path / SCRIPT).exists():
                     rewrite(path, site, request)
                 after = [f"afterany:{job}" for _, job in made[-parallel:][:1] if 0 < parallel <= len(made)]
-                made.append((folder, _accept(path, shared or path, site.name, options, after)))
+                made.append(
+                    (folder, _accept(path, functools.partial(freeze, shared or path), site.name, options, after))
+                )
         except ValueError as error:
             earlier = f"; submitted before it: {', '.join(job for _, job in made)}" * bool(made)
             error.args = (f"{error}{earlier}", *error.args[1:])
@@ -105,15 +109,15 @@ def _require_idle(folders: Sequence[Path]) -> None:
             raise ActiveJob(f"run folder={folder}: has job {', '.join(ids)} already ({words}); cancel it first", ids)
 
 
-def _accept(folder: Path, home: Path, site: str, options: Sequence[str], after: Sequence[str]) -> str:
+def _accept(folder: Path, freeze: Callable[[], Path], site: str, options: Sequence[str], after: Sequence[str]) -> str:
     """Submit the script of a run folder that is locked; the id of its job, which waits for those `after`, too.
 
-    A run's jobs begin one after another (singleton, by their name). The code is frozen below `home`, and its folder is
+    A run's jobs begin one after another (singleton, by their name). The folder of the frozen code is
     the script's argument, which a job keeps in the queue, whatever `--export` or a site's own sbatch do with the
     environment.
     """
     script = folder / SCRIPT
-    code = copies.freeze(home) if copies.USED_BY in read_text(script) else None
+    code = freeze() if copies.USED_BY in read_text(script) else None
     options = [f"--dependency={','.join(['singleton', *after])}", "--kill-on-invalid-dep=yes", *options]
     arguments = [str(code)] if code else []
     job = client.sbatch(

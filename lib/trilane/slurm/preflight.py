@@ -15,7 +15,6 @@ from trilane.slurm import checks, client
 from trilane.slurm.checks import REFUSAL, WARNING, JobCheck, Row
 from trilane.slurm.script import SCRIPT, gres_gpus, render
 from trilane.slurm.sites import JobRequest, Site, seconds_of
-from trilane.utils.tables import DataFrame, Table, frame_of
 from trilane.utils.validation import read_text, require_known
 
 # Every rule of the check, as --allow takes them; an impossible value is refused under its own field's name.
@@ -41,13 +40,6 @@ class JobFinding:
         return {"level": self.level, "rule": self.rule, "says": self.message, "remedy": self.remedy}
 
 
-class Findings(list[JobFinding], Table):
-    """The findings about one job, refusals first."""
-
-    def to_frame(self) -> DataFrame:
-        return frame_of(self, {name: name for name in ("level", "rule", "message", "remedy")})
-
-
 def check_job(
     plan: Plan,
     site: Site,
@@ -55,7 +47,7 @@ def check_job(
     folder: Path,
     allow: Collection[str] = (),
     calibration: Calibration | None = None,
-) -> Findings:
+) -> list[JobFinding]:
     """Every finding about the run in `folder`, refusals first; the rules in `allow` only warn.
 
     `calibration` has the constants that predicted the plan, where other than the cluster's. It reads the folder's
@@ -67,7 +59,7 @@ def check_job(
     try:
         text = read_text(path, "script", 1 << 20) if path.exists() else render("train", plan, site, request)
     except ValueError as error:
-        return Findings([of_error(error)])
+        return [of_error(error)]
     case = JobCheck(plan, site, request, folder, text, calibration)
     found = [finding for check in CHECKS for finding in _findings(check, case)]
     # what SLURM's commands say without a slurm.conf
@@ -75,10 +67,10 @@ def check_job(
     if not site.is_local and (not client.is_installed() or is_unconfigured):
         found = _off_cluster(found)
     found = [replace(f, level=WARNING) if f.rule in allow else f for f in dict.fromkeys(found)]
-    return Findings(sorted(found, key=lambda f: f.level != REFUSAL))
+    return sorted(found, key=lambda f: f.level != REFUSAL)
 
 
-class CheckedRuns(dict[str, Findings]):
+class CheckedRuns(dict[str, list[JobFinding]]):
     """The findings about several runs, by the paths of their folders."""
 
     @property
@@ -130,9 +122,9 @@ def of_error(error: ValueError) -> JobFinding:
     return JobFinding(level=REFUSAL, rule=field, message=str(error), remedy=remedy)
 
 
-def refused(findings: Collection[JobFinding]) -> Findings:
+def refused(findings: Collection[JobFinding]) -> list[JobFinding]:
     """The refusals among them."""
-    return Findings(f for f in findings if f.level == REFUSAL)
+    return [f for f in findings if f.level == REFUSAL]
 
 
 def line(finding: JobFinding) -> str:

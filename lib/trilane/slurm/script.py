@@ -19,7 +19,6 @@ from trilane.config.plan import Plan, read_plan
 from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.interop.megatron_args import megatron_args, megatron_text
 from trilane.slurm.sites import JobRequest, Site, require_form
-from trilane.utils.tables import Html
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import checkout, shipped
 from trilane.workspace.run_folder import write_text
@@ -184,12 +183,6 @@ def quoted(field: str, text: str) -> str:
     """`text` quoted as one word of bash; ValueError unless it is printable, on one line."""
     require(text.isprintable(), field, repr(text), "must stay on one line")
     return shlex.quote(text)
-
-
-def as_html(texts: Mapping[str, str]) -> Html:
-    """Files as HTML, each folded under its name."""
-    template = "<details><summary>{}</summary><pre>{}</pre></details>"
-    return Html.joined("", [Html.of(template, name, text) for name, text in texts.items()])
 
 
 def _filled(name: str, values: Mapping[str, Any]) -> tuple[str, set[str]]:

@@ -67,7 +67,9 @@ class StudyRuns(Table):
 
     def files(self) -> Html:
         """The files of the first run folder."""
-        return script.as_html(script.files(self.rows[0].plan, script_site(self.site), self.request))
+        texts = script.files(self.rows[0].plan, script_site(self.site), self.request)
+        template = "<details><summary>{}</summary><pre>{}</pre></details>"
+        return Html.joined("", [Html.of(template, name, text) for name, text in texts.items()])
 
     @cached_property
     def findings(self) -> list[tuple[str, JobFinding]]:
