@@ -161,6 +161,11 @@ def plan(label: str, folder: Path, nodes: int = 2, iters: int = 4, **topology: A
     )
 
 
+def one_process_a_node(p: Plan) -> Plan:
+    """The plan on nodes of one process each: what many nodes do, at the cost of few processes."""
+    return replace(p, cluster=replace(p.cluster, gpus_per_node=1, cores_per_node=1))
+
+
 def run_folder(root: Path, p: Plan, request: JobRequest = REQUEST) -> Path:
     """A run folder below `root` with the plan and its script."""
     folder = root / p.label

@@ -21,6 +21,7 @@ from slurm_cluster import (
     lead,
     losses,
     one,
+    one_process_a_node,
     pace,
     plan,
     run_folder,
@@ -66,11 +67,6 @@ def sleeping(folder: Path) -> Path:
     return folder
 
 
-def one_process_a_node(p: Plan) -> Plan:
-    """The plan on nodes of one process each: what many nodes do, at the cost of few processes."""
-    return replace(p, cluster=replace(p.cluster, gpus_per_node=1, cores_per_node=1))
-
-
 def alone(p: Plan, root: Path) -> list[float]:
     """The losses of the same run on one process of this machine, from beginning to end without a break."""
     folder = run_folder(root, replace(p, label="alone", topology=replace(p.topology, dp=1)))
@@ -78,7 +74,7 @@ def alone(p: Plan, root: Path) -> list[float]:
     return losses(folder)
 
 
-def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_submitted(
+def test_two_nodes_train_to_the_end_with_the_code_that_was_submitted(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the job waits the installed code is made to raise. The job inherits no variables but SLURM's own."""
@@ -87,7 +83,8 @@ def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_subm
     monkeypatch.setattr(copies, "package", lambda: installed / "trilane")
     monkeypatch.setenv("PYTHONPATH", str(installed))
     request = replace(REQUEST, environment=sys.prefix)
-    folder = run_folder(tmp_path, plan("two", tmp_path.parent / "data"), request)
+    p = one_process_a_node(plan("two", tmp_path.parent / "data", dp=2))
+    folder = run_folder(tmp_path, p, request)
     text = (folder / "job.sbatch").read_text()
     export = f"#SBATCH --export=NONE\nexport PYTHONPATH={installed}\nset -"
     (folder / "job.sbatch").write_text(text.replace("set -", export, 1))
@@ -212,15 +209,15 @@ def test_sigusr1_saves_and_the_next_link_goes_on(
     assert len(losses(folder)) == LONG
 
 
-def test_three_links_on_1_2_and_1_nodes_follow_the_ramp_with_the_losses_of_one_run(
+def test_two_links_on_1_and_2_nodes_follow_the_ramp_with_the_losses_of_one_run(
     cluster: Cluster, site: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """As many replicas for batches of 8, 16 and 24."""
-    p = one_process_a_node(plan("ramp", tmp_path.parent / "data", nodes=1, iters=9, mbs=1, gbs=24, dp=1))
-    p = replace(p, run=replace(p.run, ramp=Ramp(start=8, increment=8, samples=72)))
+    """As many replicas for batches of 8 and 16."""
+    p = one_process_a_node(plan("ramp", tmp_path.parent / "data", nodes=1, iters=6, mbs=1, gbs=16, dp=1))
+    p = replace(p, run=replace(p.run, ramp=Ramp(start=8, increment=8, samples=24)))
     (tmp_path / "plan.json").write_text(json.dumps(p.to_json()))
     folder, asked = str(tmp_path / "chain"), ["--site", site, *ASKED]
-    stages = ["--stages", "8:1:1,16:2:1,24:1:1"]
+    stages = ["--stages", "8:1:1,16:2:1"]
     assert main(["slurm", "chain", "create", str(tmp_path / "plan.json"), folder, *asked, *stages]) == 0
     capsys.readouterr()
     assert main(["slurm", "chain", "submit", folder, *asked]) == 0
@@ -228,9 +225,9 @@ def test_three_links_on_1_2_and_1_nodes_follow_the_ramp_with_the_losses_of_one_r
     paths = chain.stages_of(Path(folder))
     found = [ended(path) for path in paths]
     assert [(j.id, j.status) for j in found] == [(i, "completed") for i in ids], says(paths[0]) + says(paths[1])
-    assert [len(client.hostnames(j.nodes)) for j in found] == [1, 2, 1]
+    assert [len(client.hostnames(j.nodes)) for j in found] == [1, 2]
     joined = [loss for path in paths for loss in losses(path)]
-    assert len(joined) == 9 and joined == pytest.approx(alone(p, tmp_path), abs=1e-5)
+    assert len(joined) == 6 and joined == pytest.approx(alone(p, tmp_path), abs=1e-5)
     assert chain.submit(Path(folder), SITE) == []
 
 
@@ -328,32 +325,29 @@ def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_it
 def test_of_a_sweep_one_run_fails_and_is_submitted_again_alone(
     cluster: Cluster, site: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """One node and one process each, two jobs at a time; the third wants a corpus that is not there yet."""
+    """One node and one process each, one job at a time; the second wants a corpus that is not there yet."""
     corpus, folder = tmp_path / "corpus.txt", tmp_path / "sweep"
-    plans = [plan(f"mbs{mbs}", tmp_path.parent / "data", nodes=1, dp=1, mbs=mbs, gbs=8) for mbs in (1, 2, 4)]
-    plans[2] = replace(plans[2], data=replace(plans[2].data, source=str(corpus)))
+    plans = [plan(f"mbs{mbs}", tmp_path.parent / "data", nodes=1, dp=1, mbs=mbs, gbs=8) for mbs in (1, 2)]
+    plans[1] = replace(plans[1], data=replace(plans[1].data, source=str(corpus)))
     (tmp_path / "plans.json").write_text(json.dumps({"plans": [p.to_json() for p in plans]}))
     asked, submit = ["--site", site, *ASKED], ["slurm", "submit", str(folder), "--site", site, *ASKED]
     assert main(["slurm", "sweep", "create", str(tmp_path / "plans.json"), str(folder), *asked]) == 0
     assert main(submit) == 1  # the check sees that the corpus is missing
     assert '"data"' in capsys.readouterr().out
-    assert main([*submit, "--allow", "data", "--parallel", "2"]) == 0
+    assert main([*submit, "--allow", "data", "--parallel", "1"]) == 0
     made = json.loads(capsys.readouterr().out)["submitted"]
     paths = [folder / f"runs/{p.label}" for p in plans]
-    assert [e["after"] for path in paths for e in ledger.events(path, "submitted")] == [
-        *("", ""),
-        f"afterany:{made[str(paths[0])]}",
-    ]
+    after = [e["after"] for path in paths for e in ledger.events(path, "submitted")]
+    assert after == ["", f"afterany:{made[str(paths[0])]}"]
     assert {path.name for path in (folder / "runs").iterdir()} == {p.label for p in plans} | {"code"}
     found = [ended(path) for path in paths]
-    assert [j.status for j in found] == ["completed", "completed", "crashed"], says(paths[2])
+    assert [j.status for j in found] == ["completed", "crashed"], says(paths[1])
     assert [j.id for j in found] == [made[str(path)] for path in paths]
-    assert len({round(losses(path)[0], 3) for path in paths[:2]}) == 1
     corpus.write_text("to be or not to be, that is the question\n" * 40)
-    for options, wanted in (("--failed", paths[2:]), ("--failed", [])):
+    for options, wanted in (("--failed", paths[1:]), ("--failed", [])):
         assert main([*submit, options]) == 0
         assert list(json.loads(capsys.readouterr().out)["submitted"]) == list(map(str, wanted))
-        assert ended(paths[2]).status == "completed", says(paths[2])
+        assert ended(paths[1]).status == "completed", says(paths[1])
 
 
 # Of the queries it answers one, as an old nvidia-smi does: memory is worn where the node is in the file.
