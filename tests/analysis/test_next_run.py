@@ -107,6 +107,12 @@ def test_a_folder_of_anybodys_logs_is_gathered(tmp_path, outputs):
     (folder / "notes").write_text("no training here\n")
     found = collect.measure_runs(Study.open("s"), str(folder), 5)
     assert [m.name for m in found.runs] == ["run", "2 tp1-pp1-dp8", "3 megatron-2021"]
+    assert "TFLOPs" in found._repr_html_() and list(found.efficiency().to_frame()) == [
+        "Run",
+        "Left out",
+        "Tokens/s",
+        "Lost",
+    ]
     assert len(found.unread) == 1 and found.unread[0].startswith(f"log={folder}/notes: holds no iteration line")
     assert [m.name for m in collect.measure_runs(Study.open("s"), f"{folder}/*.out", 5).timed] == [
         "1 tp1-pp1-dp8",

@@ -171,16 +171,6 @@ def test_a_job_whose_gpus_stay_goes_on_where_the_capacity_changes():
     assert changed.expected.gpu_s == pytest.approx(plain.expected.gpu_s)
 
 
-def test_a_change_of_gpus_costs_a_start_up_and_where_shared_the_queue_which_is_not_charged():
-    fewer, free = steps(("2027-01-01", 96), ("2027-02-01", 384, True)), replace(CALM, startup_s=0, queue_s=0)
-    risks = (free, replace(free, startup_s=1200.0), replace(free, queue_s=7200.0))
-    base, start, wait = (made(**{**SURE, "risks": r}, capacity=fewer) for r in risks)
-    assert start.lost_days["change of capacity"] * DAY == pytest.approx(1200)
-    assert start.gpu_hours(0.5) - base.gpu_hours(0.5) == pytest.approx(384 * 1200 / 3600, rel=0.01)
-    assert wait.lost_days["queue between jobs"] * DAY == pytest.approx(7200, rel=0.01)
-    assert wait.gpu_hours(0.5) == pytest.approx(base.gpu_hours(0.5), abs=1)
-
-
 @pytest.mark.parametrize(("shared", "share"), [(False, 0.0), (True, 0.1)])
 def test_the_ends_of_jobs_are_queued_for_only_where_the_capacity_is_shared(shared, share):
     """Jobs of 20 hours, two hours in the queue between them."""
@@ -290,11 +280,8 @@ def test_the_command_prints_dates_hours_and_risks(command):
     ("given", "message"),
     [
         ("--ramp 192,8,9765625", "ramp=200, 216, 232,"),  # each failing step is named
-        ("--ramp 192,7,9765625", "ramp.increment=7: must divide the way from start=192 to gbs=2048"),
-        ("--ramp 1,2", "ramp=1,2: must be three whole numbers: START,INCREMENT,SAMPLES"),
         ("--ramp ²,1,3", "ramp=²,1,3: must be three whole numbers"),
         ("--tokens 1000", "tokens=1000: below one batch of 393216"),
-        ("--tokens -5", "tokens=-5.0: must be above 0"),
         ("--tokens 1e30", "tokens=1e+30: must be at most 1e+16"),
         ("--tokens 1e16", "would end after 9999: more GPUs, or fewer tokens"),
         ("--deadline 2026-12-31", "deadline=2026-12-31: must not be before the start, 2027-01-01"),
@@ -307,12 +294,10 @@ def test_the_command_prints_dates_hours_and_risks(command):
         ("--spare-nodes 5", "spare_nodes=5: must be at most 4, the nodes that the jobs leave free"),
         ("--reshape", "option=--reshape: is now `trilane plan search`"),
         ("--day-worth -1", "day_worth=-1.0: must be zero or a number above"),
-        ("--price -1", "price=-1.0: must be zero or a number above"),
         ("--checkpoint-minutes 6000", "checkpoint-minutes=6000: such a run would undo most of its work"),
         ("--checkpoint-minutes 0", "checkpoint_minutes=0.0: must be a number above zero"),
         ("--runs 3", "runs=3: must be a whole number of at least 100"),
         ("--runs 1000000000", "runs=1000000000: must be at most 214285, for the memory that 140 pieces"),
-        ("--capacity nowhere.json", "capacity=nowhere.json: no such file"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(command, given, message):

@@ -13,7 +13,7 @@ from trilane.analysis.loss_curve import Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure, measure_log
 from trilane.analysis.spikes import training_text
 from trilane.analysis.steady_state import WARM_UP
-from trilane.analysis.tables import rows_of, values
+from trilane.analysis.tables import filled, rows_of, values
 from trilane.config.cluster import Cluster, Gpu
 from trilane.config.plan import read_plan
 from trilane.logs.dialects.tables import use
@@ -70,7 +70,7 @@ class MeasuredRuns(Table):
         """How each run ended, failed ones first: the line that proves it, nodes at fault, wrong numbers."""
         runs = sorted(self.runs, key=lambda m: not m.status.has_failed)[:SHOWN]
         heads = "Source", "Dialect", "Status", "Iterations", "First", "Last", "Node", "Exclude", "Cause", "Problems"
-        return _filled(_table(runs, *heads))
+        return Columns(filled(_table(runs, *heads).to_frame()))
 
     def numerics(self) -> Table:
         """Skipped and NaN iterations, gradient norms (the median), loss scales (the last) and how often they fell."""
@@ -79,7 +79,8 @@ class MeasuredRuns(Table):
 
     def efficiency(self) -> Table:
         """Which iterations do not count and why, and where time is lost."""
-        return _filled(_table(self.timed[:SHOWN], "Left out", "Tokens/s", "Lost", "MFU", "HFU"))
+        heads = "Left out", "Tokens/s", "Lost", "MFU", "HFU"
+        return Columns(filled(_table(self.timed[:SHOWN], *heads).to_frame()))
 
     def curves(self) -> dict[str, Curve]:
         """The loss curve of each training, by the name of its first run."""
@@ -135,12 +136,6 @@ def _table(runs: Sequence[Measurement], *heads: str) -> Columns:
     usual = ("GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem (GiB)", "Sec/it", "±", "TFLOPs", "Losses", "Outcome")
     table = values(rows_of(runs), ("Run", *(heads or usual)))
     return Columns(table.rename(columns={"Losses": "Loss", "Outcome": "Notes"}))
-
-
-def _filled(table: Table) -> Columns:
-    """The columns that have a value in any row."""
-    frame = table.to_frame()
-    return Columns(frame[[name for name in frame if frame[name].fillna("").astype(bool).any()]])
 
 
 def _first(texts: Sequence[str], most: int = 12) -> list[str]:

@@ -16,7 +16,6 @@ from trilane.utils.validation import read_object, require
 from trilane.workspace.installation import outputs_root
 from trilane.workspace.study import Study
 
-FOUND = ("prediction", "forecast", "decision")  # parts that hold results
 TRAINING = ("engine", "data", "optimizer", "dropout", "run")  # of a run's plan
 
 
@@ -58,15 +57,9 @@ class StudyComparison:
         return found
 
     def differences(self) -> Columns | Text:
-        """What differs of what somebody chose: a row a choice, a column a study."""
-        return self._table([row for row in self.differing if row["part"] not in FOUND])
-
-    def results(self) -> Columns | Text:
-        """What differs of what was found: the best plan's prediction, the calendar, the decision."""
-        return self._table([row for row in self.differing if row["part"] in FOUND])
-
-    def _table(self, rows: list[dict[str, str]]) -> Columns | Text:
-        return Columns(pd.DataFrame(rows)) if rows else Text("Nothing here that two studies have differs.")
+        """What differs: a row a choice or result, a column a study."""
+        rows = pd.DataFrame(self.differing)
+        return Columns(rows) if len(rows) else Text("Nothing that two of them have differs.")
 
     def runs(self) -> Columns | Text:
         """The runs of all studies, a row each."""
@@ -116,9 +109,8 @@ def plan_point(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def _predicted(p: Mapping[str, Any]) -> dict[str, str]:
     """A plan's prediction as a person reads it."""
-    found = {"seconds an iteration": with_bounds(p["sec_per_it"], p["sec_lo"], p["sec_hi"])}
     return {
-        **found,
+        "seconds an iteration": with_bounds(p["sec_per_it"], p["sec_lo"], p["sec_hi"]),
         "memory (GiB)": f"{p['memory_bytes'] / 2**30:.3g}",
         "P(out of memory)": percent(p["oom_probability"]),
     }
@@ -131,7 +123,7 @@ def _parts(study: Study) -> StudyParts:
             values = study.load(f"{name}.json", notebook)
             # what figures and tables read of a plan is there
             for plan in values["plans"] if name == "plans" else ():
-                assert plan_point(plan) and _predicted(plan["prediction"]) and plan["cluster"]["name"]
+                assert plan_point(plan) and _predicted(plan["prediction"])
             files[name] = values
         except ValueError as error:
             lacks.append(str(error) if (study.folder / f"{name}.json").exists() else f"{name}.json ({notebook})")
@@ -142,24 +134,15 @@ def _parts(study: Study) -> StudyParts:
     except ValueError as error:
         lacks.append(str(error) if study.run_folders() else "runs (03_launch)")
     plans = files.get("plans", {}).get("plans", [])
-    found = _facts(plans[0] if plans else {}, files.get("calendar", {}))
+    found = {f"parameters of {path.stem}": _parameters(path) for path in sorted(study.folder.glob("[0-9]*.ipynb"))}
     found["training"] = next(({n: m.plan.to_json()[n] for n in TRAINING} for m in runs.runs if m.plan), {})
-    found["decision"] = files.get("decision", {}).get("recommendation")
-    found |= {f"parameters of {path.stem}": _parameters(path) for path in sorted(study.folder.glob("[0-9]*.ipynb"))}
+    for plan in plans[:1]:
+        found |= {"model": plan["shape"], "best plan": plan["topology"], "prediction": _predicted(plan["prediction"])}
+    dated = ("plan", "tokens", "days", "gpu_hours", "finish", "p_miss_deadline", "p_overrun_allocation")
+    found["forecast"] = {name: value for name, value in files.get("calendar", {}).items() if name in dated}
+    found["decision"] = files.get("decision", {}).get("recommendation", {})
     facts = {(part, name): text for part, values in found.items() for name, text in _flat(values).items()}
     return StudyParts(name=study.name, facts=facts, plans=plans, runs=runs, lacks=tuple(lacks))
-
-
-def _facts(plan: dict[str, Any], calendar: dict[str, Any]) -> dict[str, Any]:
-    """What was chosen and found, by part."""
-    dated = {"plan", "tokens", "days", "days_interval", "gpu_hours", "gpu_hours_interval", "finish"}
-    dated |= {"p_miss_deadline", "p_overrun_allocation"}
-    return {
-        **{"model": plan.get("shape"), "best plan": plan.get("topology")},
-        "cluster": {"name": plan.get("cluster", {}).get("name")},
-        "prediction": _predicted(plan["prediction"]) if plan else {},
-        "forecast": {name: value for name, value in calendar.items() if name in dated},
-    }
 
 
 def _flat(values: Any) -> dict[str, str]:

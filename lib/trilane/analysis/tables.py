@@ -160,6 +160,11 @@ def values(rows: Sequence[Row], heads: Sequence[str] = ()) -> DataFrame:
     return table.convert_dtypes()  # 8 stays 8 where another has none
 
 
+def filled(table: DataFrame) -> DataFrame:
+    """The columns that hold anything."""
+    return table[table.columns[table.notna().any() & (table != "").any()]]
+
+
 def markdown(rows: Sequence[Row], sort: str = "") -> str:
     """The table in Markdown, its columns aligned: those of the chronicles' tables and that of `sort`, where they hold
     anything; the notes, of which the middle is left out, are the last.
@@ -188,8 +193,7 @@ def to_html(rows: Sequence[Row]) -> Html:
     """
     again = {"Run", "Size", "Mem", "GFLOPs", "Losses", "Outcome", "Notes"}
     table = values(rows, [head for head in ("Source", "Status", *COLUMNS) if head not in again])
-    held = table.columns[table.notna().any() & (table != "").any()]
-    return Html.of('<div class="wide">{}</div>', show(table[held]))
+    return Html.of('<div class="wide">{}</div>', show(filled(table)))
 
 
 def write_iterations(runs: Sequence[Measurement], path: Path) -> None:

@@ -299,42 +299,38 @@ class Forecast(Described):
         return {**self.to_json(), **parts, "parameters": plan.shape.parameters, **drawn}
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """Finish date, days, GPU-hours, energy and money: median, 5 % and 95 % of the simulated runs."""
-        r = self.record
-        units = {"days": "days", "gpu_hours": "GPU-hours", "energy_kwh": "energy (kWh)", "cost": "money"}
-        found = {name: (r[key], *r[f"{key.removesuffix('_kwh')}_interval"]) for key, name in units.items() if r[key]}
-        dates = ("finish", *(r["finish"][name][:10] for name in ("p50", "p05", "p95")))
-        return [dates, *((name, *with_interval(*values)) for name, values in found.items())]
-
-    def facts(self) -> dict[str, str]:
-        """The work of the ramp and of a run without stops, the interval between checkpoints, and the limits."""
+        """Finish date, days, GPU-hours, energy and money: median, 5 % and 95 % of the simulated runs; then the ramp, a
+        run without stops, the interval between checkpoints, and the limits.
+        """
         r, ramp = self.record, self.record["ramp"]
-        found = {"ramp": f"{ramp['iterations']:,} iterations, {ramp['days']:.3g} days of work"}
-        found["without stops"] = f"{r['ideal']['days']:.1f} days, {amount(r['ideal']['gpu_hours'])} GPU-hours"
-        found["checkpoints"] = f"each {amount(r['checkpoint']['interval_s'] / 60)} minutes"
-        return found | self.limits()
+        units = {"days": "days", "gpu_hours": "GPU-hours", "energy_kwh": "energy (kWh)", "cost": "money"}
+        found = [("finish", *(r["finish"][name][:10] for name in ("p50", "p05", "p95")))]
+        for key, name in units.items():
+            if r[key]:
+                found.append((name, *with_interval(r[key], *r[f"{key.removesuffix('_kwh')}_interval"])))
+        facts = {"ramp": f"{ramp['iterations']:,} iterations, {ramp['days']:.3g} days of work"}
+        facts["without stops"] = f"{r['ideal']['days']:.1f} days, {amount(r['ideal']['gpu_hours'])} GPU-hours"
+        facts["checkpoints"] = f"each {amount(r['checkpoint']['interval_s'] / 60)} minutes"
+        return found + [(name, fact, "", "") for name, fact in (facts | self.limits()).items()]
 
     def to_frame(self) -> DataFrame:
-        """The rows, then the facts, as a table."""
-        rows = [*self.rows(), *((name, fact, "", "") for name, fact in self.facts().items())]
-        return Columns.of_rows(("", "median", "5 % below", "95 % below"), rows).to_frame()
+        """The rows as a table."""
+        return Columns.of_rows(("", "median", "5 % below", "95 % below"), self.rows()).to_frame()
 
     def as_text(self) -> str:
         """The forecast as `trilane plan calendar` prints it."""
         r = self.record
-        lines = [f"{r['plan']}: {r['tokens']:g} tokens, {r['iterations']} iterations from {r['start']}"]
-        lines += [f"{name:17} {middle} ({low} to {high})" for name, middle, low, high in self.rows()]
         lost = ", ".join(f"{name} {lost:.1f}" for name, lost in r["lost_days"].items() if lost >= 0.05)
-        facts = self.facts() | {"lost days": lost, "support": self.request.prediction.support.words}
-        return "\n".join([*lines, *(f"{name:17} {fact}" for name, fact in facts.items())])
+        rows = [*self.rows(), ("lost days", lost, "", ""), ("support", r["prediction"]["support"]["words"], "", "")]
+        head = f"{r['plan']}: {r['tokens']:g} tokens, {r['iterations']} iterations from {r['start']}"
+        spans = (f" ({low} to {high})" if low else "" for _, _, low, high in rows)
+        return "\n".join([head, *(f"{row[0]:17} {row[1]}{span}" for row, span in zip(rows, spans, strict=True))])
 
     @property
     def assumptions(self) -> Columns:
         """Every assumption with its source; an interval of 0 s between checkpoints is Daly's optimum."""
-        rows, names = (
-            self.record["assumptions"],
-            {"per_node_year": " a node and year", "per_year": " a year", "value": ""},
-        )
+        rows = self.record["assumptions"]
+        names = {"per_node_year": " a node and year", "per_year": " a year", "value": ""}
         values = [" and ".join(f"{amount(a[n])}{per}" for n, per in names.items() if a.get(n)) or "0" for a in rows]
         return Columns({"what": [a["what"] for a in rows], "value": values, "source": [a["source"] for a in rows]})
 
