@@ -131,47 +131,20 @@ def correct_units(columns: Columns) -> str:
     """Correct times and rates in place; returns a note about the correction, "" if there was none.
 
     Where samples per second contradict the time by a factor of 1000, one of the two is wrong: the time if it is
-    implausible, else the rate (Megatron-DeepSpeed of autumn 2021 printed samples per millisecond). Without a rate the
-    first times are right: logs changed from milliseconds to seconds under the old label.
+    implausible, else the rate (Megatron-DeepSpeed of autumn 2021 printed samples per millisecond).
     """
-    seconds = columns.get("sec_per_it", np.empty(0))
-    has_rate = columns.keys() >= {"samples_per_second", "global_batch_size"}
-    is_even = not has_rate and not np.fmax.reduce(seconds, initial=0.0) > 100 * np.fmin.reduce(seconds, initial=1e9)
-    if len(seconds) < (1 if has_rate else 3) or is_even:
+    if not columns.keys() >= {"sec_per_it", "samples_per_second", "global_batch_size"}:
         return ""
-    right = columns["global_batch_size"] / columns["samples_per_second"] if has_rate else median(seconds[:3])
-    # a single line of a thousand times the seconds is a pause
-    lasting = np.median([seconds, np.roll(seconds, 1), np.roll(seconds, -1)], axis=0)
+    seconds, found = columns["sec_per_it"], list[str]()
     with np.errstate(divide="ignore", invalid="ignore"):
-        off = np.round(np.log10((seconds if has_rate else lasting) / right) / 3, 1)  # two parts differ somewhat
-    is_time = (seconds <= 0.01) | (seconds >= 6 * 3600) | (not has_rate)
-    found = []
+        right = columns["global_batch_size"] / columns["samples_per_second"]
+        off = np.round(np.log10(seconds / right) / 3, 1)  # the two differ somewhat
+    is_time = (seconds <= 0.01) | (seconds >= 6 * 3600)
     for name, word, rows in (("sec_per_it", "time", is_time), ("samples_per_second", "rate", ~is_time)):
         if count := int((wrong := rows & (abs(off) == 1)).sum()):
             columns[name] = np.where(wrong, columns[name] * 1000.0**-off, columns[name])
             found.append(f"{count} iterations have the wrong unit of {word}")
     return "; ".join([*found, "corrected"]) if found else ""
-
-
-def average_rounded(columns: Columns) -> str:
-    """Average seconds in place that are short differences of whole seconds; returns a note, "" if there were none.
-
-    Each becomes the mean of the minute around its line without a pause, or of as much as there is.
-    """
-    seconds, at = columns["sec_per_it"].copy(), columns["iteration"]
-    known = np.flatnonzero(np.isfinite(seconds) & np.isfinite(at))
-    steps = np.diff(at[known], prepend=at[0] if known[:1].any() else at[:1] - 1) if len(known) else at[:0]
-    passed = seconds[known] * steps
-    # the median of differences of 10 s is off by up to half a second, a minute by a sixtieth
-    if len(known) < 3 or (usual := median(passed)) >= 10 or np.abs(passed - np.round(passed)).max() > 1e-3:
-        return ""
-    is_pause = passed > 3 * np.maximum(1.0, median(seconds[known]) * steps)
-    for stretch in np.split(np.arange(len(known)), np.flatnonzero(is_pause)):
-        lines = stretch[~is_pause[stretch]]
-        for part in np.array_split(lines, max(1, round(len(lines) * usual / 60))):
-            seconds[known[part]] = passed[part].sum() / steps[part].sum() if len(part) else NAN
-    columns["sec_per_it"] = seconds
-    return "seconds are means over about a minute, as the time stamps are whole seconds"
 
 
 def _argument(arguments: Mapping[str, Value], *names: str) -> float:

@@ -144,7 +144,6 @@ def _finish(run: PartialRun, path: Path, age: float) -> RunLog:
     counted = [name for name, rows in run.dialects.items() if rows or not any(run.dialects.values())]
     units = checks.correct_units(columns)
     timed_by_stamps = run.timed_by_stamps & {*counted}
-    averaged = checks.average_rounded(columns) if timed_by_stamps and "sec_per_it" in columns else ""
     (status, evidence, end), basis = _status(run, columns), ""
     if status is Status.UNFINISHED and not end:
         basis = _still_runs(columns, timestamp(run.last_line), age)
@@ -175,7 +174,7 @@ def _finish(run: PartialRun, path: Path, age: float) -> RunLog:
         gpus=gpus,
         exclude=exclude,
         collectives=tuple(run.watchdogs.lines(run.places, world)) if status.has_failed else (),
-        notes=tuple(filter(None, (*run.notes, units, STAMPS_NOTE * bool(timed_by_stamps), averaged, set_up))),
+        notes=tuple(filter(None, (*run.notes, units, STAMPS_NOTE * bool(timed_by_stamps), set_up))),
         status_basis=basis,
         printed_at=timestamp(run.last_line),
     )
