@@ -24,7 +24,6 @@ from trilane.utils.validation import (
     shipped_json,
 )
 
-HEAD = "lm_head.weight"
 OWN_WIDTH = ("gpt2", "bloom")  # whose MLP is 4 x hidden_size where they name none, as a shape's
 
 
@@ -116,8 +115,8 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShap
     require(ok, "sliding_window", window, rule)
     notes = [] if seq_length else [f"seq={longest}: the longest of the configuration, as no other is given"]
     notes += [f"model_type={kind}: {usual.note}"] * bool(usual.note)
-    turned = rotary_departures(values) if shape.positions == "rotary" else []
-    return GivenShape(shape=shape, notes=(*notes, *(f"{key}={value}: {rule}" for key, value, rule in turned)))
+    notes += _rotary_notes(known, usual) if shape.positions == "rotary" else []
+    return GivenShape(shape=shape, notes=tuple(notes))
 
 
 def _usual(kind: str) -> SimpleNamespace:
@@ -163,13 +162,12 @@ def _with_rotary(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **nested}
 
 
-def rotary_departures(values: Mapping[str, Any]) -> list[tuple[str, object, str]]:
-    """Where the model turns a part of the channels alone, or by other angles than a shape: key, value and rule."""
-    known, usual = _with_rotary(values), _usual(str(values["model_type"])).rotary_share
-    _, share = _first(known, shipped_json("huggingface")["keys"]["rotary_share"], usual)
+def _rotary_notes(known: Mapping[str, Any], usual: SimpleNamespace) -> list[str]:
+    """Where the model turns a part of the channels alone, or by other angles than a shape."""
+    _, share = _first(known, shipped_json("huggingface")["keys"]["rotary_share"], usual.rotary_share)
     kind = known.get("rope_type", known.get("type", "default"))
-    found = [("partial_rotary_factor", share, "a shape turns all channels of a head")] * (share != 1)
-    return found + [("rope_type", kind, "a shape has angles as they are")] * (kind != "default")
+    notes = [f"partial_rotary_factor={share}: a shape turns all channels of a head"] * (share != 1)
+    return notes + [f"rope_type={kind}: a shape has angles as they are"] * (kind != "default")
 
 
 def _biases(values: Mapping[str, Any], usual: SimpleNamespace) -> str:
@@ -224,7 +222,7 @@ class Family:
     def their_names(self, name: str) -> list[str]:
         """Their names of the canonical parameter `name`; ValueError where they have none."""
         if name == "output_layer.weight":
-            return [HEAD]
+            return ["lm_head.weight"]
         stem, _, end = name.rpartition(".")
         found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", stem)
         prefix, part = (f"{self.layers}.{found[1]}.", found[2]) if found else ("", stem)
@@ -234,7 +232,7 @@ class Family:
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """The families by the type in a config.json. A shape is exported as the first that has it: none as a Mistral."""
+    """The families by the type in a config.json. A shape is exported as the first that has it."""
     tables = shipped_json("huggingface")["families"]
     found = {}
     for kind, own in tables.items():
