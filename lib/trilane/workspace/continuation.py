@@ -72,14 +72,10 @@ def _differences(name: str, held: Any, wanted: Any) -> list[tuple[str, Any, Any]
 
 
 def extension(manifest: Mapping[str, Any], plan: Plan) -> str:
-    """One line on what changes where the plan is longer or shorter than the run that wrote the checkpoint; else ""."""
-    held = manifest["identity"]
-    before, after = held.get("length", 0), plan.samples
-    upcoming = next(plan.batches(manifest["iteration"]), None)
-    if not before or before == after or not upcoming:
+    """One line where the plan is longer or shorter than the run that wrote the checkpoint; else ""."""
+    before, after = manifest["identity"].get("length", 0), plan.samples
+    if not before or before == after:
         return ""
-    old, new = (plan.optimizer.learning_rate(upcoming.end, samples) for samples in (before, after))
-    text = f"the run has {after} samples instead of {before}; its learning rate"
-    if plan.optimizer.decay_samples:
-        return f"{text} stays as it was, decaying over decay_samples={plan.optimizer.decay_samples}"
-    return f"{text} decays to the new end: in iteration {upcoming.number} it is {new:.6E} instead of {old:.6E}"
+    # the rate leaps where the cosine lasts as long as the run
+    rate = "stays as it was: decay_samples is set" if plan.optimizer.decay_samples else "decays to the new end"
+    return f"the run has {after} samples instead of {before}; its learning rate {rate}"
