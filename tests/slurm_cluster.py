@@ -20,7 +20,7 @@ import pytest
 from support import REPOSITORY, small_cluster, small_plan, wait_until
 
 from trilane.config.plan import Plan
-from trilane.slurm import client, jobs, script
+from trilane.slurm import chain, client, jobs, script
 from trilane.slurm.sites import JobRequest, Site
 from trilane.workspace.run_folder import iteration
 
@@ -224,6 +224,12 @@ def lead(folder: Path, true: Callable[[], bool], what: str) -> None:
         return true()
 
     wait_until(has_come, PATIENCE_S, what)
+
+
+def submit_chain(folder: Path, times: int = 1) -> list[str]:
+    """Submit the stages of a chain in order, `times` jobs each; their ids."""
+    made = jobs.submit_all(chain.stages_of(folder), SITE, REQUEST, times=times, parallel=1)
+    return [job for _, job in made]
 
 
 def send(job: str, signal: str) -> None:

@@ -33,7 +33,7 @@ WORDS = {
     "long": "a" * 100_000,
 }
 H200 = to_mapping(cluster("h200"))
-SITE_WORDS = ("partition", "service_partition", "constraint", "hint", "partitions", "modules", "qos")
+SITE_WORDS = ("partition", "service_partition", "constraint", "partitions", "modules", "qos")
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ READERS = (
         "train X",
         "plan backtest X",
     ),
-    *("slurm chain submit chain --site local", "debug rehearse X"),
+    *("slurm submit chain --site generic", "debug rehearse X"),
 )
 
 
@@ -198,7 +198,7 @@ GOOD = json.dumps(small_plan().to_json())
 ARGUMENTS = "convert megatron --read X --cluster h200"
 SCRIPT, SWEEP = "slurm script plan.json --site generic", "slurm sweep create X new --site generic"
 SEARCH = "plan search --shape 6,64,4,32,384 --gpus 8 --gbs 8"
-CHAIN = "slurm chain submit folder --site generic"  # of the file folder/chain.json
+CHAIN = "slurm submit folder --site generic"  # of the file folder/chain.json
 # a command, of which X is a file, and what that holds
 CASES: dict[str, tuple[str, Any]] = {
     "infinite": ("plan show X", GOOD.replace('"adam_eps": 1e-08', '"adam_eps": 1e400')),

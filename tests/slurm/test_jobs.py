@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from slurm_cluster import REQUEST, SITE, Commands, one, plan, run_folder
+from slurm_cluster import REQUEST, SITE, Commands, one, plan, run_folder, submit_chain
 
 from trilane.cli.app import main
 from trilane.slurm import chain, client, jobs, ledger, monitor
@@ -158,7 +158,7 @@ def test_a_chain_whose_submission_was_killed_is_found_by_its_name(commands: Comm
     commands.say("squeue", "; ".join(f"echo '{job}|PENDING|None|0:00|1:00||{name}'" for job in (7, 8)))
     assert (one(run).id, one(run).waiting) == ("7", 1) and not ledger.job_ids(run)
     with pytest.raises(jobs.ActiveJob, match=r"has job 7, 8 already"):
-        chain.submit(tmp_path / "chain", SITE, times=2)
+        submit_chain(tmp_path / "chain", times=2)
     assert ledger.job_ids(run) == ["7", "8"] == jobs.cancel([run]) and not commands.calls("sbatch")
 
 

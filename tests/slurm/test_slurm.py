@@ -27,6 +27,7 @@ from slurm_cluster import (
     run_folder,
     says,
     send,
+    submit_chain,
 )
 from support import REPOSITORY, plant_modules, wait_until
 from test_script import PRESETS, recorded
@@ -132,7 +133,7 @@ def test_the_commands_submit_show_and_cancel(
     assert main(["slurm", "submit", *command, "--dry-run"]) == 0
     assert json.loads(capsys.readouterr().out)["submitted"] == {}
     assert main(["slurm", "submit", *command]) == 0
-    job = json.loads(capsys.readouterr().out)["submitted"][str(folder)]
+    (job,) = json.loads(capsys.readouterr().out)["submitted"][str(folder)]
     wait_until(lambda: one(folder).state == "RUNNING", 60, "running")
     assert main(["slurm", "status", str(folder), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["jobs"][0]
@@ -191,7 +192,7 @@ def test_sigusr1_saves_and_the_next_link_goes_on(
     (folder,) = chain.create(tmp_path / "chain", p, [], SITE, REQUEST)
     pace(monkeypatch)
     allow(folder, 5)
-    first, second = chain.submit(tmp_path / "chain", SITE, times=2)
+    first, second = submit_chain(tmp_path / "chain", times=2)
     wait_until(lambda: attempts.iteration(folder) >= 5, PATIENCE_S, says(folder))
     assert one(folder).waiting == 1 and client.states([second])[second].reason == "Dependency"
     send(first, "USR1")
@@ -220,15 +221,16 @@ def test_two_links_on_1_and_2_nodes_follow_the_ramp_with_the_losses_of_one_run(
     stages = ["--stages", "8:1:1,16:2:1"]
     assert main(["slurm", "chain", "create", str(tmp_path / "plan.json"), folder, *asked, *stages]) == 0
     capsys.readouterr()
-    assert main(["slurm", "chain", "submit", folder, *asked]) == 0
-    ids = json.loads(capsys.readouterr().out)["submitted"]
-    paths = chain.stages_of(Path(folder))
+    assert main(["slurm", "submit", folder, *asked]) == 0
+    submitted, paths = json.loads(capsys.readouterr().out)["submitted"], chain.stages_of(Path(folder))
+    ids = [job for path in paths for job in submitted[str(path)]]
+    after = [e["after"] for path in paths for e in ledger.events(path, "submitted")]
+    assert after == ["", *(f"afterany:{job}" for job in ids[:-1])]
     found = [ended(path) for path in paths]
     assert [(j.id, j.status) for j in found] == [(i, "completed") for i in ids], says(paths[0]) + says(paths[1])
     assert [len(client.hostnames(j.nodes)) for j in found] == [1, 2]
     joined = [loss for path in paths for loss in losses(path)]
     assert len(joined) == 6 and joined == pytest.approx(alone(p, tmp_path), abs=1e-5)
-    assert chain.submit(Path(folder), SITE) == []
 
 
 def test_the_nodes_of_a_running_job_are_shown_and_the_watcher_reports_its_death(
@@ -338,11 +340,11 @@ def test_of_a_sweep_one_run_fails_and_is_submitted_again_alone(
     made = json.loads(capsys.readouterr().out)["submitted"]
     paths = [folder / f"runs/{p.label}" for p in plans]
     after = [e["after"] for path in paths for e in ledger.events(path, "submitted")]
-    assert after == ["", f"afterany:{made[str(paths[0])]}"]
+    assert after == ["", f"afterany:{made[str(paths[0])][0]}"]
     assert {path.name for path in (folder / "runs").iterdir()} == {p.label for p in plans} | {"code"}
     found = [ended(path) for path in paths]
     assert [j.status for j in found] == ["completed", "crashed"], says(paths[1])
-    assert [j.id for j in found] == [made[str(path)] for path in paths]
+    assert [[j.id] for j in found] == [made[str(path)] for path in paths]
     corpus.write_text("to be or not to be, that is the question\n" * 40)
     for options, wanted in (("--failed", paths[1:]), ("--failed", [])):
         assert main([*submit, options]) == 0

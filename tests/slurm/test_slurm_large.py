@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slurm_cluster import PATIENCE_S, REQUEST, SITE, Cluster, ended, one, says, send
+from slurm_cluster import PATIENCE_S, REQUEST, SITE, Cluster, ended, one, says, send, submit_chain
 from support import REPOSITORY, wait_until
 from webhook_receiver import Receiver
 
@@ -111,7 +111,7 @@ def test_52_nodes_lose_four_and_the_controller_and_no_iteration(
     watching = threading.Thread(target=lambda: lines.extend(monitor.watch([r.folder], 0.5, PATIENCE_S)))
     for name, node in (("broken", "jz-a100-4"), ("slow", "jz-a100-30")):
         (r.folder / name).write_text(node)
-    first, second = chain.submit(tmp_path / "chain", SITE, times=2)
+    first, second = submit_chain(tmp_path / "chain", times=2)
     watching.start()
     r.wait(lambda: r.count("nodes") == 1, "nodes tested")
     assert set(ledger.events(r.folder, "nodes")[0]["left_out"]) == {"jz-a100-4", "jz-a100-30"}

@@ -62,7 +62,8 @@ def script(plan: Path, job: Job, template: str = option("train", "which script",
 def submit(
     *runs: str,
     job: Job,
-    parallel: int = option(0, "jobs that may run at the same time; 0: all", minimum=0),
+    parallel: int = option(0, "jobs that may run at the same time; 0: all, of a chain 1", minimum=0),
+    times: int = option(1, "jobs for each run, one after another, where one time limit is not enough", minimum=1),
     failed: bool = option(False, "only runs that failed and may succeed now"),
     rewrite: bool = option(False, "write job.sbatch anew, for this site and these options"),
     dry_run: bool = option(False, "only check, and submit nothing"),
@@ -79,8 +80,12 @@ def submit(
         scripts.rewrite(path, job.site, job)
     found = preflight.check_runs(folders, job.site, job, job.allow)
     chosen = [] if found.is_refused or dry_run else folders
-    made = {str(path): one for path, one in jobs.submit_all(chosen, job.site, job, parallel=parallel)}
-    lines = [f"{made.get(path, 'not submitted')}  {path}" for path in found]
+    # a stage loads the checkpoint of the one before
+    most = 1 if any(map(chains.is_chain, runs)) else parallel
+    made = dict[str, list[str]]()
+    for path, one in jobs.submit_all(chosen, job.site, job, times=times, parallel=most):
+        made.setdefault(str(path), []).append(one)
+    lines = [f"{', '.join(made.get(path, ['not submitted']))}  {path}" for path in found]
     text = "\n".join(filter(None, [*lines, found.text()])) or "nothing to submit"
     return Answer({"findings": found.to_json(), "submitted": made}, text, found.is_refused)
 
@@ -132,7 +137,8 @@ def folders_of(runs: Sequence[str]) -> list[Path]:
     found = list[Path]()
     for run in runs:
         is_plan = not Path(run).is_dir() and locate_plan(run)[0].is_file()
-        found += [run_folder_of(run, True)] if is_plan else run_folders([run])
+        below = chains.stages_of(Path(run)) if chains.is_chain(run) else run_folders([] if is_plan else [run])
+        found += [run_folder_of(run, True)] if is_plan else below
     return found
 
 
@@ -146,7 +152,7 @@ def create_sweep(plans: Path, folder: Path, job: Job) -> Answer:
     return Answer({"created": made}, "\n".join(f"created: {path}" for path in made))
 
 
-chain = Group("chain", help="A long run as dependent jobs; `slurm status` shows them.")
+chain = Group("chain", help="A long run as dependent jobs; `slurm submit FOLDER` submits them.")
 
 
 @command(chain, "create")
@@ -169,19 +175,6 @@ def create_chain(
     made = chains.create(folder, read, asked, job.site, job, {"calibration": known.kept()})
     rows = chains.link_records(made, known)
     return Answer({"links": rows}, "\n".join(map(chains.link_line, rows)))
-
-
-@command(chain, "submit")
-def submit_chain(
-    folder: Path, job: Job, times: int = option(1, "jobs a stage, where one time limit is not enough", minimum=1)
-) -> Answer:
-    """Submit the jobs, each after the one before; none where the check refuses one."""
-    client.require_answer("; nothing was submitted: submit again when it answers")
-    stages = [path for path in chains.stages_of(folder) if not is_completed(path)]
-    found = preflight.check_runs(stages, job.site, job, job.allow)
-    ids = [] if found.is_refused else chains.submit(folder, job.site, times)
-    text = "\n".join(filter(None, [found.text(), f"submitted: {', '.join(ids) or 'nothing'}"]))
-    return Answer({"findings": found.to_json(), "submitted": ids}, text, found.is_refused)
 
 
 @command(GROUP, "site")

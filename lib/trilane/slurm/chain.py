@@ -15,11 +15,10 @@ from trilane.config.batch_rampup import Phase, Ramp
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import predict
-from trilane.slurm import jobs
 from trilane.slurm.script import write
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.validation import is_count, read_object, require, require_integer, require_label
-from trilane.workspace.run_folder import is_completed, write_text
+from trilane.workspace.run_folder import write_text
 
 # the site's name, and the names of the stages' run folders in order
 INDEX = "chain.json"
@@ -126,24 +125,18 @@ def create(
     return stages_of(folder)
 
 
+def is_chain(folder: str | Path) -> bool:
+    """Whether that is the folder of a chain."""
+    return (Path(folder) / INDEX).exists()
+
+
 def stages_of(folder: Path) -> list[Path]:
     """The run folders of a chain, in order."""
-    require((folder / INDEX).exists(), "chain", folder, "is not the folder of a chain")
+    require(is_chain(folder), "chain", folder, "is not the folder of a chain")
     labels = read_object(folder / INDEX, "chain", links=list)["links"]
     for label in labels:
         require_label("chain.links", str(label))
     return [folder / str(label) for label in labels]
-
-
-def submit(folder: Path, site: Site, times: int = 1) -> list[str]:
-    """Submit `times` jobs per stage, each after the end of the one before; their ids in order.
-
-    Completed stages are left out, so that an interrupted chain can be submitted again: ValueError where a stage has a
-    job that has not ended.
-    """
-    require_integer("times", times, 1)
-    stages = [stage for stage in stages_of(folder) if not is_completed(stage)]
-    return [job for _, job in jobs.submit_all(stages, site, JobRequest(), times=times, parallel=1)]
 
 
 def phases(plan: Plan) -> list[Phase]:
