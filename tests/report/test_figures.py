@@ -28,9 +28,10 @@ from trilane.logs.run import RunLog
 from trilane.planning.search import search
 from trilane.planning.search_result import SearchResult
 from trilane.planning.sizing import training_days
+from trilane.report.html import embedded
 from trilane.report.plots import explorer, losses, runs
 from trilane.report.plots import forecast as of_forecast
-from trilane.report.plots.interactive import MIME, Interactive, embedded
+from trilane.report.plots.interactive import MIME, Interactive
 from trilane.utils.tables import Text
 
 MACHINE, SHAPE = cluster("jz-a100-80g"), parse_shape("24,2048,16,2048,50304")

@@ -15,9 +15,9 @@ from support import REPOSITORY, in_browser, known_machine, small_cluster, uncoun
 
 from trilane.costmodel.measured_rows import shipped_rows
 from trilane.report import notebook
+from trilane.report.html import script
 from trilane.report.index import write_index
 from trilane.report.notebook import notebook_names
-from trilane.report.plots.interactive import script
 from trilane.utils.validation import to_mapping
 from trilane.workspace.study import Study
 

@@ -79,9 +79,10 @@ def test_a_change_is_predicted_and_a_refused_one_cannot_be_used(editor):
 def test_the_used_plan_is_what_03_and_07_begin_with(editor, study):
     editor.set(mbs=1)
     editor.buttons["use this plan"].click()
-    plans, (first, _, source) = study.plans(), study_plan(study)
+    plans, (first, *_) = study.plans(), study_plan(study)
     assert plans == [editor.chosen.plan, PLAN] and first == editor.chosen.plan
-    assert source["prediction"]["sec_per_it"] == editor.chosen.prediction.sec_per_it
+    written = json.loads((study.folder / "plans.json").read_text())["plans"][0]["prediction"]
+    assert written["sec_per_it"] == editor.chosen.prediction.sec_per_it
     kept = json.loads((study.folder / "earlier/plans.json.1").read_text())
     assert [p["id"] for p in kept["plans"]] == [PLAN.id]
     use_plan(study, BASE, KNOWN)

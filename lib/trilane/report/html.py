@@ -1,5 +1,8 @@
 """The report of a notebook: one HTML file that loads nothing, in which text from files is never markup."""
 
+import base64
+import functools
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -10,9 +13,10 @@ from typing import Any
 import mistune
 import nbformat
 import nh3
+import vl_convert
 from nbconvert import HTMLExporter
 
-from trilane.report.plots.interactive import MIME, embedded, script
+from trilane.report.plots.style import MIME, VERSION
 from trilane.utils.files import replace_text
 from trilane.utils.tables import Html, short
 from trilane.workspace.installation import checkout, stamp
@@ -75,6 +79,20 @@ def _about(notebook: Any, executed: Path) -> dict[str, str]:
         "read": ", ".join(f"{name} {key}" for name, key in read.items()) or "no result file of the study",
         "made by": f"trilane {of['trilane']}, revision {of['revision']}, Python {of['python']}",
     }
+
+
+def embedded(spec: object) -> str:
+    """A specification as JSON that stands in a `script` element: nothing in it can end the element."""
+    text = json.dumps(spec, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
+
+
+@functools.cache
+def script() -> tuple[str, str]:
+    """Vega's script with ours, which draws the figures of a report, and its source for a Content-Security-Policy."""
+    ours = (DATA / "charts.js").read_text(encoding="utf-8")
+    text = vl_convert.javascript_bundle(ours, vl_version=VERSION)
+    return text, f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def anchor(heading: str) -> str:

@@ -1,5 +1,6 @@
 """The explorer of a search: its plans by speed and memory, and the picked one with its parts, stages and schedule."""
 
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -12,7 +13,7 @@ from trilane.costmodel.predict import RISKY
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.sizing import training_days
-from trilane.report.plots.interactive import Interactive, card, chart, rounded, tooltips, wrapped
+from trilane.report.plots.interactive import Interactive, chart, rounded, tooltips
 from trilane.report.plots.style import COLORS, INK, LIMIT, plain
 from trilane.utils.numbers import amount, with_bounds
 
@@ -104,8 +105,10 @@ class Drawn:
 def plan_row(c: Candidate, rank: str, tokens: float, drawn: Drawn) -> Row:
     """All that the panels show of a plan but its schedule; lists have a value for each part or stage."""
     p, t, seconds = c.prediction, c.topology, drawn.made.stage_seconds
+    # 46 characters of 12 pixels have the width of a telephone
+    words = [part for line in lines(c, tokens, drawn) for part in textwrap.wrap(line, 46, subsequent_indent="   ")]
     row: Row = {"id": c.plan.id, "label": plain(c.label), "gpus": t.gpus, "tp": t.tp, "pp": t.pp, "dp": t.dp}
-    row |= {"rank": rank, "oom": f"{p.oom_probability:.1%}", "card": wrapped(lines(c, tokens, drawn))}
+    row |= {"rank": rank, "oom": f"{p.oom_probability:.1%}", "card": "\n".join(words)}
     row |= {name: rounded(v, 4) for name, v in (("s", p.sec_per_it), ("lo", p.sec_lo), ("hi", p.sec_hi))}
     row |= {"gib": rounded(p.memory_bytes / 2**30, 4)}
     row |= {"risk": RISKS[(p.oom_probability >= 0.01) + (p.oom_probability > RISKY)]}
@@ -175,7 +178,10 @@ def _heat(cell: Any) -> Any:
 
 
 def _words(pick: Any) -> Any:
-    return card(chart(title="The picked plan"), pick, 17, width=380)
+    """The lines of the picked plan."""
+    text = chart(title="The picked plan", width=380, height=280).transform_filter(pick)
+    text = text.mark_text(align="left", baseline="top", lineBreak="\n", lineHeight=16)
+    return text.encode(x=alt.value(0), y=alt.value(4), text="card:N", tooltip=alt.value(None))
 
 
 def _time(rows: Sequence[Row], pick: Any) -> Any:

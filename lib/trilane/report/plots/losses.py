@@ -9,7 +9,7 @@ import pandas as pd
 
 from trilane.analysis.loss_curve import Curve
 from trilane.analysis.steady_state import interval
-from trilane.report.plots.interactive import Interactive, axis_name, chart, rounded, tooltips
+from trilane.report.plots.interactive import Interactive, chart, rounded, tooltips
 from trilane.report.plots.style import COLORS, plain
 from trilane.utils.tables import Text
 
@@ -119,7 +119,9 @@ def thinned(table: np.ndarray, most: int) -> np.ndarray:
 def _panel(key: str, rows: Sequence[Row], scale: alt.Scale, numbers: Row, marks: Iterable[Any]) -> Any:
     """One quantity over the chosen axis: as printed, smoothed, what was trained again, restarts, the hovered point."""
     level = f"'{key}' + level" if key != "rate" else "'rate0'"
-    base = chart(width=400, height=250, title=axis_name("across")).transform_filter(alt.param("only"))
+    # the title of an axis is fixed, that of a chart may depend on a control
+    name = alt.TitleParams(alt.expr("across"), orient="bottom", anchor="middle", fontSize=11, fontWeight="normal")
+    base = chart(width=400, height=250, title=name).transform_filter(alt.param("only"))
     base = base.transform_calculate(printed=f"datum['{key}0']", value=f"datum[{level}]")
     legend: Any = {"title": "training (a click shows it alone)", "titleLimit": 300, "orient": "bottom", "columns": 2}
     legend |= {"symbolType": "stroke", "symbolOpacity": 1, "symbolStrokeWidth": 3}

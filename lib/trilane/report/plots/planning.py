@@ -18,7 +18,7 @@ from trilane.utils.tables import Text
 def shapes_and_efficiency(found: Proposals) -> Figure:
     """Shapes on the plane of hidden size and layers, colored by predicted TFLOP/s a GPU on the best topology.
 
-    Lines: equal size (in B), equal hidden / layers (dotted). The first five are named, the best is framed.
+    Lines: equal size (in B). The first five are named, the best is framed.
     """
     (made, axes), proposals = figure(8.6, 4.6), found.rows
     hidden, layers = (np.array([getattr(p.shape, n) for p in proposals]) for n in ("hidden_size", "num_layers"))
@@ -43,10 +43,6 @@ def _size_lines(axes: Axes, best: Proposal) -> None:
     levels = [target * f for f in (0.9, 0.95, 1.0, 1.05, 1.1)]
     lines = axes.contour(wide, deep, size, levels, colors=COLORS[2], linewidths=[0.7, 0.7, 1.6, 0.7, 0.7])
     axes.clabel(lines, fmt=lambda v: f"{v:.3g} B", fontsize=7)
-    lines = axes.contour(
-        wide, deep, wide / deep, [100, 150, 200, 250], colors=COLORS[4], linewidths=0.7, linestyles=":"
-    )
-    axes.clabel(lines, fmt=lambda v: f"h/L {v:.0f}", fontsize=7)
 
 
 def predicted_over_measured(result: Backtest, what: str = "seconds") -> Figure:

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+MIME = "application/vnd.vegalite.v5+json"  # the newest that JupyterLab 4.6 draws
+# The newest Vega-Lite of vl_convert, for reports and pictures: it draws specifications of version 5 without a warning.
+VERSION = "6.4"
 # charts.js replaces these by brighter ones on dark paper
 COLORS = ("#14618a", "#e07a1f", "#2a9d67", "#a23b72", "#7b8a97", "#c9a227", "#5d4a99", "#b3261e")
 LIMIT, INK = "#b3261e", "#1b2530"  # of a limit; of a diagonal or a whisker
