@@ -100,6 +100,18 @@ def test_who_is_late_is_named_and_no_other(name: str, tmp_path: Path) -> None:
     assert named or OPEN in verdict.paragraph
 
 
+def test_who_entered_the_call_is_not_waited_for(tmp_path: Path) -> None:
+    edges = judged(tmp_path, LATE, {"1": DP}).edges
+    assert {rank: targets for rank, targets in edges.items() if targets} == {rank: {5} for rank in DP if rank != 5}
+
+
+def test_a_send_after_a_collective_does_not_take_its_rank_back() -> None:
+    """Nor do tuples of any length hinder a pickle from being read."""
+    calls = [call("1", 3, sizes=((1, 2, 3, 4), ())), call("1", 1, "send 0->1", p2p=True)]
+    found = read_recording(recording(calls, {"1": DP}))
+    assert found.entered == {"1": 3} and "[[1, 2, 3, 4], []]" in found.calls[0].kind
+
+
 @pytest.mark.parametrize("cut", [True, False])
 def test_of_ranks_without_a_dump_nothing_is_concluded_but_that_it_is_one_of_them(cut: bool, tmp_path: Path) -> None:
     judged(tmp_path, LATE, {"1": DP})
@@ -127,6 +139,7 @@ def test_a_send_names_its_peer_by_its_place_in_the_group(tmp_path: Path) -> None
         ("scheduled", True, "nccl", True),  # the watchdog retires what it gives up
         ("scheduled", False, "nccl", True),
         ("started", True, "nccl", True),
+        ("started", True, "gloo", True),
     ],
 )
 def test_a_call_that_has_not_completed_is_waited_for(state: str, retired: bool, backend: str, waits: bool) -> None:

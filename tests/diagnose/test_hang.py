@@ -120,17 +120,27 @@ def test_of_many_dumps_in_one_file_the_last_counts(header: str, main: str) -> No
     assert dump.frames[0].function == "train"
 
 
-@pytest.mark.parametrize(("ranks", "holders", "named"), [(4, (1,), (1,)), (8, (5,), (5,)), (8, (5, 6), ())])
-def test_a_lock_that_one_rank_holds_elsewhere_is_a_cause_and_one_that_many_hold_is_a_habit(
-    ranks: int, holders: tuple[int, ...], named: tuple[int, ...], tmp_path: Path
+@pytest.mark.parametrize(
+    ("ranks", "holders", "apart", "named"),
+    [(4, (1,), True, (1,)), (8, (5,), True, (5,)), (8, (5, 6), False, ()), (8, (5,), False, ())],
+)
+def test_a_lock_that_one_rank_holds_elsewhere_is_a_cause_and_one_where_most_are_is_a_habit(
+    ranks: int, holders: tuple[int, ...], apart: bool, named: tuple[int, ...], tmp_path: Path
 ) -> None:
     """A thread of a profiler holds the global lock wherever it is looked at."""
     for rank in range(ranks):
-        stack = ATTENTION.stack if holders == (rank,) else DP_SUM.stack
+        stack = ATTENTION.stack if rank in holders and apart else DP_SUM.stack
         text = pyspy_text(stack, 100 + rank, holder=HOLDER if rank in holders else ())
         (tmp_path / f"rank_{rank}.txt").write_text(text)
     topology(tmp_path, 1, 1, ranks)
-    assert diagnose_hang(tmp_path).suspects == named
+    reasons = diagnose_hang(tmp_path).reasons
+    assert tuple(reasons) == named and all("global lock" in text for text in reasons.values())
+
+
+def test_a_single_stack_is_no_crowd_that_waits_for_its_cards(tmp_path: Path) -> None:
+    write_all(tmp_path, {0: WORK[0]})
+    topology(tmp_path, 1, 1, 2)
+    assert [group.state for group in diagnose_hang(tmp_path).groups if group.frames] == ["busy"]
 
 
 FETCH: Stack = (("fetch", "dataset.py", 10), *STEP)

@@ -132,6 +132,7 @@ def kinds_of(findings: Iterable[RestartFinding]) -> list[tuple[str, str, set[int
 ALL = {0, 1, 2, 3}
 LOST = {  # what was loaded; the findings, or some of them
     "nothing": (lambda: prints(state()), []),
+    "nothing, by a rank that updates no parameters": (lambda: edited(3, scalars={"step": 0.0}), []),
     "a norm reset": (lambda: remade(FINAL, None, np.ones_like, "weight"), [("reset", FINAL, {2, 3})]),
     "a norm apart across TP": (lambda: remade(NORM, 1, lambda x: x + 1e-3, "weight"), [("tensor-replicas", NORM, {1})]),
     "tied copies apart": (lambda: remade(WORD, 2, lambda x: x[::-1, ::-1], "weight", "exp_avg"), [("tied", WORD, {2})]),
