@@ -207,7 +207,7 @@ class Runs:
         for column, text in dialect.absent.items():
             if row.get(column) == float(text):
                 del row[column]
-        is_drawn = dialect.lines in ("bar", "block")
+        is_drawn = dialect.lines == "bar"
         if is_drawn and run.dialects.keys() == {dialect.name} and self._repeats(row):
             # drawn again with its loss after that of the one before, by the rank that counts
             if line.source == run.rank or line.source != line.source:
