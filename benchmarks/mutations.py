@@ -218,7 +218,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("= seconds / steps", "= seconds"),
         ("number > before if before is not None", "number >= before if before is not None"),
     ],
-    ("logs", "logs/run_folder.py", "logs"): [
+    ("logs", "logs/run.py", "logs"): [
         ('before["iteration"] < after', 'before["iteration"] <= after'),
     ],
     ("logs", "logs/reading/reader.py", "logs"): [

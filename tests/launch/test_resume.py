@@ -13,7 +13,7 @@ from plans import run_folder, small_plan, steps
 from support import ended, heed_ctrl_c, wait_until
 
 from trilane.launch.local import environment, train_local
-from trilane.logs.run_folder import read_run_folder
+from trilane.logs.run import read_run_folder
 from trilane.workspace.status import read_status
 
 pytestmark = pytest.mark.slow

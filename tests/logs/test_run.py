@@ -11,8 +11,7 @@ from support import small_plan
 from trilane.analysis.collect import MeasuredRuns
 from trilane.analysis.loss_curve import join
 from trilane.analysis.measure import measure
-from trilane.logs.run import read_log
-from trilane.logs.run_folder import read_run_folder
+from trilane.logs.run import read_log, read_run_folder
 from trilane.workspace.status import RunStatus, write_status
 
 LINE = (

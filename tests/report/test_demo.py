@@ -81,7 +81,7 @@ def test_ctrl_c_ends_every_process_and_leaves_the_run_folder_readable(demo, tmp_
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive, alive
     run = next(steps.glob("*/steps.jsonl")).parent
-    from trilane.logs.run_folder import read_run_folder
+    from trilane.logs.run import read_run_folder
 
     log = read_run_folder(run)
     assert len(log.iterations) >= 1 and log.status in ("cancelled", "unfinished")

@@ -10,8 +10,7 @@ import pandas as pd
 
 from trilane.analysis.run_config import run_config
 from trilane.analysis.steady_state import interval
-from trilane.logs.run import RunLog
-from trilane.logs.run_folder import continued
+from trilane.logs.run import RunLog, continued
 from trilane.utils.validation import require
 
 WINDOW = 128  # lines before a line that give its level and its noise

@@ -17,8 +17,7 @@ from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
 from trilane.logs.checks import HARMLESS, Problem, median, of_card
 from trilane.logs.endings import caveat
-from trilane.logs.run import RunLog
-from trilane.logs.run_folder import read_run_folder
+from trilane.logs.run import RunLog, read_run_folder
 from trilane.utils.tables import as_json
 from trilane.workspace.status import Status
 
