@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from plans import run_folder, small_plan, steps
-from support import ended, heed_ctrl_c, wait_until
+from support import ended, heed_ctrl_c, plant_modules, wait_until
 
 from trilane.launch.local import environment, train_local
 from trilane.logs.run import read_run_folder
@@ -26,9 +26,10 @@ def folder(data: Path, tmp_path: Path) -> Path:
 
 
 def launch(folder: Path, *more: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "trilane", "train", str(folder / "plan.json"), *more]
+    """The command, as a person types it next to the run folder."""
+    command = [str(Path(sys.executable).with_name("trilane")), "train", "run/plan.json", *more]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment(8), **pipes, preexec_fn=heed_ctrl_c)
+    return subprocess.Popen(command, cwd=folder.parent, env=environment(8), **pipes, preexec_fn=heed_ctrl_c)
 
 
 def trained(folder: Path) -> int:
@@ -69,13 +70,18 @@ def ends_at_ctrl_c(folder: Path, process: subprocess.Popen) -> None:
 
 @pytest.mark.usefixtures("uncounted_processes")
 def test_a_run_saves_when_asked_stops_when_told_and_goes_on_in_the_same_folder_until_ctrl_c(folder: Path) -> None:
-    """SIGUSR1 saves within one iteration and the run goes on; SIGTERM saves and ends, exit code 3, status "stopped"."""
+    """SIGUSR1 saves within one iteration and the run goes on; SIGTERM saves and ends, exit code 3, status "stopped".
+
+    A colleague's json.py, torch.py, ... in the current folder is run by none of the processes.
+    """
+    trace = plant_modules(folder.parent)
     with ended(launch(folder)) as process:
         saves_when_asked_and_stops_when_told(folder, process)
     last, status = trained(folder), read_status(folder)
     with ended(launch(folder, "--resume")) as process:
         wait_until(lambda: trained(folder) > last + 2, 300, "training again")
         ends_at_ctrl_c(folder, process)
+    assert not trace.exists()
     assert [s["iteration"] for s in steps(folder)] == list(range(1, trained(folder) + 1))
     log = (folder / "run.log").read_text()
     assert f"resumes after iteration {last} of" in log and status.evidence in log and log.endswith("|\n")

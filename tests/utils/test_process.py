@@ -1,18 +1,13 @@
 """A port that a child was promised reaches that child; a launcher may open enough files."""
 
 import errno
-import json
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from support import plant_modules, small_plan
 
 from trilane.utils.process import held_port
-
-TRILANE = str(Path(sys.executable).with_name("trilane"))
 
 
 def test_a_held_port_goes_to_nobody_but_the_store_that_it_was_held_for() -> None:
@@ -32,11 +27,3 @@ def test_the_limit_of_open_files_is_raised_as_far_as_the_host_allows(soft: int, 
     code += f"r.setrlimit(r.RLIMIT_NOFILE, ({soft}, {hard})); allow(1000); print(r.getrlimit(r.RLIMIT_NOFILE))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == f"({after}, {hard})\n"
-
-
-def test_a_json_py_of_a_colleague_in_the_current_folder_is_not_run(tmp_path: Path) -> None:
-    """Neither by the launcher's children nor by theirs, torchrun's workers."""
-    (tmp_path / "plan.json").write_text(json.dumps(small_plan(train_iters=2).to_json()))
-    trace = plant_modules(tmp_path)
-    done = subprocess.run([TRILANE, "train", "plan.json"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, trace.exists()) == (0, False), done.stderr
