@@ -141,7 +141,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ('launcher == "srun" and not any', 'launcher == "x" and not any'),
         ("require(name not in variables", "require(True"),
     ],
-    ("jobs", "slurm/probe.py", "slurm/test_probe.py"): [
+    ("jobs", "slurm/sites.py", "slurm/test_probe.py"): [
         ("int(sockets) * int(cores)", "int(cores)"),
     ],
     ("guard", "slurm/checks.py", "slurm/test_preflight.py"): [

@@ -14,7 +14,7 @@ from trilane.analysis.measure import measure
 from trilane.analysis.recalibrate import case_of
 from trilane.cli.app import main
 from trilane.config.batch_rampup import Ramp
-from trilane.slurm import sites, sweep
+from trilane.slurm import sites, study_runs
 from trilane.slurm.sites import JobRequest
 from trilane.workspace.status import RunStatus, Status, write_status
 from trilane.workspace.study import Study
@@ -98,7 +98,7 @@ def folder(outputs):
     plan = small_plan("ramp", train_iters=23, dp=2, mbs=1)
     plan = replace(plan, run=replace(plan.run, ramp=RAMP))
     values = {**plan.to_json(), "prediction": {"memory_bytes": 2.0**30}}
-    (folder,) = sweep.create(study.folder, [values], sites.site("generic"), JobRequest())
+    (folder,) = study_runs.create_sweep(study.folder, [values], sites.site("generic"), JobRequest())
     steps = [(b.number, b.gbs, (0.1 if b.gbs == 2 else 0.3) + 1e-5 * b.number) for b in RAMP.batches(23, 4)]
     assert [gbs for _, gbs, _ in steps] == [2] * 15 + [4] * 8
     lines = [LINE.format(number, 23, 1000 * seconds, gbs, 5.0) for number, gbs, seconds in steps]

@@ -7,9 +7,7 @@ import pytest
 from slurm_cluster import Cluster, fake_commands
 
 from trilane.cli.app import main
-from trilane.slurm import probe as probing
-from trilane.slurm.probe import gpus_of
-from trilane.slurm.sites import site
+from trilane.slurm.sites import gpus_of, probe, site
 
 # As sinfo prints them: typed GPUs bound to sockets, two kinds of nodes in one partition, a partition that is down, and
 # a line that a command of the site itself adds.
@@ -79,6 +77,6 @@ def test_a_wrong_question_is_one_line(words: list[str], message: str, far: Path,
 
 
 def test_a_real_slurm_describes_itself(cluster: Cluster) -> None:
-    found, unknown = probing.probe()
+    found, unknown = probe()
     assert (found.partition, found.partitions) == ("gpu_p5", ("gpu_p13", "gpu_p5", "gpu_p6", "prepost"))
     assert "gpu_p5 has 52 nodes of 8 GPUs (no type), 64 cores" in unknown[0]

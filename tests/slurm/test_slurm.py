@@ -37,7 +37,7 @@ from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import Plan
 from trilane.launch import local
 from trilane.logs.run import read_log
-from trilane.slurm import chain, client, copies, jobs, ledger, monitor, script, sweep
+from trilane.slurm import chain, client, copies, jobs, ledger, monitor, script, study_runs
 from trilane.slurm.checks import REFUSAL
 from trilane.slurm.preflight import check_job
 from trilane.utils.validation import to_mapping
@@ -150,7 +150,7 @@ def test_the_commands_submit_show_and_cancel(
 def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(cluster: Cluster, tmp_path: Path) -> None:
     """All of the script up to the training."""
     root = tmp_path / '-rf $(touch x) `touch x` {a,b}* it\'s a "quote";touch x && é数 | touch x'
-    (run,) = sweep.create(root, [plan("one", tmp_path.parent / "data", nodes=1).to_json()], SITE, REQUEST)
+    (run,) = study_runs.create_sweep(root, [plan("one", tmp_path.parent / "data", nodes=1).to_json()], SITE, REQUEST)
     trace = plant_modules(run)
     text = (run / "job.sbatch").read_text()
     (run / "job.sbatch").write_text(text[: text.index("# a small corpus is tokenized")] + "pwd\n")

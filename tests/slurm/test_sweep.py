@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from slurm_cluster import REQUEST, SITE, plan
 
-from trilane.slurm import sweep
+from trilane.slurm import study_runs
 
 
 @pytest.mark.parametrize(
@@ -20,16 +20,16 @@ from trilane.slurm import sweep
 def test_a_bad_table_of_plans_is_one_line(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "plans.json").write_text(content)
     with pytest.raises(ValueError, match=message):
-        sweep.create(tmp_path / "sweep", sweep.read_plans(tmp_path / "plans.json"), SITE, REQUEST)
+        study_runs.create_sweep(tmp_path / "sweep", study_runs.read_plans(tmp_path / "plans.json"), SITE, REQUEST)
 
 
 def test_nothing_that_exists_is_swept_over(tmp_path: Path) -> None:
     plans = [plan(label, tmp_path / "d", nodes=1).to_json() for label in ("one", "two")]
     with pytest.raises(ValueError, match=r"^label=one: must be unique in a sweep$"):
-        sweep.create(tmp_path / "sweep", plans[:1] * 2, SITE, REQUEST)
+        study_runs.create_sweep(tmp_path / "sweep", plans[:1] * 2, SITE, REQUEST)
     assert not (tmp_path / "sweep").exists()
-    (made,) = sweep.create(tmp_path / "sweep", plans[:1], SITE, REQUEST)
+    (made,) = study_runs.create_sweep(tmp_path / "sweep", plans[:1], SITE, REQUEST)
     assert made == tmp_path / "sweep/runs/one" and (made / "job.sbatch").exists()
     with pytest.raises(ValueError, match=r"^run folder=.*/one: exists; take a new one$"):
-        sweep.create(tmp_path / "sweep", plans[::-1], SITE, REQUEST)
+        study_runs.create_sweep(tmp_path / "sweep", plans[::-1], SITE, REQUEST)
     assert not (tmp_path / "sweep/runs/two").exists()

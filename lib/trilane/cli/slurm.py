@@ -10,11 +10,11 @@ from trilane.config.options import option
 from trilane.config.plan import locate_plan, read_plan
 from trilane.costmodel.shipped import constants_of
 from trilane.launch.local import run_folder as run_folder_of
-from trilane.slurm import attempt, client, jobs, monitor, node_test, preflight, probe, sites
+from trilane.slurm import attempt, client, jobs, monitor, node_test, preflight, sites
 from trilane.slurm import chain as chains
 from trilane.slurm import nodes as job_nodes
 from trilane.slurm import script as scripts
-from trilane.slurm import sweep as sweeps
+from trilane.slurm import study_runs as several
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.tables import one_line
 from trilane.utils.validation import require, require_file, to_mapping
@@ -148,7 +148,7 @@ sweep = Group("sweep", help="A table of plans as run folders; `slurm submit FOLD
 @command(sweep, "create")
 def create_sweep(plans: Path, folder: Path, job: Job) -> Answer:
     """Write the run folders of a table of plans: of `plan search --json`, 02's plans.json or a list."""
-    made = [str(path) for path in sweeps.create(folder, sweeps.read_plans(plans), job.site, job)]
+    made = [str(path) for path in several.create_sweep(folder, several.read_plans(plans), job.site, job)]
     return Answer({"created": made}, "\n".join(f"created: {path}" for path in made))
 
 
@@ -188,7 +188,7 @@ def site_command(
     if site is not None:
         return Answer(to_mapping(site))
     client.require_answer()
-    found, unknown = probe.probe(partition)
+    found, unknown = sites.probe(partition)
     note(unknown, label="not found: ")
     return Answer(to_mapping(found))
 

@@ -1,17 +1,18 @@
-"""The runs of a study: the best plans of its search as run folders, which are checked, priced, started and followed."""
+"""Run folders of several plans: of the best of a study's search, which are checked, priced, started and followed, and
+of a table of plans (a sweep)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from trilane.config.engines import label_of
-from trilane.config.plan import Plan
+from trilane.config.plan import Plan, plan_from_json
 from trilane.config.training import Data, Optimizer, Run
 from trilane.costmodel.calibration import Calibration
-from trilane.costmodel.predict import predict
+from trilane.costmodel.predict import predict, predict_on
 from trilane.costmodel.shipped import calibration_of
 from trilane.launch import local
 from trilane.slurm import jobs, script, sites
@@ -21,6 +22,7 @@ from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, grouped, short
+from trilane.utils.validation import read_json, require
 from trilane.workspace.checkpoints import FOLDER, latest
 from trilane.workspace.installation import outputs_root
 from trilane.workspace.run_folder import put_aside
@@ -193,3 +195,32 @@ def _trained(searched: Plan, engine: str, data: Data, lr: float, run: Run) -> Pl
     if engine != searched.engine:
         label = label_of(searched.shape, searched.cluster, searched.topology, engine)
     return replace(searched, label=label, engine=engine, data=data, optimizer=optimizer, run=run)
+
+
+def read_plans(path: Path) -> list[dict[str, Any]]:
+    """Plans, with predictions if given: of `trilane plan search --json`, of 02_topology's plans.json, or a list."""
+    values = read_json(path, "plans")
+    plans = values.get("plans") if isinstance(values, dict) else values
+    ok = isinstance(plans, list) and bool(plans) and all(isinstance(plan, dict) for plan in plans)
+    require(ok, "plans", path, "must be a list of plans, or hold one as `plans`")
+    return list(plans or [])
+
+
+def create_sweep(folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, request: JobRequest) -> list[Path]:
+    """Write the run folder runs/LABEL of each plan; the folders. ValueError, and nothing is written, where one exists
+    or two plans have the same label."""
+    made = dict[Path, tuple[Any, ...]]()
+    for values in plans:
+        plan = plan_from_json(dict(values))
+        path = folder / "runs" / plan.label
+        require(path not in made, "label", plan.label, "must be unique in a sweep")
+        require(not path.exists(), "run folder", path, "exists; take a new one")
+        found = values.get("prediction") or predict_on(plan, script.nodes_of(plan, site)).to_json()
+        ok = isinstance(found, Mapping) and isinstance(found.get("memory_bytes"), int | float)
+        require(ok, "prediction", found, "must be a JSON object with memory_bytes, a number")
+        known = {"calibration": values["calibration"]} if values.get("calibration") else {}
+        script.render("train", plan, site, request)
+        made[path] = (path, plan, site, request, {"prediction": found, **known})
+    for run in made.values():
+        script.write(*run)
+    return list(made)
