@@ -23,7 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What one worker of pytest-xdist runs, the longest first: the real SLURM, slow groups, then module by module.
 
     The tests on the real SLURM are slow ones, and mostly wait: another worker trains, and a third takes the rest.
-    All that train in the pool are one group, except for a module that is long enough for its own.
+    All that train in the pool are one group, except for a module that is long enough for its own; they are slow, since
+    the pool takes 5 s to start.
     """
     for item in items:
         if "slurm_daemons" in getattr(item, "fixturenames", ()):
@@ -31,6 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("slurm"))
         elif item.get_closest_marker("xdist_group") is None:
             trains = "pool" in getattr(item, "fixturenames", ())
+            if trains:
+                item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.xdist_group("pool" if trains else str(item.path)))
     items.sort(key=_turn)
 

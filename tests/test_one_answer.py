@@ -114,6 +114,7 @@ def test_every_command_shows_the_prediction_of_the_plan(case, tmp_path: Path, ca
     assert ("memory" in report and size in report) == (expected.oom_probability > 0.1)
 
 
+@pytest.mark.slow
 def test_every_notebook_shows_the_prediction_of_the_plan(case, tmp_path: Path) -> None:
     """02, 03, 07 and 08 in one study, their cells executed one after the other in this process."""
     name, plan, expected, _ = case
@@ -145,6 +146,7 @@ def test_every_notebook_shows_the_prediction_of_the_plan(case, tmp_path: Path) -
     assert [figures(p["prediction"]) for p in written] == [figures(first["prediction"])]
 
 
+@pytest.mark.slow
 def test_what_01_chooses_is_found_by_02_with_its_defaults(outputs: Path, tmp_path: Path) -> None:
     machine = tmp_path / "machine.json"
     machine.write_text(json.dumps(dataclasses.asdict(small_cluster())))

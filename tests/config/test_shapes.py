@@ -43,6 +43,7 @@ MADE = [
 NOT_COUNTED = {"opt": 2 * 64, "qwen3": 2 * 2 * 16}  # what the notes tell: two positions; norms of queries and keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "values"), MADE, ids=str)
 def test_the_parameters_are_those_of_the_model_that_transformers_makes(kind: str, values: dict) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from plans import HERE
 
 from trilane.config.model import ModelShape
@@ -77,6 +78,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_formula_counts_the_parameters_of_every_rank_exactly() -> None:
     """sum(p.numel()) of the engine's GPTModel, on the meta device: one process is every rank in turn."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "count.py")]

@@ -20,6 +20,7 @@ def found():
     return sizes_within(2.0, **ASKED)
 
 
+@pytest.mark.slow
 def test_the_largest_shapes_end_in_time_and_larger_ones_do_not(found):
     sizes = [p.shape.parameters for p, _ in found.rows]
     assert [d["tokens_per_parameter"] for _, d in found.rows] == pytest.approx([2e9 / size for size in sizes])
@@ -36,6 +37,7 @@ def test_twice_the_days_allow_about_twice_the_parameters(found):
     assert twice == pytest.approx(2 * largest, rel=0.2)
 
 
+@pytest.mark.slow
 def test_where_memory_is_the_limit_it_is_the_reason():
     long = sizes_within(2000.0, **ASKED | {"gpus": 1, "gbs": 8})
     proposal, dated = long.rows[0]

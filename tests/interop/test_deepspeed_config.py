@@ -109,6 +109,7 @@ def test_what_the_trainer_fills_in_contradicts_nothing_and_what_is_left_out_is_d
     assert contradictions(values, plan()) == ["gradient_clipping=0.0: the plan has 1.0"]
 
 
+@pytest.mark.slow
 def test_the_table_of_keys_is_that_of_the_deepspeed_installed():
     """Its own models of the blocks that it checks. Another release may add some: then the table wants a look."""
     code = (

@@ -42,7 +42,8 @@ def saved(folder: Path) -> list[int]:
 
 def saves_when_asked_and_stops_when_told(folder: Path, process: subprocess.Popen) -> None:
     """SIGUSR1, then SIGTERM."""
-    wait_until(lambda: trained(folder) > 2, 300, "training")
+    wait_until(lambda: trained(folder) > 2 or process.poll() is not None, 300, "training")
+    assert process.poll() is None, process.communicate()
     before = trained(folder)
     process.send_signal(signal.SIGUSR1)
     wait_until(lambda: bool(saved(folder)), 60, "checkpoint")

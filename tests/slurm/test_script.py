@@ -69,6 +69,7 @@ def test_one_script_of_each_template_is_the_recorded_one() -> None:
     assert {path.name: path.read_text() for path in GOLDEN.glob("*.sbatch")} == recorded(RECORDED)
 
 
+@pytest.mark.slow
 def test_bash_and_shellcheck_accept_every_script(tmp_path: Path) -> None:
     paths = []
     for name in PRESETS:
