@@ -131,7 +131,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("new.job != old.job", "new.job[:2] != old.job[:2]"),
     ],
     ("calendar", "forecasting/decision.py", "forecasting/test_decision.py"): [
-        ("chances = [figures[chance] for", "chances = [0.0 for"),
+        ("chances = [figures[name] for", "chances = [0.0 for"),
         ("changes += [(failed, hours", "changes += [(0, hours"),
         ('other["oom_probability"] <= SAFE', 'other["oom_probability"] <= 1'),
         ("max([r[risk]", "min([r[risk]"),
@@ -353,9 +353,6 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("again * (tp - 1)", "again * tp"),
         ('(config.recompute == "selective")', '(config.recompute != "none")'),
         ("- 6.0 * batch", "- 12.0 * batch"),
-    ],
-    ("counts", "analysis/measure.py", "analysis/test_measure.py"): [
-        ("(m * config.interleaving + p - 1)", "(m * config.interleaving)"),
     ],
     ("counts", "forecasting/request.py", "forecasting/test_forecast.py"): [
         ("math.ceil(self.tokens /", "int(self.tokens /"),

@@ -3,7 +3,7 @@
 import glob
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -118,8 +118,8 @@ def measure_runs(
         runs = [measure(folder, warm_up) for folder in study.run_folders()]
         require(bool(runs), "study", study.name, "has no run; run 03_launch first, or name logs")
         return MeasuredRuns(runs=tuple(runs))
-    found = measure_all(files(logs), warm_up, cluster.gpu if cluster and cluster.gpu.kind == "cuda" else None)
-    unread, runs = [read.error for read in found if read.error], [m for read in found for m in read.runs]
+    card = cluster.gpu if cluster and cluster.gpu.kind == "cuda" else None
+    runs, unread = measure_all(files(logs), warm_up, card)
     require(bool(runs), "logs", logs, f"no log among them: {[*unread, 'no such file'][0]}")
     named = (m if m.plan else replace(m, name=_name(number, m)) for number, m in enumerate(runs, 1))
     return MeasuredRuns(runs=tuple(named), unread=tuple(unread))
@@ -143,15 +143,6 @@ def _first(texts: Sequence[str], most: int = 12) -> list[str]:
     return [*texts[:most], *([f"{len(texts) - most} more"] if len(texts) > most else [])]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Read:
-    """The runs of a path, or why it could not be read."""
-
-    path: Path
-    runs: list[Measurement] = field(default_factory=list)
-    error: str = ""
-
-
 def measure_path(path: Path | str, warm_up: int = WARM_UP, gpu: Gpu | None = None) -> list[Measurement]:
     """The measured runs of a path: one of a run folder, its run.log or its steps.jsonl, those of any other log.
 
@@ -169,18 +160,19 @@ def measure_path(path: Path | str, warm_up: int = WARM_UP, gpu: Gpu | None = Non
     return [measure_log(log, None, warm_up, gpu=gpu) for log in read_runs(path)]
 
 
-def measure_all(paths: Sequence[Path], warm_up: int = WARM_UP, gpu: Gpu | None = None) -> list[Read]:
-    """What each path holds, in their order."""
-    return [_read(path, warm_up, gpu) for path in progress(paths, "logs", "log")]
-
-
-def _read(path: Path, warm_up: int, gpu: Gpu | None) -> Read:
-    try:
-        return Read(path=path, runs=measure_path(path, warm_up, gpu))
-    except OSError as error:
-        return Read(path=path, error=f"log={path}: {error.strerror}")
-    except ValueError as error:
-        return Read(path=path, error=str(error))
+def measure_all(
+    paths: Sequence[Path], warm_up: int = WARM_UP, gpu: Gpu | None = None
+) -> tuple[list[Measurement], list[str]]:
+    """The runs of the paths, in their order, and why others hold none."""
+    runs, unread = list[Measurement](), list[str]()
+    for path in progress(paths, "logs", "log"):
+        try:
+            runs += measure_path(path, warm_up, gpu)
+        except OSError as error:
+            unread.append(f"log={path}: {error.strerror}")
+        except ValueError as error:
+            unread.append(str(error))
+    return runs, unread
 
 
 def files(logs: str) -> list[Path]:
@@ -211,6 +203,5 @@ def read_folder(folder: Path | str) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of the runs at and below a folder, by path, and why files hold none; ValueError without a folder."""
     folder = Path(folder)
     require_folder("folder", folder)
-    found = measure_all(below(folder))
-    rows = rows_of([m for read in found for m in read.runs], folder)
-    return sorted(rows, key=lambda row: natural(row["source"])), [read.error for read in found if read.error]
+    runs, unread = measure_all(below(folder))
+    return sorted(rows_of(runs, folder), key=lambda row: natural(row["source"])), unread

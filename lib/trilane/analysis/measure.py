@@ -49,7 +49,7 @@ class Measurement:
     window          which iterations count (see steady_state), `iterations` how many
     sec_per_it      their median; `spread` half the distance of their quartiles relative to it
     tokens_per_s    of the whole job
-    flops_per_s     per GPU by definition (flops.DEFINITIONS, and `printed` and `profiler` where the log has them)
+    flops_per_s     per GPU by definition (flops.iteration_flops, and `printed` and `profiler` where the log has them)
     utilization     mfu and hfu, where the card is known
     lost_share      of the printed time that iterations took beyond the median: stalls, evaluations, checkpoints
     memory_bytes    the fullest rank's peak

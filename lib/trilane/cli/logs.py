@@ -47,9 +47,8 @@ def parse(
     if csv:
         require(csv.parent.is_dir(), "csv", csv, "its folder does not exist")
         require(csv.resolve() not in map(Path.resolve, logs), "csv", csv, "is a log")
-    found = measure_all(logs)
-    runs = [m for read in found for m in read.runs]
-    code = unreadable([read.error for read in found if read.error], runs)
+    runs, unread = measure_all(logs)
+    code = unreadable(unread, runs)
     if csv and runs:
         tables.write_iterations(runs, csv)
     if code < 2:
