@@ -68,9 +68,9 @@ class StudyComparison:
             return Text("No study has a run.")
         return Columns(pd.concat(tables, names=["Study"]).reset_index("Study"))
 
-    def curves(self) -> dict[str, dict[str, Curve]]:
-        """The loss curves of each study that has any, by study and run."""
-        return {s.name: curves for s in self.studies if (curves := s.runs.curves())}
+    def curves(self) -> dict[str, Curve]:
+        """The loss curves of all studies, by study and run."""
+        return {f"{s.name}: {run}": curve for s in self.studies for run, curve in s.runs.curves().items()}
 
     def to_json(self) -> dict[str, Any]:
         """What comparison.json holds."""

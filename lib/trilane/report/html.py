@@ -30,7 +30,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri
 def notebook_html(executed: Path) -> str:
     """The executed notebook as one HTML text: code folded, figures inline, no external resources.
 
-    It has what it is: study, date, revision, parameters and what it read; no path of the machine that made it.
+    It has what it is: study, date, revision, parameters; no path of the machine that made it.
     """
     notebook = read_notebook(executed)
     report: dict[str, Any] = {"study": executed.parent.name, "title": title(notebook), "headings": {}}
@@ -67,16 +67,10 @@ def _about(notebook: Any, executed: Path) -> dict[str, str]:
     of = {**stamp(), **(dict(by) if isinstance(by := notebook.metadata.get("trilane"), dict) else {})}
     made = by if isinstance(by := notebook.metadata.get("papermill"), dict) else {}
     values = by if isinstance(by := made.get("parameters"), dict) else {}
-    files = [read_field(path, lambda v: v["made_by"]) for path in sorted(executed.parent.glob("*.json"))]
-    mine = [
-        by["read"] for by in files if isinstance(by, dict) and by.get("notebook") == executed.stem and by.get("read")
-    ]
-    read = {name: str(key) for by in mine if isinstance(by, dict) for name, key in by.items()}
     return {
         "executed": str(made.get("end_time") or made.get("start_time") or "not recorded")[:16].replace("T", " "),
         "notebook": executed.stem,
         "parameters": ", ".join(f"{n} = {v!r}" for n, v in values.items()) or "as the notebook has them",
-        "read": ", ".join(f"{name} {key}" for name, key in read.items()) or "no result file of the study",
         "made by": f"trilane {of['trilane']}, revision {of['revision']}, Python {of['python']}",
     }
 

@@ -50,11 +50,6 @@ def explorer(curves: Mapping[str, Curve], points: int = 2400) -> Interactive | T
     return Interactive(whole.resolve_scale(color="shared", strokeWidth="shared"), _text(curves, rows))
 
 
-def studies(curves: Mapping[str, Mapping[str, Curve]]) -> Interactive | Text:
-    """The trainings of several studies, as explorer() has those of one."""
-    return explorer({f"{study}: {run}": curve for study, own in curves.items() for run, curve in own.items()})
-
-
 def _controls(curves: Mapping[str, Curve], across: Sequence[str], levels: Sequence[int]) -> Iterator[Any]:
     longest = max(int(c.table["lm_loss"].notna().sum()) for c in curves.values())
     yield alt.param("across", value=across[0], bind=alt.binding_select(options=across, name="x axis "))
