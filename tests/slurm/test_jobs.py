@@ -9,6 +9,7 @@ from slurm_cluster import REQUEST, SITE, Commands, one, plan, run_folder, submit
 from trilane.cli.app import main
 from trilane.slurm import chain, client, jobs, ledger, monitor
 from trilane.utils.folder_lock import FolderLock
+from trilane.utils.validation import to_mapping
 from trilane.workspace.status import RunStatus, write_status
 
 AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
@@ -170,3 +171,18 @@ def test_a_run_that_trains_here_is_not_started_twice_nor_submitted(
     assert "is locked by process" in capsys.readouterr().err
     assert main(["slurm", "submit", str(folder), "--site", "local", "--allow", "cluster", "--allow", "script"]) == 2
     assert "site=local: has no SLURM; `trilane train PLAN` trains here" in capsys.readouterr().err
+
+
+def test_a_completed_run_is_left_out_of_a_submission(
+    commands: Commands, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Until all are: then the check refuses them."""
+    done, asked = run_folder(tmp_path, plan("done", tmp_path / "data", nodes=1)), tmp_path / "site.json"
+    write_status(done, RunStatus(status="completed", evidence="", rank=None, exit_code=0, seconds=1.0))
+    asked.write_text(json.dumps(to_mapping(SITE)))
+    options = ["--site", str(asked), "--account", "xyz@a100", "--dry-run", "--json"]
+    for runs, wanted in (([done, folder], [folder]), ([done], [done])):
+        main(["slurm", "submit", *map(str, runs), *options])
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        assert list(findings) == list(map(str, wanted))
+        assert ("run folder" in {f["rule"] for f in findings[str(wanted[0])]}) is (wanted == [done])
