@@ -71,6 +71,7 @@ def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True,
     )
     for delay in (0.0, *DELAYS_S[: len(DELAYS_S) * again]):
         time.sleep(delay)
+        # a busy controller answers within its MessageTimeout, 10 s by default, some sites have 60
         done = _run(command, 60.0, cwd)
         if done.returncode == 0:
             return str(getattr(done, stream))

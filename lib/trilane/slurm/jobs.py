@@ -62,6 +62,7 @@ def submit_all(
     made, parents = list[tuple[Path, str]](), {path.parent for path in runs.values()}
     # runs of one sweep or chain share a copy of the code
     shared = parents.pop() if len(runs) > 1 == len(parents) else None
+    # once a submission: it reads the whole package twice
     freeze = functools.cache(copies.freeze)
     with submitting(runs.values()):
         try:
@@ -112,9 +113,8 @@ def _require_idle(folders: Sequence[Path]) -> None:
 def _accept(folder: Path, freeze: Callable[[], Path], site: str, options: Sequence[str], after: Sequence[str]) -> str:
     """Submit the script of a run folder that is locked; the id of its job, which waits for those `after`, too.
 
-    A run's jobs begin one after another (singleton, by their name). The folder of the frozen code is
-    the script's argument, which a job keeps in the queue, whatever `--export` or a site's own sbatch do with the
-    environment.
+    A run's jobs begin one after another (singleton, by their name). The folder of the frozen code is the script's
+    argument, which a job keeps in the queue, whatever `--export` or a site's own sbatch do with the environment.
     """
     script = folder / SCRIPT
     code = freeze() if copies.USED_BY in read_text(script) else None

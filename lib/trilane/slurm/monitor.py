@@ -39,7 +39,7 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float) -> Iterator[s
             found = dict(zip(folders, jobs.job_status(folders), strict=True))
             yield from ["SLURM answers again"] * is_away
             is_away = False
-        except client.SlurmError as error:
+        except client.SlurmError as error:  # an update or a restart of the controller takes minutes
             yield from [f"SLURM does not answer, asked again every {every_s:g} s: {error}"] * (not is_away)
             is_away, found = True, before
         for folder, job in found.items():
@@ -105,5 +105,6 @@ def capture_job(folder: Path, plan: Plan, job: str) -> Path:
     share = ["--overlap", "--mem=0", "--gres=gpu:0", "--cpus-per-task=1", "--input=none"]
     head = ["srun", f"--jobid={job}", *share, f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     words = python("-m", "trilane", "debug", "capture", str(folder), "--here", str(stacks))
+    # a node with eight ranks takes seconds; one that does not answer must not hold up who asks
     subprocess.run([*head, *words], check=False, timeout=120)
     return stacks
