@@ -11,13 +11,12 @@ from typing import Any
 
 from trilane.config.plan import Plan
 from trilane.launch.local import train_local
-from trilane.utils.process import environment_set
 from trilane.utils.validation import require
 from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import Status
 
-AXES = ("layers", "hidden", "dp", "gbs", "blocking")
-Runner = Callable[[Plan, bool], str]  # a plan, and whether CUDA_LAUNCH_BLOCKING=1 -> how it ended
+AXES = ("layers", "hidden", "dp", "gbs")
+Runner = Callable[[Plan], str]  # a plan -> how it ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +37,6 @@ class Boundary:
     hangs: int
 
     def __str__(self) -> str:
-        if self.axis == "blocking":
-            return "CUDA_LAUNCH_BLOCKING=1 " + ("cures it" if self.works else "does not help")
         first = f"works at {self.works}, hangs at {self.hangs}"
         return f"{self.axis}: {first if self.works else f'hangs even at {self.hangs}, the smallest that was tried'}"
 
@@ -63,7 +60,6 @@ def values(plan: Plan, axis: str) -> list[int]:
         "hidden": range(s.num_attention_heads, s.hidden_size + 1, s.num_attention_heads),
         "dp": range(1, t.dp + 1),
         "gbs": range(t.mbs * t.dp, t.gbs + 1, t.mbs * t.dp),
-        "blocking": (1, 0),
     }
     found = []
     for value in candidates[axis]:
@@ -94,7 +90,7 @@ def bisect(plan: Plan, axes: tuple[str, ...], run: Runner) -> Report:
     trials: list[Trial] = []
 
     def works(axis: str, value: int) -> bool:
-        status = Status(run(changed(plan, axis, value), axis == "blocking" and value == 1))
+        status = Status(run(changed(plan, axis, value)))
         trials.append(Trial(axis=axis, value=value, status=status))
         rule = f"{axis} {value} ended otherwise than in a hang; fix that first"
         require(status.is_clean or status in (Status.HANG, Status.TIMEOUT), "status", status, rule)
@@ -118,10 +114,8 @@ def bisect(plan: Plan, axes: tuple[str, ...], run: Runner) -> Report:
 def local_runner(folder: Path, timeout_s: float) -> Runner:
     """Runs short jobs on this machine, each in its own folder below `folder`."""
 
-    def run(plan: Plan, blocking: bool) -> str:
-        place = folder / (plan.label + "-blocking" * blocking)
-        write_text(place / "plan.json", json.dumps(plan.to_json(), indent=1))
-        with environment_set({"CUDA_LAUNCH_BLOCKING": "1"} if blocking else {}):
-            return train_local(place, show_progress=False, timeout_s=timeout_s).status
+    def run(plan: Plan) -> str:
+        write_text(folder / plan.label / "plan.json", json.dumps(plan.to_json(), indent=1))
+        return train_local(folder / plan.label, show_progress=False, timeout_s=timeout_s).status
 
     return run
