@@ -87,7 +87,10 @@ def test_a_run_saves_when_asked_stops_when_told_and_goes_on_in_the_same_folder_u
     log = (folder / "run.log").read_text()
     assert f"resumes after iteration {last} of" in log and status.evidence in log and log.endswith("|\n")
     assert (folder / "attempts/1/status.json").exists()
-    assert list(read_run_folder(folder).iterations["iteration"]) == list(range(1, trained(folder) + 1))
+    logged = list(read_run_folder(folder).iterations["iteration"])
+    assert logged == list(range(1, len(logged) + 1))
+    # Ctrl-C may come between the line of steps.jsonl and that of the log.
+    assert trained(folder) - len(logged) in (0, 1)
     (folder / "stop").touch()
     with pytest.raises(ValueError, match="holds the file `stop`"):
         train_local(folder, resume=True)

@@ -131,10 +131,13 @@ class Result:
 
 def verify(table: Sequence[Row]) -> Iterator[Result | str]:
     """The result of each row in turn; a line of text instead where this machine cannot train it."""
+    import torch
+
     load()
     references: dict[Task, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="trilane-verify-") as place:
-        here, data = this_machine(), f"{place}/data"
+        cards, data = gpu_count(), f"{place}/data"
+        here = machine(cards, bf16=not cards or torch.cuda.get_device_capability() >= (8, 0))
         for number, row in enumerate(table):
             try:
                 plan, folder = row.plan(here, data), Path(place, str(number))
@@ -223,6 +226,9 @@ def run_worker(size: int, folder: Path) -> int:
     die_with_parent()
     import torch
 
+    from trilane.engine.cpu import enable_cpu
+
+    enable_cpu()  # a new process of "spawn" has not done so, and megatron-core's datasets would warn
     from trilane.engine import reference
 
     torch.set_num_threads(1)
@@ -256,14 +262,6 @@ def gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def this_machine() -> Cluster:
-    """This machine for the plans of the table."""
-    import torch
-
-    cards = gpu_count()
-    return machine(cards, bf16=not cards or torch.cuda.get_device_capability() >= (8, 0))
 
 
 def machine(cards: int, bf16: bool) -> Cluster:
