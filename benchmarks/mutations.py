@@ -201,10 +201,10 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("2 if found.rows else 1", "1"),
         ("1000 if found.level == Level.SCHEDULER else ", ""),
     ],
-    ("logs", "logs/dialects/prefixes.py", "logs"): [
+    ("logs", "logs/prefixes.py", "logs"): [
         ("3600 * int(", "60 * int("),
     ],
-    ("logs", "logs/dialects/tables.py", "logs"): [
+    ("logs", "logs/dialects.py", "logs"): [
         ('"MiB": (2.0**20, 1.0)', '"MiB": (1e6, 1.0)'),
         ("row.get(span.column, 0.0) + span.value", "0.0 + span.value"),
     ],

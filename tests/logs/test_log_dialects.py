@@ -10,7 +10,7 @@ import pytest
 from support import REPOSITORY
 
 from trilane.cli.app import main
-from trilane.logs.dialects import tables
+from trilane.logs import dialects as tables
 from trilane.logs.run import read_log, read_logs
 from trilane.utils.validation import DATA
 

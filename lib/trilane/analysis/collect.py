@@ -16,7 +16,7 @@ from trilane.analysis.steady_state import WARM_UP
 from trilane.analysis.tables import filled, rows_of, values
 from trilane.config.cluster import Cluster, Gpu
 from trilane.config.plan import read_plan
-from trilane.logs.dialects.tables import use
+from trilane.logs.dialects import use
 from trilane.logs.written_tables import read_runs
 from trilane.utils.files import natural
 from trilane.utils.progress import progress

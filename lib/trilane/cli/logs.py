@@ -15,7 +15,7 @@ from trilane.analysis.loss_curve import join, trainings
 from trilane.analysis.spikes import training_record, training_text
 from trilane.cli.app import Answer, Group, command, note
 from trilane.config.options import option
-from trilane.logs.dialects.tables import use
+from trilane.logs.dialects import use
 from trilane.logs.run import RunLog
 from trilane.logs.written_tables import read_runs
 from trilane.report.index import page

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache
 
-from trilane.logs.dialects.prefixes import NAN
+from trilane.logs.prefixes import NAN
 from trilane.utils.tables import printable
 from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status

@@ -12,9 +12,9 @@ import numpy as np
 from trilane.logs import checks, endings
 from trilane.logs.arguments import Value
 from trilane.logs.checks import MOST_NUMBER, Problem
-from trilane.logs.dialects.prefixes import timestamp
 from trilane.logs.endings import Level, where
 from trilane.logs.hardware import Device
+from trilane.logs.prefixes import timestamp
 from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.reader import Reader
 from trilane.logs.reading.runs import PartialRun

@@ -133,9 +133,7 @@ def markdown_tables(lines: list[str]) -> Iterator[tuple[list[str], Lines]]:
         if at >= stop and "|" in lines[at] and RULE.match(lines[at + 1]) and not RULE.match(lines[at]):
             stop = next((n for n in range(at + 2, len(lines)) if "|" not in lines[n]), len(lines))
             cells = [(n + 1, _split(lines[n])) for n in (at, *range(at + 2, stop))]
-            # the first line may name groups of columns
-            begin = int(len(cells) > 1 and measures(cells[1][1]) and not measures(cells[0][1]))
-            yield cells[begin][1], cells[begin + 1 :]
+            yield cells[0][1], cells[1:]
 
 
 def _split(line: str) -> list[str]:

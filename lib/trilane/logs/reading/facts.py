@@ -4,9 +4,9 @@ import re
 from dataclasses import replace
 
 from trilane.logs import arguments, endings, hardware
-from trilane.logs.dialects.prefixes import body
-from trilane.logs.dialects.tables import SUFFIXES, Span, row_of
+from trilane.logs.dialects import SUFFIXES, Span, row_of
 from trilane.logs.endings import Level
+from trilane.logs.prefixes import body
 from trilane.logs.reading.runs import PartialRun
 from trilane.logs.watchdog import WORDS
 

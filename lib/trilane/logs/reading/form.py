@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from operator import itemgetter
 
-from trilane.logs.dialects.prefixes import NAN, PREFIX, STAMP, timestamp
-from trilane.logs.dialects.tables import Dialect, Span, row_of
+from trilane.logs.dialects import Dialect, Span, row_of
+from trilane.logs.prefixes import NAN, PREFIX, STAMP, timestamp
 
 DIGITS = bytes.maketrans(b"123456789", b"000000000")
 MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved")

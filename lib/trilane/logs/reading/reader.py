@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 
 from trilane.logs import arguments, endings
-from trilane.logs.dialects.prefixes import NAN, STAMP, body, rank, source, timestamp
-from trilane.logs.dialects.tables import Dialect, Span, dialects, row_of
+from trilane.logs.dialects import Dialect, Span, dialects, row_of
+from trilane.logs.prefixes import NAN, STAMP, body, rank, source, timestamp
 from trilane.logs.reading import trainer_dicts
 from trilane.logs.reading.facts import Facts, timers
 from trilane.logs.reading.form import DIGITS, FORM, Form

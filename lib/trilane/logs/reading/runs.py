@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from trilane.logs.arguments import Value
-from trilane.logs.dialects.prefixes import rank
-from trilane.logs.dialects.tables import Dialect
+from trilane.logs.dialects import Dialect
 from trilane.logs.endings import Ending, Level, joined, superseded
 from trilane.logs.hardware import Device
+from trilane.logs.prefixes import rank
 from trilane.logs.reading.form import DIGITS, MEMORY
 from trilane.logs.table import NAN, NumericTable
 from trilane.logs.watchdog import Watchdogs

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 
-from trilane.logs.dialects.prefixes import NAN
+from trilane.logs.prefixes import NAN
 from trilane.logs.reading.runs import Line, PartialRun, Runs
 from trilane.logs.table import Columns
 

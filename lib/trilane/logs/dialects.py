@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from trilane.logs.dialects.prefixes import PREFIX
+from trilane.logs.prefixes import PREFIX
 from trilane.utils.validation import DATA, from_mapping, read_json, require, require_file, shown
 
 VARIABLE = "TRILANE_DIALECTS"
