@@ -181,6 +181,7 @@ def varied(base: Plan, calibration: Calibration | None, *, engine: str = "", **c
             raise ValueError(reason)
         label = label_of(base.shape, base.cluster, topology, engine)
         label += f"-gbs{topology.gbs}" * (topology.gbs != base.topology.gbs)
+        # the sizes of a ramp need not be multiples of the new mbs x dp
         plan = replace(base, topology=topology, engine=engine, label=label, run=Run())
     p, card = predict(plan, calibration), plan.cluster.gpu.memory_bytes / 2**30
     needed = f"{p.memory_bytes / 2**30:.3g} GiB"

@@ -56,6 +56,7 @@ class _Search:
         self.microbatches = Microbatches(cluster, calibration, np.unique(np.concatenate(batches)))
         rules: list[tuple[Rule, tuple[Any, ...]]] = [(rule, (cluster,)) for rule in CLUSTER_RULES]
         rules += [(rule, (shape,)) for rule in SHAPE_RULES] + [(rule, ()) for rule in TOPOLOGY_RULES]
+        # one look at tp, pp and dp refuses all batch sizes and choices
         self.size_rules = [pair for pair in rules if pair[0].of_sizes]
         self.rules = [pair for pair in rules if not pair[0].of_sizes]
         self.columns = columns_of(shape, space.fixed, space.engine)
@@ -110,10 +111,12 @@ class _Search:
 
         danger = probability[fits] > RISKY
         for best, able in ((self.safe, ~danger), (self.risky, danger)):
+            # a row is a Python object: only what may enter the best becomes one
             worst = best[-1].objective if len(best) == self.top else np.inf
             index = np.flatnonzero(able & (objective <= worst))
             new = rows(index[np.argsort(objective[index], kind="stable")[: self.top]])
             best[:] = sorted([*best, *new], key=lambda row: row.objective)[: self.top]
+        # what a row of another block beats leaves at the end, in pareto()
         calm = np.flatnonzero(~danger)
         self.front += rows(calm[front_of(seconds[calm], memory[calm])])
 
