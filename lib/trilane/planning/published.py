@@ -1,4 +1,4 @@
-"""The chronicles' table of published models and of ideas for 200B: shapes, sizes as printed and by formula."""
+"""The chronicles' table of published models and of ideas for 200B, published.sizes(): as printed and by formula."""
 
 from trilane.config.model import ModelShape
 from trilane.utils.tables import Columns
