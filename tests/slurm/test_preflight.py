@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -335,3 +336,13 @@ def test_a_limit_that_is_just_reached_is_kept(folder: Path) -> None:
         p = plan(**V100_PLAN | {"topology": {**four, "dp": gpus // 4, "mbs": 4}})
         given = findings(folder, p, where=V100, qos="qos_gpu-t4", time_limit=limit)
         assert [rule for rule in rules(given) if rule.startswith("qos")] == found
+
+
+def test_blocks_that_only_root_may_take_are_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = SimpleNamespace(f_bavail=3, f_bfree=9, f_frsize=4096, f_files=8, f_favail=5)
+    monkeypatch.setattr(checks.os, "statvfs", lambda _: stat)
+    assert checks.available(Path()) == (3 * 4096, 5)
+
+
+def test_the_script_of_a_job_on_half_a_node_is_the_one_that_is_checked(folder: Path) -> None:
+    assert not preflight.refused(findings(folder, good(folder, 2 * 10**9, topology={"dp": 1})))
