@@ -260,6 +260,7 @@ def test_what_is_only_likely_to_go_wrong_is_a_warning(folder: Path) -> None:
     [
         ("--account=xyz@a100", "--account=abc@a100", "--account=xyz@a100 is needed"),
         ("--nproc-per-node=8", "--nproc-per-node=4", "4 processes per node: the plan's 16 GPUs need 8"),
+        ("--nproc-per-node=8", "--nproc-per-node=16", "16 processes per node: the plan's 16 GPUs need 8"),
         ("#SBATCH --gres=gpu:8\n", "", "--gres=gpu:8 is needed"),
         ("#SBATCH --nodes=2\n", "", "--nodes=2 is needed"),
         ("#SBATCH --constraint=a100\n", "", "--constraint=... is needed"),
@@ -346,3 +347,8 @@ def test_blocks_that_only_root_may_take_are_not_free(monkeypatch: pytest.MonkeyP
 
 def test_the_script_of_a_job_on_half_a_node_is_the_one_that_is_checked(folder: Path) -> None:
     assert not preflight.refused(findings(folder, good(folder, 2 * 10**9, topology={"dp": 1})))
+
+
+def test_what_is_allowed_is_that_rule_alone(folder: Path) -> None:
+    found = {f.rule: f.level for f in findings(folder, plan(), V100, allow=["precision"])}
+    assert (found["precision"], found["cluster"]) == (WARNING, REFUSAL)
