@@ -34,7 +34,7 @@ def freeze(home: Path) -> Path:
             sums = _sums({name: part / name for name in _roots()})
             # an update of the installation takes seconds, in which half of it is old
             require(sums == _sums(_roots()), "code", package(), "is being changed; submit when that has ended")
-            target = code / _digits(sums)
+            target = code / hashlib.sha256(sums.encode()).hexdigest()[:16]
             listed = read_text(target / "SHA256SUMS")
             if listed != sums or _sums({name: target / name for name in _roots()}) != sums:
                 (part / "SHA256SUMS").write_text(sums)
@@ -56,7 +56,3 @@ def _sums(roots: dict[str, Path]) -> str:
     paths = [(f"{name}/{path.relative_to(root)}", path) for name, root in roots.items() for path in root.rglob("*")]
     files = sorted((name, path) for name, path in paths if path.is_file() and "__pycache__" not in path.parts)
     return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for name, path in files)
-
-
-def _digits(sums: str) -> str:
-    return hashlib.sha256(sums.encode()).hexdigest()[:16]
