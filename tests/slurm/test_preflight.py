@@ -352,3 +352,8 @@ def test_the_script_of_a_job_on_half_a_node_is_the_one_that_is_checked(folder: P
 def test_what_is_allowed_is_that_rule_alone(folder: Path) -> None:
     found = {f.rule: f.level for f in findings(folder, plan(), V100, allow=["precision"])}
     assert (found["precision"], found["cluster"]) == (WARNING, REFUSAL)
+
+
+def test_a_time_limit_is_read_with_its_days() -> None:
+    limits = {"1-12:00:00": 36, "1-12": 36, "2160": 36, "36:00:00": 36}
+    assert {text: JobRequest(time_limit=text).time_limit_s / 3600 for text in limits} == limits
