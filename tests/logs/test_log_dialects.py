@@ -78,10 +78,26 @@ def test_iterations_on_one_line_where_a_lines_end_was_lost_are_all_read(tmp_path
     assert read(tmp_path, "\n".join(joined) + "\n").column("lm_loss").tolist() == losses
 
 
+LEADS = {
+    "a pod": "[train-worker-0 pytorch] ",
+    "a stamp": "2024-05-01T10:00:{:02d}.{:03d}Z stdout F ",
+}
+
+
+@pytest.mark.parametrize("name", ["composer", "olmo core"])
+@pytest.mark.parametrize("lead", LEADS)
+def test_a_block_of_lines_is_read_behind_what_collectors_put_before_each(tmp_path, name, lead):
+    expected = SAMPLES[name]["last"]
+    log = read(tmp_path, "".join(LEADS[lead].format(n // 9, n) + f"{s}\n" for n, s in enumerate(SAMPLES[name]["text"])))
+    last = {column: log.iterations[column].iloc[-1] for column in expected if column in log.iterations}
+    assert last == pytest.approx({c: v for c, v in expected.items() if c in last}) and "lm_loss" in last
+
+
 LAST = {
     "nemo-2": "Training epoch 0, iteration 9/9 | lr: 0.0006 | reduced_train_loss: 7.5 | train_step_timing in s: 1.675\n",
     "modded-nanogpt": "step:1750/1750 train_loss:3.5 train_time:437500ms step_avg:250.00ms\n",
     "nanochat": "step 00099/00100 (99.00%) | loss: 3.5 | lrm: 1.00 | dt: 1250.50ms | tok/sec: 419,262 | bf16_mfu: 45.50 | epoch: 1\n",
+    "olmo": "[step=100/100,epoch=0]\n    train/CrossEntropyLoss=3.5\n",
     "litgpt": "Epoch 1 | iter 8 step 8 | loss train: 1.8, val: n/a | iter time: 300.50 ms (step)\nTraining time: 583.36s\n",
 }
 
@@ -167,6 +183,11 @@ JSON = '{"update": 1, "data": {"xent": 2.5, "took": "500"}}\n'
 OWN_LINES = {  # keys of a table, lines, and the loss and the seconds of each iteration
     "names in any of the usual forms": ({}, TWICE.replace("{{", "{").replace("}}", "}"), [[2.5, 1.2505]] * 2),
     "a first iteration 0": ({"first_iteration": 0}, "gpu-7: update 0 of 1: xent 2.5 took 5\n", [[2.5, 0.005]]),
+    "a block": (
+        {"lines": "block"},
+        "".join(f"update {i} of 3\n\t other: 5\n\t xent: 2.{i}\n\t took: 500\ndone with it\n" for i in (1, 2)),
+        [[2.1, 0.5], [2.2, 0.5]],
+    ),
     "JSON, the last cut": (
         {"lines": "json", "iteration": ['"update": (?P<iteration>\\d+)']},
         JSON + JSON.replace("1,", "2,")[:-6],
@@ -210,7 +231,7 @@ BAD = [
     ({"fields": {"took": "sec_per_it minutes"}}, "unit=minutes: is none of"),
     ({"fields": ["took"]}, "must be a JSON object"),
     ({"validation": ["held out \\d+"]}, "must have a group (?P<lm_loss>...)"),
-    ({"lines": "xml"}, "lines=xml: must be json, bar or closed"),
+    ({"lines": "xml"}, "lines=xml: must be json, block, bar or closed"),
     ({"first_iteration": 2}, "first_iteration=2: must be 0 or 1"),
     ({"patterns": []}, "patterns"),
 ]

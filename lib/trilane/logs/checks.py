@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trilane.logs.arguments import Value
+from trilane.logs.prefixes import timestamp
 from trilane.logs.reading.runs import PartialRun
 from trilane.logs.reading.trainer_dicts import UNNUMBERED
 from trilane.logs.table import NAN, Columns
@@ -45,8 +46,9 @@ class Problem:
 
 def problems(run: PartialRun, columns: Columns) -> tuple[Problem, ...]:
     """The problems of a run."""
-    found = [*_bounds(columns, run.arguments), *_counts(columns, run.arguments)] if run.rows else []
-    found += _of_memory(run)
+    found = [*_of_memory(run)]
+    if run.rows:
+        found = [*_bounds(columns, run.arguments), *_counts(columns, run.arguments), *_clock(run, columns), *found]
     return tuple(Problem(rule=rule, column=column, message=message) for rule, column, message in found)
 
 
@@ -91,6 +93,20 @@ def _counts(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[tuple[
         yield "count", "consumed_tokens", f"more than 1.1 {text}"
 
 
+def _clock(run: PartialRun, columns: Columns) -> Iterator[tuple[str, str, str]]:
+    """Printed seconds that are not those between the first and the last line's time stamps.
+
+    A median is at most twice the mean, so that twice the time passed is too much whatever single iterations took; in
+    evaluations and saves a hundred times the iterations' seconds may pass, not the thousand of another unit.
+    """
+    passed = timestamp(run.last_line) - timestamp(run.first_line)
+    seconds, number = columns.get("sec_per_it", np.empty(0)), columns["iteration"]
+    printed = median(seconds) * (number[-1] - number[0])
+    if passed > 0 and not run.timed_by_stamps and not (passed - 10) / 100 <= printed <= 2 * passed + 10:
+        text = f"{printed:.4g} s printed for iterations of {passed:.4g} s by the lines' time stamps: another unit?"
+        yield "clock", "sec_per_it", text
+
+
 def _of_memory(run: PartialRun) -> Iterator[tuple[str, str, str]]:
     """What is wrong with memory and evaluations, which have no column of iterations, and a run without numbers."""
     for name in ("max_allocated", "max_reserved"):
@@ -131,15 +147,20 @@ def correct_units(columns: Columns) -> str:
     """Correct times and rates in place; returns a note about the correction, "" if there was none.
 
     Where samples per second contradict the time by a factor of 1000, one of the two is wrong: the time if it is
-    implausible, else the rate (Megatron-DeepSpeed of autumn 2021 printed samples per millisecond).
+    implausible, else the rate (Megatron-DeepSpeed of autumn 2021 printed samples per millisecond). Without a rate the
+    first times are right: logs changed from milliseconds to seconds under the old label.
     """
-    if not columns.keys() >= {"sec_per_it", "samples_per_second", "global_batch_size"}:
+    seconds, found = columns.get("sec_per_it", np.empty(0)), list[str]()
+    has_rate = columns.keys() >= {"samples_per_second", "global_batch_size"}
+    is_even = not has_rate and not np.fmax.reduce(seconds, initial=0.0) > 100 * np.fmin.reduce(seconds, initial=1e9)
+    if len(seconds) < (1 if has_rate else 3) or is_even:
         return ""
-    seconds, found = columns["sec_per_it"], list[str]()
+    right = columns["global_batch_size"] / columns["samples_per_second"] if has_rate else median(seconds[:3])
+    # a single line of a thousand times the seconds is a pause
+    lasting = np.median([seconds, np.roll(seconds, 1), np.roll(seconds, -1)], axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        right = columns["global_batch_size"] / columns["samples_per_second"]
-        off = np.round(np.log10(seconds / right) / 3, 1)  # the two differ somewhat
-    is_time = (seconds <= 0.01) | (seconds >= 6 * 3600)
+        off = np.round(np.log10((seconds if has_rate else lasting) / right) / 3, 1)  # two parts differ somewhat
+    is_time = (seconds <= 0.01) | (seconds >= 6 * 3600) | (not has_rate)
     for name, word, rows in (("sec_per_it", "time", is_time), ("samples_per_second", "rate", ~is_time)):
         if count := int((wrong := rows & (abs(off) == 1)).sum()):
             columns[name] = np.where(wrong, columns[name] * 1000.0**-off, columns[name])

@@ -92,8 +92,8 @@ class Dialect:
 
     def __post_init__(self) -> None:
         require(bool(re.fullmatch(r"[\w.-]{1,40}", self.name)), "name", self.name, "must be a word")
-        kinds = ("", "json", "bar", "closed")
-        require(self.lines in kinds, "lines", self.lines, "must be json, bar or closed, or left out")
+        kinds = ("", "json", "block", "bar", "closed")
+        require(self.lines in kinds, "lines", self.lines, "must be json, block, bar or closed, or left out")
         require(self.first_iteration in (0, 1), "first_iteration", self.first_iteration, "must be 0 or 1")
         require(set(self.needs) <= COLUMNS, "needs", self.needs, "must be a list of columns")
         require(bool(self.iteration), "iteration", "", "must have a pattern")
@@ -193,7 +193,7 @@ class Dialect:
         return next((name for name, pattern in self.variants.items() if re.search(pattern.encode(), line)), "")
 
     def rest(self, line: bytes, seen: set[str]) -> list[Span]:
-        """The further numbers of an iteration, but for columns `seen`."""
+        """The further numbers of an iteration, on its line or on the next of its block, but for columns `seen`."""
         found = list[Span]()
         for match in self._field.finditer(line[:MAX_LINE]) if self._field else ():
             other = re.sub(r"\W+", "_", match[1].decode()), 1.0, 1.0  # a loss whose name the table does not have

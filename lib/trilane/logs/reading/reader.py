@@ -7,6 +7,7 @@ its numbers, or passed over.
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from trilane.logs import arguments, endings
 from trilane.logs.dialects import Dialect, Span, dialects, row_of
@@ -20,6 +21,17 @@ LONG = 1 << 16  # bytes: longer lines are searched for iterations only
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
+@dataclass
+class Open:
+    """An iteration whose other numbers stand on the next lines: its row so far, its first line, and how many lines it
+    has."""
+
+    dialect: Dialect
+    row: dict[str, float]
+    line: bytes
+    lines: int = 0
+
+
 class Reader:
     """Reads blocks in order; `close` returns a PartialRun for each run."""
 
@@ -29,6 +41,7 @@ class Reader:
         self._words = [(word.encode(), dialect.name) for dialect in self._tables for word in dialect.words]
         self._runs = Runs(every)
         self._forms = dict[bytes, Form | None]()  # None: of lines that hold nothing
+        self._open: Open | None = None
         self._facts, self._dicts = Facts(), trainer_dicts.TrainerDicts(self._runs)
         self._waits = False  # whether the next line matters whatever it holds
 
@@ -39,7 +52,7 @@ class Reader:
 
     def close(self) -> list[PartialRun]:
         """The runs of the file that have any content."""
-        self._dicts.release()
+        self._finish()
         self._facts.close(self.run)
         return [run for run in self._runs.all if run.has_content]
 
@@ -103,7 +116,7 @@ class Reader:
         text = text.rstrip(b"\r\n")
         parts = _parts(text)
         *forms, form = [self._part(part, whole or part is not parts[-1]) for part in parts]
-        self._waits = bool(self._dicts.pending or self._facts.traceback)
+        self._waits = bool(self._open or self._dicts.pending or self._facts.traceback)
         if form and form.kind == "iteration" and text is not line and text != line:
             return Form("alone")
         return Form("alone") if any(forms) or (forms and form) else form
@@ -112,6 +125,8 @@ class Reader:
         """Read a line, or a part of one that a bar overwrote."""
         if self._dicts.pending and b"{'" not in line and body(line).strip():
             self._dicts.release(line)
+        if self._open and self._continues(line):
+            return Form("alone")
         held = {name for word, name in self._words if word in line}
         known = [dialect for dialect in self._tables if dialect.name in held or not dialect.words]
         form = self._iterations(known, line, whole) if known else None
@@ -146,7 +161,7 @@ class Reader:
             self._runs.launch(line)
         run = self.run
         found = facts.arguments(line, run), facts.numbers(line, run) or is_launch, facts.end(line, run)
-        self._waits = bool(self._dicts.pending or facts.traceback)
+        self._waits = bool(self._open or self._dicts.pending or facts.traceback)
         return found
 
     def _iterations(self, known: Sequence[Dialect], line: bytes, whole: bool) -> Form | None:
@@ -161,28 +176,36 @@ class Reader:
                 text = part if part is parts[0] else STAMP.sub(b"", part)
                 self._iterations(known, text, whole or part is not parts[-1])
             return Form("alone")
-        self._dicts.release()
+        self._finish()
         if not whole:
             spans = [span for span in spans if span.stop < len(line)]
         row, form = row_of(spans, line), Form("iteration", dialect, line, spans)
         if "iteration" not in row or (not whole and dialect.lines == "closed" and "sec_per_it" not in row):
             return form
         form.name = dialect.variant(line) or dialect.name * (not dialect.variants)
-        time_s = row.get("time_s", timestamp(line))
-        self._runs.take(row, dialect, dialect.variant(line), time_s, Line(line, source(line)))
-        is_rate = any(span.column == "iterations_per_second" for span in spans)
-        return Form("alone") if is_rate or dialect.lines == "bar" or not dialect.is_blind else form
+        self._open = Open(dialect, row, line)
+        may_continue = dialect.lines == "block"
+        if not may_continue or not whole:
+            self._end()
+        if (
+            may_continue
+            or dialect.lines == "bar"
+            or not dialect.is_blind
+            or "iterations_per_second" in (s.column for s in spans)
+        ):
+            return Form("alone")
+        return form
 
     def _around(self, line: bytes, dialect: Dialect) -> Form | None:
         """Read a line of that dialect that is no iteration."""
         if dialect.matches("launch", line):
-            self._dicts.release()
+            self._finish()
             self._runs.launch(line)
         elif dialect.matches("end", line):
-            self._dicts.release()
+            self._finish()
             self.run.add_ending(endings.planned_end(line, self.run.rows))
         elif spans := dialect.evaluation(line):
-            self._dicts.release()
+            self._finish()
             self.run.add_validation(row_of(spans, line))
             return Form("evaluation", dialect, line, spans) if dialect.is_blind else Form("alone")
         else:
@@ -216,6 +239,31 @@ class Reader:
         self.run.dialects["deepspeed"] += 0
         run = self.run
         run.add_companion(row, NAN if run.iterations.rows else form.time(line), line)
+
+    def _continues(self, line: bytes) -> bool:
+        """Whether the line continues the iteration that is open, which then may end."""
+        opened = self._open
+        assert opened
+        dialect, opened.lines = opened.dialect, opened.lines + 1
+        if dialect.matches("iteration", line):
+            return False
+        if spans := dialect.rest(line, set(opened.row)):
+            opened.row |= row_of(spans, line)
+        elif opened.lines > 200 or not (line[:1].isspace() or body(line)[:1].isspace() or not line.strip()):
+            self._end()
+        return bool(spans)
+
+    def _finish(self) -> None:
+        """Read the pending dict of the Trainer, and the iteration that is open, as far as they go."""
+        self._dicts.release()
+        self._end()
+
+    def _end(self) -> None:
+        if opened := self._open:
+            self._open, line = None, opened.line
+            time_s = opened.row.get("time_s", timestamp(line))
+            name = opened.dialect.variant(line)
+            self._runs.take(opened.row, opened.dialect, name, time_s, Line(line, source(line)))
 
 
 def _parts(line: bytes) -> list[bytes]:

@@ -52,7 +52,7 @@ class PartialRun:
         self.root_time = ""
         self.iteration = 0.0  # the number of the last one, 0 before the first
         self.first_iteration = 1  # what the program calls its first iteration
-        self.last_line = b""  # of an iteration
+        self.first_line = self.last_line = b""  # of an iteration
         self._timed: dict[str, tuple[float, float]] = {}  # by dialect, the last iteration and its time
         self.timed_by_stamps: set[str] = set()  # dialects whose seconds are differences of times
         self.steady = ""  # the dialect whose next iteration simply continues the run
@@ -88,6 +88,8 @@ class PartialRun:
         self.dialects[dialect] += 1
         if self.rank != self.rank:
             self.rank = source
+        if not self.last_line:
+            self.first_line = line
         self.printed[source] = iteration = row["iteration"]
         if iteration == iteration:
             self.iteration = iteration
@@ -207,7 +209,7 @@ class Runs:
         for column, text in dialect.absent.items():
             if row.get(column) == float(text):
                 del row[column]
-        is_drawn = dialect.lines == "bar"
+        is_drawn = dialect.lines in ("bar", "block")
         if is_drawn and run.dialects.keys() == {dialect.name} and self._repeats(row):
             # drawn again with its loss after that of the one before, by the rank that counts
             if line.source == run.rank or line.source != line.source:
