@@ -15,28 +15,28 @@ LIB = REPOSITORY / "lib/trilane"
 # The packages, lowest first, and the most lines of each, docstrings included; behind a number stands the aim.
 BUDGETS = {
     "utils": 900,  # 600
-    "config": 1670,  # 1450
-    "workspace": 1680,  # 1250
-    "logs": 3110,  # 2150
-    "costmodel": 2630,  # 2600
-    "interop": 750,  # 600
-    "planning": 1450,  # 1250
-    "diagnose": 1970,  # 1800
-    "engine": 5160,  # 4370
-    "launch": 865,  # 730
-    "analysis": 2550,  # 1900
-    "forecasting": 1650,  # 1350
-    "slurm": 3290,  # 2650
-    "report": 1800,  # 1500
-    "cli": 1300,  # 800
+    "config": 1620,  # 1450
+    "workspace": 1635,  # 1250
+    "logs": 2600,  # 2150
+    "costmodel": 2595,  # 2600
+    "interop": 645,  # 600
+    "planning": 1275,  # 1250
+    "diagnose": 1840,  # 1800
+    "engine": 4935,  # 4370
+    "launch": 855,  # 730
+    "analysis": 2240,  # 1900
+    "forecasting": 1520,  # 1350
+    "slurm": 2760,  # 2650
+    "report": 1550,  # 1500
+    "cli": 1150,  # 800
 }
 ORDER = tuple(BUDGETS)
-MOST_LINES = 30_770  # 25,000
-MOST_FILES = 207  # 170
+MOST_LINES = 28_160  # 25,000
+MOST_FILES = 194  # 170
 MOST_BYTES = 50.8  # a line, on average, not by denser lines: 50
 MOST_CONSTANTS = 10.0  # of modules, per 1,000 lines
 LEAST_COMMENTS = 1.8  # lines of reasons per 100 of code: 3
-MOST_TEST_LINES = 19_540  # 15,000
+MOST_TEST_LINES = 18_660  # 15,000
 MOST_WORDS = 30_000  # of Markdown, without the reference, which the code writes
 
 
