@@ -103,11 +103,14 @@ def play(tmp_path: Path) -> Play:
     (shared / "lib/python3.11/site-packages/package.py").touch()
     (tmp_path / "bin/activate").write_text('export VIRTUAL_ENV="${BASH_SOURCE[0]%/bin/*}/it\'s shared"\n')
     (tmp_path / "node").mkdir()
-    (tmp_path / "bin/rm").write_text(
-        '#!/bin/bash\n[[ $KEEP && $1 == -rf && $2 == */trilane-env-* ]] || exec /bin/rm "$@"\n'
-    )
-    (tmp_path / "bin/rm").chmod(0o755)
+    stand_in(tmp_path / "bin/rm", '[[ $KEEP && $1 == -rf && $2 == */trilane-env-* ]] || exec /bin/rm "$@"')
     return made
+
+
+def stand_in(path: Path, does: str) -> None:
+    """A command that a job finds before the system's own."""
+    path.write_text(f"#!/bin/bash\n{does}\n")
+    path.chmod(0o755)
 
 
 def staged(play: Play, *arguments: str, **env: str) -> Path:
@@ -147,18 +150,43 @@ def test_the_archive_is_made_again_where_packages_changed(play: Play, tmp_path: 
         assert "./lib/python3.11/site-packages/new.py" in made.getnames()
 
 
-@pytest.mark.parametrize("how", ["missing", "damaged", "taken"])
-def test_a_node_that_cannot_copy_says_so_leaves_nothing_and_trains(how: str, play: Play, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["missing", "damaged", "taken", "full"])
+def test_a_node_that_cannot_copy_says_why_in_one_line_leaves_nothing_and_trains(
+    how: str, play: Play, tmp_path: Path
+) -> None:
+    """On a full disk tar has a line for each file."""
     if how != "missing":
         (tmp_path / "node/x").mkdir()
     if how == "damaged":
         (tmp_path / "it's shared/trilane-env.tar").write_bytes(b"x" * 5000)
     elif how == "taken":
-        (tmp_path / "bin/mkdir").write_text(
-            '#!/bin/bash\n[[ $1 != -m ]] && exec /bin/mkdir "$@"; echo exists; exit 1\n'
+        stand_in(tmp_path / "bin/mkdir", '[[ $1 != -m ]] && exec /bin/mkdir "$@"; echo exists; exit 1')
+    elif how == "full":
+        stand_in(
+            tmp_path / "bin/tar", '[[ $1 != -xf ]] && exec /bin/tar "$@"; printf "tar: %s: no space\n" a b c; exit 2'
         )
-        (tmp_path / "bin/mkdir").chmod(0o755)
     copy = staged(play)
-    log = (play.place / "run.log").read_text()
-    assert f"trilane: stage_env={copy}: cannot be made on " in log and f"imports from {tmp_path}/it's shared\n" in log
+    (line,) = (play.place / "run.log").read_text().partition("START")[0].splitlines()
+    reason = {"missing": "No such file", "damaged": "tar: ", "taken": "exists", "full": "tar: a: no space;"}[how]
+    assert line.startswith(f"trilane: stage_env={copy}: cannot be made on ") and reason in line
+    assert line.endswith(f"; it imports from {tmp_path}/it's shared")
     assert play.env["VIRTUAL_ENV"] == f"{tmp_path}/it's shared" and not copy.exists()
+
+
+def test_no_node_unpacks_an_archive_of_before_packages_changed(play: Play, tmp_path: Path) -> None:
+    """Where the shared disk is full, or the environment belongs to somebody else, no new one can be made."""
+    (tmp_path / "node/x").mkdir()
+    staged(play)
+    (tmp_path / "it's shared/lib/python3.11/site-packages/new.py").touch()
+    stand_in(tmp_path / "bin/tar", '[[ $1 == -cf ]] && echo "tar: full" && exit 2; exec /bin/tar "$@"')
+    (play.place / "run.log").unlink()
+    staged(play)
+    (line,) = (play.place / "run.log").read_text().partition("START")[0].splitlines()
+    assert line.endswith(f"trilane-env.tar: cannot be made: tar: full; all nodes import from {tmp_path}/it's shared")
+    assert play.env["VIRTUAL_ENV"] == f"{tmp_path}/it's shared"
+
+
+def test_of_a_conda_environment_it_is_that_one_whatever_the_submitting_shell_had_active(tmp_path: Path) -> None:
+    here = site(stage_env="/tmp")
+    texts = [script.render("train", plan_for(here), here, JobRequest(environment=e)) for e in ("conda:mine", "/venv")]
+    assert [text.count("export ENV_FOLDER=$CONDA_PREFIX\n") for text in texts] == [1, 0]

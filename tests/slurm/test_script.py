@@ -71,12 +71,12 @@ def test_one_script_of_each_template_is_the_recorded_one() -> None:
 
 @pytest.mark.slow
 def test_bash_and_shellcheck_accept_every_script(tmp_path: Path) -> None:
-    paths = []
-    for name in PRESETS:
-        for file, text in recorded(name).items():
-            paths.append(tmp_path / file)
-            paths[-1].write_text(text)
-            subprocess.run(["bash", "-n", paths[-1]], check=True)
+    staged, paths = dataclasses.replace(sites.site("generic"), stage_env="$SCRATCH/x"), []
+    texts = {"staged": script.render("train", plan_for(staged), staged, JobRequest())}
+    for file, text in (texts | {file: text for name in PRESETS for file, text in recorded(name).items()}).items():
+        paths.append(tmp_path / file)
+        paths[-1].write_text(text)
+        subprocess.run(["bash", "-n", paths[-1]], check=True)
     shellcheck = [Path(sys.executable).with_name("shellcheck"), "--exclude=SC1091", *paths]
     checked = subprocess.run(shellcheck, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
