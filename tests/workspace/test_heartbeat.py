@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from support import wait_until
 
+from trilane.launch.outcome import last_log
+from trilane.utils.validation import HostError
 from trilane.workspace import heartbeat
 from trilane.workspace.heartbeat import (
     RECORD,
@@ -25,6 +27,7 @@ from trilane.workspace.heartbeat import (
     remove_records,
     start_id,
 )
+from trilane.workspace.status import Status
 
 ENV = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NODEID": "3"}
 
@@ -79,8 +82,20 @@ def test_a_record_is_no_link_of_others_and_refused_where_others_have_its_name(tm
     assert not path.is_symlink() and not (tmp_path / "aim").exists()
     path.unlink()
     path.mkdir()
-    with pytest.raises(OSError, match="Is a directory"):
+    with pytest.raises(HostError, match=r"^heartbeat=.*: Is a directory; "):
         create_record(tmp_path, ENV, 0)
+
+
+def test_a_node_whose_memory_is_full_ends_the_rank_with_one_line_that_leaves_nothing(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A status "file system", as its words are those of the table of endings."""
+    monkeypatch.setattr(heartbeat.os, "write", lambda *_: 0)
+    with pytest.raises(HostError, match=r"^heartbeat=.*: No space left on device; ") as refusal:
+        create_record(tmp_path, ENV, 0)
+    assert not list(base.iterdir())
+    (tmp_path / "run.log").write_text(f"rank 3 on n1: {refusal.value}\n")
+    assert last_log(tmp_path).status is Status.FILE_SYSTEM
 
 
 def test_a_rank_counts_as_running_until_it_is_killed(tmp_path: Path, base: Path) -> None:

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trilane.utils.files import json_object, read_text
-from trilane.utils.validation import from_mapping, require
+from trilane.utils.validation import HostError, from_mapping, require
 
 # the node's memory; a system without this folder is one machine
 BASE = Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
@@ -76,9 +76,16 @@ def place() -> bytes:
 def create_record(folder: Path, env: Mapping[str, str], rank: int) -> mmap.mmap:
     """The memory-mapped record of a rank in this start of the run, locked until this process ends.
 
-    OSError where the node's memory is full, or another user has a file of this name.
+    HostError where the node's memory is full, or another user has a file of this name.
     """
     path = BASE / f"{_prefix(folder)}{_own(env)}.{rank}"
+    try:
+        return _mapped(path)
+    except OSError as error:
+        raise HostError(f"heartbeat={path}: {error.strerror}; with run.hang_timeout_s=0 none is written") from None
+
+
+def _mapped(path: Path) -> mmap.mmap:
     with contextlib.suppress(FileNotFoundError):
         path.unlink()  # of a killed start of this name; another user's stays, and is refused
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
