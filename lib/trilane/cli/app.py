@@ -166,7 +166,7 @@ def _kind(hint: Any) -> Any:
 def command(group: click.Group, name: str = "", cls: type[click.Command] = click.Command) -> Callable[[Callable], Any]:
     """Add a function to the group as a command with --json; its Answer is printed, an int is the exit code.
 
-    A function that returns None has no --json, unless it has a parameter `as_json`.
+    A function that returns None or an int has no --json, unless it has a parameter `as_json`.
     """
 
     def add(function: Callable) -> Callable:
@@ -177,7 +177,7 @@ def command(group: click.Group, name: str = "", cls: type[click.Command] = click
                 known.setdefault(str(made.name), (p.name, default, made))  # a keyword goes before a field of that name
         shown: list[click.Parameter] = [made for *_, made in known.values()]
         takes_json = "as_json" in signature.parameters
-        if takes_json or signature.return_annotation is not None:
+        if takes_json or signature.return_annotation not in (None, int):
             shown.append(click.Option(["--json", "as_json"], is_flag=True, help="print JSON"))
 
         def run(as_json: bool = False, **given: Any) -> int:

@@ -158,11 +158,8 @@ def data(case: JobCheck) -> list[Row]:
         rows.append((not exists, "data", REFUSAL, text, "name an existing one"))
     for source, size in ({} if site.is_local else unprepared(plan.data.parts, here)).items():
         waits = f"{size / 1e9:.3g} GB of text are not prepared, and {case.nodes} nodes would wait"
-        text, remedy = (
-            f"data.source={source}: {waits}",
-            "`trilane slurm script --template prepare`, and `sbatch` in the run folder",
-        )
-        rows.append((True, "corpus", REFUSAL, text, remedy))
+        remedy = "`trilane slurm script --template prepare`, and `sbatch` in the run folder"
+        rows.append((True, "corpus", REFUSAL, f"data.source={source}: {waits}", remedy))
     for path in (here, *((base / name).resolve() for name in (plan.data.folder, *sources))):
         own = next((place for place in site.local if path.is_relative_to(place)), None)
         text = f"{path} lies below {own}, which {'is local to each node' if many else 'may differ on the node'}"

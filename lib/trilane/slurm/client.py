@@ -63,12 +63,8 @@ def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True,
     Raises SlurmError with the command's error text where it fails, SlurmUnreachable where the controller stays
     unreachable, ValueError where the command is not installed.
     """
-    require(
-        shutil.which(command[0]) is not None,
-        "slurm",
-        command[0],
-        "is not installed here; `trilane train` trains on this machine",
-    )
+    rule = "is not installed here; `trilane train` trains on this machine"
+    require(shutil.which(command[0]) is not None, "slurm", command[0], rule)
     for delay in (0.0, *DELAYS_S[: len(DELAYS_S) * again]):
         time.sleep(delay)
         # a busy controller answers within its MessageTimeout, 10 s by default, some sites have 60

@@ -70,9 +70,8 @@ def submit_all(
                 if not (path / SCRIPT).exists():
                     rewrite(path, site, request)
                 after = [f"afterany:{job}" for _, job in made[-parallel:][:1] if 0 < parallel <= len(made)]
-                made.append(
-                    (folder, _accept(path, functools.partial(freeze, shared or path), site.name, options, after))
-                )
+                code = functools.partial(freeze, shared or path)
+                made.append((folder, _accept(path, code, site.name, options, after)))
         except ValueError as error:
             earlier = f"; submitted before it: {', '.join(job for _, job in made)}" * bool(made)
             error.args = (f"{error}{earlier}", *error.args[1:])
@@ -119,10 +118,8 @@ def _accept(folder: Path, freeze: Callable[[], Path], site: str, options: Sequen
     script = folder / SCRIPT
     code = freeze() if copies.USED_BY in read_text(script) else None
     options = [f"--dependency={','.join(['singleton', *after])}", "--kill-on-invalid-dep=yes", *options]
-    arguments = [str(code)] if code else []
-    job = client.sbatch(
-        script, *options, name=client.job_name(folder), known=ledger.job_ids(folder), arguments=arguments
-    )
+    named = {"name": client.job_name(folder), "known": ledger.job_ids(folder), "arguments": [str(code)] if code else []}
+    job = client.sbatch(script, *options, **named)
     ledger.note(folder, "submitted", job, site=site, code=code.name if code else "", after=",".join(after))
     return job
 

@@ -20,7 +20,7 @@ from trilane.utils.validation import read_text, require_known
 # Every rule of the check, as --allow takes them; an impossible value is refused under its own field's name.
 NAMES = (
     *("engine", "cluster", "nodes", "tp", "precision", "qos time", "qos gpus", "account", "memory"),
-    *("host memory", "time", "checkpoints", "script", "spares", "kill-on-bad-exit", "pipefail", "signal"),
+    *("host memory", "time", "checkpoints", "script", "kill-on-bad-exit", "pipefail", "signal"),
     *("internet", "container", "bash", "sbatch", "data", "corpus", "shared", "tokens"),
     *("epochs", "disk", "inodes", "run folder", "checkpoint", "gbs", "ramp", "tp x pp x dp", "pp"),
 )

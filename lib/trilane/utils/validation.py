@@ -57,9 +57,11 @@ def require_label(field: str, value: str) -> None:
 
 
 def require_known(field: str, value: str, known: Iterable[str]) -> None:
-    """Raise ValueError with the nearest and all known names, unless `value` is one of them."""
+    """Raise ValueError with what replaced it, or the nearest and all known names, unless `value` is one of them."""
     names = list(known)
     if value not in names:
+        successor = shipped_json("successors").get(f"{field}={value}")
+        require(not successor, field, value, f"is now `{successor}`")
         close = difflib.get_close_matches(str(value)[:300], names, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         require(False, field, value, f"{hint}known: {', '.join(sorted(names))}")
