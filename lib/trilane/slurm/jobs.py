@@ -118,8 +118,8 @@ def _accept(folder: Path, freeze: Callable[[], Path], site: str, options: Sequen
     script = folder / SCRIPT
     code = freeze() if copies.USED_BY in read_text(script) else None
     options = [f"--dependency={','.join(['singleton', *after])}", "--kill-on-invalid-dep=yes", *options]
-    named = {"name": client.job_name(folder), "known": ledger.job_ids(folder), "arguments": [str(code)] if code else []}
-    job = client.sbatch(script, *options, **named)
+    name, known, words = client.job_name(folder), ledger.job_ids(folder), [str(code)] if code else []
+    job = client.sbatch(script, *options, name=name, known=known, arguments=words)
     ledger.note(folder, "submitted", job, site=site, code=code.name if code else "", after=",".join(after))
     return job
 
