@@ -2,7 +2,7 @@
 
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,21 @@ def pyspy_text(
     return "\n".join(lines) + "\n"
 
 
+def pyspy_json(stack: Stack) -> str:
+    """`py-spy dump --json`, which has full paths."""
+    frames = [{"name": f, "filename": f"/opt/lib/site-packages/{file}", "line": line} for f, file, line in stack]
+    return json.dumps([{"pid": 4242, "thread_name": "MainThread", "owns_gil": False, "frames": frames}])
+
+
 def faulthandler_text(stack: Stack, main: str = "Current thread") -> str:
     parts = []
     for name, frames in (("Thread 0x00007f406fc746c0", HELPER), (f"{main} 0x00007f40a1b2c740", stack)):
         lines = [f'  File "/opt/lib/site-packages/{file}", line {line} in {f}' for f, file, line in frames]
         parts.append("\n".join([f"{name} (most recent call first):", *lines]))
     return "\n\n".join(parts) + "\n"
+
+
+STYLES: dict[str, Callable[[Stack], str]] = {"text": pyspy_text, "faults": faulthandler_text, "json": pyspy_json}
 
 
 def recording(calls: list[dict[str, Any]], groups: dict[str, list[int]], *, as_json: bool = False) -> bytes:
@@ -91,11 +100,11 @@ def recording(calls: list[dict[str, Any]], groups: dict[str, list[int]], *, as_j
 
 
 def write_all(folder: Path, stacks: dict[int, Stack], style: str = "text") -> None:
-    """One file a rank, in one style, or with "mixed" in both."""
+    """One file a rank, in one style, or with "mixed" in all."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank, stack in stacks.items():
-        kind = ("text", "faults")[rank % 2] if style == "mixed" else style
-        (folder / f"rank_{rank}.txt").write_text({"text": pyspy_text, "faults": faulthandler_text}[kind](stack))
+        kind = (*STYLES,)[rank % 3] if style == "mixed" else style
+        (folder / f"rank_{rank}.txt").write_text(STYLES[kind](stack))
 
 
 def topology(folder: Path, tp: int, pp: int, dp: int, **extra: Any) -> None:

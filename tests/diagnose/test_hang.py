@@ -87,6 +87,15 @@ def test_a_half_written_dump_is_used_as_far_as_it_goes(style: str, tmp_path: Pat
     assert any(f"ranks {culprit} cannot be read; one of them may be late" in note for note in verdict.notes)
 
 
+def test_a_damaged_json_of_py_spy_makes_no_rank_late(tmp_path: Path) -> None:
+    """In a file of any name with a rank."""
+    culprit = scene(tmp_path, "json")
+    assert diagnose_hang(tmp_path).suspects == (culprit,)
+    path = (tmp_path / f"rank_{culprit}.txt").rename(tmp_path / f"{culprit}.json")
+    path.write_text(path.read_text()[:-9])
+    assert diagnose_hang(tmp_path).suspects == ()
+
+
 def test_a_missing_an_empty_and_other_files_are_no_dump_of_another_rank(tmp_path: Path) -> None:
     culprit = scene(tmp_path)
     (tmp_path / f"rank_{culprit}.txt").unlink()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trilane.diagnose.flight_recorder import Recording, read_recording
-from trilane.diagnose.stacks import Dump, patterns, read_faults, read_pyspy
+from trilane.diagnose.stacks import Dump, patterns, read_faults, read_json, read_pyspy
 from trilane.utils.files import natural
 from trilane.utils.tables import grouped, short
 from trilane.utils.validation import require, require_folder
@@ -156,14 +156,14 @@ def read_file(path: Path) -> dict[str, list[Dump]] | Recording:
         return read_recording(data)
     text = data.decode("utf-8", "replace")
     found = {host: dumps for host, own in texts_by_host(text).items() if (dumps := _dumps(own, path.suffix))}
-    is_dump = path.suffix not in (".log", ".beat") and "rank" in path.name
+    is_dump = path.suffix != ".log" and ("rank" in path.name or '"owns_gil"' in text)
     require(bool(found) or not is_dump, "file", path.name, "empty, truncated or not a dump that can be read")
     return found
 
 
 def _dumps(text: str, suffix: str) -> list[Dump]:
     """The dumps in the text of one host, faulthandler's or py-spy's; none where nothing is known of any process."""
-    dumps = [read_faults(text)] if "most recent call first" in text else read_pyspy(text)
+    dumps = [read_faults(text)] if "most recent call first" in text else read_json(text) or read_pyspy(text)
     # an error in a log is not py-spy's
     return dumps if any(dump.frames or (dump.error and suffix != ".log") for dump in dumps) else []
 

@@ -172,7 +172,7 @@ def _paragraph(evidence: Evidence, found: Conditions, suspects: Suspects) -> str
     lines = lines or [f"which rank is at fault {OPEN} from these dumps; Flight Recorder dumps show more"]
     waiting = _alike(found, [r for r, c in found.items() if c.wait and r not in suspects.reasons]).values()
     most = max(waiting, key=len, default=[])
-    return "; ".join([*lines, *(f"{len(most)} of {len(found)} ranks wait, {found[r].wait}" for r in most[:1])])
+    return "; ".join([*lines, *(f"{len(most)} of {len(found)} ranks wait {found[r].wait}" for r in most[:1])])
 
 
 def _notes(found: Conditions) -> list[str]:

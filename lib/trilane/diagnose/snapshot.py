@@ -86,7 +86,6 @@ class Snapshot:
     precision: str
     shape: Mapping[str, Any]
     optimizer: Mapping[str, float]
-    step: float
     facts: Facts
     held: tuple[Held, ...]
     missing: list[int]
@@ -131,7 +130,6 @@ def read_snapshot(state: State) -> Snapshot:
             precision=str(first["precision"]),
             shape=dict(first["shape"]),
             optimizer=optimizer,
-            step=float(scalars["step"]),
             facts=_facts(found, scalars, optimizer),
             held=_undivided(held),
             missing=sorted({*range(world)} - {values["rank"] for values in found}),

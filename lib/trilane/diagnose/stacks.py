@@ -1,5 +1,6 @@
 """What a process does, from the dump of any tool: py-spy, faulthandler, Python's trace module."""
 
+import json
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -121,6 +122,18 @@ def _thread(text: str) -> Thread:
     # Lines that are indented deeper are values of variables (--locals), which may look like frames.
     lines = re.findall(r"(?m)^ {4}(\S.*) \(([^()\n]*?)(?::(\d{1,9}))?\)[ \r]*$", text)
     return Thread(_python([frame(*line) for line in lines]), name or "", "gil" in state)
+
+
+def read_json(text: str) -> list[Dump]:
+    """The process in the output of `py-spy dump --json`; none where it is damaged, or another text."""
+    threads = list[Thread]()
+    try:
+        for t in (found := json.loads(text)):
+            frames = [frame(f["name"], f["filename"], f["line"]) for f in t["frames"]]
+            threads.append(Thread(_python(frames), t["thread_name"] or "", bool(t["owns_gil"])))
+        return [_dump(threads, pid=int(found[0]["pid"]))]
+    except DAMAGED:
+        return []
 
 
 def read_faults(text: str) -> Dump:

@@ -100,7 +100,7 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
     few = [r for r in few if not waits[r].p2p] or few
     few = few if 3 * len(few) <= len(cycle) else []
     which = "" if few and evidence.grid.known else WHICH
-    return {r: f"in {waits[r]}, others in another{which}" for r in sorted(few or cycle) if r in waits}
+    return {r: f"{waits[r]}, others in another{which}" for r in sorted(few or cycle) if r in waits}
 
 
 def _recorded_reason(evidence: Evidence, found: Conditions, edges: Edges, rank: int) -> str:

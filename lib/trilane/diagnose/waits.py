@@ -26,7 +26,8 @@ class Wait:
     path: Key  # the calling frames outwards, without wrappers and torch's own
 
     def __str__(self) -> str:
-        return f"{self.op}, called by {self.site}"
+        where = {"device": "for their GPUs in", "line": "for their GPUs, or compute, in"}
+        return f"{where.get(self.op, f'in {self.op}, called by')} {self.site}"
 
     @cached_property
     def call(self) -> Key:

@@ -45,7 +45,7 @@ def require_same(where: str, manifest: Mapping[str, Any], plan: Plan) -> None:
     """ValueError that names the first thing in which the plan differs from the checkpoint `where`."""
     held, iteration, consumed = manifest["identity"], manifest["iteration"], manifest["consumed_samples"]
     may_change = ("length", "skip")  # the latter for what is still to be trained
-    # a checkpoint without training, such as an imported one, has no data to compare
+    # one that an earlier version imported from Hugging Face has no data to compare
     common = {name: value for name, value in identity(plan).items() if name in held and name not in may_change}
     kept = {name: value for name, value in held.items() if name not in may_change}
     kept |= {"shape": to_mapping(from_mapping(ModelShape, held["shape"], "shape"))}  # fields added since
