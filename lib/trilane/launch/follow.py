@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,7 +26,8 @@ def follow(
 ) -> int:
     """Copy the ranks' output to run.log until the child ends; its exit code.
 
-    Raises TimeoutError after `deadline` (seconds of the monotonic clock), and what `check`, called each poll, raises.
+    Raises TimeoutError after `deadline` (seconds of the monotonic clock), and what `check`, called each poll, raises;
+    the child is ended then.
     """
     tails = [Tail(folder / "ranks" / f"{rank}.log") for rank in range(plan.topology.gpus)]
     steps, log, was_full = Tail(folder / "steps.jsonl"), Appended(folder / "run.log"), False
@@ -45,7 +47,20 @@ def follow(
                     raise TimeoutError
                 time.sleep(0.1)
         finally:
+            stop(child)  # until they end the ranks train on, and print it
             _copy(tails, log, rest=True)
+
+
+def stop(child: subprocess.Popen[bytes]) -> None:
+    """Interrupt torchrun, which ends its workers without a save; after 8 s kill it, and the kernel its workers."""
+    if child.poll() is None:
+        child.send_signal(signal.SIGINT)
+        try:
+            child.wait(8)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def _copy(tails: Sequence["Tail"], log: Appended, rest: bool = False) -> None:

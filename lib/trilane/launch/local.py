@@ -16,7 +16,7 @@ from pathlib import Path
 
 from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, locate_plan, plan_from_json, read_plan, read_plan_values
-from trilane.launch.follow import follow
+from trilane.launch.follow import follow, stop
 from trilane.launch.outcome import failed_ranks, judge
 from trilane.launch.watchdog import Hang, HangMonitor
 from trilane.utils.process import announced, held_port, python
@@ -147,7 +147,7 @@ def torchrun(folder: Path, plan: Plan, port: int, start: dict[str, str]) -> Iter
     try:
         yield child
     finally:
-        _stop(child)
+        stop(child)
 
 
 @contextlib.contextmanager
@@ -163,18 +163,6 @@ def forwarding_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
     finally:
         for number, handler in zip(wanted, before, strict=True):
             signal.signal(number, handler)
-
-
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    """Interrupt torchrun, which ends its workers without a save; after 8 s kill it, and the kernel its workers."""
-    if child.poll() is None:
-        child.send_signal(signal.SIGINT)
-        try:
-            child.wait(8)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 def _ended(status: Status, evidence: str, begin: float) -> RunStatus:
