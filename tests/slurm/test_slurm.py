@@ -6,7 +6,9 @@ import os
 import shutil
 import signal
 import sys
+import sysconfig
 import time
+import venv
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,7 +77,7 @@ def alone(p: Plan, root: Path) -> list[float]:
     return losses(folder)
 
 
-def test_two_nodes_train_to_the_end_with_the_code_that_was_submitted(
+def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_submitted_and_unpack_its_environment(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the job waits the installed code is made to raise. The job inherits no variables but SLURM's own."""
@@ -83,9 +85,16 @@ def test_two_nodes_train_to_the_end_with_the_code_that_was_submitted(
     shutil.copytree(installation.package(), installed / "trilane", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(copies, "package", lambda: installed / "trilane")
     monkeypatch.setenv("PYTHONPATH", str(installed))
-    request = replace(REQUEST, environment=sys.prefix)
-    p = one_process_a_node(plan("two", tmp_path.parent / "data", dp=2))
-    folder = run_folder(tmp_path, p, request)
+    venv.create(environment := tmp_path / "env", symlinks=True)
+    shared = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    next(environment.glob("lib/python*/site-packages")).joinpath("shared.pth").write_text(shared)
+    nodes = [tmp_path / f"node/jz-a100-{number}" for number in (1, 2)]  # of one machine
+    for node in nodes:
+        node.mkdir(parents=True)
+    own = replace(SITE, stage_env=f"{tmp_path}/node/$SLURMD_NODENAME")
+    request = replace(REQUEST, environment=str(environment))
+    folder = run_folder(tmp_path, plan("two", tmp_path.parent / "data"))
+    script.rewrite(folder, own, request)
     text = (folder / "job.sbatch").read_text()
     export = f"#SBATCH --export=NONE\nexport PYTHONPATH={installed}\nset -"
     (folder / "job.sbatch").write_text(text.replace("set -", export, 1))
@@ -97,6 +106,8 @@ def test_two_nodes_train_to_the_end_with_the_code_that_was_submitted(
     assert (found.iteration, found.iterations, found.nodes) == (4, 4, "jz-a100-[1-2]")
     assert len(losses(folder)) == 4 and losses(folder)[-1] < losses(folder)[0]
     assert [e["event"] for e in ledger.events(folder)] == ["submitted", "started", "ended"]
+    assert (environment / "trilane-env.tar").exists() and not [copy for node in nodes for copy in node.iterdir()]
+    assert "stage_env" not in (folder / "run.log").read_text()
     codes = {e["code"] for e in ledger.events(folder, "submitted", "started")}
     assert codes == {path.name for path in (folder / "code").iterdir()}
     # what remains once squeue forgot it
