@@ -147,6 +147,18 @@ def test_a_folder_in_which_another_job_trains_is_left_alone(folder: Path, slurm:
     assert attempt.begin(folder, {"SLURM_JOB_ID": "79"}) == "stop: job 78 trains here"
 
 
+def test_a_job_waits_for_the_end_of_one_whose_ranks_may_still_save(
+    folder: Path, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM 22.05 starts a job with --dependency=singleton on other nodes while the one before is COMPLETING."""
+    ledger.note(folder, "started", "77", nodes="n1", iteration=0, restarts=0)
+    slurm["77"], waits = "COMPLETING", list[float]()
+    monkeypatch.setattr(attempt.time, "sleep", lambda s: (waits.append(s), slurm.update({"77": "CANCELLED"})))
+    assert attempt.begin(folder, ME) == BEGINNING and waits == [2]
+    slurm["77"] = "COMPLETING"  # for ever, as on a node that has died
+    assert attempt.competing(folder, "79", patience_s=0) == ""
+
+
 @pytest.mark.parametrize(
     ("trainings", "states", "shown", "waiting"),
     [

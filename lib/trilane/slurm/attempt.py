@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -87,17 +88,23 @@ def unready(folder: Path) -> str:
     return f"{before.name}, the link before, is at iteration {at} of {plan.run.start_iteration}; {saved}"
 
 
-def competing(folder: Path, job: str) -> str:
+def competing(folder: Path, job: str, patience_s: float = 180, every_s: float = 2) -> str:
     """Which other job trains in this folder now, "" where none does: two would mix their logs.
 
-    SLURM runs one job of a run's name at a time; this is for jobs submitted by hand. While SLURM does not answer, which
-    it did when it started this job, nothing is known.
+    SLURM starts the next job of a name while the one before is COMPLETING, whose ranks may still save until they are
+    killed: this waits for their end. While SLURM does not answer, which it did when it started this job, nothing is
+    known.
     """
     last = {e["id"]: e["event"] for e in ledger.events(folder, "started", "ended", "replaced")}
     others = [i for i, event in last.items() if event != "ended" and i not in (job, "0") and client.JOB_ID.fullmatch(i)]
-    going = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING")
+    going, end = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING"), time.monotonic() + patience_s
     with contextlib.suppress(ValueError):
-        return next((f"job {s.id} trains here" for s in client.states(others).values() if s.state in going), "")
+        while found := [s for s in client.states(others).values() if s.state in (*going, "COMPLETING")]:
+            if trains := [s.id for s in found if s.state in going]:
+                return f"job {trains[0]} trains here"
+            if time.monotonic() > end:
+                break
+            time.sleep(every_s)
     return ""
 
 
