@@ -17,9 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from plans import run_folder, small_plan, steps
 from support import ended, heed_ctrl_c, wait_until
 
+from trilane.config.engines import require_trainable
+from trilane.config.plan import read_plan
 from trilane.launch.follow import follow
 from trilane.launch.local import environment, train_local
 from trilane.launch.local import run_folder as launched_in
+from trilane.utils.validation import HostError
 from trilane.workspace.status import read_status
 
 ITERATION = re.compile(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration +\d+/ +\d+ \| .* nan iterations:   0 \|")
@@ -134,9 +137,11 @@ def test_what_must_not_start_is_refused_before_anything_is_written(
     with monkeypatch.context() as host:
         host.setattr("trilane.config.engines.shows_gpu", lambda: True)
         host.setenv("CXX", "no-such-compiler")
-        with pytest.raises(ValueError, match=r"^offload=optimizer: .*there is no C\+\+ compiler no-such-compiler"):
+        with pytest.raises(HostError, match=r"^offload=optimizer: .*there is no C\+\+ compiler no-such-compiler"):
             train_local(away)
         assert [path.name for path in away.iterdir()] == ["plan.json"]
+        host.setenv("CXX", "sh -e")  # any program, with its options
+        require_trainable(read_plan(away / "plan.json").topology)
     folder = run_folder(small_plan(data, source=str(tmp_path / "nowhere")), tmp_path / "run")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -13,7 +13,7 @@ from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.shapes import misfit_of
-from trilane.utils.validation import require
+from trilane.utils.validation import HostError
 
 ENGINES = ("megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")
 FLASH_HEAD_DIM = 256  # channels: the largest head of FlashAttention 2 (its README, 'head dimension up to 256')
@@ -106,14 +106,14 @@ def shows_gpu() -> bool:
 
 
 def require_trainable(topology: Topology) -> None:
-    """Raise ValueError where no engine here can train it, or where this host lacks a compiler that DeepSpeed needs."""
+    """Raise ValueError where no engine here can train it, HostError where this host lacks DeepSpeed's compiler."""
     if reason := untrainable_reason(topology):
         raise ValueError(reason)
-    if topology.offload != "none" and shows_gpu():
-        # DeepSpeed compiles its Adam for the host when it starts; torch's would take 5 to 7 times as long there.
-        compiler = os.environ.get("CXX", "c++")
+    compiler, *_ = os.environ.get("CXX", "").split() or ["c++"]  # options may follow it
+    # DeepSpeed compiles its Adam for the host when it starts; torch's would take 5 to 7 times as long there.
+    if topology.offload != "none" and shows_gpu() and not shutil.which(compiler):
         rule = f"with a GPU DeepSpeed compiles its Adam for the host, and there is no C++ compiler {compiler} (CXX)"
-        require(shutil.which(compiler) is not None, "offload", topology.offload, rule)
+        raise HostError(f"offload={topology.offload}: {rule}")
 
 
 def unsupported_reason(engine: str, shape: ModelShape, topology: Topology) -> str | None:

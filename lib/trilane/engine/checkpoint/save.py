@@ -170,7 +170,7 @@ class HostCopy:
 
     def take(self, number: int, kind: str, values: torch.Tensor) -> None:
         """Copy the values of a piece as they are now, where this rank writes them; done when it returns."""
-        # The training waits for this copy alone, not for the disk. A GPU with 5e8 parameters copies 6 GB, 0.3 s at the
+        # The training waits for this copy and marks, not for disk. A GPU with 5e8 parameters copies 6 GB, 0.3 s at the
         # 20 GB/s of its bus and once in hours; to overlap even that with the next forward pass takes a stream of its
         # own, and an event for which the next optimizer step waits, in every engine.
         if (number, kind) in self.held:
