@@ -100,7 +100,7 @@ def test_the_chronicles_printed_rates_are_the_old_definition_until_20_february_a
 
 
 def test_utilization_is_against_the_card_of_the_log_and_recomputation_counts_only_for_the_hardware():
-    devices = (Device(index=0, name="Tesla V100-SXM2...", used_bytes=0, total_bytes=32480 * 2**20),)
+    devices = (Device(index=0, name="Tesla V100-SXM2...", total_bytes=32480 * 2**20),)
     this = log(arguments={**ARGUMENTS, "recompute_granularity": "full"})
     setup = run_config(RunLog(**{**vars(this), "devices": devices}))
     assert (setup.card, setup.peak_flops_per_s) == ("V100-32GB", 125e12)

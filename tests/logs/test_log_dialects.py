@@ -17,7 +17,6 @@ from trilane.utils.validation import DATA
 RAW = REPOSITORY.parent / "shared/rawlogs"
 M2021 = " iteration {i:8d}/{n:8d} | consumed samples: {c:12d} | elapsed time per iteration (ms): {ms:.1f} | learning rate: 1.000E-04 | global batch size: {b:5d} | lm loss: {loss:.6E} | loss scale: 1024.0 | grad norm: 1.250 | number of skipped iterations: {k:3d} | number of nan iterations:   0 |\n"
 M2022 = " iteration {i:8d}/      20 | consumed samples: {c:12d} | consumed tokens: {t:12d} | elapsed time per iteration (s): {s:.2f} | learning rate: 3.787E-06 | global batch size:  2048 | lm loss: {loss:.6E} | grad norm: 2.763 | num zeros: 0.0 | number of skipped iterations:   0 | number of nan iterations:   0 | samples per second: {r:.3f} | TFLOPs: 107.48 |\n"
-NEOX = " samples/sec: 40.000 | iteration        3/      10 | elapsed time per iteration (ms): 800.0 | learning rate: 6.000E-05 | approx flops per GPU: 57.6TFLOPS | lm_loss: 4.250000E+00 | loss scale: 65536.0 | number of skipped iterations:   0 | number of nan iterations:   0 |\n"
 FORK = " iteration        4/      10 | consumed samples:          128 | consumed tokens:       262144 | elapsed time per iteration (ms): 1600.0 | learning rate: 1.0E-04 | global batch size:    32 | lm loss: 5.0E+00 | loss scale: 1.0 | grad norm: 1.5 | actual seqlen:  2048 | number of skipped iterations:   0 | number of nan iterations:   0 | samples per second: 20.0 | tokens per gpu per second (tgs): 5120.0 | TFLOPs: 88.10 |\n"
 TITAN = "\x1b[31mstep: {i:2d}  \x1b[32mloss:  {loss:.4f}  \x1b[38;2;180;60;0mgrad_norm:  1.5000  \x1b[36mmemory: 38.50GiB(40.53%)  \x1b[34mtps: 7,812  \x1b[33mtflops: 312.50  \x1b[35mmfu: 31.60%\x1b[39m\n"
 
@@ -108,6 +107,11 @@ def test_a_run_that_reached_its_last_iteration_is_completed(tmp_path, name):
     assert (log.dialect, log.status) == (name, "completed")
 
 
+def test_the_memory_that_deepspeed_prints_beside_its_rates_is_read(tmp_path):
+    log = read(tmp_path, "\n".join(SAMPLES["deepspeed 6"]["text"]))
+    assert list(log.memory["max_allocated"]) == [20.5 * 2**30] and log.memory["allocated"].iloc[0] == 4.25 * 2**30
+
+
 def test_memory_timers_arguments_devices_and_profiler_are_read(tmp_path):
     text = (
         "+ srun bash -c 'python pretrain_gpt.py --num-layers 40 --lr 1e-4 --fp16 --wandb-api-key abc --data-path \"a b\"'\n"
@@ -127,7 +131,7 @@ def test_memory_timers_arguments_devices_and_profiler_are_read(tmp_path):
     expected = {"num_layers": 40, "lr": 1e-4, "hidden_size": 6144, "fp16": True, "padded_vocab_size": 50688}
     expected |= {"deepspeed.zero_optimization_stage": 3, "wandb_api_key": "(hidden)", "a_method_that_is_long": None}
     assert {name: log.arguments[name] for name in expected} == expected
-    assert (log.devices[0].name, log.devices[0].used_bytes) == ("Tesla V100-SXM2...", 2**30)
+    assert (log.devices[0].name, log.devices[0].total_bytes) == ("Tesla V100-SXM2...", 32510 * 2**20)
     assert list(log.memory["max_allocated"]) == [9.25 * 2**30]
     assert log.timers["forward-compute"].tolist()[0] == 0.14803
     assert (log.timers["optimizer"].iloc[1], log.timers["optimizer min"].iloc[1]) == (0.02, 0.01)
@@ -267,6 +271,6 @@ def test_a_refusal_shows_the_lines_that_look_like_iterations_and_names_the_guide
 
 
 def test_a_log_without_any_such_line_is_refused_in_one_line(tmp_path, capsys):
-    (tmp_path / "a.log").write_text("hello\nworld 3\n" + 1000 * "x\n")
+    (tmp_path / "a.log").write_text("hello\nworld 3\napplications: 4\n" + 1000 * "x\n")
     assert main(["logs", "parse", str(tmp_path / "a.log")]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert capsys.readouterr().err == f"trilane: log={tmp_path / 'a.log'}: holds no iteration line\n"

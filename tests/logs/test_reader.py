@@ -27,10 +27,6 @@ def hf(loss, epoch=0.1, more=""):
     return f"{{'loss': {loss}, 'grad_norm': tensor(1.25, device='cuda:0'), 'learning_rate': 4.9e-05, 'epoch': {epoch}{more}}}\n"
 
 
-def lines(numbers, form="step={} loss={}\n", shift=0.0):
-    return "".join(form.format(i, round(9 - i / 10 + shift, 4)) for i in numbers)
-
-
 # deepspeed/runtime/engine.py and deepspeed/utils/timer.py of https://github.com/deepspeedai/DeepSpeed
 STEP = "[2026-01-01 10:{m:02d}:{s:02d},{ms:03d}] [INFO] [logging.py:96:log_dist] [Rank 0] step={i}, skipped=4, lr=[4.9e-05], mom=[(0.9, 0.95)]\n"
 RATE = "[2026-01-01 10:{m:02d}:{s:02d},{ms:03d}] [INFO] [timer.py:1:stop] epoch=0/micro_step={g}/global_step={g}, RunningAvgSamplesPerSec=30.5, CurrSamplesPerSec=31.5\n"

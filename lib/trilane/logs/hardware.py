@@ -18,7 +18,6 @@ class Device:
 
     index: int
     name: str
-    used_bytes: float
     total_bytes: float
 
 
@@ -33,10 +32,9 @@ class DeviceParser:
         if found := GPU.match(line):
             index, name = int(found[1] or found[3]), (found[2] or found[4]).decode("utf-8", "replace")
             if found[3]:
-                return Device(index=index, name=name, used_bytes=NAN, total_bytes=NAN)
+                return Device(index=index, name=name, total_bytes=NAN)
             self.pending = index, name
-        elif self.pending and (use := re.search(rb"(\d{1,15})MiB\s*/\s*(\d{1,15})MiB", line)):
+        elif self.pending and (use := re.search(rb"\dMiB\s*/\s*(\d{1,15})MiB", line)):
             (index, name), self.pending = self.pending, None
-            used, total = (float(text) * 2**20 for text in use.groups())
-            return Device(index=index, name=name, used_bytes=used, total_bytes=total)
+            return Device(index=index, name=name, total_bytes=float(use[1]) * 2**20)
         return None

@@ -121,7 +121,7 @@ def read_logs(path: Path | str) -> list[RunLog]:
 
 def _likeliest(path: Path) -> str:
     """The first line near the file's begin that looks like an iteration, and what reads it; "" without any."""
-    words = (rb"(?i)step|iter|update|batch|\bitr?\b", rb"(?i)loss|nll|\bce\b|xent|entropy|ppl")
+    words = (rb"(?i)step|iter|update|batch|\bitr?\b", rb"(?i)loss|nll|\bce\b|xent|entropy|\bppl\b")
     score = [
         (sum(bool(re.search(word, line)) for word in words), -number, line)
         for number, line in enumerate(next(blocks(path), b"")[: 1 << 18].splitlines(), 1)
