@@ -67,7 +67,8 @@ class SizesInTime(Table):
         r, table = self.request, [self.to_frame().head(top).to_string(index=False)] * bool(self.rows)
         asked = f"{r.gpus} GPUs of {r.cluster.name}, {r.tokens / 1e9:g} B tokens, {r.gbs} sequences an iteration."
         head = f"within {self.limit:g} days with 90 % probability: {asked}"
-        return "\n".join([head, COUNTED, *table, *support_lines([p for p, _ in self.rows]), self.reason])
+        notes = [f"{p.size}: {note}" for p, _ in self.rows[:top] for note in (p.shape.kind, *p.notes) if note]
+        return "\n".join([head, COUNTED, *table, *notes, *support_lines([p for p, _ in self.rows]), self.reason])
 
 
 def sizes_within(days: float, **asked: Any) -> SizesInTime:
@@ -75,45 +76,48 @@ def sizes_within(days: float, **asked: Any) -> SizesInTime:
 
         sizes_within(60, cluster=load_cluster("jz-a100-80g"), gpus=384, vocabulary=250880).summary()
 
-    A bisection over sizes, of each the depths next to it; then all shapes within the tolerance of what it found.
+    A bisection over sizes, of each the depths next to it at a few widths; then all shapes up to two tolerances above.
     """
     require_positive("days", days)
     require(days <= 36500, "days", f"{days:g}", "must be at most 36500")
     r = SizeRequest(parameters=MOST, **asked)
 
-    def ended(size: float, tolerance: float, most: int) -> list[Dated]:
+    def ended(found: Proposals) -> list[Dated]:
+        able = (p for p in found.rows if p.days <= days and not p.prediction.is_risky)
+        return [(p, d) for p in able if (d := dated(p, r))["days_90"] <= days]
+
+    def first(size: float) -> list[Dated]:
+        """One shape of about that size that ends, if any does; most are at the middle widths, which are looked at."""
         try:
-            sized = replace(r, parameters=size, tolerance=tolerance)
+            near = replace(r, parameters=size, tolerance=0.01)
         except ValueError:  # no usual width has that size: the embedding alone nearly reaches it
             return []
-        safe = [p for p in survey(sized).rows if not p.prediction.is_risky][:most]
-        return [(p, d) for p in safe if (d := dated(p, r))["days_90"] <= days]
+        shapes = near.shapes()
+        middle = sorted(shapes, key=lambda s: abs(shapes.index(s) - len(shapes) // 2))[:6]
+        return next(filter(None, (ended(survey(near, [shape])) for shape in middle)), [])
 
-    low = _least(r)
+    one = next(one for h in range(64, 4096, 64) if (one := r.layer(h)))
+    # the least size of which there is any shape: one layer of the smallest width
+    low = 1.001 * (one.embedding_parameters * (1 if one.tied_embeddings else 2) + one.layer_weights)
     # twice what takes the days at the card's peak, 6 FLOPs a parameter and token: an embedding computes nothing
     peak = r.cluster.gpu.flops_per_s(r.choices.get("precision") or default_precision(r.cluster)) * r.gpus
     high = max(min(MOST, 2 * peak * days * 86400 / 6 / r.tokens), 1.01 * low)
     least, best = replace(r, parameters=low), list[Dated]()
     size = high / 4  # half of the peak
     while high > 1.02 * low:
-        if now := ended(size, 0.01, 3):
+        if now := first(size):
             low, best = size, now
         else:
             high = size
         size = (low * high) ** 0.5
     if not best:
         return SizesInTime(limit=days, request=least, rows=(), reason=_why_none(least))
-    rows = sorted(ended(low, r.tolerance, MOST_ROWS) or best, key=lambda row: -row[0].shape.parameters)
+    above = replace(r, parameters=low * (1 + r.tolerance))  # low itself is the least of these
+    rows = sorted(ended(survey(above))[:MOST_ROWS] or best, key=lambda row: -row[0].shape.parameters)
     slow = max(d["days_90"] for _, d in rows) > 0.9 * days
     reason = "larger shapes take longer" if slow else "larger shapes may run out of memory"
     last = replace(r, parameters=rows[0][0].shape.parameters)
     return SizesInTime(limit=days, request=last, rows=tuple(rows), reason=reason)
-
-
-def _least(request: SizeRequest) -> float:
-    """The least size of which there is any shape: one layer of the smallest width."""
-    one = next(one for h in range(64, 4096, 64) if (one := request.layer(h)))
-    return 1.001 * (one.embedding_parameters * (1 if one.tied_embeddings else 2) + one.layer_weights)
 
 
 def _why_none(request: SizeRequest) -> str:
