@@ -105,7 +105,8 @@ def test_a_users_contradiction_is_named_in_one_line(values, changes, line):
 
 def test_what_the_trainer_fills_in_contradicts_nothing_and_what_is_left_out_is_deepspeeds_default():
     values = {Z: {"stage": 1}, "train_batch_size": "auto", "fp16": {"enabled": "auto"}}
-    assert contradictions({**values, "gradient_clipping": "auto"}, plan()) == []
+    free = {"gradient_clipping": "auto", "data_types": {"grad_accum_dtype": "fp32"}}
+    assert contradictions({**values, **free}, plan()) == []
     assert contradictions(values, plan()) == ["gradient_clipping=0.0: the plan has 1.0"]
 
 

@@ -80,8 +80,9 @@ def contradictions(values: Mapping[str, Any], plan: Plan) -> list[str]:
     decided = (*batch, *defaults, "data_types.grad_accum_dtype")
     decided += tuple(f"optimizer.params.{name}" for name in ("betas", "eps", "weight_decay"))
     given, planned = ({**defaults, **_flat(found)} for found in (values, deepspeed_config(plan, compiler=True)))
-    differ = [n for n in decided if given.get(n, "auto") not in ("auto", None, planned.get(n))]
-    return unknown_keys(values) + [f"{n}={given[n]!r}: the plan has {planned.get(n, 'none')!r}" for n in differ]
+    planned.setdefault("data_types.grad_accum_dtype", "fp32")  # of a plan in fp32
+    differ = [n for n in decided if given.get(n, "auto") not in ("auto", None, planned[n])]
+    return unknown_keys(values) + [f"{n}={given[n]!r}: the plan has {planned[n]!r}" for n in differ]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
