@@ -52,7 +52,7 @@ class MeasuredRuns(Table):
         ends = ", ".join(f"{number} {status}" for status, number in Counter(str(m.status) for m in self.runs).items())
         text = Text.of("**{}** runs, {} of them with timed iterations: {}.", len(self.runs), len(self.timed), ends)
         if len(self.runs) > SHOWN or len(self.timed) > DRAWN:
-            text = Text.of("{} Tables show the first {}, figures {}; runs.html sorts all.", text, SHOWN, DRAWN)
+            text = Text.of("{} Tables show the first {}, figures {}; runs.html has all.", text, SHOWN, DRAWN)
         unread = _first([short(reason.partition(";")[0], 120) for reason in self.unread])
         return Text.joined("\n- not read: ", [text, *unread])
 

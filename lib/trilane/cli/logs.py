@@ -62,7 +62,7 @@ def table(
     sort: str = option("", "sort by a column, rising; speed: the fastest first", metavar="COLUMN"),
     dialect: tuple[Path, ...] = DIALECT,
     csv: bool = option(False, "print CSV, with all columns, instead of Markdown"),
-    html: bool = option(False, "print a page, with all columns, which a click on a heading sorts"),
+    html: bool = option(False, "print a page, with all columns that hold anything"),
     as_json: bool = False,
 ) -> Answer:
     """Print the runs below FOLDER as one table: run folders, or logs of other trainers, at any depth."""
