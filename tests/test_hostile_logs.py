@@ -141,7 +141,6 @@ def keyed_by(value: Any) -> bytes:
 
 
 DEEP = 100_000
-PAIR = '{"pg_config": {}, "entries": '
 # A Flight Recorder dump of rank 0: whether its evidence still counts (the whole of it, or a part), or none of it.
 RECORDINGS: dict[str, tuple[bytes, bool]] = {
     "ranks without an end": (damaged(ranks="[0, 1"), False),

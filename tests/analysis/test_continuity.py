@@ -22,6 +22,7 @@ from test_spikes import noisy, wandering
 from trilane.analysis.continuity import find_breaks
 from trilane.analysis.loss_curve import trainings
 from trilane.cli.app import main
+from trilane.logs.run import read_run_folder
 from trilane.logs.written_tables import read_runs
 
 PLAIN = Training()
@@ -167,3 +168,6 @@ def test_several_runs_in_one_file_are_judged_as_in_several(tmp_path, capsys):
     assert one["before"] == {"log": "all.log", "iteration": 500, "value": 32000} and one["after"]["iteration"] == 501
     assert main(["logs", "spikes", str(name)]) == 0
     assert "data is replayed" in capsys.readouterr().out
+    name.rename(tmp_path / "run.log")  # one run to 04: that of a run folder, resumed twice
+    whole = find_breaks([read_run_folder(tmp_path)])
+    assert whole.restarts == 2 and [(b.restart, b.cause) for b in whole.breaks] == [(501, "data-replayed")]

@@ -1,10 +1,8 @@
 """Continuity: what the restarts of a training did not continue, by its logs alone, and what the logs do not show."""
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,9 +13,10 @@ from trilane.analysis.loss_curve import SIGMAS, Restart, join, noise
 from trilane.analysis.steady_state import interval
 from trilane.logs.run import RunLog
 from trilane.utils.tables import DataFrame, Record, one_line
+from trilane.utils.validation import shipped_json
 
 # quantities and causes in words
-WORDS: Mapping[str, str] = json.loads((resources.files("trilane") / "data/restart_causes.json").read_text("utf-8"))
+WORDS: Mapping[str, str] = shipped_json("restart_causes")
 Numbers = tuple[np.ndarray, np.ndarray]  # iterations and values
 Found = tuple[str, int, float, str]  # the cause, the new line that differs first, the value expected there, a detail
 FEWEST = 12  # lines before a restart by which loss and gradient norm are judged

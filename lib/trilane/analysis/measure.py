@@ -1,10 +1,8 @@
 """Measurement: what one run's log amounts to: seconds per iteration, tokens, TFLOPs, memory, loss, numerics, phases."""
 
-import json
 import math
 import re
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,11 @@ from trilane.logs.checks import HARMLESS, Problem, median, of_card
 from trilane.logs.endings import caveat
 from trilane.logs.run import RunLog, read_run_folder
 from trilane.utils.tables import as_json
+from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
 
 # Timers of Megatron and DeepSpeed by phase, of which the first that fits takes a timer, and those that include others.
-TIMERS: dict[str, Any] = json.loads((resources.files("trilane") / "data/timers.json").read_text("utf-8"))
+TIMERS: dict[str, Any] = shipped_json("timers")
 
 
 @dataclass(frozen=True, kw_only=True)

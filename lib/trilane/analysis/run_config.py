@@ -1,9 +1,7 @@
 """RunConfig: what ran, from the plan or else the log's launch arguments: shape, parallelism, batch, card."""
 
-import json
 import math
 from dataclasses import dataclass, replace
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -13,11 +11,12 @@ from trilane.config.cluster import Gpu, card_words
 from trilane.config.model import GATED, ModelShape, padded_vocab_size
 from trilane.config.plan import Plan
 from trilane.logs.run import RunLog
+from trilane.utils.validation import shipped_json
 
 # Names of one argument, the most reliable first: Megatron's, those of 2020, DeepSpeed's, the Trainer's, a typed
 # table's; words of Megatron, its forks (PositionEmbeddingType.alibi) and GPT-NeoX for one way of a shape; arguments of
 # models that are no dense decoder with attention over the whole sequence.
-NAMES: dict[str, Any] = json.loads((resources.files("trilane") / "data/log_arguments.json").read_text("utf-8"))
+NAMES: dict[str, Any] = shipped_json("log_arguments")
 
 
 @dataclass(frozen=True, kw_only=True)
