@@ -17,15 +17,15 @@ BUDGETS = {
     "utils": 900,  # 600
     "config": 1620,  # 1450
     "workspace": 1640,  # 1250
-    "logs": 2600,  # 2150
+    "logs": 2595,  # 2150
     "costmodel": 2595,  # 2600
     "interop": 645,  # 600
     "planning": 1275,  # 1250
     "diagnose": 1851,  # 1800
     "engine": 4935,  # 4370
     "launch": 857,  # 730
-    "analysis": 2240,  # 1900
-    "forecasting": 1520,  # 1350
+    "analysis": 2235,  # 1900
+    "forecasting": 1525,  # 1350
     "slurm": 2769,  # 2650
     "report": 1550,  # 1500
     "cli": 1150,  # 800
@@ -36,7 +36,7 @@ MOST_FILES = 194  # 170
 MOST_BYTES = 50.8  # a line, on average, not by denser lines: 50
 MOST_CONSTANTS = 10.0  # of modules, per 1,000 lines
 LEAST_COMMENTS = 1.8  # lines of reasons per 100 of code: 3
-MOST_TEST_LINES = 18_786  # 15,000
+MOST_TEST_LINES = 18_790  # 15,000
 MOST_WORDS = 30_000  # of Markdown, without the reference, which the code writes
 
 
