@@ -270,6 +270,13 @@ def test_a_refusal_shows_the_lines_that_look_like_iterations_and_names_the_guide
     assert error.strip().isprintable() and len(error) < 500
 
 
+def test_an_unknown_trainers_log_that_has_an_end_shows_a_line_that_looks_like_an_iteration(tmp_path, capsys):
+    log = tmp_path / "a.log"
+    log.write_text("".join(f"step={i} loss={9 - i}.5\n" for i in range(5)) + "ValueError: no\n")
+    assert main(["logs", "parse", str(log)]) == 0
+    assert "problem: iteration: no line was read; line 1 looks like one: step=0 loss=9.5" in capsys.readouterr().out
+
+
 def test_a_log_without_any_such_line_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "a.log").write_text("hello\nworld 3\napplications: 4\n" + 1000 * "x\n")
     assert main(["logs", "parse", str(tmp_path / "a.log")]) == 2

@@ -112,15 +112,21 @@ def read_logs(path: Path | str) -> list[RunLog]:
     for block in blocks(path, notes):
         reader.feed(block)
     runs = reader.close()
+    many, likeliest = (False, "") if any(run.rows for run in runs) else _likeliest(path)
     if not runs:
-        raise ValueError(f"log={shown(path)}: holds no iteration line{_likeliest(path)}")
+        raise ValueError(f"log={shown(path)}: holds no iteration line{likeliest}")
     runs[-1].notes += notes
     age = time.time() - path.stat().st_mtime
-    return [_finish(run, path, age if run is runs[-1] else math.inf) for run in runs]
+    logs = [_finish(run, path, age if run is runs[-1] else math.inf) for run in runs]
+    if many:
+        unread = Problem(rule="unread", column="iteration", message=f"no line was read{likeliest}")
+        logs[-1] = replace(logs[-1], problems=(*logs[-1].problems, unread))
+    return logs
 
 
-def _likeliest(path: Path) -> str:
-    """The first line near the file's begin that looks like an iteration, and what reads it; "" without any."""
+def _likeliest(path: Path) -> tuple[bool, str]:
+    """Whether several lines near the file's begin have the number of an iteration and a loss; and the first that looks
+    most like one, with what reads it, "" without any."""
     words = (rb"(?i)step|iter|update|batch|\bitr?\b", rb"(?i)loss|nll|\bce\b|xent|entropy|\bppl\b")
     score = [
         (sum(bool(re.search(word, line)) for word in words), -number, line)
@@ -128,8 +134,10 @@ def _likeliest(path: Path) -> str:
         if len(line) < 2000 and re.search(rb"\d", line)
     ]
     kinds, number, line = max(score, default=(0, 0, b""))
+    both = re.compile(rb"(?i)(?:step|iter\w*|update)\W{1,4}\d.*(?:loss|nll|xent|ppl)\W{1,4}\d")
+    many = sum(bool(both.search(line)) for *_, line in score) > 2
     guide = "docs/guides/my-logs.md has how to read it"
-    return f"; line {-number} looks like one: {endings.text(line, 160)} ({guide})" if kinds else ""
+    return many, f"; line {-number} looks like one: {endings.text(line, 160)} ({guide})" if kinds else ""
 
 
 def read_log(path: Path | str) -> RunLog:
