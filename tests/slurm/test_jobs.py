@@ -23,6 +23,12 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
+def test_a_table_of_runs_without_jobs_has_no_columns_of_jobs(tmp_path: Path) -> None:
+    """03 on one machine: no job, no state of one, nothing that it waits for."""
+    made = run_folder(tmp_path, plan("one", tmp_path / "data", nodes=1))
+    assert [*jobs.job_status([made]).to_frame()] == ["run", "status", "iteration"]
+
+
 def accounted(commands: Commands, **states: str) -> None:
     """Those jobs have gone from squeue, and sacct knows them."""
     commands.say("sacct", "\n".join(f"echo '{job[1:]}|{state}|1:00|2:00|n1|me'" for job, state in states.items()))

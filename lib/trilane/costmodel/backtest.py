@@ -149,7 +149,7 @@ def predicted_table(table: str) -> Columns:
         "measured s/it": [r.seconds for r in inside],
         "predicted": [p.sec_pred for p in unseen],
         "predicted / measured": [p.sec_pred / r.seconds for r, p in zip(inside, unseen, strict=True)],
-        "measured GB": [r.memory_bytes / 2**30 for r in inside],
+        "measured GiB": [r.memory_bytes / 2**30 for r in inside],
         "predicted GiB": [p.mem_gib_pred for p in unseen],
         "P(OOM)": [f"{p.oom_probability:.0%}" for p in unseen],
         "ran?": ["OOM" if r.ran_out else "yes" for r in inside],

@@ -30,12 +30,12 @@ def sentence(base: Candidate, calibration: Calibration, **choices: Any) -> tuple
         chosen = varied(base.plan, calibration, **choices)
     except ValueError as error:
         return Html.of("<b>refused</b>: {}", error), None
-    p, plan = chosen.prediction, chosen.plan
+    p, plan, gpus = chosen.prediction, chosen.plan, chosen.topology.gpus
     change = f", {p.sec_per_it / base.prediction.sec_per_it - 1:+.1%} against the first plan"
-    text = "{:code} ({}) on {} GPUs: <b>{} s</b> an iteration{}, <b>{:.3g} GiB</b>, out of memory with {:.0%}; {}"
+    text = "{:code} ({}) on {} GPU{}: <b>{} s</b> an iteration{}, <b>{:.3g} GiB</b>, out of memory with {:.0%}; {}"
     seconds, change = with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi), change * (plan.id != base.plan.id)
     memory = (p.memory_bytes / 2**30, p.oom_probability, p.support.words)
-    return Html.of(text, plan.label, plan.id, chosen.topology.gpus, seconds, change, *memory), chosen
+    return Html.of(text, plan.label, plan.id, gpus, "s" * (gpus > 1), seconds, change, *memory), chosen
 
 
 def _box(name: str, value: Any) -> Any:

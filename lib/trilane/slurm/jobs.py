@@ -171,9 +171,11 @@ class JobTable(list[JobStatus], Table):
     """The status of several runs."""
 
     def to_frame(self) -> DataFrame:
-        columns: dict[str, str | Callable[[JobStatus], str]] = {"run": "run", "job": "id", "state": "state"}
+        columns: dict[str, str | Callable[[JobStatus], str]] = {"run": "run", "job": "id"}
+        columns |= {"state": lambda j: j.state if j.id else ""}  # of a run that was not submitted its status alone
         columns |= {"status": lambda j: str(j.status), "iteration": lambda j: f"{j.iteration} of {j.iterations}"}
-        return frame_of(self, columns | {"waits for": "reason", "evidence": lambda j: short(j.evidence)})
+        table = frame_of(self, columns | {"waits for": "reason", "evidence": lambda j: short(j.evidence)})
+        return table.loc[:, (table != "").any()]
 
 
 def job_status(folders: Iterable[Path]) -> JobTable:

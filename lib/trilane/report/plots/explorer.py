@@ -126,14 +126,15 @@ def lines(c: Candidate, tokens: float, drawn: Drawn) -> Iterator[str]:
     p, t, made = c.prediction, c.topology, drawn.made
     days = [training_days(c.plan.shape, t, seconds, tokens) for seconds in (p.sec_per_it, p.sec_lo, p.sec_hi)]
     yield plain(c.label)
-    yield f"{t.gpus} GPUs = TP {t.tp}{f' x CP {t.cp}' * (t.cp > 1)} x PP {t.pp} x DP {t.dp}; id {c.plan.id}"
-    yield f"{t.gbs} sequences an iteration: {t.microbatches} microbatches of {t.mbs}"
+    sizes = f"TP {t.tp}{f' x CP {t.cp}' * (t.cp > 1)} x PP {t.pp} x DP {t.dp}"
+    yield f"{t.gpus} GPU{'s' * (t.gpus > 1)} = {sizes}; id {c.plan.id}"
+    yield f"{t.gbs} sequences an iteration: {t.microbatches} microbatch{'es' * (t.microbatches > 1)} of {t.mbs}"
     yield f"{with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi)} s an iteration (90 %)"
     yield f"{p.memory_bytes / 2**30:.3g} GiB on the fullest stage, out of memory with {p.oom_probability:.1%}"
     yield f"{amount(tokens / 1e9)} billion tokens: {with_bounds(*days)} days, no interruptions"
     slowest = made.stage_seconds[made.slowest] * len(made.stage_seconds) / sum(made.stage_seconds) - 1
     yield f"Bubble {p.time.bubble / p.sec_per_it:.1%}; stage {made.slowest} is {slowest:.1%} slower than the mean"
-    yield f"Drawn: {drawn.microbatches} of {drawn.of} microbatches, {len(drawn.stages)} of {t.pp} stages"
+    yield f"Drawn: microbatches {drawn.microbatches} of {drawn.of}, stages {len(drawn.stages)} of {t.pp}"
     yield f"Evidence: {p.support.words}"
 
 
