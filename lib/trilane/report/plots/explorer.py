@@ -134,7 +134,7 @@ def lines(c: Candidate, tokens: float, drawn: Drawn) -> Iterator[str]:
     yield f"{amount(tokens / 1e9)} billion tokens: {with_bounds(*days)} days, no interruptions"
     slowest = made.stage_seconds[made.slowest] * len(made.stage_seconds) / sum(made.stage_seconds) - 1
     yield f"Bubble {p.time.bubble / p.sec_per_it:.1%}; stage {made.slowest} is {slowest:.1%} slower than the mean"
-    yield f"Drawn: microbatches {drawn.microbatches} of {drawn.of}, stages {len(drawn.stages)} of {t.pp}"
+    yield f"Drawn: {drawn.microbatches} of {drawn.of} microbatches, {len(drawn.stages)} of {t.pp} stages"
     yield f"Evidence: {p.support.words}"
 
 
