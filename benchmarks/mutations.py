@@ -351,8 +351,10 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("counts", "analysis/flops.py", "analysis/test_flops.py"): [
         ("again * (tp - 1)", "again * tp"),
-        ('(config.recompute == "selective")', '(config.recompute != "none")'),
         ("- 6.0 * batch", "- 12.0 * batch"),
+    ],
+    ("counts", "analysis/flops.py", "analysis/test_measure.py"): [
+        ('(config.recompute == "selective")', '(config.recompute != "none")'),
     ],
     ("counts", "forecasting/request.py", "forecasting/test_forecast.py"): [
         ("math.ceil(self.tokens /", "int(self.tokens /"),

@@ -26,14 +26,17 @@ def plan(**changes):
 
 
 BLOOM_176B = replace(parse_shape("70,14336,112,2048,250880"), embedding_layernorm=True)
+LLAMA = {"activation": "swiglu", "ffn_hidden_size": 14336, "num_key_value_heads": 8, "normalization": "rmsnorm"}
+LLAMA |= {"positions": "rotary", "biases": "none", "tied_embeddings": False}
 PUBLISHED = [
     (parse_shape("12,768,12,1024,50257"), 124_439_808),  # Hugging Face's gpt2
     (parse_shape("48,1600,25,1024,50257"), 1_557_611_200),  # gpt2-xl
     (BLOOM_176B, 176_247_271_424 + 2048 * 14336),  # bigscience/bloom's card, which has ALiBi in place of positions
+    (replace(parse_shape("32,4096,32,8192,128256"), **LLAMA), 8_030_261_248),  # meta-llama/Meta-Llama-3-8B's card
 ]
 
 
-@pytest.mark.parametrize(("shape", "parameters"), PUBLISHED, ids=["gpt2", "gpt2-xl", "bloom"])
+@pytest.mark.parametrize(("shape", "parameters"), PUBLISHED, ids=["gpt2", "gpt2-xl", "bloom", "llama-3-8b"])
 def test_a_published_model_has_its_published_parameters(shape: ModelShape, parameters: int) -> None:
     assert shape.parameters == parameters
 
