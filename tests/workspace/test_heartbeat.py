@@ -148,6 +148,7 @@ def test_a_change_of_phase_is_progress_and_the_rank_without_is_named(
     """A rank that has finished may be silent: rank 0 writes the last checkpoint's manifest while others have ended."""
     node = Node(tmp_path, monkeypatch, 100.0)
     node.beat(2, step=5, phase="end")
+    assert not node.stalls_after(101)
     node.beat(0, 1, step=5)
     assert not node.stalls_after(90)
     node.beat(0, step=5, phase="backward")
