@@ -6,16 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from restart_logs import (
-    DIALECTS,
-    Training,
-    constant,
-    cosine,
-    loss_of,
-    text,
-    written,
-    wsd,
-)
+from restart_logs import DIALECTS, Training, constant, cosine, loss_of, text, written, wsd
 from test_measure import log
 from test_spikes import noisy, wandering
 
@@ -143,6 +134,16 @@ def test_noise_is_no_break(memory):
         )
         after = log(200, first=401, lm_loss=loss[400:], grad_norm=norm[400:], name="b.log")
         assert not find_breaks([log(400, lm_loss=loss[:400], grad_norm=norm[:400]), after]).breaks
+
+
+def test_noise_that_a_repetition_does_not_share_and_counts_of_few_digits_are_no_break():
+    """52.4M: such a count rises unevenly by its last digit."""
+    for seed in range(10):
+        again = log(250, first=351, lm_loss=noisy(600, 0.05, seed + 100)[350:], name="b.log")
+        assert not find_breaks([log(400, lm_loss=noisy(600, 0.05, seed)[:400]), again]).breaks
+    counts = np.round(64.0 * np.arange(1, 461), -3)
+    after = log(60, first=401, consumed_samples=counts[400:], name="b.log")
+    assert not find_breaks([log(400, consumed_samples=counts[:400]), after]).breaks
 
 
 def test_a_loss_of_another_level_is_found_sooner_on_the_same_data():

@@ -183,6 +183,10 @@ def test_timers_become_phases_once_each():
     assert phases(log(1)) == {}
 
 
+def test_the_spread_is_half_of_what_lies_between_the_quartiles_relative_to_the_median():
+    assert measure_log(log(21, sec_per_it=np.arange(100.0, 121))).spread == pytest.approx((116.25 - 108.75) / 2 / 112.5)
+
+
 def test_numerics_are_counted():
     loss = np.full(20, 5.0)
     loss[[2, 7]] = math.nan
