@@ -11,7 +11,7 @@ from trilane.config.parallelism import CHOICES, Topology, invalid_reason
 from trilane.config.plan import Plan, plan_from_json
 from trilane.config.training import Run
 from trilane.costmodel.calibration import Calibration
-from trilane.costmodel.predict import IMPOSSIBLE, RISKY, Prediction, predict
+from trilane.costmodel.predict import IMPOSSIBLE, RISKY, SAFE, Prediction, predict
 from trilane.costmodel.shipped import calibration_of
 from trilane.planning.search_result import Candidate
 from trilane.utils.tables import Text
@@ -114,7 +114,7 @@ class Explanation:
 
     def _sure(self) -> list[Sentence]:
         p = self.prediction
-        words = ("almost certainly fits", 0.01), ("very probably fits", RISKY), ("may run out of", IMPOSSIBLE)
+        words = ("almost certainly fits", SAFE), ("very probably fits", RISKY), ("may run out of", IMPOSSIBLE)
         fits = next((text for text, most in words if p.oom_probability <= most), "probably runs out of")
         values = (p.sec_lo, p.sec_hi, p.sec_hi / p.sec_per_it - 1, fits, p.oom_probability)
         sure = "How sure: 9 of 10 such runs take {:.4g} to {:.4g} s (within {:.0%}); it {} memory (P(OOM) {:.2f})."

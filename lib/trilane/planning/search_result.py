@@ -8,7 +8,7 @@ from typing import Any
 from trilane.config.engines import untrainable_reason
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.costmodel.predict import Prediction
+from trilane.costmodel.predict import RISKY, Prediction
 from trilane.planning.space import ParallelSizes, Space
 from trilane.utils import tables
 from trilane.utils.tables import DataFrame, Table, Text, frame_of
@@ -152,8 +152,8 @@ class SearchResult(Table):
         lines += [f"held fixed: {self.space.held_fixed}"]
         lines += [f"the best of them: {c.prediction.support.words}" for c in (*self.candidates, *self.risky)[:1]]
         lines += map(Candidate.as_text, self.candidates)
-        if self.risky:
-            lines += ["apart, because these may run out of memory (P above 10 %):", *map(Candidate.as_text, self.risky)]
+        lines += [f"apart, because these may run out of memory (P above {100 * RISKY:g} %):"] * bool(self.risky)
+        lines += map(Candidate.as_text, self.risky)
         return "\n".join(lines)
 
     def listing(self) -> dict[str, Any]:

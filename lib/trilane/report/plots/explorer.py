@@ -9,7 +9,7 @@ import altair as alt
 
 from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.pipeline import PipelineSchedule, pipeline_schedule
-from trilane.costmodel.predict import RISKY
+from trilane.costmodel.predict import RISKY, SAFE
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.sizing import training_days
@@ -17,7 +17,7 @@ from trilane.report.plots.interactive import Interactive, chart, rounded, toolti
 from trilane.report.plots.style import COLORS, INK, LIMIT, plain
 from trilane.utils.numbers import amount, with_bounds
 
-RISKS = ("below 1 %", "1 to 10 %", "above 10 %")  # of running out of memory
+RISKS = (f"up to {SAFE:.0%}", f"{SAFE:.0%} to {RISKY:.0%}", f"above {RISKY:.0%}")  # of running out of memory
 Row = dict[str, Any]
 
 
@@ -111,7 +111,7 @@ def plan_row(c: Candidate, rank: str, tokens: float, drawn: Drawn) -> Row:
     row |= {"rank": rank, "oom": f"{p.oom_probability:.1%}", "card": "\n".join(words)}
     row |= {name: rounded(v, 4) for name, v in (("s", p.sec_per_it), ("lo", p.sec_lo), ("hi", p.sec_hi))}
     row |= {"gib": rounded(p.memory_bytes / 2**30, 4)}
-    row |= {"risk": RISKS[(p.oom_probability >= 0.01) + (p.oom_probability > RISKY)]}
+    row |= {"risk": RISKS[(p.oom_probability > SAFE) + (p.oom_probability > RISKY)]}
     parts = {name.replace("_", " "): v for name, v in vars(p.time).items()}
     row |= {"part": [*parts], "part_s": [rounded(v, 4) for v in parts.values()]}
     row |= {"share": [f"{v / p.time.total:.1%}" for v in parts.values()]}
