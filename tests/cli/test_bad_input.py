@@ -7,6 +7,7 @@ import pytest
 from support import small_plan
 
 from trilane.cli.app import main
+from trilane.utils.validation import parse_count
 
 SEARCH = "plan search --shape 6,64,4,32,384 --cluster h200 --gpus 8"
 SIZE = "plan size --params 1.3B --vocab 50257 --gpus 8 --cluster jz-a100-80g"
@@ -73,6 +74,7 @@ BAD = [
     ("logs parse a.log --csv a.log", "csv=a.log: is a log"),
     ("logs table folder --csv --html", "table=folder: choose one of"),
     ("run all --pdf", "option=--pdf: is now `chromium"),
+    (f"slurm check plan.json {SITE} --no-launch-blocking", "option=--no-launch-blocking: is now `trilane slurm check`"),
     ("logs compare a.log", "with=missing: needs a value"),
     ("debug hang binary", "folder=binary: is a file; a folder is needed"),
     ("debug capture folder", "folder/plan.json: no such file"),
@@ -115,8 +117,6 @@ def test_bad_input_is_one_line_and_exit_code_2(here, capsys, line, message):
     ("text", "value"), [("40B", 40e9), ("1.3e9", 1.3e9), ("40e9", 40e9), ("350M", 350e6), ("1.5T", 1.5e12), ("2k", 2e3)]
 )
 def test_counts_are_read_as_people_write_them(text, value):
-    from trilane.utils.validation import parse_count
-
     assert parse_count("params", text) == pytest.approx(value)
 
 
