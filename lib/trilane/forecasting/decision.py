@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from trilane.analysis.tables import filled
 from trilane.config.plan import Plan, plan_from_json, read_plan_values
 from trilane.config.training import Run
 from trilane.costmodel.calibration import Calibration
@@ -45,7 +46,7 @@ class Alternatives(Table):
         names = {"what": "name", "days": "days", "GPU-hours": "gpu_hours", "restarts": "restarts", "note": "reason"}
         columns: Record = {head: itemgetter(name) for head, name in names.items()}
         columns["memory (GiB)"] = lambda row: row["memory_bytes"] / 2**30
-        table = frame_of((*self.schedules, *self.topologies), columns)
+        table = filled(frame_of((*self.schedules, *self.topologies), columns))
         # what cannot run has no numbers
         return table.mask((table == 0) & ~table.columns.isin(["restarts"]))
 

@@ -310,7 +310,7 @@ class Forecast(Described):
                 found.append((name, *with_interval(r[key], *r[f"{key.removesuffix('_kwh')}_interval"])))
         facts = {"ramp": f"{ramp['iterations']:,} iterations, {ramp['days']:.3g} days of work"}
         facts["without stops"] = f"{r['ideal']['days']:.1f} days, {amount(r['ideal']['gpu_hours'])} GPU-hours"
-        facts["checkpoints"] = f"each {amount(r['checkpoint']['interval_s'] / 60)} minutes"
+        facts["checkpoints"] = f"every {amount(r['checkpoint']['interval_s'] / 60)} minutes"
         return found + [(name, fact, "", "") for name, fact in (facts | self.limits()).items()]
 
     def to_frame(self) -> DataFrame:

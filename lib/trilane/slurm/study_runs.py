@@ -64,7 +64,7 @@ class StudyRuns(Table):
             hours = run.plan.run.goal * seconds / 3600
             jobs_needed = math.ceil(hours * 3600 / self.request.time_limit_s)
             rows.append((run.plan.label, run.plan.id, gpus, seconds, hours * gpus, hours / 24, jobs_needed, run.reason))
-        heads = ("plan", "id", "processes", "predicted s/it", "GPU-hours", "days", "jobs", "why")
+        heads = ("plan", "id", "GPUs", "predicted s/it", "GPU-hours", "days", "jobs", "why")
         return Columns.of_rows(heads, rows, digits=4).to_frame()
 
     def files(self) -> Html:
@@ -91,7 +91,7 @@ class StudyRuns(Table):
             about = "all" if len(found) == checked > 1 else ", ".join(name for name, _ in found)
             rows.append((about, f.level, f.rule, f.message, f.remedy))
         heads = ("plans", "level", "rule", "finding", "remedy")
-        return Columns.of_rows(heads, rows or [("all", "fine", "", "nothing found", "")])
+        return Columns.of_rows(heads, rows) if rows else Columns({"plans": ["all"], "finding": ["nothing found"]})
 
     def start(self, wanted: bool) -> Columns:
         """Train here (site `local`) or submit the runs neither completed nor active; none where one is refused."""

@@ -42,11 +42,10 @@ class ModelChoice:
     def _repr_markdown_(self) -> str:
         s, counts = self.shape, ", ".join(map(str, self.gpus))
         size = f"{s.parameters / 1e9:,.1f} B" if s.parameters >= 1e9 else f"{s.parameters / 1e6:,.2f} M"
-        text = "{} layers × {}, {} heads, {} parameters, on {} {} of {}, {} sequences of {} tokens an iteration."
+        text = "{} layers × {}, {} heads, {} parameters, on {} of {}, {} sequences of {} tokens an iteration."
         model = (s.num_layers, s.hidden_size, s.num_attention_heads, size)
-        ranks = "processes" if self.cluster.gpu.kind == "cpu" else "GPUs"
-        batch = (counts, ranks, self.cluster.name, self.gbs, s.seq_length)
-        return Text.joined("\n\n", [Text.of(text, *model, *batch), *self.notes])
+        on = f"{counts} GPU{'s' * (self.gpus != (1,))}{' (here: processes)' * (self.cluster.gpu.kind == 'cpu')}"
+        return Text.joined("\n\n", [Text.of(text, *model, on, self.cluster.name, self.gbs, s.seq_length), *self.notes])
 
 
 class Study:
