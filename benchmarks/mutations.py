@@ -194,7 +194,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("int(days or 0) * 24 + hours", "int(days or 0) * 12 + hours"),
         ("days is None and len(parts) < 3", "len(parts) < 3"),
     ],
-    ("jobs", "workspace/status.py", "slurm/test_attempt.py"): [
+    ("jobs", "workspace/status.py", "slurm/test_jobs.py"): [
         ("self.has_failed and self is not Status.OOM", "self.has_failed"),
     ],
     ("logs", "logs/endings.py", "logs/test_endings.py"): [

@@ -192,3 +192,10 @@ def test_a_completed_run_is_left_out_of_a_submission(
         findings = json.loads(capsys.readouterr().out)["findings"]
         assert list(findings) == list(map(str, wanted))
         assert ("run folder" in {f["rule"] for f in findings[str(wanted[0])]}) is (wanted == [done])
+    died, full = (run_folder(tmp_path, plan(name, tmp_path / "data", nodes=1)) for name in ("died", "full"))
+    for run, status in ((died, "crashed"), (full, "OOM")):
+        write_status(run, RunStatus(status=status, evidence="", rank=None, exit_code=1, seconds=1.0))
+    main(["slurm", "submit", *map(str, (done, died, full)), *options, "--failed"])
+    assert list(json.loads(capsys.readouterr().out)["findings"]) == [str(died)], (
+        "the same plan runs out of memory again"
+    )
