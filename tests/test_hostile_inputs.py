@@ -218,8 +218,6 @@ CASES: dict[str, tuple[str, Any]] = {
     "a way out of a chain": (CHAIN, {"site": "local", "links": ["../a"]}),
     "an option in a chain": (CHAIN, {"site": "local", "links": ["-a"]}),
     "a chain without list": (CHAIN, {"site": "local", "links": {}}),
-    "account": (f"{SCRIPT} --account 'x\n#SBATCH --wrap=id'", ""),
-    "mail": (f"{SCRIPT} --mail 'a@b;touch canary'", ""),
     "time": (f"{SCRIPT} --time-limit '1:00:00\n#SBATCH --wrap=x'", ""),
     "endless time": (f"{SCRIPT} --time-limit {'9' * 5000}:00:00", ""),
     "site": ("slurm script plan.json --site 'generic\x1b[2J'", ""),

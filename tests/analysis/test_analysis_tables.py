@@ -30,11 +30,7 @@ OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB.\n
 
 def outcome(capsys, *arguments):
     """Exit code, standard output and error of a command."""
-    try:
-        code = main(list(map(str, arguments)))
-    except SystemExit as stop:
-        code = stop.code
-    return code, *capsys.readouterr()
+    return main(list(map(str, arguments))), *capsys.readouterr()
 
 
 @pytest.fixture

@@ -92,8 +92,4 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, capsys, monkeypatch, argumen
     (tmp_path / "end").write_text(
         "slurmstepd: error: *** JOB 1 ON n CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***\n"
     )
-    try:
-        code = main(["logs", "compare", *arguments])
-    except SystemExit as stop:
-        code = stop.code
-    assert (code, capsys.readouterr().err) == (2, f"trilane: {message}\n")
+    assert (main(["logs", "compare", *arguments]), capsys.readouterr().err) == (2, f"trilane: {message}\n")

@@ -99,13 +99,18 @@ ENDINGS = [
 ]
 
 
+def old(folder, text):
+    """A log of that text that nobody has written to for long: its run has ended."""
+    (folder / "a.log").write_text(text)
+    os.utime(folder / "a.log", (0, 0))
+    return folder / "a.log"
+
+
 @pytest.mark.parametrize(
     ("status", "text", "evidence", "rank"), ENDINGS, ids=[f"{i}-{e[0]}" for i, e in enumerate(ENDINGS)]
 )
 def test_the_status_of_a_run_has_a_line_that_proves_it(tmp_path, status, text, evidence, rank):
-    (tmp_path / "a.log").write_text(text)
-    os.utime(tmp_path / "a.log", (0, 0))
-    log = read_log(tmp_path / "a.log")
+    log = read_log(old(tmp_path, text))
     assert (log.status, log.rank) == (status, rank) and isinstance(log.status, Status)
     assert evidence in log.evidence and log.evidence in text
 
@@ -118,18 +123,14 @@ def test_an_ending_has_its_cause_its_node_and_what_to_exclude(tmp_path, row):
     """Lines in the form of those of SLURM, the kernel, CUDA, NCCL, PyTorch, ...: endings.txt names the source of each."""
     status, hosts, exclude, line = (cell.strip() for cell in row.split("|", 3))
     line, _, gpu = line.partition(" @")
-    (tmp_path / "a.log").write_text(FIVE * (status != "rendezvous") + line + "\n")
-    os.utime(tmp_path / "a.log", (0, 0))
-    log = read_log(tmp_path / "a.log")
+    log = read_log(old(tmp_path, FIVE * (status != "rendezvous") + line + "\n"))
     assert (log.status, ",".join(log.hosts), log.exclude, ",".join(log.gpus)) == (status, hosts, exclude, gpu)
     assert log.evidence == line
 
 
 def test_lines_that_only_mention_failures_end_no_run(tmp_path):
     for line in (HERE / "harmless.txt").read_text().splitlines():
-        (tmp_path / "a.log").write_text(FIVE + line + "\n")
-        os.utime(tmp_path / "a.log", (0, 0))
-        assert read_log(tmp_path / "a.log").status == "unfinished", line
+        assert read_log(old(tmp_path, FIVE + line + "\n")).status == "unfinished", line
 
 
 XID = "Nov 20 04:00:11 gpu03 kernel: NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n"
@@ -176,9 +177,7 @@ TORCHRUN = ELASTIC.replace("rank      : 9 (local", "rank      : 17 (local")
 )  # fmt: skip
 def test_the_first_cause_counts_and_names_the_node_at_fault(tmp_path, text, expected):
     """500 ranks print NCCL errors when one loses its GPU; an invalid host name is not offered to a shell."""
-    (tmp_path / "a.log").write_text(FIVE + text)
-    os.utime(tmp_path / "a.log", (0, 0))
-    log = read_log(tmp_path / "a.log")
+    log = read_log(old(tmp_path, FIVE + text))
     assert (log.status, log.hosts, log.gpus, log.exclude, log.rank) == expected
 
 
@@ -207,9 +206,7 @@ TASKS = "srun: error: gpu02: task 1: Exited with exit code 1\n"
 )  # fmt: skip
 def test_a_number_on_a_node_is_no_rank_of_a_run_of_several_nodes(tmp_path, text, expected):
     """torchrun numbers the ranks of each node from 0, and is srun's one task there; no healthy node is excluded."""
-    (tmp_path / "a.log").write_text(FIVE + text)
-    os.utime(tmp_path / "a.log", (0, 0))
-    log = read_log(tmp_path / "a.log")
+    log = read_log(old(tmp_path, FIVE + text))
     assert (log.status, log.exclude, log.rank) == expected
 
 
@@ -257,9 +254,7 @@ MANY = "".join(m2021(i, n=45) for i in range(6, 46))  # 80 s of iterations
     ],
 )
 def test_what_goes_on_after_the_scheduler_ended_a_run_is_another_where_its_launch_shows(tmp_path, text, expected):
-    (tmp_path / "a.log").write_text(text)
-    os.utime(tmp_path / "a.log", (0, 0))
-    runs = read_logs(tmp_path / "a.log")
+    runs = read_logs(old(tmp_path, text))
     assert [(r.status, len(r.iterations)) for r in runs] == expected
     steps = [i for r in runs for i in r.iterations["iteration"]]
     assert steps == sorted(set(steps)), "nothing is lost or read twice"
