@@ -117,9 +117,7 @@ def test_a_long_line_takes_no_long_time(tmp_path):
 
 def measured():
     path = SHARED / "measured/seeds_measured.csv"
-    if not path.is_file():
-        return []
-    return [row for row in csv.DictReader(path.open()) if row["kind"] == "table"]
+    return [row for row in csv.DictReader(path.open()) if row["kind"] == "table"] if path.is_file() else []
 
 
 @pytest.mark.skipif(not SEEDS or not measured(), reason="the seed documents are not beside this checkout")
@@ -144,3 +142,5 @@ def test_the_seed_documents_are_their_204_timed_rows():
         if row["mem_gb"]:
             assert run.memory["max_reserved"].iloc[0] / 2**30 == float(row["mem_gb"]), place
         assert (run.status == "OOM") == (row["oom"] == "1") and (run.status == "hang") == (row["hang"] == "1"), place
+    wrong = {(*place, p.column) for place, run in found.items() for p in run.problems}
+    assert wrong == {("001_7d4a0e1a2fecc60d.txt", 52, "gbs")}, "4 microbatches x MBS 1 x DP 4 are 16, and not 4"
