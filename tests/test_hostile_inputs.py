@@ -227,7 +227,6 @@ CASES: dict[str, tuple[str, Any]] = {
     "tokens": (f"plan calendar plan.json --tokens {'9' * 5000}T", ""),
     "cluster": ("plan show --shape 6,64,4,32,384 --gbs 8 --cluster ../../etc/passwd", ""),
     "command": ("slurm 'sub\x1b[2Jmit'", ""),
-    "brackets in a header": ("logs parse X.md", "|" + "[" * 100_000 + "|a|\n|---|---|\n|1|2|\n"),
     "a formula as the header": ("plan backtest X.csv", "=HYPERLINK(1)\n1\n"),
     "a variable bomb": (ARGUMENTS, "a=$a$a$a$a$a$a$a$a\n$a$a$a$a\n"),
     "a long script": (ARGUMENTS, "x" * 1_000_000),
