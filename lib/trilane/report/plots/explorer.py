@@ -98,7 +98,7 @@ class Drawn:
         start = self.made.pipeline_end
         for kind, seconds in (("gradients", self.made.data_parallel), ("optimizer", self.made.optimizer)):
             row = {"id": self.id, "kind": kind, "start": [rounded(start, 4)], "length": rounded(seconds, 4), "shade": 1}
-            yield from ({**row, "stage": stage, "chunk": 0} for stage in self.stages * (seconds > 0))
+            yield from ({**row, "stage": stage, "chunk": ""} for stage in self.stages * (seconds > 0))
             start += seconds
 
 
@@ -234,8 +234,8 @@ def _schedule(drawn: Iterable[Drawn], pick: Any) -> Any:
     scale = alt.Scale(domain=[*kinds], range=[*kinds.values()])
     rows = (row for d in drawn for row in d.rows())
     base = chart(rows, title="Pipeline schedule (gaps: bubble)", width=850, height=280).transform_filter(pick)
-    base = base.transform_flatten(["start"]).transform_calculate(end="datum.start + datum.length")
-    base = base.transform_window(number="row_number()", groupby=["stage", "kind", "chunk"])
+    base = base.transform_flatten(["start"]).transform_window(number="row_number()", groupby=["stage", "kind", "chunk"])
+    base = base.transform_calculate(end="datum.start + datum.length", number="datum.chunk === '' ? '' : datum.number")
     return base.mark_bar(stroke="white", strokeWidth=0.3).encode(
         x=alt.X("start:Q", title="seconds since the iteration began", scale=alt.Scale(nice=False)),
         x2="end:Q",

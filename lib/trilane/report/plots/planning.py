@@ -108,8 +108,8 @@ def studies(found: Sequence[StudyParts]) -> Figure | Text:
         # apart by 3 %, as studies often have the same GPUs
         axes.errorbar(gpus * 1.03**i, at, (at - low, high - at), label=plain(f"{name} ({len(rows)})"), **look)
     axes.set_xscale("log", base=2)
-    finished(axes, "", yscale="log", xlabel="GPUs", ylabel="predicted tokens per second")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_minor_formatter("{x:,.0f}")
+    axes.set_yscale("log", subs=(2, 4, 6))  # the label of 9 would lie on that of 10
+    finished(axes, "", xlabel="GPUs", ylabel="predicted tokens per second")
+    for write in (axes.xaxis.set_major_formatter, axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        write("{x:,.0f}")
     return made
