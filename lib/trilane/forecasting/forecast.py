@@ -233,7 +233,7 @@ class Forecast(Described):
         rest = float(self.outcomes.gpu_s.mean()) / 3600 - work
         slower = min(max(risks.slowdown - 1, 0) * work, rest)
         share = (rest - slower) / (sum(days.values()) or 1)
-        return {"iterations": work, "slower than a benchmark": slower, **{name: d * share for name, d in days.items()}}
+        return {Cause.ITERATIONS: work, Cause.SLOWDOWN: slower, **{name: d * share for name, d in days.items()}}
 
     @property
     def dangers(self) -> list[Record]:
@@ -242,7 +242,7 @@ class Forecast(Described):
         rows = [(name, mean, high[name]) for name, mean in self.lost_days.items() if high[name] > 0]
         u, ideal = self.request.uncertainty, float(self.ideal.wall_s[0]) / 86400
         slow = u.slowdown * float(np.exp(Z90 * np.hypot(u.common, u.independent)))
-        rows.append(("slower than predicted", ideal * (u.slowdown - 1), ideal * (slow - 1)))
+        rows.append((Cause.PREDICTION, ideal * (u.slowdown - 1), ideal * (slow - 1)))
         return [{"what": name, "mean_days": mean, "days_95": d} for name, mean, d in sorted(rows, key=lambda r: -r[2])]
 
     @property

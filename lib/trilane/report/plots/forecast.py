@@ -10,11 +10,10 @@ from matplotlib.dates import AutoDateLocator, ConciseDateFormatter, date2num
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from trilane.forecasting.forecast import Described, Forecast
+from trilane.forecasting.failures import Cause
+from trilane.forecasting.forecast import Described, Forecast, Record
 from trilane.report.plots.style import COLORS, INK, LIMIT, figure, finished, name_rows
 from trilane.utils.numbers import amount
-
-Record = Mapping[str, Any]
 
 
 def gantt(found: Forecast) -> Figure:
@@ -125,7 +124,7 @@ def _hours(axes: Axes) -> None:
 
 def _causes(record: Record) -> dict[str, float]:
     """GPU-hours that each cause adds to the iterations, the most first; what adds none is left out."""
-    hours = {**record["gpu_hours_by_cause"], "iterations": 0.0}
+    hours = {**record["gpu_hours_by_cause"], Cause.ITERATIONS: 0.0}
     # as the table of delays calls it, where the interval of the prediction is part of it
-    hours["slower than predicted"] = hours.pop("slower than a benchmark", 0.0)
+    hours[Cause.PREDICTION] = hours.pop(Cause.SLOWDOWN, 0.0)
     return {name: spent for name, spent in sorted(hours.items(), key=lambda pair: -pair[1]) if spent > 0}
