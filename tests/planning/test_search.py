@@ -17,7 +17,7 @@ from trilane.costmodel import shipped
 from trilane.costmodel.calibration import Configuration
 from trilane.costmodel.predict import predict
 from trilane.planning.search import MEMORY_RULE, search, search_space
-from trilane.planning.search_result import ranks
+from trilane.planning.search_result import ranks, sizes_of
 from trilane.planning.space import Space
 
 A100 = cluster("jz-a100-80g")
@@ -37,8 +37,18 @@ def test_search_ranks_what_can_run_and_counts_the_rest_by_rule():
     assert all(invalid_reason(SHAPE, c.topology) is None for c in found.candidates)
     assert all(c.prediction.oom_probability <= 0.1 for c in found.candidates)
     assert all(0.1 < c.prediction.oom_probability <= 0.5 for c in found.risky)
-    lanes = [(c.topology.tp, c.topology.pp, c.topology.dp) for c in found.best_per_sizes(5).rows]
-    assert len(set(lanes)) == 5
+    assert len({*map(sizes_of, found.best_per_sizes(5).rows)}) == 5
+
+
+def test_the_best_three_are_of_three_tp_pp_dp_and_variants_are_listed_where_these_are_pinned():
+    """The fastest of each, as in the list of all."""
+    every = search(SHAPE, A100, gpus=384, gbs=2048, calibration=K)
+    three = search(SHAPE, A100, gpus=384, gbs=2048, calibration=K, top=3, distinct=True)
+    assert three.candidates == every.best_per_sizes(3).rows and three.risky == every.best_per_sizes(3, risky=True).rows
+    assert three.candidates != every.candidates[:3] and three.pareto == every.pareto
+    tp, pp, _ = sizes_of(every.candidates[0])
+    pinned = search(SHAPE, A100, gpus=384, gbs=2048, calibration=K, top=3, distinct=True, tp=tp, pp=pp)
+    assert [sizes_of(c) for c in pinned.candidates] == 3 * [sizes_of(every.candidates[0])]
 
 
 def test_no_tensor_parallel_group_lies_across_two_nodes_unless_one_node_holds_the_run():

@@ -68,17 +68,19 @@ def search(
     calibration: str = CALIBRATION,
     engine: str = option(ENGINES[0], "what trains it", choices=ENGINES),
     objective: str = option("seconds", "what is best", choices=("seconds", "days", "gpu_hours", "headroom")),
-    top: int = option(10, "plans to list", minimum=1),
+    top: int = option(10, "plans to list, each of another tp x pp x dp", minimum=1),
     **choices: Annotated[Any, Topology | None],
 ) -> Answer:
     """Predict every topology of a cluster for a model, and list the best; exit code 1 where none can run.
 
-    An option that names a choice of the topology pins it.
+    An option that names a choice of the topology pins it. Where --tp and --pp leave one tp x pp x dp, its variants are
+    listed.
     """
     require(bool(gbs) != bool(gbs_max), "gbs", gbs or "missing", "give either --gbs or --gbs-max")
     machine, what = load_cluster(cluster), shape_of(shape, seq, choices)
     require(gpus <= machine.max_gpus, "gpus", gpus, f"{machine.name} has {machine.max_gpus}")
     choices |= {"calibration": calibration_for(machine, calibration), "engine": engine, "objective": objective}
+    choices |= {"distinct": True}
     found = search_plans(what, machine, gpus=gpus, gbs=gbs or range(1, gbs_max + 1), top=top, **choices)
     return Answer(found.listing(), found.as_text(), not found.candidates)
 

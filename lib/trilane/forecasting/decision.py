@@ -62,7 +62,7 @@ def alternatives(found: Forecast) -> Alternatives:
     schedules = [_alternative(name, r, "", **way) for name, way in ways.items()]
     fixed: Record = {name: getattr(t, name) for name in ("precision", "attention", "fp32_gradients", "offload")}
     fixed |= {"gpus": t.gpus, "gbs": t.gbs, "engine": plan.engine, "calibration": r.calibration}
-    best, rivals = search(plan.shape, plan.cluster, top=60, **fixed).best_per_sizes(5).rows, []
+    best, rivals = search(plan.shape, plan.cluster, top=5, distinct=True, **fixed).candidates, []
     for c in [c for c in best if (c.topology.tp, c.topology.pp, c.topology.dp) != (t.tp, t.pp, t.dp)][:4]:
         failing = r.ramp.failing(t.gbs, c.topology.mbs * c.topology.dp)
         reason = f"{len(failing)} batch sizes of the ramp need another mbs or dp" if failing else ""

@@ -18,7 +18,7 @@ from trilane.costmodel.iteration import Microbatches
 from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, predict
 from trilane.costmodel.shipped import calibration_for
-from trilane.planning.search_result import Candidate, SearchResult
+from trilane.planning.search_result import Candidate, SearchResult, first_per_sizes
 from trilane.planning.space import ParallelSizes, Point, Space, block_columns, space_for, topology_of
 from trilane.utils.progress import progress
 from trilane.utils.validation import require_known
@@ -48,6 +48,8 @@ class _Search:
     def __init__(self, shape: ModelShape, cluster: Cluster, space: Space, calibration: Calibration, **how: Any):
         self.shape, self.cluster, self.space, self.calibration = shape, cluster, space, calibration
         self.objective, self.top = how["objective"], how["top"]
+        # variants of one tp x pp x dp are no different answers, unless there is no other
+        self.distinct = how["distinct"] and len({*space.sizes()}) > 1
         # seconds per sequence, which is also the order of the days of a number of tokens; GPU-seconds per sequence;
         # least memory of the fullest stage
         require_known("objective", self.objective, ("seconds", "days", "gpu_hours", "headroom"))
@@ -114,8 +116,9 @@ class _Search:
             # a row is a Python object: only what may enter the best becomes one
             worst = best[-1].objective if len(best) == self.top else np.inf
             index = np.flatnonzero(able & (objective <= worst))
-            new = rows(index[np.argsort(objective[index], kind="stable")[: self.top]])
-            best[:] = sorted([*best, *new], key=lambda row: row.objective)[: self.top]
+            new = rows(index[np.argsort(objective[index], kind="stable")[: 1 if self.distinct else self.top]])
+            merged = sorted([*best, *new], key=lambda row: row.objective)
+            best[:] = (first_per_sizes(merged, lambda row: row.topology[0]) if self.distinct else merged)[: self.top]
         # what a row of another block beats leaves at the end, in pareto()
         calm = np.flatnonzero(~danger)
         self.front += rows(calm[front_of(seconds[calm], memory[calm])])
@@ -173,11 +176,12 @@ def search_space(
     calibration: Calibration | None = None,
     objective: str = "seconds",
     top: int = 200,
+    distinct: bool = False,
 ) -> SearchResult:
     """Predict every topology of a space; the best `top` by the objective, and the front of speed against memory."""
     cluster.gpu.flops_per_s(space.fixed.precision)
     known = calibration or calibration_for(cluster)
-    return _Search(shape, cluster, space, known, objective=objective, top=top).run()
+    return _Search(shape, cluster, space, known, objective=objective, top=top, distinct=distinct).run()
 
 
 def search(
@@ -190,14 +194,16 @@ def search(
     calibration: Calibration | None = None,
     objective: str = "seconds",
     top: int = 500,
+    distinct: bool = False,
     **choices: Any,
 ) -> SearchResult:
     """Every topology of `gpus` GPUs (one or more counts) and `gbs` sequences an iteration that the engine can train.
 
     `choices` pins what the search would vary, by Topology's names, each to one value or several, or sets what it holds
-    fixed (precision, attention, fp32_gradients, ...). SearchResult.space.held_fixed names what was not varied.
+    fixed (precision, attention, fp32_gradients, ...). SearchResult.space.held_fixed names what was not varied. With
+    `distinct`, the `top` best are of as many tp x pp x dp; where there is only one, they are its variants.
 
         search(shape, load_cluster("jz-a100-80g"), gpus=384, gbs=2048, mbs=(1, 2), recompute="full")
     """
     space = space_for(shape, cluster, gpus=gpus, gbs=gbs, engine=engine, **choices)
-    return search_space(shape, cluster, space, calibration, objective, top)
+    return search_space(shape, cluster, space, calibration, objective, top, distinct)

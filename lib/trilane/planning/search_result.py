@@ -1,6 +1,6 @@
 """What a search found: plans with their predictions, ranked, and how many topologies each rule refused."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ from trilane.config.plan import Plan
 from trilane.costmodel.predict import RISKY, Prediction
 from trilane.planning.space import ParallelSizes, Space
 from trilane.utils import tables
-from trilane.utils.tables import DataFrame, Table, Text, frame_of
+from trilane.utils.tables import DataFrame, T, Table, Text, frame_of
 from trilane.utils.validation import require
 
 # Of 52 pairs of measured A100 rows of one table, model and batch whose left-out predictions differ by less than 3 %, 14
@@ -79,6 +79,19 @@ def ranks(seconds: Sequence[float]) -> list[str]:
     return [f"{rank}{'=' * (found.count(rank) > 1)}" for rank in found]
 
 
+def sizes_of(candidate: Candidate) -> ParallelSizes:
+    """Its tp, pp and dp."""
+    return candidate.topology.tp, candidate.topology.pp, candidate.topology.dp
+
+
+def first_per_sizes(rows: Iterable[T], sizes: Callable[[T], ParallelSizes]) -> list[T]:
+    """The first row of each tp x pp x dp, in their order."""
+    found: dict[ParallelSizes, T] = {}
+    for row in rows:
+        found.setdefault(sizes(row), row)
+    return [*found.values()]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SearchResult(Table):
     """The best candidates, best first; all refused topologies counted by rule.
@@ -104,12 +117,10 @@ class SearchResult(Table):
         """Topologies that were looked at."""
         return self.runnable + sum(self.refused_by_rule.values())
 
-    def best_per_sizes(self, count: int) -> Candidates:
-        """The `count` best candidates that differ in tp, pp or dp."""
-        best: dict[ParallelSizes, Candidate] = {}
-        for c in self.candidates:
-            best.setdefault((c.topology.tp, c.topology.pp, c.topology.dp), c)
-        return Candidates(rows=tuple(best.values())[:count])
+    def best_per_sizes(self, count: int, risky: bool = False) -> Candidates:
+        """The `count` best candidates that differ in tp, pp or dp, or the `risky` ones."""
+        rows = first_per_sizes(self.risky if risky else self.candidates, sizes_of)
+        return Candidates(rows=tuple(rows[:count]))
 
     def best(self, count: int) -> Candidates:
         """As best_per_sizes(); ValueError where no plan is safe to start."""
@@ -130,7 +141,7 @@ class SearchResult(Table):
 
     def risks(self) -> Candidates | Text:
         """The best plans that may well run out of memory; a word where there is none."""
-        return Candidates(rows=self.risky[:12]) if self.risky else Text("None.")
+        return self.best_per_sizes(12, risky=True) if self.risky else Text("None.")
 
     def refusals(self) -> tables.Columns:
         """How many topologies each rule refuses."""
@@ -166,6 +177,6 @@ class SearchResult(Table):
         """What 02_topology hands on: the best plans that differ in tp, pp or dp, the risky, what was fixed."""
         return {
             "plans": [c.to_json() for c in self.best_per_sizes(keep).rows],
-            "risky": [c.to_json() for c in self.risky[:12]],
+            "risky": [c.to_json() for c in self.best_per_sizes(12, risky=True).rows],
             "held_fixed": self.space.held_fixed,
         }

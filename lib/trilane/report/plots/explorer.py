@@ -55,10 +55,10 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
 def shown_plans(found: SearchResult, most: int = 40) -> list[Candidate]:
     """The plans of the explorer, the best first: three quarters of `most` by speed, then of the front and the risky."""
     chosen = {c.plan.id: c for c in found.best(3 * most // 4).rows}
-    risky = {(c.topology.tp, c.topology.pp, c.topology.dp): c for c in reversed(found.risky)}
+    risky = found.best_per_sizes(most, risky=True).rows
     free = most - len(chosen)
     # a front of thousands is thinned evenly: its fastest and its smallest plan stay
-    for c in [*spread(found.pareto, free - min(len(risky), free // 3)), *reversed(risky.values())]:
+    for c in [*spread(found.pareto, free - min(len(risky), free // 3)), *risky]:
         if len(chosen) < most:
             chosen.setdefault(c.plan.id, c)
     return sorted(chosen.values(), key=lambda c: (c.prediction.is_risky, c.prediction.sec_per_it))
