@@ -141,9 +141,6 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ('launcher == "srun" and not any', 'launcher == "x" and not any'),
         ("require(name not in variables", "require(True"),
     ],
-    ("jobs", "slurm/sites.py", "slurm/test_probe.py"): [
-        ("int(sockets) * int(cores)", "int(cores)"),
-    ],
     ("guard", "slurm/checks.py", "slurm/test_preflight.py"): [
         ("mine - least > 0.01", "mine - least > 0.5"),
         ("self.plan.run.goal - self.plan.run.start_iteration", "self.plan.run.goal"),

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import slurm_cluster
-import webhook_receiver
 from support import known_machine, uncounted
 
 if TYPE_CHECKING:
@@ -77,12 +76,6 @@ def cluster(slurm_daemons: slurm_cluster.Cluster) -> Iterator[slurm_cluster.Clus
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> slurm_cluster.Commands:
     """Scripts in place of SLURM's commands."""
     return slurm_cluster.Commands(slurm_cluster.fake_commands(tmp_path, monkeypatch))
-
-
-@pytest.fixture
-def receiver() -> Iterator[webhook_receiver.Receiver]:
-    """A webhook on this machine, which keeps what it is sent."""
-    yield from webhook_receiver.received()
 
 
 @pytest.fixture(scope="session")

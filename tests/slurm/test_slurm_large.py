@@ -10,10 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from slurm_cluster import PATIENCE_S, REQUEST, SITE, Cluster, ended, one, says, send, submit_chain
 from support import REPOSITORY, wait_until
-from webhook_receiver import Receiver
 
 from trilane.cli.app import main
 from trilane.config.cluster import cluster as nodes_of
@@ -95,9 +93,7 @@ class Rehearsal:
         return [line["iteration"] for line in json_lines((self.folder / "executed.jsonl").read_text())]
 
 
-def test_52_nodes_lose_four_and_the_controller_and_no_iteration(
-    cluster: Cluster, tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_52_nodes_lose_four_and_the_controller_and_no_iteration(cluster: Cluster, tmp_path: Path) -> None:
     """A broken and a slow node stay out; two nodes die, then a third, whose places spares take; the controller; the
     first node, which costs a requeue; the signal before the time limit, after which the next job of the chain goes on.
     Who watches is told of the end.
@@ -107,7 +103,6 @@ def test_52_nodes_lose_four_and_the_controller_and_no_iteration(
     """
     r = Rehearsal(cluster, tmp_path / "chain")
     lines: list[str] = []
-    monkeypatch.setenv(monitor.WEBHOOK, receiver.url)
     watching = threading.Thread(target=lambda: lines.extend(monitor.watch([r.folder], 0.5, PATIENCE_S)))
     for name, node in (("broken", "jz-a100-4"), ("slow", "jz-a100-30")):
         (r.folder / name).write_text(node)
@@ -155,8 +150,7 @@ def test_52_nodes_lose_four_and_the_controller_and_no_iteration(
     assert statuses == ["crashed", "crashed", "node failure", "completed"], (
         "the first job was cancelled in its last start"
     )
-    kinds = [body["kind"] for body in receiver.bodies]
-    assert kinds == ["finished"] and "completed" in lines[-1], receiver.texts()
+    assert "completed" in lines[-1], lines
 
 
 def answered_in_5_s(folder: Path) -> int:

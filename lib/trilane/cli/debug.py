@@ -6,7 +6,7 @@ from pathlib import Path
 from trilane.cli.app import Answer, Group, command
 from trilane.config.options import option
 from trilane.config.plan import read_plan
-from trilane.diagnose.capture import capture_here
+from trilane.diagnose import capture as stacks
 from trilane.diagnose.hang import diagnose_hang
 from trilane.diagnose.restart import compare_restart
 from trilane.diagnose.stacks import last_calls
@@ -15,6 +15,7 @@ from trilane.launch import bisection, rehearsal
 from trilane.slurm import monitor
 from trilane.utils.validation import require, require_known
 from trilane.workspace import rank_grid
+from trilane.workspace.heartbeat import read_beats
 from trilane.workspace.phase_times import read_phase_times
 
 GROUP = Group("debug", help="Find the cause of a hang, a slow node, a loss spike after a restart.")
@@ -47,11 +48,11 @@ def hang(folder: Path, ranks: Ranks) -> Answer:
 @command(GROUP)
 def capture(
     folder: Path,
-    job: str = option("", "its SLURM job: dump all its nodes by a second step of that job"),
+    job: str = option("", "with --what hostfile: its SLURM job"),
     here: Path | None = option(None, "dump this host's ranks there, no more", metavar="STACKS"),
     what: str = option("stacks", "what is taken", choices=("stacks", "hostfile")),
 ) -> Answer | None:
-    """Take the stacks of the running job of the run folder FOLDER, and analyze them.
+    """Take the stacks of the running job of the run folder FOLDER, on all its nodes, and analyze them.
 
     With `--what hostfile` and --job only print the job's nodes as a hostfile of DeepSpeed and pdsh.
     """
@@ -59,12 +60,15 @@ def capture(
     plan = read_plan(folder / "plan.json")
     if what == "hostfile":
         return Answer.lines(what, monitor.hostfile(job, plan))
+    require(not job, "job", job, "is for --what hostfile; each node's watchdog dumps its ranks without")
     if here is not None:
-        capture_here(folder, here)
+        stacks.capture_here(folder, here)
         return None
-    stacks = monitor.capture_job(folder, plan, job)
-    verdict = diagnose_hang(stacks)
-    return Answer(verdict.to_json(), f"{stacks}\n{verdict.to_text()}")
+    rule = "no rank has given a sign of life (hang_timeout_s=0, or not started)"
+    require(bool(read_beats(folder)), "folder", folder, rule)
+    taken = stacks.capture(folder, plan)
+    verdict = diagnose_hang(taken)
+    return Answer(verdict.to_json(), f"{taken}\n{verdict.to_text()}")
 
 
 @command(GROUP)

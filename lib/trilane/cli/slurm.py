@@ -17,7 +17,7 @@ from trilane.slurm import script as scripts
 from trilane.slurm import study_runs as several
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.tables import one_line
-from trilane.utils.validation import require, require_file, to_mapping
+from trilane.utils.validation import require_file, to_mapping
 from trilane.workspace.run_folder import is_completed
 from trilane.workspace.study import run_folders
 
@@ -120,8 +120,7 @@ def watch(
 ) -> int:
     """Print a line whenever a run starts, dies or goes on.
 
-    What a person should know is also sent to the webhook of TRILANE_WEBHOOK. Exit code 0 when all completed, 1 when one
-    failed, 75 when the time is over or SLURM does not answer.
+    Exit code 0 when all completed, 1 when one failed, 75 when the time is over or SLURM does not answer.
     """
     folders = folders_of(runs)
     for line in monitor.watch(folders, every, seconds):
@@ -178,19 +177,9 @@ def create_chain(
 
 
 @command(GROUP, "site")
-def site_command(
-    site: Site | None = option(None, argument="[SITE]", read=sites.site),
-    is_probe: bool = option(False, "read the site off sinfo and scontrol of this machine", name="probe"),
-    partition: str = option("", "with --probe: whose nodes; the default one, or that with most GPUs"),
-) -> Answer:
-    """Print SITE (a name or a JSON file), or the one of this cluster, as JSON; what SLURM does not tell, on stderr."""
-    require(is_probe != (site is not None), "site", site.name if site else "none", "give either a name or --probe")
-    if site is not None:
-        return Answer(to_mapping(site))
-    client.require_answer()
-    found, unknown = sites.probe(partition)
-    note(unknown, label="not found: ")
-    return Answer(to_mapping(found))
+def site_command(site: Site = option(argument="SITE", read=sites.site)) -> Answer:
+    """Print SITE (a name or a JSON file) as JSON."""
+    return Answer(to_mapping(site))
 
 
 attempts = Group("job", help="For the job scripts: may this attempt begin, on which nodes, and how did it end.")
