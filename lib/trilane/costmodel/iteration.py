@@ -126,7 +126,7 @@ def pressure(columns: Columns, cluster: Cluster, constants: Constants) -> Number
 
     Only where gradients live in transient half-precision buffers; an optimizer that keeps all in place has none.
     """
-    if cluster.gpu.kind == "cpu":
+    if cluster.gpu.kind == "cpu" or np.all(columns.fp32_gradients):
         return 1.0
     filled = memory_bytes(columns, cluster) / cluster.gpu.memory_bytes
     # PyTorch, 'CUDA semantics, memory management': a failed cudaMalloc frees all cached blocks and synchronizes
@@ -208,7 +208,7 @@ class Microbatches:
     def seconds(self, columns: Columns) -> np.ndarray:
         """Seconds per iteration of a block's rows."""
         rows = np.searchsorted(self.sizes, np.asarray(columns.mbs))
-        kinds = np.asarray(2 * columns.recompute + columns.sequence_parallel)
+        kinds = np.broadcast_to(2 * columns.recompute + columns.sequence_parallel, rows.shape)
         parts = np.empty((len(PARTS), len(rows)))
         for kind in np.unique(kinds):
             here = kinds == kind
@@ -219,12 +219,13 @@ class Microbatches:
 
     def _known(self, columns: Columns, recompute: int, sequence_parallel: int) -> np.ndarray:
         """The parts' seconds for each microbatch size."""
-        sharing = columns.gpus if self.cluster.gpu.kind == "cpu" else 0  # processes of a CPU share its cores
+        sharing = columns.take(0).gpus if self.cluster.gpu.kind == "cpu" else 0  # processes of a CPU share its cores
         # a group that leaves the node is slower, but a search refuses it before (CLUSTER_RULES): no part of the key
         key = (columns.tp, recompute, sequence_parallel, sharing)
         if key not in self.known:
             chosen = {"recompute": recompute, "sequence_parallel": sequence_parallel}
-            few = replace(columns.take(0), mbs=self.sizes, gbs=self.sizes * columns.dp, **chosen)
+            one = columns.take(0)
+            few = replace(one, mbs=self.sizes, gbs=self.sizes * one.dp, **chosen)
             layer = layer_time(few, self.cluster, self.constants)
             parts = [getattr(layer, name) for name in PARTS[:-2]]
             parts += [f(few, self.cluster, self.constants) for f in (head_seconds, embedding_seconds)]

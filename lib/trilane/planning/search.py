@@ -1,7 +1,8 @@
 """Search: every topology of a space predicted, the refused counted by rule, the rest ranked."""
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, predict
 from trilane.costmodel.shipped import calibration_for
 from trilane.planning.search_result import Candidate, SearchResult, first_per_sizes
-from trilane.planning.space import ParallelSizes, Point, Space, block_columns, space_for, topology_of
+from trilane.planning.space import Block, ParallelSizes, Point, Space, block_columns, space_for, topology_of
 from trilane.utils.progress import progress
 from trilane.utils.validation import require_known
 
@@ -57,7 +58,9 @@ class _Search:
         batches = [space.batches(dp)[0] for dp in {dp for _, _, dp in space.sizes()}] or [np.ones(1)]
         self.microbatches = Microbatches(cluster, calibration, np.unique(np.concatenate(batches)))
         rules: list[tuple[Rule, tuple[Any, ...]]] = [(rule, (cluster,)) for rule in CLUSTER_RULES]
-        rules += [(rule, (shape,)) for rule in SHAPE_RULES] + [(rule, ()) for rule in TOPOLOGY_RULES]
+        rules += [(rule, (shape,)) for rule in SHAPE_RULES]
+        # Space.batches() has multiples of mbs x dp alone
+        rules += [(rule, ()) for rule in TOPOLOGY_RULES if rule.field != "gbs"]
         # one look at tp, pp and dp refuses all batch sizes and choices
         self.size_rules = [pair for pair in rules if pair[0].of_sizes]
         self.rules = [pair for pair in rules if not pair[0].of_sizes]
@@ -65,35 +68,42 @@ class _Search:
         self.refused: Counter[str] = Counter()
         self.runnable = 0
 
-    def allowed(self, sizes: ParallelSizes, point: Point) -> np.ndarray:
-        """Which batch sizes of a block no rule refuses; the refused are counted under the first rule they break."""
-        mbs, gbs = self.space.batches(sizes[2])
-        names = dict(zip(("tp", "pp", "dp"), sizes, strict=True))
-        block: Any = SimpleNamespace(**{**vars(self.space.fixed), **point, **names, "mbs": mbs, "gbs": gbs})
-        keep, nothing = np.ones(len(mbs), bool), np.zeros(len(mbs), bool)
+    def allowed(self, block: Any) -> Any:
+        """Which batch sizes of a block no rule refuses: True, False or an array; the refused are counted under the
+        first rule that they break.
+        """
+        keep, left = True, len(block.mbs)
         for rule, subjects in self.rules:
             holds = rule.holds(block, *subjects)
             if holds is True:  # most often: a rule that no batch size breaks
                 continue
-            if holds is False:
-                self.refused[rule.name] += int(keep.sum())
-                return nothing
-            left = keep & holds
-            if lost := int(keep.sum() - left.sum()):
-                self.refused[rule.name] += lost
-                keep = left
-                if not keep.any():
-                    return keep
+            keep, before = keep & holds, left
+            left = int(np.count_nonzero(keep))
+            self.refused[rule.name] += before - left
+            if not left:
+                return False
         if broken := unsupported_rule(self.space.engine, self.shape, block):
-            self.refused[f"{broken[0]}: {broken[2]}"] += int(keep.sum())
-            return nothing
+            self.refused[f"{broken[0]}: {broken[2]}"] += left
+            return False
         return keep
 
-    def predict(self, sizes: ParallelSizes, points: Sequence[Point], keeps: Sequence[np.ndarray]) -> None:
-        """Predict the topologies of some points together, and keep the best of them."""
-        which = np.repeat(np.arange(len(points)), [np.count_nonzero(keep) for keep in keeps])
-        mbs, gbs = (np.concatenate([column[keep] for keep in keeps]) for column in self.space.batches(sizes[2]))
-        columns = block_columns(self.columns, sizes, points, which, mbs, gbs)
+    def blocks(self, sizes: ParallelSizes) -> Iterator[Block]:
+        """What no rule refuses of one tp x pp x dp, a block for each combination of the other choices."""
+        (tp, pp, dp), (mbs, gbs), fixed = sizes, self.space.batches(sizes[2]), self.space.fixed
+        values = {**vars(fixed), "tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "gbs": gbs, "gpus": tp * pp * dp * fixed.cp}
+        whole, points = SimpleNamespace(**values), self.space.points(self.shape, tp, pp)
+        if broken := next((rule for rule, subjects in self.size_rules if not rule.holds(whole, *subjects)), None):
+            self.refused[broken.name] += len(points) * len(mbs)
+            return
+        for point in points:
+            vars(whole).update(point)
+            if (keep := self.allowed(whole)) is not False:
+                yield Block(sizes, point, *((mbs, gbs) if keep is True else (mbs[keep], gbs[keep])))
+
+    def predict(self, blocks: Sequence[Block]) -> None:
+        """Predict the topologies of some blocks of one tp together, and keep the best of them."""
+        which = np.repeat(np.arange(len(blocks)), [len(block.mbs) for block in blocks])
+        columns = block_columns(self.columns, blocks, which)
         memory = memory_bytes(columns, self.cluster)
         probability = oom_probability(memory, self.cluster)
         fits = probability <= IMPOSSIBLE
@@ -109,15 +119,19 @@ class _Search:
         def rows(index: np.ndarray) -> list[Row]:
             found = zip(*(values[index] for values in (objective, seconds, memory)), strict=True)
             facts = zip(which[index], columns.mbs[index], columns.gbs[index], strict=True)
-            return [Row(o, s, b, (sizes, points[w], m, g)) for (o, s, b), (w, m, g) in zip(found, facts, strict=True)]
+            pairs = zip(found, ((blocks[w], m, g) for w, m, g in facts), strict=True)
+            return [Row(*numbers, (block.sizes, block.point, m, g)) for numbers, (block, m, g) in pairs]
 
         danger = probability[fits] > RISKY
         for best, able in ((self.safe, ~danger), (self.risky, danger)):
             # a row is a Python object: only what may enter the best becomes one
             worst = best[-1].objective if len(best) == self.top else np.inf
             index = np.flatnonzero(able & (objective <= worst))
-            new = rows(index[np.argsort(objective[index], kind="stable")[: 1 if self.distinct else self.top]])
-            merged = sorted([*best, *new], key=lambda row: row.objective)
+            index = index[np.argsort(objective[index], kind="stable")]
+            if self.distinct:
+                lanes = np.broadcast_to(columns.pp * columns.gpus, which.shape)[index]  # all of one tp
+                index = index[np.sort(np.unique(lanes, return_index=True)[1])]
+            merged = sorted([*best, *rows(index[: self.top])], key=lambda row: row.objective)
             best[:] = (first_per_sizes(merged, lambda row: row.topology[0]) if self.distinct else merged)[: self.top]
         # what a row of another block beats leaves at the end, in pareto()
         calm = np.flatnonzero(~danger)
@@ -126,23 +140,20 @@ class _Search:
     def run(self) -> SearchResult:
         """All topologies, some thousands at a time; what no rule refuses is predicted."""
         able = [sizes for sizes in self.space.sizes() if len(self.space.batches(sizes[2])[0])]
+        found, rows = list[Block](), 0
         for sizes in progress(able, "search", "size"):
-            cp, gpus = self.space.fixed.cp, sizes[0] * sizes[1] * sizes[2] * self.space.fixed.cp
-            block = SimpleNamespace(tp=sizes[0], pp=sizes[1], dp=sizes[2], cp=cp, gpus=gpus)
-            broken = next((rule for rule, subjects in self.size_rules if not rule.holds(block, *subjects)), None)
-            points, keeps, rows = list[Point](), list[np.ndarray](), 0
-            for point in self.space.points(self.shape, sizes[0], sizes[1]):
-                if broken:
-                    self.refused[broken.name] += len(self.space.batches(sizes[2])[0])
-                    continue
-                keep = self.allowed(sizes, point)
-                if keep.any():
-                    points, keeps, rows = [*points, point], [*keeps, keep], rows + int(keep.sum())
+            # what depends on the microbatch alone is computed once for each tp, on a CPU for each number of processes
+            if found and (sizes[0], math.prod(sizes)) != (found[0].sizes[0], math.prod(found[0].sizes)):
+                self.predict(found)
+                found, rows = [], 0
+            for block in self.blocks(sizes):
+                found.append(block)
+                rows += len(block.mbs)
                 if rows > 1 << 14:  # 128 KiB a column, which stays in the cache
-                    self.predict(sizes, points, keeps)
-                    points, keeps, rows = [], [], 0
-            if points:
-                self.predict(sizes, points, keeps)
+                    self.predict(found)
+                    found, rows = [], 0
+        if found:
+            self.predict(found)
         return SearchResult(
             space=self.space,
             candidates=tuple(self.candidates(self.safe)),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -169,15 +169,25 @@ def _tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list, range)) else (value,)
 
 
-def block_columns(
-    fixed: Columns, sizes: ParallelSizes, points: Sequence[Point], which: np.ndarray, mbs: np.ndarray, gbs: np.ndarray
-) -> Columns:
-    """Rows of one tp x pp x dp as Columns: row i has the batch sizes mbs[i] and gbs[i] and the choices of its point.
+class Block(NamedTuple):
+    """Topologies that differ in nothing but their batch sizes, two arrays."""
 
-    `which[i]` is the row's place among the points; all that a search holds fixed comes from `fixed`.
+    sizes: ParallelSizes
+    point: Point
+    mbs: np.ndarray
+    gbs: np.ndarray
+
+
+def block_columns(fixed: Columns, blocks: Sequence[Block], which: np.ndarray) -> Columns:
+    """The rows of some blocks as Columns; row i is of the block which[i]. What all share stays a number.
+
+    All that a search holds fixed comes from `fixed`.
     """
-    varied = {name: np.array([number_of(name, point[name]) for point in points])[which] for name in VARIED}
-    return dataclasses.replace(fixed, **dict(zip(SIZES, sizes, strict=True)), mbs=mbs, gbs=gbs, **varied)
+    values = dict(zip(SIZES, zip(*(block.sizes for block in blocks), strict=True), strict=True))
+    values |= {name: tuple(number_of(name, block.point[name]) for block in blocks) for name in VARIED}
+    columns = {name: some[0] if len({*some}) == 1 else np.array(some)[which] for name, some in values.items()}
+    batches = {name: np.concatenate([getattr(block, name) for block in blocks]) for name in ("mbs", "gbs")}
+    return dataclasses.replace(fixed, **columns, **batches)
 
 
 def topology_of(space: Space, sizes: ParallelSizes, point: Point, mbs: float, gbs: float) -> Topology:
