@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -91,11 +92,12 @@ class _Search:
         """What no rule refuses of one tp x pp x dp, a block for each combination of the other choices."""
         (tp, pp, dp), (mbs, gbs), fixed = sizes, self.space.batches(sizes[2]), self.space.fixed
         values = {**vars(fixed), "tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "gbs": gbs, "gpus": tp * pp * dp * fixed.cp}
-        whole, points = SimpleNamespace(**values), self.space.points(self.shape, tp, pp)
+        whole, choices = SimpleNamespace(**values), self.space.choices(self.shape, tp, pp)
         if broken := next((rule for rule, subjects in self.size_rules if not rule.holds(whole, *subjects)), None):
-            self.refused[broken.name] += len(points) * len(mbs)
+            self.refused[broken.name] += math.prod(map(len, choices.values())) * len(mbs)
             return
-        for point in points:
+        for words in product(*choices.values()):
+            point = dict(zip(choices, words, strict=True))
             vars(whole).update(point)
             if (keep := self.allowed(whole)) is not False:
                 yield Block(sizes, point, *((mbs, gbs) if keep is True else (mbs[keep], gbs[keep])))
@@ -117,10 +119,9 @@ class _Search:
         objective = np.asarray(goals.get(self.objective, seconds))
 
         def rows(index: np.ndarray) -> list[Row]:
-            found = zip(*(values[index] for values in (objective, seconds, memory)), strict=True)
-            facts = zip(which[index], columns.mbs[index], columns.gbs[index], strict=True)
-            pairs = zip(found, ((blocks[w], m, g) for w, m, g in facts), strict=True)
-            return [Row(*numbers, (block.sizes, block.point, m, g)) for numbers, (block, m, g) in pairs]
+            values = (objective, seconds, memory, which, columns.mbs, columns.gbs)
+            found = zip(*(column[index] for column in values), strict=True)
+            return [Row(o, s, b, (blocks[w].sizes, blocks[w].point, m, g)) for o, s, b, w, m, g in found]
 
         danger = probability[fits] > RISKY
         for best, able in ((self.safe, ~danger), (self.risky, danger)):

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,14 +100,14 @@ class Space:
     def _divisors(self, n: int) -> list[int]:
         return [m for m in self.pins["mbs"] if n % m == 0] if "mbs" in self.pins else divisors(n)
 
-    def points(self, shape: ModelShape, tp: int, pp: int) -> list[Point]:
-        """Every combination of the remaining choices that means something on tp x pp."""
+    def choices(self, shape: ModelShape, tp: int, pp: int) -> dict[str, tuple[Any, ...]]:
+        """The values of each remaining choice that mean something on tp x pp."""
         values = {**VARIED, **{name: pin for name, pin in self.pins.items() if name in VARIED}}
         chunks = values["interleaving"] or tuple(divisors(max(shape.num_layers // pp, 1)))
         # neither means anything without a pipeline or tensor parallelism; where one is pinned there is no other choice
         values["interleaving"] = tuple(n for n in chunks if pp > 1 or n == 1)
         values["sequence_parallel"] = tuple(cut for cut in values["sequence_parallel"] if tp > 1 or not cut)
-        return [dict(zip(values, choice, strict=True)) for choice in product(*values.values())]
+        return values
 
 
 def space_for(
