@@ -14,7 +14,7 @@ from trilane.cli.app import main
 from trilane.config.cluster import Cluster, cluster
 from trilane.config.engines import default_topology, label_of
 from trilane.config.model import ModelShape, parse_shape
-from trilane.config.plan import Plan
+from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.calibration import to_json
 from trilane.costmodel.predict import Prediction, predict
 from trilane.costmodel.shipped import default
@@ -184,6 +184,15 @@ def test_a_plan_keeps_the_constants_that_predicted_it(tmp_path: Path, outputs: P
     out, err = capsys.readouterr()
     assert err.startswith("trilane: calibration=megatron-core: ") and json.loads(out)["id"] == plan.id
     assert json.loads(out)["calibration"]["name"] == "megatron-core"
+    capsys.readouterr()
+    other = dataclasses.replace(measured, card="H100-80GB", cluster="dgx-h100")
+    path.write_text(json.dumps(to_json(other)))
+    for command in ("plan show found.json", "slurm chain create found.json other --site generic"):
+        assert main([*command.split(), "--calibration", "uni"]) == 2
+        assert capsys.readouterr().err.startswith("trilane: calibration=uni: is of H100-80GB, but "), command
+    assert not Path("other").exists()
+    with pytest.raises(ValueError, match="is of H100-80GB"):
+        predict(plan, other)
     path.write_text(json.dumps(to_json(default(plan.cluster))))
     assert of_every_command(capsys) == pytest.approx([expected] * 4, rel=1e-12), "whatever became of the study"
 
@@ -192,6 +201,7 @@ def of_every_command(capsys: pytest.CaptureFixture) -> list[float]:
     """Seconds of an iteration of the plan in found.json: as it holds them, in show, in calendar, and in a chain."""
     kept = json.loads(Path("found.json").read_text())["plans"][0]["prediction"]["sec_per_it"]
     shown = printed(capsys, "plan", "show", "found.json")["prediction"]["sec_per_it"]
+    assert predict(read_plan("found.json")).sec_per_it == shown, "in Python, by the constants that the plan carries"
     dated = printed(capsys, "plan", "calendar", "found.json", "--tokens", "1e9", "--runs", "100")
     shutil.rmtree("chain", ignore_errors=True)
     (link,) = printed(capsys, "slurm", "chain", "create", "found.json", "chain", "--site", "generic")["links"]

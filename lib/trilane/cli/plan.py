@@ -12,7 +12,7 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, read_plan
 from trilane.config.shapes import read_shape
 from trilane.costmodel import backtest as measured
-from trilane.costmodel.shipped import calibration_for, constants_of
+from trilane.costmodel.shipped import calibration_for, constants_of, replaced
 from trilane.forecasting.deadline import sizes_within
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.request import ForecastRequest
@@ -109,14 +109,14 @@ def show(
         for name, value in given.items():
             require(False, name, value, f"contradicts the plan {plan}")
         read = read_plan(plan)
-        known, replaced = constants_of(plan, read.cluster, calibration)
-        note(replaced)
+        known = constants_of(read, calibration)
     else:
         require("shape" in given, "shape", "missing", "name a plan, or its --shape, --cluster and --gbs")
         for name in ("cluster", "gbs"):
             require(name in given, name, "missing", "needed where no plan is named")
         read = plan_of(shape_of(shape, seq, choices), cluster, engine or ENGINES[0], gpus, choices)
         known = calibration_for(read.cluster, calibration)
+    note(replaced(read, known))
     return Answer(*plan_report(read, known, tokens, seconds))
 
 
@@ -148,8 +148,8 @@ def calendar(
 ) -> Answer:
     """Forecast PLAN: the finish date, GPU-hours and days, and the risk of missing a deadline or an allocation."""
     read = read_plan(plan)
-    given["calibration"], replaced = constants_of(plan, read.cluster, given["calibration"])
-    note(replaced)
+    given["calibration"] = constants_of(read, given["calibration"])
+    note(replaced(read, given["calibration"]))
     found = forecast(read, tokens=tokens, **given)
     return Answer(found.to_json(), found.as_text())
 

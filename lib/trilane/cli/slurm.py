@@ -1,14 +1,14 @@
 """`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains, sites, and what the job scripts ask."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 from trilane.cli.app import Answer, Group, command, note
 from trilane.config.options import option
 from trilane.config.plan import locate_plan, read_plan
-from trilane.costmodel.shipped import constants_of
+from trilane.costmodel.shipped import constants_of, replaced
 from trilane.launch.local import run_folder as run_folder_of
 from trilane.slurm import attempt, client, jobs, monitor, node_test, preflight, sites
 from trilane.slurm import chain as chains
@@ -45,8 +45,8 @@ def check(plan: Path, job: Job) -> Answer:
         require_file("plan", file)
         found = [preflight.of_error(error)]
     else:
-        known, _ = constants_of(plan, read.cluster)
-        found = preflight.check_job(read, job.site, job, file.parent, job.allow, calibration=known)
+        note(replaced(read, constants_of(read, cluster=scripts.nodes_of(read, job.site))))
+        found = preflight.check_job(read, job.site, job, file.parent, job.allow)
     text = "\n".join(map(preflight.line, found)) or "nothing found"
     return Answer({"findings": [f.to_json() for f in found]}, text, preflight.refused(found))
 
@@ -169,10 +169,10 @@ def create_chain(
     """
     asked = chains.parse_stages(stages) if stages else []
     read = read_plan(plan)
-    known, replaced = constants_of(plan, read.cluster, calibration)
-    note(replaced)
-    made = chains.create(folder, read, asked, job.site, job, {"calibration": known.kept()})
-    rows = chains.link_records(made, known)
+    known = constants_of(read, calibration)
+    note(replaced(read, known))
+    made = chains.create(folder, replace(read, calibration=known.kept()), asked, job.site, job)
+    rows = chains.link_records(made)
     return Answer({"links": rows}, "\n".join(map(chains.link_line, rows)))
 
 

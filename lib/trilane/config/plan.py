@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from trilane.config.training import Data, Dropout, Optimizer, Run, inside
 from trilane.utils.validation import from_mapping, read_json, require, require_label, to_mapping
 
 # What results write next to the fields of a plan: derived from it, so never read back.
-DERIVED = ("id", "prediction", "calibration", "parameters", "tflops", "mfu", "hfu", "days", "measured", "why")
+DERIVED = ("id", "prediction", "parameters", "tflops", "mfu", "hfu", "days", "measured", "why")
 # Fields that plan files of before 0.1.0 have: ignored where they were off.
 GONE = {
     "run": {
@@ -51,6 +51,10 @@ class Plan:
     optimizer: Optimizer = option(Optimizer, "AdamW and its schedule")
     dropout: Dropout = option(Dropout, "shares of values that are set to 0")
     run: Run = option(Run, "length, checkpoints and what is recorded")
+    # as costmodel.calibration.Calibration.kept() has them; two plans are equal whatever predicted them
+    calibration: Mapping[str, Any] | None = field(
+        default=None, compare=False, metadata={"help": "the constants that predicted it: name, hash, constants"}
+    )
 
     def __post_init__(self) -> None:
         require_label("label", self.label)
@@ -66,6 +70,9 @@ class Plan:
         rule = "engine hf-zero3 drops hidden values in GPT-2 alone: transformers' other models do not, or not all"
         require(drops or not self.dropout.hidden, "dropout.hidden", self.dropout.hidden, rule)
         self._check_ramp()
+        kept, parts = self.calibration, {"name": str, "hash": str, "constants": Mapping}
+        is_whole = isinstance(kept, Mapping) and all(isinstance(kept.get(n), kind) for n, kind in parts.items())
+        require(kept is None or is_whole, "calibration", str(kept)[:40], "must hold name, hash and constants")
         # the order is kept as some bytes for each; the largest published runs have read 2^31 at most
         most = 1 << 34
         for name, count in {"train_iters": self.samples, "eval_iters": self.validation_samples}.items():
@@ -119,7 +126,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the JSON object of plan.json."""
-        return to_mapping(self)
+        return {name: value for name, value in to_mapping(self).items() if name != "calibration" or value}
 
 
 def plan_from_json(values: dict[str, Any]) -> Plan:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,8 @@ class Calibration(Constants):
     """The constants of constants.py, fitted; `half_width` is the 90 % interval's, of ln(seconds); `rows` fitted to.
 
     `stack` is the software whose shipped rows they are; "" for rows of one's own, whose sizes are in `own`, or none.
-    `name` is where they were taken from: a cluster, a software stack, a study or a file.
+    `name` is where they were taken from: a cluster, a software stack, a study or a file; `card` and `cluster` are those
+    of one's own rows.
     Raises ValueError for a constant outside its physical bound.
     """
 
@@ -95,6 +96,8 @@ class Calibration(Constants):
     regimes: tuple[Regime, ...] = ()
     stack: str = ""
     own: tuple[RunSizes, ...] = ()
+    card: str = ""
+    cluster: str = ""
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -105,8 +108,8 @@ class Calibration(Constants):
         require_positive("calibration.half_width", self.half_width)
         require(self.half_width <= WIDEST, "calibration.half_width", self.half_width, f"must be at most {WIDEST:g}")
         require_integer("calibration.rows", self.rows, 0)
-        require_line("calibration.stack", self.stack)
-        require_line("calibration.name", self.name)
+        for name in ("stack", "card", "cluster", "name"):
+            require_line(f"calibration.{name}", getattr(self, name))
         for name in GIVEN:
             require(0 <= getattr(self, name) <= 1, f"calibration.{name}", getattr(self, name), "must lie in 0 to 1")
 
@@ -127,6 +130,13 @@ class Calibration(Constants):
         free = next((r for r in self.regimes if r.name.startswith("asynchronous launches")), None)
         return replace(self, **{n: getattr(self, n) * free.factor for n in free.constants}) if free else self
 
+    def on_card(self, cluster: Cluster) -> "Calibration":
+        """The constants themselves; ValueError where they were fitted on another card than the cluster's."""
+        family = self.card.partition("-")[0]
+        is_its = family in ("", cluster.gpu.name.partition("-")[0])
+        require(is_its, "calibration", self.name, f"is of {self.card}, but {cluster.name} has {cluster.gpu.name}")
+        return self
+
     @property
     def hash(self) -> str:
         """Ten hexadecimal digits of the constants, whatever their name."""
@@ -144,9 +154,9 @@ class Calibration(Constants):
 
 
 def to_json(calibration: Calibration) -> dict[str, Any]:
-    """The constants as a JSON object, without their name; `regimes`, `stack` and `own` only where they have some."""
-    values = to_mapping(calibration)
-    return {k: v for k, v in values.items() if k != "name" and (v or k not in ("regimes", "stack", "own"))}
+    """The constants as a JSON object, without their name; what says where they come from only where it is known."""
+    values, open_ = to_mapping(calibration), ("regimes", "stack", "own", "card", "cluster")
+    return {k: v for k, v in values.items() if k != "name" and (v or k not in open_)}
 
 
 def from_json(values: object) -> Calibration:
@@ -154,9 +164,19 @@ def from_json(values: object) -> Calibration:
     return from_mapping(Calibration, values, "calibration")
 
 
-def load(path: Path | str) -> Calibration:
-    """The calibration in a JSON file; ValueError where it is missing, malformed or outside the bounds."""
-    values = read_json(path, "calibration")
+def whole(values: object, name: str) -> Calibration:
+    """The calibration of a JSON object that has every constant; ValueError for those of another version.
+
+    One that is missing would silently be another number than that with which the others were fitted.
+    """
     if isinstance(values, dict):
-        values.pop("made_by", None)  # the stamp of a study's result file
+        values = {k: v for k, v in values.items() if k != "made_by"}  # the stamp of what wrote the file
+        differing = sorted({*BOUNDS, *GIVEN} - {*values}) + sorted({*values} - {f.name for f in fields(Calibration)})
+        rule = f"is of another version of the constants, which differs in {', '.join(differing[:4])}; calibrate again"
+        require(not differing, "calibration", name, rule)
     return from_json(values)
+
+
+def load(path: Path | str) -> Calibration:
+    """The calibration in a JSON file; ValueError where it is missing, malformed, or of another version."""
+    return whole(read_json(path, "calibration"), str(path))

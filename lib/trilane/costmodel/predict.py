@@ -20,7 +20,7 @@ from trilane.costmodel.iteration import IterationTime, iteration_columns, iterat
 from trilane.costmodel.measured_rows import MeasuredRow, every_row
 from trilane.costmodel.memory import DEFAULT, MemoryConstants, StageMemory, host_bytes, memory_per_stage
 from trilane.costmodel.memory import oom_probability as probability_of
-from trilane.costmodel.shipped import calibration_for
+from trilane.costmodel.shipped import constants_of
 from trilane.costmodel.uncertainty import FOREIGN, T_QUANTILE
 from trilane.utils.validation import to_mapping
 
@@ -222,11 +222,11 @@ def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryCo
 
         predict(read_plan("plan.json")).sec_per_it
 
-    Without a `calibration`: the shipped constants of the plan's cluster. Every command, notebook and report shows what
-    comes from here, so that one plan (Plan.id) has one number.
+    Without a `calibration`: the constants that the plan carries, else those that ship for its cluster. Every command,
+    notebook and report shows what comes from here, so that one plan (Plan.id) has one number.
     """
     shape, t, cluster, engine = plan.shape, plan.topology, plan.cluster, plan.engine
-    known = calibration or calibration_for(cluster)
+    known = calibration.on_card(cluster) if calibration else constants_of(plan)
     time = iteration_time(shape, t, cluster, known, engine)
     columns = columns_of(shape, t, engine)
     stages = memory_per_stage(shape, t, cluster, memory, engine)
@@ -249,7 +249,7 @@ def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryCo
     )
 
 
-def predict_on(plan: Case, cluster: Cluster, calibration: Calibration | None = None) -> Prediction:
-    """The prediction of a plan on the nodes that a SLURM site gives it; `calibration` counts on the plan's own."""
+def predict_on(plan: Plan, cluster: Cluster) -> Prediction:
+    """The prediction of a plan on the nodes that a SLURM site gives it, by its constants if these are its own nodes."""
     case = Configuration(shape=plan.shape, topology=plan.topology, cluster=cluster, engine=plan.engine)
-    return predict(case, calibration if cluster.name == plan.cluster.name else None)
+    return predict(case, constants_of(plan, cluster=cluster))

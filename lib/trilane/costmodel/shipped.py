@@ -1,15 +1,15 @@
 """The constants that ship: what is assumed of a cluster and a software stack before any row of one's own."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trilane.config.cluster import Cluster
 from trilane.config.cluster import cluster as catalogued
-from trilane.config.plan import read_plan_values
-from trilane.costmodel.calibration import Calibration, Regime, from_json, load
+from trilane.config.plan import Plan
+from trilane.costmodel.calibration import Calibration, Configuration, Regime, from_json, load, whole
 from trilane.costmodel.constants import BOUNDS, GIVEN
 from trilane.utils.validation import DATA, from_mapping, read_json, require, shipped_json
 from trilane.workspace.study import Study
@@ -110,11 +110,11 @@ def _shipped(name: str) -> dict[str, Any]:
 
 def calibration_for(cluster: Cluster, source: str = "") -> Calibration:
     """The constants to predict by: those that ship for the cluster (""), or for a software stack on it (of stacks()),
-    those in a JSON file, or those that 04_analyze fitted in a study.
+    those in a JSON file, or those that 04_analyze fitted in a study. ValueError for those of another card.
 
         calibration_for(load_cluster("jz-a100-80g"), "megatron-core")
     """
-    return replace(_found(cluster, source), name=source or cluster.name)
+    return replace(_found(cluster, source), name=source or cluster.name).on_card(cluster)
 
 
 def _found(cluster: Cluster, source: str) -> Calibration:
@@ -125,27 +125,34 @@ def _found(cluster: Cluster, source: str) -> Calibration:
     study = Study(source)
     rule = f"is neither a study, nor a JSON file, nor one of the stacks {', '.join(stacks())}"
     require(study.folder.is_dir(), "calibration", source, rule)
-    return from_json(study.values("calibration.json", "04_analyze"))
+    return whole(study.values("calibration.json", "04_analyze"), source)
 
 
-def calibration_of(entry: Mapping[str, Any], cluster: Cluster, source: str = "") -> Calibration:
-    """The constants for a plan that a file holds as `entry`: those of `source`, where given, as calibration_for() takes
-    it; else those that predicted it (Calibration.kept); else the cluster's.
+def constants_of(plan: Plan | Configuration, source: str = "", cluster: Cluster | None = None) -> Calibration:
+    """The constants for a plan: those of `source`, where given, as calibration_for() takes it; else those that the plan
+    carries, which predicted it; else the cluster's. On nodes of another `cluster` those of that.
+
+        constants_of(read_plan("plan.json")).hash
     """
-    kept = entry.get("calibration")
-    if source or kept is None:
-        return calibration_for(cluster, source)
-    is_whole = isinstance(kept, dict) and isinstance(kept.get("name"), str) and "constants" in kept
-    require(is_whole, "calibration", str(kept)[:40], "must be an object with a name and its constants")
-    return replace(from_json(kept["constants"]), name=kept["name"])
+    kept = plan.calibration if isinstance(plan, Plan) else None
+    machine = cluster or plan.cluster
+    if source or kept is None or machine.name != plan.cluster.name:
+        return calibration_for(machine, source)
+    return replace(whole(kept["constants"], kept["name"]), name=kept["name"]).on_card(plan.cluster)
 
 
-def constants_of(plan: Path | str, cluster: Cluster, source: str = "") -> tuple[Calibration, list[str]]:
-    """The constants for the plan in a file by calibration_of(); a line where others made the prediction in the file."""
-    entry = read_plan_values(plan)
-    used, kept = calibration_of(entry, cluster, source), calibration_of(entry, cluster)
-    line = f"calibration={used.name}: instead of {kept.name} ({kept.hash}), which made the prediction in the file"
-    return used, [line] if "calibration" in entry and kept.hash != used.hash else []
+def replaced(plan: Plan, used: Calibration) -> list[str]:
+    """A line where other constants than those that the plan carries are used, and one where another cluster's are."""
+    kept, lines = plan.calibration, list[str]()
+    if kept and kept["hash"] != used.hash:
+        lines = [f"{used.hash} instead of {kept['name']} ({kept['hash']}), which predicted the plan"]
+    return [f"calibration={used.name}: {line}" for line in (*lines, *foreign(used, plan.cluster))]
+
+
+def foreign(used: Calibration, cluster: Cluster) -> list[str]:
+    """A warning where the constants were fitted to rows of another cluster with the same card."""
+    is_own = used.cluster in ("", cluster.name) and used.card in ("", cluster.gpu.name)
+    return [] if is_own else [f"fitted to rows of {used.cluster} ({used.card}), not of {cluster.name}"]
 
 
 def stacks() -> list[str]:

@@ -14,7 +14,7 @@ from trilane.config.plan import Plan, plan_from_json, read_plan_values
 from trilane.config.training import Run
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import SAFE
-from trilane.costmodel.shipped import calibration_of
+from trilane.costmodel.shipped import constants_of
 from trilane.forecasting.forecast import QUANTILES, Described, Forecast, Record, chance
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search import search
@@ -105,7 +105,7 @@ def study_plan(study: Study, name: str = "", calibration: str = "") -> tuple[Pla
         require(bool(named), "plan", name, f"no plan of study {study.name} {rule}")
         entry, source = named[0], {"file": "plans.json", "made_by": found["made_by"]}
     plan = plan_from_json(entry)
-    return plan, calibration_of(entry, plan.cluster, calibration), source
+    return plan, constants_of(plan, calibration), source
 
 
 def calendar_record(found: Forecast, source: Record, others: Alternatives) -> Record:

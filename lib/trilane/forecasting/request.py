@@ -16,7 +16,7 @@ from trilane.config.options import option
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import Prediction, predict
-from trilane.costmodel.shipped import calibration_for
+from trilane.costmodel.shipped import constants_of
 from trilane.costmodel.uncertainty import Z90
 from trilane.forecasting.failures import Cause, FailureModel, evaluation_s
 from trilane.forecasting.schedule import SOONEST
@@ -122,8 +122,8 @@ class ForecastRequest:
         self._read("start", lambda text: parse_day("start", text), datetime.now(UTC).date())
         self._read("deadline", lambda text: parse_day("deadline", text), None)
         self._read("tokens", float, TOKENS_PER_PARAMETER * plan.shape.parameters)
-        object.__setattr__(self, "calibration", self.calibration or calibration_for(plan.cluster))
-        self._read("calibration", lambda source: calibration_for(plan.cluster, source), None)
+        object.__setattr__(self, "calibration", self.calibration or constants_of(plan))
+        self._read("calibration", lambda source: constants_of(plan, source), None)
         object.__setattr__(self, "risks", self._risks())
         self._check_options()
         first = (self.ramp.start if self.ramp.samples else t.gbs) * plan.shape.seq_length

@@ -12,7 +12,7 @@ from trilane.config.plan import Plan, plan_from_json
 from trilane.config.training import Run
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, SAFE, Prediction, predict
-from trilane.costmodel.shipped import calibration_of
+from trilane.costmodel.shipped import constants_of
 from trilane.planning.search_result import Candidate
 from trilane.utils.tables import Text
 from trilane.utils.validation import require
@@ -197,9 +197,10 @@ def use_plan(study: Study, chosen: Candidate, calibration: Calibration) -> Path:
 
     def first(found: dict[str, Any]) -> dict[str, Any]:
         for kept in found["plans"][:1]:
-            other, used = plan_from_json(kept), calibration_of(kept, chosen.plan.cluster)
+            other = plan_from_json(kept)
             same = (other.shape, other.cluster) == (chosen.plan.shape, chosen.plan.cluster)
-            what = "" if same and used.hash == calibration.hash else "calibration" if same else "model or machine"
+            is_its = same and constants_of(other).hash == calibration.hash
+            what = "" if is_its else "calibration" if same else "model or machine"
             require(not what, "plans.json", study.name, f"is of another {what}; run the last cell of 02_topology")
         entry = chosen.to_json()
         lists = {name: [e for e in found.get(name, []) if e["id"] != entry["id"]] for name in ("plans", "risky")}

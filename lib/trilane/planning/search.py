@@ -48,7 +48,8 @@ class _Search:
     """One pass over a space: the best `top` of the safe and of the risky, and the Pareto front, kept on the way."""
 
     def __init__(self, shape: ModelShape, cluster: Cluster, space: Space, calibration: Calibration, **how: Any):
-        self.shape, self.cluster, self.space, self.calibration = shape, cluster, space, calibration
+        self.shape, self.cluster, self.space, self.calibration = shape, cluster, space, calibration.on_card(cluster)
+        self.kept = calibration.kept()
         self.objective, self.top = how["objective"], how["top"]
         # variants of one tp x pp x dp are no different answers, unless there is no other
         self.distinct = how["distinct"] and len({*space.sizes()}) > 1
@@ -176,6 +177,7 @@ class _Search:
             t = topology_of(self.space, *row.topology)
             label = label_of(self.shape, self.cluster, t, self.space.engine) + f"-gbs{t.gbs}" * several
             made: dict[str, Any] = {"shape": self.shape, "cluster": self.cluster, "engine": self.space.engine}
+            made["calibration"] = self.kept
             plan = Plan(label=label, topology=t, **made)
             result.append(Candidate(plan=plan, prediction=predict(plan, self.calibration)))
         return result

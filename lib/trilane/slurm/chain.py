@@ -13,7 +13,6 @@ from typing import Any
 
 from trilane.config.batch_rampup import Phase, Ramp
 from trilane.config.plan import Plan, read_plan
-from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import predict
 from trilane.slurm.script import write
 from trilane.slurm.sites import JobRequest, Site
@@ -102,24 +101,16 @@ def _parts(plan: Plan, stages: Sequence[Stage], start: int, end: int) -> list[tu
     return [(stages[-1], start, end)]  # where its own batch size is at fault, the plan itself refuses it
 
 
-def create(
-    folder: Path,
-    plan: Plan,
-    stages: Sequence[Stage],
-    site: Site,
-    request: JobRequest,
-    beside: Mapping[str, Any] | None = None,
-) -> list[Path]:
+def create(folder: Path, plan: Plan, stages: Sequence[Stage], site: Site, request: JobRequest) -> list[Path]:
     """Write a new chain; its stages' run folders, in order. Raises ValueError where one exists.
 
-    `beside` goes into each plan.json, such as the constants that predicted the plan. Without stages the chain is one
-    run folder, in which each job resumes the run.
+    Without stages the chain is one run folder, in which each job resumes the run.
     """
     plans = links(plan, stages, folder) if stages else [plan]
     for link in plans:
         require(not (folder / link.label).exists(), "run folder", folder / link.label, "exists; take a new one")
     for link in plans:
-        write(folder / link.label, link, site, request, beside)
+        write(folder / link.label, link, site, request)
     index = {"site": site.name, "links": [link.label for link in plans]}
     write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
     return stages_of(folder)
@@ -144,7 +135,7 @@ def phases(plan: Plan) -> list[Phase]:
     return plan.run.ramp.between(plan.topology.gbs, plan.run.start_iteration, plan.run.goal)
 
 
-def link_records(folders: Sequence[Path], calibration: Calibration | None = None) -> list[dict[str, Any]]:
+def link_records(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """The links of a chain as JSON: each one's folder, nodes, batch sizes, iterations and predicted hours.
 
     Each batch size is predicted by its own. Left out: starts, saves, evaluations.
@@ -152,7 +143,7 @@ def link_records(folders: Sequence[Path], calibration: Calibration | None = None
 
     def hours_of(plan: Plan, phase: Phase) -> float:
         topology, run = replace(plan.topology, gbs=phase.gbs), replace(plan.run, ramp=Ramp())
-        return phase.iterations * predict(replace(plan, run=run, topology=topology), calibration).sec_per_it / 3600
+        return phase.iterations * predict(replace(plan, run=run, topology=topology)).sec_per_it / 3600
 
     rows = list[dict[str, Any]]()
     for folder in folders:

@@ -14,7 +14,6 @@ from trilane.config.cluster import Cluster
 from trilane.config.engines import untrainable_reason
 from trilane.config.parallelism import CLUSTER_RULES
 from trilane.config.plan import Plan
-from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import IMPOSSIBLE, Prediction, predict_on
 from trilane.forecasting.failures import FailureModel, evaluation_s
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
@@ -38,7 +37,6 @@ class JobCheck:
     request: JobRequest
     folder: Path
     script: str
-    calibration: Calibration | None = None  # the constants that predicted the plan
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -48,7 +46,7 @@ class JobCheck:
     @cached_property
     def prediction(self) -> Prediction:
         """Predicted time and memory on these nodes."""
-        return predict_on(self.plan, self.cluster, self.calibration)
+        return predict_on(self.plan, self.cluster)
 
     @cached_property
     def directives(self) -> dict[str, str]:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.plan import Plan, read_plan
-from trilane.costmodel.calibration import Calibration
-from trilane.costmodel.shipped import constants_of
 from trilane.slurm import checks, client
 from trilane.slurm.checks import REFUSAL, WARNING, JobCheck, Row
 from trilane.slurm.script import SCRIPT, gres_gpus, render
@@ -41,17 +39,11 @@ class JobFinding:
 
 
 def check_job(
-    plan: Plan,
-    site: Site,
-    request: JobRequest,
-    folder: Path,
-    allow: Collection[str] = (),
-    calibration: Calibration | None = None,
+    plan: Plan, site: Site, request: JobRequest, folder: Path, allow: Collection[str] = ()
 ) -> list[JobFinding]:
     """Every finding about the run in `folder`, refusals first; the rules in `allow` only warn.
 
-    `calibration` has the constants that predicted the plan, where other than the cluster's. It reads the folder's
-    job.sbatch, else the script that would be written.
+    It reads the folder's job.sbatch, else the script that would be written.
     """
     for name in allow:
         require_known("allow", name, {*NAMES, *(f.name for f in fields(JobRequest))})
@@ -60,7 +52,7 @@ def check_job(
         text = read_text(path, "script", 1 << 20) if path.exists() else render("train", plan, site, request)
     except ValueError as error:
         return [of_error(error)]
-    case = JobCheck(plan, site, request, folder, text, calibration)
+    case = JobCheck(plan, site, request, folder, text)
     found = [finding for check in CHECKS for finding in _findings(check, case)]
     # what SLURM's commands say without a slurm.conf
     is_unconfigured = any("establish a configuration source" in f.message for f in found)
@@ -90,10 +82,7 @@ class CheckedRuns(dict[str, list[JobFinding]]):
 def check_runs(folders: Iterable[Path], site: Site, request: JobRequest, allow: Collection[str] = ()) -> CheckedRuns:
     """The findings about each run folder."""
     plans = {path: read_plan(path / "plan.json") for path in folders}
-    return CheckedRuns(
-        (str(path), check_job(plan, site, request, path, allow, constants_of(path, plan.cluster)[0]))
-        for path, plan in plans.items()
-    )
+    return CheckedRuns((str(path), check_job(plan, site, request, path, allow)) for path, plan in plans.items())
 
 
 def _findings(check: Callable[[JobCheck], list[Row]], case: JobCheck) -> Iterator[JobFinding]:

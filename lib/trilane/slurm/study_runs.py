@@ -11,9 +11,7 @@ from typing import Any
 from trilane.config.engines import label_of
 from trilane.config.plan import Plan, plan_from_json
 from trilane.config.training import Data, Optimizer, Run
-from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import predict, predict_on
-from trilane.costmodel.shipped import calibration_of
 from trilane.launch import local
 from trilane.slurm import jobs, script, sites
 from trilane.slurm.checks import REFUSAL
@@ -36,7 +34,6 @@ class StudyRun:
 
     plan: Plan
     prediction: Mapping[str, Any]
-    calibration: Calibration | None = None  # the constants that made it
     reason: str
     folder: Path
     is_completed: bool
@@ -81,7 +78,7 @@ class StudyRuns(Table):
             (run.folder.name, finding)
             for run in self.rows
             if not run.is_completed
-            for finding in check_job(run.plan, *args, run.folder, calibration=run.calibration)
+            for finding in check_job(run.plan, *args, run.folder)
         ]
 
     def check(self) -> Columns:
@@ -176,13 +173,11 @@ def prepare_runs(
     data = Data(source=corpus, tokenizer=tokenizer, folder=str(outputs_root() / "data"))
     for i in chosen:
         plan = _trained(plans[i], engine or plans[i].engine, data, lr, Run(**run))
-        known = calibration_of(entries[i], plan.cluster)
-        prediction = entries[i]["prediction"] if plan.id == plans[i].id else predict(plan, known).to_json()
-        kept = {"prediction": prediction, "calibration": known.kept()}
-        texts = script.files(plan, script_site(where), request, kept)
+        prediction = entries[i]["prediction"] if plan.id == plans[i].id else predict(plan).to_json()
+        texts = script.files(plan, script_site(where), request, {"prediction": prediction})
         folder, is_completed = study.run_folder(plan, texts, jobs.active_jobs)
         reason = "fastest predicted" if i < count else "control: TP and PP at work"
-        by: dict[str, Any] = {"prediction": prediction, "calibration": known, "reason": reason}
+        by: dict[str, Any] = {"prediction": prediction, "reason": reason}
         rows.append(StudyRun(plan=plan, folder=folder, is_completed=is_completed, **by))
     return StudyRuns(study=study, site=where, request=request, rows=tuple(rows))
 
@@ -218,9 +213,8 @@ def create_sweep(folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, r
         found = values.get("prediction") or predict_on(plan, script.nodes_of(plan, site)).to_json()
         ok = isinstance(found, Mapping) and isinstance(found.get("memory_bytes"), int | float)
         require(ok, "prediction", found, "must be a JSON object with memory_bytes, a number")
-        known = {"calibration": values["calibration"]} if values.get("calibration") else {}
         script.render("train", plan, site, request)
-        made[path] = (path, plan, site, request, {"prediction": found, **known})
+        made[path] = (path, plan, site, request, {"prediction": found})
     for run in made.values():
         script.write(*run)
     return list(made)

@@ -90,8 +90,7 @@ class Study:
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._one_writer():
             path, values = self.folder / name, make()
-            new = json.loads(json.dumps(_without(values, "made_by")))
-            if _holds(path, new, "made_by"):
+            if _holds(path, json.loads(json.dumps(values)), "made_by"):
                 return path
             text = json.dumps({**values, "made_by": {"notebook": made_by, **stamp(), "read": self.read}}, indent=1)
             return write_text(path, text + "\n")
@@ -169,7 +168,7 @@ class Study:
         """
         folder, number = self.folder / "runs" / plan.label, 2
         while folder.exists():
-            if _holds(folder / "plan.json", plan.to_json(), *DERIVED):
+            if _holds(folder / "plan.json", plan.to_json(), "calibration", *DERIVED):
                 if is_completed(folder) or going(folder):
                     return folder, is_completed(folder)
                 if not is_started(folder):
@@ -181,9 +180,9 @@ class Study:
 
 
 def _holds(path: Path, values: dict[str, Any], *ignored: str) -> bool:
-    """Whether the JSON file holds these values; not where it is missing or damaged."""
+    """Whether the JSON file holds these values but for the ignored; not where it is missing or damaged."""
     with contextlib.suppress(ValueError):
-        return _without(read_object(path, "study file"), *ignored) == values
+        return _without(read_object(path, "study file"), *ignored) == _without(values, *ignored)
     return False
 
 
