@@ -36,7 +36,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ),
         ("where(x.gpus > node", "where(x.gpus >= node"),
         ("(nodes - 1) / nodes / outside", "nodes / nodes / outside"),
-        ("gathers = 2 + np.equal(x.recompute, 2)", "gathers = 2"),
+        ("gathers = 2 + x.recomputed", "gathers = 2"),
         ("(x.pp - 1) * p2p", "x.pp * p2p"),
         ("np.equal(x.offload, 0) * 30.0", "30.0"),
         ("(filled - start)", "(filled - full)"),
@@ -64,7 +64,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("len(fits) - fits.sum()", "fits.sum()"),
     ],
     ("planner", "costmodel/iteration.py", "planning/test_search.py"): [
-        ("2 * columns.recompute + columns.sequence_parallel)", "2 * columns.recompute)"),
+        ("2 * columns.recompute + columns.sequence_parallel, rows", "2 * columns.recompute, rows"),
     ],
     ("planner", "costmodel/fit.py", "costmodel/test_fit.py"): [
         (".T / (2 * STEP)", ".T / STEP"),

@@ -47,6 +47,7 @@ PLANS = {
 }
 SITES = {"V100 fp16": "jean-zay-v100-32g", "this machine": "local"}
 FREE = ("tp", "pp", "dp", "mbs", "zero", "recompute", "interleaving", "partition", "sequence_parallel", "offload")
+FREE += ("overlap_grad_reduce", "overlap_param_gather")
 FIXED = ("precision", "attention", "fp32_gradients")
 
 

@@ -69,10 +69,14 @@ def test_plain_loops_see_as_many_topologies_and_refuse_each_by_the_first_rule_th
     for tp, pp, dp in lanes:
         chunks = [v for v in range(1, 40 // pp + 1) if 40 // pp % v == 0] if pp > 1 else [1]
         choices = (chunks, (0, 1, 2), ("none", "full"), ("uniform", "type:transformer|embedding"))
-        for v, zero, recompute, partition, sp in itertools.product(*choices, (False, True) if tp > 1 else (False,)):
+        choices = (*choices, (False, True) if tp > 1 else (False,), (0, 1, 2) if dp > 1 else (0,))
+        for v, zero, recompute, partition, sp, overlaps in itertools.product(*choices):
+            if overlaps == 2 and zero != 1:
+                continue
             for mbs in (m for m in range(1, 49) if 48 % (dp * m) == 0):
                 given = {"tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "gbs": 48, "interleaving": v, "zero": zero}
                 given |= {"recompute": recompute, "partition": partition, "sequence_parallel": sp, "precision": "bf16"}
+                given |= {"overlap_grad_reduce": overlaps > 0, "overlap_param_gather": overlaps == 2}
                 t = SimpleNamespace(**vars(Topology()) | given, gpus=24)
                 broken = next((rule.name for rule, subjects in rules if not rule.holds(t, *subjects)), None)
                 if not broken and (unsupported := unsupported_rule(engine, shape, t)):

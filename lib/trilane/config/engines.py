@@ -137,6 +137,9 @@ def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, 
     number of optimizer groups: the embedding alone has nothing that does not decay. hf-zero3: a model of transformers
     is one whole, cut by ZeRO alone.
     """
+    yield t.recompute != "operators", "recompute", t.recompute, "recomputes whole layers, or attention's core"
+    yield not t.overlap_tp, "overlap_tp", True, "has no Transformer Engine, which overlaps them"
+    yield not t.shards, "shards", t.shards, "shares states out among all replicas"
     if engine == "megatron":
         yield t.zero <= 1, "zero", t.zero, "has ZeRO stage 0 and 1 (its distributed optimizer)"
         yield t.offload == "none", "offload", t.offload, "does not offload"
@@ -157,7 +160,7 @@ def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, 
         yield t.zero > 0, "zero", t.zero, "needs ZeRO stage 1 or more"
     if engine == "hf-zero3" and (misfit := misfit_of(shape)):
         yield False, misfit[0], misfit[1], f"trains models of transformers: {misfit[2]}"
-    whole = t.recompute != "selective" or engine == "deepspeed-zero"
+    whole = t.recompute in ("none", "full") or engine == "deepspeed-zero"
     yield whole, "recompute", t.recompute, "recomputes whole layers or nothing"
     for name in ("first_stage_layers", "last_stage_layers"):
         yield getattr(t, name) == 0, name, getattr(t, name), "cuts its stages evenly, or by type"

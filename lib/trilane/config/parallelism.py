@@ -52,7 +52,11 @@ def _words(help: str, label: str, choices: tuple[str, ...], search: tuple[str, .
     return option(choices[0], help, choices=choices, **facts, **({"search": search} if search else {}))
 
 
-RECOMPUTE, PARTITION = ("none", "selective", "full"), ("uniform", "type:transformer|embedding")
+def _switch(help: str, label: str, search: tuple[bool, ...], **facts: Any) -> Any:
+    return option(False, help, label=label, search=search, **facts)
+
+
+RECOMPUTE, PARTITION = ("none", "selective", "full", "operators", "block"), ("uniform", "type:transformer|embedding")
 OFFLOAD = ("none", "optimizer", "full")
 
 
@@ -72,7 +76,12 @@ class Topology:
     gbs: int = _size("sequences of an iteration, over all replicas", megatron="global-batch-size")
     cp: int = _size("context-parallel size: GPUs that share each sequence", "cp{}", megatron="context-parallel-size")
     zero: int = option(0, "ZeRO stage; 1: distributed optimizer", minimum=0, maximum=3, label="zero{}", search=range(4))
-    recompute: str = _words("activations computed again: attention's core, or whole layers", "{}", RECOMPUTE, RECOMPUTE)
+    recompute: str = _words(
+        "activations computed again: attention's core, whole layers, all but every second matmul and attention"
+        " (operators: torchtitan's), or the first layers of each stage whole (block)",
+        *("{}", RECOMPUTE, RECOMPUTE[:3]),
+    )
+    recompute_layers: int = _size("layers of each stage that `block` recomputes", "recompute{}", 0, search=(0,))
     interleaving: int = _size(
         "model chunks of a pipeline stage", "vp{}", megatron="num-virtual-stages-per-pipeline-rank", search=()
     )
@@ -99,12 +108,16 @@ class Topology:
     )
     # library: DeepSpeed's 5e8 values
     buckets: str = _words("ZeRO's buckets, fitted to a layer or not", "librarybuckets", ("layer", "library"))
-    overlap_grad_reduce: bool = option(
-        False, "sum gradients during the backward pass", label="overlapgrads", megatron="overlap-grad-reduce"
+    overlap_grad_reduce: bool = _switch(
+        "sum gradients during the backward pass", "overlapgrads", (False, True), megatron="overlap-grad-reduce"
     )
-    overlap_param_gather: bool = option(
-        False, "gather weights during the forward pass", label="overlapparams", megatron="overlap-param-gather"
+    overlap_param_gather: bool = _switch(
+        "gather weights during the forward pass", "overlapparams", (False, True), megatron="overlap-param-gather"
     )
+    # Megatron-LM's --tp-comm-overlap, which needs Transformer Engine
+    overlap_tp: bool = _switch("hide tensor-parallel messages under matmuls", "overlaptp", (False,))
+    # HSDP, MiCS; Megatron-LM has their number, --num-distributed-optimizer-instances
+    shards: int = _size("ranks that share states out, replicas between them; 0: all", "shards{}", 0, search=(0,))
 
     def __post_init__(self) -> None:
         check(self)
@@ -192,6 +205,19 @@ TOPOLOGY_RULES = (
         "needs ZeRO stage 1 and overlap_grad_reduce",
         lambda t: (t.zero == 1 and t.overlap_grad_reduce) or not t.overlap_param_gather,
     ),
+    Rule("overlap_tp", "needs sequence_parallel", lambda t: t.sequence_parallel or not t.overlap_tp),
+    Rule(
+        "recompute_layers",
+        "needs recompute block, and block at least 1",
+        lambda t: (t.recompute == "block") == (t.recompute_layers > 0),
+    ),
+    Rule("shards", "needs ZeRO stage 1 or more", lambda t: t.zero > 0 or not t.shards),
+    Rule(
+        "shards",
+        "must divide dp x cp",
+        lambda t: not t.shards or t.dp * t.cp % t.shards == 0,
+        lambda t: f" = {t.dp} x {t.cp}",
+    ),
 )
 
 # What a model asks of a topology.
@@ -236,6 +262,12 @@ SHAPE_RULES = (
         "interleaving",
         "must divide a number of layers for the first or the last stage",
         lambda t, s: not (t.first_stage_layers % t.interleaving or t.last_stage_layers % t.interleaving),
+    ),
+    Rule(
+        "recompute_layers",
+        "must not exceed num_layers",
+        lambda t, s: t.recompute_layers <= s.num_layers,
+        lambda t, s: f"={s.num_layers}",
     ),
     Rule(
         "gbs",

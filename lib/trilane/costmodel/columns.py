@@ -29,7 +29,7 @@ class Columns:
     """Sizes of models and topologies, each a number or an array.
 
     The fields of a topology have their names there, and a word is a number, its place among the choices: `recompute` 0
-    none, 1 selective, 2 full. `main_grads` 1 where the engine is Megatron's own, whose fp32 gradients are the only ones
+    none, 1 selective, 2 full, 3 operators, 4 block. `main_grads` 1 where the engine is Megatron's own, whose fp32 gradients are the only ones
     and stay whole; `biases` 0 none, 1 of queries, keys and values, 2 all; `norm_values` 2 h or h parameters of a norm;
     `positions` learned rows.
     """
@@ -55,6 +55,7 @@ class Columns:
     cp: Number
     zero: Number
     recompute: Number
+    recompute_layers: Number
     interleaving: Number
     sequence_parallel: Number
     partition: Number
@@ -66,6 +67,10 @@ class Columns:
     attention: Number
     adam: Number
     buckets: Number
+    overlap_grad_reduce: Number
+    overlap_param_gather: Number
+    overlap_tp: Number
+    shards: Number  # 0: all replicas
     main_grads: Number
 
     @property
@@ -84,8 +89,19 @@ class Columns:
 
     @property
     def replicas(self) -> Number:
-        """Ranks among which gradients are summed and ZeRO divides: replicas, times the ranks that share a sequence."""
+        """Ranks among which gradients are summed: replicas, times the ranks that share a sequence."""
         return self.dp * self.cp
+
+    @property
+    def sharded(self) -> Number:
+        """Ranks among which ZeRO divides states: all replicas, or the group of hybrid sharding."""
+        return np.where(np.greater(self.shards, 0), self.shards, self.replicas)
+
+    @property
+    def recomputed(self) -> Number:
+        """Share of a stage's layers that are computed again as a whole, that of a stage in the middle."""
+        block = np.minimum(self.recompute_layers * self.interleaving / np.maximum(self.stage_layers[1], 1), 1)
+        return np.where(np.equal(self.recompute, 4), block, np.equal(self.recompute, 2))
 
     @property
     def tokens(self) -> Number:

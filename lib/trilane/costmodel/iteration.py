@@ -72,7 +72,7 @@ def data_parallel_seconds(
     width = np.maximum(x.value_bytes, 4 * x.fp32_gradients)
     share = parameters * data_parallel_seconds_per_byte(x, cluster, constants)
     once = share * ((2 - c.reduce_scatter * np.greater(x.zero, 0)) * width + np.greater(x.zero, 0) * x.value_bytes)
-    gathers = 2 + np.equal(x.recompute, 2)
+    gathers = 2 + x.recomputed
     each_microbatch = x.microbatches * share * x.value_bytes * (gathers + 1) * 0.5
     every = np.where(np.equal(x.zero, 3), each_microbatch, once)
     covered = np.where(np.equal(x.zero, 3), x.microbatches * compute, compute)
@@ -117,7 +117,7 @@ def offload_seconds(parameters: Number, columns: Columns, cluster: Cluster, cons
     pcie = cluster.pcie_bytes_per_s * constants.p2p
     # Adam on the host reads and writes 28 bytes a parameter from DDR memory, about 100 GB/s a node (Ren, section 5)
     step = owned * (2 * x.value_bytes / pcie + 28.0 * cluster.gpus_per_node / 100e9)
-    fetch = x.microbatches * (2 + np.equal(x.recompute, 2)) * owned * x.value_bytes / pcie
+    fetch = x.microbatches * (2 + x.recomputed) * owned * x.value_bytes / pcie
     return np.greater(x.offload, 0) * step + np.equal(x.offload, 2) * fetch
 
 
@@ -207,6 +207,8 @@ class Microbatches:
 
     def seconds(self, columns: Columns) -> np.ndarray:
         """Seconds per iteration of a block's rows."""
+        if np.any(np.equal(columns.recompute, 4)):  # a layer's share depends on the stage: nothing to keep
+            return np.asarray(iteration_columns(columns, self.cluster, self.constants).total)
         rows = np.searchsorted(self.sizes, np.asarray(columns.mbs))
         kinds = np.broadcast_to(2 * columns.recompute + columns.sequence_parallel, rows.shape)
         parts = np.empty((len(PARTS), len(rows)))

@@ -157,26 +157,28 @@ def all_reduce_seconds(columns: Columns, cluster: Cluster, constants: Constants)
 
 
 def layer_time(columns: Columns, cluster: Cluster, constants: Constants) -> LayerTime:
-    """One layer: forward, backward, and the recomputed forward where the topology recomputes (full, or attention only).
+    """One layer: forward, backward, and what is recomputed of the forward: all of it in the recomputed share of layers,
+    the attention core (selective), or half the matmuls and all elements (operators, which keep what was reduced).
 
     Tensor parallelism costs two all-reduces forward, two backward and two more with full recomputation: Narayanan et
     al. 2021, arXiv:2104.04473, section 3.2. Sequence parallelism moves the same bytes (Korthikanti et al. 2022). While
     the GPU works the host launches ahead; where a layer needs the host longer than the GPU, the GPU waits for the rest.
     """
     x, c = columns, constants
-    full, core = np.equal(x.recompute, 2), np.greater(x.recompute, 0)
+    whole, core, operators = x.recomputed, np.equal(x.recompute, 1), np.equal(x.recompute, 3)
+    again = whole + operators
     linear, linear_back = linear_seconds(x, cluster, c)
     attention, attention_back = attention_seconds(x, cluster, c)
     elements, elements_back = elementwise_seconds(x, cluster, c)
     gradients = accumulation_seconds(x.layer_parameters, x, cluster, c)
     parts = {
-        "matmul": linear * (1 + full) + linear_back,
-        "attention": attention * (1 + core) + attention_back,
-        "elementwise": elements * (1 + full) + elements_back + gradients,
-        "tensor_parallel": all_reduce_seconds(x, cluster, c) * (4 + 2 * full) * (1 - c.overlap),
+        "matmul": linear * (1 + whole + operators / 2) + linear_back,
+        "attention": attention * (1 + whole + core) + attention_back,
+        "elementwise": elements * (1 + again) + elements_back + gradients,
+        "tensor_parallel": all_reduce_seconds(x, cluster, c) * (4 + 2 * whole + operators) * (1 - c.overlap),
     }
-    host = 0.0 if cluster.gpu.kind == "cpu" else np.maximum(c.host_s * (3 + full) / 4 - sum(parts.values()), 0)
-    return LayerTime(**parts, overhead=c.launch_s * (3 + full) / 4 * slowdown(x, cluster) + host)
+    host = 0.0 if cluster.gpu.kind == "cpu" else np.maximum(c.host_s * (3 + again) / 4 - sum(parts.values()), 0)
+    return LayerTime(**parts, overhead=c.launch_s * (3 + again) / 4 * slowdown(x, cluster) + host)
 
 
 def head_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:

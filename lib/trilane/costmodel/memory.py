@@ -7,7 +7,7 @@ import numpy as np
 
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import Topology
+from trilane.config.parallelism import CHOICES, Topology
 from trilane.costmodel.columns import Columns, Number, Parts, columns_of
 
 
@@ -37,6 +37,7 @@ class MemoryConstants:
 
 
 DEFAULT = MemoryConstants()
+FP8 = CHOICES["precision"].index("fp8")
 
 
 def memory_of(stack: str) -> MemoryConstants:
@@ -64,23 +65,28 @@ class StageMemory(Parts):
 def activation_bytes_per_layer(columns: Columns) -> Number:
     """Bytes one GPU keeps for the backward pass, per layer and microbatch, at 2 bytes a value.
 
-    s seq, b mbs, h hidden, a heads, t tp:
+    s seq, b mbs, h hidden, a heads, t tp, k channels of keys, f of the MLP:
 
         none                  s b h (10 + 24/t + 5 a s / (h t))      sequence parallel: s b h (34/t + 5 a s / (h t))
         selective, or fused   the 5 a s term dropped
         full                  2 s b h                           sequence parallel: 2 s b h / t
+        operators             2 s b (h + (2 h + k + f)/t), h more with a gate    sequence parallel: first h is 3 h / t
+        block                 the mean of full and none
 
     Korthikanti et al. 2022, arXiv:2205.05198, table 2. Of the 24: queries, keys and values 6, the core's output 2, the
-    MLP's hidden channels before and after the activation 4 each of 4 h; a gate keeps one more of them.
+    MLP's hidden channels before and after the activation 4 each of 4 h; a gate keeps one more of them. In fp8 the
+    inputs of linear layers are kept in 8 bits, the core's output beside them (Transformer Engine, module/linear.py).
+    operators: the layer's input, attention's output and every second matmul's, of q, k, v, o, in, gate, out; with
+    sequence parallelism what was reduced, too (torchtitan 2025, `_op_sac_save_list` of llama3/infra/parallelize.py).
     """
-    x = columns
-    sbh = x.tokens * x.hidden
-    cut = 4 + 4 * x.kv_hidden / x.hidden + (4 + 2 * x.gated) * x.ffn / x.hidden
-    kept = np.where(np.equal(x.sequence_parallel, 1), 10 / x.tp, 10) + cut / x.tp
-    stores = np.equal(x.recompute, 0) * x.attention
-    whole = sbh * kept + stores * 5.0 * x.heads * x.seq * x.tokens / x.tp
-    kept_input = 2 * sbh / np.where(np.equal(x.sequence_parallel, 1), x.tp, 1)
-    return np.where(np.equal(x.recompute, 2), kept_input, whole) * x.value_bytes / 2
+    x, h = columns, columns.hidden
+    sbh, cut, fp8 = x.tokens * h, np.where(np.equal(x.sequence_parallel, 1), x.tp, 1), np.equal(x.precision, FP8)
+    shared = 4 + fp8 + 4 * x.kv_hidden / h + (4 - fp8 + 2 * x.gated) * x.ffn / h
+    stores = (np.equal(x.recompute, 0) | np.equal(x.recompute, 4)) * x.attention
+    every = sbh * ((10 - 2 * fp8) / cut + shared / x.tp) + stores * 5.0 * x.heads * x.seq * x.tokens / x.tp
+    some = (1 + 2 * (cut > 1)) / cut + (2 + x.kv_hidden / h + x.ffn / h) / x.tp + x.gated
+    every = np.where(np.equal(x.recompute, 3), 2 * sbh * some, every)
+    return (every * (1 - x.recomputed) + 2 * sbh / cut * x.recomputed) * x.value_bytes / 2
 
 
 def in_flight(columns: Columns, stage: Number) -> Number:
@@ -120,7 +126,7 @@ def model_states(columns: Columns, stage: Number, constants: MemoryConstants) ->
     """
     x, c = columns, constants
     parameters, wide = stage_parameters(x, stage), np.equal(x.value_bytes, 4)
-    shard = [np.where(np.greater_equal(x.zero, level), x.replicas, 1) for level in (1, 2, 3)]
+    shard = [np.where(np.greater_equal(x.zero, level), x.sharded, 1) for level in (1, 2, 3)]
     main = np.equal(x.main_grads, 1)
     weights = x.value_bytes * parameters / shard[2]
     each = np.where(main, 4, x.value_bytes + np.where(wide, 0, c.accumulated * x.fp32_gradients))
@@ -139,9 +145,9 @@ def working_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -
     They do not meet: the loss is done before the first layer is recomputed.
     """
     x, c = columns, constants
-    again = activation_bytes_per_layer(dataclasses.replace(x, recompute=0.0)) * c.working
+    again = activation_bytes_per_layer(dataclasses.replace(x, recompute=0.0)) * c.working * np.greater(x.recompute, 1)
     logits = np.equal(stage, x.pp - 1) * c.logit * x.tokens * x.vocab / x.tp
-    return np.maximum(np.equal(x.recompute, 2) * again, logits)
+    return np.maximum(again, logits)
 
 
 def stage_memory(
@@ -150,11 +156,12 @@ def stage_memory(
     """Peak memory of one GPU of stage `stage` (0 is the first), a number or an array a part.
 
     ZeRO-3 holds two gathered layers at a time. Offload moves the optimizer, and with "full" the weights, to the host.
-    Left out: the first stage's embedding and dropout activations; NCCL's buffers, which grow with the peers.
+    Left out: the first stage's embedding and dropout activations; NCCL's buffers, which grow with the peers; the
+    outputs that a stage has sent, which Megatron-LM deallocates (deallocate_pipeline_outputs).
     """
     x, c, cpu = columns, constants, cluster.gpu.kind == "cpu"
     weights, gradients, optimizer = model_states(x, stage, c)
-    over = np.where(np.equal(x.recompute, 2) & (not cpu), c.checkpoint, 1)
+    over = 1 if cpu else np.where(np.equal(x.recompute, 2), c.checkpoint, 1)
     buckets = (x.pp == 1) & (x.replicas > 1) & np.greater(x.zero, 0) & (not cpu)
     # reduce and all-gather buckets of 16-bit values, the first one doubled to overlap (DeepSpeed's configuration page)
     bucket_bytes = 3 * 2.0 * x.bucket_values

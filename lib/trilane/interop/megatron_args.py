@@ -96,6 +96,7 @@ def _beside(plan: Plan) -> Arguments:
             "norm-epsilon": s.norm_epsilon if s.norm_epsilon != ModelShape.norm_epsilon else None,
             "tensorboard-dir": "tensorboard" if run.tensorboard else None,
             "use-distributed-optimizer": t.zero == 1,
+            **({"recompute-num-layers": t.recompute_layers} if t.recompute == "block" else {}),
             "untie-embeddings-and-output-weights": not s.tied_embeddings,
             "accumulate-allreduce-grads-in-fp32": t.precision != "fp32",
             "group-query-attention": shared,

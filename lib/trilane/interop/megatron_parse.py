@@ -110,6 +110,9 @@ def differing(values: Mapping[str, list[str]], plan: Plan) -> tuple[str, ...]:
     wanted: dict[str, Any] = known_arguments()["one_way"]
     if plan.shape.positions == "learned":  # a table of so many rows
         wanted = wanted | {"max_position_embeddings": str(plan.shape.seq_length)}
+    if plan.topology.recompute == "block":
+        layers = str(plan.topology.recompute_layers)
+        wanted = wanted | {"recompute_method": "block", "recompute_num_layers": layers}
     usual = {**wanted, "lr_decay_style": "linear"}  # the default of the programs
     given = {n: " ".join(values.get(n, [usual[n]])) or "yes" for n in wanted}
     found = [f"{n}={given[n]}: a plan has {value}" for n, value in wanted.items() if not _same(given[n], value)]
@@ -206,11 +209,13 @@ def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
     sums = given.has("accumulate_allreduce_grads_in_fp32") or precision in ("bf16", "fp8")
     sizes["gbs"] = sizes["gbs"] or sizes["mbs"] * dp
     sizes["sequence_parallel"] &= tp > 1  # Megatron-LM drops it without tp, too
+    sizes["recompute"] = _recompute(given)
+    if sizes["recompute"] == "full" and given.all("recompute_method") == ["block"] and not is_fork:
+        sizes |= {"recompute": "block", "recompute_layers": given.get("recompute_num_layers", int)}
     return Topology(
         **sizes,
         dp=dp,
         zero=zero,
-        recompute=_recompute(given),
         partition=_partition(given),
         offload="optimizer" if given.has("cpu_optimizer") else "none",
         precision=precision,

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -93,12 +92,11 @@ class _Search:
         """What no rule refuses of one tp x pp x dp, a block for each combination of the other choices."""
         (tp, pp, dp), (mbs, gbs), fixed = sizes, self.space.batches(sizes[2]), self.space.fixed
         values = {**vars(fixed), "tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "gbs": gbs, "gpus": tp * pp * dp * fixed.cp}
-        whole, choices = SimpleNamespace(**values), self.space.choices(self.shape, tp, pp)
+        whole, points = SimpleNamespace(**values), self.space.points(self.shape, *sizes)
         if broken := next((rule for rule, subjects in self.size_rules if not rule.holds(whole, *subjects)), None):
-            self.refused[broken.name] += math.prod(map(len, choices.values())) * len(mbs)
+            self.refused[broken.name] += len(points) * len(mbs)
             return
-        for words in product(*choices.values()):
-            point = dict(zip(choices, words, strict=True))
+        for point in points:
             vars(whole).update(point)
             if (keep := self.allowed(whole)) is not False:
                 yield Block(sizes, point, *((mbs, gbs) if keep is True else (mbs[keep], gbs[keep])))

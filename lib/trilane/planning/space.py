@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,7 +72,7 @@ class Space:
         gradients = "" if t.precision == "fp32" else f" with gradients summed in {sums}"
         words = [f"engine {self.engine}", f"{t.precision}{gradients}", f"attention {t.attention}"]
         values = {name: self.pins.get(name, VARIED.get(name, ())) for name in FREE}
-        words += [f"{name} {some[0]}" for name, some in values.items() if len(some) == 1]
+        words += [f"{name} {some[0]}" for name, some in values.items() if len(some) == 1 and (some[0] or some != VARIED.get(name))]
         rest = {*vars(t)} - {"precision", "fp32_gradients", "attention", *FREE}
         return ", ".join(words + [f"{n} {v}" for n, v in vars(t).items() if n in rest and v != getattr(usual, n)])
 
@@ -100,14 +101,25 @@ class Space:
     def _divisors(self, n: int) -> list[int]:
         return [m for m in self.pins["mbs"] if n % m == 0] if "mbs" in self.pins else divisors(n)
 
-    def choices(self, shape: ModelShape, tp: int, pp: int) -> dict[str, tuple[Any, ...]]:
-        """The values of each remaining choice that mean something on tp x pp."""
+    @cached_property
+    def _points(self) -> dict[tuple[tuple[Any, ...], ...], list[Point]]:
+        return {}
+
+    def points(self, shape: ModelShape, tp: int, pp: int, dp: int) -> list[Point]:
+        """Every combination of the remaining choices that means something on tp x pp x dp."""
         values = {**VARIED, **{name: pin for name, pin in self.pins.items() if name in VARIED}}
         chunks = values["interleaving"] or tuple(divisors(max(shape.num_layers // pp, 1)))
         # neither means anything without a pipeline or tensor parallelism; where one is pinned there is no other choice
         values["interleaving"] = tuple(n for n in chunks if pp > 1 or n == 1)
         values["sequence_parallel"] = tuple(cut for cut in values["sequence_parallel"] if tp > 1 or not cut)
-        return values
+        grads, gather = "overlap_grad_reduce", "overlap_param_gather"
+        for name in {grads, gather} - {*self.pins} if dp == 1 or self.engine != "megatron" else ():
+            values[name] = (False,)
+        if (key := tuple(values.values())) not in self._points:
+            every = [dict(zip(values, words, strict=True)) for words in product(*key)]
+            able = [p for p in every if gather in self.pins or not p[gather] or (p[grads] and p["zero"] == 1)]
+            self._points[key] = able
+        return self._points[key]
 
 
 def space_for(
