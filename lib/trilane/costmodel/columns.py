@@ -29,9 +29,9 @@ class Columns:
     """Sizes of models and topologies, each a number or an array.
 
     The fields of a topology have their names there, and a word is a number, its place among the choices: `recompute` 0
-    none, 1 selective, 2 full, 3 operators, 4 block. `main_grads` 1 where the engine is Megatron's own, whose fp32 gradients are the only ones
-    and stay whole; `biases` 0 none, 1 of queries, keys and values, 2 all; `norm_values` 2 h or h parameters of a norm;
-    `positions` learned rows.
+    none, 1 selective, 2 full, 3 operators, 4 block. `main_grads` 1 where the engine is Megatron's own, whose fp32
+    gradients are the only ones and stay whole; `biases` 0 none, 1 of queries, keys and values, 2 all; `norm_values` 2 h
+    or h parameters of a norm; `positions` learned rows.
     """
 
     layers: Number
