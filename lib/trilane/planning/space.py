@@ -72,7 +72,11 @@ class Space:
         gradients = "" if t.precision == "fp32" else f" with gradients summed in {sums}"
         words = [f"engine {self.engine}", f"{t.precision}{gradients}", f"attention {t.attention}"]
         values = {name: self.pins.get(name, VARIED.get(name, ())) for name in FREE}
-        words += [f"{name} {some[0]}" for name, some in values.items() if len(some) == 1 and (some[0] or some != VARIED.get(name))]
+        words += [
+            f"{name} {some[0]}"
+            for name, some in values.items()
+            if len(some) == 1 and (some[0] or some != VARIED.get(name))
+        ]
         rest = {*vars(t)} - {"precision", "fp32_gradients", "attention", *FREE}
         return ", ".join(words + [f"{n} {v}" for n, v in vars(t).items() if n in rest and v != getattr(usual, n)])
 
