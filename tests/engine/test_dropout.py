@@ -92,9 +92,16 @@ print(len(calls))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "recompute", "zero"), [("megatron", "selective", 0), ("deepspeed-3d", "full", 1)])
+@pytest.mark.parametrize(
+    ("engine", "again", "choices"),
+    [
+        ("megatron", 4, {"recompute": "selective"}),
+        ("megatron", 3, {"recompute": "block", "recompute_layers": 3}),
+        ("deepspeed-3d", 4, {"recompute": "full", "zero": 1}),
+    ],
+)
 def test_what_is_recomputed_is_really_computed_again(
-    engine: str, recompute: str, zero: int, ask: Callable, data: Path
+    engine: str, again: int, choices: dict, ask: Callable, data: Path
 ) -> None:
-    """Calls of the attention core in one iteration of 4 microbatches through 4 layers, each twice."""
-    assert int(ask(small_plan(data, engine=engine, recompute=recompute, zero=zero), COUNT)) == 2 * 4 * 4
+    """Calls of the attention core in one iteration of 4 microbatches: 4 layers forward, and those that are recomputed."""
+    assert int(ask(small_plan(data, engine=engine, **choices), COUNT)) == 4 * (4 + again)

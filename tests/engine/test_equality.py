@@ -12,7 +12,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("equality")]
 
 # `trilane measure engines` trains all rows of data/equality.json, here those that combine most of what an engine does.
 NAMES = {
-    "megatron": "DP2 mbs 1; recompute selective; DP2 distributed optimizer, both overlaps; PP3 one layer, two, one;"
+    "megatron": "DP2 mbs 1; recompute selective; PP2 recompute block;"
+    "DP2 distributed optimizer, both overlaps; PP3 one layer, two, one;"
     "TP2 PP2 DP2 distributed optimizer, interleaved, sequence parallel, overlapped; PP2 embedding and head as layers;"
     "TP2 PP2 BLOOM; TP2 PP2 interleaved, sequence parallel, Llama; TP2 fp16;"
     "PP2 DP2 distributed optimizer bf16",

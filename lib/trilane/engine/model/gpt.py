@@ -180,8 +180,6 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     """megatron-core's settings for the plan; whatever needs apex, Transformer Engine or torch.compile is off."""
     shape, t = plan.shape, plan.topology
     dtype, interleaved = DTYPES[t.precision], t.interleaving > 1
-    methods: dict[str, tuple[str, int]] = {"full": ("uniform", 1), "block": ("block", t.recompute_layers)}
-    method, layers = methods.get(t.recompute, (None, None))
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -216,9 +214,9 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         batch_p2p_comm=not interleaved,
         batch_p2p_sync=False,  # for torch before 1.13: it would wait for the device after each message
         cuda_graph_scope=[],  # the default is deprecated and warns
-        recompute_granularity="full" if method else None if t.recompute == "none" else t.recompute,
-        recompute_method=method,
-        recompute_num_layers=layers,
+        recompute_granularity={"none": None, "block": "full"}.get(t.recompute, t.recompute),
+        recompute_method={"full": "uniform", "block": "block"}.get(t.recompute),
+        recompute_num_layers={"full": 1, "block": t.recompute_layers}.get(t.recompute),
     )
 
 
