@@ -103,5 +103,5 @@ print(len(calls))
 def test_what_is_recomputed_is_really_computed_again(
     engine: str, again: int, choices: dict, ask: Callable, data: Path
 ) -> None:
-    """Calls of the attention core in one iteration of 4 microbatches: 4 layers forward, and those that are recomputed."""
+    """Calls of the attention core for 4 microbatches in one iteration: 4 layers forward, and those recomputed."""
     assert int(ask(small_plan(data, engine=engine, **choices), COUNT)) == 4 * (4 + again)
