@@ -38,7 +38,7 @@ TOPOLOGIES = [
     {"tp": 2, "cp": 4, "dp": 2, "gbs": 4, "precision": "fp8", "fp32_gradients": True},
 ]
 RUNS = [
-    Run(train_iters=70, log_interval=10, seed=7, timers=True, tensorboard=True, skip="20-29,31"),
+    Run(train_iters=70, log_interval=10, seed=7, timers=True, skip="20-29,31"),
     Run(train_iters=90, ramp=Ramp(start=8, increment=8, samples=100), eval_interval=30, eval_iters=4),
 ]
 

@@ -24,6 +24,7 @@ GONE = {
         "trace_packages": "is now `trilane debug capture`",
         "trace_calls": "is now `trilane debug capture`",
         "order_samples": "no sample's place depends on the run's length any more",
+        "tensorboard": "is gone; steps.jsonl has its scalars, docs/engine.md the lines that write them for TensorBoard",
         "profile": "is gone; `timers` has the seconds of each phase, `nsys profile` around the run its kernels",
     },
     "optimizer": {

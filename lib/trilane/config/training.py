@@ -120,7 +120,6 @@ class Run:
     train_iters: int = option(50, "iterations of the whole run", minimum=1)
     log_interval: int = option(1, "iterations from one log line to the next", minimum=1, megatron="log-interval")
     timers: bool = option(False, "also log the seconds of each phase, (min, max) over ranks")
-    tensorboard: bool = option(False, "also write an event file for TensorBoard")
     seed: int = option(1234, "of the initial weights and the data order", megatron="seed")
     ramp: Ramp = option(Ramp, "ramp-up of the batch size")
     save_interval: int = option(0, "iterations between checkpoints, and one at the end; 0: only on request", minimum=0)

@@ -1,13 +1,10 @@
-"""The report of each iteration: Megatron's line on the terminal, a JSON line in steps.jsonl, TensorBoard on request."""
+"""The report of each iteration: Megatron's line on the terminal, a JSON line in steps.jsonl."""
 
 import json
 import math
-import os
-import platform
 import resource
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -67,43 +64,6 @@ def megatron_line(window: Sequence[Line], train_iters: int, now: datetime) -> st
     )
 
 
-class TensorBoard:
-    """The event file of a run in its folder `tensorboard/`.
-
-    Not torch's SummaryWriter: its thread ends at the first write that a full disk refuses, and the next flush() waits
-    for it for ever.
-    """
-
-    # tag, Megatron-LM's where it has one -> key of the line; seconds, and TFLOP/s per GPU
-    scalars: Mapping[str, str] = {
-        "lm loss": "lm_loss",
-        "learning-rate": "learning_rate",
-        "grad-norm": "grad_norm",
-        "loss-scale": "loss_scale",
-        "batch-size": "global_batch_size",
-        "consumed-samples": "consumed_samples",
-        "iteration-time": "sec_per_it",
-        "throughput": "tflops",
-    }
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # its import takes a second
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        (folder / "tensorboard").mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
-        self._event = Event
-        self._records = RecordWriter(Appended(folder / "tensorboard" / name, print_note))  # a record is one write
-        self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-
-    def add(self, iteration: int, scalars: Mapping[str, float]) -> None:
-        """Scalars of one iteration by their tags."""
-        event = self._event(wall_time=time.time(), step=iteration)
-        for tag, value in scalars.items():
-            event.summary.value.add(tag=tag, simple_value=value)
-        self._records.write(event.SerializeToString())
-
-
 def write_json(path: Path, values: Any) -> None:
     """Write `values` as indented JSON under a temporary name, then rename: a reader never sees a partial file."""
     replace_text(path, json.dumps(values, indent=2) + "\n")
@@ -115,7 +75,7 @@ def print_note(text: str) -> None:
 
 
 class TrainingLog:
-    """The terminal, steps.jsonl, validation.jsonl and, on request, TensorBoard, by the last rank."""
+    """The terminal, steps.jsonl and validation.jsonl, by the last rank."""
 
     def __init__(self, plan: Plan, world: World, folder: Path) -> None:
         self._run, self._writes, self._window = plan.run, world.is_last, list[Line]()
@@ -124,7 +84,6 @@ class TrainingLog:
         self._timers = Timers(world.device) if plan.run.timers else None
         (folder / "ranks").mkdir(exist_ok=True)
         self._phases = Appended(folder / "ranks" / f"{world.rank}.phases", print_note)
-        self._board = TensorBoard(folder) if plan.run.tensorboard and self._writes else None
 
     def write(self, line: Line) -> None:
         """Append the JSON line; print Megatron's every log_interval iterations and at the end. Collective."""
@@ -134,8 +93,6 @@ class TrainingLog:
             return
         self._steps.write(json.dumps({**line, "timers": spread} if spread else line).encode() + b"\n")
         self._window.append(line)
-        if self._board:
-            self._board.add(line["iteration"], {tag: line[key] for tag, key in TensorBoard.scalars.items()})
         if due:
             print(megatron_line(self._window, self._run.train_iters, datetime.now()), flush=True)
             self._window = []
@@ -159,8 +116,6 @@ class TrainingLog:
             values = {"iteration": batch.number, "consumed_samples": batch.end, "lm_loss": loss, "seconds": seconds}
             self._evaluations.write(json.dumps(values).encode() + b"\n")
             print(validation_lines(batch.number, loss), flush=True)
-            if self._board:
-                self._board.add(batch.number, {"lm loss validation": loss})
 
     def close(self) -> None:
         """Write what waits for free space on the disk; report what still cannot be written."""

@@ -94,7 +94,6 @@ def _beside(plan: Plan) -> Arguments:
             "no-bias-gelu-fusion": s.activation != "gelu-tanh",
             "ffn-hidden-size": s.ffn if s.ffn != 4 * s.hidden_size else None,
             "norm-epsilon": s.norm_epsilon if s.norm_epsilon != ModelShape.norm_epsilon else None,
-            "tensorboard-dir": "tensorboard" if run.tensorboard else None,
             "use-distributed-optimizer": t.zero == 1,
             **({"recompute-num-layers": t.recompute_layers} if t.recompute == "block" else {}),
             "untie-embeddings-and-output-weights": not s.tied_embeddings,

@@ -260,7 +260,6 @@ def _run(given: Given, data: Data, gbs: int) -> Run:
         else given.get("train_iters", int),
         ramp=ramp,
         timers=given.get("timing_log_level", int, 0) > 0,
-        tensorboard=given.has("tensorboard_dir"),
         skip=ranges_text(ranges_of(parse_integers("--iterations-to-skip", ",".join(skipped)) if skipped else ())),
     )
     own = given.fields(Run, {"log_interval": 100, "eval_interval": 1000, "eval_iters": 100})
