@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trilane.analysis.benchmark import result
+from trilane.analysis.measure import measure
 from trilane.config import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
@@ -275,7 +276,7 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
     sys.stdout = terminal
     if outcome.status != "completed":
         raise SystemExit(f"{outcome.status}: {outcome.evidence}")
-    found = result(folder, args.leave_out)
+    found = result(measure(folder, args.leave_out))
     steps = [json.loads(line)["sec_per_it"] for line in (folder / "steps.jsonl").read_text().splitlines()]
     lines = (folder / "run.log").read_text(errors="replace").splitlines()
     return {

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from support import small_plan
 
-from trilane.analysis.benchmark import result, text
+from trilane.analysis.benchmark import result
+from trilane.analysis.measure import measure
 from trilane.cli.app import main
 from trilane.config.cluster import cluster
 from trilane.config.plan import Plan
@@ -34,7 +35,7 @@ def finished(folder: Path, seconds: list[float], plan: Plan, **changes: dict) ->
 def test_the_first_the_skipped_and_those_of_a_smaller_batch_are_left_out(tmp_path: Path) -> None:
     seconds = [9.0, 9.0, 7.0, 1.0, 2.0, 50.0, 3.0]
     smaller, skipped = {"global_batch_size": 2}, {"skipped": 1}
-    found = result(finished(tmp_path / "run", seconds, small_plan(), _3=smaller, _6=skipped), warm_up=2)
+    found = result(measure(finished(tmp_path / "run", seconds, small_plan(), _3=smaller, _6=skipped), 2))
     assert (found["iterations"], found["iterations_counted"], found["status"]) == (7, 3, "completed")
     assert (found["sec_per_it"], found["sec_per_it_spread"], found["tokens_per_s"]) == (2, 0.25, 4 * 32 / 2)
     assert found["memory_bytes"] == {"0": 7 * 2**20, "1": 8 * 2**20}
@@ -45,9 +46,8 @@ def test_the_first_the_skipped_and_those_of_a_smaller_batch_are_left_out(tmp_pat
 
 def test_mfu_is_over_the_peak_of_the_card(tmp_path: Path) -> None:
     plan = replace(small_plan(), cluster=cluster("jz-a100-80g"))
-    found = result(finished(tmp_path / "run", [2.0] * 8, plan), warm_up=2)
+    found = result(measure(finished(tmp_path / "run", [2.0] * 8, plan), 2))
     assert found["mfu"] == pytest.approx(plan.shape.flops_per_iteration(4) / 2 / plan.cluster.gpu.fp32_flops_per_s)
-    assert f"MFU {found['mfu']:.1%}" in text(found)
 
 
 BAD = [
@@ -81,4 +81,4 @@ def test_the_command_trains_and_prints_exactly_one_object(
     assert found["made_by"]["versions"]["megatron-core"] == "0.16.1"
     assert set(found["memory_bytes"]) == {"0"}
     assert main(["measure", "plan", str(tmp_path / "small-benchmark-8"), "--leave-out", "3"]) == 0
-    assert "over 5 iterations" in capsys.readouterr().out
+    assert "completed" in capsys.readouterr().out

@@ -115,7 +115,7 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
     assert m.memory_bytes == 8 * 2**20 and m.status == "completed"
     tflops = m.flops_per_s_per_gpu / 1e12
 
-    assert benchmark.result(folder).items() >= m.to_json().items()
+    assert benchmark.result(m).items() >= m.to_json().items()
 
     for record in parsed(capsys, folder, folder / "run.log")[1]:
         assert (record["iterations_counted"], record["global_batch_size"]) == (8, 4)

@@ -26,13 +26,13 @@ SIZES = (
     "using world size: 8, data-parallel-size: 8\n------ arguments ------\n  world_size ... 8\n  seq_length ... 2048\n"
 )
 TITAN = (  # https://github.com/pytorch/torchtitan/blob/main/torchtitan/components/metrics.py
-    "step: {i:2d}  loss:  {loss:.4f}  grad_norm:  {norm:.4f}  memory: {gib:.4f}GiB(40.53%)  tps: 7,812  "
+    "step: {i:2d}  loss:  {loss:.4f}  grad_norm:  {norm:.4f}  memory: 38.5000GiB(40.53%)  tps: 7,812  "
     "tflops: {tflops:.2f}  mfu: {mfu}%\n"
 )
 
 
-def titan(norm=1.5, gib=38.5, tflops=312.5, mfu=31.6):
-    return "".join(TITAN.format(i=i, loss=8 - i / 10, norm=norm, gib=gib, tflops=tflops, mfu=mfu) for i in range(1, 6))
+def titan(norm=1.5, tflops=312.5, mfu=31.6):
+    return "".join(TITAN.format(i=i, loss=8 - i / 10, norm=norm, tflops=tflops, mfu=mfu) for i in range(1, 6))
 
 
 def stamped(count=20, pause=0.0, step=1, **changed):
@@ -67,20 +67,10 @@ FAULTS = {
     "bounds of the norm": ("grad_norm", titan(norm=-1.5)),
     "bounds of the loss": ("lm_loss", lines(10) + line(11, -0.5)),
     "bounds of the share": ("mfu", titan(mfu=3160.0)),
-    "bounds of memory": ("max_reserved", titan(gib=38500)),
-    "bounds of iterations": ("train_iters", lines(20, total=15)),
     "jumps-back": ("consumed_samples", lines(10) + line(11, used=4) + line(12, used=8)),
     "rate of tokens": ("tokens_per_gpu_per_second", SIZES + lines(more=RATE.format(4 * 2048 / 2 / 8, 64))),
     "rate of samples": ("samples_per_second", SIZES + lines(step=10, ms=20000.0, more="samples per second: 2.000 | ")),
     "count of iterations": ("iteration", "".join(line(i, used=40 * i) for i in range(1, 20))),
-    "count of tokens": (
-        "consumed_tokens",
-        SIZES + "".join(line(i, more=f"consumed tokens: {4 * 4096 * i:12d} | ") for i in range(1, 20)),
-    ),
-    "bounds of evaluations": (
-        "validation",
-        lines() + "validation loss at iteration 20 | lm loss value: -1.5E+00 | lm loss PPL: 1.0E+00 |\n",
-    ),
 }
 
 

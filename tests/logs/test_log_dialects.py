@@ -112,7 +112,7 @@ def test_the_memory_that_deepspeed_prints_beside_its_rates_is_read(tmp_path):
     assert list(log.memory["max_allocated"]) == [20.5 * 2**30] and log.memory["allocated"].iloc[0] == 4.25 * 2**30
 
 
-def test_memory_timers_arguments_devices_and_profiler_are_read(tmp_path):
+def test_memory_timers_arguments_and_devices_are_read(tmp_path):
     text = (
         "+ srun bash -c 'python pretrain_gpt.py --num-layers 40 --lr 1e-4 --fp16 --wandb-api-key abc --data-path \"a b\"'\n"
         "------------------------ arguments ------------------------\n"
@@ -125,7 +125,6 @@ def test_memory_timers_arguments_devices_and_profiler_are_read(tmp_path):
         "[INFO] [utils.py:1:see_memory_usage] MA 3.5 GB         Max_MA 9.25 GB         CA 6.0 GB         Max_CA 6 GB \n"
         f"{m2021(1)}time (ms) | forward-compute: 148.03 | backward-compute: 415.50 | batch-generator: 2.50\n{m2021(2)}"
         "(min, max) time across ranks (ms):\n    optimizer ......................................: (10.00, 20.00)\n"
-        "fwd+bwd+step FLOPS per GPU:                                             103.5 TFLOPS\n"
     )
     log = read(tmp_path, text)
     expected = {"num_layers": 40, "lr": 1e-4, "hidden_size": 6144, "fp16": True, "padded_vocab_size": 50688}
@@ -135,7 +134,6 @@ def test_memory_timers_arguments_devices_and_profiler_are_read(tmp_path):
     assert list(log.memory["max_allocated"]) == [9.25 * 2**30]
     assert log.timers["forward-compute"].tolist()[0] == 0.14803
     assert (log.timers["optimizer"].iloc[1], log.timers["optimizer min"].iloc[1]) == (0.02, 0.01)
-    assert log.summary == {"profiler: fwd+bwd+step FLOPS per GPU": 103.5e12}
     assert any("set-up" in note for note in log.notes)
 
 

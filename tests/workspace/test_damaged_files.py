@@ -16,6 +16,7 @@ import pytest
 from support import REPOSITORY, small_plan
 
 from trilane.analysis import benchmark
+from trilane.analysis.measure import measure
 from trilane.cli.app import main
 from trilane.costmodel.shipped import calibration_for
 from trilane.diagnose.capture import write_topology
@@ -140,10 +141,10 @@ RUN = "s/runs/r/"
 FILES: dict[str, tuple[Reader, ...]] = {
     RUN + "plan.json": (cli("plan", "show", "{}/runs/r"), cli("slurm", "status", "{}/runs/r"), HANG, BEGIN),
     RUN + "status.json": (LOGS, END, BEGIN, lambda study: status.read_status(study / "runs/r")),
-    RUN + "steps.jsonl": (BEGIN, END, lambda study: benchmark.text(benchmark.result(study / "runs/r"))),
+    RUN + "steps.jsonl": (BEGIN, END, lambda study: benchmark.result(measure(study / "runs/r"))),
     RUN + "jobs.jsonl": (cli("slurm", "status", "{}/runs/r", "--lines", "5"), BEGIN, END),
     RUN + "run.log": (LOGS, END),
-    RUN + "env.json": (lambda study: benchmark.text(benchmark.result(study / "runs/r")),),
+    RUN + "env.json": (lambda study: benchmark.result(measure(study / "runs/r")),),
     RUN + "ranks/0.log": (END, BEGIN),
     RUN + "ranks/nodes/0.json": (
         lambda study: write_topology(study / "runs/r/stacks/now", small_plan(), read_beats(study / "runs/r")),

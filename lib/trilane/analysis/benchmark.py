@@ -7,17 +7,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trilane.analysis.measure import measure, memory_by_rank
+from trilane.analysis.measure import Measurement, measure, memory_by_rank
 from trilane.analysis.steady_state import WARM_UP
 from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import Plan, read_plan
 from trilane.launch.local import run_folder, train_local
-from trilane.utils.numbers import amount
 from trilane.utils.validation import read_json, require, require_integer
 
 
-def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP) -> dict[str, Any]:
-    """Train the plan of that file, `iterations` long at its full batch (0: as planned), and return its result().
+def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP) -> Measurement:
+    """Train the plan of that file, `iterations` long at its full batch (0: as planned), and measure the run.
 
     For a run folder, also of another machine, nothing is trained. The log goes to stderr.
     """
@@ -25,7 +24,7 @@ def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP) -> dict
     require_integer("iterations", iterations, 0)
     if plan.is_dir():
         require(iterations == 0, "iterations", iterations, "a finished run is measured as it is")
-        return result(plan, leave_out)
+        return measure(plan, leave_out)
     read = read_plan(plan)
     count = iterations or read.run.train_iters
     require(count > leave_out, "iterations", count, f"must be above leave_out={leave_out}")
@@ -39,7 +38,7 @@ def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP) -> dict
         folder = run_folder(plan)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result alone
         train_local(folder)
-    return result(folder, leave_out)
+    return measure(folder, leave_out)
 
 
 def shortened(plan: Plan, iterations: int) -> Plan:
@@ -47,29 +46,16 @@ def shortened(plan: Plan, iterations: int) -> Plan:
     return replace(plan, run=replace(plan.run, train_iters=iterations, ramp=Ramp()))
 
 
-def result(folder: Path, warm_up: int = WARM_UP) -> dict[str, Any]:
-    """The run in `folder` as `logs parse --json` has it, with its plan's label, engine and topology.
+def result(m: Measurement) -> dict[str, Any]:
+    """A run folder's measurement as `logs parse --json` has it, with its plan's label, engine and topology.
 
     `memory_bytes` are those of each rank. `mfu` is null on a CPU: the rate in its cluster file is a measured one, and
     no peak.
     """
-    m, plan = measure(folder, warm_up), read_plan(folder / "plan.json")
+    plan, stamp = m.plan, m.log.source.with_name("env.json")
+    assert plan, "of a run folder"
     return {
         **{"label": plan.label, "engine": plan.engine, "topology": asdict(plan.topology), **m.to_json()},
         "memory_bytes": {str(rank): int(value) for rank, value in memory_by_rank(m.log).items()},
-        "made_by": read_json(folder / "env.json", "stamp") if (folder / "env.json").exists() else {},
+        "made_by": read_json(stamp, "stamp") if stamp.exists() else {},
     }
-
-
-def text(found: dict[str, Any]) -> str:
-    """The result in two lines."""
-    lines = [f"{found['label']} ({found['engine']}): {found['status']}: {found['evidence']}"]
-    if found["sec_per_it"]:
-        # what a run cannot know is null: the peak of a CPU, the tokens of one whose env.json is damaged
-        rates = {"tokens/s": found["tokens_per_s"], "TFLOP/s per GPU": (found["tflops"] or {}).get("narayanan")}
-        known = [f"{amount(rate)} {unit}" for unit, rate in rates.items() if rate is not None]
-        known += [f"MFU {mfu:.1%}" for mfu in [found["mfu"]] if mfu is not None]
-        spread = f"±{found['sec_per_it_spread'] or 0:.1%} over {found['iterations_counted']} iterations"
-        gib = max(found["memory_bytes"].values(), default=0) / 2**30
-        lines.append(f"{found['sec_per_it']:.4f} s {spread}, {', '.join(known)}, fullest rank {gib:.2f} GiB")
-    return "\n".join(lines)

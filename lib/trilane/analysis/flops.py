@@ -61,11 +61,7 @@ def utilization(config: RunConfig, seconds: float) -> dict[str, float]:
 
 
 def printed_rates(log: RunLog) -> dict[str, float]:
-    """FLOP/s per GPU as the log prints them: `printed`, the median of its lines by its dialect's own definition, and
-    `profiler`, DeepSpeed's count of one iteration.
-    """
+    """`printed`: FLOP/s per GPU as the log has them, the median of its lines by its dialect's own definition."""
     column = log.column("flops_per_s_per_gpu")
     later = column[1:] if np.isfinite(column[1:]).any() else column
-    found = {"printed": float(np.nanmedian(later))} if np.isfinite(later).any() else {}
-    profiled = [v for name, v in log.summary.items() if name.startswith("profiler: fwd+bwd+step") and v > 1e6]
-    return found | ({"profiler": profiled[-1]} if profiled else {})
+    return {"printed": float(np.nanmedian(later))} if np.isfinite(later).any() else {}

@@ -10,12 +10,13 @@ import numpy as np
 
 from trilane.analysis import flops
 from trilane.analysis.run_config import RunConfig, of_window, run_config
-from trilane.analysis.steady_state import WARM_UP, SteadyState, ranges, steady_state
+from trilane.analysis.steady_state import WARM_UP, SteadyState, steady_state
 from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
 from trilane.logs.checks import HARMLESS, Problem, median, of_card
 from trilane.logs.endings import caveat
 from trilane.logs.run import RunLog, read_run_folder
+from trilane.utils.numbers import ranges
 from trilane.utils.tables import as_json
 from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
@@ -48,7 +49,7 @@ class Measurement:
     window          which iterations count (see steady_state), `iterations` how many
     sec_per_it      their median; `spread` half the distance of their quartiles relative to it
     tokens_per_s    of the whole job
-    flops_per_s     per GPU by definition (flops.iteration_flops, and `printed` and `profiler` where the log has them)
+    flops_per_s     per GPU by definition (flops.iteration_flops, and `printed` where the log has it)
     utilization     mfu and hfu, where the card is known
     lost_share      of the printed time that iterations took beyond the median: stalls, evaluations, checkpoints
     memory_bytes    the fullest rank's peak
@@ -114,7 +115,7 @@ class Measurement:
             "global_batch_size": self.config.gbs or None,
             "sec_per_it": self.sec_per_it,
             "sec_per_it_spread": self.spread,
-            "left_out": [{"reason": reason, "iterations": ranges(numbers)} for reason, numbers in left_out],
+            "left_out": [{"reason": reason, "iterations": ranges(numbers, 4)} for reason, numbers in left_out],
             "tokens_per_s": self.tokens_per_s,
             "tflops": {name: rate / 1e12 for name, rate in self.flops_per_s.items()},
             "mfu": self.utilization.get("mfu"),

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
 from trilane.logs.run import RunLog
+from trilane.utils.numbers import ranges
 
 WARM_UP = 5  # iterations left out at the start: allocation, first use of each kernel
 
@@ -25,7 +25,7 @@ class SteadyState:
     @property
     def sentence(self) -> str:
         """Which iterations are left out and why."""
-        parts = "; ".join(f"{ranges(numbers) or 'a line'} ({reason})" for reason, numbers in self.left_out.items())
+        parts = "; ".join(f"{ranges(numbers, 4) or 'a line'} ({reason})" for reason, numbers in self.left_out.items())
         return f"left out: {parts or 'none'}" + (f"; {self.note}" if self.note else "")
 
 
@@ -83,11 +83,3 @@ def interval(at: np.ndarray) -> float:
     """Iterations that one line covers."""
     steps = np.diff(at)
     return float(np.median(steps[steps > 0])) if (steps > 0).any() else 1.0
-
-
-def ranges(numbers: tuple[int, ...], most: int = 4) -> str:
-    """ "1-5, 100, 200 and 7 more": consecutive numbers as ranges, at most four of them."""
-    runs = [[n for _, n in group] for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    more = sum(map(len, runs[most:]))
-    return ", ".join(words[:most]) + (f" and {more} more" if more else "")

@@ -107,10 +107,11 @@ def plan(
     leave_out: int = option(5, "first iterations left out", minimum=0),
 ) -> Answer:
     """Train PLAN and print how fast it was; the folder of a finished run, also of another machine, is only measured."""
-    from trilane.analysis import benchmark
+    from trilane.analysis.benchmark import benchmark, result
+    from trilane.analysis.tables import parse_text
 
-    found = benchmark.benchmark(plan, iterations, leave_out)
-    return Answer(found, benchmark.text(found), found["status"] != "completed")
+    found = benchmark(plan, iterations, leave_out)
+    return Answer(result(found), parse_text([found]), not found.status.is_clean)
 
 
 @command(GROUP)

@@ -3,13 +3,13 @@
 import json
 import tempfile
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from trilane.diagnose.evidence import Evidence, read_folder
 from trilane.diagnose.suspects import OPEN, WHICH, Suspects, find_suspects
 from trilane.diagnose.waits import Conditions, conditions
+from trilane.utils.numbers import ranges
 from trilane.utils.tables import Columns, DataFrame, Record, Table, Text, as_json, grouped
 from trilane.utils.validation import shipped_json
 from trilane.workspace.rank_grid import Grid
@@ -68,7 +68,7 @@ class Verdict(Table):
     def to_frame(self) -> DataFrame:
         """A row per group: its ranks, how many, their state, the group axis that they wait over, and the stack."""
         names = ["ranks", "how many", "state", "over", "stack, innermost first"]
-        rows = [(span(g.ranks), len(g.ranks), g.state, g.axis, g.stack) for g in self.groups]
+        rows = [(ranges(g.ranks), len(g.ranks), g.state, g.axis, g.stack) for g in self.groups]
         return Columns.of_rows(names, rows).to_frame()
 
     def suspect_table(self) -> Columns:
@@ -90,7 +90,7 @@ class Verdict(Table):
         lines = [self.paragraph, "stacks, innermost first (! suspects):"]
         for group in self.groups:
             mark = "!" if {*group.ranks} & {*self.reasons} else " "
-            lines.append(f"{mark}{len(group.ranks):5d}  ranks {span(group.ranks)}: {group.where}")
+            lines.append(f"{mark}{len(group.ranks):5d}  ranks {ranges(group.ranks)}: {group.where}")
             lines += [f"          {group.stack}"] if group.frames else []
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
@@ -184,7 +184,7 @@ def _notes(found: Conditions) -> list[str]:
         "unreadable": "missing: the dumps of ranks {} cannot be read; one of them may be late",
         "moved": "ranks {} moved between the two moments: slow rather than stuck; take a third dump",
     }
-    return [text.format(span(kinds[kind])) for kind, text in texts.items() if kind in kinds]
+    return [text.format(ranges(kinds[kind])) for kind, text in texts.items() if kind in kinds]
 
 
 def _places(grid: Grid, ranks: list[int]) -> str:
@@ -193,13 +193,4 @@ def _places(grid: Grid, ranks: list[int]) -> str:
     p = grid[ranks[0]]
     one = [f"tp {p.tp}, pp {p.pp}, dp {p.dp}"] if grid.known and len(ranks) == 1 else []
     more = ", ..." * (len(nodes) > 4)
-    return f"rank{'s' * (len(ranks) > 1)} {span(ranks)} ({', '.join([*one, *nodes[:4]])}{more})"
-
-
-def span(ranks: list[int] | tuple[int, ...]) -> str:
-    """Ranks as ranges, such as 0-3, 7, 9-11."""
-    words = []
-    for _, run in groupby(enumerate(sorted(ranks)), key=lambda item: item[1] - item[0]):
-        first, *_, last = [rank for _, rank in run] * 2
-        words.append(f"{first}-{last}" if last > first else str(first))
-    return ", ".join(words[:8]) + (f", ... ({len(ranks)} in all)" if len(words) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)} ({', '.join([*one, *nodes[:4]])}{more})"

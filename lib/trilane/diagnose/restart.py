@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trilane.diagnose.hang import Verdict, span
+from trilane.diagnose.hang import Verdict
 from trilane.diagnose.snapshot import (
     Findings,
     Holder,
@@ -19,6 +19,7 @@ from trilane.diagnose.snapshot import (
     states,
     within,
 )
+from trilane.utils.numbers import ranges
 from trilane.utils.tables import DataFrame, Record, Table, Text, frame_of, grouped
 from trilane.utils.validation import DATA, require
 from trilane.workspace.checkpoints import KINDS
@@ -138,7 +139,7 @@ def merged(findings: Iterable[RestartFinding]) -> list[RestartFinding]:
 def _notes(a: Snapshot, b: Snapshot) -> Iterator[str]:
     for s in (a, b):
         if s.missing:
-            yield f"{s.name}: no fingerprint of ranks {span(s.missing)}"
+            yield f"{s.name}: no fingerprint of ranks {ranges(s.missing)}"
     if a.state.iteration != b.state.iteration:
         yield f"{a.name} and {b.name} are of different iterations: each is checked by itself"
     elif a.layout != b.layout:

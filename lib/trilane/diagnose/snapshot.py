@@ -11,8 +11,8 @@ from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trilane.diagnose.hang import span
 from trilane.diagnose.stacks import DAMAGED
+from trilane.utils.numbers import ranges
 from trilane.utils.tables import Record, grouped
 from trilane.utils.validation import read_json, require, require_folder
 from trilane.workspace import checkpoints, fingerprints
@@ -177,7 +177,7 @@ class RestartFinding(Record):
         if not self.ranks:
             return "all ranks"
         common = ", ".join(shared(self.ranks))
-        return f"ranks {span([r.rank for r in self.ranks])}" + f" ({common})" * bool(common)
+        return f"ranks {ranges([r.rank for r in self.ranks])}" + f" ({common})" * bool(common)
 
     def line(self) -> str:
         """The finding in one line."""

@@ -41,7 +41,7 @@ class RunLog(Table):
                  that the rank ever reported
     timers       a row per iteration: iteration, and each timer of the framework
     devices      the GPUs that nvidia-smi lists
-    summary      numbers printed once, such as train_runtime and those of the flops profiler
+    summary      numbers printed once, such as train_runtime
     status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed it (None if unknown),
                  `asked_bytes` the size of the allocation that failed (NaN if unknown), `hosts` and `gpus` those of the
                  line or of its rank, and `exclude` the nodes at fault, as SLURM's --exclude takes them

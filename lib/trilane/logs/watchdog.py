@@ -9,8 +9,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 
+from trilane.utils.numbers import ranges
 from trilane.utils.tables import one_line
 
 MEMBER = re.compile(
@@ -109,10 +109,6 @@ def _group(member: re.Match[bytes]) -> str:
 
 def _ranks(ranks: Iterable[int], places: Mapping[int, tuple[str, str]]) -> str:
     """`ranks 0-6, 9`, with the nodes of a few."""
-    known, runs = sorted(ranks), list[str]()
-    for _, run in groupby(enumerate(known), key=lambda pair: pair[1] - pair[0]):
-        first, *_, last = [rank for _, rank in run] * 2
-        runs.append(f"{first}-{last}" if last > first else str(first))
+    known = sorted(ranks)
     hosts = dict.fromkeys(places[rank][0] for rank in known if rank in places) if len(known) <= SHOWN else {}
-    text = ", ".join(runs[: 2 * SHOWN]) + ", ..." * (len(runs) > 2 * SHOWN)
-    return f"rank{'s' * (len(known) > 1)} {text}" + (f" ({', '.join(hosts)})" if hosts else "")
+    return f"rank{'s' * (len(known) > 1)} {ranges(known, 2 * SHOWN)}" + (f" ({', '.join(hosts)})" if hosts else "")

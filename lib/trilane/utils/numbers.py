@@ -1,6 +1,8 @@
 """Numbers as a person reads them: shares, amounts, intervals."""
 
 import math
+from collections.abc import Iterable
+from itertools import groupby
 
 
 def percent(value: float, digits: int = 1) -> str:
@@ -27,3 +29,11 @@ def with_interval(value: float, low: float, high: float) -> tuple[str, str, str]
 def with_bounds(value: float, low: float, high: float) -> str:
     """A number with its interval: "103.3 (97.2 to 109.8)"."""
     return "{} ({} to {})".format(*with_interval(value, low, high))
+
+
+def ranges(numbers: Iterable[int], most: int = 8) -> str:
+    """ "1-5, 100, 200 and 7 more": whole numbers in order as ranges, at most so many."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])]
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:most]]
+    more = sum(map(len, runs[most:]))
+    return ", ".join(words) + f" and {more} more" * (more > 0)

@@ -4,9 +4,8 @@ import re
 from dataclasses import replace
 
 from trilane.logs import arguments, endings, hardware
-from trilane.logs.dialects import SUFFIXES, Span, row_of
+from trilane.logs.dialects import Span, row_of
 from trilane.logs.endings import Level
-from trilane.logs.prefixes import body
 from trilane.logs.reading.runs import PartialRun
 from trilane.logs.watchdog import WORDS
 
@@ -20,7 +19,6 @@ TIMERS = re.compile(rb"\btime \(ms\) \||\"timers\": \{")
 TIMER = re.compile(rb"(?:^|\|)\s*+([^:|\s][^:|]{0,99}?)\s*:\s*([\d.]{1,30})\s*(?=\||$)")
 OF_RANKS = re.compile(rb"(?:^|\s)([A-Za-z][\w/-]*) ?\.{2,}:\s+\(?(\d+(?:\.\d*)?)(?:,\s+(\d+(?:\.\d*)?)\))?\s*$")
 OF_STEP = re.compile(rb"\"([\w/ -]{1,99})\": \[([\d.e+-]{1,30}), ([\d.e+-]{1,30})\]")
-FLOPS = re.compile(rb"^\s*(?:\S+: )?(fwd\+bwd\+step[^:]*):\s+(\d+(?:\.\d*)?) ?([KMGTP]?)FLOPS\s*$")
 # what starts the ranks of a node, of which srun sees one task: torchrun, and accelerate, which uses it
 LAUNCHERS = re.compile(
     rb"^\[default\d|torchrun\b|torch[./]distributed[./](?:elastic|launch|run)|ChildFailedError|\(local_rank: \d"
@@ -55,9 +53,6 @@ class Facts:
             rate = re.search(rb"Effective Tera Flops per GPU: (\d+(?:\.\d*)?)", line)
             if rate and run.iterations.rows:
                 run.iterations.change_last({"flops_per_s_per_gpu": float(rate[1]) * 1e12})
-        elif b"fwd+bwd+step" in line and (found := FLOPS.match(body(line))):
-            name = " ".join(found[1].decode("utf-8", "replace").split())
-            run.summary[f"profiler: {name}"] = float(found[2]) * SUFFIXES.get(found[3], 1.0)
         elif device := self._devices.device(line):
             run.devices[device.index] = device
         else:

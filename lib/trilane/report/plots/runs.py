@@ -10,7 +10,7 @@ from matplotlib.patches import Patch, Rectangle
 from trilane.analysis.measure import TIMERS, Measurement, phases
 from trilane.analysis.recalibrate import NOTHING, Recalibration
 from trilane.diagnose.hang import Verdict
-from trilane.report.plots.style import COLORS, INK, LIMIT, figure, finished, name_rows, plain
+from trilane.report.plots.style import COLORS, INK, figure, finished, name_rows, plain
 from trilane.utils.tables import Text
 
 
@@ -34,29 +34,6 @@ def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
         highest = max(float(m.log.iterations["sec_per_it"].quantile(0.95)) for m in measurements)
         axes.set_ylim(bottom=0, top=1.5 * highest)
     finished(axes, "Time (dotted: the median)", xlabel="iteration", ylabel="seconds per iteration")
-    return made
-
-
-def rates_by_definition(measurements: Sequence[Measurement]) -> Figure | Text:
-    """FLOP/s per GPU of each run by every definition that could be computed; the card's peak where in range."""
-    rated = [m for m in measurements if m.flops_per_s]
-    # Megatron prints TFLOPs with one decimal, which is too few below one
-    known = [name for m in rated for name, rate in m.flops_per_s.items() if name != "printed" or rate >= 1e12]
-    names = list(dict.fromkeys(known))
-    if not rated:
-        return Text("No rate can be computed: the logs give neither a shape nor a number of parameters.")
-    highest = max(rate for m in rated for rate in m.flops_per_s.values())
-    scale, unit = (1e12, "TFLOP/s") if highest >= 1e12 else (1e9, "GFLOP/s")
-    made, axes = figure(8.0, 1.1 + 0.14 * len(names) * len(rated))
-    for i, name in enumerate(names):
-        rates = [m.flops_per_s.get(name, 0.0) for m in rated]
-        places = [row + 0.8 * ((i + 0.5) / len(names) - 0.5) for row in range(len(rated))]
-        axes.barh(places, np.array(rates) / scale, 0.8 / len(names), color=COLORS[i % 8], label=name.replace("_", " "))
-    peaks = {m.config.peak_flops_per_s for m in rated}
-    if len(peaks) == 1 and (peak := peaks.pop()) and peak < 3 * highest:
-        axes.axvline(peak / scale, color=LIMIT, label="the card's peak")
-    name_rows(axes, [m.name for m in rated])
-    finished(axes, "One run, several definitions", xlabel=f"{unit} per GPU (process)")
     return made
 
 
