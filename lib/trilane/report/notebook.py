@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import nbformat
 import papermill
@@ -22,7 +23,7 @@ from trilane.report.html import read_notebook, state, unfinished, write_notebook
 from trilane.report.index import write_index
 from trilane.utils.files import set_aside
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.process import SAFE_PATH, environment_set, python
+from trilane.utils.process import SAFE_PATH, python
 from trilane.utils.progress import BATCH
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import outputs_root, shipped, stamp
@@ -105,7 +106,8 @@ def run(name: str, study: Study, **given: object) -> Path:
 
 def _execute(name: str, executed: Path, values: Mapping[str, Any]) -> None:
     source, inherited = path_of(name), {BATCH: "1", "TRILANE_OUTPUTS": str(outputs_root().absolute()), **SAFE_PATH}
-    with tempfile.TemporaryDirectory(prefix="trilane-", dir=socket_folder()) as sockets, environment_set(inherited):
+    folder = tempfile.TemporaryDirectory(prefix="trilane-", dir=socket_folder())
+    with folder as sockets, mock.patch.dict(os.environ, inherited):  # which restores it
         options = {
             # a port of TCP could be used by everybody on a shared node; a folder for each kernel, or two share files
             "config": Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"}),

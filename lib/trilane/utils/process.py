@@ -7,7 +7,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 PARENT = "TRILANE_PARENT_PID"  # in the environment, because the parent may end before its child asks
@@ -50,19 +50,6 @@ def allow_open_files(most: int = 65_536) -> None:
     wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-@contextlib.contextmanager
-def environment_set(values: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables inside the block; afterwards what they were before."""
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            os.environ.pop(name, None)
-        os.environ.update({name: before[name] for name in values if name in before})
 
 
 @contextlib.contextmanager
