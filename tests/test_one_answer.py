@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import pandas as pd
 import pytest
 from support import REPOSITORY, small_cluster
 
@@ -15,9 +17,10 @@ from trilane.config.cluster import Cluster, cluster
 from trilane.config.engines import default_topology, label_of
 from trilane.config.model import ModelShape, parse_shape
 from trilane.config.plan import Plan, read_plan
-from trilane.costmodel.calibration import to_json
+from trilane.costmodel.calibration import Configuration, to_json
+from trilane.costmodel.measured_rows import MeasuredRow, cells_of
 from trilane.costmodel.predict import Prediction, predict
-from trilane.costmodel.shipped import default
+from trilane.costmodel.shipped import calibration_for, default
 from trilane.report.widgets import explore
 from trilane.utils.numbers import with_bounds
 from trilane.workspace.study import Study
@@ -160,17 +163,23 @@ def test_what_01_chooses_is_found_by_02_with_its_defaults(outputs: Path, tmp_pat
 
 
 def test_a_plan_keeps_the_constants_that_predicted_it(tmp_path: Path, outputs: Path, capsys, monkeypatch) -> None:
-    """Calibrated as 04 does, searched by 02 and on the command line: one number in show, calendar, chain, 07 and 08."""
+    """Rows -> calibrate -> a search of 02 and of the command line: one number in show, calendar, chain, 07 and 08."""
     monkeypatch.chdir(tmp_path)
     plan, study = PLANS["this machine"], Study.create("uni")
-    measured = dataclasses.replace(default(plan.cluster), matmul=0.45, rows=9, half_width=0.05)
+    rows_of_a_slow_machine(plan).to_csv("rows.csv", index=False)
+    options(plan, tmp_path)
+    made = printed(capsys, "calibrate", "rows.csv", "--cluster", "machine.json", "-o", "own.json")
+    measured = calibration_for(plan.cluster, "own.json")
+    assert measured.hash == made["calibration"]["hash"] and made["after"]["median"] < made["before"]["median"] / 2
     path = study.save("calibration.json", to_json(measured), "04_analyze")
     expected, shipped = predict(plan, measured).sec_per_it, predict(plan).sec_per_it
     assert expected > 1.2 * shipped
-    for source in ("uni", str(path)):
+    for source in ("uni", str(path), "own.json"):
         found = printed(capsys, "plan", "search", *options(plan, tmp_path), "--calibration", source)
         (tmp_path / "found.json").write_text(json.dumps(found))
-        assert found["plans"][0]["id"] == plan.id and found["plans"][0]["calibration"]["name"] == source
+        assert found["plans"][0]["id"] == plan.id
+        kept = found["plans"][0]["calibration"]
+        assert (kept["name"], kept["hash"]) == (source, measured.hash)
         assert of_every_command(capsys) == pytest.approx([expected] * 4, rel=1e-12), source
     execute("02_topology", study="uni", **sizes(plan, tmp_path), learnt="uni", beside="")
     execute("07_calendar", study="uni", tokens=1e9, runs=100, plan=plan.id)
@@ -196,6 +205,17 @@ def test_a_plan_keeps_the_constants_that_predicted_it(tmp_path: Path, outputs: P
         predict(plan, other)
     path.write_text(json.dumps(to_json(default(plan.cluster))))
     assert of_every_command(capsys) == pytest.approx([expected] * 4, rel=1e-12), "whatever became of the study"
+
+
+def rows_of_a_slow_machine(plan: Plan) -> pd.DataFrame:
+    """Runs of the plan's model on its machine, whose matmuls have half of the rate that is assumed."""
+    slow, rows = dataclasses.replace(default(plan.cluster), matmul=0.45), []
+    for tp, pp, dp, mbs in ((1, 1, 1, 1), (1, 1, 2, 2), (2, 1, 1, 4), (1, 2, 2, 1), (2, 1, 2, 2), (1, 1, 4, 1)):
+        topology = dataclasses.replace(plan.topology, tp=tp, pp=pp, dp=dp, mbs=mbs, gbs=8)
+        case = Configuration(shape=plan.shape, topology=topology, cluster=plan.cluster, engine=plan.engine)
+        known = {"stack": "megatron-core", "seconds": predict(case, slow).sec_per_it, "memory_bytes": math.nan}
+        rows.append(cells_of(MeasuredRow(row_id=f"run {len(rows)}", case=case, **known)))
+    return pd.DataFrame(rows)
 
 
 def of_every_command(capsys: pytest.CaptureFixture) -> list[float]:

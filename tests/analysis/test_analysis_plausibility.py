@@ -46,7 +46,7 @@ def test_tokens_and_flops_of_a_curriculum_are_those_of_its_sequence_length():
 
 def test_a_run_whose_numbers_contradict_each_other_teaches_the_planner_nothing():
     good, bad = measured(), measured(flops_per_s_per_gpu=RIGHT / 10)
-    assert recalibrate([good], V100).runs == (good,) and recalibrate([good], V100).left_out == ()
-    found = recalibrate([good, bad], V100)
-    assert found.runs == (good,) and "TFLOP/s printed" in found.left_out[0]
-    assert "Not used: a.log" in found._repr_html_() and not recalibrate([bad], V100)
+    alone, found = recalibrate([good], V100), recalibrate([good, bad], V100)
+    assert len(alone.rows) == 1 and not alone.left_out
+    assert found.rows == alone.rows and "TFLOP/s printed" in found.left_out[0].reason
+    assert "not used: a.log" in found._repr_html_() and not recalibrate([bad], V100)

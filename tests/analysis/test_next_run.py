@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,10 +16,12 @@ from test_measure import log
 
 from trilane.analysis import collect, recalibrate
 from trilane.analysis.measure import measure_log
+from trilane.cli.app import main
 from trilane.costmodel import metrics
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
-from trilane.costmodel.shipped import default, shipped_regimes
+from trilane.costmodel.predict import predict
+from trilane.costmodel.shipped import calibration_for, default, shipped_regimes
 from trilane.costmodel.uncertainty import posterior
 from trilane.report import notebook
 from trilane.workspace.study import Study
@@ -73,14 +76,15 @@ def test_the_plan_that_may_be_the_fastest_is_measured_first():
 
 def test_measured_csv_is_read_back_as_the_cases_that_ran(tmp_path):
     plans = [small_plan("a", dp=2), small_plan("b", tp=2, pp=2)]
-    runs = [measure_log(log(sec_per_it=s), plan, name=plan.label) for s, plan in zip((2.0, 3.0), plans, strict=True)]
+    seconds = [round(1.5 * predict(plan).sec_per_it, 9) for plan in plans]
+    runs = [measure_log(log(sec_per_it=s), plan, name=plan.label) for s, plan in zip(seconds, plans, strict=True)]
     recalibration = recalibrate.recalibrate(runs)
     recalibration.measured_rows().to_csv(tmp_path / "measured.csv", index=False)
     cluster = tmp_path / "local.json"
     cluster.write_text(json.dumps(dataclasses.asdict(plans[0].cluster)))
     rows, skipped = read_rows(tmp_path / "measured.csv", str(cluster))
     assert not skipped and [r.case for r in rows] == list(recalibration.cases)
-    assert [(r.row_id, r.seconds) for r in rows] == [("a", 2.0), ("b", 3.0)]
+    assert [(r.row_id, r.seconds) for r in rows] == [("a", seconds[0]), ("b", seconds[1])]
 
 
 def test_a_lesson_brings_predictions_nearer_and_reports_their_uncertainty(tmp_path, outputs):
@@ -91,7 +95,7 @@ def test_a_lesson_brings_predictions_nearer_and_reports_their_uncertainty(tmp_pa
     recalibration = recalibrate.recalibrate(runs)
     table = recalibration.to_frame()
     assert (table["recalibrated / measured"] - 1).abs().max() < (table["predicted / measured"] - 1).abs().min()
-    assert all(p.sec_lo < m.sec_per_it < p.sec_hi for p, m in zip(recalibration.after, recalibration.runs, strict=True))
+    assert all(p.sec_lo < r.seconds < p.sec_hi for p, r in zip(recalibration.after, recalibration.rows, strict=True))
     choice = recalibrate.next_runs(Study.open("s"), recalibration)
     assert len(choice.to_frame()) >= 3, "without plans.json: the rivals of the first run"
     assert not recalibrate.recalibrate([measure_log(log())])
@@ -139,6 +143,109 @@ def test_a_foreign_log_becomes_a_case_where_its_cluster_is_named():
     assert case.shape == SHAPE and case.topology == CASES[0].topology
     assert recalibrate.case_of(m) is None
     assert recalibrate.case_of(measure_log(log(arguments={**arguments, "num_layers": 71})), A100) is None
+
+
+NAMES = ("cluster", "gpu", "layers", "hidden", "heads", "seq", "vocab_size", "dp", "tp", "pp", "mbs", "gbs", "engine")
+
+
+def ten_rows() -> pd.DataFrame:
+    """Ten runs of the kind that a user types: eight parallelisms of a Llama-like 7B by Megatron-DeepSpeed in 2024."""
+    rows = pd.read_csv(shipped_rows().with_name("lucie_jz_a100_2024.csv")).query("gbs % (mbs * dp) == 0 and gpus <= 64")
+    return rows[["row_id", *NAMES, "ffn", "activation", "sec_per_it"]][:10]
+
+
+def calibrated(capsys, *words: object) -> tuple[int, str, str]:
+    """Exit code and what `trilane calibrate` printed."""
+    code = main(["calibrate", *map(str, words)])
+    return code, *capsys.readouterr()
+
+
+def test_ten_rows_calibrate_alike_from_csv_markdown_python_and_04(tmp_path, outputs, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = ten_rows()
+    rows.to_csv("rows.csv", index=False)
+    typed = rows.rename(columns={"sec_per_it": "Sec/it", "layers": "Layers", "hidden": "NHIDDEN", "mbs": "MBS"})
+    lines = [list(typed), ["---"] * len(typed.columns), *typed.astype(str).to_numpy().tolist()]
+    Path("rows.md").write_text("# Our runs\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    code, out, err = calibrated(capsys, "rows.csv", "--cluster", "jz-a100-80g", "-o", "own.json")
+    assert (code, err) == (0, "") and "10 rows of megatron-deepspeed-2024 on jz-a100-80g used, 0 not" in out
+    assert "before" in out and "left out of its fit" in out and "moved: " in out and " -> " in out
+    own = calibration_for(A100, "own.json")
+    assert (own.rows, own.card, own.cluster) == (10, "A100-80GB", "jz-a100-80g") and own.hash in out
+    _, out, _ = calibrated(capsys, "rows.md", "--cluster", "jz-a100-80g", "-o", "typed.json", "--json")
+    assert json.loads(out)["calibration"]["hash"] == own.hash
+    assert recalibrate.fit(rows, "jz-a100-80g").fitted.hash == own.hash
+    study = Study.create("ours")
+    runs = collect.measure_runs(study, "rows.csv", 5, A100)
+    recalibrate.recalibrate(runs.timed, A100).save(study, "04_analyze")
+    assert calibration_for(A100, "ours").hash == own.hash
+    _, out, _ = calibrated(capsys, "ours", "--cluster", "jz-a100-80g", "-o", "again.json", "--json")
+    assert json.loads(out)["calibration"]["hash"] == own.hash, "a study has its rows in measured.csv"
+
+    before = Path("own.json").read_bytes()
+    code, _, err = calibrated(capsys, "rows.csv", "--cluster", "jz-a100-80g", "-o", "own.json")
+    assert (code, err) == (2, "trilane: output=own.json: exists; name another file\n")
+    assert Path("own.json").read_bytes() == before
+
+
+def times(factor, at=slice(None)):
+    """The rows with some of their seconds multiplied."""
+
+    def change(rows):
+        rows.loc[rows.index[at], "sec_per_it"] *= factor
+        return rows
+
+    return change
+
+
+BAD_ROWS = {
+    "rows without a shape": (lambda r: r.drop(columns=["heads", "layers"]), "has no column layers, heads; needed: "),
+    "empty cells": (lambda r: r.assign(hidden=None, vocab_size=None), "lu-0004: hidden, vocab_size='': is missing"),
+    "two clusters": (
+        lambda r: r.assign(cluster=["jz-a100-80g"] * 5 + ["dgx-a100-80g"] * 5),
+        "cluster=jz-a100-80g, dgx-a100-80g: the rows are of two clusters",
+    ),
+    "another cluster": (lambda r: r.assign(cluster="dgx-a100-80g"), "cluster=dgx-a100-80g: is what the rows name"),
+    "another card": (lambda r: r.assign(gpu="H100-80GB"), "gpu=H100-80GB: jz-a100-80g has A100-80GB"),
+    "milliseconds": (
+        lambda r: r.rename(columns={"sec_per_it": "ms_per_it"}),
+        "column=ms_per_it: seconds of an iteration stand in sec_per_it",
+    ),
+    "a time of what": (
+        lambda r: r.rename(columns={"sec_per_it": "Time"}),
+        "column=Time: seconds of an iteration stand in sec_per_it",
+    ),
+    "milliseconds called seconds": (times(1000), "seconds of an iteration are needed"),
+    "no seconds": (lambda r: r.drop(columns="sec_per_it"), "lu-0004: has no seconds"),
+    "negative seconds": (times(-1), "lu-0004: sec_per_it="),
+    "ten equal rows": (lambda r: pd.concat([r[:1]] * 10), "1 different configurations count, 2 are needed"),
+    "a factor of ten": (times(10, slice(3, 4)), "they contradict each other"),
+    "a factor of a tenth": (times(0.1, slice(5, 6)), "they contradict each other"),
+    "a column twice": (lambda r: pd.concat([r, r[["tp"]]], axis=1), "column=tp: is there twice"),
+    "no rows": (lambda r: r[:0], "0 different configurations count"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_rows_that_cannot_calibrate_are_refused_in_one_line(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    change, message = BAD_ROWS[name]
+    change(ten_rows()).to_csv("rows.csv", index=False)
+    code, out, err = calibrated(capsys, "rows.csv", "--cluster", "jz-a100-80g", "-o", "own.json")
+    assert (code, out, err.count("\n")) == (2, "", 1) and message in err and not Path("own.json").exists()
+
+
+def test_rows_that_do_not_count_are_named_with_the_reason():
+    rows = ten_rows()
+    rows.loc[rows.index[0], "engine"], rows.loc[rows.index[1], "mbs"] = "oneflow", None
+    rows = pd.concat([rows, rows[-1:].assign(row_id="twin")])
+    found = recalibrate.fit(rows, A100)
+    assert [(row.row_id, row.reason) for row in found.left_out] == [
+        ("lu-0005", "mbs='': is missing"),
+        ("lu-0004", "is of oneflow; most are of megatron-deepspeed-2024"),
+        ("twin", f"repeats {rows['row_id'].iloc[-2]} to its last digit"),
+    ]
+    assert len(found.rows) == 8 and not found.fitted.stack
 
 
 @pytest.mark.slow

@@ -6,12 +6,15 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
+from trilane.analysis.recalibrate import fit
 from trilane.cli.app import main
 from trilane.config.engines import default_topology
 from trilane.config.model import parse_shape
 from trilane.costmodel.backtest import backtest
+from trilane.costmodel.calibration import to_json
 from trilane.costmodel.measured_rows import cells_of, every_row, ignored_words, read_rows, shipped_rows
 
 SCORED = shipped_rows().with_name("scored.csv")
@@ -37,17 +40,13 @@ def test_the_command_prints_the_json_of_the_issue(capsys, tmp_path):
 
 def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
     """Every seventh A100 row as calibration, on a cluster file of another name: the error of all rows falls."""
-    rows = list(csv.DictReader(SCORED.open()))
-    timed = [r for r in rows if r["cluster"] == "jz-a100-80g" and r["sec_per_it"] and r["date"] >= "2022-02-25"]
-    for name, chosen in (("all.csv", timed), ("ten.csv", timed[::7][:10])):
-        with (tmp_path / name).open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0].keys())
-            writer.writeheader()
-            writer.writerows(chosen)
-    cold = backtest(str(tmp_path / "all.csv"), cluster="a100-800gbps").summary()["median"]
-    warm = backtest(str(tmp_path / "all.csv"), cluster="a100-800gbps", calibrate_on=str(tmp_path / "ten.csv"))
-    assert warm.summary()["median"] < 0.05 and warm.summary()["p90"] < 0.15
-    assert warm.summary()["median"] < cold
+    rows = pd.read_csv(SCORED)
+    timed = rows[(rows["cluster"] == "jz-a100-80g") & (rows["sec_per_it"] > 0) & (rows["date"] >= "2022-02-25")]
+    timed = timed.drop(columns=["cluster", "duplicate_of"])
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps(to_json(fit(timed[::7][:10], "a100-800gbps").fitted)))
+    cold, warm = (backtest(timed, "a100-800gbps", calibration=name).summary() for name in ("", str(own)))
+    assert warm["median"] < 0.05 and warm["p90"] < 0.15 and warm["median"] < cold["median"]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,8 @@ def test_a_column_has_the_name_of_a_field_and_what_is_open_is_as_in_plan_show(tm
 
 def test_a_configuration_written_as_cells_is_read_as_itself(tmp_path):
     for row in every_row()[::40]:
-        cells = {k: "" if v is None else v for k, v in cells_of("x", row.case, 1.5, math.nan).items()}
+        as_measured = replace(row, row_id="x", seconds=1.5, memory_bytes=math.nan)
+        cells = {k: "" if v is None else v for k, v in cells_of(as_measured).items()}
         path = written(tmp_path, f"{','.join(cells)}\n{','.join(map(str, cells.values()))}\n")
         assert [r.case for r in read_rows(path)[0]] == [row.case] and not ignored_words(path)
 
@@ -133,7 +133,7 @@ def test_the_rows_of_other_cards_and_stacks_ship_with_their_sources(name, rows, 
         (["missing.csv"], "rows=missing.csv: no such file"),
         (["bad.csv"], "has no column tp, pp"),
         (["old.csv"], "column=zero_stage: is now zero"),
-        (["binary.csv"], "rows=binary.csv: is not a CSV file"),
+        (["binary.csv"], "rows=binary.csv: not text in UTF-8"),
     ],
 )
 def test_a_bad_file_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, message):

@@ -28,6 +28,7 @@ from trilane.utils.tables import one_line, printable
 GROUPS = {
     "run": "execute one notebook of a study, or all in order",
     "plan": "sizes, topologies, one plan in full, dates and risks, the cost model against measurements",
+    "calibrate": "the constants of predictions, fitted to your own runs",
     "train": "train a plan on this machine",
     "measure": "this machine or cluster, the speed of a plan, the equality of the engines",
     "convert": "plans to and from DeepSpeed, Megatron-LM and Hugging Face",
@@ -203,7 +204,7 @@ def command(group: click.Group, name: str = "", cls: type[click.Command] = click
 
 
 class Root(Group):
-    """The groups of GROUPS, each in the module of its name; `train` and `measure` are next to `run`."""
+    """The groups of GROUPS, each in the module of its name; `calibrate`, `train` and `measure` are next to `run`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(GROUPS)
@@ -211,8 +212,9 @@ class Root(Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in GROUPS:
             return None
-        module = import_module(f"trilane.cli.{'run' if cmd_name in ('train', 'measure') else cmd_name}")
-        return module.GROUP if cmd_name not in ("run", "train") else module.ROOT.commands[cmd_name]
+        alone = ("run", "calibrate", "train")
+        module = import_module(f"trilane.cli.{'run' if cmd_name in (*alone, 'measure') else cmd_name}")
+        return module.ROOT.commands[cmd_name] if cmd_name in alone else module.GROUP
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -159,15 +159,15 @@ def backtest(
     rows: str,
     cluster: str | None = option(None, f"{CLUSTER}, instead of the column"),
     cv: str | None = option(None, "refit without each", choices=("table", "hidden", "date", "file", "file-ten")),
-    calibrate_on: str | None = option(None, "refit to these rows first", metavar="CSV"),
+    calibration: str = CALIBRATION,
 ) -> Answer:
     """Compare measured rows (columns of lib/trilane/data/scored.csv) with their predictions.
 
     ROWS may be a set that ships: all, scored, measured, dlperf_v100, dgxc_nemotron_h100 or lucie_jz_a100_2024. Exit
     code 1 where no row can be predicted.
     """
-    require(not (cv and calibrate_on), "cv", cv, "contradicts --calibrate-on")
-    result = measured.backtest(rows, cluster, cv, calibrate_on)
+    require(not (cv and calibration), "cv", cv, "contradicts --calibration")
+    result = measured.backtest(rows, cluster, cv, calibration)
     note([f"skipped {row.row_id}: {row.reason}" for row in result.skipped], label="")
     note(result.ignored, label="ignored ")
     return Answer(result.to_json(), repr(result), not result.predictions)

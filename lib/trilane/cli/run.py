@@ -1,5 +1,6 @@
-"""`trilane run`: notebooks of a study; `trilane train`: a plan, here; `trilane measure`: machine, plan, engines."""
+"""`trilane run`: notebooks of a study; `calibrate`: constants; `train`: a plan; `measure`: machine, plan, engines."""
 
+import json
 import os
 import sys
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from trilane.config.options import option
 from trilane.utils.process import python
 from trilane.utils.validation import require, require_known
 
-ROOT = Group("trilane")  # its two commands that are in no group
+ROOT = Group("trilane")  # its commands that are in no group
 GROUP = Group("measure", help="Measure this machine or cluster, the speed of a plan, the equality of the engines.")
 
 
@@ -65,6 +66,32 @@ def run(
         note([f"{error}; the executed copy with the traceback: {where.folder / error.notebook}.ipynb"])
         return 2 if error.is_input else 1
     return Answer({"study": str(report.parent), "report": str(report)}, str(report))
+
+
+@command(ROOT)
+def calibrate(
+    rows: str = option(argument="ROWS|LOGS|STUDY"),
+    cluster: str = option(help="where the runs ran: a cluster's name or JSON file"),
+    output: Path = option(help="the JSON file of constants to write, for --calibration", short="-o", metavar="FILE"),
+) -> Answer:
+    """Fit the constants of predictions to measured runs, as far as that predicts each of them better from the others.
+
+    The runs are a table (CSV or Markdown; columns of lib/trilane/data/scored.csv, of which those of shape and
+    parallelism, gbs, mbs and sec_per_it are needed), logs or run folders, or those of a study.
+    """
+    from trilane.analysis.recalibrate import fit_source
+    from trilane.costmodel.calibration import to_json
+    from trilane.workspace.installation import stamp
+    from trilane.workspace.study import load_cluster
+
+    require(not output.exists(), "output", output, "exists; name another file")
+    require(output.parent.is_dir(), "output", output, "its folder does not exist")
+    found = fit_source(rows, load_cluster(cluster))
+    values = {**to_json(found.fitted), "made_by": {"command": "trilane calibrate", "rows": rows, **stamp()}}
+    with output.open("x", encoding="utf-8") as file:  # also where another process has just made it
+        file.write(json.dumps(values, indent=1) + "\n")
+    text = f"{found.to_text()}\nwritten: {output} ({found.fitted.hash})"
+    return Answer({**found.to_json(), "file": str(output)}, text)
 
 
 @command(ROOT)

@@ -2,19 +2,17 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trilane.costmodel.cross_validation import leave_one_out, predict_unseen
-from trilane.costmodel.measured_rows import FILES, MeasuredRow, Skipped, ignored_words, read_rows, shipped_rows
+from trilane.costmodel.measured_rows import FILES, MeasuredRow, Skipped, Source, ignored_words, read_rows, shipped_rows
 from trilane.costmodel.metrics import (
     Pair,
     RowPrediction,
     figures,
     group_name,
-    predict_calibrated,
     predict_default,
 )
 from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json
@@ -104,30 +102,24 @@ class Backtest(Table):
         return Columns({"reason": list(counts) or ["all rows could be read"], "rows": list(counts.values()) or [0]})
 
 
-def backtest(
-    rows_csv: str, cluster: str | None = None, cv: str | None = None, calibrate_on: str | None = None
-) -> Backtest:
-    """Read a CSV of measured rows and predict each.
+def backtest(rows_csv: Source, cluster: str | None = None, cv: str | None = None, calibration: str = "") -> Backtest:
+    """Read a table of measured rows and predict each.
 
         backtest("scored", cv="table")
 
-    `rows_csv` is a path, "all" for every cleaned set that ships, or one of SHIPPED; `cluster` replaces its column. With
-    `cv` (table, hidden, date, file or file-ten; "" or "none" for none), each row is predicted by constants fitted
-    without its kind (see leave_one_out); with `calibrate_on`, by constants refitted to the rows of that CSV; else by
-    the shipped constants. Raises ValueError for a file that cannot be read.
+    `rows_csv` is a path, a DataFrame, "all" for every cleaned set that ships, or one of SHIPPED; `cluster` replaces its
+    column. With `cv` (table, hidden, date, file or file-ten; "" or "none" for none), each row is predicted by constants
+    fitted without its kind (see leave_one_out); else by those of `calibration` (see calibration_for) or the shipped
+    ones of its stack. Raises ValueError for a file that cannot be read.
     """
-    names = FILES if rows_csv == "all" else (rows_csv,)
-    paths = [shipped_rows().with_name(f"{name}.csv") if name in SHIPPED else Path(name) for name in names]
+    names = FILES if isinstance(rows_csv, str) and rows_csv == "all" else (rows_csv,)
+    shipped = {name: shipped_rows().with_name(f"{name}.csv") for name in SHIPPED}
+    paths = [shipped.get(name, name) if isinstance(name, str) else name for name in names]
     read = [read_rows(path, cluster or None) for path in paths]
     rows, skipped = [r for found, _ in read for r in found], [s for _, left in read for s in left]
     ignored = tuple(line for path in paths for line in ignored_words(path))
     cv = "" if cv == "none" else cv or ""
-    if calibrate_on and not cv:
-        on, bad = read_rows(calibrate_on, cluster)
-        skipped += bad
-        predictions = predict_calibrated(rows, on) if on else predict_default(rows)
-    else:
-        predictions = leave_one_out(rows, cv) if cv else predict_default(rows)
+    predictions = leave_one_out(rows, cv) if cv else predict_default(rows, calibration)
     found: dict[str, Any] = {"rows": tuple(rows), "predictions": tuple(predictions), "skipped": tuple(skipped)}
     return Backtest(**found, left_out=cv, ignored=ignored)
 

@@ -1,10 +1,10 @@
-"""Measured rows: a CSV whose columns are the fields of shape and topology, as configurations with measurements."""
+"""Measured rows: tables whose columns are the fields of shape and topology, as configurations with measurements."""
 
-import csv
 import difflib
 import functools
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,14 @@ from trilane.config.engines import ENGINES, default_topology
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Configuration
-from trilane.utils.validation import DATA, require, require_file, require_known, require_positive, shipped_json
+from trilane.logs import written_tables
+from trilane.utils.validation import DATA, read_text, require, require_known, require_positive, shipped_json
 from trilane.workspace.study import load_cluster
 
-NEEDED = ("row_id", "tp", "pp", "dp", "mbs", "gbs", "layers", "hidden", "heads", "seq", "vocab_size")
+NEEDED = ("tp", "pp", "dp", "mbs", "gbs", "layers", "hidden", "heads", "seq", "vocab_size")
+# What a column of a hand-written table (data/table_columns.json) is called here, where not the same.
+RENAMED = {"time": "sec_per_it", "mem": "mem_gb", "vocab": "vocab_size"}
+Source = Any  # a CSV or Markdown file by its path, or rows as a pandas DataFrame
 
 # Files of rows in data/ that were cleaned, each of its own sites and time.
 FILES = ("scored", "dlperf_v100", "dgxc_nemotron_h100", "lucie_jz_a100_2024")
@@ -26,18 +30,23 @@ FILES = ("scored", "dlperf_v100", "dgxc_nemotron_h100", "lucie_jz_a100_2024")
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRow:
-    """A measured run: configuration, seconds per iteration and bytes of the fullest GPU (NaN if unknown), and OOM."""
+    """A measured run: configuration, seconds per iteration and bytes of the fullest GPU (NaN if unknown), and OOM.
+
+    `site` is the cluster that the row names, `problem` what its numbers contradict.
+    """
 
     row_id: str
     case: Configuration
     stack: str
-    table: str
     seconds: float
     memory_bytes: float
-    ran_out: bool
-    excluded: bool
-    duplicate_of: str
+    table: str = ""
+    ran_out: bool = False
+    excluded: bool = False
+    duplicate_of: str = ""
     file: str = ""
+    site: str = ""
+    problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,57 +57,104 @@ class Skipped:
     reason: str
 
 
-def read_rows(path: Path | str, cluster: str | None = None) -> tuple[list[MeasuredRow], list[Skipped]]:
-    """The rows of a CSV, and those skipped with a reason; `cluster` replaces the column of that name.
+def read_rows(source: Source, cluster: Cluster | str | None = None) -> tuple[list[MeasuredRow], list[Skipped]]:
+    """The rows of a CSV, of the tables in a Markdown file or of a DataFrame, and those skipped with a reason.
 
-    A cell that is empty, or has no column, leaves the choice to default_topology(). Raises ValueError for a file that
-    is missing, no CSV, or lacks columns.
+    `cluster` replaces the column of that name. A cell that is empty, or has no column, leaves the choice to
+    default_topology(). Raises ValueError for a file that is missing, holds no table, or lacks columns.
     """
-    columns, cells = _read(path)
-    for old, successor in shipped_json("row_columns")["gone"].items():
-        require(old not in columns, "column", old, f"is now {successor}")
-    missing = [name for name in NEEDED if name not in columns]
-    require(not missing, "rows", path, f"has no column {', '.join(missing)}; needed: {', '.join(NEEDED)}")
     known = {name: hardware.cluster(name) for name in hardware.catalogue()}
-    machine = load_cluster(cluster) if cluster else None
-    rows: list[MeasuredRow] = []
-    skipped: list[Skipped] = []
-    for line, row in enumerate(cells, 2):
-        name = row["row_id"] or f"line {line}"
-        try:
-            rows.append(_row(row, name, machine or _cluster_of(row, known), Path(path).stem))
-        except ValueError as error:
-            skipped.append(Skipped(row_id=name, reason=str(error)))
+    machine = load_cluster(cluster) if isinstance(cluster, str) and cluster else cluster or None
+    name, rows, skipped = _name(source), list[MeasuredRow](), list[Skipped]()
+    for columns, body in _read(source):
+        missing = [column for column in NEEDED if column not in columns]
+        require(not missing, "rows", name, f"has no column {', '.join(missing)}; needed: {', '.join(NEEDED)}")
+        for row in body:
+            try:
+                rows.append(_row(row, machine or _cluster_of(row, known), Path(name).stem))
+            except ValueError as error:
+                skipped.append(Skipped(row_id=row["row_id"], reason=str(error)))
     return rows, skipped
 
 
-def ignored_words(path: Path | str) -> list[str]:
-    """What read_rows leaves out of account in a CSV, a line each: columns that nothing reads, and unknown stacks."""
-    columns, cells = _read(path)
-    table = shipped_json("row_columns")
-    choices = [table["names"].get(f.name, f.name) for kind in (ModelShape, Topology) for f in fields(kind)]
-    read, lines = [*choices, *table["read"]], []
-    for name in columns:
-        if name and name not in read + table["describe"]:
-            near = difflib.get_close_matches(name, read, 1)
-            lines.append(f"column={name}: is not known and not read" + (f"; did you mean {near[0]}?" if near else ""))
+def ignored_words(source: Source) -> list[str]:
+    """What read_rows leaves out of account, a line each: columns that nothing reads, and unknown stacks."""
+    described, lines, read = shipped_json("row_columns")["describe"], list[str](), columns_read()
     names = {name for facts in shipped_json("stacks")["stacks"].values() for name in facts["engines"]}
-    for engine in dict.fromkeys(row.get("engine", "") for row in cells):
-        if engine and engine not in names | set(ENGINES):
-            lines.append(f"engine={engine}: no stack of that name was measured; what all stacks share is assumed")
+    for columns, body in _read(source):
+        for name in columns:
+            if name and name not in read + described:
+                near = difflib.get_close_matches(name, read, 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                lines.append(f"column={name}: is not known and not read{hint}")
+        for engine in dict.fromkeys(row.get("engine", "") for row in body):
+            if engine and engine not in names | set(ENGINES):
+                lines.append(f"engine={engine}: no stack of that name was measured; what all stacks share is assumed")
     return lines
 
 
-def _read(path: Path | str) -> tuple[Sequence[str], list[dict[str, str]]]:
-    """The names of the columns of a CSV, and its cells, stripped, a row each."""
-    path = Path(path)
-    require_file("rows", path)
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            return reader.fieldnames or [], [{k: (v or "").strip() for k, v in row.items() if k} for row in reader]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"rows={path}: is not a CSV file ({error})") from None
+def columns_read() -> list[str]:
+    """The columns that are read: fields of shape and topology, and what was measured."""
+    table = shipped_json("row_columns")
+    return [table["names"].get(f.name, f.name) for kind in (ModelShape, Topology) for f in fields(kind)] + table["read"]
+
+
+def _name(source: Source) -> str:
+    return str(source) if isinstance(source, str | Path) else "frame"
+
+
+def _read(source: Source) -> Iterator[tuple[list[str], list[dict[str, str]]]]:
+    """Of each table the names of its columns, and its rows: cells by these names, with `row_id` and `problem`.
+
+    Columns of hand-written tables count where their unit is known. Raises ValueError for a column that is there twice
+    or has another name now, and for a time in an unknown unit.
+    """
+    name = _name(source)
+    text = read_text(name, "rows", 1 << 26) if isinstance(source, str | Path) else source.to_csv(index=False)
+    suffix = Path(name).suffix if Path(name).suffix in written_tables.SUFFIXES else ".csv"
+    tables = list(written_tables.tables(text.splitlines(), suffix))
+    if suffix == ".md":
+        tables = [(header, body) for header, body in tables if written_tables.measures(header)]
+    require(bool(tables), "rows", name, "holds no table of measured rows")
+    for header, body in tables:
+        columns = _columns([column.strip() for column in header])
+        found = list(written_tables.rows(header, body))
+        wrong = zip(found, written_tables.wrong(found), strict=True)
+        problems = {row.line: next(iter(one.values()), "") for row, one in wrong}
+        rows = []
+        for line, texts in ((line, texts) for line, texts in body if any(texts)):
+            cells = {c: _text(c, unit, text) for (c, unit), text in zip(columns, texts, strict=False)}
+            rows.append(cells | {"row_id": cells.get("row_id") or f"line {line}", "problem": problems.get(line, "")})
+        yield [column for column, _ in columns], rows
+
+
+def _columns(header: list[str]) -> list[tuple[str, str | None]]:
+    """The documented name of each column; of one of a hand-written table also the unit, else None."""
+    twice = next((name for name in header if name and header.count(name) > 1), "")
+    require(not twice, "column", twice, "is there twice")
+    for old, successor in shipped_json("row_columns")["gone"].items():
+        require(old not in header, "column", old, f"is now {successor}")
+    found, documented = list[tuple[str, str | None]](), {*columns_read(), *shipped_json("row_columns")["describe"]}
+    for name in header:
+        known, unit = written_tables.column(name)
+        known = RENAMED.get(known, known)
+        is_new = known in columns_read() and known not in header and known not in (other for other, _ in found)
+        is_clear = known != "sec_per_it" or (unit != "?" and not re.fullmatch(r"[a-z_]+", name))
+        if name in documented or not is_new:
+            found.append((name, None))
+            continue
+        require(is_clear, "column", name, "seconds of an iteration stand in sec_per_it")
+        found.append((known, unit))
+    return found
+
+
+def _text(column: str, unit: str | None, text: str) -> str:
+    """A cell, of a hand-written table its number in the unit of the column."""
+    value = math.nan
+    if unit is not None:
+        names = {new: old for old, new in RENAMED.items()}
+        value = written_tables.number(names.get(column, column), text, unit)
+    return f"{value:.12g}" if value == value else text.strip()
 
 
 @functools.cache
@@ -112,14 +168,17 @@ def shipped_rows() -> Path:
     return DATA / "measured.csv"
 
 
-def cells_of(name: str, case: Configuration, seconds: float, memory_bytes: float) -> dict[str, object]:
+def cells_of(row: MeasuredRow) -> dict[str, object]:
     """A measured run as the cells of such a CSV, from which read_rows makes the same configuration again."""
-    names = shipped_json("row_columns")["names"]
+    names, case = shipped_json("row_columns")["names"], row.case
+    # of a stack that an engine here has the name of, the row's own engine was another
+    engine = case.engine or ("deepspeed" if row.stack in ENGINES else row.stack)
     return {
-        **{"row_id": name, "cluster": case.cluster.name, "gpu": case.cluster.gpu.name, "gpus": case.topology.gpus},
+        **{"row_id": row.row_id, "cluster": case.cluster.name, "gpu": case.cluster.gpu.name},
+        "gpus": case.topology.gpus,
         **{names.get(field, field): value for field, value in {**vars(case.shape), **vars(case.topology)}.items()},
-        **{"engine": case.engine, "date": case.day, "sec_per_it": seconds},
-        "mem_gb": "" if math.isnan(memory_bytes) else memory_bytes / 2**30,
+        **{"engine": engine, "date": case.day, "sec_per_it": row.seconds},
+        "mem_gb": "" if math.isnan(row.memory_bytes) else row.memory_bytes / 2**30,
     }
 
 
@@ -131,28 +190,22 @@ def stack_of(engine: str, attention: str) -> str:
 
 
 def _cluster_of(cells: Mapping[str, str], known: Mapping[str, Cluster]) -> Cluster:
-    """The cluster of a row by its name; ValueError where its card is another one."""
+    """The cluster of a row by its name."""
     require_known("cluster", cells.get("cluster", ""), known)
-    cluster = known[cells["cluster"]]
-    is_its_card = card_words(cells.get("gpu", "")) <= card_words(cluster.gpu.name)
-    require(is_its_card, "gpu", cells.get("gpu"), f"{cluster.name} has {cluster.gpu.name}")
-    return cluster
+    return known[cells["cluster"]]
 
 
-def _need(cells: Mapping[str, str], columns: Sequence[str]) -> None:
-    for column in columns:
-        require(bool(cells[column]), column, "''", "is missing")
-
-
-def _row(cells: Mapping[str, str], name: str, machine: Cluster, file: str) -> MeasuredRow:
-    _need(cells, ("tp", "pp", "dp"))
+def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
+    missing = [column for column in NEEDED if not cells.get(column)]
+    require(not missing, ", ".join(missing), "''", "is missing")
     chosen, engine = _values(Topology, cells), cells.get("engine", "")
     named = {size: chosen[size] for size in ("tp", "cp", "pp", "dp") if size != "cp" or chosen.get("cp", 1) > 1}
     product, gpus = math.prod(named.values()), _cell("gpus", int, cells.get("gpus") or "0")
     words = f"{' x '.join(named)} = {' x '.join(map(str, named.values()))}"
     require(gpus in (0, product), "gpus", gpus, f"unlike {words} = {product}")
-    _need(cells, NEEDED[1:])
     require(cells.get("ep", "") in ("", "1"), "ep", cells.get("ep"), "mixtures of experts are not predicted")
+    is_its_card = card_words(cells.get("gpu", "")) <= card_words(machine.gpu.name)
+    require(is_its_card, "gpu", cells.get("gpu"), f"{machine.name} has {machine.gpu.name}")
     if machine.gpu.kind == "cuda" and "precision" in chosen:
         machine.gpu.flops_per_s(chosen["precision"])  # refuses what the card cannot multiply
     shape = ModelShape(**_values(ModelShape, cells))
@@ -164,16 +217,18 @@ def _row(cells: Mapping[str, str], name: str, machine: Cluster, file: str) -> Me
     for column in (column for column, text in measured.items() if text):
         require_positive(column, _cell(column, float, measured[column]))
     return MeasuredRow(
-        row_id=name,
+        row_id=cells["row_id"],
         case=Configuration(shape=shape, topology=topology, cluster=machine, day=cells.get("date", ""), engine=own),
         stack=stack_of(engine, topology.attention),
-        table=cells.get("table_id", ""),
         seconds=float(measured["sec_per_it"] or math.nan),
         memory_bytes=float(measured["mem_gb"] or math.nan) * 2**30,
+        table=cells.get("table_id", ""),
         ran_out=_cell("oom", bool, cells.get("oom") or "0"),
         excluded=bool(cells.get("exclude")),
         duplicate_of=cells.get("duplicate_of", ""),
         file=file,
+        site=cells.get("cluster", ""),
+        problem=cells["problem"],
     )
 
 

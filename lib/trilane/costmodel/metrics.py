@@ -20,8 +20,7 @@ from trilane.costmodel.memory import (
     oom_probability,
 )
 from trilane.costmodel.predict import support_of, unmeasured_half_width
-from trilane.costmodel.shipped import default
-from trilane.costmodel.uncertainty import posterior
+from trilane.costmodel.shipped import calibration_for, default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,29 +130,19 @@ def predict_row(
     )
 
 
-def predict_default(rows: Sequence[MeasuredRow]) -> list[RowPrediction]:
-    """Predict every row by the default calibration of its cluster and stack, without a fit."""
+def predict_default(rows: Sequence[MeasuredRow], calibration: str = "") -> list[RowPrediction]:
+    """Predict every row by `calibration` (see calibration_for), else by what ships for its cluster and stack."""
     machines = {(row.case.cluster.name, row.stack): row.case.cluster for row in rows}
-    known = {key: default(cluster, key[1]) for key, cluster in machines.items()}
+    known = {
+        (name, stack): calibration_for(cluster, calibration) if calibration else default(cluster, stack)
+        for (name, stack), cluster in machines.items()
+    }
     found = []
     for row in rows:
         k = known[row.case.cluster.name, row.stack]
         width = unmeasured_half_width(row.case, k, support_of(row.case, k))
         found.append(predict_row(row, k, memory_of(row.stack), width))
     return found
-
-
-def predict_calibrated(rows: Sequence[MeasuredRow], on: Sequence[MeasuredRow]) -> list[RowPrediction]:
-    """Predict every row by the default calibration of the first of the rows `on`, refitted to these.
-
-    The intervals are those of the posterior: the further a row is from the fitted rows, the wider.
-    """
-    first = on[0]
-    calibration = calibrate_time(on, default(first.case.cluster, first.stack))
-    memory, timed = calibrate_memory(on), usable(on)
-    fitted = posterior([r.case for r in timed], [r.seconds for r in timed], calibration)
-    widths = fitted.half_widths([row.case for row in rows]).tolist()
-    return [predict_row(row, calibration, memory, width) for row, width in zip(rows, widths, strict=True)]
 
 
 def calibrate_time(rows: Sequence[MeasuredRow], prior: Calibration) -> Calibration:

@@ -29,6 +29,7 @@ UNITS = {
     "mem": {"mb": 1e-3, "mib": 1 / 1024, "gb": 1.0, "gib": 1.0, "g": 1.0, "m": 1e-3, "tb": 1e3, "tib": 1e3},
     "seq": {"k": 1024.0, "t": 1.0, "tokens": 1.0},
 }
+SUFFIXES = (".csv", ".tsv", ".md")  # of files that hold tables of rows
 CHOICES = (
     *("gpus", "nodes", "size", "dp", "tp", "pp", "mbs", "gbs"),
     *("chunks", "zero", "layers", "hidden", "heads", "seq"),
@@ -65,17 +66,19 @@ def read_runs(path: Path | str) -> list[RunLog]:
     path = Path(path)
     is_small = path.is_file() and path.stat().st_size < 1 << 22  # larger files are logs
     lines = path.read_text("utf-8-sig", "replace").splitlines() if is_small else []
-    tables = (csv_tables if path.suffix in (".csv", ".tsv") else markdown_tables)(lines)
-    found = [row for header, body in tables if measures(header) for row in rows(header, body)]
+    found = [row for header, body in tables(lines, path.suffix) if measures(header) for row in rows(header, body)]
     return _runs(found, path) or read_logs(path)
 
 
 def _runs(found: Sequence[Row], path: Path) -> list[RunLog]:
-    wrong = [dict(contradictions(row)) for row in found]
-    # what all of several rows contradict is a column that means something else
-    usual = set.intersection(*map(set, wrong)) if len(wrong) > 2 else set()
-    kept = [{name: text for name, text in one.items() if name not in usual} for one in wrong]
-    return [_run(row, row.ending, one, path) for row, one in zip(found, kept, strict=True) if row.ending]
+    return [_run(row, row.ending, one, path) for row, one in zip(found, wrong(found), strict=True) if row.ending]
+
+
+def wrong(found: Sequence[Row]) -> list[dict[str, str]]:
+    """The contradictions of each row, but for what all of several contradict: a column that means something else."""
+    of_each = [dict(contradictions(row)) for row in found]
+    usual = set.intersection(*map(set, of_each)) if len(of_each) > 2 else set()
+    return [{name: text for name, text in one.items() if name not in usual} for one in of_each]
 
 
 @cache
@@ -88,7 +91,8 @@ def column(header: str) -> tuple[str, str]:
     """The name of a column ("" if unknown) and the unit in its header; ? for a time that may be another quantity."""
     header = MARKUP.sub(" ", header)
     bracket = re.compile(r"[(\[]([^)\]]{0,80})[)\]]")  # of bounded length: a line of 100,000 brackets takes no longer
-    outside, inside = bracket.search(header), re.search(r"(?:_|\b)(ms|[GM]i?B|gi?b|[bB])\b|(it|iter)s?/s\b", header)
+    inside = re.search(r"(?:_|\b)(ms|[GM]i?B|gi?b|[bB])(?:_|\b)|(it|iter)s?/s\b", header)
+    outside = bracket.search(header)
     unit = outside[1].strip() if outside else inside[0].strip("_") if inside else ""
     key, of_unit = (re.sub(r"[^a-z0-9/]+", "", text.lower()) for text in (bracket.sub("", header), unit))
     known = known_columns()
@@ -124,6 +128,11 @@ def measures(header: list[str]) -> bool:
     """Whether the header is that of measured runs: time or TFLOPs, and two numbers of a configuration."""
     names = {column(name)[0] for name in header}
     return bool(names & {"time", "tflops"}) and len(names & {*CHOICES[:8]}) >= 2
+
+
+def tables(lines: list[str], suffix: str) -> Iterator[tuple[list[str], Lines]]:
+    """Each table of a file with that suffix as header, and rows with the numbers of their lines, from 1."""
+    return csv_tables(lines) if suffix in SUFFIXES[:2] else markdown_tables(lines)
 
 
 def markdown_tables(lines: list[str]) -> Iterator[tuple[list[str], Lines]]:

@@ -74,9 +74,9 @@ def phases_measured(measurements: Sequence[Measurement]) -> Figure | Text:
     timed = [(m, found) for m in measurements if (found := phases(m.log, m.window))]
     if not timed:
         return Text("No log has timers of an iteration, so only the prediction splits it (below).")
-    order, rows = dict.fromkeys(["data", *TIMERS["phases"]], 0.0), list[tuple[Measurement, Mapping[str, float]]]()
+    order, rows = dict.fromkeys(["data", *TIMERS["phases"]], 0.0), list[tuple[str, Mapping[str, float]]]()
     for m, found in timed:
-        rows.append((m, {**order, **found, "covered by no timer": max(m.sec_per_it - sum(found.values()), 0.0)}))
+        rows.append((m.name, {**order, **found, "covered by no timer": max(m.sec_per_it - sum(found.values()), 0.0)}))
     return _shares(rows, "Measured, by the timers of the printing rank")
 
 
@@ -84,11 +84,11 @@ def phases_predicted(recalibration: Recalibration) -> Figure | Text:
     """An iteration of each run by the parts of its prediction after calibration."""
     if not recalibration:
         return NOTHING
-    rows = [(m, vars(p.time)) for m, p in zip(recalibration.runs, recalibration.after, strict=True)]
+    rows = [(row.row_id, vars(p.time)) for row, p in zip(recalibration.rows, recalibration.after, strict=True)]
     return _shares(rows, "Predicted, after calibration")
 
 
-def _shares(rows: Sequence[tuple[Measurement, Mapping[str, float]]], heading: str) -> Figure:
+def _shares(rows: Sequence[tuple[str, Mapping[str, float]]], heading: str) -> Figure:
     """A bar a run of its stacked parts in percent of their sum, which is at its name; a part has one colour."""
     made, axes = figure(8.0, 1.6 + 0.34 * len(rows))
     wholes, left = np.array([sum(parts.values()) for _, parts in rows]), np.zeros(len(rows))
@@ -97,7 +97,7 @@ def _shares(rows: Sequence[tuple[Measurement, Mapping[str, float]]], heading: st
         look: Any = {"color": COLORS[i % len(COLORS)], "hatch": "//" * (i >= len(COLORS))}
         axes.barh(range(len(rows)), percent, 0.62, left=left, label=part.replace("_", " "), **look)
         left = left + percent
-    name_rows(axes, [f"{m.name}, {whole:.3g} s" for (m, _), whole in zip(rows, wholes, strict=True)])
+    name_rows(axes, [f"{name}, {whole:.3g} s" for (name, _), whole in zip(rows, wholes, strict=True)])
     finished(axes, heading, xlabel="% of an iteration")
     return made
 
@@ -109,16 +109,16 @@ def predicted_over_measured(recalibration: Recalibration) -> Figure | Text:
     """
     if not recalibration:
         return NOTHING
-    made, axes = figure(8.0, 1.4 + 0.5 * len(recalibration.runs))
+    made, axes = figure(8.0, 1.4 + 0.5 * len(recalibration.rows))
     axes.axvline(1, color=INK, ls="--", lw=0.8)
     when = (("before these runs", COLORS[4], recalibration.before), ("after them", COLORS[0], recalibration.after))
     for i, (label, color, predictions) in enumerate(when):
-        for row, (m, p) in enumerate(zip(recalibration.runs, predictions, strict=True)):
-            low, at, high = (seconds / m.sec_per_it for seconds in (p.sec_lo, p.sec_per_it, p.sec_hi))
+        for row, (run, p) in enumerate(zip(recalibration.rows, predictions, strict=True)):
+            low, at, high = (seconds / run.seconds for seconds in (p.sec_lo, p.sec_per_it, p.sec_hi))
             look: Any = {"color": color, "label": None if row else label}
             axes.plot([low, high], [row + 0.3 * i - 0.15] * 2, lw=2, **look)
             axes.plot(at, row + 0.3 * i - 0.15, "o" if low <= 1 <= high else "D", color=color)
-    name_rows(axes, [f"{m.name}, {m.sec_per_it:.3g} s" for m in recalibration.runs])
+    name_rows(axes, [f"{row.row_id}, {row.seconds:.3g} s" for row in recalibration.rows])
     axes.set_xlim(left=0)
     finished(axes, "", xlabel="predicted / measured (bars: 90 % interval)")
     return made
