@@ -12,11 +12,12 @@ __version__ = "0.1.0"
 _MODULES = {
     "analysis.collect": ("measure_runs",),
     "analysis.measure": ("measure",),
-    "analysis.recalibrate": ("fit", "next_runs", "recalibrate"),
+    "analysis.recalibrate": ("next_runs", "recalibrate"),
     "analysis.studies": ("compare_studies",),
     "config.plan": ("Plan", "read_plan"),
     "costmodel.backtest": ("backtest", "predicted_table"),
     "costmodel.predict": ("predict",),
+    "costmodel.recalibration": ("fit",),
     "costmodel.shipped": ("calibration_for",),
     "diagnose.hang": ("diagnose_hang", "study_hang"),
     "diagnose.restart": ("compare_restart", "save_diagnosis", "study_restart"),

@@ -21,6 +21,7 @@ from trilane.costmodel import metrics
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
 from trilane.costmodel.predict import predict
+from trilane.costmodel.recalibration import NOTHING, fit, predictions
 from trilane.costmodel.shipped import calibration_for, default, shipped_regimes
 from trilane.costmodel.uncertainty import posterior
 from trilane.report import notebook
@@ -71,7 +72,7 @@ def test_the_plan_that_may_be_the_fastest_is_measured_first():
     slow = dataclasses.replace(CASES[0], topology=dataclasses.replace(CASES[0].topology, tp=1, pp=1, dp=8, mbs=256))
     clear = recalibrate.short_runs([slow, CASES[0]], posterior([], [], Calibration()))
     assert "tp8-pp12" in clear["short run"][0]
-    assert recalibrate.next_runs(Study("s"), recalibrate.recalibrate([])) == recalibrate.NOTHING
+    assert recalibrate.next_runs(Study("s"), recalibrate.recalibrate([])) == NOTHING
 
 
 def test_measured_csv_is_read_back_as_the_cases_that_ran(tmp_path):
@@ -90,7 +91,7 @@ def test_measured_csv_is_read_back_as_the_cases_that_ran(tmp_path):
 def test_a_lesson_brings_predictions_nearer_and_reports_their_uncertainty(tmp_path, outputs):
     plans = [small_plan("a"), small_plan("b", dp=2), small_plan("c", tp=2)]
     blank = [recalibrate.case_of(measure_log(log(), p)) for p in plans]
-    true = [1.5 * p.sec_per_it for p in recalibrate.predictions(blank, default(blank[0].cluster))]
+    true = [1.5 * p.sec_per_it for p in predictions(blank, default(blank[0].cluster))]
     runs = [measure_log(log(sec_per_it=s), p, name=p.label) for s, p in zip(true, plans, strict=True)]
     recalibration = recalibrate.recalibrate(runs)
     table = recalibration.to_frame()
@@ -174,7 +175,7 @@ def test_ten_rows_calibrate_alike_from_csv_markdown_python_and_04(tmp_path, outp
     assert (own.rows, own.card, own.cluster) == (10, "A100-80GB", "jz-a100-80g") and own.hash in out
     _, out, _ = calibrated(capsys, "rows.md", "--cluster", "jz-a100-80g", "-o", "typed.json", "--json")
     assert json.loads(out)["calibration"]["hash"] == own.hash
-    assert recalibrate.fit(rows, "jz-a100-80g").fitted.hash == own.hash
+    assert fit(rows, "jz-a100-80g").fitted.hash == own.hash
     study = Study.create("ours")
     runs = collect.measure_runs(study, "rows.csv", 5, A100)
     recalibrate.recalibrate(runs.timed, A100).save(study, "04_analyze")
@@ -239,7 +240,7 @@ def test_rows_that_do_not_count_are_named_with_the_reason():
     rows = ten_rows()
     rows.loc[rows.index[0], "engine"], rows.loc[rows.index[1], "mbs"] = "oneflow", None
     rows = pd.concat([rows, rows[-1:].assign(row_id="twin")])
-    found = recalibrate.fit(rows, A100)
+    found = fit(rows, A100)
     assert [(row.row_id, row.reason) for row in found.left_out] == [
         ("lu-0005", "mbs='': is missing"),
         ("lu-0004", "is of oneflow; most are of megatron-deepspeed-2024"),

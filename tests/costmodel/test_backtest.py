@@ -9,13 +9,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from trilane.analysis.recalibrate import fit
 from trilane.cli.app import main
 from trilane.config.engines import default_topology
 from trilane.config.model import parse_shape
 from trilane.costmodel.backtest import backtest
 from trilane.costmodel.calibration import to_json
 from trilane.costmodel.measured_rows import cells_of, every_row, ignored_words, read_rows, shipped_rows
+from trilane.costmodel.recalibration import fit
 
 SCORED = shipped_rows().with_name("scored.csv")
 HEADER = "row_id,cluster,gpu,gpus,layers,hidden,heads,seq,vocab_size,dp,tp,pp,mbs,gbs,zero,precision,sec_per_it"

@@ -1,10 +1,7 @@
-"""What measured runs teach the planner, constants and predictions with intervals, and which short run is next."""
+"""Measured runs as rows that recalibrate the planner, and which short run is next."""
 
-import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,171 +10,21 @@ import pandas as pd
 
 from trilane.analysis.collect import files, measure_all
 from trilane.analysis.measure import Measurement
-from trilane.config.cluster import Cluster, catalogue
+from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, label_of
 from trilane.config.parallelism import Topology, invalid_reason
-from trilane.costmodel import calibration, shipped
 from trilane.costmodel.calibration import Calibration, Configuration
-from trilane.costmodel.constants import BOUNDS
-from trilane.costmodel.fit import Refit, refit
-from trilane.costmodel.measured_rows import MeasuredRow, Skipped, Source, cells_of, read_rows, stack_of
-from trilane.costmodel.predict import Prediction, predict, sizes_of
-from trilane.costmodel.uncertainty import Z90, Posterior, posterior
+from trilane.costmodel.measured_rows import MeasuredRow, Skipped, read_rows, stack_of
+from trilane.costmodel.recalibration import NOTHING, Recalibration, recalibrated
+from trilane.costmodel.uncertainty import Z90, Posterior
 from trilane.logs.written_tables import SUFFIXES
 from trilane.planning.search import search_space
 from trilane.planning.space import space_around
-from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, as_json
+from trilane.utils.tables import Columns, DataFrame, Text
 from trilane.utils.validation import require
-from trilane.workspace.study import Study, load_cluster
+from trilane.workspace.study import Study
 
-NOTHING = Text("Nothing to predict: no run has shape, topology, cluster and seconds.")
 ITERATIONS = 20  # of a short run
-# Measured / predicted from which on rows are in other units, and the factor between two from which on one is wrong:
-# all shipped rows lie within 0.7 to 2.5, also by constants of other software, so a tenfold error is beyond 6.
-OTHER_UNITS, CONTRADICTION = 30.0, 6.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recalibration(Table):
-    """Measured rows, the constants before and after them, and what is predicted by each; false where there are no rows.
-
-    `belief` has the intervals after them, `left_out` names the rows from which nothing is learned, and why.
-    """
-
-    rows: tuple[MeasuredRow, ...] = ()
-    prior: Calibration
-    fit: Refit | None = None
-    left_out: tuple[Skipped, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.rows)
-
-    @property
-    def cases(self) -> tuple[Configuration, ...]:
-        return tuple(row.case for row in self.rows)
-
-    @cached_property
-    def fitted(self) -> Calibration:
-        """The constants that the rows leave: the prior where they do not help, else those fitted to them, by name."""
-        if not self.fit:
-            return self.prior
-        cluster, cases = self.cases[0].cluster, self.cases
-        known = replace(self.fit.calibration, card=cluster.gpu.name, cluster=cluster.name)
-        if not self.fit.weight:
-            return known
-        # what is written down for later plans: the width for one like those that ran
-        width = float(np.median(posterior(cases, self._seconds, known).half_widths(cases)))
-        return replace(known, half_width=width, stack="", own=sizes_of(cases))
-
-    @cached_property
-    def belief(self) -> Posterior:
-        """The posterior of the constants, which knows the rows."""
-        return posterior(self.cases, self._seconds, self.fitted)
-
-    @cached_property
-    def before(self) -> tuple[Prediction, ...]:
-        """The predictions by the prior."""
-        return tuple(predictions(self.cases, self.prior))
-
-    @cached_property
-    def after(self) -> tuple[Prediction, ...]:
-        """The predictions by the constants after the rows."""
-        return tuple(predictions(self.cases, self.fitted, self.belief))
-
-    @property
-    def _seconds(self) -> list[float]:
-        return [row.seconds for row in self.rows]
-
-    def errors(self) -> dict[str, dict[str, float]]:
-        """Median and 90th percentile of the rows' relative errors, before and after, each row left out of its fit."""
-        found = {"before": self.fit.before, "after": self.fit.after} if self.fit else {}
-        each = {name: np.abs(np.expm1(errors)) for name, errors in found.items()}
-        return {n: {"median": float(np.median(e)), "p90": float(np.quantile(e, 0.9))} for n, e in each.items()}
-
-    def moved(self) -> dict[str, tuple[float, float]]:
-        """The constants that changed by 1 % or more, before and after, those that changed most first."""
-        pairs = {name: (getattr(self.prior, name), getattr(self.fitted, name)) for name in BOUNDS}
-        size = {name: abs(math.log(new / old)) for name, (old, new) in pairs.items()}
-        return {name: pairs[name] for name in sorted(size, key=lambda n: -size[n]) if size[name] >= 0.01}
-
-    def summary(self) -> list[str]:
-        """How many rows count and why others do not, the errors before and after, and what moved, in lines."""
-        reasons = Counter(row.reason for row in self.left_out)
-        names = {row.reason: row.row_id for row in reversed(self.left_out)}
-        more = {reason: f" and {count - 1} more" * (count > 1) for reason, count in reasons.items()}
-        lines = [f"not used: {names[reason]}{more[reason]}: {reason}" for reason in reasons][:12]
-        if not self.fit:
-            return lines
-        stack = f" of {self.prior.stack or self.rows[0].stack}" * bool(self.prior.stack or self.rows[0].stack)
-        texts = [f"{name} {e['median']:.1%} / {e['p90']:.1%}" for name, e in self.errors().items()]
-        weight = f"; the prior taken {self.fit.weight:g} times as wide" if self.fit.weight else ""
-        moved = ", ".join(f"{name} {old:.3g} -> {new:.3g}" for name, (old, new) in self.moved().items())
-        kept = "they do not improve the prediction of each other: the constants from before are kept"
-        return [
-            f"{len(self.rows)} rows{stack} on {self.cases[0].cluster.name} used, {len(self.left_out)} not",
-            f"error, median / 90th percentile: {', '.join(texts)} (each row left out of its fit{weight})",
-            f"moved: {moved or 'nothing'}" if self.fit.weight else kept,
-            *lines,
-        ]
-
-    def to_text(self) -> str:
-        """The summary."""
-        return "\n".join(self.summary())
-
-    def to_json(self) -> dict[str, Any]:
-        """Rows that count and those that do not, errors, what moved, and the constants with their name and hash."""
-        weight = self.fit.weight if self.fit else 0.0
-        found = {"rows": len(self.rows), "left_out": self.left_out, **self.errors(), "weight": weight}
-        return as_json({**found, "moved": self.moved(), "calibration": self.fitted.kept()})
-
-    def to_frame(self) -> DataFrame:
-        """Measured against predicted seconds, and memory of the fullest rank where it was printed; a row a run."""
-        names, seconds = [row.row_id for row in self.rows], self._seconds
-        table = pd.DataFrame({"run": names, "measured s/it": seconds})
-        for name, predictions in (("predicted", self.before), ("recalibrated", self.after)):
-            table[name] = [p.sec_per_it for p in predictions]
-            table[f"{name} / measured"] = table[name] / table["measured s/it"]
-            table[f"{name} ±"] = [f"{p.sec_hi / p.sec_per_it - 1:.0%}" for p in predictions]
-        if any(row.memory_bytes > 0 for row in self.rows):
-            table["measured (GiB)"] = [row.memory_bytes / 2**30 for row in self.rows]
-            table["predicted (GiB)"] = [p.memory_bytes / 2**30 for p in self.before]
-            table["predicted / measured (GiB)"] = table["predicted (GiB)"] / table["measured (GiB)"]
-        return table
-
-    def _repr_html_(self) -> str:
-        found = super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)
-        return found + "".join(Html.of("<p>{}</p>", line) for line in self.summary())
-
-    @property
-    def inside(self) -> int:
-        """Runs whose seconds lay within the 90 % interval of the prediction before any of them."""
-        return sum(p.sec_lo <= row.seconds <= p.sec_hi for p, row in zip(self.before, self.rows, strict=True))
-
-    def measured_rows(self) -> DataFrame:
-        """The measured runs in the columns that fit() and `trilane calibrate` take."""
-        return pd.DataFrame([cells_of(row) for row in self.rows])
-
-    def save(self, study: Study, made_by: str) -> list[Path]:
-        """Write calibration.json, predicted.csv and measured.csv into the study, where there is something to write."""
-        if not self:
-            return []
-        tables = {"predicted.csv": self.to_frame(), "measured.csv": self.measured_rows()}
-        first = study.save("calibration.json", calibration.to_json(self.fitted), made_by)
-        return [first, *(study.save_table(name, table) for name, table in tables.items())]
-
-
-def fit(rows: Source, cluster: Cluster | str) -> Recalibration:
-    """The constants of a cluster fitted to measured rows: a DataFrame, or a CSV or Markdown file, with the columns of
-    read_rows().
-
-        fit(pandas.read_csv("rows.csv"), "jz-a100-80g").fitted
-
-    The prior is what ships for the rows' software (column `engine`). Raises ValueError where no two rows can count, for
-    rows of two clusters, in other units than seconds, or that contradict each other by a factor of ten.
-    """
-    machine = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    found, skipped = read_rows(rows, machine)
-    return _recalibration(found, skipped, machine, least=2)
 
 
 def fit_source(source: str, cluster: Cluster) -> Recalibration:
@@ -187,11 +34,12 @@ def fit_source(source: str, cluster: Cluster) -> Recalibration:
         study = Study(source)
         paths = study.run_folders() or sorted(study.folder.glob("measured.csv"))
     require(bool(paths), "rows", source, "is neither a file, nor a folder with runs, nor a study with runs")
-    tables, card = [path for path in paths if path.suffix in SUFFIXES], cluster.gpu
+    tables = [path for path in paths if path.suffix in SUFFIXES]
+    card = cluster.gpu if cluster.gpu.kind == "cuda" else None
     runs, unread = measure_all([path for path in paths if path not in tables], gpu=card)
     rows, skipped = _rows(runs, tables, cluster)
     skipped += [Skipped(row_id=source, reason=reason) for reason in unread]
-    return _recalibration(rows, skipped, cluster, least=2)
+    return recalibrated(rows, skipped, cluster, least=2)
 
 
 def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> Recalibration:
@@ -204,7 +52,7 @@ def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> 
     try:
         others = [m for m in runs if m.log.dialect != "table"]
         rows, skipped = _rows(others, list(dict.fromkeys(m.log.source for m in typed)), cluster)
-        return _recalibration(rows, skipped, cluster, least=1)
+        return recalibrated(rows, skipped, cluster, least=1)
     except ValueError as error:
         left_out = (*skipped, Skipped(row_id="all", reason=str(error)))
         return Recalibration(prior=Calibration(), left_out=left_out)
@@ -229,47 +77,6 @@ def _rows(
     return rows, skipped
 
 
-def _recalibration(
-    rows: Sequence[MeasuredRow], skipped: Sequence[Skipped], cluster: Cluster | None, least: int
-) -> Recalibration:
-    """The constants refitted to the rows that count, of which `least` must differ in more than their seconds."""
-    used, left_out = list[MeasuredRow](), list(skipped)
-    sites = list(dict.fromkeys(row.site for row in rows if row.site)) or [""]
-    require(len(sites) == 1, "cluster", ", ".join(sites), "the rows are of two clusters; constants are of one")
-    is_other = cluster and sites[0] in catalogue() and sites[0] != cluster.name
-    require(not is_other, "cluster", sites[0], f"is what the rows name, and not {cluster and cluster.name}")
-    usual = next(iter(Counter(row.stack for row in rows if row.seconds > 0).most_common(1)), ("", 0))[0]
-    machine = cluster or (rows[0].case.cluster if rows else None)
-    for row in rows:
-        same = next((u for u in used if (u.case, u.seconds) == (row.case, row.seconds)), None)
-        reasons = {
-            "has no seconds": not row.seconds > 0,
-            "is marked as excluded": row.excluded,
-            f"repeats {row.duplicate_of}": row.duplicate_of,
-            row.problem: row.problem,
-            f"is of {row.stack or 'no named software'}; most are of {usual or 'none'}": row.stack != usual,
-            f"ran on {row.case.cluster.name}": machine and row.case.cluster.name != machine.name,
-            f"repeats {same and same.row_id} to its last digit": same,
-        }
-        reason = next((text for text, is_wrong in reasons.items() if is_wrong), "")
-        left_out += [Skipped(row_id=row.row_id, reason=reason)] if reason else []
-        used += [] if reason else [row]
-    why = "".join(f"; {row.row_id}: {row.reason}" for row in left_out[:3])
-    kinds = len({(row.case.shape, row.case.topology) for row in used})
-    require(kinds >= least, "rows", len(rows), f"{kinds} different configurations count, {least} are needed{why}")
-    cases, seconds = [row.case for row in used], [row.seconds for row in used]
-    prior = replace(shipped.default(cases[0].cluster, usual), name=usual or cases[0].cluster.name)
-    found = refit(cases, seconds, prior)
-    ratio = np.exp(-found.before)
-    low, high = (used[int(at)] for at in (ratio.argmin(), ratio.argmax()))
-    rule = f"take {ratio.min():.3g} and {ratio.max():.3g} of what is predicted: they contradict each other"
-    require(ratio.max() < CONTRADICTION * ratio.min(), "rows", f"{low.row_id}, {high.row_id}", rule)
-    factor = float(np.median(ratio))
-    rule = f"is {factor:.2g} of what is predicted, as are the others: seconds of an iteration are needed"
-    require(1 / OTHER_UNITS < factor < OTHER_UNITS, "sec_per_it", f"{used[0].seconds:g}", rule)
-    return Recalibration(rows=tuple(used), prior=prior, fit=found, left_out=tuple(left_out))
-
-
 def stack(m: Measurement, case: Configuration) -> str:
     """The software stack that a run's engine, or its log's dialect and arguments, show: it selects the prior."""
     shown = {"megatron-2021": "megatron-lm", "megatron-deepspeed-2022": "megatron-deepspeed"}
@@ -277,17 +84,6 @@ def stack(m: Measurement, case: Configuration) -> str:
     if engine and m.log.arguments.get("deepspeed.zero_optimization_stage") == 3:
         engine = "deepspeed"
     return stack_of(engine, case.topology.attention)
-
-
-def predictions(
-    cases: Sequence[Configuration], known: Calibration, belief: Posterior | None = None
-) -> list[Prediction]:
-    """The prediction for each case, with the belief's intervals where it is given."""
-    found = [predict(c, known.on(c.day, c.topology.gpus)) for c in cases]
-    if belief is None:
-        return found
-    widened = zip(found, np.exp(belief.half_widths(cases)).tolist(), strict=True)
-    return [replace(p, sec_lo=p.sec_per_it / f, sec_hi=p.sec_per_it * f) for p, f in widened]
 
 
 def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | None:

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from trilane.analysis.measure import TIMERS, Measurement, phases
-from trilane.analysis.recalibrate import NOTHING, Recalibration
+from trilane.costmodel.recalibration import NOTHING, Recalibration
 from trilane.diagnose.hang import Verdict
 from trilane.report.plots.style import COLORS, INK, figure, finished, name_rows, plain
 from trilane.utils.tables import Text
