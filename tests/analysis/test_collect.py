@@ -1,6 +1,7 @@
 """One run, one answer: the record of `logs parse`, and what a notebook shows of many runs; everywhere the same."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -134,3 +135,10 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
 
     assert compare([m], measure_path(folder)).change == 0
     assert case_of(m).topology.gbs == 4
+
+
+def test_runs_of_two_studies_that_have_one_label_are_shown_apart(folder):
+    """A study next to another is a glob over both."""
+    shutil.copytree(folder.parents[1], folder.parents[1].with_name("other"))
+    both = measure_runs(Study.open("both"), str(folder.parents[2] / "*/runs/*"))
+    assert len({m.name for m in both.runs}) == len(both.runs) == len(both.curves()) == 2

@@ -121,7 +121,8 @@ def measure_runs(
     card = cluster.gpu if cluster and cluster.gpu.kind == "cuda" else None
     runs, unread = measure_all(files(logs), warm_up, card)
     require(bool(runs), "logs", logs, f"no log among them: {[*unread, 'no such file'][0]}")
-    named = (m if m.plan else replace(m, name=_name(number, m)) for number, m in enumerate(runs, 1))
+    once = [name for name, count in Counter(m.name for m in runs if m.plan).items() if count == 1]
+    named = (m if m.plan and m.name in once else replace(m, name=_name(number, m)) for number, m in enumerate(runs, 1))
     return MeasuredRuns(runs=tuple(named), unread=tuple(unread))
 
 
