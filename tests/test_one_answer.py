@@ -189,12 +189,17 @@ def test_a_plan_keeps_the_constants_that_predicted_it(tmp_path: Path, outputs: P
     execute("07_calendar", study="uni", tokens=1e9, runs=100, plan="found.json", calibration="uni")
     assert Study("uni").load("calendar.json", "07_calendar")["prediction"]["sec_per_it"] == expected
 
+    instead = execute("07_calendar", study="uni", tokens=1e9, runs=100, plan="found.json", calibration="megatron-core")
+    assert measured.hash in instead["found"].summary(), "the constants that predicted the plan are named"
+
     capsys.readouterr()
     main(["plan", "show", "found.json", "--calibration", "megatron-core", "--json"])
     out, err = capsys.readouterr()
     assert err.startswith("trilane: calibration=megatron-core: ") and json.loads(out)["id"] == plan.id
     assert json.loads(out)["calibration"]["name"] == "megatron-core"
-    capsys.readouterr()
+    path.write_text(json.dumps(to_json(dataclasses.replace(measured, cluster="elsewhere"))))
+    main(["plan", "search", *options(plan, tmp_path), "--calibration", "uni"])
+    assert capsys.readouterr().err.startswith("trilane: calibration=uni: fitted to rows of elsewhere (")
     other = dataclasses.replace(measured, card="H100-80GB", cluster="dgx-h100")
     path.write_text(json.dumps(to_json(other)))
     for command in ("plan show found.json", "slurm chain create found.json other --site generic"):

@@ -6,13 +6,15 @@ from typing import Annotated, Any
 
 from trilane.analysis.plan_report import plan_report
 from trilane.cli.app import Answer, Group, command, note
+from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, default_topology, label_of
 from trilane.config.options import option
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, read_plan
 from trilane.config.shapes import read_shape
 from trilane.costmodel import backtest as measured
-from trilane.costmodel.shipped import calibration_for, constants_of, replaced
+from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.shipped import calibration_for, constants_of, foreign, replaced
 from trilane.forecasting.deadline import sizes_within
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.request import ForecastRequest
@@ -47,7 +49,7 @@ def size(
         bool(params) != bool(days), "params", f"{params:g}" if params else "missing", "give either --params or --days"
     )
     machine = load_cluster(cluster)
-    asked: dict[str, Any] = {"cluster": machine, "calibration": calibration_for(machine, calibration)}
+    asked: dict[str, Any] = {"cluster": machine, "calibration": constants(machine, calibration)}
     asked |= {f.name: given.pop(f.name) for f in fields(SizeRequest) if f.name in given} | {"choices": given}
     if days:
         in_time = sizes_within(days, **asked)
@@ -79,7 +81,7 @@ def search(
     require(bool(gbs) != bool(gbs_max), "gbs", gbs or "missing", "give either --gbs or --gbs-max")
     machine, what = load_cluster(cluster), shape_of(shape, seq, choices)
     require(gpus <= machine.max_gpus, "gpus", gpus, f"{machine.name} has {machine.max_gpus}")
-    choices |= {"calibration": calibration_for(machine, calibration), "engine": engine, "objective": objective}
+    choices |= {"calibration": constants(machine, calibration), "engine": engine, "objective": objective}
     choices |= {"distinct": True}
     found = search_plans(what, machine, gpus=gpus, gbs=gbs or range(1, gbs_max + 1), top=top, **choices)
     return Answer(found.listing(), found.as_text(), not found.candidates)
@@ -118,6 +120,13 @@ def show(
         known = calibration_for(read.cluster, calibration)
     note(replaced(read, known))
     return Answer(*plan_report(read, known, tokens, seconds))
+
+
+def constants(cluster: Cluster, source: str) -> Calibration:
+    """The constants that are named; that they are of another cluster goes to stderr."""
+    known = calibration_for(cluster, source)
+    note(foreign(known, cluster))
+    return known
 
 
 def shape_of(text: str, seq: int, choices: dict[str, Any]) -> Any:

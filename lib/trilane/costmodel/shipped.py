@@ -143,16 +143,18 @@ def constants_of(plan: Plan | Configuration, source: str = "", cluster: Cluster 
 
 def replaced(plan: Plan, used: Calibration) -> list[str]:
     """A line where other constants than those that the plan carries are used, and one where another cluster's are."""
-    kept, lines = plan.calibration, list[str]()
+    kept, lines = plan.calibration, foreign(used, plan.cluster)
     if kept and kept["hash"] != used.hash:
-        lines = [f"{used.hash} instead of {kept['name']} ({kept['hash']}), which predicted the plan"]
-    return [f"calibration={used.name}: {line}" for line in (*lines, *foreign(used, plan.cluster))]
+        instead = f"{used.hash} instead of {kept['name']} ({kept['hash']}), which predicted the plan"
+        lines = [f"calibration={used.name}: {instead}", *lines]
+    return lines
 
 
 def foreign(used: Calibration, cluster: Cluster) -> list[str]:
     """A warning where the constants were fitted to rows of another cluster with the same card."""
     is_own = used.cluster in ("", cluster.name) and used.card in ("", cluster.gpu.name)
-    return [] if is_own else [f"fitted to rows of {used.cluster} ({used.card}), not of {cluster.name}"]
+    rows = f"{used.cluster} ({used.card}), not of {cluster.name}"
+    return [] if is_own else [f"calibration={used.name}: fitted to rows of {rows}"]
 
 
 def stacks() -> list[str]:

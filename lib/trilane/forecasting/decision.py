@@ -114,7 +114,8 @@ def calendar_record(found: Forecast, source: Record, others: Alternatives) -> Re
     calendar_record(found, "plans.json", alternatives(found))
     """
     plan, p = found.request.plan, found.request.prediction
-    values = {**found.record, "plan_json": plan.to_json(), "source": source}
+    used = replace(plan, calibration=found.request.calibration.kept())
+    values = {**found.record, "plan_json": used.to_json(), "source": source}
     values |= {"card_bytes": plan.cluster.gpu.memory_bytes}
     values |= {name: getattr(p, name) for name in ("sec_per_it", "memory_bytes", "oom_probability")}
     return {**values, "schedules": list(others.schedules), "rivals": list(others.topologies)}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from trilane.config.plan import Plan
+from trilane.costmodel.shipped import replaced
 from trilane.costmodel.uncertainty import Z90
 from trilane.forecasting.failures import Cause
 from trilane.forecasting.request import ForecastRequest
@@ -48,6 +49,8 @@ class Described(Table):
         r, s, t, end = self.record, self.record["shape"], self.record["topology"], Text()
         for limit, fact in self.limits().items():
             end = Text.of("{}; the {} {}", end, limit, fact)
+        for line in r.get("replaced", ()):
+            end = Text.of("{}. By other constants: {}", end, line)
         if self.unlike:
             end = Text.of("{}. The prediction has {}", end, self.unlike)
         return Text.of(
@@ -295,6 +298,7 @@ class Forecast(Described):
         """to_json(), what describes the plan, and what figures draw."""
         plan = self.request.plan
         parts = {"shape": vars(plan.shape), "topology": vars(plan.topology), "cluster": plan.cluster.name}
+        parts["replaced"] = replaced(plan, self.request.calibration)
         drawn = {"fan": self.fan, "gpu_hours_by_cause": self.gpu_hours_by_cause, "dangers": self.dangers}
         return {**self.to_json(), **parts, "parameters": plan.shape.parameters, **drawn}
 
