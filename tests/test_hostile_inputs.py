@@ -213,7 +213,6 @@ CASES: dict[str, tuple[str, Any]] = {
     "prediction": (SWEEP, [{**small_plan().to_json(), "prediction": [1]}]),
     "bytes": (SWEEP, [{**small_plan().to_json(), "prediction": {"memory_bytes": "1; touch canary"}}]),
     "two of one label": (SWEEP, [small_plan().to_json()] * 2),
-    "DeepSpeed's batch": ("convert deepspeed X --plan plan.json", {"train_batch_size": 8}),
     "a plan among plans": ("plan show X:$(id)", {"plans": [small_plan().to_json()]}),
     "a way out of a chain": (CHAIN, {"site": "local", "links": ["../a"]}),
     "an option in a chain": (CHAIN, {"site": "local", "links": ["-a"]}),

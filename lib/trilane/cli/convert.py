@@ -1,38 +1,29 @@
-"""`trilane convert`: plans as DeepSpeed's JSON or Megatron's arguments, and back; checkpoints for transformers."""
+"""`trilane convert`: plans as DeepSpeed's JSON or Megatron's arguments, and of those; checkpoints for transformers."""
 
 import os
 from pathlib import Path
 
 from trilane.cli.app import Answer, Group, command, note
 from trilane.config.options import option
-from trilane.config.plan import plan_from_json, read_plan
-from trilane.interop.deepspeed_config import contradictions, deepspeed_config
+from trilane.config.plan import read_plan
+from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.interop.megatron_args import megatron_args, megatron_text
 from trilane.interop.megatron_parse import parse_plan
 from trilane.interop.shell_args import MOST_BYTES, read_arguments
 from trilane.launch.local import prepare_data
 from trilane.utils.process import python
-from trilane.utils.validation import read_object, read_text, require
+from trilane.utils.validation import read_text, require
 from trilane.workspace.study import load_cluster
 
 GROUP = Group("convert", help="Convert plans to and from DeepSpeed and Megatron-LM, and checkpoints to Hugging Face.")
 
 
 @command(GROUP)
-def deepspeed(
-    file: Path,
-    plan: Path | None = option(None, "compare the DeepSpeed JSON with this plan"),
-) -> Answer:
-    """Print DeepSpeed's JSON of a plan; or of FILE, a DeepSpeed JSON, its contradictions, then exit code 1."""
-    values = read_object(file, "file")
-    if "shape" in values and "topology" in values:
-        given = plan_from_json(values)
-        require(plan is None, "plan", plan, f"{file} is a plan itself")
-        require(given.engine != "megatron", "engine", given.engine, "takes no DeepSpeed JSON")
-        return Answer(deepspeed_config(given, compiler=True))
-    require(plan is not None, "plan", "missing", "a DeepSpeed JSON is compared with a plan")
-    lines = contradictions(values, read_plan(str(plan)))
-    return Answer({"contradictions": lines}, "\n".join(lines) or "no contradiction", lines)
+def deepspeed(plan: Path) -> Answer:
+    """Print PLAN as DeepSpeed's JSON; `diff` of it and your own shows misspelt keys, too, which DeepSpeed ignores."""
+    given = read_plan(str(plan))
+    require(given.engine != "megatron", "engine", given.engine, "takes no DeepSpeed JSON")
+    return Answer(deepspeed_config(given, compiler=True))
 
 
 @command(GROUP)

@@ -1,14 +1,10 @@
-"""DeepSpeed's JSON: written from a plan, and a user's one compared with it."""
+"""DeepSpeed's JSON of a plan."""
 
-import difflib
-import functools
-from collections.abc import Mapping
 from typing import Any
 
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.columns import columns_of
-from trilane.utils.validation import DATA, read_json, require
 
 
 def deepspeed_config(plan: Plan, *, compiler: bool) -> dict[str, Any]:
@@ -63,58 +59,3 @@ def _precision(t: Topology) -> dict[str, Any]:
     if t.precision == "bf16":
         return {"bf16": {"enabled": True}, **sums}
     return {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}, **sums}
-
-
-def contradictions(values: Mapping[str, Any], plan: Plan) -> list[str]:
-    """Contradictions of a user's JSON with DeepSpeed's keys or the plan, a line each; empty if there are none.
-
-    Buckets, offload pinning and timers are free, as is what Hugging Face's Trainer fills in ("auto"). Raises ValueError
-    for a plan whose engine takes no such JSON.
-    """
-    require(plan.engine != "megatron", "engine", plan.engine, "takes no DeepSpeed JSON")
-    # what a plan determines, with DeepSpeed's defaults
-    switches = {"fp16.enabled": False, "bf16.enabled": False}
-    defaults: dict[str, Any] = {"gradient_clipping": 0.0, "zero_optimization.stage": 0, **switches}
-    defaults |= dict.fromkeys((f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param")), "none")
-    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    decided = (*batch, *defaults, "data_types.grad_accum_dtype")
-    decided += tuple(f"optimizer.params.{name}" for name in ("betas", "eps", "weight_decay"))
-    given, planned = ({**defaults, **_flat(found)} for found in (values, deepspeed_config(plan, compiler=True)))
-    planned.setdefault("data_types.grad_accum_dtype", "fp32")  # of a plan in fp32
-    differ = [n for n in decided if given.get(n, "auto") not in ("auto", None, planned[n])]
-    return unknown_keys(values) + [f"{n}={given[n]!r}: the plan has {planned[n]!r}" for n in differ]
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return found
-
-
-@functools.cache
-def known_keys() -> dict[str, list[str]]:
-    """The keys of each block by its dotted name, "" for the outermost; blocks not listed are not checked.
-
-    Those of optimizer.params hold for Adam and AdamW.
-    """
-    return read_json(DATA / "deepspeed_keys.json", "keys")["keys"]
-
-
-def unknown_keys(values: Mapping[str, Any], block: str = "") -> list[str]:
-    """A line for each key that DeepSpeed does not know, with the nearest known key: it ignores most of them."""
-    known, lines = known_keys(), list[str]()
-    adam = str(values.get("type", "AdamW")).lower() in ("adam", "adamw")
-    for key, value in values.items():
-        name = f"{block}.{key}".lstrip(".")
-        is_checked = name in known and (adam or name != "optimizer.params")
-        if key not in known[block]:
-            close = "".join(f"; did you mean {k}?" for k in difflib.get_close_matches(key, known[block], n=1))
-            shown = "{...}" if isinstance(value, Mapping) else value
-            lines.append(f"{name}={shown}: DeepSpeed has no such key{close}")
-        elif is_checked and isinstance(value, Mapping):
-            lines += unknown_keys(value, name)
-        elif is_checked and value is not None:
-            lines.append(f"{name}={value}: must be a JSON object")
-    return lines
