@@ -16,6 +16,7 @@ from support import small_plan
 
 from trilane.cli.app import main
 from trilane.config.cluster import cluster
+from trilane.costmodel.calibration import Calibration, to_json
 from trilane.slurm import script, sites
 from trilane.utils.validation import to_mapping
 
@@ -132,7 +133,7 @@ READERS = (
         "train X",
         "plan backtest X",
     ),
-    *("slurm submit chain --site generic", "debug rehearse X"),
+    *("slurm submit chain --site generic", "debug rehearse X", "calibrate X --cluster h200 -o new.json"),
 )
 
 
@@ -210,6 +211,14 @@ CASES: dict[str, tuple[str, Any]] = {
     "capacity's day": ("plan calendar plan.json --tokens 1e9 --capacity X", [{"from": "\x1b[2J", "gpus": 8}]),
     "risk": ("plan calendar plan.json --tokens 1e9 --risks X", {"spare_nodes": -1}),
     "calibration": ("plan show plan.json --calibration X", {"matmul": 1e300}),
+    "constants of a plan": ("plan show X", {**small_plan().to_json(), "calibration": {"name": "\x1b[2J", "hash": 1}}),
+    "their name": (
+        "plan show X",
+        {
+            **small_plan().to_json(),
+            "calibration": {"name": "\x1b[2J", "hash": "1", "constants": to_json(Calibration())},
+        },
+    ),
     "prediction": (SWEEP, [{**small_plan().to_json(), "prediction": [1]}]),
     "bytes": (SWEEP, [{**small_plan().to_json(), "prediction": {"memory_bytes": "1; touch canary"}}]),
     "two of one label": (SWEEP, [small_plan().to_json()] * 2),

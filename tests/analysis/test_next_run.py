@@ -219,11 +219,14 @@ BAD_ROWS = {
     "milliseconds called seconds": (times(1000), "seconds of an iteration are needed"),
     "no seconds": (lambda r: r.drop(columns="sec_per_it"), "lu-0004: has no seconds"),
     "negative seconds": (times(-1), "lu-0004: sec_per_it="),
-    "ten equal rows": (lambda r: pd.concat([r[:1]] * 10), "1 different configurations count, 2 are needed"),
+    "ten equal rows": (
+        lambda r: pd.concat([r[:1]] * 10),
+        "rows=10: 1 different configurations among them can be used, 2 are needed",
+    ),
     "a factor of ten": (times(10, slice(3, 4)), "they contradict each other"),
     "a factor of a tenth": (times(0.1, slice(5, 6)), "they contradict each other"),
     "a column twice": (lambda r: pd.concat([r, r[["tp"]]], axis=1), "column=tp: is there twice"),
-    "no rows": (lambda r: r[:0], "0 different configurations count"),
+    "no rows": (lambda r: r[:0], "rows=0: no different configurations among them can be used"),
 }
 
 

@@ -10,6 +10,7 @@ import pandas as pd
 
 from trilane.analysis.collect import files, measure_all
 from trilane.analysis.measure import Measurement
+from trilane.analysis.run_config import card
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, label_of
 from trilane.config.parallelism import Topology, invalid_reason
@@ -30,13 +31,14 @@ ITERATIONS = 20  # of a short run
 def fit_source(source: str, cluster: Cluster) -> Recalibration:
     """fit() to a file, folder or glob of rows, logs or run folders, or to the runs of a study."""
     paths = files(source)
-    if not paths and "/" not in source:
+    if not paths and not Path(source).exists() and "/" not in source:
         study = Study(source)
         paths = study.run_folders() or sorted(study.folder.glob("measured.csv"))
-    require(bool(paths), "rows", source, "is neither a file, nor a folder with runs, nor a study with runs")
+    rule = "is neither a file, nor a folder with runs or logs, nor a study with runs"
+    require(bool(paths), "rows", source, rule)
     tables = [path for path in paths if path.suffix in SUFFIXES]
-    card = cluster.gpu if cluster.gpu.kind == "cuda" else None
-    runs, unread = measure_all([path for path in paths if path not in tables], gpu=card)
+    gpu = cluster.gpu if cluster.gpu.kind == "cuda" else None
+    runs, unread = measure_all([path for path in paths if path not in tables], gpu=gpu)
     rows, skipped = _rows(runs, tables, cluster)
     skipped += [Skipped(row_id=source, reason=reason) for reason in unread]
     return recalibrated(rows, skipped, cluster, least=2)
@@ -69,7 +71,9 @@ def _rows(
     for m in runs:
         if case := case_of(m, cluster):
             known: dict[str, Any] = {"seconds": m.sec_per_it, "memory_bytes": m.memory_bytes, "case": case}
-            problem = str(next(iter(m.time_problems), ""))
+            seen, problem = card(m.log), str(next(iter(m.time_problems), ""))
+            if seen and seen.name.partition("-")[0] != case.cluster.gpu.name.partition("-")[0]:
+                problem = f"ran on {seen.name}, by its log"
             rows.append(MeasuredRow(row_id=m.name, stack=stack(m, case), problem=problem, **known))
         else:
             reason = "its log does not give shape and topology" if cluster else "no cluster is given"

@@ -199,7 +199,8 @@ def recalibrated(
         used += [] if reason else [row]
     why = "".join(f"; {row.row_id}: {row.reason}" for row in left_out[:3])
     kinds = len({(row.case.shape, row.case.topology) for row in used})
-    require(kinds >= least, "rows", len(rows), f"{kinds} different configurations count, {least} are needed{why}")
+    rule = f"{kinds or 'no'} different configurations among them can be used, {least} are needed{why}"
+    require(kinds >= least, "rows", len(rows) + len(skipped), rule)
     cases, seconds = [row.case for row in used], [row.seconds for row in used]
     prior = replace(default(cases[0].cluster, usual), name=usual or cases[0].cluster.name)
     found = refit(cases, seconds, prior)
