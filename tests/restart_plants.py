@@ -16,6 +16,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engine"
 from plans import small_plan  # noqa: E402
 from pool import WorkerPool, engine_pool  # noqa: E402
 
+from trilane.config.plan import Plan  # noqa: E402
 from trilane.diagnose.restart import RestartComparison  # noqa: E402
 from trilane.engine.parity import machine  # noqa: E402
 from trilane.launch import rehearsal as rehearse  # noqa: E402
@@ -131,11 +132,10 @@ CYCLES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 }
 
 
-def asked(data: Path, folder: Path, settings: dict[str, Any]) -> rehearse.Rehearsal:
+def asked(data: Path, folder: Path, settings: dict[str, Any]) -> Plan:
     """The rehearsal of a small plan with those settings; what both ends of a cycle must share is the batch."""
     plan = small_plan(data, source="mock", **{"mbs": 1, "gbs": 8, **settings})
-    made = rehearse.shrink(plan, folder, machine(cards=0, bf16=True), 8)
-    return made
+    return rehearse.shrink(plan, folder, machine(cards=0, bf16=True), 8)
 
 
 def cycle(
@@ -144,8 +144,8 @@ def cycle(
     """Rehearse with these settings, the second run with `other` where there are any, and a bug where it is named."""
     from dataclasses import replace
 
-    first = asked(folder / "corpus", folder, settings).plan
-    second = asked(folder / "corpus", folder, settings if other is None else other).plan
+    first = asked(folder / "corpus", folder, settings)
+    second = asked(folder / "corpus", folder, settings if other is None else other)
     if other is not None:  # one model and batch, that of neither topology alone
         wide = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512}
         shape = replace(first.shape, **wide)
@@ -164,7 +164,7 @@ def cycle(
         t = plan["topology"]
         return home.run(t["tp"] * t["pp"] * t["dp"], place)
 
-    done = rehearse.rehearse(rehearse.Rehearsal(plan=first, notes=()), folder, start)
+    done = rehearse.rehearse(first, folder, start)
     assert done.audit, done.problem
     return done.audit
 

@@ -18,7 +18,6 @@ from trilane.config.options import option
 from trilane.logs.dialects import use
 from trilane.logs.run import RunLog
 from trilane.logs.written_tables import read_runs
-from trilane.report.index import page
 from trilane.utils.tables import csv_text
 from trilane.utils.validation import require
 
@@ -62,11 +61,10 @@ def table(
     sort: str = option("", "sort by a column, rising; speed: the fastest first", metavar="COLUMN"),
     dialect: tuple[Path, ...] = DIALECT,
     csv: bool = option(False, "print CSV, with all columns, instead of Markdown"),
-    html: bool = option(False, "print a page, with all columns that hold anything"),
     as_json: bool = False,
 ) -> Answer:
     """Print the runs below FOLDER as one table: run folders, or logs of other trainers, at any depth."""
-    require(csv + html + as_json < 2, "table", folder, "choose one of --csv, --html, --json")
+    require(not (csv and as_json), "table", folder, "choose one of --csv and --json")
     by = tables.column(sort) if sort else ""
     use(dialect)
     rows, bad = read_folder(folder)
@@ -75,9 +73,7 @@ def table(
     require(bool(rows), "folder", folder, "holds no run: neither plan.json with run.log, nor a training log")
     rows = tables.ordered(rows, by) if by else rows
     values = [{k: None if v != v else v for k, v in row.items()} for row in rows]
-    text = tables.markdown(rows, by)
-    if csv or html:
-        text = csv_text(tables.values(rows)) if csv else page(f"Runs in {folder}", tables.to_html(rows))
+    text = csv_text(tables.values(rows)) if csv else tables.markdown(rows, by)
     return Answer({"folder": str(folder), "rows": values, "left_out": bad}, text.removesuffix("\n"))
 
 

@@ -28,27 +28,26 @@ Start = Callable[[Path], str]  # trains the plan in a folder; "", or why it fail
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """A tiny plan, what it leaves out of the real one, and its result: the comparison, or the problem before it."""
+    """A tiny plan and its result: the comparison, or the problem before it."""
 
     plan: Plan
-    notes: tuple[str, ...]
     audit: RestartComparison | None = None
     problem: str = ""
 
     def to_json(self) -> dict[str, object]:
         """As a JSON object."""
         found = {name: as_json(getattr(self.audit, name, ())) for name in ("compared", "findings", "notes")}
-        return {"plan": self.plan.to_json(), "left_out": self.notes, "problem": self.problem, **found}
+        return {"plan": self.plan.to_json(), "problem": self.problem, **found}
 
     def to_text(self) -> str:
         """For a person."""
         p, text = self.plan, self.problem or (self.audit.to_text() if self.audit else "")
         size = f"{p.shape.num_layers} layers x {p.shape.hidden_size}"
         head = f"rehearsed {p.engine} {p.topology.label} {p.topology.precision}, {size}"
-        return "\n".join([head, *(f"note: {note}" for note in self.notes), text])
+        return f"{head}\n{text}"
 
 
-def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Rehearsal:
+def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Plan:
     """The plan at tiny width for at most `max_processes`, with fewer replicas where necessary.
 
     Kept: engine, tp, pp, interleaving, ZeRO, offload, precision, recomputation, partition, ties and norms. ValueError
@@ -60,10 +59,9 @@ def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Re
     rule = f"one replica has more than the {max_processes} processes of this machine; see --prepare for a cluster"
     require(t.tp * t.pp <= max_processes, "tp x pp", t.tp * t.pp, rule)
     dp = min(t.dp, max_processes // (t.tp * t.pp))
-    notes = (f"dp={dp} instead of {t.dp}: this machine runs at most {max_processes} processes",) if dp < t.dp else ()
     mbs, rounds = min(2, t.mbs), t.pp if t.interleaving > 1 else min(t.microbatches, max(2, t.pp))
     limit, hidden = 0.1 if plan.optimizer.clip_grad else 0.0, 0.1 if drops_hidden(plan.engine, plan.shape) else 0.0
-    small = Plan(
+    return Plan(
         label="rehearsal",
         engine=plan.engine,
         shape=_shape(plan),
@@ -75,7 +73,6 @@ def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Re
         # one iteration before the restart, one after it
         run=Run(train_iters=2, save_interval=1, keep_last=0, seed=run.seed, hang_timeout_s=run.hang_timeout_s),
     )
-    return Rehearsal(plan=small, notes=notes)
 
 
 def _shape(plan: Plan) -> ModelShape:
@@ -99,14 +96,14 @@ def write(folder: Path, plan: Plan) -> tuple[Path, Path]:
     return first, second
 
 
-def rehearse(rehearsal: Rehearsal, folder: Path, start: Start) -> Rehearsal:
+def rehearse(plan: Plan, folder: Path, start: Start) -> Rehearsal:
     """Train, save, load, resume; compare the checkpoint with the loaded state, and both runs' last checkpoints."""
-    first, second = write(folder, rehearsal.plan)
+    first, second = write(folder, plan)
     for place in (first, second):
         problem = start(place)
         if problem:
-            return replace(rehearsal, problem=f"{place.name} run: {problem}")
-    return replace(rehearsal, audit=compare_restart(first, second))
+            return Rehearsal(plan=plan, problem=f"{place.name} run: {problem}")
+    return Rehearsal(plan=plan, audit=compare_restart(first, second))
 
 
 def train_here(folder: Path) -> str:
@@ -126,7 +123,7 @@ def rehearse_here(plan: Plan) -> Rehearsal:
 
 def prepare(plan: Plan, folder: Path) -> str:
     """Write both runs of a rehearsal on the plan's own cluster; the commands that start them there, in order."""
-    made = shrink(plan, folder, plan.cluster, plan.topology.gpus).plan
+    made = shrink(plan, folder, plan.cluster, plan.topology.gpus)
     first, second = write(folder, made)
     tasks = f"srun --ntasks {made.topology.gpus} --ntasks-per-node {made.cluster.gpus_per_node}"
     lines = [f"{tasks} python -m trilane.engine {place / 'plan.json'}" for place in (first, second)]

@@ -83,12 +83,9 @@ class Grid:
         return {node: [p.rank for p in places] for node, places in grouped(self.places, lambda p: p.node).items()}
 
     def node_name(self, node: str) -> str:
-        """A node in words: its name, or "the third node" where names are unknown."""
+        """A node in words: its name, or "node 3 of 8" where names are unknown."""
         nodes = self.nodes
-        number = list(nodes).index(node)
-        words = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"]
-        which = f"the {words[number]} node" if number < len(words) else f"node {number + 1} of {len(nodes)}"
-        return node if self._by_rank[nodes[node][0]].named else which
+        return node if self._by_rank[nodes[node][0]].named else f"node {[*nodes].index(node) + 1} of {len(nodes)}"
 
     def group(self, axis: str, rank: int) -> frozenset[int]:
         """The ranks of `rank`'s group along `axis` (a name of AXES, "embedding", "next" or "previous" stage)."""
