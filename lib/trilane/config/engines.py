@@ -139,6 +139,7 @@ def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, 
     """
     yield t.recompute != "operators", "recompute", t.recompute, "recomputes whole layers, or attention's core"
     yield not t.overlap_tp, "overlap_tp", True, "has no Transformer Engine, which overlaps them"
+    yield not t.offload_checkpoints, "offload_checkpoints", True, "keeps them on the card"
     yield not t.shards, "shards", t.shards, "shares states out among all replicas"
     if engine == "megatron":
         yield t.zero <= 1, "zero", t.zero, "has ZeRO stage 0 and 1 (its distributed optimizer)"

@@ -96,6 +96,8 @@ class Topology:
         "layers of the last stage; 0: as the others", "last{}", 0, megatron="decoder-last-pipeline-num-layers"
     )
     offload: str = _words("what stays in host memory; full: all, with ZeRO-3", "offload{}", OFFLOAD, OFFLOAD[:1])
+    # DeepSpeed's cpu_checkpointing with partition_activations
+    offload_checkpoints: bool = _switch("keep the inputs of recomputed layers in host memory", "hostinputs", (False,))
     precision: str = _words(
         "of weights and matrix products; in fp8 products alone, all else as in bf16", "", PRECISIONS
     )
@@ -192,6 +194,7 @@ TOPOLOGY_RULES = (
     ),
     Rule("offload", "needs ZeRO stage 1 or more", lambda t: t.zero > 0 or t.offload == "none"),
     Rule("offload", "parameters can be offloaded by ZeRO-3 only", lambda t: t.zero == 3 or t.offload != "full"),
+    Rule("offload_checkpoints", "needs recompute full", lambda t: t.recompute == "full" or not t.offload_checkpoints),
     Rule("interleaving", "needs pp > 1", lambda t: t.pp > 1 or t.interleaving == 1),
     Rule("first_stage_layers", "needs pp > 1", lambda t: t.pp > 1 or not t.first_stage_layers),
     Rule("last_stage_layers", "needs pp > 1", lambda t: t.pp > 1 or not t.last_stage_layers),

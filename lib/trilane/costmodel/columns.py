@@ -62,6 +62,7 @@ class Columns:
     first_stage_layers: Number  # 0: as many as the others
     last_stage_layers: Number
     offload: Number
+    offload_checkpoints: Number
     precision: Number
     fp32_gradients: Number
     attention: Number

@@ -2,24 +2,30 @@
 
 import dataclasses
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import CHOICES, Topology
+from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import Columns, Number, Parts, columns_of
+from trilane.utils.validation import from_mapping, shipped_json
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConstants:
-    """What no formula gives; fitted to 115 rows of the BigScience documents (docs/planner.md).
+    """What no formula gives; fitted to 115 rows of the BigScience documents (docs/planner.md). Those of other software
+    are in data/stacks.json, each with its source.
 
     optimizer     bytes per owned parameter beside weights and gradients: fp32 master, two moments, fp32 copy of the
                   gradient (16), and temporaries of the step
     accumulated   bytes per held parameter that fp32 accumulation adds (4, and its flattened 16-bit copies)
+    kept          bytes that layers keep, over Korthikanti's formula: more where each operation is a kernel of its own
     checkpoint    bytes kept over bytes needed for a layer's recomputed input
     working       recomputed activations of the layer at work, over Korthikanti's formula
+    gathered      with ZeRO-3, bytes per parameter of the largest unit that is gathered: weights, and its gradients
     logit         bytes per logit of a microbatch: half precision, the fp32 copy, its softmax and gradient
     base_bytes    communication buffers and cuBLAS workspaces
     slack         share by which the caching allocator holds more than is needed while the card is empty
@@ -28,8 +34,10 @@ class MemoryConstants:
 
     optimizer: float = 17.4
     accumulated: float = 4.9
+    kept: float = 1.0
     checkpoint: float = 1.31
     working: float = 0.89
+    gathered: float = 4.0
     logit: float = 10.9
     base_bytes: float = 1.64e9
     slack: float = 0.14
@@ -41,11 +49,22 @@ FP8 = CHOICES["precision"].index("fp8")
 
 
 def memory_of(stack: str) -> MemoryConstants:
-    """The shipped constants of a software stack's memory: Megatron-DeepSpeed's where it has none of its own."""
-    # OneFlow plans all memory ahead, so little of it is slack, and its loss keeps one copy of the logits: fitted to the
-    # 18 rows of DLPerf that have memory. Left out: that its pipelines hold a third to a half more (4 of these rows).
-    oneflow = {"checkpoint": 0.96, "working": 1.28, "logit": 4.1, "base_bytes": 0.46e9, "slack": 0.046, "spread": 0.117}
-    return MemoryConstants(**oneflow) if stack == "oneflow" else DEFAULT
+    """The shipped constants of a software stack's memory; the documents' with a wide spread where none are known.
+
+    Without a stack ("") those of the documents as they are.
+    """
+    unknown: dict[str, Any] = {"memory": {"spread": 0.15}}  # as of FSDP, which has many forms
+    held = shipped_json("stacks")["stacks"].get(stack, unknown if stack else {}).get("memory", {})
+    return from_mapping(MemoryConstants, {k: v for k, v in held.items() if k != "source"}, "memory")
+
+
+def memory_for(calibration: Calibration, engine: str) -> MemoryConstants:
+    """The constants of memory that go with those of time: of the stack that the calibration is named after.
+
+    Without such a name those of the documents for the engines here, and of the measured rows for other programs.
+    """
+    named = calibration.name in shipped_json("stacks")["stacks"]
+    return memory_of(calibration.name if named else "" if engine else calibration.stack)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,19 +174,21 @@ def stage_memory(
 ) -> StageMemory:
     """Peak memory of one GPU of stage `stage` (0 is the first), a number or an array a part.
 
-    ZeRO-3 holds two gathered layers at a time. Offload moves the optimizer, and with "full" the weights, to the host.
+    ZeRO-3 holds the weights of two layers, or of an embedding, at a time. Offload moves the optimizer to the host, and
+    with "full" the weights.
     Left out: the first stage's embedding and dropout activations; NCCL's buffers, which grow with the peers; the
     outputs that a stage has sent, which Megatron-LM deallocates (deallocate_pipeline_outputs).
     """
     x, c, cpu = columns, constants, cluster.gpu.kind == "cpu"
     weights, gradients, optimizer = model_states(x, stage, c)
-    over = 1 if cpu else np.where(np.equal(x.recompute, 2), c.checkpoint, 1)
+    over = 1 if cpu else np.where(np.equal(x.recompute, 2), c.checkpoint, c.kept) * np.equal(x.offload_checkpoints, 0)
     buckets = (x.pp == 1) & (x.replicas > 1) & np.greater(x.zero, 0) & (not cpu)
     # reduce and all-gather buckets of 16-bit values, the first one doubled to overlap (DeepSpeed's configuration page)
     bucket_bytes = 3 * 2.0 * x.bucket_values
+    unit = np.maximum(x.layer_parameters, x.embedding_parameters)
     here, away = np.equal(x.offload, 0), np.equal(x.offload, 2)
     parts = {
-        "weights": weights * ~away + np.equal(x.zero, 3) * 2 * x.layer_parameters * x.value_bytes,
+        "weights": weights * ~away + np.equal(x.zero, 3) * c.gathered * unit * x.value_bytes / 2,
         "gradients": gradients,
         "optimizer": optimizer * here,
         "activations": stage_layers_at(x, stage) * in_flight(x, stage) * activation_bytes_per_layer(x) * over,
@@ -181,9 +202,12 @@ def stage_memory(
 
 
 def host_bytes(columns: Columns, stage: Number, constants: MemoryConstants = DEFAULT) -> Number:
-    """CPU memory that one GPU's offload takes: the optimizer's states, and with "full" the weights too."""
-    weights, _, optimizer = model_states(columns, stage, constants)
-    return np.greater(columns.offload, 0) * optimizer + np.equal(columns.offload, 2) * weights
+    """CPU memory that one GPU's offload takes: the optimizer's states, with "full" the weights, and the inputs that are
+    kept for recomputation, shared out over tp.
+    """
+    x, (weights, _, optimizer) = columns, model_states(columns, stage, constants)
+    inputs = stage_layers_at(x, stage) * in_flight(x, stage) * activation_bytes_per_layer(x) / x.tp
+    return np.greater(x.offload, 0) * optimizer + np.equal(x.offload, 2) * weights + x.offload_checkpoints * inputs
 
 
 def first_stage_bytes(columns: Columns, cluster: Cluster, constants: MemoryConstants = DEFAULT) -> Number:

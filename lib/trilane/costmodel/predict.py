@@ -18,7 +18,7 @@ from trilane.costmodel.constants import BOUNDS, GIVEN, Constants
 from trilane.costmodel.fit import STEP, deviations
 from trilane.costmodel.iteration import IterationTime, iteration_columns, iteration_time, seconds_per_stage
 from trilane.costmodel.measured_rows import MeasuredRow, every_row
-from trilane.costmodel.memory import DEFAULT, MemoryConstants, StageMemory, host_bytes, memory_per_stage
+from trilane.costmodel.memory import StageMemory, host_bytes, memory_for, memory_per_stage
 from trilane.costmodel.memory import oom_probability as probability_of
 from trilane.costmodel.shipped import constants_of
 from trilane.costmodel.uncertainty import FOREIGN, T_QUANTILE
@@ -217,7 +217,7 @@ class Prediction:
         return {"prediction": self.to_json(), "calibration": self.calibration.kept()}
 
 
-def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryConstants = DEFAULT) -> Prediction:
+def predict(plan: Case, calibration: Calibration | None = None) -> Prediction:
     """Seconds and bytes of a plan that its model and engine can run (see invalid_reason and unsupported_reason).
 
         predict(read_plan("plan.json")).sec_per_it
@@ -228,7 +228,7 @@ def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryCo
     shape, t, cluster, engine = plan.shape, plan.topology, plan.cluster, plan.engine
     known = calibration.on_card(cluster) if calibration else constants_of(plan)
     time = iteration_time(shape, t, cluster, known, engine)
-    columns = columns_of(shape, t, engine)
+    columns, memory = columns_of(shape, t, engine), memory_for(known, engine)
     stages = memory_per_stage(shape, t, cluster, memory, engine)
     fullest = max(stage.total for stage in stages)
     case = Configuration(shape=shape, topology=t, cluster=cluster, engine=engine)

@@ -16,7 +16,7 @@ from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.columns import stack as stacked
 from trilane.costmodel.iteration import iteration_columns
-from trilane.costmodel.memory import memory_bytes, oom_probability
+from trilane.costmodel.memory import memory_bytes, memory_for, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE
 from trilane.planning.space import divisors
 from trilane.utils.validation import require
@@ -114,10 +114,11 @@ def scheduled(plan: Plan, options: Sequence[Topology], calibration: Calibration)
     if not options:
         return []
     columns, per_node = stacked([columns_of(plan.shape, t, plan.engine) for t in options]), plan.cluster.gpus_per_node
-    seconds, memory = iteration_columns(columns, plan.cluster, calibration).total, memory_bytes(columns, plan.cluster)
-    numbers = (
-        np.broadcast_to(v, len(options)).tolist() for v in (seconds, memory, oom_probability(memory, plan.cluster))
-    )
+    known = memory_for(calibration, plan.engine)
+    seconds = iteration_columns(columns, plan.cluster, calibration).total
+    memory = memory_bytes(columns, plan.cluster, known)
+    probability = oom_probability(memory, plan.cluster, known.spread)
+    numbers = (np.broadcast_to(v, len(options)).tolist() for v in (seconds, memory, probability))
     found = []
     for t, s, m, p in zip(options, *numbers, strict=True):
         sizes: dict[str, Any] = {name: getattr(t, name) for name in ("tp", "pp", "dp", "mbs", "recompute")}

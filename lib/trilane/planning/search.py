@@ -16,7 +16,7 @@ from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.iteration import Microbatches
-from trilane.costmodel.memory import memory_bytes, oom_probability
+from trilane.costmodel.memory import memory_bytes, memory_for, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, predict
 from trilane.costmodel.shipped import calibration_for
 from trilane.planning.search_result import Candidate, SearchResult, first_per_sizes
@@ -66,6 +66,7 @@ class _Search:
         self.size_rules = [pair for pair in rules if pair[0].of_sizes]
         self.rules = [pair for pair in rules if not pair[0].of_sizes]
         self.columns = columns_of(shape, space.fixed, space.engine)
+        self.memory = memory_for(calibration, space.engine)
         self.refused: Counter[str] = Counter()
         self.runnable = 0
 
@@ -105,8 +106,8 @@ class _Search:
         """Predict the topologies of some blocks of one tp together, and keep the best of them."""
         which = np.repeat(np.arange(len(blocks)), [len(block.mbs) for block in blocks])
         columns = block_columns(self.columns, blocks, which)
-        memory = memory_bytes(columns, self.cluster)
-        probability = oom_probability(memory, self.cluster)
+        memory = memory_bytes(columns, self.cluster, self.memory)
+        probability = oom_probability(memory, self.cluster, self.memory.spread)
         fits = probability <= IMPOSSIBLE
         self.refused[MEMORY_RULE] += int(len(fits) - fits.sum())
         self.runnable += int(fits.sum())
