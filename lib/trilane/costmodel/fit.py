@@ -12,7 +12,7 @@ from trilane.costmodel.calibration import FACTOR, WIDEST, Calibration, Configura
 from trilane.costmodel.columns import Columns, columns_of, stack
 from trilane.costmodel.constants import BOUNDS, GIVEN, Constants
 from trilane.costmodel.iteration import iteration_columns
-from trilane.costmodel.memory import DEFAULT, MemoryConstants, first_stage_bytes
+from trilane.costmodel.memory import DEFAULT, MemoryConstants, stage_memory
 from trilane.utils.validation import require, require_positive
 
 NOISE = {"cuda": 0.02, "cpu": 0.05}  # of ln(seconds): repeats differ by 0.15-2 % (docs/planner.md)
@@ -159,7 +159,7 @@ def fit_memory(
     def errors(logs: np.ndarray) -> np.ndarray:
         predicted = np.empty_like(target)
         for cluster, index, columns in groups:
-            predicted[index] = first_stage_bytes(columns, cluster, constants(logs))
+            predicted[index] = stage_memory(columns, 0, cluster, constants(logs)).total
         return np.log(predicted / target)
 
     start = np.log([getattr(prior, n) for n in names])

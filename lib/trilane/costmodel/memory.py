@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 
@@ -49,20 +48,14 @@ FP8 = CHOICES["precision"].index("fp8")
 
 
 def memory_of(stack: str) -> MemoryConstants:
-    """The shipped constants of a software stack's memory; the documents' with a wide spread where none are known.
-
-    Without a stack ("") those of the documents as they are.
-    """
-    unknown: dict[str, Any] = {"memory": {"spread": 0.15}}  # as of FSDP, which has many forms
-    held = shipped_json("stacks")["stacks"].get(stack, unknown if stack else {}).get("memory", {})
+    """The shipped constants of a software stack's memory; the documents', with a wide spread if it is unknown."""
+    unknown = {"memory": {"spread": 0.15}} if stack else {}  # as of FSDP, which has many forms
+    held = shipped_json("stacks")["stacks"].get(stack, unknown).get("memory", {})
     return from_mapping(MemoryConstants, {k: v for k, v in held.items() if k != "source"}, "memory")
 
 
 def memory_for(calibration: Calibration, engine: str) -> MemoryConstants:
-    """The constants of memory that go with those of time: of the stack that the calibration is named after.
-
-    Without such a name those of the documents for the engines here, and of the measured rows for other programs.
-    """
+    """Those of the stack that constants of time are named after; else of the documents, or of the rows' own programs."""
     named = calibration.name in shipped_json("stacks")["stacks"]
     return memory_of(calibration.name if named else "" if engine else calibration.stack)
 
@@ -202,17 +195,10 @@ def stage_memory(
 
 
 def host_bytes(columns: Columns, stage: Number, constants: MemoryConstants = DEFAULT) -> Number:
-    """CPU memory that one GPU's offload takes: the optimizer's states, with "full" the weights, and the inputs that are
-    kept for recomputation, shared out over tp.
-    """
+    """CPU memory of one GPU's offload: the optimizer, the weights ("full"), inputs of recomputed layers, cut by tp."""
     x, (weights, _, optimizer) = columns, model_states(columns, stage, constants)
     inputs = stage_layers_at(x, stage) * in_flight(x, stage) * activation_bytes_per_layer(x) / x.tp
     return np.greater(x.offload, 0) * optimizer + np.equal(x.offload, 2) * weights + x.offload_checkpoints * inputs
-
-
-def first_stage_bytes(columns: Columns, cluster: Cluster, constants: MemoryConstants = DEFAULT) -> Number:
-    """Bytes of the first stage, where the chronicles read nvidia-smi."""
-    return stage_memory(columns, 0, cluster, constants).total
 
 
 def memory_bytes(columns: Columns, cluster: Cluster, constants: MemoryConstants = DEFAULT) -> Number:

@@ -11,14 +11,7 @@ from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import fit_memory, fit_time
 from trilane.costmodel.iteration import iteration_time
 from trilane.costmodel.measured_rows import MeasuredRow
-from trilane.costmodel.memory import (
-    DEFAULT,
-    MemoryConstants,
-    first_stage_bytes,
-    memory_bytes,
-    memory_of,
-    oom_probability,
-)
+from trilane.costmodel.memory import DEFAULT, MemoryConstants, memory_bytes, memory_of, oom_probability, stage_memory
 from trilane.costmodel.predict import support_of, unmeasured_half_width
 from trilane.costmodel.shipped import calibration_for, default
 
@@ -125,7 +118,7 @@ def predict_row(
         sec_pred=seconds,
         sec_lo=low,
         sec_hi=high,
-        mem_gib_pred=float(first_stage_bytes(columns, case.cluster, memory)) / 2**30,
+        mem_gib_pred=float(stage_memory(columns, 0, case.cluster, memory).total) / 2**30,  # where nvidia-smi was read
         oom_probability=float(oom_probability(need, case.cluster, memory.spread)),
     )
 
