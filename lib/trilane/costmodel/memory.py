@@ -55,7 +55,7 @@ def memory_of(stack: str) -> MemoryConstants:
 
 
 def memory_for(calibration: Calibration, engine: str) -> MemoryConstants:
-    """Those of the stack that constants of time are named after; else of the documents, or of the rows' own programs."""
+    """Those of the stack that constants of time are named after; else of the documents, or of the rows' programs."""
     named = calibration.name in shipped_json("stacks")["stacks"]
     return memory_of(calibration.name if named else "" if engine else calibration.stack)
 
