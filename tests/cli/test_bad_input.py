@@ -7,11 +7,13 @@ import pytest
 from support import small_plan
 
 from trilane.cli.app import main
+from trilane.costmodel.calibration import Calibration, to_json
 from trilane.utils.validation import parse_count
 
 SEARCH = "plan search --shape 6,64,4,32,384 --cluster h200 --gpus 8"
 SIZE = "plan size --params 1.3B --vocab 50257 --gpus 8 --cluster jz-a100-80g"
 SITE = "--site jean-zay-a100"
+OTHER = "has other constants than this version (p2p); calibrate or search again"
 BAD = [
     ("pln", "command=pln: did you mean plan?"),
     ("plan serch", "command=serch: did you mean search?"),
@@ -77,6 +79,10 @@ BAD = [
     ("calibrate nowhere --cluster h200 -o out.json", "rows=nowhere: is neither a file, nor a folder with runs"),
     ("calibrate a.log --cluster h200 -o out.json", "rows=1: no different configurations among them can be used"),
     ("calibrate folder --cluster h200 -o out.json", "rows=folder: is neither a file, nor a folder with runs"),
+    ("plan show old.json", f"calibration=mine: {OTHER}"),
+    ("plan calendar old.json --tokens 1e9", f"calibration=mine: {OTHER}"),
+    ("slurm check old.json --site generic", f"calibration=mine: {OTHER}"),
+    ("slurm chain create old.json chain --site generic", f"calibration=mine: {OTHER}"),
     ("train folder", "plan=folder: is a folder without plan.json"),
     ("measure plan plan.json --iterations 3", "iterations=3: must be above leave_out=5"),
     ("convert deepspeed plan.json", "engine=megatron: takes no DeepSpeed JSON"),
@@ -115,7 +121,9 @@ def here(tmp_path, monkeypatch):
     plan = small_plan().to_json()
     absurd = plan["cluster"] | {"gpu": plan["cluster"]["gpu"] | {"memory_bytes": 1e300}}
     many = {"plans": [{"id": "1", **plan}, {"id": "2", **plan}]}
-    files = {"plan": plan, "absurd": absurd, "many": many, "empty": {"plans": []}, "list": [1]}
+    constants = {name: value for name, value in to_json(Calibration()).items() if name != "p2p"}
+    old = {**plan, "calibration": {"name": "mine", "hash": "0" * 10, "constants": constants}}
+    files = {"old": old, "plan": plan, "absurd": absurd, "many": many, "empty": {"plans": []}, "list": [1]}
     for name, values in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
     (tmp_path / "binary").write_bytes(bytes(range(256)) * 8)

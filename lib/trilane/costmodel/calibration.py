@@ -172,7 +172,7 @@ def whole(values: object, name: str) -> Calibration:
     if isinstance(values, dict):
         values = {k: v for k, v in values.items() if k != "made_by"}  # the stamp of what wrote the file
         differing = sorted({*BOUNDS, *GIVEN} - {*values}) + sorted({*values} - {f.name for f in fields(Calibration)})
-        rule = f"is of another version of the constants, which differs in {', '.join(differing[:4])}; calibrate again"
+        rule = f"has other constants than this version ({', '.join(differing[:4])}); calibrate or search again"
         require(not differing, "calibration", name, rule)
     return from_json(values)
 
