@@ -20,7 +20,7 @@ _MODULES = {
     "costmodel.shipped": ("calibration_for",),
     "diagnose.hang": ("diagnose_hang", "study_hang"),
     "diagnose.restart": ("compare_restart", "save_diagnosis", "study_restart"),
-    "forecasting.deadline": ("sizes_within",),
+    "forecasting.deadline": ("best_within", "sizes_within"),
     "forecasting.decision": ("alternatives", "calendar_record", "decide", "study_plan"),
     "forecasting.forecast": ("forecast",),
     "logs.written_tables": ("read_runs",),

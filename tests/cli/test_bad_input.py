@@ -12,6 +12,7 @@ from trilane.utils.validation import parse_count
 
 SEARCH = "plan search --shape 6,64,4,32,384 --cluster h200 --gpus 8"
 SIZE = "plan size --params 1.3B --vocab 50257 --gpus 8 --cluster jz-a100-80g"
+BEST = "plan best --days 14"
 SITE = "--site jean-zay-a100"
 OTHER = "has other constants than this version (p2p); calibrate or search again"
 BAD = [
@@ -64,6 +65,14 @@ BAD = [
     (SIZE.replace("params 1.3B", "days 0"), "days=0.0: must be above 0"),
     (SIZE.replace("params 1.3B", "days 1e9"), "days=1e+09: must be at most 36500"),
     (SIZE.replace("params 1.3B", "days 9") + " --gpus 100000", "gpus=100000: jz-a100-80g has "),
+    (f"{SIZE} --tokens 0x", "tokens=0: must be a number above zero"),
+    (f"{BEST} --cluster dgx-h10", "cluster=dgx-h10: did you mean dgx-h100?"),
+    (f"{BEST} --cluster cpu.json", ": has no GPUs"),
+    (f"{BEST} --cluster h200,h200", "cluster=h200: is there twice"),
+    (f"{BEST} --cluster h200,jz-a100-80g --gpus 500", "gpus=500: jz-a100-80g has 416"),
+    (f"{BEST} --cluster h200 --price 1,2", "price=1,2: give one for all, or one for each of 1 clusters"),
+    (f"{BEST} --cluster h200 --price free", "price=free: must be a number above zero"),
+    (f"{BEST} --cluster h200 --days 1e9", "days=1e+09: must be at most 36500"),
     ("plan show", "shape=missing: name a plan"),
     ("plan show ''", "plan='': is empty"),
     ("plan show binary", "plan=binary: not text in UTF-8"),
@@ -123,7 +132,8 @@ def here(tmp_path, monkeypatch):
     many = {"plans": [{"id": "1", **plan}, {"id": "2", **plan}]}
     constants = {name: value for name, value in to_json(Calibration()).items() if name != "p2p"}
     old = {**plan, "calibration": {"name": "mine", "hash": "0" * 10, "constants": constants}}
-    files = {"old": old, "plan": plan, "absurd": absurd, "many": many, "empty": {"plans": []}, "list": [1]}
+    cpu = plan["cluster"]
+    files = {"old": old, "plan": plan, "cpu": cpu, "absurd": absurd, "many": many, "empty": {"plans": []}, "list": [1]}
     for name, values in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
     (tmp_path / "binary").write_bytes(bytes(range(256)) * 8)

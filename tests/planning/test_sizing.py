@@ -131,7 +131,7 @@ def test_proposals_can_run_and_are_ranked_by_days_at_the_target_size():
         parameters=20e9, vocabulary=50_257, gpus=32, cluster=A100, calibration=K, gbs=512, tokens=20e9, tolerance=0.02
     )
     found = survey(request).rows
-    days = [p.days_at_target for p in found]
+    days = [p.cost for p in found]
     assert days == sorted(days) and len(found) > 3
     best = found[0]
     assert best.topology.gpus == 32 and best.prediction.oom_probability <= 0.5
@@ -149,7 +149,7 @@ def test_a_shape_that_may_run_out_of_memory_is_marked_and_comes_after_the_safe_o
     for p, doubted in zip(found, risky, strict=True):
         warning = f"may run out of memory (P {100 * p.prediction.oom_probability:.0f} %)"
         assert (warning in p.notes) is doubted
-    assert found[risky.index(True)].days_at_target < found[risky.index(True) - 1].days_at_target
+    assert found[risky.index(True)].cost < found[risky.index(True) - 1].cost
 
 
 def test_where_nothing_can_run_the_reason_is_given(capsys):

@@ -15,13 +15,13 @@ from trilane.config.shapes import read_shape
 from trilane.costmodel import backtest as measured
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.shipped import calibration_for, constants_of, foreign, replaced
-from trilane.forecasting.deadline import sizes_within
+from trilane.forecasting.deadline import best_within, sizes_within
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search import search as search_plans
-from trilane.planning.size_request import SizeRequest
+from trilane.planning.size_request import ANY, SizeRequest
 from trilane.planning.sizing import survey
-from trilane.utils.validation import require
+from trilane.utils.validation import parse_count, require
 from trilane.workspace.study import load_cluster
 
 GROUP = Group("plan", help="Plan a training: its size, its topology, its dates.")
@@ -85,6 +85,29 @@ def search(
     choices |= {"distinct": True}
     found = search_plans(what, machine, gpus=gpus, gbs=gbs or range(1, gbs_max + 1), top=top, **choices)
     return Answer(found.listing(), found.as_text(), not found.candidates)
+
+
+@command(GROUP)
+def best(
+    days: float = option(help="within which the training ends", above=0),
+    cluster: str = option(help="names or JSON files of one or several clusters", metavar="C[,C2,...]"),
+    gpus: int = option(0, "GPUs of each; default: all of the smallest", minimum=1),
+    gbs: int = option(0, "sequences of an iteration; default: some 4 million tokens, divided by all GPUs", minimum=1),
+    price: str = option("", "of a GPU-hour, of all clusters or of each", metavar="P[,P2,...]"),
+    calibration: str = CALIBRATION,
+    engine: str = option(ANY, "what trains it; any: the fastest", choices=(*ENGINES, ANY)),
+    **given: Annotated[Any, SizeRequest],
+) -> Answer:
+    """Answer what to train: the largest model that each cluster ends in time, on three topologies, and what it costs.
+
+    Days with 90 % probability, failures and checkpoints counted as by `plan calendar`, which takes the file that --json
+    prints. Exit code 1 where nothing ends in time.
+    """
+    machines = [load_cluster(name.strip()) for name in cluster.split(",")]
+    prices = [parse_count("price", one) for one in price.split(",") if price]
+    asked = {"gpus": gpus, "gbs": gbs, "prices": prices, "calibration": calibration, "engine": engine, **given}
+    found = best_within(days, machines, **asked)
+    return Answer(found.to_json(), found.as_text(), not found.rows)
 
 
 @command(GROUP)

@@ -17,7 +17,7 @@ from trilane.config.training import Data, Dropout, Optimizer, Run, inside
 from trilane.utils.validation import from_mapping, read_json, require, require_label, to_mapping
 
 # What results write next to the fields of a plan: derived from it, so never read back.
-DERIVED = ("id", "prediction", "parameters", "tflops", "mfu", "hfu", "days", "measured", "why")
+DERIVED = ("id", "prediction", "parameters", "tflops", "mfu", "hfu", "days", "measured", "why", "costs")
 # Fields that plan files of before 0.1.0 have: ignored where they were off.
 GONE = {
     "run": {
@@ -131,7 +131,7 @@ class Plan:
 
 
 def plan_from_json(values: dict[str, Any]) -> Plan:
-    """The plan of a JSON object; an `id` and a `prediction`, as results of a search carry, are set aside."""
+    """The plan of a JSON object; what results of a search carry beside it (`id`, `costs`, ...) is set aside."""
     fields = {k: v for k, v in values.items() if k not in DERIVED} if isinstance(values, dict) else values
     for part, gone in GONE.items():
         if isinstance(fields, dict) and isinstance(held := fields.get(part), dict):

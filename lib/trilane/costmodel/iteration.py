@@ -6,12 +6,13 @@ import numpy as np
 
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import Topology
+from trilane.config.parallelism import RECOMPUTE, Topology
 from trilane.costmodel.columns import Columns, Number, Parts, columns_of, slowdown
 from trilane.costmodel.constants import Constants
 from trilane.costmodel.layers import LayerTime, embedding_seconds, head_seconds, layer_time
 from trilane.costmodel.memory import memory_bytes, stage_layers
 
+BLOCK = RECOMPUTE.index("block")
 PARTS = (*(f.name for f in fields(LayerTime)), "head", "embedding")  # of a microbatch's seconds
 
 
@@ -207,29 +208,24 @@ class Microbatches:
 
     def seconds(self, columns: Columns) -> np.ndarray:
         """Seconds per iteration of a block's rows."""
-        if np.any(np.equal(columns.recompute, 4)):  # a layer's share depends on the stage: nothing to keep
+        if np.any(np.equal(columns.recompute, BLOCK)):  # a layer's share depends on the stage: nothing to keep
             return np.asarray(iteration_columns(columns, self.cluster, self.constants).total)
         rows = np.searchsorted(self.sizes, np.asarray(columns.mbs))
-        kinds = np.broadcast_to(2 * columns.recompute + columns.sequence_parallel, rows.shape)
-        parts = np.empty((len(PARTS), len(rows)))
-        for kind in np.unique(kinds):
-            here = kinds == kind
-            parts[:, here] = np.take(self._known(columns, *divmod(int(kind), 2)), rows[here], axis=1)
-        *layer, head, embedding = parts
+        kinds = np.asarray(4 * columns.recompute + 2 * columns.overlap_tp + columns.sequence_parallel).astype(int)
+        *layer, head, embedding = np.take(self._known(columns.take(0)), kinds * len(self.sizes) + rows, axis=1)
         time = assemble(columns, LayerTime(*layer), head, embedding, self.cluster, self.constants)
         return np.asarray(time.total)
 
-    def _known(self, columns: Columns, recompute: int, sequence_parallel: int) -> np.ndarray:
-        """The parts' seconds for each microbatch size."""
-        sharing = columns.take(0).gpus if self.cluster.gpu.kind == "cpu" else 0  # processes of a CPU share its cores
+    def _known(self, one: Columns) -> np.ndarray:
+        """The parts' seconds for each kind (recomputation, overlap and sequence parallelism) and microbatch size."""
+        sharing = one.gpus if self.cluster.gpu.kind == "cpu" else 0  # processes of a CPU share its cores
         # a group that leaves the node is slower, but a search refuses it before (CLUSTER_RULES): no part of the key
-        key = (columns.tp, recompute, sequence_parallel, sharing)
-        if key not in self.known:
-            chosen = {"recompute": recompute, "sequence_parallel": sequence_parallel}
-            one = columns.take(0)
-            few = replace(one, mbs=self.sizes, gbs=self.sizes * one.dp, **chosen)
-            layer = layer_time(few, self.cluster, self.constants)
+        if (key := (one.tp, sharing)) not in self.known:
+            kinds, mbs = (a.ravel() for a in np.meshgrid(np.arange(4 * BLOCK), self.sizes, indexing="ij"))
+            words = {"recompute": kinds // 4, "overlap_tp": kinds // 2 % 2, "sequence_parallel": kinds % 2}
+            every = replace(one, mbs=mbs, gbs=mbs * one.dp, **words)
+            layer = layer_time(every, self.cluster, self.constants)
             parts = [getattr(layer, name) for name in PARTS[:-2]]
-            parts += [f(few, self.cluster, self.constants) for f in (head_seconds, embedding_seconds)]
-            self.known[key] = np.stack([np.broadcast_to(p, self.sizes.shape) for p in parts])
+            parts += [f(every, self.cluster, self.constants) for f in (head_seconds, embedding_seconds)]
+            self.known[key] = np.stack([np.broadcast_to(p, kinds.shape) for p in parts])
         return self.known[key]

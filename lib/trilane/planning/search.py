@@ -20,7 +20,7 @@ from trilane.costmodel.memory import memory_bytes, memory_for, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, predict
 from trilane.costmodel.shipped import calibration_for
 from trilane.planning.search_result import Candidate, SearchResult, first_per_sizes
-from trilane.planning.space import Block, ParallelSizes, Point, Space, block_columns, space_for, topology_of
+from trilane.planning.space import SIZES, Block, ParallelSizes, Point, Space, block_columns, space_for, topology_of
 from trilane.utils.progress import progress
 from trilane.utils.validation import require_known
 
@@ -93,9 +93,12 @@ class _Search:
         """What no rule refuses of one tp x pp x dp, a block for each combination of the other choices."""
         (tp, pp, dp), (mbs, gbs), fixed = sizes, self.space.batches(sizes[2]), self.space.fixed
         values = {**vars(fixed), "tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "gbs": gbs, "gpus": tp * pp * dp * fixed.cp}
-        whole, points = SimpleNamespace(**values), self.space.points(self.shape, *sizes)
-        if broken := next((rule for rule, subjects in self.size_rules if not rule.holds(whole, *subjects)), None):
-            self.refused[broken.name] += len(points) * len(mbs)
+        whole: Any = SimpleNamespace(**values)
+        points = self.space.points(self.shape, *sizes)
+        broken = next((rule.name for rule, subjects in self.size_rules if not rule.holds(whole, *subjects)), "")
+        field, _, rule = unsupported_rule(self.space.engine, self.shape, whole) or ("", None, "")
+        if broken or field in SIZES:
+            self.refused[broken or f"{field}: {rule}"] += len(points) * len(mbs)
             return
         for point in points:
             vars(whole).update(point)

@@ -14,8 +14,9 @@ from trilane.config.options import check, option
 from trilane.config.parallelism import LARGEST
 from trilane.config.shapes import read_shape
 from trilane.costmodel.calibration import Calibration
-from trilane.utils.validation import require, require_known, require_positive
+from trilane.utils.validation import parse_count, require, require_known, require_positive
 
+ANY = "any"  # engine
 TILE = 128  # NVIDIA, 'Matrix multiplication background', tile quantization; the prequel: nhidden % 128 = 0
 MOST = 1e14  # parameters: a hundred times what has been trained
 
@@ -68,16 +69,19 @@ class SizeRequest:
     """What is asked: a number of parameters, the machine, and how much is to be trained with what.
 
     `like` is gpt2, bloom or llama, or the JSON file of a model whose kind is wanted. `choices` pins what each shape's
-    search would vary, or sets what it holds fixed (see planning.search.search).
+    search would vary, or sets what it holds fixed (see planning.search.search). `tokens` is a number, or a text such as
+    "300B" or "20x", so many for each parameter.
     """
 
     parameters: float = option(cli=False)
-    vocabulary: int = option(help="tokens of the vocabulary; padded to a multiple of 128", minimum=1, name="vocab")
+    # that of GPT-2
+    vocabulary: int = option(50257, "tokens of the vocabulary; padded to a multiple of 128", minimum=1, name="vocab")
     gpus: int = option(help="GPUs of the run", minimum=1)
     cluster: Cluster = option(cli=False)
     calibration: Calibration | None = option(None, cli=False)
-    engine: str = option(ENGINES[0], "what trains it", choices=ENGINES)
-    tokens: float = option(300e9, "tokens to train on", above=0)
+    engine: str = option(ENGINES[0], "what trains it; any: the fastest", choices=(*ENGINES, ANY))
+    # 20 a parameter are compute-optimal: Hoffmann et al. 2022, arXiv:2203.15556
+    tokens: str | float = option("20x", "tokens to train on: 300B, or 20x, so many a parameter (compute-optimal)")
     gbs: int = option(2048, "sequences of an iteration", minimum=1, maximum=LARGEST)
     seq_length: int = option(2048, "tokens of a sequence", minimum=1, name="seq")
     tolerance: float = option(0.03, "allowed distance from the target, as a share of it", above=0, below=0.5)
@@ -86,14 +90,37 @@ class SizeRequest:
 
     def __post_init__(self) -> None:
         check(self)
+        if isinstance(self.tokens, str) and not self.tokens.endswith("x"):
+            object.__setattr__(self, "tokens", parse_count("tokens", self.tokens))
+        elif not isinstance(self.tokens, str):
+            require_positive("tokens", self.tokens)
         require_positive("params", self.parameters)
         require(self.parameters <= MOST, "params", f"{self.parameters:g}", f"must be at most {MOST:g}")
         rule = f"{self.cluster.name} has {self.cluster.max_gpus}"
         require(self.gpus <= self.cluster.max_gpus, "gpus", self.gpus, rule)
         iteration = self.gbs * self.seq_length
-        require(self.tokens >= iteration, "tokens", self.tokens, f"one iteration takes gbs x seq_length = {iteration}")
+        rule = f"one iteration takes gbs x seq_length = {iteration}"
+        require(self.tokens_of(self.parameters) >= iteration, "tokens", self.tokens, rule)
         rule = f"at every usual width an embedding of {self.vocabulary} tokens nearly reaches that size; ask for more"
         require(bool(self.widths()), "params", f"{self.parameters:g}", rule)
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """What may train it."""
+        return ENGINES if self.engine == ANY else (self.engine,)
+
+    def tokens_of(self, parameters: float) -> float:
+        """Tokens to train so many parameters on."""
+        if isinstance(self.tokens, str):
+            return parse_count("tokens", self.tokens.removesuffix("x")) * parameters
+        return self.tokens
+
+    @property
+    def tokens_text(self) -> str:
+        """The tokens in words."""
+        if isinstance(self.tokens, str):
+            return f"{self.tokens.removesuffix('x')} tokens a parameter"
+        return f"{self.tokens / 1e9:g} B tokens"
 
     @property
     def vocab_size(self) -> int:

@@ -13,7 +13,7 @@ from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import RISKY, Prediction, predict
 from trilane.planning.search import MEMORY_RULE, search
-from trilane.planning.search_result import Candidate
+from trilane.planning.search_result import Candidate, first_per_sizes, sizes_of
 from trilane.planning.size_request import TILE, SizeRequest, usable_heads
 from trilane.utils.tables import Columns, DataFrame, Table, Text, frame_of
 from trilane.utils.validation import require, require_known, to_mapping
@@ -26,8 +26,7 @@ class Proposal:
     plan: Plan
     prediction: Prediction
     tokens: float
-    target: float
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def shape(self) -> ModelShape:
@@ -68,9 +67,9 @@ class Proposal:
         return self.days * 24 * self.topology.gpus
 
     @property
-    def days_at_target(self) -> float:
-        """Days per parameter, times the target: what ranks shapes that are not equally large."""
-        return self.days * self.target / self.shape.parameters
+    def cost(self) -> float:
+        """Days per parameter and token: what ranks shapes that are not equally large."""
+        return self.days / self.shape.parameters / self.tokens
 
     def to_json(self, best: "Proposal") -> dict[str, Any]:
         """One candidate. `cost_beside_best` is days per parameter over those of `best`: 1.05 is 5 % dearer."""
@@ -83,7 +82,7 @@ class Proposal:
         values |= {name: getattr(p, name) for name in ("sec_per_it", "memory_bytes", "oom_probability")}
         values |= {"tflops": self.tflops[0], "tflops_interval": list(self.tflops[1:]), "days": self.days}
         values |= {"gpu_hours": self.gpu_hours}
-        return {**values, "cost_beside_best": self.days_at_target / best.days_at_target, "notes": list(self.notes)}
+        return {**values, "cost_beside_best": self.cost / best.cost, "notes": list(self.notes)}
 
 
 def training_days(shape: ModelShape, topology: Topology, sec_per_it: float, tokens: float) -> float:
@@ -116,7 +115,7 @@ class Proposals(Table):
             "GiB": lambda p: round(p.prediction.memory_bytes / 2**30, 1),
             "days": lambda p: round(p.days, 1),
             "GPU-hours": lambda p: f"{p.gpu_hours:,.0f}",
-            "cost per parameter": lambda p: f"{p.days_at_target / self.best.days_at_target - 1:+.1%}",
+            "cost per parameter": lambda p: f"{p.cost / self.best.cost - 1:+.1%}",
         }
         return frame_of(self.rows[:12], columns)
 
@@ -137,14 +136,14 @@ class Proposals(Table):
         """What was asked, a line for each of the first shapes and one for each note, or why there is none."""
         r = self.request
         lines = [f"{size_text(r.parameters)} parameters, {r.vocab_size} rows of embedding, {r.gpus} GPUs of"]
-        lines += [f"{r.cluster.name}, {r.tokens / 1e9:g} B tokens; days with nothing going wrong:"]
+        lines += [f"{r.cluster.name}, {r.tokens_of(r.parameters) / 1e9:g} B tokens; days with nothing going wrong:"]
         for p in self.rows[:top]:
             s, (middle, low, high) = p.shape, p.tflops
             lines.append(
                 f"{s.num_layers:4} x {s.hidden_size:5} a{p.heads:<4}{size_text(s.parameters):>8} "
                 f"ratio {p.ratio:4.0f} {p.prediction.sec_per_it:8.2f} s {middle:4.0f} TFLOP/s ({low:.0f}-{high:.0f}) "
                 f"{p.days:7.1f} d {p.gpu_hours:10,.0f} GPU-h {p.prediction.memory_bytes / 2**30:5.1f} GiB "
-                f"{p.days_at_target / self.best.days_at_target - 1:+6.1%}  {p.plan.label}"
+                f"{p.cost / self.best.cost - 1:+6.1%}  {p.plan.label}"
             )
             lines += [f"{'':10}{note}" for note in (s.kind, *p.notes) if note]
         return "\n".join([*lines, *(support_lines(self.rows) or [self.why_none()])])
@@ -184,14 +183,41 @@ def survey(request: SizeRequest, shapes: Sequence[ModelShape] | None = None) -> 
     """A proposal for each of the request's shapes (or of `shapes`) that some topology can run; what may well run out of
     memory comes after the others.
     """
-    refused, found, r = Counter[str](), list[Proposal](), request
-    given = {"gpus": r.gpus, "gbs": r.gbs, "engine": r.engine, "calibration": r.calibration, **r.choices}
-    for shape in r.shapes() if shapes is None else shapes:
-        result = search(shape, r.cluster, top=1, **given)
+    refused, found = Counter[str](), list[Proposal]()
+    for shape in request.shapes() if shapes is None else shapes:
+        best, rules = fastest(shape, request)
+        refused.update(rules)
+        found += [_proposal(c.plan, request) for c in best]
+    found.sort(key=lambda p: (p.prediction.is_risky, p.cost))
+    return Proposals(request=request, rows=tuple(found), refused=refused)
+
+
+def fastest(shape: ModelShape, request: SizeRequest, top: int = 1) -> tuple[list[Candidate], Counter[str]]:
+    """The shape on the `top` fastest tp x pp x dp by the request's engines, and how many topologies each rule refuses.
+
+    Where none is safe, those that may run out of memory.
+    """
+    refused, found, r = Counter[str](), list[Candidate](), request
+    for engine in r.engines:
+        given = {"gpus": r.gpus, "gbs": r.gbs, "engine": engine, "calibration": r.calibration, **r.choices}
+        result = search(shape, r.cluster, top=top, distinct=True, **given)
         refused.update(result.refused_by_rule)
-        found += [_proposal(c.plan, r) for c in result.candidates or result.risky]
-    found.sort(key=lambda p: (p.prediction.is_risky, p.days_at_target))
-    return Proposals(request=r, rows=tuple(found), refused=refused)
+        found += result.candidates or result.risky
+    found.sort(key=lambda c: (c.prediction.is_risky, c.prediction.sec_per_it))
+    safe = [c for c in found if not c.prediction.is_risky]
+    return first_per_sizes(safe or found, sizes_of)[:top], refused
+
+
+def on_several(request: SizeRequest, shapes: Sequence[ModelShape]) -> list[ModelShape]:
+    """The first of the shapes that has three tp x pp x dp, alone; else all, each with its heads and the usual ones too.
+
+    A prime number of layers has few pipelines, and 15 heads, the fastest of a width at tp 1, no tp that a node has.
+    """
+    every = []
+    for shape in shapes:
+        heads = {shape.num_attention_heads, (request.layer(shape.hidden_size) or shape).num_attention_heads}
+        every += [dataclasses.replace(shape, num_attention_heads=n) for n in heads]
+    return [shape for shape in every if len(fastest(shape, request, 3)[0]) == 3][:1] or every
 
 
 def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
@@ -208,7 +234,7 @@ def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
     prediction, chosen = able[best]
     risk = f"may run out of memory (P {100 * prediction.oom_probability:.0f} %)"
     notes = (*([risk] if prediction.is_risky else []), *rules[best])
-    return Proposal(plan=chosen, prediction=prediction, tokens=r.tokens, target=r.parameters, notes=notes)
+    return Proposal(plan=chosen, prediction=prediction, tokens=r.tokens_of(chosen.shape.parameters), notes=notes)
 
 
 def broken_rules(shape: ModelShape, topology: Topology) -> list[str]:
@@ -326,4 +352,4 @@ def hand_on(
     chosen = {"shape": vars(here.shape), "cluster": cluster, "gpus": gpus, "gbs": here.topology.gbs}
     if choose == "target":
         chosen = {"shape": vars(proposals.best.shape), "cluster": target_cluster, "gpus": str(r.gpus), "gbs": r.gbs}
-    return chosen | {"proposals": proposals.to_json()["candidates"], "tokens": r.tokens}
+    return chosen | {"proposals": proposals.to_json()["candidates"], "tokens": proposals.best.tokens}

@@ -7,9 +7,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from trilane.config.model import ModelShape
 from trilane.costmodel.backtest import Backtest
 from trilane.costmodel.metrics import group_name
-from trilane.planning.sizing import Proposal, Proposals
+from trilane.planning.sizing import Proposals
 from trilane.report.plots.style import COLORS, INK, figure, finished, plain
 
 
@@ -28,15 +29,14 @@ def shapes_and_efficiency(found: Proposals) -> Figure:
         text = f"{i + 1}: {p.shape.num_layers} × {p.shape.hidden_size}"
         axes.annotate(text, (hidden[i], layers[i]), (7, 5), textcoords="offset points", **look)
     axes.margins(0.08, 0.14)
-    _size_lines(axes, proposals[0])
+    _size_lines(axes, proposals[0].shape, found.request.parameters / 1e9)
     made.colorbar(dots, ax=axes, pad=0.02, label="TFLOP/s a GPU (predicted)").outline.set_visible(False)
     finished(axes, "Shapes of the target size (ring: the best)", xlabel="hidden size", ylabel="layers")
     return made
 
 
-def _size_lines(axes: Axes, best: Proposal) -> None:
+def _size_lines(axes: Axes, shape: ModelShape, target: float) -> None:
     wide, deep = np.meshgrid(np.linspace(*axes.get_xlim(), 80), np.linspace(*axes.get_ylim(), 80))
-    shape, target = best.shape, best.target / 1e9
     size = (deep * (12 * wide**2 + 13 * wide) + (shape.vocab_size + shape.seq_length + 2) * wide) / 1e9
     levels = [target * f for f in (0.9, 0.95, 1.0, 1.05, 1.1)]
     lines = axes.contour(wide, deep, size, levels, colors=COLORS[2], linewidths=[0.7, 0.7, 1.6, 0.7, 0.7])
