@@ -48,8 +48,11 @@ FP8 = CHOICES["precision"].index("fp8")
 
 
 def memory_of(stack: str) -> MemoryConstants:
-    """The shipped constants of a software stack's memory; the documents', with a wide spread if it is unknown."""
-    unknown = {"memory": {"spread": 0.15}} if stack else {}  # as of FSDP, which has many forms
+    """The shipped constants of a software stack's memory; the documents' where it has none of its own.
+
+    An unknown one keeps 16 bytes a parameter (Rajbhandari et al. 2020) and 2 more of an fp32 sum, spread as FSDP's.
+    """
+    unknown = {"memory": {"optimizer": 12.0, "accumulated": 2.0, "checkpoint": 1.0, "spread": 0.15}}
     held = shipped_json("stacks")["stacks"].get(stack, unknown).get("memory", {})
     return from_mapping(MemoryConstants, {k: v for k, v in held.items() if k != "source"}, "memory")
 
@@ -57,7 +60,7 @@ def memory_of(stack: str) -> MemoryConstants:
 def memory_for(calibration: Calibration, engine: str) -> MemoryConstants:
     """Those of the stack that constants of time are named after; else of the documents, or of the rows' programs."""
     named = calibration.name in shipped_json("stacks")["stacks"]
-    return memory_of(calibration.name if named else "" if engine else calibration.stack)
+    return DEFAULT if engine and not named else memory_of(calibration.name if named else calibration.stack)
 
 
 @dataclass(frozen=True, kw_only=True)
