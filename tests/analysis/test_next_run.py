@@ -242,8 +242,9 @@ def test_rows_that_cannot_calibrate_are_refused_in_one_line(name, tmp_path, caps
 def test_rows_that_do_not_count_are_named_with_the_reason():
     rows = ten_rows()
     rows.loc[rows.index[0], "engine"], rows.loc[rows.index[1], "mbs"] = "oneflow", None
-    rows = pd.concat([rows, rows[-1:].assign(row_id="twin")])
+    rows = pd.concat([rows, rows[-1:].assign(row_id="twin")]).assign(kv_head=8)
     found = fit(rows, A100)
+    assert found.ignored == ("column=kv_head: is not known and not read; did you mean kv_heads?",)
     assert [(row.row_id, row.reason) for row in found.left_out] == [
         ("lu-0005", "mbs='': is missing"),
         ("lu-0004", "is of oneflow; most are of megatron-deepspeed-2024"),

@@ -15,7 +15,7 @@ from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, label_of
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.costmodel.calibration import Calibration, Configuration
-from trilane.costmodel.measured_rows import MeasuredRow, Skipped, read_rows, stack_of
+from trilane.costmodel.measured_rows import MeasuredRow, Skipped, ignored_words, read_rows, stack_of
 from trilane.costmodel.recalibration import NOTHING, Recalibration, recalibrated
 from trilane.costmodel.uncertainty import Z90, Posterior
 from trilane.logs.written_tables import SUFFIXES
@@ -41,7 +41,8 @@ def fit_source(source: str, cluster: Cluster) -> Recalibration:
     runs, unread = measure_all([path for path in paths if path not in tables], gpu=gpu)
     rows, skipped = _rows(runs, tables, cluster)
     skipped += [Skipped(row_id=source, reason=reason) for reason in unread]
-    return recalibrated(rows, skipped, cluster, least=2)
+    ignored = tuple(line for path in tables for line in ignored_words(path))
+    return replace(recalibrated(rows, skipped, cluster, least=2), ignored=ignored)
 
 
 def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> Recalibration:
@@ -53,8 +54,10 @@ def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> 
     typed, skipped = [m for m in runs if m.log.dialect == "table"], list[Skipped]()
     try:
         others = [m for m in runs if m.log.dialect != "table"]
-        rows, skipped = _rows(others, list(dict.fromkeys(m.log.source for m in typed)), cluster)
-        return recalibrated(rows, skipped, cluster, least=1)
+        tables = list(dict.fromkeys(m.log.source for m in typed))
+        rows, skipped = _rows(others, tables, cluster)
+        ignored = tuple(line for path in tables for line in ignored_words(path))
+        return replace(recalibrated(rows, skipped, cluster, least=1), ignored=ignored)
     except ValueError as error:
         left_out = (*skipped, Skipped(row_id="all", reason=str(error)))
         return Recalibration(prior=Calibration(), left_out=left_out)

@@ -15,7 +15,7 @@ from trilane.config.cluster import Cluster, catalogue
 from trilane.costmodel.calibration import Calibration, Configuration, to_json
 from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.fit import Refit, refit
-from trilane.costmodel.measured_rows import MeasuredRow, Skipped, Source, cells_of, read_rows
+from trilane.costmodel.measured_rows import MeasuredRow, Skipped, Source, cells_of, ignored_words, read_rows
 from trilane.costmodel.predict import Prediction, predict, sizes_of
 from trilane.costmodel.shipped import default
 from trilane.costmodel.uncertainty import Posterior, posterior
@@ -33,13 +33,15 @@ OTHER_UNITS, CONTRADICTION = 30.0, 6.0
 class Recalibration(Table):
     """Measured rows, the constants before and after them, and what is predicted by each; false where there are no rows.
 
-    `belief` has the intervals after them, `left_out` names the rows from which nothing is learned, and why.
+    `belief` has the intervals after them, `left_out` names the rows from which nothing is learned, and why; `ignored`
+    the columns and words that were not read.
     """
 
     rows: tuple[MeasuredRow, ...] = ()
     prior: Calibration
     fit: Refit | None = None
     left_out: tuple[Skipped, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.rows)
@@ -98,11 +100,12 @@ class Recalibration(Table):
         names = {row.reason: row.row_id for row in reversed(self.left_out)}
         more = {reason: f" and {count - 1} more" * (count > 1) for reason, count in reasons.items()}
         lines = [f"not used: {names[reason]}{more[reason]}: {reason}" for reason in reasons][:12]
+        lines += [f"ignored {line}" for line in self.ignored]
         if not self.fit:
             return lines
         stack = f" of {self.prior.stack or self.rows[0].stack}" * bool(self.prior.stack or self.rows[0].stack)
         texts = [f"{name} {e['median']:.1%} / {e['p90']:.1%}" for name, e in self.errors().items()]
-        weight = f"; the prior taken {self.fit.weight:g} times as wide" if self.fit.weight else ""
+        weight = f"; weight of the rows {self.fit.weight:g}" if self.fit.weight else ""
         moved = ", ".join(f"{name} {old:.3g} -> {new:.3g}" for name, (old, new) in self.moved().items())
         kept = "they do not improve the prediction of each other: the constants from before are kept"
         return [
@@ -118,8 +121,13 @@ class Recalibration(Table):
 
     def to_json(self) -> dict[str, Any]:
         """Rows that count and those that do not, errors, what moved, and the constants with their name and hash."""
-        weight = self.fit.weight if self.fit else 0.0
-        found = {"rows": len(self.rows), "left_out": self.left_out, **self.errors(), "weight": weight}
+        found: dict[str, Any] = {
+            "rows": len(self.rows),
+            "left_out": self.left_out,
+            "ignored": self.ignored,
+            **self.errors(),
+        }
+        found["weight"] = self.fit.weight if self.fit else 0.0
         return as_json({**found, "moved": self.moved(), "calibration": self.fitted.kept()})
 
     def to_frame(self) -> DataFrame:
@@ -139,11 +147,6 @@ class Recalibration(Table):
     def _repr_html_(self) -> str:
         found = super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)
         return found + "".join(Html.of("<p>{}</p>", line) for line in self.summary())
-
-    @property
-    def inside(self) -> int:
-        """Runs whose seconds lay within the 90 % interval of the prediction before any of them."""
-        return sum(p.sec_lo <= row.seconds <= p.sec_hi for p, row in zip(self.before, self.rows, strict=True))
 
     def measured_rows(self) -> DataFrame:
         """The measured runs in the columns that fit() and `trilane calibrate` take."""
@@ -169,7 +172,7 @@ def fit(rows: Source, cluster: Cluster | str) -> Recalibration:
     """
     machine = load_cluster(cluster) if isinstance(cluster, str) else cluster
     found, skipped = read_rows(rows, machine)
-    return recalibrated(found, skipped, machine, least=2)
+    return replace(recalibrated(found, skipped, machine, least=2), ignored=tuple(ignored_words(rows)))
 
 
 def recalibrated(
