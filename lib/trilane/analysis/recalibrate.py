@@ -39,10 +39,9 @@ def fit_source(source: str, cluster: Cluster) -> Recalibration:
     tables = [path for path in paths if path.suffix in SUFFIXES]
     gpu = cluster.gpu if cluster.gpu.kind == "cuda" else None
     runs, unread = measure_all([path for path in paths if path not in tables], gpu=gpu)
-    rows, skipped = _rows(runs, tables, cluster)
+    rows, skipped, ignored = _rows(runs, tables, cluster)
     skipped += [Skipped(row_id=source, reason=reason) for reason in unread]
-    ignored = tuple(line for path in tables for line in ignored_words(path))
-    return replace(recalibrated(rows, skipped, cluster, least=2), ignored=ignored)
+    return recalibrated(rows, skipped, ignored, cluster, least=2)
 
 
 def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> Recalibration:
@@ -54,10 +53,8 @@ def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> 
     typed, skipped = [m for m in runs if m.log.dialect == "table"], list[Skipped]()
     try:
         others = [m for m in runs if m.log.dialect != "table"]
-        tables = list(dict.fromkeys(m.log.source for m in typed))
-        rows, skipped = _rows(others, tables, cluster)
-        ignored = tuple(line for path in tables for line in ignored_words(path))
-        return replace(recalibrated(rows, skipped, cluster, least=1), ignored=ignored)
+        rows, skipped, ignored = _rows(others, list(dict.fromkeys(m.log.source for m in typed)), cluster)
+        return recalibrated(rows, skipped, ignored, cluster, least=1)
     except ValueError as error:
         left_out = (*skipped, Skipped(row_id="all", reason=str(error)))
         return Recalibration(prior=Calibration(), left_out=left_out)
@@ -65,12 +62,12 @@ def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> 
 
 def _rows(
     runs: Sequence[Measurement], tables: Sequence[Path], cluster: Cluster | None
-) -> tuple[list[MeasuredRow], list[Skipped]]:
-    """The rows of measured runs, and of files that hold tables of rows."""
-    rows, skipped = list[MeasuredRow](), list[Skipped]()
+) -> tuple[list[MeasuredRow], list[Skipped], list[str]]:
+    """The rows of measured runs, and of files that hold tables of rows; those left out; what was not read of tables."""
+    rows, skipped, ignored = list[MeasuredRow](), list[Skipped](), list[str]()
     for path in tables:
         found, bad = read_rows(path, cluster)
-        rows, skipped = rows + found, skipped + bad
+        rows, skipped, ignored = rows + found, skipped + bad, ignored + ignored_words(path)
     for m in runs:
         if case := case_of(m, cluster):
             known: dict[str, Any] = {"seconds": m.sec_per_it, "memory_bytes": m.memory_bytes, "case": case}
@@ -81,7 +78,7 @@ def _rows(
         else:
             reason = "its log does not give shape and topology" if cluster else "no cluster is given"
             skipped.append(Skipped(row_id=m.name, reason=reason))
-    return rows, skipped
+    return rows, skipped, ignored
 
 
 def stack(m: Measurement, case: Configuration) -> str:

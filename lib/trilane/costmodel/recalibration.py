@@ -121,14 +121,9 @@ class Recalibration(Table):
 
     def to_json(self) -> dict[str, Any]:
         """Rows that count and those that do not, errors, what moved, and the constants with their name and hash."""
-        found: dict[str, Any] = {
-            "rows": len(self.rows),
-            "left_out": self.left_out,
-            "ignored": self.ignored,
-            **self.errors(),
-        }
-        found["weight"] = self.fit.weight if self.fit else 0.0
-        return as_json({**found, "moved": self.moved(), "calibration": self.fitted.kept()})
+        found: dict[str, Any] = {"rows": len(self.rows), "left_out": self.left_out, "ignored": self.ignored}
+        found |= {**self.errors(), "weight": self.fit.weight if self.fit else 0.0, "moved": self.moved()}
+        return as_json({**found, "calibration": self.fitted.kept()})
 
     def to_frame(self) -> DataFrame:
         """Measured against predicted seconds, and memory of the fullest rank where it was printed; a row a run."""
@@ -172,11 +167,15 @@ def fit(rows: Source, cluster: Cluster | str) -> Recalibration:
     """
     machine = load_cluster(cluster) if isinstance(cluster, str) else cluster
     found, skipped = read_rows(rows, machine)
-    return replace(recalibrated(found, skipped, machine, least=2), ignored=tuple(ignored_words(rows)))
+    return recalibrated(found, skipped, ignored_words(rows), machine, least=2)
 
 
 def recalibrated(
-    rows: Sequence[MeasuredRow], skipped: Sequence[Skipped], cluster: Cluster | None, least: int
+    rows: Sequence[MeasuredRow],
+    skipped: Sequence[Skipped],
+    ignored: Sequence[str],
+    cluster: Cluster | None,
+    least: int,
 ) -> Recalibration:
     """The constants refitted to the rows that count, of which `least` must differ in more than their seconds."""
     used, left_out = list[MeasuredRow](), list(skipped)
@@ -214,7 +213,8 @@ def recalibrated(
     factor = float(np.median(ratio))
     rule = f"is {factor:.2g} of what is predicted, as are the others: seconds of an iteration are needed"
     require(1 / OTHER_UNITS < factor < OTHER_UNITS, "sec_per_it", f"{used[0].seconds:g}", rule)
-    return Recalibration(rows=tuple(used), prior=prior, fit=found, left_out=tuple(left_out))
+    kept: dict[str, Any] = {"left_out": tuple(left_out), "ignored": tuple(ignored)}
+    return Recalibration(rows=tuple(used), prior=prior, fit=found, **kept)
 
 
 def predictions(
