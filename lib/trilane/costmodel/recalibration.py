@@ -1,4 +1,4 @@
-"""Recalibration: the constants of a cluster fitted to rows of one's own, as far as these predict each other better."""
+"""Recalibration: a cluster's constants fitted to rows of one's own, as far as these predict each other better."""
 
 import math
 from collections import Counter
@@ -31,10 +31,9 @@ OTHER_UNITS, CONTRADICTION = 30.0, 6.0
 
 @dataclass(frozen=True, kw_only=True)
 class Recalibration(Table):
-    """Measured rows, the constants before and after them, and what is predicted by each; false where there are no rows.
+    """Measured rows, and the constants before and after them; false where there are no rows.
 
-    `belief` has the intervals after them, `left_out` names the rows from which nothing is learned, and why; `ignored`
-    the columns and words that were not read.
+    `left_out` names the rows that do not count, and why; `ignored` the columns and words that were not read.
     """
 
     rows: tuple[MeasuredRow, ...] = ()
@@ -52,7 +51,7 @@ class Recalibration(Table):
 
     @cached_property
     def fitted(self) -> Calibration:
-        """The constants that the rows leave: the prior where they do not help, else those fitted to them, by name."""
+        """The constants after the rows: the prior where they do not help."""
         if not self.fit:
             return self.prior
         cluster, cases = self.cases[0].cluster, self.cases
@@ -83,7 +82,7 @@ class Recalibration(Table):
         return [row.seconds for row in self.rows]
 
     def errors(self) -> dict[str, dict[str, float]]:
-        """Median and 90th percentile of the rows' relative errors, before and after, each row left out of its fit."""
+        """Median and 90th percentile of relative errors before and after, each row left out of its fit."""
         found = {"before": self.fit.before, "after": self.fit.after} if self.fit else {}
         each = {name: np.abs(np.expm1(errors)) for name, errors in found.items()}
         return {n: {"median": float(np.median(e)), "p90": float(np.quantile(e, 0.9))} for n, e in each.items()}
@@ -120,13 +119,13 @@ class Recalibration(Table):
         return "\n".join(self.summary())
 
     def to_json(self) -> dict[str, Any]:
-        """Rows that count and those that do not, errors, what moved, and the constants with their name and hash."""
+        """What the summary says, and the constants with their name and hash."""
         found: dict[str, Any] = {"rows": len(self.rows), "left_out": self.left_out, "ignored": self.ignored}
         found |= {**self.errors(), "weight": self.fit.weight if self.fit else 0.0, "moved": self.moved()}
         return as_json({**found, "calibration": self.fitted.kept()})
 
     def to_frame(self) -> DataFrame:
-        """Measured against predicted seconds, and memory of the fullest rank where it was printed; a row a run."""
+        """Measured against predicted seconds, and memory where it was printed; a row a run."""
         names, seconds = [row.row_id for row in self.rows], self._seconds
         table = pd.DataFrame({"run": names, "measured s/it": seconds})
         for name, predictions in (("predicted", self.before), ("recalibrated", self.after)):
@@ -148,7 +147,7 @@ class Recalibration(Table):
         return pd.DataFrame([cells_of(row) for row in self.rows])
 
     def save(self, study: Study, made_by: str) -> list[Path]:
-        """Write calibration.json, predicted.csv and measured.csv into the study, where there is something to write."""
+        """Write calibration.json, predicted.csv and measured.csv into the study, where there are rows."""
         if not self:
             return []
         tables = {"predicted.csv": self.to_frame(), "measured.csv": self.measured_rows()}
