@@ -181,7 +181,7 @@ def test_a_plan_keeps_the_constants_that_predicted_it(tmp_path: Path, outputs: P
         kept = found["plans"][0]["calibration"]
         assert (kept["name"], kept["hash"]) == (source, measured.hash)
         assert of_every_command(capsys) == pytest.approx([expected] * 4, rel=1e-12), source
-    execute("02_topology", study="uni", **sizes(plan, tmp_path), learnt="uni", beside="")
+    execute("02_topology", study="uni", **sizes(plan, tmp_path), calibration="uni", beside="")
     execute("07_calendar", study="uni", tokens=1e9, runs=100, plan=plan.id)
     calendar = Study("uni").load("calendar.json", "07_calendar")
     decided = execute("08_decision", study="uni")["decision"]

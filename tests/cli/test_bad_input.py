@@ -81,7 +81,7 @@ BAD = [
     ("plan show list.json", "plan=list.json: must hold a plan as a JSON object"),
     ("plan calendar plan.json", "tokens=missing: needs a value"),
     ("plan backtest rows.csv --cv month", "cv=month: known: date, file, file-ten, hidden, table"),
-    ("plan backtest rows.csv --cv date --calibration x", "cv=date: contradicts --calibration"),
+    ("plan backtest rows.csv --cv date --calibration x", "cv=date: contradicts calibration"),
     ("plan backtest rows.csv --calibrate-on x", "option=--calibrate-on: is now `trilane calibrate, then plan backtest"),
     ("calibrate rows.csv --cluster h200 -o plan.json", "output=plan.json: exists; name another file"),
     ("calibrate rows.csv --cluster h200 -o out.json", "rows=rows.csv: has no column tp, pp, "),
@@ -118,6 +118,7 @@ BAD = [
     ("debug bisect plan.json --axes layer", "axis=layer: did you mean layers?"),
     ("run 02_topolgy", "notebook=02_topolgy: did you mean 02_topology?"),
     ("run all --resume --fresh", "resume=True: contradicts --fresh"),
+    ("run 02_topology -p learnt s", "parameter=learnt: is now `calibration`"),
     ("run all -p gsb 8", "parameter=gsb: did you mean gbs?"),
 ]
 

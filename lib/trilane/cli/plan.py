@@ -198,7 +198,6 @@ def backtest(
     ROWS may be a set that ships: all, scored, measured, dlperf_v100, dgxc_nemotron_h100 or lucie_jz_a100_2024. Exit
     code 1 where no row can be predicted.
     """
-    require(not (cv and calibration), "cv", cv, "contradicts --calibration")
     result = measured.backtest(rows, cluster, cv, calibration)
     note([f"skipped {row.row_id}: {row.reason}" for row in result.skipped], label="")
     note(result.ignored, label="ignored ")

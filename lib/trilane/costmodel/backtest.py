@@ -112,13 +112,14 @@ def backtest(rows_csv: Source, cluster: str | None = None, cv: str | None = None
     fitted without its kind (see leave_one_out); else by those of `calibration` (see calibration_for) or the shipped
     ones of its stack. Raises ValueError for a file that cannot be read.
     """
+    cv = "" if cv == "none" else cv or ""
+    require(not (cv and calibration), "cv", cv, "contradicts calibration, which is fitted already")
     names = FILES if isinstance(rows_csv, str) and rows_csv == "all" else (rows_csv,)
     shipped = {name: shipped_rows().with_name(f"{name}.csv") for name in SHIPPED}
     paths = [shipped.get(name, name) if isinstance(name, str) else name for name in names]
     read = [read_rows(path, cluster or None) for path in paths]
     rows, skipped = [r for found, _ in read for r in found], [s for _, left in read for s in left]
     ignored = tuple(line for path in paths for line in ignored_words(path))
-    cv = "" if cv == "none" else cv or ""
     predictions = leave_one_out(rows, cv) if cv else predict_default(rows, calibration)
     found: dict[str, Any] = {"rows": tuple(rows), "predictions": tuple(predictions), "skipped": tuple(skipped)}
     return Backtest(**found, left_out=cv, ignored=ignored)

@@ -13,7 +13,7 @@ from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.options import check, option
 from trilane.config.parallelism import LARGEST
 from trilane.config.shapes import read_shape
-from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.shipped import calibration_for
 from trilane.utils.validation import parse_count, require, require_known, require_positive
 
 ANY = "any"  # engine
@@ -78,7 +78,7 @@ class SizeRequest:
     vocabulary: int = option(50257, "tokens of the vocabulary; padded to a multiple of 128", minimum=1, name="vocab")
     gpus: int = option(help="GPUs of the run", minimum=1)
     cluster: Cluster = option(cli=False)
-    calibration: Calibration | None = option(None, cli=False)
+    calibration: Any = option(None, cli=False)  # a Calibration, or a text as calibration_for() takes it
     engine: str = option(ENGINES[0], "what trains it; any: the fastest", choices=(*ENGINES, ANY))
     # 20 a parameter are compute-optimal: Hoffmann et al. 2022, arXiv:2203.15556
     tokens: str | float = option("20x", "tokens to train on: 300B, or 20x, so many a parameter (compute-optimal)")
@@ -90,6 +90,8 @@ class SizeRequest:
 
     def __post_init__(self) -> None:
         check(self)
+        if isinstance(self.calibration, str):
+            object.__setattr__(self, "calibration", calibration_for(self.cluster, self.calibration))
         if isinstance(self.tokens, str) and not self.tokens.endswith("x"):
             object.__setattr__(self, "tokens", parse_count("tokens", self.tokens))
         elif not isinstance(self.tokens, str):

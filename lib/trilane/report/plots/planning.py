@@ -12,6 +12,7 @@ from trilane.costmodel.backtest import Backtest
 from trilane.costmodel.metrics import group_name
 from trilane.planning.sizing import Proposals
 from trilane.report.plots.style import COLORS, INK, figure, finished, plain
+from trilane.utils.tables import Text
 
 
 def shapes_and_efficiency(found: Proposals) -> Figure:
@@ -43,17 +44,19 @@ def _size_lines(axes: Axes, shape: ModelShape, target: float) -> None:
     axes.clabel(lines, fmt=lambda v: f"{v:.3g} B", fontsize=7)
 
 
-def predicted_over_measured(result: Backtest, what: str = "seconds") -> Figure:
+def predicted_over_measured(result: Backtest, what: str = "seconds") -> Figure | Text:
     """Predicted against measured, a dot per row, a color per GPU and stack, with the diagonal; seconds on log axes.
 
     `what` is "seconds" (per iteration) or "memory" (GiB of a first-stage GPU).
     """
-    made, axes = figure(7.5, 5.0)
     points: dict[str, list[tuple[float, float]]] = {}
     for row, p in result.pairs:
         pair = (row.seconds, p.sec_pred) if what == "seconds" else (row.memory_bytes / 2**30, p.mem_gib_pred)
         if np.isfinite(pair[0]):
             points.setdefault(group_name(row), []).append(pair)
+    if not points:
+        return Text.of("No row has its {}.", what)
+    made, axes = figure(7.5, 5.0)
     for color, (name, dots) in zip(COLORS, points.items(), strict=False):
         axes.scatter(
             *zip(*dots, strict=True), s=22, color=color, alpha=0.75, lw=0, label=plain(f"{name} ({len(dots)})")
