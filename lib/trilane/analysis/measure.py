@@ -130,15 +130,15 @@ class Measurement:
         return as_json(values)
 
 
-def measure(folder: Path | str, warm_up: int = WARM_UP, status: Status | None = None) -> Measurement:
-    """The measurement of a run folder, also of one without an iteration; `status` in place of the folder's own.
+def measure(folder: Path | str, warm_up: int = WARM_UP) -> Measurement:
+    """The measurement of a run folder, also of one without an iteration.
 
         measure("outputs/demo/runs/tp1-pp2-dp1").tokens_per_s
 
     Seconds are those of run.log, to 0.1 ms. Raises ValueError where the folder holds no plan.
     """
-    plan, log = read_plan(Path(folder) / "plan.json"), read_run_folder(folder)
-    return measure_log(replace(log, status=status or log.status), plan, warm_up, name=Path(folder).name)
+    plan = read_plan(Path(folder) / "plan.json")
+    return measure_log(read_run_folder(folder), plan, warm_up, name=Path(folder).name)
 
 
 def measure_log(

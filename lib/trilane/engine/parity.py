@@ -121,8 +121,7 @@ class Result:
         names = {name: getattr(self.row, name) for name in ("engine", "topology", "precision")}
         return names | {"max_abs_diff": self.max_abs_diff, "seconds": round(self.seconds, 2)}
 
-    def line(self) -> str:
-        """The row as one line of text."""
+    def __str__(self) -> str:
         found = self.problem or f"{self.max_abs_diff:.1e}"
         verdict = "ok" if self.ok else f"above {self.row.bound:g}" if self.max_abs_diff is not None else "failed"
         names = f"{self.row.engine:15s} {self.row.precision:5s} {self.row.topology:45s}"
@@ -277,14 +276,13 @@ def main(argv: Sequence[str]) -> int:
     # Waiting threads that spin take the core from other processes; libgomp reads this when torch is imported.
     os.environ |= {"GOMP_SPINCOUNT": "1000", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    found, lines = list[Result | str](), list[str]()
+    found = list[Result | str]()
     for one in verify(rows([name for name in argv if name != "--json"])):
         found.append(one)
-        lines.append(one.line() if isinstance(one, Result) else one)
-        print(lines[-1], file=sys.stderr, flush=True)
+        print(one, file=sys.stderr, flush=True)
     results, left_out = [r for r in found if isinstance(r, Result)], [r for r in found if isinstance(r, str)]
     held = sum(result.ok for result in results)
-    lines.append(f"{held} of {len(results)} rows within their bound; {len(left_out)} left out")
+    lines = [*map(str, found), f"{held} of {len(results)} rows within their bound; {len(left_out)} left out"]
     values = {"rows": [result.record() for result in results], "left_out": left_out}
     print(json.dumps(values, indent=2) if "--json" in argv else "\n".join(lines))
     return int(not results or held < len(results))

@@ -19,7 +19,7 @@ from trilane.slurm.preflight import JobFinding, check_job
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.progress import progress
-from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, grouped, short
+from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, grouped
 from trilane.utils.validation import read_json, require
 from trilane.workspace.checkpoints import FOLDER, latest
 from trilane.workspace.installation import outputs_root
@@ -110,12 +110,6 @@ class StudyRuns(Table):
     def status(self) -> jobs.JobTable:
         """The status of each run."""
         return jobs.job_status(self.folders)
-
-    def log(self, lines: int = 4) -> Html:
-        """The last lines of the last run's log."""
-        logs = [folder for folder in self.folders if (folder / "run.log").exists()]
-        found = jobs.logs(logs[-1], lines) if logs else ["no log yet"]
-        return Html.pre("\n".join(short(line, 160) for line in found))
 
     def summary(self) -> Text:
         """How many runs are completed, and the commands for the others; RuntimeError where one has failed."""

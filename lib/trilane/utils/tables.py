@@ -53,7 +53,7 @@ def frame_of(values: Iterable[Any], columns: Mapping[str, str | Callable[[Any], 
     return pd.DataFrame({head: [read(row) for row in rows] for head, read in readers.items()})
 
 
-def csv_text(table: DataFrame, header: bool = True) -> str:
+def csv_text(table: DataFrame) -> str:
     """A DataFrame as CSV; text that a spreadsheet would run as a formula gets an apostrophe in front of it."""
 
     def inert(cell: Any) -> Any:
@@ -64,7 +64,7 @@ def csv_text(table: DataFrame, header: bool = True) -> str:
         return "'" * is_formula + printable(cell)  # a bare CR would begin another row
 
     texts = table.select_dtypes(exclude="number").columns
-    return table.assign(**{name: table[name].map(inert) for name in texts}).to_csv(index=False, header=header)
+    return table.assign(**{name: table[name].map(inert) for name in texts}).to_csv(index=False)
 
 
 class Record:
