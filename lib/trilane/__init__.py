@@ -19,7 +19,7 @@ _MODULES = {
     "costmodel.recalibration": ("fit",),
     "costmodel.shipped": ("calibration_for",),
     "diagnose.hang": ("diagnose_hang", "study_hang"),
-    "diagnose.restart": ("compare_restart", "save_diagnosis", "study_restart"),
+    "diagnose.restart": ("compare_restart", "study_restart"),
     "forecasting.deadline": ("best_within", "sizes_within"),
     "forecasting.decision": ("alternatives", "calendar_record", "decide", "study_plan"),
     "forecasting.forecast": ("forecast",),

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from trilane.diagnose.hang import Verdict
 from trilane.diagnose.snapshot import (
     Findings,
     Holder,
@@ -101,17 +100,6 @@ def study_restart(study: Study, before: str = "", after: str = "") -> RestartCom
         return compare_restart(first, Path(after) if before and after else first)
     example = DATA / "examples/restart"
     return replace(compare_restart(example / "save_805", example / "load_805"), example=True)
-
-
-def save_diagnosis(study: Study, hang: Verdict, restart: RestartComparison) -> Text:
-    """Write hang.json and restart.json of what the study's own runs (or given folders) show; their paths, a line each.
-
-    Of an example nothing is written: `save_diagnosis(study, study_hang(study), study_restart(study))`.
-    """
-    found = {"hang.json": {"folder": str(hang.folder), **hang.to_json()}} if not hang.example else {}
-    found |= {"restart.json": restart.to_json()} if not restart.example else {}
-    saved = [study.save(name, values, "05_diagnose") for name, values in found.items()]
-    return Text.joined("\n\n", [*saved, *(["Examples are not saved."] if len(saved) < 2 else [])])
 
 
 def pairs(before: Path, after: Path) -> list[tuple[State, State]]:

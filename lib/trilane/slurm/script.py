@@ -1,6 +1,5 @@
 """Job scripts: a template of slurm_templates/ rendered for a plan, a site and a request; #SBATCH lines read back."""
 
-import contextlib
 import json
 import re
 import shlex
@@ -16,8 +15,6 @@ import jinja2.meta
 from trilane.config import cluster as hardware
 from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan, read_plan
-from trilane.interop.deepspeed_config import deepspeed_config
-from trilane.interop.megatron_args import megatron_args, megatron_text
 from trilane.slurm.sites import JobRequest, Site, require_form
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import checkout, shipped
@@ -59,18 +56,12 @@ def _require_once(own: str, site: Site) -> None:
 
 
 def files(plan: Plan, site: Site, request: JobRequest, beside: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """A run folder's files by name: plan.json, job.sbatch, and ds_config.json or megatron_args.txt where it has one.
+    """A run folder's files by name: plan.json and job.sbatch.
 
     `beside` is what plan.json has beside the plan's own fields: its prediction, and the constants that made it.
     """
     values = {**plan.to_json(), **(beside or {})}
-    texts = {"plan.json": json.dumps(values, indent=1), SCRIPT: render("train", plan, site, request)}
-    if plan.engine.startswith("deepspeed"):
-        texts["ds_config.json"] = json.dumps(deepspeed_config(plan, compiler=True), indent=1)
-    if plan.engine == "megatron":
-        with contextlib.suppress(ValueError):
-            texts["megatron_args.txt"] = megatron_text(megatron_args(plan)) + "\n"
-    return texts
+    return {"plan.json": json.dumps(values, indent=1), SCRIPT: render("train", plan, site, request)}
 
 
 def write(folder: Path, plan: Plan, site: Site, request: JobRequest, beside: Mapping[str, Any] | None = None) -> None:
