@@ -134,8 +134,8 @@ def next_runs(study: Study, recalibration: Recalibration) -> Columns | Text:
     found = [replace(first, topology=p.topology, engine=p.engine) for p in planned if p.shape == first.shape]
     if not found:
         space = space_around(t, [t.gpus], [t.gbs], sorted({1, 2, 4, t.mbs}), first.engine or ENGINES[0])
-        best = search_space(first.shape, first.cluster, space, recalibration.fitted, top=64).best_per_sizes(8).rows
-        found = [replace(first, topology=candidate.topology) for candidate in best]
+        best = search_space(first.shape, first.cluster, space, recalibration.fitted, top=8, distinct=True)
+        found = [replace(first, topology=candidate.topology) for candidate in best.best_per_sizes(8).rows]
     found += [c for c in recalibration.cases if (c.shape, c.topology.gbs) == (first.shape, t.gbs)]
     table = short_runs(list({(c.shape, c.topology): c for c in found}.values()), recalibration.belief).head(8)
     return Columns(table.assign(**{"±": table["±"].map("{:.1%}".format)}))
