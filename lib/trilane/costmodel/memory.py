@@ -21,7 +21,7 @@ class MemoryConstants:
     optimizer     bytes per owned parameter beside weights and gradients: fp32 master, two moments, fp32 copy of the
                   gradient (16), and temporaries of the step
     accumulated   bytes per held parameter that fp32 accumulation adds (4, and its flattened 16-bit copies)
-    kept          bytes that layers keep, over Korthikanti's formula: more where each operation is a kernel of its own
+    unfused       share of layers whose norms and gates are not one kernel each, and keep what is between
     checkpoint    bytes kept over bytes needed for a layer's recomputed input
     working       recomputed activations of the layer at work, over Korthikanti's formula
     gathered      with ZeRO-3, bytes per parameter of the largest unit that is gathered: weights, and its gradients
@@ -33,7 +33,7 @@ class MemoryConstants:
 
     optimizer: float = 17.4
     accumulated: float = 4.9
-    kept: float = 1.0
+    unfused: float = 0.0
     checkpoint: float = 1.31
     working: float = 0.89
     gathered: float = 4.0
@@ -60,7 +60,9 @@ def memory_of(stack: str) -> MemoryConstants:
 def memory_for(calibration: Calibration, engine: str) -> MemoryConstants:
     """Those of the stack that constants of time are named after; else of the documents, or of the rows' programs."""
     named = calibration.name in shipped_json("stacks")["stacks"]
-    return DEFAULT if engine and not named else memory_of(calibration.name if named else calibration.stack)
+    if engine and not named:
+        return dataclasses.replace(DEFAULT, unfused=float(engine == "hf-zero3"))
+    return memory_of(calibration.name if named else calibration.stack)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ class StageMemory(Parts):
     context: float
 
 
-def activation_bytes_per_layer(columns: Columns) -> Number:
+def activation_bytes_per_layer(columns: Columns, unfused: Number = 0.0) -> Number:
     """Bytes one GPU keeps for the backward pass, per layer and microbatch, at 2 bytes a value.
 
     s seq, b mbs, h hidden, a heads, t tp, k channels of keys, f of the MLP:
@@ -91,14 +93,17 @@ def activation_bytes_per_layer(columns: Columns) -> Number:
     Korthikanti et al. 2022, arXiv:2205.05198, table 2. Of the 24: queries, keys and values 6, the core's output 2, the
     MLP's hidden channels before and after the activation 4 each of 4 h; a gate keeps one more of them. In fp8 the
     inputs of linear layers are kept in 8 bits, the core's output beside them (Transformer Engine, module/linear.py).
+    `unfused`, with a gate as in transformers' Llama: fp32 copies in two RMSNorms, 8 less 2 of dropout's masks, and 2 of
+    the gate itself.
     operators: the layer's input, attention's output and every second matmul's, of q, k, v, o, in, gate, out; with
     sequence parallelism what was reduced, too (torchtitan 2025, `_op_sac_save_list` of llama3/infra/parallelize.py).
     """
     x, h = columns, columns.hidden
     sbh, cut, fp8 = x.tokens * h, np.where(np.equal(x.sequence_parallel, 1), x.tp, 1), np.equal(x.precision, FP8)
-    shared = 4 + fp8 + 4 * x.kv_hidden / h + (4 - fp8 + 2 * x.gated) * x.ffn / h
+    norms, gate = 6 * unfused * x.gated, 2 + 2 * unfused
+    shared = 4 + fp8 + 4 * x.kv_hidden / h + (4 - fp8 + gate * x.gated) * x.ffn / h
     stores = (np.equal(x.recompute, 0) | np.equal(x.recompute, 4)) * x.attention
-    every = sbh * ((10 - 2 * fp8) / cut + shared / x.tp) + stores * 5.0 * x.heads * x.seq * x.tokens / x.tp
+    every = sbh * ((10 - 2 * fp8 + norms) / cut + shared / x.tp) + stores * 5.0 * x.heads * x.seq * x.tokens / x.tp
     some = (1 + 2 * (cut > 1)) / cut + (2 + x.kv_hidden / h + x.ffn / h) / x.tp + x.gated
     every = np.where(np.equal(x.recompute, 3), 2 * sbh * some, every)
     return (every * (1 - x.recomputed) + 2 * sbh / cut * x.recomputed) * x.value_bytes / 2
@@ -160,7 +165,8 @@ def working_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -
     They do not meet: the loss is done before the first layer is recomputed.
     """
     x, c = columns, constants
-    again = activation_bytes_per_layer(dataclasses.replace(x, recompute=0.0)) * c.working * np.greater(x.recompute, 1)
+    layer = activation_bytes_per_layer(dataclasses.replace(x, recompute=0.0), c.unfused)
+    again = layer * c.working * np.greater(x.recompute, 1)
     logits = np.equal(stage, x.pp - 1) * c.logit * x.tokens * x.vocab / x.tp
     return np.maximum(again, logits)
 
@@ -177,17 +183,20 @@ def stage_memory(
     """
     x, c, cpu = columns, constants, cluster.gpu.kind == "cpu"
     weights, gradients, optimizer = model_states(x, stage, c)
-    over = 1 if cpu else np.where(np.equal(x.recompute, 2), c.checkpoint, c.kept) * np.equal(x.offload_checkpoints, 0)
+    over = 1 if cpu else np.where(np.equal(x.recompute, 2), c.checkpoint, 1) * np.equal(x.offload_checkpoints, 0)
     buckets = (x.pp == 1) & (x.replicas > 1) & np.greater(x.zero, 0) & (not cpu)
     # reduce and all-gather buckets of 16-bit values, the first one doubled to overlap (DeepSpeed's configuration page)
     bucket_bytes = 3 * 2.0 * x.bucket_values
     unit = np.maximum(x.layer_parameters, x.embedding_parameters)
-    here, away = np.equal(x.offload, 0), np.equal(x.offload, 2)
+    here, away, each = np.equal(x.offload, 0), np.equal(x.offload, 2), activation_bytes_per_layer(x, c.unfused)
     parts = {
         "weights": weights * ~away + np.equal(x.zero, 3) * c.gathered * unit * x.value_bytes / 2,
         "gradients": gradients,
         "optimizer": optimizer * here,
-        "activations": stage_layers_at(x, stage) * in_flight(x, stage) * activation_bytes_per_layer(x) * over,
+        "activations": over
+        * stage_layers_at(x, stage)
+        * in_flight(x, stage)
+        * activation_bytes_per_layer(x, c.unfused),
         "working": working_bytes(x, stage, c),
         "buffers": (0.0 if cpu else c.base_bytes) + buckets * bucket_bytes,
         "context": cluster.gpu.context_bytes,
