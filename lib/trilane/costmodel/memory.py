@@ -188,15 +188,12 @@ def stage_memory(
     # reduce and all-gather buckets of 16-bit values, the first one doubled to overlap (DeepSpeed's configuration page)
     bucket_bytes = 3 * 2.0 * x.bucket_values
     unit = np.maximum(x.layer_parameters, x.embedding_parameters)
-    here, away, each = np.equal(x.offload, 0), np.equal(x.offload, 2), activation_bytes_per_layer(x, c.unfused)
+    here, away, each = np.equal(x.offload, 0), np.equal(x.offload, 2), activation_bytes_per_layer(x, c.unfused) * over
     parts = {
         "weights": weights * ~away + np.equal(x.zero, 3) * c.gathered * unit * x.value_bytes / 2,
         "gradients": gradients,
         "optimizer": optimizer * here,
-        "activations": over
-        * stage_layers_at(x, stage)
-        * in_flight(x, stage)
-        * activation_bytes_per_layer(x, c.unfused),
+        "activations": stage_layers_at(x, stage) * in_flight(x, stage) * each,
         "working": working_bytes(x, stage, c),
         "buffers": (0.0 if cpu else c.base_bytes) + buckets * bucket_bytes,
         "context": cluster.gpu.context_bytes,
