@@ -15,16 +15,14 @@ from trilane.utils.validation import from_mapping, shipped_json
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConstants:
-    """What no formula gives; fitted to 115 rows of the BigScience documents (docs/planner.md). Those of other software
-    are in data/stacks.json, each with its source.
+    """What no formula gives, fitted to 115 rows of the BigScience documents. Other software: data/stacks.json.
 
-    optimizer     bytes per owned parameter beside weights and gradients: fp32 master, two moments, fp32 copy of the
-                  gradient (16), and temporaries of the step
+    optimizer     bytes per owned parameter: fp32 master, two moments and gradient (16), temporaries of the step
     accumulated   bytes per held parameter that fp32 accumulation adds (4, and its flattened 16-bit copies)
-    unfused       share of layers whose norms and gates are not one kernel each, and keep what is between
+    unfused       share of layers whose norms and gates are several kernels each, and keep what is between
     checkpoint    bytes kept over bytes needed for a layer's recomputed input
     working       recomputed activations of the layer at work, over Korthikanti's formula
-    gathered      with ZeRO-3, bytes per parameter of the largest unit that is gathered: weights, and its gradients
+    gathered      bytes per parameter of the largest unit that ZeRO-3 gathers: weights, and its gradients
     logit         bytes per logit of a microbatch: half precision, the fp32 copy, its softmax and gradient
     base_bytes    communication buffers and cuBLAS workspaces
     slack         share by which the caching allocator holds more than is needed while the card is empty
@@ -50,7 +48,7 @@ FP8 = CHOICES["precision"].index("fp8")
 def memory_of(stack: str) -> MemoryConstants:
     """The shipped constants of a software stack's memory; the documents' where it has none of its own.
 
-    An unknown one keeps 16 bytes a parameter (Rajbhandari et al. 2020) and 2 more of an fp32 sum, spread as FSDP's.
+    An unknown one has 16 bytes a parameter (Rajbhandari et al. 2020), 2 more of an fp32 sum, and FSDP's spread.
     """
     unknown = {"memory": {"optimizer": 12.0, "accumulated": 2.0, "checkpoint": 1.0, "spread": 0.15}}
     held = shipped_json("stacks")["stacks"].get(stack, unknown).get("memory", {})
@@ -84,26 +82,27 @@ def activation_bytes_per_layer(columns: Columns, unfused: Number = 0.0) -> Numbe
 
     s seq, b mbs, h hidden, a heads, t tp, k channels of keys, f of the MLP:
 
-        none                  s b h (10 + 24/t + 5 a s / (h t))      sequence parallel: s b h (34/t + 5 a s / (h t))
-        selective, or fused   the 5 a s term dropped
-        full                  2 s b h                           sequence parallel: 2 s b h / t
-        operators             2 s b (h + (2 h + k + f)/t), h more with a gate    sequence parallel: first h is 3 h / t
-        block                 the mean of full and none
+        none        s b h (10 + 24/t + 5 a s / (h t))     sequence parallel: s b h (34/t + 5 a s / (h t))
+        selective   the 5 a s term dropped, as where a fused kernel has no scores
+        full        2 s b h                               sequence parallel: 2 s b h / t
+        operators   2 s b (h + (2 h + k + f)/t)           sequence parallel: 3 h / t first; a gate: h more
+        block       the mean of full and none
 
     Korthikanti et al. 2022, arXiv:2205.05198, table 2. Of the 24: queries, keys and values 6, the core's output 2, the
-    MLP's hidden channels before and after the activation 4 each of 4 h; a gate keeps one more of them. In fp8 the
-    inputs of linear layers are kept in 8 bits, the core's output beside them (Transformer Engine, module/linear.py).
-    `unfused`, with a gate as in transformers' Llama: fp32 copies in two RMSNorms, 8 less 2 of dropout's masks, and 2 of
-    the gate itself.
+    MLP's hidden channels before and after the activation 4 each of 4 h; a gate keeps one more of them.
+    fp8: inputs of linear layers in 8 bits, the core's output beside them (Transformer Engine, module/linear.py).
+    unfused, with a gate as in transformers' Llama: fp32 copies in two RMSNorms (8, less masks of dropout), its product.
     operators: the layer's input, attention's output and every second matmul's, of q, k, v, o, in, gate, out; with
-    sequence parallelism what was reduced, too (torchtitan 2025, `_op_sac_save_list` of llama3/infra/parallelize.py).
+    sequence parallelism what was reduced, too (torchtitan 2025, `_op_sac_save_list` of its llama3).
     """
     x, h = columns, columns.hidden
-    sbh, cut, fp8 = x.tokens * h, np.where(np.equal(x.sequence_parallel, 1), x.tp, 1), np.equal(x.precision, FP8)
+    sbh, fp8 = x.tokens * h, np.equal(x.precision, FP8)
+    cut = np.where(np.equal(x.sequence_parallel, 1), x.tp, 1)
     norms, gate = 6 * unfused * x.gated, 2 + 2 * unfused
     shared = 4 + fp8 + 4 * x.kv_hidden / h + (4 - fp8 + gate * x.gated) * x.ffn / h
     stores = (np.equal(x.recompute, 0) | np.equal(x.recompute, 4)) * x.attention
-    every = sbh * ((10 - 2 * fp8 + norms) / cut + shared / x.tp) + stores * 5.0 * x.heads * x.seq * x.tokens / x.tp
+    scores = stores * 5.0 * x.heads * x.seq * x.tokens / x.tp
+    every = sbh * ((10 - 2 * fp8 + norms) / cut + shared / x.tp) + scores
     some = (1 + 2 * (cut > 1)) / cut + (2 + x.kv_hidden / h + x.ffn / h) / x.tp + x.gated
     every = np.where(np.equal(x.recompute, 3), 2 * sbh * some, every)
     return (every * (1 - x.recomputed) + 2 * sbh / cut * x.recomputed) * x.value_bytes / 2
@@ -176,8 +175,7 @@ def stage_memory(
 ) -> StageMemory:
     """Peak memory of one GPU of stage `stage` (0 is the first), a number or an array a part.
 
-    ZeRO-3 holds the weights of two layers, or of an embedding, at a time. Offload moves the optimizer to the host, and
-    with "full" the weights.
+    ZeRO-3 gathers two layers, or an embedding, at a time. Offload moves the optimizer, and with "full" the weights.
     Left out: the first stage's embedding and dropout activations; NCCL's buffers, which grow with the peers; the
     outputs that a stage has sent, which Megatron-LM deallocates (deallocate_pipeline_outputs).
     """
@@ -204,7 +202,7 @@ def stage_memory(
 
 
 def host_bytes(columns: Columns, stage: Number, constants: MemoryConstants = DEFAULT) -> Number:
-    """CPU memory of one GPU's offload: the optimizer, the weights ("full"), inputs of recomputed layers, cut by tp."""
+    """CPU memory of one GPU's offload: optimizer, weights ("full"), inputs of recomputed layers over tp."""
     x, (weights, _, optimizer) = columns, model_states(columns, stage, constants)
     inputs = stage_layers_at(x, stage) * in_flight(x, stage) * activation_bytes_per_layer(x) / x.tp
     return np.greater(x.offload, 0) * optimizer + np.equal(x.offload, 2) * weights + x.offload_checkpoints * inputs
