@@ -159,10 +159,10 @@ def from_json(values: Mapping[str, Any]) -> Grid | None:
         return grid
     is_known = grid is not None or "tp" in next(iter(listed.values()))
     grid = grid or unknown(listed, width)
-    hosts: defaultdict[Any, set[str]] = defaultdict(set)  # of each node of the list
-    for facts in listed.values():
-        if facts.get("host") and facts.get("node") is not None:
-            hosts[facts["node"]].add(str(facts["host"]))
+    hosts: defaultdict[Any, set[str]] = defaultdict(set)  # of each node: a rank without a heartbeat has none
+    for rank, facts in listed.items():
+        if facts.get("host"):
+            hosts[facts.get("node", grid[rank].node if rank in grid else None)].add(str(facts["host"]))
     ranks = sorted({*grid.ranks, *listed})
     places = (_place(grid[r] if r in grid else grid.places[0], r, listed.get(r, {}), hosts) for r in ranks)
     return Grid(places=tuple(places), known=is_known)
