@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trilane.config.model import ModelShape
 from trilane.costmodel.backtest import Backtest
 from trilane.costmodel.metrics import group_name
 from trilane.planning.sizing import Proposals
@@ -18,7 +16,7 @@ from trilane.utils.tables import Text
 def shapes_and_efficiency(found: Proposals) -> Figure:
     """Shapes on the plane of hidden size and layers, colored by predicted TFLOP/s a GPU on the best topology.
 
-    Lines: equal size (in B). The first five are named, the best is framed.
+    The first five are named, the best is framed.
     """
     (made, axes), proposals = figure(8.6, 4.6), found.rows
     hidden, layers = (np.array([getattr(p.shape, n) for p in proposals]) for n in ("hidden_size", "num_layers"))
@@ -30,18 +28,9 @@ def shapes_and_efficiency(found: Proposals) -> Figure:
         text = f"{i + 1}: {p.shape.num_layers} × {p.shape.hidden_size}"
         axes.annotate(text, (hidden[i], layers[i]), (7, 5), textcoords="offset points", **look)
     axes.margins(0.08, 0.14)
-    _size_lines(axes, proposals[0].shape, found.request.parameters / 1e9)
     made.colorbar(dots, ax=axes, pad=0.02, label="TFLOP/s a GPU (predicted)").outline.set_visible(False)
     finished(axes, "Shapes of the target size (ring: the best)", xlabel="hidden size", ylabel="layers")
     return made
-
-
-def _size_lines(axes: Axes, shape: ModelShape, target: float) -> None:
-    wide, deep = np.meshgrid(np.linspace(*axes.get_xlim(), 80), np.linspace(*axes.get_ylim(), 80))
-    size = (deep * (12 * wide**2 + 13 * wide) + (shape.vocab_size + shape.seq_length + 2) * wide) / 1e9
-    levels = [target * f for f in (0.9, 0.95, 1.0, 1.05, 1.1)]
-    lines = axes.contour(wide, deep, size, levels, colors=COLORS[2], linewidths=[0.7, 0.7, 1.6, 0.7, 0.7])
-    axes.clabel(lines, fmt=lambda v: f"{v:.3g} B", fontsize=7)
 
 
 def predicted_over_measured(result: Backtest, what: str = "seconds") -> Figure | Text:
