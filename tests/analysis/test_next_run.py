@@ -217,6 +217,7 @@ BAD_ROWS = {
         "column=Time: seconds of an iteration stand in sec_per_it",
     ),
     "milliseconds called seconds": (times(1000), "seconds of an iteration are needed"),
+    "minutes": (times(1 / 60), "seconds of an iteration are needed"),
     "no seconds": (lambda r: r.drop(columns="sec_per_it"), "lu-0004: has no seconds"),
     "negative seconds": (times(-1), "lu-0004: sec_per_it="),
     "ten equal rows": (

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from trilane.cli.app import Answer, Group, command, note
 from trilane.config.options import option
-from trilane.config.plan import locate_plan, read_plan
+from trilane.config.plan import Plan, locate_plan, read_plan
 from trilane.costmodel.shipped import constants_of, replaced
 from trilane.launch.local import run_folder as run_folder_of
 from trilane.slurm import attempt, client, jobs, monitor, node_test, preflight, sites
@@ -45,10 +45,15 @@ def check(plan: Path, job: Job) -> Answer:
         require_file("plan", file)
         found = [preflight.of_error(error)]
     else:
-        note(replaced(read, constants_of(read, cluster=scripts.nodes_of(read, job.site))))
+        note_constants(read, job.site)
         found = preflight.check_job(read, job.site, job, file.parent, job.allow)
     text = "\n".join(map(preflight.line, found)) or "nothing found"
     return Answer({"findings": [f.to_json() for f in found]}, text, preflight.refused(found))
+
+
+def note_constants(plan: Plan, site: Site) -> None:
+    """Where the nodes are predicted by others than the plan's constants, that goes to stderr."""
+    note(replaced(plan, constants_of(plan, cluster=scripts.nodes_of(plan, site))))
 
 
 @command(GROUP)
@@ -78,6 +83,8 @@ def submit(
         folders = [folder for folder, state in zip(folders, states, strict=True) if state.status.can_retry]
     for path in folders if rewrite else []:
         scripts.rewrite(path, job.site, job)
+    for path in folders:
+        note_constants(read_plan(path / "plan.json"), job.site)
     found = preflight.check_runs(folders, job.site, job, job.allow)
     chosen = [] if found.is_refused or dry_run else folders
     # a stage loads the checkpoint of the one before
