@@ -1,8 +1,12 @@
 """The ramp-up of the batch size: counted as a loop over iterations would count it."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from trilane.config.batch_rampup import Ramp, parse_ramp
+from trilane.config.parallelism import Topology
 
 RAMPS = [(Ramp(start=192, increment=16, samples=97_000), 512), (Ramp(start=16, increment=16, samples=1000), 256)]
 RAMPS += [(Ramp(), 64), (Ramp(start=1, increment=1, samples=10), 9), (Ramp(start=8, increment=8, samples=50), 8)]
@@ -39,6 +43,27 @@ def test_the_batch_sizes_that_a_topology_cannot_divide_are_named():
     ramp = parse_ramp("192,16,9765625")
     assert ramp.failing(256, 32) == [208, 240]
     assert ramp.failing(2048, 16) == []
+
+
+@pytest.mark.parametrize(
+    ("ramp", "sizes"),
+    [
+        (Ramp(start=8, increment=8, samples=1000), {"mbs": 4, "dp": 8, "gbs": 256}),
+        (Ramp(start=30, increment=2, samples=1000), {"mbs": 2, "dp": 8, "gbs": 2048}),
+        (Ramp(start=12, increment=12, samples=1000), {"mbs": 1, "dp": 4, "gbs": 48, "pp": 2, "interleaving": 2}),
+    ],
+)
+def test_what_a_refused_ramp_names_would_do(ramp, sizes):
+    """The microbatch with this ramp, and the other ramp with this plan; it names one of them at least."""
+    t = Topology(**sizes)
+    with pytest.raises(ValueError, match=r"^ramp=") as refused:
+        ramp.require_whole(t)
+    mbs, other = (re.search(pattern, str(refused.value)) for pattern in (r"--mbs (\d+)", r"--ramp (\d+,\d+,\d+)"))
+    assert mbs or other
+    if mbs:
+        ramp.require_whole(replace(t, mbs=int(mbs[1])))
+    if other:
+        parse_ramp(other[1]).require_whole(t)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ EDGES = [
     ({"dp": 416, "gbs": 416}, ""),  # the whole cluster
     (
         {"pp": 3, "partition": EMBED},
-        "pp=3: stages (times interleaving) must share the layers evenly: 3 must divide 26 layers",
+        "pp=3: stages (times interleaving) must share the layers evenly: 3 must divide 26 layers; 2 or 13 would",
     ),
     ({"dp": 417, "gbs": 417}, "gpus=417: must not exceed the cluster: jz-a100-80g has 416"),
     ({"tp": 2, "dp": 8, "gbs": 8, "sequence_parallel": True}, ""),

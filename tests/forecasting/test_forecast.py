@@ -279,7 +279,10 @@ def test_the_command_prints_dates_hours_and_risks(command):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--ramp 192,8,9765625", "ramp=200, 216, 232,"),  # each failing step is named
+        (
+            "--ramp 192,8,9765625",
+            "ramp=200, 216, 232, ...: every batch size must be a multiple of mbs x dp = 2 x 8; a plan with --mbs 1",
+        ),  # each failing step is named
         ("--ramp ²,1,3", "ramp=²,1,3: must be three whole numbers"),
         ("--tokens 1000", "tokens=1000: below one batch of 393216"),
         ("--tokens 1e30", "tokens=1e+30: must be at most 1e+16"),

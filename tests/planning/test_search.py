@@ -154,3 +154,23 @@ def test_a_million_configurations_take_a_second_or_two():
 )
 def test_plans_that_differ_by_less_than_can_be_predicted_share_a_rank(seconds, shown):
     assert ranks(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("asked", "cure"),
+    [
+        ({"gpus": 384, "gbs": 2048, "mbs": 8, "tp": 4, "pp": 12, "zero": 1, "recompute": "none"}, "--mbs "),
+        ({"gpus": 16, "gbs": 2048}, "--gpus "),
+        ({"gpus": 384, "gbs": 2047}, "--gbs "),
+        ({"gpus": 384, "gbs": 2048, "engine": "hf-zero3"}, "--engine "),
+    ],
+)
+def test_what_a_search_without_plans_names_would_run(asked, cure):
+    found = search(SHAPE, A100, calibration=K, **asked)
+    assert not found.candidates and cure in found.cure and found.as_text().count(found.cure) == 1
+    words = next(part for part in found.cure.partition(": ")[2].split(", or ") if part.startswith(cure)).split()
+    pairs = zip(words[::2], words[1::2], strict=True)
+    changed = {name[2:]: int(value) if value.isdigit() else value for name, value in pairs}
+    assert search(SHAPE, A100, calibration=K, **asked | changed).candidates
+    with pytest.raises(ValueError, match=r"no topology can run; .*; what would run: "):
+        found.best(3)

@@ -75,11 +75,12 @@ class InTime(Table):
             self.request,
             "published ratios of width to depth; predicted only: which shape learns best is not asked",
         )
-        by = "compute-optimal by Hoffmann et al. 2022; for much serving fewer parameters on more"
+        by = ", compute-optimal by Hoffmann et al. 2022; for much serving fewer parameters on more"
+        tokens = f"{r.tokens[:-1]} a parameter" if isinstance(r.tokens, str) else f"{size_text(r.tokens)}, as asked for"
         return [
             f"model: {r.like}, {r.vocab_size} rows of embedding, sequences of {r.seq_length}, {kind}",
-            f"tokens: {r.tokens_text}, {by if r.tokens == '20x' else 'as asked for'}; {r.gbs} sequences an iteration",
-            f"days: {COUNTED}",
+            f"tokens: {tokens}{by * (r.tokens == '20x')}; {r.gbs} sequences an iteration",
+            COUNTED,
         ]
 
     def summary(self) -> Text:

@@ -166,7 +166,12 @@ def plan_of(shape: Any, cluster: str, engine: str, gpus: int, choices: dict[str,
         replica = choices.get("tp", 1) * choices.get("cp", 1) * choices.get("pp", 1)
         choices.setdefault("dp", max(1, gpus // replica))
         what = "tp x cp x pp x dp" if "cp" in choices else "tp x pp x dp"
-        require(choices["dp"] * replica == gpus, what, choices["dp"] * replica, f"contradicts gpus={gpus}")
+        require(
+            choices["dp"] * replica == gpus,
+            what,
+            choices["dp"] * replica,
+            f"contradicts gpus={gpus}; multiples of {replica} would do",
+        )
     topology = default_topology(shape, machine, engine, **choices)
     label = label_of(shape, machine, topology, engine)
     return Plan(label=label, shape=shape, cluster=machine, topology=topology, engine=engine)

@@ -1,10 +1,12 @@
 """Ramp: a batch size that grows while the run consumes samples, as Megatron-LM counts it."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from trilane.config.options import check, option
+from trilane.config.parallelism import Topology, dividing
 from trilane.utils.validation import is_count, require
 
 
@@ -57,8 +59,8 @@ class Ramp:
         if not self.samples:
             return 0
         require(self.start <= gbs, "ramp.start", self.start, f"must not be above gbs={gbs}")
-        rule = f"must divide the way from start={self.start} to gbs={gbs}"
-        require((gbs - self.start) % self.increment == 0, "ramp.increment", self.increment, rule)
+        way, rule = gbs - self.start, f"must divide the way from start={self.start} to gbs={gbs}"
+        require(way % self.increment == 0, "ramp.increment", self.increment, rule + dividing(way, self.increment))
         return (gbs - self.start) // self.increment
 
     def batch_size(self, consumed: int, gbs: int) -> int:
@@ -123,6 +125,32 @@ class Ramp:
         """The batch sizes on the way, `gbs` included, that are no multiple of `multiple` = mbs x dp."""
         sizes = [self.start + step * self.increment for step in range(self.steps(gbs))]
         return [size for size in [*sizes, gbs] if size % multiple]
+
+    def require_whole(self, t: Topology, sizes: Iterable[int] | None = None, also: str = "") -> None:
+        """ValueError with what would do unless each replica gets whole microbatches (with interleaving rounds of pp of
+        them) at every size, or at these `sizes`; `also` would do too.
+        """
+        groups = t.pp if t.interleaving > 1 else 1
+        unit = t.mbs * t.dp * groups
+        failing = self.failing(t.gbs, unit) if sizes is None else sorted(size for size in sizes if size % unit)
+        if failing:
+            rule = f"every batch size must be a multiple of mbs x dp = {t.mbs} x {t.dp}"
+            rule += f", times pp={t.pp} with interleaving" * (groups > 1)
+            cures = ", or ".join([*self._cures(t, groups), *[also] * bool(also)])
+            raise ValueError(
+                f"ramp={', '.join(map(str, failing[:3]))}{', ...' * (len(failing) > 3)}: {rule}; {cures} would do"
+            )
+
+    def _cures(self, t: Topology, groups: int) -> Iterator[str]:
+        """The largest microbatch of a plan that suits this ramp, and the nearest ramp that suits the plan."""
+        common, unit = math.gcd(self.start, self.increment, t.gbs), t.mbs * t.dp * groups
+        yield from [f"a plan with --mbs {m}" for m in range(t.mbs - 1, 0, -1) if common % (m * t.dp * groups) == 0][:1]
+        if t.gbs % unit:
+            yield f"a gbs that is a multiple of {unit}"
+        else:
+            start = min(max(round(self.start / unit), 1) * unit, t.gbs)
+            steps = [step for step in range(unit, t.gbs - start + 1, unit) if (t.gbs - start) % step == 0]
+            yield f"--ramp {start},{min(steps or [unit], key=lambda s: abs(s - self.increment))},{self.samples}"
 
 
 def parse_ramp(text: str) -> Ramp:

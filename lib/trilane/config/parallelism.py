@@ -168,10 +168,17 @@ def _shares_layers(t: Any, shape: ModelShape) -> bool:
     return layers % chunks == 0 < layers if chunks else layers == 0
 
 
+def dividing(number: int, value: int) -> str:
+    """What divides a number next to a value that does not, in words: "; 7 or 10 would"."""
+    found = [d for d in range(1, number + 1) if number % d == 0]
+    near = [*[d for d in found if d < value][-1:], *[d for d in found if d > value][:1]]
+    return f"; {' or '.join(map(str, near))} would" if near else ""
+
+
 def _tp_divides(size: str, hint: str = "", sign: str = "=") -> Rule:
     """The rule that tp must divide that size of the shape."""
-    holds, detail = lambda t, s: getattr(s, size) % t.tp == 0, lambda t, s: f"{sign}{getattr(s, size)}"
-    return Rule("tp", f"must divide {size}{hint}", holds, detail, of_sizes=True)
+    detail = lambda t, s: f"{sign}{getattr(s, size)}{dividing(getattr(s, size), t.tp)}"  # noqa: E731
+    return Rule("tp", f"must divide {size}{hint}", lambda t, s: getattr(s, size) % t.tp == 0, detail, of_sizes=True)
 
 
 def _spans_nodes(tp: int, cluster: Cluster) -> bool:
@@ -186,7 +193,10 @@ def _spans_nodes(tp: int, cluster: Cluster) -> bool:
 # What no topology can be, whatever the model and the machine.
 TOPOLOGY_RULES = (
     Rule(
-        "gbs", "must be a multiple of mbs x dp", lambda t: t.gbs % (t.mbs * t.dp) == 0, lambda t: f" = {t.mbs} x {t.dp}"
+        "gbs",
+        "must be a multiple of mbs x dp",
+        lambda t: t.gbs % (t.mbs * t.dp) == 0,
+        lambda t: f" = {t.mbs} x {t.dp}, such as {max(1, round(t.gbs / (t.mbs * t.dp))) * t.mbs * t.dp}",
     ),
     Rule("sequence_parallel", "needs tp > 1", lambda t: t.tp > 1 or not t.sequence_parallel),
     Rule(
@@ -259,7 +269,10 @@ SHAPE_RULES = (
         "pp",
         "stages (times interleaving) must share the layers evenly",
         _shares_layers,
-        lambda t, s: ": {} must divide {} layers".format(*_stages_and_layers(t, s)),
+        lambda t, s: (
+            ": {} must divide {} layers".format(*_stages_and_layers(t, s))
+            + dividing(_stages_and_layers(t, s)[1], t.pp) * (_stages_and_layers(t, s)[0] == t.pp)
+        ),
     ),
     Rule(
         "interleaving",

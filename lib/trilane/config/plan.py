@@ -83,19 +83,11 @@ class Plan:
         require(not evaluates or self.data.shares[1] > 0, "eval_interval", evaluates, rule)
 
     def _check_ramp(self) -> None:
-        """Each replica gets whole microbatches at every step, and with interleaving rounds of pp of them.
-
-        Steps count that this plan itself trains: its part of a chain may be what no other number of replicas could do.
-        """
-        t, groups = self.topology, self.topology.pp if self.topology.interleaving > 1 else 1
-        run, multiple = self.run, t.mbs * t.dp * groups
-        failing = run.ramp.failing(t.gbs, multiple)
-        if failing and run.start_iteration + run.exit_iteration:
-            trained = run.ramp.sizes(t.gbs, run.start_iteration, run.goal)
-            failing = sorted(size for size in trained if size % multiple)
-        rule = f"every batch size must be a multiple of mbs x dp = {t.mbs} x {t.dp}"
-        rule += f", times pp={t.pp} with interleaving" if groups > 1 else ""
-        require(not failing, "ramp", ", ".join(map(str, failing)), rule)
+        """Sizes count that this plan itself trains: its part of a chain may be what no other number of replicas can."""
+        run, gbs = self.run, self.topology.gbs
+        is_part = run.start_iteration + run.exit_iteration > 0
+        sizes = run.ramp.sizes(gbs, run.start_iteration, run.goal) if is_part else None
+        run.ramp.require_whole(self.topology, sizes)
 
     @property
     def id(self) -> str:

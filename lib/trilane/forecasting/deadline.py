@@ -12,7 +12,7 @@ from trilane.config.model import ModelShape
 from trilane.costmodel.shipped import calibration_for
 from trilane.forecasting.forecast import forecast
 from trilane.planning.size_request import ANY, MOST, SizeRequest
-from trilane.planning.sizing import Proposal, Proposals, fastest, on_several, size_text, survey
+from trilane.planning.sizing import Proposal, Proposals, fastest, size_text, survey
 from trilane.utils.validation import require, require_positive
 
 BATCH = 1 << 22  # tokens of an iteration: GPT-3's 3.2 million (arXiv:2005.14165, table 2.1) to Llama 2's 4
@@ -63,8 +63,11 @@ def sizes_within(days: float, price: float | None = None, **asked: Any) -> InTim
         return InTime(limit=days, request=least, rows=(), reasons={r.cluster.name: _why_none(least)})
     above = replace(r, parameters=low * (1 + r.tolerance))  # low itself is the least of these
     rows = sorted(ended(survey(above))[:12] or best, key=lambda row: -row.costs["parameters"])
+    full = max(row.proposal.prediction.memory_bytes for row in rows) > 0.8 * r.cluster.gpu.memory_bytes
     slow = max(row.costs["days_90"] for row in rows) > 0.9 * days
-    reason = "larger shapes take longer" if slow else "larger shapes may run out of memory"
+    reason = (
+        "larger shapes take longer" if slow else f"larger shapes {'may run out of memory' if full else 'divide badly'}"
+    )
     last = replace(r, parameters=rows[0].costs["parameters"])
     return InTime(limit=days, request=last, rows=tuple(rows), reasons={r.cluster.name: reason})
 
@@ -124,7 +127,7 @@ def best_within(
     found, rows = list[InTime](), list[list[Dated]]()
     for cluster, price in zip(clusters, each, strict=True):
         largest = sizes_within(days, price, **asked, cluster=cluster, calibration=calibration_for(cluster, calibration))
-        shapes = on_several(largest.request, [row.proposal.shape for row in largest.rows[:4]])
+        shapes = _on_several(largest.request, [row.proposal.shape for row in largest.rows[:4]])
         made = [_on(shape, largest.request, price, 3) for shape in shapes]
         in_time = [plans for plans in made if plans and plans[0].costs["days_90"] <= days]
         found, rows = [*found, largest], [*rows, max(in_time, key=len, default=[])]
@@ -147,3 +150,15 @@ def _on(shape: ModelShape, request: SizeRequest, price: float | None, count: int
     tokens = request.tokens_of(shape.parameters)
     made = [Proposal(plan=c.plan, prediction=c.prediction, tokens=tokens) for c in fastest(shape, request, count)[0]]
     return [dated(p, request, price) for p in made]
+
+
+def _on_several(request: SizeRequest, shapes: Sequence[ModelShape]) -> list[ModelShape]:
+    """The first of the shapes that has three tp x pp x dp, alone; else all, each with its heads and the usual ones too.
+
+    A prime number of layers has few pipelines, and 15 heads, the fastest of a width at tp 1, no tp that a node has.
+    """
+    every = []
+    for shape in shapes:
+        heads = {shape.num_attention_heads, (request.layer(shape.hidden_size) or shape).num_attention_heads}
+        every += [replace(shape, num_attention_heads=n) for n in heads]
+    return [shape for shape in every if len(fastest(shape, request, 3)[0]) == 3][:1] or every

@@ -130,9 +130,8 @@ class ForecastRequest:
         require(self.tokens >= first, "tokens", f"{self.tokens:g}", f"below one batch of {first}")
         # a thousand times what has been trained
         require(self.tokens <= 1e16, "tokens", f"{self.tokens:g}", "must be at most 1e+16")
-        failing = self.ramp.failing(t.gbs, t.mbs * t.dp) if self.worth is None else []
-        rule = f"every batch size must be a multiple of mbs x dp = {t.mbs} x {t.dp}"
-        require(not failing, "ramp", ", ".join(map(str, failing)), rule)
+        if self.worth is None:
+            self.ramp.require_whole(t, also="--adapt days")
         # 240 MB for each of about eight arrays of runs x pieces
         pieces, most = len(self.pieces[0]), 30_000_000 // len(self.pieces[0])
         rule = f"must be at most {most}, for the memory that {pieces} pieces of this ramp take"

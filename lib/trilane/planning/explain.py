@@ -14,6 +14,7 @@ from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, SAFE, Prediction, predict
 from trilane.costmodel.shipped import constants_of
 from trilane.planning.search_result import Candidate
+from trilane.planning.space import word
 from trilane.utils.tables import Text
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
@@ -162,12 +163,7 @@ def _predicted(plan: Plan, changes: Iterable[dict[str, Any]], calibration: Calib
 def _difference(a: Topology, b: Topology) -> str:
     """What `b` has that `a` has not, in words."""
     pairs = [(f.name.replace("_", " "), getattr(b, f.name), getattr(a, f.name)) for f in fields(Topology)]
-    return ", ".join(f"{name} {_word(new)} instead of {_word(old)}" for name, new, old in pairs if new != old)
-
-
-def _word(value: Any) -> Any:
-    """A value as people read it."""
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+    return ", ".join(f"{name} {word(new)} instead of {word(old)}" for name, new, old in pairs if new != old)
 
 
 def varied(base: Plan, calibration: Calibration | None, *, engine: str = "", **changes: Any) -> Candidate:

@@ -1,8 +1,11 @@
 """Search: every topology of a space predicted, the refused counted by rule, the rest ranked."""
 
+import contextlib
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -20,7 +23,17 @@ from trilane.costmodel.memory import memory_bytes, memory_for, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, predict
 from trilane.costmodel.shipped import calibration_for
 from trilane.planning.search_result import Candidate, SearchResult, first_per_sizes
-from trilane.planning.space import SIZES, Block, ParallelSizes, Point, Space, block_columns, space_for, topology_of
+from trilane.planning.space import (
+    SIZES,
+    Block,
+    ParallelSizes,
+    Point,
+    Space,
+    block_columns,
+    space_for,
+    topology_of,
+    word,
+)
 from trilane.utils.progress import progress
 from trilane.utils.validation import require_known
 
@@ -144,20 +157,17 @@ class _Search:
     def run(self) -> SearchResult:
         """All topologies, some thousands at a time; what no rule refuses is predicted."""
         able = [sizes for sizes in self.space.sizes() if len(self.space.batches(sizes[2])[0])]
-        found, rows = list[Block](), 0
-        for sizes in progress(able, "search", "size"):
-            # what depends on the microbatch alone is computed once for each tp, on a CPU for each number of processes
-            if found and (sizes[0], math.prod(sizes)) != (found[0].sizes[0], math.prod(found[0].sizes)):
-                self.predict(found)
-                found, rows = [], 0
-            for block in self.blocks(sizes):
+        # what depends on the microbatch alone is computed once for each tp, on a CPU for each number of processes
+        for _, same in groupby(progress(able, "search", "size"), lambda sizes: (sizes[0], math.prod(sizes))):
+            found, rows = list[Block](), 0
+            for block in (block for sizes in same for block in self.blocks(sizes)):
                 found.append(block)
                 rows += len(block.mbs)
                 if rows > 1 << 14:  # 128 KiB a column, which stays in the cache
                     self.predict(found)
                     found, rows = [], 0
-        if found:
-            self.predict(found)
+            if found:
+                self.predict(found)
         return SearchResult(
             space=self.space,
             candidates=tuple(self.candidates(self.safe)),
@@ -165,7 +175,30 @@ class _Search:
             runnable=self.runnable,
             refused_by_rule={rule: count for rule, count in self.refused.most_common() if count},
             front=self.pareto,
+            cures=self.cures,
         )
+
+    def cures(self) -> list[str]:
+        """Up to three changes, as options, that let some topology run without risk; GPUs where nothing else does."""
+        s, found = dataclasses.replace(self.space, gpus=self.space.gpus[:1], gbs=self.space.gbs[-1:]), list[str]()
+        n, pins = s.gpus[0], dict(s.pins)
+        tries: list[tuple[list[str], dict[str, Any]]]
+        tries = [([name], {"pins": {k: pin for k, pin in pins.items() if k != name}}) for name in pins]
+        tries += [([*pins], {"pins": {}}), (["gbs"], {"gbs": (max(1, round(s.gbs[0] / n)) * n,)})]
+        tries += [(["engine"], {"engine": engine}) for engine in ENGINES if engine != s.engine]
+        counts = [1 << n.bit_length() - 1, *(n << k for k in range(1, 20) if n << k <= self.cluster.max_gpus)]
+        free = {name: pin for name, pin in pins.items() if name not in SIZES}
+        tries += [(["gpus", *(pins.keys() - free)], {"gpus": (count,), "pins": free}) for count in counts]
+        for names, change in tries:
+            if len(found) == 3 or (found and "gpus" in names):
+                break
+            with contextlib.suppress(ValueError):
+                space = dataclasses.replace(s, **change)
+                for c in search_space(self.shape, self.cluster, space, self.calibration, top=1).candidates:
+                    values = {**vars(c.topology), "engine": c.plan.engine, "gpus": c.topology.gpus}
+                    new = [name for name in names if values[name] not in pins.get(name, ())]
+                    found.append(" ".join(f"--{name.replace('_', '-')} {word(values[name])}" for name in new))
+        return [*dict.fromkeys(found)]
 
     def pareto(self) -> list[Candidate]:
         """The plans that no other beats in both seconds and memory, the risky left out."""

@@ -98,6 +98,7 @@ class SearchResult(Table):
 
     candidates   may run out of memory in one run of ten at most; `risky` ones more often: listed apart, best first too
     front        makes `pareto`, each of whose plans takes a full prediction
+    cures        tries what would let a topology run, as options
     """
 
     space: Space
@@ -106,6 +107,7 @@ class SearchResult(Table):
     runnable: int
     refused_by_rule: dict[str, int]
     front: Callable[[], list[Candidate]] = field(repr=False, compare=False)
+    cures: Callable[[], list[str]] = field(repr=False, compare=False)
 
     @cached_property
     def pareto(self) -> tuple[Candidate, ...]:
@@ -117,6 +119,11 @@ class SearchResult(Table):
         """Topologies that were looked at."""
         return self.runnable + sum(self.refused_by_rule.values())
 
+    @property
+    def cure(self) -> str:
+        """What would let some topology run without risk; of a search without candidates."""
+        return f"what would run: {', or '.join(self.cures()) or 'nothing near it: a smaller model, or a larger card'}"
+
     def best_per_sizes(self, count: int, risky: bool = False) -> Candidates:
         """The `count` best candidates that differ in tp, pp or dp, or the `risky` ones."""
         rows = first_per_sizes(self.risky if risky else self.candidates, sizes_of)
@@ -127,7 +134,7 @@ class SearchResult(Table):
         rules = list(self.refused_by_rule)[:1] or ["no dp and microbatch divide the batch"]
         risk = f"; {len(self.risky)} may run out of memory" if self.risky else ""
         gpus, why = ",".join(map(str, self.space.gpus)), f"no topology can run; {rules[0]}{risk}"
-        require(bool(self.candidates), "gpus", gpus, why)
+        require(bool(self.candidates), "gpus", gpus, why if self.candidates else f"{why}; {self.cure}")
         return self.best_per_sizes(count)
 
     def to_frame(self) -> DataFrame:
@@ -162,7 +169,7 @@ class SearchResult(Table):
         lines += [f"predicted only: {self.predicted_only}"] if self.predicted_only else []
         lines += [f"held fixed: {self.space.held_fixed}"]
         lines += [f"the best of them: {c.prediction.support.words}" for c in (*self.candidates, *self.risky)[:1]]
-        lines += map(Candidate.as_text, self.candidates)
+        lines += map(Candidate.as_text, self.candidates) if self.candidates else [self.cure]
         lines += [f"apart, because these may run out of memory (P above {100 * RISKY:g} %):"] * bool(self.risky)
         lines += map(Candidate.as_text, self.risky)
         return "\n".join(lines)
@@ -170,7 +177,12 @@ class SearchResult(Table):
     def listing(self) -> dict[str, Any]:
         """All plans as JSON, those that may run out of memory apart."""
         plans, risky = ([c.to_json() for c in rows] for rows in (self.candidates, self.risky))
-        counts = {"evaluated": self.evaluated, "refused": self.refused_by_rule, "held_fixed": self.space.held_fixed}
+        counts: dict[str, Any] = {
+            "evaluated": self.evaluated,
+            "refused": self.refused_by_rule,
+            "held_fixed": self.space.held_fixed,
+        }
+        counts |= {} if plans else {"cure": self.cure}
         return {**counts, "predicted_only": self.predicted_only, "plans": plans, "risky": risky}
 
     def to_json(self, keep: int) -> dict[str, Any]:

@@ -118,13 +118,6 @@ class SizeRequest:
         return self.tokens
 
     @property
-    def tokens_text(self) -> str:
-        """The tokens in words."""
-        if isinstance(self.tokens, str):
-            return f"{self.tokens.removesuffix('x')} tokens a parameter"
-        return f"{self.tokens / 1e9:g} B tokens"
-
-    @property
     def vocab_size(self) -> int:
         """Rows of the embedding: the vocabulary padded to a multiple of 128, which every tp up to 128 divides."""
         return padded_vocab_size(self.vocabulary)

@@ -13,7 +13,7 @@ from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import RISKY, Prediction, predict
 from trilane.planning.search import MEMORY_RULE, search
-from trilane.planning.search_result import Candidate, first_per_sizes, sizes_of
+from trilane.planning.search_result import Candidate, SearchResult, first_per_sizes, sizes_of
 from trilane.planning.size_request import TILE, SizeRequest, usable_heads
 from trilane.utils.tables import Columns, DataFrame, Table, Text, frame_of
 from trilane.utils.validation import require, require_known, to_mapping
@@ -152,9 +152,10 @@ class Proposals(Table):
         """Why no shape can run: memory where that alone refuses some topology, else the commonest rule."""
         r, refused = self.request, self.refused
         rules = [MEMORY_RULE] if MEMORY_RULE in refused else [rule for rule, _ in refused.most_common(1)]
-        why = [f"{refused[rule]} of {refused.total()} topologies are refused: {rule}" for rule in rules]
-        asked = f"{r.gpus} GPUs of {r.cluster.name} and a batch of {r.gbs}"
-        return f"no shape can run on {asked}; " + "".join(why or ["no dp and microbatch divide that batch"])
+        why = "".join(f"{refused[rule]} of {refused.total()} topologies are refused: {rule}" for rule in rules)
+        why = why or "no dp and microbatch divide that batch"
+        cure = _searched(r.shapes()[0], r, r.engines[0], 1).cure
+        return f"no shape can run on {r.gpus} GPUs of {r.cluster.name} and a batch of {r.gbs}; {why}; {cure}"
 
 
 def size_text(parameters: float) -> str:
@@ -192,6 +193,11 @@ def survey(request: SizeRequest, shapes: Sequence[ModelShape] | None = None) -> 
     return Proposals(request=request, rows=tuple(found), refused=refused)
 
 
+def _searched(shape: ModelShape, r: SizeRequest, engine: str, top: int) -> SearchResult:
+    given = {"gpus": r.gpus, "gbs": r.gbs, "engine": engine, "calibration": r.calibration, **r.choices}
+    return search(shape, r.cluster, top=top, distinct=True, **given)
+
+
 def fastest(shape: ModelShape, request: SizeRequest, top: int = 1) -> tuple[list[Candidate], Counter[str]]:
     """The shape on the `top` fastest tp x pp x dp by the request's engines, and how many topologies each rule refuses.
 
@@ -199,25 +205,12 @@ def fastest(shape: ModelShape, request: SizeRequest, top: int = 1) -> tuple[list
     """
     refused, found, r = Counter[str](), list[Candidate](), request
     for engine in r.engines:
-        given = {"gpus": r.gpus, "gbs": r.gbs, "engine": engine, "calibration": r.calibration, **r.choices}
-        result = search(shape, r.cluster, top=top, distinct=True, **given)
+        result = _searched(shape, r, engine, top)
         refused.update(result.refused_by_rule)
         found += result.candidates or result.risky
     found.sort(key=lambda c: (c.prediction.is_risky, c.prediction.sec_per_it))
     safe = [c for c in found if not c.prediction.is_risky]
     return first_per_sizes(safe or found, sizes_of)[:top], refused
-
-
-def on_several(request: SizeRequest, shapes: Sequence[ModelShape]) -> list[ModelShape]:
-    """The first of the shapes that has three tp x pp x dp, alone; else all, each with its heads and the usual ones too.
-
-    A prime number of layers has few pipelines, and 15 heads, the fastest of a width at tp 1, no tp that a node has.
-    """
-    every = []
-    for shape in shapes:
-        heads = {shape.num_attention_heads, (request.layer(shape.hidden_size) or shape).num_attention_heads}
-        every += [dataclasses.replace(shape, num_attention_heads=n) for n in heads]
-    return [shape for shape in every if len(fastest(shape, request, 3)[0]) == 3][:1] or every
 
 
 def _proposal(plan: Plan, request: SizeRequest) -> Proposal:

@@ -14,7 +14,7 @@ from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, default_attention, default_fp32_gradients, default_precision
 from trilane.config.model import ModelShape
 from trilane.config.options import check_field, read_field
-from trilane.config.parallelism import Topology, invalid_reason
+from trilane.config.parallelism import Topology, dividing, invalid_reason
 from trilane.costmodel.columns import Columns, number_of
 from trilane.utils.validation import require, require_known
 
@@ -58,9 +58,9 @@ class Space:
         pinned = {name: self.pins[name][0] for name in SIZES if name in self.pins}
         if pinned and next(self.sizes(), None) is None:
             field, value = next(iter(pinned.items()))
-            require(
-                len(pinned) == len(SIZES), field, value, f"no tp x pp x dp with the pinned sizes makes gpus={first}"
-            )
+            rule = f"no tp x pp x dp with the pinned sizes makes gpus={first}"
+            rule += dividing(first // cp, value) * (len(pinned) == 1)
+            require(len(pinned) == len(SIZES), field, value, rule)
             product = "tp x pp x dp" if cp == 1 else "tp x cp x pp x dp"
             require(False, product, math.prod(pinned.values()) * cp, f"contradicts gpus={first}")
 
@@ -167,6 +167,11 @@ def read_choices(**texts: str) -> dict[str, Any]:
         words = [word.strip() for word in text.split(",")] if name in FREE else [text]
         found[name] = tuple(read_field(Topology, name, word) for word in words if text)
     return {name: values if name in FREE else values[0] for name, values in found.items() if values}
+
+
+def word(value: Any) -> Any:
+    """A value of a choice as an option takes it."""
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
 
 
 def space_around(
