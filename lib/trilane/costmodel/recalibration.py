@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -177,43 +177,53 @@ def recalibrated(
     least: int,
 ) -> Recalibration:
     """The constants refitted to the rows that count, of which `least` must differ in more than their seconds."""
-    used, left_out = list[MeasuredRow](), list(skipped)
     sites = list(dict.fromkeys(row.site for row in rows if row.site)) or [""]
     require(len(sites) == 1, "cluster", ", ".join(sites), "the rows are of two clusters; constants are of one")
     is_other = cluster and sites[0] in catalogue() and sites[0] != cluster.name
     require(not is_other, "cluster", sites[0], f"is what the rows name, and not {cluster and cluster.name}")
-    usual = next(iter(Counter(row.stack for row in rows if row.seconds > 0).most_common(1)), ("", 0))[0]
-    machine = cluster or (rows[0].case.cluster if rows else None)
-    for row in rows:
-        same = next((u for u in used if (u.case, u.seconds) == (row.case, row.seconds)), None)
+    stack = next(iter(Counter(row.stack for row in rows if row.seconds > 0).most_common(1)), ("", 0))[0]
+    found = list(_reasons(rows, stack, cluster or (rows[0].case.cluster if rows else None)))
+    used = [row for row, reason in zip(rows, found, strict=True) if not reason]
+    left_out = [Skipped(row_id=row.row_id, reason=why) for row, why in zip(rows, found, strict=True) if why]
+    left_out = [*skipped, *left_out]
+    kinds = len({(row.case.shape, row.case.topology) for row in used})
+    reasons = "".join(f"; {row.row_id}: {row.reason}" for row in left_out[:3])
+    rule = f"{kinds or 'no'} different configurations among them can be used, {least} are needed{reasons}"
+    require(kinds >= least, "rows", len(rows) + len(skipped), rule)
+    machine = used[0].case.cluster
+    prior = replace(default(machine, stack), name=stack or machine.name)
+    fitted = refit([row.case for row in used], [row.seconds for row in used], prior)
+    _require_plausible(used, np.exp(-fitted.before))
+    kept: dict[str, Any] = {"left_out": tuple(left_out), "ignored": tuple(ignored)}
+    return Recalibration(rows=tuple(used), prior=prior, fit=fitted, **kept)
+
+
+def _reasons(rows: Sequence[MeasuredRow], stack: str, cluster: Cluster | None) -> Iterator[str]:
+    """Why each row does not count, "" where it does: it must be of that software and cluster, and no copy."""
+    seen = dict[Any, int]()
+    for number, row in enumerate(rows):
+        case = row.case
+        first = seen.setdefault((case.shape, case.topology, row.seconds), number)
         reasons = {
             "has no seconds": not row.seconds > 0,
             "is marked as excluded": row.excluded,
             f"repeats {row.duplicate_of}": row.duplicate_of,
             row.problem: row.problem,
-            f"is of {row.stack or 'no named software'}; most are of {usual or 'none'}": row.stack != usual,
-            f"ran on {row.case.cluster.name}": machine and row.case.cluster.name != machine.name,
-            f"repeats {same and same.row_id} to its last digit": same,
+            f"is of {row.stack or 'no named software'}; most are of {stack or 'none'}": row.stack != stack,
+            f"ran on {case.cluster.name}": cluster and case.cluster.name != cluster.name,
+            f"repeats {rows[first].row_id} to its last digit": first != number,
         }
-        reason = next((text for text, is_wrong in reasons.items() if is_wrong), "")
-        left_out += [Skipped(row_id=row.row_id, reason=reason)] if reason else []
-        used += [] if reason else [row]
-    why = "".join(f"; {row.row_id}: {row.reason}" for row in left_out[:3])
-    kinds = len({(row.case.shape, row.case.topology) for row in used})
-    rule = f"{kinds or 'no'} different configurations among them can be used, {least} are needed{why}"
-    require(kinds >= least, "rows", len(rows) + len(skipped), rule)
-    cases, seconds = [row.case for row in used], [row.seconds for row in used]
-    prior = replace(default(cases[0].cluster, usual), name=usual or cases[0].cluster.name)
-    found = refit(cases, seconds, prior)
-    ratio = np.exp(-found.before)
-    low, high = (used[int(at)] for at in (ratio.argmin(), ratio.argmax()))
+        yield next((text for text, is_wrong in reasons.items() if is_wrong), "")
+
+
+def _require_plausible(rows: Sequence[MeasuredRow], ratio: np.ndarray) -> None:
+    """ValueError where measured / predicted (N,) shows rows in other units, or that contradict each other."""
+    low, high = (rows[int(at)].row_id for at in (ratio.argmin(), ratio.argmax()))
     rule = f"take {ratio.min():.3g} and {ratio.max():.3g} of what is predicted: they contradict each other"
-    require(ratio.max() < CONTRADICTION * ratio.min(), "rows", f"{low.row_id}, {high.row_id}", rule)
+    require(ratio.max() < CONTRADICTION * ratio.min(), "rows", f"{low}, {high}", rule)
     factor = float(np.median(ratio))
     rule = f"is {factor:.2g} of what is predicted, as are the others: seconds of an iteration are needed"
-    require(1 / OTHER_UNITS < factor < OTHER_UNITS, "sec_per_it", f"{used[0].seconds:g}", rule)
-    kept: dict[str, Any] = {"left_out": tuple(left_out), "ignored": tuple(ignored)}
-    return Recalibration(rows=tuple(used), prior=prior, fit=found, **kept)
+    require(1 / OTHER_UNITS < factor < OTHER_UNITS, "sec_per_it", f"{rows[0].seconds:g}", rule)
 
 
 def predictions(
