@@ -65,11 +65,9 @@ def sizes_within(days: float, price: float | None = None, **asked: Any) -> InTim
     rows = sorted(ended(survey(above))[:12] or best, key=lambda row: -row.costs["parameters"])
     full = max(row.proposal.prediction.memory_bytes for row in rows) > 0.8 * r.cluster.gpu.memory_bytes
     slow = max(row.costs["days_90"] for row in rows) > 0.9 * days
-    reason = (
-        "larger shapes take longer" if slow else f"larger shapes {'may run out of memory' if full else 'divide badly'}"
-    )
+    reason = "take longer" if slow else "may run out of memory" if full else "divide badly"
     last = replace(r, parameters=rows[0].costs["parameters"])
-    return InTime(limit=days, request=last, rows=tuple(rows), reasons={r.cluster.name: reason})
+    return InTime(limit=days, request=last, rows=tuple(rows), reasons={r.cluster.name: f"larger shapes {reason}"})
 
 
 def _why_none(request: SizeRequest) -> str:
