@@ -131,7 +131,7 @@ def test_every_notebook_shows_the_prediction_of_the_plan(case, tmp_path: Path) -
         assert f"<b>{seconds} s</b>" in text
         assert f"<b>{expected.memory_bytes / 2**30:.3g} GiB</b>" in text
     study = {"study": "one"}
-    execute("02_topology", **study, **sizes(plan, tmp_path), beside="", keep=500)
+    execute("02_topology", **study, **sizes(plan, tmp_path), keep=500)
     handed = {p["id"]: p for p in Study("one").load("plans.json", "02_topology")["plans"]}
     if name == "out of memory":
         assert handed and plan.id not in handed
@@ -157,7 +157,7 @@ def test_what_01_chooses_is_found_by_02_with_its_defaults(outputs: Path, tmp_pat
     large = {"target": 1.3e9, "target_gpus": 8, "target_gbs": 64, "target_vocabulary": 50257, "tokens": 1e9}
     ns = execute("01_sizing", study="two", cluster=str(machine), choose="target", **large)
     best = ns["proposals"].best
-    ns = execute("02_topology", study="two", beside="")
+    ns = execute("02_topology", study="two")
     assert best.plan.id in {c.plan.id for c in ns["found"].candidates}
     assert figures(best.prediction) in [figures(c.prediction) for c in ns["found"].candidates]
 
@@ -181,7 +181,7 @@ def test_a_plan_keeps_the_constants_that_predicted_it(tmp_path: Path, outputs: P
         kept = found["plans"][0]["calibration"]
         assert (kept["name"], kept["hash"]) == (source, measured.hash)
         assert of_every_command(capsys) == pytest.approx([expected] * 4, rel=1e-12), source
-    execute("02_topology", study="uni", **sizes(plan, tmp_path), calibration="uni", beside="")
+    execute("02_topology", study="uni", **sizes(plan, tmp_path), calibration="uni")
     execute("07_calendar", study="uni", tokens=1e9, runs=100, plan=plan.id)
     calendar = Study("uni").load("calendar.json", "07_calendar")
     decided = execute("08_decision", study="uni")["decision"]

@@ -14,7 +14,7 @@ _MODULES = {
     "analysis.measure": ("measure",),
     "analysis.recalibrate": ("next_runs", "recalibrate"),
     "config.plan": ("Plan", "read_plan"),
-    "costmodel.backtest": ("backtest", "predicted_table"),
+    "costmodel.backtest": ("backtest",),
     "costmodel.predict": ("predict",),
     "costmodel.recalibration": ("fit",),
     "costmodel.shipped": ("calibration_for",),

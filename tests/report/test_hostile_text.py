@@ -29,7 +29,7 @@ LINE = (
 )
 LOG = "".join(LINE.format(i=i, c=8 * i, loss=6 - i / 10) for i in range(1, 9))
 SIZES: dict[str, Any] = {"gbs": 4, "gpus": "1,2", "seq_length": 32, "head_dim": 64, "target": 3e8, "target_gpus": 8}
-SEARCH = {"mbs": "1", "recompute": "none", "zero": "0", "interleaving": "1", "keep": 2, "beside": ""}
+SEARCH = {"mbs": "1", "recompute": "none", "zero": "0", "interleaving": "1", "keep": 2}
 
 
 def hostile_cluster(folder: Path) -> Path:

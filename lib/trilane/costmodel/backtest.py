@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trilane.costmodel.cross_validation import leave_one_out, predict_unseen
+from trilane.costmodel.cross_validation import leave_one_out
 from trilane.costmodel.measured_rows import FILES, MeasuredRow, Skipped, Source, ignored_words, read_rows, shipped_rows
 from trilane.costmodel.metrics import (
     Pair,
@@ -123,28 +123,3 @@ def backtest(rows_csv: Source, cluster: str | None = None, cv: str | None = None
     predictions = leave_one_out(rows, cv) if cv else predict_default(rows, calibration)
     found: dict[str, Any] = {"rows": tuple(rows), "predictions": tuple(predictions), "skipped": tuple(skipped)}
     return Backtest(**found, left_out=cv, ignored=ignored)
-
-
-def predicted_table(table: str) -> Columns:
-    """A shipped table of measured rows (by its id, such as s003-t27), predicted by constants fitted without it.
-
-        predicted_table("s003-t27")
-
-    Raises ValueError for an unknown table.
-    """
-    measured, _ = read_rows(shipped_rows().with_name("scored.csv"))
-    inside = [row for row in measured if row.table == table]
-    require(bool(inside), "table", table, "no such table; 06_backtest shows them all")
-    unseen = predict_unseen(inside, [row for row in measured if row.table != table])
-    columns: dict[str, Any] = {
-        "row": [r.row_id for r in inside],
-        "topology": [r.case.topology.label for r in inside],
-        "measured s/it": [r.seconds for r in inside],
-        "predicted": [p.sec_pred for p in unseen],
-        "predicted / measured": [p.sec_pred / r.seconds for r, p in zip(inside, unseen, strict=True)],
-        "measured GiB": [r.memory_bytes / 2**30 for r in inside],
-        "predicted GiB": [p.mem_gib_pred for p in unseen],
-        "P(OOM)": [f"{p.oom_probability:.0%}" for p in unseen],
-        "ran?": ["OOM" if r.ran_out else "yes" for r in inside],
-    }
-    return Columns(columns, digits=2)
