@@ -150,7 +150,7 @@ NAMES = ("cluster", "gpu", "layers", "hidden", "heads", "seq", "vocab_size", "dp
 
 
 def ten_rows() -> pd.DataFrame:
-    """Ten runs as a user types them: a Llama-like 7B by Megatron-DeepSpeed in 2024, on a machine slower by a quarter."""
+    """Ten runs as typed by a user: a Llama-like 7B by Megatron-DeepSpeed in 2024, on a machine slower by a quarter."""
     rows = pd.read_csv(shipped_rows().with_name("lucie_jz_a100_2024.csv")).query("gbs % (mbs * dp) == 0 and gpus <= 64")
     rows["sec_per_it"] *= 1.25
     return rows[["row_id", *NAMES, "ffn", "activation", "sec_per_it"]][:10]
