@@ -11,7 +11,7 @@ from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import fit_memory, fit_time
 from trilane.costmodel.iteration import iteration_time
 from trilane.costmodel.measured_rows import MeasuredRow
-from trilane.costmodel.memory import DEFAULT, MemoryConstants, memory_bytes, memory_of, oom_probability, stage_memory
+from trilane.costmodel.memory import DEFAULT, MemoryConstants, memory_bytes, memory_for, oom_probability, stage_memory
 from trilane.costmodel.predict import support_of, unmeasured_half_width
 from trilane.costmodel.shipped import calibration_for, default
 
@@ -134,7 +134,7 @@ def predict_default(rows: Sequence[MeasuredRow], calibration: str = "") -> list[
     for row in rows:
         k = known[row.case.cluster.name, row.stack]
         width = unmeasured_half_width(row.case, k, support_of(row.case, k))
-        found.append(predict_row(row, k, memory_of(row.stack), width))
+        found.append(predict_row(row, k, memory_for(replace(k, stack=row.stack), row.case.engine), width))
     return found
 
 
