@@ -94,7 +94,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("np.greater_equal(x.zero", "np.greater(x.zero"),
         ("(wide, 8, whole)", "(wide, 12, whole)"),
         ("* z - 0.07056", "* z + 0.07056"),
-        ("np.where(main, 12.0,", "np.where(main, 16.0,"),
+        ("min(14.0, c.optimizer)", "14.0"),
     ],
     ("calendar", "forecasting/failures.py", "forecasting/test_failures.py"): [
         ("interval_s**2 / 12 +", "interval_s**2 / 6 +"),

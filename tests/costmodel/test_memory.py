@@ -9,7 +9,7 @@ import pytest
 from trilane.config.cluster import Cluster, cluster
 from trilane.config.model import ModelShape, parse_shape
 from trilane.config.parallelism import Topology
-from trilane.costmodel.calibration import Configuration
+from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.measured_rows import every_row
 from trilane.costmodel.memory import (
@@ -19,6 +19,7 @@ from trilane.costmodel.memory import (
     host_bytes,
     in_flight,
     memory_bytes,
+    memory_for,
     memory_of,
     memory_per_stage,
     oom_probability,
@@ -242,7 +243,8 @@ GPT = parse_shape("24,2048,16,2048,50304")
 
 
 def total(shape: ModelShape = GPT, machine: Cluster = A100, engine: str = "", **topology: object) -> list[StageMemory]:
-    return memory_per_stage(shape, Topology(**{"precision": "bf16", **topology}), machine, engine=engine)
+    known = memory_for(Calibration(), engine) if engine else DEFAULT
+    return memory_per_stage(shape, Topology(**{"precision": "bf16", **topology}), machine, known, engine)
 
 
 def test_logits_are_shared_out_over_the_tensor_parallel_ranks() -> None:

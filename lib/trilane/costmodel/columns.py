@@ -29,9 +29,8 @@ class Columns:
     """Sizes of models and topologies, each a number or an array.
 
     The fields of a topology have their names there, and a word is a number, its place among the choices: `recompute` 0
-    none, 1 selective, 2 full, 3 operators, 4 block. `main_grads` 1 where the engine is Megatron's own, whose fp32
-    gradients are the only ones and stay whole; `biases` 0 none, 1 of queries, keys and values, 2 all; `norm_values` 2 h
-    or h parameters of a norm; `positions` learned rows.
+    none, 1 selective, 2 full, 3 operators, 4 block. `biases` 0 none, 1 of queries, keys and values, 2 all;
+    `norm_values` 2 h or h parameters of a norm; `positions` learned rows.
     """
 
     layers: Number
@@ -72,7 +71,6 @@ class Columns:
     overlap_param_gather: Number
     overlap_tp: Number
     shards: Number  # 0: all replicas
-    main_grads: Number
 
     @property
     def value_bytes(self) -> Number:
@@ -199,7 +197,6 @@ def columns_of(shape: ModelShape, topology: Topology, engine: str = "") -> Colum
         biases=("none", "qkv", "all").index(shape.biases),
         norm_values=shape.norm_parameters,
         positions=shape.seq_length if shape.positions == "learned" else 0,
-        main_grads=int(engine == "megatron" and t.precision != "fp32"),
         **numbers,
     )
 

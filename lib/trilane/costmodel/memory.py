@@ -57,12 +57,14 @@ def memory_of(stack: str) -> MemoryConstants:
 
 def memory_for(calibration: Calibration, engine: str) -> MemoryConstants:
     """Those of the stack that constants of time are named after; else of the documents, or of the rows' programs."""
+    # Megatron's own keeps whole fp32 gradients and no other: 2 + 4 + 12 bytes (megatron-core's distributed optimizer)
+    own: dict[str, dict[str, float]] = {"megatron": {"optimizer": 12, "accumulated": 2}, "hf-zero3": {"unfused": 1}}
     named = calibration.name in shipped_json("stacks")["stacks"]
+    known = memory_of(calibration.name if named else calibration.stack)
     if engine and not named:
-        # twice the documents' spread for engines whose memory nobody measured on a card; deepspeed-3d is their program
-        own = DEFAULT.spread * (1 if engine == "deepspeed-3d" else 2)
-        return dataclasses.replace(DEFAULT, unfused=float(engine == "hf-zero3"), spread=own)
-    return memory_of(calibration.name if named else calibration.stack)
+        # twice the documents' spread where nobody measured memory on a card; deepspeed-3d is their program
+        known = dataclasses.replace(DEFAULT, spread=DEFAULT.spread * (1 if engine == "deepspeed-3d" else 2))
+    return dataclasses.replace(known, **own.get(engine, {}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,19 +144,15 @@ def model_states(columns: Columns, stage: Number, constants: MemoryConstants) ->
 
     Per parameter: 16-bit 2 + 2 + optimizer (2 + 2 + 14 without ZeRO), fp32 4 + 4 + 8. ZeRO stage 1 divides the
     optimizer by dp, 2 the gradients too, 3 the weights too: Rajbhandari et al. 2020, arXiv:1910.02054, section 3.
-    Megatron's own engine keeps whole fp32 gradients and no other: 2 + 4 + 12, the last divided by dp with its
-    distributed optimizer (megatron-core's guide to it: 6 + 12/dp). The constants were fitted to Megatron-DeepSpeed.
     """
     x, c = columns, constants
     parameters, wide = stage_parameters(x, stage), np.equal(x.value_bytes, 4)
     shard = [np.where(np.greater_equal(x.zero, level), x.sharded, 1) for level in (1, 2, 3)]
-    main = np.equal(x.main_grads, 1)
     weights = x.value_bytes * parameters / shard[2]
-    each = np.where(main, 4, x.value_bytes + np.where(wide, 0, c.accumulated * x.fp32_gradients))
-    gradients = each * parameters / shard[1]
+    gradients = (x.value_bytes + np.where(wide, 0, c.accumulated * x.fp32_gradients)) * parameters / shard[1]
     # without ZeRO 14: fp32 master, two moments and two more bytes for an fp32 gradient, 18 with weights and gradients
     # (BigScience chronicles, '104B topology / memory usage')
-    whole = np.where(main, 12.0, np.where(np.equal(x.zero, 0), 14.0, c.optimizer))
+    whole = np.where(np.equal(x.zero, 0), min(14.0, c.optimizer), c.optimizer)
     # torch's Adam makes its denominator, fp32, for the whole flat share at once: 4 bytes. The chronicles' prequel
     # prints 61 and 47 GB with it (first node, others), 51 and 44 with apex's fused kernel.
     return weights, gradients, (np.where(wide, 8, whole) + 4 * x.adam) * parameters / shard[0]
