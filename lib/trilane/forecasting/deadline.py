@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from trilane.analysis.in_time import Dated, InTime
@@ -41,7 +42,12 @@ def sizes_within(days: float, price: float | None = None, **asked: Any) -> InTim
             return []
         shapes = near[0].shapes()
         middle = sorted(shapes, key=lambda s: abs(shapes.index(s) - len(shapes) // 2))[:6]
-        return next(filter(None, (ended(survey(one, [shape])) for shape in middle for one in near)), [])
+        for shape, one in product(middle, near):
+            found = survey(one, [shape])
+            # depths that divide badly cost up to a third: where one takes twice the days, none ends
+            if (now := ended(found)) or (found.rows and found.rows[0].days > 2 * days):
+                return now
+        return []
 
     one = next(one for h in range(64, 4096, 64) if (one := r.layer(h)))
     # the least size of which there is any shape: one layer of the smallest width
