@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ class Calibration(Constants):
         require(is_its, "calibration", self.name, f"is of {self.card}, but {cluster.name} has {cluster.gpu.name}")
         return self
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """Ten hexadecimal digits of the constants, whatever their name."""
         read_back = from_json(to_json(self))  # whole numbers become floats, as in a file

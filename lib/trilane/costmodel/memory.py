@@ -1,7 +1,9 @@
 """Bytes per GPU of every pipeline stage, by part, and how likely it is that they do not fit."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -41,17 +43,23 @@ class MemoryConstants:
     spread: float = 0.04
 
 
+@functools.cache
+def _stacks() -> dict[str, Any]:
+    return shipped_json("stacks")["stacks"]
+
+
 DEFAULT = MemoryConstants()
 FP8 = CHOICES["precision"].index("fp8")
 
 
+@functools.cache  # a search predicts hundreds of plans
 def memory_of(stack: str) -> MemoryConstants:
     """The shipped constants of a software stack's memory; the documents' where it has none of its own.
 
     An unknown one has 16 bytes a parameter (Rajbhandari et al. 2020), 2 more of an fp32 sum, and FSDP's spread.
     """
     unknown = {"memory": {"optimizer": 12.0, "accumulated": 2.0, "checkpoint": 1.0, "spread": 0.15}}
-    held = shipped_json("stacks")["stacks"].get(stack, unknown).get("memory", {})
+    held = _stacks().get(stack, unknown).get("memory", {})
     return from_mapping(MemoryConstants, {k: v for k, v in held.items() if k != "source"}, "memory")
 
 
@@ -59,7 +67,7 @@ def memory_for(calibration: Calibration, engine: str) -> MemoryConstants:
     """Those of the stack that constants of time are named after; else of the documents, or of the rows' programs."""
     # Megatron's own keeps whole fp32 gradients and no other: 2 + 4 + 12 bytes (megatron-core's distributed optimizer)
     own: dict[str, dict[str, float]] = {"megatron": {"optimizer": 12, "accumulated": 2}, "hf-zero3": {"unfused": 1}}
-    named = calibration.name in shipped_json("stacks")["stacks"]
+    named = calibration.name in _stacks()
     known = memory_of(calibration.name if named else calibration.stack)
     if engine and not named:
         # twice the documents' spread where nobody measured memory on a card; deepspeed-3d is their program
