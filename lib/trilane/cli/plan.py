@@ -104,6 +104,8 @@ def best(
     prints. Exit code 1 where nothing ends in time.
     """
     machines = [load_cluster(name.strip()) for name in cluster.split(",")]
+    for machine in machines:
+        constants(machine, calibration)
     prices = [parse_count("price", one) for one in price.split(",") if price]
     asked = {"gpus": gpus, "gbs": gbs, "prices": prices, "calibration": calibration, "engine": engine, **given}
     found = best_within(days, machines, **asked)

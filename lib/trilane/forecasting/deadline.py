@@ -117,9 +117,10 @@ def best_within(
     every dp divides. `prices` of a GPU-hour: one for all clusters, or one for each. `asked` are SizeRequest's other
     fields: tokens (20 a parameter), vocabulary, like, ... Raises ValueError for a cluster without GPUs.
     """
+    names = [cluster.name for cluster in clusters]
     for cluster in clusters:
         require(cluster.gpu.kind == "cuda", "cluster", cluster.name, "has no GPUs; trilane plan size takes it")
-        require(clusters.count(cluster) == 1, "cluster", cluster.name, "is there twice")
+        require(names.count(cluster.name) == 1, "cluster", cluster.name, "is there twice")
     rule = f"give one for all, or one for each of {len(clusters)} clusters"
     require(len(prices) in (0, 1, len(clusters)), "price", ",".join(f"{p:g}" for p in prices), rule)
     count = gpus or min(cluster.max_gpus for cluster in clusters)
