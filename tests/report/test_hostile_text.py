@@ -167,4 +167,5 @@ def test_hostile_text_is_text_in_every_report_in_a_browser(study: Study, browser
         assert set(found["scripts"]) <= {script()[0]}, page_file.name
         assert all(start == "data:image/png;base64," and width > 0 for start, width in found["images"])
         assert all(link.startswith(study.folder.as_uri()) for link in found["links"]), page_file.name
-        assert " ".join(NAME.split()) in " ".join(found["text"].split()), page_file.name
+        text = found["text"].replace("\\\\", "\\")  # 03 shows it in a plan.json
+        assert " ".join(NAME.split()) in " ".join(text.split()), page_file.name

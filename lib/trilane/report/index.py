@@ -1,5 +1,6 @@
 """The pages of a study: its index, and the table of its runs."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jinja2
@@ -9,7 +10,7 @@ from trilane.analysis.tables import rows_of, to_html
 from trilane.report.html import DATA, POLICY, read_field, read_notebook, state, title
 from trilane.utils.files import replace_text
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.tables import Columns, Html, short, show
+from trilane.utils.tables import Html, short
 from trilane.workspace.installation import stamp
 from trilane.workspace.status import known_status, status_problem
 from trilane.workspace.study import Study
@@ -27,8 +28,8 @@ def write_index(study: Study) -> Path:
         parts = [
             *recommended(study),
             Html("<h2>Notebooks</h2>"),
-            _table(("Question", "Status", "Seconds", "Executed copy"), [_notebook_row(path) for path in notebooks]),
-            *[Html("<h2>Runs</h2>"), _table(("Run", "Status", "Evidence", "Files"), runs)] * bool(runs),
+            table(("Question", "Status", "Seconds", "Executed copy"), map(_notebook_row, notebooks)),
+            *[Html("<h2>Runs</h2>"), table(("Run", "Status", "Evidence", "Files"), runs)] * bool(runs),
             Html.of("<h2>Results</h2>\n<p>{}</p>", Html.joined(" · ", links)),
         ]
         return replace_text(study.folder / "index.html", page(f"Study “{study.name}”", *parts))
@@ -55,8 +56,12 @@ def page(heading: str, *parts: Html) -> str:
     return source.render(css=css, body=body, **values)
 
 
-def _table(heads: tuple[str, ...], rows: list[list[object]]) -> Html:
-    return show(Columns.of_rows(heads, rows).to_frame())
+def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Html:
+    """A table of texts and Html."""
+    titles = Html.joined("", (Html.of('<th class="text">{}</th>', head) for head in heads))
+    lines = (Html.joined("", (Html.of('<td class="text">{}</td>', cell) for cell in row)) for row in rows)
+    body = Html.joined("\n", (Html.of("<tr>{}</tr>", line) for line in lines))
+    return Html.of("<table>\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody></table>", titles, body)
 
 
 def _is_result(path: Path) -> bool:
