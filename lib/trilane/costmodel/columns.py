@@ -99,6 +99,8 @@ class Columns:
     @property
     def recomputed(self) -> Number:
         """Share of a stage's layers that are computed again as a whole, that of a stage in the middle."""
+        if not np.any(self.recompute_layers):
+            return np.equal(self.recompute, 2)
         block = np.minimum(self.recompute_layers * self.interleaving / np.maximum(self.stage_layers[1], 1), 1)
         return np.where(np.equal(self.recompute, 4), block, np.equal(self.recompute, 2))
 

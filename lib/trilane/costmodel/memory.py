@@ -115,8 +115,9 @@ def activation_bytes_per_layer(columns: Columns, unfused: Number = 0.0) -> Numbe
     stores = (np.equal(x.recompute, 0) | np.equal(x.recompute, 4)) * x.attention
     scores = stores * 5.0 * x.heads * x.seq * x.tokens / x.tp
     every = sbh * ((10 - 2 * fp8 + norms) / cut + shared / x.tp) + scores
-    some = (1 + 2 * (cut > 1)) / cut + (2 + x.kv_hidden / h + x.ffn / h) / x.tp + x.gated
-    every = np.where(np.equal(x.recompute, 3), 2 * sbh * some, every)
+    if np.any(np.equal(x.recompute, 3)):
+        some = (1 + 2 * (cut > 1)) / cut + (2 + x.kv_hidden / h + x.ffn / h) / x.tp + x.gated
+        every = np.where(np.equal(x.recompute, 3), 2 * sbh * some, every)
     return (every * (1 - x.recomputed) + 2 * sbh / cut * x.recomputed) * x.value_bytes / 2
 
 
