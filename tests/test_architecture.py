@@ -18,7 +18,7 @@ BUDGETS = {
     "config": 1700,  # 1450
     "workspace": 1641,  # 1250
     "logs": 2602,  # 2150
-    "costmodel": 2950,  # 2600
+    "costmodel": 3150,  # 2600
     "interop": 680,  # 600
     "planning": 1420,  # 1250
     "diagnose": 1851,  # 1800
@@ -33,7 +33,7 @@ BUDGETS = {
 ORDER = tuple(BUDGETS)
 MOST_LINES = 29_000  # 25,000
 MOST_FILES = 196  # 170
-MOST_BYTES = 50.2  # a line, on average, not by denser lines: 50
+MOST_BYTES = 50.4  # a line, on average, not by denser lines: 50
 MOST_CONSTANTS = 10.0  # of modules, per 1,000 lines
 LEAST_COMMENTS = 2.1  # lines of reasons per 100 of code: 3
 MOST_TEST_LINES = 19_200  # 15,000

@@ -51,7 +51,7 @@ def test_eight_rows_of_a_table_lower_the_error_on_the_campaigns_others_and_the_i
     for table in TABLES:
         on, others, blank = eight_of_a_table(table)
         fitted = metrics.calibrate_time(on, blank)
-        belief = posterior([r.case for r in on], [r.seconds for r in on], fitted)
+        belief = posterior([r.case for r in on], [r.seconds for r in on], fitted, blank)
         widths = belief.half_widths([r.case for r in others])
         before, after = (
             np.array([abs(math.log(metrics.predict_row(r, c).sec_pred / r.seconds)) for r in others])
@@ -65,12 +65,12 @@ def test_eight_rows_of_a_table_lower_the_error_on_the_campaigns_others_and_the_i
 def test_the_plan_that_may_be_the_fastest_is_measured_first():
     """Of two that are as fast by the prediction the unknown one: what was measured has the narrower interval."""
     measured = seconds(CASES[0], Calibration())
-    belief = posterior([CASES[0]] * 4, [measured] * 4, Calibration())
+    belief = posterior([CASES[0]] * 4, [measured] * 4, Calibration(), Calibration())
     near = dataclasses.replace(CASES[0], topology=dataclasses.replace(CASES[0].topology, mbs=2))
     found = recalibrate.short_runs([CASES[0], near], belief)
     assert ["mbs2" in label for label in found["short run"]] == [True, False] and found["±"].is_monotonic_decreasing
     slow = dataclasses.replace(CASES[0], topology=dataclasses.replace(CASES[0].topology, tp=1, pp=1, dp=8, mbs=256))
-    clear = recalibrate.short_runs([slow, CASES[0]], posterior([], [], Calibration()))
+    clear = recalibrate.short_runs([slow, CASES[0]], posterior([], [], Calibration(), Calibration()))
     assert "tp8-pp12" in clear["short run"][0]
     assert recalibrate.next_runs(Study("s"), recalibrate.recalibrate([])) == NOTHING
 

@@ -58,7 +58,7 @@ def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
         (",250880,", ",,", "vocab_size='': is missing"),
         (",64,", ",4,", "tp=8: must divide num_attention_heads=4"),
         ("A100-80GB", "A100-40GB", "gpu=A100-40GB: jz-a100-80g has A100-80GB"),
-        ("jz-a100-80g", "moon", "cluster=moon: known: a100-800gbps"),
+        ("jz-a100-80g", "moon", "cluster=moon: known: a100-40g-8"),
         (",2048,1,", ",2047,1,", "gbs=2047: must be a multiple of mbs x dp = 4 x 8"),
         (",1,fp16", ",3,fp16", "zero=3: ZeRO 2 and 3 cannot run with a pipeline"),
         (",fp16", ",fp8", "precision=fp8: A100-80GB has no fp8 matrix units"),
@@ -81,6 +81,7 @@ def test_a_column_has_the_name_of_a_field_and_what_is_open_is_as_in_plan_show(tm
     shape = replace(parse_shape("32,4096,32,2048,32000"), activation="swiglu", num_key_value_heads=8)
     shape = replace(shape, tied_embeddings=False, ffn_hidden_size=11008)
     topology = default_topology(shape, row.case.cluster, tp=1, pp=1, dp=8, mbs=3, gbs=192)
+    topology = replace(topology, overlap_grad_reduce=True)  # as the stack does where the row does not say
     assert not skipped and (row.case.shape, row.case.topology, row.stack) == (shape, topology, "fsdp")
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import re
 
+import numpy as np
 import pytest
 
 from trilane.config.cluster import cluster
@@ -13,7 +14,7 @@ from trilane.config.parallelism import Topology
 from trilane.costmodel import calibration, shipped
 from trilane.costmodel.calibration import Calibration, Configuration, Regime
 from trilane.costmodel.constants import BOUNDS
-from trilane.costmodel.fit import fit_time
+from trilane.costmodel.fit import fit_time, refit
 from trilane.costmodel.iteration import iteration_time
 
 A100 = cluster("jz-a100-80g")
@@ -43,6 +44,16 @@ def test_calibration_recovers_what_made_the_rows():
     fitted = fit_time(CASES, measured, Calibration())
     assert max(errors(fitted, measured)) < 0.02 < max(errors(Calibration(), measured))
     assert fitted.rows == len(CASES) and fitted.half_width < 0.2
+
+
+def test_rows_that_do_not_predict_each_other_leave_the_prior_and_few_that_do_pull_a_little():
+    """Seconds at random around the prediction say nothing; all 20 % above it say that the machine is slower."""
+    known = [seconds(c, Calibration()) for c in CASES]
+    noise = np.random.default_rng(1).lognormal(0, 0.15, len(CASES))
+    lost = refit(CASES, [s * n / np.median(noise) for s, n in zip(known, noise, strict=True)], Calibration())
+    assert lost.weight == 0 and all(getattr(lost.calibration, n) == getattr(Calibration(), n) for n in BOUNDS)
+    slow = refit(CASES, [1.2 * s for s in known], Calibration())
+    assert slow.weight > 0 and np.abs(slow.after).max() < 0.1 < np.abs(slow.before).max()
 
 
 def test_one_wild_row_does_not_drag_the_others_along():
@@ -125,7 +136,7 @@ def test_a_software_stack_has_constants_of_its_own_on_a_cluster(tmp_path):
     assert of_rows == shipped.default(A100)
     later, core = (shipped.calibration_for(A100, stack) for stack in ("megatron-deepspeed-2024", "megatron-core"))
     assert (later.rows, core.rows) == (46, 0) and later != of_rows
-    assert core.overlap > of_rows.overlap and core.half_width > of_rows.half_width
+    assert core.reduce_scatter > of_rows.reduce_scatter and core.half_width > of_rows.half_width
     file = tmp_path / "own.json"
     file.write_text(json.dumps(calibration.to_json(core)))
     assert shipped.calibration_for(A100, str(file)) == core

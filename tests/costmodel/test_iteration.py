@@ -26,6 +26,7 @@ from trilane.costmodel.memory import memory_bytes
 A100 = cluster("jz-a100-80g")  # nodes of 8
 SLOW_NETWORK = replace(A100, network_bytes_per_s=A100.network_bytes_per_s / 10)
 K = shipped.default(A100)
+NOW = replace(A100, latency_s=0.0)  # bytes alone take time
 SHAPE = parse_shape("24,2048,16,2048,50304")
 BF16 = {"precision": "bf16"}
 
@@ -54,7 +55,7 @@ def test_a_pipeline_that_fills_the_node_sends_over_its_bus(tp: int, pp: int, lea
 
 def test_a_ring_of_d_moves_two_d_minus_one_dths_of_the_bytes() -> None:
     """Patarasuk and Yuan 2009 (JPDC 69): 2 (d - 1) / d; one replica reduces nothing, two half as much as very many."""
-    found = [float(data_parallel_seconds(1e9, columns_of(SHAPE, Topology(dp=d, gbs=8)), A100, K)) for d in (1, 2, 4, 8)]
+    found = [float(data_parallel_seconds(1e9, columns_of(SHAPE, Topology(dp=d, gbs=8)), NOW, K)) for d in (1, 2, 4, 8)]
     assert found[0] == 0
     assert np.array(found[1:]) / found[3] == pytest.approx([4 / 7, 6 / 7, 1])
 
@@ -65,8 +66,9 @@ def test_a_ring_of_d_moves_two_d_minus_one_dths_of_the_bytes() -> None:
         ({"zero": 0}, 4),  # reduce-scatter and all-gather of 16-bit gradients
         ({"zero": 1}, 6),  # and the weights are gathered
         ({"zero": 1, "fp32_gradients": True}, 10),
-        ({"zero": 3}, 3 * 3 / 2 * 2),  # three times 2 bytes for each of three microbatches, half of it hidden
-        ({"zero": 3, "recompute": "full"}, 3 * 4 / 2 * 2),
+        ({"zero": 2}, 3 * 4 + 2),  # the gradients of each of three microbatches
+        ({"zero": 3}, 3 * 3 * 2),  # and the weights, forward and backward; scattered gradients
+        ({"zero": 3, "recompute": "full"}, 3 * 4 * 2),
     ],
     ids=str,
 )
@@ -74,24 +76,65 @@ def test_zero_moves_the_bytes_of_its_paper(topology: dict, volume: float) -> Non
     """Rajbhandari et al. 2020, arXiv:1910.02054, section 7: bytes a parameter; full recomputation gathers again."""
     x = columns_of(SHAPE, Topology(**BF16, dp=8, gbs=24, **topology))
     rate = A100.node_bytes_per_s * K.node
-    assert float(data_parallel_seconds(1e9, x, A100, K)) == pytest.approx(7 / 8 * 1e9 * volume / rate)
+    assert float(data_parallel_seconds(1e9, x, NOW, K)) == pytest.approx(7 / 8 * 1e9 * volume / rate)
 
 
 @pytest.mark.parametrize(("nodes", "share"), [(2, 1 / 2), (4, 3 / 4), (16, 15 / 16)])
-def test_between_nodes_goes_only_what_a_node_lacks(nodes: int, share: float) -> None:
+def test_trees_reduce_what_a_node_lacks_rings_gather_everything_and_both_slow_down_with_the_nodes(nodes, share) -> None:
     """Lucie-7B on Jean Zay, ZeRO-1 without tensor parallelism: 4.1 s on 2 nodes, 6.2 to 6.4 s on 4, 8 and 16."""
-    x = columns_of(SHAPE, Topology(**BF16, dp=8 * nodes, gbs=8 * nodes))
-    rate = K.network * A100.ring_bytes_per_s
-    assert float(data_parallel_seconds(1e9, x, A100, K)) == pytest.approx(share * 1e9 * 4 / rate)
+    rate = K.network * A100.ring_bytes_per_s / (1 + K.distance * np.log2(nodes))
+    for zero, volume in ((0, share * 4), (1, share * 4 + (1 - 1 / 8 / nodes) * 2)):
+        x = columns_of(SHAPE, Topology(**BF16, dp=8 * nodes, gbs=8 * nodes, zero=zero))
+        assert float(data_parallel_seconds(1e9, x, NOW, K)) == pytest.approx(volume * 1e9 / rate)
 
 
-def test_a_stack_that_scatters_gradients_and_hides_traffic_pays_less() -> None:
-    x = columns_of(SHAPE, Topology(**BF16, dp=8, gbs=8, zero=1))
-    plain, scattered = (float(data_parallel_seconds(1e9, x, A100, replace(K, reduce_scatter=r))) for r in (0.0, 1.0))
+def test_a_rings_latency_grows_with_its_ranks_and_a_trees_with_its_depth() -> None:
+    """25 calls, one a layer and one for the embedding: of 16 to 256 ranks each."""
+    reduce, gather = [], []
+    for nodes in (2, 32):
+        of = [columns_of(SHAPE, Topology(**BF16, dp=8 * nodes, gbs=8 * nodes, zero=zero)) for zero in (0, 1)]
+        none, one = (float(data_parallel_seconds(0.0, x, A100, K)) for x in of)
+        reduce, gather = [*reduce, none], [*gather, one - none]
+    assert gather[1] / gather[0] > 15 and reduce[1] / reduce[0] < 2
+
+
+def test_hybrid_sharding_gathers_inside_a_node_and_reduces_an_eighth_between_nodes() -> None:
+    plan = {**BF16, "dp": 128, "gbs": 128, "zero": 3}
+    whole, hybrid = (columns_of(SHAPE, Topology(**plan, shards=n)) for n in (0, 8))
+    slow, fast = (float(data_parallel_seconds(1e9, x, SLOW_NETWORK, K)) for x in (whole, hybrid))
+    assert fast < 0.7 * slow
+
+
+@pytest.mark.parametrize("topology", [{}, {"recompute": "full"}, {"overlap_grad_reduce": True}, {"mbs": 2}], ids=str)
+def test_sharding_more_is_never_faster_and_a_microbatch_twice_as_large_takes_at_most_twice_as_long(topology) -> None:
+    """In one place: the time of an iteration of as many microbatches, far from a full card."""
+    of = [seconds(**{**topology, "dp": 64, "gbs": 512, "zero": zero}).total for zero in (1, 2, 3)]
+    assert of == sorted(of)
+    for mbs in (1, 2, 4, 8):
+        once, twice = (seconds(dp=64, mbs=m, gbs=m * 64 * 4, zero=1).total for m in (mbs, 2 * mbs))
+        assert twice <= 2 * once
+
+
+def test_messages_hide_only_where_the_plan_overlaps_them() -> None:
+    plan = {"tp": 4, "dp": 8, "gbs": 64, "zero": 1, "sequence_parallel": True}
+    plain, tensor = seconds(**plan), seconds(**plan, overlap_tp=True)
+    assert tensor.tensor_parallel < 0.5 * plain.tensor_parallel and tensor.data_parallel == plain.data_parallel
+    grads = seconds(**plan, overlap_grad_reduce=True)
+    both = seconds(**plan, overlap_grad_reduce=True, overlap_param_gather=True)
+    assert both.data_parallel < grads.data_parallel < plain.data_parallel
+    assert grads.tensor_parallel == plain.tensor_parallel
+
+
+def test_a_stack_that_scatters_gradients_and_overlaps_pays_less() -> None:
+    plan = {**BF16, "dp": 8, "gbs": 8, "zero": 1}
+    x = columns_of(SHAPE, Topology(**plan))
+    plain, scattered = (float(data_parallel_seconds(1e9, x, NOW, replace(K, reduce_scatter=r))) for r in (0.0, 1.0))
     assert scattered == pytest.approx(plain * 4 / 6)
+    hides = columns_of(SHAPE, Topology(**plan, overlap_grad_reduce=True, overlap_param_gather=True))
     hidden = replace(K, exposed=0.25)
-    assert float(data_parallel_seconds(1e9, x, A100, hidden, 1e3)) == pytest.approx(plain / 4)
-    assert float(data_parallel_seconds(1e9, x, A100, hidden, 0.0)) == pytest.approx(plain), "nothing to hide under"
+    assert float(data_parallel_seconds(1e9, hides, NOW, hidden, 1e3)) == pytest.approx(plain / 4)
+    assert float(data_parallel_seconds(1e9, hides, NOW, hidden, 0.0)) == pytest.approx(plain), "nothing to hide under"
+    assert float(data_parallel_seconds(1e9, x, NOW, hidden, 1e3)) == pytest.approx(plain), "nothing overlaps"
 
 
 def test_whole_activations_cost_as_often_as_there_are_tensor_parallel_ranks() -> None:
@@ -104,7 +147,7 @@ def test_whole_activations_cost_as_often_as_there_are_tensor_parallel_ranks() ->
 def test_each_slot_of_the_pipelines_schedule_hands_on_once() -> None:
     """1F1B has m + p - 1 slots (Narayanan et al. 2021, section 2.2): so often a slower handoff is paid."""
     base, slow = (seconds(constants=replace(K, handoff_s=h), pp=4, gbs=16).total for h in (1e-3, 3e-3))
-    assert slow - base == pytest.approx((16 + 4 - 1) * 2e-3, rel=1e-6)
+    assert slow - base == pytest.approx((16 + 4 - 1) * 2e-3 * K.pace, rel=1e-6)
 
 
 @pytest.mark.parametrize("topology", [{}, {"pp": 2}, {"pp": 4}, {"pp": 4, "last_stage_layers": 9}, {"pp": 8, "tp": 2}])

@@ -32,11 +32,11 @@ def test_one_formula_serves_a_number_and_an_array():
 
 
 def test_an_interleaved_pipeline_has_a_bubble_v_times_smaller():
-    """Narayanan et al. 2021, arXiv:2104.04473, section 2.2; what is sent between stages grows v times."""
+    """Narayanan et al. 2021, arXiv:2104.04473, section 2.2; v times as much is sent, while chunks compute."""
     plain = seconds(tp=8, pp=6, dp=8, gbs=2304, precision="bf16")
     chunks = seconds(tp=8, pp=6, dp=8, gbs=2304, precision="bf16", interleaving=2)
     assert chunks.bubble < 0.6 * plain.bubble
-    assert chunks.pipeline_p2p == pytest.approx(2 * plain.pipeline_p2p)
+    assert chunks.pipeline_p2p == pytest.approx(2 * (1 - K.overlap) * plain.pipeline_p2p)
 
 
 def test_a_tensor_parallel_group_across_nodes_goes_at_the_networks_pace():

@@ -87,6 +87,7 @@ class Calibration(Constants):
     """The constants of constants.py, fitted; `half_width` is the 90 % interval's, of ln(seconds); `rows` fitted to.
 
     `stack` is the software whose shipped rows they are; "" for rows of one's own, whose sizes are in `own`, or none.
+    `deviations` are those of the constants' logarithms, in the order of BOUNDS; () for those of the priors.
     `name` is where they were taken from: a cluster, a software stack, a study or a file; `card` and `cluster` are those
     of one's own rows.
     Raises ValueError for a constant outside its physical bound.
@@ -99,6 +100,7 @@ class Calibration(Constants):
     own: tuple[RunSizes, ...] = ()
     card: str = ""
     cluster: str = ""
+    deviations: tuple[float, ...] = ()
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +113,9 @@ class Calibration(Constants):
         require_integer("calibration.rows", self.rows, 0)
         for name in ("stack", "card", "cluster", "name"):
             require_line(f"calibration.{name}", getattr(self, name))
+        rule = f"must be {len(BOUNDS)} positive numbers, or none"
+        is_whole = len(self.deviations) in (0, len(BOUNDS)) and all(0 < d < 10 for d in self.deviations)
+        require(is_whole, "calibration.deviations", len(self.deviations), rule)
         for name in GIVEN:
             require(0 <= getattr(self, name) <= 1, f"calibration.{name}", getattr(self, name), "must lie in 0 to 1")
 
@@ -156,7 +161,7 @@ class Calibration(Constants):
 
 def to_json(calibration: Calibration) -> dict[str, Any]:
     """The constants as a JSON object, without their name; what says where they come from only where it is known."""
-    values, open_ = to_mapping(calibration), ("regimes", "stack", "own", "card", "cluster")
+    values, open_ = to_mapping(calibration), ("regimes", "stack", "own", "card", "cluster", "deviations")
     return {k: v for k, v in values.items() if k != "name" and (v or k not in open_)}
 
 

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from trilane.costmodel.calibration import Calibration
-from trilane.costmodel.measured_rows import MeasuredRow, every_row
+from trilane.costmodel.fit import fit_time
+from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
 from trilane.costmodel.memory import DEFAULT
-from trilane.costmodel.metrics import RowPrediction, calibrate_memory, calibrate_time, group_name, predict_row, usable
+from trilane.costmodel.metrics import RowPrediction, calibrate_memory, calibrate_time, group_name, predict_row
 from trilane.costmodel.shipped import Fit, combined, prior_of
 from trilane.costmodel.uncertainty import posterior
 from trilane.utils.progress import progress
@@ -52,7 +53,8 @@ def predict_unseen(test: Sequence[MeasuredRow], rest: Sequence[MeasuredRow]) -> 
     gone = {r.row_id for r in test} | {r.duplicate_of for r in test}
     kept = [r for r in rest if r.row_id not in gone]
     prior = prior_of(first.case.cluster.name, first.stack)
-    calibration = calibrate_time([r for r in kept if group_name(r) == group_name(first)], prior)
+    own = usable([r for r in kept if group_name(r) == group_name(first)])
+    calibration = fit_time([r.case for r in own], [r.seconds for r in own], prior) if own else prior
     memory = calibrate_memory([r for r in kept if r.stack == first.stack])
     return [predict_row(row, calibration, memory) for row in test]
 
@@ -67,17 +69,16 @@ def predict_foreign(rows: Sequence[MeasuredRow], known: int) -> list[RowPredicti
     for row in distinct.values():
         groups.setdefault((row.file, row.case.cluster.name.replace("16g", "32g"), row.stack), []).append(row)
     wanted, found = {r.row_id for r in rows}, dict[str, RowPrediction]()
-    fits = {key: calibrate_time(members, prior_of(*key[1:])) for key, members in groups.items()}
+    fits = {}
+    for key, members in groups.items():
+        timed, prior = usable(members), prior_of(*key[1:])
+        fitted = fit_time([r.case for r in timed], [r.seconds for r in timed], prior)
+        fits[key] = Fit.of(timed, fitted)
     for key, members in progress(list(groups.items()), "fits of other files", "group"):
         if not wanted & {r.row_id for r in members}:
             continue
         first = members[0]
-        others = [
-            Fit(cluster=groups[k][0].case.cluster, stack=k[2], calibration=fit)
-            for k, fit in fits.items()
-            if k[0] != key[0]
-        ]
-        prior = combined(first.case.cluster, first.stack, others)
+        prior = combined(first.case.cluster, first.stack, [fit for k, fit in fits.items() if k[0] != key[0]])
         rng = np.random.default_rng(0)
         order = rng.permutation(len(members))
         for fold in np.array_split(order, max(len(members) // 10, 2) if known else 1):
@@ -91,6 +92,6 @@ def predict_foreign(rows: Sequence[MeasuredRow], known: int) -> list[RowPredicti
 def _predict_after(test: Sequence[MeasuredRow], on: Sequence[MeasuredRow], prior: Calibration) -> list[RowPrediction]:
     """Predict rows by the prior refitted to the rows `on`, none or some, with the posterior's intervals."""
     calibration = calibrate_time(on, prior)
-    fitted = posterior([r.case for r in on], [r.seconds for r in on], calibration)
+    fitted = posterior([r.case for r in on], [r.seconds for r in on], calibration, prior)
     widths = fitted.half_widths([row.case for row in test]).tolist()
     return [predict_row(row, calibration, DEFAULT, width) for row, width in zip(test, widths, strict=True)]

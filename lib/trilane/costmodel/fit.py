@@ -61,12 +61,13 @@ def robust_minimum(
 def deviations(cases: Sequence[Configuration], prior: Constants) -> np.ndarray:
     """Prior deviations of the constants' logarithms for fits to these cases, in the order of BOUNDS.
 
-    A machine with other work on its cores is known less well. Where no traffic hides, `exposed` is 1 and no unknown.
+    A machine with other work on its cores is known less well.
     """
-    deviation = np.array([bound.deviation for bound in BOUNDS.values()])
+    known = getattr(prior, "deviations", ())
+    deviation = np.array(known or [bound.deviation for bound in BOUNDS.values()])
     if any(c.cluster.gpu.kind == "cpu" for c in cases):
         deviation = np.maximum(deviation, 0.5)  # other work may take half of the machine
-    return np.where((np.array(list(BOUNDS)) == "exposed") & (prior.exposed == 1), 1e-3, deviation)
+    return deviation
 
 
 def time_errors(
@@ -109,6 +110,40 @@ def left_out(errors: np.ndarray, effects: np.ndarray, noise: float) -> np.ndarra
     return errors / np.maximum(1 - leverage, 0.1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Refit:
+    """A calibration after rows, and what it is worth.
+
+    before   ln(predicted / measured) of each row by the prior, (N,); after: by a fit without that row
+    weight   how wide the prior was taken, in its own deviations; 0: the rows do not help, and the prior is kept
+    """
+
+    calibration: Calibration
+    before: np.ndarray
+    after: np.ndarray
+    weight: float
+
+
+def refit(cases: Sequence[Configuration], measured: Sequence[float], prior: Calibration) -> Refit:
+    """The prior refitted to rows, so far as they help: the weight with the least error of rows that were left out.
+
+    Few rows, or rows that contradict each other, pull less; where no weight makes rows that were left out 1 % better
+    than the prior does, the prior is kept as it is. Each row is left out alone, of more than ten every tenth together.
+    Raises ValueError without rows, or for a time that is not positive.
+    """
+    problem, tried = _Problem(cases, measured, prior), list[Refit]()
+    for weight in (0.25, 0.5, 1.0):
+        after = problem.unseen(weight)
+        found = problem.calibration(problem.solve(weight), weight, after)
+        tried.append(Refit(calibration=found, before=problem.before, after=after, weight=weight))
+    chosen = min(tried, key=lambda found: _loss(found.after))
+    if _loss(chosen.after) > 0.99 * _loss(problem.before):
+        width = max(prior.half_width, float(np.quantile(np.abs(problem.before), 0.9)))
+        kept = replace(prior, half_width=min(width, WIDEST))
+        return Refit(calibration=kept, before=problem.before, after=problem.before, weight=0.0)
+    return chosen
+
+
 def fit_time(cases: Sequence[Configuration], measured: Sequence[float], prior: Calibration) -> Calibration:
     """The calibration fitted to `measured` seconds: its constants, and the factors of regimes that a case was in.
 
@@ -117,31 +152,67 @@ def fit_time(cases: Sequence[Configuration], measured: Sequence[float], prior: C
     the scatter of that quantile; at most WIDEST.
     Raises ValueError without rows, or for a time that is not positive.
     """
-    require(len(cases) == len(measured) and len(cases) > 0, "rows", len(cases), "needs one measured time for each row")
-    for seconds in measured:
-        require_positive("measured", seconds)
-    regimes = [r for r in prior.regimes if any(r.applies(c.day, c.topology.gpus) for c in cases)]
-    errors = time_errors(cases, np.asarray(measured, float), regimes, prior)
-    limits = [*BOUNDS.values(), *[FACTOR] * len(regimes)]
-    bounds = (np.log([b.low for b in limits]), np.log([b.high for b in limits]))
-    start = np.log([*(getattr(prior, n) for n in BOUNDS), *(r.factor for r in regimes)])
-    noise = max(NOISE[c.cluster.gpu.kind] for c in cases)
-    deviation = np.append(deviations(cases, prior), [FACTOR.deviation] * len(regimes))
-    # A prior that was itself fitted to rows is narrower: ten rows halve the variance of its constants. Otherwise 8 more
-    # rows of one table raised the error of the shipped A100 constants on other rows from 1.1 to 6 %.
-    deviation = deviation / (1 + prior.rows / 10) ** 0.5
-    best = robust_minimum(errors, start, deviation, bounds, noise)
-    found = dict(zip([*BOUNDS, *(r.name for r in regimes)], np.exp(best).tolist(), strict=True))
-    # 0.033 of ln(seconds): what the model misses of A100 rows left out by table (docs/planner.md)
-    unseen = left_out(errors(best), slopes(errors, best) * deviation, max(noise, 0.033))
-    width = float(np.quantile(np.append(np.abs(unseen), prior.half_width), 0.9)) * (1 + len(cases) ** -0.5 / 2)
-    return replace(
-        prior,
-        **{name: found[name] for name in BOUNDS},
-        regimes=tuple(replace(r, factor=found.get(r.name, r.factor)) for r in prior.regimes),
-        half_width=min(max(width, 0.005), WIDEST),
-        rows=len(cases),
-    )
+    problem = _Problem(cases, measured, prior)
+    return problem.calibration(problem.solve())
+
+
+def _loss(errors: np.ndarray) -> float:
+    """Mean error, that of a run's noise at least; one far out counts by its size, not by its square."""
+    return float(np.mean(np.sqrt(NOISE["cuda"] ** 2 + errors**2)))
+
+
+class _Problem:
+    """A fit to rows: what is unknown are the logarithms of the constants, then of the factors of regimes, (C,)."""
+
+    def __init__(self, cases: Sequence[Configuration], measured: Sequence[float], prior: Calibration) -> None:
+        rule = "needs one measured time for each row"
+        require(len(cases) == len(measured) and len(cases) > 0, "rows", len(cases), rule)
+        for seconds in measured:
+            require_positive("measured", seconds)
+        self.prior, self.rows = prior, len(cases)
+        self.regimes = [r for r in prior.regimes if any(r.applies(c.day, c.topology.gpus) for c in cases)]
+        self.errors = time_errors(cases, np.asarray(measured, float), self.regimes, prior)
+        limits = [*BOUNDS.values(), *[FACTOR] * len(self.regimes)]
+        self.bounds = (np.log([b.low for b in limits]), np.log([b.high for b in limits]))
+        self.start = np.log([*(getattr(prior, n) for n in BOUNDS), *(r.factor for r in self.regimes)])
+        self.noise = max(NOISE[c.cluster.gpu.kind] for c in cases)
+        self.deviation = np.append(deviations(cases, prior), [FACTOR.deviation] * len(self.regimes))
+        self.before = self.errors(self.start)
+
+    def solve(self, weight: float = 1.0, keep: Any = slice(None)) -> np.ndarray:
+        """The logarithms fitted to the rows that are kept, with priors `weight` times as wide."""
+
+        def errors(logs: np.ndarray) -> np.ndarray:
+            return self.errors(logs)[..., keep]
+
+        return robust_minimum(errors, self.start, weight * self.deviation, self.bounds, self.noise)
+
+    def unseen(self, weight: float) -> np.ndarray:
+        """The errors of the rows by fits without them, (N,)."""
+        fold, found = np.arange(self.rows) % 10, np.empty(self.rows)
+        for left in np.unique(fold):
+            alone = self.start if self.rows == 1 else self.solve(weight, fold != left)
+            found[fold == left] = self.errors(alone)[fold == left]
+        return found
+
+    def calibration(self, best: np.ndarray, weight: float = 1.0, unseen: np.ndarray | None = None) -> Calibration:
+        """The prior with the logarithms found, and how well they are known."""
+        found = dict(zip([*BOUNDS, *(r.name for r in self.regimes)], np.exp(best).tolist(), strict=True))
+        # 0.033 of ln(seconds): what the model misses of A100 rows left out by table (docs/planner.md)
+        misfit, effects = max(self.noise, 0.033), slopes(self.errors, best) * self.deviation * weight
+        errors = left_out(self.errors(best), effects, misfit) if unseen is None else unseen
+        width = float(np.quantile(np.append(np.abs(errors), self.prior.half_width), 0.9))
+        # of the constants given the rows (Laplace's approximation)
+        known = np.diag(np.linalg.inv(np.eye(len(best)) + effects.T @ effects / misfit**2))
+        left = self.deviation * weight * np.sqrt(known)
+        return replace(
+            self.prior,
+            **{name: found[name] for name in BOUNDS},
+            regimes=tuple(replace(r, factor=found.get(r.name, r.factor)) for r in self.prior.regimes),
+            half_width=min(max(width * (1 + self.rows**-0.5 / 2), 0.005), WIDEST),
+            rows=self.rows,
+            deviations=tuple(left[: len(BOUNDS)].tolist()),
+        )
 
 
 def fit_memory(
@@ -169,20 +240,3 @@ def fit_memory(
     best = robust_minimum(each, start, deviation, (start - 3, start + 3), 0.03)
     spread = 1.4826 * float(np.median(np.abs(errors(best)))) * (1 + len(cases) ** -0.5)
     return replace(constants(best), spread=max(spread, 0.02))
-
-
-@dataclass(frozen=True)
-class Refit:
-    """A calibration after rows; ln(predicted / measured) (N,) by the prior and after, and how much the rows weigh."""
-
-    calibration: Calibration
-    before: np.ndarray
-    after: np.ndarray
-    weight: float
-
-
-def refit(cases: Sequence[Configuration], measured: Sequence[float], prior: Calibration) -> Refit:
-    """The prior refitted to rows, which are not left out yet."""
-    found, errors = fit_time(cases, measured, prior), time_errors(cases, np.asarray(measured, float), (), prior)
-    before, after = (errors(np.log([getattr(k, n) for n in BOUNDS])) for k in (prior, found))
-    return Refit(found, before, after, 1.0)

@@ -1,6 +1,7 @@
 """Seconds per iteration and its parts, for one plan or for arrays of them."""
 
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,46 +39,76 @@ class IterationTime(Parts):
         return self.tensor_parallel + self.pipeline_p2p + self.data_parallel
 
 
-def data_parallel_seconds_per_byte(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
-    """Seconds per byte of every rank to gather (or scatter) it: on the node bus or the network, whichever is slower.
+class Ring(NamedTuple):
+    """A group of ranks that reduce or gather together: seconds per byte of every rank, and seconds of each call.
 
-        max((d-1)/d / bus, (n-1)/n / network)        d ranks on n nodes
-
-    Ranks run tp fastest, then cp, dp, pp. NCCL sends between nodes only what a node lacks. A group whose members are tp
-    apart leaves the node when tp d passes the node's GPUs; min(tp, GPUs of a node) such groups share its network, and
-    none draws more than a link of its own where the cluster has a rate for one (`ring_bytes_per_s`).
+    NCCL reduces along trees, where n nodes send 2 (n-1)/n of the bytes, and gathers along rings, whose d ranks hand
+    (d-1)/d on over every link. A ring's latency grows by each of its hops, a tree's by its depth: NCCL's tuning model
+    (src/graph/tuning.cc, where a hop over NVLink takes about 0.7 of one between nodes).
     """
-    x, node = columns, cluster.gpus_per_node
-    share = cluster.network_bytes_per_s / np.minimum(x.tp, node)
-    link = cluster.ring_bytes_per_s or share
-    outside = np.minimum(share, link) * constants.network
-    inside = cluster.node_bytes_per_s * constants.node
-    outside = np.minimum(outside, inside)
-    nodes = np.ceil(x.replicas * np.minimum(x.tp, node) / node)
-    bus = np.minimum(x.replicas, np.maximum(node // x.tp, 1))
-    between = (nodes - 1) / nodes / outside  # 0 on one node
-    return np.maximum(between, (bus - 1) / bus / inside) * slowdown(x, cluster)
+
+    reduce: Number
+    gather: Number
+    reduce_s: Number
+    gather_s: Number
+
+
+def ring(ranks: Number, stride: Number, columns: Columns, cluster: Cluster, constants: Constants) -> Ring:
+    """The group of `ranks` ranks that stand `stride` apart (ranks run tp fastest, then cp, dp, pp).
+
+    It leaves the node when stride x ranks passes the node's GPUs; min(stride, GPUs of a node) such groups share its
+    network, and none draws more than a link of its own where the cluster has a rate for one (`ring_bytes_per_s`). With
+    every doubling of nodes paths meet more often: `distance` is lost.
+    """
+    c, node = constants, cluster.gpus_per_node
+    near = np.minimum(stride, node)
+    nodes = np.ceil(ranks * near / node)
+    bus = np.minimum(ranks, np.maximum(node // near, 1))  # ranks of the group in one node
+    share = cluster.network_bytes_per_s / near
+    inside = cluster.node_bytes_per_s * c.node
+    outside = np.minimum(np.minimum(share, cluster.ring_bytes_per_s or share) * c.network, inside)
+    outside = outside / (1 + c.distance * np.log2(nodes))
+    hop, slow = cluster.latency_s, slowdown(columns, cluster)
+    within = (bus - 1) / bus / inside
+    leaves = nodes > 1
+    return Ring(
+        reduce=2 * np.maximum((nodes - 1) / nodes / outside, within) * slow,
+        gather=np.maximum(leaves * (ranks - 1) / ranks / outside, within) * slow,
+        reduce_s=2 * hop * (np.log2(nodes) + 0.7 * (bus - 1)),
+        gather_s=hop * (leaves * (nodes - 1) + 0.7 * (ranks - nodes)),
+    )
 
 
 def data_parallel_seconds(
     parameters: Number, columns: Columns, cluster: Cluster, constants: Constants, compute: Number = 0.0
 ) -> Number:
-    """Reducing gradients and, with ZeRO, gathering weights: 2 (d-1)/d and (d-1)/d of their bytes, per iteration.
+    """Reducing gradients and, with ZeRO, gathering weights, in an iteration; a call for each layer of a stage.
 
-    ZeRO-3 gathers the weights in every forward and backward of every microbatch and scatters gradients: Rajbhandari et
-    al. 2020, arXiv:1910.02054, section 7. Half of that hides under computation (prefetch). With `reduce_scatter` ZeRO
-    reduces each gradient only where it is needed: half of the first traffic. All but the share `exposed` hides under
-    `compute`, the seconds of a microbatch; ZeRO-3's under that of every microbatch.
+    ZeRO-2 reduces the gradients of every microbatch, and ZeRO-3 gathers the weights in each of its forward and backward
+    passes, too: Rajbhandari et al. 2020, arXiv:1910.02054, section 7. Neither takes less than ZeRO-1. Gradients are
+    scattered, half of the traffic of an all-reduce, by ZeRO-3 and where `reduce_scatter` says so. Hybrid sharding
+    scatters and gathers among its `shards` ranks, and reduces a shard between its groups (Zhao et al. 2023,
+    arXiv:2304.11277, section 3.2.2). What overlaps (ZeRO-3 always does) hides under `compute`, the seconds of a
+    microbatch, and ZeRO-3's under that of every microbatch, all but the share `exposed`.
     """
     x, c = columns, constants
+    zero3, sharded = np.equal(x.zero, 3), np.greater(x.zero, 0)
+    near = ring(x.sharded, x.tp, x, cluster, c)
+    groups = x.replicas / x.sharded
+    far = ring(groups, x.tp * x.sharded, x, cluster, c)
     width = np.maximum(x.value_bytes, 4 * x.fp32_gradients)
-    share = parameters * data_parallel_seconds_per_byte(x, cluster, constants)
-    once = share * ((2 - c.reduce_scatter * np.greater(x.zero, 0)) * width + np.greater(x.zero, 0) * x.value_bytes)
-    gathers = 2 + x.recomputed
-    each_microbatch = x.microbatches * share * x.value_bytes * (gathers + 1) * 0.5
-    every = np.where(np.equal(x.zero, 3), each_microbatch, once)
-    covered = np.where(np.equal(x.zero, 3), x.microbatches * compute, compute)
-    return every - np.minimum((1 - c.exposed) * every, covered)
+    calls = x.stage_layers[1] + 1
+    gather = sharded * (parameters * x.value_bytes * near.gather + calls * near.gather_s)
+    scattered = sharded * np.maximum(c.reduce_scatter, zero3)
+    scatter = parameters * width * near.gather + calls * near.gather_s
+    reduce = scattered * scatter + (1 - scattered) * (parameters * width * near.reduce + calls * near.reduce_s)
+    reduce = reduce + (groups > 1) * (parameters / x.sharded * width * far.reduce + calls * far.reduce_s)
+    times = np.where(np.greater(x.zero, 1), x.microbatches, 1)
+    reduces = reduce * times
+    gathers = gather * np.where(zero3, (2 + x.recomputed) * x.microbatches, 1)
+    hides = np.maximum(zero3, x.overlap_grad_reduce) * reduces + np.maximum(zero3, x.overlap_param_gather) * gathers
+    covered = np.where(zero3, x.microbatches, 1) * compute
+    return reduces + gathers - np.minimum((1 - c.exposed) * hides, covered)
 
 
 def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
@@ -86,7 +117,7 @@ def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Num
     Each of t ranks sends its 1/t, and the node bus gathers the rest (DeepSpeed's partitioned activations, Megatron's
     scatter-gather: Narayanan et al. 2021, section 4.1). The GPUs of a node whose neighbour stage is on another node, tp
     dp of them at most, share its network. Without scatter-gather (`whole_p2p`) every rank sends everything.
-    Interleaving sends v times.
+    Interleaving sends v times, while other chunks compute.
     """
     x, c, node = columns, constants, cluster.gpus_per_node
     sent = 2 * x.tokens * x.hidden * x.value_bytes
@@ -95,7 +126,9 @@ def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Num
     rate = np.where(x.gpus > node, np.minimum(network, bus), bus)
     parts = sent / x.tp / rate + sent * (x.tp - 1) / x.tp / bus
     each = (1 - c.whole_p2p) * parts + c.whole_p2p * sent / rate + c.handoff_s + 2 * cluster.latency_s
-    return np.where(x.pp > 1, x.interleaving * each, 0.0) * slowdown(x, cluster) * (1 - c.overlap)
+    return (
+        np.where(x.pp > 1, x.interleaving * each, 0.0) * slowdown(x, cluster) * (1 - c.overlap * (x.interleaving > 1))
+    )
 
 
 def optimizer_seconds(parameters: Number, columns: Columns, cluster: Cluster, constants: Constants) -> Number:
@@ -158,7 +191,7 @@ def assemble(
     p2p = p2p_seconds(x, cluster, c)
     first, middle, _ = x.stage_layers
     parameters = np.maximum(first, middle) * x.layer_parameters + x.embedding_parameters
-    factor = pressure(x, cluster, c)
+    factor = pressure(x, cluster, c) * c.pace
     share = m * factor * (slowest / layer.total)  # layers' worth of time that a microbatch takes on the slowest stage
     return IterationTime(
         matmul=share * layer.matmul,

@@ -1,11 +1,12 @@
 """Measured rows: tables whose columns are the fields of shape and topology, as configurations with measurements."""
 
+import contextlib
 import difflib
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ RENAMED = {"time": "sec_per_it", "mem": "mem_gb", "vocab": "vocab_size"}
 Source = Any  # a CSV or Markdown file by its path, or rows as a pandas DataFrame
 
 # Files of rows in data/ that were cleaned, each of its own sites and time.
-FILES = ("scored", "dlperf_v100", "dgxc_nemotron_h100", "lucie_jz_a100_2024")
+FILES: tuple[str, ...] = ("scored", "dlperf_v100", "dgxc_nemotron_h100", "lucie_jz_a100_2024", "fms_fsdp_a100")
+FILES += ("flagperf_zero3_a800", "tinyllama_a100", "nemo_h100_fp8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +165,11 @@ def every_row() -> tuple[MeasuredRow, ...]:
     return tuple(row for name in FILES for row in read_rows(shipped_rows().with_name(f"{name}.csv"))[0])
 
 
+def usable(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
+    """The rows with a time, without duplicates and excluded rows."""
+    return [r for r in rows if math.isfinite(r.seconds) and not r.excluded and not r.duplicate_of]
+
+
 def shipped_rows() -> Path:
     """The CSV of measured rows that ships with trilane."""
     return DATA / "measured.csv"
@@ -210,6 +217,8 @@ def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
         machine.gpu.flops_per_s(chosen["precision"])  # refuses what the card cannot multiply
     shape = ModelShape(**_values(ModelShape, cells))
     topology = default_topology(shape, machine, **chosen)
+    stack = stack_of(engine, topology.attention)
+    topology = _overlapped(topology, stack, chosen)
     rule = f"must divide num_attention_heads={shape.num_attention_heads}"
     require(shape.num_attention_heads % topology.tp == 0, "tp", topology.tp, rule)
     own = engine if engine in ENGINES else ""  # one of this project's engines, which prediction knows
@@ -219,7 +228,7 @@ def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
     return MeasuredRow(
         row_id=cells["row_id"],
         case=Configuration(shape=shape, topology=topology, cluster=machine, day=cells.get("date", ""), engine=own),
-        stack=stack_of(engine, topology.attention),
+        stack=stack,
         seconds=float(measured["sec_per_it"] or math.nan),
         memory_bytes=float(measured["mem_gb"] or math.nan) * 2**30,
         table=cells.get("table_id", ""),
@@ -230,6 +239,15 @@ def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
         site=cells.get("cluster", ""),
         problem=cells["problem"],
     )
+
+
+def _overlapped(topology: Topology, stack: str, chosen: Mapping[str, Any]) -> Topology:
+    """The topology with what its software overlaps, where the row does not say and the rest allows it."""
+    for name in shipped_json("stacks")["stacks"].get(stack, {}).get("overlaps", ()):
+        with contextlib.suppress(ValueError):
+            overlap: dict[str, Any] = {} if name in chosen else {name: True}
+            topology = replace(topology, **overlap)
+    return topology
 
 
 def _values(kind: type, cells: Mapping[str, str]) -> dict[str, Any]:

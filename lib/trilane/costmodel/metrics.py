@@ -8,9 +8,9 @@ import numpy as np
 
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import columns_of
-from trilane.costmodel.fit import fit_memory, fit_time
+from trilane.costmodel.fit import fit_memory, refit
 from trilane.costmodel.iteration import iteration_time
-from trilane.costmodel.measured_rows import MeasuredRow
+from trilane.costmodel.measured_rows import MeasuredRow, usable
 from trilane.costmodel.memory import DEFAULT, MemoryConstants, memory_bytes, memory_for, oom_probability, stage_memory
 from trilane.costmodel.predict import support_of, unmeasured_half_width
 from trilane.costmodel.shipped import calibration_for, default
@@ -133,7 +133,8 @@ def predict_default(rows: Sequence[MeasuredRow], calibration: str = "") -> list[
     found = []
     for row in rows:
         k = known[row.case.cluster.name, row.stack]
-        width = unmeasured_half_width(row.case, k, support_of(row.case, k))
+        seconds = predict_row(row, k).sec_pred
+        width = unmeasured_half_width(row.case, k, support_of(row.case, k, seconds))
         found.append(predict_row(row, k, memory_for(replace(k, stack=row.stack), row.case.engine), width))
     return found
 
@@ -141,12 +142,7 @@ def predict_default(rows: Sequence[MeasuredRow], calibration: str = "") -> list[
 def calibrate_time(rows: Sequence[MeasuredRow], prior: Calibration) -> Calibration:
     """The prior refitted to the times of the rows, without duplicates and excluded rows."""
     timed = usable(rows)
-    return fit_time([r.case for r in timed], [r.seconds for r in timed], prior) if timed else prior
-
-
-def usable(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
-    """The rows with a time, without duplicates and excluded rows."""
-    return [r for r in rows if np.isfinite(r.seconds) and not r.excluded and not r.duplicate_of]
+    return refit([r.case for r in timed], [r.seconds for r in timed], prior).calibration if timed else prior
 
 
 def calibrate_memory(rows: Sequence[MeasuredRow]) -> MemoryConstants:

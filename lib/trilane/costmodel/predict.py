@@ -17,7 +17,7 @@ from trilane.costmodel.columns import columns_of
 from trilane.costmodel.constants import BOUNDS, GIVEN, Constants
 from trilane.costmodel.fit import STEP, deviations
 from trilane.costmodel.iteration import IterationTime, iteration_columns, iteration_time, seconds_per_stage
-from trilane.costmodel.measured_rows import MeasuredRow, every_row
+from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
 from trilane.costmodel.memory import StageMemory, host_bytes, memory_for, memory_per_stage
 from trilane.costmodel.memory import oom_probability as probability_of
 from trilane.costmodel.shipped import constants_of
@@ -40,12 +40,15 @@ class Support:
     """Which measured runs a prediction rests on: the nearest with their distances, and what sets the first one apart.
 
     A distance is the root of the squares of what differs: a size by its SPANS factor counts 1, a kind by KINDS.
-    `stack` is the software of the nearest one.
+    `stack` is the software of the nearest one. `mfu` is the share of the card's peak that the prediction reaches, and
+    `record` the largest that any measured run of such cards has.
     """
 
     nearest: tuple[tuple[str, float], ...] = ()
     differs: tuple[str, ...] = ()
     stack: str = ""
+    mfu: float = 0.0
+    record: float = math.inf
 
     @property
     def distance(self) -> float:
@@ -60,14 +63,17 @@ class Support:
         (row, distance), by = self.nearest[0], f" ({self.stack})" * bool(self.stack)
         if distance > FAR:
             other = f": another {', '.join(self.differs)}" if self.differs else ""
-            return f"no measured run like this; the nearest is {row}{by}, at a distance of {distance:.1f}{other}"
-        return f"rests on measured runs such as {row}{by}, at a distance of {distance:.1f}"
+            found = f"no measured run like this; the nearest is {row}{by}, at a distance of {distance:.1f}{other}"
+        else:
+            found = f"rests on measured runs such as {row}{by}, at a distance of {distance:.1f}"
+        claim = f"; {self.mfu:.0%} of the card's peak, where no measured run has more than {self.record:.0%}"
+        return found + claim * (self.mfu > self.record)
 
     @property
     def widening(self) -> float:
         """What the distance adds to the half-width of the interval of ln(seconds), as the root of the squares."""
-        # a tenth for each unit beyond NEAR: our choice
-        return 0.10 * min(max(self.distance - NEAR, 0.0), 5.0)
+        # a tenth for each unit beyond NEAR, and as much as the prediction is faster than any measured run: our choices
+        return 0.10 * min(max(self.distance - NEAR, 0.0), 5.0) + math.log(max(self.mfu / self.record, 1.0))
 
 
 def support(case: Case, rows: Sequence[MeasuredRow] | None = None, count: int = 3, stack: str = "") -> Support:
@@ -94,9 +100,29 @@ def support(case: Case, rows: Sequence[MeasuredRow] | None = None, count: int = 
     return Support(nearest=nearest, differs=_differing(parts), stack=known[first].stack)
 
 
-def support_of(case: Case, calibration: Calibration) -> Support:
+def support_of(case: Case, calibration: Calibration, seconds: float) -> Support:
     """The measured runs that a prediction by these constants rests on: those of one's own where it names some."""
-    return own_support(case, calibration) if calibration.own else support(case, stack=calibration.stack)
+    found = own_support(case, calibration) if calibration.own else support(case, stack=calibration.stack)
+    return replace(found, mfu=_mfu(case, seconds), record=_records().get(_peak(case), math.inf))
+
+
+def _mfu(case: Any, seconds: float) -> float:
+    """Share of the peak in the run's precision, by the model's FLOPs: recomputation does not count."""
+    gpu, t = case.cluster.gpu, case.topology
+    return case.shape.flops_per_iteration(t.gbs) / (seconds * t.gpus * max(gpu.flops_per_s(t.precision), 1.0))
+
+
+def _peak(case: Any) -> tuple[str, str]:
+    return case.cluster.gpu.name.partition("-")[0], case.topology.precision.replace("bf16", "fp16")
+
+
+@functools.cache
+def _records() -> dict[tuple[str, str], float]:
+    """The largest share of the peak that a shipped run of each card and precision has."""
+    found: dict[tuple[str, str], float] = {}
+    for row in usable(every_row()):
+        found[_peak(row.case)] = max(found.get(_peak(row.case), 0.0), _mfu(row.case, row.seconds))
+    return found
 
 
 def own_support(case: Case, calibration: Calibration) -> Support:
@@ -232,7 +258,7 @@ def predict(plan: Case, calibration: Calibration | None = None) -> Prediction:
     stages = memory_per_stage(shape, t, cluster, memory, engine)
     fullest = max(stage.total for stage in stages)
     case = Configuration(shape=shape, topology=t, cluster=cluster, engine=engine)
-    nearest = support_of(case, known)
+    nearest = support_of(case, known, time.total)
     low, high = replace(known, half_width=unmeasured_half_width(case, known, nearest)).interval(time.total)
     return Prediction(
         sec_per_it=time.total,

@@ -59,13 +59,13 @@ class Recalibration(Table):
         if not self.fit.weight:
             return known
         # what is written down for later plans: the width for one like those that ran
-        width = float(np.median(posterior(cases, self._seconds, known).half_widths(cases)))
+        width = float(np.median(posterior(cases, self._seconds, known, self.prior).half_widths(cases)))
         return replace(known, half_width=width, stack="", own=sizes_of(cases))
 
     @cached_property
     def belief(self) -> Posterior:
         """The posterior of the constants, which knows the rows."""
-        return posterior(self.cases, self._seconds, self.fitted)
+        return posterior(self.cases, self._seconds, self.fitted, self.prior)
 
     @cached_property
     def before(self) -> tuple[Prediction, ...]:

@@ -1,16 +1,20 @@
 """The constants that ship: what is assumed of a cluster and a software stack before any row of one's own."""
 
-import math
+import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trilane.config.cluster import Cluster
-from trilane.config.cluster import cluster as catalogued
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration, Configuration, Regime, from_json, load, whole
-from trilane.costmodel.constants import BOUNDS, GIVEN
+from trilane.costmodel.constants import BOUNDS
+from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
+from trilane.costmodel.uncertainty import MISFIT, log_constants, row_error, sensitivities
 from trilane.utils.validation import DATA, from_mapping, read_json, require, shipped_json
 from trilane.workspace.study import Study
 
@@ -28,69 +32,95 @@ def habits(stack: str) -> dict[str, float]:
 def default(cluster: Cluster, stack: str = "") -> Calibration:
     """What is assumed before the first measured row of one's own.
 
-    The shipped fit of that cluster and software stack, or of the cluster if no stack is given; else what fits of the
-    card, the cluster and the stack have in common (see combined). Without any: what A100 and V100 rows agree on, with
-    waiting times of a well-kept system.
+    The shipped fit of that cluster and software stack, or of the cluster if no stack is given; else what the fits of
+    the card, the cluster and the stack have in common with it (see combined).
     """
-    shipped = _shipped("calibrations")
-    if (name := f"{cluster.name}/{stack}" if stack else cluster.name) in shipped:
+    shipped, name = _shipped("calibrations"), _nodes(cluster.name)
+    if (name := f"{name}/{stack}" if stack else name) in shipped:
         return from_json(shipped[name])
     if cluster.gpu.kind == "cpu":
         # one layer starts about 90 torch operations forward and backward, and a third more with recomputation
         launch = min(max(120 * cluster.launch_overhead_s, BOUNDS["launch_s"].low), BOUNDS["launch_s"].high)
         return Calibration(matmul=0.9, launch_s=launch, half_width=0.4)
-    fits = []
-    for name in (name for name in shipped if "/" in name):
-        fitted, _, other = name.partition("/")
-        fits.append(Fit(cluster=catalogued(fitted), stack=other, calibration=from_json(shipped[name])))
-    return combined(cluster, stack, fits)
+    return combined(cluster, stack, _fits())
+
+
+@functools.cache
+def _fits() -> list["Fit"]:
+    """The shipped fits with their rows."""
+    groups: dict[str, list[MeasuredRow]] = {}
+    for row in usable(every_row()):
+        groups.setdefault(f"{_nodes(row.case.cluster.name)}/{row.stack}", []).append(row)
+    return [Fit.of(rows, from_json(_shipped("calibrations")[name])) for name, rows in groups.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A calibration of one cluster and software stack."""
+    """What the rows of one cluster and software stack say, linearized at a calibration fitted to them.
+
+    slopes  derivatives of ln(seconds) by the logarithms of the constants, (R, C)
+    said    by how much slower than the prior of the stack the rows were, ln(seconds), (R,)
+    trust   how much each row counts, (R,): 1, or less where it is far out
+    """
 
     cluster: Cluster
     stack: str
-    calibration: Calibration
+    slopes: np.ndarray
+    said: np.ndarray
+    trust: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[MeasuredRow], calibration: Calibration) -> "Fit":
+        first = rows[0]
+        on = [calibration.on(r.case.day, r.case.topology.gpus) for r in rows]
+        errors = np.array([row_error(r.case, r.seconds, k) for r, k in zip(rows, on, strict=True)])
+        slopes = sensitivities([r.case for r in rows], calibration)
+        moved = log_constants(calibration.without_launch_blocking()) - log_constants(prior_of("", first.stack))
+        trust = 1 / np.sqrt(1 + (errors / MISFIT) ** 2)
+        return cls(
+            cluster=first.case.cluster, stack=first.stack, slopes=slopes, said=slopes @ moved - errors, trust=trust
+        )
+
+    def shares(self, cluster: Cluster, stack: str) -> tuple[bool, bool, bool]:
+        """Whether it has the generation of cards (any after the H100 is one), the cluster and the stack.
+
+        The years of a stack are one here.
+        """
+        newest = 9  # major compute capability of the newest cards with measured rows
+        card, other = (min(c.gpu.compute_capability[0], newest) for c in (self.cluster, cluster))
+        mine, theirs = (re.sub(r"-20\d\d$", "", name) for name in (self.stack, stack))
+        return card == other, _nodes(self.cluster.name) == _nodes(cluster.name), mine == theirs != ""
 
 
 def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
-    """The constants of a cluster and stack without rows: the part of each fit that is shared with them.
+    """The constants of a cluster and stack without rows, and their deviations: the posterior given other fits' rows.
 
-    Kernels' constants come from fits of the same generation of cards (one after the H100 counts as an H100), those of
-    the networks from fits of the same cluster, those of the software (launches not blocked) from fits of the same stack
-    or the one before it: geometric means, weighted by 1 / half_width^2. What no fit shares is that of a well-kept
-    system, and what is known of a stack is in data/stacks.json. Of a stack without fits `passes` on an H100 is that
-    measured there: the 1.0 of a well-kept system comes from slower cards. `rows` is 0: nothing was fitted, so a refit
-    may move all as far as priors allow.
+    The logarithm of each constant is normal around its prior (constants.py, and what stacks.json knows of the stack);
+    two fits share a part of its variance (Bound.shared) for their card, their cluster and their stack. The model is
+    linear around each fit, so this is a Gaussian process over the rows (Rasmussen and Williams 2006, equation 2.25).
+    `rows` is 0: nothing was fitted here.
     """
-    newest = (9, 0)  # compute capability of the newest cards with measured rows
-    generation = min(cluster.gpu.compute_capability, newest)
-    hopper = generation == newest
-    base = from_json(_shipped("calibrations")["hopper" if hopper else "transferable"])
-    if not stack and not hopper:
-        return base
-    values: dict[str, Any] = {}
-    # a stack that grew out of another one starts from it
-    is_later = stack == "megatron-deepspeed-2024" and stack not in (fit.stack for fit in fits)
-    like = "megatron-deepspeed" if is_later else stack
-    # which constants two fits share: of the card's kernels, of the cluster's networks, of the software
-    kernels = ("matmul", "prologue", "quantization", "memory", "misaligned", "crowding", "flash")
-    software = ("launch_s", "skew_s", "handoff_s", "pressure", "exposed", "passes", "host_s")
-    for names, is_shared in (
-        (kernels + ("passes",) * hopper, lambda fit: min(fit.cluster.gpu.compute_capability, newest) == generation),
-        (("node", "network", "p2p"), lambda fit: stack and fit.cluster.name == cluster.name),
-        (software, lambda fit: fit.stack == like),
-    ):
-        for name in names:
-            shared = [f.calibration.without_launch_blocking() for f in fits if is_shared(f)]
-            if shared:
-                weights = [k.half_width**-2 for k in shared]
-                logs = [w * math.log(getattr(k, name)) for w, k in zip(weights, shared, strict=True)]
-                values[name] = math.exp(sum(logs) / sum(weights))
-    given = dict.fromkeys(GIVEN, 0.0) | habits(stack) if habits(stack) else {}
-    return replace(base, **{**given, **values, "regimes": shipped_regimes(cluster.name)})
+    base = prior_of(cluster.name, stack)
+    variance = np.array([bound.deviation**2 for bound in BOUNDS.values()])
+    shared = np.array([bound.shared for bound in BOUNDS.values()]).T  # (3, C)
+    slopes, said = np.vstack([f.slopes for f in fits]), np.concatenate([f.said for f in fits])
+    of = np.repeat(np.arange(len(fits)), [len(f.said) for f in fits])
+    among = np.array([[np.array(f.shares(g.cluster, g.stack)) @ shared for g in fits] for f in fits])  # (F, F, C)
+    among[np.arange(len(fits)), np.arange(len(fits))] = 1
+    across = np.array([np.array(f.shares(cluster, stack)) @ shared for f in fits])[of] * variance * slopes  # (R, C)
+    covariance = np.einsum("ic,jc,ijc->ij", slopes * variance, slopes, among[of][:, of])
+    covariance += np.diag(MISFIT**2 / np.concatenate([f.trust for f in fits]))
+    weights = np.linalg.solve(covariance, across)
+    logs = log_constants(base) + said @ weights
+    deviations = np.sqrt(np.maximum(variance - (across * weights).sum(0), 0.02 * variance))
+    low, high = np.array([(bound.low, bound.high) for bound in BOUNDS.values()]).T
+    values: dict[str, Any] = dict(zip(BOUNDS, np.clip(np.exp(logs), low, high).tolist(), strict=True))
+    return replace(base, **values, deviations=tuple(deviations.tolist()), stack="")
+
+
+def _nodes(cluster: str) -> str:
+    """The name under which a cluster's rows are fitted: V100 cards of 16 and 32 GB stand in nodes of one kind."""
+    return cluster.replace("jz-v100-16g", "jz-v100-32g")
 
 
 def prior_of(cluster: str, stack: str) -> Calibration:

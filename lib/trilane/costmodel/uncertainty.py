@@ -13,8 +13,8 @@ from trilane.costmodel.fit import NOISE, deviations, left_out, slopes, time_erro
 # Error of the model with known constants, as a deviation of ln(seconds), and the rows that this prior counts for. In
 # cross-validation by table 90 of 100 rows are within 5.4 % (docs/planner.md), a deviation of 3.3 %; half as much is
 # added because that was one cluster in 12 days.
-MISFIT, MISFIT_ROWS = 0.05, 6
-FOREIGN = 0.12  # the same on a site or stack without rows: leaving out each file misses by 4 to 19 % at the median
+MISFIT, MISFIT_ROWS = 0.065, 6
+FOREIGN = 0.09  # the same on a site or stack without rows: leaving out each file misses by 4 to 19 % at the median
 T_QUANTILE = 1.943  # of Student's t with MISFIT_ROWS degrees of freedom, at 95 %
 Z90 = 1.6449  # standard deviations of a normal distribution's 90 % interval, on each side
 
@@ -56,7 +56,7 @@ class Posterior:
 
     def expected(self, cases: Sequence[Configuration]) -> np.ndarray:
         """ln(seconds) of the cases, (N,): the calibration's, or mostly the measured ones if a case was measured."""
-        predicted = time_errors(cases, np.ones(len(cases)), (), self.calibration)(_logs(self.calibration))
+        predicted = time_errors(cases, np.ones(len(cases)), (), self.calibration)(log_constants(self.calibration))
         for i, case in enumerate(cases):
             left = [e for e, other in zip(self.errors, self.cases, strict=True) if _same(case, other)]
             weight = len(left) * self.misfit**2 / (len(left) * self.misfit**2 + self.noise**2)
@@ -77,16 +77,18 @@ class Posterior:
         return self.misfit**2 * np.array([[_same(x, y) for y in b] for x in a], float).reshape(len(a), len(b))
 
 
-def posterior(cases: Sequence[Configuration], measured: Sequence[float], calibration: Calibration) -> Posterior:
-    """The posterior at `calibration`, which was fitted to the cases; the prior uncertainty if there are none.
+def posterior(
+    cases: Sequence[Configuration], measured: Sequence[float], calibration: Calibration, prior: Calibration
+) -> Posterior:
+    """The posterior at `calibration`, to which `prior` was fitted by the cases; the prior uncertainty without any.
 
     The misfit is estimated from the errors that the rows would have if left out of the fit, and MISFIT_ROWS further
     rows with an error of MISFIT; without rows it is that of another site and stack.
     """
     kinds = {c.cluster.gpu.kind for c in cases} or {"cuda"}
-    rows = [(c, s, calibration.on(c.day, c.topology.gpus)) for c, s in zip(cases, measured, strict=True)]
-    errors = np.array([float(time_errors([c], np.array([s]), (), on)(_logs(on))[0]) for c, s, on in rows])
-    deviation = deviations(cases, calibration)
+    rows = zip(cases, measured, strict=True)
+    errors = np.array([row_error(c, s, calibration.on(c.day, c.topology.gpus)) for c, s in rows])
+    deviation = deviations(cases, prior)
     effects = sensitivities(cases, calibration) * deviation
     unseen = left_out(errors, effects, MISFIT) if len(errors) else errors
     squares = float((np.minimum(np.abs(unseen), 0.15) ** 2).sum())  # no single row says that the model is worse
@@ -115,11 +117,17 @@ def sensitivities(cases: Sequence[Configuration], calibration: Calibration) -> n
     """Derivatives of ln(seconds) by ln(constant), (N, C) in the order of BOUNDS, by central differences."""
     if not cases:
         return np.empty((0, len(BOUNDS)))
-    errors, at = time_errors(cases, np.ones(len(cases)), (), calibration), _logs(calibration)
+    errors, at = time_errors(cases, np.ones(len(cases)), (), calibration), log_constants(calibration)
     return slopes(errors, at)
 
 
-def _logs(calibration: Calibration) -> np.ndarray:
+def row_error(case: Configuration, seconds: float, calibration: Calibration) -> float:
+    """ln(predicted / measured) of one run."""
+    return float(time_errors([case], np.array([seconds]), (), calibration)(log_constants(calibration))[0])
+
+
+def log_constants(calibration: Calibration) -> np.ndarray:
+    """The logarithms of the constants, (C,) in the order of BOUNDS."""
     return np.log([getattr(calibration, name) for name in BOUNDS])
 
 
