@@ -76,10 +76,9 @@ class InTime(Table):
             "published ratios of width to depth; predicted only: which shape learns best is not asked",
         )
         by = ", compute-optimal by Hoffmann et al. 2022; for much serving fewer parameters on more"
-        tokens = f"{r.tokens[:-1]} a parameter" if isinstance(r.tokens, str) else f"{size_text(r.tokens)}, as asked for"
         return [
             f"model: {r.like}, {r.vocab_size} rows of embedding, sequences of {r.seq_length}, {kind}",
-            f"tokens: {tokens}{by * (r.tokens == '20x')}; {r.gbs} sequences an iteration",
+            f"tokens: {r.tokens_text}{by * (r.tokens == '20x')}; {r.gbs} sequences an iteration",
             COUNTED,
         ]
 

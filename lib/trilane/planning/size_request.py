@@ -113,9 +113,12 @@ class SizeRequest:
 
     def tokens_of(self, parameters: float) -> float:
         """Tokens to train so many parameters on."""
-        if isinstance(self.tokens, str):
-            return parse_count("tokens", self.tokens.removesuffix("x")) * parameters
-        return self.tokens
+        return parse_count("tokens", self.tokens[:-1]) * parameters if isinstance(self.tokens, str) else self.tokens
+
+    @property
+    def tokens_text(self) -> str:
+        """The tokens in words."""
+        return f"{self.tokens[:-1]} a parameter" if isinstance(self.tokens, str) else f"{self.tokens / 1e9:g} B"
 
     @property
     def vocab_size(self) -> int:

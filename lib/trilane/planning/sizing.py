@@ -136,7 +136,7 @@ class Proposals(Table):
         """What was asked, a line for each of the first shapes and one for each note, or why there is none."""
         r = self.request
         lines = [f"{size_text(r.parameters)} parameters, {r.vocab_size} rows of embedding, {r.gpus} GPUs of"]
-        lines += [f"{r.cluster.name}, {r.tokens_of(r.parameters) / 1e9:g} B tokens; days with nothing going wrong:"]
+        lines += [f"{r.cluster.name}, tokens: {r.tokens_text}; days with nothing going wrong:"]
         for p in self.rows[:top]:
             s, (middle, low, high) = p.shape, p.tflops
             lines.append(
