@@ -81,7 +81,6 @@ NO_ORDER = "samples, at most 17,179,869,184 can be put in an order"
 BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the line begins
     ({"tp": 0}, {}, "tp=0: must be a whole number of at least 1"),
     ({"mbs": 3, "gbs": 4}, {}, "gbs=4: must be a multiple of mbs x dp = 3 x 1"),
-    ({"pp": 2, "zero": 2}, {}, "zero=2: ZeRO 2 and 3 cannot run with a pipeline (pp=2)"),
     ({"sequence_parallel": True}, {}, "sequence_parallel=True: needs tp > 1"),
     ({"tp": 3}, {}, "tp=3: must divide num_attention_heads=4"),
     ({"pp": 3}, {}, "pp=3: stages (times interleaving) must share the layers evenly: 3 must divide 4 layers"),

@@ -87,7 +87,7 @@ def test_plain_loops_see_as_many_topologies_and_refuse_each_by_the_first_rule_th
                 counts[broken] += 1
     space = Space(gpus=(24,), gbs=(48,), pins={"zero": (0, 1, 2), "recompute": ("none", "full")})
     found = search_space(shape, A100, space, K)
-    assert {**found.refused_by_rule, "none": found.runnable} == counts and len(counts) > 6
+    assert {**found.refused_by_rule, "none": found.runnable} == counts and len(counts) >= 6
 
 
 @pytest.mark.parametrize(("objective", "value"), [("seconds", "sec_per_it"), ("headroom", "memory_bytes")])

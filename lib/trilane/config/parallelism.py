@@ -199,9 +199,6 @@ TOPOLOGY_RULES = (
         lambda t: f" = {t.mbs} x {t.dp}, such as {max(1, round(t.gbs / (t.mbs * t.dp))) * t.mbs * t.dp}",
     ),
     Rule("sequence_parallel", "needs tp > 1", lambda t: t.tp > 1 or not t.sequence_parallel),
-    Rule(
-        "zero", "ZeRO 2 and 3 cannot run with a pipeline", lambda t: t.pp == 1 or t.zero < 2, lambda t: f" (pp={t.pp})"
-    ),
     Rule("offload", "needs ZeRO stage 1 or more", lambda t: t.zero > 0 or t.offload == "none"),
     Rule("offload", "parameters can be offloaded by ZeRO-3 only", lambda t: t.zero == 3 or t.offload != "full"),
     Rule("offload_checkpoints", "needs recompute full", lambda t: t.recompute == "full" or not t.offload_checkpoints),
