@@ -18,7 +18,9 @@ from trilane.analysis import collect, recalibrate
 from trilane.analysis.measure import measure_log
 from trilane.cli.app import main
 from trilane.costmodel import metrics
+from trilane.costmodel.backtest import backtest
 from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
 from trilane.costmodel.predict import predict
 from trilane.costmodel.recalibration import NOTHING, fit, predictions
@@ -253,6 +255,19 @@ def test_rows_that_do_not_count_are_named_with_the_reason():
         ("twin", f"repeats {rows['row_id'].iloc[-2]} to its last digit"),
     ]
     assert len(found.rows) == 8 and not found.fitted.stack
+
+
+def test_rows_that_teach_nothing_leave_the_constants_as_they_are(tmp_path, capsys, monkeypatch):
+    """Seconds that are predicted anyway, but for the noise of runs."""
+    monkeypatch.chdir(tmp_path)
+    rows = ten_rows()
+    usual = [p.sec_pred for p in backtest(rows, "jz-a100-80g").predictions]
+    rows["sec_per_it"] = usual * np.exp(np.random.default_rng(0).normal(0, 0.02, len(rows)))
+    rows.to_csv("rows.csv", index=False)
+    code, out, _ = calibrated(capsys, "rows.csv", "--cluster", "jz-a100-80g", "-o", "own.json")
+    assert code == 0 and "the constants from before are kept" in out and "moved" not in out
+    prior, own = (calibration_for(A100, name) for name in ("megatron-deepspeed-2024", "own.json"))
+    assert all(getattr(own, name) == getattr(prior, name) for name in BOUNDS) and own.card == "A100-80GB"
 
 
 @pytest.mark.slow

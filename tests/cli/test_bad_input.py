@@ -42,7 +42,7 @@ BAD = [
     (f"{SEARCH} --gbs 8 --shape 72,14336,60,2048,250880", "num_attention_heads=60: must divide hidden_size=14336"),
     (f"{SEARCH} --gbs 8 --shape 72,14336,64,2048", "must be five whole numbers"),
     (f"{SEARCH} --gbs 8 --shape nowhere.json", "shape=nowhere.json: no such file"),
-    (f"{SEARCH} --gbs 8 --cluster jz-a100", "known: a100-800gbps, dgx-a100-80g"),
+    (f"{SEARCH} --gbs 8 --cluster jz-a100", "known: a100-40g-8, a100-800gbps, a800-8, dgx-a100-80g"),
     (f"{SEARCH} --gbs 8 --gpus 0", "gpus=0: must be a whole number of at least 1"),
     (f"{SEARCH} --gbs 8 --gpus 100000 --cluster jz-a100-80g", "gpus=100000: jz-a100-80g has 416"),
     (f"{SEARCH} --gbs 8 --tp 8 --pp 6 --dp 4", "tp x pp x dp=192: contradicts gpus=8"),
