@@ -83,18 +83,21 @@ def submit(
         folders = [folder for folder, state in zip(folders, states, strict=True) if state.status.can_retry]
     for path in folders if rewrite else []:
         scripts.rewrite(path, job.site, job)
-    for path in folders:
-        note_constants(read_plan(path / "plan.json"), job.site)
-    found = preflight.check_runs(folders, job.site, job, job.allow)
-    chosen = [] if found.is_refused or dry_run else folders
+    plans = {folder: read_plan(folder / "plan.json") for folder in folders}
+    for plan in plans.values():
+        note_constants(plan, job.site)
+    found = {path: preflight.check_job(plan, job.site, job, path, job.allow) for path, plan in plans.items()}
+    is_refused = any(map(preflight.refused, found.values()))
+    chosen = [] if is_refused or dry_run else folders
     # a stage loads the checkpoint of the one before
     most = 1 if any(map(chains.is_chain, runs)) else parallel
     made = dict[str, list[str]]()
     for path, one in jobs.submit_all(chosen, job.site, job, times=times, parallel=most):
         made.setdefault(str(path), []).append(one)
-    lines = [f"{', '.join(made.get(path, ['not submitted']))}  {path}" for path in found]
-    text = "\n".join(filter(None, [*lines, found.text()])) or "nothing to submit"
-    return Answer({"findings": found.to_json(), "submitted": made}, text, found.is_refused)
+    lines = [f"{', '.join(made.get(str(path), ['not submitted']))}  {path}" for path in found]
+    lines += [f"{path.name}: {preflight.line(f)}" for path, own in found.items() for f in own]
+    findings = {str(path): [f.to_json() for f in own] for path, own in found.items()}
+    return Answer({"findings": findings, "submitted": made}, "\n".join(lines) or "nothing to submit", is_refused)
 
 
 @command(GROUP)

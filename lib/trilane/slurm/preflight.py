@@ -3,12 +3,11 @@
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
-from trilane.config.plan import Plan, read_plan
+from trilane.config.plan import Plan
 from trilane.slurm import checks, client
 from trilane.slurm.checks import REFUSAL, WARNING, JobCheck, Row
 from trilane.slurm.script import SCRIPT, gres_gpus, render
@@ -60,29 +59,6 @@ def check_job(
         found = _off_cluster(found)
     found = [replace(f, level=WARNING) if f.rule in allow else f for f in dict.fromkeys(found)]
     return sorted(found, key=lambda f: f.level != REFUSAL)
-
-
-class CheckedRuns(dict[str, list[JobFinding]]):
-    """The findings about several runs, by the paths of their folders."""
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether one of them is."""
-        return any(map(refused, self.values()))
-
-    def to_json(self) -> dict[str, Any]:
-        """The findings of each."""
-        return {path: [f.to_json() for f in findings] for path, findings in self.items()}
-
-    def text(self) -> str:
-        """Those of all, each after the name of its run."""
-        return "\n".join(f"{Path(path).name}: {line(f)}" for path, findings in self.items() for f in findings)
-
-
-def check_runs(folders: Iterable[Path], site: Site, request: JobRequest, allow: Collection[str] = ()) -> CheckedRuns:
-    """The findings about each run folder."""
-    plans = {path: read_plan(path / "plan.json") for path in folders}
-    return CheckedRuns((str(path), check_job(plan, site, request, path, allow)) for path, plan in plans.items())
 
 
 def _findings(check: Callable[[JobCheck], list[Row]], case: JobCheck) -> Iterator[JobFinding]:
