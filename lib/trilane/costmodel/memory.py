@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 
@@ -43,11 +42,6 @@ class MemoryConstants:
     spread: float = 0.04
 
 
-@functools.cache
-def _stacks() -> dict[str, Any]:
-    return shipped_json("stacks")["stacks"]
-
-
 DEFAULT = MemoryConstants()
 FP8 = CHOICES["precision"].index("fp8")
 
@@ -59,7 +53,7 @@ def memory_of(stack: str) -> MemoryConstants:
     An unknown one has 16 bytes a parameter (Rajbhandari et al. 2020), 2 more of an fp32 sum, and FSDP's spread.
     """
     unknown = {"memory": {"optimizer": 12.0, "accumulated": 2.0, "checkpoint": 1.0, "spread": 0.15}}
-    held = _stacks().get(stack, unknown).get("memory", {})
+    held = shipped_json("stacks")["stacks"].get(stack, unknown).get("memory", {})
     return from_mapping(MemoryConstants, {k: v for k, v in held.items() if k != "source"}, "memory")
 
 
@@ -67,7 +61,7 @@ def memory_for(calibration: Calibration, engine: str) -> MemoryConstants:
     """Those of the stack that constants of time are named after; else of the documents, or of the rows' programs."""
     # Megatron's own keeps whole fp32 gradients and no other: 2 + 4 + 12 bytes (megatron-core's distributed optimizer)
     own: dict[str, dict[str, float]] = {"megatron": {"optimizer": 12, "accumulated": 2}, "hf-zero3": {"unfused": 1}}
-    named = calibration.name in _stacks()
+    named = calibration.name in shipped_json("stacks")["stacks"]
     known = memory_of(calibration.name if named else calibration.stack)
     if engine and not named:
         # twice the documents' spread where nobody measured memory on a card; deepspeed-3d is their program

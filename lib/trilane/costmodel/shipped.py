@@ -15,7 +15,7 @@ from trilane.costmodel.calibration import Calibration, Configuration, Regime, fr
 from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
 from trilane.costmodel.uncertainty import MISFIT, log_constants, row_error, sensitivities
-from trilane.utils.validation import DATA, from_mapping, read_json, require, shipped_json
+from trilane.utils.validation import from_mapping, require, shipped_json
 from trilane.workspace.study import Study
 
 
@@ -35,7 +35,7 @@ def default(cluster: Cluster, stack: str = "") -> Calibration:
     The shipped fit of that cluster and software stack, or of the cluster if no stack is given; else what the fits of
     the card, the cluster and the stack have in common with it (see combined).
     """
-    shipped, name = _shipped("calibrations"), _nodes(cluster.name)
+    shipped, name = shipped_json("calibrations"), _nodes(cluster.name)
     if (name := f"{name}/{stack}" if stack else name) in shipped:
         return from_json(shipped[name])
     if cluster.gpu.kind == "cpu":
@@ -51,7 +51,7 @@ def _fits() -> list["Fit"]:
     groups: dict[str, list[MeasuredRow]] = {}
     for row in usable(every_row()):
         groups.setdefault(f"{_nodes(row.case.cluster.name)}/{row.stack}", []).append(row)
-    return [Fit.of(rows, from_json(_shipped("calibrations")[name])) for name, rows in groups.items()]
+    return [Fit.of(rows, from_json(shipped_json("calibrations")[name])) for name, rows in groups.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +131,7 @@ def prior_of(cluster: str, stack: str) -> Calibration:
 
 def shipped_regimes(cluster: str) -> tuple[Regime, ...]:
     """The regimes of a cluster of the measured rows, their factors at the prior."""
-    return tuple(from_mapping(Regime, r, "regime") for r in _shipped("regimes").get(cluster, []))
-
-
-def _shipped(name: str) -> dict[str, Any]:
-    return read_json(DATA / f"{name}.json", name)
+    return tuple(from_mapping(Regime, r, "regime") for r in shipped_json("regimes").get(cluster, []))
 
 
 def calibration_for(cluster: Cluster, source: str = "") -> Calibration:
@@ -189,5 +185,5 @@ def foreign(used: Calibration, cluster: Cluster) -> list[str]:
 
 def stacks() -> list[str]:
     """The software stacks of which something is known: fitted to rows, or a habit."""
-    fitted = (name.partition("/")[2] for name in _shipped("calibrations") if "/" in name)
+    fitted = (name.partition("/")[2] for name in shipped_json("calibrations") if "/" in name)
     return sorted({*fitted, *filter(habits, stack_table())})

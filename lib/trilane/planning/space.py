@@ -199,15 +199,13 @@ class Block(NamedTuple):
 
 
 def block_columns(fixed: Columns, blocks: Sequence[Block], which: np.ndarray) -> Columns:
-    """The rows of some blocks as Columns; row i is of the block which[i]. What all share stays a number.
-
-    All that a search holds fixed comes from `fixed`.
-    """
-    values = dict(zip(SIZES, zip(*(block.sizes for block in blocks), strict=True), strict=True))
-    values |= {name: tuple(number_of(name, block.point[name]) for block in blocks) for name in VARIED}
-    columns = {name: some[0] if len({*some}) == 1 else np.array(some)[which] for name, some in values.items()}
+    """The rows of some blocks as Columns, row i of the block which[i]; what is `fixed` or all share stays a number."""
+    values = {name: [block.sizes[i] for block in blocks] for i, name in enumerate(SIZES)}
+    values |= {name: [block.point[name] for block in blocks] for name in VARIED}
+    shared = {name: number_of(name, some[0]) for name, some in values.items() if some.count(some[0]) == len(some)}
+    columns = {n: np.array([number_of(n, v) for v in some])[which] for n, some in values.items() if n not in shared}
     batches = {name: np.concatenate([getattr(block, name) for block in blocks]) for name in ("mbs", "gbs")}
-    return dataclasses.replace(fixed, **columns, **batches)
+    return dataclasses.replace(fixed, **shared, **columns, **batches)
 
 
 def topology_of(space: Space, sizes: ParallelSizes, point: Point, mbs: float, gbs: float) -> Topology:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import os
@@ -187,8 +188,9 @@ def read_text(path: Path | str, what: str, most: int, errors: str = "strict") ->
         raise ValueError(f"{what}={shown(path)}: not text in UTF-8 (byte {error.start})") from None
 
 
+@functools.cache
 def shipped_json(name: str) -> Any:
-    """The JSON that ships as trilane/data/`name`.json."""
+    """The JSON that ships as trilane/data/`name`.json: one for all callers, so none changes it."""
     return read_json(DATA / f"{name}.json", name)
 
 
