@@ -84,7 +84,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run = study.folder / "runs/r"
         write_run(run)
         plan = json.loads((run / "plan.json").read_text())
-        calibration = shipped_json("calibrations")["transferable"]
+        calibration = shipped_json("calibrations")["jz-a100-80g"]
         prediction = {"memory_bytes": 1e9, "sec_per_it": 1.0}
         entry = {**plan, "id": "x", "prediction": prediction}
         sizing = {"shape": plan["shape"], "cluster": "jz-h100", "gpus": [8], "gbs": 8}
