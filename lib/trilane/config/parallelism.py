@@ -285,7 +285,7 @@ SHAPE_RULES = (
     Rule(
         "gbs",
         "interleaving needs microbatches % pp == 0",
-        lambda t, s: t.interleaving == 1 or t.gbs / (t.mbs * t.dp) % t.pp == 0,
+        lambda t, s: t.interleaving == 1 or t.microbatches % t.pp == 0,
         lambda t, s: f" (pp={t.pp})",
     ),
 )

@@ -113,6 +113,7 @@ class _Search:
         if broken or field in SIZES:
             self.refused[broken or f"{field}: {rule}"] += len(points) * len(mbs)
             return
+        whole.microbatches = (gbs / (mbs * dp)).astype(np.int32)  # a remainder of floats takes four times as long
         for point in points:
             vars(whole).update(point)
             if (keep := self.allowed(whole)) is not False:
