@@ -63,7 +63,7 @@ def test_a_layer_costs_the_larger_of_gpu_and_host_time(host_s: float, waits: boo
 def test_a_layer_has_four_all_reduces_and_six_where_it_is_recomputed() -> None:
     """Narayanan et al. 2021, arXiv:2104.04473, section 3.2: two forward, two backward, and the forward once more."""
     one = float(all_reduce_seconds(columns(tp=8), A100, NO_WAITS))
-    for recompute, count in (("none", 4), ("selective", 4), ("full", 6)):
+    for recompute, count in (("none", 4), ("selective", 4), ("full", 6), ("operators", 5)):
         found = layer_time(columns(tp=8, recompute=recompute), A100, NO_WAITS).tensor_parallel
         assert float(found) == pytest.approx(count * one)
 
@@ -77,6 +77,10 @@ def test_full_recomputation_costs_one_forward_pass_more_of_everything() -> None:
     assert full.elementwise - none.elementwise == pytest.approx(float(elements))
     assert full.matmul / none.matmul == pytest.approx(4 / 3, rel=0.05), "a backward pass is two forward ones"
     assert selective.matmul == none.matmul and selective.elementwise == none.elementwise
+    operators, half = layer_time(columns(recompute="operators"), A100, c), SHAPE.num_layers // 2
+    assert none.matmul < operators.matmul < full.matmul and operators.elementwise == full.elementwise
+    block = layer_time(columns(recompute="block", recompute_layers=half), A100, c)
+    assert block.total == pytest.approx((none.total + full.total) / 2, rel=1e-3), "a mean layer of the stage"
 
 
 def test_a_flash_kernel_does_half_of_the_products_and_two_and_a_half_times_as_much_backward() -> None:

@@ -164,6 +164,13 @@ def test_fully_sharded_states_take_16_bytes_of_the_group_that_shares_them():
         assert states == pytest.approx(16 * SMALL.parameters / ranks)
 
 
+def test_fsdp_in_a_pipeline_divides_the_optimizer_alone():
+    """torchtitan's reshard_after_forward is off there: microbatches would gather weights again and again."""
+    both = [Topology(pp=2, dp=8, gbs=16, zero=zero, precision="bf16", fp32_gradients=True) for zero in (1, 3)]
+    states = [vars(memory_per_stage(SMALL, t, A100, memory_of("fsdp"))[0]) for t in both]
+    assert states[0] == states[1]
+
+
 def test_no_shipped_run_that_ran_is_called_out_of_memory_and_most_that_ran_out_are():
     """One of the documents' rows is on the edge; two rows that ran out are not explained (docs/planner.md)."""
     ran = out = found = false = 0

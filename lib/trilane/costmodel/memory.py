@@ -150,7 +150,9 @@ def model_states(columns: Columns, stage: Number, constants: MemoryConstants) ->
     """
     x, c = columns, constants
     parameters, wide = stage_parameters(x, stage), np.equal(x.value_bytes, 4)
-    shard = [np.where(np.greater_equal(x.zero, level), x.sharded, 1) for level in (1, 2, 3)]
+    # FSDP inside a pipeline has weights and gradients whole between microbatches (torchtitan: reshard_after_forward)
+    able = [np.greater_equal(x.zero, level) & ((level == 1) | np.equal(x.pp, 1)) for level in (1, 2, 3)]
+    shard = [np.where(divides, x.sharded, 1) for divides in able]
     weights = x.value_bytes * parameters / shard[2]
     gradients = (x.value_bytes + np.where(wide, 0, c.accumulated * x.fp32_gradients)) * parameters / shard[1]
     # without ZeRO 14: fp32 master, two moments and two more bytes for an fp32 gradient, 18 with weights and gradients
@@ -191,7 +193,7 @@ def stage_memory(
     unit = np.maximum(x.layer_parameters, x.embedding_parameters)
     here, away, each = np.equal(x.offload, 0), np.equal(x.offload, 2), activation_bytes_per_layer(x, c.unfused) * over
     parts = {
-        "weights": weights * ~away + np.equal(x.zero, 3) * c.gathered * unit * x.value_bytes / 2,
+        "weights": weights * ~away + np.equal(x.zero, 3) * np.equal(x.pp, 1) * c.gathered * unit * x.value_bytes / 2,
         "gradients": gradients,
         "optimizer": optimizer * here,
         "activations": stage_layers_at(x, stage) * in_flight(x, stage) * each,
