@@ -23,7 +23,7 @@ def _fitted(prior: float, deviation: float, low: float, high: float, *, of: tupl
 
 
 # What a constant belongs to: the card's kernels, the cluster's networks, or the software.
-CARD, NETWORK, SOFTWARE = (0.4, 0.0, 0.1), (0.0, 0.8, 0.0), (0.0, 0.0, 0.6)
+CARD, NETWORK, SOFTWARE = (0.4, 0.0, 0.1), (0.0, 0.8, 0.0), (0.0, 0.0, 0.3)
 
 
 @dataclass(frozen=True, kw_only=True)
