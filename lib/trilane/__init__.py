@@ -13,6 +13,7 @@ _MODULES = {
     "analysis.collect": ("measure_runs",),
     "analysis.measure": ("measure",),
     "analysis.recalibrate": ("next_runs", "recalibrate"),
+    "analysis.studies": ("compare_studies",),
     "config.plan": ("Plan", "read_plan"),
     "costmodel.backtest": ("backtest",),
     "costmodel.predict": ("predict",),

@@ -115,6 +115,8 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Study]:
         kept = ("finish", "start", "deadline", "made_by", "plan_json", "schedule")
         path.write_text(json.dumps(poisoned(json.loads(path.read_text()), kept)))
         notebook.run("08_decision", made, title=TEXT)
+        shutil.copytree(made.folder, made.folder.with_name("other"))
+        notebook.run("09_compare", made, studies="s,other")
         (made.folder / f"{NAME}.csv").touch()
         (made.folder / f"javascript:pwned() {NAME}.ipynb").write_text(json.dumps({"cells": TEXT}))
         write_index(made)
