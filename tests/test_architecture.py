@@ -24,7 +24,7 @@ BUDGETS = {
     "diagnose": 1851,  # 1800
     "engine": 4935,  # 4370
     "launch": 857,  # 730
-    "analysis": 2260,  # 1900
+    "analysis": 2320,  # 1900
     "forecasting": 1560,  # 1350
     "slurm": 2771,  # 2650
     "report": 1560,  # 1500
