@@ -98,7 +98,7 @@ class InTime(Table):
     def as_text(self, top: int = 12) -> str:
         """The plans side by side, the worth of each cluster's GPU-hours, what each plan rests on, what is assumed."""
         rows = self.rows[:top]
-        lines = [f"the largest that end within {self.limit:g} days with 90 % probability:"]
+        lines = [f"the largest that end within {self.limit:g} days with 90 % probability, on their fastest topology:"]
         lines += [_frame(rows).to_string()] if rows else []
         lines += ["one model on each:", _frame(self.same).to_string(), *self.worth()] if self.same else []
         lines += [f"{number}. {row.evidence}" for number, row in enumerate(rows, start=1)]
