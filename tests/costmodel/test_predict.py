@@ -94,3 +94,18 @@ def test_constants_of_runs_of_ones_own_get_a_wider_interval_far_from_these_runs(
     assert math.log(far.sec_hi / far.sec_per_it) > 0.1 and "number of GPUs" in far.support.differs
     assert far.support.words.startswith("no measured run like this; the nearest is one of your own")
     assert from_json(to_json(known)) == known and len(known.own) == 1
+
+
+def test_a_prediction_faster_than_any_measured_run_says_so_and_is_less_sure():
+    """No run of an A100 that ships has more than 59 % of its peak; a card's matmuls cannot pass 87 % of it."""
+    shape = parse_shape("32,4096,32,4096,32000")
+    topology = Topology(dp=64, mbs=2, gbs=1024, zero=1, precision="bf16", attention="fused")
+    case = Configuration(shape=shape, topology=topology, cluster=cluster("dgx-a100-80g"))
+    usual = default(case.cluster)
+    bold = dataclasses.replace(usual, pace=0.9, rows=100, stack="fsdp", half_width=0.1)
+    plain, claimed = predict(case, dataclasses.replace(bold, pace=1.3)), predict(case, bold)
+    assert "of the card's peak" in claimed.support.words and "of the card's peak" not in plain.support.words
+    assert claimed.support.mfu > claimed.support.record > plain.support.mfu
+    assert claimed.sec_hi / claimed.sec_per_it > 1.2 * plain.sec_hi / plain.sec_per_it
+    capped = [predict(case, dataclasses.replace(usual, matmul=share)).sec_per_it for share in (0.87, 0.95)]
+    assert capped[0] == capped[1]
