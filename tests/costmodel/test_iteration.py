@@ -115,6 +115,30 @@ def test_sharding_more_is_never_faster_and_a_microbatch_twice_as_large_takes_at_
         assert twice <= 2 * once
 
 
+@pytest.mark.parametrize("plan", [{}, {"fp32_gradients": True}, {"fp32_gradients": True, "pp": 2}], ids=str)
+def test_sharding_is_no_faster_with_one_microbatch_either_where_everything_overlaps(plan: dict) -> None:
+    both = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    one = seconds(**plan, dp=64, gbs=64, zero=1, **both).data_parallel
+    assert one * (1 - 1e-9) <= seconds(**plan, dp=64, gbs=64, zero=3).data_parallel
+
+
+def test_what_is_sent_in_every_microbatch_hides_under_every_microbatch() -> None:
+    plan = {**BF16, "dp": 8, "gbs": 80, "zero": 2}
+    x, y = (columns_of(SHAPE, Topology(**plan, overlap_grad_reduce=o)) for o in (False, True))
+    plain, hidden = (float(data_parallel_seconds(1e9, z, NOW, replace(K, exposed=0.5), 0.02)) for z in (x, y))
+    volume = 7 / 8 * 1e9 / (A100.node_bytes_per_s * K.node)
+    assert plain == pytest.approx(volume * (10 * 4 + 2)) and hidden == pytest.approx(volume * (10 * 2 + 2))
+
+
+def test_inside_a_pipeline_weights_and_gradients_move_once_as_they_stay_whole() -> None:
+    """torchtitan reshards neither between microbatches of a pipeline; memory.model_states has both whole."""
+    for zero, volume in ((2, 4 + 2), (3, 2 + 2)):
+        x = columns_of(SHAPE, Topology(**BF16, dp=8, pp=2, gbs=80, zero=zero))
+        rate = A100.node_bytes_per_s * K.node
+        hides = replace(K, exposed=1.0)
+        assert float(data_parallel_seconds(1e9, x, NOW, hides)) == pytest.approx(7 / 8 * 1e9 * max(volume, 6) / rate)
+
+
 def test_messages_hide_only_where_the_plan_overlaps_them() -> None:
     plan = {"tp": 4, "dp": 8, "gbs": 64, "zero": 1, "sequence_parallel": True}
     plain, tensor = seconds(**plan), seconds(**plan, overlap_tp=True)
@@ -167,6 +191,15 @@ def test_of_an_offloaded_step_the_card_keeps_the_sixth_that_moves_its_own_copies
         for o in ("none", "optimizer")
     )
     assert away == pytest.approx(here / 6)
+
+
+def test_adam_works_on_the_share_of_its_group_of_shards() -> None:
+    """30 of 36 bytes a parameter are shared out: among 8 of 64 ranks an eighth, not a 64th."""
+    whole, hybrid = (
+        float(optimizer_seconds(1e9, columns_of(SHAPE, Topology(**BF16, dp=64, gbs=64, zero=3, shards=n)), A100, K))
+        for n in (0, 8)
+    )
+    assert hybrid / whole == pytest.approx((30 / 8 + 6) / (30 / 64 + 6))
 
 
 def test_a_card_is_slow_from_three_quarters_full_and_slowest_at_ninety_five_hundredths() -> None:

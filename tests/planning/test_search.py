@@ -91,13 +91,15 @@ def test_plain_loops_see_as_many_topologies_and_refuse_each_by_the_first_rule_th
 
 
 @pytest.mark.parametrize(("objective", "value"), [("seconds", "sec_per_it"), ("headroom", "memory_bytes")])
-def test_the_vectorized_prediction_is_the_prediction_of_the_one_plan(objective, value):
+@pytest.mark.parametrize("host_s", [1e-4, 1e-2], ids=["bound by the GPU", "bound by the host"])
+def test_the_vectorized_prediction_is_the_prediction_of_the_one_plan(objective, value, host_s):
     """Ranked by arrays of many points at once, predicted one by one."""
+    known = dataclasses.replace(K, host_s=host_s)
     pins = {"mbs": (1, 4), "interleaving": (1, 2), "pp": (1, 2), "offload": ("none", "optimizer", "full")}
     space = Space(gpus=(8,), gbs=(32,), pins=pins, engine="deepspeed-zero")
-    found = search_space(SMALL, A100, space, K, objective, top=10_000)
+    found = search_space(SMALL, A100, space, known, objective, top=10_000)
     plain = dataclasses.replace(space, pins={**pins, "offload": ("none",)}, engine="megatron")
-    piped = search_space(SMALL, A100, plain, K, objective, top=10_000)
+    piped = search_space(SMALL, A100, plain, known, objective, top=10_000)
     for result in (found, piped):
         assert len(result.candidates) + len(result.risky) == result.runnable > 100
         for ranked in (result.candidates, result.risky):

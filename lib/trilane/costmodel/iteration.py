@@ -85,30 +85,32 @@ def data_parallel_seconds(
     """Reducing gradients and, with ZeRO, gathering weights, in an iteration; a call for each layer of a stage.
 
     ZeRO-2 reduces the gradients of every microbatch, and ZeRO-3 gathers the weights in each of its forward and backward
-    passes, too: Rajbhandari et al. 2020, arXiv:1910.02054, section 7. Neither takes less than ZeRO-1. Gradients are
-    scattered, half of the traffic of an all-reduce, by ZeRO-3 and where `reduce_scatter` says so. Hybrid sharding
-    scatters and gathers among its `shards` ranks, and reduces a shard between its groups (Zhao et al. 2023,
-    arXiv:2304.11277, section 3.2.2). What overlaps (ZeRO-3 always does) hides under `compute`, the seconds of a
-    microbatch, and ZeRO-3's under that of every microbatch, all but the share `exposed`.
+    passes, too: Rajbhandari et al. 2020, arXiv:1910.02054, section 7; inside a pipeline both stay whole between
+    microbatches (see memory.model_states). Gradients are scattered, half of the traffic of an all-reduce, by ZeRO-3 and
+    where `reduce_scatter` says so. Hybrid sharding scatters and gathers among its `shards` ranks, and reduces a shard
+    between its groups (Zhao et al. 2023, arXiv:2304.11277, section 3.2.2). What overlaps (ZeRO-3 always does) hides
+    under `compute`, the seconds of a microbatch, as often as it is sent, all but the share `exposed`. ZeRO-2 and 3
+    never take less than a ZeRO-1 that overlaps everything.
     """
     x, c = columns, constants
-    zero3, sharded = np.equal(x.zero, 3), np.greater(x.zero, 0)
+    zero3, sharded, alone = np.equal(x.zero, 3), np.greater(x.zero, 0), np.equal(x.pp, 1)
     near = ring(x.sharded, x.tp, x, cluster, c)
     groups = x.replicas / x.sharded
     far = ring(groups, x.tp * x.sharded, x, cluster, c)
     width = np.maximum(x.value_bytes, 4 * x.fp32_gradients)
     calls = x.stage_layers[1] + 1
     gather = sharded * (parameters * x.value_bytes * near.gather + calls * near.gather_s)
-    scattered = sharded * np.maximum(c.reduce_scatter, zero3)
     scatter = parameters * width * near.gather + calls * near.gather_s
-    reduce = scattered * scatter + (1 - scattered) * (parameters * width * near.reduce + calls * near.reduce_s)
-    reduce = reduce + (groups > 1) * (parameters / x.sharded * width * far.reduce + calls * far.reduce_s)
-    times = np.where(np.greater(x.zero, 1), x.microbatches, 1)
-    reduces = reduce * times
-    gathers = gather * np.where(zero3, (2 + x.recomputed) * x.microbatches, 1)
+    between = (groups > 1) * (parameters / x.sharded * width * far.reduce + calls * far.reduce_s)
+    whole = parameters * width * near.reduce + calls * near.reduce_s
+    first = whole + sharded * c.reduce_scatter * (scatter - whole) + between  # what ZeRO-1 reduces
+    times = np.where(alone & np.greater(x.zero, 1), x.microbatches, 1)
+    reduces = np.where(zero3, scatter + between, first) * times
+    gathers = gather * np.where(alone & zero3, (2 + x.recomputed) * times, 1)
     hides = np.maximum(zero3, x.overlap_grad_reduce) * reduces + np.maximum(zero3, x.overlap_param_gather) * gathers
-    covered = np.where(zero3, x.microbatches, 1) * compute
-    return reduces + gathers - np.minimum((1 - c.exposed) * hides, covered)
+    found = reduces + gathers - np.minimum((1 - c.exposed) * hides, times * compute)
+    least = first + gather - np.minimum((1 - c.exposed) * (first + gather), compute)
+    return np.where(zero3, np.maximum(found, least), found)
 
 
 def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
@@ -134,7 +136,7 @@ def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Num
 def optimizer_seconds(parameters: Number, columns: Columns, cluster: Cluster, constants: Constants) -> Number:
     """Adam on the GPU, by bytes moved."""
     x = columns
-    owned = parameters / np.where(np.greater(x.zero, 0), x.replicas, 1)
+    owned = parameters / np.where(np.greater(x.zero, 0), x.sharded, 1)
     rate = cluster.gpu.memory_bytes_per_s * constants.memory / slowdown(x, cluster)
     # bytes per parameter that a GPU owns: fp32 master, two moments, gradient read; the first three and the 16-bit
     # weight written; and per parameter that it holds: clipping's norm, the copy back
@@ -147,7 +149,7 @@ def offload_seconds(parameters: Number, columns: Columns, cluster: Cluster, cons
     arXiv:2104.07857.
     """
     x = columns
-    owned = parameters / np.where(np.greater(x.zero, 0), x.replicas, 1)
+    owned = parameters / np.where(np.greater(x.zero, 0), x.sharded, 1)
     pcie = cluster.pcie_bytes_per_s * constants.p2p
     # Adam on the host reads and writes 28 bytes a parameter from DDR memory, about 100 GB/s a node (Ren, section 5)
     step = owned * (2 * x.value_bytes / pcie + 28.0 * cluster.gpus_per_node / 100e9)
@@ -244,18 +246,21 @@ class Microbatches:
         if np.any(np.equal(columns.recompute, BLOCK)):  # a layer's share depends on the stage: nothing to keep
             return np.asarray(iteration_columns(columns, self.cluster, self.constants).total)
         rows = np.searchsorted(self.sizes, np.asarray(columns.mbs))
-        kinds = np.asarray(4 * columns.recompute + 2 * columns.overlap_tp + columns.sequence_parallel).astype(int)
+        zero3 = np.equal(columns.zero, 3)
+        kinds = 8 * columns.recompute + 4 * zero3 + 2 * columns.overlap_tp + columns.sequence_parallel
+        kinds = np.asarray(kinds).astype(int)
         *layer, head, embedding = np.take(self._known(columns.take(0)), kinds * len(self.sizes) + rows, axis=1)
         time = assemble(columns, LayerTime(*layer), head, embedding, self.cluster, self.constants)
         return np.asarray(time.total)
 
     def _known(self, one: Columns) -> np.ndarray:
-        """The parts' seconds for each kind (recomputation, overlap and sequence parallelism) and microbatch size."""
+        """The parts' seconds for each kind (recomputation, ZeRO-3 or not, overlap, ...) and microbatch size."""
         sharing = one.gpus if self.cluster.gpu.kind == "cpu" else 0  # processes of a CPU share its cores
         # a group that leaves the node is slower, but a search refuses it before (CLUSTER_RULES): no part of the key
         if (key := (one.tp, sharing)) not in self.known:
-            kinds, mbs = (a.ravel() for a in np.meshgrid(np.arange(4 * BLOCK), self.sizes, indexing="ij"))
-            words = {"recompute": kinds // 4, "overlap_tp": kinds // 2 % 2, "sequence_parallel": kinds % 2}
+            kinds, mbs = (a.ravel() for a in np.meshgrid(np.arange(8 * BLOCK), self.sizes, indexing="ij"))
+            words = {"recompute": kinds // 8, "overlap_tp": kinds // 2 % 2, "sequence_parallel": kinds % 2}
+            words["zero"] = np.where(kinds // 4 % 2, 3, 0)
             every = replace(one, mbs=mbs, gbs=mbs * one.dp, **words)
             layer = layer_time(every, self.cluster, self.constants)
             parts = [getattr(layer, name) for name in PARTS[:-2]]
