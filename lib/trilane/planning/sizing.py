@@ -72,7 +72,7 @@ class Proposal:
         return self.days / self.shape.parameters / self.tokens
 
     def to_json(self, best: "Proposal") -> dict[str, Any]:
-        """One candidate. `cost_beside_best` is days per parameter over those of `best`: 1.05 is 5 % dearer."""
+        """One candidate. `cost_beside_best` is `cost` over that of `best`: 1.05 is 5 % dearer."""
         p, s = self.prediction, self.shape
         values: dict[str, Any] = {"layers": s.num_layers, "hidden": s.hidden_size, "heads": s.num_attention_heads}
         values |= {"params": s.parameters, "ratio": round(self.ratio, 1)}
@@ -92,7 +92,7 @@ def training_days(shape: ModelShape, topology: Topology, sec_per_it: float, toke
 
 @dataclass(frozen=True, kw_only=True)
 class Proposals(Table):
-    """Shapes of a target size, the best first (days per parameter), and how many topologies each rule refuses."""
+    """Shapes of a target size, the best first (by `cost`), and how many topologies each rule refuses."""
 
     request: SizeRequest
     rows: tuple[Proposal, ...]
