@@ -32,7 +32,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("planner", "costmodel/iteration.py", "costmodel/test_iteration.py"): [
         ("where(x.gpus > node", "where(x.gpus >= node"),
         ("(nodes - 1) / nodes / outside", "nodes / nodes / outside"),
-        ("(2 + x.recomputed) * x.microbatches, 1", "2 * x.microbatches, 1"),
+        ("(2 + x.recomputed) * times, 1", "2 * times, 1"),
         ("(x.pp - 1) * p2p", "x.pp * p2p"),
         ("np.equal(x.offload, 0) * 30.0", "30.0"),
         ("(filled - start)", "(filled - full)"),

@@ -76,12 +76,12 @@ LLAMA = "x,jz-a100-80g,A100-80GB,8,32,4096,32,2048,32000,8,1,1,3,192,1,bf16,11.5
 
 
 def test_a_column_has_the_name_of_a_field_and_what_is_open_is_as_in_plan_show(tmp_path):
-    names, cells = "tied_embeddings,ffn,kv_heads,activation,engine", "no,11008.0,8,swiglu,fsdp"
+    names, cells = "tied_embeddings,ffn,kv_heads,activation,engine", "no,11008.0,8,swiglu,FSDP"
     (row,), skipped = read_rows(written(tmp_path, f"{HEADER},{names}\n{LLAMA.replace(',1,bf16', ',,')},{cells}\n"))
     shape = replace(parse_shape("32,4096,32,2048,32000"), activation="swiglu", num_key_value_heads=8)
     shape = replace(shape, tied_embeddings=False, ffn_hidden_size=11008)
     topology = default_topology(shape, row.case.cluster, tp=1, pp=1, dp=8, mbs=3, gbs=192)
-    topology = replace(topology, overlap_grad_reduce=True)  # as the stack does where the row does not say
+    topology = replace(topology, overlap_grad_reduce=True, zero=3)  # as the stack does where the row does not say
     assert not skipped and (row.case.shape, row.case.topology, row.stack) == (shape, topology, "fsdp")
 
 

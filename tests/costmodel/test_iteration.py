@@ -149,6 +149,13 @@ def test_messages_hide_only_where_the_plan_overlaps_them() -> None:
     assert grads.tensor_parallel == plain.tensor_parallel
 
 
+def test_deepspeeds_own_engines_sum_gradients_during_the_backward_pass_at_every_stage() -> None:
+    """As their configuration file asks: overlap_comm (interop/deepspeed_config.py)."""
+    plan = Topology(**BF16, dp=64, gbs=64, zero=1)
+    times = [iteration_time(SHAPE, plan, A100, K, engine).data_parallel for engine in ("megatron", "deepspeed-zero")]
+    assert times[1] < times[0]
+
+
 def test_a_stack_that_scatters_gradients_and_overlaps_pays_less() -> None:
     plan = {**BF16, "dp": 8, "gbs": 8, "zero": 1}
     x = columns_of(SHAPE, Topology(**plan))

@@ -96,6 +96,16 @@ def test_constants_of_runs_of_ones_own_get_a_wider_interval_far_from_these_runs(
     assert from_json(to_json(known)) == known and len(known.own) == 1
 
 
+def test_rows_that_moved_nothing_still_widen_the_interval():
+    """What refit() keeps of a prior without rows: the constants, and how far they missed."""
+    known = default(cluster("h200"))
+    case = dataclasses.replace(measured(tp=1, pp=1, dp=8), cluster=cluster("h200"))
+    usual, missed = (predict(case, dataclasses.replace(known, half_width=w)) for w in (0.1, 0.9))
+    assert known.rows == 0 and math.log(missed.sec_hi / missed.sec_per_it) >= 0.9 > math.log(
+        usual.sec_hi / usual.sec_lo
+    )
+
+
 def test_a_prediction_faster_than_any_measured_run_says_so_and_is_less_sure():
     """No run of an A100 that ships has more than 59 % of its peak; a card's matmuls cannot pass 87 % of it."""
     shape = parse_shape("32,4096,32,4096,32000")

@@ -90,7 +90,7 @@ def ignored_words(source: Source) -> list[str]:
                 hint = f"; did you mean {near[0]}?" if near else ""
                 lines.append(f"column={name}: is not known and not read{hint}")
         for engine in dict.fromkeys(row.get("engine", "") for row in body):
-            if engine and engine not in names | set(ENGINES):
+            if engine and not {engine, engine.lower()} & {*names, *ENGINES}:
                 lines.append(f"engine={engine}: no stack of that name was measured; what all stacks share is assumed")
     return lines
 
@@ -192,7 +192,8 @@ def cells_of(row: MeasuredRow) -> dict[str, object]:
 def stack_of(engine: str, attention: str) -> str:
     """The stack that an engine (or set of rows) belongs to, or the engine's own name where none does."""
     known = shipped_json("stacks")["stacks"]
-    stack = next((stack for stack, facts in known.items() if engine in facts["engines"]), engine)
+    names = {engine, engine.lower()}
+    stack = next((stack for stack, facts in known.items() if names & {*facts["engines"]}), engine)
     return known.get(stack, {}).get("later", stack) if attention == "fused" else stack
 
 
@@ -215,6 +216,8 @@ def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
     require(is_its_card, "gpu", cells.get("gpu"), f"{machine.name} has {machine.gpu.name}")
     if machine.gpu.kind == "cuda" and "precision" in chosen:
         machine.gpu.flops_per_s(chosen["precision"])  # refuses what the card cannot multiply
+    if stack_of(engine, "") == "fsdp":
+        chosen = {"zero": 3, **chosen}  # what PyTorch's fully_shard does where a row does not say
     shape = ModelShape(**_values(ModelShape, cells))
     topology = default_topology(shape, machine, **chosen)
     stack = stack_of(engine, topology.attention)

@@ -189,7 +189,8 @@ def unmeasured_half_width(case: Configuration, calibration: Calibration, nearest
         return own
     if calibration.rows == 0 and case.cluster.gpu.kind == "cuda":
         effects = _slopes_of(case, calibration) * deviations((case,), calibration)
-        own = T_QUANTILE * math.sqrt(float(effects @ effects) + FOREIGN**2)
+        # rows that did not move the constants may still have shown how far these miss
+        own = max(own, T_QUANTILE * math.sqrt(float(effects @ effects) + FOREIGN**2))
     return math.hypot(own, nearest.widening)
 
 

@@ -205,6 +205,7 @@ def block_columns(fixed: Columns, blocks: Sequence[Block], which: np.ndarray) ->
     shared = {name: number_of(name, some[0]) for name, some in values.items() if some.count(some[0]) == len(some)}
     columns = {n: np.array([number_of(n, v) for v in some])[which] for n, some in values.items() if n not in shared}
     batches = {name: np.concatenate([getattr(block, name) for block in blocks]) for name in ("mbs", "gbs")}
+    shared |= {"overlap_grad_reduce": 1} if fixed.overlap_grad_reduce else {}  # of an engine that always does
     return dataclasses.replace(fixed, **shared, **columns, **batches)
 
 
