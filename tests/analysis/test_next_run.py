@@ -177,8 +177,16 @@ def test_ten_rows_calibrate_alike_from_csv_markdown_python_and_04(tmp_path, outp
     own = calibration_for(A100, "own.json")
     assert (own.rows, own.card, own.cluster) == (10, "A100-80GB", "jz-a100-80g") and own.hash in out
     _, out, _ = calibrated(capsys, "rows.md", "--cluster", "jz-a100-80g", "-o", "typed.json", "--json")
-    assert json.loads(out)["calibration"]["hash"] == own.hash
-    assert fit(rows, "jz-a100-80g").fitted.hash == own.hash
+    kept, in_memory = json.loads(out)["calibration"], fit(rows, "jz-a100-80g")
+    assert (
+        (kept["name"], kept["hash"]) == ("typed.json", own.hash) == (calibration_for(A100, "typed.json").name, own.hash)
+    )
+    assert in_memory.fitted.hash == own.hash
+    # their name is no stack's: predictions of memory go by it, and a file has another
+    assert in_memory.fitted.name == "10 rows of jz-a100-80g"
+    for engine in ("", "megatron"):
+        case = dataclasses.replace(in_memory.cases[0], engine=engine)
+        assert predict(case, in_memory.fitted) == predict(case, own)
     study = Study.create("ours")
     runs = collect.measure_runs(study, "rows.csv", 5, A100)
     recalibrate.recalibrate(runs.timed, A100).save(study, "04_analyze")
@@ -218,6 +226,14 @@ BAD_ROWS = {
     "a time of what": (
         lambda r: r.rename(columns={"sec_per_it": "Time"}),
         "column=Time: seconds of an iteration stand in sec_per_it",
+    ),
+    "a time in an unknown unit": (
+        lambda r: r.rename(columns={"sec_per_it": "time (fortnights)"}),
+        "column=time (fortnights): seconds of an iteration stand in sec_per_it",
+    ),
+    "memory in an unknown unit": (
+        lambda r: r.assign(**{"memory (pages)": 9}),
+        "column=memory (pages): its unit is not known",
     ),
     "milliseconds called seconds": (times(1000), "seconds of an iteration are needed"),
     "minutes": (times(1 / 60), "seconds of an iteration are needed"),

@@ -63,6 +63,7 @@ def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
         (",1,fp16", ",4,fp16", "zero=4: must be"),
         (",fp16", ",fp8", "precision=fp8: A100-80GB has no fp8 matrix units"),
         (",114.1", ",-3", "sec_per_it=-3.0: must be a number above zero"),
+        (",114.1", ",114,1", "cell=1: stands beyond the last column; a decimal comma needs quotes"),
     ],
 )
 def test_a_bad_row_is_skipped_and_named(tmp_path, old, new, reason):

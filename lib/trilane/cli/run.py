@@ -80,18 +80,18 @@ def calibrate(
     parallelism, gbs, mbs and sec_per_it are needed), logs or run folders, or those of a study.
     """
     from trilane.analysis.recalibrate import fit_source
-    from trilane.costmodel.calibration import to_json
     from trilane.workspace.installation import stamp
     from trilane.workspace.study import load_cluster
 
     require(not output.exists(), "output", output, "exists; name another file")
     require(output.parent.is_dir(), "output", output, "its folder does not exist")
     found = fit_source(rows, load_cluster(cluster))
-    values = {**to_json(found.fitted), "made_by": {"command": "trilane calibrate", "rows": rows, **stamp()}}
+    kept = found.fitted.kept() | {"name": str(output)}  # as other commands name the constants of this file
+    values = {**kept["constants"], "made_by": {"command": "trilane calibrate", "rows": rows, **stamp()}}
     with output.open("x", encoding="utf-8") as file:  # also where another process has just made it
         file.write(json.dumps(values, indent=1) + "\n")
-    text = f"{found.to_text()}\nwritten: {output} ({found.fitted.hash})"
-    return Answer({**found.to_json(), "file": str(output)}, text)
+    text = f"{found.to_text()}\nwritten: {output} ({kept['hash']})"
+    return Answer({**found.to_json(), "calibration": kept, "file": str(output)}, text)
 
 
 @command(ROOT)

@@ -23,6 +23,7 @@ from trilane.workspace.study import load_cluster
 NEEDED = ("tp", "pp", "dp", "mbs", "gbs", "layers", "hidden", "heads", "seq", "vocab_size")
 # What a column of a hand-written table (data/table_columns.json) is called here, where not the same.
 RENAMED = {"time": "sec_per_it", "mem": "mem_gb", "vocab": "vocab_size"}
+WRITTEN = {name: written for written, name in RENAMED.items()}
 Source = Any  # a CSV or Markdown file by its path, or rows as a pandas DataFrame
 
 # Files of rows in data/ that were cleaned, each of its own sites and time.
@@ -106,7 +107,7 @@ def _name(source: Source) -> str:
 
 
 def _read(source: Source) -> Iterator[tuple[list[str], list[dict[str, str]]]]:
-    """Of each table the names of its columns, and its rows: cells by these names, with `row_id` and `problem`.
+    """Of each table the names of its columns, and its rows: cells by these names, and `row_id`, `problem`, `beyond`.
 
     Columns of hand-written tables count where their unit is known. Raises ValueError for a column that is there twice
     or has another name now, and for a time in an unknown unit.
@@ -126,7 +127,8 @@ def _read(source: Source) -> Iterator[tuple[list[str], list[dict[str, str]]]]:
         rows = []
         for line, texts in ((line, texts) for line, texts in body if any(texts)):
             cells = {c: _text(c, unit, text) for (c, unit), text in zip(columns, texts, strict=False)}
-            rows.append(cells | {"row_id": cells.get("row_id") or f"line {line}", "problem": problems.get(line, "")})
+            named = {"row_id": cells.get("row_id") or f"line {line}", "problem": problems.get(line, "")}
+            rows.append(cells | named | {"beyond": " ".join(texts[len(columns) :]).strip()})
         yield [column for column, _ in columns], rows
 
 
@@ -141,11 +143,14 @@ def _columns(header: list[str]) -> list[tuple[str, str | None]]:
         known, unit = written_tables.column(name)
         known = RENAMED.get(known, known)
         is_new = known in columns_read() and known not in header and known not in (other for other, _ in found)
-        is_clear = known != "sec_per_it" or (unit != "?" and not re.fullmatch(r"[a-z_]+", name))
         if name in documented or not is_new:
             found.append((name, None))
             continue
-        require(is_clear, "column", name, "seconds of an iteration stand in sec_per_it")
+        # a number in a unit that is not known would count as one in the column's own
+        in_unit = written_tables.number(WRITTEN.get(known, known), "1", unit)
+        is_clear = known != "sec_per_it" or (unit != "?" and not re.fullmatch(r"[a-z_]+", name))
+        rule = "seconds of an iteration stand in sec_per_it" if known == "sec_per_it" else "its unit is not known"
+        require(is_clear and in_unit == in_unit, "column", name, rule)
         found.append((known, unit))
     return found
 
@@ -154,8 +159,7 @@ def _text(column: str, unit: str | None, text: str) -> str:
     """A cell, of a hand-written table its number in the unit of the column."""
     value = math.nan
     if unit is not None:
-        names = {new: old for old, new in RENAMED.items()}
-        value = written_tables.number(names.get(column, column), text, unit)
+        value = written_tables.number(WRITTEN.get(column, column), text, unit)
     return f"{value:.12g}" if value == value else text.strip()
 
 
@@ -204,6 +208,8 @@ def _cluster_of(cells: Mapping[str, str], known: Mapping[str, Cluster]) -> Clust
 
 
 def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
+    rule = "stands beyond the last column; a decimal comma needs quotes, or semicolons between the cells"
+    require(not cells["beyond"], "cell", cells["beyond"], rule)
     missing = [column for column in NEEDED if not cells.get(column)]
     require(not missing, ", ".join(missing), "''", "is missing")
     chosen, engine = _values(Topology, cells), cells.get("engine", "")

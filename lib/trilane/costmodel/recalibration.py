@@ -55,7 +55,8 @@ class Recalibration(Table):
         if not self.fit:
             return self.prior
         cluster, cases = self.cases[0].cluster, self.cases
-        known = replace(self.fit.calibration, card=cluster.gpu.name, cluster=cluster.name)
+        name = f"{len(cases)} rows of {cluster.name}"
+        known = replace(self.fit.calibration, card=cluster.gpu.name, cluster=cluster.name, name=name)
         if not self.fit.weight:
             return known
         # what is written down for later plans: the width for one like those that ran

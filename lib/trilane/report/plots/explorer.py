@@ -46,8 +46,7 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     apart: Any = dict.fromkeys(("color", "opacity", "shape", "size"), "independent")
     grid = alt.concat(*panels, columns=2, spacing=26).resolve_scale(**apart)
     whole = alt.concat(grid, _schedule(schedules, pick), columns=1, data=alt.Data(values=rows))
-    every = len(found.candidates) + len(found.risky)
-    text = f"{len(shown)} of the {every} best of {found.runnable:,} topologies that can run, by seconds and memory"
+    text = f"{len(shown)} of {found.runnable:,} topologies that can run, the best by seconds and memory"
     best = f"{labels[0]}, {rows[0]['gib']} GiB, of which the parts and the pipeline schedule are shown"
     return Interactive(whole.resolve_scale(**apart), f"{text}. The best: {best}.")
 
