@@ -21,6 +21,7 @@ from trilane.costmodel import metrics
 from trilane.costmodel.backtest import backtest
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.constants import BOUNDS
+from trilane.costmodel.fit import refit
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
 from trilane.costmodel.predict import predict
 from trilane.costmodel.recalibration import NOTHING, fit, predictions
@@ -52,7 +53,7 @@ def test_eight_rows_of_a_table_lower_the_error_on_the_campaigns_others_and_the_i
     inside = []
     for table in TABLES:
         on, others, blank = eight_of_a_table(table)
-        fitted = metrics.calibrate_time(on, blank)
+        fitted = refit([r.case for r in on], [r.seconds for r in on], blank).calibration
         belief = posterior([r.case for r in on], [r.seconds for r in on], fitted, blank)
         widths = belief.half_widths([r.case for r in others])
         before, after = (

@@ -12,7 +12,7 @@ from trilane.config.parallelism import Topology
 from trilane.costmodel import shipped
 from trilane.planning.published import sizes
 from trilane.planning.size_request import SizeRequest, usable_heads
-from trilane.planning.sizing import broken_rules, propose_shapes, softmax_note, survey, survey_shapes
+from trilane.planning.sizing import broken_rules, propose_shapes, survey, survey_shapes
 from trilane.utils.tables import Text
 
 A100 = cluster("jz-a100-80g")
@@ -58,8 +58,6 @@ RULES = [  # a shape, how the topology differs, how the line begins
     (parse_shape("80,14400,96,2048,250880"), {}, "partition=uniform: the embedding is 1."),
     (replace(GQA, ffn_hidden_size=11008), {"pp": 1}, "ffn_hidden_size=11008: 11008 / tp 8 should be a multiple of the"),
     (replace(GQA, ffn_hidden_size=14336), {"pp": 1}, "num_key_value_heads=4: should be a multiple of tp 8"),
-    (parse_shape("72,14336,56,2048,250880"), {"mbs": 1}, "num_attention_heads=56: heads / tp x mbs = 7 must be a"),
-    (parse_shape("72,14336,64,8192,250880"), {}, "seq_length=8192: the fused softmax takes multiples of 4"),
 ]
 
 
@@ -70,19 +68,6 @@ def test_each_rule_that_a_shape_breaks_is_named(shape, changes, line):
 
 def test_good_heads_have_nearly_128_channels():
     assert usable_heads(14336, 8)[0] == 112
-
-
-@pytest.mark.parametrize(
-    ("seq", "heads", "mbs", "fused"),
-    [
-        *((4096, 16, 1, True), (8192, 16, 1, False), (16, 16, 1, False), (20, 16, 1, True), (2046, 16, 1, False)),
-        *((2048, 6, 1, False), (2048, 6, 2, True), (128, 12, 1, False), (128, 12, 2, True), (132, 12, 1, True)),
-    ],
-)
-def test_the_fused_softmax_takes_what_megatrons_kernel_takes(seq, heads, mbs, fused):
-    """megatron/core/fusions/fused_softmax.py: 16 < sk <= 4096, sk % 4 == 0, b x a % 4 == 0, 8 up to 128 keys."""
-    shape = parse_shape(f"2,{heads * 64},{heads},{seq},384")
-    assert (softmax_note(shape, Topology(mbs=mbs, gbs=mbs)) == "") is fused
 
 
 def test_shapes_of_a_target_lie_within_the_tolerance_and_the_published_ratios():

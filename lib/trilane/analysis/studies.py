@@ -21,11 +21,10 @@ TRAINING = ("engine", "data", "optimizer", "dropout", "run")  # of a run's plan
 
 @dataclass(frozen=True, kw_only=True)
 class StudyParts:
-    """What one study holds: all that was chosen and found, by part and name; its plans and runs; what it lacks."""
+    """What one study holds: all that was chosen and found, by part and name; its runs; what it lacks."""
 
     name: str
     facts: Mapping[tuple[str, str], str]
-    plans: list[dict[str, Any]]
     runs: MeasuredRuns
     lacks: tuple[str, ...]
 
@@ -99,14 +98,6 @@ def compare_studies(here: Study, names: str = "") -> StudyComparison:
     return StudyComparison(studies=tuple(parts))
 
 
-def plan_point(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of plans.json in a figure's numbers: GPUs, and tokens a second with their 90 % interval."""
-    t, tokens = plan["topology"], plan["topology"]["gbs"] * plan["shape"]["seq_length"]
-    rates = {"tokens_per_s": "sec_per_it", "low": "sec_hi", "high": "sec_lo"}
-    found = {name: tokens / plan["prediction"][key] for name, key in rates.items()}
-    return {"gpus": t["tp"] * t["pp"] * t["dp"] * t.get("cp", 1), **found}
-
-
 def _predicted(p: Mapping[str, Any]) -> dict[str, str]:
     """A plan's prediction as a person reads it."""
     return {
@@ -121,9 +112,9 @@ def _parts(study: Study) -> StudyParts:
     for name, notebook in {"plans": "02_topology", "calendar": "07_calendar", "decision": "08_decision"}.items():
         try:
             values = study.load(f"{name}.json", notebook)
-            # what figures and tables read of a plan is there
+            # what the table reads of a plan is there
             for plan in values["plans"] if name == "plans" else ():
-                assert plan_point(plan) and _predicted(plan["prediction"])
+                assert plan["shape"] and plan["topology"] and _predicted(plan["prediction"])
             files[name] = values
         except ValueError as error:
             lacks.append(str(error) if (study.folder / f"{name}.json").exists() else f"{name}.json ({notebook})")
@@ -142,7 +133,7 @@ def _parts(study: Study) -> StudyParts:
     found["forecast"] = {name: value for name, value in files.get("calendar", {}).items() if name in dated}
     found["decision"] = files.get("decision", {}).get("recommendation", {})
     facts = {(part, name): text for part, values in found.items() for name, text in _flat(values).items()}
-    return StudyParts(name=study.name, facts=facts, plans=plans, runs=runs, lacks=tuple(lacks))
+    return StudyParts(name=study.name, facts=facts, runs=runs, lacks=tuple(lacks))
 
 
 def _flat(values: Any) -> dict[str, str]:

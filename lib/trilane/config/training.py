@@ -191,17 +191,6 @@ def ranges_text(ranges: Iterable[Sequence[int]]) -> str:
     return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges)
 
 
-def ranges_of(numbers: Iterable[int]) -> Ranges:
-    """The ranges of these numbers."""
-    found: list[tuple[int, int]] = []
-    for number in sorted(set(numbers)):
-        if found and found[-1][1] == number - 1:
-            found[-1] = (found[-1][0], number)
-        else:
-            found.append((number, number))
-    return tuple(found)
-
-
 def until(ranges: Iterable[Sequence[int]], iteration: int) -> list[tuple[int, int]]:
     """What the ranges hold of the first `iteration` iterations."""
     return [(first, min(last, iteration)) for first, last in ranges if first <= iteration]

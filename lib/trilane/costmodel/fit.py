@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from trilane.costmodel.calibration import FACTOR, WIDEST, Calibration, Configura
 from trilane.costmodel.columns import Columns, columns_of, stack
 from trilane.costmodel.constants import BOUNDS, GIVEN, Constants
 from trilane.costmodel.iteration import iteration_columns
-from trilane.costmodel.memory import DEFAULT, MemoryConstants, stage_memory
 from trilane.utils.validation import require, require_positive
 
 NOISE = {"cuda": 0.02, "cpu": 0.05}  # of ln(seconds): repeats differ by 0.15-2 % (docs/planner.md)
@@ -213,30 +211,3 @@ class _Problem:
             rows=self.rows,
             deviations=tuple(left[: len(BOUNDS)].tolist()),
         )
-
-
-def fit_memory(
-    cases: Sequence[Configuration], measured_bytes: Sequence[float], prior: MemoryConstants = DEFAULT
-) -> MemoryConstants:
-    """The memory constants fitted to measured bytes of a first-stage GPU, by the same robust criterion."""
-    # prior deviation of each constant's logarithm, smaller where DeepSpeed documents it
-    prior_deviation = {"optimizer": 0.1, "accumulated": 0.3, "checkpoint": 0.2, "working": 0.5, "logit": 0.3}
-    prior_deviation |= {"base_bytes": 0.7, "slack": 0.7}
-    names, target, groups = list(prior_deviation), np.asarray(measured_bytes, float), by_cluster(cases)
-
-    def constants(logs: np.ndarray) -> MemoryConstants:
-        return replace(prior, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
-
-    def errors(logs: np.ndarray) -> np.ndarray:
-        predicted = np.empty_like(target)
-        for cluster, index, columns in groups:
-            predicted[index] = stage_memory(columns, 0, cluster, constants(logs)).total
-        return np.log(predicted / target)
-
-    start = np.log([getattr(prior, n) for n in names])
-    deviation = np.array(list(prior_deviation.values()))
-    each = partial(np.apply_along_axis, errors, -1)
-    # the noise is that of nvidia-smi, rounded to a gigabyte
-    best = robust_minimum(each, start, deviation, (start - 3, start + 3), 0.03)
-    spread = 1.4826 * float(np.median(np.abs(errors(best)))) * (1 + len(cases) ** -0.5)
-    return replace(constants(best), spread=max(spread, 0.02))

@@ -8,9 +8,8 @@ import numpy as np
 
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import columns_of
-from trilane.costmodel.fit import fit_memory, refit
 from trilane.costmodel.iteration import iteration_time
-from trilane.costmodel.measured_rows import MeasuredRow, usable
+from trilane.costmodel.measured_rows import MeasuredRow
 from trilane.costmodel.memory import DEFAULT, MemoryConstants, memory_bytes, memory_for, oom_probability, stage_memory
 from trilane.costmodel.predict import support_of, unmeasured_half_width
 from trilane.costmodel.shipped import calibration_for, default
@@ -137,17 +136,3 @@ def predict_default(rows: Sequence[MeasuredRow], calibration: str = "") -> list[
         width = unmeasured_half_width(row.case, k, support_of(row.case, k, seconds))
         found.append(predict_row(row, k, memory_for(replace(k, stack=row.stack), row.case.engine), width))
     return found
-
-
-def calibrate_time(rows: Sequence[MeasuredRow], prior: Calibration) -> Calibration:
-    """The prior refitted to the times of the rows, without duplicates and excluded rows."""
-    timed = usable(rows)
-    return refit([r.case for r in timed], [r.seconds for r in timed], prior).calibration if timed else prior
-
-
-def calibrate_memory(rows: Sequence[MeasuredRow]) -> MemoryConstants:
-    """Memory constants fitted to the rows, or the shipped ones if fewer than 20 have memory: then these are better."""
-    measured = [r for r in rows if np.isfinite(r.memory_bytes) and not r.duplicate_of]
-    if len(measured) < 20:
-        return DEFAULT
-    return fit_memory([r.case for r in measured], [r.memory_bytes for r in measured])

@@ -35,7 +35,7 @@ def default(cluster: Cluster, stack: str = "") -> Calibration:
     The shipped fit of that cluster and software stack, or of the cluster if no stack is given; else what the fits of
     the card, the cluster and the stack have in common with it (see combined).
     """
-    shipped, name = shipped_json("calibrations"), _nodes(cluster.name)
+    shipped, name = shipped_json("calibrations"), nodes_name(cluster.name)
     if (name := f"{name}/{stack}" if stack else name) in shipped:
         return from_json(shipped[name])
     if cluster.gpu.kind == "cpu":
@@ -50,7 +50,7 @@ def _fits() -> list["Fit"]:
     """The shipped fits with their rows."""
     groups: dict[str, list[MeasuredRow]] = {}
     for row in usable(every_row()):
-        groups.setdefault(f"{_nodes(row.case.cluster.name)}/{row.stack}", []).append(row)
+        groups.setdefault(f"{nodes_name(row.case.cluster.name)}/{row.stack}", []).append(row)
     return [Fit.of(rows, from_json(shipped_json("calibrations")[name])) for name, rows in groups.items()]
 
 
@@ -89,7 +89,7 @@ class Fit:
         newest = 9  # major compute capability of the newest cards with measured rows
         card, other = (min(c.gpu.compute_capability[0], newest) for c in (self.cluster, cluster))
         mine, theirs = (re.sub(r"-20\d\d$", "", name) for name in (self.stack, stack))
-        return card == other, _nodes(self.cluster.name) == _nodes(cluster.name), mine == theirs != ""
+        return card == other, nodes_name(self.cluster.name) == nodes_name(cluster.name), mine == theirs != ""
 
 
 def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
@@ -118,7 +118,7 @@ def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
     return replace(base, **values, deviations=tuple(deviations.tolist()), stack="")
 
 
-def _nodes(cluster: str) -> str:
+def nodes_name(cluster: str) -> str:
     """The name under which a cluster's rows are fitted: V100 cards of 16 and 32 GB stand in nodes of one kind."""
     return cluster.replace("jz-v100-16g", "jz-v100-32g")
 

@@ -77,7 +77,7 @@ def _alternative(name: str, request: ForecastRequest, reason: str, **changes: An
     found: Record = dict.fromkeys(("days", "gpu_hours", "memory_bytes", "oom_probability", "restarts"), 0)
     found |= {"name": name, "reason": reason, "forecast": None}
     try:
-        made = Forecast(request=replace(request, **{"adapt": "no", "day_worth": None, **changes}))
+        made = Forecast(request=replace(request, **{"adapt": "no", **changes}))
         found |= {"days": float(made.ideal.wall_s[0]) / 86400, "gpu_hours": float(made.ideal.gpu_s[0]) / 3600}
         found |= {"restarts": len(made.jobs(made.ideal)) - 1}
         choices = [step.choice for _, schedule in made.schedules for step in schedule or ()]

@@ -90,8 +90,8 @@ class ForecastRequest:
     """A plan, its tokens and ramp, the capacity over time, the risks, and the limits that must be kept.
 
     Where a text is given it is read as commands and notebooks give it; "" and None stand for the default. With `adapt`
-    or a `day_worth` DP, microbatch and nodes follow the batch size; without, the plan's topology is kept wherever it
-    fits. ValueError names the field that is wrong.
+    DP, microbatch and nodes follow the batch size; without, the plan's topology is kept wherever it fits. ValueError
+    names the field that is wrong.
     """
 
     plan: Plan = option(cli=False)
@@ -102,7 +102,6 @@ class ForecastRequest:
     deadline: date | None = option("", "the last day, such as 2026-07-11", metavar="DATE")
     allocation: float | None = option(None, "GPU-hours that are granted", metavar="GPU_HOURS")
     adapt: str = option("no", "let DP, MBS, nodes follow the batch", choices=("no", "days", "gpu_hours"))
-    day_worth: float | None = option(None, "instead of --adapt: the price of a day", metavar="GPU_HOURS")
     failures_per_node_year: float | None = option(None, "default: 1.8, uncertain by a factor of 2.2")
     checkpoint_minutes: float | None = option(None, "between checkpoints; default: Daly's optimum")
     spare_nodes: int | None = option(None, "nodes in reserve (default: 4, or what the jobs leave free)")
@@ -167,7 +166,7 @@ class ForecastRequest:
         validation.require_integer("runs", self.runs, 100)
         validation.require_integer("seed", self.seed, 0)
         validation.require_positive("tokens", self.tokens)
-        for name in ("price", "watts", "day_worth"):
+        for name in ("price", "watts"):
             validation.require_not_negative(name, getattr(self, name) or 0.0)
         if self.allocation is not None:
             validation.require_positive("allocation", self.allocation)
@@ -177,7 +176,7 @@ class ForecastRequest:
     @property
     def worth(self) -> float | None:
         """What a day is worth in GPU-hours, 0 where only these count; None keeps the plan's topology."""
-        return {"no": None, "days": SOONEST, "gpu_hours": 0.0}[self.adapt] if self.day_worth is None else self.day_worth
+        return {"no": None, "days": SOONEST, "gpu_hours": 0.0}[self.adapt]
 
     @property
     def samples(self) -> int:

@@ -10,8 +10,9 @@ from trilane.config.cluster import Cluster
 from trilane.config.model import GATED, ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.config.training import Data, Dropout, Optimizer, Part, Run, ranges_of, ranges_text
+from trilane.config.training import Data, Dropout, Optimizer, Part, Run
 from trilane.interop.megatron_args import known_arguments
+from trilane.utils.numbers import ranges
 from trilane.utils.validation import parse_integers, require, require_known
 
 T = TypeVar("T")
@@ -254,13 +255,14 @@ def _run(given: Given, data: Data, gbs: int) -> Run:
         require(ok, "--rampup-batch-size", " ".join(words) or "missing", "must be START INCREMENT SAMPLES")
         ramp = parse_ramp(",".join(words))
     by_samples, skipped = given.has("train_samples"), given.all("iterations_to_skip")
+    numbers = parse_integers("--iterations-to-skip", ",".join(skipped)) if skipped else []
     run = Run(
         train_iters=ramp.iterations(given.get("train_samples", int), gbs)
         if by_samples
         else given.get("train_iters", int),
         ramp=ramp,
         timers=given.get("timing_log_level", int, 0) > 0,
-        skip=ranges_text(ranges_of(parse_integers("--iterations-to-skip", ",".join(skipped)) if skipped else ())),
+        skip=ranges({*numbers}, most=len(numbers)).replace(" ", ""),
     )
     own = given.fields(Run, {"log_interval": 100, "eval_interval": 1000, "eval_iters": 100})
     # nothing is evaluated where no document or batch is left for it

@@ -238,7 +238,6 @@ def broken_rules(shape: ModelShape, topology: Topology) -> list[str]:
         invalid_reason(shape, t): True,
         f"head_dim={shape.head_dim}: must be a multiple of 8, or attention leaves the tensor cores (33 to 43 % slower "
         "in the chronicles)": shape.head_dim % 8,
-        softmax_note(shape, t): t.attention == "scores",
         f"hidden_size={h}: {h} / tp {t.tp} should be a multiple of the {TILE}-wide tile": (h // t.tp) % TILE
         or h % TILE,
         f"ffn_hidden_size={ffn}: {ffn} / tp {t.tp} should be a multiple of the {TILE}-wide tile": ffn != 4 * h
@@ -251,20 +250,6 @@ def broken_rules(shape: ModelShape, topology: Topology) -> list[str]:
         and beside > 0.5,
     }
     return [note for note, is_broken in notes.items() if note and is_broken]
-
-
-def softmax_note(shape: ModelShape, topology: Topology) -> str:
-    """Why Megatron's fused softmax kernel is not used, or ""; without it the scores pass memory in three steps.
-
-    16 < seq <= 4096, seq % 4 == 0, and heads / tp x mbs a multiple of the 4 rows that a block takes (8 up to 128 keys):
-    megatron/core/fusions/fused_softmax.py, is_kernel_available; the prequel, 'NHEADs comparison'.
-    """
-    s, each = shape.seq_length, 8 if shape.seq_length <= 128 else 4
-    if not 16 < s <= 4096 or s % 4:
-        return f"seq_length={s}: the fused softmax takes multiples of 4 above 16 up to 4096"
-    batches = shape.num_attention_heads * topology.mbs / topology.tp
-    rule = f"heads / tp x mbs = {batches:g} must be a multiple of {each} for the fused softmax"
-    return f"num_attention_heads={shape.num_attention_heads}: {rule}" if batches % each else ""
 
 
 def _with_heads(plan: Plan, heads: int) -> Plan:

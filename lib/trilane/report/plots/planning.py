@@ -1,4 +1,4 @@
-"""Figures of planning: shapes by width and depth, plans of studies; of a backtest."""
+"""Figures of planning: shapes by width and depth; of a backtest."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from trilane.analysis.studies import StudyParts, plan_point
 from trilane.costmodel.backtest import Backtest
 from trilane.costmodel.metrics import group_name
 from trilane.planning.sizing import Proposals
@@ -85,22 +84,3 @@ def _apart(places: Sequence[int], gap: int = 5) -> list[int]:
         if not kept or place >= kept[-1] + gap:
             kept.append(place)
     return kept
-
-
-def studies(found: Sequence[StudyParts]) -> Figure | Text:
-    """Tokens a second of each study's plans over their GPUs, with the 90 % interval; the best 200 of each."""
-    points = {s.name: [plan_point(plan) for plan in s.plans[:200]] for s in found if s.plans}
-    if not points:
-        return Text("No study has plans.")
-    made, axes = figure(7.5, 4.0)
-    for i, (name, rows) in enumerate(points.items()):
-        gpus, at, low, high = (np.array([row[n] for row in rows]) for n in ("gpus", "tokens_per_s", "low", "high"))
-        look: Any = {"fmt": "o", "ms": 5, "lw": 1.2, "alpha": 0.8, "color": COLORS[i % len(COLORS)]}
-        # apart by 3 %, as studies often have the same GPUs
-        axes.errorbar(gpus * 1.03**i, at, (at - low, high - at), label=plain(f"{name} ({len(rows)})"), **look)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", subs=(2, 4, 6))  # the label of 9 would lie on that of 10
-    finished(axes, "", xlabel="GPUs", ylabel="predicted tokens per second")
-    for write in (axes.xaxis.set_major_formatter, axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        write("{x:,.0f}")
-    return made
