@@ -74,7 +74,6 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         (" if d * d != n]", "]"),
     ],
     ("planner", "planning/sizing.py", "planning/test_sizing.py"): [
-        ("16 < s <= 4096", "16 < s < 4096"),
         ("/ topology.gbs * sec_per_it", "/ topology.mbs * sec_per_it"),
     ],
     ("memory", "costmodel/memory.py", "costmodel/test_memory.py"): [

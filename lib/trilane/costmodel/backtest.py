@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.fit import fit_time, refit
 from trilane.costmodel.measured_rows import (
     FILES,
@@ -179,7 +178,8 @@ def predict_unseen(test: Sequence[MeasuredRow], rest: Sequence[MeasuredRow]) -> 
 def predict_foreign(rows: Sequence[MeasuredRow], known: int) -> list[RowPrediction]:
     """Predict the rows of each cluster and stack by fits of other files, and of `known` of their own rows.
 
-    The known rows are drawn at random (seeded) for each fold of a group, never from the fold itself.
+    The known rows are drawn at random (seeded) for each fold of a group, never from the fold itself; to them the prior
+    is refitted. Intervals are the posterior's.
     """
     distinct = {(row.file, row.row_id): row for row in (*every_row(), *rows)}
     groups: dict[tuple[str, str, str], list[MeasuredRow]] = {}
@@ -202,14 +202,9 @@ def predict_foreign(rows: Sequence[MeasuredRow], known: int) -> list[RowPredicti
             test = [members[i] for i in fold]
             own = usable([members[i] for i in order if i not in fold])
             on = [own[i] for i in rng.permutation(len(own))[:known]] if known else []
-            found |= {p.row_id: p for p in _predict_after(test, on, prior)}
+            measured = [r.case for r in on], [r.seconds for r in on]
+            calibration = refit(*measured, prior).calibration if on else prior
+            widths = posterior(*measured, calibration, prior).half_widths([r.case for r in test]).tolist()
+            for row, width in zip(test, widths, strict=True):
+                found[row.row_id] = predict_row(row, calibration, half_width=width)
     return [found[r.row_id] for r in rows]
-
-
-def _predict_after(test: Sequence[MeasuredRow], on: Sequence[MeasuredRow], prior: Calibration) -> list[RowPrediction]:
-    """Predict rows by the prior refitted to the rows `on`, none or some, with the posterior's intervals."""
-    known = [r.case for r in on], [r.seconds for r in on]
-    calibration = refit(*known, prior).calibration if on else prior
-    fitted = posterior(*known, calibration, prior)
-    widths = fitted.half_widths([row.case for row in test]).tolist()
-    return [predict_row(row, calibration, half_width=width) for row, width in zip(test, widths, strict=True)]
