@@ -16,6 +16,8 @@ from trilane.costmodel.calibration import Calibration, Configuration, Regime
 from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.fit import fit_time, refit
 from trilane.costmodel.iteration import iteration_time
+from trilane.costmodel.measured_rows import every_row, usable
+from trilane.costmodel.uncertainty import posterior
 
 A100 = cluster("jz-a100-80g")
 SHAPE = parse_shape("72,14336,64,2048,250880")
@@ -60,6 +62,15 @@ def test_one_wild_row_does_not_drag_the_others_along():
     measured = [1.1 * seconds(c, Calibration()) for c in CASES]
     fitted = fit_time(CASES, [*measured[:-1], 10 * measured[-1]], Calibration())
     assert max(errors(fitted, measured)[:-1]) < 0.05
+
+
+def test_rows_narrow_what_is_known_of_a_constant_and_one_wild_row_is_not_the_models_error():
+    measured = [1.1 * seconds(c, Calibration()) for c in CASES]
+    fitted = fit_time(CASES, measured, Calibration())
+    left = dict(zip(BOUNDS, fitted.deviations, strict=True))
+    assert left["pace"] < 0.7 * BOUNDS["pace"].deviation and left["flash"] > 0.99 * BOUNDS["flash"].deviation
+    calm, wild = (posterior(CASES, [*measured[:-1], m * measured[-1]], fitted, Calibration()).misfit for m in (1, 10))
+    assert calm < wild < 0.1
 
 
 def test_two_rows_that_agree_change_nothing_that_they_do_not_touch():
@@ -154,3 +165,15 @@ def test_a_card_after_the_h100_has_the_constants_of_an_unmeasured_h100_cluster()
 def test_without_a_pipeline_nothing_waits_in_a_bubble():
     case = dataclasses.replace(CASES[0], topology=Topology(tp=8, dp=48, mbs=1, gbs=2064, precision="bf16"))
     assert iteration_time(case.shape, case.topology, A100, Calibration()).bubble == 0
+
+
+def test_a_row_far_out_informs_other_clusters_less_and_software_without_a_name_is_nobodys():
+    rows = [r for r in usable(every_row()) if r.file == "dgxc_nemotron_h100"][:5]
+    known = shipped.default(rows[0].case.cluster, rows[0].stack)
+    wild = [*rows[:-1], dataclasses.replace(rows[-1], seconds=10 * rows[-1].seconds)]
+    near, far = shipped.Fit.of(rows, known), shipped.Fit.of(wild, known)
+    assert far.trust[-1] < 0.1 < 0.4 < near.trust.min() and (far.trust[:-1] == near.trust[:-1]).all()
+    nameless = dataclasses.replace(near, stack="")
+    assert nameless.shares(near.cluster, "") == (True, True, False)
+    later = dataclasses.replace(near, stack="megatron-deepspeed-2024")
+    assert later.shares(cluster("jz-a100-80g"), "megatron-deepspeed") == (False, False, True)

@@ -15,6 +15,7 @@ from trilane.costmodel.iteration import (
     IterationTime,
     data_parallel_seconds,
     iteration_time,
+    offload_seconds,
     optimizer_seconds,
     pressure,
     seconds_per_stage,
@@ -207,6 +208,28 @@ def test_adam_works_on_the_share_of_its_group_of_shards() -> None:
         for n in (0, 8)
     )
     assert hybrid / whole == pytest.approx((30 / 8 + 6) / (30 / 64 + 6))
+
+
+def test_the_replicas_of_a_node_share_its_network_between_stages() -> None:
+    """Eight replicas with a stage each on a node send at once; one replica has the network to itself."""
+    bytes_only = replace(K, handoff_s=1e-6)
+    slow = replace(NOW, network_bytes_per_s=1e9)
+    alone, eight = (seconds(slow, bytes_only, pp=24, dp=d, gbs=24 * d).pipeline_p2p for d in (1, 8))
+    assert eight == pytest.approx(8 * alone, rel=0.01)
+
+
+def test_adam_on_the_host_shares_the_nodes_memory_bandwidth() -> None:
+    """28 bytes a parameter at 100 GB/s a node (Ren et al. 2021), and 2 + 2 bytes over PCIe."""
+    x = columns_of(SHAPE, Topology(**BF16, zero=1, offload="optimizer"))
+    pcie = 4 / (A100.pcie_bytes_per_s * K.p2p)
+    assert float(offload_seconds(1e9, x, A100, K)) == pytest.approx(1e9 * (8 * 28 / 100e9 + pcie))
+
+
+def test_a_single_gpu_or_fp32_sums_have_no_transient_buffers_to_be_short_of() -> None:
+    full = replace(A100, gpu=replace(A100.gpu, memory_bytes=1e9))
+    for plan, factor in (({"dp": 2}, 1 + K.pressure), ({}, 1), ({"dp": 2, "fp32_gradients": True}, 1)):
+        x = columns_of(SHAPE, Topology(**BF16, **plan, gbs=2))
+        assert float(pressure(x, full, K)) == pytest.approx(factor)
 
 
 def test_a_card_is_slow_from_three_quarters_full_and_slowest_at_ninety_five_hundredths() -> None:

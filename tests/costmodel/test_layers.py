@@ -11,11 +11,14 @@ from trilane.costmodel.columns import Columns, columns_of
 from trilane.costmodel.constants import Constants
 from trilane.costmodel.layers import (
     LayerTime,
+    accumulation_seconds,
     all_reduce_seconds,
     attention_seconds,
     elementwise_seconds,
     flash_seconds,
+    head_seconds,
     layer_time,
+    ring_seconds,
 )
 
 A100 = cluster("jz-a100-80g")
@@ -112,3 +115,38 @@ def test_a_layers_time_is_the_sum_of_its_parts() -> None:
     parts = (layer.matmul, layer.attention, layer.elementwise, layer.tensor_parallel, layer.overhead)
     assert float(layer.total) == pytest.approx(sum(map(float, parts)))
     assert min(map(float, parts)) > 0
+
+
+def test_two_gpus_may_share_a_slower_bus_than_a_whole_node() -> None:
+    slow = replace(IDEAL, pair_bytes_per_s=25e9)
+    two, four = (float(all_reduce_seconds(columns(tp=t), m, NO_WAITS)) for t, m in ((2, slow), (4, slow)))
+    assert two == pytest.approx(4 * float(all_reduce_seconds(columns(tp=2), IDEAL, NO_WAITS))) and four < two
+
+
+def test_a_logit_moves_forty_five_bytes_and_a_summed_gradient_six_or_ten() -> None:
+    """Beyond its matmuls, which a card without peak would not feel; gradients in half precision and in fp32."""
+    fast = replace(A100, gpu=replace(A100.gpu, bf16_flops_per_s=1e20, fp16_flops_per_s=1e20))
+    ideal, rate = replace(NO_WAITS, memory=1.0), A100.gpu.memory_bytes_per_s
+    sums = 50304 * 2048 / rate
+    assert float(head_seconds(columns(), fast, ideal)) == pytest.approx(45 * 2048 * 50304 / rate + 6 * sums, rel=1e-3)
+    assert float(accumulation_seconds(1e9, columns(fp32_gradients=True), A100, ideal)) == pytest.approx(10e9 / rate)
+
+
+def test_the_scores_are_passed_six_and_a_half_times_forward_and_nine_and_a_half_backward() -> None:
+    fast = replace(A100, gpu=replace(A100.gpu, bf16_flops_per_s=1e20, fp16_flops_per_s=1e20))
+    x, once = columns(attention="scores"), 2 * 2048**2 * 16 / A100.gpu.memory_bytes_per_s
+    found = [float(s) / once for s in attention_seconds(x, fast, replace(NO_WAITS, memory=1.0))]
+    assert found == pytest.approx([6.5, 9.5], rel=1e-3)
+
+
+def test_ranks_that_share_a_sequence_send_the_keys_and_values_of_the_others_once() -> None:
+    """c - 1 blocks of keys and values, 2 bytes each, of 2048 / c tokens; tensor parallelism divides the channels."""
+    moved = 3 * 2 * 512 * 2048 * 2
+    for tp in (1, 2):
+        assert float(ring_seconds(columns(cp=4, tp=tp), IDEAL, NO_WAITS)) == pytest.approx(moved / tp / 100e9)
+
+
+def test_the_host_launches_a_quarter_more_for_collectives() -> None:
+    busy = replace(NO_WAITS, launch_s=1e-5, host_s=0.02)
+    plain, sharded, tensor = (layer_time(columns(**p), A100, busy).total for p in ({}, {"zero": 3}, {"tp": 2}))
+    assert sharded - plain == pytest.approx(0.02 * 0.75 / 4) == tensor - plain

@@ -117,5 +117,7 @@ def test_a_prediction_faster_than_any_measured_run_says_so_and_is_less_sure():
     assert "of the card's peak" in claimed.support.words and "of the card's peak" not in plain.support.words
     assert claimed.support.mfu > claimed.support.record > plain.support.mfu
     assert claimed.sec_hi / claimed.sec_per_it > 1.2 * plain.sec_hi / plain.sec_per_it
+    newer = dataclasses.replace(case, cluster=cluster("h200"))  # no row of its own: what an H100 has reached
+    assert "of the card's peak" in predict(newer, dataclasses.replace(usual, pace=0.6, card="")).support.words
     capped = [predict(case, dataclasses.replace(usual, matmul=share)).sec_per_it for share in (0.87, 0.95)]
     assert capped[0] == capped[1]

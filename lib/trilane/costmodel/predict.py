@@ -112,14 +112,15 @@ def _mfu(case: Any, seconds: float) -> float:
     return case.shape.flops_per_iteration(t.gbs) / (seconds * t.gpus * max(gpu.flops_per_s(t.precision), 1.0))
 
 
-def _peak(case: Any) -> tuple[str, str]:
-    return case.cluster.gpu.name.partition("-")[0], case.topology.precision.replace("bf16", "fp16")
+def _peak(case: Any) -> tuple[int, str]:
+    """The generation of its card, and the precision of its products; any card after the H100 is one."""
+    return min(case.cluster.gpu.compute_capability[0], 9), case.topology.precision.replace("bf16", "fp16")
 
 
 @functools.cache
-def _records() -> dict[tuple[str, str], float]:
-    """The largest share of the peak that a shipped run of each card and precision has."""
-    found: dict[tuple[str, str], float] = {}
+def _records() -> dict[tuple[int, str], float]:
+    """The largest share of the peak that a shipped run of each generation of cards and precision has."""
+    found: dict[tuple[int, str], float] = {}
     for row in usable(every_row()):
         found[_peak(row.case)] = max(found.get(_peak(row.case), 0.0), _mfu(row.case, row.seconds))
     return found
