@@ -188,6 +188,10 @@ def test_ten_rows_calibrate_alike_from_csv_markdown_python_and_04(tmp_path, outp
     for engine in ("", "megatron"):
         case = dataclasses.replace(in_memory.cases[0], engine=engine)
         assert predict(case, in_memory.fitted) == predict(case, own)
+    Path("fsdp").write_bytes(Path("own.json").read_bytes())
+    assert calibration_for(A100, "./fsdp").hash == own.hash
+    with pytest.raises(ValueError, match="calibration=fsdp: is a file and a stack"):
+        calibration_for(A100, "fsdp")
     study = Study.create("ours")
     runs = collect.measure_runs(study, "rows.csv", 5, A100)
     recalibrate.recalibrate(runs.timed, A100).save(study, "04_analyze")

@@ -145,6 +145,7 @@ def calibration_for(cluster: Cluster, source: str = "") -> Calibration:
 
 def _found(cluster: Cluster, source: str) -> Calibration:
     if not source or source in stacks():
+        require(not Path(source).is_file(), "calibration", source, "is a file and a stack; for the file ./ before it")
         return default(cluster, source)
     if source.endswith(".json") or Path(source).is_file():
         return load(source)
