@@ -48,7 +48,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("each * (others - 1)", "each * others"),
     ],
     ("planner", "config/parallelism.py", "config"): [
-        ("(t.mbs * t.dp) % t.pp == 0", "(t.mbs * t.dp) % t.pp <= 1"),
+        ("t.microbatches % t.pp == 0", "t.microbatches % t.pp <= 1"),
         ("c.gpus_per_node % t.tp == 0", "t.tp <= c.gpus_per_node"),
         ("t.gpus <= c.max_gpus", "t.gpus < c.max_gpus"),
         ("t.dp * t.cp % t.shards == 0", "t.dp % t.shards == 0"),
