@@ -14,29 +14,29 @@ from support import REPOSITORY
 LIB = REPOSITORY / "lib/trilane"
 # The packages, lowest first, and the most lines of each, docstrings included; behind a number stands the aim.
 BUDGETS = {
-    "utils": 900,  # 600
-    "config": 1700,  # 1450
-    "workspace": 1641,  # 1250
-    "logs": 2602,  # 2150
-    "costmodel": 3180,  # 2600
-    "interop": 680,  # 600
-    "planning": 1420,  # 1250
-    "diagnose": 1851,  # 1800
-    "engine": 4935,  # 4370
-    "launch": 857,  # 730
-    "analysis": 2320,  # 1900
-    "forecasting": 1560,  # 1350
-    "slurm": 2771,  # 2650
-    "report": 1560,  # 1500
+    "utils": 897,  # 600
+    "config": 1685,  # 1450
+    "workspace": 1636,  # 1250
+    "logs": 2584,  # 2150
+    "costmodel": 3086,  # 2600
+    "interop": 592,  # 600
+    "planning": 1405,  # 1250
+    "diagnose": 1831,  # 1800
+    "engine": 4888,  # 4370
+    "launch": 854,  # 730
+    "analysis": 2294,  # 1900
+    "forecasting": 1553,  # 1350
+    "slurm": 2594,  # 2650
+    "report": 1498,  # 1500
     "cli": 1210,  # 800
 }
 ORDER = tuple(BUDGETS)
-MOST_LINES = 29_000  # 25,000
-MOST_FILES = 196  # 170
-MOST_BYTES = 50.4  # a line, on average, not by denser lines: 50
+MOST_LINES = 28_670  # 25,000
+MOST_FILES = 195  # 170
+MOST_BYTES = 50.3  # a line, on average, not by denser lines: 50
 MOST_CONSTANTS = 10.0  # of modules, per 1,000 lines
 LEAST_COMMENTS = 2.1  # lines of reasons per 100 of code: 3
-MOST_TEST_LINES = 19_200  # 15,000
+MOST_TEST_LINES = 19_036  # 15,000
 MOST_WORDS = 30_000  # of Markdown, without the reference, which the code writes
 
 
