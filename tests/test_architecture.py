@@ -24,8 +24,8 @@ BUDGETS = {
     "diagnose": 1831,  # 1800
     "engine": 4888,  # 4370
     "launch": 854,  # 730
-    "analysis": 2294,  # 1900
-    "forecasting": 1553,  # 1350
+    "analysis": 2161,  # 1900
+    "forecasting": 1686,  # 1350
     "slurm": 2594,  # 2650
     "report": 1498,  # 1500
     "cli": 1210,  # 800

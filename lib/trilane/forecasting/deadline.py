@@ -6,12 +6,12 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from trilane.analysis.in_time import Dated, InTime
 from trilane.config.cluster import Cluster
 from trilane.config.engines import default_precision
 from trilane.config.model import ModelShape
 from trilane.costmodel.shipped import calibration_for
 from trilane.forecasting.forecast import forecast
+from trilane.forecasting.in_time import Dated, InTime
 from trilane.planning.size_request import ANY, MOST, SizeRequest
 from trilane.planning.sizing import Proposal, Proposals, fastest, size_text, survey
 from trilane.utils.validation import require, require_positive
