@@ -3,9 +3,10 @@
 import base64
 import functools
 import hashlib
+import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def notebook_html(executed: Path) -> str:
     report["kind"] = "one-page" if executed.stem == "08_decision" else "report"  # whose print has to fit a sheet
     notebook.metadata, heading = {}, "figure"  # without the state of widgets
     # papermill's own cell on top of a notebook that failed
-    notebook.cells = [c for c in notebook.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])]
+    cells = [c for c in notebook.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])]
+    notebook.cells = list(_results_first(cells))
     for cell in notebook.cells:
         lines = cell.source.splitlines() if cell.cell_type == "markdown" else []
         for heading in (line[3:].strip() for line in lines if line.startswith("## ")):
@@ -60,6 +62,22 @@ def notebook_html(executed: Path) -> str:
     for place in filter(None, (executed.parent, executed.parent.parent, checkout())):
         text = text.replace(f"{place.absolute()}/", "") if len(place.parts) > 1 else text
     return text
+
+
+def _results_first(cells: Iterable[Any]) -> Iterator[Any]:
+    """The cells; the code between two texts is one cell below its outputs, that of a cell `formula` above its own."""
+    sources = list[str]()
+    for cell in cells:
+        if cell.cell_type != "code" or "formula" in cell.metadata.get("tags", []):
+            yield from [nbformat.v4.new_code_cell("\n\n".join(sources))] * bool(sources)
+            sources.clear()
+            yield cell
+            continue
+        sources += [cell.source] * bool(cell.source)
+        if cell.outputs:
+            cell.source = ""
+            yield cell
+    yield from [nbformat.v4.new_code_cell("\n\n".join(sources))] * bool(sources)
 
 
 def _about(notebook: Any, executed: Path) -> dict[str, str]:
@@ -106,10 +124,37 @@ class _Renderer(mistune.HTMLRenderer):
     def block_html(self, html: str) -> str:
         return str(Html.of("<p>{}</p>\n", html))
 
+    def inline_math(self, latex: str) -> str:
+        return formula(latex)
+
+    def block_math(self, latex: str) -> str:
+        return f"<p>{formula(latex)}</p>\n"
+
 
 def markdown_html(text: str) -> str:
-    """Markdown with tables as HTML."""
-    return str(mistune.create_markdown(renderer=_Renderer(escape=False), plugins=["table"])(text))
+    """Markdown with tables and formulas ($...$, $$...$$) as HTML."""
+    return str(mistune.create_markdown(renderer=_Renderer(escape=False), plugins=["table", "math"])(text))
+
+
+@functools.lru_cache(256)
+def formula(latex: str) -> str:
+    """A formula as a picture that JupyterLab's looks like; its source is read aloud, and shown where it is no LaTeX.
+
+    What matplotlib's mathtext draws: one line, \\frac, \\sqrt, \\sum, \\mathrm; no environments.
+    """
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.mathtext import math_to_image
+
+    line, drawn, size = " ".join(latex.split()), io.BytesIO(), 12  # points
+    try:
+        depth = math_to_image(f"${line}$", drawn, FontProperties(size=size), dpi=72, format="svg")
+    except ValueError:
+        return str(Html.of("<code>{}</code>", line))
+    svg = re.sub(rb"(?s)<metadata>.*?</metadata>", b"", drawn.getvalue())  # has the time
+    height = re.search(rb'height="([\d.]+)pt"', svg)
+    style = f"height: {float(height[1]) / size:.3f}em; vertical-align: {-depth / size:.3f}em" if height else ""
+    source = f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+    return str(Html.of('<img class="math" alt="{}" style="{}" src="{}">', line, style, source))
 
 
 def plain_html(text: str) -> str:
