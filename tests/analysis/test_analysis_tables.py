@@ -52,7 +52,7 @@ def test_each_run_is_a_row_in_the_words_of_the_chronicles(folder, capsys):
     lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines()]
     assert lines[0] == ["GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Loss", "Notes"]
     a, b, ours = lines[2:]
-    assert a[:9] == ["8", "1.3B", "1", "4", "2", "1", "4", "2.0GiB", "2"] and a[-1] == "a.out"
+    assert a[:9] == ["8", "1.32B", "1", "4", "2", "1", "4", "2.0GiB", "2"] and a[-1] == "a.out"
     assert (b[7], b[8], b[-1]) == ("OOM", "", "b.log, OOM")
     assert ours[:8] == ["2", "127K", "2", "1", "1", "2", "4", "0.5GiB"] and ours[-1] == "study/runs/small"
     assert errors.startswith("trilane: left out: log=") and "notes.txt" in errors

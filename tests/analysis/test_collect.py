@@ -1,9 +1,11 @@
 """One run, one answer: the record of `logs parse`, and what a notebook shows of many runs; everywhere the same."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 from support import small_plan
 from test_log_dialects import m2021, m2022
@@ -77,10 +79,10 @@ def test_a_notebook_shows_the_first_of_many_runs_failed_ones_first(tmp_path):
         text = text.replace(m2021(4, ms=1000.0 + number), wrong) if number == 7 else text
         (tmp_path / f"{number:02d}.log").write_text(text + ("ValueError: no\n" if number == 9 else ""))
     runs = measure_runs(Study("s"), str(tmp_path))
-    assert (len(runs.endings().to_frame()), len(runs.efficiency().to_frame()), len(runs.drawn)) == (40, 40, 8)
-    assert runs.endings().to_frame()["Source"].tolist()[:2] == ["09.log", "00.log"]
-    (problem,) = filter(None, runs.endings().to_frame()["Problems"])
-    assert problem.startswith("learning_rate") and "iteration 4" in problem and "no spike" in runs.spikes()
+    endings = runs.endings()
+    assert (endings.count("<tr>"), runs.details().count("<tr>"), len(runs.drawn)) == (41, 41, 8)
+    assert re.findall(r"\d\d\.log", endings)[:2] == ["09.log", "00.log"] and "<details>" not in endings
+    assert endings.count("learning_rate: 7 at iteration 4") == 1 and "no spike" in runs.spikes()
     assert len(str(runs)) < 20, "no text of a thousand rows lies in the notebook"
 
 
@@ -131,7 +133,8 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
     shown = measure_runs(Study.open("s"))
     assert shown.runs[0].to_json() == m.to_json()
     cells = shown.to_frame().iloc[0]
-    assert (cells["GBS"], cells["Sec/it"], cells["Notes"]) == (4, m.sec_per_it, "completed")
+    assert (cells["gbs"], cells["sec_per_it"], cells["status"]) == (4, m.sec_per_it, "completed")
+    assert all(pd.api.types.is_numeric_dtype(shown.to_frame()[n]) for n in ("parameters", "mfu", "spread", "tflops"))
 
     assert compare([m], measure_path(folder)).change == 0
     assert case_of(m).topology.gbs == 4

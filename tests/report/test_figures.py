@@ -17,6 +17,7 @@ from matplotlib.dates import date2num
 from support import REPOSITORY
 
 from trilane.analysis.loss_curve import join
+from trilane.analysis.recalibrate import recalibrate
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.plan import read_plan
@@ -154,6 +155,16 @@ def test_a_loss_that_falls_far_is_logarithmic_and_a_quantity_that_no_log_has_get
     assert losses.explorer({}) == losses.explorer({"a": join([log(lm_loss=np.nan)])}) == Text("No log prints a loss.")
 
 
+def test_of_equal_curves_each_has_its_own_dashes():
+    """One drawn over another would look like a missing run."""
+    layers = drawn({name: join([log()]) for name in "abc"})[1]["concat"][0]["layer"]
+    marks = [layer["mark"] for layer in layers if "strokeDashOffset" in layer["mark"]]
+    assert {mark["strokeDashOffset"] for mark in marks} == {0, -9, -18}
+    assert all(dash == 9 and gap == 9 * 2 for dash, gap in (mark["strokeDash"] for mark in marks))
+    apart = drawn({"a": join([log()]), "b": join([log(lm_loss=7.0)])})[1]
+    assert "strokeDashOffset" not in json.dumps(apart)
+
+
 def run(name, seconds, **timers):
     """A measurement with the medians of some timers, in seconds."""
     table = pd.DataFrame({"iteration": [1, 2], **{k.replace("_", "-"): [v, v] for k, v in timers.items()}})
@@ -164,11 +175,11 @@ def run(name, seconds, **timers):
 
 def test_phases_follow_each_other_and_what_no_timer_covers_ends_the_iteration():
     timers = {"forward_compute": 1.0, "backward_compute": 2.0, "optimizer": 0.5}
-    (axes,) = runs.phases_measured([run("a", 4.0, **timers), run("b", 3.0)]).axes
+    (axes,) = runs.phases([run("a", 4.0, **timers), run("b", 3.0)], recalibrate([])).axes
     assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 25), (25, 50), (75, 12.5), (87.5, 12.5)]
     names = [text.get_text() for text in axes.get_legend().get_texts()]
     assert names == ["forward", "backward", "optimizer", "covered by no timer"]
-    assert isinstance(runs.phases_measured([run("b", 3.0)]), Text), "one line, no empty figure"
+    assert isinstance(runs.phases([run("b", 3.0)], recalibrate([])), Text), "one line, no empty figure"
 
 
 PLAN = read_plan(REPOSITORY / "docs/plan-176b.json")

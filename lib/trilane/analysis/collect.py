@@ -1,6 +1,7 @@
 """Runs of paths, measured; MeasuredRuns: those of a study or of any files of logs, with tables and sentences."""
 
 import glob
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,23 +9,28 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from trilane.analysis.continuity import find_breaks
 from trilane.analysis.loss_curve import Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure, measure_log
-from trilane.analysis.spikes import training_text
+from trilane.analysis.spikes import CALM, training_text
 from trilane.analysis.steady_state import WARM_UP
-from trilane.analysis.tables import filled, rows_of, values
+from trilane.analysis.tables import filled, folded, rows_of, tidy, values
 from trilane.config.cluster import Cluster, Gpu
 from trilane.config.plan import read_plan
+from trilane.costmodel.recalibration import NOTHING, Recalibration
 from trilane.logs.dialects import use
 from trilane.logs.written_tables import read_runs
 from trilane.utils.files import natural
 from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, short, show
 from trilane.utils.validation import require, require_folder
+from trilane.workspace.status import Status
 from trilane.workspace.study import Study
 
 SHOWN, DRAWN = 40, 8  # runs of hundreds that a table and a figure have
+NO_LOG = Html("<p>No log among them: rows of typed tables are compared with their predictions alone.</p>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,49 +44,74 @@ class MeasuredRuns(Table):
     unread: tuple[str, ...] = ()
 
     @property
+    def logs(self) -> list[Measurement]:
+        """The runs that a log shows; rows of typed tables have neither iterations nor an ending."""
+        return [m for m in self.runs if m.log.dialect != "table"]
+
+    @property
     def timed(self) -> list[Measurement]:
         """The runs that printed iterations with their time."""
-        return [m for m in self.runs if m.iterations]
+        return [m for m in self.logs if m.iterations]
 
     @property
     def drawn(self) -> list[Measurement]:
         """The first of the timed runs, as many as a figure can show."""
         return self.timed[:DRAWN]
 
-    def summary(self) -> Text:
-        """How many runs there are and how they ended, what of them is shown, and which files are not among them."""
-        ends = ", ".join(f"{number} {status}" for status, number in Counter(str(m.status) for m in self.runs).items())
-        text = Text.of("**{}** runs, {} of them with timed iterations: {}.", len(self.runs), len(self.timed), ends)
-        if len(self.runs) > SHOWN or len(self.timed) > DRAWN:
-            text = Text.of("{} Tables show the first {}, figures {}; runs.html has all.", text, SHOWN, DRAWN)
+    def finding(self, recalibration: Recalibration) -> Text:
+        """How the runs ended, whether their losses agree, and how wrong the predictions of their time were."""
+        ends = Counter(str(m.status) for m in self.logs)
+        counts = [f"{number} of {len(self.logs)} runs {status}" for status, number in ends.items()]
+        rows = len(self.runs) - len(self.logs)
+        counts += [f"{rows} rows of typed tables, without logs"] * bool(rows)
+        lead = Text.of("**{}.**", ", ".join(counts))
+        is_long = len(self.runs) > SHOWN or len(self.timed) > DRAWN
+        shown = f"Tables show the first {SHOWN} runs, figures {DRAWN}; runs.html has all." * is_long
+        text = Text.joined(" ", filter(None, [lead, self._agreement(), accuracy(recalibration), shown]))
         unread = _first([short(reason.partition(";")[0], 120) for reason in self.unread])
         return Text.joined("\n- not read: ", [text, *unread])
 
+    def _agreement(self) -> str:
+        """Whether trainings have one loss, by the largest difference at an iteration that two of them have."""
+        losses = [curve.table.set_index("iteration")["lm_loss"] for curve in self.curves().values()]
+        table = pd.concat(losses, axis=1) if len(losses) > 1 else pd.DataFrame()
+        gap = (table.max(axis=1) - table.min(axis=1))[table.notna().sum(axis=1) > 1].max() if len(table) else math.nan
+        # repeats of one training in 16 bits differ by a few thousandths
+        agree = "agree within" if gap < 0.01 else "differ by up to"
+        return f"Their losses {agree} {gap:.1g} nats per token." if gap == gap else ""
+
     def to_frame(self) -> DataFrame:
-        """The runs in the columns of the BigScience tables, a row each."""
-        return _table(self.runs).to_frame()
+        """A row a run, with a column for each of its numbers, in base units where the name has none."""
+        return tidy(rows_of(self.runs))
 
     def __repr__(self) -> str:
         return f"{len(self.runs)} runs"
 
     def _repr_html_(self) -> str:
-        return show(_table(self.runs[:SHOWN]).to_frame(), self.digits)
+        return self.table()._repr_html_() if self.logs else NO_LOG
 
-    def endings(self) -> Table:
-        """How each run ended, failed ones first: the line that proves it, nodes at fault, wrong numbers."""
-        runs = sorted(self.runs, key=lambda m: not m.status.has_failed)[:SHOWN]
+    def table(self) -> Columns:
+        """The first runs in the columns of the BigScience tables that hold anything."""
+        usual = ("GPUs", "Size", "TP", "PP", "DP", "MBS", "GBS", "Sec/it", "TFLOPs", "Tokens/s", "Mem (GiB)", "Losses")
+        return _table(self.logs[:SHOWN], *usual, "Outcome")
+
+    def endings(self) -> Html:
+        """How each run ended, failed ones first: the line that proves it, nodes at fault, wrong numbers; folded where
+        all completed.
+        """
+        runs = sorted(self.logs, key=lambda m: not m.status.has_failed)[:SHOWN]
         heads = "Source", "Dialect", "Status", "Iterations", "First", "Last", "Node", "Exclude", "Cause", "Problems"
-        return Columns(filled(_table(runs, *heads).to_frame()))
+        table = show(_table(runs, *heads).to_frame())
+        is_calm = all(m.status is Status.COMPLETED and not m.log.problems for m in self.logs)
+        if not is_calm or not runs:
+            return table if runs else NO_LOG
+        return folded(f"All {len(self.logs)} completed, and no number in their logs contradicts another", table)
 
-    def numerics(self) -> Table:
-        """Skipped and NaN iterations, gradient norms (the median), loss scales (the last) and how often they fell."""
-        heads = "Skipped", "NaN", "Norm", "Largest norm", "Scale", "Reductions"
-        return _table(self.timed[:SHOWN], *heads)
-
-    def efficiency(self) -> Table:
-        """Which iterations do not count and why, and where time is lost."""
-        heads = "Left out", "Tokens/s", "Lost", "MFU", "HFU"
-        return Columns(filled(_table(self.timed[:SHOWN], *heads).to_frame()))
+    def details(self) -> Html:
+        """Of each run: what does not count and why, where time is lost, utilization, gradient norms, loss scales."""
+        heads = ("Not counted", "Lost", "MFU", "HFU", "Skipped", "NaN", "Norm", "Largest norm", "Scale", "Reductions")
+        table = show(_table(self.timed[:SHOWN], *heads).to_frame())
+        return folded("Utilization, lost time, gradient norms and loss scales", table) if self.timed else Html("")
 
     def curves(self) -> dict[str, Curve]:
         """The loss curve of each training, by the name of its first run."""
@@ -95,8 +126,11 @@ class MeasuredRuns(Table):
     def spikes(self) -> Html:
         """Spikes of all trainings, and what their restarts did not continue, as `logs spikes` has them."""
         groups = trainings([m.log for m in self.timed])
-        lines = [line for g in groups for line in training_text(g, join(g), find_breaks(g)).splitlines()]
-        return Html.pre("\n".join(_first(lines, SHOWN)))
+        texts = [training_text(g, join(g), find_breaks(g)) for g in groups]
+        loud = [line for text in texts if not text.endswith(f"lines\n  {CALM}") for line in text.splitlines()]
+        quiet = sum(text.endswith(f"lines\n  {CALM}") for text in texts)
+        lead = Html.of("<p>{} of {} trainings: {}.</p>", quiet, len(texts), CALM) if quiet else Html("")
+        return Html.of("{}{}", lead, Html.pre("\n".join(_first(loud, SHOWN))) if loud else Html(""))
 
 
 def measure_runs(
@@ -126,6 +160,17 @@ def measure_runs(
     return MeasuredRuns(runs=tuple(named), unread=tuple(unread))
 
 
+def accuracy(found: Recalibration) -> Text:
+    """How wrong predictions of time were before the runs, and after them for a run that the fit has not seen."""
+    if not found.fit:
+        return NOTHING
+    before, after = (f"{100 * error['median']:.2g} %" for error in found.errors().values())
+    text = Text.of("Predicted seconds were wrong by **{}** (median of {} runs)", before, len(found.rows))
+    if not found.fit.weight:
+        return Text.of("{}; constants fitted to these predict no better, so those from before are kept.", text)
+    return Text.of("{}; by constants fitted to the other runs, by **{}**.", text, after)
+
+
 def _name(number: int, m: Measurement) -> str:
     # file names are long, and a file may hold several runs
     c = m.config
@@ -133,9 +178,8 @@ def _name(number: int, m: Measurement) -> str:
 
 
 def _table(runs: Sequence[Measurement], *heads: str) -> Columns:
-    """The runs in these columns, by default in those of the BigScience tables."""
-    usual = ("GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem (GiB)", "Sec/it", "±", "TFLOPs", "Losses", "Outcome")
-    table = values(rows_of(runs), ("Run", *(heads or usual)))
+    """The runs in those of these columns that hold anything."""
+    table = filled(values(rows_of(runs), ("Run", *heads)))
     return Columns(table.rename(columns={"Losses": "Loss", "Outcome": "Notes"}))
 
 

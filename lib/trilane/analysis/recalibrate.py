@@ -16,8 +16,8 @@ from trilane.config.engines import ENGINES, label_of
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.measured_rows import MeasuredRow, Skipped, ignored_words, read_rows, stack_of
-from trilane.costmodel.recalibration import NOTHING, Recalibration, recalibrated
-from trilane.costmodel.uncertainty import Z90, Posterior
+from trilane.costmodel.predict import Prediction
+from trilane.costmodel.recalibration import NOTHING, Recalibration, predictions, recalibrated
 from trilane.logs.written_tables import SUFFIXES
 from trilane.planning.search import search_space
 from trilane.planning.space import space_around
@@ -48,11 +48,11 @@ def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> 
     """fit() to the runs whose shape and topology are known, on `cluster` unless they have a plan; without rows where
     they contradict each other.
 
-        recalibrate(measure_runs(Study.open("demo")).timed).to_frame()
+        recalibrate(measure_runs(Study.open("demo")).runs).to_frame()
     """
     typed, skipped = [m for m in runs if m.log.dialect == "table"], list[Skipped]()
     try:
-        others = [m for m in runs if m.log.dialect != "table"]
+        others = [m for m in runs if m.log.dialect != "table" and m.iterations]
         rows, skipped, ignored = _rows(others, list(dict.fromkeys(m.log.source for m in typed)), cluster)
         return recalibrated(rows, skipped, ignored, cluster, least=1)
     except ValueError as error:
@@ -120,12 +120,11 @@ def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | N
 
 
 def next_runs(study: Study, recalibration: Recalibration) -> Columns | Text:
-    """The study's plans after recalibration, in the order in which to measure them.
+    """The study's plans that have not run, in the order in which to measure them (see short_runs).
 
-        next_runs(study, recalibrate(runs.timed))
+        next_runs(study, recalibrate(runs.runs))
 
-    The plans are those of plans.json, else the best that train the first run's model with its batch on as many GPUs,
-    and the measured ones of that model and batch.
+    They are those of plans.json, else the best that train the first run's model with its batch on as many GPUs.
     """
     if not recalibration:
         return NOTHING
@@ -136,23 +135,24 @@ def next_runs(study: Study, recalibration: Recalibration) -> Columns | Text:
         space = space_around(t, [t.gpus], [t.gbs], sorted({1, 2, 4, t.mbs}), first.engine or ENGINES[0])
         best = search_space(first.shape, first.cluster, space, recalibration.fitted, top=8, distinct=True)
         found = [replace(first, topology=candidate.topology) for candidate in best.best_per_sizes(8).rows]
-    found += [c for c in recalibration.cases if (c.shape, c.topology.gbs) == (first.shape, t.gbs)]
-    table = short_runs(list({(c.shape, c.topology): c for c in found}.values()), recalibration.belief).head(8)
-    return Columns(table.assign(**{"±": table["±"].map("{:.1%}".format)}))
+    ran = {(c.shape, c.topology) for c in recalibration.cases}
+    new = [c for c in found if (c.shape, c.topology) not in ran]
+    table = short_runs(new, predictions(new, recalibration.fitted, recalibration.belief)).head(8)
+    return Columns(table) if new else Text("Each plan that was searched has run.")
 
 
-def short_runs(plans: Sequence[Configuration], belief: Posterior) -> DataFrame:
-    """The plans as short runs of ITERATIONS, the one first that may be the fastest.
+def short_runs(plans: Sequence[Configuration], predicted: Sequence[Prediction]) -> DataFrame:
+    """The plans as short runs of ITERATIONS, the one first that may be the fastest: their seconds with the 90 %
+    interval, and the GPU-hours of the run.
 
-    Of each the believed seconds, half of their 90 % interval, and the GPU-hours of the run. The lower end of each
-    interval decides (optimism in the face of uncertainty: Auer et al. 2002, Machine Learning 47): a plan is worth a run
-    while it may still be the fastest. Left out: what one run teaches about another plan.
+    The lower end of each interval decides (optimism in the face of uncertainty: Auer et al. 2002, Machine Learning 47):
+    a plan is worth a run while it may be the fastest. Left out: what one run teaches about another plan.
     """
-    seconds, width = np.exp(belief.expected(plans)), np.exp(Z90 * np.sqrt(np.diag(belief.covariance(plans))))
     # imports, NCCL, first kernels: guessed, not measured
     start = [120.0 if c.cluster.gpu.kind == "cuda" else 15.0 for c in plans]
+    names = [label_of(c.shape, c.cluster, c.topology, c.engine or ENGINES[0]) for c in plans]
+    columns = {n: np.array([getattr(p, n) for p in predicted]) for n in ("sec_per_it", "sec_lo", "sec_hi")}
     gpus, gbs = (np.array([getattr(c.topology, name) for c in plans]) for name in ("gpus", "gbs"))
-    labels = [label_of(c.shape, c.cluster, c.topology, c.engine or ENGINES[0]) for c in plans]
-    columns = {"short run": labels, "gbs": gbs, "s/it": seconds, "±": width - 1}
-    table = pd.DataFrame({**columns, "GPU-hours": gpus * (start + ITERATIONS * seconds) / 3600})
-    return table.iloc[np.argsort(seconds / gbs / width)].reset_index(drop=True)
+    table = pd.DataFrame({"plan": names, "gbs": gbs, **columns})
+    table["gpu_hours"] = gpus * (start + ITERATIONS * table["sec_per_it"]) / 3600
+    return table.iloc[np.argsort(columns["sec_lo"] / gbs)].reset_index(drop=True)

@@ -13,6 +13,8 @@ from trilane.analysis.loss_curve import LEAST, SIGMAS, WINDOW, Curve, baseline
 from trilane.logs.run import RunLog
 from trilane.utils.tables import Record, as_json
 
+CALM = "no spike, jump or divergence"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event(Record):
@@ -117,8 +119,6 @@ def training_text(group: Sequence[RunLog], curve: Curve, continuity: Continuity)
     """A training in a line, and a line for each restart, event, break of a restart, and problem of a log."""
     lines = [f"{', '.join(str(log.source) for log in group)}: {len(curve.table)} lines"]
     lines += [f"  restart at iteration {r.iteration} ({r.redone} lines done again): {r.log}" for r in curve.restarts]
-    events = [event.sentence for event in find_spikes(curve)] or ["no spike, jump or divergence"] * (
-        not continuity.breaks
-    )
+    events = [event.sentence for event in find_spikes(curve)] or [CALM] * (not continuity.breaks)
     lines += [f"  {line}" for line in (*events, *continuity.lines())]
     return "\n".join([*lines, *(f"  problem of {g.source.name}: {p}" for g in group for p in g.problems)])

@@ -62,7 +62,7 @@ class StudyComparison:
 
     def runs(self) -> Columns | Text:
         """The runs of all studies, a row each."""
-        tables = {s.name: s.runs.to_frame() for s in self.studies if s.runs.runs}
+        tables = {s.name: s.runs.table().to_frame() for s in self.studies if s.runs.runs}
         if not tables:
             return Text("No study has a run.")
         return Columns(pd.concat(tables, names=["Study"]).reset_index("Study"))

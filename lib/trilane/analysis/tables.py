@@ -7,27 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
 from trilane.analysis.measure import Measurement
 from trilane.logs.endings import caveat
 from trilane.utils.files import natural
-from trilane.utils.numbers import percent
+from trilane.utils.numbers import percent, size_text
 from trilane.utils.tables import DataFrame, Html, csv_text, frame_of, middle, one_line, show
 from trilane.utils.validation import require_known
 from trilane.workspace.status import Status
 
 Row = Mapping[str, Any]  # of a run: numbers in base units (`tflops` excepted), NaN where unknown
-
-
-def size(parameters: float) -> str:
-    """A number of parameters in short: 181B, 1.3B, 350M."""
-    for unit, word in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if parameters >= 0.9995 * unit:
-            return f"{parameters / unit:.{0 if parameters >= 9.95 * unit else 1}f}{word}"
-    return f"{parameters:.0f}"
 
 
 def _config(m: Measurement, name: str) -> float:
@@ -55,7 +47,7 @@ def _cause(m: Measurement) -> str:
 COLUMNS: Mapping[str, tuple[str, str | Callable[[Measurement], Any], str | Callable[[Any], str]]] = {
     "Run": ("run_name", "name", ""),
     "GPUs": ("gpus", partial(_config, name="gpus"), "{:.0f}"),
-    "Size": ("parameters", partial(_config, name="parameters"), size),
+    "Size": ("parameters", partial(_config, name="parameters"), size_text),
     **{n.upper(): (n, partial(_config, name=n), "{:.0f}") for n in ("dp", "tp", "pp", "mbs", "gbs")},
     "Mem": ("memory_bytes", "memory_bytes", lambda value: f"{value / 2**30:.1f}GiB"),
     "Mem (GiB)": ("memory_gib", lambda m: m.memory_bytes / 2**30, "{:.2f}"),
@@ -85,7 +77,7 @@ COLUMNS: Mapping[str, tuple[str, str | Callable[[Measurement], Any], str | Calla
     "Cause": ("cause", _cause, ""),
     "Node": ("hosts", lambda m: list(m.log.hosts), ""),
     "Exclude": ("exclude", "log.exclude", ""),
-    "Left out": ("left_out", lambda m: m.window.sentence.removeprefix("left out: "), ""),
+    "Not counted": ("left_out", lambda m: m.window.sentence.removeprefix("left out: "), ""),
     "Outcome": ("outcome", lambda m: ", ".join(filter(None, (m.status, m.note))), ""),
     "Source": ("source", "log.source", ""),
     "Notes": ("notes", "note", ""),
@@ -160,9 +152,22 @@ def values(rows: Sequence[Row], heads: Sequence[str] = ()) -> DataFrame:
     return table.convert_dtypes()  # 8 stays 8 where another has none
 
 
+def tidy(rows: Sequence[Row]) -> DataFrame:
+    """A column for each number, named by its key, and the texts that tell runs apart; NA where a value is unknown."""
+    texts = ("Run", "Status", "Dialect", "Source")
+    readers = {key: itemgetter(key) if form else partial(cell, head=head) for head, (key, _, form) in COLUMNS.items()}
+    kept = [key for head, (key, _, form) in COLUMNS.items() if form or head in texts]
+    return frame_of(rows, {key: readers[key] for key in kept}).convert_dtypes().rename(columns={"run_name": "run"})
+
+
 def filled(table: DataFrame) -> DataFrame:
     """The columns that hold anything."""
     return table[table.columns[table.notna().any() & (table != "").any()]]
+
+
+def folded(summary: str, table: Html) -> Html:
+    """A table behind its summary, which a click opens."""
+    return Html.of("<details><summary>{}</summary>{}</details>", summary, table)
 
 
 def markdown(rows: Sequence[Row], sort: str = "") -> str:
@@ -192,8 +197,8 @@ def to_html(rows: Sequence[Row]) -> Html:
     anything and repeat no other.
     """
     again = {"Run", "Size", "Mem", "GFLOPs", "Losses", "Outcome", "Notes"}
-    table = values(rows, [head for head in ("Source", "Status", *COLUMNS) if head not in again])
-    return Html.of('<div class="wide">{}</div>', show(filled(table)))
+    heads = [head for head in ("Source", "Status", *COLUMNS) if head not in again]
+    return Html.of('<div class="wide">{}</div>', show(filled(values(rows, heads))))
 
 
 def write_iterations(runs: Sequence[Measurement], path: Path) -> None:

@@ -13,7 +13,8 @@ from trilane.costmodel.shipped import calibration_for
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.in_time import Dated, InTime
 from trilane.planning.size_request import ANY, MOST, SizeRequest
-from trilane.planning.sizing import Proposal, Proposals, fastest, size_text, survey
+from trilane.planning.sizing import Proposal, Proposals, fastest, survey
+from trilane.utils.numbers import size_text
 from trilane.utils.validation import require, require_positive
 
 BATCH = 1 << 22  # tokens of an iteration: GPT-3's 3.2 million (arXiv:2005.14165, table 2.1) to Llama 2's 4

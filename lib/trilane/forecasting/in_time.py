@@ -7,7 +7,8 @@ from typing import Any
 from trilane.costmodel.predict import SAFE
 from trilane.planning.search_result import Candidate
 from trilane.planning.size_request import SizeRequest
-from trilane.planning.sizing import Proposal, Proposals, size_text
+from trilane.planning.sizing import Proposal, Proposals
+from trilane.utils.numbers import size_text
 from trilane.utils.tables import DataFrame, Table, Text, frame_of
 from trilane.utils.validation import require
 

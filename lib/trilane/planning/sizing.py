@@ -15,6 +15,7 @@ from trilane.costmodel.predict import RISKY, Prediction, predict
 from trilane.planning.search import MEMORY_RULE, search
 from trilane.planning.search_result import Candidate, SearchResult, first_per_sizes, sizes_of
 from trilane.planning.size_request import TILE, SizeRequest, usable_heads
+from trilane.utils.numbers import size_text
 from trilane.utils.tables import Columns, DataFrame, Table, Text, frame_of
 from trilane.utils.validation import require, require_known, to_mapping
 
@@ -156,11 +157,6 @@ class Proposals(Table):
         why = why or "no dp and microbatch divide that batch"
         cure = _searched(r.shapes()[0], r, r.engines[0], 1).cure
         return f"no shape can run on {r.gpus} GPUs of {r.cluster.name} and a batch of {r.gbs}; {why}; {cure}"
-
-
-def size_text(parameters: float) -> str:
-    """A number of parameters or tokens, such as 176.2B, or 20.3M where that is below a billion."""
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
 
 
 def support_lines(proposals: Sequence[Proposal]) -> list[str]:

@@ -15,6 +15,13 @@ def amount(value: float) -> str:
     return f"{float(f'{value:.4g}'):,.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
 
 
+def size_text(number: float) -> str:
+    """A number of parameters or tokens in short: 176B, 1.32B, 20.3M."""
+    units = ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1, ""))
+    unit, word = next(((unit, word) for unit, word in units if number >= 0.9995 * unit), (1, ""))
+    return f"{float(f'{number / unit:.3g}'):g}{word}"
+
+
 def with_interval(value: float, low: float, high: float) -> tuple[str, str, str]:
     """A number and its interval with two significant digits of half the width, at most four in all: 103.27 of 97.162 to
     109.83 is "103.3", "97.2", "109.8"."""

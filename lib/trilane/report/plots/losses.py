@@ -36,18 +36,18 @@ def explorer(curves: Mapping[str, Curve], points: int = 2400) -> Interactive | T
     longest = max(len(c.table) for c in curves.values())
     levels = [n for n in (1, 5, 20, 100, 500) if n == 1 or 3 * n <= longest]
     rows, most = list[Row](), max(200, points // len(curves))
-    for (name, curve), thick in zip(curves.items(), widths(curves), strict=True):
-        row = {"run": name, "thick": thick}
-        rows += [{**row, **drawn} for drawn in pieces(curve, axes[name], levels, most)]
+    for name, curve in curves.items():
+        rows += [{"run": name, **drawn} for drawn in pieces(curve, axes[name], levels, most)]
     shown = [key for key in PANELS if key == "loss" or len({v for r in rows for v in r[f"{key}0"] if v == v}) > 1]
     scale = alt.Scale(domain=[*curves], range=[COLORS[i % len(COLORS)] for i in range(len(curves))])
     numbers = {**{x: x for x in across}, **{f"{key}0": PANELS[key][1] for key in shown}}
-    panels = [_panel(key, rows, scale, numbers, _marks(key, curves, axes)) for key in shown]
+    dashed = [*curves] if coincide(curves) else []
+    panels = [_panel(key, rows, scale, numbers, _marks(key, curves, axes), dashed) for key in shown]
     panels[0] = panels[0].add_params(alt.selection_point("only", fields=["run"], bind="legend"))
     lists: Any = [name for name, value in rows[0].items() if isinstance(value, list)]
-    whole = alt.concat(*panels, columns=2, data=alt.Data(values=rows)).add_params(*_controls(curves, across, levels))
+    whole = alt.concat(*panels, columns=3, data=alt.Data(values=rows)).add_params(*_controls(curves, across, levels))
     whole = whole.transform_flatten(lists).transform_calculate(at="datum[across]")
-    return Interactive(whole.resolve_scale(color="shared", strokeWidth="shared"), _text(curves, rows))
+    return Interactive(whole.resolve_scale(color="shared"), _text(curves, rows))
 
 
 def _controls(curves: Mapping[str, Curve], across: Sequence[str], levels: Sequence[int]) -> Iterator[Any]:
@@ -59,11 +59,10 @@ def _controls(curves: Mapping[str, Curve], across: Sequence[str], levels: Sequen
     yield alt.param("level", value=first, bind=choice)
 
 
-def widths(curves: Mapping[str, Curve]) -> list[float]:
-    """Thick to thin where lines may coincide: one that hides another would look like a missing run."""
+def coincide(curves: Mapping[str, Curve]) -> bool:
+    """Whether curves lie on each other: the last drawn would hide the others, which would look like missing runs."""
     ends = [float(c.table["lm_loss"].dropna().iloc[-1]) for c in curves.values()]
-    coincide = len(ends) > 1 and max(ends) - min(ends) < 0.05
-    return np.linspace(7, 1, len(ends)).tolist() if coincide else [1.6] * len(ends)
+    return len(ends) > 1 and max(ends) - min(ends) < 0.05
 
 
 def pieces(curve: Curve, axes: Row, levels: Sequence[int], most: int) -> Iterator[Row]:
@@ -111,14 +110,19 @@ def thinned(table: np.ndarray, most: int) -> np.ndarray:
     return np.array(sorted(kept))
 
 
-def _panel(key: str, rows: Sequence[Row], scale: alt.Scale, numbers: Row, marks: Iterable[Any]) -> Any:
-    """One quantity over the chosen axis: as printed, smoothed, what was trained again, restarts, the hovered point."""
+def _panel(
+    key: str, rows: Sequence[Row], scale: alt.Scale, numbers: Row, marks: Iterable[Any], dashed: Sequence[str]
+) -> Any:
+    """One quantity over the chosen axis: as printed, smoothed, what was trained again, restarts, the hovered point.
+
+    The runs `dashed`, whose curves coincide, take turns along the line.
+    """
     level = f"'{key}' + level" if key != "rate" else "'rate0'"
     # the title of an axis is fixed, that of a chart may depend on a control
     name = alt.TitleParams(alt.expr("across"), orient="bottom", anchor="middle", fontSize=11, fontWeight="normal")
-    base = chart(width=400, height=250, title=name).transform_filter(alt.param("only"))
+    base = chart(width=270, height=220, title=name).transform_filter(alt.param("only"))
     base = base.transform_calculate(printed=f"datum['{key}0']", value=f"datum[{level}]")
-    legend: Any = {"title": "training (a click shows it alone)", "titleLimit": 300, "orient": "bottom", "columns": 2}
+    legend: Any = {"title": "training (a click shows it alone)", "titleLimit": 300, "orient": "bottom", "columns": 4}
     legend |= {"symbolType": "stroke", "symbolOpacity": 1, "symbolStrokeWidth": 3}
     x, y = _axes(key, rows)
     base = base.encode(x=x, color=alt.Color("run:N", scale=scale, legend=alt.Legend(**legend)), detail="piece:N")
@@ -130,10 +134,19 @@ def _panel(key: str, rows: Sequence[Row], scale: alt.Scale, numbers: Row, marks:
     )
     return alt.layer(
         base.mark_line(opacity=0.3, strokeWidth=0.8, tooltip=None).encode(y="printed:Q"),
-        whole.mark_line(tooltip=None).encode(strokeWidth=alt.StrokeWidth("thick:Q", scale=None)),
+        *(whole.mark_line(strokeWidth=2.2, tooltip=None, **look) for look, whole in _turns(whole, dashed)),
         *marks,
         points.add_params(hovered),
     )
+
+
+def _turns(whole: Any, dashed: Sequence[str]) -> Iterator[tuple[Row, Any]]:
+    """The lines: all alike, or a dash of each run in turn, so that of equal curves each is seen."""
+    if not dashed:
+        yield {}, whole
+    for turn, name in enumerate(dashed):
+        look = {"strokeDash": [9, 9 * (len(dashed) - 1)], "strokeDashOffset": -9 * turn}
+        yield look, whole.transform_filter(alt.FieldEqualPredicate(field="run", equal=name))
 
 
 def _axes(key: str, rows: Sequence[Row]) -> tuple[Any, Any]:
@@ -172,7 +185,7 @@ def _marks(key: str, curves: Mapping[str, Curve], axes: Mapping[str, Row]) -> It
 
 
 def _text(curves: Mapping[str, Curve], rows: Sequence[Row]) -> str:
-    """What is drawn, and of how many lines, for who cannot see it and for who must know what was left out."""
+    """What is drawn, and of how many lines, for who cannot see it and how many lines that is."""
     losses = {name: c.table["lm_loss"].dropna() for name, c in [*curves.items()][:6]}
     ends = "; ".join(f"{name} {loss.iloc[0]:.4g} to {loss.iloc[-1]:.4g}" for name, loss in losses.items())
     resumed, lines = sum(len(c.restarts) for c in curves.values()), sum(row["lines"] for row in rows)
