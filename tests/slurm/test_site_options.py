@@ -1,7 +1,6 @@
 """A site of one's own: what its file adds to the scripts, as bash and sbatch read it; contradictions in one line."""
 
 import os
-import re
 import shlex
 import subprocess
 from dataclasses import replace
@@ -61,6 +60,7 @@ BAD = [
         {"container": "pyxis", "container_image": "/a.sqsh", "container_mounts": ["a"]},
         r"^site.container_mounts='a': must be FOLDER",
     ),
+    ({"exclusive": True}, "^site field=exclusive: is now `sbatch.exclusive`"),
 ]
 
 
@@ -69,26 +69,6 @@ def test_a_site_with_a_contradiction_is_refused_in_one_line(fields: dict[str, An
     with pytest.raises(ValueError, match=message) as refusal:
         from_mapping(Site, {"name": "mine", **fields}, "site")
     assert len(str(refusal.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("field", "now"),
-    [
-        ('"hint": "nomultithread"', '{"sbatch": {"hint": "nomultithread"}}'),
-        ('"exclusive": true', '{"sbatch": {"exclusive": ""}}'),
-        ('"segment": 16', '{"sbatch": {"segment": "16"}}'),
-        ('"features": ["hbm80g"]', "part of constraint, after an &: gpu&hbm80g"),
-    ],
-)
-def test_a_field_that_is_gone_names_what_it_is_now_and_is_ignored_where_it_was_off(
-    field: str, now: str, tmp_path: Path
-) -> None:
-    off = '"hint": "", "mem": "", "exclusive": false, "switches": "", "segment": 0, "features": []'
-    (tmp_path / "off.json").write_text(f'{{"name": "mine", {off}}}')
-    assert sites.site(str(tmp_path / "off.json")) == Site(name="mine")
-    (tmp_path / "old.json").write_text(f'{{"name": "mine", {field}}}')
-    with pytest.raises(ValueError, match=rf"^site\.\w+=\S+: is now {re.escape(now)}$"):
-        sites.site(str(tmp_path / "old.json"))
 
 
 def test_no_site_can_set_what_a_script_sets() -> None:

@@ -1,6 +1,5 @@
 """Ramp: a batch size that grows while the run consumes samples, as Megatron-LM counts it."""
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -127,30 +126,16 @@ class Ramp:
         return [size for size in [*sizes, gbs] if size % multiple]
 
     def require_whole(self, t: Topology, sizes: Iterable[int] | None = None, also: str = "") -> None:
-        """ValueError with what would do unless each replica gets whole microbatches (with interleaving rounds of pp of
-        them) at every size, or at these `sizes`; `also` would do too.
-        """
+        """ValueError unless each replica gets whole microbatches (with interleaving rounds of pp of them) at every size
+        or these `sizes`; `also` would do."""
         groups = t.pp if t.interleaving > 1 else 1
         unit = t.mbs * t.dp * groups
         failing = self.failing(t.gbs, unit) if sizes is None else sorted(size for size in sizes if size % unit)
         if failing:
             rule = f"every batch size must be a multiple of mbs x dp = {t.mbs} x {t.dp}"
             rule += f", times pp={t.pp} with interleaving" * (groups > 1)
-            cures = ", or ".join([*self._cures(t, groups), *[also] * bool(also)])
-            raise ValueError(
-                f"ramp={', '.join(map(str, failing[:3]))}{', ...' * (len(failing) > 3)}: {rule}; {cures} would do"
-            )
-
-    def _cures(self, t: Topology, groups: int) -> Iterator[str]:
-        """The largest microbatch of a plan that suits this ramp, and the nearest ramp that suits the plan."""
-        common, unit = math.gcd(self.start, self.increment, t.gbs), t.mbs * t.dp * groups
-        yield from [f"a plan with --mbs {m}" for m in range(t.mbs - 1, 0, -1) if common % (m * t.dp * groups) == 0][:1]
-        if t.gbs % unit:
-            yield f"a gbs that is a multiple of {unit}"
-        else:
-            start = min(max(round(self.start / unit), 1) * unit, t.gbs)
-            steps = [step for step in range(unit, t.gbs - start + 1, unit) if (t.gbs - start) % step == 0]
-            yield f"--ramp {start},{min(steps or [unit], key=lambda s: abs(s - self.increment))},{self.samples}"
+            shown = ", ".join(map(str, failing[:3])) + ", ..." * (len(failing) > 3)
+            raise ValueError(f"ramp={shown}: {rule}" + f"; {also} would do" * bool(also))
 
 
 def parse_ramp(text: str) -> Ramp:

@@ -1,6 +1,5 @@
 """Site: one SLURM cluster's partitions, QoS and rules, from data/sites/ or a JSON file; JobRequest: a job's options."""
 
-import json
 import math
 import os
 import re
@@ -18,7 +17,6 @@ from trilane.utils.validation import (
     require_known,
     require_line,
     require_path,
-    shown,
 )
 
 # What a text of a script may be, and that in words; none holds what bash or sbatch would interpret.
@@ -68,10 +66,6 @@ class Qos:
     def __post_init__(self) -> None:
         require_form("word", "qos.name", self.name)
         check(self, "qos.")
-
-
-# Fields that files of before 0.1.0 have: ignored where they were off.
-GONE = ("hint", "mem", "exclusive", "switches", "segment", "features")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,13 +162,7 @@ def site(name_or_path: str) -> Site:
     if path.suffix != ".json":
         require_known("site", name_or_path, catalogue())
         path = Path(str(resources.files("trilane").joinpath(f"data/sites/{name_or_path}.json")))
-    values = read_json(path, "site")
-    for name in GONE if isinstance(values, dict) else ():
-        old = values.pop(name, None)
-        now = shown(json.dumps({"sbatch": {name: "" if old is True else str(old)}}), 120)
-        now = "part of constraint, after an &: gpu&hbm80g" if name == "features" else now
-        require(not old, f"site.{name}", old, f"is now {now}")
-    found = from_mapping(Site, values, "site")
+    found = from_mapping(Site, read_json(path, "site"), "site")
     # relative to the site's own file, not to the current folder
     is_file = found.cluster.endswith(".json")
     return replace(found, cluster=str(path.parent / found.cluster)) if is_file else found
