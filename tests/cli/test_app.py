@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from trilane.cli.app import GROUPS, main
+from trilane.cli.app import GROUPS, main, root
 
 
 def trilane(*words: str) -> subprocess.CompletedProcess:
@@ -27,6 +27,15 @@ def test_without_a_group_all_are_listed():
     done = trilane()
     assert (done.returncode, done.stdout) == (2, "")
     assert set(GROUPS) <= set(done.stderr.split())
+
+
+def test_h_is_help_of_every_group_and_command(capsys: pytest.CaptureFixture):
+    groups = [(name, root.get_command(None, name)) for name in GROUPS]
+    lines = [[], *([name] for name in GROUPS)]
+    lines += [[name, each] for name, group in groups for each in getattr(group, "commands", ())]
+    for words in lines:
+        shown = [(main([*words, flag]), capsys.readouterr().out) for flag in ("-h", "--help")]
+        assert shown[0] == shown[1] and shown[0][0] == 0 and "-h, --help" in shown[0][1]
 
 
 def test_a_notebook_that_lacks_an_earlier_one_is_bad_input(outputs, capsys: pytest.CaptureFixture):

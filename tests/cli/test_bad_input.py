@@ -117,6 +117,12 @@ BAD = [
     ("debug stragglers folder", "folder=folder: holds no phase times"),
     ("debug bisect plan.json --axes layer", "axis=layer: did you mean layers?"),
     ("run 02_topolgy", "notebook=02_topolgy: did you mean 02_topology?"),
+    ("run 02", "notebook=02: did you mean 02_topology?"),
+    ("plan show plan.jsn", "plan=plan.jsn: no such file; did you mean plan.json?"),
+    ("debug hang foldr", "folder=foldr: no such folder; did you mean folder?"),
+    ("slurm status dmo", "run=dmo: no run folder there, and no study of that name; did you mean demo?"),
+    (f"{SEARCH} --gbs 8 --calibration megatron-cor", "did you mean megatron-core?"),
+    ("calibrate dmo --cluster h200 -o new.json", "with runs; did you mean demo?"),
     ("run all --resume --fresh", "resume=True: contradicts --fresh"),
     ("run 02_topology -p learnt s", "parameter=learnt: is now `calibration`"),
     ("run all -p gsb 8", "parameter=gsb: did you mean gbs?"),
@@ -142,6 +148,8 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "job.sh").write_text("echo\n")
     (tmp_path / "rows.csv").write_text("row_id\n1\n")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "outputs/demo").mkdir(parents=True)
+    (tmp_path / "outputs/demo/index.html").touch()
     return tmp_path
 
 

@@ -90,6 +90,7 @@ def test_a_notebook_that_fails_leaves_its_traceback_and_names_the_cell(story, ou
     assert caught.value.is_input is is_input
     assert "Traceback" in (study.folder / "07_story.ipynb").read_text()
     assert "failed" in (study.folder / "index.html").read_text()
+    assert notebook.is_free(study, story) and notebook.is_free(study), "what failed keeps no name"
 
 
 def test_a_kernel_that_dies_is_named_with_its_last_words_and_is_not_done(story, outputs):
@@ -104,6 +105,7 @@ def test_a_copy_for_the_lab_has_the_studys_parameters_and_is_never_overwritten(s
     study = Study.create("s")
     notebook.run(story, study, tp="8", where="a'b")
     path, is_new = copy_into(study, story, {"rate": 0.5})
+    assert not notebook.is_free(study, story) and not notebook.is_free(study) and notebook.is_free(study, "08_x")
     declared = {p.name: p.default for p in read_parameters(path)}
     assert is_new and declared == {"study": "'s'", "tp": "8", "rate": "0.5", "where": '"a\'b"', "on": "True"}
     path.write_text(path.read_text().replace("speed", "my own words"))

@@ -22,8 +22,8 @@ from trilane.logs.written_tables import SUFFIXES
 from trilane.planning.search import search_space
 from trilane.planning.space import space_around
 from trilane.utils.tables import Columns, DataFrame, Text
-from trilane.utils.validation import require
-from trilane.workspace.study import Study
+from trilane.utils.validation import require, with_nearest
+from trilane.workspace.study import Study, studies
 
 ITERATIONS = 20  # of a short run
 
@@ -35,7 +35,7 @@ def fit_source(source: str, cluster: Cluster) -> Recalibration:
         study = Study(source)
         paths = study.run_folders() or sorted(study.folder.glob("measured.csv"))
     rule = "is neither a file, nor a folder with runs or logs, nor a study with runs"
-    require(bool(paths), "rows", source, rule)
+    require(bool(paths), "rows", source, with_nearest(rule, source, studies()))
     tables = [path for path in paths if path.suffix in SUFFIXES]
     gpu = cluster.gpu if cluster.gpu.kind == "cuda" else None
     runs, unread = measure_all([path for path in paths if path not in tables], gpu=gpu)

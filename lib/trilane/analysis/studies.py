@@ -12,7 +12,7 @@ from trilane.analysis.collect import MeasuredRuns, measure_runs
 from trilane.analysis.loss_curve import Curve
 from trilane.utils.numbers import percent, with_bounds
 from trilane.utils.tables import Columns, Text
-from trilane.utils.validation import read_object, require
+from trilane.utils.validation import read_object, require, require_known
 from trilane.workspace.installation import outputs_root
 from trilane.workspace.study import Study
 
@@ -92,7 +92,8 @@ def compare_studies(here: Study, names: str = "") -> StudyComparison:
     parts = []
     for name in chosen or [here.name, *others[-1:]]:
         study = Study(name)
-        require(study.folder.is_dir(), "studies", name, f"no study of that name; there are {', '.join(sorted(known))}")
+        if not study.folder.is_dir():
+            require_known("studies", name, known)
         parts.append(_parts(study))
         here.read |= {f"{name}/{file}": key for file, key in study.read.items()}
     return StudyComparison(studies=tuple(parts))

@@ -221,7 +221,7 @@ class Root(Group):
             formatter.write_dl(list(GROUPS.items()))
 
 
-@click.group(cls=Root, context_settings={"max_content_width": 120})
+@click.group(cls=Root, context_settings={"max_content_width": 120, "help_option_names": ["-h", "--help"]})
 @click.version_option(trilane.__version__, prog_name="trilane", message="%(prog)s %(version)s")
 def root() -> None:
     """Plan, start and read the pre-training of large GPTs. `trilane GROUP COMMAND --help` lists a command's options."""

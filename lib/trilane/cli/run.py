@@ -57,9 +57,8 @@ def run(
     values = notebooks.distribute(every if is_all else (notebook,), given)
     if lab:
         return notebooks.open_lab(Study(study), values)
-    # one notebook may join a study that does not hold it yet: 02 after 01
-    joins = not is_all and not (Study(study).folder / f"{notebook}.ipynb").exists()
-    where = Study.create(study, resume=resume or joins, fresh=fresh)
+    is_free = notebooks.is_free(Study(study), "" if is_all else notebook)
+    where = Study.create(study, resume=resume or is_free, fresh=fresh)
     try:
         report = notebooks.run_all(where, given) if is_all else notebooks.run(notebook, where, **given)
     except notebooks.NotebookError as error:

@@ -1,7 +1,6 @@
 """Measured rows: tables whose columns are the fields of shape and topology, as configurations with measurements."""
 
 import contextlib
-import difflib
 import functools
 import math
 import re
@@ -17,7 +16,15 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Configuration
 from trilane.logs import written_tables
-from trilane.utils.validation import DATA, read_text, require, require_known, require_positive, shipped_json
+from trilane.utils.validation import (
+    DATA,
+    read_text,
+    require,
+    require_known,
+    require_positive,
+    shipped_json,
+    with_nearest,
+)
 from trilane.workspace.study import load_cluster
 
 NEEDED = ("tp", "pp", "dp", "mbs", "gbs", "layers", "hidden", "heads", "seq", "vocab_size")
@@ -87,9 +94,7 @@ def ignored_words(source: Source) -> list[str]:
     for columns, body in _read(source):
         for name in columns:
             if name and name not in read + described:
-                near = difflib.get_close_matches(name, read, 1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                lines.append(f"column={name}: is not known and not read{hint}")
+                lines.append(f"column={name}: {with_nearest('is not known and not read', name, read)}")
         for engine in dict.fromkeys(row.get("engine", "") for row in body):
             if engine and not {engine, engine.lower()} & {*names, *ENGINES}:
                 lines.append(f"engine={engine}: no stack of that name was measured; what all stacks share is assumed")

@@ -15,8 +15,8 @@ from trilane.costmodel.calibration import Calibration, Configuration, Regime, fr
 from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
 from trilane.costmodel.uncertainty import MISFIT, log_constants, row_error, sensitivities
-from trilane.utils.validation import from_mapping, require, shipped_json
-from trilane.workspace.study import Study
+from trilane.utils.validation import from_mapping, require, shipped_json, with_nearest
+from trilane.workspace.study import Study, studies
 
 
 def stack_table() -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _found(cluster: Cluster, source: str) -> Calibration:
         return load(source)
     study = Study(source)
     rule = f"is neither a study, nor a JSON file, nor one of the stacks {', '.join(stacks())}"
-    require(study.folder.is_dir(), "calibration", source, rule)
+    require(study.folder.is_dir(), "calibration", source, with_nearest(rule, source, [*stacks(), *studies()]))
     return whole(study.values("calibration.json", "04_analyze"), source)
 
 

@@ -150,6 +150,16 @@ def is_done(name: str, study: Study, values: Mapping[str, Any]) -> bool:
     return bool(same) and state(made) == "completed"
 
 
+def is_free(study: Study, name: str = "") -> bool:
+    """Whether the study may be gone on with unasked: it holds no completed execution of that notebook.
+
+    Without a name: of none, and no runs. What failed keeps no name; an earlier copy of it is set aside, not deleted.
+    """
+    names = [name] if name else [path.stem for path in study.folder.glob("*.ipynb")]
+    done = [made for made in (_execution(study, each) for each in names) if made and state(made) == "completed"]
+    return not done and (bool(name) or not study.run_folders())
+
+
 def _execution(study: Study, name: str) -> Any:
     """The executed copy of a notebook; None where it is missing, damaged, or half written."""
     with contextlib.suppress(ValueError, KeyError):

@@ -1,5 +1,6 @@
 """Checks of input: a ValueError of one line, `field=value: the rule`, with the nearest name for an unknown one."""
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -63,9 +64,27 @@ def require_known(field: str, value: str, known: Iterable[str]) -> None:
     if value not in names:
         successor = shipped_json("successors").get(f"{field}={value}")
         require(not successor, field, value, f"is now `{successor}`")
-        close = difflib.get_close_matches(str(value)[:300], names, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        require(False, field, value, f"{hint}known: {', '.join(sorted(names))}")
+        hint = f"{_hint(value, names)} known: {', '.join(sorted(names))}"
+        require(False, field, value, hint.lstrip())
+
+
+def with_nearest(rule: str, value: object, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """The rule with the name that may be meant: "no such file; did you mean run.log?"."""
+    return "; ".join(filter(None, (rule, _hint(value, names, cutoff))))
+
+
+def _hint(value: object, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """A question with the name that begins with the value, or is nearest to it; "" where none is."""
+    word, known = str(value)[:300], sorted(names)
+    longer = [name for name in known if len(word) > 1 and name.startswith(word)]
+    close = longer or difflib.get_close_matches(word, known, 1, cutoff)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def _missing(rule: str, path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return with_nearest(rule, path.name, os.listdir(path.parent), 0.8)  # endings are equal
+    return rule
 
 
 def require_integer(field: str, value: Any, minimum: int, maximum: int = 1 << 63) -> None:
@@ -197,13 +216,13 @@ def shipped_json(name: str) -> Any:
 def require_file(field: str, path: Path) -> None:
     """Raise ValueError unless `path` is a file."""
     require(not path.is_dir(), field, path, "is a folder; a file is needed")
-    require(path.is_file(), field, path, "is no regular file" if path.exists() else "no such file")
+    require(path.is_file(), field, path, "is no regular file" if path.exists() else _missing("no such file", path))
 
 
 def require_folder(field: str, path: Path) -> None:
     """Raise ValueError unless `path` is a folder."""
     require(not path.is_file(), field, path, "is a file; a folder is needed")
-    require(path.is_dir(), field, path, "no such folder")
+    require(path.is_dir(), field, path, _missing("no such folder", path))
 
 
 def parse_count(field: str, text: str) -> float:

@@ -19,7 +19,7 @@ from trilane.config.shapes import read_shape
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.process import python
 from trilane.utils.tables import Text, csv_text
-from trilane.utils.validation import from_mapping, parse_integers, read_object, require
+from trilane.utils.validation import from_mapping, parse_integers, read_object, require, with_nearest
 from trilane.workspace.installation import outputs_root, stamp
 from trilane.workspace.run_folder import is_completed, is_started, write_text
 
@@ -105,7 +105,8 @@ class Study:
         ValueError that names the notebook to run first where it is missing, and the file where it is damaged.
         """
         path = self.folder / name
-        require(path.exists(), "study", self.name, f"has no {name} yet; run {made_by} first")
+        others, rule = outputs_root().glob(f"*/{name}"), f"has no {name} yet; run {made_by} first"
+        require(path.exists(), "study", self.name, with_nearest(rule, self.name, (p.parent.name for p in others)))
         self.read[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:10] if path.is_file() else ""
         return read_object(path, "study file", **fields)
 
@@ -206,12 +207,19 @@ def load_cluster(name: str) -> Cluster:
     return cluster.cluster(str(path) if name == "local" else name)
 
 
+def studies() -> list[str]:
+    """The names of the studies that have an index, or results."""
+    return [path.parent.name for path in outputs_root().glob("*/index.html")]
+
+
 def run_folders(names: Iterable[str]) -> list[Path]:
     """The run folders named by paths or studies: a folder with a plan.json, or all below it. ValueError where none."""
     found: list[Path] = []
     for name in names:
         path = Path(name) if Path(name).exists() else outputs_root() / name
         below = [path] if (path / "plan.json").exists() else sorted(p.parent for p in path.glob("**/plan.json"))
-        require(bool(below), "run", name, "no run folder there, and no study of that name")
+        require(
+            bool(below), "run", name, with_nearest("no run folder there, and no study of that name", name, studies())
+        )
         found += below
     return found
