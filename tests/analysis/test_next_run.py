@@ -95,7 +95,7 @@ def test_a_lesson_brings_predictions_nearer_and_reports_their_uncertainty(tmp_pa
     runs = [measure_log(log(sec_per_it=s), p, name=p.label) for s, p in zip(true, plans, strict=True)]
     recalibration = recalibrate.recalibrate(runs)
     table = recalibration.to_frame()
-    assert (table["recalibrated / measured"] - 1).abs().max() < (table["predicted / measured"] - 1).abs().min()
+    assert (table["recalibrated_over_measured"] - 1).abs().max() < (table["predicted_over_measured"] - 1).abs().min()
     assert all(p.sec_lo < r.seconds < p.sec_hi for p, r in zip(recalibration.after, recalibration.rows, strict=True))
     choice = recalibrate.next_runs(Study.open("s"), recalibration)
     plans = choice.to_frame()["plan"]

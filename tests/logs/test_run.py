@@ -87,7 +87,7 @@ def test_a_run_becomes_one_row_of_the_table(tmp_path):
     assert m.tokens_per_s == pytest.approx(4 * 32 / 0.2075)
     assert m.flops_per_s_per_gpu == pytest.approx(plan.shape.flops_per_iteration(4) / 0.2075 / 2)
     assert m.memory_bytes == 512 * 2**20
-    row = MeasuredRuns(runs=[m]).to_frame().iloc[0]
+    row = MeasuredRuns(runs=[m]).view().iloc[0]
     assert (row["GPUs"], row["DP"], row["Loss"], row["Notes"]) == (2, 2, "5.90 → 5.00", "completed")
 
 

@@ -78,7 +78,7 @@ def test_the_explorers_first_plan_is_the_best_of_the_table_and_every_plan_is_sho
 
 
 def test_numbers_and_ties_are_those_of_the_table(found, rows):
-    table, rows = found.best(12).to_frame(), {row["id"]: row for row in rows}
+    table, rows = found.best(12).view(), {row["id"]: row for row in rows}
     for id, rank, seconds in zip(table["id"], table["rank"], table["s/it"], strict=True):
         assert rows[id]["rank"].rstrip("=") == rank.rstrip("=") and rows[id]["s"] == pytest.approx(seconds, abs=2e-3)
         assert rows[id]["lo"] < rows[id]["s"] < rows[id]["hi"]

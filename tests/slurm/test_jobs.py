@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_table_of_runs_without_jobs_has_no_columns_of_jobs(tmp_path: Path) -> None:
     """03 on one machine: no job, no state of one, nothing that it waits for."""
     made = run_folder(tmp_path, plan("one", tmp_path / "data", nodes=1))
-    assert [*jobs.job_status([made]).to_frame()] == ["run", "status", "iteration"]
+    assert [*jobs.job_status([made]).view()] == ["run", "status", "iteration", "iterations"]
 
 
 def accounted(commands: Commands, **states: str) -> None:

@@ -84,11 +84,14 @@ class MeasuredRuns(Table):
         """A row a run, with a column for each of its numbers, in base units where the name has none."""
         return tidy(rows_of(self.runs))
 
-    def __repr__(self) -> str:
+    def brief(self) -> str:
         return f"{len(self.runs)} runs"
 
     def _repr_html_(self) -> str:
-        return self.table()._repr_html_() if self.logs else NO_LOG
+        return super()._repr_html_() if self.logs else NO_LOG
+
+    def view(self) -> DataFrame:
+        return self.table().view()
 
     def table(self) -> Columns:
         """The first runs in the columns of the BigScience tables that hold anything."""

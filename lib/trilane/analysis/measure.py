@@ -17,7 +17,7 @@ from trilane.logs.checks import HARMLESS, Problem, median, of_card
 from trilane.logs.endings import caveat
 from trilane.logs.run import RunLog, read_run_folder
 from trilane.utils.numbers import ranges
-from trilane.utils.tables import as_json
+from trilane.utils.tables import Brief, as_json
 from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
 
@@ -42,7 +42,7 @@ class Numerics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class Measurement(Brief):
     """The summary of one run that every command, table and notebook shows; NaN where neither log nor plan has a value.
 
     config          what ran; its `gbs` is that of the window

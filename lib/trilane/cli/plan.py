@@ -208,4 +208,4 @@ def backtest(
     result = measured.backtest(rows, cluster, cv, calibration)
     note([f"skipped {row.row_id}: {row.reason}" for row in result.skipped], label="")
     note(result.ignored, label="ignored ")
-    return Answer(result.to_json(), repr(result), not result.predictions)
+    return Answer(result.to_json(), result.as_text(), not result.predictions)

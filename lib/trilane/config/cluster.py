@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.options import check, option
-from trilane.utils.tables import Columns
+from trilane.utils.tables import Brief, Columns
 from trilane.utils.validation import DATA, from_mapping, read_json, require, require_known, require_line
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
@@ -65,7 +65,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class Cluster(Brief):
     """Nodes of equal GPUs; `sources` is where each number comes from."""
 
     name: str = option(help="the cluster's name")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trilane.config.options import check, option
+from trilane.utils.tables import Brief
 from trilane.utils.validation import is_count, require, require_integer
 
 GATED = ("swiglu", "geglu")
@@ -15,7 +16,7 @@ def _size(help: str, bits: int, **facts: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape:
+class ModelShape(Brief):
     """The sizes of a dense decoder; without the fields after `vocab_size`, those of GPT-2.
 
     Norms stand before attention and MLP, one after the last layer. Raises ValueError for sizes out of range, for heads

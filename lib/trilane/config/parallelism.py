@@ -7,6 +7,7 @@ from typing import Any
 from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.model import ModelShape
 from trilane.config.options import check, label_words, option
+from trilane.utils.tables import Brief
 
 LARGEST = 1 << 20  # GPUs along an axis, sequences of a batch; with the largest shape, products stay below 2^63
 
@@ -61,7 +62,7 @@ OFFLOAD = ("none", "optimizer", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Topology:
+class Topology(Brief):
     """The run uses tp x cp x pp x dp GPUs; microbatches of `mbs` sequences, `gbs` sequences an iteration.
 
     Ranks run tp fastest, then cp, dp, pp. The ranks of a cp group hand keys and values on in a ring, and their

@@ -23,7 +23,7 @@ from trilane.costmodel.metrics import Pair, RowPrediction, figures, group_name, 
 from trilane.costmodel.shipped import Fit, combined, nodes_name, prior_of
 from trilane.costmodel.uncertainty import posterior
 from trilane.utils.progress import progress
-from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json
+from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json, displayed
 from trilane.utils.validation import require, require_known
 
 # Sets of rows in data/: of the BigScience documents, cleaned and as printed; and of other cards, stacks and shapes.
@@ -40,8 +40,7 @@ HEADERS = {
     "tables": "of tables",
     "mem_median": "memory median %",
     "mem_p90": "memory p90 %",
-    "oom": "OOM found",
-    "false": "false OOM",
+    **{"oom": "OOM found", "oom_of": "of OOM", "false": "false OOM", "false_of": "of runs"},
 }
 
 LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
@@ -52,10 +51,11 @@ LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
 FOREIGN = {"file": 0, "file-ten": 10}  # leave out a whole file, and how many rows of its own are known then
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class Backtest(Table):
     """Predictions for the rows that could be read, and the rows that could not; shown as a table of figures."""
 
+    digits = 2
     rows: tuple[MeasuredRow, ...]
     predictions: tuple[RowPrediction, ...]
     skipped: tuple[Skipped, ...]
@@ -78,18 +78,23 @@ class Backtest(Table):
         return {**result, "groups": groups} if len(groups) > 1 else result
 
     def to_frame(self) -> DataFrame:
-        """A row of figures over all rows, and one for each GPU and software stack; columns as in HEADERS."""
-        groups = self.groups()
-        sets = {"all": figures(self.pairs), **(groups if len(groups) > 1 else {})}
-        columns: dict[str, list[Any]] = {"rows": list(sets)}
-        for key, header in HEADERS.items():
-            values = [found.get(key) for found in sets.values()]
-            columns[header] = [v and 100 * v for v in values] if "%" in header else values
-        return Columns(columns, digits=2).to_frame()
+        """A row of figures over all timed rows, `n` of them, and one for each GPU and software stack: median, p90 and
+        coverage as shares, rank correlation rho, ooms found of all that ran out, and false ones of all that ran.
+        """
+        import pandas as pd
 
-    def __repr__(self) -> str:
-        """The table as text: a line per figure, a column per group."""
-        frame = self.to_frame().set_index("rows").T.rename_axis(None, axis=1)
+        groups = self.groups()
+        frame = pd.DataFrame({"all": figures(self.pairs), **(groups if len(groups) > 1 else {})}).T.infer_objects()
+        for name in ("oom", "false"):
+            frame[[name, f"{name}_of"]] = frame[name].str.split("/", expand=True).astype(int)
+        return frame.reindex(columns=[*HEADERS]).rename_axis("rows").reset_index()
+
+    def view(self) -> DataFrame:
+        return displayed(self.to_frame().rename(columns=HEADERS))
+
+    def as_text(self) -> str:
+        """The table for a terminal: a line per figure, a column per group."""
+        frame = self.view().set_index("rows").T.rename_axis(None, axis=1)
         return frame.to_string(float_format="{:.4g}".format, na_rep="")
 
     def to_json(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.constants import BOUNDS, GIVEN, Bound, Constants
+from trilane.utils.tables import Brief
 from trilane.utils.validation import (
     from_mapping,
     read_json,
@@ -51,7 +52,7 @@ class Regime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Configuration:
+class Configuration(Brief):
     """One run to be predicted: what ran where, in which engine, and on which ISO day ("" where unknown).
 
     `engine` "" is Megatron-DeepSpeed as the documents of the measured rows used it.
@@ -83,7 +84,7 @@ class RunSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration(Constants):
+class Calibration(Brief, Constants):
     """The constants of constants.py, fitted; `half_width` is the 90 % interval's, of ln(seconds); `rows` fitted to.
 
     `stack` is the software whose shipped rows they are; "" for rows of one's own, whose sizes are in `own`, or none.
@@ -118,6 +119,10 @@ class Calibration(Constants):
         require(is_whole, "calibration.deviations", len(self.deviations), rule)
         for name in GIVEN:
             require(0 <= getattr(self, name) <= 1, f"calibration.{name}", getattr(self, name), "must lie in 0 to 1")
+
+    def brief(self) -> str:
+        of = ", ".join(filter(None, (self.name, self.stack, self.card)))
+        return f"{of}{', ' * bool(of)}{self.rows} rows, 90 % within {math.expm1(self.half_width):.1%}"
 
     def on(self, day: str, gpus: int) -> "Calibration":
         """The calibration of one day: the factors of its regimes applied."""

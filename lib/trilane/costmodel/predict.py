@@ -22,6 +22,8 @@ from trilane.costmodel.memory import StageMemory, host_bytes, memory_for, memory
 from trilane.costmodel.memory import oom_probability as probability_of
 from trilane.costmodel.shipped import constants_of
 from trilane.costmodel.uncertainty import FOREIGN, T_QUANTILE
+from trilane.utils.numbers import with_bounds
+from trilane.utils.tables import Brief
 from trilane.utils.validation import to_mapping
 
 SAFE = 0.01  # probability of running out of memory up to which a plan may be recommended
@@ -206,7 +208,7 @@ def _slopes_of(case: Configuration, calibration: Calibration) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class Prediction(Brief):
     """Seconds per iteration with a 90 % interval, and memory of the fullest stage with a probability of running out.
 
     sec_per_it, sec_lo, sec_hi   seconds of an iteration at the plan's batch, and their 90 % interval
@@ -229,6 +231,18 @@ class Prediction:
     stage_seconds: tuple[float, ...] = ()
     support: Support = field(default_factory=Support)
     calibration: Calibration = field(default_factory=Calibration, repr=False)
+
+    def brief(self) -> str:
+        seconds = with_bounds(self.sec_per_it, self.sec_lo, self.sec_hi)
+        return f"{seconds} s/it, {self.memory_bytes / 2**30:.1f} GiB, P(OOM) {self.oom_probability:.1%}"
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Its numbers as columns of a frame: seconds, GiB, and the seconds of each part of an iteration."""
+        found = {name: getattr(self, name) for name in ("sec_per_it", "sec_lo", "sec_hi")}
+        found |= {"memory_gib": self.memory_bytes / 2**30, "host_memory_gib": self.host_memory_bytes / 2**30}
+        found |= {"oom_probability": self.oom_probability}
+        return found | {f"{part}_s": seconds for part, seconds in vars(self.time).items()}
 
     @property
     def is_risky(self) -> bool:

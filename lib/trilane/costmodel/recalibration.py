@@ -45,6 +45,9 @@ class Recalibration(Table):
     def __bool__(self) -> bool:
         return bool(self.rows)
 
+    def brief(self) -> str:
+        return "; ".join(self.summary())
+
     @property
     def cases(self) -> tuple[Configuration, ...]:
         return tuple(row.case for row in self.rows)
@@ -126,18 +129,17 @@ class Recalibration(Table):
         return as_json({**found, "calibration": self.fitted.kept()})
 
     def to_frame(self) -> DataFrame:
-        """Measured against predicted seconds, and memory where it was printed; a row a run."""
-        names, seconds = [row.row_id for row in self.rows], self._seconds
-        table = pd.DataFrame({"run": names, "measured s/it": seconds})
+        """A row a run: measured_sec_per_it, of before and after the fit predicted_ and recalibrated_sec_per_it, what
+        these are over measured, and half_width, half of the 90 % interval as a share; measured_gib and predicted_gib.
+        """
+        table = pd.DataFrame({"run": [row.row_id for row in self.rows], "measured_sec_per_it": self._seconds})
         for name, predictions in (("predicted", self.before), ("recalibrated", self.after)):
-            table[name] = [p.sec_per_it for p in predictions]
-            table[f"{name} / measured"] = table[name] / table["measured s/it"]
-            table[f"{name} ±"] = [f"{p.sec_hi / p.sec_per_it - 1:.0%}" for p in predictions]
-        if any(row.memory_bytes > 0 for row in self.rows):
-            table["measured (GiB)"] = [row.memory_bytes / 2**30 for row in self.rows]
-            table["predicted (GiB)"] = [p.memory_bytes / 2**30 for p in self.before]
-            table["predicted / measured (GiB)"] = table["predicted (GiB)"] / table["measured (GiB)"]
-        return table
+            table[f"{name}_sec_per_it"] = [p.sec_per_it for p in predictions]
+            table[f"{name}_over_measured"] = table[f"{name}_sec_per_it"] / table["measured_sec_per_it"]
+            table[f"{name}_half_width"] = [p.sec_hi / p.sec_per_it - 1 for p in predictions]
+        table["measured_gib"] = [row.memory_bytes / 2**30 for row in self.rows]
+        table["predicted_gib"] = [p.memory_bytes / 2**30 for p in self.before]
+        return table.assign(gib_over_measured=table["predicted_gib"] / table["measured_gib"])
 
     def _repr_html_(self) -> str:
         found = super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)

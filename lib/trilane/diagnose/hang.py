@@ -66,10 +66,24 @@ class Verdict(Table):
         return next((rank for rank, text in [*self.reasons.items()][:1] if WHICH not in text), None)
 
     def to_frame(self) -> DataFrame:
+        """A row per rank: tp, pp, dp, node, step and phase of its last heartbeat (-1 and "" where unknown), the number
+        of its group of equal stacks, what that does, over which axis, its stack; suspect, and the reason.
+        """
+        import pandas as pd
+
+        rows = [
+            {**vars(self.grid[rank]), "group": n, "state": g.state, "over": g.axis, "stack": g.stack}
+            | {"suspect": rank in self.reasons, "reason": self.reasons.get(rank, "")}
+            for n, g in enumerate(self.groups)
+            for rank in g.ranks
+        ]
+        return pd.DataFrame(rows).drop(columns=["named"]).sort_values("rank", ignore_index=True)
+
+    def view(self) -> DataFrame:
         """A row per group: its ranks, how many, their state, the group axis that they wait over, and the stack."""
         names = ["ranks", "how many", "state", "over", "stack, innermost first"]
         rows = [(ranges(g.ranks), len(g.ranks), g.state, g.axis, g.stack) for g in self.groups]
-        return Columns.of_rows(names, rows).to_frame()
+        return Columns.of_rows(names, rows).view()
 
     def suspect_table(self) -> Columns:
         """A row per suspect, strongest evidence first: rank, coordinates, node, reason."""

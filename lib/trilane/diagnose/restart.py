@@ -38,9 +38,9 @@ class RestartComparison(Record, Table):
     example: bool = False
 
     def to_frame(self) -> DataFrame:
-        """A row per finding: its kind, the tensor, the ranks, the difference."""
-        columns = {"finding": "kind", "tensor": "tensor", "where": "where", "difference": "what"}
-        return frame_of(self.findings, columns)
+        """A row per finding: its kind, the tensor, where (its ranks), the difference, and its relative size."""
+        columns = {"finding": "kind", "tensor": "tensor", "where": "where", "difference": "what", "size": "size"}
+        return frame_of(self.findings, columns).astype({"size": float})
 
     def summary(self) -> Text:
         """What was compared, the number of findings, and the notes, as Markdown."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from trilane.analysis.tables import filled
 from trilane.config.plan import Plan, plan_from_json, read_plan_values
 from trilane.config.training import Run
 from trilane.costmodel.calibration import Calibration
@@ -42,13 +41,15 @@ class Alternatives(Table):
     digits = 1
 
     def to_frame(self) -> DataFrame:
-        """A row for each: days, GPU-hours, restarts, memory, a note."""
-        names = {"what": "name", "days": "days", "GPU-hours": "gpu_hours", "restarts": "restarts", "note": "reason"}
-        columns: Record = {head: itemgetter(name) for head, name in names.items()}
-        columns["memory (GiB)"] = lambda row: row["memory_bytes"] / 2**30
-        table = filled(frame_of((*self.schedules, *self.topologies), columns))
-        # what cannot run has no numbers
-        return table.mask((table == 0) & ~table.columns.isin(["restarts"]))
+        """A row for each: name, days, gpu_hours, memory_gib, oom_probability, NaN where it cannot run; restarts, and a
+        note, why it cannot, or what must change.
+        """
+        names = ("name", "days", "gpu_hours", "restarts", "memory_bytes", "oom_probability", "reason")
+        columns: Record = {name: itemgetter(name) for name in names}
+        table = frame_of((*self.schedules, *self.topologies), columns).rename(columns={"reason": "note"})
+        table.insert(4, "memory_gib", table.pop("memory_bytes") / 2**30)
+        numbers = ["days", "gpu_hours", "memory_gib", "oom_probability"]
+        return table.assign(**{name: table[name].where(table["days"] > 0) for name in numbers})
 
 
 def alternatives(found: Forecast) -> Alternatives:

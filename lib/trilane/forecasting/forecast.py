@@ -79,10 +79,14 @@ class Described(Table):
         words = str(self.record["prediction"].get("support", {}).get("words", ""))
         return words if words.startswith("no measured run") else ""
 
+    def brief(self) -> str:
+        r = self.record
+        return f"{r['plan']}, {r['finish']['p50'][:10]}, {r['gpu_hours']:,.0f} GPU-hours"
+
     @property
     def delays(self) -> Columns:
         """The causes of delay, the worst first: mean days, and the days that one run in twenty exceeds."""
-        names = {"cause": "what", "days on average": "mean_days", "one run in 20 loses more than": "days_95"}
+        names = {"cause": "what", "mean_days": "mean_days", "days_95": "days_95"}
         return Columns({head: [row[name] for row in self.record["dangers"]] for head, name in names.items()}, digits=2)
 
 
@@ -318,8 +322,18 @@ class Forecast(Described):
         return found + [(name, fact, "", "") for name, fact in (facts | self.limits()).items()]
 
     def to_frame(self) -> DataFrame:
+        """A row for each of five quantiles of the simulated runs: finish (time), days, gpu_hours, energy_kwh, cost."""
+        import pandas as pd
+
+        frame = pd.DataFrame({"quantile": QUANTILES, "finish": map(self.finish, QUANTILES)})
+        frame["days"], hours = [*map(self.days, QUANTILES)], pd.Series([*map(self.gpu_hours, QUANTILES)])
+        kwh, cost = (self.record[name] or np.nan for name in ("energy_kwh", "cost"))
+        median = self.record["gpu_hours"]
+        return frame.assign(gpu_hours=hours, energy_kwh=hours * kwh / median, cost=hours * cost / median)
+
+    def view(self) -> DataFrame:
         """The rows as a table."""
-        return Columns.of_rows(("", "median", "5 % below", "95 % below"), self.rows()).to_frame()
+        return Columns.of_rows(("", "median", "5 % below", "95 % below"), self.rows()).view()
 
     def as_text(self) -> str:
         """The forecast as `trilane plan calendar` prints it."""

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from trilane.costmodel.predict import SAFE
-from trilane.planning.search_result import Candidate
+from trilane.planning.search_result import Candidate, plan_columns
 from trilane.planning.size_request import SizeRequest
 from trilane.planning.sizing import Proposal, Proposals
-from trilane.utils.numbers import size_text
-from trilane.utils.tables import DataFrame, Table, Text, frame_of
+from trilane.utils.numbers import amount, size_text
+from trilane.utils.tables import Brief, DataFrame, Table, Text, displayed
 from trilane.utils.validation import require
 
 Record = dict[str, Any]  # a JSON object
@@ -21,7 +21,7 @@ COUNTED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dated:
+class Dated(Brief):
     """A proposal; days, GPU-hours and money that half and nine of ten of its simulated runs keep."""
 
     request: SizeRequest
@@ -51,6 +51,9 @@ class InTime(Table):
     `same` is one model on each of several clusters, `reasons` why no larger one ends on each, or why none does.
     """
 
+    digits = 1
+    shown = "cluster gpus parameters num_layers hidden_size tokens engine label days_50 days_90 gpu_hours_50"
+    shown += " money memory_gib oom_probability"
     limit: float
     request: SizeRequest  # of the first cluster; its `parameters` are no target of the user
     rows: tuple[Dated, ...]
@@ -63,7 +66,9 @@ class InTime(Table):
         return Proposals(request=self.request, rows=tuple(row.proposal for row in self.rows))
 
     def to_frame(self) -> DataFrame:
-        """A row a plan: model, tokens, engine, days and GPU-hours of half of the runs, money where a price is known."""
+        """A row a plan in the columns of a search; tokens, days_50, days_90, gpu_hours_50, gpu_hours_90 that half and
+        nine of ten runs keep, and money, NaN without a price.
+        """
         return _frame(self.rows)
 
     def worth(self) -> list[str]:
@@ -100,30 +105,23 @@ class InTime(Table):
         """The plans side by side, the worth of each cluster's GPU-hours, what each plan rests on, what is assumed."""
         rows = self.rows[:top]
         lines = [f"the largest that end within {self.limit:g} days with 90 % probability, on their fastest topology:"]
-        lines += [_frame(rows).to_string()] if rows else []
-        lines += ["one model on each:", _frame(self.same).to_string(), *self.worth()] if self.same else []
+        lines += [_text(rows)] if rows else []
+        lines += ["one model on each:", _text(self.same), *self.worth()] if self.same else []
         lines += [f"{number}. {row.evidence}" for number, row in enumerate(rows, start=1)]
         lines += [f"{cluster}: {reason}" for cluster, reason in self.reasons.items()]
         return "\n".join([*lines, *self.assumptions()])
 
 
 def _frame(rows: Sequence[Dated]) -> DataFrame:
-    columns: Record = {
-        "cluster": "request.cluster.name",
-        "GPUs": "request.gpus",
-        "model": lambda row: f"{size_text(row.proposal.shape.parameters)}, {row.proposal.size}",
-        "tokens": lambda row: size_text(row.proposal.tokens),
-        "engine": "proposal.plan.engine",
-        "plan": "proposal.plan.label",
-        "days (90 %)": lambda row: "{days_50:.3g} ({days_90:.3g})".format(**row.costs),
-        "GPU-hours": lambda row: f"{row.costs['gpu_hours_50']:,.0f}",
-        "money": lambda row: f"{row.costs['money'] or 0:,.0f}",
-        "GiB": lambda row: f"{row.proposal.prediction.memory_bytes / 2**30:.1f}",
-        "P(OOM)": lambda row: f"{row.proposal.prediction.oom_probability:.2f}",
-    }
-    frame = frame_of(rows, {k: v for k, v in columns.items() if k != "money" or rows[0].costs[k] is not None})
-    frame.index += 1
-    return frame
+    import pandas as pd
+
+    plans = ((row.proposal.plan, row.proposal.prediction, row.costs) for row in rows)
+    frame = pd.DataFrame([plan_columns(plan, prediction) | costs for plan, prediction, costs in plans])
+    return frame.astype({"money": float}).set_axis(range(1, len(rows) + 1)) if len(rows) else frame
+
+
+def _text(rows: Sequence[Dated]) -> str:
+    return displayed(_frame(rows), InTime.shown).to_string(float_format=amount)
 
 
 def _worth(one: Dated, other: Dated) -> str:

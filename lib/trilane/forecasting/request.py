@@ -22,6 +22,7 @@ from trilane.forecasting.failures import Cause, FailureModel, evaluation_s
 from trilane.forecasting.schedule import SOONEST
 from trilane.forecasting.simulation import CapacityWindow, Uncertainty
 from trilane.utils import validation
+from trilane.utils.tables import Brief
 from trilane.utils.validation import read_json, require
 from trilane.workspace.checkpoints import checkpoint_bytes
 
@@ -86,7 +87,7 @@ def capacity_of(values: Any) -> Capacity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForecastRequest:
+class ForecastRequest(Brief):
     """A plan, its tokens and ramp, the capacity over time, the risks, and the limits that must be kept.
 
     Where a text is given it is read as commands and notebooks give it; "" and None stand for the default. With `adapt`

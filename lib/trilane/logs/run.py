@@ -77,6 +77,9 @@ class RunLog(Table):
     problems: tuple[Problem, ...] = ()
     resumes: tuple[tuple[int, DataFrame], ...] = ()
 
+    def brief(self) -> str:
+        return f"{self.source}, {len(self.iterations)} iterations, {self.status}"
+
     @property
     def first_iteration(self) -> int | None:
         """The number of the first iteration, as the log counts; None without one, as of a typed table's row."""

@@ -15,7 +15,7 @@ from trilane.costmodel.predict import IMPOSSIBLE, RISKY, SAFE, Prediction, predi
 from trilane.costmodel.shipped import constants_of
 from trilane.planning.search_result import Candidate
 from trilane.planning.space import word
-from trilane.utils.tables import Text
+from trilane.utils.tables import Brief, Text
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
 
@@ -23,7 +23,7 @@ Sentence = tuple[str, tuple[Any, ...]]  # a template and its values, for a termi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explanation:
+class Explanation(Brief):
     """What decides the seconds and the memory of a plan, what one change would bring, and what measurements support it.
 
     change      the fastest topology that differs in one choice on as many GPUs and does not risk the memory, which may

@@ -11,7 +11,7 @@ from trilane.config.plan import Plan
 from trilane.costmodel.predict import RISKY, Prediction
 from trilane.planning.space import ParallelSizes, Space
 from trilane.utils import tables
-from trilane.utils.tables import DataFrame, T, Table, Text, frame_of
+from trilane.utils.tables import Brief, DataFrame, T, Table, Text
 from trilane.utils.validation import require
 
 # Of 52 pairs of measured A100 rows of one table, model and batch whose left-out predictions differ by less than 3 %, 14
@@ -20,7 +20,7 @@ TIE = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class Candidate(Brief):
     """A plan of a search and its prediction."""
 
     plan: Plan
@@ -46,37 +46,40 @@ class Candidate:
         return f"{seconds} {memory}  gbs {self.topology.gbs:5} {self.plan.id} {self.label}"
 
 
+def plan_columns(plan: Plan, prediction: Prediction) -> dict[str, Any]:
+    """A predicted plan as a row of a frame: each choice, its numbers, the sizes of its model."""
+    t, s = plan.topology, plan.shape
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "kv_heads", "ffn", "seq_length", "vocab_size")
+    names = {"id": plan.id, "label": plan.label, "engine": plan.engine, "cluster": plan.cluster.name}
+    choices = {**vars(t), "gpus": t.gpus, "microbatches": t.microbatches}
+    return names | choices | prediction.numbers | {n: getattr(s, n) for n in (*sizes, "parameters")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidates(Table):
     """Plans of a search in their order, as a table."""
 
     rows: tuple[Candidate, ...]
+    shown = "rank label id gpus microbatches sec_per_it sec_lo sec_hi memory_gib oom_probability"
 
     def to_frame(self) -> DataFrame:
-        """Rank, label, id, seconds with their 90 % interval, memory and P(OOM), a row a plan; `1=` is a tie."""
-        columns: dict[str, Any] = {
-            "plan": "label",
-            "id": "plan.id",
-            "GPUs": "topology.gpus",
-            "microbatches": "topology.microbatches",
-            "s/it": lambda c: round(c.prediction.sec_per_it, 3),
-            "90 % from": lambda c: round(c.prediction.sec_lo, 3),
-            "to": lambda c: round(c.prediction.sec_hi, 3),
-            "memory (GiB)": lambda c: round(c.prediction.memory_bytes / 2**30, 2),
-            "P(out of memory)": lambda c: f"{c.prediction.oom_probability:.1%}",
-        }
-        frame = frame_of(self.rows, columns)
+        """A row a plan: rank (equal in a tie), id, tp, pp, dp and all other choices, gpus, microbatches, sec_per_it and
+        its 90 % interval sec_lo to sec_hi, memory_gib, oom_probability, seconds by part, the model's sizes.
+        """
+        import pandas as pd
+
+        frame = pd.DataFrame([plan_columns(c.plan, c.prediction) for c in self.rows])
         frame.insert(0, "rank", ranks([c.prediction.sec_per_it for c in self.rows]))
         return frame
 
 
-def ranks(seconds: Sequence[float]) -> list[str]:
-    """The ranks of plans, fastest first: with `=` those that the first of them beats by less than TIE."""
+def ranks(seconds: Sequence[float]) -> list[int]:
+    """The ranks of plans, fastest first: equal for those that the first of them beats by less than TIE."""
     found: list[int] = []
     for number, own in enumerate(seconds, start=1):
         ties = found and seconds[found[-1] - 1] >= (1 - TIE) * own
         found.append(found[-1] if ties else number)
-    return [f"{rank}{'=' * (found.count(rank) > 1)}" for rank in found]
+    return found
 
 
 def sizes_of(candidate: Candidate) -> ParallelSizes:
@@ -101,6 +104,7 @@ class SearchResult(Table):
     cures        tries what would let a topology run, as options
     """
 
+    shown = Candidates.shown
     space: Space
     candidates: tuple[Candidate, ...]
     risky: tuple[Candidate, ...]
@@ -108,6 +112,10 @@ class SearchResult(Table):
     refused_by_rule: dict[str, int]
     front: Callable[[], list[Candidate]] = field(repr=False, compare=False)
     cures: Callable[[], list[str]] = field(repr=False, compare=False)
+
+    def brief(self) -> str:
+        best = [f", best {c.label} {c.prediction.sec_per_it:.4g} s" for c in self.candidates[:1]]
+        return f"{self.runnable:,} of {self.evaluated:,} topologies can run{''.join(best)}"
 
     @cached_property
     def pareto(self) -> tuple[Candidate, ...]:
@@ -138,7 +146,7 @@ class SearchResult(Table):
         return self.best_per_sizes(count)
 
     def to_frame(self) -> DataFrame:
-        """The candidates, best first."""
+        """The candidates, best first, in the columns of Candidates.to_frame()."""
         return Candidates(rows=self.candidates).to_frame()
 
     @property
@@ -152,7 +160,7 @@ class SearchResult(Table):
 
     def refusals(self) -> tables.Columns:
         """How many topologies each rule refuses."""
-        return tables.Columns.of_rows(("rule", "topologies refused"), [*self.refused_by_rule.items()])
+        return tables.Columns.of_rows(("rule", "topologies"), [*self.refused_by_rule.items()])
 
     def summary(self) -> Text:
         """How many topologies there are, how many can run, and what was held fixed."""

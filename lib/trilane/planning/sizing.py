@@ -13,15 +13,22 @@ from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import RISKY, Prediction, predict
 from trilane.planning.search import MEMORY_RULE, search
-from trilane.planning.search_result import Candidate, SearchResult, first_per_sizes, sizes_of
+from trilane.planning.search_result import (
+    Candidate,
+    Candidates,
+    SearchResult,
+    first_per_sizes,
+    plan_columns,
+    sizes_of,
+)
 from trilane.planning.size_request import TILE, SizeRequest, usable_heads
 from trilane.utils.numbers import size_text
-from trilane.utils.tables import Columns, DataFrame, Table, Text, frame_of
+from trilane.utils.tables import Brief, Columns, DataFrame, Table, Text
 from trilane.utils.validation import require, require_known, to_mapping
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proposal:
+class Proposal(Brief):
     """A shape on its best topology, what training it costs, and which rules it breaks."""
 
     plan: Plan
@@ -72,6 +79,13 @@ class Proposal:
         """Days per parameter and token: what ranks shapes that are not equally large."""
         return self.days / self.shape.parameters / self.tokens
 
+    def columns(self, best: "Proposal") -> dict[str, Any]:
+        """As a row of a frame."""
+        rates = dict(zip(("tflops", "tflops_lo", "tflops_hi"), self.tflops, strict=True))
+        sums = {"hidden_per_layer": self.ratio, "tokens": self.tokens, "days": self.days, "gpu_hours": self.gpu_hours}
+        costs = {"cost_over_best": self.cost / best.cost - 1}
+        return plan_columns(self.plan, self.prediction) | rates | sums | costs
+
     def to_json(self, best: "Proposal") -> dict[str, Any]:
         """One candidate. `cost_beside_best` is `cost` over that of `best`: 1.05 is 5 % dearer."""
         p, s = self.prediction, self.shape
@@ -95,6 +109,9 @@ def training_days(shape: ModelShape, topology: Topology, sec_per_it: float, toke
 class Proposals(Table):
     """Shapes of a target size, the best first (by `cost`), and how many topologies each rule refuses."""
 
+    shown = "num_layers hidden_size num_attention_heads ffn parameters hidden_per_layer label sec_per_it tflops"
+    shown += " memory_gib days gpu_hours cost_over_best"
+    digits, most = 1, 12
     request: SizeRequest
     rows: tuple[Proposal, ...]
     refused: Counter[str] = field(default_factory=Counter)
@@ -104,21 +121,12 @@ class Proposals(Table):
         return self.rows[0]
 
     def to_frame(self) -> DataFrame:
-        """The best twelve: shape, topology, seconds, TFLOP/s, memory, days, GPU-hours, cost per parameter."""
-        wide = any(p.shape.ffn_hidden_size for p in self.rows[:12])
-        columns: dict[str, Any] = {
-            **{"layers × hidden": "size", "heads": "heads", **({"MLP": "shape.ffn"} if wide else {})},
-            "B": lambda p: round(p.shape.parameters / 1e9, 1),
-            "hidden / layers": lambda p: round(p.ratio),
-            "plan": "plan.label",
-            "s/it": lambda p: round(p.prediction.sec_per_it, 1),
-            "TFLOP/s a GPU": lambda p: "{:.0f} ({:.0f} to {:.0f})".format(*p.tflops),
-            "GiB": lambda p: round(p.prediction.memory_bytes / 2**30, 1),
-            "days": lambda p: round(p.days, 1),
-            "GPU-hours": lambda p: f"{p.gpu_hours:,.0f}",
-            "cost per parameter": lambda p: f"{p.cost / self.best.cost - 1:+.1%}",
-        }
-        return frame_of(self.rows[:12], columns)
+        """A row a shape, the best first: the columns of a search, then tflops a GPU with its interval, tokens, days,
+        gpu_hours, and cost_over_best, by how much a parameter and token is dearer than the best shape's.
+        """
+        import pandas as pd
+
+        return pd.DataFrame([p.columns(self.best) for p in self.rows])
 
     def support(self) -> Text:
         """Which measured runs the best shape rests on, and why no engine here can train it, where that is so."""
@@ -257,6 +265,7 @@ def _with_heads(plan: Plan, heads: int) -> Plan:
 class ShapeSurvey(Table):
     """Shapes on one process of a machine, smallest first, and the number of the one that is chosen."""
 
+    shown = "num_layers hidden_size num_attention_heads parameters sec_per_it memory_gib chosen"
     rows: tuple[Candidate, ...]
     limit_s: float
     chosen: int
@@ -266,17 +275,8 @@ class ShapeSurvey(Table):
         return self.rows[self.chosen]
 
     def to_frame(self) -> DataFrame:
-        """Layers, hidden size, heads, parameters, predicted seconds and memory, a row a shape."""
-        columns: dict[str, Any] = {
-            "layers": "plan.shape.num_layers",
-            "hidden": "plan.shape.hidden_size",
-            "heads": "plan.shape.num_attention_heads",
-            "parameters (M)": lambda c: round(c.plan.shape.parameters / 1e6, 2),
-            "predicted s/it": lambda c: round(c.prediction.sec_per_it, 3),
-            "memory (GiB)": lambda c: round(c.prediction.memory_bytes / 2**30, 2),
-            "": lambda c: "← chosen" if c is self.best else "",
-        }
-        return frame_of(self.rows, columns)
+        """A row a shape in the columns of a search, and whether it is the `chosen` one."""
+        return Candidates(rows=self.rows).to_frame().assign(chosen=[c is self.best for c in self.rows])
 
     def summary(self) -> Text:
         """The chosen shape in a sentence, and whether it keeps the limit."""

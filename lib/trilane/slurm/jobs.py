@@ -170,12 +170,15 @@ class JobStatus(client.JobState):
 class JobTable(list[JobStatus], Table):
     """The status of several runs."""
 
+    def brief(self) -> str:
+        return f"{len(self)} runs"
+
     def to_frame(self) -> DataFrame:
+        """A row a run: job, state (of SLURM), status, iteration of iterations, what it waits for, the evidence."""
         columns: dict[str, str | Callable[[JobStatus], str]] = {"run": "run", "job": "id"}
         columns |= {"state": lambda j: j.state if j.id else ""}  # of a run that was not submitted its status alone
-        columns |= {"status": lambda j: str(j.status), "iteration": lambda j: f"{j.iteration} of {j.iterations}"}
-        table = frame_of(self, columns | {"waits for": "reason", "evidence": lambda j: short(j.evidence)})
-        return table.loc[:, (table != "").any()]
+        columns |= {"status": lambda j: str(j.status), "iteration": "iteration", "iterations": "iterations"}
+        return frame_of(self, columns | {"waits for": "reason", "evidence": lambda j: short(j.evidence)})
 
 
 def job_status(folders: Iterable[Path]) -> JobTable:

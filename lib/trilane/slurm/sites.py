@@ -10,6 +10,7 @@ from typing import Any
 
 from trilane.config import cluster as hardware
 from trilane.config.options import check, option
+from trilane.utils.tables import Brief
 from trilane.utils.validation import (
     from_mapping,
     read_json,
@@ -188,7 +189,7 @@ def seconds_of(time_limit: str) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRequest:
+class JobRequest(Brief):
     """The options of a job; "" omits a directive, or leaves it to the site.
 
     JobRequest(account="xyz@a100", time_limit="20:00:00")

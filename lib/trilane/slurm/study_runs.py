@@ -44,6 +44,7 @@ class StudyRuns(Table):
     """The runs of a study for one site and one request; as a table, the plans, their costs without starts and saves (in
     jobs of one time limit each), and why they were chosen."""
 
+    digits = 4
     study: Study
     site: Site
     request: JobRequest
@@ -55,14 +56,15 @@ class StudyRuns(Table):
         return [run.folder for run in self.rows]
 
     def to_frame(self) -> DataFrame:
+        """A row a plan: label, id, gpus, the predicted sec_per_it, gpu_hours, days, jobs, and why it was chosen."""
         rows = []
         for run in self.rows:
             gpus, seconds = run.plan.topology.gpus, run.prediction["sec_per_it"]
             hours = run.plan.run.goal * seconds / 3600
             jobs_needed = math.ceil(hours * 3600 / self.request.time_limit_s)
             rows.append((run.plan.label, run.plan.id, gpus, seconds, hours * gpus, hours / 24, jobs_needed, run.reason))
-        heads = ("plan", "id", "GPUs", "predicted s/it", "GPU-hours", "days", "jobs", "why")
-        return Columns.of_rows(heads, rows, digits=4).to_frame()
+        heads = ("label", "id", "gpus", "sec_per_it", "gpu_hours", "days", "jobs", "why")
+        return Columns.of_rows(heads, rows).to_frame()
 
     def files(self) -> Html:
         """The files of the first run folder."""

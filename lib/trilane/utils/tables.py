@@ -7,7 +7,7 @@ import string
 import unicodedata
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import date
 from enum import Enum
 from operator import attrgetter
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 else:
     DataFrame = Any  # a name for annotations: pandas takes half a second to import
 
+# How a notebook heads the columns of tidy frames; a head that ends with % has shares as per cent.
+HEADS = {
+    **{"label": "plan", "gpus": "GPUs", "num_layers": "layers", "hidden_size": "hidden", "ffn": "MLP"},
+    **{"num_attention_heads": "heads", "kv_heads": "key-value heads", "hidden_per_layer": "hidden / layers"},
+    **{"sec_per_it": "s/it", "sec_lo": "90 % from", "sec_hi": "to", "memory_gib": "memory (GiB)"},
+    **{"oom_probability": "out of memory, %", "tflops": "TFLOP/s a GPU", "gpu_hours": "GPU-hours"},
+    **{"cost_over_best": "dearer by, %", "days_50": "days", "days_90": "days (90 %)", "gpu_hours_50": "GPU-hours"},
+    **{"mean_days": "days on average", "days_95": "one run in 20 loses more days than"},
+}
 T = TypeVar("T")
 K = TypeVar("K")
 
@@ -44,11 +53,15 @@ def as_json(value: Any) -> Any:
     return as_json(value.item()) if hasattr(value, "item") and not value.shape else [as_json(one) for one in value]
 
 
-def frame_of(values: Iterable[Any], columns: Mapping[str, str | Callable[[Any], Any]]) -> DataFrame:
-    """A DataFrame with a row for each value: frame_of(runs, {"run": "name", "tp": lambda run: run.topology.tp})."""
+def frame_of(values: Iterable[Any], columns: Mapping[str, str | Callable[[Any], Any]] | Sequence[str]) -> DataFrame:
+    """A DataFrame with a row for each value: frame_of(runs, {"run": "name", "tp": lambda run: run.topology.tp}).
+
+    Of paths alone, such as "topology.tp", the last name heads the column.
+    """
     import pandas as pd
 
     rows = list(values)
+    columns = columns if isinstance(columns, Mapping) else {path.rpartition(".")[2]: path for path in columns}
     readers = {head: attrgetter(read) if isinstance(read, str) else read for head, read in columns.items()}
     return pd.DataFrame({head: [read(row) for row in rows] for head, read in readers.items()})
 
@@ -67,7 +80,38 @@ def csv_text(table: DataFrame) -> str:
     return table.assign(**{name: table[name].map(inert) for name in texts}).to_csv(index=False)
 
 
-class Record:
+class Brief:
+    """A value whose repr() is a line of at most 300 characters: its class and `brief()`.
+
+    ModelShape(num_layers=70, hidden_size=14336, num_attention_heads=112, seq_length=2048, vocab_size=250880)
+    """
+
+    def __init_subclass__(cls) -> None:
+        if "__repr__" not in vars(cls):
+            # in the class itself: @dataclass writes its own repr() over one that is inherited
+            cls.__repr__ = Brief.__repr__  # type: ignore[method-assign]
+
+    def brief(self) -> str:
+        """What tells it from others: by default its fields that are not at their default."""
+        named = ((f.name, getattr(self, f.name), f.default) for f in fields(self) if f.repr)  # type: ignore[arg-type]
+        return ", ".join(f"{name}={_brief(v)}" for name, v, usual in named if usual is MISSING or v != usual)
+
+    def __repr__(self) -> str:
+        kind, text = type(self).__name__, self.brief()
+        return f"{kind}({one_line(text[: 297 - len(kind)])}{'…' * (len(text) > 297 - len(kind))})"
+
+
+def _brief(value: Any) -> str:
+    """A value in some words: what has a name by that, of several how many there are."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if is_dataclass(value):
+        return repr(getattr(value, "label", None) or getattr(value, "name", None) or value)
+    several = hasattr(value, "__len__") and not isinstance(value, str) and len(value) > 4
+    return f"<{len(value)}>" if several else middle(repr(value), 60)
+
+
+class Record(Brief):
     """A dataclass that shows itself as JSON: its fields, then the properties named in DERIVED."""
 
     DERIVED: ClassVar[tuple[str, ...]] = ()
@@ -77,17 +121,49 @@ class Record:
         return as_json(self)
 
 
-class Table:
-    """A result that a notebook shows as the table `to_frame()`, floats with at most `digits` decimals."""
+class Table(Brief):
+    """A result with a tidy frame, of which a notebook shows the columns `shown` (all where that is empty).
+
+    A frame has a row a case and a column for each choice and number, by the names that objects and JSON have: seconds
+    (`sec_per_it`, `bubble_s`), bytes as GiB (`memory_gib`), shares and probabilities from 0 to 1, NaN for what is
+    unknown; nothing is rounded. Shown are the first `most` rows, floats with at most `digits` decimals.
+    """
 
     digits: int = 3
+    most: ClassVar[int] = 40
+    shown: ClassVar[str] = ""
 
     def to_frame(self) -> DataFrame:
-        """The table as a DataFrame, with columns named for display."""
+        """The tidy frame."""
         raise NotImplementedError
 
+    def view(self) -> DataFrame:
+        """What a notebook shows of the frame."""
+        return displayed(self.to_frame().head(self.most), self.shown)
+
     def _repr_html_(self) -> str:
-        return show(self.to_frame(), self.digits)
+        return show(self.view(), self.digits)
+
+
+def displayed(frame: DataFrame, names: str = "") -> DataFrame:
+    """The columns of a tidy frame that hold anything (of `names`, where given), with heads for a person to read.
+
+    Shares become per cent, parameters billions or millions; `=` marks equal ranks.
+    """
+    found = {}
+    for name in (name for name in names.split() or frame if name in frame):
+        column, head = frame[name], HEADS.get(name, name)
+        if (column.isna() | (column.astype(str) == "")).all() and len(column):
+            continue
+        if head.endswith("%"):
+            column = (100 * column).round(1)
+        elif name == "parameters":
+            unit, head = (1e9, "parameters (B)") if column.max() >= 1e9 else (1e6, "parameters (M)")
+            column = column / unit
+        elif name == "rank":
+            column = column.astype(str) + column.duplicated(keep=False).map({True: "=", False: ""})
+        found[head] = column
+    return type(frame)(found, index=frame.index)
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from trilane.config.plan import DERIVED, Plan, plan_from_json
 from trilane.config.shapes import read_shape
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.process import python
-from trilane.utils.tables import Text, csv_text
+from trilane.utils.tables import Brief, Text, csv_text
 from trilane.utils.validation import from_mapping, parse_integers, read_object, require, with_nearest
 from trilane.workspace.installation import outputs_root, stamp
 from trilane.workspace.run_folder import is_completed, is_started, write_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelChoice:
+class ModelChoice(Brief):
     """A model, the machine, how many of its GPUs, and the batch: what is handed from sizing to the search."""
 
     shape: ModelShape
@@ -48,7 +48,7 @@ class ModelChoice:
         return Text.joined("\n\n", [Text.of(text, *model, on, self.cluster.name, self.gbs, s.seq_length), *self.notes])
 
 
-class Study:
+class Study(Brief):
     """One folder of `outputs/`: notebooks, reports, result files and runs that belong together.
 
     Study.open("demo").plans()[0]
@@ -60,6 +60,9 @@ class Study:
         self.name = name
         self.folder = outputs_root() / name
         self.read: dict[str, str] = {}  # the result files that were loaded, and the start of their SHA-256
+
+    def brief(self) -> str:
+        return f"{self.name!r}, {self.folder}"
 
     @classmethod
     def create(cls, name: str, *, resume: bool = False, fresh: bool = False) -> "Study":

@@ -30,7 +30,7 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     """
     shown = shown_plans(found)
     tokens = tokens or TOKENS_PER_PARAMETER * shown[0].plan.shape.parameters
-    table = found.best_per_sizes(40).to_frame()
+    table = found.best_per_sizes(40).view()
     rank = dict(zip(table["id"], table["rank"], strict=True))
     schedules = [Drawn(c) for c in shown]
     rows = [plan_row(c, rank.get(c.plan.id, ""), tokens, d) for c, d in zip(shown, schedules, strict=True)]
