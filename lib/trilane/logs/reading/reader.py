@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from trilane.logs import arguments, endings
 from trilane.logs.dialects import Dialect, Span, dialects, row_of
-from trilane.logs.prefixes import NAN, STAMP, body, rank, source, timestamp
+from trilane.logs.prefixes import STAMP, body, rank, timestamp
 from trilane.logs.reading import trainer_dicts
 from trilane.logs.reading.facts import Facts, timers
 from trilane.logs.reading.form import DIGITS, FORM, Form
-from trilane.logs.reading.runs import Line, PartialRun, Runs
+from trilane.logs.reading.runs import MEMORY, PartialRun, Runs
 
 LONG = 1 << 16  # bytes: longer lines are searched for iterations only
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
@@ -41,6 +41,7 @@ class Reader:
         self._words = [(word.encode(), dialect.name) for dialect in self._tables for word in dialect.words]
         self._runs = Runs(every)
         self._forms = dict[bytes, Form | None]()  # None: of lines that hold nothing
+        self._alone = Form(b"", ())  # where other digits may make it another line, or it is of several parts
         self._open: Open | None = None
         self._facts, self._dicts = Facts(), trainer_dicts.TrainerDicts(self._runs)
         self._waits = False  # whether the next line matters whatever it holds
@@ -59,8 +60,7 @@ class Reader:
     def feed(self, block: bytes) -> None:
         """Read whole lines; only the last block of a file may end inside one."""
         *lines, rest = block.split(b"\n")
-        unknown = Form("")
-        known = self._forms.get
+        unknown, known = self._alone, self._forms.get
         for line in lines:
             if self._waits:
                 self._line(line)
@@ -75,41 +75,22 @@ class Reader:
 
     def _learn(self, line: bytes) -> None:
         form = self._line(line)
-        if len(line) <= FORM and not (form and form.kind == "alone"):
+        if len(line) <= FORM and form is not self._alone:
             if len(self._forms) > 50_000:  # the wording of a log changes
                 self._forms.clear()
             self._forms[line.translate(DIGITS)] = form
 
     def _apply(self, form: Form, line: bytes) -> None:
         """Read a line of a known form."""
-        kind, run, row = form.kind, self._runs.all[-1], form.row(line)
-        if kind == "iteration":
-            assert form.dialect
-            is_next = form.name and form.name == run.steady and row["iteration"] > run.iteration
-            if is_next and row.get(form.absent[0]) != form.absent[1]:
-                if "sec_per_it" not in row:
-                    row = run.timed(row, row["time_s"] if "time_s" in row else form.time(line), form.name)
-                printed = form.source(line)
-                run.add(row, form.name, printed, line)
-                if form.memory:
-                    run.add_memory(row, printed if form.is_rank else NAN, form.memory)
-            else:
-                time_s, printed = form.time(line), form.source(line)
-                self._runs.take(row, form.dialect, form.name, time_s, Line(line, printed), is_plain=True)
-        elif kind == "timers":
-            run.add_timers(row)
-        elif kind == "step":
-            self._companion(row, form, line)
-        elif kind == "evaluation":
-            run.add_validation(row)
-        elif kind == "argument":
-            self._facts.arguments(line, run)
+        row = form.row(line)
+        if form.dialect:
+            self._runs.take(row, form.dialect, form.name, line)
         else:
-            self._read_facts(line)
+            self.run.add_timers(row)
 
     def _line(self, line: bytes, whole: bool = True) -> Form | None:
         """Read one line by all rules, not `whole` if the file ends inside it. Returns its form, None where it holds
-        nothing; one of the kind "alone" where other digits may make it another line, or it is of several parts."""
+        nothing."""
         text = line
         if b"\x1b" in line or b"\0" in line:
             text = ESCAPE.sub(b"", line).replace(b"\0", b"")
@@ -117,52 +98,38 @@ class Reader:
         parts = _parts(text)
         *forms, form = [self._part(part, whole or part is not parts[-1]) for part in parts]
         self._waits = bool(self._open or self._dicts.pending or self._facts.traceback)
-        if form and form.kind == "iteration" and text is not line and text != line:
-            return Form("alone")
-        return Form("alone") if any(forms) or (forms and form) else form
+        return self._alone if any(forms) or (form and (forms or text != line)) else form
 
     def _part(self, line: bytes, whole: bool) -> Form | None:
         """Read a line, or a part of one that a bar overwrote."""
         if self._dicts.pending and b"{'" not in line and body(line).strip():
             self._dicts.release(line)
         if self._open and self._continues(line):
-            return Form("alone")
+            return self._alone
         held = {name for word, name in self._words if word in line}
         known = [dialect for dialect in self._tables if dialect.name in held or not dialect.words]
         form = self._iterations(known, line, whole) if known else None
-        found = [self._steps(dialect, line) for dialect in self._companions if dialect.holds(line)]
+        matched = any([self._steps(dialect, line) for dialect in self._companions if dialect.holds(line)])
         if form and b'"timers": {' in line:  # a line of steps.jsonl has both
             self.run.add_timers(row_of(timers(line), line))
-            return Form("alone")
+            return self._alone
         if form or len(line) >= LONG:
-            return Form("alone") if any(found) else form
-        form = next(filter(None, found), None)
-        matched = not all(dialect.is_blind for dialect in known)
+            return self._alone if matched else form
+        matched |= not all(dialect.is_blind for dialect in known)
         if b"{'" in line:
             matched = True
             self._dicts.read(line)
         elif (b"it/s" in line or b"s/it" in line) and (bar := trainer_dicts.bar(line)):
             matched, self._dicts.bar = True, bar
-        if not matched and not form and (spans := timers(line)):
-            form = Form("timers", None, line, spans)
-        is_argument, others, end = self._read_facts(line)
-        if matched or others or end:
-            if form and form.kind == "timers" and not (matched or end):
-                return form
-            return Form("alone" if matched or form or known else "facts")
-        if not form and (is_argument or (b"  " in line and arguments.UNDOTTED.match(line))):
-            return Form("argument")
-        return form
-
-    def _read_facts(self, line: bytes) -> tuple[bool, bool, bool]:
-        """Read what a line holds besides numbers of iterations; whether it has arguments, other facts, and an end."""
         facts = self._facts
         if is_launch := facts.is_launch(line):
             self._runs.launch(line)
-        run = self.run
-        found = facts.arguments(line, run), facts.numbers(line, run) or is_launch, facts.end(line, run)
-        self._waits = bool(self._open or self._dicts.pending or facts.traceback)
-        return found
+        run, spans = self.run, [] if matched else timers(line)
+        found = facts.arguments(line, run), facts.numbers(line, run), facts.end(line, run)
+        if spans and not (is_launch or found[0] or found[2]):
+            return Form(line, spans)
+        may_be_argument = b"  " in line and arguments.UNDOTTED.match(line)
+        return self._alone if matched or is_launch or any(found) or may_be_argument else None
 
     def _iterations(self, known: Sequence[Dialect], line: bytes, whole: bool) -> Form | None:
         """Read a line by the dialect that finds most in it: an iteration, or what is printed around iterations."""
@@ -175,11 +142,11 @@ class Reader:
             for part in parts:  # a stamp behind the first iteration is that of a later one
                 text = part if part is parts[0] else STAMP.sub(b"", part)
                 self._iterations(known, text, whole or part is not parts[-1])
-            return Form("alone")
+            return self._alone
         self._finish()
         if not whole:
             spans = [span for span in spans if span.stop < len(line)]
-        row, form = row_of(spans, line), Form("iteration", dialect, line, spans)
+        row, form = row_of(spans, line), Form(line, spans, dialect)
         if "iteration" not in row or (not whole and dialect.lines == "closed" and "sec_per_it" not in row):
             return form
         form.name = dialect.variant(line) or dialect.name * (not dialect.variants)
@@ -193,7 +160,7 @@ class Reader:
             or not dialect.is_blind
             or "iterations_per_second" in (s.column for s in spans)
         ):
-            return Form("alone")
+            return self._alone
         return form
 
     def _around(self, line: bytes, dialect: Dialect) -> Form | None:
@@ -207,10 +174,9 @@ class Reader:
         elif spans := dialect.evaluation(line):
             self._finish()
             self.run.add_validation(row_of(spans, line))
-            return Form("evaluation", dialect, line, spans) if dialect.is_blind else Form("alone")
-        else:
-            return Form("alone") if self._memory(dialect, line) else None
-        return Form("alone")
+        elif not self._memory(dialect, line):
+            return None
+        return self._alone
 
     def _memory(self, dialect: Dialect, line: bytes) -> bool:
         """Read the reports of memory in a line; whether it has any."""
@@ -219,26 +185,20 @@ class Reader:
             self.run.add_memory(row_of(spans, line), rank(line))
         return bool(reports)
 
-    def _steps(self, dialect: Dialect, line: bytes) -> Form | None:
-        """Read a companion's steps, which count where nothing else numbers the iterations, and its memory."""
+    def _steps(self, dialect: Dialect, line: bytes) -> bool:
+        """Read a companion's steps, which count where nothing else numbers the iterations, and its memory; whether the
+        line has any."""
         has_memory, every = self._memory(dialect, line), dialect.every("iteration", line)
-        for spans in every:
-            self._companion(row_of(spans, line), Form("step", dialect, line, spans), line)
-        if len(every) == 1:
-            return Form("step", dialect, line, every[0])
-        return Form("alone") if every or has_memory else None
-
-    def _companion(self, row: dict[str, float], form: Form, line: bytes) -> None:
-        run = self._runs.all[-1]
-        if form.memory:
-            run.add_memory({column: row.pop(column) for column in form.memory}, form.rank(line))
-        if row.get("iteration") == 0:  # step 0 is printed at start-up
-            return
-        if run.restarts(row):
-            self._runs.begin()
-        self.run.dialects["deepspeed"] += 0
-        run = self.run
-        run.add_companion(row, NAN if run.iterations.rows else form.time(line), line)
+        for row in (row_of(spans, line) for spans in every):
+            if held := {column: row.pop(column) for column in MEMORY if column in row}:
+                self.run.add_memory(held, rank(line))
+            if row.get("iteration") == 0:  # step 0 is printed at start-up
+                continue
+            if self.run.restarts(row):
+                self._runs.begin()
+            self.run.dialects["deepspeed"] += 0
+            self.run.add_companion(row, timestamp(line), line)
+        return bool(every) or has_memory
 
     def _continues(self, line: bytes) -> bool:
         """Whether the line continues the iteration that is open, which then may end."""
@@ -260,10 +220,8 @@ class Reader:
 
     def _end(self) -> None:
         if opened := self._open:
-            self._open, line = None, opened.line
-            time_s = opened.row.get("time_s", timestamp(line))
-            name = opened.dialect.variant(line)
-            self._runs.take(opened.row, opened.dialect, name, time_s, Line(line, source(line)))
+            self._open = None
+            self._runs.take(opened.row, opened.dialect, opened.dialect.variant(opened.line), opened.line)
 
 
 def _parts(line: bytes) -> list[bytes]:

@@ -3,14 +3,13 @@ another rank's, or the first of another run."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from trilane.logs.arguments import Value
 from trilane.logs.dialects import Dialect
 from trilane.logs.endings import Ending, Level, joined, superseded
 from trilane.logs.hardware import Device
-from trilane.logs.prefixes import rank
-from trilane.logs.reading.form import DIGITS, MEMORY
+from trilane.logs.prefixes import rank, source, timestamp
+from trilane.logs.reading.form import DIGITS
 from trilane.logs.table import NAN, NumericTable
 from trilane.logs.watchdog import Watchdogs
 from trilane.utils.validation import require
@@ -18,14 +17,8 @@ from trilane.utils.validation import require
 MAX_RUNS = 10_000  # of a file
 SHORT_S = 20.0  # which stamps of whole seconds give to 5 %, and their median to 1 %
 DATES_S = 1e8  # seconds since 1970 are more, those since the start of a run are fewer
+MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved")
 SAME = ("lm_loss", "sec_per_it", "consumed_samples", "epoch")  # are equal in two lines of one iteration
-
-
-class Line(NamedTuple):
-    """The first line of an iteration, and the rank or process that printed it."""
-
-    text: bytes
-    source: float = NAN
 
 
 class PartialRun:
@@ -55,7 +48,6 @@ class PartialRun:
         self.first_line = self.last_line = b""  # of an iteration
         self._timed: dict[str, tuple[float, float]] = {}  # by dialect, the last iteration and its time
         self.timed_by_stamps: set[str] = set()  # dialects whose seconds are differences of times
-        self.steady = ""  # the dialect whose next iteration simply continues the run
         self.rank = NAN  # that prints the iterations, if known
         self.printed: dict[float, float] = {}  # the last iteration of each source (NaN: not named)
 
@@ -168,7 +160,6 @@ class PartialRun:
     def add_ending(self, found: Ending) -> None:
         """Add an ending. Of each level and status the first one is kept that the run did not continue after, with the
         nodes at fault of all."""
-        self.steady = ""
         self.endings = [e for e in self.endings if not superseded(e, self.rows)]
         self.exits = [e for e in self.exits if not superseded(e, self.rows)]
         if (
@@ -198,37 +189,33 @@ class Runs:
         """The current run."""
         return self.all[-1]
 
-    def take(
-        self, row: dict[str, float], dialect: Dialect, name: str, time_s: float, line: Line, is_plain: bool = False
-    ) -> None:
+    def take(self, row: dict[str, float], dialect: Dialect, name: str, line: bytes) -> None:
         """Give an iteration of a dialect, all of whose lines were read, to its run."""
         run = self.run
         if (rate := row.pop("iterations_per_second", 0.0)) > 0:
             row.setdefault("sec_per_it", 1 / rate)
-        time_s = row.get("time_s", time_s)
+        time_s = row.get("time_s", NAN if "sec_per_it" in row else timestamp(line))
         for column, text in dialect.absent.items():
             if row.get(column) == float(text):
                 del row[column]
         is_drawn = dialect.lines in ("bar", "block")
         if is_drawn and run.dialects.keys() == {dialect.name} and self._repeats(row):
             # drawn again with its loss after that of the one before, by the rank that counts
-            if line.source == run.rank or line.source != line.source:
+            if (printed := source(line)) == run.rank or printed != printed:
                 run.iterations.change_last(run.timed(row, time_s, dialect.name))
             return
         name = name or next(iter(run.dialects.keys() & dialect.family), dialect.name)
-        self.step(run.timed(row, time_s, name), name, line)
-        run = self.run
-        run.first_iteration = dialect.first_iteration
-        is_alone = run.dialects.keys() <= {name, "deepspeed"} and not run.endings
-        run.steady = name if is_plain and is_alone and not is_drawn else ""
+        self.step(run.timed(row, time_s, name), name, line, source(line))
+        self.run.first_iteration = dialect.first_iteration
         if held := [column for column in MEMORY if column in row]:
-            run.add_memory(row, rank(line.text), held)
+            self.run.add_memory(row, rank(line), held)
 
-    def step(self, row: dict[str, float], dialect: str, line: Line) -> None:
-        """Add an iteration: the next of the run, another rank's copy, or the first of another run."""
+    def step(self, row: dict[str, float], dialect: str, line: bytes, source: float = NAN) -> None:
+        """Add an iteration that the rank or process `source` printed: the next of the run, another rank's copy, or the
+        first of another run."""
         run = self.run
         others = run.dialects.keys() - {"deepspeed"}
-        takes = run.accepts(row, line.source)
+        takes = run.accepts(row, source)
         counts = {name for name in others if run.dialects[name]}
         family = self._families.get(dialect, frozenset())
         if counts and dialect not in counts and not others <= family:
@@ -241,7 +228,7 @@ class Runs:
             return
         if not takes:
             self.begin()
-        self.run.add(row, dialect, line.source, line.text)
+        self.run.add(row, dialect, source, line)
 
     def launch(self, line: bytes) -> None:
         """Read a line of a launch: of another run where the current one has begun, or has failed and repeats it."""

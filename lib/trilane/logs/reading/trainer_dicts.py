@@ -6,7 +6,7 @@ import re
 import numpy as np
 
 from trilane.logs.prefixes import NAN
-from trilane.logs.reading.runs import Line, PartialRun, Runs
+from trilane.logs.reading.runs import PartialRun, Runs
 from trilane.logs.table import Columns
 
 DICT = re.compile(rb"\{('[^{}]*)\}")
@@ -57,7 +57,7 @@ class TrainerDicts:
         self._runs = runs
         self.pending = dict[str, float]()
         self.bar: dict[str, float] = {}  # the last one on a line of its own
-        self._line = Line(b"")  # of the pending dict
+        self._line = b""  # of the pending dict
 
     def read(self, line: bytes) -> None:
         """Read the dicts of a line."""
@@ -68,13 +68,12 @@ class TrainerDicts:
                 self.release()
                 run = self._runs.run
                 run.dialects["hf-trainer"] += 0
-                run.steady = ""
                 run.summary, run.last_line = run.summary or values, line
             elif self.pending and _is_copy(values, {n: self.pending.get(n, NAN) for n in COLUMNS if n in values}):
                 self.pending |= values
             else:
                 self.release()
-                self.pending, self._line = values, Line(line)
+                self.pending, self._line = values, line
                 if "step" in values:
                     self.release()
 
