@@ -1,12 +1,14 @@
 """The index of a study shows what can be read of it, as text."""
 
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
 from markup import Page
+from support import REPOSITORY
 
-from trilane.report.index import write_index
+from trilane.report.index import write_index, write_zip
 from trilane.workspace.study import Study
 
 
@@ -41,3 +43,24 @@ def test_an_index_shows_names_as_text_and_links_below_its_folder(outputs: Path) 
     page = Page(write_index(study).read_text())
     assert not set(page.tags) & {"script", "u", "i", "img"} and "<img src=x>.csv" in page.text and "<i>" in page.text
     assert {"runs/a%23b%3Fc%2520%20%3Cu%3E/plan.json", "javascript%3Aalert%281%29.csv", "%80.csv"} <= set(page.values)
+
+
+def test_a_zip_has_what_the_index_links_no_path_of_the_machine_and_the_same_bytes_again(outputs: Path) -> None:
+    study = Study.create("s")
+    text = json.dumps(f"in\n{study.folder}/b.csv, {outputs}, {outputs}2 and {REPOSITORY}/x")
+    for name in ("runs/a b/plan.json", "runs/a b/checkpoints/x", "earlier/y.json", "lab/z", "z\udc80.csv", "b.csv"):
+        (study.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (study.folder / name).write_text(text)
+    write_index(study)
+    path, left = write_zip(study)
+    with zipfile.ZipFile(path) as made:
+        assert made.namelist() == ["s/b.csv", "s/index.html", "s/runs/a b/plan.json", "s/z .csv"]
+        assert json.loads(made.read("s/b.csv")) == f"in\nb.csv, ., {outputs}2 and x"
+    assert path == outputs / "s.zip" and left == ["checkpoints", "earlier", "lab"]
+    before = path.read_bytes()
+    assert write_zip(study)[0].read_bytes() == before, "its own is written anew"
+    for foreign in (b"mine", b"PK\5\6" + bytes(18)):
+        path.write_bytes(foreign)
+        with pytest.raises(ValueError, match=r"^zip=\S+/s.zip: exists and is no zip of this study; move it away$"):
+            write_zip(study)
+        assert path.read_bytes() == foreign

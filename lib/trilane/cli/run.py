@@ -41,6 +41,7 @@ def run(
     parameter: tuple[Any, ...] = option((), "set a parameter; repeatable", short="-p", nargs=2, metavar="NAME VALUE"),
     resume: bool = option(False, "go on in a study that exists"),
     fresh: bool = option(False, "take the next free name if the study exists"),
+    zip: bool = option(False, "also write outputs/STUDY.zip: the pages and what they link, to hand on"),
     lab: bool = option(False, "open JupyterLab on copies in the study instead, with its parameters set"),
 ) -> int | Answer:
     """Execute NOTEBOOK, such as 02_topology, or all of the demo in order, and print the path of its report.
@@ -48,10 +49,12 @@ def run(
     With --lab `all` means every notebook; copies that exist in the study's folder lab/ are kept as they are.
     Exit code 1 where a notebook fails, 2 where its parameters are the reason.
     """
+    from trilane.report import index
     from trilane.report import notebook as notebooks
     from trilane.workspace.study import Study
 
     require(not (resume and fresh), "resume", True, "contradicts --fresh")
+    require(not (zip and lab), "zip", True, "contradicts --lab")
     given, is_all, every = dict(parameter), notebook == "all", notebooks.notebook_names() if lab else notebooks.DEMO
     # every parameter is checked before a folder is made
     values = notebooks.distribute(every if is_all else (notebook,), given)
@@ -59,12 +62,19 @@ def run(
         return notebooks.open_lab(Study(study), values)
     is_free = notebooks.is_free(Study(study), "" if is_all else notebook)
     where = Study.create(study, resume=resume or is_free, fresh=fresh)
+    if zip:
+        index.zip_path(where)  # refused before anything runs
     try:
         report = notebooks.run_all(where, given) if is_all else notebooks.run(notebook, where, **given)
     except notebooks.NotebookError as error:
         note([f"{error}; the executed copy with the traceback: {where.folder / error.notebook}.ipynb"])
         return 2 if error.is_input else 1
-    return Answer({"study": str(report.parent), "report": str(report)}, str(report))
+    made = {"study": str(report.parent), "report": str(report)}
+    if zip:
+        archive, left = index.write_zip(where)
+        note([f"{archive} leaves out the folders {', '.join(left)}"] if left else [])
+        return Answer({**made, "zip": str(archive)}, f"{report}\n{archive}")
+    return Answer(made, str(report))
 
 
 @command(ROOT)

@@ -58,9 +58,16 @@ def notebook_html(executed: Path) -> str:
                 output["data"]["text/html"] = plain_html(output["data"]["text/html"])
     exporter = HTMLExporter(template_file=str(DATA / "notebook.html.j2"))
     exporter.register_filter("markdown2html", markdown_html)
-    text = exporter.from_notebook_node(notebook, resources={"report": report})[0]
-    for place in filter(None, (executed.parent, executed.parent.parent, checkout())):
-        text = text.replace(f"{place.absolute()}/", "") if len(place.parts) > 1 else text
+    return without_places(exporter.from_notebook_node(notebook, resources={"report": report})[0], executed.parent)
+
+
+def without_places(text: str, study: Path) -> str:
+    """The text of a study's file without the paths of its machine: outputs, checkout and home go from their front."""
+    places = [str(place.absolute()) for place in (study, study.parent, checkout(), Path.home()) if place]
+    for place in (place for place in places if place != "/"):
+        # at the beginning of a word, also after an escaped line end in JSON
+        pattern = rf"(?:(?<![\w.-])|(?<=\\[nrt])){re.escape(place)}(/(?=\S)|(?![\w.-]))"
+        text = re.sub(pattern, lambda at: "" if at[1] else ".", text)
     return text
 
 

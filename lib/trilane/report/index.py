@@ -1,5 +1,6 @@
 """The pages of a study: its index, and the table of its runs."""
 
+import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import jinja2
 
 from trilane.analysis.collect import MeasuredRuns
 from trilane.analysis.tables import rows_of, to_html
-from trilane.report.html import DATA, POLICY, read_field, read_notebook, state, title
+from trilane.report.html import DATA, POLICY, read_field, read_notebook, state, title, without_places
 from trilane.utils.files import replace_text
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.tables import Html, short
+from trilane.utils.tables import Html, printable, short
+from trilane.utils.validation import require
 from trilane.workspace.installation import stamp
 from trilane.workspace.status import known_status, status_problem
 from trilane.workspace.study import Study
@@ -42,6 +44,36 @@ def save_fleet(study: Study, runs: MeasuredRuns) -> Path:
     """
     name = f"Runs of {study.name}"
     return replace_text(study.folder / "runs.html", page(name, to_html(rows_of(runs.runs))))
+
+
+def zip_path(study: Study) -> Path:
+    """Where the zip of a study lies, NAME.zip next to it; ValueError where anything else has that name."""
+    path = study.folder.with_name(f"{study.name}.zip")
+    if path.exists():
+        is_zip = path.is_file() and zipfile.is_zipfile(path)
+        is_own = is_zip and f"{study.name}/index.html" in zipfile.ZipFile(path).namelist()
+        require(is_own, "zip", path, "exists and is no zip of this study; move it away")
+    return path
+
+
+def write_zip(study: Study) -> tuple[Path, list[str]]:
+    """Write the pages of a study and all files that they link as one zip; its path, and the folders left out.
+
+    In order, with one date and without the machine's paths: equal studies give equal bytes.
+    """
+    path, aside = zip_path(study), study.folder / f".{study.name}.zip"
+    folders = [study.folder, study.folder / "figures", *study.run_folders()]
+    found = sorted(each for folder in folders if folder.is_dir() for each in folder.iterdir() if each.name[0] != ".")
+    with zipfile.ZipFile(aside, "w", zipfile.ZIP_DEFLATED) as made:
+        for file in filter(Path.is_file, found):
+            data = file.read_bytes()
+            if b"\0" not in data:
+                text = data.decode("utf-8", "surrogateescape")
+                data = without_places(text, study.folder).encode("utf-8", "surrogateescape")
+            info = zipfile.ZipInfo(printable(str(file.relative_to(study.folder.parent))))
+            info.external_attr = 0o644 << 16
+            made.writestr(info, data, zipfile.ZIP_DEFLATED)
+    return aside.replace(path), sorted({each.name for each in found if each.is_dir()} - {"figures", "runs"})
 
 
 def page(heading: str, *parts: Html) -> str:
