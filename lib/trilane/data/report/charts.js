@@ -4,7 +4,7 @@ const NARROW = 700; // pixels; below, panels stand one below the other and legen
 const LABELS = 84; // pixels beside a panel, for the axis and its labels
 // the colours of plots/style.py, and those that stand out on dark paper
 const BRIGHT = { "#14618a": "#4fa8dc", "#2a9d67": "#3fbf85", "#a23b72": "#d875ab", "#7b8a97": "#9fb0be", "#5d4a99": "#9a86dd", "#b3261e": "#ff7a70",
-  "#1b2530": "#e3e8ed", "#e3e8ec": "#323c46" };
+  "#1b2530": "#e3e8ed", "#e3e8ec": "#323c46", "#d3dae0": "#46525d", "#0f4c6d": "#2f7fb0", "#5b9bc0": "#8cc4e6" };
 
 function fit(view, width) {
   if (width < NARROW && (view.concat || view.facet)) view.columns = 1;
@@ -23,6 +23,39 @@ function config(width) {
   return looks;
 }
 
+// The explorer of 02 by keys, buttons and touch; its parameters are plan_id (the picked plan), a, b and zoom_start.
+function steer(place, view) {
+  const set = (name, value) => view.signal(name, value).runAsync();
+  const pin = name => () => set(name, view.signal("plan_id"));
+  const walk = by => () => {
+    const dots = [...place.querySelectorAll(".mark-symbol.role-mark path")].map(dot => dot.__data__.datum);
+    dots.sort((p, q) => p.gib - q.gib || p.s - q.s); // as they stand in the figure
+    const at = dots.findIndex(dot => dot.id === view.signal("plan_id"));
+    if (dots.length) set("plan_id", dots[(Math.max(at, 0) + by + dots.length) % dots.length].id);
+  };
+  const look = (nearer, further) => () => { // a part of the schedule: `nearer` times as long, moved by `further` times its length
+    const { whole } = view.data("plans").find(({ id }) => id === view.signal("plan_id"));
+    const [from, to] = view.signal("zoom_start") || [0, whole];
+    const middle = (from + to) / 2 + further * (to - from), half = nearer * (to - from) / 2;
+    set("zoom_start", nearer ? [middle - half, middle + half] : null);
+  };
+  const acts = { "Pin A": ["Enter", pin("a")], "Pin B": ["B", pin("b")], "Zoom in": ["+", look(.5, 0)], "Zoom out": ["-", look(2, 0)],
+    Earlier: ["<", look(1, -.5)], Later: [">", look(1, .5)], Whole: ["0", look(0, 0)] };
+  const keys = { ArrowRight: walk(1), ArrowDown: walk(1), ArrowLeft: walk(-1), ArrowUp: walk(-1), ...Object.fromEntries(Object.values(acts)) };
+  for (const [name, [key, act]] of Object.entries(acts)) {
+    const button = Object.assign(document.createElement("button"), { type: "button", textContent: name, title: `key ${key}`, onclick: act });
+    place.querySelector(".vega-bindings").append(button);
+  }
+  place.classList.add("steered");
+  const drawing = place.querySelector("svg");
+  drawing.tabIndex = 0;
+  drawing.onkeydown = event => {
+    const act = keys[event.key] ?? keys[event.key.toUpperCase()];
+    if (act) event.preventDefault(), act();
+  };
+  drawing.style.touchAction = "pan-y"; // sideways a finger moves the schedule
+}
+
 async function draw(figure) {
   const place = figure.querySelector(".drawing");
   const width = figure.clientWidth;
@@ -36,7 +69,8 @@ async function draw(figure) {
   const options = { ast: true, actions: false, renderer: "svg", tooltip: { theme: dark.matches ? "dark" : "light" }, mode: "vega-lite" };
   figure.classList.add("drawn");
   try {
-    await vegaEmbed(place, { ...spec, config: looks }, options);
+    const { view } = await vegaEmbed(place, { ...spec, config: looks }, options);
+    if (spec.params?.some(({ name }) => name === "plan")) steer(place, view);
   } catch (error) {
     figure.classList.remove("drawn"); // the picture stays
     console.error(error);

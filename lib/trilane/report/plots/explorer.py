@@ -1,4 +1,4 @@
-"""The explorer of a search: its plans by speed and memory, and the picked one with its parts, stages and schedule."""
+"""The explorer of a search: its plans by speed and memory; the picked one next to two others, and its schedule."""
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,6 +7,8 @@ from typing import Any
 
 import altair as alt
 
+from trilane.config.options import label_words
+from trilane.costmodel.iteration import IterationTime
 from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.pipeline import PipelineSchedule, pipeline_schedule
 from trilane.costmodel.predict import RISKY, SAFE
@@ -14,41 +16,64 @@ from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.sizing import training_days
 from trilane.report.plots.interactive import Interactive, chart, rounded, tooltips
-from trilane.report.plots.style import COLORS, INK, LIMIT, plain
-from trilane.utils.numbers import amount, with_bounds
+from trilane.report.plots.style import INK, LIMIT, plain
+from trilane.utils.numbers import amount, with_interval
+from trilane.utils.tables import grouped
 
 RISKS = (f"up to {SAFE:.0%}", f"{SAFE:.0%} to {RISKY:.0%}", f"above {RISKY:.0%}")  # of running out of memory
+TIMES, MEMORY = ([f.name.replace("_", " ") for f in fields(kind)] for kind in (IterationTime, StageMemory))
+# One meaning a colour in all panels: blue computes, green is sent, orange are gradients, grey waits
+HUES = {"matmul": "#14618a", "attention": "#3d84ab", "elementwise": "#7fb0cb", "forward": "#0f4c6d"}
+HUES |= {"backward": "#5b9bc0", "tensor parallel": "#2a9d67", "pipeline p2p": "#7cc4a0", "bubble": "#d3dae0"}
+HUES |= {"data parallel": "#e07a1f", "gradients": "#e07a1f", "optimizer": "#a23b72", "weights": "#5d4a99"}
+HUES |= {"activations": "#c9a227", "working": "#e3cf8a", "buffers": "#7b8a97", "fragmentation": "#9aa7b2"}
+HUES |= {"context": "#b9c3cb"}
+SCALE = "(scale('schedule_x', 1) - scale('schedule_x', 0))"  # pixels a second, in Vega's expressions
+# A run of passes on a stage: its first microbatch, how many, and seconds of the first start, a pass, and between starts
+RUN = ("on", "kind", "chunk", "first", "count", "start", "length", "step")
+PASS = {"on": "stage", "kind": "pass", "microbatch": "microbatch", "chunk": "model chunk", "length": "seconds"}
+PASS |= {"start": "from second"}
 Row = dict[str, Any]
 
 
 def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     """The best plan of each TP x PP x DP, the front of speed and memory, and what risks the memory, 40 in all.
 
-    A click on a cell of the heat map leaves its plans in the first panel; a click on a plan shows its numbers, time by
-    part, memory and time by stage, and its schedule. `tokens`: of the run whose days are given, 0 for 20 a parameter.
-    Raises ValueError where the search has no safe plan.
+    A click on a plan shows its numbers, time, memory and schedule, next to those of two that are pinned as A and B: at
+    first the fastest, and the fastest that may be recommended. `tokens`: of the run whose days are given, 0 for 20 a
+    parameter. Raises ValueError where the search has no safe plan.
     """
     shown = shown_plans(found)
-    tokens = tokens or TOKENS_PER_PARAMETER * shown[0].plan.shape.parameters
-    table = found.best_per_sizes(40).view()
+    table = found.best_per_sizes(40).to_frame()
     rank = dict(zip(table["id"], table["rank"], strict=True))
-    schedules = [Drawn(c) for c in shown]
-    rows = [plan_row(c, rank.get(c.plan.id, ""), tokens, d) for c, d in zip(shown, schedules, strict=True)]
-    labels = [f"{row['s']} s, {row['label']}" for row in rows]
-    box = alt.binding_select(options=[row["id"] for row in rows], labels=labels, name="Plan ")
+    rows = [plan_row(c, rank.get(c.plan.id, "none"), tokens) for c in shown]
+    boxes = {"options": [row["id"] for row in rows], "labels": [f"{row['s']} s, {row['label']}" for row in rows]}
     # Without `nearest`, whose tooltips have no words in Vega-Lite 6.4; the limit's line has no id and is no pick.
-    on, first = "click[event.item && event.item.datum.id]", [{"id": rows[0]["id"]}]
-    pick = alt.selection_point("plan", fields=["id"], value=first, bind=box, on=on, clear=False, empty=False)
-    cell = alt.selection_point("cell", fields=["tp", "pp"])
-    limit = shown[0].plan.cluster.gpu.memory_bytes / 2**30
-    panels = [_speed(rows, pick, cell, limit), _heat(cell), _words(pick), _time(rows, pick)]
-    panels += [_memory(rows, pick, limit), _pace(pick)]
-    apart: Any = dict.fromkeys(("color", "opacity", "shape", "size"), "independent")
-    grid = alt.concat(*panels, columns=2, spacing=26).resolve_scale(**apart)
-    whole = alt.concat(grid, _schedule(schedules, pick), columns=1, data=alt.Data(values=rows))
+    on: Any = {"on": "click[event.item && event.item.datum.id]", "clear": False, "empty": False}
+    bind, first = alt.binding_select(name="Picked ", **boxes), [{"id": rows[0]["id"]}]
+    pick = alt.selection_point("plan", fields=["id"], value=first, bind=bind, **on)
+    safe = next((row for row in rows if row["risk"] == RISKS[0]), rows[-1])
+    pins = [
+        alt.param(n, value=row["id"], bind=alt.binding_select(name=f"{n.upper()} ", **boxes))
+        for n, row in (("a", rows[0]), ("b", safe))
+    ]
+    filters = {name: sorted({row[name] for row in rows}) for name in ("tp", "pp", "recompute", "zero", "gpus")}
+    if len(filters["gpus"]) == 1:
+        del filters["gpus"]
+    picture = panels(shown, rows, [_speed(rows, [*filters], pick)]).add_params(*pins, *_filters(filters, rows))
     text = f"{len(shown)} of {found.runnable:,} topologies that can run, the best by seconds and memory"
-    best = f"{labels[0]}, {rows[0]['gib']} GiB, of which the parts and the pipeline schedule are shown"
-    return Interactive(whole.resolve_scale(**apart), f"{text}. The best: {best}.")
+    return Interactive(
+        picture, f"{text}. The best: {rows[0]['s']} s, {rows[0]['label']}, {rows[0]['gib']} GiB.", plans=rows
+    )
+
+
+def compared(chosen: Candidate, first: Candidate) -> Interactive:
+    """The numbers, time, memory and schedule of a chosen plan, next to those of the first one, as A."""
+    plans = [*{c.plan.id: c for c in (chosen, first)}.values()]
+    ids = {"plan_id": chosen.plan.id, "a": first.plan.id, "b": ""}
+    rows = [plan_row(c) for c in plans]
+    made = panels(plans, rows).add_params(*(alt.param(name, value=id) for name, id in ids.items()))
+    return Interactive(made, chosen.label, plans=rows)
 
 
 def shown_plans(found: SearchResult, most: int = 40) -> list[Candidate]:
@@ -70,176 +95,236 @@ def spread(values: Iterable[Any], most: int) -> list[Any]:
     return [every[round(i * (len(every) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
-class Drawn:
-    """The part of a plan's schedule that is drawn: some of its microbatches, on some of its stages."""
-
-    def __init__(self, candidate: Candidate, passes: int = 500, stages: int = 16):
-        t = candidate.topology
-        self.id, self.of, self.chunks = candidate.plan.id, t.microbatches, t.interleaving
-        # twice the stages show how the pipeline fills, its steady state, and how it drains; the rest repeats the middle
-        self.microbatches = min(self.of, max(2 * t.pp, 8))
-        if 2 * t.pp * self.microbatches * t.interleaving > passes:
-            self.microbatches = min(self.of, max(t.pp, 4))
-        if t.interleaving > 1:
-            self.microbatches -= self.microbatches % t.pp  # an interleaved schedule has rounds of pp
-        self.made: PipelineSchedule = pipeline_schedule(t, candidate.prediction, self.microbatches)
-        most = max(min(passes // (2 * self.microbatches * t.interleaving), stages), 2)
-        self.stages = sorted({*spread(range(t.pp), most), self.made.slowest})
-
-    def rows(self) -> Iterator[Row]:
-        """A row for each stage, kind and model chunk, with the start of each pass in seconds; then what follows."""
-        groups: dict[tuple[int, bool, int], Row] = {}
-        for p in (p for p in self.made.passes if p.stage in self.stages):
-            row = {"id": self.id, "stage": p.stage, "kind": "forward" if p.is_forward else "backward", "start": []}
-            row |= {"chunk": p.chunk, "length": rounded(p.end - p.start, 4), "shade": 1 - 0.6 * p.chunk / self.chunks}
-            groups.setdefault((p.stage, p.is_forward, p.chunk), row)["start"].append(rounded(p.start, 4))
-        yield from groups.values()
-        start = self.made.pipeline_end
-        for kind, seconds in (("gradients", self.made.data_parallel), ("optimizer", self.made.optimizer)):
-            row = {"id": self.id, "kind": kind, "start": [rounded(start, 4)], "length": rounded(seconds, 4), "shade": 1}
-            yield from ({**row, "stage": stage, "chunk": ""} for stage in self.stages * (seconds > 0))
-            start += seconds
-
-
-def plan_row(c: Candidate, rank: str, tokens: float, drawn: Drawn) -> Row:
-    """All that the panels show of a plan but its schedule; lists have a value for each part or stage."""
-    p, t, seconds = c.prediction, c.topology, drawn.made.stage_seconds
-    # 46 characters of 12 pixels have the width of a telephone
-    words = [part for line in lines(c, tokens, drawn) for part in textwrap.wrap(line, 46, subsequent_indent="   ")]
-    row: Row = {"id": c.plan.id, "label": plain(c.label), "gpus": t.gpus, "tp": t.tp, "pp": t.pp, "dp": t.dp}
-    row |= {"rank": rank, "oom": f"{p.oom_probability:.1%}", "card": "\n".join(words)}
+def plan_row(c: Candidate, rank: str = "", tokens: float = 0.0) -> Row:
+    """All that the panels show of a plan; lists have a value for each number, part, stage, or run of passes."""
+    p, t = c.prediction, c.topology
+    row: Row = {"id": c.plan.id, "label": plain(c.label), "rank": rank, "evidence": p.support.words}
+    row |= {name: getattr(t, name) for name in ("gpus", "tp", "pp", "dp", "recompute", "zero")}
     row |= {name: rounded(v, 4) for name, v in (("s", p.sec_per_it), ("lo", p.sec_lo), ("hi", p.sec_hi))}
-    row |= {"gib": rounded(p.memory_bytes / 2**30, 4)}
+    row |= {"gib": rounded(p.memory_bytes / 2**30, 4), "oom": f"{p.oom_probability:.1%}"}
     row |= {"risk": RISKS[(p.oom_probability > SAFE) + (p.oom_probability > RISKY)]}
-    parts = {name.replace("_", " "): v for name, v in vars(p.time).items()}
-    row |= {"part": [*parts], "part_s": [rounded(v, 4) for v in parts.values()]}
-    row |= {"share": [f"{v / p.time.total:.1%}" for v in parts.values()]}
-    stages = sorted({*spread(range(t.pp), 32), drawn.made.slowest})
-    row |= {"stage": stages, "ms": [rounded(1e3 * seconds[i], 4) for i in stages]}
-    memory = {name: [rounded(getattr(p.stages[i], name) / 2**30, 4) for i in stages] for name in vars(p.stages[0])}
-    return {**row, "slow": [seconds[i] > 0.999 * max(seconds) for i in stages], **memory}
+    made = pipeline_schedule(t, p)
+    numbers = numbers_of(c, made, tokens or TOKENS_PER_PARAMETER * c.plan.shape.parameters)
+    row |= {"number": [*numbers], "text": [*numbers.values()], "whole": rounded(made.end)}
+    fullest = max(p.stages, key=lambda stage: stage.total)
+    row |= {"times": [rounded(v, 4) for v in vars(p.time).values()]}
+    row |= {"memory": [rounded(v / 2**30, 4) for v in vars(fullest).values()], "stage": [*range(t.pp)]}
+    row |= {name: [rounded(vars(stage)[name] / 2**30, 4) for stage in p.stages] for name in MEMORY}
+    runs = [*runs_of(made)]
+    return row | {name: [rounded(r[i], 7) if i > 3 else r[i] for r in runs] for i, name in enumerate(RUN)}
 
 
-def lines(c: Candidate, tokens: float, drawn: Drawn) -> Iterator[str]:
-    """What is written about a plan, line by line."""
-    p, t, made = c.prediction, c.topology, drawn.made
+def numbers_of(c: Candidate, made: PipelineSchedule, tokens: float) -> dict[str, str]:
+    """What is written about a plan, each by its name, on at most two lines of 22 characters."""
+    p, t, stages = c.prediction, c.topology, made.stage_seconds
     days = [training_days(c.plan.shape, t, seconds, tokens) for seconds in (p.sec_per_it, p.sec_lo, p.sec_hi)]
-    yield plain(c.label)
-    sizes = f"TP {t.tp}{f' x CP {t.cp}' * (t.cp > 1)} x PP {t.pp} x DP {t.dp}"
-    yield f"{t.gpus} GPU{'s' * (t.gpus > 1)} = {sizes}; id {c.plan.id}"
-    yield f"{t.gbs} sequences an iteration: {t.microbatches} microbatch{'es' * (t.microbatches > 1)} of {t.mbs}"
-    yield f"{with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi)} s an iteration (90 %)"
-    yield f"{p.memory_bytes / 2**30:.3g} GiB on the fullest stage, out of memory with {p.oom_probability:.1%}"
-    yield f"{amount(tokens / 1e9)} billion tokens: {with_bounds(*days)} days, no interruptions"
-    slowest = made.stage_seconds[made.slowest] * len(made.stage_seconds) / sum(made.stage_seconds) - 1
-    yield f"Bubble {p.time.bubble / p.sec_per_it:.1%}; stage {made.slowest} is {slowest:.1%} slower than the mean"
-    yield f"Drawn: {drawn.microbatches} of {drawn.of} microbatches, {len(drawn.stages)} of {t.pp} stages"
-    yield f"Evidence: {p.support.words}"
+    row, distance = (p.support.nearest or (("none", float("inf")),))[0]
+    return {
+        "TP x PP x DP; id": f"{t.tp} x {f'{t.cp} (CP) x ' * (t.cp > 1)}{t.pp} x {t.dp}\n{c.plan.id}",
+        "other choices": "\n".join(textwrap.wrap(" ".join(label_words(t)), 22)[:2]) or "none",
+        "microbatches": f"{t.microbatches} of {t.mbs}",
+        "seconds (90 %)": "{}\n{} to {}".format(*with_interval(p.sec_per_it, p.sec_lo, p.sec_hi)),
+        "memory": f"{p.memory_bytes / 2**30:.3g} of {c.plan.cluster.gpu.memory_bytes / 2**30:.3g} GiB",
+        "P(out of memory)": f"{p.oom_probability:.1%}",
+        f"days, {amount(tokens / 1e9)} B tokens": "{}\n{} to {}".format(*with_interval(*days)),
+        "bubble": f"{p.time.bubble / p.sec_per_it:.1%}",
+        "slowest stage": f"{made.slowest}: {max(stages) * t.pp / sum(stages) - 1:+.1%}",
+        "nearest measured run": f"{row}\ndistance {distance:.1f}",
+    }
 
 
-def _speed(rows: Sequence[Row], pick: Any, cell: Any, limit: float) -> Any:
-    """Seconds over memory, a point a plan with its interval; the ring is the plan that the other panels show."""
+def runs_of(made: PipelineSchedule) -> Iterator[tuple[Any, ...]]:
+    """A whole schedule, as RUN: passes of one kind on one stage that follow each other at one distance are one run."""
+    every, end = grouped(made.passes, lambda p: (p.stage, p.is_forward, p.chunk)), made.pipeline_end
+    for (stage, is_forward, chunk), own in every.items():
+        starts, at, length = [p.start for p in own], 0, own[0].end - own[0].start
+        while at < len(starts):
+            count = evenly(starts[at:], 1e-5 * end)
+            step = (starts[at + count - 1] - starts[at]) / (count - 1) if count > 1 else length
+            yield stage, "forward" if is_forward else "backward", chunk, at + 1, count, starts[at], length, step
+            at += count
+    for kind, seconds in (("data parallel", made.data_parallel), ("optimizer", made.optimizer)):
+        yield from ((i, kind, 0, 0, 1, end, seconds, seconds) for i in range(len(made.stage_seconds)) if seconds > 0)
+        end += seconds
+
+
+def evenly(values: Sequence[float], tolerance: float) -> int:
+    """How many of the values from the first on lie at one distance from each other."""
+    step = values[1] - values[0] if len(values) > 1 else 0.0
+    rest = enumerate(values)
+    return next((n for n, v in rest if abs(v - values[0] - n * step) > tolerance), len(values))
+
+
+def panels(plans: Sequence[Candidate], rows: Sequence[Row], speed: Sequence[Any] = ()) -> Any:
+    """The panels of three plans whose ids are the parameters plan_id, a and b; `speed` stands before them."""
+    limit = plans[0].plan.cluster.gpu.memory_bytes / 2**30
+    near = limit < 2 * max(row["gib"] for row in rows)
+    line = chart([{"gib": limit, "what": f"memory of the card: {limit:.4g} GiB"}]).mark_rule(
+        color=LIMIT, strokeWidth=1.5
+    )
+    limits = [line.encode(x="gib:Q", tooltip="what:N")] * near
+    memory = _bars("Memory of the fullest stage (GiB on a GPU)", "memory", MEMORY)
+    lines = [
+        [*speed, _numbers(rows)],
+        [_bars("Time by part (seconds an iteration)", "times", TIMES), alt.layer(memory, *limits)],
+    ]
+    lines += [[alt.layer(_stages(rows), *limits), _schedule()]]
+    apart: Any = dict.fromkeys(("color", "opacity", "shape", "size"), "independent")
+    grid = [alt.concat(*line, columns=len(line), spacing=24).resolve_scale(**apart) for line in lines]
+    return alt.concat(*grid, columns=1, spacing=12, data=alt.NamedData("plans")).resolve_scale(**apart)
+
+
+def _filters(values: dict[str, list[Any]], rows: Sequence[Row]) -> Iterator[Any]:
+    """A control for each choice that leaves its plans in the first panel, and one for the most memory."""
+    names = {"tp": "TP ", "pp": "PP ", "zero": "ZeRO ", "gpus": "GPUs "}
+    for name, found in values.items():
+        box = alt.binding_select(options=["all", *found], name=names.get(name, f"{name} "))
+        yield alt.param(name, value="all", bind=box)
+    low, high = min(row["gib"] for row in rows), max(row["gib"] for row in rows)
+    step = rounded(max(high - low, 1e-3) / 50, 1)
+    top = rounded(high + step, 4)
+    yield alt.param("most", value=top, bind=alt.binding_range(min=low, max=top, step=step, name="memory up to (GiB) "))
+
+
+def _speed(rows: Sequence[Row], filters: Sequence[str], pick: Any) -> Any:
+    """Seconds over memory, a point a plan with its interval, and the line of what no other plan beats in both."""
     x = alt.X("gib:Q", title="GiB on the fullest stage", scale=alt.Scale(zero=False, nice=False, padding=12))
     up: Any = {"title": "seconds an iteration (bars: 90 %)", "scale": alt.Scale(zero=False, padding=8)}
-    below, scale = alt.Legend(orient="bottom"), alt.Scale(domain=RISKS, range=[COLORS[0], COLORS[5], LIMIT])
-    color = alt.Color("risk:N", title="out of memory", scale=scale, legend=below)
-    base = chart(title="Speed and memory: pick a plan", width=380, height=230).transform_filter(cell).encode(x=x)
+    chosen = " && ".join([*(f"({n} == 'all' || datum.{n} == {n})" for n in filters), "datum.gib <= most"])
+    base = chart(width=470, height=255).transform_filter(chosen).encode(x=x)
+    marks = dict(zip(RISKS, (("circle", INK), ("diamond", "#7b8a97"), ("triangle-up", LIMIT)), strict=True))
+    shapes = alt.Scale(domain=RISKS, range=[shape for shape, _ in marks.values()])
+    colors = alt.Scale(domain=RISKS, range=[color for _, color in marks.values()])
+    below = alt.Legend(orient="top", title="out of memory", titleOrient="left", symbolOpacity=1)
     titles = {"label": "plan", "rank": "rank", "id": "id", "gpus": "GPUs", "s": "seconds", "lo": "90 % from"}
     titles |= {"hi": "to", "gib": "GiB", "oom": "P(out of memory)"}
+    color = alt.Color("risk:N", scale=colors, legend=below)
     points = base.mark_point(filled=True, opacity=1, strokeWidth=2.5).encode(
         y=alt.Y("s:Q", **up),
         color=color,
+        shape=alt.Shape("risk:N", scale=shapes, legend=below),
         tooltip=tooltips(titles),
-        size=alt.condition(pick, alt.value(230), alt.value(90)),
-        stroke=alt.condition(pick, alt.value(INK), alt.value("transparent")),
+        size=alt.condition(pick, alt.value(260), alt.value(90)),
+        stroke=alt.condition(pick, alt.value(HUES["data parallel"]), alt.value("transparent")),
     )
-    if len({row["gpus"] for row in rows}) > 1:
-        points = points.encode(shape=alt.Shape("gpus:N", title="GPUs", legend=below))
-    bars = base.mark_rule().encode(y=alt.Y("lo:Q", **up), y2="hi:Q", color=color)
-    line = chart([{"gib": limit, "what": f"memory of the card: {limit:.4g} GiB"}]).mark_rule(color=LIMIT)
-    near = limit < 1.5 * max(row["gib"] for row in rows)
-    return alt.layer(bars, points.add_params(pick), *[line.encode(x=x, tooltip="what:N")] * near)
+    bars = base.mark_rule(opacity=0.5).encode(y=alt.Y("lo:Q", **up), y2="hi:Q", color=color)
+    front = base.transform_filter(f"datum.risk != '{RISKS[2]}'")
+    front = front.transform_window(least="min(s)", sort=[{"field": "gib"}]).transform_filter("datum.s == datum.least")
+    front = front.mark_line(interpolate="step-after", color=INK, strokeDash=[5, 3]).encode(y=alt.Y("s:Q", **up))
+    pins = base.transform_calculate(pin="(datum.id == a ? 'A' : '') + (datum.id == b ? 'B' : '')")
+    pins = pins.mark_text(dx=13, dy=-9, fontSize=13, fontWeight="bold").encode(y=alt.Y("s:Q", **up), text="pin:N")
+    title = "Speed and memory: pick a plan (dashed: no plan is better in both)"
+    return alt.layer(bars, front.encode(tooltip=alt.value(None)), points.add_params(pick), pins).properties(title=title)
 
 
-def _heat(cell: Any) -> Any:
-    """The best plan of each TP and PP; a click leaves its plans in the first panel."""
-    base = chart(title="Best seconds: pick a cell", width=380, height=230)
-    # the rows stand in their order, the safe ones first, the fastest first
-    base = base.transform_window(nth="row_number()", groupby=["tp", "pp"]).transform_filter("datum.nth == 1")
-    x = alt.X("tp:O", title="tensor parallel (TP)", axis=alt.Axis(labelAngle=0))
-    base = base.encode(x=x, y=alt.Y("pp:O", title="pipeline stages (PP)"))
-    titles = {"tp": "TP", "pp": "PP", "label": "plan", "s": "seconds", "gib": "GiB", "risk": "out of memory"}
-    rect = base.mark_rect(strokeWidth=3).encode(
-        color=alt.Color("s:Q", scale=alt.Scale(range=["#5fa3c9", "#eef5f9"], type="log"), legend=None),
-        stroke=alt.condition(cell, alt.value(INK), alt.value("transparent"), empty=False),
-        tooltip=tooltips(titles),
+def _three(**properties: Any) -> Any:
+    """A chart of the rows of the picked plan and of the pins, each as often as it is one of them."""
+    base = chart(**properties).transform_filter("datum.id == plan_id || datum.id == a || datum.id == b")
+    base = base.transform_calculate(which="['picked', 'A', 'B']").transform_flatten(["which"])
+    return base.transform_filter("{picked: plan_id, A: a, B: b}[datum.which] == datum.id")
+
+
+def _numbers(rows: Sequence[Row]) -> Any:
+    """The numbers of the picked plan and of the pins."""
+    names = rows[0]["number"]
+    x = alt.X(
+        "which:N",
+        title=None,
+        sort=["picked", "A", "B"],
+        axis=alt.Axis(orient="top", labelAngle=0, labelFontSize=13, labelFontWeight="bold", domain=False, ticks=False),
     )
-    return alt.layer(rect.add_params(cell), base.mark_text(color="#10202c", fontSize=11).encode(text="s:Q"))
+    y = alt.Y("number:N", title=None, sort=names, axis=alt.Axis(domain=False, ticks=False, labelFontSize=11))
+    base = _three(width=400, height=26 * len(names)).transform_flatten(["number", "text"])
+    text = base.mark_text(lineBreak="\n", lineHeight=12, fontSize=11, baseline="middle")
+    return text.encode(x=x, y=y, text="text:N", tooltip=tooltips({"label": "plan", "evidence": "evidence"}))
 
 
-def _words(pick: Any) -> Any:
-    """The lines of the picked plan."""
-    text = chart(title="The picked plan", width=380, height=280).transform_filter(pick)
-    text = text.mark_text(align="left", baseline="top", lineBreak="\n", lineHeight=16)
-    return text.encode(x=alt.value(0), y=alt.value(4), text="card:N", tooltip=alt.value(None))
-
-
-def _time(rows: Sequence[Row], pick: Any) -> Any:
-    """Seconds of an iteration by part, the picked plan's."""
-    base = chart(title="Time by part", width=380, height=230).transform_filter(pick)
-    base = base.transform_flatten(["part", "part_s", "share"]).transform_filter("datum.part_s > 0")
-    return base.mark_bar().encode(
-        x=alt.X("part_s:Q", title="seconds an iteration", axis=alt.Axis(tickCount=5)),
-        y=alt.Y("part:N", title=None, axis=alt.Axis(labelFontSize=9), scale=alt.Scale(domain=rows[0]["part"])),
-        color=alt.condition("datum.part == 'bubble'", alt.value(COLORS[1]), alt.value(COLORS[0])),
-        tooltip=tooltips({"part": "part", "part_s": "seconds", "share": "of the iteration"}),
-    )
-
-
-def _by_stage(pick: Any, title: str, fields: Sequence[str]) -> Any:
-    """A bar for each stage of the picked plan."""
-    x = alt.X("stage:O", title="pipeline stage", axis=alt.Axis(labelAngle=0, labelOverlap=True))
-    base = chart(title=title, width=380, height=230).transform_filter(pick).transform_flatten(["stage", *fields])
-    return base.mark_bar().encode(x=x)
-
-
-def _memory(rows: Sequence[Row], pick: Any, limit: float) -> Any:
-    """What fills a GPU of each stage, against the card."""
-    names = [f.name for f in fields(StageMemory) if any(any(row[f.name]) for row in rows)]
-    below = alt.Legend(orient="bottom", columns=3)
-    base = _by_stage(pick, "Memory by stage (line: the card)", names).transform_fold(names, as_=["part", "gib"])
-    bars = base.encode(
-        y=alt.Y("gib:Q", title="GiB on a GPU"),
-        color=alt.Color("part:N", title=None, scale=alt.Scale(domain=names), legend=below),
-        tooltip=tooltips({"stage": "stage", "part": "part", "gib": "GiB"}),
-    )
-    line = chart([{"gib": limit}]).mark_rule(color=LIMIT, strokeWidth=1.5).encode(y="gib:Q", tooltip=alt.value(None))
-    return alt.layer(bars, *[line] * (limit < 2 * max(row["gib"] for row in rows)))
-
-
-def _pace(pick: Any) -> Any:
-    """Milliseconds that a microbatch takes on each stage; the slowest sets the pace."""
-    return _by_stage(pick, "Time by stage (orange: slowest)", ["ms", "slow"]).encode(
-        y=alt.Y("ms:Q", title="ms a microbatch"),
-        color=alt.condition("datum.slow", alt.value(COLORS[1]), alt.value(COLORS[0])),
-        tooltip=tooltips({"stage": "stage", "ms": "ms, forward and backward"}),
+def _bars(title: str, field: str, names: Sequence[str]) -> Any:
+    """The parts of the picked plan and of the pins, one after another."""
+    base = _three(title=title, width=430, height=66).transform_calculate(part=repr([*names]))
+    base = base.transform_flatten(["part", field]).transform_filter(f"datum.{field} > 0")
+    return (
+        base.transform_calculate(place=f"indexof({[*names]!r}, datum.part)")
+        .mark_bar()
+        .encode(
+            x=alt.X(f"{field}:Q", title=None, axis=alt.Axis(tickCount=5)),
+            y=alt.Y("which:N", title=None, sort=["picked", "A", "B"]),
+            color=_hue("part", names),
+            order="place:Q",
+            tooltip=tooltips(
+                {"which": "", "label": "plan", "part": "part", field: title.rpartition("(")[2].rstrip(")")}
+            ),
+        )
     )
 
 
-def _schedule(drawn: Iterable[Drawn], pick: Any) -> Any:
-    """The passes of each stage from the predicted times, to scale; what is white is the bubble."""
-    kinds = {"forward": COLORS[0], "backward": COLORS[2], "gradients": COLORS[1], "optimizer": COLORS[3]}
-    titles = {"stage": "stage", "kind": "pass", "number": "microbatch", "chunk": "model chunk", "length": "seconds"}
-    scale = alt.Scale(domain=[*kinds], range=[*kinds.values()])
-    rows = (row for d in drawn for row in d.rows())
-    base = chart(rows, title="Pipeline schedule (gaps: bubble)", width=850, height=280).transform_filter(pick)
-    base = base.transform_flatten(["start"]).transform_window(number="row_number()", groupby=["stage", "kind", "chunk"])
-    base = base.transform_calculate(end="datum.start + datum.length", number="datum.chunk === '' ? '' : datum.number")
-    return base.mark_bar(stroke="white", strokeWidth=0.3).encode(
+def _hue(field: str, names: Sequence[str]) -> Any:
+    scale = alt.Scale(domain=[*names], range=[HUES[name] for name in names])
+    legend = alt.Legend(orient="bottom", columns=5, labelFontSize=11, symbolStrokeWidth=9)
+    return alt.Color(f"{field}:N", title=None, scale=scale, legend=legend)
+
+
+def _stages(rows: Sequence[Row]) -> Any:
+    """What fills a GPU of each stage of the picked plan."""
+    names = [name for name in MEMORY if any(any(row[name]) for row in rows)]
+    base = chart(title="Memory by stage, picked", width=220, height=190).transform_filter("datum.id == plan_id")
+    base = base.transform_flatten(["stage", *names]).transform_fold(names, as_=["part", "gib"])
+    return (
+        base.transform_calculate(place=f"indexof({names!r}, datum.part)")
+        .mark_bar()
+        .encode(
+            x=alt.X("gib:Q", title="GiB on a GPU", axis=alt.Axis(tickCount=4)),
+            y=alt.Y("stage:O", title="pipeline stage", axis=alt.Axis(labelOverlap=True)),
+            color=_hue("part", names).legend(None),
+            order="place:Q",
+            tooltip=tooltips({"stage": "stage", "part": "part", "gib": "GiB"}),
+        )
+    )
+
+
+def _schedule() -> Any:
+    """The passes of each stage of the picked plan to scale: a dashed line is a run of them, so that all are drawn."""
+    zoom = alt.selection_interval(name="zoom", encodings=["x"], bind="scales")
+    base = (
+        chart()
+        .transform_filter("datum.id == plan_id")
+        .transform_flatten([*RUN])
+        .transform_calculate(
+            end="datum.start + datum.step * (datum.count - 1) + datum.length",
+            microbatch="datum.first ? datum.first + ' to ' + (datum.first + datum.count - 1) : 'all'",
+            shade="1 - 0.5 * datum.chunk / (1 + datum.chunk)",
+        )
+    )
+    y = alt.Y("on:O", title=None, axis=alt.Axis(labelOverlap=True))
+    dash = f"{SCALE} * max(0.8 * datum.length, datum.length - 0.7 / {SCALE})"  # a gap of 0.7 pixels at most
+    look: Any = {"strokeWidth": alt.expr("0.86 * bandwidth('schedule_y')"), "clip": True}
+    lines = base.mark_rule(strokeDash=alt.expr(f"[{dash}, {SCALE} * datum.step - {dash}]"), **look).encode(
         x=alt.X("start:Q", title="seconds since the iteration began", scale=alt.Scale(nice=False)),
         x2="end:Q",
-        y=alt.Y("stage:O", title="pipeline stage"),
-        color=alt.Color("kind:N", title=None, scale=scale, legend=alt.Legend(orient="bottom")),
+        y=y,
+        color=_hue("kind", ("forward", "backward", "data parallel", "optimizer", "bubble")),
         opacity=alt.Opacity("shade:Q", scale=None, legend=None),
-        tooltip=tooltips(titles),
+        tooltip=tooltips(PASS),
     )
+    look = {"name": "schedule", "width": 640, "height": 190, "view": {"fill": HUES["bubble"]}}
+    return alt.layer(lines.add_params(zoom), _passes(base, y)).properties(
+        title="Pipeline schedule of the picked plan", **look
+    )
+
+
+def _passes(base: Any, y: Any) -> Any:
+    """The number of each microbatch, where its pass has room for it; under the mouse the words of one pass."""
+    base = base.transform_calculate(
+        low="zoom_start ? zoom_start[0] : 0", high="zoom_start ? zoom_start[1] : datum.whole"
+    )
+    base = base.transform_filter("datum.first && datum.pp < 16 && datum.length > 0.025 * (datum.high - datum.low)")
+    last = "min(datum.count, floor((datum.high - datum.start) / datum.step) + 1)"
+    base = base.transform_calculate(k=f"sequence(max(0, ceil((datum.low - datum.start) / datum.step)), {last})")
+    base = base.transform_flatten(["k"]).transform_calculate(
+        microbatch="datum.first + datum.k", start="datum.start + datum.k * datum.step"
+    )
+    # a field would warn of an empty domain where there is no room
+    middle = alt.expr("scale('schedule_x', datum.start + datum.length / 2)")
+    color = alt.condition("datum.kind == 'forward'", alt.value("white"), alt.value(INK))
+    text = base.mark_text(clip=True, fontSize=11, x=middle)
+    return text.encode(y=y, text="microbatch:N", tooltip=tooltips(PASS), color=color)

@@ -3,7 +3,7 @@
 import base64
 import functools
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,18 @@ CONFIG: dict[str, Any] = {
 
 
 class Interactive:
-    """A figure with tooltips, selections and controls. `text`, for screen readers: what is drawn, and the result."""
+    """A figure with tooltips, selections and controls. `text`, for screen readers: what is drawn, and the result.
 
-    def __init__(self, chart: Any, text: str):
+    `data`: rows by the name that the chart has for them; those in the chart itself are copied at each step of it.
+    """
+
+    def __init__(self, chart: Any, text: str, **data: Sequence[Mapping[str, Any]]):
         with alt.data_transformers.disable_max_rows():
             spec = chart.to_dict()
         # Altair writes 5.20, of which JupyterLab's 5.6 warns on the console
         spec["$schema"] = "https://vega.github.io/schema/vega-lite/v5.json"
         spec["config"] = {**CONFIG, **{name: v for name, v in spec.get("config", {}).items() if name != "view"}}
-        self.spec: dict[str, Any] = as_json({**spec, "description": text})
+        self.spec: dict[str, Any] = as_json({**spec, "description": text, **({"datasets": data} if data else {})})
         self.text = text
 
     @functools.cached_property
