@@ -2,7 +2,6 @@
 
 import base64
 import json
-import re
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -29,6 +28,7 @@ from trilane.logs.run import RunLog
 from trilane.planning.search import search
 from trilane.planning.search_result import SearchResult
 from trilane.planning.sizing import training_days
+from trilane.planning.space import read_choices
 from trilane.report.html import embedded
 from trilane.report.plots import explorer, losses, runs
 from trilane.report.plots import forecast as of_forecast
@@ -61,7 +61,7 @@ def found() -> SearchResult:
 
 
 def plans(found: SearchResult) -> list[dict]:
-    return explorer.explorer(found).spec["data"]["values"]
+    return explorer.explorer(found).spec["datasets"]["plans"]
 
 
 @pytest.fixture(scope="module")
@@ -84,20 +84,41 @@ def test_numbers_and_ties_are_those_of_the_table(found, rows):
         assert rows[id]["lo"] < rows[id]["s"] < rows[id]["hi"]
 
 
-def test_the_drawn_schedule_is_that_of_the_plan_and_its_words_name_what_is_left_out(found):
-    c = max(found.candidates, key=lambda c: c.topology.microbatches * c.topology.pp)
-    drawn, whole = explorer.Drawn(c, 40), explorer.Drawn(c, 10**9, 10**9)
-    made = pipeline_schedule(c.topology, c.prediction, drawn.microbatches)
-    first = [p.start for p in made.passes if p.stage == 0 and p.is_forward and p.chunk == 0]
-    rows = list(drawn.rows())
-    assert rows[0]["start"] == pytest.approx(first, rel=1e-3, abs=1e-6)
-    assert sum(len(row["start"]) for row in rows) < sum(len(row["start"]) for row in whole.rows())
-    assert rows[-1]["start"][0] + rows[-1]["length"] == pytest.approx(made.end, rel=1e-3)
-    words = "\n".join(explorer.lines(c, 3e11, drawn))
-    assert f"{drawn.microbatches} of {c.topology.microbatches} microbatches" in words
+def test_the_runs_of_a_schedule_are_all_its_passes_and_nothing_else():
+    """Of one and of several model chunks, whichever stage is the slowest; what the page multiplies out."""
+    for partition, interleaving, pp in (
+        ("uniform", "1", 8),
+        ("uniform", "3", 8),
+        ("type:transformer|embedding", "1", 2),
+    ):
+        choices = read_choices(partition=partition, interleaving=interleaving)
+        c = search(SHAPE, MACHINE, gpus=16, gbs=128, pp=pp, mbs=1, recompute="none", **choices).candidates[0]
+        made, row = pipeline_schedule(c.topology, c.prediction), explorer.plan_row(c)
+        runs = [
+            dict(zip(explorer.RUN, values, strict=True)) for values in zip(*map(row.get, explorer.RUN), strict=True)
+        ]
+        drawn = {
+            (r["on"], r["kind"], r["chunk"], r["first"] + k): r["start"] + k * r["step"]
+            for r in runs
+            for k in range(r["count"])
+        }
+        kinds = {True: "forward", False: "backward"}
+        whole = {(p.stage, kinds[p.is_forward], p.chunk, p.microbatch + 1): p.start for p in made.passes}
+        assert {k: v for k, v in drawn.items() if k[1] in kinds.values()} == pytest.approx(whole, abs=1e-4 * made.end)
+        assert len(runs) < len(whole) / 2 and max(r["start"] + r["length"] for r in runs) == pytest.approx(
+            made.end, rel=1e-3
+        )
+
+
+def test_the_numbers_of_a_plan_are_those_of_every_command(found):
+    c = found.candidates[0]
+    row = explorer.plan_row(c, tokens=3e11)
+    texts = dict(zip(row["number"], row["text"], strict=True))
     days = training_days(SHAPE, c.topology, c.prediction.sec_per_it, 3e11)
-    assert float(re.findall(r"tokens: ([\d.]+) \(", words)[0]) == pytest.approx(days, rel=0.01)
-    assert c.plan.id in words and c.prediction.support.words in words
+    assert float(texts["days, 300 B tokens"].split()[0]) == pytest.approx(days, rel=0.01)
+    assert sum(row["times"]) == pytest.approx(c.prediction.sec_per_it, rel=1e-3)
+    assert sum(row["memory"]) == pytest.approx(c.prediction.memory_bytes / 2**30, rel=1e-3)
+    assert c.plan.id in texts["TP x PP x DP; id"] and row["evidence"] == c.prediction.support.words
 
 
 def test_ten_thousand_plans_make_no_larger_figure_one_is_enough_and_none_is_one_line(found):

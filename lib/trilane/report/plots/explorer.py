@@ -28,6 +28,7 @@ HUES |= {"backward": "#5b9bc0", "tensor parallel": "#2a9d67", "pipeline p2p": "#
 HUES |= {"data parallel": "#e07a1f", "gradients": "#e07a1f", "optimizer": "#a23b72", "weights": "#5d4a99"}
 HUES |= {"activations": "#c9a227", "working": "#e3cf8a", "buffers": "#7b8a97", "fragmentation": "#9aa7b2"}
 HUES |= {"context": "#b9c3cb"}
+PICKED = "#00a3c4"
 SCALE = "(scale('schedule_x', 1) - scale('schedule_x', 0))"  # pixels a second, in Vega's expressions
 # A run of passes on a stage: its first microbatch, how many, and seconds of the first start, a pass, and between starts
 RUN = ("on", "kind", "chunk", "first", "count", "start", "length", "step")
@@ -205,7 +206,7 @@ def _speed(rows: Sequence[Row], filters: Sequence[str], pick: Any) -> Any:
         shape=alt.Shape("risk:N", scale=shapes, legend=below),
         tooltip=tooltips(titles),
         size=alt.condition(pick, alt.value(260), alt.value(90)),
-        stroke=alt.condition(pick, alt.value(HUES["data parallel"]), alt.value("transparent")),
+        stroke=alt.condition(pick, alt.value(PICKED), alt.value("transparent")),
     )
     bars = base.mark_rule(opacity=0.5).encode(y=alt.Y("lo:Q", **up), y2="hi:Q", color=color)
     front = base.transform_filter(f"datum.risk != '{RISKS[2]}'")
