@@ -8,9 +8,10 @@ from typing import Any
 from trilane.config.engines import untrainable_reason
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.costmodel.predict import RISKY, Prediction
+from trilane.costmodel.predict import RISKY, SAFE, Prediction
 from trilane.planning.space import ParallelSizes, Space
 from trilane.utils import tables
+from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import Brief, DataFrame, T, Table, Text
 from trilane.utils.validation import require
 
@@ -161,6 +162,23 @@ class SearchResult(Table):
     def refusals(self) -> tables.Columns:
         """How many topologies each rule refuses."""
         return tables.Columns.of_rows(("rule", "topologies"), [*self.refused_by_rule.items()])
+
+    def finding(self) -> Text:
+        """The fastest plan with its interval, memory and risk, and the fastest that may be recommended."""
+        (first,), safe = self.best(1).rows, [c for c in self.candidates if c.prediction.oom_probability <= SAFE]
+        p = first.prediction
+        seconds, gib = with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi), p.memory_bytes / 2**30
+        what = "Of {:,} topologies that can run the fastest is {:code} ({}): **{} s** an iteration, **{:.3g} GiB**, "
+        words = [Text.of(what, self.runnable, first.label, first.plan.id, seconds, gib)]
+        words += [Text.of("out of memory with a probability of **{:.1%}**.", p.oom_probability)]
+        if p.oom_probability > SAFE:
+            words += [Text.of(" Above {:.0%} `08_decision` recommends none; the fastest here that it may: ", SAFE)]
+            others = [
+                ("{:code} ({}), {:+.1%}.", c.label, c.plan.id, c.prediction.sec_per_it / p.sec_per_it - 1)
+                for c in safe[:1]
+            ]
+            words += [Text.of(*other) for other in others] or [Text("none.")]
+        return Text.joined("", words)
 
     def summary(self) -> Text:
         """How many topologies there are, how many can run, and what was held fixed."""
