@@ -45,7 +45,7 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     parameter. Raises ValueError where the search has no safe plan.
     """
     shown = shown_plans(found)
-    table = found.best_per_sizes(40).to_frame()
+    table = found.best_per_sizes(40).view()
     rank = dict(zip(table["id"], table["rank"], strict=True))
     rows = [plan_row(c, rank.get(c.plan.id, "none"), tokens) for c in shown]
     boxes = {"options": [row["id"] for row in rows], "labels": [f"{row['s']} s, {row['label']}" for row in rows]}
