@@ -1,6 +1,7 @@
 """The report of a notebook: one HTML file that loads nothing, in which text from files is never markup."""
 
 import base64
+import contextlib
 import functools
 import hashlib
 import io
@@ -16,6 +17,7 @@ import nbformat
 import nh3
 import vl_convert
 from nbconvert import HTMLExporter
+from PIL import Image
 
 from trilane.report.plots.style import MIME, VERSION
 from trilane.utils.files import replace_text
@@ -47,7 +49,7 @@ def notebook_html(executed: Path) -> str:
         for heading in (line[3:].strip() for line in lines if line.startswith("## ")):
             report["headings"][anchor(heading)] = heading
         for output in (o for o in cell.get("outputs", []) if "data" in o):
-            output["metadata"] = {"alt": f"Figure: {heading}"}
+            output["metadata"] = {"alt": f"Figure: {heading}", "width": _width(output["data"].get("image/png"))}
             if isinstance(spec := output["data"].get(MIME), dict) and "image/png" in output["data"]:
                 output["metadata"] = {"alt": str(spec.get("description") or heading), "spec": embedded(spec)}
                 report["script"], digest = script()
@@ -85,6 +87,14 @@ def _results_first(cells: Iterable[Any]) -> Iterator[Any]:
             cell.source = ""
             yield cell
     yield from [nbformat.v4.new_code_cell("\n\n".join(sources))] * bool(sources)
+
+
+def _width(png: Any) -> int | None:
+    """How wide a picture is shown, in CSS pixels: 110 an inch, so that letters of 8 points are 12 pixels high."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        picture = Image.open(io.BytesIO(base64.b64decode(png)))
+        return round(picture.width / picture.info["dpi"][0] * 110)
+    return None
 
 
 def _about(notebook: Any, executed: Path) -> dict[str, str]:
