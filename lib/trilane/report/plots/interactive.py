@@ -19,9 +19,15 @@ CONFIG: dict[str, Any] = {
     "font": 'system-ui, "DejaVu Sans", sans-serif',
     "range": {"category": list(COLORS)},
     "view": {"stroke": None, "continuousWidth": 400, "continuousHeight": 240},
-    "axis": {"gridColor": "#e3e8ec", "domainColor": "#8fa3b3", "tickColor": "#8fa3b3", "labelLimit": 220},
+    "axis": {
+        "gridColor": "#e3e8ec",
+        "domainColor": "#8fa3b3",
+        "tickColor": "#8fa3b3",
+        "labelLimit": 220,
+        "labelFontSize": 11,
+    },
     "title": {"anchor": "start", "fontSize": 13},
-    "legend": {"labelLimit": 260, "symbolLimit": 40},
+    "legend": {"labelLimit": 260, "symbolLimit": 40, "labelFontSize": 11},
     "mark": {"tooltip": True},
 }
 

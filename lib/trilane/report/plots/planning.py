@@ -69,10 +69,10 @@ def residuals(result: Backtest) -> Figure:
     axes.axhline(1, color=INK, lw=0.8, ls="--")
     for i in _apart([i for i, r in enumerate(ratio) if abs(r - 1) > 0.09]):
         name = plain(timed[i][0].row_id.partition("-")[2])
-        axes.annotate(name, (i, ratio[i]), (3, 3), textcoords="offset points", fontsize=7)
+        axes.annotate(name, (i, ratio[i]), (3, 3), textcoords="offset points", fontsize=7.5)
     firsts = {i: r.table for i, (r, _) in enumerate(timed) if i == 0 or timed[i - 1][0].table != r.table}
     ticks = _apart([*firsts])
-    axes.set_xticks(ticks, [plain(firsts[i]) for i in ticks], rotation=90, fontsize=7)
+    axes.set_xticks(ticks, [plain(firsts[i]) for i in ticks], rotation=90, fontsize=7.5)
     finished(axes, "", ylabel="predicted / measured (seconds)", xlabel="rows, table by table")
     return made
 
