@@ -58,9 +58,6 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("probability[fits] > RISKY", "probability[fits] > IMPOSSIBLE"),
         ("len(fits) - fits.sum()", "fits.sum()"),
     ],
-    ("planner", "costmodel/iteration.py", "planning/test_search.py"): [
-        ("2 * columns.overlap_tp + columns.sequence_parallel", "2 * columns.overlap_tp"),
-    ],
     ("planner", "costmodel/fit.py", "costmodel/test_fit.py"): [
         (".T / (2 * STEP)", ".T / STEP"),
     ],

@@ -1,20 +1,17 @@
 """Seconds per iteration and its parts, for one plan or for arrays of them."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
 
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import RECOMPUTE, Topology
+from trilane.config.parallelism import Topology
 from trilane.costmodel.columns import Columns, Number, Parts, columns_of, slowdown
 from trilane.costmodel.constants import Constants
 from trilane.costmodel.layers import LayerTime, embedding_seconds, head_seconds, layer_time
 from trilane.costmodel.memory import memory_bytes, stage_layers
-
-BLOCK = RECOMPUTE.index("block")
-PARTS = (*(f.name for f in fields(LayerTime)), "head", "embedding")  # of a microbatch's seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,38 +229,3 @@ def seconds_per_stage(
     seconds[0] += float(embedding_seconds(columns, cluster, constants))
     seconds[-1] += float(head_seconds(columns, cluster, constants))
     return seconds
-
-
-class Microbatches:
-    """Seconds of a layer, the head and the embedding for every microbatch size, computed once for many blocks."""
-
-    def __init__(self, cluster: Cluster, constants: Constants, sizes: np.ndarray) -> None:
-        self.cluster, self.constants, self.sizes = cluster, constants, sizes
-        self.known: dict[tuple[float, ...], np.ndarray] = {}
-
-    def seconds(self, columns: Columns) -> np.ndarray:
-        """Seconds per iteration of a block's rows."""
-        if np.any(np.equal(columns.recompute, BLOCK)):  # a layer's share depends on the stage: nothing to keep
-            return np.asarray(iteration_columns(columns, self.cluster, self.constants).total)
-        rows = np.searchsorted(self.sizes, np.asarray(columns.mbs))
-        zero3 = np.equal(columns.zero, 3)
-        kinds = 8 * columns.recompute + 4 * zero3 + 2 * columns.overlap_tp + columns.sequence_parallel
-        kinds = np.asarray(kinds).astype(int)
-        *layer, head, embedding = np.take(self._known(columns.take(0)), kinds * len(self.sizes) + rows, axis=1)
-        time = assemble(columns, LayerTime(*layer), head, embedding, self.cluster, self.constants)
-        return np.asarray(time.total)
-
-    def _known(self, one: Columns) -> np.ndarray:
-        """The parts' seconds for each kind (recomputation, ZeRO-3 or not, overlap, ...) and microbatch size."""
-        sharing = one.gpus if self.cluster.gpu.kind == "cpu" else 0  # processes of a CPU share its cores
-        # a group that leaves the node is slower, but a search refuses it before (CLUSTER_RULES): no part of the key
-        if (key := (one.tp, sharing)) not in self.known:
-            kinds, mbs = (a.ravel() for a in np.meshgrid(np.arange(8 * BLOCK), self.sizes, indexing="ij"))
-            words = {"recompute": kinds // 8, "overlap_tp": kinds // 2 % 2, "sequence_parallel": kinds % 2}
-            words["zero"] = np.where(kinds // 4 % 2, 3, 0)
-            every = replace(one, mbs=mbs, gbs=mbs * one.dp, **words)
-            layer = layer_time(every, self.cluster, self.constants)
-            parts = [getattr(layer, name) for name in PARTS[:-2]]
-            parts += [f(every, self.cluster, self.constants) for f in (head_seconds, embedding_seconds)]
-            self.known[key] = np.stack([np.broadcast_to(p, kinds.shape) for p in parts])
-        return self.known[key]

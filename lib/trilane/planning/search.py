@@ -2,10 +2,8 @@
 
 import contextlib
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,7 +16,7 @@ from trilane.config.parallelism import CLUSTER_RULES, SHAPE_RULES, TOPOLOGY_RULE
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import columns_of
-from trilane.costmodel.iteration import Microbatches
+from trilane.costmodel.iteration import iteration_columns
 from trilane.costmodel.memory import memory_bytes, memory_for, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, predict
 from trilane.costmodel.shipped import calibration_for
@@ -69,8 +67,6 @@ class _Search:
         # least memory of the fullest stage
         require_known("objective", self.objective, ("seconds", "days", "gpu_hours", "headroom"))
         self.safe, self.risky, self.front = list[Row](), list[Row](), list[Row]()
-        batches = [space.batches(dp)[0] for dp in {dp for _, _, dp in space.sizes()}] or [np.ones(1)]
-        self.microbatches = Microbatches(cluster, calibration, np.unique(np.concatenate(batches)))
         rules: list[tuple[Rule, tuple[Any, ...]]] = [(rule, (cluster,)) for rule in CLUSTER_RULES]
         rules += [(rule, (shape,)) for rule in SHAPE_RULES]
         # Space.batches() has multiples of mbs x dp alone
@@ -120,7 +116,7 @@ class _Search:
                 yield Block(sizes, point, *((mbs, gbs) if keep is True else (mbs[keep], gbs[keep])))
 
     def predict(self, blocks: Sequence[Block]) -> None:
-        """Predict the topologies of some blocks of one tp together, and keep the best of them."""
+        """Predict the topologies of some blocks together, and keep the best of them."""
         which = np.repeat(np.arange(len(blocks)), [len(block.mbs) for block in blocks])
         columns = block_columns(self.columns, blocks, which)
         memory = memory_bytes(columns, self.cluster, self.memory)
@@ -131,7 +127,7 @@ class _Search:
         if not fits.any():
             return
         columns, memory, which = columns.take(fits), memory[fits], which[fits]
-        seconds = self.microbatches.seconds(columns) / columns.gbs
+        seconds = iteration_columns(columns, self.cluster, self.calibration).total / columns.gbs
         goals = {"gpu_hours": seconds * columns.gpus, "headroom": memory}
         objective = np.asarray(goals.get(self.objective, seconds))
 
@@ -140,6 +136,8 @@ class _Search:
             found = zip(*(column[index] for column in values), strict=True)
             return [Row(o, s, b, (blocks[w].sizes, blocks[w].point, m, g)) for o, s, b, w, m, g in found]
 
+        numbers = {sizes: n for n, sizes in enumerate({block.sizes for block in blocks})}
+        lanes = np.array([numbers[block.sizes] for block in blocks])
         danger = probability[fits] > RISKY
         for best, able in ((self.safe, ~danger), (self.risky, danger)):
             # a row is a Python object: only what may enter the best becomes one
@@ -147,8 +145,7 @@ class _Search:
             index = np.flatnonzero(able & (objective <= worst))
             index = index[np.argsort(objective[index], kind="stable")]
             if self.distinct:
-                lanes = np.broadcast_to(columns.pp * columns.gpus, which.shape)[index]  # all of one tp
-                index = index[np.sort(np.unique(lanes, return_index=True)[1])]
+                index = index[np.sort(np.unique(lanes[which[index]], return_index=True)[1])]
             merged = sorted([*best, *rows(index[: self.top])], key=lambda row: row.objective)
             best[:] = (first_per_sizes(merged, lambda row: row.topology[0]) if self.distinct else merged)[: self.top]
         # what a row of another block beats leaves at the end, in pareto()
@@ -158,17 +155,15 @@ class _Search:
     def run(self) -> SearchResult:
         """All topologies, some thousands at a time; what no rule refuses is predicted."""
         able = [sizes for sizes in self.space.sizes() if len(self.space.batches(sizes[2])[0])]
-        # what depends on the microbatch alone is computed once for each tp, on a CPU for each number of processes
-        for _, same in groupby(progress(able, "search", "size"), lambda sizes: (sizes[0], math.prod(sizes))):
-            found, rows = list[Block](), 0
-            for block in (block for sizes in same for block in self.blocks(sizes)):
-                found.append(block)
-                rows += len(block.mbs)
-                if rows > 1 << 14:  # 128 KiB a column, which stays in the cache
-                    self.predict(found)
-                    found, rows = [], 0
-            if found:
+        found, rows = list[Block](), 0
+        for block in (block for sizes in progress(able, "search", "size") for block in self.blocks(sizes)):
+            found.append(block)
+            rows += len(block.mbs)
+            if rows > 1 << 14:  # 128 KiB a column, which stays in the cache
                 self.predict(found)
+                found, rows = [], 0
+        if found:
+            self.predict(found)
         return SearchResult(
             space=self.space,
             candidates=tuple(self.candidates(self.safe)),
