@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import IN_BROWSER
+from support import IN_BROWSER, REPOSITORY
 
 pytestmark = [*IN_BROWSER, pytest.mark.xdist_group("demo")]
 
@@ -15,7 +15,11 @@ SHEET = 1016  # px: A4 (297 mm) without margins of 14 mm
 NARROW, PAPER = 390, 688  # px: a telephone; A4 (210 mm) without margins of 14 mm at 96 px an inch
 LANDSCAPE = 1046  # px: A4 (297 mm) without margins of 10 mm, which the page of a wide table is printed on
 AA, AA_LARGE = 4.5, 3.0  # WCAG 2.1, success criterion 1.4.3; large: 24 px, or 18.66 px bold
-NO_VALUE = re.compile(r"undefined|NaN|null")  # what Vega writes for a field that the mark under the mouse lacks
+LEAST = 11  # px
+PLOTS = REPOSITORY / "lib/trilane/report/plots"
+NO_VALUE = re.compile(
+    r"\b(undefined|NaN|null|Infinity)\b|\[object"
+)  # what Vega writes for a field that the mark under the mouse lacks
 # Texts whose contrast with what is behind them is too small. Relative luminance and contrast: WCAG 2.1, section 3.
 CONTRAST = """([normal, large]) => {
   const channel = c => { c /= 255; return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; };
@@ -65,7 +69,7 @@ SILENT = """() => [...document.querySelectorAll("img, svg, canvas")].filter(e =>
   if (e.parentElement.closest("svg") || !e.getClientRects().length) return false;
   const named = e.closest("[aria-label], [alt]");
   const text = named?.getAttribute("aria-label") ?? named?.getAttribute("alt");
-  return !text || text.trim().length < 4;
+  return !text || text.trim().length < (e.className === "math" ? 1 : 4); // a formula may have one letter
 }).map(e => e.outerHTML.slice(0, 90))"""
 # Tables and figures of which one covers a part of another, where they can be seen.
 COVERED = """() => {
@@ -84,21 +88,69 @@ COVERED = """() => {
   return boxes.filter((a, i) => boxes.slice(i + 1).some(b => !a.e.contains(b.e) && a.left < b.right - 1
     && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1)).map(b => b.e.innerText.slice(0, 90));
 }"""
-# Pictures that are white where the page is dark.
-GLARING = """() => [...document.querySelectorAll("figure img")].filter(
-  e => e.getClientRects().length && getComputedStyle(e).filter === "none").map(e => e.alt)"""
-# What is cut on paper: its right edge is beyond the page, it hides what does not fit, or it is taller than a page.
-CUT = """([width, sheet]) => [...document.querySelectorAll("table, figure, pre, img, svg, p, div")].filter(e => {
-  const box = e.getBoundingClientRect();
-  const hides = getComputedStyle(e).overflowX !== "visible" && e.scrollWidth > e.clientWidth + 1;
-  return box.width && (box.right > width + 1 || hides || e.localName === "img" && box.height > sheet);
+# Pictures that are white where the page is dark, and drawings on white.
+GLARING = """() => [...document.querySelectorAll("img, svg.marks .background")].filter(e => e.getClientRects().length
+  && (e.localName === "img" ? getComputedStyle(e).filter === "none" : getComputedStyle(e).fill === "rgb(255, 255, 255)")
+).map(e => e.alt ?? e.outerHTML)"""
+# Letters that are lower than so many pixels: of text, of drawings, and of pictures, whose smallest have `points`.
+SMALL = """([least, points]) => {
+  const dots = src => { // an inch, as the PNG says
+    const head = atob(src.slice(22, 422)), at = head.indexOf("pHYs") + 4;
+    return at < 4 ? NaN : .0254 * [0, 1, 2, 3].reduce((sum, i) => 256 * sum + head.charCodeAt(at + i), 0);
+  };
+  const scale = e => Math.hypot(e.getScreenCTM().c, e.getScreenCTM().d);
+  const drawn = [...document.querySelectorAll("svg text")].map(e => [e, scale(e)]);
+  const texts = [...document.querySelectorAll("body *")].filter(e => !e.closest("svg, script, style")
+    && [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim())).map(e => [e, 1]);
+  const sizes = [...drawn, ...texts].map(([e, scale]) => [e, scale * parseFloat(getComputedStyle(e).fontSize)]);
+  for (const e of document.querySelectorAll("figure img"))
+    sizes.push([e, points / 72 * dots(e.src) * e.clientWidth / e.naturalWidth]);
+  return sizes.filter(([e, size]) => e.getClientRects().length && e.textContent.trim() + e.alt && size < least - .05)
+    .map(([e, size]) => `${size.toFixed(1)}: ${e.alt ?? e.textContent.trim().slice(0, 40)}`);
+}"""
+POINTS = min(
+    float(size) for path in PLOTS.glob("*.py") for size in re.findall(r"(?:font|label)size=([\d.]+)", path.read_text())
+)
+# What goes on behind an edge without a mark that it does, and letters of a drawing beyond its edge.
+UNMARKED = """() => [...document.querySelectorAll("body *")].filter(e => {
+  const style = getComputedStyle(e), svg = e.closest("svg");
+  const right = e => e.getBoundingClientRect().right;
+  if (svg) return e.localName === "text" && e.textContent && right(e) > right(svg) + 2;
+  const hides = e.clientWidth && e.scrollWidth > e.clientWidth + 1 && style.overflowX !== "visible";
+  return hides && !style.backgroundImage.includes("gradient");
+}).map(e => e.outerHTML.slice(0, 200))"""
+# What is cut on paper: its right edge is beyond the page, it hides what does not fit, or it is taller than a page; and
+# figures and rows that may break.
+CUT = """([width, sheet]) => [...document.querySelectorAll("table, figure, pre, img, svg, p, div, tr")].filter(e => {
+  const box = e.getBoundingClientRect(), style = getComputedStyle(e);
+  const hides = style.overflowX !== "visible" && e.scrollWidth > e.clientWidth + 1;
+  const is_whole = !["figure", "tr"].includes(e.localName) || style.breakInside === "avoid" && box.height < sheet;
+  return box.width && (box.right > width + 1 || hides || !is_whole || e.localName === "img" && box.height > sheet);
 }).map(e => e.outerHTML.slice(0, 90))"""
+# Words of drawings, tables and controls, and those under the mouse: at three places of each of at most `most` marks.
+WORDS = """most => {
+  const found = new Set([...document.querySelectorAll("svg text, svg [aria-label], th, td, option, label, button")].map(
+    e => e.getAttribute("aria-label") ?? e.textContent));
+  for (const svg of document.querySelectorAll("figure.chart svg.marks")) {
+    const marks = [...svg.querySelectorAll(".role-mark > *")], step = Math.ceil(marks.length / most);
+    const boxes = marks.filter((_, i) => i % step === 0).map(mark => mark.getBoundingClientRect());
+    for (const {x, y, width, height} of boxes)
+      for (const part of width + height ? [.5, .1, .9] : []) {
+        const at = {clientX: x + part * width, clientY: y + part * height, bubbles: true};
+        for (const kind of ["pointermove", "mousemove"])
+          document.elementFromPoint(at.clientX, at.clientY)?.dispatchEvent(new PointerEvent(kind, at));
+        found.add("under the mouse: " + (document.querySelector("#vg-tooltip-element.visible")?.innerText ?? ""));
+      }
+  }
+  return [...found];
+}"""
+BLURRED = """() => {
+  const e = document.activeElement, {outlineStyle, outlineWidth} = getComputedStyle(e);
+  const is_seen = e === document.body || outlineStyle !== "none" && parseFloat(outlineWidth) >= 1;
+  return is_seen ? "" : e.outerHTML.slice(0, 90);
+}"""
 DRAWN = '[...document.querySelectorAll("figure.chart")].every(f => f.querySelector(".drawing svg"))'
 
-MARKS = """() => [...document.querySelectorAll("figure.chart svg.marks .role-mark > *")].map(mark => {
-  const {x, y, width, height} = mark.getBoundingClientRect();
-  return [x + scrollX + width / 2, y + scrollY + height / 2, width + height];
-}).filter(([x, y, size]) => size > 0).map(([x, y]) => [x, y])"""
 TOOLTIP = "document.querySelector('#vg-tooltip-element.visible')?.innerText ?? ''"
 
 
@@ -106,8 +158,10 @@ def use_every_control(page: Any) -> None:
     """Choose, tick and click in each control and figure."""
     for select in page.locator("figure.chart .vega-bind select").all():
         select.select_option(index=select.locator("option").count() - 1)
-    for box in page.locator("figure.chart .vega-bind input[type=checkbox]").all():
-        box.click()
+    for box in page.locator("figure.chart .vega-bind input").all():
+        box.fill(box.get_attribute("max")) if box.get_attribute("type") == "range" else box.click()
+    for button in page.locator("figure.chart button").all():
+        button.click()
     for drawing in page.locator("figure.chart svg.marks").all():
         size = drawing.bounding_box()
         for x, y in itertools.product(range(1, 5), repeat=2):
@@ -115,15 +169,11 @@ def use_every_control(page: Any) -> None:
     page.mouse.move(0, 0)  # away from what shows a value under the mouse
 
 
-def tooltips(page: Any, most: int = 300) -> set[str]:
-    """The texts under the mouse over the middles of the drawn marks, of at most about `most` on a page."""
+def words(page: Any, most: int = 300) -> list[str]:
+    """What drawings, tables and controls say, and what they say under the mouse."""
     page.set_viewport_size({"width": 1280, "height": page.evaluate("document.body.scrollHeight")})
     page.evaluate("scrollTo(0, 0)")
-    places, found = page.evaluate(MARKS), set()
-    for x, y in places[:: max(1, len(places) // most)]:
-        page.mouse.move(x, y)
-        found.add(page.evaluate(TOOLTIP))
-    return found - {""}
+    return page.evaluate(WORDS, most)
 
 
 @pytest.fixture(scope="module")
@@ -150,12 +200,18 @@ def wrong(page: Any, path: Path) -> dict[str, list[Any]]:
         found[f"contrast, {scheme}"] = page.evaluate(CONTRAST, [AA, AA_LARGE])
     looks = {"white in the dark": GLARING, "no text": SILENT, "covered": COVERED}
     found |= {name: page.evaluate(look) for name, look in looks.items()}
-    found["tooltips"] = [text for text in tooltips(page) if NO_VALUE.search(text)]
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        found.setdefault("focus not seen", []).extend(filter(None, [page.evaluate(BLURRED)]))
+    found["small letters"] = page.evaluate(SMALL, [LEAST, POINTS])
+    found["no value"] = [text for text in words(page) if NO_VALUE.search(text)]
     page.set_viewport_size({"width": NARROW, "height": 800})
     page.wait_for_timeout(50)  # figures are drawn anew
     page.wait_for_function(DRAWN)
     wide = page.evaluate("document.documentElement.scrollWidth")
     found["wider than a telephone"] = [wide] if wide > NARROW else []
+    found["unmarked on a telephone"] = page.evaluate(UNMARKED)
+    found["small letters on a telephone"] = page.evaluate(SMALL, [LEAST, POINTS])
     page.emulate_media(media="print", color_scheme="light")
     paper = LANDSCAPE if page.evaluate("getComputedStyle(document.body).page") == "broad" else PAPER
     page.set_viewport_size({"width": paper, "height": 1000})
