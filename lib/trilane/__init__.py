@@ -1,9 +1,18 @@
 """Plan, launch and analyze the pre-training of large GPTs on SLURM clusters (tensor, pipeline and data parallelism).
 
-Everything that a notebook needs is imported from here; a name is loaded when it is first used.
+Everything that a notebook needs is imported from here; a name is loaded when it is first used. Where a function takes a
+plan, cluster, model, study or calibration, it takes its file or name as well, and a misspelt option names its nearest.
 """
 
+import difflib
+import functools
+import inspect
+import numbers
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
@@ -41,14 +50,90 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_HOME)
 
 
+# The classes of which a name or path is taken instead: by what it is read, and what it can be.
+_READ = {
+    "Plan": ("config.plan:read_plan", "a Plan, or the path of a plan.json"),
+    "Cluster": ("workspace.study:load_cluster", "a Cluster, its name, or the path of its JSON file"),
+    "ModelShape": ("config.shapes:read_shape", "a ModelShape, layers,hidden,heads,seq,vocab, or a config.json's path"),
+    "Study": ("workspace.study:Study", "a Study, or its name"),
+    "Calibration": ("costmodel.calibration:load", "a Calibration, what fit() returns, or the path of its JSON file"),
+    "Path": ("pathlib:Path", "a path"),
+}
+# Whose fields the options of a function are, which take texts as commands do.
+_ASKED = dict.fromkeys(("best_within", "propose_shapes", "sizes_within"), "planning.size_request:SizeRequest")
+_ASKED["forecast"] = "forecasting.request:ForecastRequest"
+
+_WIDER = {int: numbers.Integral, float: numbers.Real}  # numpy's numbers count
+
+
 def __getattr__(name: str) -> Any:
     """The public name `name`, imported from its module (or as one) at first use."""
     if name not in _HOME:
-        raise AttributeError(f"module 'trilane' has no attribute {name!r}")
+        raise AttributeError(f"module 'trilane' has no attribute {name!r}{_nearest(name, __all__)}")
     home = import_module(f"trilane.{_HOME[name]}")
     value = getattr(home, name) if hasattr(home, name) else import_module(f"{home.__name__}.{name}")
-    globals()[name] = value
-    return value
+    globals()[name] = _called(value) if inspect.isfunction(value) else value
+    return globals()[name]
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _named(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module if module == "pathlib" else f"trilane.{module}"), name)
+
+
+def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A public function that reads names and paths. TypeError names the option that is nearest to a misspelt one,
+    ValueError an argument of another class."""
+    signature, hints, name = inspect.signature(function), typing.get_type_hints(function), function.__name__
+    options = typing.get_type_hints(_named(_ASKED[name])) if name in _ASKED else {}
+
+    @functools.wraps(function)
+    def call(*values: Any, **named: Any) -> Any:
+        known = {**options, **signature.parameters}
+        unknown = [key for key in named if key not in known]
+        hint = "".join(f"; {key}= is not known{_nearest(key, known)}" for key in unknown)
+        try:
+            bound = signature.bind(*values, **named)
+            if unknown and options:
+                raise TypeError("wrong options")
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}{hint}") from None
+        given = {}
+        for key, value in bound.arguments.items():
+            hint, is_rest = hints.get(key, Any), signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD
+            rest = {k: _taken(k, v, options.get(k, hint), bool(options)) for k, v in value.items()} if is_rest else {}
+            given[key] = rest if is_rest else _taken(key, value, hint)
+        bound.arguments.update(given)
+        return function(*bound.args, **bound.kwargs)
+
+    return call
+
+
+def _taken(name: str, value: Any, hint: Any, is_text: bool = False) -> Any:
+    """The argument, read where its class is one of _READ and a name or path is given; a text where `is_text`."""
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    items = [typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is Sequence]
+    if items and isinstance(value, list | tuple | range):
+        return [_taken(name, one, items[0]) for one in value]
+    classes = {k.__name__: _WIDER.get(k, k) for k in (*kinds, *items) if isinstance(k, type) and k is not Any}
+    able = [kind for kind in classes if kind in _READ]
+    if isinstance(value, tuple(classes.values())):
+        return [value] if items == [*kinds] else value
+    if able and isinstance(value, str | Path):
+        made = _named(_READ[able[0]][0])(str(value))
+        made = made.shape if able[0] == "ModelShape" else made
+        return [made] if items else made
+    if "Calibration" in able and hasattr(value, "fitted"):
+        return value.fitted
+    if len(classes) < len(kinds) or (is_text and isinstance(value, str | None)):
+        return value  # a hint of more than classes: what the function itself checks
+    rule = _READ[able[0]][1] if able else " or ".join(set(classes) - {"NoneType"}) + ", or several" * bool(items)
+    raise ValueError(f"{name}={type(value).__name__}: must be {rule}")
 
 
 def __dir__() -> list[str]:

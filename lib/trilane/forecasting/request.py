@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -121,7 +121,7 @@ class ForecastRequest(Brief):
         self._read("capacity", lambda file: capacity_of(read_json(file, "capacity")), None)
         self._read("start", lambda text: parse_day("start", text), datetime.now(UTC).date())
         self._read("deadline", lambda text: parse_day("deadline", text), None)
-        self._read("tokens", float, TOKENS_PER_PARAMETER * plan.shape.parameters)
+        self._read("tokens", partial(validation.parse_count, "tokens"), TOKENS_PER_PARAMETER * plan.shape.parameters)
         object.__setattr__(self, "calibration", self.calibration or constants_of(plan))
         self._read("calibration", lambda source: constants_of(plan, source), None)
         object.__setattr__(self, "risks", self._risks())

@@ -33,7 +33,7 @@ from trilane.planning.space import (
     word,
 )
 from trilane.utils.progress import progress
-from trilane.utils.validation import require_known
+from trilane.utils.validation import require_integer, require_known
 
 MEMORY_RULE = "memory must fit the card"
 
@@ -224,6 +224,7 @@ def search_space(
     distinct: bool = False,
 ) -> SearchResult:
     """Predict every topology of a space; the best `top` by the objective, and the front of speed against memory."""
+    require_integer("top", top, 1)
     cluster.gpu.flops_per_s(space.fixed.precision)
     known = calibration or calibration_for(cluster)
     return _Search(shape, cluster, space, known, objective=objective, top=top, distinct=distinct).run()

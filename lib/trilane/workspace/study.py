@@ -55,7 +55,7 @@ class Study(Brief):
     """
 
     def __init__(self, name: str):
-        plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", name) is not None
+        plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", str(name)) is not None
         require(plain, "study", repr(name), "must be a plain folder name (letters, digits, . _ -)")
         self.name = name
         self.folder = outputs_root() / name
@@ -194,12 +194,16 @@ def _without(values: dict[str, Any], *names: str) -> dict[str, Any]:
     return {k: v for k, v in values.items() if k not in names}
 
 
-def load_cluster(name: str) -> Cluster:
-    """The cluster of that name or JSON file; `local` is this machine, measured at first use by the engine's benchmark
-    (some seconds; outputs/local.json).
+def load_cluster(name: str | Cluster) -> Cluster:
+    """The cluster of that name or JSON file, or itself; `local` is this machine, measured at first use by the
+    engine's benchmark (some seconds; outputs/local.json).
 
         load_cluster("jz-a100-80g").facts()
     """
+    if isinstance(name, Cluster):
+        return name
+    if isinstance(name, Cluster):
+        return name
     path = outputs_root() / "local.json"
     if name == "local" and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
