@@ -33,6 +33,7 @@ _MODULES = {
     "forecasting.deadline": ("best_within", "sizes_within"),
     "forecasting.decision": ("alternatives", "calendar_record", "decide", "study_plan"),
     "forecasting.forecast": ("forecast",),
+    "launch.local": ("train",),
     "logs.written_tables": ("read_runs",),
     "planning": ("published",),
     "planning.explain": ("explain",),

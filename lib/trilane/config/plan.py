@@ -10,6 +10,7 @@ from typing import Any
 from trilane.config.batch_rampup import Batch
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, drops_hidden, sums_in_fp32, unsupported_reason
+from trilane.config.layer import Layer, read_layer
 from trilane.config.model import ModelShape
 from trilane.config.options import changed, check, option
 from trilane.config.parallelism import CLUSTER_RULES, Topology, first_broken, invalid_reason
@@ -49,6 +50,7 @@ class Plan(Brief):
     cluster: Cluster = option(help="the machine, with all its numbers")
     topology: Topology = option(help="how the model is spread over GPUs")
     engine: str = option(ENGINES[0], "what trains it", choices=ENGINES)
+    layer: Layer | None = option(None, 'a layer of your own: "FILE.py:CLASS" in this folder, or "package.module:CLASS"')
     data: Data = option(Data, "the text")
     optimizer: Optimizer = option(Optimizer, "AdamW and its schedule")
     dropout: Dropout = option(Dropout, "shares of values that are set to 0")
@@ -68,6 +70,8 @@ class Plan(Brief):
         if reason:
             raise ValueError(reason)
         self.cluster.gpu.flops_per_s(t.precision)
+        rule = f"engine {self.engine} trains megatron-core's layer; `megatron` trains one of your own"
+        require(not self.layer or self.engine == "megatron", "layer", self.layer, rule)
         drops = drops_hidden(self.engine, self.shape)
         rule = "engine hf-zero3 drops hidden values in GPT-2 alone: transformers' other models do not, or not all"
         require(drops or not self.dropout.hidden, "dropout.hidden", self.dropout.hidden, rule)
@@ -100,6 +104,7 @@ class Plan(Brief):
         topology = {**changed(self.topology), "fp32_gradients": sums_in_fp32(self.engine, self.topology)}
         facts = {"shape": changed(self.shape), "cluster": changed(self.cluster), "topology": topology}
         facts["engine"] = {"name": self.engine}
+        facts |= {"layer": vars(self.layer)} if self.layer else {}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:10]
 
     @property
@@ -120,7 +125,9 @@ class Plan(Brief):
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the JSON object of plan.json."""
-        return {name: value for name, value in to_mapping(self).items() if name != "calibration" or value}
+        return {
+            name: value for name, value in to_mapping(self).items() if name not in ("calibration", "layer") or value
+        }
 
 
 def plan_from_json(values: dict[str, Any]) -> Plan:
@@ -145,8 +152,17 @@ def locate_plan(path: Path | str) -> tuple[Path, str]:
 
 
 def read_plan_values(path: Path | str) -> dict[str, Any]:
-    """The JSON object of one plan in `path`, whatever stands next to the plan's fields; see read_plan()."""
+    """The JSON object of one plan in `path`, whatever stands next to the plan's fields; see read_plan().
+
+    A layer that it names holds the text of its file, so that the plan is all that a run needs.
+    """
     file, name = locate_plan(path)
+    values = _one_plan(path, file, name)
+    layer = values.get("layer")
+    return {**values, "layer": vars(read_layer(layer, file.parent))} if isinstance(layer, str) and layer else values
+
+
+def _one_plan(path: Path | str, file: Path, name: str) -> dict[str, Any]:
     values = read_json(file, "plan")
     if isinstance(values, dict) and "shape" not in values:
         values = values.get("plan", values.get("plans", values))

@@ -210,7 +210,7 @@ def share(size: float) -> str:
 def wrong_decay(s: Snapshot) -> Findings:
     """Norms and biases that decay, and matrices that do not."""
     for r, part in s.held:
-        right = s.optimizer.get("weight_decay", 0.0) if must_decay(part.name) else 0.0
+        right = s.optimizer.get("weight_decay", 0.0) if must_decay(part.name, len(part.shape)) else 0.0
         if part.decay is not None and part.decay != right:
             what = f"weight decay {part.decay:g}, not {right:g} (in {s.name})"
             yield RestartFinding(kind="decay", tensor=part.name, ranks=(r,), what=what, size=part.decay)

@@ -11,19 +11,23 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from trilane.config.engines import require_trainable
+from trilane.config.layer import layer_of
 from trilane.config.plan import Plan, locate_plan, plan_from_json, read_plan, read_plan_values
 from trilane.launch.follow import follow, stop
 from trilane.launch.outcome import failed_ranks, judge
 from trilane.launch.watchdog import Hang, HangMonitor
 from trilane.utils.process import announced, held_port, python
-from trilane.utils.validation import read_json, require
+from trilane.utils.validation import read_json, require, require_known
 from trilane.workspace.continuation import require_continuable
+from trilane.workspace.installation import outputs_root
 from trilane.workspace.run_folder import put_aside
-from trilane.workspace.status import RunStatus, Status, write_status
+from trilane.workspace.status import RunStatus, Status, known_status, write_status
+from trilane.workspace.study import Study
 
 
 def train_local(
@@ -45,6 +49,8 @@ def train_local(
     plan = read_plan(folder / "plan.json")
     require_trainable(plan.topology)
     _require_ready(folder, plan, resume)
+    if plan.layer:
+        _child("layer", "trilane.engine", "--try", str(folder / "plan.json"))
     node = plan.cluster.gpus_per_node
     rule = f"one machine starts at most the {node} processes of a node; submit job.sbatch on {plan.cluster.name}"
     require(plan.topology.gpus <= node, "tp x pp x dp", plan.topology.gpus, rule)
@@ -54,6 +60,34 @@ def train_local(
         outcome = _run(folder, plan, own_port, show_progress, begin, timeout_s)
         _record(folder, outcome)
     return outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun:
+    """The folder of a run, as measure() takes it, and how it ended."""
+
+    folder: Path
+    status: RunStatus
+
+
+def train(plan: Plan, layer: str | type | None = None, *, study: str = "python", **run: Any) -> TrainedRun:
+    """Train the plan here, in a run folder of the study; one that has completed there is not trained again.
+
+        train(plan, layer=MyLayer, train_iters=20).status
+
+    `layer` is a class of your own for each of its layers, or the name of one: FILE.py:CLASS or package.module:CLASS
+    (docs/engine.md). `run` sets fields of the plan's run. ValueError as train_local() and for what cannot be trained.
+    """
+    for name in run:
+        require_known("train", name, [f.name for f in fields(plan.run)])
+    own = layer_of(layer) if layer else plan.layer
+    label = f"{plan.label}-{own.kind}" if own and own != plan.layer else plan.label
+    data = replace(plan.data, folder=str(outputs_root() / "data"))
+    plan = replace(plan, label=label, layer=own, data=data, run=replace(plan.run, **run))
+    text = json.dumps(plan.to_json(), indent=1) + "\n"
+    folder, is_completed = Study.open(study).run_folder(plan, {"plan.json": text})
+    done = known_status(folder) if is_completed else None
+    return TrainedRun(folder=folder, status=done or train_local(folder))
 
 
 def _run(folder: Path, plan: Plan, port: int, show_progress: bool, begin: float, timeout_s: float) -> RunStatus:
@@ -117,15 +151,16 @@ def environment(processes: int) -> dict[str, str]:
 
 
 def prepare_data(plan: Path) -> list[str]:
-    """Prepare the corpus of a plan's file in a child process (it may import torch); the prefixes of its pairs.
+    """Prepare the corpus of a plan's file; the prefixes of its pairs. ValueError where it cannot be prepared."""
+    return _child("data", "trilane.engine.data.corpus", str(plan))
 
-    ValueError with the child's last line where it fails.
-    """
-    command = python("-m", "trilane.engine.data.corpus", str(plan))
-    done = subprocess.run(command, env=environment(1), capture_output=True, text=True, check=False)
+
+def _child(what: str, *module: str) -> list[str]:
+    """What a module prints in a child process, as it may import torch; ValueError with its last line where it fails."""
+    done = subprocess.run(python("-m", *module), env=environment(1), capture_output=True, text=True, check=False)
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     if done.returncode != 0:
-        raise ValueError(last if done.returncode == 2 else f"data: could not be prepared ({last})")
+        raise ValueError(last if done.returncode == 2 else f"{what}: could not be prepared ({last})")
     return done.stdout.splitlines()
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trilane.config.layer import STANDARD
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.config.training import ranges_text, until
@@ -16,7 +17,7 @@ def identity(plan: Plan) -> dict[str, Any]:
     data = {name: value for name, value in to_mapping(plan.data).items() if name != "folder"}
     if not plan.data.split:  # checkpoints of before it existed have none
         del data["split"]
-    fixed = {"shape": to_mapping(plan.shape), "seed": plan.run.seed, "data": data}
+    fixed = {"shape": to_mapping(plan.shape), "layer": str(plan.layer or STANDARD), "seed": plan.run.seed, "data": data}
     return {**fixed, "length": plan.samples, "skip": [list(ends) for ends in plan.run.skipped]}
 
 
@@ -43,7 +44,8 @@ def require_continuable(folder: Path, plan: Plan) -> None:
 
 def require_same(where: str, manifest: Mapping[str, Any], plan: Plan) -> None:
     """ValueError that names the first thing in which the plan differs from the checkpoint `where`."""
-    held, iteration, consumed = manifest["identity"], manifest["iteration"], manifest["consumed_samples"]
+    held = {"layer": STANDARD, **manifest["identity"]}
+    iteration, consumed = manifest["iteration"], manifest["consumed_samples"]
     may_change = ("length", "skip")  # the latter for what is still to be trained
     # one that an earlier version imported from Hugging Face has no data to compare
     common = {name: value for name, value in identity(plan).items() if name in held and name not in may_change}

@@ -39,9 +39,9 @@ def hashed(generators: Mapping[str, Any]) -> dict[str, str]:
     return {name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for name, text in flat.items()}
 
 
-def must_decay(name: str) -> bool:
-    """Whether a parameter decays: all but norms and biases. Word and position embeddings do, as in Megatron-LM."""
-    return not (name.endswith(".bias") or "layernorm" in name)
+def must_decay(name: str, dims: int = 2) -> bool:
+    """Whether a parameter decays: all but norms, biases and other vectors. Embeddings do, as in Megatron-LM."""
+    return dims > 1 and not (name.endswith(".bias") or "layernorm" in name)
 
 
 def default_of(name: str) -> float | None:

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 from trilane.config.plan import Plan
 from trilane.engine.model import fused
-from trilane.engine.model.parameters import Piece, paired, split_dim
+from trilane.engine.model.parameters import Piece, paired
 from trilane.engine.model.rng import seed_streams
 from trilane.engine.world import World
 from trilane.workspace.fingerprints import must_decay
@@ -75,8 +75,11 @@ def pieces(named: Named) -> list[Piece]:
     first_stage, found = parallel_state.is_pipeline_first_stage(ignore_virtual=True), []
     for number, (name, parameter) in enumerate(named):
         gated = getattr(parameter, "partition_stride", 1) == 2
+        is_split = getattr(parameter, "tensor_model_parallel", False)
         local = paired(getattr(parameter, "ds_shape", parameter.shape), gated)  # under ZeRO-3 itself is empty
-        dim, twin = split_dim(name, gated), name.startswith("embedding.") and not first_stage
+        # of gate and up, (2, ffn, h), each rank has its rows of both
+        dim = getattr(parameter, "partition_dim", 0) + gated if is_split else None
+        twin = name.startswith("embedding.") and not first_stage
         cut = dim is not None and tp > 1
         box = tuple((n * rank, n * (rank + 1)) if cut and d == dim else (0, n) for d, n in enumerate(local))
         whole = tuple(n * tp if cut and d == dim else n for d, n in enumerate(local))
@@ -166,7 +169,7 @@ def build(plan: Plan, world: World) -> Engine:
 def audited(states: States, decay: float) -> None:
     """AssertionError where the optimizer that a library built has a parameter in the wrong group, or in none."""
     for piece, found in zip(states.pieces, states.decays(), strict=True):
-        right = decay if must_decay(piece.name) else 0.0
+        right = decay if must_decay(piece.name, len(piece.shape)) else 0.0
         assert found == right or (found is None and states.divided), f"{piece.name} has weight decay {found}"
 
 

@@ -23,6 +23,7 @@ from trilane.engine.backends.base import (
 )
 from trilane.engine.model.fused import DTYPES, apply
 from trilane.engine.model.gpt import build_chunks, canonical_parameters, transformer_config
+from trilane.engine.model.own_layer import sum_gradients
 from trilane.engine.phases import OPTIMIZER, megatron_timers, phase
 
 LossOf = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -34,6 +35,7 @@ class Megatron(Engine):
     def _build(self) -> None:
         plan, t = self._plan, self._plan.topology
         settings = apply(self._kernels, transformer_config(plan))
+        self.path += f"; layer {plan.layer}, of which no prediction knows" * bool(plan.layer)
         models = build_chunks(plan, settings)
         named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]
         self.modules = self._chunks = [_distributed(model, settings, plan) for model in models]
@@ -46,7 +48,7 @@ class Megatron(Engine):
             _fuse_adam(chained.optimizer)
         self.states = MegatronStates(named, optimizers, self._chunks)
         settings.timers = megatron_timers(pipeline=t.pp > 1)
-        settings.finalize_model_grads_func = finalize_model_grads
+        settings.finalize_model_grads_func = _finalize
         settings.grad_scale_func = self._optimizer.scale_loss
         if t.overlap_grad_reduce:
             # Gradients are reduced as they arrive, in the last microbatch only.
@@ -98,6 +100,11 @@ class Megatron(Engine):
 
 
 build = Megatron
+
+
+def _finalize(chunks: list[torch.nn.Module], *tokens: Any, **groups: Any) -> None:
+    finalize_model_grads(chunks, *tokens, **groups)
+    sum_gradients(chunks)
 
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

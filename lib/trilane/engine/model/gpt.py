@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.engine.model.fused import DTYPES, GPT, FusedMLP, bias_dropout_add, compiled
+from trilane.engine.model.own_layer import own_spec, try_out
 from trilane.engine.model.parameters import initial_range, is_gated_fc1, split_dim
 
 
@@ -153,9 +154,9 @@ class Norm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
         super().__init__()
         self.eps, self.size = config.layernorm_epsilon, (hidden_size,)
-        self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         with_bias = config.normalization == "LayerNorm"
-        self.register_parameter("bias", torch.nn.Parameter(torch.empty_like(self.weight)) if with_bias else None)
+        self.register_parameter("bias", torch.nn.Parameter(torch.zeros_like(self.weight)) if with_bias else None)
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -226,14 +227,19 @@ def build_chunks(plan: Plan, settings: TransformerConfig) -> list[GPTModel]:
     models = [empty_chunk(plan, settings, stage) for stage in (range(t.interleaving) if t.interleaving > 1 else [None])]
     for model in models:
         fill_parameters(canonical_parameters(model, plan.shape.tied_embeddings), plan)
-    return [model.cuda() if torch.cuda.is_available() else model for model in models]
+    models = [model.cuda() if torch.cuda.is_available() else model for model in models]
+    if plan.layer:
+        for made in (made for model in models for made in model.decoder.layers):
+            try_out(plan, plan.layer, made.to(settings.params_dtype))
+    return models
 
 
 def empty_chunk(plan: Plan, settings: TransformerConfig, vp_stage: int | None) -> GPTModel:
     """Chunk `vp_stage` of this pipeline rank, not initialized, with the embedding or the head where due."""
     shape = plan.shape
     stage = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
-    layers = [layer_spec(shape)] * get_num_layers_to_build(settings, vp_stage)
+    spec = own_spec(plan, plan.layer, layer_spec(shape)) if plan.layer else layer_spec(shape)
+    layers = [spec] * get_num_layers_to_build(settings, vp_stage)
     model = GPT(
         config=settings,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm),
@@ -266,10 +272,17 @@ class NormedDropout(torch.nn.Module):
 
 
 def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan) -> None:
-    """Set parameters, by whole-model names, to their part of the initial state; what ZeRO-3 divides to its share."""
+    """Set parameters, by whole-model names, to their part of the initial state; what ZeRO-3 divides to its share.
+
+    An own layer's parameters keep what its class gave them, but for those of megatron-core's linear layers.
+    """
     rank, tp = parallel_state.get_tensor_model_parallel_rank(), plan.topology.tp
     for name, parameter in named:
-        dim, stride = split_dim(name), 2 if is_gated_fc1(name, plan.shape) else 1
+        if getattr(parameter, "keeps_initial", False):
+            continue
+        is_marked = getattr(parameter, "tensor_model_parallel", False)  # as those of an own layer are
+        dim = getattr(parameter, "partition_dim", 0) if is_marked else split_dim(name)
+        stride = 2 if is_gated_fc1(name, plan.shape) else 1
         # megatron-core sets these marks in its own initialization, which is off; without them the gradient norm would
         # count the split matrices of one tensor-parallel rank only.
         if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
@@ -281,7 +294,7 @@ def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan)
         end = min(first + len(held), math.prod(size))  # the last share of all is padded
         most = 1 << 24  # values in memory at a time, 64 MiB: BLOOM-176B's embedding has 14 GB
         for at in range(first, end, most):
-            drawn = initial_range(name, size, rank, tp, plan, at, min(at + most, end))
+            drawn = initial_range(name, size, rank, tp, plan, at, min(at + most, end), dim)
             held[at - first : at - first + len(drawn)].copy_(drawn)
 
 

@@ -90,11 +90,12 @@ def initial_tensor(name: str, size: Iterable[int], plan: Plan) -> torch.Tensor:
 
 
 def initial_range(
-    name: str, local: tuple[int, ...], rank: int, tp: int, plan: Plan, first: int, end: int
+    name: str, local: tuple[int, ...], rank: int, tp: int, plan: Plan, first: int, end: int, dim: int | None = None
 ) -> torch.Tensor:
     """The values `first` to `end` of the part, `local` in size, that tensor-parallel rank `rank` of `tp` holds.
 
-    Weights are normal with deviation optimizer.init_std, the two that write to the residual stream
+    `dim` is the dimension that is split; where it is not given, that of the name. Weights are normal with deviation
+    optimizer.init_std, those split by columns, which write to the residual stream
     init_std / sqrt(2 L); biases are 0, norm weights 1. Radford et al. 2019 (GPT-2), section 2.3, with 0.02. The names
     are megatron-core's, with the layer's number in the whole model. `linear_qkv` holds its rows by group of heads that
     share keys and values, in GPT-2 one head each: (group, [its queries ..., key, value], channel).
@@ -105,11 +106,12 @@ def initial_range(
         return torch.ones(end - first)
     *counts, held = paired(local, is_gated_fc1(name, plan.shape))  # gate and up count as one above the other
     columns, width, smaller = (0, held), held, 1.0
-    if name.endswith(COLUMNS):
+    dim = split_dim(name) if dim is None else dim
+    if dim == 1:
         rows, columns, width = np.arange(counts[0]), (held * rank, held * (rank + 1)), held * tp
         smaller = math.sqrt(2 * plan.shape.num_layers)
     else:
-        rank, tp = (rank, tp) if split_dim(name) is not None else (0, 1)
+        rank, tp = (rank, tp) if dim is not None else (0, 1)
         own = np.arange(counts[-1]) + counts[-1] * rank
         rows = np.concatenate([own + i * counts[-1] * tp for i in range(math.prod(counts[:-1]))])
     top = first // held
