@@ -154,7 +154,7 @@ class Norm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
         super().__init__()
         self.eps, self.size = config.layernorm_epsilon, (hidden_size,)
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype).fill_(1.0))
         with_bias = config.normalization == "LayerNorm"
         self.register_parameter("bias", torch.nn.Parameter(torch.zeros_like(self.weight)) if with_bias else None)
         for parameter in self.parameters():
