@@ -133,11 +133,10 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import parallel_state
 from trilane.config.plan import read_plan
-from trilane.engine.model.own_layer import rehearse
+from trilane.engine.model.trial import rehearse
 for file in sorted(Path(PLACE).glob("*.json")):
     try:
-        plan = read_plan(file)
-        rehearse(plan, plan.layer)
+        rehearse(read_plan(file))
         print()
     except ValueError as error:
         print(error)

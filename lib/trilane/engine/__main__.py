@@ -75,11 +75,11 @@ def _trial(path: Path) -> Callable[[], None]:
     from trilane.engine.cpu import enable_cpu
 
     enable_cpu()
-    from trilane.engine.model.own_layer import rehearse
+    from trilane.engine.model.trial import rehearse
 
     plan = read_plan(path)
     if plan.layer:
-        rehearse(plan, plan.layer)
+        rehearse(plan)
     return lambda: None
 
 

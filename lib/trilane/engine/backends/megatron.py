@@ -24,6 +24,7 @@ from trilane.engine.backends.base import (
 from trilane.engine.model.fused import DTYPES, apply
 from trilane.engine.model.gpt import build_chunks, canonical_parameters, transformer_config
 from trilane.engine.model.own_layer import sum_gradients
+from trilane.engine.model.trial import try_out
 from trilane.engine.phases import OPTIMIZER, megatron_timers, phase
 
 LossOf = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -37,6 +38,8 @@ class Megatron(Engine):
         settings = apply(self._kernels, transformer_config(plan))
         self.path += f"; layer {plan.layer}, of which no prediction knows" * bool(plan.layer)
         models = build_chunks(plan, settings)
+        for made in (made for model in models for made in model.decoder.layers if plan.layer):
+            try_out(plan, made.to(settings.params_dtype))
         named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]
         self.modules = self._chunks = [_distributed(model, settings, plan) for model in models]
         self._optimizer = get_megatron_optimizer(_optimizer_config(plan), self._chunks, use_gloo_process_groups=False)

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.engine.model.fused import DTYPES, GPT, FusedMLP, bias_dropout_add, compiled
-from trilane.engine.model.own_layer import own_spec, try_out
+from trilane.engine.model.own_layer import own_spec
 from trilane.engine.model.parameters import initial_range, is_gated_fc1, split_dim
 
 
@@ -227,18 +227,14 @@ def build_chunks(plan: Plan, settings: TransformerConfig) -> list[GPTModel]:
     models = [empty_chunk(plan, settings, stage) for stage in (range(t.interleaving) if t.interleaving > 1 else [None])]
     for model in models:
         fill_parameters(canonical_parameters(model, plan.shape.tied_embeddings), plan)
-    models = [model.cuda() if torch.cuda.is_available() else model for model in models]
-    if plan.layer:
-        for made in (made for model in models for made in model.decoder.layers):
-            try_out(plan, plan.layer, made.to(settings.params_dtype))
-    return models
+    return [model.cuda() if torch.cuda.is_available() else model for model in models]
 
 
 def empty_chunk(plan: Plan, settings: TransformerConfig, vp_stage: int | None) -> GPTModel:
     """Chunk `vp_stage` of this pipeline rank, not initialized, with the embedding or the head where due."""
     shape = plan.shape
     stage = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
-    spec = own_spec(plan, plan.layer, layer_spec(shape)) if plan.layer else layer_spec(shape)
+    spec = own_spec(plan, layer_spec(shape)) if plan.layer else layer_spec(shape)
     layers = [spec] * get_num_layers_to_build(settings, vp_stage)
     model = GPT(
         config=settings,
