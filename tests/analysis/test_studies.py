@@ -73,7 +73,7 @@ def test_what_a_study_lacks_or_what_is_damaged_in_it_is_a_line(outputs: Path, te
     [
         ("a", "studies=a: must be two or more, separated by commas"),
         ("a,a", "studies=a,a: must be two or more, separated by commas"),
-        ("a,b", "studies=b: no study of that name; there are a"),
+        ("a,b", "studies=b: known: a"),
         ("a,../b", "study='../b': must be a plain folder name (letters, digits, . _ -)"),
     ],
 )

@@ -10,8 +10,8 @@ import pandas as pd
 
 from trilane.analysis.collect import MeasuredRuns, measure_runs
 from trilane.analysis.loss_curve import Curve
-from trilane.utils.numbers import percent, with_bounds
-from trilane.utils.tables import Brief, Columns, Text
+from trilane.utils.numbers import amount, percent, with_bounds
+from trilane.utils.tables import Brief, Columns, DataFrame, Text
 from trilane.utils.validation import read_object, require, require_known
 from trilane.workspace.installation import outputs_root
 from trilane.workspace.study import Study
@@ -36,8 +36,15 @@ class StudyComparison(Brief):
     studies: tuple[StudyParts, ...]
 
     def summary(self) -> Text:
-        """What is compared, and what a study lacks, a line each."""
-        lines = [Text.of("Compared: {}.", Text.joined(", ", [Text.of("{:code}", s.name) for s in self.studies]))]
+        """How many choices and results differ; of each study, best speed and loss, and what it lacks, a line each."""
+        names = Text.joined(", ", [Text.of("{:code}", s.name) for s in self.studies])
+        lines = [Text.of("**{} choices and results** differ between {}.", len(self.differing), names)]
+        for s in (s for s in self.studies if s.runs.timed):
+            speed, loss = (
+                f([getattr(m, n) for m in s.runs.timed]) for f, n in ((max, "tokens_per_s"), (min, "last_loss"))
+            )
+            text = "{:code}: {} runs, at most {} tokens per second, a last loss of at least {:.4g}."
+            lines.append(Text.of(text, s.name, len(s.runs.runs), amount(speed), loss))
         lines += [Text.of("{} lacks {}.", s.name, "; ".join(s.lacks)) for s in self.studies if s.lacks]
         lines += [Text("It is the only study here; name two or more: `-p studies a,b`.")] * (len(self.studies) < 2)
         return Text.joined("\n\n", lines)
@@ -59,6 +66,11 @@ class StudyComparison(Brief):
         """What differs: a row a choice or result, a column a study."""
         rows = pd.DataFrame(self.differing)
         return Columns(rows) if len(rows) else Text("Nothing that two of them have differs.")
+
+    def to_frame(self) -> DataFrame:
+        """A row a run of any study, with a column for each of its numbers."""
+        frames = [s.runs.to_frame().assign(study=s.name) for s in self.studies]
+        return pd.concat(frames, ignore_index=True)
 
     def runs(self) -> Columns | Text:
         """The runs of all studies, a row each."""

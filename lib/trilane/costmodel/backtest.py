@@ -101,6 +101,21 @@ class Backtest(Table):
         """The backtest as a JSON object; a figure that is not finite is null."""
         return as_json({"rows": self.predictions, "skipped": self.skipped, "summary": self.summary()})
 
+    def finding(self) -> Text:
+        """The errors of time and memory over all rows that count, and how many times lie in their intervals."""
+        f, lines = figures(self.pairs), list[Text]()
+        if "median" in f:
+            how = f"fitted without each run's {self.left_out}" if self.left_out else "that ship or were given"
+            text = (
+                "Time: **median error {:.1%}**, 90th percentile {:.1%}, over {} runs, by constants {}. {:.0%} of the "
+            )
+            text += "measured times lie in their 90 % interval."
+            lines.append(Text.of(text, f["median"], f["p90"], f["n"], how, f["coverage"]))
+        if "mem_median" in f:
+            text = "Memory: **median error {:.1%}**, 90th percentile {:.1%}, over {} runs."
+            lines.append(Text.of(text, f["mem_median"], f["mem_p90"], f["mem_n"]))
+        return Text.joined("\n\n", lines or ["No row has its seconds or its memory."])
+
     def heading(self) -> Text:
         """How many rows were predicted and skipped, and how many of them count below, as sentences."""
         how = f"of time fitted without each row's {self.left_out}" if self.left_out else "that ship or were calibrated"

@@ -22,8 +22,8 @@ from trilane.planning.search_result import (
     sizes_of,
 )
 from trilane.planning.size_request import TILE, SizeRequest, usable_heads
-from trilane.utils.numbers import size_text
-from trilane.utils.tables import Brief, Columns, DataFrame, Table, Text
+from trilane.utils.numbers import size_text, with_bounds, with_interval
+from trilane.utils.tables import Brief, Columns, DataFrame, Table, Text, frame_of
 from trilane.utils.validation import require, require_known, to_mapping
 
 
@@ -71,6 +71,12 @@ class Proposal(Brief):
         return training_days(self.shape, self.topology, self.prediction.sec_per_it, self.tokens)
 
     @property
+    def days_interval(self) -> tuple[float, float, float]:
+        """Days, and the lowest and highest of their 90 % interval."""
+        p = self.prediction
+        return self.days, self.days * p.sec_lo / p.sec_per_it, self.days * p.sec_hi / p.sec_per_it
+
+    @property
     def gpu_hours(self) -> float:
         return self.days * 24 * self.topology.gpus
 
@@ -109,9 +115,6 @@ def training_days(shape: ModelShape, topology: Topology, sec_per_it: float, toke
 class Proposals(Table):
     """Shapes of a target size, the best first (by `cost`), and how many topologies each rule refuses."""
 
-    shown = "num_layers hidden_size num_attention_heads ffn parameters hidden_per_layer label sec_per_it tflops"
-    shown += " memory_gib days gpu_hours cost_over_best"
-    digits, most = 1, 12
     request: SizeRequest
     rows: tuple[Proposal, ...]
     refused: Counter[str] = field(default_factory=Counter)
@@ -119,6 +122,18 @@ class Proposals(Table):
     @property
     def best(self) -> Proposal:
         return self.rows[0]
+
+    def finding(self) -> Text:
+        """The best shape: its days with their 90 % interval, and its GPU-hours, with nothing going wrong."""
+        r, p = self.request, self.best
+        days, low, high = p.days_interval
+        hours = with_interval(*(24 * r.gpus * n for n in (days, low, high)))[0]
+        return Text.of(
+            "Of {} parameters on {} GPUs of {}, the best shape is **{} layers × {:,}**: **{} days** and {} GPU-hours "
+            "for {} tokens, with nothing going wrong.",
+            *(size_text(r.parameters), r.gpus, r.cluster.name, p.shape.num_layers, p.shape.hidden_size),
+            *(with_bounds(days, low, high), hours, size_text(p.tokens)),
+        )
 
     def to_frame(self) -> DataFrame:
         """A row a shape, the best first: the columns of a search, then tflops a GPU with its interval, tokens, days,
@@ -128,13 +143,29 @@ class Proposals(Table):
 
         return pd.DataFrame([p.columns(self.best) for p in self.rows])
 
+    def view(self) -> DataFrame:
+        wide = any(p.shape.ffn_hidden_size for p in self.rows[:12])
+        columns: dict[str, Any] = {
+            **{"layers × hidden": "size", "heads": "heads", **({"MLP": "shape.ffn"} if wide else {})},
+            "parameters (B)": lambda p: round(p.shape.parameters / 1e9, 1),
+            "hidden / layers": lambda p: round(p.ratio),
+            "plan": "plan.label",
+            "s/it": lambda p: with_interval(p.prediction.sec_per_it, p.prediction.sec_lo, p.prediction.sec_hi)[0],
+            "TFLOP/s a GPU": lambda p: with_interval(*p.tflops)[0],
+            "GiB": lambda p: round(p.prediction.memory_bytes / 2**30, 1),
+            "days (90 % interval)": lambda p: with_bounds(*p.days_interval),
+            "relative cost": lambda p: f"{p.cost / self.best.cost - 1:+.1%}",
+        }
+        return frame_of(self.rows[:12], columns)
+
     def support(self) -> Text:
         """Which measured runs the best shape rests on, and why no engine here can train it, where that is so."""
         return Text(" ".join(Text.of("{}.", line[0].upper() + line[1:]) for line in support_lines(self.rows)))
 
-    def broken_rules(self) -> Columns:
+    def broken_rules(self) -> Columns | Text:
         """The rules that the best twelve break, a row a shape and rule."""
-        return Columns.of_rows(("shape", "rule"), [(p.size, note) for p in self.rows[:12] for note in p.notes])
+        found = [(p.size, note) for p in self.rows[:12] for note in p.notes]
+        return Columns.of_rows(("shape", "rule"), found) if found else Text("None of these shapes breaks a rule.")
 
     def to_json(self, top: int = 12) -> dict[str, Any]:
         """The request, the first shapes, and what is refused; bytes, seconds, days, GPU-hours."""
@@ -265,7 +296,6 @@ def _with_heads(plan: Plan, heads: int) -> Plan:
 class ShapeSurvey(Table):
     """Shapes on one process of a machine, smallest first, and the number of the one that is chosen."""
 
-    shown = "num_layers hidden_size num_attention_heads parameters sec_per_it memory_gib chosen"
     rows: tuple[Candidate, ...]
     limit_s: float
     chosen: int
@@ -278,16 +308,32 @@ class ShapeSurvey(Table):
         """A row a shape in the columns of a search, and whether it is the `chosen` one."""
         return Candidates(rows=self.rows).to_frame().assign(chosen=[c is self.best for c in self.rows])
 
+    def view(self) -> DataFrame:
+        columns: dict[str, Any] = {
+            "layers": "plan.shape.num_layers",
+            "hidden": "plan.shape.hidden_size",
+            "heads": "plan.shape.num_attention_heads",
+            "parameters": lambda c: size_text(c.plan.shape.parameters),
+            "s/it (90 % interval)": lambda c: _seconds(c.prediction),
+            "GiB": lambda c: round(c.prediction.memory_bytes / 2**30, 2),
+            "": lambda c: "← chosen" if c is self.best else "",
+        }
+        return frame_of(self.rows, columns)
+
     def summary(self) -> Text:
         """The chosen shape in a sentence, and whether it keeps the limit."""
         s, p = self.best.plan.shape, self.best.prediction
         what = "The largest shape under" if p.sec_per_it <= self.limit_s else "The fastest shape; none is under"
+        name = self.best.plan.cluster.name.replace("local", "this machine")
         return Text.of(
-            "{} {:g} s an iteration: **{} layers × {}**, {} heads, **{:.2f} M parameters**, in {:.2f} s. Vocabulary: "
-            "padded to {} rows, which 1, 2 and 4 tensor-parallel ranks divide.",
-            *(what, self.limit_s, s.num_layers, s.hidden_size, s.num_attention_heads, s.parameters / 1e6),
-            *(p.sec_per_it, s.vocab_size),
+            "{} {:g} s an iteration on one process of {}: **{} layers × {}**, {} parameters, in **{} s**.",
+            *(what, self.limit_s, name, s.num_layers, s.hidden_size, size_text(s.parameters)),
+            _seconds(p),
         )
+
+
+def _seconds(p: Prediction) -> str:
+    return with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi)
 
 
 def survey_shapes(

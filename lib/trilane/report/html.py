@@ -43,7 +43,10 @@ def notebook_html(executed: Path) -> str:
     notebook.metadata, heading = {}, "figure"  # without the state of widgets
     # papermill's own cell on top of a notebook that failed
     cells = [c for c in notebook.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])]
-    notebook.cells = list(_results_first(cells))
+    # what only the last cells know is the first thing that a reader asks for
+    findings = [c for c in cells if "finding" in c.metadata.get("tags", [])]
+    rest = [c for c in cells if c not in findings]
+    notebook.cells = list(_results_first([*rest[:1], *findings, *rest[1:]]))
     for cell in notebook.cells:
         lines = cell.source.splitlines() if cell.cell_type == "markdown" else []
         for heading in (line[3:].strip() for line in lines if line.startswith("## ")):

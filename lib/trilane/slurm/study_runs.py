@@ -56,14 +56,14 @@ class StudyRuns(Table):
         return [run.folder for run in self.rows]
 
     def to_frame(self) -> DataFrame:
-        """A row a plan: label, id, gpus, the predicted sec_per_it, gpu_hours, days, jobs, and why it was chosen."""
+        """A row a plan: label, id, gpus, the predicted sec_per_it, hours, gpu_hours, jobs, and why it was chosen."""
         rows = []
         for run in self.rows:
             gpus, seconds = run.plan.topology.gpus, run.prediction["sec_per_it"]
             hours = run.plan.run.goal * seconds / 3600
             jobs_needed = math.ceil(hours * 3600 / self.request.time_limit_s)
-            rows.append((run.plan.label, run.plan.id, gpus, seconds, hours * gpus, hours / 24, jobs_needed, run.reason))
-        heads = ("label", "id", "gpus", "sec_per_it", "gpu_hours", "days", "jobs", "why")
+            rows.append((run.plan.label, run.plan.id, gpus, seconds, hours, hours * gpus, jobs_needed, run.reason))
+        heads = ("label", "id", "gpus", "sec_per_it", "hours", "gpu_hours", "jobs", "why")
         return Columns.of_rows(heads, rows).to_frame()
 
     def files(self) -> Html:
@@ -120,8 +120,12 @@ class StudyRuns(Table):
             raise RuntimeError(f"{job.run} did not complete: {job.evidence}")
         done = sum(job.status is Status.COMPLETED for job in found)
         if done == len(found):
-            return Text.of("All {} runs completed; their logs are in {:code}.", done, self.study.folder / "runs")
-        text = "{} of {} runs are completed. {:code} shows the others, {:code} submits those that were not."
+            what = f"{self.rows[0].plan.run.goal} iterations" if self.rows else "nothing"
+            where = self.study.folder / "runs"
+            return Text.of("**All {} plans trained** for {}; their logs are in {:code}.", done, what, where)
+        text = (
+            "**{} of {} plans have trained to the end.** {:code} shows the others, {:code} submits those that were not."
+        )
         shows, submits = f"trilane slurm status {name}", f"trilane slurm submit {name} --site ..."
         return Text.of(text, done, len(found), shows, submits)
 

@@ -16,8 +16,8 @@ def amount(value: float) -> str:
 
 
 def size_text(number: float) -> str:
-    """A number of parameters or tokens in short: 176B, 1.32B, 20.3M."""
-    units = ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1, ""))
+    """A number of parameters or tokens in short: 4.04T, 176B, 1.32B, 20.3M."""
+    units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"), (1, ""))
     unit, word = next(((unit, word) for unit, word in units if number >= 0.9995 * unit), (1, ""))
     return f"{float(f'{number / unit:.3g}'):g}{word}"
 

@@ -1,6 +1,5 @@
 """Figures of planning: shapes by width and depth; of a backtest."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -55,32 +54,3 @@ def predicted_over_measured(result: Backtest, what: str = "seconds") -> Figure |
     unit, scale = ("seconds per iteration", "log") if what == "seconds" else ("GiB", "linear")
     finished(axes, "", xscale=scale, yscale=scale, xlabel=f"measured ({unit})", ylabel=f"predicted ({unit})")
     return made
-
-
-def residuals(result: Backtest) -> Figure:
-    """Predicted / measured of every timed row, table by table, with the 90 % interval; labels: errors above 9 %."""
-    timed = [(r, p) for r, p in result.pairs if np.isfinite(r.seconds) and not r.duplicate_of]
-    made, axes = figure(10.0, 4.0)
-    places, ratio = np.arange(len(timed)), np.array([p.sec_pred / r.seconds for r, p in timed])
-    low, out = np.array([p.sec_lo / p.sec_pred for _, p in timed]), np.array([r.excluded for r, _ in timed])
-    axes.fill_between(places, low, 1 / low, color=COLORS[4], alpha=0.2, lw=0, step="mid", label="90 % interval")
-    axes.scatter(places[~out], ratio[~out], s=14, color=COLORS[0], label="predicted / measured")
-    axes.scatter(places[out], ratio[out], s=20, facecolors="none", edgecolors=COLORS[7], label="excluded")
-    axes.axhline(1, color=INK, lw=0.8, ls="--")
-    for i in _apart([i for i, r in enumerate(ratio) if abs(r - 1) > 0.09]):
-        name = plain(timed[i][0].row_id.partition("-")[2])
-        axes.annotate(name, (i, ratio[i]), (3, 3), textcoords="offset points", fontsize=7.5)
-    firsts = {i: r.table for i, (r, _) in enumerate(timed) if i == 0 or timed[i - 1][0].table != r.table}
-    ticks = _apart([*firsts])
-    axes.set_xticks(ticks, [plain(firsts[i]) for i in ticks], rotation=90, fontsize=7.5)
-    finished(axes, "", ylabel="predicted / measured (seconds)", xlabel="rows, table by table")
-    return made
-
-
-def _apart(places: Sequence[int], gap: int = 5) -> list[int]:
-    """Those of the places that are labelled: none lies on another."""
-    kept: list[int] = []
-    for place in places:
-        if not kept or place >= kept[-1] + gap:
-            kept.append(place)
-    return kept
