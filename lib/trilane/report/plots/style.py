@@ -21,7 +21,8 @@ def figure(width: float = 8.0, height: float = 3.6, rows: int = 1, columns: int 
     """An empty figure of rows x columns axes, closed in pyplot so that a notebook shows it once."""
     import matplotlib.pyplot as plt
 
-    plt.switch_backend(plt.get_backend())  # what loads it within the context below would show no figure of the user's own
+    # loaded within the context below, it would show no figure of the user's own
+    plt.switch_backend(plt.get_backend())
     look: Any = {"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
     with plt.rc_context({**look, "grid.color": "#e3e8ec", "axes.axisbelow": True}):
         made, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained")
