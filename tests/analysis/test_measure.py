@@ -14,7 +14,7 @@ from trilane.analysis.measure import measure_log, phases
 from trilane.analysis.run_config import RunConfig, run_config
 from trilane.analysis.steady_state import steady_state
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
-from trilane.logs.hardware import Device
+from trilane.logs.reading.runs import Device
 from trilane.logs.run import RunLog
 
 RAW = REPOSITORY.parent / "shared/rawlogs"

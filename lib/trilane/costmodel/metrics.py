@@ -37,10 +37,9 @@ def group_name(row: MeasuredRow) -> str:
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     """Rank correlation; ties share their mean rank; 0 if one side is constant."""
-    from scipy.stats import rankdata
+    from scipy.stats import spearmanr
 
-    x, y = rankdata(a), rankdata(b)
-    return float(np.corrcoef(x, y)[0, 1]) if x.std() > 0 and y.std() > 0 else 0.0
+    return float(spearmanr(a, b).statistic) if len({*a}) > 1 and len({*b}) > 1 else 0.0
 
 
 def time_figures(pairs: Sequence[Pair]) -> dict[str, Any]:

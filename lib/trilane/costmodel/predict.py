@@ -14,14 +14,13 @@ from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration, Configuration, RunSizes
 from trilane.costmodel.columns import columns_of
-from trilane.costmodel.constants import BOUNDS, GIVEN, Constants
-from trilane.costmodel.fit import STEP, deviations
-from trilane.costmodel.iteration import IterationTime, iteration_columns, iteration_time, seconds_per_stage
+from trilane.costmodel.fit import deviations
+from trilane.costmodel.iteration import IterationTime, iteration_time, seconds_per_stage
 from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
 from trilane.costmodel.memory import StageMemory, host_bytes, memory_for, memory_per_stage
 from trilane.costmodel.memory import oom_probability as probability_of
 from trilane.costmodel.shipped import constants_of
-from trilane.costmodel.uncertainty import FOREIGN, T_QUANTILE
+from trilane.costmodel.uncertainty import FOREIGN, T_QUANTILE, sensitivities
 from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import Brief
 from trilane.utils.validation import to_mapping
@@ -191,20 +190,10 @@ def unmeasured_half_width(case: Configuration, calibration: Calibration, nearest
     if calibration.rows and not (calibration.stack or calibration.own):
         return own
     if calibration.rows == 0 and case.cluster.gpu.kind == "cuda":
-        effects = _slopes_of(case, calibration) * deviations((case,), calibration)
+        effects = sensitivities((case,), calibration)[0] * deviations((case,), calibration)
         # rows that did not move the constants may still have shown how far these miss
         own = max(own, T_QUANTILE * math.sqrt(float(effects @ effects) + FOREIGN**2))
     return math.hypot(own, nearest.widening)
-
-
-def _slopes_of(case: Configuration, calibration: Calibration) -> np.ndarray:
-    """Derivatives of ln(seconds) of one case by ln(constant), (C,): all constants in one evaluation."""
-    steps = np.exp(np.vstack([np.eye(len(BOUNDS)), -np.eye(len(BOUNDS))]) * STEP)  # (2 C, C)
-    values: dict[str, Any] = {name: getattr(calibration, name) * steps[:, i] for i, name in enumerate(BOUNDS)}
-    values |= {name: getattr(calibration, name) for name in GIVEN}
-    columns = columns_of(case.shape, case.topology, case.engine)
-    up, down = np.split(np.log(iteration_columns(columns, case.cluster, Constants(**values)).total), 2)
-    return (up - down) / (2 * STEP)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,29 +73,22 @@ class Ending:
         )
 
 
-Rule = tuple[Level, Status, re.Pattern[bytes]]
-
-
 @cache
-def rules() -> tuple[list[Rule], dict[bytes, list[int]]]:
-    """The rules of data/endings.json, of which the first that a line matches counts; and those of each word, of which a
-    line must hold one, since looking for words is cheaper than for patterns."""
-    found, of_word = list[Rule](), dict[bytes, list[int]]()
-    for number, row in enumerate(shipped_json("endings")):
-        pattern = "|".join(row["patterns"]).encode().replace(b"<LEAD>", LEAD)
-        found.append((Level[row["level"].upper()], Status(row["status"]), re.compile(pattern)))
-        for word in row["words"].encode().split():
-            of_word.setdefault(word, []).append(number)
-    return found, of_word
+def rules() -> list[tuple[list[bytes], Level, Status, re.Pattern[bytes]]]:
+    """The rules of data/endings.json, of which the first that a line matches counts; the line must hold one of the
+    words, which are cheaper to look for than patterns."""
+    patterns = [("|".join(row["patterns"]).encode().replace(b"<LEAD>", LEAD), row) for row in shipped_json("endings")]
+    return [
+        (row["words"].encode().split(), Level[row["level"].upper()], Status(row["status"]), re.compile(pattern))
+        for pattern, row in patterns
+    ]
 
 
 def ending(line: bytes, rows: int) -> Ending | None:
     """The ending that the line reports, None for any other line."""
     line = line[: 1 << 14]  # a longer one is no message
-    table, of_word = rules()
-    numbers = {number for word in of_word if word in line for number in of_word[word]}
-    for level, status, pattern in (table[number] for number in sorted(numbers)):
-        if b"NCCL INFO" not in line and (found := pattern.search(line)):
+    for words, level, status, pattern in rules() if b"NCCL INFO" not in line else ():
+        if any(word in line for word in words) and (found := pattern.search(line)):
             undone = level in (Level.CAUSE, Level.ERROR, Level.CONSEQUENCE) and _continues(line, found)
             return None if undone else _ending(level, status, line, rows)
     return None

@@ -13,11 +13,10 @@ from trilane.logs import checks, endings
 from trilane.logs.arguments import Value
 from trilane.logs.checks import MOST_NUMBER, Problem
 from trilane.logs.endings import Level, where
-from trilane.logs.hardware import Device
 from trilane.logs.prefixes import timestamp
 from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.reader import Reader
-from trilane.logs.reading.runs import PartialRun
+from trilane.logs.reading.runs import Device, PartialRun
 from trilane.logs.reading.trainer_dicts import number_iterations
 from trilane.logs.table import NAN, Columns, columns_of, frame
 from trilane.utils.tables import DataFrame, Table, show

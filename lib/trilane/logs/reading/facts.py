@@ -3,10 +3,11 @@
 import re
 from dataclasses import replace
 
-from trilane.logs import arguments, endings, hardware
+from trilane.logs import arguments, endings
 from trilane.logs.dialects import Span, row_of
 from trilane.logs.endings import Level
-from trilane.logs.reading.runs import PartialRun
+from trilane.logs.reading.runs import Device, PartialRun
+from trilane.logs.table import NAN
 from trilane.logs.watchdog import WORDS
 
 LAUNCH = re.compile(
@@ -25,6 +26,11 @@ LAUNCHERS = re.compile(
 )
 # after a line of such a form says nothing, one with other digits may
 DECIDES = re.compile(rb"oom|Xid|rrno|exit|status|return code|signal|ECC|error \d|enqueued|nranks")
+GPU = re.compile(
+    rb"^\s*(?:\S+: ?)?(?:"
+    rb"\|\s+(\d{1,6})\s+(\S(?:.{0,80}?\S)?)\s+(?:On|Off|N/A)\s+\|\s+[\dA-Fa-f]+:[\dA-Fa-f]+:[\dA-Fa-f.]+"
+    rb"|GPU (\d{1,6}): (\S[^()]{0,80}?) \(UUID: )"  # nvidia-smi -L
+)
 NCCL_RANK = re.compile(rb"(\S{1,99}):\d+:\d+ \[(\d+)\] NCCL INFO .{0,200}\brank (\d{1,7}) nranks (\d{1,7}) ")
 
 
@@ -38,7 +44,7 @@ class Facts:
         self._ignored = False  # the exception of an open traceback is one that no caller sees
         # of torchrun's table of failures: the node, and when its first rank failed (that of others sorts after it)
         self._host, self._failed = "", "~"
-        self._devices = hardware.DeviceParser()
+        self._gpu: tuple[int, str] | None = None  # that nvidia-smi's table names, whose memory is on the next line
 
     def is_launch(self, line: bytes) -> bool:
         """Whether the line is printed only when a training begins."""
@@ -53,10 +59,16 @@ class Facts:
             rate = re.search(rb"Effective Tera Flops per GPU: (\d+(?:\.\d*)?)", line)
             if rate and run.iterations.rows:
                 run.iterations.change_last({"flops_per_s_per_gpu": float(rate[1]) * 1e12})
-        elif device := self._devices.device(line):
-            run.devices[device.index] = device
+        elif found := GPU.match(line):
+            index, name = int(found[1] or found[3]), (found[2] or found[4]).decode("utf-8", "replace")
+            self._gpu = (index, name) if found[1] else None
+            if found[3]:
+                run.devices[index] = Device(index=index, name=name, total_bytes=NAN)
+        elif self._gpu and (use := re.search(rb"\dMiB\s*/\s*(\d{1,15})MiB", line)):
+            (index, name), self._gpu = self._gpu, None
+            run.devices[index] = Device(index=index, name=name, total_bytes=float(use[1]) * 2**20)
         else:
-            return self._devices.pending is not None or b"MiB" in line
+            return self._gpu is not None or b"MiB" in line
         return True
 
     def arguments(self, line: bytes, run: PartialRun) -> bool:

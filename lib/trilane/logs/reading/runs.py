@@ -3,11 +3,11 @@ another rank's, or the first of another run."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from trilane.logs.arguments import Value
 from trilane.logs.dialects import Dialect
 from trilane.logs.endings import Ending, Level, joined, superseded
-from trilane.logs.hardware import Device
 from trilane.logs.prefixes import rank, source, timestamp
 from trilane.logs.reading.form import DIGITS
 from trilane.logs.table import NAN, NumericTable
@@ -19,6 +19,15 @@ SHORT_S = 20.0  # which stamps of whole seconds give to 5 %, and their median to
 DATES_S = 1e8  # seconds since 1970 are more, those since the start of a run are fewer
 MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved")
 SAME = ("lm_loss", "sec_per_it", "consumed_samples", "epoch")  # are equal in two lines of one iteration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A GPU in the table of nvidia-smi, or in its list, which has no memory (NaN)."""
+
+    index: int
+    name: str
+    total_bytes: float
 
 
 class PartialRun:
