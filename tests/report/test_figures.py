@@ -115,7 +115,7 @@ def test_the_numbers_of_a_plan_are_those_of_every_command(found):
     row = explorer.plan_row(c, tokens=3e11)
     texts = dict(zip(row["number"], row["text"], strict=True))
     days = training_days(SHAPE, c.topology, c.prediction.sec_per_it, 3e11)
-    assert float(texts["days, 300 B tokens"].split()[0]) == pytest.approx(days, rel=0.01)
+    assert float(texts["days, 300B tokens"].split()[0]) == pytest.approx(days, rel=0.01)
     assert sum(row["times"]) == pytest.approx(c.prediction.sec_per_it, rel=1e-3)
     assert sum(row["memory"]) == pytest.approx(c.prediction.memory_bytes / 2**30, rel=1e-3)
     assert c.plan.id in texts["TP x PP x DP; id"] and row["evidence"] == c.prediction.support.words

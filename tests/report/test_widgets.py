@@ -65,15 +65,29 @@ def test_a_plan_that_cannot_be_names_the_rule_and_has_no_number(choices, rule):
 
 
 def test_a_change_is_predicted_and_a_refused_one_cannot_be_used(editor):
+    before = bytes(editor.picture.value)
     editor.boxes["dp"].value = 4
     assert "on 192 GPUs" in editor.caption.value
     assert "on 192 GPUs" in editor._repr_mimebundle_()["text/html"], "in a report without a kernel too"
-    editor.boxes["tp"].value = 3
-    assert editor.caption.value.startswith("<b>refused</b>: tp=3")
+    drawn = bytes(editor.picture.value)
+    assert drawn != before and b"Pipeline schedule" in drawn and b"<script" not in drawn
+    editor.boxes["pp"].value = 1
+    assert "GiB: must fit the card" in editor.caption.value and editor.picture.value == drawn
     editor.buttons["use this plan"].click()
     assert "not written" in editor.message.value
     editor.buttons["first plan"].click()
     assert editor.chosen.plan == PLAN
+
+
+def test_a_slider_has_the_sizes_that_can_be(editor):
+    """Divisors of the heads in a node, of the batch, and of the layers, counted with embedding and head or without."""
+    assert editor.boxes["tp"].options == (1, 2, 4, 8) and {1, 2, 37} & {*editor.boxes["pp"].options} == {
+        1,
+        2,
+        37,
+        74,
+    }
+    assert all(2048 % n == 0 for n in editor.boxes["dp"].options) and editor.boxes["zero"].options == (0, 1, 2, 3)
 
 
 def test_the_used_plan_is_what_03_and_07_begin_with(editor, study):

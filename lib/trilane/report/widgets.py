@@ -1,8 +1,9 @@
-"""The editor of one plan: each field can be changed, and its prediction or the rule against it follows."""
+"""The editor of one plan: each field can be changed; its prediction and figures, or the rule against it, follow."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ipywidgets import HTML, BoundedIntText, Button, Checkbox, Dropdown, GridBox, HBox, VBox
+from ipywidgets import HTML, BoundedIntText, Button, Checkbox, Dropdown, GridBox, HBox, Image, SelectionSlider, VBox
 
 from trilane.config.engines import ENGINES
 from trilane.config.parallelism import CHOICES, LARGEST
@@ -10,6 +11,7 @@ from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.planning.explain import use_plan, varied
 from trilane.planning.search_result import Candidate
+from trilane.report.plots.explorer import compared, svg_of
 from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import Html
 from trilane.workspace.study import Study
@@ -38,8 +40,30 @@ def sentence(base: Candidate, calibration: Calibration, **choices: Any) -> tuple
     return Html.of(text, plan.label, plan.id, gpus, "s" * (gpus > 1), seconds, change, *memory), chosen
 
 
-def _box(name: str, value: Any) -> Any:
-    """The control of a field of the plan: numbers are typed, the rules name what can be."""
+def sizes(plan: Plan) -> dict[str, list[int]]:
+    """The values that a size of the plan's topology can have at all, in their order; for its words see CHOICES."""
+    shape, t = plan.shape, plan.topology
+    node, layers = plan.cluster.gpus_per_node, range(shape.num_layers + 1)
+    shared = divisors(t.gbs, plan.cluster.max_gpus)
+    found = {
+        "tp": divisors(shape.num_attention_heads, node),
+        "dp": shared,
+        "mbs": shared,
+        "cp": divisors(shape.seq_length, node),
+    }
+    found |= {"pp": [n for n in layers[1:] if shape.num_layers % n == 0 or (shape.num_layers + 2) % n == 0]}
+    found |= {"interleaving": divisors(shape.num_layers, shape.num_layers), "zero": [*range(4)]}
+    found |= {name: [*layers] for name in ("recompute_layers", "first_stage_layers", "last_stage_layers")}
+    return {name: sorted({*values, getattr(t, name)}) for name, values in found.items()}
+
+
+def divisors(number: int, most: int) -> list[int]:
+    """The divisors of a number, up to the largest wanted."""
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
+
+
+def _box(name: str, value: Any, numbers: Mapping[str, Sequence[int]]) -> Any:
+    """The control of a field of the plan: a slider over the values that can be; what has no such list is typed."""
     options = {"engine": ENGINES, **CHOICES}
     look: Any = {"value": value, "description": name.replace("_", " "), "layout": {"width": "auto"}}
     if isinstance(value, bool):
@@ -47,6 +71,8 @@ def _box(name: str, value: Any) -> Any:
     look["style"] = {"description_width": "128px"}
     if name in options:
         return Dropdown(options=options[name], **look)
+    if name in numbers:
+        return SelectionSlider(options=numbers[name], **look)
     return BoundedIntText(min=0, max=LARGEST, continuous_update=False, **look)
 
 
@@ -63,7 +89,9 @@ class Editor:
         self.chosen: Candidate | None = base
         self.is_setting = False
         values = {"engine": base.plan.engine, **vars(base.topology)}
-        self.boxes = {name: _box(name, value) for name, value in values.items()}
+        numbers = sizes(base.plan)
+        self.boxes = {name: _box(name, value, numbers) for name, value in values.items()}
+        self.figure, self.picture = compared(base), Image(format="svg+xml")
         self.caption, self.message = HTML(), HTML()
         actions = {"first plan": self.reset, **({"use this plan": self.use} if study else {})}
         self.buttons = {name: Button(description=name) for name in actions}
@@ -73,7 +101,7 @@ class Editor:
             box.observe(self._changed, "value")
         grid = GridBox([*self.boxes.values()])
         grid.layout.grid_template_columns, grid.layout.width = "repeat(auto-fill, minmax(250px, 1fr))", "100%"
-        self.widget = VBox([grid, self.caption, HBox([*self.buttons.values()]), self.message])
+        self.widget = VBox([grid, self.caption, self.picture, HBox([*self.buttons.values()]), self.message])
         self._changed()
 
     def set(self, **values: Any) -> None:
@@ -106,6 +134,8 @@ class Editor:
             choices = {name: box.value for name, box in self.boxes.items()}
             self.caption.value, self.chosen = sentence(self.base, self.calibration, **choices)
             self.message.value = ""
+            if self.chosen:  # else the last plan that can be stays in sight
+                self.picture.value = svg_of(self.figure, self.chosen, self.base)
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         """The controls; in a report without a kernel their text alone."""

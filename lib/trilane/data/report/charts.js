@@ -1,15 +1,15 @@
 // Draws each figure of the report in place of its picture. No eval: the page's policy forbids it, so Vega interprets its expressions.
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const NARROW = 700; // pixels; below, panels stand one below the other and legends below them
-const LABELS = 84; // pixels beside a panel, for the axis and its labels
+const LABELS = 84; // pixels beside a panel, for the axis and its labels: at first
 // the colours of plots/style.py, and those that stand out on dark paper
 const BRIGHT = { "#14618a": "#4fa8dc", "#2a9d67": "#3fbf85", "#a23b72": "#d875ab", "#7b8a97": "#9fb0be", "#5d4a99": "#9a86dd", "#b3261e": "#ff7a70",
   "#1b2530": "#e3e8ed", "#e3e8ec": "#323c46", "#d3dae0": "#46525d", "#0f4c6d": "#2f7fb0", "#5b9bc0": "#8cc4e6" };
 
-function fit(view, width) {
-  if (width < NARROW && (view.concat || view.facet)) view.columns = 1;
-  if (typeof view.width === "number") view.width = Math.max(120, Math.min(view.width, width - LABELS));
-  for (const part of [...(view.concat || []), ...(view.layer || []), ...(view.spec ? [view.spec] : [])]) fit(part, width);
+function fit(view, width, labels) {
+  if (width < NARROW && (view.concat || view.facet)) Object.assign(view, { columns: 1, align: "none" });
+  if (typeof view.width === "number") view.width = Math.max(120, Math.min(view.width, width - labels));
+  for (const part of [...(view.concat || []), ...(view.layer || []), ...(view.spec ? [view.spec] : [])]) fit(part, width, labels);
   return view;
 }
 
@@ -19,6 +19,7 @@ function config(width) {
   const symbols = { symbolBaseFillColor: "#c8d2db", symbolBaseStrokeColor: "#c8d2db" }; // of legends of shapes
   const looks = dark.matches ? { axis: light, legend: { ...light, ...symbols }, title: text, header: light, text: { color: "#e3e8ed" }, rule: { color: "#c8d2db" } } : {};
   looks.legend = { ...looks.legend, titleLimit: width };
+  looks.title = { ...looks.title, limit: width };
   if (width < NARROW) looks.legend = { ...looks.legend, orient: "bottom", columns: 2, labelLimit: 140 };
   return looks;
 }
@@ -56,12 +57,12 @@ function steer(place, view) {
   drawing.style.touchAction = "pan-y"; // sideways a finger moves the schedule
 }
 
-async function draw(figure) {
+async function draw(figure, labels = LABELS) {
   const place = figure.querySelector(".drawing");
   const width = figure.clientWidth;
   let text = figure.querySelector("script").textContent;
   for (const [colour, bright] of dark.matches ? Object.entries(BRIGHT) : []) text = text.replaceAll(colour, bright);
-  const spec = fit(JSON.parse(text), width);
+  const spec = fit(JSON.parse(text), width, labels);
   delete spec.usermeta; // would change the options below
   delete spec.$schema; // version 5, for JupyterLab; 6, which is here, draws the same
   const looks = { ...spec.config };
@@ -70,6 +71,8 @@ async function draw(figure) {
   figure.classList.add("drawn");
   try {
     const { view } = await vegaEmbed(place, { ...spec, config: looks }, options);
+    const beyond = place.querySelector("svg").clientWidth - width;
+    if (beyond > 0 && labels === LABELS && width < NARROW) return draw(figure, labels + beyond);
     if (spec.params?.some(({ name }) => name === "plan")) steer(place, view);
   } catch (error) {
     figure.classList.remove("drawn"); // the picture stays
@@ -79,10 +82,10 @@ async function draw(figure) {
 
 const figures = [...document.querySelectorAll("figure.chart")];
 let drawn = innerWidth;
-figures.forEach(draw);
-dark.addEventListener("change", () => figures.forEach(draw));
+figures.forEach(figure => draw(figure));
+dark.addEventListener("change", () => figures.forEach(figure => draw(figure)));
 addEventListener("resize", () => {
   if (Math.abs(innerWidth - drawn) < 40) return; // a scroll bar, or a phone's address bar
   drawn = innerWidth;
-  figures.forEach(draw);
+  figures.forEach(figure => draw(figure));
 });

@@ -15,7 +15,7 @@ from trilane.costmodel.predict import RISKY, SAFE
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.sizing import training_days
-from trilane.report.plots.interactive import Interactive, chart, rounded, tooltips
+from trilane.report.plots.interactive import Interactive, Redrawn, chart, rounded, tooltips
 from trilane.report.plots.style import INK, LIMIT, plain
 from trilane.utils.numbers import amount, with_interval
 from trilane.utils.tables import grouped
@@ -61,20 +61,29 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     filters = {name: sorted({row[name] for row in rows}) for name in ("tp", "pp", "recompute", "zero", "gpus")}
     if len(filters["gpus"]) == 1:
         del filters["gpus"]
-    picture = panels(shown, rows, [_speed(rows, [*filters], pick)]).add_params(*pins, *_filters(filters, rows))
+    used = [name for name in MEMORY if any(any(row[name]) for row in rows)]
+    limits, memory = _limits(shown), _bars("Fullest stage's memory (GiB)", "memory", MEMORY)
+    lines = [[_speed([*filters], pick), _numbers(rows)], [_time(), alt.layer(memory, *limits)]]
+    lines += [[alt.layer(_stages(used), *limits), _schedule()]]
+    picture = panels(lines).add_params(*pins, *_filters(filters, rows))
     text = f"{len(shown)} of {found.runnable:,} topologies that can run, the best by seconds and memory"
     return Interactive(
         picture, f"{text}. The best: {rows[0]['s']} s, {rows[0]['label']}, {rows[0]['gib']} GiB.", plans=rows
     )
 
 
-def compared(chosen: Candidate, first: Candidate) -> Interactive:
-    """The numbers, time, memory and schedule of a chosen plan, next to those of the first one, as A."""
-    plans = [*{c.plan.id: c for c in (chosen, first)}.values()]
-    ids = {"plan_id": chosen.plan.id, "a": first.plan.id, "b": ""}
-    rows = [plan_row(c) for c in plans]
-    made = panels(plans, rows).add_params(*(alt.param(name, value=id) for name, id in ids.items()))
-    return Interactive(made, chosen.label, plans=rows)
+def compared(first: Candidate) -> Redrawn:
+    """The time, memory and schedule of a plan, next to the time of the first one as A; drawn by `svg_of`."""
+    ids = {"plan_id": first.plan.id, "a": first.plan.id, "b": ""}
+    made = panels([[_time()], [alt.layer(_stages(MEMORY), *_limits([first])), _schedule()]])
+    made = made.add_params(*(alt.param(name, value=id) for name, id in ids.items()))
+    return Redrawn(Interactive(made, first.label, plans=[plan_row(first)]))
+
+
+def svg_of(figure: Redrawn, chosen: Candidate, first: Candidate) -> bytes:
+    """The figure that compared() made of the first plan, of a chosen one."""
+    plans = {c.plan.id: plan_row(c) for c in (chosen, first)}
+    return figure.svg({"plan_id": chosen.plan.id}, plans=[*plans.values()])
 
 
 def shown_plans(found: SearchResult, most: int = 40) -> list[Candidate]:
@@ -116,21 +125,23 @@ def plan_row(c: Candidate, rank: str = "", tokens: float = 0.0) -> Row:
 
 
 def numbers_of(c: Candidate, made: PipelineSchedule, tokens: float) -> dict[str, str]:
-    """What is written about a plan, each by its name, on at most two lines of 22 characters."""
+    """What is written about a plan, each by its name, on at most two lines, so narrow that three stand on a phone."""
     p, t, stages = c.prediction, c.topology, made.stage_seconds
     days = [training_days(c.plan.shape, t, seconds, tokens) for seconds in (p.sec_per_it, p.sec_lo, p.sec_hi)]
+    others = [word for word in label_words(t) if word not in (f"zero{t.zero}", t.recompute)]
     row, distance = (p.support.nearest or (("none", float("inf")),))[0]
     return {
         "TP x PP x DP; id": f"{t.tp} x {f'{t.cp} (CP) x ' * (t.cp > 1)}{t.pp} x {t.dp}\n{c.plan.id}",
-        "other choices": "\n".join(textwrap.wrap(" ".join(label_words(t)), 22)[:2]) or "none",
+        "ZeRO; recompute": f"{t.zero}; {t.recompute}",
+        "other choices": "\n".join(textwrap.wrap(" ".join(others), 13)[:2]) or "none",
         "microbatches": f"{t.microbatches} of {t.mbs}",
         "seconds (90 %)": "{}\n{} to {}".format(*with_interval(p.sec_per_it, p.sec_lo, p.sec_hi)),
-        "memory": f"{p.memory_bytes / 2**30:.3g} of {c.plan.cluster.gpu.memory_bytes / 2**30:.3g} GiB",
+        f"GiB, of {c.plan.cluster.gpu.memory_bytes / 2**30:.3g}": f"{p.memory_bytes / 2**30:.3g}",
         "P(out of memory)": f"{p.oom_probability:.1%}",
-        f"days, {amount(tokens / 1e9)} B tokens": "{}\n{} to {}".format(*with_interval(*days)),
+        f"days, {amount(tokens / 1e9)}B tokens": "{}\n{} to {}".format(*with_interval(*days)),
         "bubble": f"{p.time.bubble / p.sec_per_it:.1%}",
         "slowest stage": f"{made.slowest}: {max(stages) * t.pp / sum(stages) - 1:+.1%}",
-        "nearest measured run": f"{row}\ndistance {distance:.1f}",
+        "nearest measured": f"{row}\ndistance {distance:.1f}",
     }
 
 
@@ -156,23 +167,20 @@ def evenly(values: Sequence[float], tolerance: float) -> int:
     return next((n for n, v in rest if abs(v - values[0] - n * step) > tolerance), len(values))
 
 
-def panels(plans: Sequence[Candidate], rows: Sequence[Row], speed: Sequence[Any] = ()) -> Any:
-    """The panels of three plans whose ids are the parameters plan_id, a and b; `speed` stands before them."""
-    limit = plans[0].plan.cluster.gpu.memory_bytes / 2**30
-    near = limit < 2 * max(row["gib"] for row in rows)
-    line = chart([{"gib": limit, "what": f"memory of the card: {limit:.4g} GiB"}]).mark_rule(
-        color=LIMIT, strokeWidth=1.5
-    )
-    limits = [line.encode(x="gib:Q", tooltip="what:N")] * near
-    memory = _bars("Memory of the fullest stage (GiB on a GPU)", "memory", MEMORY)
-    lines = [
-        [*speed, _numbers(rows)],
-        [_bars("Time by part (seconds an iteration)", "times", TIMES), alt.layer(memory, *limits)],
-    ]
-    lines += [[alt.layer(_stages(rows), *limits), _schedule()]]
+def panels(lines: Sequence[Sequence[Any]]) -> Any:
+    """Lines of panels of the data `plans`, about three of them whose ids are the parameters plan_id, a and b."""
     apart: Any = dict.fromkeys(("color", "opacity", "shape", "size"), "independent")
     grid = [alt.concat(*line, columns=len(line), spacing=24).resolve_scale(**apart) for line in lines]
-    return alt.concat(*grid, columns=1, spacing=12, data=alt.NamedData("plans")).resolve_scale(**apart)
+    whole = alt.concat(*grid, columns=1, spacing=12, data=alt.NamedData("plans")).resolve_scale(**apart)
+    return whole.configure_legend(columns=5, labelFontSize=11, labelLimit=260)
+
+
+def _limits(plans: Sequence[Candidate]) -> list[Any]:
+    """A line at the card's memory, where a plan is near it."""
+    limit = plans[0].plan.cluster.gpu.memory_bytes
+    line = chart([{"gib": limit / 2**30, "what": f"memory of the card: {limit / 2**30:.4g} GiB"}])
+    near = limit < 2 * max(c.prediction.memory_bytes for c in plans)
+    return [line.mark_rule(color=LIMIT, strokeWidth=1.5).encode(x="gib:Q", tooltip="what:N")] * near
 
 
 def _filters(values: dict[str, list[Any]], rows: Sequence[Row]) -> Iterator[Any]:
@@ -187,7 +195,7 @@ def _filters(values: dict[str, list[Any]], rows: Sequence[Row]) -> Iterator[Any]
     yield alt.param("most", value=top, bind=alt.binding_range(min=low, max=top, step=step, name="memory up to (GiB) "))
 
 
-def _speed(rows: Sequence[Row], filters: Sequence[str], pick: Any) -> Any:
+def _speed(filters: Sequence[str], pick: Any) -> Any:
     """Seconds over memory, a point a plan with its interval, and the line of what no other plan beats in both."""
     x = alt.X("gib:Q", title="GiB on the fullest stage", scale=alt.Scale(zero=False, nice=False, padding=12))
     up: Any = {"title": "seconds an iteration (bars: 90 %)", "scale": alt.Scale(zero=False, padding=8)}
@@ -196,7 +204,7 @@ def _speed(rows: Sequence[Row], filters: Sequence[str], pick: Any) -> Any:
     marks = dict(zip(RISKS, (("circle", INK), ("diamond", "#7b8a97"), ("triangle-up", LIMIT)), strict=True))
     shapes = alt.Scale(domain=RISKS, range=[shape for shape, _ in marks.values()])
     colors = alt.Scale(domain=RISKS, range=[color for _, color in marks.values()])
-    below = alt.Legend(orient="top", title="out of memory", titleOrient="left", symbolOpacity=1)
+    below = alt.Legend(orient="top", title="P(OOM)", titleOrient="left", symbolOpacity=1)
     titles = {"label": "plan", "rank": "rank", "id": "id", "gpus": "GPUs", "s": "seconds", "lo": "90 % from"}
     titles |= {"hi": "to", "gib": "GiB", "oom": "P(out of memory)"}
     color = alt.Color("risk:N", scale=colors, legend=below)
@@ -214,7 +222,7 @@ def _speed(rows: Sequence[Row], filters: Sequence[str], pick: Any) -> Any:
     front = front.mark_line(interpolate="step-after", color=INK, strokeDash=[5, 3]).encode(y=alt.Y("s:Q", **up))
     pins = base.transform_calculate(pin="(datum.id == a ? 'A' : '') + (datum.id == b ? 'B' : '')")
     pins = pins.mark_text(dx=13, dy=-9, fontSize=13, fontWeight="bold").encode(y=alt.Y("s:Q", **up), text="pin:N")
-    title = "Speed and memory: pick a plan (dashed: no plan is better in both)"
+    title = "Speed and memory: pick a plan"
     return alt.layer(bars, front.encode(tooltip=alt.value(None)), points.add_params(pick), pins).properties(title=title)
 
 
@@ -235,9 +243,13 @@ def _numbers(rows: Sequence[Row]) -> Any:
         axis=alt.Axis(orient="top", labelAngle=0, labelFontSize=13, labelFontWeight="bold", domain=False, ticks=False),
     )
     y = alt.Y("number:N", title=None, sort=names, axis=alt.Axis(domain=False, ticks=False, labelFontSize=11))
-    base = _three(width=400, height=26 * len(names)).transform_flatten(["number", "text"])
-    text = base.mark_text(lineBreak="\n", lineHeight=12, fontSize=11, baseline="middle")
+    base = _three(width=400, height=24 * len(names)).transform_flatten(["number", "text"])
+    text = base.mark_text(lineBreak="\n", lineHeight=11, fontSize=11, baseline="middle")
     return text.encode(x=x, y=y, text="text:N", tooltip=tooltips({"label": "plan", "evidence": "evidence"}))
+
+
+def _time() -> Any:
+    return _bars("Time by part (s an iteration)", "times", TIMES)
 
 
 def _bars(title: str, field: str, names: Sequence[str]) -> Any:
@@ -261,13 +273,13 @@ def _bars(title: str, field: str, names: Sequence[str]) -> Any:
 
 def _hue(field: str, names: Sequence[str]) -> Any:
     scale = alt.Scale(domain=[*names], range=[HUES[name] for name in names])
-    legend = alt.Legend(orient="bottom", columns=5, labelFontSize=11, symbolStrokeWidth=9)
+    legend = alt.Legend(orient="bottom", symbolStrokeWidth=9)
     return alt.Color(f"{field}:N", title=None, scale=scale, legend=legend)
 
 
-def _stages(rows: Sequence[Row]) -> Any:
+def _stages(names: Sequence[str]) -> Any:
     """What fills a GPU of each stage of the picked plan."""
-    names = [name for name in MEMORY if any(any(row[name]) for row in rows)]
+    names = [*names]
     base = chart(title="Memory by stage, picked", width=220, height=190).transform_filter("datum.id == plan_id")
     base = base.transform_flatten(["stage", *names]).transform_fold(names, as_=["part", "gib"])
     return (
@@ -308,9 +320,7 @@ def _schedule() -> Any:
         tooltip=tooltips(PASS),
     )
     look = {"name": "schedule", "width": 640, "height": 190, "view": {"fill": HUES["bubble"]}}
-    return alt.layer(lines.add_params(zoom), _passes(base, y)).properties(
-        title="Pipeline schedule of the picked plan", **look
-    )
+    return alt.layer(lines.add_params(zoom), _passes(base, y)).properties(title="Pipeline schedule, picked", **look)
 
 
 def _passes(base: Any, y: Any) -> Any:

@@ -47,11 +47,15 @@ class Interactive:
         self.spec: dict[str, Any] = as_json({**spec, "description": text, **({"datasets": data} if data else {})})
         self.text = text
 
+    @property
+    def on_white(self) -> dict[str, Any]:
+        """Its specification for a picture, which has no page behind it."""
+        return {**self.spec, "config": {**self.spec["config"], "background": "white"}}
+
     @functools.cached_property
     def png(self) -> bytes:
         """The figure as it is before anybody picks, on white."""
-        white = {**self.spec, "config": {**self.spec["config"], "background": "white"}}
-        picture = vl_convert.vegalite_to_png(white, vl_version=VERSION, scale=2, allowed_base_urls=[])
+        picture = vl_convert.vegalite_to_png(self.on_white, vl_version=VERSION, scale=2, allowed_base_urls=[])
         small = io.BytesIO()
         # with a palette it takes 23 kB instead of 336
         Image.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(small, "PNG", optimize=True)
@@ -63,6 +67,21 @@ class Interactive:
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         return {MIME: self.spec, "image/png": base64.b64encode(self.png).decode(), "text/plain": self.text}
+
+
+class Redrawn:
+    """A figure that is drawn again and again, of other rows: compiled once, which takes longer than to draw it."""
+
+    def __init__(self, figure: Interactive):
+        self.vega = vl_convert.vegalite_to_vega(figure.on_white, vl_version=VERSION)
+
+    def svg(self, signals: Mapping[str, Any], **data: Sequence[Mapping[str, Any]]) -> bytes:
+        """The figure with these values of its parameters, and these rows, by the names that it has for them."""
+        values = {name: as_json(rows) for name, rows in data.items()}
+        sources = [{**d, "values": values.get(d["name"], d.get("values"))} for d in self.vega["data"]]
+        steered = [{**s, "value": signals.get(s["name"], s.get("value"))} for s in self.vega["signals"]]
+        drawn: str = vl_convert.vega_to_svg({**self.vega, "data": sources, "signals": steered}, allowed_base_urls=[])
+        return drawn.encode()
 
 
 def chart(rows: Iterable[Mapping[str, Any]] | None = None, **properties: Any) -> Any:
