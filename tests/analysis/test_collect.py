@@ -14,7 +14,7 @@ from trilane.analysis import benchmark
 from trilane.analysis.collect import measure_path, measure_runs, read_folder
 from trilane.analysis.compare import compare
 from trilane.analysis.measure import measure
-from trilane.analysis.recalibrate import case_of
+from trilane.analysis.recalibrate import case_of, recalibrate
 from trilane.cli.app import main
 from trilane.config.batch_rampup import Ramp
 from trilane.slurm import sites, study_runs
@@ -84,6 +84,17 @@ def test_a_notebook_shows_the_first_of_many_runs_failed_ones_first(tmp_path):
     assert re.findall(r"\d\d\.log", endings)[:2] == ["09.log", "00.log"] and "<details>" not in endings
     assert endings.count("learning_rate: 7 at iteration 4") == 1 and "no spike" in runs.spikes()
     assert len(str(runs)) < 30, "no text of a thousand rows lies in the notebook"
+
+
+def test_the_finding_tells_whether_trainings_have_one_loss_and_why_nothing_is_predicted(tmp_path):
+    for name, shift in (("a", 0.0), ("b", 4e-4)):
+        log(tmp_path, f"{name}.log", DUMP + "".join(m2021(i, loss=7.5 - i / 10 + shift) for i in range(1, 11)))
+    runs = measure_runs(Study("s"), str(tmp_path))
+    found = runs.finding(recalibrate(runs.runs))
+    assert "2 of 2 runs completed" in found and "agree within 0.0004 nats" in found and "no cluster is given" in found
+    log(tmp_path, "c.log", DUMP + "".join(m2021(i, loss=2.0) for i in range(1, 11)))
+    runs = measure_runs(Study("s"), str(tmp_path))
+    assert "differ by up to 5 nats" in runs.finding(recalibrate(runs.runs))
 
 
 RAMP = Ramp(start=2, increment=2, samples=30)

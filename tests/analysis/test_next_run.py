@@ -99,6 +99,7 @@ def test_a_lesson_brings_predictions_nearer_and_reports_their_uncertainty(tmp_pa
     assert all(p.sec_lo < r.seconds < p.sec_hi for p, r in zip(recalibration.after, recalibration.rows, strict=True))
     choice = recalibrate.next_runs(Study.open("s"), recalibration)
     plans = choice.to_frame()["plan"]
+    assert "3 of 3 runs completed" in collect.MeasuredRuns(runs=tuple(runs)).finding(recalibration)
     assert len(plans) and "tp1-pp1-dp1-mbs2" not in set(plans), "without plans.json: rivals that have not run"
     assert not recalibrate.recalibrate([measure_log(log())])
 
@@ -187,7 +188,13 @@ def test_ten_rows_calibrate_alike_from_csv_markdown_python_and_04(tmp_path, outp
         calibration_for(A100, "fsdp")
     study = Study.create("ours")
     runs = collect.measure_runs(study, "rows.csv", 5, A100)
-    recalibrate.recalibrate(runs.runs, A100).save(study, "04_analyze")
+    recalibration = recalibrate.recalibrate(runs.runs, A100)
+    recalibration.save(study, "04_analyze")
+    assert (
+        "10 rows of typed tables" in runs.finding(recalibration)
+        and not runs.logs
+        and "<table" not in runs._repr_html_()
+    )
     assert calibration_for(A100, "ours").hash == own.hash
     _, out, _ = calibrated(capsys, "ours", "--cluster", "jz-a100-80g", "-o", "again.json", "--json")
     assert json.loads(out)["calibration"]["hash"] == own.hash, "a study has its rows in measured.csv"

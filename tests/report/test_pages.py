@@ -176,6 +176,15 @@ def words(page: Any, most: int = 300) -> list[str]:
     return page.evaluate(WORDS, most)
 
 
+# The first text of a page, how many figures follow the heading of its last section, and its height.
+OPENING = """() => {
+  const turn = document.getElementById("your-turn"), after = Node.DOCUMENT_POSITION_FOLLOWING;
+  const own = [...document.querySelectorAll("main figure")].filter(f => turn.compareDocumentPosition(f) & after);
+  const first = document.querySelector("main h1").closest(".cell").nextElementSibling;
+  return [first.innerText, own.length, document.documentElement.scrollHeight];
+}"""
+
+
 @pytest.fixture(scope="module")
 def page(browser: Any) -> Iterator[Any]:
     """A page that records what a report must not do: errors, and requests to anywhere."""
@@ -239,3 +248,17 @@ def test_the_words_of_a_plan_are_under_the_mouse_and_a_click_picks_it(demo: Path
         words = page.evaluate(TOOLTIP)
         assert figure.locator("select").input_value() in words and "GiB" in words and not NO_VALUE.search(words)
     assert boxes
+
+
+FINDINGS = {"01_sizing": r"layers × \d+", "03_launch": r"All 2 plans trained", "04_analyze": r"2 of 2 runs completed"}
+
+
+@pytest.mark.parametrize("name", FINDINGS)
+def test_a_page_opens_with_its_finding_and_ends_in_one_plot_for_the_reader_to_change(demo, page, name) -> None:
+    page.emulate_media(media="screen", color_scheme="light")
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.goto((demo / f"{name}.html").as_uri())
+    page.wait_for_function(DRAWN)
+    first, figures, height = page.evaluate(OPENING)
+    assert re.search(FINDINGS[name], first) and figures == 1
+    assert name != "04_analyze" or height <= 6000

@@ -166,7 +166,7 @@ def measure_runs(
 def accuracy(found: Recalibration) -> Text:
     """How wrong predictions of time were before the runs, and after them for a run that the fit has not seen."""
     if not found.fit:
-        return NOTHING
+        return Text.of("Nothing to predict: {}.", found.left_out[0].reason) if found.left_out else NOTHING
     before, after = (f"{100 * error['median']:.2g} %" for error in found.errors().values())
     text = Text.of("Predicted seconds were wrong by **{}** (median of {} runs)", before, len(found.rows))
     if not found.fit.weight:
