@@ -13,6 +13,7 @@ from trilane.costmodel import shipped
 from trilane.planning.published import sizes
 from trilane.planning.size_request import SizeRequest, usable_heads
 from trilane.planning.sizing import broken_rules, propose_shapes, survey, survey_shapes
+from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import Text
 
 A100 = cluster("jz-a100-80g")
@@ -154,6 +155,16 @@ def test_the_proposals_name_the_measured_runs_that_the_best_of_them_rests_on():
     found = propose_shapes(cluster("dgx-h100"), **asked, choices={"cp": 2})
     words = found.best.prediction.support.words
     assert Text.of("The first of them: {}.", words) in found.support() and "Predicted only: cp=2" in found.support()
+
+
+def test_the_finding_has_the_days_of_the_best_shape_with_their_interval_and_the_page_and_shell_one_table():
+    found = propose_shapes(A100, parameters=7e9, gpus=64, gbs=512, vocabulary=32_000, tokens=1.4e11, calibration=K)
+    p = found.best
+    days = with_bounds(
+        *(p.days * s / p.prediction.sec_per_it for s in (p.prediction.sec_per_it, p.prediction.sec_lo)),
+        p.days * p.prediction.sec_hi / p.prediction.sec_per_it,
+    )
+    assert Text.of("**{} days**", days) in found.finding() and days in found._repr_html_() and days in found.to_text()
 
 
 @pytest.mark.parametrize("fastest", [True, False])

@@ -54,7 +54,6 @@ COLUMNS: Mapping[str, tuple[str, str | Callable[[Measurement], Any], str | Calla
     "Sec/it": ("sec_per_it", "sec_per_it", "{:.4g}"),
     "±": ("spread", "spread", partial(percent, digits=0)),
     "TFLOPs": ("tflops", lambda m: m.flops_per_s_per_gpu / 1e12, "{:.4g}"),
-    "GFLOPs": ("gflops", lambda m: m.flops_per_s_per_gpu / 1e9, "{:.1f}"),
     "MFU": ("mfu", lambda m: m.utilization.get("mfu", math.nan), percent),
     "HFU": ("hfu", lambda m: m.utilization.get("hfu", math.nan), percent),
     "Lost": ("lost", "lost_share", percent),
@@ -115,13 +114,10 @@ def ordered(rows: Sequence[Any], by: str) -> list[Any]:
     """The rows by a column, rising; by `speed` the fastest first. Those without a value are last in any case."""
     # TFLOPs alone compare runs of different sizes
     key = "tflops" if by == "speed" else COLUMNS[by][0]
-
-    def rank(row: Row) -> Any:
-        value = row[key]
-        return natural(value.lower()) if isinstance(value, str) else len(value) if isinstance(value, list) else value
-
     known = [row for row in rows if _is_known(row[key])]
-    return sorted(known, key=rank, reverse=by == "speed") + [row for row in rows if not _is_known(row[key])]
+    texts = isinstance(known[0][key], str) if known else False
+    found = sorted(known, key=lambda row: natural(row[key].lower()) if texts else row[key], reverse=by == "speed")
+    return found + [row for row in rows if not _is_known(row[key])]
 
 
 def _is_known(value: Any) -> bool:
@@ -196,7 +192,7 @@ def to_html(rows: Sequence[Row]) -> Html:
     """The table as a piece of HTML: where the run lies, its status, and all other columns that hold
     anything and repeat no other.
     """
-    again = {"Run", "Size", "Mem", "GFLOPs", "Losses", "Outcome", "Notes"}
+    again = {"Run", "Size", "Mem", "Losses", "Outcome", "Notes"}
     heads = [head for head in ("Source", "Status", *COLUMNS) if head not in again]
     return Html.of('<div class="wide">{}</div>', show(filled(values(rows, heads))))
 

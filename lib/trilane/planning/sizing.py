@@ -143,11 +143,12 @@ class Proposals(Table):
 
         return pd.DataFrame([p.columns(self.best) for p in self.rows])
 
-    def view(self) -> DataFrame:
-        wide = any(p.shape.ffn_hidden_size for p in self.rows[:12])
+    def view(self, most: int = 12) -> DataFrame:
+        """The first shapes, with the 90 % interval of their days, and how much dearer they are for equal work."""
+        wide = any(p.shape.ffn_hidden_size for p in self.rows[:most])
         columns: dict[str, Any] = {
             **{"layers × hidden": "size", "heads": "heads", **({"MLP": "shape.ffn"} if wide else {})},
-            "parameters (B)": lambda p: round(p.shape.parameters / 1e9, 1),
+            "parameters": lambda p: size_text(p.shape.parameters),
             "hidden / layers": lambda p: round(p.ratio),
             "plan": "plan.label",
             "s/it": lambda p: with_interval(p.prediction.sec_per_it, p.prediction.sec_lo, p.prediction.sec_hi)[0],
@@ -156,11 +157,17 @@ class Proposals(Table):
             "days (90 % interval)": lambda p: with_bounds(*p.days_interval),
             "relative cost": lambda p: f"{p.cost / self.best.cost - 1:+.1%}",
         }
-        return frame_of(self.rows[:12], columns)
+        return frame_of(self.rows[:most], columns)
+
+    def support_lines(self) -> list[str]:
+        """Which measured runs the best shape rests on, and why no engine here can train it, where that is so."""
+        lines = [f"The first of them: {p.prediction.support.words}." for p in self.rows[:1]]
+        reasons = [untrainable_reason(p.topology) for p in self.rows[:1]]
+        return lines + [f"Predicted only: {reason}." for reason in reasons if reason]
 
     def support(self) -> Text:
-        """Which measured runs the best shape rests on, and why no engine here can train it, where that is so."""
-        return Text(" ".join(Text.of("{}.", line[0].upper() + line[1:]) for line in support_lines(self.rows)))
+        """The same for a notebook."""
+        return Text.joined(" ", self.support_lines())
 
     def broken_rules(self) -> Columns | Text:
         """The rules that the best twelve break, a row a shape and rule."""
@@ -173,20 +180,13 @@ class Proposals(Table):
         return {**found, "candidates": [p.to_json(self.best) for p in self.rows[:top]]}
 
     def to_text(self, top: int = 12) -> str:
-        """What was asked, a line for each of the first shapes and one for each note, or why there is none."""
-        r = self.request
-        lines = [f"{size_text(r.parameters)} parameters, {r.vocab_size} rows of embedding, {r.gpus} GPUs of"]
-        lines += [f"{r.cluster.name}, tokens: {r.tokens_text}; days with nothing going wrong:"]
-        for p in self.rows[:top]:
-            s, (middle, low, high) = p.shape, p.tflops
-            lines.append(
-                f"{s.num_layers:4} x {s.hidden_size:5} a{p.heads:<4}{size_text(s.parameters):>8} "
-                f"ratio {p.ratio:4.0f} {p.prediction.sec_per_it:8.2f} s {middle:4.0f} TFLOP/s ({low:.0f}-{high:.0f}) "
-                f"{p.days:7.1f} d {p.gpu_hours:10,.0f} GPU-h {p.prediction.memory_bytes / 2**30:5.1f} GiB "
-                f"{p.cost / self.best.cost - 1:+6.1%}  {p.plan.label}"
-            )
-            lines += [f"{'':10}{note}" for note in (s.kind, *p.notes) if note]
-        return "\n".join([*lines, *(support_lines(self.rows) or [self.why_none()])])
+        """What was asked, the table of the first shapes, their notes; or why there is none."""
+        r, rows = self.request, self.rows[:top]
+        asked = f"{size_text(r.parameters)} parameters, {r.vocab_size} rows of embedding, {r.gpus} GPUs of "
+        lines = [f"{asked}{r.cluster.name}, tokens: {r.tokens_text}; days with nothing going wrong:"]
+        lines += [self.view(top).to_string(index=False)] if rows else [self.why_none()]
+        lines += [f"{p.size}: {note}" for p in rows for note in (p.shape.kind, *p.notes) if note]
+        return "\n".join([*lines, *self.support_lines()])
 
     def why_none(self) -> str:
         """Why no shape can run: memory where that alone refuses some topology, else the commonest rule."""
@@ -196,13 +196,6 @@ class Proposals(Table):
         why = why or "no dp and microbatch divide that batch"
         cure = _searched(r.shapes()[0], r, r.engines[0], 1).cure
         return f"no shape can run on {r.gpus} GPUs of {r.cluster.name} and a batch of {r.gbs}; {why}; {cure}"
-
-
-def support_lines(proposals: Sequence[Proposal]) -> list[str]:
-    """Which measured runs the first shape rests on, and why no engine here can train such shapes, where that is so."""
-    reasons = [untrainable_reason(p.topology) for p in proposals[:1]]
-    lines = [f"the first of them: {p.prediction.support.words}" for p in proposals[:1]]
-    return lines + [f"predicted only: {reason}" for reason in reasons if reason]
 
 
 def propose_shapes(cluster: Cluster, **asked: Any) -> Proposals:
@@ -296,6 +289,7 @@ def _with_heads(plan: Plan, heads: int) -> Plan:
 class ShapeSurvey(Table):
     """Shapes on one process of a machine, smallest first, and the number of the one that is chosen."""
 
+    shown = "num_layers hidden_size num_attention_heads parameters sec_per_it sec_lo sec_hi memory_gib chosen"
     rows: tuple[Candidate, ...]
     limit_s: float
     chosen: int
@@ -308,18 +302,6 @@ class ShapeSurvey(Table):
         """A row a shape in the columns of a search, and whether it is the `chosen` one."""
         return Candidates(rows=self.rows).to_frame().assign(chosen=[c is self.best for c in self.rows])
 
-    def view(self) -> DataFrame:
-        columns: dict[str, Any] = {
-            "layers": "plan.shape.num_layers",
-            "hidden": "plan.shape.hidden_size",
-            "heads": "plan.shape.num_attention_heads",
-            "parameters": lambda c: size_text(c.plan.shape.parameters),
-            "s/it (90 % interval)": lambda c: _seconds(c.prediction),
-            "GiB": lambda c: round(c.prediction.memory_bytes / 2**30, 2),
-            "": lambda c: "← chosen" if c is self.best else "",
-        }
-        return frame_of(self.rows, columns)
-
     def summary(self) -> Text:
         """The chosen shape in a sentence, and whether it keeps the limit."""
         s, p = self.best.plan.shape, self.best.prediction
@@ -328,12 +310,8 @@ class ShapeSurvey(Table):
         return Text.of(
             "{} {:g} s an iteration on one process of {}: **{} layers × {}**, {} parameters, in **{} s**.",
             *(what, self.limit_s, name, s.num_layers, s.hidden_size, size_text(s.parameters)),
-            _seconds(p),
+            with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi),
         )
-
-
-def _seconds(p: Prediction) -> str:
-    return with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi)
 
 
 def survey_shapes(
