@@ -104,7 +104,7 @@ def test_a_trained_checkpoint_is_a_model_of_transformers(
     folder, model = run_folder(changed(plan, "run", save_interval=4), tmp_path / "run"), tmp_path / "model"
     fork(4, folder)
     before = folder / "checkpoints" / name_of(4)
-    assert main([str(before), str(model), "0"]) == 0 and capsys.readouterr().out == f"{model}\n"
+    assert main([str(before), str(model), "0", ""]) == 0 and capsys.readouterr().out == f"{model}\n"
     alone = replace(small_plan(data, iters=5, source="mock"), shape=LLAMA_SHAPE)
     ask(alone, f"PATH = {str(tmp_path / 'samples')!r}\n{SAMPLES}")
     tokens, labels = map(torch.cat, zip(*torch.load(tmp_path / "samples"), strict=True))
@@ -112,6 +112,49 @@ def test_a_trained_checkpoint_is_a_model_of_transformers(
         scores = LlamaForCausalLM.from_pretrained(model).eval()(tokens).logits
     loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
     assert loss.item() == pytest.approx(steps(folder)[-1]["lm_loss"], abs=1e-5)
+    generates(model, "ba dé\x00\n")
+
+
+def generates(folder: Path, text: str) -> None:
+    """The three lines of docs/engine.md: the tokens that follow are the likeliest ones, and the end of a document
+    ends them."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from trilane.engine.data.corpus import tokenizer as ours
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    tokens = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    assert tokenizer.decode(tokens[0]).startswith(text)
+    *given, end = ours("bytes").encode(text).tolist()
+    assert tokenizer(text)["input_ids"] == given == tokens[0, : len(given)].tolist()
+    with torch.no_grad():
+        assert tokens[0, len(given)] == model(torch.tensor([given])).logits[0, -1].argmax()
+    ends = (tokenizer.eos_token_id, tokenizer.bos_token_id, model.generation_config.eos_token_id)
+    assert {*ends, model.config.bos_token_id} == {end}
+
+
+def test_the_tokenizer_of_a_folder_is_that_of_the_training(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoTokenizer
+
+    from trilane.engine.checkpoint.huggingface import export
+    from trilane.engine.data.corpus import tokenizer
+
+    coder = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    coder.pre_tokenizer = pre_tokenizers.Whitespace()
+    coder.add_special_tokens(["</s>"])
+    (tmp_path / "words").mkdir()
+    coder.save(str(tmp_path / "words/tokenizer.json"))
+    checkpoint(LLAMA, tmp_path / "checkpoint")
+    for name, rows, rule in [("words", 3, "vocab_size=3: the tokenizer has 4 ids"), ("none", 0, "no folder with")]:
+        with pytest.raises(ValueError, match=rule):
+            export(tmp_path / "checkpoint", tmp_path / "model", rows, str(tmp_path / name))
+    export(tmp_path / "checkpoint", tmp_path / "model", 0, str(tmp_path / "words"))
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert [*theirs("b a")["input_ids"], theirs.eos_token_id] == tokenizer(str(tmp_path / "words")).encode(
+        "b a"
+    ).tolist()
 
 
 def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -126,13 +169,18 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.Capt
     manifest = read_manifest(run)
     del manifest["tensors"]["decoder.final_layernorm.weight"]
     write_manifest(tmp_path / "lacking" / run.name, manifest)
+    own = tmp_path / "own" / run.name
+    shutil.copytree(run, own)
+    manifest = read_manifest(run)
+    write_manifest(own, {**manifest, "identity": {**manifest["identity"], "layer": "mine.py:Own (12)"}})
     for (source, out, rows), rule in [
+        ((own, tmp_path / "new", 0), "layer=mine.py:Own (12): transformers has no class"),
         ((tmp_path / "nothing", tmp_path / "new", 0), "holds no complete checkpoint"),
         ((run, tmp_path / "broken", 0), f"out={tmp_path / 'broken'}: exists"),
         ((tmp_path / "broken", tmp_path / "new", 0), "bytes, "),
         ((run, tmp_path / "new", 513), "vocab_size=513: the checkpoint has 512 rows"),
         ((tmp_path / "lacking", tmp_path / "new", 0), "norm.weight: iter_0000005 has no such tensor"),
     ]:
-        assert main([str(source), str(out), str(rows)]) == 2
+        assert main([str(source), str(out), str(rows), ""]) == 2
         error = capsys.readouterr().err
         assert rule in error and error.count("\n") == 1, error

@@ -58,10 +58,11 @@ def huggingface(
     source: Path,
     out: Path,
     vocab_size: int = option(0, "rows of the embedding in OUT: without those of padding", minimum=1),
+    tokenizer: str = option("", "bytes, or a folder with a tokenizer.json, where it is not that of the training"),
 ) -> None:
-    """Write a checkpoint (of a run folder the newest) as a folder of Hugging Face's transformers.
+    """Write a checkpoint (of a run folder the newest), with its tokenizer, as a folder of Hugging Face's transformers.
 
     It is a GPT-2, BLOOM, Llama or Qwen 2, by the shape.
     """
-    given = [str(source), str(out), str(vocab_size)]
+    given = [str(source), str(out), str(vocab_size), tokenizer]
     os.execvp("env", python("-m", "trilane.engine.checkpoint.huggingface", *given))

@@ -1,7 +1,7 @@
 """A checkpoint as a folder of Hugging Face's transformers: GPT-2, BLOOM, Llama and their like.
 
-`trilane convert huggingface CHECKPOINT OUT` writes the weights (fp32, one file at a time in memory) and a config.json
-for `from_pretrained(OUT)`. The families: config/shapes.py.
+`trilane convert huggingface CHECKPOINT OUT` writes the weights (fp32, one file at a time in memory), a config.json, and
+the tokenizer of the training's data for `from_pretrained(OUT)`. The families: config/shapes.py.
 
 Canonical: a matrix is (out, in); the rows of `linear_qkv` go by group of heads that share keys and values: (group, its
 queries ... | key | value, channel); a gated `linear_fc1` is (gate | up, channel, in). Where a family keeps such parts
@@ -13,22 +13,27 @@ for an optimizer's moments as well as for weights.
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from trilane.config.layer import STANDARD
 from trilane.config.model import ModelShape
 from trilane.config.shapes import Family, family_of
 from trilane.engine.checkpoint.slices import assemble
+from trilane.engine.data.corpus import Tokenizer
+from trilane.engine.data.corpus import tokenizer as read_tokenizer
 from trilane.engine.model.parameters import whole_sizes
 from trilane.utils.files import replace_text
 from trilane.utils.tables import one_line
 from trilane.utils.validation import from_mapping, require
 from trilane.workspace import checkpoints
+from trilane.workspace.prepared_corpora import existing_pair
 
 INDEX = "model.safetensors.index.json"
 
@@ -73,17 +78,23 @@ def _meta(family: Family, shape: ModelShape) -> dict[str, tuple[str, int, torch.
     return found
 
 
-def export(checkpoint: Path, out: Path, vocab_size: int = 0, most_bytes: int = 10**10) -> None:
-    """Write the checkpoint's weights and sizes to the new folder `out`; ValueError where it cannot be exported.
+def export(
+    checkpoint: Path, out: Path, vocab_size: int = 0, tokenizer: str = "", most_bytes: int = 10**10
+) -> Tokenizer | None:
+    """Write the checkpoint's weights, sizes and tokenizer to the new folder `out`; ValueError where that cannot be.
 
     `vocab_size` above 0 leaves out the rows of the embedding behind so many, which padding added. A file has at most
-    `most_bytes`, or one tensor that is larger.
+    `most_bytes`, or one tensor that is larger. `tokenizer` as in data.tokenizer, where it is not the training's; what
+    was written, None where a .bin/.idx pair of another program was trained and nothing names its own.
     """
     manifest = checkpoints.read_manifest(checkpoint)
     for name, (size, checksum) in manifest.get("files", {}).items():
         problem = checkpoints.fault(checkpoint, name, size, checksum)
         require(problem is None, "checkpoint", checkpoint, str(problem))
-    trained = from_mapping(ModelShape, manifest.get("identity", {}).get("shape"), "shape")
+    identity = manifest.get("identity", {})
+    layer = identity.get("layer", STANDARD)
+    require(layer == STANDARD, "layer", layer, "transformers has no class for a layer of your own")
+    trained = from_mapping(ModelShape, identity.get("shape"), "shape")
     family, tensors = family_of(trained), manifest.get("tensors", {})
     held, sizes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}, whole_sizes(trained)
     wrong = min((name for name in held | sizes if held.get(name) != sizes.get(name)), default="")
@@ -92,6 +103,9 @@ def export(checkpoint: Path, out: Path, vocab_size: int = 0, most_bytes: int = 1
     rule = f"the checkpoint has {trained.vocab_size} rows"
     require(vocab_size <= trained.vocab_size, "vocab_size", vocab_size, rule)
     shape = dataclasses.replace(trained, vocab_size=vocab_size or trained.vocab_size)
+    coder = _tokenizer(identity.get("data", {}), tokenizer)
+    rule = f"the tokenizer has {coder.vocab_size} ids" if coder else ""
+    require(not coder or coder.vocab_size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
     require(not out.exists(), "out", out, "exists")
     meta, whole = _meta(family, shape), whole_sizes(shape)
     split = split_torch_state_dict_into_shards(
@@ -114,16 +128,35 @@ def export(checkpoint: Path, out: Path, vocab_size: int = 0, most_bytes: int = 1
     if split.is_sharded:
         index = {"metadata": {"total_size": 4 * shape.parameters}, "weight_map": split.tensor_to_filename}
         replace_text(out / INDEX, json.dumps(index))
-    replace_text(out / "config.json", json.dumps(family.config(shape), indent=2) + "\n")
+    config = family.config(shape)
+    if coder:
+        coder.save(out, shape.seq_length)
+        # in the training's data each document follows the end of another: it is also what begins a text
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), coder.eod)
+        config |= ends
+        replace_text(out / "generation_config.json", json.dumps(ends, indent=2) + "\n")
+    replace_text(out / "config.json", json.dumps(config, indent=2) + "\n")
+    return coder
+
+
+def _tokenizer(data: Mapping[str, Any], name: str) -> Tokenizer | None:
+    """The tokenizer `name`, or that of the training's data; None where nothing tells it."""
+    if name:
+        return read_tokenizer(name)
+    sources = [data.get("source", ""), *(part["source"] for part in data.get("blend", ()))]
+    is_given = data.get("tokenizer") == "bytes" and any(map(existing_pair, filter(None, sources)))
+    return None if is_given or "tokenizer" not in data else read_tokenizer(data["tokenizer"])
 
 
 def main(argv: list[str]) -> int:
-    """SOURCE, OUT and vocabulary (0: its own); 2 with one line where it fails."""
-    source, out, vocab_size = argv
+    """SOURCE, OUT, vocabulary (0: its own) and tokenizer ("": its own); 2 with one line where it fails."""
+    source, out, vocab_size, tokenizer = argv
     try:
         found = checkpoints.found_in(Path(source))
         require(bool(found), "checkpoint", source, "holds no complete checkpoint")
-        export(found[-1], Path(out), int(vocab_size))
+        coder = export(found[-1], Path(out), int(vocab_size), tokenizer)
+        if not coder:
+            print("trilane: no tokenizer is written: the training does not name it; give --tokenizer", file=sys.stderr)
         print(out)
     except ValueError as error:
         print("trilane:", one_line(str(error)), file=sys.stderr)

@@ -99,7 +99,7 @@ def jsonl(path: Path) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """`vocab_size` ids, `eod` closes each document, `digest` identifies it; bytes need no tokenizers package.
+    """`vocab_size` ids, `eod`, whose text is `end`, closes each document, `digest` identifies it.
 
     The first three names, and unique_identifiers, are the interface of megatron-core's GPT dataset.
     """
@@ -107,6 +107,7 @@ class Tokenizer:
     name: str
     vocab_size: int
     eod: int
+    end: str = "<|endoftext|>"
     digest: str
     coder: Any = field(default=None, repr=False)
 
@@ -120,6 +121,30 @@ class Tokenizer:
         with _refused(self.name, "cannot encode a document"):
             ids = np.frombuffer(text.encode(), np.uint8) if self.coder is None else self.coder.encode(text).ids
         return np.append(np.asarray(ids, np.int32), np.int32(self.eod))
+
+    def save(self, folder: Path, seq_length: int) -> None:
+        """Write the files that transformers' AutoTokenizer.from_pretrained(folder) reads."""
+        (self.coder or byte_coder(self.end)).save(str(folder / "tokenizer.json"))
+        values = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": self.end, "eos_token": self.end}
+        values |= {"model_max_length": seq_length, "clean_up_tokenization_spaces": False}  # type: ignore[dict-item]
+        values |= {"model_input_names": ["input_ids", "attention_mask"]}  # type: ignore[dict-item]
+        (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def byte_coder(end: str) -> Any:
+    """The tokenizer "bytes" of the tokenizers library: each byte is its own id, the end of a document is 256."""
+    from tokenizers import Tokenizer as Coder
+    from tokenizers import decoders, models, pre_tokenizers
+
+    # GPT-2's characters for bytes (encoder.py, bytes_to_unicode): those that print are themselves
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    characters = {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    coder = Coder(models.BPE(vocab=characters, merges=[]))
+    coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    coder.decoder = decoders.ByteLevel()
+    coder.add_special_tokens([end])
+    return coder
 
 
 @contextlib.contextmanager
@@ -150,12 +175,13 @@ def tokenizer(name: str) -> Tokenizer:
     coder.no_padding()
     # Names that tokenizers give the token which ends a document; the first one present is taken.
     ends = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<EOS>")
-    end = next((e for e in map(coder.token_to_id, ends) if e is not None), None)
-    require(end is not None, "data.tokenizer", name, f"has none of the end-of-document tokens {', '.join(ends)}")
-    assert end is not None
+    end = next((text for text in ends if coder.token_to_id(text) is not None), "")
+    require(bool(end), "data.tokenizer", name, f"has none of the end-of-document tokens {', '.join(ends)}")
     # A vocabulary may have gaps: the largest id counts, not the number of words.
     ids, digest = max(coder.get_vocab().values()) + 1, hashlib.sha256(content).hexdigest()[:16]
-    return Tokenizer(name=name, vocab_size=ids, eod=end, digest=digest, coder=coder)
+    eod = coder.token_to_id(end)
+    assert eod is not None
+    return Tokenizer(name=name, vocab_size=ids, eod=eod, end=end, digest=digest, coder=coder)
 
 
 def write_pair(arrays: Iterable[np.ndarray], prefix: str, vocabulary: int) -> None:
