@@ -16,6 +16,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Configuration
 from trilane.logs import written_tables
+from trilane.utils.tables import one_line
 from trilane.utils.validation import (
     DATA,
     read_text,
@@ -70,21 +71,30 @@ class Skipped:
 def read_rows(source: Source, cluster: Cluster | str | None = None) -> tuple[list[MeasuredRow], list[Skipped]]:
     """The rows of a CSV, of the tables in a Markdown file or of a DataFrame, and those skipped with a reason.
 
+    As each_row().
+    """
+    found = list(each_row(source, cluster))
+    rows = [row for row in found if isinstance(row, MeasuredRow)]
+    return rows, [row for row in found if isinstance(row, Skipped)]
+
+
+def each_row(source: Source, cluster: Cluster | str | None = None) -> Iterator[MeasuredRow | Skipped]:
+    """The rows in their order; of a DataFrame also the empty ones, named by its index where no row_id names them.
+
     `cluster` replaces the column of that name. A cell that is empty, or has no column, leaves the choice to
     default_topology(). Raises ValueError for a file that is missing, holds no table, or lacks columns.
     """
     known = {name: hardware.cluster(name) for name in hardware.catalogue()}
-    machine = load_cluster(cluster) if isinstance(cluster, str) and cluster else cluster or None
-    name, rows, skipped = _name(source), list[MeasuredRow](), list[Skipped]()
+    machine, name = load_cluster(cluster) if cluster else None, _name(source)
     for columns, body in _read(source):
         missing = [column for column in NEEDED if column not in columns]
-        require(not missing, "rows", name, f"has no column {', '.join(missing)}; needed: {', '.join(NEEDED)}")
+        rule = f"has no column {', '.join(missing)}; needed: {', '.join(NEEDED)}"
+        require(not missing, "rows", name, with_nearest(rule, missing[0], columns) if missing else "")
         for row in body:
             try:
-                rows.append(_row(row, machine or _cluster_of(row, known), Path(name).stem))
+                yield _row(row, machine or _cluster_of(row, known), Path(name).stem)
             except ValueError as error:
-                skipped.append(Skipped(row_id=row["row_id"], reason=str(error)))
-    return rows, skipped
+                yield Skipped(row_id=row["row_id"], reason=str(error))
 
 
 def ignored_words(source: Source) -> list[str]:
@@ -108,7 +118,10 @@ def columns_read() -> list[str]:
 
 
 def _name(source: Source) -> str:
-    return str(source) if isinstance(source, str | Path) else "frame"
+    """What errors call the rows; ValueError for what holds none."""
+    rule = "must be a DataFrame, or the path of a CSV or Markdown file"
+    require(isinstance(source, str | Path) or hasattr(source, "itertuples"), "rows", type(source).__name__, rule)
+    return str(source) if isinstance(source, str | Path) else "DataFrame"
 
 
 def _read(source: Source) -> Iterator[tuple[list[str], list[dict[str, str]]]]:
@@ -117,24 +130,36 @@ def _read(source: Source) -> Iterator[tuple[list[str], list[dict[str, str]]]]:
     Columns of hand-written tables count where their unit is known. Raises ValueError for a column that is there twice
     or has another name now, and for a time in an unknown unit.
     """
-    name = _name(source)
-    text = read_text(name, "rows", 1 << 26) if isinstance(source, str | Path) else source.to_csv(index=False)
-    suffix = Path(name).suffix if Path(name).suffix in written_tables.SUFFIXES else ".csv"
-    tables = list(written_tables.tables(text.splitlines(), suffix))
-    if suffix == ".md":
-        tables = [(header, body) for header, body in tables if written_tables.measures(header)]
-    require(bool(tables), "rows", name, "holds no table of measured rows")
-    for header, body in tables:
+    is_file, name = isinstance(source, str | Path), _name(source)
+    labels = [f"row {label}" for label in source.index] if not is_file else []
+    for header, body in _tables_of_file(name) if is_file else [_table_of_frame(source)]:
         columns = _columns([column.strip() for column in header])
         found = list(written_tables.rows(header, body))
         wrong = zip(found, written_tables.wrong(found), strict=True)
         problems = {row.line: next(iter(one.values()), "") for row, one in wrong}
         rows = []
-        for line, texts in ((line, texts) for line, texts in body if any(texts)):
+        for line, texts in ((line, texts) for line, texts in body if labels or any(texts)):
             cells = {c: _text(c, unit, text) for (c, unit), text in zip(columns, texts, strict=False)}
-            named = {"row_id": cells.get("row_id") or f"line {line}", "problem": problems.get(line, "")}
+            place = labels[line] if labels else f"line {line}"
+            named = {"row_id": cells.get("row_id") or place, "problem": problems.get(line, "")}
             rows.append(cells | named | {"beyond": " ".join(texts[len(columns) :]).strip()})
         yield [column for column, _ in columns], rows
+
+
+def _tables_of_file(name: str) -> list[tuple[list[str], written_tables.Lines]]:
+    text, suffix = read_text(name, "rows", 1 << 26), Path(name).suffix
+    suffix = suffix if suffix in written_tables.SUFFIXES else ".csv"
+    tables = written_tables.tables(text.splitlines(), suffix)
+    found = [(header, body) for header, body in tables if suffix != ".md" or written_tables.measures(header)]
+    require(bool(found), "rows", name, "holds no table of measured rows")
+    return found
+
+
+def _table_of_frame(frame: Any) -> tuple[list[str], written_tables.Lines]:
+    """The columns of a DataFrame, and its cells as a file has them: "" for NaN and None."""
+    cells = frame.astype(object).where(frame.notna(), "").itertuples(index=False, name=None)
+    rows = ([one_line(str(cell)).removesuffix(" 00:00:00") for cell in row] for row in cells)  # of a pandas date
+    return [str(column) for column in frame], [*enumerate(rows)]
 
 
 def _columns(header: list[str]) -> list[tuple[str, str | None]]:
@@ -239,12 +264,15 @@ def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
     measured = {name: cells.get(name, "") for name in ("sec_per_it", "mem_gb")}
     for column in (column for column, text in measured.items() if text):
         require_positive(column, _cell(column, float, measured[column]))
+    memory, card = float(measured["mem_gb"] or math.nan) * 2**30, machine.gpu.memory_bytes
+    rule = f"is more than a card's {card / 2**30:.4g}: GiB on one GPU are needed"
+    require(not memory > 2 * card, "mem_gb", measured["mem_gb"], rule)
     return MeasuredRow(
         row_id=cells["row_id"],
         case=Configuration(shape=shape, topology=topology, cluster=machine, day=cells.get("date", ""), engine=own),
         stack=stack,
         seconds=float(measured["sec_per_it"] or math.nan),
-        memory_bytes=float(measured["mem_gb"] or math.nan) * 2**30,
+        memory_bytes=memory,
         table=cells.get("table_id", ""),
         ran_out=_cell("oom", bool, cells.get("oom") or "0"),
         excluded=bool(cells.get("exclude")),

@@ -6,24 +6,26 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from trilane.config.cluster import Cluster
+from trilane.config.parallelism import invalid_reason
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration, Configuration, RunSizes
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import deviations
 from trilane.costmodel.iteration import IterationTime, iteration_time, seconds_per_stage
-from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
+from trilane.costmodel.measured_rows import MeasuredRow, Skipped, each_row, every_row, usable
 from trilane.costmodel.memory import StageMemory, host_bytes, memory_for, memory_per_stage
 from trilane.costmodel.memory import oom_probability as probability_of
 from trilane.costmodel.shipped import constants_of
 from trilane.costmodel.uncertainty import FOREIGN, T_QUANTILE, sensitivities
 from trilane.utils.numbers import with_bounds
-from trilane.utils.tables import Brief
+from trilane.utils.tables import Brief, DataFrame
 from trilane.utils.validation import to_mapping
+from trilane.workspace.study import load_cluster
 
 SAFE = 0.01  # probability of running out of memory up to which a plan may be recommended
 RISKY = 0.1  # above it a plan is listed apart and never ranked first
@@ -248,16 +250,52 @@ class Prediction(Brief):
         return {"prediction": self.to_json(), "calibration": self.calibration.kept()}
 
 
-def predict(plan: Case, calibration: Calibration | None = None) -> Prediction:
+On = Cluster | Calibration | str | None
+
+
+@overload
+def predict(plan: Case, cluster: On = None, calibration: Calibration | None = None) -> Prediction: ...
+@overload
+def predict(plan: DataFrame, cluster: On = None, calibration: Calibration | None = None) -> DataFrame: ...
+def predict(plan: Case | DataFrame, cluster: On = None, calibration: Calibration | None = None) -> Any:
     """Seconds and bytes of a plan that its model and engine can run (see invalid_reason and unsupported_reason).
 
         predict(read_plan("plan.json")).sec_per_it
+        predict(pandas.read_csv("rows.csv"), "jz-a100-80g")[["predicted_sec_per_it", "oom_probability", "reason"]]
 
-    Without a `calibration`: the constants that the plan carries, else those that ship for its cluster. Every command,
-    notebook and report shows what comes from here, so that one plan (Plan.id) has one number.
+    On another `cluster` than the plan's by that one's constants. Without a `calibration` (which may stand in place of
+    the cluster): the constants that the plan carries, else those that ship for the cluster. Every command, notebook and
+    report shows what comes from here, so that one plan (Plan.id) has one number.
+
+    Of a DataFrame, in the columns of measured_rows.read_rows(), each row: the frame with predicted_sec_per_it and its
+    90 % interval predicted_sec_lo and predicted_sec_hi, predicted_memory_gib, oom_probability, and the `reason` why a
+    row cannot run, "" where it can.
     """
-    shape, t, cluster, engine = plan.shape, plan.topology, plan.cluster, plan.engine
-    known = calibration.on_card(cluster) if calibration else constants_of(plan)
+    known = cluster if isinstance(cluster, Calibration) else calibration
+    machine = load_cluster(cluster) if isinstance(cluster, Cluster | str) else None
+    if isinstance(plan, Plan | Configuration):
+        known = known.on_card(machine or plan.cluster) if known else constants_of(plan, cluster=machine)
+        return _predicted(plan, machine or plan.cluster, known)
+    made = [_predicted_row(row, known) for row in each_row(plan, machine)]
+    names = ("predicted_sec_per_it", "predicted_sec_lo", "predicted_sec_hi", "predicted_memory_gib", "oom_probability")
+    columns: dict[str, Any] = {name: [row.get(name, math.nan) for row in made] for name in names}
+    return plan.assign(**columns, reason=[row.get("reason", "") for row in made])
+
+
+def _predicted_row(row: MeasuredRow | Skipped, calibration: Calibration | None) -> dict[str, Any]:
+    """The columns of a prediction, or the reason why there is none."""
+    if isinstance(row, Skipped):
+        return {"reason": row.reason}
+    case = row.case
+    if reason := invalid_reason(case.shape, case.topology):
+        return {"reason": reason}
+    known = calibration or constants_of(case)
+    found = predict(case, known.on(case.day, case.topology.gpus)).numbers
+    return {"oom_probability": found["oom_probability"]} | {f"predicted_{n}": value for n, value in found.items()}
+
+
+def _predicted(plan: Case, cluster: Cluster, known: Calibration) -> Prediction:
+    shape, t, engine = plan.shape, plan.topology, plan.engine
     time = iteration_time(shape, t, cluster, known, engine)
     columns, memory = columns_of(shape, t, engine), memory_for(known, engine)
     stages = memory_per_stage(shape, t, cluster, memory, engine)
@@ -278,9 +316,3 @@ def predict(plan: Case, calibration: Calibration | None = None) -> Prediction:
         support=nearest,
         calibration=known,
     )
-
-
-def predict_on(plan: Plan, cluster: Cluster) -> Prediction:
-    """The prediction of a plan on the nodes that a SLURM site gives it, by its constants if these are its own nodes."""
-    case = Configuration(shape=plan.shape, topology=plan.topology, cluster=cluster, engine=plan.engine)
-    return predict(case, constants_of(plan, cluster=cluster))

@@ -47,7 +47,9 @@ class Recalibration(Table):
         return bool(self.rows)
 
     def brief(self) -> str:
-        return "; ".join(self.summary())
+        errors = " -> ".join(f"{e['median']:.1%}" for e in self.errors().values())
+        near = [line for line in self.ignored if "did you mean" in line]
+        return "; ".join([f"{len(self.rows)} rows, {len(self.left_out)} not used, median error {errors}", *near])
 
     @property
     def cases(self) -> tuple[Configuration, ...]:
@@ -189,8 +191,12 @@ def fit(rows: Source, cluster: Cluster | str) -> Recalibration:
     The prior is what ships for the rows' software (column `engine`). Raises ValueError where no two rows can count, for
     rows of two clusters, in other units than seconds, or that contradict each other by a factor of ten.
     """
-    machine = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    machine = load_cluster(cluster)
     found, skipped = read_rows(rows, machine)
+    for row in (
+        [] if isinstance(rows, str | Path) else skipped
+    ):  # of a file they are reported, as `trilane calibrate` does
+        require(False, "rows", row.row_id, row.reason)
     return recalibrated(found, skipped, ignored_words(rows), machine, least=2)
 
 
@@ -213,6 +219,7 @@ def recalibrated(
     left_out = [*skipped, *left_out]
     kinds = len({(row.case.shape, row.case.topology) for row in used})
     reasons = "".join(f"; {row.row_id}: {row.reason}" for row in left_out[:3])
+    reasons += "".join(f"; ignored {line}" for line in ignored[:3])
     rule = f"{kinds or 'no'} different configurations among them can be used, {least} are needed{reasons}"
     require(kinds >= least, "rows", len(rows) + len(skipped), rule)
     machine = used[0].case.cluster

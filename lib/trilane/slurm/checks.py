@@ -14,7 +14,7 @@ from trilane.config.cluster import Cluster
 from trilane.config.engines import untrainable_reason
 from trilane.config.parallelism import CLUSTER_RULES
 from trilane.config.plan import Plan
-from trilane.costmodel.predict import IMPOSSIBLE, Prediction, predict_on
+from trilane.costmodel.predict import IMPOSSIBLE, Prediction, predict
 from trilane.forecasting.failures import FailureModel, evaluation_s
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.slurm.script import directives, nodes_of
@@ -46,7 +46,7 @@ class JobCheck:
     @cached_property
     def prediction(self) -> Prediction:
         """Predicted time and memory on these nodes."""
-        return predict_on(self.plan, self.cluster)
+        return predict(self.plan, self.cluster)
 
     @cached_property
     def directives(self) -> dict[str, str]:

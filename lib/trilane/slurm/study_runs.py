@@ -11,7 +11,7 @@ from typing import Any
 from trilane.config.engines import label_of
 from trilane.config.plan import Plan, plan_from_json
 from trilane.config.training import Data, Optimizer, Run
-from trilane.costmodel.predict import predict, predict_on
+from trilane.costmodel.predict import predict
 from trilane.launch import local
 from trilane.slurm import jobs, script, sites
 from trilane.slurm.checks import REFUSAL
@@ -210,7 +210,7 @@ def create_sweep(folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, r
         path = folder / "runs" / plan.label
         require(path not in made, "label", plan.label, "must be unique in a sweep")
         require(not path.exists(), "run folder", path, "exists; take a new one")
-        found = values.get("prediction") or predict_on(plan, script.nodes_of(plan, site)).to_json()
+        found = values.get("prediction") or predict(plan, script.nodes_of(plan, site)).to_json()
         ok = isinstance(found, Mapping) and isinstance(found.get("memory_bytes"), int | float)
         require(ok, "prediction", found, "must be a JSON object with memory_bytes, a number")
         script.render("train", plan, site, request)
