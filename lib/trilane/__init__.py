@@ -4,16 +4,17 @@ Everything that a notebook needs is imported from here; a name is loaded when it
 plan, cluster, model, study or calibration, it takes its file or name as well, and a misspelt option names its nearest.
 """
 
-import difflib
 import functools
 import inspect
 import numbers
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from trilane.utils.validation import with_nearest
 
 __version__ = "0.1.0"
 
@@ -50,41 +51,40 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_HOME)
 
-
 # The classes of which a name or path is taken instead: by what it is read, and what it can be.
 _READ = {
-    "Plan": ("config.plan:read_plan", "a Plan, or the path of a plan.json"),
-    "Cluster": ("workspace.study:load_cluster", "a Cluster, its name, or the path of its JSON file"),
-    "ModelShape": ("config.shapes:read_shape", "a ModelShape, layers,hidden,heads,seq,vocab, or a config.json's path"),
-    "Study": ("workspace.study:Study", "a Study, or its name"),
-    "Calibration": ("costmodel.calibration:load", "a Calibration, what fit() returns, or the path of its JSON file"),
+    "Plan": ("trilane.config.plan:read_plan", "a Plan, or the path of a plan.json"),
+    "Cluster": ("trilane.workspace.study:load_cluster", "a Cluster, its name, or the path of its JSON file"),
+    "ModelShape": (
+        "trilane.config.shapes:read_shape",
+        "a ModelShape, layers,hidden,heads,seq,vocab, or a config.json's path",
+    ),
+    "Study": ("trilane.workspace.study:Study", "a Study, or its name"),
+    "Calibration": (
+        "trilane.costmodel.calibration:load",
+        "a Calibration, what fit() returns, or the path of its JSON file",
+    ),
     "Path": ("pathlib:Path", "a path"),
 }
 # Whose fields the options of a function are, which take texts as commands do.
-_ASKED = dict.fromkeys(("best_within", "propose_shapes", "sizes_within"), "planning.size_request:SizeRequest")
-_ASKED["forecast"] = "forecasting.request:ForecastRequest"
-
+_ASKED = dict.fromkeys(("best_within", "propose_shapes", "sizes_within"), "trilane.planning.size_request:SizeRequest")
+_ASKED["forecast"] = "trilane.forecasting.request:ForecastRequest"
 _WIDER = {int: numbers.Integral, float: numbers.Real}  # numpy's numbers count
 
 
 def __getattr__(name: str) -> Any:
     """The public name `name`, imported from its module (or as one) at first use."""
     if name not in _HOME:
-        raise AttributeError(f"module 'trilane' has no attribute {name!r}{_nearest(name, __all__)}")
+        raise AttributeError(with_nearest(f"module 'trilane' has no attribute {name!r}", name, __all__))
     home = import_module(f"trilane.{_HOME[name]}")
     value = getattr(home, name) if hasattr(home, name) else import_module(f"{home.__name__}.{name}")
     globals()[name] = _called(value) if inspect.isfunction(value) else value
     return globals()[name]
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 def _named(path: str) -> Any:
     module, _, name = path.partition(":")
-    return getattr(import_module(module if module == "pathlib" else f"trilane.{module}"), name)
+    return getattr(import_module(module), name)
 
 
 def _called(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,7 +97,7 @@ def _called(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*values: Any, **named: Any) -> Any:
         known = {**options, **signature.parameters}
         unknown = [key for key in named if key not in known]
-        hint = "".join(f"; {key}= is not known{_nearest(key, known)}" for key in unknown)
+        hint = "".join(with_nearest(f"; {key}= is not known", key, known) for key in unknown)
         try:
             bound = signature.bind(*values, **named)
             if unknown and options:

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -250,14 +250,9 @@ class Prediction(Brief):
         return {"prediction": self.to_json(), "calibration": self.calibration.kept()}
 
 
-On = Cluster | Calibration | str | None
-
-
-@overload
-def predict(plan: Case, cluster: On = None, calibration: Calibration | None = None) -> Prediction: ...
-@overload
-def predict(plan: DataFrame, cluster: On = None, calibration: Calibration | None = None) -> DataFrame: ...
-def predict(plan: Case | DataFrame, cluster: On = None, calibration: Calibration | None = None) -> Any:
+def predict(
+    plan: Case | DataFrame, cluster: Cluster | Calibration | str | None = None, calibration: Calibration | None = None
+) -> Any:
     """Seconds and bytes of a plan that its model and engine can run (see invalid_reason and unsupported_reason).
 
         predict(read_plan("plan.json")).sec_per_it
