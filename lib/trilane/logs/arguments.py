@@ -4,33 +4,14 @@ import functools
 import math
 import re
 
+from trilane.utils.validation import shipped_json
+
 Value = str | int | float | bool | None
 BEGIN, END = re.compile(rb"-{6} arguments -{6}"), re.compile(rb"-{6} end of arguments")
 DOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,6}([A-Za-z]\w*) \.{2,} ?(?!:)(.*)$")
 UNDOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,4}([a-z]\w*)\s{2,}(\S.*)$")
 DEEPSPEED = re.compile(rb"\[config\.py:\d+:print(?:_config)?\]\s+(\w+) (?:\.{2,}|\s) ?(.*)$")
 OPTION = re.compile(rb"(?:^|\s)--([A-Za-z][\w-]*)(?:[ =]+((?!-)[^\s'\"\\]+|-[\d.]+\S*|\"[^\"]*\"|'[^']*'))?")
-# lines of Megatron, and of Hugging Face's Trainer, with a number each: the names are those of its groups
-SIZES = [
-    re.compile(rb"using world size: (?P<world_size>\d{1,9})"),
-    *(
-        re.compile(rb"(?<![\w-])%s[- ]size: (?P<%s_size>\d{1,9})" % (name, re.sub(rb"\W+", b"_", name)))
-        for name in (
-            b"data-parallel",
-            b"tensor-model-parallel",
-            b"pipeline-model-parallel",
-            b"context-parallel",
-            b"model-parallel",
-        )
-    ),
-    re.compile(
-        rb"padded vocab \(size: (?P<vocab_size>\d{1,15})\).{0,200}\(new size: (?P<padded_vocab_size>\d{1,15})\)"
-    ),
-    re.compile(rb">>\s+Total optimization steps = (?P<total_optimization_steps>\d[\d,]{0,20})"),
-    re.compile(rb">>\s+Num Epochs = (?P<num_epochs>\d[\d,]{0,20})"),
-    re.compile(rb">>\s+Num examples = (?P<num_examples>\d[\d,]{0,20})"),
-    re.compile(rb">>\s+Total train batch size[^=]{0,100} = (?P<total_train_batch_size>\d[\d,]{0,20})"),
-]
 
 
 @functools.lru_cache(20_000)  # every rank may print the same dump
@@ -58,11 +39,17 @@ def traced(line: bytes) -> dict[str, Value]:
     return given
 
 
+@functools.cache
+def size_patterns() -> list[re.Pattern[bytes]]:
+    """Of lines of Megatron, and of Hugging Face's Trainer, with a number each: their groups name the numbers."""
+    return [re.compile(pattern.encode()) for pattern in shipped_json("log_sizes")]
+
+
 def sizes(line: bytes) -> dict[str, Value]:
     """World size, parallel sizes, padded vocabulary and counts, from the lines in which programs print them."""
     if not (b" size: " in line or b">> " in line or b"(size: " in line):
         return {}
-    found = [match.groupdict() for pattern in SIZES if (match := pattern.search(line))]
+    found = [match.groupdict() for pattern in size_patterns() if (match := pattern.search(line))]
     return {name: int(text.replace(b",", b"")) for groups in found for name, text in groups.items()}
 
 

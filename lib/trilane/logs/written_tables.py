@@ -22,13 +22,6 @@ NUMBER = re.compile(
     r"\s*([A-Za-zµ][A-Za-z/.]*)?"
 )
 MARKUP = re.compile(r"</?[a-zA-Z][^<>]{0,200}>|\[\^[^\]]{1,80}\]")  # tags and footnotes
-# From a unit to what a column is in: seconds, 1e9 parameters, GiB (as nvidia-smi means GB), TFLOP/s, tokens.
-UNITS = {
-    "time": {"s": 1.0, "sec": 1.0, "secs": 1.0, "seconds": 1.0, "ms": 1e-3, "msec": 1e-3, "us": 1e-6, "min": 60.0},
-    "size": {"k": 1e-6, "m": 1e-3, "b": 1.0, "bn": 1.0, "t": 1e3, "million": 1e-3, "billion": 1.0},
-    "mem": {"mb": 1e-3, "mib": 1 / 1024, "gb": 1.0, "gib": 1.0, "g": 1.0, "m": 1e-3, "tb": 1e3, "tib": 1e3},
-    "seq": {"k": 1024.0, "t": 1.0, "tokens": 1.0},
-}
 SUFFIXES = (".csv", ".tsv", ".md")  # of files that hold tables of rows
 CHOICES = (
     *("gpus", "nodes", "size", "dp", "tp", "pp", "mbs", "gbs"),
@@ -107,7 +100,8 @@ def number(name: str, text: str, unit: str = "") -> float:
     """The number of a cell in the unit of its column; NaN for what is none, and for another quantity's unit."""
     if not (found := NUMBER.fullmatch(MARKUP.sub("", text).strip().strip("*`").strip())):
         return NAN
-    digits = re.sub(r"[\s_]", "", found[1])
+    # from a unit to what a column is in: seconds, 1e9 parameters, GiB (as nvidia-smi means GB), tokens
+    digits, units = re.sub(r"[\s_]", "", found[1]), shipped_json("table_units")
     value = float(digits.replace(",", "" if re.fullmatch(THOUSANDS, digits) else "."))
     # without what it is per, as in s/it and GB/GPU
     plain = re.sub(r"(?:/|\s?per\s)(?:it|iter|iteration|step|gpu|card|device|node)s?$", "", (found[2] or unit).lower())
@@ -120,8 +114,8 @@ def number(name: str, text: str, unit: str = "") -> float:
     if name == "tflops":
         return value * {"g": 1e-3, "p": 1e3}.get(plain[:1], 1.0)
     # a count may name what it counts; a batch in tokens is no batch in sequences
-    counts = name not in UNITS and re.match(r"gpus?|nodes?|layers?|heads?|seqs?|sequences|samples|micro-?batch", plain)
-    return value * (1.0 if counts or not plain else UNITS.get(name, {}).get(plain, NAN))
+    counts = name not in units and re.match(r"gpus?|nodes?|layers?|heads?|seqs?|sequences|samples|micro-?batch", plain)
+    return value * (1.0 if counts or not plain else units.get(name, {}).get(plain, NAN))
 
 
 def measures(header: list[str]) -> bool:

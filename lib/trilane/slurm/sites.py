@@ -18,32 +18,17 @@ from trilane.utils.validation import (
     require_known,
     require_line,
     require_path,
+    shipped_json,
 )
-
-# What a text of a script may be, and that in words; none holds what bash or sbatch would interpret.
-FORMS = {
-    "word": (r"[A-Za-z0-9_/][A-Za-z0-9_.,@:+=/-]{0,199}", "must consist of letters, digits and _ . , @ : + = / -"),
-    "constraint": (r"[A-Za-z0-9_(\[][A-Za-z0-9_.,@:+=/()\[\]&|*-]{0,199}", "must be features, such as gpu&hbm80g"),
-    "ending": (r"[A-Za-z0-9_.,@:+=/-]{1,60}", "must be letters, digits and signs such as @, dots and dashes"),
-    "type": (r"[A-Za-z0-9_/][A-Za-z0-9_.@+/-]{0,199}", "must be one type, such as a100"),
-    "node folder": (
-        r"(?a:(?=[/$])(?:/|[A-Za-z0-9_.+-]|\$[A-Za-z_]\w*+|\$\{[A-Za-z_]\w*+\})++(?<!/))",
-        "must be a folder of each node, such as /tmp or $JOBSCRATCH/env",
-    ),
-    "nodes": (r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]{0,3999}", "must be a list of nodes, such as gpu[1-3],gpu7"),
-    "comment": (r"[\w.,:;@+=/()][\w .,:;@+=/()-]{0,199}", "must be words, with . , : ; @ + = / ( ) - between them"),
-    "image": (r"/.*|(?=.*[/#])[A-Za-z0-9][A-Za-z0-9._/:@#+-]{0,199}", "must be an absolute path, or docker://..."),
-    "mount": (r"/[^,:]*(:[^,:]*){0,2}", "must be FOLDER, FOLDER:INSIDE or FOLDER:INSIDE:ro, absolute"),
-    "sbatch option": (r"[a-z][a-z0-9-]{1,40}", "must be the long name of an option of sbatch, such as licenses"),
-    "srun option": (r"--[a-z][a-z0-9-]{1,40}(=.*)?", "must be a long option of srun, such as --mpi=none"),
-    "variable": (r"[A-Za-z_]\w{0,99}", "must be the name of a variable: letters, digits and _"),
-}
 
 
 def require_form(form: str, name: str, text: str) -> None:
-    """Raise ValueError unless `text`, one line, has that form of FORMS."""
+    """Raise ValueError unless `text`, one line, has that form of data/forms.json: a pattern, and it in words.
+
+    None holds what bash or sbatch would interpret.
+    """
     require_line(name, text)
-    pattern, rule = FORMS[form]
+    pattern, rule = shipped_json("forms")[form]
     require(re.fullmatch(pattern, text, re.ASCII) is not None, name, repr(text), rule)
 
 
