@@ -151,6 +151,7 @@ BLURRED = """() => {
 }"""
 DRAWN = '[...document.querySelectorAll("figure.chart")].every(f => f.querySelector(".drawing svg"))'
 
+DOTS = ".mark-symbol.role-mark path"
 TOOLTIP = "document.querySelector('#vg-tooltip-element.visible')?.innerText ?? ''"
 
 
@@ -235,19 +236,74 @@ def test_every_page_of_a_study_can_be_read(demo: Path, page: Any) -> None:
     assert not page.wrong
 
 
-def test_the_words_of_a_plan_are_under_the_mouse_and_a_click_picks_it(demo: Path, page: Any) -> None:
+@pytest.fixture(scope="module")
+def explorer(demo: Path, page: Any) -> Any:
+    """The explorer of 02 on a screen of 1440 x 900."""
     page.emulate_media(media="screen", color_scheme="light")
-    page.set_viewport_size({"width": 1280, "height": 2000})
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.goto((demo / "02_topology.html").as_uri())
+    page.wait_for_function(DRAWN)
+    return page.locator("figure.chart").first
+
+
+def shown(figure: Any) -> list[str]:
+    """The ids of the picked plan and of the two pins."""
+    return [figure.locator(f"select[name={name}]").input_value() for name in ("plan_id", "a", "b")]
+
+
+def test_the_words_of_a_plan_are_under_the_mouse_and_a_click_picks_it(explorer: Any, page: Any) -> None:
+    whole = explorer.bounding_box()
+    assert whole["y"] < 900 and whole["height"] < 900, "the figure begins on the first screen, and fits one"
+    explorer.evaluate("figure => figure.scrollIntoView()")
+    boxes = [dot.bounding_box() for dot in explorer.locator(DOTS).all()]
+    for box in boxes:
+        place = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        page.mouse.move(*place)
+        words = page.evaluate(TOOLTIP)
+        page.mouse.click(*place)
+        page.wait_for_timeout(100)  # its panels are drawn after the click
+        assert shown(explorer)[0] in words and "GiB" in words and not NO_VALUE.search(words)
+    assert boxes
+
+
+def test_keys_walk_all_plans_pin_two_and_zoom_the_schedule(explorer: Any, page: Any) -> None:
+    explorer.locator("svg.marks").focus()
+    seen = []
+    for _ in range(explorer.locator(DOTS).count()):
+        page.keyboard.press("ArrowRight")
+        seen.append(shown(explorer)[0])
+    assert len({*seen}) == len(seen)
+    page.keyboard.press("Enter")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("b")
+    page.wait_for_timeout(300)
+    assert shown(explorer) == [seen[-2], seen[-1], seen[-2]]
+    words = explorer.locator("svg.marks").text_content()
+    assert words.count(seen[-1]) == 1 and words.count(seen[-2]) == 2, "their numbers stand side by side"
+    ticks = explorer.locator(".schedule_group .role-axis-label text")
+    whole = {*ticks.all_text_contents()}
+    page.keyboard.press("+")
+    page.keyboard.press("+")
+    page.wait_for_timeout(300)  # it is drawn after the key
+    assert {*ticks.all_text_contents()} != whole
+    explorer.get_by_text("Whole", exact=True).click()
+    page.wait_for_timeout(300)
+    assert {*ticks.all_text_contents()} == whole
+
+
+def test_a_filter_leaves_its_plans_and_a_finger_picks_one(demo: Path, browser: Any) -> None:
+    context = browser.new_context(has_touch=True, viewport={"width": NARROW, "height": 800})
+    page = context.new_page()
     page.goto((demo / "02_topology.html").as_uri())
     page.wait_for_function(DRAWN)
     figure = page.locator("figure.chart").first
-    figure.scroll_into_view_if_needed()
-    boxes = [dot.bounding_box() for dot in figure.locator(".mark-symbol.role-mark path").all()]
-    for box in boxes:
-        page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-        words = page.evaluate(TOOLTIP)
-        assert figure.locator("select").input_value() in words and "GiB" in words and not NO_VALUE.search(words)
-    assert boxes
+    every = figure.locator(DOTS).count()
+    figure.locator("select[name=tp]").select_option("1")
+    page.wait_for_timeout(100)
+    assert 0 < figure.locator(DOTS).count() < every
+    figure.locator(DOTS).last.tap()
+    assert figure.locator(DOTS).last.evaluate("dot => dot.__data__.datum.id") == shown(figure)[0]
+    context.close()
 
 
 FINDINGS = {"01_sizing": r"layers × \d+", "03_launch": r"All 2 plans trained", "04_analyze": r"2 of 2 runs completed"}
