@@ -261,8 +261,9 @@ def test_the_words_of_a_plan_are_under_the_mouse_and_a_click_picks_it(explorer: 
         page.mouse.move(*place)
         words = page.evaluate(TOOLTIP)
         page.mouse.click(*place)
-        page.wait_for_timeout(100)  # its panels are drawn after the click
-        assert shown(explorer)[0] in words and "GiB" in words and not NO_VALUE.search(words)
+        picked = shown(explorer)[0]
+        page.wait_for_function("id => document.querySelector('svg.marks').textContent.includes(id)", arg=picked)
+        assert picked in words and "GiB" in words and not NO_VALUE.search(words)
     assert boxes
 
 
