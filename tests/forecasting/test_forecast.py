@@ -148,17 +148,17 @@ def test_a_smaller_capacity_at_first_delays_the_end_and_costs_hardly_more_gpu_ho
     early, late = (made(risks=CALM, capacity=c) for c in (None, steps(("2027-01-01", 144), ("2027-02-15", 384))))
     assert 20 < late.days(0.5) - early.days(0.5) < 45
     assert late.gpu_hours(0.5) == pytest.approx(early.gpu_hours(0.5), rel=0.05)
-    jobs = late.jobs()
-    assert all(job.choice.gpus <= 144 for job in jobs if job.end_s < 45 * DAY)
-    assert jobs[-1].choice.gpus == 384 and jobs[0].start_s == 0
-    assert all(a.end_s == pytest.approx(b.start_s, abs=1) for a, b in pairwise(jobs))
+    chains = late.chains()
+    assert all(one["gpus"] <= 144 for one in chains if one["to_day"] < 45)
+    assert chains[-1]["gpus"] == 384 and chains[0]["from_day"] == 0
+    assert all(a["to_day"] == pytest.approx(b["from_day"], abs=1e-5) for a, b in pairwise(chains))
 
 
 @pytest.mark.parametrize(("few", "waits"), [(47, True), (48, True), (95, True), (96, False)])
 def test_gpus_whose_memory_holds_no_replica_are_waited_through_like_too_few(few, waits):
     """48 GPUs are a replica by count; ZeRO 1 fits the card only from two replicas on."""
     found = made(capacity=steps(("2027-01-01", few), ("2027-02-01", 384)), runs=100)
-    assert (found.jobs()[0].start_s == 31 * DAY) is waits
+    assert (found.chains()[0]["from_day"] == 31) is waits
 
 
 def test_a_job_whose_gpus_stay_goes_on_where_the_capacity_changes():
@@ -166,7 +166,7 @@ def test_a_job_whose_gpus_stay_goes_on_where_the_capacity_changes():
     same = steps(("2027-01-01", 384), ("2027-01-20", 400), ("2027-02-01", 384, True))
     risks = replace(CALM, startup_s=1200, queue_s=7200)
     plain, changed = made(risks=risks), made(risks=risks, capacity=same)
-    assert len(changed.jobs()) == len(plain.jobs()) == 1
+    assert len(changed.chains()) == len(plain.chains()) == 1
     assert changed.expected.wall_s == pytest.approx(plain.expected.wall_s)
     assert changed.expected.gpu_s == pytest.approx(plain.expected.gpu_s)
 
@@ -281,7 +281,7 @@ def test_the_command_prints_dates_hours_and_risks(command):
     [
         (
             "--ramp 192,8,9765625",
-            "ramp=200, 216, 232, ...: every batch size must be a multiple of mbs x dp = 2 x 8; a plan with --mbs 1",
+            "ramp=200, 216, 232, ...: every batch size must be a multiple of mbs x dp = 2 x 8; --adapt days would do",
         ),  # each failing step is named
         ("--ramp ²,1,3", "ramp=²,1,3: must be three whole numbers"),
         ("--tokens 1000", "tokens=1000: below one batch of 393216"),

@@ -112,8 +112,10 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Study]:
         with mock.patch.dict(os.environ, uncounted(), clear=True):
             notebook.run("07_calendar", made, runs=200)
         path = made.folder / "calendar.json"
-        kept = ("finish", "start", "deadline", "made_by", "plan_json", "schedule")
-        path.write_text(json.dumps(poisoned(json.loads(path.read_text()), kept)))
+        calendar = poisoned(json.loads(path.read_text()), ("made_by", "plan_json", "request"))
+        for stop in calendar["request"]["risks"]["stops"]:
+            stop |= {name: f"{stop[name]} {TEXT}" for name in ("name", "source")}
+        path.write_text(json.dumps(calendar))
         notebook.run("08_decision", made, title=TEXT)
         shutil.copytree(made.folder, made.folder.with_name("other"))
         notebook.run("09_compare", made, studies="s,other")

@@ -1,5 +1,6 @@
 """Forecast: from tokens, a ramp, capacity and risks to a finish date, GPU-hours, and the chances to fail a limit."""
 
+import math
 from dataclasses import dataclass, replace
 from datetime import datetime, time, timedelta
 from functools import cached_property
@@ -15,83 +16,19 @@ from trilane.forecasting.failures import Cause
 from trilane.forecasting.request import ForecastRequest
 from trilane.forecasting.schedule import SOONEST, Schedule, ScheduledTopology, schedule_on
 from trilane.forecasting.simulation import CapacityWindow, Outcomes, Simulation, Stretch, Uncertainty
-from trilane.utils.numbers import amount, with_interval
+from trilane.utils.numbers import amount, chance, with_bounds, with_interval
 from trilane.utils.tables import Columns, DataFrame, Table, Text
 from trilane.utils.validation import require, shipped_json
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the simulated runs
+JOB = ("tp", "pp", "dp", "mbs", "nodes", "gpus", "recompute")  # what a job cannot change without a restart
+# What a page calls the probabilities of failing a limit.
+DEADLINE, ALLOCATION, MEMORY = "P(deadline missed)", "P(allocation overrun)", "P(out of memory)"
 Record = dict[str, Any]  # a JSON object
 
 
-def chance(p: float) -> str:
-    """A probability in words; some thousand simulated runs resolve nothing below one in a thousand."""
-    return f"{p:.1%}" if p >= 0.001 else "under 0.1 %"
-
-
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """A job of one topology, in seconds after the start, and the batch sizes that it trains."""
-
-    start_s: float
-    end_s: float
-    choice: ScheduledTopology
-    first_gbs: int
-    last_gbs: int
-
-
-class Described(Table):
-    """The sentences and tables of a forecast's JSON, `record`: of a Forecast, and of a study's calendar.json."""
-
-    record: Record
-
-    def summary(self) -> Text:
-        """The plan, when it is finished, what it costs, and how likely it fails either limit."""
-        r, s, t, end = self.record, self.record["shape"], self.record["topology"], Text()
-        for limit, fact in self.limits().items():
-            end = Text.of("{}; the {} {}", end, limit, fact)
-        for line in r.get("replaced", ()):
-            end = Text.of("{}. By other constants: {}", end, line)
-        if self.unlike:
-            end = Text.of("{}. The prediction has {}", end, self.unlike)
-        return Text.of(
-            "**{} layers × {}** ({:.4g} B parameters, {} heads) as {:code}: TP {} × PP {} × DP {}, microbatch {}, on "
-            "{:code}. {:,.4g} billion tokens are trained by **{}** ({} to {} in nine of ten runs), after **{} days** "
-            "and **{} GPU-hours**{}.",
-            *(s["num_layers"], s["hidden_size"], r["parameters"] / 1e9, s["num_attention_heads"], r["plan"]),
-            *(t["tp"], t["pp"], t["dp"], t["mbs"], r["cluster"], r["tokens"] / 1e9),
-            *(r["finish"][name][:10] for name in ("p50", "p05", "p95")),
-            *(with_interval(r[key], *r[f"{key}_interval"])[0] for key in ("days", "gpu_hours")),
-            end,
-        )
-
-    def limits(self) -> dict[str, str]:
-        """How likely each limit that was given fails."""
-        r, found = self.record, {}
-        if (p := r["p_miss_deadline"]) is not None:
-            found["deadline"] = f"{r['deadline']}: missed with probability {chance(p)}"
-        if (p := r["p_overrun_allocation"]) is not None:
-            found["allocation"] = f"{r['allocation']:,.0f} GPU-hours: overrun with probability {chance(p)}"
-        return found
-
-    @property
-    def unlike(self) -> str:
-        """What the plan's prediction rests on, where no measured run is near it, else ""."""
-        words = str(self.record["prediction"].get("support", {}).get("words", ""))
-        return words if words.startswith("no measured run") else ""
-
-    def brief(self) -> str:
-        r = self.record
-        return f"{r['plan']}, {r['finish']['p50'][:10]}, {r['gpu_hours']:,.0f} GPU-hours"
-
-    @property
-    def delays(self) -> Columns:
-        """The causes of delay, the worst first: mean days, and the days that one run in twenty exceeds."""
-        names = {"cause": "what", "mean_days": "mean_days", "days_95": "days_95"}
-        return Columns({head: [row[name] for row in self.record["dangers"]] for head, name in names.items()}, digits=2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forecast(Described):
+class Forecast(Table):
     """What follows from a request; it shows itself as a table of date, days, GPU-hours, energy and money.
 
     ValueError where a batch size of the ramp fits nothing that the capacity allows, or where more spare nodes are asked
@@ -169,20 +106,23 @@ class Forecast(Described):
         r = self.request
         return Simulation(r.pieces[1], r.uncertainty, r.risks, r.shares, r.saving[1], runs, rng).run(self.stretches)
 
-    def jobs(self, run: Outcomes | None = None) -> list[Job]:
-        """The jobs of a run, by default of the expected one, each with one capacity and topology."""
-        spans, found = list(pairwise([0.0, *(run or self.expected).reached_s[0].tolist()])), list[Job]()
+    def chains(self) -> list[Record]:
+        """The expected run's chains of jobs, each of one capacity and topology: its days, batch sizes, sizes and nodes,
+        and in how many jobs of at most the longest time it runs."""
+        spans, found = list(pairwise([0.0, *self.expected.reached_s[0].tolist()])), list[Record]()
         for window, schedule in self.schedules:
             for (begin, end), phase in zip(spans, self.request.pieces[1], strict=True) if schedule else ():
                 if end <= window.start_s or begin >= window.end_s:
                     continue
-                step = schedule[phase]  # type: ignore[index]
-                times = {"start_s": max(begin, window.start_s), "end_s": min(end, window.end_s)}
-                new = Job(choice=step.choice, first_gbs=step.phase.gbs, last_gbs=step.phase.gbs, **times)
-                if found and found[-1].choice.job == step.choice.job and found[-1].end_s >= new.start_s:
-                    new = replace(new, start_s=found[-1].start_s, first_gbs=found.pop().first_gbs)
+                choice, gbs = schedule[phase].choice, schedule[phase].phase.gbs  # type: ignore[index]
+                days = {"from_day": max(begin, window.start_s) / 86400, "to_day": min(end, window.end_s) / 86400}
+                new: Record = {**days, "gbs": [gbs, gbs], "jobs": 0, **{name: getattr(choice, name) for name in JOB}}
+                if found and all(found[-1][n] == new[n] for n in JOB) and found[-1]["to_day"] >= new["from_day"]:
+                    old = found.pop()
+                    new |= {"from_day": old["from_day"], "gbs": [old["gbs"][0], gbs]}
                 found.append(new)
-        return found
+        longest = self.request.risks.job_hours / 24
+        return [{**one, "jobs": math.ceil((one["to_day"] - one["from_day"]) / longest)} for one in found]
 
     @property
     def _ramp(self) -> Record:
@@ -275,10 +215,6 @@ class Forecast(Described):
         watts, building = watts if r.watts is None else r.watts, known["energy"]["building"]
         energy = [None if watts is None else h * watts * building / 1000 for h in hours]
         cost = [None if r.price is None else r.price * h for h in hours]
-        sizes, jobs = ("tp", "pp", "dp", "mbs", "nodes", "gpus", "recompute"), list[Record]()
-        for job in self.jobs():
-            span = {"from_day": job.start_s / 86400, "to_day": job.end_s / 86400, "gbs": [job.first_gbs, job.last_gbs]}
-            jobs.append({**span, **{name: getattr(job.choice, name) for name in sizes}})
         risks = replace(r.risks, spare_nodes=r.risks.spares_of(min(self._free_nodes)))
         names = ("per_node_year", "per_year", "source")
         assumed: list[Record] = [{"what": s.name, **{name: getattr(s, name) for name in names}} for s in risks.stops]
@@ -294,11 +230,16 @@ class Forecast(Described):
             **{"allocation": r.allocation, "p_overrun_allocation": overrun},
             **{"cost": cost[0], "cost_interval": cost[1:], "energy_kwh": energy[0], "energy_interval": energy[1:]},
             "checkpoint": {"interval_s": r.saving[1], "save_s": r.saving[0]},
-            **{"lost_days": self.lost_days, "schedule": jobs, "assumptions": assumed, "meaning": known["meaning"]},
+            **{
+                "lost_days": self.lost_days,
+                "schedule": self.chains(),
+                "assumptions": assumed,
+                "meaning": known["meaning"],
+            },
         }
 
     @cached_property
-    def record(self) -> Record:  # type: ignore[override]
+    def record(self) -> Record:
         """to_json(), what describes the plan, and what figures draw."""
         plan = self.request.plan
         parts = {"shape": vars(plan.shape), "topology": vars(plan.topology), "cluster": plan.cluster.name}
@@ -306,43 +247,115 @@ class Forecast(Described):
         drawn = {"fan": self.fan, "gpu_hours_by_cause": self.gpu_hours_by_cause, "dangers": self.dangers}
         return {**self.to_json(), **parts, "parameters": plan.shape.parameters, **drawn}
 
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        """Finish date, days, GPU-hours, energy and money: median, 5 % and 95 % of the simulated runs; then the ramp, a
-        run without stops, the interval between checkpoints, and the limits.
-        """
-        r, ramp = self.record, self.record["ramp"]
-        units = {"days": "days", "gpu_hours": "GPU-hours", "energy_kwh": "energy (kWh)", "cost": "money"}
-        found = [("finish", *(r["finish"][name][:10] for name in ("p50", "p05", "p95")))]
-        for key, name in units.items():
-            if r[key]:
-                found.append((name, *with_interval(r[key], *r[f"{key.removesuffix('_kwh')}_interval"])))
-        facts = {"ramp": f"{ramp['iterations']:,} iterations, {ramp['days']:.3g} days of work"}
-        facts["without stops"] = f"{r['ideal']['days']:.1f} days, {amount(r['ideal']['gpu_hours'])} GPU-hours"
-        facts["checkpoints"] = f"every {amount(r['checkpoint']['interval_s'] / 60)} minutes"
-        return found + [(name, fact, "", "") for name, fact in (facts | self.limits()).items()]
+    def summary(self) -> Text:
+        """When the run is finished, what it costs, how likely it fails a limit; its plan, and what that rests on."""
+        r, s, facts = self.record, self.record["shape"], self.facts(brief=True)
+        lines = [f"By other constants: {line}." for line in r["replaced"]]
+        return Text.of(
+            "Done by **{}** (19 of 20 runs by {}), after **{} days** and **{} GPU-hours**; {}.\n\n{:,.4g} billion "
+            "tokens, {} layers × {} ({:.4g} B parameters, {} heads), as {:code}: {}, on {:code}: {}. {}",
+            *(facts["done by"], facts["19 of 20 runs by"], facts["days"], facts["GPU-hours"], self.risks()),
+            *(r["tokens"] / 1e9, s["num_layers"], s["hidden_size"], r["parameters"] / 1e9, s["num_attention_heads"]),
+            *(r["plan"], facts["topology"], r["cluster"], r["prediction"]["support"]["words"], Text.joined(" ", lines)),
+        )
+
+    def risks(self) -> str:
+        """How likely each limit that was given fails."""
+        r, facts = self.request, self.facts()
+        of = {DEADLINE: f"miss the deadline {r.deadline}", ALLOCATION: f"overrun {r.allocation or 0:,.0f} GPU-hours"}
+        known = [f"{facts[name]} risk to {what}" for name, what in of.items() if name in facts]
+        return ", ".join(known) or "no deadline and no allocation to fail"
+
+    @property
+    def delays(self) -> Columns:
+        """The causes of delay, the worst first: mean days, and the days that one run in twenty exceeds."""
+        names = {"cause": "what", "mean_days": "mean_days", "days_95": "days_95"}
+        return Columns({head: [row[name] for row in self.record["dangers"]] for head, name in names.items()}, digits=1)
+
+    def facts(self, brief: bool = False) -> dict[str, str]:
+        """The run as a person reads it: topology, dates, cost, risks, memory, seconds and what these rest on, where
+        there is such a limit or price; `brief` without intervals."""
+        r, t, full, nearest = self.record, self.last, self.fullest, self.request.prediction.support.nearest
+        costs = {"days": "days", "GPU-hours": "gpu_hours", "money": "cost"}
+        texts = {name: with_interval(r[key], *r[f"{key}_interval"]) for name, key in costs.items() if r[key]}
+        risks = {DEADLINE: r["p_miss_deadline"], ALLOCATION: r["p_overrun_allocation"], MEMORY: full.oom_probability}
+        found = {"topology": f"TP {t.tp} × PP {t.pp} × DP {t.dp}, microbatch {t.mbs}"}
+        found |= {"done by": r["finish"]["p50"][:10], "19 of 20 runs by": r["finish"]["p95"][:10]}
+        found |= {name: mid if brief else f"{mid} ({low} to {high})" for name, (mid, low, high) in texts.items()}
+        card = self.request.plan.cluster.gpu.memory_bytes / 2**30
+        found |= {"memory": f"{full.memory_bytes / 2**30:.1f} of {card:.3g} GiB"}
+        found |= {name: chance(risk) for name, risk in risks.items() if risk is not None}
+        found |= {"seconds an iteration": with_bounds(*self.seconds)}
+        return found | {"nearest measured run": "{}, distance {:.1f}".format(*nearest[0]) if nearest else "none"}
+
+    def figures(self) -> Record:
+        """The numbers of facts(), units in their names: p50 is the median of the simulated runs, p95 what one run in
+        twenty exceeds; None where nothing was asked for."""
+        r, t, (mid, low, high) = self.record, self.last, self.seconds
+        found: Record = {name: getattr(t, name) for name in ("tp", "pp", "dp", "mbs", "gpus")}
+        for unit, name in {"days": "days", "gpu_hours": "gpu_hours", "cost": "money"}.items():
+            few, many = r[f"{unit}_interval"]
+            found |= {f"{name}_p05": few, f"{name}_p50": r[unit], f"{name}_p95": many}
+        found |= {name: r[name] for name in ("p_miss_deadline", "p_overrun_allocation")}
+        found |= {"memory_gib": self.fullest.memory_bytes / 2**30, "oom_probability": self.fullest.oom_probability}
+        found |= {"sec_per_it": mid, "sec_lo": low, "sec_hi": high}
+        return found | {"distance": self.request.prediction.support.distance}
+
+    @property
+    def last(self) -> ScheduledTopology:
+        """The topology of the full batch size."""
+        return [step.choice for _, schedule in self.schedules for step in schedule or ()][-1]
+
+    @property
+    def seconds(self) -> tuple[float, float, float]:
+        """Seconds of an iteration of the full batch size, and their 90 % interval."""
+        p = self.request.prediction
+        scale = self.last.seconds / p.sec_per_it  # 1, unless the schedule has another DP or microbatch than the plan
+        return scale * p.sec_per_it, scale * p.sec_lo, scale * p.sec_hi
+
+    @property
+    def fullest(self) -> ScheduledTopology:
+        """The topology that takes the most memory, of all batch sizes."""
+        choices = (step.choice for _, schedule in self.schedules for step in schedule or ())
+        return max(choices, key=lambda choice: choice.memory_bytes)
+
+    def rows(self) -> dict[str, str]:
+        """The facts, then the energy, the ramp, a run without stops, and the interval between checkpoints."""
+        r, ramp, found = self.record, self.record["ramp"], self.facts()
+        if r["energy_kwh"]:
+            found["energy (kWh)"] = with_bounds(r["energy_kwh"], *r["energy_interval"])
+        if ramp["days"]:
+            found["ramp"] = f"{ramp['iterations']:,} iterations, {ramp['days']:.3g} days of work"
+        # as many digits as those of the whole run
+        calm = [with_interval(of, *(of + x - r[n] for x in r[f"{n}_interval"]))[0] for n, of in r["ideal"].items()]
+        found["without stops"] = "{} days, {} GPU-hours".format(*calm)
+        return found | {"checkpoints": f"every {amount(r['checkpoint']['interval_s'] / 60, 2)} minutes"}
 
     def to_frame(self) -> DataFrame:
-        """A row for each of five quantiles of the simulated runs: finish (time), days, gpu_hours, energy_kwh, cost."""
+        """A row for each simulated run: days, gpu_hours, money where a price is known, days lost to each cause."""
         import pandas as pd
 
-        frame = pd.DataFrame({"quantile": QUANTILES, "finish": map(self.finish, QUANTILES)})
-        frame["days"], hours = [*map(self.days, QUANTILES)], pd.Series([*map(self.gpu_hours, QUANTILES)])
-        kwh, cost = (self.record[name] or np.nan for name in ("energy_kwh", "cost"))
-        median = self.record["gpu_hours"]
-        return frame.assign(gpu_hours=hours, energy_kwh=hours * kwh / median, cost=hours * cost / median)
+        run, price = self.outcomes, self.request.price
+        found = {"days": run.wall_s / 86400, "gpu_hours": run.gpu_s / 3600}
+        found |= {} if price is None else {"money": price * found["gpu_hours"]}
+        lost = {f"lost_days_{name.replace(' ', '_')}": seconds / 86400 for name, seconds in run.lost_s.items()}
+        return pd.DataFrame(found | lost)
 
     def view(self) -> DataFrame:
         """The rows as a table."""
-        return Columns.of_rows(("", "median", "5 % below", "95 % below"), self.rows()).view()
+        return Columns.of_rows(("", "median (5 % to 95 % of the runs)"), [*self.rows().items()]).view()
+
+    def brief(self) -> str:
+        r = self.record
+        return f"{r['plan']}, {r['finish']['p50'][:10]}, {r['gpu_hours']:,.0f} GPU-hours"
 
     def as_text(self) -> str:
         """The forecast as `trilane plan calendar` prints it."""
         r = self.record
         lost = ", ".join(f"{name} {lost:.1f}" for name, lost in r["lost_days"].items() if lost >= 0.05)
-        rows = [*self.rows(), ("lost days", lost, "", ""), ("support", r["prediction"]["support"]["words"], "", "")]
+        rows = {**self.rows(), "lost days": lost, "support": r["prediction"]["support"]["words"]}
         head = f"{r['plan']}: {r['tokens']:g} tokens, {r['iterations']} iterations from {r['start']}"
-        spans = (f" ({low} to {high})" if low else "" for _, _, low, high in rows)
-        return "\n".join([head, *(f"{row[0]:17} {row[1]}{span}" for row, span in zip(rows, spans, strict=True))])
+        return "\n".join([head, *(f"{name:21} {text}" for name, text in rows.items())])
 
     @property
     def assumptions(self) -> Columns:

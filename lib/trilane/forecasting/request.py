@@ -22,7 +22,7 @@ from trilane.forecasting.failures import Cause, FailureModel, evaluation_s
 from trilane.forecasting.schedule import SOONEST
 from trilane.forecasting.simulation import CapacityWindow, Uncertainty
 from trilane.utils import validation
-from trilane.utils.tables import Brief
+from trilane.utils.tables import Brief, as_json
 from trilane.utils.validation import read_json, require
 from trilane.workspace.checkpoints import checkpoint_bytes
 
@@ -44,6 +44,9 @@ class CapacityStep:
     first_day: date
     gpus: int
     shared: bool = False
+
+    def __post_init__(self) -> None:  # of a file it is a text
+        object.__setattr__(self, "first_day", parse_day("capacity.from", self.first_day))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,7 @@ def capacity_of(values: Any) -> Capacity:
         require(isinstance(step, dict), "capacity step", step, 'must be an object such as {"from": ..., "gpus": ...}')
         require("from" in step, "capacity.from", "missing", "is required")
         # "from" is a keyword of Python and so no field's name
-        given = {**step, "first_day": parse_day("capacity.from", step["from"])}
+        given = {**step, "first_day": step["from"]}
         del given["from"]
         found.append(validation.from_mapping(CapacityStep, given, "capacity"))
     return Capacity(steps=tuple(found))
@@ -173,6 +176,12 @@ class ForecastRequest(Brief):
             validation.require_positive("allocation", self.allocation)
         rule = f"must not be before the start, {self.start}"
         require((self.deadline or date.max) >= self.start, "deadline", self.deadline, rule)
+
+    def kept(self) -> dict[str, Any]:
+        """The request as JSON, without the plan and its constants, as from_mapping() reads it. Single values that
+        were given stand in `risks`."""
+        names = ("tokens", "ramp", "capacity", "start", "deadline", "allocation", "adapt", "risks", "price", "watts")
+        return {name: as_json(getattr(self, name)) for name in (*names, "runs", "seed")}
 
     @property
     def worth(self) -> float | None:

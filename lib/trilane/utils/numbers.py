@@ -10,9 +10,15 @@ def percent(value: float, digits: int = 1) -> str:
     return f"{value:.{digits}%}" if value == value else ""
 
 
-def amount(value: float) -> str:
+def chance(p: float) -> str:
+    """A probability as a person reads it, with two digits; some thousand simulated runs resolve nothing below 0.1 %."""
+    inside = f"{100 * p:.2g} %" if p < 0.0995 else f"{100 * p:.0f} %"
+    return "under 0.1 %" if p < 0.001 else "over 99 %" if p > 0.99 else inside
+
+
+def amount(value: float, digits: int = 4) -> str:
     """A number as a person writes it, with four significant digits: 1,119,000, 122.4, 0.0312."""
-    return f"{float(f'{value:.4g}'):,.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
+    return f"{float(f'{value:.{digits}g}'):,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def size_text(number: float) -> str:

@@ -1,0 +1,157 @@
+"""What else could run than a forecast's plan, and what if: each case by its own simulated runs."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import islice
+from typing import Any
+
+from trilane.config.engines import ENGINES, untrainable_reason
+from trilane.costmodel.predict import SAFE
+from trilane.forecasting.forecast import MEMORY, Forecast, Record
+from trilane.forecasting.request import ForecastRequest
+from trilane.planning.search import search
+from trilane.utils.numbers import amount
+from trilane.utils.tables import Brief, Columns, DataFrame, Table
+
+EVIDENCE = ("topology", "days", "seconds an iteration", "nearest measured run")  # of facts(), for a wider table
+SIZES = "TP {t.tp} × PP {t.pp} × DP {t.dp}"  # of a topology t, in a case's name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Brief):
+    """A plan and circumstances under which it runs, simulated."""
+
+    name: str
+    forecast: Forecast
+    note: str = ""
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether it can be started: it runs out of memory with a probability of SAFE at most."""
+        return self.forecast.fullest.oom_probability <= SAFE
+
+    def difference(self, base: Forecast) -> str:
+        """Its GPU-hours relative to those of a forecast: "12,000 GPU-hours (1.3 %) more"."""
+        own, hours = base.gpu_hours(0.5), self.forecast.gpu_hours(0.5) - base.gpu_hours(0.5)
+        return f"{amount(abs(hours), 2)} GPU-hours ({abs(100 * hours / own):.1f} %) {'less' if hours < 0 else 'more'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cases(Table):
+    """Cases by kind, each forecast by as many simulated runs from one seed; `failed` names what cannot run, and why."""
+
+    kinds: dict[str, tuple[Case, ...]]
+    failed: dict[str, str] = field(default_factory=dict)
+    hidden: tuple[str, ...] = ()  # columns that this table does not show
+
+    def to_frame(self) -> DataFrame:
+        """A row for each case: its kind, its name, and the numbers of Forecast.figures()."""
+        import pandas as pd
+
+        every = ((kind, case) for kind, cases in self.kinds.items() for case in cases)
+        return pd.DataFrame([{"kind": kind, "case": case.name, **case.forecast.figures()} for kind, case in every])
+
+    def view(self) -> DataFrame:
+        """The facts of each case, without topology and evidence; then what cannot run."""
+        every = [case for cases in self.kinds.values() for case in cases]
+        rows = [{"case": c.name, **c.forecast.facts(brief=True), "note": c.note} for c in every]
+        rows += [{"case": name, "note": reason} for name, reason in self.failed.items()]
+        names = dict.fromkeys(name for row in rows for name in row if name not in (*EVIDENCE, *self.hidden))
+        return Columns({name: [row.get(name, "") for row in rows] for name in names}).view()
+
+
+def simulated(name: str, request: ForecastRequest, note: str = "", **changes: Any) -> Case:
+    """The request with these changes; ValueError where it cannot run."""
+    made = Forecast(request=replace(request, **changes))
+    made.finish(0.95)  # what cannot be simulated is refused here
+    return Case(name=name, note=note, forecast=made)
+
+
+def searched(found: Forecast, name: str = "{label}", safe: bool = True, **changes: Any) -> Iterator[Case]:
+    """Other topologies of the plan's GPUs, or what changes of its choices allow: the fastest that are safe to start, or
+    the fastest TP x PP x DP.
+
+    Where a batch size of the ramp is no multiple of their mbs x dp, DP and microbatch follow the batch.
+    """
+    r, t = found.request, found.request.plan.topology
+    asked: Record = {choice: getattr(t, choice) for choice in ("precision", "attention", "fp32_gradients", "offload")}
+    asked |= {"gpus": t.gpus, "gbs": t.gbs, "engine": r.plan.engine, "calibration": r.calibration} | changes
+    result = search(r.plan.shape, r.plan.cluster, top=5, distinct=True, **asked)
+    # a variant that takes less memory is slower than the best of its TP x PP x DP, but on the front of both
+    able = [c for c in result.pareto if c.prediction.oom_probability <= SAFE] if safe else result.candidates
+    for c in (c for c in able if c.plan.id != r.plan.id):
+        failing = r.ramp.failing(t.gbs, c.topology.mbs * c.topology.dp)
+        note = untrainable_reason(c.topology) or ("DP or microbatch follow the ramp" if failing else "")
+        with contextlib.suppress(ValueError):
+            made = simulated(
+                name.format(t=c.topology, label=c.label), r, note, plan=c.plan, adapt="days" if failing else "no"
+            )
+            if made.is_safe or not safe:
+                yield made
+
+
+def alternatives(found: Forecast) -> Cases:
+    """The plan, schedules in which DP, microbatch and nodes follow the batch, and the fastest other topologies.
+
+    alternatives(forecast(plan, tokens=341e9)).to_frame()
+    """
+    ways = {"fastest at each batch size": {"adapt": "days"}, "cheapest at each batch size": {"adapt": "gpu_hours"}}
+    schedules, failed = _tried(found.request, ways)
+    topologies = [*islice(searched(found), 1), *islice(searched(found, safe=False), 4)]
+    named, plan = {case.name: case for case in topologies}, Case(name=found.request.plan.label, forecast=found)
+    return Cases(kinds={"plan": (plan,), "schedule": schedules, "topology": tuple(named.values())}, failed=failed)
+
+
+def _tried(request: ForecastRequest, tries: dict[str, Record]) -> tuple[tuple[Case, ...], dict[str, str]]:
+    """The request with each of these changes, and why some cannot run."""
+    cases, failed = list[Case](), dict[str, str]()
+    for name, changes in tries.items():
+        try:
+            cases.append(simulated(name, request, **changes))
+        except ValueError as error:
+            failed[name] = str(error)
+    return tuple(cases), failed
+
+
+def what_ifs(found: Forecast) -> Cases:
+    """The plan under other circumstances; on two thirds of the GPUs the best topology of a search, in whole nodes."""
+    r, worse, late = found.request, found.request.risks, found.request.start + timedelta(days=30)
+    stops = tuple(replace(s, per_node_year=2 * s.per_node_year, per_year=2 * s.per_year) for s in worse.stops)
+    tries: dict[str, Record] = {"tokens × 1.3": {"tokens": 1.3 * r.tokens}}
+    tries |= {"failures × 2": {"risks": replace(worse, stops=stops), "failures_per_node_year": None}}
+    tries |= {"the plan 10 % slower": {"risks": replace(worse, slowdown=1.1 * worse.slowdown)}}
+    tries |= {f"start a month later, {late}": {"start": late}}
+    few, (cases, failed) = tuple(_on_fewer(found, 0.67)), _tried(r, tries)
+    if not few:
+        failed["GPUs × 0.67"] = "the GPUs are those of a capacity" if r.capacity else "no plan is safe on so few"
+    return Cases(kinds={"what if": (*few, *cases)}, failed=failed, hidden=("memory", MEMORY))
+
+
+def _on_fewer(found: Forecast, share: float) -> Iterator[Case]:
+    """The best plan on that share of the GPUs, in whole nodes; up to three nodes fewer may divide better."""
+    r, most = found.request, int(share * found.request.plan.topology.gpus)
+    node = r.plan.cluster.gpus_per_node if most > r.plan.cluster.gpus_per_node else 1
+    counts = [n for n in range(most // node * node, 0, -node)][:4]
+    if counts and r.capacity is None:
+        yield from islice(searched(found, f"GPUs × {share:g}: {{t.gpus}}, {SIZES}", gpus=counts), 1)
+
+
+def levers(found: Forecast) -> Cases:
+    """What a search holds fixed, changed one by one: the best plan that is safe to start with each other choice.
+
+    Left out is what changes the GPU-hours by less than one in a thousand, such as fp16 for bf16.
+    """
+    plan, cases = found.request.plan, list[Case]()
+    own = {"engine": plan.engine, **{name: getattr(plan.topology, name) for name in ("attention", "precision")}}
+    values = {"engine": ENGINES, "attention": ("fused", "scores"), "precision": ("fp16", "bf16", "fp8")}
+    others = [(n, v) for n in values for v in values[n] if v != own[n] and plan.cluster.gpu.kind == "cuda"]
+    for name, value in others:
+        with contextlib.suppress(ValueError):  # the card has no such precision
+            change: Record = {"name": f"{name} {value} instead of {own[name]}: {SIZES}", name: value}
+            cases += islice(searched(found, **change), 1)
+    hours = sorted(cases, key=lambda one: one.forecast.gpu_hours(0.5))
+    apart = [one for one in hours if abs(one.forecast.gpu_hours(0.5) / found.gpu_hours(0.5) - 1) > 0.001]
+    noted = (replace(one, note=f"{one.difference(found)}{'; ' * bool(one.note)}{one.note}") for one in apart)
+    return Cases(kinds={"held fixed": tuple(noted)})
