@@ -2,7 +2,7 @@
 
 A fenced block below the line `<!-- run -->` is run, one below `<!-- run: exit code 1 -->` must end so. The words of a
 block of text right below it must be printed in that order; it may leave words out. The blocks of a page share a folder,
-empty but for docs/, as a reader's shell shares the root of the repository.
+empty but for docs/, as a reader's shell shares the root of the repository; those in Python are one program.
 """
 
 import dataclasses
@@ -20,7 +20,9 @@ from support import REPOSITORY, known_machine
 
 DOCS = REPOSITORY / "docs"
 PAGES = sorted([*REPOSITORY.glob("*.md"), REPOSITORY / "outputs" / "README.md", *DOCS.rglob("*.md")])
-RUN = re.compile(r"^<!-- run(?:: exit code (\d+))? -->\n+```bash\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?", re.M | re.S)
+RUN = re.compile(
+    r"^<!-- run(?:: exit code (\d+))? -->\n+```(bash|python)\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?", re.M | re.S
+)
 WORD = re.compile(r"\w(?:[\w.,:/%+-]*[\w%+])?")
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 BASH = re.compile(r"^```bash\n(.*?)^```$", re.M | re.S)
@@ -34,7 +36,11 @@ def name(path: Path) -> str:
 
 def blocks(page: Path) -> list[tuple[int, str, str]]:
     """The blocks of a page that are run, in order, each with its exit code, and what the page shows of its output."""
-    return [(int(code or 0), block, text) for code, block, text in RUN.findall(page.read_text(encoding="utf-8"))]
+    found, program = [], ""
+    for code, language, block, text in RUN.findall(page.read_text(encoding="utf-8")):
+        program += block if language == "python" else ""
+        found.append((int(code or 0), f"python - <<'END'\n{program}END" if language == "python" else block, text))
+    return found
 
 
 def not_printed(shown: str, *printed: str) -> list[str]:

@@ -1,0 +1,142 @@
+"""The Python interface: frames go out tidy and come in checked, a value is one short line, a wrong call is answered."""
+
+import dataclasses
+import math
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+from support import REPOSITORY
+
+import trilane
+from trilane.config.parallelism import Topology
+
+SHAPE, PLAN = "70,14336,112,2048,250880", REPOSITORY / "docs/plan-176b.json"
+
+
+@pytest.fixture(scope="module")
+def found():
+    return trilane.search(SHAPE, "jz-a100-80g", gpus=384, gbs=2048, recompute="full")
+
+
+@pytest.fixture(scope="module")
+def frame(found):
+    return found.to_frame()
+
+
+def test_a_frame_has_a_column_of_one_kind_for_each_choice_and_number(found, frame):
+    best, texts = found.candidates[0], {f.name for f in dataclasses.fields(Topology) if f.type is str}
+    assert {f.name for f in dataclasses.fields(Topology)} <= {*frame}
+    for name in {*frame} - texts - {"id", "label", "engine", "cluster"}:
+        assert pd.api.types.is_numeric_dtype(frame[name]), name
+    row = frame.iloc[0]
+    assert (row.tp, row.pp, row.dp, row.sec_per_it) == (*_sizes(best), best.prediction.sec_per_it)
+    assert row.memory_gib == best.prediction.memory_bytes / 2**30 and frame.sequence_parallel.dtype == bool
+    assert frame.filter(regex="_s$").sum(axis=1).to_numpy() == pytest.approx(frame.sec_per_it.to_numpy())
+
+
+def _sizes(candidate):
+    return candidate.topology.tp, candidate.topology.pp, candidate.topology.dp
+
+
+def test_rows_of_a_frame_have_the_numbers_of_their_plans_or_a_reason(frame):
+    rows = frame[:4].copy()
+    rows.loc[1, "pp"] = rows.loc[1, "gpus"] = 11
+    rows.loc[2, "num_attention_heads"] = 111
+    again = trilane.predict(rows, "jz-a100-80g")
+    assert again.predicted_sec_per_it.tolist() == pytest.approx(
+        [frame.sec_per_it[0], math.nan, math.nan, frame.sec_per_it[3]], nan_ok=True
+    )
+    assert again.oom_probability[3] == frame.oom_probability[3]
+    assert again.reason[0] == "" and "gpus=11" in again.reason[1] and "num_attention_heads=111" in again.reason[2]
+
+
+def test_two_lines_fit_ten_rows_of_a_file(frame, tmp_path):
+    frame[:10].assign(sec_per_it=1.2 * frame.sec_per_it).to_csv(tmp_path / "my_runs.csv", index=False)
+    rows = pd.read_csv(tmp_path / "my_runs.csv")
+    known = trilane.fit(rows, "jz-a100-80g")
+    assert len(known.rows) == 10 and not known.left_out and not known.ignored
+    nearer = trilane.predict(rows, "jz-a100-80g", known).predicted_sec_per_it / rows.sec_per_it - 1
+    assert nearer.abs().max() < 0.05 < (frame.sec_per_it[:10] / rows.sec_per_it - 1).abs().min()
+
+
+def test_a_column_is_read_by_the_unit_that_it_names(frame):
+    rows = frame[["tp", "pp", "dp", "mbs", "gbs", "num_layers", "hidden_size", "num_attention_heads", "seq_length"]]
+    rows = (
+        rows.assign(vocab_size=250880, **{"time (ms)": 1e5 + rows.index, "memory (MiB)": 20480})
+        .iloc[[0, 100, 200]]
+        .iloc[[0, 100, 200]]
+        .set_axis([*"abc"])
+    )
+    (first, *_) = trilane.fit(rows.astype(str), "jz-a100-80g").rows
+    assert (first.row_id, first.seconds, first.memory_bytes) == ("row a", 100.0, 20 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": "big"}, "rows=row 0: hidden=big: must be a whole number"),
+        ({"tp": 4.5}, "rows=row 0: tp=4.5: must be a whole number"),
+        ({"dp": np.nan}, "rows=row 0: dp='': is missing"),
+        ({"sec_per_it": -1}, "rows=row 0: sec_per_it=-1.0: must be a number above zero"),
+        ({"recompute": "fulll"}, "rows=row 0: recompute=fulll: did you mean full?"),
+        ({"memory": 30000}, "rows=row 0: mem_gb=30000: is more than a card's 80: GiB on one GPU are needed"),
+        ({"time": 3}, "column=time: seconds of an iteration stand in sec_per_it"),
+    ],
+)
+def test_a_cell_that_cannot_be_read_is_named_by_row_and_column(frame, change, message):
+    rows = frame.drop(columns="sec_per_it" if "time" in change else "memory_gib")
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        trilane.fit(rows.assign(**change), "jz-a100-80g")
+
+
+def test_values_are_short_lines_and_equal_by_their_fields(found):
+    best = found.candidates[0]
+    values = [found, best, best.plan, best.plan.shape, best.plan.cluster, best.topology, best.prediction]
+    values += [best.prediction.calibration, found.space, found.best(3), trilane.explain(PLAN), trilane.Study("a")]
+    values += [
+        trilane.forecast(PLAN, tokens=3e11),
+        trilane.propose_shapes(best.plan.cluster, parameters=2e11, gpus=384),
+    ]
+    assert not [repr(value) for value in values if len(repr(value)) > 300 or "\n" in repr(value)]
+    assert f"best {best.label}" in repr(found) and "num_layers=70" in repr(best.plan.shape)
+    changed = dataclasses.replace(best.topology, dp=8)
+    assert changed != best.topology and changed == dataclasses.replace(changed)
+
+
+def test_a_name_or_path_is_taken_for_the_value_that_it_names(found):
+    plan = trilane.read_plan(PLAN)
+    assert trilane.predict(str(PLAN)) == trilane.predict(PLAN) == trilane.predict(plan)
+    assert trilane.load_cluster(plan.cluster) is plan.cluster
+    assert trilane.search(found.candidates[0].plan.shape, plan.cluster, gpus=384, gbs=2048, top=1, recompute="full")
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: trilane.serch, AttributeError, "did you mean search"),
+        (
+            lambda: trilane.search(SHAPE, "jz-a100-80g", gpu=8, gbs=64),
+            TypeError,
+            "gpu= is not known; did you mean gpus",
+        ),
+        (lambda: trilane.forecast(PLAN, token=3e9), TypeError, "token= is not known; did you mean tokens"),
+        (
+            lambda: trilane.search(SHAPE, "jz-a100", gpus=8, gbs=64),
+            ValueError,
+            "cluster=jz-a100: did you mean jz-a100-",
+        ),
+        (lambda: trilane.search("jz-h100", "jz-h100", gpus=8, gbs=8), ValueError, "^shape=jz-h100: must be five whole"),
+        (lambda: trilane.predict(["x"]), ValueError, "^plan=list: must be|^rows=list: must be"),
+        (lambda: trilane.forecast({"tp": 1}), ValueError, "^plan=dict: must be a Plan, or the path of a plan.json"),
+        (lambda: trilane.fit({"tp": [1]}, "jz-h100"), ValueError, "^rows=dict: must be a DataFrame, or the path"),
+        (lambda: trilane.explain(PLAN, 5), ValueError, "^calibration=int: must be a Calibration"),
+        (lambda: trilane.alternatives(PLAN), ValueError, "^found=PosixPath: must be Forecast"),
+        (lambda: trilane.recalibrate("x"), ValueError, "^runs=str: must be Measurement, or several"),
+        (lambda: trilane.decide(3), ValueError, "^study=int: must be a Study, or its name"),
+    ],
+)
+def test_a_wrong_call_is_one_line_that_says_what_is_taken(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()
