@@ -65,7 +65,7 @@ COLUMNS: Mapping[str, tuple[str, str | Callable[[Measurement], Any], str | Calla
     "First": ("first_iteration", "log.first_iteration", "{:.0f}"),
     "Last": ("last_iteration", "log.last_iteration", "{:.0f}"),
     "Skipped": ("skipped", "numerics.skipped", "{:.0f}"),
-    "NaN": ("nan_iterations", "numerics.nan_iterations", "{:.0f}"),
+    "Invalid": ("nan_iterations", "numerics.nan_iterations", "{:.0f}"),
     "Norm": ("grad_norm", "numerics.grad_norm", "{:.4g}"),
     "Largest norm": ("grad_norm_max", "numerics.grad_norm_max", "{:.4g}"),
     "Scale": ("loss_scale", "numerics.loss_scale", "{:.0f}"),

@@ -107,13 +107,13 @@ class Backtest(Table):
         if "median" in f:
             how = f"fitted without each run's {self.left_out}" if self.left_out else "that ship or were given"
             text = (
-                "Time: **median error {:.1%}**, 90th percentile {:.1%}, over {} runs, by constants {}. {:.0%} of the "
+                "Time: **median error {:.1f} %**, 90th percentile {:.1f} %, over {} runs, by constants {}. {:.0f} % of "
             )
-            text += "measured times lie in their 90 % interval."
-            lines.append(Text.of(text, f["median"], f["p90"], f["n"], how, f["coverage"]))
+            text += "the measured times lie in their 90 % interval."
+            lines.append(Text.of(text, 100 * f["median"], 100 * f["p90"], f["n"], how, 100 * f["coverage"]))
         if "mem_median" in f:
-            text = "Memory: **median error {:.1%}**, 90th percentile {:.1%}, over {} runs."
-            lines.append(Text.of(text, f["mem_median"], f["mem_p90"], f["mem_n"]))
+            text = "Memory: **median error {:.1f} %**, 90th percentile {:.1f} %, over {} runs."
+            lines.append(Text.of(text, 100 * f["mem_median"], 100 * f["mem_p90"], f["mem_n"]))
         return Text.joined("\n\n", lines or ["No row has its seconds or its memory."])
 
     def heading(self) -> Text:
