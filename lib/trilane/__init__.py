@@ -43,7 +43,6 @@ _MODULES = {
     "planning.sizing": ("hand_on", "propose_shapes", "survey_shapes"),
     "planning.space": ("read_choices",),
     "report": ("plots",),
-    "report.index": ("save_fleet",),
     "report.widgets": ("explore",),
     "slurm.sites": ("JobRequest",),
     "slurm.study_runs": ("prepare_runs",),

@@ -16,7 +16,7 @@ from trilane.analysis.loss_curve import Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure, measure_log
 from trilane.analysis.spikes import CALM, training_text
 from trilane.analysis.steady_state import WARM_UP
-from trilane.analysis.tables import filled, folded, rows_of, tidy, values
+from trilane.analysis.tables import folded, rows_of, tidy, values
 from trilane.config.cluster import Cluster, Gpu
 from trilane.config.plan import read_plan
 from trilane.costmodel.recalibration import NOTHING, Recalibration
@@ -66,7 +66,7 @@ class MeasuredRuns(Table):
         counts += [f"{rows} rows of typed tables, without logs"] * bool(rows)
         lead = Text.of("**{}.**", ", ".join(counts))
         is_long = len(self.runs) > SHOWN or len(self.timed) > DRAWN
-        shown = f"Tables show the first {SHOWN} runs, figures {DRAWN}; runs.html has all." * is_long
+        shown = f"Tables show the first {SHOWN} runs, figures {DRAWN}; runs.csv has all." * is_long
         text = Text.joined(" ", filter(None, [lead, self._agreement(), accuracy(recalibration), shown]))
         unread = _first([short(reason.partition(";")[0], 120) for reason in self.unread])
         return Text.joined("\n- not read: ", [text, *unread])
@@ -81,7 +81,7 @@ class MeasuredRuns(Table):
         return f"Their losses {agree} {gap:.1g} nats per token." if gap == gap else ""
 
     def to_frame(self) -> DataFrame:
-        """A row a run, with a column for each of its numbers, in base units where the name has none."""
+        """A row a run, with a column for each number, in base units where the name has none, and what the log tells."""
         return tidy(rows_of(self.runs))
 
     def brief(self) -> str:
@@ -193,7 +193,8 @@ def _name(number: int, m: Measurement) -> str:
 
 def _table(runs: Sequence[Measurement], *heads: str) -> Columns:
     """The runs in those of these columns that hold anything."""
-    table = filled(values(rows_of(runs), ("Run", *heads)))
+    table = values(rows_of(runs), ("Run", *heads))
+    table = table[table.columns[table.notna().any() & (table != "").any()]]
     return Columns(table.rename(columns={"Losses": "Loss", "Outcome": "Notes"}))
 
 

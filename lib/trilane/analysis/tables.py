@@ -15,7 +15,7 @@ from trilane.analysis.measure import Measurement
 from trilane.logs.endings import caveat
 from trilane.utils.files import natural
 from trilane.utils.numbers import percent, size_text
-from trilane.utils.tables import DataFrame, Html, csv_text, frame_of, middle, one_line, show
+from trilane.utils.tables import DataFrame, Html, csv_text, frame_of, middle, one_line
 from trilane.utils.validation import require_known
 from trilane.workspace.status import Status
 
@@ -149,16 +149,11 @@ def values(rows: Sequence[Row], heads: Sequence[str] = ()) -> DataFrame:
 
 
 def tidy(rows: Sequence[Row]) -> DataFrame:
-    """A column for each number, named by its key, and the texts that tell runs apart; NA where a value is unknown."""
-    texts = ("Run", "Status", "Dialect", "Source")
+    """A column for each number, named by its key, and for what a log tells in words; NA where a number is unknown."""
+    texts = ("Run", "Status", "Dialect", "Source", "Cause", "Node", "Exclude", "Problems", "Not counted")
     readers = {key: itemgetter(key) if form else partial(cell, head=head) for head, (key, _, form) in COLUMNS.items()}
     kept = [key for head, (key, _, form) in COLUMNS.items() if form or head in texts]
     return frame_of(rows, {key: readers[key] for key in kept}).convert_dtypes().rename(columns={"run_name": "run"})
-
-
-def filled(table: DataFrame) -> DataFrame:
-    """The columns that hold anything."""
-    return table[table.columns[table.notna().any() & (table != "").any()]]
 
 
 def folded(summary: str, table: Html) -> Html:
@@ -186,15 +181,6 @@ def markdown(rows: Sequence[Row], sort: str = "") -> str:
 
 def _escaped(text: str) -> str:
     return html.escape(one_line(text), quote=False).replace("|", "\\|")
-
-
-def to_html(rows: Sequence[Row]) -> Html:
-    """The table as a piece of HTML: where the run lies, its status, and all other columns that hold
-    anything and repeat no other.
-    """
-    again = {"Run", "Size", "Mem", "Losses", "Outcome", "Notes"}
-    heads = [head for head in ("Source", "Status", *COLUMNS) if head not in again]
-    return Html.of('<div class="wide">{}</div>', show(filled(values(rows, heads))))
 
 
 def write_iterations(runs: Sequence[Measurement], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The pages of a study: its index, and the table of its runs."""
+"""The index of a study."""
 
 import zipfile
 from collections.abc import Iterable, Sequence
@@ -6,8 +6,6 @@ from pathlib import Path
 
 import jinja2
 
-from trilane.analysis.collect import MeasuredRuns
-from trilane.analysis.tables import rows_of, to_html
 from trilane.report.html import DATA, POLICY, read_field, read_notebook, state, title, without_places
 from trilane.utils.files import replace_text
 from trilane.utils.folder_lock import FolderLock
@@ -35,15 +33,6 @@ def write_index(study: Study) -> Path:
             Html.of("<h2>Results</h2>\n<p>{}</p>", Html.joined(" · ", links)),
         ]
         return replace_text(study.folder / "index.html", page(f"Study “{study.name}”", *parts))
-
-
-def save_fleet(study: Study, runs: MeasuredRuns) -> Path:
-    """Write runs.html of a study: a table of all runs with all that `logs table` has.
-
-    save_fleet(here, measure_runs(here))
-    """
-    name = f"Runs of {study.name}"
-    return replace_text(study.folder / "runs.html", page(name, to_html(rows_of(runs.runs))))
 
 
 def zip_path(study: Study) -> Path:
@@ -97,7 +86,7 @@ def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Html:
 
 
 def _is_result(path: Path) -> bool:
-    return path.suffix in (".json", ".csv") or path.name == "runs.html"
+    return path.suffix in (".json", ".csv")
 
 
 def recommended(study: Study) -> list[Html]:
