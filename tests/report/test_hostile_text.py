@@ -119,6 +119,8 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Study]:
         notebook.run("08_decision", made, title=TEXT)
         shutil.copytree(made.folder, made.folder.with_name("other"))
         notebook.run("09_compare", made, studies="s,other")
+        with mock.patch.dict(os.environ, uncounted(), clear=True):
+            notebook.run("10_own_layer", made, train_iters=6)
         (made.folder / f"{NAME}.csv").touch()
         (made.folder / f"javascript:pwned() {NAME}.ipynb").write_text(json.dumps({"cells": TEXT}))
         write_index(made)
