@@ -155,10 +155,6 @@ class SearchResult(Table):
         """Why no engine here can train these plans, by the best of them; None where one can."""
         return next((untrainable_reason(c.topology) for c in (*self.candidates, *self.risky)), None)
 
-    def risks(self) -> Candidates | Text:
-        """The best plans that may well run out of memory; a word where there is none."""
-        return self.best_per_sizes(12, risky=True) if self.risky else Text("None.")
-
     def refusals(self) -> tables.Columns:
         """How many topologies each rule refuses."""
         return tables.Columns.of_rows(("rule", "topologies"), [*self.refused_by_rule.items()])

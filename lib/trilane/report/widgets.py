@@ -42,18 +42,12 @@ def sentence(base: Candidate, calibration: Calibration, **choices: Any) -> tuple
 
 def sizes(plan: Plan) -> dict[str, list[int]]:
     """The values that a size of the plan's topology can have at all, in their order; for its words see CHOICES."""
-    shape, t = plan.shape, plan.topology
-    node, layers = plan.cluster.gpus_per_node, range(shape.num_layers + 1)
-    shared = divisors(t.gbs, plan.cluster.max_gpus)
-    found = {
-        "tp": divisors(shape.num_attention_heads, node),
-        "dp": shared,
-        "mbs": shared,
-        "cp": divisors(shape.seq_length, node),
-    }
-    found |= {"pp": [n for n in layers[1:] if shape.num_layers % n == 0 or (shape.num_layers + 2) % n == 0]}
-    found |= {"interleaving": divisors(shape.num_layers, shape.num_layers), "zero": [*range(4)]}
-    found |= {name: [*layers] for name in ("recompute_layers", "first_stage_layers", "last_stage_layers")}
+    shape, t, node = plan.shape, plan.topology, plan.cluster.gpus_per_node
+    layers, batch = range(1, shape.num_layers + 1), divisors(t.gbs, plan.cluster.max_gpus)
+    found = {"tp": divisors(shape.num_attention_heads, node), "cp": divisors(shape.seq_length, node)}
+    found |= {"dp": batch, "mbs": batch, "zero": [*range(4)], "interleaving": divisors(shape.num_layers, len(layers))}
+    found |= {"pp": sorted({*found["interleaving"], *divisors(shape.num_layers + 2, len(layers))})}
+    found |= {name: [0, *layers] for name in ("recompute_layers", "first_stage_layers", "last_stage_layers")}
     return {name: sorted({*values, getattr(t, name)}) for name, values in found.items()}
 
 

@@ -1,11 +1,12 @@
 """The explorer of a search: its plans by speed and memory; the picked one next to two others, and its schedule."""
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
 import altair as alt
+import numpy as np
 
 from trilane.config.options import label_words
 from trilane.costmodel.iteration import IterationTime
@@ -15,7 +16,7 @@ from trilane.costmodel.predict import RISKY, SAFE
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.sizing import training_days
-from trilane.report.plots.interactive import Interactive, Redrawn, chart, rounded, tooltips
+from trilane.report.plots.interactive import Interactive, chart, rounded, tooltips
 from trilane.report.plots.style import INK, LIMIT, plain
 from trilane.utils.numbers import amount, with_interval
 from trilane.utils.tables import grouped
@@ -28,7 +29,8 @@ HUES |= {"backward": "#5b9bc0", "tensor parallel": "#2a9d67", "pipeline p2p": "#
 HUES |= {"data parallel": "#e07a1f", "gradients": "#e07a1f", "optimizer": "#a23b72", "weights": "#5d4a99"}
 HUES |= {"activations": "#c9a227", "working": "#e3cf8a", "buffers": "#7b8a97", "fragmentation": "#9aa7b2"}
 HUES |= {"context": "#b9c3cb"}
-PICKED = "#00a3c4"
+PICKED, SHOWN, FILTERS = "#00a3c4", ("picked", "A", "B"), ("tp", "pp", "recompute", "zero", "gpus")
+TIME = ("Time by part (s an iteration)", "times", TIMES)
 SCALE = "(scale('schedule_x', 1) - scale('schedule_x', 0))"  # pixels a second, in Vega's expressions
 # A run of passes on a stage: its first microbatch, how many, and seconds of the first start, a pass, and between starts
 RUN = ("on", "kind", "chunk", "first", "count", "start", "length", "step")
@@ -44,46 +46,36 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     first the fastest, and the fastest that may be recommended. `tokens`: of the run whose days are given, 0 for 20 a
     parameter. Raises ValueError where the search has no safe plan.
     """
-    shown = shown_plans(found)
-    table = found.best_per_sizes(40).view()
+    shown, table = shown_plans(found), found.best_per_sizes(40).view()
     rank = dict(zip(table["id"], table["rank"], strict=True))
     rows = [plan_row(c, rank.get(c.plan.id, "none"), tokens) for c in shown]
-    boxes = {"options": [row["id"] for row in rows], "labels": [f"{row['s']} s, {row['label']}" for row in rows]}
-    # Without `nearest`, whose tooltips have no words in Vega-Lite 6.4; the limit's line has no id and is no pick.
-    on: Any = {"on": "click[event.item && event.item.datum.id]", "clear": False, "empty": False}
-    bind, first = alt.binding_select(name="Picked ", **boxes), [{"id": rows[0]["id"]}]
-    pick = alt.selection_point("plan", fields=["id"], value=first, bind=bind, **on)
     safe = next((row for row in rows if row["risk"] == RISKS[0]), rows[-1])
-    pins = [
-        alt.param(n, value=row["id"], bind=alt.binding_select(name=f"{n.upper()} ", **boxes))
-        for n, row in (("a", rows[0]), ("b", safe))
-    ]
-    filters = {name: sorted({row[name] for row in rows}) for name in ("tp", "pp", "recompute", "zero", "gpus")}
-    if len(filters["gpus"]) == 1:
-        del filters["gpus"]
-    used = [name for name in MEMORY if any(any(row[name]) for row in rows)]
+    boxes = {"options": [row["id"] for row in rows], "labels": [f"{row['s']} s, {row['label']}" for row in rows]}
+    pick, *pins = (alt.binding_select(name=f"{name} ", **boxes) for name in SHOWN)
+    # Without `nearest`, whose tooltips have no words in Vega-Lite 6.4; the limit's line has no id and is no pick.
+    on: Any = {"on": "click[event.item && event.item.datum.id]", "clear": False, "empty": False, "bind": pick}
+    point = alt.selection_point("plan", fields=["id"], value=[{"id": rows[0]["id"]}], **on)
+    first = zip(("a", "b"), (rows[0], safe), pins, strict=True)
     limits, memory = _limits(shown), _bars("Fullest stage's memory (GiB)", "memory", MEMORY)
-    lines = [[_speed([*filters], pick), _numbers(rows)], [_time(), alt.layer(memory, *limits)]]
-    lines += [[alt.layer(_stages(used), *limits), _schedule()]]
-    picture = panels(lines).add_params(*pins, *_filters(filters, rows))
-    text = f"{len(shown)} of {found.runnable:,} topologies that can run, the best by seconds and memory"
-    return Interactive(
-        picture, f"{text}. The best: {rows[0]['s']} s, {rows[0]['label']}, {rows[0]['gib']} GiB.", plans=rows
-    )
+    lines = [[_speed(point), _numbers(rows)], [_bars(*TIME), alt.layer(memory, *limits)]]
+    made = panels([*lines, [alt.layer(_stages(), *limits), _schedule()]])
+    made = made.add_params(*(alt.param(name, value=row["id"], bind=box) for name, row, box in first), *_filters(rows))
+    text = f"{len(shown)} of {found.runnable:,} topologies that can run, the best by seconds and memory. The best:"
+    return Interactive(made, f"{text} {rows[0]['s']} s, {rows[0]['label']}, {rows[0]['gib']} GiB.", plans=rows)
 
 
-def compared(first: Candidate) -> Redrawn:
-    """The time, memory and schedule of a plan, next to the time of the first one as A; drawn by `svg_of`."""
+def compared(first: Candidate) -> Interactive:
+    """The time, memory and schedule of a plan, next to the time of the first one as A; svg_of() draws others."""
+    made = panels([[_bars(*TIME)], [alt.layer(_stages(), *_limits([first])), _schedule()]])
     ids = {"plan_id": first.plan.id, "a": first.plan.id, "b": ""}
-    made = panels([[_time()], [alt.layer(_stages(MEMORY), *_limits([first])), _schedule()]])
     made = made.add_params(*(alt.param(name, value=id) for name, id in ids.items()))
-    return Redrawn(Interactive(made, first.label, plans=[plan_row(first)]))
+    return Interactive(made, first.label, plans=[plan_row(first)])
 
 
-def svg_of(figure: Redrawn, chosen: Candidate, first: Candidate) -> bytes:
-    """The figure that compared() made of the first plan, of a chosen one."""
-    plans = {c.plan.id: plan_row(c) for c in (chosen, first)}
-    return figure.svg({"plan_id": chosen.plan.id}, plans=[*plans.values()])
+def svg_of(figure: Interactive, *plans: Candidate) -> bytes:
+    """The figure that compared() made of the last of the plans, of the first."""
+    rows = {c.plan.id: plan_row(c) for c in plans}
+    return figure.svg({"plan_id": plans[0].plan.id}, plans=[*rows.values()])
 
 
 def shown_plans(found: SearchResult, most: int = 40) -> list[Candidate]:
@@ -98,11 +90,9 @@ def shown_plans(found: SearchResult, most: int = 40) -> list[Candidate]:
     return sorted(chosen.values(), key=lambda c: (c.prediction.is_risky, c.prediction.sec_per_it))
 
 
-def spread(values: Iterable[Any], most: int) -> list[Any]:
+def spread(values: Sequence[Any], most: int) -> list[Any]:
     """At most `most` of the values, evenly chosen, the first and the last among them."""
-    every = list(values)
-    count = min(most, len(every))
-    return [every[round(i * (len(every) - 1) / max(count - 1, 1))] for i in range(count)]
+    return [values[i] for i in np.linspace(0, len(values) - 1, min(most, len(values))).round().astype(int)]
 
 
 def plan_row(c: Candidate, rank: str = "", tokens: float = 0.0) -> Row:
@@ -183,31 +173,28 @@ def _limits(plans: Sequence[Candidate]) -> list[Any]:
     return [line.mark_rule(color=LIMIT, strokeWidth=1.5).encode(x="gib:Q", tooltip="what:N")] * near
 
 
-def _filters(values: dict[str, list[Any]], rows: Sequence[Row]) -> Iterator[Any]:
+def _filters(rows: Sequence[Row]) -> Iterator[Any]:
     """A control for each choice that leaves its plans in the first panel, and one for the most memory."""
-    names = {"tp": "TP ", "pp": "PP ", "zero": "ZeRO ", "gpus": "GPUs "}
-    for name, found in values.items():
-        box = alt.binding_select(options=["all", *found], name=names.get(name, f"{name} "))
-        yield alt.param(name, value="all", bind=box)
+    for name, title in zip(FILTERS, ("TP ", "PP ", "recompute ", "ZeRO ", "GPUs "), strict=True):
+        options = ["all", *sorted({row[name] for row in rows})]
+        yield alt.param(name, value="all", bind=alt.binding_select(options=options, name=title))
     low, high = min(row["gib"] for row in rows), max(row["gib"] for row in rows)
     step = rounded(max(high - low, 1e-3) / 50, 1)
     top = rounded(high + step, 4)
     yield alt.param("most", value=top, bind=alt.binding_range(min=low, max=top, step=step, name="memory up to (GiB) "))
 
 
-def _speed(filters: Sequence[str], pick: Any) -> Any:
+def _speed(pick: Any) -> Any:
     """Seconds over memory, a point a plan with its interval, and the line of what no other plan beats in both."""
     x = alt.X("gib:Q", title="GiB on the fullest stage", scale=alt.Scale(zero=False, nice=False, padding=12))
     up: Any = {"title": "seconds an iteration (bars: 90 %)", "scale": alt.Scale(zero=False, padding=8)}
-    chosen = " && ".join([*(f"({n} == 'all' || datum.{n} == {n})" for n in filters), "datum.gib <= most"])
+    chosen = " && ".join([*(f"({n} == 'all' || datum.{n} == {n})" for n in FILTERS), "datum.gib <= most"])
     base = chart(width=470, height=255).transform_filter(chosen).encode(x=x)
-    marks = dict(zip(RISKS, (("circle", INK), ("diamond", "#7b8a97"), ("triangle-up", LIMIT)), strict=True))
-    shapes = alt.Scale(domain=RISKS, range=[shape for shape, _ in marks.values()])
-    colors = alt.Scale(domain=RISKS, range=[color for _, color in marks.values()])
     below = alt.Legend(orient="top", title="P(OOM)", titleOrient="left", symbolOpacity=1)
+    shapes = alt.Scale(domain=RISKS, range=["circle", "diamond", "triangle-up"])
+    color = alt.Color("risk:N", scale=alt.Scale(domain=RISKS, range=[INK, "#7b8a97", LIMIT]), legend=below)
     titles = {"label": "plan", "rank": "rank", "id": "id", "gpus": "GPUs", "s": "seconds", "lo": "90 % from"}
     titles |= {"hi": "to", "gib": "GiB", "oom": "P(out of memory)"}
-    color = alt.Color("risk:N", scale=colors, legend=below)
     points = base.mark_point(filled=True, opacity=1, strokeWidth=2.5).encode(
         y=alt.Y("s:Q", **up),
         color=color,
@@ -229,84 +216,61 @@ def _speed(filters: Sequence[str], pick: Any) -> Any:
 def _three(**properties: Any) -> Any:
     """A chart of the rows of the picked plan and of the pins, each as often as it is one of them."""
     base = chart(**properties).transform_filter("datum.id == plan_id || datum.id == a || datum.id == b")
-    base = base.transform_calculate(which="['picked', 'A', 'B']").transform_flatten(["which"])
+    base = base.transform_calculate(which=repr([*SHOWN])).transform_flatten(["which"])
     return base.transform_filter("{picked: plan_id, A: a, B: b}[datum.which] == datum.id")
 
 
 def _numbers(rows: Sequence[Row]) -> Any:
     """The numbers of the picked plan and of the pins."""
     names = rows[0]["number"]
+    bare: Any = {"domain": False, "ticks": False, "labelFontSize": 11}
     x = alt.X(
-        "which:N",
-        title=None,
-        sort=["picked", "A", "B"],
-        axis=alt.Axis(orient="top", labelAngle=0, labelFontSize=13, labelFontWeight="bold", domain=False, ticks=False),
+        "which:N", title=None, sort=SHOWN, axis=alt.Axis(orient="top", labelAngle=0, labelFontWeight="bold", **bare)
     )
-    y = alt.Y("number:N", title=None, sort=names, axis=alt.Axis(domain=False, ticks=False, labelFontSize=11))
+    y = alt.Y("number:N", title=None, sort=names, axis=alt.Axis(**bare))
     base = _three(width=400, height=24 * len(names)).transform_flatten(["number", "text"])
     text = base.mark_text(lineBreak="\n", lineHeight=11, fontSize=11, baseline="middle")
     return text.encode(x=x, y=y, text="text:N", tooltip=tooltips({"label": "plan", "evidence": "evidence"}))
 
 
-def _time() -> Any:
-    return _bars("Time by part (s an iteration)", "times", TIMES)
-
-
 def _bars(title: str, field: str, names: Sequence[str]) -> Any:
     """The parts of the picked plan and of the pins, one after another."""
     base = _three(title=title, width=430, height=66).transform_calculate(part=repr([*names]))
-    base = base.transform_flatten(["part", field]).transform_filter(f"datum.{field} > 0")
-    return (
-        base.transform_calculate(place=f"indexof({[*names]!r}, datum.part)")
-        .mark_bar()
-        .encode(
-            x=alt.X(f"{field}:Q", title=None, axis=alt.Axis(tickCount=5)),
-            y=alt.Y("which:N", title=None, sort=["picked", "A", "B"]),
-            color=_hue("part", names),
-            order="place:Q",
-            tooltip=tooltips(
-                {"which": "", "label": "plan", "part": "part", field: title.rpartition("(")[2].rstrip(")")}
-            ),
-        )
-    )
+    x = alt.X(f"{field}:Q", title=None, axis=alt.Axis(tickCount=5))
+    bars = _stack(base.transform_flatten(["part", field]).transform_filter(f"datum.{field} > 0"), names, x)
+    titles = {"which": "", "label": "plan", "part": "part", field: title.rpartition("(")[2].rstrip(")")}
+    return bars.encode(y=alt.Y("which:N", title=None, sort=SHOWN), tooltip=tooltips(titles))
 
 
-def _hue(field: str, names: Sequence[str]) -> Any:
-    scale = alt.Scale(domain=[*names], range=[HUES[name] for name in names])
-    legend = alt.Legend(orient="bottom", symbolStrokeWidth=9)
-    return alt.Color(f"{field}:N", title=None, scale=scale, legend=legend)
-
-
-def _stages(names: Sequence[str]) -> Any:
+def _stages() -> Any:
     """What fills a GPU of each stage of the picked plan."""
-    names = [*names]
     base = chart(title="Memory by stage, picked", width=220, height=190).transform_filter("datum.id == plan_id")
-    base = base.transform_flatten(["stage", *names]).transform_fold(names, as_=["part", "gib"])
-    return (
-        base.transform_calculate(place=f"indexof({names!r}, datum.part)")
-        .mark_bar()
-        .encode(
-            x=alt.X("gib:Q", title="GiB on a GPU", axis=alt.Axis(tickCount=4)),
-            y=alt.Y("stage:O", title="pipeline stage", axis=alt.Axis(labelOverlap=True)),
-            color=_hue("part", names).legend(None),
-            order="place:Q",
-            tooltip=tooltips({"stage": "stage", "part": "part", "gib": "GiB"}),
-        )
-    )
+    base = base.transform_flatten(["stage", *MEMORY]).transform_fold(MEMORY, as_=["part", "gib"])
+    bars = _stack(base, MEMORY, alt.X("gib:Q", title="GiB on a GPU", axis=alt.Axis(tickCount=4)), legend=None)
+    y = alt.Y("stage:O", title="pipeline stage", axis=alt.Axis(labelOverlap=True))
+    return bars.encode(y=y, tooltip=tooltips({"stage": "stage", "part": "part", "gib": "GiB"}))
+
+
+def _stack(base: Any, names: Sequence[str], x: Any, **look: Any) -> Any:
+    """Bars of parts in the order of their names."""
+    base = base.transform_calculate(place=f"indexof({[*names]!r}, datum.part)")
+    return base.mark_bar().encode(x=x, color=_hue("part", names, **look), order="place:Q")
+
+
+def _hue(field: str, names: Sequence[str], **look: Any) -> Any:
+    scale = alt.Scale(domain=[*names], range=[HUES[name] for name in names])
+    look = {"legend": alt.Legend(orient="bottom", symbolStrokeWidth=9), **look}
+    return alt.Color(f"{field}:N", title=None, scale=scale, **look)
 
 
 def _schedule() -> Any:
     """The passes of each stage of the picked plan to scale: a dashed line is a run of them, so that all are drawn."""
     zoom = alt.selection_interval(name="zoom", encodings=["x"], bind="scales")
-    base = (
-        chart()
-        .transform_filter("datum.id == plan_id")
-        .transform_flatten([*RUN])
-        .transform_calculate(
-            end="datum.start + datum.step * (datum.count - 1) + datum.length",
-            microbatch="datum.first ? datum.first + ' to ' + (datum.first + datum.count - 1) : 'all'",
-            shade="1 - 0.5 * datum.chunk / (1 + datum.chunk)",
-        )
+    base = chart().transform_filter("datum.id == plan_id").transform_flatten([*RUN])
+    base = base.transform_calculate(
+        end="datum.start + datum.step * (datum.count - 1) + datum.length",
+        microbatch="datum.first ? datum.first + ' to ' + (datum.first + datum.count - 1) : 'all'",
+        shade="1 - 0.5 * datum.chunk / (1 + datum.chunk)",
     )
     y = alt.Y("on:O", title=None, axis=alt.Axis(labelOverlap=True))
     dash = f"{SCALE} * max(0.8 * datum.length, datum.length - 0.7 / {SCALE})"  # a gap of 0.7 pixels at most

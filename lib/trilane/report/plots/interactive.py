@@ -61,27 +61,27 @@ class Interactive:
         Image.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(small, "PNG", optimize=True)
         return small.getvalue()
 
+    @functools.cached_property
+    def vega(self) -> dict[str, Any]:
+        """Compiled, which takes longer than to draw it."""
+        compiled: dict[str, Any] = vl_convert.vegalite_to_vega(self.on_white, vl_version=VERSION)
+        return compiled
+
+    def svg(self, signals: Mapping[str, Any], **data: Sequence[Mapping[str, Any]]) -> bytes:
+        """The figure with other values of its parameters, and other rows, by the names that it has for them."""
+        new = {**signals, **{name: as_json(rows) for name, rows in data.items()}}
+        parts = {kind: [{**own} for own in self.vega[kind]] for kind in ("signals", "data")}
+        for own, key in [*((d, "values") for d in parts["data"]), *((s, "value") for s in parts["signals"])]:
+            own.update({key: new[own["name"]]} if own["name"] in new else {})
+        drawn: str = vl_convert.vega_to_svg({**self.vega, **parts}, allowed_base_urls=[])
+        return drawn.encode()
+
     def savefig(self, path: Path, **options: Any) -> None:
         """Write the picture; the options that matplotlib's figures take change nothing."""
         path.write_bytes(self.png)
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         return {MIME: self.spec, "image/png": base64.b64encode(self.png).decode(), "text/plain": self.text}
-
-
-class Redrawn:
-    """A figure that is drawn again and again, of other rows: compiled once, which takes longer than to draw it."""
-
-    def __init__(self, figure: Interactive):
-        self.vega = vl_convert.vegalite_to_vega(figure.on_white, vl_version=VERSION)
-
-    def svg(self, signals: Mapping[str, Any], **data: Sequence[Mapping[str, Any]]) -> bytes:
-        """The figure with these values of its parameters, and these rows, by the names that it has for them."""
-        values = {name: as_json(rows) for name, rows in data.items()}
-        sources = [{**d, "values": values.get(d["name"], d.get("values"))} for d in self.vega["data"]]
-        steered = [{**s, "value": signals.get(s["name"], s.get("value"))} for s in self.vega["signals"]]
-        drawn: str = vl_convert.vega_to_svg({**self.vega, "data": sources, "signals": steered}, allowed_base_urls=[])
-        return drawn.encode()
 
 
 def chart(rows: Iterable[Mapping[str, Any]] | None = None, **properties: Any) -> Any:
