@@ -106,10 +106,6 @@ class Space(Brief):
     def _divisors(self, n: int) -> list[int]:
         return [m for m in self.pins["mbs"] if n % m == 0] if "mbs" in self.pins else divisors(n)
 
-    @cached_property
-    def _points(self) -> dict[tuple[tuple[Any, ...], ...], list[Point]]:
-        return {}
-
     def points(self, shape: ModelShape, tp: int, pp: int, dp: int) -> list[Point]:
         """Every combination of the remaining choices that means something on tp x pp x dp."""
         values = {**VARIED, **{name: pin for name, pin in self.pins.items() if name in VARIED}}
@@ -120,11 +116,8 @@ class Space(Brief):
         grads, gather = "overlap_grad_reduce", "overlap_param_gather"
         for name in {grads, gather} - {*self.pins} if dp == 1 or self.engine != "megatron" else ():
             values[name] = (False,)
-        if (key := tuple(values.values())) not in self._points:
-            every = [dict(zip(values, words, strict=True)) for words in product(*key)]
-            able = [p for p in every if gather in self.pins or not p[gather] or (p[grads] and p["zero"] == 1)]
-            self._points[key] = able
-        return self._points[key]
+        every = [dict(zip(values, words, strict=True)) for words in product(*values.values())]
+        return [p for p in every if gather in self.pins or not p[gather] or (p[grads] and p["zero"] == 1)]
 
 
 def space_for(

@@ -17,9 +17,11 @@ LAUNCH = re.compile(
 )
 TIMERS = re.compile(rb"\btime \(ms\) \||\"timers\": \{")
 # `name: 1.5 |` of a line, (min, max) of the table over ranks, and of a line of steps.jsonl, in seconds
-TIMER = re.compile(rb"(?:^|\|)\s*+([^:|\s][^:|]{0,99}?)\s*:\s*([\d.]{1,30})\s*(?=\||$)")
+TIMER = re.compile(rb"(?:^|\|)\s*+([^:|\s][^:|]{0,99}?)\s*:\s*(\d{1,30}(?:\.\d{0,30})?)\s*(?=\||$)")
 OF_RANKS = re.compile(rb"(?:^|\s)([A-Za-z][\w/-]*) ?\.{2,}:\s+\(?(\d+(?:\.\d*)?)(?:,\s+(\d+(?:\.\d*)?)\))?\s*$")
-OF_STEP = re.compile(rb"\"([\w/ -]{1,99})\": \[([\d.e+-]{1,30}), ([\d.e+-]{1,30})\]")
+OF_STEP = re.compile(
+    rb"\"([\w/ -]{1,99})\": \[(NUMBER), (NUMBER)\]".replace(b"NUMBER", rb"\d{1,30}(?:\.\d{0,30})?(?:e[+-]?\d{1,3})?")
+)
 # what starts the ranks of a node, of which srun sees one task: torchrun, and accelerate, which uses it
 LAUNCHERS = re.compile(
     rb"^\[default\d|torchrun\b|torch[./]distributed[./](?:elastic|launch|run)|ChildFailedError|\(local_rank: \d"
@@ -158,13 +160,6 @@ def timers(line: bytes) -> list[Span]:
         name = match[1].decode("utf-8", "replace")
         names = [f"{name} min", name] if match.re.groups > 2 and match[3] else [name]
         for place, key in enumerate(names, 2):
-            if key != "iteration" and _is_number(match[place]):  # joined lines name a timer twice: the first counts
+            if key != "iteration":  # joined lines name a timer twice: the first counts
                 spans.setdefault(key, Span(key, *match.span(place), 1.0, divisor))
     return list(spans.values())
-
-
-def _is_number(text: bytes) -> bool:
-    try:
-        return float(text) == float(text)
-    except ValueError:
-        return False

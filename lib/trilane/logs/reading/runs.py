@@ -9,11 +9,11 @@ from trilane.logs.arguments import Value
 from trilane.logs.dialects import Dialect
 from trilane.logs.endings import Ending, Level, joined, superseded
 from trilane.logs.prefixes import rank, source, timestamp
-from trilane.logs.reading.form import DIGITS
 from trilane.logs.table import NAN, NumericTable
 from trilane.logs.watchdog import Watchdogs
 from trilane.utils.validation import require
 
+DIGITS = bytes.maketrans(b"123456789", b"000000000")
 MAX_RUNS = 10_000  # of a file
 SHORT_S = 20.0  # which stamps of whole seconds give to 5 %, and their median to 1 %
 DATES_S = 1e8  # seconds since 1970 are more, those since the start of a run are fewer
