@@ -148,7 +148,7 @@ class Table(Brief):
 def displayed(frame: DataFrame, names: str = "") -> DataFrame:
     """The columns of a tidy frame that hold anything (of `names`, where given), with heads for a person to read.
 
-    Shares become per cent, parameters billions or millions; `=` marks equal ranks.
+    Shares become per cent, parameters and tokens billions or millions; `=` marks equal ranks.
     """
     found = {}
     for name in (name for name in names.split() or frame if name in frame):
@@ -157,9 +157,9 @@ def displayed(frame: DataFrame, names: str = "") -> DataFrame:
             continue
         if head.endswith("%"):
             column = (100 * column).round(1)
-        elif name == "parameters":
-            unit, head = (1e9, "parameters (B)") if column.max() >= 1e9 else (1e6, "parameters (M)")
-            column = column / unit
+        elif name in ("parameters", "tokens"):
+            unit, word = (1e9, "B") if column.max() >= 1e9 else (1e6, "M")
+            column, head = column / unit, f"{name} ({word})"
         elif name == "rank":
             column = column.astype(str) + column.duplicated(keep=False).map({True: "=", False: ""})
         found[head] = column
