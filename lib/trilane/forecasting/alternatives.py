@@ -9,7 +9,7 @@ from typing import Any
 
 from trilane.config.engines import ENGINES, untrainable_reason
 from trilane.costmodel.predict import SAFE
-from trilane.forecasting.forecast import MEMORY, Forecast, Record
+from trilane.forecasting.forecast import ALLOCATION, DEADLINE, MEMORY, Forecast, Record
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search import search
 from trilane.utils.numbers import amount
@@ -154,4 +154,6 @@ def levers(found: Forecast) -> Cases:
     hours = sorted(cases, key=lambda one: one.forecast.gpu_hours(0.5))
     apart = [one for one in hours if abs(one.forecast.gpu_hours(0.5) / found.gpu_hours(0.5) - 1) > 0.001]
     noted = (replace(one, note=f"{one.difference(found)}{'; ' * bool(one.note)}{one.note}") for one in apart)
-    return Cases(kinds={"held fixed": tuple(noted)})
+    return Cases(
+        kinds={"held fixed": tuple(noted)}, hidden=("19 of 20 runs by", "money", "memory", DEADLINE, ALLOCATION)
+    )
