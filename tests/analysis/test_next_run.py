@@ -264,11 +264,14 @@ def test_rows_that_cannot_calibrate_are_refused_in_one_line(name, tmp_path, caps
     assert (code, out, err.count("\n")) == (2, "", 1) and message in err and not Path("own.json").exists()
 
 
-def test_rows_that_do_not_count_are_named_with_the_reason():
+def test_rows_of_a_file_that_do_not_count_are_named_with_the_reason_and_a_frame_with_one_is_refused(tmp_path):
     rows = ten_rows()
     rows.loc[rows.index[0], "engine"], rows.loc[rows.index[1], "mbs"] = "oneflow", None
     rows = pd.concat([rows, rows[-1:].assign(row_id="twin")]).assign(kv_head=8)
-    found = fit(rows, A100)
+    rows.to_csv(tmp_path / "rows.csv", index=False)
+    with pytest.raises(ValueError, match="rows=lu-0005: mbs='': is missing"):
+        fit(rows, A100)
+    found = fit(tmp_path / "rows.csv", A100)
     assert found.ignored == ("column=kv_head: is not known and not read; did you mean kv_heads?",)
     assert [(row.row_id, row.reason) for row in found.left_out] == [
         ("lu-0005", "mbs='': is missing"),
