@@ -50,7 +50,7 @@ class Rehearsal:
 def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Plan:
     """The plan at tiny width for at most `max_processes`, with fewer replicas where necessary.
 
-    Kept: engine, tp, pp, interleaving, ZeRO, offload, precision, recomputation, partition, ties and norms. ValueError
+    Kept: engine, layer, tp, pp, interleaving, ZeRO, offload, precision, recomputation, partition, ties and norms. ValueError
     where one replica is too large.
     """
     # The smallest model that this topology can split, two iterations, a learning rate at which weights move, a limit at
@@ -64,6 +64,7 @@ def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Pl
     return Plan(
         label="rehearsal",
         engine=plan.engine,
+        layer=plan.layer,
         shape=_shape(plan),
         cluster=cluster,
         topology=replace(t, dp=dp, mbs=mbs, gbs=mbs * dp * rounds),
