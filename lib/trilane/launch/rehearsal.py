@@ -50,8 +50,8 @@ class Rehearsal:
 def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Plan:
     """The plan at tiny width for at most `max_processes`, with fewer replicas where necessary.
 
-    Kept: engine, layer, tp, pp, interleaving, ZeRO, offload, precision, recomputation, partition, ties and norms. ValueError
-    where one replica is too large.
+    Kept: engine, layer, tp, pp, interleaving, ZeRO, offload, precision, recomputation, partition, ties and norms.
+    ValueError where one replica is too large.
     """
     # The smallest model that this topology can split, two iterations, a learning rate at which weights move, a limit at
     # which gradients are clipped, and dropout, so that generators matter.
