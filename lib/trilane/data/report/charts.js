@@ -4,7 +4,7 @@ const NARROW = 700; // pixels; below, panels stand one below the other and legen
 const LABELS = 84; // pixels beside a panel, for the axis and its labels: at first
 // the colours of plots/style.py, and those that stand out on dark paper
 const BRIGHT = { "#14618a": "#4fa8dc", "#2a9d67": "#3fbf85", "#a23b72": "#d875ab", "#7b8a97": "#9fb0be", "#5d4a99": "#9a86dd", "#b3261e": "#ff7a70",
-  "#1b2530": "#e3e8ed", "#e3e8ec": "#323c46", "#d3dae0": "#46525d", "#0f4c6d": "#2f7fb0", "#5b9bc0": "#8cc4e6" };
+  "#1b2530": "#e3e8ed", "#e3e8ec": "#323c46", "#d3dae0": "#46525d", "#0f4c6d": "#2b76a4", "#5b9bc0": "#8cc4e6" };
 
 function fit(view, width, labels) {
   if (width < NARROW && (view.concat || view.facet)) Object.assign(view, { columns: 1, align: "none" });

@@ -300,6 +300,6 @@ def _passes(base: Any, y: Any) -> Any:
     )
     # a field would warn of an empty domain where there is no room
     middle = alt.expr("scale('schedule_x', datum.start + datum.length / 2)")
-    color = alt.condition("datum.kind == 'forward'", alt.value("white"), alt.value(INK))
+    color = alt.condition("datum.kind == 'forward'", alt.value("white"), alt.value("black"))
     text = base.mark_text(clip=True, fontSize=11, x=middle)
     return text.encode(y=y, text="microbatch:N", tooltip=tooltips(PASS), color=color)
