@@ -71,9 +71,7 @@ CELLS = """() => window.jupyterapp.shell.currentWidget.content.model.toJSON().ce
     cell.execution_count, cell.outputs.filter(out => out.output_type === "error").map(out => out.evalue)])"""
 OPEN = """async name => {
   const app = window.jupyterapp, kernel = () => app.shell.currentWidget?.sessionContext?.session?.kernel;
-  const before = app.shell.currentWidget;
   await app.commands.execute("docmanager:open", {path: name});
-  if (before?.sessionContext) { await before.sessionContext.shutdown(); before.dispose(); }
   while (kernel()?.status !== "idle" || kernel()?.connectionStatus !== "connected")
     await new Promise(done => setTimeout(done, 100));
   app.commands.execute("notebook:run-all-cells");

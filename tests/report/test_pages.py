@@ -2,12 +2,17 @@
 
 import itertools
 import re
+import urllib.parse
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import IN_BROWSER, REPOSITORY
+
+from trilane.report.index import write_zip
+from trilane.workspace.study import Study
 
 pytestmark = [*IN_BROWSER, pytest.mark.xdist_group("demo")]
 
@@ -319,3 +324,23 @@ def test_a_page_opens_with_its_finding_and_ends_in_one_plot_for_the_reader_to_ch
     first, figures, height = page.evaluate(OPENING)
     assert re.search(FINDINGS[name], first) and figures == 1
     assert name != "04_analyze" or height <= 6000
+
+
+def test_in_an_unpacked_zip_every_link_leads_somewhere_and_no_file_names_the_machine(
+    demo: Path, page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRILANE_OUTPUTS", str(demo.parent))
+    with zipfile.ZipFile(write_zip(Study("demo"))[0]) as made:
+        made.extractall(tmp_path)
+    files = {path for path in tmp_path.rglob("*") if path.is_file()}
+    for name in (str(demo.parent), str(REPOSITORY), str(Path.home())):
+        assert not [path for path in files if re.search(rb"\b" + name.encode() + rb"\b", path.read_bytes())], name
+    followed = set()
+    for path in tmp_path.glob("demo/*.html"):
+        page.goto(path.as_uri())
+        for place in page.evaluate("[...document.links].map(a => [a.pathname, a.hash.slice(1)])"):
+            target, fragment = map(urllib.parse.unquote, place)
+            assert Path(target) in files and (not fragment or f'id="{fragment}"' in Path(target).read_text()), place
+            followed.add(Path(target))
+    assert {path.name for path in followed} >= {"04_analyze.html", "02_topology.ipynb", "plans.json", "run.log"}
+    assert not page.wrong
