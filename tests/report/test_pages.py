@@ -18,6 +18,7 @@ pytestmark = [*IN_BROWSER, pytest.mark.xdist_group("demo")]
 
 SHEET = 1016  # px: A4 (297 mm) without margins of 14 mm
 NARROW, PAPER = 390, 688  # px: a telephone; A4 (210 mm) without margins of 14 mm at 96 px an inch
+SIGNED = 703  # px: A4 without margins of 12 mm, of the sheet that is signed
 AA, AA_LARGE = 4.5, 3.0  # WCAG 2.1, success criterion 1.4.3; large: 24 px, or 18.66 px bold
 LEAST = 11  # px
 PLOTS = REPOSITORY / "lib/trilane/report/plots"
@@ -229,8 +230,9 @@ def wrong(page: Any, path: Path) -> dict[str, list[Any]]:
     found["unmarked on a telephone"] = page.evaluate(UNMARKED)
     found["small letters on a telephone"] = page.evaluate(SMALL, [LEAST, POINTS])
     page.emulate_media(media="print", color_scheme="light")
-    page.set_viewport_size({"width": PAPER, "height": 1000})
-    return {**found, "cut on paper": page.evaluate(CUT, [PAPER, SHEET])}
+    paper = SIGNED if page.evaluate("getComputedStyle(document.body).page") == "sheet" else PAPER
+    page.set_viewport_size({"width": paper, "height": 1000})
+    return {**found, "cut on paper": page.evaluate(CUT, [paper, SHEET])}
 
 
 def test_every_page_of_a_study_can_be_read(demo: Path, big: Path, page: Any) -> None:
