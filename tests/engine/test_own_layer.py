@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from plans import SHAPE, changed, losses_and_norms, run_folder, small_plan
 
+from trilane.analysis.plan_report import plan_report
 from trilane.config.layer import Layer, layer_of, read_layer
 from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.launch.local import train_local
@@ -170,6 +171,7 @@ def test_a_plan_holds_the_text_of_its_layer(data: Path, tmp_path: Path) -> None:
     """All that a run needs: a file that changes later changes no run that is prepared."""
     plan = own_plan(data, "Mixer")
     assert plan_from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert f"layer     {plan.layer}; seconds, memory" in plan_report(plan)[1]
     assert len({plan.id, replace(plan, layer=None).id, own_plan(data, "QKNorm").id}) == 3
     (tmp_path / "plan.json").write_text(json.dumps({**plan.to_json(), "layer": "mine.py:Mixer"}))
     (tmp_path / "mine.py").write_text((HERE / "own_layers.py").read_text())

@@ -29,6 +29,8 @@ def plan_report(
         f"machine   {t.gpus} GPUs ({gpu.name}) of {plan.cluster.name}, {t.gbs} sequences an iteration",
         f"seconds   {p.sec_per_it:.3f} an iteration ({p.sec_lo:.3f} to {p.sec_hi:.3f})",
     ]
+    if plan.layer:
+        lines.insert(2, f"layer     {plan.layer}; seconds, memory and rate are those of megatron-core's layer")
     for name, part in why.shares.items():
         lines.append(f"{'':10}{name:16} {part * p.sec_per_it:9.3f} {part:4.0%} {'#' * round(40 * part)}".rstrip())
     host = f", {p.host_memory_bytes / 2**30:.1f} GiB of the host" if p.host_memory_bytes else ""
