@@ -57,7 +57,7 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     point = alt.selection_point("plan", fields=["id"], value=[{"id": rows[0]["id"]}], **on)
     first = zip(("a", "b"), (rows[0], safe), pins, strict=True)
     limits, memory = _limits(shown), _bars("Fullest stage's memory (GiB)", "memory", MEMORY)
-    lines = [[_speed(point), _numbers(rows)], [_bars(*TIME), alt.layer(memory, *limits)]]
+    lines = [[_speed(rows, point), _numbers(rows)], [_bars(*TIME), alt.layer(memory, *limits)]]
     made = panels([*lines, [alt.layer(_stages(), *limits), _schedule()]])
     made = made.add_params(*(alt.param(name, value=row["id"], bind=box) for name, row, box in first), *_filters(rows))
     text = f"{len(shown)} of {found.runnable:,} topologies that can run, the best by seconds and memory. The best:"
@@ -184,10 +184,15 @@ def _filters(rows: Sequence[Row]) -> Iterator[Any]:
     yield alt.param("most", value=top, bind=alt.binding_range(min=low, max=top, step=step, name="memory up to (GiB) "))
 
 
-def _speed(pick: Any) -> Any:
+def _speed(rows: Sequence[Row], pick: Any) -> Any:
     """Seconds over memory, a point a plan with its interval, and the line of what no other plan beats in both."""
-    x = alt.X("gib:Q", title="GiB on the fullest stage", scale=alt.Scale(zero=False, nice=False, padding=12))
-    up: Any = {"title": "seconds an iteration (bars: 90 %)", "scale": alt.Scale(zero=False, padding=8)}
+    # of all plans: a filter leaves the axes as they are, and no plan at all has an axis too
+    ends = [
+        (min(row[low] for row in rows), max(row[high] for row in rows)) for low, high in (("gib", "gib"), ("lo", "hi"))
+    ]
+    across, along = (alt.Scale(domain=domain, nice=False, zero=False, padding=12) for domain in ends)
+    x = alt.X("gib:Q", title="GiB on the fullest stage", scale=across)
+    up: Any = {"title": "seconds an iteration (bars: 90 %)", "scale": along}
     chosen = " && ".join([*(f"({n} == 'all' || datum.{n} == {n})" for n in FILTERS), "datum.gib <= most"])
     base = chart(width=470, height=255).transform_filter(chosen).encode(x=x)
     below = alt.Legend(orient="top", title="P(OOM)", titleOrient="left", symbolOpacity=1)
