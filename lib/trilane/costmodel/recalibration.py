@@ -193,10 +193,8 @@ def fit(rows: Source, cluster: Cluster | str) -> Recalibration:
     """
     machine = load_cluster(cluster)
     found, skipped = read_rows(rows, machine)
-    for row in (
-        [] if isinstance(rows, str | Path) else skipped
-    ):  # of a file they are reported, as `trilane calibrate` does
-        require(False, "rows", row.row_id, row.reason)
+    if skipped and not isinstance(rows, str | Path):  # those of a file are reported, as `trilane calibrate` does
+        require(False, "rows", skipped[0].row_id, skipped[0].reason)
     return recalibrated(found, skipped, ignored_words(rows), machine, least=2)
 
 
