@@ -1,4 +1,4 @@
-"""A person in JupyterLab: a notebook runs top to bottom with its default parameters, in a real browser."""
+"""A person in JupyterLab: every notebook runs top to bottom, and every control is used, in a real browser."""
 
 import json
 import os
@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from support import IN_BROWSER, uncounted, wait_until
 
+from trilane.report.notebook import notebook_names
 from trilane.workspace.run_folder import write_text
 
 pytestmark = [*IN_BROWSER, pytest.mark.xdist_group("demo")]
 
 
 @pytest.fixture(scope="module")
-def lab(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def lab(demo: Path, big: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of the JupyterLab that `trilane run all --lab` opens, on loopback, over copies in the study."""
     base = tmp_path_factory.mktemp("lab")
     log = base / "lab.log"
@@ -29,7 +30,7 @@ def lab(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         base / "config/jupyter_lab_config.json",
         json.dumps({"ServerApp": server, "LabApp": app, "IdentityProvider": token}),
     )
-    command = [sys.executable, "-m", "trilane", "run", "all", "--lab", "--study", demo.name]
+    command = [sys.executable, "-m", "trilane", "run", "all", "--lab", "--study", demo.name, "-p", "leave_out", "none"]
     environment = {
         **uncounted(),
         "TRILANE_OUTPUTS": str(demo.parent),
@@ -64,10 +65,17 @@ def page(lab: str, browser: Any) -> Any:
     return made
 
 
-def code_cells(page: Any) -> list[dict[str, Any]]:
-    """The code cells of the notebook in front, as JupyterLab holds them now."""
-    cells = page.evaluate("window.jupyterapp.shell.currentWidget.content.model.toJSON().cells")
-    return [cell for cell in cells if cell["cell_type"] == "code"]
+# The code cells of the notebook in front: whether each was executed, and its error.
+CELLS = """() => window.jupyterapp.shell.currentWidget.content.model.toJSON().cells.filter(
+  cell => cell.cell_type === "code" && cell.source.length).map(cell => [
+    cell.execution_count, cell.outputs.filter(out => out.output_type === "error").map(out => out.evalue)])"""
+OPEN = """async name => {
+  const app = window.jupyterapp, kernel = () => app.shell.currentWidget?.sessionContext?.session?.kernel;
+  await app.commands.execute("docmanager:open", {path: name});
+  while (kernel()?.status !== "idle" || kernel()?.connectionStatus !== "connected")
+    await new Promise(done => setTimeout(done, 100));
+  app.commands.execute("notebook:run-all-cells");
+}"""
 
 
 def use_every_control(page: Any) -> int:
@@ -75,32 +83,37 @@ def use_every_control(page: Any) -> int:
     kinds = {
         ".widget-dropdown select, .vega-bind select": lambda c: c.select_option(index=c.locator("option").count() - 1),
         ".widget-checkbox input, .vega-bind input[type=checkbox]": lambda c: c.click(),
+        ".vega-bind input[type=range]": lambda c: c.fill(c.get_attribute("max")),
         ".widget-text input": lambda c: (c.fill("2"), c.press("Enter")),
         "button.jupyter-button": lambda c: c.click(),
     }
-    controls = [(c, use) for kind, use in kinds.items() for c in page.locator(f".jp-Notebook :is({kind})").all()]
+    controls = [
+        (c, use)
+        for kind, use in kinds.items()
+        for c in page.locator(f".jp-NotebookPanel:not(.lm-mod-hidden) :is({kind})").all()
+    ]
     for control, use in controls:
         control.scroll_into_view_if_needed()
         use(control)
     return len(controls)
 
 
-def test_a_notebook_with_controls_runs_top_to_bottom_in_jupyterlab(lab, page):
-    """Run > Run All Cells, as a person would, then every control: no error, nothing asked of anybody else."""
-    page.goto(f"{lab}/lab/tree/02_topology.ipynb?token=test&reset")
-    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    kernel = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel"
-    page.wait_for_function(f"{kernel}?.status === 'idle' && {kernel}?.connectionStatus === 'connected'")
-    page.click("text=Run >> nth=0")
-    page.click("text=Run All Cells >> nth=0")
+def test_every_notebook_runs_in_jupyterlab_and_so_does_each_of_its_controls(lab: str, page: Any) -> None:
+    """One after another in a study, as Run > Run All Cells does: no error, nothing asked of anybody else."""
+    page.goto(f"{lab}/lab?token=test&reset")
+    page.wait_for_selector("#jp-main-dock-panel", timeout=60_000)
 
     def done() -> bool:
-        cells = code_cells(page)
-        errors = [out for cell in cells for out in cell["outputs"] if out["output_type"] == "error"]
-        assert not errors, f"{errors[0]['ename']}: {errors[0]['evalue']}"
-        return all(cell["execution_count"] for cell in cells)
+        cells = page.evaluate(CELLS)
+        errors = [errors for _, errors in cells if errors]
+        assert not errors, f"{page.title()}: {errors}"
+        return all(count for count, _ in cells)
 
-    wait_until(done, 400, "it did not run to its end")
-    assert use_every_control(page) >= 10
-    wait_until(done, 60, "after its controls were used")
+    used = dict[str, int]()
+    for name in notebook_names():
+        page.evaluate(OPEN, f"{name}.ipynb")
+        wait_until(done, 400, f"{name} did not run to its end")
+        used[name] = use_every_control(page)
+        wait_until(done, 60, f"{name} after its controls were used")
+    assert used["02_topology"] >= 10 and used["04_analyze"] >= 2
     assert not page.errors and not page.elsewhere
