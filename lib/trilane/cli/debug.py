@@ -1,6 +1,6 @@
 """`trilane debug`: hangs, slow nodes, bad restarts."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trilane.cli.app import Answer, Group, command
@@ -11,9 +11,9 @@ from trilane.diagnose.hang import diagnose_hang
 from trilane.diagnose.restart import compare_restart
 from trilane.diagnose.stacks import last_calls
 from trilane.diagnose.stragglers import find_stragglers
-from trilane.launch import rehearsal
+from trilane.launch import bisection, rehearsal
 from trilane.slurm import nodes
-from trilane.utils.validation import require
+from trilane.utils.validation import require, require_known
 from trilane.workspace import rank_grid
 from trilane.workspace.heartbeat import read_beats
 from trilane.workspace.phase_times import read_phase_times
@@ -106,3 +106,24 @@ def rehearse(
         return Answer.lines("commands", rehearsal.prepare(read_plan(plan), prepare.resolve()))
     done = rehearsal.rehearse_here(read_plan(plan))
     return Answer.of(done, done.problem or (done.audit and done.audit.findings))
+
+
+@command(GROUP)
+def bisect(
+    plan: Path,
+    axes: str = option(",".join(bisection.AXES), "what to shrink"),
+    timeout: float = option(600.0, "seconds for a job", above=0),
+    out: Path | None = option(None, "folder of the jobs (default: <plan>-bisect)", metavar="FOLDER"),
+    dry_run: bool = option(False, "only print what would be tried"),
+) -> Answer:
+    """Shrink the hanging PLAN in short jobs until the boundary between what works and what hangs is known."""
+    read, names = read_plan(plan), tuple(axes.split(","))
+    for name in names:
+        require_known("axis", name, bisection.AXES)
+    if dry_run:
+        text = "\n".join(f"{name}: {bisection.values(read, name)}" for name in names)
+        return Answer.lines("tried", text)
+    folder = out or plan.with_name(f"{plan.stem}-bisect")
+    require(not folder.exists(), "out", folder, "exists; name another")
+    report = bisection.bisect(read, names, bisection.local_runner(folder, timeout))
+    return Answer(asdict(report), str(report))
