@@ -7,7 +7,7 @@ import pytest
 from slurm_cluster import REQUEST, SITE, Commands, one, plan, run_folder, submit_chain
 
 from trilane.cli.app import main
-from trilane.slurm import chain, client, jobs, ledger
+from trilane.slurm import chain, client, jobs, ledger, monitor
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import to_mapping
 from trilane.workspace.status import RunStatus, write_status
@@ -77,12 +77,18 @@ def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed
     assert jobs.logs(folder) == ["RuntimeError: of the first job"]
 
 
-def test_a_status_that_slurm_does_not_answer_is_75(
+def test_watching_goes_on_while_slurm_is_away_and_says_it_once(
     commands: Commands, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
     commands.say("squeue", AWAY)
-    assert main(["slurm", "status", str(folder)]) == 75
-    assert capsys.readouterr().err.startswith("trilane: slurm=squeue: the controller cannot be reached")
+    lines = monitor.watch([folder], every_s=0.01, seconds=60)
+    assert next(lines).startswith("SLURM does not answer, asked again every 0.01 s: slurm=squeue: the controller")
+    commands.say("squeue", "true")
+    accounted(commands, j77="TIMEOUT")
+    assert list(lines) == ["SLURM answers again", "one: job 77 TIMEOUT n1: DIED: time limit SLURM: TIMEOUT"]
+    commands.say("squeue", AWAY)
+    assert main(["slurm", "watch", str(folder), "--every", "0.01", "--seconds", "0.2"]) == 75
+    assert capsys.readouterr().out.count("SLURM does not answer") == 1
     commands.say("scontrol", AWAY)
     assert main(["slurm", "status", str(folder)]) == 75
     assert capsys.readouterr().err.startswith("trilane: slurm=scontrol ping: SLURM does not answer (")

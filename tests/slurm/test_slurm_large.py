@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Run
-from trilane.slurm import chain, client, ledger
+from trilane.slurm import chain, client, ledger, monitor
 from trilane.utils.files import json_lines
 from trilane.workspace import run_folder
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
@@ -95,14 +96,18 @@ class Rehearsal:
 def test_52_nodes_lose_four_and_the_controller_and_no_iteration(cluster: Cluster, tmp_path: Path) -> None:
     """A broken and a slow node stay out; two nodes die, then a third, whose places spares take; the controller; the
     first node, which costs a requeue; the signal before the time limit, after which the next job of the chain goes on.
+    Who watches is told of the end.
 
     The nodes that die are heads of the tree by which SLURM collects the end of a step (every 8th): of others the heads
     wait a minute for them, and hold their nodes.
     """
     r = Rehearsal(cluster, tmp_path / "chain")
+    lines: list[str] = []
+    watching = threading.Thread(target=lambda: lines.extend(monitor.watch([r.folder], 0.5, PATIENCE_S)))
     for name, node in (("broken", "jz-a100-4"), ("slow", "jz-a100-30")):
         (r.folder / name).write_text(node)
     first, second = submit_chain(tmp_path / "chain", times=2)
+    watching.start()
     r.wait(lambda: r.count("nodes") == 1, "nodes tested")
     assert set(ledger.events(r.folder, "nodes")[0]["left_out"]) == {"jz-a100-4", "jz-a100-30"}
     r.lead_to(13)
@@ -131,6 +136,7 @@ def test_52_nodes_lose_four_and_the_controller_and_no_iteration(cluster: Cluster
     r.lead_to(GOAL)
     found = ended(r.folder)
     assert (found.id, found.status, found.iteration) == (second, "completed", GOAL), says(r.folder)
+    watching.join(30.0)
     assert [line["iteration"] for line in json_lines((r.folder / "steps.jsonl").read_text())] == [*range(1, GOAL + 1)]
     again = [[11, 12, 13], [11, 12, 13, 14], [11, 12, 13, 14, 15, 16, 17]]  # from the checkpoint of 10
     assert r.executed() == [*range(1, 14), *again[0], 14, *again[1], 15, 16, 17, *again[2], *range(18, GOAL + 1)]
@@ -144,6 +150,7 @@ def test_52_nodes_lose_four_and_the_controller_and_no_iteration(cluster: Cluster
     assert statuses == ["crashed", "crashed", "node failure", "completed"], (
         "the first job was cancelled in its last start"
     )
+    assert "completed" in lines[-1], lines
 
 
 def answered_in_5_s(folder: Path) -> int:

@@ -10,17 +10,18 @@ from trilane.config.options import option
 from trilane.config.plan import Plan, locate_plan, read_plan
 from trilane.costmodel.shipped import constants_of, replaced
 from trilane.launch.local import run_folder as run_folder_of
-from trilane.slurm import attempt, client, jobs, node_test, preflight, sites
+from trilane.slurm import attempt, client, jobs, monitor, node_test, preflight, sites
 from trilane.slurm import chain as chains
 from trilane.slurm import nodes as job_nodes
 from trilane.slurm import script as scripts
 from trilane.slurm import study_runs as several
 from trilane.slurm.sites import JobRequest, Site
+from trilane.utils.tables import one_line
 from trilane.utils.validation import require_file, to_mapping
 from trilane.workspace.run_folder import is_completed
 from trilane.workspace.study import run_folders
 
-GROUP = Group("slurm", help="Check, submit and follow runs on SLURM.")
+GROUP = Group("slurm", help="Check, submit and watch runs on SLURM.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,25 @@ def cancel(*runs: str) -> Answer:
     """Cancel the jobs of runs."""
     ids = jobs.cancel(folders_of(runs))
     return Answer({"cancelled": ids}, f"cancelled: {', '.join(ids) or 'nothing was running or waiting'}")
+
+
+@command(GROUP)
+def watch(
+    *runs: str,
+    every: float = option(60.0, "polling interval (s)", above=0),
+    seconds: float = option(7 * 86400.0, "end after so many, with exit code 75", above=0),
+) -> int:
+    """Print a line whenever a run starts, dies or goes on.
+
+    Exit code 0 when all completed, 1 when one failed, 75 when the time is over or SLURM does not answer.
+    """
+    folders = folders_of(runs)
+    for line in monitor.watch(folders, every, seconds):
+        print(one_line(line), flush=True)
+    client.require_answer()
+    found = jobs.job_status(folders)
+    # EX_TEMPFAIL of sysexits.h: try again
+    return 75 if any(j.status.is_active for j in found) else int(any(j.has_failed for j in found))
 
 
 def folders_of(runs: Sequence[str]) -> list[Path]:

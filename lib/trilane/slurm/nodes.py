@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trilane.config.plan import Plan
 from trilane.slurm import client, ledger, node_test
 from trilane.utils.files import append_line
 from trilane.utils.process import python
@@ -182,15 +181,6 @@ def requeue(job: str, nodes: int, without: Sequence[str] = ()) -> bool:
         if without:
             exclude(job, without)
     return True
-
-
-def hostfile(job: str, plan: Plan) -> str:
-    """The nodes of a running job as a hostfile of DeepSpeed and pdsh; ValueError where it does not run."""
-    client.require_answer()
-    state = client.states([job])[job]
-    require(state.state in ("RUNNING", "COMPLETING"), "job", job, f"is {state.state}, and has no nodes")
-    slots = min(plan.topology.gpus, plan.cluster.gpus_per_node)
-    return "".join(f"{host} slots={slots}\n" for host in client.hostnames(state.nodes))
 
 
 def _field(shown: str, name: str) -> str:
