@@ -1,6 +1,5 @@
 """The ramp-up of the batch size: counted as a loop over iterations would count it."""
 
-
 import pytest
 
 from trilane.config.batch_rampup import Ramp, parse_ramp
