@@ -31,7 +31,7 @@ BUDGETS = {
     "cli": 1610,  # 800
 }
 ORDER = tuple(BUDGETS)
-MOST_LINES = 29_600  # 25,000
+MOST_LINES = 29_900  # 25,000
 MOST_FILES = 205  # 170
 MOST_BYTES = 50.8  # a line, on average, not by denser lines: 50
 MOST_CONSTANTS = 10.0  # of modules, per 1,000 lines
