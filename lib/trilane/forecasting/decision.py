@@ -157,19 +157,20 @@ class Decision(Table):
             far = f"more GPUs or fewer tokens: no faster iteration alone keeps the {limit}"
             lines.append(far if slower < -0.5 else f"{much}: {end} there four runs of five keep the {limit}")
         if self.chosen is not self.plan:
-            lines.append(f"a benchmark of {self.chosen.name}, which comes first: its advantage is predicted")
+            lines.append(f"a benchmark of {self.chosen.name} before the start: its advantage is only predicted")
         return Lines(lines or ["a benchmark that contradicts the prediction"])
 
     def verdict(self) -> Text:
         """What to start when, with its date, cost, risks and memory, in one sentence."""
-        facts, price = self.forecast.facts(brief=True), self.asked.request.price
+        facts, r = self.forecast.facts(brief=True), self.asked.request
         start = "Do not start on {} as planned: at best {}" if [*_failures(self.chosen)] else "Start on {} with {}"
         return Text.of(
-            f"{{}}**{start}**: done by **{{}}** (19 of 20 runs by {{}}), **{{}} GPU-hours**{{}}, {{}}, {{}} of memory "
-            "with {} risk to run out of it.",
-            *(Text.of("{}: ", self.title) if self.title else "", self.asked.request.start, facts["topology"]),
+            "{}**{}**: done by **{}** (19 of 20 runs by {}), **{} GPU-hours**{}, {}, {} of memory with {} risk to run "
+            "out of it.",
+            Text.of("{}: ", self.title) if self.title else "",
+            Text.of(start, r.start, facts["topology"]),
             *(facts["done by"], facts["19 of 20 runs by"], facts["GPU-hours"]),
-            Text.of(" ({} at {:g} each)", facts["money"], price) if price else "",
+            Text.of(" ({} at {:g} each)", facts["money"], r.price) if r.price else "",
             *(self.forecast.risks(), facts["memory"], facts[MEMORY]),
         )
 
@@ -191,12 +192,14 @@ class Decision(Table):
     @property
     def evidence(self) -> Lines:
         """What was measured, what was fitted to it, and what is assumed."""
-        p, assumed = self.forecast.request.prediction, self.forecast.record["assumptions"]
+        p, risks = self.forecast.request.prediction, self.forecast.request.risks
         rows = f"{p.calibration.rows} rows {'of your own' if p.calibration.own else 'of others'}"
         seconds = f"{with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi)} seconds an iteration"
-        names = ", ".join(a["what"].replace("_", " ") for a in assumed if "assumed" in a["source"])
+        idle = ", ".join(f"{s.name} {s.idle_hours:g}" for s in risks.stops if "assumed" in s.source)
         lines = [f"measured: {p.support.words}", f"fitted to {rows} ({p.calibration.name}): {seconds}"]
-        return Lines([*lines, f"assumed: {names}; 07_calendar has each value with its source"])
+        start = f"minutes to start a job: {risks.startup_s / 60:g}"
+        slower = f"iterations {100 * (risks.slowdown - 1):.3g} % slower than in a benchmark"
+        return Lines([*lines, f"assumed: hours lost by each {idle}; {start}; {slower}; sources are in 07_calendar"])
 
     def notes(self) -> Text:
         """The plan and the file that the figures come from."""

@@ -93,7 +93,7 @@ class Proposal(Brief):
         return plan_columns(self.plan, self.prediction) | rates | sums | costs
 
     def to_json(self, best: "Proposal") -> dict[str, Any]:
-        """One candidate. `cost_beside_best` is `cost` over that of `best`: 1.05 is 5 % dearer."""
+        """One candidate. `cost_beside_best` is `cost` over that of `best`: 1.05 costs 5 % more."""
         p, s = self.prediction, self.shape
         values: dict[str, Any] = {"layers": s.num_layers, "hidden": s.hidden_size, "heads": s.num_attention_heads}
         values |= {"params": s.parameters, "ratio": round(self.ratio, 1)}
@@ -137,14 +137,14 @@ class Proposals(Table):
 
     def to_frame(self) -> DataFrame:
         """A row a shape, the best first: the columns of a search, then tflops a GPU with its interval, tokens, days,
-        gpu_hours, and cost_over_best, by how much a parameter and token is dearer than the best shape's.
+        gpu_hours, and cost_over_best, by how much a parameter and token costs more than the best shape's.
         """
         import pandas as pd
 
         return pd.DataFrame([p.columns(self.best) for p in self.rows])
 
     def view(self, most: int = 12) -> DataFrame:
-        """The first shapes, with the 90 % interval of their days, and how much dearer they are for equal work."""
+        """The first shapes, with the 90 % interval of their days, and how much more they cost for equal work."""
         wide = any(p.shape.ffn_hidden_size for p in self.rows[:most])
         columns: dict[str, Any] = {
             **{"layers × hidden": "size", "heads": "heads", **({"MLP": "shape.ffn"} if wide else {})},
@@ -155,7 +155,7 @@ class Proposals(Table):
             "TFLOP/s a GPU": lambda p: with_interval(*p.tflops)[0],
             "GiB": lambda p: round(p.prediction.memory_bytes / 2**30, 1),
             "days (90 % interval)": lambda p: with_bounds(*p.days_interval),
-            "relative cost": lambda p: f"{p.cost / self.best.cost - 1:+.1%}",
+            "extra cost": lambda p: f"{p.cost / self.best.cost - 1:+.1%}",
         }
         return frame_of(self.rows[:most], columns)
 

@@ -27,7 +27,7 @@ HEADS = {
     **{"num_attention_heads": "heads", "kv_heads": "key-value heads", "hidden_per_layer": "hidden / layers"},
     **{"sec_per_it": "s/it", "sec_lo": "90 % from", "sec_hi": "to", "memory_gib": "memory (GiB)"},
     **{"oom_probability": "out of memory, %", "tflops": "TFLOP/s a GPU", "gpu_hours": "GPU-hours"},
-    **{"cost_over_best": "dearer by, %", "days_50": "days", "days_90": "days (90 %)", "gpu_hours_50": "GPU-hours"},
+    **{"days_50": "days", "days_90": "days (90 %)", "gpu_hours_50": "GPU-hours"},
     **{"mean_days": "days on average", "days_95": "one run in 20 loses more days than"},
 }
 T = TypeVar("T")
@@ -160,6 +160,8 @@ def displayed(frame: DataFrame, names: str = "") -> DataFrame:
         elif name in ("parameters", "tokens"):
             unit, word = (1e9, "B") if column.max() >= 1e9 else (1e6, "M")
             column, head = column / unit, f"{name} ({word})"
+        elif column.dtype == bool:
+            column = column.map({True: "yes", False: ""})
         elif name == "rank":
             column = column.astype(str) + column.duplicated(keep=False).map({True: "=", False: ""})
         found[head] = column
