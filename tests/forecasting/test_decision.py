@@ -32,6 +32,13 @@ def page(found):
     return Decision(asked=found)
 
 
+def test_what_is_assumed_has_its_values_and_no_names_of_variables(page):
+    assumed, risks = page.evidence[-1], page.asked.request.risks
+    values = [s.idle_hours for s in risks.stops if "assumed" in s.source] + [risks.startup_s / 60]
+    assert all(f" {value:g}" in assumed for value in values)
+    assert not [name for name in shipped_json("risks")["sources"] if name.replace("_", " ") in assumed]
+
+
 def test_every_cause_of_delay_has_a_remedy(found):
     assert all(danger["what"] in shipped_json("risks")["remedies"] for danger in found.dangers)
 

@@ -152,10 +152,12 @@ class Decision(Table):
         limits = {"deadline": (until, found.days(most)), "allocation": (r.allocation, found.gpu_hours(most))}
         for limit, (allowed, spent) in ((name, of) for name, of in limits.items() if of[0] is not None):
             slower = (allowed or 0.0) / spent - 1  # what interrupts a run grows with its work
-            side, end = ("slower", "up to") if slower >= 0 else ("faster", "from")
-            much = f"a benchmark whose iterations are {abs(100 * slower):.0f} % {side} than predicted"
+            share, kept = f"{abs(100 * slower):.0f} %", f"four runs of five keep the {limit}"
+            much = f"a benchmark at least {share} faster than predicted: then {kept}"
+            if slower >= 0:
+                much = f"a benchmark more than {share} slower than predicted: then fewer than {kept}"
             far = f"more GPUs or fewer tokens: no faster iteration alone keeps the {limit}"
-            lines.append(far if slower < -0.5 else f"{much}: {end} there four runs of five keep the {limit}")
+            lines.append(far if slower < -0.5 else much)
         if self.chosen is not self.plan:
             lines.append(f"a benchmark of {self.chosen.name} before the start: its advantage is only predicted")
         return Lines(lines or ["a benchmark that contradicts the prediction"])

@@ -43,7 +43,7 @@ def gantt(found: Forecast) -> Figure:
     _over_dates(below, record)
     jobs = sum(chain["jobs"] for chain in chains)
     heading = f"{jobs} job{'s' * (jobs > 1)} of at most {amount(longest)} hours, in the expected run"
-    finished(above, heading, ylabel="batch size (sequences)")
+    finished(above, heading, ylabel="batch size (sequences)", ylim=(0, None))
     finished(below, "", xlabel="date (UTC)", ylabel="nodes", ylim=(0, None))
     return made
 
