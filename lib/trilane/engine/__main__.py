@@ -1,7 +1,4 @@
-"""`python -m trilane.engine plan.json` under torchrun or srun, or as a single process: train the plan in its folder.
-
-With --try before the plan's name its own layer is tried out in one process, and nothing is trained.
-"""
+"""`python -m trilane.engine plan.json` under torchrun or srun, or as a single process: train the plan in its folder."""
 
 import contextlib
 import os
@@ -30,11 +27,11 @@ def main(argv: list[str]) -> int:
     die_with_parent()
     allow_open_files()
     _redirect_output()
-    if len(argv) != 1 + (argv[:1] == ["--try"]):
-        print("usage: python -m trilane.engine [--try] plan.json", file=sys.stderr)
+    if len(argv) != 1:
+        print("usage: python -m trilane.engine plan.json", file=sys.stderr)
         return 2
     try:
-        train = _prepare(Path(argv[0]), signals, begin) if len(argv) == 1 else _trial(Path(argv[1]))
+        train = _prepare(Path(argv[0]), signals, begin)
     except ValueError as error:
         if not _is_refusal(error):
             raise
@@ -68,19 +65,6 @@ def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], None]:
         (path.parent / "status.json").unlink(missing_ok=True)
         write_json(path.parent / "env.json", stamp(world))
     return Training(plan, world, path.parent, signals, begin).run
-
-
-def _trial(path: Path) -> Callable[[], None]:
-    """Nothing to do, once the plan's own layer is tried out; ValueError where it would not train."""
-    from trilane.engine.cpu import enable_cpu
-
-    enable_cpu()
-    from trilane.engine.model.trial import rehearse
-
-    plan = read_plan(path)
-    if plan.layer:
-        rehearse(plan)
-    return lambda: None
 
 
 def limit_queues(plan: Plan, env: MutableMapping[str, str]) -> None:

@@ -38,6 +38,7 @@ def megatron_args(plan: Plan, prefixes: Sequence[str] = ()) -> Arguments:
     if reason := unsupported_reason("megatron", plan.shape, plan.topology):
         raise ValueError(reason)
     s, o = plan.shape, plan.optimizer
+    require(not plan.layer, "layer", plan.layer, "Megatron-LM trains its own")
     require(not s.embedding_layernorm, "embedding_layernorm", True, "Megatron-LM has no LayerNorm of the embedding")
     require(s.rotary_base.is_integer(), "rotary_base", s.rotary_base, "Megatron-LM has whole numbers")
     given: Arguments = {}

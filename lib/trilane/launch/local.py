@@ -49,8 +49,6 @@ def train_local(
     plan = read_plan(folder / "plan.json")
     require_trainable(plan.topology)
     _require_ready(folder, plan, resume)
-    if plan.layer:
-        _child("layer", "trilane.engine", "--try", str(folder / "plan.json"))
     node = plan.cluster.gpus_per_node
     rule = f"one machine starts at most the {node} processes of a node; submit job.sbatch on {plan.cluster.name}"
     require(plan.topology.gpus <= node, "tp x pp x dp", plan.topology.gpus, rule)
@@ -151,16 +149,14 @@ def environment(processes: int) -> dict[str, str]:
 
 
 def prepare_data(plan: Path) -> list[str]:
-    """Prepare the corpus of a plan's file; the prefixes of its pairs. ValueError where it cannot be prepared."""
-    return _child("data", "trilane.engine.data.corpus", str(plan))
-
-
-def _child(what: str, *module: str) -> list[str]:
-    """What a module prints in a child process, as it may import torch; ValueError with its last line where it fails."""
-    done = subprocess.run(python("-m", *module), env=environment(1), capture_output=True, text=True, check=False)
+    """Prepare the corpus of a plan's file in a child process (it may import torch), and try out its own layer; the
+    prefixes of its pairs. ValueError with the child's last line where it fails.
+    """
+    command = python("-m", "trilane.engine.data.corpus", str(plan))
+    done = subprocess.run(command, env=environment(1), capture_output=True, text=True, check=False)
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     if done.returncode != 0:
-        raise ValueError(last if done.returncode == 2 else f"{what}: could not be prepared ({last})")
+        raise ValueError(last if done.returncode == 2 else f"data: could not be prepared ({last})")
     return done.stdout.splitlines()
 
 

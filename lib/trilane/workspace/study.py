@@ -202,8 +202,6 @@ def load_cluster(name: str | Cluster) -> Cluster:
     """
     if isinstance(name, Cluster):
         return name
-    if isinstance(name, Cluster):
-        return name
     path = outputs_root() / "local.json"
     if name == "local" and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,13 @@ from megatron.core import parallel_state
 from trilane.config.plan import Plan
 from trilane.engine.backends.base import Engine, Microbatch, Named, Step, init_moments, pieces, set_step, step_of
 from trilane.engine.model.fused import apply
-from trilane.engine.model.gpt import canonical_parameters, empty_chunk, fill_parameters, transformer_config
+from trilane.engine.model.gpt import (
+    canonical_parameters,
+    empty_chunk,
+    fill_parameters,
+    sum_over_tp,
+    transformer_config,
+)
 from trilane.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, phase
 from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.workspace.fingerprints import must_decay
@@ -169,15 +175,9 @@ def sum_shared_gradients(named: Named) -> None:
     megatron-core marks those parameters and sums once an iteration, in finalize_model_grads. DeepSpeed does neither and
     puts a gradient into its buckets as soon as it exists, so a hook sums it before, once a microbatch.
     """
-
-    def summed(gradient: torch.Tensor) -> torch.Tensor:
-        whole = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole, group=parallel_state.get_tensor_model_parallel_group())
-        return whole
-
     for _, parameter in named:
         if getattr(parameter, "sequence_parallel", False):
-            parameter.register_hook(summed)
+            parameter.register_hook(sum_over_tp)
 
 
 class DeepSpeedStates:

@@ -23,7 +23,6 @@ from trilane.engine.backends.base import (
 )
 from trilane.engine.model.fused import DTYPES, apply
 from trilane.engine.model.gpt import build_chunks, canonical_parameters, transformer_config
-from trilane.engine.model.own_layer import sum_gradients
 from trilane.engine.model.trial import try_out
 from trilane.engine.phases import OPTIMIZER, megatron_timers, phase
 
@@ -51,7 +50,7 @@ class Megatron(Engine):
             _fuse_adam(chained.optimizer)
         self.states = MegatronStates(named, optimizers, self._chunks)
         settings.timers = megatron_timers(pipeline=t.pp > 1)
-        settings.finalize_model_grads_func = _finalize
+        settings.finalize_model_grads_func = finalize_model_grads
         settings.grad_scale_func = self._optimizer.scale_loss
         if t.overlap_grad_reduce:
             # Gradients are reduced as they arrive, in the last microbatch only.
@@ -103,11 +102,6 @@ class Megatron(Engine):
 
 
 build = Megatron
-
-
-def _finalize(chunks: list[torch.nn.Module], *tokens: Any, **groups: Any) -> None:
-    finalize_model_grads(chunks, *tokens, **groups)
-    sum_gradients(chunks)
 
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

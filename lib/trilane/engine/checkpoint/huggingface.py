@@ -21,6 +21,8 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from tokenizers import Tokenizer as Coder
+from tokenizers import decoders, models
 
 from trilane.config.layer import STANDARD
 from trilane.config.model import ModelShape
@@ -130,11 +132,9 @@ def export(
         replace_text(out / INDEX, json.dumps(index))
     config = family.config(shape)
     if coder:
-        coder.save(out, shape.seq_length)
+        _save(coder, out, shape.seq_length)
         # in the training's data each document follows the end of another: it is also what begins a text
-        ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), coder.eod)
-        config |= ends
-        replace_text(out / "generation_config.json", json.dumps(ends, indent=2) + "\n")
+        config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), coder.eod)
     replace_text(out / "config.json", json.dumps(config, indent=2) + "\n")
     return coder
 
@@ -146,6 +146,20 @@ def _tokenizer(data: Mapping[str, Any], name: str) -> Tokenizer | None:
     sources = [data.get("source", ""), *(part["source"] for part in data.get("blend", ()))]
     is_given = data.get("tokenizer") == "bytes" and any(map(existing_pair, filter(None, sources)))
     return None if is_given or "tokenizer" not in data else read_tokenizer(data["tokenizer"])
+
+
+def _save(tokenizer: Tokenizer, folder: Path, seq_length: int) -> None:
+    """Write the files that transformers' AutoTokenizer.from_pretrained(folder) reads."""
+    from transformers import PreTrainedTokenizerFast
+
+    coder = tokenizer.coder
+    if not coder:  # bytes: each is its own id, the next one ends a document
+        coder = Coder(models.BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)}, merges=[], byte_fallback=True))
+        coder.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        coder.add_special_tokens([tokenizer.end])
+    settings = {"model_max_length": seq_length, "model_input_names": ["input_ids", "attention_mask"]}
+    ends = dict.fromkeys(("bos_token", "eos_token"), tokenizer.end)
+    PreTrainedTokenizerFast(tokenizer_object=coder, **ends, **settings).save_pretrained(folder)
 
 
 def main(argv: list[str]) -> int:

@@ -1,7 +1,8 @@
 """A plan's data source as Megatron's indexed dataset (.bin and .idx), made once.
 
 `python -m trilane.engine.data.corpus plan.json` makes it, or all of a blend, and prints the prefixes; with --in-job,
-where nodes wait, it refuses to make a large one. torch is not imported, which would take seconds.
+where nodes wait, it refuses to make a large one. torch is not imported, which would take seconds, unless the plan has
+a layer of its own, which is tried out first.
 """
 
 import contextlib
@@ -121,30 +122,6 @@ class Tokenizer:
         with _refused(self.name, "cannot encode a document"):
             ids = np.frombuffer(text.encode(), np.uint8) if self.coder is None else self.coder.encode(text).ids
         return np.append(np.asarray(ids, np.int32), np.int32(self.eod))
-
-    def save(self, folder: Path, seq_length: int) -> None:
-        """Write the files that transformers' AutoTokenizer.from_pretrained(folder) reads."""
-        (self.coder or byte_coder(self.end)).save(str(folder / "tokenizer.json"))
-        values = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": self.end, "eos_token": self.end}
-        values |= {"model_max_length": seq_length, "clean_up_tokenization_spaces": False}  # type: ignore[dict-item]
-        values |= {"model_input_names": ["input_ids", "attention_mask"]}  # type: ignore[dict-item]
-        (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def byte_coder(end: str) -> Any:
-    """The tokenizer "bytes" of the tokenizers library: each byte is its own id, the end of a document is 256."""
-    from tokenizers import Tokenizer as Coder
-    from tokenizers import decoders, models, pre_tokenizers
-
-    # GPT-2's characters for bytes (encoder.py, bytes_to_unicode): those that print are themselves
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    characters = {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
-    coder = Coder(models.BPE(vocab=characters, merges=[]))
-    coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    coder.decoder = decoders.ByteLevel()
-    coder.add_special_tokens([end])
-    return coder
 
 
 @contextlib.contextmanager
@@ -302,6 +279,13 @@ def main(argv: list[str]) -> int:
         plan = read_plan(argv[-1])
         if "--in-job" in argv:
             require_prepared(plan.data.parts)
+        if plan.layer:
+            from trilane.engine.cpu import enable_cpu
+
+            enable_cpu()
+            from trilane.engine.model.trial import rehearse
+
+            rehearse(plan)
         print(*prepare_all(plan.data, plan.shape), sep="\n")
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
@@ -166,6 +167,13 @@ class Norm(torch.nn.Module):
         return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
 
 
+def sum_over_tp(gradient: torch.Tensor) -> torch.Tensor:
+    """The sum of a gradient over tensor-parallel ranks: a hook of a parameter that they hold whole."""
+    whole = gradient.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(whole, group=parallel_state.get_tensor_model_parallel_group())
+    return whole
+
+
 def layer_spec(shape: ModelShape) -> ModuleSpec:
     """One layer: norm, attention, norm, MLP."""
     spec = get_gpt_layer_local_spec()
@@ -270,13 +278,13 @@ class NormedDropout(torch.nn.Module):
 def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan) -> None:
     """Set parameters, by whole-model names, to their part of the initial state; what ZeRO-3 divides to its share.
 
-    An own layer's parameters keep what its class gave them, but for those of megatron-core's linear layers.
+    An own layer's parameters keep what its class gave them, but for what megatron-core's linear layers divide.
     """
     rank, tp = parallel_state.get_tensor_model_parallel_rank(), plan.topology.tp
     for name, parameter in named:
-        if getattr(parameter, "keeps_initial", False):
-            continue
         is_marked = getattr(parameter, "tensor_model_parallel", False)  # as those of an own layer are
+        if plan.layer and ".layers." in name and not is_marked:
+            continue
         dim = getattr(parameter, "partition_dim", 0) if is_marked else split_dim(name)
         stride = 2 if is_gated_fc1(name, plan.shape) else 1
         # megatron-core sets these marks in its own initialization, which is off; without them the gradient norm would

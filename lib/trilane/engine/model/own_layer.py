@@ -13,18 +13,10 @@ import linecache
 import sys
 import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
@@ -91,6 +83,7 @@ def own_spec(plan: Plan, standard: ModuleSpec) -> ModuleSpec:
         # what the class draws itself is the same on every topology
         torch.manual_seed(int(hashlib.sha256(f"{plan.run.seed}/layer {number}".encode()).hexdigest()[:15], 16))
         own, parts = copy.copy(config), copy.deepcopy(submodules)  # it may change both, for this layer alone
+        own.perform_initialization = True  # which also marks what megatron-core's linear layers divide
         is_standard = issubclass(kind, TransformerLayer)
         with refused(layer, f"cannot be made by (config, {'submodules, **options' * is_standard or 'layer_number'})"):
             if is_standard:
@@ -98,31 +91,8 @@ def own_spec(plan: Plan, standard: ModuleSpec) -> ModuleSpec:
             else:
                 made = Wrapped(kind(own, number), number)
         rng.restore(before)
-        _mark(made)
         return made
 
     # megatron-core builds classes alone; this one's objects are those of make()
     built = type("OwnLayer", (BaseTransformerLayer,), {"__new__": make})
     return ModuleSpec(module=built, submodules=standard.submodules)
-
-
-def _mark(made: torch.nn.Module) -> None:
-    """Mark what megatron-core's linear layers divide, and what keeps the initial values that the class gave it."""
-    for parameter in made.parameters():
-        parameter.keeps_initial = True  # type: ignore[attr-defined]
-    for name, module in made.named_modules():
-        if not isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
-            continue
-        for parameter in module.parameters(recurse=False):
-            parameter.keeps_initial = False
-        stride = 2 if module.config.gated_linear_unit and name.endswith("mlp.linear_fc1") else 1
-        dim = int(isinstance(module, RowParallelLinear))
-        set_tensor_model_parallel_attributes(module.weight, True, dim, stride)
-
-
-def sum_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-    """Add up, over tensor-parallel ranks, the gradients that are parts; after those of the replicas."""
-    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
-        if getattr(parameter, "sums_gradients", False):
-            group = parallel_state.get_tensor_model_parallel_group()
-            dist.all_reduce(parameter.main_grad, group=group)  # type: ignore[attr-defined]
