@@ -105,6 +105,17 @@ def test_without_risk_and_doubt_the_run_takes_its_iterations_and_nothing_else():
     assert sum(p.iterations for p in found.request.phases) == parse_ramp(RAMP).iterations(found.request.samples, 2048)
 
 
+def test_gpus_that_share_sequences_are_counted_and_paid():
+    t = replace(TOPOLOGY, cp=2, dp=4, attention="fused")
+    found = made(
+        plan=replace(PLAN, topology=t, engine="megatron"), ramp=NO_RAMP, calibration=None, runs=100, risks=CALM
+    )
+    assert found.gpu_hours(0.5) == pytest.approx(24 * 384 * found.days(0.5))
+    assert found.figures()["gpus"] == found.chains()[0]["gpus"] == 384 and "CP 2 ×" in found.facts()["topology"]
+    with pytest.raises(ValueError, match=r"^capacity.gpus=95: one replica of \S+ takes 96"):
+        made(plan=found.request.plan, ramp=NO_RAMP, capacity=steps(("2027-01-01", 95)))
+
+
 def test_the_sooner_the_deadline_and_the_smaller_the_allocation_the_likelier_they_are_missed():
     found = made()
     last, hours = found.finish(0.5).date(), found.gpu_hours(0.95)

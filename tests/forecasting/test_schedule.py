@@ -44,7 +44,8 @@ def ways(rows, gbs, fill):
             if rest == 0 and 1 <= nodes <= 128:
                 then, now = ((m + pp - 1) / m for m in (512 / own / mbs, gbs / dp / mbs))
                 pace = seconds * (own * gbs) / (512 * dp) * (now / then if fill else 1.0)
-                found.append(ScheduledTopology(tp=tp, pp=pp, dp=dp, mbs=mbs, nodes=nodes, seconds=pace))
+                t = Topology(tp=tp, pp=pp, dp=dp, mbs=mbs, gbs=gbs)
+                found.append(ScheduledTopology(topology=t, nodes=nodes, seconds=pace))
     return found
 
 
@@ -62,12 +63,12 @@ def days(steps):
 
 
 def gpu_hours(steps):
-    return sum((s.phase.iterations * s.choice.seconds + s.pause_s) * s.choice.gpus for s in steps) / 3600
+    return sum((s.phase.iterations * s.choice.seconds + s.pause_s) * s.choice.topology.gpus for s in steps) / 3600
 
 
 def table(found):
     """Nodes, batch size, microbatch: the columns of document 004."""
-    return [(s.choice.nodes, s.phase.gbs, s.choice.mbs) for s in found]
+    return [(s.choice.nodes, s.phase.gbs, s.choice.topology.mbs) for s in found]
 
 
 @pytest.mark.parametrize("worth", [60.0, 90.0, 105.0])
@@ -85,14 +86,14 @@ def test_both_node_schedules_of_document_004_come_out_of_its_benchmark_tables(wo
 def test_the_optimizer_finds_what_trying_everything_finds():
     phases = [Phase(gbs=b, iterations=1000, first=0) for b in (8, 64, 512)]
     options = [
-        [ScheduledTopology(tp=1, pp=1, dp=d, mbs=1, nodes=d, seconds=b / d + 0.1 * d) for d in (1, 2, 4, 8)]
+        [ScheduledTopology(topology=Topology(dp=d, gbs=b), nodes=d, seconds=b / d + 0.1 * d) for d in (1, 2, 4, 8)]
         for b in (8, 64, 512)
     ]
     for worth, restart in itertools.product((0.0, 3.0, 30.0, 3000.0), (0.0, 500.0, 5000.0)):
 
         def cost(path, worth=worth, restart=restart):
             seconds = [1000 * c.seconds + restart * (i > 0 and c.job != path[i - 1].job) for i, c in enumerate(path)]
-            return sum(s * (c.gpus / 3600 + worth / 86400) for s, c in zip(seconds, path, strict=True))
+            return sum(s * (c.topology.gpus / 3600 + worth / 86400) for s, c in zip(seconds, path, strict=True))
 
         found = [step.choice for step in optimize(phases, options, restart, worth)]
         assert cost(found) == pytest.approx(min(map(cost, itertools.product(*options))), rel=1e-6)
@@ -113,5 +114,6 @@ def test_dp_and_microbatch_follow_the_batch_and_tp_and_pp_never_do(adapt):
     """Checkpoints hold the shards of tp x pp."""
     phases = phases_of("16,16,9765625", 2048, 20_000_000)
     found = schedule_on(PLAN, phases, 384, K, 1200.0, adapt=adapt)
-    assert {(s.choice.tp, s.choice.pp) for s in found} == {(4, 12)}
-    assert (len({(s.choice.dp, s.choice.mbs) for s in found}) > 1) is adapt
+    each = [s.choice.topology for s in found]
+    assert {(t.tp, t.pp) for t in each} == {(4, 12)}
+    assert (len({(t.dp, t.mbs) for t in each}) > 1) is adapt

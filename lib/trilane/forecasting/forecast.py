@@ -72,9 +72,8 @@ class Forecast(Table):
             if not schedule:
                 continue
             steps = [schedule[i] for i in same]
-            seconds, gpus, nodes = (
-                np.array([float(getattr(s.choice, n)) for s in steps]) for n in ("seconds", "gpus", "nodes")
-            )
+            seconds, nodes = (np.array([float(getattr(s.choice, n)) for s in steps]) for n in ("seconds", "nodes"))
+            gpus = np.array([float(s.choice.topology.gpus) for s in steps])
             # a restart is paid once, in the first of the pieces of its phase
             pauses = np.array([step.pause_s for step in steps]) * np.diff(same, prepend=-1)
             found[place] = Stretch(
@@ -116,7 +115,8 @@ class Forecast(Table):
                     continue
                 choice, gbs = schedule[phase].choice, schedule[phase].phase.gbs  # type: ignore[index]
                 days = {"from_day": max(begin, window.start_s) / 86400, "to_day": min(end, window.end_s) / 86400}
-                new: Record = {**days, "gbs": [gbs, gbs], "jobs": 0, **{name: getattr(choice, name) for name in JOB}}
+                sizes = {**vars(choice.topology), "gpus": choice.topology.gpus, "nodes": choice.nodes}
+                new: Record = {**days, "gbs": [gbs, gbs], "jobs": 0, **{name: sizes[name] for name in JOB}}
                 if found and all(found[-1][n] == new[n] for n in JOB) and found[-1]["to_day"] >= new["from_day"]:
                     old = found.pop()
                     new |= {"from_day": old["from_day"], "gbs": [old["gbs"][0], gbs]}
@@ -275,11 +275,12 @@ class Forecast(Table):
     def facts(self, brief: bool = False) -> dict[str, str]:
         """The run as a person reads it: topology, dates, cost, risks, memory, seconds and what these rest on, where
         there is such a limit or price; `brief` without intervals."""
-        r, t, full, nearest = self.record, self.last, self.fullest, self.request.prediction.support.nearest
+        r, t, full, nearest = self.record, self.last.topology, self.fullest, self.request.prediction.support.nearest
         costs = {"days": "days", "GPU-hours": "gpu_hours", "money": "cost"}
         texts = {name: with_interval(r[key], *r[f"{key}_interval"]) for name, key in costs.items() if r[key]}
         risks = {DEADLINE: r["p_miss_deadline"], ALLOCATION: r["p_overrun_allocation"], MEMORY: full.oom_probability}
-        found = {"topology": f"TP {t.tp} × PP {t.pp} × DP {t.dp}, microbatch {t.mbs}"}
+        context = f"CP {t.cp} × " * (t.cp > 1)
+        found = {"topology": f"TP {t.tp} × {context}PP {t.pp} × DP {t.dp}, microbatch {t.mbs}"}
         found |= {"done by": r["finish"]["p50"][:10], "19 of 20 runs by": r["finish"]["p95"][:10]}
         found |= {name: mid if brief else f"{mid} ({low} to {high})" for name, (mid, low, high) in texts.items()}
         card = self.request.plan.cluster.gpu.memory_bytes / 2**30
@@ -291,7 +292,7 @@ class Forecast(Table):
     def figures(self) -> Record:
         """The numbers of facts(), units in their names: p50 is the median of the simulated runs, p95 what one run in
         twenty exceeds; None where nothing was asked for."""
-        r, t, (mid, low, high) = self.record, self.last, self.seconds
+        r, t, (mid, low, high) = self.record, self.last.topology, self.seconds
         found: Record = {name: getattr(t, name) for name in ("tp", "pp", "dp", "mbs", "gpus")}
         for unit, name in {"days": "days", "gpu_hours": "gpu_hours", "cost": "money"}.items():
             few, many = r[f"{unit}_interval"]

@@ -139,7 +139,7 @@ class ForecastRequest(Brief):
         pieces, most = len(self.pieces[0]), 30_000_000 // len(self.pieces[0])
         rule = f"must be at most {most}, for the memory that {pieces} pieces of this ramp take"
         require(self.runs <= most, "runs", self.runs, rule)
-        replica, gpus = t.tp * t.pp, [window.gpus for window in self.windows]
+        replica, gpus = t.gpus // t.dp, [window.gpus for window in self.windows]
         require(max(gpus) >= replica, "capacity.gpus", max(gpus), f"one replica of {t.label} takes {replica}")
         rule = f"the last step never ends, and one replica takes {replica}"
         require(gpus[-1] >= replica, "capacity.gpus", gpus[-1], rule)

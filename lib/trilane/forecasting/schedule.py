@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -29,25 +29,16 @@ MICROBATCHES = (1, 2, 4, 8)  # that are tried beside the plan's own
 class ScheduledTopology:
     """A topology for one batch size: `seconds` per iteration in whole `nodes`, and the memory of its fullest GPU."""
 
-    tp: int
-    pp: int
-    dp: int
-    mbs: int
+    topology: Topology
     nodes: int
     seconds: float
-    recompute: str = ""  # a measured row may leave it open
     memory_bytes: float = 0.0
     oom_probability: float = 0.0
 
-    @property
-    def gpus(self) -> int:
-        """GPUs that compute."""
-        return self.tp * self.pp * self.dp
-
-    @property
+    @cached_property
     def job(self) -> tuple[int | str, ...]:
-        """What a job cannot change without a restart."""
-        return self.tp, self.pp, self.dp, self.mbs, self.recompute
+        """What a job cannot change without a restart, of what differs between batch sizes."""
+        return self.topology.dp, self.topology.mbs, self.topology.recompute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +65,7 @@ def optimize(phases: Sequence[Phase], choices: Sequence[Options], restart_s: flo
     back: list[np.ndarray] = []
     for i, (phase, options) in enumerate(zip(phases, choices, strict=True)):
         # GPU-hours per second; the small term for time breaks ties
-        price = np.array([c.gpus / 3600 + (day_worth + 1e-6) / 86400 for c in options])
+        price = np.array([c.topology.gpus / 3600 + (day_worth + 1e-6) / 86400 for c in options])
         own = phase.iterations * np.array([c.seconds for c in options]) * price
         if i:
             changes = np.array([[new.job != old.job for old in choices[i - 1]] for new in options])
@@ -103,7 +94,7 @@ def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool) -> list[Topology]:
     batches = [(mbs, dp) for mbs in sorted({*MICROBATCHES, t.mbs}) if gbs % mbs == 0 for dp in divisors(gbs // mbs)]
     found = list[Topology]()
     for mbs, dp in batches:
-        for recompute in sorted({t.recompute, "full"}) if t.tp * t.pp * dp <= gpus else ():
+        for recompute in sorted({t.recompute, "full"}) if t.gpus // t.dp * dp <= gpus else ():
             with contextlib.suppress(ValueError):
                 found.append(dataclasses.replace(t, gbs=gbs, dp=dp, mbs=mbs, recompute=recompute))
     return [one for one in found if invalid_reason(plan.shape, one) is None]
@@ -119,12 +110,10 @@ def scheduled(plan: Plan, options: Sequence[Topology], calibration: Calibration)
     memory = memory_bytes(columns, plan.cluster, known)
     probability = oom_probability(memory, plan.cluster, known.spread)
     numbers = (np.broadcast_to(v, len(options)).tolist() for v in (seconds, memory, probability))
-    found = []
-    for t, s, m, p in zip(options, *numbers, strict=True):
-        sizes: dict[str, Any] = {name: getattr(t, name) for name in ("tp", "pp", "dp", "mbs", "recompute")}
-        nodes = -(-t.gpus // per_node)
-        found.append(ScheduledTopology(nodes=nodes, seconds=s, memory_bytes=m, oom_probability=p, **sizes))
-    return found
+    return [
+        ScheduledTopology(topology=t, nodes=-(-t.gpus // per_node), seconds=s, memory_bytes=m, oom_probability=p)
+        for t, s, m, p in zip(options, *numbers, strict=True)
+    ]
 
 
 def schedule_on(
@@ -142,7 +131,7 @@ def schedule_on(
     microbatch divide.
     """
     t = plan.topology
-    if gpus < t.tp * t.pp:
+    if gpus < t.gpus // t.dp:
         return None
     batches = [phase.gbs for phase in phases]
     found = [topologies(plan, gbs, gpus, adapt) for gbs in batches]
