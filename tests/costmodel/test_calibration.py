@@ -107,7 +107,8 @@ def test_a_saved_calibration_is_read_back_whole(tmp_path):
         ({"rows": -3}, "calibration.rows=-3: must be a whole number of at least 0"),
         ({"stack": "a\x1b[2J"}, "must be one line"),
         ({"regimes": [{"name": "a", "constants": ["nope"], "first_day": "", "last_day": ""}]}, "regime.constants=nope"),
-        ({"own": [{"gpus": 8}]}, "calibration.own.hidden=missing"),
+        ({"own": [{"gpus": 8}]}, "calibration.own={'gpus': 8}: must be a list"),
+        ({"own": [[8.0] * 7 + [0.0]]}, "calibration.own=1: must be 8 positive numbers a run"),
         (
             {"matmull": 0.7},
             "has other constants than this version (matmull); calibrate or search again",

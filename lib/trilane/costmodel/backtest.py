@@ -116,20 +116,6 @@ class Backtest(Table):
             lines.append(Text.of(text, 100 * f["mem_median"], 100 * f["mem_p90"], f["mem_n"]))
         return Text.joined("\n\n", lines or ["No row has its seconds or its memory."])
 
-    def heading(self) -> Text:
-        """How many rows were predicted and skipped, and how many of them count below, as sentences."""
-        how = f"of time fitted without each row's {self.left_out}" if self.left_out else "that ship or were calibrated"
-        timed = [row for row in self.rows if np.isfinite(row.seconds)]
-        counted = [row for row in timed if not row.excluded and not row.duplicate_of]
-        excluded = sum(row.excluded for row in timed)
-        memory = sum(np.isfinite(row.memory_bytes) and not row.duplicate_of for row in self.rows)
-        return Text.of(
-            "**{}** rows predicted by constants {}, **{}** skipped. {} of them have seconds: without {} that repeat "
-            "another row and {} marked as excluded, **{}** count below. {} distinct rows have memory, {} ran out.",
-            *(len(self.rows), how, len(self.skipped), len(timed), len(timed) - len(counted) - excluded, excluded),
-            *(len(counted), memory, sum(row.ran_out and not row.duplicate_of for row in self.rows)),
-        )
-
     def skipped_reasons(self) -> Columns:
         """Why rows could not be read, and how many for each reason; then what was ignored of those that could."""
         counts = Counter(skipped.reason for skipped in self.skipped)

@@ -66,28 +66,11 @@ class Configuration(Brief):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSizes:
-    """The sizes of a run by which its distance to another is measured (predict.SPANS); `tokens` of a microbatch."""
-
-    hidden: float
-    layers: float
-    seq: float
-    tokens: float
-    gpus: float
-    tp: float
-    pp: float
-    microbatches: float
-
-    def __post_init__(self) -> None:
-        for name, size in vars(self).items():
-            require_positive(f"calibration.own.{name}", size)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Calibration(Brief, Constants):
     """The constants of constants.py, fitted; `half_width` is the 90 % interval's, of ln(seconds); `rows` fitted to.
 
-    `stack` is the software whose shipped rows they are; "" for rows of one's own, whose sizes are in `own`, or none.
+    `stack` is the software whose shipped rows they are; "" for rows of one's own, or none. `own` has the sizes of one's
+    own runs, in the order of predict.SPANS.
     `deviations` are those of the constants' logarithms, in the order of BOUNDS; () for those of the priors.
     `name` is where they were taken from: a cluster, a software stack, a study or a file; `card` and `cluster` are those
     of one's own rows.
@@ -98,7 +81,7 @@ class Calibration(Brief, Constants):
     rows: int = 0
     regimes: tuple[Regime, ...] = ()
     stack: str = ""
-    own: tuple[RunSizes, ...] = ()
+    own: tuple[tuple[float, ...], ...] = ()
     card: str = ""
     cluster: str = ""
     deviations: tuple[float, ...] = ()
@@ -117,6 +100,8 @@ class Calibration(Brief, Constants):
         rule = f"must be {len(BOUNDS)} positive numbers, or none"
         is_whole = len(self.deviations) in (0, len(BOUNDS)) and all(0 < d < 10 for d in self.deviations)
         require(is_whole, "calibration.deviations", len(self.deviations), rule)
+        is_whole = all(len(run) == 8 and min(run) > 0 for run in self.own)
+        require(is_whole, "calibration.own", len(self.own), "must be 8 positive numbers a run")
         for name in GIVEN:
             require(0 <= getattr(self, name) <= 1, f"calibration.{name}", getattr(self, name), "must lie in 0 to 1")
 

@@ -59,8 +59,8 @@ def forward_share(topology: Topology) -> float:
     return 0.25 if topology.recompute == "full" else 1 / 3
 
 
-def pipeline_schedule(topology: Topology, prediction: Prediction, microbatches: int = 0) -> PipelineSchedule:
-    """The schedule of a predicted plan, of its first `microbatches` alone where given (0: all).
+def pipeline_schedule(topology: Topology, prediction: Prediction) -> PipelineSchedule:
+    """The schedule of a predicted plan.
 
     1F1B: a stage runs at most p - i microbatches ahead, then one forward and one backward pass in turn; interleaved
     with v chunks a stage where the plan has them, in rounds of p microbatches: Narayanan et al. 2021, arXiv:2104.04473,
@@ -79,7 +79,7 @@ def pipeline_schedule(topology: Topology, prediction: Prediction, microbatches: 
     stages = [seconds * scale + time.pipeline_p2p / t.microbatches for seconds in prediction.stage_seconds]
     return PipelineSchedule(
         stage_seconds=tuple(stages),
-        passes=tuple(passes(stages, microbatches or t.microbatches, t.interleaving, forward_share(t))),
+        passes=tuple(passes(stages, t.microbatches, t.interleaving, forward_share(t))),
         data_parallel=time.data_parallel,
         optimizer=time.optimizer,
     )

@@ -13,7 +13,7 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.parallelism import invalid_reason
 from trilane.config.plan import Plan
-from trilane.costmodel.calibration import Calibration, Configuration, RunSizes
+from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import deviations
 from trilane.costmodel.iteration import IterationTime, iteration_time, seconds_per_stage
@@ -131,8 +131,7 @@ def _records() -> dict[tuple[int, str], float]:
 
 def own_support(case: Case, calibration: Calibration) -> Support:
     """The nearest of the runs of one's own that the constants were fitted to, by their sizes alone."""
-    own = np.log([[getattr(run, name) for name in SPANS] for run in calibration.own])
-    apart = np.abs(own / np.log(list(SPANS.values())) - _features((case,))[0])
+    apart = np.abs(np.log(calibration.own) / np.log(list(SPANS.values())) - _features((case,))[0])
     distances = np.sqrt((apart**2).sum(1))
     at = int(np.argmin(distances))
     differs = _differing(dict(zip(SPANS, apart[at], strict=True)))
@@ -146,10 +145,10 @@ def _differing(parts: Mapping[str, float]) -> tuple[str, ...]:
     return tuple(names.get(n, n) for n, part in sorted(parts.items(), key=lambda p: -p[1]) if part >= 0.4)
 
 
-def sizes_of(cases: Sequence[Case]) -> tuple[RunSizes, ...]:
-    """The sizes of cases, each once."""
+def sizes_of(cases: Sequence[Case]) -> tuple[tuple[float, ...], ...]:
+    """The sizes of cases, each once, in the order of SPANS."""
     columns = [columns_of(c.shape, c.topology, c.engine) for c in cases]
-    return tuple(dict.fromkeys(RunSizes(**{name: float(getattr(x, name)) for name in SPANS}) for x in columns))
+    return tuple(dict.fromkeys(tuple(float(getattr(x, name)) for name in SPANS) for x in columns))
 
 
 @functools.cache

@@ -19,8 +19,7 @@ from trilane.costmodel.measured_rows import MeasuredRow, Skipped, Source, cells_
 from trilane.costmodel.predict import Prediction, predict, sizes_of
 from trilane.costmodel.shipped import default
 from trilane.costmodel.uncertainty import Posterior, posterior
-from trilane.utils.numbers import with_bounds
-from trilane.utils.tables import DataFrame, Html, Table, Text, as_json, frame_of
+from trilane.utils.tables import DataFrame, Html, Table, Text, as_json
 from trilane.utils.validation import require
 from trilane.workspace.study import Study, load_cluster
 
@@ -37,6 +36,8 @@ class Recalibration(Table):
     `left_out` names the rows that do not count, and why; `ignored` the columns and words that were not read.
     """
 
+    shown = "run measured_sec_per_it predicted_sec_per_it predicted_over_measured recalibrated_sec_per_it"
+    shown += " recalibrated_half_width recalibrated_over_measured measured_gib predicted_gib gib_over_measured"
     rows: tuple[MeasuredRow, ...] = ()
     prior: Calibration
     fit: Refit | None = None
@@ -143,22 +144,6 @@ class Recalibration(Table):
         table["measured_gib"] = [row.memory_bytes / 2**30 for row in self.rows]
         table["predicted_gib"] = [p.memory_bytes / 2**30 for p in self.before]
         return table.assign(gib_over_measured=table["predicted_gib"] / table["measured_gib"])
-
-    def view(self) -> DataFrame:
-        """Measured against predicted seconds, those after the fit with their 90 % interval, and memory."""
-        rows = [*zip(self.rows, self.before, self.after, strict=True)]
-        columns: dict[str, Any] = {
-            "run": lambda row: row[0].row_id,
-            "measured s/it": lambda row: f"{row[0].seconds:.3g}",
-            "predicted": lambda row: f"{row[1].sec_per_it:.3g}",
-            "over measured": lambda row: f"{row[1].sec_per_it / row[0].seconds:.2f}",
-            "fitted (90 % interval)": lambda row: with_bounds(row[2].sec_per_it, row[2].sec_lo, row[2].sec_hi),
-            "fitted over measured": lambda row: f"{row[2].sec_per_it / row[0].seconds:.2f}",
-            "measured GiB": lambda row: row[0].memory_bytes / 2**30,
-            "predicted GiB": lambda row: row[1].memory_bytes / 2**30,
-            "GiB over measured": lambda row: round(row[1].memory_bytes / row[0].memory_bytes, 2),
-        }
-        return frame_of(rows, columns).dropna(axis=1, how="all")
 
     def _repr_html_(self) -> str:
         found = super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)

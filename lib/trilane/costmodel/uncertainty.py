@@ -21,7 +21,7 @@ Z90 = 1.6449  # standard deviations of a normal distribution's 90 % interval, on
 
 @dataclass(frozen=True, kw_only=True)
 class Posterior:
-    """A calibration, and the rows that it was fitted to: `cases` and the errors ln(predicted / measured) left, (R,).
+    """A calibration, and the `cases` that it was fitted to.
 
     ln(seconds) of a plan is the model's, with a prior deviation `deviation` (C,) of the constants' logarithms, plus a
     misfit of the plan (deviation `misfit`), plus the `noise` of a run. All are normal, and the model is linearized at
@@ -30,51 +30,24 @@ class Posterior:
 
     calibration: Calibration
     cases: tuple[Configuration, ...]
-    errors: np.ndarray
     deviation: np.ndarray
     misfit: float
     noise: float
-
-    def covariance(self, cases: Sequence[Configuration]) -> np.ndarray:
-        """Covariance of ln(seconds) of the cases, (N, N), given the rows; it is small for a case that was measured.
-
-        Left out: the uncertainty of regimes' factors, and correlated misfits of similar plans.
-        """
-        return self._given_rows(cases, own=True)
 
     def half_widths(self, cases: Sequence[Configuration]) -> np.ndarray:
         """Half-widths of the 90 % intervals of ln(seconds) around the calibration's predictions, (N,).
 
         From Student's t, as the misfit is an estimate. A measured case gets the interval of an unmeasured one like it.
+        Left out: the uncertainty of regimes' factors, and correlated misfits of similar plans.
         """
         from scipy.stats import t
 
-        if not cases:
-            return np.empty(0)
-        shared = np.diag(self._given_rows(cases, own=False))
+        effects, known = (sensitivities(c, self.calibration) * self.deviation for c in (cases, self.cases))
+        alike = np.array([[_same(x, y) for y in self.cases] for x in self.cases], float).reshape(2 * (len(known),))
+        rows = known @ known.T + self.misfit**2 * alike + self.noise**2 * np.eye(len(known))
+        across = effects @ known.T
+        shared = np.diag(effects @ effects.T - across @ np.linalg.solve(rows, across.T))
         return float(t.ppf(0.95, len(self.cases) + MISFIT_ROWS)) * np.sqrt(shared + self.misfit**2)
-
-    def expected(self, cases: Sequence[Configuration]) -> np.ndarray:
-        """ln(seconds) of the cases, (N,): the calibration's, or mostly the measured ones if a case was measured."""
-        predicted = time_errors(cases, np.ones(len(cases)), (), self.calibration)(log_constants(self.calibration))
-        for i, case in enumerate(cases):
-            left = [e for e, other in zip(self.errors, self.cases, strict=True) if _same(case, other)]
-            weight = len(left) * self.misfit**2 / (len(left) * self.misfit**2 + self.noise**2)
-            predicted[i] -= weight * float(np.mean(left)) if left else 0.0
-        return predicted
-
-    def _given_rows(self, cases: Sequence[Configuration], own: bool) -> np.ndarray:
-        """The covariance given the rows, with the misfits of the cases (`own`) or that of the constants alone."""
-        slopes, known = (sensitivities(c, self.calibration) * self.deviation for c in (cases, self.cases))
-        before = slopes @ slopes.T + own * self._misfits(cases, cases)
-        if not self.cases:
-            return before
-        across = slopes @ known.T + own * self._misfits(cases, self.cases)
-        rows = known @ known.T + self._misfits(self.cases, self.cases) + self.noise**2 * np.eye(len(self.cases))
-        return before - across @ np.linalg.solve(rows, across.T)
-
-    def _misfits(self, a: Sequence[Configuration], b: Sequence[Configuration]) -> np.ndarray:
-        return self.misfit**2 * np.array([[_same(x, y) for y in b] for x in a], float).reshape(len(a), len(b))
 
 
 def posterior(
@@ -95,7 +68,6 @@ def posterior(
     return Posterior(
         calibration=calibration,
         cases=tuple(cases),
-        errors=errors,
         deviation=deviation,
         misfit=FOREIGN if not cases else math.sqrt((MISFIT_ROWS * MISFIT**2 + squares) / (MISFIT_ROWS + len(errors))),
         noise=_noise(max(NOISE[kind] for kind in kinds), cases, errors),

@@ -29,6 +29,14 @@ HEADS = {
     **{"oom_probability": "out of memory, %", "tflops": "TFLOP/s a GPU", "gpu_hours": "GPU-hours"},
     **{"days_50": "days", "days_90": "days (90 %)", "gpu_hours_50": "GPU-hours"},
     **{"mean_days": "days on average", "days_95": "one run in 20 loses more days than"},
+    **{"measured_sec_per_it": "measured s/it", "predicted_sec_per_it": "predicted", "measured_gib": "measured GiB"},
+    **{
+        "predicted_over_measured": "over measured",
+        "recalibrated_sec_per_it": "fitted",
+        "predicted_gib": "predicted GiB",
+    },
+    **{"recalibrated_half_width": "90 % within, %", "recalibrated_over_measured": "fitted over measured"},
+    **{"gib_over_measured": "GiB over measured"},
 }
 T = TypeVar("T")
 K = TypeVar("K")
