@@ -112,19 +112,8 @@ class MeasuredRuns(Table):
 
     def details(self) -> Html:
         """Of each run: what does not count and why, where time is lost, utilization, gradient norms, loss scales."""
-        heads = (
-            "Not counted",
-            "Lost",
-            "MFU",
-            "HFU",
-            "Skipped",
-            "Invalid",
-            "Norm",
-            "Largest norm",
-            "Scale",
-            "Reductions",
-        )
-        table = show(_table(self.timed[:SHOWN], *heads).to_frame())
+        heads = ("Not counted", "Lost", "MFU", "HFU", "Skipped", "Invalid", "Norm", "Largest norm", "Scale")
+        table = show(_table(self.timed[:SHOWN], *heads, "Reductions").to_frame())
         return folded("Utilization, lost time, gradient norms and loss scales", table) if self.timed else Html("")
 
     def curves(self) -> dict[str, Curve]:

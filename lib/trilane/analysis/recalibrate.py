@@ -19,8 +19,8 @@ from trilane.costmodel.measured_rows import MeasuredRow, Skipped, ignored_words,
 from trilane.costmodel.predict import Prediction
 from trilane.costmodel.recalibration import NOTHING, Recalibration, predictions, recalibrated
 from trilane.logs.written_tables import SUFFIXES
-from trilane.planning.search import search_space
-from trilane.planning.space import space_around
+from trilane.planning.search import search
+from trilane.planning.space import VARIED
 from trilane.utils.tables import Columns, DataFrame, Text
 from trilane.utils.validation import require, with_nearest
 from trilane.workspace.study import Study, studies
@@ -132,8 +132,10 @@ def next_runs(study: Study, recalibration: Recalibration) -> Columns | Text:
     planned = study.plans() if (study.folder / "plans.json").exists() else []
     found = [replace(first, topology=p.topology, engine=p.engine) for p in planned if p.shape == first.shape]
     if not found:
-        space = space_around(t, [t.gpus], [t.gbs], sorted({1, 2, 4, t.mbs}), first.engine or ENGINES[0])
-        best = search_space(first.shape, first.cluster, space, recalibration.fitted, top=8, distinct=True)
+        names = (*VARIED, "precision", "fp32_gradients", "attention", "cp", "adam", "buckets")
+        same = {name: getattr(t, name) for name in names} | {"mbs": sorted({1, 2, 4, t.mbs})}
+        asked: dict[str, Any] = {"gpus": t.gpus, "gbs": t.gbs, "engine": first.engine or ENGINES[0], **same}
+        best = search(first.shape, first.cluster, calibration=recalibration.fitted, top=8, distinct=True, **asked)
         found = [replace(first, topology=candidate.topology) for candidate in best.best_per_sizes(8).rows]
     ran = {(c.shape, c.topology) for c in recalibration.cases}
     new = [c for c in found if (c.shape, c.topology) not in ran]

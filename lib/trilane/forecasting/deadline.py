@@ -79,7 +79,17 @@ class InTime(Table):
 
     def worth(self) -> list[str]:
         """What a GPU-hour of each further cluster is worth in those of the first one, by the common model."""
-        return [_worth(self.same[0], other) for other in self.same[1:]]
+        lines = []
+        for one, other in ((self.same[0], other) for other in self.same[1:]):
+            ratio = one.costs["gpu_hours_50"] / other.costs["gpu_hours_50"]
+            text = (
+                f"a GPU-hour of {other.request.cluster.name} does the work of {ratio:.2f} of {one.request.cluster.name}"
+            )
+            money = ", and is worth as many times their price"
+            if one.costs["money"] is not None:
+                money = f": {other.costs['money'] / one.costs['money'] - 1:+.0%} of money at these prices"
+            lines.append(text + money)
+        return lines
 
     def assumptions(self) -> list[str]:
         """What model, tokens and days take for granted."""
@@ -128,14 +138,6 @@ def _frame(rows: Sequence[Dated]) -> DataFrame:
 
 def _text(rows: Sequence[Dated]) -> str:
     return displayed(_frame(rows), InTime.shown).to_string(float_format=amount)
-
-
-def _worth(one: Dated, other: Dated) -> str:
-    ratio = one.costs["gpu_hours_50"] / other.costs["gpu_hours_50"]
-    text = f"a GPU-hour of {other.request.cluster.name} does the work of {ratio:.2f} of {one.request.cluster.name}"
-    if one.costs["money"] is None:
-        return f"{text}, and is worth as many times their price"
-    return f"{text}: {other.costs['money'] / one.costs['money'] - 1:+.0%} of money at these prices"
 
 
 def sizes_within(days: float, price: float | None = None, **asked: Any) -> InTime:

@@ -50,12 +50,6 @@ class Proposal(Brief):
         return f"{self.shape.num_layers} × {self.shape.hidden_size}"
 
     @property
-    def heads(self) -> str:
-        """Heads, and where they share keys and values how many of these there are: "32", "32/8"."""
-        shared = f"/{self.shape.kv_heads}" if self.shape.num_key_value_heads else ""
-        return f"{self.shape.num_attention_heads}{shared}"
-
-    @property
     def ratio(self) -> float:
         return self.shape.hidden_size / self.shape.num_layers
 
@@ -147,7 +141,10 @@ class Proposals(Table):
         """The first shapes, with the 90 % interval of their days, and how much more they cost for equal work."""
         wide = any(p.shape.ffn_hidden_size for p in self.rows[:most])
         columns: dict[str, Any] = {
-            **{"layers × hidden": "size", "heads": "heads", **({"MLP": "shape.ffn"} if wide else {})},
+            "layers × hidden": "size",
+            # "32/8" where 32 heads share 8 of keys and values
+            "heads": lambda p: "/".join(map(str, dict.fromkeys((p.shape.num_attention_heads, p.shape.kv_heads)))),
+            **({"MLP": "shape.ffn"} if wide else {}),
             "parameters": lambda p: size_text(p.shape.parameters),
             "hidden / layers": lambda p: round(p.ratio),
             "plan": "plan.label",
@@ -286,21 +283,12 @@ def _with_heads(plan: Plan, heads: int) -> Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShapeSurvey(Table):
-    """Shapes on one process of a machine, smallest first, and the number of the one that is chosen."""
+class ShapeSurvey(Candidates):
+    """Shapes on one process of a machine, smallest first; `best` is the chosen one."""
 
-    shown = "num_layers hidden_size num_attention_heads parameters sec_per_it sec_lo sec_hi memory_gib chosen"
-    rows: tuple[Candidate, ...]
+    shown = "num_layers hidden_size num_attention_heads parameters sec_per_it sec_lo sec_hi memory_gib"
     limit_s: float
-    chosen: int
-
-    @property
-    def best(self) -> Candidate:
-        return self.rows[self.chosen]
-
-    def to_frame(self) -> DataFrame:
-        """A row a shape in the columns of a search, and whether it is the `chosen` one."""
-        return Candidates(rows=self.rows).to_frame().assign(chosen=[c is self.best for c in self.rows])
+    best: Candidate
 
     def summary(self) -> Text:
         """The chosen shape in a sentence, and whether it keeps the limit."""
@@ -335,7 +323,7 @@ def survey_shapes(
     rows.sort(key=lambda c: c.plan.shape.parameters)
     fast = [c for c in rows if c.prediction.sec_per_it <= seconds]
     best = max(fast or rows, key=lambda c: (bool(fast) * c.plan.shape.parameters, -c.prediction.sec_per_it))
-    return ShapeSurvey(rows=tuple(rows), limit_s=seconds, chosen=rows.index(best))
+    return ShapeSurvey(rows=tuple(rows), limit_s=seconds, best=best)
 
 
 def hand_on(

@@ -168,17 +168,6 @@ def word(value: Any) -> Any:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
 
 
-def space_around(
-    base: Topology, gpus: Sequence[int], gbs: Sequence[int], mbs: Sequence[int] = (), engine: str = ENGINES[0]
-) -> Space:
-    """Every tp x pp x dp of those GPU counts and batch sizes; all other choices are those of `base`."""
-    pins: dict[str, tuple[Any, ...]] = {name: (getattr(base, name),) for name in VARIED}
-    names = ("precision", "fp32_gradients", "attention", "cp", "adam", "buckets")
-    fixed = Topology(**{name: getattr(base, name) for name in names})
-    pins |= {"mbs": tuple(mbs)} if mbs else {}
-    return Space(gpus=tuple(gpus), gbs=tuple(gbs), pins=pins, engine=engine, fixed=fixed)
-
-
 def _tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list, range)) else (value,)
 

@@ -24,15 +24,25 @@ def write_index(study: Study) -> Path:
     with FolderLock([study.folder], ".index.lock", "study").held(20.0):
         notebooks = sorted(study.folder.glob("*.ipynb"), key=lambda path: (path.stem != "08_decision", path))
         runs = [_run_row(folder) for folder in study.run_folders()]
-        links = [Html.link(path.name, path.name) for path in sorted(study.folder.iterdir()) if _is_result(path)]
+        links = [
+            Html.link(path.name, path.name)
+            for path in sorted(study.folder.iterdir())
+            if path.suffix in (".json", ".csv")
+        ]
         parts = [
+            Html.of("<h1>Study “{}”</h1>", study.name),
             *recommended(study),
             Html("<h2>Notebooks</h2>"),
             table(("Question", "Status", "Seconds", "Executed copy"), map(_notebook_row, notebooks)),
             *[Html("<h2>Runs</h2>"), table(("Run", "Status", "Evidence", "Files"), runs)] * bool(runs),
             Html.of("<h2>Results</h2>\n<p>{}</p>", Html.joined(" · ", links)),
         ]
-        return replace_text(study.folder / "index.html", page(f"Study “{study.name}”", *parts))
+        made = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True)
+        source = made.from_string((DATA / "page.html.j2").read_text(encoding="utf-8"))
+        values = {"policy": Html(POLICY), "title": Html.of("Study “{}”", study.name), "stamp": stamp()}
+        css = Html((DATA / "report.css").read_text(encoding="utf-8"))
+        text = source.render(css=css, body=Html.joined("\n", parts), **values)
+        return replace_text(study.folder / "index.html", text)
 
 
 def zip_path(study: Study) -> Path:
@@ -65,28 +75,12 @@ def write_zip(study: Study) -> tuple[Path, list[str]]:
     return aside.replace(path), sorted({each.name for each in found if each.is_dir()} - {"figures", "runs"})
 
 
-def page(heading: str, *parts: Html) -> str:
-    """A page of these parts below their heading, with the styles, the policy and the stamp that all pages have."""
-    made = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True)
-    source = made.from_string((DATA / "page.html.j2").read_text(encoding="utf-8"))
-    css, body = (
-        Html((DATA / "report.css").read_text(encoding="utf-8")),
-        Html.joined("\n", [Html.of("<h1>{}</h1>", heading), *parts]),
-    )
-    values = {"policy": Html(POLICY), "title": Html.of("{}", heading), "stamp": stamp()}
-    return source.render(css=css, body=body, **values)
-
-
 def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Html:
     """A table of texts and Html."""
     titles = Html.joined("", (Html.of('<th class="text">{}</th>', head) for head in heads))
     lines = (Html.joined("", (Html.of('<td class="text">{}</td>', cell) for cell in row)) for row in rows)
     body = Html.joined("\n", (Html.of("<tr>{}</tr>", line) for line in lines))
     return Html.of("<table>\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody></table>", titles, body)
-
-
-def _is_result(path: Path) -> bool:
-    return path.suffix in (".json", ".csv")
 
 
 def recommended(study: Study) -> list[Html]:

@@ -11,6 +11,7 @@ from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.planning.explain import use_plan, varied
 from trilane.planning.search_result import Candidate
+from trilane.planning.space import divisors
 from trilane.report.plots.explorer import compared, svg_of
 from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import Html
@@ -43,17 +44,13 @@ def sentence(base: Candidate, calibration: Calibration, **choices: Any) -> tuple
 def sizes(plan: Plan) -> dict[str, list[int]]:
     """The values that a size of the plan's topology can have at all, in their order; for its words see CHOICES."""
     shape, t, node = plan.shape, plan.topology, plan.cluster.gpus_per_node
-    layers, batch = range(1, shape.num_layers + 1), divisors(t.gbs, plan.cluster.max_gpus)
-    found = {"tp": divisors(shape.num_attention_heads, node), "cp": divisors(shape.seq_length, node)}
-    found |= {"dp": batch, "mbs": batch, "zero": [*range(4)], "interleaving": divisors(shape.num_layers, len(layers))}
-    found |= {"pp": sorted({*found["interleaving"], *divisors(shape.num_layers + 2, len(layers))})}
+    layers, batch = range(1, shape.num_layers + 1), [n for n in divisors(t.gbs) if n <= plan.cluster.max_gpus]
+    each = {"tp": shape.num_attention_heads, "cp": shape.seq_length}
+    found = {name: [n for n in divisors(number) if n <= node] for name, number in each.items()}
+    found |= {"dp": batch, "mbs": batch, "zero": [*range(4)], "interleaving": divisors(shape.num_layers)}
+    found |= {"pp": [*divisors(shape.num_layers), *(n for n in divisors(shape.num_layers + 2) if n in layers)]}
     found |= {name: [0, *layers] for name in ("recompute_layers", "first_stage_layers", "last_stage_layers")}
     return {name: sorted({*values, getattr(t, name)}) for name, values in found.items()}
-
-
-def divisors(number: int, most: int) -> list[int]:
-    """The divisors of a number, up to the largest wanted."""
-    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
 
 
 def _box(name: str, value: Any, numbers: Mapping[str, Sequence[int]]) -> Any:
