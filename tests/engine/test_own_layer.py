@@ -117,14 +117,19 @@ BAD = [
     (f"{HEAD}{FORWARD}self.up(x).detach()", {}, "has no backward: its output"),
     (f"{HEAD}{FORWARD}x + self.up(x).detach()", {}, "has no backward: no gradient comes to layer.up.weight"),
     (f"{HEAD}{FORWARD}self.up(x.detach())", {}, "has no backward: no gradient comes to its input"),
-    (f"{HEAD}{FORWARD}self.up(x.view(-1, 3))", {}, "fails forward (line 8, RuntimeError: shape '[-1, 3]'"),
+    (
+        f"{HEAD}{FORWARD}self.up(x.view(-1, 3))",
+        {},
+        "fails forward (line 8: return self.up(x.view(-1, 3)), RuntimeError",
+    ),
+    (f"{HEAD}{FORWARD}self.up(x).log()", {}, "returns NaN or an infinite value"),
     (f"{HEAD}        self.up.bias.requires_grad = False\n{FORWARD}self.up(x)", {}, "does not train layer.up.bias"),
     (f"{HEAD}        self.mean = nn.BatchNorm1d(64)\n{FORWARD}self.up(x)", {}, "layer.mean.running_mean is state"),
     (HEAD.replace("config, layer_number", "width"), {}, "cannot be made by (config, layer_number) (TypeError"),
     ("Own = 3", {}, "Own is no class of torch.nn.Module"),
     ("class Own(:", {}, "cannot be imported (SyntaxError: invalid syntax"),
-    ("import nothing_here", {}, "cannot be imported (line 1, ModuleNotFoundError"),
-    ("import sys; sys.exit(0)", {}, "cannot be imported (line 1, SystemExit"),
+    ("import nothing_here", {}, "cannot be imported (line 1: import nothing_here, ModuleNotFoundError"),
+    ("import sys; sys.exit(0)", {}, "cannot be imported (line 1: import sys; sys.exit(0), SystemExit"),
     (f"{HEAD}        self.drop = nn.Dropout(0.1)\n{FORWARD}self.drop(self.up(x))", {}, ""),
     ((HERE / "own_layers.py").read_text().replace("QKNorm", "Own"), {"tp": 2, "pp": 2}, ""),
 ]
@@ -184,14 +189,57 @@ def test_a_plan_holds_the_text_of_its_layer(data: Path, tmp_path: Path) -> None:
         replace(plan, engine="deepspeed-zero", topology=replace(plan.topology, zero=1))
 
 
-def test_a_class_of_a_notebooks_cell_travels_without_what_the_cell_runs() -> None:
+def defined(cell: str) -> dict[str, type]:
     """As ipykernel compiles a cell: its text is known by the name of a file that does not exist."""
-    cell = "import json\nWIDTH = 4\nclass Own:\n    def forward(self, x):\n        return x\nrun = print('trains')\n"
     linecache.cache["cell"] = (len(cell), None, cell.splitlines(keepends=True), "cell")
     names = {"__name__": "__main__", "print": lambda text: None}
     exec(compile(cell, "cell", "exec"), names)
-    found = layer_of(names["Own"])
-    assert found.name == "cell.py:Own" and "WIDTH = 4" in found.source and "trains" not in found.source
+    return names
+
+
+CELL = """import json
+from functools import wraps
+WIDTH, DTYPE = -4, json.JSONDecoder
+UNUSED = 1
+act = lambda x: max(x, 0)
+def once(call):
+    return wraps(call)(lambda *given: call(*given))
+class Base:
+    width = WIDTH
+class Own(Base):
+    @once
+    def forward(self, x):
+        return act(DTYPE(x))
+run = print('trains')
+"""
+
+
+def test_a_class_of_a_notebooks_cell_travels_with_what_it_uses_and_nothing_else() -> None:
+    found = layer_of(defined(CELL)["Own"])
+    assert found.name == "cell.py:Own"
+    names = defined(found.source)
+    assert {"json", "wraps", "WIDTH", "DTYPE", "act", "once", "Base", "Own"} <= {*names}
+    assert not {"UNUSED", "run"} & {*names}
+    assert layer_of(defined(f"# a comment\n{CELL.replace('UNUSED = 1', 'UNUSED = 2')}")["Own"]) == found
     assert layer_of(json.JSONDecoder) == Layer(name="json.decoder:JSONDecoder")
     with pytest.raises(ValueError, match="has no source here; write it to a file"):
         layer_of(type("Own", (), {"__module__": "__main__"}))
+
+
+@pytest.mark.parametrize(
+    ("before", "line", "missing"),
+    [
+        ("from torch import nn", "import torch", "nn"),
+        ("SCALE = 2", "return SCALE * x", "SCALE"),
+        ("import math as m", "return [m.exp(one) for one in x]", "m"),
+    ],
+)
+def test_what_a_class_uses_of_another_cell_is_named(before: str, line: str, missing: str) -> None:
+    base = "nn.Module" if missing == "nn" else "object"
+    cell = f"class Own({base}):\n    def forward(self, x):\n        {line}\n"
+    other: dict[str, object] = {"__name__": "__main__"}
+    exec(before, other)
+    linecache.cache["other"] = (len(cell), None, cell.splitlines(keepends=True), "other")
+    exec(compile(cell, "other", "exec"), other)
+    with pytest.raises(ValueError, match=rf"^layer=Own: uses {missing}, no import, function, class or constant of its"):
+        layer_of(other["Own"])

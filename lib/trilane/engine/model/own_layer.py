@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_layer import (
 from trilane.config.layer import Layer
 from trilane.config.plan import Plan
 from trilane.engine.model import rng
+from trilane.utils.tables import short
 from trilane.utils.validation import HostError, shown
 
 
@@ -66,8 +67,9 @@ def refused(layer: Layer, what: str) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         file = layer.name.rpartition(":")[0]
-        at = [str(frame.lineno) for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        line = f"line {at[-1]}, " if at else ""
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        # of a cell the lines are counted without those that were left out
+        line = f"line {frames[-1].lineno}: {short(frames[-1].line or '')}, " if frames else ""
         raise HostError(f"layer={layer.name}: {what} ({line}{type(error).__name__}: {shown(error)})") from None
 
 

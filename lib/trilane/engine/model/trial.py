@@ -47,6 +47,7 @@ def try_out(plan: Plan, made: torch.nn.Module) -> None:
     _require(isinstance(out, torch.Tensor), layer, f"returns {type(out).__name__}, must return one tensor")
     found = (tuple(out.shape), out.dtype)
     _require(found == (size, dtype), layer, f"returns {found[0]} of {found[1]} for {size} of {dtype}")
+    _require(bool(out.isfinite().all()), layer, "returns NaN or an infinite value for random values")
     _require(out.requires_grad, layer, "has no backward: its output does not depend on what autograd follows")
     with refused(layer, "fails backward"):
         out.backward(weights)
