@@ -52,11 +52,27 @@ def test_rows_of_a_frame_have_the_numbers_of_their_plans_or_a_reason(frame):
     assert again.reason[0] == "" and "gpus=11" in again.reason[1] and "num_attention_heads=111" in again.reason[2]
 
 
+def test_a_frame_holds_numbers_and_nan_alone_for_what_is_unknown(tmp_path):
+    calendar = trilane.forecast(PLAN, tokens=3e11)  # without price, deadline and allocation
+    cases = trilane.alternatives(calendar).to_frame()
+    unknown = ["money_p50", "p_miss_deadline", "p_overrun_allocation"]
+    assert cases[unknown].isna().all(axis=None) and {*cases[unknown].dtypes} == {np.dtype(float)}
+    hang = trilane.study_hang(trilane.Study("none"))
+    assert hang.to_frame().step.isna().all() and hang.to_frame().tp.dtype == int
+    (tmp_path / "run.md").write_text("|TP|PP|DP|MBS|Sec/it|Mem|\n|-|-|-|-|-|-|\n|4|2||1|9.5|20|\n|4|2|8|1|OOM||\n")
+    runs = trilane.measure_runs(trilane.Study("none"), str(tmp_path / "run.md")).to_frame()
+    assert runs.tp.dtype == int and "memory_bytes" not in runs
+    assert not [name for name in runs if type(runs[name].dtype) in (pd.Int64Dtype, pd.Float64Dtype)]
+    assert runs.sec_per_it.tolist() == pytest.approx([9.5, math.nan], nan_ok=True) and runs.memory_gib[0] == 20
+
+
 def test_two_lines_fit_ten_rows_of_a_file(frame, tmp_path):
     frame[:10].assign(sec_per_it=1.2 * frame.sec_per_it).to_csv(tmp_path / "my_runs.csv", index=False)
     rows = pd.read_csv(tmp_path / "my_runs.csv")
     known = trilane.fit(rows, "jz-a100-80g")
     assert len(known.rows) == 10 and not known.left_out and not known.ignored
+    predicted = trilane.predict(str(tmp_path / "my_runs.csv"), "jz-a100-80g")
+    pd.testing.assert_frame_equal(predicted, trilane.predict(rows, "jz-a100-80g"))
     nearer = trilane.predict(rows, "jz-a100-80g", known).predicted_sec_per_it / rows.sec_per_it - 1
     assert nearer.abs().max() < 0.05 < (frame.sec_per_it[:10] / rows.sec_per_it - 1).abs().min()
 
@@ -67,6 +83,18 @@ def test_a_column_is_read_by_the_unit_that_it_names(frame):
     rows = rows.iloc[[0, 100, 200]].set_axis([*"abc"])
     (first, *_) = trilane.fit(rows.astype(str), "jz-a100-80g").rows
     assert (first.row_id, first.seconds, first.memory_bytes) == ("row a", 100.0, 20 * 2**30)
+    plain = rows.rename(columns={"time (ms)": "sec_per_it"}).drop(columns="memory (MiB)")
+    for name, size in {"memory_bytes": 20 * 2**30, "memory_mib": 20480, "memory_gib": 20}.items():
+        (first, *_) = trilane.fit(plain.assign(sec_per_it=1e2, **{name: size}), "jz-a100-80g").rows
+        assert first.memory_bytes == pytest.approx(20 * 2**30), name
+
+
+def test_columns_that_are_not_read_are_named(frame):
+    rows = frame[:4].assign(ms=3, seconds=5)
+    known = trilane.fit(rows, "jz-a100-80g")
+    assert "column=ms: is not known" in repr(known) and "column=seconds: is not known" in repr(known)
+    with pytest.warns(UserWarning, match="ignored column=recomputed: .* did you mean recompute"):
+        trilane.predict(frame[:4].assign(recomputed="none"), "jz-a100-80g")
 
 
 @pytest.mark.parametrize(
@@ -79,10 +107,11 @@ def test_a_column_is_read_by_the_unit_that_it_names(frame):
         ({"recompute": "fulll"}, "rows=row 0: recompute=fulll: did you mean full?"),
         ({"memory": 30000}, "rows=row 0: mem_gb=30000: is more than a card's 80: GiB on one GPU are needed"),
         ({"time": 3}, "column=time: seconds of an iteration stand in sec_per_it"),
+        ({"time_ms": 3}, "column=time_ms: seconds of an iteration stand in sec_per_it"),
     ],
 )
 def test_a_cell_that_cannot_be_read_is_named_by_row_and_column(frame, change, message):
-    rows = frame.drop(columns="sec_per_it" if "time" in change else "memory_gib")
+    rows = frame.drop(columns="sec_per_it" if {"time", "time_ms"} & {*change} else "memory_gib")
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         trilane.fit(rows.assign(**change), "jz-a100-80g")
 
@@ -91,6 +120,7 @@ def test_values_are_short_lines_and_equal_by_their_fields(found):
     best = found.candidates[0]
     values = [found, best, best.plan, best.plan.shape, best.plan.cluster, best.topology, best.prediction]
     values += [best.prediction.calibration, found.space, found.best(3), trilane.explain(PLAN), trilane.Study("a")]
+    values += [trilane.study_hang(trilane.Study("a")), trilane.study_restart(trilane.Study("a"))]
     values += [
         trilane.forecast(PLAN, tokens=3e11),
         trilane.propose_shapes(best.plan.cluster, parameters=2e11, gpus=384),
@@ -98,6 +128,7 @@ def test_values_are_short_lines_and_equal_by_their_fields(found):
     assert not [repr(value) for value in values if len(repr(value)) > 300 or "\n" in repr(value)]
     assert f"best {best.label}" in repr(found) and "num_layers=70" in repr(best.plan.shape)
     changed = dataclasses.replace(best.topology, dp=8)
+    assert "ranks wait" in repr(values[-4]) and "4 findings" in repr(values[-3])
     assert changed != best.topology and changed == dataclasses.replace(changed)
 
 
@@ -105,6 +136,14 @@ def test_a_name_or_path_is_taken_for_the_value_that_it_names(found):
     plan = trilane.read_plan(PLAN)
     assert trilane.predict(str(PLAN)) == trilane.predict(PLAN) == trilane.predict(plan)
     assert trilane.load_cluster(plan.cluster) is plan.cluster
+    core = trilane.calibration_for(plan.cluster, "megatron-core")
+    assert trilane.predict(PLAN, calibration="megatron-core") == trilane.predict(plan, core)
+    assert trilane.predict(plan, "jz-h100", "megatron-core").calibration.name == "megatron-core"
+    asked = {"gpus": 384, "gbs": 2048, "top": 1, "recompute": "full"}
+    assert (
+        trilane.search(SHAPE, "jz-a100-80g", calibration="megatron-core", **asked).candidates[0]
+        == (trilane.search(SHAPE, "jz-a100-80g", calibration=core, **asked).candidates[0])
+    )
     assert trilane.search(found.candidates[0].plan.shape, plan.cluster, gpus=384, gbs=2048, top=1, recompute="full")
 
 
@@ -128,6 +167,12 @@ def test_a_name_or_path_is_taken_for_the_value_that_it_names(found):
         (lambda: trilane.forecast({"tp": 1}), ValueError, "^plan=dict: must be a Plan, or the path of a plan.json"),
         (lambda: trilane.fit({"tp": [1]}, "jz-h100"), ValueError, "^rows=dict: must be a DataFrame, or the path"),
         (lambda: trilane.explain(PLAN, 5), ValueError, "^calibration=int: must be a Calibration"),
+        (
+            lambda: trilane.explain(PLAN, "megatroncore"),
+            ValueError,
+            "^calibration=megatroncore: .*did you mean megatron-",
+        ),
+        (lambda: trilane.predict("none.csv", "jz-h100"), ValueError, "^rows=none.csv: no such file"),
         (lambda: trilane.alternatives(PLAN), ValueError, "^found=PosixPath: must be Forecast"),
         (lambda: trilane.recalibrate("x"), ValueError, "^runs=str: must be Measurement, or several"),
         (lambda: trilane.decide(3), ValueError, "^study=int: must be a Study, or its name"),

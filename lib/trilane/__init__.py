@@ -62,7 +62,7 @@ _READ = {
     "Study": ("trilane.workspace.study:Study", "a Study, or its name"),
     "Calibration": (
         "trilane.costmodel.calibration:load",
-        "a Calibration, what fit() returns, or the path of its JSON file",
+        "a Calibration, what fit() returns, a study, a software stack, or the path of a JSON file",
     ),
     "Path": ("pathlib:Path", "a path"),
 }
@@ -106,6 +106,8 @@ def _called(function: Callable[..., Any]) -> Callable[..., Any]:
             raise TypeError(f"{name}: {error}{hint}") from None
         given = {}
         for key, value in bound.arguments.items():
+            if key == "calibration" and isinstance(value, str | Path):
+                value = _constants(str(value), given)
             hint, is_rest = hints.get(key, Any), signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD
             rest = {k: _taken(k, v, options.get(k, hint), bool(options)) for k, v in value.items()} if is_rest else {}
             given[key] = rest if is_rest else _taken(key, value, hint)
@@ -113,6 +115,13 @@ def _called(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*bound.args, **bound.kwargs)
 
     return call
+
+
+def _constants(source: str, given: dict[str, Any]) -> Any:
+    """The constants of a file, a study or a software stack, for the cluster, or that of the plan, given before them."""
+    known = (getattr(value, "cluster", value) for value in given.values())
+    machine = next((one for one in known if type(one).__name__ == "Cluster"), None)
+    return _named("trilane.costmodel.shipped:calibration_for")(machine, source) if machine else source
 
 
 def _taken(name: str, value: Any, hint: Any, is_text: bool = False) -> Any:
@@ -125,7 +134,8 @@ def _taken(name: str, value: Any, hint: Any, is_text: bool = False) -> Any:
     able = [kind for kind in classes if kind in _READ]
     if isinstance(value, tuple(classes.values())):
         return [value] if items == [*kinds] else value
-    if able and isinstance(value, str | Path):
+    is_table = Any in kinds and str(value).endswith(".csv")  # instead of a DataFrame
+    if able and isinstance(value, str | Path) and not is_table:
         made = _named(_READ[able[0]][0])(str(value))
         made = made.shape if able[0] == "ModelShape" else made
         return [made] if items else made

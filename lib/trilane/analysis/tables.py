@@ -149,11 +149,14 @@ def values(rows: Sequence[Row], heads: Sequence[str] = ()) -> DataFrame:
 
 
 def tidy(rows: Sequence[Row]) -> DataFrame:
-    """A column for each number, named by its key, and for what a log tells in words; NA where a number is unknown."""
+    """A column for each number, named by its key, and for what a log tells in words; NaN where a number is unknown."""
     texts = ("Run", "Status", "Dialect", "Source", "Cause", "Node", "Exclude", "Problems", "Not counted")
     readers = {key: itemgetter(key) if form else partial(cell, head=head) for head, (key, _, form) in COLUMNS.items()}
-    kept = [key for head, (key, _, form) in COLUMNS.items() if form or head in texts]
-    return frame_of(rows, {key: readers[key] for key in kept}).convert_dtypes().rename(columns={"run_name": "run"})
+    kept = {key: form for head, (key, _, form) in COLUMNS.items() if (form or head in texts) and head != "Mem"}
+    numbers = {key: float for key, form in kept.items() if form}
+    table = frame_of(rows, {key: readers[key] for key in kept}).astype(numbers)
+    whole = {key: int for key in numbers if len(table) and (table[key] % 1 == 0).all()}
+    return table.astype(whole).rename(columns={"run_name": "run"})
 
 
 def folded(summary: str, table: Html) -> Html:

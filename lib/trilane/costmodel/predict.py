@@ -3,9 +3,12 @@ support(): the measured rows that it rests on.
 """
 
 import functools
+import io
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,15 +20,14 @@ from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import deviations
 from trilane.costmodel.iteration import IterationTime, iteration_time, seconds_per_stage
-from trilane.costmodel.measured_rows import MeasuredRow, Skipped, each_row, every_row, usable
+from trilane.costmodel.measured_rows import MeasuredRow, Skipped, each_row, every_row, ignored_words, usable
 from trilane.costmodel.memory import StageMemory, host_bytes, memory_for, memory_per_stage
 from trilane.costmodel.memory import oom_probability as probability_of
 from trilane.costmodel.shipped import constants_of
 from trilane.costmodel.uncertainty import FOREIGN, T_QUANTILE, sensitivities
 from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import Brief, DataFrame
-from trilane.utils.validation import to_mapping
-from trilane.workspace.study import load_cluster
+from trilane.utils.validation import read_text, to_mapping
 
 SAFE = 0.01  # probability of running out of memory up to which a plan may be recommended
 RISKY = 0.1  # above it a plan is listed apart and never ranked first
@@ -250,26 +252,32 @@ class Prediction(Brief):
 
 
 def predict(
-    plan: Case | DataFrame, cluster: Cluster | Calibration | str | None = None, calibration: Calibration | None = None
+    plan: Case | DataFrame, cluster: Cluster | Calibration | None = None, calibration: Calibration | None = None
 ) -> Any:
     """Seconds and bytes of a plan that its model and engine can run (see invalid_reason and unsupported_reason).
 
         predict(read_plan("plan.json")).sec_per_it
-        predict(pandas.read_csv("rows.csv"), "jz-a100-80g")[["predicted_sec_per_it", "oom_probability", "reason"]]
+        predict("rows.csv", "jz-a100-80g")[["predicted_sec_per_it", "oom_probability", "reason"]]
 
     On another `cluster` than the plan's by that one's constants. Without a `calibration` (which may stand in place of
     the cluster): the constants that the plan carries, else those that ship for the cluster. Every command, notebook and
     report shows what comes from here, so that one plan (Plan.id) has one number.
 
-    Of a DataFrame, in the columns of measured_rows.read_rows(), each row: the frame with predicted_sec_per_it and its
-    90 % interval predicted_sec_lo and predicted_sec_hi, predicted_memory_gib, oom_probability, and the `reason` why a
-    row cannot run, "" where it can.
+    Of each row of a DataFrame or a CSV file, in the columns of measured_rows.read_rows(): the frame with
+    predicted_sec_per_it and its 90 % interval predicted_sec_lo and predicted_sec_hi, predicted_memory_gib,
+    oom_probability, and the `reason` why a row cannot run, "" where it can. It warns of a column near to a known name.
     """
     known = cluster if isinstance(cluster, Calibration) else calibration
-    machine = load_cluster(cluster) if isinstance(cluster, Cluster | str) else None
+    machine = cluster if isinstance(cluster, Cluster) else None
     if isinstance(plan, Plan | Configuration):
         known = known.on_card(machine or plan.cluster) if known else constants_of(plan, cluster=machine)
         return _predicted(plan, machine or plan.cluster, known)
+    if isinstance(plan, str | Path):
+        import pandas as pd
+
+        plan = pd.read_csv(io.StringIO(read_text(plan, "rows", 1 << 26)))
+    for line in (line for line in ignored_words(plan) if "did you mean" in line):
+        warnings.warn(f"predict: ignored {line}", stacklevel=3)
     made = [_predicted_row(row, known) for row in each_row(plan, machine)]
     names = ("predicted_sec_per_it", "predicted_sec_lo", "predicted_sec_hi", "predicted_memory_gib", "oom_probability")
     columns: dict[str, Any] = {name: [row.get(name, math.nan) for row in made] for name in names}

@@ -49,8 +49,8 @@ class Recalibration(Table):
 
     def brief(self) -> str:
         errors = " -> ".join(f"{e['median']:.1%}" for e in self.errors().values())
-        near = [line for line in self.ignored if "did you mean" in line]
-        return "; ".join([f"{len(self.rows)} rows, {len(self.left_out)} not used, median error {errors}", *near])
+        lines = [f"{len(self.rows)} rows, {len(self.left_out)} not used, median error {errors}", *self.ignored]
+        return "; ".join(lines)
 
     @property
     def cases(self) -> tuple[Configuration, ...]:

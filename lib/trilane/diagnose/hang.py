@@ -66,7 +66,7 @@ class Verdict(Table):
         return next((rank for rank, text in [*self.reasons.items()][:1] if WHICH not in text), None)
 
     def to_frame(self) -> DataFrame:
-        """A row per rank: tp, pp, dp, node, step and phase of its last heartbeat (-1 and "" where unknown), the number
+        """A row per rank: tp, pp, dp, node, step and phase of its last heartbeat (NaN and "" where unknown), the number
         of its group of equal stacks, what that does, over which axis, its stack; suspect, and the reason.
         """
         import pandas as pd
@@ -77,7 +77,11 @@ class Verdict(Table):
             for n, g in enumerate(self.groups)
             for rank in g.ranks
         ]
-        return pd.DataFrame(rows).drop(columns=["named"]).sort_values("rank", ignore_index=True)
+        table = pd.DataFrame(rows).drop(columns=["named"]).sort_values("rank", ignore_index=True)
+        return table.assign(step=table["step"].where(table["step"] >= 0))
+
+    def brief(self) -> str:
+        return self.paragraph
 
     def view(self) -> DataFrame:
         """A row per group: its ranks, how many, their state, the group axis that they wait over, and the stack."""

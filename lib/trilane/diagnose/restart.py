@@ -42,6 +42,9 @@ class RestartComparison(Record, Table):
         columns = {"finding": "kind", "tensor": "tensor", "where": "where", "difference": "what", "size": "size"}
         return frame_of(self.findings, columns).astype({"size": float})
 
+    def brief(self) -> str:
+        return "; ".join([f"{len(self.findings)} findings", *self.compared])
+
     def summary(self) -> Text:
         """What was compared, the number of findings, and the notes, as Markdown."""
         example = "**No run of this study was restarted.** Shown is an example, made up from the BLOOM chronicles."

@@ -116,7 +116,10 @@ def _tried(request: ForecastRequest, tries: dict[str, Record]) -> tuple[tuple[Ca
 
 
 def what_ifs(found: Forecast) -> Cases:
-    """The plan under other circumstances; on two thirds of the GPUs the best topology of a search, in whole nodes."""
+    """The plan under other circumstances; on two thirds of the GPUs the best topology of a search, in whole nodes.
+
+    what_ifs(forecast("plan.json", tokens=341e9)).to_frame()[["case", "days_p50", "gpu_hours_p50"]]
+    """
     r, worse, late = found.request, found.request.risks, found.request.start + timedelta(days=30)
     stops = tuple(replace(s, per_node_year=2 * s.per_node_year, per_year=2 * s.per_year) for s in worse.stops)
     tries: dict[str, Record] = {"tokens × 1.3": {"tokens": 1.3 * r.tokens}}
@@ -142,6 +145,8 @@ def levers(found: Forecast) -> Cases:
     """What a search holds fixed, changed one by one: the best plan that is safe to start with each other choice.
 
     Left out is what changes the GPU-hours by less than one in a thousand, such as fp16 for bf16.
+
+        levers(forecast("plan.json", tokens=341e9)).to_frame()[["case", "gpu_hours_p50"]]
     """
     plan, cases = found.request.plan, list[Case]()
     own = {"engine": plan.engine, **{name: getattr(plan.topology, name) for name in ("attention", "precision")}}

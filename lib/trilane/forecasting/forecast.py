@@ -291,7 +291,7 @@ class Forecast(Table):
 
     def figures(self) -> Record:
         """The numbers of facts(), units in their names: p50 is the median of the simulated runs, p95 what one run in
-        twenty exceeds; None where nothing was asked for."""
+        twenty exceeds; NaN where nothing was asked for."""
         r, t, (mid, low, high) = self.record, self.last.topology, self.seconds
         found: Record = {name: getattr(t, name) for name in ("tp", "pp", "dp", "mbs", "gpus")}
         for unit, name in {"days": "days", "gpu_hours": "gpu_hours", "cost": "money"}.items():
@@ -300,7 +300,8 @@ class Forecast(Table):
         found |= {name: r[name] for name in ("p_miss_deadline", "p_overrun_allocation")}
         found |= {"memory_gib": self.fullest.memory_bytes / 2**30, "oom_probability": self.fullest.oom_probability}
         found |= {"sec_per_it": mid, "sec_lo": low, "sec_hi": high}
-        return found | {"distance": self.request.prediction.support.distance}
+        found |= {"distance": self.request.prediction.support.distance}
+        return {name: math.nan if number is None else number for name, number in found.items()}
 
     @property
     def last(self) -> ScheduledTopology:

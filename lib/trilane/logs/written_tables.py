@@ -84,12 +84,12 @@ def column(header: str) -> tuple[str, str]:
     """The name of a column ("" if unknown) and the unit in its header; ? for a time that may be another quantity."""
     header = MARKUP.sub(" ", header)
     bracket = re.compile(r"[(\[]([^)\]]{0,80})[)\]]")  # of bounded length: a line of 100,000 brackets takes no longer
-    inside = re.search(r"(?:_|\b)(ms|[GM]i?B|gi?b|[bB])(?:_|\b)|(it|iter)s?/s\b", header)
+    inside = re.search(r"(?:_|\b)(ms|[GM]i?B|[gm]i?b|[bB]|bytes)(?:_|\b)|(it|iter)s?/s\b", header)
     outside = bracket.search(header)
     unit = outside[1].strip() if outside else inside[0].strip("_") if inside else ""
     key, of_unit = (re.sub(r"[^a-z0-9/]+", "", text.lower()) for text in (bracket.sub("", header), unit))
     known = known_columns()
-    name = known.get(key) or known.get(re.sub(r"([gm]i?b)$", "", key), "")
+    name = known.get(key) or known.get(re.sub(r"(ms|[gm]i?b|bytes)$", "", key), "")
     if key in ("time", "throughput", "speed"):
         is_rate = known.get(of_unit) in ("tflops", "tokens", "tokens_per_gpu", "samples")
         return (known[of_unit], "") if is_rate else (name, unit or "?")

@@ -14,6 +14,6 @@ def sizes() -> Columns:
     rows = []
     for model in shipped_json("published")["models"]:
         s = ModelShape(**model["shape"])
-        size = s.hidden_size // s.num_layers, f"{s.vocab_size:,}", model["printed_b"], s.parameters / 1e9
+        size = s.hidden_size // s.num_layers, s.vocab_size, model["printed_b"], s.parameters / 1e9
         rows.append((model["origin"], s.num_layers, s.hidden_size, *size))
     return Columns.of_rows(names, rows, digits=2)
