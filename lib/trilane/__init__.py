@@ -104,7 +104,7 @@ def _called(function: Callable[..., Any]) -> Callable[..., Any]:
                 raise TypeError("wrong options")
         except TypeError as error:
             raise TypeError(f"{name}: {error}{hint}") from None
-        given = {}
+        given = dict[str, Any]()
         for key, value in bound.arguments.items():
             if key == "calibration" and isinstance(value, str | Path):
                 value = _constants(str(value), given)
