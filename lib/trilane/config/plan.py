@@ -20,20 +20,6 @@ from trilane.utils.validation import from_mapping, read_json, require, require_l
 
 # What results write next to the fields of a plan: derived from it, so never read back.
 DERIVED = ("id", "prediction", "parameters", "tflops", "mfu", "hfu", "days", "measured", "why", "costs")
-# Fields that plan files of before 0.1.0 have: ignored where they were off.
-GONE = {
-    "run": {
-        "trace_packages": "is now `trilane debug capture`",
-        "trace_calls": "is now `trilane debug capture`",
-        "order_samples": "no sample's place depends on the run's length any more",
-        "tensorboard": "is gone; steps.jsonl has its scalars, docs/engine.md the lines that write them for TensorBoard",
-        "profile": "is gone; `timers` has the seconds of each phase, `nsys profile` around the run its kernels",
-    },
-    "optimizer": {
-        "lr_changes": "change lr and min_lr in plan.json, and resume",
-        "z_loss": "is gone, as Megatron-LM and transformers have none",
-    },
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +119,6 @@ class Plan(Brief):
 def plan_from_json(values: dict[str, Any]) -> Plan:
     """The plan of a JSON object; what results of a search carry beside it (`id`, `costs`, ...) is set aside."""
     fields = {k: v for k, v in values.items() if k not in DERIVED} if isinstance(values, dict) else values
-    for part, gone in GONE.items():
-        if isinstance(fields, dict) and isinstance(held := fields.get(part), dict):
-            for name, rule in gone.items():
-                require(not held.get(name), name, held.get(name), rule)
-            fields[part] = {k: v for k, v in held.items() if k not in gone}
     return from_mapping(Plan, fields, "plan")
 
 

@@ -5,18 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.layer import STANDARD
-from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.config.training import ranges_text, until
-from trilane.utils.validation import from_mapping, require, to_mapping
+from trilane.utils.validation import require, to_mapping
 from trilane.workspace.checkpoints import FOLDER, complete, found_in, read_manifest
 
 
 def identity(plan: Plan) -> dict[str, Any]:
     """What a checkpoint records of its run: model, seed and data, which must not change, length and skips."""
     data = {name: value for name, value in to_mapping(plan.data).items() if name != "folder"}
-    if not plan.data.split:  # checkpoints of before it existed have none
-        del data["split"]
     fixed = {"shape": to_mapping(plan.shape), "layer": str(plan.layer or STANDARD), "seed": plan.run.seed, "data": data}
     return {**fixed, "length": plan.samples, "skip": [list(ends) for ends in plan.run.skipped]}
 
@@ -44,14 +41,12 @@ def require_continuable(folder: Path, plan: Plan) -> None:
 
 def require_same(where: str, manifest: Mapping[str, Any], plan: Plan) -> None:
     """ValueError that names the first thing in which the plan differs from the checkpoint `where`."""
-    held = {"layer": STANDARD, **manifest["identity"]}
-    iteration, consumed = manifest["iteration"], manifest["consumed_samples"]
-    may_change = ("length", "skip")  # the latter for what is still to be trained
-    # one that an earlier version imported from Hugging Face has no data to compare
-    common = {name: value for name, value in identity(plan).items() if name in held and name not in may_change}
-    kept = {name: value for name, value in held.items() if name not in may_change}
-    kept |= {"shape": to_mapping(from_mapping(ModelShape, held["shape"], "shape"))}  # fields added since
-    for name, value, wanted in _differences("", kept, common):
+    held, iteration, consumed = manifest["identity"], manifest["iteration"], manifest["consumed_samples"]
+    # the latter for what is still to be trained
+    kept, own = (
+        {name: v for name, v in facts.items() if name not in ("length", "skip")} for facts in (held, identity(plan))
+    )
+    for name, value, wanted in _differences("", kept, own):
         raise ValueError(f"{name}={wanted}: the checkpoint {where} was trained with {value}")
     expected = plan.run.ramp.consumed(iteration, plan.topology.gbs)
     rule = f"the checkpoint {where} has seen {consumed} samples in {iteration} iterations"
