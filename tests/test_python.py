@@ -147,6 +147,15 @@ def test_a_name_or_path_is_taken_for_the_value_that_it_names(found):
     assert trilane.search(found.candidates[0].plan.shape, plan.cluster, gpus=384, gbs=2048, top=1, recompute="full")
 
 
+def test_numbers_columns_and_dates_of_a_frame_are_taken(frame):
+    row = frame[["gpus", "gbs"]].iloc[0]
+    assert isinstance(row.gpus, np.integer)
+    few = trilane.search(SHAPE, "jz-a100-80g", gpus=row.gpus, gbs=row.gbs, tp=frame.tp.unique(), pp=frame.pp[:1], top=1)
+    assert few.candidates[0].topology.gpus == 384 and few.candidates[0].topology.pp == frame.pp[0]
+    found = trilane.forecast(PLAN, tokens=np.float64(3e11), start=pd.Timestamp("2027-01-04"))
+    assert found.finish(0.5) == trilane.forecast(PLAN, tokens=3e11, start="2027-01-04").finish(0.5)
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
@@ -166,6 +175,13 @@ def test_a_name_or_path_is_taken_for_the_value_that_it_names(found):
         (lambda: trilane.predict(["x"]), ValueError, "^plan=list: must be|^rows=list: must be"),
         (lambda: trilane.forecast({"tp": 1}), ValueError, "^plan=dict: must be a Plan, or the path of a plan.json"),
         (lambda: trilane.fit({"tp": [1]}, "jz-h100"), ValueError, "^rows=dict: must be a DataFrame, or the path"),
+        (lambda: trilane.search(SHAPE, "jz-h100", gpus="8", gbs=8), ValueError, "^gpus=str: must be int, or several"),
+        (
+            lambda: trilane.train(PLAN, lambda x: x),
+            ValueError,
+            "^layer=<function .*: must be a class, FILE.py:CLASS or",
+        ),
+        (lambda: trilane.plots.loss, AttributeError, "did you mean losses"),
         (lambda: trilane.explain(PLAN, 5), ValueError, "^calibration=int: must be a Calibration"),
         (
             lambda: trilane.explain(PLAN, "megatroncore"),

@@ -126,6 +126,7 @@ def _constants(source: str, given: dict[str, Any]) -> Any:
 
 def _taken(name: str, value: Any, hint: Any, is_text: bool = False) -> Any:
     """The argument, read where its class is one of _READ and a name or path is given; a text where `is_text`."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # numpy's numbers and arrays, pandas' columns
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     items = [typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is Sequence]
     if items and isinstance(value, list | tuple | range):
@@ -141,7 +142,7 @@ def _taken(name: str, value: Any, hint: Any, is_text: bool = False) -> Any:
         return [made] if items else made
     if "Calibration" in able and hasattr(value, "fitted"):
         return value.fitted
-    if len(classes) < len(kinds) or (is_text and isinstance(value, str | None)):
+    if len(classes) + len({*items} - {Any}) < len(kinds) or (is_text and isinstance(value, str | None)):
         return value  # a hint of more than classes: what the function itself checks
     rule = _READ[able[0]][1] if able else " or ".join(set(classes) - {"NoneType"}) + ", or several" * bool(items)
     raise ValueError(f"{name}={type(value).__name__}: must be {rule}")

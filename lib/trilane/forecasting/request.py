@@ -147,6 +147,7 @@ class ForecastRequest(Brief):
     def _read(self, name: str, read: Callable[[str], Any], default: Any) -> None:
         """Replace the text of a field by what it says, and nothing by the default."""
         value = getattr(self, name)
+        value = f"{value:%Y-%m-%d}" if isinstance(value, datetime) else value  # as pandas has dates
         if not value or isinstance(value, str):
             object.__setattr__(self, name, read(value) if value else default)
 

@@ -68,7 +68,7 @@ class TrainedRun:
     status: RunStatus
 
 
-def train(plan: Plan, layer: str | type | None = None, *, study: str = "python", **run: Any) -> TrainedRun:
+def train(plan: Plan, layer: Any = None, *, study: str = "python", **run: Any) -> TrainedRun:
     """Train the plan here, in a run folder of the study; one that has completed there is not trained again.
 
         train(plan, layer=MyLayer, train_iters=20).status

@@ -9,6 +9,7 @@ from trilane.config.engines import ENGINES
 from trilane.config.parallelism import CHOICES, LARGEST
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.shipped import constants_of
 from trilane.planning.explain import use_plan, varied
 from trilane.planning.search_result import Candidate
 from trilane.planning.space import divisors
@@ -18,12 +19,13 @@ from trilane.utils.tables import Html
 from trilane.workspace.study import Study
 
 
-def explore(base: Plan, calibration: Calibration, study: Study | None = None) -> "Editor":
+def explore(base: Plan, calibration: Calibration | None = None, study: Study | None = None) -> "Editor":
     """An editor that starts at the plan `base`: a control for each field, what is predicted, and, with a `study`, a
     button that puts the plan first in its plans.json.
 
         explore(best.rows[0].plan, known, here)
     """
+    calibration = calibration or constants_of(base)
     return Editor(varied(base, calibration), calibration, study)
 
 
