@@ -337,7 +337,7 @@ def test_in_an_unpacked_zip_every_link_leads_somewhere_and_no_file_names_the_mac
     demo: Path, page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRILANE_OUTPUTS", str(demo.parent))
-    with zipfile.ZipFile(write_zip(Study("demo"))[0]) as made:
+    with zipfile.ZipFile(write_zip(Study("demo"))) as made:
         made.extractall(tmp_path)
     files = {path for path in tmp_path.rglob("*") if path.is_file()}
     for name in (str(demo.parent), str(REPOSITORY), str(Path.home())):

@@ -71,8 +71,7 @@ def run(
         return 2 if error.is_input else 1
     made = {"study": str(report.parent), "report": str(report)}
     if zip:
-        archive, left = index.write_zip(where)
-        note([f"{archive} leaves out the folders {', '.join(left)}"] if left else [])
+        archive = index.write_zip(where)
         return Answer({**made, "zip": str(archive)}, f"{report}\n{archive}")
     return Answer(made, str(report))
 
@@ -106,7 +105,6 @@ def calibrate(
 @command(ROOT)
 def train(
     plan: str,
-    port: int = option(0, "torchrun's port (0: one that is free)", minimum=0, maximum=65535),
     resume: bool = option(False, "go on from the newest checkpoint of the run folder"),
     as_json: bool = False,
 ) -> int:
@@ -121,7 +119,7 @@ def train(
     folder = run_folder(plan, resume)
     read_plan(folder / "plan.json")  # a folder that is not there cannot be locked
     with FolderLock([folder]).held(0.0):
-        outcome = train_local(folder, port=port, resume=resume)
+        outcome = train_local(folder, resume=resume)
     Answer(asdict(outcome), f"{outcome.status} after {outcome.seconds:.1f} s: {outcome.evidence}").show(as_json)
     return outcome.status.exit_code
 

@@ -31,14 +31,14 @@ from trilane.workspace.study import Study
 
 
 def train_local(
-    folder: Path, *, port: int = 0, show_progress: bool = True, timeout_s: float = 7 * 86400.0, resume: bool = False
+    folder: Path, *, show_progress: bool = True, timeout_s: float = 7 * 86400.0, resume: bool = False
 ) -> RunStatus:
     """Train the plan in `folder`/plan.json here and wait for it; the RunStatus, also written to status.json.
 
     Writes run.log (the output of all ranks, whole lines), ranks/<rank>.log, steps.jsonl, env.json, status.json and
-    checkpoints/ to the folder. `port` is torchrun's, 0 for a free one. Raises ValueError, before anything starts, for
-    an invalid plan or corpus, a folder with an earlier run (unless `resume`: it continues from its newest checkpoint,
-    see workspace/continuation.py), or a port in use.
+    checkpoints/ to the folder. Raises ValueError, before anything starts, for an invalid plan, corpus or layer, and a
+    folder with an earlier run (unless `resume`: it continues from its newest checkpoint, see
+    workspace/continuation.py).
 
     Ctrl-C ends all processes, records the status "cancelled" and is raised again; a run longer than `timeout_s` is
     ended as "timeout", one without progress for the plan's hang_timeout_s as "hang", with its stacks in stacks/.
@@ -53,9 +53,9 @@ def train_local(
     rule = f"one machine starts at most the {node} processes of a node; submit job.sbatch on {plan.cluster.name}"
     require(plan.topology.gpus <= node, "tp x pp x dp", plan.topology.gpus, rule)
     begin = time.monotonic()
-    with held_port(port) as own_port:
+    with held_port() as port:
         put_aside(folder, keep=True)
-        outcome = _run(folder, plan, own_port, show_progress, begin, timeout_s)
+        outcome = _run(folder, plan, port, show_progress, begin, timeout_s)
         _record(folder, outcome)
     return outcome
 

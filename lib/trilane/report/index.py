@@ -55,14 +55,14 @@ def zip_path(study: Study) -> Path:
     return path
 
 
-def write_zip(study: Study) -> tuple[Path, list[str]]:
-    """Write the pages of a study and all files that they link as one zip; its path, and the folders left out.
+def write_zip(study: Study) -> Path:
+    """Write the pages of a study and all files that they link as one zip; its path.
 
     In order, with one date and without the machine's paths: equal studies give equal bytes.
     """
     path, aside = zip_path(study), study.folder / f".{study.name}.zip"
     folders = [study.folder, study.folder / "figures", *study.run_folders()]
-    found = sorted(each for folder in folders if folder.is_dir() for each in folder.iterdir() if each.name[0] != ".")
+    found = sorted(each for folder in folders for each in folder.glob("[!.]*"))
     with zipfile.ZipFile(aside, "w", zipfile.ZIP_DEFLATED) as made:
         for file in filter(Path.is_file, found):
             data = file.read_bytes()
@@ -72,7 +72,7 @@ def write_zip(study: Study) -> tuple[Path, list[str]]:
             info = zipfile.ZipInfo(printable(str(file.relative_to(study.folder.parent))))
             info.external_attr = 0o644 << 16
             made.writestr(info, data, zipfile.ZIP_DEFLATED)
-    return aside.replace(path), sorted({each.name for each in found if each.is_dir()} - {"figures", "runs"})
+    return aside.replace(path)
 
 
 def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Html:

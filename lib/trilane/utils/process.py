@@ -53,14 +53,11 @@ def allow_open_files(most: int = 65_536) -> None:
 
 
 @contextlib.contextmanager
-def held_port(port: int = 0) -> Iterator[int]:
-    """`port` of the loopback, or a free one (0), for a child that listens there; ValueError where it is in use."""
+def held_port() -> Iterator[int]:
+    """A free port of the loopback, for a child that listens there."""
     with socket.socket() as held:
         # A bound socket that does not listen: the kernel hands its port to nobody, and a server with SO_REUSEADDR, as
         # torch's store is, may take it.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            held.bind(("127.0.0.1", port))
-        except (OSError, OverflowError) as error:
-            raise ValueError(f"port={port}: cannot be used here ({error})") from None
+        held.bind(("127.0.0.1", 0))
         yield int(held.getsockname()[1])

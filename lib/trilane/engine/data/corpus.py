@@ -2,7 +2,7 @@
 
 `python -m trilane.engine.data.corpus plan.json` makes it, or all of a blend, and prints the prefixes; with --in-job,
 where nodes wait, it refuses to make a large one. torch is not imported, which would take seconds, unless the plan has
-a layer of its own, which is tried out first.
+a layer of its own, which is tried out then.
 """
 
 import contextlib
@@ -279,6 +279,7 @@ def main(argv: list[str]) -> int:
         plan = read_plan(argv[-1])
         if "--in-job" in argv:
             require_prepared(plan.data.parts)
+        print(*prepare_all(plan.data, plan.shape), sep="\n")
         if plan.layer:
             from trilane.engine.cpu import enable_cpu
 
@@ -286,7 +287,6 @@ def main(argv: list[str]) -> int:
             from trilane.engine.model.trial import rehearse
 
             rehearse(plan)
-        print(*prepare_all(plan.data, plan.shape), sep="\n")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
