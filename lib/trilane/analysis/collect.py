@@ -137,11 +137,7 @@ class MeasuredRuns(Table):
 
 
 def measure_runs(
-    study: Study,
-    logs: str = "",
-    warm_up: int = WARM_UP,
-    cluster: Cluster | None = None,
-    dialect: str = "",
+    study: Study, logs: str = "", warm_up: int = WARM_UP, cluster: Cluster | None = None, dialect: str = ""
 ) -> MeasuredRuns:
     """The runs of `logs` (a file, a folder, a glob; run on `cluster` where given), or of the study where that is empty.
 

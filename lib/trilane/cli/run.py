@@ -98,7 +98,7 @@ def calibrate(
     values = {**kept["constants"], "made_by": {"command": "trilane calibrate", "rows": rows, **stamp()}}
     with output.open("x", encoding="utf-8") as file:  # also where another process has just made it
         file.write(json.dumps(values, indent=1) + "\n")
-    text = f"{found.to_text()}\nwritten: {output} ({kept['hash']})"
+    text = "\n".join([*found.summary(), f"written: {output} ({kept['hash']})"])
     return Answer({**found.to_json(), "calibration": kept, "file": str(output)}, text)
 
 

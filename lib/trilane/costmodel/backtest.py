@@ -106,10 +106,8 @@ class Backtest(Table):
         f, lines = figures(self.pairs), list[Text]()
         if "median" in f:
             how = f"fitted without each run's {self.left_out}" if self.left_out else "that ship or were given"
-            text = (
-                "Time: **median error {:.1f} %**, 90th percentile {:.1f} %, over {} runs, by constants {}. {:.0f} % of "
-            )
-            text += "the measured times lie in their 90 % interval."
+            text = "Time: **median error {:.1f} %**, 90th percentile {:.1f} %, over {} runs, by constants {}. "
+            text += "{:.0f} % of the measured times lie in their 90 % interval."
             lines.append(Text.of(text, 100 * f["median"], 100 * f["p90"], f["n"], how, 100 * f["coverage"]))
         if "mem_median" in f:
             text = "Memory: **median error {:.1f} %**, 90th percentile {:.1f} %, over {} runs."

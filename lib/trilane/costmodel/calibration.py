@@ -143,10 +143,10 @@ class Calibration(Brief, Constants):
         """The `calibration` beside a plan's prediction in a file: name, hash and the constants themselves."""
         return {"name": self.name, "hash": self.hash, "constants": to_json(self)}
 
-    def interval(self, seconds: Any) -> tuple[Any, Any]:
-        """The 90 % interval around a predicted time, or around an array of them."""
-        factor = math.exp(self.half_width)
-        return seconds / factor, seconds * factor
+
+def interval(seconds: float, half_width: float) -> tuple[float, float]:
+    """The 90 % interval around a predicted time, whose half-width is of ln(seconds)."""
+    return seconds / math.exp(half_width), seconds * math.exp(half_width)
 
 
 def to_json(calibration: Calibration) -> dict[str, Any]:

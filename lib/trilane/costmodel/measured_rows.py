@@ -92,7 +92,9 @@ def each_row(source: Source, cluster: Cluster | str | None = None) -> Iterator[M
         require(not missing, "rows", name, with_nearest(rule, missing[0], columns) if missing else "")
         for row in body:
             try:
-                yield _row(row, machine or _cluster_of(row, known), Path(name).stem)
+                if not machine:
+                    require_known("cluster", row.get("cluster", ""), known)
+                yield _row(row, machine or known[row["cluster"]], Path(name).stem)
             except ValueError as error:
                 yield Skipped(row_id=row["row_id"], reason=str(error))
 
@@ -229,12 +231,6 @@ def stack_of(engine: str, attention: str) -> str:
     names = {engine, engine.lower()}
     stack = next((stack for stack, facts in known.items() if names & {*facts["engines"]}), engine)
     return known.get(stack, {}).get("later", stack) if attention == "fused" else stack
-
-
-def _cluster_of(cells: Mapping[str, str], known: Mapping[str, Cluster]) -> Cluster:
-    """The cluster of a row by its name."""
-    require_known("cluster", cells.get("cluster", ""), known)
-    return known[cells["cluster"]]
 
 
 def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:

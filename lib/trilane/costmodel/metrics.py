@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.calibration import Calibration, interval
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.iteration import iteration_time
 from trilane.costmodel.measured_rows import MeasuredRow
@@ -108,7 +108,7 @@ def predict_row(
     case = row.case
     on_day = calibration.on(case.day, case.topology.gpus)
     seconds = iteration_time(case.shape, case.topology, case.cluster, on_day, case.engine).total
-    low, high = (replace(calibration, half_width=half_width) if half_width else calibration).interval(seconds)
+    low, high = interval(seconds, half_width or calibration.half_width)
     columns = columns_of(case.shape, case.topology, case.engine)
     need = float(memory_bytes(columns, case.cluster, memory))
     return RowPrediction(

@@ -16,7 +16,7 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.parallelism import invalid_reason
 from trilane.config.plan import Plan
-from trilane.costmodel.calibration import Calibration, Configuration
+from trilane.costmodel.calibration import Calibration, Configuration, interval
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import deviations
 from trilane.costmodel.iteration import IterationTime, iteration_time, seconds_per_stage
@@ -304,7 +304,7 @@ def _predicted(plan: Case, cluster: Cluster, known: Calibration) -> Prediction:
     fullest = max(stage.total for stage in stages)
     case = Configuration(shape=shape, topology=t, cluster=cluster, engine=engine)
     nearest = support_of(case, known, time.total)
-    low, high = replace(known, half_width=unmeasured_half_width(case, known, nearest)).interval(time.total)
+    low, high = interval(time.total, unmeasured_half_width(case, known, nearest))
     return Prediction(
         sec_per_it=time.total,
         sec_lo=low,

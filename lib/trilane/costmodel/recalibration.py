@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from trilane.config.cluster import Cluster, catalogue
-from trilane.costmodel.calibration import Calibration, Configuration, to_json
+from trilane.costmodel.calibration import Calibration, Configuration, interval, to_json
 from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.fit import Refit, refit
 from trilane.costmodel.measured_rows import MeasuredRow, Skipped, Source, cells_of, ignored_words, read_rows
@@ -122,10 +122,6 @@ class Recalibration(Table):
             *lines,
         ]
 
-    def to_text(self) -> str:
-        """The summary."""
-        return "\n".join(self.summary())
-
     def to_json(self) -> dict[str, Any]:
         """What the summary says, and the constants with their name and hash."""
         found: dict[str, Any] = {"rows": len(self.rows), "left_out": self.left_out, "ignored": self.ignored}
@@ -184,11 +180,7 @@ def fit(rows: Source, cluster: Cluster | str) -> Recalibration:
 
 
 def recalibrated(
-    rows: Sequence[MeasuredRow],
-    skipped: Sequence[Skipped],
-    ignored: Sequence[str],
-    cluster: Cluster | None,
-    least: int,
+    rows: Sequence[MeasuredRow], skipped: Sequence[Skipped], ignored: Sequence[str], cluster: Cluster | None, least: int
 ) -> Recalibration:
     """The constants refitted to the rows that count, of which `least` must differ in more than their seconds."""
     sites = list(dict.fromkeys(row.site for row in rows if row.site)) or [""]
@@ -248,5 +240,6 @@ def predictions(
     found = [predict(c, known.on(c.day, c.topology.gpus)) for c in cases]
     if belief is None:
         return found
-    widened = zip(found, np.exp(belief.half_widths(cases)).tolist(), strict=True)
-    return [replace(p, sec_lo=p.sec_per_it / f, sec_hi=p.sec_per_it * f) for p, f in widened]
+    each = zip(found, belief.half_widths(cases).tolist(), strict=True)
+    ends = [(p, interval(p.sec_per_it, width)) for p, width in each]
+    return [replace(p, sec_lo=low, sec_hi=high) for p, (low, high) in ends]

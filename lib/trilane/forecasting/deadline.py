@@ -44,10 +44,8 @@ class Dated(Brief):
 
     def to_json(self) -> Record:
         """The plan as a search has it, with its costs."""
-        return {
-            **Candidate(plan=self.proposal.plan, prediction=self.proposal.prediction).to_json(),
-            "costs": self.costs,
-        }
+        found = Candidate(plan=self.proposal.plan, prediction=self.proposal.prediction)
+        return {**found.to_json(), "costs": self.costs}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +79,8 @@ class InTime(Table):
         """What a GPU-hour of each further cluster is worth in those of the first one, by the common model."""
         lines = []
         for one, other in ((self.same[0], other) for other in self.same[1:]):
-            ratio = one.costs["gpu_hours_50"] / other.costs["gpu_hours_50"]
-            text = (
-                f"a GPU-hour of {other.request.cluster.name} does the work of {ratio:.2f} of {one.request.cluster.name}"
-            )
+            ratio, name = one.costs["gpu_hours_50"] / other.costs["gpu_hours_50"], other.request.cluster.name
+            text = f"a GPU-hour of {name} does the work of {ratio:.2f} of {one.request.cluster.name}"
             money = ", and is worth as many times their price"
             if one.costs["money"] is not None:
                 money = f": {other.costs['money'] / one.costs['money'] - 1:+.0%} of money at these prices"
@@ -93,10 +89,8 @@ class InTime(Table):
 
     def assumptions(self) -> list[str]:
         """What model, tokens and days take for granted."""
-        r, kind = (
-            self.request,
-            "published ratios of width to depth; predicted only: which shape learns best is not asked",
-        )
+        r = self.request
+        kind = "published ratios of width to depth; predicted only: which shape learns best is not asked"
         by = ", compute-optimal by Hoffmann et al. 2022; for much serving fewer parameters on more"
         return [
             f"model: {r.like}, {r.vocab_size} rows of embedding, sequences of {r.seq_length}, {kind}",

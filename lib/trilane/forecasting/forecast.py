@@ -230,12 +230,8 @@ class Forecast(Table):
             **{"allocation": r.allocation, "p_overrun_allocation": overrun},
             **{"cost": cost[0], "cost_interval": cost[1:], "energy_kwh": energy[0], "energy_interval": energy[1:]},
             "checkpoint": {"interval_s": r.saving[1], "save_s": r.saving[0]},
-            **{
-                "lost_days": self.lost_days,
-                "schedule": self.chains(),
-                "assumptions": assumed,
-                "meaning": known["meaning"],
-            },
+            **{"lost_days": self.lost_days, "schedule": self.chains()},
+            **{"assumptions": assumed, "meaning": known["meaning"]},
         }
 
     @cached_property

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trilane.config.batch_rampup import Phase, Ramp, parse_ramp
-from trilane.config.options import option
+from trilane.config.options import check, option
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import Prediction, predict
@@ -167,9 +167,7 @@ class ForecastRequest(Brief):
         return model if rate is None else model.with_failures(rate)
 
     def _check_options(self) -> None:
-        validation.require_known("adapt", self.adapt, ("no", "days", "gpu_hours"))
-        validation.require_integer("runs", self.runs, 100)
-        validation.require_integer("seed", self.seed, 0)
+        check(self)
         validation.require_positive("tokens", self.tokens)
         for name in ("price", "watts"):
             validation.require_not_negative(name, getattr(self, name) or 0.0)

@@ -169,11 +169,9 @@ class SearchResult(Table):
         words += [Text.of("out of memory with a probability of **{:.1%}**.", p.oom_probability)]
         if p.oom_probability > SAFE:
             words += [Text.of(" Above {:.0%} `08_decision` recommends none; the fastest here that it may: ", SAFE)]
-            others = [
-                ("{:code} ({}), {:+.1%}.", c.label, c.plan.id, c.prediction.sec_per_it / p.sec_per_it - 1)
-                for c in safe[:1]
-            ]
-            words += [Text.of(*other) for other in others] or [Text("none.")]
+            other, more = safe[0] if safe else None, "{:code} ({}), {:+.1%}."
+            slower = other.prediction.sec_per_it / p.sec_per_it - 1 if other else 0.0
+            words += [Text.of(more, other.label, other.plan.id, slower) if other else Text("none.")]
         return Text.joined("", words)
 
     def summary(self) -> Text:
@@ -199,11 +197,8 @@ class SearchResult(Table):
     def listing(self) -> dict[str, Any]:
         """All plans as JSON, those that may run out of memory apart."""
         plans, risky = ([c.to_json() for c in rows] for rows in (self.candidates, self.risky))
-        counts: dict[str, Any] = {
-            "evaluated": self.evaluated,
-            "refused": self.refused_by_rule,
-            "held_fixed": self.space.held_fixed,
-        }
+        counts: dict[str, Any] = {"evaluated": self.evaluated, "refused": self.refused_by_rule}
+        counts |= {"held_fixed": self.space.held_fixed}
         counts |= {} if plans else {"cure": self.cure}
         return {**counts, "predicted_only": self.predicted_only, "plans": plans, "risky": risky}
 

@@ -13,14 +13,7 @@ from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import RISKY, Prediction, predict
 from trilane.planning.search import MEMORY_RULE, search
-from trilane.planning.search_result import (
-    Candidate,
-    Candidates,
-    SearchResult,
-    first_per_sizes,
-    plan_columns,
-    sizes_of,
-)
+from trilane.planning.search_result import Candidate, Candidates, SearchResult, first_per_sizes, plan_columns, sizes_of
 from trilane.planning.size_request import TILE, SizeRequest, usable_heads
 from trilane.utils.numbers import size_text, with_bounds, with_interval
 from trilane.utils.tables import Brief, Columns, DataFrame, Table, Text, frame_of
@@ -245,7 +238,10 @@ def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
     """
     r, t, usual = request, plan.topology, predict(plan, request.calibration)
     counts = usable_heads(plan.shape.hidden_size, t.tp) if plan.shape.num_key_value_heads is None else []
-    tried = [(predict(p, r.calibration), p) for p in (_with_heads(plan, heads) for heads in counts)]
+    shapes = [dataclasses.replace(plan.shape, num_attention_heads=heads) for heads in counts]
+    labels = [label_of(shape, plan.cluster, t, plan.engine) for shape in shapes]
+    plans = [dataclasses.replace(plan, shape=s, label=label) for s, label in zip(shapes, labels, strict=True)]
+    tried = [(predict(it, r.calibration), it) for it in plans]
     able = [(p, it) for p, it in tried if p.oom_probability <= max(RISKY, usual.oom_probability)] or [(usual, plan)]
     rules = [broken_rules(it.shape, t) for _, it in able]
     best = min(range(len(able)), key=lambda i: (len(rules[i]), able[i][0].sec_per_it))
@@ -275,11 +271,6 @@ def broken_rules(shape: ModelShape, topology: Topology) -> list[str]:
         and beside > 0.5,
     }
     return [note for note, is_broken in notes.items() if note and is_broken]
-
-
-def _with_heads(plan: Plan, heads: int) -> Plan:
-    shape = dataclasses.replace(plan.shape, num_attention_heads=heads)
-    return dataclasses.replace(plan, shape=shape, label=label_of(shape, plan.cluster, plan.topology, plan.engine))
 
 
 @dataclass(frozen=True, kw_only=True)

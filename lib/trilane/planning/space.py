@@ -98,13 +98,11 @@ class Space(Brief):
     def batches(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
         """Every (mbs, gbs) with gbs a multiple of mbs x dp, as two arrays."""
         if dp not in self._batches:
-            pairs = [(m, g) for g in self.gbs if g % dp == 0 for m in self._divisors(g // dp)]
+            pairs = [(m, g) for g in self.gbs if g % dp == 0 for m in self.pins.get("mbs") or divisors(g // dp)]
+            pairs = [(m, g) for m, g in pairs if g % (m * dp) == 0]
             array = np.array(pairs, float).reshape(-1, 2)
             self._batches[dp] = array[:, 0], array[:, 1]
         return self._batches[dp]
-
-    def _divisors(self, n: int) -> list[int]:
-        return [m for m in self.pins["mbs"] if n % m == 0] if "mbs" in self.pins else divisors(n)
 
     def points(self, shape: ModelShape, tp: int, pp: int, dp: int) -> list[Point]:
         """Every combination of the remaining choices that means something on tp x pp x dp."""

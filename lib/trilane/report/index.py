@@ -24,18 +24,14 @@ def write_index(study: Study) -> Path:
     with FolderLock([study.folder], ".index.lock", "study").held(20.0):
         notebooks = sorted(study.folder.glob("*.ipynb"), key=lambda path: (path.stem != "08_decision", path))
         runs = [_run_row(folder) for folder in study.run_folders()]
-        links = [
-            Html.link(path.name, path.name)
-            for path in sorted(study.folder.iterdir())
-            if path.suffix in (".json", ".csv")
-        ]
+        names = sorted(path.name for path in study.folder.iterdir() if path.suffix in (".json", ".csv"))
         parts = [
             Html.of("<h1>Study “{}”</h1>", study.name),
             *recommended(study),
             Html("<h2>Notebooks</h2>"),
             table(("Question", "Status", "Seconds", "Executed copy"), map(_notebook_row, notebooks)),
             *[Html("<h2>Runs</h2>"), table(("Run", "Status", "Evidence", "Files"), runs)] * bool(runs),
-            Html.of("<h2>Results</h2>\n<p>{}</p>", Html.joined(" · ", links)),
+            Html.of("<h2>Results</h2>\n<p>{}</p>", Html.joined(" · ", [Html.link(name, name) for name in names])),
         ]
         made = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True)
         source = made.from_string((DATA / "page.html.j2").read_text(encoding="utf-8"))

@@ -93,13 +93,9 @@ def _bars(axes: Axes, rows: Mapping[str, float]) -> None:
     drawn = axes.barh(range(len(rows)), [*rows.values()], 0.6, color=COLORS[1])
     axes.bar_label(drawn, [amount(hours, 2) for hours in rows.values()], padding=3, fontsize=8)
     axes.margins(x=0.15)
-    _hours(axes)
-    name_rows(axes, [*rows])
-
-
-def _hours(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter("{x:,.0f}")
+    name_rows(axes, [*rows])
 
 
 def _causes(record: Record) -> dict[str, float]:
