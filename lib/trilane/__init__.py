@@ -96,22 +96,20 @@ def _called(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*values: Any, **named: Any) -> Any:
         known = {**options, **signature.parameters}
-        unknown = [key for key in named if key not in known]
-        hint = "".join(with_nearest(f"; {key}= is not known", key, known) for key in unknown)
+        hint = "".join(with_nearest(f"; {key}= is not known", key, known) for key in named if key not in known)
         try:
             bound = signature.bind(*values, **named)
-            if unknown and options:
+            if hint and options:
                 raise TypeError("wrong options")
         except TypeError as error:
             raise TypeError(f"{name}: {error}{hint}") from None
-        given = dict[str, Any]()
         for key, value in bound.arguments.items():
             if key == "calibration" and isinstance(value, str | Path):
-                value = _constants(str(value), given)
-            hint, is_rest = hints.get(key, Any), signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD
-            rest = {k: _taken(k, v, options.get(k, hint), bool(options)) for k, v in value.items()} if is_rest else {}
-            given[key] = rest if is_rest else _taken(key, value, hint)
-        bound.arguments.update(given)
+                value = _constants(str(value), bound.arguments)
+            if signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD:
+                bound.arguments[key] = {k: _taken(k, v, options.get(k, Any), bool(options)) for k, v in value.items()}
+            else:
+                bound.arguments[key] = _taken(key, value, hints.get(key, Any))
         return function(*bound.args, **bound.kwargs)
 
     return call

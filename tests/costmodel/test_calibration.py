@@ -109,14 +109,8 @@ def test_a_saved_calibration_is_read_back_whole(tmp_path):
         ({"regimes": [{"name": "a", "constants": ["nope"], "first_day": "", "last_day": ""}]}, "regime.constants=nope"),
         ({"own": [{"gpus": 8}]}, "calibration.own={'gpus': 8}: must be a list"),
         ({"own": [[8.0] * 7 + [0.0]]}, "calibration.own=1: must be 8 positive numbers a run"),
-        (
-            {"matmull": 0.7},
-            "has other constants than this version (matmull); calibrate or search again",
-        ),
-        (
-            {"network": ...},
-            "has other constants than this version (network); calibrate or search again",
-        ),
+        ({"matmull": 0.7}, "has other constants than this version (matmull); calibrate or search again"),
+        ({"network": ...}, "has other constants than this version (network); calibrate or search again"),
         ({"network": "fast"}, "calibration.network='fast': must be a number"),
     ],
 )

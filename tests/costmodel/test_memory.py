@@ -206,10 +206,7 @@ def test_a_stage_holds_as_many_microbatches_as_stand_before_the_end_of_the_pipel
 
 
 def test_the_vectorized_maximum_is_the_maximum_over_all_stages():
-    for topology in (
-        Topology(tp=8, pp=12, dp=4, mbs=2, gbs=2048, **FULL),
-        Topology(tp=4, pp=1, dp=8, gbs=64, **FULL),
-    ):
+    for topology in (Topology(tp=8, pp=12, dp=4, mbs=2, gbs=2048, **FULL), Topology(tp=4, pp=1, dp=8, gbs=64, **FULL)):
         stages = memory_per_stage(SHAPE, topology, A100)
         assert float(memory_bytes(columns_of(SHAPE, topology), A100)) == pytest.approx(max(s.total for s in stages))
 

@@ -106,7 +106,9 @@ def run(name: str, study: Study, **given: object) -> Path:
 
 def _execute(name: str, executed: Path, values: Mapping[str, Any]) -> None:
     source, inherited = path_of(name), {BATCH: "1", "TRILANE_OUTPUTS": str(outputs_root().absolute()), **SAFE_PATH}
-    folder = tempfile.TemporaryDirectory(prefix="trilane-", dir=socket_folder())
+    # a socket's path has at most 107 bytes (man 7 unix)
+    place = place if len(os.fsencode(place := tempfile.gettempdir())) < 70 else "/tmp"
+    folder = tempfile.TemporaryDirectory(prefix="trilane-", dir=place)
     with folder as sockets, mock.patch.dict(os.environ, inherited):  # which restores it
         options = {
             # a port of TCP could be used by everybody on a shared node; a folder for each kernel, or two share files
@@ -125,11 +127,6 @@ def _execute(name: str, executed: Path, values: Mapping[str, Any]) -> None:
         except RuntimeError as error:  # of a kernel that died
             left = unfinished(read_notebook(executed))
             raise NotebookError(name, cell_name(source, *left[:1]), str(error), is_input=False) from None
-
-
-def socket_folder() -> str:
-    """The folder for temporary files, or /tmp where its path is too long for a socket: 107 bytes, man 7 unix."""
-    return folder if len(os.fsencode(folder := tempfile.gettempdir())) < 70 else "/tmp"
 
 
 def cell_name(notebook: Path, source: str = "") -> str:
