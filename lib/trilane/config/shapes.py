@@ -84,7 +84,8 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShap
     usual, known = _usual(kind), _with_rotary(values)
     for key, value, is_allowed, rule in _unlike_a_shape(values, usual):
         require(is_allowed, key, value, rule)
-    sizes: dict[str, Any] = {name: _size(values, keys, _is_needed(name, kind)) for name, keys in table["sizes"].items()}
+    may_miss = ("num_key_value_heads", "seq_length", *["ffn_hidden_size"] * (kind in OWN_WIDTH))
+    sizes: dict[str, Any] = {name: _size(values, keys, name not in may_miss) for name, keys in table["sizes"].items()}
     longest, sizes["seq_length"] = sizes["seq_length"], seq_length or sizes["seq_length"]
     require(sizes["seq_length"] is not None, "seq", "missing", "is not in the configuration; give it")
     key, act = _first(values, table["keys"]["activation"], usual.act)
@@ -141,10 +142,6 @@ def _first(values: Mapping[str, Any], keys: list[str], otherwise: Any) -> tuple[
     """The first of the keys that has a value, and the value; else the first key, and `otherwise`."""
     key = next((key for key in keys if values.get(key) is not None), None)
     return (key, values[key]) if key else (keys[0], otherwise)
-
-
-def _is_needed(name: str, kind: str) -> bool:
-    return name not in ("num_key_value_heads", "seq_length") and (name != "ffn_hidden_size" or kind not in OWN_WIDTH)
 
 
 def _size(values: Mapping[str, Any], keys: list[str], is_needed: bool) -> int | None:

@@ -17,12 +17,6 @@ WORDS = "embedding.word_embeddings.weight"
 Weights = Mapping[str, torch.Tensor]
 
 
-def initial_weights(plan: Plan) -> dict[str, torch.nn.Parameter]:
-    """The whole model by its canonical names."""
-    sizes = whole_sizes(plan.shape).items()
-    return {n: torch.nn.Parameter(initial_tensor(n, size, plan)) for n, size in sizes}
-
-
 def logits(w: Weights, shape: ModelShape, tokens: torch.Tensor) -> torch.Tensor:
     """Tokens (B, T) -> logits (B, T, V)."""
     x = w[WORDS][tokens]
@@ -104,7 +98,8 @@ def train(plan: Plan) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
 
     By the names of steps.jsonl and validation.jsonl.
     """
-    w, o = initial_weights(plan), plan.optimizer
+    sizes, o = whole_sizes(plan.shape).items(), plan.optimizer
+    w = {n: torch.nn.Parameter(initial_tensor(n, size, plan)) for n, size in sizes}
     single = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
     prefixes = prepare_all(plan.data, plan.shape)
     samples, held_out = training_set(plan, single, prefixes), range(plan.validation_samples)

@@ -176,6 +176,7 @@ def rows(header: list[str], body: Lines) -> Iterator[Row]:
 
 def _run(row: Row, status: Status, wrong: Mapping[str, str], path: Path) -> RunLog:
     """A row as a run of one iteration; its arguments have the names of columns, the size in 1e9 parameters."""
+    chosen = {name: row[name] for name in CHOICES if name in row.numbers}
     text, measured, held = endings.text(row.text.encode()), dict[str, float](), dict[str, float]()
     if status is Status.COMPLETED:
         rate = row.numbers.get("tflops", NAN) * 1e12
@@ -189,7 +190,7 @@ def _run(row: Row, status: Status, wrong: Mapping[str, str], path: Path) -> RunL
         status=status,
         evidence=f"line {row.line}: {text}",
         dialect="table",
-        arguments=_given(row.numbers) | {"line": row.line},
+        arguments={name: int(v) if v == int(v) else v for name, v in chosen.items()} | {"line": row.line},
         problems=tuple(Problem(rule="row", column=c, message=wrong[c], line=row.line, evidence=text) for c in wrong),
     )
 
@@ -214,8 +215,3 @@ def contradictions(row: Row) -> Iterator[tuple[str, str]]:
     for name, rate in ((name, amount / row["time"]) for name, amount in rates.items()):
         if abs(row.numbers.get(name, NAN) / rate - 1) > 0.1:  # a mean over other iterations differs as well
             yield name, f"{row[name]:.6g} a second, but by batch and seconds {rate:.6g}"
-
-
-def _given(known: Mapping[str, float]) -> dict[str, int | float | str | bool | None]:
-    """What was chosen for a run, whole numbers as int."""
-    return {name: int(v) if v == int(v) else v for name in CHOICES if (v := known.get(name, NAN)) == v}

@@ -251,8 +251,9 @@ def _verdict(folder: Path, job: client.JobState) -> RunStatus:
         problem = status_problem(folder)
         return of(Status.UNFINISHED, problem) if problem else written or of(Status.NOT_SUBMITTED, "")
     if not job.has_ended:
-        is_waiting = job.state == "PENDING"
-        return of(Status.WAITING, job.reason) if is_waiting else of(Status.RUNNING, last_line(folder))
+        if job.state == "PENDING":
+            return of(Status.WAITING, job.reason)
+        return of(Status.RUNNING, "".join(_tail(folder / "run.log", 1)))
     # the files in the folder are of the last job that started, ended or was refused there; without such events in the
     # ledger (a script written by hand) a failed job is assumed to have left none
     events = ledger.events(folder, "started", "ended", "refused")
@@ -302,11 +303,6 @@ def logs(folder: Path, lines: int = 20) -> list[str]:
         log = _output(folder, jobs[-1]) or log
     require(log.exists(), "run folder", folder, "has no run.log yet")
     return _tail(log, lines)
-
-
-def last_line(folder: Path) -> str:
-    """The last line of run.log; "" where there is none."""
-    return next(iter(_tail(folder / "run.log", 1)), "")
 
 
 def _tail(path: Path, lines: int) -> list[str]:

@@ -157,11 +157,11 @@ class Reader:
 
     def _iterations(self, known: Sequence[Dialect], line: bytes, whole: bool) -> Form | None:
         """Read a line by the dialect that finds most in it: an iteration, or what is printed around iterations."""
-        best = _best(known, line)
-        if not best:
+        read = [(spans, dialect) for dialect in known if (spans := dialect.iterations(line))]
+        if not read:
             found = [self._around(line, dialect) for dialect in known]
             return next(filter(None, found), None)
-        spans, dialect = best
+        spans, dialect = max(read, key=lambda pair: len(pair[0]))
         if (parts := dialect.parts(line)) != [line]:
             for part in parts:  # a stamp behind the first iteration is that of a later one
                 text = part if part is parts[0] else STAMP.sub(b"", part)
@@ -260,9 +260,3 @@ def _parts(line: bytes) -> list[bytes]:
             bar = part[-1000:]
         parts.append(part)
     return parts
-
-
-def _best(known: Sequence[Dialect], line: bytes) -> tuple[list[Span], Dialect] | None:
-    """The numbers of an iteration, and of several dialects that know the line the one that finds most."""
-    found = [(spans, dialect) for dialect in known if (spans := dialect.iterations(line))]
-    return max(found, key=lambda pair: len(pair[0])) if found else None
