@@ -1,20 +1,24 @@
 """The decision: what else could run, each figure with its provenance, and a recommendation by simulated runs."""
 
 import json
+import re
 from dataclasses import replace
 from datetime import date, timedelta
 
 import pytest
 from support import REPOSITORY
 
+from trilane.config.layer import Layer
 from trilane.config.plan import read_plan
 from trilane.costmodel.predict import SAFE, predict
 from trilane.costmodel.shipped import default
-from trilane.forecasting.alternatives import levers, what_ifs
+from trilane.forecasting.alternatives import alternatives, levers, what_ifs
 from trilane.forecasting.decision import MOST_RISK, Decision, calendar_record, decide, study_plan
-from trilane.forecasting.forecast import forecast
+from trilane.forecasting.forecast import Forecast, forecast
+from trilane.forecasting.request import capacity_of
 from trilane.planning.search import search
-from trilane.utils.numbers import chance
+from trilane.planning.search_result import TIE
+from trilane.utils.numbers import amount, chance
 from trilane.utils.validation import shipped_json
 from trilane.workspace.study import Study
 
@@ -66,6 +70,7 @@ def test_a_page_of_plans_that_were_written_again_since_is_stale(outputs, found):
     assert not decide(study).is_stale and PLAN.id in decide(study).notes()
     study.save("plans.json", {"plans": []}, "02_topology")
     assert decide(study).is_stale and "Attention" in decide(study).notes()
+    assert "written again" in decide(study).reasons[0], "next to the verdict, too"
 
 
 def test_the_page_forecasts_what_07_forecast_with_every_option_that_was_given(outputs, tmp_path):
@@ -180,3 +185,85 @@ def test_the_price_of_the_attention_kernel_is_that_of_the_best_plan_with_another
         str(frame.dtypes.drop("kind").unique())
         and frame.drop(columns="kind").dtypes.map(lambda d: d.kind in "if").all()
     )
+
+
+SLOW = replace(PLAN, topology=replace(PLAN.topology, tp=8, pp=12, dp=4, mbs=1))
+
+
+def test_a_choice_that_changes_nothing_has_no_price_where_the_plan_itself_is_no_good_one():
+    """On an A100 fp16 is as fast as bf16: what a better topology saves is not the precision's."""
+    slow = forecast(replace(SLOW, engine="megatron"), **ASKED)
+    made = levers(slow).kinds["held fixed"]
+    assert made and not [case.name for case in made if case.name.startswith("precision")]
+    fused = next(case for case in made if case.name.startswith("attention"))
+    safe = [case.forecast.gpu_hours(0.5) for case in alternatives(slow).kinds["topology"] if case.is_safe]
+    assert fused.note.startswith(f"{amount(min(safe) - fused.forecast.gpu_hours(0.5), 2)} GPU-hours")
+
+
+def test_no_kernel_is_offered_that_does_not_exist():
+    """No flash kernel takes heads of 100 channels."""
+    shape = replace(PLAN.shape, hidden_size=14000, num_attention_heads=140)
+    made = levers(forecast(replace(PLAN, shape=shape), **ASKED))
+    assert not [case.name for case in made.kinds["held fixed"] if "fused" in case.name]
+
+
+def test_other_topologies_keep_a_layer_of_ones_own_and_so_the_engine_that_trains_it():
+    plan = replace(PLAN, engine="megatron", layer=Layer(name="own.layer:Own"))
+    found = forecast(plan, **ASKED)
+    every = [*alternatives(found).kinds["topology"], *levers(found).kinds["held fixed"]]
+    assert every and {case.forecast.request.plan.layer for case in every} == {plan.layer}
+
+
+def test_the_first_plan_of_02_stands_on_the_page_where_its_microbatches_do_not_divide_the_ramp(found):
+    known = replace(PLAN, topology=replace(PLAN.topology, mbs=4), label="known")
+    page = Decision(asked=found, known=known)
+    assert page.best.forecast.request.plan.id == known.id and "ramp" in page.best.note
+    assert "first of 02_topology" in page.columns().columns
+
+
+def test_where_the_first_plan_of_02_cannot_run_the_page_has_the_fastest_of_a_search_and_calls_it_so():
+    days = [{"from": "2027-01-01", "gpus": 96}]
+    known = replace(PLAN, topology=replace(PLAN.topology, tp=8, pp=24, dp=2, mbs=1), label="known")
+    page = Decision(asked=forecast(PLAN, **ASKED, capacity=capacity_of(days)), known=known)
+    assert "fastest of a search" in page.columns().columns
+
+
+def test_why_the_first_plan_of_02_is_not_taken_is_true_of_its_numbers(found):
+    for t in (replace(SLOW.topology, mbs=4), replace(PLAN.topology, dp=4), replace(PLAN.topology, mbs=1)):
+        page = Decision(asked=forecast(PLAN, **ASKED), known=replace(PLAN, topology=t, label="known"))
+        (line,) = [line for line in page.reasons if line.startswith("known, the first of 02_topology")]
+        near = abs(page.best.hours() / page.chosen.hours() - 1) <= TIE
+        assert ("is within 3 %" in line) is near
+        assert page.chosen.forecast.request.plan.topology.gpus == PLAN.topology.gpus
+
+
+def test_the_evidence_has_the_seconds_of_the_plan_that_is_recommended(found):
+    """A schedule may have another DP and microbatch than the plan that it is of."""
+    page = Decision(asked=forecast(PLAN, **ASKED, adapt="gpu_hours"))
+    vars(page)["chosen"] = page.plan
+    assert page.forecast.seconds[0] != pytest.approx(page.forecast.request.prediction.sec_per_it)
+    assert page.columns().columns["as asked"][-2] in page.evidence[1]
+
+
+def test_days_without_gpus_are_not_shorter_with_faster_iterations():
+    """From March on: so much slower iterations let four runs of five keep the deadline, as simulated."""
+    asked = {**ASKED, "capacity": capacity_of([{"from": "2027-03-01", "gpus": 384}]), "deadline": "2027-11-01"}
+    page = Decision(asked=forecast(PLAN, **asked))
+    (line,) = [line for line in page.turns if "deadline" in line]
+    r, share = page.forecast.request, float(re.search(r"(\d+) %", line)[1]) / 100
+    assert "slower" in line
+    late = replace(r, risks=replace(r.risks, slowdown=(1 + share) * r.risks.slowdown))
+    assert Forecast(request=late).record["p_miss_deadline"] == pytest.approx(MOST_RISK, abs=0.05)
+
+
+def test_a_refused_run_names_the_choice_with_which_it_keeps_its_limits():
+    """docs/plan-176b.json by fused attention needs a fifth less."""
+    page = decided(allocation=9e5)
+    assert page.recommendation["verdict"] == REFUSED
+    (line,) = [line for line in page.turns if line.endswith("keeps every limit")]
+    assert line.startswith("attention fused") and "attention fused" in page.levers.kinds["held fixed"][0].name
+
+
+def test_a_rule_that_is_failed_stands_beside_its_number():
+    failed = [*decided(allocation=5e5).reasons]
+    assert any("overruns the allocation with over 99 % probability, above 20 %" in line for line in failed)

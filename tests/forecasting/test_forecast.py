@@ -198,6 +198,29 @@ def test_the_gpu_hours_of_all_causes_are_those_of_the_run():
     assert parts["node failure"] > 0 and "queue between jobs" not in parts
 
 
+def test_the_mean_error_of_a_wide_prediction_is_no_other_causes():
+    """An evaluation takes its share of the work, whose mean factor is exp(variance / 2) above the median."""
+    found = made(risks=FailureModel(slowdown=1.1), calibration=replace(K, half_width=0.5), runs=20000)
+    parts, r = found.gpu_hours_by_cause, found.request
+    work = parts["iterations"] + parts["slower than a benchmark"] + parts["slower than predicted"]
+    assert work > 1.13 * parts["iterations"]
+    assert parts["evaluation"] == pytest.approx(r.shares["evaluation"] * work, rel=0.05)
+    days = {row["what"]: row["mean_days"] for row in found.dangers}
+    assert days_of(found) + sum(days.values()) == pytest.approx(found.outcomes.wall_s.mean() / DAY, rel=0.01)
+
+
+def test_an_assumption_that_is_given_names_no_other_source():
+    rows = {a["what"]: a for a in made(runs=100, job_hours=10.0, evaluation_iters=7).to_json()["assumptions"]}
+    assert rows["job_hours"] == {"what": "job_hours", "value": 10.0, "source": "given"}
+    assert rows["evaluation_iters"]["source"] == "given" != rows["queue_s"]["source"]
+
+
+@pytest.mark.parametrize(("runs", "least"), [(100, "under 3 %"), (1000, "under 0.3 %"), (10000, "under 0.1 %")])
+def test_no_probability_is_below_what_so_many_runs_can_tell(runs, least):
+    """The rule of three: of N runs none, with 95 % confidence below 3/N."""
+    assert made(runs=runs, deadline="2030-01-01").facts()["P(deadline missed)"] == least
+
+
 def test_an_evaluation_is_the_forward_pass_of_an_iteration():
     """100 of 1000 iterations, or those of the plan: a quarter of one with full recomputation, a third without."""
     assert request().shares["evaluation"] == pytest.approx(0.1 / 4)

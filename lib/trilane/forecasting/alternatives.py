@@ -7,7 +7,8 @@ from datetime import timedelta
 from itertools import islice
 from typing import Any
 
-from trilane.config.engines import ENGINES, untrainable_reason
+from trilane.config.engines import ENGINES, default_attention, untrainable_reason
+from trilane.config.plan import Plan
 from trilane.costmodel.predict import SAFE
 from trilane.forecasting.forecast import ALLOCATION, DEADLINE, MEMORY, Forecast, Record
 from trilane.forecasting.request import ForecastRequest
@@ -17,6 +18,8 @@ from trilane.utils.tables import Brief, Columns, DataFrame, Table
 
 EVIDENCE = ("topology", "days", "seconds an iteration", "nearest measured run")  # of facts(), for a wider table
 SIZES = "TP {t.tp} × PP {t.pp} × DP {t.dp}"  # of a topology t, in a case's name
+# what a search varies only where it is asked to
+HELD = ("precision", "attention", "fp32_gradients", "cp", "adam", "buckets", "offload", "overlap_tp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +35,13 @@ class Case(Brief):
         """Whether it can be started: it runs out of memory with a probability of SAFE at most."""
         return self.forecast.fullest.oom_probability <= SAFE
 
+    def hours(self) -> float:
+        """GPU-hours, the median of its simulated runs."""
+        return self.forecast.gpu_hours(0.5)
+
     def difference(self, base: Forecast) -> str:
         """Its GPU-hours relative to those of a forecast: "12,000 GPU-hours (1.3 %) more"."""
-        own, hours = base.gpu_hours(0.5), self.forecast.gpu_hours(0.5) - base.gpu_hours(0.5)
+        own, hours = base.gpu_hours(0.5), self.hours() - base.gpu_hours(0.5)
         return f"{amount(abs(hours), 2)} GPU-hours ({abs(100 * hours / own):.1f} %) {'less' if hours < 0 else 'more'}"
 
 
@@ -72,24 +79,32 @@ def simulated(name: str, request: ForecastRequest, note: str = "", **changes: An
 def searched(found: Forecast, name: str = "{label}", safe: bool = True, **changes: Any) -> Iterator[Case]:
     """Other topologies of the plan's GPUs, or what changes of its choices allow: the fastest that are safe to start, or
     the fastest TP x PP x DP.
-
-    Where a batch size of the ramp is no multiple of their mbs x dp, DP and microbatch follow the batch.
     """
     r, t = found.request, found.request.plan.topology
-    asked: Record = {choice: getattr(t, choice) for choice in ("precision", "attention", "fp32_gradients", "offload")}
+    asked: Record = {choice: getattr(t, choice) for choice in HELD}
     asked |= {"gpus": t.gpus, "gbs": t.gbs, "engine": r.plan.engine, "calibration": r.calibration} | changes
     result = search(r.plan.shape, r.plan.cluster, top=5, distinct=True, **asked)
     # a variant that takes less memory is slower than the best of its TP x PP x DP, but on the front of both
     able = [c for c in result.pareto if c.prediction.oom_probability <= SAFE] if safe else result.candidates
-    for c in (c for c in able if c.plan.id != r.plan.id):
-        failing = r.ramp.failing(t.gbs, c.topology.mbs * c.topology.dp)
-        note = untrainable_reason(c.topology) or ("DP or microbatch follow the ramp" if failing else "")
-        with contextlib.suppress(ValueError):
-            made = simulated(
-                name.format(t=c.topology, label=c.label), r, note, plan=c.plan, adapt="days" if failing else "no"
-            )
-            if made.is_safe or not safe:
-                yield made
+    for c in able:
+        with contextlib.suppress(ValueError):  # another engine trains no layer of one's own
+            plan = replace(c.plan, layer=r.plan.layer)
+            every = on_plan(r, plan, name.format(t=c.topology, label=c.label)) if plan.id != r.plan.id else ()
+            yield from (made for made in every if made.is_safe or not safe)
+
+
+def on_plan(request: ForecastRequest, plan: Plan, name: str) -> Iterator[Case]:
+    """The request for another plan; nothing where that cannot run.
+
+    Where a batch size of the ramp is no multiple of its mbs x dp, DP and microbatch follow the batch.
+    """
+    adapt, way = "no", ""
+    try:
+        request.ramp.require_whole(plan.topology)
+    except ValueError:
+        adapt, way = "days", "DP or microbatch follow the ramp"
+    with contextlib.suppress(ValueError):
+        yield simulated(name, request, untrainable_reason(plan.topology) or way, plan=plan, adapt=adapt)
 
 
 def alternatives(found: Forecast) -> Cases:
@@ -126,39 +141,40 @@ def what_ifs(found: Forecast) -> Cases:
     tries |= {"failures × 2": {"risks": replace(worse, stops=stops), "failures_per_node_year": None}}
     tries |= {"the plan 10 % slower": {"risks": replace(worse, slowdown=1.1 * worse.slowdown)}}
     tries |= {f"start a month later, {late}": {"start": late}}
-    few, (cases, failed) = tuple(_on_fewer(found, 0.67)), _tried(r, tries)
+    most, whole, few = int(0.67 * r.plan.topology.gpus), r.plan.cluster.gpus_per_node, tuple[Case, ...]()
+    cases, failed = _tried(r, tries)
+    node = whole if most > whole else 1
+    # in whole nodes, of which up to three fewer may divide better
+    if (counts := [*range(most // node * node, 0, -node)][:4]) and r.capacity is None:
+        few = tuple(islice(searched(found, f"GPUs × 0.67: {{t.gpus}}, {SIZES}", gpus=counts), 1))
     if not few:
-        failed["GPUs × 0.67"] = "the GPUs are those of a capacity" if r.capacity else "no plan is safe on so few"
+        none = f"found no plan on {most} GPUs that is safe to start"
+        failed["GPUs × 0.67"] = "the GPUs are those of a capacity" if r.capacity else none
     return Cases(kinds={"what if": (*few, *cases)}, failed=failed, hidden=("memory", MEMORY))
-
-
-def _on_fewer(found: Forecast, share: float) -> Iterator[Case]:
-    """The best plan on that share of the GPUs, in whole nodes; up to three nodes fewer may divide better."""
-    r, most = found.request, int(share * found.request.plan.topology.gpus)
-    node = r.plan.cluster.gpus_per_node if most > r.plan.cluster.gpus_per_node else 1
-    counts = [n for n in range(most // node * node, 0, -node)][:4]
-    if counts and r.capacity is None:
-        yield from islice(searched(found, f"GPUs × {share:g}: {{t.gpus}}, {SIZES}", gpus=counts), 1)
 
 
 def levers(found: Forecast) -> Cases:
     """What a search holds fixed, changed one by one: the best plan that is safe to start with each other choice.
 
-    Left out is what changes the GPU-hours by less than one in a thousand, such as fp16 for bf16.
+    Its price is relative to the cheapest safe plan by the choices that are held. Left out is what changes the GPU-hours
+    by less than one in a thousand, such as fp16 for bf16.
 
         levers(forecast("plan.json", tokens=341e9)).to_frame()[["case", "gpu_hours_p50"]]
     """
-    plan, cases = found.request.plan, list[Case]()
+    plan, cases, is_gpu = found.request.plan, list[Case](), found.request.plan.cluster.gpu.kind == "cuda"
     own = {"engine": plan.engine, **{name: getattr(plan.topology, name) for name in ("attention", "precision")}}
-    values = {"engine": ENGINES, "attention": ("fused", "scores"), "precision": ("fp16", "bf16", "fp8")}
-    others = [(n, v) for n in values for v in values[n] if v != own[n] and plan.cluster.gpu.kind == "cuda"]
+    able = default_attention(plan.shape, plan.cluster, plan.topology.precision)  # fused, where there is such a kernel
+    values = {"engine": ENGINES, "attention": ("scores", able), "precision": ("fp16", "bf16", "fp8")}
+    others = [(n, v) for n in values for v in sorted({*values[n]} - {own[n]}) if is_gpu]
+    base = min((Case(name=plan.label, forecast=found), *islice(searched(found), is_gpu)), key=Case.hours)
     for name, value in others:
         with contextlib.suppress(ValueError):  # the card has no such precision
             change: Record = {"name": f"{name} {value} instead of {own[name]}: {SIZES}", name: value}
             cases += islice(searched(found, **change), 1)
-    hours = sorted(cases, key=lambda one: one.forecast.gpu_hours(0.5))
-    apart = [one for one in hours if abs(one.forecast.gpu_hours(0.5) / found.gpu_hours(0.5) - 1) > 0.001]
-    noted = (replace(one, note=f"{one.difference(found)}{'; ' * bool(one.note)}{one.note}") for one in apart)
-    none = {} if apart else {"none": "no other engine, attention kernel or precision has a safe plan that differs"}
+    apart = [one for one in sorted(cases, key=Case.hours) if abs(one.hours() / base.hours() - 1) > 0.001]
+    than = f" than {base.name}, the best as held" * (base.forecast is not found)
+    noted = (replace(c, note=f"{c.difference(base.forecast)}{than}{'; ' * bool(c.note)}{c.note}") for c in apart)
+    missing = "has a safe plan that differs" if is_gpu else "is compared on CPUs"
+    none = {} if apart else {"none": f"no other engine, attention kernel or precision {missing}"}
     hidden = ("19 of 20 runs by", "money", "memory", DEADLINE, ALLOCATION)
     return Cases(kinds={"held fixed": tuple(noted)}, failed=none, hidden=hidden)

@@ -1,6 +1,7 @@
 """Whether to start a forecast's plan or an alternative, and the page for whoever decides."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -8,11 +9,11 @@ from trilane.config.plan import Plan, plan_from_json, read_plan_values
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import SAFE
 from trilane.costmodel.shipped import constants_of
-from trilane.forecasting.alternatives import Case, Cases, alternatives, levers, simulated, what_ifs
+from trilane.forecasting.alternatives import Case, Cases, alternatives, levers, on_plan, what_ifs
 from trilane.forecasting.forecast import MEMORY, Forecast, Record
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search_result import TIE
-from trilane.utils.numbers import chance, with_bounds
+from trilane.utils.numbers import amount, chance, with_bounds
 from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json
 from trilane.utils.validation import from_mapping, require, shipped_json
 from trilane.workspace.study import Study
@@ -90,24 +91,32 @@ class Decision(Table):
 
     @cached_property
     def best(self) -> Case:
-        """The first plan of 02_topology, or else the fastest of a search by the choices of the plan."""
-        if self.known and self.known.id != self.asked.request.plan.id:
-            return simulated(self.known.label, self.asked.request, plan=self.known)
-        rivals = () if self.known else self.alternatives.kinds["topology"]
-        return min((self.plan, *rivals), key=lambda case: case.forecast.request.prediction.sec_per_it)
+        """The first plan of 02_topology where it can run so, or else the fastest of a search by the plan's choices."""
+        r, rivals = self.asked.request, self.alternatives.kinds["topology"]
+        fastest = min((self.plan, *rivals), key=lambda case: case.forecast.request.prediction.sec_per_it)
+        if self.known and self.known.id == r.plan.id:
+            return self.plan
+        return next(on_plan(r, self.known, self.known.label) if self.known else iter(()), fastest)
+
+    @property
+    def origin(self) -> str:
+        """Where the best that is known comes from."""
+        is_first = self.known and self.known.id == self.best.forecast.request.plan.id
+        return "first of 02_topology" if is_first else "fastest of a search"
 
     @cached_property
     def chosen(self) -> Case:
         """The plan, or what keeps a limit that the plan does not, or saves GPU-hours without more days.
 
         It saves where the difference is above TIE, by its own simulated runs. Nothing is taken instead that runs out
-        of memory with a probability above SAFE.
+        of memory with a probability above SAFE, or has other GPUs or batches.
         """
         own, found, kinds = self._rank(self.plan), list[Case](), self.alternatives.kinds
         for other in (self.best, *kinds["schedule"], *kinds["topology"]):
             failed, _, hours, days = self._rank(other)
             saves = failed == own[0] and hours < (1 - TIE) * own[2] and days <= own[3]
-            found += [other] if other.is_safe and (failed < own[0] or saves) else []
+            is_fair = _sizes(other) == _sizes(self.plan)
+            found += [other] if other.is_safe and is_fair and (failed < own[0] or saves) else []
         return min(found, key=self._rank, default=self.plan)
 
     @property
@@ -132,13 +141,15 @@ class Decision(Table):
     @property
     def reasons(self) -> Lines:
         """What the plan fails, what the best that is known fails where it is not chosen, what the change costs."""
-        first = "the first of 02_topology" if self.known else "the fastest of a search"
-        asked = f"the plan asked for, {first}," if self.best is self.plan else "the plan asked for"
-        lines = [f"{asked} {failure}" for failure in _failures(self.plan)]
+        asked = f"the plan asked for, the {self.origin}," if self.best is self.plan else "the plan asked for"
+        lines = ["plans.json was written again since this forecast: run 07_calendar again"] * self.is_stale
+        lines += [f"{asked} {failure}" for failure in _failures(self.plan)]
         if self.best.name not in (self.plan.name, self.chosen.name):
-            near = f"is within {chance(TIE)}, where the predicted order is often wrong"
+            is_near, gpus, gbs = abs(self.best.hours() / self.chosen.hours() - 1) <= TIE, *_sizes(self.best)
+            other = f"takes {amount(self.best.forecast.days(0.5), 3)} days on {gpus} GPUs by batches of {gbs}"
+            near = f"is within {chance(TIE)}, where the predicted order is often wrong" if is_near else other
             why, less = " and ".join(_failures(self.best)) or near, self.best.difference(self.forecast)
-            lines.append(f"{self.best.name}, {first}, {why}; it needs {less} than the chosen plan")
+            lines.append(f"{self.best.name}, the {self.origin}, {why}; it needs {less} than the chosen plan")
         if self.chosen is not self.plan:
             more = self.chosen.difference(self.asked)
             lines.append(f"{self.chosen.name} is predicted to need {more} than the plan asked for")
@@ -147,11 +158,11 @@ class Decision(Table):
     @property
     def turns(self) -> Lines:
         """How far the chosen plan's seconds may be off before it fails a limit, or must be before it keeps one."""
-        found, r, most, lines = self.forecast, self.forecast.request, 1 - MOST_RISK, list[str]()
+        r, lines = self.forecast.request, list[str]()
         until = (r.deadline - r.start).days + 1.0 if r.deadline else None  # the whole last day
-        limits = {"deadline": (until, found.days(most)), "allocation": (r.allocation, found.gpu_hours(most))}
+        limits = {"deadline": (until, Forecast.days), "allocation": (r.allocation, Forecast.gpu_hours)}
         for limit, (allowed, spent) in ((name, of) for name, of in limits.items() if of[0] is not None):
-            slower = (allowed or 0.0) / spent - 1  # what interrupts a run grows with its work
+            slower = _scale(self.forecast, allowed or 0.0, spent) - 1
             share, kept = f"{abs(100 * slower):.0f} %", f"four runs of five keep the {limit}"
             much = f"a benchmark at least {share} faster than predicted: then {kept}"
             if slower >= 0:
@@ -160,6 +171,9 @@ class Decision(Table):
             lines.append(far if slower < -0.5 else much)
         if self.chosen is not self.plan:
             lines.append(f"a benchmark of {self.chosen.name} before the start: its advantage is only predicted")
+        if [*_failures(self.chosen)]:
+            able = [case for case in self.levers.kinds["held fixed"] if not [*_failures(case)]]
+            lines += [f"{case.name}, which keeps every limit" for case in able[:1]]
         return Lines(lines or ["a benchmark that contradicts the prediction"])
 
     def verdict(self) -> Text:
@@ -178,9 +192,8 @@ class Decision(Table):
 
     def columns(self) -> Columns:
         """The plan as asked, as recommended, and the best that is known, each with what its figures rest on."""
-        best = "first of 02_topology" if self.known else "fastest of a search"
         advised = "best that was tried" if [*_failures(self.chosen)] else "recommended"
-        cases = {"as asked": self.plan, advised: self.chosen, best: self.best}
+        cases = {"as asked": self.plan, advised: self.chosen, self.origin: self.best}
         facts = {head: {"plan": case.name, **case.forecast.facts()} for head, case in cases.items()}
         names = [name for name in facts["as asked"] if name != "topology"]  # the plan's label has it
         return Columns({"": names, **{head: [of[name] for name in names] for head, of in facts.items()}})
@@ -194,11 +207,12 @@ class Decision(Table):
     @property
     def evidence(self) -> Lines:
         """What was measured, what was fitted to it, and what is assumed."""
-        p, risks = self.forecast.request.prediction, self.forecast.request.risks
-        rows = f"{p.calibration.rows} rows {'of your own' if p.calibration.own else 'of others'}"
-        seconds = f"{with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi)} seconds an iteration"
+        p, r, risks = self.forecast.request.prediction, self.forecast.request, self.forecast.request.risks
+        count, seconds = p.calibration.rows, f"{with_bounds(*self.forecast.seconds)} seconds an iteration"
+        rows = f"{count or 'no'} rows {'of your own' if p.calibration.own else 'of others' if count else 'of its own'}"
         idle = ", ".join(f"{s.name} {s.idle_hours:g}" for s in risks.stops if "assumed" in s.source)
         lines = [f"measured: {p.support.words}", f"fitted to {rows} ({p.calibration.name}): {seconds}"]
+        lines += [f"assumed: {r.plan.layer} takes the seconds and memory of megatron-core's layer"] * bool(r.plan.layer)
         start = f"minutes to start a job: {risks.startup_s / 60:g}"
         slower = f"iterations {100 * (risks.slowdown - 1):.3g} % slower than in a benchmark"
         return Lines([*lines, f"assumed: hours lost by each {idle}; {start}; {slower}; sources are in 07_calendar"])
@@ -234,10 +248,30 @@ def _failures(case: Case) -> Iterator[str]:
     """Which limits a case fails, memory among them."""
     f, limits = case.forecast.record, {"misses the deadline": "p_miss_deadline"}
     limits |= {"overruns the allocation": "p_overrun_allocation"}
-    yield from (f"{what} with {chance(f[p])} probability" for what, p in limits.items() if (f[p] or 0) > MOST_RISK)
+    for what, p in ((what, f[name] or 0) for what, name in limits.items()):
+        if p > MOST_RISK:
+            yield f"{what} with {chance(p, case.forecast.request.runs)} probability, above {chance(MOST_RISK)}"
     if not case.is_safe:
         risk = chance(case.forecast.fullest.oom_probability)
         yield f"runs out of memory with {risk} probability, above {chance(SAFE)}"
+
+
+def _scale(found: Forecast, allowed: float, spent: Callable[[Forecast, float], float]) -> float:
+    """How much longer every iteration may be (2: twice) for all but MOST_RISK of the runs to spend what is allowed."""
+    r, low, high, most = found.request, 0.25, 16.0, 1 - MOST_RISK
+    if not r.capacity:
+        return allowed / spent(found, most)  # what interrupts a run grows with its work
+    for _ in range(12):  # days without GPUs do not grow with it
+        middle = math.sqrt(low * high)
+        slow = replace(r, runs=min(r.runs, 2000), risks=replace(r.risks, slowdown=middle * r.risks.slowdown))
+        low, high = (middle, high) if spent(Forecast(request=slow), most) <= allowed else (low, middle)
+    return low
+
+
+def _sizes(case: Case) -> tuple[int, int]:
+    """GPUs and sequences of an iteration that its plan is for."""
+    t = case.forecast.request.plan.topology
+    return t.gpus, t.gbs
 
 
 def decide(study: Study, title: str = "") -> Decision:

@@ -12,7 +12,7 @@ import numpy as np
 from trilane.config.plan import Plan
 from trilane.costmodel.shipped import replaced
 from trilane.costmodel.uncertainty import Z90
-from trilane.forecasting.failures import Cause
+from trilane.forecasting.failures import Cause, FailureModel
 from trilane.forecasting.request import ForecastRequest
 from trilane.forecasting.schedule import SOONEST, Schedule, ScheduledTopology, schedule_on
 from trilane.forecasting.simulation import CapacityWindow, Outcomes, Simulation, Stretch, Uncertainty
@@ -170,17 +170,19 @@ class Forecast(Table):
 
     @property
     def gpu_hours_by_cause(self) -> dict[str, float]:
-        """Mean GPU-hours: the iterations at their predicted speed, the slowdown, and what each charged cause adds.
+        """Mean GPU-hours: the iterations at their predicted speed, the slowdown, the mean error of the prediction, and
+        what each charged cause adds.
 
         The causes share the rest in proportion to the time that they take.
         """
-        risks, work = self.request.risks, float(self.ideal.gpu_s[0]) / 3600
-        free = {stop.name for stop in risks.stops if not stop.charged} | {Cause.QUEUE}
+        u, work = self.request.uncertainty, float(self.ideal.gpu_s[0]) / 3600
+        free = {stop.name for stop in self.request.risks.stops if not stop.charged} | {Cause.QUEUE}
         days = {name: d for name, d in self.lost_days.items() if name not in free}
         rest = float(self.outcomes.gpu_s.mean()) / 3600 - work
-        slower = min(max(risks.slowdown - 1, 0) * work, rest)
-        share = (rest - slower) / (sum(days.values()) or 1)
-        return {Cause.ITERATIONS: work, Cause.SLOWDOWN: slower, **{name: d * share for name, d in days.items()}}
+        slower, both = (min(max(factor - 1, 0) * work, rest) for factor in (u.slowdown, u.mean))
+        share = (rest - both) / (sum(days.values()) or 1)
+        found = {Cause.ITERATIONS: work, Cause.SLOWDOWN: slower, Cause.PREDICTION: both - slower}
+        return {**{str(name): hours for name, hours in found.items()}, **{name: d * share for name, d in days.items()}}
 
     @property
     def dangers(self) -> list[Record]:
@@ -189,7 +191,7 @@ class Forecast(Table):
         rows = [(name, mean, high[name]) for name, mean in self.lost_days.items() if high[name] > 0]
         u, ideal = self.request.uncertainty, float(self.ideal.wall_s[0]) / 86400
         slow = u.slowdown * float(np.exp(Z90 * np.hypot(u.common, u.independent)))
-        rows.append((Cause.PREDICTION, ideal * (u.slowdown - 1), ideal * (slow - 1)))
+        rows.append((Cause.PREDICTION, ideal * (u.mean - 1), ideal * (slow - 1)))
         return [{"what": name, "mean_days": mean, "days_95": d} for name, mean, d in sorted(rows, key=lambda r: -r[2])]
 
     @property
@@ -216,9 +218,10 @@ class Forecast(Table):
         energy = [None if watts is None else h * watts * building / 1000 for h in hours]
         cost = [None if r.price is None else r.price * h for h in hours]
         risks = replace(r.risks, spare_nodes=r.risks.spares_of(min(self._free_nodes)))
-        names = ("per_node_year", "per_year", "source")
+        names, usual = ("per_node_year", "per_year", "source"), FailureModel()
         assumed: list[Record] = [{"what": s.name, **{name: getattr(s, name) for name in names}} for s in risks.stops]
-        assumed += [{"what": n, "value": getattr(risks, n), "source": text} for n, text in known["sources"].items()]
+        sources = {n: s if getattr(r.risks, n) == getattr(usual, n) else "given" for n, s in known["sources"].items()}
+        assumed += [{"what": name, "value": getattr(risks, name), "source": text} for name, text in sources.items()]
         return {
             **{"plan": r.plan.label, "plan_id": r.plan.id, "prediction": r.prediction.to_json()},
             **{"start": r.start.isoformat(), "tokens": r.tokens, "samples": r.samples},
@@ -281,7 +284,8 @@ class Forecast(Table):
         found |= {name: mid if brief else f"{mid} ({low} to {high})" for name, (mid, low, high) in texts.items()}
         card = self.request.plan.cluster.gpu.memory_bytes / 2**30
         found |= {"memory": f"{full.memory_bytes / 2**30:.1f} of {card:.3g} GiB"}
-        found |= {name: chance(risk) for name, risk in risks.items() if risk is not None}
+        runs = {DEADLINE: self.request.runs, ALLOCATION: self.request.runs}  # of memory it is a formula's
+        found |= {name: chance(p, runs.get(name, 10_000)) for name, p in risks.items() if p is not None}
         found |= {"seconds an iteration": with_bounds(*self.seconds)}
         return found | {"nearest measured run": "{}, distance {:.1f}".format(*nearest[0]) if nearest else "none"}
 

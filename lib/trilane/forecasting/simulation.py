@@ -1,5 +1,6 @@
 """Monte Carlo simulation of a training run: thousands of runs at once, in arrays over runs (N) and pieces (J)."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -50,6 +51,11 @@ class Uncertainty:
     common: float
     independent: float
     slowdown: float = 1.0
+
+    @property
+    def mean(self) -> float:
+        """The mean factor, above the median as of any lognormal number."""
+        return self.slowdown * math.exp(min((self.common**2 + self.independent**2) / 2, 99.0))
 
 
 @dataclass(frozen=True, kw_only=True)

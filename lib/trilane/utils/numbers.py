@@ -10,10 +10,12 @@ def percent(value: float, digits: int = 1) -> str:
     return f"{value:.{digits}%}" if value == value else ""
 
 
-def chance(p: float) -> str:
-    """A probability as a person reads it, with two digits; some thousand simulated runs resolve nothing below 0.1 %."""
-    inside = f"{100 * p:.2g} %" if p < 0.0995 else f"{100 * p:.0f} %"
-    return "under 0.1 %" if p < 0.001 else "over 99 %" if p > 0.99 else inside
+def chance(p: float, runs: int = 10_000) -> str:
+    """A probability as a person reads it, with two digits, as far as a share of so many simulated runs tells it."""
+    # what none of N runs does has a probability below 3/N, with 95 % confidence
+    inside, least = f"{100 * p:.2g} %" if p < 0.0995 else f"{100 * p:.0f} %", max(0.001, 3 / runs)
+    most = min(0.99, 1 - least)
+    return f"under {100 * least:.2g} %" if p < least else f"over {100 * most:.2g} %" if p > most else inside
 
 
 def amount(value: float, digits: int = 4) -> str:

@@ -102,5 +102,5 @@ def _causes(record: Record) -> dict[str, float]:
     """GPU-hours that each cause adds to the iterations, the most first; what adds none is left out."""
     hours = {**record["gpu_hours_by_cause"], Cause.ITERATIONS: 0.0}
     # as the table of delays calls it, where the interval of the prediction is part of it
-    hours[Cause.PREDICTION] = hours.pop(Cause.SLOWDOWN, 0.0)
+    hours[Cause.PREDICTION] += hours.pop(Cause.SLOWDOWN)
     return {name: spent for name, spent in sorted(hours.items(), key=lambda pair: -pair[1]) if spent > 0}
