@@ -6,7 +6,6 @@ plan, cluster, model, study or calibration, it takes its file or name as well, a
 
 import functools
 import inspect
-import numbers
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -69,7 +68,6 @@ _READ = {
 # Whose fields the options of a function are, which take texts as commands do.
 _ASKED = dict.fromkeys(("best_within", "propose_shapes", "sizes_within"), "trilane.planning.size_request:SizeRequest")
 _ASKED["forecast"] = "trilane.forecasting.request:ForecastRequest"
-_WIDER = {int: numbers.Integral, float: numbers.Real}  # numpy's numbers count
 
 
 def __getattr__(name: str) -> Any:
@@ -129,7 +127,9 @@ def _taken(name: str, value: Any, hint: Any, is_text: bool = False) -> Any:
     items = [typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is Sequence]
     if items and isinstance(value, list | tuple | range):
         return [_taken(name, one, items[0]) for one in value]
-    classes = {k.__name__: _WIDER.get(k, k) for k in (*kinds, *items) if isinstance(k, type) and k is not Any}
+    classes = {
+        k.__name__: (int, float) if k is float else k for k in (*kinds, *items) if isinstance(k, type) and k is not Any
+    }
     able = [kind for kind in classes if kind in _READ]
     if isinstance(value, tuple(classes.values())):
         return [value] if items == [*kinds] else value
