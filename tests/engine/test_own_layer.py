@@ -106,6 +106,7 @@ class Own(nn.Module):
         self.up = nn.Linear(config.hidden_size, config.hidden_size)
 """
 FORWARD = "    def forward(self, x):\n        return "
+OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")  # as the best plans of a search have them
 # the text of the file, the topology, and the line
 BAD = [
     (f"{HEAD}{FORWARD}self.up(x)", {"tp": 2}, "ignores tp=2"),
@@ -130,6 +131,8 @@ BAD = [
     ("import sys; sys.exit(0)", {}, "cannot be imported (line 1: import sys; sys.exit(0), SystemExit"),
     (f"{HEAD}        self.drop = nn.Dropout(0.1)\n{FORWARD}self.drop(self.up(x))", {}, ""),
     ((HERE / "own_layers.py").read_text().replace("QKNorm", "Own"), {"tp": 2, "pp": 2}, ""),
+    (f"{HEAD}{FORWARD}self.up(x)", {"dp": 2, "zero": 1, **dict.fromkeys(OVERLAPS, True)}, ""),
+    (f"{HEAD}{FORWARD}self.up(x)", {"pp": 2, "first_stage_layers": 1, "recompute": "block", "recompute_layers": 1}, ""),
 ]
 REHEARSE = """
 from pathlib import Path

@@ -4,13 +4,13 @@ The process that prepares the data does so with one layer, each rank of a traini
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from trilane.config.layer import Layer
+from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.engine.model import rng
 from trilane.engine.model.gpt import fill_parameters, layer_spec, sum_over_tp, transformer_config
@@ -117,9 +117,9 @@ def rehearse(plan: Plan) -> None:
     """Try out the plan's first layer as one of its ranks, alone; ValueError where it would not train."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    alone: dict[str, Any] = {"pp": 1, "dp": 1, "zero": 0, "interleaving": 1, "gbs": plan.topology.mbs}
-    whole: dict[str, Any] = {"partition": "uniform", "first_stage_layers": 0, "last_stage_layers": 0}
-    t = replace(plan.topology, **alone, **whole)
+    # what a layer sees of the topology; the rest, as ZeRO and its overlaps, would not go with one replica
+    names = ("tp", "mbs", "sequence_parallel", "recompute", "recompute_layers", "precision", "attention")
+    t = Topology(gbs=plan.topology.mbs, **{name: getattr(plan.topology, name) for name in names})
     plan = replace(plan, topology=t)
     # the messages to other ranks go nowhere, so that values are wrong and shapes are right
     dist.init_process_group("fake", rank=0, world_size=t.tp, store=FakeStore())
