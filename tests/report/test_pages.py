@@ -297,6 +297,12 @@ def test_keys_walk_all_plans_pin_two_and_zoom_the_schedule(explorer: Any, page: 
     explorer.get_by_text("Whole", exact=True).click()
     page.wait_for_timeout(300)
     assert {*ticks.all_text_contents()} == whole
+    explorer.locator("select[name=tp]").select_option("1")
+    for width in (NARROW, 1440):  # as a phone is turned
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(700)
+        assert shown(explorer) == [seen[-2], seen[-1], seen[-2]]
+        assert explorer.locator("select[name=tp]").input_value() == "1"
 
 
 def test_a_filter_leaves_its_plans_and_a_finger_picks_one(demo: Path, browser: Any) -> None:

@@ -11,7 +11,7 @@ from trilane.config.plan import Plan
 from trilane.costmodel.predict import RISKY, SAFE, Prediction
 from trilane.planning.space import ParallelSizes, Space
 from trilane.utils import tables
-from trilane.utils.numbers import with_bounds
+from trilane.utils.numbers import chance, with_bounds
 from trilane.utils.tables import Brief, DataFrame, T, Table, Text
 from trilane.utils.validation import require
 
@@ -166,12 +166,11 @@ class SearchResult(Table):
         seconds, gib = with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi), p.memory_bytes / 2**30
         what = "Of {:,} topologies that can run the fastest is {:code} ({}): **{} s** an iteration, **{:.3g} GiB**, "
         words = [Text.of(what, self.runnable, first.label, first.plan.id, seconds, gib)]
-        words += [Text.of("out of memory with a probability of **{:.1%}**.", p.oom_probability)]
+        words += [Text.of("out of memory with a probability of **{}**.", chance(p.oom_probability))]
         if p.oom_probability > SAFE:
-            words += [Text.of(" Above {:.0%} `08_decision` recommends none; the fastest here that it may: ", SAFE)]
-            other, more = safe[0] if safe else None, "{:code} ({}), {:+.1%}."
-            slower = other.prediction.sec_per_it / p.sec_per_it - 1 if other else 0.0
-            words += [Text.of(more, other.label, other.plan.id, slower) if other else Text("none.")]
+            words += [Text.of(" `08_decision` recommends none above {}; the fastest that it may: ", chance(SAFE))]
+            others = [(c.label, c.plan.id, 100 * (c.prediction.sec_per_it / p.sec_per_it - 1)) for c in safe[:1]]
+            words += [Text.of("{:code} ({}), {:.1f} % slower.", *other) for other in others] or [Text("none.")]
         return Text.joined("", words)
 
     def summary(self) -> Text:

@@ -84,7 +84,7 @@ def recommended(study: Study) -> list[Html]:
     advice = read_field(study.folder / "decision.json", lambda values: values["recommendation"])
     if not (isinstance(advice, dict) and advice.get("verdict")):
         return []
-    label = f"recommended by 08_decision {advice.get('change', '')}"
+    label = ": ".join(filter(None, ["recommended by 08_decision", str(advice.get("change", ""))]))
     return [Html.of('<p class="card"><b>{}</b><span>{}</span></p>', advice["verdict"], label)]
 
 

@@ -68,9 +68,14 @@ async function draw(figure, labels = LABELS) {
   const looks = { ...spec.config };
   for (const [part, values] of Object.entries(config(width))) looks[part] = { ...looks[part], ...values };
   const options = { ast: true, actions: false, renderer: "svg", tooltip: { theme: dark.matches ? "dark" : "light" }, mode: "vega-lite" };
+  // what a reader has picked stays where a window changes or a phone turns
+  const held = (spec.params || []).filter(({ bind }) => bind).map(({ name, select }) => select ? `${name}_id` : name);
+  const kept = figure.view?.getState({ signals: name => held.includes(name) }).signals ?? {};
   figure.classList.add("drawn");
   try {
     const { view } = await vegaEmbed(place, { ...spec, config: looks }, options);
+    for (const [name, value] of Object.entries(kept)) view.signal(name, value);
+    figure.view = await view.runAsync();
     const beyond = place.querySelector("svg").clientWidth - width;
     if (beyond > 0 && labels === LABELS && width < NARROW) return draw(figure, labels + beyond);
     if (spec.params?.some(({ name }) => name === "plan")) steer(place, view);

@@ -18,7 +18,7 @@ from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.sizing import training_days
 from trilane.report.plots.interactive import Interactive, chart, rounded, tooltips
 from trilane.report.plots.style import INK, LIMIT, plain
-from trilane.utils.numbers import amount, with_interval
+from trilane.utils.numbers import size_text, with_interval
 from trilane.utils.tables import grouped
 
 RISKS = (f"up to {SAFE:.0%}", f"{SAFE:.0%} to {RISKY:.0%}", f"above {RISKY:.0%}")  # of running out of memory
@@ -128,7 +128,7 @@ def numbers_of(c: Candidate, made: PipelineSchedule, tokens: float) -> dict[str,
         "seconds (90 %)": "{}\n{} to {}".format(*with_interval(p.sec_per_it, p.sec_lo, p.sec_hi)),
         f"GiB, of {c.plan.cluster.gpu.memory_bytes / 2**30:.3g}": f"{p.memory_bytes / 2**30:.3g}",
         "P(out of memory)": f"{p.oom_probability:.1%}",
-        f"days, {amount(tokens / 1e9)}B tokens": "{}\n{} to {}".format(*with_interval(*days)),
+        f"days, {size_text(tokens)} tokens": "{}\n{} to {}".format(*with_interval(*days)),
         "bubble": f"{p.time.bubble / p.sec_per_it:.1%}",
         "slowest stage": f"{made.slowest}: {max(stages) * t.pp / sum(stages) - 1:+.1%}",
         "nearest measured": f"{row}\ndistance {distance:.1f}",
