@@ -8,6 +8,7 @@ const BRIGHT = { "#14618a": "#4fa8dc", "#2a9d67": "#3fbf85", "#a23b72": "#d875ab
 
 function fit(view, width, labels) {
   if (width < NARROW && (view.concat || view.facet)) Object.assign(view, { columns: 1, align: "none" });
+  if (width < NARROW) delete view.encoding?.color?.legend?.columns; // wide legends would press the panels together
   if (typeof view.width === "number") view.width = Math.max(120, Math.min(view.width, width - labels));
   for (const part of [...(view.concat || []), ...(view.layer || []), ...(view.spec ? [view.spec] : [])]) fit(part, width, labels);
   return view;
@@ -20,7 +21,7 @@ function config(width) {
   const looks = dark.matches ? { axis: light, legend: { ...light, ...symbols }, title: text, header: light, text: { color: "#e3e8ed" }, rule: { color: "#c8d2db" } } : {};
   looks.legend = { ...looks.legend, titleLimit: width };
   looks.title = { ...looks.title, limit: width };
-  if (width < NARROW) looks.legend = { ...looks.legend, orient: "bottom", columns: 2, labelLimit: 140 };
+  if (width < NARROW) looks.legend = { ...looks.legend, orient: "bottom", columns: 2, labelLimit: 110 };
   return looks;
 }
 

@@ -34,8 +34,8 @@ TIME = ("Time by part (s an iteration)", "times", TIMES)
 SCALE = "(scale('schedule_x', 1) - scale('schedule_x', 0))"  # pixels a second, in Vega's expressions
 # A run of passes on a stage: its first microbatch, how many, and seconds of the first start, a pass, and between starts
 RUN = ("on", "kind", "chunk", "first", "count", "start", "length", "step")
-PASS = {"on": "stage", "kind": "pass", "microbatch": "microbatch", "chunk": "model chunk", "length": "seconds"}
-PASS |= {"start": "from second"}
+PASS = {"on": "stage", "kind": "pass", "microbatch": "microbatch", "chunk": "model chunk"}
+SECONDS = {"length": "seconds", "start": "from second"}
 Row = dict[str, Any]
 
 
@@ -286,7 +286,7 @@ def _schedule() -> Any:
         y=y,
         color=_hue("kind", ("forward", "backward", "data parallel", "optimizer", "bubble")),
         opacity=alt.Opacity("shade:Q", scale=None, legend=None),
-        tooltip=tooltips(PASS),
+        tooltip=tooltips(PASS, SECONDS),
     )
     look = {"name": "schedule", "width": 640, "height": 190, "view": {"fill": HUES["bubble"]}}
     return alt.layer(lines.add_params(zoom), _passes(base, y)).properties(title="Pipeline schedule, picked", **look)
@@ -307,4 +307,4 @@ def _passes(base: Any, y: Any) -> Any:
     middle = alt.expr("scale('schedule_x', datum.start + datum.length / 2)")
     color = alt.condition("datum.kind == 'forward'", alt.value("white"), alt.value("black"))
     text = base.mark_text(clip=True, fontSize=11, x=middle)
-    return text.encode(y=y, text="microbatch:N", tooltip=tooltips(PASS), color=color)
+    return text.encode(y=y, text="microbatch:N", tooltip=tooltips(PASS, SECONDS), color=color)
