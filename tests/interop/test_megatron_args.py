@@ -10,6 +10,7 @@ from support import small_plan
 from trilane.cli.app import main
 from trilane.config.batch_rampup import Ramp
 from trilane.config.cluster import cluster
+from trilane.config.layer import Layer
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
@@ -277,6 +278,7 @@ CANNOT_BE_WRITTEN = [  # topology, what else differs, the message
     ({}, {"shape": replace(LLAMA, activation="geglu")}, "activation=geglu: Megatron-LM has gelu, gelu-tanh"),
     ({}, {"shape": replace(SHAPE, positions="alibi")}, "positions=alibi: Megatron-LM has learned, rotary, none"),
     ({}, {"shape": replace(SHAPE, embedding_layernorm=True)}, "embedding_layernorm=True: Megatron-LM has no"),
+    ({}, {"layer": Layer(name="mine.layers:Own")}, "layer=mine.layers:Own: Megatron-LM trains its own"),
 ]
 
 
