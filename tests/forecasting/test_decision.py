@@ -9,6 +9,7 @@ import pytest
 from support import REPOSITORY
 
 from trilane.config.layer import Layer
+from trilane.config.model import parse_shape
 from trilane.config.plan import read_plan
 from trilane.costmodel.predict import SAFE, predict
 from trilane.costmodel.shipped import default
@@ -198,6 +199,19 @@ def test_a_choice_that_changes_nothing_has_no_price_where_the_plan_itself_is_no_
     fused = next(case for case in made if case.name.startswith("attention"))
     safe = [case.forecast.gpu_hours(0.5) for case in alternatives(slow).kinds["topology"] if case.is_safe]
     assert fused.note.startswith(f"{amount(min(safe) - fused.forecast.gpu_hours(0.5), 2)} GPU-hours")
+
+
+def test_choices_of_a_schedule_are_priced_by_schedules():
+    """ZeRO-3 of a small model is faster on one node of two: that is the schedule's, not the precision's."""
+    shape, machine = parse_shape("24,2304,24,2048,50304"), PLAN.cluster
+    plan = search(shape, machine, gpus=16, gbs=64, engine="hf-zero3", top=1).candidates[0].plan
+    found = forecast(plan, tokens=30e9, runs=100, adapt="days", start="2027-01-01")
+    made = levers(found).kinds["held fixed"]
+    assert found.last.topology.gpus == 8 and made and "on 8 GPUs" in found.facts()["topology"]
+    assert what_ifs(found).to_frame().gpus.iloc[0] == 4, "two thirds of 8, by which 64 sequences divide"
+    assert not [case.name for case in made if case.name.startswith("precision")]
+    for case in made:
+        assert "DP {dp}".format(**case.forecast.figures()) in case.name
 
 
 def test_no_kernel_is_offered_that_does_not_exist():

@@ -89,22 +89,23 @@ def searched(found: Forecast, name: str = "{label}", safe: bool = True, **change
     for c in able:
         with contextlib.suppress(ValueError):  # another engine trains no layer of one's own
             plan = replace(c.plan, layer=r.plan.layer)
-            every = on_plan(r, plan, name.format(t=c.topology, label=c.label)) if plan.id != r.plan.id else ()
+            every = on_plan(r, plan, name) if plan.id != r.plan.id else ()
             yield from (made for made in every if made.is_safe or not safe)
 
 
-def on_plan(request: ForecastRequest, plan: Plan, name: str) -> Iterator[Case]:
-    """The request for another plan; nothing where that cannot run.
+def on_plan(request: ForecastRequest, plan: Plan, name: str = "{label}") -> Iterator[Case]:
+    """The request for another plan, named by its topology of the full batch; nothing where that cannot run.
 
     Where a batch size of the ramp is no multiple of its mbs x dp, DP and microbatch follow the batch.
     """
-    adapt, way = "no", ""
+    adapt, way = request.adapt, ""
     try:
         request.ramp.require_whole(plan.topology)
     except ValueError:
-        adapt, way = "days", "DP or microbatch follow the ramp"
+        adapt, way = adapt if adapt != "no" else "days", "DP or microbatch follow the ramp"
     with contextlib.suppress(ValueError):
-        yield simulated(name, request, untrainable_reason(plan.topology) or way, plan=plan, adapt=adapt)
+        made = simulated("", request, untrainable_reason(plan.topology) or way, plan=plan, adapt=adapt)
+        yield replace(made, name=name.format(t=made.forecast.last.topology, label=plan.label))
 
 
 def alternatives(found: Forecast) -> Cases:
@@ -141,7 +142,7 @@ def what_ifs(found: Forecast) -> Cases:
     tries |= {"failures × 2": {"risks": replace(worse, stops=stops), "failures_per_node_year": None}}
     tries |= {"the plan 10 % slower": {"risks": replace(worse, slowdown=1.1 * worse.slowdown)}}
     tries |= {f"start a month later, {late}": {"start": late}}
-    most, whole, few = int(0.67 * r.plan.topology.gpus), r.plan.cluster.gpus_per_node, tuple[Case, ...]()
+    most, whole, few = int(0.67 * found.last.topology.gpus), r.plan.cluster.gpus_per_node, tuple[Case, ...]()
     cases, failed = _tried(r, tries)
     node = whole if most > whole else 1
     # in whole nodes, of which up to three fewer may divide better

@@ -96,7 +96,7 @@ class Decision(Table):
         fastest = min((self.plan, *rivals), key=lambda case: case.forecast.request.prediction.sec_per_it)
         if self.known and self.known.id == r.plan.id:
             return self.plan
-        return next(on_plan(r, self.known, self.known.label) if self.known else iter(()), fastest)
+        return next(on_plan(r, self.known) if self.known else iter(()), fastest)
 
     @property
     def origin(self) -> str:
