@@ -279,7 +279,9 @@ class Forecast(Table):
         texts = {name: with_interval(r[key], *r[f"{key}_interval"]) for name, key in costs.items() if r[key]}
         risks = {DEADLINE: r["p_miss_deadline"], ALLOCATION: r["p_overrun_allocation"], MEMORY: full.oom_probability}
         context = f"CP {t.cp} × " * (t.cp > 1)
-        few = f", on {t.gpus} GPUs" * (t.gpus != self.request.plan.topology.gpus)  # where DP follows the batch
+        few = f", on {t.gpus} GPU{'s' * (t.gpus > 1)}" * (
+            t.gpus != self.request.plan.topology.gpus
+        )  # where DP follows the batch
         found = {"topology": f"TP {t.tp} × {context}PP {t.pp} × DP {t.dp}, microbatch {t.mbs}{few}"}
         found |= {"done by": r["finish"]["p50"][:10], "19 of 20 runs by": r["finish"]["p95"][:10]}
         found |= {name: mid if brief else f"{mid} ({low} to {high})" for name, (mid, low, high) in texts.items()}
