@@ -244,10 +244,14 @@ def test_two_links_on_1_and_2_nodes_follow_the_ramp_with_the_losses_of_one_run(
     assert len(joined) == 6 and joined == pytest.approx(alone(p, tmp_path), abs=1e-5)
 
 
-def test_the_watcher_reports_the_death_of_a_running_job(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_nodes_of_a_running_job_are_shown_and_the_watcher_reports_its_death(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     folder = sleeping(run_folder(tmp_path, plan("hanging", tmp_path.parent / "data")))
     job = jobs.submit(folder, SITE, REQUEST)
     wait_until(lambda: one(folder).state == "RUNNING", PATIENCE_S, "running")
+    assert main(["debug", "capture", str(folder), "--job", job, "--what", "hostfile"]) == 0
+    assert capsys.readouterr().out == "".join(f"{host} slots=2\n" for host in client.hostnames(one(folder).nodes))
     (line,) = monitor.watch([folder], every_s=0.2, seconds=1)
     assert line.startswith(f"hanging: job {job} RUNNING jz-a100-[")
     client.cancel([job])

@@ -12,6 +12,7 @@ from trilane.diagnose.restart import compare_restart
 from trilane.diagnose.stacks import last_calls
 from trilane.diagnose.stragglers import find_stragglers
 from trilane.launch import bisection, rehearsal
+from trilane.slurm import monitor
 from trilane.utils.validation import require, require_known
 from trilane.workspace import rank_grid
 from trilane.workspace.heartbeat import read_beats
@@ -47,11 +48,19 @@ def hang(folder: Path, ranks: Ranks) -> Answer:
 @command(GROUP)
 def capture(
     folder: Path,
+    job: str = option("", "with --what hostfile: its SLURM job"),
     here: Path | None = option(None, "dump this host's ranks there, no more", metavar="STACKS"),
+    what: str = option("stacks", "what is taken", choices=("stacks", "hostfile")),
 ) -> Answer | None:
-    """Take the stacks of the running job of the run folder FOLDER, on all its nodes, and analyze them."""
+    """Take the stacks of the running job of the run folder FOLDER, on all its nodes, and analyze them.
+
+    With `--what hostfile` and --job only print the job's nodes as a hostfile of DeepSpeed and pdsh.
+    """
     folder = folder.resolve()
     plan = read_plan(folder / "plan.json")
+    if what == "hostfile":
+        return Answer.lines(what, monitor.hostfile(job, plan))
+    require(not job, "job", job, "is for --what hostfile; each node's watchdog dumps its ranks without")
     if here is not None:
         stacks.capture_here(folder, here)
         return None

@@ -1,11 +1,13 @@
-"""Monitor: when jobs start, end or make progress."""
+"""Monitor: when jobs start, end or make progress; the nodes of a running one."""
 
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from trilane.config.plan import Plan
 from trilane.slurm import client, jobs
 from trilane.slurm.jobs import JobStatus
+from trilane.utils.validation import require
 
 
 def watch(folders: Sequence[Path], every_s: float, seconds: float) -> Iterator[str]:
@@ -42,3 +44,12 @@ def _news(job: JobStatus, old: JobStatus | None) -> Iterator[str]:
         yield f"{job.run}: job {job.id} {job.state} {where}: {word}{job.status} {job.evidence}".rstrip()
     elif old.iteration != job.iteration:
         yield f"{job.run}: iteration {job.iteration} of {job.iterations}"
+
+
+def hostfile(job: str, plan: Plan) -> str:
+    """The nodes of a running job as a hostfile of DeepSpeed and pdsh; ValueError where it does not run."""
+    client.require_answer()
+    state = client.states([job])[job]
+    require(state.state in ("RUNNING", "COMPLETING"), "job", job, f"is {state.state}, and has no nodes")
+    slots = min(plan.topology.gpus, plan.cluster.gpus_per_node)
+    return "".join(f"{host} slots={slots}\n" for host in client.hostnames(state.nodes))
