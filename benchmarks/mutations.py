@@ -112,7 +112,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("queue_share=window.shared * risks", "queue_share=risks"),
         ("* np.diff(same, prepend=-1)", ""),
         ("spares_of(min(self._free_nodes))", "spares_of(max(self._free_nodes))"),
-        ("share = (rest - slower)", "share = rest"),
+        ("share = (rest - both)", "share = rest"),
         (".total_seconds() + 86400", ".total_seconds()"),
         ("watts * building / 1000", "watts / 1000"),
     ],
@@ -127,10 +127,10 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("new.job != old.job", "new.job[:2] != old.job[:2]"),
     ],
     ("calendar", "forecasting/decision.py", "forecasting/test_decision.py"): [
-        ("chances = [figures[name] for", "chances = [0.0 for"),
-        ("changes += [(failed, hours", "changes += [(0, hours"),
-        ('other["oom_probability"] <= SAFE', 'other["oom_probability"] <= 1'),
-        ("max([r[risk]", "min([r[risk]"),
+        ("        if p > MOST_RISK:", "        if p > 1:"),
+        ("failed < own[0] or saves", "saves"),
+        ("if other.is_safe and is_fair", "if is_fair"),
+        ("hours < (1 - TIE) * own[2]", "hours < own[2]"),
     ],
     ("jobs", "slurm/script.py", "slurm/test_site_options.py"): [
         ('if one.startswith(word[2:].partition("=")[0])', "if False"),

@@ -101,7 +101,7 @@ def test_links_load_one_another_and_may_name_the_stage_of_96_themselves(tmp_path
 def test_a_batch_that_no_stage_can_share_out_is_refused_by_its_size(tmp_path: Path) -> None:
     p = gpt_1b3(128)
     p = replace(p, run=replace(p.run, ramp=Ramp(start=32, increment=16, samples=64_000)))
-    with pytest.raises(ValueError, match=r"^ramp=48: every batch size must be a multiple of mbs x dp = 1 x 32; "):
+    with pytest.raises(ValueError, match=r"^ramp=48: every batch size must be a multiple of mbs x dp = 1 x 32"):
         chain.links(p, chain.parse_stages("32:8:1,64:16:1,128:32:1"), tmp_path)
 
 
