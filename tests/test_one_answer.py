@@ -237,7 +237,7 @@ def of_every_command(capsys: pytest.CaptureFixture) -> list[float]:
 def execute(name: str, **given: Any) -> dict[str, Any]:
     """The names that a notebook's cells leave, executed with these parameters."""
     cells = json.loads((REPOSITORY / f"notebooks/{name}.ipynb").read_text())["cells"]
-    namespace: dict[str, Any] = {}
+    namespace: dict[str, Any] = {"display": print}  # as IPython has it
     for cell in cells:
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), name, "exec"), namespace)

@@ -18,7 +18,8 @@ def current(page: Path) -> str:
     text = page.read_text(encoding="utf-8")
     if page.stem != "commands":
         return with_tables(text)
-    helps = sections(root, click.Context(root, info_name="trilane", terminal_width=100))
+    settings = {**root.context_settings, "terminal_width": 100}
+    helps = sections(root, click.Context(root, info_name="trilane", **settings))
     return "\n".join([text.partition("\n## trilane\n")[0], *helps])
 
 
