@@ -10,7 +10,7 @@ import pandas as pd
 
 from trilane.analysis.collect import MeasuredRuns, measure_runs
 from trilane.analysis.loss_curve import Curve
-from trilane.utils.numbers import amount, percent, with_bounds
+from trilane.utils.numbers import amount, chance, with_bounds
 from trilane.utils.tables import Brief, Columns, DataFrame, Text
 from trilane.utils.validation import read_object, require, require_known
 from trilane.workspace.installation import outputs_root
@@ -116,7 +116,7 @@ def _predicted(p: Mapping[str, Any]) -> dict[str, str]:
     return {
         "seconds an iteration": with_bounds(p["sec_per_it"], p["sec_lo"], p["sec_hi"]),
         "memory (GiB)": f"{p['memory_bytes'] / 2**30:.3g}",
-        "P(out of memory)": percent(p["oom_probability"]),
+        "P(out of memory)": chance(p["oom_probability"]),
     }
 
 

@@ -14,7 +14,7 @@ from trilane.planning.explain import use_plan, varied
 from trilane.planning.search_result import Candidate
 from trilane.planning.space import divisors
 from trilane.report.plots.explorer import compared, svg_of
-from trilane.utils.numbers import with_bounds
+from trilane.utils.numbers import chance, with_bounds
 from trilane.utils.tables import Html
 from trilane.workspace.study import Study
 
@@ -37,9 +37,9 @@ def sentence(base: Candidate, calibration: Calibration, **choices: Any) -> tuple
         return Html.of("<b>refused</b>: {}", error), None
     p, plan, gpus = chosen.prediction, chosen.plan, chosen.topology.gpus
     change = f", {p.sec_per_it / base.prediction.sec_per_it - 1:+.1%} against the first plan"
-    text = "{:code} ({}) on {} GPU{}: <b>{} s</b> an iteration{}, <b>{:.3g} GiB</b>, out of memory with {:.0%}; {}"
+    text = "{:code} ({}) on {} GPU{}: <b>{} s</b> an iteration{}, <b>{:.3g} GiB</b>, out of memory with {}; {}"
     seconds, change = with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi), change * (plan.id != base.plan.id)
-    memory = (p.memory_bytes / 2**30, p.oom_probability, p.support.words)
+    memory = (p.memory_bytes / 2**30, chance(p.oom_probability), p.support.words)
     return Html.of(text, plan.label, plan.id, gpus, "s" * (gpus > 1), seconds, change, *memory), chosen
 
 

@@ -18,7 +18,7 @@ from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.sizing import training_days
 from trilane.report.plots.interactive import Interactive, chart, rounded, tooltips
 from trilane.report.plots.style import INK, LIMIT, plain
-from trilane.utils.numbers import size_text, with_interval
+from trilane.utils.numbers import chance, size_text, with_interval
 from trilane.utils.tables import grouped
 
 RISKS = (f"up to {SAFE:.0%}", f"{SAFE:.0%} to {RISKY:.0%}", f"above {RISKY:.0%}")  # of running out of memory
@@ -101,7 +101,7 @@ def plan_row(c: Candidate, rank: str = "", tokens: float = 0.0) -> Row:
     row: Row = {"id": c.plan.id, "label": plain(c.label), "rank": rank, "evidence": p.support.words}
     row |= {name: getattr(t, name) for name in ("gpus", "tp", "pp", "dp", "recompute", "zero")}
     row |= {name: rounded(v, 4) for name, v in (("s", p.sec_per_it), ("lo", p.sec_lo), ("hi", p.sec_hi))}
-    row |= {"gib": rounded(p.memory_bytes / 2**30, 4), "oom": f"{p.oom_probability:.1%}"}
+    row |= {"gib": rounded(p.memory_bytes / 2**30, 4), "oom": chance(p.oom_probability)}
     row |= {"risk": RISKS[(p.oom_probability > SAFE) + (p.oom_probability > RISKY)]}
     made = pipeline_schedule(t, p)
     numbers = numbers_of(c, made, tokens or TOKENS_PER_PARAMETER * c.plan.shape.parameters)
@@ -127,7 +127,7 @@ def numbers_of(c: Candidate, made: PipelineSchedule, tokens: float) -> dict[str,
         "microbatches": f"{t.microbatches} of {t.mbs}",
         "seconds (90 %)": "{}\n{} to {}".format(*with_interval(p.sec_per_it, p.sec_lo, p.sec_hi)),
         f"GiB, of {c.plan.cluster.gpu.memory_bytes / 2**30:.3g}": f"{p.memory_bytes / 2**30:.3g}",
-        "P(out of memory)": f"{p.oom_probability:.1%}",
+        "P(out of memory)": chance(p.oom_probability),
         f"days, {size_text(tokens)} tokens": "{}\n{} to {}".format(*with_interval(*days)),
         "bubble": f"{p.time.bubble / p.sec_per_it:.1%}",
         "slowest stage": f"{made.slowest}: {max(stages) * t.pp / sum(stages) - 1:+.1%}",
