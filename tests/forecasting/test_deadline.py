@@ -28,7 +28,7 @@ def test_the_largest_shapes_end_in_time_and_larger_ones_do_not(found):
     sizes = [row.costs["parameters"] for row in found.rows]
     assert [row.costs["tokens_per_parameter"] for row in found.rows] == pytest.approx([2e9 / size for size in sizes])
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] > 0.89 * sizes[0]
-    assert all(row.costs["days_50"] < row.costs["days_90"] <= 2.0 for row in found.rows)
+    assert all(row.costs["days_p50"] < row.costs["days_p90"] <= 2.0 for row in found.rows)
     assert not any(row.proposal.prediction.is_risky for row in found.rows)
     for p in survey(SizeRequest(parameters=1.08 * sizes[0], **ASKED)).rows:
         assert forecast(p.plan, tokens=2e9).days(0.9) > 2.0, p.plan.label
@@ -47,7 +47,7 @@ def test_twice_the_days_allow_about_twice_the_parameters_and_root_2_times_with_t
 @pytest.mark.slow
 def test_where_memory_is_the_limit_it_is_the_reason():
     long = sizes_within(2000.0, **ASKED | {"gpus": 1, "gbs": 8})
-    assert long.rows[0].costs["days_90"] < 1800 and not long.rows[0].proposal.prediction.is_risky
+    assert long.rows[0].costs["days_p90"] < 1800 and not long.rows[0].proposal.prediction.is_risky
     assert "memory" in long.reasons["jz-a100-80g"]
 
 
@@ -70,9 +70,9 @@ def test_the_best_of_each_cluster_is_compute_optimal_in_time_and_on_three_topolo
     for name in ("jz-a100-80g", "jz-v100-32g"):
         rows = [row for row in best.rows if row.request.cluster.name == name]
         costs = [row.costs for row in rows]
-        assert costs[0]["tokens_per_parameter"] == pytest.approx(20) and costs[0]["days_90"] <= 1.0
+        assert costs[0]["tokens_per_parameter"] == pytest.approx(20) and costs[0]["days_p90"] <= 1.0
         assert len({sizes_of(row.proposal) for row in rows}) == 3 and len({row.proposal.shape for row in rows}) == 1
-        assert costs[0]["gpu_hours_50"] <= min(each["gpu_hours_50"] for each in costs)
+        assert costs[0]["gpu_hours_p50"] <= min(each["gpu_hours_p50"] for each in costs)
     alone = sizes_within(1.0, **ASKED | {"tokens": "20x"})
     assert best.rows[0].costs["parameters"] >= 0.96 * alone.rows[0].costs["parameters"]
 
@@ -81,8 +81,8 @@ def test_the_best_of_each_cluster_is_compute_optimal_in_time_and_on_three_topolo
 def test_clusters_are_compared_by_one_model_and_a_card_is_worth_the_gpu_hours_that_it_saves(best):
     a100, v100 = (row.costs for row in best.same)
     assert a100["parameters"] == v100["parameters"] and a100["tokens"] == v100["tokens"]
-    ratio = a100["gpu_hours_50"] / v100["gpu_hours_50"]
-    assert v100["money"] == v100["gpu_hours_50"] and 0.15 < ratio < 0.7
+    ratio = a100["gpu_hours_p50"] / v100["gpu_hours_p50"]
+    assert v100["money"] == v100["gpu_hours_p50"] and 0.15 < ratio < 0.7
     assert f"does the work of {ratio:.2f} of jz-a100-80g" in best.worth()[0]
     assert f"{0.5 / ratio - 1:+.0%} of money" in best.worth()[0]
 
@@ -97,4 +97,4 @@ def test_the_calendar_of_the_best_plan_has_its_gpu_hours(capsys, tmp_path):
         main(["plan", "calendar", str(tmp_path / "best.json"), "--tokens", str(first["costs"]["tokens"]), "--json"])
         == 0
     )
-    assert json.loads(capsys.readouterr().out)["gpu_hours"] == pytest.approx(first["costs"]["gpu_hours_50"], rel=1e-6)
+    assert json.loads(capsys.readouterr().out)["gpu_hours"] == pytest.approx(first["costs"]["gpu_hours_p50"], rel=1e-6)

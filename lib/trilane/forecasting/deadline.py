@@ -56,7 +56,7 @@ class InTime(Table):
     """
 
     digits = 1
-    shown = "cluster gpus parameters num_layers hidden_size tokens engine label days_50 days_90 gpu_hours_50"
+    shown = "cluster gpus parameters num_layers hidden_size tokens engine label days_p50 days_p90 gpu_hours_p50"
     shown += " money memory_gib oom_probability"
     limit: float
     request: SizeRequest  # of the first cluster; its `parameters` are no target of the user
@@ -70,8 +70,8 @@ class InTime(Table):
         return Proposals(request=self.request, rows=tuple(row.proposal for row in self.rows))
 
     def to_frame(self) -> DataFrame:
-        """A row a plan in the columns of a search; tokens, days_50, days_90, gpu_hours_50, gpu_hours_90 that half and
-        nine of ten runs keep, and money, NaN without a price.
+        """A row a plan in the columns of a search; tokens; days_p50, days_p90, gpu_hours_p50, gpu_hours_p90, which half
+        and nine of ten runs keep; money, NaN without a price.
         """
         return _frame(self.rows)
 
@@ -79,7 +79,7 @@ class InTime(Table):
         """What a GPU-hour of each further cluster is worth in those of the first one, by the common model."""
         lines = []
         for one, other in ((self.same[0], other) for other in self.same[1:]):
-            ratio, name = one.costs["gpu_hours_50"] / other.costs["gpu_hours_50"], other.request.cluster.name
+            ratio, name = one.costs["gpu_hours_p50"] / other.costs["gpu_hours_p50"], other.request.cluster.name
             text = f"a GPU-hour of {name} does the work of {ratio:.2f} of {one.request.cluster.name}"
             money = ", and is worth as many times their price"
             if one.costs["money"] is not None:
@@ -147,7 +147,7 @@ def sizes_within(days: float, price: float | None = None, **asked: Any) -> InTim
 
     def ended(found: Proposals) -> list[Dated]:
         able = (p for p in found.rows if p.days <= days and not p.prediction.is_risky)
-        return [d for p in able if (d := dated(p, r, price)).costs["days_90"] <= days]
+        return [d for p in able if (d := dated(p, r, price)).costs["days_p90"] <= days]
 
     def first(size: float) -> list[Dated]:
         """One shape of about that size that ends, if any does; most are at the middle widths, which are looked at."""
@@ -185,7 +185,7 @@ def sizes_within(days: float, price: float | None = None, **asked: Any) -> InTim
     above = replace(r, parameters=low * (1 + r.tolerance))  # low itself is the least of these
     rows = sorted(ended(survey(above))[:12] or best, key=lambda row: -row.costs["parameters"])
     full = max(row.proposal.prediction.memory_bytes for row in rows) > 0.8 * r.cluster.gpu.memory_bytes
-    slow = max(row.costs["days_90"] for row in rows) > 0.9 * days
+    slow = max(row.costs["days_p90"] for row in rows) > 0.9 * days
     reason = "take longer" if slow else "may run out of memory" if full else "divide badly"
     last = replace(r, parameters=rows[0].costs["parameters"])
     return InTime(limit=days, request=last, rows=tuple(rows), reasons={r.cluster.name: f"larger shapes {reason}"})
@@ -196,7 +196,7 @@ def _why_none(request: SizeRequest) -> str:
     found = survey(replace(request, tolerance=1e-9))
     if not found.rows:
         return found.why_none()
-    took = f"{dated(found.rows[0], request).costs['days_90']:.3g} days for nine runs of ten"
+    took = f"{dated(found.rows[0], request).costs['days_p90']:.3g} days for nine runs of ten"
     return f"the smallest shape ({size_text(found.rows[0].shape.parameters)} parameters) takes {took}"
 
 
@@ -206,11 +206,11 @@ def dated(proposal: Proposal, request: SizeRequest, price: float | None = None) 
     try:
         made = forecast(proposal.plan, tokens=tokens, calibration=request.calibration)
     except ValueError:
-        found = dict.fromkeys(("days_50", "days_90", "gpu_hours_50", "gpu_hours_90"), math.inf)
-    for name, share in (("50", 0.5), ("90", 0.9)) if not found else ():
+        found = dict.fromkeys(("days_p50", "days_p90", "gpu_hours_p50", "gpu_hours_p90"), math.inf)
+    for name, share in (("p50", 0.5), ("p90", 0.9)) if not found else ():
         found |= {f"days_{name}": made.days(share), f"gpu_hours_{name}": made.gpu_hours(share)}
     found |= {"parameters": size, "tokens": tokens, "tokens_per_parameter": tokens / size}
-    found["money"] = None if price is None else price * found["gpu_hours_50"]
+    found["money"] = None if price is None else price * found["gpu_hours_p50"]
     return Dated(request=request, proposal=proposal, costs=found)
 
 
@@ -249,7 +249,7 @@ def best_within(
         largest = sizes_within(days, price, **asked, cluster=cluster, calibration=calibration_for(cluster, calibration))
         shapes = _on_several(largest.request, [row.proposal.shape for row in largest.rows[:4]])
         made = [_on(shape, largest.request, price, 3) for shape in shapes]
-        in_time = [plans for plans in made if plans and plans[0].costs["days_90"] <= days]
+        in_time = [plans for plans in made if plans and plans[0].costs["days_p90"] <= days]
         found, rows = [*found, largest], [*rows, max(in_time, key=len, default=[])]
     able = [(one.request, price, some[0]) for one, price, some in zip(found, each, rows, strict=True) if some]
     same = list[Dated]()

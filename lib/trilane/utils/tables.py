@@ -27,7 +27,7 @@ HEADS = {
     **{"num_attention_heads": "heads", "kv_heads": "key-value heads", "hidden_per_layer": "hidden / layers"},
     **{"sec_per_it": "s/it", "sec_lo": "90 % from", "sec_hi": "to", "memory_gib": "memory (GiB)"},
     **{"oom_probability": "out of memory, %", "tflops": "TFLOP/s a GPU", "gpu_hours": "GPU-hours"},
-    **{"days_50": "days", "days_90": "days (90 %)", "gpu_hours_50": "GPU-hours"},
+    **{"days_p50": "days", "days_p90": "days (90 %)", "gpu_hours_p50": "GPU-hours"},
     **{"mean_days": "days on average", "days_95": "one run in 20 loses more days than"},
     **{"measured_sec_per_it": "measured s/it", "predicted_sec_per_it": "predicted", "measured_gib": "measured GiB"},
     **{

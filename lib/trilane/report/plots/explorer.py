@@ -293,7 +293,7 @@ def _schedule() -> Any:
 
 
 def _passes(base: Any, y: Any) -> Any:
-    """The number of each microbatch, where its pass has room for it; under the mouse the words of one pass."""
+    """The number of each microbatch, where its pass is wide enough; under the mouse the words of one pass."""
     base = base.transform_calculate(
         low="zoom_start ? zoom_start[0] : 0", high="zoom_start ? zoom_start[1] : datum.whole"
     )
@@ -303,7 +303,7 @@ def _passes(base: Any, y: Any) -> Any:
     base = base.transform_flatten(["k"]).transform_calculate(
         microbatch="datum.first + datum.k", start="datum.start + datum.k * datum.step"
     )
-    # a field would warn of an empty domain where there is no room
+    # a field would warn of an empty domain where no pass is wide enough
     middle = alt.expr("scale('schedule_x', datum.start + datum.length / 2)")
     color = alt.condition("datum.kind == 'forward'", alt.value("white"), alt.value("black"))
     text = base.mark_text(clip=True, fontSize=11, x=middle)
