@@ -1,0 +1,132 @@
+"""Trace: what the real engine's ranks held, computed and sent when they ran without a GPU, on tensors without memory.
+
+`trilane measure plan PLAN --trace` writes one (engine/trace/); what a prediction must equal is read from it here.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trilane.config.plan import Plan, locate_plan
+from trilane.utils.files import json_object, read_text
+from trilane.utils.tables import Record
+from trilane.utils.validation import from_mapping, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective(Record):
+    """The collectives of one kind in one group, of one rank in one iteration; a send and a receive count as one each.
+
+    kind    all-reduce, all-gather, reduce-scatter, broadcast, all-to-all, send, receive
+    group   tp, pp, dp, embedding, world, or other sizes by their ranks; groups of one rank are left out
+    bytes   of all `count`: the whole tensor, so that of what is gathered or scattered all parts
+    """
+
+    kind: str
+    group: str
+    count: int
+    bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass(Record):
+    """One pass as it ran: forward or backward of a microbatch and model chunk (both from 0), or the optimizer's step.
+
+    flops, operations   of this pass alone
+    peak_bytes          the most that was alive within it
+    """
+
+    kind: str
+    microbatch: int
+    chunk: int
+    flops: float
+    operations: int
+    peak_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStage(Record):
+    """One rank of a pipeline stage (its first, of the first replica) over one iteration of all microbatches.
+
+    derived                 not run: from the traced stage with as many layers, by the microbatches in flight
+    peak_bytes, peak_at     the most alive at once, and when: "backward of microbatch 3"; the kinds below are of then
+    activations_bytes       what forward passes left for their backward passes, of all microbatches in flight
+    activations_each_bytes  of one microbatch, once its forward pass is done
+    buffers_bytes           alive between iterations, and neither weights, gradients nor optimizer: communication
+    temporary_bytes         the rest: what the pass at the peak works with, recomputed activations as well
+    cpu_only_bytes          not in any other: what a CPU's kernels would keep more of all microbatches in flight
+    flops                   of matrix products and attention, which counts whole (not causal), as in costmodel.layers
+    operations              kernels: operations that are not views
+    """
+
+    stage: int
+    rank: int
+    layers: int
+    derived: bool
+    peak_bytes: float
+    peak_at: str
+    weights_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    activations_bytes: float
+    activations_each_bytes: float
+    buffers_bytes: float
+    temporary_bytes: float
+    cpu_only_bytes: float
+    flops: float
+    operations: int
+    collectives: tuple[Collective, ...]
+    schedule: tuple[Pass, ...] = ()
+
+    def collective(self, kind: str, group: str) -> Collective:
+        """The collectives of this kind and group; none of no bytes where there are none."""
+        none = Collective(kind=kind, group=group, count=0, bytes=0.0)
+        return next((c for c in self.collectives if (c.kind, c.group) == (kind, group)), none)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace(Record):
+    """The stages of the plan of this id, first to last.
+
+    microbatches, traced_microbatches   of an iteration, and as many as ran: the rest repeats
+    seconds, peak_rss_bytes             that the tracing took, and held at most in all its processes
+    """
+
+    plan: str
+    engine: str
+    gpus: int
+    microbatches: int
+    traced_microbatches: int
+    seconds: float
+    peak_rss_bytes: float
+    stages: tuple[TracedStage, ...]
+
+    @property
+    def peak(self) -> TracedStage:
+        """The fullest stage."""
+        return max(self.stages, key=lambda stage: stage.peak_bytes)
+
+
+def trace_file(plan_path: Path | str) -> Path:
+    """Where the trace of a plan in a file lies: plan.json -> plan.trace.json beside it."""
+    file, _ = locate_plan(plan_path)
+    return file.with_name(f"{file.stem}.trace.json")
+
+
+def read_trace(path: Path | str) -> Trace:
+    """The trace in a file; ValueError where it holds none."""
+    values: Any = json_object(read_text(Path(path)))
+    require(values is not None, "trace", path, "no JSON object")
+    return from_mapping(Trace, values, "trace")
+
+
+def trace_of(plan: Plan, plan_path: Path | str) -> Trace | None:
+    """The trace beside the plan's file; None where there is none of this very plan (its id)."""
+    values = json_object(read_text(trace_file(plan_path))) or {}
+    return from_mapping(Trace, values, "trace") if values.get("plan") == plan.id else None
+
+
+def trace_text(trace: Trace) -> str:
+    """The trace as JSON, which read_trace() reads back."""
+    return json.dumps(trace.to_json(), indent=1) + "\n"
