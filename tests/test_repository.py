@@ -2,12 +2,16 @@
 
 import functools
 import json
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
+from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from support import REPOSITORY
 from test_architecture import imports
@@ -50,9 +54,23 @@ def test_the_locks_hold_the_versions_that_are_asked_for_each_with_a_hash():
     assert not [name for name in pins("requirements.lock") if name.startswith(("nvidia", "cuda"))]
     both = pins("requirements-dev.lock").keys() & locked.keys()
     assert all(pins("requirements-dev.lock")[name] == locked[name] for name in both)
-    for name in ("requirements.lock", "requirements-cuda.lock", "requirements-dev.lock"):
+    assert "+cu126" in (REPOSITORY / "requirements-cuda126.lock").read_text().splitlines()[1]
+    for name in ("requirements.lock", "requirements-cuda.lock", "requirements-cuda126.lock", "requirements-dev.lock"):
         entries = re.split(r"^(?=[a-zA-Z])", (REPOSITORY / name).read_text(), flags=re.M)[1:]
         assert entries and all(re.search(r"--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("cards", "locked"), [("8.0\n", ""), ("8.0\n7.0\n", "126"), ("", ""), ("[N/A]\n", "")], ids=repr
+)
+def test_the_set_up_of_a_v100_takes_the_build_of_torch_that_knows_it(cards: str, locked: str, tmp_path: Path):
+    """By what nvidia-smi prints of the cards; on one machine with others, too."""
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{cards}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["make", "-n", "-B", "venv", f"VENV={tmp_path}/venv"]
+    printed = subprocess.run(command, env=env, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    assert f"-r requirements-cuda{locked}.lock" in printed and ("+cu126 --index-url" in printed) is bool(locked)
 
 
 def test_what_is_imported_is_pinned():

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -152,10 +152,32 @@ def own_device(precision: str) -> torch.device:
     own = local_rank if cards > 1 else 0
     torch.cuda.set_device(own)
     # is_bf16_supported() returns True on a V100, which emulates bf16; only the capability is reliable.
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = card = torch.cuda.get_device_capability()
     if precision == "bf16" and major < 8:
         raise HostError(f"precision=bf16: needs compute capability 8.0, this card has {major}.{minor}; use fp16")
+    if not has_kernels(card, built := torch.cuda.get_arch_list()):
+        # PyTorch's CUDA support matrix (RELEASE.md): from 2.11 on only the CUDA 12.6 builds know cards before 7.5
+        other = "the CUDA 12.6 build, as `make venv CUDA=126` does" if card < (7, 5) else "a build for newer CUDA"
+        why = (
+            f"has no kernels for this card of compute capability {major}.{minor} ({', '.join(built)}); install {other}"
+        )
+        raise HostError(f"torch={torch.__version__}: {why}")
     return torch.device("cuda", own)
+
+
+def has_kernels(card: tuple[int, int], built: Sequence[str]) -> bool:
+    """Whether torch, `built` for torch.cuda.get_arch_list(), has kernels for a card of that compute capability.
+
+    Machine code (sm_75) runs on its major version from its minor version on, PTX (compute_90) on all cards from its
+    version on (CUDA C++ Programming Guide, binary and PTX compatibility); with a letter (sm_90a) on its own card alone.
+    """
+    for kind, _, number in (name.partition("_") for name in built):
+        digits = number.rstrip("af")
+        version = int(digits[:-1]), int(digits[-1])
+        reaches = number.isdigit() and version < card and (kind == "compute" or version[0] == card[0])
+        if version == card or reaches:
+            return True
+    return False
 
 
 def core_numbers() -> set[int]:

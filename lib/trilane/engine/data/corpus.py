@@ -1,8 +1,8 @@
 """A plan's data source as Megatron's indexed dataset (.bin and .idx), made once.
 
 `python -m trilane.engine.data.corpus plan.json` makes it, or all of a blend, and prints the prefixes; with --in-job,
-where nodes wait, it refuses to make a large one. torch is not imported, which would take seconds, unless the plan has
-a layer of its own, which is tried out then.
+where nodes wait, it refuses to make a large one. torch is not imported, which would take seconds, unless there is a GPU
+that it may be unable to use, or the plan has a layer of its own, which is tried out then.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from trilane.config.engines import shows_gpu
 from trilane.config.model import ModelShape
 from trilane.config.plan import read_plan
 from trilane.config.training import Data
@@ -279,6 +280,10 @@ def main(argv: list[str]) -> int:
         plan = read_plan(argv[-1])
         if "--in-job" in argv:
             require_prepared(plan.data.parts)
+        if shows_gpu():  # here, before any process starts
+            from trilane.engine.world import own_device
+
+            own_device(plan.topology.precision)
         print(*prepare_all(plan.data, plan.shape), sep="\n")
         if plan.layer:
             from trilane.engine.cpu import enable_cpu
