@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "analysis.collect": ("measure_runs",),
     "analysis.measure": ("measure",),
-    "analysis.recalibrate": ("next_runs", "recalibrate"),
+    "analysis.recalibrate": ("recalibrate",),
     "analysis.studies": ("compare_studies",),
     "config.plan": ("Plan", "read_plan"),
     "costmodel.backtest": ("backtest",),

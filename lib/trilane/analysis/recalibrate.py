@@ -1,31 +1,21 @@
-"""Measured runs as rows that recalibrate the planner, and which short run is next."""
+"""Measured runs as rows that recalibrate the planner."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
-
 from trilane.analysis.collect import files, measure_all
 from trilane.analysis.measure import Measurement
 from trilane.analysis.run_config import card
 from trilane.config.cluster import Cluster
-from trilane.config.engines import ENGINES, label_of
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.measured_rows import MeasuredRow, Skipped, ignored_words, read_rows, stack_of
-from trilane.costmodel.predict import Prediction
-from trilane.costmodel.recalibration import NOTHING, Recalibration, predictions, recalibrated
+from trilane.costmodel.recalibration import Recalibration, recalibrated
 from trilane.logs.written_tables import SUFFIXES
-from trilane.planning.search import search
-from trilane.planning.space import VARIED
-from trilane.utils.tables import Columns, DataFrame, Text
 from trilane.utils.validation import require, with_nearest
 from trilane.workspace.study import Study, studies
-
-ITERATIONS = 20  # of a short run
 
 
 def fit_source(source: str, cluster: Cluster) -> Recalibration:
@@ -117,44 +107,3 @@ def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | N
         return None
     case = Configuration(shape=c.shape, topology=topology, cluster=cluster, engine="megatron" if is_lm else "")
     return None if invalid_reason(c.shape, topology) else case
-
-
-def next_runs(study: Study, recalibration: Recalibration) -> Columns | Text:
-    """The study's plans that have not run, in the order in which to measure them (see short_runs).
-
-        next_runs(study, recalibrate(runs.runs))
-
-    They are those of plans.json, else the best that train the first run's model with its batch on as many GPUs.
-    """
-    if not recalibration:
-        return NOTHING
-    first, t = recalibration.cases[0], recalibration.cases[0].topology
-    planned = study.plans() if (study.folder / "plans.json").exists() else []
-    found = [replace(first, topology=p.topology, engine=p.engine) for p in planned if p.shape == first.shape]
-    if not found:
-        names = (*VARIED, "precision", "fp32_gradients", "attention", "cp", "adam", "buckets")
-        same = {name: getattr(t, name) for name in names} | {"mbs": sorted({1, 2, 4, t.mbs})}
-        asked: dict[str, Any] = {"gpus": t.gpus, "gbs": t.gbs, "engine": first.engine or ENGINES[0], **same}
-        best = search(first.shape, first.cluster, calibration=recalibration.fitted, top=8, distinct=True, **asked)
-        found = [replace(first, topology=candidate.topology) for candidate in best.best_per_sizes(8).rows]
-    ran = {(c.shape, c.topology) for c in recalibration.cases}
-    new = [c for c in found if (c.shape, c.topology) not in ran]
-    table = short_runs(new, predictions(new, recalibration.fitted, recalibration.belief)).head(8)
-    return Columns(table) if new else Text("Each plan that was searched has run.")
-
-
-def short_runs(plans: Sequence[Configuration], predicted: Sequence[Prediction]) -> DataFrame:
-    """The plans as short runs of ITERATIONS, the one first that may be the fastest: their seconds with the 90 %
-    interval, and the GPU-hours of the run.
-
-    The lower end of each interval decides (optimism in the face of uncertainty: Auer et al. 2002, Machine Learning 47):
-    a plan is worth a run while it may be the fastest. Left out: what one run teaches about another plan.
-    """
-    # imports, NCCL, first kernels: guessed, not measured
-    start = [120.0 if c.cluster.gpu.kind == "cuda" else 15.0 for c in plans]
-    names = [label_of(c.shape, c.cluster, c.topology, c.engine or ENGINES[0]) for c in plans]
-    columns = {n: np.array([getattr(p, n) for p in predicted]) for n in ("sec_per_it", "sec_lo", "sec_hi")}
-    gpus, gbs = (np.array([getattr(c.topology, name) for c in plans]) for name in ("gpus", "gbs"))
-    table = pd.DataFrame({"plan": names, "gbs": gbs, **columns})
-    table["gpu_hours"] = gpus * (start + ITERATIONS * table["sec_per_it"]) / 3600
-    return table.iloc[np.argsort(columns["sec_lo"] / gbs)].reset_index(drop=True)

@@ -1,4 +1,4 @@
-"""The loop: what measured rows teach, how far predictions may then be trusted, and which run would teach most."""
+"""The loop: what measured rows teach, and how far predictions may then be trusted."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.fit import refit
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
 from trilane.costmodel.predict import predict
-from trilane.costmodel.recalibration import NOTHING, fit, predictions
+from trilane.costmodel.recalibration import fit, predictions
 from trilane.costmodel.shipped import calibration_for, default, shipped_regimes
 from trilane.costmodel.uncertainty import posterior
 from trilane.report import notebook
@@ -65,16 +65,6 @@ def test_eight_rows_of_a_table_lower_the_error_on_the_campaigns_others_and_the_i
     assert 0.85 <= np.mean(inside) <= 0.95, "90 % intervals"
 
 
-def test_the_plan_that_may_be_the_fastest_is_measured_first():
-    """Of two that are as fast by the prediction the one that resembles no measured run: its interval is wider."""
-    near = dataclasses.replace(CASES[0], topology=dataclasses.replace(CASES[0].topology, mbs=2))
-    usual = predict(CASES[0], Calibration())
-    unknown = dataclasses.replace(usual, sec_lo=usual.sec_lo / 2, sec_hi=2 * usual.sec_hi)
-    found = recalibrate.short_runs([CASES[0], near], [usual, unknown])
-    assert ["mbs2" in label for label in found["plan"]] == [True, False] and found["sec_lo"].is_monotonic_increasing
-    assert recalibrate.next_runs(Study("s"), recalibrate.recalibrate([])) == NOTHING
-
-
 def test_measured_csv_is_read_back_as_the_cases_that_ran(tmp_path):
     plans = [small_plan("a", dp=2), small_plan("b", tp=2, pp=2)]
     seconds = [round(1.5 * predict(plan).sec_per_it, 9) for plan in plans]
@@ -97,10 +87,7 @@ def test_a_lesson_brings_predictions_nearer_and_reports_their_uncertainty(tmp_pa
     table = recalibration.to_frame()
     assert (table["recalibrated_over_measured"] - 1).abs().max() < (table["predicted_over_measured"] - 1).abs().min()
     assert all(p.sec_lo < r.seconds < p.sec_hi for p, r in zip(recalibration.after, recalibration.rows, strict=True))
-    choice = recalibrate.next_runs(Study.open("s"), recalibration)
-    plans = choice.to_frame()["plan"]
     assert "3 of 3 runs completed" in collect.MeasuredRuns(runs=tuple(runs)).finding(recalibration)
-    assert len(plans) and "tp1-pp1-dp1-mbs2" not in set(plans), "without plans.json: rivals that have not run"
     assert not recalibrate.recalibrate([measure_log(log())])
 
 
