@@ -60,9 +60,7 @@ CASES = {
     "backtest": [f"plan backtest {name}" for name in SETS],
     "backtest-without": [
         "plan backtest scored --cv table",
-        "plan backtest scored --cv file",
         "plan backtest measured --cv hidden",
-        "plan backtest all --cv file-ten",
         "plan backtest measured --cv date",
     ],
     "convert": [f"convert deepspeed {PLAN}", f"convert megatron {PLAN}"],

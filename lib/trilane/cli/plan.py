@@ -197,7 +197,7 @@ def calendar(
 def backtest(
     rows: str,
     cluster: str | None = option(None, f"{CLUSTER}, instead of the column"),
-    cv: str | None = option(None, "refit without each", choices=("table", "hidden", "date", "file", "file-ten")),
+    cv: str | None = option(None, "refit without each", choices=("table", "hidden", "date")),
     calibration: str = CALIBRATION,
 ) -> Answer:
     """Compare measured rows (columns of lib/trilane/data/scored.csv) with their predictions.

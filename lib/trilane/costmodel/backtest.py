@@ -5,23 +5,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from trilane.costmodel.fit import fit_time, refit
+from trilane.costmodel.fit import fit_time
 from trilane.costmodel.measured_rows import (
     FILES,
     MeasuredRow,
     Skipped,
     Source,
-    every_row,
     ignored_words,
     read_rows,
     shipped_rows,
     usable,
 )
 from trilane.costmodel.metrics import Pair, RowPrediction, figures, group_name, predict_default, predict_row
-from trilane.costmodel.shipped import Fit, combined, nodes_name, prior_of
-from trilane.costmodel.uncertainty import posterior
+from trilane.costmodel.shipped import prior_of
 from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json, displayed
 from trilane.utils.validation import require, require_known
@@ -48,7 +44,6 @@ LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
     "hidden": lambda row: row.case.shape.hidden_size,
     "date": lambda row: row.case.day,
 }
-FOREIGN = {"file": 0, "file-ten": 10}  # leave out a whole file, and how many rows of its own are known then
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +122,9 @@ def backtest(rows_csv: Source, cluster: str | None = None, cv: str | None = None
         backtest("scored", cv="table")
 
     `rows_csv` is a path, a DataFrame, "all" for every cleaned set that ships, or one of SHIPPED; `cluster` replaces its
-    column. With `cv` (table, hidden, date, file or file-ten; "" or "none" for none), each row is predicted by constants
-    fitted without its kind (see leave_one_out); else by those of `calibration` (see calibration_for) or the shipped
-    ones of its stack. Raises ValueError for a file that cannot be read.
+    column. With `cv` (table, hidden or date; "" or "none" for none), each row is predicted by constants fitted
+    without its kind (see leave_one_out); else by those of `calibration` (see calibration_for) or the shipped ones of
+    its stack. Raises ValueError for a file that cannot be read.
     """
     cv = "" if cv == "none" else cv or ""
     require(not (cv and calibration), "cv", cv, "contradicts calibration, which is fitted already")
@@ -145,16 +140,13 @@ def backtest(rows_csv: Source, cluster: str | None = None, cv: str | None = None
 
 
 def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[RowPrediction]:
-    """Cross-validation: predict every row by constants fitted without its table, hidden size, date or file (`by`).
+    """Cross-validation: predict every row by constants fitted without its table, hidden size or date (`by`).
 
     The fits start from the priors of constants.py. Rows of one GPU and stack share the constants of time; those
-    of memory are the documents'. A row and its repeats are left out together. By `file`, nothing of that site and stack
-    is left, and its constants are those that fits of the other files share with it (shipped.combined); by
-    `file-ten` ten rows of the same cluster and stack are known. Raises ValueError for another `by`.
+    of memory are the documents'. A row and its repeats are left out together. Raises ValueError for another
+    `by`. Sites and stacks without any row: benchmarks/foreign_sites.py.
     """
-    require_known("cv", by, (*LEAVE_OUT, *FOREIGN))
-    if by in FOREIGN:
-        return predict_foreign(rows, FOREIGN[by])
+    require_known("cv", by, LEAVE_OUT)
     key = LEAVE_OUT[by]
     found: dict[str, RowPrediction] = {}
     folds = list(dict.fromkeys((group_name(r), key(r)) for r in rows))
@@ -177,38 +169,3 @@ def predict_unseen(test: Sequence[MeasuredRow], rest: Sequence[MeasuredRow]) -> 
     own = usable([r for r in kept if group_name(r) == group_name(first)])
     calibration = fit_time([r.case for r in own], [r.seconds for r in own], prior) if own else prior
     return [predict_row(row, calibration) for row in test]
-
-
-def predict_foreign(rows: Sequence[MeasuredRow], known: int) -> list[RowPrediction]:
-    """Predict the rows of each cluster and stack by fits of other files, and of `known` of their own rows.
-
-    The known rows are drawn at random (seeded) for each fold of a group, never from the fold itself; to them the prior
-    is refitted. Intervals are the posterior's.
-    """
-    distinct = {(row.file, row.row_id): row for row in (*every_row(), *rows)}
-    groups: dict[tuple[str, str, str], list[MeasuredRow]] = {}
-    for row in distinct.values():
-        groups.setdefault((row.file, nodes_name(row.case.cluster.name), row.stack), []).append(row)
-    wanted, found = {r.row_id for r in rows}, dict[str, RowPrediction]()
-    fits = {}
-    for key, members in groups.items():
-        timed, prior = usable(members), prior_of(*key[1:])
-        fitted = fit_time([r.case for r in timed], [r.seconds for r in timed], prior)
-        fits[key] = Fit.of(timed, fitted)
-    for key, members in progress(list(groups.items()), "fits of other files", "group"):
-        if not wanted & {r.row_id for r in members}:
-            continue
-        first = members[0]
-        prior = combined(first.case.cluster, first.stack, [fit for k, fit in fits.items() if k[0] != key[0]])
-        rng = np.random.default_rng(0)
-        order = rng.permutation(len(members))
-        for fold in np.array_split(order, max(len(members) // 10, 2) if known else 1):
-            test = [members[i] for i in fold]
-            own = usable([members[i] for i in order if i not in fold])
-            on = [own[i] for i in rng.permutation(len(own))[:known]] if known else []
-            measured = [r.case for r in on], [r.seconds for r in on]
-            calibration = refit(*measured, prior).calibration if on else prior
-            widths = posterior(*measured, calibration, prior).half_widths([r.case for r in test]).tolist()
-            for row, width in zip(test, widths, strict=True):
-                found[row.row_id] = predict_row(row, calibration, half_width=width)
-    return [found[r.row_id] for r in rows]
