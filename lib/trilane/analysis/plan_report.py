@@ -8,15 +8,20 @@ from trilane.analysis.flops import rates, utilization
 from trilane.analysis.run_config import config_of
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.trace import Trace
 from trilane.planning.explain import explain
 
 
 def plan_report(
-    plan: Plan, calibration: Calibration | None = None, tokens: float | None = None, seconds: float | None = None
+    plan: Plan,
+    calibration: Calibration | None = None,
+    tokens: float | None = None,
+    seconds: float | None = None,
+    trace: Trace | None = None,
 ) -> tuple[dict[str, Any], str]:
     """A plan with its prediction and what limits it, as JSON that read_plan() takes for a plan, and as text.
 
-    With the days of `tokens`, nothing going wrong, and the rates of an iteration that took `seconds`.
+    With the days of `tokens`, nothing going wrong, the rates of an iteration that took `seconds`, and what was traced.
     """
     why, s, t, gpu = explain(plan, calibration), plan.shape, plan.topology, plan.cluster.gpu
     p, card = why.prediction, gpu.memory_bytes / 2**30
@@ -39,6 +44,8 @@ def plan_report(
     for number, stage in enumerate(p.stages):
         parts = ", ".join(f"{k} {v / 2**30:.2f}" for k, v in asdict(stage).items() if v)
         lines.append(f"  stage {number}: {stage.total / 2**30:.1f} GiB: {parts}")
+    found["traced"] = trace.to_json() if trace else None
+    lines += _traced(trace) if trace else []
     reasons = [line for text in why.as_lines() for line in wrap(text, 110, subsequent_indent="  ")]
     lines += [f"{'' if number else 'why':10}{line}" for number, line in enumerate(reasons)]
     if tokens is not None:
@@ -49,6 +56,18 @@ def plan_report(
         found["measured"] = {"seconds": seconds, "ratio": ratio, **measured}
         lines.append(f"measured  {seconds:g} s, {ratio:.3f} of the prediction; {rate}")
     return found, "\n".join(lines)
+
+
+def _traced(trace: Trace) -> list[str]:
+    """The peaks that the real engine reached without a GPU, to be read beside those of the stages."""
+    ran = sum(not stage.derived for stage in trace.stages)
+    said = f"{ran} of {len(trace.stages)} stages ran on tensors without memory, all else derived"
+    lines = [f"traced    {said}; left out: context, fragmentation, NCCL's and cuBLAS's buffers"]
+    for stage in trace.stages:
+        source = "derived" if stage.derived else "traced"
+        peak = f"{stage.peak_bytes / 2**30:.1f} GiB in the {stage.peak_at}, {stage.operations:,} kernels"
+        lines.append(f"  stage {stage.stage}: {source} {peak}")
+    return lines
 
 
 def _rates(plan: Plan, seconds: float) -> tuple[dict[str, Any], str]:

@@ -15,6 +15,7 @@ from trilane.config.shapes import read_shape
 from trilane.costmodel import backtest as measured
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.shipped import calibration_for, constants_of, foreign, replaced
+from trilane.costmodel.trace import trace_of
 from trilane.forecasting.deadline import best_within, sizes_within
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.request import ForecastRequest
@@ -144,7 +145,7 @@ def show(
         read = plan_of(shape_of(shape, seq, choices), cluster, engine or ENGINES[0], gpus, choices)
         known = calibration_for(read.cluster, calibration)
     note(replaced(read, known))
-    return Answer(*plan_report(read, known, tokens, seconds))
+    return Answer(*plan_report(read, known, tokens, seconds, trace_of(read, plan) if plan else None))
 
 
 def constants(cluster: Cluster, source: str) -> Calibration:

@@ -108,10 +108,10 @@ class Trace(Record):
         return max(self.stages, key=lambda stage: stage.peak_bytes)
 
 
-def trace_file(plan_path: Path | str) -> Path:
-    """Where the trace of a plan in a file lies: plan.json -> plan.trace.json beside it."""
+def trace_file(plan: Plan, plan_path: Path | str) -> Path:
+    """Where the trace of a plan lies: beside its file and named after its id, as a file may hold many plans."""
     file, _ = locate_plan(plan_path)
-    return file.with_name(f"{file.stem}.trace.json")
+    return file.with_name(f"trace-{plan.id}.json")
 
 
 def read_trace(path: Path | str) -> Trace:
@@ -122,9 +122,10 @@ def read_trace(path: Path | str) -> Trace:
 
 
 def trace_of(plan: Plan, plan_path: Path | str) -> Trace | None:
-    """The trace beside the plan's file; None where there is none of this very plan (its id)."""
-    values = json_object(read_text(trace_file(plan_path))) or {}
-    return from_mapping(Trace, values, "trace") if values.get("plan") == plan.id else None
+    """The trace of this very plan (its id) beside its file, or in the study above a run's folder; None without one."""
+    beside = trace_file(plan, plan_path).absolute()
+    places = [folder / beside.name for folder in beside.parents[:3]]
+    return next((read_trace(path) for path in places if path.exists()), None)
 
 
 def trace_text(trace: Trace) -> str:

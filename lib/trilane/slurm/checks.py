@@ -15,6 +15,7 @@ from trilane.config.engines import untrainable_reason
 from trilane.config.parallelism import CLUSTER_RULES
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import IMPOSSIBLE, Prediction, predict
+from trilane.costmodel.trace import trace_of
 from trilane.forecasting.failures import FailureModel, evaluation_s
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.slurm.script import directives, nodes_of
@@ -142,6 +143,14 @@ def memory(case: JobCheck) -> list[Row]:
         (level == REFUSAL or p.is_risky, "memory", level, need, smaller),
         (offload + copy > has, "host memory", REFUSAL, both, "more nodes, or no offload"),
     ]
+
+
+def traced(case: JobCheck) -> list[Row]:
+    """Many GPUs wait for what a laptop could have found: the engine's own memory and messages, stage by stage."""
+    plan, gpus = case.plan, case.plan.topology.gpus
+    is_dear = gpus > 32 and not plan.layer and trace_of(plan, case.folder / "plan.json") is None
+    text = f"{gpus} GPUs, and the engine has not run this plan at its size: memory is predicted alone"
+    return [(is_dear, "trace", WARNING, text, "`trilane measure plan PLAN --trace` (minutes, no GPU)")]
 
 
 def data(case: JobCheck) -> list[Row]:

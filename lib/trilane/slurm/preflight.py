@@ -16,7 +16,7 @@ from trilane.utils.validation import read_text, require_known
 
 # Every rule of the check, as --allow takes them; an impossible value is refused under its own field's name.
 NAMES = (
-    *("engine", "cluster", "nodes", "tp", "precision", "qos time", "qos gpus", "account", "memory"),
+    *("engine", "cluster", "nodes", "tp", "precision", "qos time", "qos gpus", "account", "memory", "trace"),
     *("host memory", "time", "checkpoints", "script", "kill-on-bad-exit", "pipefail", "signal"),
     *("internet", "container", "bash", "sbatch", "data", "corpus", "shared", "tokens"),
     *("epochs", "disk", "inodes", "run folder", "checkpoint", "gbs", "ramp", "tp x pp x dp", "pp"),
@@ -196,6 +196,6 @@ def accepted(case: JobCheck) -> list[Row]:
 
 
 CHECKS = (
-    *(checks.nodes, checks.limits, checks.memory, checks.data, checks.storage, checks.time),
+    *(checks.nodes, checks.limits, checks.memory, checks.traced, checks.data, checks.storage, checks.time),
     *(checks.interval, checks.warning, checks.purpose, resources, traps, internet, accepted),
 )

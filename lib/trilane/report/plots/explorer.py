@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import altair as alt
@@ -13,6 +14,7 @@ from trilane.costmodel.iteration import IterationTime
 from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.pipeline import PipelineSchedule, pipeline_schedule
 from trilane.costmodel.predict import RISKY, SAFE
+from trilane.costmodel.trace import Trace, trace_of
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.sizing import training_days
@@ -39,16 +41,17 @@ SECONDS = {"length": "seconds", "start": "from second"}
 Row = dict[str, Any]
 
 
-def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
+def explorer(found: SearchResult, tokens: float = 0.0, folder: Path | None = None) -> Interactive:
     """The best plan of each TP x PP x DP, the front of speed and memory, and what risks the memory, 40 in all.
 
     A click on a plan shows its numbers, time, memory and schedule, next to those of two that are pinned as A and B: at
     first the fastest, and the fastest that may be recommended. `tokens`: of the run whose days are given, 0 for 20 a
-    parameter. Raises ValueError where the search has no safe plan.
+    parameter. `folder`: of the study, where traces of plans lie. Raises ValueError where the search has no safe plan.
     """
     shown, table = shown_plans(found), found.best_per_sizes(40).view()
     rank = dict(zip(table["id"], table["rank"], strict=True))
-    rows = [plan_row(c, rank.get(c.plan.id, "none"), tokens) for c in shown]
+    traces = {c.plan.id: trace_of(c.plan, folder / "plans.json") for c in shown} if folder else {}
+    rows = [plan_row(c, rank.get(c.plan.id, "none"), tokens, traces.get(c.plan.id)) for c in shown]
     safe = next((row for row in rows if row["risk"] == RISKS[0]), rows[-1])
     boxes = {"options": [row["id"] for row in rows], "labels": [f"{row['s']} s, {row['label']}" for row in rows]}
     pick, *pins = (alt.binding_select(name=f"{name} ", **boxes) for name in SHOWN)
@@ -95,7 +98,7 @@ def spread(values: Sequence[Any], most: int) -> list[Any]:
     return [values[i] for i in np.linspace(0, len(values) - 1, min(most, len(values))).round().astype(int)]
 
 
-def plan_row(c: Candidate, rank: str = "", tokens: float = 0.0) -> Row:
+def plan_row(c: Candidate, rank: str = "", tokens: float = 0.0, trace: Trace | None = None) -> Row:
     """All that the panels show of a plan; lists have a value for each number, part, stage, or run of passes."""
     p, t = c.prediction, c.topology
     row: Row = {"id": c.plan.id, "label": plain(c.label), "rank": rank, "evidence": p.support.words}
@@ -105,10 +108,12 @@ def plan_row(c: Candidate, rank: str = "", tokens: float = 0.0) -> Row:
     row |= {"risk": RISKS[(p.oom_probability > SAFE) + (p.oom_probability > RISKY)]}
     made = pipeline_schedule(t, p)
     numbers = numbers_of(c, made, tokens or TOKENS_PER_PARAMETER * c.plan.shape.parameters)
+    numbers |= {"GiB, tensors traced": f"{trace.peak.peak_bytes / 2**30:.3g}"} if trace else {}
     row |= {"number": [*numbers], "text": [*numbers.values()], "whole": rounded(made.end)}
     fullest = max(p.stages, key=lambda stage: stage.total)
     row |= {"times": [rounded(v, 4) for v in vars(p.time).values()]}
     row |= {"memory": [rounded(v / 2**30, 4) for v in vars(fullest).values()], "stage": [*range(t.pp)]}
+    row |= {"traced": [rounded(stage.peak_bytes / 2**30, 4) for stage in trace.stages] if trace else [None] * t.pp}
     row |= {name: [rounded(vars(stage)[name] / 2**30, 4) for stage in p.stages] for name in MEMORY}
     runs = [*runs_of(made)]
     return row | {name: [rounded(r[i], 7) if i > 3 else r[i] for r in runs] for i, name in enumerate(RUN)}
@@ -227,7 +232,7 @@ def _three(**properties: Any) -> Any:
 
 def _numbers(rows: Sequence[Row]) -> Any:
     """The numbers of the picked plan and of the pins."""
-    names = rows[0]["number"]
+    names = max((row["number"] for row in rows), key=len)
     bare: Any = {"domain": False, "ticks": False, "labelFontSize": 11}
     x = alt.X(
         "which:N", title=None, sort=SHOWN, axis=alt.Axis(orient="top", labelAngle=0, labelFontWeight="bold", **bare)
@@ -248,12 +253,15 @@ def _bars(title: str, field: str, names: Sequence[str]) -> Any:
 
 
 def _stages() -> Any:
-    """What fills a GPU of each stage of the picked plan."""
+    """What fills a GPU of each stage of the picked plan; a tick where its tensors were traced."""
     base = chart(title="Memory by stage, picked", width=220, height=190).transform_filter("datum.id == plan_id")
-    base = base.transform_flatten(["stage", *MEMORY]).transform_fold(MEMORY, as_=["part", "gib"])
-    bars = _stack(base, MEMORY, alt.X("gib:Q", title="GiB on a GPU", axis=alt.Axis(tickCount=4)), legend=None)
+    base = base.transform_flatten(["stage", "traced", *MEMORY])
+    parts, x = base.transform_fold(MEMORY, as_=["part", "gib"]), alt.Axis(tickCount=4)
+    bars = _stack(parts, MEMORY, alt.X("gib:Q", title="GiB on a GPU", axis=x), legend=None)
     y = alt.Y("stage:O", title="pipeline stage", axis=alt.Axis(labelOverlap=True))
-    return bars.encode(y=y, tooltip=tooltips({"stage": "stage", "part": "part", "gib": "GiB"}))
+    ticks = base.transform_filter("isValid(datum.traced)").mark_tick(color=INK, thickness=2)
+    ticks = ticks.encode(x="traced:Q", y=y, tooltip=tooltips({"stage": "stage", "traced": "GiB of tensors, traced"}))
+    return alt.layer(bars.encode(y=y, tooltip=tooltips({"stage": "stage", "part": "part", "gib": "GiB"})), ticks)
 
 
 def _stack(base: Any, names: Sequence[str], x: Any, **look: Any) -> Any:

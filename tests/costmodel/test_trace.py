@@ -1,0 +1,59 @@
+"""A trace beside a plan is shown wherever that plan is, and another plan's is not."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from trilane.__main__ import main
+from trilane.config.cluster import cluster
+from trilane.config.model import parse_shape
+from trilane.config.plan import Plan
+from trilane.costmodel.trace import Trace, TracedStage, trace_file, trace_of, trace_text
+from trilane.planning.search import search
+from trilane.report.plots import explorer
+
+
+def traced(plan: Plan) -> Trace:
+    """One of round numbers: 10 GiB on the first stage, 1 less on each that follows."""
+    sizes = {f"{kind}_bytes": 2.0**30 for kind in ("weights", "gradients", "optimizer", "activations", "buffers")}
+    sizes |= {"activations_each_bytes": 1.0, "temporary_bytes": 0.0, "cpu_only_bytes": 0.0, "flops": 1.0}
+    stages = tuple(
+        TracedStage(
+            **{"stage": i, "rank": 0, "layers": 1, "derived": i == 1, "peak_at": "backward of microbatch 3"},
+            **{"peak_bytes": (10 - i) * 2.0**30, "operations": 1234, "collectives": (), **sizes},
+        )
+        for i in range(plan.topology.pp)
+    )
+    counts = {"gpus": plan.topology.gpus, "microbatches": 8, "traced_microbatches": 3}
+    return Trace(plan=plan.id, engine=plan.engine, seconds=1.0, peak_rss_bytes=1.0, stages=stages, **counts)
+
+
+def test_what_was_traced_stands_beside_what_is_predicted(tmp_path, capsys):
+    machine, shape = cluster("jz-a100-80g"), parse_shape("24,2048,16,2048,50304")
+    found = search(shape, machine, gpus=64, gbs=128, pp=4, mbs=1)
+    plan = found.candidates[0].plan
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan.to_json()))
+    check = ["slurm", "check", str(path), "--site", "jean-zay-a100", "--account", "xyz@a100", "--json"]
+
+    def rules() -> set[str]:
+        main(check)
+        return {f["rule"] for f in json.loads(capsys.readouterr().out)["findings"]}
+
+    assert "trace" in rules() and trace_of(plan, path) is None
+    trace = traced(plan)
+    trace_file(plan, path).write_text(trace_text(trace))
+    assert trace_of(plan, path) == trace and "trace" not in rules()
+    assert main(["plan", "show", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "stage 0: traced 10.0 GiB in the backward of microbatch 3, 1,234 kernels" in text
+    assert "stage 1: derived 9.0 GiB" in text
+    rows = {row["id"]: row for row in explorer.explorer(found, folder=tmp_path).spec["datasets"]["plans"]}
+    assert rows[plan.id]["traced"] == [10, 9, 8, 7] and "10" in rows[plan.id]["text"]
+    assert sum(any(row["traced"]) for row in rows.values()) == 1
+    other = replace(plan, topology=replace(plan.topology, gbs=256))
+    assert trace_of(other, path) is None
+    trace_file(plan, path).write_text('{"plan": 3}')
+    with pytest.raises(ValueError, match="trace"):
+        trace_of(plan, path)
