@@ -5,9 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import SHAPE, changed, small_plan
+from plans import LLAMA, SHAPE, changed, small_plan
 
+from trilane.config.model import ModelShape
 from trilane.config.training import Part
+from trilane.engine.parity import BLOOM
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
@@ -63,6 +65,33 @@ def test_initial_values_are_normal_and_differ_by_name_and_seed_and_not_by_call(d
         assert ((x * x - 1) * (y * y - 1)).mean().item() == pytest.approx(0, abs=0.015)
     tensor = initial_tensor("decoder.layers.0.self_attention.linear_proj.weight", (256, 256), small_plan(data))
     assert tensor.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.02)
+
+
+DRAWN = """
+import math
+from trilane.engine.backends.base import build
+from trilane.engine.model import parameters
+draw, drawn = parameters.normals, []
+parameters.normals = lambda *given: drawn.append(draw(*given)) or drawn[-1]
+engine = build(plan, world)
+states, wrong = engine.states, 0
+for number, piece in enumerate(states.pieces):
+    whole = parameters.initial_tensor(piece.name, piece.shape, plan)
+    wrong += not (states.read(number, "weight") == whole.view(-1)).all()
+print(sum(values.size for values in drawn[: -sum(len(p.shape) > 1 for p in states.pieces)]), wrong)
+"""
+
+
+@pytest.mark.parametrize("shape", [SHAPE, LLAMA, BLOOM], ids=["GPT-2", "Llama", "BLOOM"])
+def test_a_rank_of_hf_zero3_draws_its_share_of_each_matrix(shape: ModelShape, data: Path, ask: Callable) -> None:
+    """And the parts of two more rows at its ends, where a share does not begin with one; together they are the whole.
+
+    GPT-2's matrices of transformers are ours transposed, of Llama queries, keys and values are apart.
+    """
+    plan = small_plan(data, engine="hf-zero3", dp=3, gbs=6, zero=3, shape=shape)
+    found = [tuple(map(int, line.split())) for line in ask(plan, DRAWN).splitlines()]
+    assert [wrong for _, wrong in found] == [0, 0, 0]
+    assert all(drawn < 1.1 * shape.parameters / 3 for drawn, _ in found)
 
 
 MIX = """

@@ -4,24 +4,25 @@ At stage 3 the model is made under zero.Init. The loop, samples, schedule, logs 
 engine; so are the optimizer's groups: in the Trainer's, norms and biases would decay.
 """
 
-import contextlib
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
-import deepspeed
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.integrations import HfDeepSpeedConfig
+from transformers.initialization import no_init_weights
+from transformers.integrations import HfDeepSpeedConfig, deepspeed
 from transformers.utils import logging
 
 from trilane.config.plan import Plan
-from trilane.config.shapes import family_of
+from trilane.config.shapes import Family, family_of
 from trilane.engine.backends.base import Microbatch, Named
 from trilane.engine.backends.deepspeed_zero import DeepSpeedStates, DeepSpeedZero
-from trilane.engine.checkpoint.huggingface import ours, theirs
-from trilane.engine.model.parameters import Piece, initial_tensor, whole_sizes
-from trilane.engine.model.rng import seed_streams
+from trilane.engine.checkpoint.huggingface import is_turned, ours, theirs
+from trilane.engine.model.gpt import fill
+from trilane.engine.model.parameters import Piece, initial_block, initial_range, split_dim, whole_sizes
 
 
 class HfZero3(DeepSpeedZero):
@@ -39,7 +40,6 @@ class HfZero3(DeepSpeedZero):
         named = [(name, parameters[own]) for own, name in names.items()]
         self._wrap(model, named, ds_config)
         self._mark_phases()
-        seed_streams(plan.run.seed)  # again: transformers drew the weights that ours replaced
         return named
 
     def _build(self) -> None:
@@ -61,18 +61,35 @@ def _model(plan: Plan) -> torch.nn.Module:
     given = family.config(shape) | {theirs: getattr(plan.dropout, o) for theirs, o in family.dropout.items()}
     del given["torch_dtype"]  # that of the plan is DeepSpeed's
     config = AutoConfig.for_model(**given, use_cache=False, bos_token_id=0, eos_token_id=0)
-    model = AutoModelForCausalLM.from_config(config)
+    # neither draws a value that ours would replace; under ZeRO-3 transformers would gather each module for it
+    deepspeed.initialize_weights_zero3 = lambda model: None
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
     if plan.topology.recompute == "full":
         model.activation_checkpointing_enable({"use_reentrant": False})
     parameters = dict(model.named_parameters())
     for name, size in whole_sizes(shape).items():
-        whole = initial_tensor(name, size, plan)
-        for own, value in zip(family.their_names(name), theirs(family, name, whole, shape), strict=True):
-            with torch.no_grad(), contextlib.ExitStack() as stack:
-                if hasattr(parameters[own], "ds_id"):
-                    stack.enter_context(deepspeed.zero.GatheredParameters([parameters[own]], modifier_rank=0))
-                parameters[own].copy_(value)
+        # their tensors as the numbers of the canonical rows in them; vectors are 0 or 1 throughout
+        numbers = torch.arange(math.prod(size[:-1])).view(*size[:-1], 1)
+        rows = theirs(family, name, numbers, shape) if len(size) > 1 else [torch.empty(0)]
+        for own, those in zip(family.their_names(name), rows, strict=True):
+            fill(parameters[own], functools.partial(_drawn, family, name, those.flatten().numpy(), size[-1], plan))
     return model
+
+
+def _drawn(family: Family, name: str, rows: np.ndarray, width: int, plan: Plan, first: int, end: int) -> torch.Tensor:
+    """The flat values `first` to `end` of the tensor of transformers that has these rows of the matrix `name`."""
+    if not len(rows):
+        return initial_range(name, (width,), 0, 1, plan, first, end)
+    turned, dim = is_turned(family, name), split_dim(name)
+    each = len(rows) if turned else width  # values in a row of theirs
+    top, last = first // each, -(-end // each)
+    if turned:
+        drawn = initial_block(name, rows, (top, last), width, plan, dim).t()
+    else:
+        drawn = initial_block(name, rows[top:last], (0, width), width, plan, dim)
+    return drawn.reshape(-1)[first - top * each : end - top * each]
 
 
 class HfStates:

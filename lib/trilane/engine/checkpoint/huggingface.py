@@ -50,12 +50,12 @@ def theirs(family: Family, name: str, tensor: torch.Tensor, shape: ModelShape) -
         parts = list(tensor)
     if len(family.their_names(name)) < len(parts):
         parts = [torch.cat(parts)]
-    return [part.t().contiguous() if _is_turned(family, name) else part for part in parts]
+    return [part.t().contiguous() if is_turned(family, name) else part for part in parts]
 
 
 def ours(family: Family, name: str, tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
     """The inverse of theirs()."""
-    parts = [part.t().contiguous() if _is_turned(family, name) else part for part in tensors]
+    parts = [part.t().contiguous() if is_turned(family, name) else part for part in tensors]
     if "linear_qkv." in name and not family.by_group:
         keys = shape.kv_heads * shape.head_dim
         separate = parts if len(parts) == 3 else parts[0].split([shape.hidden_size, keys, keys])
@@ -66,7 +66,8 @@ def ours(family: Family, name: str, tensors: Sequence[torch.Tensor], shape: Mode
     return parts[0]
 
 
-def _is_turned(family: Family, name: str) -> bool:
+def is_turned(family: Family, name: str) -> bool:
+    """Whether their tensor of `name` is (in, out)."""
     return family.transposed and ".linear_" in name and name.endswith(".weight")
 
 

@@ -292,14 +292,20 @@ def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan)
         if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, True, dim, stride)
         size = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        divided = getattr(parameter, "ds_tensor", None)
-        held = (parameter if divided is None else divided).data.view(-1)
-        first = 0 if divided is None else len(held) * parallel_state.get_data_parallel_rank()
-        end = min(first + len(held), math.prod(size))  # the last share of all is padded
-        most = 1 << 24  # values in memory at a time, 64 MiB: BLOOM-176B's embedding has 14 GB
-        for at in range(first, end, most):
-            drawn = initial_range(name, size, rank, tp, plan, at, min(at + most, end), dim)
-            held[at - first : at - first + len(drawn)].copy_(drawn)
+        fill(parameter, functools.partial(initial_range, name, size, rank, tp, plan, dim=dim))
+
+
+def fill(parameter: torch.Tensor, draw: Callable[[int, int], torch.Tensor]) -> None:
+    """Set what this rank holds of a parameter, its share under ZeRO-3, to `draw(first, end)` of the flat values."""
+    divided: torch.Tensor | None = getattr(parameter, "ds_tensor", None)
+    held = (parameter if divided is None else divided).data.view(-1)
+    first = 0 if divided is None else len(held) * parallel_state.get_data_parallel_rank()
+    # the last share of all is padded
+    end = min(first + len(held), math.prod(getattr(parameter, "ds_shape", parameter.shape)))
+    most = 1 << 24  # values in memory at a time, 64 MiB: BLOOM-176B's embedding has 14 GB
+    for at in range(first, end, most):
+        drawn = draw(at, min(at + most, end))
+        held[at - first : at - first + len(drawn)].copy_(drawn)
 
 
 def canonical_parameters(model: GPTModel, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -105,20 +105,27 @@ def initial_range(
     if "layernorm" in name:
         return torch.ones(end - first)
     *counts, held = paired(local, is_gated_fc1(name, plan.shape))  # gate and up count as one above the other
-    columns, width, smaller = (0, held), held, 1.0
+    columns, width = (0, held), held
     dim = split_dim(name) if dim is None else dim
     if dim == 1:
         rows, columns, width = np.arange(counts[0]), (held * rank, held * (rank + 1)), held * tp
-        smaller = math.sqrt(2 * plan.shape.num_layers)
     else:
         rank, tp = (rank, tp) if dim is not None else (0, 1)
         own = np.arange(counts[-1]) + counts[-1] * rank
         rows = np.concatenate([own + i * counts[-1] * tp for i in range(math.prod(counts[:-1]))])
     top = first // held
+    drawn = initial_block(name, rows[top : -(-end // held)], columns, width, plan, dim)
+    return drawn.view(-1)[first - top * held : end - top * held]
+
+
+def initial_block(
+    name: str, rows: np.ndarray, columns: tuple[int, int], width: int, plan: Plan, dim: int | None
+) -> torch.Tensor:
+    """The values, (R, columns), of these rows and columns of the matrix `name`, `width` wide and split at `dim`."""
     key = np.frombuffer(hashlib.sha256(f"{plan.run.seed}/{name}".encode()).digest()[:16], np.uint64)
-    drawn = normals(key, rows[top : -(-end // held)], columns, width)
-    drawn *= np.float32(plan.optimizer.init_std / smaller)
-    return torch.from_numpy(drawn.reshape(-1)[first - top * held : end - top * held])
+    drawn = normals(key, rows, columns, width)
+    drawn *= np.float32(plan.optimizer.init_std / (math.sqrt(2 * plan.shape.num_layers) if dim == 1 else 1.0))
+    return torch.from_numpy(drawn)
 
 
 def normals(key: np.ndarray, rows: np.ndarray, columns: tuple[int, int], width: int) -> np.ndarray:
