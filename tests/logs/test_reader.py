@@ -202,7 +202,7 @@ LAUNCHES = {
     "after one that completed": (START + m2021(10) + "[after training is done]\n" + START + FAILED, ["completed", "crashed"]),
     "before one that trains": (START + FAILED + START + m2021(1) + m2021(10), ["crashed", "completed"]),
     "twice": (START + FAILED + START + FAILED, ["crashed", "crashed"]),
-    "without a word": (START + m2021(10) + START + "loading\n", ["completed", "running"]),
+    "without a word": (START + m2021(10) + START + "loading\n", ["completed", "unfinished"]),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Measurement: what one run's log amounts to: seconds per iteration, tokens, TFLOPs, memory, loss, numerics, phases."""
+"""Measurement: what one run's log amounts to: seconds per iteration, tokens, TFLOPs, memory, loss, numerics."""
 
 import math
 import re
@@ -18,11 +18,7 @@ from trilane.logs.endings import caveat
 from trilane.logs.run import RunLog, read_run_folder
 from trilane.utils.numbers import ranges
 from trilane.utils.tables import Brief, as_json
-from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
-
-# Timers of Megatron and DeepSpeed by phase, of which the first that fits takes a timer, and those that include others.
-TIMERS: dict[str, Any] = shipped_json("timers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +100,10 @@ class Measurement(Brief):
     def to_json(self) -> dict[str, Any]:
         """The run as one JSON object; null where a value is unknown."""
         log, left_out = self.log, self.window.left_out.items()
-        names = ["dialect", "status", "status_basis", "evidence", "rank", "hosts", "gpus", "collectives", "exclude"]
+        names = ["dialect", "status", "evidence", "rank", "hosts", "collectives", "exclude"]
         names += ["arguments", "first_iteration", "last_iteration", "problems"]
         values = {name: getattr(log, name) for name in names} | {
             "file": log.source,
-            "asked_gib": log.asked_bytes / 2**30,
             "caveat": caveat(log.status, log.evidence),
             "iterations": len(log.iterations),
             "iterations_counted": self.iterations,
@@ -224,27 +219,3 @@ def numerics(log: RunLog) -> Numerics:
 
 def _finite(values: np.ndarray) -> np.ndarray:
     return values[np.isfinite(values)]
-
-
-def phases(log: RunLog, window: SteadyState | None = None) -> dict[str, float]:
-    """Median seconds per iteration of each phase by the timers of the printing rank; {} without timers.
-
-    With a window, over the iterations that count, where timers were printed for any of them.
-
-    Megatron prints the mean over its log interval. `pipeline_wait` is what that rank spends in sends, receives and the
-    all-reduce of the shared embedding: on the last stage these include the pipeline's fill and drain, so it is an upper
-    bound of the bubble. `batch-generator` runs inside forward-compute and is left out where the log has that.
-    """
-    timers, found = log.timers, dict[str, float]()
-    if window is not None and "iteration" in timers and "iteration" in log.iterations:
-        counted = timers[timers["iteration"].isin(log.iterations["iteration"][window.counts])]
-        timers = counted if len(counted) else timers
-    medians = timers.drop(columns="iteration", errors="ignore").median().dropna()
-    for name, seconds in medians.items():
-        inner = TIMERS["include"].get(name, "$^")
-        includes = re.search(TIMERS["include_others"], name) or any(re.search(inner, other) for other in medians.index)
-        phase = next((p for p, pattern in TIMERS["phases"].items() if re.search(pattern, name)), None)
-        # one that includes others that were printed too would count them twice
-        if phase and not includes and not (phase == "data" and "forward-compute" in medians):
-            found[phase] = found.get(phase, 0.0) + float(seconds)
-    return {name: found[name] for name in TIMERS["phases"] if name in found}

@@ -203,8 +203,8 @@ def parse_text(runs: Sequence[Measurement]) -> str:
     heads = ("Iterations", "First", "Last", "Sec/it", "TFLOPs", "Mem", "Loss", "Node", "Exclude")
     for m, row in zip(runs, rows_of(runs), strict=True):
         log, many = m.log, in_file[m.log.source]
-        number, basis = f", run {row['run']} of {many}" * (many > 1), f", {log.status_basis}" * bool(log.status_basis)
-        lines.append(f"{log.source}{number}: {log.status} ({log.dialect}){basis}")
+        number = f", run {row['run']} of {many}" * (many > 1)
+        lines.append(f"{log.source}{number}: {log.status} ({log.dialect})")
         facts = ", ".join(f"{head} {text}" for head in heads if (text := cell(row, head)))
         found = [facts, log.evidence, caveat(log.status, log.evidence), *log.collectives]
         lines += [f"  {one}" for one in (*found, *(f"problem: {text}" for text in row["problems"][:4])) if one]

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache
 
-from trilane.logs.prefixes import NAN
 from trilane.utils.tables import printable
 from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
@@ -22,10 +21,6 @@ HOST = re.compile(
     rb"|^((?!rank\d|gpu\d: |nvidia|python|ib\d|eth|cuda|step|line|pip\d)[a-z][a-z-]*\d[a-z\d.-]{0,60}): \S".replace(
         b"NAMES", NAMES
     )
-)
-GPU = re.compile(
-    rb"Xid \(((?:PCI:)?[\da-fA-F:.]{1,20})\)|GPU (?:at )?((?:PCI:)?[\da-fA-F]{4,8}(?::[\da-fA-F]{2}){2})(?:\.\d)?"
-    rb"|\bGPU[ =](\d{1,2})\b(?! GPU)|:\d+:\d+ \[(\d{1,2})\]"
 )
 
 
@@ -45,8 +40,7 @@ class Level(IntEnum):
 @dataclass(frozen=True, kw_only=True)
 class Ending:
     """A line about the end of a run: `rank` that printed it (None if unnamed), a number `among` the ranks of the run,
-    srun's tasks or the ranks of a node; `asked_bytes` of a failed allocation (else NaN), `rows` read before it
-    (iterations), the nodes and the GPU that it names."""
+    srun's tasks or the ranks of a node; `rows` read before it (iterations), the nodes that it names."""
 
     level: Level
     status: Status
@@ -54,9 +48,7 @@ class Ending:
     rows: int
     rank: int | None = None
     among: str = "run"
-    asked_bytes: float = NAN
     hosts: tuple[str, ...] = ()
-    gpus: tuple[str, ...] = ()
     in_traceback: bool = False
 
     @property
@@ -116,8 +108,6 @@ def crashed(line: bytes, rows: int) -> Ending:
 
 
 def _ending(level: Level, status: Status, line: bytes, rows: int) -> Ending:
-    asked = rb"(?:[Tt]ried to|Unable to|trying to) allocate (\d+(?:\.\d*)?) (?:([KMGTP])i?B|bytes)"
-    requested, (hosts, gpus) = re.search(asked, line), place(line)
     rank, among = _rank(line)
     if status is Status.RENDEZVOUS and level == Level.OUTSIDE and rows:
         status = Status.NETWORK  # after iterations it is the store that a node no longer reaches
@@ -127,12 +117,8 @@ def _ending(level: Level, status: Status, line: bytes, rows: int) -> Ending:
         evidence=text(line),
         rank=rank,
         among=among,
-        asked_bytes=float(requested[1]) * 1024.0 ** b" KMGTP".index(requested[2] or b" ")
-        if requested
-        else float("nan"),
         rows=rows,
-        hosts=hosts,
-        gpus=gpus,
+        hosts=_hosts(line),
     )
 
 
@@ -168,8 +154,7 @@ def joined(first: Ending, later: Ending) -> Ending:
         return replace(first, hosts=later.hosts)  # of a step that ran out of memory slurmstepd names no node, but srun
     if not first.blames_node or len(first.hosts) >= 256:
         return first
-    pairs = [(dict.fromkeys((*a, *b))) for a, b in ((first.hosts, later.hosts), (first.gpus, later.gpus))]
-    return replace(first, hosts=tuple(pairs[0]), gpus=tuple(pairs[1]))
+    return replace(first, hosts=tuple(dict.fromkeys((*first.hosts, *later.hosts))))
 
 
 def superseded(found: Ending, rows: int) -> bool:
@@ -212,26 +197,23 @@ def planned_end(line: bytes, rows: int) -> Ending:
     return Ending(level=Level.PLANNED, status=Status.COMPLETED, evidence=text(line), rows=rows)
 
 
-def place(line: bytes) -> tuple[tuple[str, ...], ...]:
-    """The nodes and the GPU that the line names."""
+def _hosts(line: bytes) -> tuple[str, ...]:
+    """The node, or SLURM's list of nodes, that the line names; () where it names none."""
     # slurmstepd names the node that prints this, which is not the one that failed
-    host = None if b"CANCELLED AT" in line else HOST.search(line[:2000])
-    gpu = GPU.search(line[:2000])
-    return tuple((m[m.lastindex or 0].decode(),) if m else () for m in (host, gpu))
+    found = None if b"CANCELLED AT" in line else HOST.search(line[:2000])
+    return (found[found.lastindex or 0].decode(),) if found else ()
 
 
-def where(
-    end: Ending | None, named: tuple[str, str] | None, exits: list[Ending]
-) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Nodes and GPUs of an ending, of which the rank ran at `named`; and those at fault, as --exclude takes them:
+def where(end: Ending | None, named: str, exits: list[Ending]) -> tuple[tuple[str, ...], str]:
+    """Nodes of an ending, of which the rank ran on the node `named` (""); and those at fault, as --exclude takes them:
     without names that no node can have, and without addresses."""
     if end is None:
-        return (), (), ""
-    host, gpu = named or (exited_on(exits, end.rank) if end.blames_node else "", "")
-    hosts, gpus = end.hosts or (host,) * bool(host), end.gpus or (gpu,) * bool(gpu)
+        return (), ""
+    host = named or (exited_on(exits, end.rank) if end.blames_node else "")
+    hosts = end.hosts or (host,) * bool(host)
     names = dict.fromkeys(name.partition(".")[0] for name in hosts)
     node = re.compile(r"(?!localhost$)(?=[\w-]*[A-Za-z])[A-Za-z0-9][\w-]{0,62}(?:\[[\d,-]{1,200}\])?", re.ASCII)
-    return hosts, gpus, ",".join(filter(node.fullmatch, names)) if end.blames_node else ""
+    return hosts, ",".join(filter(node.fullmatch, names)) if end.blames_node else ""
 
 
 def exited_on(found: list[Ending], rank: int | None) -> str:

@@ -1,8 +1,6 @@
 """RunLog: the content of one training run's log, or of a run folder, and how the run ended."""
 
-import math
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,10 +40,9 @@ class RunLog(Table):
     devices      the GPUs that nvidia-smi lists
     summary      numbers printed once, such as train_runtime
     status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed it (None if unknown),
-                 `asked_bytes` the size of the allocation that failed (NaN if unknown), `hosts` and `gpus` those of the
-                 line or of its rank, and `exclude` the nodes at fault, as SLURM's --exclude takes them
+                 `hosts` those of the line or of its rank, and `exclude` the nodes at fault, as SLURM's --exclude takes
+                 them
     collectives  by the ranks' NCCL watchdogs: the ranks of each process group that timed out, and what each reports
-    status_basis of a log without an end: what shows that the run still runs
     printed_at   seconds since 1970 of the last iteration, by the time stamp of its line (NaN: none)
     notes        corrections made in reading
     problems     numbers that cannot be right, or that nothing shows to be right
@@ -65,12 +62,9 @@ class RunLog(Table):
     devices: tuple[Device, ...] = ()
     summary: Mapping[str, float] = field(default_factory=dict)
     rank: int | None = None
-    asked_bytes: float = NAN
     hosts: tuple[str, ...] = ()
-    gpus: tuple[str, ...] = ()
     exclude: str = ""
     collectives: tuple[str, ...] = ()
-    status_basis: str = ""
     printed_at: float = NAN
     notes: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
@@ -118,8 +112,7 @@ def read_logs(path: Path | str) -> list[RunLog]:
     if not runs:
         raise ValueError(f"log={shown(path)}: holds no iteration line{likeliest}")
     runs[-1].notes += notes
-    age = time.time() - path.stat().st_mtime
-    logs = [_finish(run, path, age if run is runs[-1] else math.inf) for run in runs]
+    logs = [_finish(run, path) for run in runs]
     if many:
         unread = Problem(rule="unread", column="iteration", message=f"no line was read{likeliest}")
         logs[-1] = replace(logs[-1], problems=(*logs[-1].problems, unread))
@@ -147,22 +140,19 @@ def read_log(path: Path | str) -> RunLog:
     return read_logs(path)[-1]
 
 
-def _finish(run: PartialRun, path: Path, age: float) -> RunLog:
-    """The RunLog of a run in `path`, last written `age` seconds ago."""
+def _finish(run: PartialRun, path: Path) -> RunLog:
+    """The RunLog of a run in `path`."""
     columns = run.table.columns()
     number_iterations(run, columns)
     counted = [name for name, rows in run.dialects.items() if rows or not any(run.dialects.values())]
     units = checks.correct_units(columns)
     timed_by_stamps = run.timed_by_stamps & {*counted}
-    (status, evidence, end), basis = _status(run, columns), ""
-    if status is Status.UNFINISHED and not end:
-        basis = _still_runs(columns, timestamp(run.last_line), age)
-        status = Status.RUNNING if basis else status
+    status, evidence, end = _status(run, columns)
     set_up = MEMORY_NOTE if run.memory and run.rows and not run.memory_is_late else ""
     run.has_launchers |= run.last_line.startswith(b"[default")
     rank = _rank(run, end)
     exits = [replace(exit, rank=None) for exit in run.exits] if run.has_launchers else run.exits
-    hosts, gpus, exclude = where(end, run.places.get(-1 if rank is None else rank), exits)
+    hosts, exclude = where(end, run.places.get(-1 if rank is None else rank, ""), exits)
     world = run.arguments.get("world_size")
     memory = [row for _, row in sorted(run.memory.items())]
     return RunLog(
@@ -178,14 +168,11 @@ def _finish(run: PartialRun, path: Path, age: float) -> RunLog:
         devices=tuple(device for _, device in sorted(run.devices.items())),
         summary=run.summary,
         rank=rank,
-        asked_bytes=end.asked_bytes if end else NAN,
         problems=checks.problems(run, columns),
         hosts=hosts,
-        gpus=gpus,
         exclude=exclude,
         collectives=tuple(run.watchdogs.lines(run.places, world)) if status.has_failed else (),
         notes=tuple(filter(None, (*run.notes, units, STAMPS_NOTE * bool(timed_by_stamps), set_up))),
-        status_basis=basis,
         printed_at=timestamp(run.last_line),
     )
 
@@ -197,7 +184,7 @@ def _rank(run: PartialRun, end: endings.Ending | None) -> int | None:
         return run.root_rank if end else None
     world = run.arguments.get("world_size")
     ranks = max(run.watchdogs.world, world if isinstance(world, int) else 0)
-    several = ranks > 8 or len({host for host, _ in run.places.values()}) > 1  # a node has up to 8 GPUs
+    several = ranks > 8 or len({*run.places.values()}) > 1  # a node has up to 8 GPUs
     is_other = (end.among == "task" and run.has_launchers) or (end.among == "node" and several)
     return run.root_rank if is_other else end.rank
 
@@ -220,21 +207,6 @@ def _status(run: PartialRun, columns: Columns) -> tuple[Status, str, endings.End
     if "train_runtime" in run.summary or is_done:
         return Status.COMPLETED, last, None
     return (end.status, end.evidence, end) if end else (Status.UNFINISHED, last, None)
-
-
-def _still_runs(columns: Columns, stamp: float, age: float) -> str:
-    """What shows that a run without an end still runs, "" where nothing does; its file was written `age` seconds ago.
-
-    A copy of a finished log is as new as a log that grows, but for its last line's time `stamp`: more than a day old.
-    """
-    numbers, at = (columns.get(name, np.full(1, NAN)) for name in ("sec_per_it", "iteration"))
-    seconds = float(numbers[-1] * (at[-1] - at[-2] if len(at) > 1 else 1.0)) if len(numbers) else NAN
-    if age >= max(60.0, 2 * seconds if seconds == seconds else 0.0):  # two lines take no longer
-        return ""
-    if stamp != stamp:
-        return "by the file's date; its lines have no time stamps"
-    # a local time without a zone, which lies up to 14 hours from another
-    return "by the file's date" if abs(time.time() - stamp) < 86400 else ""
 
 
 def read_run_folder(folder: Path | str) -> RunLog:

@@ -73,7 +73,7 @@ class Watchdogs:
             if counts:
                 report.counts = f"last enqueued {int(counts[1])}, last completed {int(counts[2])}"
 
-    def lines(self, places: Mapping[int, tuple[str, str]], world: object = None) -> list[str]:
+    def lines(self, places: Mapping[int, str], world: object = None) -> list[str]:
         """A line for each report in a process group in which a work timed out, with the ranks that have it.
 
         `world` is the number of ranks where the log's arguments have it, and `places` are nodes of ranks. The log does
@@ -107,8 +107,8 @@ def _group(member: re.Match[bytes]) -> str:
     return one_line(f"{purpose or 'process group'} {guid or number}") if number else ""
 
 
-def _ranks(ranks: Iterable[int], places: Mapping[int, tuple[str, str]]) -> str:
+def _ranks(ranks: Iterable[int], places: Mapping[int, str]) -> str:
     """`ranks 0-6, 9`, with the nodes of a few."""
     known = sorted(ranks)
-    hosts = dict.fromkeys(places[rank][0] for rank in known if rank in places) if len(known) <= SHOWN else {}
+    hosts = dict.fromkeys(places[rank] for rank in known if rank in places) if len(known) <= SHOWN else {}
     return f"rank{'s' * (len(known) > 1)} {ranges(known, 2 * SHOWN)}" + (f" ({', '.join(hosts)})" if hosts else "")

@@ -33,7 +33,7 @@ GPU = re.compile(
     rb"\|\s+(\d{1,6})\s+(\S(?:.{0,80}?\S)?)\s+(?:On|Off|N/A)\s+\|\s+[\dA-Fa-f]+:[\dA-Fa-f]+:[\dA-Fa-f.]+"
     rb"|GPU (\d{1,6}): (\S[^()]{0,80}?) \(UUID: )"  # nvidia-smi -L
 )
-NCCL_RANK = re.compile(rb"(\S{1,99}):\d+:\d+ \[(\d+)\] NCCL INFO .{0,200}\brank (\d{1,7}) nranks (\d{1,7}) ")
+NCCL_RANK = re.compile(rb"(\S{1,99}):\d+:\d+ \[\d+\] NCCL INFO .{0,200}\brank (\d{1,7}) nranks (\d{1,7}) ")
 
 
 class Facts:
@@ -114,25 +114,25 @@ class Facts:
             run.add_ending(replace(endings.crashed(self._trace, run.rows), level=Level.LAUNCHER))
 
     def _place(self, line: bytes, run: PartialRun) -> None:
-        """Read on which host and GPU a rank ran: from torchrun's table of failures, or from NCCL."""
+        """Read on which host a rank ran: from torchrun's table of failures, or from NCCL."""
         if b"Root Cause" in line:
             self._failed, self.traceback = "9", 8  # an entry without a time comes after those with one
         elif self._failed != "~" and (time := re.match(rb"\s*time\s{1,20}: (\d{4}-\d\d-\d\d_[\d:]{8})\s*$", line)):
             self._failed = endings.text(time[1])
         elif host := re.match(rb"\s*host\s{1,20}: (\S{1,99})\s*$", line):
             self._host = endings.text(host[1])
-        elif root := re.search(rb"rank\s+: (\d{1,9}) \(local_rank: (\d{1,9})\)", line):
+        elif root := re.search(rb"rank\s+: (\d{1,9}) \(local_rank: \d{1,9}\)", line):
             if run.root_rank is None or self._failed < run.root_time:  # each node prints a table
                 run.root_rank, run.root_time = int(root[1]), self._failed
             if self._host:
-                run.places[int(root[1])] = (self._host, str(int(root[2])))
+                run.places[int(root[1])] = self._host
             self._host, self._failed = "", "~"
         elif named := NCCL_RANK.search(line):
-            size = int(named[4])
+            size = int(named[3])
             if size > run.watchdogs.world:  # the largest communicator numbers the ranks of the run
                 run.watchdogs.world, run.places = size, {}
             if size == run.watchdogs.world:
-                run.places.setdefault(int(named[3]), (endings.text(named[1]), str(int(named[2]))))
+                run.places.setdefault(int(named[2]), endings.text(named[1]))
 
     def _raised(self, line: bytes, run: PartialRun) -> endings.Ending | None:
         """The exception that ends a traceback: its first line that is not indented."""

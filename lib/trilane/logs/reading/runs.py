@@ -48,7 +48,7 @@ class PartialRun:
         self.endings: list[Ending] = []
         self.exits: list[Ending] = []  # of tasks, by srun, which names their nodes
         self.watchdogs = Watchdogs()
-        self.places: dict[int, tuple[str, str]] = {}  # of ranks: host, and GPU on it
+        self.places: dict[int, str] = {}  # the host of each rank
         self.has_launchers = False  # a process on each node that starts its ranks: a task of srun is none of these
         self.root_rank: int | None = None  # of torchrun's table of failures
         self.root_time = ""
