@@ -43,12 +43,7 @@ def main() -> None:
     with _folder(rank) as folder:
         (folder / "ranks").mkdir(exist_ok=True)
         os.environ |= {"TRILANE_RANK_LOGS": str(folder / "ranks"), "RANK": str(rank)}
-        for name, value in {
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
-        }.items():
+        for name, value in ALONE.items():
             os.environ.setdefault(name, value)
         path = folder / f"plan-{rank}.json"
         path.write_text(json.dumps(_plan(args, folder).to_json()))
