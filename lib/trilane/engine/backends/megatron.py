@@ -40,6 +40,7 @@ class Megatron(Engine):
         for made in (made for model in models for made in model.decoder.layers if plan.layer):
             try_out(plan, made.to(settings.params_dtype))
         named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]
+        self._parameters: list[Any] = [parameter for _, parameter in named]
         self.modules = self._chunks = [_distributed(model, settings, plan) for model in models]
         self._optimizer = get_megatron_optimizer(_optimizer_config(plan), self._chunks, use_gloo_process_groups=False)
         for group in self._optimizer.param_groups:
@@ -70,6 +71,8 @@ class Megatron(Engine):
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
+        for parameter in () if self._plan.topology.overlap_grad_reduce else self._parameters:
+            parameter.grad = parameter.main_grad
 
     def _evaluate(self, microbatches: Sequence[Microbatch]) -> float:
         # the gathering of parameters, which the last step left to the next forward pass
@@ -119,7 +122,23 @@ def _distributed(chunk: torch.nn.Module, settings: TransformerConfig, plan: Plan
         overlap_grad_reduce=t.overlap_grad_reduce,
         overlap_param_gather=t.overlap_param_gather,
     )
-    return DistributedDataParallel(settings, ddp, Float16Module(settings, chunk) if half else chunk)
+    made = DistributedDataParallel(settings, ddp, Float16Module(settings, chunk) if half else chunk)
+    if not t.overlap_grad_reduce:
+        _add_without_hooks(made)
+    return made
+
+
+def _add_without_hooks(chunk: DistributedDataParallel) -> None:
+    """Let autograd add gradients into DDP's buffer, where `grad` is it, instead of a hook in Python at each parameter.
+
+    The hooks go with the nodes that DDP keeps. Without their mark on a parameter, a linear layer of megatron-core that
+    has added a gradient into the buffer returns none.
+    """
+    chunk.grad_accs.clear()
+    for parameter in chunk.params_with_grad:
+        del parameter.grad_added_to_main_grad
+        parameter.grad_dtype = None  # fp32 for values of 16 bits
+    chunk.params_with_grad = []
 
 
 def _optimizer_config(plan: Plan) -> OptimizerConfig:
@@ -166,7 +185,7 @@ class MegatronStates:
     def __init__(self, named: Named, optimizers: Sequence[Any], chunks: Sequence[Any]) -> None:
         self.pieces = pieces(named)
         self.divided = any(hasattr(optimizer, "model_param_group_index_map") for optimizer in optimizers)
-        self._parameters = [parameter for _, parameter in named]
+        self._parameters: list[Any] = [parameter for _, parameter in named]
         self._chunks, self._inner = chunks, [chained.optimizer for chained in optimizers]
         scalers = (getattr(chained, "grad_scaler", None) for chained in optimizers)
         # the dynamic loss scales of fp16

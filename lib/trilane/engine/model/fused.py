@@ -18,7 +18,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.plan import Plan
@@ -54,7 +53,7 @@ def add_dropped(
 ) -> torch.Tensor:
     """residual + dropout(x + bias), (S, B, C)."""
     x = x if bias is None else x + bias
-    return residual + F.dropout(x, share, training)
+    return residual + (F.dropout(x, share, training) if share else x)
 
 
 def bias_dropout_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
@@ -62,25 +61,6 @@ def bias_dropout_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]
     if not fused:
         return get_bias_dropout_add(training, False)
     return lambda pair, residual, share: compiled(add_dropped)(*pair, residual, share, training)
-
-
-class FusedMLP(MLP):
-    """megatron-core's MLP; where config.bias_activation_fusion, bias and activation are one kernel.
-
-    megatron-core's own fusion has GELU in the tanh form (losses 2.5e-4 off).
-    """
-
-    def __init__(self, config: TransformerConfig, **_: Any) -> None:
-        linears = MLPSubmodules(linear_fc1=layers.ColumnParallelLinear, linear_fc2=layers.RowParallelLinear)
-        super().__init__(config, linears, tp_group=parallel_state.get_tensor_model_parallel_group())
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, Any]:
-        """(S, B, C) -> (S, B, C) and the bias to be added to it."""
-        config = self.config
-        if not config.bias_activation_fusion:
-            return super().forward(hidden_states, *args, **options)
-        inner, bias = self.linear_fc1(hidden_states)
-        return self.linear_fc2(compiled(activate)(inner, bias, config.activation_func, config.gated_linear_unit))
 
 
 def partial_sums(

@@ -24,7 +24,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
-from trilane.engine.model.fused import DTYPES, GPT, FusedMLP, bias_dropout_add, compiled
+from trilane.engine.model.fused import DTYPES, GPT, bias_dropout_add, compiled
+from trilane.engine.model.layer import MLP, ColumnLinear, Layer, RowLinear, SelfAttention
 from trilane.engine.model.own_layer import own_spec
 from trilane.engine.model.parameters import initial_range, is_gated_fc1, split_dim
 
@@ -177,11 +178,14 @@ def sum_over_tp(gradient: torch.Tensor) -> torch.Tensor:
 def layer_spec(shape: ModelShape) -> ModuleSpec:
     """One layer: norm, attention, norm, MLP."""
     spec = get_gpt_layer_local_spec()
-    parts = spec.submodules
+    spec.module, parts, attention = Layer, spec.submodules, spec.submodules.self_attention
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-    parts.self_attention.submodules.core_attention = functools.partial(Attention, shape=shape)
-    parts.mlp = FusedMLP
-    parts.self_attn_bda = parts.mlp_bda = bias_dropout_add
+    attention.module, attention.submodules.q_layernorm = SelfAttention, None
+    attention.submodules.k_layernorm = None
+    attention.submodules.linear_qkv, attention.submodules.linear_proj = ColumnLinear, RowLinear
+    attention.submodules.core_attention = functools.partial(Attention, shape=shape)
+    parts.mlp = MLP
+    parts.self_attn_bda = parts.mlp_bda = bias_dropout_add  # those of an own layer
     return spec
 
 

@@ -1,0 +1,88 @@
+"""One transformer layer: megatron-core's parts and parameters without the cases that no training here has.
+
+megatron-core's own forward passes also serve inference, offload, cross-attention and mixtures of experts, and ask for
+each of them in every layer of every microbatch, which small kernels wait for. S sequence, B microbatch, C hidden size.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import attention, mlp, transformer_layer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trilane.engine.model.fused import activate, add_dropped, compiled
+
+Pair = tuple[torch.Tensor, torch.Tensor | None]  # what a matrix gives, and the bias that is still to be added to it
+
+
+def product(linear: Any, x: torch.Tensor) -> Pair | None:
+    """torch's own product, whose backward pass needs no Python; None where ranks share it or it adds into gradients."""
+    if linear.tp_group.size() > 1 or linear.gradient_accumulation_fusion:
+        return None
+    if linear.skip_bias_add:
+        return F.linear(x, linear.weight), linear.bias
+    return F.linear(x, linear.weight, linear.bias), None
+
+
+class ColumnLinear(layers.ColumnParallelLinear):
+    """(S, B, inputs) -> (S, B, this rank's outputs)."""
+
+    def forward(self, x: torch.Tensor) -> Pair:
+        return product(self, x) or super().forward(x)
+
+
+class RowLinear(layers.RowParallelLinear):
+    """(S, B, this rank's inputs) -> (S, B, outputs)."""
+
+    def forward(self, x: torch.Tensor) -> Pair:
+        return product(self, x) or super().forward(x)
+
+
+class MLP(mlp.MLP):
+    """megatron-core's MLP; where config.bias_activation_fusion, bias and activation are one kernel.
+
+    megatron-core's own fusion has GELU in the tanh form (losses 2.5e-4 off).
+    """
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        linears = mlp.MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+        super().__init__(config, linears, tp_group=parallel_state.get_tensor_model_parallel_group())
+        # a bias that no compiled function adds is the product's
+        self.linear_fc1.skip_bias_add, self.linear_fc2.skip_bias_add = (config.bias_activation_fusion,) * 2
+        self.activate = compiled(activate) if config.bias_activation_fusion else activate
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> Pair:
+        """(S, B, C) -> (S, B, C)."""
+        inner, bias = self.linear_fc1(hidden_states)
+        return self.linear_fc2(self.activate(inner, bias, self.activation_func, self.config.gated_linear_unit))
+
+
+class SelfAttention(attention.SelfAttention):
+    """megatron-core's attention among the tokens of a sequence."""
+
+    def __init__(self, config: TransformerConfig, *parts: Any, **options: Any) -> None:
+        super().__init__(config, *parts, **options)
+        self.linear_proj.skip_bias_add = config.bias_dropout_fusion
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> Pair:
+        """(S, B, C) -> (S, B, C)."""
+        heads = self.get_query_key_value_tensors(hidden_states)
+        recomputed = self.checkpoint_core_attention and self.training
+        attend = self._checkpointed_attention_forward if recomputed else self.core_attention
+        return self.linear_proj(attend(*heads, None))
+
+
+class Layer(transformer_layer.TransformerLayer):
+    """Norm, attention, norm, MLP."""
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """(S, B, C) -> (S, B, C)."""
+        x = self._added(self.self_attention(self.input_layernorm(hidden_states)), hidden_states)
+        return self._added(self.mlp(self.pre_mlp_layernorm(x)), x), None
+
+    def _added(self, pair: Pair, residual: torch.Tensor) -> torch.Tensor:
+        add = compiled(add_dropped) if self.config.bias_dropout_fusion else add_dropped
+        return add(*pair, residual, self.hidden_dropout, self.training)
