@@ -84,7 +84,17 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
     ({"pp": 3}, {}, "pp=3: stages (times interleaving) must share the layers evenly: 3 must divide 4 layers"),
     ({"zero": 1, "overlap_param_gather": True}, {}, "overlap_param_gather=True: needs ZeRO stage 1 and overlap_grad"),
     ({"overlap_tp": True}, {}, "overlap_tp=True: needs sequence_parallel"),
-    ({"tp": 2, "sequence_parallel": True, "overlap_tp": True}, {}, "overlap_tp=True: engine megatron has no Transf"),
+    (
+        {"tp": 2, "sequence_parallel": True, "overlap_tp": True, "zero": 1},
+        {"engine": "deepspeed-3d"},
+        "overlap_tp=True: engine deepspeed-3d has no Transf",
+    ),
+    ({"cp": 2, "zero": 1}, {"engine": "deepspeed-zero"}, "cp=2: engine deepspeed-zero shares no sequence"),
+    (
+        {"precision": "fp8"},
+        {"cluster": cluster("dgx-h100"), "shape": replace(SMALL, ffn_hidden_size=1000)},
+        "precision=fp8: engine megatron multiplies fp8 matrices whose sides",
+    ),
     ({"recompute": "block"}, {}, "recompute_layers=0: needs recompute block, and block at least 1"),
     ({"recompute": "full", "recompute_layers": 1}, {}, "recompute_layers=1: needs recompute block"),
     ({"recompute": "block", "recompute_layers": 9}, {}, "recompute_layers=9: must not exceed num_layers=4"),

@@ -91,6 +91,7 @@ RESUMED = {
         {"tp": 4, "gbs": 12},
         {"engine": "deepspeed-zero", "dp": 3, "zero": 3, "offload": "full", "gbs": 12},
     ),
+    "CP2 DP2 -> TP2 CP2 distributed optimizer": ({"cp": 2, "dp": 2}, {"tp": 2, "cp": 2, "zero": 1}),
     "HF ZeRO-3 DP2 -> megatron TP2": ({"engine": "hf-zero3", "dp": 2, "zero": 3}, {"tp": 2}),
 }
 

@@ -15,6 +15,7 @@ NAMES = {
     "megatron": "DP2 mbs 1; recompute selective; PP2 recompute block;"
     "DP2 distributed optimizer, both overlaps; PP3 one layer, two, one;"
     "TP2 PP2 DP2 distributed optimizer, interleaved, sequence parallel, overlapped; PP2 embedding and head as layers;"
+    "TP2 CP2 distributed optimizer, sequence parallel, Llama; CP2 PP2 DP2 recompute selective;"
     "TP2 PP2 BLOOM; TP2 PP2 interleaved, sequence parallel, Llama; TP2 fp16;"
     "PP2 DP2 distributed optimizer bf16",
     "deepspeed-zero": "ZeRO-1 TP2 DP2 sequence parallel; ZeRO-3 TP2 sequence parallel, recompute full;"

@@ -66,6 +66,7 @@ def test_a_process_takes_the_threads_it_was_given_or_its_share(env: dict, thread
 # compute capability (NVIDIA's table of CUDA GPUs), precision, cards that the task sees -> its card, or why not
 CARDS = [
     ((7, 0), "bf16", 4, "precision=bf16: needs compute capability 8.0, this card has 7.0; use fp16"),
+    ((8, 0), "fp8", 4, "precision=fp8: needs compute capability 8.9, this card has 8.0; use bf16"),
     ((9, 0), "bf16", 4, 3),
     ((8, 0), "bf16", 1, 0),  # srun --gpus-per-task=1
     ((8, 0), "bf16", 3, "processes per host=4: this host shows 3 GPUs"),

@@ -32,7 +32,7 @@ def test_a_plan_of_384_gpus_is_refused_here_and_prepared_for_its_cluster(
     t = plan.topology
     assert main(["debug", "rehearse", str(path)]) == 2
     problem = (
-        f"trilane: tp x pp={t.tp * t.pp}: one replica has more than the 8 processes of this machine; see --prepare"
+        f"trilane: tp x cp x pp={t.tp * t.pp}: one replica has more than the 8 processes of this machine; see --prepare"
     )
     assert capsys.readouterr().err.startswith(problem)
     assert main(["debug", "rehearse", str(path), "--prepare", str(tmp_path / "r")]) == 0

@@ -90,10 +90,11 @@ def test_the_explanation_is_json_and_its_plan_is_read_back(capsys):
 
 @pytest.mark.parametrize("only", [True, False])
 def test_what_no_engine_trains_is_said_before_the_launch(only):
-    cp = 2 if only else 1
-    why, found = explain(plan_of(LLAMA, cp=cp)), search(LLAMA, A100, gpus=8, gbs=64, top=2, cp=cp)
+    precision, machine = "fp8" if only else "bf16", cluster("dgx-h100")
+    why = explain(plan_of(LLAMA, machine, precision=precision))
+    found = search(LLAMA, machine, gpus=8, gbs=64, top=2, precision=precision)
     texts = [*why.as_lines(), found.as_text(), found.summary()]
-    assert [("redicted only: cp=2" in text) for text in texts].count(True) == 3 * only
+    assert [("redicted only: precision=fp8: needs" in text) for text in texts].count(True) == 3 * only
     assert bool(why.to_json()["predicted_only"]) is bool(found.listing()["predicted_only"]) is only
 
 

@@ -152,9 +152,10 @@ def test_where_nothing_can_run_the_reason_is_given(capsys):
 
 def test_the_proposals_name_the_measured_runs_that_the_best_of_them_rests_on():
     asked = {"parameters": 7e9, "gpus": 8, "gbs": 512, "vocabulary": 32000, "tokens": 1e11, "like": "llama"}
-    found = propose_shapes(cluster("dgx-h100"), **asked, choices={"cp": 2})
+    found = propose_shapes(cluster("dgx-h100"), **asked, choices={"precision": "fp8"})
     words = found.best.prediction.support.words
-    assert Text.of("The first of them: {}.", words) in found.support() and "Predicted only: cp=2" in found.support()
+    assert Text.of("The first of them: {}.", words) in found.support()
+    assert "Predicted only: precision=fp8" in found.support()
 
 
 def test_the_finding_has_the_days_of_the_best_shape_with_their_interval_and_the_page_and_shell_one_table():

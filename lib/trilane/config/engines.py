@@ -4,8 +4,10 @@ The defaults of a run have their one place here: precision, attention kernel, gr
 """
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from trilane.config.shapes import misfit_of
 from trilane.utils.validation import HostError
 
 ENGINES = ("megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")
+TRANSFORMER_ENGINE = (2, 9), (2, 11)  # the range of megatron-core 0.16.1's own extra `dev`
 FLASH_HEAD_DIM = 256  # channels: the largest head of FlashAttention 2 (its README, 'head dimension up to 256')
 
 
@@ -84,14 +87,32 @@ def label_of(shape: ModelShape, cluster: Cluster, topology: Topology, engine: st
     return "-".join([t.label, *(word for word, chosen in named.items() if chosen)])
 
 
-def untrainable_reason(topology: Topology) -> str | None:
+def untrainable_reason(topology: Topology, fused: str = "auto") -> str | None:
     """Why no engine here can train what may be planned and run by other programs, as `field=value: the rule`; or None.
 
-    They train every shape of a dense decoder but those that the engine's own rules name.
+    They train every shape of a dense decoder but those that the engine's own rules name. `fused` is run.fused.
     """
-    if topology.cp > 1:
-        return f"cp={topology.cp}: the engines here cannot share a sequence so far"
-    return "precision=fp8: the engines here have none so far" if topology.precision == "fp8" else None
+    for field, value, needs in (
+        ("precision", topology.precision, topology.precision == "fp8"),
+        ("overlap_tp", topology.overlap_tp, topology.overlap_tp),
+        ("run.fused", fused, fused == "te"),
+    ):
+        if needs and (found := other_transformer_engine()):
+            low, high = ("{}.{}".format(*number) for number in TRANSFORMER_ENGINE)
+            return f"{field}={value}: needs Transformer Engine {low} to {high}; {found}"
+    return None
+
+
+def other_transformer_engine() -> str:
+    """Which Transformer Engine is installed instead of one that megatron-core works with; "" where that is."""
+    try:
+        found = version("transformer-engine")
+    except PackageNotFoundError:
+        return "it is not installed here"
+    low, high = TRANSFORMER_ENGINE
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    fits = numbers and low <= (int(numbers[1]), int(numbers[2])) <= high
+    return "" if fits else f"{found} is installed here"
 
 
 def drops_hidden(engine: str, shape: ModelShape) -> bool:
@@ -105,9 +126,9 @@ def shows_gpu() -> bool:
     return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def require_trainable(topology: Topology) -> None:
+def require_trainable(topology: Topology, fused: str = "auto") -> None:
     """Raise ValueError where no engine here can train it, HostError where this host lacks DeepSpeed's compiler."""
-    if reason := untrainable_reason(topology):
+    if reason := untrainable_reason(topology, fused):
         raise ValueError(reason)
     compiler, *_ = os.environ.get("CXX", "").split() or ["c++"]  # options may follow it
     # DeepSpeed compiles its Adam for the host when it starts; torch's would take 5 to 7 times as long there.
@@ -138,13 +159,21 @@ def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, 
     is one whole, cut by ZeRO alone.
     """
     yield t.recompute != "operators", "recompute", t.recompute, "recomputes whole layers, or attention's core"
-    yield not t.overlap_tp, "overlap_tp", True, "has no Transformer Engine, which overlaps them"
     yield not t.offload_checkpoints, "offload_checkpoints", True, "keeps them on the card"
     yield not t.shards, "shards", t.shards, "shares states out among all replicas"
     if engine == "megatron":
+        yield t.cp == 1 or shape.positions != "alibi", "cp", t.cp, "shares no sequence with ALiBi"
+        tokens = shape.seq_length // t.cp // (t.tp if t.sequence_parallel else 1)
+        widths = (shape.hidden_size, shape.ffn, shape.hidden_size + 2 * shape.kv_heads * shape.head_dim)
+        whole = all(size % 16 == 0 for size in (tokens, *(width // t.tp for width in widths)))
+        rule = "multiplies fp8 matrices whose sides, tokens and widths of a rank, are multiples of 16"
+        yield whole or t.precision != "fp8", "precision", "fp8", rule
         yield t.zero <= 1, "zero", t.zero, "has ZeRO stage 0 and 1 (its distributed optimizer)"
         yield t.offload == "none", "offload", t.offload, "does not offload"
         return
+    yield t.cp == 1, "cp", t.cp, "shares no sequence"
+    yield t.precision != "fp8", "precision", "fp8", "has no Transformer Engine"
+    yield not t.overlap_tp, "overlap_tp", True, "has no Transformer Engine"
     if engine == "deepspeed-3d":
         bare = t.partition != "uniform" and shape.num_layers + 2 < 2 * t.pp
         sums = (

@@ -133,7 +133,11 @@ class Run:
     eval_interval: int = option(0, "iterations between validation losses; 0: none", minimum=0, megatron="eval-interval")
     eval_iters: int = option(0, "batches of a validation loss, always the same", minimum=0, megatron="eval-iters")
     skip: str = option("", "iterations that count as done and are not trained, such as 101-200,251-300")
-    fused: str = option("auto", "fused kernels: auto from compute capability 8.0 on", choices=("auto", "on", "off"))
+    fused: str = option(
+        "auto",
+        "fused kernels: auto from compute capability 8.0 on; te: Transformer Engine's layers",
+        choices=("auto", "on", "off", "te"),
+    )
 
     def __post_init__(self) -> None:
         check(self)

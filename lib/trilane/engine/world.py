@@ -80,7 +80,8 @@ def single_process(env: MutableMapping[str, str]) -> None:
 def join(plan: Plan) -> World:
     """Start the plan's process group; this process's World. ValueError where it has not tp x pp x dp processes."""
     size, t = int(os.environ["WORLD_SIZE"]), plan.topology
-    require(size == t.gpus, "world size", size, f"must be tp x pp x dp = {t.tp} x {t.pp} x {t.dp} = {t.gpus}")
+    sizes = f"{t.tp} x {t.cp} x {t.pp} x {t.dp} = {t.gpus}"
+    require(size == t.gpus, "world size", size, f"must be tp x cp x pp x dp = {sizes}")
     world = start_process_group(t.precision)
     if world.is_first and world.device.type == "cpu" and plan.cluster.gpu.kind == "cuda":
         print(f"trilane: no GPU here: training a plan for {plan.cluster.name} on CPUs", flush=True)
@@ -153,8 +154,10 @@ def own_device(precision: str) -> torch.device:
     torch.cuda.set_device(own)
     # is_bf16_supported() returns True on a V100, which emulates bf16; only the capability is reliable.
     major, minor = card = torch.cuda.get_device_capability()
-    if precision == "bf16" and major < 8:
-        raise HostError(f"precision=bf16: needs compute capability 8.0, this card has {major}.{minor}; use fp16")
+    needed, other = {"bf16": ((8, 0), "fp16"), "fp8": ((8, 9), "bf16")}.get(precision, (card, ""))
+    if card < needed:
+        rule = f"needs compute capability {needed[0]}.{needed[1]}, this card has {major}.{minor}; use {other}"
+        raise HostError(f"precision={precision}: {rule}")
     if not has_kernels(card, built := torch.cuda.get_arch_list()):
         # PyTorch's CUDA support matrix (RELEASE.md): from 2.11 on only the CUDA 12.6 builds know cards before 7.5
         other = "the CUDA 12.6 build, as `make venv CUDA=126` does" if card < (7, 5) else "a build for newer CUDA"

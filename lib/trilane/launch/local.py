@@ -47,7 +47,7 @@ def train_local(
     """
     folder = Path(folder).resolve()
     plan = read_plan(folder / "plan.json")
-    require_trainable(plan.topology)
+    require_trainable(plan.topology, plan.run.fused)
     _require_ready(folder, plan, resume)
     node = plan.cluster.gpus_per_node
     rule = f"one machine starts at most the {node} processes of a node; submit job.sbatch on {plan.cluster.name}"

@@ -57,8 +57,9 @@ def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Pl
     # which gradients are clipped, and dropout, so that generators matter.
     t, run = plan.topology, plan.run
     rule = f"one replica has more than the {max_processes} processes of this machine; see --prepare for a cluster"
-    require(t.tp * t.pp <= max_processes, "tp x pp", t.tp * t.pp, rule)
-    dp = min(t.dp, max_processes // (t.tp * t.pp))
+    replica = t.tp * t.cp * t.pp
+    require(replica <= max_processes, "tp x cp x pp", replica, rule)
+    dp = min(t.dp, max_processes // replica)
     mbs, rounds = min(2, t.mbs), t.pp if t.interleaving > 1 else min(t.microbatches, max(2, t.pp))
     limit, hidden = 0.1 if plan.optimizer.clip_grad else 0.0, 0.1 if drops_hidden(plan.engine, plan.shape) else 0.0
     return Plan(
@@ -79,7 +80,8 @@ def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Pl
 def _shape(plan: Plan) -> ModelShape:
     """The smallest model that the plan's topology splits as it splits the plan's."""
     tp, heads = plan.topology.tp, 2 * plan.topology.tp
-    small = replace(plan.shape, hidden_size=16 * heads, num_attention_heads=heads, seq_length=tp * -(-32 // tp))
+    parts = 2 * plan.topology.cp * tp  # of a sequence
+    small = replace(plan.shape, hidden_size=16 * heads, num_attention_heads=heads, seq_length=parts * -(-32 // parts))
     small = replace(small, vocab_size=padded_vocab_size(257, tp))  # of the tokenizer "bytes"
     for layers in range(1, plan.shape.num_layers + 1):
         with contextlib.suppress(ValueError):

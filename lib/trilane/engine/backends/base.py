@@ -107,7 +107,11 @@ class Engine:
         chunks = t.interleaving if t.interleaving > 1 else None
         # Its further gloo groups serve megatron-core's own checkpoints; 384 ranks would keep as many TCP connections.
         parallel_state.initialize_model_parallel(
-            t.tp, t.pp, virtual_pipeline_model_parallel_size=chunks, create_gloo_process_groups=False
+            t.tp,
+            t.pp,
+            virtual_pipeline_model_parallel_size=chunks,
+            context_parallel_size=t.cp,
+            create_gloo_process_groups=False,
         )
         seed_streams(plan.run.seed)
         self._plan, self._kernels, self.settings = plan, fused.choose(plan, world), {}
@@ -156,7 +160,7 @@ class Engine:
         if not losses:
             return 0.0
         mean = torch.stack(list(losses)).mean()
-        group = parallel_state.get_data_parallel_group()
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(mean, group=group)
         return mean.item() / group.size()
 

@@ -9,6 +9,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 from trilane.config.plan import Plan
 from trilane.engine.backends.base import (
@@ -21,6 +22,7 @@ from trilane.engine.backends.base import (
     set_step,
     step_of,
 )
+from trilane.engine.model import context
 from trilane.engine.model.fused import DTYPES, apply
 from trilane.engine.model.gpt import build_chunks, canonical_parameters, transformer_config
 from trilane.engine.model.trial import try_out
@@ -101,16 +103,18 @@ class Megatron(Engine):
 
     def _forward(self, feed: Iterator[Microbatch], model: torch.nn.Module) -> tuple[torch.Tensor, LossOf]:
         batch = next(feed)
-        return model(batch.tokens, self._positions, None, labels=batch.labels), _mean_loss
+        whole = {"tokens": batch.tokens, "positions": self._positions, "labels": batch.labels}
+        part = get_batch_on_this_cp_rank(whole)
+        return model(part["tokens"], part["positions"], None, labels=part["labels"]), _mean_loss
 
 
 build = Megatron
 
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    mean = losses.float().mean()  # losses (mbs, seq_length): every sample is full, so nothing is masked
-    # A copy: the schedule divides `mean` by the number of microbatches in place.
-    return mean, {"loss": mean.detach().clone()}
+    mean = losses.float().mean()  # losses (mbs, seq_length / cp): every sample is full, so nothing is masked
+    # the schedule multiplies by cp, as if these were sums, and divides by the number of microbatches in place
+    return mean / context.ranks(), {"loss": mean.detach()}
 
 
 def _distributed(chunk: torch.nn.Module, settings: TransformerConfig, plan: Plan) -> DistributedDataParallel:

@@ -56,7 +56,8 @@ def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
     if batch is None:
         return {"next_lr": None, "samples": None}
     lr = plan.optimizer.learning_rate(batch.end, plan.samples)
-    rows = (row for microbatch in loader.microbatches(batch) for row in microbatch.tokens.cpu().numpy())
+    read = loader.microbatches(batch) if parallel_state.get_context_parallel_rank() == 0 else []
+    rows = (row for microbatch in read for row in microbatch.tokens.cpu().numpy())
     digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows)
     return {"next_lr": lr, "samples": f"{sum(int.from_bytes(d, 'little') for d in digests) % 2**64:016x}"}
 
@@ -64,7 +65,7 @@ def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
 def layout(plan: Plan) -> list[Any]:
     """What must be the same for each rank to restore its own random number generators."""
     t = plan.topology
-    return [plan.engine, t.tp, t.pp, t.dp, t.interleaving]
+    return [plan.engine, t.tp, t.pp, t.dp * t.cp, t.interleaving]
 
 
 def fingerprint(
@@ -75,7 +76,7 @@ def fingerprint(
         "rank": world.rank,
         "tp": parallel_state.get_tensor_model_parallel_rank(),
         "pp": parallel_state.get_pipeline_model_parallel_rank(),
-        "dp": engine.replica[0],
+        "dp": parallel_state.get_data_parallel_rank(with_context_parallel=True),
         "iteration": iteration,
         "consumed_samples": plan.run.ramp.consumed(iteration, plan.topology.gbs),
         "layout": layout(plan),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from megatron.core import parallel_state
 
 from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
@@ -72,7 +73,8 @@ class Saver:
         self._save: Save | None = None
         self._writer = ThreadPoolExecutor(1, "save")
         states = engine.states
-        replica, replicas = (0, 1) if states.divided else engine.replica
+        holders = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        replica, replicas = (0, 1) if states.divided else (holders.rank(), holders.size())
         mine = (n for n, p in enumerate(states.pieces) if n % replicas == replica and not p.written_elsewhere)
         self._mine = [n for n in mine if states.shard(n) != (0, 0)]
         # Of the first save, where the plan asks for none; else taken at the start, so that its memory is known then.

@@ -21,9 +21,11 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention.bias import causal_lower_right
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
+from trilane.engine.model import context
 from trilane.engine.model.fused import DTYPES, GPT, bias_dropout_add, compiled
 from trilane.engine.model.layer import MLP, ColumnLinear, Layer, RowLinear, SelfAttention
 from trilane.engine.model.own_layer import own_spec
@@ -61,9 +63,20 @@ class Attention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **_: Any
     ) -> torch.Tensor:
         """Query (S, B, H, D), key and value (S, B, G, D) -> (S, B, H D)."""
+        shares = context.ranks()
         if self.shape.positions == "rotary":
-            cos, sin = rotations(len(query), self.shape.head_dim, self.shape.rotary_base, query.device, query.dtype)
+            length = len(query) * shares
+            angles = rotations(length, self.shape.head_dim, self.shape.rotary_base, query.device, query.dtype)
+            cos, sin = map(context.own_part, angles) if shares > 1 else angles
             query, key = self.turn(query, cos, sin), self.turn(key, cos, sin)
+        if shares == 1:
+            return self._attended(query, key, value)
+        key, value, chunk = context.gathered(key), context.gathered(value), len(query) // 2
+        ends = [(number + 1) * chunk for number in context.own_chunks()]
+        return torch.cat([self._attended(q, key[:n], value[:n]) for q, n in zip(query.chunk(2), ends, strict=True)])
+
+    def _attended(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """As forward(); the last query attends to all keys, those before it to one less each."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (B, H or G, S, D)
         grouped = k.size(1) < q.size(1)
         if grouped and not has_grouped_kernel(q, self.shape):
@@ -72,6 +85,8 @@ class Attention(torch.nn.Module):
         options: dict[str, Any] = {"is_causal": True}
         if self.shape.positions == "alibi":
             options = {"attn_mask": self._mask(q)}
+        elif q.size(2) < k.size(2):
+            options = {"attn_mask": causal_lower_right(q.size(2), k.size(2))}
         dropout = self.dropout if self.training else 0.0
         # The tracker's generator differs on each tensor-parallel rank, as its heads do; recomputation rewinds it. Under
         # sequence parallelism the whole layer already draws from it: forked twice it would be rewound wrongly.
@@ -217,6 +232,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         tensor_model_parallel_size=t.tp,
         pipeline_model_parallel_size=t.pp,
         virtual_pipeline_model_parallel_size=t.interleaving if interleaved else None,
+        context_parallel_size=t.cp,
         sequence_parallel=t.sequence_parallel,
         account_for_embedding_in_pipeline_split=t.partition != "uniform",
         account_for_loss_in_pipeline_split=t.partition != "uniform",

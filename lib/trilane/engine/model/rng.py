@@ -49,7 +49,8 @@ def _state(text: str) -> torch.Tensor:
 
 def seed_streams(seed: int) -> None:
     """Seed both streams of this rank by its stage and replica; megatron-core's groups must exist."""
-    stage, replica = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)  # each part of a sequence has its own
     model_parallel_cuda_manual_seed(stream_seed(seed, stage, replica))
 
 

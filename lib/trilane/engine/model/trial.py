@@ -78,6 +78,8 @@ def _require_trainable(plan: Plan, layer: Layer, made: torch.nn.Module) -> None:
     _require(not saved, layer, f"{saved} is state that no checkpoint keeps; register it with persistent=False")
     rule = f"ignores tp={tp}: each rank would compute all of it; divide it by megatron-core's ColumnParallelLinear"
     _require(tp == 1 or any(map(is_divided, named.values())), layer, f"{rule} and RowParallelLinear, or take tp=1")
+    rule = f"would see a part of each sequence on cp={plan.topology.cp} ranks; take cp=1, or megatron-core's layer"
+    _require(plan.topology.cp == 1 or not isinstance(made, Wrapped), layer, rule)
     whole = plan.topology.recompute == "selective" and isinstance(made, Wrapped)
     _require(not whole, layer, "is recomputed whole or not at all: recompute=full, block or none")
 
