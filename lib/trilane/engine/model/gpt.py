@@ -57,19 +57,19 @@ class Attention(torch.nn.Module):
     def __init__(self, config: TransformerConfig, *, shape: ModelShape, **_: Any) -> None:
         super().__init__()
         self.shape, self.dropout, self.splits_sequence = shape, config.attention_dropout, config.sequence_parallel
+        self.shares = config.context_parallel_size  # ranks that have a part of each sequence
         self.turn = compiled(rotated) if config.bias_activation_fusion else rotated  # one pass instead of five
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **_: Any
     ) -> torch.Tensor:
         """Query (S, B, H, D), key and value (S, B, G, D) -> (S, B, H D)."""
-        shares = context.ranks()
         if self.shape.positions == "rotary":
-            length = len(query) * shares
+            length = len(query) * self.shares
             angles = rotations(length, self.shape.head_dim, self.shape.rotary_base, query.device, query.dtype)
-            cos, sin = map(context.own_part, angles) if shares > 1 else angles
+            cos, sin = map(context.own_part, angles) if self.shares > 1 else angles
             query, key = self.turn(query, cos, sin), self.turn(key, cos, sin)
-        if shares == 1:
+        if self.shares == 1:
             return self._attended(query, key, value)
         key, value, chunk = context.gathered(key), context.gathered(value), len(query) // 2
         ends = [(number + 1) * chunk for number in context.own_chunks()]
