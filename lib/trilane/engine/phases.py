@@ -27,6 +27,11 @@ def current() -> str:
     return (_stack or [""])[-1]
 
 
+def within() -> tuple[str, ...]:
+    """All phases that this process is in, the outermost first."""
+    return tuple(_stack)
+
+
 def begin(name: str) -> None:
     """Enter a phase, inside the current one."""
     _stack.append(name)

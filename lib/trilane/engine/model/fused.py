@@ -159,6 +159,11 @@ def choose(plan: Plan, world: World) -> KernelPath:
     return KernelPath(fused=fused, why=why, adds_gradients=adds)
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """The card's compute capability, (0, 0) for a CPU. A trace without GPUs has that of the plan's card in its place."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 def _wanted(plan: Plan, device: torch.device) -> tuple[bool, str]:
     """Whether the fused path is wanted, and why; the same on all ranks, whose cards are alike."""
     if plan.engine == "hf-zero3":
@@ -167,10 +172,10 @@ def _wanted(plan: Plan, device: torch.device) -> tuple[bool, str]:
         return False, "ZeRO-3 gathers parameters one module at a time"
     if plan.run.fused != "auto":
         return plan.run.fused == "on", f"run.fused={plan.run.fused}"
-    if device.type == "cpu":
+    card = capability(device)
+    if card == (0, 0):
         return False, "no GPU"
-    capability = torch.cuda.get_device_capability(device)
-    found, enough = f"compute capability {'.'.join(map(str, capability))}", capability >= (8, 0)
+    found, enough = f"compute capability {'.'.join(map(str, card))}", card >= (8, 0)
     # Triton, which torch.compile writes, makes good kernels from Ampere on
     return enough, found if enough else f"{found}, needs 8.0"
 

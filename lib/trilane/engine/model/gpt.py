@@ -25,7 +25,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
-from trilane.engine.model import context
+from trilane.engine.model import context, fused
 from trilane.engine.model.fused import DTYPES, GPT, bias_dropout_add, compiled
 from trilane.engine.model.layer import MLP, ColumnLinear, Layer, RowLinear, SelfAttention
 from trilane.engine.model.own_layer import own_spec
@@ -108,8 +108,8 @@ def has_grouped_kernel(q: torch.Tensor, shape: ModelShape) -> bool:
     Elsewhere its plain attention would write the s x s scores (torch.nn.functional.scaled_dot_product_attention on
     `enable_gqa`); repeated keys keep the memory-efficient kernel.
     """
-    plain = not q.is_cuda or q.dtype == torch.float32 or shape.positions == "alibi"
-    return not plain and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    plain = q.dtype == torch.float32 or shape.positions == "alibi"
+    return not plain and fused.capability(q.device) >= (8, 0)
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,0 +1,194 @@
+"""A fake world: this process as one rank of any number, on tensors with shapes and no memory, as on the plan's card.
+
+FakeTensorMode and the process group "fake" are torch's. The tensors are those of a CPU: a build of torch without a GPU
+has no backward pass for fake CUDA tensors. What differs by device is replaced by what CUDA runs, in CUDA_KERNELS.
+Nothing here is undone: the process ends with its trace.
+"""
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
+
+from trilane.config.plan import Plan
+from trilane.engine.trace.recorder import Recorder, key
+from trilane.engine.world import World
+from trilane.utils.validation import HostError
+
+aten: Any = torch.ops.aten
+
+
+class _Done:
+    """The handle of a collective, which is done at once."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+
+def join(plan: Plan, rank: int, recorder: Recorder) -> World:
+    """This process as `rank` of the plan's ranks; HostError where torch has no fake process group."""
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError:
+        raise HostError(f"torch={torch.__version__}: has no fake process group, which a trace needs") from None
+    size, each = plan.topology.gpus, plan.cluster.gpus_per_node
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % each, "LOCAL_WORLD_SIZE": each}
+    os.environ.update({name: str(number) for name, number in place.items()})  # DeepSpeed reads them
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    _without_values(size)
+    if plan.cluster.gpu.kind == "cuda":
+        _as_on_card(plan, recorder)
+    return World(rank=rank, size=size, local_rank=rank % each, local_size=each, device=torch.device("cpu"))
+
+
+def _without_values(size: int) -> None:
+    """Replace what needs values, or swaps tensors, which fake ones do not bear."""
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+    from megatron.core.tensor_parallel import random
+
+    from trilane.engine.model import parameters
+
+    whole: Any = dist
+    for name in ("all_gather_object", "broadcast_object_list"):
+        replacement = _copies if name == "all_gather_object" else lambda *_, **__: None
+        setattr(whole, name, replacement)
+        setattr(dist.distributed_c10d, name, replacement)
+    buffers._coalescing_manager = _one_by_one  # what it makes of reduce-scatters has no fake kernel
+    plain = torch.tensor  # of a list of tensors it would read the values
+
+    def stacked(data: Any, *args: Any, **options: Any) -> torch.Tensor:
+        parts = tree_leaves(data) if isinstance(data, list) else []
+        return torch.stack(parts) if parts and isinstance(parts[0], torch.Tensor) else plain(data, *args, **options)
+
+    whole_torch: Any = torch
+    whole_torch.tensor = stacked
+    module: Any = torch.nn.Module
+    module._apply = _apply
+    # initial values are drawn by numpy, which would take half of the time
+    parameters.initial_range = lambda name, local, rank, tp, plan, first, end, dim=None: torch.empty(end - first)
+    state: Any = torch.random
+    for place in (torch, state, torch.cuda, torch.cuda.random):
+        place.get_rng_state = lambda device=None: torch.empty(0, dtype=torch.uint8)
+        place.set_rng_state = lambda *_, **__: None
+    random._set_cuda_rng_state = lambda *_, **__: None
+
+
+def _copies(into: list[Any], value: Any, group: Any = None) -> None:
+    into[:] = [value] * len(into)
+
+
+@contextlib.contextmanager
+def _one_by_one(*_: Any, **__: Any) -> Iterator[_Done]:
+    yield _Done()
+
+
+def _apply(self: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    """Module._apply by `data` alone: torch would swap tensors of another precision, which fake ones refuse."""
+    for child in self.children():
+        _apply(child, function)
+    for parameter in self._parameters.values():
+        if parameter is not None:
+            parameter.data = function(parameter.data)
+    self._buffers.update({name: None if held is None else function(held) for name, held in self._buffers.items()})
+    return self
+
+
+# What a CPU computes in several steps, or keeps more of, and the kernel of CUDA that stands for it.
+#
+# F.rms_norm: on CUDA `_fused_rms_norm` keeps its input and one fp32 number a row; on a CPU it is a composite that keeps
+# fp32 copies (aten/src/ATen/native/layer_norm.cpp). It has no kernel for fake CPU tensors: native_layer_norm stands for
+# it, which keeps its input and, in 16 bits, two numbers a row.
+# F.dropout: on CUDA `native_dropout` keeps a mask of bytes; on a CPU one of the input's precision (Dropout.cpp).
+# F.scaled_dot_product_attention: flash, from Ampere on in 16 bits without a mask, keeps q, k, v, the output and a
+# logsumexp of fp32; the memory-efficient kernel the same and the mask (transformers/cuda/attention.cu).
+
+
+def rms_norm(x: torch.Tensor, size: Any, weight: torch.Tensor | None = None, eps: float | None = None) -> torch.Tensor:
+    return torch.native_layer_norm(x, list(size), weight, None, eps or 1e-6)[0]
+
+
+def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return torch.native_dropout(x, p, training)[0] if p and training else x
+
+
+def attention(plain: Callable[..., torch.Tensor], has_flash: bool) -> Callable[..., torch.Tensor]:
+    """scaled_dot_product_attention as torch chooses its kernel on the card; `plain` where both kernels are off."""
+
+    def attend(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, **options: Any) -> torch.Tensor:
+        causal, backends = options.get("is_causal", False), torch.backends.cuda
+        fits = q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+        if has_flash and fits and attn_mask is None and backends.flash_sdp_enabled():
+            return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal)[0]
+        if q.shape[1] == k.shape[1] and backends.mem_efficient_sdp_enabled():
+            keeps = torch.is_grad_enabled()
+            return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, keeps, dropout_p, causal)[0]
+        return plain(q, k, v, attn_mask, dropout_p, **options)
+
+    return attend
+
+
+def compiler(recorder: Recorder) -> Callable[..., Any]:
+    """In place of torch.compile: each function of tensors is one kernel; what is no plain function stays as it is."""
+
+    def compile_(function: Any = None, **_: Any) -> Any:
+        if not inspect.isfunction(function):
+            return function
+        return lambda *inputs: _Compiled.apply(recorder, function, *inputs)
+
+    return compile_
+
+
+class _Compiled(torch.autograd.Function):
+    """A function as one kernel, forward and backward.
+
+    It keeps those of its inputs that its backward pass reads, and all of them where it would read what is between:
+    that is computed again (torch's min_cut_rematerialization_partition, of pointwise functions). Masks of dropout are
+    drawn again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, function: Callable[..., Any], *inputs: Any) -> Any:
+        read = set[int]()  # no tensors: a graph's hook that holds its tensors is never freed
+        with recorder.one_kernel() as finish:
+            given = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in inputs]
+            note = lambda x: read.add(key(x)) if x.is_floating_point() else None  # noqa: E731
+            hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
+            with torch.enable_grad(), hooks:
+                out = function(*given)
+            out = tuple(x.detach() for x in out) if isinstance(out, tuple) else out.detach()
+        finish(out)
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        between = read - {key(x) for x in tensors}
+        ctx.save_for_backward(*(x for x in tensors if between or key(x) in read))
+        ctx.like = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else None for x in inputs]
+        ctx.recorder = recorder
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        with ctx.recorder.one_kernel() as finish:
+            needed = zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
+            made = [torch.empty(like[0], dtype=like[1]) if needs else None for like, needs in needed]
+        finish(made)
+        return None, None, *made
+
+
+CUDA_KERNELS = {"rms_norm": rms_norm, "dropout": dropout}
+
+
+def _as_on_card(plan: Plan, recorder: Recorder) -> None:
+    """Compute capability, kernels and compiled functions as those of the plan's card."""
+    from trilane.engine.model import fused
+
+    card = tuple(plan.cluster.gpu.compute_capability or (8, 0))
+    fused.capability, fused.COMPILE = (lambda device: card), compiler(recorder)
+    functional: Any = F
+    for name, kernel in CUDA_KERNELS.items():
+        setattr(functional, name, kernel)
+    functional.scaled_dot_product_attention = attention(F.scaled_dot_product_attention, card >= (8, 0))
