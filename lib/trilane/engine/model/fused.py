@@ -160,7 +160,7 @@ def choose(plan: Plan, world: World) -> KernelPath:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """The card's compute capability, (0, 0) for a CPU. A trace without GPUs has that of the plan's card in its place."""
+    """The card's compute capability, (0, 0) for a CPU; in a trace that of the plan's card."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 

@@ -1,6 +1,5 @@
 """One rank of a plan's real engine in a fake world: built, warmed up, and traced over iterations."""
 
-import dataclasses
 import resource
 from collections import Counter
 from typing import Any
@@ -13,7 +12,7 @@ from trilane.costmodel.memory import stage_layers
 from trilane.costmodel.trace import Collective, TracedStage
 from trilane.engine.backends.base import Engine, Microbatch, build
 from trilane.engine.trace import world as fake
-from trilane.engine.trace.recorder import ACTIVATIONS, RECEIVED, STATES, TEMPORARY, Recorder, Totals, tensors_in
+from trilane.engine.trace.recorder import ACTIVATIONS, RECEIVED, TEMPORARY, Recorder, Totals, tensors_in
 
 
 def trace_rank(plan: Plan, stage: int) -> tuple[TracedStage, float]:
@@ -106,7 +105,7 @@ def _stage(recorder: Recorder, totals: Totals, **given: Any) -> TracedStage:
     held = recorder.at_peak
     first = Counter[int]()
     for (microbatch, _), size in recorder.each.items():
-        first[microbatch] += int(size)
+        first[microbatch] += size
     groups = [
         Collective(kind=kind, group=group, count=count, bytes=size)
         for (kind, group), (count, size) in sorted(totals.sent.items())
@@ -116,10 +115,13 @@ def _stage(recorder: Recorder, totals: Totals, **given: Any) -> TracedStage:
         derived=False,
         peak_bytes=recorder.peak,
         peak_at=recorder.peak_at,
-        **{f"{kind}_bytes": float(held[kind]) for kind in STATES},
-        activations_bytes=float(held[ACTIVATIONS]),
-        activations_each_bytes=float(first[0]),
-        temporary_bytes=float(held[TEMPORARY] + held[RECEIVED]),
+        weights_bytes=held["weights"],
+        gradients_bytes=held["gradients"],
+        optimizer_bytes=held["optimizer"],
+        buffers_bytes=held["buffers"],
+        activations_bytes=held[ACTIVATIONS],
+        activations_each_bytes=first[0],
+        temporary_bytes=held[TEMPORARY] + held[RECEIVED],
         cpu_only_bytes=0.0,
         flops=totals.flops,
         operations=totals.operations,

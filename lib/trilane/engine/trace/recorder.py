@@ -1,6 +1,7 @@
 """Recorder: every operation of one rank as it runs, and the bytes that are alive, by what they are for."""
 
 import contextlib
+import functools
 import math
 import weakref
 from collections import Counter
@@ -42,7 +43,7 @@ NO_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_str
 class Block:
     """A storage that is alive: bytes, what it is for, and of which pass."""
 
-    size: float
+    size: int
     kind: str
     made: int  # operations before it
     owner: tuple[int, int] = (-1, -1)  # microbatch and chunk of activations
@@ -74,10 +75,10 @@ class Recorder(TorchDispatchMode):
         self.live = Counter[str]()
         for block in self._blocks.values():
             self.live[block.kind] += block.size
-        self.peak, self.peak_at, self.at_peak, self._peak_made = 0.0, "", Counter[str](), 0
+        self.peak, self.peak_at, self.at_peak, self._peak_made = 0, "", Counter[str](), 0
         self.flops, self.operations, self.schedule = 0.0, 0, list[Pass]()
         self.sent, self.owners = dict[tuple[str, str], tuple[int, float]](), Counter[tuple[int, int]]()
-        self.each = dict[tuple[int, int], float]()  # activations of a microbatch and chunk when its backward begins
+        self.each = dict[tuple[int, int], int]()  # activations of a microbatch and chunk when its backward begins
         self._forwards, self._inside = Counter[int](), (0, 0)
         self._begin_pass("")
 
@@ -123,13 +124,13 @@ class Recorder(TorchDispatchMode):
             self._begin_pass(now)
 
     def _begin_pass(self, kind: str) -> None:
-        self._now, self._begun, self._pass_peak = kind, (self.flops, self.operations), 0.0
+        self._now, self._begun, self._pass_peak = kind, (self.flops, self.operations), 0
         self._made = list[int]()
 
     def _end_pass(self) -> None:
         if self._now == "forward":
             self._keep_activations()
-        if self._now:
+        if self._now and self.operations > self._begun[1]:  # DeepSpeed's step() after each microbatch does nothing
             microbatch, chunk = self._inside if self._now != "optimizer step" else (-1, 0)
             flops, operations = self.flops - self._begun[0], self.operations - self._begun[1]
             done = {"flops": flops, "operations": operations, "peak_bytes": self._pass_peak}
@@ -194,16 +195,19 @@ class Recorder(TorchDispatchMode):
             self._zeros.add(key(args[1]))
         if self._now == "forward" and self.live[RECEIVED]:
             self._made += [number for x in given if self._is_received(number := key(x))]
+        self._follow_all(out)
+        return out
+
+    def _follow_all(self, out: Any) -> None:
         for made in tree_leaves(out):
             if isinstance(made, torch.Tensor):
                 self._follow(made)
-        return out
 
     @contextlib.contextmanager
     def one_kernel(self) -> Iterator[Callable[[Any], None]]:
         """A block of operations that is one kernel: of what it makes only what is given to the result is followed."""
         self._hidden = True
-        yield lambda out: [self._follow(made) for made in tree_leaves(out) if isinstance(made, torch.Tensor)] and None
+        yield self._follow_all
         self._hidden = False
         self.operations += 1
 
@@ -227,7 +231,7 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         kind = TEMPORARY if self._now else RECEIVED
         block = self._blocks[number] = Block(storage.nbytes(), kind, self.operations)
-        self._references[number] = weakref.ref(storage, lambda _, number=number: self._freed(number))
+        self._references[number] = weakref.ref(storage, functools.partial(self._freed, number))
         self._made.append(number)
         self.live[kind] += block.size
         alive = sum(self.live.values())
@@ -236,7 +240,7 @@ class Recorder(TorchDispatchMode):
             self.peak, self.peak_at, self.at_peak = alive, self._where(), Counter(self.live)
             self._peak_made = self.operations
 
-    def _freed(self, number: int) -> None:
+    def _freed(self, number: int, _: Any) -> None:
         block = self._blocks.pop(number)
         del self._references[number]
         self.live[block.kind] -= block.size
@@ -251,7 +255,10 @@ class Recorder(TorchDispatchMode):
             # of what is gathered or scattered the whole is the largest tensor, or the list of parts
             sizes = [x.numel() * x.element_size() for x in given]
             size = max(max(sizes), sum(sizes) / 2) if name in ("allgather_", "reduce_scatter_") else max(sizes)
-            entry = COLLECTIVES[name], self._groups.get(ranks, f"{len(ranks)} ranks")
+            kind, known = COLLECTIVES[name], self._groups.get(ranks, f"{len(ranks)} ranks")
+            # neighbours may use the group of all ranks; on two stages the embedding's group has the ranks of pp
+            known = "pp" if kind in ("send", "receive") else known
+            entry = kind, "embedding" if known == "pp" and kind == "all-reduce" and size > 8 else known
             count, total = self.sent.get(entry, (0, 0.0))
             self.sent[entry] = count + 1, total + size
 
@@ -288,13 +295,12 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
 
 
-def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """The tensors in a value: in lists, tuples and dictionaries, and in its attributes, `depth` levels down."""
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a value: in lists, tuples and dictionaries, their keys too, within each other."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth and isinstance(value, dict):
-        for one in list(value.items()):
-            yield from tensors_in(one, depth - 1)
-    elif depth and isinstance(value, list | tuple | set):
-        for one in list(value):
-            yield from tensors_in(one, depth - 1)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.items()))
+    elif isinstance(value, list | tuple | set):
+        for one in value:
+            yield from tensors_in(one)

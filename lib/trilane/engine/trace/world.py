@@ -6,11 +6,13 @@ Nothing here is undone: the process ends with its trace.
 """
 
 import contextlib
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -24,6 +26,9 @@ from trilane.utils.validation import HostError
 aten: Any = torch.ops.aten
 
 
+_NO_STATE = torch.empty(0, dtype=torch.uint8)
+
+
 class _Done:
     """The handle of a collective, which is done at once."""
 
@@ -31,52 +36,64 @@ class _Done:
         return True
 
 
-def join(plan: Plan, rank: int, recorder: Recorder) -> World:
-    """This process as `rank` of the plan's ranks; HostError where torch has no fake process group."""
+def prepare(plan: Plan) -> None:
+    """Make this process, and those that it forks, a place without values; import the plan's engine.
+
+    HostError where torch has no fake process group, ValueError where an own layer's class cannot be found.
+    """
     try:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")
     except ImportError:
         raise HostError(f"torch={torch.__version__}: has no fake process group, which a trace needs") from None
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+    from megatron.core.tensor_parallel import random
+
+    from trilane.engine.model import gpt, own_layer, rng, trial
+
+    if plan.layer:
+        own_layer.load(plan.layer)
+    replaced: dict[Any, dict[str, Any]] = {
+        gpt: {"fill": lambda parameter, draw: None},  # initial values: half of the time
+        trial: {"try_out": lambda plan, made: None},  # it looks at values
+        rng: {"states": dict, "restore": lambda states: True},
+        random: {"_set_cuda_rng_state": lambda *_, **__: None},
+        buffers: {"_coalescing_manager": _one_by_one},  # what it makes of reduce-scatters has no fake kernel
+        torch.nn.Module: {"_apply": _apply},
+        torch.Tensor: {"numpy": lambda self, **_: np.zeros(self.shape)},
+        torch: {"tensor": _stacking(torch.tensor)},
+    }
+    for place in (dist, dist.distributed_c10d):
+        replaced[place] = {"all_gather_object": _copies, "broadcast_object_list": lambda *_, **__: None}
+    generator = {"get_rng_state": lambda device=None: _NO_STATE, "set_rng_state": lambda *_, **__: None}
+    for place in (torch, torch.random, torch.cuda, torch.cuda.random):
+        replaced.setdefault(place, {}).update(generator)
+    for place, attributes in replaced.items():
+        for name, value in attributes.items():
+            setattr(place, name, value)
+    importlib.import_module(f"trilane.engine.backends.{plan.engine.replace('-', '_')}")
+
+
+def join(plan: Plan, rank: int, recorder: Recorder) -> World:
+    """This process, prepared, as `rank` of the plan's ranks."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     size, each = plan.topology.gpus, plan.cluster.gpus_per_node
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % each, "LOCAL_WORLD_SIZE": each}
     os.environ.update({name: str(number) for name, number in place.items()})  # DeepSpeed reads them
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    _without_values(size)
     if plan.cluster.gpu.kind == "cuda":
         _as_on_card(plan, recorder)
     return World(rank=rank, size=size, local_rank=rank % each, local_size=each, device=torch.device("cpu"))
 
 
-def _without_values(size: int) -> None:
-    """Replace what needs values, or swaps tensors, which fake ones do not bear."""
-    import megatron.core.distributed.param_and_grad_buffer as buffers
-    from megatron.core.tensor_parallel import random
+def _stacking(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch.tensor, which of a list of tensors would read the values."""
 
-    from trilane.engine.model import parameters
-
-    whole: Any = dist
-    for name in ("all_gather_object", "broadcast_object_list"):
-        replacement = _copies if name == "all_gather_object" else lambda *_, **__: None
-        setattr(whole, name, replacement)
-        setattr(dist.distributed_c10d, name, replacement)
-    buffers._coalescing_manager = _one_by_one  # what it makes of reduce-scatters has no fake kernel
-    plain = torch.tensor  # of a list of tensors it would read the values
-
-    def stacked(data: Any, *args: Any, **options: Any) -> torch.Tensor:
+    def made(data: Any, *args: Any, **options: Any) -> torch.Tensor:
         parts = tree_leaves(data) if isinstance(data, list) else []
         return torch.stack(parts) if parts and isinstance(parts[0], torch.Tensor) else plain(data, *args, **options)
 
-    whole_torch: Any = torch
-    whole_torch.tensor = stacked
-    module: Any = torch.nn.Module
-    module._apply = _apply
-    # initial values are drawn by numpy, which would take half of the time
-    parameters.initial_range = lambda name, local, rank, tp, plan, first, end, dim=None: torch.empty(end - first)
-    state: Any = torch.random
-    for place in (torch, state, torch.cuda, torch.cuda.random):
-        place.get_rng_state = lambda device=None: torch.empty(0, dtype=torch.uint8)
-        place.set_rng_state = lambda *_, **__: None
-    random._set_cuda_rng_state = lambda *_, **__: None
+    return made
 
 
 def _copies(into: list[Any], value: Any, group: Any = None) -> None:
@@ -186,9 +203,9 @@ def _as_on_card(plan: Plan, recorder: Recorder) -> None:
     """Compute capability, kernels and compiled functions as those of the plan's card."""
     from trilane.engine.model import fused
 
-    card = tuple(plan.cluster.gpu.compute_capability or (8, 0))
-    fused.capability, fused.COMPILE = (lambda device: card), compiler(recorder)
+    major, minor = plan.cluster.gpu.compute_capability
+    fused.capability, fused.COMPILE = (lambda device: (major, minor)), compiler(recorder)
     functional: Any = F
     for name, kernel in CUDA_KERNELS.items():
         setattr(functional, name, kernel)
-    functional.scaled_dot_product_attention = attention(F.scaled_dot_product_attention, card >= (8, 0))
+    functional.scaled_dot_product_attention = attention(F.scaled_dot_product_attention, major >= 8)
