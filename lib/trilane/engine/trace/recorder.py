@@ -133,8 +133,8 @@ class Recorder(TorchDispatchMode):
         if self._now and self.operations > self._begun[1]:  # DeepSpeed's step() after each microbatch does nothing
             microbatch, chunk = self._inside if self._now != "optimizer step" else (-1, 0)
             flops, operations = self.flops - self._begun[0], self.operations - self._begun[1]
-            done = {"flops": flops, "operations": operations, "peak_bytes": self._pass_peak}
-            self.schedule.append(Pass(kind=self._now, microbatch=microbatch, chunk=chunk, **done))
+            where = {"microbatch": microbatch, "chunk": chunk, "operations": operations}
+            self.schedule.append(Pass(kind=self._now, **where, flops=flops, peak_bytes=self._pass_peak))
 
     def _keep_activations(self) -> None:
         """What the forward pass that ends has made and left alive is kept for its backward pass."""
