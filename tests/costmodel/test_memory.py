@@ -141,7 +141,9 @@ def test_a_llama_of_transformers_keeps_what_is_counted():
         return sum(size for place, size in storages.items() if place not in weights)
 
     x = columns_of(shape, Topology(precision="bf16"))
-    assert (saved(3) - saved(1)) / 2 == pytest.approx(float(activation_bytes_per_layer(x, 1.0)), rel=0.02)
+    assert (saved(3) - saved(1)) / 2 == pytest.approx(
+        float(activation_bytes_per_layer(x, replace(DEFAULT, unfused=1.0))), rel=0.02
+    )
 
 
 def test_in_fp8_the_inputs_of_linear_layers_take_half():
@@ -247,7 +249,7 @@ GPT = parse_shape("24,2048,16,2048,50304")
 
 
 def total(shape: ModelShape = GPT, machine: Cluster = A100, engine: str = "", **topology: object) -> list[StageMemory]:
-    known = memory_for(Calibration(), engine) if engine else DEFAULT
+    known = memory_for(Calibration(), engine, machine) if engine else DEFAULT
     return memory_per_stage(shape, Topology(**{"precision": "bf16", **topology}), machine, known, engine)
 
 

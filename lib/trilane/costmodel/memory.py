@@ -21,6 +21,10 @@ class MemoryConstants:
     optimizer     bytes per owned parameter: fp32 master, two moments and gradient (16), temporaries of the step
     accumulated   bytes per held parameter that fp32 accumulation adds (4, and its flattened 16-bit copies)
     unfused       share of layers whose norms and gates are several kernels each, and keep what is between
+    gates         share of layers whose gates alone are
+    masks         bytes that dropout's masks take of each value that a layer adds to its input: 1 each of 2
+    repeats       1 where keys and values that heads share are repeated for each head
+    ends          1 where what embedding and head keep counts among activations
     checkpoint    bytes kept over bytes needed for a layer's recomputed input
     working       recomputed activations of the layer at work, over Korthikanti's formula
     gathered      bytes per parameter of the largest unit that ZeRO-3 gathers: weights, and its gradients
@@ -33,6 +37,10 @@ class MemoryConstants:
     optimizer: float = 17.4
     accumulated: float = 4.9
     unfused: float = 0.0
+    gates: float = 0.0
+    masks: float = 2.0
+    repeats: float = 0.0
+    ends: float = 0.0
     checkpoint: float = 1.31
     working: float = 0.89
     gathered: float = 4.0
@@ -57,15 +65,29 @@ def memory_of(stack: str) -> MemoryConstants:
     return from_mapping(MemoryConstants, {k: v for k, v in held.items() if k != "source"}, "memory")
 
 
-def memory_for(calibration: Calibration, engine: str) -> MemoryConstants:
+def engine_memory(engine: str, cluster: Cluster, dropout: float = 0.0, zero: int = 0) -> MemoryConstants:
+    """What an engine here keeps, nothing fitted: traces of it hold the same (benchmarks/trace_check.py).
+
+    Megatron's own keeps whole fp32 gradients and no other: 2 + 4 + 12 bytes (megatron-core's distributed optimizer).
+    Below compute capability 8.0, and under ZeRO-3, gates are several kernels; there no kernel shares keys.
+    """
+    old = (cluster.gpu.compute_capability or (0, 0)) < (8, 0)
+    states = {"megatron": {"optimizer": 12.0, "accumulated": 2.0}}.get(engine, {})
+    hf = engine == "hf-zero3"
+    kept = {"unfused": 1.0 * hf, "gates": 1.0 * (not hf and (old or zero == 3)), "repeats": 1.0 * old}
+    exact = {"masks": 2.0 * (dropout > 0), "ends": 1.0, "checkpoint": 1.0, "working": 1.0}
+    return dataclasses.replace(DEFAULT, **states, **kept, **exact)
+
+
+def memory_for(calibration: Calibration, engine: str, cluster: Cluster, dropout: float = 0.0) -> MemoryConstants:
     """Those of the stack that constants of time are named after; else of the documents, or of the rows' programs."""
-    # Megatron's own keeps whole fp32 gradients and no other: 2 + 4 + 12 bytes (megatron-core's distributed optimizer)
     own: dict[str, dict[str, float]] = {"megatron": {"optimizer": 12, "accumulated": 2}, "hf-zero3": {"unfused": 1}}
     named = calibration.name in shipped_json("stacks")["stacks"]
-    known = memory_of(calibration.name if named else calibration.stack)
-    if engine and not named:
-        # twice the documents' spread where nobody measured memory on a card; deepspeed-3d is their program
-        known = dataclasses.replace(DEFAULT, spread=DEFAULT.spread * (1 if engine == "deepspeed-3d" else 2))
+    if engine in own.keys() | {"deepspeed-zero"} and not named:
+        # twice the documents' spread, as nobody measured memory on a card
+        return dataclasses.replace(engine_memory(engine, cluster, dropout), spread=DEFAULT.spread * 2)
+    # deepspeed-3d is the program of the documents, which their constants were fitted to
+    known = DEFAULT if engine and not named else memory_of(calibration.name if named else calibration.stack)
     return dataclasses.replace(known, **own.get(engine, {}))
 
 
@@ -83,7 +105,7 @@ class StageMemory(Parts):
     context: float
 
 
-def activation_bytes_per_layer(columns: Columns, unfused: Number = 0.0) -> Number:
+def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DEFAULT) -> Number:
     """Bytes one GPU keeps for the backward pass, per layer and microbatch, at 2 bytes a value.
 
     s seq, b mbs, h hidden, a heads, t tp, k channels of keys, f of the MLP:
@@ -98,31 +120,44 @@ def activation_bytes_per_layer(columns: Columns, unfused: Number = 0.0) -> Numbe
     MLP's hidden channels before and after the activation 4 each of 4 h; a gate keeps one more of them.
     fp8: inputs of linear layers in 8 bits, the core's output beside them (Transformer Engine, module/linear.py).
     unfused, with a gate as in transformers' Llama: fp32 copies in two RMSNorms (8, less masks of dropout), its product.
+    Dropout masks are 2 of the 10. selective: queries that share keys are a copy beside all channels (megatron-core).
     operators: the layer's input, attention's output and every second matmul's, of q, k, v, o, in, gate, out; with
     sequence parallelism what was reduced, too (torchtitan 2025, `_op_sac_save_list` of its llama3).
     """
-    x, h = columns, columns.hidden
+    x, c, h = columns, constants, columns.hidden
     sbh, fp8 = x.tokens * h, np.equal(x.precision, FP8)
     cut = np.where(np.equal(x.sequence_parallel, 1), x.tp, 1)
-    norms, gate = 6 * unfused * x.gated, 2 + 2 * unfused
-    shared = 4 + fp8 + 4 * x.kv_hidden / h + (4 - fp8 + gate * x.gated) * x.ffn / h
+    single, gate = c.unfused * x.gated, 2 + 2 * (c.unfused + c.gates)
+    norms = 8 * single + c.masks * (1 - single)
+    keys = np.where(c.repeats + c.ends * np.equal(x.value_bytes, 4), h, x.kv_hidden)
+    shared = 4 + fp8 + 4 * keys / h + (4 - fp8 + gate * x.gated) * x.ffn / h
+    shared = shared + 2 * np.equal(x.recompute, 1) * np.less(x.kv_heads, x.heads)
     stores = (np.equal(x.recompute, 0) | np.equal(x.recompute, 4)) * x.attention
     scores = stores * 5.0 * x.heads * x.seq * x.tokens / x.tp
-    every = sbh * ((10 - 2 * fp8 + norms) / cut + shared / x.tp) + scores
+    every = sbh * ((8 - 2 * fp8 + norms) / cut + shared / x.tp) + scores
     if np.any(np.equal(x.recompute, 3)):
         some = (1 + 2 * (cut > 1)) / cut + (2 + x.kv_hidden / h + x.ffn / h) / x.tp + x.gated
         every = np.where(np.equal(x.recompute, 3), 2 * sbh * some, every)
     return (every * (1 - x.recomputed) + 2 * sbh / cut * x.recomputed) * x.value_bytes / 2
 
 
-def in_flight(columns: Columns, stage: Number) -> Number:
-    """Microbatches whose activations a stage holds: min(m, p - i) in 1F1B; interleaving holds 1 + (p-1)/(p v) as much.
-
-    Korthikanti et al. 2022, section 4.2.3.
-    """
+def end_bytes(columns: Columns, stage: Number) -> Number:
+    """Bytes that a microbatch keeps outside of layers: the norm of the embedding its input, the last norm and the head
+    theirs; the logits are in working_bytes()."""
     x = columns
-    depth = (x.pp - stage) * np.where(np.greater(x.interleaving, 1), 1 + (x.pp - 1) / (x.pp * x.interleaving), 1.0)
-    return np.minimum(x.microbatches, depth)
+    values = np.equal(stage, 0) * x.embedding_layernorm + 2 * np.equal(stage, x.pp - 1)
+    return values * x.value_bytes * x.tokens * x.hidden / np.where(np.equal(x.sequence_parallel, 1), x.tp, 1)
+
+
+def in_flight(columns: Columns, stage: Number) -> Number:
+    """Microbatches whose activations a stage holds: min(m, p - i) in 1F1B.
+
+    Interleaved ones warm up with 2 (p - i - 1) + (v - 1) p chunks (megatron-core's schedules.py,
+    get_pp_rank_microbatches), on the first stage 1 + (p - 1) / (p v) as much: Korthikanti et al. 2022, section 4.2.3.
+    """
+    x, v = columns, columns.interleaving
+    chunks = 2 * (x.pp - stage - 1) + (v - 1) * x.pp + 1
+    return np.minimum(x.microbatches, np.where(np.greater(v, 1), chunks / v, x.pp - stage))
 
 
 def stage_layers_at(columns: Columns, stage: Number) -> Number:
@@ -169,7 +204,7 @@ def working_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -
     They do not meet: the loss is done before the first layer is recomputed.
     """
     x, c = columns, constants
-    layer = activation_bytes_per_layer(dataclasses.replace(x, recompute=0.0), c.unfused)
+    layer = activation_bytes_per_layer(dataclasses.replace(x, recompute=0.0), c)
     again = layer * c.working * np.greater(x.recompute, 1)
     logits = np.equal(stage, x.pp - 1) * c.logit * x.tokens * x.vocab / x.tp
     return np.maximum(again, logits)
@@ -191,12 +226,13 @@ def stage_memory(
     # reduce and all-gather buckets of 16-bit values, the first one doubled to overlap (DeepSpeed's configuration page)
     bucket_bytes = 3 * 2.0 * x.bucket_values
     unit = np.maximum(x.layer_parameters, x.embedding_parameters)
-    here, away, each = np.equal(x.offload, 0), np.equal(x.offload, 2), activation_bytes_per_layer(x, c.unfused) * over
+    here, away, each = np.equal(x.offload, 0), np.equal(x.offload, 2), activation_bytes_per_layer(x, c) * over
+    kept = stage_layers_at(x, stage) * each + c.ends * end_bytes(x, stage)
     parts = {
         "weights": weights * ~away + np.equal(x.zero, 3) * np.equal(x.pp, 1) * c.gathered * unit * x.value_bytes / 2,
         "gradients": gradients,
         "optimizer": optimizer * here,
-        "activations": stage_layers_at(x, stage) * in_flight(x, stage) * each,
+        "activations": in_flight(x, stage) * kept,
         "working": working_bytes(x, stage, c),
         "buffers": (0.0 if cpu else c.base_bytes) + buckets * bucket_bytes,
         "context": cluster.gpu.context_bytes,

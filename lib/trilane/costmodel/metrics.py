@@ -133,5 +133,7 @@ def predict_default(rows: Sequence[MeasuredRow], calibration: str = "") -> list[
         k = known[row.case.cluster.name, row.stack]
         seconds = predict_row(row, k).sec_pred
         width = unmeasured_half_width(row.case, k, support_of(row.case, k, seconds))
-        found.append(predict_row(row, k, memory_for(replace(k, stack=row.stack), row.case.engine), width))
+        found.append(
+            predict_row(row, k, memory_for(replace(k, stack=row.stack), row.case.engine, row.case.cluster), width)
+        )
     return found

@@ -299,7 +299,8 @@ def _predicted_row(row: MeasuredRow | Skipped, calibration: Calibration | None) 
 def _predicted(plan: Case, cluster: Cluster, known: Calibration) -> Prediction:
     shape, t, engine = plan.shape, plan.topology, plan.engine
     time = iteration_time(shape, t, cluster, known, engine)
-    columns, memory = columns_of(shape, t, engine), memory_for(known, engine)
+    dropout = plan.dropout.hidden if isinstance(plan, Plan) else 0.0
+    columns, memory = columns_of(shape, t, engine), memory_for(known, engine, cluster, dropout)
     stages = memory_per_stage(shape, t, cluster, memory, engine)
     fullest = max(stage.total for stage in stages)
     case = Configuration(shape=shape, topology=t, cluster=cluster, engine=engine)

@@ -75,7 +75,7 @@ class _Search:
         self.size_rules = [pair for pair in rules if pair[0].of_sizes]
         self.rules = [pair for pair in rules if not pair[0].of_sizes]
         self.columns = columns_of(shape, space.fixed, space.engine)
-        self.memory = memory_for(calibration, space.engine)
+        self.memory = memory_for(calibration, space.engine, cluster)
         self.refused: Counter[str] = Counter()
         self.runnable = 0
 
