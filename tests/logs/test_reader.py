@@ -7,7 +7,7 @@ import re
 import pytest
 from test_log_dialects import FORK, TITAN, m2021, m2022
 
-from trilane.analysis.measure import measure_log, numerics
+from trilane.analysis.measure import measure_log, skipped_iterations
 from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.reader import Reader
 from trilane.logs.run import read_log, read_logs
@@ -167,7 +167,7 @@ def test_a_unit_that_changes_under_its_label_is_put_right(tmp_path):
 def test_steps_that_deepspeed_skipped_and_tokens_of_a_curriculum_are_the_runs(tmp_path):
     step = "[2023-05-01 10:00:{1:02d},000] [INFO] [Rank 0] step={0}, skipped={2}, lr=[0.001]\n"
     text = "".join(bar(n, 2410, n // 50) + step.format(n, n // 50, n - 5) + hf(6 - n / 999) for n in (500, 1000, 2000))
-    assert numerics(runs(tmp_path, text)[0]).skipped == 1995
+    assert skipped_iterations(runs(tmp_path, text)[0]) == 1995
     arguments = "------ arguments ------\n  seq_length ... 2048\n  num_layers ... 8\n  hidden_size ... 512\n  num_attention_heads ... 8\n  padded_vocab_size ... 50304\n  world_size ... 8\n"
     line = FORK.replace("seqlen:  2048", "seqlen:    64").replace("10 |", "100 |")
     measured = measure_log(runs(tmp_path, arguments + "".join(line.replace(" 4/", f" {i}/") for i in range(1, 30)))[0])

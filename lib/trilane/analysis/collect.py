@@ -111,10 +111,10 @@ class MeasuredRuns(Table):
         return folded(f"All {len(self.logs)} completed, and no number in their logs contradicts another", table)
 
     def details(self) -> Html:
-        """Of each run: what does not count and why, where time is lost, utilization, gradient norms, loss scales."""
-        heads = ("Not counted", "Lost", "MFU", "HFU", "Skipped", "Invalid", "Norm", "Largest norm", "Scale")
-        table = show(_table(self.timed[:SHOWN], *heads, "Reductions").to_frame())
-        return folded("Utilization, lost time, gradient norms and loss scales", table) if self.timed else Html("")
+        """Of each run: what does not count and why, where time is lost, utilization, skipped and broken iterations."""
+        heads = ("Not counted", "Lost", "MFU", "HFU", "Skipped", "Invalid")
+        table = show(_table(self.timed[:SHOWN], *heads).to_frame())
+        return folded("Utilization, lost time, skipped iterations", table) if self.timed else Html("")
 
     def curves(self) -> dict[str, Curve]:
         """The loss curve of each training, by the name of its first run."""

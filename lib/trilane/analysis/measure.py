@@ -1,4 +1,4 @@
-"""Measurement: what one run's log amounts to: seconds per iteration, tokens, TFLOPs, memory, loss, numerics."""
+"""Measurement: what one run's log amounts to: seconds per iteration, tokens, TFLOPs, memory, loss."""
 
 import math
 import re
@@ -22,22 +22,6 @@ from trilane.workspace.status import Status
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numerics:
-    """Skipped steps, NaN, gradient norms (the median) and loss scale (the last) over a whole log; NaN where unknown.
-
-    skipped          iterations whose optimizer step was not taken (fp16 overflow)
-    nan_iterations   those that the framework counts as NaN, or whose loss it prints as NaN; Megatron leaves it out then
-    """
-
-    skipped: int
-    nan_iterations: int
-    grad_norm: float
-    grad_norm_max: float
-    loss_scale: float
-    loss_scale_drops: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Measurement(Brief):
     """The summary of one run that every command, table and notebook shows; NaN where neither log nor plan has a value.
 
@@ -49,6 +33,7 @@ class Measurement(Brief):
     utilization     mfu and hfu, where the card is known
     lost_share      of the printed time that iterations took beyond the median: stalls, evaluations, checkpoints
     memory_bytes    the fullest rank's peak
+    skipped, nan_iterations     over the whole log: without a step of the optimizer, with a NaN
     """
 
     name: str
@@ -66,7 +51,8 @@ class Measurement(Brief):
     memory_bytes: float
     first_loss: float
     last_loss: float
-    numerics: Numerics
+    skipped: int
+    nan_iterations: int
 
     @property
     def status(self) -> Status:
@@ -118,8 +104,8 @@ class Measurement(Brief):
             "max_memory_gib": self.memory_bytes / 2**30,
             "last_loss": self.last_loss,
             "validation": log.validation.to_dict("records"),
-            "skipped_iterations": self.numerics.skipped,
-            "nan_iterations": self.numerics.nan_iterations,
+            "skipped_iterations": self.skipped,
+            "nan_iterations": self.nan_iterations,
             "notes": [*log.notes, *filter(None, [self.window.note, self.config.note])],
         }
         return as_json(values)
@@ -172,7 +158,8 @@ def measure_log(
         memory_bytes=float(max(memory_by_rank(log).values(), default=math.nan)),
         first_loss=float(loss[0]) if len(loss) else math.nan,
         last_loss=float(loss[-1]) if len(loss) else math.nan,
-        numerics=numerics(log),
+        skipped=skipped_iterations(log),
+        nan_iterations=nan_iterations(log),
     )
 
 
@@ -195,27 +182,15 @@ def memory_by_rank(log: RunLog) -> dict[int, float]:
     return dict(memory.set_index("rank")[most].dropna()) if most else {}
 
 
-def numerics(log: RunLog) -> Numerics:
-    """The numerics of one run. A loss scale of -1, which Megatron prints where there is none, and a norm that is 0 in
-    every line, as DeepSpeed's engines left it in 2021, count as not printed.
-    """
+def skipped_iterations(log: RunLog) -> int:
+    """Iterations whose optimizer step was not taken (fp16 overflow)."""
+    skipped, total = (x[np.isfinite(x)] for x in map(log.column, ("skipped", "skipped_total")))
+    return int((skipped if len(skipped) else total[-1:]).sum())  # DeepSpeed's engine counts those since the start
+
+
+def nan_iterations(log: RunLog) -> int:
+    """Those that the framework counts as NaN, or whose loss it prints as NaN; Megatron leaves the loss out then."""
     skipped, lost, loss = (log.column(name) for name in ("skipped", "nan", "lm_loss"))
     broken = np.isnan(loss) & ~(np.nan_to_num(skipped) > 0) if len(skipped) == len(loss) else np.isnan(loss)
-    is_megatron = re.search(r"megatron|gpt-neox|deepspeedai", log.dialect)  # which prints no loss that is NaN
-    by_dialect = int(broken.sum()) if is_megatron else 0
-    if not np.isfinite(skipped).any():  # DeepSpeed's engine counts those since the start
-        skipped = _finite(log.column("skipped_total"))[-1:]
-    norm, scale = _finite(log.column("grad_norm")), _finite(log.column("loss_scale"))
-    norm, scale = norm if norm.any() else norm[:0], scale[scale > 0]
-    return Numerics(
-        skipped=int(_finite(skipped).sum()),
-        nan_iterations=max(int(_finite(lost).sum()), by_dialect),
-        grad_norm=float(np.median(norm)) if len(norm) else math.nan,
-        grad_norm_max=float(norm.max()) if len(norm) else math.nan,
-        loss_scale=float(scale[-1]) if len(scale) else math.nan,
-        loss_scale_drops=int((np.diff(scale) < 0).sum()),
-    )
-
-
-def _finite(values: np.ndarray) -> np.ndarray:
-    return values[np.isfinite(values)]
+    leaves_out = re.search(r"megatron|gpt-neox|deepspeedai", log.dialect)
+    return max(int(np.nan_to_num(lost).sum()), int(broken.sum()) if leaves_out else 0)
