@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from pool import WorkerPool
 
 
+# BLAS's second thread waits for a core that another worker of the tests has: a fit of 90 rows costs 1.6 times the CPU
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 LONGEST = ("slurm", "demo", "equality", "pool")  # the groups that take minutes
 
 

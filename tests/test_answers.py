@@ -49,7 +49,6 @@ CASES = {
     "size": [
         "plan size --params 200e9 --vocab 250880 --gpus 384 --cluster jz-a100-80g --top 5",
         "plan size --params 1.3B --vocab 50257 --gpus 8 --gbs 64 --cluster jz-v100-32g --like llama --tokens 26e9",
-        "plan size --days 59 --tokens 520e9 --vocab 50257 --gbs 1024 --cluster dgx-a100-80g --gpus 128 --top 2",
         "plan best --days 2 --cluster jz-v100-32g,jz-a100-80g --gpus 8 --gbs 512 --price 1,2 --engine megatron",
     ],
     "calendar": [

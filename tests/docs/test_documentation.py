@@ -35,12 +35,17 @@ def name(path: Path) -> str:
 
 
 def blocks(page: Path) -> list[tuple[int, str, str]]:
-    """The blocks of a page that are run, in order, each with its exit code, and what the page shows of its output."""
-    found, program = [], ""
+    """The blocks of a page that are run, in order, each with its exit code, and what the page shows of its output.
+
+    Those in Python run once, as the program that they are together, after the others.
+    """
+    found, program, shown = [], "", ""
     for code, language, block, text in RUN.findall(page.read_text(encoding="utf-8")):
-        program += block if language == "python" else ""
-        found.append((int(code or 0), f"python - <<'END'\n{program}END" if language == "python" else block, text))
-    return found
+        if language == "python":
+            program, shown = program + block, shown + text
+        else:
+            found.append((int(code or 0), block, text))
+    return [*found, (0, f"python - <<'END'\n{program}END", shown)] if program else found
 
 
 def not_printed(shown: str, *printed: str) -> list[str]:
