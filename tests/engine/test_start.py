@@ -1,10 +1,12 @@
 """How a process finds its place: SLURM's variables, its device, the others of its run, and who asks it for what."""
 
+import contextlib
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +63,33 @@ def test_a_process_takes_the_threads_it_was_given_or_its_share(env: dict, thread
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(world, "core_numbers", lambda: set(range(10)))
     assert world.threads(4) == threads
+
+
+@pytest.mark.parametrize(("near", "kept"), [("0,64-71\n", True), ("64-71\n", False), (None, False)], ids=str)
+def test_a_process_stays_near_its_card(near: str | None, kept: bool, tmp_path: Path, monkeypatch) -> None:
+    """Threads that run already, too; not where it may use none of these cores, or where the system names none."""
+    import torch
+
+    from trilane.engine import world
+
+    if near:
+        (tmp_path / "0000:17:00.0").mkdir()
+        (tmp_path / "0000:17:00.0/local_cpulist").write_text(near)
+    card = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x17, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    before, bound = os.sched_getaffinity(0), list[set[int]]()
+    go = threading.Event()
+    thread = threading.Thread(target=lambda: (go.wait(), bound.append(os.sched_getaffinity(0))))
+    thread.start()
+    try:
+        world.bind_near(torch.device("cpu"), tmp_path)
+        go.set()
+        thread.join()
+        assert bound == [os.sched_getaffinity(0)] == [{0} if kept else before]
+    finally:
+        for number in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(number), before)
 
 
 # compute capability (NVIDIA's table of CUDA GPUs), precision, cards that the task sees -> its card, or why not

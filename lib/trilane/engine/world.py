@@ -1,10 +1,12 @@
 """World: this process's rank and device, from torchrun's or SLURM's environment, and small collectives."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -94,6 +96,8 @@ def start_process_group(precision: str) -> World:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     device = own_device(precision)
     torch.set_num_threads(threads(local_size))
+    if device.type == "cuda":
+        bind_near(device)
     # Longer than the slowest work of one rank while the others wait, preparing a corpus on a shared disk.
     timeout = timedelta(minutes=30)
     store = _meet(rank, size, device)
@@ -186,6 +190,27 @@ def has_kernels(card: tuple[int, int], built: Sequence[str]) -> bool:
 def core_numbers() -> set[int]:
     """The CPU cores that this process may use; counted from 0 where the system does not report them."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def bind_near(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> None:
+    """Keep all threads of this process on the cores near its GPU, as torchrun's --numa-binding=node does by numactl.
+
+    Nothing changes where the system does not tell which these are, or where this process may use none of them.
+    """
+    card = torch.cuda.get_device_properties(device)
+    place = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
+    near = set[int]()
+    with contextlib.suppress(OSError, ValueError):
+        near = core_list((devices / place / "local_cpulist").read_text()) & core_numbers()
+    for thread in os.listdir("/proc/self/task") if near else ():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), near)
+
+
+def core_list(text: str) -> set[int]:
+    """The numbers of Linux' notation: '0-2,5' -> {0, 1, 2, 5}."""
+    spans = (span.partition("-") for span in text.strip().split(",") if span)
+    return {core for low, _, high in spans for core in range(int(low), int(high or low) + 1)}
 
 
 def threads(local_size: int) -> int:
