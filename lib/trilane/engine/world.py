@@ -7,7 +7,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -197,7 +197,7 @@ def bind_near(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")
 
     Nothing changes where the system does not tell which these are, or where this process may use none of them.
     """
-    card = torch.cuda.get_device_properties(device)
+    card: Any = torch.cuda.get_device_properties(device)
     place = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
     near = set[int]()
     with contextlib.suppress(OSError, ValueError):
