@@ -89,6 +89,7 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
         {"engine": "deepspeed-3d"},
         "overlap_tp=True: engine deepspeed-3d has no Transf",
     ),
+    ({"zero": 1}, {"engine": "deepspeed-zero", "run": Run(fused="te")}, "run.fused=te: engine deepspeed-zero has no"),
     ({"cp": 2, "zero": 1}, {"engine": "deepspeed-zero"}, "cp=2: engine deepspeed-zero shares no sequence"),
     (
         {"precision": "fp8"},

@@ -58,6 +58,8 @@ class Plan(Brief):
         self.cluster.gpu.flops_per_s(t.precision)
         rule = f"engine {self.engine} trains megatron-core's layer; `megatron` trains one of your own"
         require(not self.layer or self.engine == "megatron", "layer", self.layer, rule)
+        rule = f"engine {self.engine} has no Transformer Engine"
+        require(self.run.fused != "te" or self.engine == "megatron", "run.fused", "te", rule)
         drops = drops_hidden(self.engine, self.shape)
         rule = "engine hf-zero3 drops hidden values in GPT-2 alone: transformers' other models do not, or not all"
         require(drops or not self.dropout.hidden, "dropout.hidden", self.dropout.hidden, rule)

@@ -158,7 +158,7 @@ class TransformerLayer(torch.nn.Module):
         self.prefix = f"decoder.layers.{number}."
         self.settings = settings
         # Numbered from 1 in the whole model; `settings` describe no pipeline, or this stage's offset would count twice.
-        self.layer = build_module(layer_spec(shape), config=settings, layer_number=number + 1)
+        self.layer = build_module(layer_spec(shape, settings), config=settings, layer_number=number + 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(S, B, C) -> (S, B, C)."""

@@ -22,7 +22,7 @@ from trilane.engine.backends.base import (
     set_step,
     step_of,
 )
-from trilane.engine.model import context
+from trilane.engine.model import context, te
 from trilane.engine.model.fused import DTYPES, apply
 from trilane.engine.model.gpt import build_chunks, canonical_parameters, transformer_config
 from trilane.engine.model.trial import try_out
@@ -36,6 +36,7 @@ class Megatron(Engine):
 
     def _build(self) -> None:
         plan, t = self._plan, self._plan.topology
+        te.start(plan, self._positions.device)
         settings = apply(self._kernels, transformer_config(plan))
         self.path += f"; layer {plan.layer}, of which no prediction knows" * bool(plan.layer)
         models = build_chunks(plan, settings)
@@ -157,7 +158,7 @@ def _optimizer_config(plan: Plan) -> OptimizerConfig:
         adam_eps=o.adam_eps,
         clip_grad=o.clip_grad,
         fp16=t.precision == "fp16",
-        bf16=t.precision == "bf16",
+        bf16=t.precision in ("bf16", "fp8"),
         params_dtype=DTYPES[t.precision],
         # DeepSpeed's default (initial_scale_power 16); megatron-core's own 2^32 skips 16 iterations to get there.
         initial_loss_scale=2.0**16,

@@ -24,7 +24,8 @@ from trilane.config.plan import Plan
 from trilane.engine.cpu import COMPILE
 from trilane.engine.world import World, gather_values
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# with fp8 products alone are in 8 bits
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 @functools.cache
@@ -171,7 +172,7 @@ def _wanted(plan: Plan, device: torch.device) -> tuple[bool, str]:
     if plan.topology.zero == 3:
         return False, "ZeRO-3 gathers parameters one module at a time"
     if plan.run.fused != "auto":
-        return plan.run.fused == "on", f"run.fused={plan.run.fused}"
+        return plan.run.fused in ("on", "te"), f"run.fused={plan.run.fused}"
     card = capability(device)
     if card == (0, 0):
         return False, "no GPU"

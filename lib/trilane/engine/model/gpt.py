@@ -25,7 +25,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
-from trilane.engine.model import context, fused
+from trilane.engine.model import context, fused, te
 from trilane.engine.model.fused import DTYPES, GPT, bias_dropout_add, compiled
 from trilane.engine.model.layer import MLP, ColumnLinear, Layer, RowLinear, SelfAttention
 from trilane.engine.model.own_layer import own_spec
@@ -54,8 +54,10 @@ class Attention(torch.nn.Module):
     megatron-core would compute their wavelengths in 16 bits.
     """
 
-    def __init__(self, config: TransformerConfig, *, shape: ModelShape, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, *, shape: ModelShape, **place: Any) -> None:
         super().__init__()
+        # which has no ALiBi by slopes of a rank's own
+        self.core = te.Core(config, **place) if te.is_chosen(config) and shape.positions != "alibi" else None
         self.shape, self.dropout, self.splits_sequence = shape, config.attention_dropout, config.sequence_parallel
         self.shares = config.context_parallel_size  # ranks that have a part of each sequence
         self.turn = compiled(rotated) if config.bias_activation_fusion else rotated  # one pass instead of five
@@ -69,6 +71,8 @@ class Attention(torch.nn.Module):
             angles = rotations(length, self.shape.head_dim, self.shape.rotary_base, query.device, query.dtype)
             cos, sin = map(context.own_part, angles) if self.shares > 1 else angles
             query, key = self.turn(query, cos, sin), self.turn(key, cos, sin)
+        if self.core:
+            return self.core(query, key, value)
         if self.shares == 1:
             return self._attended(query, key, value)
         key, value, chunk = context.gathered(key), context.gathered(value), len(query) // 2
@@ -190,7 +194,7 @@ def sum_over_tp(gradient: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def layer_spec(shape: ModelShape) -> ModuleSpec:
+def layer_spec(shape: ModelShape, config: TransformerConfig) -> ModuleSpec:
     """One layer: norm, attention, norm, MLP."""
     spec = get_gpt_layer_local_spec()
     spec.module, parts, attention = Layer, spec.submodules, spec.submodules.self_attention
@@ -199,13 +203,16 @@ def layer_spec(shape: ModelShape) -> ModuleSpec:
     attention.submodules.k_layernorm = None
     attention.submodules.linear_qkv, attention.submodules.linear_proj = ColumnLinear, RowLinear
     attention.submodules.core_attention = functools.partial(Attention, shape=shape)
+    if te.is_chosen(config):
+        parts.input_layernorm = parts.pre_mlp_layernorm = te.Norm
+        attention.submodules.linear_qkv, attention.submodules.linear_proj = te.ColumnLinear, te.RowLinear
     parts.mlp = MLP
     parts.self_attn_bda = parts.mlp_bda = bias_dropout_add  # those of an own layer
     return spec
 
 
 def transformer_config(plan: Plan) -> TransformerConfig:
-    """megatron-core's settings for the plan; whatever needs apex, Transformer Engine or torch.compile is off."""
+    """megatron-core's settings for the plan; whatever needs apex or torch.compile is off."""
     shape, t = plan.shape, plan.topology
     dtype, interleaved = DTYPES[t.precision], t.interleaving > 1
     return TransformerConfig(
@@ -228,7 +235,8 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         fp16=t.precision == "fp16",
-        bf16=t.precision == "bf16",
+        bf16=t.precision in ("bf16", "fp8"),
+        **te.settings(plan),
         tensor_model_parallel_size=t.tp,
         pipeline_model_parallel_size=t.pp,
         virtual_pipeline_model_parallel_size=t.interleaving if interleaved else None,
@@ -262,7 +270,8 @@ def empty_chunk(plan: Plan, settings: TransformerConfig, vp_stage: int | None) -
     """Chunk `vp_stage` of this pipeline rank, not initialized, with the embedding or the head where due."""
     shape = plan.shape
     stage = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
-    spec = own_spec(plan, layer_spec(shape)) if plan.layer else layer_spec(shape)
+    spec = layer_spec(shape, settings)
+    spec = own_spec(plan, spec) if plan.layer else spec
     layers = [spec] * get_num_layers_to_build(settings, vp_stage)
     model = GPT(
         config=settings,

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import attention, mlp, transformer_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from trilane.engine.model import te
 from trilane.engine.model.fused import activate, add_dropped, compiled
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]  # what a matrix gives, and the bias that is still to be added to it
@@ -48,7 +49,8 @@ class MLP(mlp.MLP):
     """
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
-        linears = mlp.MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+        column, row = (te.ColumnLinear, te.RowLinear) if te.is_chosen(config) else (ColumnLinear, RowLinear)
+        linears = mlp.MLPSubmodules(linear_fc1=column, linear_fc2=row)
         super().__init__(config, linears, tp_group=parallel_state.get_tensor_model_parallel_group())
         # a bias that no compiled function adds is the product's
         self.linear_fc1.skip_bias_add, self.linear_fc2.skip_bias_add = (config.bias_activation_fusion,) * 2

@@ -122,14 +122,15 @@ def rehearse(plan: Plan) -> None:
     # what a layer sees of the topology; the rest, as ZeRO and its overlaps, would not go with one replica
     names = ("tp", "mbs", "sequence_parallel", "recompute", "recompute_layers", "precision", "attention")
     t = Topology(gbs=plan.topology.mbs, **{name: getattr(plan.topology, name) for name in names})
-    plan = replace(plan, topology=t)
+    t = replace(t, precision="bf16") if t.precision == "fp8" else t  # Transformer Engine would want a GPU here
+    plan = replace(plan, topology=t, run=replace(plan.run, fused="off"))
     # the messages to other ranks go nowhere, so that values are wrong and shapes are right
     dist.init_process_group("fake", rank=0, world_size=t.tp, store=FakeStore())
     parallel_state.initialize_model_parallel(t.tp, create_gloo_process_groups=False)
     rng.seed_streams(plan.run.seed)
     config = transformer_config(plan)
     try:
-        spec = own_spec(plan, layer_spec(plan.shape))
+        spec = own_spec(plan, layer_spec(plan.shape, config))
         made = spec.module(config=config, layer_number=1, submodules=spec.submodules)
         fill_parameters(((f"decoder.layers.0.{name}", held) for name, held in made.named_parameters()), plan)
         try_out(plan, made.to(torch.cuda.current_device(), config.params_dtype))

@@ -1,0 +1,65 @@
+"""Transformer Engine's norms, matrices and attention: the same parameters by the same names as without it.
+
+A plan asks for them by precision=fp8, overlap_tp or run.fused=te. Norm and matrix stay apart, since its fused ones have
+other names: initial values and checkpoints are those of the other path. Written after megatron-core 0.16.1
+(extensions/transformer_engine.py) and Megatron-LM (training/initialize.py); not tried, as all of it needs CUDA.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine as layers
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trilane.config.plan import Plan
+from trilane.utils.validation import HostError
+
+Norm, ColumnLinear, RowLinear = layers.TENorm, layers.TEColumnParallelLinear, layers.TERowParallelLinear
+
+
+def settings(plan: Plan) -> dict[str, Any]:
+    """What megatron-core's TransformerConfig has of it.
+
+    E4M3 in the forward pass, E5M2 for gradients (Micikevicius et al. 2022, arXiv:2209.05433, section 3); each matrix is
+    scaled by its own largest value (`tensorwise`): scales by those of earlier iterations would be state to save.
+    """
+    t = plan.topology
+    is_fp8 = t.precision == "fp8"
+    if not (is_fp8 or t.overlap_tp or plan.run.fused == "te"):
+        return {"transformer_impl": "local"}
+    fp8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"} if is_fp8 else {}
+    return {"transformer_impl": "transformer_engine", "tp_comm_overlap": t.overlap_tp, **fp8}
+
+
+def is_chosen(config: TransformerConfig) -> bool:
+    """Whether the layers of this model are Transformer Engine's."""
+    return config.transformer_impl == "transformer_engine"
+
+
+def start(plan: Plan, device: torch.device) -> None:
+    """Make the buffers of messages that run under matrix products (overlap_tp). Collective; HostError without a GPU."""
+    t = plan.topology
+    if settings(plan)["transformer_impl"] == "local":
+        return
+    if device.type != "cuda":
+        raise HostError(f"device={device}: Transformer Engine (precision=fp8, overlap_tp, run.fused=te) needs a GPU")
+    if t.overlap_tp:
+        from transformer_engine.pytorch.module import base
+
+        modes = base.UserBufferQuantizationMode
+        base.initialize_ub(
+            shape=[plan.shape.seq_length * t.mbs // t.cp, plan.shape.hidden_size],
+            tp_size=t.tp,
+            quantization_modes=[modes.FP8 if t.precision == "fp8" else modes.NONE],
+            ub_cfgs={},
+            bootstrap_backend="nccl",
+        )
+
+
+class Core(layers.TEDotProductAttention):
+    """Causal attention by the fastest kernel that Transformer Engine finds; under context parallelism a ring."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Query (S, B, H, D), key and value (S, B, G, D) -> (S, B, H D)."""
+        return super().forward(query, key, value, None, AttnMaskType.causal)
