@@ -12,11 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trilane.costmodel.fit import fit_time, refit
+from trilane.costmodel.backtest import RowPrediction, predict_row, time_figures
+from trilane.costmodel.fit import fit_time, posterior, refit
 from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
-from trilane.costmodel.metrics import RowPrediction, predict_row, time_figures
 from trilane.costmodel.shipped import Fit, combined, nodes_name, prior_of
-from trilane.costmodel.uncertainty import posterior
 from trilane.utils.progress import progress
 
 

@@ -342,11 +342,11 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("-(-(step + 1) * self.samples // steps)", "(step + 1) * self.samples // steps"),
         ("consumed >= self.samples", "consumed > self.samples"),
     ],
-    ("counts", "analysis/flops.py", "analysis/test_flops.py"): [
+    ("counts", "analysis/measure.py", "analysis/test_flops.py"): [
         ("again * (tp - 1)", "again * tp"),
         ("- 6.0 * batch", "- 12.0 * batch"),
     ],
-    ("counts", "analysis/flops.py", "analysis/test_measure.py"): [
+    ("counts", "analysis/measure.py", "analysis/test_measure.py"): [
         ('(config.recompute == "selective")', '(config.recompute != "none")'),
     ],
     ("counts", "forecasting/request.py", "forecasting/test_forecast.py"): [

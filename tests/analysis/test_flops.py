@@ -2,7 +2,7 @@
 
 import pytest
 
-from trilane.analysis import flops
+from trilane.analysis import measure as flops
 from trilane.config.model import parse_shape
 
 SHAPE = parse_shape("24,2048,16,2048,50304")

@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 from support import REPOSITORY
 
-from trilane.analysis import flops, loss_curve
+from trilane.analysis import loss_curve
+from trilane.analysis import measure as flops
 from trilane.analysis.measure import measure_log
 from trilane.analysis.run_config import RunConfig, run_config
 from trilane.analysis.steady_state import steady_state

@@ -17,16 +17,14 @@ from test_measure import log
 from trilane.analysis import collect, recalibrate
 from trilane.analysis.measure import measure_log
 from trilane.cli.app import main
-from trilane.costmodel import metrics
-from trilane.costmodel.backtest import backtest
+from trilane.costmodel.backtest import backtest, predict_row
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.constants import BOUNDS
-from trilane.costmodel.fit import refit
+from trilane.costmodel.fit import posterior, refit
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
 from trilane.costmodel.predict import predict
 from trilane.costmodel.recalibration import fit, predictions
 from trilane.costmodel.shipped import calibration_for, default, shipped_regimes
-from trilane.costmodel.uncertainty import posterior
 from trilane.report import notebook
 from trilane.workspace.study import Study
 
@@ -57,8 +55,7 @@ def test_eight_rows_of_a_table_lower_the_error_on_the_campaigns_others_and_the_i
         belief = posterior([r.case for r in on], [r.seconds for r in on], fitted, blank)
         widths = belief.half_widths([r.case for r in others])
         before, after = (
-            np.array([abs(math.log(metrics.predict_row(r, c).sec_pred / r.seconds)) for r in others])
-            for c in (blank, fitted)
+            np.array([abs(math.log(predict_row(r, c).sec_pred / r.seconds)) for r in others]) for c in (blank, fitted)
         )
         assert np.median(after) < 0.7 * np.median(before), table
         inside += (after < widths).tolist()

@@ -14,10 +14,9 @@ from trilane.config.parallelism import Topology
 from trilane.costmodel import calibration, shipped
 from trilane.costmodel.calibration import Calibration, Configuration, Regime
 from trilane.costmodel.constants import BOUNDS
-from trilane.costmodel.fit import fit_time, refit
+from trilane.costmodel.fit import fit_time, posterior, refit
 from trilane.costmodel.iteration import iteration_time
 from trilane.costmodel.measured_rows import every_row, usable
-from trilane.costmodel.uncertainty import posterior
 
 A100 = cluster("jz-a100-80g")
 SHAPE = parse_shape("72,14336,64,2048,250880")

@@ -1,4 +1,4 @@
-"""Measurement: what one run's log amounts to: seconds per iteration, tokens, TFLOPs, memory, loss."""
+"""Measurement: what one run's log amounts to: seconds per iteration, tokens, TFLOPs by definition, memory, loss."""
 
 import math
 import re
@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from trilane.analysis import flops
 from trilane.analysis.run_config import RunConfig, of_window, run_config
 from trilane.analysis.steady_state import WARM_UP, SteadyState, steady_state
 from trilane.config.cluster import Gpu
+from trilane.config.model import ModelShape
 from trilane.config.plan import Plan, read_plan
 from trilane.logs.checks import HARMLESS, Problem, median, of_card
 from trilane.logs.endings import caveat
@@ -19,6 +19,66 @@ from trilane.logs.run import RunLog, read_run_folder
 from trilane.utils.numbers import ranges
 from trilane.utils.tables import Brief, as_json
 from trilane.workspace.status import Status
+
+
+def iteration_flops(shape: ModelShape, batch: float, tp: int = 1, recompute: str = "none") -> dict[str, float]:
+    """FLOPs of one iteration of the whole job, by definition.
+
+    B sequences of s tokens, L layers, h hidden size, V padded vocabulary, N parameters, t tensor-parallel size:
+
+        narayanan        96 B s L h^2 (1 + s/(6h) + V/(16 L h)) with full recomputation, 72 and 12 for 96 and 16 without
+        size_factor      2 N s B, times 4 with full recomputation and 3 without
+        replicated       8 s B L (12 h^2 + 13 h + 6 h (t - 1)), whether or not anything is recomputed
+        megatron_causal  72 B s L h^2 (1 + s/(12h) + V/(12 L h)): half of the scores are masked, nothing is recomputed
+
+    The first is ours: Narayanan et al. 2021, arXiv:2104.04473, equation 3, which Megatron-DeepSpeed printed from
+    February 2022 on. The second is of the BigScience chronicles' tables of 2021; it leaves out the attention core. The
+    third was printed before: its ranks' parameters were summed, so that norms and row-parallel biases (6 h in GPT-2)
+    count t times and embeddings never; exact on the chronicles' 46 rows of 17 and 20 February. The last is
+    `num_floating_point_operations` in training.py of Megatron-LM 2025 (core 0.16). Left out by all: norms, softmax,
+    GELU, optimizer.
+    """
+    s, L, h = shape.seq_length, shape.num_layers, shape.hidden_size
+    again = 2 * shape.norm_parameters + 2 * h * (shape.biases == "all")
+    return {
+        "narayanan": shape.flops_per_iteration(batch, recompute == "full"),
+        "size_factor": 2.0 * shape.parameters * (4 if recompute == "full" else 3) * batch * s,
+        "replicated": 8.0 * batch * s * L * (shape.layer_parameters + again * (tp - 1)),
+        "megatron_causal": shape.flops_per_iteration(batch) - 6.0 * batch * s**2 * L * h,
+    }
+
+
+def rates(config: RunConfig, seconds: float) -> dict[str, float]:
+    """FLOP/s per GPU by definition; {} where shape, GPUs, batch or seconds are unknown."""
+    shape, batch = config.shape, config.gbs
+    if not (shape and config.gpus and batch > 0 and seconds > 0):
+        return {}
+    found = iteration_flops(shape, batch, config.tp, config.recompute)
+    return {name: flops / seconds / config.gpus for name, flops in found.items()}
+
+
+def utilization(config: RunConfig, seconds: float) -> dict[str, float]:
+    """`mfu` and `hfu`: the model's FLOPs, and the hardware's, over the card's peak; {} where one is unknown.
+
+    MFU: Chowdhery et al. 2022, arXiv:2204.02311, appendix B: recomputation does not count, all of the attention does.
+    HFU counts it: with selective recomputation the attention core once more, 4 B s^2 L h (Korthikanti et al. 2022,
+    arXiv:2205.05198, section 5). The peak is the data sheet's dense rate in the run's precision. Left out: kernels that
+    skip the masked half, boost clocks and power caps.
+    """
+    shape, peak = config.shape, config.gpus * config.peak_flops_per_s
+    if not (shape and peak and config.gbs > 0 and seconds > 0):
+        return {}
+    core = 4.0 * config.gbs * shape.seq_length**2 * shape.num_layers * shape.hidden_size
+    executed = shape.flops_per_iteration(config.gbs, config.recompute == "full")
+    executed += core * (config.recompute == "selective")
+    return {"mfu": shape.flops_per_iteration(config.gbs) / (seconds * peak), "hfu": executed / (seconds * peak)}
+
+
+def printed_rates(log: RunLog) -> dict[str, float]:
+    """`printed`: FLOP/s per GPU as the log has them, the median of its lines by its dialect's own definition."""
+    column = log.column("flops_per_s_per_gpu")
+    later = column[1:] if np.isfinite(column[1:]).any() else column
+    return {"printed": float(np.nanmedian(later))} if np.isfinite(later).any() else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +89,7 @@ class Measurement(Brief):
     window          which iterations count (see steady_state), `iterations` how many
     sec_per_it      their median; `spread` half the distance of their quartiles relative to it
     tokens_per_s    of the whole job
-    flops_per_s     per GPU by definition (flops.iteration_flops, and `printed` where the log has it)
+    flops_per_s     per GPU by definition (iteration_flops, and `printed` where the log has it)
     utilization     mfu and hfu, where the card is known
     lost_share      of the printed time that iterations took beyond the median: stalls, evaluations, checkpoints
     memory_bytes    the fullest rank's peak
@@ -136,12 +196,12 @@ def measure_log(
     counted, loss = every[window.counts[: len(every)]], loss[np.isfinite(loss)]
     low, seconds, high = np.quantile(counted, [0.25, 0.5, 0.75]).tolist() if len(counted) else [mean_seconds(log)] * 3
     later = every[WARM_UP:][np.isfinite(every[WARM_UP:])]
-    rates, is_timed = flops.rates(config, seconds), seconds > 0
+    computed, is_timed = rates(config, seconds), seconds > 0
     printed = printed[window.counts] if len(printed) and window.counts.any() else printed
     # a rate without a precision may be of 8 bits, twice that of 16
     peak = config.peak_flops_per_s * (1.0 if config.precision else 2.0)
     most = {name: float(log.memory[name].max()) for name in ("max_allocated", "max_reserved") if name in log.memory}
-    wrong = tuple(of_card(median(printed), rates.values(), peak, most, config.card_bytes))
+    wrong = tuple(of_card(median(printed), computed.values(), peak, most, config.card_bytes))
     return Measurement(
         name=name or log.source.name,
         log=replace(log, problems=(*log.problems, *wrong)) if wrong else log,
@@ -152,8 +212,8 @@ def measure_log(
         sec_per_it=seconds,
         spread=(high - low) / 2 / seconds if is_timed and len(counted) else math.nan,
         tokens_per_s=(config.gbs * config.seq_length / seconds or math.nan) if is_timed else math.nan,
-        flops_per_s={**flops.printed_rates(log), **rates},
-        utilization=flops.utilization(config, seconds),
+        flops_per_s={**printed_rates(log), **computed},
+        utilization=utilization(config, seconds),
         lost_share=float(np.maximum(later - seconds, 0).sum() / later.sum()) if later.any() else math.nan,
         memory_bytes=float(max(memory_by_rank(log).values(), default=math.nan)),
         first_loss=float(loss[0]) if len(loss) else math.nan,

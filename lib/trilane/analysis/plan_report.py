@@ -4,7 +4,7 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
-from trilane.analysis.flops import rates, utilization
+from trilane.analysis.measure import rates, utilization
 from trilane.analysis.run_config import config_of
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration

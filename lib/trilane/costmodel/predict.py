@@ -18,13 +18,12 @@ from trilane.config.parallelism import invalid_reason
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration, Configuration, interval
 from trilane.costmodel.columns import columns_of
-from trilane.costmodel.fit import deviations
+from trilane.costmodel.fit import FOREIGN, T_QUANTILE, deviations, sensitivities
 from trilane.costmodel.iteration import IterationTime, iteration_time, seconds_per_stage
 from trilane.costmodel.measured_rows import MeasuredRow, Skipped, each_row, every_row, ignored_words, usable
 from trilane.costmodel.memory import StageMemory, host_bytes, memory_for, memory_per_stage
 from trilane.costmodel.memory import oom_probability as probability_of
 from trilane.costmodel.shipped import constants_of
-from trilane.costmodel.uncertainty import FOREIGN, T_QUANTILE, sensitivities
 from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import Brief, DataFrame
 from trilane.utils.validation import read_text, to_mapping

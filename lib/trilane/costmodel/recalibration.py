@@ -14,11 +14,10 @@ import pandas as pd
 from trilane.config.cluster import Cluster, catalogue
 from trilane.costmodel.calibration import Calibration, Configuration, interval, to_json
 from trilane.costmodel.constants import BOUNDS
-from trilane.costmodel.fit import Refit, refit
+from trilane.costmodel.fit import Posterior, Refit, posterior, refit
 from trilane.costmodel.measured_rows import MeasuredRow, Skipped, Source, cells_of, ignored_words, read_rows
 from trilane.costmodel.predict import Prediction, predict, sizes_of
 from trilane.costmodel.shipped import default
-from trilane.costmodel.uncertainty import Posterior, posterior
 from trilane.utils.tables import DataFrame, Html, Table, Text, as_json
 from trilane.utils.validation import require
 from trilane.workspace.study import Study, load_cluster

@@ -13,8 +13,8 @@ from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration, Configuration, Regime, from_json, load, whole
 from trilane.costmodel.constants import BOUNDS
+from trilane.costmodel.fit import MISFIT, log_constants, row_error, sensitivities
 from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
-from trilane.costmodel.uncertainty import MISFIT, log_constants, row_error, sensitivities
 from trilane.utils.validation import from_mapping, require, shipped_json, with_nearest
 from trilane.workspace.study import Study, studies
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from trilane.config.plan import Plan
+from trilane.costmodel.fit import Z90
 from trilane.costmodel.shipped import replaced
-from trilane.costmodel.uncertainty import Z90
 from trilane.forecasting.failures import Cause, FailureModel
 from trilane.forecasting.request import ForecastRequest
 from trilane.forecasting.schedule import SOONEST, Schedule, ScheduledTopology, schedule_on

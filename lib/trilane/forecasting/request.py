@@ -15,9 +15,9 @@ from trilane.config.batch_rampup import Phase, Ramp, parse_ramp
 from trilane.config.options import check, option
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.fit import Z90
 from trilane.costmodel.predict import Prediction, predict
 from trilane.costmodel.shipped import constants_of
-from trilane.costmodel.uncertainty import Z90
 from trilane.forecasting.failures import Cause, FailureModel, evaluation_s
 from trilane.forecasting.schedule import SOONEST
 from trilane.forecasting.simulation import CapacityWindow, Uncertainty
