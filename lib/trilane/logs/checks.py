@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from trilane.logs.arguments import Value
-from trilane.logs.prefixes import timestamp
 from trilane.logs.reading.runs import PartialRun
 from trilane.logs.reading.trainer_dicts import UNNUMBERED
 from trilane.logs.table import NAN, Columns
@@ -48,7 +47,7 @@ def problems(run: PartialRun, columns: Columns) -> tuple[Problem, ...]:
     """The problems of a run."""
     found = [("unnumbered", "iteration", UNNUMBERED)] if UNNUMBERED in run.notes else []
     if run.rows:
-        found = [*_bounds(columns), *_counts(columns, run.arguments), *_clock(run, columns), *found]
+        found = [*_bounds(columns), *_counts(columns, run.arguments), *found]
     return tuple(Problem(rule=rule, column=column, message=message) for rule, column, message in found)
 
 
@@ -85,20 +84,6 @@ def _counts(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[tuple[
     used = _ratio(np.diff(known("consumed_samples")), np.diff(columns["iteration"]) * batch[1:])
     if not 1 / 1.1 < used < 1.1:
         yield "count", "iteration", f"samples are {used:.3g} times what iterations and batch give"
-
-
-def _clock(run: PartialRun, columns: Columns) -> Iterator[tuple[str, str, str]]:
-    """Printed seconds that are not those between the first and the last line's time stamps.
-
-    A median is at most twice the mean, so that twice the time passed is too much whatever single iterations took; in
-    evaluations and saves a hundred times the iterations' seconds may pass, not the thousand of another unit.
-    """
-    passed = timestamp(run.last_line) - timestamp(run.first_line)
-    seconds, number = columns.get("sec_per_it", np.empty(0)), columns["iteration"]
-    printed = median(seconds) * (number[-1] - number[0])
-    if passed > 0 and not run.timed_by_stamps and not (passed - 10) / 100 <= printed <= 2 * passed + 10:
-        text = f"{printed:.4g} s printed for iterations of {passed:.4g} s by the lines' time stamps: another unit?"
-        yield "clock", "sec_per_it", text
 
 
 def of_card(

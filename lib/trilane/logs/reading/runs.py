@@ -54,7 +54,7 @@ class PartialRun:
         self.root_time = ""
         self.iteration = 0.0  # the number of the last one, 0 before the first
         self.first_iteration = 1  # what the program calls its first iteration
-        self.first_line = self.last_line = b""  # of an iteration
+        self.last_line = b""  # of an iteration
         self._timed: dict[str, tuple[float, float]] = {}  # by dialect, the last iteration and its time
         self.timed_by_stamps: set[str] = set()  # dialects whose seconds are differences of times
         self.rank = NAN  # that prints the iterations, if known
@@ -89,8 +89,6 @@ class PartialRun:
         self.dialects[dialect] += 1
         if self.rank != self.rank:
             self.rank = source
-        if not self.last_line:
-            self.first_line = line
         self.printed[source] = iteration = row["iteration"]
         if iteration == iteration:
             self.iteration = iteration

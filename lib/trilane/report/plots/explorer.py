@@ -22,15 +22,12 @@ from trilane.report.plots.interactive import Interactive, chart, rounded, toolti
 from trilane.report.plots.style import INK, LIMIT, plain
 from trilane.utils.numbers import chance, size_text, with_interval
 from trilane.utils.tables import grouped
+from trilane.utils.validation import shipped_json
 
 RISKS = (f"up to {SAFE:.0%}", f"{SAFE:.0%} to {RISKY:.0%}", f"above {RISKY:.0%}")  # of running out of memory
 TIMES, MEMORY = ([f.name.replace("_", " ") for f in fields(kind)] for kind in (IterationTime, StageMemory))
 # One meaning a colour in all panels: blue computes, green is sent, orange are gradients, grey waits
-HUES = {"matmul": "#14618a", "attention": "#3d84ab", "elementwise": "#7fb0cb", "forward": "#0f4c6d"}
-HUES |= {"backward": "#5b9bc0", "tensor parallel": "#2a9d67", "pipeline p2p": "#7cc4a0", "bubble": "#d3dae0"}
-HUES |= {"data parallel": "#e07a1f", "gradients": "#e07a1f", "optimizer": "#a23b72", "weights": "#5d4a99"}
-HUES |= {"activations": "#c9a227", "working": "#e3cf8a", "buffers": "#7b8a97", "fragmentation": "#9aa7b2"}
-HUES |= {"context": "#b9c3cb"}
+HUES: dict[str, str] = shipped_json("report/figures")["hues"]
 PICKED, SHOWN, FILTERS = "#00a3c4", ("picked", "A", "B"), ("tp", "pp", "recompute", "zero", "gpus")
 TIME = ("Time by part (s an iteration)", "times", TIMES)
 SCALE = "(scale('schedule_x', 1) - scale('schedule_x', 0))"  # pixels a second, in Vega's expressions

@@ -13,23 +13,7 @@ from PIL import Image
 
 from trilane.report.plots.style import COLORS, MIME, VERSION
 from trilane.utils.tables import as_json
-
-CONFIG: dict[str, Any] = {
-    "background": "transparent",
-    "font": 'system-ui, "DejaVu Sans", sans-serif',
-    "range": {"category": list(COLORS)},
-    "view": {"stroke": None, "continuousWidth": 400, "continuousHeight": 240},
-    "axis": {
-        "gridColor": "#e3e8ec",
-        "domainColor": "#8fa3b3",
-        "tickColor": "#8fa3b3",
-        "labelLimit": 220,
-        "labelFontSize": 11,
-    },
-    "title": {"anchor": "start", "fontSize": 13},
-    "legend": {"labelLimit": 260, "symbolLimit": 40, "labelFontSize": 11},
-    "mark": {"tooltip": True},
-}
+from trilane.utils.validation import shipped_json
 
 
 class Interactive:
@@ -43,7 +27,8 @@ class Interactive:
             spec = chart.to_dict()
         # Altair writes 5.20, of which JupyterLab's 5.6 warns on the console
         spec["$schema"] = "https://vega.github.io/schema/vega-lite/v5.json"
-        spec["config"] = {**CONFIG, **{name: v for name, v in spec.get("config", {}).items() if name != "view"}}
+        config = shipped_json("report/figures")["config"] | {"range": {"category": list(COLORS)}}
+        spec["config"] = {**config, **{name: v for name, v in spec.get("config", {}).items() if name != "view"}}
         self.spec: dict[str, Any] = as_json({**spec, "description": text, **({"datasets": data} if data else {})})
         self.text = text
 
