@@ -33,7 +33,7 @@ GROUPS = {
     "measure": "this machine or cluster, the speed of a plan, the equality of the engines",
     "convert": "plans to and from DeepSpeed, Megatron-LM and Hugging Face",
     "slurm": "pre-flight check, scripts, jobs, sweeps, chains",
-    "logs": "training logs: parse, tabulate, find loss spikes",
+    "logs": "training logs: parse, tabulate, compare, find loss spikes",
     "debug": "hangs, slow nodes, bad restarts",
 }
 

@@ -1,10 +1,15 @@
-"""`trilane logs`: training logs in any dialect: parse, tabulate, spikes."""
+"""`trilane logs`: training logs in any dialect: parse, tabulate, compare, spikes."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 
+import click
+
+from trilane.analysis import compare as comparison
 from trilane.analysis import tables
-from trilane.analysis.collect import measure_all, read_folder
+from trilane.analysis.collect import measure_all, measure_path, read_folder
 from trilane.analysis.continuity import find_breaks
 from trilane.analysis.loss_curve import join, trainings
 from trilane.analysis.spikes import training_record, training_text
@@ -70,6 +75,29 @@ def table(
     values = [{k: None if v != v else v for k, v in row.items()} for row in rows]
     text = csv_text(tables.values(rows)) if csv else tables.markdown(rows, by)
     return Answer({"folder": str(folder), "rows": values, "left_out": bad}, text.removesuffix("\n"))
+
+
+class CompareCommand(click.Command):
+    """`--with` takes all words that follow it, up to the next option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Each word after `--with` as a `--with` of its own."""
+        at = args.index("--with") + 1 if "--with" in args else len(args)
+        names = list(takewhile(lambda word: not word.startswith("-"), args[at:]))
+        spread = [word for name in names for word in ("--with", name)][1:]
+        return super().parse_args(ctx, [*args[:at], *spread, *args[at + len(names) :]])
+
+
+@command(GROUP, cls=CompareCommand)
+def compare(
+    *a: str,
+    b: tuple[str, ...] = option(help="logs or run folders of the other variant", name="with", metavar="B..."),
+    confidence: float = option(0.95, "of the interval", above=0),
+) -> Answer:
+    """Print whether the runs of B are faster than those of A: logs or run folders of two variants."""
+    runs_a, runs_b = ([m for path in paths for m in measure_path(path)] for paths in (a, b))
+    found = comparison.compare(runs_a, runs_b, confidence)
+    return Answer({**asdict(found), "decided": found.decided, "verdict": found.sentence}, str(found))
 
 
 @command(GROUP)
