@@ -1,0 +1,177 @@
+"""What the formulas expect one stage of a plan to hold, compute and send in an iteration, and a trace beside that.
+
+The tracer runs the real engine (engine/trace); here is arithmetic alone. Left out: buckets of gradients that overlap
+(their bytes are right, their number is not), offload, and layers of one's own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Plan
+from trilane.costmodel.columns import Columns, columns_of
+from trilane.costmodel.memory import (
+    MemoryConstants,
+    activation_bytes_per_layer,
+    end_bytes,
+    engine_memory,
+    in_flight,
+    model_states,
+    stage_layers_at,
+    stage_parameters,
+)
+from trilane.costmodel.trace import Trace, TracedStage
+from trilane.utils.tables import Record
+
+Message = tuple[str, str, float, float]  # kind, group, count, bytes of each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference(Record):
+    """One number of a stage: traced, and predicted by the formulas."""
+
+    stage: int
+    quantity: str
+    traced: float
+    predicted: float
+
+    @property
+    def difference(self) -> float:
+        """(predicted - traced) / traced; infinite where one of the two is 0."""
+        if self.traced == self.predicted:
+            return 0.0
+        return self.predicted / self.traced - 1 if self.traced and self.predicted else float("inf")
+
+
+def compare(plan: Plan, trace: Trace) -> tuple[Difference, ...]:
+    """Each number of the stages that were traced beside its prediction: `compare(plan, trace_of(plan, "plan.json"))`.
+
+    Bytes of a kind of memory, FLOPs, and count and bytes of the collectives of each kind and group.
+    """
+    found = []
+    for stage in (stage for stage in trace.stages if not stage.derived):
+        traced, predicted = _numbers(stage), expected(plan, stage.stage)
+        for quantity in sorted(traced.keys() | predicted.keys()):
+            pair = {"traced": traced.get(quantity, 0.0), "predicted": predicted.get(quantity, 0.0)}
+            found.append(Difference(stage=stage.stage, quantity=quantity, **pair))
+    return tuple(found)
+
+
+def expected(plan: Plan, stage: int) -> dict[str, float]:
+    """The numbers of compare() by quantity: "weights", ... in bytes, "flops", "all-reduce tp count", "... bytes"."""
+    x = columns_of(plan.shape, plan.topology, plan.engine)
+    constants = engine_memory(plan.engine, plan.cluster, plan.dropout.hidden, plan.topology.zero)
+    weights, gradients, optimizer = model_states(replace(x, adam=0), stage, constants)
+    found = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    found["activations"] = microbatch_bytes(x, stage, constants)
+    found["flops"] = stage_flops(x, stage)
+    sent = _by_group(messages(plan, x, stage, constants), plan.topology)
+    return {name: float(value) for name, value in (found | sent).items()}
+
+
+def microbatch_bytes(x: Columns, stage: int, constants: MemoryConstants) -> float:
+    """Activations of one microbatch between its forward and its backward pass; on the last stage with its logits.
+
+    The compiled loss keeps them in their own precision, any other an fp32 softmax (engine/model/fused.py).
+    """
+    wide = constants.gates + constants.unfused
+    logits = (stage == x.pp - 1) * x.tokens * x.vocab / x.tp * (4 if wide else x.value_bytes)
+    layers = stage_layers_at(x, stage) * activation_bytes_per_layer(x, constants)
+    return float(layers + end_bytes(x, stage) + logits)
+
+
+def stage_flops(x: Columns, stage: int) -> float:
+    """FLOPs of a stage: ModelShape.flops_per_iteration() of its part of layers and head, and what is computed again."""
+    layers, linear = stage_layers_at(x, stage), 2 * x.tokens * x.layer_weights
+    core = 4 * x.tokens * x.seq * x.hidden / x.tp
+    again = x.recomputed * (linear + core) + np.equal(x.recompute, 1) * core
+    head = (stage == x.pp - 1) * 6 * x.tokens * x.embedding_parameters
+    return float(x.microbatches * (layers * (3 * (linear + core) + again) + head))
+
+
+def messages(plan: Plan, x: Columns, stage: int, constants: MemoryConstants) -> Iterator[Message]:
+    """What a rank of the stage sends in an iteration, as megatron-core 0.16.1 and DeepSpeed 0.19.8 do."""
+    m = x.microbatches
+    for kind, group, count, size in _of_microbatch(plan, x, stage, bool(constants.gates)):
+        yield kind, group, m * count, size
+    ends = int(stage == 0) + int(stage == x.pp - 1)
+    hidden = x.tokens * x.hidden * x.value_bytes / (x.tp if x.sequence_parallel else 1)
+    if x.pp > 1:
+        for kind in ("send", "receive"):
+            yield kind, "pp", m * (2 * x.interleaving - ends), hidden
+    yield from _of_iteration(plan, x, stage)
+
+
+def _of_microbatch(plan: Plan, x: Columns, stage: int, unfused: bool) -> Iterator[Message]:
+    """Tensor parallelism: Narayanan et al. 2021, section 3.2; of sequences: Korthikanti et al. 2022, section 4.2.2.
+
+    Of a gathered input a rank keeps its part, and gathers it again for the gradient of the weights.
+    """
+    hidden, layers, again = x.tokens * x.hidden * x.value_bytes, stage_layers_at(x, stage), x.recomputed
+    first, last, learned = stage == 0, stage == x.pp - 1, plan.shape.positions == "learned"
+    if x.sequence_parallel:
+        yield "all-gather", "tp", layers * (6 + 2 * again) + first + 2 * last, hidden
+        yield "reduce-scatter", "tp", layers * (4 + 2 * again) + last + (first and not learned), hidden
+        yield "all-reduce", "tp", first and learned, hidden  # positions are added before the sequence is cut
+    else:
+        yield "all-reduce", "tp", layers * (4 + 2 * again) + first + last, hidden
+    if last and unfused:
+        yield "all-reduce", "tp", 3, 4 * x.tokens
+    elif last:
+        yield "all-reduce", "tp", 2, 6 * x.tokens  # the largest logit; sum and label's logit together
+
+
+def _of_iteration(plan: Plan, x: Columns, stage: int) -> Iterator[Message]:
+    """Sums of gradients, gathered weights, and the numbers that all ranks must agree on: norm, loss, overflow."""
+    parameters, wide = stage_parameters(x, stage), 4.0  # gradients are summed in fp32
+    ends, first, last = stage in (0, x.pp - 1), stage == 0, stage == x.pp - 1
+    chunks, layers = x.interleaving, stage_layers_at(x, stage)
+    norms = (2 * layers + last) * x.norm_values + first * 2 * x.hidden * x.embedding_layernorm
+    biases = 2 * layers * x.hidden * np.equal(x.biases, 2)
+    yield "all-reduce", "tp", float(x.sequence_parallel), wide * (norms + biases)
+    tied = plan.shape.tied_embeddings and x.pp > 1 and ends
+    yield "all-reduce", "embedding", float(tied), wide * x.embedding_parameters
+    if x.zero:
+        yield "reduce-scatter", "dp", chunks, wide * parameters / chunks
+        yield "all-gather", "dp", chunks, x.value_bytes * parameters / chunks
+    else:
+        yield "all-reduce", "dp", chunks, wide * parameters / chunks
+    yield "all-reduce", "dp", float(last), 4.0
+    overflow = plan.topology.precision == "fp16"
+    yield "all-reduce", "world" if x.zero else "tp-pp", 1.0 + overflow, 4.0
+
+
+def _by_group(sent: Iterator[Message], t: Topology) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for kind, group, count, size in sent:
+        if count and (name := _group(group, t)):
+            for what, value in (("count", count), ("bytes", count * size)):
+                key = f"{kind} {name} {what}"
+                found[key] = found.get(key, 0.0) + float(value)
+    return found
+
+
+AXES = {"world": ("tp", "dp", "pp"), "tp-pp": ("tp", "pp"), "tp-dp": ("tp", "dp"), "dp-pp": ("dp", "pp")}
+
+
+def _group(name: str, t: Topology) -> str:
+    """The name of a group in a trace: what spans one rank in a direction does not span it; "" for one rank alone."""
+    if name == "embedding":
+        return "pp" if t.pp == 2 else name
+    axes = tuple(axis for axis in AXES.get(name, (name,)) if getattr(t, axis) > 1)
+    joined = "-".join(axes)
+    return {"tp-dp-pp": "world", "dp-pp": "world"}.get(joined, joined)
+
+
+def _numbers(stage: TracedStage) -> dict[str, float]:
+    """The numbers of a traced stage by quantity. Two stages with chunks receive over the group of all ranks."""
+    memory = {"weights": stage.weights_bytes, "gradients": stage.gradients_bytes, "optimizer": stage.optimizer_bytes}
+    found = {**memory, "activations": stage.activations_each_bytes, "flops": stage.flops}
+    for one in stage.collectives:
+        group = "pp" if one.kind in ("send", "receive") else one.group
+        for what in ("count", "bytes"):
+            key = f"{one.kind} {group} {what}"
+            found[key] = found.get(key, 0.0) + float(getattr(one, what))
+    return found
