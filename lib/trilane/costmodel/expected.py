@@ -159,19 +159,17 @@ AXES = {"world": ("tp", "dp", "pp"), "tp-pp": ("tp", "pp"), "tp-dp": ("tp", "dp"
 def _group(name: str, t: Topology) -> str:
     """The name of a group in a trace: what spans one rank in a direction does not span it; "" for one rank alone."""
     if name == "embedding":
-        return "pp" if t.pp == 2 else name
+        return name
     axes = tuple(axis for axis in AXES.get(name, (name,)) if getattr(t, axis) > 1)
     joined = "-".join(axes)
     return {"tp-dp-pp": "world", "dp-pp": "world"}.get(joined, joined)
 
 
 def _numbers(stage: TracedStage) -> dict[str, float]:
-    """The numbers of a traced stage by quantity. Two stages with chunks receive over the group of all ranks."""
+    """The numbers of a traced stage by quantity."""
     memory = {"weights": stage.weights_bytes, "gradients": stage.gradients_bytes, "optimizer": stage.optimizer_bytes}
     found = {**memory, "activations": stage.activations_each_bytes, "flops": stage.flops}
     for one in stage.collectives:
-        group = "pp" if one.kind in ("send", "receive") else one.group
-        for what in ("count", "bytes"):
-            key = f"{one.kind} {group} {what}"
-            found[key] = found.get(key, 0.0) + float(getattr(one, what))
+        name = f"{one.kind} {one.group}"
+        found |= {f"{name} count": float(one.count), f"{name} bytes": float(one.bytes)}
     return found

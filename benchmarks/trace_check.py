@@ -1,0 +1,149 @@
+"""What the engines really hold, compute and send beside the formulas: python benchmarks/trace_check.py
+
+Draws plans by a fixed seed, over engines, shapes (GPT-2, BLOOM, Llama), TP, PP, interleaving, sequence parallelism,
+ZeRO and recomputation; traces each (engine/trace) and compares every number of every traced stage. Exit code 1 where
+one is further off than LIMITS.
+"""
+
+import argparse
+import json
+import multiprocessing
+import random
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+from trilane.config.cluster import cluster
+from trilane.config.engines import ENGINES, default_attention, default_fp32_gradients, unsupported_reason
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import Topology, invalid_reason
+from trilane.config.plan import Plan
+from trilane.config.training import Dropout
+from trilane.costmodel.expected import Difference, compare
+
+LIMITS = {"flops": 0.001, "count": 0.01, "bytes": 0.01}  # by the last word of a quantity, else:
+MEMORY = 0.02
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "bloom": {"positions": "alibi", "embedding_layernorm": True, "activation": "gelu-tanh"},
+    "llama": {"positions": "rotary", "normalization": "rmsnorm", "activation": "swiglu", "biases": "none"},
+}
+FAMILIES["llama"] |= {"tied_embeddings": False, "num_key_value_heads": 8}
+
+
+def limit(quantity: str) -> float:
+    """The share by which a prediction of this quantity may differ."""
+    return LIMITS.get(quantity.rpartition(" ")[2], MEMORY)
+
+
+def drawn(count: int, seed: int, engine: str = "") -> Iterator[Plan]:
+    """Plans that an engine can train, of as few layers as their stages need."""
+    pick = random.Random(seed).choice
+    found = 0
+    while found < count:
+        name = engine or pick((*ENGINES, "megatron", "megatron", "deepspeed-3d"))
+        if plan := _draw(pick, name, f"{found:02d}"):
+            found += 1
+            yield plan
+
+
+def _draw(pick: Any, engine: str, label: str) -> Plan | None:
+    family, piped = pick([*FAMILIES]), engine in ("megatron", "deepspeed-3d")
+    pp = pick((1, 2, 4)) if piped else 1
+    chunks = pick((1, 1, 2)) if pp > 1 and engine == "megatron" else 1
+    layers = pp * chunks * pick((1, 2))
+    sizes = {"hidden_size": pick((1024, 2048)), "num_attention_heads": 16, "seq_length": pick((1024, 2048))}
+    shape = ModelShape(num_layers=layers, vocab_size=pick((32768, 51200)), **sizes, **FAMILIES[family])
+    card = cluster(pick(("jz-a100-80g", "jz-a100-80g", "jz-v100-32g")))
+    precision = "fp16" if card.name.startswith("jz-v100") else "bf16"
+    tp = pick((1, 2, 4, 8)) if engine != "hf-zero3" else 1
+    recompute = pick(("none", "none", "selective", "full", "block"))
+    mbs, dp = pick((1, 2)), pick((1, 2, 8))
+    try:
+        topology = Topology(
+            tp=tp,
+            pp=pp,
+            dp=dp,
+            mbs=mbs,
+            gbs=mbs * dp * pp * 4,
+            zero=pick((0, 1)) if engine == "megatron" else 1 if engine == "deepspeed-3d" else pick((1, 2, 3)),
+            interleaving=chunks,
+            sequence_parallel=tp > 1 and pick((True, False)),
+            recompute=recompute,
+            recompute_layers=int(recompute == "block"),
+            precision=precision,
+            attention=default_attention(shape, card, precision),
+            fp32_gradients=default_fp32_gradients(precision),
+        )
+        dropout = Dropout(hidden=pick((0.0, 0.0, 0.1)) if engine != "hf-zero3" else 0.0)
+        refused = invalid_reason(shape, topology) or unsupported_reason(engine, shape, topology)
+        plan = Plan(
+            label=f"{label}-{family}", shape=shape, cluster=card, topology=topology, engine=engine, dropout=dropout
+        )
+    except ValueError:
+        return None
+    return None if refused else plan
+
+
+def check(plan: Plan) -> tuple[Difference, ...] | str:
+    """The comparison of one plan, traced in a process of its own; text where it cannot be traced."""
+    receive, send = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_traced, args=(plan, send))
+    process.start()
+    send.close()
+    try:
+        found: tuple[Difference, ...] | str = receive.recv()
+    except EOFError:
+        found = "its process ended"
+    process.join()
+    return found
+
+
+def _traced(plan: Plan, send: Connection) -> None:
+    from trilane.engine.trace.__main__ import require_traceable, traced
+
+    try:
+        require_traceable(plan)
+        send.send(compare(plan, traced(plan)))
+    except Exception as error:
+        send.send(f"{type(error).__name__}: {error}")
+
+
+def main() -> int:
+    """Print each plan, its differences beyond the limits, and the largest of each quantity by engine."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plans", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=28)
+    parser.add_argument("--engine", choices=ENGINES, default="")
+    parser.add_argument("--json", metavar="FILE", default="")
+    args = parser.parse_args()
+    worst: dict[tuple[str, str], tuple[float, str]] = {}
+    rows, failed = list[dict[str, Any]](), 0
+    for plan in drawn(args.plans, args.seed, args.engine):
+        found, case = check(plan), f"{plan.label}-{plan.topology.label} {plan.cluster.gpu.name}"
+        if isinstance(found, str):
+            print(f"{plan.engine:15}{case}: {found}", flush=True)
+            failed += 1
+            continue
+        far = [d for d in found if abs(d.difference) > limit(d.quantity)]
+        failed += bool(far)
+        print(f"{plan.engine:15}{case}: {len(found)} numbers, {len(far)} too far", flush=True)
+        for d in far:
+            print(f"  stage {d.stage} {d.quantity}: {d.traced:.6g} traced, {d.predicted:.6g} ({d.difference:+.2%})")
+        for d in found:
+            kind = d.quantity.rpartition(" ")[2]
+            kind = f"collectives' {kind}" if kind in ("count", "bytes") else kind
+            worst[plan.engine, kind] = max(worst.get((plan.engine, kind), (0.0, case)), (abs(d.difference), case))
+            rows.append({"plan": case, "engine": plan.engine, **d.to_json(), "difference": d.difference})
+    print(f"\n{'largest difference':35}")
+    for (engine, kind), (share, case) in sorted(worst.items()):
+        print(f"{engine:15}{kind:20}{share:8.2%}  {case}")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(rows, file, indent=1)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
