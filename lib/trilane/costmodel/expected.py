@@ -17,7 +17,6 @@ from trilane.costmodel.memory import (
     activation_bytes_per_layer,
     end_bytes,
     engine_memory,
-    in_flight,
     model_states,
     stage_layers_at,
     stage_parameters,
@@ -79,7 +78,7 @@ def microbatch_bytes(x: Columns, stage: int, constants: MemoryConstants) -> floa
     wide = constants.gates + constants.unfused
     logits = (stage == x.pp - 1) * x.tokens * x.vocab / x.tp * (4 if wide else x.value_bytes)
     layers = stage_layers_at(x, stage) * activation_bytes_per_layer(x, constants)
-    return float(layers + end_bytes(x, stage) + logits)
+    return float(layers + end_bytes(x, stage, constants) + logits)
 
 
 def stage_flops(x: Columns, stage: int) -> float:

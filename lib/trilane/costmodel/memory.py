@@ -24,6 +24,8 @@ class MemoryConstants:
     gates         share of layers whose gates alone are
     masks         bytes that dropout's masks take of each value that a layer adds to its input: 1 each of 2
     repeats       1 where keys and values that heads share are repeated for each head
+    drops         share of hidden values that dropout drops, where the embedding's mask counts
+    sent          1 where the outputs that a stage has sent stay
     ends          1 where what embedding and head keep counts among activations
     checkpoint    bytes kept over bytes needed for a layer's recomputed input
     working       recomputed activations of the layer at work, over Korthikanti's formula
@@ -40,6 +42,8 @@ class MemoryConstants:
     gates: float = 0.0
     masks: float = 2.0
     repeats: float = 0.0
+    drops: float = 0.0
+    sent: float = 0.0
     ends: float = 0.0
     checkpoint: float = 1.31
     working: float = 0.89
@@ -74,8 +78,10 @@ def engine_memory(engine: str, cluster: Cluster, dropout: float = 0.0, zero: int
     old = (cluster.gpu.compute_capability or (0, 0)) < (8, 0)
     states = {"megatron": {"optimizer": 12.0, "accumulated": 2.0}}.get(engine, {})
     hf = engine == "hf-zero3"
-    kept = {"unfused": 1.0 * hf, "gates": 1.0 * (not hf and (old or zero == 3)), "repeats": 1.0 * old}
-    exact = {"masks": 2.0 * (dropout > 0), "ends": 1.0, "checkpoint": 1.0, "working": 1.0}
+    several = not hf and (old or zero == 3)
+    kept = {"unfused": 1.0 * hf, "gates": 1.0 * several, "repeats": 1.0 * old, "sent": 1.0 * (engine == "deepspeed-3d")}
+    masks = {"masks": 2.0 * (dropout > 0 and (hf or several)), "drops": dropout}  # a compiled kernel draws them again
+    exact = {**masks, "ends": 1.0, "checkpoint": 1.0, "working": 1.0}
     return dataclasses.replace(DEFAULT, **states, **kept, **exact)
 
 
@@ -141,12 +147,17 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     return (every * (1 - x.recomputed) + 2 * sbh / cut * x.recomputed) * x.value_bytes / 2
 
 
-def end_bytes(columns: Columns, stage: Number) -> Number:
-    """Bytes that a microbatch keeps outside of layers: the norm of the embedding its input, the last norm and the head
-    theirs; the logits are in working_bytes()."""
-    x = columns
-    values = np.equal(stage, 0) * x.embedding_layernorm + 2 * np.equal(stage, x.pp - 1)
-    return values * x.value_bytes * x.tokens * x.hidden / np.where(np.equal(x.sequence_parallel, 1), x.tp, 1)
+def end_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -> Number:
+    """Bytes that a microbatch keeps outside of layers, but for the logits, which are in working_bytes().
+
+    The norm of the embedding and the last one keep their inputs, the head its own, the embedding's dropout a mask of
+    bytes, and DeepSpeed's pipeline what a stage has sent, which megatron-core deallocates.
+    """
+    x, c = columns, constants
+    first, last = np.equal(stage, 0), np.equal(stage, x.pp - 1)
+    values = first * x.embedding_layernorm + 2 * last + c.sent * np.logical_not(last)
+    kept = values * x.value_bytes + first * np.greater(c.drops, 0)
+    return kept * x.tokens * x.hidden / np.where(np.equal(x.sequence_parallel, 1), x.tp, 1)
 
 
 def in_flight(columns: Columns, stage: Number) -> Number:
@@ -227,7 +238,7 @@ def stage_memory(
     bucket_bytes = 3 * 2.0 * x.bucket_values
     unit = np.maximum(x.layer_parameters, x.embedding_parameters)
     here, away, each = np.equal(x.offload, 0), np.equal(x.offload, 2), activation_bytes_per_layer(x, c) * over
-    kept = stage_layers_at(x, stage) * each + c.ends * end_bytes(x, stage)
+    kept = stage_layers_at(x, stage) * each + c.ends * end_bytes(x, stage, c)
     parts = {
         "weights": weights * ~away + np.equal(x.zero, 3) * np.equal(x.pp, 1) * c.gathered * unit * x.value_bytes / 2,
         "gradients": gradients,
