@@ -133,8 +133,9 @@ def _of_iteration(plan: Plan, x: Columns, stage: int) -> Iterator[Message]:
     tied = plan.shape.tied_embeddings and x.pp > 1 and ends
     yield "all-reduce", "embedding", float(tied), wide * x.embedding_parameters
     if x.zero:
-        yield "reduce-scatter", "dp", chunks, wide * parameters / chunks
-        yield "all-gather", "dp", chunks, x.value_bytes * parameters / chunks
+        buckets = chunks + tied  # the distributed optimizer keeps a shared embedding apart
+        yield "reduce-scatter", "dp", buckets, wide * parameters / buckets
+        yield "all-gather", "dp", buckets, x.value_bytes * parameters / buckets
     else:
         yield "all-reduce", "dp", chunks, wide * parameters / chunks
     yield "all-reduce", "dp", float(last), 4.0
