@@ -1,11 +1,13 @@
-"""How much of a GPU the megatron engine uses, relative to a plain torch GPT: python benchmarks/gpu_mfu.py
+"""How much of a GPU the megatron engine uses, with and without each lever: python benchmarks/gpu_mfu.py
 
-One command, unattended, within ten minutes on one card: first correctness (rows of the equality table on CUDA and NCCL,
-by both paths), then GPT 1.3B (24 x 2048, 16 heads, 2048 tokens, 50304 rows) in bf16 by the fused path, in nanoGPT's
-manner (fp32 weights under autocast, torch.compile, flash attention by torch, fused AdamW) and by the unfused path, in
-turns, each in a process of its own; and what the planner says of seconds and memory before any run. Each step survives
-the failure of another. Leaves gpu_mfu.json and gpu_mfu.md in --out; exit code 1 where a step failed. The cluster is by
-default the first of the catalogue with this card; a card of none is refused, exit code 2: its peak would be another's.
+One command, unattended, within nine minutes on one card of any kind, in order of importance: numerics (rows of the
+equality table on CUDA and NCCL, by both paths), then GPT 1.3B (24 x 2048, 16 heads, 2048 tokens, 50304 rows; bf16, on a
+V100 fp16) by the engine, by a plain torch GPT in nanoGPT's manner (fp32 weights under autocast, torch.compile, flash
+attention by torch, fused AdamW), and by the engine with one lever changed at a time; what the planner says of seconds
+and memory; and memory as `measure plan --trace` has it. Each step is a process of its own, trains as many iterations as
+the first ones leave time for, survives the failure of another, and is written to gpu_mfu.json when it is done: the same
+command again takes what is missing or failed. Exit code 1 while something is. The cluster is by default the first of
+the catalogue with this card; a card of none is refused, exit code 2: its peak would be another's.
 
 Not run on a GPU yet; `--tiny` runs all of it on a CPU, where it says nothing about speed.
 """
@@ -25,9 +27,8 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trilane.analysis.benchmark import result
-from trilane.analysis.measure import measure
 from trilane.config import cluster
+from trilane.config.engines import default_precision, require_trainable
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
@@ -35,87 +36,112 @@ from trilane.config.training import Data, Optimizer, Run
 from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.predict import IMPOSSIBLE, predict
 from trilane.engine.parity import CALM, Row, rows, verify
-from trilane.launch.local import environment, train_local
+from trilane.launch.local import environment
+from trilane.utils.process import python
+from trilane.utils.validation import require
 
 if TYPE_CHECKING:
     import torch
 
-STEPS = ("verify", "fused-1", "plain-1", "unfused-1", "fused-2", "plain-2")
-LIMITS_S = {"verify": 170.0}
-LIMIT_S = 130.0  # of any other step
-WHOLE_S = 590.0
-TARGETS = {"H100": 0.50, "H200": 0.50, "A100": 0.58}  # model FLOPs over the peak
-TINY: dict[str, Any] = {
-    "shape": "2,64,4,32,512",
-    "precision": "fp32",
-    "mbs": 2,
-    "gbs": 4,
-    "iterations": 6,
-    "leave_out": 2,
+WHOLE_S, LEAST_S = 540.0, 20.0  # of all steps; what is too little to begin one
+LIMIT_S = {"verify": 150.0}, 90.0  # of a step
+MEASURED_S, MEASURED, LEFT_OUT = 15.0, 50, 2  # most seconds and iterations that count; those before them compile
+TARGETS = {"H100": 0.50, "H200": 0.50, "A100": 0.55}  # model FLOPs over the peak
+# What differs from the engine's own choice on a card: fields of the topology, or of the run
+LEVERS: dict[str, dict[str, Any]] = {
+    "engine": {},
+    "unfused": {"fused": "off", "adam": "torch"},
+    "adam by foreach": {"adam": "torch"},
+    "attention by scores": {"attention": "scores"},
+    "selective recomputation": {"recompute": "selective"},
+    "full recomputation": {"recompute": "full"},
+    "Transformer Engine": {"fused": "te"},
+    "fp8": {"precision": "fp8"},
 }
+STEPS = ("verify", "engine", "plain", "trace", *list(LEVERS)[1:])
+TINY = {"shape": "2,64,4,32,512", "precision": "fp32", "mbs": 2, "gbs": 4}
+SAME = ("shape", "precision", "mbs", "gbs", "cluster", "card")  # of all steps in one file
 
 
 def main() -> int:
-    """Run every step, write the JSON and the page; 2 where the card is of no known cluster, 1 where a step failed."""
+    """Take every step that has no result yet, write the JSON and the page; 2 where it cannot begin, 1 if one failed."""
     args = arguments()
     if args.step:
-        print(json.dumps(STEP[args.step.partition("-")[0]](args)))
+        args.end = time.monotonic() + args.seconds
+        print(json.dumps({"verify": verified, "plain": plain, "trace": traced}.get(args.step, engine)(args)))
         return 0
-    if not args.tiny:
-        name, bytes_ = card_here()
-        args.cluster = args.cluster or next(iter(clusters_of(name, bytes_)), "")
-        problem = other_card(cluster.cluster(args.cluster), name, bytes_) if args.cluster else no_card(name)
-        if problem:
-            print(f"gpu_mfu: {problem}", file=sys.stderr, flush=True)
-            return 2
-    number = 1
-    while (args.out / "gpu_mfu.json").exists():
-        number += 1
-        args.out = args.out.with_name(f"{args.out.name.removesuffix(f'-{number - 1}')}-{number}")
+    file = args.out / "gpu_mfu.json"
+    try:
+        prepare(args)
+        found = json.loads(file.read_text()) if file.exists() else {"steps": {}}
+        asked = {name: getattr(args, name) for name in SAME}
+        if other := next((name for name in SAME if found.get(name, asked[name]) != asked[name]), ""):
+            raise ValueError(f"out={args.out}: has steps with {other}={found[other]}; name another --out")
+    except ValueError as error:
+        print(f"gpu_mfu: {error}", file=sys.stderr, flush=True)
+        return 2
     args.out.mkdir(parents=True, exist_ok=True)
-    args.mbs = args.mbs or fitting(args)
-    found = collect(args, run_steps(args))
-    (args.out / "gpu_mfu.json").write_text(json.dumps(found, indent=1) + "\n")
+    begin = time.monotonic()
+    for step in (name for name in args.steps if {*found["steps"].get(name, ["problem"])} & {"problem", "not here"}):
+        left = args.seconds - (time.monotonic() - begin)
+        found["steps"][step] = taken(step, args, min(LIMIT_S[0].get(step, LIMIT_S[1]), left))
+        found |= {**asked, "date": date.today().isoformat(), **summary(args, found["steps"])}
+        file.write_text(json.dumps(found, indent=1) + "\n")
     (args.out / "gpu_mfu.md").write_text(page(found))
     print(json.dumps(found, indent=1) if args.json else page(found))
     return 1 if found["failed"] else 0
 
 
-def run_steps(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The result of each step, or {"problem": why there is none}; all within WHOLE_S."""
-    begin, results = time.monotonic(), dict[str, dict[str, Any]]()
-    for step in STEPS:
-        left = WHOLE_S - (time.monotonic() - begin)
-        limit = min(LIMITS_S.get(step, LIMIT_S), left)
-        print(f"gpu_mfu: {step}, at most {limit:.0f} s", file=sys.stderr, flush=True)
-        results[step] = apart(step, args, limit) if left > 20 else {"problem": f"no time left of {WHOLE_S:.0f} s"}
-        if "problem" in results[step]:
-            print(f"gpu_mfu: {step} failed: {results[step]['problem']}", file=sys.stderr, flush=True)
-    return results
+def prepare(args: argparse.Namespace) -> None:
+    """Card, cluster, precision and microbatch, where not given; ValueError where there is no such card."""
+    args.card, bytes_ = ("", 0.0) if args.tiny else card_here()
+    if not args.tiny:
+        require(bool(args.card), "card", "none", "this machine has no GPU; --tiny runs on a CPU")
+        args.cluster = args.cluster or next(iter(clusters_of(args.card, bytes_)), "")
+        rule = "no cluster of the catalogue has it; --cluster names a JSON file with its peak"
+        require(bool(args.cluster), "card", args.card, rule)
+        machine = cluster.cluster(args.cluster)
+        if problem := other_card(machine, args.card, bytes_):
+            raise ValueError(problem)
+        args.precision = args.precision or default_precision(machine)
+    args.mbs = args.mbs or fitting(args)
 
 
-def apart(step: str, args: argparse.Namespace, limit_s: float) -> dict[str, Any]:
-    """A step in a process of its own, which gives all memory back, and ends with all it started after `limit_s`."""
-    words = ["--step", step, "--out", str(args.out), "--cluster", args.cluster, "--shape", args.shape]
-    for name in ("precision", "mbs", "gbs", "recompute", "iterations", "leave_out"):
-        words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    command = [sys.executable, __file__, *words, *["--tiny"] * args.tiny]
-    begin = time.monotonic()
-    with (args.out / f"{step}.log").open("w") as log:
-        child = subprocess.Popen(
-            command, env=environment(1), stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
-        )
+def taken(step: str, args: argparse.Namespace, limit_s: float) -> dict[str, Any]:
+    """The step's result, or {"problem": why there is none}; it is ended with all it started after `limit_s`."""
+    if reason := absent(step, args):
+        return {"not here": reason}
+    if limit_s < LEAST_S:
+        return {"problem": "no time left; the same command again takes it"}
+    print(f"gpu_mfu: {step}, at most {limit_s:.0f} s", file=sys.stderr, flush=True)
+    words = ["--step", step, "--out", str(args.out), "--cluster", args.cluster, "--seconds", str(limit_s)]
+    words += [word for name in ("shape", "precision", "mbs", "gbs") for word in (f"--{name}", str(getattr(args, name)))]
+    command, begin = [sys.executable, __file__, *words, *["--tiny"] * args.tiny], time.monotonic()
+    log = args.out / f"{step}.log"
+    with log.open("w") as errors:
+        options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        child = subprocess.Popen(command, env=environment(1), start_new_session=True, **options)
         try:
             printed, _ = child.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
             child.communicate()
-            return {"problem": f"longer than {limit_s:.0f} s; see {log.name}"}
+            return {"problem": f"longer than {limit_s:.0f} s; see {log}"}
     seconds = round(time.monotonic() - begin, 1)
     if child.returncode:
-        last = Path(log.name).read_text(errors="replace").strip().splitlines() or ["no output"]
+        last = log.read_text(errors="replace").strip().splitlines() or ["no output"]
         return {"problem": f"exit code {child.returncode}: {last[-1][:300]}", "took_s": seconds}
     return {**json.loads(printed.splitlines()[-1]), "took_s": seconds}
+
+
+def absent(step: str, args: argparse.Namespace) -> str:
+    """Why this machine cannot take a step; "" where it can."""
+    try:
+        plan = plan_of(args, step if step in LEVERS else "engine")
+        require_trainable(plan.topology, plan.run.fused)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def card_here() -> tuple[str, float]:
@@ -128,11 +154,9 @@ def card_here() -> tuple[str, float]:
 
 def other_card(machine: cluster.Cluster, name: str, bytes_: float) -> str:
     """Why the card is not that of the cluster, with those whose card it is; "" where it is."""
-    if not name:
-        return f"cluster={machine.name}: this machine has no GPU; --tiny runs on a CPU"
     if is_card(machine.gpu, name, bytes_):
         return ""
-    others = [other for other in cluster.catalogue() if is_card(cluster.cluster(other).gpu, name, bytes_)]
+    others = clusters_of(name, bytes_)
     hint = f"name one of {', '.join(others)}" if others else "name a JSON file with its peak"
     return f"cluster={machine.name}: has {machine.gpu.name}, this card is {name}; {hint}"
 
@@ -154,60 +178,43 @@ def clusters_of(name: str, bytes_: float) -> list[str]:
     return sorted(found, key=lambda other: not other.startswith(("dgx", "h200")))
 
 
-def no_card(name: str) -> str:
-    """Why no cluster was found for a card."""
-    return (
-        f"card={name}: no cluster of the catalogue has it; --cluster names a JSON file with its peak"
-        if name
-        else NO_GPU
-    )
-
-
-NO_GPU = "no GPU here; --tiny runs on a CPU"
-
-
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; --tiny replaces what it would take a GPU to run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="24,2048,16,2048,50304", help="layers,hidden,heads,seq,vocab")
     parser.add_argument("--cluster", default="", help="whose card: a name of the catalogue or a JSON file")
-    parser.add_argument("--precision", default="bf16", choices=cluster.PRECISIONS)
+    parser.add_argument("--precision", default="", choices=("", *cluster.PRECISIONS), help="default: the card's")
     parser.add_argument("--mbs", type=int, default=0, help="0: the largest of 8, 4, 2, 1 that the planner finds to fit")
     parser.add_argument("--gbs", type=int, default=32)
-    parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
-    parser.add_argument("--iterations", type=int, default=16)
-    parser.add_argument("--leave-out", type=int, default=6)
-    parser.add_argument(
-        "--out", type=Path, default=Path("outputs/gpu_mfu"), help="folder of the JSON, the page, the logs"
-    )
+    parser.add_argument("--seconds", type=float, default=WHOLE_S, help="for all steps")
+    parser.add_argument("--steps", type=lambda text: text.split(","), default=STEPS, help=", ".join(STEPS))
+    parser.add_argument("--out", type=Path, default=Path("outputs/gpu_mfu"), help="folder of JSON, page and logs")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU too")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--step", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--step", default="", choices=("", *STEPS), help=argparse.SUPPRESS)
     args = parser.parse_args(words)
+    if unknown := [step for step in args.steps if step not in STEPS]:
+        parser.error(f"--steps={unknown[0]}: must be of {', '.join(STEPS)}")
     if args.tiny:
         vars(args).update(TINY)
     args.out = args.out.absolute()
     return args
 
 
-def plan_of(args: argparse.Namespace, fused: bool) -> Plan:
-    """The engine's plan: one card, made-up data, no decay."""
+def plan_of(args: argparse.Namespace, lever: str = "engine") -> Plan:
+    """The engine's plan with a lever: one card, no decay of the rate."""
     machine = cluster.cluster(args.cluster) if args.cluster else _this_cpu()
-    topology = Topology(
-        mbs=args.mbs,
-        gbs=args.gbs,
-        precision=args.precision,
-        recompute=args.recompute,
-        adam="fused" if fused else "torch",  # the gradients of the engine are in the planner's 18 bytes already
-    )
+    own = {"fused": "on" if args.tiny else "auto", "adam": "fused", "precision": args.precision}
+    chosen = own | LEVERS[lever]
+    fused = chosen.pop("fused")
     return Plan(
         label="mfu",
         shape=parse_shape(args.shape),
         cluster=machine,
-        topology=topology,
+        topology=Topology(mbs=args.mbs, gbs=args.gbs, **chosen),
         data=Data(source="mock", folder=str(args.out / "data")),
         optimizer=Optimizer(lr=1e-4, min_lr=1e-4),
-        run=Run(train_iters=args.iterations, log_interval=10, fused="on" if fused else "off"),
+        run=Run(train_iters=1000, fused=fused),
     )
 
 
@@ -215,7 +222,7 @@ def fitting(args: argparse.Namespace) -> int:
     """The largest microbatch that the planner finds to fit on both paths."""
     for mbs in (8, 4, 2):
         tried = argparse.Namespace(**{**vars(args), "mbs": mbs})
-        if all(predict(plan_of(tried, fused)).oom_probability < IMPOSSIBLE / 5 for fused in (True, False)):
+        if all(predict(plan_of(tried, name)).oom_probability < IMPOSSIBLE / 5 for name in ("engine", "unfused")):
             return mbs
     return 1
 
@@ -232,10 +239,6 @@ class PathRow(Row):
 
     fused: str
 
-    @property
-    def label(self) -> str:
-        return f"{super().label}, fused {self.fused}"
-
     def plan(self, machine: cluster.Cluster, folder: str) -> Plan:
         plan = super().plan(machine, folder)
         return replace(plan, run=replace(plan.run, fused=self.fused))
@@ -243,130 +246,116 @@ class PathRow(Row):
 
 def verified(args: argparse.Namespace) -> dict[str, Any]:
     """Rows of the equality table against the fp32 reference on the CPU, by both paths; two cards also train TP2."""
-    half = [] if args.tiny else [Row(engine="megatron", topology="one process", precision="bf16", task=CALM)]
-    chosen = [Row(engine="megatron", topology="one process"), *half]
+    calm = Row(engine="megatron", topology="one process", precision=args.precision, task=CALM)
+    chosen = [Row(engine="megatron", topology="one process"), *[calm] * (not args.tiny)]
     chosen += [row for row in rows(("megatron",)) if row.topology == "TP2"][: 0 if args.tiny else 2]
-    table = [PathRow(**{**vars(row), "fused": fused}) for row in chosen for fused in ("off", "on")]
-    lines, failed, left_out = list[dict[str, Any]](), 0, list[str]()
-    for found in verify(table):
+    lines, left_out = list[dict[str, Any]](), list[str]()
+    for found in verify([PathRow(**{**vars(row), "fused": fused}) for row in chosen for fused in ("off", "on")]):
         if isinstance(found, str):
             left_out.append(found)
             continue
-        failed += not found.ok
-        lines.append(
-            {
-                "row": found.row.label,
-                "max_abs_diff": found.max_abs_diff,
-                "bound": found.row.bound,
-                "ok": found.ok,
-                "problem": found.problem,
-            }
-        )
-    return {"rows": lines, "left_out": left_out, "ok": bool(lines) and not failed}
+        facts = {name: getattr(found, name) for name in ("max_abs_diff", "ok", "problem")}
+        label = f"{found.row.label}, fused {vars(found.row)['fused']}"
+        lines.append({"row": label, "bound": found.row.bound, **facts})
+        if time.monotonic() > args.end - 2 * found.seconds - 5:
+            left_out.append("rows after this one: no time left")
+            break
+    return {"rows": lines, "left_out": left_out, "ok": bool(lines) and all(line["ok"] for line in lines)}
 
 
 def engine(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds and bytes of the engine by one path, and its first log line of it."""
-    path = args.step.partition("-")[0]
-    folder = args.out / args.step
-    folder.mkdir()
-    (folder / "plan.json").write_text(json.dumps(plan_of(args, path == "fused").to_json()))
-    terminal, sys.stdout = sys.stdout, sys.stderr  # the last line of stdout is the result
-    outcome = train_local(folder, show_progress=False)
-    sys.stdout = terminal
-    if outcome.status != "completed":
-        raise SystemExit(f"{outcome.status}: {outcome.evidence}")
-    found = result(measure(folder, args.leave_out))
-    steps = [json.loads(line)["sec_per_it"] for line in (folder / "steps.jsonl").read_text().splitlines()]
-    lines = (folder / "run.log").read_text(errors="replace").splitlines()
-    return {
-        "sec_per_it": statistics.median(steps[args.leave_out :]),
-        "bytes": found["memory_bytes"]["0"],
-        "path": next((line.split("trilane: ")[-1] for line in lines if "fused path (" in line), ""),
-        "made_by": found["made_by"],
-    }
+    """Seconds and bytes of the real engine with a lever, over made-up tokens, and how it computes."""
+    import torch
+
+    from trilane.engine.cpu import enable_cpu
+
+    enable_cpu()
+    from trilane.engine import __main__ as entry
+    from trilane.engine import world as worlds
+    from trilane.engine.backends.base import Microbatch, build
+
+    plan = plan_of(args, args.step)
+    entry.limit_queues(plan, os.environ)
+    worlds.single_process(os.environ)
+    world = worlds.join(plan)
+    made, shape = build(plan, world), plan.shape
+
+    def step() -> None:
+        size = (args.mbs, shape.seq_length + 1)
+        texts = [torch.randint(shape.vocab_size, size, device=world.device) for _ in range(plan.topology.microbatches)]
+        made.step([Microbatch(tokens=t[:, :-1].contiguous(), labels=t[:, 1:].contiguous()) for t in texts], 1e-4)
+
+    return {**timed(step, args.end), "path": made.path, "made_by": entry.stamp(world)}
 
 
-def plain_step(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds and bytes of the plain torch GPT; at half the microbatch where it runs out of memory."""
-    try:
-        return plain(vars(args))
-    except RuntimeError as error:
-        if "out of memory" not in str(error) or args.mbs == 1:
-            raise
-    return {**plain({**vars(args), "mbs": args.mbs // 2}), "mbs": args.mbs // 2}
+def timed(step: Callable[[], None], end: float) -> dict[str, Any]:
+    """Median seconds of an iteration that ends with its loss on the host, and the most bytes (on a CPU: the process).
+
+    There are as many as the seconds of the last one say to fit before `end`, and one that counts.
+    """
+    import torch
+
+    from trilane.engine.report import peak_resident_bytes
+
+    seconds, last = list[float](), 0.0
+    while len(seconds) <= LEFT_OUT or time.monotonic() + last < end - 5.0:
+        begin = time.perf_counter()
+        step()
+        seconds.append(last := time.perf_counter() - begin)
+        if len(seconds) == LEFT_OUT + MEASURED or sum(seconds[LEFT_OUT:]) > MEASURED_S:
+            break
+    most = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_resident_bytes()
+    first, counted = seconds[:LEFT_OUT], seconds[LEFT_OUT:]
+    return {"sec_per_it": statistics.median(counted), "seconds": counted, "first_s": first, "bytes": most}
 
 
-STEP: dict[str, Callable[[argparse.Namespace], dict[str, Any]]]
-STEP = {"verify": verified, "fused": engine, "unfused": engine, "plain": plain_step}
+def traced(args: argparse.Namespace) -> dict[str, Any]:
+    """What `trilane measure plan --trace` finds the engine to hold, without the card."""
+    file = args.out / "plan.json"
+    file.write_text(json.dumps(plan_of(args).to_json()))
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
+    command = python("-m", "trilane", "measure", "plan", str(file), "--trace", "--json")
+    (stage,) = json.loads(subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout)["stages"]
+    return {name: stage[name] for name in ("peak_bytes", "flops", "operations")}
 
 
-def collect(args: argparse.Namespace, results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """All figures in one object: what was measured, predicted, and failed."""
-    plans = {"fused": plan_of(args, True), "plain": plan_of(args, True), "unfused": plan_of(args, False)}
+def summary(args: argparse.Namespace, steps: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """What was measured and predicted of each plan, the targets, and what failed."""
     measured = {}
-    for name, plan in plans.items():
-        turns = [results[step] for step in STEPS if step.startswith(name) and "problem" not in results[step]]
-        if turns:
-            measured[name] = summary(turns, plan)
-    made_by = next((found["made_by"] for found in results.values() if "made_by" in found), {})
-    predicted = {name: prediction(plans[name], measured.get(name)) for name in ("fused", "unfused")}
-    found: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "card": " ".join(made_by.get("devices", [])),
-        "versions": made_by.get("versions", {}),
-        "git": made_by.get("git", ""),
-        "cluster": plans["fused"].cluster.name,
-        "shape": args.shape,
-        "parameters": plans["fused"].shape.parameters,
-        "precision": args.precision,
-        "mbs": args.mbs,
-        "gbs": args.gbs,
-        "verify": results["verify"],
-        "measured": measured,
-        "paths": {step: results[step].get("path", "") for step in STEPS if "path" in results[step]},
-        "predicted": predicted,
-        "failed": {step: found["problem"] for step, found in results.items() if "problem" in found},
+    for name in ("plain", *LEVERS):
+        if "sec_per_it" not in (found := steps.get(name, {})):
+            continue
+        plan = plan_of(args, name if name in LEVERS else "engine")
+        rate = plan.shape.flops_per_iteration(plan.topology.gbs) / found["sec_per_it"]
+        mfu = rate / plan.cluster.gpu.flops_per_s(plan.topology.precision)
+        measured[name] = {"sec_per_it": found["sec_per_it"], "mfu": mfu, "bytes": found["bytes"]}
+        if name in LEVERS:  # what the planner says before any run
+            predicted = predict(plan)
+            bytes_ = allocated(predicted.stages[0], plan.shape.parameters, plan.topology.adam == "torch")
+            measured[name]["seconds_over_measured"] = float(predicted.sec_per_it) / found["sec_per_it"]
+            measured[name]["bytes_over_measured"] = float(bytes_) / found["bytes"]
+    if "engine" in measured and "peak_bytes" in steps.get("trace", {}):
+        measured["engine"]["traced_over_measured"] = steps["trace"]["peak_bytes"] / measured["engine"]["bytes"]
+    failed = {name: found["problem"] for name, found in steps.items() if "problem" in found}
+    if not steps.get("verify", {}).get("ok", True):
+        failed["verify"] = "a row is above its bound, or did not train"
+    return {"measured": measured, "targets": targets(measured, args.card), "failed": failed}
+
+
+def targets(measured: Mapping[str, Mapping[str, float]], card: str) -> dict[str, str]:
+    """What is aimed at -> "met" or "missed", of what was measured; a CPU has no target of speed."""
+    least = next((share for name, share in TARGETS.items() if name in card), None)
+    if least is None or not {"engine", "plain"} <= measured.keys():
+        return {}
+    engine, plain = measured["engine"], measured["plain"]
+    aims = {
+        f"MFU at least {least:.0%}": engine["mfu"] >= least,
+        "not slower than the plain GPT": engine["sec_per_it"] <= plain["sec_per_it"],
+        "planner's seconds within 10 %": abs(engine["seconds_over_measured"] - 1) <= 0.10,
+        "planner's memory within 5 %": abs(engine["bytes_over_measured"] - 1) <= 0.05,
+        "traced memory within 5 %": abs(engine.get("traced_over_measured", 2) - 1) <= 0.05,
     }
-    if not results["verify"].get("ok", False) and "verify" not in found["failed"]:
-        found["failed"]["verify"] = "a row is above its bound, or did not train"
-    return {**found, "targets": targets(found, plans["fused"].cluster.gpu.name)}
-
-
-def prediction(plan: Plan, measured: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The planner's seconds and allocated bytes, before any run here, and their ratios to what was measured."""
-    predicted = predict(plan)
-    bytes_ = allocated(predicted.stages[0], plan.shape.parameters, plan.topology.adam == "torch")
-    found = {
-        "sec_per_it": float(predicted.sec_per_it),
-        "needed_bytes": float(predicted.memory_bytes),
-        "bytes": float(bytes_),
-    }
-    if measured:
-        found["seconds_over_measured"] = found["sec_per_it"] / measured["sec_per_it"]
-        found["bytes_over_measured"] = found["bytes"] / measured["max_bytes"]
-    return found
-
-
-def targets(found: Mapping[str, Any], card: str) -> dict[str, str]:
-    """What is aimed at -> "met", "missed" or "not measured"; a CPU has no target of speed."""
-    measured, predicted = found["measured"], found["predicted"]["fused"]
-    verdict = lambda known, met: "not measured" if not known else "met" if met() else "missed"  # noqa: E731
-    aims = {"equality": verdict("rows" in found["verify"], lambda: found["verify"]["ok"])}
-    least = next((share for name, share in TARGETS.items() if card.startswith(name)), None)
-    if least is None:
-        return aims
-    aims[f"MFU of the fused path at least {least:.0%}"] = verdict(
-        "fused" in measured, lambda: measured["fused"]["mfu"] >= least
-    )
-    both = "fused" in measured and "plain" in measured
-    aims["not slower than the plain GPT"] = verdict(
-        both, lambda: measured["fused"]["sec_per_it"] <= measured["plain"]["sec_per_it"]
-    )
-    for name, words, bound in (("seconds", "seconds within 10 %", 0.10), ("bytes", "memory within 5 %", 0.05)):
-        ratio = predicted.get(f"{name}_over_measured")
-        aims[f"planner's {words}"] = verdict(ratio, lambda r=ratio, b=bound: abs(r - 1) <= b)
-    return aims
+    return {aim: "met" if met else "missed" for aim, met in aims.items()}
 
 
 def allocated(stage: StageMemory, parameters: float, denominator: bool = True) -> float:
@@ -381,71 +370,62 @@ def allocated(stage: StageMemory, parameters: float, denominator: bool = True) -
     return states + max(temporary, stage.activations + stage.working)
 
 
-def summary(turns: Sequence[Mapping[str, Any]], plan: Plan) -> dict[str, Any]:
-    """Seconds of each turn, their median, its MFU (FLOPs of ModelShape.flops_per_iteration over the peak), bytes."""
-    seconds = [turn["sec_per_it"] for turn in turns]
-    median = statistics.median(seconds)
-    flops = plan.shape.flops_per_iteration(plan.topology.gbs)
-    return {
-        "sec_per_it": median,
-        "turns": seconds,
-        "tokens_per_s": plan.topology.gbs * plan.shape.seq_length / median,
-        "mfu": flops / median / plan.cluster.gpu.flops_per_s(plan.topology.precision),
-        "max_bytes": max(turn["bytes"] for turn in turns),
-    }
-
-
 def page(found: Mapping[str, Any]) -> str:
     """The result as one page of Markdown."""
-    lines = [f"# {found['shape']} in {found['precision']} on {found['card'] or 'no card'}, {found['date']}", ""]
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    lines += [
-        f"{found['parameters'] / 1e9:.2f} B parameters, microbatch {found['mbs']}, batch {found['gbs']}; peak and"
-    ]
-    lines += [f"prediction of cluster {found['cluster']}. {versions}. Commit {found['git'] or 'unknown'}.", ""]
-    lines += [f"- **{step} failed**: {problem}" for step, problem in found["failed"].items()]
+    made_by: Mapping[str, Any] = next((one["made_by"] for one in found["steps"].values() if "made_by" in one), {})
+    versions = ", ".join(f"{name} {version}" for name, version in made_by.get("versions", {}).items())
+    lines = [f"# {found['shape']} in {found['precision']} on {found['card'] or 'a CPU'}, {found['date']}", ""]
+    lines += [f"Microbatch {found['mbs']}, batch {found['gbs']}; peak and prediction of cluster {found['cluster']}."]
+    lines += [f"{versions}. Commit {made_by.get('git') or 'unknown'}.", ""]
+    lines += [f"- **{step}**: {problem}" for step, problem in found["failed"].items()]
+    lines += [f"- {step}: {one['not here']}" for step, one in found["steps"].items() if "not here" in one]
     lines += ["", "| target | |", "|---|---|", *(f"| {aim} | {verdict} |" for aim, verdict in found["targets"].items())]
-    lines += ["", "| | s an iteration | turns | tokens/s | MFU | allocated GiB |", "|---|---|---|---|---|---|"]
+    columns = ("", "s an iteration", "MFU", "of the engine's time", "allocated GiB", "predicted s", "predicted bytes")
+    lines += ["", f"| {' | '.join(columns)} | traced bytes |", "|---" * (len(columns) + 1) + "|"]
     for name, one in found["measured"].items():
-        turns = ", ".join(f"{seconds:.4f}" for seconds in one["turns"])
-        cells = f"{one['sec_per_it']:.4f} | {turns} | {one['tokens_per_s']:.0f} | {one['mfu']:.1%}"
-        lines.append(f"| {name} | {cells} | {one['max_bytes'] / 2**30:.2f} |")
-    for name, one in found["predicted"].items():
-        ratios = [one.get(f"{what}_over_measured") for what in ("seconds", "bytes")]
-        words = [f" ({ratio:.3f} of measured)" if ratio else "" for ratio in ratios]
-        cells = f"{one['sec_per_it']:.4f}{words[0]} | | | | {one['bytes'] / 2**30:.2f}{words[1]}"
-        lines.append(f"| {name}, predicted | {cells} |")
-    lines += ["", *(f"- {step}: {path}" for step, path in found["paths"].items()), ""]
+        relative = one["sec_per_it"] / found["measured"].get("engine", one)["sec_per_it"]
+        cells = f"{one['sec_per_it']:.4f} | {one['mfu']:.1%} | {relative:.3f} | {one['bytes'] / 2**30:.2f}"
+        ratios = (one.get(f"{what}_over_measured") for what in ("seconds", "bytes", "traced"))
+        lines.append(f"| {name} | {cells} | {' | '.join(f'x {r:.3f}' if r else '' for r in ratios)} |")
+    lines += ["", *(f"- {step}: {one['path']}" for step, one in found["steps"].items() if "path" in one), ""]
     lines += ["| equality with the fp32 reference | largest difference of a loss | bound |", "|---|---|---|"]
-    for row in found["verify"].get("rows", ()):
+    for row in found["steps"].get("verify", {}).get("rows", ()):
         differs = row["problem"] or f"{row['max_abs_diff']:.1e}"
         lines.append(f"| {row['row']} | {differs}{'' if row['ok'] else ' **above**'} | {row['bound']:g} |")
     return "\n".join(lines) + "\n"
 
 
-def plain(values: Mapping[str, Any]) -> dict[str, float]:
-    """Median seconds of an iteration after the first ones, and the most bytes of the card (on a CPU: the process)."""
+def plain(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds and bytes of the plain torch GPT; at half the microbatch where it runs out of memory."""
     import torch
 
-    from trilane.engine.report import peak_resident_bytes
+    half = max(1, args.mbs // 2)
+    try:
+        return trained(args, args.mbs)
+    except torch.OutOfMemoryError:
+        return {**trained(args, half), "mbs": half}
 
-    cuda = torch.cuda.is_available()
-    device, half = ("cuda" if cuda else "cpu"), {"fp16": torch.float16, "bf16": torch.bfloat16}.get(values["precision"])
+
+def trained(args: argparse.Namespace, mbs: int) -> dict[str, Any]:
+    """The plain GPT in its own training loop."""
+    import torch
+
+    cuda, shape = torch.cuda.is_available(), parse_shape(args.shape)
+    device, half = ("cuda" if cuda else "cpu"), {"fp16": torch.float16, "bf16": torch.bfloat16}.get(args.precision)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.manual_seed(0)
     with torch.device(device):
-        whole = model(parse_shape(values["shape"]))
+        whole = model(shape)
     adam = torch.optim.AdamW(whole.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=cuda)
-    scaler = torch.amp.GradScaler(device, enabled=values["precision"] == "fp16" and cuda)
-    step = torch.compile(whole) if cuda else whole
-    size, steps = (values["mbs"], parse_shape(values["shape"]).seq_length + 1), values["gbs"] // values["mbs"]
-    seconds = []
-    for _ in range(values["iterations"]):
-        begin = time.perf_counter()
-        for _ in range(steps):
-            text = torch.randint(0, parse_shape(values["shape"]).vocab_size, size, device=device)
+    scaler = torch.amp.GradScaler(device, enabled=args.precision == "fp16" and cuda)
+    compiled = torch.compile(whole) if cuda and torch.cuda.get_device_capability() >= (8, 0) else whole
+    size, rounds = (mbs, shape.seq_length + 1), args.gbs // mbs
+
+    def step() -> None:
+        for _ in range(rounds):
+            text = torch.randint(0, shape.vocab_size, size, device=device)
             with torch.autocast(device, half or torch.bfloat16, enabled=half is not None):
-                loss = step(text[:, :-1], text[:, 1:]) / steps
+                loss = compiled(text[:, :-1], text[:, 1:]) / rounds
             scaler.scale(loss).backward()
         scaler.unscale_(adam)
         torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
@@ -453,9 +433,8 @@ def plain(values: Mapping[str, Any]) -> dict[str, float]:
         scaler.update()
         adam.zero_grad(set_to_none=True)
         loss.item()  # waits for the card, as the engine's loss does
-        seconds.append(time.perf_counter() - begin)
-    most = torch.cuda.max_memory_allocated() if cuda else peak_resident_bytes()
-    return {"sec_per_it": statistics.median(seconds[values["leave_out"] :]), "bytes": most}
+
+    return timed(step, args.end)
 
 
 def model(shape: Any) -> "torch.nn.Module":

@@ -52,7 +52,7 @@ CARDS = [
         "has V100-32GB, this card is Tesla V100-SXM2-16GB; name one of dlperf-v100-16g",
     ),
     ("dgx-h100", "NVIDIA H100 PCIe", 85.0e9, "has H100-80GB, this card is NVIDIA H100 PCIe; name a JSON file"),
-    ("h200", "", 0.0, "this machine has no GPU"),
+    ("h200", "NVIDIA L4", 24.1e9, "has H200-141GB, this card is NVIDIA L4; name a JSON file with its peak"),
 ]
 
 
@@ -83,25 +83,47 @@ def test_every_fault_of_the_mutation_table_can_still_be_planted() -> None:
         fault.planted(2 * fault.old)
 
 
-@pytest.mark.slow
-def test_every_step_is_taken_on_a_cpu_and_one_that_fails_leaves_the_others(
+def begun(out: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, dict]:
+    """Exit code and JSON of gpu_mfu.py with a tiny model."""
+    monkeypatch.setattr(sys, "argv", ["gpu_mfu.py", "--tiny", "--json", "--out", str(out), *words])
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    return gpu_mfu.main(), json.loads((out / "gpu_mfu.json").read_text())
+
+
+def test_what_there_was_no_time_for_is_taken_the_next_time_and_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Equality, both paths and the plain GPT and prediction, in a turn each; `unfused-1` finds its folder taken."""
-    (tmp_path / "unfused-1").mkdir()
-    monkeypatch.setattr(sys, "argv", ["gpu_mfu.py", "--tiny", "--json", "--out", str(tmp_path)])
-    monkeypatch.setattr(gpu_mfu, "STEPS", ("verify", "unfused-1", "fused-2", "plain-2"))
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    assert gpu_mfu.main() == 1
-    found = json.loads(capsys.readouterr().out)
-    assert json.loads((tmp_path / "gpu_mfu.json").read_text()) == found
-    assert set(found["failed"]) == {"unfused-1"} and "File exists" in found["failed"]["unfused-1"]
-    assert found["targets"] == {"equality": "met"} and len(found["verify"]["rows"]) == 2
-    assert found["card"] == "cpu" and found["paths"]["fused-2"].startswith("fused path (run.fused=on)")
-    for name in ("fused", "plain"):
-        one = found["measured"][name]
-        assert len(one["turns"]) == 1 and one["max_bytes"] > 0
-        flops = one["mfu"] * 50e9 * one["sec_per_it"]
-        assert flops == pytest.approx(72 * 4 * 32 * 2 * 64 * 64 * (1 + 32 / 384 + 512 / (12 * 2 * 64)))
-    written = (tmp_path / "gpu_mfu.md").read_text()
-    assert "**unfused-1 failed**" in written
+    taken = []
+    done = {"sec_per_it": 0.5, "bytes": 2**30, "took_s": 1.0}
+    real = gpu_mfu.taken
+    monkeypatch.setattr(
+        gpu_mfu, "taken", lambda step, *_: taken.append(step) or (done if step != "plain" else {"problem": "x"})
+    )
+    assert begun(tmp_path, monkeypatch, "--steps", "engine,plain")[0] == 1
+    monkeypatch.setattr(gpu_mfu, "taken", real)
+    code, found = begun(tmp_path, monkeypatch, "--steps", "engine,plain,fp8", "--seconds", "1")
+    assert code == 1 and taken == ["engine", "plain"] and found["steps"]["engine"] == done
+    assert (
+        "no time left" in found["failed"]["plain"] and "needs Transformer Engine" in found["steps"]["fp8"]["not here"]
+    )
+    flops = found["measured"]["engine"]["mfu"] * 50e9 * 0.5
+    assert flops == pytest.approx(72 * 4 * 32 * 2 * 64 * 64 * (1 + 32 / 384 + 512 / (12 * 2 * 64)))
+    monkeypatch.setitem(gpu_mfu.TINY, "mbs", 1)
+    assert (
+        begun(tmp_path, monkeypatch)[0] == 2 and "has steps with mbs=2; name another --out" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.slow
+def test_every_kind_of_step_is_taken_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equality, the engine with a lever and without, the plain GPT, the trace, each with what the planner says."""
+    code, found = begun(tmp_path, monkeypatch, "--steps", "verify,engine,plain,trace,full recomputation")
+    assert code == 0 and not found["failed"], found["failed"]
+    assert [row["ok"] for row in found["steps"]["verify"]["rows"]] == [True, True]
+    assert found["steps"]["engine"]["path"].startswith("fused path (run.fused=on)")
+    assert (
+        found["measured"].keys() == {"plain", "engine", "full recomputation"} and found["measured"]["plain"]["mfu"] > 0
+    )
+    ratios = {"seconds_over_measured", "bytes_over_measured", "traced_over_measured"}
+    assert ratios < found["measured"]["engine"].keys()
+    assert found["steps"]["trace"]["flops"] > 0 and "| full recomputation |" in (tmp_path / "gpu_mfu.md").read_text()
