@@ -119,6 +119,7 @@ def test_every_command_shows_the_prediction_of_the_plan(case, tmp_path: Path, ca
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", [name for name in PLANS if name != "V100 fp16"], indirect=True)
 def test_every_notebook_shows_the_prediction_of_the_plan(case, tmp_path: Path) -> None:
     """02, 03, 07 and 08 in one study, their cells executed one after the other in this process."""
     name, plan, expected, _ = case

@@ -44,6 +44,7 @@ NOT_COUNTED = {"opt": 2 * 64, "qwen3": 2 * 2 * 16}  # what the notes tell: two p
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("pool")  # whose worker imports transformers for tests/engine/test_hf_export.py, too
 @pytest.mark.parametrize(("kind", "values"), MADE, ids=str)
 def test_the_parameters_are_those_of_the_model_that_transformers_makes(kind: str, values: dict) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

@@ -65,7 +65,7 @@ def test_plain_loops_see_as_many_topologies_and_refuse_each_by_the_first_rule_th
     shape, counts, engine = parse_shape("40,5120,40,2048,50304"), Counter(), "megatron"
     rules = [(r, (A100,)) for r in CLUSTER_RULES] + [(r, (shape,)) for r in SHAPE_RULES]
     rules = sorted([*rules, *((r, ()) for r in TOPOLOGY_RULES)], key=lambda rule: not rule[0].of_sizes)
-    lanes = [(t, p, 24 // t // p) for t, p in itertools.product(range(1, 25), repeat=2) if 24 % (t * p) == 0]
+    lanes = [(t, p, 12 // t // p) for t, p in itertools.product(range(1, 13), repeat=2) if 12 % (t * p) == 0]
     for tp, pp, dp in lanes:
         chunks = [v for v in range(1, 40 // pp + 1) if 40 // pp % v == 0] if pp > 1 else [1]
         choices = (chunks, (0, 1, 2), ("none", "full"), ("uniform", "type:transformer|embedding"))
@@ -73,11 +73,11 @@ def test_plain_loops_see_as_many_topologies_and_refuse_each_by_the_first_rule_th
         for v, zero, recompute, partition, sp, overlaps in itertools.product(*choices):
             if overlaps == 2 and zero != 1:
                 continue
-            for mbs in (m for m in range(1, 49) if 48 % (dp * m) == 0):
-                given = {"tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "gbs": 48, "interleaving": v, "zero": zero}
+            for mbs in (m for m in range(1, 25) if 24 % (dp * m) == 0):
+                given = {"tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "gbs": 24, "interleaving": v, "zero": zero}
                 given |= {"recompute": recompute, "partition": partition, "sequence_parallel": sp, "precision": "bf16"}
                 given |= {"overlap_grad_reduce": overlaps > 0, "overlap_param_gather": overlaps == 2}
-                t = SimpleNamespace(**vars(Topology()) | given, gpus=24, microbatches=48 // (mbs * dp))
+                t = SimpleNamespace(**vars(Topology()) | given, gpus=12, microbatches=24 // (mbs * dp))
                 broken = next((rule.name for rule, subjects in rules if not rule.holds(t, *subjects)), None)
                 if not broken and (unsupported := unsupported_rule(engine, shape, t)):
                     broken = f"{unsupported[0]}: {unsupported[2]}"
@@ -85,13 +85,16 @@ def test_plain_loops_see_as_many_topologies_and_refuse_each_by_the_first_rule_th
                     case = Configuration(shape=shape, topology=Topology(**given), cluster=A100, engine=engine)
                     broken = MEMORY_RULE if predict(case, K).oom_probability > 0.5 else "none"
                 counts[broken] += 1
-    space = Space(gpus=(24,), gbs=(48,), pins={"zero": (0, 1, 2), "recompute": ("none", "full")})
+    space = Space(gpus=(12,), gbs=(24,), pins={"zero": (0, 1, 2), "recompute": ("none", "full")})
     found = search_space(shape, A100, space, K)
     assert {**found.refused_by_rule, "none": found.runnable} == counts and len(counts) >= 6
 
 
-@pytest.mark.parametrize(("objective", "value"), [("seconds", "sec_per_it"), ("headroom", "memory_bytes")])
-@pytest.mark.parametrize("host_s", [1e-4, 1e-2], ids=["bound by the GPU", "bound by the host"])
+@pytest.mark.parametrize(
+    ("objective", "value", "host_s"),
+    [("seconds", "sec_per_it", 1e-4), ("seconds", "sec_per_it", 1e-2), ("headroom", "memory_bytes", 1e-4)],
+    ids=["bound by the GPU", "bound by the host", "headroom"],
+)
 def test_the_vectorized_prediction_is_the_prediction_of_the_one_plan(objective, value, host_s):
     """Ranked by arrays of many points at once, predicted one by one."""
     known = dataclasses.replace(K, host_s=host_s)

@@ -92,7 +92,7 @@ def poisoned(value: Any, kept: tuple[str, ...]) -> Any:
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Study]:
-    """A study in which every notebook ran over files of a colleague."""
+    """A study in which every notebook that shows other people's files ran over those of a colleague."""
     base = tmp_path_factory.mktemp("hostile")
     before = os.environ.get("TRILANE_OUTPUTS")
     os.environ["TRILANE_OUTPUTS"] = str(known_machine(base / "outputs"))
@@ -119,8 +119,6 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Study]:
         notebook.run("08_decision", made, title=TEXT)
         shutil.copytree(made.folder, made.folder.with_name("other"))
         notebook.run("09_compare", made, studies="s,other")
-        with mock.patch.dict(os.environ, uncounted(), clear=True):
-            notebook.run("10_own_layer", made, train_iters=6)
         (made.folder / f"{NAME}.csv").touch()
         (made.folder / f"javascript:pwned() {NAME}.ipynb").write_text(json.dumps({"cells": TEXT}))
         write_index(made)
@@ -163,7 +161,7 @@ def opened(browser: Any, page_file: Path, *, with_policy: bool) -> dict[str, Any
 def test_hostile_text_is_text_in_every_report_in_a_browser(study: Study, browser: Any) -> None:
     """Without the policy of its pages: the escaping alone holds."""
     pages = sorted(study.folder.glob("*.html"))
-    assert [page.stem for page in pages] == [*notebook_names(), "index"]
+    assert [page.stem for page in pages] == [*notebook_names()[:9], "index"]
     for page_file in pages:
         found = opened(browser, page_file, with_policy=False)
         assert found["seen"] == [page_file.as_uri()], page_file.name
@@ -176,5 +174,4 @@ def test_hostile_text_is_text_in_every_report_in_a_browser(study: Study, browser
         assert all(width > 0 for _, width in found["images"]), page_file.name
         assert all(link.startswith(study.folder.as_uri()) for link in found["links"]), page_file.name
         text = found["text"].replace("\\\\", "\\")  # 03 shows it in a plan.json
-        if page_file.stem != "10_own_layer":  # which shows its own plan alone
-            assert " ".join(NAME.split()) in " ".join(text.split()), page_file.name
+        assert " ".join(NAME.split()) in " ".join(text.split()), page_file.name
