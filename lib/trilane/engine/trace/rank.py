@@ -77,10 +77,12 @@ def _assign(engine: Engine, recorder: Recorder) -> None:
     """What the engine holds between iterations, by what it is for."""
     parameters = [parameter for module in engine.modules for parameter in module.parameters()]
     recorder.rest_is_buffers()
-    inner: Any = engine._optimizer
-    for chained in getattr(inner, "chained_optimizers", [inner]):
-        recorder.assign("optimizer", tensors_in(getattr(chained, "optimizer", chained).state))
-        recorder.assign("optimizer", tensors_in(getattr(chained, "optimizer", chained).param_groups))
+    outer: Any = engine._optimizer
+    for chained in getattr(outer, "chained_optimizers", [outer]):
+        inner = getattr(chained, "optimizer", chained)
+        recorder.assign("optimizer", tensors_in([inner.state, inner.param_groups]))
+    # DeepSpeed's flat sums and shares of gradients
+    recorder.assign("gradients", tensors_in([held for name, held in vars(outer).items() if "grad" in name]))
     for parameter in parameters:
         recorder.assign("gradients", [parameter.grad, getattr(parameter, "main_grad", None)])
         recorder.assign("weights", [parameter, getattr(parameter, "ds_tensor", None)])

@@ -67,6 +67,10 @@ def prepare(plan: Plan) -> None:
     generator = {"get_rng_state": lambda device=None: _NO_STATE, "set_rng_state": lambda *_, **__: None}
     for place in (torch, torch.random, torch.cuda, torch.cuda.random):
         replaced.setdefault(place, {}).update(generator)
+    if plan.engine != "megatron":
+        from deepspeed.runtime.zero import partitioned_param_coordinator
+
+        replaced[partitioned_param_coordinator] = {"assert_ints_same_as_other_ranks": lambda numbers: None}
     for place, attributes in replaced.items():
         for name, value in attributes.items():
             setattr(place, name, value)
