@@ -124,7 +124,7 @@ def _stage(recorder: Recorder, totals: Totals, **given: Any) -> TracedStage:
         activations_bytes=held[ACTIVATIONS],
         activations_each_bytes=first[0],
         temporary_bytes=held[TEMPORARY] + held[RECEIVED],
-        cpu_only_bytes=0.0,
+        cpu_only_bytes=held["cpu_only"],
         flops=totals.flops,
         operations=totals.operations,
         collectives=tuple(groups),

@@ -79,6 +79,7 @@ class Recorder(TorchDispatchMode):
         self.flops, self.operations, self.schedule = 0.0, 0, list[Pass]()
         self.sent, self.owners = dict[tuple[str, str], tuple[int, float]](), Counter[tuple[int, int]]()
         self.each = dict[tuple[int, int], int]()  # activations of a microbatch and chunk when its backward begins
+        self.spared = Counter[tuple[int, int]]()  # what a CPU's kernels would keep more, by microbatch and chunk
         self._forwards, self._inside = Counter[int](), (0, 0)
         self._begin_pass("")
 
@@ -211,6 +212,11 @@ class Recorder(TorchDispatchMode):
         self._hidden = False
         self.operations += 1
 
+    def spare(self, size: int) -> None:
+        """A CPU's kernel would have kept `size` bytes more of the forward pass that this is in."""
+        if self._now == "forward":
+            self.spared[self._inside] += size
+
     def _is_received(self, number: int) -> bool:
         block = self._blocks.get(number)
         return block is not None and block.kind == RECEIVED
@@ -239,6 +245,7 @@ class Recorder(TorchDispatchMode):
         if alive > self.peak:
             self.peak, self.peak_at, self.at_peak = alive, self._where(), Counter(self.live)
             self._peak_made = self.operations
+            self.at_peak["cpu_only"] = sum(size for owner, size in self.spared.items() if self.owners[owner])
 
     def _freed(self, number: int, _: Any) -> None:
         block = self._blocks.pop(number)

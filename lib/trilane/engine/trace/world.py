@@ -48,7 +48,7 @@ def prepare(plan: Plan) -> None:
     import megatron.core.distributed.param_and_grad_buffer as buffers
     from megatron.core.tensor_parallel import random
 
-    from trilane.engine.model import gpt, own_layer, rng, trial
+    from trilane.engine.model import fused, gpt, own_layer, rng, trial
 
     if plan.layer:
         own_layer.load(plan.layer)
@@ -68,8 +68,15 @@ def prepare(plan: Plan) -> None:
     for place in (torch, torch.random, torch.cuda, torch.cuda.random):
         replaced.setdefault(place, {}).update(generator)
     if plan.engine != "megatron":
+        from deepspeed.runtime.pipe.engine import PipelineEngine
         from deepspeed.runtime.zero import partitioned_param_coordinator
 
+        t = plan.topology
+        shape = [plan.shape.seq_length // (t.tp if t.sequence_parallel else 1), t.mbs, plan.shape.hidden_size]
+        dtype = fused.DTYPES[t.precision]
+        # its first message tells the next stage this shape
+        received = {"_recv_tensor_meta": lambda self, _: self._allocate_or_extend_buffers(0, shape, dtype)}
+        replaced[PipelineEngine] = received
         replaced[partitioned_param_coordinator] = {"assert_ints_same_as_other_ranks": lambda numbers: None}
     for place, attributes in replaced.items():
         for name, value in attributes.items():
@@ -209,7 +216,36 @@ def _as_on_card(plan: Plan, recorder: Recorder) -> None:
 
     major, minor = plan.cluster.gpu.compute_capability
     fused.capability, fused.COMPILE = (lambda device: (major, minor)), compiler(recorder)
-    functional: Any = F
-    for name, kernel in CUDA_KERNELS.items():
-        setattr(functional, name, kernel)
-    functional.scaled_dot_product_attention = attention(F.scaled_dot_product_attention, major >= 8)
+    attend = attention(F.scaled_dot_product_attention, major >= 8)
+    for name, kernel in {**CUDA_KERNELS, "scaled_dot_product_attention": attend}.items():
+        setattr(F, name, _instead(getattr(F, name), kernel, recorder))
+
+
+def _instead(plain: Callable[..., Any], kernel: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    """`kernel` in place of a CPU's; what that would have kept more for the backward pass is noted."""
+    known = dict[Any, int]()
+
+    def call(*args: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled():
+            case = tuple((x.shape, x.dtype, x.requires_grad) for x in args if isinstance(x, torch.Tensor))
+            case += tuple(sorted((name, str(value)) for name, value in options.items() if name != "attn_mask"))
+            if case not in known:
+                with recorder.one_kernel():
+                    known[case] = _kept(plain, args, options) - _kept(kernel, args, options)
+            recorder.spare(known[case])
+        return kernel(*args, **options)
+
+    return call
+
+
+def _kept(function: Callable[..., Any], args: Any, options: Any) -> int:
+    """Bytes that autograd keeps of a call, its inputs left out."""
+    sizes = dict[int, int]()
+
+    def note(x: torch.Tensor) -> None:
+        sizes[key(x)] = x.untyped_storage().nbytes()
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        function(*args, **options)
+    inputs = {key(x) for x in tree_leaves((args, options)) if isinstance(x, torch.Tensor)}
+    return sum(size for number, size in sizes.items() if number not in inputs)
