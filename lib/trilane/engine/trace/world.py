@@ -207,17 +207,15 @@ class _Compiled(torch.autograd.Function):
         return None, None, *made
 
 
-CUDA_KERNELS = {"rms_norm": rms_norm, "dropout": dropout}
-
-
 def _as_on_card(plan: Plan, recorder: Recorder) -> None:
     """Compute capability, kernels and compiled functions as those of the plan's card."""
     from trilane.engine.model import fused
 
     major, minor = plan.cluster.gpu.compute_capability
     fused.capability, fused.COMPILE = (lambda device: (major, minor)), compiler(recorder)
-    attend = attention(F.scaled_dot_product_attention, major >= 8)
-    for name, kernel in {**CUDA_KERNELS, "scaled_dot_product_attention": attend}.items():
+    kernels: dict[str, Callable[..., Any]] = {"rms_norm": rms_norm, "dropout": dropout}
+    kernels["scaled_dot_product_attention"] = attention(F.scaled_dot_product_attention, major >= 8)
+    for name, kernel in kernels.items():
         setattr(F, name, _instead(getattr(F, name), kernel, recorder))
 
 
@@ -227,8 +225,8 @@ def _instead(plain: Callable[..., Any], kernel: Callable[..., Any], recorder: Re
 
     def call(*args: Any, **options: Any) -> Any:
         if torch.is_grad_enabled():
-            case = tuple((x.shape, x.dtype, x.requires_grad) for x in args if isinstance(x, torch.Tensor))
-            case += tuple(sorted((name, str(value)) for name, value in options.items() if name != "attn_mask"))
+            tensors = [(x.shape, x.dtype, x.requires_grad) for x in args if isinstance(x, torch.Tensor)]
+            case = str((tensors, [(n, value) for n, value in options.items() if n != "attn_mask"]))
             if case not in known:
                 with recorder.one_kernel():
                     known[case] = _kept(plain, args, options) - _kept(kernel, args, options)
