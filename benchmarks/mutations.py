@@ -201,6 +201,9 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ('"MiB": (2.0**20, 1.0)', '"MiB": (1e6, 1.0)'),
         ("row.get(span.column, 0.0) + span.value", "0.0 + span.value"),
     ],
+    ("logs", "logs/reading/facts.py", "logs"): [
+        ("enumerate(names, 2)", "enumerate(names, 1)"),
+    ],
     ("logs", "logs/checks.py", "logs"): [
         ("1000.0**-off", "1000.0**off"),
     ],

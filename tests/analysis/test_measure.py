@@ -1,4 +1,4 @@
-"""Measuring: which iterations count, one meaning of TFLOPs, curves over restarts."""
+"""Measuring: which iterations count, one meaning of TFLOPs, phases by timers, curves over restarts."""
 
 import csv
 import math
@@ -25,13 +25,13 @@ ARGUMENTS = dict(
 )  # fmt: skip
 
 
-def log(iterations=20, arguments=None, name="a.log", first=1, step=1, **columns):
+def log(iterations=20, arguments=None, timers=None, name="a.log", first=1, step=1, **columns):
     at = np.arange(first, first + iterations * step, step)
     given = {"sec_per_it": 2.0, "lm_loss": 5.0, **columns}
     table = pd.DataFrame({"iteration": at, **{k: np.broadcast_to(v, len(at)).astype(float) for k, v in given.items()}})
     return RunLog(
         source=Path(name), iterations=table, memory=pd.DataFrame(), status="completed", evidence="",
-        dialect="megatron-lm", arguments=arguments or {},
+        dialect="megatron-lm", arguments=arguments or {}, timers=pd.DataFrame(timers or {}),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from plans import changed, small_plan
 from support import Later
 
 from trilane.interop.deepspeed_config import deepspeed_config
+from trilane.logs.run import read_log
 from trilane.workspace.phase_times import read_phase_times
 
 torch, phases = Later("torch"), Later("trilane.engine.phases")
@@ -74,7 +75,9 @@ TIMED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("topology", "names"), TIMED.values(), ids=TIMED.keys())
-def test_timers_fill_the_iteration(topology: dict, names: set, train: Callable, data: Path, tmp_path: Path) -> None:
+def test_timers_fill_the_iteration_and_our_reader_reads_them(
+    topology: dict, names: set, train: Callable, data: Path, tmp_path: Path
+) -> None:
     """(min, max) over ranks, of the two iterations before each line; no rank can spend more than the iteration."""
     plan = changed(small_plan(data, iters=4, **topology), "run", timers=True, log_interval=2)
     steps = train(plan)
@@ -93,6 +96,12 @@ def test_timers_fill_the_iteration(topology: dict, names: set, train: Callable, 
             pytest.approx(low),
             pytest.approx(high),
         )
+    last = tmp_path / "run" / f"{plan.topology.gpus - 1}.log"
+    for log in (read_log(last), read_log(tmp_path / "run" / "steps.jsonl")):
+        assert log.timers["iteration"].tolist() == [2, 4]
+        for name, (low, high) in spreads[1].items():
+            assert log.timers[name].iloc[1] == pytest.approx(high, abs=1e-5)
+            assert log.timers[f"{name} min"].iloc[1] == pytest.approx(low, abs=1e-5)
 
 
 def test_a_phase_counts_its_own_time_and_an_evaluation_between_iterations_none(monkeypatch) -> None:

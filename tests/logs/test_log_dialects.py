@@ -112,7 +112,7 @@ def test_the_memory_that_deepspeed_prints_beside_its_rates_is_read(tmp_path):
     assert list(log.memory["max_allocated"]) == [20.5 * 2**30] and log.memory["allocated"].iloc[0] == 4.25 * 2**30
 
 
-def test_memory_arguments_and_devices_are_read(tmp_path):
+def test_memory_timers_arguments_and_devices_are_read(tmp_path):
     text = (
         "+ srun bash -c 'python pretrain_gpt.py --num-layers 40 --lr 1e-4 --fp16 --wandb-api-key abc --data-path \"a b\"'\n"
         "------------------------ arguments ------------------------\n"
@@ -132,7 +132,8 @@ def test_memory_arguments_and_devices_are_read(tmp_path):
     assert {name: log.arguments[name] for name in expected} == expected
     assert (log.devices[0].name, log.devices[0].total_bytes) == ("Tesla V100-SXM2...", 32510 * 2**20)
     assert list(log.memory["max_allocated"]) == [9.25 * 2**30]
-    assert "optimizer" not in log.arguments, "a timer of ranks is no argument"
+    assert log.timers["forward-compute"].tolist()[0] == 0.14803
+    assert (log.timers["optimizer"].iloc[1], log.timers["optimizer min"].iloc[1]) == (0.02, 0.01)
     assert any("set-up" in note for note in log.notes)
 
 
@@ -155,6 +156,7 @@ def test_every_line_of_a_real_log_is_read_once_and_equal(path):
     assert len(log.memory) == len(ranks) or not ranks
     most = max(map(float, re.findall(r"max allocated: ([\d.]+)", text)), default=0)
     assert (log.memory["max_allocated"].max() if len(log.memory) else 0) == pytest.approx(most * 2**20)
+    assert len(log.timers) == len(re.findall(r"\ntime \(ms\) \| (?:forward|backward)", text)) + 1
 
 
 @pytest.mark.skipif(not RAW.is_dir(), reason="the folder of real logs is not beside this checkout")

@@ -139,7 +139,7 @@ def test_a_line_that_is_cut_broken_or_of_a_skipped_iteration_has_no_number_of_an
     assert list(log.iterations["lm_loss"].isna()) == [False, True, False]
     broken = "time (ms) | forward: 1.0 | forward: 2.0 | iteration: 3.0\nsteps: 9 loss: 1.2.3 iter time (s): 1..5 samples/sec: .\n"
     (log,) = runs(tmp_path, m2021(1) + broken + m2021(2).replace("8 |", "9" * 30 + " |", 1) + m2021(3))
-    assert list(log.iterations["sec_per_it"]) == [2.0] * 3
+    assert list(log.iterations["sec_per_it"]) == [2.0] * 3 and list(log.timers["forward"]) == [0.001]
 
 
 def test_memory_and_loss_are_those_of_the_ranks_that_have_them(tmp_path):
@@ -186,7 +186,7 @@ def test_what_stands_before_a_line_takes_nothing_from_it(tmp_path, prefix):
         plain = runs(tmp_path, text)
         found = runs(tmp_path, "".join(prefix + line for line in text.splitlines(True)))
         assert len(found) == len(plain) == 1 and found[0].iterations.equals(plain[0].iterations)
-        assert found[0].arguments == plain[0].arguments == {}
+        assert found[0].timers.equals(plain[0].timers)
 
 
 @pytest.mark.parametrize("prefix", ["{}: ", "jz-a100-{}: "])
@@ -226,7 +226,7 @@ def test_many_lines_and_one_at_a_time_are_read_alike():
         for text in of_name:
             singly.feed(text.encode())
         for one, other in zip(at_once.close(), singly.close(), strict=True):
-            for table in ("iterations", "companion"):
+            for table in ("iterations", "companion", "timers"):
                 frames = [frame(getattr(run, table).columns()).sort_index(axis=1) for run in (one, other)]
                 assert frames[0].equals(frames[1]), (name, table)
             assert (one.memory, one.last_line) == (other.memory, other.last_line)

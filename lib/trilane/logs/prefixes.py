@@ -1,4 +1,4 @@
-"""What stands before and beside the numbers of a line: ranks and hosts, time stamps."""
+"""What stands before and beside the numbers of a line: ranks and hosts, time stamps, timers."""
 
 import re
 from datetime import UTC, datetime

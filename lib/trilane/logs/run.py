@@ -36,6 +36,7 @@ class RunLog(Table):
     validation   a row per evaluation: iteration, lm_loss
     memory       a row per rank: rank, iteration, allocated, max_allocated, reserved, max_reserved; `max_` is the most
                  that the rank ever reported
+    timers       a row per iteration: iteration, and each timer of the framework
     devices      the GPUs that nvidia-smi lists
     summary      numbers printed once, such as train_runtime
     status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed it (None if unknown),
@@ -57,6 +58,7 @@ class RunLog(Table):
     evidence: str
     dialect: str = ""
     arguments: Mapping[str, Value] = field(default_factory=dict)
+    timers: DataFrame = field(default_factory=frame)
     devices: tuple[Device, ...] = ()
     summary: Mapping[str, float] = field(default_factory=dict)
     rank: int | None = None
@@ -162,6 +164,7 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
         evidence=evidence,
         dialect=" + ".join(sorted(counted)) or "unknown",
         arguments=run.arguments,
+        timers=frame(run.timers.columns(), ("iteration",)),
         devices=tuple(device for _, device in sorted(run.devices.items())),
         summary=run.summary,
         rank=rank,
@@ -224,16 +227,17 @@ def read_run_folder(folder: Path | str) -> RunLog:
 
 
 def _joined(parts: list[RunLog]) -> RunLog:
-    """The last part of a resumed run, with the iterations of earlier parts up to where each was resumed."""
+    """The last part of a resumed run, with the iterations and timers of earlier parts up to where each was resumed."""
     whole = parts[0]
     for part in parts[1:]:
-        iterations, resumes = _until(whole.iterations, part.iterations), whole.resumes
+        iterations, timers = _until(whole.iterations, part.iterations), _until(whole.timers, part.timers)
+        resumes = whole.resumes
         if len(part.iterations) and len(whole.iterations):
             first = int(part.iterations["iteration"].iloc[0])
             resumes = (*resumes, (first, whole.iterations[whole.iterations["iteration"] >= first]))
         held = continued(whole.validation, part)
         problems = tuple(dict.fromkeys((*whole.problems, *part.problems)))
-        whole = replace(part, iterations=iterations, validation=held, resumes=resumes, problems=problems)
+        whole = replace(part, iterations=iterations, validation=held, timers=timers, resumes=resumes, problems=problems)
     return whole
 
 

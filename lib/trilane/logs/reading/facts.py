@@ -1,9 +1,10 @@
-"""Facts: all that a log holds besides iterations: memory, arguments, devices and the end."""
+"""Facts: all that a log holds besides iterations: memory, timers, arguments, devices and the end."""
 
 import re
 from dataclasses import replace
 
 from trilane.logs import arguments, endings
+from trilane.logs.dialects import Span, row_of
 from trilane.logs.endings import Level
 from trilane.logs.reading.runs import Device, PartialRun
 from trilane.logs.table import NAN
@@ -13,6 +14,13 @@ LAUNCH = re.compile(
     rb"using world size:|-{6} arguments -|[Ii]nitializing torch distributed|\*{5} Running training|DeepSpeed info: "
     rb"|- INFO - Starting job: |Setting OMP_NUM_THREADS environment variable|\[runner\.py:\d+:main\] cmd ="
     rb"|values were not passed to `accelerate launch`"
+)
+TIMERS = re.compile(rb"\btime \(ms\) \||\"timers\": \{")
+# `name: 1.5 |` of a line, (min, max) of the table over ranks, and of a line of steps.jsonl, in seconds
+TIMER = re.compile(rb"(?:^|\|)\s*+([^:|\s][^:|]{0,99}?)\s*:\s*(\d{1,30}(?:\.\d{0,30})?)\s*(?=\||$)")
+OF_RANKS = re.compile(rb"(?:^|\s)([A-Za-z][\w/-]*) ?\.{2,}:\s+\(?(\d+(?:\.\d*)?)(?:,\s+(\d+(?:\.\d*)?)\))?\s*$")
+OF_STEP = re.compile(
+    rb"\"([\w/ -]{1,99})\": \[(NUMBER), (NUMBER)\]".replace(b"NUMBER", rb"\d{1,30}(?:\.\d{0,30})?(?:e[+-]?\d{1,3})?")
 )
 # what starts the ranks of a node, of which srun sees one task: torchrun, and accelerate, which uses it
 LAUNCHERS = re.compile(
@@ -46,8 +54,10 @@ class Facts:
         return trains or bool(LAUNCH.search(line))
 
     def numbers(self, line: bytes, run: PartialRun) -> bool:
-        """Read rates and devices; returns whether the line has the form of any, digits aside."""
-        if b"Effective Tera" in line:
+        """Read timers, rates and devices; returns whether the line has the form of any, digits aside."""
+        if spans := timers(line):
+            run.add_timers(row_of(spans, line))
+        elif b"Effective Tera" in line:
             rate = re.search(rb"Effective Tera Flops per GPU: (\d+(?:\.\d*)?)", line)
             if rate and run.iterations.rows:
                 run.iterations.change_last({"flops_per_s_per_gpu": float(rate[1]) * 1e12})
@@ -134,3 +144,22 @@ class Facts:
             self.traceback, self._trace = 0, b""
             return endings.raised(line, run.rows)
         return None
+
+
+def timers(line: bytes) -> list[Span]:
+    """The framework's timers in a line, in seconds, by name; of (min, max) over ranks the minimum is `<name> min`."""
+    found, divisor = list[re.Match[bytes]](), 1e3
+    if head := TIMERS.search(line):
+        is_step = b"{" in head[0]
+        found = [*(OF_STEP if is_step else TIMER).finditer(line, head.end() - (not is_step))]
+        divisor = 1.0 if is_step else 1e3
+    elif b"...:" in line and (match := OF_RANKS.search(line)):
+        found = [match]
+    spans = dict[str, Span]()
+    for match in found:
+        name = match[1].decode("utf-8", "replace")
+        names = [f"{name} min", name] if match.re.groups > 2 and match[3] else [name]
+        for place, key in enumerate(names, 2):
+            if key != "iteration":  # joined lines name a timer twice: the first counts
+                spans.setdefault(key, Span(key, *match.span(place), 1.0, divisor))
+    return list(spans.values())

@@ -14,7 +14,7 @@ from trilane.logs import arguments, endings
 from trilane.logs.dialects import Dialect, Span, dialects, row_of
 from trilane.logs.prefixes import STAMP, body, rank, timestamp
 from trilane.logs.reading import trainer_dicts
-from trilane.logs.reading.facts import Facts
+from trilane.logs.reading.facts import Facts, timers
 from trilane.logs.reading.runs import DIGITS, MEMORY, PartialRun, Runs
 
 LONG = 1 << 16  # bytes: longer lines are searched for iterations only
@@ -23,7 +23,7 @@ ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Form:
-    """Lines of one form, and the places of their numbers: an iteration of a dialect."""
+    """Lines of one form, and the places of their numbers: an iteration of a dialect, or without one timers."""
 
     def __init__(self, line: bytes, spans: Sequence[Span], dialect: Dialect | None = None) -> None:
         self.dialect, self.name = dialect, ""
@@ -92,8 +92,8 @@ class Reader:
             form = known(line.translate(DIGITS), unknown)
             if form is unknown:
                 self._learn(line)
-            elif form and form.dialect:
-                self._runs.take(form.row(line), form.dialect, form.name, line)
+            elif form is not None:
+                self._apply(form, line)
         if rest:  # may be cut
             self._line(rest, whole=False)
 
@@ -103,6 +103,14 @@ class Reader:
             if len(self._forms) > 50_000:  # the wording of a log changes
                 self._forms.clear()
             self._forms[line.translate(DIGITS)] = form
+
+    def _apply(self, form: Form, line: bytes) -> None:
+        """Read a line of a known form."""
+        row = form.row(line)
+        if form.dialect:
+            self._runs.take(row, form.dialect, form.name, line)
+        else:
+            self.run.add_timers(row)
 
     def _line(self, line: bytes, whole: bool = True) -> Form | None:
         """Read one line by all rules, not `whole` if the file ends inside it. Returns its form, None where it holds
@@ -126,6 +134,9 @@ class Reader:
         known = [dialect for dialect in self._tables if dialect.name in held or not dialect.words]
         form = self._iterations(known, line, whole) if known else None
         matched = any([self._steps(dialect, line) for dialect in self._companions if dialect.holds(line)])
+        if form and b'"timers": {' in line:  # a line of steps.jsonl has both
+            self.run.add_timers(row_of(timers(line), line))
+            return self._alone
         if form or len(line) >= LONG:
             return self._alone if matched else form
         matched |= not all(dialect.is_blind for dialect in known)
@@ -137,8 +148,10 @@ class Reader:
         facts = self._facts
         if is_launch := facts.is_launch(line):
             self._runs.launch(line)
-        run = self.run
+        run, spans = self.run, [] if matched else timers(line)
         found = facts.arguments(line, run), facts.numbers(line, run), facts.end(line, run)
+        if spans and not (is_launch or found[0] or found[2]):
+            return Form(line, spans)
         may_be_argument = b"  " in line and arguments.UNDOTTED.match(line)
         return self._alone if matched or is_launch or any(found) or may_be_argument else None
 

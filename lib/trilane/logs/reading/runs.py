@@ -36,7 +36,7 @@ class PartialRun:
 
     def __init__(self, follows: bool = False) -> None:
         self.iterations, self.companion = NumericTable(), NumericTable()
-        self.validation = NumericTable()
+        self.timers, self.validation = NumericTable(), NumericTable()
         self.memory: dict[int, dict[str, float]] = {}
         self.memory_is_late = False  # whether it was reported after an iteration
         self.arguments: dict[str, Value] = {}
@@ -139,6 +139,13 @@ class PartialRun:
     def restarts(self, row: Mapping[str, float]) -> bool:
         """Whether DeepSpeed's step shows that another run has begun."""
         return not self.iterations.rows and row["iteration"] < self.companion.last("iteration")
+
+    def add_timers(self, row: dict[str, float]) -> None:
+        """Add timers in seconds, printed after the last iteration. The last value counts."""
+        if self.timers.last("iteration") == self.iteration:
+            self.timers.change_last(row)
+        else:
+            self.timers.add({"iteration": self.iteration, **row})
 
     def add_validation(self, row: Mapping[str, float]) -> None:
         """Add an evaluation, which several ranks may print."""
