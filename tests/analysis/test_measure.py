@@ -11,7 +11,7 @@ from support import REPOSITORY
 
 from trilane.analysis import loss_curve
 from trilane.analysis import measure as flops
-from trilane.analysis.measure import measure_log
+from trilane.analysis.measure import measure_log, phases
 from trilane.analysis.run_config import RunConfig, run_config
 from trilane.analysis.steady_state import steady_state
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
@@ -164,6 +164,24 @@ def test_the_flops_of_a_gate_and_of_shared_keys_are_counted_as_megatron_does():
     assert flops.rates(config, 1.0)["megatron_causal"] * config.gpus == pytest.approx(expected)
     whole = flops.iteration_flops(config.shape, B, 2)["replicated"]  # the two RMSNorms of a layer count once more
     assert whole == 8 * B * s * L * (config.shape.layer_parameters + 2 * h)
+
+
+def test_timers_become_phases_once_each():
+    megatron = {
+        "iteration": [1, 2], "forward-compute": 0.4, "backward-compute": 0.8, "forward-recv": 0.2, "optimizer": 0.1,
+        "forward-recv min": 0.01, "backward-send-forward-recv": 0.1, "backward-params-all-reduce": 0.05,
+        "backward-embedding-all-reduce": 0.1, "optimizer-clip-main-grad": 0.03, "optimizer-inner-step": 0.05,
+        "batch-generator": 0.01, "forward-backward": 1.6,
+    }  # fmt: skip
+    found = phases(log(2, timers=megatron))
+    wanted = dict(optimizer=0.08, data_parallel=0.05, pipeline_wait=0.4, forward=0.4, backward=0.8)
+    assert found == pytest.approx(wanted)
+    deepspeed = dict(iteration=[1], fwd_microstep=0.3, bwd_microstep=0.7, bwd_inner_microstep=0.5)
+    deepspeed |= dict(bwd_allreduce_microstep=0.2, step_microstep=0.1)
+    assert phases(log(1, timers=deepspeed)) == pytest.approx(
+        dict(optimizer=0.1, data_parallel=0.2, forward=0.3, backward=0.5)
+    )
+    assert phases(log(1)) == {}
 
 
 def test_the_spread_is_half_of_what_lies_between_the_quartiles_relative_to_the_median():

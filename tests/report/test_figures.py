@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import altair as alt
 import numpy as np
@@ -15,6 +16,7 @@ from matplotlib.dates import date2num
 from support import REPOSITORY
 
 from trilane.analysis.loss_curve import join
+from trilane.analysis.recalibrate import recalibrate
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.plan import read_plan
@@ -27,7 +29,7 @@ from trilane.planning.search_result import SearchResult
 from trilane.planning.sizing import training_days
 from trilane.planning.space import read_choices
 from trilane.report.html import embedded
-from trilane.report.plots import explorer, losses
+from trilane.report.plots import explorer, losses, runs
 from trilane.report.plots import forecast as of_forecast
 from trilane.report.plots.interactive import MIME, Interactive
 from trilane.utils.tables import Text
@@ -181,6 +183,23 @@ def test_of_equal_curves_each_has_its_own_dashes():
     assert all(dash == 9 and gap == 9 * 2 for dash, gap in (mark["strokeDash"] for mark in marks))
     apart = drawn({"a": join([log()]), "b": join([log(lm_loss=7.0)])})[1]
     assert "strokeDashOffset" not in json.dumps(apart)
+
+
+def run(name, seconds, **timers):
+    """A measurement with the medians of some timers, in seconds."""
+    table = pd.DataFrame({"iteration": [1, 2], **{k.replace("_", "-"): [v, v] for k, v in timers.items()}})
+    iterations = pd.DataFrame({"iteration": [1, 2]})
+    own = SimpleNamespace(timers=table if timers else pd.DataFrame(), iterations=iterations)
+    return SimpleNamespace(name=name, log=own, window=SimpleNamespace(counts=[True, True]), sec_per_it=seconds)
+
+
+def test_phases_follow_each_other_and_what_no_timer_covers_ends_the_iteration():
+    timers = {"forward_compute": 1.0, "backward_compute": 2.0, "optimizer": 0.5}
+    (axes,) = runs.phases([run("a", 4.0, **timers), run("b", 3.0)], recalibrate([])).axes
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 25), (25, 50), (75, 12.5), (87.5, 12.5)]
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == ["forward", "backward", "optimizer", "covered by no timer"]
+    assert isinstance(runs.phases([run("b", 3.0)], recalibrate([])), Text), "one line, no empty figure"
 
 
 PLAN = read_plan(REPOSITORY / "docs/plan-176b.json")

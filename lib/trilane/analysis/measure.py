@@ -1,4 +1,4 @@
-"""Measurement: what one run's log amounts to: seconds per iteration, tokens, TFLOPs by definition, memory, loss."""
+"""Measurement: what one run's log amounts to: seconds per iteration, tokens, TFLOPs, memory, loss, phases."""
 
 import math
 import re
@@ -18,7 +18,11 @@ from trilane.logs.endings import caveat
 from trilane.logs.run import RunLog, read_run_folder
 from trilane.utils.numbers import ranges
 from trilane.utils.tables import Brief, as_json
+from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
+
+# Timers of Megatron and DeepSpeed by phase, of which the first that fits takes a timer, and those that include others.
+TIMERS: dict[str, Any] = shipped_json("timers")
 
 
 def iteration_flops(shape: ModelShape, batch: float, tp: int = 1, recompute: str = "none") -> dict[str, float]:
@@ -254,3 +258,27 @@ def nan_iterations(log: RunLog) -> int:
     broken = np.isnan(loss) & ~(np.nan_to_num(skipped) > 0) if len(skipped) == len(loss) else np.isnan(loss)
     leaves_out = re.search(r"megatron|gpt-neox|deepspeedai", log.dialect)
     return max(int(np.nan_to_num(lost).sum()), int(broken.sum()) if leaves_out else 0)
+
+
+def phases(log: RunLog, window: SteadyState | None = None) -> dict[str, float]:
+    """Median seconds per iteration of each phase by the timers of the printing rank; {} without timers.
+
+    With a window, over the iterations that count, where timers were printed for any of them.
+
+    Megatron prints the mean over its log interval. `pipeline_wait` is what that rank spends in sends, receives and the
+    all-reduce of the shared embedding: on the last stage these include the pipeline's fill and drain, so it is an upper
+    bound of the bubble. `batch-generator` runs inside forward-compute and is left out where the log has that.
+    """
+    timers, found = log.timers, dict[str, float]()
+    if window is not None and "iteration" in timers and "iteration" in log.iterations:
+        counted = timers[timers["iteration"].isin(log.iterations["iteration"][window.counts])]
+        timers = counted if len(counted) else timers
+    medians = timers.drop(columns="iteration", errors="ignore").median().dropna()
+    for name, seconds in medians.items():
+        inner = TIMERS["include"].get(name, "$^")
+        includes = re.search(TIMERS["include_others"], name) or any(re.search(inner, other) for other in medians.index)
+        phase = next((p for p, pattern in TIMERS["phases"].items() if re.search(pattern, name)), None)
+        # one that includes others that were printed too would count them twice
+        if phase and not includes and not (phase == "data" and "forward-compute" in medians):
+            found[phase] = found.get(phase, 0.0) + float(seconds)
+    return {name: found[name] for name in TIMERS["phases"] if name in found}

@@ -8,7 +8,7 @@ from trilane.utils.validation import shipped_json
 
 Value = str | int | float | bool | None
 BEGIN, END = re.compile(rb"-{6} arguments -{6}"), re.compile(rb"-{6} end of arguments")
-DOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,6}([A-Za-z]\w*) \.{2,} ?(?!:)(.*)$")
+DOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,6}([A-Za-z]\w*) \.{2,}+ ?(?!:)(.*)$")
 UNDOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,4}([a-z]\w*)\s{2,}(\S.*)$")
 DEEPSPEED = re.compile(rb"\[config\.py:\d+:print(?:_config)?\]\s+(\w+) (?:\.{2,}|\s) ?(.*)$")
 OPTION = re.compile(rb"(?:^|\s)--([A-Za-z][\w-]*)(?:[ =]+((?!-)[^\s'\"\\]+|-[\d.]+\S*|\"[^\"]*\"|'[^']*'))?")

@@ -1,16 +1,21 @@
 """Figures of measured runs: their time, rates and predictions; of the ranks of a hang."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from trilane.analysis.measure import Measurement
+from trilane.analysis import measure
+from trilane.analysis.measure import TIMERS, Measurement
 from trilane.costmodel.recalibration import NOTHING, Recalibration
 from trilane.diagnose.hang import Verdict
 from trilane.report.plots.style import COLORS, INK, figure, finished, name_rows, plain
 from trilane.utils.tables import Text
+
+PARTS = colormaps["Set3"].colors  # type: ignore[attr-defined]
 
 
 def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
@@ -63,6 +68,38 @@ def hang_grid(verdict: Verdict) -> Figure:
     # off the axes, where long names take no width of the grid
     made.legend(handles=handles, loc="outside lower left", frameon=False)
     return made
+
+
+def phases(measurements: Sequence[Measurement], recalibration: Recalibration) -> Figure | Text:
+    """An iteration of each run: by the log's own timers, in their order, above the parts of its calibrated prediction.
+
+    Each phase is the sum over the microbatches, which in truth alternate.
+    """
+    order, bars = dict.fromkeys(["data", *TIMERS["phases"]], 0.0), dict[str, list[tuple[str, Mapping[str, float]]]]()
+    for m, found in ((m, measure.phases(m.log, m.window)) for m in measurements):
+        parts = {**order, **found, "covered by no timer": max(m.sec_per_it - sum(found.values()), 0.0)}
+        bars.setdefault("Measured, by the timers of the printing rank", []).extend([(m.name, parts)] * bool(found))
+    predicted = zip(recalibration.rows, recalibration.after, strict=True) if recalibration else ()
+    bars["Predicted, after calibration"] = [(row.row_id, vars(p.time)) for row, p in predicted]
+    bars = {heading: rows for heading, rows in bars.items() if rows}
+    if not bars:
+        return Text("No log has timers of an iteration, and no run can be predicted.")
+    made, axes = figure(8.0, sum(1.2 + 0.3 * len(rows) for rows in bars.values()), rows=len(bars))
+    for place, (heading, rows) in zip(np.ravel(axes), bars.items(), strict=True):
+        _shares(place, rows, heading)
+    return made
+
+
+def _shares(axes: Any, rows: Sequence[tuple[str, Mapping[str, float]]], heading: str) -> None:
+    """A bar a run of its stacked parts in percent of their sum, which is at its name; a part has one colour."""
+    wholes, left = np.array([sum(parts.values()) for _, parts in rows]), np.zeros(len(rows))
+    for i, part in enumerate(part for part in rows[0][1] if any(parts[part] for _, parts in rows)):
+        percent = 100 * np.array([parts[part] for _, parts in rows]) / wholes
+        look: Any = {"color": PARTS[i % len(PARTS)], "ec": INK, "lw": 0.3}  # other colours than those of the runs
+        axes.barh(range(len(rows)), percent, 0.62, left=left, label=part.replace("_", " "), **look)
+        left = left + percent
+    name_rows(axes, [f"{name}, {whole:.3g} s" for (name, _), whole in zip(rows, wholes, strict=True)])
+    finished(axes, heading, xlabel="% of an iteration")
 
 
 def predicted_over_measured(recalibration: Recalibration) -> Figure | Text:
