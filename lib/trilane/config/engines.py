@@ -13,7 +13,7 @@ from typing import Any
 
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import Topology
+from trilane.config.parallelism import RECOMPUTE, Topology
 from trilane.config.shapes import misfit_of
 from trilane.utils.validation import HostError
 
@@ -29,12 +29,14 @@ def default_precision(cluster: Cluster) -> str:
     return "bf16" if cluster.gpu.bf16_flops_per_s else "fp16"
 
 
-def default_attention(shape: ModelShape, cluster: Cluster, precision: str) -> str:
+def default_attention(shape: ModelShape, cluster: Cluster, precision: str, engine: str = ENGINES[0]) -> str:
     """ "fused" where torch's scaled_dot_product_attention has a kernel that keeps no s x s scores, else "scores".
 
     On a GPU such kernels (flash from Ampere on, memory-efficient on a V100) want 16 bits and heads of a multiple of 8
-    channels, 256 at most. A CPU has one for every head.
+    channels, 256 at most. A CPU has one for every head. transformers' BLOOM has none.
     """
+    if engine == "hf-zero3" and shape.positions == "alibi":
+        return "scores"
     if cluster.gpu.kind == "cpu":
         return "fused"
     fits = precision != "fp32" and shape.head_dim % 8 == 0 and shape.head_dim <= FLASH_HEAD_DIM
@@ -63,7 +65,7 @@ def default_topology(shape: ModelShape, cluster: Cluster, engine: str = ENGINES[
     precision = chosen.get("precision") or default_precision(cluster)
     defaults: dict[str, Any] = {
         "precision": precision,
-        "attention": default_attention(shape, cluster, precision),
+        "attention": default_attention(shape, cluster, precision, engine),
         "fp32_gradients": default_fp32_gradients(precision, chosen.get("offload", "none")),
         "zero": int(engine != ENGINES[0] or (precision != "fp32" and chosen.get("dp", 1) > 1)),
     }
@@ -79,7 +81,7 @@ def label_of(shape: ModelShape, cluster: Cluster, topology: Topology, engine: st
     sums = sums_in_fp32(engine, t)
     named = {
         t.precision: t.precision != precision,
-        t.attention: t.attention != default_attention(shape, cluster, t.precision),
+        t.attention: t.attention != default_attention(shape, cluster, t.precision, engine),
         "fp32grads" if sums else f"{t.precision}grads": t.precision != "fp32"
         and sums != (engine == "megatron" or default_fp32_gradients(t.precision, t.offload)),
         engine: engine != ENGINES[0],
@@ -190,8 +192,10 @@ def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, 
         yield t.zero > 0, "zero", t.zero, "needs ZeRO stage 1 or more"
     if engine == "hf-zero3" and (misfit := misfit_of(shape)):
         yield False, misfit[0], misfit[1], f"trains models of transformers: {misfit[2]}"
-    whole = t.recompute in ("none", "full") or engine == "deepspeed-zero"
-    yield whole, "recompute", t.recompute, "recomputes whole layers or nothing"
+    kernel = engine != "hf-zero3" or shape.positions != "alibi" or t.attention == "scores"
+    yield kernel, "attention", t.attention, "writes the scores of ALiBi, as transformers' BLOOM does"
+    able = {"hf-zero3": ("none", "full"), "deepspeed-3d": ("none", "full", "block")}.get(engine, RECOMPUTE)
+    yield t.recompute in able, "recompute", t.recompute, f"has {' or '.join(able)}"
     for name in ("first_stage_layers", "last_stage_layers"):
         yield getattr(t, name) == 0, name, getattr(t, name), "cuts its stages evenly, or by type"
     yield not t.overlap_grad_reduce, "overlap_grad_reduce", True, "decides itself what it overlaps"

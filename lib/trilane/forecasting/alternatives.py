@@ -164,7 +164,9 @@ def levers(found: Forecast) -> Cases:
     """
     plan, cases, is_gpu = found.request.plan, list[Case](), found.request.plan.cluster.gpu.kind == "cuda"
     own = {"engine": plan.engine, **{name: getattr(plan.topology, name) for name in ("attention", "precision")}}
-    able = default_attention(plan.shape, plan.cluster, plan.topology.precision)  # fused, where there is such a kernel
+    able = default_attention(
+        plan.shape, plan.cluster, plan.topology.precision, plan.engine
+    )  # fused, where there is such a kernel
     values = {"engine": ENGINES, "attention": ("scores", able), "precision": ("fp16", "bf16", "fp8")}
     others = [(n, v) for n in values for v in sorted({*values[n]} - {own[n]}) if is_gpu]
     base = min((Case(name=plan.label, forecast=found), *islice(searched(found), is_gpu)), key=Case.hours)

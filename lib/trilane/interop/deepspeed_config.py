@@ -21,9 +21,12 @@ def deepspeed_config(plan: Plan, *, compiler: bool) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": t.mbs,
         "gradient_accumulation_steps": t.microbatches,
         "gradient_clipping": o.clip_grad,
-        "optimizer": {"type": "AdamW", "params": adam if compiler else {**adam, "torch_adam": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": adam if compiler and t.adam == "fused" else {**adam, "torch_adam": True},
+        },
         "zero_optimization": _zero(plan),
-        **({} if compiler else {"zero_force_ds_cpu_optimizer": False}),
+        **({} if compiler and t.adam == "fused" else {"zero_force_ds_cpu_optimizer": False}),
         **_precision(t),
         # each tensor-parallel rank sends its whole activation, as in Megatron
         **({"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}} if t.pp > 1 else {}),

@@ -146,7 +146,7 @@ def neighbours(plan: Plan) -> Iterator[dict[str, Any]]:
     }
     values |= {"interleaving": {1, 2 * t.interleaving, t.interleaving // 2} - {0}}
     values |= {name: CHOICES[name] for name in ("recompute", "partition", "offload")}
-    values |= {"attention": (default_attention(plan.shape, plan.cluster, t.precision),)}
+    values |= {"attention": (default_attention(plan.shape, plan.cluster, t.precision, plan.engine),)}
     for name, choices in values.items():
         yield from ({name: value} for value in choices if value != getattr(t, name))
 

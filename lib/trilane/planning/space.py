@@ -138,7 +138,11 @@ def space_for(
     precision = given.get("precision", default_precision(cluster))
     cluster.gpu.flops_per_s(precision)
     sums = default_fp32_gradients(precision, _tuple(given.get("offload", "none"))[0])
-    usual = {"attention": default_attention(shape, cluster, precision), "fp32_gradients": sums, "precision": precision}
+    usual = {
+        "attention": default_attention(shape, cluster, precision, engine),
+        "fp32_gradients": sums,
+        "precision": precision,
+    }
     pins = {name: _tuple(value) for name, value in given.items() if name in FREE}
     fixed = Topology(**{**usual, **{name: value for name, value in given.items() if name not in pins}})
     if reason := invalid_reason(shape, Topology(cp=fixed.cp)):

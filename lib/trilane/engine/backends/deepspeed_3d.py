@@ -5,7 +5,7 @@ V rows of the vocabulary on this rank. The layers' class names matter: the parti
 those whose name contains one of the two words.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,8 +48,12 @@ class DeepSpeed3D(DeepSpeed):
         assert grid.get_data_parallel_rank() == parallel_state.get_data_parallel_rank()
         assert grid.get_slice_parallel_rank() == parallel_state.get_tensor_model_parallel_rank()
         assert grid.get_stage_id() == parallel_state.get_pipeline_model_parallel_rank()
-        held = sum(isinstance(layer, TransformerLayer) for layer in stage.forward_funcs)
-        assert held == planned[grid.get_stage_id()], stage.parts
+        held = [layer for layer in stage.forward_funcs if isinstance(layer, TransformerLayer)]
+        assert len(held) == planned[grid.get_stage_id()], stage.parts
+        for layer in held[
+            : len(held) if self._plan.topology.recompute == "full" else self._plan.topology.recompute_layers
+        ]:
+            layer.recomputed = True
         return named
 
     def _train(self, microbatches: Sequence[Microbatch]) -> float:
@@ -63,7 +67,8 @@ class DeepSpeed3D(DeepSpeed):
         """This rank's layers, not yet initialized."""
         plan, t = self._plan, self._plan.topology
         # Layers inside DeepSpeed's pipeline must see pp 1: megatron-core would shift their numbers otherwise.
-        one_stage = replace(plan, topology=replace(t, pp=1, recompute="none", partition="uniform"))
+        alone = replace(t, pp=1, recompute="none", recompute_layers=0, partition="uniform")
+        one_stage = replace(plan, topology=alone)
         # DeepSpeed's own "uniform" would count embedding, positions and norm as layers.
         method = "type:transformer" if t.partition == "uniform" else t.partition
         return PipelineModule(
@@ -71,18 +76,10 @@ class DeepSpeed3D(DeepSpeed):
             topology=PipeModelDataParallelTopology(num_pp=t.pp, num_mp=t.tp, num_dp=t.dp),
             loss_fn=partial(mean_loss, fused=self._kernels.fused),
             partition_method=method,
-            activation_checkpoint_interval=1 if t.recompute == "full" else 0,
-            activation_checkpoint_func=_recomputed,
-            checkpointable_layers=[TransformerLayer.__name__],
         )
 
 
 build = DeepSpeed3D
-
-
-def _recomputed(function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
-    """megatron-core's activation checkpoint: DeepSpeed's does not rewind the generators of megatron-core's dropout."""
-    return tensor_parallel.checkpoint(function, False, *inputs)
 
 
 class WordEmbedding(tensor_parallel.VocabParallelEmbedding):
@@ -151,7 +148,9 @@ class FirstNorm(NormedDropout):
 
 
 class TransformerLayer(torch.nn.Module):
-    """Layer `number` of the whole model, from 0."""
+    """Layer `number` of the whole model, from 0; `recomputed` in the backward pass or not."""
+
+    recomputed = False
 
     def __init__(self, shape: ModelShape, settings: TransformerConfig, number: int) -> None:
         super().__init__()
@@ -162,6 +161,10 @@ class TransformerLayer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(S, B, C) -> (S, B, C)."""
+        # DeepSpeed's own checkpoints do not rewind the generators of megatron-core's dropout, and take every layer
+        return tensor_parallel.checkpoint(self._computed, False, x) if self.recomputed else self._computed(x)
+
+    def _computed(self, x: torch.Tensor) -> torch.Tensor:
         with sequence_stream(self.settings):  # as megatron-core's TransformerBlock does
             return self.layer(hidden_states=x, attention_mask=None)[0]
 

@@ -156,8 +156,9 @@ def settings(plan: Plan) -> dict[str, Any]:
     """
     on_gpu = torch.cuda.is_available()
     values = deepspeed_config(plan, compiler=on_gpu and plan.topology.offload != "none")
-    if on_gpu and plan.topology.offload == "none":
-        values["optimizer"]["params"]["fused"] = True
+    given = values["optimizer"]["params"]
+    if "torch_adam" in given and plan.topology.adam == "fused":
+        given["fused"] = True
     return values
 
 

@@ -60,11 +60,12 @@ def _model(plan: Plan) -> torch.nn.Module:
     shape, family = plan.shape, family_of(plan.shape)
     given = family.config(shape) | {theirs: getattr(plan.dropout, o) for theirs, o in family.dropout.items()}
     del given["torch_dtype"]  # that of the plan is DeepSpeed's
+    kernel = "eager" if plan.topology.attention == "scores" else "sdpa"
     config = AutoConfig.for_model(**given, use_cache=False, bos_token_id=0, eos_token_id=0)
     # neither draws a value that ours would replace; under ZeRO-3 transformers would gather each module for it
     deepspeed.initialize_weights_zero3 = lambda model: None
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel)
     model.tie_weights()
     if plan.topology.recompute == "full":
         model.activation_checkpointing_enable({"use_reentrant": False})

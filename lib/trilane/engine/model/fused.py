@@ -1,5 +1,6 @@
 """The fused parts of a layer and of the loss, and the choice of the path that a run takes, by its card and plan.
 
+What torch.compile makes is one choice, sums of weight gradients inside their products another, which any card has.
 Activation, residual and cross-entropy are each a plain function that `compiled` makes one kernel of. Unfused, they are
 megatron-core's. The parameters are the same, so checkpoints are. S sequence, B microbatch, C hidden size, F channels
 inside the MLP (2 F with a gate), V rows of the vocabulary on this rank.
@@ -9,6 +10,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -128,6 +130,31 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, fused: bool) -> tor
     return losses.view_as(labels)
 
 
+def add_product(inputs: torch.Tensor, grads: torch.Tensor, total: torch.Tensor) -> None:
+    """total += grads^T inputs, (F, C) fp32 of (tokens, F) and (tokens, C): a gradient that is never rounded to 16 bits.
+
+    What megatron-core otherwise takes from apex (wgrad_gemm_accum_fp32). On a CPU torch has no such product of 16 bits.
+    """
+    if inputs.dtype == total.dtype:
+        total.addmm_(grads.t(), inputs)
+    elif total.is_cuda:
+        torch.addmm(total, grads.t(), inputs, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(grads.t() @ inputs)
+
+
+def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Let megatron-core's linear layers use add_product(), if it works for values of `dtype` here, which is tried."""
+    ones, total = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(16, 16, device=device)
+    try:
+        add_product(ones, ones, total)
+    except Exception:  # a card or a build of torch without such a product: gradients are added after it
+        return False
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_product)
+    layers._grad_accum_fusion_available = True
+    return True
+
+
 class GPT(GPTModel):
     """megatron-core's GPT with its loss, fused where config.cross_entropy_loss_fusion."""
 
@@ -140,7 +167,7 @@ class GPT(GPTModel):
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPath:
-    """Whether the fused parts run, why, and whether products add into gradients."""
+    """Whether the compiled parts run, why, and whether products of weight gradients add them into the fp32 sums."""
 
     fused: bool
     why: str
@@ -156,7 +183,9 @@ def choose(plan: Plan, world: World) -> KernelPath:
     if fused:
         problem = next(filter(None, gather_values(world, compile_problem(world.device))), "")
         fused, why = not problem, problem or why
-    adds = fused and plan.engine == "megatron" and all(gather_values(world, layers._grad_accum_fusion_available))
+    # not for an own layer, which may use a weight elsewhere, too, nor on a CPU, where small kernels wait for its Python
+    asks = plan.engine == "megatron" and not plan.layer and (fused or capability(world.device) != (0, 0))
+    adds = asks and all(gather_values(world, adds_products(world.device, DTYPES[plan.topology.precision])))
     return KernelPath(fused=fused, why=why, adds_gradients=adds)
 
 

@@ -18,6 +18,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -61,6 +62,7 @@ class Attention(torch.nn.Module):
         self.shape, self.dropout, self.splits_sequence = shape, config.attention_dropout, config.sequence_parallel
         self.shares = config.context_parallel_size  # ranks that have a part of each sequence
         self.turn = compiled(rotated) if config.bias_activation_fusion else rotated  # one pass instead of five
+        self.keeps_scores = config.attention_backend == AttnBackend.unfused
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **_: Any
@@ -83,27 +85,47 @@ class Attention(torch.nn.Module):
         """As forward(); the last query attends to all keys, those before it to one less each."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (B, H or G, S, D)
         grouped = k.size(1) < q.size(1)
-        if grouped and not has_grouped_kernel(q, self.shape):
+        if grouped and (self.keeps_scores or not has_grouped_kernel(q, self.shape)):
             k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
             grouped = False
-        options: dict[str, Any] = {"is_causal": True}
-        if self.shape.positions == "alibi":
-            options = {"attn_mask": self._mask(q)}
+        mask: Any = None
+        if self.keeps_scores or self.shape.positions == "alibi":
+            mask = self._mask(q, k.size(2))
         elif q.size(2) < k.size(2):
-            options = {"attn_mask": causal_lower_right(q.size(2), k.size(2))}
+            mask = causal_lower_right(q.size(2), k.size(2))
         dropout = self.dropout if self.training else 0.0
         # The tracker's generator differs on each tensor-parallel rank, as its heads do; recomputation rewinds it. Under
         # sequence parallelism the whole layer already draws from it: forked twice it would be rewound wrongly.
         forked = dropout and not self.splits_sequence
         with tensor_parallel.get_cuda_rng_tracker().fork() if forked else nullcontext():
-            out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, enable_gqa=grouped, **options)
+            if self.keeps_scores:
+                out = attention_by_scores(q, k, v, mask, dropout)
+            else:
+                options: dict[str, Any] = {"dropout_p": dropout, "enable_gqa": grouped}
+                out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, **options)
         return out.permute(2, 0, 1, 3).flatten(2)  # (S, B, H D)
 
-    def _mask(self, q: torch.Tensor) -> torch.Tensor:
-        """ALiBi of this rank's heads, (B, H, S, S)."""
-        first = q.size(1) * parallel_state.get_tensor_model_parallel_rank()
-        slopes = alibi_slopes(self.shape.num_attention_heads)[first : first + q.size(1)]
-        return alibi(slopes, q.size(2), q.device, q.dtype).expand(len(q), -1, -1, -1)
+    def _mask(self, q: torch.Tensor, length: int) -> torch.Tensor:
+        """ALiBi of this rank's heads, for the last S of `length` places, (B, H, S, length); else the causal mask."""
+        slopes: tuple[float, ...] = (0.0,)
+        if self.shape.positions == "alibi":
+            first = q.size(1) * parallel_state.get_tensor_model_parallel_rank()
+            slopes = alibi_slopes(self.shape.num_attention_heads)[first : first + q.size(1)]
+        return alibi(slopes, length, q.device, q.dtype)[:, :, -q.size(2) :].expand(len(q), -1, -1, -1)
+
+
+def attention_by_scores(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, dropout: float
+) -> torch.Tensor:
+    """Attention written out, (B, H, S, D); `mask` (B, H or 1, S, S) is added to the scores.
+
+    Kept for the backward pass, as the planner counts it for `scores`: softmax's result, dropout's mask and its result.
+    torch's softmax sums 16-bit values in fp32, as Megatron-LM's; its own math kernel would keep 16 bits as 32.
+    """
+    B, H, S, D = q.shape
+    pair = q.flatten(0, 1), k.flatten(0, 1).mT
+    scores = torch.baddbmm(q.new_empty(1), *pair, beta=0, alpha=D**-0.5).view(B, H, S, -1)  # scaled without a copy of q
+    return F.dropout(scores.add_(mask).softmax(-1), dropout) @ v
 
 
 def has_grouped_kernel(q: torch.Tensor, shape: ModelShape) -> bool:
@@ -249,6 +271,8 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         # With two stages and batched p2p, interleaving trains wrongly without an error (megatron-core 0.16.1).
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        deallocate_pipeline_outputs=True,  # once they are sent: Megatron-LM's schedule needs their graph alone
+        attention_backend=AttnBackend.unfused if t.attention == "scores" else AttnBackend.auto,
         batch_p2p_sync=False,  # for torch before 1.13: it would wait for the device after each message
         cuda_graph_scope=[],  # the default is deprecated and warns
         recompute_granularity={"none": None, "block": "full"}.get(t.recompute, t.recompute),
