@@ -19,6 +19,7 @@ from trilane.utils.validation import HostError
 
 ENGINES = ("megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")
 TRANSFORMER_ENGINE = (2, 9), (2, 11)  # the range of megatron-core 0.16.1's own extra `dev`
+ZERO_ENGINES = ("deepspeed-zero", "hf-zero3")  # with DeepSpeed's overlap_comm, which its pipelines do not have
 FLASH_HEAD_DIM = 256  # channels: the largest head of FlashAttention 2 (its README, 'head dimension up to 256')
 
 
@@ -60,14 +61,15 @@ def default_topology(shape: ModelShape, cluster: Cluster, engine: str = ENGINES[
     """The topology of the choices given, with the cluster's and the engine's defaults for the others.
 
     `zero` is 1 where several replicas train in 16 bits, since an optimizer of 12 bytes a parameter is worth dividing,
-    and in DeepSpeed's engines, which have no stage 0.
+    and in DeepSpeed's engines, which have no stage 0; those without a pipeline sum gradients in the backward pass.
     """
     precision = chosen.get("precision") or default_precision(cluster)
     defaults: dict[str, Any] = {
         "precision": precision,
         "attention": default_attention(shape, cluster, precision, engine),
         "fp32_gradients": default_fp32_gradients(precision, chosen.get("offload", "none")),
-        "zero": int(engine != ENGINES[0] or (precision != "fp32" and chosen.get("dp", 1) > 1)),
+        "zero": int(engine != ENGINES[0] or (precision != "fp32" and (chosen.get("dp") or 1) > 1)),
+        "overlap_grad_reduce": engine in ZERO_ENGINES and (chosen.get("dp") or 1) > 1,
     }
     return Topology(**defaults | {name: value for name, value in chosen.items() if value is not None})
 
@@ -198,4 +200,6 @@ def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, 
     yield t.recompute in able, "recompute", t.recompute, f"has {' or '.join(able)}"
     for name in ("first_stage_layers", "last_stage_layers"):
         yield getattr(t, name) == 0, name, getattr(t, name), "cuts its stages evenly, or by type"
-    yield not t.overlap_grad_reduce, "overlap_grad_reduce", True, "decides itself what it overlaps"
+    sums = not t.overlap_grad_reduce or engine != "deepspeed-3d"
+    yield sums, "overlap_grad_reduce", True, "sums them after the last microbatch"
+    yield not t.overlap_param_gather, "overlap_param_gather", True, "gathers them after the step, in ZeRO-3 as it sums"

@@ -80,9 +80,9 @@ class Topology(Brief):
     recompute: str = _words(
         "activations computed again: attention's core, whole layers, all but every second matmul and attention"
         " (operators: torchtitan's), or the first layers of each stage whole (block)",
-        *("{}", RECOMPUTE, RECOMPUTE[:3]),
+        *("{}", RECOMPUTE, ("none", "selective", "full", "block")),
     )
-    recompute_layers: int = _size("layers of each stage that `block` recomputes", "recompute{}", 0, search=(0,))
+    recompute_layers: int = _size("layers of each stage that `block` recomputes", "recompute{}", 0, search=())
     interleaving: int = _size(
         "model chunks of a pipeline stage", "vp{}", megatron="num-virtual-stages-per-pipeline-rank", search=()
     )

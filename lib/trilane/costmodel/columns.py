@@ -185,8 +185,8 @@ def columns_of(shape: ModelShape, topology: Topology, engine: str = "") -> Colum
     numbers = {name: number_of(name, getattr(t, name)) for name in Columns.__dataclass_fields__.keys() & vars(t)}
     if engine:
         numbers["fp32_gradients"] = int(sums_in_fp32(engine, t))
-    if engine in ("deepspeed-zero", "hf-zero3"):
-        numbers["overlap_grad_reduce"] = 1  # overlap_comm of interop/deepspeed_config.py
+    elif t.zero == 3:
+        numbers["overlap_grad_reduce"] = 1  # as FSDP and DeepSpeed's default do
     return Columns(
         layers=shape.num_layers,
         hidden=shape.hidden_size,

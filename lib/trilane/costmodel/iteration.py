@@ -85,9 +85,9 @@ def data_parallel_seconds(
     passes, too: Rajbhandari et al. 2020, arXiv:1910.02054, section 7; inside a pipeline both stay whole between
     microbatches (see memory.model_states). Gradients are scattered, half of the traffic of an all-reduce, by ZeRO-3 and
     where `reduce_scatter` says so. Hybrid sharding scatters and gathers among its `shards` ranks, and reduces a shard
-    between its groups (Zhao et al. 2023, arXiv:2304.11277, section 3.2.2). What overlaps (ZeRO-3 always does) hides
-    under `compute`, the seconds of a microbatch, as often as it is sent, all but the share `exposed`. ZeRO-2 and 3
-    never take less than a ZeRO-1 that overlaps everything.
+    between its groups (Zhao et al. 2023, arXiv:2304.11277, section 3.2.2). What overlaps (in ZeRO-3 both
+    or neither) hides under `compute`, the seconds of a microbatch, as often as it is sent, all but the share `exposed`.
+    ZeRO-2 and 3 never take less than a ZeRO-1 that overlaps everything.
     """
     x, c = columns, constants
     zero3, sharded, alone = np.equal(x.zero, 3), np.greater(x.zero, 0), np.equal(x.pp, 1)
@@ -104,7 +104,7 @@ def data_parallel_seconds(
     times = np.where(alone & np.greater(x.zero, 1), x.microbatches, 1)
     reduces = np.where(zero3, scatter + between, first) * times
     gathers = gather * np.where(alone & zero3, (2 + x.recomputed) * times, 1)
-    hides = np.maximum(zero3, x.overlap_grad_reduce) * reduces + np.maximum(zero3, x.overlap_param_gather) * gathers
+    hides = x.overlap_grad_reduce * reduces + np.where(zero3, x.overlap_grad_reduce, x.overlap_param_gather) * gathers
     found = reduces + gathers - np.minimum((1 - c.exposed) * hides, times * compute)
     least = first + gather - np.minimum((1 - c.exposed) * (first + gather), compute)
     return np.where(zero3, np.maximum(found, least), found)

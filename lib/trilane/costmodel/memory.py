@@ -227,8 +227,8 @@ def stage_memory(
     """Peak memory of one GPU of stage `stage` (0 is the first), a number or an array a part.
 
     ZeRO-3 gathers two layers, or an embedding, at a time. Offload moves the optimizer, and with "full" the weights.
-    Left out: the first stage's embedding and dropout activations; NCCL's buffers, which grow with the peers; the
-    outputs that a stage has sent, which Megatron-LM deallocates (deallocate_pipeline_outputs).
+    Left out: the first stage's embedding and dropout activations; NCCL's buffers, which grow with the peers; what a
+    stage has sent: the engine megatron deallocates it, as Megatron-LM does; DeepSpeed's pipeline keeps 2 s b h each.
     """
     x, c, cpu = columns, constants, cluster.gpu.kind == "cpu"
     weights, gradients, optimizer = model_states(x, stage, c)

@@ -44,7 +44,7 @@ def _zero(plan: Plan) -> dict[str, Any]:
     pinned = {"device": "cpu", "pin_memory": plan.cluster.gpu.kind != "cpu"}
     zero: dict[str, Any] = {"stage": t.zero}
     if t.zero > 0:
-        zero |= {"overlap_comm": t.pp == 1}
+        zero |= {"overlap_comm": t.overlap_grad_reduce}
     if t.zero > 0 and t.buckets == "layer":
         bucket = int(columns_of(plan.shape, t).bucket_values)
         zero |= {"reduce_bucket_size": bucket}

@@ -112,10 +112,17 @@ class Space(Brief):
         values["interleaving"] = tuple(n for n in chunks if pp > 1 or n == 1)
         values["sequence_parallel"] = tuple(cut for cut in values["sequence_parallel"] if tp > 1 or not cut)
         grads, gather = "overlap_grad_reduce", "overlap_param_gather"
-        for name in {grads, gather} - {*self.pins} if dp == 1 or self.engine != "megatron" else ():
-            values[name] = (False,)
+        able = {"megatron": {grads, gather}, "deepspeed-3d": set()}.get(self.engine, {grads}) if dp > 1 else set()
+        values |= {name: (False,) for name in {grads, gather} - {*self.pins} - able}
+        # of the layers of a stage a quarter, half and three quarters; all of them are recompute full
+        held = max(shape.num_layers // pp, 1)
+        values["recompute_layers"] = values["recompute_layers"] or (
+            0,
+            *sorted({held * k // 4 for k in (1, 2, 3)} - {0}),
+        )
         every = [dict(zip(values, words, strict=True)) for words in product(*values.values())]
-        return [p for p in every if gather in self.pins or not p[gather] or (p[grads] and p["zero"] == 1)]
+        every = [p for p in every if gather in self.pins or not p[gather] or (p[grads] and p["zero"] == 1)]
+        return [p for p in every if (p["recompute"] == "block") == (p["recompute_layers"] > 0)]
 
 
 def space_for(
@@ -190,7 +197,6 @@ def block_columns(fixed: Columns, blocks: Sequence[Block], which: np.ndarray) ->
     shared = {name: number_of(name, some[0]) for name, some in values.items() if some.count(some[0]) == len(some)}
     columns = {n: np.array([number_of(n, v) for v in some])[which] for n, some in values.items() if n not in shared}
     batches = {name: np.concatenate([getattr(block, name) for block in blocks]) for name in ("mbs", "gbs")}
-    shared |= {"overlap_grad_reduce": 1} if fixed.overlap_grad_reduce else {}  # of an engine that always does
     return dataclasses.replace(fixed, **shared, **columns, **batches)
 
 
