@@ -10,23 +10,21 @@ from trilane.costmodel.columns import columns_of
 def deepspeed_config(plan: Plan, *, compiler: bool) -> dict[str, Any]:
     """DeepSpeed's JSON object for the plan: `json.dumps(deepspeed_config(read_plan("plan.json"), compiler=True))`.
 
-    Without a `compiler`, torch's AdamW replaces DeepSpeed's own optimizers, which are built at start-up: FusedAdam by
-    nvcc, CPUAdam for offload by a C++ compiler (5 to 7 times as fast as torch's on the host, by its docstring). A file
-    for a job assumes a compiler; the engine checks its nodes and records the JSON that it used.
+    Without a `compiler`, and with adam=torch, torch's AdamW replaces DeepSpeed's own optimizers, which are built at
+    start-up: FusedAdam by nvcc, CPUAdam for offload by a C++ compiler (5 to 7 times as fast as torch's on the host, by
+    its docstring). A file for a job assumes a compiler; the engine checks its nodes and records the JSON that it used.
     """
     o, t = plan.optimizer, plan.topology
     adam = {"lr": o.lr, "betas": [o.adam_beta1, o.adam_beta2], "eps": o.adam_eps, "weight_decay": o.weight_decay}
+    own, fused = compiler and t.adam == "fused", {"fused": True} if t.adam == "fused" else {}
     return {
         "train_batch_size": t.gbs,
         "train_micro_batch_size_per_gpu": t.mbs,
         "gradient_accumulation_steps": t.microbatches,
         "gradient_clipping": o.clip_grad,
-        "optimizer": {
-            "type": "AdamW",
-            "params": adam if compiler and t.adam == "fused" else {**adam, "torch_adam": True},
-        },
+        "optimizer": {"type": "AdamW", "params": adam if own else {**adam, "torch_adam": True, **fused}},
         "zero_optimization": _zero(plan),
-        **({} if compiler and t.adam == "fused" else {"zero_force_ds_cpu_optimizer": False}),
+        **({} if own else {"zero_force_ds_cpu_optimizer": False}),
         **_precision(t),
         # each tensor-parallel rank sends its whole activation, as in Megatron
         **({"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}} if t.pp > 1 else {}),

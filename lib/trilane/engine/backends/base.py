@@ -187,9 +187,9 @@ def init_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Te
 
 
 def step_of(optimizers: Iterable[torch.optim.Optimizer]) -> float:
-    """Steps taken, the same for all parameters; 0 where this rank updates none. apex counts per group."""
-    counted = [counts for optimizer in optimizers for counts in [*optimizer.state.values(), *optimizer.param_groups]]
-    return max((float(counts.get("step", 0)) for counts in counted), default=0.0)
+    """Steps taken, the same for all parameters; 0 where this rank updates none."""
+    counted = (counts.get("step", 0) for optimizer in optimizers for counts in optimizer.state.values())
+    return max(map(float, counted), default=0.0)
 
 
 def set_step(optimizers: Iterable[torch.optim.Optimizer], step: float) -> None:
@@ -197,8 +197,6 @@ def set_step(optimizers: Iterable[torch.optim.Optimizer], step: float) -> None:
     for optimizer in optimizers:
         for parameter, counts in optimizer.state.items():
             counts["step"] = _step(optimizer, step, parameter)
-        for group in [] if isinstance(optimizer, torch.optim.Adam) else optimizer.param_groups:
-            group["step"] = int(step)
 
 
 def _step(optimizer: torch.optim.Optimizer, step: float, parameter: torch.Tensor) -> Any:

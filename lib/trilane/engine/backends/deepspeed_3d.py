@@ -50,9 +50,8 @@ class DeepSpeed3D(DeepSpeed):
         assert grid.get_stage_id() == parallel_state.get_pipeline_model_parallel_rank()
         held = [layer for layer in stage.forward_funcs if isinstance(layer, TransformerLayer)]
         assert len(held) == planned[grid.get_stage_id()], stage.parts
-        for layer in held[
-            : len(held) if self._plan.topology.recompute == "full" else self._plan.topology.recompute_layers
-        ]:
+        is_full, first = self._plan.topology.recompute == "full", self._plan.topology.recompute_layers
+        for layer in held if is_full else held[:first]:
             layer.recomputed = True
         return named
 

@@ -20,16 +20,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from megatron.core import parallel_state
 
-from trilane.config.plan import Plan
 from trilane.engine.backends.base import Engine, Microbatch, Named, Step, init_moments, pieces, set_step, step_of
 from trilane.engine.model.fused import apply
-from trilane.engine.model.gpt import (
-    canonical_parameters,
-    empty_chunk,
-    fill_parameters,
-    sum_over_tp,
-    transformer_config,
-)
+from trilane.engine.model.gpt import canonical_parameters, empty_chunk, fill_parameters, sum_over_tp, transformer_config
 from trilane.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, phase
 from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.workspace.fingerprints import must_decay
@@ -42,7 +35,9 @@ class DeepSpeed(Engine):
 
     def _build(self) -> None:
         start()
-        ds_config = settings(self._plan)
+        offloads = self._plan.topology.offload != "none"
+        # only for offload DeepSpeed's Adam, on the host 5 to 7 times as fast as torch's: it is compiled at start-up
+        ds_config = deepspeed_config(self._plan, compiler=offloads and torch.cuda.is_available())
         self.settings["ds_config.json"] = ds_config
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed's errors are exceptions
             named = self._initialize(ds_config)
@@ -54,8 +49,13 @@ class DeepSpeed(Engine):
 
     def _wrap(self, model: torch.nn.Module, named: Named, ds_config: dict[str, Any], **options: Any) -> Named:
         """Give the model, in its initial state, DeepSpeed's engine."""
-        sum_shared_gradients(named)
-        grouped = groups(named, self._plan.optimizer.weight_decay)
+        for _, parameter in named:
+            # Held whole, but applied to a part of the sequence. megatron-core sums once an iteration; DeepSpeed puts a
+            # gradient into its buckets as soon as it exists, so a hook sums it before, once a microbatch.
+            if getattr(parameter, "sequence_parallel", False):
+                parameter.register_hook(sum_over_tp)
+        decays = {True: self._plan.optimizer.weight_decay, False: 0.0}  # norms and biases have none
+        grouped = [{"params": [p for n, p in named if must_decay(n) == d], "weight_decay": decays[d]} for d in decays]
         self._engine, *_ = deepspeed.initialize(model=model, config=ds_config, model_parameters=grouped, **options)
         self.modules = [model]
         return named
@@ -147,38 +147,6 @@ def start() -> None:
         # It starts a process to count NUMA nodes; ZeRO 3 asks for each gradient.
         get_accelerator().device_count = functools.cache(get_accelerator().device_count)
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
-
-
-def settings(plan: Plan) -> dict[str, Any]:
-    """DeepSpeed's JSON for the plan, with torch's AdamW: DeepSpeed's own would be compiled at start-up.
-
-    But for offload on a GPU, where DeepSpeed's on the host is 5 to 7 times as fast and needs a C++ compiler.
-    """
-    on_gpu = torch.cuda.is_available()
-    values = deepspeed_config(plan, compiler=on_gpu and plan.topology.offload != "none")
-    given = values["optimizer"]["params"]
-    if "torch_adam" in given and plan.topology.adam == "fused":
-        given["fused"] = True
-    return values
-
-
-def groups(named: Named, decay: float) -> list[dict[str, Any]]:
-    """The optimizer's two groups: with weight decay, and without (norms, biases)."""
-    return [
-        {"params": [p for name, p in named if must_decay(name)], "weight_decay": decay},
-        {"params": [p for name, p in named if not must_decay(name)], "weight_decay": 0.0},
-    ]
-
-
-def sum_shared_gradients(named: Named) -> None:
-    """Sum over tensor-parallel ranks the gradients of parameters held whole but applied to a part of the sequence.
-
-    megatron-core marks those parameters and sums once an iteration, in finalize_model_grads. DeepSpeed does neither and
-    puts a gradient into its buckets as soon as it exists, so a hook sums it before, once a microbatch.
-    """
-    for _, parameter in named:
-        if getattr(parameter, "sequence_parallel", False):
-            parameter.register_hook(sum_over_tp)
 
 
 class DeepSpeedStates:

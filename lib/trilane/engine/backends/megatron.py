@@ -14,16 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from trilane.config.plan import Plan
-from trilane.engine.backends.base import (
-    Engine,
-    Microbatch,
-    Named,
-    Step,
-    init_moments,
-    pieces,
-    set_step,
-    step_of,
-)
+from trilane.engine.backends.base import Engine, Microbatch, Named, Step, init_moments, pieces, set_step, step_of
 from trilane.engine.model import context, te
 from trilane.engine.model.fused import DTYPES, apply
 from trilane.engine.model.gpt import build_chunks, canonical_parameters, transformer_config
@@ -53,9 +44,9 @@ class Megatron(Engine):
         for group in self._optimizer.param_groups:
             # As Megatron-LM's scheduler does; megatron-core only sets `wd_mult`: norms and biases would decay.
             group["weight_decay"] = plan.optimizer.weight_decay * group["wd_mult"]
+            if t.adam == "fused":  # reads and writes each state once
+                group["fused"], group["foreach"] = True, False
         optimizers = self._optimizer.chained_optimizers
-        for chained in optimizers if t.adam == "fused" else ():
-            _fuse_adam(chained.optimizer)
         self.states = MegatronStates(named, optimizers, self._chunks)
         _send_aliases()
         settings.timers = megatron_timers(pipeline=t.pp > 1)
@@ -119,17 +110,14 @@ build = Megatron
 
 @functools.cache
 def _send_aliases() -> None:
-    """Let an output that is being sent keep its values when the interleaved schedule deallocates it.
+    """Send an alias of each output, since interleaving deallocates it before the send has ended (megatron-core 0.16.1).
 
-    A send holds its tensor, but not the data that deallocation takes from it; those of an alias stay. megatron-core
-    0.16.1 waits for the send only later: losses over gloo were up to 6e-2 off.
+    A send holds its tensor, not the data that deallocation takes from it: losses over gloo were up to 6e-2 off.
     """
-    send = p2p_communication._p2p_ops
-
-    def send_alias(*, tensor_send_next: torch.Tensor | None, **others: Any) -> Any:
-        return send(tensor_send_next=None if tensor_send_next is None else tensor_send_next.detach(), **others)
-
-    p2p_communication._p2p_ops = send_alias
+    send: Any = p2p_communication._p2p_ops
+    p2p_communication._p2p_ops = lambda *, tensor_send_next, **others: send(
+        tensor_send_next=None if tensor_send_next is None else tensor_send_next.detach(), **others
+    )
 
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -185,13 +173,6 @@ def _optimizer_config(plan: Plan) -> OptimizerConfig:
         use_distributed_optimizer=t.zero == 1,
         overlap_param_gather=t.overlap_param_gather,
     )
-
-
-def _fuse_adam(optimizer: torch.optim.Optimizer | None) -> None:
-    """Let torch's AdamW, not yet stepped, update each parameter in one pass: every state is read and written once."""
-    if isinstance(optimizer, torch.optim.Adam):
-        for group in [optimizer.defaults, *optimizer.param_groups]:
-            group["fused"], group["foreach"] = True, False
 
 
 class Shard(NamedTuple):

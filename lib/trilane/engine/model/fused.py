@@ -1,6 +1,5 @@
 """The fused parts of a layer and of the loss, and the choice of the path that a run takes, by its card and plan.
 
-What torch.compile makes is one choice, sums of weight gradients inside their products another, which any card has.
 Activation, residual and cross-entropy are each a plain function that `compiled` makes one kernel of. Unfused, they are
 megatron-core's. The parameters are the same, so checkpoints are. S sequence, B microbatch, C hidden size, F channels
 inside the MLP (2 F with a gate), V rows of the vocabulary on this rank.
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -57,13 +55,6 @@ def add_dropped(
     """residual + dropout(x + bias), (S, B, C)."""
     x = x if bias is None else x + bias
     return residual + (F.dropout(x, share, training) if share else x)
-
-
-def bias_dropout_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-    """megatron-core's interface of the residual connection: called with ((x, bias), residual, share)."""
-    if not fused:
-        return get_bias_dropout_add(training, False)
-    return lambda pair, residual, share: compiled(add_dropped)(*pair, residual, share, training)
 
 
 def partial_sums(
@@ -135,9 +126,7 @@ def add_product(inputs: torch.Tensor, grads: torch.Tensor, total: torch.Tensor) 
 
     What megatron-core otherwise takes from apex (wgrad_gemm_accum_fp32). On a CPU torch has no such product of 16 bits.
     """
-    if inputs.dtype == total.dtype:
-        total.addmm_(grads.t(), inputs)
-    elif total.is_cuda:
+    if total.is_cuda and inputs.dtype != total.dtype:
         torch.addmm(total, grads.t(), inputs, out_dtype=total.dtype, out=total)
     else:
         total.add_(grads.t() @ inputs)

@@ -27,7 +27,7 @@ from torch.nn.attention.bias import causal_lower_right
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.engine.model import context, fused, te
-from trilane.engine.model.fused import DTYPES, GPT, bias_dropout_add, compiled
+from trilane.engine.model.fused import DTYPES, GPT, compiled
 from trilane.engine.model.layer import MLP, ColumnLinear, Layer, RowLinear, SelfAttention
 from trilane.engine.model.own_layer import own_spec
 from trilane.engine.model.parameters import initial_range, is_gated_fc1, split_dim
@@ -229,7 +229,6 @@ def layer_spec(shape: ModelShape, config: TransformerConfig) -> ModuleSpec:
         parts.input_layernorm = parts.pre_mlp_layernorm = te.Norm
         attention.submodules.linear_qkv, attention.submodules.linear_proj = te.ColumnLinear, te.RowLinear
     parts.mlp = MLP
-    parts.self_attn_bda = parts.mlp_bda = bias_dropout_add  # those of an own layer
     return spec
 
 
