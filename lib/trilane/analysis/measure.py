@@ -124,11 +124,6 @@ class Measurement(Brief):
         return self.log.status
 
     @property
-    def seconds(self) -> np.ndarray:
-        """Seconds of the iterations that count, (iterations,)."""
-        return self.log.column("sec_per_it")[self.window.counts] if self.iterations else np.empty(0)
-
-    @property
     def flops_per_s_per_gpu(self) -> float:
         """By Narayanan's definition; the printed rate where the shape is unknown, NaN where there is neither."""
         return self.flops_per_s.get("narayanan", self.flops_per_s.get("printed", math.nan))
