@@ -43,8 +43,9 @@ def test_a_pair_made_for_megatron_is_used_as_it_is(tmp_path: Path) -> None:
     prefix = str(tmp_path / "given")
     lengths, largest = check_pair(prefix, 1000)
     assert (lengths.sum(), largest) == (300, 299)
+    elsewhere = str(tmp_path / "nowhere")  # the tokenizer that made it is not needed
     for source in (prefix, prefix + ".bin", prefix + ".idx"):
-        assert prepare(Data(source=source, folder=str(tmp_path / "data")), SHAPE) == prefix
+        assert prepare(Data(source=source, tokenizer=elsewhere, folder=str(tmp_path / "data")), SHAPE) == prefix
     assert not (tmp_path / "data").exists()
 
 

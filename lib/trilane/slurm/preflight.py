@@ -13,6 +13,7 @@ from trilane.slurm.checks import REFUSAL, WARNING, JobCheck, Row
 from trilane.slurm.script import SCRIPT, gres_gpus, render
 from trilane.slurm.sites import JobRequest, Site, seconds_of
 from trilane.utils.validation import read_text, require_known
+from trilane.workspace.prepared_corpora import existing_pair
 
 # Every rule of the check, as --allow takes them; an impossible value is refused under its own field's name.
 NAMES = (
@@ -166,9 +167,10 @@ def internet(case: JobCheck) -> list[Row]:
     tokenizer, offline = case.plan.data.tokenizer, case.site.offline
     waits = "without HF_HUB_OFFLINE=1 Hugging Face libraries wait minutes for a connection that cannot be made"
     export = "export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1"
+    texts = [part for part in case.plan.data.parts if not existing_pair(str(case.folder / part.source))]
     is_remote, remote = tokenizer != "bytes" and not Path(tokenizer).is_dir(), f"tokenizer {tokenizer} is not a folder"
     return [
-        (is_remote, "internet", REFUSAL, f"{remote} here", "download it first, and name its folder"),
+        (texts and is_remote, "internet", REFUSAL, f"{remote} here", "download it first, and name its folder"),
         (offline and "HF_HUB_OFFLINE=1" not in case.script, "internet", WARNING, waits, export),
     ]
 

@@ -217,15 +217,12 @@ def check_pair(prefix: str, scanned: int = 1) -> tuple[np.ndarray, int]:
 def prepare(data: Data, shape: ModelShape) -> str:
     """The prefix of the .bin/.idx pair of `data`, made unless it exists; safe to call concurrently.
 
-    An existing pair given as source is checked and used as it is. Raises ValueError, one line, where the source is
-    missing, empty, not UTF-8, shorter than one sample of `shape`, truncated, or has ids beyond the vocabulary, or where
-    data.split leaves less than a sample.
+    An existing pair given as source is checked and used as it is; no tokenizer is read for it. Raises ValueError, one
+    line, where the source is missing, empty, not UTF-8, shorter than one sample of `shape`, truncated, or has ids
+    beyond the vocabulary, or where data.split leaves less than a sample.
     """
-    coder, needed = tokenizer(data.tokenizer), shape.seq_length + 1
-    rule = f"tokenizer {shown(coder.name)} has {coder.vocab_size} ids; pad the vocabulary up, not down"
-    require(coder.vocab_size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
-    given = existing_pair(data.source)
-    prefix = given or _prepared(data, coder)
+    given, needed = existing_pair(data.source), shape.seq_length + 1
+    prefix = given or _prepared(data, _fitting(data.tokenizer, shape))
     # of a given pair under a second's worth; the loader checks all
     lengths, largest = check_pair(prefix, 100_000_000 if given else 1)
     tokens = int(lengths.sum(dtype=np.int64))
@@ -240,6 +237,14 @@ def prepare(data: Data, shape: ModelShape) -> str:
         rule = f"leaves {len(part)} documents of {data.source} for {name}, {tokens} tokens; a sample needs {needed}"
         require(share == 0 or tokens >= needed, "data.split", data.split, rule)
     return prefix
+
+
+def _fitting(name: str, shape: ModelShape) -> Tokenizer:
+    """The tokenizer, whose ids all have a row in the embedding of `shape`."""
+    coder = tokenizer(name)
+    rule = f"tokenizer {shown(name)} has {coder.vocab_size} ids; pad the vocabulary up, not down"
+    require(coder.vocab_size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
+    return coder
 
 
 def prepare_all(data: Data, shape: ModelShape) -> list[str]:

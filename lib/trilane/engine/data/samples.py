@@ -152,7 +152,7 @@ def dataset_config(plan: Plan, prefix: str, cache: Path, part: Split) -> GPTData
         blend=([prefix], None),
         split=plan.data.split or "1",
         path_to_cache=str(cache),
-        tokenizer=tokenizer(plan.data.tokenizer),
+        tokenizer=tokenizer("bytes"),  # asked for, and unused without what follows; a given pair may have no other
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
