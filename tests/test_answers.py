@@ -20,7 +20,7 @@ from trilane.cli.app import main
 ANSWERS = REPOSITORY / "tests/answers"
 PUBLIC = Path(os.environ.get("TRILANE_PUBLIC_LOGS", "/nonexistent"))
 BLOOM = "--shape 70,14336,112,2048,250880 --cluster jz-a100-80g --gpus 384 --gbs 2048"
-PLAN = "docs/plan-176b.json"
+PLAN, LLAMA = "docs/plan-176b.json", "docs/plan-7b.json"
 JEAN_ZAY = "--site jean-zay-a100 --account xyz@a100"
 CALENDAR = f"plan calendar {PLAN} --tokens 341e9 --start 2027-01-04"
 SITES = sorted(path.stem for path in (REPOSITORY / "lib/trilane/data/sites").iterdir())
@@ -36,10 +36,12 @@ CASES = {
         "plan search --shape 36,7680,60,2048,50304 --cluster dgx-a100-80g --gpus 128 --gbs 1024 --top 3",
         "plan search --shape 32,4096,32,4096,32000 --cluster dgx-h100 --gpus 64 --gbs-max 64 --top 3 --precision fp8",
         "plan search --shape 24,2048,16,2048,50304 --cluster jz-v100-16g --gpus 8 --gbs 64 --engine hf-zero3 --top 3",
+        f"plan search --shape {LLAMA} --cluster jz-a100-80g --gpus 64 --gbs 1024 --zero 1 --top 3",
     ],
     "show": [
         f"plan show {PLAN} --tokens 341e9",
         f"plan show {PLAN} --seconds 104.7",
+        f"plan show {LLAMA}",
         f"plan show {BLOOM} --engine megatron --tp 8 --pp 12 --mbs 2 --recompute selective"
         " --sequence-parallel yes --partition type:transformer|embedding",
         "plan show --shape 32,4096,32,4096,32000 --cluster perlmutter-a100-80g --gbs 256 --dp 64 --mbs 1 --cp 1",
@@ -62,7 +64,7 @@ CASES = {
         "plan backtest measured --cv hidden",
         "plan backtest measured --cv date",
     ],
-    "convert": [f"convert deepspeed {PLAN}", f"convert megatron {PLAN}"],
+    "convert": [f"convert deepspeed {PLAN}", f"convert megatron {LLAMA}"],
     "check": [f"slurm check {PLAN} {JEAN_ZAY}", f"slurm check {PLAN} --site jean-zay-v100-32g --account xyz@v100"],
     "scripts": [
         *(f"slurm script {PLAN} --site {site} --account xyz" for site in SITES if site != "local"),

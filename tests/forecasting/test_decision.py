@@ -8,6 +8,7 @@ from datetime import date, timedelta
 import pytest
 from support import REPOSITORY
 
+from trilane.config.batch_rampup import Ramp
 from trilane.config.layer import Layer
 from trilane.config.model import parse_shape
 from trilane.config.plan import read_plan
@@ -24,6 +25,7 @@ from trilane.utils.validation import shipped_json
 from trilane.workspace.study import Study
 
 PLAN = read_plan(REPOSITORY / "docs/plan-176b.json")
+PLAN = replace(PLAN, run=replace(PLAN.run, ramp=Ramp()))  # ASKED has it
 ASKED = {"tokens": 341e9, "ramp": "192,16,9765625", "start": "2027-01-01", "runs": 500, "price": 2.0}
 
 

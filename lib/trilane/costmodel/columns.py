@@ -46,6 +46,7 @@ class Columns:
     biases: Number
     norm_values: Number
     positions: Number
+    alibi: Number  # whether attention adds ALiBi's mask
     tp: Number
     pp: Number
     dp: Number
@@ -201,6 +202,7 @@ def columns_of(shape: ModelShape, topology: Topology, engine: str = "") -> Colum
         biases=("none", "qkv", "all").index(shape.biases),
         norm_values=shape.norm_parameters,
         positions=shape.seq_length if shape.positions == "learned" else 0,
+        alibi=int(shape.positions == "alibi"),
         **numbers,
     )
 

@@ -245,7 +245,10 @@ def stage_memory(
         "optimizer": optimizer * here,
         "activations": in_flight(x, stage) * kept,
         "working": working_bytes(x, stage, c),
-        "buffers": (0.0 if cpu else c.base_bytes) + buckets * bucket_bytes,
+        # and ALiBi's mask, which the engine keeps for all layers (engine/model/gpt.py)
+        "buffers": (0.0 if cpu else c.base_bytes)
+        + buckets * bucket_bytes
+        + x.alibi * x.value_bytes * x.heads / x.tp * x.seq**2,
         "context": cluster.gpu.context_bytes,
     }
     needed = sum(parts.values())

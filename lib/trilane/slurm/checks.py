@@ -280,7 +280,8 @@ def purpose(case: JobCheck) -> list[Row]:
     # arXiv:2205.01068), GPT-3 1.7 a parameter, BLOOM 2.1
     few = f"{count:,} iterations are {each:.2g} tokens for each of {size / 1e9:.3g}B parameters: "
     few += "a benchmark" if is_benchmark else "no published training has so few"
-    enough = f"train_iters={math.ceil(count * TOKENS_PER_PARAMETER / each):,}"
+    wanted = math.ceil(TOKENS_PER_PARAMETER * size / plan.shape.seq_length)
+    enough = f"train_iters={plan.run.ramp.iterations(wanted, plan.topology.gbs):,}"
     more = f"a training of {TOKENS_PER_PARAMETER:g} tokens a parameter (Chinchilla) takes {enough}"
     rows.append((each < 1, "tokens", WARNING, few, more))
     total = sum(part.weight for part in plan.data.blend) or 1.0

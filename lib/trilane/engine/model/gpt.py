@@ -175,7 +175,7 @@ def alibi(slopes: tuple[float, ...], length: int, device: torch.device, dtype: t
     """What is added to the scores: slope x (key - query) up to the query, -inf after it, (1, H, S, S).
 
     BLOOM adds slope x key, which is the same to softmax; these values are near 0 where the weights are not, so that 16
-    bits hold them. Kept for all layers: 2 H S^2 bytes in 16 bits, which the planner does not count.
+    bits hold them. Kept for all layers: 2 H S^2 bytes in 16 bits, which costmodel/memory.py counts among the buffers.
     """
     places = torch.arange(length, dtype=torch.float32, device=device)
     distance = (places[None, :] - places[:, None]).masked_fill(places[None, :] > places[:, None], math.inf)
