@@ -222,7 +222,10 @@ def prepare(data: Data, shape: ModelShape) -> str:
     beyond the vocabulary, or where data.split leaves less than a sample.
     """
     given, needed = existing_pair(data.source), shape.seq_length + 1
-    prefix = given or _prepared(data, _fitting(data.tokenizer, shape))
+    coder = tokenizer("bytes" if given else data.tokenizer)
+    rule = f"tokenizer {shown(coder.name)} has {coder.vocab_size} ids; pad the vocabulary up, not down"
+    require(bool(given) or coder.vocab_size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
+    prefix = given or _prepared(data, coder)
     # of a given pair under a second's worth; the loader checks all
     lengths, largest = check_pair(prefix, 100_000_000 if given else 1)
     tokens = int(lengths.sum(dtype=np.int64))
@@ -237,14 +240,6 @@ def prepare(data: Data, shape: ModelShape) -> str:
         rule = f"leaves {len(part)} documents of {data.source} for {name}, {tokens} tokens; a sample needs {needed}"
         require(share == 0 or tokens >= needed, "data.split", data.split, rule)
     return prefix
-
-
-def _fitting(name: str, shape: ModelShape) -> Tokenizer:
-    """The tokenizer, whose ids all have a row in the embedding of `shape`."""
-    coder = tokenizer(name)
-    rule = f"tokenizer {shown(name)} has {coder.vocab_size} ids; pad the vocabulary up, not down"
-    require(coder.vocab_size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
-    return coder
 
 
 def prepare_all(data: Data, shape: ModelShape) -> list[str]:
