@@ -12,6 +12,7 @@ import pytest
 from plans import ELSEWHERE, changed, run_folder, small_plan, steps
 
 from trilane.config.plan import Plan
+from trilane.diagnose.restart import compare_restart
 from trilane.launch.local import environment
 from trilane.workspace.status import read_status
 
@@ -72,11 +73,13 @@ SAME = {
 def test_a_resumed_run_gives_the_losses_of_one_never_stopped(
     topology: dict, whole: Whole, fork: Fork, data: Path, tmp_path: Path
 ) -> None:
-    """To the last bit; what it had trained beyond the checkpoint stands once, the first attempt aside."""
+    """To the last bit; what it had trained beyond the checkpoint stands once, the first attempt aside. And the states
+    of the restart are compared without a finding."""
     plan = saving(data, **topology)
     again = halfway(whole(plan), plan, tmp_path / "again")
     fork(plan.topology.gpus, again)
     assert losses(again) == losses(whole(plan))
+    assert not compare_restart(whole(plan), again).findings
     assert [s["iteration"] for s in steps(again)] == list(range(1, END + 1))
     assert len((again / "earlier/steps.jsonl.1").read_text().splitlines()) == HALFWAY + 1
 
@@ -98,13 +101,15 @@ RESUMED = {
 
 @pytest.mark.parametrize(("there", "here"), RESUMED.values(), ids=RESUMED.keys())
 def test_a_run_goes_on_elsewhere(there: dict, here: dict, whole: Whole, fork: Fork, data: Path, tmp_path: Path) -> None:
-    """On another topology and in another engine, from the checkpoint of a run that is left as it is: within 1e-5."""
+    """On another topology and in another engine, from the checkpoint of a run that is left as it is: within 1e-5, and
+    without a finding where the states are compared."""
     first = whole(saving(data, **there))
     other = changed(saving(data, **here), "run", load=str(first / "checkpoints" / "iter_0000002"))
     folder = run_folder(other, tmp_path / "other")
     fork(other.topology.gpus, folder)
     assert [s["iteration"] for s in steps(folder)] == list(range(HALFWAY + 1, END + 1))
     assert losses(folder) == pytest.approx(losses(first)[HALFWAY:], abs=1e-5, rel=0)
+    assert not compare_restart(first, folder).findings
 
 
 def a_byte(folder: Path) -> None:

@@ -58,7 +58,7 @@ def explorer(found: SearchResult, tokens: float = 0.0, folder: Path | None = Non
     first = zip(("a", "b"), (rows[0], safe), pins, strict=True)
     limits, memory = _limits(shown), _bars("Fullest stage's memory (GiB)", "memory", MEMORY)
     lines = [[_speed(rows, point), _numbers(rows)], [_bars(*TIME), alt.layer(memory, *limits)]]
-    made = panels([*lines, [alt.layer(_stages(), *limits), _schedule()]])
+    made = panels([*lines, [alt.layer(*_stages(rows), *limits), _schedule()]])
     made = made.add_params(*(alt.param(name, value=row["id"], bind=box) for name, row, box in first), *_filters(rows))
     text = f"{len(shown)} of {found.runnable:,} topologies that can run, the best by seconds and memory. The best:"
     return Interactive(made, f"{text} {rows[0]['s']} s, {rows[0]['label']}, {rows[0]['gib']} GiB.", plans=rows)
@@ -66,7 +66,7 @@ def explorer(found: SearchResult, tokens: float = 0.0, folder: Path | None = Non
 
 def compared(first: Candidate) -> Interactive:
     """The time, memory and schedule of a plan, next to the time of the first one as A; svg_of() draws others."""
-    made = panels([[_bars(*TIME)], [alt.layer(_stages(), *_limits([first])), _schedule()]])
+    made = panels([[_bars(*TIME)], [alt.layer(*_stages([]), *_limits([first])), _schedule()]])
     ids = {"plan_id": first.plan.id, "a": first.plan.id, "b": ""}
     made = made.add_params(*(alt.param(name, value=id) for name, id in ids.items()))
     return Interactive(made, first.label, plans=[plan_row(first)])
@@ -249,8 +249,8 @@ def _bars(title: str, field: str, names: Sequence[str]) -> Any:
     return bars.encode(y=alt.Y("which:N", title=None, sort=SHOWN), tooltip=tooltips(titles))
 
 
-def _stages() -> Any:
-    """What fills a GPU of each stage of the picked plan; a tick where its tensors were traced."""
+def _stages(rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """What fills a GPU of each stage of the picked plan; a tick where its tensors were traced, if any of `rows` was."""
     base = chart(title="Memory by stage, picked", width=220, height=190).transform_filter("datum.id == plan_id")
     base = base.transform_flatten(["stage", "traced", *MEMORY])
     parts, x = base.transform_fold(MEMORY, as_=["part", "gib"]), alt.Axis(tickCount=4)
@@ -258,7 +258,9 @@ def _stages() -> Any:
     y = alt.Y("stage:O", title="pipeline stage", axis=alt.Axis(labelOverlap=True))
     ticks = base.transform_filter("isValid(datum.traced)").mark_tick(color=INK, thickness=2)
     ticks = ticks.encode(x="traced:Q", y=y, tooltip=tooltips({"stage": "stage", "traced": "GiB of tensors, traced"}))
-    return alt.layer(bars.encode(y=y, tooltip=tooltips({"stage": "stage", "part": "part", "gib": "GiB"})), ticks)
+    bars = bars.encode(y=y, tooltip=tooltips({"stage": "stage", "part": "part", "gib": "GiB"}))
+    # an axis over no value at all is a warning of Vega's on the reader's console
+    return [bars, *[ticks] * any(value is not None for row in rows for value in row["traced"])]
 
 
 def _stack(base: Any, names: Sequence[str], x: Any, **look: Any) -> Any:
