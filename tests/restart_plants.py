@@ -1,4 +1,4 @@
-"""Restart bugs of the BLOOM chronicles' kind, planted into the real engines from outside, and a clean cycle without any.
+"""Restart bugs of the BLOOM chronicles' kind, planted into the real engines from outside, and a clean cycle.
 
 `PYTHONPATH=lib python tests/restart_plants.py [KIND ...]` rehearses all of them and the clean cycle, and prints a row
 each, for docs/restarts.md.

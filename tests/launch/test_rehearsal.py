@@ -1,12 +1,10 @@
 """A plan's save and load are rehearsed at tiny width."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from restart_plants import asked
 from support import REPOSITORY, small_plan
 
 from trilane.cli.app import main
@@ -54,10 +52,8 @@ def test_replicas_that_this_machine_has_no_room_for_are_left_out_and_reported(tm
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("uncounted_processes")
-def test_a_plan_is_rehearsed_in_processes_of_its_own(data: Path, tmp_path: Path) -> None:
+def test_a_plan_is_rehearsed_in_processes_of_its_own() -> None:
     """As the command does it; a bug in it would be the planted ones' business."""
-    made = asked(data, tmp_path, {})
-    done = rehearse.rehearse(made, tmp_path / "r", rehearse.train_here)
+    done = rehearse.rehearse_here(small_plan())
     assert not done.problem and done.audit and not done.audit.findings
     assert len(done.audit.compared) == 2
-    shutil.rmtree(tmp_path / "r")
