@@ -138,6 +138,8 @@ def _distributed(chunk: torch.nn.Module, settings: TransformerConfig, plan: Plan
     made = DistributedDataParallel(settings, ddp, Float16Module(settings, chunk) if half else chunk)
     if not t.overlap_grad_reduce:
         _add_without_hooks(made)
+        if made.dp_cp_group.size() == 1:  # gloo takes milliseconds to reduce what no other rank has
+            made.finish_grad_sync = lambda **_: None
     return made
 
 

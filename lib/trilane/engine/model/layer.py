@@ -20,12 +20,32 @@ Pair = tuple[torch.Tensor, torch.Tensor | None]  # what a matrix gives, and the 
 
 
 def product(linear: Any, x: torch.Tensor) -> Pair | None:
-    """torch's own product, whose backward pass needs no Python; None where ranks share it or it adds into gradients."""
-    if linear.tp_group.size() > 1 or linear.gradient_accumulation_fusion:
+    """What a linear layer gives where no other rank has a part of it; None elsewhere, for megatron-core's own way."""
+    if linear.tp_group.size() > 1:
         return None
-    if linear.skip_bias_add:
-        return F.linear(x, linear.weight), linear.bias
-    return F.linear(x, linear.weight, linear.bias), None
+    bias, later = (None, linear.bias) if linear.skip_bias_add else (linear.bias, None)
+    adds = linear.gradient_accumulation_fusion and hasattr(linear.weight, "main_grad")
+    return (_AddingProduct.apply if adds else F.linear)(x, linear.weight, bias), later
+
+
+class _AddingProduct(torch.autograd.Function):
+    """F.linear, whose product for the weight's gradient adds into DDP's fp32 buffer: it is not written and read again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x.flatten(0, -2), rows, weight.main_grad)
+        added = None
+        if hasattr(weight, "grad_added_to_main_grad"):  # DDP's hook waits for a gradient, and drops it
+            weight.grad_added_to_main_grad, added = True, torch.empty_like(weight)
+        return grad @ weight, added, rows.sum(0) if ctx.has_bias else None
 
 
 class ColumnLinear(layers.ColumnParallelLinear):
