@@ -100,6 +100,8 @@ class SelfAttention(attention.SelfAttention):
 class Layer(transformer_layer.TransformerLayer):
     """Norm, attention, norm, MLP."""
 
+    __call__ = torch.nn.Module.__call__  # without asking each time for a graph of CUDA kernels
+
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """(S, B, C) -> (S, B, C)."""
         x = self._added(self.self_attention(self.input_layernorm(hidden_states)), hidden_states)
