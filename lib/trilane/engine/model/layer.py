@@ -29,7 +29,7 @@ def product(linear: Any, x: torch.Tensor) -> Pair | None:
 
 
 class _AddingProduct(torch.autograd.Function):
-    """F.linear, whose product for the weight's gradient adds into DDP's fp32 buffer: it is not written and read again."""
+    """F.linear, whose product for the weight's gradient adds into DDP's fp32 buffer, and is not written and read."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
