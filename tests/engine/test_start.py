@@ -65,27 +65,25 @@ def test_a_process_takes_the_threads_it_was_given_or_its_share(env: dict, thread
     assert world.threads(4) == threads
 
 
-@pytest.mark.parametrize(("near", "kept"), [("0,64-71\n", True), ("64-71\n", False), (None, False)], ids=str)
-def test_a_process_stays_near_its_card(near: str | None, kept: bool, tmp_path: Path, monkeypatch) -> None:
-    """Threads that run already, too; not where it may use none of these cores, or where the system names none."""
+@pytest.mark.parametrize("near", [{0, 64}, {64}], ids=str)
+def test_a_process_stays_near_its_card(near: set[int], monkeypatch) -> None:
+    """Threads that run already, too; not where it may use none of these cores."""
     import torch
+    from torch.numa import binding
 
     from trilane.engine import world
 
-    if near:
-        (tmp_path / "0000:17:00.0").mkdir()
-        (tmp_path / "0000:17:00.0/local_cpulist").write_text(near)
-    card = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x17, pci_device_id=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(binding, "_get_numa_node_index_for_gpu_index", lambda gpu_index: next(iter(near)))
+    monkeypatch.setattr(binding, "_get_cpu_indices_for_numa_node_MAYBE_NOT_ALLOWED", lambda numa_node_index: near)
     before, bound = os.sched_getaffinity(0), list[set[int]]()
     go = threading.Event()
     thread = threading.Thread(target=lambda: (go.wait(), bound.append(os.sched_getaffinity(0))))
     thread.start()
     try:
-        world.bind_near(torch.device("cpu"), tmp_path)
+        world.bind_near(torch.device("cuda", 0))
         go.set()
         thread.join()
-        assert bound == [os.sched_getaffinity(0)] == [{0} if kept else before]
+        assert bound == [os.sched_getaffinity(0)] == [near & before or before]
     finally:
         for number in os.listdir("/proc/self/task"):
             with contextlib.suppress(ProcessLookupError):

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.numa import binding
 
 from trilane.config.engines import shows_gpu
 from trilane.config.plan import Plan
@@ -192,25 +192,14 @@ def core_numbers() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def bind_near(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> None:
-    """Keep all threads of this process on the cores near its GPU, as torchrun's --numa-binding=node does by numactl.
+def bind_near(device: torch.device) -> None:
+    """Keep all threads of this process on the cores near its GPU: torchrun's --numa-binding=node, which needs numactl.
 
     Nothing changes where the system does not tell which these are, or where this process may use none of them.
     """
-    card: Any = torch.cuda.get_device_properties(device)
-    place = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
-    near = set[int]()
-    with contextlib.suppress(OSError, ValueError):
-        near = core_list((devices / place / "local_cpulist").read_text()) & core_numbers()
-    for thread in os.listdir("/proc/self/task") if near else ():
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.sched_setaffinity(int(thread), near)
-
-
-def core_list(text: str) -> set[int]:
-    """The numbers of Linux' notation: '0-2,5' -> {0, 1, 2, 5}."""
-    spans = (span.partition("-") for span in text.strip().split(",") if span)
-    return {core for low, _, high in spans for core in range(int(low), int(high or low) + 1)}
+    with contextlib.suppress(OSError, RuntimeError):
+        if near := binding._node_get_logical_cpus_to_bind_to(gpu_index=device.index):
+            binding._bind_all_threads_in_current_process_to_logical_cpus(logical_cpu_indices=near)
 
 
 def threads(local_size: int) -> int:
