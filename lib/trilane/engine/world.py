@@ -193,11 +193,8 @@ def core_numbers() -> set[int]:
 
 
 def bind_near(device: torch.device) -> None:
-    """Keep all threads of this process on the cores near its GPU: torchrun's --numa-binding=node, which needs numactl.
-
-    Nothing changes where the system does not tell which these are, or where this process may use none of them.
-    """
-    with contextlib.suppress(OSError, RuntimeError):
+    """Keep all threads of this process on the cores near its GPU: torchrun's --numa-binding=node, which needs numactl."""
+    with contextlib.suppress(OSError, RuntimeError):  # the system does not tell which these are
         if near := binding._node_get_logical_cpus_to_bind_to(gpu_index=device.index):
             binding._bind_all_threads_in_current_process_to_logical_cpus(logical_cpu_indices=near)
 

@@ -136,24 +136,16 @@ def _distributed(chunk: torch.nn.Module, settings: TransformerConfig, plan: Plan
         overlap_param_gather=t.overlap_param_gather,
     )
     made = DistributedDataParallel(settings, ddp, Float16Module(settings, chunk) if half else chunk)
-    if not t.overlap_grad_reduce:
-        _add_without_hooks(made)
+    if not t.overlap_grad_reduce:  # autograd itself adds into DDP's buffer, without a hook in Python at each parameter
+        made.grad_accs.clear()  # the nodes that have the hooks
+        for parameter in made.params_with_grad:
+            # with this mark a linear layer of megatron-core that has added a gradient would return another one
+            del parameter.grad_added_to_main_grad
+            parameter.grad_dtype = None  # fp32 for values of 16 bits
+        made.params_with_grad = []
         if made.dp_cp_group.size() == 1:  # gloo takes milliseconds to reduce what no other rank has
             made.finish_grad_sync = lambda **_: None
     return made
-
-
-def _add_without_hooks(chunk: DistributedDataParallel) -> None:
-    """Let autograd add gradients into DDP's buffer, where `grad` is it, instead of a hook in Python at each parameter.
-
-    The hooks go with the nodes that DDP keeps. Without their mark on a parameter, a linear layer of megatron-core that
-    has added a gradient into the buffer returns none.
-    """
-    chunk.grad_accs.clear()
-    for parameter in chunk.params_with_grad:
-        del parameter.grad_added_to_main_grad
-        parameter.grad_dtype = None  # fp32 for values of 16 bits
-    chunk.params_with_grad = []
 
 
 def _optimizer_config(plan: Plan) -> OptimizerConfig:

@@ -34,7 +34,6 @@ class _AddingProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -45,21 +44,20 @@ class _AddingProduct(torch.autograd.Function):
         added = None
         if hasattr(weight, "grad_added_to_main_grad"):  # DDP's hook waits for a gradient, and drops it
             weight.grad_added_to_main_grad, added = True, torch.empty_like(weight)
-        return grad @ weight, added, rows.sum(0) if ctx.has_bias else None
+        return grad @ weight, added, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
-class ColumnLinear(layers.ColumnParallelLinear):
+class _Linear(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> Pair:
+        return product(self, x) or super().forward(x)
+
+
+class ColumnLinear(_Linear, layers.ColumnParallelLinear):
     """(S, B, inputs) -> (S, B, this rank's outputs)."""
 
-    def forward(self, x: torch.Tensor) -> Pair:
-        return product(self, x) or super().forward(x)
 
-
-class RowLinear(layers.RowParallelLinear):
+class RowLinear(_Linear, layers.RowParallelLinear):
     """(S, B, this rank's inputs) -> (S, B, outputs)."""
-
-    def forward(self, x: torch.Tensor) -> Pair:
-        return product(self, x) or super().forward(x)
 
 
 class MLP(mlp.MLP):
@@ -92,9 +90,9 @@ class SelfAttention(attention.SelfAttention):
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> Pair:
         """(S, B, C) -> (S, B, C)."""
         heads = self.get_query_key_value_tensors(hidden_states)
-        recomputed = self.checkpoint_core_attention and self.training
-        attend = self._checkpointed_attention_forward if recomputed else self.core_attention
-        return self.linear_proj(attend(*heads, None))
+        if self.checkpoint_core_attention and self.training:
+            return self.linear_proj(self._checkpointed_attention_forward(*heads, None))
+        return self.linear_proj(self.core_attention(*heads, None))
 
 
 class Layer(transformer_layer.TransformerLayer):
