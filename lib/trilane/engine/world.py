@@ -193,7 +193,7 @@ def core_numbers() -> set[int]:
 
 
 def bind_near(device: torch.device) -> None:
-    """Keep all threads of this process on the cores near its GPU: torchrun's --numa-binding=node, which needs numactl."""
+    """Keep all threads of this process on cores near its GPU: torchrun's --numa-binding=node, which needs numactl."""
     with contextlib.suppress(OSError, RuntimeError):  # the system does not tell which these are
         if near := binding._node_get_logical_cpus_to_bind_to(gpu_index=device.index):
             binding._bind_all_threads_in_current_process_to_logical_cpus(logical_cpu_indices=near)
