@@ -31,6 +31,7 @@ class Megatron(Engine):
         plan, t = self._plan, self._plan.topology
         te.start(plan, self._positions.device)
         settings = apply(self._kernels, transformer_config(plan))
+        self.path += "; Transformer Engine's layers" * te.is_chosen(settings)
         self.path += f"; layer {plan.layer}, of which no prediction knows" * bool(plan.layer)
         models = build_chunks(plan, settings)
         for made in (made for model in models for made in model.decoder.layers if plan.layer):

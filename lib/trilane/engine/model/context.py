@@ -9,6 +9,7 @@ that runs on every card and on CPUs, but keys and values of the whole sequence s
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch.nn.attention.bias import causal_lower_right
 
 
 def ranks() -> int:
@@ -33,3 +34,14 @@ def gathered(part: torch.Tensor) -> torch.Tensor:
     group = parallel_state.get_context_parallel_group()
     chunks = gather_from_sequence_parallel_region(part, group=group).chunk(2 * ranks())
     return torch.cat([*chunks[::2], *chunks[::-2]])
+
+
+def causal_mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Of queries and keys (B, heads, length, D): the last query sees all keys, each before it one less.
+
+    On a GPU flash attention knows this by name, and keeps no mask.
+    """
+    queries, keys = q.size(2), k.size(2)
+    if q.is_cuda:
+        return causal_lower_right(queries, keys)
+    return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)

@@ -22,7 +22,6 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn.attention.bias import causal_lower_right
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
@@ -92,7 +91,7 @@ class Attention(torch.nn.Module):
         if self.keeps_scores or self.shape.positions == "alibi":
             mask = self._mask(q, k.size(2))
         elif q.size(2) < k.size(2):
-            mask = causal_lower_right(q.size(2), k.size(2))
+            mask = context.causal_mask(q, k)
         dropout = self.dropout if self.training else 0.0
         # The tracker's generator differs on each tensor-parallel rank, as its heads do; recomputation rewinds it. Under
         # sequence parallelism the whole layer already draws from it: forked twice it would be rewound wrongly.
