@@ -19,7 +19,7 @@ class Collective(Record):
     """The collectives of one kind in one group, of one rank in one iteration; a send and a receive count as one each.
 
     kind    all-reduce, all-gather, reduce-scatter, broadcast, all-to-all, send, receive
-    group   tp, pp, dp, embedding, world, or other sizes by their ranks; groups of one rank are left out
+    group   tp, pp, cp, dp (with cp), embedding, world, or other sizes by their ranks; groups of one rank are left out
     bytes   of all `count`: the whole tensor, so that of what is gathered or scattered all parts
     """
 

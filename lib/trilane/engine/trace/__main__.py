@@ -99,7 +99,7 @@ def derived(plan: Plan, like: TracedStage, stage: int) -> TracedStage:
     return replace(
         like,
         stage=stage,
-        rank=stage * plan.topology.tp * plan.topology.dp,
+        rank=stage * plan.topology.gpus // plan.topology.pp,
         derived=True,
         peak_bytes=like.peak_bytes - less,
         activations_bytes=like.activations_bytes - less,

@@ -22,7 +22,7 @@ def trace_rank(plan: Plan, stage: int) -> tuple[TracedStage, float]:
     microbatches, so that the rest follows. An iteration before them makes the optimizer's states.
     """
     t = plan.topology
-    rank = stage * t.tp * t.dp
+    rank = stage * t.gpus // t.pp
     recorder = Recorder(group_names(plan, rank))
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
         engine = build(plan, fake.join(plan, rank, recorder))
@@ -51,8 +51,9 @@ def traced_microbatches(plan: Plan) -> tuple[int, int]:
 def group_names(plan: Plan, rank: int) -> dict[tuple[int, ...], str]:
     """Ranks of a group -> its name, for the groups of `rank`: megatron-core and DeepSpeed order them alike."""
     t = plan.topology
-    each = t.tp * t.dp
-    stage, replica, part = rank // each, rank // t.tp % t.dp, rank % t.tp
+    replicas = t.dp * t.cp  # ranks run tp fastest, then cp, dp, pp
+    each, shared = t.tp * replicas, t.tp * t.cp
+    stage, replica, part = rank // each, rank // t.tp % replicas, rank % t.tp
     ends = tuple(dict.fromkeys([part + replica * t.tp, part + replica * t.tp + (t.pp - 1) * each]))
     named = {
         "world": tuple(range(t.gpus)),
@@ -60,6 +61,7 @@ def group_names(plan: Plan, rank: int) -> dict[tuple[int, ...], str]:
         "tp-dp": tuple(range(stage * each, (stage + 1) * each)),
         "embedding": ends,
         "pp": tuple(range(part + replica * t.tp, t.gpus, each)),
+        "cp": tuple(range(rank - rank % shared + part, rank - rank % shared + shared, t.tp)),
         "dp": tuple(range(stage * each + part, (stage + 1) * each, t.tp)),
         "tp": tuple(range(rank - part, rank - part + t.tp)),
     }
