@@ -25,11 +25,9 @@ def settings(plan: Plan) -> dict[str, Any]:
     scaled by its own largest value (`tensorwise`): scales by those of earlier iterations would be state to save.
     """
     t = plan.topology
-    is_fp8 = t.precision == "fp8"
-    if not (is_fp8 or t.overlap_tp or plan.run.fused == "te"):
-        return {"transformer_impl": "local"}
-    fp8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"} if is_fp8 else {}
-    return {"transformer_impl": "transformer_engine", "tp_comm_overlap": t.overlap_tp, **fp8}
+    fp8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"} if t.precision == "fp8" else {}
+    kind = "transformer_engine" if fp8 or t.overlap_tp or plan.run.fused == "te" else "local"
+    return {"transformer_impl": kind, "tp_comm_overlap": t.overlap_tp, **fp8}
 
 
 def is_chosen(config: TransformerConfig) -> bool:
@@ -40,9 +38,7 @@ def is_chosen(config: TransformerConfig) -> bool:
 def start(plan: Plan, device: torch.device) -> None:
     """Make the buffers of messages that run under matrix products (overlap_tp). Collective; HostError without a GPU."""
     t = plan.topology
-    if settings(plan)["transformer_impl"] == "local":
-        return
-    if device.type != "cuda":
+    if settings(plan)["transformer_impl"] != "local" and device.type != "cuda":
         raise HostError(f"device={device}: Transformer Engine (precision=fp8, overlap_tp, run.fused=te) needs a GPU")
     if t.overlap_tp:
         from transformer_engine.pytorch.module import base
@@ -58,8 +54,7 @@ def start(plan: Plan, device: torch.device) -> None:
 
 
 class Core(layers.TEDotProductAttention):
-    """Causal attention by the fastest kernel that Transformer Engine finds; under context parallelism a ring."""
+    """Causal attention, (S, B, H, D) -> (S, B, H D), by the fastest kernel that is found; with cp > 1 in a ring."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Query (S, B, H, D), key and value (S, B, G, D) -> (S, B, H D)."""
         return super().forward(query, key, value, None, AttnMaskType.causal)
