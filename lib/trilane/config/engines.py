@@ -166,7 +166,6 @@ def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, 
     yield not t.offload_checkpoints, "offload_checkpoints", True, "keeps them on the card"
     yield not t.shards, "shards", t.shards, "shares states out among all replicas"
     if engine == "megatron":
-        yield t.cp == 1 or shape.positions != "alibi", "cp", t.cp, "shares no sequence with ALiBi"
         tokens = shape.seq_length // t.cp // (t.tp if t.sequence_parallel else 1)
         widths = (shape.hidden_size, shape.ffn, shape.hidden_size + 2 * shape.kv_heads * shape.head_dim)
         whole = all(size % 16 == 0 for size in (tokens, *(width // t.tp for width in widths)))

@@ -56,12 +56,12 @@ class Attention(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, *, shape: ModelShape, **place: Any) -> None:
         super().__init__()
-        # which has no ALiBi by slopes of a rank's own
-        self.core = te.Core(config, **place) if te.is_chosen(config) and shape.positions != "alibi" else None
         self.shape, self.dropout, self.splits_sequence = shape, config.attention_dropout, config.sequence_parallel
         self.shares = config.context_parallel_size  # ranks that have a part of each sequence
         self.turn = compiled(rotated) if config.bias_activation_fusion else rotated  # one pass instead of five
         self.keeps_scores = config.attention_backend == AttnBackend.unfused
+        own = self.keeps_scores or shape.positions == "alibi"  # of which Transformer Engine has no slopes of ours
+        self.core = te.Core(config, **place) if te.is_chosen(config) and not own else None
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **_: Any
