@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from plans import run_folder, small_plan
 
+from trilane.config.engines import has_kernels
 from trilane.config.training import Run
 from trilane.engine import torchrun
 from trilane.engine.signals import FORWARDED, SAVE, STOP
@@ -120,8 +121,6 @@ KERNELS = [
 
 @pytest.mark.parametrize(("card", "built", "found"), KERNELS, ids=str)
 def test_kernels_are_for_a_card_of_their_generation(card: tuple, built: list, found: bool) -> None:
-    from trilane.engine.world import has_kernels
-
     assert has_kernels(card, built) is found
 
 

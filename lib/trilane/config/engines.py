@@ -6,7 +6,7 @@ The defaults of a run have their one place here: precision, attention kernel, gr
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,21 @@ def shows_gpu() -> bool:
     """Whether a driver shows this process an NVIDIA GPU, by its device file; torch may still be unable to use it."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # of these, SLURM sets the last
     return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def has_kernels(card: tuple[int, int], built: Sequence[str]) -> bool:
+    """Whether torch, `built` for torch.cuda.get_arch_list(), has kernels for a card of that compute capability.
+
+    Machine code (sm_75) runs on its major version from its minor version on, PTX (compute_90) on all cards from its
+    version on (CUDA C++ Programming Guide, binary and PTX compatibility); with a letter (sm_90a) on its own card alone.
+    """
+    for kind, _, number in (name.partition("_") for name in built):
+        digits = number.rstrip("af")
+        version = int(digits[:-1]), int(digits[-1])
+        reaches = number.isdigit() and version < card and (kind == "compute" or version[0] == card[0])
+        if version == card or reaches:
+            return True
+    return False
 
 
 def require_trainable(topology: Topology, fused: str = "auto") -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.numa import binding
 
-from trilane.config.engines import shows_gpu
+from trilane.config.engines import has_kernels, shows_gpu
 from trilane.config.plan import Plan
 from trilane.engine.torchrun import WAIT_S
 from trilane.utils.process import held_port
@@ -170,21 +170,6 @@ def own_device(precision: str) -> torch.device:
         )
         raise HostError(f"torch={torch.__version__}: {why}")
     return torch.device("cuda", own)
-
-
-def has_kernels(card: tuple[int, int], built: Sequence[str]) -> bool:
-    """Whether torch, `built` for torch.cuda.get_arch_list(), has kernels for a card of that compute capability.
-
-    Machine code (sm_75) runs on its major version from its minor version on, PTX (compute_90) on all cards from its
-    version on (CUDA C++ Programming Guide, binary and PTX compatibility); with a letter (sm_90a) on its own card alone.
-    """
-    for kind, _, number in (name.partition("_") for name in built):
-        digits = number.rstrip("af")
-        version = int(digits[:-1]), int(digits[-1])
-        reaches = number.isdigit() and version < card and (kind == "compute" or version[0] == card[0])
-        if version == card or reaches:
-            return True
-    return False
 
 
 def core_numbers() -> set[int]:
