@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from trilane.costmodel.backtest import Backtest
-from trilane.costmodel.metrics import group_name
+from trilane.costmodel.backtest import Backtest, group_name
 from trilane.planning.sizing import Proposals
 from trilane.report.plots.style import COLORS, INK, figure, finished, plain
 from trilane.utils.tables import Text
