@@ -1,11 +1,18 @@
 """One rank of a plan's real engine in a fake world: built, warmed up, and traced over iterations."""
 
+import contextlib
 import resource
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 
 from trilane.config.plan import Plan
 from trilane.costmodel.memory import stage_layers
@@ -24,7 +31,7 @@ def trace_rank(plan: Plan, stage: int) -> tuple[TracedStage, float]:
     t = plan.topology
     rank = stage * t.gpus // t.pp
     recorder = Recorder(group_names(plan, rank))
-    with FakeTensorMode(allow_non_fake_inputs=True), recorder:
+    with FakeTensorMode(allow_non_fake_inputs=True), recorder, _refused(plan):
         engine = build(plan, fake.join(plan, rank, recorder))
         recorder.watch(engine.modules)
         few, many = traced_microbatches(plan)
@@ -39,6 +46,16 @@ def trace_rank(plan: Plan, stage: int) -> tuple[TracedStage, float]:
     layers = stage_layers(plan.shape, t)[stage]
     taken = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return _stage(recorder, totals, stage=stage, rank=rank, layers=layers), taken
+
+
+@contextlib.contextmanager
+def _refused(plan: Plan) -> Iterator[None]:
+    """An operation that has no shape without values, such as one of an own layer, as one line."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        field, value = ("layer", plan.layer.name) if plan.layer else ("engine", plan.engine)
+        raise ValueError(f"{field}={value}: {error.func} needs values, and a trace has none") from None
 
 
 def traced_microbatches(plan: Plan) -> tuple[int, int]:

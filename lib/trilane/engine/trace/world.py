@@ -1,7 +1,7 @@
 """A fake world: this process as one rank of any number, on tensors with shapes and no memory, as on the plan's card.
 
 FakeTensorMode and the process group "fake" are torch's. The tensors are those of a CPU: a build of torch without a GPU
-has no backward pass for fake CUDA tensors. What differs by device is replaced by what CUDA runs, in CUDA_KERNELS.
+has no backward pass for fake CUDA tensors. What differs by device is replaced by what CUDA runs.
 Nothing here is undone: the process ends with its trace.
 """
 
@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from trilane.config.plan import Plan
 from trilane.engine.trace.recorder import Recorder, key
 from trilane.engine.world import World
-from trilane.utils.validation import HostError
 
 aten: Any = torch.ops.aten
 
@@ -39,12 +38,12 @@ class _Done:
 def prepare(plan: Plan) -> None:
     """Make this process, and those that it forks, a place without values; import the plan's engine.
 
-    HostError where torch has no fake process group, ValueError where an own layer's class cannot be found.
+    ValueError where torch has no fake process group, or where an own layer's class cannot be found.
     """
     try:
         importlib.import_module("torch.testing._internal.distributed.fake_pg")
     except ImportError:
-        raise HostError(f"torch={torch.__version__}: has no fake process group, which a trace needs") from None
+        raise ValueError(f"torch={torch.__version__}: has no fake process group, which a trace needs") from None
     import megatron.core.distributed.param_and_grad_buffer as buffers
     from megatron.core.tensor_parallel import random
 

@@ -1,0 +1,132 @@
+"""What a trace counts can be derived by hand; the engine that it ran is the one that trains."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plans import LLAMA, small_plan
+
+from trilane.config.cluster import cluster
+from trilane.config.layer import Layer
+from trilane.config.plan import Plan
+from trilane.costmodel.columns import columns_of
+from trilane.costmodel.memory import activation_bytes_per_layer, stage_parameters
+from trilane.costmodel.trace import Trace, trace_of
+from trilane.engine.trace.__main__ import main
+from trilane.utils.process import python
+
+HALF: dict[str, Any] = {"precision": "bf16", "fp32_gradients": True}
+
+
+def plan_of(folder: Path, engine: str = "megatron", **topology: Any) -> Plan:
+    """A plan for A100s, which need not be here."""
+    machine = replace(cluster("jz-a100-80g"), max_nodes=8192)
+    return replace(small_plan(folder, engine=engine, **{"gbs": 64, **HALF, **topology}), cluster=machine)
+
+
+def trace_by_command(plan: Plan, folder: Path, *options: str) -> Trace:
+    """The trace that the command leaves beside the plan."""
+    path = folder / "plan.json"
+    path.write_text(json.dumps(plan.to_json()))
+    done = subprocess.run(
+        python("-m", "trilane", "measure", "plan", str(path), "--trace", *options, program=sys.executable),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = trace_of(plan, path)
+    assert found and ("--json" not in options or json.loads(done.stdout) == found.to_json())
+    return found
+
+
+def test_the_stages_of_a_pipeline(tmp_path):
+    """4 stages of one layer, TP 2 with sequence parallelism, DP 2 with a distributed optimizer, 16 microbatches.
+
+    A layer gathers the sequence before its two column-parallel products and scatters it after its two row-parallel
+    ones: forward 2 and 2, backward 2 and 2, and 2 more gather again what the products of the weights read. Korthikanti
+    et al. 2022, section 4.2.2.
+    """
+    plan = plan_of(tmp_path, tp=2, pp=4, dp=2, zero=1, sequence_parallel=True)
+    trace = trace_by_command(plan, tmp_path, "--json", "--timeline", str(tmp_path / "timeline.json"))
+    assert [stage.rank for stage in trace.stages] == [0, 4, 8, 12]
+    assert [stage.derived for stage in trace.stages] == [False, False, True, False]
+    columns, s = columns_of(plan.shape, plan.topology, plan.engine), trace.stages[1]
+    for stage in trace.stages:
+        parameters = stage_parameters(columns, stage.stage)
+        # buffers are padded to multiples of DP: 64 values a parameter at most
+        assert stage.weights_bytes == pytest.approx(2 * parameters, rel=0.01)
+        assert stage.gradients_bytes == pytest.approx(4 * parameters, rel=0.01)
+        assert stage.optimizer_bytes == pytest.approx(12 * parameters / 2, rel=0.01)
+        parts = ("weights", "gradients", "optimizer", "activations", "buffers", "temporary")
+        assert sum(getattr(stage, f"{part}_bytes") for part in parts) == stage.peak_bytes
+    microbatches, hidden = 16, 2 * plan.shape.seq_length * plan.topology.mbs * plan.shape.hidden_size  # bytes of bf16
+    for kind, times in {"all-gather": 6, "reduce-scatter": 4}.items():
+        sent = s.collective(kind, "tp")
+        assert (sent.count, sent.bytes) == (times * microbatches, times * microbatches * hidden)
+    assert s.collective("send", "pp").count == s.collective("receive", "pp").count == 2 * microbatches
+    assert s.collective("send", "pp").bytes == 2 * microbatches * hidden / 2
+    # three microbatches in flight on the second stage of four, two on the third
+    assert s.activations_bytes == pytest.approx(3 * s.activations_each_bytes, rel=0.1)
+    third = trace.stages[2]
+    assert third.peak_bytes == pytest.approx(s.peak_bytes - s.activations_bytes / 3)
+    order = "".join(p.kind[0] for p in s.schedule)
+    assert order == "ff" + "fb" * 3 + "bb" + "o"
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert sum(e["ph"] == "X" and e["pid"] == 1 for e in events) == len(s.schedule)
+
+
+@pytest.mark.parametrize("engine", ["megatron", "deepspeed-3d", "deepspeed-zero", "hf-zero3"])
+def test_every_engine_computes_the_flops_of_the_model(engine, tmp_path):
+    """Products of a layer 2 (4 h^2 + 2 h f) a token, attention 4 s h, the head 2 h V; twice as much backward."""
+    plan = plan_of(tmp_path, engine, dp=4, zero=3 if "zero" in engine else 1)
+    stage = trace_by_command(plan, tmp_path).stages[0]
+    shape, tokens = plan.shape, 16 * plan.shape.seq_length  # of one replica
+    h = shape.hidden_size
+    layer = 2 * (4 * h * h + 2 * h * shape.ffn) + 4 * shape.seq_length * h
+    assert stage.flops == 3 * tokens * (shape.num_layers * layer + 2 * h * shape.vocab_size)
+    states = stage.weights_bytes + stage.gradients_bytes + stage.optimizer_bytes
+    parameters = stage_parameters(columns_of(shape, plan.topology, engine), 0)
+    held = {"megatron": 2 + 4 + 3, "deepspeed-3d": 2 + 6 + 3}.get(engine, 0.5 + 1 + 3)
+    assert states == pytest.approx(held * parameters, rel=0.05)
+
+
+def test_activations_are_those_of_a_gpu(tmp_path):
+    """On a CPU RMSNorm is a composite that keeps fp32 copies of 4 h bytes a token; CUDA's kernel keeps its input."""
+    plan = plan_of(tmp_path, shape=LLAMA, gbs=8)
+    found = trace_by_command(plan, tmp_path).stages[0]
+    shape, tokens = plan.shape, 2 * plan.shape.seq_length
+    assert found.cpu_only_bytes > 4 * (2 * shape.num_layers + 1) * tokens * shape.hidden_size
+    columns = columns_of(shape, plan.topology, plan.engine)
+    kept = shape.num_layers * activation_bytes_per_layer(columns) + 2 * tokens * (shape.vocab_size + shape.hidden_size)
+    assert 0.8 < found.activations_each_bytes / kept < 1.25
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"engine": "deepspeed-zero", "zero": 2, "offload": "optimizer", "fp32_gradients": False}, "offload=optimizer"),
+        ({"dp": 32_768, "gbs": 65_536}, "gpus=32768: a trace is of at most 16384"),
+    ],
+)
+def test_what_no_trace_can_run_is_refused_in_one_line(fields, message, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_of(tmp_path, **{"dp": 4, **fields}).to_json()))
+    assert main([str(path), ""]) == 2
+    found = capsys.readouterr().err
+    assert message in found and found.count("\n") == 1 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_is_missing_on_this_machine_is_named(tmp_path, monkeypatch):
+    """A torch without its fake process group, and an own layer that is not installed."""
+    from trilane.engine.trace.world import prepare
+
+    layer = Layer(name="no.such.module:Layer", source="")
+    with pytest.raises(ValueError, match=r"layer=no.such.module:Layer: cannot be imported"):
+        prepare(replace(plan_of(tmp_path), layer=layer))
+    monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
+    with pytest.raises(ValueError, match=r"torch=.*: has no fake process group"):
+        prepare(plan_of(tmp_path))
