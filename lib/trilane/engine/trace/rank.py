@@ -95,7 +95,6 @@ def _step(engine: Engine, plan: Plan, count: int) -> None:
 def _assign(engine: Engine, recorder: Recorder) -> None:
     """What the engine holds between iterations, by what it is for."""
     parameters = [parameter for module in engine.modules for parameter in module.parameters()]
-    recorder.rest_is_buffers()
     outer: Any = engine._optimizer
     for chained in getattr(outer, "chained_optimizers", [outer]):
         inner = getattr(chained, "optimizer", chained)

@@ -71,9 +71,10 @@ class Recorder(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """Begin an iteration: nothing is counted so far, and what is alive is the peak."""
+        """Begin an iteration: nothing is counted so far; what is alive and has no kind is a buffer."""
         self.live = Counter[str]()
         for block in self._blocks.values():
+            block.kind = block.kind if block.kind in STATES else "buffers"
             self.live[block.kind] += block.size
         self.peak, self.peak_at, self.at_peak, self._peak_made = 0, "", Counter[str](), 0
         self.flops, self.operations, self.schedule = 0.0, 0, list[Pass]()
@@ -102,12 +103,6 @@ class Recorder(TorchDispatchMode):
             block = self._blocks.get(key(tensor)) if isinstance(tensor, torch.Tensor) else None
             if block:
                 self._become(block, kind)
-
-    def rest_is_buffers(self) -> None:
-        """Whatever is alive between two iterations and has no kind is a buffer."""
-        for block in self._blocks.values():
-            if block.kind not in STATES:
-                self._become(block, "buffers")
 
     def _become(self, block: Block, kind: str) -> None:
         self.live[block.kind] -= block.size
