@@ -12,20 +12,24 @@ from plans import LLAMA, small_plan
 
 from trilane.config.cluster import cluster
 from trilane.config.layer import Layer
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.memory import activation_bytes_per_layer, stage_parameters
 from trilane.costmodel.trace import Trace, trace_of
+from trilane.engine.parity import SHAPE
 from trilane.engine.trace.__main__ import main
 from trilane.utils.process import python
 
 HALF: dict[str, Any] = {"precision": "bf16", "fp32_gradients": True}
 
 
-def plan_of(folder: Path, engine: str = "megatron", **topology: Any) -> Plan:
+def plan_of(folder: Path, engine: str = "megatron", shape: ModelShape = SHAPE, **topology: Any) -> Plan:
     """A plan for A100s, which need not be here."""
-    machine = replace(cluster("jz-a100-80g"), max_nodes=8192)
-    return replace(small_plan(folder, engine=engine, **{"gbs": 64, **HALF, **topology}), cluster=machine)
+    plan, machine = small_plan(folder, zero=1), replace(cluster("jz-a100-80g"), max_nodes=8192)
+    chosen = Topology(**{"mbs": 2, "gbs": 64, **HALF, **topology})
+    return replace(plan, cluster=machine, topology=chosen, shape=shape, engine=engine)
 
 
 def trace_by_command(plan: Plan, folder: Path, *options: str) -> Trace:

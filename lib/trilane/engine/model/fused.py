@@ -126,7 +126,7 @@ def add_product(inputs: torch.Tensor, grads: torch.Tensor, total: torch.Tensor) 
 
     What megatron-core otherwise takes from apex (wgrad_gemm_accum_fp32). On a CPU torch has no such product of 16 bits.
     """
-    if total.is_cuda and inputs.dtype != total.dtype:
+    if capability(total.device) != (0, 0) and inputs.dtype != total.dtype:
         torch.addmm(total, grads.t(), inputs, out_dtype=total.dtype, out=total)
     else:
         total.add_(grads.t() @ inputs)
