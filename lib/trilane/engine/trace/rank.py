@@ -4,7 +4,7 @@ import contextlib
 import resource
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -13,13 +13,22 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.utils._pytree import tree_leaves
 
 from trilane.config.plan import Plan
 from trilane.costmodel.memory import stage_layers
 from trilane.costmodel.trace import Collective, TracedStage
 from trilane.engine.backends.base import Engine, Microbatch, build
 from trilane.engine.trace import world as fake
-from trilane.engine.trace.recorder import ACTIVATIONS, RECEIVED, TEMPORARY, Recorder, Totals, tensors_in
+from trilane.engine.trace.recorder import ACTIVATIONS, RECEIVED, TEMPORARY, Recorder
+
+
+class Totals(NamedTuple):
+    """What one iteration computed and sent; `sent`: (kind, group) -> count and bytes."""
+
+    flops: float
+    operations: int
+    sent: dict[tuple[str, str], tuple[int, float]]
 
 
 def trace_rank(plan: Plan, stage: int) -> tuple[TracedStage, float]:
@@ -39,10 +48,11 @@ def trace_rank(plan: Plan, stage: int) -> tuple[TracedStage, float]:
         _assign(engine, recorder)
         recorder.begin()
         _step(engine, plan, few)
-        before = recorder.totals()
+        before = Totals(recorder.flops, recorder.operations, recorder.sent)
         recorder.begin()
         _step(engine, plan, many)
-    totals = _all(before, recorder.totals(), few, many, t.microbatches)
+    after = Totals(recorder.flops, recorder.operations, recorder.sent)
+    totals = _all(before, after, few, many, t.microbatches)
     layers = stage_layers(plan.shape, t)[stage]
     taken = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return _stage(recorder, totals, stage=stage, rank=rank, layers=layers), taken
@@ -98,9 +108,9 @@ def _assign(engine: Engine, recorder: Recorder) -> None:
     outer: Any = engine._optimizer
     for chained in getattr(outer, "chained_optimizers", [outer]):
         inner = getattr(chained, "optimizer", chained)
-        recorder.assign("optimizer", tensors_in([inner.state, inner.param_groups]))
+        recorder.assign("optimizer", tree_leaves((dict(inner.state), inner.param_groups)))
     # DeepSpeed's flat sums and shares of gradients
-    recorder.assign("gradients", tensors_in([held for name, held in vars(outer).items() if "grad" in name]))
+    recorder.assign("gradients", tree_leaves([held for name, held in vars(outer).items() if "grad" in name]))
     for parameter in parameters:
         recorder.assign("gradients", [parameter.grad, getattr(parameter, "main_grad", None)])
         recorder.assign("weights", [parameter, getattr(parameter, "ds_tensor", None)])

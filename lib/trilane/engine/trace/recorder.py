@@ -49,15 +49,6 @@ class Block:
     owner: tuple[int, int] = (-1, -1)  # microbatch and chunk of activations
 
 
-@dataclass
-class Totals:
-    """What one iteration computed and sent; `sent`: (kind, group) -> count and bytes."""
-
-    flops: float
-    operations: int
-    sent: dict[tuple[str, str], tuple[int, float]]
-
-
 class Recorder(TorchDispatchMode):
     """While entered, follows all storages; operations, collectives and passes of the iteration since begin()."""
 
@@ -83,9 +74,6 @@ class Recorder(TorchDispatchMode):
         self.spared = Counter[tuple[int, int]]()  # what a CPU's kernels would keep more, by microbatch and chunk
         self._forwards, self._inside = Counter[int](), (0, 0)
         self._begin_pass("")
-
-    def totals(self) -> Totals:
-        return Totals(self.flops, self.operations, dict(self.sent))
 
     def watch(self, modules: Iterable[torch.nn.Module]) -> None:
         """Name passes by the calls of these model chunks, and gradients as such when autograd has accumulated them."""
@@ -270,16 +258,11 @@ def key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-_kernels = dict[Any, bool]()
-
-
+@functools.cache
 def is_kernel(func: Any) -> bool:
     """Whether an operation starts a kernel: neither a view nor memory alone."""
-    if func not in _kernels:
-        name = func._schema.name.partition("::")[2]
-        views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        _kernels[func] = not views and name not in NO_KERNEL
-    return _kernels[func]
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+    return not views and func._schema.name.partition("::")[2] not in NO_KERNEL
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
@@ -295,14 +278,3 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
         return 4.0 * (1 + backward) * math.prod(query.shape) * keys.shape[2]
     formula = flop_registry.get(func._overloadpacket)
     return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a value: in lists, tuples and dictionaries, their keys too, within each other."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.items()))
-    elif isinstance(value, list | tuple | set):
-        for one in value:
-            yield from tensors_in(one)
