@@ -19,7 +19,7 @@ from trilane.utils.tables import Brief
 from trilane.utils.validation import from_mapping, read_json, require, require_label, to_mapping
 
 # What results write next to the fields of a plan: derived from it, so never read back.
-DERIVED = ("id", "prediction", "parameters", "tflops", "mfu", "hfu", "days", "measured", "why", "costs")
+DERIVED = ("id", "prediction", "parameters", "tflops", "mfu", "hfu", "days", "measured", "traced", "why", "costs")
 
 
 @dataclass(frozen=True, kw_only=True)
