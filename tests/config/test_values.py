@@ -90,6 +90,7 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
         "overlap_tp=True: engine deepspeed-3d has no Transf",
     ),
     ({"zero": 1}, {"engine": "deepspeed-zero", "run": Run(fused="te")}, "run.fused=te: engine deepspeed-zero has no"),
+    ({"tp": 2}, {"run": Run(fused="layer")}, "run.fused=layer: compiles layers of engine megatron with tp=1"),
     ({"cp": 2, "zero": 1}, {"engine": "deepspeed-zero"}, "cp=2: engine deepspeed-zero shares no sequence"),
     (
         {"precision": "fp8"},

@@ -16,7 +16,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from trilane.config.plan import Plan
 from trilane.engine.backends.base import Engine, Microbatch, Named, Step, init_moments, pieces, set_step, step_of
 from trilane.engine.model import context, te
-from trilane.engine.model.fused import DTYPES, apply
+from trilane.engine.model.fused import DTYPES, apply, compiled
 from trilane.engine.model.gpt import build_chunks, canonical_parameters, transformer_config
 from trilane.engine.model.trial import try_out
 from trilane.engine.phases import OPTIMIZER, megatron_timers, phase
@@ -36,6 +36,8 @@ class Megatron(Engine):
         models = build_chunks(plan, settings)
         for made in (made for model in models for made in model.decoder.layers if plan.layer):
             try_out(plan, made.to(settings.params_dtype))
+        for layer in (made for model in models for made in model.decoder.layers if plan.run.fused == "layer"):
+            layer.forward = compiled(layer.forward)
         named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]
         self._parameters: list[Any] = [parameter for _, parameter in named]
         self.modules = self._chunks = [_distributed(model, settings, plan) for model in models]

@@ -100,11 +100,14 @@ class Layer(transformer_layer.TransformerLayer):
 
     __call__ = torch.nn.Module.__call__  # without asking each time for a graph of CUDA kernels
 
+    def __init__(self, config: TransformerConfig, *parts: Any, **options: Any) -> None:
+        super().__init__(config, *parts, **options)
+        self.add = compiled(add_dropped) if config.bias_dropout_fusion else add_dropped
+
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """(S, B, C) -> (S, B, C)."""
         x = self._added(self.self_attention(self.input_layernorm(hidden_states)), hidden_states)
         return self._added(self.mlp(self.pre_mlp_layernorm(x)), x), None
 
     def _added(self, pair: Pair, residual: torch.Tensor) -> torch.Tensor:
-        add = compiled(add_dropped) if self.config.bias_dropout_fusion else add_dropped
-        return add(*pair, residual, self.hidden_dropout, self.training)
+        return self.add(*pair, residual, self.hidden_dropout, self.training)
