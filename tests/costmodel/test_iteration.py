@@ -150,11 +150,16 @@ def test_messages_hide_only_where_the_plan_overlaps_them() -> None:
     assert grads.tensor_parallel == plain.tensor_parallel
 
 
-def test_deepspeeds_own_engines_sum_gradients_during_the_backward_pass_at_every_stage() -> None:
-    """As their configuration file asks: overlap_comm (interop/deepspeed_config.py)."""
-    plan = Topology(**BF16, dp=64, gbs=64, zero=1)
-    times = [iteration_time(SHAPE, plan, A100, K, engine).data_parallel for engine in ("megatron", "deepspeed-zero")]
-    assert times[1] < times[0]
+def test_deepspeeds_own_engines_overlap_as_the_plan_says_and_zero_3_of_other_programs_always() -> None:
+    """overlap_comm (interop/deepspeed_config.py); in stage 3 it hides gathers, too."""
+
+    def seconds(zero: int, overlaps: bool, engine: str = "deepspeed-zero") -> float:
+        plan = Topology(**BF16, dp=64, gbs=64, zero=zero, overlap_grad_reduce=overlaps)
+        return iteration_time(SHAPE, plan, A100, K, engine).data_parallel
+
+    saved = [seconds(zero, False) - seconds(zero, True) for zero in (1, 3)]
+    assert 0 < saved[0] < saved[1]
+    assert seconds(3, True) == seconds(3, False, engine="") < seconds(3, False)
 
 
 def test_a_stack_that_scatters_gradients_and_overlaps_pays_less() -> None:

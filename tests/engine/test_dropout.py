@@ -98,6 +98,7 @@ print(len(calls))
         ("megatron", 4, {"recompute": "selective"}),
         ("megatron", 3, {"recompute": "block", "recompute_layers": 3}),
         ("deepspeed-3d", 4, {"recompute": "full", "zero": 1}),
+        ("deepspeed-3d", 3, {"recompute": "block", "recompute_layers": 3, "zero": 1}),
     ],
 )
 def test_what_is_recomputed_is_really_computed_again(

@@ -16,11 +16,11 @@ NAMES = {
     "DP2 distributed optimizer, both overlaps; PP3 one layer, two, one;"
     "TP2 PP2 DP2 distributed optimizer, interleaved, sequence parallel, overlapped; PP2 embedding and head as layers;"
     "TP2 CP2 distributed optimizer, sequence parallel, Llama; CP2 PP2 DP2 recompute selective;"
-    "TP2 PP2 BLOOM; TP2 PP2 interleaved, sequence parallel, Llama; TP2 fp16;"
+    "TP2 PP2 BLOOM; TP2 PP2 interleaved, sequence parallel, Llama; TP2 PP2 scores, torch's Adam; TP2 fp16;"
     "PP2 DP2 distributed optimizer bf16",
     "deepspeed-zero": "ZeRO-1 TP2 DP2 sequence parallel; ZeRO-3 TP2 sequence parallel, recompute full;"
-    "ZeRO-2 TP2 DP2; ZeRO-3 DP2 full offload; ZeRO-3 TP2 Llama",
-    "deepspeed-3d": "TP2 PP2; TP2 PP2 sequence parallel, recompute full; PP3 embedding and head as layers;"
+    "ZeRO-3 TP2 DP2 overlapped; ZeRO-3 DP2 full offload; ZeRO-3 TP2 Llama",
+    "deepspeed-3d": "PP2 recompute block, scores, torch's Adam; TP2 PP2 sequence parallel, recompute full; PP3 embedding and head as layers;"
     "TP2 PP2 BLOOM; PP2 fp32 sums bf16",
     "hf-zero3": "ZeRO-2 DP2 BLOOM; ZeRO-3 DP2 Llama",
 }

@@ -42,6 +42,9 @@ SETTINGS = [
     ({"precision": "bf16"}, {"bf16.enabled": True, "data_types.grad_accum_dtype": "bf16"}),
     ({"precision": "bf16", "fp32_gradients": True}, {"data_types.grad_accum_dtype": "fp32"}),
     ({"precision": "fp16"}, {"fp16.enabled": True, "fp16.initial_scale_power": 16, "fp16.loss_scale": 0}),
+    ({"overlap_grad_reduce": True}, {"zero_optimization.overlap_comm": True}),
+    ({"zero": 3}, {"zero_optimization.overlap_comm": False, "optimizer.params.torch_adam": None}),
+    ({"adam": "torch"}, {"optimizer.params.torch_adam": True, "optimizer.params.fused": None}),
     ({"engine": "deepspeed-3d", "pp": 2}, {"pipeline.pipe_partitioned": False, "pipeline.grad_partitioned": False}),
 ]
 
