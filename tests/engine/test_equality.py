@@ -20,7 +20,8 @@ NAMES = {
     "PP2 DP2 distributed optimizer bf16",
     "deepspeed-zero": "ZeRO-1 TP2 DP2 sequence parallel; ZeRO-3 TP2 sequence parallel, recompute full;"
     "ZeRO-3 TP2 DP2 overlapped; ZeRO-3 DP2 full offload; ZeRO-3 TP2 Llama",
-    "deepspeed-3d": "PP2 recompute block, scores, torch's Adam; TP2 PP2 sequence parallel, recompute full; PP3 embedding and head as layers;"
+    "deepspeed-3d": "PP2 recompute block, scores, torch's Adam;"
+    "TP2 PP2 sequence parallel, recompute full; PP3 embedding and head as layers;"
     "TP2 PP2 BLOOM; PP2 fp32 sums bf16",
     "hf-zero3": "ZeRO-2 DP2 BLOOM; ZeRO-3 DP2 Llama",
 }
