@@ -72,6 +72,7 @@ class Attention(torch.nn.Module):
             angles = rotations(length, self.shape.head_dim, self.shape.rotary_base, query.device, query.dtype)
             cos, sin = map(context.own_part, angles) if self.shares > 1 else angles
             query, key = self.turn(query, cos, sin), self.turn(key, cos, sin)
+            value = value.contiguous()  # a view of all channels would keep those of queries and keys, too, unturned
         if self.core:
             return self.core(query, key, value)
         if self.shares == 1:
