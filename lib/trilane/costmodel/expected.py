@@ -54,7 +54,8 @@ def compare(plan: Plan, trace: Trace) -> tuple[Difference, ...]:
         traced, predicted = _numbers(stage), expected(plan, stage.stage)
         for quantity in sorted(traced.keys() | predicted.keys()):
             pair = {"traced": traced.get(quantity, 0.0), "predicted": predicted.get(quantity, 0.0)}
-            found.append(Difference(stage=stage.stage, quantity=quantity, **pair))
+            if not np.isnan(pair["predicted"]):
+                found.append(Difference(stage=stage.stage, quantity=quantity, **pair))
     return tuple(found)
 
 
@@ -64,6 +65,8 @@ def expected(plan: Plan, stage: int) -> dict[str, float]:
     constants = engine_memory(plan.engine, plan.cluster, plan.dropout.hidden, plan.topology.zero)
     weights, gradients, optimizer = model_states(replace(x, adam=0), stage, constants)
     found = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    if plan.engine != "megatron" and not is_summed(plan):
+        found["gradients"] = np.nan
     found["activations"] = microbatch_bytes(x, stage, constants)
     found["flops"] = stage_flops(x, stage)
     sent = _by_group(messages(plan, x, stage, constants), plan.topology)
@@ -71,12 +74,13 @@ def expected(plan: Plan, stage: int) -> dict[str, float]:
 
 
 def microbatch_bytes(x: Columns, stage: int, constants: MemoryConstants) -> float:
-    """Activations of one microbatch between its forward and its backward pass; on the last stage with its logits.
+    """Activations of one microbatch when the backward pass of the model begins; on the last stage with its logits.
 
-    The compiled loss keeps them in their own precision, any other an fp32 softmax (engine/model/fused.py).
+    The compiled loss keeps them in their own precision, any other an fp32 softmax (engine/model/fused.py). The loss of
+    DeepSpeed's pipeline, of which `sent` tells, stands outside of the model: its backward pass is done by then.
     """
     wide = constants.gates + constants.unfused
-    logits = (stage == x.pp - 1) * x.tokens * x.vocab / x.tp * (4 if wide else x.value_bytes)
+    logits = (stage == x.pp - 1) * x.tokens * x.vocab / x.tp * (4 if wide else x.value_bytes) * (1 - constants.sent)
     layers = stage_layers_at(x, stage) * activation_bytes_per_layer(x, constants)
     return float(layers + end_bytes(x, stage, constants) + logits)
 
@@ -124,30 +128,63 @@ def _of_microbatch(plan: Plan, x: Columns, stage: int, unfused: bool) -> Iterato
 
 def _of_iteration(plan: Plan, x: Columns, stage: int) -> Iterator[Message]:
     """Sums of gradients, gathered weights, and the numbers that all ranks must agree on: norm, loss, overflow."""
-    parameters, wide = stage_parameters(x, stage), 4.0  # gradients are summed in fp32
-    ends, first, last = stage in (0, x.pp - 1), stage == 0, stage == x.pp - 1
-    chunks, layers = x.interleaving, stage_layers_at(x, stage)
-    norms = (2 * layers + last) * x.norm_values + first * 2 * x.hidden * x.embedding_layernorm
-    biases = 2 * layers * x.hidden * np.equal(x.biases, 2)
-    yield "all-reduce", "tp", float(x.sequence_parallel), wide * (norms + biases)
-    tied = plan.shape.tied_embeddings and x.pp > 1 and ends
-    yield "all-reduce", "embedding", float(tied), wide * x.embedding_parameters
+    first, last, layers = stage == 0, stage == x.pp - 1, stage_layers_at(x, stage)
+    deepspeed, wide = plan.engine != "megatron", 4.0  # megatron-core sums gradients in fp32
+    whole = 2 * layers * x.hidden * np.equal(x.biases, 2)  # biases of row-parallel matrices, which ranks hold whole
+    whole = whole + (2 * layers + last) * x.norm_values + first * 2 * x.hidden * x.embedding_layernorm
+    if x.sequence_parallel and deepspeed:  # a hook sums each as soon as it exists
+        count = np.ceil(whole / x.hidden)
+        yield "all-reduce", "tp", x.microbatches * count, x.value_bytes * whole / count
+    elif x.sequence_parallel:
+        yield "all-reduce", "tp", 1.0, wide * whole
+    tied = plan.shape.tied_embeddings and x.pp > 1 and (first or last)
+    size = x.value_bytes + (wide - x.value_bytes) * np.maximum(x.fp32_gradients, not deepspeed)
+    yield "all-reduce", "embedding", float(tied), size * x.embedding_parameters
+    yield "all-reduce", "dp", float(last), 4.0
+    yield from (_of_deepspeed if deepspeed else _of_megatron)(plan, x, stage, tied)
+
+
+def _of_megatron(plan: Plan, x: Columns, stage: int, tied: bool) -> Iterator[Message]:
+    wide, parameters = 4.0, stage_parameters(x, stage)
     if x.zero:
-        buckets = chunks + tied  # the distributed optimizer keeps a shared embedding apart
+        buckets = x.interleaving + tied  # the distributed optimizer keeps a shared embedding apart
         yield "reduce-scatter", "dp", buckets, wide * parameters / buckets
         yield "all-gather", "dp", buckets, x.value_bytes * parameters / buckets
     else:
-        yield "all-reduce", "dp", chunks, wide * parameters / chunks
-    yield "all-reduce", "dp", float(last), 4.0
-    overflow = plan.topology.precision == "fp16"
-    yield "all-reduce", "world" if x.zero else "tp-pp", 1.0 + overflow, 4.0
+        yield "all-reduce", "dp", x.interleaving, wide * parameters / x.interleaving
+    yield "all-reduce", "world" if x.zero else "tp-pp", 1.0 + (plan.topology.precision == "fp16"), 4.0
+
+
+def is_summed(plan: Plan) -> bool:
+    """Whether DeepSpeed's BF16_Optimizer trains the plan, which holds gradients; with the others they come and go."""
+    t = plan.topology
+    return t.zero == 1 and t.precision == "bf16" and t.fp32_gradients
+
+
+def _of_deepspeed(plan: Plan, x: Columns, stage: int, tied: bool) -> Iterator[Message]:
+    """Stage 1 in bf16 (BF16_Optimizer): 16-bit gradients summed at once, weights gathered for each of two groups.
+
+    Stages 2 and 3 reduce the gradients of every microbatch; how many buckets they take is left out (no number).
+    """
+    weights, summed = x.value_bytes * stage_parameters(x, stage), is_summed(plan)
+    yield "all-reduce", "tp-pp", 1.0, 4.0
+    yield "all-reduce", "tp-pp", 0.0 if summed else (x.zero == 3) + 2.0 * (x.pp > 1), 2.5  # overflow
+    yield "all-reduce", "dp", 2.0 * (x.zero == 3), 8.0
+    if x.pp > 1:
+        yield "broadcast", "pp", 1.0, 8.0
+    if x.zero == 1:
+        yield "all-reduce", "dp", 1.0 if summed else np.nan, weights
+    else:
+        yield "reduce-scatter" if x.zero == 3 else "all-reduce", "dp", np.nan, x.microbatches * weights
+    yield "all-gather", "dp", np.nan if x.zero == 3 else 2.0, weights * (x.microbatches if x.zero == 3 else 0.5)
 
 
 def _by_group(sent: Iterator[Message], t: Topology) -> dict[str, float]:
     found: dict[str, float] = {}
     for kind, group, count, size in sent:
         if count and (name := _group(group, t)):
-            for what, value in (("count", count), ("bytes", count * size)):
+            known = not np.isnan(count)
+            for what, value in (("count", count), ("bytes", count * size if known else size)):
                 key = f"{kind} {name} {what}"
                 found[key] = found.get(key, 0.0) + float(value)
     return found

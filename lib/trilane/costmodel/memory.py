@@ -72,11 +72,12 @@ def memory_of(stack: str) -> MemoryConstants:
 def engine_memory(engine: str, cluster: Cluster, dropout: float = 0.0, zero: int = 0) -> MemoryConstants:
     """What an engine here keeps, nothing fitted: traces of it hold the same (benchmarks/trace_check.py).
 
-    Megatron's own keeps whole fp32 gradients and no other: 2 + 4 + 12 bytes (megatron-core's distributed optimizer).
-    Below compute capability 8.0, and under ZeRO-3, gates are several kernels; there no kernel shares keys.
+    Megatron's own keeps whole fp32 gradients and no other: 2 + 4 + 12 bytes (megatron-core's distributed optimizer), as
+    ZeRO-2 and 3 in their shares; DeepSpeed's BF16_Optimizer at stage 1 those of 16 bits, too. Below compute capability
+    8.0, and under ZeRO-3, gates are several kernels. No kernel before 8.0 reads shared keys once.
     """
     old = (cluster.gpu.compute_capability or (0, 0)) < (8, 0)
-    states = {"megatron": {"optimizer": 12.0, "accumulated": 2.0}}.get(engine, {})
+    states = {"optimizer": 12.0, "accumulated": 2.0 if engine == "megatron" or zero > 1 else 4.0}
     hf = engine == "hf-zero3"
     several = not hf and (old or zero == 3)
     kept = {"unfused": 1.0 * hf, "gates": 1.0 * several, "repeats": 1.0 * old, "sent": 1.0 * (engine == "deepspeed-3d")}
@@ -91,7 +92,10 @@ def memory_for(calibration: Calibration, engine: str, cluster: Cluster, dropout:
     named = calibration.name in shipped_json("stacks")["stacks"]
     if engine in own.keys() | {"deepspeed-zero"} and not named:
         # twice the documents' spread, as nobody measured memory on a card
-        return dataclasses.replace(engine_memory(engine, cluster, dropout), spread=DEFAULT.spread * 2)
+        found = dataclasses.replace(engine_memory(engine, cluster, dropout), spread=DEFAULT.spread * 2)
+        # DeepSpeed's step has temporaries, which the documents' constants count
+        fitted = {} if engine == "megatron" else {"optimizer": DEFAULT.optimizer, "accumulated": DEFAULT.accumulated}
+        return dataclasses.replace(found, **fitted)
     # deepspeed-3d is the program of the documents, which their constants were fitted to
     known = DEFAULT if engine and not named else memory_of(calibration.name if named else calibration.stack)
     return dataclasses.replace(known, **own.get(engine, {}))
@@ -155,7 +159,7 @@ def end_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -> Nu
     """
     x, c = columns, constants
     first, last = np.equal(stage, 0), np.equal(stage, x.pp - 1)
-    values = first * x.embedding_layernorm + 2 * last + c.sent * np.logical_not(last)
+    values = first * x.embedding_layernorm + (2 + 2 * c.unfused * x.gated) * last + c.sent * np.logical_not(last)
     kept = values * x.value_bytes + first * np.greater(c.drops, 0)
     return kept * x.tokens * x.hidden / np.where(np.equal(x.sequence_parallel, 1), x.tp, 1)
 

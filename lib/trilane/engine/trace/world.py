@@ -77,6 +77,11 @@ def prepare(plan: Plan) -> None:
         # its first message tells the next stage this shape
         received = {"_recv_tensor_meta": lambda self, _: self._allocate_or_extend_buffers(0, shape, dtype)}
         replaced[PipelineEngine] = received
+        if plan.engine == "hf-zero3":
+            from transformers import masking_utils
+
+            # a fake tensor is no graph's: without a mask attention has its flash kernel, and shares keys
+            replaced[masking_utils] = {"is_tracing": lambda *_: False}
         replaced[partitioned_param_coordinator] = {"assert_ints_same_as_other_ranks": lambda numbers: None}
     for place, attributes in replaced.items():
         for name, value in attributes.items():
