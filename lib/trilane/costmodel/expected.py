@@ -74,13 +74,12 @@ def expected(plan: Plan, stage: int) -> dict[str, float]:
 
 
 def microbatch_bytes(x: Columns, stage: int, constants: MemoryConstants) -> float:
-    """Activations of one microbatch when the backward pass of the model begins; on the last stage with its logits.
+    """Activations of one microbatch when its backward pass begins; on the last stage with its logits.
 
-    The compiled loss keeps them in their own precision, any other an fp32 softmax (engine/model/fused.py). The loss of
-    DeepSpeed's pipeline, of which `sent` tells, stands outside of the model: its backward pass is done by then.
+    The compiled loss keeps them in their own precision, any other an fp32 softmax (engine/model/fused.py).
     """
     wide = constants.gates + constants.unfused
-    logits = (stage == x.pp - 1) * x.tokens * x.vocab / x.tp * (4 if wide else x.value_bytes) * (1 - constants.sent)
+    logits = (stage == x.pp - 1) * x.tokens * x.vocab / x.tp * (4 if wide else x.value_bytes)
     layers = stage_layers_at(x, stage) * activation_bytes_per_layer(x, constants)
     return float(layers + end_bytes(x, stage, constants) + logits)
 

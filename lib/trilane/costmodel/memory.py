@@ -25,7 +25,7 @@ class MemoryConstants:
     masks         bytes that dropout's masks take of each value that a layer adds to its input: 1 each of 2
     repeats       1 where keys and values that heads share are repeated for each head
     drops         share of hidden values that dropout drops, where the embedding's mask counts
-    sent          1 where the outputs that a stage has sent stay
+    handed        1 where the outputs that a stage has sent stay, and a copy of what it has received
     ends          1 where what embedding and head keep counts among activations
     checkpoint    bytes kept over bytes needed for a layer's recomputed input
     working       recomputed activations of the layer at work, over Korthikanti's formula
@@ -43,7 +43,7 @@ class MemoryConstants:
     masks: float = 2.0
     repeats: float = 0.0
     drops: float = 0.0
-    sent: float = 0.0
+    handed: float = 0.0
     ends: float = 0.0
     checkpoint: float = 1.31
     working: float = 0.89
@@ -80,7 +80,12 @@ def engine_memory(engine: str, cluster: Cluster, dropout: float = 0.0, zero: int
     states = {"optimizer": 12.0, "accumulated": 2.0 if engine == "megatron" or zero > 1 else 4.0}
     hf = engine == "hf-zero3"
     several = not hf and (old or zero == 3)
-    kept = {"unfused": 1.0 * hf, "gates": 1.0 * several, "repeats": 1.0 * old, "sent": 1.0 * (engine == "deepspeed-3d")}
+    kept = {
+        "unfused": 1.0 * hf,
+        "gates": 1.0 * several,
+        "repeats": 1.0 * old,
+        "handed": 1.0 * (engine == "deepspeed-3d"),
+    }
     masks = {"masks": 2.0 * (dropout > 0 and (hf or several)), "drops": dropout}  # a compiled kernel draws them again
     exact = {**masks, "ends": 1.0, "checkpoint": 1.0, "working": 1.0}
     return dataclasses.replace(DEFAULT, **states, **kept, **exact)
@@ -155,11 +160,12 @@ def end_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -> Nu
     """Bytes that a microbatch keeps outside of layers, but for the logits, which are in working_bytes().
 
     The norm of the embedding and the last one keep their inputs, the head its own, the embedding's dropout a mask of
-    bytes, and DeepSpeed's pipeline what a stage has sent, which megatron-core deallocates.
+    bytes, and DeepSpeed's pipeline what a stage has sent, which megatron-core deallocates, and a copy of what it got.
     """
     x, c = columns, constants
-    first, last = np.equal(stage, 0), np.equal(stage, x.pp - 1)
-    values = first * x.embedding_layernorm + (2 + 2 * c.unfused * x.gated) * last + c.sent * np.logical_not(last)
+    first, last = 1 * np.equal(stage, 0), 1 * np.equal(stage, x.pp - 1)
+    values = first * x.embedding_layernorm + (2 + 2 * c.unfused * x.gated) * last
+    values = values + c.handed * (2 - first - last)
     kept = values * x.value_bytes + first * np.greater(c.drops, 0)
     return kept * x.tokens * x.hidden / np.where(np.equal(x.sequence_parallel, 1), x.tp, 1)
 
