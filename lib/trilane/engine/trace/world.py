@@ -237,7 +237,7 @@ def _instead(plain: Callable[..., Any], kernel: Callable[..., Any], recorder: Re
             if case not in known:
                 with recorder.one_kernel():
                     known[case] = _kept(plain, args, options) - _kept(kernel, args, options)
-            recorder.spare(known[case])
+            recorder.spare(max(known[case], 0))
         return kernel(*args, **options)
 
     return call
