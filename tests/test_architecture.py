@@ -19,10 +19,10 @@ BUDGETS = {
     "workspace": 2846,  # 1250
     "logs": 3623,  # 2150
     "costmodel": 4286,  # 2600
-    "interop": 1793,  # 600
+    "interop": 2000,  # 600
     "planning": 2598,  # 1250
     "diagnose": 3052,  # 1800
-    "engine": 6401,  # 4370
+    "engine": 7200,  # 4370
     "launch": 2086,  # 730
     "analysis": 3412,  # 1900
     "forecasting": 3103,  # 1350
