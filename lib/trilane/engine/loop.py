@@ -210,13 +210,10 @@ class Training:
 
 
 def _collect(iteration: int, first: int) -> None:
-    """Collect garbage in the same iterations on all ranks: one that collects when it likes makes all others wait.
-
-    What exists after the first iteration stays to the end, and is not looked through again: that takes 0.2 s.
-    """
+    """Collect garbage in the same iterations on all ranks: one that collects when it likes makes all others wait."""
     if iteration == first:
         gc.disable()
         gc.collect()
-        gc.freeze()
+        gc.freeze()  # what exists now stays to the end; to look through it takes 0.2 s
     elif iteration % GARBAGE_INTERVAL == 0:
         gc.collect()

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +23,35 @@ from trilane.utils.files import numbered, replace_text
 from trilane.utils.validation import to_mapping
 from trilane.workspace import fingerprints
 from trilane.workspace.checkpoints import KINDS, name_of
-from trilane.workspace.fingerprints import COPY, Mark, Part, file_of
+from trilane.workspace.fingerprints import COPY, Box, Mark, Part, file_of
 
 
-def read_marked(states: States, keep: Callable[[int, str, torch.Tensor], None] = lambda *reading: None) -> list[Part]:
-    """The marks of what this rank reads of its pieces; `keep` gets number, kind and flat values. Collective."""
+def read_marked(
+    states: States, keep: Callable[[int, str, torch.Tensor], torch.Tensor | None] = lambda *_: None
+) -> Callable[[], list[Any]]:
+    """Read this rank's pieces, collective; the result gives Parts as JSON, and only then marks what `keep` copied."""
     states.finish_step()
-    found = []
+    found = list[tuple[dict[str, Any], dict[str, Callable[[], Mark]]]]()
     for number, (piece, decay) in enumerate(zip(states.pieces, states.decays(), strict=True)):
-        marks, shard = dict[str, Mark](), states.shard(number)
+        marks, shard = dict[str, Callable[[], Mark]](), states.shard(number)
         for kind in (*KINDS, COPY):
             held = states.copy(number) if kind == COPY else states.read(number, kind)
             if held is None:
                 continue
             values = held.detach().reshape(-1)
-            keep(number, kind, values)
-            boxes = boxes_of(piece.box, (0, len(values)) if kind == COPY else shard)
-            parts = ((values[at : at + n].view([b - a for a, b in box]), box) for box, at, n in boxes)
-            if boxes:
-                marks[kind] = functools.reduce(operator.add, (mark(*part) for part in parts))
-        own = shard if states.divided else None
-        found.append(Part(name=piece.name, shape=piece.shape, box=piece.box, decay=decay, marks=marks, shard=own))
-    return found
+            kept = keep(number, kind, values)
+            if boxes := boxes_of(piece.box, (0, len(values)) if kind == COPY else shard):
+                marks[kind] = functools.cache(functools.partial(_marked, values if kept is None else kept, boxes))
+                if kept is None:
+                    marks[kind]()  # the next step may change the values
+        own = {"decay": decay, "shard": shard if states.divided else None}
+        found.append(({"name": piece.name, "shape": piece.shape, "box": piece.box, **own}, marks))
+    return lambda: [Part(marks={k: m() for k, m in marks.items()}, **own).to_json() for own, marks in found]
+
+
+def _marked(values: torch.Tensor, boxes: Sequence[tuple[Box, int, int]]) -> Mark:
+    parts = (mark(values[at : at + n].view([b - a for a, b in box]), box) for box, at, n in boxes)
+    return functools.reduce(operator.add, parts)
 
 
 def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
@@ -69,9 +76,9 @@ def layout(plan: Plan) -> list[Any]:
 
 
 def fingerprint(
-    plan: Plan, world: World, engine: Engine, iteration: int, upcoming: Mapping[str, Any], parts: list[Part]
+    plan: Plan, world: World, engine: Engine, iteration: int, upcoming: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The rank's fingerprint as JSON: coordinates, training, marks, and all other state to restore."""
+    """The rank's fingerprint as JSON, but for its `parts`: coordinates, training, and all other state to restore."""
     return {
         "rank": world.rank,
         "tp": parallel_state.get_tensor_model_parallel_rank(),
@@ -87,7 +94,6 @@ def fingerprint(
         "scalars": engine.states.scalars(),
         **upcoming,
         "generators": fingerprints.hashed(rng.states()),
-        "parts": [part.to_json() for part in parts],
     }
 
 
@@ -95,7 +101,8 @@ def write_loaded(
     folder: Path, plan: Plan, world: World, engine: Engine, iteration: int, upcoming: Mapping[str, Any]
 ) -> None:
     """Write fingerprints of the state in memory after a load below the run folder; collective."""
-    text = json.dumps(fingerprint(plan, world, engine, iteration, upcoming, read_marked(engine.states)))
+    parts = read_marked(engine.states)()
+    text = json.dumps({**fingerprint(plan, world, engine, iteration, upcoming), "parts": parts})
 
     def new_folder() -> str:
         with contextlib.suppress(OSError):  # a full disk does not prevent training

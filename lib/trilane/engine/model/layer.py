@@ -1,7 +1,7 @@
 """One transformer layer: megatron-core's parts and parameters without the cases that no training here has.
 
-megatron-core's own forward passes also serve inference, offload, cross-attention and mixtures of experts, and ask for
-each of them in every layer of every microbatch, which small kernels wait for. S sequence, B microbatch, C hidden size.
+megatron-core's own forward passes ask for inference, offload and experts in every layer of every microbatch, and small
+kernels wait for that. S sequence, B microbatch, C hidden size.
 """
 
 from typing import Any
@@ -61,16 +61,12 @@ class RowLinear(_Linear, layers.RowParallelLinear):
 
 
 class MLP(mlp.MLP):
-    """megatron-core's MLP; where config.bias_activation_fusion, bias and activation are one kernel.
-
-    megatron-core's own fusion has GELU in the tanh form (losses 2.5e-4 off).
-    """
+    """megatron-core's; a bias that no kernel adds is the product's. Its own fusion has tanh GELU: losses 2.5e-4 off."""
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         column, row = (te.ColumnLinear, te.RowLinear) if te.is_chosen(config) else (ColumnLinear, RowLinear)
         linears = mlp.MLPSubmodules(linear_fc1=column, linear_fc2=row)
         super().__init__(config, linears, tp_group=parallel_state.get_tensor_model_parallel_group())
-        # a bias that no compiled function adds is the product's
         self.linear_fc1.skip_bias_add, self.linear_fc2.skip_bias_add = (config.bias_activation_fusion,) * 2
         self.activate = compiled(activate) if config.bias_activation_fusion else activate
 
