@@ -66,3 +66,17 @@ def huggingface(
     """
     given = [str(source), str(out), str(vocab_size), tokenizer]
     os.execvp("env", python("-m", "trilane.engine.checkpoint.huggingface", *given))
+
+
+@command(GROUP)
+def checkpoint(
+    source: Path,
+    out: Path,
+    plan: str = option("", "for a checkpoint of Megatron-LM: the plan that has its model, and goes on with it"),
+    iteration: int = option(-1, "for a checkpoint of Megatron-LM: the iteration after which it counts", minimum=-1),
+) -> None:
+    """Write a checkpoint as one that Megatron-LM loads (torch_dist), or one of Megatron-LM as ours, for run.load.
+
+    Of Megatron's the newest iteration, or a folder iter_*; weights, and Adam's moments where each stands whole.
+    """
+    os.execvp("env", python("-m", "trilane.engine.checkpoint.torch_dist", str(source), str(out), plan, str(iteration)))

@@ -8,7 +8,8 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,19 @@ def set_aside(path: Path) -> None:
 
     if path.exists():
         numbered(path.parent / "earlier", f"{path.name}.", keep)
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder that gets the name `out` once the block has written all of it; of a failure nothing stays."""
+    if out.exists():
+        raise ValueError(f"out={out}: exists")
+    aside = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        aside.rename(out)
+    except OSError as error:
+        raise ValueError(f"out={out}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

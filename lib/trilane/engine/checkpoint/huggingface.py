@@ -90,23 +90,12 @@ def export(
     `most_bytes`, or one tensor that is larger. `tokenizer` as in data.tokenizer, where it is not the training's; what
     was written, None where a .bin/.idx pair of another program was trained and nothing names its own.
     """
-    manifest = checkpoints.read_manifest(checkpoint)
-    for name, (size, checksum) in manifest.get("files", {}).items():
-        problem = checkpoints.fault(checkpoint, name, size, checksum)
-        require(problem is None, "checkpoint", checkpoint, str(problem))
-    identity = manifest.get("identity", {})
-    layer = identity.get("layer", STANDARD)
-    require(layer == STANDARD, "layer", layer, "transformers has no class for a layer of your own")
-    trained = from_mapping(ModelShape, identity.get("shape"), "shape")
-    family, tensors = family_of(trained), manifest.get("tensors", {})
-    held, sizes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}, whole_sizes(trained)
-    wrong = min((name for name in held | sizes if held.get(name) != sizes.get(name)), default="")
-    has, means = held.get(wrong, "no such tensor"), sizes.get(wrong, "none")
-    require(not wrong, "tensor", wrong, f"{checkpoint.name} has {has}, its model {means}")
+    manifest, trained = verified(checkpoint)
+    family, tensors = family_of(trained), manifest["tensors"]
     rule = f"the checkpoint has {trained.vocab_size} rows"
     require(vocab_size <= trained.vocab_size, "vocab_size", vocab_size, rule)
     shape = dataclasses.replace(trained, vocab_size=vocab_size or trained.vocab_size)
-    coder = _tokenizer(identity.get("data", {}), tokenizer)
+    coder = _tokenizer(manifest["identity"].get("data", {}), tokenizer)
     rule = f"the tokenizer has {coder.vocab_size} ids" if coder else ""
     require(not coder or coder.vocab_size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
     require(not out.exists(), "out", out, "exists")
@@ -138,6 +127,27 @@ def export(
         config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), coder.eod)
     replace_text(out / "config.json", json.dumps(config, indent=2) + "\n")
     return coder
+
+
+def verified(checkpoint: Path) -> tuple[dict[str, Any], ModelShape]:
+    """The manifest of our checkpoint and its shape; ValueError where a file is damaged or a tensor is not its model's.
+
+    An own layer is refused: no other program has a class for it.
+    """
+    manifest = checkpoints.read_manifest(checkpoint)
+    for name, (size, checksum) in manifest.get("files", {}).items():
+        problem = checkpoints.fault(checkpoint, name, size, checksum)
+        require(problem is None, "checkpoint", checkpoint, str(problem))
+    identity = manifest.get("identity", {})
+    layer = identity.get("layer", STANDARD)
+    require(layer == STANDARD, "layer", layer, "transformers has no class for a layer of your own, nor has Megatron-LM")
+    trained = from_mapping(ModelShape, identity.get("shape"), "shape")
+    tensors, sizes = manifest.get("tensors", {}), whole_sizes(trained)
+    held = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
+    wrong = min((name for name in held | sizes if held.get(name) != sizes.get(name)), default="")
+    has, means = held.get(wrong, "no such tensor"), sizes.get(wrong, "none")
+    require(not wrong, "tensor", wrong, f"{checkpoint.name} has {has}, its model {means}")
+    return manifest, trained
 
 
 def _tokenizer(data: Mapping[str, Any], name: str) -> Tokenizer | None:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,13 @@ def boxes_of(box: Box, values: tuple[int, int]) -> list[tuple[Box, int, int]]:
     return found
 
 
-def assemble(folder: Path, slices: Iterable[Mapping[str, Any]], kind: str, box: Box) -> torch.Tensor:
-    """The part `box` of a tensor, fp32, assembled from those of its slices (as in the manifest) that overlap it."""
+def assemble(
+    folder: Path, slices: Iterable[Mapping[str, Any]], kind: str, box: Box, read: Callable[..., None] | None = None
+) -> torch.Tensor:
+    """The part `box` of a tensor, fp32, assembled from those of its slices (as in the manifest) that overlap it.
+
+    `read` reads a part of a slice in another file than ours, as _read() does.
+    """
     size = [end - first for first, end in box]
     try:
         result, filled = np.empty(size, np.float32), 0
@@ -116,7 +121,7 @@ def assemble(folder: Path, slices: Iterable[Mapping[str, Any]], kind: str, box: 
         common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece["box"], strict=True)]
         if all(first < end for first, end in common):
             here = tuple(slice(first - a, end - a) for (first, end), (a, _) in zip(common, box, strict=True))
-            _read(folder / piece["file"], piece["at"][kind], piece["box"], common, result[here])
+            (read or _read)(folder / piece["file"], piece["at"][kind], piece["box"], common, result[here])
             filled += math.prod(end - first for first, end in common)
     require(filled == result.size, "checkpoint", folder, f"{filled} of {result.size} numbers are in its slices")
     return torch.from_numpy(result)
