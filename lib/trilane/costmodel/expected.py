@@ -112,7 +112,8 @@ def _of_microbatch(plan: Plan, x: Columns, stage: int, unfused: bool) -> Iterato
     Of a gathered input a rank keeps its part, and gathers it again for the gradient of the weights.
     """
     hidden, layers, again = x.tokens * x.hidden * x.value_bytes, stage_layers_at(x, stage), x.recomputed
-    first, last, learned = stage == 0, stage == x.pp - 1, plan.shape.positions == "learned"
+    first, last = stage == 0, stage == x.pp - 1
+    learned = plan.shape.positions == "learned" or plan.engine == "deepspeed-3d"
     if x.sequence_parallel:
         yield "all-gather", "tp", layers * (6 + 2 * again) + first + 2 * last, hidden
         yield "reduce-scatter", "tp", layers * (4 + 2 * again) + last + (first and not learned), hidden

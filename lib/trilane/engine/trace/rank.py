@@ -108,7 +108,8 @@ def _assign(engine: Engine, recorder: Recorder) -> None:
     outer: Any = engine._optimizer
     for chained in getattr(outer, "chained_optimizers", [outer]):
         inner = getattr(chained, "optimizer", chained)
-        recorder.assign("optimizer", tree_leaves((dict(inner.state), inner.param_groups)))
+        # the keys of its state, too: ZeRO-3's fp32 weights stand in no group between steps
+        recorder.assign("optimizer", tree_leaves((list(inner.state.items()), inner.param_groups)))
     # DeepSpeed's flat sums and shares of gradients
     recorder.assign("gradients", tree_leaves([held for name, held in vars(outer).items() if "grad" in name]))
     for parameter in parameters:
