@@ -74,7 +74,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("/ topology.gbs * sec_per_it", "/ topology.mbs * sec_per_it"),
     ],
     ("memory", "costmodel/memory.py", "costmodel/test_memory.py"): [
-        ("(x.pp * x.interleaving)", "x.pp"),
+        ("chunks / v, x.pp - stage", "chunks, x.pp - stage"),
         ("c.gathered * unit", "unit"),
         ("(divides, x.sharded, 1)", "(divides, x.replicas, 1)"),
         ("5.0 * x.heads", "4.0 * x.heads"),

@@ -73,9 +73,16 @@ def test_the_set_up_of_a_v100_takes_the_build_of_torch_that_knows_it(cards: str,
     assert f"-r requirements-cuda{locked}.lock" in printed and ("+cu126 --index-url" in printed) is bool(locked)
 
 
+def extras() -> set[str]:
+    """What a user may install beside requirements.txt, as it needs CUDA."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    lists = project["optional-dependencies"].values()
+    return {normalized(re.match(r"[\w.-]+", line)[0]) for lines in lists for line in lines}
+
+
 def test_what_is_imported_is_pinned():
     """Not left to come along with something else; only tests and benchmarks use the group dev."""
-    owners, known = packages_distributions(), pins("requirements.txt")
+    owners, known = packages_distributions(), pins("requirements.txt") | dict.fromkeys(extras(), "")
     ours = [*(REPOSITORY / "tests").rglob("*.py"), *(REPOSITORY / "benchmarks").glob("*.py")]
     own = {path.stem for path in ours} | {"trilane"} | set(sys.stdlib_module_names)
     unpinned = set()
