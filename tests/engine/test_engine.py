@@ -84,13 +84,17 @@ print(sum(values.size for values in drawn[: -sum(len(p.shape) > 1 for p in state
 """
 
 
-@pytest.mark.parametrize("shape", [SHAPE, LLAMA, BLOOM], ids=["GPT-2", "Llama", "BLOOM"])
+QWEN = replace(LLAMA, biases="qkv")
+
+
+@pytest.mark.parametrize("shape", [SHAPE, QWEN, BLOOM], ids=["GPT-2", "Qwen 2", "BLOOM"])
 def test_a_rank_of_hf_zero3_draws_its_share_of_each_matrix(shape: ModelShape, data: Path, ask: Callable) -> None:
     """And the parts of two more rows at its ends, where a share does not begin with one; together they are the whole.
 
-    GPT-2's matrices of transformers are ours transposed, of Llama queries, keys and values are apart.
+    GPT-2's matrices of transformers are ours transposed, of Llama and Qwen 2 queries, keys and values are apart.
     """
-    plan = small_plan(data, engine="hf-zero3", dp=3, gbs=6, zero=3, shape=shape)
+    kernel = "scores" if shape is BLOOM else "fused"
+    plan = small_plan(data, engine="hf-zero3", dp=3, gbs=6, zero=3, shape=shape, attention=kernel)
     found = [tuple(map(int, line.split())) for line in ask(plan, DRAWN).splitlines()]
     assert [wrong for _, wrong in found] == [0, 0, 0]
     assert all(drawn < 1.1 * shape.parameters / 3 for drawn, _ in found)

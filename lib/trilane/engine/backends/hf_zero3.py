@@ -73,8 +73,9 @@ def _model(plan: Plan) -> torch.nn.Module:
     for name, size in whole_sizes(shape).items():
         # their tensors as the numbers of the canonical rows in them; vectors are 0 or 1 throughout
         numbers = torch.arange(math.prod(size[:-1])).view(*size[:-1], 1)
-        rows = theirs(family, name, numbers, shape) if len(size) > 1 else [torch.empty(0)]
-        for own, those in zip(family.their_names(name), rows, strict=True):
+        names = family.their_names(name)
+        rows = theirs(family, name, numbers, shape) if len(size) > 1 else [torch.empty(0)] * len(names)
+        for own, those in zip(names, rows, strict=True):
             fill(parameters[own], functools.partial(_drawn, family, name, those.flatten().numpy(), size[-1], plan))
     return model
 
