@@ -82,7 +82,7 @@ class Topology(Brief):
         " (operators: torchtitan's), or the first layers of each stage whole (block)",
         *("{}", RECOMPUTE, ("none", "selective", "full", "block")),
     )
-    recompute_layers: int = _size("layers of each stage that `block` recomputes", "recompute{}", 0, search=())
+    recompute_layers: int = _size("layers of each stage that `block` recomputes", "{}", 0, search=())
     interleaving: int = _size(
         "model chunks of a pipeline stage", "vp{}", megatron="num-virtual-stages-per-pipeline-rank", search=()
     )
