@@ -12,6 +12,7 @@ from plans import LLAMA, SHAPE, changed, run_folder, small_plan
 from test_hf_export import BLOOM, checkpoint
 
 from trilane.config.model import ModelShape
+from trilane.interop.torch_dist import WORD
 from trilane.workspace.checkpoints import KINDS, read_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
@@ -144,6 +145,43 @@ def elsewhere(folder: Path) -> None:
     (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes().replace(b"__0_0.distcp", b"../../secret"))
 
 
+def reindexed(change: Callable) -> Callable:
+    """What changes the index as Python has it: `change(tensors, storage, folder)`."""
+
+    def apply(folder: Path) -> None:
+        index = pickle.loads((folder / ".metadata").read_bytes())
+        change(index.state_dict_metadata, index.storage_data, folder)
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+    return apply
+
+
+def twice(tensors: dict, storage: dict, folder: Path) -> None:
+    """Half of the embedding two times, which is as many numbers as the whole has."""
+    import torch
+
+    held, rows = tensors[WORD], torch.zeros(256, 64)
+    place = append(folder / "__0_0.distcp", rows)
+    held.chunks = [replace(held.chunks[0], sizes=rows.size())] * 2
+    (info,) = (info for index, info in storage.items() if index.fqn == WORD)
+    info.offset, info.length = place
+
+
+def command(tensors: dict, storage: dict, folder: Path) -> None:
+    (info,) = (info for index, info in storage.items() if index.fqn == WORD)
+    info.offset, info.length = append(folder / "__0_0.distcp", Command(folder / "ran"))
+
+
+def append(file: Path, value: object) -> tuple[int, int]:
+    """First byte and bytes of what torch.save() appends to the file."""
+    import torch
+
+    first = file.stat().st_size
+    with file.open("ab") as end:
+        torch.save(value, end)
+    return first, file.stat().st_size - first
+
+
 # what is done to a good checkpoint of iteration 5, fields of the plan's shape -> the beginning of the one line
 BAD = {
     "another width": (lambda at: None, {"hidden_size": 128}, "tensor=embedding.word_embeddings.weight: has [512, 64]"),
@@ -160,6 +198,17 @@ BAD = {
         lambda at: (at / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
         {},
         "checkpoint=AT: has sh",
+    ),
+    "a chunk twice": (reindexed(twice), {}, "checkpoint=AT: .metadata cannot be read (tensor=embedding.word_emb"),
+    "a command as tensor": (
+        reindexed(command),
+        {},
+        "tensor=embedding.word_embeddings.weight: a chunk cannot be read (ho",
+    ),
+    "no size": (
+        reindexed(lambda tensors, *_: setattr(tensors[WORD], "size", None)),
+        {},
+        "checkpoint=AT: .metadata cannot be read",
     ),
     "a command": (
         lambda at: (at / ".metadata").write_bytes(pickle.dumps(Command(at / "ran"))),

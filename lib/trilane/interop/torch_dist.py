@@ -84,9 +84,12 @@ def read_index(folder: Path) -> Index:
         with (folder / ".metadata").open("rb") as file:
             read = Inert(io.BytesIO(file.read(MOST_BYTES))).load()
         infos = {(index.fqn, index.offset): info for index, info in read.storage_data.items()}
-        tensors = {key: held for key, held in read.state_dict_metadata.items() if hasattr(held, "chunks")}
+        tensors = {str(key): held for key, held in read.state_dict_metadata.items() if hasattr(held, "chunks")}
         chunks = {key: [_chunk(chunk, infos[key, chunk.offsets]) for chunk in t.chunks] for key, t in tensors.items()}
-        return Index(folder=folder, sizes={key: t.size for key, t in tensors.items()}, chunks=chunks)
+        # a chunk that is named twice could stand for one that is missing
+        twice = next((k for k, t in tensors.items() if len({c.offsets for c in t.chunks}) < len(t.chunks)), "")
+        require(not twice, "tensor", twice, "has a chunk twice")
+        return Index(folder=folder, sizes={k: tuple(map(int, t.size)) for k, t in tensors.items()}, chunks=chunks)
     except OSError as error:
         rule = f".metadata: {error.strerror}"
     except Exception as error:  # whatever a pickle of something else makes of it

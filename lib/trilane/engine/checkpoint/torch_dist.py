@@ -109,7 +109,9 @@ def _tensor(index: megatron.Index, key: str, box: Box) -> torch.Tensor:
     try:
         return assemble(index.folder, index.chunks[key], "weight", box, _read_saved)
     except Exception as error:  # whatever a damaged archive makes of torch.load
-        raise ValueError(f"tensor={key}: a chunk cannot be read ({one_line(str(error))})") from None
+        # torch's own words would advise to run the pickle
+        why = "holds more than a tensor" if isinstance(error, pickle.UnpicklingError) else one_line(str(error))
+        raise ValueError(f"tensor={key}: a chunk cannot be read ({why})") from None
 
 
 def _read_saved(path: Path, at: Any, held: Box, wanted: Sequence[tuple[int, int]], target: np.ndarray) -> None:
