@@ -9,6 +9,7 @@ import pytest
 from trilane.config.cluster import Cluster, cluster
 from trilane.config.model import ModelShape, parse_shape
 from trilane.config.parallelism import Topology
+from trilane.config.training import Dropout
 from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.measured_rows import every_row
@@ -307,3 +308,13 @@ def test_the_states_of_a_parameter_take_the_published_bytes(topology: dict, engi
     stage = total(engine=engine, **topology)[0]
     found = (stage.weights, stage.gradients, stage.optimizer)
     assert found == pytest.approx([b * GPT.parameters for b in each])
+
+
+def test_scores_without_dropout_are_the_softmax_alone() -> None:
+    """Korthikanti et al. 2022, section 4.1: 2 a s^2 b of the softmax's result, 2 of dropout's, 1 of its mask."""
+    shape, t = parse_shape("4,1024,16,1024,32768"), Topology(gbs=1, precision="bf16", attention="scores")
+    for dropout, kept in ((0.0, 2), (0.1, 5)):
+        known = memory_for(Calibration(), "megatron", A100, Dropout(attention=dropout))
+        fused = dataclasses.replace(t, attention="fused")
+        layer, without = (activation_bytes_per_layer(columns_of(shape, x, "megatron"), known) for x in (t, fused))
+        assert layer - without == kept * 16 * 1024**2

@@ -134,3 +134,24 @@ def test_what_is_missing_on_this_machine_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
     with pytest.raises(ValueError, match=r"torch=.*: has no fake process group"):
         prepare(plan_of(tmp_path))
+
+
+def test_what_a_loss_keeps_is_counted_where_a_model_returns_logits():
+    """As in DeepSpeed's pipeline: the softmax in fp32 is let go before the gradient of the logits is there."""
+    import torch
+
+    from trilane.engine import phases
+    from trilane.engine.trace.recorder import Recorder
+
+    recorder, model = Recorder({}), torch.nn.Linear(16, 512, bias=False)
+    try:
+        with recorder:
+            recorder.watch([model])
+            with phases.phase(phases.FORWARD):
+                logits = model(torch.ones(8, 16))
+                loss = torch.nn.functional.cross_entropy(logits, torch.zeros(8, dtype=torch.long))
+            with phases.phase(phases.BACKWARD):
+                loss.backward()
+    finally:
+        recorder._stops()
+    assert recorder.each[0, 0] >= 2 * 4 * 8 * 512

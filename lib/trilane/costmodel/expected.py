@@ -6,6 +6,7 @@ The tracer runs the real engine (engine/trace); here is arithmetic alone. Left o
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from trilane.costmodel.memory import (
     activation_bytes_per_layer,
     end_bytes,
     engine_memory,
+    in_flight,
     model_states,
     stage_layers_at,
     stage_parameters,
@@ -47,7 +49,8 @@ class Difference(Record):
 def compare(plan: Plan, trace: Trace) -> tuple[Difference, ...]:
     """Each number of the stages that were traced beside its prediction: `compare(plan, trace_of(plan, "plan.json"))`.
 
-    Bytes of a kind of memory, FLOPs, and count and bytes of the collectives of each kind and group.
+    Bytes of a kind of memory (activations: of one microbatch, and how many are in flight), FLOPs, and count and bytes
+    of the collectives of each kind and group.
     """
     found = []
     for stage in (stage for stage in trace.stages if not stage.derived):
@@ -62,12 +65,12 @@ def compare(plan: Plan, trace: Trace) -> tuple[Difference, ...]:
 def expected(plan: Plan, stage: int) -> dict[str, float]:
     """The numbers of compare() by quantity: "weights", ... in bytes, "flops", "all-reduce tp count", "... bytes"."""
     x = columns_of(plan.shape, plan.topology, plan.engine)
-    constants = engine_memory(plan.engine, plan.cluster, plan.dropout.hidden, plan.topology.zero)
+    constants = engine_memory(plan.engine, plan.cluster, plan.dropout, plan.topology.zero)
     weights, gradients, optimizer = model_states(replace(x, adam=0), stage, constants)
     found = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     if plan.engine != "megatron" and not is_summed(plan):
         found["gradients"] = np.nan
-    found["activations"] = microbatch_bytes(x, stage, constants)
+    found["activations"], found["in flight"] = microbatch_bytes(x, stage, constants), in_flight(x, stage)
     found["flops"] = stage_flops(x, stage)
     sent = _by_group(messages(plan, x, stage, constants), plan.topology)
     return {name: float(value) for name, value in (found | sent).items()}
@@ -79,7 +82,8 @@ def microbatch_bytes(x: Columns, stage: int, constants: MemoryConstants) -> floa
     The compiled loss keeps them in their own precision, any other an fp32 softmax (engine/model/fused.py).
     """
     wide = constants.gates + constants.unfused
-    logits = (stage == x.pp - 1) * x.tokens * x.vocab / x.tp * (4 if wide else x.value_bytes)
+    each = 4 + constants.handed * x.value_bytes if wide else x.value_bytes
+    logits = (stage == x.pp - 1) * x.tokens * x.vocab / x.tp * each
     layers = stage_layers_at(x, stage) * activation_bytes_per_layer(x, constants)
     return float(layers + end_bytes(x, stage, constants) + logits)
 
@@ -206,6 +210,9 @@ def _numbers(stage: TracedStage) -> dict[str, float]:
     """The numbers of a traced stage by quantity."""
     memory = {"weights": stage.weights_bytes, "gradients": stage.gradients_bytes, "optimizer": stage.optimizer_bytes}
     found = {**memory, "activations": stage.activations_each_bytes, "flops": stage.flops}
+    chunks = max(p.chunk for p in stage.schedule) + 1 if stage.schedule else 1
+    held = accumulate((p.kind == "forward") - (p.kind == "backward") for p in stage.schedule)
+    found["in flight"] = max(held, default=0) / chunks
     for one in stage.collectives:
         name = f"{one.kind} {one.group}"
         found |= {f"{name} count": float(one.count), f"{name} bytes": float(one.bytes)}

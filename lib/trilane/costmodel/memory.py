@@ -9,6 +9,7 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import CHOICES, Topology
+from trilane.config.training import Dropout
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import Columns, Number, Parts, columns_of
 from trilane.utils.validation import from_mapping, shipped_json
@@ -22,6 +23,7 @@ class MemoryConstants:
     accumulated   bytes per held parameter that fp32 accumulation adds (4, and its flattened 16-bit copies)
     unfused       share of layers whose norms and gates are several kernels each, and keep what is between
     gates         share of layers whose gates alone are
+    scores        bytes kept of each score that attention writes: softmax's result 2, dropout's mask 1 and its result 2
     masks         bytes that dropout's masks take of each value that a layer adds to its input: 1 each of 2
     repeats       1 where keys and values that heads share are repeated for each head
     drops         share of hidden values that dropout drops, where the embedding's mask counts
@@ -40,6 +42,7 @@ class MemoryConstants:
     accumulated: float = 4.9
     unfused: float = 0.0
     gates: float = 0.0
+    scores: float = 5.0
     masks: float = 2.0
     repeats: float = 0.0
     drops: float = 0.0
@@ -54,7 +57,7 @@ class MemoryConstants:
     spread: float = 0.04
 
 
-DEFAULT = MemoryConstants()
+DEFAULT, NO_DROPOUT = MemoryConstants(), Dropout()
 FP8 = CHOICES["precision"].index("fp8")
 
 
@@ -69,7 +72,7 @@ def memory_of(stack: str) -> MemoryConstants:
     return from_mapping(MemoryConstants, {k: v for k, v in held.items() if k != "source"}, "memory")
 
 
-def engine_memory(engine: str, cluster: Cluster, dropout: float = 0.0, zero: int = 0) -> MemoryConstants:
+def engine_memory(engine: str, cluster: Cluster, dropout: Dropout = NO_DROPOUT, zero: int = 0) -> MemoryConstants:
     """What an engine here keeps, nothing fitted: traces of it hold the same (benchmarks/trace_check.py).
 
     Megatron's own keeps whole fp32 gradients and no other: 2 + 4 + 12 bytes (megatron-core's distributed optimizer), as
@@ -86,12 +89,16 @@ def engine_memory(engine: str, cluster: Cluster, dropout: float = 0.0, zero: int
         "repeats": 1.0 * old,
         "handed": 1.0 * (engine == "deepspeed-3d"),
     }
-    masks = {"masks": 2.0 * (dropout > 0 and (hf or several)), "drops": dropout}  # a compiled kernel draws them again
+    # a compiled kernel draws them again
+    masks = {"masks": 2.0 * (dropout.hidden > 0 and (hf or several)), "drops": dropout.hidden}
+    masks["scores"] = DEFAULT.scores if dropout.attention else 2.0
     exact = {**masks, "ends": 1.0, "checkpoint": 1.0, "working": 1.0}
     return dataclasses.replace(DEFAULT, **states, **kept, **exact)
 
 
-def memory_for(calibration: Calibration, engine: str, cluster: Cluster, dropout: float = 0.0) -> MemoryConstants:
+def memory_for(
+    calibration: Calibration, engine: str, cluster: Cluster, dropout: Dropout = NO_DROPOUT
+) -> MemoryConstants:
     """Those of the stack that constants of time are named after; else of the documents, or of the rows' programs."""
     own: dict[str, dict[str, float]] = {"megatron": {"optimizer": 12, "accumulated": 2}, "hf-zero3": {"unfused": 1}}
     named = calibration.name in shipped_json("stacks")["stacks"]
@@ -135,6 +142,7 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     MLP's hidden channels before and after the activation 4 each of 4 h; a gate keeps one more of them.
     fp8: inputs of linear layers in 8 bits, the core's output beside them (Transformer Engine, module/linear.py).
     unfused, with a gate as in transformers' Llama: fp32 copies in two RMSNorms (8, less masks of dropout), its product.
+    Scores that an engine here writes need all keys; transformers' Llama and BLOOM keep their softmax in fp32, too.
     Dropout masks are 2 of the 10. selective: queries that share keys are a copy beside all channels (megatron-core).
     operators: the layer's input, attention's output and every second matmul's, of q, k, v, o, in, gate, out; with
     sequence parallelism what was reduced, too (torchtitan 2025, `_op_sac_save_list` of its llama3).
@@ -144,11 +152,12 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     cut = np.where(np.equal(x.sequence_parallel, 1), x.tp, 1)
     single, gate = c.unfused * x.gated, 2 + 2 * (c.unfused + c.gates)
     norms = 8 * single + c.masks * (1 - single)
-    keys = np.where(c.repeats + c.ends * np.equal(x.value_bytes, 4), h, x.kv_hidden)
+    keys = np.where(c.repeats + c.ends * (np.equal(x.value_bytes, 4) | np.equal(x.attention, 1)), h, x.kv_hidden)
     shared = 4 + fp8 + 4 * keys / h + (4 - fp8 + gate * x.gated) * x.ffn / h
     shared = shared + 2 * np.equal(x.recompute, 1) * np.less(x.kv_heads, x.heads)
     stores = (np.equal(x.recompute, 0) | np.equal(x.recompute, 4)) * x.attention
-    scores = stores * 5.0 * x.heads * x.seq * x.tokens / x.tp
+    each = c.scores + 4 * c.unfused * np.maximum(x.gated, x.alibi)
+    scores = stores * each * x.heads * x.seq * x.tokens / x.tp
     every = sbh * ((8 - 2 * fp8 + norms) / cut + shared / x.tp) + scores
     if np.any(np.equal(x.recompute, 3)):
         some = (1 + 2 * (cut > 1)) / cut + (2 + x.kv_hidden / h + x.ffn / h) / x.tp + x.gated

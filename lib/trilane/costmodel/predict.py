@@ -21,7 +21,7 @@ from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import FOREIGN, T_QUANTILE, deviations, sensitivities
 from trilane.costmodel.iteration import IterationTime, iteration_time, seconds_per_stage
 from trilane.costmodel.measured_rows import MeasuredRow, Skipped, each_row, every_row, ignored_words, usable
-from trilane.costmodel.memory import StageMemory, host_bytes, memory_for, memory_per_stage
+from trilane.costmodel.memory import NO_DROPOUT, StageMemory, host_bytes, memory_for, memory_per_stage
 from trilane.costmodel.memory import oom_probability as probability_of
 from trilane.costmodel.shipped import constants_of
 from trilane.utils.numbers import with_bounds
@@ -298,7 +298,7 @@ def _predicted_row(row: MeasuredRow | Skipped, calibration: Calibration | None) 
 def _predicted(plan: Case, cluster: Cluster, known: Calibration) -> Prediction:
     shape, t, engine = plan.shape, plan.topology, plan.engine
     time = iteration_time(shape, t, cluster, known, engine)
-    dropout = plan.dropout.hidden if isinstance(plan, Plan) else 0.0
+    dropout = plan.dropout if isinstance(plan, Plan) else NO_DROPOUT
     columns, memory = columns_of(shape, t, engine), memory_for(known, engine, cluster, dropout)
     stages = memory_per_stage(shape, t, cluster, memory, engine)
     fullest = max(stage.total for stage in stages)

@@ -105,7 +105,7 @@ def scheduled(plan: Plan, options: Sequence[Topology], calibration: Calibration)
     if not options:
         return []
     columns, per_node = stacked([columns_of(plan.shape, t, plan.engine) for t in options]), plan.cluster.gpus_per_node
-    known = memory_for(calibration, plan.engine, plan.cluster, plan.dropout.hidden)
+    known = memory_for(calibration, plan.engine, plan.cluster, plan.dropout)
     seconds = iteration_columns(columns, plan.cluster, calibration).total
     memory = memory_bytes(columns, plan.cluster, known)
     probability = oom_probability(memory, plan.cluster, known.spread)

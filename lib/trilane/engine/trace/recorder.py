@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
 
     def _begin_pass(self, kind: str) -> None:
         self._now, self._begun, self._pass_peak = kind, (self.flops, self.operations), 0
-        self._made = list[int]()
+        self._made, self._kept = list[int](), Counter(self.owners)
 
     def _end_pass(self) -> None:
         if self._now == "forward":
@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
             self._forwards[chunk] += 1
 
     def _chunk_ends(self, module: Any, args: Any, out: Any) -> None:
-        """The gradient of what a chunk returns comes first in its backward pass, which it names."""
+        """The gradient of what a chunk returns, which may come after the loss's, names its backward pass."""
         owner = self._inside
         for made in tree_leaves(out):
             if isinstance(made, torch.Tensor) and made.requires_grad:
@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):
 
     def _backward_of(self, owner: tuple[int, int]) -> None:
         self._inside = owner
-        self.each.setdefault(owner, self.owners[owner])
+        self.each.setdefault(owner, self._kept[owner])
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         self.assign("gradients", [parameter.grad])
