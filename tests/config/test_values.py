@@ -90,6 +90,11 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
         "overlap_tp=True: engine deepspeed-3d has no Transf",
     ),
     ({"zero": 1}, {"engine": "deepspeed-zero", "run": Run(fused="te")}, "run.fused=te: engine deepspeed-zero has no"),
+    (
+        {"dp": 2, "gbs": 8, "zero": 1, "precision": "bf16", "fp32_gradients": True, "overlap_grad_reduce": True},
+        {"engine": "deepspeed-zero"},
+        "overlap_grad_reduce=True: engine deepspeed-zero sums them after the last microbatch",
+    ),
     ({"tp": 2}, {"run": Run(fused="layer")}, "run.fused=layer: compiles layers of engine megatron with tp=1"),
     ({"cp": 2, "zero": 1}, {"engine": "deepspeed-zero"}, "cp=2: engine deepspeed-zero shares no sequence"),
     (

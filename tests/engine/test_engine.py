@@ -155,3 +155,24 @@ def test_garbage_is_collected_in_the_tenth_iteration_and_not_when_a_rank_has_mad
     finally:
         gc.unfreeze()
         gc.enable()
+
+
+OUTPUTS = """
+import torch
+from trilane.engine.backends.base import Microbatch, build
+engine, kept = build(plan, world), []
+engine.modules[0].register_forward_hook(lambda module, given, out: kept.append(out))
+text = torch.randint(plan.shape.vocab_size, (2, plan.shape.seq_length + 1))
+engine.step([Microbatch(tokens=text[:, :-1].contiguous(), labels=text[:, 1:].contiguous())] * 4, 1e-3)
+buffers = engine._engine.pipe_buffers["outputs"] if hasattr(engine, "_engine") else []
+print(world.rank, {out.numel() for out in kept}, buffers)
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "left"), [("megatron", "0 {1} []\n1 {128} []\n"), ("deepspeed-3d", "[None, None]\n")], ids=str
+)
+def test_what_a_stage_has_sent_or_differentiated_is_let_go(ask: Callable, engine: str, left: str) -> None:
+    """Of what megatron-core has sent a value is left, of its losses all 2 x 64; DeepSpeed keeps no logits."""
+    plan = small_plan(Path("data"), engine=engine, pp=2, zero=int(engine != "megatron"))
+    assert ask(plan, OUTPUTS).endswith(left)

@@ -91,6 +91,18 @@ def test_a_process_stays_near_its_card(near: set[int], monkeypatch) -> None:
                 os.sched_setaffinity(int(number), before)
 
 
+def test_a_torch_without_its_private_functions_stops_no_training(monkeypatch) -> None:
+    import torch
+    from torch.numa import binding
+
+    from trilane.engine import world
+
+    before = os.sched_getaffinity(0)
+    monkeypatch.delattr(binding, "_node_get_logical_cpus_to_bind_to")
+    world.bind_near(torch.device("cuda", 0))
+    assert os.sched_getaffinity(0) == before
+
+
 # compute capability (NVIDIA's table of CUDA GPUs), precision, cards that the task sees -> its card, or why not
 CARDS = [
     ((7, 0), "bf16", 4, "precision=bf16: needs compute capability 8.0, this card has 7.0; use fp16"),

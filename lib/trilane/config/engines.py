@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def default_topology(shape: ModelShape, cluster: Cluster, engine: str = ENGINES[
     """The topology of the choices given, with the cluster's and the engine's defaults for the others.
 
     `zero` is 1 where several replicas train in 16 bits, since an optimizer of 12 bytes a parameter is worth dividing,
-    and in DeepSpeed's engines, which have no stage 0; those without a pipeline sum gradients in the backward pass.
+    and in DeepSpeed's engines, which have no stage 0; those without a pipeline sum in the backward pass where they can.
     """
     precision = chosen.get("precision") or default_precision(cluster)
     defaults: dict[str, Any] = {
@@ -69,9 +70,17 @@ def default_topology(shape: ModelShape, cluster: Cluster, engine: str = ENGINES[
         "attention": default_attention(shape, cluster, precision, engine),
         "fp32_gradients": default_fp32_gradients(precision, chosen.get("offload", "none")),
         "zero": int(engine != ENGINES[0] or (precision != "fp32" and (chosen.get("dp") or 1) > 1)),
-        "overlap_grad_reduce": engine in ZERO_ENGINES and (chosen.get("dp") or 1) > 1,
     }
-    return Topology(**defaults | {name: value for name, value in chosen.items() if value is not None})
+    made = Topology(**defaults | {name: value for name, value in chosen.items() if value is not None})
+    if chosen.get("overlap_grad_reduce") is not None:
+        return made
+    overlaps = engine in ZERO_ENGINES and made.dp > 1 and not has_bf16_optimizer(made)
+    return replace(made, overlap_grad_reduce=overlaps)
+
+
+def has_bf16_optimizer(t: Topology) -> bool:
+    """Whether DeepSpeed trains it by BF16_Optimizer, which holds fp32 sums and reduces after the last microbatch."""
+    return (t.zero, t.precision, t.fp32_gradients) == (1, "bf16", True)
 
 
 def label_of(shape: ModelShape, cluster: Cluster, topology: Topology, engine: str = ENGINES[0]) -> str:
@@ -214,6 +223,6 @@ def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, 
     yield t.recompute in able, "recompute", t.recompute, f"has {' or '.join(able)}"
     for name in ("first_stage_layers", "last_stage_layers"):
         yield getattr(t, name) == 0, name, getattr(t, name), "cuts its stages evenly, or by type"
-    sums = not t.overlap_grad_reduce or engine != "deepspeed-3d"
+    sums = not t.overlap_grad_reduce or (engine != "deepspeed-3d" and not has_bf16_optimizer(t))
     yield sums, "overlap_grad_reduce", True, "sums them after the last microbatch"
     yield not t.overlap_param_gather, "overlap_param_gather", True, "gathers them after the step, in ZeRO-3 as it sums"

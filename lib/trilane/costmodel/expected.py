@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from trilane.config.engines import has_bf16_optimizer
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.columns import Columns, columns_of
@@ -68,7 +69,7 @@ def expected(plan: Plan, stage: int) -> dict[str, float]:
     constants = engine_memory(plan.engine, plan.cluster, plan.dropout, plan.topology.zero)
     weights, gradients, optimizer = model_states(replace(x, adam=0), stage, constants)
     found = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-    if plan.engine != "megatron" and not is_summed(plan):
+    if plan.engine != "megatron" and not has_bf16_optimizer(plan.topology):
         found["gradients"] = np.nan
     found["activations"], found["in flight"] = microbatch_bytes(x, stage, constants), in_flight(x, stage)
     found["flops"] = stage_flops(x, stage)
@@ -159,18 +160,12 @@ def _of_megatron(plan: Plan, x: Columns, stage: int, tied: bool) -> Iterator[Mes
     yield "all-reduce", "world" if x.zero else "tp-pp", 1.0 + (plan.topology.precision == "fp16"), 4.0
 
 
-def is_summed(plan: Plan) -> bool:
-    """Whether DeepSpeed's BF16_Optimizer trains the plan, which holds gradients; with the others they come and go."""
-    t = plan.topology
-    return t.zero == 1 and t.precision == "bf16" and t.fp32_gradients
-
-
 def _of_deepspeed(plan: Plan, x: Columns, stage: int, tied: bool) -> Iterator[Message]:
     """Stage 1 in bf16 (BF16_Optimizer): 16-bit gradients summed at once, weights gathered for each of two groups.
 
     Stages 2 and 3 reduce the gradients of every microbatch; how many buckets they take is left out (no number).
     """
-    weights, summed = x.value_bytes * stage_parameters(x, stage), is_summed(plan)
+    weights, summed = x.value_bytes * stage_parameters(x, stage), has_bf16_optimizer(plan.topology)
     yield "all-reduce", "tp-pp", 1.0, 4.0
     yield "all-reduce", "tp-pp", 0.0 if summed else (x.zero == 3) + 2.0 * (x.pp > 1), 2.5  # overflow
     yield "all-reduce", "dp", 2.0 * (x.zero == 3), 8.0

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.numa import binding
 
 from trilane.config.engines import has_kernels, shows_gpu
 from trilane.config.plan import Plan
@@ -179,7 +178,10 @@ def core_numbers() -> set[int]:
 
 def bind_near(device: torch.device) -> None:
     """Keep all threads of this process on cores near its GPU: torchrun's --numa-binding=node, which needs numactl."""
-    with contextlib.suppress(OSError, RuntimeError):  # the system does not tell which these are
+    # whatever it is, as where the system does not tell which these are, or another torch lacks these private functions
+    with contextlib.suppress(Exception):
+        from torch.numa import binding
+
         if near := binding._node_get_logical_cpus_to_bind_to(gpu_index=device.index):
             binding._bind_all_threads_in_current_process_to_logical_cpus(logical_cpu_indices=near)
 

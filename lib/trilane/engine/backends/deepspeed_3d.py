@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import BackwardPass
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
@@ -41,8 +43,9 @@ class DeepSpeed3D(DeepSpeed):
         # All other instructions send and receive.
         phases = {"LoadMicroBatch": DATA, "ForwardPass": FORWARD, "BackwardPass": BACKWARD, "OptimizerStep": OPTIMIZER}
         phases |= {"ReduceGrads": REDUCE, "ReduceTiedGrads": REDUCE}
-        instructions = self._engine._INSTRUCTION_MAP.items()
-        self._engine._INSTRUCTION_MAP = {kind: phase(phases.get(kind.__name__, P2P))(f) for kind, f in instructions}
+        instructions = self._engine._INSTRUCTION_MAP | {BackwardPass: _backward}
+        instructions = {kind: phase(phases.get(kind.__name__, P2P))(f) for kind, f in instructions.items()}
+        self._engine._INSTRUCTION_MAP = instructions
         # Both libraries must give this rank the same coordinates, and the stage the planned layers.
         grid, planned = self._engine.grid, stage_layers(self._plan.shape, self._plan.topology)
         assert grid.get_data_parallel_rank() == parallel_state.get_data_parallel_rank()
@@ -79,6 +82,12 @@ class DeepSpeed3D(DeepSpeed):
 
 
 build = DeepSpeed3D
+
+
+def _backward(engine: PipelineEngine, buffer_id: int) -> None:
+    """DeepSpeed's backward pass, which on the last stage keeps the logits until the buffer is next used."""
+    PipelineEngine._exec_backward_pass(engine, buffer_id)
+    engine.pipe_buffers["outputs"][buffer_id] = None
 
 
 class WordEmbedding(tensor_parallel.VocabParallelEmbedding):
