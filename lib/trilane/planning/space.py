@@ -114,15 +114,13 @@ class Space(Brief):
         grads, gather = "overlap_grad_reduce", "overlap_param_gather"
         able = {"megatron": {grads, gather}, "deepspeed-3d": set()}.get(self.engine, {grads}) if dp > 1 else set()
         values |= {name: (False,) for name in {grads, gather} - {*self.pins} - able}
-        # of the layers of a stage a quarter, half and three quarters; all of them are recompute full
-        held = max(shape.num_layers // pp, 1)
-        values["recompute_layers"] = values["recompute_layers"] or (
-            0,
-            *sorted({held * k // 4 for k in (1, 2, 3)} - {0}),
-        )
+        # of a stage's layers a quarter, half and three quarters, as many of each chunk; all of them are recompute full
+        held, pinned = max(shape.num_layers // pp, 1), values["recompute_layers"]
+        values["recompute_layers"] = pinned or tuple(sorted({held * k // 4 for k in range(4)}))
         every = [dict(zip(values, words, strict=True)) for words in product(*values.values())]
         every = [p for p in every if gather in self.pins or not p[gather] or (p[grads] and p["zero"] == 1)]
-        return [p for p in every if (p["recompute"] == "block") == (p["recompute_layers"] > 0)]
+        every = [p for p in every if (p["recompute"] == "block") == (p["recompute_layers"] > 0)]
+        return [p for p in every if pinned or p["recompute_layers"] * p["interleaving"] < held]
 
 
 def space_for(
