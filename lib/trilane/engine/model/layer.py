@@ -19,15 +19,6 @@ from trilane.engine.model.fused import activate, add_dropped, compiled
 Pair = tuple[torch.Tensor, torch.Tensor | None]  # what a matrix gives, and the bias that is still to be added to it
 
 
-def product(linear: Any, x: torch.Tensor) -> Pair | None:
-    """What a linear layer gives where no other rank has a part of it; None elsewhere, for megatron-core's own way."""
-    if linear.tp_group.size() > 1:
-        return None
-    bias, later = (None, linear.bias) if linear.skip_bias_add else (linear.bias, None)
-    adds = linear.gradient_accumulation_fusion and hasattr(linear.weight, "main_grad")
-    return (_AddingProduct.apply if adds else F.linear)(x, linear.weight, bias), later
-
-
 class _AddingProduct(torch.autograd.Function):
     """F.linear, whose product for the weight's gradient adds into DDP's fp32 buffer, and is not written and read."""
 
@@ -48,8 +39,14 @@ class _AddingProduct(torch.autograd.Function):
 
 
 class _Linear(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> Pair:
-        return product(self, x) or super().forward(x)
+    """A linear layer of megatron-core; where no other rank has a part of it, without its way over messages."""
+
+    def forward(self: Any, x: torch.Tensor) -> Pair:
+        if self.tp_group.size() > 1:
+            return super().forward(x)
+        bias, later = (None, self.bias) if self.skip_bias_add else (self.bias, None)
+        adds = self.gradient_accumulation_fusion and hasattr(self.weight, "main_grad")
+        return (_AddingProduct.apply if adds else F.linear)(x, self.weight, bias), later
 
 
 class ColumnLinear(_Linear, layers.ColumnParallelLinear):
