@@ -19,7 +19,7 @@ from trace_check import FAMILIES, check, limit
 BF16 = {"precision": "bf16", "fp32_gradients": True, "gbs": 8}
 PLANS = {
     "megatron": ("llama", {**BF16, "tp": 2, "pp": 2, "sequence_parallel": True, "recompute": "selective"}),
-    "deepspeed-3d": ("gpt2", {**BF16, "tp": 2, "pp": 2, "dp": 2, "zero": 1}),
+    "deepspeed-3d": ("gpt2", {**BF16, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True}),
     "deepspeed-zero": ("bloom", {**BF16, "tp": 2, "dp": 2, "zero": 1, "recompute": "full"}),
 }
 

@@ -72,7 +72,7 @@ def expected(plan: Plan, stage: int) -> dict[str, float]:
     if plan.engine != "megatron" and not has_bf16_optimizer(plan.topology):
         found["gradients"] = np.nan
     found["activations"], found["in flight"] = microbatch_bytes(x, stage, constants), in_flight(x, stage)
-    found["flops"] = stage_flops(x, stage)
+    found["flops"] = stage_flops(x, stage, constants)
     sent = _by_group(messages(plan, x, stage, constants), plan.topology)
     return {name: float(value) for name, value in (found | sent).items()}
 
@@ -89,11 +89,15 @@ def microbatch_bytes(x: Columns, stage: int, constants: MemoryConstants) -> floa
     return float(layers + end_bytes(x, stage, constants) + logits)
 
 
-def stage_flops(x: Columns, stage: int) -> float:
-    """FLOPs of a stage: ModelShape.flops_per_iteration() of its part of layers and head, and what is computed again."""
+def stage_flops(x: Columns, stage: int, constants: MemoryConstants) -> float:
+    """FLOPs of a stage: ModelShape.flops_per_iteration() of its part of layers and head, and what is computed again.
+
+    transformers' layers end their recomputation with the last input that is kept: without the MLP's second product.
+    """
     layers, linear = stage_layers_at(x, stage), 2 * x.tokens * x.layer_weights
     core = 4 * x.tokens * x.seq * x.hidden / x.tp
-    again = x.recomputed * (linear + core) + np.equal(x.recompute, 1) * core
+    left = constants.unfused * 2 * x.tokens * x.hidden * x.ffn / x.tp
+    again = x.recomputed * (linear - left + core) + np.equal(x.recompute, 1) * core
     head = (stage == x.pp - 1) * 6 * x.tokens * x.embedding_parameters
     return float(x.microbatches * (layers * (3 * (linear + core) + again) + head))
 
@@ -167,8 +171,10 @@ def _of_deepspeed(plan: Plan, x: Columns, stage: int, tied: bool) -> Iterator[Me
     """
     weights, summed = x.value_bytes * stage_parameters(x, stage), has_bf16_optimizer(plan.topology)
     yield "all-reduce", "tp-pp", 1.0, 4.0
-    yield "all-reduce", "tp-pp", 0.0 if summed else (x.zero == 3) + 2.0 * (x.pp > 1), 2.5  # overflow
+    scaled = plan.topology.precision == "fp16"  # ZeRO-3 looks for an overflow in fp16 alone, stages 1 and 2 always
+    yield "all-reduce", "tp-pp", 0.0 if summed else 1.0 + scaled if x.zero == 3 else 2.0, 2.5
     yield "all-reduce", "dp", 2.0 * (x.zero == 3), 8.0
+    yield "all-reduce", "dp", float(scaled and x.zero == 3), 1.0
     if x.pp > 1:
         yield "broadcast", "pp", 1.0, 8.0
     if x.zero == 1:

@@ -140,7 +140,8 @@ class Positions(torch.nn.Module):
         """(S, B, C) -> (S, B, C)."""
         x = x if self.weight is None else x + self.weight[: x.size(0), None]
         if self.settings.sequence_parallel:
-            x = tensor_parallel.scatter_to_sequence_parallel_region(x)
+            # a view, which would keep the whole sequence for the backward pass
+            x = tensor_parallel.scatter_to_sequence_parallel_region(x).clone()
         with sequence_stream(self.settings):
             return F.dropout(x, self.dropout, self.training)
 
