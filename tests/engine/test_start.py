@@ -182,7 +182,7 @@ def test_a_world_unlike_the_plan_is_refused_once_by_rank_0(fork: Callable, data:
     folder = run_folder(small_plan(data, source="mock", pp=2), tmp_path / "run")
     fork(3, folder, code=2)
     said = [(folder / f"{rank}.log").read_text() for rank in range(3)]
-    assert said == ["world size=3: must be tp x pp x dp = 1 x 2 x 1 = 2\n", "", ""]
+    assert said == ["world size=3: must be tp x cp x pp x dp = 1 x 1 x 2 x 1 = 2\n", "", ""]
 
 
 def test_a_node_may_come_ten_minutes_after_the_others_and_slurms_names_decide_which_hosts_the_store() -> None:

@@ -105,15 +105,12 @@ def untrainable_reason(topology: Topology, fused: str = "auto") -> str | None:
 
     They train every shape of a dense decoder but those that the engine's own rules name. `fused` is run.fused.
     """
-    for field, value, needs in (
-        ("precision", topology.precision, topology.precision == "fp8"),
-        ("overlap_tp", topology.overlap_tp, topology.overlap_tp),
-        ("run.fused", fused, fused == "te"),
-    ):
-        if needs and (found := other_transformer_engine()):
-            low, high = ("{}.{}".format(*number) for number in TRANSFORMER_ENGINE)
-            return f"{field}={value}: needs Transformer Engine {low} to {high}; {found}"
-    return None
+    t = topology
+    asked = {"precision=fp8": t.precision == "fp8", "overlap_tp=True": t.overlap_tp, "run.fused=te": fused == "te"}
+    needs = next((field for field, wanted in asked.items() if wanted), "")
+    low, high = ("{}.{}".format(*number) for number in TRANSFORMER_ENGINE)
+    found = needs and other_transformer_engine()
+    return f"{needs}: needs Transformer Engine {low} to {high}; {found}" if found else None
 
 
 def other_transformer_engine() -> str:
