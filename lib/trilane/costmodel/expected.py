@@ -86,7 +86,8 @@ def microbatch_bytes(x: Columns, stage: int, constants: MemoryConstants) -> floa
     each = 4 + constants.handed * x.value_bytes if wide else x.value_bytes
     logits = (stage == x.pp - 1) * x.tokens * x.vocab / x.tp * each
     layers = stage_layers_at(x, stage) * activation_bytes_per_layer(x, constants)
-    return float(layers + end_bytes(x, stage, constants) + logits)
+    ids = (stage == 0) * x.tokens * (8 + 9 * (x.tp > 1))  # int64; of a part of the vocabulary a copy and a mask, too
+    return float(layers + end_bytes(x, stage, constants) + logits + ids)
 
 
 def stage_flops(x: Columns, stage: int, constants: MemoryConstants) -> float:
