@@ -19,23 +19,24 @@ from trace_check import FAMILIES, check, limit
 BF16 = {"precision": "bf16", "fp32_gradients": True, "gbs": 8}
 PLANS = {
     "megatron": ("llama", {**BF16, "tp": 2, "pp": 2, "sequence_parallel": True, "recompute": "selective"}),
+    "megatron CP": ("llama", {**BF16, "tp": 2, "cp": 2, "dp": 2, "zero": 1}),
     "deepspeed-3d": ("gpt2", {**BF16, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True}),
     "deepspeed-zero": ("bloom", {**BF16, "tp": 2, "dp": 2, "zero": 1, "recompute": "full"}),
 }
 
 
-def plan_of(engine: str) -> Plan:
-    family, topology = PLANS[engine]
+def plan_of(name: str) -> Plan:
+    (family, topology), engine = PLANS[name], name.split()[0]
     sizes = {"num_layers": 2, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024, "vocab_size": 32768}
     shape = ModelShape(**sizes, **FAMILIES[family])
     return Plan(label=engine, shape=shape, topology=Topology(**topology), engine=engine, cluster=cluster("jz-a100-80g"))
 
 
 @pytest.mark.filterwarnings("ignore")  # of the libraries, which a process of its own would print
-@pytest.mark.parametrize("engine", PLANS)
-def test_the_real_engine_holds_computes_and_sends_what_the_formulas_say(engine: str):
+@pytest.mark.parametrize("name", PLANS)
+def test_the_real_engine_holds_computes_and_sends_what_the_formulas_say(name: str):
     """Bytes of each kind of memory within 2 %, of collectives and their number within 1 %, FLOPs within 0.1 %."""
-    found = check(plan_of(engine))
+    found = check(plan_of(name))
     assert not isinstance(found, str), found
     assert {"weights", "gradients", "optimizer", "activations", "flops"} <= {d.quantity for d in found}
     assert [d for d in found if abs(d.difference) > limit(d.quantity)] == []

@@ -96,7 +96,8 @@ def stage_flops(x: Columns, stage: int, constants: MemoryConstants) -> float:
     transformers' layers end their recomputation with the last input that is kept: without the MLP's second product.
     """
     layers, linear = stage_layers_at(x, stage), 2 * x.tokens * x.layer_weights
-    core = 4 * x.tokens * x.seq * x.hidden / x.tp
+    seen = np.where(np.greater(x.cp, 1), (2 * x.cp + 1) / (4 * x.cp), 1)  # keys of two chunks up to their ends
+    core = 4 * x.tokens * x.seq * seen * x.hidden / x.tp
     left = constants.unfused * 2 * x.tokens * x.hidden * x.ffn / x.tp
     again = x.recomputed * (linear - left + core) + np.equal(x.recompute, 1) * core
     head = (stage == x.pp - 1) * 6 * x.tokens * x.embedding_parameters
@@ -130,6 +131,10 @@ def _of_microbatch(plan: Plan, x: Columns, stage: int, unfused: bool) -> Iterato
         yield "all-reduce", "tp", first and learned, hidden  # positions are added before the sequence is cut
     else:
         yield "all-reduce", "tp", layers * (4 + 2 * again) + first + last, hidden
+    if x.cp > 1:  # keys and values, and their gradients
+        size = x.tokens * x.cp * x.kv_hidden / x.tp * x.value_bytes
+        yield "all-gather", "cp", 2 * layers * (1 + again + np.equal(x.recompute, 1)), size
+        yield "reduce-scatter", "cp", 2 * layers, size
     if last and unfused:
         yield "all-reduce", "tp", 3, 4 * x.tokens
     elif last:
@@ -203,9 +208,9 @@ def _group(name: str, t: Topology) -> str:
     """The name of a group in a trace: what spans one rank in a direction does not span it; "" for one rank alone."""
     if name == "embedding":
         return name
-    axes = tuple(axis for axis in AXES.get(name, (name,)) if getattr(t, axis) > 1)
-    joined = "-".join(axes)
-    return {"tp-dp-pp": "world", "dp-pp": "world"}.get(joined, joined)
+    sizes = {"tp": t.tp, "cp": t.cp, "dp": t.dp * t.cp, "pp": t.pp}
+    joined = "-".join(axis for axis in AXES.get(name, (name,)) if sizes[axis] > 1)
+    return {"tp-dp-pp": "world", "dp-pp": "world", "cp": "cp" if t.dp > 1 else "dp"}.get(joined, joined)
 
 
 def _numbers(stage: TracedStage) -> dict[str, float]:

@@ -29,6 +29,7 @@ class MemoryConstants:
     drops         share of hidden values that dropout drops, where the embedding's mask counts
     handed        1 where the outputs that a stage has sent stay, and a copy of what it has received
     ends          1 where what embedding and head keep counts among activations
+    whole         1 where ranks that share a sequence keep keys and values of all of it (engine/model/context.py)
     checkpoint    bytes kept over bytes needed for a layer's recomputed input
     working       recomputed activations of the layer at work, over Korthikanti's formula
     gathered      bytes per parameter of the largest unit that ZeRO-3 gathers: weights, and its gradients
@@ -48,6 +49,7 @@ class MemoryConstants:
     drops: float = 0.0
     handed: float = 0.0
     ends: float = 0.0
+    whole: float = 0.0
     checkpoint: float = 1.31
     working: float = 0.89
     gathered: float = 4.0
@@ -88,6 +90,7 @@ def engine_memory(engine: str, cluster: Cluster, dropout: Dropout = NO_DROPOUT, 
         "gates": 1.0 * several,
         "repeats": 1.0 * old,
         "handed": 1.0 * (engine == "deepspeed-3d"),
+        "whole": 1.0 * (engine == "megatron"),
     }
     # a compiled kernel draws them again
     masks = {"masks": 2.0 * (dropout.hidden > 0 and (hf or several)), "drops": dropout.hidden}
@@ -144,6 +147,7 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     unfused, with a gate as in transformers' Llama: fp32 copies in two RMSNorms (8, less masks of dropout), its product.
     Scores that an engine here writes need all keys; transformers' Llama and BLOOM keep their softmax in fp32, too.
     Dropout masks are 2 of the 10. selective: queries that share keys are a copy beside all channels (megatron-core).
+    whole: keys and values of cp parts, and the output of two chunks joined; Transformer Engine has a ring.
     operators: the layer's input, attention's output and every second matmul's, of q, k, v, o, in, gate, out; with
     sequence parallelism what was reduced, too (torchtitan 2025, `_op_sac_save_list` of its llama3).
     """
@@ -153,7 +157,8 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     single, gate = c.unfused * x.gated, 2 + 2 * (c.unfused + c.gates)
     norms = 8 * single + c.masks * (1 - single)
     keys = np.where(c.repeats + c.ends * (np.equal(x.value_bytes, 4) | np.equal(x.attention, 1)), h, x.kv_hidden)
-    shared = 4 + fp8 + 4 * keys / h + (4 - fp8 + gate * x.gated) * x.ffn / h
+    shares = np.greater(x.cp, 1) * c.whole * ~(fp8 | np.equal(x.overlap_tp, 1) | np.equal(x.recompute, 1))
+    shared = 4 + 2 * shares + fp8 + 4 * keys / h * (1 + shares * (x.cp - 1)) + (4 - fp8 + gate * x.gated) * x.ffn / h
     shared = shared + 2 * np.equal(x.recompute, 1) * np.less(x.kv_heads, x.heads)
     stores = (np.equal(x.recompute, 0) | np.equal(x.recompute, 4)) * x.attention
     each = c.scores + 4 * c.unfused * np.maximum(x.gated, x.alibi)

@@ -77,7 +77,8 @@ class Attention(torch.nn.Module):
             return self.core(query, key, value)
         if self.shares == 1:
             return self._attended(query, key, value)
-        key, value, chunk = context.gathered(key), context.gathered(value), len(query) // 2
+        query, chunk = query.contiguous(), len(query) // 2  # a view would keep the channels of own keys and values, too
+        key, value = context.gathered(key), context.gathered(value)
         ends = [(number + 1) * chunk for number in context.own_chunks()]
         return torch.cat([self._attended(q, key[:n], value[:n]) for q, n in zip(query.chunk(2), ends, strict=True)])
 

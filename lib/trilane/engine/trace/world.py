@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.attention.bias import CausalBias
 from torch.utils._pytree import tree_leaves
 
 from trilane.config.plan import Plan
@@ -155,7 +154,8 @@ def attention(plain: Callable[..., torch.Tensor], has_flash: bool) -> Callable[.
 
     def attend(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, **options: Any) -> torch.Tensor:
         causal, backends = options.get("is_causal", False), torch.backends.cuda
-        if isinstance(attn_mask, CausalBias):  # of a part of a sequence: the kernels have it as `causal`
+        # of a part of a sequence (context.causal_mask() on a CPU): CUDA's kernels have it as `causal`
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask, causal = None, True
         fits = q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
         if has_flash and fits and attn_mask is None and backends.flash_sdp_enabled():
