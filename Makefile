@@ -4,9 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STUDY ?= demo
-# 126 where a card is older than the CUDA 13 builds of torch know (a V100); on a login node without one: make venv CUDA=126
+# 126 where a card is older than the CUDA 13 builds of torch know (a V100); on a login node without one: make venv CUDA=126,
+# which stays, since newer cards, too, run it
 ifndef CUDA
 CUDA := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | awk '$$1 > 0 && $$1 < 7.5 { print 126; exit }')
+CUDA := $(or $(CUDA),$(patsubst $(VENV)/.current%,%,$(wildcard $(VENV)/.current126)))
 endif
 STAMP := $(VENV)/.current$(CUDA)
 DEV_STAMP := $(VENV)/.current-dev

@@ -68,9 +68,19 @@ def test_the_set_up_of_a_v100_takes_the_build_of_torch_that_knows_it(cards: str,
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{cards}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["make", "-n", "-B", "venv", f"VENV={tmp_path}/venv"]
+    assert set_up(env, tmp_path) == locked
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv/.current126").touch()  # by CUDA=126, on a login node
+    assert set_up(env, tmp_path) == "126"
+
+
+def set_up(env: dict[str, str], folder: Path) -> str:
+    """What `make venv` adds to the name of the lock."""
+    command = ["make", "-n", "-B", "venv", f"VENV={folder}/venv"]
     printed = subprocess.run(command, env=env, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
-    assert f"-r requirements-cuda{locked}.lock" in printed and ("+cu126 --index-url" in printed) is bool(locked)
+    (locked,) = re.findall(r"-r requirements-cuda(\d*)\.lock", printed)
+    assert ("+cu126 --index-url" in printed) is bool(locked)
+    return locked
 
 
 def extras() -> set[str]:
