@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from math import isnan
 
 import pytest
 from support import REPOSITORY
@@ -64,3 +65,12 @@ def test_an_iteration_sends_by_hand():
     first = expected(plain, 0)
     assert first["all-reduce tp count"] == 8 * (4 * 1 + 1)
     assert first["send pp count"] == first["receive pp count"] == 8
+
+
+def test_what_is_unknown_is_no_difference():
+    """Buckets that are summed while the first stage computes, whose number no formula has; their bytes are known."""
+    plan = plan_of("megatron")
+    plan = replace(plan, topology=replace(plan.topology, dp=2, zero=1, overlap_grad_reduce=True))
+    first, last = expected(plan, 0), expected(plan, 1)
+    assert isnan(first["reduce-scatter dp count"]) and last["reduce-scatter dp count"] == 1
+    assert first["reduce-scatter dp bytes"] > 0

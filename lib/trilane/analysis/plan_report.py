@@ -1,5 +1,6 @@
 """One plan predicted in full, as `trilane plan show` prints it."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
@@ -8,8 +9,11 @@ from trilane.analysis.measure import rates, utilization
 from trilane.analysis.run_config import config_of
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.trace import Trace
 from trilane.planning.explain import explain
+
+TENSORS = ("weights", "gradients", "optimizer", "activations")
 
 
 def plan_report(
@@ -45,7 +49,7 @@ def plan_report(
         parts = ", ".join(f"{k} {v / 2**30:.2f}" for k, v in asdict(stage).items() if v)
         lines.append(f"  stage {number}: {stage.total / 2**30:.1f} GiB: {parts}")
     found["traced"] = trace.to_json() if trace else None
-    lines += _traced(trace) if trace else []
+    lines += _traced(trace, p.stages) if trace else []
     reasons = [line for text in why.as_lines() for line in wrap(text, 110, subsequent_indent="  ")]
     lines += [f"{'' if number else 'why':10}{line}" for number, line in enumerate(reasons)]
     if tokens is not None:
@@ -58,15 +62,18 @@ def plan_report(
     return found, "\n".join(lines)
 
 
-def _traced(trace: Trace) -> list[str]:
-    """The peaks that the real engine reached without a GPU, to be read beside those of the stages."""
+def _traced(trace: Trace, stages: Sequence[StageMemory]) -> list[str]:
+    """The tensors that the real engine held without a GPU, and how much is predicted of the parts that are tensors."""
     ran = sum(not stage.derived for stage in trace.stages)
     said = f"{ran} of {len(trace.stages)} stages ran on tensors without memory, all else derived"
     lines = [f"traced    {said}; left out: context, fragmentation, NCCL's and cuBLAS's buffers"]
-    for stage in trace.stages:
-        source = "derived" if stage.derived else "traced"
-        peak = f"{stage.peak_bytes / 2**30:.1f} GiB in the {stage.peak_at}, {stage.operations:,} kernels"
-        lines.append(f"  stage {stage.stage}: {source} {peak}")
+    for s, predicted in zip(trace.stages, stages, strict=True):
+        peak = f"{s.peak_bytes / 2**30:.1f} GiB in the {s.peak_at}, {s.operations:,} kernels"
+        held = {name: getattr(s, f"{name}_bytes") for name in (*TENSORS, "temporary", "buffers")}
+        parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in held.items() if size)
+        tensors = sum(getattr(predicted, name) for name in (*TENSORS, "working")) / 2**30
+        lines.append(f"  stage {s.stage}: {'derived' if s.derived else 'traced'} {peak}: {parts}")
+        lines[-1] += f"; predicted {tensors:.1f} without buffers"
     return lines
 
 

@@ -149,6 +149,9 @@ def plan(
     """
     require(trace or not timeline, "timeline", timeline, "needs --trace")
     if trace:
+        require(not iterations, "iterations", iterations, "nothing is trained with --trace")
+        require(not timeline or not Path(timeline).exists(), "timeline", timeline, "exists; name another file")
+        require(Path(timeline).parent.is_dir(), "timeline", timeline, "its folder does not exist")
         os.execvp("env", python("-m", "trilane.engine.trace", str(plan), timeline, *["--json"] * as_json))
     from trilane.analysis.benchmark import benchmark, result
     from trilane.analysis.tables import parse_text

@@ -1,7 +1,7 @@
 """What the formulas expect one stage of a plan to hold, compute and send in an iteration, and a trace beside that.
 
-The tracer runs the real engine (engine/trace); here is arithmetic alone. Left out: buckets of gradients that overlap
-(their bytes are right, their number is not), offload, and layers of one's own.
+The tracer runs the real engine (engine/trace); here is arithmetic alone. Left out: the number of
+buckets whose reduction overlaps (NaN), offload, and layers of one's own.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from trilane.costmodel.memory import (
     stage_layers_at,
     stage_parameters,
 )
-from trilane.costmodel.trace import Trace, TracedStage
+from trilane.costmodel.trace import Trace
 from trilane.utils.tables import Record
 
 Message = tuple[str, str, float, float]  # kind, group, count, bytes of each
@@ -51,15 +51,20 @@ def compare(plan: Plan, trace: Trace) -> tuple[Difference, ...]:
     """Each number of the stages that were traced beside its prediction: `compare(plan, trace_of(plan, "plan.json"))`.
 
     Bytes of a kind of memory (activations: of one microbatch, and how many are in flight), FLOPs, and count and bytes
-    of the collectives of each kind and group.
+    of the collectives of each kind and group; NaN is unknown.
     """
     found = []
-    for stage in (stage for stage in trace.stages if not stage.derived):
-        traced, predicted = _numbers(stage), expected(plan, stage.stage)
-        for quantity in sorted(traced.keys() | predicted.keys()):
+    for s in (stage for stage in trace.stages if not stage.derived):
+        traced = {"weights": s.weights_bytes, "gradients": s.gradients_bytes, "optimizer": s.optimizer_bytes}
+        traced |= {"activations": s.activations_each_bytes, "flops": s.flops}
+        held = accumulate((p.kind == "forward") - (p.kind == "backward") for p in s.schedule)
+        traced["in flight"] = max(held, default=0) / len({p.chunk for p in s.schedule} or "1")
+        for c in s.collectives:
+            traced |= {f"{c.kind} {c.group} count": float(c.count), f"{c.kind} {c.group} bytes": c.bytes}
+        predicted = expected(plan, s.stage)
+        for quantity in dict.fromkeys([*traced, *predicted]):
             pair = {"traced": traced.get(quantity, 0.0), "predicted": predicted.get(quantity, 0.0)}
-            if not np.isnan(pair["predicted"]):
-                found.append(Difference(stage=stage.stage, quantity=quantity, **pair))
+            found.append(Difference(stage=s.stage, quantity=quantity, **pair))
     return tuple(found)
 
 
@@ -161,13 +166,15 @@ def _of_iteration(plan: Plan, x: Columns, stage: int) -> Iterator[Message]:
 
 def _of_megatron(plan: Plan, x: Columns, stage: int, tied: bool) -> Iterator[Message]:
     wide, parameters = 4.0, stage_parameters(x, stage)
+    # the distributed optimizer keeps a shared embedding apart; the first stage sums its buckets while it computes
+    buckets = np.nan if plan.topology.overlap_grad_reduce and not stage else x.interleaving + tied * (x.zero > 0)
+    each = parameters / (1 if np.isnan(buckets) else buckets)
     if x.zero:
-        buckets = x.interleaving + tied  # the distributed optimizer keeps a shared embedding apart
-        yield "reduce-scatter", "dp", buckets, wide * parameters / buckets
-        yield "all-gather", "dp", buckets, x.value_bytes * parameters / buckets
+        yield "reduce-scatter", "dp", buckets, wide * each
+        yield "all-gather", "dp", buckets, x.value_bytes * each
     else:
-        yield "all-reduce", "dp", x.interleaving, wide * parameters / x.interleaving
-    yield "all-reduce", "world" if x.zero else "tp-pp", 1.0 + (plan.topology.precision == "fp16"), 4.0
+        yield "all-reduce", "dp", buckets, wide * each
+    yield "all-reduce", "tp-dp-pp" if x.zero else "tp-pp", 1.0 + (plan.topology.precision == "fp16"), 4.0
 
 
 def _of_deepspeed(plan: Plan, x: Columns, stage: int, tied: bool) -> Iterator[Message]:
@@ -184,43 +191,21 @@ def _of_deepspeed(plan: Plan, x: Columns, stage: int, tied: bool) -> Iterator[Me
     if x.pp > 1:
         yield "broadcast", "pp", 1.0, 8.0
     if x.zero == 1:
-        yield "all-reduce", "dp", 1.0 if summed else np.nan, weights
+        # of two groups, together up to 500,000,000 values (deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
+        buckets = 1.0 + (weights > 5e8 * x.value_bytes)
+        yield "all-reduce", "dp", buckets if summed else np.nan, weights / (buckets if summed else 1)
     else:
         yield "reduce-scatter" if x.zero == 3 else "all-reduce", "dp", np.nan, x.microbatches * weights
     yield "all-gather", "dp", np.nan if x.zero == 3 else 2.0, weights * (x.microbatches if x.zero == 3 else 0.5)
 
 
 def _by_group(sent: Iterator[Message], t: Topology) -> dict[str, float]:
-    found: dict[str, float] = {}
+    """Count and bytes by kind and group, whose name keeps the axes of more than one rank; none of one rank alone."""
+    found, ranks = dict[str, float](), {"tp": t.tp, "cp": t.cp, "dp": t.dp * t.cp, "pp": t.pp, "embedding": 2}
     for kind, group, count, size in sent:
-        if count and (name := _group(group, t)):
-            known = not np.isnan(count)
-            for what, value in (("count", count), ("bytes", count * size if known else size)):
+        axes = ("cp" if axis == "dp" and t.dp == 1 else axis for axis in group.split("-") if ranks[axis] > 1)
+        if count and (name := "-".join(axes)):
+            for what, value in (("count", count), ("bytes", size if np.isnan(count) else count * size)):
                 key = f"{kind} {name} {what}"
                 found[key] = found.get(key, 0.0) + float(value)
-    return found
-
-
-AXES = {"world": ("tp", "dp", "pp"), "tp-pp": ("tp", "pp"), "tp-dp": ("tp", "dp"), "dp-pp": ("dp", "pp")}
-
-
-def _group(name: str, t: Topology) -> str:
-    """The name of a group in a trace: what spans one rank in a direction does not span it; "" for one rank alone."""
-    if name == "embedding":
-        return name
-    sizes = {"tp": t.tp, "cp": t.cp, "dp": t.dp * t.cp, "pp": t.pp}
-    joined = "-".join(axis for axis in AXES.get(name, (name,)) if sizes[axis] > 1)
-    return {"tp-dp-pp": "world", "dp-pp": "world", "cp": "cp" if t.dp > 1 else "dp"}.get(joined, joined)
-
-
-def _numbers(stage: TracedStage) -> dict[str, float]:
-    """The numbers of a traced stage by quantity."""
-    memory = {"weights": stage.weights_bytes, "gradients": stage.gradients_bytes, "optimizer": stage.optimizer_bytes}
-    found = {**memory, "activations": stage.activations_each_bytes, "flops": stage.flops}
-    chunks = max(p.chunk for p in stage.schedule) + 1 if stage.schedule else 1
-    held = accumulate((p.kind == "forward") - (p.kind == "backward") for p in stage.schedule)
-    found["in flight"] = max(held, default=0) / chunks
-    for one in stage.collectives:
-        name = f"{one.kind} {one.group}"
-        found |= {f"{name} count": float(one.count), f"{name} bytes": float(one.bytes)}
     return found

@@ -11,7 +11,7 @@ from typing import Any
 from trilane.config.plan import Plan, locate_plan
 from trilane.utils.files import json_object, read_text
 from trilane.utils.tables import Record
-from trilane.utils.validation import from_mapping, require
+from trilane.utils.validation import from_mapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,8 @@ class Collective(Record):
     """The collectives of one kind in one group, of one rank in one iteration; a send and a receive count as one each.
 
     kind    all-reduce, all-gather, reduce-scatter, broadcast, all-to-all, send, receive
-    group   tp, pp, cp, dp (with cp), embedding, world, or other sizes by their ranks; groups of one rank are left out
+    group   the axes along which its ranks differ: tp, cp, dp (with cp), pp or joined as in tp-dp-pp; embedding: the
+            first and the last stage. Groups of one rank are left out
     bytes   of all `count`: the whole tensor, so that of what is gathered or scattered all parts
     """
 
@@ -79,11 +80,6 @@ class TracedStage(Record):
     collectives: tuple[Collective, ...]
     schedule: tuple[Pass, ...] = ()
 
-    def collective(self, kind: str, group: str) -> Collective:
-        """The collectives of this kind and group; none of no bytes where there are none."""
-        none = Collective(kind=kind, group=group, count=0, bytes=0.0)
-        return next((c for c in self.collectives if (c.kind, c.group) == (kind, group)), none)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(Record):
@@ -114,22 +110,20 @@ def trace_file(plan: Plan, plan_path: Path | str) -> Path:
     return file.with_name(f"trace-{plan.id}.json")
 
 
-def read_trace(path: Path | str) -> Trace:
-    """The trace in a file; ValueError where it holds none."""
-    values: Any = json_object(read_text(Path(path)))
-    require(values is not None, "trace", path, "no JSON object")
-    return from_mapping(Trace, values, "trace")
-
-
 def trace_of(plan: Plan, plan_path: Path | str) -> Trace | None:
     """The trace of this very plan (its id) beside its file, or in the study above a run's folder; None without one."""
     beside = trace_file(plan, plan_path).absolute()
-    places = [folder / beside.name for folder in beside.parents[:3]]
-    return next((read_trace(path) for path in places if path.exists()), None)
+    for path in (folder / beside.name for folder in beside.parents[:3]):
+        if path.exists():
+            try:
+                return from_mapping(Trace, json_object(read_text(path)) or {}, "trace")
+            except ValueError as error:
+                raise ValueError(f"trace={path}: cannot be read ({error}); trace the plan again") from None
+    return None
 
 
 def trace_text(trace: Trace) -> str:
-    """The trace as JSON, which read_trace() reads back."""
+    """The trace as JSON, which trace_of() reads back."""
     return json.dumps(trace.to_json(), indent=1) + "\n"
 
 

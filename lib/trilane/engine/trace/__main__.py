@@ -12,8 +12,11 @@ from pathlib import Path
 from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.columns import columns_of
+from trilane.costmodel.expected import compare
+from trilane.costmodel.iteration import iteration_time
 from trilane.costmodel.memory import in_flight, stage_layers
 from trilane.costmodel.predict import predict
+from trilane.costmodel.shipped import constants_of
 from trilane.costmodel.trace import Trace, TracedStage, timeline, trace_file, trace_text
 from trilane.utils.files import replace_text
 from trilane.utils.validation import print_refusal, require
@@ -22,20 +25,24 @@ MOST_GPUS = 16_384  # groups of all ranks are made on each: a minute for so many
 
 
 def main(argv: list[str]) -> int:
-    """Arguments `PLAN TIMELINE|"" [--json]`. 0, or 2 with one line where the plan cannot be traced."""
+    """Arguments `PLAN TIMELINE|"" [--json]`. 0, or 2 with one line where nothing can be traced or written."""
     path, lines, *options = argv
     try:
         plan = read_plan(path)
         require_traceable(plan)
+        file = trace_file(plan, path)
+        require(os.access(file.parent, os.W_OK), "plan", path, "its folder cannot be written, where the trace is kept")
         trace = traced(plan)
-        replace_text(trace_file(plan, path), trace_text(trace))
+        print(json.dumps(trace.to_json(), indent=1) if options else text(plan, trace), flush=True)
+        replace_text(file, trace_text(trace))
         if lines:
             replace_text(Path(lines), json.dumps(timeline(trace, predict(plan).sec_per_it)) + "\n")
+        return 0
     except ValueError as error:
         print_refusal(error, "trilane: ")
-        return 2
-    print(json.dumps(trace.to_json(), indent=1) if options else text(plan, trace))
-    return 0
+    except OSError as error:
+        print_refusal(ValueError(f"file={error.filename}: cannot be written ({error.strerror})"), "trilane: ")
+    return 2
 
 
 def require_traceable(plan: Plan) -> None:
@@ -64,15 +71,13 @@ def traced(plan: Plan, processes: int = 2) -> Trace:
 
     torch.set_num_threads(1)
     world.prepare(plan)
-    layers = stage_layers(plan.shape, plan.topology)
-    kinds = [_kind(stage, layers) for stage in range(len(layers))]
+    layers, last = stage_layers(plan.shape, plan.topology), plan.topology.pp - 1
+    kinds = [(stage == 0, stage == last, count) for stage, count in enumerate(layers)]
     chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     with multiprocessing.get_context("fork").Pool(min(processes, len(chosen)), maxtasksperchild=1) as pool:
         found = dict(zip(chosen, pool.starmap(rank.trace_rank, [(plan, stage) for stage in chosen], 1), strict=True))
-    stages = [
-        found[stage][0] if stage in found else derived(plan, found[kinds.index(kinds[stage])][0], stage)
-        for stage in range(len(layers))
-    ]
+    like = [found[kinds.index(kind)][0] for kind in kinds]
+    stages = [of if of.stage == stage else derived(plan, of, stage) for stage, of in enumerate(like)]
     own = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     taken = sorted(taken for _, taken in found.values())[-processes:]
     return Trace(
@@ -85,10 +90,6 @@ def traced(plan: Plan, processes: int = 2) -> Trace:
         peak_rss_bytes=own + sum(taken),
         stages=tuple(stages),
     )
-
-
-def _kind(stage: int, layers: list[int]) -> tuple[bool, bool, int]:
-    return stage == 0, stage == len(layers) - 1, layers[stage]
 
 
 def derived(plan: Plan, like: TracedStage, stage: int) -> TracedStage:
@@ -109,28 +110,45 @@ def derived(plan: Plan, like: TracedStage, stage: int) -> TracedStage:
 
 
 def text(plan: Plan, trace: Trace) -> str:
-    """The trace for a person: a line a stage (GiB), its collectives, and whether kernels or their start take longer."""
+    """The trace for a person: a line a stage (GiB), what is predicted of it, and whether the host or kernels decide."""
     parts = ("peak", "weights", "gradients", "optimizer", "activations", "buffers", "temporary")
-    rows = [[*("stage", "layers"), *parts, "kernels", "PFLOP", "peak at"]]
-    for stage in trace.stages:
-        held = [f"{getattr(stage, f'{part}_bytes') / 2**30:.2f}" for part in parts]
-        number, when = f"{stage.stage}{'*' * stage.derived}", stage.peak_at
-        rows.append([number, str(stage.layers), *held, f"{stage.operations:,}", f"{stage.flops / 1e15:.4g}", when])
+    rows = [["stage", "layers", *parts, "kernels", "PFLOP", "peak at"]]
+    for s in trace.stages:
+        held = [f"{getattr(s, f'{part}_bytes') / 2**30:.2f}" for part in parts]
+        number, pflop = f"{s.stage}{'*' * s.derived}", f"{s.flops / 1e15:.4g}"
+        rows.append([number, str(s.layers), *held, f"{s.operations:,}", pflop, s.peak_at])
     lines = _aligned(rows)
-    if any(stage.derived for stage in trace.stages):
+    if any(s.derived for s in trace.stages):
         lines.append("* derived from a stage of as many layers, by the microbatches in flight")
-    rows = [["stage", "collective", "group", "count", "GB"]]
-    for stage in (stage for stage in trace.stages if not stage.derived):
-        for c in stage.collectives:
-            rows.append([str(stage.stage), c.kind, c.group, f"{c.count:,}", f"{c.bytes / 1e9:.4g}"])
-    most, seconds = max(stage.operations for stage in trace.stages), predict(plan).sec_per_it
-    start = most * plan.cluster.launch_overhead_s
-    bound = "the start of kernels decides" if start > seconds else "kernels decide"
-    lines += ["", *_aligned(rows), ""]
-    lines.append(f"{start:.3g} s to start the kernels of an iteration, predicted {seconds:.3g} s: {bound}")
+    rows = [["stage", "in an iteration", "count", "traced", "predicted", "difference"]]
+    every = {(d.stage, d.quantity): d for d in compare(plan, trace)}
+    for (stage, quantity), d in every.items():
+        name, _, last = quantity.rpartition(" ")
+        if last != "count":
+            times = every.get((stage, f"{name} count"))
+            unit, head = (
+                (1e9, f"{name}, GB") if times else (1e15, "PFLOP") if last == "flops" else (2**30, f"{last}, GiB")
+            )
+            head += ", a microbatch" * (last == "activations")
+            counts = [f"{n:,.0f}" for n in ((times.traced, times.predicted) if times else ()) if n == n]
+            values = [f"{value / unit:.4g}" if value == value else "-" for value in (d.traced, d.predicted)]
+            off = f"{d.difference:+.1%}" if d.difference == d.difference else "-"
+            rows.append([str(stage), head, " of ".join(dict.fromkeys(counts)), *values, off])
+    lines += ["", *_aligned(rows), "", host_bound(plan, trace)]
     cost = f"{trace.seconds:.0f} s and {trace.peak_rss_bytes / 2**30:.1f} GiB"
     ran = f"{trace.traced_microbatches} of {trace.microbatches} microbatches"
     return "\n".join([f"{plan.label}: {plan.engine}, {trace.gpus} ranks, {ran} ran; traced in {cost}", *lines])
+
+
+def host_bound(plan: Plan, trace: Trace) -> str:
+    """Whether the host takes longer to start the kernels of an iteration than the GPU to run them."""
+    bare = replace(constants_of(plan), launch_s=1e-5, host_s=1e-5)  # the least: next to no waits for a launch
+    time = iteration_time(plan.shape, plan.topology, plan.cluster, bare, plan.engine)
+    most, each = max(stage.operations for stage in trace.stages), plan.cluster.launch_overhead_s
+    start, busy = most * each, time.total - time.bubble
+    decides = "the host decides" if start > busy else "kernels decide"
+    rule = "compiled functions as one, Python between them left out"
+    return f"{most:,} kernels ({rule}) start in {start:.3g} s and are predicted to run for {busy:.3g} s: {decides}"
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:

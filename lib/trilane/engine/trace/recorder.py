@@ -19,7 +19,7 @@ from trilane.costmodel.trace import Pass
 from trilane.engine import phases
 
 STATES = ("weights", "gradients", "optimizer", "buffers")  # alive between iterations
-ACTIVATIONS, RECEIVED, TEMPORARY = "activations", "received", "temporary"
+ACTIVATIONS, TEMPORARY = "activations", "temporary"
 PASSES = {phases.FORWARD: "forward", phases.BACKWARD: "backward", phases.OPTIMIZER: "optimizer step"}
 # c10d's operations and which of their tensors count: the one that is whole on each rank
 COLLECTIVES = {
@@ -39,41 +39,56 @@ aten: Any = torch.ops.aten
 NO_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "set_"}
 
 
-@dataclass
+@dataclass(eq=False)
 class Block:
-    """A storage that is alive: bytes, what it is for, and of which pass."""
+    """A storage: its bytes, what it is for, in which pass and microbatch, and when it is alive."""
 
     size: int
     kind: str
-    made: int  # operations before it
+    inside: int  # number of the pass that made it, or that first read what was received
+    received: bool  # made between passes
+    born: int  # storages made until then, this one included
+    died: float = math.inf
     owner: tuple[int, int] = (-1, -1)  # microbatch and chunk of activations
 
 
 class Recorder(TorchDispatchMode):
-    """While entered, follows all storages; operations, collectives and passes of the iteration since begin()."""
+    """While entered, follows all storages; operations, collectives and passes of the iteration since begin().
 
-    def __init__(self, group_names: dict[tuple[int, ...], str]) -> None:
+    A storage has one kind for all of its life in an iteration, so that what was alive at the peak is known at the end.
+    """
+
+    def __init__(self, group_name: Callable[[tuple[int, ...]], str]) -> None:
         super().__init__()
-        self._groups, self._blocks, self._references = group_names, dict[int, Block](), dict[int, Any]()
+        self._group_name, self._alive, self._references = group_name, dict[int, Block](), dict[int, Any]()
         self._parameters: list[torch.Tensor] = []
         self._zeros = set[int]()  # storages whose scalar must read 0: no gradient is infinite
         self._stops = phases.subscribe(self._phase_changed)
-        self._now, self._inside, self._hidden = "", (0, 0), False
+        self._now, self._hidden = "", False
         self.begin()
 
     def begin(self) -> None:
         """Begin an iteration: nothing is counted so far; what is alive and has no kind is a buffer."""
-        self.live = Counter[str]()
-        for block in self._blocks.values():
-            block.kind = block.kind if block.kind in STATES else "buffers"
-            self.live[block.kind] += block.size
-        self.peak, self.peak_at, self.at_peak, self._peak_made = 0, "", Counter[str](), 0
-        self.flops, self.operations, self.schedule = 0.0, 0, list[Pass]()
-        self.sent, self.owners = dict[tuple[str, str], tuple[int, float]](), Counter[tuple[int, int]]()
+        self._blocks = [*self._alive.values()]
+        for block in self._blocks:
+            block.kind, block.born = block.kind if block.kind in STATES else "buffers", 0
+        self.peak, self.peak_at, self._peak_time = 0, "", 0
+        self._time, self._bytes = 0, sum(block.size for block in self._blocks)
+        self.totals: Any = Counter()
+        self.schedule = list[Pass]()  # totals: FLOPs, kernels, sent by kind and group
         self.each = dict[tuple[int, int], int]()  # activations of a microbatch and chunk when its backward begins
-        self.spared = Counter[tuple[int, int]]()  # what a CPU's kernels would keep more, by microbatch and chunk
-        self._forwards, self._inside = Counter[int](), (0, 0)
+        self._spared = Counter[tuple[int, int]]()  # what a CPU's kernels would keep more, by microbatch and chunk
+        self._forwards, self._inside, self._passes = Counter[int](), (0, 0), 0
         self._begin_pass("")
+
+    def held(self) -> Counter[str]:
+        """The bytes of each kind that were alive at the peak; `cpu_only`: what a CPU's kernels would have kept more."""
+        alive = [block for block in self._blocks if block.born <= self._peak_time < block.died]
+        owners = {block.owner for block in alive if not block.received}
+        found = Counter[str](cpu_only=sum(self._spared[owner] for owner in owners))
+        for block in alive:
+            found[block.kind] += block.size
+        return found
 
     def watch(self, modules: Iterable[torch.nn.Module]) -> None:
         """Name passes by the calls of these model chunks, and gradients as such when autograd has accumulated them."""
@@ -83,21 +98,13 @@ class Recorder(TorchDispatchMode):
             for parameter in module.parameters():
                 self._parameters.append(parameter)
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._accumulated)
+                    parameter.register_post_accumulate_grad_hook(lambda p: self.assign("gradients", p.grad))
 
-    def assign(self, kind: str, tensors: Iterable[Any]) -> None:
-        """What these tensors' storages are for, from now on."""
-        for tensor in tensors:
-            block = self._blocks.get(key(tensor)) if isinstance(tensor, torch.Tensor) else None
-            if block:
-                self._become(block, kind)
-
-    def _become(self, block: Block, kind: str) -> None:
-        self.live[block.kind] -= block.size
-        self.live[kind] += block.size
-        if block.kind == ACTIVATIONS:
-            self.owners[block.owner] -= block.size
-        block.kind = kind
+    def assign(self, kind: str, *tensors: Any) -> None:
+        """What the storages of these tensors, or trees of them, are for."""
+        for tensor in tensors_of(tensors):
+            if block := self._alive.get(key(tensor)):
+                block.kind = kind
 
     # passes
 
@@ -108,31 +115,24 @@ class Recorder(TorchDispatchMode):
             self._begin_pass(now)
 
     def _begin_pass(self, kind: str) -> None:
-        self._now, self._begun, self._pass_peak = kind, (self.flops, self.operations), 0
-        self._made, self._kept = list[int](), Counter(self.owners)
+        self._now, self._begun, self._pass_peak = kind, self.totals.copy(), 0
+        self._passes += 1
+        self._kept = Counter[tuple[int, int]]()
+        for block in self._alive.values():
+            self._kept[block.owner] += block.size * (block.kind == ACTIVATIONS)
 
     def _end_pass(self) -> None:
+        """What a forward pass leaves alive is kept for its backward pass, but for weights that ZeRO-3 has gathered."""
         if self._now == "forward":
-            self._keep_activations()
-        if self._now and self.operations > self._begun[1]:  # DeepSpeed's step() after each microbatch does nothing
+            gathered = {key(parameter) for parameter in self._parameters}
+            for number, block in self._alive.items():
+                if block.inside == self._passes and block.kind == TEMPORARY:
+                    block.kind, block.owner = ("buffers" if number in gathered else ACTIVATIONS), self._inside
+        done = self.totals - self._begun
+        if self._now and done["operations"]:  # DeepSpeed's step() after each microbatch does nothing
             microbatch, chunk = self._inside if self._now != "optimizer step" else (-1, 0)
-            flops, operations = self.flops - self._begun[0], self.operations - self._begun[1]
-            where = {"microbatch": microbatch, "chunk": chunk, "operations": operations}
-            self.schedule.append(Pass(kind=self._now, **where, flops=flops, peak_bytes=self._pass_peak))
-
-    def _keep_activations(self) -> None:
-        """What the forward pass that ends has made and left alive is kept for its backward pass."""
-        gathered = {key(parameter) for parameter in self._parameters}  # by ZeRO-3
-        for block, number in ((self._blocks.get(number), number) for number in self._made):
-            if block and block.kind in (TEMPORARY, RECEIVED):
-                kind = "buffers" if number in gathered else ACTIVATIONS
-                if self.peak_at == self._where() and block.made <= self._peak_made:
-                    self.at_peak[block.kind] -= block.size
-                    self.at_peak[kind] += block.size
-                self._become(block, kind)
-                if kind == ACTIVATIONS:
-                    block.owner = self._inside
-                    self.owners[self._inside] += block.size
+            counted: Any = {"operations": done["operations"], "flops": done["flops"], "peak_bytes": self._pass_peak}
+            self.schedule.append(Pass(kind=self._now, microbatch=microbatch, chunk=chunk, **counted))
 
     def _chunk_begins(self, chunk: int) -> None:
         if self._now == "forward":  # a recomputation calls no whole chunk
@@ -142,16 +142,13 @@ class Recorder(TorchDispatchMode):
     def _chunk_ends(self, module: Any, args: Any, out: Any) -> None:
         """The gradient of what a chunk returns, which may come after the loss's, names its backward pass."""
         owner = self._inside
-        for made in tree_leaves(out):
-            if isinstance(made, torch.Tensor) and made.requires_grad:
+        for made in tensors_of(out):
+            if made.requires_grad:
                 made.register_hook(lambda gradient: self._backward_of(owner))
 
     def _backward_of(self, owner: tuple[int, int]) -> None:
         self._inside = owner
         self.each.setdefault(owner, self._kept[owner])
-
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        self.assign("gradients", [parameter.grad])
 
     def _where(self) -> str:
         if self._now in ("forward", "backward"):
@@ -169,40 +166,33 @@ class Recorder(TorchDispatchMode):
         if func is aten.equal.default:
             return True
         out = func(*args, **(kwargs or {}))
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given = tensors_of((args, kwargs))
         if func.namespace == "c10d":
             self._collective(func, args, given)
         elif is_kernel(func):
-            self.operations += 1
-            self.flops += flops_of(func, args, kwargs or {}, out)
+            self.totals["operations"] += 1
+            self.totals["flops"] += flops_of(func, args, kwargs or {}, out)
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._zeros.add(key(args[1]))
-        if self._now == "forward" and self.live[RECEIVED]:
-            self._made += [number for x in given if self._is_received(number := key(x))]
-        self._follow_all(out)
+        if self._now == "forward":
+            for block in (self._alive.get(key(x)) for x in given):
+                if block and block.received and block.kind == TEMPORARY:
+                    block.inside = self._passes
+        self._follow(out)
         return out
-
-    def _follow_all(self, out: Any) -> None:
-        for made in tree_leaves(out):
-            if isinstance(made, torch.Tensor):
-                self._follow(made)
 
     @contextlib.contextmanager
     def one_kernel(self) -> Iterator[Callable[[Any], None]]:
         """A block of operations that is one kernel: of what it makes only what is given to the result is followed."""
         self._hidden = True
-        yield self._follow_all
+        yield self._follow
         self._hidden = False
-        self.operations += 1
+        self.totals["operations"] += 1
 
     def spare(self, size: int) -> None:
         """A CPU's kernel would have kept `size` bytes more of the forward pass that this is in."""
         if self._now == "forward":
-            self.spared[self._inside] += size
-
-    def _is_received(self, number: int) -> bool:
-        block = self._blocks.get(number)
-        return block is not None and block.kind == RECEIVED
+            self._spared[self._inside] += size
 
     def _scalar(self, tensor: torch.Tensor) -> Any:
         """The value of a scalar: a constant's own; else 1, and 0 for whether a gradient is infinite."""
@@ -213,29 +203,26 @@ class Recorder(TorchDispatchMode):
             return False if tensor.dtype == torch.bool else 0
         return float(key(tensor) not in self._zeros)
 
-    def _follow(self, tensor: torch.Tensor) -> None:
-        number = key(tensor)
-        if number in self._blocks:
-            return
-        storage = tensor.untyped_storage()
-        kind = TEMPORARY if self._now else RECEIVED
-        block = self._blocks[number] = Block(storage.nbytes(), kind, self.operations)
-        self._references[number] = weakref.ref(storage, functools.partial(self._freed, number))
-        self._made.append(number)
-        self.live[kind] += block.size
-        alive = sum(self.live.values())
-        self._pass_peak = max(self._pass_peak, alive)
-        if alive > self.peak:
-            self.peak, self.peak_at, self.at_peak = alive, self._where(), Counter(self.live)
-            self._peak_made = self.operations
-            self.at_peak["cpu_only"] = sum(size for owner, size in self.spared.items() if self.owners[owner])
+    def _follow(self, made: Any) -> None:
+        for tensor in tensors_of(made):
+            number, storage = key(tensor), tensor.untyped_storage()
+            if number in self._alive:
+                continue
+            self._time += 1
+            block = Block(storage.nbytes(), TEMPORARY, self._passes, not self._now, self._time)
+            self._alive[number] = block
+            self._blocks.append(block)
+            self._references[number] = weakref.ref(storage, functools.partial(self._freed, number))
+            self._bytes += block.size
+            self._pass_peak = max(self._pass_peak, self._bytes)
+            if self._bytes > self.peak:
+                self.peak, self.peak_at, self._peak_time = self._bytes, self._where(), self._time
 
     def _freed(self, number: int, _: Any) -> None:
-        block = self._blocks.pop(number)
+        block = self._alive.pop(number)
         del self._references[number]
-        self.live[block.kind] -= block.size
-        if block.kind == ACTIVATIONS:
-            self.owners[block.owner] -= block.size
+        block.died = self._time + 1
+        self._bytes -= block.size
 
     def _collective(self, func: Any, args: Any, given: list[torch.Tensor]) -> None:
         name = func._schema.name.partition("::")[2]
@@ -245,12 +232,18 @@ class Recorder(TorchDispatchMode):
             # of what is gathered or scattered the whole is the largest tensor, or the list of parts
             sizes = [x.numel() * x.element_size() for x in given]
             size = max(max(sizes), sum(sizes) / 2) if name in ("allgather_", "reduce_scatter_") else max(sizes)
-            kind, known = COLLECTIVES[name], self._groups.get(ranks, f"{len(ranks)} ranks")
-            # neighbours may use the group of all ranks; on two stages the embedding's group has the ranks of pp
-            known = "pp" if kind in ("send", "receive") else known
-            entry = kind, "embedding" if known == "pp" and kind == "all-reduce" and size > 8 else known
-            count, total = self.sent.get(entry, (0, 0.0))
-            self.sent[entry] = count + 1, total + size
+            kind, known = COLLECTIVES[name], self._group_name(ranks)
+            if kind in ("send", "receive"):  # neighbours may use the group of all ranks
+                known = "pp"
+            elif kind == "all-reduce" and known == "pp" and size > 8:  # its two ends, on two stages all of it
+                known = "embedding"
+            self.totals[kind, known, "count"] += 1
+            self.totals[kind, known, "bytes"] += size
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors in a tree of values."""
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def key(tensor: torch.Tensor) -> int:

@@ -9,30 +9,20 @@ import contextlib
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves
 
 from trilane.config.plan import Plan
-from trilane.engine.trace.recorder import Recorder, key
+from trilane.engine.trace.recorder import Recorder, key, tensors_of
 from trilane.engine.world import World
 
 aten: Any = torch.ops.aten
-
-
-_NO_STATE = torch.empty(0, dtype=torch.uint8)
-
-
-class _Done:
-    """The handle of a collective, which is done at once."""
-
-    def wait(self, *_: Any) -> bool:
-        return True
 
 
 def prepare(plan: Plan) -> None:
@@ -56,14 +46,16 @@ def prepare(plan: Plan) -> None:
         trial: {"try_out": lambda plan, made: None},  # it looks at values
         rng: {"states": dict, "restore": lambda states: True},
         random: {"_set_cuda_rng_state": lambda *_, **__: None},
-        buffers: {"_coalescing_manager": _one_by_one},  # what it makes of reduce-scatters has no fake kernel
+        # what it makes of reduce-scatters has no fake kernel: they are done one by one, at once
+        buffers: {"_coalescing_manager": lambda *_, **__: contextlib.nullcontext(SimpleNamespace(wait=bool))},
         torch.nn.Module: {"_apply": _apply},
         torch.Tensor: {"numpy": lambda self, **_: np.zeros(self.shape)},
         torch: {"tensor": _stacking(torch.tensor)},
     }
     for place in (dist, dist.distributed_c10d):
         replaced[place] = {"all_gather_object": _copies, "broadcast_object_list": lambda *_, **__: None}
-    generator = {"get_rng_state": lambda device=None: _NO_STATE, "set_rng_state": lambda *_, **__: None}
+    state = torch.empty(0, dtype=torch.uint8)
+    generator = {"get_rng_state": lambda device=None: state, "set_rng_state": lambda *_, **__: None}
     for place in (torch, torch.random, torch.cuda, torch.cuda.random):
         replaced.setdefault(place, {}).update(generator)
     if plan.engine != "megatron":
@@ -72,16 +64,15 @@ def prepare(plan: Plan) -> None:
 
         t = plan.topology
         shape = [plan.shape.seq_length // (t.tp if t.sequence_parallel else 1), t.mbs, plan.shape.hidden_size]
-        dtype = fused.DTYPES[t.precision]
         # its first message tells the next stage this shape
-        received = {"_recv_tensor_meta": lambda self, _: self._allocate_or_extend_buffers(0, shape, dtype)}
-        replaced[PipelineEngine] = received
-        if plan.engine == "hf-zero3":
-            from transformers import masking_utils
-
-            # a fake tensor is no graph's: without a mask attention has its flash kernel, and shares keys
-            replaced[masking_utils] = {"is_tracing": lambda *_: False}
+        told = lambda self, _: self._allocate_or_extend_buffers(0, shape, fused.DTYPES[t.precision])  # noqa: E731
+        replaced[PipelineEngine] = {"_recv_tensor_meta": told}
         replaced[partitioned_param_coordinator] = {"assert_ints_same_as_other_ranks": lambda numbers: None}
+    if plan.engine == "hf-zero3":
+        from transformers import masking_utils
+
+        # a fake tensor is no graph's: without a mask attention has its flash kernel, and shares keys
+        replaced[masking_utils] = {"is_tracing": lambda *_: False}
     for place, attributes in replaced.items():
         for name, value in attributes.items():
             setattr(place, name, value)
@@ -105,19 +96,14 @@ def _stacking(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     """torch.tensor, which of a list of tensors would read the values."""
 
     def made(data: Any, *args: Any, **options: Any) -> torch.Tensor:
-        parts = tree_leaves(data) if isinstance(data, list) else []
-        return torch.stack(parts) if parts and isinstance(parts[0], torch.Tensor) else plain(data, *args, **options)
+        parts = tensors_of(data) if isinstance(data, list) else []
+        return torch.stack(parts) if parts else plain(data, *args, **options)
 
     return made
 
 
 def _copies(into: list[Any], value: Any, group: Any = None) -> None:
     into[:] = [value] * len(into)
-
-
-@contextlib.contextmanager
-def _one_by_one(*_: Any, **__: Any) -> Iterator[_Done]:
-    yield _Done()
 
 
 def _apply(self: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -168,17 +154,6 @@ def attention(plain: Callable[..., torch.Tensor], has_flash: bool) -> Callable[.
     return attend
 
 
-def compiler(recorder: Recorder) -> Callable[..., Any]:
-    """In place of torch.compile: each function of tensors is one kernel; what is no plain function stays as it is."""
-
-    def compile_(function: Any = None, **_: Any) -> Any:
-        if not inspect.isfunction(function):
-            return function
-        return lambda *inputs: _Compiled.apply(recorder, function, *inputs)
-
-    return compile_
-
-
 class _Compiled(torch.autograd.Function):
     """A function as one kernel, forward and backward.
 
@@ -218,8 +193,13 @@ def _as_on_card(plan: Plan, recorder: Recorder) -> None:
     """Compute capability, kernels and compiled functions as those of the plan's card."""
     from trilane.engine.model import fused
 
+    def compiled(function: Any = None, **_: Any) -> Any:
+        """In place of torch.compile: a function of tensors is one kernel; what is no plain function stays as it is."""
+        is_plain = inspect.isfunction(function)
+        return (lambda *inputs: _Compiled.apply(recorder, function, *inputs)) if is_plain else function
+
     major, minor = plan.cluster.gpu.compute_capability
-    fused.capability, fused.COMPILE = (lambda device: (major, minor)), compiler(recorder)
+    fused.capability, fused.COMPILE = (lambda device: (major, minor)), cast(Any, compiled)
     kernels: dict[str, Callable[..., Any]] = {"rms_norm": rms_norm, "dropout": dropout}
     kernels["scaled_dot_product_attention"] = attention(F.scaled_dot_product_attention, major >= 8)
     for name, kernel in kernels.items():
@@ -228,29 +208,24 @@ def _as_on_card(plan: Plan, recorder: Recorder) -> None:
 
 def _instead(plain: Callable[..., Any], kernel: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
     """`kernel` in place of a CPU's; what that would have kept more for the backward pass is noted."""
-    known = dict[Any, int]()
+    known = dict[str, int]()
+
+    def kept(function: Callable[..., Any], args: Any, options: Any) -> int:
+        """Bytes that autograd keeps of a call, its inputs left out."""
+        sizes, inputs = dict[int, int](), {key(x) for x in tensors_of((args, options))}
+        note = lambda x: sizes.update({key(x): x.untyped_storage().nbytes()})  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            function(*args, **options)
+        return sum(size for number, size in sizes.items() if number not in inputs)
 
     def call(*args: Any, **options: Any) -> Any:
         if torch.is_grad_enabled():
-            tensors = [(x.shape, x.dtype, x.requires_grad) for x in args if isinstance(x, torch.Tensor)]
-            case = str((tensors, [(n, value) for n, value in options.items() if n != "attn_mask"]))
+            named = [(name, value) for name, value in options.items() if not isinstance(value, torch.Tensor)]
+            case = str(([(x.shape, x.dtype, x.requires_grad) for x in tensors_of(args)], named))
             if case not in known:
                 with recorder.one_kernel():
-                    known[case] = _kept(plain, args, options) - _kept(kernel, args, options)
+                    known[case] = kept(plain, args, options) - kept(kernel, args, options)
             recorder.spare(max(known[case], 0))
         return kernel(*args, **options)
 
     return call
-
-
-def _kept(function: Callable[..., Any], args: Any, options: Any) -> int:
-    """Bytes that autograd keeps of a call, its inputs left out."""
-    sizes = dict[int, int]()
-
-    def note(x: torch.Tensor) -> None:
-        sizes[key(x)] = x.untyped_storage().nbytes()
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        function(*args, **options)
-    inputs = {key(x) for x in tree_leaves((args, options)) if isinstance(x, torch.Tensor)}
-    return sum(size for number, size in sizes.items() if number not in inputs)

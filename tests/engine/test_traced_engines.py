@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plans import LLAMA, small_plan
 
+from trilane.__main__ import main as command
 from trilane.config.cluster import cluster
 from trilane.config.layer import Layer
 from trilane.config.model import ModelShape
@@ -19,9 +21,11 @@ from trilane.costmodel.columns import columns_of
 from trilane.costmodel.memory import activation_bytes_per_layer, stage_parameters
 from trilane.costmodel.trace import Trace, trace_of
 from trilane.engine.parity import SHAPE
+from trilane.engine.trace import __main__ as tracing
 from trilane.engine.trace.__main__ import main
 from trilane.utils.process import python
 
+NUMBERS = ("gpus", "microbatches", "traced_microbatches", "seconds", "peak_rss_bytes")
 HALF: dict[str, Any] = {"precision": "bf16", "fp32_gradients": True}
 
 
@@ -68,11 +72,10 @@ def test_the_stages_of_a_pipeline(tmp_path):
         parts = ("weights", "gradients", "optimizer", "activations", "buffers", "temporary")
         assert sum(getattr(stage, f"{part}_bytes") for part in parts) == stage.peak_bytes
     microbatches, hidden = 16, 2 * plan.shape.seq_length * plan.topology.mbs * plan.shape.hidden_size  # bytes of bf16
+    sent = {(c.kind, c.group): (c.count, c.bytes) for c in s.collectives}
     for kind, times in {"all-gather": 6, "reduce-scatter": 4}.items():
-        sent = s.collective(kind, "tp")
-        assert (sent.count, sent.bytes) == (times * microbatches, times * microbatches * hidden)
-    assert s.collective("send", "pp").count == s.collective("receive", "pp").count == 2 * microbatches
-    assert s.collective("send", "pp").bytes == 2 * microbatches * hidden / 2
+        assert sent[kind, "tp"] == (times * microbatches, times * microbatches * hidden)
+    assert sent["send", "pp"] == sent["receive", "pp"] == (2 * microbatches, 2 * microbatches * hidden / 2)
     # three microbatches in flight on the second stage of four, two on the third
     assert s.activations_bytes == pytest.approx(3 * s.activations_each_bytes, rel=0.1)
     third = trace.stages[2]
@@ -80,7 +83,9 @@ def test_the_stages_of_a_pipeline(tmp_path):
     order = "".join(p.kind[0] for p in s.schedule)
     assert order == "ff" + "fb" * 3 + "bb" + "o"
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    assert sum(e["ph"] == "X" and e["pid"] == 1 for e in events) == len(s.schedule)
+    passes = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
+    assert len(passes) == len(s.schedule) and all({"name", "ts", "dur", "tid"} <= e.keys() for e in passes)
+    assert all(e["ts"] + e["dur"] == pytest.approx(after["ts"]) for e, after in pairwise(passes))
 
 
 @pytest.mark.parametrize("engine", ["megatron", "deepspeed-3d", "deepspeed-zero", "hf-zero3"])
@@ -124,6 +129,42 @@ def test_what_no_trace_can_run_is_refused_in_one_line(fields, message, tmp_path,
     assert message in found and found.count("\n") == 1 and len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--timeline", "PLAN"), "timeline=PLAN: exists; name another file"),
+        (("--timeline", "no/such.json"), "timeline=no/such.json: its folder does not exist"),
+        (("--iterations", "3"), "iterations=3: nothing is trained with --trace"),
+    ],
+)
+def test_what_a_trace_would_overwrite_or_ignore_is_refused_before_it_runs(options, message, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    path.write_text(text := json.dumps(plan_of(tmp_path).to_json()))
+    given = [option.replace("PLAN", str(path)) for option in options]
+    assert command(["measure", "plan", str(path), "--trace", *given]) == 2
+    found = capsys.readouterr().err
+    assert message.replace("PLAN", str(path)) in found and found.count("\n") == 1
+    assert path.read_text() == text
+
+
+def test_a_trace_that_cannot_be_written_is_printed_all_the_same(tmp_path, monkeypatch, capsys):
+    """As on a full disk, after minutes of work."""
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(tracing, "replace_text", full)
+    plan = plan_of(tmp_path)
+    found = Trace(plan=plan.id, engine="", stages=(), **dict.fromkeys(NUMBERS, 1))
+    monkeypatch.setattr(tracing, "traced", lambda plan: found)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan.to_json()))
+    assert main([str(path), "", "--json"]) == 2
+    out = capsys.readouterr()
+    assert json.loads(out.out) == found.to_json()
+    assert "No space left" in out.err and out.err.count("\n") == 1
+
+
 def test_what_is_missing_on_this_machine_is_named(tmp_path, monkeypatch):
     """A torch without its fake process group, and an own layer that is not installed."""
     from trilane.engine.trace.world import prepare
@@ -143,7 +184,7 @@ def test_what_a_loss_keeps_is_counted_where_a_model_returns_logits():
     from trilane.engine import phases
     from trilane.engine.trace.recorder import Recorder
 
-    recorder, model = Recorder({}), torch.nn.Linear(16, 512, bias=False)
+    recorder, model = Recorder(lambda ranks: ""), torch.nn.Linear(16, 512, bias=False)
     try:
         with recorder:
             recorder.watch([model])
