@@ -120,24 +120,29 @@ def text(plan: Plan, trace: Trace) -> str:
     lines = _aligned(rows)
     if any(s.derived for s in trace.stages):
         lines.append("* derived from a stage of as many layers, by the microbatches in flight")
-    rows = [["stage", "in an iteration", "count", "traced", "predicted", "difference"]]
-    every = {(d.stage, d.quantity): d for d in compare(plan, trace)}
-    for (stage, quantity), d in every.items():
-        name, _, last = quantity.rpartition(" ")
-        if last != "count":
-            times = every.get((stage, f"{name} count"))
-            unit, head = (
-                (1e9, f"{name}, GB") if times else (1e15, "PFLOP") if last == "flops" else (2**30, f"{last}, GiB")
-            )
-            head += ", a microbatch" * (last == "activations")
-            counts = [f"{n:,.0f}" for n in ((times.traced, times.predicted) if times else ()) if n == n]
-            values = [f"{value / unit:.4g}" if value == value else "-" for value in (d.traced, d.predicted)]
-            off = f"{d.difference:+.1%}" if d.difference == d.difference else "-"
-            rows.append([str(stage), head, " of ".join(dict.fromkeys(counts)), *values, off])
-    lines += ["", *_aligned(rows), "", host_bound(plan, trace)]
+    lines += ["", *_aligned(_compared(plan, trace)), "", host_bound(plan, trace)]
     cost = f"{trace.seconds:.0f} s and {trace.peak_rss_bytes / 2**30:.1f} GiB"
     ran = f"{trace.traced_microbatches} of {trace.microbatches} microbatches"
     return "\n".join([f"{plan.label}: {plan.engine}, {trace.gpus} ranks, {ran} ran; traced in {cost}", *lines])
+
+
+def _compared(plan: Plan, trace: Trace) -> list[list[str]]:
+    """Rows of what was traced, beside what the formulas expect."""
+    rows = [["stage", "in an iteration", "count", "traced", "predicted", "difference"]]
+    every = {(d.stage, d.quantity): d for d in compare(plan, trace)}
+    units = {"flops": (1e15, "PFLOP"), "in flight": (1.0, "microbatches in flight")}
+    units["activations"] = (2**30, "activations of a microbatch, GiB")
+    for (stage, quantity), d in every.items():
+        name, _, last = quantity.rpartition(" ")
+        if last != "count":
+            usual = (1e9, f"{name}, GB") if last == "bytes" else (2**30, f"{quantity}, GiB")
+            unit, head = units.get(quantity, usual)
+            times = every.get((stage, f"{name} count"))
+            counts = [f"{n:,.0f}" for n in ((times.traced, times.predicted) if times else ()) if n == n]
+            cells = [f"{d.traced / unit:.4g}", f"{d.predicted / unit:.4g}", f"{d.difference:+.1%}"]
+            known = ["-" if "nan" in cell else cell for cell in cells]
+            rows.append([str(stage), head, " of ".join(dict.fromkeys(counts)), *known])
+    return rows
 
 
 def host_bound(plan: Plan, trace: Trace) -> str:
