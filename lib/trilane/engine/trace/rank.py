@@ -36,16 +36,13 @@ def trace_rank(plan: Plan, stage: int) -> tuple[TracedStage, float]:
     with FakeTensorMode(allow_non_fake_inputs=True), recorder, _refused(plan):
         engine = build(plan, fake.join(plan, rank, recorder))
         recorder.watch(engine.modules)
-        shape = (t.mbs, plan.shape.seq_length)
-        tokens = [torch.zeros(shape, dtype=torch.long) for _ in range(2 * many)]
-        microbatches = [Microbatch(tokens=x, labels=y) for x, y in zip(tokens[::2], tokens[1::2], strict=True)]
-        engine.step(microbatches[:few], plan.optimizer.lr)
+        _step(engine, plan, few)
         _assign(engine, recorder)
         recorder.begin()
-        engine.step(microbatches[:few], plan.optimizer.lr)
+        _step(engine, plan, few)
         before = recorder.totals
         recorder.begin()
-        engine.step(microbatches, plan.optimizer.lr)
+        _step(engine, plan, many)
     more = (t.microbatches - many) / max(many - few, 1)
     totals = {name: value + more * (value - before[name]) for name, value in recorder.totals.items()}
     taken = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -74,6 +71,12 @@ def group_name(t: Topology, ranks: tuple[int, ...]) -> str:
     places = dict(zip(("pp", "dp", "cp", "tp"), np.unravel_index(ranks, (t.pp, t.dp, t.cp, t.tp)), strict=True))
     spans = [axis for axis in ("tp", "cp", "dp", "pp") if len(set(places[axis])) > 1]
     return "-".join(axis for axis in spans if axis != "cp" or "dp" not in spans)
+
+
+def _step(engine: Engine, plan: Plan, count: int) -> None:
+    tokens = [torch.zeros((plan.topology.mbs, plan.shape.seq_length), dtype=torch.long) for _ in range(2 * count)]
+    microbatches = [Microbatch(tokens=x, labels=y) for x, y in zip(tokens[::2], tokens[1::2], strict=True)]
+    engine.step(microbatches, plan.optimizer.lr)
 
 
 def _assign(engine: Engine, recorder: Recorder) -> None:
