@@ -14,29 +14,29 @@ from support import REPOSITORY
 LIB = REPOSITORY / "lib/trilane"
 # The packages, lowest first, and the most lines of each, docstrings included; behind a number stands the aim.
 BUDGETS = {
-    "utils": 2214,  # 600
-    "config": 2980,  # 1450
-    "workspace": 2846,  # 1250
-    "logs": 3623,  # 2150
-    "costmodel": 4286,  # 2600
-    "interop": 2000,  # 600
-    "planning": 2598,  # 1250
-    "diagnose": 3052,  # 1800
-    "engine": 7200,  # 4370
-    "launch": 2086,  # 730
-    "analysis": 3412,  # 1900
-    "forecasting": 3103,  # 1350
-    "slurm": 3773,  # 2650
-    "report": 2862,  # 1500
-    "cli": 2418,  # 800
+    "utils": 1031,  # 600
+    "config": 1847,  # 1450
+    "workspace": 1646,  # 1250
+    "logs": 2360,  # 2150
+    "costmodel": 3465,  # 2600
+    "interop": 761,  # 600
+    "planning": 1406,  # 1250
+    "diagnose": 1853,  # 1800
+    "engine": 6522,  # 4370
+    "launch": 888,  # 730
+    "analysis": 2145,  # 1900
+    "forecasting": 1905,  # 1350
+    "slurm": 2585,  # 2650
+    "report": 1653,  # 1500
+    "cli": 1245,  # 800
 }
 ORDER = tuple(BUDGETS)
-MOST_LINES = 32_000  # 25,000
-MOST_FILES = 215  # 170
-MOST_BYTES = 52.0  # a line, on average, not by denser lines: 50
-MOST_CONSTANTS = 11.0  # of modules, per 1,000 lines
+MOST_LINES = 31_470  # 25,000
+MOST_FILES = 205  # 170
+MOST_BYTES = 50.7  # a line, on average, not by denser lines: 50
+MOST_CONSTANTS = 10.0  # of modules, per 1,000 lines
 LEAST_COMMENTS = 2.1  # lines of reasons per 100 of code: 3
-MOST_TEST_LINES = 22_000  # 15,000
+MOST_TEST_LINES = 20_948  # 15,000
 MOST_WORDS = 32_000  # of Markdown, without the reference, which the code writes
 
 
