@@ -77,7 +77,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("chunks / v, x.pp - stage", "chunks, x.pp - stage"),
         ("c.gathered * unit", "unit"),
         ("(divides, x.sharded, 1)", "(divides, x.replicas, 1)"),
-        ("5.0 * x.heads", "4.0 * x.heads"),
+        ("scores: float = 5.0", "scores: float = 4.0"),
         ("(4 - fp8 + gate", "(4 + gate"),
         ("x.offload_checkpoints * inputs", "0 * inputs"),
         ("if named else calibration.stack", "if 0 else calibration.stack"),
