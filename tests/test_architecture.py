@@ -14,30 +14,30 @@ from support import REPOSITORY
 LIB = REPOSITORY / "lib/trilane"
 # The packages, lowest first, and the most lines of each, docstrings included; behind a number stands the aim.
 BUDGETS = {
-    "utils": 1031,  # 600
-    "config": 1847,  # 1450
-    "workspace": 1646,  # 1250
-    "logs": 2360,  # 2150
-    "costmodel": 3465,  # 2600
-    "interop": 761,  # 600
-    "planning": 1406,  # 1250
-    "diagnose": 1853,  # 1800
-    "engine": 6522,  # 4370
-    "launch": 888,  # 730
-    "analysis": 2145,  # 1900
-    "forecasting": 1905,  # 1350
-    "slurm": 2585,  # 2650
-    "report": 1653,  # 1500
-    "cli": 1245,  # 800
+    "utils": 1531,  # 600
+    "config": 2347,  # 1450
+    "workspace": 2146,  # 1250
+    "logs": 2860,  # 2150
+    "costmodel": 3965,  # 2600
+    "interop": 1261,  # 600
+    "planning": 1906,  # 1250
+    "diagnose": 2353,  # 1800
+    "engine": 7022,  # 4370
+    "launch": 1388,  # 730
+    "analysis": 2645,  # 1900
+    "forecasting": 2405,  # 1350
+    "slurm": 3085,  # 2650
+    "report": 2153,  # 1500
+    "cli": 1745,  # 800
 }
 ORDER = tuple(BUDGETS)
-MOST_LINES = 31_470  # 25,000
-MOST_FILES = 205  # 170
-MOST_BYTES = 50.7  # a line, on average, not by denser lines: 50
-MOST_CONSTANTS = 10.0  # of modules, per 1,000 lines
+MOST_LINES = 32_900  # 25,000
+MOST_FILES = 212  # 170
+MOST_BYTES = 51.5  # a line, on average, not by denser lines: 50
+MOST_CONSTANTS = 10.3  # of modules, per 1,000 lines
 LEAST_COMMENTS = 2.1  # lines of reasons per 100 of code: 3
-MOST_TEST_LINES = 20_950  # 15,000
-MOST_WORDS = 32_000  # of Markdown, without the reference, which the code writes
+MOST_TEST_LINES = 22_000  # 15,000
+MOST_WORDS = 32_800  # of Markdown, without the reference, which the code writes
 
 
 def modules() -> list[Path]:
