@@ -1,6 +1,6 @@
 """How fast the calendar simulates: python benchmarks/calendar_speed.py
 
-10,000 runs of one year each: 384 A100s, a ramp of 116 batch sizes, four kinds of stops, three steps of capacity.
+10,000 runs of one year each: 384 A100s, a ramp of 116 batch sizes, four kinds of stops.
 """
 
 import time
@@ -12,7 +12,6 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel import shipped
 from trilane.forecasting.forecast import forecast
-from trilane.forecasting.request import Capacity, CapacityStep
 
 TOPOLOGY = Topology(
     tp=4,
@@ -28,21 +27,14 @@ TOPOLOGY = Topology(
 
 
 def main() -> None:
-    """Print the days of the median run and the seconds that 10,000 of them take, with one capacity and with three."""
+    """Print the days of the median run and the seconds that 10,000 of them take."""
     machine, start = cluster("jz-a100-80g"), date(2027, 1, 1)
     plan = Plan(label="year", shape=parse_shape("70,14336,112,2048,250880"), cluster=machine, topology=TOPOLOGY)
-    one = Capacity(steps=(CapacityStep(first_day=start, gpus=384),))
-    more = [
-        CapacityStep(first_day=date(2027, 3, 1), gpus=384),
-        CapacityStep(first_day=date(2027, 5, 1), gpus=384, shared=True),
-    ]
-    three = Capacity(steps=(CapacityStep(first_day=start, gpus=144), *more))
     asked = {"calibration": shipped.default(machine), "tokens": 1.18e12, "ramp": "192,16,9765625", "start": start}
-    for name, capacity in (("one capacity", one), ("three", three)):
-        begin, cpu = time.perf_counter(), time.process_time()
-        found = forecast(plan, **asked, capacity=capacity, runs=10_000)
-        wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
-        print(f"{name}: 10,000 runs of {found.days(0.5):.0f} days in {wall:.2f} s ({cpu:.2f} s of one core)")
+    begin, cpu = time.perf_counter(), time.process_time()
+    found = forecast(plan, **asked, runs=10_000)
+    wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    print(f"10,000 runs of {found.days(0.5):.0f} days in {wall:.2f} s ({cpu:.2f} s of one core)")
 
 
 if __name__ == "__main__":

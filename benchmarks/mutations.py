@@ -95,23 +95,21 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("calendar", "forecasting/failures.py", "forecasting/test_failures.py"): [
         ("interval_s**2 / 12 +", "interval_s**2 / 6 +"),
         (" + wait**2", ""),
-        ("self.queue_s if shared else 0.0", "self.queue_s"),
+        ("wait = self.queue_s", "wait = 0.0"),
         ("+ x / 9) - d", "+ x / 9)"),
         ("NODE_YEAR_S * repair_hours * 3600", "NODE_YEAR_S * repair_hours"),
         ("gammainc(spare_nodes, mean)", "gammainc(spare_nodes + 1, mean)"),
         ("idle * stop.charged", "idle"),
     ],
     ("calendar", "forecasting/simulation.py", "forecasting/test_simulation.py"): [
-        ("self.interval_s / 2 / seconds", "self.interval_s / seconds"),
-        ("window.shared * self.risks.queue_s", "self.risks.queue_s"),
+        (" * interval_s / 2 / work", " * interval_s / work"),
+        ("worked * risks.queue_s /", "0 * risks.queue_s /"),
         ("sum(certain.values()) + charged)", "sum(certain.values()))"),
-        ("restarted = self.started & active", "restarted = active"),
-        ("worked[:, None] - (ends - rest)", "worked[:, None] - ends"),
+        ("pieces.cumsum(axis=1)", "pieces"),
     ],
     ("calendar", "forecasting/forecast.py", "forecasting/test_forecast.py"): [
-        ("queue_share=window.shared * risks", "queue_share=risks"),
         ("* np.diff(same, prepend=-1)", ""),
-        ("spares_of(min(self._free_nodes))", "spares_of(max(self._free_nodes))"),
+        ("plan.cluster.max_nodes - max(step", "plan.cluster.max_gpus - max(step"),
         ("share = (rest - both)", "share = rest"),
         (".total_seconds() + 86400", ".total_seconds()"),
         ("watts * building / 1000", "watts / 1000"),
@@ -121,7 +119,6 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("calendar", "forecasting/request.py", "forecasting/test_forecast.py"): [
         ("deviation * math.sqrt(1 - r.common)", "deviation * math.sqrt(r.common)"),
-        ("earlier < later", "earlier <= later"),
     ],
     ("calendar", "forecasting/schedule.py", "forecasting/test_schedule.py"): [
         ("new.job != old.job", "new.job[:2] != old.job[:2]"),

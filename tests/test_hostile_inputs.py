@@ -126,7 +126,7 @@ READERS = (
     *("plan show X", "slurm script X --site generic", "plan calendar X --tokens 1e9"),
     *("slurm script plan.json --site X", "plan show --shape X --cluster h200 --gbs 16", "convert megatron X"),
     *("plan show --shape 12,768,12,1024,50304 --gbs 16 --cluster X", "plan show plan.json --calibration X"),
-    *("plan calendar plan.json --tokens 1e9 --capacity X", "plan calendar plan.json --tokens 1e9 --risks X"),
+    "plan calendar plan.json --tokens 1e9 --risks X",
     *(
         "slurm sweep create X new --site generic",
         "slurm chain create X new --site generic",
@@ -208,7 +208,6 @@ CASES: dict[str, tuple[str, Any]] = {
     "local folder": ("slurm script plan.json --site X", site_with("local", "/tmp\ntouch canary")),
     "bandwidth": (f"{SEARCH} --cluster X", {**H200, "network_bytes_per_s": 0}),
     "nodes": (f"{SEARCH} --cluster X", {**H200, "max_nodes": 1 << 70}),
-    "capacity's day": ("plan calendar plan.json --tokens 1e9 --capacity X", [{"from": "\x1b[2J", "gpus": 8}]),
     "risk": ("plan calendar plan.json --tokens 1e9 --risks X", {"spare_nodes": -1}),
     "calibration": ("plan show plan.json --calibration X", {"matmul": 1e300}),
     "constants of a plan": ("plan show X", {**small_plan().to_json(), "calibration": {"name": "\x1b[2J", "hash": 1}}),

@@ -1,7 +1,5 @@
 """The decision: what else could run, each figure with its provenance, and a recommendation by simulated runs."""
 
-import json
-import re
 from dataclasses import replace
 from datetime import date, timedelta
 
@@ -16,8 +14,7 @@ from trilane.costmodel.predict import SAFE, predict
 from trilane.costmodel.shipped import default
 from trilane.forecasting.alternatives import alternatives, levers, what_ifs
 from trilane.forecasting.decision import MOST_RISK, Decision, calendar_record, decide, study_plan
-from trilane.forecasting.forecast import Forecast, forecast
-from trilane.forecasting.request import capacity_of
+from trilane.forecasting.forecast import forecast
 from trilane.planning.search import search
 from trilane.planning.search_result import TIE
 from trilane.utils.numbers import amount, chance
@@ -77,12 +74,10 @@ def test_a_page_of_plans_that_were_written_again_since_is_stale(outputs, found):
 
 
 def test_the_page_forecasts_what_07_forecast_with_every_option_that_was_given(outputs, tmp_path):
-    """To the last digit: rates, capacity, constants and limits travel in calendar.json, as JSON."""
-    capacity = tmp_path / "capacity.json"
-    capacity.write_text(json.dumps([{"from": "2027-01-01", "gpus": 192}, {"from": "2027-02-01", "gpus": 384}]))
+    """To the last digit: rates, constants and limits travel in calendar.json, as JSON."""
     given = {"failures_per_node_year": 4.0, "job_hours": 10.0, "watts": 700.0, "adapt": "days", "seed": 3}
     known = replace(default(PLAN.cluster), matmul=0.5)
-    made = forecast(PLAN, **ASKED, **given, capacity=str(capacity), calibration=known, deadline="2027-09-01")
+    made = forecast(PLAN, **ASKED, **given, calibration=known, deadline="2027-09-01")
     study = Study.create("handed-on")
     study.save("calendar.json", calendar_record(made, {"file": "plan.json", "made_by": {}}), "07_calendar")
     again = decide(study).asked
@@ -238,9 +233,9 @@ def test_the_first_plan_of_02_stands_on_the_page_where_its_microbatches_do_not_d
 
 
 def test_where_the_first_plan_of_02_cannot_run_the_page_has_the_fastest_of_a_search_and_calls_it_so():
-    days = [{"from": "2027-01-01", "gpus": 96}]
-    known = replace(PLAN, topology=replace(PLAN.topology, tp=8, pp=24, dp=2, mbs=1), label="known")
-    page = Decision(asked=forecast(PLAN, **ASKED, capacity=capacity_of(days)), known=known)
+    """It takes every node of the cluster, and four are to stand by."""
+    known = replace(PLAN, topology=replace(PLAN.topology, tp=8, pp=4, dp=13, mbs=1, gbs=2080), label="known")
+    page = Decision(asked=forecast(PLAN, **ASKED, spare_nodes=4), known=known)
     assert "fastest of a search" in page.columns().columns
 
 
@@ -259,17 +254,6 @@ def test_the_evidence_has_the_seconds_of_the_plan_that_is_recommended(found):
     vars(page)["chosen"] = page.plan
     assert page.forecast.seconds[0] != pytest.approx(page.forecast.request.prediction.sec_per_it)
     assert page.columns().columns["as asked"][-2] in page.evidence[1]
-
-
-def test_days_without_gpus_are_not_shorter_with_faster_iterations():
-    """From March on: so much slower iterations let four runs of five keep the deadline, as simulated."""
-    asked = {**ASKED, "capacity": capacity_of([{"from": "2027-03-01", "gpus": 384}]), "deadline": "2027-11-01"}
-    page = Decision(asked=forecast(PLAN, **asked))
-    (line,) = [line for line in page.turns if "deadline" in line]
-    r, share = page.forecast.request, float(re.search(r"(\d+) %", line)[1]) / 100
-    assert "slower" in line
-    late = replace(r, risks=replace(r.risks, slowdown=(1 + share) * r.risks.slowdown))
-    assert Forecast(request=late).record["p_miss_deadline"] == pytest.approx(MOST_RISK, abs=0.05)
 
 
 def test_a_refused_run_names_the_choice_with_which_it_keeps_its_limits():

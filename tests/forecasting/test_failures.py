@@ -13,8 +13,8 @@ NOTHING = FailureModel(stops=(), startup_s=0, queue_s=0)
 STOP = Interruption(name="stop")
 
 
-def cost(risks: FailureModel, stop: Interruption = STOP, interval_s: float = 12.0, shared: bool = False):
-    return risks.stop_cost(stop, 1, interval_s, shared, 0)
+def cost(risks: FailureModel, stop: Interruption = STOP, interval_s: float = 12.0):
+    return risks.stop_cost(stop, 1, interval_s, 0)
 
 
 def test_means_add_and_so_do_variances_of_what_is_independent() -> None:
@@ -23,8 +23,7 @@ def test_means_add_and_so_do_variances_of_what_is_independent() -> None:
     starting = replace(NOTHING, startup_s=10)
     assert cost(starting) == (16, 112, 1)
     queued = replace(starting, queue_s=4)
-    assert cost(queued) == (16, 112, 1), "a machine of one's own has no queue"
-    assert cost(queued, shared=True) == (20, 12 + 100 + 16, 16 / 20)
+    assert cost(queued) == (20, 12 + 100 + 16, 16 / 20)
     idle = Interruption(name="stop", idle_hours=0.01)  # 36 s
     assert cost(starting, idle) == (52, 112 + 36**2, 1)
     assert cost(starting, replace(idle, charged=False)) == (52, 112 + 36**2, 16 / 52)

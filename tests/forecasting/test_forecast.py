@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 from datetime import date
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,8 +18,8 @@ from trilane.costmodel import shipped
 from trilane.costmodel.iteration import iteration_time
 from trilane.forecasting.failures import NODE_YEAR_S, FailureModel, Interruption, daly_interval_s
 from trilane.forecasting.forecast import Forecast
-from trilane.forecasting.request import Capacity, CapacityStep, ForecastRequest, capacity_of
-from trilane.forecasting.simulation import CapacityWindow, Simulation, Stretch, Uncertainty
+from trilane.forecasting.request import ForecastRequest
+from trilane.forecasting.simulation import Uncertainty, Work, simulate
 
 A100 = cluster("jz-a100-80g")
 K = shipped.default(A100)
@@ -45,12 +44,6 @@ def made(**changes):
     return Forecast(request=request(**changes))
 
 
-def steps(*days):
-    """(day, GPUs, shared or not): from each day on."""
-    rest = [(date.fromisoformat(day), gpus, any(shared)) for day, gpus, *shared in days]
-    return Capacity(steps=tuple(CapacityStep(first_day=day, gpus=n, shared=shared) for day, n, shared in rest))
-
-
 def days_of(found):
     return float(found.ideal.wall_s[0]) / DAY
 
@@ -73,10 +66,10 @@ def test_simulated_runs_take_as_long_on_average_as_by_dalys_formula(mtbf, interv
     """Daly 2006, equation 20, exact for stops at a constant rate (the simulation leaves out those during a restart)."""
     stops = (Interruption(name="stop", per_year=NODE_YEAR_S / (mtbf * HOUR)),)
     risks, tau = replace(CALM, stops=stops, startup_s=restart), interval * HOUR
-    window = CapacityWindow(start_s=0, end_s=math.inf, gpus=8, shared=False)
-    work = Stretch(window=window, seconds=np.array([2000 * HOUR]), gpus=np.array([8.0]), nodes=np.array([1.0]))
+    one = np.array([1.0])
+    work = Work(same=np.array([0]), seconds=2000 * HOUR * one, gpus=8 * one, nodes=one)
     sure, rng = Uncertainty(common=0, independent=0), np.random.default_rng(1)
-    found = Simulation(np.array([0]), sure, risks, {"saving": save / tau}, tau, 4000, rng).run([work])
+    found = simulate(work, sure, risks, {"saving": save / tau}, tau, 4000, rng)
     expected = daly_wall_s(2000 * HOUR, tau, save, mtbf * HOUR, restart)
     assert found.wall_s.mean() == pytest.approx(expected, rel=0.006)
 
@@ -89,17 +82,9 @@ def test_ramp_days_are_each_batch_sizes_predicted_seconds_times_its_iterations()
     assert made(runs=100).to_json()["ramp"]["days"] == pytest.approx(by_hand / DAY)
 
 
-def test_days_on_which_nothing_can_run_are_no_days_of_the_ramp_and_cost_nothing():
-    capacity = steps(("2027-01-01", 384), ("2027-01-05", 0), ("2027-02-05", 384))
-    plain, late = made(runs=100, **SURE), made(runs=100, capacity=capacity, **SURE)
-    assert late.to_json()["ramp"]["days"] == pytest.approx(plain.to_json()["ramp"]["days"], rel=1e-6)
-    assert days_of(late) == pytest.approx(days_of(plain) + 31)
-    assert late.gpu_hours(0.5) == pytest.approx(plain.gpu_hours(0.5))
-
-
 def test_without_risk_and_doubt_the_run_takes_its_iterations_and_nothing_else():
     found = made(**SURE)
-    work = sum(step.phase.iterations * step.choice.seconds for step in found.schedules[0][1]) / DAY
+    work = sum(step.phase.iterations * step.choice.seconds for step in found.schedule) / DAY
     assert [found.days(q) for q in (0.05, 0.5, 0.95)] == pytest.approx([work] * 3, rel=1e-6)
     assert found.gpu_hours(0.5) == pytest.approx(work * 24 * 384, rel=1e-6)
     assert sum(p.iterations for p in found.request.phases) == parse_ramp(RAMP).iterations(found.request.samples, 2048)
@@ -112,8 +97,6 @@ def test_gpus_that_share_sequences_are_counted_and_paid():
     )
     assert found.gpu_hours(0.5) == pytest.approx(24 * 384 * found.days(0.5))
     assert found.figures()["gpus"] == found.chains()[0]["gpus"] == 384 and "CP 2 ×" in found.facts()["topology"]
-    with pytest.raises(ValueError, match=r"^capacity.gpus=95: one replica of \S+ takes 96"):
-        made(plan=found.request.plan, ramp=NO_RAMP, capacity=steps(("2027-01-01", 95)))
 
 
 def test_the_sooner_the_deadline_and_the_smaller_the_allocation_the_likelier_they_are_missed():
@@ -133,60 +116,15 @@ def test_a_run_that_ends_on_the_day_of_its_deadline_keeps_it():
     assert [made(deadline=day, **sure).to_json()["p_miss_deadline"] for day in days] == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "whole", "spares"),
-    [(None, {}, 4), (416, {}, 4), (400, {}, 2), (384, {}, 0), (None, {"tp": 8, "pp": 4, "dp": 13, "gbs": 2080}, 0)],
-)
-def test_no_more_nodes_stand_by_than_the_jobs_leave_free(gpus, whole, spares):
-    """jz-a100-80g has 52 nodes of 8: 384 GPUs leave 4 of them, 416 none, and a stated capacity is all there is."""
+@pytest.mark.parametrize(("whole", "spares"), [({}, 4), ({"tp": 8, "pp": 4, "dp": 13, "gbs": 2080}, 0)])
+def test_no_more_nodes_stand_by_than_the_jobs_leave_free(whole, spares):
+    """jz-a100-80g has 52 nodes of 8: 384 GPUs leave 4 of them, 416 none."""
     plan = replace(PLAN, topology=replace(TOPOLOGY, **whole))
-    asked = {"plan": plan, "capacity": gpus and steps(("2027-01-01", gpus)), "runs": 100}
-    asked["ramp"] = f"{plan.topology.gbs},1,0"
+    asked = {"plan": plan, "ramp": f"{plan.topology.gbs},1,0", "runs": 100}
     assumed = {a["what"]: a for a in made(**asked).to_json()["assumptions"]}
     assert assumed["spare_nodes"]["value"] == spares
     with pytest.raises(ValueError, match=rf"^spare_nodes={spares + 1}: must be at most {spares}, the nodes that"):
         made(**asked, spare_nodes=spares + 1)
-
-
-def test_where_the_capacity_changes_each_window_has_the_spares_that_it_leaves():
-    early = made(runs=100, capacity=steps(("2027-01-01", 416), ("2027-02-01", 392)))
-    assert [stretch.spare_nodes for stretch in early.stretches] == [4, 1]
-    assert {a["what"]: a.get("value") for a in early.to_json()["assumptions"]}["spare_nodes"] == 1
-
-
-def test_a_smaller_capacity_at_first_delays_the_end_and_costs_hardly_more_gpu_hours():
-    """Prequel, 'Hardware': 144 GPUs until mid-February, then 384; GPU-hours are those of GPUs that work."""
-    early, late = (made(risks=CALM, capacity=c) for c in (None, steps(("2027-01-01", 144), ("2027-02-15", 384))))
-    assert 20 < late.days(0.5) - early.days(0.5) < 45
-    assert late.gpu_hours(0.5) == pytest.approx(early.gpu_hours(0.5), rel=0.05)
-    chains = late.chains()
-    assert all(one["gpus"] <= 144 for one in chains if one["to_day"] < 45)
-    assert chains[-1]["gpus"] == 384 and chains[0]["from_day"] == 0
-    assert all(a["to_day"] == pytest.approx(b["from_day"], abs=1e-5) for a, b in pairwise(chains))
-
-
-@pytest.mark.parametrize(("few", "waits"), [(47, True), (48, True), (95, True), (96, False)])
-def test_gpus_whose_memory_holds_no_replica_are_waited_through_like_too_few(few, waits):
-    """48 GPUs are a replica by count; ZeRO 1 fits the card only from two replicas on."""
-    found = made(capacity=steps(("2027-01-01", few), ("2027-02-01", 384)), runs=100)
-    assert (found.chains()[0]["from_day"] == 31) is waits
-
-
-def test_a_job_whose_gpus_stay_goes_on_where_the_capacity_changes():
-    """A step to as many GPUs, or to more than the plan takes, and to a shared machine."""
-    same = steps(("2027-01-01", 384), ("2027-01-20", 400), ("2027-02-01", 384, True))
-    risks = replace(CALM, startup_s=1200, queue_s=7200)
-    plain, changed = made(risks=risks), made(risks=risks, capacity=same)
-    assert len(changed.chains()) == len(plain.chains()) == 1
-    assert changed.expected.wall_s == pytest.approx(plain.expected.wall_s)
-    assert changed.expected.gpu_s == pytest.approx(plain.expected.gpu_s)
-
-
-@pytest.mark.parametrize(("shared", "share"), [(False, 0.0), (True, 0.1)])
-def test_the_ends_of_jobs_are_queued_for_only_where_the_capacity_is_shared(shared, share):
-    """Jobs of 20 hours, two hours in the queue between them."""
-    found = made(capacity=steps(("2027-01-01", 384, shared)), runs=100)
-    assert [stretch.queue_share for stretch in found.stretches] == pytest.approx([share])
 
 
 def test_the_gpu_hours_of_all_causes_are_those_of_the_run():
@@ -261,10 +199,9 @@ def test_tokens_that_fill_no_whole_sequence_take_one_more():
 def test_a_restart_of_the_schedule_is_paid_once_and_not_in_every_piece_of_its_phase(monkeypatch):
     """The last phase is cut into pieces, so that its progress can be dated."""
     plain, paused = made(runs=100), made(runs=100)
-    ((window, schedule),) = plain.schedules
-    late = ((window, (*schedule[:-1], replace(schedule[-1], pause_s=1000.0))),)
-    monkeypatch.setitem(vars(paused), "schedules", late)
-    assert paused.stretches[0].seconds.sum() - plain.stretches[0].seconds.sum() == pytest.approx(1000)
+    late = (*plain.schedule[:-1], replace(plain.schedule[-1], pause_s=1000.0))
+    monkeypatch.setitem(vars(paused), "schedule", late)
+    assert paused.work.seconds.sum() - plain.work.seconds.sum() == pytest.approx(1000)
 
 
 def test_energy_is_known_for_known_cards_and_money_where_a_price_is_given():
@@ -280,7 +217,7 @@ def test_energy_is_known_for_known_cards_and_money_where_a_price_is_given():
 
 @pytest.fixture
 def command(tmp_path, capsys):
-    """The command on the plan; CAPACITY and RISKS are files of these values."""
+    """The command on the plan; FILE holds these values."""
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(PLAN.to_json()))
     given = ["--tokens", "341e9", "--ramp", RAMP, "--start", "2027-01-01", "--runs", "500"]
@@ -295,9 +232,8 @@ def command(tmp_path, capsys):
 
 
 def test_the_command_prints_dates_hours_and_risks(command):
-    capacity = {"steps": [{"from": "2026-12-01", "gpus": 176}, {"from": "2027-02-15", "gpus": 416}]}
-    words = "--capacity FILE --allocation 3e6 --deadline 2027-12-31 --price 2"
-    code, out, _ = command(f"{words} --json", capacity)
+    words = "--allocation 3e6 --deadline 2027-12-31 --price 2"
+    code, out, _ = command(f"{words} --json")
     values = json.loads(out)
     assert code == 0
     assert values["ramp"]["iterations"] == sum(p.iterations for p in parse_ramp(RAMP).phases(2048)) == 12658
@@ -307,7 +243,7 @@ def test_the_command_prints_dates_hours_and_risks(command):
     assert values["finish"]["p05"] < values["finish"]["p50"] < values["finish"]["p95"]
     assert values["p_miss_deadline"] == 0 and values["p_overrun_allocation"] == 0
     assert {a["what"] for a in values["assumptions"]} >= {"node failure", "slowdown"}
-    assert values["finish"]["p50"][:10] in command(words, capacity)[1]
+    assert values["finish"]["p50"][:10] in command(words)[1]
 
 
 @pytest.mark.parametrize(
@@ -354,34 +290,3 @@ def test_bad_input_is_one_line_and_exit_code_2(command, given, message):
 def test_risks_that_contradict_themselves_are_refused_by_name(command, values, message):
     code, _, errors = command("--risks FILE", values)
     assert code == 2 and errors.startswith(f"trilane: {message}") and errors.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ([], "capacity=[]: needs at least one step"),
-        ({"stepz": []}, "capacity field=stepz: did you mean steps?"),
-        (384, "capacity=384: must be a list of steps"),
-        ([{"from": "2027-01-01"}], "capacity.gpus=missing: is required"),
-        ([{"from": "2027-01-01", "gpu": 8}], "capacity field=gpu: did you mean gpus?"),
-        ([{"gpus": 8}], "capacity.from=missing: is required"),
-        ([{"from": "tomorrow", "gpus": 8}], "capacity.from=tomorrow: must be a date"),
-        ([{"from": "2027-01-01", "gpus": -8}], "capacity.gpus=-8: must be a whole number of at least 0"),
-        ([{"from": "2027-01-01", "gpus": 0}], "capacity.gpus=0: no step has any GPU"),
-        ([{"from": "2027-01-01", "gpus": 8, "shared": "yes"}], "capacity.shared='yes': must be true or false"),
-        ([{"from": "2027-01-01", "gpus": 8}, {"from": "2027-01-01", "gpus": 9}], "capacity.from=2027-01-01: must come"),
-        ([7], "capacity step=7: must be an object"),
-    ],
-)
-def test_a_capacity_that_is_none_is_refused(values, message):
-    with pytest.raises(ValueError) as refused:
-        capacity_of(values)
-    assert str(refused.value).startswith(message)
-
-
-@pytest.mark.parametrize("given", [steps(("2027-01-01", 40)), steps(("2027-01-01", 384), ("2027-02-01", 40))])
-def test_a_capacity_that_never_holds_a_replica_is_refused(given):
-    with pytest.raises(ValueError, match=r"^capacity.gpus=40: .* replica (of \S+ )?takes 48"):
-        request(capacity=given)
-    with pytest.raises(ValueError, match=r"^capacity.gpus=48: the last step never ends, and no replica on so few GPUs"):
-        made(capacity=steps(("2027-01-01", 48)), ramp="8,8,9765625", adapt="days")

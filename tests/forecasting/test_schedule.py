@@ -113,7 +113,7 @@ def phases_of(ramp, gbs, samples):
 def test_dp_and_microbatch_follow_the_batch_and_tp_and_pp_never_do(adapt):
     """Checkpoints hold the shards of tp x pp."""
     phases = phases_of("16,16,9765625", 2048, 20_000_000)
-    found = schedule_on(PLAN, phases, 384, K, 1200.0, adapt=adapt)
+    found = schedule_on(PLAN, phases, K, 1200.0, adapt=adapt)
     each = [s.choice.topology for s in found]
     assert {(t.tp, t.pp) for t in each} == {(4, 12)}
     assert (len({(t.dp, t.mbs) for t in each}) > 1) is adapt

@@ -22,7 +22,6 @@ from trilane.config.model import parse_shape
 from trilane.config.plan import read_plan
 from trilane.costmodel.pipeline import pipeline_schedule
 from trilane.forecasting.forecast import forecast
-from trilane.forecasting.request import Capacity, CapacityStep
 from trilane.logs.run import RunLog
 from trilane.planning.search import search
 from trilane.planning.search_result import SearchResult
@@ -219,16 +218,10 @@ def test_a_forecast_and_its_record_have_one_fan_that_ends_with_the_simulated_run
     assert spent == pytest.approx(found.outcomes.gpu_s.mean() / 3600 - found.gpu_hours_by_cause["iterations"])
 
 
-def test_the_calendar_draws_every_job_under_a_capacity_that_grows_and_ends_for_a_week():
-    days = (("2027-01-01", 128), ("2027-01-20", 384), ("2027-02-10", 0), ("2027-02-17", 384))
-    steps = tuple(CapacityStep(first_day=date.fromisoformat(day), gpus=gpus) for day, gpus in days)
-    made = forecast(PLAN, **{**ASKED, "ramp": "512,512,0", "runs": 100}, capacity=Capacity(steps=steps))
+def test_the_calendar_draws_every_job():
+    made = forecast(PLAN, **{**ASKED, "ramp": "512,512,0", "runs": 100})
     below = of_forecast.gantt(made).axes[1]
     spans = sorted((bar.get_x() - FIRST, bar.get_x() + bar.get_width() - FIRST) for bar in below.patches)
     assert len(spans) == sum(chain["jobs"] for chain in made.record["schedule"]) > 100
     assert max(end - begin for begin, end in spans) == pytest.approx(20 / 24), "no job is longer than the queue takes"
-    edges = [day for begin, end in spans for day in (begin, end)]
-    assert edges[0] == 0 and all(any(day == pytest.approx(edge) for edge in edges) for day in (19, 40, 47))
-    assert not any(40.01 < (begin + end) / 2 < 46.99 for begin, end in spans)
-    lines = [[*path] for lines in below.collections for path in lines.get_segments()]
-    assert [line[0][1] for line in lines] == [16, 48, 0, 48], "nodes"
+    assert spans[0][0] == 0 and {bar.get_height() for bar in below.patches} == {48}, "nodes"

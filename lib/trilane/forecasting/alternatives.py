@@ -146,11 +146,10 @@ def what_ifs(found: Forecast) -> Cases:
     cases, failed = _tried(r, tries)
     node = whole if most > whole else 1
     # in whole nodes, of which up to three fewer may divide better
-    if (counts := [*range(most // node * node, 0, -node)][:4]) and r.capacity is None:
+    if counts := [*range(most // node * node, 0, -node)][:4]:
         few = tuple(islice(searched(found, f"GPUs × 0.67: {{t.gpus}}, {SIZES}", gpus=counts), 1))
     if not few:
-        none = f"found no plan on {most} GPUs that is safe to start"
-        failed["GPUs × 0.67"] = "the GPUs are those of a capacity" if r.capacity else none
+        failed["GPUs × 0.67"] = f"found no plan on {most} GPUs that is safe to start"
     return Cases(kinds={"what if": (*few, *cases)}, failed=failed, hidden=("memory", MEMORY))
 
 

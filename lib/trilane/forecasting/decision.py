@@ -1,7 +1,6 @@
 """Whether to start a forecast's plan or an alternative, and the page for whoever decides."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -162,7 +161,8 @@ class Decision(Table):
         until = (r.deadline - r.start).days + 1.0 if r.deadline else None  # the whole last day
         limits = {"deadline": (until, Forecast.days), "allocation": (r.allocation, Forecast.gpu_hours)}
         for limit, (allowed, spent) in ((name, of) for name, of in limits.items() if of[0] is not None):
-            slower = _scale(self.forecast, allowed or 0.0, spent) - 1
+            # how much longer each may be for all but MOST_RISK of the runs: what interrupts a run grows with its work
+            slower = (allowed or 0.0) / spent(self.forecast, 1 - MOST_RISK) - 1
             share, kept = f"{abs(100 * slower):.0f} %", f"four runs of five keep the {limit}"
             much = f"a benchmark at least {share} faster than predicted: then {kept}"
             if slower >= 0:
@@ -254,18 +254,6 @@ def _failures(case: Case) -> Iterator[str]:
     if not case.is_safe:
         risk = chance(case.forecast.fullest.oom_probability)
         yield f"runs out of memory with {risk} probability, above {chance(SAFE)}"
-
-
-def _scale(found: Forecast, allowed: float, spent: Callable[[Forecast, float], float]) -> float:
-    """How much longer every iteration may be (2: twice) for all but MOST_RISK of the runs to spend what is allowed."""
-    r, low, high, most = found.request, 0.25, 16.0, 1 - MOST_RISK
-    if not r.capacity:
-        return allowed / spent(found, most)  # what interrupts a run grows with its work
-    for _ in range(12):  # days without GPUs do not grow with it
-        middle = math.sqrt(low * high)
-        slow = replace(r, runs=min(r.runs, 2000), risks=replace(r.risks, slowdown=middle * r.risks.slowdown))
-        low, high = (middle, high) if spent(Forecast(request=slow), most) <= allowed else (low, middle)
-    return low
 
 
 def _sizes(case: Case) -> tuple[int, int]:

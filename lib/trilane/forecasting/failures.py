@@ -20,7 +20,6 @@ class Cause(StrEnum):
     SLOWDOWN = "slower than a benchmark"
     PREDICTION = "slower than predicted"
     QUEUE = "queue between jobs"
-    CHANGE = "change of capacity"
     EVALUATION = "evaluation"
     SAVING = "saving"
     JOB_ENDS = "ends of jobs"
@@ -54,8 +53,8 @@ class Interruption:
 class FailureModel:
     """The costs of a long run that a benchmark does not show: "sources" of data/risks.json has where each is from.
 
-    `spare_nodes` None: at most 4; `checkpoint_s` 0: Daly's optimum for these interruptions; `queue_s` counts where the
-    capacity is shared; `common` is the share of a prediction's error (its variance) that all batch sizes have.
+    `spare_nodes` None: at most 4; `checkpoint_s` 0: Daly's optimum for these interruptions; `queue_s` is waited before
+    every restart; `common` is the share of a prediction's error (its variance) that all batch sizes have.
     """
 
     # those that published runs report: "rates" of data/risks.json derives them
@@ -63,7 +62,7 @@ class FailureModel:
         default_factory=lambda: tuple(Interruption(**stop) for stop in shipped_json("risks")["stops"])
     )
     startup_s: float = 1200.0
-    queue_s: float = 7200.0
+    queue_s: float = 0.0
     repair_hours: float = 24.0
     spare_nodes: int | None = None
     job_hours: float = 20.0
@@ -114,13 +113,13 @@ class FailureModel:
         return daly_interval_s(save_s, 1 / rate)
 
     def stop_cost(
-        self, stop: Interruption, nodes: float, interval_s: float, shared: bool, spare_nodes: int
+        self, stop: Interruption, nodes: float, interval_s: float, spare_nodes: int
     ) -> tuple[float, float, float]:
         """Mean seconds of one interruption, their variance, and the share of them that is charged.
 
         Lost work is uniform in the interval (variance t^2 / 12); idle time, start-up, queue and waits are exponential.
         """
-        wait = self.queue_s if shared else 0.0
+        wait = self.queue_s
         if stop.name == NODE_FAILURE:
             wait += wait_for_node_s(nodes, stop.per_node_year, self.repair_hours, spare_nodes)
         idle, lost = stop.idle_hours * 3600, interval_s / 2

@@ -1,4 +1,4 @@
-"""Forecast: from tokens, a ramp, capacity and risks to a finish date, GPU-hours, and the chances to fail a limit."""
+"""Forecast: from tokens, a ramp and risks to a finish date, GPU-hours, and the chances to fail a limit."""
 
 import math
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from trilane.costmodel.shipped import replaced
 from trilane.forecasting.failures import Cause, FailureModel
 from trilane.forecasting.request import ForecastRequest
 from trilane.forecasting.schedule import SOONEST, Schedule, ScheduledTopology, schedule_on
-from trilane.forecasting.simulation import CapacityWindow, Outcomes, Simulation, Stretch, Uncertainty
+from trilane.forecasting.simulation import Outcomes, Uncertainty, Work, simulate
 from trilane.utils.numbers import amount, chance, with_bounds, with_interval
 from trilane.utils.tables import Columns, DataFrame, Table, Text
 from trilane.utils.validation import require, shipped_json
@@ -31,65 +31,46 @@ Record = dict[str, Any]  # a JSON object
 class Forecast(Table):
     """What follows from a request; it shows itself as a table of date, days, GPU-hours, energy and money.
 
-    ValueError where a batch size of the ramp fits nothing that the capacity allows, or where more spare nodes are asked
-    for than the jobs leave free; of what is simulated, where interruptions leave no progress.
+    ValueError where a batch size of the ramp fits nothing, or where more spare nodes are asked for than the jobs leave
+    free; of what is simulated, where interruptions leave no progress.
     """
 
     request: ForecastRequest
 
     def __post_init__(self) -> None:
-        asked, most = self.request.risks.spare_nodes, max(self._free_nodes)
+        asked, most = self.request.risks.spare_nodes, self._free_nodes
         rule = f"must be at most {most}, the nodes that the jobs leave free"
         require(asked is None or asked <= most, "spare_nodes", asked, rule)
 
     @cached_property
-    def schedules(self) -> tuple[tuple[CapacityWindow, Schedule | None], ...]:
-        """Each window of the capacity with its schedule; None where nothing can run."""
-        r, windows = self.request, self.request.windows
+    def schedule(self) -> Schedule:
+        """The topology of each batch size."""
+        r = self.request
         adapts, worth = r.worth is not None, SOONEST if r.worth is None else r.worth
-        given = (r.calibration, r.risks.startup_s, adapts, worth)
-        found = {gpus: schedule_on(r.plan, r.phases, gpus, *given) for gpus in {window.gpus for window in windows}}
-        rule = "the last step never ends, and no replica on so few GPUs fits the card's memory at every batch size"
-        require(found[windows[-1].gpus] is not None, "capacity.gpus", windows[-1].gpus, rule)
-        return tuple((window, found[window.gpus]) for window in windows)
+        return schedule_on(r.plan, r.phases, r.calibration, r.risks.startup_s, adapts, worth)
 
     @property
-    def _free_nodes(self) -> list[int]:
-        """The nodes, of the stated capacity or of the whole cluster, that the jobs leave free in each busy window."""
-        cluster, found = self.request.plan.cluster, list[int]()
-        for window, schedule in self.schedules:
-            stated = window.gpus // cluster.gpus_per_node if self.request.capacity else cluster.max_nodes
-            if schedule:
-                found.append(max(0, min(stated, cluster.max_nodes) - max(step.choice.nodes for step in schedule)))
-        return found
+    def _free_nodes(self) -> int:
+        """The nodes of the cluster that the jobs leave free."""
+        return max(0, self.request.plan.cluster.max_nodes - max(step.choice.nodes for step in self.schedule))
 
     @cached_property
-    def stretches(self) -> list[Stretch]:
-        """The windows as the simulation takes them: seconds, GPUs and nodes of each piece."""
-        (iterations, same), risks, free = self.request.pieces, self.request.risks, iter(self._free_nodes)
-        found = [Stretch(window=window) for window, _ in self.schedules]
-        for place, (window, schedule) in enumerate(self.schedules):
-            if not schedule:
-                continue
-            steps = [schedule[i] for i in same]
-            seconds, nodes = (np.array([float(getattr(s.choice, n)) for s in steps]) for n in ("seconds", "nodes"))
-            gpus = np.array([float(s.choice.topology.gpus) for s in steps])
-            # a restart is paid once, in the first of the pieces of its phase
-            pauses = np.array([step.pause_s for step in steps]) * np.diff(same, prepend=-1)
-            found[place] = Stretch(
-                **{"window": window, "seconds": iterations * seconds + pauses, "gpus": gpus, "nodes": nodes},
-                queue_share=window.shared * risks.queue_s / (risks.job_hours * 3600),
-                spare_nodes=risks.spares_of(next(free)),
-            )
-        return found
+    def work(self) -> Work:
+        """The pieces as the simulation takes them: seconds, GPUs and nodes of each."""
+        iterations, same = self.request.pieces
+        steps = [self.schedule[i] for i in same]
+        seconds, nodes = (np.array([float(getattr(s.choice, n)) for s in steps]) for n in ("seconds", "nodes"))
+        gpus = np.array([float(s.choice.topology.gpus) for s in steps])
+        # a restart is paid once, in the first of the pieces of its phase
+        pauses = np.array([step.pause_s for step in steps]) * np.diff(same, prepend=-1)
+        spares = self.request.risks.spares_of(self._free_nodes)
+        return Work(same=same, seconds=iterations * seconds + pauses, gpus=gpus, nodes=nodes, spare_nodes=spares)
 
     @cached_property
     def ideal(self) -> Outcomes:
-        """The run without interruptions: its iterations, the restarts of its schedules, days without GPUs."""
-        calm = [replace(stretch, queue_share=0.0) for stretch in self.stretches]
+        """The run without interruptions: its iterations and the restarts of its schedule."""
         risks = replace(self.request.risks, stops=(), startup_s=0.0, queue_s=0.0)
-        sure = Uncertainty(common=0, independent=0)
-        return Simulation(self.request.pieces[1], sure, risks, {}, 1.0, 1, None).run(calm)
+        return simulate(self.work, Uncertainty(common=0, independent=0), risks, {}, 1.0, 1, None)
 
     @cached_property
     def expected(self) -> Outcomes:
@@ -103,24 +84,20 @@ class Forecast(Table):
 
     def _simulated(self, runs: int, rng: np.random.Generator | None) -> Outcomes:
         r = self.request
-        return Simulation(r.pieces[1], r.uncertainty, r.risks, r.shares, r.saving[1], runs, rng).run(self.stretches)
+        return simulate(self.work, r.uncertainty, r.risks, r.shares, r.saving[1], runs, rng)
 
     def chains(self) -> list[Record]:
-        """The expected run's chains of jobs, each of one capacity and topology: its days, batch sizes, sizes and nodes,
-        and in how many jobs of at most the longest time it runs."""
-        spans, found = list(pairwise([0.0, *self.expected.reached_s[0].tolist()])), list[Record]()
-        for window, schedule in self.schedules:
-            for (begin, end), phase in zip(spans, self.request.pieces[1], strict=True) if schedule else ():
-                if end <= window.start_s or begin >= window.end_s:
-                    continue
-                choice, gbs = schedule[phase].choice, schedule[phase].phase.gbs  # type: ignore[index]
-                days = {"from_day": max(begin, window.start_s) / 86400, "to_day": min(end, window.end_s) / 86400}
-                sizes = {**vars(choice.topology), "gpus": choice.topology.gpus, "nodes": choice.nodes}
-                new: Record = {**days, "gbs": [gbs, gbs], "jobs": 0, **{name: sizes[name] for name in JOB}}
-                if found and all(found[-1][n] == new[n] for n in JOB) and found[-1]["to_day"] >= new["from_day"]:
-                    old = found.pop()
-                    new |= {"from_day": old["from_day"], "gbs": [old["gbs"][0], gbs]}
-                found.append(new)
+        """The expected run's chains of jobs, each of one topology: its days, batch sizes, sizes and nodes, and in how
+        many jobs of at most the longest time it runs."""
+        spans, found = pairwise([0.0, *(self.expected.reached_s[0] / 86400).tolist()]), list[Record]()
+        for (begin, end), phase in zip(spans, self.request.pieces[1], strict=True):
+            choice, gbs = self.schedule[phase].choice, self.schedule[phase].phase.gbs
+            sizes = {**vars(choice.topology), "gpus": choice.topology.gpus, "nodes": choice.nodes}
+            new: Record = {"from_day": begin, "to_day": end, "gbs": [gbs, gbs], "jobs": 0, **{n: sizes[n] for n in JOB}}
+            if found and all(found[-1][n] == new[n] for n in JOB):
+                old = found.pop()
+                new |= {"from_day": old["from_day"], "gbs": [old["gbs"][0], gbs]}
+            found.append(new)
         longest = self.request.risks.job_hours / 24
         return [{**one, "jobs": math.ceil((one["to_day"] - one["from_day"]) / longest)} for one in found]
 
@@ -128,18 +105,15 @@ class Forecast(Table):
     def _ramp(self) -> Record:
         """The batch size's ramp: its iterations, sizes and days.
 
-        Days are those of the iterations at the predicted seconds of each size, and of the restarts, on the capacity
-        that there is; days on which nothing can run do not count. A run may end inside its ramp.
+        Days are those of the iterations at the predicted seconds of each size, and of the restarts. A run may end
+        inside its ramp.
         """
         t, phases = self.request.plan.topology, self.request.phases
         count = sum(phase.gbs < t.gbs for phase in phases)
         last = -1 if count == len(phases) else count - 1
         end = float(self.ideal.reached_s[0, last]) if count else 0.0
-        idle = [min(w.end_s, end) - w.start_s for w, schedule in self.schedules if schedule is None and w.start_s < end]
-        return {
-            **{"iterations": sum(phase.iterations for phase in phases[:count]), "days": (end - sum(idle)) / 86400},
-            "batch_sizes": count,
-        }
+        iterations = sum(phase.iterations for phase in phases[:count])
+        return {"iterations": iterations, "days": end / 86400, "batch_sizes": count}
 
     def days(self, quantile: float) -> float:
         """Days from start to end; this share of the runs takes at most as long."""
@@ -217,7 +191,7 @@ class Forecast(Table):
         watts, building = watts if r.watts is None else r.watts, known["energy"]["building"]
         energy = [None if watts is None else h * watts * building / 1000 for h in hours]
         cost = [None if r.price is None else r.price * h for h in hours]
-        risks = replace(r.risks, spare_nodes=r.risks.spares_of(min(self._free_nodes)))
+        risks = replace(r.risks, spare_nodes=r.risks.spares_of(self._free_nodes))
         names, usual = ("per_node_year", "per_year", "source"), FailureModel()
         assumed: list[Record] = [{"what": s.name, **{name: getattr(s, name) for name in names}} for s in risks.stops]
         sources = {n: s if getattr(r.risks, n) == getattr(usual, n) else "given" for n, s in known["sources"].items()}
@@ -309,7 +283,7 @@ class Forecast(Table):
     @property
     def last(self) -> ScheduledTopology:
         """The topology of the full batch size."""
-        return [step.choice for _, schedule in self.schedules for step in schedule or ()][-1]
+        return self.schedule[-1].choice
 
     @property
     def seconds(self) -> tuple[float, float, float]:
@@ -321,8 +295,7 @@ class Forecast(Table):
     @property
     def fullest(self) -> ScheduledTopology:
         """The topology that takes the most memory, of all batch sizes."""
-        choices = (step.choice for _, schedule in self.schedules for step in schedule or ())
-        return max(choices, key=lambda choice: choice.memory_bytes)
+        return max((step.choice for step in self.schedule), key=lambda choice: choice.memory_bytes)
 
     def rows(self) -> dict[str, str]:
         """The facts, then the energy, the ramp, a run without stops, and the interval between checkpoints."""

@@ -1,12 +1,10 @@
-"""ForecastRequest: what a forecast depends on, checked at birth: GPUs from day to day, phases, fixed costs."""
+"""ForecastRequest: what a forecast depends on, checked at birth: plan, tokens, phases, limits, fixed costs."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ from trilane.costmodel.predict import Prediction, predict
 from trilane.costmodel.shipped import constants_of
 from trilane.forecasting.failures import Cause, FailureModel, evaluation_s
 from trilane.forecasting.schedule import SOONEST
-from trilane.forecasting.simulation import CapacityWindow, Uncertainty
+from trilane.forecasting.simulation import Uncertainty
 from trilane.utils import validation
 from trilane.utils.tables import Brief, as_json
 from trilane.utils.validation import read_json, require
@@ -38,60 +36,8 @@ def parse_day(field: str, text: object) -> date:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CapacityStep:
-    """`gpus` from `first_day` on. `shared`: with others, so that each restart waits in the queue."""
-
-    first_day: date
-    gpus: int
-    shared: bool = False
-
-    def __post_init__(self) -> None:  # of a file it is a text
-        object.__setattr__(self, "first_day", parse_day("capacity.from", self.first_day))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Capacity:
-    """Steps in the order of their days. Before the first there are no GPUs; the last never ends."""
-
-    steps: tuple[CapacityStep, ...]
-
-    def __post_init__(self) -> None:
-        require(len(self.steps) > 0, "capacity", "[]", "needs at least one step: a day and a number of GPUs")
-        for step in self.steps:
-            validation.require_integer("capacity.gpus", step.gpus, 0)
-        for earlier, later in pairwise(step.first_day for step in self.steps):
-            require(earlier < later, "capacity.from", later, f"must come after {earlier}")
-        require(any(step.gpus for step in self.steps), "capacity.gpus", 0, "no step has any GPU")
-
-    def windows(self, start: date) -> list[CapacityWindow]:
-        """The steps in seconds after midnight (UTC) of `start`, without past ones; the last one ends at infinity."""
-        edges = [max((step.first_day - start).total_seconds(), 0.0) for step in self.steps]
-        found = [CapacityWindow(start_s=0.0, end_s=edges[0], gpus=0, shared=False)]
-        for step, a, b in zip(self.steps, edges, [*edges[1:], math.inf], strict=True):
-            found.append(CapacityWindow(start_s=a, end_s=b, gpus=step.gpus, shared=step.shared))
-        return [window for window in found if window.end_s > window.start_s]
-
-
-def capacity_of(values: Any) -> Capacity:
-    """The capacity of JSON: a list of {"from": day, "gpus": count, "shared": bool}, or an object with such "steps"."""
-    for name in values if isinstance(values, dict) else ():
-        validation.require_known("capacity field", name, ("steps",))
-    steps, found = values.get("steps", []) if isinstance(values, dict) else values, list[CapacityStep]()
-    rule = 'must be a list of steps such as {"from": "2026-03-11", "gpus": 384}'
-    require(isinstance(steps, list), "capacity", json.dumps(steps)[:60], rule)
-    for step in steps:
-        require(isinstance(step, dict), "capacity step", step, 'must be an object such as {"from": ..., "gpus": ...}')
-        require("from" in step, "capacity.from", "missing", "is required")
-        # "from" is a keyword of Python and so no field's name
-        given = {**step, "first_day": step["from"]}
-        del given["from"]
-        found.append(validation.from_mapping(CapacityStep, given, "capacity"))
-    return Capacity(steps=tuple(found))
-
-
-@dataclass(frozen=True, kw_only=True)
 class ForecastRequest(Brief):
-    """A plan, its tokens and ramp, the capacity over time, the risks, and the limits that must be kept.
+    """A plan, its tokens and ramp, the risks, and the limits that must be kept.
 
     Where a text is given it is read as commands and notebooks give it; "" and None stand for the default. With `adapt`
     DP, microbatch and nodes follow the batch size; without, the plan's topology is kept wherever it fits. ValueError
@@ -101,7 +47,6 @@ class ForecastRequest(Brief):
     plan: Plan = option(cli=False)
     tokens: float = option(None, "tokens of the whole run: 341B, 3.41e11; default: 20 for each parameter")
     ramp: Ramp = option("", "the batch size's ramp; default: the plan's", metavar="START,INCREMENT,SAMPLES")
-    capacity: Capacity | None = option("", "GPUs from day to day; default: the plan's, not shared", metavar="JSON")
     start: date = option("", "default: today (UTC)", metavar="DATE")
     deadline: date | None = option("", "the last day, such as 2026-07-11", metavar="DATE")
     allocation: float | None = option(None, "GPU-hours that are granted", metavar="GPU_HOURS")
@@ -121,7 +66,6 @@ class ForecastRequest(Brief):
     def __post_init__(self) -> None:
         t, plan = self.plan.topology, self.plan
         self._read("ramp", parse_ramp, plan.run.ramp)
-        self._read("capacity", lambda file: capacity_of(read_json(file, "capacity")), None)
         self._read("start", lambda text: parse_day("start", text), datetime.now(UTC).date())
         self._read("deadline", lambda text: parse_day("deadline", text), None)
         self._read("tokens", partial(validation.parse_count, "tokens"), TOKENS_PER_PARAMETER * plan.shape.parameters)
@@ -139,10 +83,6 @@ class ForecastRequest(Brief):
         pieces, most = len(self.pieces[0]), 30_000_000 // len(self.pieces[0])
         rule = f"must be at most {most}, for the memory that {pieces} pieces of this ramp take"
         require(self.runs <= most, "runs", self.runs, rule)
-        replica, gpus = t.gpus // t.dp, [window.gpus for window in self.windows]
-        require(max(gpus) >= replica, "capacity.gpus", max(gpus), f"one replica of {t.label} takes {replica}")
-        rule = f"the last step never ends, and one replica takes {replica}"
-        require(gpus[-1] >= replica, "capacity.gpus", gpus[-1], rule)
 
     def _read(self, name: str, read: Callable[[str], Any], default: Any) -> None:
         """Replace the text of a field by what it says, and nothing by the default."""
@@ -179,7 +119,7 @@ class ForecastRequest(Brief):
     def kept(self) -> dict[str, Any]:
         """The request as JSON, without the plan and its constants, as from_mapping() reads it. Single values that
         were given stand in `risks`."""
-        names = ("tokens", "ramp", "capacity", "start", "deadline", "allocation", "adapt", "risks", "price", "watts")
+        names = ("tokens", "ramp", "start", "deadline", "allocation", "adapt", "risks", "price", "watts")
         return {name: as_json(getattr(self, name)) for name in (*names, "runs", "seed")}
 
     @property
@@ -205,12 +145,6 @@ class ForecastRequest(Brief):
         last, cuts = len(self.phases) - 1, np.diff(np.linspace(0, self.phases[-1].iterations, 24 + 1))
         iterations = np.concatenate([[p.iterations for p in self.phases[:-1]], cuts])
         return iterations, np.concatenate([np.arange(last), np.full(len(cuts), last)]).astype(int)
-
-    @cached_property
-    def windows(self) -> list[CapacityWindow]:
-        """The capacity from the start on."""
-        own = CapacityStep(first_day=self.start, gpus=self.plan.topology.gpus)
-        return (self.capacity or Capacity(steps=(own,))).windows(self.start)
 
     @cached_property
     def prediction(self) -> Prediction:

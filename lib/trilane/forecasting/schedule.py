@@ -82,19 +82,19 @@ def optimize(phases: Sequence[Phase], choices: Sequence[Options], restart_s: flo
     return tuple(ScheduleStep(phase=phase, choice=choice, pause_s=pause) for phase, choice, pause in parts)
 
 
-def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool) -> list[Topology]:
-    """Topologies for `gbs` on at most `gpus` GPUs, with the plan's tp x pp, since checkpoints hold its shards.
+def topologies(plan: Plan, gbs: int, adapt: bool) -> list[Topology]:
+    """Topologies for `gbs` on at most the plan's GPUs, with its tp x pp, since checkpoints hold its shards.
 
-    The plan's own topology where it fits and `adapt` is false; else every DP and microbatch, with the plan's or full
-    recomputation, since of fewer replicas each holds larger ZeRO shards.
+    The plan's own topology unless `adapt`; else every DP and microbatch, with the plan's or full recomputation, since
+    of fewer replicas each holds larger ZeRO shards.
     """
     t = plan.topology
-    if t.gpus <= gpus and not adapt:
+    if not adapt:
         return [dataclasses.replace(t, gbs=gbs)]
     batches = [(mbs, dp) for mbs in sorted({*MICROBATCHES, t.mbs}) if gbs % mbs == 0 for dp in divisors(gbs // mbs)]
     found = list[Topology]()
     for mbs, dp in batches:
-        for recompute in sorted({t.recompute, "full"}) if t.gpus // t.dp * dp <= gpus else ():
+        for recompute in sorted({t.recompute, "full"}) if dp <= t.dp else ():
             with contextlib.suppress(ValueError):
                 found.append(dataclasses.replace(t, gbs=gbs, dp=dp, mbs=mbs, recompute=recompute))
     return [one for one in found if invalid_reason(plan.shape, one) is None]
@@ -119,24 +119,20 @@ def scheduled(plan: Plan, options: Sequence[Topology], calibration: Calibration)
 def schedule_on(
     plan: Plan,
     phases: Sequence[Phase],
-    gpus: int,
     calibration: Calibration,
     restart_s: float,
     adapt: bool = False,
     day_worth: float = SOONEST,
-) -> Schedule | None:
-    """The phases on at most `gpus` GPUs; the plan's topology is kept where it fits, unless `adapt`.
+) -> Schedule:
+    """The phases on at most the plan's GPUs, on its own topology unless `adapt`.
 
-    None where no replica fits by number, or for some batch size by memory. ValueError names batch sizes that no DP and
-    microbatch divide.
+    ValueError names batch sizes that no DP and microbatch divide, or for which no replica fits the card's memory.
     """
     t = plan.topology
-    if gpus < t.gpus // t.dp:
-        return None
     batches = [phase.gbs for phase in phases]
-    found = [topologies(plan, gbs, gpus, adapt) for gbs in batches]
+    found = [topologies(plan, gbs, adapt) for gbs in batches]
     none = [gbs for gbs, options in zip(batches, found, strict=True) if not options]
-    rule = f"no DP and microbatch of the plan's tp x pp divide it on {gpus} GPUs"
+    rule = f"no DP and microbatch of the plan's tp x pp divide it on {t.gpus} GPUs"
     require(not none, "ramp", ", ".join(map(str, none)), rule)
     predicted = iter(scheduled(plan, [each for options in found for each in options], calibration))
     kept: list[Options] = []
@@ -145,4 +141,6 @@ def schedule_on(
         pairs = [(each, next(predicted)) for each in options]
         # the plan's own topology stays whatever memory it needs: its risk is shown with it
         kept.append([choice for each, choice in pairs if choice.oom_probability <= IMPOSSIBLE or each == own])
-    return optimize(phases, kept, restart_s, day_worth) if all(kept) else None
+    full = [gbs for gbs, options in zip(batches, kept, strict=True) if not options]
+    require(not full, "ramp", ", ".join(map(str, full)), f"no replica on {t.gpus} GPUs fits the card's memory")
+    return optimize(phases, kept, restart_s, day_worth)

@@ -18,7 +18,7 @@ from trilane.utils.numbers import amount
 
 
 def gantt(found: Forecast) -> Figure:
-    """The jobs of the expected run over the dates: batch size above, nodes below, under the dashed capacity.
+    """The jobs of the expected run over the dates: batch size above, nodes below.
 
     Each bar is a job of at most the longest time that the queue takes; a white line parts it from the next.
     """
@@ -35,11 +35,6 @@ def gantt(found: Forecast) -> Figure:
         label = None if kind in colors else kind
         look: Any = {"color": colors.setdefault(kind, COLORS[len(colors) % len(COLORS)]), "label": label}
         below.bar(edges[:-1] + _start(record), chain["nodes"], np.diff(edges), ec="white", lw=0.5, align="edge", **look)
-    last, each = float(run.wall_s[0]), found.request.plan.cluster.gpus_per_node
-    for i, (window, _) in enumerate((w, s) for w, s in found.schedules if w.start_s < last):
-        span = np.array([window.start_s, min(window.end_s, last)]) / 86400 + _start(record)
-        label = None if i else "capacity"
-        below.hlines(-(-window.gpus // each), *span, color=LIMIT, ls="--", lw=1.4, label=label)
     _over_dates(below, record)
     jobs = sum(chain["jobs"] for chain in chains)
     heading = f"{jobs} job{'s' * (jobs > 1)} of at most {amount(longest)} hours, in the expected run"
