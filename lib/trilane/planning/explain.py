@@ -1,20 +1,17 @@
-"""One plan: what limits its time and memory, which single change helps most, how sure that is; changed by hand."""
+"""One plan: what limits its time and memory, how sure that is; changed by hand."""
 
-import contextlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trilane.config.engines import default_attention, label_of, untrainable_reason
-from trilane.config.parallelism import CHOICES, Topology, invalid_reason
+from trilane.config.engines import label_of, untrainable_reason
+from trilane.config.parallelism import invalid_reason
 from trilane.config.plan import Plan, plan_from_json
 from trilane.config.training import Run
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, SAFE, Prediction, predict
 from trilane.costmodel.shipped import constants_of
 from trilane.planning.search_result import Candidate
-from trilane.planning.space import word
 from trilane.utils.tables import Brief, Text
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
@@ -24,15 +21,10 @@ Sentence = tuple[str, tuple[Any, ...]]  # a template and its values, for a termi
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation(Brief):
-    """What decides the seconds and the memory of a plan, what one change would bring, and what measurements support it.
-
-    change      the fastest topology that differs in one choice on as many GPUs and does not risk the memory, which may
-                be slower than the plan; None where none fits
-    """
+    """What decides the seconds and the memory of a plan, and what measurements support it."""
 
     plan: Plan
     prediction: Prediction
-    change: Candidate | None
 
     @property
     def shares(self) -> dict[str, float]:
@@ -48,15 +40,9 @@ class Explanation(Brief):
         return number, part, size / stage.total
 
     def sentences(self) -> list[Sentence]:
-        """What limits the plan, what a change would bring, how sure that is, on what it rests."""
+        """What limits the plan, how sure that is, on what it rests."""
         reason = untrainable_reason(self.plan.topology)
-        found = [
-            ("Predicted only: {}.", (reason,)) if reason else None,
-            *self._limits(),
-            self._changed(),
-            *self._sure(),
-        ]
-        return [*filter(None, found)]
+        return [*[("Predicted only: {}.", (reason,))] * bool(reason), *self._limits(), *self._sure()]
 
     def as_lines(self) -> list[str]:
         """The sentences for a terminal."""
@@ -66,24 +52,14 @@ class Explanation(Brief):
         return "\n".join(f"- {Text.of(template, *values)}" for template, values in self.sentences())
 
     def to_json(self) -> dict[str, Any]:
-        """Shares, the fullest stage, the changes with what they bring, and the sentences."""
+        """Shares, the fullest stage, the nearest measured runs, and the sentences."""
         return {
             "shares": self.shares,
             "memory": dict(zip(("stage", "part", "share"), self.fullest, strict=True)),
-            "best_change": self._change_json(),
             "predicted_only": untrainable_reason(self.plan.topology),
             "measured": {"nearest": self.prediction.support.nearest, "differs": self.prediction.support.differs},
             "sentences": self.as_lines(),
         }
-
-    def _change_json(self) -> dict[str, Any] | None:
-        if (other := self.change) is None:
-            return None
-        names = {"sec_per_it": "seconds_saved", "memory_bytes": "bytes_saved"}
-        figures = {name: getattr(other.prediction, name) for name in names}
-        saved = {names[name]: getattr(self.prediction, name) - figure for name, figure in figures.items()}
-        what = _difference(self.plan.topology, other.topology)
-        return {"change": what, "id": other.plan.id, "label": other.label, **figures, **saved}
 
     def _limits(self) -> list[Sentence]:
         p, (number, part, share) = self.prediction, self.fullest
@@ -93,25 +69,6 @@ class Explanation(Brief):
         time = "Time: {} of an iteration; all communication takes {:.0%}."
         memory = "Memory: {}, {:.1f} of {:.1f} GiB, most of it {} ({:.0%})."
         return [(time, (words, p.time.communication / p.time.total)), (memory, (where, *sizes, part, share))]
-
-    def _changed(self) -> Sentence:
-        if self.change is None:
-            return "Best change: no single change of its topology on these GPUs fits the memory.", ()
-        p, q = self.prediction, self.change.prediction
-        gain, gib = 1 - q.sec_per_it / p.sec_per_it, (q.memory_bytes - p.memory_bytes) / 2**30
-        what = _difference(self.plan.topology, self.change.topology)
-        saved = f"{abs(gain) * p.sec_per_it:.3g} s ({abs(gain):.1%}) {'less' if gain > 0 else 'more'}"
-        if gain <= 0.005 and not p.is_risky:
-            what = f"none makes it faster; the nearest, {what}"
-        # two topologies are predicted with a median error of 1.2 % each (docs/planner.md, 'Errors')
-        caution = "; too little to be sure of: measure both" if 0.005 < gain < 0.025 else ""
-        return "Best change: {} would take {:.4g} s, {}, memory {:+.1f} GiB{}.", (
-            what,
-            q.sec_per_it,
-            saved,
-            gib,
-            caution,
-        )
 
     def _sure(self) -> list[Sentence]:
         p = self.prediction
@@ -124,46 +81,11 @@ class Explanation(Brief):
 
 
 def explain(plan: Plan, calibration: Calibration | None = None) -> Explanation:
-    """Why a plan takes what it takes, with the best of its neighbours: plans that differ in one choice.
+    """Why a plan takes what it takes.
 
     explain(search(shape, cluster, gpus=384, gbs=2048).candidates[0].plan)
     """
-    changed = _predicted(plan, neighbours(plan), calibration)
-    best = min(changed, key=lambda c: c.prediction.sec_per_it, default=None)
-    return Explanation(plan=plan, prediction=predict(plan, calibration), change=best)
-
-
-def neighbours(plan: Plan) -> Iterator[dict[str, Any]]:
-    """The fields in which a topology differs by one choice on as many GPUs; a size changes by 2 against another."""
-    t, sizes = plan.topology, ("tp", "pp", "dp")
-    for up in sizes:
-        halved = [n for n in sizes if n != up and getattr(t, n) % 2 == 0]
-        yield from ({up: 2 * getattr(t, up), n: getattr(t, n) // 2} for n in halved)
-    values: dict[str, Any] = {
-        "mbs": {2 * t.mbs, t.mbs // 2} - {0},
-        "zero": range(4),
-        "sequence_parallel": (False, True),
-    }
-    values |= {"interleaving": {1, 2 * t.interleaving, t.interleaving // 2} - {0}}
-    values |= {name: CHOICES[name] for name in ("recompute", "partition", "offload")}
-    values |= {"attention": (default_attention(plan.shape, plan.cluster, t.precision, plan.engine),)}
-    for name, choices in values.items():
-        yield from ({name: value} for value in choices if value != getattr(t, name))
-
-
-def _predicted(plan: Plan, changes: Iterable[dict[str, Any]], calibration: Calibration | None) -> list[Candidate]:
-    """The changes of a plan that can be trained and do not risk the memory, with their predictions."""
-    found = []
-    for change in changes:
-        with contextlib.suppress(ValueError):
-            found.append(varied(plan, calibration, **change))
-    return [candidate for candidate in found if not candidate.prediction.is_risky]
-
-
-def _difference(a: Topology, b: Topology) -> str:
-    """What `b` has that `a` has not, in words."""
-    pairs = [(f.name.replace("_", " "), getattr(b, f.name), getattr(a, f.name)) for f in fields(Topology)]
-    return ", ".join(f"{name} {word(new)} instead of {word(old)}" for name, new, old in pairs if new != old)
+    return Explanation(plan=plan, prediction=predict(plan, calibration))
 
 
 def varied(base: Plan, calibration: Calibration | None, *, engine: str = "", **changes: Any) -> Candidate:
