@@ -1,5 +1,6 @@
 """`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains, sites, and what the job scripts ask."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from trilane.config.options import option
 from trilane.config.plan import Plan, locate_plan, read_plan
 from trilane.costmodel.shipped import constants_of, replaced
 from trilane.launch.local import run_folder as run_folder_of
-from trilane.slurm import attempt, client, jobs, monitor, node_test, preflight, sites
+from trilane.slurm import attempt, client, jobs, ledger, monitor, node_test, preflight, sites
 from trilane.slurm import chain as chains
 from trilane.slurm import nodes as job_nodes
 from trilane.slurm import script as scripts
@@ -69,9 +70,10 @@ def submit(
     job: Job,
     parallel: int = option(0, "jobs that may run at the same time; 0: all, of a chain 1", minimum=0),
     times: int = option(1, "jobs for each run, one after another, where one time limit is not enough", minimum=1),
+    until_done: bool = option(False, "as many jobs as 1.25 times the predicted hours need; what is left ends at once"),
     failed: bool = option(False, "only runs that failed and may succeed now"),
     rewrite: bool = option(False, "write job.sbatch anew, for this site and these options"),
-    dry_run: bool = option(False, "only check, and submit nothing"),
+    dry_run: bool = option(False, "only check, and print jobs, hours and their sum; submit nothing"),
 ) -> Answer:
     """Submit runs that have not completed: all, or if the check refuses one, none."""
     client.require_answer("; nothing was submitted: submit again when it answers")
@@ -92,12 +94,18 @@ def submit(
     # a stage loads the checkpoint of the one before
     most = 1 if any(map(chains.is_chain, runs)) else parallel
     made = dict[str, list[str]]()
-    for path, one in jobs.submit_all(chosen, job.site, job, times=times, parallel=most):
+    rows = chains.link_records(list(plans), job) if dry_run or until_done else []
+    often = {Path(row["run"]): max(times, math.ceil(1.25 * row["jobs"])) if until_done else times for row in rows}
+    for path, one in jobs.submit_all(chosen, job.site, job, times=often or times, parallel=most):
         made.setdefault(str(path), []).append(one)
     lines = [f"{', '.join(made.get(str(path), ['not submitted']))}  {path}" for path in found]
     lines += [f"{path.name}: {preflight.line(f)}" for path, own in found.items() for f in own]
     findings = {str(path): [f.to_json() for f in own] for path, own in found.items()}
-    return Answer({"findings": findings, "submitted": made}, "\n".join(lines) or "nothing to submit", is_refused)
+    costs = {"runs": rows} if dry_run else {}
+    lines += [*map(chains.link_line, rows), chains.total_line(rows)] if rows and dry_run else []
+    return Answer(
+        {"findings": findings, "submitted": made, **costs}, "\n".join(lines) or "nothing to submit", is_refused
+    )
 
 
 @command(GROUP)
@@ -109,6 +117,7 @@ def status(*runs: str, lines: int = option(0, "of each run's log, at its end", m
     client.require_answer()
     folders = folders_of(runs)
     found = jobs.job_status(folders)
+    note([line for line in map(ledger.damaged, folders) if line])
     logs = [jobs.logs(folder, lines) if lines else [] for folder in folders]
     text = "\n".join(line for job, log in zip(found, logs, strict=True) for line in (job.line(), *log))
     values = [job.to_json() | ({"lines": log} if lines else {}) for job, log in zip(found, logs, strict=True)]
@@ -161,6 +170,8 @@ def create_sweep(plans: Path, folder: Path, job: Job) -> Answer:
     return Answer({"created": made}, "\n".join(f"created: {path}" for path in made))
 
 
+command(sweep, "submit")(submit)
+
 chain = Group("chain", help="A long run as dependent jobs; `slurm submit FOLDER` submits them.")
 
 
@@ -182,8 +193,8 @@ def create_chain(
     known = constants_of(read, calibration)
     note(replaced(read, known))
     made = chains.create(folder, replace(read, calibration=known.kept()), asked, job.site, job)
-    rows = chains.link_records(made)
-    return Answer({"links": rows}, "\n".join(map(chains.link_line, rows)))
+    rows = chains.link_records(made, job)
+    return Answer({"links": rows}, "\n".join([*map(chains.link_line, rows), chains.total_line(rows)]))
 
 
 @command(GROUP, "site")

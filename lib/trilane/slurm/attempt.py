@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -12,6 +13,7 @@ from trilane.launch.outcome import last_log
 from trilane.slurm import client, ledger
 from trilane.slurm.copies import USED_BY as CODE
 from trilane.slurm.nodes import Tester, handle_node_failure, job_id
+from trilane.utils.files import append_line, read_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
 from trilane.workspace.run_folder import is_completed, iteration, put_aside
@@ -28,7 +30,9 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
     # another job may hold the lock while it waits for SLURM
     with FolderLock([folder]).held(600):
         job, at, known = job_id(env), iteration(folder), ledger.job_ids(folder)
-        if reason := finished(folder) or blocked(folder) or competing(folder, job) or unready(folder):
+        if not (other := competing(folder, job)):
+            close_ended(folder, {}, begins=True)
+        if reason := finished(folder) or blocked(folder) or other or unready(folder):
             ledger.note(folder, "refused", job, says=reason)
             return f"stop: {reason}"
         newest = latest(folder / FOLDER)
@@ -67,6 +71,49 @@ def status_of(status: Status, evidence: str) -> RunStatus:
     return RunStatus(status=status, evidence=evidence, rank=None, exit_code=int(status.has_failed), seconds=0.0)
 
 
+# what SLURM itself knows of an end; FAILED is no reason
+REASONS = {"TIMEOUT": Status.TIME_LIMIT, "DEADLINE": Status.TIME_LIMIT, "OUT_OF_MEMORY": Status.HOST_MEMORY}
+REASONS |= {"NODE_FAIL": Status.NODE_FAILURE, "BOOT_FAIL": Status.NODE_FAILURE}
+REASONS |= {"CANCELLED": Status.CANCELLED, "PREEMPTED": Status.PREEMPTED}
+
+
+def close_ended(folder: Path, states: Mapping[str, client.JobState], begins: bool = False) -> None:
+    """Record the ends of attempts that were killed before they could, by SLURM's accounting; the folder is locked.
+
+    `states` are those of the folder's jobs. A job that SLURM has forgotten may run, if SLURM errs: its attempt is
+    closed by the next that begins, when none competes. A time limit with no job left to go on is also in run.log.
+    """
+    ended = [job for job, state in states.items() if state.has_ended and state.state != client.FORGOTTEN]
+    gone = [*ended, *(job for job, state in states.items() if state.state == "PENDING")]  # requeued
+    starts = [e for e in ledger.unended(folder) if e["event"] == "started" and (begins or e["id"] in gone)]
+    past = client.past({e["id"] for e in starts if client.JOB_ID.fullmatch(e["id"])} - {"0"})
+    for job, start in ((e["id"], e.get("restarts")) for e in starts):
+        rows, number = past.get(job, []), start if type(start) is int else -1
+        state, end, code = rows[number] if 0 <= number < len(rows) else ("", "", "")
+        if state not in (*client.ENDED, "REQUEUED"):  # the accounting is late, or there is none
+            state, end, code = states[job].state if job in ended else "", "", ""
+        if not state and not begins:
+            continue
+        known = Status.COMPLETED if state == "COMPLETED" and finished(folder) else Status.UNFINISHED
+        status = REASONS.get(state, Status.CRASHED if state == "FAILED" else known)
+        evidence = f"SLURM: {state or 'does not know the job any more'}"
+        ledger.note(folder, "ended", job, status=status, evidence=evidence, state=state, end=end, exit=code)
+        if status is Status.TIME_LIMIT and all(s.has_ended for s in states.values()) and not begins:
+            with contextlib.suppress(OSError):
+                append_line(folder / "run.log", f"END job {job}: {evidence}{how_to_resume(folder)}")
+
+
+def how_to_resume(folder: Path) -> str:
+    """What to type where a run has ended by its time limit and no job goes on; "" where it is completed."""
+    if not (folder / "plan.json").exists() or finished(folder):
+        return ""
+    site = next((e["site"] for e in reversed(ledger.events(folder, "submitted")) if e.get("site")), "SITE")
+    newest = latest(folder / FOLDER)
+    at = int(newest.name.removeprefix("iter_")) if newest else 0
+    command = shlex.join(["trilane", "slurm", "submit", str(folder), "--site", str(site)])
+    return f"; `{command}` resumes at iteration {at}"
+
+
 def finished(folder: Path) -> str:
     """Why nothing is left to do; "" while iterations are left, or the checkpoint of the last one is missing."""
     at, run = iteration(folder), read_plan(folder / "plan.json").run
@@ -93,10 +140,18 @@ def competing(folder: Path, job: str, patience_s: float = 180, every_s: float = 
 
     SLURM starts the next job of a name while the one before is COMPLETING, whose ranks may still save until they are
     killed: this waits for their end. While SLURM does not answer, which it did when it started this job, nothing is
-    known.
+    known. A job whose start a damaged ledger has lost has printed its "go: " (see train.sbatch).
     """
-    last = {e["id"]: e["event"] for e in ledger.events(folder, "started", "ended", "replaced")}
-    others = [i for i, event in last.items() if event != "ended" and i not in (job, "0") and client.JOB_ID.fullmatch(i)]
+    starts = [e["id"] for e in ledger.unended(folder)]
+    others = [i for i in dict.fromkeys(starts) if i not in (job, "0") and client.JOB_ID.fullmatch(i)]
+    known = {
+        job,
+        *ledger.job_ids(folder, "started"),
+        *ledger.job_ids(folder, "ended"),
+        *ledger.job_ids(folder, "refused"),
+    }
+    unknown = [p.stem.removeprefix("slurm-") for p in folder.glob("slurm-*.out") if "\ngo: " in f"\n{read_text(p)}"]
+    others += [i for i in unknown if i not in known and client.JOB_ID.fullmatch(i)]
     going, end = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING"), time.monotonic() + patience_s
     with contextlib.suppress(ValueError):
         while found := [s for s in client.states(others).values() if s.state in (*going, "COMPLETING")]:

@@ -5,6 +5,7 @@ left, whether the stop switch is set, and whether the same early failure was rep
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -135,8 +136,8 @@ def phases(plan: Plan) -> list[Phase]:
     return plan.run.ramp.between(plan.topology.gbs, plan.run.start_iteration, plan.run.goal)
 
 
-def link_records(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """The links of a chain as JSON: each one's folder, nodes, batch sizes, iterations and predicted hours.
+def link_records(folders: Sequence[Path], request: JobRequest) -> list[dict[str, Any]]:
+    """Runs as JSON: each one's folder, nodes, batch sizes, iterations, predicted hours, and jobs of one time limit.
 
     Each batch size is predicted by its own. Left out: starts, saves, evaluations.
     """
@@ -152,12 +153,19 @@ def link_records(folders: Sequence[Path]) -> list[dict[str, Any]]:
         sizes = [phase.gbs for phase in phases(plan)]
         job = {"gpus": gpus, "nodes": gpus // plan.cluster.gpus_per_node, "mbs": plan.topology.mbs, "batches": sizes}
         span = {"first": plan.run.start_iteration + 1, "last": plan.run.goal, "gpu_hours": hours * gpus, "hours": hours}
-        rows.append({"run": str(folder), **job, **span})
+        count = max(1, math.ceil(hours * 3600 / request.time_limit_s))
+        rows.append({"run": str(folder), **job, **span, "jobs": count})
     return rows
 
 
 def link_line(row: Mapping[str, Any]) -> str:
-    """A link's record in one line for the terminal."""
+    """A run's record in one line for the terminal."""
     batches = " to ".join(dict.fromkeys(str(row["batches"][place]) for place in (0, -1)))
     text = "{run}: iterations {first}-{last}, {nodes} nodes, {gpus} GPUs, mbs {mbs}, batch {of}, {hours:.2f} h, "
-    return (text + "{gpu_hours:.2f} GPU hours").format(**row, of=batches)
+    return (text + "{gpu_hours:.2f} GPU hours, {jobs} jobs").format(**row, of=batches)
+
+
+def total_line(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The sum of the runs' records."""
+    jobs, hours, cost = (sum(row[name] for row in rows) for name in ("jobs", "hours", "gpu_hours"))
+    return f"in all: {len(rows)} runs, {jobs} jobs, {hours:.2f} h one after another, {cost:.2f} GPU hours"

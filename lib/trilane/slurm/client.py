@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trilane.utils.validation import require
 
@@ -77,15 +78,16 @@ def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True,
     raise SlurmUnreachable(f"slurm={command[0]}: {reason}")
 
 
-def _run(command: Sequence[str], within_s: float, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
+def _run(
+    command: Sequence[str], within_s: float, cwd: Path | None = None, given: str = ""
+) -> "subprocess.CompletedProcess[str]":
     """The command; an answer that takes too long is an error of SLURM's own words.
 
     In a session of its own: Ctrl-C at a terminal does not end an sbatch that is being answered.
     """
     try:
-        return subprocess.run(
-            command, cwd=cwd, capture_output=True, text=True, timeout=within_s, start_new_session=True, check=False
-        )
+        how: dict[str, Any] = {"capture_output": True, "text": True, "start_new_session": True, "check": False}
+        return subprocess.run(command, cwd=cwd, timeout=within_s, input=given, **how)
     except subprocess.TimeoutExpired:
         silence = f"{command[0]}: Socket timed out: nothing within {within_s:g} s"
         return subprocess.CompletedProcess(command, 1, "", silence)
@@ -157,7 +159,8 @@ def test_only(script: Path, *options: str) -> str:
 def states(ids: Iterable[str], names: Collection[str] = ()) -> dict[str, JobState]:
     """The state of each job of `ids`, FORGOTTEN where SLURM does not know it, and of one's own jobs of these names.
 
-    One call of squeue, and one of sacct for ids that it lacks.
+    One call of squeue, one of sacct for ids that it lacks, and one of scontrol for those that have not ended by either:
+    a squeue that is a site's cached one, or that misses a job for a moment, must not let a second one start.
     """
     wanted = _checked(dict.fromkeys(ids))
     if not wanted and not names:
@@ -165,11 +168,40 @@ def states(ids: Iterable[str], names: Collection[str] = ()) -> dict[str, JobStat
     # `squeue -j` fails if it has forgotten one of the ids, so all jobs of this user are listed
     command = ["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", "%A|%T|%r|%M|%l|%N|%j"]
     columns = ("id", "state", "reason", "elapsed", "limit", "nodes", "name")
-    rows = [dict(zip(columns, line.split("|", 6), strict=True)) for line in call(command).splitlines()]
+    lines = [line.split("|", 6) for line in call(command).splitlines() if line.count("|") >= 6]
+    rows = [dict(zip(columns, words, strict=True)) for words in lines]
     queued = [JobState(**row | {"reason": row["reason"].removeprefix("None")}) for row in rows]
+    queued.sort(key=lambda state: not state.has_ended)  # of a job that is listed twice the row in which it lives counts
     found = {state.id: state for state in queued if state.id in wanted or state.name in names}
     missing = [job for job in wanted if job not in found]
-    return {job: JobState(id=job, state=FORGOTTEN) for job in wanted} | found | (_accounted(missing) if missing else {})
+    found |= _accounted(missing) if missing else {}
+    unknown = [job for job in missing if job not in found]
+    return {job: JobState(id=job, state=FORGOTTEN) for job in wanted} | found | (_shown(unknown) if unknown else {})
+
+
+def _shown(ids: Sequence[str]) -> dict[str, JobState]:
+    """The jobs that the controller itself still has; empty where it has none, or does not answer."""
+    if shutil.which("scontrol") is None:
+        return {}
+    shown = _run(["scontrol", "-o"], 60.0, None, "".join(f"show job {job}\n" for job in ids)).stdout
+    lines = re.findall(r"JobId=(\d+) JobName=(.*?) UserId=.*? JobState=([A-Z_]+).*? NodeList=(\S*)", shown)
+    nodes = {"(null)": ""}
+    return {j: JobState(id=j, name=n, state=s, nodes=nodes.get(at, at)) for j, n, s, at in lines if j in ids}
+
+
+def past(ids: Collection[str]) -> dict[str, list[tuple[str, str, str]]]:
+    """(state, end, exit code) of each time that SLURM has run the jobs: a requeued one has as many as starts.
+
+    Empty where there is no accounting.
+    """
+    if not ids or shutil.which("sacct") is None:
+        return {}
+    columns = "jobidraw,state,end,exitcode"
+    printed = _run(["sacct", "-DXnP", "-j", ",".join(_checked(ids)), "-o", columns], 60.0, None).stdout
+    found = dict[str, list[tuple[str, str, str]]]()
+    for job, state, end, code in (line.split("|") for line in printed.splitlines() if line.count("|") == 3):
+        found.setdefault(job, []).append((state.partition(" ")[0], end, code))  # "CANCELLED by 1000"
+    return found
 
 
 def _checked(ids: Iterable[str]) -> list[str]:
@@ -186,9 +218,11 @@ def _accounted(ids: Sequence[str]) -> dict[str, JobState]:
     except SlurmError:
         return {}  # "Slurm accounting storage is disabled": the ledger and the log have to do
     found = {}
-    for line in output.splitlines():
+    for line in (line for line in output.splitlines() if line.count("|") == 5):
         job, state, elapsed, limit, nodes, user = line.split("|")
-        one = JobState(id=job, state=state.split()[0], elapsed=elapsed, limit=limit, nodes=nodes)  # "CANCELLED by 1000"
+        one = JobState(
+            id=job, state=state.partition(" ")[0], elapsed=elapsed, limit=limit, nodes=nodes
+        )  # "CANCELLED by 1000"
         # squeue does not list it: the accounting of one's own job is late, or never heard of its end
         if job in ids and (one.has_ended or user != getpass.getuser()):
             found[job] = one

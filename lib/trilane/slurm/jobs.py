@@ -3,8 +3,8 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def submit_all(
     site: Site,
     request: JobRequest,
     *,
-    times: int = 1,
+    times: int | Mapping[Path, int] = 1,
     parallel: int = 0,
     options: Sequence[str] = (),
 ) -> list[tuple[Path, str]]:
@@ -66,7 +66,8 @@ def submit_all(
     freeze = functools.cache(copies.freeze)
     with submitting(runs.values()):
         try:
-            for folder, path in [pair for pair in runs.items() for _ in range(times)]:
+            often = times if isinstance(times, Mapping) else dict.fromkeys(runs, times)
+            for folder, path in [pair for pair in runs.items() for _ in range(often[pair[0]])]:
                 if not (path / SCRIPT).exists():
                     rewrite(path, site, request)
                 after = [f"afterany:{job}" for _, job in made[-parallel:][:1] if 0 < parallel <= len(made)]
@@ -164,7 +165,7 @@ class JobStatus(client.JobState):
         without = f"--exclude={self.exclude[:80]} " * bool(self.exclude)
         state = f"{self.run:28.28} {job:12} {self.state:13} {self.elapsed:>10}"
         progress = f"{self.reason or self.nodes:22.22} {self.iteration:>7}/{self.iterations} {self.status:10}"
-        return f"{state} {progress} {without}{self.evidence[:80]}".rstrip()
+        return f"{state} {progress} {without}{self.evidence[:240]}".rstrip()
 
 
 class JobTable(list[JobStatus], Table):
@@ -184,6 +185,14 @@ class JobTable(list[JobStatus], Table):
 def job_status(folders: Iterable[Path]) -> JobTable:
     """The status of each run folder: of its job that runs, else of the next that waits, else of the last."""
     return JobTable(_status(folder, states) for folder, states in states_of(folders).items())
+
+
+def _close(folder: Path, states: Sequence[client.JobState]) -> None:
+    """Record the ends that killed attempts could not; not where another process has the folder, or it is read only."""
+    alive = {s.id for s in states if not s.has_ended and s.state != "PENDING"}
+    if any(e["event"] == "started" and e["id"] not in alive for e in ledger.unended(folder)):
+        with contextlib.suppress(ValueError, OSError), FolderLock([folder]).held(0.0):
+            attempt.close_ended(folder, {state.id: state for state in states})
 
 
 def states_of(folders: Iterable[Path], must_ask: bool = False) -> dict[Path, list[client.JobState]]:
@@ -216,11 +225,22 @@ def active_jobs(folder: Path) -> list[str]:
 
 
 def _status(folder: Path, states: Sequence[client.JobState]) -> JobStatus:
-    live = [s for s in states if not s.has_ended]
-    running = [s for s in live if s.state != "PENDING"]
+    _close(folder, states)
+    live, begun = [s for s in states if not s.has_ended], ledger.events(folder, "started")[-1:]
+    # one that is still COMPLETING, as on a node that has died, is not the one that runs now
+    order = {"RUNNING": 0, "COMPLETING": 2, "PENDING": 3}
+    running = sorted(live, key=lambda s: (order.get(s.state, 1), s.id not in [e["id"] for e in begun]))
     none = client.JobState(id="", state="NOT SUBMITTED")
-    current = next(iter(running or live), None) or _decisive(folder, states) or none
-    found = _verdict(folder, current)
+    current = next(iter(running), None) or _decisive(folder, states) or none
+    try:
+        iterations = read_plan(folder / "plan.json").run.goal
+        found = _verdict(folder, current)
+        if found.status is Status.TIME_LIMIT and not live:
+            found = replace(found, evidence=found.evidence + attempt.how_to_resume(folder))
+    except ValueError as error:  # the plan was deleted or damaged while a job waits or runs
+        active = Status.WAITING if current.state == "PENDING" else Status.RUNNING
+        ended = attempt.REASONS.get(current.state, Status.UNFINISHED)
+        iterations, found = 0, attempt.status_of(active if live else ended, str(error))
     return JobStatus(
         **vars(current),
         run=folder.name,
@@ -228,7 +248,7 @@ def _status(folder: Path, states: Sequence[client.JobState]) -> JobStatus:
         evidence=found.evidence,
         exclude=found.exclude,
         iteration=run_folder.iteration(folder),
-        iterations=read_plan(folder / "plan.json").run.goal,
+        iterations=iterations,
         waiting=len(live) - (current in live),
     )
 
@@ -266,10 +286,7 @@ def _verdict(folder: Path, job: client.JobState) -> RunStatus:
 
 def _by_slurm(job: client.JobState) -> RunStatus | None:
     """SLURM's own reason for a job's end, None where it reports only a failure."""
-    reasons = {"TIMEOUT": Status.TIME_LIMIT, "DEADLINE": Status.TIME_LIMIT, "OUT_OF_MEMORY": Status.HOST_MEMORY}
-    reasons |= {"NODE_FAIL": Status.NODE_FAILURE, "BOOT_FAIL": Status.NODE_FAILURE}
-    reasons |= {"CANCELLED": Status.CANCELLED, "PREEMPTED": Status.PREEMPTED}
-    known = reasons.get(job.state)
+    known = attempt.REASONS.get(job.state)
     return attempt.status_of(known, f"SLURM: {job.state}") if known else None
 
 
@@ -277,6 +294,9 @@ def _unexplained(folder: Path, job: client.JobState) -> RunStatus:
     """The end of a job for which neither its files nor SLURM give a reason: by its ledger, and what it printed."""
     if job.state in ("COMPLETED", client.FORGOTTEN) and (done := attempt.finished(folder)):
         return attempt.status_of(Status.COMPLETED, done)
+    ended = [e for e in ledger.events(folder, "ended") if e["id"] == job.id][-1:]
+    if job.state == client.FORGOTTEN and ended and ended[0]["status"] in list(Status):
+        return attempt.status_of(Status(ended[0]["status"]), ended[0]["evidence"])
     refused = ledger.events(folder, "refused")
     if refused and refused[-1]["id"] == job.id:
         return attempt.status_of(Status.STOPPED, refused[-1]["says"])

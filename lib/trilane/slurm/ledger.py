@@ -40,14 +40,32 @@ def _is_event(values: dict[str, Any]) -> bool:
     return all(isinstance(word, str) for name, kind in wanted.items() if kind is list for word in values[name])
 
 
+def unended(folder: Path) -> list[dict[str, Any]]:
+    """The starts ("started", "replaced": with a spare) of jobs that have recorded no end since, by their order."""
+    found = list[dict[str, Any]]()
+    for event in events(folder, "started", "ended", "replaced"):
+        is_end = event["event"] == "ended"
+        found = [e for e in found if e["id"] != event["id"]] if is_end else [*found, event]
+    return found
+
+
+def damaged(folder: Path) -> str:
+    """What is wrong with the ledger, in one line; "" where each line is an event."""
+    lines = [line for line in read_text(folder / NAME).split("\n") if line.strip()]
+    lost = len(lines) - len(events(folder))
+    return f"{folder / NAME}: {lost} of {len(lines)} lines are damaged and do not count; SLURM is asked instead" * (
+        lost > 0
+    )
+
+
 def job_ids(folder: Path, kind: str = "submitted") -> list[str]:
     """Ids of the folder's jobs with such an event, oldest first."""
     return list(dict.fromkeys(e["id"] for e in events(folder, kind)))
 
 
 def age_s(event: Mapping[str, Any]) -> float:
-    """Seconds since the event, by this host's clock; infinite where its time is damaged."""
+    """Seconds since the event, by this host's clock; 0 where another's is ahead, infinite where its time is damaged."""
     try:
-        return time.time() - datetime.fromisoformat(str(event.get("time"))).timestamp()
+        return max(0.0, time.time() - datetime.fromisoformat(str(event.get("time"))).timestamp())
     except (ValueError, OverflowError):
         return float("inf")

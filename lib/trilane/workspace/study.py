@@ -218,11 +218,18 @@ def studies() -> list[str]:
 
 
 def run_folders(names: Iterable[str]) -> list[Path]:
-    """The run folders named by paths or studies: a folder with a plan.json, or all below it. ValueError where none."""
+    """The run folders named by paths or studies: a folder with a plan.json, or all below it. ValueError where none.
+
+    A folder with a ledger is one of a run whose plan was deleted.
+    """
     found: list[Path] = []
     for name in names:
         path = Path(name) if Path(name).exists() else outputs_root() / name
-        below = [path] if (path / "plan.json").exists() else sorted(p.parent for p in path.glob("**/plan.json"))
+        below = (
+            [path]
+            if (path / "plan.json").exists() or (path / "jobs.jsonl").exists()
+            else sorted(p.parent for p in path.glob("**/plan.json"))
+        )
         require(
             bool(below), "run", name, with_nearest("no run folder there, and no study of that name", name, studies())
         )
