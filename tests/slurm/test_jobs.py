@@ -7,7 +7,7 @@ import pytest
 from slurm_cluster import REQUEST, SITE, Commands, one, plan, run_folder, submit_chain
 
 from trilane.cli.app import main
-from trilane.slurm import chain, client, jobs, ledger, monitor
+from trilane.slurm import attempt, chain, client, jobs, ledger, monitor
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import to_mapping
 from trilane.workspace.status import RunStatus, write_status
@@ -77,6 +77,44 @@ def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed
     assert jobs.logs(folder) == ["RuntimeError: of the first job"]
 
 
+def test_attempts_that_were_killed_end_in_the_ledger_by_what_slurm_accounts(commands: Commands, folder: Path) -> None:
+    """77 was preempted, requeued, and ended by its time limit; its own clock was an hour ahead. Asked twice, once."""
+    for restarts in (0, 1):
+        ledger.note(folder, "started", "77", nodes="", iteration=0, restarts=restarts)
+    (folder / "run.log").write_text("START\n")
+    rows = "77|PREEMPTED|2026-11-27T10:00:00|0:0\n77|TIMEOUT|2026-11-27T12:00:00|0:1"
+    commands.say("sacct", f"[[ $* == *-DXnP* ]] && echo '{rows}' || echo '77|TIMEOUT|1:00|2:00|n1|me'")
+    for _ in range(2):
+        assert one(folder).status == "time limit" and not ledger.unended(folder)
+    assert [(e["status"], e["end"], e["exit"]) for e in ledger.events(folder, "ended")] == [
+        ("preempted", "2026-11-27T10:00:00", "0:0"),
+        ("time limit", "2026-11-27T12:00:00", "0:1"),
+    ]
+    assert "`trilane slurm submit" in (folder / "run.log").read_text().splitlines()[-1]
+    assert ledger.age_s({"time": "2999-01-01T00:00:00+00:00"}) == 0
+
+
+def test_a_squeue_that_lies_a_cut_ledger_and_a_deleted_plan_start_no_second_training(
+    commands: Commands, folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """squeue lists nothing, or nonsense, while 77 runs; its start is lost, and the plan gone."""
+    runs = "JobId=77 JobName=x UserId=me(1) JobState=RUNNING Reason=None NodeList=n1 X=1"
+    commands.say("scontrol", f"cat >/dev/null; echo '{runs}'")
+    for answer in ("true", "echo nonsense", "echo '77|RUNNING|None|1|2|n1|x'; echo '77|COMPLETED|None|1|2|n1|x'"):
+        commands.say("squeue", answer)
+        with pytest.raises(jobs.ActiveJob, match=r"has job 77 already \(RUNNING\)"):
+            jobs.submit(folder, SITE, REQUEST)
+    (folder / "slurm-77.out").write_text("go: from the beginning\n")
+    with (folder / ledger.NAME).open("ab") as file:
+        file.write(b'{"event": "started", "id": "77", "no\n\xff\x00\n')
+    assert attempt.begin(folder, {"SLURM_JOB_ID": "78"}) == "stop: job 77 trains here"
+    (folder / "plan.json").unlink()
+    assert main(["slurm", "status", str(folder)]) == 0
+    out, said = capsys.readouterr()
+    assert "RUNNING" in out and "plan.json" in out and "2 of 4 lines are damaged" in said
+    assert main(["slurm", "cancel", str(folder)]) == 0 and jobs.logs(folder) == ["go: from the beginning"]
+
+
 def test_watching_goes_on_while_slurm_is_away_and_says_it_once(
     commands: Commands, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -85,7 +123,9 @@ def test_watching_goes_on_while_slurm_is_away_and_says_it_once(
     assert next(lines).startswith("SLURM does not answer, asked again every 0.01 s: slurm=squeue: the controller")
     commands.say("squeue", "true")
     accounted(commands, j77="TIMEOUT")
-    assert list(lines) == ["SLURM answers again", "one: job 77 TIMEOUT n1: DIED: time limit SLURM: TIMEOUT"]
+    resume = f"`trilane slurm submit {folder} --site test` resumes at iteration 0"
+    died = f"one: job 77 TIMEOUT n1: DIED: time limit SLURM: TIMEOUT; {resume}"
+    assert list(lines) == ["SLURM answers again", died]
     commands.say("squeue", AWAY)
     assert main(["slurm", "watch", str(folder), "--every", "0.01", "--seconds", "0.2"]) == 75
     assert capsys.readouterr().out.count("SLURM does not answer") == 1
@@ -188,8 +228,10 @@ def test_a_completed_run_is_left_out_of_a_submission(
     asked.write_text(json.dumps(to_mapping(SITE)))
     options = ["--site", str(asked), "--account", "xyz@a100", "--dry-run", "--json"]
     for runs, wanted in (([done, folder], [folder]), ([done], [done])):
-        main(["slurm", "submit", *map(str, runs), *options])
-        findings = json.loads(capsys.readouterr().out)["findings"]
+        main(["slurm", "sweep", "submit", *map(str, runs), *options])
+        found = json.loads(capsys.readouterr().out)
+        findings = found["findings"]
+        assert [row["jobs"] for row in found["runs"]] == [1]
         assert list(findings) == list(map(str, wanted))
         assert ("run folder" in {f["rule"] for f in findings[str(wanted[0])]}) is (wanted == [done])
     died, full = (run_folder(tmp_path, plan(name, tmp_path / "data", nodes=1)) for name in ("died", "full"))

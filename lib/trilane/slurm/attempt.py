@@ -144,14 +144,10 @@ def competing(folder: Path, job: str, patience_s: float = 180, every_s: float = 
     """
     starts = [e["id"] for e in ledger.unended(folder)]
     others = [i for i in dict.fromkeys(starts) if i not in (job, "0") and client.JOB_ID.fullmatch(i)]
-    known = {
-        job,
-        *ledger.job_ids(folder, "started"),
-        *ledger.job_ids(folder, "ended"),
-        *ledger.job_ids(folder, "refused"),
-    }
-    unknown = [p.stem.removeprefix("slurm-") for p in folder.glob("slurm-*.out") if "\ngo: " in f"\n{read_text(p)}"]
-    others += [i for i in unknown if i not in known and client.JOB_ID.fullmatch(i)]
+    known = {job, *(e["id"] for e in ledger.events(folder, "started", "ended", "refused"))}
+    printed = {path.stem.removeprefix("slurm-"): path for path in folder.glob("slurm-*.out")}
+    lost = [i for i in printed if i not in known and client.JOB_ID.fullmatch(i)]
+    others += [i for i in lost if "\ngo: " in f"\n{read_text(printed[i])}"]
     going, end = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING"), time.monotonic() + patience_s
     with contextlib.suppress(ValueError):
         while found := [s for s in client.states(others).values() if s.state in (*going, "COMPLETING")]:
