@@ -7,7 +7,8 @@ import numpy as np
 
 from trilane.utils.tables import Record, grouped
 from trilane.utils.validation import require
-from trilane.workspace.rank_grid import Grid
+from trilane.workspace.pace import OWN, Pace
+from trilane.workspace.rank_grid import Grid, shared
 
 Seconds = Mapping[int, Mapping[str, float]]  # by rank and phase
 Slow = dict[int, tuple[str, float, float]]  # of each slow rank its worst phase, the excess in seconds, the score
@@ -43,8 +44,7 @@ def find_stragglers(grid: Grid, seconds: Seconds) -> list[Straggler]:
     for rank in seconds:
         require(rank in grid, "rank", rank, f"must lie below tp x pp x dp = {len(grid.ranks)}")
     # Phases in which a rank does its own work, and below those in which it mostly waits for others.
-    own = ("batch-generator", "forward-compute", "backward-compute", "optimizer")
-    slow, less = (_scores(grid, seconds, own, least) for least in (5.0, 2.5))  # robust standard deviations
+    slow, less = (_scores(grid, seconds, OWN, least) for least in (5.0, 2.5))  # robust standard deviations
     found = []
     for node, ranks in grid.nodes.items():
         timed = [r for r in ranks if r in seconds]
@@ -55,6 +55,39 @@ def find_stragglers(grid: Grid, seconds: Seconds) -> list[Straggler]:
     slow = slow if slow or found else _scores(grid, seconds, ("p2p-wait", "all-grads-sync"), 5.0)
     found += [_straggler("rank", str(rank), [rank], slow) for rank in slow if rank not in taken]
     return sorted(found, key=lambda s: -s.score)
+
+
+def slowest(grid: Grid, paces: Mapping[int, Pace]) -> tuple[str, tuple[int, ...]]:
+    """Where a run that has become slow loses its time, in words, and the ranks at fault: none where it is all alike.
+
+    A rank that is slow itself works longer than it used to; one that waits for it does not, except for a neighbour in
+    its tensor-parallel group (and any rank under ZeRO-3), which waits inside its own work. At fault are the ranks whose
+    excess is at least half of the largest, where that is a tenth of what an iteration takes longer: no more, because a
+    rank that its node holds up is held up while it communicates, too.
+    """
+    excess = {rank: sum(pace.excess_s) for rank, pace in paces.items()}
+    most, longer_s = max(excess.values()), max(pace.now_s - pace.usual_s for pace in paces.values())
+    if most < longer_s / 10:
+        return "communication, since no rank's own work takes longer", ()
+    ranks = tuple(rank for rank in sorted(excess) if excess[rank] >= most / 2)
+    phase = max(range(len(OWN)), key=lambda n: sum(paces[rank].excess_s[n] for rank in ranks))
+    takes = f"{OWN[phase]} takes {sum(paces[r].excess_s[phase] for r in ranks) / len(ranks):.3g} s longer"
+    nodes = {grid[rank].node for rank in ranks}
+    if phase == 0 and (len(nodes) > 1 or 2 * len(ranks) > len(paces)):
+        return f"the shared disk, since {takes} on {len(ranks)} ranks", ()
+    if 2 * len(ranks) > len(paces):
+        return f"all ranks alike, {takes}", ()
+    return f"{_place(grid, ranks, nodes)}, {takes}", ranks
+
+
+def _place(grid: Grid, ranks: tuple[int, ...], nodes: set[str]) -> str:
+    """What these ranks have in common: rank, stage, replica, node."""
+    where = " and ".join(sorted(nodes)[:3]) + f" and {len(nodes) - 3} more" * (len(nodes) > 3)
+    if len(ranks) > 1 and set(ranks) == {rank for node in nodes for rank in grid.nodes[node]}:
+        return f"node {where}"
+    axes = ", ".join(shared([grid[rank] for rank in ranks])).replace("pp", "stage").replace("dp", "replica")
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks from {ranks[0]} on"
+    return f"{who} ({axes}) on {where}"
 
 
 def _scores(grid: Grid, seconds: Seconds, phases: tuple[str, ...], least: float) -> Slow:

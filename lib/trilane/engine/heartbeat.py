@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from trilane.engine import phases
 from trilane.utils.process import python
 from trilane.workspace import flight_recorder
 from trilane.workspace.heartbeat import END, STACKS, create_record, encode, place
+from trilane.workspace.pace import PaceMeter
 
 _beats: list["Heartbeat"] = []
 _clients: list[Any] = []  # of nvidia-resiliency-ext's rank monitor, one where ft_launcher started this rank
@@ -28,13 +30,18 @@ class Heartbeat:
     """Writes the heartbeat of one rank, at each change of phase."""
 
     def __init__(self, record: mmap.mmap) -> None:
-        self._record, self.step, self._process = record, 0, place()
+        self._record, self.step, self._process, self._meter = record, 0, place(), PaceMeter()
         self.beat(phases.current())
         self.close = phases.subscribe(self.beat)
 
     def beat(self, phase: str) -> None:
         """Write `phase` and the time."""
         self._record[:] = encode(self.step, phase, time.time(), self._process)
+
+    def iterated(self, samples: int, seconds: float, own: Mapping[str, float]) -> None:
+        """Count an iteration of so many samples, with this rank's seconds by phase."""
+        self._process = place() + b" " + self._meter.add(samples, seconds, own).encode()
+        self.beat(phases.current())
 
 
 def begin(plan: Plan, folder: Path) -> None:
@@ -69,6 +76,12 @@ def at(step: int) -> None:
     for heartbeat in _beats:
         heartbeat.step = step
         heartbeat.beat(phases.current())
+
+
+def iterated(samples: int, seconds: float, own: Mapping[str, float]) -> None:
+    """Record the pace after an iteration of so many samples, with this rank's seconds by phase."""
+    for heartbeat in _beats:
+        heartbeat.iterated(samples, seconds, own)
 
 
 def end(folder: Path) -> None:

@@ -23,8 +23,11 @@ from trilane.engine.phases import DATA, phase
 from trilane.engine.report import TrainingLog, iteration, memory_line, print_note, write_json
 from trilane.engine.signals import Signals
 from trilane.engine.world import World
+from trilane.utils.files import read_text
 from trilane.workspace.checkpoints import FOLDER, name_of
 from trilane.workspace.continuation import extension
+from trilane.workspace.heartbeat import SAVE
+from trilane.workspace.pace import RESTART
 from trilane.workspace.run_folder import cut_steps
 from trilane.workspace.status import RunStatus, Status, write_status
 
@@ -43,7 +46,8 @@ class StopRequest(NamedTuple):
 class StopRequests:
     """Requests to save or to stop, agreed on by all ranks: signals that reached any rank, and rank 0's clock and files.
 
-    The file `save` is removed once seen; `stop` stays, so that a chain of jobs does not continue.
+    The file `save` is removed once seen, and also stops the run where the watchdog wrote RESTART into it; `stop` stays,
+    so that a chain of jobs does not continue.
     """
 
     # In ascending priority; every stop also saves.
@@ -51,6 +55,7 @@ class StopRequests:
         StopRequest(),
         StopRequest("SIGUSR1", save=True),
         StopRequest("the file `save`", save=True),
+        StopRequest(RESTART, save=True, stop=True),
         StopRequest("exit_duration_minutes", save=True, stop=True),
         StopRequest("the file `stop`", save=True, stop=True),
         StopRequest("SIGTERM", save=True, stop=True),
@@ -76,14 +81,14 @@ class StopRequests:
     def pending(self, begun: bool = True) -> int:
         """The number of the highest request on this rank; the file `save` is removed."""
         first, save = self._world.is_first, self._folder / "save"
-        found = [0, 5 * self._signals.stop, 4 * (first and (self._folder / "stop").exists())]
+        found = [0, 6 * self._signals.stop, 5 * (first and (self._folder / "stop").exists())]
         if begun:
             # The signals of one request reach all ranks, and a rank's child and parent, within ten seconds: one that
             # comes before, or up to so long after, all have agreed to save is the same request.
-            found += [int(self._signals.save_s > self._agreed_s + 10.0), 3 * (first and time.monotonic() >= self._end)]
+            found += [int(self._signals.save_s > self._agreed_s + 10.0), 4 * (first and time.monotonic() >= self._end)]
             if first and save.exists():
+                found += [3 if read_text(save, 100) == RESTART else 2]
                 save.unlink(missing_ok=True)
-                found += [2]
         return max(found)
 
 
@@ -137,7 +142,8 @@ class Training:
         if self._saver.begun:
             self._report(self._saver.finish)
         self._end(request)
-        self._saver.keep_last()
+        with phase(SAVE):  # as long as the disk takes
+            self._saver.keep_last()
         heartbeat.end(self._folder)
         self._world.barrier()
         dist.destroy_process_group()
@@ -154,7 +160,7 @@ class Training:
         step = self._engine.step(microbatches, lr)
         end = time.perf_counter()
         self._done = batch.number
-        log.write(iteration(self._plan, batch, end - begin, lr, step))
+        log.write(iteration(self._plan, batch, end - begin, lr, step), self._saver.begun)
         return end
 
     def _evaluate(self, batch: Batch, log: TrainingLog) -> None:
@@ -179,7 +185,7 @@ class Training:
 
     def _report(self, part: Callable[[], Saved | None]) -> None:
         """Do a part of a save, and print its result where it has one."""
-        with phase("save-checkpoint"):
+        with phase(SAVE):
             saved = part()
         if saved and saved.problem:
             self._print(f"CHECKPOINT NOT SAVED: {saved}; the newest is {self._saved or 'none'}")

@@ -101,12 +101,14 @@ class Timers:
     def _mark(self, name: str) -> None:
         self._marks.append((self._clock(), name))
 
-    def fold(self) -> None:
-        """End an iteration: add up its marks and drop them. Synchronizes with a GPU."""
+    def fold(self) -> dict[str, float]:
+        """End an iteration: add up its marks and drop them; its seconds by phase. Synchronizes with a GPU."""
         self._mark(current())
-        self._seconds.update(durations(self._marks))
+        found = durations(self._marks)
+        self._seconds.update(found)
         del self._marks[:-1]
         self._iterations += 1
+        return found
 
     def skip(self) -> None:
         """Drop what happened since the last iteration, such as the phases of an evaluation."""

@@ -14,6 +14,7 @@ import torch
 
 from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
+from trilane.engine import heartbeat
 from trilane.engine.backends.base import Step
 from trilane.engine.phases import Timers, timing_table
 from trilane.engine.world import World
@@ -81,14 +82,20 @@ class TrainingLog:
         self._run, self._writes, self._window = plan.run, world.is_last, list[Line]()
         self._steps = Appended(folder / "steps.jsonl", print_note)
         self._evaluations = Appended(folder / "validation.jsonl", print_note)
-        self._timers = Timers(world.device) if plan.run.timers else None
+        self._timers = Timers(world.device) if plan.run.timers or plan.run.hang_timeout_s else None
         (folder / "ranks").mkdir(exist_ok=True)
         self._phases = Appended(folder / "ranks" / f"{world.rank}.phases", print_note)
 
-    def write(self, line: Line) -> None:
-        """Append the JSON line; print Megatron's every log_interval iterations and at the end. Collective."""
+    def write(self, line: Line, saving: bool = False) -> None:
+        """Append the JSON line; print Megatron's every log_interval iterations and at the end. Collective.
+
+        While a save is being written (`saving`) an iteration says nothing about the run's pace.
+        """
+        own = self._timers.fold() if self._timers else {}
+        if not saving:
+            heartbeat.iterated(line["global_batch_size"], line["sec_per_it"], own)
         due = line["iteration"] % self._run.log_interval == 0 or line["iteration"] == self._run.goal
-        spread = self._fold(line["iteration"], due) if self._timers else {}
+        spread = self._spread(line["iteration"]) if due and self._run.timers else {}
         if not self._writes:
             return
         self._steps.write(json.dumps({**line, "timers": spread} if spread else line).encode() + b"\n")
@@ -99,12 +106,9 @@ class TrainingLog:
         if spread:
             print(timing_table(spread), flush=True)
 
-    def _fold(self, iteration: int, due: bool) -> dict[str, tuple[float, float]]:
-        """End the timers' iteration; where a line is due, write this rank's seconds and return their spread."""
+    def _spread(self, iteration: int) -> dict[str, tuple[float, float]]:
+        """Write this rank's seconds since the last line; their spread over ranks."""
         assert self._timers
-        self._timers.fold()
-        if not due:
-            return {}
         self._phases.write(phase_times.line(iteration, self._timers.own()))
         return self._timers.over_ranks()
 

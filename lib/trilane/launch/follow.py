@@ -23,11 +23,12 @@ def follow(
     show_progress: bool,
     deadline: float,
     check: Callable[[], None] = lambda: None,
+    news: Callable[[], str] = str,
 ) -> int:
     """Copy the ranks' output to run.log until the child ends; its exit code.
 
     Raises TimeoutError after `deadline` (seconds of the monotonic clock), and what `check`, called each poll, raises;
-    the child is ended then.
+    the child is ended then. What `news` returns is another line of the log.
     """
     tails = [Tail(folder / "ranks" / f"{rank}.log") for rank in range(plan.topology.gpus)]
     steps, log, was_full = Tail(folder / "steps.jsonl"), Appended(folder / "run.log"), False
@@ -43,6 +44,8 @@ def follow(
                 if code is not None:
                     return code
                 check()
+                if line := news():
+                    log.write(f"trilane: {line}\n".encode())
                 if time.monotonic() > deadline:
                     raise TimeoutError
                 time.sleep(0.1)

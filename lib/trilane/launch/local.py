@@ -96,7 +96,7 @@ def _run(folder: Path, plan: Plan, port: int, show_progress: bool, begin: float,
         monitor = HangMonitor(folder, plan, start)
         with contextlib.closing(monitor), torchrun(folder, plan, port, start) as child:
             with forwarding_signals(child):
-                code = follow(child, folder, plan, show_progress, deadline, monitor.check)
+                code = follow(child, folder, plan, show_progress, deadline, monitor.check, monitor.news)
             return monitor.corrected(judge(folder, code, _since(begin), monitor.iteration), {*failed_ranks(folder)})
     except KeyboardInterrupt:
         _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))

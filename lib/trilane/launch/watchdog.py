@@ -19,8 +19,10 @@ from pathlib import Path
 from trilane.config.plan import Plan, read_plan
 from trilane.diagnose.capture import OTHERS_S, capture, capture_here, hosts_in
 from trilane.diagnose.hang import diagnose_hang
+from trilane.launch.slowness import Slowness
 from trilane.utils.process import die_with
 from trilane.workspace.heartbeat import Heartbeat, NodeReport, Stall, read_reports, remove_records, start_id
+from trilane.workspace.pace import LATE
 from trilane.workspace.status import RunStatus, Status, known_status, write_status
 
 
@@ -43,6 +45,7 @@ class HangMonitor:
                 (folder / "ranks/nodes" / f"{report.first}.json").unlink(missing_ok=True)
         self._stall = Stall(folder, env, self._timeout_s)
         self._exited: dict[int, Heartbeat] = {}
+        self._slowness, self._is_late = Slowness(folder, plan, env) if first == 0 else None, False
         self._at_exit: Path | None = None  # the stacks that were dumped when the first rank exited
 
     @property
@@ -71,6 +74,17 @@ class HangMonitor:
         # where stacks are asked for another node is deciding: this one waits, unless it has rank 0
         if (self._first == 0 or not is_asked) and self._stall.is_stalled(patience_s(self._first, self._plan)):
             raise Hang(self.hang_status())
+
+    def news(self) -> str:
+        """A line where the run has become slow since the last call, or fast again, by what check() saw; "" else."""
+        is_late = any(2 * beat.pace.late >= LATE for beat in self._stall.own.values())
+        if is_late and not self._is_late:
+            self.report()  # the node of rank 0 compares the ranks of all
+        self._is_late = is_late
+        try:
+            return self._slowness.news(self._stall.own, start_id(self._env)) if self._slowness else ""
+        except (OSError, ValueError):  # a full disk
+            return ""
 
     def report(self) -> None:
         """Write this node's report; not where the disk is full."""
@@ -150,6 +164,8 @@ def watch_node(folder: Path, parent: int, first: int) -> None:
         if _hangs(monitor, folder, is_asked) or (written and written != before and written.status is Status.HANG):
             monitor.kill_ranks(parent)
             break
+        if news := monitor.news():
+            print(f"trilane: {news}", flush=True)
         time.sleep(0.5)
     monitor.close()
 

@@ -42,6 +42,8 @@ def _news(job: JobStatus, old: JobStatus | None) -> Iterator[str]:
     if old is None or (old.id, old.state, old.status) != (job.id, job.state, job.status):
         word, where = "DIED: " * job.has_failed, job.reason or job.nodes
         yield f"{job.run}: job {job.id} {job.state} {where}: {word}{job.status} {job.evidence}".rstrip()
+    elif job.exclude != old.exclude or (job.evidence != old.evidence and job.evidence.startswith("SLOW")):
+        yield f"{job.run}: {job.evidence}"
     elif old.iteration != job.iteration:
         yield f"{job.run}: iteration {job.iteration} of {job.iterations}"
 

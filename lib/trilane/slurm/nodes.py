@@ -22,6 +22,7 @@ from trilane.slurm import client, ledger, node_test
 from trilane.utils.files import append_line
 from trilane.utils.process import python
 from trilane.utils.validation import require
+from trilane.workspace import pace
 from trilane.workspace.run_folder import iteration
 from trilane.workspace.status import RunStatus, Status, write_status
 
@@ -103,6 +104,8 @@ def handle_node_failure(
 
     A spare takes its place (event "replaced"); else the job is requeued: SLURM itself requeues only what still runs.
     """
+    if outcome.status is Status.STOPPED and f"by {pace.RESTART}" in outcome.evidence:
+        return _replace_slow(folder, job, outcome)
     # what a lost node can look like in the log
     seen = (Status.CRASHED, Status.NCCL_ERROR, Status.HANG, Status.NODE_FAILURE, Status.RENDEZVOUS)
     if outcome.status not in (*seen, Status.GPU_ERROR, Status.NETWORK, Status.KILLED):
@@ -130,6 +133,18 @@ def handle_node_failure(
         else:
             requeue(job, len(every), list(faulty) if test or reported else [])
     return outcome
+
+
+def _replace_slow(folder: Path, job: str, outcome: RunStatus) -> RunStatus:
+    """Have spares take the places of the nodes that made the run slow, which saved and stopped itself for that.
+
+    Ten slow iterations are the proof; the test at the next start examines the nodes that take their places.
+    """
+    named = {node.partition(".")[0] for node in pace.slowness(folder)[1]}
+    slow = [node for node in training_nodes(folder, job) if node.partition(".")[0] in named]
+    _note_broken(folder, job, slow)
+    ledger.note(folder, "replaced", job, nodes=slow, iteration=iteration(folder))
+    return replace(outcome, evidence=f"{', '.join(slow)}: slow; {outcome.evidence}", exclude=",".join(slow))
 
 
 def goes_on(folder: Path, job: str) -> str:

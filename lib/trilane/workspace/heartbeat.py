@@ -21,16 +21,20 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from trilane.utils.files import json_object, read_text
 from trilane.utils.validation import HostError, from_mapping, require
+from trilane.workspace.pace import LATE, Pace, decode
 
 # the node's memory; a system without this folder is one machine
 BASE = Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
-RECORD = 128  # bytes of a record: one padded line
-END = "end"  # the phase of a rank that has finished
+RECORD = 256  # bytes of a record: one padded line
+END, SAVE = "end", "save-checkpoint"  # the phases of a rank that has finished, and of one that saves
+# Seconds in which a rank may always stand still: a client of Lustre waits 100 s for a server (its manual, obd_timeout)
+# before it connects again, and a restart costs more than the wait.
+LEAST_S = 180.0
 # The signal on which faulthandler writes the stacks: no library and no scheduler uses it.
 STACKS = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 
@@ -51,6 +55,7 @@ class Heartbeat:
     host: str
     idle_s: float = 0.0
     has_exited: bool = False
+    pace: Pace = field(default_factory=Pace)
 
     def __post_init__(self) -> None:
         # a signal to process -1, 0 or 1 would reach others
@@ -64,7 +69,7 @@ class Heartbeat:
 
 
 def encode(step: int, phase: str, now: float, process: bytes) -> bytes:
-    """The record of a heartbeat; `process` as place() gives it."""
+    """The record of a heartbeat; `process` as place() gives it, and behind it the pace."""
     return (b"%d %s %.3f " % (step, phase.encode() or b"-", now) + process)[: RECORD - 1].ljust(RECORD - 1) + b"\n"
 
 
@@ -110,9 +115,10 @@ def own_beats(folder: Path, env: Mapping[str, str] | None = None) -> dict[int, H
     found = {}
     for path in sorted(path for path in paths if path.stem in starts):
         with contextlib.suppress(OSError, ValueError):
-            step, phase, now, pid, host = path.read_bytes()[:RECORD].decode().split()
+            step, phase, now, pid, host, *pace = path.read_bytes()[:RECORD].decode().split()
             rank, phase = int(path.suffix[1:]), "" if phase == "-" else phase
-            found[rank] = Heartbeat(rank=rank, step=int(step), phase=phase, time=float(now), pid=int(pid), host=host)
+            beat = Heartbeat(rank=rank, step=int(step), phase=phase, time=float(now), pid=int(pid), host=host)
+            found[rank] = replace(beat, pace=decode(pace))
     return found
 
 
@@ -236,7 +242,7 @@ class Stall:
         if self.own and all(beat.has_exited for beat in self.own.values()):
             return False  # whoever started them is about to report it
         # one that has ended may be silent
-        late = (beat.phase != END and beat.idle_s > self._patience_s(beat.step) + more_s for beat in self.own.values())
+        late = (beat.phase != END and beat.idle_s > self._patience_s(beat) + more_s for beat in self.own.values())
         return any(late) or (not self.own and self._is_late_to_begin())
 
     def cause(self, ranks: int, others: Iterable[NodeReport] = (), answered: Iterable[str] = ()) -> str:
@@ -255,16 +261,26 @@ class Stall:
         absent = sorted({*range(ranks)} - {beat.rank for beat, _ in beats})
         if absent and self._is_late_to_begin() and all(beat.step < 2 for beat, _ in beats):
             found.append((False, -1, 0.0, f"rank {absent[0]} before its first heartbeat"))
-        return f"no progress for {self._timeout_s:.0f} s: {min(found)[-1]}"
+        patience_s = min(map(self._patience_s, self.own.values()), default=self._timeout_s)
+        return f"no progress for {min(patience_s, self._timeout_s):.0f} s: {min(found)[-1]}"
 
     def _is_late_to_begin(self) -> bool:
-        return time.monotonic() - self._begin > self._patience_s(0)
+        return time.monotonic() - self._begin > self._first_s
 
-    def _patience_s(self, step: int) -> float:
-        """The timeout of a rank in that iteration, s."""
+    @property
+    def _first_s(self) -> float:
         # Until its second iteration a rank imports, builds samples and compiles; and it is given a minute more than the
         # ranks wait for one another (engine/torchrun.py), which ends with the names of those that did not come.
-        return self._timeout_s if step >= 2 else max(5 * self._timeout_s, 660.0)
+        return max(5 * self._timeout_s, 660.0)
+
+    def _patience_s(self, beat: Heartbeat) -> float:
+        """How long a rank may stand still there, s: ten iterations at its pace, where that is known."""
+        if beat.step < 2:
+            return self._first_s
+        # a save lasts as long as the disk takes
+        if not beat.pace.usual_s or beat.phase == SAVE:
+            return self._timeout_s
+        return min(self._timeout_s, max(LEAST_S, LATE * max(beat.pace.usual_s, beat.pace.now_s)))
 
 
 def _has_exited(beat: Heartbeat) -> bool:

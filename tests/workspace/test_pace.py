@@ -1,0 +1,76 @@
+"""A run that leaves its own pace is noticed, and the rank that makes it slow is named; what is usual is no slowness."""
+
+from pathlib import Path
+
+import pytest
+
+from trilane.diagnose.stragglers import slowest
+from trilane.workspace.heartbeat import LEAST_S, Heartbeat, Stall
+from trilane.workspace.pace import LATE, OWN, Pace, PaceMeter, decode, note, slowness
+from trilane.workspace.rank_grid import regular
+
+
+def late(*seconds: float, samples: tuple[int, ...] = ()) -> int:
+    """How many of the last iterations were late."""
+    meter = PaceMeter()
+    for number, time in enumerate(seconds):
+        pace = meter.add((samples or (8,) * len(seconds))[number], time, {"forward-compute": time})
+    return decode(pace.encode().decode().split()).late
+
+
+USUAL = (1.0, 1.02, 0.98) * 10
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [((1.3,) * LATE, LATE), ((1.05,) * LATE, 0), ((9.0,) * 9 + (1.0,), 0), ((1.0,) * LATE, 0)],
+    ids=["slow", "a twentieth", "back in time", "usual"],
+)
+def test_ten_iterations_above_the_median_and_its_spread_are_slow(seconds: tuple[float, ...], expected: int) -> None:
+    assert late(*USUAL, *seconds) == expected
+
+
+def test_a_ramp_of_the_batch_is_no_slowness() -> None:
+    assert late(*USUAL, *(1.9,) * LATE, samples=(8,) * 30 + (16,) * LATE) == 0
+
+
+def pace(now_s: float, **excess_s: float) -> Pace:
+    times = tuple(excess_s.get(name.partition("-")[0], 0.0) for name in OWN)
+    return Pace(late=10, samples=8, usual_s=1.0, now_s=now_s, excess_s=times)
+
+
+@pytest.mark.parametrize(
+    ("excess", "ranks", "word"),
+    [
+        ({2: {"forward": 3.0}}, (2,), "rank 2 (tp 0, stage 1, replica 0) on node1"),
+        ({2: {"backward": 3.0}, 3: {"backward": 2.9}}, (2, 3), "node node1"),
+        ({r: {"batch": 3.0} for r in range(4)}, (), "the shared disk"),
+        ({r: {"forward": 3.0} for r in range(4)}, (), "all ranks alike"),
+        ({}, (), "communication"),
+    ],
+)
+def test_who_works_longer_than_before_is_at_fault(excess: dict, ranks: tuple[int, ...], word: str) -> None:
+    """Two stages of two replicas, on two nodes; a rank that waits does not work longer."""
+    paces = {rank: pace(4.0, **excess.get(rank, {})) for rank in range(4)}
+    words, found = slowest(regular(1, 2, 2, 2), paces)
+    assert found == ranks and words.startswith(word)
+
+
+def test_a_rank_hangs_after_ten_iterations_of_its_pace_except_while_it_saves(tmp_path: Path) -> None:
+    def patience_s(usual_s: float, phase: str, timeout_s: float = 1500.0) -> float:
+        beat = Heartbeat(rank=0, step=30, phase=phase, time=1.0, pid=2, host="n", pace=Pace(usual_s=usual_s))
+        return Stall(tmp_path, {}, timeout_s)._patience_s(beat)
+
+    assert [patience_s(s, "optimizer") for s in (0.1, 30.0, 900.0, 0.0)] == [LEAST_S, 300.0, 1500.0, 1500.0]
+    assert patience_s(1.0, "save-checkpoint") == 1500.0 and patience_s(1.0, "optimizer", 5.0) == 5.0
+
+
+def test_the_last_event_counts_and_a_damaged_one_does_not(tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    note(tmp_path, 40, "SLOW\x1b[2J since", ("n1",))
+    with (tmp_path / "ranks/pace.jsonl").open("a") as file:
+        file.write('{"text": 3}\n{"nodes": "n", "te')
+    text, nodes = slowness(tmp_path)
+    assert text.startswith("SLOW") and "\x1b" not in text and nodes == ("n1",)
+    note(tmp_path, 60, "")
+    assert slowness(tmp_path) == ("", ())
