@@ -31,10 +31,9 @@ CASES = {
     "search": [
         f"plan search {BLOOM} --recompute full",
         f"plan search {BLOOM} --top 3",
-        f"plan search {BLOOM} --engine deepspeed-3d --objective headroom --top 3",
         "plan search --shape 24,2048,16,2048,50304 --cluster jz-v100-32g --gpus 32 --gbs 512",
         "plan search --shape 36,7680,60,2048,50304 --cluster dgx-a100-80g --gpus 128 --gbs 1024 --top 3",
-        "plan search --shape 32,4096,32,4096,32000 --cluster dgx-h100 --gpus 64 --gbs-max 64 --top 3 --precision fp8",
+        "plan search --shape 32,4096,32,4096,32000 --cluster dgx-h100 --gpus 64 --gbs 64 --top 3 --precision fp8",
         "plan search --shape 24,2048,16,2048,50304 --cluster jz-v100-16g --gpus 8 --gbs 64 --engine hf-zero3 --top 3",
         f"plan search --shape {LLAMA} --cluster jz-a100-80g --gpus 64 --gbs 1024 --zero 1 --top 3",
     ],

@@ -90,23 +90,19 @@ def test_plain_loops_see_as_many_topologies_and_refuse_each_by_the_first_rule_th
     assert {**found.refused_by_rule, "none": found.runnable} == counts and len(counts) >= 6
 
 
-@pytest.mark.parametrize(
-    ("objective", "value", "host_s"),
-    [("seconds", "sec_per_it", 1e-4), ("seconds", "sec_per_it", 1e-2), ("headroom", "memory_bytes", 1e-4)],
-    ids=["bound by the GPU", "bound by the host", "headroom"],
-)
-def test_the_vectorized_prediction_is_the_prediction_of_the_one_plan(objective, value, host_s):
+@pytest.mark.parametrize("host_s", [1e-4, 1e-2], ids=["bound by the GPU", "bound by the host"])
+def test_the_vectorized_prediction_is_the_prediction_of_the_one_plan(host_s):
     """Ranked by arrays of many points at once, predicted one by one."""
     known = dataclasses.replace(K, host_s=host_s)
     pins = {"mbs": (1, 4), "interleaving": (1, 2), "pp": (1, 2), "offload": ("none", "optimizer", "full")}
     space = Space(gpus=(8,), gbs=(32,), pins=pins, engine="deepspeed-zero")
-    found = search_space(SMALL, A100, space, known, objective, top=10_000)
+    found = search_space(SMALL, A100, space, known, top=10_000)
     plain = dataclasses.replace(space, pins={**pins, "offload": ("none",)}, engine="megatron")
-    piped = search_space(SMALL, A100, plain, known, objective, top=10_000)
+    piped = search_space(SMALL, A100, plain, known, top=10_000)
     for result in (found, piped):
         assert len(result.candidates) + len(result.risky) == result.runnable > 100
         for ranked in (result.candidates, result.risky):
-            assert np.all(np.diff([getattr(c.prediction, value) for c in ranked]) >= -1e-9)
+            assert np.all(np.diff([c.prediction.sec_per_it for c in ranked]) >= -1e-9)
 
 
 @pytest.mark.parametrize("pin", [{"interleaving": (2,)}, {"sequence_parallel": (True,)}])

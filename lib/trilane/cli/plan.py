@@ -65,12 +65,9 @@ def search(
     cluster: str = option(help=CLUSTER),
     gpus: int = option(help="GPUs of the run", minimum=1),
     seq: int = SEQUENCE,
-    gbs: int = option(0, "sequences of an iteration", minimum=1, maximum=1 << 20),
-    # every size up to it is evaluated: 9 s on two cores
-    gbs_max: int = option(0, "instead of --gbs: every global batch size up to this one", minimum=1, maximum=1 << 14),
+    gbs: int = option(help="sequences of an iteration", minimum=1, maximum=1 << 20),
     calibration: str = CALIBRATION,
     engine: str = option(ENGINES[0], "what trains it", choices=ENGINES),
-    objective: str = option("seconds", "what is best", choices=("seconds", "days", "gpu_hours", "headroom")),
     top: int = option(10, "plans to list, each of another tp x pp x dp", minimum=1),
     **choices: Annotated[Any, Topology | None],
 ) -> Answer:
@@ -79,12 +76,10 @@ def search(
     An option that names a choice of the topology pins it. Where --tp and --pp leave one tp x pp x dp, its variants are
     listed.
     """
-    require(bool(gbs) != bool(gbs_max), "gbs", gbs or "missing", "give either --gbs or --gbs-max")
     machine, what = load_cluster(cluster), shape_of(shape, seq, choices)
     require(gpus <= machine.max_gpus, "gpus", gpus, f"{machine.name} has {machine.max_gpus}")
-    choices |= {"calibration": constants(machine, calibration), "engine": engine, "objective": objective}
-    choices |= {"distinct": True}
-    found = search_plans(what, machine, gpus=gpus, gbs=gbs or range(1, gbs_max + 1), top=top, **choices)
+    choices |= {"calibration": constants(machine, calibration), "engine": engine, "distinct": True}
+    found = search_plans(what, machine, gpus=gpus, gbs=gbs, top=top, **choices)
     return Answer(found.listing(), found.as_text(), not found.candidates)
 
 

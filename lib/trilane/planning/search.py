@@ -33,15 +33,14 @@ from trilane.planning.space import (
     word,
 )
 from trilane.utils.progress import progress
-from trilane.utils.validation import require_integer, require_known
+from trilane.utils.validation import require_integer
 
 MEMORY_RULE = "memory must fit the card"
 
 
 class Row(NamedTuple):
-    """One topology that can run, with its objective, its seconds per sequence and its memory."""
+    """One topology that can run, with its seconds per sequence and its memory."""
 
-    objective: float
     seconds: float
     memory: float
     topology: tuple[ParallelSizes, Point, float, float]  # with mbs and gbs
@@ -60,12 +59,9 @@ class _Search:
     def __init__(self, shape: ModelShape, cluster: Cluster, space: Space, calibration: Calibration, **how: Any):
         self.shape, self.cluster, self.space, self.calibration = shape, cluster, space, calibration.on_card(cluster)
         self.kept = calibration.kept()
-        self.objective, self.top = how["objective"], how["top"]
+        self.top = how["top"]
         # variants of one tp x pp x dp are no different answers, unless there is no other
         self.distinct = how["distinct"] and len({*space.sizes()}) > 1
-        # seconds per sequence, which is also the order of the days of a number of tokens; GPU-seconds per sequence;
-        # least memory of the fullest stage
-        require_known("objective", self.objective, ("seconds", "days", "gpu_hours", "headroom"))
         self.safe, self.risky, self.front = list[Row](), list[Row](), list[Row]()
         rules: list[tuple[Rule, tuple[Any, ...]]] = [(rule, (cluster,)) for rule in CLUSTER_RULES]
         rules += [(rule, (shape,)) for rule in SHAPE_RULES]
@@ -128,25 +124,23 @@ class _Search:
             return
         columns, memory, which = columns.take(fits), memory[fits], which[fits]
         seconds = iteration_columns(columns, self.cluster, self.calibration).total / columns.gbs
-        goals = {"gpu_hours": seconds * columns.gpus, "headroom": memory}
-        objective = np.asarray(goals.get(self.objective, seconds))
 
         def rows(index: np.ndarray) -> list[Row]:
-            values = (objective, seconds, memory, which, columns.mbs, columns.gbs)
+            values = (seconds, memory, which, columns.mbs, columns.gbs)
             found = zip(*(column[index] for column in values), strict=True)
-            return [Row(o, s, b, (blocks[w].sizes, blocks[w].point, m, g)) for o, s, b, w, m, g in found]
+            return [Row(s, b, (blocks[w].sizes, blocks[w].point, m, g)) for s, b, w, m, g in found]
 
         numbers = {sizes: n for n, sizes in enumerate({block.sizes for block in blocks})}
         lanes = np.array([numbers[block.sizes] for block in blocks])
         danger = probability[fits] > RISKY
         for best, able in ((self.safe, ~danger), (self.risky, danger)):
             # a row is a Python object: only what may enter the best becomes one
-            worst = best[-1].objective if len(best) == self.top else np.inf
-            index = np.flatnonzero(able & (objective <= worst))
-            index = index[np.argsort(objective[index], kind="stable")]
+            worst = best[-1].seconds if len(best) == self.top else np.inf
+            index = np.flatnonzero(able & (seconds <= worst))
+            index = index[np.argsort(seconds[index], kind="stable")]
             if self.distinct:
                 index = index[np.sort(np.unique(lanes[which[index]], return_index=True)[1])]
-            merged = sorted([*best, *rows(index[: self.top])], key=lambda row: row.objective)
+            merged = sorted([*best, *rows(index[: self.top])], key=lambda row: row.seconds)
             best[:] = (first_per_sizes(merged, lambda row: row.topology[0]) if self.distinct else merged)[: self.top]
         # what a row of another block beats leaves at the end, in pareto()
         calm = np.flatnonzero(~danger)
@@ -219,15 +213,14 @@ def search_space(
     cluster: Cluster,
     space: Space,
     calibration: Calibration | None = None,
-    objective: str = "seconds",
     top: int = 200,
     distinct: bool = False,
 ) -> SearchResult:
-    """Predict every topology of a space; the best `top` by the objective, and the front of speed against memory."""
+    """Predict every topology of a space; the `top` fastest, and the front of speed against memory."""
     require_integer("top", top, 1)
     cluster.gpu.flops_per_s(space.fixed.precision)
     known = calibration or calibration_for(cluster)
-    return _Search(shape, cluster, space, known, objective=objective, top=top, distinct=distinct).run()
+    return _Search(shape, cluster, space, known, top=top, distinct=distinct).run()
 
 
 def search(
@@ -238,7 +231,6 @@ def search(
     gbs: int | Sequence[int],
     engine: str = ENGINES[0],
     calibration: Calibration | None = None,
-    objective: str = "seconds",
     top: int = 500,
     distinct: bool = False,
     **choices: Any,
@@ -252,4 +244,4 @@ def search(
         search(shape, load_cluster("jz-a100-80g"), gpus=384, gbs=2048, mbs=(1, 2), recompute="full")
     """
     space = space_for(shape, cluster, gpus=gpus, gbs=gbs, engine=engine, **choices)
-    return search_space(shape, cluster, space, calibration, objective, top, distinct)
+    return search_space(shape, cluster, space, calibration, top, distinct)
