@@ -23,8 +23,14 @@ USUAL = (1.0, 1.02, 0.98) * 10
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
-    [((1.3,) * LATE, LATE), ((1.05,) * LATE, 0), ((9.0,) * 9 + (1.0,), 0), ((1.0,) * LATE, 0)],
-    ids=["slow", "a twentieth", "back in time", "usual"],
+    [
+        ((1.3,) * LATE, LATE),
+        ((1.05,) * LATE, 0),
+        ((9.0,) * 9 + (1.0, 1.0), 0),
+        ((9.0,) * 9 + (1.0, 9.0), LATE),
+        ((1.0,) * LATE, 0),
+    ],
+    ids=["slow", "a twentieth", "back in time", "but for one", "usual"],
 )
 def test_ten_iterations_above_the_median_and_its_spread_are_slow(seconds: tuple[float, ...], expected: int) -> None:
     assert late(*USUAL, *seconds) == expected

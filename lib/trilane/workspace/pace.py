@@ -57,7 +57,7 @@ class PaceMeter:
 
     def __init__(self) -> None:
         self._usual = deque[tuple[float, ...]](maxlen=100)  # late iterations do not become usual
-        self._late, self._count = deque[tuple[float, ...]](maxlen=LATE), 0
+        self._late, self._count, self._in_time = deque[tuple[float, ...]](maxlen=LATE), 0, 0
 
     def add(self, samples: int, seconds: float, phases: Mapping[str, float]) -> Pace:
         """Add an iteration with this rank's seconds by phase; the pace with it."""
@@ -65,11 +65,13 @@ class PaceMeter:
         usual = tuple(map(median, zip(*self._usual, strict=True))) if len(self._usual) >= LATE else ()
         if usual and times[0] > self._limit(usual[0]):
             self._late.append(times)
-            self._count += 1
+            self._count, self._in_time = self._count + 1, 0
         else:
+            self._in_time += 1
+            self._usual.append(times)
+        if self._in_time > 1:  # one alone is luck: what holds a rank up may miss an iteration
             self._late.clear()
             self._count = 0
-            self._usual.append(times)
         if not usual:
             return Pace(samples=samples)
         now = tuple(map(fmean, zip(*self._late, strict=True))) if self._late else usual
