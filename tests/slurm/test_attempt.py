@@ -255,3 +255,10 @@ def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
     ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=1)
     assert nodes.lost_nodes(folder, "78") == [], "requeued, it has other nodes"
     assert nodes.goes_on(folder, "78") == ""
+
+
+def test_ranks_restarted_within_a_job_are_counted_in_how_it_ended(folder: Path) -> None:
+    """env.json has the count that ft_launcher gives to the ranks; a damaged one counts as none."""
+    for text, restarts in [('{"restarts": 2}', True), ('{"restarts": "\\u001b"}', False), ("{", False)]:
+        (folder / "env.json").write_text(text)
+        assert ("restarted in the job 2 times" in attempt.end(folder, 1, {"SLURM_JOB_ID": "7"}).evidence) is restarts

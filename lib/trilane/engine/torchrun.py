@@ -16,6 +16,7 @@ import threading
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ def main(argv: list[str]) -> int:
             print(f"trilane: launcher=ft_launcher: {NEEDS} in {sys.prefix}", file=sys.stderr)
             return 2
         launcher, elastic = f"{FT}.launcher", f"{FT}._torch_elastic_compat"
+        # the forked monitors of ranks block our signals too, and must: SLURM sends them to every process of the step
+        BaseProcess.terminate = BaseProcess.kill  # type: ignore[method-assign]
+        os.register_at_fork(after_in_child=die_with_parent)
     _forward_signals(elastic)
     _listen_on_loopback(elastic)
     return _launch(argv, launcher, elastic)
