@@ -69,7 +69,7 @@ class PaceMeter:
         else:
             self._in_time += 1
             self._usual.append(times)
-        if self._in_time > 1:  # one alone is luck: what holds a rank up may miss an iteration
+        if self._in_time > 2:  # fewer are luck: what holds a rank up may miss an iteration
             self._late.clear()
             self._count = 0
         if not usual:
