@@ -11,7 +11,7 @@ from support import small_plan
 
 from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import read_plan
-from trilane.slurm import attempt, chain, client, jobs, ledger, nodes
+from trilane.slurm import attempt, chain, client, copies, jobs, ledger, nodes
 from trilane.slurm.client import JobState
 from trilane.slurm.node_test import Findings
 from trilane.workspace.checkpoints import name_of
@@ -262,3 +262,39 @@ def test_ranks_restarted_within_a_job_are_counted_in_how_it_ended(folder: Path) 
     for text, restarts in [('{"restarts": 2}', True), ('{"restarts": "\\u001b"}', False), ("{", False)]:
         (folder / "env.json").write_text(text)
         assert ("restarted in the job 2 times" in attempt.end(folder, 1, {"SLURM_JOB_ID": "7"}).evidence) is restarts
+
+
+EDITS = [
+    ({"optimizer": {"lr": 6e-4}}, "optimizer.lr: 0.001 -> 0.0006 (peak learning rate)"),
+    ({"topology": {"mbs": 1}}, "topology.mbs: 2 -> 1 "),
+    ({"run": {"seed": 7}}, "run.seed: 1234 -> 7 (of the initial weights and the data order)"),
+    ({"run": {"ramp": {"start": 4, "increment": 4, "samples": 8}}}, "run.ramp.start: 0 -> 4"),
+    ({"data": {"source": "\x1b[31mred"}}, "plan"),  # none that can be read
+    ({"nonsense": 1}, "plan"),
+    ({"dropout": {"hidden": 0.0}}, ""),  # what it is by default
+    ({}, ""),
+    (None, "plan"),  # deleted
+]
+
+
+@pytest.mark.parametrize(("edit", "says"), EDITS)
+def test_a_job_whose_plan_is_not_what_was_submitted_says_in_what_and_stops(
+    edit: dict | None, says: str, folder: Path, slurm: dict[str, str]
+) -> None:
+    """However the file is written; also when it resumes. A job submitted by hand trains what is there."""
+    path = folder / "plan.json"
+    ledger.note(folder, "submitted", "81", site="test", plan=copies.keep_plan(folder))
+    values = json.loads(path.read_text())
+    for name, part in (edit or {}).items():
+        values[name] = {**values[name], **part} if isinstance(part, dict) else part
+    path.write_text(json.dumps(values, indent=7, sort_keys=True))
+    if edit is None:
+        path.unlink()
+    said = attempt.begin(folder, {**ME, "SLURM_JOB_ID": "81"})
+    assert said.startswith("stop: " if says else "go: ") and says in said and "\x1b" not in said
+    if says:
+        (kept,) = (folder / "submitted").iterdir()
+        assert f"`cp submitted/{kept.name} plan.json`" in said
+        assert "\n" not in ledger.events(folder, "refused")[-1]["says"]
+        path.write_text(kept.read_text())
+        assert attempt.begin(folder, {**ME, "SLURM_JOB_ID": "81"}) == BEGINNING

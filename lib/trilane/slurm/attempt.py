@@ -10,11 +10,12 @@ from pathlib import Path
 
 from trilane.config.plan import read_plan
 from trilane.launch.outcome import last_log
-from trilane.slurm import client, ledger
+from trilane.slurm import client, copies, ledger
 from trilane.slurm.copies import USED_BY as CODE
 from trilane.slurm.nodes import Tester, handle_node_failure, job_id
 from trilane.utils.files import append_line, json_object, read_text
 from trilane.utils.folder_lock import FolderLock
+from trilane.utils.tables import one_line
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
 from trilane.workspace.run_folder import is_completed, iteration, put_aside
 from trilane.workspace.status import RunStatus, Status, known_status, verdict, write_status
@@ -30,10 +31,11 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
     # another job may hold the lock while it waits for SLURM
     with FolderLock([folder]).held(600):
         job, at, known = job_id(env), iteration(folder), ledger.job_ids(folder)
-        if not (other := competing(folder, job)):
+        reason, other = altered(folder, job), competing(folder, job)
+        if not reason and not other:
             close_ended(folder, {}, begins=True)
-        if reason := finished(folder) or blocked(folder) or other or unready(folder):
-            ledger.note(folder, "refused", job, says=reason)
+        if reason := reason or finished(folder) or blocked(folder) or other or unready(folder):
+            ledger.note(folder, "refused", job, says=one_line(reason))
             return f"stop: {reason}"
         newest = latest(folder / FOLDER)
         put_aside(folder, keep=newest is not None)
@@ -128,6 +130,24 @@ def finished(folder: Path) -> str:
     newest = latest(folder / FOLDER)
     is_saved = not run.saves_at_end or is_completed(folder) or (newest and newest.name == name_of(run.goal))
     return f"done: iteration {at} of {run.goal} is reached" if at >= run.goal and is_saved else ""
+
+
+def altered(folder: Path, job: str) -> str:
+    """In what plan.json is not what was submitted as this job, and what to type, a line each; "" where it is.
+
+    A job that was submitted by hand, or whose submission was killed, has no hash of a plan: it trains what is there.
+    """
+    found = [e for e in ledger.events(folder, "submitted") if e["id"] == job and e.get("plan")][-1:]
+    for event in found:
+        again = shlex.join(["trilane", "slurm", "submit", str(folder.resolve()), "--site", str(event.get("site"))])
+        back = f"`cp submitted/{event['plan']}.json plan.json` in the run folder brings back what was submitted"
+        try:
+            lines = copies.plan_changes(folder, event["plan"])
+        except ValueError as error:
+            return f"{error}; {back}"
+        if lines:
+            return "\n".join(["plan.json is not what was submitted:", *lines, f"`{again}` submits it as it is; {back}"])
+    return ""
 
 
 def unready(folder: Path) -> str:

@@ -1,20 +1,56 @@
-"""Copies of the installed code, frozen next to a submission.
+"""Copies of the installed code and of the plan, frozen next to a submission.
 
 A job may wait for days, and goes back into the queue when a node fails: it runs what was installed when it was
 submitted, from code/HASH below the folder that was submitted.
 """
 
 import hashlib
+import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from trilane.utils.files import read_text
+from trilane.config.plan import Plan, read_plan, read_plan_values
+from trilane.utils.files import read_text, replace_text
 from trilane.utils.validation import require
+from trilane.workspace.continuation import changes
 from trilane.workspace.installation import package, revision, shipped
 
 # what a script that runs the frozen code mentions
 USED_BY = "TRILANE_CODE"
+
+
+def hash_of(text: str) -> str:
+    """The hash of a text by which a submission names it."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def keep_plan(folder: Path) -> str:
+    """Keep the plan of a run folder as submitted/HASH.json, with the text of a layer of its own; the hash."""
+    text = json.dumps(read_plan_values(folder / "plan.json"), indent=1)
+    kept = folder / "submitted" / f"{hash_of(text)}.json"
+    if read_text(kept) != text:
+        kept.parent.mkdir(exist_ok=True)
+        replace_text(kept, text)
+    return kept.stem
+
+
+def plan_changes(folder: Path, kept: object) -> list[str]:
+    """In what plan.json differs from the one that was kept by that hash, a line a field; [] where it was not kept.
+
+    How the file is written does not count. ValueError where one of them cannot be read.
+    """
+    if not isinstance(kept, str) or not re.fullmatch(r"[0-9a-f]{16}", kept):
+        return []
+    was, now = (read_plan(folder / name) for name in (f"submitted/{kept}.json", "plan.json"))
+    return changes(_facts(was), _facts(now))
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON, of its constants the hash."""
+    return {**plan.to_json(), "calibration": (plan.calibration or {}).get("hash")}
 
 
 def freeze(home: Path) -> Path:
@@ -34,7 +70,7 @@ def freeze(home: Path) -> Path:
             sums = _sums({name: part / name for name in _roots()})
             # an update of the installation takes seconds, in which half of it is old
             require(sums == _sums(_roots()), "code", package(), "is being changed; submit when that has ended")
-            target = code / hashlib.sha256(sums.encode()).hexdigest()[:16]
+            target = code / hash_of(sums)
             listed = read_text(target / "SHA256SUMS")
             if listed != sums or _sums({name: target / name for name in _roots()}) != sums:
                 (part / "SHA256SUMS").write_text(sums)

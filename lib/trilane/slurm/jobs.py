@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.plan import read_plan
+from trilane.costmodel.shipped import constants_of
 from trilane.launch.outcome import last_log
 from trilane.slurm import attempt, client, copies, ledger
 from trilane.slurm.script import SCRIPT, rewrite
@@ -119,9 +120,11 @@ def _accept(folder: Path, freeze: Callable[[], Path], site: str, options: Sequen
     script = folder / SCRIPT
     code = freeze() if copies.USED_BY in read_text(script) else None
     options = [f"--dependency={','.join(['singleton', *after])}", "--kill-on-invalid-dep=yes", *options]
+    facts = {"plan": copies.keep_plan(folder), "script": copies.hash_of(read_text(script))}
+    facts |= {"constants": constants_of(read_plan(folder / "plan.json")).hash, "code": code.name if code else ""}
     name, known, words = client.job_name(folder), ledger.job_ids(folder), [str(code)] if code else []
     job = client.sbatch(script, *options, name=name, known=known, arguments=words)
-    ledger.note(folder, "submitted", job, site=site, code=code.name if code else "", after=",".join(after))
+    ledger.note(folder, "submitted", job, site=site, after=",".join(after), **facts)
     return job
 
 

@@ -1,13 +1,14 @@
 """What a checkpoint records of the run that wrote it, and which plans may continue from it; without torch."""
 
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from trilane.config.layer import STANDARD
 from trilane.config.plan import Plan
 from trilane.config.training import ranges_text, until
-from trilane.utils.validation import require, to_mapping
+from trilane.utils.validation import require, shown, to_mapping
 from trilane.workspace.checkpoints import FOLDER, complete, found_in, read_manifest
 
 
@@ -66,6 +67,29 @@ def _differences(name: str, held: Any, wanted: Any) -> list[tuple[str, Any, Any]
         names = [*wanted, *(n for n in held if n not in wanted)]
         return [d for n in names for d in _differences(f"{name}.{n}".lstrip("."), held.get(n), wanted.get(n))]
     return [] if held == wanted else [(name, held, wanted)]
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """What differs between two plans, or parts of them, as JSON objects: a line a field, with its meaning.
+
+    ["optimizer.lr: 6e-05 -> 0.0006 (peak learning rate)"]
+    """
+    found = []
+    for name, old, new in _differences("", before, after):
+        texts = [shown("none" if value in (None, "") else value, 60) for value in (old, new)]
+        what = " -> ".join(texts) if texts[0] != texts[1] else f"{texts[0]} differs in its middle"
+        meaning = _meaning(name)
+        found.append(f"{shown(name, 60)}: {what}" + f" ({meaning})" * bool(meaning))
+    return found
+
+
+def _meaning(path: str) -> str:
+    """The words of a plan's field, such as "optimizer.lr"."""
+    kind, text = Plan, ""
+    for name in path.split("."):
+        field = next((f for f in fields(kind) if f.name == name), None) if is_dataclass(kind) else None
+        kind, text = (field.type, field.metadata.get("help", "")) if field else (None, text)  # type: ignore[assignment]
+    return text
 
 
 def extension(manifest: Mapping[str, Any], plan: Plan) -> str:
