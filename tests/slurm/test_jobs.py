@@ -7,7 +7,7 @@ import pytest
 from slurm_cluster import REQUEST, SITE, Commands, one, plan, run_folder, submit_chain
 
 from trilane.cli.app import main
-from trilane.slurm import attempt, chain, client, jobs, ledger, monitor
+from trilane.slurm import attempt, chain, client, copies, jobs, ledger, monitor
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import to_mapping
 from trilane.workspace.status import RunStatus, write_status
@@ -241,3 +241,13 @@ def test_a_completed_run_is_left_out_of_a_submission(
     assert list(json.loads(capsys.readouterr().out)["findings"]) == [str(died)], (
         "the same plan runs out of memory again"
     )
+
+
+def test_a_job_that_waits_takes_a_changed_plan_where_that_is_accepted(commands: Commands, folder: Path) -> None:
+    ledger.note(folder, "submitted", "78", site="test", plan=copies.keep_plan(folder))
+    values = json.loads((folder / "plan.json").read_text())
+    values["optimizer"]["lr"] = 6e-4
+    (folder / "plan.json").write_text(json.dumps(values))
+    assert "optimizer.lr: 0.001 -> 0.0006" in attempt.altered(folder, "78")
+    commands.say("squeue", "echo '78|PENDING|None|1:00|2:00||x'")
+    assert jobs.accept_changes(folder, "test") == ["78"] and attempt.altered(folder, "78") == ""

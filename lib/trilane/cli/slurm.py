@@ -73,6 +73,7 @@ def submit(
     until_done: bool = option(False, "as many jobs as 1.25 times the predicted hours need; what is left ends at once"),
     failed: bool = option(False, "only runs that failed and may succeed now"),
     rewrite: bool = option(False, "write job.sbatch anew, for this site and these options"),
+    accept_changes: bool = option(False, "submit an edited job.sbatch; jobs that wait take plan.json as it is now"),
     dry_run: bool = option(False, "only check, and print jobs, hours and their sum; submit nothing"),
 ) -> Answer:
     """Submit runs that have not completed: all, or if the check refuses one, none."""
@@ -88,12 +89,17 @@ def submit(
     plans = {folder: read_plan(folder / "plan.json") for folder in folders}
     for plan in plans.values():
         note_constants(plan, job.site)
-    found = {path: preflight.check_job(plan, job.site, job, path, job.allow) for path, plan in plans.items()}
+    allow = (*job.allow, *["changes"] * accept_changes)
+    found = {path: preflight.check_job(plan, job.site, job, path, allow) for path, plan in plans.items()}
     is_refused = any(map(preflight.refused, found.values()))
     chosen = [] if is_refused or dry_run else folders
     # a stage loads the checkpoint of the one before
     most = 1 if any(map(chains.is_chain, runs)) else parallel
     made = dict[str, list[str]]()
+    for path in chosen if accept_changes else []:
+        if waiting := jobs.accept_changes(path, job.site.name):
+            made[str(path)] = waiting
+    chosen = [path for path in chosen if str(path) not in made]
     rows = chains.link_records(list(plans), job) if dry_run or until_done else []
     often = {Path(row["run"]): max(times, math.ceil(1.25 * row["jobs"])) if until_done else times for row in rows}
     for path, one in jobs.submit_all(chosen, job.site, job, times=often or times, parallel=most):

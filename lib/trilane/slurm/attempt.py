@@ -137,7 +137,7 @@ def altered(folder: Path, job: str) -> str:
 
     A job that was submitted by hand, or whose submission was killed, has no hash of a plan: it trains what is there.
     """
-    found = [e for e in ledger.events(folder, "submitted") if e["id"] == job and e.get("plan")][-1:]
+    found = [e for e in ledger.events(folder, "submitted", "accepted") if e["id"] == job and e.get("plan")][-1:]
     for event in found:
         again = shlex.join(["trilane", "slurm", "submit", str(folder.resolve()), "--site", str(event.get("site"))])
         back = f"`cp submitted/{event['plan']}.json plan.json` in the run folder brings back what was submitted"
@@ -146,7 +146,13 @@ def altered(folder: Path, job: str) -> str:
         except ValueError as error:
             return f"{error}; {back}"
         if lines:
-            return "\n".join(["plan.json is not what was submitted:", *lines, f"`{again}` submits it as it is; {back}"])
+            return "\n".join(
+                [
+                    "plan.json is not what was submitted:",
+                    *lines,
+                    f"`{again}` submits it as it is (of a job that still waits: --accept-changes); {back}",
+                ]
+            )
     return ""
 
 

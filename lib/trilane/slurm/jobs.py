@@ -81,6 +81,15 @@ def submit_all(
     return made
 
 
+def accept_changes(folder: Path, site: str) -> list[str]:
+    """Let the jobs of a run that have not ended begin with the plan as it is now; their ids."""
+    with FolderLock([folder]).held(PATIENCE_S):
+        jobs, kept = active_jobs(folder), copies.keep_plan(folder)
+        for job in jobs:
+            ledger.note(folder, "accepted", job, site=site, plan=kept)
+    return jobs
+
+
 @contextlib.contextmanager
 def submitting(folders: Iterable[Path]) -> Iterator[None]:
     """The run folders locked, none of which has a job that has not ended.

@@ -1,5 +1,10 @@
 """The pre-flight check of a job: what would fail or waste GPU hours, each finding with its rule and its remedy."""
 
+import contextlib
+import difflib
+import grp
+import os
+import pwd
 import re
 import subprocess
 import sys
@@ -9,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from trilane.config.plan import Plan
-from trilane.slurm import checks, client
+from trilane.slurm import checks, client, copies, ledger
 from trilane.slurm.checks import REFUSAL, WARNING, JobCheck, Row
 from trilane.slurm.script import SCRIPT, gres_gpus, render
 from trilane.slurm.sites import JobRequest, Site, seconds_of
@@ -20,7 +25,7 @@ from trilane.workspace.prepared_corpora import existing_pair
 # Every rule of the check, as --allow takes them; an impossible value is refused under its own field's name.
 NAMES = (
     *("engine", "cluster", "nodes", "tp", "precision", "qos time", "qos gpus", "account", "memory", "trace"),
-    *("host memory", "time", "checkpoints", "script", "kill-on-bad-exit", "pipefail", "signal"),
+    *("host memory", "time", "checkpoints", "script", "changes", "owner", "kill-on-bad-exit", "pipefail", "signal"),
     *("internet", "launcher", "container", "bash", "sbatch", "data", "corpus", "shared", "tokens"),
     *("epochs", "disk", "inodes", "run folder", "checkpoint", "gbs", "ramp", "tp x pp x dp", "pp"),
 )
@@ -199,6 +204,59 @@ def accepted(case: JobCheck) -> list[Row]:
     return rows
 
 
+def owned(case: JobCheck) -> list[Row]:
+    """Nobody else decides what the job runs: whoever may write to the run folder may replace what is in it.
+
+    Left out: access lists, and the folders above.
+    """
+    paths = {"script": case.folder / SCRIPT, "plan": case.folder / "plan.json", "run folder": case.folder}
+    remedy = "read it, and copy what you want to a run folder of your own; or `chmod go-w` what is yours"
+    found = [(name, path, _foreign(path.stat())) for name, path in paths.items() if path.exists()]
+    return [
+        (why and not case.site.is_local, "owner", REFUSAL, f"{name}={path}: {why}; a job runs it in your name", remedy)
+        for name, path, why in found
+    ]
+
+
+def _foreign(stat: os.stat_result) -> str:
+    """Who else may change a file; "" where only this user and root may."""
+    if stat.st_uid not in (os.geteuid(), 0):
+        with contextlib.suppress(KeyError):
+            return f"belongs to user {pwd.getpwuid(stat.st_uid).pw_name}"
+        return f"belongs to user {stat.st_uid}"
+    is_private = False
+    with contextlib.suppress(KeyError):
+        # some systems give each user a group of that name, and umask 002
+        me, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(stat.st_gid)
+        is_private = me.pw_name == group.gr_name and not {*group.gr_mem} - {me.pw_name}
+    return "is writable by others" if stat.st_mode & (0o002 if is_private else 0o022) else ""
+
+
+def edited(case: JobCheck) -> list[Row]:
+    """The commands of job.sbatch are those that the plan, the site and the options render, or were submitted before;
+    what differs is shown, and in what the plan differs from the last that was submitted."""
+    before = [e for e in ledger.events(case.folder, "submitted") if e.get("plan")]
+    rows, wanted = list[Row](), case.script
+    with contextlib.suppress(ValueError):  # a plan that has no script is refused by another rule
+        spares = case.request.spares or case.spares
+        wanted = render("train", case.plan, case.site, replace(case.request, spares=spares))
+    both = (wanted.splitlines(), case.script.splitlines())
+    lines = [line[:160] for line in difflib.unified_diff(*both, "rendered", SCRIPT, n=0, lineterm="")]
+    # #SBATCH lines are options, which other rules read
+    is_command = any(re.match(r"[+-]\s*(#!|[^\s#])", line) for line in lines[2:])
+    is_new = copies.hash_of(case.script) not in [e.get("script") for e in before]
+    more = [f"... {len(lines) - 20} lines more"] * (len(lines) > 20)
+    text = "\n".join([f"script={SCRIPT}: is not what plan, site and options render", *lines[:20], *more])
+    remedy = "give the options it was written with, or --rewrite; --accept-changes submits it as it is"
+    is_shown = bool(lines) and not case.site.is_local
+    rows.append((is_shown, "changes", REFUSAL if is_command and is_new else WARNING, text, remedy))
+    with contextlib.suppress(ValueError):
+        changes = copies.plan_changes(case.folder, before[-1]["plan"]) if before else []
+        text = "\n".join(["plan.json has changed since it was last submitted:", *changes])
+        rows.append((changes, "changes", WARNING, text, "a submission takes it as it is"))
+    return rows
+
+
 def installed(case: JobCheck) -> list[Row]:
     """ft_launcher is in the job's environment, where that is a folder which can be seen here."""
     folder = Path(case.request.environment or checkout() or sys.prefix)
@@ -212,4 +270,5 @@ def installed(case: JobCheck) -> list[Row]:
 CHECKS = (
     *(checks.nodes, checks.limits, checks.memory, checks.traced, checks.data, checks.storage, checks.time),
     *(checks.interval, checks.warning, checks.purpose, resources, traps, internet, accepted),
+    *(owned, edited, installed),
 )
