@@ -18,8 +18,8 @@ from trilane.utils.validation import from_mapping
 FREE = Site(
     name="mine",
     cluster="jz-a100-80g",
-    env={"NCCL_SOCKET_IFNAME": "ib0", "QUOTED": "it's $HOME"},
-    setup=("module load cuda", "source /opt/env.sh"),
+    env={"NCCL_SOCKET_IFNAME": "ib0", "QUOTED": "it's $HOME", "TOKENIZERS_PARALLELISM": "false", "NCCL_IB_PKEY": "1"},
+    setup=("module load cuda", "source /opt/env.sh", "export HF_TOKEN=$(cat ~/.token) HF_TOKEN_PATH=/x MAX_TOKENS=3"),
     sbatch={"licenses": "scratch", "exclusive": "", "mem": "0", "switches": "1@12:00:00"},
     srun=("--mpi=none", "--label"),
     gpu_type="a100",
@@ -45,7 +45,20 @@ BAD = [
         {"env": {"PATH": "/opt"}},
         r"^site.env=PATH: is set by the script, by bash or by SLURM; extend a path in a line of setup",
     ),
-    ({"env": {"TRILANE_WEBHOOK": "https://x/y"}}, r"^site.env=TRILANE_WEBHOOK: .*keep secrets out$"),
+    ({"env": {"TRILANE_WEBHOOK": "https://x/y"}}, r"^site.env=TRILANE_WEBHOOK: .*line of setup$"),
+    *(
+        ({field: value}, rf"^site.{field}={name}: looks like a secret[^!]*setup$")
+        for field, value, name in (
+            ("env", {"WANDB_API_KEY": "!"}, "WANDB_API_KEY"),
+            ("env", {"AWS_ACCESS_KEY_ID": "!"}, "AWS_ACCESS_KEY_ID"),
+            ("env", {"hf_token": "!"}, "hf_token"),
+            ("env", {"PGPASSWORD": "!"}, "PGPASSWORD"),
+            ("env", {"http_proxy": "http://me:!@proxy:3128"}, "password in an address"),
+            ("setup", ["module load a; export MY_SECRET='!'"], "MY_SECRET"),
+            ("sbatch", {"export": "ALL,WANDB_API_KEY=abc"}, "WANDB_API_KEY"),
+            ("srun", ["--export=ALL,GITHUB_TOKEN=!"], "GITHUB_TOKEN"),
+        )
+    ),
     ({"setup": ["module load a", "x\ny"]}, r"^site.setup, line 2=.*must be one line"),
     ({"sbatch": {"x\n#SBATCH --uid": "0"}}, r"^site.sbatch=.*must be one line"),
     ({"sbatch": {"licenses": "a\n#SBATCH --uid=0"}}, r"^site.sbatch.licenses=.*must be one line"),

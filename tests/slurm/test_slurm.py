@@ -141,6 +141,9 @@ def test_the_commands_submit_show_and_cancel(
 ) -> None:
     folder = sleeping(run_folder(tmp_path, plan("sleeper", tmp_path.parent / "data")))
     command = [str(folder), "--site", site, "--account", "xyz@a100", "--json"]
+    assert main(["slurm", "submit", *command]) == 1  # other commands than the plan renders
+    assert json.loads(capsys.readouterr().out)["submitted"] == {}
+    command.append("--accept-changes")
     assert main(["slurm", "submit", *command, "--dry-run"]) == 0
     assert json.loads(capsys.readouterr().out)["submitted"] == {}
     assert main(["slurm", "submit", *command]) == 0

@@ -21,6 +21,14 @@ from trilane.utils.validation import (
     shipped_json,
 )
 
+# Names that end, or have a part that ends, with one of the words, but for those of files and of InfiniBand's partition
+# keys (NCCL_IB_PKEY), unless the value is read where the job runs; a proxy's password. TOKENIZERS_PARALLELISM is none.
+SECRET = re.compile(
+    r"""(?<!-)\b(\w*(?<!P)(?:KEY|TOKEN|SECRETS?|PASSW(?:OR)?D|PASSPHRASE|CREDENTIALS?)(?:_(?!FILE|PATH|DIR)\w+)?)="""
+    r"""(?!["']?\$|["']?$)|(://)[^/@\s]+:[^/@\s]+@""",
+    re.IGNORECASE,
+)
+
 
 def require_form(form: str, name: str, text: str) -> None:
     """Raise ValueError unless `text`, one line, has that form of data/forms.json: a pattern, and it in words.
@@ -105,9 +113,16 @@ class Site:
 
     def _require_words(self) -> None:
         """ValueError for variables, shell lines and options that are none."""
+        texts = {"env": [f"{name}={value}" for name, value in self.env.items()], "setup": self.setup}
+        texts |= {"sbatch": [f"{name}={value}" for name, value in self.sbatch.items()], "srun": self.srun}
+        way = "looks like a secret, in files that others read: write `export NAME=...` to a file of mode 600 "
+        way += "in $HOME, and `source` it in a line of setup"
+        for field, text in [(field, text) for field, own in texts.items() for text in own]:
+            if found := SECRET.search(text):  # its value is in no message
+                require(False, f"site.{field}", found[1] or "password in an address", way)
         # bash's own, which end the script; a line of setup may extend the paths
         own = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "IFS", "UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS")
-        rule = "is set by the script, by bash or by SLURM; extend a path in a line of setup, and keep secrets out"
+        rule = "is set by the script, by bash or by SLURM; extend a path in a line of setup"
         for name, value in self.env.items():
             require_form("variable", "site.env", name)
             is_own = name in own or name.startswith(("SLURM_", "SBATCH_", "SRUN_", "TRILANE_"))
