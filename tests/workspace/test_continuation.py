@@ -6,7 +6,7 @@ import pytest
 from support import small_plan
 
 from trilane.workspace.checkpoints import FOLDER, name_of, write_manifest
-from trilane.workspace.continuation import extension, identity, require_continuable, require_same
+from trilane.workspace.continuation import extension, identity, require_continuable, require_same, since
 
 
 def manifest(plan, iteration, consumed=None):
@@ -62,6 +62,23 @@ def test_what_an_extension_does_to_the_learning_rate_is_reported_in_a_line() -> 
     assert "32 samples instead of 16" in text and "decays to the new end" in text
     fixed = replace(longer, optimizer=replace(plan.optimizer, decay_samples=20))
     assert "stays as it was" in extension(manifest(plan, 3), fixed)
+
+
+def test_a_resume_says_what_changed_since_the_checkpoint_and_a_link_of_a_chain_nothing() -> None:
+    """Rate, decay, batch, layout, ramp-up and length; an older checkpoint records the length alone."""
+    plan = small_plan(train_iters=4)
+    held = manifest(plan, 3)
+    assert since(held, run(plan, exit_iteration=4, save_interval=2)) == []
+    optimizer = replace(plan.optimizer, lr=6e-4, decay_samples=20)
+    other = replace(plan, optimizer=optimizer, topology=replace(plan.topology, gbs=8))
+    lines = since(held, run(other, train_iters=8))
+    for wanted in ("optimizer.lr: 0.001 -> 0.0006 (peak", "optimizer.decay_samples: 0 -> 20 (samples", "gbs: 4 -> 8"):
+        assert sum(wanted in line for line in lines) == 1, lines
+    assert len(lines) == 4 and "64 samples instead of 16" in lines[-1]
+    hostile = {**held["identity"], "optimizer": "\x1b[2J", "topology": None}
+    assert "\x1b" not in "".join(since({**held, "identity": hostile}, plan))
+    older = {name: held["identity"][name] for name in ("shape", "layer", "seed", "data", "length", "skip")}
+    assert since({**held, "identity": older}, other) and refusal({**held, "identity": older}, plan) == ""
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from trilane.engine.signals import Signals
 from trilane.engine.world import World
 from trilane.utils.files import read_text
 from trilane.workspace.checkpoints import FOLDER, name_of
-from trilane.workspace.continuation import extension
+from trilane.workspace.continuation import since
 from trilane.workspace.heartbeat import SAVE
 from trilane.workspace.pace import RESTART
 from trilane.workspace.run_folder import cut_steps
@@ -112,7 +112,8 @@ class Training:
             own = checkpoint.path.parent == folder / FOLDER
             self._saved = checkpoint.path.name if own else ""
             self._print(f"resumes after iteration {self._done} of {checkpoint.path}")
-            self._print(extension(checkpoint.manifest, plan))
+            for line in since(checkpoint.manifest, plan):
+                self._print(f"changed since that checkpoint: {line}")
         if world.is_last:
             cut_steps(folder, self._done)
         self._saver = Saver(folder, plan, world, self._engine)

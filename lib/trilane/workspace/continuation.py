@@ -11,12 +11,17 @@ from trilane.config.training import ranges_text, until
 from trilane.utils.validation import require, shown, to_mapping
 from trilane.workspace.checkpoints import FOLDER, complete, found_in, read_manifest
 
+# what may change from one part of a run to the next, and is printed when it resumes
+FREE = ("engine", "topology", "optimizer", "dropout", "run")
+
 
 def identity(plan: Plan) -> dict[str, Any]:
-    """What a checkpoint records of its run: model, seed and data, which must not change, length and skips."""
+    """What a checkpoint records of its run: model, seed and data, which must not change; length, skips and FREE."""
     data = {name: value for name, value in to_mapping(plan.data).items() if name != "folder"}
     fixed = {"shape": to_mapping(plan.shape), "layer": str(plan.layer or STANDARD), "seed": plan.run.seed, "data": data}
-    return {**fixed, "length": plan.samples, "skip": [list(ends) for ends in plan.run.skipped]}
+    values = to_mapping(plan)
+    free = {**{name: values[name] for name in FREE}, "run": {"ramp": values["run"]["ramp"]}}
+    return {**fixed, **free, "length": plan.samples, "skip": [list(ends) for ends in plan.run.skipped]}
 
 
 def candidates(folder: Path, plan: Plan) -> list[Path]:
@@ -45,7 +50,8 @@ def require_same(where: str, manifest: Mapping[str, Any], plan: Plan) -> None:
     held, iteration, consumed = manifest["identity"], manifest["iteration"], manifest["consumed_samples"]
     # the latter for what is still to be trained
     kept, own = (
-        {name: v for name, v in facts.items() if name not in ("length", "skip")} for facts in (held, identity(plan))
+        {name: v for name, v in facts.items() if name not in ("length", "skip", *FREE)}
+        for facts in (held, identity(plan))
     )
     for name, value, wanted in _differences("", kept, own):
         raise ValueError(f"{name}={wanted}: the checkpoint {where} was trained with {value}")
@@ -81,6 +87,14 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
         meaning = _meaning(name)
         found.append(f"{shown(name, 60)}: {what}" + f" ({meaning})" * bool(meaning))
     return found
+
+
+def since(manifest: Mapping[str, Any], plan: Plan) -> list[str]:
+    """What the plan changes of the run that wrote the checkpoint, a line each, as far as the checkpoint records it."""
+    held, own = manifest["identity"], identity(plan)
+    names = [name for name in FREE if name in held]
+    lines = changes({name: held[name] for name in names}, {name: own[name] for name in names})
+    return [*lines, *filter(None, [extension(manifest, plan)])]
 
 
 def _meaning(path: str) -> str:
