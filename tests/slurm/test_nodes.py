@@ -1,13 +1,16 @@
 """Which nodes of a job train, by what the test of each alone, and of pairs, finds; which ones later jobs avoid."""
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from slurm_cluster import Commands
 
 from trilane.engine.bench import node_test as gpu_health
+from trilane.engine.world import World
 from trilane.slurm import node_test, nodes
 from trilane.slurm.node_test import Group, Result
 
@@ -93,6 +96,22 @@ def test_the_health_of_gpus_is_what_nvidia_smi_reports(change: dict, broken: str
     assert found == {"broken": [broken] * bool(broken), "doubtful": [doubtful] * bool(doubtful)}
 
 
+@pytest.mark.parametrize(("value", "found"), [(None, []), (math.nan, ["a matmul in fp32 gives wrong results"])])
+def test_a_node_that_answers_but_computes_wrong_is_broken(
+    value: float | None, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mm = torch.mm
+
+    def planted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out = mm(a, b)
+        if value is not None:
+            out[3, 5] = value
+        return out
+
+    monkeypatch.setattr(torch, "mm", planted)
+    assert gpu_health._wrong(World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))) == found
+
+
 def test_the_test_of_a_node_uses_the_sites_network_and_no_signal_before_the_time_limit_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +126,8 @@ def test_the_test_of_a_node_uses_the_sites_network_and_no_signal_before_the_time
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     steps = node_test.steps(["n1"], 0, [], {**os.environ, "SLURM_JOB_ID": "7", "HOST_SUFFIX": "i"})
     assert steps("alone", [("n1",)]) == {("n1",): node_test.Result(rates={"matmul FLOP/s": 1.0})}
+    (tmp_path / "python").write_text((tmp_path / "python").read_text().replace("1.0", "NaN"))
+    assert steps("alone", [("n1",)])[("n1",)].broken == "the test measures what is no number"
 
 
 @pytest.mark.parametrize(

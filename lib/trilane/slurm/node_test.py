@@ -172,7 +172,9 @@ def _result(output: Path, code: int | None) -> Result:
             values = json.loads(line[line.index("{") :])
             rates = {str(name): float(value) for name, value in values["rates"].items()}
             broken, doubtful = (", ".join(map(str, values[name])) for name in ("broken", "doubtful"))
-            if code is not None and (broken or all(map(math.isfinite, rates.values()))):
+            if not all(map(math.isfinite, rates.values())):
+                broken = broken or "the test measures what is no number"
+            if code is not None:
                 return Result(broken=broken, doubtful=doubtful, rates=rates)
     if code is None:
         return Result(broken="the test does not end in time")
