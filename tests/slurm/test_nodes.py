@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from trilane.engine.bench import node_test as gpu_health
 from trilane.engine.world import World
 from trilane.slurm import node_test, nodes
 from trilane.slurm.node_test import Group, Result
+from trilane.workspace.status import read_status
+from trilane.workspace.study import load_cluster
 
 FAST = {"matmul FLOP/s": 100.0, "PCIe B/s": 10.0}
 
@@ -57,6 +60,29 @@ def test_what_is_slow_or_broken_is_found_alone_and_in_pairs(
 ) -> None:
     found = node_test.findings("abcdefghi"[:count], Nodes(alone, network), is_cpu=False)
     assert ("".join(found.broken), "".join(found.slow)) == (broken, slow)
+
+
+def test_what_all_nodes_lack_of_the_cluster_file_is_refused_without_a_requeue(
+    tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL over TCP: no node is slower than the others, and a plan would take ten times as long."""
+    cluster = load_cluster("juwels-booster")
+    medians = {"matmul FLOP/s": 2e14, "all_reduce B/s": 0.8 * cluster.network_bytes_per_s}
+    assert not node_test.far_below(medians, cluster, 4)
+    # one GPU of four has a network card of its own
+    medians["all_reduce B/s"] = cluster.network_bytes_per_s / 20
+    assert not node_test.far_below(medians, cluster, 1)
+    refused = node_test.far_below(medians, cluster, 4)
+    assert re.fullmatch(r"all nodes: all_reduce B/s 5e\+09, the cluster file has 1e\+11: does NCCL .*", refused)
+    commands.say("scontrol", 'case $* in *hostnames*) printf "n1\\nn2\\n";; *requeue*) exit 9;; esac')
+    with pytest.raises(ValueError, match="does NCCL run over TCP"):
+        nodes.start_nodes(
+            tmp_path,
+            2,
+            lambda _: node_test.Findings(refused=refused),
+            {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"},
+        )
+    assert "NCCL" in read_status(tmp_path).evidence
 
 
 def test_a_node_that_may_fail_is_left_out_before_the_others_and_a_slow_one_before_it() -> None:

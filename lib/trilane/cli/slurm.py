@@ -1,5 +1,6 @@
 """`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains, sites, and what the job scripts ask."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -245,7 +246,10 @@ def nodes(
     gpus: int = GPUS,
 ) -> None:
     """Print the nodes of the job that train next, as a SLURM node list; on stderr those that are left out, and why."""
-    chosen, lines = job_nodes.start_nodes(folder, count, node_test.tester(gpus, srun) if tests else None)
+    cluster = None
+    with contextlib.suppress(ValueError):  # a plan that cannot be read is the training's to report
+        cluster = read_plan(folder / "plan.json").cluster
+    chosen, lines = job_nodes.start_nodes(folder, count, node_test.tester(gpus, srun, cluster) if tests else None)
     note(lines, label="")
     print(chosen)
 

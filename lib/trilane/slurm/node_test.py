@@ -1,7 +1,7 @@
 """The test of a job's nodes before they train: each alone, then in pairs; which are broken, and which are slow.
 
 One step of srun for each node or pair, all at once; none can hold up the others. A rate is compared with the median of
-the nodes, so that nothing needs to be known of them. What fails on every node is no fault of the nodes: it is reported,
+the nodes, and the medians with the cluster file. What fails on every node is no fault of the nodes: it is reported,
 and nothing is left out. Left out: which node of a bad pair it is (both count), and of an odd number the network of one.
 """
 
@@ -15,10 +15,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trilane.config.cluster import Cluster
 from trilane.utils.process import python
 
 Group = tuple[str, ...]
@@ -27,11 +28,16 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Why nodes cannot train (`broken`), why others are better (`slow`, with a share of the median), and notes."""
+    """Why nodes cannot train (`broken`), why others are better (`slow`, with a share of the median), and notes.
+
+    `refused` says why no node of the job should train: all are far below the cluster file.
+    """
 
     broken: dict[str, str] = field(default_factory=dict)
     slow: dict[str, tuple[float, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    medians: dict[str, float] = field(default_factory=dict)
+    refused: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +62,33 @@ def findings(nodes: Sequence[str], run: Run, is_cpu: bool) -> Findings:
     doubtful = {node: (0.99, result.doubtful) for (node,), result in alone.items() if result.doubtful}
     fine = [node for node in nodes if node not in broken and node not in slow]
     pairs = list(zip(fine[::2], fine[1::2], strict=False))
-    both, apart, notes = _judge(run("pair", pairs) if pairs else {}, is_cpu)
-    rates = _medians([result.rates for result in alone.values() if not result.broken])
+    paired = run("pair", pairs) if pairs else {}
+    both, apart, notes = _judge(paired, is_cpu)
+    rates = _medians([result.rates for result in (*alone.values(), *paired.values()) if not result.broken])
     shown = ", ".join(f"{name} {value:.3g}" for name, value in rates.items())
     summary = f"{len(nodes)} tested in {time.monotonic() - begin:.0f} s; medians: {shown}"
-    return Findings(broken=broken | both, slow=doubtful | slow | apart, notes=(summary, *notes))
+    return Findings(broken=broken | both, slow=doubtful | slow | apart, notes=(summary, *notes), medians=rates)
+
+
+def far_below(medians: Mapping[str, float], cluster: Cluster, gpus: int) -> str:
+    """Which medians are below a tenth of the cluster file's figures, on so many GPUs (0: cores) of a node; else "".
+
+    A tenth: what is an order below is no matter of tuning.
+    """
+    used = min(1.0, gpus / cluster.gpus_per_node) if gpus else 1.0  # each GPU may have a network card of its own
+    gpu = cluster.gpu
+    matmul = (gpus and (gpu.bf16_flops_per_s or gpu.fp16_flops_per_s)) or gpu.fp32_flops_per_s  # as the test does
+    figures = {
+        "matmul FLOP/s": (matmul, "are these the cards that the plan is for?"),
+        "all_reduce B/s": (used * cluster.network_bytes_per_s, "does NCCL run over TCP? See the site's env"),
+    }
+    found = [(name, medians[name], *figure) for name, figure in figures.items() if name in medians]
+    lines = [
+        f"{name} {value:.3g}, the cluster file has {most:.3g}: {why}"
+        for name, value, most, why in found
+        if 0 < value < most / 10
+    ]
+    return f"all nodes: {'; '.join(lines)}" if lines else ""
 
 
 def _judge(
@@ -116,9 +144,18 @@ def step(nodes: Sequence[str], tasks: int = 1, cores: int = 1, gpus: bool = Fals
     return ["srun", *own, *sizes, f"--nodelist={','.join(nodes)}"]
 
 
-def tester(gpus: int, srun: Sequence[str], env: Mapping[str, str] = os.environ) -> Callable[[Sequence[str]], Findings]:
+def tester(
+    gpus: int, srun: Sequence[str], cluster: Cluster | None = None, env: Mapping[str, str] = os.environ
+) -> Callable[[Sequence[str]], Findings]:
     """The test of nodes of this job, on so many GPUs of each (0: a core), by steps with these arguments of srun."""
-    return lambda nodes: findings(nodes, steps(nodes, gpus, srun, env), is_cpu=gpus == 0)
+
+    def test(nodes: Sequence[str]) -> Findings:
+        found = findings(nodes, steps(nodes, gpus, srun, env), is_cpu=gpus == 0)
+        far = far_below(found.medians, cluster, gpus) if cluster else ""
+        # cores are shared with whatever else a node does: said, and no reason to refuse
+        return replace(found, notes=(*found.notes, far), refused=far if gpus else "") if far else found
+
+    return test
 
 
 def steps(nodes: Sequence[str], gpus: int, srun: Sequence[str], env: Mapping[str, str]) -> Run:

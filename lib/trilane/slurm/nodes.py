@@ -62,13 +62,17 @@ def start_nodes(
 ) -> tuple[str, list[str]]:
     """The nodes of the next start as a SLURM node list, and a line about each that is left out, also in run.log.
 
-    Where too few work, the attempt has ended as a node failure, the job is requeued, and ValueError names the nodes.
+    Where too few work, the attempt has ended as a node failure, the job is requeued, and ValueError names the nodes;
+    not requeued where all nodes are far below the cluster file.
     """
     job, nodes = job_id(env), job_nodes(env)
     lost = dict.fromkeys(lost_nodes(folder, job), "has failed")
     left = [node for node in nodes if node not in lost]
     found = test(left) if test and len(left) > 1 else node_test.Findings()
     _note_broken(folder, job, found.broken)
+    if found.refused:  # other nodes of the cluster would be no better: no requeue
+        _failed(folder, job, found.refused)
+        raise ValueError(found.refused)
     try:
         chosen, left_out = choose(nodes, count, {**lost, **found.broken}, found.slow)
     except ValueError as error:
