@@ -58,7 +58,7 @@ class Rehearsal:
             ("# Nothing left to do", f'export PATH="{programs}:$PATH"\n# Nothing left to do'),
             ("python -m trilane.engine.data.corpus --in-job plan.json\n", ""),
             ("slurm job guard . &", "slurm job guard . --every 1 &"),
-            ("--wait=60", "--wait=2"),
+            ("--wait=15", "--wait=2"),
             (" --test ", " $([ -e tested ] || { touch tested; echo --test; }) "),
         ):
             assert old in script, old

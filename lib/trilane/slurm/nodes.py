@@ -68,7 +68,10 @@ def start_nodes(
     job, nodes = job_id(env), job_nodes(env)
     lost = dict.fromkeys(lost_nodes(folder, job), "has failed")
     left = [node for node in nodes if node not in lost]
-    found = test(left) if test and len(left) > 1 else node_test.Findings()
+    # after a plain death the others are as their test at the job's start found them
+    replaced = [e.get("dead") for e in _of_allocation(folder, job, "replaced")]
+    is_tested = test and len(left) > 1 and not (replaced and replaced[-1])
+    found = test(left) if test and is_tested else node_test.Findings()
     _note_broken(folder, job, found.broken)
     if found.refused:  # other nodes of the cluster would be no better: no requeue
         _failed(folder, job, found.refused)
@@ -119,6 +122,7 @@ def handle_node_failure(
         every, trained = client.hostnames(nodelist), training_nodes(folder, job)
         nodes = [node for node in every if node not in lost_nodes(folder, job)]
         faulty = dict.fromkeys(_dead(job, nodes), "cannot be reached")
+        dead = bool(faulty)
         # by an Xid in the log
         reported = [node for node in nodes if node in outcome.exclude.split(",") and not faulty]
         faulty = faulty or dict.fromkeys(reported, f"is at fault ({outcome.status})")
@@ -134,7 +138,7 @@ def handle_node_failure(
         outcome = replace(outcome, status=status, evidence=evidence, exclude=",".join(faulty))
         write_status(folder, outcome)
         if trained and len(nodes) - len(faulty) >= len(trained):
-            ledger.note(folder, "replaced", job, nodes=list(faulty), iteration=iteration(folder))
+            ledger.note(folder, "replaced", job, nodes=list(faulty), iteration=iteration(folder), dead=dead)
         else:
             requeue(job, len(every), list(faulty) if test or reported else [])
     return outcome
