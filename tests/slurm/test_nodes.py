@@ -49,10 +49,12 @@ class Nodes:
         (4, {"a": 0.0}, {}, "a", ""),
         (2, {"a": 0.0, "b": 0.0}, {}, "", ""),  # the test's own fault
         (2, {}, {"b": 0.0}, "", ""),  # which of the two?
-        (4, {}, {"b": 0.0}, "ab", ""),  # of a pair both
-        (6, {}, {"c": 0.3}, "", "cd"),
+        (4, {}, {"b": 0.0}, "b", ""),  # its mate does well with another
+        (4, {}, {"b": 0.0, "a": 0.0}, "ab", ""),
+        (6, {}, {"c": 0.3}, "", "c"),
+        (6, {"b": 0.5, "c": 0.4}, {}, "", "bc"),  # two slow nodes
         (7, {}, {"c": 0.6, "g": 0.0}, "", ""),  # the odd one is in no pair
-        (9, {"a": 0.0}, {"d": 0.0}, "ade", ""),  # pairs are of those that work alone
+        (9, {"a": 0.0}, {"d": 0.0}, "ad", ""),  # pairs are of those that work alone
     ],
 )
 def test_what_is_slow_or_broken_is_found_alone_and_in_pairs(

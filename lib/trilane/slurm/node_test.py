@@ -2,7 +2,8 @@
 
 One step of srun for each node or pair, all at once; none can hold up the others. A rate is compared with the median of
 the nodes, and the medians with the cluster file. What fails on every node is no fault of the nodes: it is reported,
-and nothing is left out. Left out: which node of a bad pair it is (both count), and of an odd number the network of one.
+and nothing is left out. Of a bad pair each meets a node of a good one; where there is none, both count. Left out: of an
+odd number the network of one.
 """
 
 import contextlib
@@ -64,6 +65,16 @@ def findings(nodes: Sequence[str], run: Run, is_cpu: bool) -> Findings:
     pairs = list(zip(fine[::2], fine[1::2], strict=False))
     paired = run("pair", pairs) if pairs else {}
     both, apart, notes = _judge(paired, is_cpu)
+    suspects = [node for pair in pairs for node in pair if node in both or node in apart]
+    mates = [node for pair in pairs for node in pair if node not in suspects]
+    if again := list(zip(suspects, mates, strict=False)) if not notes else []:
+        paired = {**paired, **run("pair", again)}
+        both, apart, notes = _judge(paired, is_cpu)
+        slow_pairs = _slow({g: result.rates for g, result in paired.items() if not result.broken}, is_cpu)
+        # a node that does well with one other is not the reason why a pair does not
+        good = {node for g, result in paired.items() if not result.broken and g not in slow_pairs for node in g}
+        both = {node: why for node, why in both.items() if node not in good}
+        apart = {node: why for node, why in apart.items() if node not in good}
     rates = _medians([result.rates for result in (*alone.values(), *paired.values()) if not result.broken])
     shown = ", ".join(f"{name} {value:.3g}" for name, value in rates.items())
     summary = f"{len(nodes)} tested in {time.monotonic() - begin:.0f} s; medians: {shown}"
