@@ -252,6 +252,11 @@ def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
     assert requeued == ([] if without is None else [without]) and known_status(folder) == outcome
     lost = [*dead, *(broken if replaced else ()), *(["n2"] if log else ())]
     assert nodes.lost_nodes(folder, "78") == lost
+    if replaced:  # the spare is tested again, unless the node has died: then it was tested at the start
+        tested = list[str]()
+        monkeypatch.setattr(nodes, "job_nodes", lambda _: every)
+        nodes.start_nodes(folder, 1, lambda left: tested.extend(left) or Findings(), {"SLURM_JOB_ID": "78"})
+        assert tested == ([] if dead else [n for n in every if n not in lost])
     ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=1)
     assert nodes.lost_nodes(folder, "78") == [], "requeued, it has other nodes"
     assert nodes.goes_on(folder, "78") == ""

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -68,10 +68,7 @@ def start_nodes(
     job, nodes = job_id(env), job_nodes(env)
     lost = dict.fromkeys(lost_nodes(folder, job), "has failed")
     left = [node for node in nodes if node not in lost]
-    # after a plain death the others are as their test at the job's start found them
-    replaced = [e.get("dead") for e in _of_allocation(folder, job, "replaced")]
-    is_tested = test and len(left) > 1 and not (replaced and replaced[-1])
-    found = test(left) if test and is_tested else node_test.Findings()
+    found = _known(folder, job, lost) or (test(left) if test and len(left) > 1 else node_test.Findings())
     _note_broken(folder, job, found.broken)
     if found.refused:  # other nodes of the cluster would be no better: no requeue
         _failed(folder, job, found.refused)
@@ -91,6 +88,15 @@ def start_nodes(
         for line in lines:
             append_line(folder / "run.log", line)
     return client.call(["scontrol", "show", "hostlist", ",".join(chosen)]).strip(), lines
+
+
+def _known(folder: Path, job: str, lost: Collection[str]) -> node_test.Findings | None:
+    """After a plain death, what the test at the job's start found: another would cost a minute. Else None."""
+    replaced, chosen = (_of_allocation(folder, job, kind)[-1:] for kind in ("replaced", "nodes"))
+    if not (replaced and replaced[0].get("dead") and chosen):
+        return None
+    # their share of the median is not in the ledger
+    return node_test.Findings(slow={n: (0.5, why) for n, why in chosen[0]["left_out"].items() if n not in lost})
 
 
 def _note_broken(folder: Path, job: str, nodes: Iterable[str]) -> None:
