@@ -14,30 +14,30 @@ from support import REPOSITORY
 LIB = REPOSITORY / "lib/trilane"
 # The packages, lowest first, and the most lines of each, docstrings included; behind a number stands the aim.
 BUDGETS = {
-    "utils": 1531,  # 600
-    "config": 2347,  # 1450
-    "workspace": 2146,  # 1250
-    "logs": 2860,  # 2150
-    "costmodel": 3965,  # 2600
-    "interop": 1261,  # 600
-    "planning": 1906,  # 1250
-    "diagnose": 2353,  # 1800
-    "engine": 7022,  # 4370
-    "launch": 1388,  # 730
-    "analysis": 2645,  # 1900
-    "forecasting": 2405,  # 1350
-    "slurm": 3085,  # 2650
-    "report": 2153,  # 1500
-    "cli": 1745,  # 800
+    "utils": 1031,  # 600
+    "config": 1847,  # 1450
+    "workspace": 1810,  # 1250
+    "logs": 2360,  # 2150
+    "costmodel": 3465,  # 2600
+    "interop": 761,  # 600
+    "planning": 1320,  # 1250
+    "diagnose": 1886,  # 1800
+    "engine": 6598,  # 4370
+    "launch": 998,  # 730
+    "analysis": 2145,  # 1900
+    "forecasting": 1724,  # 1350
+    "slurm": 2989,  # 2650
+    "report": 1648,  # 1500
+    "cli": 1261,  # 800
 }
 ORDER = tuple(BUDGETS)
-MOST_LINES = 32_900  # 25,000
-MOST_FILES = 212  # 170
-MOST_BYTES = 51.5  # a line, on average, not by denser lines: 50
-MOST_CONSTANTS = 10.3  # of modules, per 1,000 lines
+MOST_LINES = 32_001  # 25,000
+MOST_FILES = 207  # 170
+MOST_BYTES = 50.8  # a line, on average, not by denser lines: 50
+MOST_CONSTANTS = 10.0  # of modules, per 1,000 lines
 LEAST_COMMENTS = 2.1  # lines of reasons per 100 of code: 3
-MOST_TEST_LINES = 22_000  # 15,000
-MOST_WORDS = 32_800  # of Markdown, without the reference, which the code writes
+MOST_TEST_LINES = 21_108  # 15,000
+MOST_WORDS = 32_350  # of Markdown, without the reference, which the code writes
 
 
 def modules() -> list[Path]:
