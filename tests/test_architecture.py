@@ -133,6 +133,13 @@ def test_only_the_command_line_parses_arguments():
     assert not [str(path.relative_to(LIB)) for path in others if {n.split(".")[0] for n in imports(path)} & parsers]
 
 
+def test_every_process_is_started_by_one_module():
+    """Whose environment() keeps what lies in the current folder from being run."""
+    starters = r"^ *(import|from) (subprocess|multiprocessing|pty)\b|\bos\.(exec|spawn|posix_spawn|fork|system|popen)"
+    found = {p.relative_to(LIB) for p in LIB.rglob("*.py") if re.search(starters, p.read_text(), re.M)}
+    assert found == {Path("utils/process.py")}
+
+
 def test_a_training_process_imports_no_post_mortem_code():
     """Neither directly nor through what it imports; the watchdog that diagnoses is a process of its own."""
     found: set[str] = set()

@@ -1,6 +1,5 @@
 """`trilane convert`: plans as DeepSpeed's JSON or Megatron's arguments, and of those; checkpoints for transformers."""
 
-import os
 from pathlib import Path
 
 from trilane.cli.app import Answer, Group, command, note
@@ -11,7 +10,7 @@ from trilane.interop.megatron_args import megatron_args, megatron_text
 from trilane.interop.megatron_parse import parse_plan
 from trilane.interop.shell_args import MOST_BYTES, read_arguments
 from trilane.launch.local import prepare_data
-from trilane.utils.process import python
+from trilane.utils.process import python, replace_by
 from trilane.utils.validation import read_text, require
 from trilane.workspace.study import load_cluster
 
@@ -65,7 +64,7 @@ def huggingface(
     It is a GPT-2, BLOOM, Llama or Qwen 2, by the shape.
     """
     given = [str(source), str(out), str(vocab_size), tokenizer]
-    os.execvp("env", python("-m", "trilane.engine.checkpoint.huggingface", *given))
+    replace_by(python("-m", "trilane.engine.checkpoint.huggingface", *given))
 
 
 @command(GROUP)
@@ -79,4 +78,4 @@ def checkpoint(
 
     Of Megatron's the newest iteration, or a folder iter_*; weights, and Adam's moments where each stands whole.
     """
-    os.execvp("env", python("-m", "trilane.engine.checkpoint.torch_dist", str(source), str(out), plan, str(iteration)))
+    replace_by(python("-m", "trilane.engine.checkpoint.torch_dist", str(source), str(out), plan, str(iteration)))

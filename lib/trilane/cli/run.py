@@ -1,7 +1,6 @@
 """`trilane run`: notebooks of a study; `calibrate`: constants; `train`: a plan; `measure`: machine, plan, engines."""
 
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ import click
 from trilane.cli.app import Answer, Group, command, note
 from trilane.config.engines import ENGINES
 from trilane.config.options import option
-from trilane.utils.process import python
+from trilane.utils.process import python, replace_by
 from trilane.utils.validation import require, require_known
 
 ROOT = Group("trilane")  # its commands that are in no group
@@ -59,7 +58,7 @@ def run(
     # every parameter is checked before a folder is made
     values = notebooks.distribute(every if is_all else (notebook,), given)
     if lab:
-        return notebooks.open_lab(Study(study), values)
+        notebooks.open_lab(Study(study), values)
     is_free = notebooks.is_free(Study(study), "" if is_all else notebook)
     where = Study.create(study, resume=resume or is_free, fresh=fresh)
     if zip:
@@ -131,7 +130,7 @@ def machine(
 ) -> None:
     """Measure this machine, or under torchrun or srun this cluster, into OUT.json, which describes it as a cluster."""
     # In place of this process: torchrun and srun count on the rank that they started. Only the engine imports torch.
-    os.execvp("env", python("-m", "trilane.engine.bench", out, name))
+    replace_by(python("-m", "trilane.engine.bench", out, name))
 
 
 @command(GROUP)
@@ -152,7 +151,7 @@ def plan(
         require(not iterations, "iterations", iterations, "nothing is trained with --trace")
         require(not timeline or not Path(timeline).exists(), "timeline", timeline, "exists; name another file")
         require(Path(timeline).parent.is_dir(), "timeline", timeline, "its folder does not exist")
-        os.execvp("env", python("-m", "trilane.engine.trace", str(plan), timeline, *["--json"] * as_json))
+        replace_by(python("-m", "trilane.engine.trace", str(plan), timeline, *["--json"] * as_json))
     from trilane.analysis.benchmark import benchmark, result
     from trilane.analysis.tables import parse_text
 
@@ -172,4 +171,4 @@ def engines(
     names = ENGINES if engines == "all" else tuple(name.strip() for name in engines.split(","))
     for name in names:
         require_known("engines", name, ("all", *ENGINES))
-    os.execvp("env", python("-m", "trilane.engine.parity", *names, *["--json"] * as_json))
+    replace_by(python("-m", "trilane.engine.parity", *names, *["--json"] * as_json))

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from trilane.config.plan import Plan
 from trilane.utils.files import json_object, read_text, replace_text
+from trilane.utils.process import run
 from trilane.utils.tables import as_json
 from trilane.workspace import flight_recorder, rank_grid
 from trilane.workspace.heartbeat import STACKS, Heartbeat, own_beats, process_state, read_beats
@@ -71,11 +71,10 @@ def pyspy_dump(pid: int, *, stopped: bool = False) -> tuple[str, str]:
     # A process that is stopped already cannot be paused: py-spy would fail.
     program = str(own) if own.exists() else "py-spy"
     command = [program, "dump", "--pid", str(pid), *["--nonblocking"] * stopped]
-    try:
-        # It takes milliseconds; a process that dies under it must not hold up the others.
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        return "", (getattr(error, "stderr", "") or str(error)).strip().splitlines()[0]
+    # It takes milliseconds; a process that dies under it must not hold up the others.
+    done = run(command, within_s=20.0)
+    if done.returncode:
+        return "", (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
     return done.stdout, "" if done.stdout.strip() else "no output"
 
 

@@ -8,7 +8,6 @@ import ctypes
 import faulthandler
 import mmap
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 from trilane.config.plan import Plan
 from trilane.engine import phases
-from trilane.utils.process import python
+from trilane.utils.process import python, start
 from trilane.workspace import flight_recorder
 from trilane.workspace.heartbeat import END, STACKS, create_record, encode, place
 from trilane.workspace.pace import PaceMeter
@@ -66,7 +65,7 @@ def begin(plan: Plan, folder: Path) -> None:
         os.environ.setdefault(name, value)
     if is_first and "TRILANE_RANK_LOGS" not in os.environ:  # else launch.local watches the ranks
         command = python("-m", "trilane.launch.watchdog", str(folder), str(os.getpid()), rank)
-        subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        start(command)
 
 
 def at(step: int) -> None:

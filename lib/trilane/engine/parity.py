@@ -13,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, read_plan
 from trilane.config.training import Data, Optimizer, Run
-from trilane.utils.process import PARENT, die_with_parent, held_port
+from trilane.utils.process import PARENT, context, die_with_parent, held_port
 from trilane.utils.validation import shipped_json
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512)
@@ -191,9 +190,9 @@ def train(processes: int, folder: Path, work: Work | None = None) -> list[int]:
 def begin(processes: int, port: int, folder: Path, work: Work | None = None) -> list[Any]:
     """The workers of train(), as processes of multiprocessing that have started."""
     # Forked workers share what load() imported. CUDA does not survive a fork: with a GPU each worker is a new process.
-    context: Any = get_context("spawn" if gpu_count() else "fork")
+    processing = context("spawn" if gpu_count() else "fork")
     given = (processes, port, folder, work or run_worker, os.getpid())
-    workers = [context.Process(target=_worker, args=(rank, *given)) for rank in range(max(1, processes))]
+    workers = [processing.Process(target=_worker, args=(rank, *given)) for rank in range(max(1, processes))]
     for worker in workers:
         worker.start()
     return workers

@@ -16,13 +16,12 @@ import threading
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from trilane.engine.signals import ALL, FORWARDED, SAVE, STOP
 from trilane.utils.files import replace_text
-from trilane.utils.process import allow_open_files, announced, die_with_parent
+from trilane.utils.process import adopt_environment, allow_open_files, announced, die_with_parent, end_forks_by_kill
 
 # From the first node that waits to the last that comes; then the same from the first rank to the last. At 128 nodes the
 # first import of torch from a shared file system takes minutes, and not the same on each node; torch 2.13 waits 60 s
@@ -38,6 +37,7 @@ def main(argv: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, ALL)
     die_with_parent()
     allow_open_files()
+    adopt_environment()  # SLURM's bash started this process, with a TMPDIR of the node
     os.environ.update(announced())
     os.environ[FORWARDED] = "1"
     launcher, elastic = "torch.distributed.run", "torch.distributed.elastic"
@@ -46,9 +46,7 @@ def main(argv: list[str]) -> int:
             print(f"trilane: launcher=ft_launcher: {NEEDS} in {sys.prefix}", file=sys.stderr)
             return 2
         launcher, elastic = f"{FT}.launcher", f"{FT}._torch_elastic_compat"
-        # the forked monitors of ranks block our signals too, and must: SLURM sends them to every process of the step
-        BaseProcess.terminate = BaseProcess.kill  # type: ignore[method-assign]
-        os.register_at_fork(after_in_child=die_with_parent)
+        end_forks_by_kill()
     _forward_signals(elastic)
     _listen_on_loopback(elastic)
     return _launch(argv, launcher, elastic)

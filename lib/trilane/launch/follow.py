@@ -3,8 +3,6 @@
 import contextlib
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,11 +11,12 @@ from typing import Any
 
 from trilane.config.plan import Plan
 from trilane.utils.files import Appended, json_object
+from trilane.utils.process import Child, interrupt
 from trilane.utils.progress import BATCH, bar, is_watched
 
 
 def follow(
-    child: subprocess.Popen[bytes],
+    child: Child,
     folder: Path,
     plan: Plan,
     show_progress: bool,
@@ -50,20 +49,9 @@ def follow(
                     raise TimeoutError
                 time.sleep(0.1)
         finally:
-            stop(child)  # until they end the ranks train on, and print it
+            # torchrun ends its workers without a save; until they end the ranks train on, and print it
+            interrupt(child)
             _copy(tails, log, rest=True)
-
-
-def stop(child: subprocess.Popen[bytes]) -> None:
-    """Interrupt torchrun, which ends its workers without a save; after 8 s kill it, and the kernel its workers."""
-    if child.poll() is None:
-        child.send_signal(signal.SIGINT)
-        try:
-            child.wait(8)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 def _copy(tails: Sequence["Tail"], log: Appended, rest: bool = False) -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -18,10 +17,11 @@ from typing import Any
 from trilane.config.engines import require_trainable
 from trilane.config.layer import layer_of
 from trilane.config.plan import Plan, locate_plan, plan_from_json, read_plan, read_plan_values
-from trilane.launch.follow import follow, stop
+from trilane.launch.follow import follow
 from trilane.launch.outcome import failed_ranks, judge
 from trilane.launch.watchdog import Hang, HangMonitor
-from trilane.utils.process import announced, held_port, python
+from trilane.utils import process
+from trilane.utils.process import Child, announced, held_port, interrupt, python
 from trilane.utils.validation import read_json, require, require_known
 from trilane.workspace.continuation import require_continuable
 from trilane.workspace.installation import outputs_root
@@ -135,17 +135,17 @@ def environment(processes: int) -> dict[str, str]:
     threads = str(max(1, cores // processes))
     own = str(Path(__file__).parents[2])
     paths = [own, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {
+    changes = {
         # Waiting threads spin for milliseconds by default; where other processes need the core, an iteration then takes
         # ten times as long. libgomp itself takes this value once threads outnumber cores.
-        "GOMP_SPINCOUNT": "1000",
-        **os.environ,
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000"),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads),
         "GLOO_SOCKET_IFNAME": "lo",
         "TOKENIZERS_PARALLELISM": "false",
         **announced(),
     }
+    return process.environment(changes)
 
 
 def prepare_data(plan: Path) -> list[str]:
@@ -153,7 +153,7 @@ def prepare_data(plan: Path) -> list[str]:
     prefixes of its pairs. ValueError with the child's last line where it fails.
     """
     command = python("-m", "trilane.engine.data.corpus", str(plan))
-    done = subprocess.run(command, env=environment(1), capture_output=True, text=True, check=False)
+    done = process.run(command, environment(1))
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     if done.returncode != 0:
         raise ValueError(last if done.returncode == 2 else f"data: could not be prepared ({last})")
@@ -161,7 +161,7 @@ def prepare_data(plan: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def torchrun(folder: Path, plan: Plan, port: int, start: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def torchrun(folder: Path, plan: Plan, port: int, start: dict[str, str]) -> Iterator[Child]:
     """torchrun over the plan's processes; ended, with its workers, after the block.
 
     `start` names this start of the run in its ranks' environment.
@@ -174,15 +174,15 @@ def torchrun(folder: Path, plan: Plan, port: int, start: dict[str, str]) -> Iter
     command += ["--module", "trilane.engine", str(folder / "plan.json")]
     env = {**environment(processes), "TRILANE_RANK_LOGS": str(ranks), **start}
     with (ranks / "torchrun.log").open("ab") as log:
-        child = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, process_group=0)
+        child = process.start(command, env, stdout=log, stderr=log, process_group=0)
     try:
         yield child
     finally:
-        stop(child)
+        interrupt(child)
 
 
 @contextlib.contextmanager
-def forwarding_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
+def forwarding_signals(child: Child) -> Iterator[None]:
     """Forward SIGUSR1 and SIGTERM to the child inside the block."""
     if threading.current_thread() is not threading.main_thread():
         yield

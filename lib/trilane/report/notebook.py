@@ -4,12 +4,11 @@ import ast
 import contextlib
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import nbformat
@@ -23,7 +22,7 @@ from trilane.report.html import read_notebook, state, unfinished, write_notebook
 from trilane.report.index import write_index
 from trilane.utils.files import set_aside
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.process import SAFE_PATH, python
+from trilane.utils.process import environment, python, replace_by
 from trilane.utils.progress import BATCH
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import outputs_root, shipped, stamp
@@ -105,11 +104,10 @@ def run(name: str, study: Study, **given: object) -> Path:
 
 
 def _execute(name: str, executed: Path, values: Mapping[str, Any]) -> None:
-    source, inherited = path_of(name), {BATCH: "1", "TRILANE_OUTPUTS": str(outputs_root().absolute()), **SAFE_PATH}
-    # a socket's path has at most 107 bytes (man 7 unix)
-    place = place if len(os.fsencode(place := tempfile.gettempdir())) < 70 else "/tmp"
-    folder = tempfile.TemporaryDirectory(prefix="trilane-", dir=place)
-    with folder as sockets, mock.patch.dict(os.environ, inherited):  # which restores it
+    source = path_of(name)
+    inherited = environment({BATCH: "1", "TRILANE_OUTPUTS": str(outputs_root().absolute())})
+    folder = tempfile.TemporaryDirectory(prefix="trilane-", dir=inherited.get("TMPDIR"))
+    with folder as sockets, mock.patch.dict(os.environ, inherited, clear=True):  # which restores it
         options = {
             # a port of TCP could be used by everybody on a shared node; a folder for each kernel, or two share files
             "config": Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"}),
@@ -178,13 +176,14 @@ def run_all(study: Study, given: Mapping[str, object], chosen: Sequence[str] = D
     return write_index(study)
 
 
-def open_lab(study: Study, given: Mapping[str, Mapping[str, Any]]) -> int:
-    """JupyterLab on the study's own copies of notebooks, given with their parameters; its exit code."""
+def open_lab(study: Study, given: Mapping[str, Mapping[str, Any]]) -> NoReturn:
+    """Become JupyterLab on the study's own copies of notebooks, given with their parameters."""
     copies = [copy_into(study, name, values) for name, values in given.items()]
     print(*(f"{path}: {'new' if is_new else 'kept as it is'}" for path, is_new in copies), sep="\n")
     words = python("-m", "jupyterlab", f"--notebook-dir={study.folder / 'lab'}")
     words += [f"--LabApp.default_url=/lab/tree/{copies[0][0].name}"]
-    return subprocess.call(words, env={**os.environ, "TRILANE_OUTPUTS": str(study.folder.parent.absolute())})
+    # it asks at the terminal whether Ctrl-C shall end it
+    replace_by(words, {"TRILANE_OUTPUTS": str(study.folder.parent.absolute())})
 
 
 def copy_into(study: Study, name: str, values: Mapping[str, Any]) -> tuple[Path, bool]:

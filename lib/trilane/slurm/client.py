@@ -4,14 +4,13 @@ import getpass
 import hashlib
 import re
 import shutil
-import subprocess
 import textwrap
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from trilane.utils.process import run
 from trilane.utils.validation import require
 
 JOB_ID = re.compile(r"\d+")
@@ -68,8 +67,9 @@ def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True,
     require(shutil.which(command[0]) is not None, "slurm", command[0], rule)
     for delay in (0.0, *DELAYS_S[: len(DELAYS_S) * again]):
         time.sleep(delay)
-        # a busy controller answers within its MessageTimeout, 10 s by default, some sites have 60
-        done = _run(command, 60.0, cwd)
+        # A busy controller answers within its MessageTimeout, 10 s by default, some sites have 60. In a session of its
+        # own: Ctrl-C at a terminal does not end an sbatch that is being answered.
+        done = run(command, within_s=60.0, cwd=cwd, start_new_session=True)
         if done.returncode == 0:
             return str(getattr(done, stream))
         if not _is_away(done.stderr):
@@ -78,23 +78,8 @@ def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True,
     raise SlurmUnreachable(f"slurm={command[0]}: {reason}")
 
 
-def _run(
-    command: Sequence[str], within_s: float, cwd: Path | None = None, given: str = ""
-) -> "subprocess.CompletedProcess[str]":
-    """The command; an answer that takes too long is an error of SLURM's own words.
-
-    In a session of its own: Ctrl-C at a terminal does not end an sbatch that is being answered.
-    """
-    try:
-        how: dict[str, Any] = {"capture_output": True, "text": True, "start_new_session": True, "check": False}
-        return subprocess.run(command, cwd=cwd, timeout=within_s, input=given, **how)
-    except subprocess.TimeoutExpired:
-        silence = f"{command[0]}: Socket timed out: nothing within {within_s:g} s"
-        return subprocess.CompletedProcess(command, 1, "", silence)
-
-
 def _is_away(error: str) -> bool:
-    words = "unable to contact slurm controller|connection (refused|reset)|socket timed out|zero bytes were trans"
+    words = "unable to contact slurm controller|connection (refused|reset)|timed out|zero bytes were trans"
     return re.search(words, error, re.I) is not None
 
 
@@ -106,7 +91,7 @@ def require_answer(then: str = "") -> None:
     """
     if shutil.which("scontrol") is None:
         return
-    done = _run(["scontrol", "ping"], 3.0)
+    done = run(["scontrol", "ping"], within_s=3.0, start_new_session=True)
     is_down = " is DOWN" in done.stdout and " is UP" not in done.stdout  # a backup controller may answer
     if is_down or _is_away(done.stderr):
         answer = _message(done.stdout.partition("\n*")[0] + done.stderr)
@@ -183,7 +168,8 @@ def _shown(ids: Sequence[str]) -> dict[str, JobState]:
     """The jobs that the controller itself still has; empty where it has none, or does not answer."""
     if shutil.which("scontrol") is None:
         return {}
-    shown = _run(["scontrol", "-o"], 60.0, None, "".join(f"show job {job}\n" for job in ids)).stdout
+    asked = "".join(f"show job {job}\n" for job in ids)
+    shown = run(["scontrol", "-o"], within_s=60.0, start_new_session=True, input=asked).stdout
     lines = re.findall(r"JobId=(\d+) JobName=(.*?) UserId=.*? JobState=([A-Z_]+).*? NodeList=(\S*)", shown)
     nodes = {"(null)": ""}
     return {j: JobState(id=j, name=n, state=s, nodes=nodes.get(at, at)) for j, n, s, at in lines if j in ids}
@@ -197,7 +183,7 @@ def past(ids: Collection[str]) -> dict[str, list[tuple[str, str, str]]]:
     if not ids or shutil.which("sacct") is None:
         return {}
     columns = "jobidraw,state,end,exitcode"
-    printed = _run(["sacct", "-DXnP", "-j", ",".join(_checked(ids)), "-o", columns], 60.0, None).stdout
+    printed = run(["sacct", "-DXnP", "-j", ",".join(_checked(ids)), "-o", columns], within_s=60.0).stdout
     found = dict[str, list[tuple[str, str, str]]]()
     for job, state, end, code in (line.split("|") for line in printed.splitlines() if line.count("|") == 3):
         found.setdefault(job, []).append((state.partition(" ")[0], end, code))  # "CANCELLED by 1000"

@@ -12,16 +12,16 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from trilane.config.cluster import Cluster
-from trilane.utils.process import python
+from trilane.utils.process import Child, python
+from trilane.utils.process import start as start_child
 
 Group = tuple[str, ...]
 K = TypeVar("K")
@@ -177,7 +177,7 @@ def steps(nodes: Sequence[str], gpus: int, srun: Sequence[str], env: Mapping[str
     test = ["bash", "-c", 'trap "" USR1; exec "$@"', "bash"]
     test += python("-m", "trilane.engine.bench.node_test", "MODE", str(gpus), program="python")
 
-    def start(mode: str, group: Group, output: Path) -> "subprocess.Popen[bytes]":
+    def start(mode: str, group: Group, output: Path) -> Child:
         # SLURM's own limit, in minutes, ends steps whose parent has died
         ends = ["--kill-on-bad-exit=1", "--wait=5", "--time=12"]
         head = [*step(group, tasks, max(1, cores // tasks), gpus > 0), *ends, *srun]
@@ -186,8 +186,7 @@ def steps(nodes: Sequence[str], gpus: int, srun: Sequence[str], env: Mapping[str
         meeting = {"MASTER_ADDR": first, "MASTER_PORT": str(10_000 + next(ports) % 20_000)}
         command = [*head, *(mode if word == "MODE" else word for word in test)]
         with output.open("wb") as out, output.with_suffix(".err").open("wb") as err:
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
-            return subprocess.Popen(command, **streams, env={**env, **meeting})
+            return start_child(command, {**env, **meeting}, stdout=out, stderr=err)
 
     def run(mode: str, groups: Sequence[Group]) -> dict[Group, Result]:
         with tempfile.TemporaryDirectory() as place:
@@ -199,7 +198,7 @@ def steps(nodes: Sequence[str], gpus: int, srun: Sequence[str], env: Mapping[str
     return run
 
 
-def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+def _wait(processes: Sequence[Child]) -> None:
     """Wait for the processes; end those that need three times as long as half of them, and a minute."""
     begin, limit_s = time.monotonic(), 600.0  # the first import of torch on all nodes may take minutes
     while left := [process for process in processes if process.poll() is None]:

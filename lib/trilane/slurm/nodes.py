@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from typing import Any
 
 from trilane.slurm import client, ledger, node_test
 from trilane.utils.files import append_line
-from trilane.utils.process import python
+from trilane.utils.process import python, run
 from trilane.utils.validation import require
 from trilane.workspace import pace
 from trilane.workspace.run_folder import iteration
@@ -235,11 +234,9 @@ def _field(shown: str, name: str) -> str:
 def guard(folder: Path, every_s: float) -> None:
     """Keep `guard_first_node` running on another node of the job, until this process is ended; on the first node."""
     this = python("-m", "trilane", "slurm", "job", "guard", str(folder), "--every", f"{every_s:g}", "--here")
-    quiet = subprocess.DEVNULL  # at the job's end SLURM would report that the step was cancelled
     for node in itertools.cycle(reversed(job_nodes()[1:])):
         if node not in lost_nodes(folder, job_id()):
-            step = [*node_test.step([node]), *this]
-            subprocess.run(step, stdin=quiet, stdout=quiet, stderr=quiet, check=False)
+            run([*node_test.step([node]), *this])  # quietly: at the job's end SLURM reports that the step was cancelled
         time.sleep(every_s)
 
 

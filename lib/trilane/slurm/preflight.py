@@ -6,7 +6,6 @@ import grp
 import os
 import pwd
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
@@ -18,6 +17,7 @@ from trilane.slurm import checks, client, copies, ledger
 from trilane.slurm.checks import REFUSAL, WARNING, JobCheck, Row
 from trilane.slurm.script import SCRIPT, gres_gpus, render
 from trilane.slurm.sites import JobRequest, Site, seconds_of
+from trilane.utils.process import run
 from trilane.utils.validation import read_text, require_known
 from trilane.workspace.installation import checkout
 from trilane.workspace.prepared_corpora import existing_pair
@@ -188,7 +188,7 @@ def accepted(case: JobCheck) -> list[Row]:
     image = case.site.image_file
     lacks, text = image and not Path(image).exists(), f"container_image={image}: no such file"
     rows: list[Row] = [(lacks, "container", REFUSAL, text, "pull or build the image, or correct the site's file")]
-    done = subprocess.run(["bash", "-n"], input=case.script, capture_output=True, text=True, check=False)
+    done = run(["bash", "-n"], input=case.script)
     rows.append(
         (done.returncode, "bash", REFUSAL, f"script: {done.stderr.strip().partition(chr(10))[0]}", "correct it")
     )

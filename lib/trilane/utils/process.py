@@ -1,23 +1,115 @@
-"""Child processes: how they start, end with their parent even when it is killed, and keep a promised port."""
+"""Child processes: how every one starts, ends with its parent even when that is killed, and keeps a promised port."""
 
 import contextlib
 import ctypes
+import multiprocessing.process
 import os
 import resource
 import signal
 import socket
+import stat
+import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
-SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+Child = subprocess.Popen[bytes]
 PARENT = "TRILANE_PARENT_PID"  # in the environment, because the parent may end before its child asks
 
 
 def python(*arguments: str, program: str = sys.executable) -> list[str]:
-    """The command `python ARGUMENTS`, by which every child of ours starts: subprocess.run(python("-m", "trilane"))."""
-    # Python would put the current folder first in sys.path, and run a colleague's `json.py` there in place of its own.
-    # The variable, unlike the option -P, is inherited: torchrun's workers are safe, too.
-    return ["env", *(f"{name}={value}" for name, value in SAFE_PATH.items()), program, *arguments]
+    """The command `python ARGUMENTS`, also for srun: run(python("-m", "trilane", "--version")).stdout."""
+    # Without -P Python puts the current folder first in sys.path, and runs a colleague's `json.py` in place of its own.
+    return [program, "-P", *arguments]
+
+
+def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of every child: this process's with these changes, and safe in whatever folder it starts.
+
+    All else is inherited: what a site's modules, CUDA, NCCL and SLURM set is what a training needs. Left out: a folder
+    that is searched by its absolute path, which the user chose.
+    """
+    found = {**os.environ, **(changes or {}), "PYTHONSAFEPATH": "1"}  # as -P, also for the workers that a child starts
+    for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH"):
+        # An empty entry, as PYTHONPATH=$PYTHONPATH:/x leaves it, and a relative one are searched in the current folder.
+        if kept := [place for place in found.pop(name, "").split(os.pathsep) if os.path.isabs(place)]:
+            found[name] = os.pathsep.join(kept)
+    # A socket's path has at most 107 bytes (man 7 unix); multiprocessing, torch and Jupyter add up to 34 to TMPDIR.
+    if len(os.fsencode(found.get("TMPDIR", ""))) > 70:
+        found["TMPDIR"] = _short_folder()
+    return found
+
+
+def _short_folder() -> str:
+    """The folder /tmp/trilane-UID, which this user alone may use; a new one where that name is taken."""
+    place = f"/tmp/trilane-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(place, 0o700)
+    facts = os.lstat(place)
+    is_own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o077
+    return place if is_own else tempfile.mkdtemp(prefix="trilane-", dir="/tmp")
+
+
+def adopt_environment() -> None:
+    """Give this process, and what libraries start from it, the environment of a child of ours."""
+    safe = environment()
+    os.environ.clear()
+    os.environ.update(safe)
+
+
+def start(command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> Child:
+    """The command as a child that runs; `env` are changes of its environment. It reads no terminal, unless told so."""
+    return subprocess.Popen(command, env=environment(env), **{"stdin": subprocess.DEVNULL, **options})
+
+
+def run(
+    command: Sequence[str], env: Mapping[str, str] | None = None, *, within_s: float | None = None, **options: Any
+) -> "subprocess.CompletedProcess[str]":
+    """The command's output, once it has ended; its returncode is 124 where it took too long, 127 where it cannot start,
+    as of timeout(1) and a shell, with the reason in stderr."""
+    options |= {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
+    options |= {} if "input" in options else {"stdin": subprocess.DEVNULL}
+    try:
+        return subprocess.run(command, env=environment(env), timeout=within_s, check=False, **options)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"{command[0]}: timed out: nothing within {within_s:g} s")
+    except OSError as error:
+        return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {error.strerror}")
+
+
+def replace_by(command: Sequence[str], env: Mapping[str, str] | None = None) -> NoReturn:
+    """Run the command in place of this process."""
+    sys.stdout.flush()
+    os.execvpe(command[0], [*command], environment(env))
+
+
+def context(method: str) -> Any:
+    """multiprocessing's context of that start method."""
+    adopt_environment()
+    return multiprocessing.get_context(method)
+
+
+def end_forks_by_kill() -> None:
+    """Let what a library forks from this process die with it, and by SIGKILL where the library ends it.
+
+    The monitors of ranks inherit the signals that this process blocks, and must: SLURM sends them to every process.
+    """
+    process = multiprocessing.process.BaseProcess
+    process.terminate = process.kill  # type: ignore[method-assign]
+    os.register_at_fork(after_in_child=die_with_parent)
+
+
+def interrupt(child: Child, within_s: float = 8.0) -> None:
+    """Interrupt the leader of a process group and wait; after so many seconds kill the group."""
+    if child.poll() is None:
+        child.send_signal(signal.SIGINT)
+        try:
+            child.wait(within_s)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def announced() -> dict[str, str]:

@@ -2,13 +2,13 @@
 
 import os
 import platform
-import subprocess
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
 import trilane
 from trilane.utils.files import read_text
+from trilane.utils.process import run
 
 
 def package() -> Path:
@@ -55,7 +55,7 @@ def revision() -> str:
     root, found = checkout(), ""
     if root:  # a wheel may lie in the venv of another repository
         git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-        found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        found = run(git).stdout.strip()
     return found or "unknown (not a git checkout)"
 
 

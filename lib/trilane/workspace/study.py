@@ -5,7 +5,6 @@ import hashlib
 import json
 import re
 import secrets
-import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from trilane.config.model import ModelShape
 from trilane.config.plan import DERIVED, Plan, plan_from_json
 from trilane.config.shapes import read_shape
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.process import python
+from trilane.utils.process import python, run
 from trilane.utils.tables import Brief, Text, csv_text
 from trilane.utils.validation import from_mapping, parse_integers, read_object, require, with_nearest
 from trilane.workspace.installation import outputs_root, stamp
@@ -205,8 +204,7 @@ def load_cluster(name: str | Cluster) -> Cluster:
     path = outputs_root() / "local.json"
     if name == "local" and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = python("-m", "trilane.engine.bench", str(path))
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = run(python("-m", "trilane.engine.bench", str(path)))
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         require(done.returncode == 0, "cluster", "local", f"this machine could not be measured: {last}")
     return cluster.cluster(str(path) if name == "local" else name)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.cluster import Cluster, Gpu
-from trilane.utils.process import python
+from trilane.utils.process import python, replace_by
 from trilane.utils.validation import print_refusal, require, to_mapping
 
 
@@ -54,7 +54,7 @@ def _become_torchrun(path: Path, name: str) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cards or 2}"]
     this = ["-m", "trilane.engine.bench.__main__", str(path), name, str(0 if cards else 8)]
-    os.execvp("env", python(*ranks, *this))
+    replace_by(python(*ranks, *this))
 
 
 def _measure(out: str, name: str, processes: int) -> None:

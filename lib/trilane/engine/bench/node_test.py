@@ -7,11 +7,12 @@ Started by srun with a task for each GPU (one on CPUs). It prints READY once tor
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+from trilane.utils.process import run
 
 
 def main(mode: str, gpus: int) -> None:
@@ -90,9 +91,8 @@ def _wrong(world: Any) -> list[str]:
 def query(what: str, names: str) -> list[list[str]]:
     """The rows of `nvidia-smi --query-WHAT=NAMES`; empty where it is missing, fails or lacks a name."""
     command = ["nvidia-smi", f"--query-{what}={names}", "--format=csv,noheader,nounits"]
-    try:  # it takes a second or two a GPU without its persistence daemon
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=True)
-    except (OSError, subprocess.SubprocessError):
+    done = run(command, within_s=20.0)  # it takes a second or two a GPU without its persistence daemon
+    if done.returncode:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
     return [row for row in rows if len(row) == len(names.split(","))]

@@ -1,7 +1,6 @@
 """`python -m trilane.engine.trace PLAN`: trace a plan's engine without a GPU, write the trace beside it, print it."""
 
 import json
-import multiprocessing
 import os
 import resource
 import sys
@@ -19,6 +18,7 @@ from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import constants_of
 from trilane.costmodel.trace import Trace, TracedStage, timeline, trace_file, trace_text
 from trilane.utils.files import replace_text
+from trilane.utils.process import context
 from trilane.utils.validation import print_refusal, require
 
 MOST_GPUS = 16_384  # groups of all ranks are made on each: a minute for so many
@@ -74,7 +74,7 @@ def traced(plan: Plan, processes: int = 2) -> Trace:
     layers, last = stage_layers(plan.shape, plan.topology), plan.topology.pp - 1
     kinds = [(stage == 0, stage == last, count) for stage, count in enumerate(layers)]
     chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    with multiprocessing.get_context("fork").Pool(min(processes, len(chosen)), maxtasksperchild=1) as pool:
+    with context("fork").Pool(min(processes, len(chosen)), maxtasksperchild=1) as pool:
         found = dict(zip(chosen, pool.starmap(rank.trace_rank, [(plan, stage) for stage in chosen], 1), strict=True))
     like = [found[kinds.index(kind)][0] for kind in kinds]
     stages = [of if of.stage == stage else derived(plan, of, stage) for stage, of in enumerate(like)]
