@@ -48,7 +48,7 @@ class Rehearsal:
         node = f"{sys.executable} -IS {REPOSITORY}/tests/planted/node.py"
         programs.mkdir()
         (programs / "python").write_text(
-            f'#!/bin/sh\n[ "$2" != trilane.engine.bench.node_test ] || exec {node} test\nexec {sys.executable} "$@"\n'
+            f'#!/bin/sh\n[ "$3" != trilane.engine.bench.node_test ] || exec {node} test\nexec {sys.executable} "$@"\n'
         )
         (programs / "python").chmod(0o755)
         script = (self.folder / "job.sbatch").read_text()
