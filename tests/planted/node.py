@@ -17,7 +17,7 @@ from pathlib import Path
 
 if sys.argv[1] == "test":  # in place of trilane.engine.bench.node_test
     bad = {name: socket.gethostname() in Path(name).read_text().split() for name in ("broken", "slow")}
-    rate = 0.5 if bad["slow"] else 1.0
+    rate = 1e14 if bad["slow"] else 2e14  # of an A100, whose file has 3.12e14
     print(json.dumps({"broken": ["a GPU is gone"] * bad["broken"], "doubtful": [], "rates": {"matmul FLOP/s": rate}}))
     sys.exit()
 
