@@ -36,7 +36,7 @@ MOST_FILES = 207  # 170
 MOST_BYTES = 50.7  # a line, on average, not by denser lines: 50
 MOST_CONSTANTS = 10.0  # of modules, per 1,000 lines
 LEAST_COMMENTS = 2.1  # lines of reasons per 100 of code: 3
-MOST_TEST_LINES = 21_160  # 15,000
+MOST_TEST_LINES = 21_159  # 15,000
 MOST_WORDS = 32_380  # of Markdown, without the reference, which the code writes
 
 
