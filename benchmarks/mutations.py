@@ -157,7 +157,6 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("[at] * 3", "[at] * 4"),
         ("            starts = []", "            pass"),
         ("            starts = starts[:-1]", "            pass"),
-        ('if event != "ended" and i not in', "if i not in"),
         ("at >= run.goal and is_saved", "at >= run.goal"),
     ],
     ("jobs", "slurm/jobs.py", "slurm/test_attempt.py"): [
@@ -279,7 +278,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("excess > 0.03 * middle", "excess > 0.03"),
     ],
     ("hang", "workspace/heartbeat.py", "workspace/test_heartbeat.py"): [
-        ("if step >= 2 else", "if step >= 1 else"),
+        ("max(LEAST_S, LATE", "min(LEAST_S, LATE"),
         ("(beat.phase != END and beat.idle_s", "(beat.idle_s"),
     ],
     ("restart", "workspace/run_folder.py", "workspace"): [

@@ -232,7 +232,7 @@ def test_the_interactive_script_asks_for_the_same_nodes_with_a_shell(play: Play)
     assert dict(option[2:].split("=", 1) for option in options) == wanted
     play.log.unlink()
     assert play.run(text.partition("if [[ $- != *i* ]]")[0] + "train") == 0
-    assert play.calls[-2:] == [[*SRUN[:2], "--wait=60"], torchrun(start=1)]
+    assert play.calls[-2:] == [[*SRUN[:2], "--wait=15"], torchrun(start=1)]
 
 
 @pytest.mark.parametrize("wish", [f.name for f in dataclasses.fields(JobRequest)])

@@ -160,7 +160,7 @@ def traps(case: JobCheck) -> list[Row]:
     lost = "SIGUSR1 before the limit may reach only the launcher, which ignores it or ends: nothing is saved"
     # our torchrun; a shell with a trap of its own
     handles = has(r"""^[^#\n]*(trilane\.engine\.torchrun|trap ["'][^"'\n]+["'] USR1)""") or _starts_ranks(case)
-    keeps, never = "srun --kill-on-bad-exit=1 --wait=60 ...", has("srun") and not has("--kill-on-bad-exit=1")
+    keeps, never = "srun --kill-on-bad-exit=1 --wait=15 ...", has("srun") and not has("--kill-on-bad-exit=1")
     forward = "python -m trilane.engine.torchrun forwards it; or trap 'touch save' USR1"
     return [
         (never, "kill-on-bad-exit", REFUSAL, waits, keeps),
