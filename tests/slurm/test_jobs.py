@@ -1,5 +1,6 @@
 """What SLURM's commands answer on a bad day: each is a small script here that says what the real one says."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 from slurm_cluster import REQUEST, SITE, Commands, one, plan, run_folder, submit_chain
 
 from trilane.cli.app import main
+from trilane.config.plan import read_plan
+from trilane.costmodel.shipped import constants_of
 from trilane.slurm import attempt, chain, client, copies, jobs, ledger, monitor
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import to_mapping
@@ -231,7 +234,7 @@ def test_a_completed_run_is_left_out_of_a_submission(
         main(["slurm", "sweep", "submit", *map(str, runs), *options])
         found = json.loads(capsys.readouterr().out)
         findings = found["findings"]
-        assert [row["jobs"] for row in found["runs"]] == [1]
+        assert [(row["jobs"], row["nodes"]) for row in found["runs"]] == [(1, 1)]
         assert list(findings) == list(map(str, wanted))
         assert ("run folder" in {f["rule"] for f in findings[str(wanted[0])]}) is (wanted == [done])
     died, full = (run_folder(tmp_path, plan(name, tmp_path / "data", nodes=1)) for name in ("died", "full"))
@@ -244,10 +247,52 @@ def test_a_completed_run_is_left_out_of_a_submission(
 
 
 def test_a_job_that_waits_takes_a_changed_plan_where_that_is_accepted(commands: Commands, folder: Path) -> None:
-    ledger.note(folder, "submitted", "78", site="test", plan=copies.keep_plan(folder))
-    values = json.loads((folder / "plan.json").read_text())
-    values["optimizer"]["lr"] = 6e-4
-    (folder / "plan.json").write_text(json.dumps(values))
+    """Its script SLURM has already."""
+    kept, script = copies.keep_plan(folder), copies.hash_of((folder / "job.sbatch").read_text())
+    ledger.note(folder, "submitted", "78", site="/a b/test.json", plan=kept, script=script)
+    edit(folder, "optimizer.lr", 6e-4)
     assert "optimizer.lr: 0.001 -> 0.0006" in attempt.altered(folder, "78")
+    assert "--site '/a b/test.json'" in attempt.altered(folder, "78")
     commands.say("squeue", "echo '78|PENDING|None|1:00|2:00||x'")
     assert jobs.accept_changes(folder, "test") == ["78"] and attempt.altered(folder, "78") == ""
+    assert not jobs.unreached(folder, ["78"])
+    (folder / "job.sbatch").write_text("#!/bin/bash\n")
+    assert "job 78 keeps the job.sbatch that SLURM has" in jobs.unreached(folder, ["78"])[0]
+
+
+EDITS = {
+    "optimizer.lr": (6e-4, "peak learning rate"),
+    "optimizer.weight_decay": (0.3, ""),
+    "topology.gbs": (64, "sequences of an iteration"),
+    "data.source": ("other", ""),
+    "topology.mbs": (1, "sequences"),
+    "run.save_interval": (7, ""),
+    "run.seed": (99, ""),
+    "topology.precision": ("fp16", ""),
+    "calibration.constants.matmul": (0.1, ""),
+    "dropout.hidden": (0.5, ""),
+}
+
+
+def edit(folder: Path, name: str, value: object) -> None:
+    values = json.loads((folder / "plan.json").read_text())
+    *path, last = name.split(".")
+    functools.reduce(dict.__getitem__, path, values)[last] = value
+    (folder / "plan.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("field", EDITS)
+def test_a_job_says_which_field_of_its_plan_was_edited_since_its_submission(field: str, folder: Path) -> None:
+    """With the frozen plan lost, or edited in the same way, it still stops; an unchanged plan needs no frozen one."""
+    values, (value, words) = json.loads((folder / "plan.json").read_text()), EDITS[field]
+    constants = constants_of(read_plan(folder / "plan.json")).kept()
+    (folder / "plan.json").write_text(json.dumps(values | {"calibration": constants}))
+    kept = copies.keep_plan(folder)
+    ledger.note(folder, "submitted", "78", site="test", plan=kept)
+    edit(folder, field, value)
+    shown = attempt.altered(folder, "78").split("\n")
+    assert shown[1].startswith(f"{field}: ") and f" -> {value} (" in shown[1] and words in shown[1] and len(shown) == 3
+    (folder / f"submitted/{kept}.json").write_text((folder / "plan.json").read_text())
+    assert "is lost or damaged" in attempt.altered(folder, "78") and "`cp" not in attempt.altered(folder, "78")
+    (folder / "plan.json").write_text(json.dumps(values | {"calibration": constants}))
+    assert attempt.altered(folder, "78") == ""

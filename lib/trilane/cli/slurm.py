@@ -98,8 +98,9 @@ def submit(
     most = 1 if any(map(chains.is_chain, runs)) else parallel
     made = dict[str, list[str]]()
     for path in chosen if accept_changes else []:
-        if waiting := jobs.accept_changes(path, job.site.name):
+        if waiting := jobs.accept_changes(path, job.site.source):
             made[str(path)] = waiting
+            note(jobs.unreached(path, waiting))
     chosen = [path for path in chosen if str(path) not in made]
     rows = chains.link_records(list(plans), job) if dry_run or until_done else []
     often = {Path(row["run"]): max(times, math.ceil(1.25 * row["jobs"])) if until_done else times for row in rows}

@@ -135,24 +135,20 @@ def finished(folder: Path) -> str:
 def altered(folder: Path, job: str) -> str:
     """In what plan.json is not what was submitted as this job, and what to type, a line each; "" where it is.
 
-    A job that was submitted by hand, or whose submission was killed, has no hash of a plan: it trains what is there.
+    A job without a hash of its plan, as one submitted by hand, trains what is there.
     """
     found = [e for e in ledger.events(folder, "submitted", "accepted") if e["id"] == job and e.get("plan")][-1:]
     for event in found:
         again = shlex.join(["trilane", "slurm", "submit", str(folder.resolve()), "--site", str(event.get("site"))])
-        back = f"`cp submitted/{event['plan']}.json plan.json` in the run folder brings back what was submitted"
         try:
             lines = copies.plan_changes(folder, event["plan"])
+            head = ["plan.json is not what was submitted:"] * bool(lines)
         except ValueError as error:
-            return f"{error}; {back}"
-        if lines:
-            return "\n".join(
-                [
-                    "plan.json is not what was submitted:",
-                    *lines,
-                    f"`{again}` submits it as it is (of a job that still waits: --accept-changes); {back}",
-                ]
-            )
+            lines, head = [], [str(error)]
+        ways = f"`{again}` submits it as it is (a job that waits: --accept-changes)"
+        if head and copies.kept_plan(folder, event["plan"]):
+            ways += f"; `cp submitted/{event['plan']}.json plan.json` there brings it back"
+        return "\n".join([*head, *lines, ways]) if head else ""
     return ""
 
 

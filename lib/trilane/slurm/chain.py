@@ -150,8 +150,8 @@ def link_records(folders: Sequence[Path], request: JobRequest) -> list[dict[str,
     for folder in folders:
         plan = read_plan(folder / "plan.json")
         gpus, hours = plan.topology.gpus, sum(hours_of(plan, phase) for phase in phases(plan))
-        sizes = [phase.gbs for phase in phases(plan)]
-        job = {"gpus": gpus, "nodes": gpus // plan.cluster.gpus_per_node, "mbs": plan.topology.mbs, "batches": sizes}
+        sizes, nodes = [phase.gbs for phase in phases(plan)], -(-gpus // plan.cluster.gpus_per_node)
+        job = {"gpus": gpus, "nodes": nodes, "mbs": plan.topology.mbs, "batches": sizes}
         span = {"first": plan.run.start_iteration + 1, "last": plan.run.goal, "gpu_hours": hours * gpus, "hours": hours}
         count = max(1, math.ceil(hours * 3600 / request.time_limit_s))
         rows.append({"run": str(folder), **job, **span, "jobs": count})

@@ -1,7 +1,7 @@
 """Copies of the installed code and of the plan, frozen next to a submission.
 
-A job may wait for days, and goes back into the queue when a node fails: it runs what was installed when it was
-submitted, from code/HASH below the folder that was submitted.
+A job may wait for days, and is requeued when a node fails: it runs what was installed when it was submitted, from
+code/HASH below the submitted folder.
 """
 
 import hashlib
@@ -10,9 +10,8 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from trilane.config.plan import Plan, read_plan, read_plan_values
+from trilane.config.plan import plan_from_json, read_plan_values
 from trilane.utils.files import read_text, replace_text
 from trilane.utils.validation import require
 from trilane.workspace.continuation import changes
@@ -37,29 +36,35 @@ def keep_plan(folder: Path) -> str:
     return kept.stem
 
 
-def plan_changes(folder: Path, kept: object) -> list[str]:
-    """In what plan.json differs from the one that was kept by that hash, a line a field; [] where it was not kept.
+def kept_plan(folder: Path, kept: str) -> str:
+    """The text of the plan of that hash; "" where it is missing or edited."""
+    text = read_text(folder / f"submitted/{kept}.json")
+    return text if hash_of(text) == kept else ""
 
-    How the file is written does not count. ValueError where one of them cannot be read.
+
+def plan_changes(folder: Path, kept: object) -> list[str]:
+    """In what plan.json differs from the plan of that hash, a line a field, however it is written; [] for no hash.
+
+    ValueError where plan.json cannot be read, or differs from what is lost.
     """
     if not isinstance(kept, str) or not re.fullmatch(r"[0-9a-f]{16}", kept):
         return []
-    was, now = (read_plan(folder / name) for name in (f"submitted/{kept}.json", "plan.json"))
-    return changes(_facts(was), _facts(now))
-
-
-def _facts(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON, of its constants the hash."""
-    return {**plan.to_json(), "calibration": (plan.calibration or {}).get("hash")}
+    now = read_plan_values(folder / "plan.json")
+    if hash_of(json.dumps(now, indent=1)) == kept:
+        return []
+    was = kept_plan(folder, kept)
+    require(bool(was), "plan", folder / f"submitted/{kept}.json", "is lost or damaged, and plan.json differs")
+    both = (json.loads(was), now)
+    return changes(*(plan_from_json(values).to_json() for values in both))
 
 
 def freeze(home: Path) -> Path:
     """The copy of the installed code below `home`, made where it is not there or damaged.
 
-    It holds plain files, not one archive: data files are read by their paths, a traceback shows its lines, and a person
-    can compare two copies. Raises ValueError where it cannot be read or written, or is being changed.
+    Plain files, not one archive: data is read by path, a traceback shows its lines, two copies can be compared.
+    ValueError where it cannot be read or written, or is being changed.
     """
-    require(":" not in str(home), "run folder", home, "must hold no colon, which separates the folders of PYTHONPATH")
+    require(":" not in str(home), "run folder", home, "must hold no colon, which separates PYTHONPATH's folders")
     code = home / "code"
     try:
         code.mkdir(parents=True, exist_ok=True)

@@ -73,7 +73,7 @@ def submit_all(
                     rewrite(path, site, request)
                 after = [f"afterany:{job}" for _, job in made[-parallel:][:1] if 0 < parallel <= len(made)]
                 code = functools.partial(freeze, shared or path)
-                made.append((folder, _accept(path, code, site.name, options, after)))
+                made.append((folder, _accept(path, code, site.source, options, after)))
         except ValueError as error:
             earlier = f"; submitted before it: {', '.join(job for _, job in made)}" * bool(made)
             error.args = (f"{error}{earlier}", *error.args[1:])
@@ -88,6 +88,15 @@ def accept_changes(folder: Path, site: str) -> list[str]:
         for job in jobs:
             ledger.note(folder, "accepted", job, site=site, plan=kept)
     return jobs
+
+
+def unreached(folder: Path, waiting: Sequence[str]) -> list[str]:
+    """A line where jobs that wait have another script than the folder."""
+    now = copies.hash_of(read_text(folder / SCRIPT))
+    found = ledger.events(folder, "submitted")
+    held = [e["id"] for e in found if e["id"] in waiting and e.get("script", now) != now]
+    text = f"{folder}: job {', '.join(held)} keeps the {SCRIPT} that SLURM has; cancel, and submit anew"
+    return [text] * bool(held)
 
 
 @contextlib.contextmanager

@@ -138,6 +138,11 @@ class Site:
                 require_form("word", f"site.sbatch.{name}", value)
 
     @property
+    def source(self) -> str:
+        """What --site takes: its file's path, or a shipped name."""
+        return self.sources.get("file", self.name)
+
+    @property
     def image_file(self) -> str:
         """The path of the container image, "" where there is none or the image comes from a registry."""
         return self.container_image if self.container_image.startswith("/") else ""
@@ -159,14 +164,15 @@ def catalogue() -> list[str]:
 
 def site(name_or_path: str) -> Site:
     """The site of that name, or of the JSON file at that path; ValueError lists the known names, the nearest first."""
-    path = Path(name_or_path)
+    path, own = Path(name_or_path), {"file": os.path.abspath(name_or_path)}
     if path.suffix != ".json":
         require_known("site", name_or_path, catalogue())
-        path = Path(str(resources.files("trilane").joinpath(f"data/sites/{name_or_path}.json")))
+        path, own = Path(str(resources.files("trilane").joinpath(f"data/sites/{name_or_path}.json"))), {}
     found = from_mapping(Site, read_json(path, "site"), "site")
-    # relative to the site's own file, not to the current folder
-    is_file = found.cluster.endswith(".json")
-    return replace(found, cluster=str(path.parent / found.cluster)) if is_file else found
+    nodes = found.cluster
+    if nodes.endswith(".json"):  # relative to the site's own file
+        nodes = str(path.parent / nodes)
+    return replace(found, cluster=nodes, sources=found.sources | own)
 
 
 def seconds_of(time_limit: str) -> float:
