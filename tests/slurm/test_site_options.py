@@ -3,11 +3,13 @@
 import os
 import shlex
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import plant_modules
 from test_script import directives, plan_for
 
 from trilane.slurm import script, sites
@@ -164,6 +166,12 @@ def test_setup_lines_run_as_they_are_in_one_shell(tmp_path: Path) -> None:
     )
     done = prepared(replace(FREE, setup=lines), tmp_path)
     assert (done.returncode, done.stdout) == (0, "started two words it's $HOME\n"), done.stderr
+
+
+def test_no_python_of_a_setup_line_runs_what_lies_in_the_run_folder(tmp_path: Path) -> None:
+    trace = plant_modules(tmp_path)
+    done = prepared(replace(FREE, setup=(f"{shlex.quote(sys.executable)} -c 'import json'",)), tmp_path)
+    assert done.returncode == 0 and not trace.exists(), done.stderr
 
 
 def test_a_setup_line_takes_no_job_out_of_its_folder_and_hides_no_failure(tmp_path: Path) -> None:
