@@ -150,7 +150,7 @@ def test_the_archive_is_made_again_where_packages_changed(play: Play, tmp_path: 
         assert "./lib/python3.11/site-packages/new.py" in made.getnames()
 
 
-@pytest.mark.parametrize("how", ["missing", "damaged", "taken", "full"])
+@pytest.mark.parametrize("how", ["missing", "damaged", "taken", "full", "noexec"])
 def test_a_node_that_cannot_copy_says_why_in_one_line_leaves_nothing_and_trains(
     how: str, play: Play, tmp_path: Path
 ) -> None:
@@ -165,12 +165,23 @@ def test_a_node_that_cannot_copy_says_why_in_one_line_leaves_nothing_and_trains(
         stand_in(
             tmp_path / "bin/tar", '[[ $1 != -xf ]] && exec /bin/tar "$@"; printf "tar: %s: no space\n" a b c; exit 2'
         )
+    elif how == "noexec":
+        stand_in(tmp_path / "bin/cp", '/bin/cp "$@" && chmod -x "${@: -1}"')
     copy = staged(play)
     (line,) = (play.place / "run.log").read_text().partition("START")[0].splitlines()
-    reason = {"missing": "No such file", "damaged": "tar: ", "taken": "exists", "full": "tar: a: no space;"}[how]
-    assert line.startswith(f"trilane: stage_env={copy}: cannot be made on ") and reason in line
+    reason = {"missing": "No such file", "damaged": "tar: ", "taken": "exists", "full": "tar: a: no space;"}
+    assert line.startswith(f"trilane: stage_env={copy}: cannot be made on ")
+    assert reason.get(how, "Permission denied") in line
     assert line.endswith(f"; it imports from {tmp_path}/it's shared")
     assert play.env["VIRTUAL_ENV"] == f"{tmp_path}/it's shared" and not copy.exists()
+
+
+def test_a_python_without_an_environment_of_its_own_trains_from_where_it_lies(play: Play, tmp_path: Path) -> None:
+    (tmp_path / "bin/activate").write_text("")
+    staged(play)
+    (line,) = (play.place / "run.log").read_text().partition("START")[0].splitlines()
+    assert line == "trilane: stage_env: python has no environment of its own; all nodes import from where it lies"
+    assert "VIRTUAL_ENV" not in play.env and not [*tmp_path.rglob("*.tar*")]
 
 
 def test_no_node_unpacks_an_archive_of_before_packages_changed(play: Play, tmp_path: Path) -> None:
@@ -189,4 +200,4 @@ def test_no_node_unpacks_an_archive_of_before_packages_changed(play: Play, tmp_p
 def test_of_a_conda_environment_it_is_that_one_whatever_the_submitting_shell_had_active(tmp_path: Path) -> None:
     here = site(stage_env="/tmp")
     texts = [script.render("train", plan_for(here), here, JobRequest(environment=e)) for e in ("conda:mine", "/venv")]
-    assert [text.count("export ENV_FOLDER=$CONDA_PREFIX\n") for text in texts] == [1, 0]
+    assert [text.count("export ENV_FOLDER=${CONDA_PREFIX:-}\n") for text in texts] == [1, 0]
