@@ -296,3 +296,5 @@ def test_a_job_says_which_field_of_its_plan_was_edited_since_its_submission(fiel
     assert "is lost or damaged" in attempt.altered(folder, "78") and "`cp" not in attempt.altered(folder, "78")
     (folder / "plan.json").write_text(json.dumps(values | {"calibration": constants}))
     assert attempt.altered(folder, "78") == ""
+    (folder / "plan.json").unlink()
+    assert attempt.altered(folder, "78").endswith("plan.json: no such file"), "which is not submitted as it is"

@@ -142,13 +142,14 @@ def altered(folder: Path, job: str) -> str:
         again = shlex.join(["trilane", "slurm", "submit", str(folder.resolve()), "--site", str(event.get("site"))])
         try:
             lines = copies.plan_changes(folder, event["plan"])
-            head = ["plan.json is not what was submitted:"] * bool(lines)
+            lines[:0] = ["plan.json is not what was submitted:"] * bool(lines)
         except ValueError as error:
-            lines, head = [], [str(error)]
-        ways = f"`{again}` submits it as it is (a job that waits: --accept-changes)"
-        if head and copies.kept_plan(folder, event["plan"]):
-            ways += f"; `cp submitted/{event['plan']}.json plan.json` there brings it back"
-        return "\n".join([*head, *lines, ways]) if head else ""
+            lines = [str(error)]
+        ways = [f"`{again}` submits it as it is (a job that waits: --accept-changes)"]
+        ways *= (folder / "plan.json").exists()
+        if lines and copies.kept_plan(folder, event["plan"]):
+            ways.append(f"`cp submitted/{event['plan']}.json plan.json` there brings it back")
+        return "\n".join([*lines, "; ".join(ways)]).strip() if lines else ""
     return ""
 
 

@@ -51,9 +51,9 @@ def submit_all(
 ) -> list[tuple[Path, str]]:
     """Submit `times` jobs of each run with its job.sbatch, written from the template where there is none; their ids.
 
-    At most `parallel` of them run at a time (0: any number), since each waits for the end of the one so many before it;
-    jobs of one run never do. Raises ValueError where a run is completed, and ActiveJob where it has a job that has not
-    ended, before anything is submitted; a later error names the jobs that were.
+    At most `parallel` of them run at a time (0: any number): each waits for the end of the one so many before it; jobs
+    of one run never do. ValueError where a run is completed, and ActiveJob where it has a job that has not ended,
+    before anything is submitted; a later error names the jobs that were.
     """
     runs = {folder: folder.resolve() for folder in map(Path, folders)}
     require(not site.is_local, "site", site.name, "has no SLURM; `trilane train PLAN` trains here")
@@ -132,8 +132,8 @@ def _require_idle(folders: Sequence[Path]) -> None:
 def _accept(folder: Path, freeze: Callable[[], Path], site: str, options: Sequence[str], after: Sequence[str]) -> str:
     """Submit the script of a run folder that is locked; the id of its job, which waits for those `after`, too.
 
-    A run's jobs begin one after another (singleton, by their name). The folder of the frozen code is the script's
-    argument, which a job keeps in the queue, whatever `--export` or a site's own sbatch do with the environment.
+    A run's jobs begin one after another (singleton, by name). The folder of the frozen code is the script's argument,
+    which a job keeps, whatever `--export` or a site's own sbatch do with the environment.
     """
     script = folder / SCRIPT
     code = freeze() if copies.USED_BY in read_text(script) else None
