@@ -166,7 +166,7 @@ def test_a_node_that_cannot_copy_says_why_in_one_line_leaves_nothing_and_trains(
             tmp_path / "bin/tar", '[[ $1 != -xf ]] && exec /bin/tar "$@"; printf "tar: %s: no space\n" a b c; exit 2'
         )
     elif how == "noexec":
-        stand_in(tmp_path / "bin/cp", '/bin/cp "$@" && chmod -x "${@: -1}"')
+        stand_in(tmp_path / "bin/chmod", '[[ $2 == */ready ]] || exec /bin/chmod "$@"')
     copy = staged(play)
     (line,) = (play.place / "run.log").read_text().partition("START")[0].splitlines()
     reason = {"missing": "No such file", "damaged": "tar: ", "taken": "exists", "full": "tar: a: no space;"}

