@@ -159,21 +159,24 @@ def test_a_node_that_cannot_copy_says_why_in_one_line_leaves_nothing_and_trains(
         (tmp_path / "node/x").mkdir()
     if how == "damaged":
         (tmp_path / "it's shared/trilane-env.tar").write_bytes(b"x" * 5000)
-    elif how == "taken":
-        stand_in(tmp_path / "bin/mkdir", '[[ $1 != -m ]] && exec /bin/mkdir "$@"; echo exists; exit 1')
+    elif how == "taken":  # by a link that cannot be removed, to files of one's own
+        shutil.copytree(tmp_path / "bin", tmp_path / "others/bin")
+        (tmp_path / f"node/x/trilane-env-{os.geteuid()}-77").symlink_to(tmp_path / "others")
+        (tmp_path / "others/ready").touch()
+        os.utime(tmp_path / "others/ready", (4e9, 4e9))
     elif how == "full":
         stand_in(
             tmp_path / "bin/tar", '[[ $1 != -xf ]] && exec /bin/tar "$@"; printf "tar: %s: no space\n" a b c; exit 2'
         )
     elif how == "noexec":
         stand_in(tmp_path / "bin/chmod", '[[ $2 == */ready ]] || exec /bin/chmod "$@"')
-    copy = staged(play)
+    copy = staged(play, KEEP="1" if how == "taken" else "")
     (line,) = (play.place / "run.log").read_text().partition("START")[0].splitlines()
-    reason = {"missing": "No such file", "damaged": "tar: ", "taken": "exists", "full": "tar: a: no space;"}
+    reason = {"missing": "No such file", "damaged": "tar: ", "taken": "File exists", "full": "tar: a: no space;"}
     assert line.startswith(f"trilane: stage_env={copy}: cannot be made on ")
     assert reason.get(how, "Permission denied") in line
     assert line.endswith(f"; it imports from {tmp_path}/it's shared")
-    assert play.env["VIRTUAL_ENV"] == f"{tmp_path}/it's shared" and not copy.exists()
+    assert play.env["VIRTUAL_ENV"] == f"{tmp_path}/it's shared" and copy.exists() is (how == "taken")
 
 
 def test_a_python_without_an_environment_of_its_own_trains_from_where_it_lies(play: Play, tmp_path: Path) -> None:
