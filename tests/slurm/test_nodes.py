@@ -141,22 +141,42 @@ def test_a_node_that_answers_but_computes_wrong_is_broken(
     assert gpu_health._wrong(World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))) == found
 
 
-def test_the_test_of_a_node_uses_the_sites_network_and_no_signal_before_the_time_limit_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SLURM sends it to every step of the job; a node whose test it ended, or whose name leads elsewhere, is broken."""
-    result = '{"broken": [], "doubtful": [], "rates": {"matmul FLOP/s": 1.0}}'
+def test_one_step_tests_all_nodes_round_by_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that cannot start it, crashes or freezes holds up no other, nor does SLURM's signal to all steps."""
+    rates = '{"broken": [], "doubtful": [], "rates": {"matmul FLOP/s": %s}}'
     for name, text in {
-        "srun": 'while [[ $1 == --* ]]; do shift; done\nexec "$@"',
-        "python": f"[[ $MASTER_ADDR == n1i ]] || exit; kill -USR1 $$; echo READY; echo '{result}'",
+        # a task for each node of the list, all with the lines of its input
+        "srun": f"""while [[ $1 == --* ]]; do [[ $1 != --nodelist=* ]] || names=${{1#*=}}; shift; done
+            echo "$names" >>{tmp_path}/steps
+            [[ $names != *n9* ]] || {{ echo "srun: error: Task launch for S failed on node n9: X" >&2; exit 1; }}
+            while read -r line; do for n in ${{names//,/ }}; do SLURMD_NODENAME=$n "$@" <<<"$line" & done; done""",
+        "python": f"""kill -USR1 $$; echo noise >&2
+            case $SLURMD_NODENAME in n2) echo "no GPU"; exit 3;; n3) echo '{rates % "NaN"}';; n4) sleep 9;;
+            *) echo '{rates % 1.0}';; esac""",
     }.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    steps = node_test.steps(["n1"], 0, [], {**os.environ, "SLURM_JOB_ID": "7", "HOST_SUFFIX": "i"})
-    assert steps("alone", [("n1",)]) == {("n1",): node_test.Result(rates={"matmul FLOP/s": 1.0})}
-    (tmp_path / "python").write_text((tmp_path / "python").read_text().replace("1.0", "NaN"))
-    assert steps("alone", [("n1",)])[("n1",)].broken == "the test measures what is no number"
+    monkeypatch.setattr(node_test, "GRACE_S", 1.0)
+    found = node_test.tester(0, [])([f"n{i}" for i in (1, 2, 3, 4, 5, 6, 9)])
+    assert found.broken == {
+        "n2": "the test fails: no GPU (exit code 3)",
+        "n3": "the test measures what is no number",
+        "n4": "the test does not end in time",
+        "n9": "Task launch for S failed on node n9: X",
+    }
+    assert not found.slow and len((tmp_path / "steps").read_text().split()) == 2
+
+
+def test_each_task_finds_its_place_in_its_group_and_the_sites_network() -> None:
+    """Rank 0 is the first GPU of the first node of a pair, by its name on InfiniBand; a group has a port of its own."""
+    env = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "HOST_SUFFIX": "i", "SLURMD_NODENAME": "n3", "SLURM_LOCALID": "1"}
+    mode, own = gpu_health.place(2, "2 pair n1,n2 n4,n3", env)
+    assert mode == "pair" and own.pop("MASTER_ADDR") == "n4i"
+    other = gpu_health.place(2, "2 pair n1,n2 n4,n3", {**env, "SLURMD_NODENAME": "n1"})[1]
+    assert own.pop("MASTER_PORT") != other["MASTER_PORT"]
+    assert own == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert gpu_health.place(2, "2 pair n1,n2", env) == ("pair", {})
 
 
 @pytest.mark.parametrize(("dead", "found"), [("", ""), ("23", "23"), ("123", "")])

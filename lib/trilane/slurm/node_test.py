@@ -1,6 +1,6 @@
 """The test of a job's nodes before they train: each alone, then in pairs; which are broken, and which are slow.
 
-One step of srun for each node or pair, all at once; none can hold up the others. A rate is compared with the median of
+One step of srun runs it on all nodes, and none can hold up the others. A rate is compared with the median of
 the nodes, and the medians with the cluster file. What fails on every node is no fault of the nodes: it is reported,
 and nothing is left out. Of a bad pair each meets a node of a good one; where there is none, both count. Left out: of an
 odd number the network of one.
@@ -11,16 +11,19 @@ import itertools
 import json
 import math
 import os
+import queue
+import re
+import signal
 import statistics
-import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TypeVar
+from subprocess import PIPE, STDOUT, TimeoutExpired
+from typing import Any, TypeVar
 
 from trilane.config.cluster import Cluster
-from trilane.utils.process import Child, python
+from trilane.utils.process import python
 from trilane.utils.process import start as start_child
 
 Group = tuple[str, ...]
@@ -158,10 +161,16 @@ def step(nodes: Sequence[str], tasks: int = 1, cores: int = 1, gpus: bool = Fals
 def tester(
     gpus: int, srun: Sequence[str], cluster: Cluster | None = None, env: Mapping[str, str] = os.environ
 ) -> Callable[[Sequence[str]], Findings]:
-    """The test of nodes of this job, on so many GPUs of each (0: a core), by steps with these arguments of srun."""
+    """The test of nodes of this job, on so many GPUs of each (0: a core), by a step with these arguments of srun."""
 
     def test(nodes: Sequence[str]) -> Findings:
-        found = findings(nodes, steps(nodes, gpus, srun, env), is_cpu=gpus == 0)
+        try:
+            with step_of(nodes, gpus, srun, env) as run_round:
+                found = findings(nodes, run_round, is_cpu=gpus == 0)
+        except NotStarted as error:  # srun ends the step on all nodes where it cannot start it on one
+            refused: dict[str, str] = error.args[0]
+            found = test([node for node in nodes if node not in refused])
+            return replace(found, broken=found.broken | refused)
         far = far_below(found.medians, cluster, gpus) if cluster else ""
         # cores are shared with whatever else a node does: said, and no reason to refuse
         return replace(found, notes=(*found.notes, far), refused=far if gpus else "") if far else found
@@ -169,62 +178,99 @@ def tester(
     return test
 
 
-def steps(nodes: Sequence[str], gpus: int, srun: Sequence[str], env: Mapping[str, str]) -> Run:
-    """Runs the test by srun inside the job: `run` of `findings`."""
-    tasks, ports = gpus or 1, itertools.count(37 * int(env["SLURM_JOB_ID"]))
-    cores = int(env.get("SLURM_CPUS_PER_TASK") or 1) * int(env.get("SLURM_NTASKS_PER_NODE") or 1)
-    # SLURM's signal before the time limit reaches every step, and would end the test of a healthy node
-    test = ["bash", "-c", 'trap "" USR1; exec "$@"', "bash"]
-    test += python("-m", "trilane.engine.bench.node_test", "MODE", str(gpus), program="python")
+class NotStarted(Exception):
+    """srun has not started the step on some of its nodes; args[0]: why."""
 
-    def start(mode: str, group: Group, output: Path) -> Child:
-        # SLURM's own limit, in minutes, ends steps whose parent has died
-        ends = ["--kill-on-bad-exit=1", "--wait=5", "--time=12"]
-        head = [*step(group, tasks, max(1, cores // tasks), gpus > 0), *ends, *srun]
-        # rank 0, which the others look for, is on the first node in the order of the job
-        first = min(group, key=list(nodes).index) + env.get("HOST_SUFFIX", "")
-        meeting = {"MASTER_ADDR": first, "MASTER_PORT": str(10_000 + next(ports) % 20_000)}
-        command = [*head, *(mode if word == "MODE" else word for word in test)]
-        with output.open("wb") as out, output.with_suffix(".err").open("wb") as err:
-            return start_child(command, {**env, **meeting}, stdout=out, stderr=err)
+
+# What a task runs: a test for each line of its input. It prints a line with the end of the test's last; srun's --label
+# may have put its number before. A failed CUDA or NCCL ends the process of one test alone. USR1, SLURM's signal before
+# the time limit, reaches every step, and would end the test of a healthy node.
+TASK = """trap "" USR1
+while read -r round; do
+  said=$("$@" "$round" 2>&1 </dev/null) && code=0 || code=$?
+  echo "TESTED ${round%% *} $SLURMD_NODENAME $code ${said##*$'\n'}"
+done"""
+TESTED = re.compile(r"TESTED (\d+) (\S+) (\d+) ?(.*)")
+FAILED = re.compile(r"Task launch for .* failed on node ([^\s:]+).*")  # as srun 22.05 says it
+GRACE_S = 20.0  # for the network between nodes, which the first half may not wait for
+LATE = Result(broken="the test does not end in time")
+
+
+@contextlib.contextmanager
+def step_of(nodes: Sequence[str], gpus: int, srun: Sequence[str], env: Mapping[str, str]) -> Iterator[Run]:
+    """One step of srun on all nodes of the job, which runs the rounds that `findings` asks for: its `run`.
+
+    A round is a line of its input: number, mode and groups as a,b. Where no more come the tasks end by themselves.
+    """
+    tasks, numbers, lines = gpus or 1, itertools.count(1), queue.SimpleQueue[str]()
+    cores = int(env.get("SLURM_CPUS_PER_TASK") or 1) * int(env.get("SLURM_NTASKS_PER_NODE") or 1)
+    # a node that dies, or whose task does, leaves the others alone; SLURM's limit ends a step whose parent has died
+    alone = ["--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--time=30"]
+    test = python("-m", "trilane.engine.bench.node_test", str(gpus), program="python")
+    command = [*step(nodes, tasks, max(1, cores // tasks), gpus > 0), *alone, *srun, "bash", "-c", TASK, "bash", *test]
+    options = {"stdin": PIPE, "stdout": PIPE, "stderr": STDOUT, "text": True, "errors": "replace", "bufsize": 1}
+    child: Any = start_child(command, env, **options)
+    every = map(lines.put, itertools.chain(child.stdout, [""]))  # an empty line is its end
+    threading.Thread(target=lambda: list(every), daemon=True).start()
 
     def run(mode: str, groups: Sequence[Group]) -> dict[Group, Result]:
-        with tempfile.TemporaryDirectory() as place:
-            outputs = {group: Path(place, f"{number}.out") for number, group in enumerate(groups)}
-            started = {group: start(mode, group, output) for group, output in outputs.items()}
-            _wait(list(started.values()))
-            return {group: _result(outputs[group], process.returncode) for group, process in started.items()}
+        number = next(numbers)
+        with contextlib.suppress(OSError):  # it has ended, and its last line says why
+            child.stdin.write(" ".join([str(number), mode, *map(",".join, groups)]) + "\n")
+        return _collect(lines, number, groups, tasks)
 
-    return run
+    try:
+        yield run
+    finally:
+        with contextlib.suppress(OSError):
+            child.stdin.close()
+        try:
+            child.wait(5.0)
+        except TimeoutExpired:
+            child.terminate()  # then srun kills what is left of the step
 
 
-def _wait(processes: Sequence[Child]) -> None:
-    """Wait for the processes; end those that need three times as long as half of them, and a minute."""
-    begin, limit_s = time.monotonic(), 600.0  # the first import of torch on all nodes may take minutes
-    while left := [process for process in processes if process.poll() is None]:
+def _collect(lines: "queue.SimpleQueue[str]", number: int, groups: Sequence[Group], tasks: int) -> dict[Group, Result]:
+    """What the groups, of so many tasks a node, answer in this round.
+
+    A pair that fails has ended with its last task, which another round may need. Those wait that take three times as
+    long as half of the groups, and 20 s; half may take minutes to import torch for the first time. Where the step ends,
+    what is missing was not tested.
+    """
+    group_of, left = {node: group for group in groups for node in group}, {g: len(g) * tasks for g in groups}
+    found, said, begin, limit_s = dict[Group, Result](), ["it printed nothing"], time.monotonic(), 600.0
+    while left:
         passed = time.monotonic() - begin
-        if 2 * len(left) <= len(processes):
-            limit_s = min(limit_s, 3 * passed + 60.0)
-        if passed > limit_s:
-            for process in left:
-                process.terminate()  # srun passes it on
-            return
-        time.sleep(0.1)
+        limit_s = min(limit_s, 3 * passed + GRACE_S) if 2 * len(left) <= len(groups) else limit_s
+        try:
+            line = lines.get(timeout=max(0.0, limit_s - passed))
+        except queue.Empty:
+            return dict.fromkeys(left, LATE) | found
+        if not line:
+            lines.put("")
+            if refused := {match[1]: match[0] for match in map(FAILED.search, said) if match}:
+                raise NotStarted(refused)
+            return found or dict.fromkeys(groups, Result(broken=f"the step of the test ends: {said[-1]}"))
+        if not (tested := TESTED.search(line)):
+            said.append(line.strip()[:200])
+        elif int(tested[1]) == number and (group := group_of.get(tested[2])) in left:
+            left[group] -= 1
+            if result := _result(int(tested[3]), tested[4]):
+                found.setdefault(group, result)
+            if not left[group] or (result and (len(group) == 1 or not result.broken)):
+                del left[group]
+    return found
 
 
-def _result(output: Path, code: int | None) -> Result:
-    """What the step printed; --label may have put the task's number before the line. None: it did not end."""
-    for line in output.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            values = json.loads(line[line.index("{") :])
-            rates = {str(name): float(value) for name, value in values["rates"].items()}
-            broken, doubtful = (", ".join(map(str, values[name])) for name in ("broken", "doubtful"))
-            if not all(map(math.isfinite, rates.values())):
-                broken = broken or "the test measures what is no number"
-            if code is not None:
-                return Result(broken=broken, doubtful=doubtful, rates=rates)
-    if code is None:
-        return Result(broken="the test does not end in time")
-    errors = output.with_suffix(".err").read_text(encoding="utf-8", errors="replace").splitlines()
-    own = [line.strip() for line in errors if line.strip() and not line.startswith("srun:")] or errors[:1]
-    return Result(broken=f"the test fails with exit code {code}: {own[-1][:200] if own else 'it printed nothing'}")
+def _result(code: int, said: str) -> Result | None:
+    """What a test printed as its last line; None of a task that leaves this to the first of its group."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        values = json.loads(said)
+        rates = {str(name): float(value) for name, value in values["rates"].items()}
+        broken, doubtful = (", ".join(map(str, values[name])) for name in ("broken", "doubtful"))
+        if not all(map(math.isfinite, rates.values())):
+            broken = broken or "the test measures what is no number"
+        return Result(broken=broken, doubtful=doubtful, rates=rates)
+    if code == 128 + signal.SIGALRM:
+        return LATE
+    return Result(broken=f"the test fails: {said[:200] or 'it printed nothing'} (exit code {code})") if code else None

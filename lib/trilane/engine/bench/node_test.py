@@ -1,6 +1,7 @@
-"""The test of one node, or of a pair, before a training: `python -m trilane.engine.bench.node_test alone|pair GPUS`.
+"""The test of one node, or of a pair, before a training: `python -m trilane.engine.bench.node_test GPUS ROUND`.
 
-Started by srun with a task for each GPU (one on CPUs). It prints READY once torch is imported, then one line of JSON:
+Started in a task of srun for each GPU (one on CPUs). A round is a number, "alone" or "pair", and the groups of nodes,
+such as n1,n2. The first task of a group prints a line of JSON:
 {"broken": [...], "doubtful": [...], "rates": {name: larger is better}}.
 """
 
@@ -9,16 +10,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trilane.utils.process import run
 
 
-def main(mode: str, gpus: int) -> None:
+def main(gpus: int, round_: str) -> None:
     """Print the line; ends the process."""
+    mode, placed = place(gpus, round_, os.environ)
     found: dict[str, Any] = {"broken": [], "doubtful": [], "rates": {}}
-    if mode == "alone" and os.environ.get("SLURM_LOCALID", "0") == "0":
+    if not placed:
+        return
+    if mode == "alone" and placed["LOCAL_RANK"] == "0":
         found |= findings(gpus)
         end = time.monotonic() + 15.0  # in which the processes of an attempt that failed give their memory back
         while any("in use" in reason for reason in found["broken"]) and time.monotonic() < end:
@@ -27,12 +31,11 @@ def main(mode: str, gpus: int) -> None:
     if not found["broken"]:
         from trilane.engine import world as worlds
 
-        print("READY", flush=True)
         signal.alarm(55)  # then the kernel ends the test: a GPU or a network that hangs
-        if os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
-            os.environ.pop("SLURM_PROCID", None)
+        if placed["WORLD_SIZE"] == "1":
             worlds.single_process(os.environ)
-        worlds.from_slurm(os.environ)
+        else:
+            os.environ.update(placed)
         world = worlds.start_process_group("fp32")
         every = worlds.gather_values(world, (_rates(world, mode), _wrong(world)))
         found["rates"] = {name: min(rates[name] for rates, _ in every) for name in every[0][0]}
@@ -43,6 +46,21 @@ def main(mode: str, gpus: int) -> None:
             os._exit(0)
     print(json.dumps(found), flush=True)
     os._exit(0)  # at once: communicators of a peer that has gone would be waited for
+
+
+def place(gpus: int, round_: str, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """The round's mode, and this task's rank in its group as torchrun's variables; empty where its node is in none."""
+    number, mode, *groups = round_.split()
+    for index, nodes in enumerate(group.split(",") for group in groups):
+        if env["SLURMD_NODENAME"] in nodes:
+            each, local = gpus or 1, int(env.get("SLURM_LOCALID", "0"))
+            rank = nodes.index(env["SLURMD_NODENAME"]) * each + local
+            # of this group and round: an earlier one, even of another step, may still hold its own
+            port = 37 * int(env["SLURM_JOB_ID"]) + 1000 * int(env["SLURM_STEP_ID"]) + 100 * int(number) + index
+            values = {"RANK": rank, "WORLD_SIZE": len(nodes) * each, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": each}
+            meeting = {"MASTER_ADDR": nodes[0] + env.get("HOST_SUFFIX", ""), "MASTER_PORT": 10_000 + port % 20_000}
+            return mode, {name: str(value) for name, value in {**values, **meeting}.items()}
+    return mode, {}
 
 
 def _rates(world: Any, mode: str) -> dict[str, float]:
@@ -119,4 +137,4 @@ def findings(gpus: int, ask: Callable[[str, str], list[list[str]]] = query) -> d
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(int(sys.argv[1]), sys.argv[2])
