@@ -15,16 +15,13 @@ import queue
 import re
 import signal
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from subprocess import PIPE, STDOUT, TimeoutExpired
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from trilane.config.cluster import Cluster
-from trilane.utils.process import python
-from trilane.utils.process import start as start_child
+from trilane.utils.process import Lines, dialogue, python
 
 Group = tuple[str, ...]
 K = TypeVar("K")
@@ -202,35 +199,23 @@ def step_of(nodes: Sequence[str], gpus: int, srun: Sequence[str], env: Mapping[s
 
     A round is a line of its input: number, mode and groups as a,b. Where no more come the tasks end by themselves.
     """
-    tasks, numbers, lines = gpus or 1, itertools.count(1), queue.SimpleQueue[str]()
+    tasks, numbers = gpus or 1, itertools.count(1)
     cores = int(env.get("SLURM_CPUS_PER_TASK") or 1) * int(env.get("SLURM_NTASKS_PER_NODE") or 1)
     # a node that dies, or whose task does, leaves the others alone; SLURM's limit ends a step whose parent has died
     alone = ["--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--time=30"]
     test = python("-m", "trilane.engine.bench.node_test", str(gpus), program="python")
     command = [*step(nodes, tasks, max(1, cores // tasks), gpus > 0), *alone, *srun, "bash", "-c", TASK, "bash", *test]
-    options = {"stdin": PIPE, "stdout": PIPE, "stderr": STDOUT, "text": True, "errors": "replace", "bufsize": 1}
-    child: Any = start_child(command, env, **options)
-    every = map(lines.put, itertools.chain(child.stdout, [""]))  # an empty line is its end
-    threading.Thread(target=lambda: list(every), daemon=True).start()
+    with dialogue(command, env) as (say, lines):
 
-    def run(mode: str, groups: Sequence[Group]) -> dict[Group, Result]:
-        number = next(numbers)
-        with contextlib.suppress(OSError):  # it has ended, and its last line says why
-            child.stdin.write(" ".join([str(number), mode, *map(",".join, groups)]) + "\n")
-        return _collect(lines, number, groups, tasks)
+        def run(mode: str, groups: Sequence[Group]) -> dict[Group, Result]:
+            number = next(numbers)
+            say(" ".join([str(number), mode, *map(",".join, groups)]))
+            return _collect(lines, number, groups, tasks)
 
-    try:
         yield run
-    finally:
-        with contextlib.suppress(OSError):
-            child.stdin.close()
-        try:
-            child.wait(5.0)
-        except TimeoutExpired:
-            child.terminate()  # then srun kills what is left of the step
 
 
-def _collect(lines: "queue.SimpleQueue[str]", number: int, groups: Sequence[Group], tasks: int) -> dict[Group, Result]:
+def _collect(lines: Lines, number: int, groups: Sequence[Group], tasks: int) -> dict[Group, Result]:
     """What the groups, of so many tasks a node, answer in this round.
 
     A pair that fails has ended with its last task, which another round may need. Those wait that take three times as

@@ -2,8 +2,10 @@
 
 import contextlib
 import ctypes
+import itertools
 import multiprocessing.process
 import os
+import queue
 import resource
 import signal
 import socket
@@ -11,10 +13,12 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 Child = subprocess.Popen[bytes]
+Lines: TypeAlias = "queue.SimpleQueue[str]"
 PARENT = "TRILANE_PARENT_PID"  # in the environment, because the parent may end before its child asks
 
 
@@ -110,6 +114,35 @@ def interrupt(child: Child, within_s: float = 8.0) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
     child.wait()
+
+
+@contextlib.contextmanager
+def dialogue(
+    command: Sequence[str], env: Mapping[str, str] | None = None
+) -> Iterator[tuple[Callable[[str], None], Lines]]:
+    """A child to which one says lines, and the lines that it prints; an empty one is its end.
+
+    It ends with its input; 5 s later by SIGTERM.
+    """
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    child: Any = start(command, env, errors="replace", bufsize=1, **options)
+    lines: Lines = queue.SimpleQueue()
+    every = map(lines.put, itertools.chain(child.stdout, [""]))
+    threading.Thread(target=lambda: list(every), daemon=True).start()
+
+    def say(line: str) -> None:
+        with contextlib.suppress(OSError):  # it has ended, and its lines say why
+            child.stdin.write(line + "\n")
+
+    try:
+        yield say, lines
+    finally:
+        with contextlib.suppress(OSError):
+            child.stdin.close()
+        try:
+            child.wait(5.0)
+        except subprocess.TimeoutExpired:
+            child.terminate()
 
 
 def announced() -> dict[str, str]:
