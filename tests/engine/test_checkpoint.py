@@ -15,6 +15,7 @@ from trilane.config.plan import Plan
 from trilane.diagnose.restart import compare_restart
 from trilane.launch.local import environment
 from trilane.workspace.status import read_status
+from trilane.workspace.storage import trouble
 
 pytestmark = pytest.mark.slow
 
@@ -148,7 +149,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
 def test_a_full_disk_leaves_the_old_checkpoint_and_the_training_goes_on(
     whole: Whole, fork: Fork, data: Path, tmp_path: Path
 ) -> None:
-    """A disk of 5 MB: a checkpoint of 2.9 MB fits once."""
+    """A disk of 5 MB: a checkpoint of 2.9 MB fits once. What will not fit is said before; a save clears it."""
     plan = saving(data)
     folder = run_folder(plan, tmp_path / "run")
     disk = folder / "checkpoints"
@@ -158,13 +159,21 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_the_training_goes_on(
     try:
         fork(1, folder)
         assert losses(folder) == losses(whole(plan))
-        lines = [line for line in (folder / "0.log").read_text().splitlines() if "NOT SAVED" in line]
+        lines = [line for line in (folder / "0.log").read_text().splitlines() if "CHECKPOINT" in line]
+        before = lines.pop(0)
+        assert before.startswith("trilane: NEXT CHECKPOINT WILL NOT BE SAVED: it takes 2.8 MB and 5 files, "), before
+        assert trouble(folder).startswith("CHECKPOINT NOT SAVED since 20")
+        assert trouble(folder).endswith(": " + lines[0].partition("SAVED: ")[2])
         assert lines == [
             "trilane: CHECKPOINT NOT SAVED: iter_0000004 could not be saved: rank 0: No space left on device; "
             "the newest is iter_0000002"
         ]
         assert read_status(folder).status == "stopped", "a run whose last checkpoint is missing is not completed"
         assert sorted(path.name for path in disk.iterdir()) == ["iter_0000002", "latest"]
+        subprocess.run(["mount", "-o", "remount,size=50m", str(disk)], check=True)
+        fork(1, folder)
+        assert read_status(folder).status == "completed" and not trouble(folder)
+        shutil.rmtree(disk / "iter_0000004")
         after = changed(plan, "run", load=str(disk))
         fork(1, run_folder(after, tmp_path / "after"))
         assert losses(tmp_path / "after") == losses(whole(plan))[HALFWAY:]

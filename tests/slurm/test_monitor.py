@@ -1,5 +1,6 @@
 """Watching runs: a line for each change."""
 
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from slurm_cluster import plan, run_folder
 
 from trilane.slurm import client, ledger, monitor
+from trilane.workspace import storage
 
 
 @pytest.fixture
@@ -37,6 +39,13 @@ def test_a_watch_prints_each_change_once(folder: Path, state: dict[str, str]) ->
     assert next(lines).startswith("one: job 77 RUNNING n[1-4]: running")
     (folder / "steps.jsonl").write_text('{"iteration": 30}\n')
     assert next(lines) == "one: iteration 30 of 100"
+    (folder / "ranks").mkdir(exist_ok=True)
+    storage.note(folder, "CHECKPOINT NOT SAVED: iter_0000030 could not be saved: Read-only file system")
+    since = r"one: CHECKPOINT NOT SAVED since 20\S+: iter_0000030 could not be saved: Read-only file system"
+    assert re.fullmatch(since, next(lines))
+    (folder / "run.log").write_text("trilane: saved checkpoints/iter_0000040\n")
+    storage.note(folder, "")
+    assert next(lines) == "one: trilane: saved checkpoints/iter_0000040"
     state["77"] = "TIMEOUT"
     (line,) = lines
     assert line.startswith("one: job 77 TIMEOUT n[1-4]: DIED: time limit SLURM: TIMEOUT; `trilane slurm submit ")

@@ -24,6 +24,7 @@ from trilane.engine.report import TrainingLog, iteration, memory_line, print_not
 from trilane.engine.signals import Signals
 from trilane.engine.world import World
 from trilane.utils.files import read_text
+from trilane.workspace import storage
 from trilane.workspace.checkpoints import FOLDER, name_of
 from trilane.workspace.continuation import since
 from trilane.workspace.heartbeat import SAVE
@@ -104,7 +105,7 @@ class Training:
         for name, settings in self._engine.settings.items() if world.is_first else ():
             write_json(folder / name, settings)
         self._loader = SampleLoader(plan, world, self._engine.replica)
-        self._done, self._saved = 0, ""
+        self._done, self._saved, self._is_short = 0, "", False
         if checkpoint:
             load(checkpoint, plan, world, self._engine)
             self._done = checkpoint.iteration
@@ -123,6 +124,8 @@ class Training:
         log, run = TrainingLog(self._plan, self._world, self._folder), self._plan.run
         first = next((batch.number for batch in self._plan.batches(self._done)), 0)
         request = self._requests.now(begun=False)
+        if not storage.trouble(self._folder).startswith(storage.NOT_SAVED):  # which only a save proves to be over
+            self._check_storage()
         begin = time.perf_counter()
         for batch in self._plan.batches(self._done) if not request.stop else ():
             begin = self._step(batch, log, begin)
@@ -189,10 +192,24 @@ class Training:
         with phase(SAVE):
             saved = part()
         if saved and saved.problem:
-            self._print(f"CHECKPOINT NOT SAVED: {saved}; the newest is {self._saved or 'none'}")
+            problem = f"{storage.NOT_SAVED}: {saved}; the newest is {self._saved or 'none'}"
+            self._print(problem)
+            self._check_storage(problem)
         elif saved:
             self._saved = saved.name
             self._print(str(saved))
+            self._check_storage()
+
+    def _check_storage(self, problem: str = "") -> None:
+        """Record why a save failed, else whether the next one fits: one line until that changes."""
+        if not self._world.is_first:
+            return
+        if not problem and self._plan.run.saves_at_end and self._saved != name_of(self._plan.run.goal):
+            problem = storage.shortage(self._folder, self._plan)
+            if problem and not self._is_short:
+                self._print(problem)
+            self._is_short = bool(problem)
+        storage.note(self._folder, problem)
 
     def _end(self, request: StopRequest) -> None:
         """Print and record whether the run completed, or what stopped it and the newest checkpoint."""

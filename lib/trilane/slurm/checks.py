@@ -4,7 +4,6 @@ A check returns rows: what is wrong (falsy: nothing), the rule, how severe that 
 """
 
 import math
-import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,10 +19,11 @@ from trilane.forecasting.failures import FailureModel, evaluation_s
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.slurm.script import directives, nodes_of
 from trilane.slurm.sites import JobRequest, Site, seconds_of
-from trilane.workspace.checkpoints import FOLDER, checkpoint_bytes, found_in, latest
+from trilane.workspace.checkpoints import FOLDER, checkpoint_bytes, checkpoint_files, found_in, latest
 from trilane.workspace.continuation import require_continuable
 from trilane.workspace.prepared_corpora import BUILT_IN, tokens_about, unprepared
 from trilane.workspace.run_folder import is_completed, is_started
+from trilane.workspace.storage import available
 
 REFUSAL, WARNING = "refusal", "warning"
 Row = tuple[object, str, str, str, str]
@@ -186,7 +186,7 @@ def storage(case: JobCheck) -> list[Row]:
     free, inodes = available(place)
     saves = run.goal // run.save_interval if run.save_interval else 0
     kept = min(saves, run.keep_last or saves) + 1  # and the one being written
-    need, files = kept * checkpoint_bytes(case.plan.shape), kept * (2 * case.plan.topology.gpus + 3)
+    need, files = kept * checkpoint_bytes(case.plan.shape), kept * checkpoint_files(case.plan.topology.gpus)
     takes = f"checkpoints take up to {need / 1e9:,.1f} GB, {place} has {free / 1e9:,.1f} GB free"
     many = f"checkpoints take {files} files, {place} has {inodes:.0f} inodes free"
     is_done, is_lost = is_completed(folder), is_started(folder) and latest(folder / FOLDER) is None
@@ -205,12 +205,6 @@ def storage(case: JobCheck) -> list[Row]:
         (is_lost and not is_done, "run folder", WARNING, lost, "take a new run folder to keep both"),
         (other, "checkpoint", REFUSAL, other, "start from another checkpoint (run.load), or correct the plan"),
     ]
-
-
-def available(place: Path) -> tuple[float, float]:
-    """Free bytes and inodes of a file system; infinite inodes where it does not count them."""
-    stat = os.statvfs(place)
-    return stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else math.inf
 
 
 def time(case: JobCheck) -> list[Row]:

@@ -18,7 +18,7 @@ from trilane.utils.files import read_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import DataFrame, Table, as_json, frame_of, short
 from trilane.utils.validation import require
-from trilane.workspace import pace, run_folder
+from trilane.workspace import pace, run_folder, storage
 from trilane.workspace.run_folder import is_completed
 from trilane.workspace.status import RunStatus, Status, known_status, status_problem, verdict
 
@@ -295,7 +295,8 @@ def _verdict(folder: Path, job: client.JobState) -> RunStatus:
         if job.state == "PENDING":
             return of(Status.WAITING, job.reason)
         text, nodes = pace.slowness(folder)
-        running = of(Status.RUNNING, text or "".join(_tail(folder / "run.log", 1)))
+        alarm = "; ".join(filter(None, (storage.trouble(folder), text)))
+        running = of(Status.RUNNING, alarm or "".join(_tail(folder / "run.log", 1)))
         return replace(running, exclude=",".join(nodes))
     # the files in the folder are of the last job that started, ended or was refused there; without such events in the
     # ledger (a script written by hand) a failed job is assumed to have left none

@@ -8,6 +8,7 @@ from trilane.config.plan import Plan
 from trilane.slurm import client, jobs
 from trilane.slurm.jobs import JobStatus
 from trilane.utils.validation import require
+from trilane.workspace.storage import NO_ROOM, NOT_SAVED
 
 
 def watch(folders: Sequence[Path], every_s: float, seconds: float) -> Iterator[str]:
@@ -42,10 +43,14 @@ def _news(job: JobStatus, old: JobStatus | None) -> Iterator[str]:
     if old is None or (old.id, old.state, old.status) != (job.id, job.state, job.status):
         word, where = "DIED: " * job.has_failed, job.reason or job.nodes
         yield f"{job.run}: job {job.id} {job.state} {where}: {word}{job.status} {job.evidence}".rstrip()
-    elif job.exclude != old.exclude or (job.evidence != old.evidence and job.evidence.startswith("SLOW")):
+    elif job.exclude != old.exclude or (job.evidence != old.evidence and (_alarms(job) or _alarms(old))):
         yield f"{job.run}: {job.evidence}"
     elif old.iteration != job.iteration:
         yield f"{job.run}: iteration {job.iteration} of {job.iterations}"
+
+
+def _alarms(job: JobStatus) -> bool:
+    return job.evidence.startswith(("SLOW", NOT_SAVED, NO_ROOM))
 
 
 def hostfile(job: str, plan: Plan) -> str:
