@@ -137,12 +137,10 @@ def dialogue(
     try:
         yield say, lines
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             child.stdin.close()
-        try:
             child.wait(5.0)
-        except subprocess.TimeoutExpired:
-            child.terminate()
+        child.terminate()
 
 
 def announced() -> dict[str, str]:

@@ -32,10 +32,7 @@ def main(gpus: int, round_: str) -> None:
         from trilane.engine import world as worlds
 
         signal.alarm(55)  # then the kernel ends the test: a GPU or a network that hangs
-        if placed["WORLD_SIZE"] == "1":
-            worlds.single_process(os.environ)
-        else:
-            os.environ.update(placed)
+        os.environ.update(placed)
         world = worlds.start_process_group("fp32")
         every = worlds.gather_values(world, (_rates(world, mode), _wrong(world)))
         found["rates"] = {name: min(rates[name] for rates, _ in every) for name in every[0][0]}
