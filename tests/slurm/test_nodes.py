@@ -13,7 +13,7 @@ from slurm_cluster import Commands
 
 from trilane.engine.bench import node_test as gpu_health
 from trilane.engine.world import World
-from trilane.slurm import node_test, nodes
+from trilane.slurm import ledger, node_test, nodes
 from trilane.slurm.node_test import Group, Result
 from trilane.workspace.status import read_status
 from trilane.workspace.study import load_cluster
@@ -193,3 +193,24 @@ def test_only_nodes_whose_slurmd_takes_no_connection_are_dead_and_never_all(
             "scontrol", f"echo; [[ $2 == config ]] && echo 'SlurmdPort              = {usual}' || echo '{lines}'"
         )
         assert nodes.unreachable(["n1", "n2", "n3"], within_s=1.0) == [f"n{n}" for n in found]
+
+
+@pytest.mark.parametrize(
+    ("dead", "tasks", "ended"),
+    [
+        ("c", "a: tasks 0-1|b: task 2|b: task 3", True),
+        ("c", "a: tasks 0-1|b: task 2", False),  # one task of b may still save
+        ("", "a: tasks 0,1|b: tasks 2-3|c: tasks 4,5", False),
+        ("c", "hello|a: b", False),  # no task has failed
+    ],
+)
+def test_a_step_is_ended_only_where_every_task_of_all_but_dead_nodes_has_ended(
+    dead: str, tasks: str, ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger.note(tmp_path, "started", "7", nodes="x", iteration=0)
+    ledger.note(tmp_path, "nodes", "7", chosen=["a", "b", "c"], left_out={})
+    monkeypatch.setattr(nodes, "unreachable", lambda *_: list(dead))
+    lines = iter([f"srun: error: {line}: Exited with exit code 1" for line in tasks.split("|")])
+    env = {"SLURM_JOB_ID": "7", "SLURM_NTASKS_PER_NODE": "2"}
+    assert nodes.only_dead_are_left(tmp_path, lines, env) is ended
+    assert [e["nodes"] for e in ledger.events(tmp_path, "unreachable")] == [["c"]] * ended

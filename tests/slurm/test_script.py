@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -94,8 +95,11 @@ def directives(text: str) -> dict[str, str]:
 CALLED = r"""#!/bin/bash
 printf '%q ' "${0##*/}" "$@" >>"$CALLS"; echo >>"$CALLS"
 case "${0##*/} $*" in
-srun*) while [[ $1 == -* ]]; do shift; done; exec "$@" ;;
+srun*)
+  [[ ! ${DEAD:-} ]] || { echo "srun: error: n1: task 0: Exited" >&2; sleep 60 >/dev/null 2>&1 & wait; }
+  while [[ $1 == -* ]]; do shift; done; exec "$@" ;;
 scontrol*) echo n1; sleep "${PAUSE_S:-0}"; echo n2 ;;
+*'watch-step . srun: error: n1: task 0: Exited') echo "$DEAD" ;;
 *'job nodes .'*) echo 'n[1-2]' ;;
 *'job begin .') echo "${BEGIN:-go: from the beginning}" ;;
 *engine.torchrun*) env >"$CALLS.env"; exit "${CODE:-0}" ;;
@@ -130,7 +134,7 @@ class Play:
             ["bash", "job.sbatch", *arguments], cwd=self.place, env=env, capture_output=True, text=True
         )
         self.errors = done.stderr
-        assert arguments or not done.stderr, done.stderr
+        assert arguments or "DEAD" in more or not done.stderr, done.stderr  # bash prints that srun was killed
         return done.returncode
 
     @property
@@ -200,6 +204,12 @@ def test_a_training_that_fails_is_the_failure_of_its_job_and_one_with_nothing_to
     play.log.unlink()
     assert play.run(recorded("generic")["train-generic.sbatch"], BEGIN="stop: done") == 0
     assert play.calls == [BEGIN]
+
+
+def test_an_srun_that_waits_for_a_dead_node_alone_is_ended(play: Play) -> None:
+    begin = time.monotonic()
+    assert play.run(recorded("generic")["train-generic.sbatch"], DEAD="end: only dead nodes are left") == 137
+    assert time.monotonic() - begin < 50 and play.calls[-1] == [*END, "--code", "137"]
 
 
 def test_the_processes_meet_on_the_first_of_the_nodes_that_train(play: Play) -> None:

@@ -1,7 +1,9 @@
 """`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains, sites, and what the job scripts ask."""
 
 import contextlib
+import itertools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -253,6 +255,13 @@ def nodes(
     chosen, lines = job_nodes.start_nodes(folder, count, node_test.tester(gpus, srun, cluster) if tests else None)
     note(lines, label="")
     print(chosen)
+
+
+@command(attempts, "watch-step")
+def watch_step(folder: Path, first: str) -> None:
+    """Print "end" as soon as only dead nodes have not ended the step, by srun's messages: FIRST, and those on stdin."""
+    if job_nodes.only_dead_are_left(folder, itertools.chain([first], sys.stdin)):
+        print("end: only dead nodes are left")
 
 
 @command(attempts)

@@ -16,6 +16,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "ended": {"status": str, "evidence": str},
     "refused": {"says": str},
     "node failure": {"nodes": list},
+    "unreachable": {"nodes": list},
     "nodes": {"chosen": list, "left_out": dict},
     "replaced": {"nodes": list, "iteration": int},
 }

@@ -27,6 +27,8 @@ from trilane.workspace.run_folder import iteration
 from trilane.workspace.status import RunStatus, Status, write_status
 
 Tester = Callable[[Sequence[str]], node_test.Findings]
+# what srun prints of tasks that failed, such as "srun: error: n7: tasks 0-3: Exited with exit code 1" (SLURM 22.05)
+FAILED_TASKS = re.compile(r"srun: error: ([\w.-]+): tasks? (\d+(?:[,-]\d+)*): ")
 
 
 def job_id(env: Mapping[str, str] = os.environ) -> str:
@@ -139,7 +141,7 @@ def handle_node_failure(
     with contextlib.suppress(ValueError):  # without SLURM the outcome stays as it is
         every, trained = client.hostnames(nodelist), training_nodes(folder, job)
         nodes = [node for node in every if node not in lost_nodes(folder, job)]
-        faulty = dict.fromkeys(_dead(job, nodes), "cannot be reached")
+        faulty = dict.fromkeys(_dead(folder, job, nodes), "cannot be reached")
         dead = bool(faulty)
         # by an Xid in the log
         reported = [node for node in nodes if node in outcome.exclude.split(",") and not faulty]
@@ -172,6 +174,27 @@ def _replace_slow(folder: Path, job: str, outcome: RunStatus) -> RunStatus:
     _note_broken(folder, job, slow)
     ledger.note(folder, "replaced", job, nodes=slow, iteration=iteration(folder))
     return replace(outcome, evidence=f"{', '.join(slow)}: slow; {outcome.evidence}", exclude=",".join(slow))
+
+
+def only_dead_are_left(
+    folder: Path, lines: Iterable[str], env: Mapping[str, str] = os.environ, within_s: float = 5.0
+) -> bool:
+    """Whether a step waits for dead nodes alone: True as soon as every other node has reported that its tasks failed.
+
+    `lines` are srun's error messages as they come. At the first of a failed task, for which srun ends the step
+    (--kill-on-bad-exit), the nodes are probed, once. Where it is True, the dead are in the ledger. False at the end of
+    the lines: none was dead at the probe, or a task ended well, of which srun prints nothing; srun ended the step.
+    """
+    job, ended, dead = job_id(env), dict[str, set[int]](), list[str]()
+    nodes, tasks = training_nodes(folder, job) or job_nodes(env), int(env.get("SLURM_NTASKS_PER_NODE") or 1)
+    for node, ranges in (found.groups() for found in map(FAILED_TASKS.match, lines) if found):
+        dead = dead if ended else unreachable(nodes, within_s)
+        for first, _, last in (one.partition("-") for one in ranges.split(",")):
+            ended.setdefault(node, set()).update(range(int(first), int(last or first) + 1))
+        if dead and all(len(ended.get(n, ())) >= tasks for n in nodes if n not in dead):
+            ledger.note(folder, "unreachable", job, nodes=dead)
+            return True
+    return False
 
 
 def goes_on(folder: Path, job: str) -> str:
@@ -260,10 +283,13 @@ def guard_first_node(folder: Path, every_s: float) -> None:
         client.call(["scancel", job])
 
 
-def _dead(job: str, nodes: Sequence[str]) -> list[str]:
-    """Of several nodes those that SLURM has taken from the job, or whose slurmd does not answer."""
+def _dead(folder: Path, job: str, nodes: Sequence[str]) -> list[str]:
+    """Of several nodes those found dead during the step, else those that SLURM took or whose slurmd does not answer."""
     if len(nodes) < 2:
         return []
+    known = {node for event in _of_allocation(folder, job, "unreachable") for node in event["nodes"]}
+    if probed := [node for node in nodes if node in known]:
+        return probed
     left = client.hostnames(_field(client.call(["scontrol", "show", "job", "-o", job]), "NodeList")) or nodes
     return [node for node in nodes if node not in left] + unreachable([node for node in nodes if node in left])
 
