@@ -29,7 +29,6 @@ UNITS = {  # multiplier and divisor to seconds, bytes, nats or a share; / 1e3 ro
     **{"min": (60.0, 1.0), "h": (3600.0, 1.0), "d": (86400.0, 1.0), "bits": (math.log(2), 1.0)},
     **{"K": (1e3, 1.0), "M": (1e6, 1.0), "G": (1e9, 1.0), "T": (1e12, 1.0)},
     **{"MB": (1e6, 1.0), "GB": (1e9, 1.0), "MiB": (2.0**20, 1.0), "GiB": (2.0**30, 1.0)},
-    "printed": (0.0, 1.0),  # the one after the number, without which the number is left out
 }
 SUFFIXES = {b"K": 1e3, b"M": 1e6, b"G": 1e9, b"B": 1e9, b"T": 1e12, b"P": 1e15}
 NUMBER = rb"[-+]?(?:\d[\d,]*+(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?|[-+]?(?i:nan|inf(?:inity)?)\b"
@@ -203,11 +202,6 @@ class Dialect:
             # a rate of two digits is too rounded to give seconds
             if column == "iterations_per_second" and len(match[2].translate(None, b"+-.,").lstrip(b"0")) < 3:
                 continue
-            if not multiplier:
-                unit = re.compile(rb"\s?(ms|us|min|s)(?:ec(?:ond)?s?)?\b").match(line, match.end())
-                if not unit:
-                    continue
-                multiplier, divisor = UNITS[unit[1].decode()]
             seen = seen | {column}
             found.append(Span(column, *match.span(2), multiplier * SUFFIXES.get(match[3] or b"", 1.0), divisor))
         return found
