@@ -142,7 +142,9 @@ def test_a_node_that_answers_but_computes_wrong_is_broken(
 
 
 def test_one_step_tests_all_nodes_round_by_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that cannot start it, crashes or freezes holds up no other, nor does SLURM's signal to all steps."""
+    """A node that cannot start it, crashes or freezes holds up no other, nor does SLURM's signal to all steps; a node with
+    a copy of the environment imports from there.
+    """
     rates = '{"broken": [], "doubtful": [], "rates": {"matmul FLOP/s": %s}}'
     for name, text in {
         # a task for each node of the list, all with the lines of its input
@@ -153,16 +155,21 @@ def test_one_step_tests_all_nodes_round_by_round(tmp_path: Path, monkeypatch: py
         "python": f"""kill -USR1 $$; echo noise >&2
             case $SLURMD_NODENAME in n2) echo "no GPU"; exit 3;; n3) echo '{rates % "NaN"}';; n4) sleep 9;;
             *) echo '{rates % 1.0}';; esac""",
+        "n6/bin/python": "echo staged; exit 4",
+        "n6/ready": "",
     }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("TRILANE_STAGED", f"{tmp_path}/$SLURMD_NODENAME")
     monkeypatch.setattr(node_test, "GRACE_S", 1.0)
     found = node_test.tester(0, [])([f"n{i}" for i in (1, 2, 3, 4, 5, 6, 9)])
     assert found.broken == {
         "n2": "the test fails: no GPU (exit code 3)",
         "n3": "the test measures what is no number",
         "n4": "the test does not end in time",
+        "n6": "the test fails: staged (exit code 4)",
         "n9": "Task launch for S failed on node n9: X",
     }
     assert not found.slow and len((tmp_path / "steps").read_text().split()) == 2

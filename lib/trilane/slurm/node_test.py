@@ -183,6 +183,8 @@ class NotStarted(Exception):
 # may have put its number before. A failed CUDA or NCCL ends the process of one test alone. USR1, SLURM's signal before
 # the time limit, reaches every step, and would end the test of a healthy node.
 TASK = """trap "" USR1
+eval "staged=\\"${TRILANE_STAGED:-}\\"" # this node's copy of the environment, which parts/staging has made
+[[ ! -O $staged || -L $staged || ! -e $staged/ready ]] || PATH=$staged/bin:$PATH
 while read -r round; do
   said=$("$@" "$round" 2>&1 </dev/null) && code=0 || code=$?
   echo "TESTED ${round%% *} $SLURMD_NODENAME $code ${said##*$'\n'}"
