@@ -142,8 +142,8 @@ def test_a_node_that_answers_but_computes_wrong_is_broken(
 
 
 def test_one_step_tests_all_nodes_round_by_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that cannot start it, crashes or freezes holds up no other, nor does SLURM's signal to all steps; a node with
-    a copy of the environment imports from there.
+    """A node that cannot start it, crashes or freezes holds up no other, nor does SLURM's signal to all steps;
+    one with a copy of the environment imports from there.
     """
     rates = '{"broken": [], "doubtful": [], "rates": {"matmul FLOP/s": %s}}'
     for name, text in {
