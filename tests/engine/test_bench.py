@@ -1,6 +1,8 @@
 """This machine, measured, is a cluster like any other."""
 
 import os
+import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +42,41 @@ def test_ranks_of_srun_on_two_hosts_measure_inside_and_between(ask: Callable, tm
     assert (two.name, two.gpus_per_node, two.max_nodes) == ("gpu", 2, 2)
     assert two.cores_per_node == len(os.sched_getaffinity(0))
     assert_plausible(two)
+    assert two.storage_nodes == 2 and min(two.write_bytes_per_s or 0, two.read_bytes_per_s or 0) > 1e5
     assert two.sources["all"].startswith("measured on gpu001.example 2, gpu002.example 2 at ")
+
+
+STORAGE = """
+from pathlib import Path
+from trilane.engine.bench import storage
+storage.MOST = 1 << 23
+rates, how = storage.measure(world, Path(FOLDER), 1)
+print(sorted(rates), min(rates.values()) > 0, how.startswith("2 files at once from 1 node, at most 8 MB each, fsync; "))
+print(storage.measure(world, Path(FOLDER) / "none", 1))
+print(storage.measure(world, Path(SMALL), 1))
+storage.available = lambda place: (1e12, 1e9)  # as where others fill the disk meanwhile
+print(storage.measure(world, Path(SMALL), 1))
+"""
+
+
+def test_storage_is_measured_as_it_is_saved_and_nothing_stays(ask: Callable, tmp_path: Path) -> None:
+    """Also where the folder is missing, too full to begin, and full halfway: one line, and the same on all ranks."""
+    folder, small = tmp_path / "folder", tmp_path / "small"
+    folder.mkdir()
+    small.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(small)]).returncode:
+        pytest.skip("a small disk can be mounted by root alone")
+    try:
+        out = ask(small_plan(tmp_path, dp=2), f"FOLDER, SMALL = {str(folder)!r}, {str(small)!r}\n{STORAGE}")
+        rates, none, full, halfway = lines = out.splitlines()[:4]
+        assert out.splitlines()[4:] == lines
+        assert rates == "['read_bytes_per_s', 'storage_nodes', 'write_bytes_per_s'] True True"
+        assert none == str(({}, f"{folder / 'none'}: No such file or directory"))
+        assert full == str(({}, f"{small} is full"))
+        assert re.fullmatch(r"\({}, 'rank [01]: No space left on device'\)", halfway)
+        assert not [*folder.iterdir(), *small.iterdir()]
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
 
 
 @pytest.mark.parametrize(

@@ -127,10 +127,11 @@ def train(
 def machine(
     out: str = option("", argument="[OUT.json]"),
     name: str = option("", "of the cluster; default: the host's without digits, or local on one machine"),
+    storage: str = option("", "folder where what a checkpoint takes is measured; default: the current one"),
 ) -> None:
     """Measure this machine, or under torchrun or srun this cluster, into OUT.json, which describes it as a cluster."""
     # In place of this process: torchrun and srun count on the rank that they started. Only the engine imports torch.
-    replace_by(python("-m", "trilane.engine.bench", out, name))
+    replace_by(python("-m", "trilane.engine.bench", out, name, storage))
 
 
 @command(GROUP)

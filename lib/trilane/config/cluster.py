@@ -13,9 +13,9 @@ from trilane.utils.validation import DATA, from_mapping, read_json, require, req
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
 
 
-def _rate(help: str, default: Any = dataclasses.MISSING) -> Any:
+def _rate(help: str, default: Any = dataclasses.MISSING, **facts: Any) -> Any:
     # bytes or FLOPs per second: beyond these a file has its units wrong
-    return option(default, help, minimum=1, maximum=1e20)
+    return option(default, help, minimum=1, maximum=1e20, **facts)
 
 
 def _peak(precision: str, default: Any = dataclasses.MISSING) -> Any:
@@ -84,6 +84,9 @@ class Cluster(Brief):
         "what one ring of a collective can draw from the network, where it is less than its share (one ring, one link)",
         None,
     )
+    write_bytes_per_s: float | None = _rate("what a node writes of a checkpoint while all do", None, predicts=False)
+    read_bytes_per_s: float | None = _rate("what a node reads of a checkpoint while all do", None, predicts=False)
+    storage_nodes: int = option(0, "nodes that wrote together in that measurement", minimum=0, predicts=False)
     sources: dict[str, str] = option(dict, "where each number comes from; copied into every plan", predicts=False)
 
     def __post_init__(self) -> None:
@@ -98,9 +101,17 @@ class Cluster(Brief):
             "fp32 matmul": f"{gpu.fp32_flops_per_s / 1e9:,.0f} GFLOP/s",
             "memory": f"{gpu.memory_bytes / 2**30:.1f} GiB per process, {gpu.memory_bytes_per_s / 1e9:.0f} GB/s",
             "between processes": f"{self.node_bytes_per_s / 1e9:.2f} GB/s, {self.latency_s * 1e6:.0f} µs",
+            "storage": self.storage,
             "sources": "; ".join(dict.fromkeys(self.sources.values())),
         }
         return Columns({"": list(facts), " ": list(facts.values())})
+
+    @property
+    def storage(self) -> str:
+        """What its nodes write and read of a checkpoint, in words."""
+        rates = [f"{rate / 1e9:.2f}" for rate in (self.write_bytes_per_s, self.read_bytes_per_s) if rate]
+        nodes = f"{self.storage_nodes} node{'s' * (self.storage_nodes != 1)}"
+        return f"{' and '.join(rates)} GB/s a node written and read, on {nodes}" if len(rates) == 2 else "not measured"
 
     @property
     def max_gpus(self) -> int:

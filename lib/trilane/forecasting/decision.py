@@ -213,6 +213,7 @@ class Decision(Table):
         idle = ", ".join(f"{s.name} {s.idle_hours:g}" for s in risks.stops if "assumed" in s.source)
         lines = [f"measured: {p.support.words}", f"fitted to {rows} ({p.calibration.name}): {seconds}"]
         lines += [f"assumed: {r.plan.layer} takes the seconds and memory of megatron-core's layer"] * bool(r.plan.layer)
+        lines += [f"measured: a checkpoint is written at {risks.storage}"] * bool(risks.write_nodes)
         start = f"minutes to start a job: {risks.startup_s / 60:g}"
         slower = f"iterations {100 * (risks.slowdown - 1):.3g} % slower than in a benchmark"
         return Lines([*lines, f"assumed: hours lost by each {idle}; {start}; {slower}; sources are in 07_calendar"])

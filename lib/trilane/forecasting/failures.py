@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from trilane.config.cluster import Cluster
 from trilane.config.parallelism import Topology
 from trilane.utils.validation import require, require_not_negative, require_positive, shipped_json
 
@@ -54,7 +55,8 @@ class FailureModel:
     """The costs of a long run that a benchmark does not show: "sources" of data/risks.json has where each is from.
 
     `spare_nodes` None: at most 4; `checkpoint_s` 0: Daly's optimum for these interruptions; `queue_s` is waited before
-    every restart; `common` is the share of a prediction's error (its variance) that all batch sizes have.
+    every restart; `write_nodes` wrote together when that rate was measured (0: assumed, for any number); `common` is
+    the share of a prediction's error (its variance) that all batch sizes have.
     """
 
     # those that published runs report: "rates" of data/risks.json derives them
@@ -70,13 +72,14 @@ class FailureModel:
     evaluation_iters: int = 100
     checkpoint_s: float = 0.0
     write_bytes_per_s: float = 1e9
+    write_nodes: int = 0
     slowdown: float = 1.02
     slowdown_spread: float = 0.02
     common: float = 0.8
 
     def __post_init__(self) -> None:
         at_least_0 = ("startup_s", "queue_s", "repair_hours", "checkpoint_s", "evaluation_iters")
-        for name in (*at_least_0, "slowdown_spread", "spare_nodes"):
+        for name in (*at_least_0, "slowdown_spread", "spare_nodes", "write_nodes"):
             require_not_negative(name, getattr(self, name) or 0)
         for name in ("job_hours", "evaluation_every", "write_bytes_per_s", "slowdown"):
             require_positive(name, getattr(self, name))
@@ -101,9 +104,23 @@ class FailureModel:
         """Interruptions of all kinds per second of work on so many nodes, at the median rates."""
         return sum(s.per_node_year * nodes + s.per_year for s in self.stops) / NODE_YEAR_S
 
+    def measured(self, cluster: Cluster) -> "FailureModel":
+        """The model with the cluster's storage, where that was measured and no other rate is given."""
+        if cluster.write_bytes_per_s is None or self.write_bytes_per_s != FailureModel.write_bytes_per_s:
+            return self
+        nodes = max(1, cluster.storage_nodes)
+        return dataclasses.replace(self, write_bytes_per_s=cluster.write_bytes_per_s, write_nodes=nodes)
+
+    @property
+    def storage(self) -> str:
+        """What a node writes, and how that is known."""
+        nodes = f"measured on {self.write_nodes} node{'s' * (self.write_nodes > 1)}; more are held to their total"
+        return f"{self.write_bytes_per_s / 1e9:.3g} GB/s a node, {nodes if self.write_nodes else 'assumed'}"
+
     def save_s(self, checkpoint_bytes: float, nodes: float) -> float:
-        """Seconds in which so many nodes write a checkpoint."""
-        return checkpoint_bytes / (max(nodes, 1.0) * self.write_bytes_per_s)
+        """Seconds in which so many nodes write a checkpoint. More than were measured are held to the total of those:
+        nobody has seen the storage take more, and a deadline must not rest on it; measure on as many to know."""
+        return checkpoint_bytes / (min(max(nodes, 1.0), self.write_nodes or math.inf) * self.write_bytes_per_s)
 
     def checkpoint_interval_s(self, save_s: float, nodes: float) -> float:
         """Seconds between checkpoints: the given interval, else Daly's optimum for saves of `save_s` seconds."""

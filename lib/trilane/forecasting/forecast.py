@@ -195,6 +195,7 @@ class Forecast(Table):
         names, usual = ("per_node_year", "per_year", "source"), FailureModel()
         assumed: list[Record] = [{"what": s.name, **{name: getattr(s, name) for name in names}} for s in risks.stops]
         sources = {n: s if getattr(r.risks, n) == getattr(usual, n) else "given" for n, s in known["sources"].items()}
+        sources |= {"write_bytes_per_s": r.risks.storage} if r.risks.write_nodes else {}
         assumed += [{"what": name, "value": getattr(risks, name), "source": text} for name, text in sources.items()]
         return {
             **{"plan": r.plan.label, "plan_id": r.plan.id, "prediction": r.prediction.to_json()},

@@ -103,7 +103,8 @@ class ForecastRequest(Brief):
             values["checkpoint_s"] = minutes * 60
         if isinstance(given, str) and given:
             given = validation.from_mapping(FailureModel, read_json(given, "risks"), "risks")
-        model, rate = replace(given or FailureModel(), **values), self.failures_per_node_year
+        model = replace(given or FailureModel(), **values).measured(self.plan.cluster)
+        rate = self.failures_per_node_year
         return model if rate is None else model.with_failures(rate)
 
     def _check_options(self) -> None:

@@ -60,9 +60,14 @@ class JobCheck:
         return seconds_of(self.directives.get("time", "00:10:00"))
 
     @property
+    def risks(self) -> FailureModel:
+        """The forecast's, with the storage that was measured on the nodes of the job, or of the plan."""
+        return FailureModel().measured(self.cluster).measured(self.plan.cluster)
+
+    @property
     def save_s(self) -> float:
-        """Seconds of a save, by the forecast's bandwidth (data/risks.json: 1 GB/s a node, assumed)."""
-        return FailureModel().save_s(checkpoint_bytes(self.plan.shape), self.nodes)
+        """Seconds of a save, by the forecast's bandwidth."""
+        return self.risks.save_s(checkpoint_bytes(self.plan.shape), self.nodes)
 
     @property
     def evaluation_s(self) -> float:
@@ -230,13 +235,14 @@ def interval(case: JobCheck) -> list[Row]:
     An interval T of saves of d seconds costs the share d / T + T r / 2 at r failures a second; the run itself is the
     longest interval. Named where it costs 1 % of the time more, of a run of more than an hour.
     """
-    model, save_s, needs, each = FailureModel(), case.save_s, case.needed_s, case.prediction.sec_per_it
+    model, save_s, needs, each = case.risks, case.save_s, case.needed_s, case.prediction.sec_per_it
     rate, best = model.stops_per_s(case.nodes), model.checkpoint_interval_s(save_s, case.nodes)
     own = case.plan.run.save_interval * each or needs
     mine, least = (save_s / t * (t < needs) + min(t, needs) * rate / 2 for t in (own, best))
     often = "no checkpoint before the end" if own >= needs else f"a checkpoint every {own / 60:.0f} min"
     text = f"{often}: {mine - least:.0%} of the time more than with Daly's {best / 60:.0f} min; {case.nodes} nodes "
-    text += f"fail every {1 / rate / 3600:.0f} h (forecast's rates), a save takes {save_s:.0f} s"
+    text += f"fail every {1 / rate / 3600:.0f} h (forecast's rates), a save takes {save_s:.0f} s "
+    text += f"({model.storage})"
     remedy = f"save_interval={max(1, round(best / each))}"
     return [(needs > 3600 and mine - least > 0.01, "checkpoints", WARNING, text, remedy)]
 

@@ -10,6 +10,7 @@ import platform
 import statistics
 import sys
 from collections import Counter
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,16 @@ from trilane.utils.validation import print_refusal, require, to_mapping
 
 
 def main(argv: list[str]) -> int:
-    """Arguments `[OUT [NAME [PROCESSES]]]`. 0 when the file is written, else 2 with one line."""
-    out, name, processes = [*argv, "", "", ""][:3]
+    """Arguments `[OUT [NAME [STORAGE [PROCESSES]]]]`. 0 when the file is written, else 2 with one line."""
+    out, name, storage, processes = [*argv, "", "", "", ""][:4]
     # a batch script has SLURM_PROCID too, but no step: it is one process
     is_alone = "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
     try:
+        require(Path(storage).is_dir(), "storage", storage, "is no folder")
         require(out.endswith(".json") or not out, "out", out, "must end in .json")
         if is_alone:
-            _become_torchrun(_free(out, name or "local"), name or "local")  # refused before torch is imported
-        _measure(out, name, int(processes or "0"))
+            _become_torchrun(_free(out, name or "local"), name or "local", storage)  # refused before torch is imported
+        _measure(out, name, Path(storage), int(processes or "0"))
     except ValueError as error:
         print_refusal(error, "trilane: ")
         return 2
@@ -43,7 +45,7 @@ def _free(out: str, name: str) -> Path:
     return path
 
 
-def _become_torchrun(path: Path, name: str) -> None:
+def _become_torchrun(path: Path, name: str, storage: str) -> None:
     import torch
 
     from trilane.engine.world import own_device
@@ -53,11 +55,11 @@ def _become_torchrun(path: Path, name: str) -> None:
         own_device("fp32")  # raises where there is a GPU that torch cannot use
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cards or 2}"]
-    this = ["-m", "trilane.engine.bench.__main__", str(path), name, str(0 if cards else 8)]
+    this = ["-m", "trilane.engine.bench.__main__", str(path), name, storage, str(0 if cards else 8)]
     replace_by(python(*ranks, *this))
 
 
-def _measure(out: str, name: str, processes: int) -> None:
+def _measure(out: str, name: str, storage: Path, processes: int) -> None:
     import torch
 
     from trilane.engine import world as worlds
@@ -71,7 +73,7 @@ def _measure(out: str, name: str, processes: int) -> None:
     chosen = name or host or "local"
     try:
         path = worlds.call_on_first(world, lambda: _free(out, chosen))
-        cluster = measured(world, context, chosen, processes)
+        cluster = measured(world, context, chosen, storage, processes)
         if world.is_first:
             write_json(path, to_mapping(cluster))
     except ValueError:  # on all ranks; after any other error the peers may be gone, and this could wait for them
@@ -95,13 +97,15 @@ def _context_bytes() -> float:
     return float(psutil.Process().memory_info().rss)
 
 
-def measured(world: Any, context: float, name: str, processes: int = 0) -> Cluster:
+def measured(world: Any, context: float, name: str, folder: Path, processes: int = 0) -> Cluster:
     """The cluster: medians over ranks, which may stand for `processes` on one host. Collective."""
     import psutil
     import torch
     import torch.distributed as dist
 
+    from trilane.engine.bench import storage
     from trilane.engine.bench.rates import all_reduce, large_bytes, of_device
+    from trilane.engine.report import print_note
     from trilane.engine.world import core_numbers, gather_values
 
     hosts = gather_values(world, platform.node())
@@ -123,6 +127,9 @@ def measured(world: Any, context: float, name: str, processes: int = 0) -> Clust
             own[f"{link}_bytes_per_s"], small_s = all_reduce(world.device, group, n, large_bytes(world.device), 40)
             # processes that share cores wait for a core as well: there the whole small all_reduce counts as one hop
             own.setdefault("latency_s", small_s / (1 if processes else 2 * (n - 1)))
+    saved, how = storage.measure(world, folder, len(counts))
+    if world.is_first and not saved:
+        print_note(f"storage is not measured: {how}")
     every = gather_values(world, own)
     facts = {field: statistics.median(f[field] for f in every if field in f) for field in every[0]}
     # what no link could show: one rank, one host, or one rank a host
@@ -132,9 +139,10 @@ def measured(world: Any, context: float, name: str, processes: int = 0) -> Clust
     cores = zip(hosts, gather_values(world, core_numbers()), strict=True)
     # srun may bind each rank to its own cores: a node has those of all its ranks
     of_node = set().union(*(numbers for host, numbers in cores if host == hosts[0]))
-    facts |= {"cores_per_node": len(of_node), "gpus_per_node": processes or of_host, "max_nodes": len(counts)}
+    facts |= {"cores_per_node": len(of_node), "gpus_per_node": processes or of_host, "max_nodes": len(counts), **saved}
     ranks = f"median of {1 if processes else world.size} ranks by `trilane measure machine`"
-    return as_cluster(name, world.device, facts, f"measured on {text} at {date.today().isoformat()}, {ranks}")
+    made = as_cluster(name, world.device, facts, f"measured on {text} at {date.today().isoformat()}, {ranks}")
+    return replace(made, sources={**made.sources, "storage": how if saved else f"not measured: {how}"})
 
 
 def as_cluster(name: str, device: Any, facts: dict[str, Any], source: str) -> Cluster:

@@ -1,0 +1,102 @@
+"""What storage writes and reads in a checkpoint's pattern: each rank one file, written by the saver's own code with its
+checksum and fsync, all ranks at once; removed afterwards, unless rank 0 is killed outright.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trilane.engine.checkpoint.slices import SliceFile, error_text
+from trilane.engine.world import World, call_on_first, gather_values
+from trilane.workspace.storage import available
+
+BLOCK, MOST = 1 << 22, 1 << 28  # bytes of one write of the saver; of a rank's file
+LIMIT_S = 5.0  # of writing and of reading, the fsync left out: slow storage is measured with fewer bytes
+
+
+def measure(world: World, folder: Path, nodes: int) -> tuple[dict[str, Any], str]:
+    """Fields of Cluster, rates by node, and how they were measured; no fields, and why, where not. Collective."""
+    place, blocks = call_on_first(world, lambda: _prepare(folder, world.size))
+    if not blocks:
+        return {}, place
+    # where there are several nodes a rank reads what another has written, as after a restart elsewhere
+    mine, other = (Path(place) / str((world.rank + shift) % world.size) for shift in (0, world.size // nodes))
+    usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # torchrun's and SLURM's: the files go first
+    try:
+        written, problem, _ = _at_once(world, lambda: (_write(mine, blocks), False))
+        read, problem, is_cached = (0.0, problem, False) if problem else _at_once(world, lambda: _read(other))
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+        if world.is_first:
+            shutil.rmtree(place, ignore_errors=True)
+    if problem:
+        return {}, problem
+    cache = "perhaps from the page cache" if is_cached else "page cache dropped"
+    each = f"at most {blocks * BLOCK / 1e6:.0f} MB each"
+    how = f"{world.size} files at once from {nodes} node{'s' * (nodes > 1)}, {each}, fsync; {cache}"
+    return {"write_bytes_per_s": written / nodes, "read_bytes_per_s": read / nodes, "storage_nodes": nodes}, how
+
+
+def _prepare(folder: Path, ranks: int) -> tuple[str, int]:
+    """A new folder and the blocks of each rank's file, which take at most a quarter of the free space; else why not."""
+    try:
+        blocks = int(min(MOST, available(folder)[0] / 4 / ranks)) // BLOCK
+        return (tempfile.mkdtemp(prefix=".trilane-", dir=folder), blocks) if blocks else (f"{folder} is full", 0)
+    except OSError as error:
+        return f"{folder}: {error_text(error)}", 0
+
+
+def _at_once(world: World, work: Callable[[], tuple[int, bool]]) -> tuple[float, str, bool]:
+    """Bytes per second of all ranks until the last is done, or what went wrong; whether any rank's flag is set."""
+    dist.barrier()
+    begin, done, flag, problem = time.perf_counter(), 0, False, ""
+    try:
+        done, flag = work()
+    except OSError as error:
+        problem = f"rank {world.rank}: {error_text(error)}"
+    every = gather_values(world, (done, time.perf_counter() - begin, flag, problem))
+    rate = sum(each[0] for each in every) / max(each[1] for each in every)
+    return rate, next((each[3] for each in every if each[3]), ""), any(each[2] for each in every)
+
+
+def _write(path: Path, blocks: int) -> int:
+    """The bytes written: of random numbers, which no file system makes smaller."""
+    values, end = torch.rand(BLOCK // 4), time.perf_counter() + LIMIT_S
+    file = SliceFile(path, [(str(n), (len(values),)) for n in range(blocks)])
+    for _ in range(blocks):
+        if time.perf_counter() < end:
+            file.add(values)
+    size = file.close()[0]
+    if file.error:
+        raise OSError(file.error)
+    return size
+
+
+def _read(path: Path) -> tuple[int, bool]:
+    """The bytes read, and whether this node may have had them in its page cache."""
+    size, end, buffer = 0, time.perf_counter() + LIMIT_S, bytearray(BLOCK)
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        is_cached = _is_cached(file.fileno())
+        while time.perf_counter() < end and (count := file.readinto(buffer)):
+            size += count
+    return size, is_cached
+
+
+def _is_cached(handle: int) -> bool:
+    """Whether a page can be read without waiting for the disk; True where the file system does not tell."""
+    try:
+        return os.preadv(handle, [bytearray(1)], os.fstat(handle).st_size // 2, os.RWF_NOWAIT) > 0
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
