@@ -141,7 +141,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ('limit > qos.hours * 3600, "qos time"', 'limit >= qos.hours * 3600, "qos time"'),
         ("keep_last or saves) + 1", "keep_last or saves)"),
         ("need > free / 2", "need > free * 2"),
-        ("stat.f_bavail", "stat.f_bfree"),
+        ("kept * checkpoint_files(", "checkpoint_files("),
         ("checkpoint_bytes(plan.shape) / 1e9 * plan.run.saves_at_end", "checkpoint_bytes(plan.shape) / 1e9"),
         ("REFUSAL if many else WARNING", "REFUSAL"),
         ("compute_capability < (8, 0)", "compute_capability <= (8, 0)"),
