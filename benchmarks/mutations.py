@@ -141,11 +141,11 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ('limit > qos.hours * 3600, "qos time"', 'limit >= qos.hours * 3600, "qos time"'),
         ("keep_last or saves) + 1", "keep_last or saves)"),
         ("need > free / 2", "need > free * 2"),
-        ("kept * checkpoint_files(", "checkpoint_files("),
+        ("files > inodes", "files > 2 * inodes"),
         ("checkpoint_bytes(plan.shape) / 1e9 * plan.run.saves_at_end", "checkpoint_bytes(plan.shape) / 1e9"),
         ("REFUSAL if many else WARNING", "REFUSAL"),
         ("compute_capability < (8, 0)", "compute_capability <= (8, 0)"),
-        ("kept * (2 * case.plan.topology.gpus + 3)", "kept * case.plan.topology.gpus"),
+        ("kept * checkpoint_files(", "checkpoint_files("),
         ("-(-self.plan.topology.gpus //", "(self.plan.topology.gpus //"),
     ],
     ("guard", "slurm/preflight.py", "slurm/test_preflight.py"): [
