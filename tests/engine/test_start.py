@@ -323,3 +323,15 @@ def test_one_signal_saves_once(received: dict, saves: list[int], tmp_path: Path,
         assert len(requests) == 1, "the same on all ranks"
         found += [second for request in requests if request.save]
     assert found == saves
+
+
+def test_a_run_that_is_to_leave_a_slow_node_does_so_at_its_next_save(tmp_path: Path) -> None:
+    """Not at once: what was trained since the last save is not lost, and no checkpoint is written for it alone."""
+    from trilane.engine import loop
+
+    signals, world = types.SimpleNamespace(save_s=-math.inf, stop=False), types.SimpleNamespace(is_first=True)
+    asked = loop.StopRequests(tmp_path, Run(), world, signals, 0)
+    (tmp_path / "save").write_text(loop.RESTART)
+    assert (asked.pending(due=False), asked.pending(due=True), asked.pending(due=True)) == (0, 3, 0)
+    (tmp_path / "save").touch()
+    assert asked.pending(due=False) == 2, "what a user asks for is done at once"

@@ -15,6 +15,7 @@ from trilane.config.plan import read_plan
 from trilane.slurm import attempt, chain, client, copies, jobs, ledger, nodes
 from trilane.slurm.client import JobState
 from trilane.slurm.node_test import Findings
+from trilane.workspace import pace
 from trilane.workspace.checkpoints import name_of
 from trilane.workspace.status import RunStatus, Status, known_status, read_status, write_status
 
@@ -262,6 +263,36 @@ def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
     ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=1)
     assert nodes.lost_nodes(folder, "78") == [], "requeued, it has other nodes"
     assert nodes.goes_on(folder, "78") == ""
+
+
+@pytest.mark.parametrize(
+    ("found", "lost", "says"),
+    [
+        (Findings(slow={"n2": (0.5, "has half the FLOP/s")}), ["n2"], "slow with n2: n2 has half the FLOP/s; stopped"),
+        (Findings(), ["n2"], "n2 is fine by the test; stopped"),  # ten iterations were slow with it
+        (Findings(broken={"n3": "has no GPU"}), ["n3"], "n2 is fine by the test; it stays, no spare is left; stopped"),
+        (Findings(broken={"n2": "has no GPU"}), ["n2"], "n2 has no GPU; stopped"),
+    ],
+)
+def test_a_node_that_makes_a_run_slow_is_tested_and_a_spare_takes_over(
+    found: Findings, lost: list[str], says: str, folder: Path, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "hostnames", lambda _: ["n1", "n2", "n3"])
+    monkeypatch.setattr(nodes, "job_nodes", lambda _: ["n1", "n2", "n3"])
+    monkeypatch.setattr(client, "call", lambda *_, **__: "n")
+    ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=0)
+    ledger.note(folder, "nodes", "78", chosen=["n1", "n2"], left_out={})
+    (folder / "ranks").mkdir(exist_ok=True)
+    pace.note(folder, 20, "SLOW since iteration 10: n2", ("n2.site.org",))
+    stopped = f"stopped at iteration 25 by {pace.RESTART}, saved"
+    write_status(folder, RunStatus(status=Status.STOPPED, evidence=stopped, rank=None, exit_code=0, seconds=9.0))
+    tested = list[list[str]]()
+    outcome = attempt.end(folder, 0, ME, test=lambda names: tested.append([*names]) or found)
+    assert says in outcome.evidence and nodes.goes_on(folder, "78") == "n2"
+    assert nodes.lost_nodes(folder, "78") == lost
+    nodes.start_nodes(folder, 2, lambda names: tested.append([*names]) or found, {"SLURM_JOB_ID": "78"})
+    assert tested == [["n1", "n2", "n3"]], "no second test"
+    assert nodes.training_nodes(folder, "78") == [n for n in ("n1", "n2", "n3") if n not in lost]
 
 
 def test_ranks_restarted_within_a_job_are_counted_in_how_it_ended(folder: Path) -> None:

@@ -47,8 +47,8 @@ class StopRequest(NamedTuple):
 class StopRequests:
     """Requests to save or to stop, agreed on by all ranks: signals that reached any rank, and rank 0's clock and files.
 
-    The file `save` is removed once seen, and also stops the run where the watchdog wrote RESTART into it; `stop` stays,
-    so that a chain of jobs does not continue.
+    The file `save` is removed once seen; where the watchdog wrote RESTART into it, at the run's next save, which ends
+    it. `stop` stays, so that a chain of jobs does not continue.
     """
 
     # In ascending priority; every stop also saves.
@@ -67,19 +67,21 @@ class StopRequests:
         self._end = begin + 60 * run.exit_duration_minutes if run.exit_duration_minutes else math.inf
         self._agreed_s = -math.inf
 
-    def now(self, begun: bool = True, writing: bool = False) -> StopRequest:
+    def now(self, begun: bool = True, writing: bool = False, due: bool = True) -> StopRequest:
         """The highest request of any rank, and whether any is `writing`, the same on all: one all-reduce.
+
+        `due`: a checkpoint is saved now, or none is saved at intervals.
 
         Before the first iteration (not `begun`) only SIGTERM and the file `stop` count, not the clock.
         """
-        highest = torch.tensor([self.pending(begun), int(writing)], device=self._world.device)
+        highest = torch.tensor([self.pending(begun, due), int(writing)], device=self._world.device)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         number, some = highest.tolist()
         if self.requests[number].save:
             self._agreed_s = time.monotonic()
         return self.requests[number]._replace(writing=bool(some))
 
-    def pending(self, begun: bool = True) -> int:
+    def pending(self, begun: bool = True, due: bool = True) -> int:
         """The number of the highest request on this rank; the file `save` is removed."""
         first, save = self._world.is_first, self._folder / "save"
         found = [0, 6 * self._signals.stop, 5 * (first and (self._folder / "stop").exists())]
@@ -87,8 +89,10 @@ class StopRequests:
             # The signals of one request reach all ranks, and a rank's child and parent, within ten seconds: one that
             # comes before, or up to so long after, all have agreed to save is the same request.
             found += [int(self._signals.save_s > self._agreed_s + 10.0), 4 * (first and time.monotonic() >= self._end)]
-            if first and save.exists():
-                found += [3 if read_text(save, 100) == RESTART else 2]
+            asked = first and save.exists()
+            restarts = asked and read_text(save, 100) == RESTART
+            if asked and (due or not restarts):
+                found += [3 if restarts else 2]
                 save.unlink(missing_ok=True)
         return max(found)
 
@@ -135,7 +139,8 @@ class Training:
             evaluates = run.evaluates_after(batch.number)
             if evaluates:
                 self._evaluate(batch, log)
-            request = self._requests.now(writing=self._saver.writing)
+            due = not run.save_interval or batch.number % run.save_interval == 0
+            request = self._requests.now(writing=self._saver.writing, due=due)
             if self._saves(batch, request) or evaluates:
                 begin = time.perf_counter()  # what was done since is counted in no iteration
             if request.stop:

@@ -22,8 +22,7 @@ class Slowness:
     def __init__(self, folder: Path, plan: Plan, env: Mapping[str, str]) -> None:
         self._folder, self._plan, self._env = folder, plan, env
         self._is_slow, self._seen = False, 0
-        if read_text(folder / "save", 100) == RESTART:  # of an attempt that ended before it saw it
-            (folder / "save").unlink(missing_ok=True)
+        self._cancel()  # of an attempt that ended before it saw it
 
     def news(self, own: Mapping[int, Heartbeat], start: str) -> str:
         """A line about the run in whose start the ranks of this node, with rank 0, are as in `own`; "" without news."""
@@ -35,11 +34,17 @@ class Slowness:
         self._seen = late
         if self._is_slow and not late:
             self._is_slow = False
+            self._cancel()
             pace.note(self._folder, first.step, "")
             return f"as fast as usual again, since iteration {first.step}"
         if late < LATE or self._is_slow or first.pace.now_s <= self._expected_s(first.pace):
             return ""
         return self._found(first, own, start)
+
+    def _cancel(self) -> None:
+        """Take back the request to start again on other nodes."""
+        if read_text(self._folder / "save", 100) == RESTART:
+            (self._folder / "save").unlink(missing_ok=True)
 
     def _found(self, first: Heartbeat, own: Mapping[int, Heartbeat], start: str) -> str:
         """The line that names the place, recorded; "" while it is not known."""
@@ -63,7 +68,7 @@ class Slowness:
         nodes = tuple(sorted({hosts[rank] for rank in ranks} if len({*hosts.values()}) > 1 else ()))
         if nodes and len(nodes) <= self._spares():
             replace_text(self._folder / "save", RESTART)
-            text += "; it saves and starts again on a spare node"
+            text += "; at its next save its nodes are tested, and it starts again on a spare"
         elif nodes:
             text += f"; no spare is left: submit it again with --exclude={','.join(nodes)}"
         pace.note(self._folder, first.step, text, nodes)

@@ -94,7 +94,7 @@ def start_nodes(
 def _known(folder: Path, job: str, lost: Collection[str]) -> node_test.Findings | None:
     """After a plain death, what the test at the job's start found: another would cost a minute. Else None."""
     replaced, chosen = (_of_allocation(folder, job, kind)[-1:] for kind in ("replaced", "nodes"))
-    if not (replaced and replaced[0].get("dead") and chosen):
+    if not (replaced and replaced[0].get("tested") and chosen):
         return None
     # their share of the median is not in the ledger
     return node_test.Findings(slow={n: (0.5, why) for n, why in chosen[0]["left_out"].items() if n not in lost})
@@ -133,7 +133,7 @@ def handle_node_failure(
     A spare takes its place (event "replaced"); else the job is requeued: SLURM itself requeues only what still runs.
     """
     if outcome.status is Status.STOPPED and f"by {pace.RESTART}" in outcome.evidence:
-        return _replace_slow(folder, job, outcome)
+        return _replace_slow(folder, job, nodelist, outcome, test)
     # what a lost node can look like in the log
     seen = (Status.CRASHED, Status.NCCL_ERROR, Status.HANG, Status.NODE_FAILURE, Status.RENDEZVOUS)
     if outcome.status not in (*seen, Status.GPU_ERROR, Status.NETWORK, Status.KILLED):
@@ -158,22 +158,33 @@ def handle_node_failure(
         outcome = replace(outcome, status=status, evidence=evidence, exclude=",".join(faulty))
         write_status(folder, outcome)
         if trained and len(nodes) - len(faulty) >= len(trained):
-            ledger.note(folder, "replaced", job, nodes=list(faulty), iteration=iteration(folder), dead=dead)
+            ledger.note(folder, "replaced", job, nodes=list(faulty), iteration=iteration(folder), tested=dead)
         else:
             requeue(job, len(every), list(faulty) if test or reported else [])
     return outcome
 
 
-def _replace_slow(folder: Path, job: str, outcome: RunStatus) -> RunStatus:
-    """Have spares take the places of the nodes that made the run slow, which saved and stopped itself for that.
+def _replace_slow(folder: Path, job: str, nodelist: str, outcome: RunStatus, test: Tester | None = None) -> RunStatus:
+    """Test the nodes of a run that saved and stopped itself because some made it slow, and have spares take over.
 
-    Ten slow iterations are the proof; the test at the next start examines the nodes that take their places.
+    Also where the test finds nothing wrong with a named node: ten iterations were slow with it, and a spare is idle.
+    Where spares are too few, the nodes that do best in the test stay.
     """
     named = {node.partition(".")[0] for node in pace.slowness(folder)[1]}
-    slow = [node for node in training_nodes(folder, job) if node.partition(".")[0] in named]
-    _note_broken(folder, job, slow)
-    ledger.note(folder, "replaced", job, nodes=slow, iteration=iteration(folder))
-    return replace(outcome, evidence=f"{', '.join(slow)}: slow; {outcome.evidence}", exclude=",".join(slow))
+    trained, lost = training_nodes(folder, job), lost_nodes(folder, job)
+    slow = [node for node in trained if node.partition(".")[0] in named]
+    nodes = [node for node in client.hostnames(nodelist) if node not in lost]
+    found = test(nodes) if test else node_test.Findings()
+    why = {n: reason for n, (_, reason) in found.slow.items()} | found.broken
+    share = {n: found.slow.get(n, (1.0, ""))[0] for n in slow}
+    spares = len(nodes) - len(found.broken.keys() - {*slow}) - len(trained)
+    out = sorted(slow, key=lambda n: (n not in found.broken, share[n]))[: max(spares, 0)]
+    _note_broken(folder, job, dict.fromkeys([*found.broken, *out]))
+    ledger.note(folder, "replaced", job, nodes=slow, iteration=iteration(folder), tested=True)
+    fine = "is fine by the test" if test else "is not tested"
+    said = ", ".join(f"{n} {why.get(n, fine)}{'; it stays, no spare is left' * (n not in out)}" for n in slow)
+    evidence = f"slow with {', '.join(slow)}: {said}; {outcome.evidence}"
+    return replace(outcome, evidence=evidence, exclude=",".join(out))
 
 
 def only_dead_are_left(
