@@ -81,11 +81,13 @@ def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed
 
 
 def test_attempts_that_were_killed_end_in_the_ledger_by_what_slurm_accounts(commands: Commands, folder: Path) -> None:
-    """77 was preempted, requeued, and ended by its time limit; its own clock was an hour ahead. Asked twice, once."""
+    """77 was preempted after it had lost a spare, requeued, and ended by its time limit. Asked twice, noted once."""
     for restarts in (0, 1):
         ledger.note(folder, "started", "77", nodes="", iteration=0, restarts=restarts)
     (folder / "run.log").write_text("START\n")
-    rows = "77|PREEMPTED|2026-11-27T10:00:00|0:0\n77|TIMEOUT|2026-11-27T12:00:00|0:1"
+    rows = (
+        "77|RESIZING|2026-11-27T09:00:00|0:0\n77|PREEMPTED|2026-11-27T10:00:00|0:0\n77|TIMEOUT|2026-11-27T12:00:00|0:1"
+    )
     commands.say("sacct", f"[[ $* == *-DXnP* ]] && echo '{rows}' || echo '77|TIMEOUT|1:00|2:00|n1|me'")
     for _ in range(2):
         assert one(folder).status == "time limit" and not ledger.unended(folder)
@@ -94,6 +96,13 @@ def test_attempts_that_were_killed_end_in_the_ledger_by_what_slurm_accounts(comm
         ("time limit", "2026-11-27T12:00:00", "0:1"),
     ]
     assert "`trilane slurm submit" in (folder / "run.log").read_text().splitlines()[-1]
+    ledger.note(folder, "started", "77", nodes="", iteration=0, restarts=1)
+    # slurmdbd learns of the end later than the controller
+    commands.say(
+        "sacct",
+        "[[ $* == *-DXnP* ]] && printf '77|PREEMPTED|x|0:0\\n77|REQUEUED|x|0:0\\n' || echo '77|CANCELLED|1|2|n1|me'",
+    )
+    assert one(folder).status and ledger.events(folder, "ended")[-1]["state"] == "CANCELLED"
     assert ledger.age_s({"time": "2999-01-01T00:00:00+00:00"}) == 0
 
 

@@ -94,7 +94,8 @@ def close_ended(folder: Path, states: Mapping[str, client.JobState], begins: boo
     for job, start in ((e["id"], e.get("restarts")) for e in starts):
         rows, number = past.get(job, []), start if type(start) is int else -1
         state, end, code = rows[number] if 0 <= number < len(rows) else ("", "", "")
-        if state not in (*client.ENDED, "REQUEUED"):  # the accounting is late, or there is none
+        is_late = state == "REQUEUED" and job in ended and number == len(rows) - 1
+        if is_late or state not in (*client.ENDED, "REQUEUED"):  # the accounting is late, or there is none
             state, end, code = states[job].state if job in ended else "", "", ""
         if not state and not begins:
             continue

@@ -178,7 +178,8 @@ def _shown(ids: Sequence[str]) -> dict[str, JobState]:
 def past(ids: Collection[str]) -> dict[str, list[tuple[str, str, str]]]:
     """(state, end, exit code) of each time that SLURM has run the jobs: a requeued one has as many as starts.
 
-    Empty where there is no accounting.
+    Empty where there is no accounting. A job that has lost a node under --no-kill has a row RESIZING before that of its
+    end.
     """
     if not ids or shutil.which("sacct") is None:
         return {}
@@ -186,7 +187,8 @@ def past(ids: Collection[str]) -> dict[str, list[tuple[str, str, str]]]:
     printed = run(["sacct", "-DXnP", "-j", ",".join(_checked(ids)), "-o", columns], within_s=60.0).stdout
     found = dict[str, list[tuple[str, str, str]]]()
     for job, state, end, code in (line.split("|") for line in printed.splitlines() if line.count("|") == 3):
-        found.setdefault(job, []).append((state.partition(" ")[0], end, code))  # "CANCELLED by 1000"
+        if state != "RESIZING":
+            found.setdefault(job, []).append((state.partition(" ")[0], end, code))  # "CANCELLED by 1000"
     return found
 
 
