@@ -109,7 +109,7 @@ class Training:
         for name, settings in self._engine.settings.items() if world.is_first else ():
             write_json(folder / name, settings)
         self._loader = SampleLoader(plan, world, self._engine.replica)
-        self._done, self._saved, self._is_short = 0, "", False
+        self._done, self._saved, self._not_finite, self._is_short = 0, "", "", False
         if checkpoint:
             load(checkpoint, plan, world, self._engine)
             self._done = checkpoint.iteration
@@ -169,6 +169,9 @@ class Training:
         step = self._engine.step(microbatches, lr)
         end = time.perf_counter()
         self._done = batch.number
+        if step.not_finite and not self._not_finite:
+            self._not_finite = f"NOT FINITE since iteration {batch.number}: {step.not_finite}"
+            self._print(self._not_finite)
         log.write(iteration(self._plan, batch, end - begin, lr, step), self._saver.begun)
         return end
 
@@ -228,6 +231,7 @@ class Training:
                 status, evidence = Status.COMPLETED, f"iteration {goal} of {goal}"
         if status is Status.STOPPED:
             self._print(evidence)
+        evidence += f"; {self._not_finite}" * bool(self._not_finite)
         seconds = round(time.monotonic() - self._begin, 3)
         outcome = RunStatus(status=status, evidence=evidence, rank=None, exit_code=0, seconds=seconds)
         if self._world.is_first and not write_status(self._folder, outcome):

@@ -1,10 +1,14 @@
 """The `megatron` engine: megatron-core's schedules, DDP and optimizer, as Megatron-LM's own training loop uses them."""
 
+import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -15,10 +19,11 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from trilane.config.plan import Plan
 from trilane.engine.backends.base import Engine, Microbatch, Named, Step, init_moments, pieces, set_step, step_of
-from trilane.engine.model import context, te
+from trilane.engine.model import context, rng, te
 from trilane.engine.model.fused import DTYPES, apply, compiled
 from trilane.engine.model.gpt import build_chunks, canonical_parameters, transformer_config
 from trilane.engine.model.trial import try_out
+from trilane.engine.nonfinite import first_of
 from trilane.engine.phases import OPTIMIZER, megatron_timers, phase
 
 LossOf = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -60,14 +65,43 @@ class Megatron(Engine):
             no_sync = [chunk.no_sync for chunk in self._chunks]
             settings.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._schedule = get_forward_backward_func()
+        self._found = ""
+        self._draws = plan.layer is not None or max(plan.dropout.attention, plan.dropout.hidden) > 0
+        norm = self._optimizer.get_grad_norm
+        # the only place between the gradients and the update, which makes all weights NaN
+        self._optimizer.get_grad_norm = lambda: self._examined(norm())
 
     def _step(self, microbatches: Sequence[Microbatch]) -> Step:
+        self._batch, self._random = microbatches, rng.states() if self._draws else None
         self._zero_grad()
         scale = self._optimizer.get_loss_scale().item()
         losses = self._forward_backward(microbatches)
         with phase(OPTIMIZER):
             updated, grad_norm, _ = self._optimizer.step()
-        return Step(loss=self._mean(losses), grad_norm=float(grad_norm or 0.0), loss_scale=scale, skipped=not updated)
+        loss = self._mean(losses)
+        if not updated:
+            self._examined_skip(math.isfinite(loss), scale)
+        step = Step(loss=loss, grad_norm=float(grad_norm or 0.0), loss_scale=scale, skipped=not updated)
+        return replace(step, not_finite=self._found)
+
+    def _examined(self, norm: float) -> float:
+        """The gradient norm; where it is not finite, the same on all ranks, the first such value is searched once.
+
+        The gradients are those of the repetition then.
+        """
+        if not math.isfinite(norm) and not self._found:
+            if self._random:
+                rng.restore(self._random)
+            self._zero_grad()
+            with self._gathered():
+                self._found = first_of(self._chunks, lambda: self._forward_backward(self._batch))
+        return norm
+
+    def _examined_skip(self, is_finite: bool, scale: float) -> None:
+        """Search also where fp16 skips an iteration, unless a smaller loss scale may mend it."""
+        lost = torch.tensor(int(not is_finite or scale <= self._optimizer.config.min_loss_scale))
+        dist.all_reduce(lost := lost.to(self._positions.device), op=dist.ReduceOp.MAX)  # stages have no loss
+        self._examined(math.nan if lost.item() else 0.0)
 
     def _zero_grad(self) -> None:
         for chunk in self._chunks:
@@ -77,14 +111,18 @@ class Megatron(Engine):
             parameter.grad = parameter.main_grad
 
     def _evaluate(self, microbatches: Sequence[Microbatch]) -> float:
-        # the gathering of parameters, which the last step left to the next forward pass
+        with self._gathered():
+            return self._mean(self._forward_backward(microbatches, forward_only=True))
+
+    @contextlib.contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Parameters are gathered, which overlap_param_gather left to the next forward pass."""
         gathering = self._chunks if self._plan.topology.overlap_param_gather else []
         for chunk in gathering:
             chunk.disable_forward_pre_hook()
-        losses = self._forward_backward(microbatches, forward_only=True)
+        yield
         for chunk in gathering:
             chunk.enable_forward_pre_hook()
-        return self._mean(losses)
 
     def _forward_backward(self, microbatches: Sequence[Microbatch], forward_only: bool = False) -> list[torch.Tensor]:
         """The loss of each microbatch on the last stage; an empty list elsewhere."""
