@@ -149,7 +149,7 @@ class Measurement(Brief):
         names += ["arguments", "first_iteration", "last_iteration", "problems"]
         values = {name: getattr(log, name) for name in names} | {
             "file": log.source,
-            "caveat": caveat(log.status, log.evidence),
+            "caveat": caveat(log.status, log.evidence, log.rank, log.exclude),
             "iterations": len(log.iterations),
             "iterations_counted": self.iterations,
             "global_batch_size": self.config.gbs or None,

@@ -202,6 +202,6 @@ def parse_text(runs: Sequence[Measurement]) -> str:
         number = f", run {row['run']} of {many}" * (many > 1)
         lines.append(f"{log.source}{number}: {log.status} ({log.dialect})")
         facts = ", ".join(f"{head} {text}" for head in heads if (text := cell(row, head)))
-        found = [facts, log.evidence, caveat(log.status, log.evidence), *log.collectives]
+        found = [facts, log.evidence, caveat(log.status, log.evidence, log.rank, log.exclude), *log.collectives]
         lines += [f"  {one}" for one in (*found, *(f"problem: {text}" for text in row["problems"][:4])) if one]
     return "\n".join(lines)

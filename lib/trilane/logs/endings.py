@@ -1,27 +1,20 @@
 """How a run ended, and the line that proves it: the scheduler's messages first, then those of the run itself."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache
 
+from trilane.logs.places import Place, place
 from trilane.utils.tables import printable
 from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
 
-# what stands before a message: the rank, the bars of an exception group, the module of the exception
-LEAD = rb"^\s*(?:(?:\[\w{1,40} ?\d{0,9}\]:|\d{1,9}: )\s*)?(?:\|\s*)?(?:\w++\.)*+"
-NAMES = rb"[A-Za-z0-9][\w.-]{0,98}(?:\[[\d,-]{1,200}\])?"  # of nodes, as SLURM lists them
-# The node that a line is about, or that printed it; a prefix needs a digit, as any word may stand before a colon.
-HOST = re.compile(
-    rb"(?:[Nn]ode|Prolog) failure on (?:node )?(NAMES)|(?:failed|exited on| process.{0,60}) (?:on )?node (NAMES)"
-    rb"|srun: error: (?:Nodes? )?(NAMES)(?:: tasks? \d| (?:is|are) still not)|ON (NAMES) UNCORRECTABLE"
-    rb"|(?:^|[\s>:\]])((?!\d{4}-)(?=[\w.-]{0,98}[A-Za-z])NAMES):\d+:\d+ \[\d+\]|\bslurmstepd-(NAMES): "
-    rb"|^(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}|\d{4}-\d\d-\d\dT\S{8,30}) (NAMES) \S{1,40}: |^\[([a-z]NAMES):\d+\] "
-    rb"|^((?!rank\d|gpu\d: |nvidia|python|ib\d|eth|cuda|step|line|pip\d)[a-z][a-z-]*\d[a-z\d.-]{0,60}): \S".replace(
-        b"NAMES", NAMES
-    )
-)
+# what launchers put before a message, one after the other: numbers, and pdsh the node
+ONE = rb"\[\w{1,40} ?\d{0,9}\]:|\d{1,9}: |\[\d{1,9},\d{1,9}\]<std\w{3}>:|[a-z][\w.-]{0,60}\d[\w.-]{0,60}: "
+NUMBERS = rb"(?:(?:" + ONE + rb")\s?){0,3}"
+# and what stands before it still: the bars of an exception group, the module of the exception
+LEAD = rb"^\s*" + NUMBERS + rb"\s*(?:\|\s*)?(?:\w++\.)*+"
 
 
 class Level(IntEnum):
@@ -39,15 +32,14 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """A line about the end of a run: `rank` that printed it (None if unnamed), a number `among` the ranks of the run,
-    srun's tasks or the ranks of a node; `rows` read before it (iterations), the nodes that it names."""
+    """A line about the end of a run: the `place` that it names, `rows` read before it (iterations), and of several
+    lines of one kind their nodes."""
 
     level: Level
     status: Status
     evidence: str
     rows: int
-    rank: int | None = None
-    among: str = "run"
+    place: Place = field(default_factory=Place)
     hosts: tuple[str, ...] = ()
     in_traceback: bool = False
 
@@ -108,36 +100,23 @@ def crashed(line: bytes, rows: int) -> Ending:
 
 
 def _ending(level: Level, status: Status, line: bytes, rows: int) -> Ending:
-    rank, among = _rank(line)
+    at = place(line)
     if status is Status.RENDEZVOUS and level == Level.OUTSIDE and rows:
         status = Status.NETWORK  # after iterations it is the store that a node no longer reaches
     return Ending(
         level=level,
         status=status,
         evidence=text(line),
-        rank=rank,
-        among=among,
         rows=rows,
-        hosts=_hosts(line),
+        place=at,
+        hosts=at.hosts,
     )
 
 
-def _rank(line: bytes) -> tuple[int | None, str]:
-    """The rank that the line names, and among what that number counts."""
-    # A rank of the run goes before a task of srun, or its --label, and these before torchrun's number on a node.
-    run, task, node = (
-        rb"\[rank(\d{1,9})\]|\b[Rr]ank ?(\d{1,9})\b",
-        rb"^\s*(\d{1,6}): |\btasks? (\d{1,9})\b",
-        rb"\[default(\d{1,9})\]:",
-    )
-    for among, pattern in (("run", run), ("task", task), ("node", node)):
-        if found := re.search(pattern, line):
-            return int(next(filter(None, found.groups()))), among
-    return None, "run"
-
-
-def caveat(status: Status, evidence: str) -> str:
+def caveat(status: Status, evidence: str, rank: int | None = None, exclude: str = "") -> str:
     """What the evidence leaves open; "" where nothing."""
+    if rank is not None and not exclude and status in (Status.GPU_ERROR, Status.NODE_FAILURE):
+        return f"the fault is on rank {rank}; its node is not known from this log"
     if status is Status.KILLED:
         return "this log does not show what killed it: possibly by its node's OOM killer (sacct, dmesg)"
     if status is Status.CRASHED and re.search(
@@ -195,29 +174,3 @@ def text(line: bytes, most: int = 600) -> str:
 def planned_end(line: bytes, rows: int) -> Ending:
     """The planned end, reported by `line`."""
     return Ending(level=Level.PLANNED, status=Status.COMPLETED, evidence=text(line), rows=rows)
-
-
-def _hosts(line: bytes) -> tuple[str, ...]:
-    """The node, or SLURM's list of nodes, that the line names; () where it names none."""
-    # slurmstepd names the node that prints this, which is not the one that failed
-    found = None if b"CANCELLED AT" in line else HOST.search(line[:2000])
-    return (found[found.lastindex or 0].decode(),) if found else ()
-
-
-def where(end: Ending | None, named: str, exits: list[Ending]) -> tuple[tuple[str, ...], str]:
-    """Nodes of an ending, of which the rank ran on the node `named` (""); and those at fault, as --exclude takes them:
-    without names that no node can have, and without addresses."""
-    if end is None:
-        return (), ""
-    host = named or (exited_on(exits, end.rank) if end.blames_node else "")
-    hosts = end.hosts or (host,) * bool(host)
-    names = dict.fromkeys(name.partition(".")[0] for name in hosts)
-    node = re.compile(r"(?!localhost$)(?=[\w-]*[A-Za-z])[A-Za-z0-9][\w-]{0,62}(?:\[[\d,-]{1,200}\])?", re.ASCII)
-    return hosts, ",".join(filter(node.fullmatch, names)) if end.blames_node else ""
-
-
-def exited_on(found: list[Ending], rank: int | None) -> str:
-    """The node of the task that srun reports as failed: of that rank, or if the rank of either is unknown the only node
-    that has such a task; "" where several could be meant."""
-    nodes = {e.hosts[0] for e in found if None in (rank, e.rank) or e.rank == rank}
-    return nodes.pop() if len(nodes) == 1 and "[" not in "".join(nodes) else ""

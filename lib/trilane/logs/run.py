@@ -10,7 +10,8 @@ import numpy as np
 from trilane.logs import checks, endings
 from trilane.logs.arguments import Value
 from trilane.logs.checks import MOST_NUMBER, Problem
-from trilane.logs.endings import Level, where
+from trilane.logs.endings import Level
+from trilane.logs.places import Place, Places, excludable
 from trilane.logs.prefixes import timestamp
 from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.reader import Reader
@@ -149,11 +150,11 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
     timed_by_stamps = run.timed_by_stamps & {*counted}
     status, evidence, end = _status(run, columns)
     set_up = MEMORY_NOTE if run.memory and run.rows and not run.memory_is_late else ""
-    run.has_launchers |= run.last_line.startswith(b"[default")
-    rank = _rank(run, end)
-    exits = [replace(exit, rank=None) for exit in run.exits] if run.has_launchers else run.exits
-    hosts, exclude = where(end, run.places.get(-1 if rank is None else rank, ""), exits)
+    run.places.has_launchers |= b"[default" in run.last_line[:40]
     world = run.arguments.get("world_size")
+    run.places.world = max(run.watchdogs.world, world if isinstance(world, int) else 0)
+    at = _place(run.places, end)
+    hosts = (end.hosts if end else ()) or at.hosts
     memory = [row for _, row in sorted(run.memory.items())]
     return RunLog(
         source=path,
@@ -167,26 +168,26 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
         timers=frame(run.timers.columns(), ("iteration",)),
         devices=tuple(device for _, device in sorted(run.devices.items())),
         summary=run.summary,
-        rank=rank,
+        rank=at.rank,
         problems=checks.problems(run, columns),
         hosts=hosts,
-        exclude=exclude,
-        collectives=tuple(run.watchdogs.lines(run.places, world)) if status.has_failed else (),
+        exclude=excludable(hosts) if end and end.blames_node else "",
+        collectives=tuple(run.watchdogs.lines(run.places.nodes, world)) if status.has_failed else (),
         notes=tuple(filter(None, (*run.notes, units, STAMPS_NOTE * bool(timed_by_stamps), set_up))),
         printed_at=timestamp(run.last_line),
     )
 
 
-def _rank(run: PartialRun, end: endings.Ending | None) -> int | None:
-    """The rank that an ending is about, None where it is unknown: the task of srun only where a task is a rank, the
-    number on a node only where the run has one node."""
-    if end is None or end.rank is None:
-        return run.root_rank if end else None
-    world = run.arguments.get("world_size")
-    ranks = max(run.watchdogs.world, world if isinstance(world, int) else 0)
-    several = ranks > 8 or len({*run.places.values()}) > 1  # a node has up to 8 GPUs
-    is_other = (end.among == "task" and run.has_launchers) or (end.among == "node" and several)
-    return run.root_rank if is_other else end.rank
+def _place(places: Places, end: endings.Ending | None) -> Place:
+    """Where an ending happened: by its line, else the first rank of torchrun's tables, unless the line names another
+    place or is the scheduler's."""
+    if end is None:
+        return Place()
+    at, root = places.known(end.place), places.root
+    is_other = root and (at.node not in ("", root.node) or at.local not in (None, root.local))
+    if root is None or at.rank is not None or is_other or end.level == Level.SCHEDULER:
+        return at
+    return root
 
 
 def _status(run: PartialRun, columns: Columns) -> tuple[Status, str, endings.Ending | None]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from trilane.logs import arguments, endings
 from trilane.logs.dialects import Span, row_of
 from trilane.logs.endings import Level
+from trilane.logs.places import Place
 from trilane.logs.reading.runs import Device, PartialRun
 from trilane.logs.table import NAN
 from trilane.logs.watchdog import WORDS
@@ -24,7 +25,7 @@ OF_STEP = re.compile(
 )
 # what starts the ranks of a node, of which srun sees one task: torchrun, and accelerate, which uses it
 LAUNCHERS = re.compile(
-    rb"^\[default\d|torchrun\b|torch[./]distributed[./](?:elastic|launch|run)|ChildFailedError|\(local_rank: \d"
+    rb"\[default\d+\]:|torchrun\b|torch[./]distributed[./](?:elastic|launch|run)|ChildFailedError|\(local_rank: \d"
 )
 # after a line of such a form says nothing, one with other digits may
 DECIDES = re.compile(rb"oom|Xid|rrno|exit|status|return code|signal|ECC|error \d|enqueued|nranks")
@@ -34,6 +35,9 @@ GPU = re.compile(
     rb"|GPU (\d{1,6}): (\S[^()]{0,80}?) \(UUID: )"  # nvidia-smi -L
 )
 NCCL_RANK = re.compile(rb"(\S{1,99}):\d+:\d+ \[\d+\] NCCL INFO .{0,200}\brank (\d{1,7}) nranks (\d{1,7}) ")
+
+
+INSIDE = re.compile(endings.NUMBERS + rb"(?:\s|$)")  # a line of a traceback after its first
 
 
 class Facts:
@@ -92,7 +96,7 @@ class Facts:
         """Read endings and tracebacks; returns whether the line may be part of one, digits aside."""
         if any(word in line for word in WORDS):
             run.watchdogs.read(line)
-        run.has_launchers |= bool(LAUNCHERS.search(line))
+        run.places.has_launchers |= bool(LAUNCHERS.search(line))
         was_open = self.traceback > 0
         raised = self._raised(line, run)
         ignored = self._ignored and (was_open or self.traceback > 0)
@@ -100,6 +104,7 @@ class Facts:
         if b"Exception ignored in" in line:  # raised by a destructor
             self._ignored, self.traceback = True, max(self.traceback, 1)
         if end := endings.ending(line, run.rows) or raised:
+            run.places.learn(line)
             if not (ignored and end.level in (Level.ERROR, Level.CONSEQUENCE)):
                 run.add_ending(replace(end, in_traceback=was_open))
         elif any(word in line for word in (b"local_rank", b"host  ", b"time  ", b"nranks", b"Root Cause")):
@@ -121,24 +126,26 @@ class Facts:
             self._failed = endings.text(time[1])
         elif host := re.match(rb"\s*host\s{1,20}: (\S{1,99})\s*$", line):
             self._host = endings.text(host[1])
-        elif root := re.search(rb"rank\s+: (\d{1,9}) \(local_rank: \d{1,9}\)", line):
-            if run.root_rank is None or self._failed < run.root_time:  # each node prints a table
-                run.root_rank, run.root_time = int(root[1]), self._failed
-            if self._host:
-                run.places[int(root[1])] = self._host
+        elif root := re.search(rb"rank\s+: (\d{1,9}) \(local_rank: (\d{1,9})\)", line):
+            at = Place(rank=int(root[1]), local=int(root[2]), node=self._host, proof="mapped" * bool(self._host))
+            if run.places.root is None or self._failed < run.places.root_time:  # each node prints a table
+                run.places.root, run.places.root_time = at, self._failed
+            run.places.add(at)
             self._host, self._failed = "", "~"
         elif named := NCCL_RANK.search(line):
             size = int(named[3])
             if size > run.watchdogs.world:  # the largest communicator numbers the ranks of the run
-                run.watchdogs.world, run.places = size, {}
+                run.watchdogs.world, run.places.nodes = size, {}
             if size == run.watchdogs.world:
-                run.places.setdefault(int(named[2]), endings.text(named[1]))
+                rank, node = int(named[2]), endings.text(named[1])
+                # several groups of one size have a rank of that number each: they number their own
+                run.places.nodes[rank] = node if run.places.nodes.get(rank, node) == node else ""
 
     def _raised(self, line: bytes, run: PartialRun) -> endings.Ending | None:
         """The exception that ends a traceback: its first line that is not indented."""
         if re.search(rb"Traceback \(most recent call last\):\s*$", line):
             self.traceback, self._trace = 500, line
-        elif self.traceback and re.match(rb"(?:\[\w{1,40} ?\d{0,9}\]:|\d{1,9}: )(?:\s\s|\s*$)|\s|$", line):
+        elif self.traceback and INSIDE.match(line):
             self.traceback -= 1
         elif self.traceback:
             self.traceback, self._trace = 0, b""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from trilane.logs.arguments import Value
 from trilane.logs.dialects import Dialect
 from trilane.logs.endings import Ending, Level, joined, superseded
+from trilane.logs.places import Places
 from trilane.logs.prefixes import rank, source, timestamp
 from trilane.logs.table import NAN, NumericTable
 from trilane.logs.watchdog import Watchdogs
@@ -46,12 +47,8 @@ class PartialRun:
         self.notes: list[str] = []
         self.follows, self.launched = follows, False  # a run before it in the file; whether its launch was read
         self.endings: list[Ending] = []
-        self.exits: list[Ending] = []  # of tasks, by srun, which names their nodes
         self.watchdogs = Watchdogs()
-        self.places: dict[int, str] = {}  # the host of each rank
-        self.has_launchers = False  # a process on each node that starts its ranks: a task of srun is none of these
-        self.root_rank: int | None = None  # of torchrun's table of failures
-        self.root_time = ""
+        self.places = Places()
         self.iteration = 0.0  # the number of the last one, 0 before the first
         self.first_iteration = 1  # what the program calls its first iteration
         self.last_line = b""  # of an iteration
@@ -168,14 +165,6 @@ class PartialRun:
         """Add an ending. Of each level and status the first one is kept that the run did not continue after, with the
         nodes at fault of all."""
         self.endings = [e for e in self.endings if not superseded(e, self.rows)]
-        self.exits = [e for e in self.exits if not superseded(e, self.rows)]
-        if (
-            found.level == Level.OUTSIDE
-            and found.hosts
-            and "srun: error: " in found.evidence
-            and len(self.exits) < 1000
-        ):
-            self.exits.append(found)
         for place, e in enumerate(self.endings):
             if (e.level, e.status) == (found.level, found.status):
                 self.endings[place] = joined(e, found)
