@@ -14,7 +14,6 @@ from trilane.config.cluster import Gpu
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan, read_plan
 from trilane.logs.checks import HARMLESS, Problem, median, of_card
-from trilane.logs.endings import caveat
 from trilane.logs.run import RunLog, read_run_folder
 from trilane.utils.numbers import ranges
 from trilane.utils.tables import Brief, as_json
@@ -149,7 +148,7 @@ class Measurement(Brief):
         names += ["arguments", "first_iteration", "last_iteration", "problems"]
         values = {name: getattr(log, name) for name in names} | {
             "file": log.source,
-            "caveat": caveat(log.status, log.evidence, log.rank, log.exclude),
+            "caveat": log.caveat,
             "iterations": len(log.iterations),
             "iterations_counted": self.iterations,
             "global_batch_size": self.config.gbs or None,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from trilane.analysis.measure import Measurement
-from trilane.logs.endings import caveat
 from trilane.utils.files import natural
 from trilane.utils.numbers import percent, size_text
 from trilane.utils.tables import DataFrame, Html, csv_text, frame_of, middle, one_line
@@ -202,6 +201,6 @@ def parse_text(runs: Sequence[Measurement]) -> str:
         number = f", run {row['run']} of {many}" * (many > 1)
         lines.append(f"{log.source}{number}: {log.status} ({log.dialect})")
         facts = ", ".join(f"{head} {text}" for head in heads if (text := cell(row, head)))
-        found = [facts, log.evidence, caveat(log.status, log.evidence, log.rank, log.exclude), *log.collectives]
+        found = [facts, log.evidence, log.caveat, *log.collectives]
         lines += [f"  {one}" for one in (*found, *(f"problem: {text}" for text in row["problems"][:4])) if one]
     return "\n".join(lines)

@@ -5,14 +5,16 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache
 
-from trilane.logs.places import Place, place
+from trilane.logs.places import place_of
 from trilane.utils.tables import printable
 from trilane.utils.validation import shipped_json
+from trilane.workspace.place import Place
 from trilane.workspace.status import Status
 
 # what launchers put before a message, one after the other: numbers, and pdsh the node
-ONE = rb"\[\w{1,40} ?\d{0,9}\]:|\d{1,9}: |\[\d{1,9},\d{1,9}\]<std\w{3}>:|[a-z][\w.-]{0,60}\d[\w.-]{0,60}: "
-NUMBERS = rb"(?:(?:" + ONE + rb")\s?){0,3}"
+NUMBERS = (
+    rb"(?:(?:\[\w{1,40} ?\d{0,9}\]:|\d{1,9}: |\[\d{1,9},\d{1,9}\]<std\w{3}>:|[a-z][\w.-]{0,60}\d[\w.-]*: )\s?){0,3}"
+)
 # and what stands before it still: the bars of an exception group, the module of the exception
 LEAD = rb"^\s*" + NUMBERS + rb"\s*(?:\|\s*)?(?:\w++\.)*+"
 
@@ -32,8 +34,8 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """A line about the end of a run: the `place` that it names, `rows` read before it (iterations), and of several
-    lines of one kind their nodes."""
+    """A line about the end of a run, and the place that it prints; `rows` read before it (iterations), and the nodes at
+    fault of all such lines."""
 
     level: Level
     status: Status
@@ -100,25 +102,18 @@ def crashed(line: bytes, rows: int) -> Ending:
 
 
 def _ending(level: Level, status: Status, line: bytes, rows: int) -> Ending:
-    at = place(line)
     if status is Status.RENDEZVOUS and level == Level.OUTSIDE and rows:
         status = Status.NETWORK  # after iterations it is the store that a node no longer reaches
-    return Ending(
-        level=level,
-        status=status,
-        evidence=text(line),
-        rows=rows,
-        place=at,
-        hosts=at.hosts,
-    )
+    place = place_of(line)
+    return Ending(level=level, status=status, evidence=text(line), place=place, rows=rows, hosts=place.nodes)
 
 
-def caveat(status: Status, evidence: str, rank: int | None = None, exclude: str = "") -> str:
-    """What the evidence leaves open; "" where nothing."""
-    if rank is not None and not exclude and status in (Status.GPU_ERROR, Status.NODE_FAILURE):
-        return f"the fault is on rank {rank}; its node is not known from this log"
+def caveat(status: Status, evidence: str, rank: int | None, hosts: tuple[str, ...]) -> str:
+    """What the evidence, a line of that rank and these nodes, leaves open; "" where nothing."""
     if status is Status.KILLED:
         return "this log does not show what killed it: possibly by its node's OOM killer (sacct, dmesg)"
+    if status is Status.GPU_ERROR and not hosts:
+        return f"the fault is on {'a rank' if rank is None else f'rank {rank}'}; its node is not known from this log"
     if status is Status.CRASHED and re.search(
         r"CUDA error: (?:an illegal|misaligned|unspecified launch|unknown)|Memory access fault by GPU", evidence
     ):

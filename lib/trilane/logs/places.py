@@ -1,146 +1,185 @@
-"""Places: the rank, task and node that a line is about, and those that other lines of the run prove.
-
-Five numbers look alike. A *rank* counts in the run: `[rank12]`, mpirun's `[1,12]<stderr>`. A *task* counts what
-srun has started, `srun: error: gpu3: task 3` and the `3: ` of its --label: ranks, or one torchrun a node. torchrun's
-`[default0]` counts on a node, and `[PG 1 Rank 3]` in a process group.
-"""
+"""Places: on which rank, task, node and GPU something happened, by what a line prints and a map that the log holds."""
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from trilane.workspace.place import Known, Place
+
 NAMES = rb"[A-Za-z0-9][\w.-]{0,98}(?:\[[\d,-]{1,200}\])?"  # of nodes, as SLURM lists them
-# The node that a line is about, or that printed it; a prefix needs a digit, as any word may stand before a colon.
-HOST = re.compile(
-    rb"(?:[Nn]ode|Prolog) failure on (?:node )?(NAMES)|(?:failed|exited on| process.{0,60}) (?:on )?node (NAMES)"
-    rb"|srun: error: (?:Nodes? )?(NAMES)(?:: tasks? \d| (?:is|are) still not)|ON (NAMES) UNCORRECTABLE"
-    rb"|(?:^|[\s>:\]])((?!\d{4}-)(?=[\w.-]{0,98}[A-Za-z])NAMES):\d+:\d+ \[\d+\]|\bslurmstepd-(NAMES): "
-    rb"|^(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}|\d{4}-\d\d-\d\dT\S{8,30}) (NAMES) \S{1,40}: |^\[([a-z]NAMES):\d+\] "
-    rb"|^((?!rank\d|gpu\d: |nvidia|python|ib\d|eth|cuda|step|line|pip\d)[a-z][a-z-]*\d[a-z\d.-]{0,60}): \S".replace(
-        b"NAMES", NAMES
+# The node that a line is about goes before the one that printed it; a prefix needs a digit, as any word may stand
+# before a colon, and `rank3: ` may be a node or a rank: it is neither.
+NAMED, PRINTED = (
+    re.compile(pattern.replace(b"NAMES", NAMES))
+    for pattern in (
+        rb"(?:[Nn]ode|Prolog) failure on (?:node )?(NAMES)|(?:failed|exited on| process.{0,60}) (?:on )?node (NAMES)"
+        rb"|srun: error: (?:Nodes? )?(NAMES)(?:: tasks? \d| (?:is|are) still not)|ON (NAMES) UNCORRECTABLE",
+        rb"(?:^|[\s>:\]])((?!\d{4}-)(?=[\w.-]{0,98}[A-Za-z])NAMES):\d+:\d+ \[\d+\]|\bslurmstepd-(NAMES): "
+        rb"|^(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}|\d{4}-\d\d-\d\dT\S{8,30}) (NAMES) \S{1,40}: |^\[([a-z]NAMES):\d+\] "
+        rb"|^((?!rank\d|gpu\d: |nvidia|python|ib\d|eth|cuda|step|line|pip\d)[a-z][a-z-]*\d[a-z\d.-]{0,60}): \S",
     )
 )
-SRUN = re.compile(rb"srun: error: (NAMES): tasks? ([\d,-]{1,200})".replace(b"NAMES", NAMES))
+# A rank of the run: torch's prefix since 2.2, a watchdog's in the group of all ranks (before 2.2 it names no group),
+# and what Megatron, mpirun and trilane write. In other words it may be another rank, that this one waits for.
 RANK = re.compile(
-    rb"\[rank(\d{1,7})\]|\[\d{1,6},(\d{1,7})\]<std|process rank (\d{1,7}) with PID|rank\s{0,20}: (\d{1,7}) \(local_rank"
-    rb"|default_pg\) Rank (\d{1,7})\]|\[PG (?:ID )?0 (?:PG GUID 0 ?)?Rank (\d{1,7})\]"
+    rb"\[rank(\d{1,7})\]|\[(?:PG[ \w]{0,99}\(default_pg\) |PG 0 |PG ID 0 PG GUID 0 )?Rank (\d{1,7})\]"
+    rb"|(?:^|: |process )[Rr]ank (\d{1,7})(?:: | with PID )"
 )
-TASK = re.compile(rb"^\s*(\d{1,6}): ")
-LOCAL = re.compile(rb"\[default(\d{1,6})\]:|\(local_rank: (\d{1,6})\)")
-GROUP = re.compile(rb"\[PG (?:ID )?\d.{0,200}Rank \d")  # counts in a process group
-# of a line without another number; later in a line it may be any rank, and `rank12: ` is a host of that name
-WORD = re.compile(rb"\[[Rr]ank ?(\d{1,7})\]|^\W{0,3}[Rr]ank (\d{1,7})\b")
+TASK = re.compile(
+    rb"^\s*(\d{1,6}): "  # srun --label
+    rb"|\[\d{1,6},(\d{1,7})\]<std\w{3}>"  # mpirun --tag-output
+    rb"|\bsrun: error: [^\s:]{1,300}: tasks? ([\d,-]{1,400}): "
+)
+NCCL = re.compile(
+    rb"([A-Za-z0-9][\w.-]{0,98}):\d+:\d+ \[\d+\] NCCL INFO .{0,200}"
+    rb"\brank (\d{1,7}) nranks (\d{1,7}) (?:cudaDev (\d{1,3}))?"
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where something happened, None or "" for what is not known; `node` may be SLURM's list of several.
-
-    `proof` is how the node is known: "named" by the line, or "mapped" by others that print two of these together.
-    """
-
-    rank: int | None = None
-    task: int | None = None
-    local: int | None = None
-    node: str = ""
-    proof: str = ""
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """The node, as a tuple."""
-        return (self.node,) * bool(self.node)
-
-
-def place(line: bytes) -> Place:
-    """What the line itself names."""
-    line = line[:2000]
+def place_of(line: bytes) -> Place:
+    """The place that a line prints, with nothing concluded."""
+    rank, task = RANK.search(line), TASK.search(line)
+    local = re.search(rb"\[default(\d{1,4})\]:|\blocal_rank: (\d{1,4})\b", line)
+    found = NAMED.search(line[:2000]) or PRINTED.search(line[:2000])
+    gpu = re.search(rb":\d+:\d+ \[(\d{1,3})\]", line[:2000])
     # slurmstepd names the node that prints this, which is not the one that failed
-    host = None if b"CANCELLED AT" in line else HOST.search(line)
-    node = host[host.lastindex or 0].decode() if host else ""
-    rank, local = _number(RANK, line), _number(LOCAL, line)
-    task = int(re.split(rb"\D", of[2])[0]) if (of := SRUN.search(line)) else _number(TASK, line)
-    if (rank, task, local) == (None, None, None) and not GROUP.search(line):
-        rank = _number(WORD, line)
-    return Place(rank=rank, task=task, local=local, node=node, proof="named" if node else "")
+    node = () if b"CANCELLED AT" in line or not found else (found[found.lastindex or 0].decode(),)
+    return Place(
+        rank=_first(rank),
+        local=_first(local),
+        tasks=_numbers(next(filter(None, task.groups()))) if task else (),
+        nodes=node,
+        gpu=_first(gpu),
+        rank_known=Known.LINE if rank else Known.NO,
+        node_known=Known.LINE if node else Known.NO,
+    )
 
 
-def _number(pattern: re.Pattern[bytes], line: bytes) -> int | None:
-    found = pattern.search(line)
+def _first(found: re.Match[bytes] | None) -> int | None:
     return int(found[found.lastindex or 0]) if found else None
+
+
+def _numbers(text: bytes) -> tuple[int, ...]:
+    """The numbers of `0,4-7`."""
+    ends = [[int(end) for end in part.split(b"-") if end][:2] for part in text.split(b",") if part.strip(b"-")]
+    return tuple(n for first, *last in ends for n in range(first, min((last or [first])[0], first + 4096) + 1))
 
 
 @dataclass(kw_only=True)
 class Places:
-    """What the lines of a run print together: nodes of ranks and of tasks, ranks of tasks and of a node's numbers."""
+    """What a run's log shows of its ranks: the node and GPU of each, and what the numbers of tasks and processes count.
 
-    nodes: dict[int, str] = field(default_factory=dict)  # of ranks
-    of_tasks: dict[int, str] = field(default_factory=dict)
-    ranks: dict[int, int] = field(default_factory=dict)  # of tasks
-    locals: dict[tuple[str, int], int] = field(default_factory=dict)
+    `world` is the number of ranks (0: unknown), `size` that of the largest communicator. None in `nodes` is a rank
+    that the log places on two GPUs, of which none is proven.
+    """
+
+    world: int = 0
+    size: int = 0
     has_launchers: bool = False  # a process on each node starts its ranks: a task of srun is none of these
-    world: int = 0  # 0: unknown
-    root: Place | None = None  # of torchrun's tables of failures, the first to fail
-    root_time: str = ""
+    nodes: dict[int, tuple[str, int | None] | None] = field(default_factory=dict)
+    nccl: dict[int, tuple[str, int | None] | None] = field(default_factory=dict)
+    tasks: dict[int, str] = field(default_factory=dict)  # nodes of tasks
+    under: dict[int, int] = field(default_factory=dict)  # the task of a rank
+    same: bool = False  # a line has a task and the rank of that number, or a node has two tasks
+    differ: bool = False  # a line has a task and a rank of another number
+    width: int = 0  # most ranks of a node that were seen
+    highest: int = -1
+    root: tuple[str, int] | None = None  # when the first rank of torchrun's tables failed, and this rank
+    hosts: set[str] = field(default_factory=set)  # that printed such a table
 
-    def learn(self, line: bytes) -> None:
-        """Keep what the line names together."""
-        if found := SRUN.search(line):
-            for first, last in re.findall(rb"(\d+)(?:-(\d+))?", found[2])[:64]:
-                for task in range(int(first), min(int(last or first), int(first) + 4096) + 1):
-                    self.add(Place(task=task, node=found[1].decode()))
-        else:
-            self.add(place(line))
+    def see(self, place: Place, line: bytes) -> None:
+        """Learn from a line about an end."""
+        self.highest = max(self.highest, -1 if place.rank is None else place.rank)
+        self.width = max(self.width, 0 if place.local is None else place.local + 1)
+        if len(place.tasks) == 1 and place.rank is not None:
+            self.under[place.rank] = place.tasks[0]
+            self.differ |= place.tasks[0] != place.rank
+            self.same |= place.tasks[0] == place.rank > 0  # under a launcher, that of the first node alone is equal
+        if len(place.nodes) != 1 or "[" in place.nodes[0]:
+            return
+        is_own = b"process rank" in line or not NAMED.search(line[:2000])  # the node that ran what the line numbers
+        if place.tasks and (is_own or b"srun: error: " in line):
+            self.same |= len({*place.tasks, *(t for t, n in self.tasks.items() if n == place.nodes[0])}) > 1
+            self.tasks |= dict.fromkeys(place.tasks, place.nodes[0])
+        if place.rank is not None and is_own:
+            _add(self.nodes, place.rank, place.nodes[0], place.gpu)
 
-    def add(self, of: Place) -> None:
-        """Keep the node of its rank and task, and the rank of its task and of its number on the node."""
-        node = "" if "[" in of.node else of.node  # a list says not which of them
-        if of.rank is not None and of.task is not None:
-            self.ranks[of.task] = of.rank
-        if node and of.rank is not None:
-            self.nodes[of.rank] = node
-        if node and of.task is not None:
-            self.of_tasks[of.task] = node
-        if node and of.rank is not None and of.local is not None:
-            self.locals[node, of.local] = of.rank
+    def listed(self, rank: int, local: int, host: str, time: str) -> None:
+        """Learn from an entry of torchrun's table of failures."""
+        self.width, self.highest = max(self.width, local + 1), max(self.highest, rank)
+        self.root = min(filter(None, (self.root, (time, rank))))
+        if host:
+            self.hosts.add(host)
+            _add(self.nodes, rank, host, None)
+
+    def mapped(self, line: bytes) -> None:
+        """Learn from a line of NCCL, or of DeepSpeed's launcher."""
+        if named := NCCL.search(line):
+            if int(named[3]) > self.size:  # the largest communicator numbers the ranks of the run
+                self.size, self.nccl = int(named[3]), {}
+            if int(named[3]) == self.size:
+                _add(self.nccl, int(named[2]), named[1].decode("utf-8", "replace"), int(named[4]) if named[4] else None)
+        of_nodes = re.findall(rb"'([\w.-]{1,99})': \[(\d[\d, ]{0,9999})\]", line.partition(b"global_rank_mapping=")[2])
+        for host, ranks in of_nodes:
+            for rank in ranks.replace(b",", b" ").split():
+                _add(self.nodes, int(rank), host.decode(), None)
 
     @property
-    def tasks_are_ranks(self) -> bool | None:
-        """Whether srun started each rank as a task of its own; None where nothing shows it."""
-        if self.has_launchers or any(task != rank for task, rank in self.ranks.items()):
+    def ranks(self) -> int:
+        """How many ranks the run has; 0 where it is unknown: the largest communicator that was read may be of a group
+        (in a node of 8, or of one rank a node), but not where it ends with the highest rank that printed anything."""
+        return self.world or (self.size if self.size == self.highest + 1 > 8 else 0)
+
+    def host(self, rank: int) -> str:
+        """The node of a rank, by what the log prints of both together; "" where it does not, or contradicts itself."""
+        known = [self.nodes[rank]] if rank in self.nodes else []
+        # a smaller communicator numbers its own ranks
+        known += [self.nccl[rank]] if rank in self.nccl and self.size == self.ranks else []
+        task = self.under.get(rank, rank if self.tasks_are_ranks() else -1)
+        known += [(self.tasks[task], None)] if task in self.tasks else []
+        names = {place[0] if place else "" for place in known}
+        return names.pop() if len(names) == 1 else ""
+
+    def tasks_are_ranks(self) -> bool:
+        """Whether srun, or mpirun, has started the ranks themselves, as the log shows: each node has one task of a
+        launcher, which has at least two ranks, so that a task of half the ranks or above is a rank."""
+        if self.has_launchers or self.differ:
             return False
-        several = len({*self.of_tasks.values()}) < len(self.of_tasks)  # on one node
-        many = (
-            self.world and max(self.of_tasks, default=-1) >= self.world // 2
-        )  # torchrun has nodes of two GPUs and more
-        return True if several or many or any(self.ranks) else None
+        nccl = self.nccl if self.size == self.ranks else {}
+        known = [(nccl.get(t) or self.nodes.get(t), node) for t, node in self.tasks.items() if t]
+        if any(place and place[0] != node for place, node in known):
+            return False
+        return self.same or any(place for place, _ in known) or 0 < self.world <= 2 * max(self.tasks, default=0)
 
-    def known(self, of: Place) -> Place:
-        """The place with what is proved of it; without a rank that no run of this size has."""
-        rank = of.rank
-        if rank is None and of.task is not None:
-            rank = of.task if self.tasks_are_ranks else self.ranks.get(of.task)
-        if rank is None and of.local is not None:
-            rank = self.locals.get((of.node, of.local)) if of.node else of.local if self._is_one_node else None
-        if rank is not None and self.world and rank >= self.world:
-            rank = None
-        if of.node:
-            return replace(of, rank=rank)
-        task = of.task if of.task is not None else self._task_of(rank)
-        node = self.of_tasks.get(-1 if task is None else task, "") or self.nodes.get(-1 if rank is None else rank, "")
-        return replace(of, rank=rank, node=node, proof="mapped" if node else "")
-
-    def _task_of(self, rank: int | None) -> int | None:
-        same = rank if self.tasks_are_ranks else None
-        return next((task for task, other in self.ranks.items() if other == rank), same)
-
-    @property
-    def _is_one_node(self) -> bool:
-        # a node has up to 8 GPUs
-        return 0 < self.world <= 8 and len({*self.nodes.values(), *self.of_tasks.values()}) <= 1
+    def resolve(self, place: Place) -> Place:
+        """The place with its rank and its node, where the log proves them."""
+        rank, known = place.rank, place.rank_known
+        if rank is None and len(place.tasks) == 1 and self.tasks_are_ranks():
+            rank, known = place.tasks[0], Known.MAP
+        elif rank is None and place.local is not None and self.world == max(self.width, place.local + 1):
+            rank, known = place.local, Known.MAP  # on the only node
+        elif rank is None and self.root and len(place.nodes + place.tasks) == 0 and place.local is None:
+            # of a line without any number torchrun's first is meant only where the tables of all nodes were read
+            all_read = 0 < self.world <= len(self.hosts) * self.width
+            rank, known = (self.root[1], Known.MAP) if all_read else (None, Known.NO)
+        if rank is not None and self.ranks and rank >= self.ranks:
+            rank, known = None, Known.NO
+        of_task = self.tasks.get(place.tasks[0], "") if len(place.tasks) == 1 else ""
+        node = "" if place.nodes else of_task if rank is None else self.host(rank)
+        if not node:
+            return replace(place, rank=rank, rank_known=known)
+        return replace(place, rank=rank, rank_known=known, nodes=(node,), node_known=Known.MAP)
 
 
-def excludable(nodes: Iterable[str]) -> str:
+def _add(nodes: dict[int, tuple[str, int | None] | None], rank: int, host: str, gpu: int | None) -> None:
+    """Add the node and GPU of a rank; None where they differ from those that were read before."""
+    before = nodes.setdefault(rank, (host, gpu)) if len(nodes) < 1 << 17 or rank in nodes else None
+    differ = before and (before[0] != host or (None not in (before[1], gpu) and before[1] != gpu))
+    if differ:
+        nodes[rank] = None
+
+
+def excluded(nodes: Iterable[str]) -> str:
     """Nodes as --exclude takes them: without names that no node can have, and without addresses."""
-    names = dict.fromkeys(name.partition(".")[0] for name in nodes)
     node = re.compile(r"(?!localhost$)(?=[\w-]*[A-Za-z])[A-Za-z0-9][\w-]{0,62}(?:\[[\d,-]{1,200}\])?", re.ASCII)
-    return ",".join(filter(node.fullmatch, names))
+    return ",".join(filter(node.fullmatch, dict.fromkeys(name.partition(".")[0] for name in nodes)))

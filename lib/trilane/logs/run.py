@@ -11,7 +11,7 @@ from trilane.logs import checks, endings
 from trilane.logs.arguments import Value
 from trilane.logs.checks import MOST_NUMBER, Problem
 from trilane.logs.endings import Level
-from trilane.logs.places import Place, Places, excludable
+from trilane.logs.places import Places, excluded, place_of
 from trilane.logs.prefixes import timestamp
 from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.reader import Reader
@@ -20,6 +20,7 @@ from trilane.logs.reading.trainer_dicts import number_iterations
 from trilane.logs.table import NAN, Columns, columns_of, frame
 from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shown
+from trilane.workspace.place import Known, Place
 from trilane.workspace.status import Status, known_status, status_problem
 
 INTEGERS = ("iteration", "train_iters", "consumed_samples", "consumed_tokens", "global_batch_size", "skipped", "nan")
@@ -73,6 +74,11 @@ class RunLog(Table):
 
     def brief(self) -> str:
         return f"{self.source}, {len(self.iterations)} iterations, {self.status}"
+
+    @property
+    def caveat(self) -> str:
+        """What the evidence leaves open; "" where nothing."""
+        return endings.caveat(self.status, self.evidence, self.rank, self.hosts)
 
     @property
     def first_iteration(self) -> int | None:
@@ -150,11 +156,9 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
     timed_by_stamps = run.timed_by_stamps & {*counted}
     status, evidence, end = _status(run, columns)
     set_up = MEMORY_NOTE if run.memory and run.rows and not run.memory_is_late else ""
-    run.places.has_launchers |= b"[default" in run.last_line[:40]
-    world = run.arguments.get("world_size")
-    run.places.world = max(run.watchdogs.world, world if isinstance(world, int) else 0)
-    at = _place(run.places, end)
-    hosts = (end.hosts if end else ()) or at.hosts
+    places = _places(run)
+    place = places.resolve(end.place) if end else Place()
+    hosts = (end.hosts or place.nodes) if end else ()
     memory = [row for _, row in sorted(run.memory.items())]
     return RunLog(
         source=path,
@@ -168,26 +172,23 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
         timers=frame(run.timers.columns(), ("iteration",)),
         devices=tuple(device for _, device in sorted(run.devices.items())),
         summary=run.summary,
-        rank=at.rank,
+        rank=place.rank,
         problems=checks.problems(run, columns),
         hosts=hosts,
-        exclude=excludable(hosts) if end and end.blames_node else "",
-        collectives=tuple(run.watchdogs.lines(run.places.nodes, world)) if status.has_failed else (),
+        exclude=excluded(hosts) if end and end.blames_node and place.node_known >= Known.MAP else "",
+        collectives=tuple(run.watchdogs.lines(places)) if status.has_failed else (),
         notes=tuple(filter(None, (*run.notes, units, STAMPS_NOTE * bool(timed_by_stamps), set_up))),
         printed_at=timestamp(run.last_line),
     )
 
 
-def _place(places: Places, end: endings.Ending | None) -> Place:
-    """Where an ending happened: by its line, else the first rank of torchrun's tables, unless the line names another
-    place or is the scheduler's."""
-    if end is None:
-        return Place()
-    at, root = places.known(end.place), places.root
-    is_other = root and (at.node not in ("", root.node) or at.local not in (None, root.local))
-    if root is None or at.rank is not None or is_other or end.level == Level.SCHEDULER:
-        return at
-    return root
+def _places(run: PartialRun) -> Places:
+    """The places of the run's ranks, with what its arguments and its last iteration show of them."""
+    world = run.arguments.get("world_size")
+    run.places.world = world if isinstance(world, int) else 0
+    run.places.has_launchers |= b"[default" in run.last_line[:40]
+    run.places.see(place_of(run.last_line), run.last_line)
+    return run.places
 
 
 def _status(run: PartialRun, columns: Columns) -> tuple[Status, str, endings.Ending | None]:

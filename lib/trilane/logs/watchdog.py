@@ -7,9 +7,10 @@ https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/Process
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from trilane.logs.places import Places
 from trilane.utils.numbers import ranges
 from trilane.utils.tables import one_line
 
@@ -50,7 +51,6 @@ class Watchdogs:
 
     numbered: dict[tuple[str, int], Report] = field(default_factory=dict)
     others: dict[tuple[str, int], Report] = field(default_factory=dict)
-    world: int = 0  # ranks of the run's largest communicator; 0: unknown
 
     def read(self, line: bytes) -> None:
         """Read a line of a watchdog or the heartbeat monitor."""
@@ -73,13 +73,11 @@ class Watchdogs:
             if counts:
                 report.counts = f"last enqueued {int(counts[1])}, last completed {int(counts[2])}"
 
-    def lines(self, places: Mapping[int, str], world: object = None) -> list[str]:
+    def lines(self, places: Places) -> list[str]:
         """A line for each report in a process group in which a work timed out, with the ranks that have it.
 
-        `world` is the number of ranks where the log's arguments have it, and `places` are nodes of ranks. The log does
-        not give the members of a group: who printed nothing is known of the group of all ranks alone.
+        The log does not give the members of a group: who printed nothing is known of the group of all ranks alone.
         """
-        ranks = max(self.world, world if isinstance(world, int) else 0)
         is_numbered = any(report.stuck >= 0 for report in self.numbered.values())
         reports = self.numbered if is_numbered else self.others
         named = {rank for (group, rank), report in reports.items() if group and report.stuck >= 0}
@@ -91,6 +89,7 @@ class Watchdogs:
             if group in stuck and (group or rank not in named):
                 same[group, str(report)].append(rank)
         there = {rank for group, rank in reports if group == DEFAULT}
+        ranks = places.ranks
         if DEFAULT in stuck and max(there) < ranks and (silent := [r for r in range(ranks) if r not in there]):
             same[DEFAULT, "nothing of them is in this log"] = silent
         of = "" if is_numbered else " of it"
@@ -107,8 +106,8 @@ def _group(member: re.Match[bytes]) -> str:
     return one_line(f"{purpose or 'process group'} {guid or number}") if number else ""
 
 
-def _ranks(ranks: Iterable[int], places: Mapping[int, str]) -> str:
+def _ranks(ranks: Iterable[int], places: Places) -> str:
     """`ranks 0-6, 9`, with the nodes of a few."""
     known = sorted(ranks)
-    hosts = dict.fromkeys(places[rank] for rank in known if rank in places) if len(known) <= SHOWN else {}
+    hosts = dict.fromkeys(filter(None, map(places.host, known))) if len(known) <= SHOWN else {}
     return f"rank{'s' * (len(known) > 1)} {ranges(known, 2 * SHOWN)}" + (f" ({', '.join(hosts)})" if hosts else "")

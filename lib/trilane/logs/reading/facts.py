@@ -6,10 +6,10 @@ from dataclasses import replace
 from trilane.logs import arguments, endings
 from trilane.logs.dialects import Span, row_of
 from trilane.logs.endings import Level
-from trilane.logs.places import Place
 from trilane.logs.reading.runs import Device, PartialRun
 from trilane.logs.table import NAN
 from trilane.logs.watchdog import WORDS
+from trilane.workspace.place import Known, Place
 
 LAUNCH = re.compile(
     rb"using world size:|-{6} arguments -|[Ii]nitializing torch distributed|\*{5} Running training|DeepSpeed info: "
@@ -23,9 +23,10 @@ OF_RANKS = re.compile(rb"(?:^|\s)([A-Za-z][\w/-]*) ?\.{2,}:\s+\(?(\d+(?:\.\d*)?)
 OF_STEP = re.compile(
     rb"\"([\w/ -]{1,99})\": \[(NUMBER), (NUMBER)\]".replace(b"NUMBER", rb"\d{1,30}(?:\.\d{0,30})?(?:e[+-]?\d{1,3})?")
 )
-# what starts the ranks of a node, of which srun sees one task: torchrun, and accelerate, which uses it
+# what starts the ranks of a node, of which srun sees one task: torchrun (accelerate, too), DeepSpeed's launch.py
 LAUNCHERS = re.compile(
     rb"\[default\d+\]:|torchrun\b|torch[./]distributed[./](?:elastic|launch|run)|ChildFailedError|\(local_rank: \d"
+    rb"|Setting OMP_NUM_THREADS|\blaunch\.py:\d"
 )
 # after a line of such a form says nothing, one with other digits may
 DECIDES = re.compile(rb"oom|Xid|rrno|exit|status|return code|signal|ECC|error \d|enqueued|nranks")
@@ -34,9 +35,6 @@ GPU = re.compile(
     rb"\|\s+(\d{1,6})\s+(\S(?:.{0,80}?\S)?)\s+(?:On|Off|N/A)\s+\|\s+[\dA-Fa-f]+:[\dA-Fa-f]+:[\dA-Fa-f.]+"
     rb"|GPU (\d{1,6}): (\S[^()]{0,80}?) \(UUID: )"  # nvidia-smi -L
 )
-NCCL_RANK = re.compile(rb"(\S{1,99}):\d+:\d+ \[\d+\] NCCL INFO .{0,200}\brank (\d{1,7}) nranks (\d{1,7}) ")
-
-
 INSIDE = re.compile(endings.NUMBERS + rb"(?:\s|$)")  # a line of a traceback after its first
 
 
@@ -50,6 +48,7 @@ class Facts:
         self._ignored = False  # the exception of an open traceback is one that no caller sees
         # of torchrun's table of failures: the node, and when its first rank failed (that of others sorts after it)
         self._host, self._failed = "", "~"
+        self._entry: int | None = None  # the rank of the table's last entry
         self._gpu: tuple[int, str] | None = None  # that nvidia-smi's table names, whose memory is on the next line
 
     def is_launch(self, line: bytes) -> bool:
@@ -104,10 +103,12 @@ class Facts:
         if b"Exception ignored in" in line:  # raised by a destructor
             self._ignored, self.traceback = True, max(self.traceback, 1)
         if end := endings.ending(line, run.rows) or raised:
-            run.places.learn(line)
             if not (ignored and end.level in (Level.ERROR, Level.CONSEQUENCE)):
+                if self._entry is not None and re.match(rb"\s*exitcode\s", line):
+                    end = replace(end, place=Place(rank=self._entry, rank_known=Known.MAP))
+                run.places.see(end.place, line)
                 run.add_ending(replace(end, in_traceback=was_open))
-        elif any(word in line for word in (b"local_rank", b"host  ", b"time  ", b"nranks", b"Root Cause")):
+        elif re.search(rb"local_rank|host  |time  |nranks|Root Cause|global_rank_m", line):
             self._place(line, run)
         elif not was_open and not self.traceback:
             return bool(DECIDES.search(line))  # `0 oom_kill events` is none, 1 is one
@@ -126,20 +127,11 @@ class Facts:
             self._failed = endings.text(time[1])
         elif host := re.match(rb"\s*host\s{1,20}: (\S{1,99})\s*$", line):
             self._host = endings.text(host[1])
-        elif root := re.search(rb"rank\s+: (\d{1,9}) \(local_rank: (\d{1,9})\)", line):
-            at = Place(rank=int(root[1]), local=int(root[2]), node=self._host, proof="mapped" * bool(self._host))
-            if run.places.root is None or self._failed < run.places.root_time:  # each node prints a table
-                run.places.root, run.places.root_time = at, self._failed
-            run.places.add(at)
-            self._host, self._failed = "", "~"
-        elif named := NCCL_RANK.search(line):
-            size = int(named[3])
-            if size > run.watchdogs.world:  # the largest communicator numbers the ranks of the run
-                run.watchdogs.world, run.places.nodes = size, {}
-            if size == run.watchdogs.world:
-                rank, node = int(named[2]), endings.text(named[1])
-                # several groups of one size have a rank of that number each: they number their own
-                run.places.nodes[rank] = node if run.places.nodes.get(rank, node) == node else ""
+        elif root := re.search(rb"rank\s+: (\d{1,9}) \(local_rank: (\d{1,4})\)", line):
+            run.places.listed(int(root[1]), int(root[2]), self._host, self._failed)
+            self._entry, self._host, self._failed = int(root[1]), "", "~"
+        elif b"nranks" in line or b"global_rank_m" in line:
+            run.places.mapped(line)
 
     def _raised(self, line: bytes, run: PartialRun) -> endings.Ending | None:
         """The exception that ends a traceback: its first line that is not indented."""
