@@ -202,21 +202,25 @@ def test_all_nodes_are_never_excluded(culprits: tuple[int, ...], exclude: str, t
 
 
 @pytest.mark.parametrize(("option", "rank"), [("--node_rank=", 6), ("", 2)])
+@pytest.mark.parametrize("stack", [DATA.stack, LOSS])
 def test_nodes_have_the_numbers_of_their_launchers_else_the_order_of_their_names(
-    option: str, rank: int, tmp_path: Path
+    option: str, rank: int, stack: Stack, tmp_path: Path
 ) -> None:
+    """By that order alone no node is excluded, unless the stack that it printed shows the fault."""
     text = []
     for host, number in (("a", 1), ("b", 0)):
         command = f"torchrun --nnodes 2 {option}{number} train.py" if option else "torchrun train.py"
         dumps = [pyspy_text(LAUNCHER, 90, command=command)]
         for local in range(4):
-            stack = DATA.stack if (host, local) == ("a", 2) else DP_SUM.stack
-            dumps.append(pyspy_text(stack, 100 - local, command=f"python train.py --local_rank={local}"))
+            shown = stack if (host, local) == ("a", 2) else DP_SUM.stack
+            dumps.append(pyspy_text(shown, 100 - local, command=f"python train.py --local_rank={local}"))
         text += [f"{host}: {line}" for line in "\n".join(dumps).splitlines()]
     (tmp_path / "all.txt").write_text("\n".join(text) + "\n")
+    topology(tmp_path, 1, 1, 8, gpus_per_node=4)
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (rank,)
     assert any("--node_rank" in note for note in verdict.notes) is (not option)
+    assert verdict.exclude == "--exclude=a" * (stack is DATA.stack or bool(option))
 
 
 def merged(names: Sequence[str] = ("node1", "node2", "node10")) -> str:

@@ -48,6 +48,10 @@ EVALUATION = "step 15: train loss 3.25, val loss 3.75, train ppl 14.07, val ppl 
 ORDER = {
     "joined lines": (m2021(1).rstrip("\n") + m2021(2) + m2021(3), [[1, 2, 3]]),
     "copies of a rank": ("".join(f"[default{r}]:" + m2021(i) for i in UP for r in (3, 7)), [UP]),
+    "ranks of a host, of which each has its own loss": (
+        "".join(f"gpu2: [rank{r}]:" + m2021(i).replace("5.000000E+00", f"{5 + r}.0E+00") for i in UP for r in (3, 7)),
+        [UP],
+    ),
     "copies without a name": ("".join(m2021(i) * 2 for i in UP), [UP]),
     "the same number with another loss": ("0: " + m2021(5) + "0: " + m2021(5, loss=4.5), [[5], [5]]),
     "a restart": (MANY + "".join(m2021(i, 99) for i in range(20, 25)), [[*range(1, 30)], [*range(20, 25)]]),

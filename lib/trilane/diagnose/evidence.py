@@ -11,6 +11,7 @@ from trilane.utils.files import natural
 from trilane.utils.tables import grouped, short
 from trilane.utils.validation import require, require_folder
 from trilane.workspace import rank_grid
+from trilane.workspace.place import Known
 from trilane.workspace.rank_grid import Grid
 
 
@@ -48,7 +49,9 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     require(any(rank < rank_grid.MOST for rank in found), "folder", folder, none)
     if grid is None:
         members = {rank for one in files.recordings.values() for ranks in one.members.values() for rank in ranks}
-        grid = rank_grid.unknown({r for r in found if r < rank_grid.MOST} | members, files.width or 8, names)
+        grid = rank_grid.unknown(
+            {r for r in found if r < rank_grid.MOST} | members, files.width or 8, names, files.order
+        )
         files.notes.append("no topology file: tp, pp and dp are unknown (give --tp, --pp, --dp)")
     if outside := found - {*grid.ranks}:
         files.notes.append(f"ranks {sorted(outside)[:5]} lie outside tp x pp x dp = {len(grid.ranks)}: ignored")
@@ -74,6 +77,7 @@ class _Files:
     nodes: dict[tuple[Path, str], list[Dump]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     width: int = 0  # most processes of a node
+    order: Known = Known.MAP  # of the nodes
 
     def add(self, path: Path) -> None:
         """Read one file."""
@@ -105,6 +109,7 @@ class _Files:
             found = (_number(r"--(?:node|machine)[-_]rank[= ](\d{1,6})\b", dump.command) for dump in dumps)
             numbers.update((host, number) for number in found if number is not None)
         hosts = sorted({host for _, host in self.nodes}, key=natural)
+        self.order = Known.MAP if len(hosts) < 2 or len({*numbers.values()}) == len(hosts) else Known.ASSUMED
         if len({*numbers.values()}) == len(hosts):
             hosts.sort(key=numbers.__getitem__)
         elif len(hosts) > 1 and not (grid and any(place.named for place in grid.places)):
@@ -112,11 +117,11 @@ class _Files:
         trainers = {key: [*filter(is_trainer, dumps)] for key, dumps in self.nodes.items()}
         self.width = max(map(len, trainers.values()), default=0)
         names = [] if all(host.isdigit() for host in hosts) else hosts  # srun --label: numbers, and no names
-        grid = rank_grid.with_hosts(grid, names, self.width) if grid else None
+        grid = rank_grid.with_hosts(grid, names, self.width, self.order) if grid else None
         wide = len(next(iter(grid.nodes.values()))) if grid else self.width
-        known = {p.node: sorted(grid.nodes[p.node]) for p in grid.places if p.named} if grid else {}
+        on = {p.node: sorted(grid.nodes[p.node]) for p in grid.places if p.named} if grid else {}
         for (_, host), dumps in trainers.items():
-            ranks = known.get(host) or range(hosts.index(host) * wide, (hosts.index(host) + 1) * wide)
+            ranks = on.get(host) or range(hosts.index(host) * wide, (hosts.index(host) + 1) * wide)
             for place, dump in enumerate(sorted(dumps, key=lambda d: d.pid)):
                 local = _number(r"--local[-_]rank[= ](\d{1,6})\b", dump.command)
                 if local is None:

@@ -12,6 +12,7 @@ from trilane.diagnose.waits import Conditions, conditions
 from trilane.utils.numbers import ranges
 from trilane.utils.tables import Columns, DataFrame, Record, Table, Text, as_json, grouped
 from trilane.utils.validation import shipped_json
+from trilane.workspace.place import Known
 from trilane.workspace.rank_grid import Grid
 from trilane.workspace.study import Study
 
@@ -77,7 +78,11 @@ class Verdict(Table):
             for n, g in enumerate(self.groups)
             for rank in g.ranks
         ]
-        table = pd.DataFrame(rows).drop(columns=["named"]).sort_values("rank", ignore_index=True)
+        table = (
+            pd.DataFrame(rows)
+            .drop(columns=["local", "tasks", "gpu", "rank_known", "node_known"])
+            .sort_values("rank", ignore_index=True)
+        )
         return table.assign(step=table["step"].where(table["step"] >= 0))
 
     def brief(self) -> str:
@@ -132,8 +137,11 @@ def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
     suspects = find_suspects(evidence, found)
     places = [evidence.grid[rank] for rank in suspects.reasons]
     nodes = tuple(dict.fromkeys(place.node for place in places))
-    # A rank without a dump may not have been dumped; all nodes cannot be left out.
-    known = all(place.named and found[place.rank].kind != "silent" for place in places)
+    # A rank without a dump may not have been dumped; all nodes cannot be left out. Where the order of nodes is assumed,
+    # so is who waits for whom: then a node is named by a stack that it printed and that shows the fault alone.
+    own = {rank for rank in evidence.dumps if found[rank].on_host}
+    known = all(p.named and (p.node_known >= Known.MAP or p.rank in own) for p in places)
+    known &= all(found[place.rank].kind != "silent" for place in places)
     sure = not any(OPEN in text for text in suspects.reasons.values())
     return Verdict(
         folder=folder,

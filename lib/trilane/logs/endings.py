@@ -105,7 +105,9 @@ def _ending(level: Level, status: Status, line: bytes, rows: int) -> Ending:
     if status is Status.RENDEZVOUS and level == Level.OUTSIDE and rows:
         status = Status.NETWORK  # after iterations it is the store that a node no longer reaches
     place = place_of(line)
-    return Ending(level=level, status=status, evidence=text(line), place=place, rows=rows, hosts=place.nodes)
+    return Ending(
+        level=level, status=status, evidence=text(line), place=place, rows=rows, hosts=(place.node,) * bool(place.node)
+    )
 
 
 def caveat(status: Status, evidence: str, rank: int | None, hosts: tuple[str, ...]) -> str:

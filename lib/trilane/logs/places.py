@@ -43,12 +43,12 @@ def place_of(line: bytes) -> Place:
     found = NAMED.search(line[:2000]) or PRINTED.search(line[:2000])
     gpu = re.search(rb":\d+:\d+ \[(\d{1,3})\]", line[:2000])
     # slurmstepd names the node that prints this, which is not the one that failed
-    node = () if b"CANCELLED AT" in line or not found else (found[found.lastindex or 0].decode(),)
+    node = "" if b"CANCELLED AT" in line or not found else found[found.lastindex or 0].decode()
     return Place(
         rank=_first(rank),
         local=_first(local),
         tasks=_numbers(next(filter(None, task.groups()))) if task else (),
-        nodes=node,
+        node=node,
         gpu=_first(gpu),
         rank_known=Known.LINE if rank else Known.NO,
         node_known=Known.LINE if node else Known.NO,
@@ -95,14 +95,14 @@ class Places:
             self.under[place.rank] = place.tasks[0]
             self.differ |= place.tasks[0] != place.rank
             self.same |= place.tasks[0] == place.rank > 0  # under a launcher, that of the first node alone is equal
-        if len(place.nodes) != 1 or "[" in place.nodes[0]:
+        if not place.node or "[" in place.node:
             return
         is_own = b"process rank" in line or not NAMED.search(line[:2000])  # the node that ran what the line numbers
         if place.tasks and (is_own or b"srun: error: " in line):
-            self.same |= len({*place.tasks, *(t for t, n in self.tasks.items() if n == place.nodes[0])}) > 1
-            self.tasks |= dict.fromkeys(place.tasks, place.nodes[0])
+            self.same |= len({*place.tasks, *(t for t, n in self.tasks.items() if n == place.node)}) > 1
+            self.tasks |= dict.fromkeys(place.tasks, place.node)
         if place.rank is not None and is_own:
-            _add(self.nodes, place.rank, place.nodes[0], place.gpu)
+            _add(self.nodes, place.rank, place.node, place.gpu)
 
     def listed(self, rank: int, local: int, host: str, time: str) -> None:
         """Learn from an entry of torchrun's table of failures."""
@@ -158,17 +158,17 @@ class Places:
             rank, known = place.tasks[0], Known.MAP
         elif rank is None and place.local is not None and self.world == max(self.width, place.local + 1):
             rank, known = place.local, Known.MAP  # on the only node
-        elif rank is None and self.root and len(place.nodes + place.tasks) == 0 and place.local is None:
+        elif rank is None and self.root and place.local is None and not (place.node or place.tasks):
             # of a line without any number torchrun's first is meant only where the tables of all nodes were read
             all_read = 0 < self.world <= len(self.hosts) * self.width
             rank, known = (self.root[1], Known.MAP) if all_read else (None, Known.NO)
         if rank is not None and self.ranks and rank >= self.ranks:
             rank, known = None, Known.NO
         of_task = self.tasks.get(place.tasks[0], "") if len(place.tasks) == 1 else ""
-        node = "" if place.nodes else of_task if rank is None else self.host(rank)
+        node = "" if place.node else of_task if rank is None else self.host(rank)
         if not node:
             return replace(place, rank=rank, rank_known=known)
-        return replace(place, rank=rank, rank_known=known, nodes=(node,), node_known=Known.MAP)
+        return replace(place, rank=rank, rank_known=known, node=node, node_known=Known.MAP)
 
 
 def _add(nodes: dict[int, tuple[str, int | None] | None], rank: int, host: str, gpu: int | None) -> None:

@@ -22,14 +22,16 @@ STAMP = re.compile(
 
 def source(line: bytes) -> float:
     """The number of the rank, process or host that the line's prefix names; NaN without one."""
-    found = PREFIX.match(line)
+    # a task or a host stands before the ranks that it has
+    found = (b"[rank" in line[:120] and re.search(rb"\[rank(\d{1,7})\]:", line[:120])) or PREFIX.match(line)
     return float(found[found.lastindex or 0]) if found else NAN
 
 
 def rank(line: bytes) -> float:
-    """The rank that the line's prefix names; NaN without one."""
+    """The rank that the line's prefix names, or the number on its node or of its task; NaN without one."""
     found = PREFIX.match(line)
-    return float(found[found.lastindex or 0]) if found and (found.lastindex or 0) <= 4 else NAN
+    has_one = b"[rank" in line[:120] or (found and (found.lastindex or 0) <= 4)
+    return source(line) if has_one else NAN
 
 
 def body(line: bytes) -> bytes:

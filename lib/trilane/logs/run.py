@@ -158,7 +158,7 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
     set_up = MEMORY_NOTE if run.memory and run.rows and not run.memory_is_late else ""
     places = _places(run)
     place = places.resolve(end.place) if end else Place()
-    hosts = (end.hosts or place.nodes) if end else ()
+    hosts = (end.hosts or (place.node,) * bool(place.node)) if end else ()
     memory = [row for _, row in sorted(run.memory.items())]
     return RunLog(
         source=path,

@@ -15,13 +15,13 @@ class Known(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A rank of the run, or on its node (`local`), tasks of srun (or a process of mpirun), nodes, as SLURM lists them,
-    and the GPU on it; None and () where unknown."""
+    """A rank of the run, or on its node (`local`), tasks of srun (or a process of mpirun), the node, or SLURM's list of
+    several, and the GPU on it; None, () and "" where unknown."""
 
     rank: int | None = None
     local: int | None = None
     tasks: tuple[int, ...] = ()
-    nodes: tuple[str, ...] = ()
+    node: str = ""
     gpu: int | None = None
     rank_known: Known = Known.NO
     node_known: Known = Known.NO

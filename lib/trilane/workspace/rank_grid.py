@@ -11,23 +11,29 @@ from typing import Any, ClassVar
 from trilane.utils.files import read_text
 from trilane.utils.tables import grouped
 from trilane.utils.validation import require, require_integer
+from trilane.workspace.place import Known, Place
 
 MOST = 1 << 17  # ranks, of which a grid takes 5 s and 0.6 GB; a file with more is damaged
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """The place of a rank, the state of its process, and its last heartbeat; "", -1 and "" where unknown."""
+class GridPlace(Place):
+    """The place of a rank, the state of its process, and its last heartbeat; "", -1 and "" where unknown. Where the
+    node's name is unknown (Known.NO), `node` is "node" and its number."""
 
     rank: int
     tp: int
     pp: int
     dp: int
-    node: str
     state: str = ""  # the kernel's letter: "T" stopped, "Z" dead; or "gone"
     step: int = -1
     phase: str = ""
-    named: bool = True  # whether the node's name is known; else it is "node" and its number
+    node_known: Known = Known.MAP
+
+    @property
+    def named(self) -> bool:
+        """Whether the node's name is known."""
+        return self.node_known > Known.NO
 
     @property
     def progress(self) -> int:
@@ -48,11 +54,11 @@ class Grid:
         **{axis: (axis,) for axis in ("tp", "pp", "dp")},
         **{"model": ("tp", "pp"), "stage": ("tp", "dp"), "pp-dp": ("pp", "dp"), "world": ("tp", "pp", "dp")},
     }
-    places: tuple[Place, ...]
+    places: tuple[GridPlace, ...]
     known: bool = True
 
     @functools.cached_property
-    def _by_rank(self) -> dict[int, Place]:
+    def _by_rank(self) -> dict[int, GridPlace]:
         return {place.rank: place for place in self.places}
 
     @functools.cached_property
@@ -61,7 +67,7 @@ class Grid:
         keys = ((self._key(axis, place), place.rank) for axis in self.AXES for place in self.places)
         return {key: frozenset(r for _, r in pairs) for key, pairs in grouped(keys, lambda pair: pair[0]).items()}
 
-    def __getitem__(self, rank: int) -> Place:
+    def __getitem__(self, rank: int) -> GridPlace:
         return self._by_rank[rank]
 
     def __contains__(self, rank: int) -> bool:
@@ -98,7 +104,7 @@ class Grid:
         inside = {stage % stages for stage in wanted}
         return frozenset(r for r in self.group("pp", rank) if self._by_rank[r].pp in inside) | {rank}
 
-    def _key(self, axis: str, place: Place) -> tuple[str, tuple[int, ...]]:
+    def _key(self, axis: str, place: GridPlace) -> tuple[str, tuple[int, ...]]:
         return axis, tuple(getattr(place, name) for name in ("tp", "pp", "dp") if name not in self.AXES[axis])
 
 
@@ -108,23 +114,25 @@ def shared(places: Sequence[Any]) -> list[str]:
     return [f"{axis} {next(iter(found))}" for axis, found in values.items() if len(found) == 1]
 
 
-def regular(tp: int, pp: int, dp: int, gpus_per_node: int, hosts: Iterable[str] = ()) -> Grid:
-    """The grid of tp x pp x dp ranks that fill nodes of `gpus_per_node` one after the other."""
+def regular(tp: int, pp: int, dp: int, gpus_per_node: int, hosts: Iterable[str] = (), known: Known = Known.MAP) -> Grid:
+    """The grid of tp x pp x dp ranks that fill nodes of `gpus_per_node`, these `hosts`, one after the other."""
     for name, size in (("tp", tp), ("pp", pp), ("dp", dp), ("gpus_per_node", gpus_per_node)):
         require_integer(name, size, 1)
     require(tp * pp * dp <= MOST, "tp x pp x dp", tp * pp * dp, f"must be at most {MOST}")
     names, places = dict(enumerate(hosts)), []
     for rank in range(tp * pp * dp):
         number = rank // gpus_per_node
-        node, named = names.get(number, f"node{number}"), number in names
-        places.append(Place(rank=rank, tp=rank % tp, dp=rank // tp % dp, pp=rank // (tp * dp), node=node, named=named))
+        node, how = names.get(number, f"node{number}"), known if number in names else Known.NO
+        stage, replica = rank // (tp * dp), rank // tp % dp
+        places.append(GridPlace(rank=rank, tp=rank % tp, dp=replica, pp=stage, node=node, node_known=how))
     return Grid(places=tuple(places))
 
 
-def with_hosts(grid: Grid, hosts: Sequence[str], width: int) -> Grid:
+def with_hosts(grid: Grid, hosts: Sequence[str], width: int, known: Known) -> Grid:
     """The grid with `hosts`, in their order, as names of its nodes; unchanged where it has names or they do not fit.
 
-    Where hosts of `width` ranks hold exactly all ranks, each node has `width`; else there must be as many as nodes.
+    `known` is how their order is known. Where hosts of `width` ranks hold exactly all ranks, each node has `width`;
+    else there must be as many as nodes.
     """
     on = dict[int, str]()
     # The first host has the first ranks, as SLURM numbers them: nodes by name, tasks by node.
@@ -134,12 +142,12 @@ def with_hosts(grid: Grid, hosts: Sequence[str], width: int) -> Grid:
         on = {rank: host for host, ranks in zip(hosts, grid.nodes.values(), strict=True) for rank in ranks}
     if not on or any(p.named for p in grid.places):
         return grid
-    return replace(grid, places=tuple(replace(p, node=on[p.rank], named=True) for p in grid.places))
+    return replace(grid, places=tuple(replace(p, node=on[p.rank], node_known=known) for p in grid.places))
 
 
-def unknown(ranks: Iterable[int], gpus_per_node: int, hosts: Iterable[str] = ()) -> Grid:
+def unknown(ranks: Iterable[int], gpus_per_node: int, hosts: Iterable[str] = (), known: Known = Known.MAP) -> Grid:
     """The grid of a job of unknown topology: ranks 0 to the highest of `ranks`."""
-    return replace(regular(1, 1, max(ranks, default=0) + 1, gpus_per_node, hosts), known=False)
+    return replace(regular(1, 1, max(ranks, default=0) + 1, gpus_per_node, hosts, known), known=False)
 
 
 def from_json(values: Mapping[str, Any]) -> Grid | None:
@@ -176,17 +184,20 @@ def read(path: Path) -> Grid | None:
         return None
 
 
-def _place(base: Place, rank: int, facts: Mapping[str, Any], hosts: Mapping[Any, set[str]]) -> Place:
+def _place(base: GridPlace, rank: int, facts: Mapping[str, Any], hosts: Mapping[Any, set[str]]) -> GridPlace:
     """A rank of topology.json. `hosts` are the known hosts of each node: then "node" is only a label."""
     node = facts.get("node", base.node)
     names = {str(facts["host"])} if facts.get("host") else hosts.get(node, set())
     host = next(iter(names)) if len(names) == 1 else ""
-    return Place(
+    is_named = bool(host) or (isinstance(node, str) and not hosts if "node" in facts else base.named)
+    return GridPlace(
         rank=rank,
-        **{name: int(facts.get(name, getattr(base, name))) for name in ("tp", "pp", "dp")},
+        tp=int(facts.get("tp", base.tp)),
+        pp=int(facts.get("pp", base.pp)),
+        dp=int(facts.get("dp", base.dp)),
         node=host or (f"node{node}" if isinstance(node, int) else str(node)),
         state=str(facts.get("state") or ""),
         step=-1 if facts.get("step") is None else int(facts["step"]),
         phase=str(facts.get("phase") or ""),
-        named=bool(host) or (isinstance(node, str) and not hosts if "node" in facts else base.named),
+        node_known=Known.MAP if is_named else Known.NO,
     )
