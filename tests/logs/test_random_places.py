@@ -40,6 +40,8 @@ PEER = (
     "[E ProcessGroupNCCL.cpp:616] [PG ID 5 PG GUID 37(TP) Rank 2] Watchdog caught collective operation timeout: "
     "WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600038 milliseconds",
 )
+# torch 1.13, which counts in a group that it does not name
+OLD = "[Rank {k}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 600038 ms"
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Job:
         self.has_rank, self.prefix = rng.random() < 0.6, rng.choice(["label", "own", "none"])
         self.guilty = rng.randrange(self.world)
         self.fault, self.status = rng.choice([*FAULTS.items()])
-        self.text += [f"using world size: {self.world}, data-parallel-size: 2\n"] * rng.randrange(2)
+        self.text += [f"using world size: {self.world}, tensor-model-parallel size: {self.width}\n"] * rng.randrange(2)
         self.text += rng.choice(
             [[], [], [*self.nccl(self.world, 1)], [*self.nccl(self.width, 0)], [*self.nccl(len(self.hosts), 2)]]
         )
@@ -84,7 +86,7 @@ class Job:
         return first + f"[rank{rank}]: " * self.has_rank
 
     def say(self, rank: int, text: str) -> None:
-        line = self.before(rank) + text.format(r=rank, n=self.node(rank), g=rank % self.width)
+        line = self.before(rank) + text.format(r=rank, n=self.node(rank), g=rank % self.width, k=rank % self.width)
         self.owners[line.strip()].add(rank)
         self.text.append(line + "\n")
 
@@ -138,8 +140,10 @@ class Job:
             self.text.append(
                 f"{self.hosts[0]}: [INFO] [launch.py:153:main] global_rank_mapping=defaultdict(<class 'list'>, {{{ranks}}})\n"
             )
+        is_old = not self.has_rank and "using world size" in "".join(self.text)
+        kinds = (*PEER, OLD) if is_old else PEER
         said = [
-            (rank, rng.choice(PEER)) for rank in rng.sample(range(self.world), rng.randrange(8)) if rank != self.guilty
+            (rank, rng.choice(kinds)) for rank in rng.sample(range(self.world), rng.randrange(8)) if rank != self.guilty
         ]
         said += [(self.guilty, self.fault)] * bool(self.fault)
         for rank, text in rng.sample(said, len(said)):

@@ -19,8 +19,8 @@ NAMED, PRINTED = (
         rb"|^((?!rank\d|gpu\d: |nvidia|python|ib\d|eth|cuda|step|line|pip\d)[a-z][a-z-]*\d[a-z\d.-]{0,60}): \S",
     )
 )
-# A rank of the run: torch's prefix since 2.2, a watchdog's in the group of all ranks (before 2.2 it names no group),
-# and what Megatron, mpirun and trilane write. In other words it may be another rank, that this one waits for.
+# A rank of the run: torch's prefix since 2.2, a watchdog's in the group of all ranks, or before 2.2 in one that it
+# does not name; and what Megatron, mpirun and trilane write. In other words it may be a rank that this one waits for.
 RANK = re.compile(
     rb"\[rank(\d{1,7})\]|\[(?:PG[ \w]{0,99}\(default_pg\) |PG 0 |PG ID 0 PG GUID 0 )?Rank (\d{1,7})\]"
     rb"|(?:^|: |process )[Rr]ank (\d{1,7})(?:: | with PID )"
@@ -50,7 +50,7 @@ def place_of(line: bytes) -> Place:
         tasks=_numbers(next(filter(None, task.groups()))) if task else (),
         node=node,
         gpu=_first(gpu),
-        rank_known=Known.LINE if rank else Known.NO,
+        rank_known=Known.NO if not rank else Known.ASSUMED if rank[0].startswith(b"[Rank") else Known.LINE,
         node_known=Known.LINE if node else Known.NO,
     )
 
@@ -75,6 +75,7 @@ class Places:
 
     world: int = 0
     size: int = 0
+    has_groups: bool = False  # of tensor or pipeline parallelism
     has_launchers: bool = False  # a process on each node starts its ranks: a task of srun is none of these
     nodes: dict[int, tuple[str, int | None] | None] = field(default_factory=dict)
     nccl: dict[int, tuple[str, int | None] | None] = field(default_factory=dict)
@@ -89,20 +90,21 @@ class Places:
 
     def see(self, place: Place, line: bytes) -> None:
         """Learn from a line about an end."""
-        self.highest = max(self.highest, -1 if place.rank is None else place.rank)
+        rank = place.rank if place.rank_known > Known.ASSUMED else None
+        self.highest = max(self.highest, -1 if rank is None else rank)
         self.width = max(self.width, 0 if place.local is None else place.local + 1)
-        if len(place.tasks) == 1 and place.rank is not None:
-            self.under[place.rank] = place.tasks[0]
-            self.differ |= place.tasks[0] != place.rank
-            self.same |= place.tasks[0] == place.rank > 0  # under a launcher, that of the first node alone is equal
+        if len(place.tasks) == 1 and rank is not None:
+            self.under[rank] = place.tasks[0]
+            self.differ |= place.tasks[0] != rank
+            self.same |= place.tasks[0] == rank > 0  # under a launcher, that of the first node alone is equal
         if not place.node or "[" in place.node:
             return
         is_own = b"process rank" in line or not NAMED.search(line[:2000])  # the node that ran what the line numbers
         if place.tasks and (is_own or b"srun: error: " in line):
             self.same |= len({*place.tasks, *(t for t, n in self.tasks.items() if n == place.node)}) > 1
             self.tasks |= dict.fromkeys(place.tasks, place.node)
-        if place.rank is not None and is_own:
-            _add(self.nodes, place.rank, place.node, place.gpu)
+        if rank is not None and is_own:
+            _add(self.nodes, rank, place.node, place.gpu)
 
     def listed(self, rank: int, local: int, host: str, time: str) -> None:
         """Learn from an entry of torchrun's table of failures."""
@@ -154,6 +156,8 @@ class Places:
     def resolve(self, place: Place) -> Place:
         """The place with its rank and its node, where the log proves them."""
         rank, known = place.rank, place.rank_known
+        if rank is not None and known == Known.ASSUMED and self.has_groups and not 0 < self.world <= 2 * rank:
+            rank = None  # it may count in a group, which has at most half of the ranks
         if rank is None and len(place.tasks) == 1 and self.tasks_are_ranks():
             rank, known = place.tasks[0], Known.MAP
         elif rank is None and place.local is not None and self.world == max(self.width, place.local + 1):
@@ -168,7 +172,13 @@ class Places:
         node = "" if place.node else of_task if rank is None else self.host(rank)
         if not node:
             return replace(place, rank=rank, rank_known=known)
-        return replace(place, rank=rank, rank_known=known, node=node, node_known=Known.MAP)
+        return replace(
+            place,
+            rank=rank,
+            rank_known=known,
+            node=node,
+            node_known=Known.ASSUMED if known == Known.ASSUMED else Known.MAP,
+        )
 
 
 def _add(nodes: dict[int, tuple[str, int | None] | None], rank: int, host: str, gpu: int | None) -> None:

@@ -185,6 +185,8 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
 def _places(run: PartialRun) -> Places:
     """The places of the run's ranks, with what its arguments and its last iteration show of them."""
     world = run.arguments.get("world_size")
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    run.places.has_groups = any(run.arguments.get(name, 1) != 1 for name in names)
     run.places.world = world if isinstance(world, int) else 0
     run.places.has_launchers |= b"[default" in run.last_line[:40]
     run.places.see(place_of(run.last_line), run.last_line)
