@@ -115,9 +115,9 @@ def verdict(
     vague = (Status.CRASHED, Status.KILLED, Status.NCCL_ERROR)  # the last words of the rank that failed say more
     if log is None or not log.status.has_failed or (log.status in vague and otherwise.rank is not None):
         return otherwise
-    rank = otherwise.rank if log.rank is None else log.rank
-    evidence = log.evidence if rank is None else f"rank {rank}: {log.evidence}"
-    return replace(otherwise, status=log.status, evidence=evidence, rank=rank, exclude=log.exclude)
+    # the rank that torchrun saw fail first need not be the one that printed this
+    evidence = log.evidence if log.rank is None else f"rank {log.rank}: {log.evidence}"
+    return replace(otherwise, status=log.status, evidence=evidence, rank=log.rank, exclude=log.exclude)
 
 
 def write_status(folder: Path, status: RunStatus) -> bool:
