@@ -172,3 +172,28 @@ def test_several_runs_in_one_file_are_judged_as_in_several(tmp_path, capsys):
     name.rename(tmp_path / "run.log")  # one run to 04: that of a run folder, resumed twice
     whole = find_breaks([read_run_folder(tmp_path)])
     assert whole.restarts == 2 and [(b.restart, b.cause) for b in whole.breaks] == [(501, "data-replayed")]
+
+
+JUMP = changed(loss=lambda i: loss_of(i) * 1.43)
+
+
+@pytest.mark.parametrize(
+    ("after", "step", "excluded", "possible"),
+    [
+        # all at once: nothing that an optimizer does; the gradients go on
+        (JUMP, 1, ("Adam", "scheduler", "gradients", "batch"), ("weights", "samples", "averaged")),
+        # a line covers five iterations: an optimizer has acted
+        (JUMP, 5, ("scheduler", "gradients"), ("weights", "Adam", "samples")),
+        # from the third iteration on
+        (changed(loss=lambda i: loss_of(i) * (1 + 0.43 * (i > AT + 2))), 1, ("scheduler",), ("weights", "Adam")),
+        (changed(rate=lambda i: 2 * PLAIN.rate(i)), 1, (), ("count of steps", "arguments of the schedule")),
+        (changed(norm=lambda i: 4 * PLAIN.norm(i)), 1, ("weights", "Adam", "averaged"), ("gradients", "samples")),
+    ],
+)  # fmt: skip
+def test_causes_are_excluded_by_what_goes_on_and_all_others_remain(tmp_path, after, step, excluded, possible):
+    (found,), unjudged = restarted(tmp_path, after, step=step)
+    both = [*found.excluded, *found.possible]
+    for words, mine in ((excluded, found.excluded), (possible, found.possible)):
+        assert all(any(word in cause for cause in mine) for word in words), both
+    assert all(cause in found.sentence for cause in both) and "likely" not in found.sentence
+    assert "seeds, optimizer states, data order" in unjudged[-1]

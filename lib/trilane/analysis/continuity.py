@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,10 +15,22 @@ from trilane.logs.run import RunLog
 from trilane.utils.tables import DataFrame, Record, one_line
 from trilane.utils.validation import shipped_json
 
-# quantities and causes in words
-WORDS: Mapping[str, str] = shipped_json("restart_causes")
+# Quantities and findings in words; and of each cause what it `breaks`, `always`, and in the first step already:
+# the loss and gradient norm of that step are computed before an optimizer changes anything.
+WORDS: Mapping[str, str] = shipped_json("restart_causes")["words"]
+CAUSES: Sequence[Mapping[str, Any]] = shipped_json("restart_causes")["causes"]
+OPEN = (
+    "loss-level",
+    "gradient-scale",
+    "gradient-level",
+    "rate-level",
+    "another-schedule",
+)  # findings that several causes can have
+UNSEEN = "seeds, optimizer states, data order (no log shows them: `trilane debug restart` compares what was saved)"
 Numbers = tuple[np.ndarray, np.ndarray]  # iterations and values
 Found = tuple[str, int, float, str]  # the cause, the new line that differs first, the value expected there, a detail
+LEVELS = ("lm_loss", "grad_norm")
+ONCE = 4.0  # of robust noise: a restart is one place, where SIGMAS is for ten thousand lines
 FEWEST = 12  # lines before a restart by which loss and gradient norm are judged
 
 
@@ -36,10 +48,11 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Break(Record):
-    """What a restart did not continue: the last line before it, the first one after it that differs, the cause.
+    """What a restart did not continue: the last line before it, the first one after it that differs, and why.
 
-    quantity, cause   keys of WORDS; `detail` adds what supports the cause
-    expected          what the course before leads to at the line `after`; `size` is the value relative to it
+    quantity, cause     keys of WORDS: what is seen; a cause where a test separates it, to which `detail` adds
+    expected            what the course before leads to at the line `after`; `size` is the value relative to it
+    excluded, possible  else the causes that the other quantities exclude, with why, and all that remain
     """
 
     DERIVED: ClassVar = ("size", "sentence")
@@ -50,6 +63,8 @@ class Break(Record):
     after: Line
     expected: float
     detail: str = ""
+    excluded: tuple[str, ...] = ()
+    possible: tuple[str, ...] = ()
 
     @property
     def size(self) -> float | None:
@@ -58,9 +73,11 @@ class Break(Record):
     @property
     def sentence(self) -> str:
         size = f"{self.expected:.6g} expected, {change(self.after.value, self.expected)}"
-        likely = WORDS[self.cause] + (f"; {self.detail}" if self.detail else "")
         where = f"restart at iteration {self.restart}: {WORDS[self.quantity]}"
-        return one_line(f"{where}: {self.before}, {self.after} ({size}); likely: {likely}")
+        seen = f"{where}: {self.before}, {self.after} ({size}); {WORDS[self.cause]}"
+        parts = [seen, self.detail, *[f"excluded: {', '.join(self.excluded)}"] * bool(self.excluded)]
+        parts += [f"possible: {' | '.join(self.possible)}"] * bool(self.possible)
+        return one_line("; ".join(filter(None, parts)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +104,31 @@ def find_breaks(logs: Sequence[RunLog]) -> Continuity:
     found, unjudged = list[Break](), dict[str, None]()
     restarts = join(logs).restarts if any(log.first_iteration is not None for log in logs) else ()
     for restart in map(Boundary, restarts):
-        for name, rule in RULES.items():
-            if restart.has(name) and (broken := rule(restart, name)):
-                found.append(restart.found(name, *broken))
+        judged = {name: rule(restart, name) for name, rule in RULES.items() if restart.has(name)}
+        whole = [name for name, broken in judged.items() if not broken and (name not in LEVELS or restart.has_course)]
+        mine = [restart.found(name, *broken) for name, broken in judged.items() if broken]
+        found += [_explained(one, whole, restart) if one.cause in OPEN else one for one in mine]
         unjudged |= dict.fromkeys(_unjudged(restart))
+    unjudged |= dict.fromkeys([UNSEEN] * bool(restarts))
     return Continuity(restarts=len(restarts), breaks=tuple(found), unjudged=tuple(unjudged))
+
+
+def _explained(found: Break, whole: Sequence[str], r: "Boundary") -> Break:
+    """The break with the causes that it excludes together with the quantities that go on as before, and the others."""
+    # the first line alone is off by more than noise: nothing that an optimizer does has changed it
+    sigma = noise(np.log(np.maximum(r.before(found.quantity)[-64:], 1e-300)))
+    sudden = abs(math.log(found.size or 1.0)) > ONCE * sigma if math.isfinite(found.size or 1.0) else True
+    at_once = r.every <= 1 and found.after.iteration == found.restart and sudden
+    excluded, possible = list[str](), list[str]()
+    for cause in (cause for cause in CAUSES if found.quantity in cause["breaks"]):
+        kept = [WORDS[name] for name in cause["always"] if name in whole]
+        why = (
+            f"{kept[0]} goes on"
+            if kept
+            else "acts after the first step" * (at_once and found.quantity not in cause["at_once"])
+        )
+        (excluded if why else possible).append(f"{cause['cause']} ({why})" if why else cause["cause"])
+    return replace(found, excluded=tuple(excluded), possible=tuple(possible))
 
 
 def change(value: float, expected: float) -> str:
@@ -127,6 +164,12 @@ class Boundary:
         """Whether both sides print the column."""
         return all(len(at) for at, _ in self.numbers(name))
 
+    @property
+    def has_course(self) -> bool:
+        """Whether there are lines enough to judge a loss or a gradient norm."""
+        at = self.restart.before["iteration"]
+        return int((at < self.restart.iteration).sum()) >= FEWEST and len(self.restart.after) >= 3
+
     def before(self, name: str) -> np.ndarray:
         """The values up to that of the first iteration after the restart, else of the last one before it."""
         (at, x), _ = self.numbers(name)
@@ -157,7 +200,7 @@ def _unjudged(r: Boundary) -> Iterator[str]:
     before = at[at < r.restart.iteration]
     if missing:
         yield f"{', '.join(missing)} (not printed on both sides of the {where})"
-    if len(before) < FEWEST or len(r.restart.after) < 3:
+    if not r.has_course:
         yield f"loss, gradient norm (too few lines at the {where})"
     if len(before) and r.restart.iteration - before.iloc[-1] > r.every:
         yield f"iterations {before.iloc[-1] + 1:.0f} to {r.restart.iteration - 1} (in no log)"
@@ -177,9 +220,8 @@ def _rate(r: Boundary, name: str) -> Found | None:
     place = int(np.argmax(wrong))
     value, goal = y[place], expected[place]
     is_first = at[0] <= 2 * r.every and abs(value - x[0]) < 0.1 * abs(goal - x[0])
-    is_peak = abs(value - x.max()) < 1e-3 * value and own <= 0
     longer = r.differs("train_iters")  # the number of all iterations, which many logs print
-    begins = value < 0.05 * goal or is_first or (is_peak and not longer)
+    begins = value < 0.05 * goal or is_first
     return "scheduler-restarted" if begins else "another-schedule" if longer else "rate-level", place, goal, ""
 
 
@@ -246,7 +288,8 @@ def _moved(r: Boundary, name: str, least: float) -> tuple[float, float]:
     level = past.rolling(32, min_periods=FEWEST // 2).median()
     own = float((past.rolling(lines).median() - level.shift(lines)).max())
     rise = float(np.median(y[:lines])) - level.iloc[-1]
-    return float(past.tail(3).median()), rise if rise > max(least, 1.5 * own) else 0.0
+    error = noise(past.tail(64).to_numpy()) * math.sqrt(1.57 / lines + 1.57 / min(32, len(past)))  # of both medians
+    return float(past.tail(3).median()), rise if rise > max(least, 1.5 * own, ONCE * error) else 0.0
 
 
 def _loss(r: Boundary, name: str) -> Found | None:
@@ -262,7 +305,7 @@ def _loss(r: Boundary, name: str) -> Found | None:
     again = [at[i] for i in range(len(x) - 2) if len(y) > 2 and (x[i : i + 3] == y[:3]).all()]
     if again:
         return "older-checkpoint", 0, level, f"from iteration {again[-1]:.0f} on"
-    return "loss-level", 0, level, ""
+    return "loss-level", _first(y, level, moved), level, ""
 
 
 def _gradient(r: Boundary, name: str) -> Found | None:
@@ -271,7 +314,13 @@ def _gradient(r: Boundary, name: str) -> Found | None:
     if not moved or r.differs("global_batch_size") or (r.has("lm_loss") and _loss(r, "lm_loss")):
         return None
     stays = abs(math.log(np.median(y[len(y) // 2 :])) - expected) > 0.5 * abs(moved)
-    return "gradient-scale" if stays else "gradient-level", 0, math.exp(expected), ""
+    level = math.exp(expected)
+    return "gradient-scale" if stays else "gradient-level", _first(y, level, moved), level, ""
+
+
+def _first(values: np.ndarray, level: float, moved: float) -> int:
+    """The first line that is half as far off as the lines after the restart are, by the logarithm."""
+    return int(np.argmax(np.log(values / level) * np.sign(moved) > 0.5 * abs(moved)))
 
 
 RULES: Mapping[str, Callable[[Boundary, str], Found | None]] = {
