@@ -217,3 +217,12 @@ def test_logs_are_sorted_into_trainings():
     assert [[this.source.name for this in t] for t in found] == [["a", "c"], ["b"], ["d"]]
     with pytest.raises(ValueError, match=r"^logs=empty: hold no iteration"):
         loss_curve.join([log(0, name="empty")])
+
+
+def test_tokens_that_a_log_prints_count_where_its_batch_is_not_known():
+    """nanotron, MaxText: the warm-up is left out; of each GPU, times the GPUs where they are known."""
+    printed = np.where(np.arange(20) < 5, 1.0, 5e4)
+    assert measure_log(log(20, tokens_per_second=printed)).tokens_per_s == 5e4
+    of_gpu = {"tokens_per_gpu_per_second": printed}
+    assert measure_log(log(20, {"world_size": 8}, **of_gpu)).tokens_per_s == 4e5
+    assert math.isnan(measure_log(log(20, **of_gpu)).tokens_per_s)

@@ -87,6 +87,13 @@ def test_a_half_written_dump_is_used_as_far_as_it_goes(style: str, tmp_path: Pat
     assert any(f"ranks {culprit} cannot be read; one of them may be late" in note for note in verdict.notes)
 
 
+def test_dumps_of_which_none_can_be_read_are_no_evidence(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "rank0.pickle").write_bytes(b"\x80junk")
+    (tmp_path / "rank_1.json").write_text("half")
+    assert main(["debug", "hang", str(tmp_path)]) == 2
+    assert "holds no dump (py-spy, faulthandler, Flight Recorder) that can be read" in capsys.readouterr().err
+
+
 def test_a_damaged_json_of_py_spy_makes_no_rank_late(tmp_path: Path) -> None:
     """In a file of any name with a rank."""
     culprit = scene(tmp_path, "json")

@@ -209,7 +209,8 @@ def measure_log(
         iterations=len(counted),
         sec_per_it=seconds,
         spread=(high - low) / 2 / seconds if is_timed and len(counted) else math.nan,
-        tokens_per_s=(config.gbs * config.seq_length / seconds or math.nan) if is_timed else math.nan,
+        tokens_per_s=(config.gbs * config.seq_length / seconds if is_timed else 0.0)
+        or printed_tokens(log, window.counts, config.gpus),
         flops_per_s={**printed_rates(log), **computed},
         utilization=utilization(config, seconds),
         lost_share=float(np.maximum(later - seconds, 0).sum() / later.sum()) if later.any() else math.nan,
@@ -219,6 +220,15 @@ def measure_log(
         skipped=skipped_iterations(log),
         nan_iterations=nan_iterations(log),
     )
+
+
+def printed_tokens(log: RunLog, counts: np.ndarray, gpus: int) -> float:
+    """Tokens per second of the job as the log prints them, where its batch is not known; NaN where it prints none."""
+    for name, ranks in (("tokens_per_second", 1), ("tokens_per_gpu_per_second", gpus)):
+        printed = log.column(name)
+        if len(printed) and ranks:
+            return ranks * median(printed[counts] if counts.any() else printed)
+    return math.nan
 
 
 def mean_seconds(log: RunLog) -> float:

@@ -46,7 +46,7 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     grid, names = files.assign(grid or _grid(folder, paths, files.notes))
     found = {*files.dumps, *files.recordings, *files.unreadable}
     none = "; ".join(["holds no dump (py-spy, faulthandler, Flight Recorder) that can be read", *files.notes[:1]])
-    require(any(rank < rank_grid.MOST for rank in found), "folder", folder, none)
+    require(any(rank < rank_grid.MOST for rank in {*files.dumps, *files.recordings}), "folder", folder, none)
     if grid is None:
         members = {rank for one in files.recordings.values() for ranks in one.members.values() for rank in ranks}
         grid = rank_grid.unknown(

@@ -31,6 +31,8 @@ def shown(value: object, most: int = 300) -> str:
     """A value as one line for a message, the middle of a long one left out."""
     # str() refuses a number of more than 4300 digits
     is_huge = isinstance(value, int) and value.bit_length() > 1000
+    if isinstance(value, list | dict) and len(value) > most:
+        return f"a {type(value).__name__} of {len(value)}"
     return "a number of more than 300 digits" if is_huge else one_line(middle(str(value), most))
 
 
