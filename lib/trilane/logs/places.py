@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from trilane.workspace.place import Known, Place
+from trilane.workspace.rank_grid import MOST
 
 NAMES = rb"[A-Za-z0-9][\w.-]{0,98}(?:\[[\d,-]{1,200}\])?"  # of nodes, as SLURM lists them
 # The node that a line is about goes before the one that printed it; a prefix needs a digit, as any word may stand
@@ -65,21 +66,24 @@ def _numbers(text: bytes) -> tuple[int, ...]:
     return tuple(n for first, *last in ends for n in range(first, min((last or [first])[0], first + 4096) + 1))
 
 
+Map = dict[int, tuple[str, int | None] | None]  # node and GPU; None where two lines differ
+
+
 @dataclass(kw_only=True)
 class Places:
     """What a run's log shows of its ranks: the node and GPU of each, and what the numbers of tasks and processes count.
 
-    `world` is the number of ranks (0: unknown), `size` that of the largest communicator. None in `nodes` is a rank
-    that the log places on two GPUs, of which none is proven.
+    `world` is the number of ranks (0: unknown), `size` that of the largest communicator.
     """
 
     world: int = 0
     size: int = 0
     has_groups: bool = False  # of tensor or pipeline parallelism
     has_launchers: bool = False  # a process on each node starts its ranks: a task of srun is none of these
-    nodes: dict[int, tuple[str, int | None] | None] = field(default_factory=dict)
-    nccl: dict[int, tuple[str, int | None] | None] = field(default_factory=dict)
-    tasks: dict[int, str] = field(default_factory=dict)  # nodes of tasks
+    nodes: Map = field(default_factory=dict)  # of ranks
+    nccl: Map = field(default_factory=dict)  # of the ranks of the largest communicator
+    tasks: Map = field(default_factory=dict)  # of tasks
+    first: dict[str, int] = field(default_factory=dict)  # a task of a node
     under: dict[int, int] = field(default_factory=dict)  # the task of a rank
     same: bool = False  # a line has a task and the rank of that number, or a node has two tasks
     differ: bool = False  # a line has a task and a rank of another number
@@ -94,15 +98,16 @@ class Places:
         self.highest = max(self.highest, -1 if rank is None else rank)
         self.width = max(self.width, 0 if place.local is None else place.local + 1)
         if len(place.tasks) == 1 and rank is not None:
-            self.under[rank] = place.tasks[0]
+            self.under |= {rank: place.tasks[0]} if len(self.under) < MOST else {}
             self.differ |= place.tasks[0] != rank
             self.same |= place.tasks[0] == rank > 0  # under a launcher, that of the first node alone is equal
         if not place.node or "[" in place.node:
             return
         is_own = b"process rank" in line or not NAMED.search(line[:2000])  # the node that ran what the line numbers
         if place.tasks and (is_own or b"srun: error: " in line):
-            self.same |= len({*place.tasks, *(t for t, n in self.tasks.items() if n == place.node)}) > 1
-            self.tasks |= dict.fromkeys(place.tasks, place.node)
+            self.same |= len({*place.tasks, self.first.setdefault(place.node, place.tasks[0])}) > 1
+            for task in place.tasks:
+                _add(self.tasks, task, place.node, None)
         if rank is not None and is_own:
             _add(self.nodes, rank, place.node, place.gpu)
 
@@ -123,7 +128,7 @@ class Places:
                 _add(self.nccl, int(named[2]), named[1].decode("utf-8", "replace"), int(named[4]) if named[4] else None)
         of_nodes = re.findall(rb"'([\w.-]{1,99})': \[(\d[\d, ]{0,9999})\]", line.partition(b"global_rank_mapping=")[2])
         for host, ranks in of_nodes:
-            for rank in ranks.replace(b",", b" ").split():
+            for rank in re.findall(rb"\d{1,7}", ranks):
                 _add(self.nodes, int(rank), host.decode(), None)
 
     @property
@@ -138,9 +143,9 @@ class Places:
         # a smaller communicator numbers its own ranks
         known += [self.nccl[rank]] if rank in self.nccl and self.size == self.ranks else []
         task = self.under.get(rank, rank if self.tasks_are_ranks() else -1)
-        known += [(self.tasks[task], None)] if task in self.tasks else []
-        names = {place[0] if place else "" for place in known}
-        return names.pop() if len(names) == 1 else ""
+        known += [self.tasks[task]] if task in self.tasks else []
+        names = {_short(place[0]) if place else "": place[0] if place else "" for place in known}
+        return names.popitem()[1] if len(names) == 1 else ""
 
     def tasks_are_ranks(self) -> bool:
         """Whether srun, or mpirun, has started the ranks themselves, as the log shows: each node has one task of a
@@ -148,8 +153,8 @@ class Places:
         if self.has_launchers or self.differ:
             return False
         nccl = self.nccl if self.size == self.ranks else {}
-        known = [(nccl.get(t) or self.nodes.get(t), node) for t, node in self.tasks.items() if t]
-        if any(place and place[0] != node for place, node in known):
+        known = [(nccl.get(t) or self.nodes.get(t), at) for t, at in self.tasks.items() if t]
+        if any(place and at and _short(place[0]) != _short(at[0]) for place, at in known):
             return False
         return self.same or any(place for place, _ in known) or 0 < self.world <= 2 * max(self.tasks, default=0)
 
@@ -168,25 +173,24 @@ class Places:
             rank, known = (self.root[1], Known.MAP) if all_read else (None, Known.NO)
         if rank is not None and self.ranks and rank >= self.ranks:
             rank, known = None, Known.NO
-        of_task = self.tasks.get(place.tasks[0], "") if len(place.tasks) == 1 else ""
+        place, at = replace(place, rank=rank, rank_known=known), self.tasks.get(place.tasks[0]) if place.tasks else None
+        of_task = at[0] if at and len(place.tasks) == 1 else ""
         node = "" if place.node else of_task if rank is None else self.host(rank)
-        if not node:
-            return replace(place, rank=rank, rank_known=known)
-        return replace(
-            place,
-            rank=rank,
-            rank_known=known,
-            node=node,
-            node_known=Known.ASSUMED if known == Known.ASSUMED else Known.MAP,
-        )
+        how = Known.ASSUMED if known == Known.ASSUMED else Known.MAP
+        return replace(place, node=node, node_known=how) if node else place
 
 
-def _add(nodes: dict[int, tuple[str, int | None] | None], rank: int, host: str, gpu: int | None) -> None:
+def _add(nodes: Map, rank: int, host: str, gpu: int | None) -> None:
     """Add the node and GPU of a rank; None where they differ from those that were read before."""
-    before = nodes.setdefault(rank, (host, gpu)) if len(nodes) < 1 << 17 or rank in nodes else None
-    differ = before and (before[0] != host or (None not in (before[1], gpu) and before[1] != gpu))
+    before = nodes.setdefault(rank, (host, gpu)) if len(nodes) < MOST or rank in nodes else None
+    differ = before and (_short(before[0]) != _short(host) or (None not in (before[1], gpu) and before[1] != gpu))
     if differ:
         nodes[rank] = None
+
+
+def _short(host: str) -> str:
+    """The name that SLURM has for a node whose programs print its full one."""
+    return host.partition(".")[0] if re.match(r"[\w-]*[A-Za-z]", host) else host
 
 
 def excluded(nodes: Iterable[str]) -> str:
