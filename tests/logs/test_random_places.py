@@ -75,7 +75,7 @@ class Job:
         for rank in self.rng.sample(range(self.world), min(self.world, self.rng.choice([3, 2000]))):
             number = (rank % self.width, rank, rank // self.width)[kind]
             line = f"[{rank % self.width}] NCCL INFO comm 0x5 rank {number} nranks {size} cudaDev {rank % self.width} busId 1b"
-            yield f"{self.before(rank)}{self.node(rank)}:81:99 {line} - Init COMPLETE\n"
+            yield f"{self.before(rank)}{self.node(rank).partition('.')[0]}:81:99 {line} - Init COMPLETE\n"
 
     def before(self, rank: int) -> str:
         """What stands before a line of that rank."""
@@ -119,7 +119,7 @@ class Job:
             if self.launcher == "srun" and self.rng.random() < 0.3:
                 tasks = f"tasks {node * self.width}-{node * self.width + self.width - 1}"
             if tasks:
-                line = f"srun: error: {self.hosts[node]}: {tasks}: Exited with exit code 1"
+                line = f"srun: error: {self.hosts[node].partition('.')[0]}: {tasks}: Exited with exit code 1"
                 self.owners[line] = {rank} if tasks == f"task {rank}" and self.launcher == "srun" else set()
                 self.text.append(line + "\n")
             if self.launcher == "deepspeed":

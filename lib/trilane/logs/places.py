@@ -63,7 +63,7 @@ def _first(found: re.Match[bytes] | None) -> int | None:
 def _numbers(text: bytes) -> tuple[int, ...]:
     """The numbers of `0,4-7`."""
     ends = [[int(end) for end in part.split(b"-") if end][:2] for part in text.split(b",") if part.strip(b"-")]
-    return tuple(n for first, *last in ends for n in range(first, min((last or [first])[0], first + 4096) + 1))
+    return tuple(n for first, *last in ends for n in range(first, min((last or [first])[0], first + 512) + 1))
 
 
 Map = dict[int, tuple[str, int | None] | None]  # node and GPU; None where two lines differ
