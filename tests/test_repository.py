@@ -28,8 +28,12 @@ def normalized(package: str) -> str:
 
 
 @functools.cache
+def project() -> dict[str, Any]:
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+
+
 def dev_group() -> dict[str, str]:
-    group = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["dependency-groups"]["dev"]
+    group = project()["optional-dependencies"]["dev"]
     return {normalized(line.split("==")[0]): line.split("==")[1] for line in group}
 
 
@@ -40,10 +44,56 @@ def test_environment_yml_sets_up_what_the_makefile_does():
     assert set(values) == {"name", "channels", "dependencies"} and values["channels"] == ["conda-forge"]
     *conda, pip = values["dependencies"]
     assert conda == ["python=3.11", "pip", "git"] and pip == {"pip": ["-r requirements.txt", "-e ."]}
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-    assert project["project"]["requires-python"] == "==3.11.*"
-    assert project["tool"]["setuptools"]["dynamic"]["dependencies"]["file"] == "requirements.txt"
     assert re.search(r"# - --extra-index-url \S+/cu126", text), "the V100 variant is missing"
+
+
+def test_the_ranges_of_the_metadata_hold_the_versions_that_are_tried():
+    """Each in one list: the core, the notebooks, or what trains."""
+    lists = (project()["dependencies"], *(project()["optional-dependencies"][name] for name in ("notebooks", "train")))
+    ranges = [re.fullmatch(r"([\w-]+)>=([\d.]+),<([\d.]+)", line) for lines in lists for line in lines]
+    tried = pins("requirements.txt")
+    assert all(ranges), "a range that is open to what breaks"
+    assert sorted(normalized(found[1]) for found in ranges) == sorted(tried)
+    for name, *ends in (found.groups() for found in ranges):
+        low, version, high = (
+            [*map(int, re.findall(r"\d+", text))] for text in (ends[0], tried[normalized(name)], ends[1])
+        )
+        assert low <= version < high, name
+
+
+CORE = """
+import sys
+class Missing:
+    def find_spec(name, *_):
+        if name.partition(".")[0] in MISSING:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing)
+from trilane.cli.app import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "says"),
+    [
+        ("logs parse docs/examples/restart/part1.log", 0, "Iterations 100"),
+        ("plan show docs/plan-7b.json", 0, "6.738 B parameters"),
+        ("debug hang docs/examples/dumps", 0, "stacks, innermost first"),
+        ("slurm script docs/plan-7b.json --site jean-zay-a100 --account a@a100", 0, "#SBATCH"),
+        ("run all --study x", 2, "is installed by pip install 'trilane[notebooks]'"),
+        ("measure machine {}/m.json", 2, "torch=missing: is installed by pip install 'trilane[train]'"),
+    ],
+)
+def test_the_core_needs_no_extra_and_says_which_brings_what_is_missing(command, code, says, tmp_path: Path):
+    """In a process that can import nothing of the extras."""
+    core = {normalized(re.match(r"[\w-]+", line)[0]) for line in project()["dependencies"]}
+    names = pins("requirements.txt").keys() - core
+    modules = sorted(m for m, owners in packages_distributions().items() if {normalized(o) for o in owners} & names)
+    words = [word.format(tmp_path) for word in command.split()]
+    program = [sys.executable, "-P", "-c", CORE.replace("MISSING", repr(modules)), *words]
+    done = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, says in done.stdout + done.stderr) == (code, True), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_locks_hold_the_versions_that_are_asked_for_each_with_a_hash():
@@ -85,13 +135,12 @@ def set_up(env: dict[str, str], folder: Path) -> str:
 
 def extras() -> set[str]:
     """What a user may install beside requirements.txt, as it needs CUDA."""
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    lists = project["optional-dependencies"].values()
+    lists = project()["optional-dependencies"].values()
     return {normalized(re.match(r"[\w.-]+", line)[0]) for lines in lists for line in lines}
 
 
 def test_what_is_imported_is_pinned():
-    """Not left to come along with something else; only tests and benchmarks use the group dev."""
+    """Not left to come along with something else; only tests and benchmarks use the extra dev."""
     owners, known = packages_distributions(), pins("requirements.txt") | dict.fromkeys(extras(), "")
     ours = [*(REPOSITORY / "tests").rglob("*.py"), *(REPOSITORY / "benchmarks").glob("*.py")]
     own = {path.stem for path in ours} | {"trilane"} | set(sys.stdlib_module_names)

@@ -5,15 +5,17 @@ Fields are declared as those of dataclasses are (config/options.py). A dataclass
 fields; so does `**given: Annotated[Any, SizeRequest, Topology | None]`, where `| None` hands on only what is given.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import json
 import os
+import re
 import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -246,9 +248,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("trilane:", validation.shown(message(error), 1000), file=sys.stderr)
         # 75 where SLURM does not answer
         return int(getattr(error, "exit_code", 2)) if isinstance(error, ValueError) else 2
+    except ModuleNotFoundError as error:
+        if not (extra := extra_of(error.name or "")):
+            raise
+        print(f"trilane: {error.name}=missing: is installed by pip install 'trilane[{extra}]'", file=sys.stderr)
+        return 2
     except (KeyboardInterrupt, click.Abort):
         print("trilane: interrupted; what was written so far stays readable", file=sys.stderr)
         return 130
+
+
+def extra_of(module: str) -> str:
+    """The extra of this installation that brings a module; "" where none does."""
+    lines: Sequence[str] = ()
+    package = {"PIL": "pillow"}.get(module.partition(".")[0], module.partition(".")[0]).lower().replace("_", "-")
+    with contextlib.suppress(metadata.PackageNotFoundError):  # a copy of the code in a run folder
+        lines = metadata.requires("trilane") or []
+    for line in lines:
+        if found := re.match(rf"{re.escape(package)}\b[^;]*;.*extra == ['\"](\w+)", line.lower().replace("_", "-")):
+            return found[1]
+    return ""
 
 
 def message(error: Exception) -> str:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, NoReturn, TypeAlias
 
 Child = subprocess.Popen[bytes]
@@ -23,7 +24,13 @@ PARENT = "TRILANE_PARENT_PID"  # in the environment, because the parent may end 
 
 
 def python(*arguments: str, program: str = sys.executable) -> list[str]:
-    """The command `python ARGUMENTS`, also for srun: run(python("-m", "trilane", "--version")).stdout."""
+    """The command `python ARGUMENTS`, also for srun: run(python("-m", "trilane", "--version")).stdout.
+
+    ModuleNotFoundError where it would run an engine here and torch, of the extra `train`, is missing.
+    """
+    runs_engine = any(argument.startswith("trilane.engine") for argument in arguments[1:2])
+    if runs_engine and program == sys.executable and find_spec("torch") is None:
+        raise ModuleNotFoundError("no torch", name="torch")
     # Without -P Python puts the current folder first in sys.path, and runs a colleague's `json.py` in place of its own.
     return [program, "-P", *arguments]
 
