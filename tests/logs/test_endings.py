@@ -200,6 +200,8 @@ TASKS = "srun: error: gpu02: task 1: Exited with exit code 1\n"
         ("using world size: 16\n" + GPUS + ONE_CARD.format("[default4]:[rank12]: "), ("GPU error", "gpu02", 12)),
         (GPUS + ONE_CARD.format("[default4]:[rank12]: "), ("GPU error", "", 12)),
         (GPUS + ONE_CARD.format("[default4]:"), ("GPU error", "", None)),
+        ("using world size: 16\n" + GPUS + GPUS.replace("gpu02", "gpu03") + ONE_CARD.format("[rank12]: "), ("GPU error", "", 12)),
+        (ONE_CARD.format("1: ") + TASKS.replace("task 1", "tasks 0-7") + CLOSING, ("GPU error", "", None)),
         ("using world size: 16, data-parallel-size: 16\n" + OOM.replace("[rank3]", "[default3]"), ("OOM", "", None)),
         ("using world size: 4, data-parallel-size: 4\n" + OOM.replace("[rank3]", "[default3]"), ("OOM", "", 3)),
         (ONE_CARD.format("[rank1]: ") + CLOSING + TASKS, ("GPU error", "", 1)),

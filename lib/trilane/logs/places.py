@@ -143,9 +143,14 @@ class Places:
         # a smaller communicator numbers its own ranks
         known += [self.nccl[rank]] if rank in self.nccl and self.size == self.ranks else []
         task = self.under.get(rank, rank if self.tasks_are_ranks() else -1)
-        known += [self.tasks[task]] if task in self.tasks else []
+        known += [self.tasks[task]] if task in self.tasks and not self._is_mixed else []
         names = {_short(place[0]) if place else "": place[0] if place else "" for place in known}
         return names.popitem()[1] if len(names) == 1 else ""
+
+    @property
+    def _is_mixed(self) -> bool:
+        """Whether tasks of two steps are in the log: of launchers, and of several tasks a node, as a test has."""
+        return self.same and self.has_launchers
 
     def tasks_are_ranks(self) -> bool:
         """Whether srun, or mpirun, has started the ranks themselves, as the log shows: each node has one task of a
@@ -173,8 +178,8 @@ class Places:
             rank, known = (self.root[1], Known.MAP) if all_read else (None, Known.NO)
         if rank is not None and self.ranks and rank >= self.ranks:
             rank, known = None, Known.NO
-        place, at = replace(place, rank=rank, rank_known=known), self.tasks.get(place.tasks[0]) if place.tasks else None
-        of_task = at[0] if at and len(place.tasks) == 1 else ""
+        place, at = replace(place, rank=rank, rank_known=known), self.tasks.get(min(place.tasks, default=-1))
+        of_task = at[0] if at and len(place.tasks) == 1 and not self._is_mixed else ""
         node = "" if place.node else of_task if rank is None else self.host(rank)
         how = Known.ASSUMED if known == Known.ASSUMED else Known.MAP
         return replace(place, node=node, node_known=how) if node else place
