@@ -105,7 +105,7 @@ class MeasuredRuns(Table):
         runs = sorted(self.logs, key=lambda m: not m.status.has_failed)[:SHOWN]
         heads = "Source", "Dialect", "Status", "Iterations", "First", "Last", "Node", "Exclude", "Cause", "Problems"
         table = show(_table(runs, *heads).to_frame())
-        is_calm = all(m.status is Status.COMPLETED and not m.log.problems for m in self.logs)
+        is_calm = all(m.status is Status.COMPLETED and not (m.log.problems or m.log.own) for m in self.logs)
         if not is_calm or not runs:
             return table if runs else NO_LOG
         return folded(f"All {len(self.logs)} completed, and no number in their logs contradicts another", table)

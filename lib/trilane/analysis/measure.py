@@ -164,7 +164,7 @@ class Measurement(Brief):
             "validation": log.validation.to_dict("records"),
             "skipped_iterations": self.skipped,
             "nan_iterations": self.nan_iterations,
-            "notes": [*log.notes, *filter(None, [self.window.note, self.config.note])],
+            "notes": [*log.own, *log.notes, *filter(None, [self.window.note, self.config.note])],
         }
         return as_json(values)
 

@@ -38,7 +38,8 @@ def _date(m: Measurement) -> str:
 
 
 def _cause(m: Measurement) -> str:
-    return "" if m.status is Status.COMPLETED else "; ".join([m.log.evidence, *m.log.collectives])
+    ended = () if m.status is Status.COMPLETED else (m.log.evidence, *m.log.collectives)
+    return "; ".join((*ended, *m.log.own))
 
 
 # Each column of a table: the key of a row, by which rows are sorted, what it is of a run, and a number's form; "" is
@@ -201,6 +202,6 @@ def parse_text(runs: Sequence[Measurement]) -> str:
         number = f", run {row['run']} of {many}" * (many > 1)
         lines.append(f"{log.source}{number}: {log.status} ({log.dialect})")
         facts = ", ".join(f"{head} {text}" for head in heads if (text := cell(row, head)))
-        found = [facts, log.evidence, log.caveat, *log.collectives]
+        found = [facts, log.evidence, log.caveat, *log.collectives, *log.own]
         lines += [f"  {one}" for one in (*found, *(f"problem: {text}" for text in row["problems"][:4])) if one]
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from trilane.diagnose.stacks import last_calls
 from trilane.diagnose.stragglers import find_stragglers
 from trilane.launch import bisection, rehearsal
 from trilane.slurm import monitor
+from trilane.slurm.incident import read_incident
 from trilane.utils.validation import require, require_known
 from trilane.workspace import rank_grid
 from trilane.workspace.heartbeat import read_beats
@@ -43,6 +44,21 @@ def hang(folder: Path, ranks: Ranks) -> Answer:
     FOLDER is a run folder, or holds dumps of py-spy, faulthandler or NCCL.
     """
     return Answer.of(diagnose_hang(folder, ranks.grid()))
+
+
+@command(GROUP)
+def incident(folder: Path, page: Path | None = option(None, "write it as an HTML page, too", metavar="FILE")) -> Answer:
+    """Print what happened: logs, stacks, Flight Recorder and SLURM's accounting as one timeline and one verdict.
+
+    FOLDER is a run folder, or holds copies of these files, such as what `sacct --parsable2` printed.
+    """
+    found = read_incident(folder)
+    if page:
+        require(page.parent.is_dir(), "page", page, "its folder does not exist")
+        from trilane.report.index import write_incident
+
+        write_incident(found, page)
+    return Answer.of(found)
 
 
 @command(GROUP)

@@ -10,7 +10,7 @@ import numpy as np
 from trilane.logs import checks, endings
 from trilane.logs.arguments import Value
 from trilane.logs.checks import MOST_NUMBER, Problem
-from trilane.logs.endings import Level
+from trilane.logs.endings import Ending, Level
 from trilane.logs.places import Places, excluded, place_of
 from trilane.logs.prefixes import timestamp
 from trilane.logs.reading.blocks import blocks
@@ -44,7 +44,9 @@ class RunLog(Table):
     status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed it (None if unknown),
                  `hosts` those of the line or of its rank, and `exclude` the nodes at fault, as SLURM's --exclude takes
                  them
+    endings      all lines about an end, in their order, with what is known of each one's place
     collectives  by the ranks' NCCL watchdogs: the ranks of each process group that timed out, and what each reports
+    own          what a run of trilane prints of itself: SLOW, NOT FINITE, CHECKPOINT NOT SAVED
     printed_at   seconds since 1970 of the last iteration, by the time stamp of its line (NaN: none)
     notes        corrections made in reading
     problems     numbers that cannot be right, or that nothing shows to be right
@@ -66,7 +68,9 @@ class RunLog(Table):
     rank: int | None = None
     hosts: tuple[str, ...] = ()
     exclude: str = ""
+    endings: tuple[Ending, ...] = ()
     collectives: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
     printed_at: float = NAN
     notes: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
@@ -176,8 +180,10 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
         problems=checks.problems(run, columns),
         hosts=hosts,
         exclude=excluded(hosts) if end and end.blames_node and place.node_known >= Known.MAP else "",
+        endings=tuple(replace(e, place=places.resolve(e.place)) for e in run.endings),
         collectives=tuple(run.watchdogs.lines(places)) if status.has_failed else (),
         notes=tuple(filter(None, (*run.notes, units, STAMPS_NOTE * bool(timed_by_stamps), set_up))),
+        own=tuple(dict.fromkeys(run.own)),
         printed_at=timestamp(run.last_line),
     )
 
@@ -241,7 +247,8 @@ def _joined(parts: list[RunLog]) -> RunLog:
             resumes = (*resumes, (first, whole.iterations[whole.iterations["iteration"] >= first]))
         held = continued(whole.validation, part)
         problems = tuple(dict.fromkeys((*whole.problems, *part.problems)))
-        whole = replace(part, iterations=iterations, validation=held, timers=timers, resumes=resumes, problems=problems)
+        part = replace(part, resumes=resumes, problems=problems, own=(*whole.own, *part.own))
+        whole = replace(part, iterations=iterations, validation=held, timers=timers)
     return whole
 
 

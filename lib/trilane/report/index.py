@@ -7,6 +7,7 @@ from pathlib import Path
 import jinja2
 
 from trilane.report.html import DATA, POLICY, read_field, read_notebook, state, title, without_places
+from trilane.slurm.incident import HEADS, SHOWN, Incident
 from trilane.utils.files import replace_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import Html, printable, short
@@ -33,12 +34,27 @@ def write_index(study: Study) -> Path:
             *[Html("<h2>Runs</h2>"), table(("Run", "Status", "Evidence", "Files"), runs)] * bool(runs),
             Html.of("<h2>Results</h2>\n<p>{}</p>", Html.joined(" · ", [Html.link(name, name) for name in names])),
         ]
-        made = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True)
-        source = made.from_string((DATA / "page.html.j2").read_text(encoding="utf-8"))
-        values = {"policy": Html(POLICY), "title": Html.of("Study “{}”", study.name), "stamp": stamp()}
-        css = Html((DATA / "report.css").read_text(encoding="utf-8"))
-        text = source.render(css=css, body=Html.joined("\n", parts), **values)
-        return replace_text(study.folder / "index.html", text)
+        return _write(study.folder / "index.html", Html.of("Study “{}”", study.name), parts)
+
+
+def _write(path: Path, heading: Html, parts: Iterable[Html]) -> Path:
+    made = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True)
+    source = made.from_string((DATA / "page.html.j2").read_text(encoding="utf-8"))
+    css = Html((DATA / "report.css").read_text(encoding="utf-8"))
+    values = {"policy": Html(POLICY), "title": heading, "stamp": stamp()}
+    return replace_text(path, source.render(css=css, body=Html.joined("\n", parts), **values))
+
+
+def write_incident(found: Incident, path: Path) -> Path:
+    """Write the incident as one page: the verdict, the timeline, the notes; its path."""
+    heading = Html.of("Incident “{}”", found.folder.resolve().name)
+    lines = (Html.of("<p>{}</p>", line) for line in found.verdict[1:])
+    card = Html.of('<p class="card"><b>{}</b><span>{}</span></p>', found.verdict[0], found.status)
+    rows = table([head.capitalize() for head in HEADS], (event.cells() for event in found.events[:SHOWN]))
+    notes = (Html.of("<p>{}</p>", note) for note in found.notes)
+    return _write(
+        path, heading, [Html.of("<h1>{}</h1>", heading), card, *lines, Html("<h2>Timeline</h2>"), rows, *notes]
+    )
 
 
 def zip_path(study: Study) -> Path:

@@ -35,6 +35,10 @@ GPU = re.compile(
     rb"\|\s+(\d{1,6})\s+(\S(?:.{0,80}?\S)?)\s+(?:On|Off|N/A)\s+\|\s+[\dA-Fa-f]+:[\dA-Fa-f]+:[\dA-Fa-f.]+"
     rb"|GPU (\d{1,6}): (\S[^()]{0,80}?) \(UUID: )"  # nvidia-smi -L
 )
+# what trilane's own runs print of themselves beside iterations and endings: engine/loop.py, launch/slowness.py
+OWN = re.compile(
+    rb"(?:SLOW|NOT FINITE) since iteration \d.*|as fast as usual again, since .*|(?:NEXT )?CHECKPOINT (?:WILL )?NOT .*"
+)
 INSIDE = re.compile(endings.NUMBERS + rb"(?:\s|$)")  # a line of a traceback after its first
 
 
@@ -72,6 +76,8 @@ class Facts:
         elif self._gpu and (use := re.search(rb"\dMiB\s*/\s*(\d{1,15})MiB", line)):
             (index, name), self._gpu = self._gpu, None
             run.devices[index] = Device(index=index, name=name, total_bytes=float(use[1]) * 2**20)
+        elif own := OWN.search(line):
+            run.own += [endings.text(own[0])] * (len(run.own) < 50)
         else:
             return self._gpu is not None or b"MiB" in line
         return True

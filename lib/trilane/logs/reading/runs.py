@@ -45,6 +45,7 @@ class PartialRun:
         self.devices: dict[int, Device] = {}
         self.dialects: Counter[str] = Counter()
         self.notes: list[str] = []
+        self.own: list[str] = []
         self.follows, self.launched = follows, False  # a run before it in the file; whether its launch was read
         self.endings: list[Ending] = []
         self.watchdogs = Watchdogs()
