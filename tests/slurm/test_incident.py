@@ -11,6 +11,10 @@ from trilane.cli.app import main
 from trilane.slurm.incident import read_incident
 
 STEP = " [2026-11-27 15:34:{:02}] iteration {:8}/ 100 | elapsed time per iteration (ms): 281.6 | lm loss: 6.24E+00 |\n"
+WATCHDOG = (
+    "[rank7]:[E1127 15:44:02.123 ProcessGroupNCCL.cpp:616] [Rank 7] Watchdog caught collective operation timeout: "
+)
+WATCHDOG += "WorkNCCL(SeqNum=81, OpType=ALLREDUCE, NumelIn=4096, NumelOut=4096, Timeout(ms)=600000) ran for 600001 ms\n"
 HEAD = "JobID|State|End|ExitCode|NodeList\n"
 
 
@@ -23,8 +27,8 @@ HEAD = "JobID|State|End|ExitCode|NodeList\n"
             "host memory: job 7.0",
         ),
         ("", "7|TIMEOUT|{0}|0:0|gpu[1-4]\n", "time limit: job 7: TIMEOUT"),
-        ("[rank12]: RuntimeError: bad\n", "7|CANCELLED by 1000|{0}|0:0|gpu3\n", "crashed on rank 12"),
-        ("[rank12]: RuntimeError: bad\n", "", "crashed on rank 12"),
+        ("[rank12]: ValueError: bad\n", "7|CANCELLED by 1000|{0}|0:0|gpu3\n", "crashed on rank 12"),
+        ("[rank12]: ValueError: bad\n", "", "crashed on rank 12"),
         ("", "6|TIMEOUT|{0}|0:0|gpu1\n10|NODE_FAIL|{0}|1:0|gpu4\n", "node failure: job 10"),
         ("", "", "cannot be determined from these files"),
     ],
@@ -34,7 +38,7 @@ def test_of_copied_files_the_reason_is_found(printed: str, accounting: str, verd
     log = (
         STEP.format(1, 1)
         + STEP.format(2, 2)
-        + "Traceback (most recent call last):\n" * printed.startswith("[")
+        + "[rank12]: Traceback (most recent call last):\n" * printed.startswith("[")
         + printed
     )
     (tmp_path / "job.out").write_text(log)
@@ -51,10 +55,11 @@ def test_a_hang_of_384_ranks_is_joined_with_its_log(tmp_path: Path, capsys: pyte
     write(tmp_path / "copied", scene)
     (guilty,) = scene.guilty
     own = "NOT FINITE since iteration 2: <script>alert(1)</script>\x1b[31m\n"
-    (tmp_path / "copied/train.log").write_text(STEP.format(1, 1) + own + f"[rank{guilty}]: RuntimeError: NCCL error\n")
+    (tmp_path / "copied/train.log").write_text(STEP.format(1, 1) + own + WATCHDOG)
     assert main(["debug", "incident", str(tmp_path / "copied"), "--page", str(tmp_path / "page.html"), "--json"]) == 0
     found, page = json.loads(capsys.readouterr().out), (tmp_path / "page.html").read_text()
     assert found["hang"]["suspects"] == [guilty] and "cannot be determined" not in " ".join(found["verdict"])
+    assert found["status"] == "hang" and "on rank 7" not in found["verdict"][0], "it only waited"
     assert [guilty] in [event["ranks"] for event in found["events"] if event["source"] == "stacks"]
     assert "&lt;script&gt;" in page and "<script>alert" not in page and "\x1b" not in page
 
@@ -62,7 +67,9 @@ def test_a_hang_of_384_ranks_is_joined_with_its_log(tmp_path: Path, capsys: pyte
 def test_where_log_and_stacks_name_other_ranks_none_is_blamed(tmp_path: Path) -> None:
     write(tmp_path / "copied", scene := data_loader(Random(1)))
     other = (min(scene.guilty) + 1) % 8
-    (tmp_path / "copied/train.log").write_text(STEP.format(1, 1) + f"[rank{other}]: RuntimeError: NCCL error\n")
+    (tmp_path / "copied/train.log").write_text(
+        STEP.format(1, 1) + f"Traceback (most recent call last):\n[rank{other}]: ValueError: x\n"
+    )
     assert "which began it cannot be determined" in read_incident(tmp_path / "copied").verdict[-1]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import jinja2
 
 from trilane.report.html import DATA, POLICY, read_field, read_notebook, state, title, without_places
-from trilane.slurm.incident import HEADS, SHOWN, Incident
+from trilane.slurm.incident import SHOWN, Incident
 from trilane.utils.files import replace_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import Html, printable, short
@@ -48,12 +48,23 @@ def _write(path: Path, heading: Html, parts: Iterable[Html]) -> Path:
 def write_incident(found: Incident, path: Path) -> Path:
     """Write the incident as one page: the verdict, the timeline, the notes; its path."""
     heading = Html.of("Incident “{}”", found.folder.resolve().name)
-    lines = (Html.of("<p>{}</p>", line) for line in found.verdict[1:])
-    card = Html.of('<p class="card"><b>{}</b><span>{}</span></p>', found.verdict[0], found.status)
-    rows = table([head.capitalize() for head in HEADS], (event.cells() for event in found.events[:SHOWN]))
+    card = Html.of('<p class="card"><b>{}</b></p>', found.status)
+    lines = (Html.pre(line) for line in found.verdict)
+    # three columns, which a phone has room for
+    cells = (event.cells() for event in found.events[:SHOWN])
+    rows = ((f"{c[0]} {c[1]}", f"{c[2]} {c[3]}", Html.of("{:code} {}", c[4], c[5])) for c in cells)
     notes = (Html.of("<p>{}</p>", note) for note in found.notes)
     return _write(
-        path, heading, [Html.of("<h1>{}</h1>", heading), card, *lines, Html("<h2>Timeline</h2>"), rows, *notes]
+        path,
+        heading,
+        [
+            Html.of("<h1>{}</h1>", heading),
+            card,
+            *lines,
+            Html("<h2>Timeline</h2>"),
+            table(("When", "Where", "What"), rows),
+            *notes,
+        ],
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from trilane.diagnose.evidence import read_file
 from trilane.diagnose.hang import Verdict, diagnose_hang
-from trilane.logs.endings import caveat
+from trilane.logs.endings import Level, caveat
 from trilane.logs.prefixes import timestamp
 from trilane.logs.run import RunLog, read_logs
 from trilane.slurm import attempt, client, ledger
@@ -204,7 +204,7 @@ def _stacks(hang: Verdict | None) -> Iterator[Event]:
         return
     for group in hang.groups[:SHOWN]:
         guilty = [rank for rank in group.ranks if rank in hang.reasons]
-        places = dict.fromkeys(hang.grid[rank].node for rank in guilty)
+        places = dict.fromkeys(place.node for rank in guilty if (place := hang.grid[rank]).named)
         what = f"{group.where}: {group.stack}" + "".join(f"; SUSPECT: {hang.reasons[rank]}" for rank in guilty[:1])
         yield Event(source="stacks", what=what, ranks=group.ranks, node=",".join(places))
 
@@ -249,12 +249,14 @@ def _end(
     scheduler = max(reversed(reasons), key=lambda one: one.status is not Status.CANCELLED, default=None)
     otherwise = attempt.status_of(Status.UNFINISHED, log.evidence if log else "")
     if log and (log.status.is_clean or log.status.has_failed):
-        otherwise = replace(attempt.status_of(log.status, log.evidence), rank=log.rank, exclude=log.exclude)
+        # who reports a time-out, or that another is gone, is not who began it
+        rank = None if log.status is Status.HANG or _level(log) >= Level.CONSEQUENCE else log.rank
+        otherwise = replace(attempt.status_of(log.status, log.evidence), rank=rank, exclude=log.exclude)
     elif hang and hang.suspects:
         otherwise = attempt.status_of(Status.HANG, "by its stacks")
     if scheduler and scheduler.status is Status.CANCELLED and otherwise.status is not Status.UNFINISHED:
         scheduler = None
-    return verdict(code=None, written=known_status(folder), scheduler=scheduler, log=log, otherwise=otherwise)
+    return verdict(code=None, written=known_status(folder), scheduler=scheduler, otherwise=otherwise)
 
 
 def _level(log: RunLog) -> int:
@@ -279,5 +281,5 @@ def _verdict(end: RunStatus, hang: Verdict | None, own: list[Event], logs: dict[
         if end.rank is not None and hang.suspects and end.rank not in hang.suspects:
             yield f"its log names rank {end.rank}, stacks {ranges(hang.suspects)}: which began it cannot be determined"
     elif end.rank is None and end.status in (Status.HANG, Status.NCCL_ERROR, Status.CRASHED, Status.KILLED):
-        yield "which rank began it cannot be determined: no line names one, and there are no stacks"
+        yield "which rank began it cannot be determined: a line may follow from another rank, and there are no stacks"
     yield from [f"for the next submission: --exclude={end.exclude}"] * bool(end.exclude)
