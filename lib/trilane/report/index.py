@@ -50,9 +50,9 @@ def write_incident(found: Incident, path: Path) -> Path:
     heading = Html.of("Incident “{}”", found.folder.resolve().name)
     card = Html.of('<p class="card"><b>{}</b></p>', found.status)
     lines = (Html.pre(line) for line in found.verdict)
-    # three columns, which a phone has room for
+    # two columns, which a phone has room for
     cells = (event.cells() for event in found.events[:SHOWN])
-    rows = ((f"{c[0]} {c[1]}", f"{c[2]} {c[3]}", Html.of("{:code} {}", c[4], c[5])) for c in cells)
+    rows = ((" ".join(filter(None, c[:4])), Html.of("{:code}{}", c[4], Html.pre(c[5]))) for c in cells)
     notes = (Html.of("<p>{}</p>", note) for note in found.notes)
     return _write(
         path,
@@ -62,7 +62,7 @@ def write_incident(found: Incident, path: Path) -> Path:
             card,
             *lines,
             Html("<h2>Timeline</h2>"),
-            table(("When", "Where", "What"), rows),
+            table(("When and where", "What"), rows),
             *notes,
         ],
     )

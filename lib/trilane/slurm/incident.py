@@ -19,7 +19,7 @@ from trilane.logs.run import RunLog, read_logs
 from trilane.slurm import attempt, client, ledger
 from trilane.utils.files import json_lines, natural, read_text
 from trilane.utils.numbers import ranges
-from trilane.utils.tables import DataFrame, Table, as_json, grouped, short
+from trilane.utils.tables import Record, as_json, grouped, short
 from trilane.utils.validation import require, require_folder
 from trilane.workspace import storage
 from trilane.workspace.place import Known
@@ -49,7 +49,7 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Incident(Table):
+class Incident(Record):
     """The verdict on a folder in lines, the first of which is how the run ended; the events in the order of time."""
 
     folder: Path
@@ -58,15 +58,6 @@ class Incident(Table):
     events: tuple[Event, ...]
     notes: tuple[str, ...]
     hang: Verdict | None
-
-    def brief(self) -> str:
-        return self.verdict[0]
-
-    def to_frame(self) -> DataFrame:
-        """A row for each event, columns by HEADS."""
-        import pandas as pd
-
-        return pd.DataFrame([event.cells() for event in self.events], columns=[*HEADS])
 
     def to_text(self) -> str:
         """The verdict, the timeline, the notes."""
@@ -103,25 +94,25 @@ def read_incident(folder: Path) -> Incident:
     rule = "holds no log, dump or output of `sacct --parsable2` that can be read"
     require(bool(found or known_status(folder)), "folder", folder, rule)
     found = _ordered(found)
-    if len(clocks := sorted({e.clock for e in found} - {""})) > 1:
-        notes.append(
-            f"times are as each clock shows them ({', '.join(clocks)}), none but UTC with a known zone: between "
-            "clocks the order is not proved"
-        )
-    if any(math.isnan(e.at) for e in found):
-        notes.append("what has no clock stands where its source has it, at the end where no line of that has one")
-    if len(found) > SHOWN:
-        notes.append(f"{len(found)} events, of which a page shows the first {SHOWN}; --json has all")
     end = _end(folder, logs, accounts, hang)
-    notes += [
-        *filter(
-            None,
-            [caveat(end.status, end.evidence, end.rank, (end.exclude,) * bool(end.exclude)), status_problem(folder)],
-        )
-    ]
-    notes += hang.notes if hang else ()
+    left_open = caveat(end.status, end.evidence, end.rank, (end.exclude,) * bool(end.exclude))
+    notes += [*_limits(found), *filter(None, [left_open, status_problem(folder)]), *(hang.notes if hang else ())]
     lines = tuple(_verdict(end, hang, own, logs))
     return Incident(folder=folder, status=end.status, verdict=lines, events=tuple(found), notes=tuple(notes), hang=hang)
+
+
+def _limits(found: Sequence[Event]) -> Iterator[str]:
+    """What the order of the events does not prove."""
+    if len(clocks := sorted({e.clock for e in found} - {""})) > 1:
+        names = short(", ".join(clocks))
+        yield (
+            f"times are as each clock shows them ({names}), none but UTC with a known zone: between clocks the "
+            "order is not proved"
+        )
+    if any(math.isnan(e.at) for e in found):
+        yield "what has no clock stands where its source has it, at the end where no line of that has one"
+    if len(found) > SHOWN:
+        yield f"{len(found)} events, of which the first {SHOWN} are shown; --json has all"
 
 
 def _files(folder: Path, notes: list[str]) -> tuple[dict[Path, list[RunLog]], list[dict[str, str]]]:
