@@ -23,7 +23,7 @@ HEAD = "JobID|State|End|ExitCode|NodeList\n"
     [
         (
             "srun: error: gpu3: task 3: Killed\n",
-            "7|FAILED|{0}|0:9|gpu[1-4]\n7.0|OUT_OF_MEMORY|{0}|0:125|gpu3\n",
+            "7.0|OUT_OF_MEMORY|{0}|0:125|gpu3\n7|OUT_OF_MEMORY|{0}|0:125|gpu[1-4]\n",
             "host memory: job 7.0",
         ),
         ("", "7|TIMEOUT|{0}|0:0|gpu[1-4]\n", "time limit: job 7: TIMEOUT"),
@@ -42,7 +42,7 @@ def test_of_copied_files_the_reason_is_found(printed: str, accounting: str, verd
         + printed
     )
     (tmp_path / "job.out").write_text(log)
-    (tmp_path / "accounting.txt").write_text(HEAD + accounting.format("2026-11-27T15:35:00"))
+    (tmp_path / "accounting.txt").write_text(HEAD + accounting.format("2026-11-27T15:34:01"))
     found = read_incident(tmp_path)
     assert found.verdict[0].startswith(verdict), found.to_text()
     assert any("between clocks the order is not proved" in note for note in found.notes) is bool(accounting)

@@ -241,7 +241,7 @@ def _end(
     otherwise = attempt.status_of(Status.UNFINISHED, log.evidence if log else "")
     if log and (log.status.is_clean or log.status.has_failed):
         # who reports a time-out, or that another is gone, is not who began it
-        rank = None if log.status is Status.HANG or _level(log) >= Level.CONSEQUENCE else log.rank
+        rank = None if _level(log) >= Level.CONSEQUENCE else log.rank
         otherwise = replace(attempt.status_of(log.status, log.evidence), rank=rank, exclude=log.exclude)
     elif hang and hang.suspects:
         otherwise = attempt.status_of(Status.HANG, "by its stacks")
