@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from plans import SHAPE, run_folder, small_plan
 
+from trilane.workspace.run_folder import not_finite
+
 # The worker's program, with a fault in the second iteration: of the rank's `modules`, by their names in the model.
 PROGRAM = """
 from pathlib import Path
@@ -85,3 +87,4 @@ def test_the_first_value_that_is_not_finite_is_named(name: str, fork: Callable, 
     lines = [line for line in (folder / "0.log").read_text().splitlines() if "NOT FINITE" in line]
     assert len(lines) == 1 and lines[0].startswith("trilane: NOT FINITE since iteration 2: ") and wanted in lines[0]
     assert lines[0].removeprefix("trilane: ") in json.loads((folder / "status.json").read_text())["evidence"]
+    assert lines[0].removeprefix("trilane: ") == not_finite(folder), "what `slurm status` shows while it runs"

@@ -1,5 +1,6 @@
 """The training loop: the same for every engine."""
 
+import contextlib
 import gc
 import math
 import time
@@ -29,7 +30,7 @@ from trilane.workspace.checkpoints import FOLDER, name_of
 from trilane.workspace.continuation import since
 from trilane.workspace.heartbeat import SAVE
 from trilane.workspace.pace import RESTART
-from trilane.workspace.run_folder import cut_steps
+from trilane.workspace.run_folder import NOT_FINITE, cut_steps
 from trilane.workspace.status import RunStatus, Status, write_status
 
 GARBAGE_INTERVAL = 10  # iterations; of what is made after the first one a collection takes 0.2 ms
@@ -121,6 +122,7 @@ class Training:
                 self._print(f"changed since that checkpoint: {line}")
         if world.is_last:
             cut_steps(folder, self._done)
+            (folder / NOT_FINITE).unlink(missing_ok=True)
         self._saver = Saver(folder, plan, world, self._engine)
 
     def run(self) -> None:
@@ -172,6 +174,9 @@ class Training:
         if step.not_finite and not self._not_finite:
             self._not_finite = f"NOT FINITE since iteration {batch.number}: {step.not_finite}"
             self._print(self._not_finite)
+            with contextlib.suppress(OSError):  # a full disk: the log has it
+                if self._world.is_first:
+                    (self._folder / NOT_FINITE).write_text(self._not_finite, encoding="utf-8")
         log.write(iteration(self._plan, batch, end - begin, lr, step), self._saver.begun)
         return end
 

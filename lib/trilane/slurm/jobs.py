@@ -295,7 +295,7 @@ def _verdict(folder: Path, job: client.JobState) -> RunStatus:
         if job.state == "PENDING":
             return of(Status.WAITING, job.reason)
         text, nodes = pace.slowness(folder)
-        alarm = "; ".join(filter(None, (storage.trouble(folder), text)))
+        alarm = "; ".join(filter(None, (run_folder.not_finite(folder), storage.trouble(folder), text)))
         running = of(Status.RUNNING, alarm or "".join(_tail(folder / "run.log", 1)))
         return replace(running, exclude=",".join(nodes))
     # the files in the folder are of the last job that started, ended or was refused there; without such events in the

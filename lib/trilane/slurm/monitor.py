@@ -50,7 +50,7 @@ def _news(job: JobStatus, old: JobStatus | None) -> Iterator[str]:
 
 
 def _alarms(job: JobStatus) -> bool:
-    return job.evidence.startswith(("SLOW", NOT_SAVED, NO_ROOM))
+    return job.evidence.startswith(("SLOW", "NOT FINITE", NOT_SAVED, NO_ROOM))
 
 
 def hostfile(job: str, plan: Plan) -> str:

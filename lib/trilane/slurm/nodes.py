@@ -182,7 +182,8 @@ def _replace_slow(folder: Path, job: str, nodelist: str, outcome: RunStatus, tes
     _note_broken(folder, job, dict.fromkeys([*found.broken, *out]))
     ledger.note(folder, "replaced", job, nodes=slow, iteration=iteration(folder), tested=True)
     fine = "is fine by the test" if test else "is not tested"
-    said = ", ".join(f"{n} {why.get(n, fine)}{'; it stays, no spare is left' * (n not in out)}" for n in slow)
+    stays = {n: "; it stays, no spare is left" for n in slow if n not in (*out, *found.broken)}
+    said = ", ".join(f"{n} {why.get(n, fine)}{stays.get(n, '')}" for n in slow)
     evidence = f"slow with {', '.join(slow)}: {said}; {outcome.evidence}"
     return replace(outcome, evidence=evidence, exclude=",".join(out))
 

@@ -8,7 +8,15 @@ from pathlib import Path
 
 from trilane.config.plan import read_plan
 from trilane.utils.files import json_object, numbered, read_text, replace_text, set_aside
+from trilane.utils.tables import one_line
 from trilane.workspace.status import Status, known_status
+
+NOT_FINITE = "ranks/not-finite.txt"  # a line about the first value of the run that was NaN or Inf
+
+
+def not_finite(folder: Path) -> str:
+    """Where the first value arose that is not finite, in one line; "" where all are, or the engine does not look."""
+    return one_line(read_text(folder / NOT_FINITE, 2000))
 
 
 def iteration(folder: Path) -> int:
