@@ -240,10 +240,10 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("value <= 1.5 * min(r.every, at_new[0]) * each[-1]", "value <= 1.5 * each[-1]"),
         ("* step**1.5", ""),
         ("if planned else", "if False else"),
-        ("max(least, 1.5 * own)", "least"),
+        ("max(least, 1.5 * own, ONCE * error)", "least"),
         ("max(least, SIGMAS * error)", "least"),
         ("== y[:3]", "<= y[:3]"),
-        ("> 0.5 * abs(moved)", "> 0"),
+        ("- expected) > 0.5 * abs(moved)", "- expected) > 0"),
         ('r.differs("global_batch_size") or (r.has', "(r.has"),
     ],
     ("hang", "diagnose/suspects.py", "diagnose/test_hang_scenes.py"): [
