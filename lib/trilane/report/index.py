@@ -50,7 +50,7 @@ def write_incident(found: Incident, path: Path) -> Path:
     heading = Html.of("Incident “{}”", found.folder.resolve().name)
     card = Html.of('<p class="card"><b>{}</b></p>', found.status)
     lines = (Html.pre(line) for line in found.verdict)
-    # two columns, which a phone has room for
+    # two columns, which fit on a phone
     cells = (event.cells() for event in found.events[:SHOWN])
     rows = ((" ".join(filter(None, c[:4])), Html.of("{:code}{}", c[4], Html.pre(c[5]))) for c in cells)
     notes = (Html.of("<p>{}</p>", note) for note in found.notes)

@@ -24,18 +24,18 @@ def available(place: Path) -> tuple[float, float]:
 
 def shortage(folder: Path, plan: Plan) -> str:
     """Why the run's next save will fail, by what is free now: others may take it, or free some, until then; "" where
-    it fits. A checkpoint that keep_last deletes leaves its room to it; quotas by user are not seen, as in storage()."""
+    it fits. A checkpoint that keep_last deletes counts as free space; quotas by user are not seen, as in storage()."""
     root, keep = folder / FOLDER, plan.run.keep_last
     place = root if root.is_dir() else folder
     try:
         free, inodes = available(place)
         if not os.access(place, os.W_OK):
             return f"{NO_ROOM}: {place} cannot be written"
-        leaves_room = 0 < keep < len(complete(root))
+        replaces_one = 0 < keep < len(complete(root))
     except OSError as error:
         return f"{NO_ROOM}: {place}: {error.strerror}"
     need, files = checkpoint_bytes(plan.shape), checkpoint_files(plan.topology.gpus)
-    if leaves_room or (need <= free and files <= inodes):
+    if replaces_one or (need <= free and files <= inodes):
         return ""
     has = f"{free / 1e6:,.1f} MB and {inodes:.0f} inodes"
     return f"{NO_ROOM}: it takes {need / 1e6:,.1f} MB and {files} files, {place} has {has} free: delete files"
