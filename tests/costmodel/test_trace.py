@@ -17,7 +17,7 @@ from trilane.report.plots import explorer
 def traced(plan: Plan) -> Trace:
     """One of round numbers: 10 GiB on the first stage, 1 less on each that follows."""
     sizes = {f"{kind}_bytes": 2.0**30 for kind in ("weights", "gradients", "optimizer", "activations", "buffers")}
-    sizes |= {"activations_each_bytes": 1.0, "temporary_bytes": 0.0, "cpu_only_bytes": 0.0, "flops": 1.0}
+    sizes |= {"activations_each_bytes": 1.0, "temporary_bytes": 0.0, "flops": 1.0}
     stages = tuple(
         TracedStage(
             **{"stage": i, "rank": 0, "layers": 1, "derived": i == 1, "peak_at": "backward of microbatch 3"},
@@ -26,7 +26,7 @@ def traced(plan: Plan) -> Trace:
         for i in range(plan.topology.pp)
     )
     counts = {"gpus": plan.topology.gpus, "microbatches": 8, "traced_microbatches": 3}
-    return Trace(plan=plan.id, engine=plan.engine, seconds=1.0, peak_rss_bytes=1.0, stages=stages, **counts)
+    return Trace(plan=plan.id, engine=plan.engine, stages=stages, **counts)
 
 
 def test_what_was_traced_stands_beside_what_is_predicted(tmp_path, capsys):

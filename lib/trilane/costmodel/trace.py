@@ -56,7 +56,6 @@ class TracedStage(Record):
     activations_each_bytes  of one microbatch, once its forward pass is done
     buffers_bytes           alive between iterations, and neither weights, gradients nor optimizer: communication
     temporary_bytes         the rest: what the pass at the peak works with, recomputed activations as well
-    cpu_only_bytes          not in any other: what a CPU's kernels would keep more of all microbatches in flight
     flops                   of matrix products and attention, which counts whole (not causal), as in costmodel.layers
     operations              kernels: operations that are not views
     """
@@ -74,7 +73,6 @@ class TracedStage(Record):
     activations_each_bytes: float
     buffers_bytes: float
     temporary_bytes: float
-    cpu_only_bytes: float
     flops: float
     operations: int
     collectives: tuple[Collective, ...]
@@ -86,7 +84,6 @@ class Trace(Record):
     """The stages of the plan of this id, first to last.
 
     microbatches, traced_microbatches   of an iteration, and as many as ran: the rest repeats
-    seconds, peak_rss_bytes             that the tracing took, and held at most in all its processes
     """
 
     plan: str
@@ -94,8 +91,6 @@ class Trace(Record):
     gpus: int
     microbatches: int
     traced_microbatches: int
-    seconds: float
-    peak_rss_bytes: float
     stages: tuple[TracedStage, ...]
 
     @property

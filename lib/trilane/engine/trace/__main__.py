@@ -2,9 +2,7 @@
 
 import json
 import os
-import resource
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +10,8 @@ from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.expected import compare
-from trilane.costmodel.iteration import iteration_time
 from trilane.costmodel.memory import in_flight, stage_layers
 from trilane.costmodel.predict import predict
-from trilane.costmodel.shipped import constants_of
 from trilane.costmodel.trace import Trace, TracedStage, timeline, trace_file, trace_text
 from trilane.utils.files import replace_text
 from trilane.utils.process import context
@@ -59,7 +55,6 @@ def traced(plan: Plan, processes: int = 2) -> Trace:
 
     Each is a process of its own, so that no state of the libraries is shared; the rest follows (derived()).
     """
-    begin = time.monotonic()
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # also where there are GPUs: see engine/trace/world.py
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as a training has it
     from trilane.engine.cpu import enable_cpu
@@ -76,18 +71,14 @@ def traced(plan: Plan, processes: int = 2) -> Trace:
     chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     with context("fork").Pool(min(processes, len(chosen)), maxtasksperchild=1) as pool:
         found = dict(zip(chosen, pool.starmap(rank.trace_rank, [(plan, stage) for stage in chosen], 1), strict=True))
-    like = [found[kinds.index(kind)][0] for kind in kinds]
+    like = [found[kinds.index(kind)] for kind in kinds]
     stages = [of if of.stage == stage else derived(plan, of, stage) for stage, of in enumerate(like)]
-    own = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    taken = sorted(taken for _, taken in found.values())[-processes:]
     return Trace(
         plan=plan.id,
         engine=plan.engine,
         gpus=plan.topology.gpus,
         microbatches=plan.topology.microbatches,
         traced_microbatches=rank.traced_microbatches(plan)[1],
-        seconds=time.monotonic() - begin,
-        peak_rss_bytes=own + sum(taken),
         stages=tuple(stages),
     )
 
@@ -104,13 +95,12 @@ def derived(plan: Plan, like: TracedStage, stage: int) -> TracedStage:
         derived=True,
         peak_bytes=like.peak_bytes - less,
         activations_bytes=like.activations_bytes - less,
-        cpu_only_bytes=like.cpu_only_bytes * share,
         schedule=(),
     )
 
 
 def text(plan: Plan, trace: Trace) -> str:
-    """The trace for a person: a line a stage (GiB), what is predicted of it, and whether the host or kernels decide."""
+    """The trace for a person: a line a stage (GiB), and what is predicted of it."""
     parts = ("peak", "weights", "gradients", "optimizer", "activations", "buffers", "temporary")
     rows = [["stage", "layers", *parts, "kernels", "PFLOP", "peak at"]]
     for s in trace.stages:
@@ -120,10 +110,9 @@ def text(plan: Plan, trace: Trace) -> str:
     lines = _aligned(rows)
     if any(s.derived for s in trace.stages):
         lines.append("* derived from a stage of as many layers, by the microbatches in flight")
-    lines += ["", *_aligned(_compared(plan, trace)), "", host_bound(plan, trace)]
-    cost = f"{trace.seconds:.0f} s and {trace.peak_rss_bytes / 2**30:.1f} GiB"
+    lines += ["", *_aligned(_compared(plan, trace))]
     ran = f"{trace.traced_microbatches} of {trace.microbatches} microbatches"
-    return "\n".join([f"{plan.label}: {plan.engine}, {trace.gpus} ranks, {ran} ran; traced in {cost}", *lines])
+    return "\n".join([f"{plan.label}: {plan.engine}, {trace.gpus} ranks, {ran} ran", *lines])
 
 
 def _compared(plan: Plan, trace: Trace) -> list[list[str]]:
@@ -143,17 +132,6 @@ def _compared(plan: Plan, trace: Trace) -> list[list[str]]:
             known = ["-" if "nan" in cell else cell for cell in cells]
             rows.append([str(stage), head, " of ".join(dict.fromkeys(counts)), *known])
     return rows
-
-
-def host_bound(plan: Plan, trace: Trace) -> str:
-    """Whether the host takes longer to start the kernels of an iteration than the GPU to run them."""
-    bare = replace(constants_of(plan), launch_s=1e-5, host_s=1e-5)  # the least: next to no waits for a launch
-    time = iteration_time(plan.shape, plan.topology, plan.cluster, bare, plan.engine)
-    most, each = max(stage.operations for stage in trace.stages), plan.cluster.launch_overhead_s
-    start, busy = most * each, time.total - time.bubble
-    decides = "the host decides" if start > busy else "kernels decide"
-    rule = "compiled functions as one, Python between them left out"
-    return f"{most:,} kernels ({rule}) start in {start:.3g} s and are predicted to run for {busy:.3g} s: {decides}"
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:

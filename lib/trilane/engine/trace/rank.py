@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import resource
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,8 +23,8 @@ from trilane.engine.trace import world as fake
 from trilane.engine.trace.recorder import ACTIVATIONS, STATES, TEMPORARY, Recorder
 
 
-def trace_rank(plan: Plan, stage: int) -> tuple[TracedStage, float]:
-    """The first rank of a stage over an iteration of all microbatches, and the bytes that this process took for it.
+def trace_rank(plan: Plan, stage: int) -> TracedStage:
+    """The first rank of a stage over an iteration of all microbatches.
 
     Two iterations are counted, of few microbatches and of as many as fill the pipeline: what is theirs is linear in
     microbatches, so that the rest follows. An iteration before them makes the optimizer's states.
@@ -45,8 +44,7 @@ def trace_rank(plan: Plan, stage: int) -> tuple[TracedStage, float]:
         _step(engine, plan, many)
     more = (t.microbatches - many) / max(many - few, 1)
     totals = {name: value + more * (value - before[name]) for name, value in recorder.totals.items()}
-    taken = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return _stage(recorder, totals, stage=stage, rank=rank, layers=stage_layers(plan.shape, t)[stage]), taken
+    return _stage(recorder, totals, stage=stage, rank=rank, layers=stage_layers(plan.shape, t)[stage])
 
 
 @contextlib.contextmanager
@@ -101,7 +99,7 @@ def _stage(recorder: Recorder, totals: dict[Any, float], **given: Any) -> Traced
     ]
     return TracedStage(
         **given,
-        **{f"{kind}_bytes": held[kind] for kind in (*STATES, ACTIVATIONS, TEMPORARY, "cpu_only")},
+        **{f"{kind}_bytes": held[kind] for kind in (*STATES, ACTIVATIONS, TEMPORARY)},
         derived=False,
         peak_bytes=recorder.peak,
         peak_at=recorder.peak_at,

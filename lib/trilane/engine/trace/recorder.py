@@ -77,17 +77,14 @@ class Recorder(TorchDispatchMode):
         self.totals: Any = Counter()
         self.schedule = list[Pass]()  # totals: FLOPs, kernels, sent by kind and group
         self.each = dict[tuple[int, int], int]()  # activations of a microbatch and chunk when its backward begins
-        self._spared = Counter[tuple[int, int]]()  # what a CPU's kernels would keep more, by microbatch and chunk
         self._forwards, self._inside, self._passes = Counter[int](), (0, 0), 0
         self._begin_pass("")
 
     def held(self) -> Counter[str]:
-        """The bytes of each kind that were alive at the peak; `cpu_only`: what a CPU's kernels would have kept more."""
-        alive = [block for block in self._blocks if block.born <= self._peak_time < block.died]
-        owners = {block.owner for block in alive if not block.received}
-        found = Counter[str](cpu_only=sum(self._spared[owner] for owner in owners))
-        for block in alive:
-            found[block.kind] += block.size
+        """The bytes of each kind that were alive at the peak."""
+        found = Counter[str]()
+        for block in self._blocks:
+            found[block.kind] += block.size * (block.born <= self._peak_time < block.died)
         return found
 
     def watch(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -188,11 +185,6 @@ class Recorder(TorchDispatchMode):
         yield self._follow
         self._hidden = False
         self.totals["operations"] += 1
-
-    def spare(self, size: int) -> None:
-        """A CPU's kernel would have kept `size` bytes more of the forward pass that this is in."""
-        if self._now == "forward":
-            self._spared[self._inside] += size
 
     def _scalar(self, tensor: torch.Tensor) -> Any:
         """The value of a scalar: a constant's own; else 1, and 0 for whether a gradient is infinite."""

@@ -203,29 +203,4 @@ def _as_on_card(plan: Plan, recorder: Recorder) -> None:
     kernels: dict[str, Callable[..., Any]] = {"rms_norm": rms_norm, "dropout": dropout}
     kernels["scaled_dot_product_attention"] = attention(F.scaled_dot_product_attention, major >= 8)
     for name, kernel in kernels.items():
-        setattr(F, name, _instead(getattr(F, name), kernel, recorder))
-
-
-def _instead(plain: Callable[..., Any], kernel: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
-    """`kernel` in place of a CPU's; what that would have kept more for the backward pass is noted."""
-    known = dict[str, int]()
-
-    def kept(function: Callable[..., Any], args: Any, options: Any) -> int:
-        """Bytes that autograd keeps of a call, its inputs left out."""
-        sizes, inputs = dict[int, int](), {key(x) for x in tensors_of((args, options))}
-        note = lambda x: sizes.update({key(x): x.untyped_storage().nbytes()})  # noqa: E731
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            function(*args, **options)
-        return sum(size for number, size in sizes.items() if number not in inputs)
-
-    def call(*args: Any, **options: Any) -> Any:
-        if torch.is_grad_enabled():
-            named = [(name, value) for name, value in options.items() if not isinstance(value, torch.Tensor)]
-            case = str(([(x.shape, x.dtype, x.requires_grad) for x in tensors_of(args)], named))
-            if case not in known:
-                with recorder.one_kernel():
-                    known[case] = kept(plain, args, options) - kept(kernel, args, options)
-            recorder.spare(max(known[case], 0))
-        return kernel(*args, **options)
-
-    return call
+        setattr(F, name, kernel)
