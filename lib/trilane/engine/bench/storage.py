@@ -32,17 +32,16 @@ def measure(world: World, folder: Path, nodes: int) -> tuple[dict[str, Any], str
     mine, other = (Path(place) / str((world.rank + shift) % world.size) for shift in (0, world.size // nodes))
     usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # torchrun's and SLURM's: the files go first
     try:
-        written, problem, _ = _at_once(world, lambda: (_write(mine, blocks), False))
-        read, problem, is_cached = (0.0, problem, False) if problem else _at_once(world, lambda: _read(other))
+        written, problem = _at_once(world, lambda: _write(mine, blocks))
+        read, problem = (0.0, problem) if problem else _at_once(world, lambda: _read(other))
     finally:
         signal.signal(signal.SIGTERM, usual)
         if world.is_first:
             shutil.rmtree(place, ignore_errors=True)
     if problem:
         return {}, problem
-    cache = "perhaps from the page cache" if is_cached else "page cache dropped"
     each = f"at most {blocks * BLOCK / 1e6:.0f} MB each"
-    how = f"{world.size} files at once from {nodes} node{'s' * (nodes > 1)}, {each}, fsync; {cache}"
+    how = f"{world.size} files at once from {nodes} node{'s' * (nodes > 1)}, {each}, fsync; page cache told to drop"
     return {"write_bytes_per_s": written / nodes, "read_bytes_per_s": read / nodes, "storage_nodes": nodes}, how
 
 
@@ -55,17 +54,16 @@ def _prepare(folder: Path, ranks: int) -> tuple[str, int]:
         return f"{folder}: {error_text(error)}", 0
 
 
-def _at_once(world: World, work: Callable[[], tuple[int, bool]]) -> tuple[float, str, bool]:
-    """Bytes per second of all ranks until the last is done, or what went wrong; whether any rank's flag is set."""
+def _at_once(world: World, work: Callable[[], int]) -> tuple[float, str]:
+    """Bytes per second of all ranks until the last is done, or what went wrong."""
     dist.barrier()
-    begin, done, flag, problem = time.perf_counter(), 0, False, ""
+    begin, done, problem = time.perf_counter(), 0, ""
     try:
-        done, flag = work()
+        done = work()
     except OSError as error:
         problem = f"rank {world.rank}: {error_text(error)}"
-    every = gather_values(world, (done, time.perf_counter() - begin, flag, problem))
-    rate = sum(each[0] for each in every) / max(each[1] for each in every)
-    return rate, next((each[3] for each in every if each[3]), ""), any(each[2] for each in every)
+    sizes, seconds, problems = zip(*gather_values(world, (done, time.perf_counter() - begin, problem)), strict=True)
+    return sum(sizes) / max(seconds), next(filter(None, problems), "")
 
 
 def _write(path: Path, blocks: int) -> int:
@@ -81,22 +79,11 @@ def _write(path: Path, blocks: int) -> int:
     return size
 
 
-def _read(path: Path) -> tuple[int, bool]:
-    """The bytes read, and whether this node may have had them in its page cache."""
+def _read(path: Path) -> int:
+    """The bytes read; a file system that ignores what fadvise asks for gives those that this node wrote from memory."""
     size, end, buffer = 0, time.perf_counter() + LIMIT_S, bytearray(BLOCK)
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        is_cached = _is_cached(file.fileno())
         while time.perf_counter() < end and (count := file.readinto(buffer)):
             size += count
-    return size, is_cached
-
-
-def _is_cached(handle: int) -> bool:
-    """Whether a page can be read without waiting for the disk; True where the file system does not tell."""
-    try:
-        return os.preadv(handle, [bytearray(1)], os.fstat(handle).st_size // 2, os.RWF_NOWAIT) > 0
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    return size
