@@ -27,6 +27,7 @@ TITAN = (  # https://github.com/pytorch/torchtitan/blob/main/torchtitan/componen
     "step: {i:2d}  loss:  {loss:.4f}  grad_norm:  {norm:.4f}  memory: 38.5000GiB(40.53%)  tps: 7,812  "
     "tflops: {tflops:.2f}  mfu: {mfu}%\n"
 )
+FAIRSEQ = "| epoch 001: {0} / 9000 loss=9.5, wps=20, ups=0.02, wpb=900, bsz=8, num_updates={0}, wall={1}\n"
 
 
 def titan(norm=1.5, tflops=312.5, mfu=31.6):
@@ -51,6 +52,7 @@ FAULTS = {
     "bounds of the share": ("mfu", titan(mfu=3160.0)),
     "jumps-back": ("consumed_samples", lines(10) + line(11, used=4) + line(12, used=8)),
     "rate of tokens": ("tokens_per_gpu_per_second", SIZES + lines(more=RATE.format(4 * 2048 / 2 / 8, 64))),
+    "rate of words": ("tokens_per_second", "".join(map(FAIRSEQ.format, range(100, 900, 100), range(90, 900, 90)))),
     "rate of samples": ("samples_per_second", SIZES + lines(step=10, ms=20000.0, more="samples per second: 2.000 | ")),
     "count of iterations": ("iteration", "".join(line(i, used=40 * i) for i in range(1, 20))),
 }

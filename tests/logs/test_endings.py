@@ -174,6 +174,7 @@ TORCHRUN = ELASTIC.replace("rank      : 9 (local", "rank      : 17 (local")
         ("Exception ignored in: <function f>\n" + "saved\n" + TRACE, ("crashed", (), "", None)),
         (STORE, ("network", (), "", None)),
         (TABLES, ("killed", ("r1n2",), "", 11)),
+        (TABLES.replace("-9", "1").replace("-6", "-9", 1), ("crashed", (), "", None)),  # torchrun kills who does not end
         (NCCL + "E1123 api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 53)\n", ("killed", (), "", None)),
         (NCCL + SRUN.replace("Exited with exit code 1", "Killed"), ("NCCL error", (), "", 5)),
         (XID + m2021(6) + m2021(7), ("unfinished", (), "", None)),

@@ -260,6 +260,9 @@ def nan_iterations(log: RunLog) -> int:
     """Those that the framework counts as NaN, or whose loss it prints as NaN; Megatron leaves the loss out then."""
     skipped, lost, loss = (log.column(name) for name in ("skipped", "nan", "lm_loss"))
     broken = np.isnan(loss) & ~(np.nan_to_num(skipped) > 0) if len(skipped) == len(loss) else np.isnan(loss)
+    # of a line that was cut before what Megatron prints behind the losses, nobody knows
+    behind = [np.isfinite(c) for c in (skipped, lost, log.column("loss_scale")) if len(c) == len(loss) > 0]
+    broken &= np.any(behind, axis=0)
     leaves_out = re.search(r"megatron|gpt-neox|deepspeedai", log.dialect)
     return max(int(np.nan_to_num(lost).sum()), int(broken.sum()) if leaves_out else 0)
 

@@ -77,7 +77,7 @@ def _counts(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[tuple[
     length, seconds = known("seq_length", "encoder_seq_length"), known("sec_per_it")
     gpus = {"tokens_per_gpu_per_second": known("world_size")}
     for name in {"samples_per_second", "tokens_per_second", *gpus} & columns.keys():
-        right = batch if name == "samples_per_second" else batch * length
+        right = batch if name == "samples_per_second" else columns.get("tokens_per_batch", batch * length)
         ratio = _ratio(columns[name] * seconds * gpus.get(name, 1.0), right)
         if not 1 / AGREE < ratio < AGREE:
             yield "rate", name, f"{ratio:.3g} times what batch and seconds give"

@@ -53,6 +53,7 @@ class Facts:
         # of torchrun's table of failures: the node, and when its first rank failed (that of others sorts after it)
         self._host, self._failed = "", "~"
         self._entry: int | None = None  # the rank of the table's last entry
+        self._others = False  # the table's entries are those that torchrun ended after the first, or failed later
         self._gpu: tuple[int, str] | None = None  # that nvidia-smi's table names, whose memory is on the next line
 
     def is_launch(self, line: bytes) -> bool:
@@ -109,12 +110,13 @@ class Facts:
         if b"Exception ignored in" in line:  # raised by a destructor
             self._ignored, self.traceback = True, max(self.traceback, 1)
         if end := endings.ending(line, run.rows) or raised:
-            if not (ignored and end.level in (Level.ERROR, Level.CONSEQUENCE)):
+            is_later = self._others and re.search(rb"(?:exitcode|traceback)\s+: ", line)
+            if not is_later and not (ignored and end.level in (Level.ERROR, Level.CONSEQUENCE)):
                 if self._entry is not None and re.match(rb"\s*exitcode\s", line):
                     end = replace(end, place=Place(rank=self._entry, rank_known=Known.MAP))
                 run.places.see(end.place, line)
                 run.add_ending(replace(end, in_traceback=was_open))
-        elif re.search(rb"local_rank|host  |time  |nranks|Root Cause|global_rank_m", line):
+        elif re.search(rb"local_rank|host  |time  |nranks|Root Cause|Failures:\s*$|global_rank_m", line):
             self._place(line, run)
         elif not was_open and not self.traceback:
             return bool(DECIDES.search(line))  # `0 oom_kill events` is none, 1 is one
@@ -127,7 +129,9 @@ class Facts:
 
     def _place(self, line: bytes, run: PartialRun) -> None:
         """Read on which host a rank ran: from torchrun's table of failures, or from NCCL."""
-        if b"Root Cause" in line:
+        if (is_root := b"Root Cause" in line) or b"Failures:" in line:
+            self._others = not is_root
+        if is_root:
             self._failed, self.traceback = "9", 8  # an entry without a time comes after those with one
         elif self._failed != "~" and (time := re.match(rb"\s*time\s{1,20}: (\d{4}-\d\d-\d\d_[\d:]{8})\s*$", line)):
             self._failed = endings.text(time[1])

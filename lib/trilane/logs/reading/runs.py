@@ -81,9 +81,10 @@ class PartialRun:
 
     def add(self, row: dict[str, float], dialect: str, source: float, line: bytes) -> None:
         """Append an iteration, of that line, printed by the rank or process `source`."""
-        loss = row.get("lm_loss", 0.0)
-        # a loss that is printed as NaN counts; one that is not printed is not known
-        self.iterations.add(row if loss == loss else {"nan": 1.0, **row})
+        # a loss that is printed as NaN counts; of one that is not printed the norm tells, where no step was skipped.
+        # Megatron's own count stays 0 then: https://github.com/deepspeedai/Megatron-DeepSpeed/pull/434
+        value = row.get("lm_loss" if "lm_loss" in row or row.get("skipped") else "grad_norm", 0.0)
+        self.iterations.add(row if value == value else {**row, "nan": row.get("nan") or 1.0})
         self.dialects[dialect] += 1
         if self.rank != self.rank:
             self.rank = source
