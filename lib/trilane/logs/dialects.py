@@ -21,8 +21,8 @@ VARIABLE = "TRILANE_DIALECTS"
 COLUMNS = {
     *"""iteration train_iters epoch time_s sec_per_it iterations_per_second lm_loss
     grad_norm learning_rate loss_scale consumed_samples consumed_tokens global_batch_size seq_length samples_per_second
-    tokens_per_batch tokens_per_second tokens_per_gpu_per_second flops_per_s_per_gpu mfu skipped skipped_total nan num_zeros params_norm
-    rank allocated max_allocated reserved max_reserved memory_share""".split()  # noqa: SIM905 a list would take a line each
+    tokens_per_second tokens_per_gpu_per_second flops_per_s_per_gpu mfu skipped skipped_total nan num_zeros params_norm
+    tokens_per_batch rank allocated max_allocated reserved max_reserved memory_share""".split()  # noqa: SIM905 a list would take a line each
 }
 UNITS = {  # multiplier and divisor to seconds, bytes, nats or a share; / 1e3 rounds once where x 1e-3 does not
     **{"": (1.0, 1.0), "s": (1.0, 1.0), "ms": (1.0, 1e3), "us": (1.0, 1e6), "%": (1.0, 100.0)},

@@ -24,7 +24,7 @@ from trilane.workspace.place import Known, Place
 from trilane.workspace.status import Status, known_status, status_problem
 
 INTEGERS = ("iteration", "train_iters", "consumed_samples", "consumed_tokens", "global_batch_size", "skipped", "nan")
-MEMORY_NOTE = "memory was printed before the first iteration only: it may be that of the set-up, not the peak of the run"
+MEMORY_NOTE = "memory was printed before the first iteration only: it may be that of the set-up, not the peak of all"
 STAMPS_NOTE = "seconds per iteration are the time between lines, by their time stamps or progress bars"
 SHOWN = 10  # iterations that a notebook shows of a log
 
