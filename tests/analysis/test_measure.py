@@ -189,10 +189,8 @@ def test_the_spread_is_half_of_what_lies_between_the_quartiles_relative_to_the_m
 
 
 def test_skipped_and_broken_iterations_are_counted():
-    loss = np.full(20, 5.0)
-    loss[[2, 7]] = math.nan
-    skipped = np.zeros(20)
-    skipped[2] = 1
+    loss, skipped = np.full(20, 5.0), np.zeros(20)
+    loss[[2, 7]], skipped[2] = math.nan, 1
     m = measure_log(log(lm_loss=loss, skipped=skipped, nan=0))
     assert (m.skipped, m.nan_iterations) == (1, 1)
 

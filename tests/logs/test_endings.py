@@ -82,12 +82,7 @@ ENDINGS = [
     ("unfinished", "ImportError: no apex, using torch's own\n" + FIVE, "iteration        5/", None),
     ("completed", FIVE + OOM + TEN[len(FIVE) :], "iteration       10/", None),
     ("OOM", FIVE + OOM + m2021(6), "Tried to allocate 2.50 GiB", 3),  # the rank that prints iterations lags
-    (
-        "completed",
-        FIVE + OOM + m2021(6) + "[exiting program at iteration 6] datetime: 2026-08-01\n",
-        "exiting program",
-        None,
-    ),
+    ("completed", FIVE + OOM + m2021(6) + "[exiting program at iteration 6] datetime: 2026\n", "exiting program", None),
     ("OOM", FIVE + m2021(6) + OOM + "[exiting program at iteration 6] datetime: 2026-08-01\n", "2.50 GiB", 3),
     ("completed", FIVE + DONE + KERNEL + OOM, "after training is done", None),
     ("GPU error", FIVE + DONE + KERNEL + SRUN, "Xid", None),

@@ -77,10 +77,7 @@ def test_iterations_on_one_line_where_a_lines_end_was_lost_are_all_read(tmp_path
     assert read(tmp_path, "\n".join(joined) + "\n").column("lm_loss").tolist() == losses
 
 
-LEADS = {
-    "a pod": "[train-worker-0 pytorch] ",
-    "a stamp": "2024-05-01T10:00:{:02d}.{:03d}Z stdout F ",
-}
+LEADS = {"a pod": "[train-worker-0 pytorch] ", "a stamp": "2024-05-01T10:00:{:02d}.{:03d}Z stdout F "}
 
 
 @pytest.mark.parametrize("name", ["composer", "olmo core"])

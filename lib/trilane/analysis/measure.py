@@ -245,9 +245,8 @@ def mean_seconds(log: RunLog) -> float:
 
 def memory_by_rank(log: RunLog) -> dict[int, float]:
     """Peak bytes of each rank: the most it allocated, else reserved; {} where the log has neither."""
-    memory = log.memory
-    most = next((c for c in ("max_allocated", "max_reserved") if c in memory and memory[c].notna().any()), None)
-    return dict(memory.set_index("rank")[most].dropna()) if most else {}
+    most = next((c for c in ("max_allocated", "max_reserved") if c in log.memory and log.memory[c].notna().any()), None)
+    return dict(log.memory.set_index("rank")[most].dropna()) if most else {}
 
 
 def skipped_iterations(log: RunLog) -> int:
@@ -258,13 +257,11 @@ def skipped_iterations(log: RunLog) -> int:
 
 def nan_iterations(log: RunLog) -> int:
     """Those that the framework counts as NaN, or whose loss it prints as NaN; Megatron leaves the loss out then."""
-    skipped, lost, loss = (log.column(name) for name in ("skipped", "nan", "lm_loss"))
-    broken = np.isnan(loss) & ~(np.nan_to_num(skipped) > 0) if len(skipped) == len(loss) else np.isnan(loss)
-    # of a line that was cut before what Megatron prints behind the losses, nobody knows
-    behind = [np.isfinite(c) for c in (skipped, lost, log.column("loss_scale")) if len(c) == len(loss) > 0]
-    broken &= np.any(behind, axis=0)
-    leaves_out = re.search(r"megatron|gpt-neox|deepspeedai", log.dialect)
-    return max(int(np.nan_to_num(lost).sum()), int(broken.sum()) if leaves_out else 0)
+    its = log.iterations.reindex(columns=["lm_loss", "nan", "skipped", "loss_scale"])
+    leaves_out = "lm_loss" in log.iterations and re.search(r"megatron|gpt-neox|deepspeedai", log.dialect)
+    # a line that lacks all that Megatron prints behind the losses was cut
+    broken = its["lm_loss"].isna() & its.iloc[:, 1:].notna().any(axis=1) & ~(its["skipped"] > 0)
+    return max(int(its["nan"].sum()), int(broken.sum()) if leaves_out else 0)
 
 
 def phases(log: RunLog, window: SteadyState | None = None) -> dict[str, float]:

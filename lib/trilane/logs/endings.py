@@ -76,7 +76,7 @@ def ending(line: bytes, rows: int) -> Ending | None:
     for words, level, status, pattern in rules() if b"NCCL INFO" not in line else ():
         if any(word in line for word in words) and (found := pattern.search(line)):
             undone = level in (Level.CAUSE, Level.ERROR, Level.CONSEQUENCE) and _continues(line, found)
-            return None if undone else _ending(level, status, line, rows)
+            return None if undone else reported(level, status, line, rows)
     return None
 
 
@@ -93,15 +93,12 @@ def _continues(line: bytes, found: re.Match[bytes]) -> bool:
 
 def raised(line: bytes, rows: int) -> Ending | None:
     """The exception on the first line after a traceback; its name need not end in Error."""
-    return crashed(line, rows) if re.match(LEAD + rb"(?=[A-Z]\w*?[a-z])\w++(?::|\s*$)", line) else None
+    is_name = re.match(LEAD + rb"(?=[A-Z]\w*?[a-z])\w++(?::|\s*$)", line)
+    return reported(Level.ERROR, Status.CRASHED, line, rows) if is_name else None
 
 
-def crashed(line: bytes, rows: int) -> Ending:
-    """An error of the program, reported by `line`."""
-    return _ending(Level.ERROR, Status.CRASHED, line, rows)
-
-
-def _ending(level: Level, status: Status, line: bytes, rows: int) -> Ending:
+def reported(level: Level, status: Status, line: bytes, rows: int) -> Ending:
+    """The ending that `line` reports, after so many iterations."""
     if status is Status.RENDEZVOUS and level == Level.OUTSIDE and rows:
         status = Status.NETWORK  # after iterations it is the store that a node no longer reaches
     place = place_of(line)
@@ -166,8 +163,3 @@ def text(line: bytes, most: int = 600) -> str:
     if not plain.isprintable():
         plain = "".join(c for c in plain if c.isprintable() or c == "\t")
     return printable(plain)[:most]
-
-
-def planned_end(line: bytes, rows: int) -> Ending:
-    """The planned end, reported by `line`."""
-    return Ending(level=Level.PLANNED, status=Status.COMPLETED, evidence=text(line), rows=rows)

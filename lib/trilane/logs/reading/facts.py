@@ -10,6 +10,7 @@ from trilane.logs.reading.runs import Device, PartialRun
 from trilane.logs.table import NAN
 from trilane.logs.watchdog import WORDS
 from trilane.workspace.place import Known, Place
+from trilane.workspace.status import Status
 
 LAUNCH = re.compile(
     rb"using world size:|-{6} arguments -|[Ii]nitializing torch distributed|\*{5} Running training|DeepSpeed info: "
@@ -125,7 +126,7 @@ class Facts:
     def close(self, run: PartialRun) -> None:
         """Read the end of the file: a traceback whose exception is missing has ended the run, if nothing else has."""
         if self.traceback and self._trace and not self._ignored:
-            run.add_ending(replace(endings.crashed(self._trace, run.rows), level=Level.LAUNCHER))
+            run.add_ending(endings.reported(Level.LAUNCHER, Status.CRASHED, self._trace, run.rows))
 
     def _place(self, line: bytes, run: PartialRun) -> None:
         """Read on which host a rank ran: from torchrun's table of failures, or from NCCL."""

@@ -16,6 +16,7 @@ from trilane.logs.prefixes import STAMP, body, rank, timestamp
 from trilane.logs.reading import trainer_dicts
 from trilane.logs.reading.facts import Facts, timers
 from trilane.logs.reading.runs import DIGITS, MEMORY, PartialRun, Runs
+from trilane.workspace.status import Status
 
 LONG = 1 << 16  # bytes: longer lines are searched for iterations only
 FORM = 4096  # bytes of the longest line whose form is remembered
@@ -194,7 +195,7 @@ class Reader:
             self._runs.launch(line)
         elif dialect.matches("end", line):
             self._finish()
-            self.run.add_ending(endings.planned_end(line, self.run.rows))
+            self.run.add_ending(endings.reported(endings.Level.PLANNED, Status.COMPLETED, line, self.run.rows))
         elif spans := dialect.evaluation(line):
             self._finish()
             self.run.add_validation(row_of(spans, line))
