@@ -198,9 +198,9 @@ class Runs:
                 del row[column]
         is_drawn = dialect.lines in ("bar", "block")
         if is_drawn and run.dialects.keys() == {dialect.name} and self._repeats(row):
-            # drawn again with its loss after that of the one before, by the rank that counts
+            # drawn again with its loss after that of the one before, by the rank that counts; later
             if (printed := source(line)) == run.rank or printed != printed:
-                run.iterations.change_last(run.timed(row, time_s, dialect.name))
+                run.iterations.change_last(row)
             return
         name = name or next(iter(run.dialects.keys() & dialect.family), dialect.name)
         self.step(run.timed(row, time_s, name), name, line, source(line))

@@ -1,6 +1,5 @@
 """TrainerDicts: the dicts that Hugging Face's Trainer prints, and the numbers of its iterations, often not printed."""
 
-import math
 import re
 
 import numpy as np
@@ -100,8 +99,9 @@ def _is_copy(values: dict[str, float], before: dict[str, float]) -> bool:
     """Whether a dict is another node's or another reporter's copy of the one before, NaN where that lacks a value."""
     # LLaMA-Factory's own reporter prints the learning rate with five digits:
     # https://github.com/hiyouga/LLaMA-Factory/blob/main/src/llamafactory/train/callbacks.py
-    rounded = {"learning_rate": 1e-4}
-    return all(math.isclose(values[n], old, rel_tol=rounded.get(n, 0.0)) for n, old in before.items() if old == old)
+    rates = {f"{one.get('learning_rate', NAN):.4e}" for one in (values, before)}
+    known = [name for name, old in before.items() if old == old and (name != "learning_rate" or len(rates) > 1)]
+    return all(values[name] == before[name] for name in known)
 
 
 def number_iterations(run: PartialRun, columns: Columns) -> None:
