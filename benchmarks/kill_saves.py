@@ -40,8 +40,8 @@ ANY = "any"
 # Where in a save -> the function before whose n-th call it pauses: module, class in it or "", name, n.
 MOMENTS = {
     "the copy": ("trilane.engine.checkpoint.save", "HostCopy", "take", 1),
-    "the thread's writing": ("trilane.engine.checkpoint.slices", "SliceFile", "add", 1),
-    "the end of its writing": ("trilane.engine.checkpoint.slices", "SliceFile", "close", 1),
+    "the thread's writing": ("trilane.engine.checkpoint.slices", "", "_bytes", 1),
+    "the end of its writing": ("trilane.engine.checkpoint.slices", "", "checksum", 1),
     "the ranks' reports": ("trilane.engine.checkpoint.save", "", "gather_values", 1),
     "the manifest": ("trilane.workspace.checkpoints", "", "write_manifest", 1),
     "the new name": ("trilane.workspace.checkpoints", "", "sync_folder", 1),

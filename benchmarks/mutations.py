@@ -317,7 +317,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("checkpoints", "engine/checkpoint/slices.py", "engine/test_slices.py"): [
         ("(-len(text) % 8)", "(len(text) % 8)"),
-        ("os.fsync(self._file.fileno())", "self._file.fileno()"),
+        ("os.fsync(file.fileno())", "file.fileno()"),
     ],
     ("checkpoints", "workspace/continuation.py", "workspace/test_continuation.py"): [
         ("iteration <= plan.run.train_iters", "iteration < plan.run.train_iters"),

@@ -187,13 +187,13 @@ from pathlib import Path
 from trilane.engine import __main__ as engine
 from trilane.engine.checkpoint import slices
 folder = Path(sys._getframe().f_code.co_filename).parent
-close = slices.SliceFile.close
-def slow(file):
+checksum = slices.checksum  # the last that a file takes
+def slow(crc):
     end = time.monotonic() + 60
     while (folder / "steps.jsonl").read_bytes().count(b"\\n") < 4 and time.monotonic() < end:
         time.sleep(0.01)
-    return close(file)
-slices.SliceFile.close = slow
+    return checksum(crc)
+slices.checksum = slow
 engine.main([str(folder / "plan.json")])
 words = re.findall(r"(?:iteration +|saved checkpoints/iter_0*)\\d+", (folder / "0.log").read_text())
 (folder / "answer.0").write_text(" ".join(word.replace("iteration ", "").replace(" ", "") for word in words))

@@ -29,7 +29,7 @@ def checkpoint(shape: ModelShape, folder: Path) -> dict:
     """A checkpoint of random tensors in `folder`, in which every entry matters, norms and biases too; and these."""
     import torch
 
-    from trilane.engine.checkpoint.slices import SliceFile
+    from trilane.engine.checkpoint.slices import write_slices
     from trilane.engine.model.parameters import whole_sizes
     from trilane.utils.validation import to_mapping
 
@@ -38,14 +38,13 @@ def checkpoint(shape: ModelShape, folder: Path) -> dict:
     ours = {name: 1 + tensor if "layernorm.weight" in name else tensor for name, tensor in drawn.items()}
     folder.mkdir()
     name, tensors = "rank_00000.safetensors", {}
-    file = SliceFile(folder / name, [(key, tuple(tensor.shape)) for key, tensor in ours.items()])
+    at, file = write_slices(folder / name, [(key, tuple(tensor.shape)) for key, tensor in ours.items()], ours.values())
     for key, tensor in ours.items():
-        file.add(tensor)
         box = [(0, size) for size in tensor.shape]
-        slices = [{"box": box, "file": name, "at": dict.fromkeys(KINDS, file.at[key])}]
+        slices = [{"box": box, "file": name, "at": dict.fromkeys(KINDS, at[key])}]
         tensors[key] = {"shape": tensor.shape, "slices": slices}
     progress = {"iteration": 5, "consumed_samples": 0, "scalars": {"step": 5.0}, "layout": None}
-    manifest = {**progress, "files": {name: file.close()}, "tensors": tensors}
+    manifest = {**progress, "files": {name: file}, "tensors": tensors}
     write_manifest(folder, {**manifest, "identity": {"shape": to_mapping(shape)}})
     return ours
 

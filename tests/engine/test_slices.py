@@ -1,5 +1,6 @@
 """Files of slices: the published format, on the disk once closed, and a full disk that is reported and not raised."""
 
+import contextlib
 import errno
 import json
 import os
@@ -14,10 +15,8 @@ torch, files = Later("torch"), Later("trilane.engine.checkpoint.slices")
 @pytest.mark.parametrize("name", ["a", "ab", "abc", "abcd", "abcdefgh"])
 def test_the_header_ends_at_a_multiple_of_eight_bytes_and_the_numbers_begin_there(name: str, tmp_path: Path) -> None:
     """huggingface/safetensors' README: 8 bytes of length, a header that is padded with blanks, then the values."""
-    out = files.SliceFile(tmp_path / "x", [(f"{name}/weight", (3,)), (f"{name}/exp_avg", (2,))])
-    out.add(torch.tensor([1.0, 2.0, 3.0]))
-    out.add(torch.tensor([4.0, 5.0]))
-    size, _ = out.close()
+    entries, values = [(f"{name}/weight", (3,)), (f"{name}/exp_avg", (2,))], torch.arange(1.0, 6)
+    _, (size, _) = files.write_slices(tmp_path / "x", entries, values.split([3, 2]))
     data = (tmp_path / "x").read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -26,7 +25,7 @@ def test_the_header_ends_at_a_multiple_of_eight_bytes_and_the_numbers_begin_ther
     assert torch.frombuffer(bytearray(data[8 + length :]), dtype=torch.float32).tolist() == [1, 2, 3, 4, 5]
 
 
-def test_a_closed_file_was_synchronised_with_all_its_bytes_or_has_an_error(tmp_path: Path, monkeypatch) -> None:
+def test_a_written_file_was_synchronised_with_all_its_bytes_or_raises(tmp_path: Path, monkeypatch) -> None:
     """fsync(2): without it, a crash after the save may leave a complete-looking checkpoint of zeros; there a network
     file system reports a full disk, while the other ranks wait in a collective."""
     sizes: list[int] = []
@@ -37,11 +36,10 @@ def test_a_closed_file_was_synchronised_with_all_its_bytes_or_has_an_error(tmp_p
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    for name, error in (("a", ""), ("b", "Disk quota exceeded")):
-        file = files.SliceFile(tmp_path / name, [("w", (2, 3))])
-        file.add(torch.ones(2, 3))
-        size, _ = file.close()
-        assert sizes[-1] == size == (tmp_path / name).stat().st_size and file.error == error
+    for name, rule in (("a", contextlib.nullcontext()), ("b", pytest.raises(OSError, match="Disk quota exceeded"))):
+        with rule:
+            files.write_slices(tmp_path / name, [("w", (2, 3))], [torch.ones(2, 3)])
+        assert sizes[-1] == (tmp_path / name).stat().st_size > 24
 
 
 @pytest.mark.parametrize("box", [((3, 8),), ((2, 6), (1, 4)), ((0, 2), (1, 3), (0, 3))], ids=["1", "2", "3"])
@@ -65,10 +63,8 @@ def test_a_range_is_assembled_from_rows_and_columns_of_several_files(tmp_path: P
     whole, slices = torch.arange(20.0).reshape(4, 5), []
     for number, side in enumerate(((0, 2), (2, 5))):
         part = whole[:, slice(*side)].contiguous()
-        out = files.SliceFile(tmp_path / f"{number}", [("a/exp_avg", tuple(part.shape))])
-        out.add(part)
-        out.close()
-        slices.append({"box": ((0, 4), side), "file": f"{number}", "at": {"exp_avg": out.at["a/exp_avg"]}})
+        at, _ = files.write_slices(tmp_path / f"{number}", [("exp_avg", tuple(part.shape))], [part])
+        slices.append({"box": ((0, 4), side), "file": f"{number}", "at": at})
     box = ((1, 4), (1, 5))
     flat = whole[1:4, 1:5].reshape(-1)
     for values in ((0, 12), (3, 10), (5, 6), (0, 0)):

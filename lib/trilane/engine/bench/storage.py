@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trilane.engine.checkpoint.slices import SliceFile, error_text
+from trilane.engine.checkpoint.slices import error_text, write_slices
 from trilane.engine.world import World, call_on_first, gather_values
 from trilane.workspace.storage import available
 
@@ -69,14 +69,8 @@ def _at_once(world: World, work: Callable[[], int]) -> tuple[float, str]:
 def _write(path: Path, blocks: int) -> int:
     """The bytes written: of random numbers, which no file system makes smaller."""
     values, end = torch.rand(BLOCK // 4), time.perf_counter() + LIMIT_S
-    file = SliceFile(path, [(str(n), (len(values),)) for n in range(blocks)])
-    for _ in range(blocks):
-        if time.perf_counter() < end:
-            file.add(values)
-    size = file.close()[0]
-    if file.error:
-        raise OSError(file.error)
-    return size
+    written = (values for _ in range(blocks) if time.perf_counter() < end)
+    return write_slices(path, [(str(n), (len(values),)) for n in range(blocks)], written)[1][0]
 
 
 def _read(path: Path) -> int:

@@ -22,7 +22,7 @@ from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
 from trilane.engine.backends.base import Engine, States
 from trilane.engine.checkpoint.fingerprints import fingerprint, layout, read_marked
-from trilane.engine.checkpoint.slices import SliceFile, boxes_of, error_text
+from trilane.engine.checkpoint.slices import boxes_of, error_text, write_slices
 from trilane.engine.model import rng
 from trilane.engine.world import World, call_on_first, gather_values
 from trilane.utils.files import replace_text
@@ -137,25 +137,23 @@ class Saver:
         """The thread: write slices, generators and fingerprint; what was written where, or the `error`."""
         self.keep_last()
         prints["parts"] = parts()
-        states, rank, slices = self._engine.states, self._world.rank, []
+        states, rank, files, slices, error = self._engine.states, self._world.rank, dict[str, Any](), [], ""
         name = f"rank_{rank:05d}.safetensors"
         # The shape in the file is the piece's, or flat where it is a part.
         sizes = {n: (len(held[n, KINDS[0]]),) if states.divided else states.pieces[n].size for n in self._mine}
-        out = SliceFile(folder / name, [(f"{states.pieces[n].name}/{k}", sizes[n]) for n in self._mine for k in KINDS])
-        for number in self._mine:
-            piece = states.pieces[number]
-            for kind in KINDS:
-                out.add(held[number, kind])
-            for box, first, _ in boxes_of(piece.box, states.shard(number)):
-                at = {kind: out.at[f"{piece.name}/{kind}"] + 4 * first for kind in KINDS}
-                slices.append({"name": piece.name, "shape": piece.shape, "box": box, "file": name, "at": at})
-        files, error = {name: out.close()}, out.error
-        for path, content in ((folder / f"rank_{rank:05d}.json", generators), (folder / file_of(rank), prints)):
-            try:
+        keys = [(number, kind) for number in self._mine for kind in KINDS]
+        entries = [(f"{states.pieces[number].name}/{kind}", sizes[number]) for number, kind in keys]
+        try:
+            begins, files[name] = write_slices(folder / name, entries, (held[key] for key in keys))
+            for piece, shard in ((states.pieces[number], states.shard(number)) for number in self._mine):
+                for box, first, _ in boxes_of(piece.box, shard):
+                    at = {kind: begins[f"{piece.name}/{kind}"] + 4 * first for kind in KINDS}
+                    slices.append({"name": piece.name, "shape": piece.shape, "box": box, "file": name, "at": at})
+            for path, content in ((folder / f"rank_{rank:05d}.json", generators), (folder / file_of(rank), prints)):
                 replace_text(path, json.dumps(content))
                 files[path.name] = [path.stat().st_size, checkpoints.digest(path)]
-            except OSError as problem:
-                error = error or error_text(problem)
+        except OSError as problem:
+            error = error_text(problem)
         seconds = time.perf_counter() - begin
         return {"files": files, "slices": slices, "scalars": prints["scalars"], "error": error, "seconds": seconds}
 

@@ -4,7 +4,7 @@
 the values. Source: the format's description in huggingface/safetensors' README.
 """
 
-import contextlib
+import itertools
 import json
 import math
 import os
@@ -21,46 +21,27 @@ from trilane.utils.validation import require
 from trilane.workspace.checkpoints import checksum
 
 
-class SliceFile:
-    """One file of fp32 tensors with names and shapes known in advance; add() them in that order.
+def write_slices(
+    path: Path, entries: Sequence[tuple[str, tuple[int, ...]]], tensors: Iterable[torch.Tensor]
+) -> tuple[dict[str, int], list[Any]]:
+    """Write tensors of these names and shapes, fp32, one by one: the first byte of each, and [size, checksum].
 
-    An OSError (a full disk) is kept as `error` and later calls do nothing, so that the caller can continue with what
-    other ranks wait for. `at` has the first byte of each tensor in the file.
+    OSError (a full disk) where all of it is not on the disk.
     """
+    header, at = _header(entries)
+    size, crc = 0, 0
+    with path.open("xb", buffering=0) as file:
+        for data in itertools.chain([memoryview(header)], map(_bytes, tensors)):
+            while len(data):
+                done = file.write(data[: 1 << 22])  # what is summed up next is still in the processor's cache
+                crc = zlib.crc32(data[:done], crc)
+                data, size = data[done:], size + done
+        os.fsync(file.fileno())
+    return at, [size, checksum(crc)]
 
-    def __init__(self, path: Path, entries: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-        header, self.at = _header(list(entries))
-        self.size, self.error, self._crc = 0, "", 0
-        try:
-            self._file = path.open("xb", buffering=0)
-        except OSError as error:
-            self.error = error_text(error)
-        self._write(memoryview(header))
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Append the next tensor."""
-        self._write(tensor.detach().to("cpu", torch.float32).contiguous().numpy().data.cast("B"))
-
-    def close(self) -> list[Any]:
-        """Flush to disk and close; [size, checksum]."""
-        try:
-            if not self.error:
-                os.fsync(self._file.fileno())
-        except OSError as error:
-            self.error = error_text(error)
-        # not opened, or its last bytes not written: `error` holds it
-        with contextlib.suppress(OSError, AttributeError):
-            self._file.close()
-        return [self.size, checksum(self._crc)]
-
-    def _write(self, data: memoryview) -> None:
-        try:
-            while len(data) and not self.error:
-                done = self._file.write(data[: 1 << 22])  # what is summed up next is still in the processor's cache
-                self._crc = zlib.crc32(data[:done], self._crc)
-                data, self.size = data[done:], self.size + done
-        except OSError as error:
-            self.error = error_text(error)
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().to("cpu", torch.float32).contiguous().numpy().data.cast("B")
 
 
 def error_text(error: OSError) -> str:
@@ -68,7 +49,7 @@ def error_text(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _header(entries: list[tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+def _header(entries: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
     """The header, padded to 8 bytes, and the first byte of each tensor in the file."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     end = 0

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan, read_plan
 from trilane.engine.checkpoint.huggingface import verified
-from trilane.engine.checkpoint.slices import SliceFile, assemble
+from trilane.engine.checkpoint.slices import assemble, write_slices
 from trilane.engine.model.parameters import Box, whole_sizes
 from trilane.interop import torch_dist as megatron
 from trilane.utils.files import new_folder, replace_text
@@ -87,19 +87,20 @@ def read_in(source: Path, out: Path, plan: Plan, iteration: int) -> str:
     with new_folder(out) as aside:
         (folder := aside / checkpoints.FOLDER / ".aside").mkdir(parents=True)
         file_name, tensors = "rank_00000.safetensors", {}
-        file = SliceFile(folder / file_name, [(f"{n}/{kind}", size) for n, size in sizes.items() for kind in KINDS])
+        entries = [(name, kind) for name in sizes for kind in KINDS]
+        held = (
+            _tensor(index, keys[n][k], places[n][1]) if k == "weight" or complete else torch.zeros(sizes[n])
+            for n, k in entries
+        )
+        begins, file = write_slices(folder / file_name, [(f"{n}/{k}", sizes[n]) for n, k in entries], held)
         for name, size in sizes.items():
-            for kind in KINDS:
-                is_read = kind == "weight" or complete
-                file.add(_tensor(index, keys[name][kind], places[name][1]) if is_read else torch.zeros(size))
-            at = {kind: file.at[f"{name}/{kind}"] for kind in KINDS}
+            at = {kind: begins[f"{name}/{kind}"] for kind in KINDS}
             tensors[name] = {"shape": size, "slices": [{"box": [(0, n) for n in size], "file": file_name, "at": at}]}
-        files = {file_name: file.close()}
-        require(not file.error, "out", out, file.error)
+        files = {file_name: file}
         progress = {"iteration": iteration, "consumed_samples": plan.run.ramp.consumed(iteration, plan.topology.gbs)}
         # `layout` None: no plan's generators are in it
-        facts = {"identity": identity(plan), "layout": None, "scalars": {"step": float(iteration * complete)}}
-        checkpoints.write_manifest(folder, {**progress, **facts, "files": files, "tensors": tensors})
+        rest = {"identity": identity(plan), "layout": None, "scalars": {"step": float(iteration * complete)}}
+        checkpoints.write_manifest(folder, {**progress, **rest, "files": files, "tensors": tensors})
         checkpoints.publish(folder, folder.with_name(checkpoints.name_of(iteration)))
     return "weights and Adam's moments" if complete else "weights only: Adam starts anew"
 
