@@ -5,7 +5,6 @@ Looked at are what modules take and give, and the gradients of both: nothing bet
 
 import contextlib
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
 from torch.utils._pytree import tree_leaves
+
+from trilane.engine.model.gpt import whole_name
 
 Pass = tuple[int, int, bool]  # through a chunk of the model, by a microbatch, backward
 
@@ -61,17 +63,15 @@ class Watch:
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
         """Look at everything as long as the block lasts."""
-        handles = [chunk.register_forward_pre_hook(partial(self._begin, n)) for n, chunk in enumerate(self._chunks)]
-        for number, chunk in enumerate(self._chunks):
-            for name, module in named(chunk):
-                takes, gives = (partial(self._see, number, f"the {word} of {name}") for word in ("input", "output"))
-                handles.append(module.register_forward_pre_hook(takes, with_kwargs=True))
-                handles.append(module.register_forward_hook(lambda m, _, given, gives=gives: gives(m, given)))
-        try:
+        with contextlib.ExitStack() as stack:
+            for number, chunk in enumerate(self._chunks):
+                stack.enter_context(chunk.register_forward_pre_hook(partial(self._begin, number)))
+                for name, module in named(chunk):
+                    takes, gives = (partial(self._see, number, f"the {word} of {name}") for word in ("input", "output"))
+                    stack.enter_context(module.register_forward_pre_hook(takes, with_kwargs=True))
+                    hook = module.register_forward_hook(lambda m, _, given, gives=gives: gives(m, given))
+                    stack.enter_context(hook)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def of_weights(self) -> Seen:
         """A sum of weight gradients that is not finite, of which no single value was."""
@@ -128,14 +128,10 @@ def _place(number: int, backward: bool) -> int:
 
 def named(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Modules of the model in a chunk by their names, layers counted from 0 over all stages."""
-    layers = dict[str, str]()
-    for name, module in chunk.named_modules():
-        name = name.removeprefix("module.").removeprefix("module.")  # of DDP, and of half precision
-        if hasattr(module, "layer_number") and (found := re.fullmatch(r"(.*layers\.)\d+", name)):
-            layers[name] = f"{found[1]}{module.layer_number - 1}"
-        owner = next((layer for layer in layers if name == layer or name.startswith(f"{layer}.")), "")
-        if name not in ("", "module"):
-            yield (layers[owner] + name.removeprefix(owner) if owner else name), module
+    model: Any = unwrap_model(chunk)  # of DDP, and of half precision
+    for name, module in model.named_modules():
+        if name:
+            yield whole_name(model, name), module
 
 
 def largest(tensor: torch.Tensor) -> float:

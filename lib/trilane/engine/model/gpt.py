@@ -362,11 +362,15 @@ def fill(parameter: torch.Tensor, draw: Callable[[int, int], torch.Tensor]) -> N
 
 
 def canonical_parameters(model: GPTModel, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Each parameter with its whole-model name: layers counted from the first stage, a tied head by the embedding's."""
-    numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
+    """Each parameter with its whole-model name; a tied head by the embedding's."""
     for name, parameter in model.named_parameters():
-        name = name.replace(".embedding_dropout.", ".")
-        name = re.sub(r"(?<=decoder\.layers\.)\d+", lambda found: str(numbers[found.group()]), name)
+        name = whole_name(model, name.replace(".embedding_dropout.", "."))
         if tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         yield name, parameter
+
+
+def whole_name(model: GPTModel, name: str) -> str:
+    """The name of a chunk's parameter or module with layers counted from the first stage."""
+    layers = model.decoder.layers
+    return re.sub(r"(?<=decoder\.layers\.)\d+", lambda found: str(layers[int(found[0])].layer_number - 1), name)
