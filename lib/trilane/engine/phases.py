@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,29 +64,20 @@ def subscribe(listener: Callable[[str], None]) -> Callable[[], None]:
     return lambda: _listeners.remove(listener)
 
 
-class _Timer:
-    """megatron-core's interface of a timer: a phase while it runs; none where `name` is ""."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def start(self, barrier: bool = False) -> None:
-        if self._name:
-            begin(self._name)
-
-    def stop(self, barrier: bool = False) -> None:
-        if self._name:
-            end()
-
-
-def megatron_timers(pipeline: bool) -> Callable[..., _Timer]:
-    """megatron-core's hook `config.timers`: the timer of each name.
+def megatron_timers(pipeline: bool) -> Callable[..., SimpleNamespace]:
+    """megatron-core's hook `config.timers`: the timer of each name, a phase while it runs where we have one for it.
 
     In a pipeline the schedule's time outside compute is waiting for a neighbour, so its own timer is p2p-wait.
     """
-    known = {FORWARD: FORWARD, BACKWARD: BACKWARD, "forward-backward": P2P if pipeline else ""}
+    known = {FORWARD: FORWARD, BACKWARD: BACKWARD} | ({"forward-backward": P2P} if pipeline else {})
     known |= dict.fromkeys((REDUCE, "non-tensor-parallel-grads-all-reduce", "embedding-grads-all-reduce"), REDUCE)
-    return lambda name, log_level=None: _Timer(known.get(name, ""))
+
+    def timer(name: str, log_level: Any = None) -> SimpleNamespace:
+        start = (lambda: begin(known[name])) if name in known else lambda: None
+        stop = end if name in known else lambda: None
+        return SimpleNamespace(start=lambda barrier=False: start(), stop=stop)
+
+    return timer
 
 
 class Timers:
