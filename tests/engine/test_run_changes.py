@@ -101,10 +101,10 @@ ORDER = """
 import hashlib
 from dataclasses import replace
 from trilane.engine.data.corpus import prepare_all
-from trilane.engine.data.samples import training_set
+from trilane.engine.data.samples import samples_of
 def order(iters):
     longer = replace(plan, run=replace(plan.run, train_iters=iters))
-    samples = training_set(longer, world, prepare_all(longer.data, longer.shape))
+    samples = samples_of(longer, world, prepare_all(longer.data, longer.shape))
     rows = [samples[k]["tokens"] for k in range(longer.samples)]
     return [hashlib.sha256(row.numpy().tobytes()).hexdigest()[:8] for row in rows]
 whole = order(30)

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
+from megatron.core.datasets.utils import Split
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.engine.data.corpus import prepare_all
-from trilane.engine.data.samples import Samples, training_set, validation_set
+from trilane.engine.data.samples import Samples, samples_of
 from trilane.engine.model.parameters import EMBEDDING_NORM, initial_tensor, whole_sizes
 from trilane.engine.world import World
 
@@ -102,8 +103,8 @@ def train(plan: Plan) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     w = {n: torch.nn.Parameter(initial_tensor(n, size, plan)) for n, size in sizes}
     single = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
     prefixes = prepare_all(plan.data, plan.shape)
-    samples, held_out = training_set(plan, single, prefixes), range(plan.validation_samples)
-    validation = batch_of(validation_set(plan, single, prefixes), held_out) if held_out else ()
+    samples, held_out = samples_of(plan, single, prefixes), range(plan.validation_samples)
+    validation = batch_of(samples_of(plan, single, prefixes, Split.valid), held_out) if held_out else ()
     plain = [n for n in w if n.endswith("bias") or "layernorm" in n]  # repeated here: the reference uses no engine code
     groups = [
         {"params": [p for n, p in w.items() if n not in plain], "weight_decay": o.weight_decay},

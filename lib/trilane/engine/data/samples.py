@@ -35,8 +35,8 @@ class SampleLoader:
         self._plan, self._device = plan, world.device
         self._replica, self._replicas = replica
         prefixes = call_on_first(world, lambda: prepare_all(plan.data, plan.shape))
-        self._samples = training_set(plan, world, prefixes)
-        self._held_out = validation_set(plan, world, prefixes) if plan.run.eval_iters else None
+        self._samples = samples_of(plan, world, prefixes)
+        self._held_out = samples_of(plan, world, prefixes, Split.valid) if plan.run.eval_iters else None
         self._reader = ThreadPoolExecutor(1, "samples")
         self._ahead: tuple[Batch, Future[list[Microbatch]]] | None = None
 
@@ -77,18 +77,12 @@ class SampleLoader:
         return Microbatch(tokens=tokens, labels=labels)
 
 
-def training_set(plan: Plan, world: World, prefixes: Sequence[str]) -> Samples:
-    """The documents for training as plan.samples samples of seq_length + 1 tokens each."""
-    return _samples_of(plan, world, prefixes, Split.train, plan.samples)
+def samples_of(plan: Plan, world: World, prefixes: Sequence[str], part: Split = Split.train) -> Samples:
+    """The documents of a part as samples of seq_length + 1 tokens; no sample's place depends on their number.
 
-
-def validation_set(plan: Plan, world: World, prefixes: Sequence[str]) -> Samples:
-    """The documents for validation as the samples of one evaluation; in a small share some occur twice."""
-    return _samples_of(plan, world, prefixes, Split.valid, plan.validation_samples)
-
-
-def _samples_of(plan: Plan, world: World, prefixes: Sequence[str], part: Split, needed: int) -> Samples:
-    """One part of the documents of the pairs as so many samples; no sample's place depends on their number."""
+    For validation those of one evaluation; in a small share some occur twice.
+    """
+    needed = plan.samples if part is Split.train else plan.validation_samples
     weights = normalize([source.weight for source in plan.data.blend]) if plan.data.blend else [1.0]
     cache = index_folder(plan, prefixes, part, needed)
     # A source of a blend is never more than one sample ahead of its share for each of the others.
