@@ -33,13 +33,13 @@ print(main([]))
 
 @pytest.mark.slow
 def test_ranks_of_srun_on_two_hosts_measure_inside_and_between(ask: Callable, tmp_path: Path) -> None:
-    """Four ranks with SLURM's variables alone; unnamed, cluster and file are called as the host, less its digits."""
+    """Four ranks with SLURM's variables alone; unnamed, the cluster and its file are called local."""
     env = {**SLURM, "SLURM_NODELIST": "localhost"}
     code = f"SLURM, FOLDER = {env!r}, {str(tmp_path)!r}\n{TWO_HOSTS}"
     assert ask(small_plan(tmp_path, dp=4), code, joined=False) == 4 * "0\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
-    two = cluster(str(tmp_path / "gpu.json"))
-    assert (two.name, two.gpus_per_node, two.max_nodes) == ("gpu", 2, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["local.json"]
+    two = cluster(str(tmp_path / "local.json"))
+    assert (two.name, two.gpus_per_node, two.max_nodes) == ("local", 2, 2)
     assert two.cores_per_node == len(os.sched_getaffinity(0))
     assert_plausible(two)
     assert two.storage_nodes == 2 and min(two.write_bytes_per_s or 0, two.read_bytes_per_s or 0) > 1e5

@@ -126,7 +126,7 @@ def train(
 @command(GROUP)
 def machine(
     out: str = option("", argument="[OUT.json]"),
-    name: str = option("", "of the cluster; default: the host's without digits, or local on one machine"),
+    name: str = option("", "of the cluster; default: local"),
     storage: str = option("", "folder where what a checkpoint takes is measured; default: the current one"),
 ) -> None:
     """Measure this machine, or under torchrun or srun this cluster, into OUT.json, which describes it as a cluster."""

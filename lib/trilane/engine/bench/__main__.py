@@ -23,23 +23,23 @@ from trilane.utils.validation import print_refusal, require, to_mapping
 def main(argv: list[str]) -> int:
     """Arguments `[OUT [NAME [STORAGE [PROCESSES]]]]`. 0 when the file is written, else 2 with one line."""
     out, name, storage, processes = [*argv, "", "", "", ""][:4]
+    path = Path(out or f"{name or 'local'}.json")
     # a batch script has SLURM_PROCID too, but no step: it is one process
     is_alone = "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
     try:
         require(Path(storage).is_dir(), "storage", storage, "is no folder")
         require(out.endswith(".json") or not out, "out", out, "must end in .json")
         if is_alone:
-            _become_torchrun(_free(out, name or "local"), name or "local", storage)  # refused before torch is imported
-        _measure(out, name, Path(storage), int(processes or "0"))
+            _become_torchrun(_free(path), name or "local", storage)  # refused before torch is imported
+        _measure(path, name or "local", Path(storage), int(processes or "0"))
     except ValueError as error:
         print_refusal(error, "trilane: ")
         return 2
     return 0
 
 
-def _free(out: str, name: str) -> Path:
+def _free(path: Path) -> Path:
     """The file to write, which must not exist yet, in a folder that does; ValueError otherwise."""
-    path = Path(out or f"{name}.json")
     require(not path.exists(), "out", path, "exists")
     require(path.absolute().parent.is_dir(), "out", path, "its folder does not exist")
     return path
@@ -59,7 +59,7 @@ def _become_torchrun(path: Path, name: str, storage: str) -> None:
     replace_by(python(*ranks, *this))
 
 
-def _measure(out: str, name: str, storage: Path, processes: int) -> None:
+def _measure(path: Path, name: str, storage: Path, processes: int) -> None:
     import torch
 
     from trilane.engine import world as worlds
@@ -68,12 +68,9 @@ def _measure(out: str, name: str, storage: Path, processes: int) -> None:
     worlds.from_slurm(os.environ)
     context = _context_bytes()
     world = worlds.start_process_group("fp32")
-    # "r1i4n2.example" -> "rin": the host without domain and digits
-    host = "".join(c for c in platform.node().split(".")[0] if not c.isdigit()).strip("-_")
-    chosen = name or host or "local"
     try:
-        path = worlds.call_on_first(world, lambda: _free(out, chosen))
-        cluster = measured(world, context, chosen, storage, processes)
+        worlds.call_on_first(world, lambda: _free(path))
+        cluster = measured(world, context, name, storage, processes)
         if world.is_first:
             write_json(path, to_mapping(cluster))
     except ValueError:  # on all ranks; after any other error the peers may be gone, and this could wait for them
