@@ -91,7 +91,7 @@ class DeepSpeedZero(DeepSpeed):
                 replicas = parallel_state.get_data_parallel_group()
                 sharding = {"config_dict_or_path": ds_config, "data_parallel_group": replicas, "mpu": Mpu()}
                 stack.enter_context(deepspeed.zero.Init(**sharding))
-            model = empty_chunk(plan, apply(self._kernels, transformer_config(plan)), None)
+            model = empty_chunk(plan, apply(self._kernels, transformer_config(plan)))
         named = list(canonical_parameters(model, plan.shape.tied_embeddings))
         fill_parameters(named, plan)
         self._wrap(model, named, ds_config, mpu=Mpu())

@@ -21,8 +21,8 @@ from trilane.config.plan import Plan
 from trilane.engine.backends.base import Engine, Microbatch, Named, Step, init_moments, pieces, set_step, step_of
 from trilane.engine.model import context, rng, te
 from trilane.engine.model.fused import DTYPES, apply
-from trilane.engine.model.gpt import build_chunks, canonical_parameters, transformer_config
-from trilane.engine.model.trial import try_out
+from trilane.engine.model.gpt import build_chunks, canonical_parameters, layer_spec, transformer_config
+from trilane.engine.model.own_layer import own_spec, try_out
 from trilane.engine.nonfinite import first_of
 from trilane.engine.phases import OPTIMIZER, megatron_timers, phase
 
@@ -38,7 +38,8 @@ class Megatron(Engine):
         settings = apply(self._kernels, transformer_config(plan))
         self.path += "; Transformer Engine's layers" * te.is_chosen(settings)
         self.path += f"; layer {plan.layer}, of which no prediction knows" * bool(plan.layer)
-        models = build_chunks(plan, settings)
+        own = own_spec(plan, layer_spec(plan.shape, settings)) if plan.layer else None
+        models = build_chunks(plan, settings, own)
         for made in (made for model in models for made in model.decoder.layers if plan.layer):
             try_out(plan, made.to(settings.params_dtype))
         named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]

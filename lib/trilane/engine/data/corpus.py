@@ -289,7 +289,7 @@ def main(argv: list[str]) -> int:
             from trilane.engine.cpu import enable_cpu
 
             enable_cpu()
-            from trilane.engine.model.trial import rehearse
+            from trilane.engine.model.own_layer import rehearse
 
             rehearse(plan)
     except ValueError as error:

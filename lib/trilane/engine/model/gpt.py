@@ -28,7 +28,6 @@ from trilane.config.plan import Plan
 from trilane.engine.model import context, fused, te
 from trilane.engine.model.fused import DTYPES, GPT, compiled
 from trilane.engine.model.layer import MLP, ColumnLinear, Layer, RowLinear, SelfAttention
-from trilane.engine.model.own_layer import own_spec
 from trilane.engine.model.parameters import initial_range, is_gated_fc1, split_dim
 
 
@@ -281,22 +280,22 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     )
 
 
-def build_chunks(plan: Plan, settings: TransformerConfig) -> list[GPTModel]:
+def build_chunks(plan: Plan, settings: TransformerConfig, layer: ModuleSpec | None = None) -> list[GPTModel]:
     """This rank's model chunks (one, or `interleaving` of them) in the initial state, on this rank's device."""
-    t = plan.topology
-    models = [empty_chunk(plan, settings, stage) for stage in (range(t.interleaving) if t.interleaving > 1 else [None])]
+    stages = range(plan.topology.interleaving) if plan.topology.interleaving > 1 else [None]
+    models = [empty_chunk(plan, settings, stage, layer) for stage in stages]
     for model in models:
         fill_parameters(canonical_parameters(model, plan.shape.tied_embeddings), plan)
     return [model.cuda() if torch.cuda.is_available() else model for model in models]
 
 
-def empty_chunk(plan: Plan, settings: TransformerConfig, vp_stage: int | None) -> GPTModel:
+def empty_chunk(
+    plan: Plan, settings: TransformerConfig, vp_stage: int | None = None, layer: ModuleSpec | None = None
+) -> GPTModel:
     """Chunk `vp_stage` of this pipeline rank, not initialized, with the embedding or the head where due."""
     shape = plan.shape
     stage = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
-    spec = layer_spec(shape, settings)
-    spec = own_spec(plan, spec) if plan.layer else spec
-    layers = [spec] * get_num_layers_to_build(settings, vp_stage)
+    layers = [layer or layer_spec(shape, settings)] * get_num_layers_to_build(settings, vp_stage)
     model = GPT(
         config=settings,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm),

@@ -37,13 +37,13 @@ def prepare(plan: Plan) -> None:
     import megatron.core.distributed.param_and_grad_buffer as buffers
     from megatron.core.tensor_parallel import random
 
-    from trilane.engine.model import fused, gpt, own_layer, rng, trial
+    from trilane.engine.model import fused, gpt, own_layer, rng
 
     if plan.layer:
         own_layer.load(plan.layer)
     replaced: dict[Any, dict[str, Any]] = {
         gpt: {"fill": lambda parameter, draw: None},  # initial values: half of the time
-        trial: {"try_out": lambda plan, made: None},  # it looks at values
+        own_layer: {"try_out": lambda plan, made: None},  # it looks at values
         rng: {"states": dict, "restore": lambda states: True},
         random: {"_set_cuda_rng_state": lambda *_, **__: None},
         # what it makes of reduce-scatters has no fake kernel: they are done one by one, at once
