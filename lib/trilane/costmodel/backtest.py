@@ -49,13 +49,6 @@ def group_name(row: MeasuredRow) -> str:
     return f"{row.case.cluster.gpu.name.partition('-')[0]} {row.stack}".strip()
 
 
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation; ties share their mean rank; 0 if one side is constant."""
-    from scipy.stats import spearmanr
-
-    return float(spearmanr(a, b).statistic) if len({*a}) > 1 and len({*b}) > 1 else 0.0
-
-
 def time_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
     """Relative errors of seconds over distinct timed rows, and the share of rows within the interval (`coverage`)."""
     timed = [(r, p) for r, p in pairs if np.isfinite(r.seconds) and not r.excluded and not r.duplicate_of]
@@ -74,6 +67,8 @@ def time_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 def ranking_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
     """Within tables: mean rank correlation (>= 3 rows), regret of the row predicted best, tables where it is best."""
+    from scipy.stats import spearmanr
+
     tables: dict[str, list[Pair]] = {}
     for row, prediction in pairs:
         if np.isfinite(row.seconds) and not row.excluded and row.table:
@@ -86,7 +81,7 @@ def ranking_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
             continue
         if len(members) >= 3:
             constant = predicted.max() / predicted.min() < 1 + 1e-6
-            rho.append(0.0 if constant else spearman(predicted.tolist(), seconds.tolist()))
+            rho.append(0.0 if constant else float(spearmanr(predicted, seconds).statistic))
         best = np.isclose(predicted, predicted.min(), rtol=1e-6)
         regret.append(float(seconds[best].mean() / seconds.min() - 1))
     if not regret:
@@ -273,9 +268,9 @@ def backtest(rows_csv: Source, cluster: str | None = None, cv: str | None = None
 def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[RowPrediction]:
     """Cross-validation: predict every row by constants fitted without its table, hidden size or date (`by`).
 
-    The fits start from the priors of constants.py. Rows of one GPU and stack share the constants of time; those
-    of memory are the documents'. A row and its repeats are left out together. Raises ValueError for another
-    `by`. Sites and stacks without any row: benchmarks/foreign_sites.py.
+    The fits start from the priors of constants.py, as the shipped constants were fitted to every row. Rows of one GPU
+    and stack share the constants of time; those of memory are the documents'. A row and its repeats are left out
+    together. Raises ValueError for another `by`. Sites and stacks without any row: benchmarks/foreign_sites.py.
     """
     require_known("cv", by, LEAVE_OUT)
     key = LEAVE_OUT[by]
@@ -283,20 +278,9 @@ def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[RowPrediction]:
     folds = list(dict.fromkeys((group_name(r), key(r)) for r in rows))
     for group, left_out in progress(folds, "fits without each row's " + by, "fit"):
         test = [r for r in rows if (group_name(r), key(r)) == (group, left_out)]
-        rest = [r for r in rows if key(r) != left_out]
-        found |= {p.row_id: p for p in predict_unseen(test, rest)}
+        gone = {r.row_id for r in test} | {r.duplicate_of for r in test}
+        rest = [r for r in rows if key(r) != left_out and r.row_id not in gone and group_name(r) == group]
+        own, prior = usable(rest), prior_of(test[0].case.cluster.name, test[0].stack)
+        calibration = fit_time([r.case for r in own], [r.seconds for r in own], prior) if own else prior
+        found |= {row.row_id: predict_row(row, calibration) for row in test}
     return [found[r.row_id] for r in rows]
-
-
-def predict_unseen(test: Sequence[MeasuredRow], rest: Sequence[MeasuredRow]) -> list[RowPrediction]:
-    """Predict rows of one GPU and stack by constants fitted to `rest`, without repeats of the test rows.
-
-    The fit starts from the priors of constants.py, not from the shipped constants, which were fitted to every row.
-    """
-    first = test[0]
-    gone = {r.row_id for r in test} | {r.duplicate_of for r in test}
-    kept = [r for r in rest if r.row_id not in gone]
-    prior = prior_of(first.case.cluster.name, first.stack)
-    own = usable([r for r in kept if group_name(r) == group_name(first)])
-    calibration = fit_time([r.case for r in own], [r.seconds for r in own], prior) if own else prior
-    return [predict_row(row, calibration) for row in test]
