@@ -24,7 +24,7 @@ from trilane.costmodel.fit import posterior, refit
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
 from trilane.costmodel.predict import predict
 from trilane.costmodel.recalibration import fit, predictions
-from trilane.costmodel.shipped import calibration_for, default, shipped_regimes
+from trilane.costmodel.shipped import calibration_for, default, prior_of
 from trilane.report import notebook
 from trilane.workspace.study import Study
 
@@ -42,7 +42,7 @@ def eight_of_a_table(table):
     on = [r for r in rows if r.table == table][:8]
     first, ids = on[0], {r.row_id for r in on}
     mine = [r for r in rows if (r.case.cluster.gpu.name[:4], r.stack) == (first.case.cluster.gpu.name[:4], first.stack)]
-    blank = dataclasses.replace(Calibration(), regimes=shipped_regimes(first.case.cluster.name))
+    blank = dataclasses.replace(Calibration(), regimes=prior_of(first.case.cluster.name, "").regimes)
     return on, [r for r in mine if r.row_id not in ids], blank
 
 

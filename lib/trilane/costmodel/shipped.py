@@ -19,16 +19,6 @@ from trilane.utils.validation import from_mapping, require, shipped_json, with_n
 from trilane.workspace.study import Study, studies
 
 
-def stack_table() -> dict[str, Any]:
-    """The software stacks: `engines`, or sets of rows, that belong to each, and the `constants` that are its habits."""
-    return shipped_json("stacks")["stacks"]
-
-
-def habits(stack: str) -> dict[str, float]:
-    """The constants that a stack is known to have."""
-    return stack_table().get(stack, {}).get("constants", {})
-
-
 def default(cluster: Cluster, stack: str = "") -> Calibration:
     """What is assumed before the first measured row of one's own.
 
@@ -124,14 +114,12 @@ def nodes_name(cluster: str) -> str:
 
 
 def prior_of(cluster: str, stack: str) -> Calibration:
-    """The priors of constants.py for rows of that cluster and stack: its days' regimes, and what the stack does."""
-    values: dict[str, Any] = {**habits(stack), "regimes": shipped_regimes(cluster), "stack": stack}
-    return Calibration(**values)
-
-
-def shipped_regimes(cluster: str) -> tuple[Regime, ...]:
-    """The regimes of a cluster of the measured rows, their factors at the prior."""
-    return tuple(from_mapping(Regime, r, "regime") for r in shipped_json("regimes").get(cluster, []))
+    """The priors of constants.py for rows of that cluster and stack: its days' regimes, their factors at the prior, and
+    what the stack is known to do.
+    """
+    habits = shipped_json("stacks")["stacks"].get(stack, {}).get("constants", {})
+    regimes = tuple(from_mapping(Regime, r, "regime") for r in shipped_json("regimes").get(cluster, []))
+    return Calibration(**habits, regimes=regimes, stack=stack)
 
 
 def calibration_for(cluster: Cluster, source: str = "") -> Calibration:
@@ -187,4 +175,6 @@ def foreign(used: Calibration, cluster: Cluster) -> list[str]:
 def stacks() -> list[str]:
     """The software stacks of which something is known: fitted to rows, or a habit."""
     fitted = (name.partition("/")[2] for name in shipped_json("calibrations") if "/" in name)
-    return sorted({*fitted, *filter(habits, stack_table())})
+    return sorted(
+        {*fitted, *(name for name, facts in shipped_json("stacks")["stacks"].items() if facts.get("constants"))}
+    )
