@@ -10,7 +10,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.columns import Columns, Number, Parts, columns_of, slowdown
 from trilane.costmodel.constants import Constants
-from trilane.costmodel.layers import LayerTime, embedding_seconds, head_seconds, layer_time
+from trilane.costmodel.layers import embedding_seconds, head_seconds, layer_time
 from trilane.costmodel.memory import memory_bytes, stage_layers
 
 
@@ -177,16 +177,15 @@ def stage_seconds(columns: Columns, layer: Number, head: Number, embedding: Numb
     return slowest, columns.layers * layer + head + embedding
 
 
-def assemble(
-    columns: Columns, layer: LayerTime, head: Number, embedding: Number, cluster: Cluster, constants: Constants
-) -> IterationTime:
-    """The iteration from the seconds of one microbatch's layer, head and embedding.
+def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) -> IterationTime:
+    """Predicted time of one iteration for every row; the parts are numbers or arrays as `columns` are.
 
     1F1B: m microbatches at the pace of the slowest stage, and once through all other stages to fill and drain the
     pipeline, v times less with interleaving. Narayanan et al. 2021, section 2.2, with unequal stages.
     """
     x, c, m = columns, constants, columns.microbatches
-    slowest, whole = stage_seconds(x, layer.total, head, embedding)
+    layer = layer_time(x, cluster, c)
+    slowest, whole = stage_seconds(x, layer.total, head_seconds(x, cluster, c), embedding_seconds(x, cluster, c))
     p2p = p2p_seconds(x, cluster, c)
     first, middle, _ = x.stage_layers
     parameters = np.maximum(first, middle) * x.layer_parameters + x.embedding_parameters
@@ -202,13 +201,6 @@ def assemble(
         data_parallel=data_parallel_seconds(parameters, x, cluster, c, slowest) * factor,
         optimizer=(optimizer_seconds(parameters, x, cluster, c) + offload_seconds(parameters, x, cluster, c)) * factor,
     )
-
-
-def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) -> IterationTime:
-    """Predicted time of one iteration for every row; the parts are numbers or arrays as `columns` are."""
-    x, c = columns, constants
-    parts = layer_time(x, cluster, c), head_seconds(x, cluster, c), embedding_seconds(x, cluster, c)
-    return assemble(x, *parts, cluster, c)
 
 
 def iteration_time(

@@ -50,15 +50,6 @@ class PipelineSchedule:
         return max(range(len(self.stage_seconds)), key=self.stage_seconds.__getitem__)
 
 
-def forward_share(topology: Topology) -> float:
-    """Share of a stage's seconds that the forward pass takes: 1/3, with full recomputation 1/4.
-
-    A backward pass has twice the FLOPs of a forward pass, and full recomputation repeats the forward pass in it:
-    Narayanan et al. 2021, arXiv:2104.04473, appendix. Left out: that embedding and head are not recomputed.
-    """
-    return 0.25 if topology.recompute == "full" else 1 / 3
-
-
 def pipeline_schedule(topology: Topology, prediction: Prediction) -> PipelineSchedule:
     """The schedule of a predicted plan.
 
@@ -67,7 +58,7 @@ def pipeline_schedule(topology: Topology, prediction: Prediction) -> PipelineSch
     section 2.2 and figure 4. A stage's seconds are those predicted, with the exposed seconds of its sends, and spread
     evenly over its chunks (left out: embedding and head are on one chunk).
 
-    The prediction is a formula (iteration.assemble): m microbatches at the pace of the slowest stage, and once through
+    The prediction is a formula (iteration.py): m microbatches at the pace of the slowest stage, and once through
     the others. With equal stages, or where the last one is the slowest, the schedule ends exactly when the prediction
     does. Otherwise it ends earlier, by the whole predicted bubble at most: stages that wait for a slow one do a part of
     their fill and drain meanwhile. Over 600 plans of four searches that was 0.01 % of the iteration at most.
@@ -77,9 +68,12 @@ def pipeline_schedule(topology: Topology, prediction: Prediction) -> PipelineSch
     computed = inside / t.microbatches  # seconds on the slowest stage
     scale = computed / max(prediction.stage_seconds)  # what the pressure on the card's memory adds
     stages = [seconds * scale + time.pipeline_p2p / t.microbatches for seconds in prediction.stage_seconds]
+    # a backward pass has twice the FLOPs of a forward pass, and full recomputation repeats the forward pass in it
+    # (Narayanan et al., appendix); left out: that embedding and head are not recomputed
+    forward = 0.25 if t.recompute == "full" else 1 / 3
     return PipelineSchedule(
         stage_seconds=tuple(stages),
-        passes=tuple(passes(stages, t.microbatches, t.interleaving, forward_share(t))),
+        passes=tuple(passes(stages, t.microbatches, t.interleaving, forward)),
         data_parallel=time.data_parallel,
         optimizer=time.optimizer,
     )
