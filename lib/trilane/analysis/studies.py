@@ -10,7 +10,7 @@ import pandas as pd
 
 from trilane.analysis.collect import MeasuredRuns, measure_runs
 from trilane.analysis.loss_curve import Curve
-from trilane.utils.numbers import amount, chance, with_bounds
+from trilane.utils.numbers import chance, with_bounds
 from trilane.utils.tables import Brief, Columns, DataFrame, Text
 from trilane.utils.validation import read_object, require, require_known
 from trilane.workspace.installation import outputs_root
@@ -36,15 +36,9 @@ class StudyComparison(Brief):
     studies: tuple[StudyParts, ...]
 
     def summary(self) -> Text:
-        """How many choices and results differ; of each study, best speed and loss, and what it lacks, a line each."""
+        """How many choices and results differ, and what each study lacks."""
         names = Text.joined(", ", [Text.of("{:code}", s.name) for s in self.studies])
         lines = [Text.of("**{} choices and results** differ between {}.", len(self.differing), names)]
-        for s in (s for s in self.studies if s.runs.timed):
-            speed, loss = (
-                f([getattr(m, n) for m in s.runs.timed]) for f, n in ((max, "tokens_per_s"), (min, "last_loss"))
-            )
-            text = "{:code}: {} runs, at most {} tokens per second, a last loss of at least {:.4g}."
-            lines.append(Text.of(text, s.name, len(s.runs.runs), amount(speed), loss))
         lines += [Text.of("{} lacks {}.", s.name, "; ".join(s.lacks)) for s in self.studies if s.lacks]
         lines += [Text("It is the only study here; name two or more: `-p studies a,b`.")] * (len(self.studies) < 2)
         return Text.joined("\n\n", lines)
