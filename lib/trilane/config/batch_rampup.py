@@ -116,10 +116,6 @@ class Ramp:
                 found.append(Phase(gbs=batch, iterations=end - begin, first=consumed + (begin - done) * batch))
         return found
 
-    def sizes(self, gbs: int, first: int, last: int) -> set[int]:
-        """The batch sizes of the iterations after the first `first`, up to number `last`."""
-        return {phase.gbs for phase in self.between(gbs, first, last)}
-
     def failing(self, gbs: int, multiple: int) -> list[int]:
         """The batch sizes on the way, `gbs` included, that are no multiple of `multiple` = mbs x dp."""
         sizes = [self.start + step * self.increment for step in range(self.steps(gbs))]

@@ -63,7 +63,11 @@ class Plan(Brief):
         drops = drops_hidden(self.engine, self.shape)
         rule = "engine hf-zero3 drops hidden values in GPT-2 alone: transformers' other models do not, or not all"
         require(drops or not self.dropout.hidden, "dropout.hidden", self.dropout.hidden, rule)
-        self._check_ramp()
+        run, part = self.run, None
+        # sizes count that this plan itself trains: its part of a chain may be what no other number of replicas can
+        if run.start_iteration + run.exit_iteration > 0:
+            part = {phase.gbs for phase in run.ramp.between(t.gbs, run.start_iteration, run.goal)}
+        run.ramp.require_whole(t, part)
         kept, parts = self.calibration, {"name": str, "hash": str, "constants": Mapping}
         is_whole = isinstance(kept, Mapping) and all(isinstance(kept.get(n), kind) for n, kind in parts.items())
         require(kept is None or is_whole, "calibration", str(kept)[:40], "must hold name, hash and constants")
@@ -74,13 +78,6 @@ class Plan(Brief):
             require(count <= most, name, getattr(self.run, name), rule)
         evaluates, rule = self.run.eval_interval, "needs a share for validation in data.split, such as 949,50,1"
         require(not evaluates or self.data.shares[1] > 0, "eval_interval", evaluates, rule)
-
-    def _check_ramp(self) -> None:
-        """Sizes count that this plan itself trains: its part of a chain may be what no other number of replicas can."""
-        run, gbs = self.run, self.topology.gbs
-        is_part = run.start_iteration + run.exit_iteration > 0
-        sizes = run.ramp.sizes(gbs, run.start_iteration, run.goal) if is_part else None
-        run.ramp.require_whole(self.topology, sizes)
 
     @property
     def id(self) -> str:

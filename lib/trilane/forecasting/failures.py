@@ -4,7 +4,6 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from trilane.config.cluster import Cluster
 from trilane.config.parallelism import Topology
@@ -88,13 +87,6 @@ class FailureModel:
         twice = next((name for name in names if names.count(name) > 1), "")
         require(not twice, "stop.name", twice, "must be unique")
         require(0 <= self.common <= 1, "common", self.common, "must lie between 0 and 1")
-
-    def with_failures(self, per_node_year: float) -> "FailureModel":
-        """The model with a known rate of node failures, whose own uncertainty is then zero."""
-        require_not_negative("failures_per_node_year", per_node_year)
-        known: dict[str, Any] = {"per_node_year": per_node_year, "spread": 0.0, "source": "given"}
-        stops = (dataclasses.replace(s, **known) if s.name == NODE_FAILURE else s for s in self.stops)
-        return dataclasses.replace(self, stops=tuple(stops))
 
     def spares_of(self, free_nodes: int) -> int:
         """Nodes in reserve where the jobs leave so many free: by default 4, as of Jean Zay's 52 in the prequel."""

@@ -16,7 +16,7 @@ from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.fit import Z90
 from trilane.costmodel.predict import Prediction, predict
 from trilane.costmodel.shipped import constants_of
-from trilane.forecasting.failures import Cause, FailureModel, evaluation_s
+from trilane.forecasting.failures import NODE_FAILURE, Cause, FailureModel, evaluation_s
 from trilane.forecasting.schedule import SOONEST
 from trilane.forecasting.simulation import Uncertainty
 from trilane.utils import validation
@@ -104,8 +104,11 @@ class ForecastRequest(Brief):
         if isinstance(given, str) and given:
             given = validation.from_mapping(FailureModel, read_json(given, "risks"), "risks")
         model = replace(given or FailureModel(), **values).measured(self.plan.cluster)
-        rate = self.failures_per_node_year
-        return model if rate is None else model.with_failures(rate)
+        if (rate := self.failures_per_node_year) is None:
+            return model
+        validation.require_not_negative("failures_per_node_year", rate)
+        known: dict[str, Any] = {"per_node_year": rate, "spread": 0.0, "source": "given"}
+        return replace(model, stops=tuple(replace(s, **known) if s.name == NODE_FAILURE else s for s in model.stops))
 
     def _check_options(self) -> None:
         check(self)

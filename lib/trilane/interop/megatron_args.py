@@ -7,7 +7,7 @@ words are in data/megatron_arguments.json.
 
 import functools
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -84,32 +84,33 @@ def _beside(plan: Plan) -> Arguments:
     skipped = [str(number) for first, last in run.skipped for number in range(first, last + 1)]
     given: Arguments = {"rampup-batch-size": [str(ramp.start), str(ramp.increment), str(ramp.samples)]}
     given = {**(given if ramp.samples else {}), **({"iterations-to-skip": skipped} if skipped else {})}
-    return given | _options(
-        {
-            "max-position-embeddings": s.seq_length,
-            "train-samples": plan.samples,
-            "lr-decay-style": "cosine",
-            "eval-interval": run.eval_interval or 1000,
-            # that of our engines; its default 2^32 skips the first iterations
-            "initial-loss-scale": 65536 if t.precision == "fp16" else None,
-            "no-bias-gelu-fusion": s.activation != "gelu-tanh",
-            "ffn-hidden-size": s.ffn if s.ffn != 4 * s.hidden_size else None,
-            "norm-epsilon": s.norm_epsilon if s.norm_epsilon != ModelShape.norm_epsilon else None,
-            "use-distributed-optimizer": t.zero == 1,
-            **({"recompute-num-layers": t.recompute_layers} if t.recompute == "block" else {}),
-            "untie-embeddings-and-output-weights": not s.tied_embeddings,
-            "accumulate-allreduce-grads-in-fp32": t.precision != "fp32",
-            "group-query-attention": shared,
-            "num-query-groups": s.kv_heads if shared else None,
-            "rotary-base": int(s.rotary_base) if s.rotary_base != ModelShape.rotary_base else None,
-            "padded-vocab-size": s.vocab_size,
-            "timing-log-level": 2 if run.timers else None,
-            "tokenizer-type": "NullTokenizer" if is_bytes else "HuggingFaceTokenizer",
-            "tokenizer-model": None if is_bytes else coder,
-            # ids of our tokenizer "bytes"; the end of a document is the next id, as in NullTokenizer
-            "vocab-size": 256 if is_bytes else None,
-        }
-    )
+    values = {
+        "max-position-embeddings": s.seq_length,
+        "train-samples": plan.samples,
+        "lr-decay-style": "cosine",
+        "eval-interval": run.eval_interval or 1000,
+        # that of our engines; its default 2^32 skips the first iterations
+        "initial-loss-scale": 65536 if t.precision == "fp16" else None,
+        "no-bias-gelu-fusion": s.activation != "gelu-tanh",
+        "ffn-hidden-size": s.ffn if s.ffn != 4 * s.hidden_size else None,
+        "norm-epsilon": s.norm_epsilon if s.norm_epsilon != ModelShape.norm_epsilon else None,
+        "use-distributed-optimizer": t.zero == 1,
+        **({"recompute-num-layers": t.recompute_layers} if t.recompute == "block" else {}),
+        "untie-embeddings-and-output-weights": not s.tied_embeddings,
+        "accumulate-allreduce-grads-in-fp32": t.precision != "fp32",
+        "group-query-attention": shared,
+        "num-query-groups": s.kv_heads if shared else None,
+        "rotary-base": int(s.rotary_base) if s.rotary_base != ModelShape.rotary_base else None,
+        "padded-vocab-size": s.vocab_size,
+        "timing-log-level": 2 if run.timers else None,
+        "tokenizer-type": "NullTokenizer" if is_bytes else "HuggingFaceTokenizer",
+        "tokenizer-model": None if is_bytes else coder,
+        # ids of our tokenizer "bytes"; the end of a document is the next id, as in NullTokenizer
+        "vocab-size": 256 if is_bytes else None,
+    }
+    # True is a switch
+    found = {name: value for name, value in values.items() if value is not None and value is not False}
+    return given | {name: [] if value is True else [str(value)] for name, value in found.items()}
 
 
 def _data(plan: Plan, prefixes: Sequence[str]) -> Arguments:
@@ -120,9 +121,3 @@ def _data(plan: Plan, prefixes: Sequence[str]) -> Arguments:
     weights = [repr(float(part.weight)) for part in blend]
     weighted = [word for pair in zip(weights, sources, strict=False) for word in pair]
     return {"data-path": weighted or sources, "split": [plan.data.split or "100,0,0"]}
-
-
-def _options(values: Mapping[str, object]) -> Arguments:
-    """Arguments of values; True is a switch, False and None are left out."""
-    found = {name: value for name, value in values.items() if value is not None and value is not False}
-    return {name: [] if value is True else [str(value)] for name, value in found.items()}

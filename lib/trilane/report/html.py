@@ -20,7 +20,6 @@ from nbconvert import HTMLExporter
 from PIL import Image
 
 from trilane.report.plots.style import MIME, VERSION
-from trilane.utils.files import replace_text
 from trilane.utils.tables import Html, short
 from trilane.workspace.installation import checkout, stamp
 
@@ -218,11 +217,6 @@ def unfinished(notebook: Any) -> list[str]:
     """The sources of the code cells that were not executed to their end."""
     code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     return [cell.source for cell in code if "iopub.status.idle" not in cell.metadata.get("execution", {})]
-
-
-def write_notebook_report(executed: Path) -> Path:
-    """Write the executed notebook's HTML next to it; its path."""
-    return replace_text(executed.with_suffix(".html"), notebook_html(executed))
 
 
 def read_notebook(path: Path) -> Any:

@@ -54,18 +54,8 @@ def write_incident(found: Incident, path: Path) -> Path:
     cells = (event.cells() for event in found.events[:SHOWN])
     rows = ((" ".join(filter(None, c[:4])), Html.of("{:code}{}", c[4], Html.pre(c[5]))) for c in cells)
     notes = (Html.of("<p>{}</p>", note) for note in found.notes)
-    return _write(
-        path,
-        heading,
-        [
-            Html.of("<h1>{}</h1>", heading),
-            card,
-            *lines,
-            Html("<h2>Timeline</h2>"),
-            table(("When and where", "What"), rows),
-            *notes,
-        ],
-    )
+    timeline = [Html("<h2>Timeline</h2>"), table(("When and where", "What"), rows)]
+    return _write(path, heading, [Html.of("<h1>{}</h1>", heading), card, *lines, *timeline, *notes])
 
 
 def zip_path(study: Study) -> Path:

@@ -18,9 +18,9 @@ from papermill.models import Parameter
 from papermill.translators import PythonTranslator
 from traitlets.config import Config
 
-from trilane.report.html import read_notebook, state, unfinished, write_notebook_report
+from trilane.report.html import notebook_html, read_notebook, state, unfinished
 from trilane.report.index import write_index
-from trilane.utils.files import set_aside
+from trilane.utils.files import replace_text, set_aside
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.process import environment, python, replace_by
 from trilane.utils.progress import BATCH
@@ -98,7 +98,7 @@ def run(name: str, study: Study, **given: object) -> Path:
                 made = nbformat.read(executed, as_version=4)
                 made.metadata["trilane"] = stamp()
                 nbformat.write(made, executed)
-                write_notebook_report(executed)
+                replace_text(executed.with_suffix(".html"), notebook_html(executed))
                 write_index(study)
     return executed.with_suffix(".html")
 
