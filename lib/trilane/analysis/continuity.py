@@ -15,18 +15,10 @@ from trilane.logs.run import RunLog
 from trilane.utils.tables import DataFrame, Record, one_line
 from trilane.utils.validation import shipped_json
 
-# Quantities and findings in words; and of each cause what it `breaks`, `always`, and in the first step already:
-# the loss and gradient norm of that step are computed before an optimizer changes anything.
+# Quantities and findings in words.
 WORDS: Mapping[str, str] = shipped_json("restart_causes")["words"]
-CAUSES: Sequence[Mapping[str, Any]] = shipped_json("restart_causes")["causes"]
-OPEN = (
-    "loss-level",
-    "gradient-scale",
-    "gradient-level",
-    "rate-level",
-    "another-schedule",
-)  # findings that several causes can have
-UNSEEN = "seeds, optimizer states, data order (no log shows them: `trilane debug restart` compares what was saved)"
+# findings that several causes can have
+OPEN = ("loss-level", "gradient-scale", "gradient-level", "rate-level", "another-schedule")
 Numbers = tuple[np.ndarray, np.ndarray]  # iterations and values
 Found = tuple[str, int, float, str]  # the cause, the new line that differs first, the value expected there, a detail
 LEVELS = ("lm_loss", "grad_norm")
@@ -109,7 +101,8 @@ def find_breaks(logs: Sequence[RunLog]) -> Continuity:
         mine = [restart.found(name, *broken) for name, broken in judged.items() if broken]
         found += [_explained(one, whole, restart) if one.cause in OPEN else one for one in mine]
         unjudged |= dict.fromkeys(_unjudged(restart))
-    unjudged |= dict.fromkeys([UNSEEN] * bool(restarts))
+    unseen = "seeds, optimizer states, data order (no log shows them: `trilane debug restart` compares what was saved)"
+    unjudged |= dict.fromkeys([unseen] * bool(restarts))
     return Continuity(restarts=len(restarts), breaks=tuple(found), unjudged=tuple(unjudged))
 
 
@@ -120,7 +113,10 @@ def _explained(found: Break, whole: Sequence[str], r: "Boundary") -> Break:
     sudden = abs(math.log(found.size or 1.0)) > ONCE * sigma if math.isfinite(found.size or 1.0) else True
     at_once = r.every <= 1 and found.after.iteration == found.restart and sudden
     excluded, possible = list[str](), list[str]()
-    for cause in (cause for cause in CAUSES if found.quantity in cause["breaks"]):
+    # each with what it `breaks`, `always`, and in the first step already: the loss and gradient norm of that step are
+    # computed before an optimizer changes anything
+    causes: Sequence[Mapping[str, Any]] = shipped_json("restart_causes")["causes"]
+    for cause in (cause for cause in causes if found.quantity in cause["breaks"]):
         kept = [WORDS[name] for name in cause["always"] if name in whole]
         why = (
             f"{kept[0]} goes on"

@@ -16,8 +16,6 @@ from trilane.utils.validation import read_object, require, require_known
 from trilane.workspace.installation import outputs_root
 from trilane.workspace.study import Study
 
-TRAINING = ("engine", "data", "optimizer", "dropout", "run")  # of a run's plan
-
 
 @dataclass(frozen=True, kw_only=True)
 class StudyParts:
@@ -133,7 +131,8 @@ def _parts(study: Study) -> StudyParts:
         lacks.append(str(error) if study.run_folders() else "runs (03_launch)")
     plans = files.get("plans", {}).get("plans", [])
     found = {f"parameters of {path.stem}": _parameters(path) for path in sorted(study.folder.glob("[0-9]*.ipynb"))}
-    found["training"] = next(({n: m.plan.to_json()[n] for n in TRAINING} for m in runs.runs if m.plan), {})
+    training = ("engine", "data", "optimizer", "dropout", "run")
+    found["training"] = next(({n: m.plan.to_json()[n] for n in training} for m in runs.runs if m.plan), {})
     for plan in plans[:1]:
         found |= {"model": plan["shape"], "best plan": plan["topology"], "prediction": _predicted(plan["prediction"])}
     dated = ("plan", "tokens", "days", "gpu_hours", "finish", "p_miss_deadline", "p_overrun_allocation")

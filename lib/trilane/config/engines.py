@@ -20,8 +20,6 @@ from trilane.utils.validation import HostError
 
 ENGINES = ("megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")
 TRANSFORMER_ENGINE = (2, 9), (2, 11)  # the range of megatron-core 0.16.1's own extra `dev`
-ZERO_ENGINES = ("deepspeed-zero", "hf-zero3")  # with DeepSpeed's overlap_comm, which its pipelines do not have
-FLASH_HEAD_DIM = 256  # channels: the largest head of FlashAttention 2 (its README, 'head dimension up to 256')
 
 
 def default_precision(cluster: Cluster) -> str:
@@ -41,7 +39,8 @@ def default_attention(shape: ModelShape, cluster: Cluster, precision: str, engin
         return "scores"
     if cluster.gpu.kind == "cpu":
         return "fused"
-    fits = precision != "fp32" and shape.head_dim % 8 == 0 and shape.head_dim <= FLASH_HEAD_DIM
+    # the largest head of FlashAttention 2 (its README, 'head dimension up to 256')
+    fits = precision != "fp32" and shape.head_dim % 8 == 0 and shape.head_dim <= 256
     return "fused" if fits else "scores"
 
 
@@ -74,7 +73,8 @@ def default_topology(shape: ModelShape, cluster: Cluster, engine: str = ENGINES[
     made = Topology(**defaults | {name: value for name, value in chosen.items() if value is not None})
     if chosen.get("overlap_grad_reduce") is not None:
         return made
-    overlaps = engine in ZERO_ENGINES and made.dp > 1 and not has_bf16_optimizer(made)
+    # DeepSpeed's overlap_comm, which its pipelines do not have
+    overlaps = engine in ("deepspeed-zero", "hf-zero3") and made.dp > 1 and not has_bf16_optimizer(made)
     return replace(made, overlap_grad_reduce=overlaps)
 
 

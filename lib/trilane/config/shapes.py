@@ -24,8 +24,6 @@ from trilane.utils.validation import (
     shipped_json,
 )
 
-OWN_WIDTH = ("gpt2", "bloom")  # whose MLP is 4 x hidden_size where they name none, as a shape's
-
 
 @dataclass(frozen=True, kw_only=True)
 class GivenShape:
@@ -84,7 +82,8 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShap
     usual, known = _usual(kind), _with_rotary(values)
     for key, value, is_allowed, rule in _unlike_a_shape(values, usual):
         require(is_allowed, key, value, rule)
-    may_miss = ("num_key_value_heads", "seq_length", *["ffn_hidden_size"] * (kind in OWN_WIDTH))
+    # an MLP of GPT-2 or BLOOM is 4 x hidden_size where they name none, as a shape's
+    may_miss = ("num_key_value_heads", "seq_length", *["ffn_hidden_size"] * (kind in ("gpt2", "bloom")))
     sizes: dict[str, Any] = {name: _size(values, keys, name not in may_miss) for name, keys in table["sizes"].items()}
     longest, sizes["seq_length"] = sizes["seq_length"], seq_length or sizes["seq_length"]
     require(sizes["seq_length"] is not None, "seq", "missing", "is not in the configuration; give it")

@@ -8,10 +8,6 @@ from trilane.config.cluster import Cluster
 from trilane.costmodel.columns import Columns, Number, Parts, linear_flops_per_s, matmul_flops_per_s, slowdown
 from trilane.costmodel.constants import Constants
 
-# Tiles of cuBLAS's half-precision kernels and their relative rate: NVIDIA, 'Matrix multiplication background user
-# guide', section on tile sizes (256 x 128 is the most efficient, 128 x 128 reads more operands per FLOP).
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9))
-
 
 @dataclass(frozen=True)
 class LayerTime(Parts):
@@ -47,7 +43,9 @@ def matmul_seconds(
     if cluster.gpu.kind == "cpu":
         return 2 * m * n * k * batch / peak
     best: Number = np.inf
-    for tile_m, tile_n, relative in TILES:
+    # cuBLAS's half-precision kernels and their relative rate: NVIDIA's user guide, section on tile sizes (256 x 128 is
+    # the most efficient, 128 x 128 reads more operands per FLOP)
+    for tile_m, tile_n, relative in ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9)):
         waves = np.ceil(m / tile_m) * np.ceil(n / tile_n) * batch / sms
         lost = waves + c.quantization * (np.ceil(waves) - waves)
         best = np.minimum(best, lost * (2 * tile_m * tile_n * sms / relative))

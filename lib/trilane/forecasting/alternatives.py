@@ -16,7 +16,6 @@ from trilane.planning.search import search
 from trilane.utils.numbers import amount
 from trilane.utils.tables import Brief, Columns, DataFrame, Table
 
-EVIDENCE = ("topology", "days", "seconds an iteration", "nearest measured run")  # of facts(), for a wider table
 SIZES = "TP {t.tp} × PP {t.pp} × DP {t.dp}"  # of a topology t, in a case's name
 # what a search varies only where it is asked to
 HELD = ("precision", "attention", "fp32_gradients", "cp", "adam", "buckets", "offload", "overlap_tp")
@@ -65,7 +64,8 @@ class Cases(Table):
         every = [case for cases in self.kinds.values() for case in cases]
         rows = [{"case": c.name, **c.forecast.facts(brief=True), "note": c.note} for c in every]
         rows += [{"case": name, "note": reason} for name, reason in self.failed.items()]
-        names = dict.fromkeys(name for row in rows for name in row if name not in (*EVIDENCE, *self.hidden))
+        hidden = {"topology", "days", "seconds an iteration", "nearest measured run", *self.hidden}
+        names = dict.fromkeys(name for row in rows for name in row if name not in hidden)
         return Columns({name: [row.get(name, "") for row in rows] for name in names}).view()
 
 

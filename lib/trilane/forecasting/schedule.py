@@ -22,7 +22,6 @@ from trilane.planning.space import divisors
 from trilane.utils.validation import require
 
 SOONEST = 1e9  # GPU-hours that a day is worth where only the days count
-MICROBATCHES = (1, 2, 4, 8)  # that are tried beside the plan's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +90,7 @@ def topologies(plan: Plan, gbs: int, adapt: bool) -> list[Topology]:
     t = plan.topology
     if not adapt:
         return [dataclasses.replace(t, gbs=gbs)]
-    batches = [(mbs, dp) for mbs in sorted({*MICROBATCHES, t.mbs}) if gbs % mbs == 0 for dp in divisors(gbs // mbs)]
+    batches = [(mbs, dp) for mbs in sorted({1, 2, 4, 8, t.mbs}) if gbs % mbs == 0 for dp in divisors(gbs // mbs)]
     found = list[Topology]()
     for mbs, dp in batches:
         for recompute in sorted({t.recompute, "full"}) if dp <= t.dp else ():

@@ -25,7 +25,6 @@ from trilane.utils.validation import read_json, require
 from trilane.workspace.checkpoints import KINDS
 
 LATEST, WORD = "latest_checkpointed_iteration.txt", "embedding.word_embeddings.weight"
-NORMS = {"input_": "self_attention.linear_qkv.layer_norm_", "pre_mlp_": "mlp.linear_fc1.layer_norm_"}
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}  # megatron-core's defaults for common.pt
 # What a module keeps beside its parameters, of fp8 alone: megatron-core asks for it, and takes None for nothing.
 MODULES = [f"self_attention.{name}" for name in ("linear_qkv", "linear_proj", "core_attention")]
@@ -108,10 +107,8 @@ def place_of(name: str) -> tuple[str, int | None]:
     layer = re.fullmatch(r"(decoder\.layers\.)(\d+)\.(.+)", name)
     if not layer:
         return name, None
-    part = layer[3]
-    for own, fused in NORMS.items():
-        part = part.replace(f"{own}layernorm.", fused)
-    return layer[1] + part, int(layer[2])
+    part = layer[3].replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+    return layer[1] + part.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"), int(layer[2])
 
 
 def flat(size: tuple[int, ...]) -> tuple[int, ...]:
