@@ -20,10 +20,10 @@ def traced(plan: Plan) -> Trace:
     sizes |= {"activations_each_bytes": 1.0, "temporary_bytes": 0.0, "flops": 1.0}
     stages = tuple(
         TracedStage(
-            **{"stage": i, "rank": 0, "layers": 1, "derived": i == 1, "peak_at": "backward of microbatch 3"},
+            **{"stage": i, "rank": 0, "layers": 1, "peak_at": "backward of microbatch 3"},
             **{"peak_bytes": (10 - i) * 2.0**30, "operations": 1234, "collectives": (), **sizes},
         )
-        for i in range(plan.topology.pp)
+        for i in (0, 1, plan.topology.pp - 1)
     )
     counts = {"gpus": plan.topology.gpus, "microbatches": 8, "traced_microbatches": 3}
     return Trace(plan=plan.id, engine=plan.engine, stages=stages, **counts)
@@ -47,10 +47,9 @@ def test_what_was_traced_stands_beside_what_is_predicted(tmp_path, capsys):
     assert trace_of(plan, path) == trace and "trace" not in rules()
     assert main(["plan", "show", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "stage 0: traced 10.0 GiB in the backward of microbatch 3, 1,234 kernels" in text
-    assert "stage 1: derived 9.0 GiB" in text
+    assert "stage 0: 10.0 GiB in the backward of microbatch 3, 1,234 kernels" in text
     rows = {row["id"]: row for row in explorer.explorer(found, folder=tmp_path).spec["datasets"]["plans"]}
-    assert rows[plan.id]["traced"] == [10, 9, 8, 7] and "10" in rows[plan.id]["text"]
+    assert rows[plan.id]["traced"] == [10, 9, None, 7] and "10" in rows[plan.id]["text"]
     assert sum(any(row["traced"]) for row in rows.values()) == 1
     other = replace(plan, topology=replace(plan.topology, gbs=256))
     assert trace_of(other, path) is None

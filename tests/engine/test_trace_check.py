@@ -50,7 +50,7 @@ def test_a_collective_that_only_one_side_has_is_a_difference():
     numbers = dict.fromkeys(
         ("operations", *(f for f in TracedStage.__dataclass_fields__ if "bytes" in f or f == "flops")), 0
     )
-    stage = TracedStage(stage=1, rank=2, layers=1, derived=False, peak_at="", collectives=sent, **numbers)
+    stage = TracedStage(stage=1, rank=2, layers=1, peak_at="", collectives=sent, **numbers)
     trace = Trace(plan="", engine="", gpus=4, microbatches=8, traced_microbatches=3, stages=(stage,))
     found = {d.quantity: d.difference for d in compare(plan, trace)}
     assert found["broadcast dp count"] == found["all-gather tp count"] == float("inf")

@@ -59,8 +59,7 @@ def test_the_stages_of_a_pipeline(tmp_path):
     """
     plan = plan_of(tmp_path, tp=2, pp=4, dp=2, zero=1, sequence_parallel=True)
     trace = trace_by_command(plan, tmp_path, "--json")
-    assert [stage.rank for stage in trace.stages] == [0, 4, 8, 12]
-    assert [stage.derived for stage in trace.stages] == [False, False, True, False]
+    assert [(stage.stage, stage.rank) for stage in trace.stages] == [(0, 0), (1, 4), (3, 12)]
     columns, s = columns_of(plan.shape, plan.topology, plan.engine), trace.stages[1]
     for stage in trace.stages:
         parameters = stage_parameters(columns, stage.stage)
@@ -75,10 +74,8 @@ def test_the_stages_of_a_pipeline(tmp_path):
     for kind, times in {"all-gather": 6, "reduce-scatter": 4}.items():
         assert sent[kind, "tp"] == (times * microbatches, times * microbatches * hidden)
     assert sent["send", "pp"] == sent["receive", "pp"] == (2 * microbatches, 2 * microbatches * hidden / 2)
-    # three microbatches in flight on the second stage of four, two on the third
+    # three microbatches in flight on the second stage of four
     assert s.activations_bytes == pytest.approx(3 * s.activations_each_bytes, rel=0.1)
-    third = trace.stages[2]
-    assert third.peak_bytes == pytest.approx(s.peak_bytes - s.activations_bytes / 3)
     order = "".join(p.kind[0] for p in s.schedule)
     assert order == "ff" + "fb" * 3 + "bb" + "o"
 

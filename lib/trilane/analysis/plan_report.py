@@ -64,15 +64,14 @@ def plan_report(
 
 def _traced(trace: Trace, stages: Sequence[StageMemory]) -> list[str]:
     """The tensors that the real engine held without a GPU, and how much is predicted of the parts that are tensors."""
-    ran = sum(not stage.derived for stage in trace.stages)
-    said = f"{ran} of {len(trace.stages)} stages ran on tensors without memory, all else derived"
+    said = f"{len(trace.stages)} of {len(stages)} stages ran on tensors without memory"
     lines = [f"traced    {said}; left out: context, fragmentation, NCCL's and cuBLAS's buffers"]
-    for s, predicted in zip(trace.stages, stages, strict=True):
+    for s in trace.stages:
         peak = f"{s.peak_bytes / 2**30:.1f} GiB in the {s.peak_at}, {s.operations:,} kernels"
         held = {name: getattr(s, f"{name}_bytes") for name in (*TENSORS, "temporary", "buffers")}
         parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in held.items() if size)
-        tensors = sum(getattr(predicted, name) for name in (*TENSORS, "working")) / 2**30
-        lines.append(f"  stage {s.stage}: {'derived' if s.derived else 'traced'} {peak}: {parts}")
+        tensors = sum(getattr(stages[s.stage], name) for name in (*TENSORS, "working")) / 2**30
+        lines.append(f"  stage {s.stage}: {peak}: {parts}")
         lines[-1] += f"; predicted {tensors:.1f} without buffers"
     return lines
 

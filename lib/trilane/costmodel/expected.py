@@ -54,7 +54,7 @@ def compare(plan: Plan, trace: Trace) -> tuple[Difference, ...]:
     of the collectives of each kind and group; NaN is unknown.
     """
     found = []
-    for s in (stage for stage in trace.stages if not stage.derived):
+    for s in trace.stages:
         traced = {"weights": s.weights_bytes, "gradients": s.gradients_bytes, "optimizer": s.optimizer_bytes}
         traced |= {"activations": s.activations_each_bytes, "flops": s.flops}
         held = accumulate((p.kind == "forward") - (p.kind == "backward") for p in s.schedule)

@@ -42,7 +42,6 @@ class Pass(Record):
 class TracedStage(Record):
     """One rank of a pipeline stage (its first, of the first replica) over one iteration of all microbatches.
 
-    derived                 not run: from the traced stage with as many layers, by the microbatches in flight
     peak_bytes, peak_at     the most alive at once, and when: "backward of microbatch 3"; the kinds below are of then
     activations_bytes       what forward passes left for their backward passes, of all microbatches in flight
     activations_each_bytes  of one microbatch, once its forward pass is done
@@ -55,7 +54,6 @@ class TracedStage(Record):
     stage: int
     rank: int
     layers: int
-    derived: bool
     peak_bytes: float
     peak_at: str
     weights_bytes: float
@@ -73,7 +71,7 @@ class TracedStage(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(Record):
-    """The stages of the plan of this id, first to last.
+    """The stages of the plan of this id that ran: the first, the last, and between one for each count of layers.
 
     microbatches, traced_microbatches   of an iteration, and as many as ran: the rest repeats
     """

@@ -3,14 +3,12 @@
 import json
 import os
 import sys
-from dataclasses import replace
 
 from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, read_plan
-from trilane.costmodel.columns import columns_of
 from trilane.costmodel.expected import compare
-from trilane.costmodel.memory import in_flight, stage_layers
-from trilane.costmodel.trace import Trace, TracedStage, trace_file, trace_text
+from trilane.costmodel.memory import stage_layers
+from trilane.costmodel.trace import Trace, trace_file, trace_text
 from trilane.utils.files import replace_text
 from trilane.utils.process import context
 from trilane.utils.validation import print_refusal, require
@@ -47,9 +45,10 @@ def require_traceable(plan: Plan) -> None:
 
 
 def traced(plan: Plan, processes: int = 2) -> Trace:
-    """The trace of a plan: the first and the last stage, and of those between one for each count of layers.
+    """The trace of a plan: the first and the last stage, and of those between the first of each count of layers.
 
-    Each is a process of its own, so that no state of the libraries is shared; the rest follows (derived()).
+    Each is a process of its own, so that no state of the libraries is shared. The stages that follow one of as many
+    layers have fewer microbatches in flight.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # also where there are GPUs: see engine/trace/world.py
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as a training has it
@@ -66,9 +65,7 @@ def traced(plan: Plan, processes: int = 2) -> Trace:
     kinds = [(stage == 0, stage == last, count) for stage, count in enumerate(layers)]
     chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     with context("fork").Pool(min(processes, len(chosen)), maxtasksperchild=1) as pool:
-        found = dict(zip(chosen, pool.starmap(rank.trace_rank, [(plan, stage) for stage in chosen], 1), strict=True))
-    like = [found[kinds.index(kind)] for kind in kinds]
-    stages = [of if of.stage == stage else derived(plan, of, stage) for stage, of in enumerate(like)]
+        stages = pool.starmap(rank.trace_rank, [(plan, stage) for stage in chosen], 1)
     return Trace(
         plan=plan.id,
         engine=plan.engine,
@@ -79,34 +76,14 @@ def traced(plan: Plan, processes: int = 2) -> Trace:
     )
 
 
-def derived(plan: Plan, like: TracedStage, stage: int) -> TracedStage:
-    """A stage as `like`, an earlier one of as many layers, with its own number of microbatches in flight."""
-    x = columns_of(plan.shape, plan.topology, plan.engine)
-    share = float(in_flight(x, stage) / in_flight(x, like.stage))
-    less = like.activations_bytes * (1 - share)
-    return replace(
-        like,
-        stage=stage,
-        rank=stage * plan.topology.gpus // plan.topology.pp,
-        derived=True,
-        peak_bytes=like.peak_bytes - less,
-        activations_bytes=like.activations_bytes - less,
-        schedule=(),
-    )
-
-
 def text(plan: Plan, trace: Trace) -> str:
     """The trace for a person: a line a stage (GiB), and what is predicted of it."""
     parts = ("peak", "weights", "gradients", "optimizer", "activations", "buffers", "temporary")
     rows = [["stage", "layers", *parts, "kernels", "PFLOP", "peak at"]]
     for s in trace.stages:
         held = [f"{getattr(s, f'{part}_bytes') / 2**30:.2f}" for part in parts]
-        number, pflop = f"{s.stage}{'*' * s.derived}", f"{s.flops / 1e15:.4g}"
-        rows.append([number, str(s.layers), *held, f"{s.operations:,}", pflop, s.peak_at])
-    lines = _aligned(rows)
-    if any(s.derived for s in trace.stages):
-        lines.append("* derived from a stage of as many layers, by the microbatches in flight")
-    lines += ["", *_aligned(_compared(plan, trace))]
+        rows.append([str(s.stage), str(s.layers), *held, f"{s.operations:,}", f"{s.flops / 1e15:.4g}", s.peak_at])
+    lines = [*_aligned(rows), "", *_aligned(_compared(plan, trace))]
     ran = f"{trace.traced_microbatches} of {trace.microbatches} microbatches"
     return "\n".join([f"{plan.label}: {plan.engine}, {trace.gpus} ranks, {ran} ran", *lines])
 

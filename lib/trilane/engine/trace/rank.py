@@ -100,7 +100,6 @@ def _stage(recorder: Recorder, totals: dict[Any, float], **given: Any) -> Traced
     return TracedStage(
         **given,
         **{f"{kind}_bytes": held[kind] for kind in (*STATES, ACTIVATIONS, TEMPORARY)},
-        derived=False,
         peak_bytes=recorder.peak,
         peak_at=recorder.peak_at,
         activations_each_bytes=sum(size for (microbatch, _), size in recorder.each.items() if microbatch == 0),

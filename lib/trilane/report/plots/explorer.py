@@ -108,9 +108,9 @@ def plan_row(c: Candidate, rank: str = "", tokens: float = 0.0, trace: Trace | N
     numbers |= {"GiB, tensors traced": f"{trace.peak.peak_bytes / 2**30:.3g}"} if trace else {}
     row |= {"number": [*numbers], "text": [*numbers.values()], "whole": rounded(made.end)}
     fullest = max(p.stages, key=lambda stage: stage.total)
-    row |= {"times": [rounded(v, 4) for v in vars(p.time).values()]}
     row |= {"memory": [rounded(v / 2**30, 4) for v in vars(fullest).values()], "stage": [*range(t.pp)]}
-    row |= {"traced": [rounded(stage.peak_bytes / 2**30, 4) for stage in trace.stages] if trace else [None] * t.pp}
+    peaks = {stage.stage: rounded(stage.peak_bytes / 2**30, 4) for stage in trace.stages} if trace else {}
+    row |= {"times": [rounded(v, 4) for v in vars(p.time).values()], "traced": [peaks.get(s) for s in range(t.pp)]}
     row |= {name: [rounded(vars(stage)[name] / 2**30, 4) for stage in p.stages] for name in MEMORY}
     runs = [*runs_of(made)]
     return row | {name: [rounded(r[i], 7) if i > 3 else r[i] for r in runs] for i, name in enumerate(RUN)}
