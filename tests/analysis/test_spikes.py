@@ -106,7 +106,8 @@ def test_a_loss_that_rises_and_stays_is_a_divergence():
 def test_the_command_joins_logs_and_reports(tmp_path, capsys):
     first = [m2021(i, n=60, loss=5 - 0.01 * i + 0.01 * (i % 3)) for i in range(1, 41)]
     later = [m2021(i, n=60, loss=(9 if i == 50 else 5) - 0.01 * i + 0.01 * (i % 3)) for i in range(36, 61)]
-    for name, lines in (("1.log", first), ("2.log", later)):
+    lost = [line.replace("lm loss: 5", "other: 5").replace("1.250", "nan") for line in map(m2021, range(1, 41))]
+    for name, lines in (("1.log", first), ("2.log", later), ("3.log", lost)):
         (tmp_path / name).write_text("".join(lines))
     files = [str(tmp_path / name) for name in ("1.log", "2.log")]
     assert main(["logs", "spikes", *files, "--json"]) == 0
@@ -117,4 +118,5 @@ def test_the_command_joins_logs_and_reports(tmp_path, capsys):
     assert event["size"] == pytest.approx(math.log(8.51 / 4.51), abs=0.03)
     assert main(["logs", "spikes", files[0], "none"]) == 1
     assert capsys.readouterr().out.endswith("40 lines\n  no spike, jump or divergence\n")
-    assert main(["logs", "spikes", "none"]) == 2
+    assert main(["logs", "spikes", str(tmp_path / "3.log")]) == 0 and main(["logs", "spikes", "none"]) == 2
+    assert "cannot be judged: 0 lines" in capsys.readouterr().out

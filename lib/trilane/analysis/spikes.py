@@ -119,6 +119,8 @@ def training_text(group: Sequence[RunLog], curve: Curve, continuity: Continuity)
     """A training in a line, and a line for each restart, event, break of a restart, and problem of a log."""
     lines = [f"{', '.join(str(log.source) for log in group)}: {len(curve.table)} lines"]
     lines += [f"  restart at iteration {r.iteration} ({r.redone} lines done again): {r.log}" for r in curve.restarts]
-    events = [event.sentence for event in find_spikes(curve)] or [CALM] * (not continuity.breaks)
+    known = max(len(_logarithms(curve, name)[0]) for name in ("lm_loss", "grad_norm"))
+    calm = CALM if 2 * known >= len(curve.table) else f"cannot be judged: {known} lines have a loss or norm above 0"
+    events = [event.sentence for event in find_spikes(curve)] or [calm] * (not continuity.breaks)
     lines += [f"  {line}" for line in (*events, *continuity.lines())]
     return "\n".join([*lines, *(f"  problem of {g.source.name}: {p}" for g in group for p in g.problems)])

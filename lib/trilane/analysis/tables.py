@@ -29,17 +29,15 @@ def _config(m: Measurement, name: str) -> float:
 
 
 def _date(m: Measurement) -> str:
-    """That of the last iteration's line, else of the file."""
-    log = m.log
-    at = log.printed_at
-    if math.isnan(at) and log.source.exists():
-        at = log.source.stat().st_mtime
+    """That of the last iteration's line, else of a run folder's log: of a copied file it is that of the copy."""
+    at, path = m.log.printed_at, m.log.source
+    if math.isnan(at) and m.plan and path.exists():
+        at = path.stat().st_mtime
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}" if 0 < at < 4e9 else ""  # after 2096 it is damaged
 
 
 def _cause(m: Measurement) -> str:
-    ended = () if m.status is Status.COMPLETED else (m.log.evidence, *m.log.collectives)
-    return "; ".join((*ended, *m.log.own))
+    return "; ".join((m.log.evidence, *m.log.collectives) * (m.status is not Status.COMPLETED) + m.log.own)
 
 
 # Each column of a table: the key of a row, by which rows are sorted, what it is of a run, and a number's form; "" is
