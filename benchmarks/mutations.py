@@ -299,7 +299,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("min(self.low, other.low)", "self.low"),
     ],
     ("restart", "config/batch_rampup.py", "config"): [
-        ("first=first, gbs=self.batch_size(first, gbs)", "first=first, gbs=self.batch_size(first + 1, gbs)"),
+        ("phase.first + turn * phase.gbs", "phase.first + turn"),
     ],
     ("checkpoints", "utils/files.py", "workspace"): [
         ("os.fsync(file.fileno())\n        os.replace", "file.fileno()\n        os.replace"),

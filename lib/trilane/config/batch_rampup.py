@@ -17,10 +17,6 @@ class Phase:
     iterations: int
     first: int
 
-    @property
-    def samples(self) -> int:
-        return self.gbs * self.iterations
-
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -62,12 +58,6 @@ class Ramp:
         require(way % self.increment == 0, "ramp.increment", self.increment, rule + dividing(way, self.increment))
         return (gbs - self.start) // self.increment
 
-    def batch_size(self, consumed: int, gbs: int) -> int:
-        """Sequences of the iteration that begins at sample `consumed`, on the way to `gbs`."""
-        if consumed >= self.samples:
-            return gbs
-        return self.start + consumed * self.steps(gbs) // self.samples * self.increment
-
     def phases(self, gbs: int) -> list[Phase]:
         """The phases below `gbs`, in order. A step that one iteration skips altogether has no phase."""
         phases: list[Phase] = []
@@ -86,7 +76,7 @@ class Ramp:
         found, done, consumed = list[tuple[int, int, int]](), 0, 0
         for phase in self.phases(gbs):
             found.append((done, consumed, phase.gbs))
-            done, consumed = done + phase.iterations, consumed + phase.samples
+            done, consumed = done + phase.iterations, consumed + phase.gbs * phase.iterations
         return [*found, (done, consumed, gbs)]
 
     def iterations(self, samples: int, gbs: int) -> int:
@@ -101,11 +91,10 @@ class Ramp:
 
     def batches(self, iterations: int, gbs: int, done: int = 0) -> Iterator[Batch]:
         """The iterations after the first `done`, up to number `iterations`, one by one."""
-        first = self.consumed(done, gbs)
-        for number in range(done + 1, iterations + 1):
-            batch = Batch(number=number, first=first, gbs=self.batch_size(first, gbs))
-            yield batch
-            first = batch.end
+        for phase in self.between(gbs, done, iterations):
+            for turn in range(phase.iterations):
+                yield Batch(number=done + turn + 1, first=phase.first + turn * phase.gbs, gbs=phase.gbs)
+            done += phase.iterations
 
     def between(self, gbs: int, first: int, last: int) -> list[Phase]:
         """The phases of the iterations after the first `first`, up to number `last`, cut there."""
@@ -116,18 +105,13 @@ class Ramp:
                 found.append(Phase(gbs=batch, iterations=end - begin, first=consumed + (begin - done) * batch))
         return found
 
-    def failing(self, gbs: int, multiple: int) -> list[int]:
-        """The batch sizes on the way, `gbs` included, that are no multiple of `multiple` = mbs x dp."""
-        sizes = [self.start + step * self.increment for step in range(self.steps(gbs))]
-        return [size for size in [*sizes, gbs] if size % multiple]
-
     def require_whole(self, t: Topology, sizes: Iterable[int] | None = None, also: str = "") -> None:
         """ValueError unless each replica gets whole microbatches (with interleaving rounds of pp of them) at every size
         or these `sizes`; `also` would do."""
         groups = t.pp if t.interleaving > 1 else 1
         unit = t.mbs * t.dp * groups
-        failing = self.failing(t.gbs, unit) if sizes is None else sorted(size for size in sizes if size % unit)
-        if failing:
+        every = [*(self.start + step * self.increment for step in range(self.steps(t.gbs))), t.gbs]
+        if failing := sorted(size for size in (every if sizes is None else sizes) if size % unit):
             rule = f"every batch size must be a multiple of mbs x dp = {t.mbs} x {t.dp}"
             rule += f", times pp={t.pp} with interleaving" * (groups > 1)
             shown = ", ".join(map(str, failing[:3])) + ", ..." * (len(failing) > 3)
