@@ -30,11 +30,6 @@ class IterationTime(Parts):
     data_parallel: float
     optimizer: float
 
-    @property
-    def communication(self) -> Number:
-        """Seconds of all messages: tensor and data parallelism, and between pipeline stages."""
-        return self.tensor_parallel + self.pipeline_p2p + self.data_parallel
-
 
 class Ring(NamedTuple):
     """A group of ranks that reduce or gather together: seconds per byte of every rank, and seconds of each call.

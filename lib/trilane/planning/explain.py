@@ -16,8 +16,6 @@ from trilane.utils.tables import Brief, Text
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
 
-Sentence = tuple[str, tuple[Any, ...]]  # a template and its values, for a terminal or for Markdown
-
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation(Brief):
@@ -39,17 +37,13 @@ class Explanation(Brief):
         part, size = max(vars(stage).items(), key=lambda pair: pair[1])
         return number, part, size / stage.total
 
-    def sentences(self) -> list[Sentence]:
-        """What limits the plan, how sure that is, on what it rests."""
-        reason = untrainable_reason(self.plan.topology)
-        return [*[("Predicted only: {}.", (reason,))] * bool(reason), *self._limits(), *self._sure()]
-
     def as_lines(self) -> list[str]:
-        """The sentences for a terminal."""
-        return [template.format(*values) for template, values in self.sentences()]
+        """What limits the plan, how sure that is, on what it rests, in sentences."""
+        reason = untrainable_reason(self.plan.topology)
+        return [*[f"Predicted only: {reason}."] * bool(reason), *self._limits(), *self._sure()]
 
     def _repr_markdown_(self) -> str:
-        return "\n".join(f"- {Text.of(template, *values)}" for template, values in self.sentences())
+        return Text.joined("\n", [Text.of("- {}", line) for line in self.as_lines()])
 
     def to_json(self) -> dict[str, Any]:
         """Shares, the fullest stage, the nearest measured runs, and the sentences."""
@@ -61,23 +55,23 @@ class Explanation(Brief):
             "sentences": self.as_lines(),
         }
 
-    def _limits(self) -> list[Sentence]:
+    def _limits(self) -> list[str]:
         p, (number, part, share) = self.prediction, self.fullest
         words = ", ".join(f"{name} {share:.0%}" for name, share in list(self.shares.items())[:3])
         where = f"stage {number} of {len(p.stages)} decides" if len(p.stages) > 1 else "one GPU"
-        sizes = p.memory_bytes / 2**30, self.plan.cluster.gpu.memory_bytes / 2**30
-        time = "Time: {} of an iteration; all communication takes {:.0%}."
-        memory = "Memory: {}, {:.1f} of {:.1f} GiB, most of it {} ({:.0%})."
-        return [(time, (words, p.time.communication / p.time.total)), (memory, (where, *sizes, part, share))]
+        need, card = p.memory_bytes / 2**30, self.plan.cluster.gpu.memory_bytes / 2**30
+        sent = (p.time.tensor_parallel + p.time.pipeline_p2p + p.time.data_parallel) / p.time.total
+        time = f"Time: {words} of an iteration; all communication takes {sent:.0%}."
+        return [time, f"Memory: {where}, {need:.1f} of {card:.1f} GiB, most of it {part} ({share:.0%})."]
 
-    def _sure(self) -> list[Sentence]:
+    def _sure(self) -> list[str]:
         p = self.prediction
         words = ("almost certainly fits", SAFE), ("very probably fits", RISKY), ("may run out of", IMPOSSIBLE)
         fits = next((text for text, most in words if p.oom_probability <= most), "probably runs out of")
-        values = (p.sec_lo, p.sec_hi, p.sec_hi / p.sec_per_it - 1, fits, p.oom_probability)
-        sure = "How sure: 9 of 10 such runs take {:.4g} to {:.4g} s (within {:.0%}); it {} memory (P(OOM) {:.2f})."
+        seconds = f"{p.sec_lo:.4g} to {p.sec_hi:.4g} s (within {p.sec_hi / p.sec_per_it - 1:.0%})"
+        sure = f"How sure: 9 of 10 such runs take {seconds}; it {fits} memory (P(OOM) {p.oom_probability:.2f})."
         others = ", ".join(f"{row} ({distance:.1f})" for row, distance in p.support.nearest[1:])
-        return [(sure, values), ("Support: {}{}.", (p.support.words, f"; then {others}" if others else ""))]
+        return [sure, f"Support: {p.support.words}{f'; then {others}' if others else ''}."]
 
 
 def explain(plan: Plan, calibration: Calibration | None = None) -> Explanation:
