@@ -49,6 +49,7 @@ FAULTS = {
     "bounds of the rate": ("learning_rate", lines(10) + line(11, more="learning rate: 2.000E+00 | ")),
     "bounds of the norm": ("grad_norm", titan(norm=-1.5)),
     "bounds of the loss": ("lm_loss", lines(10) + line(11, -0.5)),
+    "bounds of no loss": ("lm_loss", lines(10) + line(11, 0.0)),
     "bounds of the share": ("mfu", titan(mfu=3160.0)),
     "jumps-back": ("consumed_samples", lines(10) + line(11, used=4) + line(12, used=8)),
     "rate of tokens": ("tokens_per_gpu_per_second", SIZES + lines(more=RATE.format(4 * 2048 / 2 / 8, 64))),

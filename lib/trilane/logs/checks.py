@@ -14,12 +14,12 @@ from trilane.logs.table import NAN, Columns
 MOST_NUMBER = 1e15  # of an iteration; a larger one is damaged
 AGREE = 1.5  # factor between two rates of one run: one may be a running mean, or leave out what the other counts
 # Seconds: the slowest row of data/measured.csv takes 870. FLOP/s: twice the dense 16-bit peak of a B200. 0 and -1 stand
-# for "not measured" (nanoGPT, DeepSpeed).
+# for "not measured" (nanoGPT, DeepSpeed), but a loss of 0 for one that is NaN (the Trainer's logging_nan_inf_filter).
 BOUNDS = {
     "sec_per_it": (2e-4, 3600.0, "seconds an iteration: another unit?"),
     "grad_norm": (0.0, math.inf, "a norm is not negative"),
     "learning_rate": (0.0, 1.0, "a learning rate lies between 0 and 1"),
-    "lm_loss": (0.0, math.inf, "a cross entropy is not negative"),
+    "lm_loss": (1e-30, math.inf, "a cross entropy is above 0: NaN, or no label?"),
     "mfu": (0.0, 1.0, "above the peak; a percentage?"),
     "flops_per_s_per_gpu": (1e6, 4.5e15, "FLOP/s: another unit?"),
 }
@@ -56,10 +56,11 @@ def _bounds(columns: Columns) -> Iterator[tuple[str, str, str]]:
     for name in BOUNDS.keys() & columns.keys():
         (low, high, message), numbers = BOUNDS[name], columns[name]
         usual = median(numbers) if name in ("sec_per_it", "flops_per_s_per_gpu") else numbers
-        odd = ((usual < low) | (usual > high)) & (numbers != -1) & (numbers != 0) & (numbers == numbers)
-        if odd.any():
-            at = odd.argmax()
-            yield "bounds", name, f"{numbers[at]:.6g} at iteration {columns['iteration'][at]:.0f}: {message}"
+        odd = ((usual < low) | (usual > high)) & (numbers != -1) & (numbers == numbers)
+        if (odd := odd & ((numbers != 0) | (name == "lm_loss"))).any():
+            number, iteration = numbers[at := odd.argmax()], columns["iteration"][at]
+            where = f" at iteration {iteration:.0f}" * bool(iteration == iteration)
+            yield "bounds", name, f"{number:.6g}{where}: {message}"
 
 
 def _counts(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[tuple[str, str, str]]:
