@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ipywidgets import HTML, BoundedIntText, Button, Checkbox, Dropdown, GridBox, HBox, Image, SelectionSlider, VBox
+from ipywidgets import HTML, BoundedIntText, Button, Checkbox, Dropdown, GridBox, Image, SelectionSlider, VBox
 
 from trilane.config.engines import ENGINES
 from trilane.config.parallelism import CHOICES, LARGEST
@@ -70,7 +70,7 @@ def _box(name: str, value: Any, numbers: Mapping[str, Sequence[int]]) -> Any:
 
 
 class Editor:
-    """The controls of one plan and what follows: `boxes` by field, `buttons` by name; `widget` shows them.
+    """The controls of one plan and what follows: `boxes` by field, a `button`; `widget` shows them.
 
     `base` is the plan it began with, with which others are compared; `chosen` that of the controls, None if refused.
     """
@@ -80,36 +80,19 @@ class Editor:
     def __init__(self, base: Candidate, calibration: Calibration, study: Study | None) -> None:
         self.base, self.calibration, self.study = base, calibration, study
         self.chosen: Candidate | None = base
-        self.is_setting = False
         values = {"engine": base.plan.engine, **vars(base.topology)}
         numbers = sizes(base.plan)
         self.boxes = {name: _box(name, value, numbers) for name, value in values.items()}
         self.figure, self.picture = compared(base), Image(format="svg+xml")
         self.caption, self.message = HTML(), HTML()
-        actions = {"first plan": self.reset, **({"use this plan": self.use} if study else {})}
-        self.buttons = {name: Button(description=name) for name in actions}
-        for name, button in self.buttons.items():
-            button.on_click(lambda _, action=actions[name]: action())
+        self.button = Button(description="use this plan")
+        self.button.on_click(lambda _: self.use())
         for box in self.boxes.values():
             box.observe(self._changed, "value")
         grid = GridBox([*self.boxes.values()])
         grid.layout.grid_template_columns, grid.layout.width = "repeat(auto-fill, minmax(250px, 1fr))", "100%"
-        self.widget = VBox([grid, self.caption, self.picture, HBox([*self.buttons.values()]), self.message])
+        self.widget = VBox([grid, self.caption, self.picture, *[self.button] * bool(study), self.message])
         self._changed()
-
-    def set(self, **values: Any) -> None:
-        """Give controls these values, and predict once."""
-        self.is_setting = True
-        try:
-            for name, value in values.items():
-                self.boxes[name].value = value
-        finally:
-            self.is_setting = False
-        self._changed()
-
-    def reset(self) -> None:
-        """Go back to the first plan."""
-        self.set(engine=self.base.plan.engine, **vars(self.base.topology))
 
     def use(self) -> None:
         """Put the plan first in the study's plans.json."""
@@ -123,12 +106,11 @@ class Editor:
             self.message.value = Html.of("<b>not written</b>: {}", error)
 
     def _changed(self, _: Any = None) -> None:
-        if not self.is_setting:
-            choices = {name: box.value for name, box in self.boxes.items()}
-            self.caption.value, self.chosen = sentence(self.base, self.calibration, **choices)
-            self.message.value = ""
-            if self.chosen:  # else the last plan that can be stays in sight
-                self.picture.value = svg_of(self.figure, self.chosen, self.base)
+        choices = {name: box.value for name, box in self.boxes.items()}
+        self.caption.value, self.chosen = sentence(self.base, self.calibration, **choices)
+        self.message.value = ""
+        if self.chosen:  # else the last plan that can be stays in sight
+            self.picture.value = svg_of(self.figure, self.chosen, self.base)
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         """The controls; in a report without a kernel their text alone."""
