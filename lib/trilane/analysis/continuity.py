@@ -118,11 +118,8 @@ def _explained(found: Break, whole: Sequence[str], r: "Boundary") -> Break:
     causes: Sequence[Mapping[str, Any]] = shipped_json("restart_causes")["causes"]
     for cause in (cause for cause in causes if found.quantity in cause["breaks"]):
         kept = [WORDS[name] for name in cause["always"] if name in whole]
-        why = (
-            f"{kept[0]} goes on"
-            if kept
-            else "acts after the first step" * (at_once and found.quantity not in cause["at_once"])
-        )
+        late = "acts after the first step" * (at_once and found.quantity not in cause["at_once"])
+        why = f"{kept[0]} goes on" if kept else late
         (excluded if why else possible).append(f"{cause['cause']} ({why})" if why else cause["cause"])
     return replace(found, excluded=tuple(excluded), possible=tuple(possible))
 

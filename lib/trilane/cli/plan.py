@@ -46,9 +46,8 @@ def size(
     With --days instead of --params: the largest shapes that end in time with 90 % probability, failures and
     checkpoints counted as by `plan calendar`. Exit code 1 where none can run, or none ends in time.
     """
-    require(
-        bool(params) != bool(days), "params", f"{params:g}" if params else "missing", "give either --params or --days"
-    )
+    named = f"{params:g}" if params else "missing"
+    require(bool(params) != bool(days), "params", named, "give either --params or --days")
     machine = load_cluster(cluster)
     asked: dict[str, Any] = {"cluster": machine, "calibration": constants(machine, calibration)}
     asked |= {f.name: given.pop(f.name) for f in fields(SizeRequest) if f.name in given} | {"choices": given}
@@ -163,13 +162,8 @@ def plan_of(shape: Any, cluster: str, engine: str, gpus: int, choices: dict[str,
     if gpus:
         replica = choices.get("tp", 1) * choices.get("cp", 1) * choices.get("pp", 1)
         choices.setdefault("dp", max(1, gpus // replica))
-        what = "tp x cp x pp x dp" if "cp" in choices else "tp x pp x dp"
-        require(
-            choices["dp"] * replica == gpus,
-            what,
-            choices["dp"] * replica,
-            f"contradicts gpus={gpus}; multiples of {replica} would do",
-        )
+        what, made = "tp x cp x pp x dp" if "cp" in choices else "tp x pp x dp", choices["dp"] * replica
+        require(made == gpus, what, made, f"contradicts gpus={gpus}; multiples of {replica} would do")
     topology = default_topology(shape, machine, engine, **choices)
     label = label_of(shape, machine, topology, engine)
     return Plan(label=label, shape=shape, cluster=machine, topology=topology, engine=engine)

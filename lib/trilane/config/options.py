@@ -46,7 +46,12 @@ def check_value(name: str, value: Any, is_whole: bool, rule: Mapping[str, Any]) 
     elif is_whole:
         require_integer(name, value, rule.get("minimum", 0), rule.get("maximum", 1 << 63))
     else:
-        _check_number(name, value, rule)
+        words = {"minimum": "at least {:g}", "above": "above {:g}", "maximum": "at most {:g}", "below": "below {:g}"}
+        text = ", ".join(word.format(rule[kind]) for kind, word in words.items() if kind in rule)
+        require(is_number(value), name, value, f"must be a number{', ' * bool(text)}{text}")
+        low = rule.get("minimum", value) <= value and rule.get("above", -math.inf) < value
+        high = value <= rule.get("maximum", value) and value < rule.get("below", math.inf)
+        require(low and high, name, value, f"must be {text}")
 
 
 def read_field(kind: type, name: str, text: str) -> Any:
@@ -64,16 +69,6 @@ def _rules(kind: type) -> dict[str, tuple[bool, Mapping[str, Any]]]:
     """The fields that have a rule, and whether they are whole numbers: a search makes many topologies."""
     fields, named = dataclasses.fields(kind), {"minimum", "maximum", "above", "below", "choices"}
     return {f.name: (f.type in (int, int | None), f.metadata) for f in fields if named & {*f.metadata}}
-
-
-def _check_number(name: str, value: object, rule: Mapping[str, Any]) -> None:
-    words = {"minimum": "at least {:g}", "above": "above {:g}", "maximum": "at most {:g}", "below": "below {:g}"}
-    text = ", ".join(word.format(rule[kind]) for kind, word in words.items() if kind in rule)
-    require(is_number(value), name, value, f"must be a number{', ' * bool(text)}{text}")
-    assert isinstance(value, float | int)
-    low = rule.get("minimum", value) <= value and rule.get("above", -math.inf) < value
-    high = value <= rule.get("maximum", value) and value < rule.get("below", math.inf)
-    require(low and high, name, value, f"must be {text}")
 
 
 def changed(values: Any) -> dict[str, Any]:

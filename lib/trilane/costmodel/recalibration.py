@@ -140,11 +140,8 @@ class Recalibration(Table):
     def _repr_html_(self) -> str:
         found = super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)
         lines = Html.joined("", (Html.of("<p>{}</p>", line) for line in self.summary()))
-        return found + Html.of(
-            "<details><summary>{}</summary>{}</details>",
-            "Which rows count, their errors, and which constants moved",
-            lines,
-        )
+        summary = "Which rows count, their errors, and which constants moved"
+        return found + Html.of("<details><summary>{}</summary>{}</details>", summary, lines)
 
     def measured_rows(self) -> DataFrame:
         """The measured runs in the columns that fit() and `trilane calibrate` take."""
