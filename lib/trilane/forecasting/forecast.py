@@ -103,11 +103,7 @@ class Forecast(Table):
 
     @property
     def _ramp(self) -> Record:
-        """The batch size's ramp: its iterations, sizes and days.
-
-        Days are those of the iterations at the predicted seconds of each size, and of the restarts. A run may end
-        inside its ramp.
-        """
+        """The batch size's ramp: its iterations, sizes and days, restarts included; a run may end inside it."""
         t, phases = self.request.plan.topology, self.request.phases
         count = sum(phase.gbs < t.gbs for phase in phases)
         last = -1 if count == len(phases) else count - 1

@@ -18,10 +18,7 @@ from trilane.utils.numbers import amount
 
 
 def gantt(found: Forecast) -> Figure:
-    """The jobs of the expected run over the dates: batch size above, nodes below.
-
-    Each bar is a job of at most the longest time that the queue takes; a white line parts it from the next.
-    """
+    """The jobs of the expected run over the dates, a bar each: batch size above, nodes below."""
     record, chains, run = found.record, found.record["schedule"], found.expected
     longest = found.request.risks.job_hours
     made, (above, below) = figure(8.6, 4.2, rows=2)

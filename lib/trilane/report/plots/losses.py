@@ -22,10 +22,9 @@ Row = dict[str, Any]
 def explorer(curves: Mapping[str, Curve], points: int = 2400) -> Interactive | Text:
     """Loss, gradient norm and learning rate of the trainings, where their logs have them; validation losses as dots.
 
-    To choose: what lies on the x axis, and how many lines a value is smoothed over (exponentially; the lines as printed
-    stay behind it, pale). A click on a name in the legend shows that training alone. Dashed lines are restarts; pale,
-    too, is what was trained again, as it first was. A quantity that changes by a factor of 3 has a logarithmic axis. A
-    long log is drawn by its lowest and highest lines (see thinned()), about `points` of all together.
+    To choose: the x axis, and how many lines a value is smoothed over (exponentially). Dashed lines are restarts; pale
+    are the lines as printed, and what was trained again, as it first was. A quantity that changes by a factor of 3 has
+    a logarithmic axis. Of a long log the lowest and highest lines are drawn, about `points` of all together.
     """
     curves = {plain(name): c for name, c in curves.items() if c.table["lm_loss"].notna().any()}
     if not curves:
