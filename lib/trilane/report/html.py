@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri
 def notebook_html(executed: Path) -> str:
     """The executed notebook as one HTML text: code folded, figures inline, no external resources.
 
-    It has what it is: study, date, revision, parameters; no path of the machine that made it.
+    It has study, date, revision and parameters; no path of the machine that made it.
     """
     notebook = read_notebook(executed)
     report: dict[str, Any] = {"study": executed.parent.name, "title": title(notebook), "headings": {}}
@@ -227,11 +227,3 @@ def read_notebook(path: Path) -> Any:
     except Exception as error:  # of a damaged file nbformat raises anything, also AssertionError and UnboundLocalError
         raise ValueError(f"notebook={path}: is damaged ({short(str(error), 80)})") from None
     return notebook
-
-
-def read_field(path: Path, field: Callable[[Any], Any]) -> Any:
-    """What `field` takes of the JSON in the file; None where the file is damaged: an index shows what can be read."""
-    try:
-        return field(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
-        return None

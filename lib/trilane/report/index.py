@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jinja2
 
-from trilane.report.html import DATA, POLICY, read_field, read_notebook, state, title, without_places
+from trilane.report.html import DATA, POLICY, read_notebook, state, title, without_places
 from trilane.slurm.incident import SHOWN, Incident
 from trilane.utils.files import replace_text
 from trilane.utils.folder_lock import FolderLock
@@ -28,7 +28,6 @@ def write_index(study: Study) -> Path:
         names = sorted(path.name for path in study.folder.iterdir() if path.suffix in (".json", ".csv"))
         parts = [
             Html.of("<h1>Study “{}”</h1>", study.name),
-            *recommended(study),
             Html("<h2>Notebooks</h2>"),
             table(("Question", "Status", "Seconds", "Executed copy"), map(_notebook_row, notebooks)),
             *[Html("<h2>Runs</h2>"), table(("Run", "Status", "Evidence", "Files"), runs)] * bool(runs),
@@ -94,15 +93,6 @@ def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Html:
     lines = (Html.joined("", (Html.of('<td class="text">{}</td>', cell) for cell in row)) for row in rows)
     body = Html.joined("\n", (Html.of("<tr>{}</tr>", line) for line in lines))
     return Html.of("<table>\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody></table>", titles, body)
-
-
-def recommended(study: Study) -> list[Html]:
-    """What 08_decision recommends, as the card on top of the index; none where there is no page that can be read."""
-    advice = read_field(study.folder / "decision.json", lambda values: values["recommendation"])
-    if not (isinstance(advice, dict) and advice.get("verdict")):
-        return []
-    label = ": ".join(filter(None, ["recommended by 08_decision", str(advice.get("change", ""))]))
-    return [Html.of('<p class="card"><b>{}</b><span>{}</span></p>', advice["verdict"], label)]
 
 
 def _notebook_row(path: Path) -> list[object]:
