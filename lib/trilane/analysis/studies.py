@@ -38,7 +38,6 @@ class StudyComparison(Brief):
         names = Text.joined(", ", [Text.of("{:code}", s.name) for s in self.studies])
         lines = [Text.of("**{} choices and results** differ between {}.", len(self.differing), names)]
         lines += [Text.of("{} lacks {}.", s.name, "; ".join(s.lacks)) for s in self.studies if s.lacks]
-        lines += [Text("It is the only study here; name two or more: `-p studies a,b`.")] * (len(self.studies) < 2)
         return Text.joined("\n\n", lines)
 
     @cached_property

@@ -250,7 +250,7 @@ def backtest(rows_csv: Source, cluster: str | None = None, cv: str | None = None
     `rows_csv` is a path, a DataFrame, "all" for every cleaned set that ships, or one of SHIPPED; `cluster` replaces its
     column. With `cv` (table, hidden or date; "" or "none" for none), each row is predicted by constants fitted
     without its kind (see leave_one_out); else by those of `calibration` (see calibration_for) or the shipped ones of
-    its stack. Raises ValueError for a file that cannot be read.
+    its stack.
     """
     cv = "" if cv == "none" else cv or ""
     require(not (cv and calibration), "cv", cv, "contradicts calibration, which is fitted already")

@@ -264,7 +264,7 @@ def predict(
 
     Of each row of a DataFrame or a CSV file, in the columns of measured_rows.read_rows(): the frame with
     predicted_sec_per_it and its 90 % interval predicted_sec_lo and predicted_sec_hi, predicted_memory_gib,
-    oom_probability, and the `reason` why a row cannot run, "" where it can. It warns of a column near to a known name.
+    oom_probability, and the `reason` why a row cannot run, "" where it can.
     """
     known = cluster if isinstance(cluster, Calibration) else calibration
     machine = cluster if isinstance(cluster, Cluster) else None

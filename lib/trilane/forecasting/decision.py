@@ -70,17 +70,14 @@ class Decision(Table):
 
     @cached_property
     def alternatives(self) -> Cases:
-        """What else could run on the same GPUs, by the same choices."""
         return alternatives(self.asked)
 
     @cached_property
     def levers(self) -> Cases:
-        """What other choices than those held fixed would bring."""
         return levers(self.forecast)
 
     @cached_property
     def what_ifs(self) -> Cases:
-        """The chosen plan under other circumstances."""
         return what_ifs(self.forecast)
 
     @property

@@ -41,7 +41,7 @@ Row = dict[str, Any]
 def explorer(found: SearchResult, tokens: float = 0.0, folder: Path | None = None) -> Interactive:
     """The best plan of each TP x PP x DP, the front of speed and memory, and what risks the memory, 40 in all.
 
-    A click on a plan shows its numbers, time, memory and schedule, next to those of two that are pinned as A and B: at
+    A click shows a plan in full, next to two that are pinned as A and B: at
     first the fastest, and the fastest that may be recommended. `tokens`: of the run whose days are given, 0 for 20 a
     parameter. `folder`: of the study, where traces of plans lie. Raises ValueError where the search has no safe plan.
     """

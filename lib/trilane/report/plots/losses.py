@@ -163,7 +163,7 @@ def _marks(key: str, curves: Mapping[str, Curve], axes: Mapping[str, Row]) -> It
 
 
 def _text(curves: Mapping[str, Curve], rows: Sequence[Row]) -> str:
-    """What is drawn, and of how many lines, for who cannot see it and how many lines that is."""
+    """What is drawn, and of how many lines, for who cannot see it."""
     losses = {name: c.table["lm_loss"].dropna() for name, c in [*curves.items()][:6]}
     ends = "; ".join(f"{name} {loss.iloc[0]:.4g} to {loss.iloc[-1]:.4g}" for name, loss in losses.items())
     resumed, lines = sum(len(c.restarts) for c in curves.values()), sum(row["lines"] for row in rows)
