@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from trilane.utils.process import adopt_environment, allow_open_files, announced
 # first import of torch from a shared file system takes minutes, and not the same on each node; torch 2.13 waits 60 s
 # for the first node (read_timeout in c10d_rendezvous_backend.py), then 600 s for all (dynamic_rendezvous.py).
 WAIT_S = 600
-ELASTIC = "torch.distributed.elastic"
 
 
 def main(argv: list[str]) -> int:
@@ -44,28 +42,25 @@ def main(argv: list[str]) -> int:
 
 def _launch(argv: list[str]) -> int:
     """Run torchrun as main() does, in a process that has prepared its signals."""
-    multiprocessing = import_module(f"{ELASTIC}.multiprocessing")
-    rendezvous = import_module(f"{ELASTIC}.rendezvous.api")
-    ChildFailedError, SignalException = multiprocessing.errors.ChildFailedError, multiprocessing.api.SignalException
-    RendezvousConnectionError = rendezvous.RendezvousConnectionError
-    RendezvousTimeoutError = rendezvous.RendezvousTimeoutError
-    module = import_module("torch.distributed.run")
+    from torch.distributed import run
+    from torch.distributed.elastic import multiprocessing
+    from torch.distributed.elastic.rendezvous import api as rendezvous
 
-    args = module.parse_args(argv[1:])
+    args = run.parse_args(argv[1:])
     if args.rdzv_backend == "c10d":
         args.rdzv_conf = settings(args.rdzv_conf)
     try:
-        module.run(args)
-    except ChildFailedError as error:
+        run.run(args)
+    except multiprocessing.errors.ChildFailedError as error:
         failures = [{"rank": r, "pid": f.pid, "exitcode": f.exitcode} for r, f in sorted(error.failures.items())]
         with contextlib.suppress(OSError):  # a full disk; the launcher reads the ranks' logs
             replace_text(Path(argv[0]), json.dumps(failures))
         return 1
-    except SignalException as error:
+    except multiprocessing.api.SignalException as error:
         return 128 + error.sigval
-    except (RendezvousConnectionError, RendezvousTimeoutError) as error:
+    except (rendezvous.RendezvousConnectionError, rendezvous.RendezvousTimeoutError) as error:
         why = f"the first node does not answer at {args.rdzv_endpoint}"
-        if isinstance(error, RendezvousTimeoutError):
+        if isinstance(error, rendezvous.RendezvousTimeoutError):
             why = f"fewer than {args.nnodes.rpartition(':')[2]} nodes came"
         print(f"trilane: rendezvous={args.rdzv_id}: {why} ({args.rdzv_conf})", file=sys.stderr, flush=True)
         return 1
@@ -88,7 +83,9 @@ def settings(given: str, env: Mapping[str, str] = os.environ) -> str:
 
 def _listen_on_loopback() -> None:
     """Let torchrun's store, which would listen on all interfaces, listen on the loopback where that is its address."""
-    static: Any = import_module(f"{ELASTIC}.rendezvous.static_tcp_rendezvous")
+    from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
+
+    static: Any = static_tcp_rendezvous
     store = static.TCPStore
 
     def bound(host: str, port: int, world: int, is_master: bool, timeout: Any, **options: Any) -> Any:
@@ -101,7 +98,8 @@ def _listen_on_loopback() -> None:
 
 def _forward_signals() -> None:
     """Forward SIGUSR1 and SIGTERM to the workers as SAVE and STOP from now on; torchrun does not receive them."""
-    SubprocessContext = import_module(f"{ELASTIC}.multiprocessing.api").SubprocessContext
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
     workers: list[Any] = []
     start = SubprocessContext._start
 
@@ -118,7 +116,7 @@ def _forward_signals() -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, SAVE if number == SAVE else STOP)
 
-    SubprocessContext._start = remembered
+    SubprocessContext._start = remembered  # type: ignore[method-assign]
     threading.Thread(target=listen, daemon=True).start()
 
 
