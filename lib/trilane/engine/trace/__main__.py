@@ -90,20 +90,14 @@ def text(plan: Plan, trace: Trace) -> str:
 
 def _compared(plan: Plan, trace: Trace) -> list[list[str]]:
     """Rows of what was traced, beside what the formulas expect."""
-    rows = [["stage", "in an iteration", "count", "traced", "predicted", "difference"]]
-    every = {(d.stage, d.quantity): d for d in compare(plan, trace)}
-    units = {"flops": (1e15, "PFLOP"), "in flight": (1.0, "microbatches in flight")}
-    units["activations"] = (2**30, "activations of a microbatch, GiB")
-    for (stage, quantity), d in every.items():
-        name, _, last = quantity.rpartition(" ")
-        if last != "count":
-            usual = (1e9, f"{name}, GB") if last == "bytes" else (2**30, f"{quantity}, GiB")
-            unit, head = units.get(quantity, usual)
-            times = every.get((stage, f"{name} count"))
-            counts = [f"{n:,.0f}" for n in ((times.traced, times.predicted) if times else ()) if n == n]
-            cells = [f"{d.traced / unit:.4g}", f"{d.predicted / unit:.4g}", f"{d.difference:+.1%}"]
-            known = ["-" if "nan" in cell else cell for cell in cells]
-            rows.append([str(stage), head, " of ".join(dict.fromkeys(counts)), *known])
+    rows = [["stage", "in an iteration", "traced", "predicted", "difference"]]
+    units = {"flops": (1e15, "PFLOP"), "bytes": (1e9, "GB"), "count": (1.0, ""), "in flight": (1.0, "microbatches")}
+    for d in compare(plan, trace):
+        kind = d.quantity if d.quantity in units else d.quantity.rpartition(" ")[2]
+        unit, word = units.get(kind, (2**30, "GiB"))
+        cells = [f"{d.traced / unit:.4g}", f"{d.predicted / unit:.4g}", f"{d.difference:+.1%}"]
+        known = ["-" if "nan" in cell else cell for cell in cells]
+        rows.append([str(d.stage), f"{d.quantity}, {word}".rstrip(", "), *known])
     return rows
 
 
