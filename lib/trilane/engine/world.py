@@ -195,17 +195,24 @@ def threads(local_size: int) -> int:
 
 
 def call_on_first(world: World, function: Callable[[], T]) -> T:
-    """Rank 0's result of `function()` on every rank; where it raises ValueError, every rank does."""
-    answer: list[T | ValueError | None] = [None]
+    """Rank 0's result of `function()` on every rank; where it raises ValueError or OSError, every rank does."""
+    answer: list[T | Exception | None] = [None]
     if world.is_first:
         try:
             answer = [function()]
         except ValueError as error:
             answer = [ValueError(str(error))]
+        except OSError as error:
+            answer = [OSError(error.errno, error_text(error))]
     dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], ValueError):
+    if isinstance(answer[0], Exception):
         raise answer[0]
     return answer[0]  # type: ignore[return-value]
+
+
+def error_text(error: OSError) -> str:
+    """The system's message, such as "No space left on device"."""
+    return error.strerror or str(error)
 
 
 def gather_values(world: World, value: T) -> list[T]:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trilane.engine.checkpoint.slices import error_text, write_slices
-from trilane.engine.world import World, call_on_first, gather_values
+from trilane.engine.checkpoint.slices import write_slices
+from trilane.engine.world import World, call_on_first, error_text, gather_values
 from trilane.workspace.storage import available
 
 BLOCK, MOST = 1 << 22, 1 << 28  # bytes of one write of the saver; of a rank's file

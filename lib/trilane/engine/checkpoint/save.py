@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -22,16 +22,15 @@ from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
 from trilane.engine.backends.base import Engine, States
 from trilane.engine.checkpoint.fingerprints import fingerprint, layout, read_marked
-from trilane.engine.checkpoint.slices import boxes_of, error_text, write_slices
+from trilane.engine.checkpoint.slices import boxes_of, write_slices
 from trilane.engine.model import rng
-from trilane.engine.world import World, call_on_first, gather_values
+from trilane.engine.world import World, call_on_first, error_text, gather_values
 from trilane.utils.files import replace_text
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.continuation import identity
 from trilane.workspace.fingerprints import file_of
 
-T = TypeVar("T")
 Held = dict[tuple[int, str], torch.Tensor]  # number of the piece and kind -> its values in host memory
 
 
@@ -94,10 +93,11 @@ class Saver:
         """Copy the state after `batch` and start to write it, with what comes next; a result only where it failed."""
         assert not self.begun
         begin, name, states = time.perf_counter(), checkpoints.name_of(batch.number), self._engine.states
-        temporary, problem = _try_on_first(self._world, lambda: _temporary_folder(self._root, name))
-        if problem:
+        try:
+            temporary = call_on_first(self._world, lambda: _temporary_folder(self._root, name))
+        except OSError as error:
             seconds = time.perf_counter() - begin
-            return Saved(name=name, seconds=seconds, stall_s=seconds, problem=problem)
+            return Saved(name=name, seconds=seconds, stall_s=seconds, problem=error_text(error))
         self._copy = self._copy or HostCopy(states, self._mine, self._world.device)
         parts = read_marked(states, self._copy.take)
         prints = fingerprint(self._plan, self._world, self._engine, batch.number, upcoming)
@@ -120,10 +120,13 @@ class Saver:
             "scalars": max((report["scalars"] for report in reports), key=lambda scalars: scalars["step"]),
         }
         target = self._root / checkpoints.name_of(save.batch.number)
-        size, problem = _try_on_first(self._world, lambda: _publish(save.folder, target, manifest, reports))
-        self._save = None
+        self._save, size, problem = None, 0, ""
+        try:
+            size = call_on_first(self._world, lambda: _publish(save.folder, target, manifest, reports))
+        except OSError as error:
+            problem = error_text(error)
         seconds, stall_s = max(report["seconds"] for report in reports), save.stall_s + time.perf_counter() - begin
-        return Saved(name=target.name, bytes=size or 0, seconds=seconds, stall_s=stall_s, problem=problem)
+        return Saved(name=target.name, bytes=size, seconds=seconds, stall_s=stall_s, problem=problem)
 
     def keep_last(self) -> None:
         """Delete the oldest checkpoints; rank 0 alone does."""
@@ -179,18 +182,6 @@ class HostCopy:
             return None
         copy = self.held[number, kind].copy_(values)
         return None if values.is_cuda else copy  # a CPU marks ten times as slowly as it copies
-
-
-def _try_on_first(world: World, function: Callable[[], T]) -> tuple[T, str]:
-    """(result, error text) of rank 0's `function()` on all ranks; "" without an OSError."""
-
-    def attempt() -> tuple[T | None, str]:
-        try:
-            return function(), ""
-        except OSError as error:
-            return None, error_text(error)
-
-    return call_on_first(world, attempt)  # type: ignore[return-value]
 
 
 def _temporary_folder(root: Path, name: str) -> str:

@@ -44,11 +44,6 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().to("cpu", torch.float32).contiguous().numpy().data.cast("B")
 
 
-def error_text(error: OSError) -> str:
-    """The system's message, such as "No space left on device"."""
-    return error.strerror or str(error)
-
-
 def _header(entries: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
     """The header, padded to 8 bytes, and the first byte of each tensor in the file."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
