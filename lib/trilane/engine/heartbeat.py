@@ -27,18 +27,13 @@ class Heartbeat:
     """Writes the heartbeat of one rank, at each change of phase."""
 
     def __init__(self, record: mmap.mmap) -> None:
-        self._record, self.step, self._process, self._meter = record, 0, place(), PaceMeter()
+        self._record, self.step, self.process, self.meter = record, 0, place(), PaceMeter()
         self.beat(phases.current())
         self.close = phases.subscribe(self.beat)
 
     def beat(self, phase: str) -> None:
         """Write `phase` and the time."""
-        self._record[:] = encode(self.step, phase, time.time(), self._process)
-
-    def iterated(self, samples: int, seconds: float, own: Mapping[str, float]) -> None:
-        """Count an iteration of so many samples, with this rank's seconds by phase."""
-        self._process = place() + b" " + self._meter.add(samples, seconds, own).encode()
-        self.beat(phases.current())
+        self._record[:] = encode(self.step, phase, time.time(), self.process)
 
 
 def begin(plan: Plan, folder: Path) -> None:
@@ -71,7 +66,8 @@ def at(step: int) -> None:
 def iterated(samples: int, seconds: float, own: Mapping[str, float]) -> None:
     """Record the pace after an iteration of so many samples, with this rank's seconds by phase."""
     for heartbeat in _beats:
-        heartbeat.iterated(samples, seconds, own)
+        heartbeat.process = place() + b" " + heartbeat.meter.add(samples, seconds, own).encode()
+        heartbeat.beat(phases.current())
 
 
 def end(folder: Path) -> None:

@@ -51,10 +51,7 @@ def stdlib() -> Iterator[str]:
     """Python's standard library, a document per file, packages included, up to BUILT_IN["stdlib"]."""
     taken = 0
     for path in _modules(Path(sysconfig.get_path("stdlib"))):
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:  # a few old modules are Latin-1
-            continue
+        text = path.read_text(encoding="utf-8")
         taken += len(text)
         if taken > BUILT_IN["stdlib"]:
             return

@@ -51,13 +51,8 @@ def seed_streams(seed: int) -> None:
     """Seed both streams of this rank by its stage and replica; megatron-core's groups must exist."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)  # each part of a sequence has its own
-    model_parallel_cuda_manual_seed(stream_seed(seed, stage, replica))
-
-
-def stream_seed(seed: int, stage: int, replica: int) -> int:
-    """The seed of one stage of one replica; the same on all its tensor-parallel ranks."""
     # Further apart than megatron-core's own offset for the tensor-parallel stream, 2718 + rank.
-    return seed + 10**5 * stage + 10**8 * replica
+    model_parallel_cuda_manual_seed(seed + 10**5 * stage + 10**8 * replica)
 
 
 def sequence_stream(settings: TransformerConfig) -> AbstractContextManager[Any]:
