@@ -51,7 +51,7 @@ def write_incident(found: Incident, path: Path) -> Path:
     lines = (Html.pre(line) for line in found.verdict)
     # two columns, which fit on a phone
     cells = (event.cells() for event in found.events[:SHOWN])
-    rows = ((" ".join(filter(None, c[:4])), Html.of("{:code}{}", c[4], Html.pre(c[5]))) for c in cells)
+    rows = ((" ".join(filter(None, c[:3])), Html.of("{:code}{}", c[3], Html.pre(c[4]))) for c in cells)
     notes = (Html.of("<p>{}</p>", note) for note in found.notes)
     timeline = [Html("<h2>Timeline</h2>"), table(("When and where", "What"), rows)]
     return _write(path, heading, [Html.of("<h1>{}</h1>", heading), card, *lines, *timeline, *notes])

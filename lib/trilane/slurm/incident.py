@@ -26,18 +26,17 @@ from trilane.workspace.place import Known
 from trilane.workspace.status import RunStatus, Status, known_status, status_problem, verdict
 
 MOST, SHOWN = 4096, 100  # files that are looked at; events that are shown, and as many stacks
-HEADS = ("time", "clock", "ranks", "node", "source", "what")
+HEADS = ("time", "ranks", "node", "source", "what")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What a source says; `at`: seconds since 1970 as its clock shows them (NaN: it has none); the ranks and the node
-    where they are known."""
+    """What a source says; `at`: seconds since 1970 as the source's clock shows them (NaN: it has none); the ranks and
+    the node where they are known."""
 
     source: str
     what: str
     at: float = math.nan
-    clock: str = ""
     ranks: tuple[int, ...] = ()
     node: str = ""
 
@@ -45,7 +44,7 @@ class Event:
         """Texts by HEADS."""
         time = "" if math.isnan(self.at) else f"{datetime.fromtimestamp(self.at, UTC):%Y-%m-%d %H:%M:%S}"
         ranks = f"rank{'s' * (len(self.ranks) > 1)} {ranges(self.ranks)}" if self.ranks else ""
-        return time, self.clock, ranks, self.node, self.source, short(self.what, 400)
+        return time, ranks, self.node, self.source, short(self.what, 400)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +102,8 @@ def read_incident(folder: Path) -> Incident:
 
 def _limits(found: Sequence[Event]) -> Iterator[str]:
     """What the order of the events does not prove."""
-    if len(clocks := sorted({e.clock for e in found} - {""})) > 1:
-        names = short(", ".join(clocks))
-        yield (
-            f"times are as each clock shows them ({names}), none but UTC with a known zone: between clocks the "
-            "order is not proved"
-        )
+    if len({e.source for e in found if not math.isnan(e.at)}) > 1:
+        yield "times are as each source's clock shows them: between sources the order is not proved"
     if any(math.isnan(e.at) for e in found):
         yield "what has no clock stands where its source has it, at the end where no line of that has one"
     if len(found) > SHOWN:
@@ -149,29 +144,28 @@ def _asked(folder: Path) -> list[dict[str, str]]:
 def _accounted(row: dict[str, str]) -> Event:
     facts = [f"{name} {value}" for name in ("ExitCode", "Elapsed", "Reason", "MaxRSS") if (value := row.get(name))]
     what = ", ".join([f"job {row.get('JobID')}: {row.get('State')}", *facts])
-    return Event(source="sacct", what=what, **_time(row.get("End"), "SLURM"), node=row.get("NodeList") or "")
+    return Event(source="sacct", what=what, at=_time(row.get("End")), node=row.get("NodeList") or "")
 
 
-def _time(printed: object, clock: str) -> dict[str, Any]:
-    """The time that a text has, of that clock; nothing where it has none."""
-    at = timestamp(re.sub(r"(T\d\d:\d\d)(?=[+Z]|$)", r"\1:00", str(printed)[:4096]).encode())
-    return {} if math.isnan(at) else {"at": at, "clock": clock}
+def _time(printed: object) -> float:
+    """The time that a text has; NaN where it has none."""
+    return timestamp(re.sub(r"(T\d\d:\d\d)(?=[+Z]|$)", r"\1:00", str(printed)[:4096]).encode())
 
 
 def _logged(path: Path, runs: list[RunLog]) -> Iterator[Event]:
     """What a log says of its runs: the last iteration, what the run printed of itself, its endings, its watchdogs."""
     named = re.fullmatch(r"(?:.*rank[_-]?)?(\d{1,6})", path.stem)
-    clock, own = f"{path.name}'s" if named is None else "ranks' logs", (int(named[1]),) if named else ()
+    own = (int(named[1]),) if named else ()
     for log in runs:
         yield from (Event(source=path.name, what=line) for line in log.own)
         if log.last_iteration is not None:
-            what, at = f"iteration {log.last_iteration}, the last that is printed", log.printed_at
-            yield Event(source=path.name, what=what, at=at, clock="" if math.isnan(at) else clock)
+            what = f"iteration {log.last_iteration}, the last that is printed"
+            yield Event(source=path.name, what=what, at=log.printed_at)
         for end in log.endings:
             place = end.place
             ranks = own if place.rank is None or place.rank_known <= Known.ASSUMED else (place.rank,)
-            where = _time(end.evidence, clock) | {"ranks": ranks, "node": ",".join(end.hosts) or place.node}
-            yield Event(source=path.name, what=f"{end.status}: {end.evidence}", **where)
+            what, node = f"{end.status}: {end.evidence}", ",".join(end.hosts) or place.node
+            yield Event(source=path.name, what=what, at=_time(end.evidence), ranks=ranks, node=node)
         yield from (Event(source=f"watchdogs in {path.name}", what=line) for line in log.collectives)
 
 
@@ -179,14 +173,13 @@ def _own(folder: Path) -> Iterator[Event]:
     """What the run and its jobs have recorded of themselves."""
     for e in ledger.events(folder):
         facts = [str(e[name]) for name in ("status", "evidence", "says", "nodes") if e.get(name)]
-        yield Event(
-            source=ledger.NAME, what=": ".join([f"job {e['id']} {e['event']}", *facts]), **_time(e.get("time"), "UTC")
-        )
+        what = ": ".join([f"job {e['id']} {e['event']}", *facts])
+        yield Event(source=ledger.NAME, what=what, at=_time(e.get("time")))
     for e in json_lines(read_text(folder / "ranks/pace.jsonl")):
         what = str(e.get("text") or f"as fast as usual again, since iteration {e.get('iteration')}")
         yield Event(source="ranks/pace.jsonl", what=what)
     if trouble := storage.trouble(folder):
-        yield Event(source="ranks/storage.jsonl", what=trouble, **_time(trouble, "UTC"))
+        yield Event(source="ranks/storage.jsonl", what=trouble, at=_time(trouble))
 
 
 def _stacks(hang: Verdict | None) -> Iterator[Event]:
@@ -205,9 +198,9 @@ def _ordered(found: Sequence[Event]) -> list[Event]:
     of several sources are one event, of all their ranks."""
     keys = list[tuple[float, Event]]()
     for events in grouped(found, lambda e: e.source.rpartition(" ")[2]).values():
-        at = next((e.at for e in events if e.clock), math.inf)
+        at = next((e.at for e in events if not math.isnan(e.at)), math.inf)
         for event in events:
-            at = event.at if event.clock else at
+            at = at if math.isnan(event.at) else event.at
             keys.append((at, event))
     same = grouped((e for _, e in sorted(keys, key=lambda key: key[0])), lambda e: (e.what, e.node))
     return [_joined(events) for events in same.values()]
@@ -222,31 +215,26 @@ def _joined(events: Sequence[Event]) -> Event:
 def _end(
     folder: Path, logs: dict[Path, list[RunLog]], accounts: list[dict[str, str]], hang: Verdict | None
 ) -> RunStatus:
-    """How it ended, by the rules for runs (workspace/status.py). SLURM's CANCELLED counts only without another reason:
-    who cancels has one."""
+    """How it ended, by the rules for runs (workspace/status.py)."""
     last = [runs[-1] for runs in logs.values()]
     # of several logs the one whose ending is the strongest, then the one that got furthest
     log = min(last, key=lambda one: (not one.status.has_failed, _level(one), -(one.last_iteration or 0)), default=None)
     # of several jobs the last counts, of one its steps, which name the node
-    rows = sorted(
-        accounts, key=lambda row: (natural(str(row.get("JobID")).partition(".")[0]), "." in str(row.get("JobID")))
-    )
-    states = [(attempt.REASONS.get(str(row.get("State")).partition(" ")[0]), row) for row in rows]
-    reasons = [
-        attempt.status_of(status, " on ".join(filter(None, (_accounted(row).what, row.get("NodeList")))))
-        for status, row in states
-        if status
-    ]
-    scheduler = max(reversed(reasons), key=lambda one: one.status is not Status.CANCELLED, default=None)
-    otherwise = attempt.status_of(Status.UNFINISHED, log.evidence if log else "")
+    reasons = []
+    for row in sorted(accounts, key=lambda row: [natural(part) for part in str(row.get("JobID")).split(".")]):
+        if status := attempt.REASONS.get(str(row.get("State")).partition(" ")[0]):
+            words = filter(None, (_accounted(row).what, row.get("NodeList")))
+            reasons.append(attempt.status_of(status, " on ".join(words)))
+    # a cancellation counts only without another reason: who cancels has one
+    scheduler = next((one for one in reversed(reasons) if one.status is not Status.CANCELLED), None)
+    unfinished = attempt.status_of(Status.UNFINISHED, log.evidence if log else "")
+    otherwise = reasons[-1] if reasons and not scheduler else unfinished
     if log and (log.status.is_clean or log.status.has_failed):
         # who reports a time-out, or that another is gone, is not who began it
         rank = None if _level(log) >= Level.CONSEQUENCE else log.rank
         otherwise = replace(attempt.status_of(log.status, log.evidence), rank=rank, exclude=log.exclude)
     elif hang and hang.suspects:
         otherwise = attempt.status_of(Status.HANG, "by its stacks")
-    if scheduler and scheduler.status is Status.CANCELLED and otherwise.status is not Status.UNFINISHED:
-        scheduler = None
     return verdict(code=None, written=known_status(folder), scheduler=scheduler, otherwise=otherwise)
 
 
@@ -256,17 +244,14 @@ def _level(log: RunLog) -> int:
 
 def _verdict(end: RunStatus, hang: Verdict | None, own: list[Event], logs: dict[Path, list[RunLog]]) -> Iterator[str]:
     """What happened, which rank began it, and what cannot be told."""
-    before = [log.status for runs in logs.values() for log in runs[:-1] if log.status.has_failed]
+    before = [log for runs in logs.values() for log in runs[:-1] if log.status.has_failed]
     alarms = [e for e in own if e.source.startswith("ranks/")]
     where = f" on rank {end.rank}" * (end.rank is not None)
-    if end.status.is_clean:
-        nothing = "nothing happened: " * (not before and not alarms and not (hang and hang.suspects))
-        yield f"{nothing}{end.status}{where}: {end.evidence}"
-        yield from [f"{len(before)} attempts before it failed: {', '.join(dict.fromkeys(before))}"] * bool(before)
-    elif end.status is Status.UNFINISHED:
+    if end.status is Status.UNFINISHED:
         yield f"cannot be determined from these files: why it ended, or whether it runs; last line: {end.evidence}"
     else:
-        yield f"{end.status}{where}: {end.evidence}"
+        is_calm = end.status.is_clean and not (before or alarms or (hang and hang.suspects))
+        yield f"{'nothing happened: ' * is_calm}{end.status}{where}: {end.evidence}"
     if hang:
         yield from [hang.paragraph] * (hang.paragraph not in end.evidence)
         if end.rank is not None and hang.suspects and end.rank not in hang.suspects:
