@@ -9,10 +9,8 @@ import queue
 import resource
 import signal
 import socket
-import stat
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -48,18 +46,8 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
             found[name] = os.pathsep.join(kept)
     # A socket's path has at most 107 bytes (man 7 unix); multiprocessing, torch and Jupyter add up to 34 to TMPDIR.
     if len(os.fsencode(found.get("TMPDIR", ""))) > 70:
-        found["TMPDIR"] = _short_folder()
+        found["TMPDIR"] = "/tmp"  # in which each makes a folder that its user alone may use
     return found
-
-
-def _short_folder() -> str:
-    """The folder /tmp/trilane-UID, which this user alone may use; a new one where that name is taken."""
-    place = f"/tmp/trilane-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(place, 0o700)
-    facts = os.lstat(place)
-    is_own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o077
-    return place if is_own else tempfile.mkdtemp(prefix="trilane-", dir="/tmp")
 
 
 def adopt_environment() -> None:
