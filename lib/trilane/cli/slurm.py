@@ -14,7 +14,7 @@ from trilane.config.options import option
 from trilane.config.plan import Plan, locate_plan, read_plan
 from trilane.costmodel.shipped import constants_of, replaced
 from trilane.launch.local import run_folder as run_folder_of
-from trilane.slurm import attempt, client, jobs, ledger, monitor, node_test, preflight, sites
+from trilane.slurm import attempt, client, jobs, monitor, node_test, preflight, sites
 from trilane.slurm import chain as chains
 from trilane.slurm import nodes as job_nodes
 from trilane.slurm import script as scripts
@@ -85,8 +85,9 @@ def submit(
     folders = folders_of(runs)
     folders = [folder for folder in folders if not is_completed(folder)] or folders
     if failed:
-        states = jobs.job_status(folders)
-        folders = [folder for folder, state in zip(folders, states, strict=True) if state.status.can_retry]
+        # what did not fit does not fit again
+        states = [state.has_failed and state.status is not Status.OOM for state in jobs.job_status(folders)]
+        folders = [*itertools.compress(folders, states)]
     for path in folders if rewrite else []:
         scripts.rewrite(path, job.site, job)
     plans = {folder: read_plan(folder / "plan.json") for folder in folders}
@@ -127,7 +128,6 @@ def status(*runs: str, lines: int = option(0, "of each run's log, at its end", m
     client.require_answer()
     folders = folders_of(runs)
     found = jobs.job_status(folders)
-    note([line for line in map(ledger.damaged, folders) if line])
     logs = [jobs.logs(folder, lines) if lines else [] for folder in folders]
     text = "\n".join(line for job, log in zip(found, logs, strict=True) for line in (job.line(), *log))
     values = [job.to_json() | ({"lines": log} if lines else {}) for job, log in zip(found, logs, strict=True)]

@@ -13,7 +13,7 @@ from trilane.diagnose.stragglers import slowest
 from trilane.utils.files import json_lines, read_text, replace_text
 from trilane.workspace import pace, rank_grid
 from trilane.workspace.heartbeat import Heartbeat, read_reports
-from trilane.workspace.pace import LATE, RESTART, Pace
+from trilane.workspace.pace import LATE, RESTART
 
 
 class Slowness:
@@ -37,7 +37,7 @@ class Slowness:
             self._cancel()
             pace.note(self._folder, first.step, "")
             return f"as fast as usual again, since iteration {first.step}"
-        if late < LATE or self._is_slow or first.pace.now_s <= self._expected_s(first.pace):
+        if late < LATE or self._is_slow or first.pace.now_s <= self._expected_s * first.pace.samples:
             return ""
         return self._found(first, own, start)
 
@@ -74,16 +74,13 @@ class Slowness:
         pace.note(self._folder, first.step, text, nodes)
         return text
 
-    def _expected_s(self, now: Pace) -> float:
-        """The upper end of the plan's interval for such an iteration; 0 where nothing is predicted."""
-        return self._high_s * now.samples / self._plan.topology.gbs
-
     @functools.cached_property
-    def _high_s(self) -> float:
+    def _expected_s(self) -> float:
+        """The upper end of the plan's interval for an iteration, by the sample; 0 where nothing is predicted."""
         from trilane.costmodel.predict import predict  # numpy and all shipped rows: only where a run is late
 
         try:
-            return predict(self._plan).sec_hi
+            return predict(self._plan).sec_hi / self._plan.topology.gbs
         except ValueError:
             return 0.0
 

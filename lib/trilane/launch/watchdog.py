@@ -43,59 +43,54 @@ class HangMonitor:
         for report in read_reports(folder) if first == 0 else []:
             if report.start != start_id(env):  # of a node that the run may no longer have
                 (folder / "ranks/nodes" / f"{report.first}.json").unlink(missing_ok=True)
-        self._stall = Stall(folder, env, self._timeout_s)
+        self.stall = Stall(folder, env, self._timeout_s)
         self._exited: dict[int, Heartbeat] = {}
         self._slowness, self._is_late = Slowness(folder, plan, env) if first == 0 else None, False
         self._at_exit: Path | None = None  # the stacks that were dumped when the first rank exited
 
     @property
-    def is_stalled_here(self) -> bool:
-        """Whether a rank of this node made no progress at the last check."""
-        return self._stall.is_stalled()
-
-    @property
     def iteration(self) -> int:
         """The last iteration that a rank of this node entered."""
-        self._stall.look()
-        return max((beat.step for beat in self._stall.own.values()), default=0)
+        self.stall.look()
+        return max((beat.step for beat in self.stall.own.values()), default=0)
 
     def check(self, is_asked: bool = False) -> None:
         """Raise Hang where the run makes no progress, after dumping and diagnosing its stacks; call it often."""
         if self._timeout_s <= 0:
             return
-        known, exits = len(self._stall.own), len(self._exited)
-        self._stall.look()
-        self._exited |= {r: b for r, b in self._stall.own.items() if b.has_exited and r not in self._exited}
-        if len(self._stall.own) > known or len(self._exited) > exits:
+        known, exits = len(self.stall.own), len(self._exited)
+        self.stall.look()
+        self._exited |= {r: b for r, b in self.stall.own.items() if b.has_exited and r not in self._exited}
+        if len(self.stall.own) > known or len(self._exited) > exits:
             self.report()
         if len(self._exited) > exits == 0 and not is_asked:
             with contextlib.suppress(OSError):  # where the others are before they fail or wait for ever
                 self._at_exit = capture(self._folder, self._plan)
         # where stacks are asked for another node is deciding: this one waits, unless it has rank 0
-        if (self._first == 0 or not is_asked) and self._stall.is_stalled(patience_s(self._first, self._plan)):
+        if (self._first == 0 or not is_asked) and self.stall.is_stalled(patience_s(self._first, self._plan)):
             raise Hang(self.hang_status())
 
     def news(self) -> str:
         """A line where the run has become slow since the last call, or fast again, by what check() saw; "" else."""
-        is_late = any(2 * beat.pace.late >= LATE for beat in self._stall.own.values())
+        is_late = any(2 * beat.pace.late >= LATE for beat in self.stall.own.values())
         if is_late and not self._is_late:
             self.report()  # the node of rank 0 compares the ranks of all
         self._is_late = is_late
         try:
-            return self._slowness.news(self._stall.own, start_id(self._env)) if self._slowness else ""
+            return self._slowness.news(self.stall.own, start_id(self._env)) if self._slowness else ""
         except (OSError, ValueError):  # a full disk
             return ""
 
     def report(self) -> None:
         """Write this node's report; not where the disk is full."""
-        ranks, start = tuple(beat for _, beat in sorted(self._stall.own.items())), start_id(self._env)
+        ranks, start = tuple(beat for _, beat in sorted(self.stall.own.items())), start_id(self._env)
         with contextlib.suppress(OSError):
             NodeReport(first=self._first, host=platform.node(), start=start, ranks=ranks).write(self._folder)
 
     def close(self) -> None:
         """Write the last report, and remove what the ranks wrote on this node."""
         if self._timeout_s > 0:
-            self._stall.look()
+            self.stall.look()
             self.report()
         remove_records(self._folder, self._env)
 
@@ -115,7 +110,7 @@ class HangMonitor:
             explanation, rank = verdict.paragraph, verdict.first
         except (ValueError, OSError) as error:  # a full disk
             explanation = f"no verdict: {error}"
-        why = self._stall.cause(self._plan.topology.gpus, others, answered)
+        why = self.stall.cause(self._plan.topology.gpus, others, answered)
         evidence = f"{why}. {explanation}"[:2000] + where
         seconds = round(time.monotonic() - self._begin, 3)
         return RunStatus(status=Status.HANG, evidence=evidence, rank=rank, exit_code=1, seconds=seconds)
@@ -131,7 +126,7 @@ class HangMonitor:
     def kill_ranks(self, last: int) -> None:
         """SIGKILL this node's; `last` comes last, which ends this process."""
         # a rank in a collective, or a stopped one, ignores other signals
-        beats = [beat for beat in self._stall.own.values() if beat.host == platform.node()]
+        beats = [beat for beat in self.stall.own.values() if beat.host == platform.node()]
         for beat in sorted(beats, key=lambda beat: beat.pid == last):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(beat.pid, signal.SIGKILL)
@@ -154,7 +149,7 @@ def watch_node(folder: Path, parent: int, first: int) -> None:
     before, known = known_status(folder), _names(folder)
     asked_at = look_at = -1e9
     while os.getppid() == parent:
-        if monitor.is_stalled_here or time.monotonic() >= look_at:
+        if monitor.stall.is_stalled() or time.monotonic() >= look_at:
             look_at = time.monotonic() + 5.0
             for name in sorted(_names(folder) - known):  # each is a request to every node
                 known, asked_at = known | {name}, time.monotonic()

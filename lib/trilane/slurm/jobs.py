@@ -303,15 +303,10 @@ def _verdict(folder: Path, job: client.JobState) -> RunStatus:
     events = ledger.events(folder, "started", "ended", "refused")
     is_last = events[-1]["id"] == job.id if events else job.state != "FAILED"
     written = written if written and (is_last or written.status is Status.COMPLETED) else None
-    scheduler = _by_slurm(job)
+    known = attempt.REASONS.get(job.state)  # FAILED is none
+    scheduler = of(known, f"SLURM: {job.state}") if known else None
     log = last_log(folder) if is_last and not written and not scheduler else None
     return verdict(code=None, written=written, scheduler=scheduler, log=log, otherwise=_unexplained(folder, job))
-
-
-def _by_slurm(job: client.JobState) -> RunStatus | None:
-    """SLURM's own reason for a job's end, None where it reports only a failure."""
-    known = attempt.REASONS.get(job.state)
-    return attempt.status_of(known, f"SLURM: {job.state}") if known else None
 
 
 def _unexplained(folder: Path, job: client.JobState) -> RunStatus:

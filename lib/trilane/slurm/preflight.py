@@ -246,7 +246,7 @@ def edited(case: JobCheck) -> list[Row]:
     # options are other rules', but for files and variables (by their beginnings); a quote in a comment may end a text
     option = r"#SBATCH.*\s-([A-Za-z]*[ioeD]|-in|-ou|-er|-exp|-ch|-ge)"
     command = re.compile(rf"[+-](\s*(#!|[^\s#])|.*[\"'`\\]|{option})")
-    is_command = any(command.match(line) or not _is_plain(line) for line in lines[2:])
+    is_command = any(command.match(line) or not line.replace("\t", " ").isprintable() for line in lines[2:])
     more = [f"... {len(lines) - 20} lines more"] * (len(lines) > 20)
     text = "\n".join(
         [f"script={SCRIPT}: is not what plan, site and options render", *(line[:160] for line in lines[:20]), *more]
@@ -259,10 +259,6 @@ def edited(case: JobCheck) -> list[Row]:
         text = "\n".join(["plan.json has changed since it was last submitted:", *changes])
         rows.append((changes, "changes", WARNING, text, "a submission takes it as it is"))
     return rows
-
-
-def _is_plain(line: str) -> bool:
-    return line.replace("\t", " ").isprintable()
 
 
 CHECKS = (

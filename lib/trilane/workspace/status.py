@@ -63,11 +63,6 @@ class Status(StrEnum):
         return not (self.is_active or self.is_clean or self is Status.NOT_SUBMITTED)
 
     @property
-    def can_retry(self) -> bool:
-        """Whether it failed and another attempt of the same plan may succeed."""
-        return self.has_failed and self is not Status.OOM
-
-    @property
     def exit_code(self) -> int:
         """What `trilane train` returns: 0 completed, 3 stopped, else 1."""
         return {Status.COMPLETED: 0, Status.STOPPED: 3}.get(self, 1)
