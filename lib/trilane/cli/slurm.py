@@ -23,6 +23,7 @@ from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.tables import one_line
 from trilane.utils.validation import require_file, to_mapping
 from trilane.workspace.run_folder import is_completed
+from trilane.workspace.status import Status
 from trilane.workspace.study import run_folders
 
 GROUP = Group("slurm", help="Check, submit and watch runs on SLURM.")
