@@ -35,10 +35,8 @@ def train_local(
 ) -> RunStatus:
     """Train the plan in `folder`/plan.json here and wait for it; the RunStatus, also written to status.json.
 
-    Writes run.log (the output of all ranks, whole lines), ranks/<rank>.log, steps.jsonl, env.json, status.json and
-    checkpoints/ to the folder. Raises ValueError, before anything starts, for an invalid plan, corpus or layer, and a
-    folder with an earlier run (unless `resume`: it continues from its newest checkpoint, see
-    workspace/continuation.py).
+    Raises ValueError, before anything starts, for an invalid plan, corpus or layer, and a folder with an earlier run
+    (unless `resume`: it continues from its newest checkpoint, see workspace/continuation.py).
 
     Ctrl-C ends all processes, records the status "cancelled" and is raised again; a run longer than `timeout_s` is
     ended as "timeout", one without progress for the plan's hang_timeout_s as "hang", with its stacks in stacks/.

@@ -1,6 +1,6 @@
 """Slowness: a run that has left its own pace and the plan's interval for ten iterations, and where it loses the time.
 
-The watchdog of rank 0's node decides, by its own ranks and what the other nodes reported when they saw themselves late.
+The watchdog of rank 0's node decides, by its own ranks and what late nodes have reported.
 """
 
 import functools

@@ -1,9 +1,8 @@
 """The watchdog: a run without progress has its stacks dumped and diagnosed, and ends as a `hang`.
 
-For a run on this machine the launcher polls HangMonitor. In a scheduler's job one process on each node does:
-`python -m trilane.launch.watchdog RUN_FOLDER PID RANK`, started by the node's first rank (PID). It reads the heartbeats
-of its own node, on that node. When they stall, the watchdog of rank 0's node asks all others for their ranks' stacks
-and heartbeats, and decides; where it does not, another node's does, a little later.
+For a run on this machine the launcher polls HangMonitor. In a scheduler's job one process on each node does, by the
+heartbeats of that node: `python -m trilane.launch.watchdog RUN_FOLDER PID RANK`, started by its first rank (PID). When
+they stall, the one of rank 0's node asks all others for stacks, and decides, or another's, a little later.
 """
 
 import contextlib

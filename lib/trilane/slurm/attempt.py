@@ -24,9 +24,8 @@ from trilane.workspace.status import RunStatus, Status, known_status, verdict, w
 def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
     """Whether the training should start now: "go: ..." or "stop: " and the reason; recorded in the ledger.
 
-    Of several jobs that ask at once one gets "go": the folder is locked from the question to the record. Nothing of an
-    earlier attempt is lost: the files of one without a checkpoint move to attempts/N, and the run starts from the
-    beginning; otherwise it resumes, and only the earlier status.json moves.
+    Of several jobs that ask at once one gets "go": the folder is locked from the question to the record. Files of an
+    earlier attempt without a checkpoint move to attempts/N; else the run resumes, and only status.json and ranks/ move.
     """
     # another job may hold the lock while it waits for SLURM
     with FolderLock([folder]).held(600):

@@ -61,7 +61,6 @@ def plan_changes(folder: Path, kept: object) -> list[str]:
 def freeze(home: Path) -> Path:
     """The copy of the installed code below `home`, made where it is not there or damaged.
 
-    Plain files, not one archive: data is read by path, a traceback shows its lines, two copies can be compared.
     ValueError where it cannot be read or written, or is being changed.
     """
     require(":" not in str(home), "run folder", home, "must hold no colon, which separates PYTHONPATH's folders")

@@ -154,7 +154,6 @@ def handle_node_failure(
 def _replace_slow(folder: Path, job: str, nodelist: str, outcome: RunStatus, test: Tester | None = None) -> RunStatus:
     """Test the nodes of a run that saved and stopped itself because some made it slow, and have spares take over.
 
-    Also where the test finds nothing wrong with a named node: ten iterations were slow with it, and a spare is idle.
     Where spares are too few, the nodes that do best in the test stay.
     """
     named = {node.partition(".")[0] for node in pace.slowness(folder)[1]}
@@ -296,10 +295,9 @@ def _dead(folder: Path, job: str, nodes: Sequence[str]) -> list[str]:
 def unreachable(nodes: Sequence[str], within_s: float = 5.0) -> list[str]:
     """The nodes whose slurmd takes no TCP connection within so many seconds; for use inside the job.
 
-    All at once, after one question to the controller: one srun a node took 8 minutes for 1,024, where the controller
-    limits requests to 2 a second. srun itself connects from here to slurmd, so no firewall lies between. A refusal is
-    tried again: slurmd may be restarting. Not found: a node that is frozen, whose kernel may still accept for it. Empty
-    where none accepts: then the network of this node is at fault.
+    All at once, after one question to the controller, which may limit requests to 2 a second. A refusal is tried again:
+    slurmd may be restarting. Not found: a node that is frozen, whose kernel may still accept for it. Empty where none
+    accepts: then the network of this node is at fault.
     """
     shown = client.call(["scontrol", "show", "node", "-o", ",".join(nodes)])
     usual = _field(re.sub(" += ", "=", client.call(["scontrol", "show", "config"])), "SlurmdPort")

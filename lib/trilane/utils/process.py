@@ -36,8 +36,7 @@ def python(*arguments: str, program: str = sys.executable) -> list[str]:
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of every child: this process's with these changes, and safe in whatever folder it starts.
 
-    All else is inherited: what a site's modules, CUDA, NCCL and SLURM set is what a training needs. Left out: a folder
-    that is searched by its absolute path, which the user chose.
+    Left out: a folder that is searched by its absolute path, which the user chose.
     """
     found = {**os.environ, **(changes or {}), "PYTHONSAFEPATH": "1"}  # as -P, also for the workers that a child starts
     for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH"):

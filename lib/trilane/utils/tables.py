@@ -132,9 +132,8 @@ class Record(Brief):
 class Table(Brief):
     """A result with a tidy frame, of which a notebook shows the columns `shown` (all where that is empty).
 
-    A frame has a row a case and a column for each choice and number, by the names that objects and JSON have: seconds
-    (`sec_per_it`, `bubble_s`), bytes as GiB (`memory_gib`), shares and probabilities from 0 to 1, NaN for what is
-    unknown; nothing is rounded. Shown are the first `most` rows, floats with at most `digits` decimals.
+    A frame has the names that objects and JSON have: seconds (`sec_per_it`), bytes as GiB (`memory_gib`), shares and
+    probabilities from 0 to 1, NaN for what is unknown. Shown are the first `most` rows, with at most `digits` decimals.
     """
 
     digits: int = 3

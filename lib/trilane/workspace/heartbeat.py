@@ -1,10 +1,9 @@
 """Heartbeats: what each rank last did, in its node's memory; and what each node wrote of its ranks in the run folder.
 
-A rank overwrites one record of fixed size, which stays readable when the process is stuck, stopped or killed. It
-changes many times a second, so it lies on the node: /dev/shm/trilane-<user id>-<run>-<start and node>.<rank>. The rank
-holds a lock on it until it ends, however it ends: a record without one is of a dead rank. In the run folder one process
-of each node replaces ranks/nodes/<its first rank>.json when a rank begins or exits, when stacks are asked for, and at
-the end.
+A rank overwrites one record of fixed size, which stays readable when the process is stuck, stopped or killed:
+/dev/shm/trilane-<user id>-<run>-<start and node>.<rank>. It holds a lock on it until it ends, however it ends. In the
+run folder one process of each node replaces ranks/nodes/<its first rank>.json when a rank begins or exits, when stacks
+are asked for, and at the end.
 """
 
 import contextlib
