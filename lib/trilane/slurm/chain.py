@@ -1,7 +1,6 @@
 """Chain: a long run as dependent jobs, each resuming where the last one stopped; nodes may follow the batch ramp-up.
 
-SLURM runs one job of a run's name at a time, in the order of submission. Each asks attempt.begin whether iterations are
-left, whether the stop switch is set, and whether the same early failure was repeated.
+SLURM runs one job of a run's name at a time, in the order of submission.
 """
 
 import json

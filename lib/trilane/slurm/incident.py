@@ -1,5 +1,5 @@
 """Incident: what logs, watchdogs, stacks, Flight Recorder, the run's own files and SLURM's accounting say of a failure,
-as one timeline by rank and time, and one verdict. It joins what others read, and analyzes nothing itself.
+as one timeline by rank and time, and one verdict.
 """
 
 import csv

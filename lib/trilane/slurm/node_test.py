@@ -1,9 +1,8 @@
 """The test of a job's nodes before they train: each alone, then in pairs; which are broken, and which are slow.
 
-One step of srun runs it on all nodes, and none can hold up the others. A rate is compared with the median of
-the nodes, and the medians with the cluster file. What fails on every node is no fault of the nodes: it is reported,
-and nothing is left out. Of a bad pair each meets a node of a good one; where there is none, both count. Left out: of an
-odd number the network of one.
+A rate is compared with the median of the nodes, and the medians with the cluster file. What fails on every node is no
+fault of the nodes: it is reported, and nothing is left out. Of a bad pair each meets a node of a good one; where there
+is none, both count. Left out: of an odd number the network of one.
 """
 
 import contextlib
@@ -180,8 +179,7 @@ class NotStarted(Exception):
 
 
 # What a task runs: a test for each line of its input. It prints a line with the end of the test's last; srun's --label
-# may have put its number before. A failed CUDA or NCCL ends the process of one test alone. USR1, SLURM's signal before
-# the time limit, reaches every step, and would end the test of a healthy node.
+# may have put its number before. USR1, SLURM's signal before the time limit, would end the test of a healthy node.
 TASK = """trap "" USR1
 eval "staged=\\"${TRILANE_STAGED:-}\\"" # this node's copy of the environment, which parts/staging has made
 [[ ! -O $staged || -L $staged || ! -e $staged/ready ]] || PATH=$staged/bin:$PATH

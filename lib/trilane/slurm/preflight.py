@@ -251,7 +251,7 @@ def edited(case: JobCheck) -> list[Row]:
     text = "\n".join(
         [f"script={SCRIPT}: is not what plan, site and options render", *(line[:160] for line in lines[:20]), *more]
     )
-    remedy = "give the options it was written with, or --rewrite; --accept-changes submits it as it is"
+    remedy = "give the options it was written with, or --rewrite, or --accept-changes"
     is_shown = bool(lines) and not case.site.is_local
     rows.append((is_shown, "changes", REFUSAL if is_command else WARNING, text, remedy))
     with contextlib.suppress(ValueError):

@@ -130,8 +130,7 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest) -> dict[str, 
 def srun_arguments(site: Site, launcher: str) -> str:
     """What the scripts give srun beyond their own options, each quoted for bash and followed by a blank; "" for none.
 
-    With Apptainer the string ends in its command, so that what follows runs inside the image. The run folder and the
-    frozen code are mounted at their own paths, and the run folder is the current one.
+    With Apptainer the string ends in its command, so that what follows runs inside the image.
     """
     words = [shlex.quote(word) for word in site.srun]
     # one task for each GPU is bound to its own cores, and so to the NUMA node that they are on

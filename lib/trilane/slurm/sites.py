@@ -179,7 +179,7 @@ def seconds_of(time_limit: str) -> float:
     """A time limit in seconds, in any form that sbatch accepts; infinite for no limit. ValueError for other forms.
 
     MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES and DAYS-HOURS:MINUTES:SECONDS;
-    zero, UNLIMITED and INFINITE are no limit (man sbatch, --time). A job without one never receives --signal before it.
+    zero, UNLIMITED and INFINITE are no limit (man sbatch, --time).
     """
     if time_limit.upper() in ("UNLIMITED", "INFINITE"):
         return math.inf

@@ -158,7 +158,7 @@ def to_mapping(value: Any) -> dict[str, Any]:
 def read_json(path: Path | str, what: str) -> Any:
     """The JSON in `path`; ValueError with its name where it is missing, not JSON, or not finite in a number.
 
-    A key that an object holds twice is refused: which of its values counts depends on the program that reads it.
+    A key that an object holds twice is refused.
     """
 
     def finite(number: str) -> float:

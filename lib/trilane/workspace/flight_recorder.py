@@ -1,7 +1,7 @@
 """NCCL's Flight Recorder: where it dumps its record of collectives, and how to request a dump while a job hangs.
 
 torch creates a pipe per rank, TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe", polls it once a second, and dumps when
-something was written to it (DumpPipe in torch 2.13's ProcessGroupNCCL.hpp). Without NCCL there is no pipe.
+something was written to it (DumpPipe in torch 2.13's ProcessGroupNCCL.hpp).
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """Pace: how long a rank's iterations take relative to its own median, in which of its own work the difference lies, and
 the events of a slow run (ranks/pace.jsonl).
 
-A rank adds each iteration to its PaceMeter, and its heartbeat carries the Pace: no collective, no file. All ranks train
-in step, so that the ranks of a slow run are late in the same iterations, and each node reports that by itself.
+All ranks train in step, so that the ranks of a slow run are late in the same iterations: each node sees that by itself.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Files of a run folder: written atomically, moved aside for the next attempt; the progress that they show.
 
-steps.jsonl and validation.jsonl have a line for each iteration and each evaluation. A file `save` makes the run save
-once, and is removed by it; a file `stop` makes it save and end, and no later run starts there until it is removed.
+A file `save` makes the run save once, and is removed by it; a file `stop` makes it save and end, and no later run
+starts there until it is removed.
 """
 
 from pathlib import Path
