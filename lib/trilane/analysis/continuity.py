@@ -113,8 +113,7 @@ def _explained(found: Break, whole: Sequence[str], r: "Boundary") -> Break:
     sudden = abs(math.log(found.size or 1.0)) > ONCE * sigma if math.isfinite(found.size or 1.0) else True
     at_once = r.every <= 1 and found.after.iteration == found.restart and sudden
     excluded, possible = list[str](), list[str]()
-    # each with what it `breaks`, `always`, and in the first step already: the loss and gradient norm of that step are
-    # computed before an optimizer changes anything
+    # loss and gradient norm of the first step (`at_once`) are computed before an optimizer changes anything
     causes: Sequence[Mapping[str, Any]] = shipped_json("restart_causes")["causes"]
     for cause in (cause for cause in causes if found.quantity in cause["breaks"]):
         kept = [WORDS[name] for name in cause["always"] if name in whole]

@@ -164,7 +164,8 @@ def markdown(rows: Sequence[Row], sort: str = "") -> str:
     """
     usual = ("GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Loss", "Notes")
     chosen = [head for head in COLUMNS if head in (*usual, sort)]
-    table = frame_of(rows, {head: partial(cell, head=head) for head in chosen}).map(_escaped)
+    table = frame_of(rows, {head: partial(cell, head=head) for head in chosen})
+    table = table.map(lambda text: html.escape(one_line(text), quote=False).replace("|", "\\|"))
     table = table[[head for head in table if table[head].any()]].map(partial(middle, most=30))
     sides = [str.rjust if COLUMNS[head][2] else str.ljust for head in table]
     widths = [max(3, len(head), *table[head].str.len()) for head in table]
@@ -174,10 +175,6 @@ def markdown(rows: Sequence[Row], sort: str = "") -> str:
         padded = (side(text, n) for side, text, n in zip(sides, cells, widths, strict=True))
         lines.append(f"| {' | '.join(padded)} |")
     return "\n".join(lines) + "\n"
-
-
-def _escaped(text: str) -> str:
-    return html.escape(one_line(text), quote=False).replace("|", "\\|")
 
 
 def write_iterations(runs: Sequence[Measurement], path: Path) -> None:

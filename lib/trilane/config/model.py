@@ -127,21 +127,17 @@ class ModelShape(Brief):
         return 2 * h * h + 2 * h * self.kv_heads * self.head_dim + (2 + self.is_gated) * h * self.ffn
 
     @property
-    def layer_biases(self) -> int:
-        """Biases of one layer. GPT-2: 9 h."""
-        h = self.hidden_size
-        qkv = h + 2 * self.kv_heads * self.head_dim
-        return {"all": qkv + 2 * h + (1 + self.is_gated) * self.ffn, "qkv": qkv, "none": 0}[self.biases]
-
-    @property
     def norm_parameters(self) -> int:
         """Parameters of one norm: LayerNorm 2 h, RMSNorm h."""
         return self.hidden_size * (2 if self.normalization == "layernorm" else 1)
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one transformer layer. GPT-2: 12 h^2 + 13 h."""
-        return self.layer_weights + self.layer_biases + 2 * self.norm_parameters
+        """Parameters of one transformer layer. GPT-2: 12 h^2 + 13 h, of which 9 h are biases."""
+        h = self.hidden_size
+        qkv = h + 2 * self.kv_heads * self.head_dim
+        biases = {"all": qkv + 2 * h + (1 + self.is_gated) * self.ffn, "qkv": qkv, "none": 0}[self.biases]
+        return self.layer_weights + biases + 2 * self.norm_parameters
 
     @property
     def embedding_parameters(self) -> int:

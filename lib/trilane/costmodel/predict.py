@@ -106,7 +106,14 @@ def support(case: Case, rows: Sequence[MeasuredRow] | None = None, count: int = 
 
 def support_of(case: Case, calibration: Calibration, seconds: float) -> Support:
     """The measured runs that a prediction by these constants rests on: those of one's own where it names some."""
-    found = own_support(case, calibration) if calibration.own else support(case, stack=calibration.stack)
+    if not calibration.own:
+        found = support(case, stack=calibration.stack)
+    else:  # the nearest by their sizes alone
+        apart = np.abs(np.log(calibration.own) / np.log(list(SPANS.values())) - _features((case,))[0])
+        distances = np.sqrt((apart**2).sum(1))
+        at = int(np.argmin(distances))
+        differs = _differing(dict(zip(SPANS, apart[at], strict=True)))
+        found = Support(nearest=(("one of your own", float(distances[at])),), differs=differs)
     return replace(found, mfu=_mfu(case, seconds), record=_records().get(_peak(case), math.inf))
 
 
@@ -128,15 +135,6 @@ def _records() -> dict[tuple[int, str], float]:
     for row in usable(every_row()):
         found[_peak(row.case)] = max(found.get(_peak(row.case), 0.0), _mfu(row.case, row.seconds))
     return found
-
-
-def own_support(case: Case, calibration: Calibration) -> Support:
-    """The nearest of the runs of one's own that the constants were fitted to, by their sizes alone."""
-    apart = np.abs(np.log(calibration.own) / np.log(list(SPANS.values())) - _features((case,))[0])
-    distances = np.sqrt((apart**2).sum(1))
-    at = int(np.argmin(distances))
-    differs = _differing(dict(zip(SPANS, apart[at], strict=True)))
-    return Support(nearest=(("one of your own", float(distances[at])),), differs=differs)
 
 
 def _differing(parts: Mapping[str, float]) -> tuple[str, ...]:

@@ -119,7 +119,6 @@ class Recalibration(Table):
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """What the summary says, and the constants with their name and hash."""
         found: dict[str, Any] = {"rows": len(self.rows), "left_out": self.left_out, "ignored": self.ignored}
         found |= {**self.errors(), "weight": self.fit.weight if self.fit else 0.0, "moved": self.moved()}
         return as_json({**found, "calibration": self.fitted.kept()})

@@ -210,7 +210,8 @@ def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
     sums = given.has("accumulate_allreduce_grads_in_fp32") or precision in ("bf16", "fp8")
     sizes["gbs"] = sizes["gbs"] or sizes["mbs"] * dp
     sizes["sequence_parallel"] &= tp > 1  # Megatron-LM drops it without tp, too
-    sizes["recompute"] = _recompute(given)
+    part = "selective" if given.has("recompute_activations") else given.get("recompute_granularity", str, "none")
+    sizes["recompute"] = "full" if given.has("checkpoint_activations") else part
     if sizes["recompute"] == "full" and given.all("recompute_method") == ["block"] and not is_fork:
         sizes |= {"recompute": "block", "recompute_layers": given.get("recompute_num_layers", int)}
     return Topology(
@@ -232,12 +233,6 @@ def _precision(given: Given) -> str:
         require(given.has("bf16"), "--fp8-format", word, "a plan has it with --bf16 alone")
         return "fp8"
     return next((name for name in ("fp16", "bf16") if given.has(name)), "fp32")
-
-
-def _recompute(given: Given) -> str:
-    if given.has("checkpoint_activations"):
-        return "full"
-    return "selective" if given.has("recompute_activations") else given.get("recompute_granularity", str, "none")
 
 
 def _partition(given: Given) -> str:

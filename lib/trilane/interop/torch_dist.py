@@ -103,7 +103,7 @@ def _chunk(held: Any, info: Any) -> dict[str, Any]:
 
 
 def place_of(name: str) -> tuple[str, int | None]:
-    """Megatron's key of the canonical parameter `name`, and its layer where it is one of the layers'."""
+    """Megatron's key of the canonical parameter `name`, and its layer's number."""
     layer = re.fullmatch(r"(decoder\.layers\.)(\d+)\.(.+)", name)
     if not layer:
         return name, None

@@ -191,7 +191,6 @@ class _Search:
         return [*dict.fromkeys(found)]
 
     def pareto(self) -> list[Candidate]:
-        """The plans that no other beats in both seconds and memory, the risky left out."""
         seconds, memory = (np.array([getattr(row, name) for row in self.front]) for name in ("seconds", "memory"))
         return self.candidates(self.front[i] for i in front_of(seconds, memory))
 
