@@ -46,13 +46,9 @@ class DeepSpeed3D(DeepSpeed):
         instructions = self._engine._INSTRUCTION_MAP | {BackwardPass: _backward}
         instructions = {kind: phase(phases.get(kind.__name__, P2P))(f) for kind, f in instructions.items()}
         self._engine._INSTRUCTION_MAP = instructions
-        # Both libraries must give this rank the same coordinates, and the stage the planned layers.
-        grid, planned = self._engine.grid, stage_layers(self._plan.shape, self._plan.topology)
-        assert grid.get_data_parallel_rank() == parallel_state.get_data_parallel_rank()
-        assert grid.get_slice_parallel_rank() == parallel_state.get_tensor_model_parallel_rank()
-        assert grid.get_stage_id() == parallel_state.get_pipeline_model_parallel_rank()
-        held = [layer for layer in stage.forward_funcs if isinstance(layer, TransformerLayer)]
-        assert len(held) == planned[grid.get_stage_id()], stage.parts
+        held, planned = stage.forward_funcs, stage_layers(self._plan.shape, self._plan.topology)
+        held = [layer for layer in held if isinstance(layer, TransformerLayer)]
+        assert len(held) == planned[parallel_state.get_pipeline_model_parallel_rank()], stage.parts
         is_full, first = self._plan.topology.recompute == "full", self._plan.topology.recompute_layers
         for layer in held if is_full else held[:first]:
             layer.recomputed = True

@@ -103,12 +103,7 @@ def write_loaded(
     """Write fingerprints of the state in memory after a load below the run folder; collective."""
     parts = read_marked(engine.states)()
     text = json.dumps({**fingerprint(plan, world, engine, iteration, upcoming), "parts": parts})
-
-    def new_folder() -> str:
-        with contextlib.suppress(OSError):  # a full disk does not prevent training
-            return str(numbered(folder / "fingerprints", f"{name_of(iteration).replace('iter', 'load')}.", Path.mkdir))
-        return ""
-
-    if path := call_on_first(world, new_folder):
-        with contextlib.suppress(OSError):
-            replace_text(Path(path, file_of(world.rank)), text)
+    prefix = f"{name_of(iteration).replace('iter', 'load')}."
+    with contextlib.suppress(OSError):  # a full disk does not prevent training
+        path = call_on_first(world, lambda: numbered(folder / "fingerprints", prefix, Path.mkdir))
+        replace_text(path / file_of(world.rank), text)

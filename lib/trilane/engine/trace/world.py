@@ -28,12 +28,8 @@ aten: Any = torch.ops.aten
 def prepare(plan: Plan) -> None:
     """Make this process, and those that it forks, a place without values; import the plan's engine.
 
-    ValueError where torch has no fake process group, or where an own layer's class cannot be found.
+    ValueError where an own layer's class cannot be found.
     """
-    try:
-        importlib.import_module("torch.testing._internal.distributed.fake_pg")
-    except ImportError:
-        raise ValueError(f"torch={torch.__version__}: has no fake process group, which a trace needs") from None
     import megatron.core.distributed.param_and_grad_buffer as buffers
     from megatron.core.tensor_parallel import random
 
