@@ -12,6 +12,7 @@ import torch
 from slurm_cluster import Commands
 
 from trilane.engine.bench import node_test as gpu_health
+from trilane.engine.bench import rates
 from trilane.engine.world import World
 from trilane.slurm import ledger, node_test, nodes
 from trilane.slurm.node_test import Group, Result
@@ -138,7 +139,7 @@ def test_a_node_that_answers_but_computes_wrong_is_broken(
         return out
 
     monkeypatch.setattr(torch, "mm", planted)
-    assert gpu_health._wrong(World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))) == found
+    assert rates.wrong(World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))) == found
 
 
 def test_one_step_tests_all_nodes_round_by_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def measured(world: Any, context: float, name: str, folder: Path, processes: int
     import torch.distributed as dist
 
     from trilane.engine.bench import storage
-    from trilane.engine.bench.rates import all_reduce, large_bytes, of_device
+    from trilane.engine.bench.rates import all_reduce, of_device
     from trilane.engine.report import print_note
     from trilane.engine.world import core_numbers, gather_values
 
@@ -121,7 +121,7 @@ def measured(world: Any, context: float, name: str, folder: Path, processes: int
     links += [("network", None, world.size)] * (len(counts) > 1)
     for link, group, n in links:
         if n > 1:
-            own[f"{link}_bytes_per_s"], small_s = all_reduce(world.device, group, n, large_bytes(world.device), 40)
+            own[f"{link}_bytes_per_s"], small_s = all_reduce(world.device, group, n, 40)
             # processes that share cores wait for a core as well: there the whole small all_reduce counts as one hop
             own.setdefault("latency_s", small_s / (1 if processes else 2 * (n - 1)))
     saved, how = storage.measure(world, folder, len(counts))

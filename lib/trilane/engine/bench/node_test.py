@@ -30,12 +30,13 @@ def main(gpus: int, round_: str) -> None:
             found |= findings(gpus)
     if not found["broken"]:
         from trilane.engine import world as worlds
+        from trilane.engine.bench import rates
 
         signal.alarm(55)  # then the kernel ends the test: a GPU or a network that hangs
         os.environ.update(placed)
         world = worlds.start_process_group("fp32")
-        every = worlds.gather_values(world, (_rates(world, mode), _wrong(world)))
-        found["rates"] = {name: min(rates[name] for rates, _ in every) for name in every[0][0]}
+        every = worlds.gather_values(world, (rates.of_rank(world, mode), rates.wrong(world)))
+        found["rates"] = {name: min(own[name] for own, _ in every) for name in every[0][0]}
         found["broken"] = sorted({reason for _, reasons in every for reason in reasons})
         if gpus and world.device.type != "cuda":
             found["broken"] = ["torch finds no GPU"]
@@ -58,49 +59,6 @@ def place(gpus: int, round_: str, env: Mapping[str, str]) -> tuple[str, dict[str
             meeting = {"MASTER_ADDR": nodes[0] + env.get("HOST_SUFFIX", ""), "MASTER_PORT": 10_000 + port % 20_000}
             return mode, {name: str(value) for name, value in {**values, **meeting}.items()}
     return mode, {}
-
-
-def _rates(world: Any, mode: str) -> dict[str, float]:
-    """Of this rank's device and of an all_reduce within its node; or in a pair of nodes of a large and a small one."""
-    import torch
-
-    from trilane.engine.bench import rates
-
-    device, found = world.device, dict[str, float]()
-    if world.size > 1:
-        sent, small_s = rates.all_reduce(device, None, world.size, rates.large_bytes(device), 8)
-        if mode == "pair":
-            return {"all_reduce B/s": sent, "all_reduce 1/s": 1 / small_s}
-        found["all_reduce within B/s"] = sent
-    if device.type == "cuda":
-        found["PCIe B/s"] = rates.host_to_device_bytes_per_s(device)
-    else:
-        torch.set_num_threads(1)
-    kind = list(rates.matmul_types(device).values())[-1]
-    found["matmul FLOP/s"] = rates.matmul_flops_per_s(device, kind)
-    return {**found, "memory B/s": rates.copy_bytes_per_s(device)}
-
-
-def _wrong(world: Any) -> list[str]:
-    """Which results of this rank are wrong: of a matmul and of an all_reduce whose values are known."""
-    import torch
-    import torch.distributed as dist
-
-    from trilane.engine.bench import rates
-
-    device, n, found = world.device, 4096 if world.device.type == "cuda" else 256, list[str]()
-    for name, kind in rates.matmul_types(device).items():
-        # all partial sums of 4096 products (i % 4) (j % 4) / 1024 in powers of two are exact, in 8 bits too
-        i = (torch.arange(n, device=device) % 4).to(kind)
-        out = torch.mm(i[:, None].repeat(1, 4096), (i / 1024).repeat(4096, 1)).float()
-        if not ((out - 4 * torch.outer(i, i).float()).abs() <= 0.5).all():  # NaN is not <= 0.5 either
-            found.append(f"a matmul in {name} gives wrong results")
-    if world.size > 1:
-        ranks = torch.full((2**16,), world.rank + 1.0, device=device)
-        dist.all_reduce(ranks)
-        if not (ranks == world.size * (world.size + 1) / 2).all():
-            found.append("an all_reduce gives wrong sums")
-    return found
 
 
 def query(what: str, names: str) -> list[list[str]]:

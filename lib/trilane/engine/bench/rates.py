@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from trilane.costmodel.constants import Constants
+from trilane.engine.world import World
 
 COPY_BYTES = 2**28  # far beyond the caches
 
@@ -104,14 +105,15 @@ def once_s(work: Callable[[], Any], device: torch.device) -> float:
     return first.elapsed_time(last) / 1e3  # milliseconds
 
 
-def all_reduce(
-    device: torch.device, group: dist.ProcessGroup | None, n: int, size: int, calls: int
-) -> tuple[float, float]:
-    """What each of `n` ranks sends per second in an all_reduce of `size` bytes, and the seconds of one of 4 bytes.
+def all_reduce(device: torch.device, group: dist.ProcessGroup | None, n: int, calls: int) -> tuple[float, float]:
+    """What each of `n` ranks sends per second in a large all_reduce, and the seconds of one of 4 bytes.
 
     2 (n - 1) / n bytes / seconds, as nccl-tests defines bus bandwidth; over several hosts this is also what a whole
     host sends, because each ring enters and leaves it once. Left out: trees, which NCCL uses for small messages.
     """
+
+    # a small GPT's gradient bucket on a CPU, enough to fill NVLink on a GPU
+    size = 2**28 if device.type == "cuda" else 2**22
 
     def median_s(bytes_: int, calls: int) -> float:
         tensor = torch.zeros(bytes_ // 4, device=device)
@@ -122,11 +124,40 @@ def all_reduce(
     return bus_bytes_per_s(size, n, median_s(size, calls)), median_s(4, 5 * calls)
 
 
-def large_bytes(device: torch.device) -> int:
-    """Bytes of a large message: a small GPT's gradient bucket on a CPU, enough to fill NVLink on a GPU."""
-    return 2**28 if device.type == "cuda" else 2**22
-
-
 def bus_bytes_per_s(size: int, n: int, seconds: float) -> float:
     """Bytes that each of `n` ranks sends per second in an all_reduce of `size` bytes that takes `seconds`."""
     return 2 * (n - 1) / n * size / seconds
+
+
+def of_rank(world: World, mode: str) -> dict[str, float]:
+    """Of this rank's device and of an all_reduce within its node; or in a pair of nodes of a large and a small one."""
+    device, found = world.device, dict[str, float]()
+    if world.size > 1:
+        sent, small_s = all_reduce(device, None, world.size, 8)
+        if mode == "pair":
+            return {"all_reduce B/s": sent, "all_reduce 1/s": 1 / small_s}
+        found["all_reduce within B/s"] = sent
+    if device.type == "cuda":
+        found["PCIe B/s"] = host_to_device_bytes_per_s(device)
+    else:
+        torch.set_num_threads(1)
+    kind = list(matmul_types(device).values())[-1]
+    found["matmul FLOP/s"] = matmul_flops_per_s(device, kind)
+    return {**found, "memory B/s": copy_bytes_per_s(device)}
+
+
+def wrong(world: World) -> list[str]:
+    """Which results of this rank are wrong: of a matmul and of an all_reduce whose values are known."""
+    device, n, found = world.device, 4096 if world.device.type == "cuda" else 256, list[str]()
+    for name, kind in matmul_types(device).items():
+        # all partial sums of 4096 products (i % 4) (j % 4) / 1024 in powers of two are exact, in 8 bits too
+        i = (torch.arange(n, device=device) % 4).to(kind)
+        out = torch.mm(i[:, None].repeat(1, 4096), (i / 1024).repeat(4096, 1)).float()
+        if not ((out - 4 * torch.outer(i, i).float()).abs() <= 0.5).all():  # NaN is not <= 0.5 either
+            found.append(f"a matmul in {name} gives wrong results")
+    if world.size > 1:
+        ranks = torch.full((2**16,), world.rank + 1.0, device=device)
+        dist.all_reduce(ranks)
+        if not (ranks == world.size * (world.size + 1) / 2).all():
+            found.append("an all_reduce gives wrong sums")
+    return found
