@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -12,12 +13,14 @@ import pytest
 from dumps import VALUES, faulthandler_text, pyspy_text, topology, write_all
 from job import ATTENTION, DATA, DP_SUM, GRID, ROOT, STEP, Stack, c10d
 from plants import PLANTS, data_loader, write
-from support import REPOSITORY
+from support import REPOSITORY, small_plan
 
 from trilane.cli.app import main
+from trilane.diagnose.capture import write_topology
 from trilane.diagnose.hang import diagnose_hang
 from trilane.diagnose.stacks import read_faults
 from trilane.diagnose.suspects import OPEN
+from trilane.workspace.heartbeat import Heartbeat
 
 BEFORE: Stack = (("train", "megatron/training.py", 915), *ROOT[1:])
 LOSS: Stack = (*c10d("broadcast"), ("_aggregate_total_loss", "deepspeed/runtime/pipe/engine.py", 540), *STEP)
@@ -199,11 +202,13 @@ def test_nodes_are_named_after_their_files(tmp_path: Path, capsys: pytest.Captur
 def test_all_nodes_are_never_excluded(culprits: tuple[int, ...], exclude: str, tmp_path: Path) -> None:
     """sbatch with every node of the job left out would wait for others.
 
-    A rank without a heartbeat has no host, as capture.py writes it: it is on that of its node's other ranks.
+    A rank without a heartbeat is on the host of its node's other ranks.
     """
     write_all(tmp_path, {rank: DATA.stack if rank in culprits else DP_SUM.stack for rank in range(16)})
-    ranks = [{"rank": r, **({} if r == 1 else {"host": "ab"[r // 8]})} for r in range(16)]
-    topology(tmp_path, 1, 1, 16, ranks=ranks)
+    plan, facts = small_plan(), {"step": 4, "phase": "", "time": 1.0, "pid": 7}
+    nodes = replace(plan.cluster, gpus_per_node=8, max_nodes=2)
+    plan = replace(plan, cluster=nodes, topology=replace(plan.topology, dp=16, gbs=32))
+    write_topology(tmp_path, plan, {r: Heartbeat(rank=r, host="ab"[r // 8], **facts) for r in range(16) if r != 1})
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == culprits and verdict.exclude == exclude
 

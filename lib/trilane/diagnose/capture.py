@@ -102,9 +102,12 @@ def write_topology(stacks: Path, plan: Plan, beats: dict[int, Heartbeat]) -> Non
     states = {rank: state for values in found for rank, state in values.items() if isinstance(state, str)}
     t, ranks = plan.topology, []
     replicas = t.dp * t.cp  # the ranks of a cp group stand between tp and dp, and reduce gradients as replicas do
-    for place in rank_grid.regular(t.tp, t.pp, replicas, min(plan.cluster.gpus_per_node, t.gpus)).places:
+    grid = rank_grid.regular(t.tp, t.pp, replicas, min(plan.cluster.gpus_per_node, t.gpus))
+    hosts = {grid[rank].node: beat.host for rank, beat in beats.items() if rank in grid}
+    for place in grid.places:
         facts = {axis: getattr(place, axis) for axis in ("rank", "tp", "pp", "dp")}
-        beat = as_json(beats[place.rank]) if place.rank in beats else {}  # which alone has the host
+        # a rank without a heartbeat is on the host of the others of its node
+        beat = as_json(beats[place.rank]) if place.rank in beats else {"host": hosts.get(place.node, "")}
         ranks.append({**facts, **beat, "state": states.get(str(place.rank), "")})
     sizes = {"tp": t.tp, "pp": t.pp, "dp": replicas, "gpus_per_node": plan.cluster.gpus_per_node}
     replace_text(stacks / "topology.json", json.dumps({**sizes, "ranks": ranks}, indent=1) + "\n")

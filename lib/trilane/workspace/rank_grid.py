@@ -2,7 +2,6 @@
 
 import functools
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -167,12 +166,8 @@ def from_json(values: Mapping[str, Any]) -> Grid | None:
         return grid
     is_known = grid is not None or "tp" in next(iter(listed.values()))
     grid = grid or unknown(listed, width)
-    hosts: defaultdict[Any, set[str]] = defaultdict(set)  # of each node: a rank without a heartbeat has none
-    for rank, facts in listed.items():
-        if facts.get("host"):
-            hosts[facts.get("node", grid[rank].node if rank in grid else None)].add(str(facts["host"]))
     ranks = sorted({*grid.ranks, *listed})
-    places = (_place(grid[r] if r in grid else grid.places[0], r, listed.get(r, {}), hosts) for r in ranks)
+    places = (_place(grid[r] if r in grid else grid.places[0], r, listed.get(r, {})) for r in ranks)
     return Grid(places=tuple(places), known=is_known)
 
 
@@ -184,12 +179,10 @@ def read(path: Path) -> Grid | None:
         return None
 
 
-def _place(base: GridPlace, rank: int, facts: Mapping[str, Any], hosts: Mapping[Any, set[str]]) -> GridPlace:
-    """A rank of topology.json. `hosts` are the known hosts of each node: then "node" is only a label."""
-    node = facts.get("node", base.node)
-    names = {str(facts["host"])} if facts.get("host") else hosts.get(node, set())
-    host = next(iter(names)) if len(names) == 1 else ""
-    is_named = bool(host) or (isinstance(node, str) and not hosts if "node" in facts else base.named)
+def _place(base: GridPlace, rank: int, facts: Mapping[str, Any]) -> GridPlace:
+    """A rank of topology.json; its node is named by its host, else by its label."""
+    node, host = facts.get("node", base.node), str(facts.get("host") or "")
+    is_named = bool(host) or (isinstance(node, str) if "node" in facts else base.named)
     return GridPlace(
         rank=rank,
         tp=int(facts.get("tp", base.tp)),
