@@ -21,7 +21,7 @@ from trilane.cli.app import main
 from trilane.costmodel.shipped import calibration_for
 from trilane.diagnose.capture import write_topology
 from trilane.launch.outcome import judge
-from trilane.report import html, index, notebook
+from trilane.report import html, notebook
 from trilane.slurm import attempt, chain, client, jobs, ledger, sites
 from trilane.utils.validation import shipped_json
 from trilane.workspace import checkpoints, phase_times, run_folder, status
@@ -91,7 +91,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         study.save("plans.json", {"plans": [entry]}, "02")
         study.save("sizing.json", sizing, "01")
         study.save("calibration.json", calibration, "04")
-        study.save("decision.json", {"recommendation": {"verdict": "Start", "change": "a"}}, "08")
         (study.folder / "chain.json").write_text(json.dumps({"site": "test", "links": ["runs/r"]}))
         rows = (Path(sites.__file__).parents[1] / "data/measured.csv").read_text().splitlines()[:4]
         (study.folder / "measured.csv").write_text("\n".join(rows) + "\n")
@@ -170,7 +169,6 @@ FILES: dict[str, tuple[Reader, ...]] = {
     ),
     "s/sizing.json": (lambda study: Study("s").model(),),
     "s/calibration.json": (lambda study: calibration_for(load_cluster("jz-h100"), "s"),),
-    "s/decision.json": (lambda study: index.recommended(Study("s")),),
     "s/chain.json": (chain.stages_of,),
     "s/measured.csv": (cli("logs", "parse", "{}/measured.csv"),),
     "s/01_sizing.ipynb": (
