@@ -10,7 +10,7 @@ from slurm_cluster import REQUEST, SITE, Commands, one, plan, run_folder, submit
 from trilane.cli.app import main
 from trilane.config.plan import read_plan
 from trilane.costmodel.shipped import constants_of
-from trilane.slurm import attempt, chain, client, copies, jobs, ledger, monitor
+from trilane.slurm import attempt, chain, client, copies, jobs, ledger
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import to_mapping
 from trilane.workspace.status import RunStatus, write_status
@@ -131,7 +131,7 @@ def test_watching_goes_on_while_slurm_is_away_and_says_it_once(
     commands: Commands, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
     commands.say("squeue", AWAY)
-    lines = monitor.watch([folder], every_s=0.01, seconds=60)
+    lines = jobs.watch([folder], every_s=0.01, seconds=60)
     assert next(lines).startswith("SLURM does not answer, asked again every 0.01 s: slurm=squeue: the controller")
     commands.say("squeue", "true")
     accounted(commands, j77="TIMEOUT")
@@ -256,17 +256,12 @@ def test_a_completed_run_is_left_out_of_a_submission(
 
 
 def test_a_job_that_waits_takes_a_changed_plan_where_that_is_accepted(commands: Commands, folder: Path) -> None:
-    """Its script SLURM has already."""
-    kept, script = copies.keep_plan(folder), copies.hash_of((folder / "job.sbatch").read_text())
-    ledger.note(folder, "submitted", "78", site="/a b/test.json", plan=kept, script=script)
+    ledger.note(folder, "submitted", "78", site="/a b/test.json", plan=copies.keep_plan(folder))
     edit(folder, "optimizer.lr", 6e-4)
     assert "optimizer.lr: 0.001 -> 0.0006" in attempt.altered(folder, "78")
     assert "--site '/a b/test.json'" in attempt.altered(folder, "78")
     commands.say("squeue", "echo '78|PENDING|None|1:00|2:00||x'")
     assert jobs.accept_changes(folder, "test") == ["78"] and attempt.altered(folder, "78") == ""
-    assert not jobs.unreached(folder, ["78"])
-    (folder / "job.sbatch").write_text("#!/bin/bash\n")
-    assert "job 78 keeps the job.sbatch that SLURM has" in jobs.unreached(folder, ["78"])[0]
 
 
 EDITS = {

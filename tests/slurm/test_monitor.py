@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from slurm_cluster import plan, run_folder
 
-from trilane.slurm import client, ledger, monitor
+from trilane.slurm import client, jobs, ledger
 from trilane.workspace import storage
 
 
@@ -35,7 +35,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def test_a_watch_prints_each_change_once(folder: Path, state: dict[str, str]) -> None:
     """A death that only SLURM reports."""
-    lines = monitor.watch([folder], 0.01, 60.0)
+    lines = jobs.watch([folder], 0.01, 60.0)
     assert next(lines).startswith("one: job 77 RUNNING n[1-4]: running")
     (folder / "steps.jsonl").write_text('{"iteration": 30}\n')
     assert next(lines) == "one: iteration 30 of 100"

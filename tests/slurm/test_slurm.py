@@ -39,7 +39,7 @@ from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import Plan
 from trilane.launch import local
 from trilane.logs.run import read_log
-from trilane.slurm import chain, client, copies, jobs, ledger, monitor, script, study_runs
+from trilane.slurm import chain, client, copies, jobs, ledger, script, study_runs
 from trilane.slurm.checks import REFUSAL
 from trilane.slurm.preflight import check_job
 from trilane.utils.validation import to_mapping
@@ -255,11 +255,11 @@ def test_the_nodes_of_a_running_job_are_shown_and_the_watcher_reports_its_death(
     wait_until(lambda: one(folder).state == "RUNNING", PATIENCE_S, "running")
     assert main(["debug", "capture", str(folder), "--job", job, "--what", "hostfile"]) == 0
     assert capsys.readouterr().out == "".join(f"{host} slots=2\n" for host in client.hostnames(one(folder).nodes))
-    (line,) = monitor.watch([folder], every_s=0.2, seconds=1)
+    (line,) = jobs.watch([folder], every_s=0.2, seconds=1)
     assert line.startswith(f"hanging: job {job} RUNNING jz-a100-[")
     client.cancel([job])
     wait_until(lambda: one(folder).state == "CANCELLED", 60, "cancelled")
-    said = list(monitor.watch([folder], every_s=0.2, seconds=60))
+    said = list(jobs.watch([folder], every_s=0.2, seconds=60))
     assert said == [f"hanging: job {job} CANCELLED {one(folder).nodes}: DIED: cancelled SLURM: CANCELLED"]
 
 

@@ -19,7 +19,7 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Run
-from trilane.slurm import chain, client, ledger, monitor
+from trilane.slurm import chain, client, jobs, ledger
 from trilane.utils.files import json_lines
 from trilane.workspace import run_folder
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
@@ -103,7 +103,7 @@ def test_52_nodes_lose_four_and_the_controller_and_no_iteration(cluster: Cluster
     """
     r = Rehearsal(cluster, tmp_path / "chain")
     lines: list[str] = []
-    watching = threading.Thread(target=lambda: lines.extend(monitor.watch([r.folder], 0.5, PATIENCE_S)))
+    watching = threading.Thread(target=lambda: lines.extend(jobs.watch([r.folder], 0.5, PATIENCE_S)))
     for name, node in (("broken", "jz-a100-4"), ("slow", "jz-a100-30")):
         (r.folder / name).write_text(node)
     first, second = submit_chain(tmp_path / "chain", times=2)

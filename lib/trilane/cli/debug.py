@@ -12,7 +12,7 @@ from trilane.diagnose.restart import compare_restart
 from trilane.diagnose.stacks import last_calls
 from trilane.diagnose.stragglers import find_stragglers
 from trilane.launch import bisection, rehearsal
-from trilane.slurm import monitor
+from trilane.slurm import jobs
 from trilane.slurm.incident import read_incident
 from trilane.utils.validation import require, require_known
 from trilane.workspace import rank_grid
@@ -75,7 +75,7 @@ def capture(
     folder = folder.resolve()
     plan = read_plan(folder / "plan.json")
     if what == "hostfile":
-        return Answer.lines(what, monitor.hostfile(job, plan))
+        return Answer.lines(what, jobs.hostfile(job, plan))
     require(not job, "job", job, "is for --what hostfile; each node's watchdog dumps its ranks without")
     if here is not None:
         stacks.capture_here(folder, here)

@@ -14,7 +14,7 @@ from trilane.config.options import option
 from trilane.config.plan import Plan, locate_plan, read_plan
 from trilane.costmodel.shipped import constants_of, replaced
 from trilane.launch.local import run_folder as run_folder_of
-from trilane.slurm import attempt, client, jobs, monitor, node_test, preflight, sites
+from trilane.slurm import attempt, client, jobs, node_test, preflight, sites
 from trilane.slurm import chain as chains
 from trilane.slurm import nodes as job_nodes
 from trilane.slurm import script as scripts
@@ -104,7 +104,6 @@ def submit(
     for path in chosen if accept_changes else []:
         if waiting := jobs.accept_changes(path, job.site.source):
             made[str(path)] = waiting
-            note(jobs.unreached(path, waiting))
     chosen = [path for path in chosen if str(path) not in made]
     rows = chains.link_records(list(plans), job) if dry_run or until_done else []
     often = {Path(row["run"]): max(times, math.ceil(1.25 * row["jobs"])) if until_done else times for row in rows}
@@ -153,7 +152,7 @@ def watch(
     Exit code 0 when all completed, 1 when one failed, 75 when the time is over or SLURM does not answer.
     """
     folders = folders_of(runs)
-    for line in monitor.watch(folders, every, seconds):
+    for line in jobs.watch(folders, every, seconds):
         print(one_line(line), flush=True)
     client.require_answer()
     found = jobs.job_status(folders)

@@ -1,4 +1,4 @@
-"""Jobs: the submission of run folders, their status and cancellation."""
+"""Jobs: the submission of run folders, their status and cancellation; when they start, end or make progress."""
 
 import contextlib
 import functools
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trilane.config.plan import read_plan
+from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.shipped import constants_of
 from trilane.launch.outcome import last_log
 from trilane.slurm import attempt, client, copies, ledger
@@ -21,6 +21,7 @@ from trilane.utils.validation import require
 from trilane.workspace import pace, run_folder, storage
 from trilane.workspace.run_folder import is_completed
 from trilane.workspace.status import RunStatus, Status, known_status, status_problem, verdict
+from trilane.workspace.storage import NO_ROOM, NOT_SAVED
 
 # for the lock of a folder, which a submission holds for a second or two
 PATIENCE_S = 15.0
@@ -90,15 +91,6 @@ def accept_changes(folder: Path, site: str) -> list[str]:
     return jobs
 
 
-def unreached(folder: Path, waiting: Sequence[str]) -> list[str]:
-    """A line where jobs that wait have another script than the folder."""
-    now = copies.hash_of(read_text(folder / SCRIPT))
-    found = ledger.events(folder, "submitted")
-    held = [e["id"] for e in found if e["id"] in waiting and e.get("script", now) != now]
-    text = f"{folder}: job {', '.join(held)} keeps the {SCRIPT} that SLURM has; cancel, and submit anew"
-    return [text] * bool(held)
-
-
 @contextlib.contextmanager
 def submitting(folders: Iterable[Path]) -> Iterator[None]:
     """The run folders locked, none of which has a job that has not ended.
@@ -138,8 +130,8 @@ def _accept(folder: Path, freeze: Callable[[], Path], site: str, options: Sequen
     script = folder / SCRIPT
     code = freeze() if copies.USED_BY in read_text(script) else None
     options = [f"--dependency={','.join(['singleton', *after])}", "--kill-on-invalid-dep=yes", *options]
-    facts = {"plan": copies.keep_plan(folder), "script": copies.hash_of(read_text(script))}
-    facts |= {"constants": constants_of(read_plan(folder / "plan.json")).hash, "code": code.name if code else ""}
+    constants = constants_of(read_plan(folder / "plan.json")).hash
+    facts = {"plan": copies.keep_plan(folder), "constants": constants, "code": code.name if code else ""}
     name, known, words = client.job_name(folder), ledger.job_ids(folder), [str(code)] if code else []
     job = client.sbatch(script, *options, name=name, known=known, arguments=words)
     ledger.note(folder, "submitted", job, site=site, after=",".join(after), **facts)
@@ -346,3 +338,54 @@ def logs(folder: Path, lines: int = 20) -> list[str]:
 
 def _tail(path: Path, lines: int) -> list[str]:
     return read_text(path, 400 * lines).splitlines()[-lines:]
+
+
+def watch(folders: Sequence[Path], every_s: float, seconds: float) -> Iterator[str]:
+    """A line for each change, until all runs have ended or `seconds` have passed; it polls every `every_s` seconds.
+
+    While SLURM does not answer, one line reports it, and the polling goes on. A run that hangs ends itself, with that
+    reason.
+    """
+    end, is_away = time.monotonic() + seconds, False
+    before = dict[Path, JobStatus]()
+    while True:
+        try:
+            client.require_answer()
+            found = dict(zip(folders, job_status(folders), strict=True))
+            yield from ["SLURM answers again"] * is_away
+            is_away = False
+        except client.SlurmError as error:  # an update or a restart of the controller takes minutes
+            yield from [f"SLURM does not answer, asked again every {every_s:g} s: {error}"] * (not is_away)
+            is_away, found = True, before
+        for folder, job in found.items():
+            yield from _news(job, before.get(folder))
+        before = found
+        if not is_away and not any(job.status.is_active for job in found.values()):
+            return
+        if time.monotonic() + every_s > end:
+            return
+        time.sleep(every_s)
+
+
+def _news(job: JobStatus, old: JobStatus | None) -> Iterator[str]:
+    """A line where something is new."""
+    if old is None or (old.id, old.state, old.status) != (job.id, job.state, job.status):
+        word, where = "DIED: " * job.has_failed, job.reason or job.nodes
+        yield f"{job.run}: job {job.id} {job.state} {where}: {word}{job.status} {job.evidence}".rstrip()
+    elif job.exclude != old.exclude or (job.evidence != old.evidence and (_alarms(job) or _alarms(old))):
+        yield f"{job.run}: {job.evidence}"
+    elif old.iteration != job.iteration:
+        yield f"{job.run}: iteration {job.iteration} of {job.iterations}"
+
+
+def _alarms(job: JobStatus) -> bool:
+    return job.evidence.startswith(("SLOW", "NOT FINITE", NOT_SAVED, NO_ROOM))
+
+
+def hostfile(job: str, plan: Plan) -> str:
+    """The nodes of a running job as a hostfile of DeepSpeed and pdsh; ValueError where it does not run."""
+    client.require_answer()
+    state = client.states([job])[job]
+    require(state.state in ("RUNNING", "COMPLETING"), "job", job, f"is {state.state}, and has no nodes")
+    slots = min(plan.topology.gpus, plan.cluster.gpus_per_node)
+    return "".join(f"{host} slots={slots}\n" for host in client.hostnames(state.nodes))
