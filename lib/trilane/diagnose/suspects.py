@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trilane.diagnose.evidence import Evidence
 from trilane.diagnose.flight_recorder import Call
-from trilane.diagnose.waits import HARD, NO_EVIDENCE, OTHER, Conditions, Wait
+from trilane.diagnose.waits import HARD, NO_EVIDENCE, OTHER, Conditions
 from trilane.workspace.rank_grid import Grid
 
 OPEN = "cannot be determined"  # in each reason that leaves open whether the rank is at fault
@@ -95,7 +95,9 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
         there = not evidence.recordings and not any(c.kind in NO_EVIDENCE for c in found.values())
         is_there = (waits and there) or (min(cycle) in calls and not edges.get(min(cycle)))
         return {} if is_there else {r: _recorded_reason(evidence, found, edges, r) for r in cycle}
-    few = _rare(waits)
+    # The rarest line; where all are at one, those that came there differently. Different layers call the same line:
+    # ranks of one group in it are no rarer for being in two layers.
+    few = _fewest({r: (w.op, w.site.key) for r, w in waits.items()}) or _fewest({r: w.call for r, w in waits.items()})
     # Sends and receives are rare by nature.
     few = [r for r in few if not waits[r].p2p] or few
     few = few if 3 * len(few) <= len(cycle) else []
@@ -111,12 +113,6 @@ def _recorded_reason(evidence: Evidence, found: Conditions, edges: Edges, rank: 
             lost = own is not None and not own.knows(call.group)
             return f"others wait for it in {call}" + f"; whether it came {OPEN}" * lost
     return f"{found[rank].text}, others wait for it in another collective"
-
-
-def _rare(waits: Mapping[int, Wait]) -> list[int]:
-    """The ranks at the rarest line; where all are at one, those that came there differently."""
-    # Different layers call the same line: ranks of one group in it are no rarer for being in two layers.
-    return _fewest({r: (w.op, w.site.key) for r, w in waits.items()}) or _fewest({r: w.call for r, w in waits.items()})
 
 
 def _fewest(kinds: Mapping[int, tuple[object, ...]]) -> list[int]:
