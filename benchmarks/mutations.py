@@ -110,7 +110,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("calendar", "forecasting/forecast.py", "forecasting/test_forecast.py"): [
         ("* np.diff(same, prepend=-1)", ""),
         ("plan.cluster.max_nodes - max(step", "plan.cluster.max_gpus - max(step"),
-        ("share = (rest - both)", "share = rest"),
+        ("ideal * (u.mean - 1)", "ideal * u.mean"),
         (".total_seconds() + 86400", ".total_seconds()"),
         ("watts * building / 1000", "watts / 1000"),
     ],
@@ -336,7 +336,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("counts", "config/batch_rampup.py", "config"): [
         ("-(-(step + 1) * self.samples // steps)", "(step + 1) * self.samples // steps"),
-        ("consumed >= self.samples", "consumed > self.samples"),
+        ("consumed + (iterations - done) * batch", "consumed + iterations * batch"),
     ],
     ("counts", "analysis/measure.py", "analysis/test_flops.py"): [
         ("again * (tp - 1)", "again * tp"),
