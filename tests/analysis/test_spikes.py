@@ -101,6 +101,8 @@ def test_a_loss_that_rises_and_stays_is_a_divergence():
     (event,) = found(broken)
     assert (event.kind, event.iteration) == ("divergence", 251) and math.isnan(event.peak)
     assert "nan (no number)" in event.sentence
+    skipped = log(300, lm_loss=broken, skipped=np.isnan(broken))
+    assert not spikes.find_spikes(join([skipped])), "a skipped iteration prints no loss"
 
 
 def test_the_command_joins_logs_and_reports(tmp_path, capsys):

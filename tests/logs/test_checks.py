@@ -1,5 +1,7 @@
 """Planted faults: each is reported by its rule; a right log has no problem."""
 
+import re
+
 import pytest
 
 from trilane.analysis.measure import measure_log
@@ -34,6 +36,9 @@ def titan(norm=1.5, tflops=312.5, mfu=31.6):
     return "".join(TITAN.format(i=i, loss=8 - i / 10, norm=norm, tflops=tflops, mfu=mfu) for i in range(1, 6))
 
 
+NORM = " iteration {:8d}/     200 | elapsed time per iteration (ms): 2000.0 | grad norm: nan |\n"
+SKIP = NORM.replace("grad norm: nan", "number of skipped iterations:   1")
+
 RIGHT = {
     "every iteration": lines(),
     "a rate of tokens": SIZES + lines(more=RATE.format(4 * 2048 / 2 / 8, 2048)),
@@ -42,6 +47,9 @@ RIGHT = {
     "torchtitan": titan(),
     "a norm after an overflow": titan(norm=-1.0),
     "an MFU that is not measured yet": titan(mfu=-100.0) + titan().replace("step:  ", "step: 1"),
+    "a norm that is not computed": titan(norm=0.0),
+    "a search for the loss scale": lines(9) + "".join(SKIP.format(i) for i in range(10, 42)),
+    "a norm of NaN that is skipped": lines(9) + (NORM.format(10).rstrip("\n") + SKIP.format(10)[-40:]),
     "a start that diverges": line(1, 12.4) + "".join(line(i, 33.1 - i / 9) for i in range(2, 20)),
 }
 FAULTS = {
@@ -55,6 +63,9 @@ FAULTS = {
     "rate of tokens": ("tokens_per_gpu_per_second", SIZES + lines(more=RATE.format(4 * 2048 / 2 / 8, 64))),
     "rate of words": ("tokens_per_second", "".join(map(FAIRSEQ.format, range(100, 900, 100), range(90, 900, 90)))),
     "rate of samples": ("samples_per_second", SIZES + lines(step=10, ms=20000.0, more="samples per second: 2.000 | ")),
+    "trouble: a norm of 0": ("grad_norm", titan() + titan(norm=0.0).replace("step:  ", "step: 1")),
+    "trouble: a norm of NaN without a loss": ("grad_norm", lines(9) + NORM.format(10)),
+    "trouble: nothing but skipped": ("skipped", lines(9) + "".join(SKIP.format(i) for i in range(10, 43))),
     "count of iterations": ("iteration", "".join(line(i, used=40 * i) for i in range(1, 20))),
 }
 
@@ -73,7 +84,7 @@ def test_a_right_log_has_no_problem(tmp_path, name):
 def test_a_planted_fault_is_reported_by_its_rule_alone(tmp_path, name):
     column, text = FAULTS[name]
     found = problems(tmp_path, text)
-    assert [(p.rule, p.column) for p in found] == [(name.split(" ")[0], column)], [str(p) for p in found]
+    assert [(p.rule, p.column) for p in found] == [(re.split("[ :]", name)[0], column)], [str(p) for p in found]
 
 
 def test_the_card_of_a_list_of_gpus_bounds_the_rate(tmp_path):

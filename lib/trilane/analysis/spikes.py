@@ -82,9 +82,11 @@ def _spikes(curve: Curve, name: str, kind: str, least: float) -> Iterator[Event]
 def _divergence(curve: Curve, spikes: Sequence[Event]) -> Iterator[Event]:
     """The level at the end exceeds the best one by 10 %, or the loss is NaN from some line to the end."""
     at, x = _logarithms(curve, "lm_loss")
-    loss = curve.table["lm_loss"].to_numpy(float) if len(x) else x
+    table = curve.table
+    table = table[~(table["skipped"] > 0)] if "skipped" in table else table  # which print no loss
+    loss = table["lm_loss"].to_numpy(float) if len(x) else x
     if len(loss) > 3 and not np.isfinite(loss[-3:]).any():
-        first = int(curve.table["iteration"].iloc[np.flatnonzero(np.isfinite(loss))[-1] + 1])
+        first = int(table["iteration"].iloc[np.flatnonzero(np.isfinite(loss))[-1] + 1])
         level = float(np.exp(np.median(x[-WINDOW:])))
         yield Event(kind="divergence", iteration=first, peak_iteration=first, level=level, peak=math.nan)
     elif len(x) >= 2 * LEAST:

@@ -47,7 +47,7 @@ def problems(run: PartialRun, columns: Columns) -> tuple[Problem, ...]:
     """The problems of a run."""
     found = [("unnumbered", "iteration", UNNUMBERED)] if UNNUMBERED in run.notes else []
     if run.rows:
-        found = [*_bounds(columns), *_counts(columns, run.arguments), *found]
+        found = [*_bounds(columns), *_trouble(columns), *_counts(columns, run.arguments), *found]
     return tuple(Problem(rule=rule, column=column, message=message) for rule, column, message in found)
 
 
@@ -61,6 +61,26 @@ def _bounds(columns: Columns) -> Iterator[tuple[str, str, str]]:
             number, iteration = numbers[at := odd.argmax()], columns["iteration"][at]
             where = f" at iteration {iteration:.0f}" * bool(iteration == iteration)
             yield "bounds", name, f"{number:.6g}{where}: {message}"
+
+
+def _trouble(columns: Columns) -> Iterator[tuple[str, str, str]]:
+    """Numbers that are possible, and mean that nothing is learned."""
+    number, none = columns["iteration"], np.full(len(columns["iteration"]), NAN)
+    norm, skipped, nan = (columns.get(name, none) for name in ("grad_norm", "skipped", "nan"))
+    is_nan = (nan > 0) & ~(skipped > 0) & ("grad_norm" in columns)
+    for odd, meaning in (
+        # a program that does not compute the norm prints 0 on every line (Megatron-DeepSpeed of 2021)
+        ((norm == 0) & (norm > 0).any(), "exactly 0: no gradient arrives"),
+        (is_nan & np.isnan(norm), "NaN: so are the weights from here on"),
+    ):
+        if odd.any():
+            yield "trouble", "grad_norm", f"{meaning} (iteration {number[odd.argmax()]:.0f}; {odd.sum()} in all)"
+    is_skipped = skipped >= np.diff(number, prepend=number[0] - 1)
+    for first, end in np.flatnonzero(np.diff(is_skipped, prepend=False, append=False)).reshape(-1, 2):
+        # a loss scale of 2^32, where the search for it begins, is 1 after so many halvings
+        if (count := number[end - 1] - number[first] + 1) > 32:
+            yield "trouble", "skipped", f"{count:.0f} iterations in a row from {number[first]:.0f} on"
+            return
 
 
 def _counts(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[tuple[str, str, str]]:
