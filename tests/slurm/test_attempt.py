@@ -293,6 +293,13 @@ def test_a_node_that_makes_a_run_slow_is_tested_and_a_spare_takes_over(
     assert nodes.training_nodes(folder, "78") == [n for n in ("n1", "n2", "n3") if n not in lost]
 
 
+def test_ranks_restarted_within_a_job_are_counted_in_how_it_ended(folder: Path) -> None:
+    """env.json has the count that ft_launcher gives to the ranks; a damaged one counts as none."""
+    for text, restarts in [('{"restarts": 2}', True), ('{"restarts": "\\u001b"}', False), ("{", False)]:
+        (folder / "env.json").write_text(text)
+        assert ("restarted in the job 2 times" in attempt.end(folder, 1, {"SLURM_JOB_ID": "7"}).evidence) is restarts
+
+
 EDITS = [
     ({"optimizer": {"lr": 6e-4}}, "optimizer.lr: 0.001 -> 0.0006 (peak learning rate)"),
     ({"topology": {"mbs": 1}}, "topology.mbs: 2 -> 1 "),

@@ -296,7 +296,10 @@ def test_a_hostile_label_is_refused_and_a_hostile_path_is_quoted_never_executed(
         (lambda: JobRequest(time_limit="20h"), r"^time_limit='20h': must be a time in a form of sbatch"),
         (lambda: JobRequest(time_limit="00:00:30"), r"^time_limit=00:00:30: must be a minute or more$"),
         (lambda: JobRequest(time_limit="00:05:00"), r"^signal_s=300: must be less than time_limit=00:05:00$"),
-        (lambda: JobRequest(launcher="mpirun"), r"^launcher=mpirun: did you mean srun\? known: srun, torchrun$"),
+        (
+            lambda: JobRequest(launcher="mpirun"),
+            r"^launcher=mpirun: did you mean srun\? known: ft_launcher, srun, torchrun$",
+        ),
         (lambda: JobRequest(spares=-1), r"^spares=-1: must be a whole number of at least 0$"),
         (lambda: sites.site("jean-zay-a10"), r"^site=jean-zay-a10: did you mean jean-zay-a100\? known: generic"),
         (lambda: sites.site("nowhere.json"), r"^site=nowhere.json: no such file$"),

@@ -110,6 +110,7 @@ def stamp(world: Any) -> dict[str, Any]:
         "backend": torch.distributed.get_backend(),
         "cores": len(core_numbers()),
         "threads": torch.get_num_threads(),
+        "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),  # by ft_launcher, within the job
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": sys.argv,
     }

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from trilane.config.plan import Plan
 from trilane.engine import phases
@@ -21,6 +22,7 @@ from trilane.workspace.heartbeat import END, STACKS, create_record, encode, plac
 from trilane.workspace.pace import PaceMeter
 
 _beats: list["Heartbeat"] = []
+_clients: list[Any] = []  # of nvidia-resiliency-ext's rank monitor, one where ft_launcher started this rank
 
 
 class Heartbeat:
@@ -38,6 +40,11 @@ class Heartbeat:
 
 def begin(plan: Plan, folder: Path) -> None:
     """Start this rank's heartbeat, let py-spy attach, and dump stacks on a signal; on each node start the watchdog."""
+    if "FT_RANK_MONITOR_IPC_SOCKET" in os.environ:
+        from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+
+        _clients.append(RankMonitorClient())
+        _clients[0].init_workload_monitoring()
     if plan.run.hang_timeout_s <= 0:
         return
     rank, ranks = os.environ["RANK"], folder / "ranks"
@@ -58,6 +65,8 @@ def begin(plan: Plan, folder: Path) -> None:
 
 def at(step: int) -> None:
     """Record that this rank enters iteration `step`."""
+    for client in _clients:
+        client.send_heartbeat()  # over a socket of this node
     for heartbeat in _beats:
         heartbeat.step = step
         heartbeat.beat(phases.current())
@@ -72,6 +81,8 @@ def iterated(samples: int, seconds: float, own: Mapping[str, float]) -> None:
 
 def end(folder: Path) -> None:
     """Record that this rank has finished."""
+    while _clients:  # else its monitor would end a rank that still saves
+        _clients.pop().shutdown_workload_monitoring()
     for heartbeat in _beats:
         heartbeat.close()
         heartbeat.beat(END)

@@ -1,8 +1,9 @@
-"""torchrun that ends with its parent, forwards signals, and records which ranks failed, and how.
+"""torchrun, or ft_launcher, that ends with its parent, forwards signals, and records which ranks failed, and how.
 
-`python -m trilane.engine.torchrun FAILURES.json <torchrun's arguments>`. torchrun itself only prints a report, dies of
-SIGUSR1, and kills its workers 30 s after a SIGTERM. Here both reach the workers, which take the time that a save needs.
-torch is imported late: a signal that comes while it is must not kill this process.
+`python -m trilane.engine.torchrun FAILURES.json <torchrun's arguments>`; an argument of ft_launcher's own (--ft-...)
+starts the ranks by nvidia-resiliency-ext, which has copies of torch's modules. torchrun itself only prints a report,
+dies of SIGUSR1, and kills its workers 30 s after a SIGTERM. Here both reach the workers, which take the time that a
+save needs. torch is imported late: a signal that comes while it is must not kill this process.
 """
 
 import contextlib
@@ -13,17 +14,21 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from trilane.engine.signals import ALL, FORWARDED, SAVE, STOP
 from trilane.utils.files import replace_text
-from trilane.utils.process import adopt_environment, allow_open_files, announced, die_with_parent
+from trilane.utils.process import adopt_environment, allow_open_files, announced, die_with_parent, end_forks_by_kill
 
 # From the first node that waits to the last that comes; then the same from the first rank to the last. At 128 nodes the
 # first import of torch from a shared file system takes minutes, and not the same on each node; torch 2.13 waits 60 s
 # for the first node (read_timeout in c10d_rendezvous_backend.py), then 600 s for all (dynamic_rendezvous.py).
 WAIT_S = 600
+FT = "nvidia_resiliency_ext.fault_tolerance"
+NEEDS = "needs nvidia-resiliency-ext (pip install 'trilane[resiliency]')"
 
 
 def main(argv: list[str]) -> int:
@@ -35,32 +40,42 @@ def main(argv: list[str]) -> int:
     adopt_environment()  # SLURM's bash started this process, with a TMPDIR of the node
     os.environ.update(announced())
     os.environ[FORWARDED] = "1"
-    _forward_signals()
-    _listen_on_loopback()
-    return _launch(argv)
+    launcher, elastic = "torch.distributed.run", "torch.distributed.elastic"
+    if any(word.startswith("--ft-") for word in argv):
+        if not find_spec("nvidia_resiliency_ext"):
+            print(f"trilane: launcher=ft_launcher: {NEEDS} in {sys.prefix}", file=sys.stderr)
+            return 2
+        launcher, elastic = f"{FT}.launcher", f"{FT}._torch_elastic_compat"
+        end_forks_by_kill()
+    _forward_signals(elastic)
+    _listen_on_loopback(elastic)
+    return _launch(argv, launcher, elastic)
 
 
-def _launch(argv: list[str]) -> int:
-    """Run torchrun as main() does, in a process that has prepared its signals."""
-    from torch.distributed import run
-    from torch.distributed.elastic import multiprocessing
-    from torch.distributed.elastic.rendezvous import api as rendezvous
+def _launch(argv: list[str], launcher: str, elastic: str) -> int:
+    """Run the module `launcher` as main() does, in a process that has prepared its signals."""
+    multiprocessing = import_module(f"{elastic}.multiprocessing")
+    rendezvous = import_module(f"{elastic}.rendezvous.api")
+    ChildFailedError, SignalException = multiprocessing.errors.ChildFailedError, multiprocessing.api.SignalException
+    RendezvousConnectionError = rendezvous.RendezvousConnectionError
+    RendezvousTimeoutError = rendezvous.RendezvousTimeoutError
+    module = import_module(launcher)
 
-    args = run.parse_args(argv[1:])
+    args = module.parse_args(argv[1:])
     if args.rdzv_backend == "c10d":
         args.rdzv_conf = settings(args.rdzv_conf)
     try:
-        run.run(args)
-    except multiprocessing.errors.ChildFailedError as error:
+        module.run(args)
+    except ChildFailedError as error:
         failures = [{"rank": r, "pid": f.pid, "exitcode": f.exitcode} for r, f in sorted(error.failures.items())]
         with contextlib.suppress(OSError):  # a full disk; the launcher reads the ranks' logs
             replace_text(Path(argv[0]), json.dumps(failures))
         return 1
-    except multiprocessing.api.SignalException as error:
+    except SignalException as error:
         return 128 + error.sigval
-    except (rendezvous.RendezvousConnectionError, rendezvous.RendezvousTimeoutError) as error:
+    except (RendezvousConnectionError, RendezvousTimeoutError) as error:
         why = f"the first node does not answer at {args.rdzv_endpoint}"
-        if isinstance(error, rendezvous.RendezvousTimeoutError):
+        if isinstance(error, RendezvousTimeoutError):
             why = f"fewer than {args.nnodes.rpartition(':')[2]} nodes came"
         print(f"trilane: rendezvous={args.rdzv_id}: {why} ({args.rdzv_conf})", file=sys.stderr, flush=True)
         return 1
@@ -81,11 +96,9 @@ def settings(given: str, env: Mapping[str, str] = os.environ) -> str:
     return f"{ours},{given}".strip(",")
 
 
-def _listen_on_loopback() -> None:
+def _listen_on_loopback(elastic: str) -> None:
     """Let torchrun's store, which would listen on all interfaces, listen on the loopback where that is its address."""
-    from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
-
-    static: Any = static_tcp_rendezvous
+    static: Any = import_module(f"{elastic}.rendezvous.static_tcp_rendezvous")
     store = static.TCPStore
 
     def bound(host: str, port: int, world: int, is_master: bool, timeout: Any, **options: Any) -> Any:
@@ -96,10 +109,9 @@ def _listen_on_loopback() -> None:
     static.TCPStore = bound
 
 
-def _forward_signals() -> None:
+def _forward_signals(elastic: str) -> None:
     """Forward SIGUSR1 and SIGTERM to the workers as SAVE and STOP from now on; torchrun does not receive them."""
-    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-
+    SubprocessContext = import_module(f"{elastic}.multiprocessing.api").SubprocessContext
     workers: list[Any] = []
     start = SubprocessContext._start
 
@@ -116,7 +128,7 @@ def _forward_signals() -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, SAVE if number == SAVE else STOP)
 
-    SubprocessContext._start = remembered  # type: ignore[method-assign]
+    SubprocessContext._start = remembered
     threading.Thread(target=listen, daemon=True).start()
 
 

@@ -13,7 +13,7 @@ from trilane.launch.outcome import last_log
 from trilane.slurm import client, copies, ledger
 from trilane.slurm.copies import USED_BY as CODE
 from trilane.slurm.nodes import Tester, handle_node_failure, job_id
-from trilane.utils.files import append_line, read_text
+from trilane.utils.files import append_line, json_object, read_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import one_line
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
@@ -61,6 +61,8 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ, test: Test
         otherwise = status_of(status, f"iteration {at} of {goal}")
     outcome = verdict(code=code, written=known_status(folder), log=last_log(folder), otherwise=otherwise)
     seconds = round(ledger.age_s(starts[-1]), 1) if starts else 0.0
+    if restarts := restarts_in_job(folder):
+        outcome = replace(outcome, evidence=f"{outcome.evidence}; ranks restarted in the job {restarts} times")
     outcome = replace(outcome, exit_code=code, seconds=seconds)
     write_status(folder, outcome)
     ledger.note(folder, "ended", job, **{k: v for k, v in asdict(outcome).items() if k != "rank"})
@@ -114,6 +116,12 @@ def how_to_resume(folder: Path) -> str:
     at = int(newest.name.removeprefix("iter_")) if newest else 0
     command = shlex.join(["trilane", "slurm", "submit", str(folder), "--site", str(site)])
     return f"; `{command}` resumes at iteration {at}"
+
+
+def restarts_in_job(folder: Path) -> int:
+    """How often ft_launcher had started the ranks anew when they last began; 0 where no rank wrote it."""
+    restarts = (json_object(read_text(folder / "env.json")) or {}).get("restarts")
+    return restarts if isinstance(restarts, int) else 0
 
 
 def finished(folder: Path) -> str:

@@ -6,6 +6,7 @@ import grp
 import os
 import pwd
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, replace
@@ -18,13 +19,14 @@ from trilane.slurm.script import SCRIPT, gres_gpus, render
 from trilane.slurm.sites import JobRequest, Site, seconds_of
 from trilane.utils.process import run
 from trilane.utils.validation import read_text, require_known
+from trilane.workspace.installation import checkout
 from trilane.workspace.prepared_corpora import existing_pair
 
 # Every rule of the check, as --allow takes them; an impossible value is refused under its own field's name.
 NAMES = (
     *("engine", "cluster", "nodes", "tp", "precision", "qos time", "qos gpus", "account", "memory", "trace"),
     *("host memory", "time", "checkpoints", "script", "changes", "owner", "kill-on-bad-exit", "pipefail", "signal"),
-    *("internet", "container", "bash", "sbatch", "data", "corpus", "shared", "tokens"),
+    *("internet", "launcher", "container", "bash", "sbatch", "data", "corpus", "shared", "tokens"),
     *("epochs", "disk", "inodes", "run folder", "checkpoint", "gbs", "ramp", "tp x pp x dp", "pp"),
 )
 
@@ -261,8 +263,18 @@ def edited(case: JobCheck) -> list[Row]:
     return rows
 
 
+def installed(case: JobCheck) -> list[Row]:
+    """ft_launcher is in the job's environment, where that is a folder which can be seen here."""
+    folder = Path(case.request.environment or checkout() or sys.prefix)
+    folder = folder / ".venv" if not case.request.environment and checkout() else folder
+    packages = [*folder.glob("lib/python3*/site-packages")]
+    lacks = "--ft-" in case.script and packages and not [p for p in packages if (p / "nvidia_resiliency_ext").exists()]
+    text, remedy = f"ft_launcher: needs nvidia-resiliency-ext in {folder}", "pip install 'trilane[resiliency]' there"
+    return [(lacks, "launcher", REFUSAL, f"launcher={text}", remedy)]
+
+
 CHECKS = (
     *(checks.nodes, checks.limits, checks.memory, checks.traced, checks.data, checks.storage, checks.time),
     *(checks.interval, checks.warning, checks.purpose, resources, traps, internet, accepted),
-    *(owned, edited),
+    *(owned, edited, installed),
 )

@@ -215,7 +215,7 @@ class JobRequest(Brief):
     launcher: str = option(
         "torchrun",
         "what starts a node's processes; srun: each as a task on cores of its own",
-        choices=("torchrun", "srun"),
+        choices=("torchrun", "srun", "ft_launcher"),
     )
     launch_blocking: bool = option(False, "CUDA_LAUNCH_BLOCKING=1, which kept a hang of BigScience's from recurring")
     nccl_debug: str = option("WARN", "what NCCL prints", choices=("VERSION", "WARN", "INFO", "TRACE"))
