@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_the_stages_of_a_pipeline(tmp_path):
     et al. 2022, section 4.2.2.
     """
     plan = plan_of(tmp_path, tp=2, pp=4, dp=2, zero=1, sequence_parallel=True)
-    trace = trace_by_command(plan, tmp_path, "--json")
+    trace = trace_by_command(plan, tmp_path, "--json", "--timeline", str(tmp_path / "timeline.json"))
     assert [(stage.stage, stage.rank) for stage in trace.stages] == [(0, 0), (1, 4), (3, 12)]
     columns, s = columns_of(plan.shape, plan.topology, plan.engine), trace.stages[1]
     for stage in trace.stages:
@@ -78,6 +79,10 @@ def test_the_stages_of_a_pipeline(tmp_path):
     assert s.activations_bytes == pytest.approx(3 * s.activations_each_bytes, rel=0.1)
     order = "".join(p.kind[0] for p in s.schedule)
     assert order == "ff" + "fb" * 3 + "bb" + "o"
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    passes = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
+    assert len(passes) == len(s.schedule) and all({"name", "ts", "dur", "tid"} <= e.keys() for e in passes)
+    assert all(e["ts"] + e["dur"] == pytest.approx(after["ts"]) for e, after in pairwise(passes))
 
 
 def test_an_engine_computes_the_flops_of_the_model_and_holds_its_part_of_the_states(tmp_path):
@@ -116,16 +121,27 @@ def test_activations_are_those_of_a_gpu(tmp_path):
 def test_what_no_trace_can_run_is_refused_in_one_line(fields, message, tmp_path, capsys):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan_of(tmp_path, **{"dp": 4, **fields}).to_json()))
-    assert main([str(path)]) == 2
+    assert main([str(path), ""]) == 2
     found = capsys.readouterr().err
     assert message in found and found.count("\n") == 1 and len(list(tmp_path.iterdir())) == 1
 
 
-def test_what_a_trace_would_ignore_is_refused_before_it_runs(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--timeline", "PLAN"), "timeline=PLAN: exists; name another file"),
+        (("--timeline", "no/such.json"), "timeline=no/such.json: its folder does not exist"),
+        (("--iterations", "3"), "iterations=3: nothing is trained with --trace"),
+    ],
+)
+def test_what_a_trace_would_overwrite_or_ignore_is_refused_before_it_runs(options, message, tmp_path, capsys):
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan_of(tmp_path).to_json()))
-    assert command(["measure", "plan", str(path), "--trace", "--iterations", "3"]) == 2
-    assert "iterations=3: nothing is trained with --trace" in capsys.readouterr().err
+    path.write_text(text := json.dumps(plan_of(tmp_path).to_json()))
+    given = [option.replace("PLAN", str(path)) for option in options]
+    assert command(["measure", "plan", str(path), "--trace", *given]) == 2
+    found = capsys.readouterr().err
+    assert message.replace("PLAN", str(path)) in found and found.count("\n") == 1
+    assert path.read_text() == text
 
 
 def test_a_trace_that_cannot_be_written_is_printed_all_the_same(tmp_path, monkeypatch, capsys):
@@ -140,7 +156,7 @@ def test_a_trace_that_cannot_be_written_is_printed_all_the_same(tmp_path, monkey
     monkeypatch.setattr(tracing, "traced", lambda plan: found)
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan.to_json()))
-    assert main([str(path), "--json"]) == 2
+    assert main([str(path), "", "--json"]) == 2
     out = capsys.readouterr()
     assert json.loads(out.out) == found.to_json()
     assert "No space left" in out.err and out.err.count("\n") == 1

@@ -140,15 +140,19 @@ def plan(
     iterations: int = option(0, "train so many at the full batch (0: as planned)", minimum=0),
     leave_out: int = option(5, "first iterations left out", minimum=0),
     trace: bool = option(False, "run its real engine without a GPU, at any size: memory, collectives, FLOPs, kernels"),
+    timeline: str = option("", "with --trace: write what ran as a Chrome trace, for Perfetto", metavar="FILE.json"),
     as_json: bool = False,
 ) -> Answer:
     """Train PLAN and print how fast it was; the folder of a finished run, also of another machine, is only measured.
 
     With --trace nothing is trained: see docs/engine.md.
     """
+    require(trace or not timeline, "timeline", timeline, "needs --trace")
     if trace:
         require(not iterations, "iterations", iterations, "nothing is trained with --trace")
-        replace_by(python("-m", "trilane.engine.trace", str(plan), *["--json"] * as_json))
+        require(not timeline or not Path(timeline).exists(), "timeline", timeline, "exists; name another file")
+        require(Path(timeline).parent.is_dir(), "timeline", timeline, "its folder does not exist")
+        replace_by(python("-m", "trilane.engine.trace", str(plan), timeline, *["--json"] * as_json))
     from trilane.analysis.benchmark import benchmark, result
     from trilane.analysis.tables import parse_text
 

@@ -6,6 +6,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trilane.config.plan import Plan, locate_plan
 from trilane.utils.files import json_object, read_text
@@ -31,11 +32,18 @@ class Collective(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Pass(Record):
-    """One pass as it ran: forward or backward of a microbatch and chunk (both from 0), or the optimizer's step."""
+    """One pass as it ran: forward or backward of a microbatch and model chunk (both from 0), or the optimizer's step.
+
+    flops, operations   of this pass alone
+    peak_bytes          the most that was alive within it
+    """
 
     kind: str
     microbatch: int
     chunk: int
+    flops: float
+    operations: int
+    peak_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,3 +118,25 @@ def trace_of(plan: Plan, plan_path: Path | str) -> Trace | None:
 def trace_text(trace: Trace) -> str:
     """The trace as JSON, which trace_of() reads back."""
     return json.dumps(trace.to_json(), indent=1) + "\n"
+
+
+def timeline(trace: Trace, seconds: float) -> dict[str, Any]:
+    """The traced stages' schedules as Chrome trace events, which Perfetto (ui.perfetto.dev) opens.
+
+    A pass takes the share of the iteration's `seconds` that its FLOPs have of its stage's, and begins when the one
+    before it ends: the order and the sizes are those that ran, waiting for other stages is not shown. The memory of a
+    stage is a counter. Trace Event Format: phases X (microseconds), C and M.
+    """
+    events: list[dict[str, Any]] = []
+    for stage in (stage for stage in trace.stages if stage.schedule):
+        place, at = {"pid": stage.stage, "tid": 0}, 0.0
+        events.append({"ph": "M", "name": "process_name", **place, "args": {"name": f"stage {stage.stage}"}})
+        whole = sum(p.flops for p in stage.schedule) or 1.0
+        shown = seconds * trace.traced_microbatches / trace.microbatches
+        for p in stage.schedule:
+            length = 1e6 * shown * max(p.flops / whole, 1e-3)
+            name = f"{p.kind} {p.microbatch}" if p.microbatch >= 0 else p.kind
+            events.append({"ph": "X", "name": name, "ts": at, "dur": length, **place, "args": p.to_json()})
+            events.append({"ph": "C", "name": "memory", "ts": at, **place, "args": {"GiB": p.peak_bytes / 2**30}})
+            at += length
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -3,12 +3,14 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.expected import compare
 from trilane.costmodel.memory import stage_layers
-from trilane.costmodel.trace import Trace, trace_file, trace_text
+from trilane.costmodel.predict import predict
+from trilane.costmodel.trace import Trace, timeline, trace_file, trace_text
 from trilane.utils.files import replace_text
 from trilane.utils.process import context
 from trilane.utils.validation import print_refusal, require
@@ -17,8 +19,8 @@ MOST_GPUS = 16_384  # groups of all ranks are made on each: a minute for so many
 
 
 def main(argv: list[str]) -> int:
-    """Arguments `PLAN [--json]`. 0, or 2 with one line where nothing can be traced or written."""
-    path, *options = argv
+    """Arguments `PLAN TIMELINE|"" [--json]`. 0, or 2 with one line where nothing can be traced or written."""
+    path, lines, *options = argv
     try:
         plan = read_plan(path)
         require_traceable(plan)
@@ -27,6 +29,8 @@ def main(argv: list[str]) -> int:
         trace = traced(plan)
         print(json.dumps(trace.to_json(), indent=1) if options else text(plan, trace), flush=True)
         replace_text(file, trace_text(trace))
+        if lines:
+            replace_text(Path(lines), json.dumps(timeline(trace, predict(plan).sec_per_it)) + "\n")
         return 0
     except ValueError as error:
         print_refusal(error, "trilane: ")

@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
             self._begin_pass(now)
 
     def _begin_pass(self, kind: str) -> None:
-        self._now, self._begun = kind, self.totals["operations"]
+        self._now, self._begun, self._pass_peak = kind, self.totals.copy(), 0
         self._passes += 1
         self._kept = Counter[tuple[int, int]]()
         for block in self._alive.values():
@@ -126,10 +126,11 @@ class Recorder(TorchDispatchMode):
             for number, block in self._alive.items():
                 if block.inside == self._passes and block.kind == TEMPORARY:
                     block.kind, block.owner = ("buffers" if number in gathered else ACTIVATIONS), self._inside
-        # DeepSpeed's step() after each microbatch does nothing
-        if self._now and self.totals["operations"] > self._begun:
+        done = self.totals - self._begun
+        if self._now and done["operations"]:  # DeepSpeed's step() after each microbatch does nothing
             microbatch, chunk = self._inside if self._now != "optimizer step" else (-1, 0)
-            self.schedule.append(Pass(kind=self._now, microbatch=microbatch, chunk=chunk))
+            counted: Any = {"operations": done["operations"], "flops": done["flops"], "peak_bytes": self._pass_peak}
+            self.schedule.append(Pass(kind=self._now, microbatch=microbatch, chunk=chunk, **counted))
 
     def _chunk_begins(self, chunk: int) -> None:
         if self._now == "forward":  # a recomputation calls no whole chunk
@@ -206,6 +207,7 @@ class Recorder(TorchDispatchMode):
             self._blocks.append(block)
             self._references[number] = weakref.ref(storage, functools.partial(self._freed, number))
             self._bytes += block.size
+            self._pass_peak = max(self._pass_peak, self._bytes)
             if self._bytes > self.peak:
                 self.peak, self.peak_at, self._peak_time = self._bytes, self._where(), self._time
 
