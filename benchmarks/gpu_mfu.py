@@ -51,6 +51,7 @@ TARGETS = {"H100": 0.50, "H200": 0.50, "A100": 0.55}  # model FLOPs over the pea
 LEVERS: dict[str, dict[str, Any]] = {
     "engine": {},
     "unfused": {"fused": "off", "adam": "torch"},
+    "compiled layers": {"fused": "layer"},
     "adam by foreach": {"adam": "torch"},
     "attention by scores": {"attention": "scores"},
     "selective recomputation": {"recompute": "selective"},

@@ -95,6 +95,7 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
         {"engine": "deepspeed-zero"},
         "overlap_grad_reduce=True: engine deepspeed-zero sums them after the last microbatch",
     ),
+    ({"tp": 2}, {"run": Run(fused="layer")}, "run.fused=layer: compiles layers of engine megatron with tp=1"),
     ({"cp": 2, "zero": 1}, {"engine": "deepspeed-zero"}, "cp=2: engine deepspeed-zero shares no sequence"),
     (
         {"precision": "fp8"},

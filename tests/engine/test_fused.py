@@ -1,6 +1,7 @@
 """The fused path trains what the unfused one does: each part alone, and a whole training on several topologies."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,27 @@ def test_each_fused_part_computes_what_it_replaces(ask: Callable, tp: int) -> No
 def test_the_compiled_parts_compute_what_the_functions_do(ask: Callable) -> None:
     """torch.compile with this host's C++ compiler; about 10 s."""
     assert ask(small_plan(Path("data")), COMPILED, joined=False).endswith("same\n")
+
+
+LAYERS = """
+import os; os.environ.pop("TORCH_COMPILE_DISABLE")
+import torch
+from trilane.engine.backends.base import Microbatch, build
+made, texts = build(plan, world), torch.randint(plan.shape.vocab_size, (3, 2, plan.shape.seq_length + 1))
+for text in texts:
+    print(made.step([Microbatch(tokens=text[:, :-1].contiguous(), labels=text[:, 1:].contiguous())], 1e-3).loss)
+assert not torch._dynamo.utils.counters["graph_break"], torch._dynamo.utils.counters["graph_break"]
+"""
+
+
+@pytest.mark.slow
+def test_a_layer_compiled_whole_trains_the_same_and_is_one_graph(ask: Callable) -> None:
+    """A Llama of two layers in fp32, by this host's C++ compiler; about 15 s."""
+    shape = replace(TASKS["llama"].shape, num_layers=2)
+    plan = small_plan(Path("data"), shape=shape, mbs=2, gbs=2)
+    ways = (ask(changed(plan, "run", fused=fused, seed=1), LAYERS).split() for fused in ("layer", "off"))
+    compiled, plain = ([float(loss) for loss in losses[-3:]] for losses in ways)
+    assert compiled == pytest.approx(plain, abs=2e-6, rel=0)
 
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {

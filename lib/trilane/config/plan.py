@@ -60,6 +60,10 @@ class Plan(Brief):
         require(not self.layer or self.engine == "megatron", "layer", self.layer, rule)
         rule = f"engine {self.engine} has no Transformer Engine"
         require(self.run.fused != "te" or self.engine == "megatron", "run.fused", "te", rule)
+        # others have messages, or generators to rewind, between the operations of a layer
+        plain = (self.engine, t.tp, t.cp, self.dropout.attention, self.layer) == (ENGINES[0], 1, 1, 0.0, None)
+        rule = "compiles layers of engine megatron with tp=1, cp=1, no attention dropout, none of your own"
+        require(self.run.fused != "layer" or plain, "run.fused", "layer", rule)
         drops = drops_hidden(self.engine, self.shape)
         rule = "engine hf-zero3 drops hidden values in GPT-2 alone: transformers' other models do not, or not all"
         require(drops or not self.dropout.hidden, "dropout.hidden", self.dropout.hidden, rule)

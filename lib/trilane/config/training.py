@@ -135,8 +135,8 @@ class Run:
     skip: str = option("", "iterations that count as done and are not trained, such as 101-200,251-300")
     fused: str = option(
         "auto",
-        "fused kernels: auto from compute capability 8.0 on; te: Transformer Engine's",
-        choices=("auto", "on", "off", "te"),
+        "fused kernels: auto from compute capability 8.0 on; layer: whole layers; te: Transformer Engine's",
+        choices=("auto", "on", "off", "te", "layer"),
     )
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from trilane.config.plan import Plan
 from trilane.engine.backends.base import Engine, Microbatch, Named, Step, init_moments, pieces, set_step, step_of
 from trilane.engine.model import context, rng, te
-from trilane.engine.model.fused import DTYPES, apply
+from trilane.engine.model.fused import DTYPES, apply, compiled
 from trilane.engine.model.gpt import build_chunks, canonical_parameters, layer_spec, transformer_config
 from trilane.engine.model.own_layer import own_spec, try_out
 from trilane.engine.nonfinite import first_of
@@ -42,6 +42,8 @@ class Megatron(Engine):
         models = build_chunks(plan, settings, own)
         for made in (made for model in models for made in model.decoder.layers if plan.layer):
             try_out(plan, made.to(settings.params_dtype))
+        for layer in (made for model in models for made in model.decoder.layers if plan.run.fused == "layer"):
+            layer.forward = compiled(layer.forward)
         named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]
         self.modules = self._chunks = [_distributed(model, settings, plan) for model in models]
         # torch's AdamW, whether or not apex or Transformer Engine is installed

@@ -190,7 +190,7 @@ def _wanted(plan: Plan, device: torch.device) -> tuple[bool, str]:
     if plan.topology.zero == 3:
         return False, "ZeRO-3 gathers parameters one module at a time"
     if plan.run.fused != "auto":
-        return plan.run.fused in ("on", "te"), f"run.fused={plan.run.fused}"
+        return plan.run.fused in ("on", "te", "layer"), f"run.fused={plan.run.fused}"
     card = capability(device)
     if card == (0, 0):
         return False, "no GPU"
