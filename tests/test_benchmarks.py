@@ -1,11 +1,13 @@
 """The scripts of benchmarks/ run, at toy size: what they measure on a loaded machine proves nothing."""
 
+import ast
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from coverage import CoverageData
 from support import REPOSITORY
 
 from trilane.config import cluster as hardware
@@ -73,14 +75,20 @@ def test_only_what_torch_allocates_is_held_against_what_it_allocated() -> None:
         assert gpu_mfu.allocated(stage, 1e9, denominator=False) == 22e9 + activations + 5e8
 
 
-def test_every_fault_of_the_mutation_table_can_still_be_planted() -> None:
-    """A table whose texts have moved would plant nothing, and count it as seen or not by chance."""
-    assert len(mutations.FAULTS) >= 60 and len(set(mutations.FAULTS)) == len(mutations.FAULTS)
-    for fault in mutations.FAULTS:
-        whole = (REPOSITORY / "lib/trilane" / fault.file).read_text(encoding="utf-8")
-        assert fault.planted(whole) != whole and (REPOSITORY / "tests" / fault.tests).exists(), fault
-    with pytest.raises(ValueError, match="stands there 2 times, not once"):
-        fault.planted(2 * fault.old)
+def test_a_fault_meets_the_quickest_tests_that_run_its_statement(tmp_path: Path) -> None:
+    text = "X = 1\n\ndef f(a):\n    b = (a +\n         X)\n    if b:\n        return 2\n"
+    lines = [mutations.statement(ast.parse(text), line) for line in (1, 3, 5, 6, 7)]
+    assert lines == [(), (), (4, 5), (6,), (7,)], "what runs at import meets every test of its file"
+    data = CoverageData(str(tmp_path / "data"))
+    for name, run in {"slow@x": [4, 5], "fast@x": [4], "red@x": [4], "other@x": [7]}.items():
+        data.set_context(name)
+        data.add_lines({"/clone/lib/trilane/a.py": run})
+    data.write()
+    (tmp_path / "seconds.json").write_text('{"slow@x": 119, "fast@x": 0.5, "red@x": Infinity, "other@x": 3}')
+    tests = mutations.Map(tmp_path)
+    for line, expected in {5: ["fast", "slow"], 7: ["other"], 6: [], 1: ["fast", "other"]}.items():
+        fault = mutations.Fault("lib/trilane/a.py", line, "core/AddNot", 0, mutations.statement(ast.parse(text), line))
+        assert tests.tests(fault) == expected
 
 
 def begun(out: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, dict]:
