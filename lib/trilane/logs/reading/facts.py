@@ -36,7 +36,7 @@ GPU = re.compile(
     rb"\|\s+(\d{1,6})\s+(\S(?:.{0,80}?\S)?)\s+(?:On|Off|N/A)\s+\|\s+[\dA-Fa-f]+:[\dA-Fa-f]+:[\dA-Fa-f.]+"
     rb"|GPU (\d{1,6}): (\S[^()]{0,80}?) \(UUID: )"  # nvidia-smi -L
 )
-# what trilane's own runs print of themselves beside iterations and endings: engine/loop.py, launch/slowness.py
+# what trilane's own runs print of themselves beside iterations and endings: engine/loop.py, launch/watchdog.py
 OWN = re.compile(
     rb"(?:SLOW|NOT FINITE) since iteration \d.*|as fast as usual again, since .*|(?:NEXT )?CHECKPOINT (?:WILL )?NOT .*"
 )
