@@ -137,7 +137,7 @@ class HangMonitor:
 class Slowness:
     """Notices, once each, that the run of `plan` in `folder` has become slow, and that it is no longer.
 
-    It has left its own pace and the plan's interval for ten iterations, as its own ranks and late nodes report.
+    It has left its own pace and the plan's interval for ten iterations.
     """
 
     def __init__(self, folder: Path, plan: Plan, env: Mapping[str, str]) -> None:

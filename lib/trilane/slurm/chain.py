@@ -56,8 +56,8 @@ def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
 
     A stage is one link, or three where the ramp passes batch sizes that mbs x dp of the stage does not divide: there
     the chain falls back to the latest stage before that can share them all. All links keep the run's ramp-up, length
-    and learning rate, so that the samples and their order are those of one run. Stages are in the order of the batch
-    size. ValueError where no stage can share a batch size.
+    and learning rate, so that the samples and their order are those of one run. ValueError where no stage
+    can share a batch size.
     """
     sizes = [stage.gbs for stage in stages]
     require(sizes == sorted(sizes), "stages", ",".join(map(str, sizes)), "must be in the order of the batch size")

@@ -145,7 +145,7 @@ def states(ids: Iterable[str], names: Collection[str] = ()) -> dict[str, JobStat
     """The state of each job of `ids`, FORGOTTEN where SLURM does not know it, and of one's own jobs of these names.
 
     One call of squeue, one of sacct for ids that it lacks, and one of scontrol for those that have not ended by either:
-    a squeue that is a site's cached one, or that misses a job for a moment, must not let a second one start.
+    a squeue that is a site's cached one must not let a second one start.
     """
     wanted = _checked(dict.fromkeys(ids))
     if not wanted and not names:

@@ -54,7 +54,7 @@ def submit_all(
 
     At most `parallel` of them run at a time (0: any number): each waits for the end of the one so many before it; jobs
     of one run never do. ValueError where a run is completed, and ActiveJob where it has a job that has not ended,
-    before anything is submitted; a later error names the jobs that were.
+    before anything is submitted.
     """
     runs = {folder: folder.resolve() for folder in map(Path, folders)}
     require(not site.is_local, "site", site.name, "has no SLURM; `trilane train PLAN` trains here")

@@ -79,7 +79,7 @@ class PaceMeter:
         return Pace(late=min(self._count, 1 << 29), samples=samples, usual_s=usual_s, now_s=now_s, excess_s=excess)
 
     def _limit(self, middle: float) -> float:
-        """What an iteration may take: five robust standard deviations more than the median, as for stragglers; at least
+        """What an iteration may take: five robust standard deviations more than the median; at least
         a tenth: less costs in an hour only the minutes of a restart."""
         spread = 1.4826 * median(abs(times[0] - middle) for times in self._usual)
         return middle + max(5.0 * spread, 0.1 * middle)
