@@ -58,6 +58,13 @@ def test_a_deadline_that_nothing_meets_is_exit_code_1_with_the_days_of_the_small
         sizes_within(0.1, **ASKED | {"tokens": 3e11}).proposals()
 
 
+def test_a_deadline_is_at_most_a_century():
+    with pytest.raises(ValueError, match=r"^gbs=0"):  # which is read after the days
+        sizes_within(36_500.0, **ASKED | {"gbs": 0})
+    with pytest.raises(ValueError, match=r"^days=36501: must be at most 36500"):
+        sizes_within(36_501.0, **ASKED)
+
+
 @pytest.fixture(scope="module")
 def best():
     cards = [A100, cluster("jz-v100-32g")]

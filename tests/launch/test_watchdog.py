@@ -19,8 +19,18 @@ from support import small_plan, wait_until
 from trilane.diagnose import capture
 from trilane.diagnose.evidence import read_folder
 from trilane.diagnose.hang import diagnose_hang
+from trilane.launch.watchdog import HangMonitor
 from trilane.workspace import flight_recorder
-from trilane.workspace.heartbeat import Heartbeat, NodeReport, create_record, encode, own_beats, place, start_id
+from trilane.workspace.heartbeat import (
+    Heartbeat,
+    NodeReport,
+    create_record,
+    encode,
+    own_beats,
+    place,
+    read_reports,
+    start_id,
+)
 from trilane.workspace.run_folder import put_aside
 from trilane.workspace.status import read_status
 
@@ -81,6 +91,19 @@ def captured(code: str, answer: str, folder: Path) -> Path:
             return capture.capture(folder, small_plan())
         finally:
             child.kill()
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_reports_of_an_earlier_start_leave_with_the_first_node(first: int, tmp_path: Path) -> None:
+    """A run that has lost a node would wait for the one that is not there."""
+    env = {"SLURM_JOB_ID": "78"}
+    reports = [
+        NodeReport(first=n, host="n", start=s, ranks=()) for n, s in ((0, "77.0"), (4, start_id(env)), (8, "77.0"))
+    ]
+    for report in reports:
+        report.write(tmp_path)
+    HangMonitor(tmp_path, small_plan(), env, first)
+    assert read_reports(tmp_path) == ([reports[1]] if first == 0 else reports)
 
 
 def test_where_py_spy_may_not_attach_faulthandler_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

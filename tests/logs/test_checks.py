@@ -42,6 +42,7 @@ SKIP = NORM.replace("grad norm: nan", "number of skipped iterations:   1")
 RIGHT = {
     "every iteration": lines(),
     "a rate of tokens": SIZES + lines(more=RATE.format(4 * 2048 / 2 / 8, 2048)),
+    "a rate of tokens as a running mean": SIZES + lines(more=RATE.format(1.4 * 4 * 2048 / 2 / 8, 2048)),
     "a curriculum at its start": SIZES + lines(more=RATE.format(4 * 64 / 2 / 8, 64)),
     "a ramp-up": lines() + "".join(line(i, 8.5, batch=8, used=80 + 8 * (i - 20)) for i in range(21, 50)),
     "torchtitan": titan(),
@@ -61,6 +62,7 @@ FAULTS = {
     "bounds of the share": ("mfu", titan(mfu=3160.0)),
     "jumps-back": ("consumed_samples", lines(10) + line(11, used=4) + line(12, used=8)),
     "rate of tokens": ("tokens_per_gpu_per_second", SIZES + lines(more=RATE.format(4 * 2048 / 2 / 8, 64))),
+    "rate of twice the tokens": ("tokens_per_gpu_per_second", SIZES + lines(more=RATE.format(4 * 2048 / 8, 2048))),
     "rate of words": ("tokens_per_second", "".join(map(FAIRSEQ.format, range(100, 900, 100), range(90, 900, 90)))),
     "rate of samples": ("samples_per_second", SIZES + lines(step=10, ms=20000.0, more="samples per second: 2.000 | ")),
     "trouble: a norm of 0": ("grad_norm", titan() + titan(norm=0.0).replace("step:  ", "step: 1")),

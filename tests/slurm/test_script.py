@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import os
 import shlex
 import subprocess
@@ -288,6 +289,18 @@ def test_a_hostile_label_is_refused_and_a_hostile_path_is_quoted_never_executed(
     line = next(line for line in text.splitlines() if line.startswith("VENV="))
     said = subprocess.run(["bash", "-c", f'{line}; printf %s "$VENV"'], capture_output=True, text=True, cwd=tmp_path)
     assert (said.stdout, said.stderr, list(tmp_path.iterdir())) == (f"/venvs/{value}", "", [])
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        *[("90", 5400), ("90:30", 5430), ("1:30:05", 5405), ("2-0", 172800), ("2-1:30", 178200), ("2-1:30:05", 178205)],
+        *[("0", math.inf), ("UNLIMITED", math.inf), ("infinite", math.inf)],
+    ],
+)
+def test_a_time_limit_is_read_as_sbatch_reads_it(limit, seconds):
+    """man sbatch, --time."""
+    assert sites.seconds_of(limit) == seconds
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,15 @@ def test_a_heartbeat_is_read_on_its_node_and_elsewhere_by_the_report(tmp_path: P
     assert not own_beats(tmp_path, ENV)
 
 
+@pytest.mark.parametrize("pid", [-1, 0, 1])
+def test_a_heartbeat_of_a_process_that_no_signal_may_reach_is_damaged(pid: int, tmp_path: Path, base: Path) -> None:
+    with pytest.raises(ValueError, match="is damaged"):
+        Heartbeat(rank=0, step=1, phase="x", time=0.5, pid=pid, host="n1")
+    create_record(tmp_path, ENV, 0)[:] = encode(1, "x", 0.5, f"{pid} n1".encode())
+    assert not own_beats(tmp_path, ENV)
+    assert Heartbeat(rank=0, step=1, phase="x", time=0.5, pid=2, host="n1")
+
+
 def test_no_other_run_start_or_node_on_the_same_machine_is_mixed_up(tmp_path: Path, base: Path) -> None:
     others = [(tmp_path / "other", ENV), *((tmp_path / "run", ENV | {name: "9"}) for name in ENV)]
     kept = [create_record(folder, env, 0) for folder, env in (*others, (tmp_path / "run", ENV))]
