@@ -45,6 +45,7 @@ class Megatron(Engine):
         for layer in (made for model in models for made in model.decoder.layers if plan.run.fused == "layer"):
             layer.forward = compiled(layer.forward)
         named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]
+        self._parameters: list[Any] = [parameter for _, parameter in named]
         self.modules = self._chunks = [_distributed(model, settings, plan) for model in models]
         # torch's AdamW, whether or not apex or Transformer Engine is installed
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
@@ -107,6 +108,8 @@ class Megatron(Engine):
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
+        for parameter in () if self._plan.topology.overlap_grad_reduce else self._parameters:
+            parameter.grad = parameter.main_grad
 
     def _evaluate(self, microbatches: Sequence[Microbatch]) -> float:
         with self._gathered():
@@ -174,7 +177,17 @@ def _distributed(chunk: torch.nn.Module, settings: TransformerConfig, plan: Plan
         overlap_grad_reduce=t.overlap_grad_reduce,
         overlap_param_gather=t.overlap_param_gather,
     )
-    return DistributedDataParallel(settings, ddp, Float16Module(settings, chunk) if half else chunk)
+    made = DistributedDataParallel(settings, ddp, Float16Module(settings, chunk) if half else chunk)
+    if not t.overlap_grad_reduce:  # autograd itself adds into DDP's buffer, without a hook in Python at each parameter
+        made.grad_accs.clear()  # the nodes that have the hooks
+        for parameter in made.params_with_grad:
+            # with this mark a linear layer of megatron-core that has added a gradient would return another one
+            del parameter.grad_added_to_main_grad
+            parameter.grad_dtype = None  # fp32 for values of 16 bits
+        made.params_with_grad = []
+        if made.dp_cp_group.size() == 1:  # gloo takes milliseconds to reduce what no other rank has
+            made.finish_grad_sync = lambda **_: None
+    return made
 
 
 def _optimizer_config(plan: Plan) -> OptimizerConfig:

@@ -94,8 +94,7 @@ class Recorder(TorchDispatchMode):
             module.register_forward_hook(self._chunk_ends)
             for parameter in module.parameters():
                 self._parameters.append(parameter)
-                # DDP's hook adds what has come to its sums, and drops it
-                if parameter.requires_grad and not hasattr(parameter, "main_grad"):
+                if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(lambda p: self.assign("gradients", p.grad))
 
     def assign(self, kind: str, *tensors: Any) -> None:
