@@ -1,5 +1,7 @@
 """What holds inside one process: the initial state, the order of samples, the groups of the optimizer."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +131,30 @@ def test_a_blend_keeps_its_weights_from_the_first_samples_on_and_one_order(
     parts = (Part(source=str(short), weight=0.93), *[Part(source="mock", weight=0.01)] * 7)
     uneven = changed(small_plan(data, iters=2), "data", source="blend", blend=parts)
     assert ask(uneven, MIX).splitlines()[0].endswith("; [14, 1, 1, 0, 0, 0, 0, 0]")
+
+
+def test_garbage_is_collected_in_the_tenth_iteration_and_not_when_a_rank_has_made_enough() -> None:
+    """Python collects after 700 objects, in whatever iteration they come."""
+    from trilane.engine import loop
+
+    class Node:
+        pass
+
+    try:
+        loop._collect(4, first=4)
+        node = Node()
+        node.self = node  # type: ignore[attr-defined]
+        alive = weakref.ref(node)
+        del node
+        kept = [[] for _ in range(100_000)]
+        assert alive() and kept
+        loop._collect(9, first=4)
+        assert alive()
+        loop._collect(10, first=4)
+        assert not alive()
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
 OUTPUTS = """

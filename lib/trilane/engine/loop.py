@@ -33,6 +33,8 @@ from trilane.workspace.pace import RESTART
 from trilane.workspace.run_folder import NOT_FINITE, cut_steps
 from trilane.workspace.status import RunStatus, Status, write_status
 
+GARBAGE_INTERVAL = 10  # iterations; of what is made after the first one a collection takes 0.2 ms
+
 
 class StopRequest(NamedTuple):
     """What is requested, and its source; `writing`: a save that has begun is still being written by some rank."""
@@ -135,9 +137,7 @@ class Training:
             begin = self._step(batch, log, begin)
             if batch.number in (first, run.goal):  # the optimizer's states exist from the second on
                 print(memory_line(self._world.rank, batch.number, self._world.device), flush=True)
-            if batch.number == first:
-                gc.collect()
-                gc.freeze()  # what exists now stays to the end; to look through it takes 0.2 s
+            _collect(batch.number, first)
             evaluates = run.evaluates_after(batch.number)
             if evaluates:
                 self._evaluate(batch, log)
@@ -148,6 +148,7 @@ class Training:
             if request.stop:
                 break
         gc.unfreeze()
+        gc.enable()
         log.close()
         if self._saver.begun:
             self._report(self._saver.finish)
@@ -244,3 +245,13 @@ class Training:
     def _print(self, text: str) -> None:
         if text and self._world.is_first:
             print_note(text)
+
+
+def _collect(iteration: int, first: int) -> None:
+    """Collect garbage in the same iterations on all ranks: one that collects when it likes makes all others wait."""
+    if iteration == first:
+        gc.disable()
+        gc.collect()
+        gc.freeze()  # what exists now stays to the end; to look through it takes 0.2 s
+    elif iteration % GARBAGE_INTERVAL == 0:
+        gc.collect()
