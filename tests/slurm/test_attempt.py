@@ -1,6 +1,7 @@
 """Whether a job starts the training, and which of a run's jobs counts, by its ledger and by what SLURM reports."""
 
 import json
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -256,7 +257,8 @@ def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
     if replaced:  # the spare is tested again, unless the node has died: then it was tested at the start
         tested = list[str]()
         monkeypatch.setattr(nodes, "job_nodes", lambda _: every)
-        nodes.start_nodes(folder, 1, lambda left: tested.extend(left) or Findings(), {"SLURM_JOB_ID": "78"})
+        _, lines = nodes.start_nodes(folder, 1, lambda left: tested.extend(left) or Findings(), {"SLURM_JOB_ID": "78"})
+        assert re.match(r"RECOVERY step ended \d+ s, nodes probed \d+ s, nodes chosen \d+ s after", lines[0]), lines
         assert tested == ([] if dead else [n for n in every if n not in lost])
     ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=1)
     assert nodes.lost_nodes(folder, "78") == [], "requeued, it has other nodes"

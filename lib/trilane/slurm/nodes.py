@@ -82,7 +82,7 @@ def start_nodes(
             requeue(job, len(nodes), list(found.broken))
         raise
     ledger.note(folder, "nodes", job, chosen=chosen, left_out=left_out)
-    lines = [f"NODES {note}" for note in found.notes]
+    lines = [*_recovery(folder, job), *(f"NODES {note}" for note in found.notes)]
     lines += [f"NODE {node} is left out: {reason}" for node, reason in left_out.items()]
     lines += [f"NODE {n} is slow, and no spare is better: {found.slow[n][1]}" for n in chosen if n in found.slow]
     with contextlib.suppress(OSError):  # a full disk
@@ -98,6 +98,19 @@ def _known(folder: Path, job: str, lost: Collection[str]) -> node_test.Findings 
         return None
     # their share of the median is not in the ledger
     return node_test.Findings(slow={n: (0.5, why) for n, why in chosen[0]["left_out"].items() if n not in lost})
+
+
+def _recovery(folder: Path, job: str) -> list[str]:
+    """Where a spare has just taken a place: how long each phase took (s), in a line; START and the ranks follow it."""
+    last = [e for e in ledger.events(folder, "ended", "replaced") if e["id"] == job][-2:]
+    if [e["event"] for e in last] != ["ended", "replaced"]:
+        return []
+    ages, steps = [ledger.age_s(e) for e in last], folder / "steps.jsonl"
+    trained = time.time() - steps.stat().st_mtime if steps.exists() else ages[0]
+    # the ledger has whole seconds
+    ended, probed, chosen = (max(0.0, trained - age) for age in (*ages, 0.0))
+    times = f"step ended {ended:.0f} s, nodes probed {probed:.0f} s, nodes chosen {chosen:.0f} s"
+    return [f"RECOVERY {times} after the last iteration"]
 
 
 def _note_broken(folder: Path, job: str, nodes: Iterable[str]) -> None:
