@@ -122,8 +122,8 @@ def test_a_squeue_that_lies_a_cut_ledger_and_a_deleted_plan_start_no_second_trai
     assert attempt.begin(folder, {"SLURM_JOB_ID": "78"}) == "stop: job 77 trains here"
     (folder / "plan.json").unlink()
     assert main(["slurm", "status", str(folder)]) == 0
-    out = capsys.readouterr().out
-    assert "RUNNING" in out and "plan.json" in out
+    out, said = capsys.readouterr()
+    assert "RUNNING" in out and "plan.json" in out and "2 of 4 lines are damaged" in said
     assert main(["slurm", "cancel", str(folder)]) == 0 and jobs.logs(folder) == ["go: from the beginning"]
 
 
@@ -256,12 +256,16 @@ def test_a_completed_run_is_left_out_of_a_submission(
 
 
 def test_a_job_that_waits_takes_a_changed_plan_where_that_is_accepted(commands: Commands, folder: Path) -> None:
-    ledger.note(folder, "submitted", "78", site="/a b/test.json", plan=copies.keep_plan(folder))
+    kept, script = copies.keep_plan(folder), copies.hash_of((folder / "job.sbatch").read_text())
+    ledger.note(folder, "submitted", "78", site="/a b/test.json", plan=kept, script=script)
     edit(folder, "optimizer.lr", 6e-4)
     assert "optimizer.lr: 0.001 -> 0.0006" in attempt.altered(folder, "78")
     assert "--site '/a b/test.json'" in attempt.altered(folder, "78")
     commands.say("squeue", "echo '78|PENDING|None|1:00|2:00||x'")
     assert jobs.accept_changes(folder, "test") == ["78"] and attempt.altered(folder, "78") == ""
+    assert not jobs.unreached(folder, ["78"])
+    (folder / "job.sbatch").write_text("#!/bin/bash\n")
+    assert "job 78 keeps the job.sbatch that SLURM has" in jobs.unreached(folder, ["78"])[0]
 
 
 EDITS = {

@@ -14,7 +14,7 @@ from trilane.config.options import option
 from trilane.config.plan import Plan, locate_plan, read_plan
 from trilane.costmodel.shipped import constants_of, replaced
 from trilane.launch.local import run_folder as run_folder_of
-from trilane.slurm import attempt, client, jobs, node_test, preflight, sites
+from trilane.slurm import attempt, client, jobs, ledger, node_test, preflight, sites
 from trilane.slurm import chain as chains
 from trilane.slurm import nodes as job_nodes
 from trilane.slurm import script as scripts
@@ -104,6 +104,7 @@ def submit(
     for path in chosen if accept_changes else []:
         if waiting := jobs.accept_changes(path, job.site.source):
             made[str(path)] = waiting
+            note(jobs.unreached(path, waiting))
     chosen = [path for path in chosen if str(path) not in made]
     rows = chains.link_records(list(plans), job) if dry_run or until_done else []
     often = {Path(row["run"]): max(times, math.ceil(1.25 * row["jobs"])) if until_done else times for row in rows}
@@ -128,6 +129,7 @@ def status(*runs: str, lines: int = option(0, "of each run's log, at its end", m
     client.require_answer()
     folders = folders_of(runs)
     found = jobs.job_status(folders)
+    note([line for line in map(ledger.damaged, folders) if line])
     logs = [jobs.logs(folder, lines) if lines else [] for folder in folders]
     text = "\n".join(line for job, log in zip(found, logs, strict=True) for line in (job.line(), *log))
     values = [job.to_json() | ({"lines": log} if lines else {}) for job, log in zip(found, logs, strict=True)]

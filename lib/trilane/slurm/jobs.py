@@ -91,6 +91,15 @@ def accept_changes(folder: Path, site: str) -> list[str]:
     return jobs
 
 
+def unreached(folder: Path, waiting: Sequence[str]) -> list[str]:
+    """A line where jobs that wait have another script than the folder."""
+    now = copies.hash_of(read_text(folder / SCRIPT))
+    found = ledger.events(folder, "submitted")
+    held = [e["id"] for e in found if e["id"] in waiting and e.get("script", now) != now]
+    text = f"{folder}: job {', '.join(held)} keeps the {SCRIPT} that SLURM has; cancel, and submit anew"
+    return [text] * bool(held)
+
+
 @contextlib.contextmanager
 def submitting(folders: Iterable[Path]) -> Iterator[None]:
     """The run folders locked, none of which has a job that has not ended.
@@ -130,8 +139,8 @@ def _accept(folder: Path, freeze: Callable[[], Path], site: str, options: Sequen
     script = folder / SCRIPT
     code = freeze() if copies.USED_BY in read_text(script) else None
     options = [f"--dependency={','.join(['singleton', *after])}", "--kill-on-invalid-dep=yes", *options]
-    constants = constants_of(read_plan(folder / "plan.json")).hash
-    facts = {"plan": copies.keep_plan(folder), "constants": constants, "code": code.name if code else ""}
+    facts = {"plan": copies.keep_plan(folder), "script": copies.hash_of(read_text(script))}
+    facts |= {"constants": constants_of(read_plan(folder / "plan.json")).hash, "code": code.name if code else ""}
     name, known, words = client.job_name(folder), ledger.job_ids(folder), [str(code)] if code else []
     job = client.sbatch(script, *options, name=name, known=known, arguments=words)
     ledger.note(folder, "submitted", job, site=site, after=",".join(after), **facts)

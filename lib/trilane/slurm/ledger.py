@@ -50,6 +50,14 @@ def unended(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+def damaged(folder: Path) -> str:
+    """What is wrong with the ledger, in one line; "" where each line is an event."""
+    lines = [line for line in read_text(folder / NAME).split("\n") if line.strip()]
+    lost = len(lines) - len(events(folder))
+    text = f"{folder / NAME}: {lost} of {len(lines)} lines are damaged and do not count; SLURM is asked instead"
+    return text * (lost > 0)
+
+
 def job_ids(folder: Path, kind: str = "submitted") -> list[str]:
     """Ids of the folder's jobs with such an event, oldest first."""
     return list(dict.fromkeys(e["id"] for e in events(folder, kind)))
