@@ -127,8 +127,22 @@ def test_no_more_nodes_stand_by_than_the_jobs_leave_free(whole, spares):
         made(**asked, spare_nodes=spares + 1)
 
 
+def test_the_gpu_hours_of_all_causes_are_those_of_the_run():
+    """With a long run that is 10 % slower than its benchmark, and interruptions."""
+    found = made(risks=FailureModel(slowdown=1.1))
+    parts = found.gpu_hours_by_cause
+    assert sum(parts.values()) == pytest.approx(found.outcomes.gpu_s.mean() / HOUR)
+    assert parts["slower than a benchmark"] == pytest.approx(0.1 * parts["iterations"])
+    assert parts["node failure"] > 0 and "queue between jobs" not in parts
+
+
 def test_the_mean_error_of_a_wide_prediction_is_no_other_causes():
+    """An evaluation takes its share of the work, whose mean factor is exp(variance / 2) above the median."""
     found = made(risks=FailureModel(slowdown=1.1), calibration=replace(K, half_width=0.5), runs=20000)
+    parts, r = found.gpu_hours_by_cause, found.request
+    work = parts["iterations"] + parts["slower than a benchmark"] + parts["slower than predicted"]
+    assert work > 1.13 * parts["iterations"]
+    assert parts["evaluation"] == pytest.approx(r.shares["evaluation"] * work, rel=0.05)
     days = {row["what"]: row["mean_days"] for row in found.dangers}
     assert days_of(found) + sum(days.values()) == pytest.approx(found.outcomes.wall_s.mean() / DAY, rel=0.01)
 

@@ -196,7 +196,7 @@ ASKED = {"tokens": 341e9, "start": "2027-01-01", "runs": 500}
 FIRST = date2num(date(2027, 1, 1))
 
 
-def test_a_forecast_has_one_fan_that_ends_with_the_simulated_runs_and_the_days_of_the_table_as_bars():
+def test_a_forecast_and_its_record_have_one_fan_that_ends_with_the_simulated_runs_and_one_bar_for_each_cost():
     found = forecast(PLAN, **ASKED, ramp="192,16,9765625", deadline="2027-05-01", allocation=1.2e6)
     for fan in (of_forecast.page(found), of_forecast.page(found, 3.0)):
         median, _, deadline = fan.axes[0].lines
@@ -204,8 +204,8 @@ def test_a_forecast_has_one_fan_that_ends_with_the_simulated_runs_and_the_days_o
         assert deadline.get_xdata()[0] == date2num(date(2027, 5, 2)), "the whole last day counts"
         ends = [bands.get_datalim(fan.axes[0].transData).x1 for bands in fan.axes[0].collections]
         assert ends == pytest.approx([FIRST + found.days(q) for q in (0.95, 0.75)])
-    lost = sorted((row["mean_days"] for row in found.dangers), reverse=True)[:7]
-    assert [bar.get_width() for bar in fan.axes[1].patches] == lost, "the days of the table"
+    spent = sum(bar.get_width() for bar in fan.axes[1].patches)
+    assert spent == pytest.approx(found.outcomes.gpu_s.mean() / 3600 - found.gpu_hours_by_cause["iterations"])
 
 
 def test_the_calendar_draws_every_job():

@@ -139,6 +139,22 @@ class Forecast(Table):
         return dict(sorted(means.items(), key=lambda pair: -pair[1]))
 
     @property
+    def gpu_hours_by_cause(self) -> dict[str, float]:
+        """Mean GPU-hours: the iterations at their predicted speed, the slowdown, the mean error of the prediction, and
+        what each charged cause adds.
+
+        The causes share the rest in proportion to the time that they take.
+        """
+        u, work = self.request.uncertainty, float(self.ideal.gpu_s[0]) / 3600
+        free = {stop.name for stop in self.request.risks.stops if not stop.charged} | {Cause.QUEUE}
+        days = {name: d for name, d in self.lost_days.items() if name not in free}
+        rest = float(self.outcomes.gpu_s.mean()) / 3600 - work
+        slower, both = (min(max(factor - 1, 0) * work, rest) for factor in (u.slowdown, u.mean))
+        share = (rest - both) / (sum(days.values()) or 1)
+        found = {Cause.ITERATIONS: work, Cause.SLOWDOWN: slower, Cause.PREDICTION: both - slower}
+        return {**{str(name): hours for name, hours in found.items()}, **{name: d * share for name, d in days.items()}}
+
+    @property
     def dangers(self) -> list[Record]:
         """The causes of delay: mean days, and the days that one run in twenty exceeds; the worst first."""
         high = {name: float(np.quantile(seconds, 0.95)) / 86400 for name, seconds in self.outcomes.lost_s.items()}
@@ -198,7 +214,7 @@ class Forecast(Table):
         plan = self.request.plan
         parts = {"shape": vars(plan.shape), "topology": vars(plan.topology), "cluster": plan.cluster.name}
         parts["replaced"] = replaced(plan, self.request.calibration)
-        drawn = {"fan": self.fan, "dangers": self.dangers}
+        drawn = {"fan": self.fan, "gpu_hours_by_cause": self.gpu_hours_by_cause, "dangers": self.dangers}
         return {**self.to_json(), **parts, "parameters": plan.shape.parameters, **drawn}
 
     def summary(self) -> Text:

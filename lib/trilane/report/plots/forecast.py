@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
+from trilane.forecasting.failures import Cause
 from trilane.forecasting.forecast import Forecast, Record
 from trilane.report.plots.style import COLORS, LIMIT, figure, finished, name_rows
 from trilane.utils.numbers import amount
@@ -40,14 +41,13 @@ def gantt(found: Forecast) -> Figure:
 
 
 def page(found: Forecast, height: float = 1.35) -> Figure:
-    """The fan of finish dates next to the mean days that causes add; inches of a printed page."""
+    """The fan of finish dates next to the GPU-hours that causes add to the iterations; inches of a printed page."""
     made, (left, right) = figure(7.3, height, columns=2)
     made.set_dpi(220)  # of paper; a screen shows it smaller
     _fan(left, found.record)
-    days = {row["what"]: row["mean_days"] for row in found.record["dangers"] if row["mean_days"] > 0}
-    _bars(right, dict(sorted(days.items(), key=lambda row: -row[1])[: max(4, int(2.5 * height))]))
+    _bars(right, dict([*_causes(found.record).items()][: max(4, int(2.5 * height))]))
     left.set_ylabel("billion tokens")
-    right.set_xlabel("days lost, mean")
+    right.set_xlabel("GPU-hours beyond the iterations")
     for axes in (left, right):
         axes.tick_params(labelsize=9)  # of ticks that are made when it is drawn
     for text in made.findobj(Text):
@@ -81,9 +81,18 @@ def _fan(axes: Axes, record: Record) -> None:
 
 
 def _bars(axes: Axes, rows: Mapping[str, float]) -> None:
-    """Days of each cause."""
+    """GPU-hours of each cause."""
     drawn = axes.barh(range(len(rows)), [*rows.values()], 0.6, color=COLORS[1])
-    axes.bar_label(drawn, [amount(days, 2) for days in rows.values()], padding=3, fontsize=8)
+    axes.bar_label(drawn, [amount(hours, 2) for hours in rows.values()], padding=3, fontsize=8)
     axes.margins(x=0.15)
     axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     name_rows(axes, [*rows])
+
+
+def _causes(record: Record) -> dict[str, float]:
+    """GPU-hours that each cause adds to the iterations, the most first; what adds none is left out."""
+    hours = {**record["gpu_hours_by_cause"], Cause.ITERATIONS: 0.0}
+    # as the table of delays calls it, where the interval of the prediction is part of it
+    hours[Cause.PREDICTION] += hours.pop(Cause.SLOWDOWN)
+    return {name: spent for name, spent in sorted(hours.items(), key=lambda pair: -pair[1]) if spent > 0}
