@@ -14,29 +14,29 @@ from support import REPOSITORY
 LIB = REPOSITORY / "lib/trilane"
 # The packages, lowest first, and the most lines of each, docstrings included; behind a number stands the aim.
 BUDGETS = {
-    "utils": 1163,  # 600
-    "config": 1858,  # 1450
-    "workspace": 1922,  # 1250
+    "utils": 1149,  # 600
+    "config": 1825,  # 1450
+    "workspace": 1908,  # 1250
     "logs": 2535,  # 2150
-    "costmodel": 3465,  # 2600
-    "interop": 761,  # 600
-    "planning": 1320,  # 1250
-    "diagnose": 1898,  # 1800
-    "engine": 6940,  # 4370
-    "launch": 991,  # 730
-    "analysis": 2203,  # 1900
-    "forecasting": 1744,  # 1350
-    "slurm": 3356,  # 2650
-    "report": 1674,  # 1500
-    "cli": 1305,  # 800
+    "costmodel": 3403,  # 2600
+    "interop": 748,  # 600
+    "planning": 1313,  # 1250
+    "diagnose": 1897,  # 1800
+    "engine": 6743,  # 4370
+    "launch": 970,  # 730
+    "analysis": 2185,  # 1900
+    "forecasting": 1728,  # 1350
+    "slurm": 3313,  # 2650
+    "report": 1597,  # 1500
+    "cli": 1301,  # 800
 }
 ORDER = tuple(BUDGETS)
-MOST_LINES = 33_273  # 25,000
-MOST_FILES = 213  # 170
+MOST_LINES = 32_773  # 25,000
+MOST_FILES = 210  # 170
 MOST_BYTES = 50.9  # a line, on average, not by denser lines: 50
 MOST_CONSTANTS = 10.2  # of modules, per 1,000 lines
 LEAST_COMMENTS = 2.1  # lines of reasons per 100 of code: 3
-MOST_TEST_LINES = 21_913  # 15,000
+MOST_TEST_LINES = 21_959  # 15,000
 MOST_WORDS = 33_050  # of Markdown, without the reference, which the code writes
 
 
