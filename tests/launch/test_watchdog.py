@@ -19,7 +19,7 @@ from support import small_plan, wait_until
 from trilane.diagnose import capture
 from trilane.diagnose.evidence import read_folder
 from trilane.diagnose.hang import diagnose_hang
-from trilane.launch.watchdog import HangMonitor
+from trilane.launch.watchdog import HangMonitor, patience_s
 from trilane.workspace import flight_recorder
 from trilane.workspace.heartbeat import (
     Heartbeat,
@@ -104,6 +104,14 @@ def test_reports_of_an_earlier_start_leave_with_the_first_node(first: int, tmp_p
         report.write(tmp_path)
     HangMonitor(tmp_path, small_plan(), env, first)
     assert read_reports(tmp_path) == ([reports[1]] if first == 0 else reports)
+
+
+def test_the_node_of_rank_0_decides_first_and_the_others_not_all_at_once() -> None:
+    plan = small_plan(dp=8, gbs=16)
+    each = min(plan.cluster.gpus_per_node, plan.topology.gpus)
+    later = [patience_s(each * node, plan) for node in (0, 1, 2, 3, 4, 5)]
+    assert later == pytest.approx([0, 45, 50, 55, 60, 60])
+    assert patience_s(each, changed(plan, "run", hang_timeout_s=20.0)) == pytest.approx(6)
 
 
 def test_where_py_spy_may_not_attach_faulthandler_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
