@@ -1,11 +1,12 @@
 """How many of some random faults in lib do the tests see? python benchmarks/mutations.py [--draw 200] [--seed 1]
 
 Needs `pip install -e '.[mutations]'`: cosmic-ray, whose operators make the faults. First the whole suite runs once
-under coverage, which notes the tests that run each line (20 minutes; kept in --map). Then each fault is planted alone, in a
-clone of what is committed, and the tests that run its line are run, the quickest first, as many as take LIMIT_S. Seen:
-one fails, or they do not end. A place (an operator, a number, a comparison ...) is drawn, not a fault, as a `+` can be
-replaced in eleven ways. Annotations and @dataclass(...) are left out: mypy reads them. A fault with which a test cannot
-be imported is too crude to count. Each verdict is a line of --out; what stands there is not run again.
+under coverage, which notes the tests that run each line (20 minutes; kept in --map). Then each fault is planted
+alone, in a clone of what is committed, and the tests that run its line are run, the quickest first, as many as take
+LIMIT_S. Seen: one fails, or they do not end. A place (an operator, a number, a comparison ...) is drawn, not a fault,
+as a `+` can be replaced in eleven ways. Annotations and @dataclass(...) are left out: mypy reads them. A fault with
+which a test cannot be imported is too crude to count. Each verdict is a line of --out; what stands there is not run
+again.
 """
 
 import argparse
