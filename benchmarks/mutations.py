@@ -176,11 +176,13 @@ class Map:
         self.seconds = json.loads((folder / "seconds.json").read_text())
 
     def tests(self, fault: Fault) -> list[str]:
-        """Those that run the statement, the quickest first, as many as take LIMIT_S; one at least, if any."""
+        """Those that run the statement: of its own module first, then the quickest, as many as take LIMIT_S."""
+        path = Path(fault.file)
         name = self.files.get(fault.file.removeprefix("lib/trilane/"), "")
         by_line = self.data.contexts_by_lineno(name)
         names = {n for line in fault.lines or by_line for n in by_line.get(line, ()) if n in self.seconds}
-        ordered = sorted((n for n in names if self.seconds[n] < float("inf")), key=lambda n: (self.seconds[n], n))
+        passed = (n for n in names if self.seconds[n] < float("inf"))
+        ordered = sorted(passed, key=lambda n: (f"{path.parent.name}/test_{path.stem}" not in n, self.seconds[n], n))
         taken = 0.0
         chosen = [n for n in ordered if (taken := taken + self.seconds[n]) < LIMIT_S or n == ordered[0]]
         return [n.rpartition("@")[0] or n for n in chosen]  # pytest-xdist adds @GROUP
@@ -223,7 +225,7 @@ def main() -> int:
     known = (
         dict(line.rsplit("  ", 1)[::-1] for line in given.out.read_text().splitlines()) if given.out.exists() else {}
     )
-    with tempfile.TemporaryDirectory(prefix="mutations-") as root:
+    with tempfile.TemporaryDirectory(prefix="mutations-", ignore_cleanup_errors=True) as root:
         clones = SimpleQueue[Path]()
         for number in range(given.jobs):
             clones.put(clone(Path(root) / str(number)))

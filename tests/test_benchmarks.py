@@ -80,13 +80,13 @@ def test_a_fault_meets_the_quickest_tests_that_run_its_statement(tmp_path: Path)
     lines = [mutations.statement(ast.parse(text), line) for line in (1, 3, 5, 6, 7)]
     assert lines == [(), (), (4, 5), (6,), (7,)], "what runs at import meets every test of its file"
     data = CoverageData(str(tmp_path / "data"))
-    for name, run in {"slow@x": [4, 5], "fast@x": [4], "red@x": [4], "other@x": [7]}.items():
+    for name, run in {"slow@x": [4, 5], "fast@x": [4], "red@x": [4], "trilane/test_a@x": [7]}.items():
         data.set_context(name)
         data.add_lines({"/clone/lib/trilane/a.py": run})
     data.write()
-    (tmp_path / "seconds.json").write_text('{"slow@x": 119, "fast@x": 0.5, "red@x": Infinity, "other@x": 3}')
+    (tmp_path / "seconds.json").write_text('{"slow@x": 119, "fast@x": 0.5, "red@x": Infinity, "trilane/test_a@x": 3}')
     tests = mutations.Map(tmp_path)
-    for line, expected in {5: ["fast", "slow"], 7: ["other"], 6: [], 1: ["fast", "other"]}.items():
+    for line, expected in {5: ["fast", "slow"], 7: ["trilane/test_a"], 6: [], 1: ["trilane/test_a", "fast"]}.items():
         fault = mutations.Fault("lib/trilane/a.py", line, "core/AddNot", 0, mutations.statement(ast.parse(text), line))
         assert tests.tests(fault) == expected
 
