@@ -174,6 +174,16 @@ def test_a_loss_that_falls_far_is_logarithmic_and_a_quantity_that_no_log_has_get
     assert losses.explorer({}) == losses.explorer({"a": join([log(lm_loss=np.nan)])}) == Text("No log prints a loss.")
 
 
+def test_of_equal_curves_each_has_its_own_dashes():
+    """One drawn over another would look like a missing run."""
+    layers = drawn({name: join([log()]) for name in "abc"})[1]["concat"][0]["layer"]
+    marks = [layer["mark"] for layer in layers if "strokeDashOffset" in layer["mark"]]
+    assert {mark["strokeDashOffset"] for mark in marks} == {0, -9, -18}
+    assert all(dash == 9 and gap == 9 * 2 for dash, gap in (mark["strokeDash"] for mark in marks))
+    apart = drawn({"a": join([log()]), "b": join([log(lm_loss=7.0)])})[1]
+    assert "strokeDashOffset" not in json.dumps(apart)
+
+
 def run(name, seconds, **timers):
     """A measurement with the medians of some timers, in seconds."""
     table = pd.DataFrame({"iteration": [1, 2], **{k.replace("_", "-"): [v, v] for k, v in timers.items()}})

@@ -40,7 +40,8 @@ def explorer(curves: Mapping[str, Curve], points: int = 2400) -> Interactive | T
     shown = [key for key in PANELS if key == "loss" or len({v for r in rows for v in r[f"{key}0"] if v == v}) > 1]
     scale = alt.Scale(domain=[*curves], range=[COLORS[i % len(COLORS)] for i in range(len(curves))])
     numbers = {**{x: x for x in across}, **{f"{key}0": PANELS[key][1] for key in shown}}
-    panels = [_panel(key, rows, scale, numbers, _marks(key, curves, axes)) for key in shown]
+    dashed = [*curves] if coincide(curves) else []
+    panels = [_panel(key, rows, scale, numbers, _marks(key, curves, axes), dashed) for key in shown]
     panels[0] = panels[0].add_params(alt.selection_point("only", fields=["run"], bind="legend"))
     lists: Any = [name for name, value in rows[0].items() if isinstance(value, list)]
     whole = alt.concat(*panels, columns=3, data=alt.Data(values=rows)).add_params(*_controls(curves, across, levels))
@@ -55,6 +56,12 @@ def _controls(curves: Mapping[str, Curve], across: Sequence[str], levels: Sequen
     first = max(i for i, n in enumerate(levels) if n == 1 or 100 * n <= longest)
     choice = alt.binding_select(options=[*range(len(levels))], labels=labels, name="smoothing ")
     yield alt.param("level", value=first, bind=choice)
+
+
+def coincide(curves: Mapping[str, Curve]) -> bool:
+    """Whether curves lie on each other: the last drawn would hide the others, which would look like missing runs."""
+    ends = [float(c.table["lm_loss"].dropna().iloc[-1]) for c in curves.values()]
+    return len(ends) > 1 and max(ends) - min(ends) < 0.05
 
 
 def pieces(curve: Curve, axes: Row, levels: Sequence[int], most: int) -> Iterator[Row]:
@@ -102,8 +109,13 @@ def thinned(table: np.ndarray, most: int) -> np.ndarray:
     return np.array(sorted(kept))
 
 
-def _panel(key: str, rows: Sequence[Row], scale: alt.Scale, numbers: Row, marks: Iterable[Any]) -> Any:
-    """One quantity over the chosen axis: as printed, smoothed, what was trained again, restarts, the hovered point."""
+def _panel(
+    key: str, rows: Sequence[Row], scale: alt.Scale, numbers: Row, marks: Iterable[Any], dashed: Sequence[str]
+) -> Any:
+    """One quantity over the chosen axis: as printed, smoothed, what was trained again, restarts, the hovered point.
+
+    The runs `dashed`, whose curves coincide, take turns along the line.
+    """
     level = f"'{key}' + level" if key != "rate" else "'rate0'"
     # the title of an axis is fixed, that of a chart may depend on a control
     name = alt.TitleParams(alt.expr("across"), orient="bottom", anchor="middle", fontSize=11, fontWeight="normal")
@@ -121,10 +133,19 @@ def _panel(key: str, rows: Sequence[Row], scale: alt.Scale, numbers: Row, marks:
     )
     return alt.layer(
         base.mark_line(opacity=0.3, strokeWidth=0.8, tooltip=None).encode(y="printed:Q"),
-        whole.mark_line(strokeWidth=2.2, tooltip=None),
+        *(whole.mark_line(strokeWidth=2.2, tooltip=None, **look) for look, whole in _turns(whole, dashed)),
         *marks,
         points.add_params(hovered),
     )
+
+
+def _turns(whole: Any, dashed: Sequence[str]) -> Iterator[tuple[Row, Any]]:
+    """The lines: all alike, or a dash of each run in turn, so that of equal curves each is seen."""
+    if not dashed:
+        yield {}, whole
+    for turn, name in enumerate(dashed):
+        look = {"strokeDash": [9, 9 * (len(dashed) - 1)], "strokeDashOffset": -9 * turn}
+        yield look, whole.transform_filter(alt.FieldEqualPredicate(field="run", equal=name))
 
 
 def _axes(key: str, rows: Sequence[Row]) -> tuple[Any, Any]:
