@@ -37,6 +37,10 @@ def test_search_ranks_what_can_run_and_counts_the_rest_by_rule():
     assert all(invalid_reason(SHAPE, c.topology) is None for c in found.candidates)
     assert all(c.prediction.oom_probability <= 0.1 for c in found.candidates)
     assert all(0.1 < c.prediction.oom_probability <= 0.5 for c in found.risky)
+    assert [c.prediction.is_risky for c in (*found.candidates, *found.risky)] == [
+        *[False] * len(found.candidates),
+        *[True] * len(found.risky),
+    ]
     assert len({*map(sizes_of, found.best_per_sizes(5).rows)}) == 5
 
 
@@ -173,5 +177,6 @@ def test_what_a_search_without_plans_names_would_run(asked, cure):
     pairs = zip(words[::2], words[1::2], strict=True)
     changed = {name[2:]: int(value) if value.isdigit() else value for name, value in pairs}
     assert search(SHAPE, A100, calibration=K, **asked | changed).candidates
-    with pytest.raises(ValueError, match=r"no topology can run; .*; what would run: "):
+    with pytest.raises(ValueError, match=r"no topology can run; .*; what would run: ") as refusal:
         found.best(3)
+    assert (f"; {len(found.risky)} may run out of memory" in str(refusal.value)) == bool(found.risky)
