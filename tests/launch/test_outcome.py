@@ -43,6 +43,7 @@ HANG = replace(CRASH, status=Status.HANG)
 LIMIT = replace(CRASH, status=Status.TIME_LIMIT, rank=None)
 OOM = replace(CRASH, status=Status.OOM, evidence="CUDA out of memory", rank=3)
 VAGUE = replace(OOM, status=Status.CRASHED)
+UNFINISHED = replace(OOM, status=Status.UNFINISHED, evidence="iteration 7", rank=None)  # all fell silent
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,7 @@ VAGUE = replace(OOM, status=Status.CRASHED)
         (1, None, LIMIT, OOM, "time limit"),
         (1, None, None, OOM, "OOM"),
         (1, None, None, COMPLETED, "crashed"),
+        (1, None, None, UNFINISHED, "crashed"),
         (None, COMPLETED, LIMIT, None, "completed"),
         (None, STOPPED, LIMIT, None, "time limit"),
         (None, STOPPED, None, None, "stopped"),

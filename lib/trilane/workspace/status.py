@@ -108,7 +108,8 @@ def verdict(
     if scheduler or code == 0:
         return scheduler or otherwise
     vague = (Status.CRASHED, Status.KILLED, Status.NCCL_ERROR)  # the last words of the rank that failed say more
-    if log is None or not log.status.has_failed or (log.status in vague and otherwise.rank is not None):
+    is_silent = log is None or log.status is Status.UNFINISHED or not log.status.has_failed
+    if is_silent or (log.status in vague and otherwise.rank is not None):
         return otherwise
     # the rank that torchrun saw fail first need not be the one that printed this
     evidence = log.evidence if log.rank is None else f"rank {log.rank}: {log.evidence}"
