@@ -1,4 +1,4 @@
-"""What users see stays as it was recorded in tests/answers/: the JSON of commands, without sentences.
+"""What users see stays as it was recorded in tests/answers/: the JSON of commands and their text, without words.
 
 A number that changes is recorded again in the commit that says why: TRILANE_RECORD=1 pytest tests/test_answers.py.
 Logs of other people are not ours to keep: TRILANE_PUBLIC_LOGS names a folder of them, of which numbers are recorded.
@@ -7,6 +7,7 @@ Logs of other people are not ours to keep: TRILANE_PUBLIC_LOGS names a folder of
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,10 +83,16 @@ CASES = {
 LOGS = sorted(PUBLIC.glob("*.out"))
 GIVEN = ("cluster", "shape", "data", "optimizer", "dropout", "run", "sources", "calibration", "date")  # no answers
 MOST = 4  # of a list that are recorded
+NUMBER = re.compile(r"\d[\d.,]*(?:e[+-]?\d+)?")
+
+
+def numbers_in(text: str) -> str:
+    """The numbers of a text, in their order; of a path nothing, as it names where this repository stands."""
+    return " ".join(NUMBER.findall(" ".join(word for word in text.split() if "/" not in word)))
 
 
 def plain(value: Any) -> Any:
-    """What is compared: floats to nine digits, no sentences (four words and more), no paths."""
+    """What is compared: floats to nine digits, of sentences (four words and more) and paths their numbers."""
     if isinstance(value, dict):
         return {str(plain(k)): plain(v) for k, v in value.items() if k not in GIVEN}
     if isinstance(value, list):
@@ -93,7 +100,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.9g}")
     if isinstance(value, str) and (len(value.split()) > 3 or "/" in value):
-        return "..."
+        return f"... {numbers_in(value)}".strip()
     return value
 
 
@@ -108,7 +115,9 @@ def answers(commands: list[str], capsys: pytest.CaptureFixture) -> Iterator[tupl
             text = values["script"].replace(str(REPOSITORY), "REPOSITORY").replace(sys.prefix, "REPOSITORY/.venv")
             yield command, {"code": code, "script": text.splitlines()}
         else:
-            yield command, {"code": code, "answer": plain(values)}
+            main(command.split())
+            shown = [numbers for line in capsys.readouterr().out.splitlines() if (numbers := numbers_in(line))]
+            yield command, {"code": code, "answer": plain(values), "text": shown}
 
 
 def numbers(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -139,7 +148,7 @@ def differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
             yield from differences(*pair, f"{where}[{number}]")
     elif isinstance(before, float) and isinstance(now, float) and math.isclose(before, now, rel_tol=1e-5, abs_tol=1e-7):
         return  # fits depend on how many threads BLAS sums with, in the seventh digit
-    elif before != now and "..." not in (before, now):
+    elif before != now:
         yield f"{where}: {before!r:.80} -> {now!r:.80}"
 
 

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,23 +103,39 @@ class Space(Brief):
             self._batches[dp] = array[:, 0], array[:, 1]
         return self._batches[dp]
 
+    @cached_property
+    def _points(self) -> dict[tuple[int, bool, bool, bool], list[Point]]:
+        return {}
+
     def points(self, shape: ModelShape, tp: int, pp: int, dp: int) -> list[Point]:
         """Every combination of the remaining choices that means something on tp x pp x dp."""
+        key = max(shape.num_layers // pp, 1), tp > 1, pp > 1, dp > 1
+        if key not in self._points:
+            self._points[key] = self._combined(*key)
+        return self._points[key]
+
+    def _combined(self, held: int, has_tp: bool, has_pp: bool, has_dp: bool) -> list[Point]:
+        """points() of stages of `held` layers, where tp, pp and dp are above 1."""
         values = {**VARIED, **{name: pin for name, pin in self.pins.items() if name in VARIED}}
-        chunks = values["interleaving"] or tuple(divisors(max(shape.num_layers // pp, 1)))
         # neither means anything without a pipeline or tensor parallelism; where one is pinned there is no other choice
-        values["interleaving"] = tuple(n for n in chunks if pp > 1 or n == 1)
-        values["sequence_parallel"] = tuple(cut for cut in values["sequence_parallel"] if tp > 1 or not cut)
+        chunks = values["interleaving"] or tuple(divisors(held))
+        values["interleaving"] = tuple(n for n in chunks if has_pp or n == 1)
+        values["sequence_parallel"] = tuple(cut for cut in values["sequence_parallel"] if has_tp or not cut)
         grads, gather = "overlap_grad_reduce", "overlap_param_gather"
-        able = {"megatron": {grads, gather}, "deepspeed-3d": set()}.get(self.engine, {grads}) if dp > 1 else set()
+        able = {"megatron": {grads, gather}, "deepspeed-3d": set()}.get(self.engine, {grads}) if has_dp else set()
         values |= {name: (False,) for name in {grads, gather} - {*self.pins} - able}
         # of a stage's layers a quarter, half and three quarters, as many of each chunk; all of them are recompute full
-        held, pinned = max(shape.num_layers // pp, 1), values["recompute_layers"]
+        pinned = values["recompute_layers"]
         values["recompute_layers"] = pinned or tuple(sorted({held * k // 4 for k in range(4)}))
-        every = [dict(zip(values, words, strict=True)) for words in product(*values.values())]
-        every = [p for p in every if gather in self.pins or not p[gather] or (p[grads] and p["zero"] == 1)]
-        every = [p for p in every if (p["recompute"] == "block") == (p["recompute_layers"] > 0)]
-        return [p for p in every if pinned or p["recompute_layers"] * p["interleaving"] < held]
+        rules = {  # of a choice and those before it in VARIED
+            "recompute_layers": lambda p: (p["recompute"] == "block") == (p["recompute_layers"] > 0),
+            "interleaving": lambda p: pinned or p["recompute_layers"] * p["interleaving"] < held,
+            gather: lambda p: gather in self.pins or not p[gather] or (p[grads] and p["zero"] == 1),
+        }
+        every = list[Point]([{}])
+        for name, some in values.items():
+            every = [*filter(rules.get(name), [point | {name: value} for point in every for value in some])]
+        return every
 
 
 def space_for(
