@@ -1,4 +1,4 @@
-"""What users see stays as it was recorded in tests/answers/: the JSON of commands and their text, without words.
+"""What users see stays as it was recorded in tests/answers/: commands' JSON and text and notebooks, without words.
 
 A number that changes is recorded again in the commit that says why: TRILANE_RECORD=1 pytest tests/test_answers.py.
 Logs of other people are not ours to keep: TRILANE_PUBLIC_LOGS names a folder of them, of which numbers are recorded.
@@ -17,6 +17,9 @@ import pytest
 from support import REPOSITORY
 
 from trilane.cli.app import main
+from trilane.report import notebook
+from trilane.report.plots.style import MIME
+from trilane.workspace.study import Study
 
 ANSWERS = REPOSITORY / "tests/answers"
 PUBLIC = Path(os.environ.get("TRILANE_PUBLIC_LOGS", "/nonexistent"))
@@ -80,6 +83,16 @@ CASES = {
     ],
     "hangs": ["debug hang docs/examples/dumps --tp 2 --pp 2 --dp 2"],
 }
+# A notebook, and its parameters, as they go on from one to the next.
+NOTEBOOKS: list[tuple[str, dict[str, Any]]] = [
+    ("01_sizing", {"choose": "target", "tokens": "366e9"}),
+    ("02_topology", {}),
+    ("04_analyze", {"logs": "docs/examples/logs", "cluster": "jz-a100-80g"}),
+    ("05_diagnose", {"dumps": "docs/examples/dumps"}),
+    ("06_backtest", {}),
+    ("07_calendar", {"start": "2027-03-01", "deadline": "2027-09-01", "allocation": 1.5e6, "price": 1.5, "runs": 1000}),
+    ("08_decision", {}),
+]
 LOGS = sorted(PUBLIC.glob("*.out"))
 GIVEN = ("cluster", "shape", "data", "optimizer", "dropout", "run", "sources", "calibration", "date")  # no answers
 MOST = 4  # of a list that are recorded
@@ -167,3 +180,44 @@ def test_the_numbers_of_public_logs_are_those_that_were_recorded(capsys: pytest.
         path.name: numbers(one["answer"]["runs"]) for path in LOGS for _, one in answers([f"logs parse {path}"], capsys)
     }
     compare("public-logs", found)
+
+
+@pytest.mark.usefixtures("outputs")
+def test_the_lines_of_every_trainer_are_read_as_they_were(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    found = dict[str, Any]()
+    for name, sample in json.loads((REPOSITORY / "tests/logs/samples.json").read_text()).items():
+        log = tmp_path / f"{name.replace(' ', '-')}.log"
+        log.write_text("\n".join(sample["text"]))
+        os.utime(log, (0, 0))  # no log that grew a moment ago, which may be a run's
+        found[name] = next(answers([f"logs parse {log}"], capsys))[1]
+    compare("samples", found)
+
+
+def shown(executed: Path) -> Iterator[Any]:
+    """What each output of a notebook shows: the numbers of its text; of a figure how many of a field, and their sum."""
+    cells = notebook.read_notebook(executed).cells
+    for data in (o["data"] for c in cells if c.cell_type == "code" for o in c.outputs if "data" in o):
+        fields = dict[str, list[float]]()
+        gather(data.get(MIME, {}), fields)
+        text = re.sub("<[^>]*>", " ", data.get("text/html") or data.get("text/markdown") or data["text/plain"])
+        yield fields and {name: f"{len(some)}: {math.fsum(some):.7g}" for name, some in fields.items()}
+        yield numbers_in(text)
+
+
+def gather(value: Any, into: dict[str, list[float]], name: str = "", is_data: bool = False) -> None:
+    """Every number in the data of a figure, by the name of its field."""
+    for key, one in value.items() if isinstance(value, dict) else ((name, one) for one in value):
+        if isinstance(one, dict | list):
+            gather(one, into, key, is_data or key in ("values", "datasets"))
+        elif is_data and isinstance(one, int | float):
+            into.setdefault(key, []).append(one)
+
+
+@pytest.mark.slow
+def test_the_notebooks_show_the_numbers_that_were_recorded(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    study, found = Study.create("pages"), dict[str, Any]()
+    for name, given in NOTEBOOKS:
+        notebook.run(name, study, **given)
+        found[name] = [*filter(None, shown(study.folder / f"{name}.ipynb"))]
+    compare("notebooks", found)
