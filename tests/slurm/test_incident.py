@@ -9,6 +9,7 @@ from plants import data_loader, write
 
 from trilane.cli.app import main
 from trilane.slurm.incident import read_incident
+from trilane.workspace.status import RunStatus, Status, write_status
 
 STEP = " [2026-11-27 15:34:{:02}] iteration {:8}/ 100 | elapsed time per iteration (ms): 281.6 | lm loss: 6.24E+00 |\n"
 WATCHDOG = (
@@ -47,6 +48,13 @@ def test_of_copied_files_the_reason_is_found(printed: str, accounting: str, verd
     assert found.verdict[0].startswith(verdict), found.to_text()
     assert any("between sources the order is not proved" in note for note in found.notes) is bool(accounting)
     assert sorted(times := [e.at for e in found.events if e.at == e.at]) == times
+
+
+def test_what_the_run_recorded_of_its_failure_is_the_reason_of_who_cancelled_the_job(tmp_path: Path) -> None:
+    write_status(tmp_path, RunStatus(status=Status.CRASHED, evidence="rank 3: x", rank=3, exit_code=1, seconds=9.0))
+    (tmp_path / "run.log").write_text(STEP.format(1, 1))
+    (tmp_path / "accounting.txt").write_text(HEAD + "7|CANCELLED by 1000|2026-11-27T15:34:01|0:0|gpu3\n")
+    assert read_incident(tmp_path).verdict[0] == "crashed on rank 3: rank 3: x"
 
 
 def test_a_hang_of_384_ranks_is_joined_with_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
