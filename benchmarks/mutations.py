@@ -3,10 +3,10 @@
 Needs `pip install -e '.[mutations]'`: cosmic-ray, whose operators make the faults. First the whole suite runs once
 under coverage, which notes the tests that run each line (20 minutes; kept in --map). Then each fault is planted
 alone, in a clone of what is committed, and the tests that run its line are run, the quickest first, as many as take
-LIMIT_S. Seen: one fails, or they do not end. A place (an operator, a number, a comparison ...) is drawn, not a fault,
-as a `+` can be replaced in eleven ways. Annotations and @dataclass(...) are left out: mypy reads them. A fault with
-which a test cannot be imported is too crude to count. Each verdict is a line of --out; what stands there is not run
-again.
+LIMIT_S, then the recorded answers. Seen: one fails, or they do not end. A place (an operator, a number, a comparison
+...) is drawn, not a fault, as a `+` can be replaced in eleven ways. Annotations and @dataclass(...) are left out:
+mypy reads them. A fault with which a test cannot be imported is too crude to count. Each verdict is a line of --out;
+what stands there is not run again.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from queue import SimpleQueue
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIMIT_S = 120.0
+ANSWERS = "tests/test_answers.py"  # slow, and look at more numbers than any other
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
 # pytest's, in the process that runs the tests and in the one that hears of them; and each child's, as sitecustomize
 NOTES = """
@@ -176,7 +177,7 @@ class Map:
         self.seconds = json.loads((folder / "seconds.json").read_text())
 
     def tests(self, fault: Fault) -> list[str]:
-        """Those that run the statement: of its own module first, then the quickest, as many as take LIMIT_S."""
+        """Those that run the statement: of its own module, then the quickest, as many as take LIMIT_S, and ANSWERS."""
         path = Path(fault.file)
         name = self.files.get(fault.file.removeprefix("lib/trilane/"), "")
         by_line = self.data.contexts_by_lineno(name)
@@ -185,6 +186,7 @@ class Map:
         ordered = sorted(passed, key=lambda n: (f"{path.parent.name}/test_{path.stem}" not in n, self.seconds[n], n))
         taken = 0.0
         chosen = [n for n in ordered if (taken := taken + self.seconds[n]) < LIMIT_S or n == ordered[0]]
+        chosen += [n for n in ordered if n.startswith(ANSWERS) and n not in chosen]
         return [n.rpartition("@")[0] or n for n in chosen]  # pytest-xdist adds @GROUP
 
 
