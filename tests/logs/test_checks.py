@@ -49,6 +49,7 @@ RIGHT = {
     "a norm after an overflow": titan(norm=-1.0),
     "an MFU that is not measured yet": titan(mfu=-100.0) + titan().replace("step:  ", "step: 1"),
     "a norm that is not computed": titan(norm=0.0),
+    "a rate that is mostly printed as 0": lines(more="TFLOPs: 0.00 | ") + line(21, 8.6, more="TFLOPs: 0.10 | "),
     "a search for the loss scale": lines(9) + "".join(SKIP.format(i) for i in range(10, 42)),
     "a norm of NaN that is skipped": lines(9) + (NORM.format(10).rstrip("\n") + SKIP.format(10)[-40:]),
     "a start that diverges": line(1, 12.4) + "".join(line(i, 33.1 - i / 9) for i in range(2, 20)),

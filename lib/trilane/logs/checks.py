@@ -55,7 +55,8 @@ def _bounds(columns: Columns) -> Iterator[tuple[str, str, str]]:
     """Numbers that are impossible each by itself; seconds and FLOP/s as medians, as any iteration may wait."""
     for name in BOUNDS.keys() & columns.keys():
         (low, high, message), numbers = BOUNDS[name], columns[name]
-        usual = median(numbers) if name in ("sec_per_it", "flops_per_s_per_gpu") else numbers
+        # a rate below 0.05 is printed as 0.0
+        usual = median(numbers[numbers != 0]) if name in ("sec_per_it", "flops_per_s_per_gpu") else numbers
         odd = ((usual < low) | (usual > high)) & (numbers != -1) & (numbers == numbers)
         if (odd := odd & ((numbers != 0) | (name == "lm_loss"))).any():
             number, iteration = numbers[at := odd.argmax()], columns["iteration"][at]
