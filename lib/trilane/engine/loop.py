@@ -192,7 +192,7 @@ class Training:
     def _saves(self, batch: Batch, request: StopRequest) -> bool:
         """Finish the last save once all ranks have written it, and begin the one that is due; whether it did either."""
         run, begun = self._plan.run, self._saver.begun
-        due = request.save or (run.save_interval > 0 and batch.number % run.save_interval == 0)
+        due = request.save or (bool(run.save_interval) and batch.number % run.save_interval == 0)
         due = due or (batch.number == run.goal and run.saves_at_end)
         if begun and (due or not request.writing):
             self._report(self._saver.finish)
