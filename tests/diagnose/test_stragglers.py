@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from trilane.cli.app import main
-from trilane.diagnose.stragglers import find_stragglers
+from trilane.diagnose.stragglers import Straggler, find_stragglers, slowest
+from trilane.workspace.pace import OWN, Pace
 from trilane.workspace.rank_grid import regular
 
 GRID = regular(8, 4, 4, 8)  # 128 ranks on 16 nodes
@@ -35,18 +36,57 @@ def test_who_is_slow_is_named_and_noise_names_nobody(name: str) -> None:
     assert sorted((s.kind, s.ranks) for s in find_stragglers(GRID, seconds)) == found
 
 
-@pytest.mark.parametrize(("seconds", "slow"), [(1.12, False), (1.16, True)])
+@pytest.mark.parametrize(("seconds", "slow"), [(1.148, False), (1.149, True)])
 def test_a_rank_is_slow_from_five_standard_deviations_on(seconds: float, slow: bool) -> None:
     """Median 1.00, median absolute deviation 0.02: a Gaussian's standard deviation is 0.02965, five of them 0.148."""
     times = [0.94, 0.96, 0.98, 0.98, 1.0, 1.02, 1.02, 1.04, seconds]
     found = find_stragglers(regular(1, 1, 9, 1), {rank: {"forward-compute": t} for rank, t in enumerate(times)})
-    assert [s.ranks for s in found] == [(8,)] * slow
+    facts = {"excess_s": pytest.approx(0.149), "score": pytest.approx(0.149 / (1.4826 * 0.02))}
+    assert found == [Straggler(kind="rank", name="8", ranks=(8,), phase="forward-compute", **facts)] * slow
+    assert not slow or str(found[0]) == "rank 8: forward-compute takes 0.149 s longer (score 5.0)"
 
 
-@pytest.mark.parametrize(("share", "slow"), [(1.028, False), (1.04, True)])
-def test_a_node_is_slow_from_three_percent_on(share: float, slow: bool) -> None:
-    times = {rank: {"forward-compute": 0.5 * (share if rank in (2, 3) else 1.0)} for rank in range(8)}
-    assert [s.ranks for s in find_stragglers(regular(1, 1, 8, 2), times)] == [(2, 3)] * slow
+@pytest.mark.parametrize(
+    ("share", "ranks", "found"),
+    [
+        (1.029, (4, 5, 6, 7), []),
+        (1.031, (4, 5, 6, 7), [("node", "node1", (4, 5, 6, 7))]),
+        (1.031, (4, 5, 7), [("node", "node1", (4, 5, 7))]),
+        (1.031, (4, 5), []),
+        (1.06, (4, 5), [("rank", "4", (4,)), ("rank", "5", (5,))]),
+    ],
+)
+def test_a_node_is_slow_from_three_percent_and_three_of_its_four_ranks_on(share: float, ranks: tuple, found: list):
+    times = {rank: {"optimizer": 0.5 * (share if rank in ranks else 1.0)} for rank in range(16)}
+    assert [(s.kind, s.name, s.ranks) for s in find_stragglers(regular(1, 1, 16, 4), times)] == found
+
+
+@pytest.mark.parametrize(
+    ("phase", "excess", "ranks", "words"),
+    [
+        (1, (0, 0, 3.0, 0), (2,), "rank 2 (tp 0, stage 1, replica 0) on node1, forward-compute takes 3 s longer"),
+        (2, (0, 0, 3.0, 2.0), (2, 3), "node node1, backward-compute takes 2.5 s longer"),
+        (2, (0, 0, 3.0, 1.5), (2, 3), "node node1, backward-compute takes 2.25 s longer"),
+        (2, (0, 0, 3.0, 1.4), (2,), "rank 2 (tp 0, stage 1, replica 0) on node1, backward-compute takes 3 s longer"),
+        (
+            1,
+            (3.0, 0, 3.0, 0),
+            (0, 2),
+            "2 ranks from 0 on (tp 0, replica 0) on node0 and node1, forward-compute takes 3",
+        ),
+        (0, (0, 0, 3.0, 3.0), (2, 3), "node node1, batch-generator takes 3 s longer"),
+        (0, (3.0, 0, 3.0, 0), (), "the shared disk, since batch-generator takes 3 s longer on 2 ranks"),
+        (1, (3.0, 3.0, 3.0, 0), (), "all ranks alike, forward-compute takes 3 s longer"),
+        (1, (0, 0.31, 0, 0), (1,), "rank 1 (tp 0, stage 0, replica 1) on node0, forward-compute takes 0.31 s longer"),
+        (1, (0, 0.29, 0, 0), (), "communication"),
+    ],
+)
+def test_who_works_longer_than_before_is_at_fault(phase: int, excess: tuple, ranks: tuple, words: str) -> None:
+    """Two stages of two replicas, on two nodes, by 3 s; a rank that waits does not work longer."""
+    times = [tuple(seconds * (n == phase) for n in range(len(OWN))) for seconds in excess]
+    paces = {n: Pace(late=10, samples=8, usual_s=1.0, now_s=4.0, excess_s=own) for n, own in enumerate(times)}
+    found, guilty = slowest(regular(1, 2, 2, 2), paces)
+    assert guilty == ranks and found.startswith(words)
 
 
 def test_the_command_reads_a_run_and_refuses_a_folder_without_times(

@@ -128,12 +128,7 @@ def test_a_phase_counts_its_own_time_and_an_evaluation_between_iterations_none(m
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("engine", "topology"),
-    [
-        ("deepspeed-zero", {"zero": 3, "offload": "full"}),
-        ("hf-zero3", {"zero": 3}),
-    ],
-    ids=str,
+    ("engine", "topology"), [("deepspeed-zero", {"zero": 3, "offload": "full"}), ("hf-zero3", {"zero": 3})], ids=str
 )
 def test_no_library_prints_into_the_log_and_deepspeeds_settings_are_kept(
     engine: str, topology: dict, train: Callable, data: Path, tmp_path: Path

@@ -110,12 +110,7 @@ CARDS = [
     ((9, 0), "bf16", 4, 3),
     ((8, 0), "bf16", 1, 0),  # srun --gpus-per-task=1
     ((8, 0), "bf16", 3, "processes per host=4: this host shows 3 GPUs"),
-    (
-        (7, 0),
-        "fp16",
-        4,
-        "has no kernels for this card of compute capability 7.0 (sm_75, sm_80, sm_90); install",
-    ),
+    ((7, 0), "fp16", 4, "has no kernels for this card of compute capability 7.0 (sm_75, sm_80, sm_90); install"),
 ]
 # card, torch.cuda.get_arch_list() of a build -> whether that has kernels for it (PyTorch's RELEASE.md, 2.11)
 CUDA13, CUDA126 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"], ["sm_50", "sm_60", "sm_70", "sm_90"]

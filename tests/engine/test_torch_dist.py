@@ -196,11 +196,7 @@ BAD = {
     "another folder's": (elsewhere, {}, "checkpoint=AT: .metadata cannot be read (file=../../secret"),
     "no index": (lambda at: (at / ".metadata").unlink(), {}, "checkpoint=AT: .metadata: No such file"),
     "no pickle": (lambda at: (at / ".metadata").write_bytes(b"{}"), {}, "checkpoint=AT: .metadata cannot be read"),
-    "zarr": (
-        lambda at: (at / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
-        {},
-        "checkpoint=AT: has sh",
-    ),
+    "zarr": (lambda at: (at / "metadata.json").write_text('{"sharded_backend": "zarr"}'), {}, "checkpoint=AT: has sh"),
     "a chunk twice": (reindexed(twice), {}, "checkpoint=AT: .metadata cannot be read (tensor=embedding.word_emb"),
     "a command as tensor": (
         reindexed(command),

@@ -76,7 +76,7 @@ def failed(folder: Path, *ranks: tuple[int, int, str]) -> Path:
     (folder / "ranks").mkdir(parents=True)
     for second, (rank, _, words) in enumerate(ranks):
         log = folder / "ranks" / f"{rank}.log"
-        log.write_text(f"Traceback ...\n{words}\n\n")
+        log.write_text(f"Traceback ...\n{words}\n\n" * bool(words))
         os.utime(log, (1000 + second, 1000 + second))
     failures = [{"rank": rank, "pid": 1, "exitcode": code} for rank, code, _ in sorted(ranks)]
     (folder / "ranks" / "failures.json").write_text(json.dumps(failures))
@@ -89,17 +89,26 @@ def failed(folder: Path, *ranks: tuple[int, int, str]) -> Path:
         ([(2, 1, "OSError: disk"), (0, 1, "Connection closed by peer")], (2, "")),
         ([(0, 1, "Connection closed by peer"), (3, -9, "iteration 7")], (3, "killed by SIGKILL after: ")),
         ([(3, -15, "iteration 7"), (1, 1, "OSError: disk"), (0, -6, "terminate called")], (1, "")),
+        ([(3, -15, "iteration 7"), (0, -6, "terminate called")], (0, "killed by SIGABRT after: ")),
+        ([(3, -15, "iteration 7"), (0, -70, "iteration 8")], (0, "killed by signal 70 after: ")),
+        ([(3, 0, ""), (0, 1, "last")], (0, "")),
     ],
-    ids=["spoke first", "was killed", "others aborted"],
+    ids=["spoke first", "was killed", "others aborted", "aborted", "by a signal without a name", "printed nothing"],
 )
 def test_the_rank_that_broke_first_is_blamed_and_not_those_that_followed(ranks, found, tmp_path: Path) -> None:
     folder = failed(tmp_path, *ranks)
     assert culprit(folder) == found
     words = {rank: text for rank, _, text in ranks}[found[0]]
-    assert judge(folder, 1, 5.0).evidence == f"rank {found[0]}: {found[1]}{words}"
+    status, evidence = Status.KILLED if "KILL" in found[1] else Status.CRASHED, f"rank {found[0]}: {found[1]}{words}"
+    assert judge(folder, 1, 5.0) == RunStatus(status=status, evidence=evidence, rank=found[0], exit_code=1, seconds=5.0)
 
 
 def test_a_run_that_ended_well_has_the_engines_word_and_on_a_full_disk_the_heartbeats(tmp_path: Path) -> None:
-    assert judge(tmp_path, 0, 2.0, done=7).evidence.startswith("iteration 7; the disk was full")
+    found = judge(tmp_path, 0, 2.0, done=7)
+    assert (
+        found.evidence.startswith("iteration 7; the disk was full")
+        and judge(tmp_path, 0, 2.0).evidence[:11] == "iteration 0"
+    )
+    assert found == RunStatus(status=Status.STOPPED, evidence=found.evidence, rank=None, exit_code=0, seconds=2.0)
     write_status(tmp_path, COMPLETED)
     assert judge(tmp_path, 0, 2.0) == replace(COMPLETED, seconds=2.0)

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from trilane.diagnose.stragglers import slowest
 from trilane.workspace.heartbeat import LEAST_S, Heartbeat, Stall
-from trilane.workspace.pace import LATE, OWN, Pace, PaceMeter, decode, note, slowness
-from trilane.workspace.rank_grid import regular
+from trilane.workspace.pace import LATE, Pace, PaceMeter, decode, note, slowness
 
 
 def late(*seconds: float, samples: tuple[int, ...] = ()) -> int:
@@ -38,28 +36,6 @@ def test_ten_iterations_above_the_median_and_its_spread_are_slow(seconds: tuple[
 
 def test_a_ramp_of_the_batch_is_no_slowness() -> None:
     assert late(*USUAL, *(1.9,) * LATE, samples=(8,) * 30 + (16,) * LATE) == 0
-
-
-def pace(now_s: float, **excess_s: float) -> Pace:
-    times = tuple(excess_s.get(name.partition("-")[0], 0.0) for name in OWN)
-    return Pace(late=10, samples=8, usual_s=1.0, now_s=now_s, excess_s=times)
-
-
-@pytest.mark.parametrize(
-    ("excess", "ranks", "word"),
-    [
-        ({2: {"forward": 3.0}}, (2,), "rank 2 (tp 0, stage 1, replica 0) on node1"),
-        ({2: {"backward": 3.0}, 3: {"backward": 2.9}}, (2, 3), "node node1"),
-        ({r: {"batch": 3.0} for r in range(4)}, (), "the shared disk"),
-        ({r: {"forward": 3.0} for r in range(4)}, (), "all ranks alike"),
-        ({}, (), "communication"),
-    ],
-)
-def test_who_works_longer_than_before_is_at_fault(excess: dict, ranks: tuple[int, ...], word: str) -> None:
-    """Two stages of two replicas, on two nodes; a rank that waits does not work longer."""
-    paces = {rank: pace(4.0, **excess.get(rank, {})) for rank in range(4)}
-    words, found = slowest(regular(1, 2, 2, 2), paces)
-    assert found == ranks and words.startswith(word)
 
 
 def test_a_rank_hangs_after_ten_iterations_of_its_pace_except_while_it_saves(tmp_path: Path) -> None:
