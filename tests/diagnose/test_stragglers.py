@@ -53,39 +53,43 @@ def test_a_rank_is_slow_from_five_standard_deviations_on(seconds: float, slow: b
         (1.031, (4, 5, 6, 7), [("node", "node1", (4, 5, 6, 7))]),
         (1.031, (4, 5, 7), [("node", "node1", (4, 5, 7))]),
         (1.031, (4, 5), []),
-        (1.06, (4, 5), [("rank", "4", (4,)), ("rank", "5", (5,))]),
+        (1.06, (4, 5), [("rank", "5", (5,)), ("rank", "4", (4,))]),
     ],
 )
 def test_a_node_is_slow_from_three_percent_and_three_of_its_four_ranks_on(share: float, ranks: tuple, found: list):
-    times = {rank: {"optimizer": 0.5 * (share if rank in ranks else 1.0)} for rank in range(16)}
+    times = {rank: {"optimizer": 0.5 * (share + rank / 1e6 if rank in ranks else 1.0)} for rank in range(16)}
+    with pytest.raises(ValueError, match=r"^rank=8: must lie below tp x pp x dp = 8"):
+        find_stragglers(regular(1, 1, 8, 4), times)
     assert [(s.kind, s.name, s.ranks) for s in find_stragglers(regular(1, 1, 16, 4), times)] == found
 
 
+TWO, DISK = "2 ranks from 0 on (tp 0, replica 0) on node0", "the shared disk, since batch-generator takes 3 s longer on"
+
+
 @pytest.mark.parametrize(
-    ("phase", "excess", "ranks", "words"),
+    ("phase", "excess", "width", "ranks", "words"),
     [
-        (1, (0, 0, 3.0, 0), (2,), "rank 2 (tp 0, stage 1, replica 0) on node1, forward-compute takes 3 s longer"),
-        (2, (0, 0, 3.0, 2.0), (2, 3), "node node1, backward-compute takes 2.5 s longer"),
-        (2, (0, 0, 3.0, 1.5), (2, 3), "node node1, backward-compute takes 2.25 s longer"),
-        (2, (0, 0, 3.0, 1.4), (2,), "rank 2 (tp 0, stage 1, replica 0) on node1, backward-compute takes 3 s longer"),
-        (
-            1,
-            (3.0, 0, 3.0, 0),
-            (0, 2),
-            "2 ranks from 0 on (tp 0, replica 0) on node0 and node1, forward-compute takes 3",
-        ),
-        (0, (0, 0, 3.0, 3.0), (2, 3), "node node1, batch-generator takes 3 s longer"),
-        (0, (3.0, 0, 3.0, 0), (), "the shared disk, since batch-generator takes 3 s longer on 2 ranks"),
-        (1, (3.0, 3.0, 3.0, 0), (), "all ranks alike, forward-compute takes 3 s longer"),
-        (1, (0, 0.31, 0, 0), (1,), "rank 1 (tp 0, stage 0, replica 1) on node0, forward-compute takes 0.31 s longer"),
-        (1, (0, 0.29, 0, 0), (), "communication"),
+        (1, (0, 0, 3.0, 0), 2, (2,), "rank 2 (tp 0, stage 1, replica 0) on node1, forward-compute takes 3 s longer"),
+        (2, (0, 0, 3.0, 2.0), 2, (2, 3), "node node1, backward-compute takes 2.5 s longer"),
+        (2, (0, 0, 3.0, 1.5), 2, (2, 3), "node node1, backward-compute takes 2.25 s longer"),
+        (2, (0, 0, 3.0, 1.4), 2, (2,), "rank 2 (tp 0, stage 1, replica 0) on node1, backward-compute takes 3 s"),
+        (1, (3.0, 0, 3.0, 0), 2, (0, 2), f"{TWO} and node1, forward-compute takes 3 s longer"),
+        (0, (0, 0, 3.0, 3.0), 2, (2, 3), "node node1, batch-generator takes 3 s longer"),
+        (0, (3.0, 0, 3.0, 0), 2, (), f"{DISK} 2 ranks"),
+        (0, (3.0, 0, 3.0, 0), 4, (0, 2), f"{TWO}, batch-generator takes 3 s longer"),
+        (0, (3.0, 3.0, 3.0, 0), 4, (), f"{DISK} 3 ranks"),
+        (1, (3.0, 3.0, 3.0, 0), 2, (), "all ranks alike, forward-compute takes 3 s longer"),
+        (1, (0, 0.31, 0, 0), 2, (1,), "rank 1 (tp 0, stage 0, replica 1) on node0, forward-compute takes 0.31 s"),
+        (1, (0, 0.29, 0, 0), 2, (), "communication"),
     ],
 )
-def test_who_works_longer_than_before_is_at_fault(phase: int, excess: tuple, ranks: tuple, words: str) -> None:
-    """Two stages of two replicas, on two nodes, by 3 s; a rank that waits does not work longer."""
+def test_who_works_longer_than_before_is_at_fault(
+    phase: int, excess: tuple, ranks: tuple, words: str, width: int
+) -> None:
+    """Two stages of two replicas, on one or two nodes, by 3 s; a rank that waits does not work longer."""
     times = [tuple(seconds * (n == phase) for n in range(len(OWN))) for seconds in excess]
     paces = {n: Pace(late=10, samples=8, usual_s=1.0, now_s=4.0, excess_s=own) for n, own in enumerate(times)}
-    found, guilty = slowest(regular(1, 2, 2, 2), paces)
+    found, guilty = slowest(regular(1, 2, 2, width), paces)
     assert guilty == ranks and found.startswith(words)
 
 

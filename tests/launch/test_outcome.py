@@ -18,12 +18,7 @@ XID = "n2: NVRM: Xid (PCI:0000:1b:00): 79, pid=8, GPU has fallen off the bus."
     ("text", "status", "evidence", "exclude"),
     [
         (XID, "GPU error", XID, "n2"),
-        (
-            "[rank0]: OSError: [Errno 122] Disk quota exceeded",
-            "file system",
-            "rank 0: [rank0]: OSError: [Errno 122]",
-            "",
-        ),
+        ("[rank0]: OSError: [Errno 122] Disk quota exceeded", "file system", "rank 0: [rank0]: OSError: [Errno ", ""),
         ("ValueError: heads", "crashed", "rank 1: exit", ""),
         ("Training completed", "crashed", "rank 1: exit", ""),
         ("MemoryError\nSTART b\nValueError: heads", "crashed", "rank 1: exit", ""),

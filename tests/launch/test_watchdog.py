@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from support import small_plan, wait_until
 from trilane.diagnose import capture
 from trilane.diagnose.evidence import read_folder
 from trilane.diagnose.hang import diagnose_hang
-from trilane.launch.watchdog import HangMonitor, patience_s
+from trilane.launch.watchdog import HangMonitor, Slowness, patience_s
 from trilane.workspace import flight_recorder
 from trilane.workspace.heartbeat import (
     Heartbeat,
@@ -31,6 +32,7 @@ from trilane.workspace.heartbeat import (
     read_reports,
     start_id,
 )
+from trilane.workspace.pace import LATE, RESTART, Pace, slowness
 from trilane.workspace.run_folder import put_aside
 from trilane.workspace.status import read_status
 
@@ -48,6 +50,52 @@ def test_a_real_training_that_hangs_is_dumped_judged_and_ended(
     assert result.outcome.status == ("crashed" if kind == "exit" else "hang")
     assert json.loads((tmp_path / "run" / "status.json").read_text())["rank"] == result.rank
     assert result.rank in diagnose_hang(tmp_path / "run").suspects
+
+
+def paced(late: int, guilty: int = 3, now_s: float = 4.0) -> dict[int, Heartbeat]:
+    """Four ranks that take 1 s on two hosts of two, of which one works 3 s longer; late so many times."""
+    facts = {"step": 30, "phase": "x", "time": 1.0, "pid": 7}
+    usual = Pace(late=late, samples=4, usual_s=1.0, now_s=now_s)
+    slow = replace(usual, excess_s=(0.0, 3.0, 0.0, 0.0))
+    every = [slow if rank == guilty else usual for rank in range(4)]
+    return {n: Heartbeat(rank=n, host="ab"[n // 2], pace=own, **facts) for n, own in enumerate(every)}
+
+
+@pytest.mark.parametrize(("spares", "advice"), [(1, "it starts again on a spare"), (0, "with --exclude=b")])
+def test_a_slow_node_is_named_once_all_report_it_and_left_for_a_spare(spares: int, advice: str, tmp_path: Path) -> None:
+    """Ten iterations late on all nodes, or twelve on that of rank 0; once, until the run is as fast as before."""
+    plan, own = small_plan(dp=4, gbs=8), paced(LATE)
+    plan = replace(plan, cluster=replace(plan.cluster, gpus_per_node=2, max_nodes=2))
+    nodes = {"event": "nodes", "chosen": ["a", "b"], "left_out": ["c"]}
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(nodes) + "\n")
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "save").write_text(RESTART)
+    slow = Slowness(tmp_path, plan, {"SLURM_JOB_NUM_NODES": str(3 + spares)})
+    assert not (tmp_path / "save").exists(), "of an attempt that ended before"
+
+    def news(beats: dict[int, Heartbeat]) -> str:
+        return slow.news({rank: beats[rank] for rank in (0, 1)}, "77.0")
+
+    def other(beats: dict[int, Heartbeat], start: str = "77.0") -> None:
+        NodeReport(first=2, host="b", start=start, ranks=(beats[2], beats[3])).write(tmp_path)
+
+    other(own, "76.0")
+    assert [news(paced(late)) for late in (0, LATE - 1, LATE, LATE + 1)] == [""] * 4, "the other node has not reported"
+    slow._seen = 0
+    other(own)
+    assert news(paced(LATE, now_s=1e-6)) == "", "as fast as is predicted"
+    line = news(paced(LATE + 1))
+    where = (
+        f"SLOW since iteration {29 - LATE}: rank 3 (tp 0, stage 0, replica 3) on b, forward-compute takes 3 s longer"
+    )
+    assert line.startswith(f"{where}; 4.0 times its usual 1 s an iteration; ") and advice in line
+    assert slowness(tmp_path) == (line, ("b",)) and (tmp_path / "save").exists() is bool(spares)
+    assert news(paced(LATE + 2)) == ""
+    assert news(paced(0)) == "as fast as usual again, since iteration 30"
+    assert slowness(tmp_path) == ("", ()) and not (tmp_path / "save").exists()
+    other(paced(0))
+    assert news(paced(LATE + 1, guilty=1)) == ""
+    assert news(paced(LATE + 2, guilty=1)).startswith(f"SLOW since iteration {28 - LATE}: rank 1 ")
 
 
 STUCK = """
