@@ -141,12 +141,11 @@ LOST = {  # what was loaded; the findings, or some of them
         [("not-restored", MATRIX, {2})],
     ),
     "a norm that decays": (decaying, [("decay", NORM, {0})]),
-    "a model that computes with other weights": (
-        lambda: copied(0.05),
-        [("copy", name, r) for name, r in ((WORD, ALL), (NORM, {0, 1}))],
-    ),
+    "a model that computes with other weights": (lambda: copied(0.05), [("copy", WORD, ALL), ("copy", NORM, {0, 1})]),
+    "a model that computes with rounded ones": (lambda: copied(0.01), []),
     "a generator": (lambda: edited(3, generators={"cpu": "other"}), [("generators", "", {3})]),
     "the next samples": (lambda: edited(1, samples="0001"), [("data", "", {1})]),
+    "a learning rate of another order": (lambda: prints(state(), next_lr=1e-3 * (1 + 1e-10)), []),
     "Adam's step": (lambda: prints(state(), scalars={"step": 0.0}), [("optimizer", "", set())]),
     "the learning rate": (lambda: prints(state(), next_lr=1.001e-3), [("optimizer", "", set())]),
 }
@@ -190,10 +189,15 @@ def test_the_command_prints_it_in_lines_and_as_json(
     whole, broken = loaded(tmp_path / "after", prints(state())), put(tmp_path / "broken", LOST["a norm reset"][0]())
     assert main(["debug", "restart", str(before), str(whole)]) == 0 and "nothing is wrong" in capsys.readouterr().out
     assert main(["debug", "restart", str(before), str(broken)]) == 1
-    assert "reset: decoder.final_layernorm.weight, ranks 2-3 (pp 1, dp 0): weight is" in capsys.readouterr().out
+    first, line, last = capsys.readouterr().out.splitlines()
+    assert (first, last) == ("compared before/iter_0000010 (saved) with broken (loaded)", "1 findings")
     assert main(["debug", "restart", str(before), str(broken), "--json"]) == 1
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
-    assert (finding["kind"], [r["rank"] for r in finding["ranks"]]) == ("reset", [2, 3])
+    assert line == f"  reset: {FINAL}, ranks 2-3 (pp 1, dp 0): {finding['what']}"
+    away = f"weight is {100 * finding['size']:.3g} % of its norm away from what was saved"
+    assert finding["what"] == f"{away}: every element is 1, its default"
+    ranks = [{"rank": rank, "tp": rank - 2, "pp": 1, "dp": 0} for rank in (2, 3)]
+    assert (finding["kind"], finding["tensor"], finding["ranks"]) == ("reset", FINAL, ranks)
 
 
 def half(folder: Path) -> None:
@@ -236,25 +240,32 @@ def adam(tensors: Tensors, gradient: Tensors, lr: float = 1e-3, betas: tuple[flo
 
 
 GRADIENT = drawn(5)
-STEPS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
-    "none": (lambda start: adam(start, GRADIENT), ""),
-    "a rate from zero": (lambda start: adam(start, GRADIENT, lr=1e-5), "rate"),
-    "another beta1": (lambda start: adam(start, GRADIENT, betas=(0.8, 0.95)), "moments"),
-    "another beta2": (lambda start: adam(start, GRADIENT, betas=(0.9, 0.99)), "moments"),
-    "no moments": (lambda start: adam({k: v * (k[1] == "weight") for k, v in start.items()}, GRADIENT), "moments"),
-    "other samples": (lambda start: adam(start, drawn(10)), "gradients"),
+STEPS: dict[str, tuple[Callable[[Tensors], Tensors], str, float | None]] = {  # the finding, and its size
+    "none": (lambda start: adam(start, GRADIENT), "", None),
+    "a rate from zero": (lambda start: adam(start, GRADIENT, lr=1e-5), "rate", 0.01),
+    "a rate by a hundredth": (lambda start: adam(start, GRADIENT, lr=1.012e-3), "rate", 1.012),
+    "a rate by less": (lambda start: adam(start, GRADIENT, lr=1.008e-3), "", None),
+    "another beta1": (lambda start: adam(start, GRADIENT, betas=(0.8, 0.95)), "moments", 0.8),
+    "a beta1 that is near": (lambda start: adam(start, GRADIENT, betas=(0.905, 0.95)), "moments", 0.905),
+    "a beta1 that is nearer": (lambda start: adam(start, GRADIENT, betas=(0.9006, 0.95)), "", None),
+    "another beta2": (lambda start: adam(start, GRADIENT, betas=(0.9, 0.99)), "moments", None),
+    "no moments": (lambda start: adam({k: v * (k[1] == "weight") for k, v in start.items()}, GRADIENT), "moments", 0),
+    "other samples": (lambda start: adam(start, drawn(10)), "gradients", None),
+    "larger gradients": (lambda start: adam(start, {k: 1.02 * v for k, v in GRADIENT.items()}), "gradients", 1.02),
 }
 
 
-@pytest.mark.parametrize(("step", "kind"), STEPS.values(), ids=STEPS.keys())
+@pytest.mark.parametrize(("step", "kind", "size"), STEPS.values(), ids=STEPS.keys())
 def test_what_differs_in_the_step_after_a_load_is_named(
-    step: Callable[[Tensors], Tensors], kind: str, before: Path, tmp_path: Path
+    step: Callable[[Tensors], Tensors], kind: str, size: float | None, before: Path, tmp_path: Path
 ) -> None:
     """By the fingerprints alone: both runs begin at the same state, and saved after one iteration more."""
     more = {"iteration": 11, "consumed_samples": 88, "scalars": {"step": 11.0}}
     saved(before, prints(adam(state(), GRADIENT), **more), 11)
     after = saved(loaded(tmp_path / "after", prints(state())), prints(step(state()), **more), 11)
-    assert [f.kind for f in compare_restart(before, after).findings] == [kind] * bool(kind)
+    found = compare_restart(before, after).findings
+    assert [f.kind for f in found] == [kind] * bool(kind)
+    assert size is None or found[0].size == pytest.approx(size, rel=1e-3, abs=1e-4)
 
 
 def test_marks_of_parts_add_up_to_the_mark_of_the_whole() -> None:

@@ -37,6 +37,8 @@ def test_a_part_of_a_matrix_is_drawn_alone_as_it_stands_in_the_whole(name: str, 
     assert torch.equal(torch.cat(pieces, dim), whole)
     for first, end in ((0, 1), (65, 131), (1001, len(parts[3]))):
         assert torch.equal(initial_range(name, local, 3, 4, plan, first, end), parts[3][first:end])
+    vectors = [initial_range(f"a.{kind}", (9,), 0, 1, plan, 3, 7).tolist() for kind in ("bias", "layernorm.weight")]
+    assert vectors == [[0.0] * 4, [1.0] * 4]
 
 
 def test_initial_values_are_normal_and_differ_by_name_and_seed_and_not_by_call(data: Path) -> None:
@@ -53,6 +55,7 @@ def test_initial_values_are_normal_and_differ_by_name_and_seed_and_not_by_call(d
     other = initial_tensor("b.linear_fc1.weight", (1024, 512), plan)
     seed = initial_tensor("a.linear_fc1.weight", (1024, 512), changed(plan, "run", seed=2))
     assert torch.equal(one, again)
+    assert [round(x * 1e6) for x in one[1021, 509:].tolist()] == [-9054, 3772, 988], "as every release has drawn them"
     z = one.double() / 0.006
     assert z.mean().item() == pytest.approx(0, abs=6e-3) and z.std().item() == pytest.approx(1, rel=4e-3)
     assert z.pow(4).mean().item() == pytest.approx(3, rel=0.02) and 4.5 < z.abs().max() < 6.8

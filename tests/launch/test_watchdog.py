@@ -52,12 +52,12 @@ def test_a_real_training_that_hangs_is_dumped_judged_and_ended(
     assert result.rank in diagnose_hang(tmp_path / "run").suspects
 
 
-def paced(late: int, guilty: int = 3, now_s: float = 4.0) -> dict[int, Heartbeat]:
-    """Four ranks that take 1 s on two hosts of two, of which one works 3 s longer; late so many times."""
+def paced(late: int, guilty: tuple[int, ...] = (3,), now_s: float = 4.0, phase: int = 1) -> dict[int, Heartbeat]:
+    """Four ranks that take 1 s on two hosts of two, of which some work 3 s longer; late so many times."""
     facts = {"step": 30, "phase": "x", "time": 1.0, "pid": 7}
     usual = Pace(late=late, samples=4, usual_s=1.0, now_s=now_s)
-    slow = replace(usual, excess_s=(0.0, 3.0, 0.0, 0.0))
-    every = [slow if rank == guilty else usual for rank in range(4)]
+    slow = replace(usual, excess_s=tuple(3.0 * (n == phase) for n in range(4)))
+    every = [slow if rank in guilty else usual for rank in range(4)]
     return {n: Heartbeat(rank=n, host="ab"[n // 2], pace=own, **facts) for n, own in enumerate(every)}
 
 
@@ -94,8 +94,11 @@ def test_a_slow_node_is_named_once_all_report_it_and_left_for_a_spare(spares: in
     assert news(paced(0)) == "as fast as usual again, since iteration 30"
     assert slowness(tmp_path) == ("", ()) and not (tmp_path / "save").exists()
     other(paced(0))
-    assert news(paced(LATE + 1, guilty=1)) == ""
-    assert news(paced(LATE + 2, guilty=1)).startswith(f"SLOW since iteration {28 - LATE}: rank 1 ")
+    assert news(paced(LATE + 1, guilty=(1,))) == ""
+    assert news(paced(LATE + 2, guilty=(1,))).startswith(f"SLOW since iteration {28 - LATE}: rank 1 ")
+    own = [{r: replace(b, host="a") for r, b in paced(LATE, (0, 1, 2, 3), phase=n).items()} for n in (0, 1)]
+    lines = [Slowness(tmp_path, plan, {}).news(beats, "") for beats in own]
+    assert "the shared disk, since batch-generator takes 3 s" in lines[0] and lines[1] == "", "its other work slows all"
 
 
 STUCK = """
