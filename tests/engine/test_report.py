@@ -1,15 +1,16 @@
 """The line that a person reads and the line that a program reads say the same."""
 
 import json
-import re
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from plans import changed, small_plan
 from support import Later
 
+from trilane.config.batch_rampup import Batch
 from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.logs.run import read_log
 from trilane.workspace.phase_times import read_phase_times
@@ -48,19 +49,28 @@ def test_the_line_is_megatrons_and_a_window_has_means_of_time_and_loss_and_sums_
     assert "skipped iterations:   1" in line
 
 
-@pytest.mark.slow
-def test_every_printed_line_is_its_json_line(train: Callable, data: Path, tmp_path: Path) -> None:
-    """Whole lines, clock aside, and nothing else on the last rank's terminal but its memory."""
-    plan = changed(small_plan(data, iters=5, pp=2), "run", log_interval=2, exit_iteration=4)
-    steps = train(plan)
-    lines = (tmp_path / "run" / "1.log").read_text().splitlines()
-    memory = [re.match(r"\[Rank 1\] \(after (\d) iterations\) memory \(MB\) \| alloc", line) for line in lines]
-    printed = [re.sub(r"\[.*?\]", "[]", line) for line, match in zip(lines, memory, strict=True) if not match]
-    noon = datetime(2026, 8, 1, 12)
-    expected = [report.megatron_line(steps[at : at + 2], 5, noon) for at in (0, 2)]
-    assert printed == [re.sub(r"\[.*?\]", "[]", line) for line in expected]
-    # The first iteration has no optimizer states yet when its gradients and activations are at their most.
-    assert [match[1] for match in memory if match] == ["1", "4"] and len(steps) == 4
+def test_the_last_rank_prints_every_few_iterations_what_it_writes_of_each(tmp_path: Path, capsys) -> None:
+    """And of an evaluation Megatron-LM's three lines of 2025 (evaluate_and_print_results); e^2 is 7.389."""
+    plan = changed(small_plan(tmp_path), "run", log_interval=2, exit_iteration=5, train_iters=100)
+    steps = [{**STEP, "iteration": number} for number in range(1, 6)]
+    for rank in (0, 1):
+        world = SimpleNamespace(is_last=rank == 1, rank=rank, device=torch.device("cpu"))
+        log = report.TrainingLog(plan, world, tmp_path)
+        for step in steps:
+            log.write(step)
+        log.evaluated(Batch(number=5, first=32, gbs=8), 2.0, 0.5)
+        log._timers.stop()
+        out = capsys.readouterr().out.splitlines()
+        wanted = [report.megatron_line(steps[at : at + 2], 100, datetime(2026, 8, 1, 12)) for at in (0, 2, 4)]
+        assert [line.partition("]")[2] for line in out[:3]] == [line.partition("]")[2] for line in wanted] * rank
+        validation = " validation loss at iteration 5 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
+        assert out[3:] == ["-" * (len(validation) + 1), validation, "-" * (len(validation) + 1)] * rank
+        found = [tmp_path / name for name in ("steps.jsonl", "validation.jsonl")]
+        evaluation = {"iteration": 5, "consumed_samples": 40, "lm_loss": 2.0, "seconds": 0.5}
+        lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in found if path.exists()]
+        assert lines == [steps, [evaluation]][: 2 * rank]
+    table = report.timing_table({"forward-compute": (0.001, 0.0025), "optimizer": (0.0, 1.0)}).splitlines()
+    assert table[1:] == [f"    forward-compute {'.' * 32}: (1.00, 2.50)", f"    optimizer {'.' * 38}: (0.00, 1000.00)"]
 
 
 NAMES = {"forward-compute", "backward-compute", "all-grads-sync", "optimizer", "batch-generator"}
