@@ -1,6 +1,5 @@
 """What was saved is what goes on: a resumed run gives the losses of a run that was never stopped."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -206,32 +205,6 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(ask: Callable, data:
     plan = changed(small_plan(data, iters=5, source="mock"), "run", save_interval=2)
     answer = ask(plan, SLOW_DISK, joined=False).replace("savedcheckpoints/iter_0000", "saved ")
     assert answer == "1 2 3 4 saved 002 5 saved 004 saved 005"
-
-
-def test_a_chain_of_short_jobs_trains_what_one_long_one_does(
-    whole: Whole, fork: Fork, data: Path, tmp_path: Path
-) -> None:
-    """Each job's time is up after one iteration; the file `save` is obeyed once, the file `stop` by every later job."""
-    plan = changed(saving(data), "run", save_interval=0, exit_duration_minutes=1e-6)
-    folder = run_folder(plan, tmp_path / "run")
-    for iteration in (1, 2):
-        fork(1, folder)
-        status = read_status(folder)
-        evidence = (
-            f"stopped at iteration {iteration} by exit_duration_minutes, saved checkpoints/iter_000000{iteration}"
-        )
-        assert (status.status, status.evidence) == ("stopped", evidence)
-    (folder / "plan.json").write_text(json.dumps(changed(plan, "run", exit_duration_minutes=0.0).to_json()))
-    (folder / "stop").touch()
-    fork(1, folder)
-    assert read_status(folder).evidence.startswith("stopped at iteration 2 by the file `stop`")
-    (folder / "stop").unlink()
-    (folder / "save").touch()
-    fork(1, folder)
-    assert (read_status(folder).status, losses(folder)) == ("completed", losses(whole(saving(data))))
-    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert kept == ["iter_0000002", "iter_0000003", "latest"] and not (folder / "save").exists()
-    assert len(list((folder / "earlier").glob("status.json.*"))) == 3
 
 
 def test_runs_killed_at_random_moments_go_on_right() -> None:

@@ -291,9 +291,10 @@ def test_a_signal_that_comes_while_a_worker_starts_is_not_lost() -> None:
     ("received", "saves"),
     [
         ({1: [100.9], 0: [101.1, 101.2]}, [101]),  # on both sides of an iteration's end, from srun and the launcher
-        ({1: [100], 0: [160]}, [100, 160]),  # asked twice
+        ({1: [100], 0: [110]}, [100]),  # ten seconds later
+        ({1: [100], 0: [110.5]}, [100, 111]),  # asked twice
     ],
-    ids=["late", "again"],
+    ids=["late", "ten seconds late", "again"],
 )
 def test_one_signal_saves_once(received: dict, saves: list[int], tmp_path: Path, monkeypatch) -> None:
     """The clock is set by hand, a second per iteration; the two ranks agree in turn, as their all-reduce has it."""
@@ -329,3 +330,31 @@ def test_a_run_that_is_to_leave_a_slow_node_does_so_at_its_next_save(tmp_path: P
     assert (asked.pending(due=False), asked.pending(due=True), asked.pending(due=True)) == (0, 3, 0)
     (tmp_path / "save").touch()
     assert asked.pending(due=False) == 2, "what a user asks for is done at once"
+
+
+@pytest.mark.parametrize(
+    ("first", "begun", "files", "stop", "second", "reason"),
+    [
+        (True, True, ["save"], False, 159.9, "the file `save`"),
+        (True, True, ["save"], False, 160.0, "exit_duration_minutes"),
+        (True, True, ["save", "stop"], False, 160.0, "the file `stop`"),
+        (True, True, ["stop"], True, 0.0, "SIGTERM"),
+        (False, True, ["save", "stop"], False, 999.0, ""),
+        (True, False, ["save"], False, 999.0, ""),
+        (True, False, ["save", "stop"], False, 999.0, "the file `stop`"),
+    ],
+)
+def test_of_what_is_asked_the_most_counts(
+    first: bool, begun: bool, files: list, stop: bool, second: float, reason: str, tmp_path: Path, monkeypatch
+) -> None:
+    """Of rank 0's files and clock, a minute from second 100 on, and any rank's signals; `save` is asked for once."""
+    from trilane.engine import loop
+
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: second))
+    for name in files:
+        (tmp_path / name).touch()
+    signals, world = types.SimpleNamespace(save_s=-math.inf, stop=stop), types.SimpleNamespace(is_first=first)
+    asked = loop.StopRequests(tmp_path, Run(exit_duration_minutes=1.0), world, signals, 100.0)
+    found = asked.requests[asked.pending(begun)]
+    assert (found.reason, found.save, found.stop) == (reason, bool(reason), bool(reason) and "save" not in reason)
+    assert (tmp_path / "save").exists() is ("save" in files and not (first and begun))

@@ -43,8 +43,7 @@ from trilane.workspace.status import read_status
 def test_a_real_training_that_hangs_is_dumped_judged_and_ended(
     kind: str, single: list[str], data: Path, tmp_path: Path
 ) -> None:
-    """Two of the ten of docs/hangs.md, with gloo, in one or two dimensions of TP, PP and DP; test_bisection has a
-    third, and below is a fourth."""
+    """Two of the ten of docs/hangs.md, with gloo, in one or two dimensions of TP, PP and DP; below is a third."""
     result = real_hangs.hang(kind, tmp_path / "run", data, **dict.fromkeys(single, 1))
     assert result.outcome.rank == result.rank and result.stacks >= 4 // len(single) - 1, result.outcome.evidence
     assert result.outcome.status == ("crashed" if kind == "exit" else "hang")
