@@ -265,6 +265,7 @@ def test_what_differs_in_the_step_after_a_load_is_named(
     after = saved(loaded(tmp_path / "after", prints(state())), prints(step(state()), **more), 11)
     found = compare_restart(before, after).findings
     assert [f.kind for f in found] == [kind] * bool(kind)
+    assert not compare_restart(saved(tmp_path / "short", prints(state())), after).findings, "of no such step"
     assert size is None or found[0].size == pytest.approx(size, rel=1e-3, abs=1e-4)
 
 

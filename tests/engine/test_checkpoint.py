@@ -82,6 +82,7 @@ def test_a_resumed_run_gives_the_losses_of_one_never_stopped(
     assert not compare_restart(whole(plan), again).findings
     assert [s["iteration"] for s in steps(again)] == list(range(1, END + 1))
     assert len((again / "earlier/steps.jsonl.1").read_text().splitlines()) == HALFWAY + 1
+    assert [path.name for path in (again / "fingerprints").iterdir()] == ["load_0000002.1"]
 
 
 RESUMED = {
