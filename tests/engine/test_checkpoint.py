@@ -1,5 +1,6 @@
 """What was saved is what goes on: a resumed run gives the losses of a run that was never stopped."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -82,7 +83,10 @@ def test_a_resumed_run_gives_the_losses_of_one_never_stopped(
     assert not compare_restart(whole(plan), again).findings
     assert [s["iteration"] for s in steps(again)] == list(range(1, END + 1))
     assert len((again / "earlier/steps.jsonl.1").read_text().splitlines()) == HALFWAY + 1
-    assert [path.name for path in (again / "fingerprints").iterdir()] == ["load_0000002.1"]
+    loaded = json.loads((again / "fingerprints/load_0000002.1/fingerprint_00001.json").read_text())
+    coordinates, t = [loaded[axis] for axis in ("tp", "pp", "dp")], plan.topology
+    assert coordinates == ([1, 0, 0] if t.tp > 1 else [0, 0, 1] if t.dp > 1 else [0, 1, 0])
+    assert (loaded["iteration"], loaded["consumed_samples"]) == (HALFWAY, 8 * HALFWAY)
 
 
 RESUMED = {
