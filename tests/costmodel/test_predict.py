@@ -1,17 +1,22 @@
 """Sizing and one prediction: published numbers, and laws that any planner must obey."""
 
+import contextlib
 import dataclasses
+import functools
+import itertools
 import math
+import random
 
 import pytest
+from test_answers import compare
 
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
-from trilane.config.parallelism import Topology
+from trilane.config.parallelism import CHOICES, Topology, invalid_reason
 from trilane.costmodel.calibration import Configuration, from_json, to_json
 from trilane.costmodel.measured_rows import every_row
 from trilane.costmodel.predict import FAR, NEAR, predict, sizes_of, support
-from trilane.costmodel.shipped import default
+from trilane.costmodel.shipped import calibration_for, default
 
 A100 = cluster("jz-a100-80g")
 SHAPE = parse_shape("72,14336,64,2048,250880")
@@ -121,3 +126,41 @@ def test_a_prediction_faster_than_any_measured_run_says_so_and_is_less_sure():
     assert "of the card's peak" in predict(newer, dataclasses.replace(usual, pace=0.6, card="")).support.words
     capped = [predict(case, dataclasses.replace(usual, matmul=share)).sec_per_it for share in (0.87, 0.95)]
     assert capped[0] == capped[1]
+
+
+LLAMA = dataclasses.replace(
+    parse_shape("32,4096,32,4096,32000"),
+    **{"num_key_value_heads": 8, "activation": "swiglu", "normalization": "rmsnorm", "positions": "rotary"},
+    **{"biases": "qkv", "ffn_hidden_size": 14336, "tied_embeddings": False},
+)
+BLOOM = dataclasses.replace(parse_shape("24,2048,16,2048,250880"), positions="alibi", embedding_layernorm=True)
+CASES = {"shape": (LLAMA, BLOOM, parse_shape("32,2592,24,1024,50304"), SHAPE)}
+CASES |= {"cluster": ("jz-a100-80g", "jz-v100-32g", "dgx-h100", "h200", "perlmutter-a100-40g", "jz-v100-16g")}
+CASES |= {"engine": ("", "megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")}
+CASES |= {"stack": ("", "", "fsdp", "megatron-deepspeed", "megatron-core")}
+TOPOLOGIES = {"tp": (1, 2, 4, 16), "pp": (1, 1, 2, 4), "dp": (1, 2, 8, 48), "mbs": (1, 2, 3), "gbs": (1152, 288)}
+TOPOLOGIES |= {"cp": (1, 1, 2), "zero": (0, 1, 2, 3), "recompute_layers": (0, 2), "interleaving": (1, 1, 2)}
+TOPOLOGIES |= {"first_stage_layers": (0, 0, 5), "last_stage_layers": (0, 0, 6), "shards": (0, 0, 8)}
+
+
+def cases():
+    """Every kind of plan that the formulas know, drawn: each value of a name alike likely."""
+    usual = {name: CHOICES.get(name, (False, True)) for name in vars(Topology()) if name not in TOPOLOGIES}
+    known = functools.cache(lambda name, stack: calibration_for(cluster(name), stack))
+    for number in itertools.count():
+        choice = random.Random(number).choice
+        drawn = {name: choice(values) for name, values in {**CASES, **TOPOLOGIES, **usual}.items()}
+        shape, machine, engine, stack = (drawn.pop(name) for name in CASES)
+        with contextlib.suppress(ValueError):  # no such topology, or no such precision of the card
+            topology = Topology(**drawn)
+            if not invalid_reason(shape, topology) and cluster(machine).gpu.flops_per_s(topology.precision):
+                case = Configuration(shape=shape, topology=topology, cluster=cluster(machine), engine=engine)
+                yield f"{number} {engine} {stack}", case, known(machine, stack)
+
+
+def test_predictions_of_all_kinds_of_plans_are_those_that_were_recorded():
+    """Seconds and bytes by part, the nearest measured runs and what sets them apart."""
+    found = {name: predict(case, known).to_json() for name, case, known in itertools.islice(cases(), 120)}
+    for made in found.values():
+        del made["support"]["words"]
+    compare("predictions", found)
