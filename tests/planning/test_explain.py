@@ -11,7 +11,7 @@ from trilane.config.cluster import cluster
 from trilane.config.engines import default_topology
 from trilane.config.model import parse_shape
 from trilane.config.plan import Plan, plan_from_json, read_plan
-from trilane.planning.explain import explain
+from trilane.planning.explain import Explanation, explain
 from trilane.planning.search import search
 from trilane.utils.tables import Text
 
@@ -34,6 +34,16 @@ def test_shares_sum_to_the_whole_and_the_fullest_stage_is_the_memory():
     shares = list(why.shares.values())
     assert sum(shares) == pytest.approx(1) and shares == sorted(shares, reverse=True)
     assert stage.total == why.prediction.memory_bytes and getattr(stage, part) == pytest.approx(share * stage.total)
+
+
+def test_whether_memory_fits_has_four_degrees_and_a_plan_is_risky_above_one_in_ten():
+    """1 in 100 may be recommended, 1 in 10 is ranked, 1 in 2 is listed."""
+    p, words = explain(plan_of()).prediction, []
+    for degree, risky in (((0.0, 0.01), False), ((0.0101, 0.1), False), ((0.101, 0.5), True), ((0.501, 1.0), True)):
+        found = [dataclasses.replace(p, oom_probability=probability) for probability in degree]
+        assert [one.is_risky for one in found] == [risky, risky]
+        words += [Explanation(plan=plan_of(), prediction=one).as_lines()[-2].partition("(P(")[0] for one in found]
+    assert [words.index(text) for text in words] == [0, 0, 2, 2, 4, 4, 6, 6]
 
 
 def test_the_explanation_is_json_and_its_plan_is_read_back(capsys):

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from test_answers import compare
 
 from trilane.cli.app import main
 from trilane.config.cluster import cluster
@@ -177,3 +178,19 @@ def test_of_this_machines_shapes_the_largest_in_time_is_chosen_else_the_fastest(
     able = [c.plan.shape.parameters for c, s in zip(found.rows, times, strict=True) if s <= limit]
     assert found.best.plan.shape.parameters == max(able) if able else found.best.prediction.sec_per_it == min(times)
     assert found.summary().startswith("The fastest shape; none is under" if fastest else "The largest shape under")
+
+
+def test_shapes_and_proposals_of_several_sizes_and_kinds_are_those_that_were_recorded():
+    found = {}
+    for like in ("gpt2", "bloom", "llama"):
+        for size in (1e8, 1.3e9, 7e9, 19.9e9, 20e9, 70e9):
+            request = SizeRequest(parameters=size, gpus=8, cluster=A100, like=like, gbs=8, tolerance=0.01)
+            shapes = [(s.num_layers, s.hidden_size, s.num_attention_heads, s.kv_heads, s.ffn) for s in request.shapes()]
+            found[f"{like} {size:g}"] = {"widths": request.widths(), "shapes": shapes, "asked": request.to_json()}
+    asked = {"cluster": A100, "gpus": 16, "gbs": 64, "engine": "any", "choices": {"zero": (1, 3)}, "tokens": "1.5e10"}
+    for like, size in (("gpt2", 9e9), ("llama", 3e9), ("bloom", 3.3e10)):
+        proposals = propose_shapes(parameters=size, like=like, tolerance=0.02, **asked)
+        found[f"{like}, proposed"] = json.loads(proposals.to_frame().to_json(orient="index"))
+        found[f"{like}, as JSON"] = proposals.to_json(1)
+        assert proposals.best is proposals.rows[0]
+    compare("proposals", found)

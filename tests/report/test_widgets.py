@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from ipywidgets import Widget
 
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
-from trilane.config.parallelism import Topology
+from trilane.config.parallelism import LARGEST, Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
@@ -67,7 +68,8 @@ def test_a_plan_that_cannot_be_names_the_rule_and_has_no_number(choices, rule):
 def test_a_change_is_predicted_and_a_refused_one_cannot_be_used(editor):
     before = bytes(editor.picture.value)
     editor.boxes["dp"].value = 4
-    assert "on 192 GPUs" in editor.caption.value
+    slower = editor.chosen.prediction.sec_per_it / BASE.prediction.sec_per_it - 1
+    assert "on 192 GPUs: <b>" in editor.caption.value and f" {slower:+.1%} " in editor.caption.value
     assert "on 192 GPUs" in editor._repr_mimebundle_()["text/html"], "in a report without a kernel too"
     drawn = bytes(editor.picture.value)
     assert drawn != before and b"Pipeline schedule" in drawn and b"<script" not in drawn
@@ -79,9 +81,12 @@ def test_a_change_is_predicted_and_a_refused_one_cannot_be_used(editor):
 
 def test_a_slider_has_the_sizes_that_can_be(editor):
     """Divisors of the heads in a node, of the batch, and of the layers, counted with embedding and head or without."""
-    tp, pp, dp = (editor.boxes[name].options for name in ("tp", "pp", "dp"))
-    assert tp == (1, 2, 4, 8) and {1, 2, 36, 37} <= {*pp} and not {5, 7} & {*pp}
-    assert all(2048 % n == 0 for n in dp) and editor.boxes["zero"].options == (0, 1, 2, 3)
+    layers, batch = (1, 2, 3, 4, 6, 8, 9, 12, 18, 24, 36, 72), (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    found = {"tp": (1, 2, 4, 8), "cp": (1, 2, 4, 8), "dp": batch, "mbs": batch, "zero": (0, 1, 2, 3)}
+    found |= {"pp": tuple(sorted({*layers, 37})), "interleaving": layers, "last_stage_layers": tuple(range(73))}
+    assert {name: editor.boxes[name].options for name in found} == found
+    typed = {name: box.max for name, box in editor.boxes.items() if hasattr(box, "max")}
+    assert typed == {"gbs": LARGEST, "shards": LARGEST} and all(editor.boxes[name].min == 0 for name in typed)
 
 
 def test_the_used_plan_is_what_03_and_07_begin_with(editor, study):
@@ -95,3 +100,9 @@ def test_the_used_plan_is_what_03_and_07_begin_with(editor, study):
     assert [p["id"] for p in kept["plans"]] == [PLAN.id]
     use_plan(study, BASE, KNOWN)
     assert study.plans()[0] == PLAN and len(study.plans()) == 2, "a plan is listed once"
+    for plan, known in (
+        (replace(PLAN, shape=parse_shape("24,2048,16,2048,50304")), KNOWN),
+        (PLAN, default(MACHINE, "fsdp")),
+    ):
+        with pytest.raises(ValueError, match="is of another"):
+            use_plan(study, varied(plan, known), known)
