@@ -5,6 +5,7 @@ from datetime import date, timedelta
 
 import pytest
 from support import REPOSITORY
+from test_answers import compare, numbers_in, plain
 
 from trilane.config.batch_rampup import Ramp
 from trilane.config.layer import Layer
@@ -267,3 +268,18 @@ def test_a_refused_run_names_the_choice_with_which_it_keeps_its_limits():
 def test_a_rule_that_is_failed_stands_beside_its_number():
     failed = [*decided(allocation=5e5).reasons]
     assert any("overruns the allocation with over 99 % probability, above 20 %" in line for line in failed)
+
+
+@pytest.mark.slow
+def test_every_case_on_the_page_of_a_safe_and_of_a_risky_plan_is_as_it_was_recorded(page):
+    topology = replace(PLAN.topology, recompute="none", attention="fused", mbs=4, sequence_parallel=True)
+    tight = Decision(asked=forecast(replace(PLAN, topology=topology, engine="megatron"), **ASKED | {"ramp": ""}))
+    found = {}
+    for name, shown in (("safe", page), ("risky", tight)):
+        values = shown.to_json()
+        cases = {f"{case.pop('kind')}: {case.pop('case')}": case for case in values.pop("cases")}
+        found[name] = {"cases": cases, **plain(values), "dangers": shown.dangers().columns}
+        found[name] |= {of: numbers_in(" ".join(getattr(shown, of))) for of in ("reasons", "turns", "evidence")}
+        found[name] |= {"columns": {key: list(map(numbers_in, of)) for key, of in shown.columns().columns.items()}}
+        found[name] |= {"failed": [len(of.failed) for of in (shown.alternatives, shown.levers, shown.what_ifs)]}
+    compare("decisions", found)
