@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from restart_logs import DIALECTS, Training, constant, cosine, loss_of, text, written, wsd
+from test_answers import compare, numbers_in
 from test_measure import log
 from test_spikes import noisy, wandering
 
@@ -15,6 +16,7 @@ from trilane.analysis.loss_curve import trainings
 from trilane.cli.app import main
 from trilane.logs.run import read_run_folder
 from trilane.logs.written_tables import read_runs
+from trilane.utils.tables import as_json
 
 PLAIN = Training()
 AT = 401  # the first iteration after the restart; the checkpoint is that of iteration 400
@@ -71,6 +73,50 @@ def test_what_a_restart_did_not_continue_is_named_alone_with_its_cause(tmp_path,
     assert [(b.quantity, b.cause) for b in breaks] == [(quantity, cause)]
     assert (breaks[0].before.log, breaks[0].after.log) == ("1.log", "2.log")
     assert breaks[0].before.iteration < AT <= breaks[0].after.iteration
+
+
+def test_breaks_are_those_that_were_recorded(tmp_path):
+    """Every field of each, of trainings that go on at their end, back, and with a line for five iterations."""
+    every = {}
+    for name, (after, *_) in FAULTS.items():
+        for end, step in ((400, 1), (440, 1), (400, 5)):
+            breaks, unjudged = restarted(tmp_path, after, end=end, step=step)
+            every[f"{name}, {end}, {step}"] = [
+                as_json(b) | {"sentence": numbers_in(b.sentence)} for b in breaks
+            ] + unjudged
+    compare("breaks", every)
+
+
+RISES = np.where(np.arange(100) < 2, 10.0, 8.4)  # losses of a model that was not trained, and of one that was
+LIMITS = [  # a column, its value before a restart, and after it; the cause
+    *[("loss_scale", 1024.0, scale, "") for scale in (257.0, 4095.0)],
+    *[("loss_scale", 1024.0, scale, "loss-scale-lost") for scale in (256.0, 4096.0)],
+    *[("loss_scale", 1024.0, scale, "loss-scale-initial") for scale in (2.0**16, 2.0**32)],
+    ("loss_scale", 1024.0, 1.0, "precision-changed"),
+    *[("global_batch_size", 1000.0, size, "") for size in (991.0, 1009.0)],
+    *[("global_batch_size", 1000.0, size, "batch-changed") for size in (989.0, 1011.0)],
+    *[("learning_rate", 1e-3, rate, "") for rate in (0.981e-3, 1.019e-3)],
+    *[("learning_rate", 1e-3, rate, "rate-level") for rate in (0.051e-3, 0.979e-3, 1.021e-3)],
+    ("learning_rate", 1e-3, 0.049e-3, "scheduler-restarted"),
+    *[("consumed_samples", 64.0 * np.arange(1, 101), 64.0 * np.arange(1, 41) + more, cause) for more, cause in
+      ((6400 - 31, ""), (6400 + 31, ""), (6400 - 33, "data-replayed"), (6400 + 33, "data-skipped"), (32, "data-from-start"), (33, "data-replayed"))],
+    *[("grad_norm", 0.4, norm, cause) for norm, cause in ((0.79, ""), (0.81, "gradient-scale"))],
+    *[("lm_loss", RISES, loss, cause) for loss, cause in ((9.29, "loss-level"), (9.31, "weights-not-loaded"))],
+    *[("lm_loss", 5.0, loss, cause) for loss, cause in ((5.04, ""), (5.06, "loss-level"), (4.0, ""))],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("column", "before", "after", "cause"), LIMITS)
+def test_a_break_begins_at_its_limit(column, before, after, cause):
+    parts = log(100, **{column: before}), log(40, first=101, name="b.log", **{column: after})
+    found = find_breaks(parts).breaks
+    assert [(b.quantity, b.cause) for b in found] == [(column, cause)] * bool(cause)
+
+
+@pytest.mark.parametrize(("before", "after", "few"), [(12, 3, False), (11, 3, True), (12, 2, True)])
+def test_a_loss_is_judged_by_twelve_lines_before_a_restart_and_three_after(before, after, few):
+    unjudged = find_breaks([log(before), log(after, first=before + 1, name="b.log")]).unjudged
+    assert any(line.startswith("loss, gradient norm (too few") for line in unjudged) is few
 
 
 def test_a_ramp_up_or_a_sequence_length_that_begins_again_is_named(tmp_path):

@@ -110,6 +110,10 @@ def test_utilization_is_against_the_card_of_the_log_and_recomputation_counts_onl
     assert used["hfu"] == pytest.approx(setup.shape.flops_per_iteration(16, True) / 2 / 8 / 125e12)
     selective = flops.utilization(RunConfig(**{**vars(setup), "recompute": "selective"}), 2.0)
     assert used["mfu"] == selective["mfu"] < selective["hfu"] < used["hfu"]
+    for lacks in ({"shape": None}, {"gpus": 0}, {"gbs": 0}, {"gbs": -1}):
+        assert flops.rates(RunConfig(**{**vars(setup), **lacks}), 2.0) == {}
+        assert flops.utilization(RunConfig(**{**vars(setup), **lacks}), 2.0) == {}
+    assert flops.rates(setup, 0.0) == flops.utilization(setup, -1.0) == {}
     core = 4 * 16 * 2048**2 * 24 * 2048  # recomputed: a third of the attention core's 12 s h a token
     assert (selective["hfu"] - selective["mfu"]) * 2 * 8 * 125e12 == pytest.approx(core)
 
