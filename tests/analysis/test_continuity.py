@@ -87,30 +87,26 @@ def test_breaks_are_those_that_were_recorded(tmp_path):
     compare("breaks", every)
 
 
-RISES = np.where(np.arange(100) < 2, 10.0, 8.4)  # losses of a model that was not trained, and of one that was
-LIMITS = [  # a column, its value before a restart, and after it; the cause
-    *[("loss_scale", 1024.0, scale, "") for scale in (257.0, 4095.0)],
-    *[("loss_scale", 1024.0, scale, "loss-scale-lost") for scale in (256.0, 4096.0)],
-    *[("loss_scale", 1024.0, scale, "loss-scale-initial") for scale in (2.0**16, 2.0**32)],
-    ("loss_scale", 1024.0, 1.0, "precision-changed"),
-    *[("global_batch_size", 1000.0, size, "") for size in (991.0, 1009.0)],
-    *[("global_batch_size", 1000.0, size, "batch-changed") for size in (989.0, 1011.0)],
-    *[("learning_rate", 1e-3, rate, "") for rate in (0.981e-3, 1.019e-3)],
-    *[("learning_rate", 1e-3, rate, "rate-level") for rate in (0.051e-3, 0.979e-3, 1.021e-3)],
-    ("learning_rate", 1e-3, 0.049e-3, "scheduler-restarted"),
-    *[("consumed_samples", 64.0 * np.arange(1, 101), 64.0 * np.arange(1, 41) + more, cause) for more, cause in
-      ((6400 - 31, ""), (6400 + 31, ""), (6400 - 33, "data-replayed"), (6400 + 33, "data-skipped"), (32, "data-from-start"), (33, "data-replayed"))],
-    *[("grad_norm", 0.4, norm, cause) for norm, cause in ((0.79, ""), (0.81, "gradient-scale"))],
-    *[("lm_loss", RISES, loss, cause) for loss, cause in ((9.29, "loss-level"), (9.31, "weights-not-loaded"))],
-    *[("lm_loss", 5.0, loss, cause) for loss, cause in ((5.04, ""), (5.06, "loss-level"), (4.0, ""))],
-]  # fmt: skip
+COUNT = 64.0 * np.arange(1, 101)
+SAMPLES = {"": (6369, 6431), "data-from-start": (32,), "data-replayed": (33, 6367), "data-skipped": (6433,)}
+LIMITS = [  # a column, its values before the restart, and causes, each with values after it
+    ("loss_scale", 1024.0, {"": (257, 4095), "loss-scale-lost": (256, 4096), "precision-changed": (1,)}),
+    ("loss_scale", 512.0, {"loss-scale-initial": (2.0**16, 2.0**32)}),
+    ("global_batch_size", 1000.0, {"": (991, 1009), "batch-changed": (989, 1011)}),
+    ("learning_rate", 1.0, {"": (0.981, 1.019), "rate-level": (0.051, 0.979, 1.021), "scheduler-restarted": (0.049,)}),
+    ("consumed_samples", COUNT, SAMPLES),
+    ("grad_norm", 0.4, {"": (0.79,), "gradient-scale": (0.81,)}),
+    ("lm_loss", 5.0, {"": (4.0, 5.04), "loss-level": (5.06,)}),
+    ("lm_loss", np.where(COUNT < 150, 10.0, 8.4), {"loss-level": (9.29,), "weights-not-loaded": (9.31,)}),
+]
 
 
-@pytest.mark.parametrize(("column", "before", "after", "cause"), LIMITS)
-def test_a_break_begins_at_its_limit(column, before, after, cause):
-    parts = log(100, **{column: before}), log(40, first=101, name="b.log", **{column: after})
-    found = find_breaks(parts).breaks
-    assert [(b.quantity, b.cause) for b in found] == [(column, cause)] * bool(cause)
+@pytest.mark.parametrize(("name", "before", "causes"), LIMITS)
+def test_a_break_begins_at_its_limit(name, before, causes):
+    for cause, value in ((cause, value) for cause, values in causes.items() for value in values):
+        after = COUNT[:40] + value if name == "consumed_samples" else value
+        parts = log(100, **{name: before}), log(40, first=101, name="b.log", **{name: after})
+        assert [(b.quantity, b.cause) for b in find_breaks(parts).breaks] == [(name, cause)] * bool(cause), value
 
 
 @pytest.mark.parametrize(("before", "after", "few"), [(12, 3, False), (11, 3, True), (12, 2, True)])
