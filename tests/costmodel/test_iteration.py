@@ -89,23 +89,6 @@ def test_trees_reduce_what_a_node_lacks_rings_gather_everything_and_both_slow_do
         assert float(data_parallel_seconds(1e9, x, NOW, K)) == pytest.approx(volume * 1e9 / rate)
 
 
-def test_a_rings_latency_grows_with_its_ranks_and_a_trees_with_its_depth() -> None:
-    """25 calls, one a layer and one for the embedding: of 16 to 256 ranks each."""
-    reduce, gather = [], []
-    for nodes in (2, 32):
-        of = [columns_of(SHAPE, Topology(**BF16, dp=8 * nodes, gbs=8 * nodes, zero=zero)) for zero in (0, 1)]
-        none, one = (float(data_parallel_seconds(0.0, x, A100, K)) for x in of)
-        reduce, gather = [*reduce, none], [*gather, one - none]
-    assert gather[1] / gather[0] > 15 and reduce[1] / reduce[0] < 2
-
-
-def test_hybrid_sharding_gathers_inside_a_node_and_reduces_an_eighth_between_nodes() -> None:
-    plan = {**BF16, "dp": 128, "gbs": 128, "zero": 3}
-    whole, hybrid = (columns_of(SHAPE, Topology(**plan, shards=n)) for n in (0, 8))
-    slow, fast = (float(data_parallel_seconds(1e9, x, SLOW_NETWORK, K)) for x in (whole, hybrid))
-    assert fast < 0.7 * slow
-
-
 @pytest.mark.parametrize("topology", [{}, {"recompute": "full"}, {"overlap_grad_reduce": True}, {"mbs": 2}], ids=str)
 def test_sharding_more_is_never_faster_and_a_microbatch_twice_as_large_takes_at_most_twice_as_long(topology) -> None:
     """In one place: the time of an iteration of as many microbatches, far from a full card."""
@@ -138,28 +121,6 @@ def test_inside_a_pipeline_weights_and_gradients_move_once_as_they_stay_whole() 
         rate = A100.node_bytes_per_s * K.node
         hides = replace(K, exposed=1.0)
         assert float(data_parallel_seconds(1e9, x, NOW, hides)) == pytest.approx(7 / 8 * 1e9 * max(volume, 6) / rate)
-
-
-def test_messages_hide_only_where_the_plan_overlaps_them() -> None:
-    plan = {"tp": 4, "dp": 8, "gbs": 64, "zero": 1, "sequence_parallel": True}
-    plain, tensor = seconds(**plan), seconds(**plan, overlap_tp=True)
-    assert tensor.tensor_parallel < 0.5 * plain.tensor_parallel and tensor.data_parallel == plain.data_parallel
-    grads = seconds(**plan, overlap_grad_reduce=True)
-    both = seconds(**plan, overlap_grad_reduce=True, overlap_param_gather=True)
-    assert both.data_parallel < grads.data_parallel < plain.data_parallel
-    assert grads.tensor_parallel == plain.tensor_parallel
-
-
-def test_deepspeeds_own_engines_overlap_as_the_plan_says_and_zero_3_of_other_programs_always() -> None:
-    """overlap_comm (interop/deepspeed_config.py); in stage 3 it hides gathers, too."""
-
-    def seconds(zero: int, overlaps: bool, engine: str = "deepspeed-zero") -> float:
-        plan = Topology(**BF16, dp=64, gbs=64, zero=zero, overlap_grad_reduce=overlaps)
-        return iteration_time(SHAPE, plan, A100, K, engine).data_parallel
-
-    saved = [seconds(zero, False) - seconds(zero, True) for zero in (1, 3)]
-    assert 0 < saved[0] < saved[1]
-    assert seconds(3, True) == seconds(3, False, engine="") < seconds(3, False)
 
 
 def test_a_stack_that_scatters_gradients_and_overlaps_pays_less() -> None:

@@ -123,13 +123,6 @@ def test_the_pareto_front_trades_seconds_for_memory():
     assert len(front) > 2 and seconds == sorted(seconds) and memory == sorted(memory, reverse=True)
 
 
-def test_a_slower_network_never_helps():
-    space = Space(gpus=(16,), gbs=(64,), pins={"zero": (1,), "recompute": ("full",)})
-    slow = dataclasses.replace(A100, network_bytes_per_s=A100.network_bytes_per_s / 2)
-    usual, slower = (search_space(SMALL, c, space, K, top=1).candidates[0].prediction.sec_per_it for c in (A100, slow))
-    assert slower >= usual
-
-
 def test_the_largest_model_of_a_family_is_the_last_that_fits():
     """Chronicles, 001: 16 GPUs of 32 GB held 18B at most; 52B is too much for them."""
     family = [parse_shape(f"{n},6144,48,1024,50304") for n in (8, 16, 40, 120)]
