@@ -4,6 +4,9 @@ A number that changes is recorded again in the commit that says why: TRILANE_REC
 Logs of other people are not ours to keep: TRILANE_PUBLIC_LOGS names a folder of them, of which numbers are recorded.
 """
 
+import dataclasses
+import importlib
+import inspect
 import json
 import math
 import os
@@ -13,10 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from support import REPOSITORY
 
-from trilane.cli.app import main
+import trilane
+from trilane.cli.app import main, root
 from trilane.report import notebook
 from trilane.report.plots.style import MIME
 from trilane.workspace.study import Study
@@ -191,6 +196,44 @@ def test_the_lines_of_every_trainer_are_read_as_they_were(tmp_path: Path, capsys
         os.utime(log, (0, 0))  # no log that grew a moment ago, which may be a run's
         found[name] = next(answers([f"logs parse {log}"], capsys))[1]
     compare("samples", found)
+
+
+DECLARED = {
+    "config": ("batch_rampup", "cluster", "model", "parallelism", "plan", "training"),
+    "slurm": ("sites",),
+    "forecasting": ("request",),
+    "planning": ("size_request",),
+}
+
+
+def rules(command: click.Command, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The rule and the default of every option of a command, and of those below it."""
+    for p in command.params:
+        yield f"{path} {p.opts[0]}", {**getattr(p.type, "facts", {}), "default": p.default, "required": p.required}
+    for name in command.list_commands(click.Context(command)) if isinstance(command, click.Group) else ():
+        below = command.get_command(click.Context(command), name)
+        assert below is not None
+        yield from rules(below, f"{path} {name}".strip())
+
+
+def test_every_field_and_option_has_the_bounds_and_the_default_that_were_recorded() -> None:
+    found = dict(rules(root))
+    for module in (f"trilane.{package}.{name}" for package, names in DECLARED.items() for name in names):
+        for kind in (k for k in vars(importlib.import_module(module)).values() if dataclasses.is_dataclass(k)):
+            found |= {
+                f"{kind.__name__}.{f.name}": {**f.metadata, "default": f.default} for f in dataclasses.fields(kind)
+            }
+    for name, one in ((name, getattr(trilane, name)) for name in trilane.__all__):
+        if inspect.isfunction(one):
+            found[name] = {p.name: p.default for p in inspect.signature(one).parameters.values()}
+    kept = (bool, int, float, str, tuple, range)
+    compare(
+        "rules",
+        {
+            name: " ".join(f"{k}={v!r}" for k, v in facts.items() if k != "help" and isinstance(v, kept))
+            for name, facts in found.items()
+        },
+    )
 
 
 def shown(executed: Path) -> Iterator[Any]:
