@@ -268,6 +268,50 @@ def test_a_job_that_waits_takes_a_changed_plan_where_that_is_accepted(commands: 
     assert "job 78 keeps the job.sbatch that SLURM has" in jobs.unreached(folder, ["78"])[0]
 
 
+def test_a_submission_that_accepts_changes_lets_waiting_jobs_be_and_submits_the_other_runs(
+    commands: Commands, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    script, other = copies.hash_of("another"), run_folder(tmp_path, plan("two", tmp_path / "data", nodes=1))
+    ledger.note(folder, "submitted", "78", site="x", plan=copies.keep_plan(folder), script=script)
+    edit(folder, "optimizer.lr", 6e-4)
+    commands.say("squeue", "echo '78|PENDING|None|1:00|2:00||x'")
+    commands.say("sbatch", "echo 90")
+    (tmp_path / "site.json").write_text(json.dumps(to_mapping(SITE)))
+    options = ["--site", str(tmp_path / "site.json"), "--account", "xyz@a100", "--no-preflight", "--accept-changes"]
+    assert main(["slurm", "submit", str(folder), str(other), *options]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[:2] == [f"78  {folder}", f"90  {other}"] and "job 78 keeps the job.sbatch" in err
+    assert len([call for call in commands.calls("sbatch") if "--parsable" in call]) == 1
+    assert main(["slurm", "submit", str(folder), *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["submitted"] == {str(folder): ["78"]}
+
+
+@pytest.mark.parametrize(
+    ("times", "parallel", "before"),
+    [(1, 0, "---"), (1, 1, "-12"), (1, 2, "--1"), (1, 3, "---"), (2, 1, "-12345"), (2, 2, "--1234")],
+)
+def test_so_many_jobs_run_at_a_time_as_are_asked_for(
+    times: int, parallel: int, before: str, commands: Commands, tmp_path: Path
+) -> None:
+    """Three runs: a job waits for the one so many before it."""
+    commands.say("sbatch", f"grep -c ^sbatch {commands.log}")
+    runs = [run_folder(tmp_path, plan(name, tmp_path / "data", nodes=1)) for name in "abc"]
+    made = jobs.submit_all(runs, SITE, REQUEST, times=times, parallel=parallel)
+    assert made == [(run, str(number)) for number, run in enumerate(sorted(runs * times), 1)]
+    after = {e["id"]: e["after"] for run in runs for e in ledger.events(run, "submitted")}
+    assert [after[job].removeprefix("afterany:") or "-" for _, job in made] == [*before]
+
+
+def test_a_row_of_status_has_what_a_job_waits_for_else_its_nodes() -> None:
+    common = {"id": "77", "run": "r" * 40, "iteration": 5, "iterations": 10, "nodes": "n[1-4]", "elapsed": "1-02:03:04"}
+    waits = jobs.JobStatus(**common, state="PENDING", reason="Priority", status="waiting", evidence="", waiting=2)
+    runs = jobs.JobStatus(**common, state="RUNNING", status="running", evidence="e" * 300, waiting=0, exclude="n" * 90)
+    begin = "r" * 28
+    assert waits.line() == f"{begin} 77 +2        PENDING       1-02:03:04 Priority                     5/10 waiting"
+    ending = f"5/10 running    --exclude={'n' * 80} {'e' * 240}"
+    assert runs.line() == f"{begin} 77           RUNNING       1-02:03:04 n[1-4]                       {ending}"
+
+
 EDITS = {
     "optimizer.lr": (6e-4, "peak learning rate"),
     "optimizer.weight_decay": (0.3, ""),

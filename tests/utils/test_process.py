@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support import REPOSITORY, plant_modules
 
-from trilane.utils.process import held_port, python, run
+from trilane.utils.process import environment, held_port, python, run
 
 
 def started() -> tuple[set[str], set[str]]:
@@ -46,6 +46,8 @@ def test_a_socket_fits_below_a_long_TMPDIR_in_a_folder_of_this_user_alone(tmp_pa
     done = run(python("-c", code), {"TMPDIR": str(tmp_path / ("x" * 100))})
     address, mode = done.stdout.split()
     assert Path(address).parents[1] == Path("/tmp") and mode == "0o40700", done.stderr
+    kept = [environment({"TMPDIR": f"/{'x' * more}é"})["TMPDIR"] != "/tmp" for more in (66, 67, 68)]
+    assert kept == [True, True, False], "69, 70 and 71 bytes"
 
 
 def test_a_held_port_goes_to_nobody_but_the_store_that_it_was_held_for() -> None:

@@ -2,12 +2,14 @@
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from trilane.workspace import status as module
-from trilane.workspace.status import RunStatus, Status, known_status, read_status, write_status
+from trilane.workspace.status import RunStatus, Status, known_status, read_status, verdict, write_status
 
 
 def outcome(evidence: str) -> RunStatus:
@@ -44,3 +46,53 @@ def test_each_ending_has_its_next_step_in_the_guide() -> None:
     table = guide.partition("## How a run ends")[2].partition("\n## ")[0]
     ours = (Status.NOT_SUBMITTED, Status.WAITING, Status.RUNNING, Status.TIMEOUT)  # of jobs and our own limits
     assert not [status for status in Status if f"`{status}`" not in table and status not in ours]
+
+
+def test_a_run_that_waits_runs_completed_or_stopped_has_not_failed() -> None:
+    kinds = {status: (status.is_active, status.is_clean, status.has_failed, status.exit_code) for status in Status}
+    assert {status: kind for status, kind in kinds.items() if kind != (False, False, True, 1)} == {
+        "not submitted": (False, False, False, 1),
+        "waiting": (True, False, False, 1),
+        "running": (True, False, False, 1),
+        "completed": (False, True, False, 0),
+        "stopped": (False, True, False, 3),
+    }
+
+
+CRASH = replace(outcome("exit code 1"), status=Status.CRASHED, exit_code=1)
+LIMIT = replace(CRASH, status=Status.TIME_LIMIT)
+STOP, DONE, HUNG = (replace(CRASH, status=status) for status in (Status.STOPPED, Status.COMPLETED, Status.HANG))
+RANK = replace(CRASH, rank=4)
+FULL = SimpleNamespace(status=Status.OOM, evidence="no memory", rank=3, exclude="n1")
+SILENT, VAGUE = (SimpleNamespace(**vars(FULL) | {"status": s}) for s in (Status.UNFINISHED, Status.KILLED))
+OF_LOG = replace(CRASH, status=Status.OOM, evidence="rank 3: no memory", rank=3, exclude="n1")
+
+
+@pytest.mark.parametrize(
+    ("known", "how"),
+    [
+        ({"code": 1, "written": HUNG, "log": FULL, "scheduler": LIMIT}, HUNG),
+        ({"code": 0, "written": STOP}, STOP),
+        ({"code": None, "written": STOP}, STOP),
+        ({"code": 1, "written": STOP}, CRASH),
+        ({"code": 1, "written": DONE}, CRASH),
+        ({"code": 0, "written": STOP, "scheduler": LIMIT}, LIMIT),
+        ({"code": 0, "written": DONE, "scheduler": LIMIT}, DONE),
+        ({"code": 1, "written": None, "scheduler": LIMIT, "log": FULL}, LIMIT),
+        ({"code": 0, "written": None, "log": FULL}, CRASH),
+        ({"code": None, "written": None, "log": FULL}, OF_LOG),
+        ({"code": 1, "written": STOP, "log": FULL}, OF_LOG),
+        (
+            {"code": 1, "written": None, "log": SimpleNamespace(**vars(FULL) | {"rank": None})},
+            replace(OF_LOG, evidence="no memory", rank=None),
+        ),
+        ({"code": 1, "written": None, "log": SILENT}, CRASH),
+        ({"code": 1, "written": None, "log": SimpleNamespace(**vars(FULL) | {"status": Status.COMPLETED})}, CRASH),
+        ({"code": 1, "written": None, "log": VAGUE}, replace(OF_LOG, status=Status.KILLED)),
+        ({"code": 1, "written": None, "log": VAGUE, "otherwise": RANK}, RANK),
+        ({"code": 1, "written": None, "log": FULL, "otherwise": RANK}, OF_LOG),
+    ],
+)
+def test_of_what_is_known_of_an_end_the_surest_counts(known: dict, how: RunStatus) -> None:
+    """A hang that was recorded, what the run wrote, the scheduler, the log where it has a cause, the exit code."""
+    assert verdict(**{"otherwise": CRASH, **known}) == how
