@@ -1,9 +1,17 @@
 """What a model and a cluster ask of a topology: each rule at its edge."""
 
+import itertools
+from collections import Counter
+from dataclasses import replace
+
 import pytest
+from support import small_cluster
+from test_answers import compare
 
 from trilane.config.cluster import cluster
+from trilane.config.engines import ENGINES, default_topology, label_of, unsupported_reason
 from trilane.config.model import parse_shape
+from trilane.config.options import changed
 from trilane.config.parallelism import Topology, invalid_reason
 
 A100 = cluster("jz-a100-80g")  # 52 nodes of 8
@@ -53,3 +61,31 @@ def test_three_groups_of_a_node_of_8_lie_across_two_nodes() -> None:
     two_nodes, one_node = Topology(tp=3, dp=4, gbs=4), Topology(tp=3, dp=2, gbs=2)
     assert str(invalid_reason(shape, two_nodes, A100)).startswith("tp=3: a tensor-parallel group must stay inside")
     assert invalid_reason(shape, one_node, A100) is None
+
+
+SIZES = {"tp": (2, 3, 4, 16), "pp": (2, 3, 6), "dp": (2, 3, 8), "cp": (2, 3, 8), "mbs": (2, 3), "gbs": (4, 6, 96)}
+WORDS = {"zero": (1, 2, 3), "recompute": ("selective", "full", "operators", "block"), "recompute_layers": (1, 25)}
+WORDS |= {"interleaving": (2, 5), "first_stage_layers": (1, 24), "last_stage_layers": (2,), "shards": (2, 3)}
+WORDS |= {"precision": ("fp16", "bf16", "fp8"), "offload": ("optimizer", "full"), "attention": ("scores",)}
+WORDS |= {name: (True,) for name in ("sequence_parallel", "offload_checkpoints", "overlap_tp", "fp32_gradients")}
+WORDS |= {"overlap_grad_reduce": (True,), "overlap_param_gather": (True,), "partition": (EMBED,), "adam": ("torch",)}
+SHAPES = (SHAPE, replace(SHAPE, num_key_value_heads=4, positions="rotary"), parse_shape("26,1032,129,1000,50305"))
+
+
+def test_every_pair_of_choices_is_allowed_or_refused_as_it_was_recorded() -> None:
+    """How many pairs each rule refuses, and how often a word is in the label of those that no rule does."""
+    choices, found = [(name, v) for name, values in (SIZES | WORDS).items() for v in values], Counter[str]()
+    for (a, x), (b, y) in itertools.combinations(choices, 2):
+        for number, shape in enumerate(SHAPES if a != b else ()):
+            try:
+                t = Topology(**{"dp": 2, "gbs": 96, a: x, b: y})
+                reasons = [invalid_reason(shape, t, A100), *(unsupported_reason(e, shape, t) for e in ENGINES)]
+            except ValueError as error:
+                reasons = [str(error)]
+            found.update(f"{number}: {reason}" for reason in reasons if reason)
+            if not any(reasons[:1]):
+                found.update(f"{number}: {word}" for e in ENGINES for word in label_of(shape, A100, t, e).split("-"))
+    machines = (A100, cluster("jz-v100-32g"), small_cluster())
+    for engine, machine, shape in itertools.product(ENGINES, machines, SHAPES):
+        found[f"{engine}, {machine.name}: {changed(default_topology(shape, machine, engine))}"] += 1
+    compare("pairs", {"pairs": dict(sorted(found.items()))})

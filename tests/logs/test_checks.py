@@ -135,8 +135,9 @@ def test_a_card_bounds_rates_and_memory():
 
 # seconds; samples a second of a batch of 8 -> seconds; samples a second; which of them had the wrong unit
 UNITS = """2 2 2000 2000 2000; -> 2 2 2 2 2;;3 time | 2000 2000 2 2 2; -> 2000 2000 2000 2000 2000;;3 time
-           2 2 2 2000 2 2; ->;; | 2 2000; ->;;   | 22000; 0.364 -> 22;0.364;1 time | 21600; 0.37 -> 21.6;0.37;1 time
-           0.01; 0.8 -> 10;0.8;1 time | 0.011; 0.727 -> 0.011;727;1 rate | 2 2; 4 0.004 -> 2 2;4 4;1 rate | 2; 0.04 ->;;"""
+           2 2 2 2000 2 2; ->;; | 2 3000; ->;; | 22000; 0.364 -> 22;0.364;1 time | 21600; 0.37 -> 21.6;0.37;1 time
+           21590; 0.37 -> 21590;0.00037;1 rate | 0.01; 0.8 -> 10;0.8;1 time | 0.011; 0.727 -> 0.011;727;1 rate
+           2 2; 4 0.004 -> 2 2;4 4;1 rate      | 2; 0.04 ->;;"""
 
 
 def test_a_unit_that_is_a_thousand_times_wrong_is_corrected():

@@ -86,11 +86,11 @@ GOOD = {"gpus": 32, "tp": 4, "pp": 4, "dp": 2, "mbs": 1, "gbs": 8, "seq": 2048, 
 LAYERS = "layers=24 hidden=2048"  # 1.209e9 parameters by L (12 h^2 + 13 h)
 ROWS = {
     "": "mbs=1|cp=2 gpus=64|gpus=33 nodes=1|gpus=nan nodes=8 gpus_per_node=4|chunks=4|mbs=2 chunks=2|tflops=2.4|tflops=3.9|"
-    f"tflops=2.23 {LAYERS}|tflops=3.9 {LAYERS}|tflops=3.63 size=nan {LAYERS}|tokens_per_gpu=308|tokens_per_gpu=375|"
+    f"tflops=2.23 {LAYERS}|tflops=3.9 {LAYERS}|tflops=0.0036 size=nan layers=24 hidden=64|tokens_per_gpu=308|tokens_per_gpu=375|"
     "samples=4.81|samples=5.86|tokens=9831|tokens=12014",
     "gpus": "gpus=16|gpus=33|cp=2|gpus=nan nodes=8 gpus_per_node=8",
-    "gbs": "mbs=3|chunks=2",
-    "tflops": f"tflops=2.39|tflops=3.91|tflops=2.22 {LAYERS}|tflops=3.91 {LAYERS}|tflops=3.64 size=nan {LAYERS}",
+    "gbs": "mbs=3|chunks=3|chunks=5",
+    "tflops": f"tflops=2.39|tflops=3.91|tflops=2.22 {LAYERS}|tflops=3.91 {LAYERS}|tflops=0.003605 size=nan layers=24 hidden=64",
     "tokens_per_gpu": "tokens_per_gpu=307|tokens_per_gpu=376",
     "samples": "samples=4.79|samples=5.87",
     "tokens": "tokens=9830|tokens=12015",
