@@ -49,14 +49,11 @@ def test_each_ending_has_its_next_step_in_the_guide() -> None:
 
 
 def test_a_run_that_waits_runs_completed_or_stopped_has_not_failed() -> None:
-    kinds = {status: (status.is_active, status.is_clean, status.has_failed, status.exit_code) for status in Status}
-    assert {status: kind for status, kind in kinds.items() if kind != (False, False, True, 1)} == {
-        "not submitted": (False, False, False, 1),
-        "waiting": (True, False, False, 1),
-        "running": (True, False, False, 1),
-        "completed": (False, True, False, 0),
-        "stopped": (False, True, False, 3),
+    kinds = {
+        status: (status.is_active, status.is_clean, status.exit_code) for status in Status if not status.has_failed
     }
+    active, clean = dict.fromkeys(("waiting", "running"), (True, False, 1)), {"completed": (False, True, 0)}
+    assert kinds == {"not submitted": (False, False, 1), **active, **clean, "stopped": (False, True, 3)}
 
 
 CRASH = replace(outcome("exit code 1"), status=Status.CRASHED, exit_code=1)
@@ -69,30 +66,24 @@ OF_LOG = replace(CRASH, status=Status.OOM, evidence="rank 3: no memory", rank=3,
 
 
 @pytest.mark.parametrize(
-    ("known", "how"),
+    ("code", "known", "how"),
     [
-        ({"code": 1, "written": HUNG, "log": FULL, "scheduler": LIMIT}, HUNG),
-        ({"code": 0, "written": STOP}, STOP),
-        ({"code": None, "written": STOP}, STOP),
-        ({"code": 1, "written": STOP}, CRASH),
-        ({"code": 1, "written": DONE}, CRASH),
-        ({"code": 0, "written": STOP, "scheduler": LIMIT}, LIMIT),
-        ({"code": 0, "written": DONE, "scheduler": LIMIT}, DONE),
-        ({"code": 1, "written": None, "scheduler": LIMIT, "log": FULL}, LIMIT),
-        ({"code": 0, "written": None, "log": FULL}, CRASH),
-        ({"code": None, "written": None, "log": FULL}, OF_LOG),
-        ({"code": 1, "written": STOP, "log": FULL}, OF_LOG),
-        (
-            {"code": 1, "written": None, "log": SimpleNamespace(**vars(FULL) | {"rank": None})},
-            replace(OF_LOG, evidence="no memory", rank=None),
-        ),
-        ({"code": 1, "written": None, "log": SILENT}, CRASH),
-        ({"code": 1, "written": None, "log": SimpleNamespace(**vars(FULL) | {"status": Status.COMPLETED})}, CRASH),
-        ({"code": 1, "written": None, "log": VAGUE}, replace(OF_LOG, status=Status.KILLED)),
-        ({"code": 1, "written": None, "log": VAGUE, "otherwise": RANK}, RANK),
-        ({"code": 1, "written": None, "log": FULL, "otherwise": RANK}, OF_LOG),
+        (1, {"written": HUNG, "log": FULL, "scheduler": LIMIT}, HUNG),
+        (0, {"written": STOP}, STOP),
+        (None, {"written": STOP}, STOP),
+        (1, {"written": DONE}, CRASH),
+        (0, {"written": STOP, "scheduler": LIMIT}, LIMIT),
+        (0, {"written": DONE, "scheduler": LIMIT}, DONE),
+        (1, {"scheduler": LIMIT, "log": FULL}, LIMIT),
+        (0, {"log": FULL}, CRASH),
+        (None, {"written": STOP, "scheduler": LIMIT, "log": FULL}, LIMIT),
+        (1, {"written": STOP, "log": FULL}, OF_LOG),
+        (1, {"log": SILENT}, CRASH),
+        (1, {"log": VAGUE}, replace(OF_LOG, status=Status.KILLED)),
+        (1, {"log": VAGUE, "otherwise": RANK}, RANK),
+        (1, {"log": FULL, "otherwise": RANK}, OF_LOG),
     ],
 )
-def test_of_what_is_known_of_an_end_the_surest_counts(known: dict, how: RunStatus) -> None:
+def test_of_what_is_known_of_an_end_the_surest_counts(code: int | None, known: dict, how: RunStatus) -> None:
     """A hang that was recorded, what the run wrote, the scheduler, the log where it has a cause, the exit code."""
-    assert verdict(**{"otherwise": CRASH, **known}) == how
+    assert verdict(**{"code": code, "written": None, "otherwise": CRASH, **known}) == how
