@@ -2,14 +2,12 @@
 
 import errno
 import os
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from trilane.workspace import status as module
-from trilane.workspace.status import RunStatus, Status, known_status, read_status, verdict, write_status
+from trilane.workspace.status import RunStatus, Status, known_status, read_status, write_status
 
 
 def outcome(evidence: str) -> RunStatus:
@@ -54,36 +52,3 @@ def test_a_run_that_waits_runs_completed_or_stopped_has_not_failed() -> None:
     }
     active, clean = dict.fromkeys(("waiting", "running"), (True, False, 1)), {"completed": (False, True, 0)}
     assert kinds == {"not submitted": (False, False, 1), **active, **clean, "stopped": (False, True, 3)}
-
-
-CRASH = replace(outcome("exit code 1"), status=Status.CRASHED, exit_code=1)
-LIMIT = replace(CRASH, status=Status.TIME_LIMIT)
-STOP, DONE, HUNG = (replace(CRASH, status=status) for status in (Status.STOPPED, Status.COMPLETED, Status.HANG))
-RANK = replace(CRASH, rank=4)
-FULL = SimpleNamespace(status=Status.OOM, evidence="no memory", rank=3, exclude="n1")
-SILENT, VAGUE = (SimpleNamespace(**vars(FULL) | {"status": s}) for s in (Status.UNFINISHED, Status.KILLED))
-OF_LOG = replace(CRASH, status=Status.OOM, evidence="rank 3: no memory", rank=3, exclude="n1")
-
-
-@pytest.mark.parametrize(
-    ("code", "known", "how"),
-    [
-        (1, {"written": HUNG, "log": FULL, "scheduler": LIMIT}, HUNG),
-        (0, {"written": STOP}, STOP),
-        (None, {"written": STOP}, STOP),
-        (1, {"written": DONE}, CRASH),
-        (0, {"written": STOP, "scheduler": LIMIT}, LIMIT),
-        (0, {"written": DONE, "scheduler": LIMIT}, DONE),
-        (1, {"scheduler": LIMIT, "log": FULL}, LIMIT),
-        (0, {"log": FULL}, CRASH),
-        (None, {"written": STOP, "scheduler": LIMIT, "log": FULL}, LIMIT),
-        (1, {"written": STOP, "log": FULL}, OF_LOG),
-        (1, {"log": SILENT}, CRASH),
-        (1, {"log": VAGUE}, replace(OF_LOG, status=Status.KILLED)),
-        (1, {"log": VAGUE, "otherwise": RANK}, RANK),
-        (1, {"log": FULL, "otherwise": RANK}, OF_LOG),
-    ],
-)
-def test_of_what_is_known_of_an_end_the_surest_counts(code: int | None, known: dict, how: RunStatus) -> None:
-    """A hang that was recorded, what the run wrote, the scheduler, the log where it has a cause, the exit code."""
-    assert verdict(**{"code": code, "written": None, "otherwise": CRASH, **known}) == how
