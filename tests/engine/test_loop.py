@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from plans import changed, small_plan
+from support import Later
 
 from trilane.workspace.checkpoints import name_of
 from trilane.workspace.status import read_status
 from trilane.workspace.storage import trouble
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
+loop, save, base = (Later(f"trilane.engine.{name}") for name in ("loop", "checkpoint.save", "backends.base"))
 
 
 class Around:
@@ -29,30 +31,24 @@ class Around:
         self.evaluated = lambda batch, loss, seconds: self.done.append(f"loss {loss} of {batch.number}")
 
     def now(self, begun: bool = True, writing: bool = False, due: bool = True) -> Any:
-        from trilane.engine.loop import StopRequests
-
         assert begun is bool(self.number)
         self.done += ["due"] * (begun and due)
-        return StopRequests.requests[self.asked.get(self.number, 0)]._replace(writing=self.number == self.writes)
+        return loop.StopRequests.requests[self.asked.get(self.number, 0)]._replace(writing=self.number == self.writes)
 
     def step(self, batch: Any, lr: float) -> Any:
-        from trilane.engine.backends.base import Step
-
         self.number, self.seconds = batch.number, self.seconds + 2.0
         self.done.append(f"{batch.number}")
         broken = "NaN in a weight" * (self.number + 1 >= self.fails > 0)
-        return Step(loss=2.0, grad_norm=3.0, loss_scale=4.0, skipped=self.number == 4, not_finite=broken)
+        return base.Step(loss=2.0, grad_norm=3.0, loss_scale=4.0, skipped=self.number == 4, not_finite=broken)
 
     def begin(self, batch: Any, upcoming: Any) -> None:
         self.begun, self.saved, self.seconds = True, batch.number, self.seconds + 100.0
         self.done.append(f"begin {batch.number}")
 
     def finish(self) -> Any:
-        from trilane.engine.checkpoint.save import Saved
-
         self.begun, self.seconds, problem = False, self.seconds + 100.0, "full" * (self.saved == self.fails)
         self.done.append(f"finish {self.saved}")
-        return Saved(name=name_of(self.saved), seconds=1.234, stall_s=0.056, bytes=2_850_000, problem=problem)
+        return save.Saved(name=name_of(self.saved), seconds=1.234, stall_s=0.056, bytes=2_850_000, problem=problem)
 
     def write(self, line: dict[str, Any], saving: bool) -> None:
         assert saving is self.begun
@@ -80,14 +76,12 @@ def test_a_run_saves_where_it_is_due_and_reports_how_it_ended(
     settings: dict, asked: dict, writes: int, fails: int, done: str, evidence: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     """One save at a time; the goal's belongs to a run that saves; what a restart waits for is the due one."""
-    from trilane.engine import loop
-
     plan, around = small_plan(tmp_path, iters=5, source="mock"), Around(asked, writes, fails)
     plan = changed(changed(plan, "data", split="90,10,0"), "run", **settings)
-    monkeypatch.setattr(loop, "TrainingLog", lambda *given: around)
-    monkeypatch.setattr(loop, "lookahead", lambda plan, loader, number: {})
+    monkeypatch.setattr("trilane.engine.loop.TrainingLog", lambda *given: around)
+    monkeypatch.setattr("trilane.engine.loop.lookahead", lambda plan, loader, number: {})
     clock = SimpleNamespace(perf_counter=lambda: around.seconds, monotonic=lambda: 7.0)
-    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr("trilane.engine.loop.time", clock)
     monkeypatch.setattr(loop.dist, "destroy_process_group", lambda: None)
     (tmp_path / "ranks").mkdir()
     world = SimpleNamespace(is_first=True, rank=0, barrier=lambda: None, device=SimpleNamespace(type="cpu"))

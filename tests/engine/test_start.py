@@ -154,25 +154,6 @@ def test_a_task_uses_its_card_where_that_has_the_precision(
     assert found in str(caught.value)
 
 
-KINDS = """
-import os, torch
-from trilane.engine import world
-world.own_device = lambda precision: torch.device("cpu" if os.environ["RANK"] == "1" else "cuda")
-try:
-    world.start_process_group("fp32")
-except ValueError as error:
-    print(type(error).__name__, error)
-"""
-
-
-@pytest.mark.slow
-def test_gpus_here_and_fewer_or_none_there_are_refused_in_one_line(ask: Callable, tmp_path: Path) -> None:
-    """On both sides, and not waited for; a node whose driver is not loaded at all has no device file either."""
-    with_gpu, without = ask(small_plan(tmp_path, dp=2), KINDS, joined=False).splitlines()
-    assert with_gpu == "ValueError GPUs=1: 1 of 2 ranks have none; this one is on cuda"
-    assert without == "ValueError GPUs=1: 1 of 2 ranks have none; this one is on cpu"
-
-
 def test_a_world_unlike_the_plan_is_refused_once_by_rank_0(fork: Callable, data: Path, tmp_path: Path) -> None:
     folder = run_folder(small_plan(data, source="mock", pp=2), tmp_path / "run")
     fork(3, folder, code=2)
@@ -226,6 +207,25 @@ def test_ranks_that_wait_in_vain_say_for_whom(monkeypatch: pytest.MonkeyPatch) -
         assert printed(1) == f"{at}rank 0 does not answer within 1 s"
     with ThreadPoolExecutor(2) as ranks:
         assert set(ranks.map(printed, [0, 1])) == {f"{at}2 of 4 ranks came, not rank 2, 3 within 1 s"}
+
+
+def test_gpus_here_and_fewer_or_none_there_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both sides, and not waited for; a node whose driver is not loaded at all has no device file either."""
+    import torch
+
+    from trilane.engine import world
+
+    def refused(kind: str) -> str:
+        with pytest.raises(ValueError) as raised:
+            world._meet(int(kind == "cuda"), 2, torch.device(kind))
+        return str(raised.value)
+
+    with held_port() as port:
+        for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(port))):
+            monkeypatch.setenv(name, value)
+    with ThreadPoolExecutor(2) as ranks:
+        lines = [f"GPUs=1: 1 of 2 ranks have none; this one is on {kind}" for kind in ("cpu", "cuda")]
+        assert [*ranks.map(refused, ["cpu", "cuda"])] == lines
 
 
 WORKER = """
