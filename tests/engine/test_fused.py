@@ -87,17 +87,12 @@ def test_a_layer_compiled_whole_trains_the_same_and_is_one_graph(ask: Callable) 
     assert compiled == pytest.approx(plain, abs=2e-6, rel=0)
 
 
+OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "a Llama, TP2": {"tp": 2},
     "TP2 SP, recomputed": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
     "DeepSpeed 3D": {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1},
-    "DP2 distributed optimizer, bf16": {
-        "dp": 2,
-        "zero": 1,
-        "precision": "bf16",
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-    },
+    "DP2 distributed optimizer, bf16": {"dp": 2, "zero": 1, "precision": "bf16", **OVERLAPS},
 }
 
 
@@ -111,9 +106,8 @@ def test_a_fused_training_follows_one_process(
     task, precision = ("calm", "bf16") if "precision" in topology else ("llama" if "Llama" in name else "plain", "fp32")
     plan = changed(TASKS[task].plan(HERE, str(data), **topology), "run", train_iters=6, fused="on")
     losses = [step["lm_loss"] for step in train(plan)]
-    assert losses == pytest.approx(
-        [loss for loss, _ in truth(TASKS[task], 6)], abs=2e-3 if precision == "bf16" else 1e-5, rel=0
-    )
+    bound = 2e-3 if precision == "bf16" else 1e-5
+    assert losses == pytest.approx([loss for loss, _ in truth(TASKS[task], 6)], abs=bound, rel=0)
     logs = "".join(log.read_text() for log in (tmp_path / "run").glob("*.log"))
     assert logs.count("trilane: fused path (run.fused=on)") == 1  # of all ranks
 
@@ -136,7 +130,5 @@ assert torch.allclose(total, 1 + grads.T @ x)
 def test_the_optimizer_is_fused_or_not_as_the_plan_says_whatever_is_compiled(ask: Callable, engine: str) -> None:
     """And a weight's gradient is added into its sum by the product, where megatron-core asks apex for it."""
     for adam, fused in (("fused", True), ("torch", False)):
-        assert (
-            ask(small_plan(Path("data"), engine=engine, zero=int(engine != "megatron"), adam=adam), LEVERS)
-            == f"{{{fused}}}\n"
-        )
+        plan = small_plan(Path("data"), engine=engine, zero=int(engine != "megatron"), adam=adam)
+        assert ask(plan, LEVERS) == f"{{{fused}}}\n"

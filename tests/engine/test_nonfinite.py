@@ -45,31 +45,19 @@ GRADIENT = """modules["decoder.layers.2.self_attention"].register_forward_hook(
         lambda module, _, out: ((out[0] * 0).sqrt() * 0 + out[0], *out[1:]))"""
 LARGE = """modules["decoder.layers.1.mlp.linear_fc1"].weight.data.mul_(1e5)
     modules["decoder.layers.1.mlp.linear_fc2"].weight.data.mul_(100)"""
+FC2, PROJ = "decoder.layers.1.mlp.linear_fc2", "decoder.layers.2.self_attention.linear_proj"
+OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+MLP = "Inf in the output of decoder.layers.2.mlp, forward pass of microbatch 1 on rank {}: the largest before it is "
 FAULTS = {
     "a weight of a tensor rank": (
-        WEIGHT,
-        {1},
-        {"tp": 2},
-        "NaN in the output of decoder.layers.1.mlp.linear_fc2, forward pass of microbatch 0 on rank 1: its weight is "
-        "not finite",
+        *(WEIGHT, {1}, {"tp": 2}),
+        f"NaN in the output of {FC2}, forward pass of microbatch 0 on rank 1: its weight is not finite",
     ),
-    "a value on the last of two stages": (
-        OUTPUT,
-        {2},
-        {"pp": 2, "dp": 2, "zero": 1, "overlap_grad_reduce": True, "overlap_param_gather": True},
-        "Inf in the output of decoder.layers.2.mlp, forward pass of microbatch 1 on rank 2: the largest before it is ",
-    ),
-    "a value between interleaved stages": (
-        OUTPUT,
-        {0},
-        {"pp": 2, "interleaving": 2},
-        "Inf in the output of decoder.layers.2.mlp, forward pass of microbatch 1 on rank 0: the largest before it is ",
-    ),
+    "a value on the last of two stages": (OUTPUT, {2}, {"pp": 2, "dp": 2, "zero": 1, **OVERLAPS}, MLP.format(2)),
+    "a value between interleaved stages": (OUTPUT, {0}, {"pp": 2, "interleaving": 2}, MLP.format(0)),
     "a gradient alone": (
-        GRADIENT,
-        {0},
-        {"recompute": "full"},
-        "NaN in the gradient of the output of decoder.layers.2.self_attention.linear_proj, backward pass of microbatch",
+        *(GRADIENT, {0}, {"recompute": "full"}),
+        f"NaN in the gradient of the output of {PROJ}, backward pass of microbatch",
     ),
     "an overflow of fp16": (LARGE, {0, 1}, {"tp": 2, "precision": "fp16"}, "; float16 ends at 6.55e+04"),
 }

@@ -66,9 +66,9 @@ def test_a_process_takes_the_threads_it_was_given_or_its_share(env: dict, thread
     assert world.threads(4) == threads
 
 
-@pytest.mark.parametrize("near", [{0, 64}, {64}], ids=str)
-def test_a_process_stays_near_its_card(near: set[int], monkeypatch) -> None:
-    """Threads that run already, too; not where it may use none of these cores."""
+@pytest.mark.parametrize(("near", "has_private"), [({0, 64}, True), ({64}, True), ({0}, False)], ids=str)
+def test_a_process_stays_near_its_card(near: set[int], has_private: bool, monkeypatch) -> None:
+    """Threads that run already, too; not where it may use none of these cores, or by a torch that cannot tell them."""
     import torch
     from torch.numa import binding
 
@@ -76,6 +76,8 @@ def test_a_process_stays_near_its_card(near: set[int], monkeypatch) -> None:
 
     monkeypatch.setattr(binding, "_get_numa_node_index_for_gpu_index", lambda gpu_index: next(iter(near)))
     monkeypatch.setattr(binding, "_get_cpu_indices_for_numa_node_MAYBE_NOT_ALLOWED", lambda numa_node_index: near)
+    if not has_private:
+        monkeypatch.delattr(binding, "_node_get_logical_cpus_to_bind_to")
     before, bound = os.sched_getaffinity(0), list[set[int]]()
     go = threading.Event()
     thread = threading.Thread(target=lambda: (go.wait(), bound.append(os.sched_getaffinity(0))))
@@ -84,23 +86,11 @@ def test_a_process_stays_near_its_card(near: set[int], monkeypatch) -> None:
         world.bind_near(torch.device("cuda", 0))
         go.set()
         thread.join()
-        assert bound == [os.sched_getaffinity(0)] == [near & before or before]
+        assert bound == [os.sched_getaffinity(0)] == [(near & before or before) if has_private else before]
     finally:
         for number in os.listdir("/proc/self/task"):
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(int(number), before)
-
-
-def test_a_torch_without_its_private_functions_stops_no_training(monkeypatch) -> None:
-    import torch
-    from torch.numa import binding
-
-    from trilane.engine import world
-
-    before = os.sched_getaffinity(0)
-    monkeypatch.delattr(binding, "_node_get_logical_cpus_to_bind_to")
-    world.bind_near(torch.device("cuda", 0))
-    assert os.sched_getaffinity(0) == before
 
 
 # compute capability (NVIDIA's table of CUDA GPUs), precision, cards that the task sees -> its card, or why not

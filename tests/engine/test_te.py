@@ -74,11 +74,6 @@ def test_megatron_core_takes_what_it_is_given() -> None:
     both = {"config", "init_method", "bias", "skip_bias_add", "is_expert", "tp_comm_buffer_name", "tp_group"}
     assert both | {"gather_output", "stride"} < {*found["TEColumnParallelLinear", "__init__"]}
     assert both | {"input_is_parallel"} < {*found["TERowParallelLinear", "__init__"]}
-    assert found["TEDotProductAttention", "forward"][1:6] == [
-        "query",
-        "key",
-        "value",
-        "attention_mask",
-        "attn_mask_type",
-    ]
+    given = ["query", "key", "value", "attention_mask", "attn_mask_type"]
+    assert found["TEDotProductAttention", "forward"][1:6] == given
     assert found["TENorm", "__new__"] == ["cls", "config", "hidden_size", "eps"]
