@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from plans import HERE, run_folder, small_plan, steps
@@ -44,6 +45,14 @@ def test_what_ranks_hold_alike_is_dropped_alike_and_what_they_share_out_is_not(d
     assert whole[0]["layer"] == whole[1]["layer"]
     assert part[0]["layer"] != part[1]["layer"]
     assert whole[0]["attention"] != whole[1]["attention"]
+
+
+@pytest.mark.parametrize(("normed", "share"), [(False, 0.1), (True, 0.0)])
+def test_an_embedding_with_a_norm_is_dropped_behind_it_alone(normed: bool, share: float, data: Path) -> None:
+    from trilane.engine.backends.deepspeed_3d import Positions
+
+    plan = small_plan(data, shape=replace(SHAPE, embedding_layernorm=normed))
+    assert Positions(plan, SimpleNamespace(hidden_dropout=0.1, params_dtype=None)).dropout == share
 
 
 def dropping(engine: str, data: Path, **topology: object) -> Plan:

@@ -1,6 +1,8 @@
 """What holds inside one process: the initial state, the order of samples, the groups of the optimizer."""
 
+import contextlib
 import gc
+import types
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -101,6 +103,26 @@ def test_a_rank_of_hf_zero3_draws_its_share_of_each_matrix(shape: ModelShape, da
     found = [tuple(map(int, line.split())) for line in ask(plan, DRAWN).splitlines()]
     assert [wrong for _, wrong in found] == [0, 0, 0]
     assert all(drawn < 1.1 * shape.parameters / 3 for drawn, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("decays", "divided", "right"),
+    [([0.1, 0.0], False, True), ([0.1, 0.1], False, False), ([0.0, 0.0], True, False), ([None, 0.0], False, False)],
+)
+def test_an_optimizer_that_lets_a_norm_decay_or_no_matrix_is_refused(decays: list, divided: bool, right: bool) -> None:
+    """And of hf-zero3 each rank saves a piece whole."""
+    from trilane.engine.backends.base import audited
+    from trilane.engine.backends.hf_zero3 import HfStates
+    from trilane.engine.model.parameters import Piece
+
+    states = object.__new__(HfStates)
+    boxes = {"mlp.weight": ((0, 3), (0, 4)), "layernorm.weight": ((0, 3),)}
+    states.pieces = [Piece(name=name, shape=(9,) * len(box), box=box) for name, box in boxes.items()]
+    states.decays, states.divided = lambda: decays, divided
+    with contextlib.nullcontext() if right else pytest.raises(AssertionError, match="has weight decay"):
+        audited(states, 0.1)
+    audited(types.SimpleNamespace(pieces=states.pieces, decays=lambda: [None, None], divided=True), 0.1)
+    assert [states.shard(0), states.shard(1)] == [(0, 12), (0, 3)]
 
 
 MIX = """

@@ -1,15 +1,18 @@
 """What the loop itself decides: when it saves and evaluates, what it reports, and how the run ended."""
 
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from plans import changed, small_plan
 from support import Later
 
 from trilane.workspace.checkpoints import name_of
+from trilane.workspace.heartbeat import remove_records
 from trilane.workspace.status import read_status
 from trilane.workspace.storage import trouble
 
@@ -109,3 +112,23 @@ def test_a_run_saves_where_it_is_due_and_reports_how_it_ended(
         made = {"iteration": number, "consumed_samples": 8 * number, "lm_loss": 2.0, "loss_scale": 4.0}
         made |= {"sec_per_it": 2.0, "tflops": pytest.approx(flops / 2e12)}
         assert line == {**made, **rate, "grad_norm": 3.0, "skipped": int(number == 4), "nan": 0}
+
+
+@pytest.mark.parametrize(
+    ("env", "timeout_s", "starts"),
+    [({}, 9.0, 1), ({"LOCAL_RANK": "1"}, 9.0, 0), ({"TRILANE_RANK_LOGS": "x"}, 9.0, 0), ({}, 0.0, 0)],
+)
+def test_the_first_rank_of_a_node_starts_a_watchdog_where_no_launcher_watches(
+    env: dict, timeout_s: float, starts: int, tmp_path: Path, monkeypatch
+) -> None:
+    started, plan = list[list[str]](), changed(small_plan(tmp_path), "run", hang_timeout_s=timeout_s)
+    monkeypatch.setattr(beating := "trilane.engine.heartbeat.start", started.append)
+    monkeypatch.setattr(f"{beating[:-5]}_beats", beats := [])
+    monkeypatch.setattr("faulthandler.register", lambda *given, **more: None)
+    with mock.patch.dict(os.environ, {"RANK": "4", **env}):
+        Later("trilane.engine.heartbeat").begin(plan, tmp_path)
+        remove_records(tmp_path, os.environ)
+    [beat.close() for beat in beats]
+    watchdog = ["trilane.launch.watchdog", str(tmp_path), str(os.getpid()), "4"]
+    assert [command[-4:] for command in started] == [watchdog] * starts
+    assert len(beats) == len([*tmp_path.glob("ranks/4.stack")]) == (timeout_s > 0)
