@@ -40,11 +40,8 @@ def trace_by_command(plan: Plan, folder: Path, *options: str) -> Trace:
     """The trace that the command leaves beside the plan."""
     path = folder / "plan.json"
     path.write_text(json.dumps(plan.to_json()))
-    done = subprocess.run(
-        python("-m", "trilane", "measure", "plan", str(path), "--trace", *options, program=sys.executable),
-        capture_output=True,
-        text=True,
-    )
+    command = python("-m", "trilane", "measure", "plan", str(path), "--trace", *options, program=sys.executable)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = trace_of(plan, path)
     assert found and ("--json" not in options or json.loads(done.stdout) == found.to_json())

@@ -21,17 +21,8 @@ from trilane.diagnose import capture
 from trilane.diagnose.evidence import read_folder
 from trilane.diagnose.hang import diagnose_hang
 from trilane.launch.watchdog import HangMonitor, Slowness, patience_s
-from trilane.workspace import flight_recorder
-from trilane.workspace.heartbeat import (
-    Heartbeat,
-    NodeReport,
-    create_record,
-    encode,
-    own_beats,
-    place,
-    read_reports,
-    start_id,
-)
+from trilane.workspace import flight_recorder, heartbeat
+from trilane.workspace.heartbeat import Heartbeat, NodeReport, encode, own_beats, place, read_reports, start_id
 from trilane.workspace.pace import LATE, RESTART, Pace, slowness
 from trilane.workspace.run_folder import put_aside
 from trilane.workspace.status import read_status
@@ -71,17 +62,12 @@ def test_a_slow_node_is_named_once_all_report_it_and_left_for_a_spare(spares: in
     (tmp_path / "save").write_text(RESTART)
     slow = Slowness(tmp_path, plan, {"SLURM_JOB_NUM_NODES": str(3 + spares)})
     assert not (tmp_path / "save").exists(), "of an attempt that ended before"
-
-    def news(beats: dict[int, Heartbeat]) -> str:
-        return slow.news({rank: beats[rank] for rank in (0, 1)}, "77.0")
-
-    def other(beats: dict[int, Heartbeat], start: str = "77.0") -> None:
-        NodeReport(first=2, host="b", start=start, ranks=(beats[2], beats[3])).write(tmp_path)
-
-    other(own, "76.0")
+    report = NodeReport(first=2, host="b", start="77.0", ranks=(own[2], own[3]))
+    news = lambda beats: slow.news({rank: beats[rank] for rank in (0, 1)}, "77.0")  # noqa: E731
+    replace(report, start="76.0").write(tmp_path)
     assert [news(paced(late)) for late in (0, LATE - 1, LATE, LATE + 1)] == [""] * 4, "the other node has not reported"
     slow._seen = 0
-    other(own)
+    report.write(tmp_path)
     assert news(paced(LATE, now_s=1e-6)) == "", "as fast as is predicted"
     line = news(paced(LATE + 1))
     where = (
@@ -92,7 +78,7 @@ def test_a_slow_node_is_named_once_all_report_it_and_left_for_a_spare(spares: in
     assert news(paced(LATE + 2)) == ""
     assert news(paced(0)) == "as fast as usual again, since iteration 30"
     assert slowness(tmp_path) == ("", ()) and not (tmp_path / "save").exists()
-    other(paced(0))
+    replace(report, ranks=(paced(0)[2], paced(0)[3])).write(tmp_path)
     assert news(paced(LATE + 1, guilty=(1,))) == ""
     assert news(paced(LATE + 2, guilty=(1,))).startswith(f"SLOW since iteration {28 - LATE}: rank 1 ")
     own = [{r: replace(b, host="a") for r, b in paced(LATE, (0, 1, 2, 3), phase=n).items()} for n in (0, 1)]
@@ -136,7 +122,7 @@ def captured(code: str, answer: str, folder: Path) -> Path:
         try:
             assert child.stdout is not None and child.stdout.readline() == b"ready\n"
             pid = b"%d %s" % (child.pid, place().split()[1])
-            record = create_record(folder, {}, 0)
+            record = heartbeat.create_record(folder, {}, 0)
             record[:] = encode(3, "", time.time(), pid)
             return capture.capture(folder, small_plan())
         finally:
@@ -229,7 +215,7 @@ def test_a_watchdog_answers_a_capture_and_ends_with_its_rank_while_it_waits_for_
     (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
     env, host, asked = real_hangs.library(), place().split()[1], itertools.count()
     pids = [place(), b"999999999 " + host] if has_exited else [place()]
-    records = [create_record(tmp_path, env, rank) for rank in range(len(pids))]
+    records = [heartbeat.create_record(tmp_path, env, rank) for rank in range(len(pids))]
     for record, pid in zip(records, pids, strict=True):
         record[:] = encode(3, "x", time.time(), pid)
     elsewhere = Heartbeat(rank=2, step=3, phase="x", time=1.0, pid=7, host="elsewhere")  # never answers
