@@ -39,8 +39,8 @@ def test_a_part_of_a_matrix_is_drawn_alone_as_it_stands_in_the_whole(name: str, 
     assert torch.equal(torch.cat(pieces, dim), whole)
     for first, end in ((0, 1), (65, 131), (1001, len(parts[3]))):
         assert torch.equal(initial_range(name, local, 3, 4, plan, first, end), parts[3][first:end])
-    vectors = [initial_range(f"a.{kind}", (9,), 0, 1, plan, 3, 7).tolist() for kind in ("bias", "layernorm.weight")]
-    assert vectors == [[0.0] * 4, [1.0] * 4]
+    vectors = [initial_range(f"a.{kind}", (9,), 0, 1, plan, 2, 9).tolist() for kind in ("bias", "layernorm.weight")]
+    assert vectors == [[0.0] * 7, [1.0] * 7]
 
 
 def test_initial_values_are_normal_and_differ_by_name_and_seed_and_not_by_call(data: Path) -> None:
