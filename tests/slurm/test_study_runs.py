@@ -5,8 +5,10 @@ from pathlib import Path
 
 from test_preflight import plan
 
+from trilane.costmodel.predict import predict
+from trilane.slurm import chain
 from trilane.slurm.sites import JobRequest, site
-from trilane.slurm.study_runs import StudyRun, StudyRuns
+from trilane.slurm.study_runs import StudyRun, StudyRuns, prepare_runs
 from trilane.workspace.study import Study
 
 
@@ -23,3 +25,30 @@ def test_a_finding_of_several_plans_is_one_row_that_names_them(outputs: Path) ->
     assert set(shown["plans"]) <= {"all", "a", "b"} and "all" in set(shown["plans"])
     alone = StudyRuns(study=study, site=site("jean-zay-a100"), request=request, rows=(rows[0],)).check().to_frame()
     assert set(alone["plans"]) == {"a"}
+
+
+def test_the_runs_of_a_study_are_its_best_plans_and_one_with_tp_and_pp(outputs: Path) -> None:
+    """10 iterations of warm-up, a cosine to a tenth of the rate; 100 iterations in jobs of six minutes."""
+    study, sizes = Study.create("s"), ((1, 1), (2, 1), (1, 2), (2, 2), (4, 2))
+    plans = [plan(topology={"tp": tp, "pp": pp, "dp": 2}) for tp, pp in sizes]
+    plans = [replace(p, label=f"p{number}") for number, p in enumerate(plans)]
+    listed = [p.to_json() | {"prediction": predict(p).to_json()} for p in plans]
+    study.save("plans.json", {"plans": listed}, "02_topology")
+    request = JobRequest(account="x@a100", time_limit="00:06:00")
+    found = prepare_runs(study, "jean-zay-a100", request, count=2, train_iters=100)
+    reasons = dict.fromkeys(("p0", "p1"), "fastest predicted") | {"p3": "control: TP and PP at work"}
+    assert {r.plan.label: r.reason for r in found.rows} == reasons
+    o = found.rows[0].plan.optimizer
+    assert (o.lr, o.min_lr, o.warmup_samples, o.decay_samples) == (6e-4, 6e-4 / 10, 5120, 51200)
+    seconds = listed[3]["prediction"]["sec_per_it"]
+    hours, need = 100 * seconds / 3600, -int(-seconds * 100 // 360)
+    row = ["p3", plans[3].id, 8, seconds, hours, hours * 8, need, "control: TP and PP at work"]
+    assert list(found.to_frame().iloc[2]) == row
+    assert list(found.start(False).to_frame()["run"]) == [r.folder.name for r in found.rows]
+    (link,) = chain.link_records(found.folders[2:], request)
+    sizes = {"gpus": 8, "nodes": 1, "mbs": 4, "batches": [512], "first": 1, "last": 100, "jobs": need}
+    assert link == sizes | {"run": str(found.folders[2]), "hours": hours, "gpu_hours": hours * 8}
+    link |= {"run": "r", "batches": [32, 64, 512], "hours": 1.5, "gpu_hours": 12.0, "jobs": 3}
+    text = "r: iterations 1-100, 1 nodes, 8 GPUs, mbs 4, batch 32 to 512, 1.50 h, 12.00 GPU hours, 3 jobs"
+    assert chain.link_line(link) == text
+    assert chain.total_line([link] * 2) == "in all: 2 runs, 6 jobs, 3.00 h one after another, 24.00 GPU hours"

@@ -284,7 +284,7 @@ def purpose(case: JobCheck) -> list[Row]:
     enough = f"train_iters={plan.run.ramp.iterations(wanted, plan.topology.gbs):,}"
     more = f"a training of {TOKENS_PER_PARAMETER:g} tokens a parameter (Chinchilla) takes {enough}"
     rows.append((each < 1, "tokens", WARNING, few, more))
-    total = sum(part.weight for part in plan.data.blend) or 1.0
+    total = sum(part.weight for part in plan.data.blend)
     shares = [part.weight / total for part in plan.data.blend] or [1.0]
     for part, share in () if is_benchmark else zip(plan.data.parts, shares, strict=True):
         has = tokens_about(part, case.folder.resolve(), plan.shape.vocab_size) * plan.data.shares[0]
