@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from test_log_dialects import M2021, TITAN, m2021
 
+from trilane.logs.endings import Level, reported, superseded
 from trilane.logs.run import read_log, read_logs
 from trilane.workspace.status import Status
 
@@ -312,3 +313,12 @@ def test_where_a_block_ends_makes_no_difference(tmp_path, monkeypatch, block):
     (tmp_path / "a.log").write_text(text + TITAN.format(i=95, loss=2))
     first, second = read_logs(tmp_path / "a.log")
     assert list(first.iterations["lm_loss"]) == list(range(1, 91)) and len(second.iterations) == 1
+
+
+@pytest.mark.parametrize(
+    ("level", "rows", "later"),
+    [(Level.SCHEDULER, 5, 1000), (Level.ERROR, 5, 2), (Level.CAUSE, 1, 2), (Level.ERROR, 0, 1)],
+)
+def test_a_run_that_trains_on_after_a_message_did_not_end_by_it(level, rows, later):
+    found = reported(level, Status.CRASHED, b"ValueError: heads", rows)
+    assert [superseded(found, rows + more) for more in (0, later - 1, later)] == [False, False, True]

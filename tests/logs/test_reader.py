@@ -11,7 +11,7 @@ from trilane.analysis.measure import measure_log, skipped_iterations
 from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.reader import Reader
 from trilane.logs.run import read_log, read_logs
-from trilane.logs.table import frame
+from trilane.logs.table import NumericTable, frame
 
 
 def runs(folder, text):
@@ -277,3 +277,17 @@ def test_our_own_steps_are_the_text_of_the_terminal(tmp_path):
     (log,) = runs(tmp_path, "".join(json.dumps(row) + "\n" for row in rows))
     assert (log.dialect, len(log.iterations), set(log.iterations["lm_loss"])) == ("trilane", 29, {5.5})
     assert read_log(tmp_path / "a.log").first_iteration == 1
+
+
+def test_what_comes_late_is_added_to_one_of_the_last_64_rows_where_it_lacks():
+    table = NumericTable()
+    for number in range(70):
+        table.add({"iteration": number, "loss": 5.0} if number % 2 else {"iteration": number})
+    for number in (5, 6, 7, 68):
+        table.fill(number, {"loss": 4.0, "norm": number})
+    table.change_last({"loss": 3.0})
+    found = frame(table.columns(), ("iteration",))
+    assert found["iteration"].dtype == "int64" and found["norm"].dropna().to_dict() == {6: 6, 7: 7, 68: 68}
+    assert found["loss"].iloc[[5, 7, 6, 68, 69]].tolist() == [5, 5, 4, 4, 3] and table.last("norm") != table.last(
+        "norm"
+    )

@@ -14,7 +14,7 @@ from markup import HOSTILE, Page, words
 from support import REPOSITORY
 
 from trilane.utils.numbers import amount, with_bounds
-from trilane.utils.tables import Columns, Html, Record, Text, as_json, frame_of, printable, show
+from trilane.utils.tables import Columns, Html, Record, Text, as_json, frame_of, middle, printable, short, show
 
 
 @pytest.mark.parametrize("value", HOSTILE)
@@ -94,6 +94,13 @@ def test_what_controls_a_terminal_or_cannot_be_written_is_left_out(value: str) -
     for text in shown:
         assert text.encode() is not None and text == printable(text)
         assert json.loads(json.dumps(text)) == text
+
+
+def test_a_text_that_is_too_long_is_cut_at_a_word_a_name_in_its_middle() -> None:
+    assert [short("one two  three", most) for most in (13, 12, 9)] == ["one two three", "one two …", "one two …"]
+    assert short("a" * 12, 10) == "a" * 8 + " …" and short("word " * 22) == ("word " * 22).strip()
+    assert [middle("abcdefghij", most) for most in (10, 9, 6)] == ["abcdefghij", "abcd…ghij", "abc…ij"]
+    assert middle("a" * 38) == "a" * 38 and len(middle("a" * 39)) == 38
 
 
 def test_markup_is_made_of_templates_and_not_of_formatted_text() -> None:

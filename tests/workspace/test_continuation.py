@@ -60,6 +60,7 @@ def test_what_an_extension_does_to_the_learning_rate_is_reported_in_a_line() -> 
     assert extension(manifest(plan, 3), plan) == ""
     text = extension(manifest(plan, 3), longer)
     assert "32 samples instead of 16" in text and "decays to the new end" in text
+    assert "the run has 16 samples instead of 32" in extension(manifest(longer, 3), plan)
     fixed = replace(longer, optimizer=replace(plan.optimizer, decay_samples=20))
     assert "stays as it was" in extension(manifest(plan, 3), fixed)
 
