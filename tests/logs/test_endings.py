@@ -68,7 +68,7 @@ ENDINGS = [
     ("killed", FIVE + ELASTIC, "exitcode  : -9 (pid: 77)", 9),
     ("crashed", FIVE + SRUN + CANCEL, "Exited with exit code 1", None),  # a task may be a node's launcher
     ("crashed", FIVE + SRUN + SRUN.replace("task 6", "tasks 4-5,7"), "Exited with exit code 1", 6),
-    ("unfinished", FIVE, "iteration        5/", None),
+    ("unfinished", FIVE + " [2026-08-01 12:00:08] iteration    ", "iteration        5/", None),
     ("crashed", FIVE + TRACE.rpartition("AssertionError")[0], "Traceback", None),
     ("hang", FIVE + CAUGHT.format(7) + TRACE.rpartition("AssertionError")[0], "Rank 7", 7),
     ("cancelled", FIVE + "Received 2 death signal\n" + TRACE.rpartition("AssertionError")[0], "death signal", None),

@@ -41,13 +41,6 @@ def test_the_iteration_line_of_megatron_is_read_in_seconds_and_flops(tmp_path):
     assert log.status == "completed" and "iteration       10/" in log.evidence
 
 
-def test_a_run_that_stopped_early_is_unfinished_and_names_the_line(tmp_path):
-    (tmp_path / "run.log").write_text(log_text(iterations=7) + " [2026-08-01 12:00:08] iteration    ")
-    log = read_log(tmp_path / "run.log")
-    assert (log.status, len(log.iterations)) == ("unfinished", 7)
-    assert "iteration        7/" in log.evidence
-
-
 def test_the_launchers_verdict_comes_before_the_text(tmp_path):
     (tmp_path / "run.log").write_text(log_text())
     write_status(tmp_path, RunStatus(status="crashed", evidence="rank 1: killed", rank=1, exit_code=1, seconds=9.0))

@@ -1,5 +1,6 @@
 """The runs of a study before they are launched, as 03_launch shows them."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def test_the_runs_of_a_study_are_its_best_plans_and_one_with_tp_and_pp(outputs: 
     study, sizes = Study.create("s"), ((1, 1), (2, 1), (1, 2), (2, 2), (4, 2))
     plans = [plan(topology={"tp": tp, "pp": pp, "dp": 2}) for tp, pp in sizes]
     plans = [replace(p, label=f"p{number}") for number, p in enumerate(plans)]
-    listed = [p.to_json() | {"prediction": predict(p).to_json()} for p in plans]
+    listed = [p.to_json() | {"prediction": predict(p).to_json() | {"sec_per_it": 36.0}} for p in plans]
     study.save("plans.json", {"plans": listed}, "02_topology")
     request = JobRequest(account="x@a100", time_limit="00:06:00")
     found = prepare_runs(study, "jean-zay-a100", request, count=2, train_iters=100)
@@ -40,13 +41,12 @@ def test_the_runs_of_a_study_are_its_best_plans_and_one_with_tp_and_pp(outputs: 
     assert {r.plan.label: r.reason for r in found.rows} == reasons
     o = found.rows[0].plan.optimizer
     assert (o.lr, o.min_lr, o.warmup_samples, o.decay_samples) == (6e-4, 6e-4 / 10, 5120, 51200)
-    seconds = listed[3]["prediction"]["sec_per_it"]
-    hours, need = 100 * seconds / 3600, -int(-seconds * 100 // 360)
-    row = ["p3", plans[3].id, 8, seconds, hours, hours * 8, need, "control: TP and PP at work"]
-    assert list(found.to_frame().iloc[2]) == row
+    row = ["p3", plans[3].id, 8, 36.0, 1.0, 8.0, 10, "control: TP and PP at work"]
+    assert list(found.to_frame().iloc[2]) == row, "by the prediction in plans.json"
     assert list(found.start(False).to_frame()["run"]) == [r.folder.name for r in found.rows]
+    hours = 100 * predict(plans[3]).sec_per_it / 3600
     (link,) = chain.link_records(found.folders[2:], request)
-    sizes = {"gpus": 8, "nodes": 1, "mbs": 4, "batches": [512], "first": 1, "last": 100, "jobs": need}
+    sizes = {"gpus": 8, "nodes": 1, "mbs": 4, "batches": [512], "first": 1, "last": 100, "jobs": math.ceil(hours * 10)}
     assert link == sizes | {"run": str(found.folders[2]), "hours": hours, "gpu_hours": hours * 8}
     link |= {"run": "r", "batches": [32, 64, 512], "hours": 1.5, "gpu_hours": 12.0, "jobs": 3}
     text = "r: iterations 1-100, 1 nodes, 8 GPUs, mbs 4, batch 32 to 512, 1.50 h, 12.00 GPU hours, 3 jobs"
