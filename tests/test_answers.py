@@ -198,15 +198,8 @@ def test_the_lines_of_every_trainer_are_read_as_they_were(tmp_path: Path, capsys
     compare("samples", found)
 
 
-DECLARED = [
-    "batch_rampup",
-    "cluster",
-    "model",
-    "parallelism",
-    "plan",
-    "training",
-]  # of config, and what commands have fields of
-DECLARED = [*(f"config.{name}" for name in DECLARED), "slurm.sites", "forecasting.request", "planning.size_request"]
+DECLARED = [f"config.{name}" for name in ("batch_rampup", "cluster", "model", "parallelism", "plan", "training")]
+DECLARED += ["slurm.sites", "forecasting.request", "planning.size_request"]
 
 
 def rules(command: click.Command, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -223,20 +216,15 @@ def test_every_field_and_option_has_the_bounds_and_the_default_that_were_recorde
     found = dict(rules(root))
     for module in DECLARED:
         for kind in filter(dataclasses.is_dataclass, vars(importlib.import_module(f"trilane.{module}")).values()):
-            found |= {
-                f"{kind.__name__}.{f.name}": {**f.metadata, "default": f.default} for f in dataclasses.fields(kind)
-            }
+            own = dataclasses.fields(kind)
+            found |= {f"{kind.__name__}.{f.name}": {**f.metadata, "default": f.default} for f in own}
     for name, one in ((name, getattr(trilane, name)) for name in trilane.__all__):
         if inspect.isfunction(one):
             found[name] = {p.name: p.default for p in inspect.signature(one).parameters.values()}
-    kept = (bool, int, float, str, tuple, range)
-    compare(
-        "rules",
-        {
-            name: " ".join(f"{k}={v!r}" for k, v in facts.items() if k != "help" and isinstance(v, kept))
-            for name, facts in found.items()
-        },
-    )
+    shown = {k: {n: v for n, v in facts.items() if n != "help"} for k, facts in found.items()}
+    kinds = (bool, int, float, str, tuple, range)
+    words = {k: [f"{n}={v!r}" for n, v in facts.items() if isinstance(v, kinds)] for k, facts in shown.items()}
+    compare("rules", {name: " ".join(some) for name, some in words.items()})
 
 
 def shown(executed: Path) -> Iterator[Any]:

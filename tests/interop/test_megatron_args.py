@@ -194,9 +194,9 @@ def test_a_script_is_read_with_its_variables_and_what_a_plan_lacks_is_named() ->
 
 TEXTS = [
     (  # lines end arguments, and quotes hold lines
-        'MBS=2 # a comment\nGBS=$(( $MBS*4 * 16 ))\nDATA="\n  --data-path\n     0.5 /a\n     0.5 /b\n  --seed 7"\n'
+        'MBS=2 # a comment\nGBS=$(( $MBS*4 * 16 ))\nDATA="\n  --data-path\n     0.5 /a\n     0.5 /b\n  --seed -7"\n'
         "python pretrain_gpt.py $DATA --global-batch-size $GBS --lr 1e-4\nsrun hostname\n",
-        {"data_path": ["0.5", "/a", "0.5", "/b"], "seed": ["7"], "global_batch_size": ["128"], "lr": ["1e-4"]},
+        {"data_path": ["0.5", "/a", "0.5", "/b"], "seed": ["-7"], "global_batch_size": ["128"], "lr": ["1e-4"]},
     ),
     (  # a command in quotes, and quotes at the end of a variable
         "ARGS=\"--seed 7 --pp-partition-method 'type:transformer|embedding'\"\n"
