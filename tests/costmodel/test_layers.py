@@ -10,7 +10,6 @@ from trilane.config.parallelism import Topology
 from trilane.costmodel.columns import Columns, columns_of
 from trilane.costmodel.constants import Constants
 from trilane.costmodel.layers import (
-    LayerTime,
     accumulation_seconds,
     all_reduce_seconds,
     attention_seconds,
@@ -108,13 +107,6 @@ def test_norms_dropout_and_gelu_move_fifty_bytes_a_channel_and_seventy_five_back
     shared = elementwise_seconds(columns(tp=8, sequence_parallel=True), A100, ideal)
     assert float(shared[0]) == pytest.approx(seconds / 8)
     assert float(elementwise_seconds(columns(tp=8), A100, ideal)[0]) == pytest.approx(seconds * (22 + 28 / 8) / 50)
-
-
-def test_a_layers_time_is_the_sum_of_its_parts() -> None:
-    layer: LayerTime = layer_time(columns(tp=4, recompute="full"), A100, NO_WAITS)
-    parts = (layer.matmul, layer.attention, layer.elementwise, layer.tensor_parallel, layer.overhead)
-    assert float(layer.total) == pytest.approx(sum(map(float, parts)))
-    assert min(map(float, parts)) > 0
 
 
 def test_two_gpus_may_share_a_slower_bus_than_a_whole_node() -> None:

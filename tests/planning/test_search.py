@@ -162,6 +162,7 @@ def test_plans_that_differ_by_less_than_can_be_predicted_share_a_rank(seconds, s
             ["--mbs 2", "--recompute full"],
         ),
         ({"gpus": 16, "gbs": 2048}, ["--gpus 64"]),
+        ({"gpus": 36, "gbs": 2048}, ["--gpus 72"]),
         ({"gpus": 96, "gbs": 2047, "tp": 3}, ["--tp 8"]),
         ({"gpus": (384, 16), "gbs": (1, 2047)}, ["--gbs 1920"]),
         (

@@ -100,9 +100,9 @@ def test_the_used_plan_is_what_03_and_07_begin_with(editor, study):
     assert [p["id"] for p in kept["plans"]] == [PLAN.id]
     use_plan(study, BASE, KNOWN)
     assert study.plans()[0] == PLAN and len(study.plans()) == 2, "a plan is listed once"
-    for plan, known in (
-        (replace(PLAN, shape=parse_shape("24,2048,16,2048,50304")), KNOWN),
-        (PLAN, default(MACHINE, "fsdp")),
-    ):
+    foreign = varied(replace(PLAN, shape=parse_shape("24,2048,16,2048,50304")), KNOWN)
+    study.save("plans.json", {"plans": [BASE.to_json(), foreign.to_json()]}, "02_topology")
+    use_plan(study, BASE, KNOWN)  # the first plan alone is compared
+    for plan, known in ((foreign.plan, KNOWN), (PLAN, default(MACHINE, "fsdp"))):
         with pytest.raises(ValueError, match="is of another"):
             use_plan(study, varied(plan, known), known)
