@@ -192,6 +192,12 @@ def test_the_spread_is_half_of_what_lies_between_the_quartiles_relative_to_the_m
     assert measure_log(log(21, sec_per_it=np.arange(100.0, 121))).spread == pytest.approx((116.25 - 108.75) / 2 / 112.5)
 
 
+def test_printed_rates_are_the_median_of_all_lines_but_the_first_where_there_are_others():
+    for rates, middle in (([9.0, 2.0, 3.0, 4.0], 3.0), ([9.0, math.nan], 9.0), ([9.0], 9.0)):
+        assert flops.printed_rates(log(len(rates), flops_per_s_per_gpu=np.array(rates))) == {"printed": middle}
+    assert flops.printed_rates(log(2, flops_per_s_per_gpu=math.nan)) == flops.printed_rates(log(2)) == {}
+
+
 def test_skipped_and_broken_iterations_are_counted():
     loss, skipped = np.full(20, 5.0), np.zeros(20)
     loss[[2, 7]], skipped[2] = math.nan, 1

@@ -1,9 +1,11 @@
 """The index of a study shows what can be read of it, as text."""
 
 import json
+import re
 import zipfile
 from pathlib import Path
 
+import nbformat
 import pytest
 from markup import Page
 from support import REPOSITORY
@@ -34,10 +36,19 @@ def test_an_index_shows_names_as_text_and_links_below_its_folder(outputs: Path) 
     run = study.folder / "runs" / "a#b?c%20 <u>"
     run.mkdir(parents=True)
     (run / "plan.json").write_text("{}")
-    (run / "status.json").write_text('{"status": "crashed", "evidence": "<script>alert(1)</script>"}')
+    status = {"status": "crashed", "evidence": "<script>alert(1)</script>", "rank": 0, "exit_code": 1, "seconds": 9.0}
+    (run / "status.json").write_text(json.dumps(status))
     for name in ("javascript:alert(1).csv", "<img src=x>.csv", "\udc80.csv"):
         (study.folder / name).touch()
-    page = Page(write_index(study).read_text())
+    for name, made in (("07_x", {"end_time": "2027-01-04", "duration": 12.6}), ("08_decision", {})):
+        notebook = nbformat.v4.new_notebook(metadata={"papermill": made})
+        notebook.cells = [nbformat.v4.new_markdown_cell(f"# {name}?\n\n## Why?")]
+        nbformat.write(notebook, study.folder / f"{name}.ipynb")
+    text = write_index(study).read_text()
+    cells = "|".join(re.sub("<[^>]*>", "", cell) for cell in re.findall('<td class="text">(.*?)</td>', text))
+    assert cells.startswith("08_decision?|unfinished||08_decision.ipynb|07_x?|completed|13|07_x.ipynb|a#b?c%20")
+    assert cells.endswith("|crashed|&lt;script&gt;alert(1)&lt;/script&gt;|plan.json status.json")
+    page = Page(text)
     assert not set(page.tags) & {"script", "u", "img"} and "<img src=x>.csv" in page.text
     assert {"runs/a%23b%3Fc%2520%20%3Cu%3E/plan.json", "javascript%3Aalert%281%29.csv", "%80.csv"} <= set(page.values)
 
