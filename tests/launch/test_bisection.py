@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from support import small_cluster, small_plan
 
-from trilane.config.plan import Plan, read_plan
-from trilane.launch import bisection
+from trilane.config.plan import Plan
+from trilane.diagnose.hang import diagnose_hang
 from trilane.launch.bisection import AXES, bisect, changed, local_runner, values
-from trilane.workspace.status import RunStatus, Status
+from trilane.workspace.status import read_status
 
 PLAN = small_plan(train_iters=100, dp=4, gbs=64)
 PLAN = replace(PLAN, shape=replace(PLAN.shape, num_layers=40, hidden_size=256), cluster=small_cluster())
@@ -55,8 +55,16 @@ def test_a_plan_that_does_not_hang_is_refused(status: str, message: str) -> None
         bisect(PLAN, ("layers",), lambda plan: status)
 
 
-def test_a_job_is_trained_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, trained = RunStatus(status=Status.HANG, evidence="", rank=1, exit_code=1, seconds=1.0), list[object]()
-    monkeypatch.setattr(bisection, "train_local", lambda *given, **more: trained.append((given, more)) or ended)
-    assert local_runner(tmp_path, 300.0)(PLAN) == "hang" and read_plan(tmp_path / "small/plan.json") == PLAN
-    assert trained == [((tmp_path / "small",), {"show_progress": False, "timeout_s": 300.0})]
+@pytest.mark.slow
+@pytest.mark.usefixtures("uncounted_processes")
+def test_real_jobs_find_that_two_replicas_hang(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1, which a single replica does not have, holds Python's lock from iteration 2 on, and is named."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "planted"))
+    monkeypatch.setenv("TRILANE_PLANT", "lock-held 1 2")
+    plan = small_plan(train_iters=4, dp=2, gbs=8)
+    plan = replace(plan, run=replace(plan.run, hang_timeout_s=5.0), data=replace(plan.data, folder=str(data)))
+    report = bisect(plan, ("dp",), local_runner(tmp_path / "jobs", 300.0))
+    assert [str(b) for b in report.boundaries] == ["dp: works at 1, hangs at 2"]
+    assert [t.status for t in report.trials] == ["hang", "completed"]
+    (hung,) = [path.parent for path in tmp_path.rglob("status.json") if read_status(path.parent).status == "hang"]
+    assert read_status(hung).rank == 1 and 1 in diagnose_hang(hung).suspects
