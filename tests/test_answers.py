@@ -1,6 +1,5 @@
-"""What users see stays as it was recorded in tests/answers/: commands' JSON and text and notebooks, without words.
+"""What users see stays as it was recorded: commands' JSON and text and notebooks, without words.
 
-A number that changes is recorded again in the commit that says why: TRILANE_RECORD=1 pytest tests/test_answers.py.
 Logs of other people are not ours to keep: TRILANE_PUBLIC_LOGS names a folder of them, of which numbers are recorded.
 """
 
@@ -18,6 +17,7 @@ from typing import Any
 
 import click
 import pytest
+from recorded import compare, numbers_in, plain
 from support import REPOSITORY
 
 import trilane
@@ -26,7 +26,6 @@ from trilane.report import notebook
 from trilane.report.plots.style import MIME
 from trilane.workspace.study import Study
 
-ANSWERS = REPOSITORY / "tests/answers"
 PUBLIC = Path(os.environ.get("TRILANE_PUBLIC_LOGS", "/nonexistent"))
 BLOOM = "--shape 70,14336,112,2048,250880 --cluster jz-a100-80g --gpus 384 --gbs 2048"
 PLAN, LLAMA = "docs/plan-176b.json", "docs/plan-7b.json"
@@ -99,27 +98,6 @@ NOTEBOOKS: list[tuple[str, dict[str, Any]]] = [
     ("08_decision", {}),
 ]
 LOGS = sorted(PUBLIC.glob("*.out"))
-GIVEN = ("cluster", "shape", "data", "optimizer", "dropout", "run", "sources", "calibration", "date")  # no answers
-MOST = 4  # of a list that are recorded
-NUMBER = re.compile(r"\d[\d.,]*(?:e[+-]?\d+)?")
-
-
-def numbers_in(text: str) -> str:
-    """The numbers of a text, in their order; of a path nothing, as it names where this repository stands."""
-    return " ".join(NUMBER.findall(" ".join(word for word in text.split() if "/" not in word)))
-
-
-def plain(value: Any) -> Any:
-    """What is compared: floats to nine digits, of sentences (four words and more) and paths their numbers."""
-    if isinstance(value, dict):
-        return {str(plain(k)): plain(v) for k, v in value.items() if k not in GIVEN}
-    if isinstance(value, list):
-        return [plain(one) for one in value[:MOST]] + [f"{len(value)} in all"] * (len(value) > MOST)
-    if isinstance(value, float):
-        return float(f"{value:.9g}")
-    if isinstance(value, str) and (len(value.split()) > 3 or "/" in value):
-        return f"... {numbers_in(value)}".strip()
-    return value
 
 
 def answers(commands: list[str], capsys: pytest.CaptureFixture) -> Iterator[tuple[str, Any]]:
@@ -145,29 +123,6 @@ def numbers(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, list) and all(map(is_number, value)))
-
-
-def compare(name: str, found: dict[str, Any]) -> None:
-    path = ANSWERS / f"{name}.json"
-    if os.environ.get("TRILANE_RECORD"):
-        path.write_text(json.dumps(found, indent=0) + "\n")
-    recorded = json.loads(path.read_text())
-    for command, answer in found.items():
-        assert list(differences(recorded[command], json.loads(json.dumps(answer)))) == [], command
-
-
-def differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
-    """What differs, each by its place in the JSON."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted({*before, *now}):
-            yield from differences(before.get(key, "(missing)"), now.get(key, "(missing)"), f"{where}.{key}")
-    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        for number, pair in enumerate(zip(before, now, strict=True)):
-            yield from differences(*pair, f"{where}[{number}]")
-    elif isinstance(before, float) and isinstance(now, float) and math.isclose(before, now, rel_tol=1e-5, abs_tol=1e-7):
-        return  # fits depend on how many threads BLAS sums with, in the seventh digit
-    elif before != now:
-        yield f"{where}: {before!r:.80} -> {now!r:.80}"
 
 
 @pytest.mark.slow
@@ -234,7 +189,7 @@ def shown(executed: Path) -> Iterator[Any]:
         fields = dict[str, list[float]]()
         gather(data.get(MIME, {}), fields)
         text = re.sub("<[^>]*>", " ", data.get("text/html") or data.get("text/markdown") or data["text/plain"])
-        yield fields and {name: f"{len(some)}: {math.fsum(some):.7g}" for name, some in fields.items()}
+        yield fields and {name: f"{len(some)}: {math.fsum(some):.5g}" for name, some in fields.items()}
         yield numbers_in(text)
 
 

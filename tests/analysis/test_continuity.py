@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from recorded import compare, numbers_in
 from restart_logs import DIALECTS, Training, constant, cosine, loss_of, text, written, wsd
-from test_answers import compare, numbers_in
 from test_measure import log
 from test_spikes import noisy, wandering
 

@@ -5,8 +5,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from recorded import compare
 from support import small_cluster
-from test_answers import compare
 
 from trilane.config.cluster import cluster
 from trilane.config.engines import ENGINES, default_topology, label_of, unsupported_reason

@@ -8,7 +8,7 @@ import math
 import random
 
 import pytest
-from test_answers import compare
+from recorded import compare
 
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape

@@ -4,8 +4,8 @@ from dataclasses import replace
 from datetime import date, timedelta
 
 import pytest
+from recorded import compare, numbers_in, plain
 from support import REPOSITORY
-from test_answers import compare, numbers_in, plain
 
 from trilane.config.batch_rampup import Ramp
 from trilane.config.layer import Layer

@@ -7,7 +7,7 @@ from datetime import date
 
 import numpy as np
 import pytest
-from test_answers import compare, numbers_in
+from recorded import compare, numbers_in
 
 from trilane.cli.app import main
 from trilane.config.batch_rampup import parse_ramp

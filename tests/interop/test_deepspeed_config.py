@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_answers import compare
+from recorded import compare
 
 from trilane.cli.app import main
 from trilane.config.cluster import cluster

@@ -5,8 +5,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from recorded import compare
 from support import small_plan
-from test_answers import compare
 
 from trilane.cli.app import main
 from trilane.config.batch_rampup import Ramp

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from test_answers import compare
+from recorded import compare
 
 from trilane.cli.app import main
 from trilane.config.cluster import cluster

@@ -1,0 +1,83 @@
+"""What is compared with what was recorded in tests/answers/.
+
+A number that changes is recorded again in the commit that says why: TRILANE_RECORD=1 pytest TESTS.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from support import REPOSITORY
+
+ANSWERS = REPOSITORY / "tests/answers"
+GIVEN = ("cluster", "shape", "data", "optimizer", "dropout", "run", "sources", "calibration", "date")  # no answers
+MOST = 4  # of a list that are recorded
+NUMBER = re.compile(r"\d[\d.,]*(?:e[+-]?\d+)?")
+ROUNDED = re.compile(r"\d+\.\d+|[1-9]\d{0,2}(,\d{3})*,\d00")
+
+
+def numbers_in(text: str) -> str:
+    """The numbers of a text, in their order; of a path nothing, as it names where this repository stands."""
+    return " ".join(NUMBER.findall(" ".join(word for word in text.split() if "/" not in word)))
+
+
+def plain(value: Any) -> Any:
+    """What is compared: floats to nine digits, of sentences (four words and more) and paths their numbers."""
+    if isinstance(value, dict):
+        return {str(plain(k)): plain(v) for k, v in value.items() if k not in GIVEN}
+    if isinstance(value, list):
+        return [plain(one) for one in value[:MOST]] + [f"{len(value)} in all"] * (len(value) > MOST)
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if isinstance(value, str) and (len(value.split()) > 3 or "/" in value):
+        return f"... {numbers_in(value)}".strip()
+    return value
+
+
+def compare(name: str, found: dict[str, Any]) -> None:
+    """Fail where `found` is not what tests/answers/`name`.json holds."""
+    path = ANSWERS / f"{name}.json"
+    if os.environ.get("TRILANE_RECORD"):
+        lines = [f"{json.dumps(name)}: {json.dumps(answer)}" for name, answer in found.items()]
+        path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    recorded = json.loads(path.read_text())
+    assert found.keys() == recorded.keys()
+    for command, answer in found.items():
+        assert list(differences(recorded[command], json.loads(json.dumps(answer)))) == [], command
+
+
+def differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
+    """What differs, each by its place in the JSON."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted({*before, *now}):
+            yield from differences(before.get(key, "(missing)"), now.get(key, "(missing)"), f"{where}.{key}")
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for number, pair in enumerate(zip(before, now, strict=True)):
+            yield from differences(*pair, f"{where}[{number}]")
+    elif isinstance(before, float) and isinstance(now, float) and math.isclose(before, now, rel_tol=1e-5, abs_tol=1e-7):
+        return  # fits depend on how many threads BLAS sums with, in the seventh digit
+    elif isinstance(before, str) and isinstance(now, str) and same_words(before.split(), now.split()):
+        return
+    elif before != now:
+        yield f"{where}: {before!r:.80} -> {now!r:.80}"
+
+
+def same_words(before: list[str], now: list[str]) -> bool:
+    """Whether they are equal, but for one unit of the last digit of numbers that were rounded (1.25 or 794,000)."""
+    return len(before) == len(now) and all(
+        a == b or (ROUNDED.fullmatch(a) and ROUNDED.fullmatch(b) and abs(number(a) - number(b)) < 1.01 * unit(a))
+        for a, b in zip(before, now, strict=True)
+    )
+
+
+def number(word: str) -> float:
+    return float(word.replace(",", ""))
+
+
+def unit(word: str) -> float:
+    """Of the last digit that is no zero of thousands."""
+    whole, _, decimals = word.replace(",", "").partition(".")
+    return 10.0 ** (-len(decimals) or len(whole) - len(whole.rstrip("0")))
