@@ -60,5 +60,7 @@ def test_every_row_is_a_plan_and_a_card_without_bf16_leaves_those_rows_out(capsy
         row.plan(machine(cards=0, bf16=True), "data")
     with pytest.raises(ValueError, match="precision=bf16"):
         next(row for row in table if row.precision == "bf16").plan(machine(cards=8, bf16=False), "data")
+    kinds = [(m.gpu.kind, m.gpus_per_node, m.gpu.bf16_flops_per_s > 0) for m in (machine(0, True), machine(4, False))]
+    assert kinds == [("cpu", 8, True), ("cuda", 4, False)]
     assert main(["measure", "engines", "--engines", "megatron,hf-zero"]) == 2
     assert "did you mean hf-zero3?" in capsys.readouterr().err

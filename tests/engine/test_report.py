@@ -5,6 +5,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from plans import changed, small_plan
@@ -52,8 +53,10 @@ def test_the_last_rank_prints_every_few_iterations_what_it_writes_of_each(tmp_pa
     for rank in (0, 1):
         world = SimpleNamespace(is_last=rank == 1, rank=rank, device=torch.device("cpu"))
         log = report.TrainingLog(plan, world, tmp_path)
-        for step in steps:
-            log.write(step)
+        with mock.patch("trilane.engine.heartbeat.iterated") as counted:
+            for step in steps:
+                log.write(step, saving=step["iteration"] == 3)
+        assert counted.call_count == 4, "an iteration says nothing of the pace while a save is being written"
         log.evaluated(Batch(number=5, first=32, gbs=8), 2.0, 0.5)
         log._timers.stop()
         out = capsys.readouterr().out.splitlines()

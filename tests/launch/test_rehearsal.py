@@ -1,5 +1,6 @@
 """A plan's save and load are rehearsed at tiny width."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from support import REPOSITORY, small_plan
 
 from trilane.cli.app import main
 from trilane.config.plan import read_plan
+from trilane.diagnose.restart import RestartComparison
+from trilane.diagnose.snapshot import RestartFinding
 from trilane.engine.parity import machine, rows
 from trilane.launch import rehearsal as rehearse
 
@@ -48,6 +51,17 @@ def test_replicas_that_this_machine_has_no_room_for_are_left_out_and_reported(tm
     plan = replace(plan, topology=replace(plan.topology, tp=2, dp=4, gbs=8))
     made = rehearse.shrink(plan, tmp_path, plan.cluster, 4)
     assert made.topology.dp == 2 and "tp2-pp1-dp2" in rehearse.Rehearsal(plan=made).to_text()
+
+
+def test_a_rehearsal_that_failed_or_found_a_difference_exits_with_1(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
+    pair = {"before": tmp_path, "after": tmp_path, "compared": (), "notes": ()}
+    differs = RestartFinding(kind="weights", what="differ")
+    alike, other = (RestartComparison(**pair, findings=found) for found in ((), (differs,)))
+    for how, code in (({"audit": alike}, 0), ({"audit": other}, 1), ({"problem": "crashed"}, 1)):
+        done = rehearse.Rehearsal(plan=small_plan(), **how)
+        monkeypatch.setattr(rehearse, "rehearse_here", lambda plan, done=done: done)
+        assert main(["debug", "rehearse", str(tmp_path / "plan.json"), "--json"]) == code
 
 
 @pytest.mark.slow

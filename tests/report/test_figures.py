@@ -187,9 +187,20 @@ def test_of_equal_curves_each_has_its_own_dashes():
 def run(name, seconds, **timers):
     """A measurement with the medians of some timers, in seconds."""
     table = pd.DataFrame({"iteration": [1, 2], **{k.replace("_", "-"): [v, v] for k, v in timers.items()}})
-    iterations = pd.DataFrame({"iteration": [1, 2]})
+    iterations = pd.DataFrame({"iteration": [1, 2], "sec_per_it": [9 * seconds, seconds]})
     own = SimpleNamespace(timers=table if timers else pd.DataFrame(), iterations=iterations)
-    return SimpleNamespace(name=name, log=own, window=SimpleNamespace(counts=[True, True]), sec_per_it=seconds)
+    counts = np.array([False, True])
+    return SimpleNamespace(name=name, log=own, window=SimpleNamespace(counts=counts), sec_per_it=seconds)
+
+
+def test_iterations_that_do_not_count_are_hollow_in_every_run_and_named_once():
+    (axes,) = runs.seconds_per_iteration([run("a", 4.0), run("b", 3.0)]).axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "not counted", "b"]
+    hollow = [line for line in axes.lines if line.get_marker() == "o"]
+    assert [(*line.get_xdata(), *line.get_ydata()) for line in hollow] == [(1, 36), (1, 27)]
+    assert axes.get_ylim() == (0, pytest.approx(1.5 * (4 + 0.95 * 32))) and axes.get_yscale() == "linear"
+    (axes,) = runs.seconds_per_iteration([run("a", 4.0), run("b", 81.0)]).axes
+    assert axes.get_yscale() == "log"
 
 
 def test_phases_follow_each_other_and_what_no_timer_covers_ends_the_iteration():

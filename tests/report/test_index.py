@@ -38,6 +38,8 @@ def test_an_index_shows_names_as_text_and_links_below_its_folder(outputs: Path) 
     (run / "plan.json").write_text("{}")
     status = {"status": "crashed", "evidence": "<script>alert(1)</script>", "rank": 0, "exit_code": 1, "seconds": 9.0}
     (run / "status.json").write_text(json.dumps(status))
+    (run / ".lock").touch()
+    (run / "ranks").mkdir()
     for name in ("javascript:alert(1).csv", "<img src=x>.csv", "\udc80.csv"):
         (study.folder / name).touch()
     for name, made in (("07_x", {"end_time": "2027-01-04", "duration": 12.6}), ("08_decision", {})):
