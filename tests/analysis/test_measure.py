@@ -198,6 +198,16 @@ def test_printed_rates_are_the_median_of_all_lines_but_the_first_where_there_are
     assert flops.printed_rates(log(2, flops_per_s_per_gpu=math.nan)) == flops.printed_rates(log(2)) == {}
 
 
+def test_a_log_without_times_has_them_by_its_rate_or_by_its_runtime():
+    rated = log(3, arguments={"deepspeed.train_batch_size": 8}, samples_per_second=np.array([2.0, 4.0, 4.0]))
+    assert flops.mean_seconds(rated) == 2.0
+    assert math.isnan(flops.mean_seconds(log(3, arguments={"deepspeed.train_batch_size": 8})))
+    assert math.isnan(flops.mean_seconds(log(3, samples_per_second=2.0)))
+    for total, seconds in ((40, 2.5), (0, 5.0)):  # else that of the bar
+        ended = log(3, arguments={"total_optimization_steps": total}, train_iters=20)
+        assert flops.mean_seconds(RunLog(**{**vars(ended), "summary": {"train_runtime": 100.0}})) == seconds
+
+
 def test_skipped_and_broken_iterations_are_counted():
     loss, skipped = np.full(20, 5.0), np.zeros(20)
     loss[[2, 7]], skipped[2] = math.nan, 1

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,16 @@ def plan_of(folder: Path, engine: str = "megatron", shape: ModelShape = SHAPE, *
     plan, machine = small_plan(folder, zero=1), replace(cluster("jz-a100-80g"), max_nodes=8192)
     chosen = Topology(**{"mbs": 2, "gbs": 64, **HALF, **topology})
     return replace(plan, cluster=machine, topology=chosen, shape=shape, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("pp", "interleaving", "microbatches", "traced"),
+    [(1, 1, 8, (1, 2)), (4, 1, 8, (1, 5)), (4, 1, 3, (1, 3)), (4, 2, 16, (4, 8)), (4, 2, 4, (4, 4))],
+)
+def test_the_second_iteration_is_deeper_than_the_pipeline(pp, interleaving, microbatches, traced, tmp_path) -> None:
+    shape = replace(SHAPE, num_layers=8)
+    plan = plan_of(tmp_path, shape=shape, pp=pp, interleaving=interleaving, mbs=1, gbs=microbatches)
+    assert import_module("trilane.engine.trace.rank").traced_microbatches(plan) == traced
 
 
 def trace_by_command(plan: Plan, folder: Path, *options: str) -> Trace:
