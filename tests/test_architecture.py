@@ -36,7 +36,7 @@ MOST_FILES = 210  # 170
 MOST_BYTES = 50.9  # a line, on average, not by denser lines: 50
 MOST_CONSTANTS = 10.2  # of modules, per 1,000 lines
 LEAST_COMMENTS = 2.1  # lines of reasons per 100 of code: 3
-MOST_TEST_LINES = 22_605  # 15,000
+MOST_TEST_LINES = 22_673  # 15,000
 MOST_WORDS = 33_050  # of Markdown, without the reference, which the code writes
 
 

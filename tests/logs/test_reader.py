@@ -8,6 +8,7 @@ import pytest
 from test_log_dialects import FORK, TITAN, m2021, m2022
 
 from trilane.analysis.measure import measure_log, skipped_iterations
+from trilane.logs.arguments import read_value
 from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.reader import Reader
 from trilane.logs.run import read_log, read_logs
@@ -249,6 +250,9 @@ def test_a_form_that_held_nothing_is_read_once_other_digits_give_it_values(tmp_p
     dump = "---------------- arguments ----------------\n  hidden_size ......... 64\n  a_name_that_is_long  7\n---------------- end of arguments ----------------\n"
     *_, log = runs(tmp_path, (START + dump * 20 + m2021(1)) * 2)
     assert (log.arguments["hidden_size"], log.arguments["a_name_that_is_long"]) == (64, 7)
+    words = {"None": None, "True": True, "False": False, "true": True, "false": False, "1e-5": 1e-5, "1e999": "1e999"}
+    words |= {str(1 << 63): str(1 << 63), "9": 9, "x": "x"}
+    assert {text: read_value(text) for text in words} == words
 
 
 def test_a_file_that_grows_is_read_as_far_as_it_goes_and_one_that_shrinks_is_refused(tmp_path, monkeypatch):
