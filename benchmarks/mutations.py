@@ -182,6 +182,8 @@ class Map:
         name = self.files.get(fault.file.removeprefix("lib/trilane/"), "")
         by_line = self.data.contexts_by_lineno(name)
         names = {n for line in fault.lines or by_line for n in by_line.get(line, ()) if n in self.seconds}
+        if not fault.lines:  # the records of options and fields look at what was made at import
+            names |= {n for n in self.seconds if n.startswith(ANSWERS)}
         passed = (n for n in names if self.seconds[n] < float("inf"))
         ordered = sorted(passed, key=lambda n: (f"{path.parent.name}/test_{path.stem}" not in n, self.seconds[n], n))
         taken = 0.0
