@@ -20,7 +20,7 @@ BUDGETS = {
     "logs": 2536,  # 2150
     "costmodel": 3403,  # 2600
     "interop": 748,  # 600
-    "planning": 1328,  # 1250
+    "planning": 1311,  # 1250
     "diagnose": 1897,  # 1800
     "engine": 6743,  # 4370
     "launch": 970,  # 730
@@ -31,12 +31,12 @@ BUDGETS = {
     "cli": 1301,  # 800
 }
 ORDER = tuple(BUDGETS)
-MOST_LINES = 32_811  # 25,000
+MOST_LINES = 32_794  # 25,000
 MOST_FILES = 210  # 170
 MOST_BYTES = 50.9  # a line, on average, not by denser lines: 50
 MOST_CONSTANTS = 10.2  # of modules, per 1,000 lines
 LEAST_COMMENTS = 2.1  # lines of reasons per 100 of code: 3
-MOST_TEST_LINES = 22_673  # 15,000
+MOST_TEST_LINES = 22_675  # 15,000
 MOST_WORDS = 33_050  # of Markdown, without the reference, which the code writes
 
 

@@ -24,10 +24,12 @@ def test_each_way_to_cut_eight_gpus_is_looked_at_once() -> None:
 def test_blocks_of_recomputed_layers_are_no_whole_stage() -> None:
     """megatron-core counts them in each chunk of a stage: with two chunks of 5 layers, 5 would be recompute full."""
     shape, searched = parse_shape("40,5120,40,2048,50304"), Space(gpus=(4,), gbs=(8,))
-    found = {(p["interleaving"], p["recompute_layers"]) for p in searched.points(shape, 1, 4, 1)}
+    found = {
+        (p["interleaving"], p["recompute_layers"]) for p in searched.points(shape.num_layers // 4, False, True, False)
+    }
     assert found == {(1, 0), (2, 0), (5, 0), (10, 0), (1, 2), (1, 5), (1, 7), (2, 2)}
     pinned = Space(gpus=(4,), gbs=(8,), pins={"recompute_layers": (5,), "interleaving": (2,)})
-    assert {p["recompute"] for p in pinned.points(shape, 1, 4, 1)} == {"block"}
+    assert {p["recompute"] for p in pinned.points(shape.num_layers // 4, False, True, False)} == {"block"}
 
 
 def test_a_batch_is_shared_out_whole() -> None:

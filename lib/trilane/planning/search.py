@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
@@ -72,6 +73,7 @@ class _Search:
         self.rules = [pair for pair in rules if not pair[0].of_sizes]
         self.columns = columns_of(shape, space.fixed, space.engine)
         self.memory = memory_for(calibration, space.engine, cluster)
+        self.points, self.batches = functools.cache(space.points), functools.cache(space.batches)
         self.refused: Counter[str] = Counter()
         self.runnable = 0
 
@@ -96,10 +98,10 @@ class _Search:
 
     def blocks(self, sizes: ParallelSizes) -> Iterator[Block]:
         """What no rule refuses of one tp x pp x dp, a block for each combination of the other choices."""
-        (tp, pp, dp), (mbs, gbs), fixed = sizes, self.space.batches(sizes[2]), self.space.fixed
+        (tp, pp, dp), (mbs, gbs), fixed = sizes, self.batches(sizes[2]), self.space.fixed
         values = {**vars(fixed), "tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "gbs": gbs, "gpus": tp * pp * dp * fixed.cp}
         whole: Any = SimpleNamespace(**values)
-        points = self.space.points(self.shape, *sizes)
+        points = self.points(max(self.shape.num_layers // pp, 1), tp > 1, pp > 1, dp > 1)
         broken = next((rule.name for rule, subjects in self.size_rules if not rule.holds(whole, *subjects)), "")
         field, _, rule = unsupported_rule(self.space.engine, self.shape, whole) or ("", None, "")
         if broken or field in SIZES:
@@ -148,7 +150,7 @@ class _Search:
 
     def run(self) -> SearchResult:
         """All topologies, some thousands at a time; what no rule refuses is predicted."""
-        able = [sizes for sizes in self.space.sizes() if len(self.space.batches(sizes[2])[0])]
+        able = [sizes for sizes in self.space.sizes() if len(self.batches(sizes[2])[0])]
         found, rows = list[Block](), 0
         for block in (block for sizes in progress(able, "search", "size") for block in self.blocks(sizes)):
             found.append(block)

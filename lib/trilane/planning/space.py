@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,32 +89,14 @@ class Space(Brief):
                     if all(not pin or size in pin for size, pin in zip(found, pins, strict=True)):
                         yield found
 
-    @cached_property
-    def _batches(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        return {}
-
     def batches(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
         """Every (mbs, gbs) with gbs a multiple of mbs x dp, as two arrays."""
-        if dp not in self._batches:
-            pairs = [(m, g) for g in self.gbs if g % dp == 0 for m in self.pins.get("mbs") or divisors(g // dp)]
-            pairs = [(m, g) for m, g in pairs if g % (m * dp) == 0]
-            array = np.array(pairs, float).reshape(-1, 2)
-            self._batches[dp] = array[:, 0], array[:, 1]
-        return self._batches[dp]
+        pairs = [(m, g) for g in self.gbs if g % dp == 0 for m in self.pins.get("mbs") or divisors(g // dp)]
+        array = np.array([(m, g) for m, g in pairs if g % (m * dp) == 0], float).reshape(-1, 2)
+        return array[:, 0], array[:, 1]
 
-    @cached_property
-    def _points(self) -> dict[tuple[int, bool, bool, bool], list[Point]]:
-        return {}
-
-    def points(self, shape: ModelShape, tp: int, pp: int, dp: int) -> list[Point]:
-        """Every combination of the remaining choices that means something on tp x pp x dp."""
-        key = max(shape.num_layers // pp, 1), tp > 1, pp > 1, dp > 1
-        if key not in self._points:
-            self._points[key] = self._combined(*key)
-        return self._points[key]
-
-    def _combined(self, held: int, has_tp: bool, has_pp: bool, has_dp: bool) -> list[Point]:
-        """points() of stages of `held` layers, where tp, pp and dp are above 1."""
+    def points(self, held: int, has_tp: bool, has_pp: bool, has_dp: bool) -> list[Point]:
+        """Every combination of the remaining choices that means something on stages of `held` layers."""
         values = {**VARIED, **{name: pin for name, pin in self.pins.items() if name in VARIED}}
         # neither means anything without a pipeline or tensor parallelism; where one is pinned there is no other choice
         chunks = values["interleaving"] or tuple(divisors(held))
