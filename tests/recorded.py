@@ -16,12 +16,13 @@ ANSWERS = REPOSITORY / "tests/answers"
 GIVEN = ("cluster", "shape", "data", "optimizer", "dropout", "run", "sources", "calibration", "date")  # no answers
 MOST = 4  # of a list that are recorded
 NUMBER = re.compile(r"\d[\d.,]*(?:e[+-]?\d+)?")
+MADE_ON = re.compile(r"made by \S+ on \d{4}-\d\d-\d\d")  # the day on which the tests run
 ROUNDED = re.compile(r"\d+\.\d+|[1-9]\d{0,2}(,\d{3})*,\d00")
 
 
 def numbers_in(text: str) -> str:
-    """The numbers of a text, in their order; of a path nothing, as it names where this repository stands."""
-    return " ".join(NUMBER.findall(" ".join(word for word in text.split() if "/" not in word)))
+    """The numbers of a text, in their order; none of a path, which names where this repository stands, nor of the day."""
+    return " ".join(NUMBER.findall(" ".join(word for word in MADE_ON.sub("", text).split() if "/" not in word)))
 
 
 def plain(value: Any) -> Any:
