@@ -101,7 +101,8 @@ def parse_plan(
         run=run,
     )
     known = known_arguments()
-    rest, ignored = {*values} - given.read - {*known["one_way"], "max_position_embeddings"}, {*known["ignored"]}
+    rest = {*values} - given.read - {*known["one_way"], "max_position_embeddings"}
+    ignored = {*known["ignored"]}.union(*known["elsewhere"].values())
     left = {"ignored": tuple(sorted(rest & ignored)), "unknown": tuple(sorted(rest - ignored))}
     return ParsedPlan(plan=plan, differs=differing(values, plan), **left)
 
