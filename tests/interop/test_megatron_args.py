@@ -16,7 +16,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Dropout, Optimizer, Part, Run
-from trilane.interop.megatron_args import megatron_args, megatron_text
+from trilane.interop.megatron_args import megatron_args, megatron_environment, megatron_text
 from trilane.interop.megatron_parse import parse_plan
 from trilane.interop.shell_args import read_arguments
 
@@ -78,6 +78,7 @@ KINDS = [
     LLAMA,
     replace(LLAMA, ffn_hidden_size=None, biases="qkv", num_key_value_heads=1),
     replace(LLAMA, norm_epsilon=1e-6, rotary_base=5e5),
+    replace(LLAMA, ffn_hidden_size=4 * 256),  # what the program takes without a gate where nothing is given
     replace(SHAPE, tied_embeddings=False, ffn_hidden_size=512, positions="none"),
     replace(SHAPE, activation="squared-relu", positions="rotary"),
     replace(SHAPE, activation="gelu-tanh"),
@@ -281,6 +282,11 @@ CANNOT_BE_WRITTEN = [  # topology, what else differs, the message
     ({}, {"shape": replace(SHAPE, positions="alibi")}, "positions=alibi: Megatron-LM has learned, rotary, none"),
     ({}, {"shape": replace(SHAPE, embedding_layernorm=True)}, "embedding_layernorm=True: Megatron-LM has no"),
     ({}, {"layer": Layer(name="mine.layers:Own")}, "layer=mine.layers:Own: Megatron-LM trains its own"),
+    (
+        {},
+        {"shape": replace(SHAPE, activation="gelu-tanh", biases="qkv")},
+        "activation=gelu-tanh: Megatron-LM has it with biases=all alone",
+    ),
 ]
 
 
@@ -311,3 +317,32 @@ def test_the_command_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixtur
     out, err = capsys.readouterr()
     assert json.loads(out)["shape"] == small_plan().to_json()["shape"]
     assert err.splitlines()[0] == "trilane: moe: unknown, not in the plan"
+
+
+@pytest.mark.parametrize(
+    ("topology", "card", "is_demanded"),
+    [
+        ({"tp": 2}, (9, 0), True),
+        ({"cp": 2}, (8, 0), True),
+        ({"tp": 2}, (10, 0), False),
+        ({"pp": 2, "dp": 2, "gbs": 4}, (9, 0), False),
+    ],
+)
+def test_the_variable_that_megatron_lm_demands_stands_above_its_arguments(
+    topology: dict, card: tuple[int, int], is_demanded: bool, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """validate_args() of core 0.16.1 to 0.19.2: with TP or CP, before compute capability 10."""
+    machine = replace(FP8, gpu=replace(FP8.gpu, compute_capability=card))
+    original = plan(topology, cluster=machine)
+    path = tmp_path / "read.json"
+    path.write_text(json.dumps(original.to_json()))
+    assert main(["convert", "megatron", str(path)]) == 0
+    text = capsys.readouterr().out
+    export = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
+    assert text.startswith(f"{export}--num-layers" if is_demanded else "--num-layers")
+    found = parse_plan(read_arguments(text), cluster=machine, gpus=original.topology.gpus)
+    assert (found.plan, found.unknown, found.differs) == (original, (), ())
+    assert main(["convert", "megatron", str(path), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values == {"environment": megatron_environment(original), "arguments": megatron_args(original)}
+    assert bool(values["environment"]) == is_demanded

@@ -6,7 +6,7 @@ from trilane.cli.app import Answer, Group, command, note
 from trilane.config.options import option
 from trilane.config.plan import read_plan
 from trilane.interop.deepspeed_config import deepspeed_config
-from trilane.interop.megatron_args import megatron_args, megatron_text
+from trilane.interop.megatron_args import megatron_args, megatron_environment, megatron_text
 from trilane.interop.megatron_parse import parse_plan
 from trilane.interop.shell_args import MOST_BYTES, read_arguments
 from trilane.launch.local import prepare_data
@@ -41,8 +41,11 @@ def megatron(
     """
     require((plan is None) != (read is None), "plan", plan or "missing", "give either a plan, or --read FILE")
     if read is None:
-        arguments = megatron_args(read_plan(str(plan)), prepare_data(Path(str(plan))) if prepare else ())
-        return Answer(arguments, megatron_text(arguments))
+        given = read_plan(str(plan))
+        arguments = megatron_args(given, prepare_data(Path(str(plan))) if prepare else ())
+        environment = megatron_environment(given)
+        both = {"environment": environment, "arguments": arguments}
+        return Answer(both, megatron_text(arguments, environment))
     require(bool(cluster), "cluster", "missing", "--read needs the cluster that the plan is for")
     words = read_arguments(read_text(read, "read", MOST_BYTES, "replace"))
     parsed = parse_plan(words, cluster=load_cluster(cluster), label=read.stem, gpus=gpus, vocab_size=vocab_size)

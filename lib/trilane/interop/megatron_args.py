@@ -1,13 +1,13 @@
 """The arguments of Megatron-LM that run a plan in the original program.
 
-Names and meanings: Megatron-LM core_v0.16.1 (megatron/training/arguments.py). Lengths are given in samples, which it
-requires for a ramp-up of the batch. Fields with an argument of their own name it where they are declared; the program's
-words are in data/megatron_arguments.json.
+Names and meanings: Megatron-LM core 0.16.1 to 0.19.2 (megatron/training/arguments.py). Lengths are
+given in samples, as its ramp-up of the batch requires. Fields with an argument of their own name it
+where they are declared; the program's words are in data/megatron_arguments.json.
 """
 
 import functools
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -21,8 +21,9 @@ Arguments = dict[str, list[str]]  # name without leading dashes -> values; empty
 
 @functools.cache
 def known_arguments() -> dict[str, Any]:
-    """`words`: what Megatron-LM has of a field with a choice; `one_way`: what a plan has in one way only, `refused`
-    what it does not have; `ignored`: where and how often files are written, kernels, workers, the launcher's arguments.
+    """`words`: what Megatron-LM has of a field with a choice; `one_way`: what a plan has in one way
+    only, `refused` what it does not have; `ignored`: where and how often files are written, kernels,
+    workers; `elsewhere`: also ignored, and unknown to core 0.17 to 0.19, by the program that has it.
     """
     return read_json(DATA / "megatron_arguments.json", "arguments")
 
@@ -41,15 +42,30 @@ def megatron_args(plan: Plan, prefixes: Sequence[str] = ()) -> Arguments:
     require(not plan.layer, "layer", plan.layer, "Megatron-LM trains its own")
     require(not s.embedding_layernorm, "embedding_layernorm", True, "Megatron-LM has no LayerNorm of the embedding")
     require(s.rotary_base.is_integer(), "rotary_base", s.rotary_base, "Megatron-LM has whole numbers")
+    # its fused kernel alone has the tanh form, and validate_args() turns that off without biases
+    is_able = s.activation != "gelu-tanh" or s.biases == "all"
+    require(is_able, "activation", s.activation, "Megatron-LM has it with biases=all alone")
     given: Arguments = {}
     for part in (s, plan.topology, plan.run, o, plan.dropout):
         given |= _own(part)
     return {**given, **_words(plan), **_beside(plan), **_data(plan, prefixes)}
 
 
-def megatron_text(arguments: Arguments) -> str:
-    """The arguments for bash, one per line."""
-    return " \\\n".join(shlex.join([f"--{name}", *values]) for name, values in arguments.items())
+def megatron_environment(plan: Plan) -> dict[str, str]:
+    """What Megatron-LM must find: one variable, with TP or CP on cards before Blackwell.
+
+    validate_args() of core 0.16.1 to 0.19.2 (not with FSDP or overlapped experts: no plan has them).
+    """
+    is_shared = plan.topology.tp > 1 or plan.topology.cp > 1
+    is_old = plan.cluster.gpu.compute_capability < (10, 0)
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_shared and is_old else {}
+
+
+def megatron_text(arguments: Arguments, environment: Mapping[str, str] = {}) -> str:
+    """The arguments for bash, one per line; above them what megatron_environment() has."""
+    lines = [shlex.join([f"--{name}", *values]) for name, values in arguments.items()]
+    exports = [f"export {name}={value}\n" for name, value in environment.items()]
+    return "".join(exports) + " \\\n".join(lines)
 
 
 def _own(part: Any) -> Arguments:
@@ -92,7 +108,8 @@ def _beside(plan: Plan) -> Arguments:
         # that of our engines; its default 2^32 skips the first iterations
         "initial-loss-scale": 65536 if t.precision == "fp16" else None,
         "no-bias-gelu-fusion": s.activation != "gelu-tanh",
-        "ffn-hidden-size": s.ffn if s.ffn != 4 * s.hidden_size else None,
+        # with --swiglu its default is not 4 h
+        "ffn-hidden-size": s.ffn if s.is_gated or s.ffn != 4 * s.hidden_size else None,
         "norm-epsilon": s.norm_epsilon if s.norm_epsilon != ModelShape.norm_epsilon else None,
         "use-distributed-optimizer": t.zero == 1,
         **({"recompute-num-layers": t.recompute_layers} if t.recompute == "block" else {}),
@@ -105,8 +122,9 @@ def _beside(plan: Plan) -> Arguments:
         "timing-log-level": 2 if run.timers else None,
         "tokenizer-type": "NullTokenizer" if is_bytes else "HuggingFaceTokenizer",
         "tokenizer-model": None if is_bytes else coder,
-        # ids of our tokenizer "bytes"; the end of a document is the next id, as in NullTokenizer
-        "vocab-size": 256 if is_bytes else None,
+        # ids of our tokenizer "bytes"; from core 0.18 on NullTokenizer ends a document by the last of
+        # them, as we do, before by the next one, which no document has
+        "vocab-size": 257 if is_bytes else None,
     }
     # True is a switch
     found = {name: value for name, value in values.items() if value is not None and value is not False}

@@ -101,7 +101,8 @@ def parse_plan(
         run=run,
     )
     known = known_arguments()
-    rest, ignored = {*values} - given.read - {*known["one_way"], "max_position_embeddings"}, {*known["ignored"]}
+    rest = {*values} - given.read - {*known["one_way"], "max_position_embeddings"}
+    ignored = {*known["ignored"]}.union(*known["elsewhere"].values())
     left = {"ignored": tuple(sorted(rest & ignored)), "unknown": tuple(sorted(rest - ignored))}
     return ParsedPlan(plan=plan, differs=differing(values, plan), **left)
 
@@ -118,7 +119,7 @@ def differing(values: Mapping[str, list[str]], plan: Plan) -> tuple[str, ...]:
     given = {n: " ".join(values.get(n, [usual[n]])) or "yes" for n in wanted}
     found = [f"{n}={given[n]}: a plan has {value}" for n, value in wanted.items() if not _same(given[n], value)]
     coder = " ".join(values.get("tokenizer_type", ["its own"] if "vocab_file" in values else []))
-    ours = coder == "NullTokenizer" and values.get("vocab_size") == ["256"]
+    ours = coder == "NullTokenizer" and values.get("vocab_size") in (["256"], ["257"])
     if coder not in ("", "HuggingFaceTokenizer", "PretrainedFromHF") and not ours:
         found.append(f"tokenizer_type={coder}: a plan has the tokenizer of a folder, or {plan.data.tokenizer}")
     return (*found, *([] if "data_path" in values else [f"data_path=missing: the plan has {plan.data.source}"]))
@@ -179,7 +180,8 @@ def _positions(given: Given) -> str:
 def _rows(given: Given, vocab_size: int) -> int:
     """Rows of the embedding: the padded size among the arguments, else the one given, else their vocabulary.
 
-    The latter two are padded as the programs do where they are not. NullTokenizer adds an end-of-document token.
+    The latter two are padded as the programs do where they are not. NullTokenizer adds an end of
+    document, until core 0.17: from 0.18 on the vocabulary has it.
     """
     for name in ("padded_vocab_size", "pad_vocab_size_to"):
         if given.has(name):

@@ -1,0 +1,544 @@
+"""Megatron-LM itself takes the arguments of 200 plans, means what they have, and counts as we do.
+
+From megatron-core 0.17 on its wheel holds Megatron-LM's argument parser, validate_args() and its
+formulas for memory and FLOPs (megatron/training: arguments.py, theoretical_memory_usage.py,
+training.py). These tests were run on 0.17.1, 0.18.2 and 0.19.2.
+"""
+
+import argparse
+import functools
+import importlib
+import random
+import re
+import shlex
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from trilane.config.batch_rampup import Ramp
+from trilane.config.cluster import PRECISIONS, cluster
+from trilane.config.engines import ENGINES
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import PARTITION, Topology
+from trilane.config.plan import Plan
+from trilane.config.training import Data, Dropout, Optimizer, Part, Run
+from trilane.costmodel import memory
+from trilane.costmodel.columns import Columns, columns_of
+from trilane.interop.megatron_args import (
+    known_arguments,
+    megatron_args,
+    megatron_environment,
+    megatron_text,
+)
+from trilane.interop.megatron_parse import Given, parse_plan
+from trilane.interop.shell_args import read_arguments
+
+HAS_IT = find_spec("megatron") and find_spec("megatron.training")
+pytestmark = [
+    pytest.mark.slow,  # megatron.training takes 9 s to import
+    pytest.mark.skipif(not HAS_IT, reason="megatron-core has megatron.training from 0.17 on"),
+]
+COUNT, LEAST = 200, 15
+
+LLAMA: dict[str, Any] = {"activation": "swiglu", "normalization": "rmsnorm", "biases": "none"}
+LLAMA |= {"positions": "rotary", "tied_embeddings": False}
+SHAPES: dict[str, dict[str, Any]] = {
+    "GPT-2": {},
+    "its published GELU": {"activation": "gelu-tanh"},
+    "squared ReLU": {"activation": "squared-relu", "positions": "rotary"},
+    "no positions": {"positions": "none", "tied_embeddings": False, "ffn_hidden_size": 3072},
+    "Llama": LLAMA,
+    "shared keys": LLAMA | {"num_key_value_heads": 8, "ffn_hidden_size": 3584, "rotary_base": 5e5},
+    "Qwen": LLAMA | {"biases": "qkv", "num_key_value_heads": 2, "norm_epsilon": 1e-6},
+    "a gate of 4 h": LLAMA | {"ffn_hidden_size": 4096},
+}
+ANY: dict[str, tuple[Any, ...]] = {
+    "tp": (1, 2, 4, 8),
+    "pp": (1, 2, 4, 4, 4),
+    "cp": (1, 2, 4),
+    "interleaving": (1, 2, 3),
+    "zero": (0, 1),
+    "recompute": ("none", "selective", "full", "block"),
+    "precision": PRECISIONS,
+    "partition": PARTITION,
+    "sequence_parallel": (False, True),
+    "overlap_grad_reduce": (False, True),
+}
+ALONE = {"cp": (1,), "zero": (1,), "interleaving": (1,), "precision": PRECISIONS[:3]}
+ALONE |= {"overlap_grad_reduce": (False,)}
+ABLE = {
+    "megatron": {},
+    "deepspeed-zero": ALONE | {"pp": (1,)},
+    "deepspeed-3d": ALONE | {"pp": (2, 4), "recompute": ("none", "full", "block")},
+    "hf-zero3": ALONE | {"tp": (1,), "pp": (1,), "recompute": ("none", "full")},
+}
+
+
+def drawn(draw: random.Random, number: int) -> Plan:
+    """A plan that `convert megatron` takes; ValueError where the parts do not fit together."""
+    engine = (*ENGINES, "megatron", "megatron")[number % 6]
+    t = {name: draw.choice(values) for name, values in {**ANY, **ABLE[engine]}.items()}
+    t |= {"dp": draw.choice((1, 2, 4)), "mbs": draw.choice((1, 2))}
+    t["gbs"] = t["mbs"] * t["dp"] * t["pp"] * draw.choice((2, 4))
+    t["interleaving"] = t["interleaving"] if t["pp"] > 1 else 1
+    t["partition"] = t["partition"] if t["pp"] > 1 else "uniform"
+    t["sequence_parallel"] = t["sequence_parallel"] and t["tp"] > 1
+    t["fp32_gradients"] = t["precision"] in ("bf16", "fp8")
+    t["overlap_param_gather"] = t["overlap_grad_reduce"] and t["zero"] == 1
+    chunks = t["pp"] * t["interleaving"]
+    layers = chunks * draw.choice((4, 6))
+    t["recompute_layers"] = 2 if t["recompute"] == "block" else 0
+    if t["partition"] != "uniform":
+        layers -= 2
+    elif engine == "megatron" and t["pp"] == 4:
+        t["first_stage_layers"] = t["last_stage_layers"] = t["interleaving"]
+        layers = layers // 2 + 2 * t["interleaving"]
+    run = Run(
+        train_iters=400,
+        seed=number,
+        ramp=draw.choice((Ramp(), Ramp(start=t["gbs"] // 2, increment=t["gbs"] // 2, samples=999))),
+        skip=draw.choice(("", "20-29,31")),
+        timers=draw.choice((False, True)),
+        **draw.choice(({}, {"eval_interval": 50, "eval_iters": 4})),
+    )
+    blend = (Part(source="/d/a", weight=0.7), Part(source="/d/b c", weight=3))
+    own = ({"source": "/d/pair", "tokenizer": "/m/gpt2"}, {"source": "blend", "blend": blend})
+    hidden = draw.choice((0.0, 0.1))
+    shape = ModelShape(
+        num_layers=layers,
+        hidden_size=1024,
+        num_attention_heads=16,
+        seq_length=draw.choice((1024, 4096)),
+        vocab_size=draw.choice((51200, 32768)),
+        **SHAPES[draw.choice([*SHAPES])],
+    )
+    return Plan(
+        label="read",
+        engine=engine,
+        shape=shape,
+        cluster=cluster("dgx-h100" if t["precision"] == "fp8" else "jz-a100-80g"),
+        topology=Topology(**t),
+        data=Data(**draw.choice(own), split="949,50.5,1" if run.eval_interval else ""),
+        optimizer=draw.choice((Optimizer(), Optimizer(warmup_samples=80, decay_samples=999))),
+        dropout=Dropout(hidden=hidden, attention=hidden / 2),
+        run=run,
+    )
+
+
+@functools.cache
+def plans() -> list[Plan]:
+    draw, found = random.Random(39), list[Plan]()
+    while len(found) < COUNT:
+        try:
+            found.append(drawn(draw, len(found)))
+        except ValueError:
+            continue  # does not fit together: another one
+    return found
+
+
+def text_of(plan: Plan) -> str:
+    return megatron_text(megatron_args(plan), megatron_environment(plan))
+
+
+def as_converted(plan: Plan) -> Plan:
+    """The plan for Megatron-LM: it sums 16-bit gradients in fp32, as engine megatron does."""
+    topology = replace(plan.topology, fp32_gradients=plan.topology.precision != "fp32")
+    return replace(plan, engine="megatron", topology=topology)
+
+
+class Program:
+    """Megatron-LM's parser, checks and formulas. What is not its own, since there is no GPU:
+
+    - the compute capability, which it asks torch.cuda for, is that of the plan's card;
+    - its parser is made once, not for each plan (0.3 s);
+    - --no-rope-fusion, since the kernel and a check for it are Transformer Engine's.
+    """
+
+    def __init__(self) -> None:
+        self.arguments = importlib.import_module("megatron.training.arguments")
+        self.memory = importlib.import_module("megatron.training.theoretical_memory_usage")
+        self.training = importlib.import_module("megatron.training.training")
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        self.parser = self.arguments.add_megatron_arguments(parser)
+        options = [option for action in self.parser._actions for option in action.option_strings]
+        self.names = {option.lstrip("-").replace("-", "_") for option in options}
+
+    def take(self, text: str, gpus: int, card: tuple[int, ...] = (8, 0)) -> Namespace:
+        """Its arguments, checked and completed, as it understands the text for bash."""
+        exports = r"^export (\w+)=(.*)\n"
+        words = shlex.split(re.sub(exports, "", text, flags=re.M).replace("\\\n", " "))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+            for name, value in re.findall(exports, text, re.M):
+                patch.setenv(name, value)
+            patch.setenv("WORLD_SIZE", str(gpus))
+            patch.setattr(sys, "argv", ["pretrain_gpt.py", *words, "--no-rope-fusion"])
+            patch.setattr(self.arguments, "get_device_arch_version", lambda: card[0])
+            patch.setattr(self.arguments, "add_megatron_arguments", lambda _: self.parser)
+            return self.arguments.validate_args(self.arguments.parse_args())
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return Program()
+
+
+@pytest.fixture(scope="module")
+def taken(program: Program) -> list[tuple[Plan, Namespace]]:
+    found = []
+    for plan in plans():
+        card = plan.cluster.gpu.compute_capability
+        found.append((plan, program.take(text_of(plan), plan.topology.gpus, card)))
+    return found
+
+
+def test_the_plans_have_all_that_the_conversion_takes() -> None:
+    counts = Counter((name, getattr(plan.topology, name)) for plan in plans() for name in ANY)
+    expected = {(name, value) for name, values in ANY.items() for value in values}
+    assert {pair for pair, count in counts.items() if count >= LEAST} == expected
+    for found, wanted in (
+        (Counter(plan.engine for plan in plans()), len(ENGINES)),
+        (Counter(plan.shape.kind for plan in plans()), len(SHAPES)),
+        (Counter(plan.topology.first_stage_layers > 0 for plan in plans()), 2),
+    ):
+        assert len(found) == wanted
+        assert min(found.values()) >= LEAST, found
+
+
+def meaning(plan: Plan) -> dict[str, Any]:
+    """What the plan is among the arguments that Megatron-LM has checked and completed."""
+    import torch
+
+    s, t, o, r = plan.shape, plan.topology, plan.optimizer, plan.run
+    types = {"fp32": torch.float32, "fp16": torch.float16}
+    positions = {"learned": "learned_absolute", "rotary": "rope", "none": "none"}
+    return {
+        "num_layers": s.num_layers,
+        "hidden_size": s.hidden_size,
+        "num_attention_heads": s.num_attention_heads,
+        "seq_length": s.seq_length,
+        "max_position_embeddings": s.seq_length,
+        "padded_vocab_size": s.vocab_size,
+        "ffn_hidden_size": s.ffn,
+        "kv_channels": s.head_dim,
+        "group_query_attention": s.num_key_value_heads is not None,
+        "num_query_groups": s.num_key_value_heads or 1,
+        "swiglu": s.activation == "swiglu",
+        "squared_relu": s.activation == "squared-relu",
+        **({"bias_gelu_fusion": s.activation == "gelu-tanh"} if "gelu" in s.activation else {}),
+        "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[s.normalization],
+        "layernorm_epsilon": s.norm_epsilon,
+        "position_embedding_type": positions[s.positions],
+        "rotary_base": s.rotary_base,
+        "rotary_percent": 1.0,
+        "add_bias_linear": s.biases == "all",
+        "add_qkv_bias": s.biases != "none",
+        "untie_embeddings_and_output_weights": not s.tied_embeddings,
+        "tensor_model_parallel_size": t.tp,
+        "pipeline_model_parallel_size": t.pp,
+        "context_parallel_size": t.cp,
+        "data_parallel_size": t.dp,
+        "virtual_pipeline_model_parallel_size": t.interleaving if t.interleaving > 1 else None,
+        "sequence_parallel": t.sequence_parallel,
+        "use_distributed_optimizer": t.zero == 1,
+        "overlap_grad_reduce": t.overlap_grad_reduce,
+        "overlap_param_gather": t.overlap_param_gather,
+        "decoder_first_pipeline_num_layers": t.first_stage_layers or None,
+        "decoder_last_pipeline_num_layers": t.last_stage_layers or None,
+        "account_for_embedding_in_pipeline_split": t.partition != "uniform",
+        "account_for_loss_in_pipeline_split": t.partition != "uniform",
+        "params_dtype": types.get(t.precision, torch.bfloat16),
+        "fp8": "hybrid" if t.precision == "fp8" else None,
+        "accumulate_allreduce_grads_in_fp32": t.fp32_gradients,
+        "recompute_granularity": {"none": None, "block": "full"}.get(t.recompute, t.recompute),
+        "recompute_method": {"full": "uniform", "block": "block"}.get(t.recompute),
+        "recompute_num_layers": {"full": 1, "block": t.recompute_layers}.get(t.recompute),
+        "micro_batch_size": t.mbs,
+        "global_batch_size": t.gbs,
+        "train_samples": plan.samples,
+        "rampup_batch_size": [*vars(r.ramp).values()] if r.ramp.samples else None,
+        "iterations_to_skip": [n for first, last in r.skipped for n in range(first, last + 1)],
+        "seed": r.seed,
+        "log_interval": r.log_interval,
+        "timing_log_level": 2 if r.timers else 0,
+        "eval_interval": r.eval_interval or 1000,
+        "eval_iters": r.eval_iters,
+        "split": plan.data.split or "100,0,0",
+        "optimizer": "adam",
+        "lr": o.lr,
+        "min_lr": o.min_lr,
+        "lr_warmup_samples": o.warmup_samples,
+        "lr_decay_samples": o.decay_samples or None,
+        "weight_decay": o.weight_decay,
+        "adam_beta1": o.adam_beta1,
+        "adam_beta2": o.adam_beta2,
+        "adam_eps": o.adam_eps,
+        "clip_grad": o.clip_grad,
+        "init_method_std": o.init_std,
+        "hidden_dropout": plan.dropout.hidden,
+        "attention_dropout": plan.dropout.attention,
+    }
+
+
+def misunderstood(args: Namespace, plan: Plan) -> dict[str, tuple[Any, Any]]:
+    """What of the plan is something else among the arguments: the program's value, the plan's."""
+    given = vars(args) | {"split": args.split.replace(" ", "")}
+    pairs = {name: (given[name], value) for name, value in meaning(plan).items()}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def test_megatron_lm_takes_every_plan_and_means_what_the_plan_has(taken: list) -> None:
+    assert len(taken) == COUNT
+    for plan, args in taken:
+        assert misunderstood(args, as_converted(plan)) == {}
+    assert {args.lr_decay_style for _, args in taken} == {"cosine"}
+
+
+def test_megatron_core_configures_every_plan_and_deals_the_layers_as_we_do(taken: list) -> None:
+    """TransformerConfig checks again; get_num_layers_to_build() of transformer_block.py."""
+    block = importlib.import_module("megatron.core.transformer.transformer_block")
+    arguments = importlib.import_module("megatron.training.arguments")
+    for plan, args in taken:
+        t = plan.topology
+        config = arguments.core_transformer_config_from_args(args)
+        assert t.recompute != "selective" or config.recompute_modules == ["core_attn"]
+        dealt = [0] * t.pp
+        for stage in range(t.pp):
+            for chunk in [None] if t.interleaving == 1 else range(t.interleaving):
+                dealt[stage] += block.get_num_layers_to_build(config, chunk, stage)
+        assert dealt == memory.stage_layers(plan.shape, t)
+
+
+def test_a_plan_comes_back_from_what_was_printed() -> None:
+    for plan in plans():
+        words = read_arguments(text_of(plan))
+        found = parse_plan(words, cluster=plan.cluster, gpus=plan.topology.gpus)
+        assert found.plan == as_converted(plan)
+        assert (found.unknown, found.differs) == ((), ())
+
+
+BARE = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --lr 1e-4"
+BARE += " --max-position-embeddings 128 --padded-vocab-size 51200 --train-samples 800"
+# 1000 was its default; from 0.16 on a run without it ends in get_train_valid_test_num_samples()
+BARE += " --micro-batch-size 2 --data-path /d/pair --eval-interval 1000"
+BESIDE = [
+    "",
+    "--bf16",
+    "--fp16",
+    "--swiglu",
+    "--squared-relu --position-embedding-type rope",
+    "--group-query-attention",
+    "--normalization RMSNorm",
+    "--disable-bias-linear",
+    "--disable-bias-linear --add-qkv-bias",
+    "--use-rotary-position-embeddings --global-batch-size 8",
+    "--recompute-activations",
+    "--recompute-granularity selective",
+    "--bf16 --use-distributed-optimizer --overlap-grad-reduce",
+]
+
+
+@pytest.mark.parametrize("words", BESIDE)
+def test_what_is_not_given_is_read_as_megatron_lm_takes_it(words: str, program: Program) -> None:
+    text = f"{BARE} {words}"
+    read = parse_plan(read_arguments(text), cluster=cluster("jz-a100-80g"), gpus=4).plan
+    assert misunderstood(program.take(text, 4), read) == {}
+
+
+# What is read though no Megatron-LM of today has it: a Megatron-DeepSpeed does.
+READ_OF_OTHERS = {
+    "cpu_optimizer",
+    "deepspeed",
+    "embed_layernorm",
+    "glu_activation",
+    "layernorm_epsilon",
+    "num_key_value_heads",
+    "pad_vocab_size_to",
+    "pp_partition_method",
+    "tokenizer_name_or_path",
+    "zero_stage",
+}
+
+
+def test_the_names_in_our_tables_are_megatron_lms(
+    program: Program,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But for those that are listed as another program's."""
+    tables = known_arguments()
+    elsewhere = set[str]().union(*tables["elsewhere"].values())
+    listed = {*tables["one_way"], *tables["refused"], *tables["ignored"]}
+    assert listed - program.names <= elsewhere
+    assert not elsewhere & program.names
+    read = set[str]()
+    has = Given.has
+
+    def recorded(given: Given, name: str) -> bool:
+        read.add(name)
+        return has(given, name)
+
+    monkeypatch.setattr(Given, "has", recorded)
+    unpadded = BARE.replace("--padded-vocab-size", "--vocab-size")
+    block = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+    for words in (f"{unpadded} {block}", f"{BARE} --deepspeed --bf16"):
+        parse_plan(read_arguments(words), cluster=cluster("jz-a100-80g"), gpus=4)
+    assert read - program.names - elsewhere == READ_OF_OTHERS
+
+
+def test_what_a_plan_has_in_one_way_is_the_default(program: Program) -> None:
+    """Of the schedule it is linear, which the reader knows; what is unset has no default."""
+    wanted = known_arguments()["one_way"]
+    usual = {action.dest: action.default for action in program.parser._actions}
+    words = {name: usual[name] for name in wanted if usual.get(name) not in (None, False)}
+    assert words.pop("lr_decay_style") == "linear"
+    assert words.pop("cp_comm_type") == [wanted["cp_comm_type"]]
+    assert all(wanted[name] == str(value) for name, value in words.items())
+
+
+def test_the_end_of_a_document_is_no_byte(taken: list) -> None:
+    """NullTokenizer counts it among --vocab-size from 0.18 on; before, it came after these."""
+    module = importlib.import_module("megatron.core.tokenizers.utils.build_tokenizer")
+    args = next(args for plan, args in taken if plan.data.tokenizer == "bytes")
+    assert module.build_tokenizer(args).eod in (256, 257)
+
+
+def test_flops_are_megatron_lms_with_the_whole_of_attention(program: Program, taken: list) -> None:
+    """num_floating_point_operations() counts the half of the scores that a causal mask leaves.
+
+    Ours count them whole, as Narayanan et al. 2021 and published numbers do: 6 B s^2 h L more, in
+    these plans up to 27 %. Neither is wrong: a kernel that skips the rest does what it counts.
+    """
+    for plan, args in taken:
+        s, gbs = plan.shape, plan.topology.gbs
+        half = 6 * gbs * s.seq_length**2 * s.hidden_size * s.num_layers
+        theirs = program.training.num_floating_point_operations(args, gbs)
+        assert s.flops_per_iteration(gbs) - half == pytest.approx(theirs, rel=0.005)
+
+
+Model = tuple[Columns, memory.MemoryConstants]
+
+
+def model_of(plan: Plan) -> Model:
+    constants = memory.engine_memory("megatron", plan.cluster, plan.dropout, plan.topology.zero)
+    return columns_of(plan.shape, plan.topology, "megatron"), constants
+
+
+def with_columns(changes: Callable[[Columns], dict[str, Any]]) -> Callable[[Model], Model]:
+    return lambda model: (replace(model[0], **changes(model[0])), model[1])
+
+
+def is_cut(x: Columns) -> bool:
+    """Whether Megatron-LM counts sequence parallelism: with selective recomputation alone."""
+    return bool(x.sequence_parallel) and x.recompute == 1
+
+
+def even(x: Columns) -> dict[str, Any]:
+    return {"partition": 0, "first_stage_layers": x.layers / x.pp, "last_stage_layers": 0}
+
+
+# What Megatron-LM's formulas of memory do not see of a plan, and how far the most affected of these
+# plans is off by that alone. Ours see it and are right: traces of the engine, which has
+# megatron-core's modules, hold them (benchmarks/trace_check.py); and megatron-core shares an
+# optimizer out among its `intra_dp_cp_group`.
+Unseen = dict[str, tuple[float, Callable[[Model], Model]]]
+STATES: Unseen = {
+    "biases exist": (0.0, with_columns(lambda x: {"biases": 0})),
+    "a table of positions does, whole on each tp rank": (
+        0.36,
+        with_columns(lambda x: {"positions": 0}),
+    ),
+    "the distributed optimizer's group is dp x cp": (1.0, with_columns(lambda x: {"cp": 1})),
+    "in fp32 there are no master weights: 16 bytes a parameter, not 18": (
+        0.21,
+        with_columns(lambda x: {"precision": 2, "fp32_gradients": 1}),
+    ),
+    "the first stage has not always L / pp layers": (1.5, with_columns(even)),
+}
+ACTIVATIONS: Unseen = {
+    "a rank has s / cp tokens, with the keys of all s": (3.0, with_columns(lambda x: {"cp": 1})),
+    "values have 4 bytes in fp32; of fp8 some inputs have 1": (
+        0.54,
+        with_columns(lambda x: {"precision": 2}),
+    ),
+    "a gate is one more output; an MLP has its own width without sequence parallelism, too": (
+        0.23,
+        with_columns(lambda x: {"gated": 0, "ffn": x.ffn if is_cut(x) else 4 * x.hidden}),
+    ),
+    "keys and values may be fewer than queries": (
+        0.23,
+        with_columns(lambda x: {"kv_heads": x.heads}),
+    ),
+    "sequence parallelism cuts norms without selective recomputation, too": (
+        7.0,
+        with_columns(lambda x: {"sequence_parallel": int(is_cut(x))}),
+    ),
+    "the first stage has not always L / pp layers": (2.5, with_columns(even)),
+    "compiled kernels draw dropout's masks again; where nothing drops there are none": (
+        0.25,
+        lambda model: (model[0], replace(model[1], masks=2.0, drops=0.1)),
+    ),
+    # last, as is_cut() asks for it
+    "what is recomputed is not kept": (
+        22.0,
+        with_columns(lambda x: {"recompute": 0, "recompute_layers": 0}),
+    ),
+}
+
+
+def states(model: Model) -> float:
+    return float(sum(memory.model_states(model[0], 0, model[1])))
+
+
+def activations(model: Model) -> float:
+    """Of the first stage, without logits, which are among working_bytes()."""
+    x, c = model
+    layers = memory.stage_layers_at(x, 0) * memory.activation_bytes_per_layer(x, c)
+    return float(memory.in_flight(x, 0) * (layers + memory.end_bytes(x, 0, c)))
+
+
+def their_states(program: Program, plan: Plan, args: Namespace) -> float:
+    return program.memory.compute_weight_and_optimizer_memory(args)
+
+
+def their_activations(program: Program, plan: Plan, args: Namespace) -> float:
+    """Their formula without the logits, the ids of tokens and its 5 % for what is temporary.
+
+    The one without sequence parallelism leaves the input of the last norm out, which is added.
+    """
+    x, _ = model_of(plan)
+    tokens = plan.topology.mbs * plan.shape.seq_length
+    ids = memory.in_flight(x, 0) * 8 * tokens
+    ends = 1 if plan.topology.pp == 1 else 0
+    logits = ends * tokens * x.vocab / x.tp
+    if is_cut(x):
+        whole = program.memory.compute_activation_memory(args, plan.topology.microbatches)
+        return float(whole - ids / x.tp - 4 * logits)
+    whole = program.memory.compute_activation_memory_without_sp(args, plan.topology.microbatches)
+    return float(whole / 1.05 - ids - 2 * logits + 2 * ends * tokens * x.hidden)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "unseen"),
+    [(states, their_states, STATES), (activations, their_activations, ACTIVATIONS)],
+    ids=["states", "activations"],
+)
+def test_memory_is_megatron_lms_but_for_what_its_formula_does_not_see(
+    ours: Callable, theirs: Callable, unseen: Unseen, program: Program, taken: list
+) -> None:
+    """Of the first stage, in all plans, once ours does not see what Megatron-LM's does not."""
+    most = dict.fromkeys(unseen, 0.0)
+    for plan, args in taken:
+        model = model_of(plan)
+        for reason, (_, blind) in unseen.items():
+            most[reason] = max(most[reason], abs(ours(blind(model)) / ours(model) - 1))
+        for _, blind in unseen.values():
+            model = blind(model)
+        assert ours(model) == pytest.approx(theirs(program, plan, args), rel=0.005)
+    recorded = {reason: effect for reason, (effect, _) in unseen.items()}
+    assert most == pytest.approx(recorded, abs=0.006)
