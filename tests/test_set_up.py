@@ -12,17 +12,18 @@ STAND_IN = """#!/bin/sh
 PATH=/usr/bin:/bin
 case "$*" in
   *_base_executable*) echo "$0" ;;
-  *ensurepip*) exit {no_venv} ;;
+  {lacks}) exit 1 ;;
   "-m venv"*) for dir; do :; done; mkdir -p "$dir/bin"; cp "$0" "$dir/bin/python"; touch "$dir/pyvenv.cfg" ;;
   *) {version} ;;
 esac
 """
 
 
-def stand_in(path: Path, version: str, no_venv: int = 0) -> Path:
-    """A Python of that version; without one a stand-in of pyenv, which does not run."""
+def stand_in(path: Path, version: str) -> Path:
+    """A Python of that version, "3.12.1 without *ensurepip*" lacks this; "" is pyenv's for another, and does not run."""
+    version, _, lacks = version.partition(" without ")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(STAND_IN.format(version=f"echo {version}" if version else "exit 127", no_venv=no_venv))
+    path.write_text(STAND_IN.format(version=f"echo {version}" if version else "exit 127", lacks=lacks or "nothing"))
     path.chmod(0o755)
     return path
 
@@ -71,14 +72,18 @@ def test_the_set_up_takes_python3_else_the_newest_that_trains_and_runs(there, ta
         ({}, "", "PYTHON=python3: Python 3.11, 3.12 or 3.13 is needed, and this does not run"),
         ({"python3": "3.12.1", "python3.10": "3.10.13"}, "python3.10", "PYTHON=python3.10: "),
         ({"python3": "3.12.1"}, "python3.13", "PYTHON=python3.13: "),
-        ({"python3": "3.12.1 without venv"}, "", "PYTHON=python3: it has no venv module: on Debian and Ubuntu apt"),
+        (
+            {"python3": "3.12.1 without *ensurepip*"},
+            "",
+            "PYTHON=python3: it has no venv module: on Debian and Ubuntu apt",
+        ),
     ],
 )
 def test_without_a_python_that_trains_one_line_says_the_ways_on(there, python, rule, tmp_path: Path):
     """Nothing is made or cleared before; what PYTHON names is never replaced by another."""
     environment(tmp_path / "a venv", "2.7.18")
     for name, version in there.items():
-        stand_in(tmp_path / "bin" / name, version.split(" ")[0], no_venv=int("without" in version))
+        stand_in(tmp_path / "bin" / name, version)
     code, text = make_venv(tmp_path, python)
     assert (code, rule in text, text.count("\n")) == (2, True, 1), text
     assert "make PYTHON=" in text and (tmp_path / "a venv/pyvenv.cfg").exists()
@@ -93,6 +98,7 @@ def test_without_a_python_that_trains_one_line_says_the_ways_on(there, python, r
         ("3.11.2", "bin/my python", "was of Python 3.11.2; made anew with Python 3.12.1"),
         ("3.10.13", "", "was of Python 3.10.13; made anew with Python 3.11.7"),
         ("", "", "was not whole; made anew with Python 3.11.7"),
+        ("3.11.7 without *pip*", "", "was not whole; made anew with Python 3.11.7"),
     ],
 )
 def test_an_environment_of_another_python_or_a_broken_one_is_made_anew(present, python, says, tmp_path: Path):
@@ -102,6 +108,13 @@ def test_an_environment_of_another_python_or_a_broken_one_is_made_anew(present, 
     assert make_venv(tmp_path, python, check=True)[0] == int(bool(says))
     code, text = make_venv(tmp_path, python)
     assert code == 0 and says in text and bool(text) is bool(says)
+
+
+def test_a_part_of_pip_that_an_interrupted_set_up_left_is_made_anew(tmp_path: Path):
+    """It can be imported and does not run."""
+    stand_in(tmp_path / "bin/python3", "3.11.7")
+    environment(tmp_path / "a venv", "3.11.7 without -m?pip*")
+    assert "was not whole; made anew" in make_venv(tmp_path)[1]
 
 
 def make(folder: Path, *words: str) -> subprocess.CompletedProcess:
