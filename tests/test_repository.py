@@ -48,6 +48,14 @@ def test_environment_yml_sets_up_what_the_makefile_does():
     assert re.search(r"# - --extra-index-url \S+/cu126", text), "the V100 variant is missing"
 
 
+def test_the_workflow_runs_the_core_on_each_python_and_all_tests_on_both_lines_of_engines():
+    jobs = yaml.safe_load((REPOSITORY / ".github/workflows/test.yml").read_text())["jobs"]
+    tried = {name: job["strategy"]["matrix"]["python"] for name, job in jobs.items()}
+    assert tried == {"core": ["3.11", "3.12", "3.13", "3.14"], "full": ["3.11", "3.12"]}
+    assert jobs["full"]["container"]["image"] == "python:${{ matrix.python }}-bookworm"
+    assert jobs["full"]["env"]["CUDA"] == "cpu"
+
+
 def test_the_ranges_of_the_metadata_hold_the_versions_that_are_tried():
     """Each in one list: the core, the notebooks, or what trains."""
     lists = (project()["dependencies"], *(project()["optional-dependencies"][name] for name in ("notebooks", "train")))
