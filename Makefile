@@ -54,7 +54,7 @@ venv-dev: $(DEV_STAMP)
 $(STAMP): requirements.lock $(CUDA_LOCK) pyproject.toml $(ANEW)
 	@.ci/venv $(ENVIRONMENT)
 	@command -v git >/dev/null || echo "note: git is missing; reports will not name a revision" >&2
-	@echo "set-up: 2 GB with a CPU build of torch, 6 GB with a CUDA build; some minutes at the first time"
+	@echo "set-up: 2 to 3 GB with a CPU build of torch, 6 GB with a CUDA build; some minutes at the first time"
 	@rm -f $(VENV)/.current*
 	@$(PIP) --no-deps --progress-bar on $(TORCH) 2>&1 | $(SHORT)
 	@$(LOCKED) -r requirements.lock 2>&1 | $(SHORT)
