@@ -1,29 +1,37 @@
 # Two commands: `make run` (the demo study on this machine) and `make test`. Each sets up .venv first, when it is not current.
 SHELL := /bin/bash
-PYTHON ?= python3
+# which Python, where none is named: .ci/venv
+PYTHON ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STUDY ?= demo
-# 126 where a card is older than the CUDA 13 builds of torch know (a V100); on a login node without one: make venv CUDA=126,
-# which stays, since newer cards, too, run it
+# Which build of torch. cpu: the one without CUDA. 126: CUDA 12.6, where a card is older than the CUDA 13 builds know (a V100); on a
+# login node without one: make venv CUDA=126. Either stays until `make clean`: newer cards, too, run 126
 ifndef CUDA
-CUDA := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | awk '$$1 > 0 && $$1 < 7.5 { print 126; exit }')
-CUDA := $(or $(CUDA),$(patsubst $(VENV)/.current%,%,$(wildcard $(VENV)/.current126)))
+CUDA := $(patsubst $(VENV)/.current%,%,$(wildcard $(VENV)/.current126 $(VENV)/.currentcpu))
+CUDA := $(or $(CUDA),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | awk '$$1 > 0 && $$1 < 7.5 { print 126; exit }'))
+endif
+ifneq ($(filter-out cpu 126,$(CUDA)),)
+$(error CUDA=$(CUDA): cpu, 126, or nothing)
 endif
 STAMP := $(VENV)/.current$(CUDA)
+CUDA_LOCK := requirements-cuda$(filter 126,$(CUDA)).lock
 DEV_STAMP := $(VENV)/.current-dev
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 SHORT := grep --line-buffered -E '^(Collecting|Downloading|Installing|Successfully|ERROR|error)' | cut -c1-110; exit $${PIPESTATUS[0]}
 TORCH := $(shell grep ^torch== requirements.txt)
-ifeq ($(CUDA),126)
-TORCH := $(TORCH)+cu126 --index-url https://download.pytorch.org/whl/cu126
+ifneq ($(CUDA),)
+BUILD := $(CUDA:126=cu126)
+TORCH := $(TORCH)+$(BUILD) --index-url https://download.pytorch.org/whl/$(BUILD)
 endif
 # torch goes first and without its hash: which build it is, CPU or CUDA, is the choice of the index that pip is set to
 LOCKED := $(PIP) --no-deps --require-hashes --progress-bar on
 # without bytecode each of some hundred processes of the tests compiles torch and sympy anew: 9 s of CPU for 3.5
 unexport PYTHONDONTWRITEBYTECODE
+ENVIRONMENT := '$(VENV)' '$(subst ','\'',$(PYTHON))'
+ANEW := $(shell .ci/venv --check $(ENVIRONMENT) || echo anew)
 
-.PHONY: run test check coverage lab venv venv-dev lint lock help clean
+.PHONY: anew run test check coverage lab venv venv-dev lint lock help clean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,7 +40,9 @@ help:
 	@echo "make check  lint, types and the quick tests (a minute)"
 	@echo "make coverage  which lines no test runs"
 	@echo "make lab    JupyterLab on the study's own copies of the notebooks (STUDY=demo)"
-	@echo "make venv   the set-up alone (make venv-dev: with what tests and lint need; CUDA=126: for V100s)"
+	@echo "make venv   the set-up alone (make venv-dev: with what tests and lint need)"
+	@echo "   PYTHON=python3.12  with this Python, 3.11 to 3.13; otherwise python3, else the newest that is there"
+	@echo "   CUDA=cpu           with the build of torch without CUDA (CUDA=126: with CUDA 12.6, for V100s)"
 	@echo "make lock   write requirements*.lock after a change of versions"
 
 venv: $(STAMP)
@@ -41,20 +51,15 @@ venv: $(STAMP)
 venv-dev: $(DEV_STAMP)
 	@:
 
-$(STAMP): requirements.lock requirements-cuda$(CUDA).lock pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { echo "missing: $(PYTHON) (Python 3.11)" >&2; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
-	  || { echo "missing: Python 3.11 ($(PYTHON) is $$($(PYTHON) -V 2>&1)); try make PYTHON=python3.11" >&2; exit 2; }
-	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null \
-	  || { echo "missing: the venv module of $(PYTHON) (Debian: apt install python3-venv)" >&2; exit 2; }
+$(STAMP): requirements.lock $(CUDA_LOCK) pyproject.toml $(ANEW)
+	@.ci/venv $(ENVIRONMENT)
 	@command -v git >/dev/null || echo "note: git is missing; reports will not name a revision" >&2
-	@echo "set-up: $(VENV) (2 GB with a CPU build of torch, 6 GB with a CUDA build; a few minutes at the first time)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "set-up: 2 to 3 GB with a CPU build of torch, 6 GB with a CUDA build; some minutes at the first time"
 	@rm -f $(VENV)/.current*
 	@$(PIP) --no-deps --progress-bar on $(TORCH) 2>&1 | $(SHORT)
 	@$(LOCKED) -r requirements.lock 2>&1 | $(SHORT)
 	@! $(BIN)/python -c 'from importlib.metadata import requires as r; exit("nvidia" not in str(r("torch")))' \
-	  || { $(LOCKED) -r requirements-cuda$(CUDA).lock 2>&1 | $(SHORT); }
+	  || { $(LOCKED) -r $(CUDA_LOCK) 2>&1 | $(SHORT); }
 	@$(PIP) --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 	@echo "set-up: done"

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,10 +16,12 @@ from support import REPOSITORY
 from test_architecture import imports
 
 
-def pins(name: str) -> dict[str, str]:
-    """The versions in a list of requirements or a lock, by normalized name."""
-    found = re.findall(r"^([\w.-]+)==([\w.]+)", (REPOSITORY / name).read_text(), re.M)
-    return {normalized(package): version for package, version in found}
+def pins(name: str) -> dict[str, list[str]]:
+    """The versions in a list of requirements or a lock, by normalized name: several where Pythons differ."""
+    pinned: dict[str, list[str]] = {}
+    for package, version in re.findall(r"^([\w.-]+)==([\w.]+)", (REPOSITORY / name).read_text(), re.M):
+        pinned.setdefault(normalized(package), []).append(version)
+    return pinned
 
 
 def normalized(package: str) -> str:
@@ -32,9 +33,9 @@ def project() -> dict[str, Any]:
     return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
 
-def dev_group() -> dict[str, str]:
+def dev_group() -> dict[str, list[str]]:
     group = project()["optional-dependencies"]["dev"]
-    return {normalized(line.split("==")[0]): line.split("==")[1] for line in group}
+    return {normalized(line.split("==")[0]): line.split("==")[1:] for line in group}
 
 
 def test_environment_yml_sets_up_what_the_makefile_does():
@@ -43,22 +44,31 @@ def test_environment_yml_sets_up_what_the_makefile_does():
     values = yaml.safe_load(text)
     assert set(values) == {"name", "channels", "dependencies"} and values["channels"] == ["conda-forge"]
     *conda, pip = values["dependencies"]
-    assert conda == ["python=3.11", "pip", "git"] and pip == {"pip": ["-r requirements.txt", "-e ."]}
+    assert conda == ["python=3.12", "pip", "git"] and pip == {"pip": ["-r requirements.txt", "-e ."]}
     assert re.search(r"# - --extra-index-url \S+/cu126", text), "the V100 variant is missing"
+
+
+def test_the_workflow_runs_the_core_on_each_python_and_all_tests_on_both_lines_of_engines():
+    jobs = yaml.safe_load((REPOSITORY / ".github/workflows/test.yml").read_text())["jobs"]
+    tried = {name: job["strategy"]["matrix"]["python"] for name, job in jobs.items()}
+    assert tried == {"core": ["3.11", "3.12", "3.13", "3.14"], "full": ["3.11", "3.12"]}
+    assert jobs["full"]["container"]["image"] == "python:${{ matrix.python }}-bookworm"
+    assert jobs["full"]["env"]["CUDA"] == "cpu"
 
 
 def test_the_ranges_of_the_metadata_hold_the_versions_that_are_tried():
     """Each in one list: the core, the notebooks, or what trains."""
     lists = (project()["dependencies"], *(project()["optional-dependencies"][name] for name in ("notebooks", "train")))
-    ranges = [re.fullmatch(r"([\w-]+)>=([\d.]+),<([\d.]+)", line) for lines in lists for line in lines]
+    ranges = [re.fullmatch(r"([\w-]+)>=([\d.]+),<([\d.]+)( ; .+)?", line) for lines in lists for line in lines]
     tried = pins("requirements.txt")
     assert all(ranges), "a range that is open to what breaks"
     assert sorted(normalized(found[1]) for found in ranges) == sorted(tried)
-    for name, *ends in (found.groups() for found in ranges):
-        low, version, high = (
-            [*map(int, re.findall(r"\d+", text))] for text in (ends[0], tried[normalized(name)], ends[1])
-        )
-        assert low <= version < high, name
+    for name, low, high, _ in (found.groups() for found in ranges):
+        assert all(numbers(low) <= numbers(version) < numbers(high) for version in tried[normalized(name)]), name
+
+
+def numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 CORE = """
@@ -110,29 +120,6 @@ def test_the_locks_hold_the_versions_that_are_asked_for_each_with_a_hash():
         assert entries and all(re.search(r"--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
 
 
-@pytest.mark.parametrize(
-    ("cards", "locked"), [("8.0\n", ""), ("8.0\n7.0\n", "126"), ("", ""), ("[N/A]\n", "")], ids=repr
-)
-def test_the_set_up_of_a_v100_takes_the_build_of_torch_that_knows_it(cards: str, locked: str, tmp_path: Path):
-    """By what nvidia-smi prints of the cards; on one machine with others, too."""
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{cards}'\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    assert set_up(env, tmp_path) == locked
-    (tmp_path / "venv").mkdir()
-    (tmp_path / "venv/.current126").touch()  # by CUDA=126, on a login node
-    assert set_up(env, tmp_path) == "126"
-
-
-def set_up(env: dict[str, str], folder: Path) -> str:
-    """What `make venv` adds to the name of the lock."""
-    command = ["make", "-n", "-B", "venv", f"VENV={folder}/venv"]
-    printed = subprocess.run(command, env=env, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
-    (locked,) = re.findall(r"-r requirements-cuda(\d*)\.lock", printed)
-    assert ("+cu126 --index-url" in printed) is bool(locked)
-    return locked
-
-
 def extras() -> set[str]:
     """What a user may install beside requirements.txt, as it needs CUDA."""
     lists = project()["optional-dependencies"].values()
@@ -141,7 +128,7 @@ def extras() -> set[str]:
 
 def test_what_is_imported_is_pinned():
     """Not left to come along with something else; only tests and benchmarks use the extra dev."""
-    owners, known = packages_distributions(), pins("requirements.txt") | dict.fromkeys(extras(), "")
+    owners, known = packages_distributions(), pins("requirements.txt") | {name: [] for name in extras()}
     ours = [*(REPOSITORY / "tests").rglob("*.py"), *(REPOSITORY / "benchmarks").glob("*.py")]
     own = {path.stem for path in ours} | {"trilane"} | set(sys.stdlib_module_names)
     unpinned = set()
