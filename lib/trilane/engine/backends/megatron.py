@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_communication
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from trilane.config.plan import Plan
 from trilane.engine.backends.base import Engine, Microbatch, Named, Step, init_moments, pieces, set_step, step_of
@@ -142,9 +143,9 @@ class Megatron(Engine):
 
     def _forward(self, feed: Iterator[Microbatch], model: torch.nn.Module) -> tuple[torch.Tensor, LossOf]:
         batch = next(feed)
-        whole = {"tokens": batch.tokens, "positions": self._positions, "labels": batch.labels}
-        part = get_batch_on_this_cp_rank(whole)
-        return model(part["tokens"], part["positions"], None, labels=part["labels"]), _mean_loss
+        whole = batch.tokens, self._positions, batch.labels  # (mbs, S) each
+        tokens, positions, labels = (context.own_part(x, dim=1) for x in whole)
+        return model(tokens, positions, None, labels=labels), _mean_loss
 
 
 build = Megatron
@@ -176,8 +177,10 @@ def _distributed(chunk: torch.nn.Module, settings: TransformerConfig, plan: Plan
         grad_reduce_in_fp32=half,
         overlap_grad_reduce=t.overlap_grad_reduce,
         overlap_param_gather=t.overlap_param_gather,
+        bucket_size=max(40_000_000, 1_000_000 * t.dp),  # DDP's own
     )
-    made = DistributedDataParallel(settings, ddp, Float16Module(settings, chunk) if half else chunk)
+    chunk = Float16Module(settings, chunk) if half else chunk
+    made = DistributedDataParallel(settings, ddp, chunk, **_layout(ddp, chunk))
     if not t.overlap_grad_reduce:  # autograd itself adds into DDP's buffer, without a hook in Python at each parameter
         made.grad_accs.clear()  # the nodes that have the hooks
         for parameter in made.params_with_grad:
@@ -188,6 +191,17 @@ def _distributed(chunk: torch.nn.Module, settings: TransformerConfig, plan: Plan
         if made.dp_cp_group.size() == 1:  # gloo takes milliseconds to reduce what no other rank has
             made.finish_grad_sync = lambda **_: None
     return made
+
+
+def _layout(ddp: DistributedDataParallelConfig, chunk: torch.nn.Module) -> dict[str, Any]:
+    """Places of parameters in DDP's buffers, which a distributed optimizer of megatron-core 0.18 and newer computes."""
+    compute = getattr(DistributedOptimizer, "compute_full_param_layout", None)
+    if compute is None or not ddp.use_distributed_optimizer:
+        return {}
+    is_cut = ddp.overlap_grad_reduce and parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    parameters = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
+    return {"full_param_layout": compute(parameters, ddp.bucket_size if is_cut else None, replicas, ddp)}
 
 
 def _optimizer_config(plan: Plan) -> OptimizerConfig:
