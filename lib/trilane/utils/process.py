@@ -6,6 +6,7 @@ import itertools
 import multiprocessing.process
 import os
 import queue
+import re
 import resource
 import signal
 import socket
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, NoReturn, TypeAlias
 
@@ -24,13 +26,25 @@ PARENT = "TRILANE_PARENT_PID"  # in the environment, because the parent may end 
 def python(*arguments: str, program: str = sys.executable) -> list[str]:
     """The command `python ARGUMENTS`, also for srun: run(python("-m", "trilane", "--version")).stdout.
 
-    ModuleNotFoundError where it would run an engine here and torch, of the extra `train`, is missing.
+    Where it would run an engine here, ModuleNotFoundError if torch, of the extra `train`, is missing, and ValueError if
+    megatron-core lacks triton.
     """
     runs_engine = any(argument.startswith("trilane.engine") for argument in arguments[1:2])
-    if runs_engine and program == sys.executable and find_spec("torch") is None:
-        raise ModuleNotFoundError("no torch", name="torch")
+    if runs_engine and program == sys.executable:
+        if find_spec("torch") is None:
+            raise ModuleNotFoundError("no torch", name="torch")
+        _require_triton()
     # Without -P Python puts the current folder first in sys.path, and runs a colleague's `json.py` in place of its own.
     return [program, "-P", *arguments]
+
+
+def _require_triton() -> None:
+    """ValueError where it is missing: megatron-core imports it from 0.18 on, and names it in no requirement."""
+    with contextlib.suppress(PackageNotFoundError):  # of a clone on PYTHONPATH nothing is known
+        installed = version("megatron-core")
+        needs = [int(number) for number in re.findall(r"\d+", installed)[:2]] >= [0, 18]
+        if needs and find_spec("triton") is None:
+            raise ValueError(f"triton=missing: megatron-core {installed} imports it: pip install triton")
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
