@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from trilane.config.engines import has_kernels, shows_gpu
 from trilane.config.plan import Plan
+from trilane.engine import patches
 from trilane.engine.torchrun import WAIT_S
 from trilane.utils.process import held_port
 from trilane.utils.validation import HostError, require
@@ -177,13 +178,10 @@ def core_numbers() -> set[int]:
 
 
 def bind_near(device: torch.device) -> None:
-    """Keep all threads of this process on cores near its GPU: torchrun's --numa-binding=node, which needs numactl."""
+    """Keep all threads of this process on cores near its GPU."""
     # whatever it is, as where the system does not tell which these are, or another torch lacks these private functions
     with contextlib.suppress(Exception):
-        from torch.numa import binding
-
-        if near := binding._node_get_logical_cpus_to_bind_to(gpu_index=device.index):
-            binding._bind_all_threads_in_current_process_to_logical_cpus(logical_cpu_indices=near)
+        patches.bind_near(device.index)
 
 
 def threads(local_size: int) -> int:
