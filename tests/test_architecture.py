@@ -137,11 +137,13 @@ def test_only_patches_use_private_names_of_libraries():
 
 
 def private_uses(path: Path) -> set[str]:
-    """Names with an underscore that are not of this file's own objects, and what it sets in a library."""
+    """Names with an underscore of objects not the file's own, and what it sets in a library."""
     nodes = [*ast.walk(ast.parse(path.read_text()))]
     owned = {"self", "cls", "super()"}
-    from_outside = [n for n in nodes if isinstance(n, ast.ImportFrom) and f"{n.module}."[:8] != "trilane."]
-    libraries = {alias.asname or alias.name for n in from_outside for alias in n.names} | {"torch", "deepspeed"}
+    libraries = {"torch", "deepspeed"}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("trilane"):
+            libraries |= {alias.asname or alias.name for alias in node.names}
     uses = {name for name in imports(path) if re.search(r"(^|\.)_[a-zA-Z]", name)}
     for node in nodes:
         if isinstance(node, ast.Attribute):

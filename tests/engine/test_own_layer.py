@@ -139,7 +139,7 @@ SILENT = QK_NORM.replace(", config.qk_layernorm = squared_relu, True", " = squar
 OLD = version("megatron-core") < "0.18"  # trains it
 BAD += [
     (QK_NORM, {"tp": 2, "pp": 2}, ""),
-    (SILENT, {}, "" if OLD else "has norms of queries and keys, so it must set config.qk_layernorm = True before"),
+    (SILENT, {}, "" if OLD else "has norms of queries and keys, so it must set config.qk_layernorm"),
 ]
 REHEARSE = """
 from pathlib import Path

@@ -77,9 +77,10 @@ def test_the_limit_of_open_files_is_raised_as_far_as_the_host_allows(soft: int, 
 def test_an_engine_without_triton_is_one_line_where_megatron_core_imports_it(
     installed: str, needs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformer/moe/paged_stash.py of 0.18.2, which `import megatron.core` reaches; its metadata names no triton."""
+    """transformer/moe/paged_stash.py of 0.18.2, which `import megatron.core` reaches."""
     monkeypatch.setattr("trilane.utils.process.version", lambda name: installed)
-    monkeypatch.setattr("trilane.utils.process.find_spec", lambda name: None if name == "triton" else name)
+    found = {"torch": "somewhere"}.get
+    monkeypatch.setattr("trilane.utils.process.find_spec", found)
     rule = f"^triton=missing: megatron-core {installed} imports it: pip install triton$"
     with pytest.raises(ValueError, match=rule) if needs else contextlib.nullcontext():
         python("-m", "trilane.engine.bench")

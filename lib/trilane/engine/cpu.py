@@ -40,7 +40,8 @@ def enable_cpu() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda device=None: None
-    cuda.current_stream = lambda device=None: None  # megatron-core 0.19 asks for it before each reduction
+    # DDP of megatron-core 0.19 asks for it before each reduction
+    cuda.current_stream = lambda device=None: None
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)

@@ -90,10 +90,9 @@ class Watch:
         """Look at the tensors that a module takes or gives now, and at their gradients when they come."""
         again = patches.runs_backward()  # it recomputes a forward pass
         microbatch = (self._backward if again else self._forward)[number]
-        for tensor in patches.tree_leaves(values):
+        for tensor in patches.tensors_of(values):
             # a tied head takes its weight, whose gradients are those of all microbatches
-            is_value = isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter)
-            if is_value and tensor.is_floating_point():
+            if tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter):
                 self._look((number, microbatch, False), what, module, tensor)
                 if tensor.requires_grad:
                     gradient = f"the gradient of {what}"

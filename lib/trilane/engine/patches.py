@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses import fake_tensor as fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_leaves
 
 
 def put(place: Any, **attributes: Any) -> None:
@@ -38,6 +38,11 @@ def runs_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors in a tree of values."""
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """What tells a storage from others that are alive, also where it has no memory."""
     return tensor.untyped_storage()._cdata
@@ -51,11 +56,14 @@ def stored_at(file: str, first: int, size: int) -> Any:
 
 
 def bind_near(gpu: int) -> None:
-    """torchrun's --numa-binding=node for the threads of this process, without numactl."""
-    from torch.numa import binding
+    """Keep all threads here on cores near a GPU: torchrun's --numa-binding, which needs numactl."""
+    # whatever it is: the system may not tell which these are, another torch may lack the functions
+    with contextlib.suppress(Exception):
+        from torch.numa import binding
 
-    if near := binding._node_get_logical_cpus_to_bind_to(gpu_index=gpu):
-        binding._bind_all_threads_in_current_process_to_logical_cpus(logical_cpu_indices=near)
+        if near := binding._node_get_logical_cpus_to_bind_to(gpu_index=gpu):
+            bind = binding._bind_all_threads_in_current_process_to_logical_cpus
+            bind(logical_cpu_indices=near)
 
 
 def after_start(api: Any, then: Callable[[Any], None]) -> None:
@@ -106,8 +114,7 @@ def _stacking(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     """torch.tensor, which of a list of tensors would read the values."""
 
     def made(data: Any, *args: Any, **options: Any) -> torch.Tensor:
-        leaves = tree_leaves(data) if isinstance(data, list) else []
-        parts = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        parts = tensors_of(data) if isinstance(data, list) else []
         return torch.stack(parts) if parts else plain(data, *args, **options)
 
     return made

@@ -98,9 +98,9 @@ def settings(given: str, env: Mapping[str, str] = os.environ) -> str:
 
 
 def _forward_signals() -> Callable[[Any], None]:
-    """Forward SIGUSR1 and SIGTERM to the workers as SAVE and STOP from now on; torchrun does not receive them.
+    """Forward SIGUSR1 and SIGTERM to the workers as SAVE and STOP from now on, without torchrun.
 
-    The result is to be called with each context of workers when they have started.
+    The result is to be called with workers that have started.
     """
     workers: list[Any] = []
 

@@ -26,8 +26,8 @@ PARENT = "TRILANE_PARENT_PID"  # in the environment, because the parent may end 
 def python(*arguments: str, program: str = sys.executable) -> list[str]:
     """The command `python ARGUMENTS`, also for srun: run(python("-m", "trilane", "--version")).stdout.
 
-    Where it would run an engine here, ModuleNotFoundError if torch, of the extra `train`, is missing, and ValueError if
-    megatron-core lacks triton.
+    Where it would run an engine here, ModuleNotFoundError if torch, of the extra `train`, is
+    missing, and ValueError if megatron-core lacks triton.
     """
     runs_engine = any(argument.startswith("trilane.engine") for argument in arguments[1:2])
     if runs_engine and program == sys.executable:
@@ -39,12 +39,13 @@ def python(*arguments: str, program: str = sys.executable) -> list[str]:
 
 
 def _require_triton() -> None:
-    """ValueError where it is missing: megatron-core imports it from 0.18 on, and names it in no requirement."""
+    """ValueError where it is missing: from 0.18 on megatron-core imports it, and requires it nowhere."""
     with contextlib.suppress(PackageNotFoundError):  # of a clone on PYTHONPATH nothing is known
         installed = version("megatron-core")
         needs = [int(number) for number in re.findall(r"\d+", installed)[:2]] >= [0, 18]
         if needs and find_spec("triton") is None:
-            raise ValueError(f"triton=missing: megatron-core {installed} imports it: pip install triton")
+            why = f"megatron-core {installed} imports it: pip install triton"
+            raise ValueError(f"triton=missing: {why}")
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The `deepspeed-zero` engine, ZeRO 1 to 3 around megatron-core's GPT, and what all DeepSpeed engines share.
 
 ZeRO 1 and 2, and BF16_Optimizer, lay the parameters of a group end to end and cut that into dp
-parts; a parameter's fragment is its share in this rank's part. Stage 3 cuts each parameter separately.
+parts; a parameter's fragment is its share in this rank's part. Stage 3 cuts each separately.
 """
 
 import contextlib

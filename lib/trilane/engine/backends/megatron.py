@@ -173,14 +173,15 @@ def _distributed(chunk: torch.nn.Module, settings: TransformerConfig, plan: Plan
 
 
 def _layout(ddp: DistributedDataParallelConfig, chunk: torch.nn.Module) -> dict[str, Any]:
-    """Places of parameters in DDP's buffers, which a distributed optimizer of megatron-core 0.18 and newer computes."""
+    """Where parameters lie in DDP's buffers, which megatron-core's optimizer of 0.18 on computes."""
     compute = getattr(DistributedOptimizer, "compute_full_param_layout", None)
     if compute is None or not ddp.use_distributed_optimizer:
         return {}
     is_cut = ddp.overlap_grad_reduce and parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     parameters = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
-    return {"full_param_layout": compute(parameters, ddp.bucket_size if is_cut else None, replicas, ddp)}
+    bucket_size = ddp.bucket_size if is_cut else None
+    return {"full_param_layout": compute(parameters, bucket_size, replicas, ddp)}
 
 
 def _optimizer_config(plan: Plan) -> OptimizerConfig:

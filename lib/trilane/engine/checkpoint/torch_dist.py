@@ -49,7 +49,8 @@ def export(checkpoint: Path, out: Path) -> None:
 
 def _write_tensors(checkpoint: Path, manifest: Mapping[str, Any], shape: ModelShape, folder: Path) -> None:
     """Write one file with a chunk of each layer, and `.metadata`."""
-    tensors, storage, name_of_file = dict[str, Any](), dict[dcp.MetadataIndex, Any](), "__0_0.distcp"
+    name_of_file, tensors = "__0_0.distcp", dict[str, Any]()
+    storage = dict[dcp.MetadataIndex, Any]()
     with (folder / name_of_file).open("wb") as file:
 
         def save(value: object) -> Any:

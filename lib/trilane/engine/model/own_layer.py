@@ -77,8 +77,10 @@ def refused(layer: Layer, what: str) -> Iterator[None]:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         # of a cell the lines are counted without those that were left out
         line = f"line {frames[-1].lineno}: {short(frames[-1].line or '')}, " if frames else ""
-        if "qk_layernorm" in str(error):  # megatron-core 0.18 and newer ask for it; 0.16 and 0.17 train without
-            what = "has norms of queries and keys, so it must set config.qk_layernorm = True before super().__init__"
+        # asked for by megatron-core 0.18 and newer; 0.16 and 0.17 train rightly without
+        if "qk_layernorm" in str(error):
+            cure = "config.qk_layernorm = True before super().__init__"
+            what = f"has norms of queries and keys, so it must set {cure}"
         raise HostError(f"layer={layer.name}: {what} ({line}{type(error).__name__}: {shown(error)})") from None
 
 

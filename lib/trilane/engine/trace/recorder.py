@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from trilane.costmodel.trace import Pass
 from trilane.engine import phases
-from trilane.engine.patches import TorchDispatchMode, storage_key, tree_leaves
+from trilane.engine.patches import TorchDispatchMode, storage_key, tensors_of
 
 STATES = ("weights", "gradients", "optimizer", "buffers")  # alive between iterations
 ACTIVATIONS, TEMPORARY = "activations", "temporary"
@@ -230,11 +230,6 @@ class Recorder(TorchDispatchMode):
                 known = "embedding"
             self.totals[kind, known, "count"] += 1
             self.totals[kind, known, "bytes"] += size
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """The tensors in a tree of values."""
-    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 @functools.cache

@@ -107,7 +107,11 @@ class _Compiled(torch.autograd.Function):
         read = set[int]()  # no tensors: a graph's hook that holds its tensors is never freed
         with recorder.one_kernel() as finish:
             given = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in inputs]
-            note = lambda x: read.add(storage_key(x)) if x.is_floating_point() else None  # noqa: E731
+
+            def note(x: torch.Tensor) -> None:
+                if x.is_floating_point():
+                    read.add(storage_key(x))
+
             hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
             with torch.enable_grad(), hooks:
                 out = function(*given)
