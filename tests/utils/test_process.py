@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import REPOSITORY, plant_modules
@@ -78,9 +79,9 @@ def test_an_engine_without_triton_is_one_line_where_megatron_core_imports_it(
     installed: str, needs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformer/moe/paged_stash.py of 0.18.2, which `import megatron.core` reaches."""
-    monkeypatch.setattr("trilane.utils.process.version", lambda name: installed)
-    found = {"torch": "somewhere"}.get
-    monkeypatch.setattr("trilane.utils.process.find_spec", found)
+    found = SimpleNamespace(version=installed)
+    monkeypatch.setattr("trilane.utils.process.distributions", lambda name: [found])
+    monkeypatch.setattr("trilane.utils.process.find_spec", {"torch": found}.get)
     rule = f"^triton=missing: megatron-core {installed} imports it: pip install triton$"
     with pytest.raises(ValueError, match=rule) if needs else contextlib.nullcontext():
         python("-m", "trilane.engine.bench")

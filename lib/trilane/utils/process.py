@@ -6,7 +6,6 @@ import itertools
 import multiprocessing.process
 import os
 import queue
-import re
 import resource
 import signal
 import socket
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from typing import Any, NoReturn, TypeAlias
 
@@ -33,19 +32,13 @@ def python(*arguments: str, program: str = sys.executable) -> list[str]:
     if runs_engine and program == sys.executable:
         if find_spec("torch") is None:
             raise ModuleNotFoundError("no torch", name="torch")
-        _require_triton()
+        # from 0.18 on megatron-core imports it and requires it nowhere; a CPU build of torch has none
+        installed = next((found.version for found in distributions(name="megatron-core")), "")
+        if installed >= "0.18" and find_spec("triton") is None:
+            rule = f"megatron-core {installed} imports it: pip install triton"
+            raise ValueError(f"triton=missing: {rule}")
     # Without -P Python puts the current folder first in sys.path, and runs a colleague's `json.py` in place of its own.
     return [program, "-P", *arguments]
-
-
-def _require_triton() -> None:
-    """ValueError where it is missing: from 0.18 on megatron-core imports it, and requires it nowhere."""
-    with contextlib.suppress(PackageNotFoundError):  # of a clone on PYTHONPATH nothing is known
-        installed = version("megatron-core")
-        needs = [int(number) for number in re.findall(r"\d+", installed)[:2]] >= [0, 18]
-        if needs and find_spec("triton") is None:
-            why = f"megatron-core {installed} imports it: pip install triton"
-            raise ValueError(f"triton=missing: {why}")
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -79,8 +79,7 @@ def refused(layer: Layer, what: str) -> Iterator[None]:
         line = f"line {frames[-1].lineno}: {short(frames[-1].line or '')}, " if frames else ""
         # asked for by megatron-core 0.18 and newer; 0.16 and 0.17 train rightly without
         if "qk_layernorm" in str(error):
-            cure = "config.qk_layernorm = True before super().__init__"
-            what = f"has norms of queries and keys, so it must set {cure}"
+            what = "has norms of queries and keys, so it must set config.qk_layernorm = True"
         raise HostError(f"layer={layer.name}: {what} ({line}{type(error).__name__}: {shown(error)})") from None
 
 
