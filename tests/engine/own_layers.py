@@ -12,7 +12,7 @@ class QKNorm(TransformerLayer):
     def __init__(self, config, submodules, **options):
         attention = submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = submodules.input_layernorm
-        config.activation_func = squared_relu
+        config.activation_func, config.qk_layernorm = squared_relu, True
         super().__init__(config, submodules, **options)
 
 

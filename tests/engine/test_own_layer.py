@@ -5,6 +5,7 @@ import json
 import linecache
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -130,9 +131,15 @@ BAD = [
     ("import nothing_here", {}, "cannot be imported (line 1: import nothing_here, ModuleNotFoundError"),
     ("import sys; sys.exit(0)", {}, "cannot be imported (line 1: import sys; sys.exit(0), SystemExit"),
     (f"{HEAD}        self.drop = nn.Dropout(0.1)\n{FORWARD}self.drop(self.up(x))", {}, ""),
-    ((HERE / "own_layers.py").read_text().replace("QKNorm", "Own"), {"tp": 2, "pp": 2}, ""),
     (f"{HEAD}{FORWARD}self.up(x)", {"dp": 2, "zero": 1, **dict.fromkeys(OVERLAPS, True)}, ""),
     (f"{HEAD}{FORWARD}self.up(x)", {"pp": 2, "first_stage_layers": 1, "recompute": "block", "recompute_layers": 1}, ""),
+]
+QK_NORM = (HERE / "own_layers.py").read_text().replace("QKNorm", "Own")
+SILENT = QK_NORM.replace(", config.qk_layernorm = squared_relu, True", " = squared_relu")
+OLD = version("megatron-core") < "0.18"  # trains it
+BAD += [
+    (QK_NORM, {"tp": 2, "pp": 2}, ""),
+    (SILENT, {}, "" if OLD else "has norms of queries and keys, so it must set config.qk_layernorm"),
 ]
 REHEARSE = """
 from pathlib import Path

@@ -69,10 +69,9 @@ def test_a_process_takes_the_threads_it_was_given_or_its_share(env: dict, thread
 @pytest.mark.parametrize(("near", "has_private"), [({0, 64}, True), ({64}, True), ({0}, False)], ids=str)
 def test_a_process_stays_near_its_card(near: set[int], has_private: bool, monkeypatch) -> None:
     """Threads that run already, too; not where it may use none of these cores, or by a torch that cannot tell them."""
-    import torch
     from torch.numa import binding
 
-    from trilane.engine import world
+    from trilane.engine import patches
 
     monkeypatch.setattr(binding, "_get_numa_node_index_for_gpu_index", lambda gpu_index: next(iter(near)))
     monkeypatch.setattr(binding, "_get_cpu_indices_for_numa_node_MAYBE_NOT_ALLOWED", lambda numa_node_index: near)
@@ -83,7 +82,7 @@ def test_a_process_stays_near_its_card(near: set[int], has_private: bool, monkey
     thread = threading.Thread(target=lambda: (go.wait(), bound.append(os.sched_getaffinity(0))))
     thread.start()
     try:
-        world.bind_near(torch.device("cuda", 0))
+        patches.bind_near(0)
         go.set()
         thread.join()
         assert bound == [os.sched_getaffinity(0)] == [(near & before or before) if has_private else before]

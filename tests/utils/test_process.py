@@ -1,5 +1,6 @@
 """Children start safely in any folder; a port that one was promised reaches it; a launcher may open enough files."""
 
+import contextlib
 import errno
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import REPOSITORY, plant_modules
@@ -67,3 +69,20 @@ def test_the_limit_of_open_files_is_raised_as_far_as_the_host_allows(soft: int, 
     code += f"r.setrlimit(r.RLIMIT_NOFILE, ({soft}, {hard})); allow(1000); print(r.getrlimit(r.RLIMIT_NOFILE))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == f"({after}, {hard})\n"
+
+
+@pytest.mark.parametrize(
+    ("installed", "needs"),
+    [("0.17.1", False), ("0.18.0rc1", True), ("0.19.2", True), ("1.0", True)],
+)
+def test_an_engine_without_triton_is_one_line_where_megatron_core_imports_it(
+    installed: str, needs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformer/moe/paged_stash.py of 0.18.2, which `import megatron.core` reaches."""
+    found = SimpleNamespace(version=installed)
+    monkeypatch.setattr("trilane.utils.process.distributions", lambda name: [found])
+    monkeypatch.setattr("trilane.utils.process.find_spec", {"torch": found}.get)
+    rule = f"^triton=missing: megatron-core {installed} imports it: pip install triton$"
+    with pytest.raises(ValueError, match=rule) if needs else contextlib.nullcontext():
+        python("-m", "trilane.engine.bench")
+    python("-m", "trilane.engine.bench", program="python")  # elsewhere

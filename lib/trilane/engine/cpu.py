@@ -18,12 +18,16 @@ def enable_cpu() -> None:
     for message in (
         # torch's own optimizer, norm and attention are used on purpose.
         "(Transformer Engine and Apex are|Apex is) not installed|If you are using transformer_engine as",
+        # megatron-core 0.19's, on imports of which nothing here runs
+        "absl.logging is not installed|MimoModelConfig is experimental",
         # torch 2.13 renames the collectives that megatron-core 0.16.1 and DeepSpeed 0.19.8 call.
         r"`torch\.distributed\.\w+` is deprecated",
         # megatron-core's distributed optimizer does so.
         "The .grad attribute of a Tensor that is not a leaf",
     ):
         warnings.filterwarnings("ignore", message=message)
+    # megatron-core 0.19 warns that new features come to HybridModel alone
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     if torch.cuda.is_available():
         return
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints on every rank that it found no GPU
@@ -37,6 +41,8 @@ def enable_cpu() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda device=None: None
+    # DDP of megatron-core 0.19 asks for it before each reduction
+    cuda.current_stream = lambda device=None: None
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
-from torch.utils._pytree import tree_leaves
 
+from trilane.engine import patches
 from trilane.engine.model.gpt import whole_name
 
 Pass = tuple[int, int, bool]  # through a chunk of the model, by a microbatch, backward
@@ -88,12 +88,11 @@ class Watch:
 
     def _see(self, number: int, what: str, module: torch.nn.Module, *values: Any) -> None:
         """Look at the tensors that a module takes or gives now, and at their gradients when they come."""
-        again = torch._C._current_graph_task_id() != -1  # the backward pass recomputes a forward pass
+        again = patches.runs_backward()  # it recomputes a forward pass
         microbatch = (self._backward if again else self._forward)[number]
-        for tensor in tree_leaves(values):
+        for tensor in patches.tensors_of(values):
             # a tied head takes its weight, whose gradients are those of all microbatches
-            is_value = isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter)
-            if is_value and tensor.is_floating_point():
+            if tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter):
                 self._look((number, microbatch, False), what, module, tensor)
                 if tensor.requires_grad:
                     gradient = f"the gradient of {what}"

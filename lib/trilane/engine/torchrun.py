@@ -10,10 +10,9 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,8 +46,10 @@ def main(argv: list[str]) -> int:
             return 2
         launcher, elastic = f"{FT}.launcher", f"{FT}._torch_elastic_compat"
         end_forks_by_kill()
-    _forward_signals(elastic)
-    _listen_on_loopback(elastic)
+    from trilane.engine import patches
+
+    patches.after_start(import_module(f"{elastic}.multiprocessing.api"), _forward_signals())
+    patches.listen_on_loopback(import_module(f"{elastic}.rendezvous.static_tcp_rendezvous"))
     return _launch(argv, launcher, elastic)
 
 
@@ -96,28 +97,12 @@ def settings(given: str, env: Mapping[str, str] = os.environ) -> str:
     return f"{ours},{given}".strip(",")
 
 
-def _listen_on_loopback(elastic: str) -> None:
-    """Let torchrun's store, which would listen on all interfaces, listen on the loopback where that is its address."""
-    static: Any = import_module(f"{elastic}.rendezvous.static_tcp_rendezvous")
-    store = static.TCPStore
+def _forward_signals() -> Callable[[Any], None]:
+    """Forward SIGUSR1 and SIGTERM to the workers as SAVE and STOP from now on, without torchrun.
 
-    def bound(host: str, port: int, world: int, is_master: bool, timeout: Any, **options: Any) -> Any:
-        if is_master and host == "127.0.0.1":
-            options["master_listen_fd"] = socket.create_server((host, port)).detach()  # the store closes it
-        return store(host, port, world, is_master, timeout, **options)
-
-    static.TCPStore = bound
-
-
-def _forward_signals(elastic: str) -> None:
-    """Forward SIGUSR1 and SIGTERM to the workers as SAVE and STOP from now on; torchrun does not receive them."""
-    SubprocessContext = import_module(f"{elastic}.multiprocessing.api").SubprocessContext
+    The result is to be called with workers that have started.
+    """
     workers: list[Any] = []
-    start = SubprocessContext._start
-
-    def remembered(context: Any) -> None:
-        start(context)
-        workers.append(context)
 
     def listen() -> None:
         while True:
@@ -128,8 +113,8 @@ def _forward_signals(elastic: str) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, SAVE if number == SAVE else STOP)
 
-    SubprocessContext._start = remembered
     threading.Thread(target=listen, daemon=True).start()
+    return workers.append
 
 
 if __name__ == "__main__":

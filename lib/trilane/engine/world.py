@@ -1,6 +1,5 @@
 """World: this process's rank and device, from torchrun's or SLURM's environment, and small collectives."""
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, MutableMapping
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from trilane.config.engines import has_kernels, shows_gpu
 from trilane.config.plan import Plan
+from trilane.engine import patches
 from trilane.engine.torchrun import WAIT_S
 from trilane.utils.process import held_port
 from trilane.utils.validation import HostError, require
@@ -96,7 +96,7 @@ def start_process_group(precision: str) -> World:
     device = own_device(precision)
     torch.set_num_threads(threads(local_size))
     if device.type == "cuda":
-        bind_near(device)
+        patches.bind_near(device.index)
     # Longer than the slowest work of one rank while the others wait, preparing a corpus on a shared disk.
     timeout = timedelta(minutes=30)
     store = _meet(rank, size, device)
@@ -174,16 +174,6 @@ def own_device(precision: str) -> torch.device:
 def core_numbers() -> set[int]:
     """The CPU cores that this process may use; counted from 0 where the system does not report them."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-
-
-def bind_near(device: torch.device) -> None:
-    """Keep all threads of this process on cores near its GPU: torchrun's --numa-binding=node, which needs numactl."""
-    # whatever it is, as where the system does not tell which these are, or another torch lacks these private functions
-    with contextlib.suppress(Exception):
-        from torch.numa import binding
-
-        if near := binding._node_get_logical_cpus_to_bind_to(gpu_index=device.index):
-            binding._bind_all_threads_in_current_process_to_logical_cpus(logical_cpu_indices=near)
 
 
 def threads(local_size: int) -> int:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from typing import Any, NoReturn, TypeAlias
 
@@ -24,11 +25,18 @@ PARENT = "TRILANE_PARENT_PID"  # in the environment, because the parent may end 
 def python(*arguments: str, program: str = sys.executable) -> list[str]:
     """The command `python ARGUMENTS`, also for srun: run(python("-m", "trilane", "--version")).stdout.
 
-    ModuleNotFoundError where it would run an engine here and torch, of the extra `train`, is missing.
+    Where it would run an engine here, ModuleNotFoundError if torch, of the extra `train`, is
+    missing, and ValueError if megatron-core lacks triton.
     """
     runs_engine = any(argument.startswith("trilane.engine") for argument in arguments[1:2])
-    if runs_engine and program == sys.executable and find_spec("torch") is None:
-        raise ModuleNotFoundError("no torch", name="torch")
+    if runs_engine and program == sys.executable:
+        if find_spec("torch") is None:
+            raise ModuleNotFoundError("no torch", name="torch")
+        # from 0.18 on megatron-core imports it and requires it nowhere; a CPU build of torch has none
+        installed = next((found.version for found in distributions(name="megatron-core")), "")
+        if installed >= "0.18" and find_spec("triton") is None:
+            rule = f"megatron-core {installed} imports it: pip install triton"
+            raise ValueError(f"triton=missing: {rule}")
     # Without -P Python puts the current folder first in sys.path, and runs a colleague's `json.py` in place of its own.
     return [program, "-P", *arguments]
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import BackwardPass
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
@@ -24,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.costmodel.memory import stage_layers
+from trilane.engine import patches
 from trilane.engine.backends.base import Microbatch, Named
 from trilane.engine.backends.deepspeed_zero import DeepSpeed
 from trilane.engine.model.fused import apply, token_losses
@@ -43,9 +42,7 @@ class DeepSpeed3D(DeepSpeed):
         # All other instructions send and receive.
         phases = {"LoadMicroBatch": DATA, "ForwardPass": FORWARD, "BackwardPass": BACKWARD, "OptimizerStep": OPTIMIZER}
         phases |= {"ReduceGrads": REDUCE, "ReduceTiedGrads": REDUCE}
-        instructions = self._engine._INSTRUCTION_MAP | {BackwardPass: _backward}
-        instructions = {kind: phase(phases.get(kind.__name__, P2P))(f) for kind, f in instructions.items()}
-        self._engine._INSTRUCTION_MAP = instructions
+        patches.wrap_instructions(self._engine, lambda name, f: phase(phases.get(name, P2P))(f))
         held, planned = stage.forward_funcs, stage_layers(self._plan.shape, self._plan.topology)
         held = [layer for layer in held if isinstance(layer, TransformerLayer)]
         assert len(held) == planned[parallel_state.get_pipeline_model_parallel_rank()], stage.parts
@@ -78,12 +75,6 @@ class DeepSpeed3D(DeepSpeed):
 
 
 build = DeepSpeed3D
-
-
-def _backward(engine: PipelineEngine, buffer_id: int) -> None:
-    """DeepSpeed's backward pass, which on the last stage keeps the logits until the buffer is next used."""
-    PipelineEngine._exec_backward_pass(engine, buffer_id)
-    engine.pipe_buffers["outputs"][buffer_id] = None
 
 
 class WordEmbedding(tensor_parallel.VocabParallelEmbedding):

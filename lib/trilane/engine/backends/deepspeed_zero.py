@@ -1,11 +1,10 @@
 """The `deepspeed-zero` engine, ZeRO 1 to 3 around megatron-core's GPT, and what all DeepSpeed engines share.
 
-ZeRO 1 and 2, and BF16_Optimizer, lay the parameters of a group end to end and cut that into dp parts; `_hp_mapping` of
-a parameter gives the share of it in this rank's part. Stage 3 cuts each parameter separately.
+ZeRO 1 and 2, and BF16_Optimizer, lay the parameters of a group end to end and cut that into dp
+parts; a parameter's fragment is its share in this rank's part. Stage 3 cuts each separately.
 """
 
 import contextlib
-import functools
 import io
 import os
 import warnings
@@ -14,12 +13,11 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch._dynamo  # its first import fails inside zero.Init, which replaces Tensor.__new__
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from megatron.core import parallel_state
 
+from trilane.engine import patches
 from trilane.engine.backends.base import Engine, Microbatch, Named, Step, init_moments, pieces, set_step, step_of
 from trilane.engine.model.fused import apply
 from trilane.engine.model.gpt import canonical_parameters, empty_chunk, fill_parameters, sum_over_tp, transformer_config
@@ -140,12 +138,7 @@ def start() -> None:
         # its engines take LOCAL_RANK for the number of the card, which is 0 where a task sees one card alone
         os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
     else:
-        # A shared-memory all-reduce, which takes 20 s to build and fails without a C++ compiler.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # DeepSpeed reports False, though torch's CPU kernels support it: ten times slower than fp32, enough for a test.
-        get_accelerator().is_fp16_supported = lambda: True
-        # It starts a process to count NUMA nodes; ZeRO 3 asks for each gradient.
-        get_accelerator().device_count = functools.cache(get_accelerator().device_count)
+        patches.use_cpu()
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
 
 
@@ -171,29 +164,26 @@ class DeepSpeedStates:
         flat = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
         init_moments(self._inner[0], next(getattr(optimizer, name) for name in flat if hasattr(optimizer, name)))
         if self._stage < 3:
-            # DeepSpeed 0.19.8 links them to its parameters when only those of the first group exist.
-            optimizer._hp_optimizer_states_linked = False
-            optimizer._lazy_init_hp_params_optimizer_state()
+            patches.link_moments(optimizer)
 
     def shard(self, number: int) -> tuple[int, int]:
         parameter = self._parameters[number]
         if self._stage == 3:
-            each, rank = parameter.ds_tensor.ds_numel, parameter._z3_optimizer._get_param_partition_rank(parameter)
+            each, rank = parameter.ds_tensor.ds_numel, dist.get_rank(parameter.ds_process_group)
             first, end = (min(n * each, parameter.ds_numel) for n in (rank, rank + 1))
             return (first, end) if first < end else (0, 0)
-        part = parameter._hp_mapping and parameter._hp_mapping.lp_fragment_address
+        held = patches.fragment(parameter)
+        part = held and held.lp_fragment_address
         return (part.start, part.start + part.numel) if part else (0, 0)
 
     def read(self, number: int, kind: str) -> torch.Tensor:
         self.finish_step()
         parameter, key = self._parameters[number], None if kind == "weight" else kind
         if self._stage == 3:
-            part_of = parameter._z3_optimizer._get_fp32_opt_state_partition
-            held, _ = part_of(parameter, release_swap_buffers=False, optim_state_key=key)
             first, end = self.shard(number)
-            return held.detach().view(-1)[: end - first]  # DeepSpeed pads the last part
-        mapping = parameter._hp_mapping
-        return mapping.get_hp_fragment(key).detach().view(-1) if mapping else torch.empty(0)
+            return patches.partition(parameter, key).detach().view(-1)[: end - first]
+        held = patches.fragment(parameter)
+        return held.get_hp_fragment(key).detach().view(-1) if held else torch.empty(0)
 
     def gathered(self, number: int, kind: str) -> torch.Tensor:
         """All of the piece, in its shape, gathered over the replicas; collective."""

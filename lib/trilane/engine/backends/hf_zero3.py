@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
-from transformers.integrations import HfDeepSpeedConfig, deepspeed
+from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import logging
 
 from trilane.config.plan import Plan
 from trilane.config.shapes import Family, family_of
+from trilane.engine import patches
 from trilane.engine.backends.base import Microbatch, Named
 from trilane.engine.backends.deepspeed_zero import DeepSpeedStates, DeepSpeedZero
 from trilane.engine.checkpoint.huggingface import is_turned, ours, theirs
@@ -63,7 +64,7 @@ def _model(plan: Plan) -> torch.nn.Module:
     kernel = "eager" if plan.topology.attention == "scores" else "sdpa"
     config = AutoConfig.for_model(**given, use_cache=False, bos_token_id=0, eos_token_id=0)
     # neither draws a value that ours would replace; under ZeRO-3 transformers would gather each module for it
-    deepspeed.initialize_weights_zero3 = lambda model: None
+    patches.without_initial_values()
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel)
     model.tie_weights()

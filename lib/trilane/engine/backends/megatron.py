@@ -1,7 +1,6 @@
 """The `megatron` engine: megatron-core's schedules, DDP and optimizer, as Megatron-LM's own training loop uses them."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -9,15 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import optimizer as megatron_optimizer
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_communication
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from trilane.config.plan import Plan
+from trilane.engine import patches
 from trilane.engine.backends.base import Engine, Microbatch, Named, Step, init_moments, pieces, set_step, step_of
 from trilane.engine.model import context, rng, te
 from trilane.engine.model.fused import DTYPES, apply, compiled
@@ -47,8 +47,7 @@ class Megatron(Engine):
         named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]
         self._parameters: list[Any] = [parameter for _, parameter in named]
         self.modules = self._chunks = [_distributed(model, settings, plan) for model in models]
-        # torch's AdamW, whether or not apex or Transformer Engine is installed
-        megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
+        patches.use_torch_optimizer()
         self._optimizer = get_megatron_optimizer(_optimizer_config(plan), self._chunks, use_gloo_process_groups=False)
         for group in self._optimizer.param_groups:
             # As Megatron-LM's scheduler does; megatron-core only sets `wd_mult`: norms and biases would decay.
@@ -57,7 +56,7 @@ class Megatron(Engine):
                 group["fused"], group["foreach"] = True, False
         optimizers = self._optimizer.chained_optimizers
         self.states = MegatronStates(named, optimizers, self._chunks)
-        _send_aliases()
+        patches.send_aliases()
         settings.timers = megatron_timers(pipeline=t.pp > 1)
         settings.finalize_model_grads_func = finalize_model_grads
         settings.grad_scale_func = self._optimizer.scale_loss
@@ -142,24 +141,12 @@ class Megatron(Engine):
 
     def _forward(self, feed: Iterator[Microbatch], model: torch.nn.Module) -> tuple[torch.Tensor, LossOf]:
         batch = next(feed)
-        whole = {"tokens": batch.tokens, "positions": self._positions, "labels": batch.labels}
-        part = get_batch_on_this_cp_rank(whole)
-        return model(part["tokens"], part["positions"], None, labels=part["labels"]), _mean_loss
+        whole = batch.tokens, self._positions, batch.labels  # (mbs, S) each
+        tokens, positions, labels = (context.own_part(x, dim=1) for x in whole)
+        return model(tokens, positions, None, labels=labels), _mean_loss
 
 
 build = Megatron
-
-
-@functools.cache
-def _send_aliases() -> None:
-    """Send an alias of each output, since interleaving deallocates it before the send has ended (megatron-core 0.16.1).
-
-    A send holds its tensor, not the data that deallocation takes from it: losses over gloo were up to 6e-2 off.
-    """
-    send: Any = p2p_communication._p2p_ops
-    p2p_communication._p2p_ops = lambda *, tensor_send_next, **others: send(
-        tensor_send_next=None if tensor_send_next is None else tensor_send_next.detach(), **others
-    )
 
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -176,18 +163,25 @@ def _distributed(chunk: torch.nn.Module, settings: TransformerConfig, plan: Plan
         grad_reduce_in_fp32=half,
         overlap_grad_reduce=t.overlap_grad_reduce,
         overlap_param_gather=t.overlap_param_gather,
+        bucket_size=max(40_000_000, 1_000_000 * t.dp),  # DDP's own
     )
-    made = DistributedDataParallel(settings, ddp, Float16Module(settings, chunk) if half else chunk)
-    if not t.overlap_grad_reduce:  # autograd itself adds into DDP's buffer, without a hook in Python at each parameter
-        made.grad_accs.clear()  # the nodes that have the hooks
-        for parameter in made.params_with_grad:
-            # with this mark a linear layer of megatron-core that has added a gradient would return another one
-            del parameter.grad_added_to_main_grad
-            parameter.grad_dtype = None  # fp32 for values of 16 bits
-        made.params_with_grad = []
-        if made.dp_cp_group.size() == 1:  # gloo takes milliseconds to reduce what no other rank has
-            made.finish_grad_sync = lambda **_: None
+    chunk = Float16Module(settings, chunk) if half else chunk
+    made = DistributedDataParallel(settings, ddp, chunk, **_layout(ddp, chunk))
+    if not t.overlap_grad_reduce:
+        patches.add_by_autograd(made)
     return made
+
+
+def _layout(ddp: DistributedDataParallelConfig, chunk: torch.nn.Module) -> dict[str, Any]:
+    """Where parameters lie in DDP's buffers, which megatron-core's optimizer of 0.18 on computes."""
+    compute = getattr(DistributedOptimizer, "compute_full_param_layout", None)
+    if compute is None or not ddp.use_distributed_optimizer:
+        return {}
+    is_cut = ddp.overlap_grad_reduce and parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    parameters = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
+    bucket_size = ddp.bucket_size if is_cut else None
+    return {"full_param_layout": compute(parameters, bucket_size, replicas, ddp)}
 
 
 def _optimizer_config(plan: Plan) -> OptimizerConfig:
@@ -272,16 +266,19 @@ class MegatronStates:
     def scalars(self) -> dict[str, float]:
         found = {"step": step_of(self._inner)}
         for scaler in self._scalers[:1]:
-            found["loss_scale"] = scaler.scale.item()
-            found["good_steps"], found["hysteresis"] = scaler._growth_tracker, scaler._hysteresis_tracker
+            held = scaler.state_dict()
+            found["loss_scale"] = held["scale"].item()
+            found["good_steps"] = held["growth_tracker"]
+            found["hysteresis"] = held["hysteresis_tracker"]
         return found
 
     def set_scalars(self, values: dict[str, float]) -> None:
         set_step(self._inner, values["step"])
         for scaler in self._scalers if "loss_scale" in values else ():
-            scaler._scale.fill_(values["loss_scale"])
-            scaler._growth_tracker = int(values["good_steps"]) % scaler.growth_interval
-            scaler._hysteresis_tracker = int(values["hysteresis"])
+            held: Any = {"scale": torch.full_like(scaler.scale, values["loss_scale"])}
+            held["growth_tracker"] = int(values["good_steps"]) % scaler.growth_interval
+            held["hysteresis_tracker"] = int(values["hysteresis"])
+            scaler.load_state_dict(held)
 
 
 def _shard(parameter: torch.nn.Parameter, optimizers: Sequence[Any]) -> Shard | None:
@@ -291,7 +288,8 @@ def _shard(parameter: torch.nn.Parameter, optimizers: Sequence[Any]) -> Shard | 
             place = chained.model_param_group_index_map.get(parameter)
             if place is not None:
                 group = chained.optimizer.param_groups[place[0]]
-                part = chained._get_model_param_range_map(parameter)["param"]
+                buffer, dtype, bucket = chained.model_param_gbuf_map[parameter]
+                part = chained.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
                 return Shard(chained.optimizer, group, group["params"][place[1]], part.start, part.end)
             continue
         main = getattr(parameter, "main_param", parameter)

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan, read_plan
+from trilane.engine import patches
 from trilane.engine.checkpoint.huggingface import verified
 from trilane.engine.checkpoint.slices import assemble, write_slices
 from trilane.engine.model.parameters import Box, whole_sizes
@@ -49,13 +49,14 @@ def export(checkpoint: Path, out: Path) -> None:
 
 def _write_tensors(checkpoint: Path, manifest: Mapping[str, Any], shape: ModelShape, folder: Path) -> None:
     """Write one file with a chunk of each layer, and `.metadata`."""
-    tensors, storage, name_of_file = dict[str, Any](), dict[dcp.MetadataIndex, _StorageInfo](), "__0_0.distcp"
+    name_of_file, tensors = "__0_0.distcp", dict[str, Any]()
+    storage = dict[dcp.MetadataIndex, Any]()
     with (folder / name_of_file).open("wb") as file:
 
-        def save(value: object) -> _StorageInfo:
+        def save(value: object) -> Any:
             first = file.tell()
             torch.save(value, file)
-            return _StorageInfo(name_of_file, first, file.tell() - first)
+            return patches.stored_at(name_of_file, first, file.tell() - first)
 
         for name, size in whole_sizes(shape).items():
             (key, layer), box = megatron.place_of(name), tuple((0, n) for n in size)

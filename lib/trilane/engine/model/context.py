@@ -23,10 +23,12 @@ def own_chunks() -> tuple[int, int]:
     return rank, 2 * ranks() - 1 - rank
 
 
-def own_part(whole: torch.Tensor) -> torch.Tensor:
-    """(S, ...) -> (s, ...), this rank's chunks."""
-    chunks = whole.chunk(2 * ranks())
-    return torch.cat([chunks[number] for number in own_chunks()])
+def own_part(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """This rank's chunks, S -> s in dimension `dim`."""
+    if ranks() == 1:
+        return whole
+    chunks = whole.chunk(2 * ranks(), dim)
+    return torch.cat([chunks[number] for number in own_chunks()], dim)
 
 
 def gathered(part: torch.Tensor) -> torch.Tensor:

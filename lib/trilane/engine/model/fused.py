@@ -9,7 +9,6 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.plan import Plan
+from trilane.engine import patches
 from trilane.engine.cpu import COMPILE
 from trilane.engine.world import World, gather_values
 
@@ -139,8 +138,7 @@ def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
         add_product(ones, ones, total)
     except Exception:  # a card or a build of torch without such a product: gradients are added after it
         return False
-    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_product)
-    layers._grad_accum_fusion_available = True
+    patches.use_weight_product(add_product)
     return True
 
 

@@ -4,17 +4,18 @@ megatron-core's own forward passes ask for inference, offload and experts in eve
 kernels wait for that. S sequence, B microbatch, C hidden size.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import attention, mlp, transformer_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.engine.model import te
-from trilane.engine.model.fused import activate, add_dropped, compiled
+from trilane.engine.model.fused import activate, add_dropped, add_product, compiled
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]  # what a matrix gives, and the bias that is still to be added to it
 
@@ -31,7 +32,7 @@ class _AddingProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x.flatten(0, -2), rows, weight.main_grad)
+        add_product(x.flatten(0, -2), rows, weight.main_grad)
         added = None
         if hasattr(weight, "grad_added_to_main_grad"):  # DDP's hook waits for a gradient, and drops it
             weight.grad_added_to_main_grad, added = True, torch.empty_like(weight)
@@ -84,7 +85,8 @@ class SelfAttention(attention.SelfAttention):
         """(S, B, C) -> (S, B, C)."""
         heads = self.get_query_key_value_tensors(hidden_states)
         if self.checkpoint_core_attention and self.training:
-            return self.linear_proj(self._checkpointed_attention_forward(*heads, None))
+            core = partial(self.core_attention, attention_mask=None)
+            return self.linear_proj(tensor_parallel.checkpoint(core, False, *heads))
         return self.linear_proj(self.core_attention(*heads, None))
 
 

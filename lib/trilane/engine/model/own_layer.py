@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 from trilane.config.layer import Layer
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
+from trilane.engine import patches
 from trilane.engine.model import rng
 from trilane.engine.model.gpt import fill_parameters, layer_spec, sum_over_tp, transformer_config
 from trilane.utils.tables import short
@@ -76,6 +77,9 @@ def refused(layer: Layer, what: str) -> Iterator[None]:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         # of a cell the lines are counted without those that were left out
         line = f"line {frames[-1].lineno}: {short(frames[-1].line or '')}, " if frames else ""
+        # asked for by megatron-core 0.18 and newer; 0.16 and 0.17 train rightly without
+        if "qk_layernorm" in str(error):
+            what = "has norms of queries and keys, so it must set config.qk_layernorm = True"
         raise HostError(f"layer={layer.name}: {what} ({line}{type(error).__name__}: {shown(error)})") from None
 
 
@@ -205,15 +209,13 @@ def _differs(values: torch.Tensor) -> bool:
 
 def rehearse(plan: Plan) -> None:
     """Try out the plan's first layer as one of its ranks, alone; ValueError where it would not train."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     # what a layer sees of the topology; the rest, as ZeRO and its overlaps, would not go with one replica
     names = ("tp", "mbs", "sequence_parallel", "recompute", "recompute_layers", "precision", "attention")
     t = Topology(gbs=plan.topology.mbs, **{name: getattr(plan.topology, name) for name in names})
     t = replace(t, precision="bf16") if t.precision == "fp8" else t  # Transformer Engine would want a GPU here
     plan = replace(plan, topology=t, run=replace(plan.run, fused="off"))
     # the messages to other ranks go nowhere, so that values are wrong and shapes are right
-    dist.init_process_group("fake", rank=0, world_size=t.tp, store=FakeStore())
+    patches.join_fake_group(0, t.tp)
     parallel_state.initialize_model_parallel(t.tp, create_gloo_process_groups=False)
     rng.seed_streams(plan.run.seed)
     config = transformer_config(plan)

@@ -7,18 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.memory import stage_layers
 from trilane.costmodel.trace import Collective, TracedStage
 from trilane.engine.backends.base import Engine, Microbatch, build
+from trilane.engine.patches import fake_tensor
 from trilane.engine.trace import world as fake
 from trilane.engine.trace.recorder import ACTIVATIONS, STATES, TEMPORARY, Recorder
 
@@ -32,7 +27,7 @@ def trace_rank(plan: Plan, stage: int) -> TracedStage:
     t = plan.topology
     rank, (few, many) = stage * t.gpus // t.pp, traced_microbatches(plan)
     recorder = Recorder(functools.cache(functools.partial(group_name, t)))
-    with FakeTensorMode(allow_non_fake_inputs=True), recorder, _refused(plan):
+    with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), recorder, _refused(plan):
         engine = build(plan, fake.join(plan, rank, recorder))
         recorder.watch(engine.modules)
         _step(engine, plan, few)
@@ -52,7 +47,11 @@ def _refused(plan: Plan) -> Iterator[None]:
     """An operation that has no shape without values, such as one of an own layer, as one line."""
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+    except (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedOperatorException,
+    ) as error:
         field, value = ("layer", plan.layer.name) if plan.layer else ("engine", plan.engine)
         raise ValueError(f"{field}={value}: {error.func} needs values, and a trace has none") from None
 

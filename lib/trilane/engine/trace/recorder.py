@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trilane.costmodel.trace import Pass
 from trilane.engine import phases
+from trilane.engine.patches import TorchDispatchMode, storage_key, tensors_of
 
 STATES = ("weights", "gradients", "optimizer", "buffers")  # alive between iterations
 ACTIVATIONS, TEMPORARY = "activations", "temporary"
@@ -100,7 +99,7 @@ class Recorder(TorchDispatchMode):
     def assign(self, kind: str, *tensors: Any) -> None:
         """What the storages of these tensors, or trees of them, are for."""
         for tensor in tensors_of(tensors):
-            if block := self._alive.get(key(tensor)):
+            if block := self._alive.get(storage_key(tensor)):
                 block.kind = kind
 
     # passes
@@ -121,7 +120,7 @@ class Recorder(TorchDispatchMode):
     def _end_pass(self) -> None:
         """What a forward pass leaves alive is kept for its backward pass, but for weights that ZeRO-3 has gathered."""
         if self._now == "forward":
-            gathered = {key(parameter) for parameter in self._parameters}
+            gathered = {storage_key(parameter) for parameter in self._parameters}
             for number, block in self._alive.items():
                 if block.inside == self._passes and block.kind == TEMPORARY:
                     block.kind, block.owner = ("buffers" if number in gathered else ACTIVATIONS), self._inside
@@ -170,9 +169,9 @@ class Recorder(TorchDispatchMode):
             self.totals["operations"] += 1
             self.totals["flops"] += flops_of(func, args, kwargs or {}, out)
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
-            self._zeros.add(key(args[1]))
+            self._zeros.add(storage_key(args[1]))
         if self._now == "forward":
-            for block in (self._alive.get(key(x)) for x in given):
+            for block in (self._alive.get(storage_key(x)) for x in given):
                 if block and block.received and block.kind == TEMPORARY:
                     block.inside = self._passes
         self._follow(out)
@@ -193,11 +192,11 @@ class Recorder(TorchDispatchMode):
             return constant.item()
         if not tensor.dtype.is_floating_point:
             return False if tensor.dtype == torch.bool else 0
-        return float(key(tensor) not in self._zeros)
+        return float(storage_key(tensor) not in self._zeros)
 
     def _follow(self, made: Any) -> None:
         for tensor in tensors_of(made):
-            number, storage = key(tensor), tensor.untyped_storage()
+            number, storage = storage_key(tensor), tensor.untyped_storage()
             if number in self._alive:
                 continue
             self._time += 1
@@ -217,7 +216,7 @@ class Recorder(TorchDispatchMode):
         self._bytes -= block.size
 
     def _collective(self, func: Any, args: Any, given: list[torch.Tensor]) -> None:
-        name = func._schema.name.partition("::")[2]
+        name = func.overloadpacket.__name__
         group = dist.ProcessGroup.unbox(next(x for x in args if isinstance(x, torch.ScriptObject)))
         ranks = tuple(dist.get_process_group_ranks(group))
         if len(ranks) > 1 and name in COLLECTIVES:
@@ -233,21 +232,10 @@ class Recorder(TorchDispatchMode):
             self.totals[kind, known, "bytes"] += size
 
 
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """The tensors in a tree of values."""
-    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
-
-
-def key(tensor: torch.Tensor) -> int:
-    """What tells a storage from others that are alive."""
-    return tensor.untyped_storage()._cdata
-
-
 @functools.cache
 def is_kernel(func: Any) -> bool:
     """Whether an operation starts a kernel: neither a view nor memory alone."""
-    views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-    return not views and func._schema.name.partition("::")[2] not in NO_KERNEL
+    return not func.is_view and func.overloadpacket.__name__ not in NO_KERNEL
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
@@ -256,10 +244,10 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     It counts whole though it is causal, and the scores that a backward kernel computes again do not, as in the
     formulas of costmodel/layers.py. Everything else counts 0.
     """
-    name = func._schema.name
+    name = func.name()
     if "attention" in name and "scaled_dot_product" in name:
         backward = "backward" in name
         query, keys = (args[1], args[2]) if backward else (args[0], args[1])
         return 4.0 * (1 + backward) * math.prod(query.shape) * keys.shape[2]
-    formula = flop_registry.get(func._overloadpacket)
+    formula = flop_registry.get(func.overloadpacket)
     return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0

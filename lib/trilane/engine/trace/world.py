@@ -5,21 +5,19 @@ has no backward pass for fake CUDA tensors. What differs by device is replaced b
 Nothing here is undone: the process ends with its trace.
 """
 
-import contextlib
 import importlib
 import inspect
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from trilane.config.plan import Plan
-from trilane.engine.trace.recorder import Recorder, key, tensors_of
+from trilane.engine import patches
+from trilane.engine.patches import storage_key
+from trilane.engine.trace.recorder import Recorder
 from trilane.engine.world import World
 
 aten: Any = torch.ops.aten
@@ -30,87 +28,33 @@ def prepare(plan: Plan) -> None:
 
     ValueError where an own layer's class cannot be found.
     """
-    import megatron.core.distributed.param_and_grad_buffer as buffers
-    from megatron.core.tensor_parallel import random
-
     from trilane.engine.model import fused, gpt, own_layer, rng
 
     if plan.layer:
         own_layer.load(plan.layer)
-    replaced: dict[Any, dict[str, Any]] = {
-        gpt: {"fill": lambda parameter, draw: None},  # initial values: half of the time
-        own_layer: {"try_out": lambda plan, made: None},  # it looks at values
-        rng: {"states": dict, "restore": lambda states: True},
-        random: {"_set_cuda_rng_state": lambda *_, **__: None},
-        # what it makes of reduce-scatters has no fake kernel: they are done one by one, at once
-        buffers: {"_coalescing_manager": lambda *_, **__: contextlib.nullcontext(SimpleNamespace(wait=bool))},
-        torch.nn.Module: {"_apply": _apply},
-        torch.Tensor: {"numpy": lambda self, **_: np.zeros(self.shape)},
-        torch: {"tensor": _stacking(torch.tensor)},
-    }
-    for place in (dist, dist.distributed_c10d):
-        replaced[place] = {"all_gather_object": _copies, "broadcast_object_list": lambda *_, **__: None}
-    state = torch.empty(0, dtype=torch.uint8)
-    generator = {"get_rng_state": lambda device=None: state, "set_rng_state": lambda *_, **__: None}
-    for place in (torch, torch.random, torch.cuda, torch.cuda.random):
-        replaced.setdefault(place, {}).update(generator)
+    patches.put(gpt, fill=lambda parameter, draw: None)  # initial values: half of the time
+    patches.put(own_layer, try_out=lambda plan, made: None)  # it looks at values
+    patches.put(rng, states=dict, restore=lambda states: True)
+    patches.without_values()
     if plan.engine != "megatron":
-        from deepspeed.runtime.pipe.engine import PipelineEngine
-        from deepspeed.runtime.zero import partitioned_param_coordinator
-
         t = plan.topology
-        shape = [plan.shape.seq_length // (t.tp if t.sequence_parallel else 1), t.mbs, plan.shape.hidden_size]
-        # its first message tells the next stage this shape
-        told = lambda self, _: self._allocate_or_extend_buffers(0, shape, fused.DTYPES[t.precision])  # noqa: E731
-        replaced[PipelineEngine] = {"_recv_tensor_meta": told}
-        replaced[partitioned_param_coordinator] = {"assert_ints_same_as_other_ranks": lambda numbers: None}
+        length = plan.shape.seq_length // (t.tp if t.sequence_parallel else 1)
+        shape = [length, t.mbs, plan.shape.hidden_size]
+        patches.without_messages(shape, fused.DTYPES[t.precision])
     if plan.engine == "hf-zero3":
-        from transformers import masking_utils
-
-        # a fake tensor is no graph's: without a mask attention has its flash kernel, and shares keys
-        replaced[masking_utils] = {"is_tracing": lambda *_: False}
-    for place, attributes in replaced.items():
-        for name, value in attributes.items():
-            setattr(place, name, value)
+        patches.without_graph()
     importlib.import_module(f"trilane.engine.backends.{plan.engine.replace('-', '_')}")
 
 
 def join(plan: Plan, rank: int, recorder: Recorder) -> World:
     """This process, prepared, as `rank` of the plan's ranks."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     size, each = plan.topology.gpus, plan.cluster.gpus_per_node
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % each, "LOCAL_WORLD_SIZE": each}
     os.environ.update({name: str(number) for name, number in place.items()})  # DeepSpeed reads them
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    patches.join_fake_group(rank, size)
     if plan.cluster.gpu.kind == "cuda":
         _as_on_card(plan, recorder)
     return World(rank=rank, size=size, local_rank=rank % each, local_size=each, device=torch.device("cpu"))
-
-
-def _stacking(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch.tensor, which of a list of tensors would read the values."""
-
-    def made(data: Any, *args: Any, **options: Any) -> torch.Tensor:
-        parts = tensors_of(data) if isinstance(data, list) else []
-        return torch.stack(parts) if parts else plain(data, *args, **options)
-
-    return made
-
-
-def _copies(into: list[Any], value: Any, group: Any = None) -> None:
-    into[:] = [value] * len(into)
-
-
-def _apply(self: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    """Module._apply by `data` alone: torch would swap tensors of another precision, which fake ones refuse."""
-    for child in self.children():
-        _apply(child, function)
-    for parameter in self._parameters.values():
-        if parameter is not None:
-            parameter.data = function(parameter.data)
-    self._buffers.update({name: None if held is None else function(held) for name, held in self._buffers.items()})
-    return self
 
 
 # What a CPU computes in several steps, or keeps more of, and the kernel of CUDA that stands for it.
@@ -163,15 +107,19 @@ class _Compiled(torch.autograd.Function):
         read = set[int]()  # no tensors: a graph's hook that holds its tensors is never freed
         with recorder.one_kernel() as finish:
             given = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in inputs]
-            note = lambda x: read.add(key(x)) if x.is_floating_point() else None  # noqa: E731
+
+            def note(x: torch.Tensor) -> None:
+                if x.is_floating_point():
+                    read.add(storage_key(x))
+
             hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
             with torch.enable_grad(), hooks:
                 out = function(*given)
             out = tuple(x.detach() for x in out) if isinstance(out, tuple) else out.detach()
         finish(out)
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-        between = read - {key(x) for x in tensors}
-        ctx.save_for_backward(*(x for x in tensors if between or key(x) in read))
+        between = read - {storage_key(x) for x in tensors}
+        ctx.save_for_backward(*(x for x in tensors if between or storage_key(x) in read))
         ctx.like = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else None for x in inputs]
         ctx.recorder = recorder
         return out
@@ -198,5 +146,4 @@ def _as_on_card(plan: Plan, recorder: Recorder) -> None:
     fused.capability, fused.COMPILE = (lambda device: (major, minor)), cast(Any, compiled)
     kernels: dict[str, Callable[..., Any]] = {"rms_norm": rms_norm, "dropout": dropout}
     kernels["scaled_dot_product_attention"] = attention(F.scaled_dot_product_attention, major >= 8)
-    for name, kernel in kernels.items():
-        setattr(F, name, kernel)
+    patches.put(F, **kernels)

@@ -1,0 +1,80 @@
+"""What the engine replaces in the libraries below, or takes of their private names."""
+
+import ast
+import re
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support import REPOSITORY
+
+# a function of engine/patches.py, or cpu's, and what stands in the library as long as that is needed
+ELASTIC, DDP = "torch/distributed/elastic", "megatron/core/distributed"
+PIPE, ZERO = "deepspeed/runtime/pipe", "deepspeed/runtime/zero"
+NEEDED = [
+    ("enable_cpu", "megatron/core/tensor_parallel/random.py", r"def _set_cuda_rng_state"),
+    ("enable_cpu", f"{DDP}/param_and_grad_buffer.py", r"torch\.cuda\.current_device\(\)"),
+    ("join_fake_group", "torch/testing/_internal/distributed/fake_pg.py", r"FakeStore"),
+    ("runs_backward", "torch/_C/__init__.pyi", r"_current_graph_task_id"),
+    ("storage_key", "torch/storage.py", r"def _cdata"),
+    ("stored_at", "torch/distributed/checkpoint/filesystem.py", r"class _StorageInfo"),
+    ("bind_near", "torch/numa/binding.py", r"def _node_get_logical_cpus_to_bind_to"),
+    ("bind_near", "torch/numa/binding.py", r"def _bind_all_threads_in_current_process"),
+    ("after_start", f"{ELASTIC}/multiprocessing/api.py", r"SubprocessContext\(.*def _start\("),
+    ("listen_on_loopback", f"{ELASTIC}/rendezvous/static_tcp_rendezvous.py", r"TCPStore\("),
+    ("without_values", "torch/nn/modules/module.py", r"swap_tensors"),
+    ("without_values", f"{DDP}/param_and_grad_buffer.py", r"_coalescing_manager\("),
+    ("without_values", "megatron/core/tensor_parallel/random.py", r"_set_cuda_rng_state\("),
+    ("use_torch_optimizer", "megatron/core/optimizer/__init__.py", r"if USING_PYTORCH_OPTIMIZER:"),
+    ("use_weight_product", "megatron/core/tensor_parallel/layers.py", r"not _grad_accum_fusion"),
+    ("add_by_autograd", f"{DDP}/distributed_data_parallel.py", r"self\.grad_accs\.append"),
+    ("use_cpu", "deepspeed/accelerator/cpu_accelerator.py", r"import get_numa_cores"),
+    ("use_cpu", "deepspeed/comm/torch.py", r"build_shm_op\(\)"),
+    ("wrap_instructions", f"{PIPE}/engine.py", r"super\(\)\.backward\(self\.loss\)\n +return"),
+    ("wrap_instructions", f"{PIPE}/engine.py", r"_INSTRUCTION_MAP = "),
+    ("link_moments", f"{ZERO}/stage_1_and_2.py", r"if not self\._hp_optimizer_states_linked"),
+    ("fragment", f"{ZERO}/stage_1_and_2.py", r"p\._hp_mapping"),
+    ("partition", f"{ZERO}/stage3.py", r"_state\.to\(get_accelerator\(\)\.current_device_name"),
+    ("without_messages", f"{PIPE}/engine.py", r"def _recv_tensor_meta"),
+    ("without_messages", f"{ZERO}/partitioned_param_coordinator.py", r"assert_ints_same_as"),
+    ("without_initial_values", "transformers/integrations/deepspeed.py", r"initialize_weights_z"),
+    ("without_graph", "transformers/masking_utils.py", r"is_tracing\("),
+]
+OWN = {"put", "tensors_of", "frees_before_sent", "send_aliases"}
+
+
+@pytest.mark.parametrize(("patch", "file", "words"), NEEDED, ids=str)
+def test_the_library_still_does_what_is_patched(patch: str, file: str, words: str) -> None:
+    """Else the patch may go, or would do nothing."""
+    library, _, rest = file.partition("/")
+    places = [Path(folder, rest) for folder in find_spec(library).submodule_search_locations]
+    text = "".join(place.read_text() for place in places if place.is_file())
+    assert re.search(words, text, re.DOTALL), patch
+
+
+def test_each_patch_has_its_row() -> None:
+    tree = ast.parse((REPOSITORY / "lib/trilane/engine/patches.py").read_text())
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert {name for name in names if name[0] != "_"} == OWN | {row[0] for row in NEEDED} - {"enable_cpu"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:full scope")
+def test_sends_are_of_aliases_until_megatron_core_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 0.18 on its interleaved schedule waits for a send before it frees the output."""
+    from trilane.engine.cpu import enable_cpu
+
+    enable_cpu()
+    import torch
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    from trilane.engine import patches
+
+    monkeypatch.setattr(p2p_communication, "_p2p_ops", lambda **sent: SimpleNamespace(**sent))
+    patches.send_aliases.__wrapped__()
+    output = torch.ones(2)
+    given = p2p_communication._p2p_ops(tensor_send_next=output, tensor_send_prev=None)
+    assert (given.tensor_send_next is output) == (version("megatron-core") >= "0.18")
+    assert given.tensor_send_next.data_ptr() == output.data_ptr()
+    assert p2p_communication._p2p_ops(tensor_send_next=None).tensor_send_next is None
