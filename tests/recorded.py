@@ -21,7 +21,7 @@ ROUNDED = re.compile(r"\d+\.\d+|[1-9]\d{0,2}(,\d{3})*,\d00")
 
 
 def numbers_in(text: str) -> str:
-    """The numbers of a text, in their order; none of a path, which names where this repository stands, nor of the day."""
+    """The numbers of a text, in their order; none of a path, which names this repository, nor of the day."""
     return " ".join(NUMBER.findall(" ".join(word for word in MADE_ON.sub("", text).split() if "/" not in word)))
 
 

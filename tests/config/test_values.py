@@ -151,10 +151,6 @@ BAD = [
     *[(lambda skip=skip: Run(skip=skip), f"skip={skip}: must be ranges of iterations, such as") for skip in BAD_SKIPS],
     (lambda: Run(skip="9-5"), "skip=9-5: 9-5 ends before it begins"),
     (lambda: Run(skip="5-9,9-12"), "skip=5-9,9-12: ranges must rise and not overlap: 9 comes after 9"),
-    (
-        lambda: plan_from_json({**plan().to_json(), "optimizer": {"lr_changes": [{"samples": 8, "factor": 0.5}]}}),
-        "plan.optimizer field=lr_changes: is now `lr and min_lr in plan.json, and resume`",
-    ),
     (lambda: from_mapping(Cluster, {"name": "x"}, "cluster"), "cluster.gpu=missing: is required"),
     (lambda: parse_shape("70,14336"), "shape=70,14336: must be five whole numbers: layers,hidden,heads,seq,vocab"),
     (lambda: plan_from_json({**plan().to_json(), "topolgy": 1}), "plan field=topolgy: did you mean topology? known: "),

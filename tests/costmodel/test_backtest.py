@@ -134,7 +134,6 @@ def test_the_rows_of_other_cards_and_stacks_ship_with_their_sources(name, rows, 
     [
         (["missing.csv"], "rows=missing.csv: no such file"),
         (["bad.csv"], "has no column tp, pp"),
-        (["old.csv"], "column=zero_stage: is now zero"),
         (["binary.csv"], "rows=binary.csv: not text in UTF-8"),
     ],
 )
@@ -142,7 +141,6 @@ def test_a_bad_file_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, a
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.csv").write_text("row_id,colour\n1,red\n")
     (tmp_path / "good.csv").write_text(f"{HEADER}\n{GOOD}\n")
-    (tmp_path / "old.csv").write_text(f"{HEADER.replace('zero', 'zero_stage')}\n{GOOD}\n")
     (tmp_path / "binary.csv").write_bytes(bytes(range(256)))
     assert main(["plan", "backtest", *arguments]) == 2
     errors = capsys.readouterr().err

@@ -266,7 +266,6 @@ def test_the_command_prints_dates_hours_and_risks(command):
         ("--job-hours 0", "job_hours=0.0: must be a number above zero"),
         ("--spare-nodes -1", "spare_nodes=-1: must be a whole number of at least 0"),
         ("--spare-nodes 5", "spare_nodes=5: must be at most 4, the nodes that the jobs leave free"),
-        ("--reshape", "option=--reshape: is now `trilane plan search`"),
         ("--checkpoint-minutes 6000", "checkpoint-minutes=6000: such a run would undo most of its work"),
         ("--checkpoint-minutes 0", "checkpoint_minutes=0.0: must be a number above zero"),
         ("--runs 3", "runs=3: must be a whole number of at least 100"),

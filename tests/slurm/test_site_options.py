@@ -75,7 +75,6 @@ BAD = [
         {"container": "pyxis", "container_image": "/a.sqsh", "container_mounts": ["a"]},
         r"^site.container_mounts='a': must be FOLDER",
     ),
-    ({"exclusive": True}, "^site field=exclusive: is now `sbatch.exclusive`"),
 ]
 
 

@@ -56,9 +56,6 @@ class Group(click.Group):
         if name not in known:
             if name.startswith("-"):
                 raise click.NoSuchOption(name, ctx=ctx)
-            successors = validation.shipped_json("successors")
-            successor = successors.get(f"{ctx.command_path} {name}") or successors.get(name)
-            validation.require(not successor, "command", name, f"is now `{successor}`")
             validation.require_known("command", name, known)
         return super().resolve_command(ctx, args)
 
@@ -275,8 +272,6 @@ def message(error: Exception) -> str:
     try:
         match error:
             case click.NoSuchOption(option_name=name, ctx=click.Context() as context):
-                if successor := validation.shipped_json("successors").get(f"{context.command_path} {name}"):
-                    return f"option={name}: is now `{successor}`"
                 options = [o for p in context.command.get_params(context) for o in p.opts if o.startswith("-")]
                 validation.require_known("option", name, options)
             case click.MissingParameter(param=click.Option(opts=[name, *_])) | click.BadOptionUsage(option_name=name):

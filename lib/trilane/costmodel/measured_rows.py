@@ -168,8 +168,6 @@ def _columns(header: list[str]) -> list[tuple[str, str | None]]:
     """The documented name of each column; of one of a hand-written table also the unit, else None."""
     twice = next((name for name in header if name and header.count(name) > 1), "")
     require(not twice, "column", twice, "is there twice")
-    for old, successor in shipped_json("row_columns")["gone"].items():
-        require(old not in header, "column", old, f"is now {successor}")
     found, documented = list[tuple[str, str | None]](), {*columns_read(), *shipped_json("row_columns")["describe"]}
     for name in header:
         known, unit = written_tables.column(name)

@@ -61,11 +61,9 @@ def require_label(field: str, value: str) -> None:
 
 
 def require_known(field: str, value: str, known: Iterable[str]) -> None:
-    """Raise ValueError with what replaced it, or the nearest and all known names, unless `value` is one of them."""
+    """Raise ValueError with the nearest and all known names, unless `value` is one of them."""
     names = list(known)
     if value not in names:
-        successor = shipped_json("successors").get(f"{field}={value}")
-        require(not successor, field, value, f"is now `{successor}`")
         hint = f"{_hint(value, names)} known: {', '.join(sorted(names))}"
         require(False, field, value, hint.lstrip())
 
