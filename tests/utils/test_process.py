@@ -1,17 +1,22 @@
 """Children start safely in any folder; a port that one was promised reaches it; a launcher may open enough files."""
 
 import errno
+import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PathDistribution
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from support import REPOSITORY, plant_modules
 
+from trilane.utils import process
 from trilane.utils.process import environment, held_port, python, run
 
 
@@ -67,3 +72,29 @@ def test_the_limit_of_open_files_is_raised_as_far_as_the_host_allows(soft: int, 
     code += f"r.setrlimit(r.RLIMIT_NOFILE, ({soft}, {hard})); allow(1000); print(r.getrlimit(r.RLIMIT_NOFILE))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == f"({after}, {hard})\n"
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ({"url": "file://{clone}", "dir_info": {}}, "pip install '{clone}[train]'"),
+        ({"url": "file:///gone", "dir_info": {}}, "pip install '.[train]' in a clone of the repository"),
+        (None, "pip install '.[train]' in a clone of the repository"),
+    ],
+)
+def test_an_extra_is_installed_from_the_clone_that_this_was_installed_from(
+    origin: dict | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyPA's "Recording the Direct URL Origin of installed distributions"; a clone's own code is named in it, too."""
+    clone = tmp_path / "my clone"
+    clone.mkdir()
+    (clone / "pyproject.toml").touch()
+    assert process.install_command("te") == f"pip install -e {shlex.quote(f'{REPOSITORY}[te]')}"
+    monkeypatch.setattr(process, "__file__", str(tmp_path / "lib/python3.12/site-packages/trilane/utils/process.py"))
+    record = tmp_path / "trilane-0.1.0.dist-info"
+    record.mkdir()
+    if origin:
+        url = origin["url"].format(clone=quote(str(clone)))
+        (record / "direct_url.json").write_text(json.dumps(origin | {"url": url}))
+    monkeypatch.setattr(process, "distribution", lambda name: PathDistribution(record))
+    assert process.install_command("train") == command.format(clone=clone)
