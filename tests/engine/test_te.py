@@ -1,4 +1,4 @@
-"""Transformer Engine, which cannot run here: what asks for it, which versions do, what megatron-core is given."""
+"""Transformer Engine and ft_launcher, of which little can run here: what asks for them, which versions do."""
 
 import ast
 import inspect
@@ -17,6 +17,7 @@ from trilane.cli.app import main
 from trilane.config.cluster import cluster
 from trilane.config.engines import BESIDE_MEGATRON, require_trainable, untrainable_reason
 from trilane.config.parallelism import Topology
+from trilane.utils.process import python, run
 
 FP8 = Topology(precision="fp8")
 OVERLAP = Topology(tp=2, sequence_parallel=True, overlap_tp=True)
@@ -123,3 +124,17 @@ def test_megatron_core_takes_what_it_is_given() -> None:
     given = ["query", "key", "value", "attention_mask", "attn_mask_type"]
     assert found["TEDotProductAttention", "forward"][1:6] == given
     assert found["TENorm", "__new__"] == ["cls", "config", "hidden_size", "eps"]
+
+
+def test_ft_launcher_of_05_and_newer_has_no_copies_of_torchs_modules(tmp_path: Path) -> None:
+    """nvidia-resiliency-ext's fault_tolerance/_torch_elastic_compat is gone from 0.5.0 on; its launcher's calls stay."""
+    package = tmp_path / "nvidia_resiliency_ext/fault_tolerance"
+    package.mkdir(parents=True)
+    package.joinpath("launcher.py").write_text(
+        "from types import SimpleNamespace\n"
+        "parse_args = lambda words: SimpleNamespace(rdzv_backend='static', words=words)\n"
+        "run = lambda args: print(*args.words)\n"
+    )
+    command = python("-m", "trilane.engine.torchrun", str(tmp_path / "failures.json"), "--ft-rank-heartbeat-timeout=60")
+    done = run(command, {"PYTHONPATH": f"{REPOSITORY / 'lib'}:{tmp_path}"})
+    assert (done.returncode, done.stdout) == (0, "--ft-rank-heartbeat-timeout=60\n"), done.stderr
