@@ -127,7 +127,7 @@ def test_megatron_core_takes_what_it_is_given() -> None:
 
 
 def test_ft_launcher_of_05_and_newer_has_no_copies_of_torchs_modules(tmp_path: Path) -> None:
-    """nvidia-resiliency-ext's fault_tolerance/_torch_elastic_compat is gone from 0.5.0 on; its launcher's calls stay."""
+    """nvidia-resiliency-ext's fault_tolerance/_torch_elastic_compat is gone from 0.5.0 on."""
     package = tmp_path / "nvidia_resiliency_ext/fault_tolerance"
     package.mkdir(parents=True)
     package.joinpath("launcher.py").write_text(
