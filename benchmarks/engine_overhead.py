@@ -26,6 +26,7 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Run
+from trilane.utils.files import read_text
 
 LEFT_OUT = 5
 DRAWS = 2000  # of the bootstrap
@@ -39,6 +40,7 @@ def main() -> None:
     """Train, and print the two medians and their ratio from rank 0, as JSON with --json."""
     args = _arguments()
     terminal = os.dup(1)
+    errors = os.dup(2)
     rank = int(os.environ.get("RANK", "0"))
     with _folder(rank) as folder:
         (folder / "ranks").mkdir(exist_ok=True)
@@ -47,7 +49,12 @@ def main() -> None:
             os.environ.setdefault(name, value)
         path = folder / f"plan-{rank}.json"
         path.write_text(json.dumps(_plan(args, folder).to_json()))
-        found = run(path, args.against)
+        try:
+            found = run(path, args.against)
+        except BaseException:  # the engine writes to the rank's log, which ends with the folder
+            os.dup2(errors, 2)
+            sys.stderr.write(read_text(folder / f"ranks/{rank}.log"))
+            raise
     if rank == 0:
         os.write(terminal, (result_text(found, args.json) + "\n").encode())
 
@@ -104,8 +111,8 @@ def run(path: Path, against: str) -> dict[str, Any]:
         return pairs[0]
 
     loop.build = paired
-    code = entry.main([str(path)])
-    assert code == 0, f"the engine ended with {code}"
+    if code := entry.main([str(path)]):
+        sys.exit(code)  # with its reason in the log
     return result(pairs[0].bare, pairs[0].whole(), pairs[0].own())
 
 

@@ -19,10 +19,14 @@ import gpu_mfu
 import mutations
 
 
-def printed(name: str, *words: str) -> dict:
+def begun_alone(name: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(REPOSITORY / "benchmarks" / name), *words, "--json"]
     env = {k: v for k, v in environment(2).items() if k != "TRILANE_PARENT_PID"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def printed(name: str, *words: str) -> dict:
+    done = begun_alone(name, *words)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -35,6 +39,14 @@ def test_the_overhead_is_that_of_pairs_in_one_run() -> None:
         one = found[clock]
         assert 0 < one["low"] <= one["ratio"] <= one["high"]
         assert one["bare_s"] > 0
+
+
+@pytest.mark.slow
+def test_a_refusal_by_the_engine_is_printed_though_it_stands_in_a_log_that_goes() -> None:
+    """The mock data have the 257 ids of the tokenizer "bytes"."""
+    done = begun_alone("engine_overhead.py", "--shape", "12,32,4,64,256")
+    *_, last = done.stderr.splitlines()
+    assert (done.returncode, last.partition(":")[0]) == (2, "vocab_size=256")
 
 
 CARDS = [

@@ -90,8 +90,8 @@ sys.exit(main(sys.argv[1:]))
         ("plan show docs/plan-7b.json", 0, "6.738 B parameters"),
         ("debug hang docs/examples/dumps", 0, "stacks, innermost first"),
         ("slurm script docs/plan-7b.json --site jean-zay-a100 --account a@a100", 0, "#SBATCH"),
-        ("run all --study x", 2, "is installed by pip install 'trilane[notebooks]'"),
-        ("measure machine {}/m.json", 2, "torch=missing: is installed by pip install 'trilane[train]'"),
+        ("run all --study x", 2, f"is installed by pip install -e '{REPOSITORY}[notebooks]'"),
+        ("measure machine {}/m.json", 2, f"torch=missing: is installed by pip install -e '{REPOSITORY}[train]'"),
     ],
 )
 def test_the_core_needs_no_extra_and_says_which_brings_what_is_missing(command, code, says, tmp_path: Path):

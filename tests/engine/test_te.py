@@ -1,42 +1,89 @@
-"""Transformer Engine, which cannot run here: what asks for it, which versions do, what megatron-core is given."""
+"""Transformer Engine and ft_launcher, of which little can run here: what asks for them, which versions do."""
 
 import ast
 import inspect
 import json
+import re
+import tomllib
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from plans import small_plan
+from support import REPOSITORY
 
 from trilane.cli.app import main
 from trilane.config.cluster import cluster
-from trilane.config.engines import untrainable_reason
+from trilane.config.engines import BESIDE_MEGATRON, require_trainable, untrainable_reason
 from trilane.config.parallelism import Topology
+from trilane.utils.process import python, run
 
 FP8 = Topology(precision="fp8")
 OVERLAP = Topology(tp=2, sequence_parallel=True, overlap_tp=True)
-NEEDS = "needs Transformer Engine 2.9 to 2.11; "
-# what a topology and run.fused ask for, the installed version -> why not
+LACKS = "needs Transformer Engine, which is not installed here"
+# what a topology and run.fused ask for, versions of megatron-core and Transformer Engine -> the beginning of why not
 VERSIONS = [
-    (FP8, "auto", None, f"precision=fp8: {NEEDS}it is not installed here"),
-    (FP8, "auto", "2.8.0+c47f329b", f"precision=fp8: {NEEDS}2.8.0+c47f329b is installed here"),
-    (OVERLAP, "off", "2.20.2", f"overlap_tp=True: {NEEDS}2.20.2 is installed here"),
-    (Topology(), "te", "nightly", f"run.fused=te: {NEEDS}nightly is installed here"),
-    (FP8, "te", "2.9.0+70f53666", None),
-    (OVERLAP, "on", "2.11.0", None),
-    (Topology(), "auto", None, None),
+    (FP8, "auto", "0.16.1", "", f"precision=fp8: {LACKS}"),
+    (FP8, "auto", "", "2.8.0", None),
+    (
+        FP8,
+        "auto",
+        "0.16.1",
+        "2.8.0+c47f329b",
+        "transformer-engine=2.8.0+c47f329b: megatron-core 0.16.1 goes with >=2.9,",
+    ),
+    (OVERLAP, "off", "0.16.1", "2.20.2", "transformer-engine=2.20.2: megatron-core 0.16.1 goes with >=2.9,<2.12: pip "),
+    (OVERLAP, "off", "0.17.1", "2.20.2", None),
+    (FP8, "auto", "0.19.2", "2.9.0", None),
+    (FP8, "auto", "0.20.0rc1", "3.0", "transformer-engine=3.0: megatron-core 0.20.0rc1 goes with >=2.9,<2.21: pip "),
+    (Topology(), "te", "0.19.2", "nightly", "transformer-engine=nightly: megatron-core 0.19.2 goes with >=2.9,<2.21"),
+    (FP8, "te", "0.16.1", "2.9.0+70f53666", None),
+    (OVERLAP, "on", "0.16.1", "2.11.0", None),
+    (Topology(), "auto", "0.16.1", "2.20.2", None),
+]
+RESILIENCY = [
+    ("0.16.1", "0.4.1", True),
+    ("0.17.1", "0.4.1", False),
+    ("0.19.2", "0.5.0", False),
+    ("0.19.2", "0.7.0", True),
+    ("0.19.2", "", True),
 ]
 
 
-@pytest.mark.parametrize(("topology", "fused", "installed", "reason"), VERSIONS, ids=str)
+def install(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    monkeypatch.setattr("trilane.config.engines.installed_version", lambda name, path=(): versions.get(name, ""))
+
+
+@pytest.mark.parametrize(("topology", "fused", "megatron", "installed", "reason"), VERSIONS, ids=str)
 def test_a_version_that_megatron_core_does_not_work_with_is_one_line(
-    topology: Topology, fused: str, installed: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch
+    topology: Topology, fused: str, megatron: str, installed: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own extra `dev`: transformer-engine >= 2.9.0a0, < 2.12.0."""
-    if installed:
-        monkeypatch.setattr("trilane.config.engines.version", lambda name: installed)
-    assert untrainable_reason(topology, fused) == reason
+    """0.16.1's own extra `dev`: transformer-engine >= 2.9.0a0, < 2.12.0; 0.17 and newer call what 2.9 to 2.20 have."""
+    install(monkeypatch, {"megatron-core": megatron, "transformer-engine": installed})
+    why = untrainable_reason(topology, fused)
+    assert why == reason or why.startswith(reason)
+
+
+@pytest.mark.parametrize(("megatron", "installed", "fits"), RESILIENCY)
+def test_megatron_core_from_017_on_is_not_imported_beside_an_old_resiliency_ext(
+    megatron: str, installed: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its nvrx.py: NVRX_MIN_VERSION is 0.6.0 in 0.17.1, 0.18.2 and 0.19.2, and the check stands at the import."""
+    install(monkeypatch, {"megatron-core": megatron, "nvidia-resiliency-ext": installed})
+    line = f"nvidia-resiliency-ext={installed}: megatron-core {megatron} goes with >=0.6: pip install "
+    with nullcontext() if fits else pytest.raises(ValueError, match=re.escape(line)):
+        require_trainable(Topology())
+
+
+def test_the_extras_have_the_bounds_of_the_megatron_core_of_their_python() -> None:
+    """requirements: 0.16.1 on Python 3.11, a newer one from 3.12 on."""
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, package in {"te": "transformer-engine[pytorch]", "resiliency": "nvidia-resiliency-ext"}.items():
+        (old, until), (new, since) = [line.split("; ") for line in extras[extra]]
+        assert (until, since) == ("python_version < '3.12'", "python_version >= '3.12'")
+        assert old.startswith(package + BESIDE_MEGATRON[package][0, 16])
+        assert new.startswith(package + BESIDE_MEGATRON[package][0, 17])
 
 
 def test_training_without_it_is_refused_before_any_process_starts(
@@ -45,7 +92,7 @@ def test_training_without_it_is_refused_before_any_process_starts(
     plan = replace(small_plan(tmp_path, source="mock"), cluster=cluster("dgx-h100"), topology=FP8)
     (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
     assert main(["train", str(tmp_path / "plan.json")]) == 2
-    assert f"precision=fp8: {NEEDS}it is not installed here" in capsys.readouterr().err
+    assert f"precision=fp8: {LACKS}" in capsys.readouterr().err
     assert not (tmp_path / "ranks").exists()
 
 
@@ -78,3 +125,17 @@ def test_megatron_core_takes_what_it_is_given() -> None:
     assert found["TEDotProductAttention", "forward"][1:6] == given
     norm = inspect.signature(transformer_engine.TENorm.__new__)
     norm.bind(te.Norm, config=config, hidden_size=64, eps=1e-5)
+
+
+def test_ft_launcher_of_05_and_newer_has_no_copies_of_torchs_modules(tmp_path: Path) -> None:
+    """nvidia-resiliency-ext's fault_tolerance/_torch_elastic_compat is gone from 0.5.0 on."""
+    package = tmp_path / "nvidia_resiliency_ext/fault_tolerance"
+    package.mkdir(parents=True)
+    package.joinpath("launcher.py").write_text(
+        "from types import SimpleNamespace\n"
+        "parse_args = lambda words: SimpleNamespace(rdzv_backend='static', words=words)\n"
+        "run = lambda args: print(*args.words)\n"
+    )
+    command = python("-m", "trilane.engine.torchrun", str(tmp_path / "failures.json"), "--ft-rank-heartbeat-timeout=60")
+    done = run(command, {"PYTHONPATH": f"{REPOSITORY / 'lib'}:{tmp_path}"})
+    assert (done.returncode, done.stdout) == (0, "--ft-rank-heartbeat-timeout=60\n"), done.stderr

@@ -283,6 +283,39 @@ def test_a_script_with_other_commands_is_shown_and_submitted_only_when_that_is_a
     assert not [f for f in findings(folder, plan(), script=lambda s: s) if f.rule == "changes"]
 
 
+def package(folder: Path, name: str, version: str, wheel: str = "") -> None:
+    """An entry of PyPA's recorded installations in the environment of findings()."""
+    record = folder.parent / f"venv/lib/python3.12/site-packages/{name}-{version}.dist-info"
+    record.mkdir(parents=True)
+    (record / "METADATA").write_text(f"Name: {name.replace('_', '-')}\nVersion: {version}\n")
+    (record / "WHEEL").write_text(f"Tag: cp312-cp312-{wheel}_x86_64\n")
+
+
+@pytest.mark.parametrize(
+    ("megatron", "version", "wheel", "launcher", "level", "says"),
+    [
+        ("0.16.1", "", "", "ft_launcher", REFUSAL, "launcher=ft_launcher: needs nvidia-resiliency-ext in "),
+        ("0.16.1", "", "", "torchrun", "", ""),
+        ("0.16.1", "0.4.1", "manylinux_2_31", "ft_launcher", "", ""),
+        ("0.19.2", "0.4.1", "manylinux_2_31", "torchrun", REFUSAL, "nvidia-resiliency-ext=0.4.1: megatron-core 0.19.2"),
+        ("0.19.2", "0.7.0", "manylinux_2_39", "ft_launcher", WARNING, "nvidia-resiliency-ext=0.7.0: "),
+        ("0.19.2", "0.7.0", "manylinux_2_39", "torchrun", "", ""),
+        ("0.19.2", "0.7.0", "manylinux_2_31", "ft_launcher", "", ""),
+    ],
+)
+def test_a_resiliency_ext_that_will_not_do_in_the_jobs_environment_is_said_before(
+    megatron: str, version: str, wheel: str, launcher: str, level: str, says: str, folder: Path, monkeypatch
+) -> None:
+    """The wheels of 0.5.0, 0.6.0 and 0.7.0 are for glibc 2.39 alone; Debian 12 has 2.36, RHEL 9 2.34."""
+    monkeypatch.setattr(preflight.platform, "libc_ver", lambda: ("glibc", "2.36"))
+    package(folder, "megatron_core", megatron)
+    if version:
+        package(folder, "nvidia_resiliency_ext", version, wheel)
+    found = [f for f in findings(folder, plan(), launcher=launcher) if f.rule == "launcher"]
+    assert [f.level for f in found] == [level] * bool(level) and all(f.message.startswith(says) for f in found)
+    assert not level or "2.39" in found[0].message + found[0].remedy or "needs" in says
+
+
 @pytest.mark.parametrize("name", [SCRIPT, "plan.json", ""])
 def test_what_somebody_else_owns_or_may_write_is_refused(name: str, folder: Path) -> None:
     for file in (SCRIPT, "plan.json"):

@@ -2,18 +2,23 @@
 
 import contextlib
 import errno
+import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PathDistribution
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import quote
 
 import pytest
 from support import REPOSITORY, plant_modules
 
+from trilane.utils import process
 from trilane.utils.process import environment, held_port, python, run
 
 
@@ -86,3 +91,29 @@ def test_an_engine_without_triton_is_one_line_where_megatron_core_imports_it(
     with pytest.raises(ValueError, match=rule) if needs else contextlib.nullcontext():
         python("-m", "trilane.engine.bench")
     python("-m", "trilane.engine.bench", program="python")  # elsewhere
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ({"url": "file://{clone}", "dir_info": {}}, "pip install '{clone}[train]'"),
+        ({"url": "file:///gone", "dir_info": {}}, "pip install '.[train]' in a clone of the repository"),
+        (None, "pip install '.[train]' in a clone of the repository"),
+    ],
+)
+def test_an_extra_is_installed_from_the_clone_that_this_was_installed_from(
+    origin: dict | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyPA's "Recording the Direct URL Origin of installed distributions"; a clone's own code is named in it, too."""
+    clone = tmp_path / "my clone"
+    clone.mkdir()
+    (clone / "pyproject.toml").touch()
+    assert process.install_command("te") == f"pip install -e {shlex.quote(f'{REPOSITORY}[te]')}"
+    monkeypatch.setattr(process, "__file__", str(tmp_path / "lib/python3.12/site-packages/trilane/utils/process.py"))
+    record = tmp_path / "trilane-0.1.0.dist-info"
+    record.mkdir()
+    if origin:
+        url = origin["url"].format(clone=quote(str(clone)))
+        (record / "direct_url.json").write_text(json.dumps(origin | {"url": url}))
+    monkeypatch.setattr(process, "distribution", lambda name: PathDistribution(record))
+    assert process.install_command("train") == command.format(clone=clone)

@@ -25,6 +25,7 @@ from click.exceptions import Exit, NoArgsIsHelpError
 import trilane
 from trilane.config.options import check_value, option
 from trilane.utils import validation
+from trilane.utils.process import install_command
 from trilane.utils.tables import one_line, printable
 
 GROUPS = {
@@ -248,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if not (extra := extra_of(error.name or "")):
             raise
-        print(f"trilane: {error.name}=missing: is installed by pip install 'trilane[{extra}]'", file=sys.stderr)
+        print(f"trilane: {error.name}=missing: is installed by {install_command(extra)}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, click.Abort):
         print("trilane: interrupted; what was written so far stays readable", file=sys.stderr)

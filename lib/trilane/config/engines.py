@@ -6,9 +6,10 @@ The defaults of a run have their one place here: precision, attention kernel, gr
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,14 @@ from trilane.config.shapes import misfit_of
 from trilane.utils.validation import HostError
 
 ENGINES = ("megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")
-TRANSFORMER_ENGINE = (2, 9), (2, 11)  # the range of megatron-core 0.16.1's own extra `dev`
+# A package -> what of it goes with megatron-core, from that release on.
+BESIDE_MEGATRON = {
+    # of 0.16.1 its own extra `dev`; later ones name no bound: each call in their extensions/transformer_engine.py, and
+    # ours, has its parameters in 2.9 to 2.20, and Megatron-LM's branches of 0.17 to 0.19 are built with 2.14 to 2.17
+    "transformer-engine[pytorch]": {(0, 16): ">=2.9,<2.12", (0, 17): ">=2.9,<2.21"},
+    # dist_checkpointing/strategies/nvrx.py of 0.17 and newer fails at its import beside an older one
+    "nvidia-resiliency-ext": {(0, 16): ">=0.4", (0, 17): ">=0.6"},
+}
 
 
 def default_precision(cluster: Cluster) -> str:
@@ -108,21 +116,38 @@ def untrainable_reason(topology: Topology, fused: str = "auto") -> str | None:
     t = topology
     asked = {"precision=fp8": t.precision == "fp8", "overlap_tp=True": t.overlap_tp, "run.fused=te": fused == "te"}
     needs = next((field for field, wanted in asked.items() if wanted), "")
-    low, high = ("{}.{}".format(*number) for number in TRANSFORMER_ENGINE)
-    found = needs and other_transformer_engine()
-    return f"{needs}: needs Transformer Engine {low} to {high}; {found}" if found else None
+    if needs and not installed_version("transformer-engine"):
+        return f"{needs}: needs Transformer Engine, which is not installed here"
+    return (needs and version_misfit("transformer-engine[pytorch]")) or None
 
 
-def other_transformer_engine() -> str:
-    """Which Transformer Engine is installed instead of one that megatron-core works with; "" where that is."""
-    try:
-        found = version("transformer-engine")
-    except PackageNotFoundError:
-        return "it is not installed here"
-    low, high = TRANSFORMER_ENGINE
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    fits = numbers and low <= (int(numbers[1]), int(numbers[2])) <= high
-    return "" if fits else f"{found} is installed here"
+def installed_version(package: str, path: Sequence[str] = ()) -> str:
+    """The version of a package that is installed here, or in the folders of `path`; "" where it is not."""
+    return next((found.version for found in distributions(name=package, path=[*path] or sys.path)), "")
+
+
+def version_misfit(package: str, path: Sequence[str] = ()) -> str:
+    """Why the package of BESIDE_MEGATRON does not go with the megatron-core beside it, as `package=version: the rule`.
+
+    "" where it does, and where either is not installed.
+    """
+    name = package.partition("[")[0]
+    here, core = installed_version(name, path), installed_version("megatron-core", path)
+    if not here or not core:
+        return ""
+    release, *_ = _releases(here) or [()]
+    megatron, *_ = _releases(core) or [()]
+    rows = BESIDE_MEGATRON[package]
+    bounds = rows[max((since for since in rows if since <= megatron), default=min(rows))]
+    low, *high = _releases(bounds)
+    if low <= release and not [first for first in high if first <= release]:
+        return ""
+    return f"{name}={here}: megatron-core {core} goes with {bounds}: pip install '{package}{bounds}'"
+
+
+def _releases(versions: str) -> list[tuple[int, ...]]:
+    """The first two numbers of each version in a text."""
+    return [(int(first), int(second)) for first, second in re.findall(r"(\d+)\.(\d+)[\w.+]*", versions)]
 
 
 def drops_hidden(engine: str, shape: ModelShape) -> bool:
@@ -153,7 +178,7 @@ def has_kernels(card: tuple[int, int], built: Sequence[str]) -> bool:
 
 def require_trainable(topology: Topology, fused: str = "auto") -> None:
     """Raise ValueError where no engine here can train it, HostError where this host lacks DeepSpeed's compiler."""
-    if reason := untrainable_reason(topology, fused):
+    if reason := untrainable_reason(topology, fused) or version_misfit("nvidia-resiliency-ext"):
         raise ValueError(reason)
     compiler, *_ = os.environ.get("CXX", "").split() or ["c++"]  # options may follow it
     # DeepSpeed compiles its Adam for the host when it starts; torch's would take 5 to 7 times as long there.

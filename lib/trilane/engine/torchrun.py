@@ -1,9 +1,9 @@
 """torchrun, or ft_launcher, that ends with its parent, forwards signals, and records which ranks failed, and how.
 
 `python -m trilane.engine.torchrun FAILURES.json <torchrun's arguments>`; an argument of ft_launcher's own (--ft-...)
-starts the ranks by nvidia-resiliency-ext, which has copies of torch's modules. torchrun itself only prints a report,
-dies of SIGUSR1, and kills its workers 30 s after a SIGTERM. Here both reach the workers, which take the time that a
-save needs. torch is imported late: a signal that comes while it is must not kill this process.
+starts the ranks by nvidia-resiliency-ext (0.4.1 to 0.7.0 tried). torchrun itself only prints a report, dies of SIGUSR1,
+and kills its workers 30 s after a SIGTERM. Here both reach the workers, which take the time that a save needs. torch is
+imported late: a signal that comes while it is must not kill this process.
 """
 
 import contextlib
@@ -20,14 +20,20 @@ from typing import Any
 
 from trilane.engine.signals import ALL, FORWARDED, SAVE, STOP
 from trilane.utils.files import replace_text
-from trilane.utils.process import adopt_environment, allow_open_files, announced, die_with_parent, end_forks_by_kill
+from trilane.utils.process import (
+    adopt_environment,
+    allow_open_files,
+    announced,
+    die_with_parent,
+    end_forks_by_kill,
+    install_command,
+)
 
 # From the first node that waits to the last that comes; then the same from the first rank to the last. At 128 nodes the
 # first import of torch from a shared file system takes minutes, and not the same on each node; torch 2.13 waits 60 s
 # for the first node (read_timeout in c10d_rendezvous_backend.py), then 600 s for all (dynamic_rendezvous.py).
 WAIT_S = 600
 FT = "nvidia_resiliency_ext.fault_tolerance"
-NEEDS = "needs nvidia-resiliency-ext (pip install 'trilane[resiliency]')"
 
 
 def main(argv: list[str]) -> int:
@@ -42,9 +48,12 @@ def main(argv: list[str]) -> int:
     launcher, elastic = "torch.distributed.run", "torch.distributed.elastic"
     if any(word.startswith("--ft-") for word in argv):
         if not find_spec("nvidia_resiliency_ext"):
-            print(f"trilane: launcher=ft_launcher: {NEEDS} in {sys.prefix}", file=sys.stderr)
+            needs = f"needs nvidia-resiliency-ext in {sys.prefix}: {install_command('resiliency')}"
+            print(f"trilane: launcher=ft_launcher: {needs}", file=sys.stderr)
             return 2
-        launcher, elastic = f"{FT}.launcher", f"{FT}._torch_elastic_compat"
+        launcher = f"{FT}.launcher"
+        if find_spec(f"{FT}._torch_elastic_compat"):  # up to 0.4; from 0.5 on it uses torch's own modules
+            elastic = f"{FT}._torch_elastic_compat"
         end_forks_by_kill()
     from trilane.engine import patches
 

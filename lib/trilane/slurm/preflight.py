@@ -4,20 +4,23 @@ import contextlib
 import difflib
 import grp
 import os
+import platform
 import pwd
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, replace
+from importlib.metadata import distributions
 from pathlib import Path
 
+from trilane.config.engines import version_misfit
 from trilane.config.plan import Plan
 from trilane.slurm import checks, client, copies, ledger
 from trilane.slurm.checks import REFUSAL, WARNING, JobCheck, Row
 from trilane.slurm.script import SCRIPT, gres_gpus, render
 from trilane.slurm.sites import JobRequest, Site, seconds_of
-from trilane.utils.process import run
+from trilane.utils.process import install_command, run
 from trilane.utils.validation import read_text, require_known
 from trilane.workspace.installation import checkout
 from trilane.workspace.prepared_corpora import existing_pair
@@ -264,13 +267,28 @@ def edited(case: JobCheck) -> list[Row]:
 
 
 def installed(case: JobCheck) -> list[Row]:
-    """ft_launcher is in the job's environment, where that is a folder which can be seen here."""
+    """nvidia-resiliency-ext of the job's environment, where that is a folder which can be seen here: ft_launcher needs
+    it, megatron-core may fail beside it, and its wheels from 0.5 on are for glibc 2.39 (pip takes 0.4.1 without it).
+    """
     folder = Path(case.request.environment or checkout() or sys.prefix)
     folder = folder / ".venv" if not case.request.environment and checkout() else folder
-    packages = [*folder.glob("lib/python3*/site-packages")]
-    lacks = "--ft-" in case.script and packages and not [p for p in packages if (p / "nvidia_resiliency_ext").exists()]
-    text, remedy = f"ft_launcher: needs nvidia-resiliency-ext in {folder}", "pip install 'trilane[resiliency]' there"
-    return [(lacks, "launcher", REFUSAL, f"launcher={text}", remedy)]
+    packages = [str(place) for place in folder.glob("lib/python3*/site-packages")]
+    name = "nvidia-resiliency-ext"
+    found = next(iter(distributions(name=name, path=packages)), None)
+    starts = "--ft-" in case.script
+    if not found:
+        text, remedy = f"launcher=ft_launcher: needs {name} in {folder}", f"{install_command('resiliency')}, there"
+        return [(starts and packages, "launcher", REFUSAL, text, remedy)]
+    # the tag of PEP 600; a wheel for a newer glibc comes from another machine, as its Python may
+    wanted = max(map(int, re.findall(r"manylinux_2_(\d+)", found.read_text("WHEEL") or "")), default=0)
+    here = int(platform.libc_ver()[1].partition(".")[2] or wanted)
+    text = f"{name}={found.version}: {folder} has its wheel for glibc 2.{wanted}, this machine has 2.{here}"
+    misfit = version_misfit(name, packages)
+    remedy = f"from 0.5 on it needs glibc 2.39 (here: 2.{here}); without it --launcher torchrun trains"
+    return [
+        (misfit, "launcher", REFUSAL, misfit, remedy),
+        (starts and here < wanted, "launcher", WARNING, text, "install it on this machine, or use a container"),
+    ]
 
 
 CHECKS = (

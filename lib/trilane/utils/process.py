@@ -3,19 +3,23 @@
 import contextlib
 import ctypes
 import itertools
+import json
 import multiprocessing.process
 import os
 import queue
 import resource
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, distribution, distributions
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
+from urllib.parse import unquote
 
 Child = subprocess.Popen[bytes]
 Lines: TypeAlias = "queue.SimpleQueue[str]"
@@ -31,7 +35,8 @@ def python(*arguments: str, program: str = sys.executable) -> list[str]:
     runs_engine = any(argument.startswith("trilane.engine") for argument in arguments[1:2])
     if runs_engine and program == sys.executable:
         if find_spec("torch") is None:
-            raise ModuleNotFoundError("no torch", name="torch")
+            message = f"torch=missing: is installed by {install_command('train')}"
+            raise ModuleNotFoundError(message, name="torch")
         # from 0.18 on megatron-core imports it and requires it nowhere; a CPU build of torch has none
         installed = next((found.version for found in distributions(name="megatron-core")), "")
         if installed >= "0.18" and find_spec("triton") is None:
@@ -39,6 +44,22 @@ def python(*arguments: str, program: str = sys.executable) -> list[str]:
             raise ValueError(f"triton=missing: {rule}")
     # Without -P Python puts the current folder first in sys.path, and runs a colleague's `json.py` in place of its own.
     return [program, "-P", *arguments]
+
+
+def install_command(extra: str) -> str:
+    """The command that installs this trilane, which no index has, with an extra: by the clone it came from.
+
+    That clone is where this file lies, or else where pip found it (PyPA's direct_url.json).
+    """
+    clone, option = Path(__file__).resolve().parents[3], "-e "
+    if not (clone / "pyproject.toml").is_file():
+        option = ""
+        with contextlib.suppress(PackageNotFoundError):
+            origin = json.loads(distribution("trilane").read_text("direct_url.json") or "{}").get("url", "")
+            clone = Path(unquote(origin.removeprefix("file://")))
+    if clone.is_absolute() and (clone / "pyproject.toml").is_file():
+        return f"pip install {option}{shlex.quote(f'{clone}[{extra}]')}"
+    return f"pip install '.[{extra}]' in a clone of the repository"
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
