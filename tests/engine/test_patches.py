@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 from support import REPOSITORY
 
-# a function of engine/patches.py, or cpu's, and what stands in the library as long as that is needed
+# a function of engine/patches.py, cpu.py or folder_lock.py, and what stands in the library as long as that is needed
 ELASTIC, DDP = "torch/distributed/elastic", "megatron/core/distributed"
 PIPE, ZERO = "deepspeed/runtime/pipe", "deepspeed/runtime/zero"
 NEEDED = [
+    ("_Lock", "flufl/lock/_lockfile.py", r"_hostname = socket\.getfqdn\(\)"),
     ("enable_cpu", "megatron/core/tensor_parallel/random.py", r"def _set_cuda_rng_state"),
     ("enable_cpu", f"{DDP}/param_and_grad_buffer.py", r"torch\.cuda\.current_device\(\)"),
     ("join_fake_group", "torch/testing/_internal/distributed/fake_pg.py", r"FakeStore"),
@@ -57,7 +58,7 @@ def test_the_library_still_does_what_is_patched(patch: str, file: str, words: st
 def test_each_patch_has_its_row() -> None:
     tree = ast.parse((REPOSITORY / "lib/trilane/engine/patches.py").read_text())
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert {name for name in names if name[0] != "_"} == OWN | {row[0] for row in NEEDED} - {"enable_cpu"}
+    assert {name for name in names if name[0] != "_"} == OWN | {row[0] for row in NEEDED} - {"_Lock", "enable_cpu"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:full scope")

@@ -64,7 +64,7 @@ class FolderLock:
 class _Lock(Lock):
     def __init__(self, path: Path) -> None:
         super().__init__(str(path), lifetime=60, separator="\x1f")  # in no path
-        # flufl asks for the address's name, which /etc/hosts often gives as localhost, on every node
+        # flufl.lock 10 asks for the address's name, which /etc/hosts often gives as localhost, on every node
         self._hostname = platform.node()
         self._set_claimfile()
 
