@@ -25,20 +25,20 @@ ORDER = (
 )
 # What is counted: the aim, and what stands today.
 TOKENS = {
-    "what trains": (46_000, 0),
-    "what diagnoses": (31_000, 0),
-    "what notebooks share": (118_000, 0),
-    "tests": (140_000, 0),
+    "what trains": (46_000, 55_860),
+    "what diagnoses": (31_000, 31_000),
+    "what notebooks share": (118_000, 209_831),
+    "tests": (140_000, 227_325),
 }
 FORMS = {  # in lib, per 1,000 code lines
-    "tokens": (9_500, 0),
-    "if-expressions": (20, 0),
-    "tuple assignments": (6, 0),
-    "comprehensions": (45, 0),
+    "tokens": (9_500, 12_581),
+    "if-expressions": (20, 58.0),
+    "tuple assignments": (6, 35.2),
+    "comprehensions": (45, 91.5),
 }
 LONG_TEXTS = 3  # of more than 200 characters, in lib
-MOST_BYTES_OF_DATA = 0  # of lib, measured rows left out
-WORDS = (20_000, 0)  # of Markdown written by hand
+MOST_BYTES_OF_DATA = 222_644  # of lib, tables of rows left out
+WORDS = (20_000, 28_240)  # of Markdown written by hand
 
 
 def modules() -> list[Path]:

@@ -1,13 +1,11 @@
 """The scripts of benchmarks/ run, at toy size: what they measure on a loaded machine proves nothing."""
 
-import ast
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from coverage import CoverageData
 from support import REPOSITORY
 
 from trilane.config import cluster as hardware
@@ -16,7 +14,6 @@ from trilane.launch.local import environment
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 import gpu_mfu
-import mutations
 
 
 def begun_alone(name: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -85,22 +82,6 @@ def test_only_what_torch_allocates_is_held_against_what_it_allocated() -> None:
         stage = StageMemory(**values, activations=activations, working=5e8)
         assert gpu_mfu.allocated(stage, 1e9) == allocated
         assert gpu_mfu.allocated(stage, 1e9, denominator=False) == 22e9 + activations + 5e8
-
-
-def test_a_fault_meets_the_quickest_tests_that_run_its_statement(tmp_path: Path) -> None:
-    text = "X = 1\n\ndef f(a):\n    b = (a +\n         X)\n    if b:\n        return 2\n"
-    lines = [mutations.statement(ast.parse(text), line) for line in (1, 3, 5, 6, 7)]
-    assert lines == [(), (), (4, 5), (6,), (7,)], "what runs at import meets every test of its file"
-    data = CoverageData(str(tmp_path / "data"))
-    for name, run in {"slow@x": [4, 5], "fast@x": [4], "red@x": [4], "trilane/test_a@x": [7]}.items():
-        data.set_context(name)
-        data.add_lines({"/clone/lib/trilane/a.py": run})
-    data.write()
-    (tmp_path / "seconds.json").write_text('{"slow@x": 119, "fast@x": 0.5, "red@x": Infinity, "trilane/test_a@x": 3}')
-    tests = mutations.Map(tmp_path)
-    for line, expected in {5: ["fast", "slow"], 7: ["trilane/test_a"], 6: [], 1: ["trilane/test_a", "fast"]}.items():
-        fault = mutations.Fault("lib/trilane/a.py", line, "core/AddNot", 0, mutations.statement(ast.parse(text), line))
-        assert tests.tests(fault) == expected
 
 
 def begun(out: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, dict]:
