@@ -166,3 +166,15 @@ def test_a_notebook_explains_and_the_library_computes():
     assert not {name for name, source in code if len(source.splitlines()) > 22}
     defining = [name for name, source in code if re.search(r"^\s*(def |%run)", source, re.M)]
     assert defining == ["10_own_layer"]
+
+
+@pytest.mark.parametrize("script", sorted((REPOSITORY / "findings").glob("*.sh")), ids=lambda path: path.stem)
+def test_a_finding_is_executable_dated_and_listed(script: Path):
+    """CONTRIBUTING, Findings: they run by hand alone, so their form is all that is held here."""
+    header = script.read_text().partition("\nset -euo pipefail\n")[0]
+    assert os.access(script, os.X_OK), "its run bit is off"
+    assert header.startswith("#!/usr/bin/env bash\n# ")
+    assert re.search(r"seen \d{4}-\d\d-\d\d", header)
+    assert "# One would guess: " in header
+    assert "# What happens: " in header
+    assert f"]({script.name})" in (REPOSITORY / "findings/README.md").read_text()
