@@ -27,18 +27,18 @@ ORDER = (
 TOKENS = {
     "what trains": (46_000, 55_860),
     "what diagnoses": (31_000, 31_000),
-    "what notebooks share": (118_000, 209_831),
-    "tests": (140_000, 227_325),
+    "what notebooks share": (118_000, 209_938),
+    "tests": (140_000, 227_555),
 }
 FORMS = {  # in lib, per 1,000 code lines
-    "tokens": (9_500, 12_581),
+    "tokens": (9_500, 12_582),
     "if-expressions": (20, 58.0),
     "tuple assignments": (6, 35.2),
     "comprehensions": (45, 91.5),
 }
 LONG_TEXTS = 3  # of more than 200 characters, in lib
 MOST_BYTES_OF_DATA = 222_644  # of lib, tables of rows left out
-WORDS = (20_000, 28_240)  # of Markdown written by hand
+WORDS = (20_000, 28_428)  # of Markdown written by hand
 
 
 def modules() -> list[Path]:

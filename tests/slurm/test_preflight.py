@@ -309,11 +309,26 @@ def test_a_resiliency_ext_that_will_not_do_in_the_jobs_environment_is_said_befor
     """The wheels of 0.5.0, 0.6.0 and 0.7.0 are for glibc 2.39 alone; Debian 12 has 2.36, RHEL 9 2.34."""
     monkeypatch.setattr(preflight.platform, "libc_ver", lambda: ("glibc", "2.36"))
     package(folder, "megatron_core", megatron)
+    package(folder, "triton", "3.7.1")
     if version:
         package(folder, "nvidia_resiliency_ext", version, wheel)
     found = [f for f in findings(folder, plan(), launcher=launcher) if f.rule == "launcher"]
     assert [f.level for f in found] == [level] * bool(level) and all(f.message.startswith(says) for f in found)
     assert not level or "2.39" in found[0].message + found[0].remedy or "needs" in says
+
+
+@pytest.mark.parametrize(
+    ("megatron", "triton", "lacks"), [("0.17.1", "", 0), ("0.19.2", "", 1), ("0.19.2", "3.7.1", 0)]
+)
+def test_a_job_whose_environment_lacks_triton_is_refused(megatron: str, triton: str, lacks: int, folder: Path) -> None:
+    """`import megatron.core` needs it from 0.18 on; its metadata does not name it."""
+    package(folder, "megatron_core", megatron)
+    if triton:
+        package(folder, "triton", triton)
+    said = [
+        f.message for f in findings(folder, plan()) if f.message.startswith("triton=missing: megatron-core 0.19.2 in ")
+    ]
+    assert len(said) == lacks
 
 
 @pytest.mark.parametrize("name", [SCRIPT, "plan.json", ""])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from importlib.metadata import distributions
 from pathlib import Path
 
-from trilane.config.engines import version_misfit
+from trilane.config.engines import installed_version, version_misfit
 from trilane.config.plan import Plan
 from trilane.slurm import checks, client, copies, ledger
 from trilane.slurm.checks import REFUSAL, WARNING, JobCheck, Row
@@ -267,18 +267,31 @@ def edited(case: JobCheck) -> list[Row]:
 
 
 def installed(case: JobCheck) -> list[Row]:
-    """nvidia-resiliency-ext of the job's environment, where that is a folder which can be seen here: ft_launcher needs
-    it, megatron-core may fail beside it, and its wheels from 0.5 on are for glibc 2.39 (pip takes 0.4.1 without it).
-    """
+    """What the job's environment has beside megatron-core, where it is a folder that can be seen here."""
     folder = Path(case.request.environment or checkout() or sys.prefix)
     folder = folder / ".venv" if not case.request.environment and checkout() else folder
     packages = [str(place) for place in folder.glob("lib/python3*/site-packages")]
+    return [*triton(folder, packages), *resiliency(case, folder, packages)] if packages else []
+
+
+def triton(folder: Path, packages: list[str]) -> list[Row]:
+    """megatron-core imports it from 0.18 on and does not require it: each rank would end in a traceback."""
+    core = installed_version("megatron-core", packages)
+    lacks = core >= "0.18" and not installed_version("triton", packages)
+    text = f"triton=missing: megatron-core {core} in {folder} imports it"
+    return [(lacks, "launcher", REFUSAL, text, "pip install triton, there")]
+
+
+def resiliency(case: JobCheck, folder: Path, packages: list[str]) -> list[Row]:
+    """nvidia-resiliency-ext: ft_launcher needs it, megatron-core may fail beside it, and its wheels from 0.5 on are for
+    glibc 2.39 (pip takes 0.4.1 without it).
+    """
     name = "nvidia-resiliency-ext"
     found = next(iter(distributions(name=name, path=packages)), None)
     starts = "--ft-" in case.script
     if not found:
         text, remedy = f"launcher=ft_launcher: needs {name} in {folder}", f"{install_command('resiliency')}, there"
-        return [(starts and packages, "launcher", REFUSAL, text, remedy)]
+        return [(starts, "launcher", REFUSAL, text, remedy)]
     # the tag of PEP 600; a wheel for a newer glibc comes from another machine, as its Python may
     wanted = max(map(int, re.findall(r"manylinux_2_(\d+)", found.read_text("WHEEL") or "")), default=0)
     here = int(platform.libc_ver()[1].partition(".")[2] or wanted)
