@@ -110,7 +110,7 @@ def test_a_part_of_pip_that_an_interrupted_set_up_left_is_made_anew(tmp_path: Pa
 
 def make(folder: Path, *words: str) -> subprocess.CompletedProcess:
     """`make` for an environment in the folder, without what the `make` of the tests was told."""
-    told = ("MAKEFLAGS", "MAKEOVERRIDES", "PYTHON", "CUDA")
+    told = ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", "PYTHON", "CUDA")
     env = {name: value for name, value in os.environ.items() if name not in told}
     env["PATH"] = f"{folder}:{env['PATH']}"
     command = ["make", *words, f"VENV={folder}/venv"]
