@@ -89,7 +89,10 @@ def _draw(pick: Any, engine: str, label: str) -> Plan | None:
 def check(plan: Plan) -> tuple[Difference, ...] | str:
     """The comparison of one plan, traced in a process of its own; text where it cannot be traced."""
     receive, send = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_traced, args=(plan, send))
+    # forked from a process that computes nothing: torch's autograd aborted in a fork of one that had
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trilane.engine.trace.__main__", "torch"])
+    process = context.Process(target=_traced, args=(plan, send))
     process.start()
     send.close()
     try:

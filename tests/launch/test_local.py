@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -79,7 +80,7 @@ def test_a_run_that_completes_leaves_a_clean_log_its_steps_its_stamp_and_its_sta
     assert [line for line in said if not ITERATION.fullmatch(line) and not MEMORY.fullmatch(line)] == [PATH]
     assert [s["iteration"] for s in steps(folder)] == [1, 2, 3, 4]
     stamp = json.loads((folder / "env.json").read_text())
-    assert stamp["versions"]["megatron-core"] == "0.16.1"
+    assert stamp["versions"]["megatron-core"] == version("megatron-core")
     assert (stamp["world_size"], stamp["backend"], stamp["devices"]) == (2, "gloo", ["cpu"])
     assert not list(folder.glob(".*"))
 

@@ -31,6 +31,8 @@ def enable_cpu() -> None:
     if torch.cuda.is_available():
         return
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints on every rank that it found no GPU
+    # A CUDA build of torch warns on every rank, at its import, where CUDA's compiler is installed without a GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # The import of the compiler alone takes 1.5 s a process, and nothing here fuses.
     whole: Any = torch
     whole.compile = lambda model=None, **options: (lambda function: function) if model is None else model
