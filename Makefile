@@ -11,9 +11,6 @@ ifndef CUDA
 CUDA := $(patsubst $(VENV)/.current%,%,$(wildcard $(VENV)/.current126 $(VENV)/.currentcpu))
 CUDA := $(or $(CUDA),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | awk '$$1 > 0 && $$1 < 7.5 { print 126; exit }'))
 endif
-ifneq ($(filter-out cpu 126,$(CUDA)),)
-$(error CUDA=$(CUDA): cpu, 126, or nothing)
-endif
 STAMP := $(VENV)/.current$(CUDA)
 CUDA_LOCK := requirements-cuda$(filter 126,$(CUDA)).lock
 DEV_STAMP := $(VENV)/.current-dev
@@ -52,6 +49,7 @@ venv-dev: $(DEV_STAMP)
 	@:
 
 $(STAMP): requirements.lock $(CUDA_LOCK) pyproject.toml $(ANEW)
+	@case '$(CUDA)' in '' | cpu | 126) ;; *) echo "CUDA=$(CUDA): cpu, 126, or nothing (make CUDA= where it is of another program)" >&2; exit 2 ;; esac
 	@.ci/venv $(ENVIRONMENT)
 	@command -v git >/dev/null || echo "note: git is missing; reports will not name a revision" >&2
 	@echo "set-up: 2 to 3 GB with a CPU build of torch, 6 GB with a CUDA build; some minutes at the first time"

@@ -13,7 +13,8 @@ arguments=("$@")
 if [ "${1:-}" = --quick ]; then
   arguments=(-m "not slow" "${@:2}")
 fi
-locale=$(locale -a | grep -m 1 -i 'tr_TR.utf-\?8' || echo POSIX)
+locale=$(locale -a | grep -i 'tr_TR.utf-\?8' || echo POSIX)
+locale=${locale%%$'\n'*}
 
 pass() { # DAYS ZONE LOCALE WORKERS
   echo "$1 days from now, TZ=$2, LC_ALL=$3, $4 workers"

@@ -329,6 +329,21 @@ def test_a_job_whose_environment_lacks_triton_is_refused(megatron: str, triton: 
         f.message for f in findings(folder, plan()) if f.message.startswith("triton=missing: megatron-core 0.19.2 in ")
     ]
     assert len(said) == lacks
+    (folder.parent / "venv/pyvenv.cfg").write_text("include-system-site-packages = true\n")  # a module may bring it
+    assert not [f for f in findings(folder, plan()) if f.message.startswith("triton=missing")]
+
+
+def test_a_foreign_transformer_engine_in_the_jobs_environment_is_refused(folder: Path) -> None:
+    """Where the plan asks for it, whatever is installed where the job is submitted."""
+    package(folder, "megatron_core", "0.19.2")
+    package(folder, "triton", "3.7.1")
+    package(folder, "transformer_engine", "2.30.0")
+    asking = replace(plan(), run=replace(plan().run, fused="te"))
+    says = "transformer-engine=2.30.0: megatron-core 0.19.2 goes with"
+    assert [[f.level for f in findings(folder, p) if f.message.startswith(says)] for p in (plan(), asking)] == [
+        [],
+        [REFUSAL],
+    ]
 
 
 @pytest.mark.parametrize("name", [SCRIPT, "plan.json", ""])

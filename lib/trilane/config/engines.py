@@ -178,7 +178,10 @@ def has_kernels(card: tuple[int, int], built: Sequence[str]) -> bool:
 
 def require_trainable(topology: Topology, fused: str = "auto") -> None:
     """Raise ValueError where no engine here can train it, HostError where this host lacks DeepSpeed's compiler."""
-    if reason := untrainable_reason(topology, fused) or version_misfit("nvidia-resiliency-ext"):
+    reason = untrainable_reason(topology, fused)
+    if misfit := version_misfit("nvidia-resiliency-ext"):  # newer wheels are for glibc 2.39 alone
+        reason = reason or f"{misfit}, or pip uninstall nvidia-resiliency-ext"
+    if reason:
         raise ValueError(reason)
     compiler, *_ = os.environ.get("CXX", "").split() or ["c++"]  # options may follow it
     # DeepSpeed compiles its Adam for the host when it starts; torch's would take 5 to 7 times as long there.

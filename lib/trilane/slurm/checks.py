@@ -106,7 +106,7 @@ def nodes(case: JobCheck) -> list[Row]:
     cards += f"{here.gpus_per_node} x {gpu.name}"
     names = {"gpus": ("nodes", "use fewer GPUs"), "tp": ("tp", f"a tp that divides {here.gpus_per_node}")}
     broken = [(names[rule.field], rule.message(t, here)) for rule in CLUSTER_RULES if not rule.holds(t, here)]
-    reason = untrainable_reason(t, case.plan.run.fused) or ""
+    reason = untrainable_reason(t) or ""
     # torch's is_bf16_supported() is True on a V100, which only emulates it
     no_bf16 = t.precision == "bf16" and gpu.kind == "cuda" and gpu.compute_capability < (8, 0)
     return [

@@ -20,7 +20,7 @@ from trilane.slurm import checks, client, copies, ledger
 from trilane.slurm.checks import REFUSAL, WARNING, JobCheck, Row
 from trilane.slurm.script import SCRIPT, gres_gpus, render
 from trilane.slurm.sites import JobRequest, Site, seconds_of
-from trilane.utils.process import install_command, run
+from trilane.utils.process import imports_triton, install_command, run
 from trilane.utils.validation import read_text, require_known
 from trilane.workspace.installation import checkout
 from trilane.workspace.prepared_corpora import existing_pair
@@ -267,19 +267,34 @@ def edited(case: JobCheck) -> list[Row]:
 
 
 def installed(case: JobCheck) -> list[Row]:
-    """What the job's environment has beside megatron-core, where it is a folder that can be seen here."""
+    """What the job's environment has beside megatron-core, where it is a folder that can be seen here.
+
+    Left out: containers, and an environment that takes packages of its system, which a module may bring on the nodes.
+    """
     folder = Path(case.request.environment or checkout() or sys.prefix)
     folder = folder / ".venv" if not case.request.environment and checkout() else folder
     packages = [str(place) for place in folder.glob("lib/python3*/site-packages")]
-    return [*triton(folder, packages), *resiliency(case, folder, packages)] if packages else []
+    settings = folder / "pyvenv.cfg"
+    is_open = settings.is_file() and "include-system-site-packages = true" in settings.read_text(errors="replace")
+    if case.site.container or not packages or is_open:
+        return []
+    return [*triton(folder, packages), *transformer_engine(case, packages), *resiliency(case, folder, packages)]
 
 
 def triton(folder: Path, packages: list[str]) -> list[Row]:
     """megatron-core imports it from 0.18 on and does not require it: each rank would end in a traceback."""
     core = installed_version("megatron-core", packages)
-    lacks = core >= "0.18" and not installed_version("triton", packages)
+    lacks = imports_triton(core) and not installed_version("triton", packages)
     text = f"triton=missing: megatron-core {core} in {folder} imports it"
     return [(lacks, "launcher", REFUSAL, text, "pip install triton, there")]
+
+
+def transformer_engine(case: JobCheck, packages: list[str]) -> list[Row]:
+    """A plan that asks for Transformer Engine finds a release there that goes with megatron-core."""
+    topology = case.plan.topology
+    is_asked = topology.precision == "fp8" or topology.overlap_tp or case.plan.run.fused == "te"
+    misfit = version_misfit("transformer-engine[pytorch]", packages)
+    return [(is_asked and misfit, "engine", REFUSAL, misfit, "in the job's environment")]
 
 
 def resiliency(case: JobCheck, folder: Path, packages: list[str]) -> list[Row]:
@@ -294,10 +309,11 @@ def resiliency(case: JobCheck, folder: Path, packages: list[str]) -> list[Row]:
         return [(starts, "launcher", REFUSAL, text, remedy)]
     # the tag of PEP 600; a wheel for a newer glibc comes from another machine, as its Python may
     wanted = max(map(int, re.findall(r"manylinux_2_(\d+)", found.read_text("WHEEL") or "")), default=0)
-    here = int(platform.libc_ver()[1].partition(".")[2] or wanted)
+    libc, version = platform.libc_ver()
+    here = int(version.split(".")[1]) if libc == "glibc" else wanted
     text = f"{name}={found.version}: {folder} has its wheel for glibc 2.{wanted}, this machine has 2.{here}"
     misfit = version_misfit(name, packages)
-    remedy = f"from 0.5 on it needs glibc 2.39 (here: 2.{here}); without it --launcher torchrun trains"
+    remedy = f"from 0.5 on it needs glibc 2.39 (here: 2.{here}); uninstalled, --launcher torchrun trains"
     return [
         (misfit, "launcher", REFUSAL, misfit, remedy),
         (starts and here < wanted, "launcher", WARNING, text, "install it on this machine, or use a container"),

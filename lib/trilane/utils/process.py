@@ -7,6 +7,7 @@ import json
 import multiprocessing.process
 import os
 import queue
+import re
 import resource
 import shlex
 import signal
@@ -37,13 +38,20 @@ def python(*arguments: str, program: str = sys.executable) -> list[str]:
         if find_spec("torch") is None:
             message = f"torch=missing: is installed by {install_command('train')}"
             raise ModuleNotFoundError(message, name="torch")
-        # from 0.18 on megatron-core imports it and requires it nowhere; a CPU build of torch has none
         installed = next((found.version for found in distributions(name="megatron-core")), "")
-        if installed >= "0.18" and find_spec("triton") is None:
+        if imports_triton(installed) and find_spec("triton") is None:
             rule = f"megatron-core {installed} imports it: pip install triton"
             raise ValueError(f"triton=missing: {rule}")
     # Without -P Python puts the current folder first in sys.path, and runs a colleague's `json.py` in place of its own.
     return [program, "-P", *arguments]
+
+
+def imports_triton(megatron: str) -> bool:
+    """Whether this release of megatron-core imports triton: from 0.18 on. It does not require it, and a CPU build of
+    torch has none.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", megatron)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= (0, 18)
 
 
 def install_command(extra: str) -> str:
