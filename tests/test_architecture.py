@@ -25,10 +25,10 @@ ORDER = (
 )
 # What is counted: the aim, and what stands today.
 TOKENS = {
-    "what trains": (46_000, 55_873),
+    "what trains": (46_000, 55_893),
     "what diagnoses": (31_000, 31_000),
     "what notebooks share": (118_000, 210_113),
-    "tests": (140_000, 227_720),
+    "tests": (140_000, 227_728),
 }
 FORMS = {  # in lib, per 1,000 code lines
     "tokens": (9_500, 12_582),

@@ -33,6 +33,7 @@ NEEDED = [
     ("add_by_autograd", f"{DDP}/distributed_data_parallel.py", r"self\.grad_accs\.append"),
     ("use_cpu", "deepspeed/accelerator/cpu_accelerator.py", r"import get_numa_cores"),
     ("use_cpu", "deepspeed/comm/torch.py", r"build_shm_op\(\)"),
+    ("import_compiler", f"{ZERO}/partition_parameters.py", r"torch\.Tensor\.__new__ = "),
     ("wrap_instructions", f"{PIPE}/engine.py", r"super\(\)\.backward\(self\.loss\)\n +return"),
     ("wrap_instructions", f"{PIPE}/engine.py", r"_INSTRUCTION_MAP = "),
     ("link_moments", f"{ZERO}/stage_1_and_2.py", r"if not self\._hp_optimizer_states_linked"),

@@ -6,6 +6,7 @@ has no public way; tests/engine/test_patches.py fails where it changes what is u
 
 import contextlib
 import functools
+import importlib
 import inspect
 import socket
 from collections.abc import Callable
@@ -203,6 +204,11 @@ def use_cpu() -> None:
     accelerator.is_fp16_supported = lambda: True
     # it starts a process to count NUMA nodes; ZeRO 3 asks for each gradient
     accelerator.device_count = functools.cache(accelerator.device_count)
+
+
+def import_compiler() -> None:
+    """torch's compiler, whose first import fails inside zero.Init: that replaces Tensor.__new__."""
+    importlib.import_module("torch._dynamo")
 
 
 def wrap_instructions(engine: Any, wrapped: Callable[[str, Any], Any]) -> None:

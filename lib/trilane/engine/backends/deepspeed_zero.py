@@ -139,6 +139,7 @@ def start() -> None:
         os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
     else:
         patches.use_cpu()
+    patches.import_compiler()
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
 
 
