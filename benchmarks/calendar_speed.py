@@ -29,8 +29,18 @@ TOPOLOGY = Topology(
 def main() -> None:
     """Print the days of the median run and the seconds that 10,000 of them take."""
     machine, start = cluster("jz-a100-80g"), date(2027, 1, 1)
-    plan = Plan(label="year", shape=parse_shape("70,14336,112,2048,250880"), cluster=machine, topology=TOPOLOGY)
-    asked = {"calibration": shipped.default(machine), "tokens": 1.18e12, "ramp": "192,16,9765625", "start": start}
+    plan = Plan(
+        label="year",
+        shape=parse_shape("70,14336,112,2048,250880"),
+        cluster=machine,
+        topology=TOPOLOGY,
+    )
+    asked = {
+        "calibration": shipped.default(machine),
+        "tokens": 1.18e12,
+        "ramp": "192,16,9765625",
+        "start": start,
+    }
     begin, cpu = time.perf_counter(), time.process_time()
     found = forecast(plan, **asked, runs=10_000)
     wall, cpu = time.perf_counter() - begin, time.process_time() - cpu

@@ -1,10 +1,12 @@
-"""What our loop costs: python benchmarks/engine_overhead.py, or torchrun --nproc-per-node 2 ... --tp 2
+"""What our loop costs: python benchmarks/engine_overhead.py, or torchrun --nproc-per-node 2 ...
+--tp 2
 
-The engine's whole iteration (data, phases, checks, loss over replicas, log, steps.jsonl) against a bare one over the
-same megatron-core model, DDP and optimizer: zero, schedule, step, on samples that are there already. Both take turns
-in one run, a bare one in each of the engine's, before or after its step, so that a load from outside falls on both.
-With `--against plain` the other is the plain torch GPT of gpu_mfu.py instead, with torch's AdamW, over the same
-microbatches: what megatron-core and our loop cost together, on one process.
+The engine's whole iteration (data, phases, checks, loss over replicas, log, steps.jsonl) against a
+bare one over the same megatron-core model, DDP and optimizer: zero, schedule, step, on samples that
+are there already. Both take turns in one run, a bare one in each of the engine's, before or after
+its step, so that a load from outside falls on both. With `--against plain` the other is the plain
+torch GPT of gpu_mfu.py instead, with torch's AdamW, over the same microbatches: what megatron-core
+and our loop cost together, on one process.
 """
 
 import argparse
@@ -31,7 +33,12 @@ from trilane.utils.files import read_text
 LEFT_OUT = 5
 DRAWS = 2000  # of the bootstrap
 # Without torchrun: one process, and, as if there were one for each core, one thread.
-ALONE = {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(os.cpu_count()), "GOMP_SPINCOUNT": "1000"}
+ALONE = {
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": str(os.cpu_count()),
+    "GOMP_SPINCOUNT": "1000",
+}
 ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -60,14 +67,18 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="6,256,8,256,512", help="layers,hidden,heads,seq,vocab")
     for name, value in {"tp": 1, "pp": 1, "dp": 1, "mbs": 4, "gbs": 8, "pairs": 60}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--against", default="bare", choices=("bare", "plain"))
     parser.add_argument("--fused", default="auto", choices=("auto", "on", "off"))
-    parser.add_argument("--timers", action="store_true", help="with phase timers, printed at each iteration")
+    parser.add_argument(
+        "--timers", action="store_true", help="with phase timers, printed at each iteration"
+    )
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
@@ -86,16 +97,27 @@ def _folder(rank: int) -> Iterator[Path]:
 
 
 def _plan(args: argparse.Namespace, folder: Path) -> Plan:
-    topology = Topology(tp=args.tp, pp=args.pp, dp=args.dp, mbs=args.mbs, gbs=args.gbs, precision=args.precision)
+    topology = Topology(
+        tp=args.tp, pp=args.pp, dp=args.dp, mbs=args.mbs, gbs=args.gbs, precision=args.precision
+    )
     run = Run(train_iters=args.pairs + LEFT_OUT + 1, timers=args.timers, fused=args.fused)
     data = Data(source="mock", folder=str(folder / "data"))
     shape = parse_shape(args.shape)
     # No number of the cluster is used; it has to have the precision.
-    return Plan(label="overhead", shape=shape, cluster=cluster("h200"), topology=topology, data=data, run=run)
+    return Plan(
+        label="overhead",
+        shape=shape,
+        cluster=cluster("h200"),
+        topology=topology,
+        data=data,
+        run=run,
+    )
 
 
 def run(path: Path, against: str) -> dict[str, Any]:
-    """Train the plan with the engine's own entry point, a bare iteration or a plain one in each of the engine's."""
+    """Train the plan with the engine's own entry point, a bare iteration or a plain one in each of
+    the engine's.
+    """
     from trilane.engine.cpu import enable_cpu
 
     enable_cpu()
@@ -124,7 +146,11 @@ class Paired:
         self.bare: dict[str, list[float]] = {name: [] for name in CLOCKS}
         self.library: dict[str, list[float]] = {name: [] for name in CLOCKS}
         self._inside = False
-        for owner, name in ((engine, "_schedule"), (engine, "_zero_grad"), (engine._optimizer, "step")):
+        for owner, name in (
+            (engine, "_schedule"),
+            (engine, "_zero_grad"),
+            (engine._optimizer, "step"),
+        ):
             setattr(owner, name, self._counted(getattr(owner, name)))
         self._began: dict[str, list[float]] = {name: [] for name in CLOCKS}
 
@@ -148,16 +174,21 @@ class Paired:
         return step
 
     def whole(self) -> dict[str, list[float]]:
-        """Seconds from the beginning of each step to that of the next, the bare iteration in it taken off."""
+        """Seconds from the beginning of each step to that of the next, the bare iteration in it
+        taken off.
+        """
         return {
             name: [
-                after - before - bare for before, after, bare in zip(began, began[1:], self.bare[name], strict=False)
+                after - before - bare
+                for before, after, bare in zip(began, began[1:], self.bare[name], strict=False)
             ]
             for name, began in self._began.items()
         }
 
     def own(self) -> dict[str, list[float]]:
-        """Of the whole, what was not spent in megatron-core's schedule, zeroing and optimizer: our loop's own."""
+        """Of the whole, what was not spent in megatron-core's schedule, zeroing and optimizer: our
+        loop's own.
+        """
         return {
             name: [whole - spent for whole, spent in zip(values, self.library[name], strict=False)]
             for name, values in self.whole().items()
@@ -195,7 +226,9 @@ class Plain:
             {"params": [w for w in weights if w.dim() == 2], "weight_decay": o.weight_decay},
             {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
         ]
-        self._adam = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+        self._adam = torch.optim.AdamW(
+            groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps
+        )
 
     def step(self, microbatches: Sequence[Any]) -> None:
         """One iteration over the microbatches."""
@@ -240,10 +273,14 @@ def bare(engine: Any, microbatches: Sequence[Any]) -> None:
         torch.cuda.synchronize()
 
 
-def result(bare: dict[str, list[float]], whole: dict[str, list[float]], own: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians of both, and the median ratio of a pair with its 95 % interval by the bootstrap; for each clock.
+def result(
+    bare: dict[str, list[float]], whole: dict[str, list[float]], own: dict[str, list[float]]
+) -> dict[str, Any]:
+    """Medians of both, and the median ratio of a pair with its 95 % interval by the bootstrap; for
+    each clock.
 
-    `own_s` is our loop's own time, taken directly: on a loaded machine the difference of two medians says less.
+    `own_s` is our loop's own time, taken directly: on a loaded machine the difference of two
+    medians says less.
     """
     found: dict[str, Any] = {"pairs": len(whole["wall"]) - LEFT_OUT}
     for name in CLOCKS:
@@ -262,7 +299,9 @@ def result(bare: dict[str, list[float]], whole: dict[str, list[float]], own: dic
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The middle 95 % of the medians of samples drawn from `values`; the draws are the same each time."""
+    """The middle 95 % of the medians of samples drawn from `values`; the draws are the same each
+    time.
+    """
     chance = random.Random(0)
     medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(DRAWS))
     return medians[DRAWS // 40], medians[-DRAWS // 40]

@@ -1,6 +1,8 @@
-"""Write lib/trilane/data/calibrations.json from the shipped measured rows: python benchmarks/fit_calibrations.py
+"""Write lib/trilane/data/calibrations.json from the shipped measured rows: python
+benchmarks/fit_calibrations.py
 
-It also prints the constants of memory (costmodel/memory.py) fitted to the rows, and their errors on tables left out.
+It also prints the constants of memory (costmodel/memory.py) fitted to the rows, and their errors on
+tables left out.
 """
 
 import json
@@ -42,7 +44,9 @@ def main() -> None:
     (DATA / "calibrations.json").write_text(text + "\n", encoding="utf-8")
     for name, calibration in found.items():
         print(name, calibration)
-    rows = [r for r in every_row() if r.stack == "megatron-deepspeed" and np.isfinite(r.memory_bytes)]
+    rows = [
+        r for r in every_row() if r.stack == "megatron-deepspeed" and np.isfinite(r.memory_bytes)
+    ]
     distinct = [r for r in rows if not r.duplicate_of]
     print(fit_memory(distinct))
     unseen = []
@@ -50,7 +54,9 @@ def main() -> None:
         held = fit_memory([r for r in distinct if r.table != table])
         unseen += memory_errors([r for r in distinct if r.table == table], held).tolist()
     median, p90 = np.quantile(np.abs(np.expm1(unseen)), (0.5, 0.9))
-    print(f"memory without each row's table: median {median:.2%}, 90th percentile {p90:.2%} of {len(unseen)} rows")
+    print(
+        f"memory without each row's table: median {median:.2%}, 90th percentile {p90:.2%} of {len(unseen)} rows"
+    )
 
 
 def memory_errors(rows: Sequence[MeasuredRow], constants: MemoryConstants) -> np.ndarray:
@@ -62,9 +68,17 @@ def memory_errors(rows: Sequence[MeasuredRow], constants: MemoryConstants) -> np
 
 
 def fit_memory(rows: Sequence[MeasuredRow]) -> MemoryConstants:
-    """The memory constants fitted to measured bytes of a first-stage GPU, by the robust criterion of times."""
+    """The memory constants fitted to measured bytes of a first-stage GPU, by the robust criterion
+    of times.
+    """
     # prior deviation of each constant's logarithm, smaller where DeepSpeed documents it
-    deviations = {"optimizer": 0.1, "accumulated": 0.3, "checkpoint": 0.2, "working": 0.5, "logit": 0.3}
+    deviations = {
+        "optimizer": 0.1,
+        "accumulated": 0.3,
+        "checkpoint": 0.2,
+        "working": 0.5,
+        "logit": 0.3,
+    }
     deviations |= {"base_bytes": 0.7, "slack": 0.7}
 
     def constants(logs: np.ndarray) -> MemoryConstants:
@@ -73,9 +87,14 @@ def fit_memory(rows: Sequence[MeasuredRow]) -> MemoryConstants:
     def errors(logs: np.ndarray) -> np.ndarray:
         return memory_errors(rows, constants(logs))
 
-    start, each = np.log([getattr(DEFAULT, n) for n in deviations]), partial(np.apply_along_axis, errors, -1)
+    start, each = (
+        np.log([getattr(DEFAULT, n) for n in deviations]),
+        partial(np.apply_along_axis, errors, -1),
+    )
     # the noise is that of nvidia-smi, rounded to a gigabyte
-    best = robust_minimum(each, start, np.array(list(deviations.values())), (start - 3, start + 3), 0.03)
+    best = robust_minimum(
+        each, start, np.array(list(deviations.values())), (start - 3, start + 3), 0.03
+    )
     spread = 1.4826 * float(np.median(np.abs(errors(best)))) * (1 + len(rows) ** -0.5)
     return replace(constants(best), spread=max(spread, 0.02))
 

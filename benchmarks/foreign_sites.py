@@ -2,8 +2,9 @@
 
     python benchmarks/foreign_sites.py [--json]
 
-All shipped rows, of each file the constants that fits of the other files share with it (shipped.combined); then with
-ten of its own rows. docs/planner.md, 'Sites and stacks left out as a whole', has the figures.
+All shipped rows, of each file the constants that fits of the other files share with it
+(shipped.combined); then with ten of its own rows. docs/planner.md, 'Sites and stacks left out as a
+whole', has the figures.
 """
 
 import json
@@ -37,10 +38,11 @@ def main() -> None:
 
 
 def predict_foreign(rows: Sequence[MeasuredRow], known: int) -> list[RowPrediction]:
-    """Predict the rows of each cluster and stack by fits of other files, and of `known` of their own rows.
+    """Predict the rows of each cluster and stack by fits of other files, and of `known` of their
+    own rows.
 
-    The known rows are drawn at random (seeded) for each fold of a group, never from the fold itself; to them the prior
-    is refitted. Intervals are the posterior's.
+    The known rows are drawn at random (seeded) for each fold of a group, never from the fold
+    itself; to them the prior is refitted. Intervals are the posterior's.
     """
     distinct = {(row.file, row.row_id): row for row in rows}
     groups: dict[tuple[str, str, str], list[MeasuredRow]] = {}
@@ -53,7 +55,9 @@ def predict_foreign(rows: Sequence[MeasuredRow], known: int) -> list[RowPredicti
         fits[key] = Fit.of(timed, fitted)
     for key, members in progress(list(groups.items()), "fits of other files", "group"):
         first = members[0]
-        prior = combined(first.case.cluster, first.stack, [fit for k, fit in fits.items() if k[0] != key[0]])
+        prior = combined(
+            first.case.cluster, first.stack, [fit for k, fit in fits.items() if k[0] != key[0]]
+        )
         rng = np.random.default_rng(0)
         order = rng.permutation(len(members))
         for fold in np.array_split(order, max(len(members) // 10, 2) if known else 1):
@@ -62,7 +66,11 @@ def predict_foreign(rows: Sequence[MeasuredRow], known: int) -> list[RowPredicti
             on = [own[i] for i in rng.permutation(len(own))[:known]] if known else []
             measured = [r.case for r in on], [r.seconds for r in on]
             calibration = refit(*measured, prior).calibration if on else prior
-            widths = posterior(*measured, calibration, prior).half_widths([r.case for r in test]).tolist()
+            widths = (
+                posterior(*measured, calibration, prior)
+                .half_widths([r.case for r in test])
+                .tolist()
+            )
             for row, width in zip(test, widths, strict=True):
                 found[row.row_id] = predict_row(row, calibration, half_width=width)
     return [found[r.row_id] for r in rows]

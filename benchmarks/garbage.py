@@ -1,8 +1,10 @@
-"""What Python's collections of garbage cost a training of two ranks (gloo): python benchmarks/garbage.py
+"""What Python's collections of garbage cost a training of two ranks (gloo): python
+benchmarks/garbage.py
 
-In the first half of the iterations Python collects when it likes, in the second the engine does, in every tenth. Of
-each: the iterations in which some rank collected, in how many of them the other rank did not, and waited, the pauses
-(CPU seconds of a collection), and how much memory a rank has gained.
+In the first half of the iterations Python collects when it likes, in the second the engine does, in
+every tenth. Of each: the iterations in which some rank collected, in how many of them the other
+rank did not, and waited, the pauses (CPU seconds of a collection), and how much memory a rank has
+gained.
 """
 
 import argparse
@@ -29,7 +31,9 @@ KINDS = ("automatic", "fixed")
 
 
 class Recorder:
-    """In place of loop._collect(), in each rank: its collections, and each 50 iterations its memory, as JSON."""
+    """In place of loop._collect(), in each rank: its collections, and each 50 iterations its
+    memory, as JSON.
+    """
 
     def __init__(self, half: int) -> None:
         self._half, self._collect, self._begin = half, loop._collect, 0.0
@@ -51,7 +55,9 @@ class Recorder:
             self._write(seconds=time.thread_time() - self._begin, generation=info["generation"])
 
     def _write(self, **values: Any) -> None:
-        with Path(os.environ["TRILANE_RANK_LOGS"], f"garbage-{os.environ['RANK']}.jsonl").open("a") as file:
+        with Path(os.environ["TRILANE_RANK_LOGS"], f"garbage-{os.environ['RANK']}.jsonl").open(
+            "a"
+        ) as file:
             file.write(json.dumps({**self._at, **values}) + "\n")
 
 
@@ -62,7 +68,9 @@ def resident_bytes() -> int:
 
 def main() -> int:
     """0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", default="megatron", help="megatron or deepspeed-zero")
     parser.add_argument("--iterations", type=int, default=800)
     args = parser.parse_args()
@@ -70,11 +78,21 @@ def main() -> int:
     loop._collect = Recorder(args.iterations // 2)
     with tempfile.TemporaryDirectory() as place:
         zero = {"zero": 3} if args.engine == "deepspeed-zero" else {}
-        plan = small_plan(Path(place, "data"), engine=args.engine, iters=args.iterations, source="mock", dp=2, **zero)
+        plan = small_plan(
+            Path(place, "data"),
+            engine=args.engine,
+            iters=args.iterations,
+            source="mock",
+            dp=2,
+            **zero,
+        )
         folder = run_folder(plan, Path(place, "run"))
         codes = ended(fork(plan, folder), 1800)
         assert set(codes) == {0}, next(folder.rglob("0.log")).read_text()
-        ranks = [[json.loads(line) for line in path.open()] for path in sorted(folder.rglob("garbage-*.jsonl"))]
+        ranks = [
+            [json.loads(line) for line in path.open()]
+            for path in sorted(folder.rglob("garbage-*.jsonl"))
+        ]
     for kind in KINDS:
         print(line(kind, ranks))
     return 0

@@ -1,13 +1,16 @@
-"""How much of a GPU the megatron engine uses, with and without each lever: python benchmarks/gpu_mfu.py
+"""How much of a GPU the megatron engine uses, with and without each lever: python
+benchmarks/gpu_mfu.py
 
-One command, unattended, within nine minutes on one card of any kind, in order of importance: numerics (rows of the
-equality table on CUDA and NCCL, by both paths), then GPT 1.3B (24 x 2048, 16 heads, 2048 tokens, 50304 rows; bf16, on a
-V100 fp16) by the engine, by a plain torch GPT in nanoGPT's manner (fp32 weights under autocast, torch.compile, flash
-attention by torch, fused AdamW), and by the engine with one lever changed at a time; what the planner says of seconds
-and memory; and memory as `measure plan --trace` has it. Each step is a process of its own, trains as many iterations as
-the first ones leave time for, survives the failure of another, and is written to gpu_mfu.json when it is done: the same
-command again takes what is missing or failed. Exit code 1 while something is. The cluster is by default the first of
-the catalogue with this card; a card of none is refused, exit code 2: its peak would be another's.
+One command, unattended, within nine minutes on one card of any kind, in order of importance:
+numerics (rows of the equality table on CUDA and NCCL, by both paths), then GPT 1.3B (24 x 2048, 16
+heads, 2048 tokens, 50304 rows; bf16, on a V100 fp16) by the engine, by a plain torch GPT in
+nanoGPT's manner (fp32 weights under autocast, torch.compile, flash attention by torch, fused
+AdamW), and by the engine with one lever changed at a time; what the planner says of seconds and
+memory; and memory as `measure plan --trace` has it. Each step is a process of its own, trains as
+many iterations as the first ones leave time for, survives the failure of another, and is written to
+gpu_mfu.json when it is done: the same command again takes what is missing or failed. Exit code 1
+while something is. The cluster is by default the first of the catalogue with this card; a card of
+none is refused, exit code 2: its peak would be another's.
 
 Not run on a GPU yet; `--tiny` runs all of it on a CPU, where it says nothing about speed.
 """
@@ -45,7 +48,11 @@ if TYPE_CHECKING:
 
 WHOLE_S, LEAST_S = 540.0, 20.0  # of all steps; what is too little to begin one
 LIMIT_S = {"verify": 150.0}, 90.0  # of a step
-MEASURED_S, MEASURED, LEFT_OUT = 15.0, 50, 2  # most seconds and iterations that count; those before them compile
+MEASURED_S, MEASURED, LEFT_OUT = (
+    15.0,
+    50,
+    2,
+)  # most seconds and iterations that count; those before them compile
 TARGETS = {"H100": 0.50, "H200": 0.50, "A100": 0.55}  # model FLOPs over the peak
 # What differs from the engine's own choice on a card: fields of the topology, or of the run
 LEVERS: dict[str, dict[str, Any]] = {
@@ -65,25 +72,39 @@ SAME = ("shape", "precision", "mbs", "gbs", "cluster", "card")  # of all steps i
 
 
 def main() -> int:
-    """Take every step that has no result yet, write the JSON and the page; 2 where it cannot begin, 1 if one failed."""
+    """Take every step that has no result yet, write the JSON and the page; 2 where it cannot begin,
+    1 if one failed.
+    """
     args = arguments()
     if args.step:
         args.end = time.monotonic() + args.seconds
-        print(json.dumps({"verify": verified, "plain": plain, "trace": traced}.get(args.step, engine)(args)))
+        print(
+            json.dumps(
+                {"verify": verified, "plain": plain, "trace": traced}.get(args.step, engine)(args)
+            )
+        )
         return 0
     file = args.out / "gpu_mfu.json"
     try:
         prepare(args)
         found = json.loads(file.read_text()) if file.exists() else {"steps": {}}
         asked = {name: getattr(args, name) for name in SAME}
-        if other := next((name for name in SAME if found.get(name, asked[name]) != asked[name]), ""):
-            raise ValueError(f"out={args.out}: has steps with {other}={found[other]}; name another --out")
+        if other := next(
+            (name for name in SAME if found.get(name, asked[name]) != asked[name]), ""
+        ):
+            raise ValueError(
+                f"out={args.out}: has steps with {other}={found[other]}; name another --out"
+            )
     except ValueError as error:
         print(f"gpu_mfu: {error}", file=sys.stderr, flush=True)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    for step in (name for name in args.steps if {*found["steps"].get(name, ["problem"])} & {"problem", "not here"}):
+    for step in (
+        name
+        for name in args.steps
+        if {*found["steps"].get(name, ["problem"])} & {"problem", "not here"}
+    ):
         left = args.seconds - (time.monotonic() - begin)
         found["steps"][step] = taken(step, args, min(LIMIT_S[0].get(step, LIMIT_S[1]), left))
         found |= {**asked, "date": date.today().isoformat(), **summary(args, found["steps"])}
@@ -94,7 +115,9 @@ def main() -> int:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Card, cluster, precision and microbatch, where not given; ValueError where there is no such card."""
+    """Card, cluster, precision and microbatch, where not given; ValueError where there is no such
+    card.
+    """
     args.card, bytes_ = ("", 0.0) if args.tiny else card_here()
     if not args.tiny:
         require(bool(args.card), "card", "none", "this machine has no GPU; --tiny runs on a CPU")
@@ -109,14 +132,29 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def taken(step: str, args: argparse.Namespace, limit_s: float) -> dict[str, Any]:
-    """The step's result, or {"problem": why there is none}; it is ended with all it started after `limit_s`."""
+    """The step's result, or {"problem": why there is none}; it is ended with all it started after
+    `limit_s`.
+    """
     if reason := absent(step, args):
         return {"not here": reason}
     if limit_s < LEAST_S:
         return {"problem": "no time left; the same command again takes it"}
     print(f"gpu_mfu: {step}, at most {limit_s:.0f} s", file=sys.stderr, flush=True)
-    words = ["--step", step, "--out", str(args.out), "--cluster", args.cluster, "--seconds", str(limit_s)]
-    words += [word for name in ("shape", "precision", "mbs", "gbs") for word in (f"--{name}", str(getattr(args, name)))]
+    words = [
+        "--step",
+        step,
+        "--out",
+        str(args.out),
+        "--cluster",
+        args.cluster,
+        "--seconds",
+        str(limit_s),
+    ]
+    words += [
+        word
+        for name in ("shape", "precision", "mbs", "gbs")
+        for word in (f"--{name}", str(getattr(args, name)))
+    ]
     command, begin = [sys.executable, __file__, *words, *["--tiny"] * args.tiny], time.monotonic()
     log = args.out / f"{step}.log"
     with log.open("w") as errors:
@@ -146,9 +184,13 @@ def absent(step: str, args: argparse.Namespace) -> str:
 
 
 def card_here() -> tuple[str, float]:
-    """Name and bytes of the first GPU, ("", 0) without; a child asks, so that no context of ours lies on the card."""
+    """Name and bytes of the first GPU, ("", 0) without; a child asks, so that no context of ours
+    lies on the card.
+    """
     asked = "import torch; card = torch.cuda.get_device_properties(0); print(card.total_memory, card.name)"
-    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", asked], capture_output=True, text=True, check=False
+    )
     bytes_, _, name = done.stdout.strip().partition(" ")
     return (name, float(bytes_)) if done.returncode == 0 else ("", 0.0)
 
@@ -165,31 +207,54 @@ def other_card(machine: cluster.Cluster, name: str, bytes_: float) -> str:
 def is_card(gpu: cluster.Gpu, name: str, bytes_: float) -> bool:
     """Whether a device of that name is this GPU: 'NVIDIA A100-SXM4-80GB' is an A100-80GB.
 
-    The model's word is in its name, its memory is within 10 %. On PCIe an H100 and a V100 have a lower peak (NVIDIA's
-    data sheets), so such a card is only what says so.
+    The model's word is in its name, its memory is within 10 %. On PCIe an H100 and a V100 have a
+    lower peak (NVIDIA's data sheets), so such a card is only what says so.
     """
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     pcie = "pcie" not in words or "pcie" in gpu.name.lower()
-    return gpu.name.split("-")[0].lower() in words and abs(bytes_ / gpu.memory_bytes - 1) < 0.1 and pcie
+    return (
+        gpu.name.split("-")[0].lower() in words
+        and abs(bytes_ / gpu.memory_bytes - 1) < 0.1
+        and pcie
+    )
 
 
 def clusters_of(name: str, bytes_: float) -> list[str]:
     """The clusters of the catalogue with this card, those of one machine first."""
-    found = [other for other in cluster.catalogue() if is_card(cluster.cluster(other).gpu, name, bytes_)]
+    found = [
+        other for other in cluster.catalogue() if is_card(cluster.cluster(other).gpu, name, bytes_)
+    ]
     return sorted(found, key=lambda other: not other.startswith(("dgx", "h200")))
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; --tiny replaces what it would take a GPU to run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="24,2048,16,2048,50304", help="layers,hidden,heads,seq,vocab")
-    parser.add_argument("--cluster", default="", help="whose card: a name of the catalogue or a JSON file")
-    parser.add_argument("--precision", default="", choices=("", *cluster.PRECISIONS), help="default: the card's")
-    parser.add_argument("--mbs", type=int, default=0, help="0: the largest of 8, 4, 2, 1 that the planner finds to fit")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shape", default="24,2048,16,2048,50304", help="layers,hidden,heads,seq,vocab"
+    )
+    parser.add_argument(
+        "--cluster", default="", help="whose card: a name of the catalogue or a JSON file"
+    )
+    parser.add_argument(
+        "--precision", default="", choices=("", *cluster.PRECISIONS), help="default: the card's"
+    )
+    parser.add_argument(
+        "--mbs",
+        type=int,
+        default=0,
+        help="0: the largest of 8, 4, 2, 1 that the planner finds to fit",
+    )
     parser.add_argument("--gbs", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=WHOLE_S, help="for all steps")
-    parser.add_argument("--steps", type=lambda text: text.split(","), default=STEPS, help=", ".join(STEPS))
-    parser.add_argument("--out", type=Path, default=Path("outputs/gpu_mfu"), help="folder of JSON, page and logs")
+    parser.add_argument(
+        "--steps", type=lambda text: text.split(","), default=STEPS, help=", ".join(STEPS)
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/gpu_mfu"), help="folder of JSON, page and logs"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU too")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--step", default="", choices=("", *STEPS), help=argparse.SUPPRESS)
@@ -223,7 +288,10 @@ def fitting(args: argparse.Namespace) -> int:
     """The largest microbatch that the planner finds to fit on both paths."""
     for mbs in (8, 4, 2):
         tried = argparse.Namespace(**{**vars(args), "mbs": mbs})
-        if all(predict(plan_of(tried, name)).oom_probability < IMPOSSIBLE / 5 for name in ("engine", "unfused")):
+        if all(
+            predict(plan_of(tried, name)).oom_probability < IMPOSSIBLE / 5
+            for name in ("engine", "unfused")
+        ):
             return mbs
     return 1
 
@@ -231,7 +299,9 @@ def fitting(args: argparse.Namespace) -> int:
 def _this_cpu() -> cluster.Cluster:
     """A card of the catalogue with the rate of a core: only a tiny model needs it."""
     card = cluster.cluster("h200")
-    return replace(card, name="tiny", gpu=replace(card.gpu, name="core", kind="cpu", fp32_flops_per_s=50e9))
+    return replace(
+        card, name="tiny", gpu=replace(card.gpu, name="core", kind="cpu", fp32_flops_per_s=50e9)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,12 +316,16 @@ class PathRow(Row):
 
 
 def verified(args: argparse.Namespace) -> dict[str, Any]:
-    """Rows of the equality table against the fp32 reference on the CPU, by both paths; two cards also train TP2."""
+    """Rows of the equality table against the fp32 reference on the CPU, by both paths; two cards
+    also train TP2.
+    """
     calm = Row(engine="megatron", topology="one process", precision=args.precision, task=CALM)
     chosen = [Row(engine="megatron", topology="one process"), *[calm] * (not args.tiny)]
     chosen += [row for row in rows(("megatron",)) if row.topology == "TP2"][: 0 if args.tiny else 2]
     lines, left_out = list[dict[str, Any]](), list[str]()
-    for found in verify([PathRow(**{**vars(row), "fused": fused}) for row in chosen for fused in ("off", "on")]):
+    for found in verify(
+        [PathRow(**{**vars(row), "fused": fused}) for row in chosen for fused in ("off", "on")]
+    ):
         if isinstance(found, str):
             left_out.append(found)
             continue
@@ -261,7 +335,11 @@ def verified(args: argparse.Namespace) -> dict[str, Any]:
         if time.monotonic() > args.end - 2 * found.seconds - 5:
             left_out.append("rows after this one: no time left")
             break
-    return {"rows": lines, "left_out": left_out, "ok": bool(lines) and all(line["ok"] for line in lines)}
+    return {
+        "rows": lines,
+        "left_out": left_out,
+        "ok": bool(lines) and all(line["ok"] for line in lines),
+    }
 
 
 def engine(args: argparse.Namespace) -> dict[str, Any]:
@@ -283,14 +361,24 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
 
     def step() -> None:
         size = (args.mbs, shape.seq_length + 1)
-        texts = [torch.randint(shape.vocab_size, size, device=world.device) for _ in range(plan.topology.microbatches)]
-        made.step([Microbatch(tokens=t[:, :-1].contiguous(), labels=t[:, 1:].contiguous()) for t in texts], 1e-4)
+        texts = [
+            torch.randint(shape.vocab_size, size, device=world.device)
+            for _ in range(plan.topology.microbatches)
+        ]
+        made.step(
+            [
+                Microbatch(tokens=t[:, :-1].contiguous(), labels=t[:, 1:].contiguous())
+                for t in texts
+            ],
+            1e-4,
+        )
 
     return {**timed(step, args.end), "path": made.path, "made_by": entry.stamp(world)}
 
 
 def timed(step: Callable[[], None], end: float) -> dict[str, Any]:
-    """Median seconds of an iteration that ends with its loss on the host, and the most bytes (on a CPU: the process).
+    """Median seconds of an iteration that ends with its loss on the host, and the most bytes (on a
+    CPU: the process).
 
     There are as many as the seconds of the last one say to fit before `end`, and one that counts.
     """
@@ -307,7 +395,12 @@ def timed(step: Callable[[], None], end: float) -> dict[str, Any]:
             break
     most = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_resident_bytes()
     first, counted = seconds[:LEFT_OUT], seconds[LEFT_OUT:]
-    return {"sec_per_it": statistics.median(counted), "seconds": counted, "first_s": first, "bytes": most}
+    return {
+        "sec_per_it": statistics.median(counted),
+        "seconds": counted,
+        "first_s": first,
+        "bytes": most,
+    }
 
 
 def traced(args: argparse.Namespace) -> dict[str, Any]:
@@ -316,7 +409,9 @@ def traced(args: argparse.Namespace) -> dict[str, Any]:
     file.write_text(json.dumps(plan_of(args).to_json()))
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
     command = python("-m", "trilane", "measure", "plan", str(file), "--trace", "--json")
-    (stage,) = json.loads(subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout)["stages"]
+    (stage,) = json.loads(
+        subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout
+    )["stages"]
     return {name: stage[name] for name in ("peak_bytes", "flops", "operations")}
 
 
@@ -332,11 +427,17 @@ def summary(args: argparse.Namespace, steps: Mapping[str, dict[str, Any]]) -> di
         measured[name] = {"sec_per_it": found["sec_per_it"], "mfu": mfu, "bytes": found["bytes"]}
         if name in LEVERS:  # what the planner says before any run
             predicted = predict(plan)
-            bytes_ = allocated(predicted.stages[0], plan.shape.parameters, plan.topology.adam == "torch")
-            measured[name]["seconds_over_measured"] = float(predicted.sec_per_it) / found["sec_per_it"]
+            bytes_ = allocated(
+                predicted.stages[0], plan.shape.parameters, plan.topology.adam == "torch"
+            )
+            measured[name]["seconds_over_measured"] = (
+                float(predicted.sec_per_it) / found["sec_per_it"]
+            )
             measured[name]["bytes_over_measured"] = float(bytes_) / found["bytes"]
     if "engine" in measured and "peak_bytes" in steps.get("trace", {}):
-        measured["engine"]["traced_over_measured"] = steps["trace"]["peak_bytes"] / measured["engine"]["bytes"]
+        measured["engine"]["traced_over_measured"] = (
+            steps["trace"]["peak_bytes"] / measured["engine"]["bytes"]
+        )
     failed = {name: found["problem"] for name, found in steps.items() if "problem" in found}
     if not steps.get("verify", {}).get("ok", True):
         failed["verify"] = "a row is above its bound, or did not train"
@@ -362,9 +463,10 @@ def targets(measured: Mapping[str, Mapping[str, float]], card: str) -> dict[str,
 def allocated(stage: StageMemory, parameters: float, denominator: bool = True) -> float:
     """Bytes of the prediction that max_memory_allocated counts, on one card with torch's Adam.
 
-    States, and the larger of two that never meet: the `denominator` that Adam's foreach form makes in its step (4 bytes
-    a parameter, memory.model_states), and activations with what is at work on them. Context, the libraries' buffers and
-    what the allocator holds beyond need are not allocated.
+    States, and the larger of two that never meet: the `denominator` that Adam's foreach form makes
+    in its step (4 bytes a parameter, memory.model_states), and activations with what is at work on
+    them. Context, the libraries' buffers and what the allocator holds beyond need are not
+    allocated.
     """
     temporary = 4.0 * parameters * denominator
     states = stage.weights + stage.gradients + stage.optimizer - temporary
@@ -373,26 +475,61 @@ def allocated(stage: StageMemory, parameters: float, denominator: bool = True) -
 
 def page(found: Mapping[str, Any]) -> str:
     """The result as one page of Markdown."""
-    made_by: Mapping[str, Any] = next((one["made_by"] for one in found["steps"].values() if "made_by" in one), {})
-    versions = ", ".join(f"{name} {version}" for name, version in made_by.get("versions", {}).items())
-    lines = [f"# {found['shape']} in {found['precision']} on {found['card'] or 'a CPU'}, {found['date']}", ""]
-    lines += [f"Microbatch {found['mbs']}, batch {found['gbs']}; peak and prediction of cluster {found['cluster']}."]
+    made_by: Mapping[str, Any] = next(
+        (one["made_by"] for one in found["steps"].values() if "made_by" in one), {}
+    )
+    versions = ", ".join(
+        f"{name} {version}" for name, version in made_by.get("versions", {}).items()
+    )
+    lines = [
+        f"# {found['shape']} in {found['precision']} on {found['card'] or 'a CPU'}, {found['date']}",
+        "",
+    ]
+    lines += [
+        f"Microbatch {found['mbs']}, batch {found['gbs']}; peak and prediction of cluster {found['cluster']}."
+    ]
     lines += [f"{versions}. Commit {made_by.get('git') or 'unknown'}.", ""]
     lines += [f"- **{step}**: {problem}" for step, problem in found["failed"].items()]
-    lines += [f"- {step}: {one['not here']}" for step, one in found["steps"].items() if "not here" in one]
-    lines += ["", "| target | |", "|---|---|", *(f"| {aim} | {verdict} |" for aim, verdict in found["targets"].items())]
-    columns = ("", "s an iteration", "MFU", "of the engine's time", "allocated GiB", "predicted s", "predicted bytes")
+    lines += [
+        f"- {step}: {one['not here']}" for step, one in found["steps"].items() if "not here" in one
+    ]
+    lines += [
+        "",
+        "| target | |",
+        "|---|---|",
+        *(f"| {aim} | {verdict} |" for aim, verdict in found["targets"].items()),
+    ]
+    columns = (
+        "",
+        "s an iteration",
+        "MFU",
+        "of the engine's time",
+        "allocated GiB",
+        "predicted s",
+        "predicted bytes",
+    )
     lines += ["", f"| {' | '.join(columns)} | traced bytes |", "|---" * (len(columns) + 1) + "|"]
     for name, one in found["measured"].items():
         relative = one["sec_per_it"] / found["measured"].get("engine", one)["sec_per_it"]
         cells = f"{one['sec_per_it']:.4f} | {one['mfu']:.1%} | {relative:.3f} | {one['bytes'] / 2**30:.2f}"
         ratios = (one.get(f"{what}_over_measured") for what in ("seconds", "bytes", "traced"))
-        lines.append(f"| {name} | {cells} | {' | '.join(f'x {r:.3f}' if r else '' for r in ratios)} |")
-    lines += ["", *(f"- {step}: {one['path']}" for step, one in found["steps"].items() if "path" in one), ""]
-    lines += ["| equality with the fp32 reference | largest difference of a loss | bound |", "|---|---|---|"]
+        lines.append(
+            f"| {name} | {cells} | {' | '.join(f'x {r:.3f}' if r else '' for r in ratios)} |"
+        )
+    lines += [
+        "",
+        *(f"- {step}: {one['path']}" for step, one in found["steps"].items() if "path" in one),
+        "",
+    ]
+    lines += [
+        "| equality with the fp32 reference | largest difference of a loss | bound |",
+        "|---|---|---|",
+    ]
     for row in found["steps"].get("verify", {}).get("rows", ()):
         differs = row["problem"] or f"{row['max_abs_diff']:.1e}"
-        lines.append(f"| {row['row']} | {differs}{'' if row['ok'] else ' **above**'} | {row['bound']:g} |")
+        lines.append(
+            f"| {row['row']} | {differs}{'' if row['ok'] else ' **above**'} | {row['bound']:g} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -412,14 +549,21 @@ def trained(args: argparse.Namespace, mbs: int) -> dict[str, Any]:
     import torch
 
     cuda, shape = torch.cuda.is_available(), parse_shape(args.shape)
-    device, half = ("cuda" if cuda else "cpu"), {"fp16": torch.float16, "bf16": torch.bfloat16}.get(args.precision)
+    device, half = (
+        ("cuda" if cuda else "cpu"),
+        {"fp16": torch.float16, "bf16": torch.bfloat16}.get(args.precision),
+    )
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.manual_seed(0)
     with torch.device(device):
         whole = model(shape)
-    adam = torch.optim.AdamW(whole.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=cuda)
+    adam = torch.optim.AdamW(
+        whole.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=cuda
+    )
     scaler = torch.amp.GradScaler(device, enabled=args.precision == "fp16" and cuda)
-    compiled = torch.compile(whole) if cuda and torch.cuda.get_device_capability() >= (8, 0) else whole
+    compiled = (
+        torch.compile(whole) if cuda and torch.cuda.get_device_capability() >= (8, 0) else whole
+    )
     size, rounds = (mbs, shape.seq_length + 1), args.gbs // mbs
 
     def step() -> None:
@@ -439,7 +583,9 @@ def trained(args: argparse.Namespace, mbs: int) -> dict[str, Any]:
 
 
 def model(shape: Any) -> "torch.nn.Module":
-    """GPT-2 in plain torch: tied embeddings, exact GELU, attention by scaled_dot_product_attention; gives the loss."""
+    """GPT-2 in plain torch: tied embeddings, exact GELU, attention by scaled_dot_product_attention;
+    gives the loss.
+    """
     import torch.nn.functional as F
     from torch import nn
 
@@ -454,8 +600,12 @@ def model(shape: Any) -> "torch.nn.Module":
         def forward(self, x: "torch.Tensor") -> "torch.Tensor":
             B, T, C = x.shape
             heads = shape.num_attention_heads
-            q, k, v = self.qkv(self.norms[0](x)).view(B, T, 3, heads, C // heads).permute(2, 0, 3, 1, 4)
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, heads, T, C / heads)
+            q, k, v = (
+                self.qkv(self.norms[0](x)).view(B, T, 3, heads, C // heads).permute(2, 0, 3, 1, 4)
+            )
+            attended = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True
+            )  # (B, heads, T, C / heads)
             x = x + self.proj(attended.transpose(1, 2).reshape(B, T, C))
             return x + self.down(F.gelu(self.up(self.norms[1](x))))
 

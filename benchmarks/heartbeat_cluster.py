@@ -1,14 +1,15 @@
-"""What the heartbeats of 1,024 ranks on 128 nodes cost the shared file system, and how soon a fault is judged.
+"""What the heartbeats of 1,024 ranks on 128 nodes cost the shared file system, and how soon a fault
+is judged.
 
-`PYTHONPATH=lib python benchmarks/heartbeat_cluster.py [hang | dead | exit | none] [--nodes 128] [--timeout 150]`: on
-this machine, with the watchdog's own code and intervals. Each node is two processes: one writes the heartbeats of its
-eight ranks, one is the watchdog. Simulated are the host's name, the stacks (tests/job.py; py-spy would find no
-training) and the fault: one rank that stops, a node that is killed whole, a rank that exits. The clock of node 5 is an
-hour ahead.
+`PYTHONPATH=lib python benchmarks/heartbeat_cluster.py [hang | dead | exit | none] [--nodes 128]
+[--timeout 150]`: on this machine, with the watchdog's own code and intervals. Each node is two
+processes: one writes the heartbeats of its eight ranks, one is the watchdog. Simulated are the
+host's name, the stacks (tests/job.py; py-spy would find no training) and the fault: one rank that
+stops, a node that is killed whole, a rank that exits. The clock of node 5 is an hour ahead.
 
-Counted in each watchdog, for the run folder only: opens of files and folders (Python's audit events "open",
-"os.listdir", "os.scandir"), other calls by name (stat, lstat, rename, mkdir, remove), and the bytes of the files that
-were opened for reading and of those that were renamed.
+Counted in each watchdog, for the run folder only: opens of files and folders (Python's audit events
+"open", "os.listdir", "os.scandir"), other calls by name (stat, lstat, rename, mkdir, remove), and
+the bytes of the files that were opened for reading and of those that were renamed.
 """
 
 import argparse
@@ -58,9 +59,9 @@ def count_calls(folder: Path, counts: Any) -> None:
             return 0
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
-        if (event not in ("open", "os.listdir", "os.scandir") and event not in OTHERS) or not isinstance(
-            args[0], str | os.PathLike
-        ):
+        if (
+            event not in ("open", "os.listdir", "os.scandir") and event not in OTHERS
+        ) or not isinstance(args[0], str | os.PathLike):
             return
         if not os.fspath(args[0]).startswith(inside):
             return
@@ -83,13 +84,17 @@ def count_calls(folder: Path, counts: Any) -> None:
 
 
 class Job:
-    """The run in `folder`, its simulated nodes, and the fault that is planted at `fault_at` (monotonic clock)."""
+    """The run in `folder`, its simulated nodes, and the fault that is planted at `fault_at`
+    (monotonic clock).
+    """
 
     def __init__(self, folder: Path, nodes: int, timeout_s: float, fault: str) -> None:
         self.folder, self.nodes, self.fault = folder, nodes, fault
         pp = min(16, nodes)
         shape = replace(small_plan().shape, num_layers=pp, num_attention_heads=PER_NODE)
-        topology = replace(small_plan().topology, tp=PER_NODE, pp=pp, dp=nodes // pp, gbs=64 * nodes)
+        topology = replace(
+            small_plan().topology, tp=PER_NODE, pp=pp, dp=nodes // pp, gbs=64 * nodes
+        )
         run = replace(small_plan().run, hang_timeout_s=timeout_s)
         cluster = replace(small_plan().cluster, gpus_per_node=PER_NODE, max_nodes=nodes)
         self.plan = replace(small_plan(), shape=shape, topology=topology, run=run, cluster=cluster)
@@ -98,7 +103,9 @@ class Job:
         self.rank = 5 + PER_NODE * (2 * nodes // 3)  # the faulty one
         self.memory = mmap.mmap(-1, mmap.PAGESIZE)
         self.fault_at = ctypes.c_double.from_buffer(self.memory)
-        self.counts = (ctypes.c_double * (len(FIELDS) * nodes)).from_buffer(mmap.mmap(-1, 8 * len(FIELDS) * nodes))
+        self.counts = (ctypes.c_double * (len(FIELDS) * nodes)).from_buffer(
+            mmap.mmap(-1, 8 * len(FIELDS) * nodes)
+        )
         self.stacks = self._stacks()
 
     def _stacks(self) -> dict[int, Stack]:
@@ -142,22 +149,36 @@ class Job:
             (stacks / f"rank_{beat.rank}.txt").write_text(pyspy_text(self.stacks[beat.rank]))
 
     def _train(self, beats: dict[int, mmap.mmap], rest: bytes) -> None:
-        """An iteration a second, until the fault; the faulty rank stops at once, the others within half a second."""
+        """An iteration a second, until the fault; the faulty rank stops at once, the others within
+        half a second.
+        """
         number = 0
         while True:
             number += 1
             late_s = time.monotonic() - self.fault_at.value if self.fault_at.value else -1.0
             for rank, beat in beats.items():
-                if late_s < 0 or (rank != self.rank and late_s < 0.5) or (self.fault == "dead" and late_s < 0.5):
+                if (
+                    late_s < 0
+                    or (rank != self.rank and late_s < 0.5)
+                    or (self.fault == "dead" and late_s < 0.5)
+                ):
                     phase = "forward-compute" if number % 2 else "backward-compute"
                     beat[:] = encode(2 + number // 4, phase, time.time(), rest)
-            if self.fault == "exit" and self.rank in beats and late_s >= 0 and b" 7777777 " not in beats[self.rank][:]:
+            if (
+                self.fault == "exit"
+                and self.rank in beats
+                and late_s >= 0
+                and b" 7777777 " not in beats[self.rank][:]
+            ):
                 gone = os.fork()
                 if gone == 0:
                     os._exit(0)
                 os.waitpid(gone, 0)
                 beats[self.rank][:] = encode(
-                    2 + number // 4, "forward-compute", time.time(), b"%d %s" % (gone, rest.split()[1])
+                    2 + number // 4,
+                    "forward-compute",
+                    time.time(),
+                    b"%d %s" % (gone, rest.split()[1]),
                 )
                 beats.pop(self.rank)
             time.sleep(0.25)
@@ -185,7 +206,9 @@ class Job:
         time.sleep(SETTLE_S)
         before, begin = list(self.counts), time.monotonic()
         time.sleep(COUNT_S)
-        self._print_counts([b - a for a, b in zip(before, self.counts, strict=True)], time.monotonic() - begin)
+        self._print_counts(
+            [b - a for a, b in zip(before, self.counts, strict=True)], time.monotonic() - begin
+        )
         size = (self.folder / "ranks/nodes/8.json").stat().st_size
         print(f"reports: {len(read_reports(self.folder))}, of {size} bytes")
         if self.fault == "none":
@@ -204,15 +227,22 @@ class Job:
             f"{self.fault}: rank {self.rank} planted; verdict {delay_s:.1f} s after the time-out of {timeout_s:.0f} s"
         )
         print(f"status {outcome.status}, rank {outcome.rank}: {outcome.evidence}")
-        stacks = [len(list(folder.glob("rank_*"))) for folder in sorted((self.folder / "stacks").iterdir())]
-        print(f"stacks in each capture: {stacks}; from the fault on {in_all[0]:.0f} opens, {in_all[1]:.0f} other calls")
+        stacks = [
+            len(list(folder.glob("rank_*")))
+            for folder in sorted((self.folder / "stacks").iterdir())
+        ]
+        print(
+            f"stacks in each capture: {stacks}; from the fault on {in_all[0]:.0f} opens, {in_all[1]:.0f} other calls"
+        )
         end = time.monotonic()
         while pids and time.monotonic() - end < 60:
             pids[:] = [pid for pid in pids if os.waitpid(pid, os.WNOHANG) == (0, 0)]
             time.sleep(0.1)
         time.sleep(1.0)
         left = [path for path in heartbeat.BASE.glob("trilane-*") if path not in self.there]
-        print(f"all but {len(pids)} nodes ended within {time.monotonic() - end:.1f} s; records left: {len(left)}")
+        print(
+            f"all but {len(pids)} nodes ended within {time.monotonic() - end:.1f} s; records left: {len(left)}"
+        )
 
     def _print_counts(self, found: list[float], seconds: float) -> None:
         for i, name in enumerate(FIELDS):
@@ -226,7 +256,9 @@ class Job:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("fault", nargs="?", default="hang", choices=("hang", "dead", "exit", "none"))
+    parser.add_argument(
+        "fault", nargs="?", default="hang", choices=("hang", "dead", "exit", "none")
+    )
     parser.add_argument("--nodes", type=int, default=128)
     parser.add_argument("--timeout", type=float, default=150.0)
     options = parser.parse_args()

@@ -1,9 +1,11 @@
-"""Kill runs at random moments, also while they save, and see whether they go on right: python benchmarks/kill_saves.py
+"""Kill runs at random moments, also while they save, and see whether they go on right: python
+benchmarks/kill_saves.py
 
-Every trial trains a small GPT, sends SIGKILL to one rank or to all of them, checks every complete checkpoint, starts
-the run again in the same folder, and compares the losses with those of a run that was never killed. Two trials of three
-are killed inside a save, at one of MOMENTS in turn, which a pause makes long enough to be hit. Workers are forked
-from a process that has imported the libraries, so a trial takes some seconds. docs/engine.md has its result.
+Every trial trains a small GPT, sends SIGKILL to one rank or to all of them, checks every complete
+checkpoint, starts the run again in the same folder, and compares the losses with those of a run
+that was never killed. Two trials of three are killed inside a save, at one of MOMENTS in turn,
+which a pause makes long enough to be hit. Workers are forked from a process that has imported the
+libraries, so a trial takes some seconds. docs/engine.md has its result.
 """
 
 import argparse
@@ -37,7 +39,8 @@ from trilane.workspace import checkpoints
 ITERATIONS, INTERVAL = 12, 2
 PAUSE_S = 0.25
 ANY = "any"
-# Where in a save -> the function before whose n-th call it pauses: module, class in it or "", name, n.
+# Where in a save -> the function before whose n-th call it pauses: module, class in it or "", name,
+# n.
 MOMENTS = {
     "the copy": ("trilane.engine.checkpoint.save", "HostCopy", "take", 1),
     "the thread's writing": ("trilane.engine.checkpoint.slices", "", "_bytes", 1),
@@ -54,7 +57,12 @@ LAYOUTS = {
     "megatron TP2 PP2": {"tp": 2, "pp": 2},
     "megatron DP2 distributed optimizer": {"dp": 2, "zero": 1},
     "deepspeed-zero ZeRO-1 DP2": {"engine": "deepspeed-zero", "dp": 2, "zero": 1},
-    "deepspeed-zero ZeRO-3 DP2 full offload": {"engine": "deepspeed-zero", "dp": 2, "zero": 3, "offload": "full"},
+    "deepspeed-zero ZeRO-3 DP2 full offload": {
+        "engine": "deepspeed-zero",
+        "dp": 2,
+        "zero": 3,
+        "offload": "full",
+    },
     "hf-zero3 DP2 full offload": {"engine": "hf-zero3", "dp": 2, "zero": 3, "offload": "full"},
     "deepspeed-3d TP2 PP2": {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1},
 }
@@ -135,8 +143,12 @@ def pausing(moment: str, marker: Path) -> Iterator[None]:
     setattr(place, name, function)
 
 
-def wait_for_moment(folder: Path, moment: str, marker: Path, seconds: float, chance: random.Random) -> None:
-    """Return in the middle of the moment in one of the saves; or at any, one time in two soon after a save begins."""
+def wait_for_moment(
+    folder: Path, moment: str, marker: Path, seconds: float, chance: random.Random
+) -> None:
+    """Return in the middle of the moment in one of the saves; or at any, one time in two soon after
+    a save begins.
+    """
     while count(folder) < 1:
         time.sleep(0.001)
     if moment == ANY and chance.random() < 0.5:
@@ -160,11 +172,19 @@ def faulty(root: Path) -> str:
             if problem:
                 return f"{path.name}: {problem}"
     named = checkpoints.latest(root)
-    return "" if named is None or named in checkpoints.complete(root) else f"latest names {named.name}"
+    return (
+        "" if named is None or named in checkpoints.complete(root) else f"latest names {named.name}"
+    )
 
 
 def trial(
-    name: str, plan: Plan, folder: Path, whole: list[float], seconds: float, moment: str, chance: random.Random
+    name: str,
+    plan: Plan,
+    folder: Path,
+    whole: list[float],
+    seconds: float,
+    moment: str,
+    chance: random.Random,
 ) -> Trial:
     """Kill one run of the plan in `folder`, start it again, compare."""
     marker = folder.with_suffix(".moment")
@@ -194,7 +214,9 @@ def trial(
         complete=len(complete),
         half=len(half),
         resumed_from=resumed[-1] if resumed else 0,
-        difference=max((abs(a - b) for a, b in zip(losses, whole, strict=False)), default=float("nan")),
+        difference=max(
+            (abs(a - b) for a, b in zip(losses, whole, strict=False)), default=float("nan")
+        ),
         fault=fault or faulty(root),
     )
 
@@ -216,7 +238,10 @@ def page(trials: list[Trial], seed: int) -> str:
         "| from the start | largest difference of a loss | faults |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    rows = {name: [t for t in trials if t.layout == name] for name in dict.fromkeys(t.layout for t in trials)}
+    rows = {
+        name: [t for t in trials if t.layout == name]
+        for name in dict.fromkeys(t.layout for t in trials)
+    }
     rows |= {f"before {name}": [t for t in trials if t.moment == name] for name in MOMENTS}
     rows["at any moment"] = [t for t in trials if t.moment == ANY]
     for name, found in [*rows.items(), ("all", trials)]:
@@ -230,18 +255,33 @@ def page(trials: list[Trial], seed: int) -> str:
             sum(bool(t.fault) for t in found),
         ]
         lines.append(f"| {name} | " + " | ".join(map(str, cells)) + " |")
-    faults = [f"- {t.layout}, killed after iteration {t.killed_after}: {t.fault}" for t in trials if t.fault]
+    faults = [
+        f"- {t.layout}, killed after iteration {t.killed_after}: {t.fault}"
+        for t in trials
+        if t.fault
+    ]
     return "\n".join(
-        [*lines, "", *(faults or ["No partial or damaged checkpoint was ever loaded, nor named by `latest`."])]
+        [
+            *lines,
+            "",
+            *(
+                faults
+                or ["No partial or damaged checkpoint was ever loaded, nor named by `latest`."]
+            ),
+        ]
     )
 
 
 def main() -> int:
     """0 where every run went on right."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trials", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--layout", action="append", choices=list(LAYOUTS), help="these alone (default: all)")
+    parser.add_argument(
+        "--layout", action="append", choices=list(LAYOUTS), help="these alone (default: all)"
+    )
     parser.add_argument("--json", type=Path, help="write every trial there too")
     args = parser.parse_args()
     parity.load()
@@ -249,18 +289,30 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         names = args.layout or list(LAYOUTS)
         for name in names:
-            small = small_plan(Path(place) / "data", iters=ITERATIONS, source="mock", **LAYOUTS[name])
+            small = small_plan(
+                Path(place) / "data", iters=ITERATIONS, source="mock", **LAYOUTS[name]
+            )
             plan = changed(small, "run", save_interval=INTERVAL)
             folder, begin = run_folder(plan, Path(place) / name), time.monotonic()
             codes = ended(fork(plan, folder), 600)
             assert set(codes) == {0}, (folder / "0.log").read_text()
             seconds = sum(step["sec_per_it"] for step in steps(folder))
             plans[name] = (plan, [step["lm_loss"] for step in steps(folder)], seconds)
-            print(f"{name}: {time.monotonic() - begin:.1f} s, never killed", file=sys.stderr, flush=True)
+            print(
+                f"{name}: {time.monotonic() - begin:.1f} s, never killed",
+                file=sys.stderr,
+                flush=True,
+            )
         for number in range(args.trials):
             name = names[number % len(names)]
-            moment = ANY if number % 3 == 2 else list(MOMENTS)[(number - (number + 1) // 3) % len(MOMENTS)]
-            found = trial(name, plans[name][0], Path(place) / f"{number}", *plans[name][1:], moment, chance)
+            moment = (
+                ANY
+                if number % 3 == 2
+                else list(MOMENTS)[(number - (number + 1) // 3) % len(MOMENTS)]
+            )
+            found = trial(
+                name, plans[name][0], Path(place) / f"{number}", *plans[name][1:], moment, chance
+            )
             trials.append(found)
             print(number + 1, json.dumps(found.__dict__), file=sys.stderr, flush=True)
     if args.json:

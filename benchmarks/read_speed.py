@@ -1,10 +1,11 @@
 """How fast logs are read: python benchmarks/read_speed.py [MEGABYTES] [--many FILES]
 
-Writes synthetic logs to a temporary folder (TMPDIR): a Megatron log (a line an iteration), the same with a line of
-timers or DeepSpeed's `step=` beside each, many short runs in a file, torchtitan's lines, and a log that is mostly
-start-up text. Each is read once, on one core, in a process of its own, from the page cache; and then by a plain loop of
-regular expressions that takes the same numbers. With --many, that many logs of 20 MB (links to four) go through
-`trilane logs parse` on all cores.
+Writes synthetic logs to a temporary folder (TMPDIR): a Megatron log (a line an iteration), the same
+with a line of timers or DeepSpeed's `step=` beside each, many short runs in a file, torchtitan's
+lines, and a log that is mostly start-up text. Each is read once, on one core, in a process of its
+own, from the page cache; and then by a plain loop of regular expressions that takes the same
+numbers. With --many, that many logs of 20 MB (links to four) go through `trilane logs parse` on all
+cores.
 """
 
 import argparse
@@ -26,9 +27,7 @@ LINE = (
     "global batch size:  2048 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: {g:.3f} | "
     "number of skipped iterations:   0 | number of nan iterations:   0 |\n"
 )
-TIMERS = (
-    "time (ms) | forward-compute: {f:.2f} | backward-compute: {b:.2f} | optimizer: {o:.2f} | batch-generator: 1.93\n"
-)
+TIMERS = "time (ms) | forward-compute: {f:.2f} | backward-compute: {b:.2f} | optimizer: {o:.2f} | batch-generator: 1.93\n"
 
 
 def write(path: Path, size: int) -> int:
@@ -37,12 +36,14 @@ def write(path: Path, size: int) -> int:
     with path.open("w") as file:
         while file.tell() < size:
             chunk = []
-            for number in range(number + 1, number + 5001):  # noqa: B020 goes on where the last chunk ended
+            for number in range(number + 1, number + 5001):  # noqa: B020
                 ms, loss = 20000 * draw.lognormvariate(0, 0.05), 2 + 9 / (1 + number / 1000)
                 grad, seconds = draw.lognormvariate(0, 1), int(number * ms / 1000)
                 when = {"m": seconds // 60 % 60, "s": seconds % 60, "u": draw.randrange(10**6)}
                 rate = {"ms": ms, "t": 3e6 / ms, "lr": 6e-5 / (1 + number / 1e6)}
-                chunk.append(LINE.format(i=number, c=number * 2048, loss=loss, g=grad, **when, **rate))
+                chunk.append(
+                    LINE.format(i=number, c=number * 2048, loss=loss, g=grad, **when, **rate)
+                )
             file.writelines(chunk)
     return number
 
@@ -102,14 +103,29 @@ def write_mixed(path: Path, size: int, kind: str) -> None:
     with path.open("w") as file:
         while file.tell() < size:
             chunk = []
-            for number in range(number + 1, number + 5001):  # noqa: B020 goes on where the last chunk ended
+            for number in range(number + 1, number + 5001):  # noqa: B020
                 of_run = (number - 1) % RUN + 1 if kind == "short runs" else number
                 if kind == "short runs" and of_run == 1:
                     chunk += [LAUNCH, ARGUMENTS]
                 ms = 20000 * draw.lognormvariate(0, 0.05)
-                when = {"m": number // 3 % 60, "s": number * 20 % 60, "u": draw.randrange(1000), "i": of_run}
-                of = {"ms": ms, "t": 3e6 / ms, "lr": 6e-5 / (1 + number / 1e6), "loss": 2 + 9 / (1 + number / 1000)}
-                of |= {"g": draw.lognormvariate(0, 1), "tps": int(1.4e8 / ms), "mfu": 1e6 / ms, "c": number * 2048}
+                when = {
+                    "m": number // 3 % 60,
+                    "s": number * 20 % 60,
+                    "u": draw.randrange(1000),
+                    "i": of_run,
+                }
+                of = {
+                    "ms": ms,
+                    "t": 3e6 / ms,
+                    "lr": 6e-5 / (1 + number / 1e6),
+                    "loss": 2 + 9 / (1 + number / 1000),
+                }
+                of |= {
+                    "g": draw.lognormvariate(0, 1),
+                    "tps": int(1.4e8 / ms),
+                    "mfu": 1e6 / ms,
+                    "c": number * 2048,
+                }
                 chunk.append((TITAN if kind == "torchtitan" else LINE).format(**when, **of))
                 if kind == "step beside":
                     chunk.append(STEP.format(**when, **of))
@@ -140,7 +156,9 @@ PLAIN = {  # the regular expressions that take the same numbers out of the lines
 
 
 def plain(path: Path, kind: str) -> float:
-    """Processor seconds of a loop over the lines that tries the patterns, and turns what they find into numbers."""
+    """Processor seconds of a loop over the lines that tries the patterns, and turns what they find
+    into numbers.
+    """
     patterns, rows, start = [re.compile(p) for p in PLAIN[kind]], [], time.process_time()
     with path.open("rb") as file:
         for line in file:
@@ -154,7 +172,7 @@ def plain(path: Path, kind: str) -> float:
 
 def read(path: Path) -> None:
     """Read the log and print what it took."""
-    import pandas  # noqa: F401 its import is not part of reading
+    import pandas  # noqa: F401
 
     from trilane.logs.run import read_logs
 
@@ -167,7 +185,9 @@ def read(path: Path) -> None:
     print(
         f"{kind}: {len(logs)} runs, {rows:,} iterations, {len(logs[0].iterations.columns)} columns; {logs[-1].status}"
     )
-    print(f"  read: {megabytes / cpu:.0f} MB/s of one core, {megabytes / wall:.0f} by the clock; peak {peak:.0f} MiB")
+    print(
+        f"  read: {megabytes / cpu:.0f} MB/s of one core, {megabytes / wall:.0f} by the clock; peak {peak:.0f} MiB"
+    )
     if kind in PLAIN:
         seconds = plain(path, kind)
         ratio = f"reading takes {cpu / seconds:.2f} of its time"
@@ -183,12 +203,16 @@ def many(folder: Path, count: int, size: int = 20 * 10**6) -> None:
         os.link(folder / f"seed{number % 4}", path)
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", "trilane", "logs", "parse", "--json", *paths], stdout=subprocess.DEVNULL, check=True
+        [sys.executable, "-m", "trilane", "logs", "parse", "--json", *paths],
+        stdout=subprocess.DEVNULL,
+        check=True,
     )
     wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     cores = len(os.sched_getaffinity(0))
-    print(f"{count} logs of 20 MB: {wall:.0f} s by the clock on {cores} cores, {cpu:.0f} s of processor time")
+    print(
+        f"{count} logs of 20 MB: {wall:.0f} s by the clock on {cores} cores, {cpu:.0f} s of processor time"
+    )
 
 
 def main() -> None:
@@ -203,7 +227,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if args.many:
             return many(Path(folder), args.many)
-        fills: dict[str, Callable[[Path, int], object]] = {"iterations": write, "start": write_start}
+        fills: dict[str, Callable[[Path, int], object]] = {
+            "iterations": write,
+            "start": write_start,
+        }
         fills |= {kind: partial(write_mixed, kind=kind) for kind in PLAIN if kind != "iterations"}
         for kind, fill in fills.items():
             path = Path(folder) / f"{kind}.log"

@@ -1,8 +1,10 @@
-"""How long saves stop the training, and how fast they and loads are, on this machine: python benchmarks/saves.py
+"""How long saves stop the training, and how fast they and loads are, on this machine: python
+benchmarks/saves.py
 
-A GPT of about 43 million parameters (516 MB) trains some iterations and saves after some of them; then it is loaded.
-The bytes per second are those of the log, until the checkpoint has its name; the disk's are those of a file of the
-same size that is written and synchronised, and read, by one process.
+A GPT of about 43 million parameters (516 MB) trains some iterations and saves after some of them;
+then it is loaded. The bytes per second are those of the log, until the checkpoint has its name; the
+disk's are those of a file of the same size that is written and synchronised, and read, by one
+process.
 """
 
 import argparse
@@ -38,7 +40,9 @@ BLOCK = 1 << 24
 
 
 def disk(folder: Path, size: int) -> tuple[float, float]:
-    """Bytes per second of writing a file of so many bytes, synchronised, and of reading it from memory."""
+    """Bytes per second of writing a file of so many bytes, synchronised, and of reading it from
+    memory.
+    """
     path, block, begin = folder / "disk", os.urandom(BLOCK), time.perf_counter()
     with path.open("wb") as file:
         for _ in range(size // BLOCK):
@@ -64,9 +68,16 @@ def trained(plan: Plan, folder: Path) -> str:
 
 def measure(name: str, place: Path, iterations: int, interval: int) -> None:
     """Print the saves and the load of one layout."""
-    small = small_plan(place / "data", iters=iterations, source="mock", **{"mbs": 1, "gbs": 4, **LAYOUTS[name]})
+    small = small_plan(
+        place / "data", iters=iterations, source="mock", **{"mbs": 1, "gbs": 4, **LAYOUTS[name]}
+    )
     shape = replace(
-        small.shape, num_layers=12, hidden_size=512, num_attention_heads=8, seq_length=128, vocab_size=10240
+        small.shape,
+        num_layers=12,
+        hidden_size=512,
+        num_attention_heads=8,
+        seq_length=128,
+        vocab_size=10240,
     )
     plan = replace(changed(small, "run", save_interval=interval), shape=shape)
     folder = run_folder(plan, place / name)
@@ -77,10 +88,14 @@ def measure(name: str, place: Path, iterations: int, interval: int) -> None:
     times = [step["sec_per_it"] for step in steps(folder)]
     busy = {k for k in range(len(times)) if k >= interval and k % interval == 0}
     calm = statistics.median(t for k, t in enumerate(times) if k and k not in busy)
-    print(f"  iterations: {calm:.2f} s, {statistics.median(times[k] for k in busy):.2f} s right after a save begins")
+    print(
+        f"  iterations: {calm:.2f} s, {statistics.median(times[k] for k in busy):.2f} s right after a save begins"
+    )
     for megabytes, seconds, stall_s in found:
         rate, share = megabytes / seconds, 100 * stall_s / seconds
-        print(f"  {megabytes:.0f} MB in {seconds:.2f} s: {rate:.0f} MB/s; training stopped for {share:.1f} % of it")
+        print(
+            f"  {megabytes:.0f} MB in {seconds:.2f} s: {rate:.0f} MB/s; training stopped for {share:.1f} % of it"
+        )
     loads(plan, folder)
 
 
@@ -104,7 +119,9 @@ def loads(plan: Plan, folder: Path) -> None:
                 trained(plan, folder)
                 seconds[-1] = sum(map(float, (folder / "seconds").read_text().split()))
         read, load_s = seconds
-        print(f"  load from {where}: {load_s:.2f} s, {load_s / read:.1f} times the {read:.2f} s of reading the files")
+        print(
+            f"  load from {where}: {load_s:.2f} s, {load_s / read:.1f} times the {read:.2f} s of reading the files"
+        )
 
 
 def timed(function: Callable[..., T]) -> Callable[..., T]:
@@ -123,11 +140,17 @@ def timed(function: Callable[..., T]) -> Callable[..., T]:
 
 def main() -> int:
     """0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layout", action="append", choices=list(LAYOUTS), help="these alone (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--layout", action="append", choices=list(LAYOUTS), help="these alone (default: all)"
+    )
     parser.add_argument("--iterations", type=int, default=9)
     parser.add_argument("--interval", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: the temporary one)")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to be measured (default: the temporary one)"
+    )
     args = parser.parse_args()
     parity.load()
     from trilane.engine import loop

@@ -1,7 +1,8 @@
 """How fast the search predicts: python benchmarks/search_speed.py
 
-Two figures. `predicted` counts only topologies whose time and memory were really computed, on one core; `looked at`
-also those that a rule refuses a block at a time. The space is that of 72 x 14336 on 384 GPUs, every GBS up to 2048.
+Two figures. `predicted` counts only topologies whose time and memory were really computed, on one
+core; `looked at` also those that a rule refuses a block at a time. The space is that of 72 x 14336
+on 384 GPUs, every GBS up to 2048.
 """
 
 import resource
@@ -31,8 +32,12 @@ def main() -> None:
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu
         predicted = found.runnable + found.refused_by_rule.get(MEMORY_RULE, 0)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(f"{name}: looked at {found.evaluated:,} topologies, {found.evaluated / cpu:,.0f} a second and core")
-        print(f"  predicted {predicted:,}, {predicted / cpu:,.0f} a second and core; {wall:.1f} s, {peak:.2f} GiB")
+        print(
+            f"{name}: looked at {found.evaluated:,} topologies, {found.evaluated / cpu:,.0f} a second and core"
+        )
+        print(
+            f"  predicted {predicted:,}, {predicted / cpu:,.0f} a second and core; {wall:.1f} s, {peak:.2f} GiB"
+        )
 
 
 if __name__ == "__main__":

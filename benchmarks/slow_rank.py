@@ -1,8 +1,9 @@
-"""After how many iterations a slowed rank of a real run is named, and how often a clean run is accused.
+"""After how many iterations a slowed rank of a real run is named, and how often a clean run is
+accused.
 
-`PYTHONPATH=lib python benchmarks/slow_rank.py [SLOWED [CLEAN]]`: runs of 4 gloo processes (PP 2 x DP 2). In each
-of the slowed ones a rank gets a 7th, 9th or 12th of the time, from iteration 40 on; the clean ones have 300 iterations.
-The name and the iteration are those of ranks/pace.jsonl.
+`PYTHONPATH=lib python benchmarks/slow_rank.py [SLOWED [CLEAN]]`: runs of 4 gloo processes (PP 2 x
+DP 2). In each of the slowed ones a rank gets a 7th, 9th or 12th of the time, from iteration 40 on;
+the clean ones have 300 iterations. The name and the iteration are those of ranks/pace.jsonl.
 """
 
 import dataclasses
@@ -46,9 +47,14 @@ def slow_down(folder: Path, rank: int, times: int, begun: list[int]) -> None:
 def train(place: Path, rank: int = -1, times: int = 0) -> str:
     """One run, slowed where a rank is given; a row about it."""
     shape = dataclasses.replace(SHAPE, hidden_size=512) if times else SHAPE
-    plan = small_plan(place / "data", iters=120 if times else 300, source="mock", shape=shape, pp=2, dp=2)
-    # a machine that is predicted ten times as fast: the run leaves the plan's interval with its own pace
-    plan = changed(plan, "cluster", gpu=dataclasses.replace(plan.cluster.gpu, fp32_flops_per_s=1e12))
+    plan = small_plan(
+        place / "data", iters=120 if times else 300, source="mock", shape=shape, pp=2, dp=2
+    )
+    # a machine that is predicted ten times as fast: the run leaves the plan's interval with its own
+    # pace
+    plan = changed(
+        plan, "cluster", gpu=dataclasses.replace(plan.cluster.gpu, fp32_flops_per_s=1e12)
+    )
     folder = run_folder(changed(plan, "run", log_interval=10), place / f"run{time.monotonic_ns()}")
     begun = list[int]()
     if times:
@@ -57,7 +63,14 @@ def train(place: Path, rank: int = -1, times: int = 0) -> str:
     events = [e for e in json_lines(read_text(folder / "ranks/pace.jsonl")) if e["text"]]
     seconds = sorted(float(e["sec_per_it"]) for e in json_lines(read_text(folder / "steps.jsonl")))
     after = [event["iteration"] - 1 - begun[0] for event in events[:1]] if begun else []
-    cells = [rank, times, outcome.status, *after, f"median {seconds[len(seconds) // 2]:.3f} s", json.dumps(events)]
+    cells = [
+        rank,
+        times,
+        outcome.status,
+        *after,
+        f"median {seconds[len(seconds) // 2]:.3f} s",
+        json.dumps(events),
+    ]
     return f"load {os.getloadavg()[0]:.1f} | " + " | ".join(map(str, cells))
 
 

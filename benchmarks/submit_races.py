@@ -1,9 +1,10 @@
 """Kill submissions, and let several race, on a real SLURM: python benchmarks/submit_races.py
 
-A run has one job: 50 submissions are killed (SIGKILL) at random moments and submitted again; in 50 races 2 to 4
-processes submit a run, or 2 to 4 running jobs ask `job begin`, at the same moment. What counts are the jobs that squeue
-and sacct list for the run folder. Processes are forked from one that has imported the library. An sbatch that pauses
-before and after the real one makes the moments around it as long as the rest. docs/slurm.md has its result.
+A run has one job: 50 submissions are killed (SIGKILL) at random moments and submitted again; in 50
+races 2 to 4 processes submit a run, or 2 to 4 running jobs ask `job begin`, at the same moment.
+What counts are the jobs that squeue and sacct list for the run folder. Processes are forked from
+one that has imported the library. An sbatch that pauses before and after the real one makes the
+moments around it as long as the rest. docs/slurm.md has its result.
 """
 
 import argparse
@@ -37,7 +38,9 @@ PLACES = ("before SLURM had the job", "before the job was recorded", "after it")
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What became of one run: its jobs by SLURM and by its ledger, how many processes got one (or "go")."""
+    """What became of one run: its jobs by SLURM and by its ledger, how many processes got one (or
+    "go").
+    """
 
     kind: str
     processes: int
@@ -53,8 +56,14 @@ class Trial:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the run has no job, or its ledger names other ones than SLURM; of jobs that begin, none did."""
-        return not self.successes if self.kind == "begin" else not self.jobs or sorted(self.recorded) != self.jobs
+        """Whether the run has no job, or its ledger names other ones than SLURM; of jobs that
+        begin, none did.
+        """
+        return (
+            not self.successes
+            if self.kind == "begin"
+            else not self.jobs or sorted(self.recorded) != self.jobs
+        )
 
 
 @contextlib.contextmanager
@@ -75,7 +84,9 @@ def held_run(root: Path, name: str) -> Path:
 
 
 def fork(work: Callable[[], object], start: int) -> int:
-    """A child in its own process group that does the work once `start` can be read; 0 where the work succeeded."""
+    """A child in its own process group that does the work once `start` can be read; 0 where the
+    work succeeded.
+    """
     pid = os.fork()
     if pid:
         return pid
@@ -108,7 +119,9 @@ def jobs_of(folder: Path) -> list[str]:
 
 
 def kill_trial(folder: Path, seconds: float, group: bool) -> Trial:
-    """A submission killed after so many seconds, alone or with its sbatch; then the same submission again, twice."""
+    """A submission killed after so many seconds, alone or with its sbatch; then the same submission
+    again, twice.
+    """
     read, write = os.pipe()
     pid = fork(lambda: jobs.submit(folder, SITE, REQUEST), read)
     os.write(write, b".")
@@ -153,7 +166,11 @@ def running_jobs(root: Path, count: int) -> list[str]:
     script = root / "sleep.sbatch"
     script.write_text(HELD.replace("#SBATCH --hold\n", ""))
     ids = [client.sbatch(script, "--output=/dev/null") for _ in range(count)]
-    wait_until(lambda: all(s.state == "RUNNING" for s in client.states(ids).values()), 60, "the jobs do not start")
+    wait_until(
+        lambda: all(s.state == "RUNNING" for s in client.states(ids).values()),
+        60,
+        "the jobs do not start",
+    )
     return ids
 
 
@@ -165,7 +182,13 @@ def begin_trial(folder: Path, ids: Sequence[str]) -> Trial:
 
     successes = together([lambda job=job: asks(job) for job in ids])
     begun = [e["id"] for e in ledger.events(folder, "started")]
-    return Trial(kind="begin", processes=len(ids), jobs=begun, recorded=ledger.job_ids(folder), successes=successes)
+    return Trial(
+        kind="begin",
+        processes=len(ids),
+        jobs=begun,
+        recorded=ledger.job_ids(folder),
+        successes=successes,
+    )
 
 
 def submission_s(root: Path, count: int = 10) -> float:
@@ -191,12 +214,18 @@ def all_trials(root: Path, kills: int, races: int, seed: int) -> tuple[float, li
         whole = submission_s(root / "paused", 3)
         for n in range(kills):
             print(f"\rkill {n + 1} of {kills}", end="", file=sys.stderr)
-            trials.append(kill_trial(held_run(root, f"kill-{n}"), draw.uniform(0, 1.1 * whole), draw.random() < 0.5))
+            trials.append(
+                kill_trial(
+                    held_run(root, f"kill-{n}"), draw.uniform(0, 1.1 * whole), draw.random() < 0.5
+                )
+            )
             jobs.cancel([root / f"kill-{n}"])
         for n in range(races):
             print(f"\rrace {n + 1} of {races}", end="", file=sys.stderr)
             folder, processes = held_run(root, f"race-{n}"), draw.randint(2, 4)
-            trials.append(begin_trial(folder, ids[:processes]) if n % 2 else race_trial(folder, processes))
+            trials.append(
+                begin_trial(folder, ids[:processes]) if n % 2 else race_trial(folder, processes)
+            )
     client.cancel(ids)
     return plain, trials
 
@@ -207,9 +236,13 @@ def table(trials: Sequence[Trial]) -> str:
     groups = {f"killed {place}": [t for t in trials if t.place == place] for place in PLACES}
     for kind in ("submit", "begin"):
         for n in sorted({t.processes for t in trials if t.kind == kind}):
-            groups[f"{n} at once: {kind}"] = [t for t in trials if (t.kind, t.processes) == (kind, n)]
+            groups[f"{n} at once: {kind}"] = [
+                t for t in trials if (t.kind, t.processes) == (kind, n)
+            ]
     for name, found in {**groups, "all": list(trials)}.items():
-        lines.append(f"| {name} | {len(found)} | {sum(t.has_two for t in found)} | {sum(t.is_lost for t in found)} |")
+        lines.append(
+            f"| {name} | {len(found)} | {sum(t.has_two for t in found)} | {sum(t.is_lost for t in found)} |"
+        )
     return "\n".join(lines)
 
 
@@ -227,7 +260,9 @@ def main() -> int:
                 plain, trials = all_trials(Path(place), words.kills, words.races, words.seed)
         finally:
             daemons.close()
-    print(f"\n{date.today()}, {os.cpu_count()} cores, Linux {platform.release()}; a submission takes {plain:.3f} s\n")
+    print(
+        f"\n{date.today()}, {os.cpu_count()} cores, Linux {platform.release()}; a submission takes {plain:.3f} s\n"
+    )
     print(table(trials))
     for trial in trials:
         if trial.has_two or trial.is_lost:

@@ -1,8 +1,9 @@
-"""What the engines really hold, compute and send beside the formulas: python benchmarks/trace_check.py
+"""What the engines really hold, compute and send beside the formulas: python
+benchmarks/trace_check.py
 
-Draws plans by a fixed seed, over engines, shapes (GPT-2, BLOOM, Llama), TP, PP, interleaving, sequence parallelism,
-ZeRO and recomputation; traces each (engine/trace) and compares every number of every traced stage. Exit code 1 where
-one is further off than LIMITS.
+Draws plans by a fixed seed, over engines, shapes (GPT-2, BLOOM, Llama), TP, PP, interleaving,
+sequence parallelism, ZeRO and recomputation; traces each (engine/trace) and compares every number
+of every traced stage. Exit code 1 where one is further off than LIMITS.
 """
 
 import argparse
@@ -15,7 +16,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from trilane.config.cluster import cluster
-from trilane.config.engines import ENGINES, default_attention, default_fp32_gradients, unsupported_reason
+from trilane.config.engines import (
+    ENGINES,
+    default_attention,
+    default_fp32_gradients,
+    unsupported_reason,
+)
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Plan
@@ -27,7 +33,12 @@ MEMORY = 0.02
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "bloom": {"positions": "alibi", "embedding_layernorm": True, "activation": "gelu-tanh"},
-    "llama": {"positions": "rotary", "normalization": "rmsnorm", "activation": "swiglu", "biases": "none"},
+    "llama": {
+        "positions": "rotary",
+        "normalization": "rmsnorm",
+        "activation": "swiglu",
+        "biases": "none",
+    },
 }
 FAMILIES["llama"] |= {"tied_embeddings": False, "num_key_value_heads": 8}
 
@@ -53,8 +64,14 @@ def _draw(pick: Any, engine: str, label: str) -> Plan | None:
     pp = pick((1, 2, 4)) if piped else 1
     chunks = pick((1, 1, 2)) if pp > 1 and engine == "megatron" else 1
     layers = pp * chunks * pick((1, 2))
-    sizes = {"hidden_size": pick((1024, 2048)), "num_attention_heads": 16, "seq_length": pick((1024, 2048))}
-    shape = ModelShape(num_layers=layers, vocab_size=pick((32768, 51200)), **sizes, **FAMILIES[family])
+    sizes = {
+        "hidden_size": pick((1024, 2048)),
+        "num_attention_heads": 16,
+        "seq_length": pick((1024, 2048)),
+    }
+    shape = ModelShape(
+        num_layers=layers, vocab_size=pick((32768, 51200)), **sizes, **FAMILIES[family]
+    )
     card = cluster(pick(("jz-a100-80g", "jz-a100-80g", "jz-v100-32g")))
     precision = "fp16" if card.name.startswith("jz-v100") else "bf16"
     tp = pick((1, 2, 4, 8)) if engine != "hf-zero3" else 1
@@ -67,7 +84,11 @@ def _draw(pick: Any, engine: str, label: str) -> Plan | None:
             dp=dp,
             mbs=mbs,
             gbs=mbs * dp * pp * 4,
-            zero=pick((0, 1)) if engine == "megatron" else 1 if engine == "deepspeed-3d" else pick((1, 2, 3)),
+            zero=pick((0, 1))
+            if engine == "megatron"
+            else 1
+            if engine == "deepspeed-3d"
+            else pick((1, 2, 3)),
             interleaving=chunks,
             sequence_parallel=tp > 1 and pick((True, False)),
             recompute=recompute,
@@ -79,7 +100,12 @@ def _draw(pick: Any, engine: str, label: str) -> Plan | None:
         dropout = Dropout(hidden=pick((0.0, 0.0, 0.1)) if engine != "hf-zero3" else 0.0)
         refused = invalid_reason(shape, topology) or unsupported_reason(engine, shape, topology)
         plan = Plan(
-            label=f"{label}-{family}", shape=shape, cluster=card, topology=topology, engine=engine, dropout=dropout
+            label=f"{label}-{family}",
+            shape=shape,
+            cluster=card,
+            topology=topology,
+            engine=engine,
+            dropout=dropout,
         )
     except ValueError:
         return None
@@ -89,7 +115,8 @@ def _draw(pick: Any, engine: str, label: str) -> Plan | None:
 def check(plan: Plan) -> tuple[Difference, ...] | str:
     """The comparison of one plan, traced in a process of its own; text where it cannot be traced."""
     receive, send = multiprocessing.Pipe(duplex=False)
-    # forked from a process that computes nothing: torch's autograd aborted in a fork of one that had
+    # forked from a process that computes nothing: torch's autograd aborted in a fork of one that
+    # had
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trilane.engine.trace.__main__", "torch"])
     process = context.Process(target=_traced, args=(plan, send))
@@ -114,7 +141,9 @@ def _traced(plan: Plan, send: Connection) -> None:
 
 
 def main() -> int:
-    """Print each plan, its differences beyond the limits, and the largest of each quantity by engine."""
+    """Print each plan, its differences beyond the limits, and the largest of each quantity by
+    engine.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plans", type=int, default=40)
     parser.add_argument("--seed", type=int, default=28)
@@ -133,12 +162,18 @@ def main() -> int:
         failed += bool(far)
         print(f"{plan.engine:15}{case}: {len(found)} numbers, {len(far)} too far", flush=True)
         for d in far:
-            print(f"  stage {d.stage} {d.quantity}: {d.traced:.6g} traced, {d.predicted:.6g} ({d.difference:+.2%})")
+            print(
+                f"  stage {d.stage} {d.quantity}: {d.traced:.6g} traced, {d.predicted:.6g} ({d.difference:+.2%})"
+            )
         for d in found:
             kind = d.quantity.rpartition(" ")[2]
             kind = f"collectives' {kind}" if kind in ("count", "bytes") else kind
-            worst[plan.engine, kind] = max(worst.get((plan.engine, kind), (0.0, case)), (abs(d.difference), case))
-            rows.append({"plan": case, "engine": plan.engine, **d.to_json(), "difference": d.difference})
+            worst[plan.engine, kind] = max(
+                worst.get((plan.engine, kind), (0.0, case)), (abs(d.difference), case)
+            )
+            rows.append(
+                {"plan": case, "engine": plan.engine, **d.to_json(), "difference": d.difference}
+            )
     print(f"\n{'largest difference':35}")
     for (engine, kind), (share, case) in sorted(worst.items()):
         print(f"{engine:15}{kind:20}{share:8.2%}  {case}")

@@ -1,7 +1,8 @@
-"""320 traces of 45 MB each: how long until the last call of every rank is known, and how much was read.
+"""320 traces of 45 MB each: how long until the last call of every rank is known, and how much was
+read.
 
-Sparse files: their size is what a reader of the whole would have to go through, their tails are real. The page cache
-is cold where the system lets us drop it.
+Sparse files: their size is what a reader of the whole would have to go through, their tails are
+real. The page cache is cold where the system lets us drop it.
 """
 
 import os
@@ -22,7 +23,9 @@ def main() -> None:
         for rank in range(FILES):
             path = Path(place) / f"trace-node{rank // 8}-{rank % 8}-{4000 + rank}.txt"
             tail = "".join(CALL.format(m="training", f="train", n=n) for n in range(3000))
-            tail += CALL.format(m="distributed_c10d", f="broadcast" if rank == 77 else "all_reduce", n=1191)
+            tail += CALL.format(
+                m="distributed_c10d", f="broadcast" if rank == 77 else "all_reduce", n=1191
+            )
             with path.open("wb") as file:
                 file.truncate(SIZE - len(tail))
                 file.seek(0, os.SEEK_END)

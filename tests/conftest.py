@@ -1,4 +1,6 @@
-"""What several tests need: an outputs folder of their own, one real SLURM, and one pool of workers that train."""
+"""What several tests need: an outputs folder of their own, one real SLURM, and one pool of workers
+that train.
+"""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
     from pool import WorkerPool
 
 
-# BLAS's second thread waits for a core that another worker of the tests has: a fit of 90 rows costs 1.6 times the CPU
+# BLAS's second thread waits for a core that another worker of the tests has: a fit of 90 rows costs
+# 1.6 times the CPU
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 LONGEST = ("slurm", "demo", "equality", "pool")  # the groups that take minutes
@@ -22,11 +25,12 @@ LONGEST = ("slurm", "demo", "equality", "pool")  # the groups that take minutes
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What one worker of pytest-xdist runs, the longest first: the real SLURM, slow groups, then module by module.
+    """What one worker of pytest-xdist runs, the longest first: the real SLURM, slow groups, then
+    module by module.
 
-    The tests on the real SLURM are slow ones, and mostly wait: another worker trains, and a third takes the rest.
-    All that train in the pool are one group, except for a module that is long enough for its own; they are slow, since
-    the pool takes 5 s to start.
+    The tests on the real SLURM are slow ones, and mostly wait: another worker trains, and a third
+    takes the rest. All that train in the pool are one group, except for a module that is long
+    enough for its own; they are slow, since the pool takes 5 s to start.
     """
     for item in items:
         if "slurm_daemons" in getattr(item, "fixturenames", ()):
@@ -42,7 +46,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _turn(item: pytest.Item) -> tuple[int, bool, str]:
     group = item.get_closest_marker("xdist_group").args[0]
-    return (LONGEST.index(group) if group in LONGEST else len(LONGEST), item.get_closest_marker("slow") is None, group)
+    return (
+        LONGEST.index(group) if group in LONGEST else len(LONGEST),
+        item.get_closest_marker("slow") is None,
+        group,
+    )
 
 
 @pytest.fixture
@@ -55,7 +63,9 @@ def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def uncounted_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test starts runs without coverage, which nearly doubles its time: other tests run those lines."""
+    """What the test starts runs without coverage, which nearly doubles its time: other tests run
+    those lines.
+    """
     for name in {*os.environ} - {*uncounted()}:
         monkeypatch.delenv(name)
 
@@ -68,10 +78,14 @@ def slurm_daemons() -> Iterator[slurm_cluster.Cluster]:
 
 @pytest.fixture
 def cluster(slurm_daemons: slurm_cluster.Cluster) -> Iterator[slurm_cluster.Cluster]:
-    """A real SLURM without jobs and with all its nodes, where SLURM's commands find it; put in order afterwards."""
+    """A real SLURM without jobs and with all its nodes, where SLURM's commands find it; put in
+    order afterwards.
+    """
     with mock.patch.dict(os.environ, slurm_daemons.variables):
         yield slurm_daemons
-    with mock.patch.dict(os.environ, slurm_daemons.variables):  # without what the test itself changed
+    with mock.patch.dict(
+        os.environ, slurm_daemons.variables
+    ):  # without what the test itself changed
         slurm_daemons.clean()
 
 
@@ -83,13 +97,17 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> slurm_cluster.C
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where prepared pairs and sample indices are kept while the tests run; to make a pair imports torch."""
+    """Where prepared pairs and sample indices are kept while the tests run; to make a pair imports
+    torch.
+    """
     return tmp_path_factory.mktemp("data")
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator["WorkerPool"]:
-    """Workers forked from a process that has imported every engine, for all tests of a session that train."""
+    """Workers forked from a process that has imported every engine, for all tests of a session that
+    train.
+    """
     from pool import engine_pool
 
     with engine_pool() as workers:

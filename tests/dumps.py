@@ -34,8 +34,9 @@ def pyspy_text(
     values: Sequence[str] = (),
     holder: Stack = (),
 ) -> str:
-    """`native` stands on top of the main thread's stack and below all (--native), `values` below each frame; `holder`
-    is another thread that holds Python's global lock."""
+    """`native` stands on top of the main thread's stack and below all (--native), `values` below
+    each frame; `holder` is another thread that holds Python's global lock.
+    """
     below = ["clone3 (libc.so.6)"] if native else []
     lines = [f"Process {pid}: {command}", "Python v3.8.12 (/opt/conda/bin/python3.8)", ""]
     for name, frames in (("MainThread", stack), ("Thread-1", HELPER), ("Thread-2", holder)):
@@ -51,35 +52,57 @@ def pyspy_text(
 
 def pyspy_json(stack: Stack) -> str:
     """`py-spy dump --json`, which has full paths."""
-    frames = [{"name": f, "filename": f"/opt/lib/site-packages/{file}", "line": line} for f, file, line in stack]
-    return json.dumps([{"pid": 4242, "thread_name": "MainThread", "owns_gil": False, "frames": frames}])
+    frames = [
+        {"name": f, "filename": f"/opt/lib/site-packages/{file}", "line": line}
+        for f, file, line in stack
+    ]
+    return json.dumps(
+        [{"pid": 4242, "thread_name": "MainThread", "owns_gil": False, "frames": frames}]
+    )
 
 
 def faulthandler_text(stack: Stack, main: str = "Current thread") -> str:
     parts = []
-    for name, frames in (("Thread 0x00007f406fc746c0", HELPER), (f"{main} 0x00007f40a1b2c740", stack)):
-        lines = [f'  File "/opt/lib/site-packages/{file}", line {line} in {f}' for f, file, line in frames]
+    for name, frames in (
+        ("Thread 0x00007f406fc746c0", HELPER),
+        (f"{main} 0x00007f40a1b2c740", stack),
+    ):
+        lines = [
+            f'  File "/opt/lib/site-packages/{file}", line {line} in {f}'
+            for f, file, line in frames
+        ]
         parts.append("\n".join([f"{name} (most recent call first):", *lines]))
     return "\n\n".join(parts) + "\n"
 
 
-STYLES: dict[str, Callable[[Stack], str]] = {"text": pyspy_text, "faults": faulthandler_text, "json": pyspy_json}
+STYLES: dict[str, Callable[[Stack], str]] = {
+    "text": pyspy_text,
+    "faults": faulthandler_text,
+    "json": pyspy_json,
+}
 
 
-def recording(calls: list[dict[str, Any]], groups: dict[str, list[int]], *, as_json: bool = False) -> bytes:
+def recording(
+    calls: list[dict[str, Any]], groups: dict[str, list[int]], *, as_json: bool = False
+) -> bytes:
     """A Flight Recorder dump of format 2.10; each call has group, sequence, op, sizes, state.
 
-    Groups have a name that all ranks share, and a number among the groups of this rank (pg_id), under which pg_status
-    tells how far they are.
+    Groups have a name that all ranks share, and a number among the groups of this rank (pg_id),
+    under which pg_status tells how far they are.
     """
     own = {name: number for number, name in enumerate(groups)}
     last = {
-        name: max((c["sequence"] for c in calls if c["group"] == name and not c.get("p2p")), default=-1) for name in own
+        name: max(
+            (c["sequence"] for c in calls if c["group"] == name and not c.get("p2p")), default=-1
+        )
+        for name in own
     }
     status = {str(number): {"last_enqueued_collective": last[name]} for name, number in own.items()}
     entries = [
         {
-            "frames": [{"name": "_reduce", "filename": "/opt/megatron/mpu/mappings.py", "line": 30}],
+            "frames": [
+                {"name": "_reduce", "filename": "/opt/megatron/mpu/mappings.py", "line": 30}
+            ],
             "record_id": number,
             "pg_id": own[call["group"]],
             "process_group": (call["group"], call["group"]),
@@ -94,7 +117,9 @@ def recording(calls: list[dict[str, Any]], groups: dict[str, list[int]], *, as_j
         }
         for number, call in enumerate(calls)
     ]
-    config = {name: {"name": name, "desc": name, "ranks": str(ranks)} for name, ranks in groups.items()}
+    config = {
+        name: {"name": name, "desc": name, "ranks": str(ranks)} for name, ranks in groups.items()
+    }
     values = {"version": "2.10", "pg_config": config, "pg_status": status, "entries": entries}
     return json.dumps(values).encode() if as_json else pickle.dumps(values, protocol=2)
 

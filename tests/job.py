@@ -1,6 +1,8 @@
-"""A job of many ranks in small: each runs its list of operations until it waits, so that a plant has its real victims.
+"""A job of many ranks in small: each runs its list of operations until it waits, so that a plant
+has its real victims.
 
-The operations and stacks are those of a Megatron + DeepSpeed pipeline; lines are made up. Sends do not wait.
+The operations and stacks are those of a Megatron + DeepSpeed pipeline; lines are made up. Sends do
+not wait.
 """
 
 from collections import Counter, defaultdict
@@ -51,7 +53,9 @@ def c10d(op: str) -> Stack:
 
 @dataclass(frozen=True)
 class Op:
-    """One operation: `kind` "work", "send", "recv" or a collective over `axis`; `name` is for plants to find it."""
+    """One operation: `kind` "work", "send", "recv" or a collective over `axis`; `name` is for
+    plants to find it.
+    """
 
     name: str
     kind: str
@@ -59,31 +63,73 @@ class Op:
     stack: Stack
 
 
-def operation(name: str, kind: str, axis: str, *callers: tuple[str, str, int], below: Stack = BATCH) -> Op:
+def operation(
+    name: str, kind: str, axis: str, *callers: tuple[str, str, int], below: Stack = BATCH
+) -> Op:
     inner = () if kind in ("work", "send") else c10d(kind)
     return Op(name, kind, axis, (*inner, *callers, *below))
 
 
 P2P, MPU = "deepspeed/runtime/pipe/p2p.py", "megatron/mpu"
 ENGINE = "deepspeed/runtime/pipe/engine.py"
-DATA = operation("data", "work", "", ("get_batch", "pretrain_gpt.py", 70), ("_load_micro_batch", ENGINE, 780))
-SPREAD = operation("spread", "broadcast", "tp", ("broadcast_data", f"{MPU}/data.py", 92), ("get_batch_pipe", "g.py", 5))
-RECV_F = operation("recv_forward", "recv", "previous", ("recv", P2P, 60), ("_exec_recv_activations", ENGINE, 900))
-ATTENTION = operation("attention", "all_reduce", "tp", ("_reduce", f"{MPU}/mappings.py", 30), below=FORWARD)
-MLP = operation("mlp", "work", "", ("gelu", "megatron/model/fused_bias_gelu.py", 44), below=FORWARD)
-MLP_SUM = operation("mlp_sum", "all_reduce", "tp", ("_reduce", f"{MPU}/mappings.py", 31), below=FORWARD)
-SEND_F = operation("send_forward", "send", "next", ("send", P2P, 44), ("_exec_send_activations", ENGINE, 860))
-RECV_B = operation("recv_backward", "recv", "next", ("recv", P2P, 61), ("_exec_recv_grads", ENGINE, 940))
-GRAD_SUM = operation("grad_sum", "all_reduce", "tp", ("_reduce", f"{MPU}/mappings.py", 30), below=BACKWARD)
-SEND_B = operation("send_backward", "send", "previous", ("send", P2P, 45), ("_exec_send_grads", ENGINE, 880))
-TIED = operation(
-    "tied", "all_reduce", "embedding", ("allreduce_tied_weight_gradients", "deepspeed/runtime/pipe/module.py", 420)
+DATA = operation(
+    "data", "work", "", ("get_batch", "pretrain_gpt.py", 70), ("_load_micro_batch", ENGINE, 780)
 )
-DP_SUM = operation("dp_sum", "all_reduce", "dp", ("buffered_allreduce_fallback", "deepspeed/runtime/engine.py", 2270))
-NORM = operation("norm", "all_reduce", "model", ("get_grad_norm", "deepspeed/runtime/utils.py", 300))
-ADAM = operation("adam", "work", "", ("step", "apex/optimizers/fused_adam.py", 120), ("step", "bf16_optimizer.py", 240))
+SPREAD = operation(
+    "spread",
+    "broadcast",
+    "tp",
+    ("broadcast_data", f"{MPU}/data.py", 92),
+    ("get_batch_pipe", "g.py", 5),
+)
+RECV_F = operation(
+    "recv_forward", "recv", "previous", ("recv", P2P, 60), ("_exec_recv_activations", ENGINE, 900)
+)
+ATTENTION = operation(
+    "attention", "all_reduce", "tp", ("_reduce", f"{MPU}/mappings.py", 30), below=FORWARD
+)
+MLP = operation("mlp", "work", "", ("gelu", "megatron/model/fused_bias_gelu.py", 44), below=FORWARD)
+MLP_SUM = operation(
+    "mlp_sum", "all_reduce", "tp", ("_reduce", f"{MPU}/mappings.py", 31), below=FORWARD
+)
+SEND_F = operation(
+    "send_forward", "send", "next", ("send", P2P, 44), ("_exec_send_activations", ENGINE, 860)
+)
+RECV_B = operation(
+    "recv_backward", "recv", "next", ("recv", P2P, 61), ("_exec_recv_grads", ENGINE, 940)
+)
+GRAD_SUM = operation(
+    "grad_sum", "all_reduce", "tp", ("_reduce", f"{MPU}/mappings.py", 30), below=BACKWARD
+)
+SEND_B = operation(
+    "send_backward", "send", "previous", ("send", P2P, 45), ("_exec_send_grads", ENGINE, 880)
+)
+TIED = operation(
+    "tied",
+    "all_reduce",
+    "embedding",
+    ("allreduce_tied_weight_gradients", "deepspeed/runtime/pipe/module.py", 420),
+)
+DP_SUM = operation(
+    "dp_sum",
+    "all_reduce",
+    "dp",
+    ("buffered_allreduce_fallback", "deepspeed/runtime/engine.py", 2270),
+)
+NORM = operation(
+    "norm", "all_reduce", "model", ("get_grad_norm", "deepspeed/runtime/utils.py", 300)
+)
+ADAM = operation(
+    "adam",
+    "work",
+    "",
+    ("step", "apex/optimizers/fused_adam.py", 120),
+    ("step", "bf16_optimizer.py", 240),
+)
 LOSS = operation("loss", "broadcast", "pp", ("_aggregate_total_loss", ENGINE, 540))
-DONE = operation("done", "all_reduce", "world", below=(("train", "megatron/training.py", 915), *ROOT[1:]))
+DONE = operation(
+    "done", "all_reduce", "world", below=(("train", "megatron/training.py", 915), *ROOT[1:])
+)
 
 
 def program(grid: Grid, rank: int, iterations: int = 2, microbatches: int = 3) -> list[Op]:
@@ -105,8 +151,12 @@ def first(ops: list[Op], name: str, occurrence: int = 1) -> int:
     return [i for i, op in enumerate(ops) if op.name == name][occurrence - 1]
 
 
-def stand(grid: Grid, programs: dict[int, list[Op]], stuck: dict[int, int]) -> dict[int, tuple[int, Op]]:
-    """Where all ranks stand once nothing moves: the index of their operation, and it. `stuck` never leave theirs."""
+def stand(
+    grid: Grid, programs: dict[int, list[Op]], stuck: dict[int, int]
+) -> dict[int, tuple[int, Op]]:
+    """Where all ranks stand once nothing moves: the index of their operation, and it. `stuck` never
+    leave theirs.
+    """
     at = dict.fromkeys(programs, 0)
     sent: Counter[tuple[int, int, str]] = Counter()
     received: Counter[tuple[int, int, str]] = Counter()
@@ -143,7 +193,9 @@ def stand(grid: Grid, programs: dict[int, list[Op]], stuck: dict[int, int]) -> d
 GRID = regular(8, 12, 4, 8)
 
 
-def job(change: Callable[[dict[int, list[Op]]], None], stuck: dict[int, int]) -> dict[int, tuple[int, Op]]:
+def job(
+    change: Callable[[dict[int, list[Op]]], None], stuck: dict[int, int]
+) -> dict[int, tuple[int, Op]]:
     """Where the 384 ranks stand after `change` was made to their programs."""
     programs = {rank: program(GRID, rank) for rank in GRID.ranks}
     change(programs)
@@ -156,6 +208,10 @@ def elsewhere(op: Op, *inner: tuple[str, str, int]) -> Op:
     return replace(op, stack=(*inner, *below))
 
 
-BARRIER = operation("barrier", "barrier", "world", ("save_checkpoint", "megatron/checkpointing.py", 160), below=STEP)
-TP_NORM = operation("tp_norm", "all_reduce", "tp", ("allreduce_layernorm_grads", "megatron/optimizer.py", 61))
+BARRIER = operation(
+    "barrier", "barrier", "world", ("save_checkpoint", "megatron/checkpointing.py", 160), below=STEP
+)
+TP_NORM = operation(
+    "tp_norm", "all_reduce", "tp", ("allreduce_layernorm_grads", "megatron/optimizer.py", 61)
+)
 DP_NORM = operation("dp_norm", "all_reduce", "dp", ("average_losses", "megatron/utils.py", 61))

@@ -1,4 +1,6 @@
-"""Six ways in which 384 ranks hang, each with its culprits: what is planted, and the dumps that it leaves."""
+"""Six ways in which 384 ranks hang, each with its culprits: what is planted, and the dumps that it
+leaves.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,10 +14,14 @@ from job import GRID, Op, elsewhere, first, program, stand
 
 @dataclass
 class Scene:
-    """What a plant decided: who is to blame, what the ranks' programs are, who is stuck where, and who is silent."""
+    """What a plant decided: who is to blame, what the ranks' programs are, who is stuck where, and
+    who is silent.
+    """
 
     guilty: set[int]
-    programs: dict[int, list[Op]] = field(default_factory=lambda: {r: program(GRID, r) for r in GRID.ranks})
+    programs: dict[int, list[Op]] = field(
+        default_factory=lambda: {r: program(GRID, r) for r in GRID.ranks}
+    )
     stuck: dict[int, int] = field(default_factory=dict)
     silent: set[int] = field(default_factory=set)
     style: str = "mixed"
@@ -43,7 +49,10 @@ def mismatched(random: Random) -> Scene:
     scene = Scene({rank})
     ops = scene.programs[rank]
     index = first(ops, "attention", 2)
-    wrong = (("broadcast", "torch/distributed/distributed_c10d.py", 1191), ("_bcast", "megatron/mpu/mappings.py", 77))
+    wrong = (
+        ("broadcast", "torch/distributed/distributed_c10d.py", 1191),
+        ("_bcast", "megatron/mpu/mappings.py", 77),
+    )
     ops[index] = replace(ops[index], kind="broadcast", stack=(*wrong, *ops[index].stack[3:]))
     return scene
 
@@ -64,11 +73,15 @@ def node_silent(random: Random) -> Scene:
 
 
 def recorded_missing(random: Random) -> Scene:
-    return stuck_at(anyone(random), "dp_sum", ("unscale", "bf16_optimizer.py", 30), style="recorder")
+    return stuck_at(
+        anyone(random), "dp_sum", ("unscale", "bf16_optimizer.py", 30), style="recorder"
+    )
 
 
 def skipped_broadcast(random: Random) -> Scene:
-    """Document 003 in large: some are in the broadcast of the loss, others already in the all_reduce of train."""
+    """Document 003 in large: some are in the broadcast of the loss, others already in the
+    all_reduce of train.
+    """
     rank = anyone(random)
     scene = Scene({rank}, style="text")
     ops = scene.programs[rank]
@@ -104,7 +117,11 @@ def write(folder: Path, scene: Scene) -> None:
     if scene.style == "recorder":
         _record(folder, scene, stands)
     else:
-        write_all(folder, {r: op.stack for r, (_, op) in stands.items() if r not in scene.silent}, scene.style)
+        write_all(
+            folder,
+            {r: op.stack for r, (_, op) in stands.items() if r not in scene.silent},
+            scene.style,
+        )
     topology(folder, 8, 12, 4)
 
 
@@ -125,7 +142,9 @@ def _record(folder: Path, scene: Scene, stands: dict[int, tuple[int, Op]]) -> No
             groups[name], count[name] = group, count.get(name, 0) + 1
             state = "completed" if i < index else "started"
             calls.append({"group": name, "sequence": count[name], "op": op.kind, "state": state})
-        (folder / f"nccl_trace_rank_{rank}").write_bytes(recording(calls[-50:], groups, as_json=rank % 2 == 0))
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(
+            recording(calls[-50:], groups, as_json=rank % 2 == 0)
+        )
 
 
 def _p2p(rank: int, op: Op, state: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""Hangs of the real engine: eight gloo processes, TP 2 x PP 2 x DP 2, one of them planted; ended and judged by trilane.
+"""Hangs of the real engine: eight gloo processes, TP 2 x PP 2 x DP 2, one of them planted; ended
+and judged by trilane.
 
-`PYTHONPATH=lib python tests/real_hangs.py [KIND ...]` does all ten and prints a row each, for docs/hangs.md.
+`PYTHONPATH=lib python tests/real_hangs.py [KIND ...]` does all ten and prints a row each, for
+docs/hangs.md.
 """
 
 import os
@@ -16,7 +18,8 @@ from plans import changed, run_folder, small_plan  # noqa: E402
 from trilane.launch.local import train_local  # noqa: E402
 from trilane.workspace.status import RunStatus  # noqa: E402
 
-# kind: (rank, iteration); `skip` shows at the end of the run, when its rank is there an iteration early
+# kind: (rank, iteration); `skip` shows at the end of the run, when its rank is there an iteration
+# early
 PLANTS = {
     "sleep": (5, 3),
     "mismatch": (3, 3),
@@ -45,17 +48,29 @@ class Result:
 
     @property
     def right(self) -> bool:
-        return self.outcome.rank == self.rank and self.stacks >= self.ranks - 1 and self.seconds < 60
+        return (
+            self.outcome.rank == self.rank and self.stacks >= self.ranks - 1 and self.seconds < 60
+        )
 
     def __str__(self) -> str:
         word = "yes" if self.right else "NO"
-        cells = [self.kind, self.rank, self.outcome.status, self.outcome.rank, self.stacks, f"{self.seconds:.1f}", word]
+        cells = [
+            self.kind,
+            self.rank,
+            self.outcome.status,
+            self.outcome.rank,
+            self.stacks,
+            f"{self.seconds:.1f}",
+            word,
+        ]
         return f"| {' | '.join(map(str, cells))} |"
 
 
 def hang(kind: str, folder: Path, data: Path, tp: int = 2, pp: int = 2, dp: int = 2) -> Result:
     """Run it in `folder` with that plant; on fewer processes the rank is counted round."""
-    plan = small_plan(data, iters=12 if kind == "skip" else 100_000, source="mock", tp=tp, pp=pp, dp=dp)
+    plan = small_plan(
+        data, iters=12 if kind == "skip" else 100_000, source="mock", tp=tp, pp=pp, dp=dp
+    )
     rank, iteration = PLANTS[kind][0] % plan.topology.gpus, PLANTS[kind][1]
     run_folder(changed(plan, "run", hang_timeout_s=TIMEOUT_S), folder)
     planted = str(Path(__file__).parent / "planted")
@@ -68,7 +83,9 @@ def hang(kind: str, folder: Path, data: Path, tp: int = 2, pp: int = 2, dp: int 
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
     seconds, ranks = time.time() - moved(folder), plan.topology.gpus
-    return Result(kind=kind, rank=rank, outcome=outcome, seconds=seconds, stacks=stacks(folder), ranks=ranks)
+    return Result(
+        kind=kind, rank=rank, outcome=outcome, seconds=seconds, stacks=stacks(folder), ranks=ranks
+    )
 
 
 def library() -> dict[str, str]:
@@ -85,13 +102,19 @@ def moved(folder: Path) -> float:
 def stacks(folder: Path) -> int:
     """Ranks of which there is a stack: a dump, or a traceback of one that broke by itself."""
     dumps = {path.stem.removeprefix("rank_") for path in (folder / "stacks").glob("*/rank_*.*")}
-    logs = {p.stem for p in (folder / "ranks").glob("*.log") if "Traceback" in p.read_text(errors="replace")}
+    logs = {
+        p.stem
+        for p in (folder / "ranks").glob("*.log")
+        if "Traceback" in p.read_text(errors="replace")
+    }
     return len(dumps | logs)
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
-        print("| plant | rank | status | named | stacks | seconds | right |\n|---|---|---|---|---|---|---|")
+        print(
+            "| plant | rank | status | named | stacks | seconds | right |\n|---|---|---|---|---|---|---|"
+        )
         results = []
         for name in sys.argv[1:] or PLANTS:
             results.append(hang(name, Path(place) / name, Path(place) / "corpus"))

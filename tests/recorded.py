@@ -13,7 +13,17 @@ from typing import Any
 from support import REPOSITORY
 
 ANSWERS = REPOSITORY / "tests/answers"
-GIVEN = ("cluster", "shape", "data", "optimizer", "dropout", "run", "sources", "calibration", "date")  # no answers
+GIVEN = (
+    "cluster",
+    "shape",
+    "data",
+    "optimizer",
+    "dropout",
+    "run",
+    "sources",
+    "calibration",
+    "date",
+)  # no answers
 MOST = 4  # of a list that are recorded
 NUMBER = re.compile(r"\d[\d.,]*(?:e[+-]?\d+)?")
 MADE_ON = re.compile(r"made by \S+ on \d{4}-\d\d-\d\d")  # the day on which the tests run
@@ -21,12 +31,18 @@ ROUNDED = re.compile(r"\d+\.\d+|[1-9]\d{0,2}(,\d{3})*,\d00")
 
 
 def numbers_in(text: str) -> str:
-    """The numbers of a text, in their order; none of a path, which names this repository, nor of the day."""
-    return " ".join(NUMBER.findall(" ".join(word for word in MADE_ON.sub("", text).split() if "/" not in word)))
+    """The numbers of a text, in their order; none of a path, which names this repository, nor of
+    the day.
+    """
+    return " ".join(
+        NUMBER.findall(" ".join(word for word in MADE_ON.sub("", text).split() if "/" not in word))
+    )
 
 
 def plain(value: Any) -> Any:
-    """What is compared: floats to nine digits, of sentences (four words and more) and paths their numbers."""
+    """What is compared: floats to nine digits, of sentences (four words and more) and paths their
+    numbers.
+    """
     if isinstance(value, dict):
         return {str(plain(k)): plain(v) for k, v in value.items() if k not in GIVEN}
     if isinstance(value, list):
@@ -54,22 +70,37 @@ def differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
     """What differs, each by its place in the JSON."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in sorted({*before, *now}):
-            yield from differences(before.get(key, "(missing)"), now.get(key, "(missing)"), f"{where}.{key}")
+            yield from differences(
+                before.get(key, "(missing)"), now.get(key, "(missing)"), f"{where}.{key}"
+            )
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         for number, pair in enumerate(zip(before, now, strict=True)):
             yield from differences(*pair, f"{where}[{number}]")
-    elif isinstance(before, float) and isinstance(now, float) and math.isclose(before, now, rel_tol=1e-5, abs_tol=1e-7):
+    elif (
+        isinstance(before, float)
+        and isinstance(now, float)
+        and math.isclose(before, now, rel_tol=1e-5, abs_tol=1e-7)
+    ):
         return  # fits depend on how many threads BLAS sums with, in the seventh digit
-    elif isinstance(before, str) and isinstance(now, str) and same_words(before.split(), now.split()):
+    elif (
+        isinstance(before, str) and isinstance(now, str) and same_words(before.split(), now.split())
+    ):
         return
     elif before != now:
         yield f"{where}: {before!r:.80} -> {now!r:.80}"
 
 
 def same_words(before: list[str], now: list[str]) -> bool:
-    """Whether they are equal, but for one unit of the last digit of numbers that were rounded (1.25 or 794,000)."""
+    """Whether they are equal, but for one unit of the last digit of numbers that were rounded (1.25
+    or 794,000).
+    """
     return len(before) == len(now) and all(
-        a == b or (ROUNDED.fullmatch(a) and ROUNDED.fullmatch(b) and abs(number(a) - number(b)) < 1.01 * unit(a))
+        a == b
+        or (
+            ROUNDED.fullmatch(a)
+            and ROUNDED.fullmatch(b)
+            and abs(number(a) - number(b)) < 1.01 * unit(a)
+        )
         for a, b in zip(before, now, strict=True)
     )
 

@@ -11,11 +11,14 @@ PEAK, VOCABULARY = 3e-4, 50304
 Row = dict[str, float]
 
 
-def cosine(total: int, warmup: int = 40, peak: float = PEAK, low: float = PEAK / 10) -> Callable[[float], float]:
+def cosine(
+    total: int, warmup: int = 40, peak: float = PEAK, low: float = PEAK / 10
+) -> Callable[[float], float]:
     return lambda i: (
         peak * i / warmup
         if i <= warmup
-        else low + (peak - low) * (1 + math.cos(math.pi * min(1.0, (i - warmup) / (total - warmup)))) / 2
+        else low
+        + (peak - low) * (1 + math.cos(math.pi * min(1.0, (i - warmup) / (total - warmup)))) / 2
     )
 
 
@@ -34,7 +37,9 @@ def loss_of(i: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The course of a training; a fault replaces one of its functions for the rows after the restart."""
+    """The course of a training; a fault replaces one of its functions for the rows after the
+    restart.
+    """
 
     total: int = 1000
     rate: Callable[[float], float] = field(default_factory=lambda: cosine(1000))
@@ -47,7 +52,9 @@ class Training:
     noise: float = 0.01
 
     def rows(self, first: int, last: int, step: int = 1, run: int = 0) -> list[Row]:
-        """The iterations `first` to `last`, every `step`-th; the data, and so its noise, is that of the iteration."""
+        """The iterations `first` to `last`, every `step`-th; the data, and so its noise, is that of
+        the iteration.
+        """
         found, consumed = list[Row](), self.samples
         for i in range(1, last + 1):
             consumed += self.batch(i)
@@ -55,11 +62,18 @@ class Training:
                 continue
             data = np.random.default_rng(i).standard_normal(2)
             clock = np.random.default_rng([i, run]).standard_normal(3)
-            row = {"iteration": i, "total": self.total, "consumed_samples": consumed, "learning_rate": self.rate(i)}
+            row = {
+                "iteration": i,
+                "total": self.total,
+                "consumed_samples": consumed,
+                "learning_rate": self.rate(i),
+            }
             row |= {"global_batch_size": self.batch(i), "loss_scale": self.scale(i)}
             row["lm_loss"] = self.loss(i) * math.exp(self.noise * data[0] + 0.0003 * clock[0])
             row["grad_norm"] = self.norm(i) * math.exp(0.12 * data[1] + 0.01 * clock[1])
-            row["sec_per_it"] = self.seconds * math.exp(0.02 * abs(clock[2])) * (3 if i == first else 1)
+            row["sec_per_it"] = (
+                self.seconds * math.exp(0.02 * abs(clock[2])) * (3 if i == first else 1)
+            )
             found.append(row)
         return found
 
@@ -85,9 +99,13 @@ def trainer(r: Row) -> str:
 DIALECTS = {"megatron": megatron, "trainer": trainer}
 
 
-def text(rows: Iterable[Row], dialect: str = "megatron", arguments: dict[str, Any] | None = None) -> str:
+def text(
+    rows: Iterable[Row], dialect: str = "megatron", arguments: dict[str, Any] | None = None
+) -> str:
     """The log of those rows, after Megatron's dump of the arguments."""
-    dump = "".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in (arguments or {}).items())
+    dump = "".join(
+        f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in (arguments or {}).items()
+    )
     dump = f"------------------------ arguments ------------------------\n{dump}" if dump else ""
     return dump + "".join(map(DIALECTS[dialect], rows))
 

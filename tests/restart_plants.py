@@ -1,7 +1,8 @@
-"""Restart bugs of the BLOOM chronicles' kind, planted into the real engines from outside, and a clean cycle.
+"""Restart bugs of the BLOOM chronicles' kind, planted into the real engines from outside, and a
+clean cycle.
 
-`PYTHONPATH=lib python tests/restart_plants.py [KIND ...]` rehearses all of them and the clean cycle, and prints a row
-each, for docs/restarts.md.
+`PYTHONPATH=lib python tests/restart_plants.py [KIND ...]` rehearses all of them and the clean
+cycle, and prints a row each, for docs/restarts.md.
 """
 
 import sys
@@ -70,7 +71,12 @@ def data_replayed() -> None:
     from trilane.engine.checkpoint import load
     from trilane.engine.data.samples import SampleLoader
 
-    given, original, load_state, step = list[Any](), SampleLoader.microbatches, load.load, Megatron.step
+    given, original, load_state, step = (
+        list[Any](),
+        SampleLoader.microbatches,
+        load.load,
+        Megatron.step,
+    )
 
     def announced(self: SampleLoader, batch: Batch) -> Any:
         given.append(original(self, Batch(number=1, first=0, gbs=batch.gbs)))
@@ -85,7 +91,9 @@ def data_replayed() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Bug:
-    """How it is planted, into which engine on which topology, and which finding names it, about what and where."""
+    """How it is planted, into which engine on which topology, and which finding names it, about
+    what and where.
+    """
 
     plant: Callable[[], None]
     kind: str
@@ -118,11 +126,14 @@ def named(bug: Bug, audit: RestartComparison) -> bool:
     return any(not bug.pp or {r.pp for r in f.ranks} == bug.pp for f in found)
 
 
-# Nothing is found in a clean cycle, here with dropout; without, also between engines, see engine/test_checkpoint.py.
+# Nothing is found in a clean cycle, here with dropout; without, also between engines, see
+# engine/test_checkpoint.py.
 CLEAN = {"tp": 2, "pp": 2, "dp": 2, "zero": 1}
 
 
-def cycle(home: WorkerPool, folder: Path, settings: dict[str, Any], plant: str = "") -> RestartComparison:
+def cycle(
+    home: WorkerPool, folder: Path, settings: dict[str, Any], plant: str = ""
+) -> RestartComparison:
     """Rehearse a small plan with these settings, and a bug where it is named."""
     plan = small_plan(folder / "corpus", source="mock", **{"mbs": 1, "gbs": 8, **settings})
 
@@ -142,11 +153,18 @@ def main(kinds: list[str]) -> None:
     with engine_pool() as home, tempfile.TemporaryDirectory() as place:
         for number, kind in enumerate(kinds or [*BUGS, "none"]):
             bug = BUGS.get(kind)
-            found = cycle(home, Path(place) / str(number), bug.topology if bug else CLEAN, kind if bug else "")
+            found = cycle(
+                home, Path(place) / str(number), bug.topology if bug else CLEAN, kind if bug else ""
+            )
             right = named(bug, found) if bug else not found.findings
             print(f"| {kind} | {len(found.findings)} | {'yes' if right else 'NO'} |", flush=True)
             if kinds or not right:
-                print(*(f"    {f.line()}" for f in found.findings), *found.notes, sep="\n", file=sys.stderr)
+                print(
+                    *(f"    {f.line()}" for f in found.findings),
+                    *found.notes,
+                    sep="\n",
+                    file=sys.stderr,
+                )
 
 
 if __name__ == "__main__":

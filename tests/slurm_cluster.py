@@ -1,6 +1,8 @@
-"""A real SLURM for the tests: the daemons that tests/slurm/cluster.sh starts on this machine, and small runs on them.
+"""A real SLURM for the tests: the daemons that tests/slurm/cluster.sh starts on this machine, and
+small runs on them.
 
-The tests that need it skip where SLURM is not installed, and fail where TRILANE_REQUIRE_SLURM is set (as in CI).
+The tests that need it skip where SLURM is not installed, and fail where TRILANE_REQUIRE_SLURM is
+set (as in CI).
 """
 
 import functools
@@ -30,8 +32,10 @@ SITE = Site(name="test", partition="gpu_p5", local=("/dev/shm",))
 # without the test of the nodes, which imports torch on each of them
 REQUEST = JobRequest(account="xyz@a100", time_limit="00:10:00", signal_s=60, preflight=False)
 PATIENCE_S = 480.0
-NODES = "jz-a100=52 jz-v32=2 jz-v16=2 jz-h100=2"  # 48 and 4 spare for the rehearsal; a node costs 10 MB and no CPU
-SPAN = 64  # ports of a cluster: the database's two, the controller's, one a node; the last claims the others
+# 48 and 4 spare for the rehearsal; a node costs 10 MB and no CPU
+NODES = "jz-a100=52 jz-v32=2 jz-v16=2 jz-h100=2"
+# ports of a cluster: the database's two, the controller's, one a node; the last claims the others
+SPAN = 64
 JOBS_PER_RUN = 460
 
 
@@ -46,7 +50,9 @@ class Cluster:
     def do(self, *command: str) -> str:
         """Run a command of cluster.sh; what it prints."""
         env = {**os.environ, **self.env}
-        done = subprocess.run([SCRIPT, *command], env=env, capture_output=True, text=True, timeout=180)
+        done = subprocess.run(
+            [SCRIPT, *command], env=env, capture_output=True, text=True, timeout=180
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -61,7 +67,9 @@ class Cluster:
     def heir(self) -> "subprocess.Popen[bytes]":
         """A process that ends the daemons if this one is killed before it can."""
         loop = f"while kill -0 {os.getpid()} 2>/dev/null; do sleep 2; done; {shlex.quote(str(SCRIPT))} stop --purge"
-        return subprocess.Popen(["bash", "-c", loop], env={**os.environ, **self.env}, start_new_session=True)
+        return subprocess.Popen(
+            ["bash", "-c", loop], env={**os.environ, **self.env}, start_new_session=True
+        )
 
     @functools.cached_property
     def variables(self) -> dict[str, str]:
@@ -70,7 +78,9 @@ class Cluster:
         return {**words, "TRILANE_VENV": sys.prefix, "PYTHONPATH": str(REPOSITORY / "lib")}
 
     def clean(self) -> None:
-        """Bring it back to no job and every node idle, whatever a test has left; SLURM's variables must be set."""
+        """Bring it back to no job and every node idle, whatever a test has left; SLURM's variables
+        must be set.
+        """
         if left := client.call(["squeue", "-h", "-o", "%A"]).split():
             client.call(["scancel", *left])
         if down := out_of_service():
@@ -86,20 +96,25 @@ class Cluster:
         nodes = [line.split()[0] for line in (folder / "etc/node_table").read_text().splitlines()]
         names = ["slurmctld", "slurmdbd", *(f"slurmd.{node}" for node in nodes)]
         files = [folder / f"run/{name}.pid" for name in names]
-        return all(file.exists() and Path("/proc", file.read_text().split()[0]).exists() for file in files)
+        return all(
+            file.exists() and Path("/proc", file.read_text().split()[0]).exists() for file in files
+        )
 
 
 def out_of_service() -> list[str]:
     """The nodes that SLURM lists as down, failing or drained."""
-    lines = [line.split("|") for line in client.call(["sinfo", "-h", "-N", "-o", "%N|%T"]).splitlines()]
+    lines = [
+        line.split("|") for line in client.call(["sinfo", "-h", "-N", "-o", "%N|%T"]).splitlines()
+    ]
     return sorted({name for name, state in lines if state.startswith(("down", "drain", "fail"))})
 
 
 def claim() -> tuple[int, int, socket.socket]:
-    """Free ports for a cluster: the first, the number of its first job, and a socket that claims them until closed.
+    """Free ports for a cluster: the first, the number of its first job, and a socket that claims
+    them until closed.
 
-    Below the ports that Linux gives out by itself (32768 and up) and above those that the job scripts derive from a
-    job's number, which differ between clusters because their job numbers do.
+    Below the ports that Linux gives out by itself (32768 and up) and above those that the job
+    scripts derive from a job's number, which differ between clusters because their job numbers do.
     """
     for slot in range((32_768 - 30_000) // SPAN):
         base = 30_000 + slot * SPAN
@@ -128,19 +143,25 @@ def _bound(port: int) -> socket.socket | None:
 
 
 def started() -> Iterator[Cluster]:
-    """A cluster until the tests have ended; skipped, or failed where it is required, if it cannot be had."""
+    """A cluster until the tests have ended; skipped, or failed where it is required, if it cannot
+    be had.
+    """
     needed = os.environ.get("TRILANE_REQUIRE_SLURM")
     if not client.is_installed():
         reason = "SLURM is not installed here (tests/slurm/cluster.sh install --accounting)"
         pytest.fail(reason) if needed else pytest.skip(reason)
     parent = tempfile.gettempdir()
-    with tempfile.TemporaryDirectory(prefix="slurm-", dir=parent if len(parent) < 40 else "/tmp") as place:
+    with tempfile.TemporaryDirectory(
+        prefix="slurm-", dir=parent if len(parent) < 40 else "/tmp"
+    ) as place:
         cluster = Cluster(Path(place) / "c")
         heir = cluster.heir()
         try:
             cluster.start()
         except AssertionError as error:
-            pytest.fail(str(error)) if needed else pytest.skip(f"SLURM does not start here: {error}")
+            pytest.fail(str(error)) if needed else pytest.skip(
+                f"SLURM does not start here: {error}"
+            )
         try:
             yield cluster
         finally:
@@ -151,13 +172,23 @@ def started() -> Iterator[Cluster]:
 
 
 def plan(label: str, folder: Path, nodes: int = 2, iters: int = 4, **topology: Any) -> Plan:
-    """A small GPT on `nodes` nodes of two processes each, its corpus in `folder`, which several tests may share."""
-    run = {name: topology.pop(name) for name in ("save_interval", "load", "exit_duration_minutes") if name in topology}
+    """A small GPT on `nodes` nodes of two processes each, its corpus in `folder`, which several
+    tests may share.
+    """
+    run = {
+        name: topology.pop(name)
+        for name in ("save_interval", "load", "exit_duration_minutes")
+        if name in topology
+    }
     engine = topology.pop("engine", "megatron")
     p = small_plan(label, train_iters=iters, **{"dp": 2 * nodes, "gbs": 8 * nodes, **topology})
     cluster = replace(small_cluster(), gpus_per_node=2, max_nodes=4)
     return replace(
-        p, engine=engine, cluster=cluster, data=replace(p.data, folder=str(folder)), run=replace(p.run, **run)
+        p,
+        engine=engine,
+        cluster=cluster,
+        data=replace(p.data, folder=str(folder)),
+        run=replace(p.run, **run),
     )
 
 
@@ -196,7 +227,9 @@ class Commands:
 
 
 def fake_commands(folder: Path, patch: pytest.MonkeyPatch) -> Path:
-    """A folder in front of PATH for commands in place of SLURM's, which are asked without long waits."""
+    """A folder in front of PATH for commands in place of SLURM's, which are asked without long
+    waits.
+    """
     (folder / "bin").mkdir()
     patch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
     patch.setattr(client, "DELAYS_S", (0.01,))
@@ -245,7 +278,9 @@ def one(folder: Path) -> jobs.JobStatus:
 def ended(folder: Path) -> jobs.JobStatus:
     """The status of a run once its jobs have ended."""
     done = (*client.ENDED, client.FORGOTTEN)
-    wait_until(lambda: one(folder).state in done, PATIENCE_S, f"{folder.name} goes on: {says(folder)}")
+    wait_until(
+        lambda: one(folder).state in done, PATIENCE_S, f"{folder.name} goes on: {says(folder)}"
+    )
     return one(folder)
 
 
@@ -256,5 +291,9 @@ def says(folder: Path) -> str:
 
 def losses(folder: Path) -> list[float]:
     """The loss of each iteration."""
-    lines = (folder / "steps.jsonl").read_text().splitlines() if (folder / "steps.jsonl").exists() else []
+    lines = (
+        (folder / "steps.jsonl").read_text().splitlines()
+        if (folder / "steps.jsonl").exists()
+        else []
+    )
     return [json.loads(line)["lm_loss"] for line in lines]

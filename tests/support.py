@@ -23,7 +23,17 @@ from trilane.utils.validation import to_mapping
 
 REPOSITORY = Path(__file__).parents[1]
 BROWSER = Path("/usr/bin/chromium")
-SMALL = ["-p", "seconds_per_iteration", "0.02", "-p", "lr", "3e-3", "-p", "runs", "1"]  # the demo of the tests
+SMALL = [
+    "-p",
+    "seconds_per_iteration",
+    "0.02",
+    "-p",
+    "lr",
+    "3e-3",
+    "-p",
+    "runs",
+    "1",
+]  # the demo of the tests
 IN_BROWSER = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -34,8 +44,12 @@ IN_BROWSER = [
 
 
 def uncounted() -> dict[str, str]:
-    """The environment without coverage, for what takes minutes: it costs a quarter, and other tests run those lines."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")}
+    """The environment without coverage, for what takes minutes: it costs a quarter, and other tests
+    run those lines.
+    """
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")
+    }
 
 
 def in_browser(test: Any) -> Any:
@@ -46,16 +60,22 @@ def in_browser(test: Any) -> Any:
 
 
 def plant_modules(folder: Path) -> Path:
-    """A file of `folder` that appears once one of its own json.py, torch.py, ... is run in place of the real one."""
+    """A file of `folder` that appears once one of its own json.py, torch.py, ... is run in place of
+    the real one.
+    """
     trace = folder.resolve() / "was-run"
     for name in ("json", "typing", "torch", "numpy", "click"):
-        code = f"open({str(trace)!r}, 'a').write(__name__)\nraise ImportError('this is not {name}')\n"
+        code = (
+            f"open({str(trace)!r}, 'a').write(__name__)\nraise ImportError('this is not {name}')\n"
+        )
         (folder / f"{name}.py").write_text(code)
     return trace
 
 
 class Later:
-    """A module that is imported at its first use: each worker of a test run collects all tests, and one needs torch."""
+    """A module that is imported at its first use: each worker of a test run collects all tests, and
+    one needs torch.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -95,7 +115,9 @@ def small_cluster(cores: int = 2) -> Cluster:
 
 
 def known_machine(outputs: Path) -> Path:
-    """`outputs`, made, where this machine counts as measured, which takes 20 s: the tests of the demo do it."""
+    """`outputs`, made, where this machine counts as measured, which takes 20 s: the tests of the
+    demo do it.
+    """
     outputs.mkdir(parents=True, exist_ok=True)
     (outputs / "local.json").write_text(json.dumps(to_mapping(small_cluster())))
     return outputs
@@ -103,7 +125,9 @@ def known_machine(outputs: Path) -> Path:
 
 def small_plan(label: str = "small", train_iters: int = 4, **topology: int) -> Plan:
     """A GPT of two layers on made-up data, trained in seconds."""
-    shape = ModelShape(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=384)
+    shape = ModelShape(
+        num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=384
+    )
     return Plan(
         label=label,
         shape=shape,
@@ -125,7 +149,9 @@ def assert_plausible(measured: Cluster) -> None:
 
 
 def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
-    """Return as soon as `true()`, asked often at first and twice a second later; fail with `what` after `seconds`."""
+    """Return as soon as `true()`, asked often at first and twice a second later; fail with `what`
+    after `seconds`.
+    """
     begin = time.monotonic()
     while not true():
         waited = time.monotonic() - begin
@@ -135,7 +161,9 @@ def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
 
 @contextlib.contextmanager
 def ended(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
-    """The process inside the block; afterwards it is gone with all its children: a failed test leaves no training."""
+    """The process inside the block; afterwards it is gone with all its children: a failed test
+    leaves no training.
+    """
     family: list[psutil.Process] = []
     try:
         yield process
@@ -149,5 +177,7 @@ def ended(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
 
 
 def heed_ctrl_c() -> None:
-    """In a child before it begins: Ctrl-C counts, also where the tests themselves run in the background of a shell."""
+    """In a child before it begins: Ctrl-C counts, also where the tests themselves run in the
+    background of a shell.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,6 +1,7 @@
 """What users see stays as it was recorded: commands' JSON and text and notebooks, without words.
 
-Logs of other people are not ours to keep: TRILANE_PUBLIC_LOGS names a folder of them, of which numbers are recorded.
+Logs of other people are not ours to keep: TRILANE_PUBLIC_LOGS names a folder of them, of which
+numbers are recorded.
 """
 
 import dataclasses
@@ -72,7 +73,10 @@ CASES = {
         "plan backtest measured --cv date",
     ],
     "convert": [f"convert deepspeed {PLAN}", f"convert megatron {LLAMA}"],
-    "check": [f"slurm check {PLAN} {JEAN_ZAY}", f"slurm check {PLAN} --site jean-zay-v100-32g --account xyz@v100"],
+    "check": [
+        f"slurm check {PLAN} {JEAN_ZAY}",
+        f"slurm check {PLAN} --site jean-zay-v100-32g --account xyz@v100",
+    ],
     "scripts": [
         *(f"slurm script {PLAN} --site {site} --account xyz" for site in SITES if site != "local"),
         *(f"slurm script {PLAN} {JEAN_ZAY} --template {name}" for name in ("bench", "prepare")),
@@ -94,7 +98,16 @@ NOTEBOOKS: list[tuple[str, dict[str, Any]]] = [
     ("04_analyze", {"logs": "docs/examples/logs", "cluster": "jz-a100-80g"}),
     ("05_diagnose", {"dumps": "docs/examples/dumps"}),
     ("06_backtest", {}),
-    ("07_calendar", {"start": "2027-03-01", "deadline": "2027-09-01", "allocation": 1.5e6, "price": 1.5, "runs": 1000}),
+    (
+        "07_calendar",
+        {
+            "start": "2027-03-01",
+            "deadline": "2027-09-01",
+            "allocation": 1.5e6,
+            "price": 1.5,
+            "runs": 1000,
+        },
+    ),
     ("08_decision", {}),
 ]
 LOGS = sorted(PUBLIC.glob("*.out"))
@@ -108,42 +121,62 @@ def answers(commands: list[str], capsys: pytest.CaptureFixture) -> Iterator[tupl
         assert out, f"{command}: {err}"
         values = json.loads(out)
         if "script" in values:
-            text = values["script"].replace(str(REPOSITORY), "REPOSITORY").replace(sys.prefix, "REPOSITORY/.venv")
+            text = (
+                values["script"]
+                .replace(str(REPOSITORY), "REPOSITORY")
+                .replace(sys.prefix, "REPOSITORY/.venv")
+            )
             yield command, {"code": code, "script": text.splitlines()}
         else:
             main(command.split())
-            shown = [numbers for line in capsys.readouterr().out.splitlines() if (numbers := numbers_in(line))]
+            shown = [
+                numbers
+                for line in capsys.readouterr().out.splitlines()
+                if (numbers := numbers_in(line))
+            ]
             yield command, {"code": code, "answer": plain(values), "text": shown}
 
 
 def numbers(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of the runs in somebody else's log, what is no text of theirs."""
-    return [{k: v for k, v in run.items() if k in ("status", "dialect") or is_number(v)} for run in runs]
+    return [
+        {k: v for k, v in run.items() if k in ("status", "dialect") or is_number(v)} for run in runs
+    ]
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, list) and all(map(is_number, value)))
+    return isinstance(value, int | float) or (
+        isinstance(value, list) and all(map(is_number, value))
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("outputs")
 @pytest.mark.parametrize("name", CASES)
-def test_the_answers_are_those_that_were_recorded(name, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answers_are_those_that_were_recorded(
+    name, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(REPOSITORY)
     compare(name, dict(answers(CASES[name], capsys)))
 
 
 @pytest.mark.skipif(not LOGS, reason="TRILANE_PUBLIC_LOGS names no folder of logs")
 @pytest.mark.usefixtures("outputs")
-def test_the_numbers_of_public_logs_are_those_that_were_recorded(capsys: pytest.CaptureFixture) -> None:
+def test_the_numbers_of_public_logs_are_those_that_were_recorded(
+    capsys: pytest.CaptureFixture,
+) -> None:
     found = {
-        path.name: numbers(one["answer"]["runs"]) for path in LOGS for _, one in answers([f"logs parse {path}"], capsys)
+        path.name: numbers(one["answer"]["runs"])
+        for path in LOGS
+        for _, one in answers([f"logs parse {path}"], capsys)
     }
     compare("public-logs", found)
 
 
 @pytest.mark.usefixtures("outputs")
-def test_the_lines_of_every_trainer_are_read_as_they_were(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_lines_of_every_trainer_are_read_as_they_were(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     found = dict[str, Any]()
     for name, sample in json.loads((REPOSITORY / "tests/logs/samples.json").read_text()).items():
         log = tmp_path / f"{name.replace(' ', '-')}.log"
@@ -153,15 +186,23 @@ def test_the_lines_of_every_trainer_are_read_as_they_were(tmp_path: Path, capsys
     compare("samples", found)
 
 
-DECLARED = [f"config.{name}" for name in ("batch_rampup", "cluster", "model", "parallelism", "plan", "training")]
+DECLARED = [
+    f"config.{name}"
+    for name in ("batch_rampup", "cluster", "model", "parallelism", "plan", "training")
+]
 DECLARED += ["slurm.sites", "forecasting.request", "planning.size_request"]
 
 
 def rules(command: click.Command, path: str = "") -> Iterator[tuple[str, Any]]:
     """The rule and the default of every option of a command, and of those below it."""
     for p in command.params:
-        yield f"{path} {p.opts[0]}", {**getattr(p.type, "facts", {}), "default": p.default, "required": p.required}
-    for name in command.list_commands(click.Context(command)) if isinstance(command, click.Group) else ():
+        yield (
+            f"{path} {p.opts[0]}",
+            {**getattr(p.type, "facts", {}), "default": p.default, "required": p.required},
+        )
+    for name in (
+        command.list_commands(click.Context(command)) if isinstance(command, click.Group) else ()
+    ):
         below = command.get_command(click.Context(command), name)
         assert below is not None
         yield from rules(below, f"{path} {name}".strip())
@@ -170,26 +211,41 @@ def rules(command: click.Command, path: str = "") -> Iterator[tuple[str, Any]]:
 def test_every_field_and_option_has_the_bounds_and_the_default_that_were_recorded() -> None:
     found = dict(rules(root))
     for module in DECLARED:
-        for kind in filter(dataclasses.is_dataclass, vars(importlib.import_module(f"trilane.{module}")).values()):
+        for kind in filter(
+            dataclasses.is_dataclass, vars(importlib.import_module(f"trilane.{module}")).values()
+        ):
             own = dataclasses.fields(kind)
-            found |= {f"{kind.__name__}.{f.name}": {**f.metadata, "default": f.default} for f in own}
+            found |= {
+                f"{kind.__name__}.{f.name}": {**f.metadata, "default": f.default} for f in own
+            }
     for name, one in ((name, getattr(trilane, name)) for name in trilane.__all__):
         if inspect.isfunction(one):
             found[name] = {p.name: p.default for p in inspect.signature(one).parameters.values()}
     shown = {k: {n: v for n, v in facts.items() if n != "help"} for k, facts in found.items()}
     kinds = (bool, int, float, str, tuple, range)
-    words = {k: [f"{n}={v!r}" for n, v in facts.items() if isinstance(v, kinds)] for k, facts in shown.items()}
+    words = {
+        k: [f"{n}={v!r}" for n, v in facts.items() if isinstance(v, kinds)]
+        for k, facts in shown.items()
+    }
     compare("rules", {name: " ".join(some) for name, some in words.items()})
 
 
 def shown(executed: Path) -> Iterator[Any]:
-    """What each output of a notebook shows: the numbers of its text; of a figure how many of a field, and their sum."""
+    """What each output of a notebook shows: the numbers of its text; of a figure how many of a
+    field, and their sum.
+    """
     cells = notebook.read_notebook(executed).cells
-    for data in (o["data"] for c in cells if c.cell_type == "code" for o in c.outputs if "data" in o):
+    for data in (
+        o["data"] for c in cells if c.cell_type == "code" for o in c.outputs if "data" in o
+    ):
         fields = dict[str, list[float]]()
         gather(data.get(MIME, {}), fields)
-        text = re.sub("<[^>]*>", " ", data.get("text/html") or data.get("text/markdown") or data["text/plain"])
-        yield fields and {name: f"{len(some)}: {math.fsum(some):.5g}" for name, some in fields.items()}
+        text = re.sub(
+            "<[^>]*>", " ", data.get("text/html") or data.get("text/markdown") or data["text/plain"]
+        )
+        yield fields and {
+            name: f"{len(some)}: {math.fsum(some):.5g}" for name, some in fields.items()
+        }
         yield numbers_in(text)
 
 
@@ -203,7 +259,9 @@ def gather(value: Any, into: dict[str, list[float]], name: str = "", is_data: bo
 
 
 @pytest.mark.slow
-def test_the_notebooks_show_the_numbers_that_were_recorded(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebooks_show_the_numbers_that_were_recorded(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(REPOSITORY)
     study, found = Study.create("pages"), dict[str, Any]()
     for name, given in NOTEBOOKS:

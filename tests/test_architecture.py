@@ -1,7 +1,7 @@
 """The packages stand in one order, each import points down it, and the whole stays small.
 
-Size is counted in tokens outside docstrings and comments, which no layout hides. The limit is the aim; what has not
-reached it has today's figure beside it, which may fall and never rises.
+Size is counted in tokens outside docstrings and comments, which no layout hides. The limit is the
+aim; what has not reached it has today's figure beside it, which may fall and never rises.
 """
 
 import ast
@@ -20,7 +20,18 @@ from support import REPOSITORY
 LIB = REPOSITORY / "lib/trilane"
 # The packages, lowest first.
 ORDER = (
-    *("utils", "config", "workspace", "logs", "costmodel", "interop", "planning", "diagnose", "engine", "launch"),
+    *(
+        "utils",
+        "config",
+        "workspace",
+        "logs",
+        "costmodel",
+        "interop",
+        "planning",
+        "diagnose",
+        "engine",
+        "launch",
+    ),
     *("analysis", "forecasting", "slurm", "report", "cli"),
 )
 # What is counted: the aim, and what stands today.
@@ -78,8 +89,13 @@ def test_a_module_imports_only_its_own_package_or_lower_ones():
 
 
 def test_no_modules_import_each_other():
-    names = {".".join(("trilane", *path.relative_to(LIB).with_suffix("").parts)): path for path in modules()}
-    graph = {name: {n for n in imports(path) if n in names} - {name} for name, path in names.items()}
+    names = {
+        ".".join(("trilane", *path.relative_to(LIB).with_suffix("").parts)): path
+        for path in modules()
+    }
+    graph = {
+        name: {n for n in imports(path) if n in names} - {name} for name, path in names.items()
+    }
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
 
 
@@ -95,7 +111,9 @@ def docstring_lines(tree: ast.Module) -> set[int]:
 
 
 def tokens_by_line(text: str, skipped: set[int]) -> Counter[int]:
-    """How many names, operators, numbers and texts each line has; an f-string is one text on every Python."""
+    """How many names, operators, numbers and texts each line has; an f-string is one text on every
+    Python.
+    """
     counted = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
     opens, closes = getattr(tokenize, "FSTRING_START", None), getattr(tokenize, "FSTRING_END", None)
     lines, depth = Counter[int](), 0
@@ -125,7 +143,9 @@ def measured(path: Path) -> Counter[str]:
                 count["comprehensions"] += 1
             case ast.Assign(targets=[ast.Tuple(), *_], value=ast.Tuple()):
                 count["tuple assignments"] += 1
-            case ast.Constant(value=str() as words) if len(words) > 200 and node.lineno not in skipped:
+            case ast.Constant(value=str() as words) if (
+                len(words) > 200 and node.lineno not in skipped
+            ):
                 count["long texts"] += 1
     return count
 
@@ -146,7 +166,9 @@ def check(figure: float, aim: float, today: float) -> None:
     assert figure <= max(aim, today), (
         f"{figure:,.1f}: what leaves for it? At most {max(aim, today):,}, the aim is {aim:,}"
     )
-    assert today <= aim or figure > 0.98 * today, f"{figure:,.1f} stands now: write it down in place of {today:,}"
+    assert today <= aim or figure > 0.98 * today, (
+        f"{figure:,.1f} stands now: write it down in place of {today:,}"
+    )
 
 
 @pytest.mark.parametrize("part", TOKENS)
@@ -170,7 +192,11 @@ def test_no_code_hides_in_texts_or_data() -> None:
 
 
 def test_pages_stay_short() -> None:
-    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md"), *(REPOSITORY / "outputs").glob("*.md")]
+    pages = [
+        *REPOSITORY.glob("*.md"),
+        *(REPOSITORY / "docs").rglob("*.md"),
+        *(REPOSITORY / "outputs").glob("*.md"),
+    ]
     check(sum(len(p.read_text().split()) for p in pages if p.parent.name != "reference"), *WORDS)
 
 
@@ -217,26 +243,41 @@ def test_only_the_command_line_parses_arguments():
     """The engine's own processes (`python -m trilane.engine...`) read sys.argv by hand."""
     parsers = {"argparse", "click", "optparse", "getopt"}
     others = [path for path in modules() if package(path) != "cli"]
-    others.remove(LIB / "interop/torch_dist.py")  # Megatron-LM saves its arguments as an argparse.Namespace
-    assert not [str(path.relative_to(LIB)) for path in others if {n.split(".")[0] for n in imports(path)} & parsers]
+    others.remove(
+        LIB / "interop/torch_dist.py"
+    )  # Megatron-LM saves its arguments as an argparse.Namespace
+    assert not [
+        str(path.relative_to(LIB))
+        for path in others
+        if {n.split(".")[0] for n in imports(path)} & parsers
+    ]
 
 
 def test_every_process_is_started_by_one_module():
     """Whose environment() keeps what lies in the current folder from being run."""
     starters = r"^ *(import|from) (subprocess|multiprocessing|pty)\b|\bos\.(exec|spawn|posix_spawn|fork|system|popen)"
-    found = {p.relative_to(LIB) for p in LIB.rglob("*.py") if re.search(starters, p.read_text(), re.M)}
+    found = {
+        p.relative_to(LIB) for p in LIB.rglob("*.py") if re.search(starters, p.read_text(), re.M)
+    }
     assert found == {Path("utils/process.py")}
 
 
 def test_a_training_process_imports_no_post_mortem_code():
-    """Neither directly nor through what it imports; the watchdog that diagnoses is a process of its own."""
+    """Neither directly nor through what it imports; the watchdog that diagnoses is a process of its
+    own.
+    """
     found: set[str] = set()
-    queue = {str(p.relative_to(LIB.parent).with_suffix("")).replace("/", ".") for p in (LIB / "engine").rglob("*.py")}
+    queue = {
+        str(p.relative_to(LIB.parent).with_suffix("")).replace("/", ".")
+        for p in (LIB / "engine").rglob("*.py")
+    }
     while queue:
         name = queue.pop()
         found.add(name)
         path = LIB.parent / name.replace(".", "/")
-        file = next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
+        file = next(
+            (p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None
+        )
         queue |= {n for n in imports(file) if n.startswith("trilane.")} - found if file else set()
     assert "trilane.workspace.heartbeat" in found
     assert not {name for name in found if name.startswith(("trilane.diagnose", "trilane.launch"))}

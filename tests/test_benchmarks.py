@@ -1,4 +1,6 @@
-"""The scripts of benchmarks/ run, at toy size: what they measure on a loaded machine proves nothing."""
+"""The scripts of benchmarks/ run, at toy size: what they measure on a loaded machine proves
+nothing.
+"""
 
 import json
 import subprocess
@@ -30,7 +32,9 @@ def printed(name: str, *words: str) -> dict:
 
 @pytest.mark.slow
 def test_the_overhead_is_that_of_pairs_in_one_run() -> None:
-    found = printed("engine_overhead.py", "--shape", "2,64,4,32,512", "--mbs", "2", "--gbs", "4", "--pairs", "8")
+    found = printed(
+        "engine_overhead.py", "--shape", "2,64,4,32,512", "--mbs", "2", "--gbs", "4", "--pairs", "8"
+    )
     assert found["pairs"] == 8
     for clock in ("wall", "cpu"):
         one = found[clock]
@@ -62,8 +66,18 @@ CARDS = [
         16.9e9,
         "has V100-32GB, this card is Tesla V100-SXM2-16GB; name one of dlperf-v100-16g",
     ),
-    ("dgx-h100", "NVIDIA H100 PCIe", 85.0e9, "has H100-80GB, this card is NVIDIA H100 PCIe; name a JSON file"),
-    ("h200", "NVIDIA L4", 24.1e9, "has H200-141GB, this card is NVIDIA L4; name a JSON file with its peak"),
+    (
+        "dgx-h100",
+        "NVIDIA H100 PCIe",
+        85.0e9,
+        "has H100-80GB, this card is NVIDIA H100 PCIe; name a JSON file",
+    ),
+    (
+        "h200",
+        "NVIDIA L4",
+        24.1e9,
+        "has H200-141GB, this card is NVIDIA L4; name a JSON file with its peak",
+    ),
 ]
 
 
@@ -76,8 +90,17 @@ def test_a_rate_is_held_against_the_peak_of_the_card_that_was_found(
 
 
 def test_only_what_torch_allocates_is_held_against_what_it_allocated() -> None:
-    """18 bytes a parameter in mixed precision, and the larger of Adam's temporary and the activations."""
-    values = {"weights": 2e9, "gradients": 2e9, "optimizer": 18e9, "buffers": 5e9, "fragmentation": 6e9, "context": 7e9}
+    """18 bytes a parameter in mixed precision, and the larger of Adam's temporary and the
+    activations.
+    """
+    values = {
+        "weights": 2e9,
+        "gradients": 2e9,
+        "optimizer": 18e9,
+        "buffers": 5e9,
+        "fragmentation": 6e9,
+        "context": 7e9,
+    }
     for activations, allocated in ((1e9, 22e9), (6e9, 24.5e9)):
         stage = StageMemory(**values, activations=activations, working=5e8)
         assert gpu_mfu.allocated(stage, 1e9) == allocated
@@ -98,33 +121,47 @@ def test_what_there_was_no_time_for_is_taken_the_next_time_and_nothing_twice(
     done = {"sec_per_it": 0.5, "bytes": 2**30, "took_s": 1.0}
     real = gpu_mfu.taken
     monkeypatch.setattr(
-        gpu_mfu, "taken", lambda step, *_: taken.append(step) or (done if step != "plain" else {"problem": "x"})
+        gpu_mfu,
+        "taken",
+        lambda step, *_: taken.append(step) or (done if step != "plain" else {"problem": "x"}),
     )
     assert begun(tmp_path, monkeypatch, "--steps", "engine,plain")[0] == 1
     monkeypatch.setattr(gpu_mfu, "taken", real)
     code, found = begun(tmp_path, monkeypatch, "--steps", "engine,plain,fp8", "--seconds", "1")
     assert code == 1 and taken == ["engine", "plain"] and found["steps"]["engine"] == done
     assert (
-        "no time left" in found["failed"]["plain"] and "needs Transformer Engine" in found["steps"]["fp8"]["not here"]
+        "no time left" in found["failed"]["plain"]
+        and "needs Transformer Engine" in found["steps"]["fp8"]["not here"]
     )
     flops = found["measured"]["engine"]["mfu"] * 50e9 * 0.5
     assert flops == pytest.approx(72 * 4 * 32 * 2 * 64 * 64 * (1 + 32 / 384 + 512 / (12 * 2 * 64)))
     monkeypatch.setitem(gpu_mfu.TINY, "mbs", 1)
     assert (
-        begun(tmp_path, monkeypatch)[0] == 2 and "has steps with mbs=2; name another --out" in capsys.readouterr().err
+        begun(tmp_path, monkeypatch)[0] == 2
+        and "has steps with mbs=2; name another --out" in capsys.readouterr().err
     )
 
 
 @pytest.mark.slow
-def test_every_kind_of_step_is_taken_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equality, the engine with a lever and without, the plain GPT, the trace, each with what the planner says."""
-    code, found = begun(tmp_path, monkeypatch, "--steps", "verify,engine,plain,trace,full recomputation")
+def test_every_kind_of_step_is_taken_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equality, the engine with a lever and without, the plain GPT, the trace, each with what the
+    planner says.
+    """
+    code, found = begun(
+        tmp_path, monkeypatch, "--steps", "verify,engine,plain,trace,full recomputation"
+    )
     assert code == 0 and not found["failed"], found["failed"]
     assert [row["ok"] for row in found["steps"]["verify"]["rows"]] == [True, True]
     assert found["steps"]["engine"]["path"].startswith("fused path (run.fused=on)")
     assert (
-        found["measured"].keys() == {"plain", "engine", "full recomputation"} and found["measured"]["plain"]["mfu"] > 0
+        found["measured"].keys() == {"plain", "engine", "full recomputation"}
+        and found["measured"]["plain"]["mfu"] > 0
     )
     ratios = {"seconds_over_measured", "bytes_over_measured", "traced_over_measured"}
     assert ratios < found["measured"]["engine"].keys()
-    assert found["steps"]["trace"]["flops"] > 0 and "| full recomputation |" in (tmp_path / "gpu_mfu.md").read_text()
+    assert (
+        found["steps"]["trace"]["flops"] > 0
+        and "| full recomputation |" in (tmp_path / "gpu_mfu.md").read_text()
+    )

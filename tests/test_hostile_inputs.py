@@ -1,4 +1,6 @@
-"""A colleague's plans, sites, clusters, tables and command lines, damaged or meant to harm: a result or one line."""
+"""A colleague's plans, sites, clusters, tables and command lines, damaged or meant to harm: a
+result or one line.
+"""
 
 import dataclasses
 import json
@@ -20,7 +22,8 @@ from trilane.costmodel.calibration import Calibration, to_json
 from trilane.slurm import script, sites
 from trilane.utils.validation import to_mapping
 
-# What ends a line for bash, sbatch or a terminal, begins a command or an option, or turns the direction of writing.
+# What ends a line for bash, sbatch or a terminal, begins a command or an option, or turns the
+# direction of writing.
 WORDS = {
     "line end": "v100\ntouch canary",
     "carriage return": "v100\rtouch canary",
@@ -39,7 +42,9 @@ SITE_WORDS = ("partition", "service_partition", "constraint", "partitions", "mod
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder with a good plan, in which the commands run; a command that hangs ends the test."""
+    """An empty folder with a good plan, in which the commands run; a command that hangs ends the
+    test.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRILANE_OUTPUTS", str(tmp_path / "outputs"))
     write("plan.json", small_plan().to_json())
@@ -68,7 +73,12 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     code = main(words)
     out, err = capsys.readouterr()
     assert code == 2 and not out, (code, out[:500], err[:500])
-    assert err.startswith("trilane: ") and err.endswith("\n") and err[:-1].isprintable() and len(err) < 1500, err[:2000]
+    assert (
+        err.startswith("trilane: ")
+        and err.endswith("\n")
+        and err[:-1].isprintable()
+        and len(err) < 1500
+    ), err[:2000]
     assert "=" in err.split(": ")[1], err
     assert before == files()
     return err
@@ -78,33 +88,55 @@ def site_with(field: str, value: str) -> dict[str, Any]:
     """A site's JSON with that value in a field."""
     if field == "qos":
         return {"name": "mine", "qos": [{"name": value, "hours": 1, "gpus": 8}]}
-    return {"name": "mine", field: [value] if field in ("partitions", "modules", "local") else value}
+    return {
+        "name": "mine",
+        field: [value] if field in ("partitions", "modules", "local") else value,
+    }
 
 
 @pytest.mark.parametrize("value", WORDS.values(), ids=WORDS)
-def test_no_word_of_a_site_is_read_twice(here: Path, capsys: pytest.CaptureFixture[str], value: str) -> None:
+def test_no_word_of_a_site_is_read_twice(
+    here: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
     """Whatever field of the JSON holds it: the site is refused, with the field's name."""
     for field in (*SITE_WORDS, *(["account_ending"] if not value.startswith("--") else [])):
         site = write("site.json", site_with(field, value))
-        assert f"site.{field}" in refused(capsys, "slurm", "script", "plan.json", "--site", site).replace(
-            "qos.", "site.qos."
-        )
+        assert f"site.{field}" in refused(
+            capsys, "slurm", "script", "plan.json", "--site", site
+        ).replace("qos.", "site.qos.")
 
 
 def test_the_directives_of_a_site_are_those_of_its_fields(here: Path) -> None:
-    """sbatch and bash read the script as it was meant: no directive more, and no command of the site's."""
+    """sbatch and bash read the script as it was meant: no directive more, and no command of the
+    site's.
+    """
     site = dataclasses.replace(
         sites.site("jean-zay-a100"), partition="gpu_p5", local=("/tmp; touch canary",), cluster=""
     )
-    text = script.render("train", small_plan(), site, sites.JobRequest(environment="/venv/$(touch canary)'\"; x"))
+    text = script.render(
+        "train", small_plan(), site, sites.JobRequest(environment="/venv/$(touch canary)'\"; x")
+    )
     assert script.directives(text) == {
-        **{"job-name": "small", "nodes": "1", "ntasks-per-node": "1", "cpus-per-task": "1", "hint": "nomultithread"},
-        **{"time": "02:00:00", "partition": "gpu_p5", "constraint": "a100", "output": "slurm-%j.out"},
+        **{
+            "job-name": "small",
+            "nodes": "1",
+            "ntasks-per-node": "1",
+            "cpus-per-task": "1",
+            "hint": "nomultithread",
+        },
+        **{
+            "time": "02:00:00",
+            "partition": "gpu_p5",
+            "constraint": "a100",
+            "output": "slurm-%j.out",
+        },
         **{"open-mode": "append", "signal": "USR1@300", "requeue": ""},
     }
     lines = [line for line in text.splitlines() if "canary" in line or "module load" in line]
     assert lines == ["module load arch/a100", """VENV='/venv/$(touch canary)'"'"'"; x'"""]
-    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).returncode == 0
+    assert (
+        subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).returncode == 0
+    )
 
 
 # What no JSON file of a user may hold, whatever reads it.
@@ -124,8 +156,15 @@ FILES = {
 }
 READERS = (
     *("plan show X", "slurm script X --site generic", "plan calendar X --tokens 1e9"),
-    *("slurm script plan.json --site X", "plan show --shape X --cluster h200 --gbs 16", "convert megatron X"),
-    *("plan show --shape 12,768,12,1024,50304 --gbs 16 --cluster X", "plan show plan.json --calibration X"),
+    *(
+        "slurm script plan.json --site X",
+        "plan show --shape X --cluster h200 --gbs 16",
+        "convert megatron X",
+    ),
+    *(
+        "plan show --shape 12,768,12,1024,50304 --gbs 16 --cluster X",
+        "plan show plan.json --calibration X",
+    ),
     "plan calendar plan.json --tokens 1e9 --risks X",
     *(
         "slurm sweep create X new --site generic",
@@ -133,7 +172,11 @@ READERS = (
         "train X",
         "plan backtest X",
     ),
-    *("slurm submit chain --site generic", "debug rehearse X", "calibrate X --cluster h200 -o new.json"),
+    *(
+        "slurm submit chain --site generic",
+        "debug rehearse X",
+        "calibrate X --cluster h200 -o new.json",
+    ),
 )
 
 
@@ -147,13 +190,22 @@ def test_a_file_that_is_not_what_is_read_is_refused_by_every_reader(
         refused(capsys, *shlex.split(line.replace("X", "X.json")))
 
 
-def test_what_is_no_regular_file_is_refused_unread(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_regular_file_is_refused_unread(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A FIFO would wait for a writer, and /dev/zero has no end."""
     os.mkfifo("fifo.json")
     Path("folder.json").mkdir()
     Path("zero.json").symlink_to("/dev/zero")
     Path("loop.json").symlink_to("loop.json")
-    for name in ("fifo.json", "folder.json", "zero.json", "loop.json", "a" * 300 + ".json", "-.json"):
+    for name in (
+        "fifo.json",
+        "folder.json",
+        "zero.json",
+        "loop.json",
+        "a" * 300 + ".json",
+        "-.json",
+    ):
         for line in (*READERS[:6], "logs parse X", "convert megatron --read X --cluster h200"):
             refused(capsys, *(name if word == "X" else word for word in line.split()))
 
@@ -165,7 +217,13 @@ def changed(values: Any, path: str, new: Any) -> Any:
 
 
 LABELS = {
-    **{"empty": "", "way out": "../../canary", "option": "-rf", "line end": "a\ntouch canary", "escape": "\x1b[2J"},
+    **{
+        "empty": "",
+        "way out": "../../canary",
+        "option": "-rf",
+        "line end": "a\ntouch canary",
+        "escape": "\x1b[2J",
+    },
     **{"long": "a" * 201, "hidden": ".ssh", "half": "\ud800", "number": 1, "null": None},
 }
 PLANS = {
@@ -173,7 +231,10 @@ PLANS = {
     "source": ("data.source", "a\ntouch canary"),
     "tokenizer": ("data.tokenizer", "-x"),
     "folder": ("data.folder", "x\0"),
-    "blend": ("data.blend", [{"source": "$(touch canary)\n", "weight": 1}, {"source": "b", "weight": 1}]),
+    "blend": (
+        "data.blend",
+        [{"source": "$(touch canary)\n", "weight": 1}, {"source": "b", "weight": 1}],
+    ),
     "engine": ("engine", "$(touch canary)"),
     "hidden 2^40": ("shape.hidden_size", 1 << 40),
     "heads as text": ("shape.num_attention_heads", "4"),
@@ -192,7 +253,14 @@ def test_a_plan_that_cannot_be_is_refused_by_name(
     write("bad.json", changed(small_plan().to_json(), path, value))
     for line in ("plan show", "slurm script --site generic", "train", "convert megatron"):
         group, *rest = line.split()
-        refused(capsys, group, *rest[:1], *(["bad.json"] if rest else []), *rest[1:], *([] if rest else ["bad.json"]))
+        refused(
+            capsys,
+            group,
+            *rest[:1],
+            *(["bad.json"] if rest else []),
+            *rest[1:],
+            *([] if rest else ["bad.json"]),
+        )
 
 
 GOOD = json.dumps(small_plan().to_json())
@@ -210,7 +278,10 @@ CASES: dict[str, tuple[str, Any]] = {
     "nodes": (f"{SEARCH} --cluster X", {**H200, "max_nodes": 1 << 70}),
     "risk": ("plan calendar plan.json --tokens 1e9 --risks X", {"spare_nodes": -1}),
     "calibration": ("plan show plan.json --calibration X", {"matmul": 1e300}),
-    "constants of a plan": ("plan show X", {**small_plan().to_json(), "calibration": {"name": "\x1b[2J", "hash": 1}}),
+    "constants of a plan": (
+        "plan show X",
+        {**small_plan().to_json(), "calibration": {"name": "\x1b[2J", "hash": 1}},
+    ),
     "their name": (
         "plan show X",
         {
@@ -219,7 +290,10 @@ CASES: dict[str, tuple[str, Any]] = {
         },
     ),
     "prediction": (SWEEP, [{**small_plan().to_json(), "prediction": [1]}]),
-    "bytes": (SWEEP, [{**small_plan().to_json(), "prediction": {"memory_bytes": "1; touch canary"}}]),
+    "bytes": (
+        SWEEP,
+        [{**small_plan().to_json(), "prediction": {"memory_bytes": "1; touch canary"}}],
+    ),
     "two of one label": (SWEEP, [small_plan().to_json()] * 2),
     "a plan among plans": ("plan show X:$(id)", {"plans": [small_plan().to_json()]}),
     "a way out of a chain": (CHAIN, {"site": "local", "links": ["../a"]}),
@@ -252,7 +326,9 @@ def test_what_cannot_be_is_refused_in_one_clean_line_and_soon(
     refused(capsys, *shlex.split(re.sub(r"\bX\b(?!\.)", "X.json", line)))
 
 
-def test_a_plan_written_with_a_byte_order_mark_is_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_written_with_a_byte_order_mark_is_read(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Editors on Windows write one."""
     write("bom.json", b"\xef\xbb\xbf" + Path("plan.json").read_bytes())
     assert main(["plan", "show", "bom.json"]) == 0

@@ -1,4 +1,6 @@
-"""Logs, dumps, traces, checkpoints, corpora and tokenizers that are damaged or meant to harm: a result or one line."""
+"""Logs, dumps, traces, checkpoints, corpora and tokenizers that are damaged or meant to harm: a
+result or one line.
+"""
 
 import gzip
 import json
@@ -48,7 +50,9 @@ def judged(
     capsys: pytest.CaptureFixture[str],
     command: Callable[[list[str]], int] = main,
 ) -> tuple[int, str]:
-    """Exit code and output of a command, which must be harmless: one line where it fails, no file, no control codes."""
+    """Exit code and output of a command, which must be harmless: one line where it fails, no file,
+    no control codes.
+    """
     before = sorted(root.rglob("*"))
     code = command(argv)
     output = capsys.readouterr()
@@ -59,7 +63,8 @@ def judged(
     return code, output.out + output.err
 
 
-# What moves the cursor, rewrites the window's title or reorders a line (Trojan Source, CVE-2021-42574).
+# What moves the cursor, rewrites the window's title or reorders a line (Trojan Source,
+# CVE-2021-42574).
 CONTROLS = {
     "colour": ("\x1b[31mred\x1b[0m", "red"),
     "title": ("a\x1b]0;rm -rf ~\x07b", "ab"),
@@ -95,7 +100,9 @@ def calls(state: str = "started", last: int = 5) -> list[dict[str, Any]]:
 
 
 def damaged(**changes: Any) -> bytes:
-    """Rank 0's recording as JSON, with fields of its one group, its status and its entries replaced."""
+    """Rank 0's recording as JSON, with fields of its one group, its status and its entries
+    replaced.
+    """
     values = json.loads(recording(calls(), {"dp": [0, 1]}, as_json=True))
     for name, value in changes.items():
         if name in ("pg_config", "pg_status", "entries"):
@@ -108,7 +115,9 @@ def damaged(**changes: Any) -> bytes:
 
 
 def bomb(levels: int) -> Any:
-    """A list that holds itself twice at each level: small in a file, 2^levels if it is walked through."""
+    """A list that holds itself twice at each level: small in a file, 2^levels if it is walked
+    through.
+    """
     value: Any = 1
     for _ in range(levels):
         value = [value, value]
@@ -116,7 +125,8 @@ def bomb(levels: int) -> Any:
 
 
 DEEP = 100_000
-# A Flight Recorder dump of rank 0: whether its evidence still counts (the whole of it, or a part), or none of it.
+# A Flight Recorder dump of rank 0: whether its evidence still counts (the whole of it, or a part),
+# or none of it.
 RECORDINGS: dict[str, tuple[bytes, bool]] = {
     "ranks without an end": (damaged(ranks="[0, 1"), False),
     "ranks that are code": (damaged(ranks="__import__('os').mkdir('canary')"), False),
@@ -131,18 +141,28 @@ RECORDINGS: dict[str, tuple[bytes, bool]] = {
 
 @pytest.mark.parametrize(("dump", "counts"), RECORDINGS.values(), ids=RECORDINGS)
 def test_a_hostile_recording_costs_itself_or_its_damaged_field(
-    dump: bytes, counts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    dump: bytes,
+    counts: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ranks 0 and 2 are in the sum that rank 1 never entered: rank 2's evidence counts whatever rank 0's file holds."""
+    """Ranks 0 and 2 are in the sum that rank 1 never entered: rank 2's evidence counts whatever
+    rank 0's file holds.
+    """
     monkeypatch.chdir(tmp_path)
     groups = {"dp": [0, 1], "all": [0, 1, 2]}
     (tmp_path / "nccl_trace_rank_0").write_bytes(dump)
     waiting = [{**call, "group": "all"} for call in calls()]
-    (tmp_path / "nccl_trace_rank_1").write_bytes(recording(calls("completed", 4) + waiting[:4], groups))
+    (tmp_path / "nccl_trace_rank_1").write_bytes(
+        recording(calls("completed", 4) + waiting[:4], groups)
+    )
     (tmp_path / "nccl_trace_rank_2").write_bytes(recording(waiting, groups))
     topology(tmp_path, 1, 1, 3)
     code, output = judged(["debug", "hang", str(tmp_path)], tmp_path, capsys)
-    assert code == 0 and output.startswith("rank 1 (") and "others wait for it in all_reduce" in output
+    assert (
+        code == 0 and output.startswith("rank 1 (") and "others wait for it in all_reduce" in output
+    )
     assert ("its dump cannot be read" in output) is not counts
 
 
@@ -162,15 +182,28 @@ def loop(path: Path) -> None:
     (path / "around").symlink_to(path.parent)
 
 
-# What lies next to three ranks' stacks, by its name: it may be left out, or be a rank outside the grid.
+# What lies next to three ranks' stacks, by its name: it may be left out, or be a rank outside the
+# grid.
 NEXT_TO: dict[str, tuple[str, Content]] = {
-    "10^5 frames": ("rank_3.txt", pyspy_text((*SUM, *(("call", "deep.py", n) for n in range(1, DEEP)), SUM[-1]))),
+    "10^5 frames": (
+        "rank_3.txt",
+        pyspy_text((*SUM, *(("call", "deep.py", n) for n in range(1, DEEP)), SUM[-1])),
+    ),
     "10^4 threads": ("rank_3.txt", pyspy_text(SUM) + 'Thread 1 (idle): "x"\n' * 10_000),
     "a pipe": ("rank_3.txt", os.mkfifo),
-    "a sparse file of 4 TiB": ("rank_3.txt", lambda path: (path.touch(), os.truncate(path, 1 << 42))),
+    "a sparse file of 4 TiB": (
+        "rank_3.txt",
+        lambda path: (path.touch(), os.truncate(path, 1 << 42)),
+    ),
     "a rank of 200 digits": (f"rank_{'9' * 200}.txt", pyspy_text(SUM)),
-    "a local rank of 999999": ("trace-node7.out", pyspy_text(SUM, command="python --local_rank=999999")),
-    "a host with controls": ("trace-\x1b]0;x\x07\x1b[2J\u202e<img src=x>.out", faulthandler_text(SUM)),
+    "a local rank of 999999": (
+        "trace-node7.out",
+        pyspy_text(SUM, command="python --local_rank=999999"),
+    ),
+    "a host with controls": (
+        "trace-\x1b]0;x\x07\x1b[2J\u202e<img src=x>.out",
+        faulthandler_text(SUM),
+    ),
     "a line of 10^6 characters": ("rank_3.txt", pyspy_text((("x" * 10**6, "y" * 10**6, 1),))),
     "a line of 10,000 digits": ("rank_3.txt", pyspy_text(SUM).replace("2811", "9" * 10_000)),
     "an exception's name repeated": (
@@ -196,18 +229,23 @@ def test_a_hostile_dump_costs_no_other_rank(
 
 STEP = " iteration {}/ 9 | elapsed time per iteration (ms): 100.0 | lm loss: {} | number of nan iterations: 0 |\n"
 LONG = 60_000  # characters: lines up to 65,536 are read in full
-# Lines of a log between two iterations; each is repeated, or holds what a reader may convert or print.
+# Lines of a log between two iterations; each is repeated, or holds what a reader may convert or
+# print.
 LINES: dict[str, str] = {
     "iterations on one line": " iteration 1/ 2 |" * (LONG // 4),
     "blanks in the table of GPUs": "|  0" + " " * LONG + "z",
-    "an exception's name repeated": ERROR.format("x").replace("RuntimeError:", "Error" * (LONG // 5)),
+    "an exception's name repeated": ERROR.format("x").replace(
+        "RuntimeError:", "Error" * (LONG // 5)
+    ),
     "srun repeated": "srun: error: " * (LONG // 13),
     "digits of a progress bar": "it/s " + "1" * LONG,
     "dots of an argument": "  name ....... a" + "." * LONG + "b",
     "vocabularies": "padded vocab (size: 1) " * (LONG // 23),
     "progress bars": "1/9 [00:01<" + "x" * 1000 + "\r" + "{'loss': 1.5}\r" * 3000,
     "escapes": "\x1b[" * (LONG // 2),
-    "controls in the evidence": ERROR.format("\x1b]0;own\x07\x1b[2J\rsafe\b\b\u202e\u2066\ufeffend"),
+    "controls in the evidence": ERROR.format(
+        "\x1b]0;own\x07\x1b[2J\rsafe\b\b\u202e\u2066\ufeffend"
+    ),
     "a rank of 10,000 digits": f"[rank{'9' * 10_000}]: RuntimeError: x",
     "a world of 10,000 digits": f"using world size: {'9' * 10_000}, data-parallel-size: {'9' * 10_000}",
     "an argument of 4,000 digits": f"  seq_length ....... {'9' * 4000}",
@@ -229,7 +267,14 @@ def test_a_hostile_line_of_a_log_costs_no_other_line(
     line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.log"
-    text = STEP.format(1, "2.5") + STEP.format(2, "2.4") + line + "\n" + STEP.format(8, "2.1") + STEP.format(9, "2.0")
+    text = (
+        STEP.format(1, "2.5")
+        + STEP.format(2, "2.4")
+        + line
+        + "\n"
+        + STEP.format(8, "2.1")
+        + STEP.format(9, "2.0")
+    )
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     code, output = judged(["logs", "parse", str(path)], tmp_path, capsys)
     assert code == 0 and "Loss 2\n" in output
@@ -238,7 +283,10 @@ def test_a_hostile_line_of_a_log_costs_no_other_line(
 # Whole files: the exit code of `logs parse`.
 FILES: dict[str, tuple[Content, int]] = {
     "UTF-16": (STEP.format(1, "2.5").encode("utf-16"), 0),
-    "30,000 gzip files in one": (gzip.compress(STEP.format(1, "2.5").encode()) + gzip.compress(b"") * 30_000, 0),
+    "30,000 gzip files in one": (
+        gzip.compress(STEP.format(1, "2.5").encode()) + gzip.compress(b"") * 30_000,
+        0,
+    ),
     "a gzip bomb": (gzip.compress(b"\0" * (64 << 20)), 2),
     "iterations that fall": ("".join(f" iteration {n}/ 9 |\n" for n in range(200, 0, -1)), 2),
 }
@@ -246,7 +294,11 @@ FILES: dict[str, tuple[Content, int]] = {
 
 @pytest.mark.parametrize(("content", "expected"), FILES.values(), ids=FILES)
 def test_a_file_that_is_no_log_is_one_line(
-    content: Content, expected: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    content: Content,
+    expected: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trilane.logs.reading.blocks.UNPACKED", 16 << 20)
     monkeypatch.setattr("trilane.logs.reading.runs.MAX_RUNS", 100)
@@ -256,7 +308,9 @@ def test_a_file_that_is_no_log_is_one_line(
 
 
 def checkpoint(run: Path, **changes: Any) -> None:
-    """A run with a checkpoint of one tensor, sealed as its writer would, with these changes of its content."""
+    """A run with a checkpoint of one tensor, sealed as its writer would, with these changes of its
+    content.
+    """
     folder = run / "checkpoints/iter_0000010"
     folder.mkdir(parents=True)
     values = np.arange(24, dtype=np.float32)
@@ -268,7 +322,11 @@ def checkpoint(run: Path, **changes: Any) -> None:
     }
     shape = changes.pop("shape", [2, 4])
     slices = [piece | changes.pop("piece", {}), *changes.pop("more", [])]
-    content = {"identity": {"shape": {"hidden_size": 4}}, "layout": ["megatron", 1, 1, 1, 1], "iteration": 10}
+    content = {
+        "identity": {"shape": {"hidden_size": 4}},
+        "layout": ["megatron", 1, 1, 1, 1],
+        "iteration": 10,
+    }
     content |= {"consumed_samples": 80, "scalars": {"step": 10.0}}
     content |= {"files": {"rank_00000.safetensors": [values.nbytes, "0"]}}
     content |= {"tensors": {"w": {"shape": shape, "slices": slices}}} | changes
@@ -278,9 +336,28 @@ def checkpoint(run: Path, **changes: Any) -> None:
 def prints(run: Path, **changes: Any) -> None:
     """A run with the fingerprint of one rank, with these changes."""
     mark = ["0" * 16, *[0.0] * 12]
-    part = {"name": "w", "shape": [2, 4], "box": [[0, 2], [0, 4]], "decay": 0.0, "marks": {"weight": mark}}
-    values: dict[str, Any] = {"rank": 0, "tp": 0, "pp": 0, "dp": 0, "iteration": 10, "consumed_samples": 80, "world": 1}
-    values |= {"layout": ["megatron", 1, 1, 1, 1], "precision": "fp32", "shape": {"hidden_size": 4}, "optimizer": {}}
+    part = {
+        "name": "w",
+        "shape": [2, 4],
+        "box": [[0, 2], [0, 4]],
+        "decay": 0.0,
+        "marks": {"weight": mark},
+    }
+    values: dict[str, Any] = {
+        "rank": 0,
+        "tp": 0,
+        "pp": 0,
+        "dp": 0,
+        "iteration": 10,
+        "consumed_samples": 80,
+        "world": 1,
+    }
+    values |= {
+        "layout": ["megatron", 1, 1, 1, 1],
+        "precision": "fp32",
+        "shape": {"hidden_size": 4},
+        "optimizer": {},
+    }
     values |= {"scalars": {"step": 10.0}, "next_lr": None, "samples": None, "generators": {}}
     values |= {"parts": [part | changes.pop("part", {})]} | changes
     folder = run / "fingerprints/load_0000010"
@@ -291,9 +368,13 @@ def prints(run: Path, **changes: Any) -> None:
 STATES: dict[str, Callable[[Path], None]] = {
     "a file outside": lambda run: checkpoint(run, piece={"file": "../../../secret"}),
     "an absolute file": lambda run: checkpoint(run, piece={"file": "/etc/hostname"}),
-    "an offset beyond the file": lambda run: checkpoint(run, piece={"at": {"weight": 10**15, "exp_avg": 0}}),
+    "an offset beyond the file": lambda run: checkpoint(
+        run, piece={"at": {"weight": 10**15, "exp_avg": 0}}
+    ),
     "a box outside its tensor": lambda run: checkpoint(run, piece={"box": [[0, 3], [0, 4]]}),
-    "a tensor without slices": lambda run: checkpoint(run, tensors={"w": {"shape": [2, 4], "slices": []}}),
+    "a tensor without slices": lambda run: checkpoint(
+        run, tensors={"w": {"shape": [2, 4], "slices": []}}
+    ),
     "a negative iteration": lambda run: checkpoint(run, iteration=-1),
     "a layout of 10^12 ranks": lambda run: checkpoint(run, layout=["megatron", 10**6, 10**6, 1, 1]),
     "a layout of text": lambda run: checkpoint(run, layout="megatron"),
@@ -317,7 +398,9 @@ def test_a_hostile_checkpoint_is_one_line(
     assert code == 2, output
 
 
-def test_the_same_fingerprints_without_damage_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_fingerprints_without_damage_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prints(tmp_path / "run")
     run = str(tmp_path / "run")
     assert judged(["debug", "restart", run, run], tmp_path, capsys)[0] == 0
@@ -327,14 +410,28 @@ LENGTHS, STARTS = np.full(3, 100, np.int32), np.arange(0, 600, 200, dtype=np.int
 
 
 def pair(
-    root: Path, *, ids: Any = b"\0" * 600, code: int = 8, lengths: Any = LENGTHS, starts: Any = STARTS, **head: Any
+    root: Path,
+    *,
+    ids: Any = b"\0" * 600,
+    code: int = 8,
+    lengths: Any = LENGTHS,
+    starts: Any = STARTS,
+    **head: Any,
 ) -> str:
-    """A pair of three documents of 100 ids in 16 bits, with these changes of its data, index or header."""
+    """A pair of three documents of 100 ids in 16 bits, with these changes of its data, index or
+    header.
+    """
     (root / "pair.bin").write_bytes(bytes(ids))
     counts = {"magic": corpus.MAGIC, "version": 1, "sequences": 3, "documents": 4} | head
-    values = corpus.HEADER.pack(counts["magic"], counts["version"], code, counts["sequences"], counts["documents"])
+    values = corpus.HEADER.pack(
+        counts["magic"], counts["version"], code, counts["sequences"], counts["documents"]
+    )
     ends = np.array(head.pop("ends", range(4)), np.int64)
-    values += np.array(lengths, np.int32).tobytes() + np.array(starts, np.int64).tobytes() + ends.tobytes()
+    values += (
+        np.array(lengths, np.int32).tobytes()
+        + np.array(starts, np.int64).tobytes()
+        + ends.tobytes()
+    )
     (root / "pair.idx").write_bytes(values)
     return str(root / "pair")
 
@@ -366,26 +463,57 @@ ROW = '{"text": "a good line"}\n' * 20
 NO_ROW = '.jsonl:21: each line must be {"text": "..."} in UTF-8'
 # Sources of a plan's data, and what their refusal ends with.
 SOURCES: dict[str, tuple[Callable[[Path], str], str]] = {
-    "a negative length": (lambda at: pair(at, lengths=[100, -100, 100]), "does not lie within its .bin"),
+    "a negative length": (
+        lambda at: pair(at, lengths=[100, -100, 100]),
+        "does not lie within its .bin",
+    ),
     "no length": (lambda at: pair(at, lengths=[0, 0, 0]), "is empty"),
-    "a negative start": (lambda at: pair(at, starts=[0, -200, 400]), "does not lie within its .bin"),
-    "2^63 sequences": (lambda at: pair(at, sequences=2**63), "its header requires 110680464442257309762"),
-    "documents of other sequences": (lambda at: pair(at, ends=[0, 1, 2, 9]), "documents of 9 sequences, and 3 in all"),
+    "a negative start": (
+        lambda at: pair(at, starts=[0, -200, 400]),
+        "does not lie within its .bin",
+    ),
+    "2^63 sequences": (
+        lambda at: pair(at, sequences=2**63),
+        "its header requires 110680464442257309762",
+    ),
+    "documents of other sequences": (
+        lambda at: pair(at, ends=[0, 1, 2, 9]),
+        "documents of 9 sequences, and 3 in all",
+    ),
     "another magic": (lambda at: pair(at, magic=b"MMIDIDX\0\1"), "is not a Megatron index"),
-    "version 2^64": (lambda at: pair(at, version=2**64 - 1), "unknown version 18446744073709551615 or type 8"),
-    "an index of 20 bytes": (of("pair.idx", corpus.MAGIC + b"\1" * 11), "pair.bin: is missing from the .bin/.idx pair"),
+    "version 2^64": (
+        lambda at: pair(at, version=2**64 - 1),
+        "unknown version 18446744073709551615 or type 8",
+    ),
+    "an index of 20 bytes": (
+        of("pair.idx", corpus.MAGIC + b"\1" * 11),
+        "pair.bin: is missing from the .bin/.idx pair",
+    ),
     "an index that is a pipe": (fifo_index, "pair.idx: is missing from the .bin/.idx pair"),
-    "negative tokens": (lambda at: pair(at, ids=b"\xff" * 600, code=3), "holds the negative token -1"),
+    "negative tokens": (
+        lambda at: pair(at, ids=b"\xff" * 600, code=3),
+        "holds the negative token -1",
+    ),
     "a NUL": (of("x.jsonl", ROW + '{"text": "a\0"}'), NO_ROW),
     "JSONL in Latin-1": (of("x.jsonl", ROW.encode() + b'{"text": "\xfc"}'), NO_ROW),
     "JSONL that is a pipe": (of("x.jsonl", os.mkfifo), "is no regular file"),
-    "a text of 4 TiB": (of("x.txt", sparse), "has 4398046511104 bytes; at most 68719476736 are read"),
-    "a folder with a text in Latin-1": (lambda at: of("x/y.txt", b"\xfc")(at).removesuffix("/y.txt"), "(byte 0)"),
+    "a text of 4 TiB": (
+        of("x.txt", sparse),
+        "has 4398046511104 bytes; at most 68719476736 are read",
+    ),
+    "a folder with a text in Latin-1": (
+        lambda at: of("x/y.txt", b"\xfc")(at).removesuffix("/y.txt"),
+        "(byte 0)",
+    ),
 }
 
 
-def prepared(root: Path, data: dict[str, str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Exit code and output of the preparation of that data, from which nothing is left in the plan's folder."""
+def prepared(
+    root: Path, data: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str]:
+    """Exit code and output of the preparation of that data, from which nothing is left in the
+    plan's folder.
+    """
     folder = root.parent / f"{root.name}-data"
     plan = replace(small_plan(folder), data=Data(folder=str(folder), **data))
     write(root / "plan.json", json.dumps(plan.to_json()))
@@ -403,7 +531,9 @@ def test_a_hostile_corpus_is_one_line(
     assert output.endswith(f"{rule}\n")
 
 
-def test_the_same_corpora_without_damage_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_corpora_without_damage_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A line separator of Unicode inside a text is no end of its row."""
     row = json.dumps({"text": "a\u2028b" * 10}, ensure_ascii=False)
     for source in (pair(tmp_path), of("x.jsonl", "\ufeff" + ROW + row)(tmp_path)):
@@ -412,7 +542,15 @@ def test_the_same_corpora_without_damage_are_read(tmp_path: Path, capsys: pytest
 
 def words(**changes: Any) -> str:
     """A tokenizer.json of three words, with these changes of it or of its model."""
-    names = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "truncation", "padding", "version")
+    names = (
+        "added_tokens",
+        "normalizer",
+        "pre_tokenizer",
+        "post_processor",
+        "truncation",
+        "padding",
+        "version",
+    )
     outer = {name: changes.pop(name) for name in names if name in changes}
     model = {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1, "b": 2}, "unk_token": "a"} | changes
     return json.dumps({"version": "1.0", "added_tokens": [], "model": model} | outer)
@@ -424,7 +562,10 @@ TOKENIZERS: dict[str, tuple[Content, str]] = {
     "100,000 deep": ("[" * DEEP, UNREAD),
     "a negative id": (words(vocab={"</s>": 0, "a": -1}), UNREAD),
     "a version with controls": (words(version="\x1b[2J\n\u202e" * 1000), UNREAD),
-    "the library's panic": (words(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), UNREAD),
+    "the library's panic": (
+        words(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        UNREAD,
+    ),
     "a file of 4 TiB": (sparse, "has 4398046511104 bytes; at most 67108864 are read"),
     "no end": (words(vocab={"a": 0}), "has none of the end-of-document tokens"),
     "an id of 2^32": (words(vocab={"</s>": 0, "a": 2**32 - 1}), f"has 4294967296 ids; {UNFIT}"),

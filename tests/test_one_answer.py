@@ -1,4 +1,6 @@
-"""One plan has one number: every command and notebook that shows seconds, bytes or P(OOM) shows the same."""
+"""One plan has one number: every command and notebook that shows seconds, bytes or P(OOM) shows the
+same.
+"""
 
 import dataclasses
 import json
@@ -37,19 +39,42 @@ def plan_of(shape: str | ModelShape, machine: Cluster, engine: str, **chosen: An
 
 V100, A100 = cluster("jz-v100-32g"), cluster("jz-a100-80g")
 PLANS = {
-    "V100 fp16": plan_of("24,2304,24,2048,50304", V100, "megatron", tp=4, pp=2, dp=4, mbs=2, gbs=64),
+    "V100 fp16": plan_of(
+        "24,2304,24,2048,50304", V100, "megatron", tp=4, pp=2, dp=4, mbs=2, gbs=64
+    ),
     "A100 bf16": plan_of(
         *("70,14336,112,2048,250880", A100, "deepspeed-3d"),
-        **dict(tp=4, pp=12, dp=8, mbs=2, gbs=2048, recompute="full", partition="type:transformer|embedding"),
+        **dict(
+            tp=4,
+            pp=12,
+            dp=8,
+            mbs=2,
+            gbs=2048,
+            recompute="full",
+            partition="type:transformer|embedding",
+        ),
     ),
-    "this machine": plan_of("6,64,2,32,384", small_cluster(), "megatron", tp=1, pp=2, dp=1, mbs=2, gbs=4),
+    "this machine": plan_of(
+        "6,64,2,32,384", small_cluster(), "megatron", tp=1, pp=2, dp=1, mbs=2, gbs=4
+    ),
     "out of memory": plan_of(
         *("72,14336,64,2048,250880", A100, "deepspeed-3d"),
         **dict(tp=4, pp=6, dp=16, mbs=2, gbs=2048, recompute="full", attention="scores"),
     ),
 }
 SITES = {"V100 fp16": "jean-zay-v100-32g", "this machine": "local"}
-FREE = ("tp", "pp", "dp", "mbs", "zero", "recompute", "interleaving", "partition", "sequence_parallel", "offload")
+FREE = (
+    "tp",
+    "pp",
+    "dp",
+    "mbs",
+    "zero",
+    "recompute",
+    "interleaving",
+    "partition",
+    "sequence_parallel",
+    "offload",
+)
 FREE += ("overlap_grad_reduce", "overlap_param_gather")
 FIXED = ("precision", "attention", "fp32_gradients")
 
@@ -68,7 +93,10 @@ def printed(capsys: pytest.CaptureFixture, *words: object) -> Any:
 def pinned(plan: Plan) -> dict[str, str]:
     """Every choice of the plan, as options and parameters of a notebook give it."""
     values = {name: getattr(plan.topology, name) for name in (*FREE, *FIXED)}
-    return {name: ("yes" if v else "no") if isinstance(v, bool) else str(v) for name, v in values.items()}
+    return {
+        name: ("yes" if v else "no") if isinstance(v, bool) else str(v)
+        for name, v in values.items()
+    }
 
 
 def options(plan: Plan, tmp_path: Path) -> list[str]:
@@ -76,28 +104,49 @@ def options(plan: Plan, tmp_path: Path) -> list[str]:
     machine.write_text(json.dumps(dataclasses.asdict(plan.cluster)))
     s = plan.shape
     shape = f"{s.num_layers},{s.hidden_size},{s.num_attention_heads},{s.seq_length},{s.vocab_size}"
-    words = ["--shape", shape, "--cluster", str(machine), "--gpus", str(plan.topology.gpus), "--gbs"]
+    words = [
+        "--shape",
+        shape,
+        "--cluster",
+        str(machine),
+        "--gpus",
+        str(plan.topology.gpus),
+        "--gbs",
+    ]
     words += [str(plan.topology.gbs), "--engine", plan.engine]
-    return words + [word for name, v in pinned(plan).items() for word in (f"--{name.replace('_', '-')}", v)]
+    return words + [
+        word for name, v in pinned(plan).items() for word in (f"--{name.replace('_', '-')}", v)
+    ]
 
 
 def sizes(plan: Plan, tmp_path: Path) -> dict[str, Any]:
-    """The parameters of 02 for the plan's model and machine, with every choice of the plan that 02 can pin."""
+    """The parameters of 02 for the plan's model and machine, with every choice of the plan that 02
+    can pin.
+    """
     _, shape, _, machine, *_ = options(plan, tmp_path)
     choices = {n: v for n, v in pinned(plan).items() if n not in ("tp", "pp", "dp", "offload")}
-    given = {"shape": shape, "cluster": machine, "gpus": str(plan.topology.gpus), "gbs": plan.topology.gbs}
+    given = {
+        "shape": shape,
+        "cluster": machine,
+        "gpus": str(plan.topology.gpus),
+        "gbs": plan.topology.gbs,
+    }
     return {**given, "engine": plan.engine, **choices}
 
 
 @pytest.fixture(params=PLANS, ids=lambda name: name.replace(" ", "-"))
-def case(request: pytest.FixtureRequest, tmp_path: Path, outputs: Path) -> tuple[str, Plan, Prediction, Path]:
+def case(
+    request: pytest.FixtureRequest, tmp_path: Path, outputs: Path
+) -> tuple[str, Plan, Prediction, Path]:
     plan = PLANS[request.param]
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan.to_json()))
     return request.param, plan, predict(plan), path
 
 
-def test_every_command_shows_the_prediction_of_the_plan(case, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_every_command_shows_the_prediction_of_the_plan(
+    case, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     name, plan, expected, path = case
     shown = printed(capsys, "plan", "show", path)
     assert (shown["id"], figures(shown["prediction"])) == (plan.id, figures(expected))
@@ -110,9 +159,23 @@ def test_every_command_shows_the_prediction_of_the_plan(case, tmp_path: Path, ca
 
     if name != "out of memory":
         forecast = printed(capsys, "plan", "calendar", path, "--tokens", "1e9", "--runs", "100")
-        assert (forecast["plan_id"], figures(forecast["prediction"])) == (plan.id, figures(expected))
+        assert (forecast["plan_id"], figures(forecast["prediction"])) == (
+            plan.id,
+            figures(expected),
+        )
 
-    main(["slurm", "check", str(path), "--site", SITES.get(name, "jean-zay-a100"), "--account", "xyz@a100", "--json"])
+    main(
+        [
+            "slurm",
+            "check",
+            str(path),
+            "--site",
+            SITES.get(name, "jean-zay-a100"),
+            "--account",
+            "xyz@a100",
+            "--json",
+        ]
+    )
     report = capsys.readouterr().out
     size = f"predicted {expected.memory_bytes / 2**30:.1f} of"
     assert ("memory" in report and size in report) == (expected.oom_probability > 0.1)
@@ -155,7 +218,13 @@ def test_every_notebook_shows_the_prediction_of_the_plan(case, tmp_path: Path) -
 def test_what_01_chooses_is_found_by_02_with_its_defaults(outputs: Path, tmp_path: Path) -> None:
     machine = tmp_path / "machine.json"
     machine.write_text(json.dumps(dataclasses.asdict(small_cluster())))
-    large = {"target": 1.3e9, "target_gpus": 8, "target_gbs": 64, "target_vocabulary": 50257, "tokens": 1e9}
+    large = {
+        "target": 1.3e9,
+        "target_gpus": 8,
+        "target_gbs": 64,
+        "target_vocabulary": 50257,
+        "tokens": 1e9,
+    }
     ns = execute("01_sizing", study="two", cluster=str(machine), choose="target", **large)
     best = ns["proposals"].best
     ns = execute("02_topology", study="two")
@@ -163,15 +232,22 @@ def test_what_01_chooses_is_found_by_02_with_its_defaults(outputs: Path, tmp_pat
     assert figures(best.prediction) in [figures(c.prediction) for c in ns["found"].candidates]
 
 
-def test_a_plan_keeps_the_constants_that_predicted_it(tmp_path: Path, outputs: Path, capsys, monkeypatch) -> None:
-    """Rows -> calibrate -> a search of 02 and of the command line: one number in show, calendar, chain, 07 and 08."""
+def test_a_plan_keeps_the_constants_that_predicted_it(
+    tmp_path: Path, outputs: Path, capsys, monkeypatch
+) -> None:
+    """Rows -> calibrate -> a search of 02 and of the command line: one number in show, calendar,
+    chain, 07 and 08.
+    """
     monkeypatch.chdir(tmp_path)
     plan, study = PLANS["this machine"], Study.create("uni")
     rows_of_a_slow_machine(plan).to_csv("rows.csv", index=False)
     options(plan, tmp_path)
     made = printed(capsys, "calibrate", "rows.csv", "--cluster", "machine.json", "-o", "own.json")
     measured = calibration_for(plan.cluster, "own.json")
-    assert measured.hash == made["calibration"]["hash"] and made["after"]["median"] < made["before"]["median"] / 2
+    assert (
+        measured.hash == made["calibration"]["hash"]
+        and made["after"]["median"] < made["before"]["median"] / 2
+    )
     path = study.save("calibration.json", to_json(measured), "04_analyze")
     expected, shipped = predict(plan, measured).sec_per_it, predict(plan).sec_per_it
     assert expected > 1.2 * shipped
@@ -190,49 +266,90 @@ def test_a_plan_keeps_the_constants_that_predicted_it(tmp_path: Path, outputs: P
     execute("07_calendar", study="uni", tokens=1e9, runs=100, plan="found.json", calibration="uni")
     assert Study("uni").load("calendar.json", "07_calendar")["prediction"]["sec_per_it"] == expected
 
-    instead = execute("07_calendar", study="uni", tokens=1e9, runs=100, plan="found.json", calibration="megatron-core")
-    assert measured.hash in instead["found"].summary(), "the constants that predicted the plan are named"
+    instead = execute(
+        "07_calendar",
+        study="uni",
+        tokens=1e9,
+        runs=100,
+        plan="found.json",
+        calibration="megatron-core",
+    )
+    assert measured.hash in instead["found"].summary(), (
+        "the constants that predicted the plan are named"
+    )
 
     capsys.readouterr()
     main(["plan", "show", "found.json", "--calibration", "megatron-core", "--json"])
     out, err = capsys.readouterr()
-    assert err.startswith("trilane: calibration=megatron-core: ") and json.loads(out)["id"] == plan.id
+    assert (
+        err.startswith("trilane: calibration=megatron-core: ") and json.loads(out)["id"] == plan.id
+    )
     assert json.loads(out)["calibration"]["name"] == "megatron-core"
     path.write_text(json.dumps(to_json(dataclasses.replace(measured, cluster="elsewhere"))))
     main(["plan", "search", *options(plan, tmp_path), "--calibration", "uni"])
-    assert capsys.readouterr().err.startswith("trilane: calibration=uni: fitted to rows of elsewhere (")
+    assert capsys.readouterr().err.startswith(
+        "trilane: calibration=uni: fitted to rows of elsewhere ("
+    )
     other = dataclasses.replace(measured, card="H100-80GB", cluster="dgx-h100")
     path.write_text(json.dumps(to_json(other)))
     for command in ("plan show found.json", "slurm chain create found.json other --site generic"):
         assert main([*command.split(), "--calibration", "uni"]) == 2
-        assert capsys.readouterr().err.startswith("trilane: calibration=uni: is of H100-80GB, but "), command
+        assert capsys.readouterr().err.startswith(
+            "trilane: calibration=uni: is of H100-80GB, but "
+        ), command
     assert not Path("other").exists()
     with pytest.raises(ValueError, match="is of H100-80GB"):
         predict(plan, other)
     path.write_text(json.dumps(to_json(default(plan.cluster))))
-    assert of_every_command(capsys) == pytest.approx([expected] * 4, rel=1e-12), "whatever became of the study"
+    assert of_every_command(capsys) == pytest.approx([expected] * 4, rel=1e-12), (
+        "whatever became of the study"
+    )
 
 
 def rows_of_a_slow_machine(plan: Plan) -> pd.DataFrame:
     """Runs of the plan's model on its machine, whose matmuls have half of the rate that is assumed."""
     slow, rows = dataclasses.replace(default(plan.cluster), matmul=0.45), []
-    for tp, pp, dp, mbs in ((1, 1, 1, 1), (1, 1, 2, 2), (2, 1, 1, 4), (1, 2, 2, 1), (2, 1, 2, 2), (1, 1, 4, 1)):
+    for tp, pp, dp, mbs in (
+        (1, 1, 1, 1),
+        (1, 1, 2, 2),
+        (2, 1, 1, 4),
+        (1, 2, 2, 1),
+        (2, 1, 2, 2),
+        (1, 1, 4, 1),
+    ):
         topology = dataclasses.replace(plan.topology, tp=tp, pp=pp, dp=dp, mbs=mbs, gbs=8)
-        case = Configuration(shape=plan.shape, topology=topology, cluster=plan.cluster, engine=plan.engine)
-        known = {"stack": "megatron-core", "seconds": predict(case, slow).sec_per_it, "memory_bytes": math.nan}
+        case = Configuration(
+            shape=plan.shape, topology=topology, cluster=plan.cluster, engine=plan.engine
+        )
+        known = {
+            "stack": "megatron-core",
+            "seconds": predict(case, slow).sec_per_it,
+            "memory_bytes": math.nan,
+        }
         rows.append(cells_of(MeasuredRow(row_id=f"run {len(rows)}", case=case, **known)))
     return pd.DataFrame(rows)
 
 
 def of_every_command(capsys: pytest.CaptureFixture) -> list[float]:
-    """Seconds of an iteration of the plan in found.json: as it holds them, in show, in calendar, and in a chain."""
+    """Seconds of an iteration of the plan in found.json: as it holds them, in show, in calendar,
+    and in a chain.
+    """
     kept = json.loads(Path("found.json").read_text())["plans"][0]["prediction"]["sec_per_it"]
     shown = printed(capsys, "plan", "show", "found.json")["prediction"]["sec_per_it"]
-    assert predict(read_plan("found.json")).sec_per_it == shown, "in Python, by the constants that the plan carries"
+    assert predict(read_plan("found.json")).sec_per_it == shown, (
+        "in Python, by the constants that the plan carries"
+    )
     dated = printed(capsys, "plan", "calendar", "found.json", "--tokens", "1e9", "--runs", "100")
     shutil.rmtree("chain", ignore_errors=True)
-    (link,) = printed(capsys, "slurm", "chain", "create", "found.json", "chain", "--site", "generic")["links"]
-    return [kept, shown, dated["prediction"]["sec_per_it"], 3600 * link["hours"] / (link["last"] - link["first"] + 1)]
+    (link,) = printed(
+        capsys, "slurm", "chain", "create", "found.json", "chain", "--site", "generic"
+    )["links"]
+    return [
+        kept,
+        shown,
+        dated["prediction"]["sec_per_it"],
+        3600 * link["hours"] / (link["last"] - link["first"] + 1),
+    ]
 
 
 def execute(name: str, **given: Any) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""The Python interface: frames go out tidy and come in checked, a value is one short line, a wrong call is answered."""
+"""The Python interface: frames go out tidy and come in checked, a value is one short line, a wrong
+call is answered.
+"""
 
 import dataclasses
 import math
@@ -26,14 +28,22 @@ def frame(found):
 
 
 def test_a_frame_has_a_column_of_one_kind_for_each_choice_and_number(found, frame):
-    best, texts = found.candidates[0], {f.name for f in dataclasses.fields(Topology) if f.type is str}
+    best, texts = (
+        found.candidates[0],
+        {f.name for f in dataclasses.fields(Topology) if f.type is str},
+    )
     assert {f.name for f in dataclasses.fields(Topology)} <= {*frame}
     for name in {*frame} - texts - {"id", "label", "engine", "cluster"}:
         assert pd.api.types.is_numeric_dtype(frame[name]), name
     row = frame.iloc[0]
     assert (row.tp, row.pp, row.dp, row.sec_per_it) == (*_sizes(best), best.prediction.sec_per_it)
-    assert row.memory_gib == best.prediction.memory_bytes / 2**30 and frame.sequence_parallel.dtype == bool
-    assert frame.filter(regex="_s$").sum(axis=1).to_numpy() == pytest.approx(frame.sec_per_it.to_numpy())
+    assert (
+        row.memory_gib == best.prediction.memory_bytes / 2**30
+        and frame.sequence_parallel.dtype == bool
+    )
+    assert frame.filter(regex="_s$").sum(axis=1).to_numpy() == pytest.approx(
+        frame.sec_per_it.to_numpy()
+    )
 
 
 def _sizes(candidate):
@@ -49,7 +59,11 @@ def test_rows_of_a_frame_have_the_numbers_of_their_plans_or_a_reason(frame):
         [frame.sec_per_it[0], math.nan, math.nan, frame.sec_per_it[3]], nan_ok=True
     )
     assert again.oom_probability[3] == frame.oom_probability[3]
-    assert again.reason[0] == "" and "gpus=11" in again.reason[1] and "num_attention_heads=111" in again.reason[2]
+    assert (
+        again.reason[0] == ""
+        and "gpus=11" in again.reason[1]
+        and "num_attention_heads=111" in again.reason[2]
+    )
 
 
 def test_a_frame_holds_numbers_and_nan_alone_for_what_is_unknown(tmp_path):
@@ -59,15 +73,22 @@ def test_a_frame_holds_numbers_and_nan_alone_for_what_is_unknown(tmp_path):
     assert cases[unknown].isna().all(axis=None) and {*cases[unknown].dtypes} == {np.dtype(float)}
     hang = trilane.study_hang(trilane.Study("none"))
     assert hang.to_frame().step.isna().all() and hang.to_frame().tp.dtype == int
-    (tmp_path / "run.md").write_text("|TP|PP|DP|MBS|Sec/it|Mem|\n|-|-|-|-|-|-|\n|4|2||1|9.5|20|\n|4|2|8|1|OOM||\n")
+    (tmp_path / "run.md").write_text(
+        "|TP|PP|DP|MBS|Sec/it|Mem|\n|-|-|-|-|-|-|\n|4|2||1|9.5|20|\n|4|2|8|1|OOM||\n"
+    )
     runs = trilane.measure_runs(trilane.Study("none"), str(tmp_path / "run.md")).to_frame()
     assert runs.tp.dtype == int and "memory_bytes" not in runs
     assert not [name for name in runs if type(runs[name].dtype) in (pd.Int64Dtype, pd.Float64Dtype)]
-    assert runs.sec_per_it.tolist() == pytest.approx([9.5, math.nan], nan_ok=True) and runs.memory_gib[0] == 20
+    assert (
+        runs.sec_per_it.tolist() == pytest.approx([9.5, math.nan], nan_ok=True)
+        and runs.memory_gib[0] == 20
+    )
 
 
 def test_two_lines_fit_ten_rows_of_a_file(frame, tmp_path):
-    frame[:10].assign(sec_per_it=1.2 * frame.sec_per_it).to_csv(tmp_path / "my_runs.csv", index=False)
+    frame[:10].assign(sec_per_it=1.2 * frame.sec_per_it).to_csv(
+        tmp_path / "my_runs.csv", index=False
+    )
     rows = pd.read_csv(tmp_path / "my_runs.csv")
     known = trilane.fit(rows, "jz-a100-80g")
     assert len(known.rows) == 10 and not known.left_out and not known.ignored
@@ -78,8 +99,20 @@ def test_two_lines_fit_ten_rows_of_a_file(frame, tmp_path):
 
 
 def test_a_column_is_read_by_the_unit_that_it_names(frame):
-    names = ["tp", "pp", "dp", "mbs", "gbs", "num_layers", "hidden_size", "num_attention_heads", "seq_length"]
-    rows = frame[names].assign(vocab_size=250880, **{"time (ms)": 1e5 + frame.index, "memory (MiB)": 20480})
+    names = [
+        "tp",
+        "pp",
+        "dp",
+        "mbs",
+        "gbs",
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "seq_length",
+    ]
+    rows = frame[names].assign(
+        vocab_size=250880, **{"time (ms)": 1e5 + frame.index, "memory (MiB)": 20480}
+    )
     rows = rows.iloc[[0, 100, 200]].set_axis([*"abc"])
     (first, *_) = trilane.fit(rows.astype(str), "jz-a100-80g").rows
     assert (first.row_id, first.seconds, first.memory_bytes) == ("row a", 100.0, 20 * 2**30)
@@ -92,7 +125,9 @@ def test_a_column_is_read_by_the_unit_that_it_names(frame):
 def test_columns_that_are_not_read_are_named(frame):
     rows = frame[:4].assign(ms=3, seconds=5)
     known = trilane.fit(rows, "jz-a100-80g")
-    assert "column=ms: is not known" in repr(known) and "column=seconds: is not known" in repr(known)
+    assert "column=ms: is not known" in repr(known) and "column=seconds: is not known" in repr(
+        known
+    )
     with pytest.warns(UserWarning, match="ignored column=recomputed: .* did you mean recompute"):
         trilane.predict(frame[:4].assign(recomputed="none"), "jz-a100-80g")
 
@@ -105,7 +140,10 @@ def test_columns_that_are_not_read_are_named(frame):
         ({"dp": np.nan}, "rows=row 0: dp='': is missing"),
         ({"sec_per_it": -1}, "rows=row 0: sec_per_it=-1.0: must be a number above zero"),
         ({"recompute": "fulll"}, "rows=row 0: recompute=fulll: did you mean full?"),
-        ({"memory": 30000}, "rows=row 0: mem_gb=30000: is more than a card's 80: GiB on one GPU are needed"),
+        (
+            {"memory": 30000},
+            "rows=row 0: mem_gb=30000: is more than a card's 80: GiB on one GPU are needed",
+        ),
         ({"time": 3}, "column=time: seconds of an iteration stand in sec_per_it"),
         ({"time_ms": 3}, "column=time_ms: seconds of an iteration stand in sec_per_it"),
     ],
@@ -118,8 +156,22 @@ def test_a_cell_that_cannot_be_read_is_named_by_row_and_column(frame, change, me
 
 def test_values_are_short_lines_and_equal_by_their_fields(found):
     best = found.candidates[0]
-    values = [found, best, best.plan, best.plan.shape, best.plan.cluster, best.topology, best.prediction]
-    values += [best.prediction.calibration, found.space, found.best(3), trilane.explain(PLAN), trilane.Study("a")]
+    values = [
+        found,
+        best,
+        best.plan,
+        best.plan.shape,
+        best.plan.cluster,
+        best.topology,
+        best.prediction,
+    ]
+    values += [
+        best.prediction.calibration,
+        found.space,
+        found.best(3),
+        trilane.explain(PLAN),
+        trilane.Study("a"),
+    ]
     values += [trilane.study_hang(trilane.Study("a")), trilane.study_restart(trilane.Study("a"))]
     values += [
         trilane.forecast(PLAN, tokens=3e11),
@@ -144,13 +196,23 @@ def test_a_name_or_path_is_taken_for_the_value_that_it_names(found):
         trilane.search(SHAPE, "jz-a100-80g", calibration="megatron-core", **asked).candidates[0]
         == (trilane.search(SHAPE, "jz-a100-80g", calibration=core, **asked).candidates[0])
     )
-    assert trilane.search(found.candidates[0].plan.shape, plan.cluster, gpus=384, gbs=2048, top=1, recompute="full")
+    assert trilane.search(
+        found.candidates[0].plan.shape, plan.cluster, gpus=384, gbs=2048, top=1, recompute="full"
+    )
 
 
 def test_numbers_columns_and_dates_of_a_frame_are_taken(frame):
     row = frame[["gpus", "gbs"]].iloc[0]
     assert isinstance(row.gpus, np.integer)
-    few = trilane.search(SHAPE, "jz-a100-80g", gpus=row.gpus, gbs=row.gbs, tp=frame.tp.unique(), pp=frame.pp[:1], top=1)
+    few = trilane.search(
+        SHAPE,
+        "jz-a100-80g",
+        gpus=row.gpus,
+        gbs=row.gbs,
+        tp=frame.tp.unique(),
+        pp=frame.pp[:1],
+        top=1,
+    )
     assert few.candidates[0].topology.gpus == 384 and few.candidates[0].topology.pp == frame.pp[0]
     found = trilane.forecast(PLAN, tokens=np.float64(3e11), start=pd.Timestamp("2027-01-04"))
     assert found.finish(0.5) == trilane.forecast(PLAN, tokens=3e11, start="2027-01-04").finish(0.5)
@@ -165,17 +227,37 @@ def test_numbers_columns_and_dates_of_a_frame_are_taken(frame):
             TypeError,
             "gpu= is not known; did you mean gpus",
         ),
-        (lambda: trilane.forecast(PLAN, token=3e9), TypeError, "token= is not known; did you mean tokens"),
+        (
+            lambda: trilane.forecast(PLAN, token=3e9),
+            TypeError,
+            "token= is not known; did you mean tokens",
+        ),
         (
             lambda: trilane.search(SHAPE, "jz-a100", gpus=8, gbs=64),
             ValueError,
             "cluster=jz-a100: did you mean jz-a100-",
         ),
-        (lambda: trilane.search("jz-h100", "jz-h100", gpus=8, gbs=8), ValueError, "^shape=jz-h100: must be five whole"),
+        (
+            lambda: trilane.search("jz-h100", "jz-h100", gpus=8, gbs=8),
+            ValueError,
+            "^shape=jz-h100: must be five whole",
+        ),
         (lambda: trilane.predict(["x"]), ValueError, "^plan=list: must be|^rows=list: must be"),
-        (lambda: trilane.forecast({"tp": 1}), ValueError, "^plan=dict: must be a Plan, or the path of a plan.json"),
-        (lambda: trilane.fit({"tp": [1]}, "jz-h100"), ValueError, "^rows=dict: must be a DataFrame, or the path"),
-        (lambda: trilane.search(SHAPE, "jz-h100", gpus="8", gbs=8), ValueError, "^gpus=str: must be int, or several"),
+        (
+            lambda: trilane.forecast({"tp": 1}),
+            ValueError,
+            "^plan=dict: must be a Plan, or the path of a plan.json",
+        ),
+        (
+            lambda: trilane.fit({"tp": [1]}, "jz-h100"),
+            ValueError,
+            "^rows=dict: must be a DataFrame, or the path",
+        ),
+        (
+            lambda: trilane.search(SHAPE, "jz-h100", gpus="8", gbs=8),
+            ValueError,
+            "^gpus=str: must be int, or several",
+        ),
         (
             lambda: trilane.train(PLAN, lambda x: x),
             ValueError,
@@ -188,9 +270,17 @@ def test_numbers_columns_and_dates_of_a_frame_are_taken(frame):
             ValueError,
             "^calibration=megatroncore: .*did you mean megatron-",
         ),
-        (lambda: trilane.predict("none.csv", "jz-h100"), ValueError, "^rows=none.csv: no such file"),
+        (
+            lambda: trilane.predict("none.csv", "jz-h100"),
+            ValueError,
+            "^rows=none.csv: no such file",
+        ),
         (lambda: trilane.alternatives(PLAN), ValueError, "^found=PosixPath: must be Forecast"),
-        (lambda: trilane.recalibrate("x"), ValueError, "^runs=str: must be Measurement, or several"),
+        (
+            lambda: trilane.recalibrate("x"),
+            ValueError,
+            "^runs=str: must be Measurement, or several",
+        ),
         (lambda: trilane.decide(3), ValueError, "^study=int: must be a Study, or its name"),
     ],
 )

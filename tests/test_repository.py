@@ -18,9 +18,13 @@ from test_architecture import imports
 
 
 def pins(name: str) -> dict[str, list[str]]:
-    """The versions in a list of requirements or a lock, by normalized name: several where Pythons differ."""
+    """The versions in a list of requirements or a lock, by normalized name: several where Pythons
+    differ.
+    """
     pinned: dict[str, list[str]] = {}
-    for package, version in re.findall(r"^([\w.-]+)==([\w.]+)", (REPOSITORY / name).read_text(), re.M):
+    for package, version in re.findall(
+        r"^([\w.-]+)==([\w.]+)", (REPOSITORY / name).read_text(), re.M
+    ):
         pinned.setdefault(normalized(package), []).append(version)
     return pinned
 
@@ -40,12 +44,18 @@ def dev_group() -> dict[str, list[str]]:
 
 
 def test_environment_yml_sets_up_what_the_makefile_does():
-    """As far as it can be held without conda: its structure, the list it reads, the build of torch for V100."""
+    """As far as it can be held without conda: its structure, the list it reads, the build of torch
+    for V100.
+    """
     text = (REPOSITORY / "environment.yml").read_text()
     values = yaml.safe_load(text)
-    assert set(values) == {"name", "channels", "dependencies"} and values["channels"] == ["conda-forge"]
+    assert set(values) == {"name", "channels", "dependencies"} and values["channels"] == [
+        "conda-forge"
+    ]
     *conda, pip = values["dependencies"]
-    assert conda == ["python=3.12", "pip", "git"] and pip == {"pip": ["-r requirements.txt", "-e ."]}
+    assert conda == ["python=3.12", "pip", "git"] and pip == {
+        "pip": ["-r requirements.txt", "-e ."]
+    }
     assert re.search(r"# - --extra-index-url \S+/cu126", text), "the V100 variant is missing"
 
 
@@ -59,13 +69,22 @@ def test_the_workflow_runs_the_core_on_each_python_and_all_tests_on_both_lines_o
 
 def test_the_ranges_of_the_metadata_hold_the_versions_that_are_tried():
     """Each in one list: the core, the notebooks, or what trains."""
-    lists = (project()["dependencies"], *(project()["optional-dependencies"][name] for name in ("notebooks", "train")))
-    ranges = [re.fullmatch(r"([\w-]+)>=([\d.]+),<([\d.]+)( ; .+)?", line) for lines in lists for line in lines]
+    lists = (
+        project()["dependencies"],
+        *(project()["optional-dependencies"][name] for name in ("notebooks", "train")),
+    )
+    ranges = [
+        re.fullmatch(r"([\w-]+)>=([\d.]+),<([\d.]+)( ; .+)?", line)
+        for lines in lists
+        for line in lines
+    ]
     tried = pins("requirements.txt")
     assert all(ranges), "a range that is open to what breaks"
     assert sorted(normalized(found[1]) for found in ranges) == sorted(tried)
     for name, low, high, _ in (found.groups() for found in ranges):
-        assert all(numbers(low) <= numbers(version) < numbers(high) for version in tried[normalized(name)]), name
+        assert all(
+            numbers(low) <= numbers(version) < numbers(high) for version in tried[normalized(name)]
+        ), name
 
 
 def numbers(version: str) -> list[int]:
@@ -92,14 +111,24 @@ sys.exit(main(sys.argv[1:]))
         ("debug hang docs/examples/dumps", 0, "stacks, innermost first"),
         ("slurm script docs/plan-7b.json --site jean-zay-a100 --account a@a100", 0, "#SBATCH"),
         ("run all --study x", 2, f"is installed by pip install -e '{REPOSITORY}[notebooks]'"),
-        ("measure machine {}/m.json", 2, f"torch=missing: is installed by pip install -e '{REPOSITORY}[train]'"),
+        (
+            "measure machine {}/m.json",
+            2,
+            f"torch=missing: is installed by pip install -e '{REPOSITORY}[train]'",
+        ),
     ],
 )
-def test_the_core_needs_no_extra_and_says_which_brings_what_is_missing(command, code, says, tmp_path: Path):
+def test_the_core_needs_no_extra_and_says_which_brings_what_is_missing(
+    command, code, says, tmp_path: Path
+):
     """In a process that can import nothing of the extras."""
     core = {normalized(re.match(r"[\w-]+", line)[0]) for line in project()["dependencies"]}
     names = pins("requirements.txt").keys() - core
-    modules = sorted(m for m, owners in packages_distributions().items() if {normalized(o) for o in owners} & names)
+    modules = sorted(
+        m
+        for m, owners in packages_distributions().items()
+        if {normalized(o) for o in owners} & names
+    )
     words = [word.format(tmp_path) for word in command.split()]
     program = [sys.executable, "-P", "-c", CORE.replace("MISSING", repr(modules)), *words]
     done = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True)
@@ -111,12 +140,19 @@ def test_the_locks_hold_the_versions_that_are_asked_for_each_with_a_hash():
     locked = pins("requirements.lock") | pins("requirements-cuda.lock")
     assert pins("requirements.txt").items() <= locked.items()
     assert dev_group().items() <= pins("requirements-dev.lock").items()
-    assert not dev_group().keys() & pins("requirements.txt").keys(), "a user installs what only tests need"
+    assert not dev_group().keys() & pins("requirements.txt").keys(), (
+        "a user installs what only tests need"
+    )
     assert not [name for name in pins("requirements.lock") if name.startswith(("nvidia", "cuda"))]
     both = pins("requirements-dev.lock").keys() & locked.keys()
     assert all(pins("requirements-dev.lock")[name] == locked[name] for name in both)
     assert "+cu126" in (REPOSITORY / "requirements-cuda126.lock").read_text().splitlines()[1]
-    for name in ("requirements.lock", "requirements-cuda.lock", "requirements-cuda126.lock", "requirements-dev.lock"):
+    for name in (
+        "requirements.lock",
+        "requirements-cuda.lock",
+        "requirements-cuda126.lock",
+        "requirements-dev.lock",
+    ):
         entries = re.split(r"^(?=[a-zA-Z])", (REPOSITORY / name).read_text(), flags=re.M)[1:]
         assert entries and all(re.search(r"--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
 
@@ -129,7 +165,10 @@ def extras() -> set[str]:
 
 def test_what_is_imported_is_pinned():
     """Not left to come along with something else; only tests and benchmarks use the extra dev."""
-    owners, known = packages_distributions(), pins("requirements.txt") | {name: [] for name in extras()}
+    owners, known = (
+        packages_distributions(),
+        pins("requirements.txt") | {name: [] for name in extras()},
+    )
     ours = [*(REPOSITORY / "tests").rglob("*.py"), *(REPOSITORY / "benchmarks").glob("*.py")]
     own = {path.stem for path in ours} | {"trilane"} | set(sys.stdlib_module_names)
     unpinned = set()
@@ -148,28 +187,47 @@ def notebooks() -> dict[str, list[dict[str, Any]]]:
 
 
 def test_a_source_notebook_holds_no_outputs():
-    code = [(name, cell) for name, cells in notebooks().items() for cell in cells if cell["cell_type"] == "code"]
-    assert not {name for name, cell in code if cell["outputs"] or cell["execution_count"] is not None}
+    code = [
+        (name, cell)
+        for name, cells in notebooks().items()
+        for cell in cells
+        if cell["cell_type"] == "code"
+    ]
+    assert not {
+        name for name, cell in code if cell["outputs"] or cell["execution_count"] is not None
+    }
 
 
 def test_a_notebook_is_a_question_with_one_typed_and_commented_cell_of_parameters():
     """`trilane run NAME --help` is made of it."""
     for name, cells in notebooks().items():
         assert "".join(cells[0]["source"]).splitlines()[0].endswith("?"), name
-        tagged = ["".join(c["source"]) for c in cells if "parameters" in c["metadata"].get("tags", [])]
+        tagged = [
+            "".join(c["source"]) for c in cells if "parameters" in c["metadata"].get("tags", [])
+        ]
         assert len(tagged) == 1, name
-        assert all(re.fullmatch(r"\w+: (str|int|float|bool) = .+  # .+", line) for line in tagged[0].splitlines()), name
+        assert all(
+            re.fullmatch(r"\w+: (str|int|float|bool) = .+  # .+", line)
+            for line in tagged[0].splitlines()
+        ), name
 
 
 def test_a_notebook_explains_and_the_library_computes():
     """STYLE: at most 22 lines a cell, no def, no %run; the notebook of one's own layer defines it."""
-    code = [(n, "".join(c["source"])) for n, cells in notebooks().items() for c in cells if c["cell_type"] == "code"]
+    code = [
+        (n, "".join(c["source"]))
+        for n, cells in notebooks().items()
+        for c in cells
+        if c["cell_type"] == "code"
+    ]
     assert not {name for name, source in code if len(source.splitlines()) > 22}
     defining = [name for name, source in code if re.search(r"^\s*(def |%run)", source, re.M)]
     assert defining == ["10_own_layer"]
 
 
-@pytest.mark.parametrize("script", sorted((REPOSITORY / "findings").glob("*.sh")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script", sorted((REPOSITORY / "findings").glob("*.sh")), ids=lambda path: path.stem
+)
 def test_a_finding_is_executable_dated_and_listed(script: Path):
     """CONTRIBUTING, Findings: they run by hand alone, so their form is all that is held here."""
     header = script.read_text().partition("\nset -euo pipefail\n")[0]

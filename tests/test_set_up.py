@@ -1,4 +1,6 @@
-"""Which Python and which build of torch `make` sets up: with stand-ins of Python that print a version."""
+"""Which Python and which build of torch `make` sets up: with stand-ins of Python that print a
+version.
+"""
 
 import os
 import re
@@ -20,10 +22,16 @@ esac
 
 
 def stand_in(path: Path, version: str) -> Path:
-    """A Python of that version, which "3.12.1 without *ensurepip*" says to lack; "" is pyenv's, and does not run."""
+    """A Python of that version, which "3.12.1 without *ensurepip*" says to lack; "" is pyenv's, and
+    does not run.
+    """
     version, _, lacks = version.partition(" without ")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(STAND_IN.format(version=f"echo {version}" if version else "exit 127", lacks=lacks or "nothing"))
+    path.write_text(
+        STAND_IN.format(
+            version=f"echo {version}" if version else "exit 127", lacks=lacks or "nothing"
+        )
+    )
     path.chmod(0o755)
     return path
 
@@ -34,10 +42,14 @@ def environment(folder: Path, version: str) -> None:
 
 
 def make_venv(folder: Path, python: str = "", *, check: bool = False) -> tuple[int, str]:
-    """Exit code and text of .ci/venv for the folder's environment, with the folder's Pythons on the PATH alone."""
+    """Exit code and text of .ci/venv for the folder's environment, with the folder's Pythons on the
+    PATH alone.
+    """
     options = ["--check"] if check else []
     command = [REPOSITORY / ".ci/venv", *options, folder / "a venv", python]
-    done = subprocess.run(command, env={"PATH": str(folder / "bin")}, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env={"PATH": str(folder / "bin")}, cwd=folder, capture_output=True, text=True
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -50,7 +62,9 @@ TAKEN = [
 
 
 @pytest.mark.parametrize(("there", "taken"), TAKEN)
-def test_the_set_up_takes_python3_else_the_newest_that_trains_and_runs(there, taken, tmp_path: Path):
+def test_the_set_up_takes_python3_else_the_newest_that_trains_and_runs(
+    there, taken, tmp_path: Path
+):
     for name, version in there.items():
         stand_in(tmp_path / "bin" / name, version)
     assert make_venv(tmp_path, check=True) == (1, "")
@@ -60,17 +74,31 @@ def test_the_set_up_takes_python3_else_the_newest_that_trains_and_runs(there, ta
 
 
 REFUSED = [
-    ({"python3": "3.10.13"}, "", "PYTHON=python3: Python 3.11, 3.12 or 3.13 is needed, and this is 3.10.13, nor"),
-    ({"python3": "3.15.0", "python3.11": ""}, "", "and this is 3.15.0, nor is there another on the PATH: name one by"),
+    (
+        {"python3": "3.10.13"},
+        "",
+        "PYTHON=python3: Python 3.11, 3.12 or 3.13 is needed, and this is 3.10.13, nor",
+    ),
+    (
+        {"python3": "3.15.0", "python3.11": ""},
+        "",
+        "and this is 3.15.0, nor is there another on the PATH: name one by",
+    ),
     ({}, "", "PYTHON=python3: Python 3.11, 3.12 or 3.13 is needed, and this does not run"),
     ({"python3": "3.12.1", "python3.10": "3.10.13"}, "python3.10", "PYTHON=python3.10: "),
     ({"python3": "3.12.1"}, "python3.13", "PYTHON=python3.13: "),
-    ({"python3": "3.12.1 without *ensurepip*"}, "", "PYTHON=python3: it has no venv module: on Debian and Ubuntu apt"),
+    (
+        {"python3": "3.12.1 without *ensurepip*"},
+        "",
+        "PYTHON=python3: it has no venv module: on Debian and Ubuntu apt",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("there", "python", "rule"), REFUSED)
-def test_without_a_python_that_trains_one_line_says_the_ways_on(there, python, rule, tmp_path: Path):
+def test_without_a_python_that_trains_one_line_says_the_ways_on(
+    there, python, rule, tmp_path: Path
+):
     """Nothing is made or cleared before; what PYTHON names is never replaced by another."""
     environment(tmp_path / "a venv", "2.7.18")
     for name, version in there.items():
@@ -92,7 +120,9 @@ PRESENT = [
 
 
 @pytest.mark.parametrize(("present", "python", "says"), PRESENT)
-def test_an_environment_of_another_python_or_a_broken_one_is_made_anew(present, python, says, tmp_path: Path):
+def test_an_environment_of_another_python_or_a_broken_one_is_made_anew(
+    present, python, says, tmp_path: Path
+):
     stand_in(tmp_path / "bin/python3", "3.11.7")
     stand_in(tmp_path / "bin/my python", "3.12.1")
     environment(tmp_path / "a venv", present)
@@ -117,7 +147,9 @@ def make(folder: Path, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=env, cwd=REPOSITORY, capture_output=True, text=True)
 
 
-def test_make_asks_for_the_python_that_is_named_and_makes_anew_what_is_current_for_another(tmp_path: Path):
+def test_make_asks_for_the_python_that_is_named_and_makes_anew_what_is_current_for_another(
+    tmp_path: Path,
+):
     """The stamp of the set-up is newer than the locks, as after a set-up."""
     environment(tmp_path / "venv", "3.11.7")
     (tmp_path / "venv/.current").touch()
@@ -125,12 +157,22 @@ def test_make_asks_for_the_python_that_is_named_and_makes_anew_what_is_current_f
     assert "pip" not in make(tmp_path, "-n", "venv").stdout
     assert "-r requirements.lock" in make(tmp_path, "-n", "venv", f"PYTHON={python}").stdout
     refused = make(tmp_path, "venv", f"PYTHON={stand_in(python, '3.10.13')}")
-    assert refused.returncode == 2 and refused.stdout == "" and f"PYTHON={python}: Python 3.11" in refused.stderr
+    assert (
+        refused.returncode == 2
+        and refused.stdout == ""
+        and f"PYTHON={python}: Python 3.11" in refused.stderr
+    )
 
 
-@pytest.mark.parametrize(("cards", "build"), [("8.0\n", ""), ("8.0\n7.0\n", "+cu126"), ("", ""), ("[N/A]\n", "")])
-def test_the_set_up_of_a_v100_takes_the_build_of_torch_that_knows_it(cards: str, build: str, tmp_path: Path):
-    """By what nvidia-smi prints of the cards; on one machine with others, too. CUDA=126 or cpu stays."""
+@pytest.mark.parametrize(
+    ("cards", "build"), [("8.0\n", ""), ("8.0\n7.0\n", "+cu126"), ("", ""), ("[N/A]\n", "")]
+)
+def test_the_set_up_of_a_v100_takes_the_build_of_torch_that_knows_it(
+    cards: str, build: str, tmp_path: Path
+):
+    """By what nvidia-smi prints of the cards; on one machine with others, too. CUDA=126 or cpu
+    stays.
+    """
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{cards}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     assert set_up(tmp_path) == build

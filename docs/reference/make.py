@@ -14,7 +14,9 @@ from trilane.cli.app import root
 
 
 def current(page: Path) -> str:
-    """A page with its tables of fields, or the help of every command below its introduction, made anew."""
+    """A page with its tables of fields, or the help of every command below its introduction, made
+    anew.
+    """
     text = page.read_text(encoding="utf-8")
     if page.stem != "commands":
         return with_tables(text)
@@ -31,11 +33,15 @@ def sections(command: click.Command, context: click.Context) -> Iterator[str]:
         for name in command.list_commands(context):
             below = command.get_command(context, name)
             assert below is not None
-            yield from sections(below, click.Context(below, info_name=name, parent=context, terminal_width=100))
+            yield from sections(
+                below, click.Context(below, info_name=name, parent=context, terminal_width=100)
+            )
 
 
 def with_tables(page: str) -> str:
-    """A page of the reference with its tables made of the fields; those without words of their own stay."""
+    """A page of the reference with its tables made of the fields; those without words of their own
+    stay.
+    """
     return re.sub(r"(?ms)^(## `([\w.]+)`\n.*?^)(\| field \|.*?)(?=^\n|\Z)", _section, page)
 
 
@@ -52,15 +58,28 @@ def table(kind: Any) -> str:
     for field in dataclasses.fields(kind):
         choices = ", ".join(f"`{word}`" for word in field.metadata.get("choices", ()))
         meaning = f"{choices}: {field.metadata['help']}" if choices else field.metadata["help"]
-        lines.append(f"| `{field.name}` | {_default(field)} | {meaning}".replace("|embedding", "\\|embedding") + " |")
+        lines.append(
+            f"| `{field.name}` | {_default(field)} | {meaning}".replace(
+                "|embedding", "\\|embedding"
+            )
+            + " |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def _default(field: Any) -> str:
     if field.default is dataclasses.MISSING:
         return "required" if field.default_factory is dataclasses.MISSING else "see below"
-    text = field.default if field.default and isinstance(field.default, str) else json.dumps(field.default)
-    return text if isinstance(field.default, int | float) and not isinstance(field.default, bool) else f"`{text}`"
+    text = (
+        field.default
+        if field.default and isinstance(field.default, str)
+        else json.dumps(field.default)
+    )
+    return (
+        text
+        if isinstance(field.default, int | float) and not isinstance(field.default, bool)
+        else f"`{text}`"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Where shape and card are known, what contradicts them is reported, and is no measurement in silence."""
+"""Where shape and card are known, what contradicts them is reported, and is no measurement in
+silence.
+"""
 
 import numpy as np
 import pytest
@@ -15,14 +17,19 @@ V100 = cluster("jz-v100-32g")
 def measured(memory_gib=0.0, **columns):
     this = log(arguments={**ARGUMENTS, "fp16": True}, **columns)
     memory = log(1, max_reserved=memory_gib * 2**30).iterations.assign(rank=0)
-    return measure_log(RunLog(**{**vars(this), "memory": memory if memory_gib else this.memory}), gpu=V100.gpu)
+    return measure_log(
+        RunLog(**{**vars(this), "memory": memory if memory_gib else this.memory}), gpu=V100.gpu
+    )
 
 
 RIGHT = measured().flops_per_s["narayanan"]  # 2 s an iteration
 CASES = {
     "as computed": ([], {"flops_per_s_per_gpu": RIGHT}),
     "a tenth of the computed": (["flops"], {"flops_per_s_per_gpu": RIGHT / 10}),
-    "milliseconds read as seconds": (["flops"], {"flops_per_s_per_gpu": RIGHT, "sec_per_it": 2000.0}),
+    "milliseconds read as seconds": (
+        ["flops"],
+        {"flops_per_s_per_gpu": RIGHT, "sec_per_it": 2000.0},
+    ),
     "computed beyond the peak": (["peak"], {"sec_per_it": 0.02}),
     "printed beyond the peak": (["flops", "peak"], {"flops_per_s_per_gpu": 4e14}),
     "memory beyond the card": (["memory"], {"memory_gib": 33.0}),
@@ -39,7 +46,9 @@ def test_tokens_and_flops_of_a_curriculum_are_those_of_its_sequence_length():
     """`actual seqlen` 64 of 2048: the tokens are 32 times fewer than the arguments give."""
     short, whole = (measured(seq_length=length) for length in (64.0, 2048.0))
     assert whole.tokens_per_s == 16 * 2048 / 2.0 and short.tokens_per_s == whole.tokens_per_s / 32
-    assert short.flops_per_s["size_factor"] == pytest.approx(whole.flops_per_s["size_factor"] / 32, rel=0.02)
+    assert short.flops_per_s["size_factor"] == pytest.approx(
+        whole.flops_per_s["size_factor"] / 32, rel=0.02
+    )
     grown = measured(seq_length=np.repeat([64.0, 2048.0], 10))
     assert grown.tokens_per_s == whole.tokens_per_s, "the full length counts where it was reached"
 

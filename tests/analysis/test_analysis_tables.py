@@ -19,10 +19,16 @@ from trilane.analysis.tables import COLUMNS, markdown
 from trilane.cli.app import main
 from trilane.logs.run import read_logs
 
-RAW = Path(os.environ.get("TRILANE_PUBLIC_LOGS", "/nonexistent"))  # of other people, and not kept here
+RAW = Path(
+    os.environ.get("TRILANE_PUBLIC_LOGS", "/nonexistent")
+)  # of other people, and not kept here
 MORE = "".join(
     f"  {name} {'.' * (48 - len(name))} {value}\n"
-    for name, value in (("tensor_model_parallel_size", 4), ("pipeline_model_parallel_size", 2), ("micro_batch_size", 1))
+    for name, value in (
+        ("tensor_model_parallel_size", 4),
+        ("pipeline_model_parallel_size", 2),
+        ("micro_batch_size", 1),
+    )
 )
 NAMES = ", ".join(sorted(name.lower() for name in [*COLUMNS, "speed"]))
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB.\n"
@@ -35,11 +41,15 @@ def outcome(capsys, *arguments):
 
 @pytest.fixture
 def folder(tmp_path):
-    """One run of ours, one log of another trainer, one that ran out of memory, and notes that are no log."""
+    """One run of ours, one log of another trainer, one that ran out of memory, and notes that are
+    no log.
+    """
     ours = tmp_path / "study/runs/small"
     ours.mkdir(parents=True)
     (ours / "plan.json").write_text(json.dumps(small_plan(dp=2, train_iters=10).to_json()))
-    (ours / "run.log").write_text(log_text().replace("(TFLOP/s/GPU): 1.5", "(TFLOP/s/GPU): 0.0"))  # as a CPU prints
+    (ours / "run.log").write_text(
+        log_text().replace("(TFLOP/s/GPU): 1.5", "(TFLOP/s/GPU): 0.0")
+    )  # as a CPU prints
     (tmp_path / "a.out").write_text(DUMP + MORE + "".join(map(m2021, range(1, 11))) + MEMORY)
     (tmp_path / "b.log").write_text(DUMP + MORE + OOM)
     os.utime(tmp_path / "b.log", (0, 0))
@@ -50,22 +60,49 @@ def folder(tmp_path):
 def test_each_run_is_a_row_in_the_words_of_the_chronicles(folder, capsys):
     _, text, errors = outcome(capsys, "logs", "table", folder)
     lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines()]
-    assert lines[0] == ["GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Loss", "Notes"]
+    assert lines[0] == [
+        "GPUs",
+        "Size",
+        "DP",
+        "TP",
+        "PP",
+        "MBS",
+        "GBS",
+        "Mem",
+        "Sec/it",
+        "TFLOPs",
+        "Loss",
+        "Notes",
+    ]
     a, b, ours = lines[2:]
     assert a[:9] == ["8", "1.32B", "1", "4", "2", "1", "4", "2.0GiB", "2"] and a[-1] == "a.out"
     assert (b[7], b[8], b[-1]) == ("OOM", "", "b.log, OOM")
-    assert ours[:8] == ["2", "127K", "2", "1", "1", "2", "4", "0.5GiB"] and ours[-1] == "study/runs/small"
+    assert (
+        ours[:8] == ["2", "127K", "2", "1", "1", "2", "4", "0.5GiB"]
+        and ours[-1] == "study/runs/small"
+    )
     assert errors.startswith("trilane: left out: log=") and "notes.txt" in errors
 
 
 def test_csv_html_and_json_hold_the_same(folder, capsys):
     rows = list(csv.DictReader(io.StringIO(outcome(capsys, "logs", "table", folder, "--csv")[1])))
     names = [row["Notes"] + " dated" * bool(row["Date"]) for row in rows]
-    assert names == ["a.out", "b.log, OOM", "study/runs/small dated"]  # others may be copies, of another day
+    assert names == [
+        "a.out",
+        "b.log, OOM",
+        "study/runs/small dated",
+    ]  # others may be copies, of another day
     report = json.loads(outcome(capsys, "logs", "table", folder, "--json")[1])
     first, second, ours = report["rows"]
-    assert (first["sec_per_it"], first["gpus"], second["sec_per_it"], second["status"]) == (2.0, 8, None, "OOM")
-    assert ours["tflops"] == pytest.approx(small_plan().shape.flops_per_iteration(4) / 0.208 / 2 / 1e12, rel=0.01)
+    assert (first["sec_per_it"], first["gpus"], second["sec_per_it"], second["status"]) == (
+        2.0,
+        8,
+        None,
+        "OOM",
+    )
+    assert ours["tflops"] == pytest.approx(
+        small_plan().shape.flops_per_iteration(4) / 0.208 / 2 / 1e12, rel=0.01
+    )
     assert len(report["left_out"]) == 1
 
 
@@ -80,12 +117,18 @@ def test_text_of_a_log_is_no_markup(folder):
     ("arguments", "message"),
     [
         (["table", "missing"], "folder=missing: no such folder"),
-        (["table", "empty"], "folder=empty: holds no run: neither plan.json with run.log, nor a training log"),
+        (
+            ["table", "empty"],
+            "folder=empty: holds no run: neither plan.json with run.log, nor a training log",
+        ),
         (["table", "empty", "--csv", "--json"], "table=empty: choose one of --csv and --json"),
         (["table", "empty", "--sort", "datte"], f"sort=datte: did you mean date? known: {NAMES}"),
         (["parse", "none.log"], "log=none.log: no such file"),
         (["parse"], "logs=missing: is required"),
-        (["parse", "a.log", "--csv", "no/such/folder.csv"], "csv=no/such/folder.csv: its folder does not exist"),
+        (
+            ["parse", "a.log", "--csv", "no/such/folder.csv"],
+            "csv=no/such/folder.csv: its folder does not exist",
+        ),
         (["parse", "a.log", "--csv", "a.log"], "csv=a.log: is a log"),
     ],
 )
@@ -98,12 +141,20 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, argumen
 
 @pytest.fixture
 def fleet(tmp_path):
-    """Four logs: fast and slow, one without TFLOPs of two runs, one whose learning rate cannot be right."""
+    """Four logs: fast and slow, one without TFLOPs of two runs, one whose learning rate cannot be
+    right.
+    """
     (tmp_path / "deep").mkdir()
     for name, ms in (("fast.log", 1000.0), ("deep/slow.out", 9000.0)):
-        (tmp_path / name).write_text(DUMP + MORE + "".join(m2021(i, ms=ms, loss=ms / 1e3) for i in range(1, 11)))
-    (tmp_path / "plain.err").write_text("".join(m2021(i, ms=5000.0, loss=7.5) for i in range(1, 11)) * 2)
-    wrong = "".join(m2021(i, loss=9.5).replace("rate: 1.000E-04", "rate: 7.000E+00") for i in range(1, 11))
+        (tmp_path / name).write_text(
+            DUMP + MORE + "".join(m2021(i, ms=ms, loss=ms / 1e3) for i in range(1, 11))
+        )
+    (tmp_path / "plain.err").write_text(
+        "".join(m2021(i, ms=5000.0, loss=7.5) for i in range(1, 11)) * 2
+    )
+    wrong = "".join(
+        m2021(i, loss=9.5).replace("rate: 1.000E-04", "rate: 7.000E+00") for i in range(1, 11)
+    )
     (tmp_path / "wrong.log").write_text(DUMP + MORE + wrong)
     return tmp_path
 
@@ -111,8 +162,14 @@ def fleet(tmp_path):
 @pytest.mark.parametrize(
     ("sort", "names"),
     [
-        (["--sort", "speed"], ["fast.log", "wrong.log", "deep/slow.out", "plain.err", "plain.err run 2"]),
-        (["--sort", "problems"], ["wrong.log", "deep/slow.out", "fast.log", "plain.err", "plain.err run 2"]),
+        (
+            ["--sort", "speed"],
+            ["fast.log", "wrong.log", "deep/slow.out", "plain.err", "plain.err run 2"],
+        ),
+        (
+            ["--sort", "problems"],
+            ["wrong.log", "deep/slow.out", "fast.log", "plain.err", "plain.err run 2"],
+        ),
         ([], ["deep/slow.out", "fast.log", "plain.err", "plain.err run 2", "wrong.log"]),
     ],
 )
@@ -134,22 +191,35 @@ def test_csv_holds_every_number_of_every_log(tmp_path, capsys):
         for number, log in enumerate(read_logs(name), 1):
             mine = [row for row in rows if (row["file"], row["run"]) == (str(name), str(number))]
             for column in log.iterations:
-                np.testing.assert_array_equal([float(row[column]) for row in mine], log.iterations[column])
-    assert len(rows) == 6 and rows[-1]["consumed_tokens"] == "" and rows[-1]["consumed_samples"] == "28"
+                np.testing.assert_array_equal(
+                    [float(row[column]) for row in mine], log.iterations[column]
+                )
+    assert (
+        len(rows) == 6
+        and rows[-1]["consumed_tokens"] == ""
+        and rows[-1]["consumed_samples"] == "28"
+    )
 
 
 def test_no_cell_of_a_csv_file_is_a_formula_and_numbers_stay_numbers(tmp_path, monkeypatch, capsys):
-    """A spreadsheet runs what begins with = + - @, a tab or CR (https://owasp.org/www-community/attacks/CSV_Injection)."""
+    """A spreadsheet runs what begins with = + - @, a tab or CR
+    (https://owasp.org/www-community/attacks/CSV_Injection).
+    """
     names = ["=1+1.log", "+1-2.log", "-1-x.log", "@SUM(1).log", "\ta.log", "\ra.log", "a.log"]
     for name in names:
         (tmp_path / name).write_text(m2021(1, loss=-3.25) + m2021(2, loss=-3.25))
     monkeypatch.chdir(tmp_path)
     rows = list(csv.DictReader(io.StringIO(outcome(capsys, "logs", "table", ".", "--csv")[1])))
-    assert [row["Source"][0] for row in rows] == [*("'" * 6), "a"] and {row["Loss"] for row in rows} == {"-3.25"}
+    assert [row["Source"][0] for row in rows] == [*("'" * 6), "a"] and {
+        row["Loss"] for row in rows
+    } == {"-3.25"}
     outcome(capsys, "logs", "parse", "--csv", "all.csv", "--", *names)
     with open("all.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert {row["file"] for row in rows} == {"a.log", *("'" + name.replace("\r", " ") for name in names[:-1])}
+    assert {row["file"] for row in rows} == {
+        "a.log",
+        *("'" + name.replace("\r", " ") for name in names[:-1]),
+    }
     assert {row["lm_loss"] for row in rows} == {"-3.25"}
 
 

@@ -20,7 +20,10 @@ STEP = {"lm_loss": 2.5, "skipped": 0, "global_batch_size": 4}
 def finished(folder: Path, seconds: list[float], plan: Plan, **changes: dict) -> Path:
     """A run folder with so many iterations; `changes` by their number, as _3={"skipped": 1}."""
     folder.mkdir()
-    steps = [{"iteration": i, **STEP, "sec_per_it": s, **changes.get(f"_{i}", {})} for i, s in enumerate(seconds, 1)]
+    steps = [
+        {"iteration": i, **STEP, "sec_per_it": s, **changes.get(f"_{i}", {})}
+        for i, s in enumerate(seconds, 1)
+    ]
     (folder / "plan.json").write_text(json.dumps(plan.to_json()))
     (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     memory = "[Rank {}] (after 9 iterations) memory (MB) | allocated: 1.0 | max allocated: {}.0 | reserved: 1.0\n"
@@ -36,9 +39,19 @@ def finished(folder: Path, seconds: list[float], plan: Plan, **changes: dict) ->
 def test_the_first_the_skipped_and_those_of_a_smaller_batch_are_left_out(tmp_path: Path) -> None:
     seconds = [9.0, 9.0, 7.0, 1.0, 2.0, 50.0, 3.0]
     smaller, skipped = {"global_batch_size": 2}, {"skipped": 1}
-    found = result(measure(finished(tmp_path / "run", seconds, small_plan(), _3=smaller, _6=skipped), 2))
-    assert (found["iterations"], found["iterations_counted"], found["status"]) == (7, 3, "completed")
-    assert (found["sec_per_it"], found["sec_per_it_spread"], found["tokens_per_s"]) == (2, 0.25, 4 * 32 / 2)
+    found = result(
+        measure(finished(tmp_path / "run", seconds, small_plan(), _3=smaller, _6=skipped), 2)
+    )
+    assert (found["iterations"], found["iterations_counted"], found["status"]) == (
+        7,
+        3,
+        "completed",
+    )
+    assert (found["sec_per_it"], found["sec_per_it_spread"], found["tokens_per_s"]) == (
+        2,
+        0.25,
+        4 * 32 / 2,
+    )
     assert found["memory_bytes"] == {"0": 7 * 2**20, "1": 8 * 2**20}
     flops = small_plan().shape.flops_per_iteration(4)
     assert found["tflops"]["narayanan"] == pytest.approx(flops / 2 / 1e12)
@@ -48,7 +61,9 @@ def test_the_first_the_skipped_and_those_of_a_smaller_batch_are_left_out(tmp_pat
 def test_mfu_is_over_the_peak_of_the_card(tmp_path: Path) -> None:
     plan = replace(small_plan(), cluster=cluster("jz-a100-80g"))
     found = result(measure(finished(tmp_path / "run", [2.0] * 8, plan), 2))
-    assert found["mfu"] == pytest.approx(plan.shape.flops_per_iteration(4) / 2 / plan.cluster.gpu.fp32_flops_per_s)
+    assert found["mfu"] == pytest.approx(
+        plan.shape.flops_per_iteration(4) / 2 / plan.cluster.gpu.fp32_flops_per_s
+    )
 
 
 BAD = [
@@ -76,7 +91,9 @@ def test_the_command_trains_and_prints_exactly_one_object(
 ) -> None:
     path, plan = tmp_path / "small.json", small_plan(train_iters=9999)
     path.write_text(json.dumps(replace(plan, data=replace(plan.data, folder=str(data))).to_json()))
-    assert main(["measure", "plan", str(path), "--iterations", "8", "--leave-out", "3", "--json"]) == 0
+    assert (
+        main(["measure", "plan", str(path), "--iterations", "8", "--leave-out", "3", "--json"]) == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert (found["iterations_counted"], found["status"]) == (5, "completed")
     assert found["made_by"]["versions"]["megatron-core"] == version("megatron-core")

@@ -1,4 +1,6 @@
-"""One run, one answer: the record of `logs parse`, and what a notebook shows of many runs; everywhere the same."""
+"""One run, one answer: the record of `logs parse`, and what a notebook shows of many runs;
+everywhere the same.
+"""
 
 import json
 import re
@@ -58,9 +60,18 @@ def parsed(capsys, *arguments):
     [
         (m2022(1) + m2022(2), {"tflops": {"printed": 107.48}, "max_memory_gib": None}),
         (m2021(1, loss=float("nan")), {"last_loss": None, "status": "NaN loss"}),
-        ("{'loss': 2.5, 'epoch': 0.1}\n{'loss': 2.25, 'epoch': 0.2}\n", {"iterations": 2, "sec_per_it": None}),
-        (m2021(1) + m2021(2).partition("+00 |")[0] + "\n", {"iterations": 2, "nan_iterations": 0}),  # cut in its loss
-        (m2021(1).replace("lm loss: 5.000000E+00 | ", "").replace("1.250", "nan"), {"nan_iterations": 1}),
+        (
+            "{'loss': 2.5, 'epoch': 0.1}\n{'loss': 2.25, 'epoch': 0.2}\n",
+            {"iterations": 2, "sec_per_it": None},
+        ),
+        (
+            m2021(1) + m2021(2).partition("+00 |")[0] + "\n",
+            {"iterations": 2, "nan_iterations": 0},
+        ),  # cut in its loss
+        (
+            m2021(1).replace("lm loss: 5.000000E+00 | ", "").replace("1.250", "nan"),
+            {"nan_iterations": 1},
+        ),
         (METASEQ, {"tokens_per_s": 4000.0}),
     ],
 )
@@ -76,7 +87,9 @@ def test_the_plan_of_a_run_folder_supplies_what_its_log_lacks(tmp_path, capsys):
     _, (run, other), _ = parsed(capsys, tmp_path / "run.log", tmp_path / "other.log")
     assert run["tflops"]["narayanan"] > 0 and other["tflops"] == {}
     (tmp_path / "plan.json").write_text("{")
-    assert parsed(capsys, tmp_path / "run.log")[1][0]["tflops"] == {}, "a broken plan does not hide the log"
+    assert parsed(capsys, tmp_path / "run.log")[1][0]["tflops"] == {}, (
+        "a broken plan does not hide the log"
+    )
 
 
 def test_a_notebook_shows_the_first_of_many_runs_failed_ones_first(tmp_path):
@@ -84,21 +97,33 @@ def test_a_notebook_shows_the_first_of_many_runs_failed_ones_first(tmp_path):
     for number in range(45):
         text = DUMP + "".join(m2021(i, ms=1000.0 + number) for i in range(1, 11))
         text = text.replace(m2021(4, ms=1000.0 + number), wrong) if number == 7 else text
-        (tmp_path / f"{number:02d}.log").write_text(text + ("ValueError: no\n" if number == 9 else ""))
+        (tmp_path / f"{number:02d}.log").write_text(
+            text + ("ValueError: no\n" if number == 9 else "")
+        )
     runs = measure_runs(Study("s"), str(tmp_path))
     endings = runs.endings()
     assert (endings.count("<tr>"), runs.details().count("<tr>"), len(runs.drawn)) == (41, 41, 8)
-    assert re.findall(r"\d\d\.log", endings)[:2] == ["09.log", "00.log"] and "<details>" not in endings
+    assert (
+        re.findall(r"\d\d\.log", endings)[:2] == ["09.log", "00.log"] and "<details>" not in endings
+    )
     assert endings.count("learning_rate: 7 at iteration 4") == 1 and "no spike" in runs.spikes()
     assert len(str(runs)) < 30, "no text of a thousand rows lies in the notebook"
 
 
 def test_the_finding_tells_whether_trainings_have_one_loss_and_why_nothing_is_predicted(tmp_path):
     for name, shift in (("a", 0.0), ("b", 4e-4)):
-        log(tmp_path, f"{name}.log", DUMP + "".join(m2021(i, loss=7.5 - i / 10 + shift) for i in range(1, 11)))
+        log(
+            tmp_path,
+            f"{name}.log",
+            DUMP + "".join(m2021(i, loss=7.5 - i / 10 + shift) for i in range(1, 11)),
+        )
     runs = measure_runs(Study("s"), str(tmp_path))
     found = runs.finding(recalibrate(runs.runs))
-    assert "2 of 2 runs completed" in found and "agree within 0.0004 nats" in found and "no cluster is given" in found
+    assert (
+        "2 of 2 runs completed" in found
+        and "agree within 0.0004 nats" in found
+        and "no cluster is given" in found
+    )
     log(tmp_path, "c.log", DUMP + "".join(m2021(i, loss=2.0) for i in range(1, 11)))
     runs = measure_runs(Study("s"), str(tmp_path))
     assert "differ by up to 5 nats" in runs.finding(recalibrate(runs.runs))
@@ -114,17 +139,24 @@ OF_RANK = "[Rank {}] (after 1 iterations) memory (MB) | allocated: 1.0 | max all
 
 @pytest.fixture
 def folder(outputs):
-    """A run of 23 iterations, in a sweep of a study: 15 of 2 sequences in 0.1 s each, then 8 of 4 in 0.3."""
+    """A run of 23 iterations, in a sweep of a study: 15 of 2 sequences in 0.1 s each, then 8 of 4
+    in 0.3.
+    """
     study = Study.create("s")
     plan = small_plan("ramp", train_iters=23, dp=2, mbs=1)
     plan = replace(plan, run=replace(plan.run, ramp=RAMP))
     values = {**plan.to_json(), "prediction": {"memory_bytes": 2.0**30}}
     (folder,) = study_runs.create_sweep(study.folder, [values], sites.site("generic"), JobRequest())
-    steps = [(b.number, b.gbs, (0.1 if b.gbs == 2 else 0.3) + 1e-5 * b.number) for b in RAMP.batches(23, 4)]
+    steps = [
+        (b.number, b.gbs, (0.1 if b.gbs == 2 else 0.3) + 1e-5 * b.number)
+        for b in RAMP.batches(23, 4)
+    ]
     assert [gbs for _, gbs, _ in steps] == [2] * 15 + [4] * 8
     lines = [LINE.format(number, 23, 1000 * seconds, gbs, 5.0) for number, gbs, seconds in steps]
     (folder / "run.log").write_text("".join(lines) + OF_RANK.format(0, 7) + OF_RANK.format(1, 8))
-    write_status(folder, RunStatus(status=Status.COMPLETED, evidence="end", rank=0, exit_code=0, seconds=4.0))
+    write_status(
+        folder, RunStatus(status=Status.COMPLETED, evidence="end", rank=0, exit_code=0, seconds=4.0)
+    )
     return folder
 
 
@@ -140,7 +172,10 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
 
     for record in parsed(capsys, folder, folder / "run.log")[1]:
         assert (record["iterations_counted"], record["global_batch_size"]) == (8, 4)
-        assert record["left_out"] == m.to_json()["left_out"] and record["left_out"][-1]["iterations"] == "6-15"
+        assert (
+            record["left_out"] == m.to_json()["left_out"]
+            and record["left_out"][-1]["iterations"] == "6-15"
+        )
         assert (record["sec_per_it"], record["tflops"]["narayanan"]) == (m.sec_per_it, tflops)
         assert (record["max_memory_gib"] * 2**30, record["status"]) == (m.memory_bytes, m.status)
 
@@ -152,7 +187,10 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
     assert shown.runs[0].to_json() == m.to_json()
     cells = shown.to_frame().iloc[0]
     assert (cells["gbs"], cells["sec_per_it"], cells["status"]) == (4, m.sec_per_it, "completed")
-    assert all(pd.api.types.is_numeric_dtype(shown.to_frame()[n]) for n in ("parameters", "mfu", "spread", "tflops"))
+    assert all(
+        pd.api.types.is_numeric_dtype(shown.to_frame()[n])
+        for n in ("parameters", "mfu", "spread", "tflops")
+    )
 
     assert compare([m], measure_path(folder)).change == 0
     assert case_of(m).topology.gbs == 4

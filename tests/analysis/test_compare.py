@@ -22,7 +22,9 @@ def runs(*seconds):
 
 
 def claims(deviation, change, m, n, trials=400, seed=1):
-    """Share of simulated comparisons that claim a difference: medians of runs scatter by `deviation`."""
+    """Share of simulated comparisons that claim a difference: medians of runs scatter by
+    `deviation`.
+    """
     rng = np.random.default_rng(seed)
     found = 0
     for _ in range(trials):
@@ -47,7 +49,13 @@ def test_the_spread_of_single_runs_is_that_of_repeats_among_the_shipped_rows():
     groups = {}
     for row in read_rows(shipped_rows())[0]:
         if row.seconds > 0 and not row.duplicate_of:
-            key = (row.case.cluster.name, row.case.shape, row.case.topology, row.stack, row.case.day)
+            key = (
+                row.case.cluster.name,
+                row.case.shape,
+                row.case.topology,
+                row.stack,
+                row.case.day,
+            )
             groups.setdefault(key, []).append(math.log(row.seconds))
     differences = np.array([max(g) - min(g) for g in groups.values() if len(g) == 2])
     assert len(differences) == SINGLE_FREEDOM
@@ -56,10 +64,13 @@ def test_the_spread_of_single_runs_is_that_of_repeats_among_the_shipped_rows():
 
 def test_where_batches_differ_the_time_of_a_token_counts():
     small, large = (
-        measure_log(log(arguments=ARGUMENTS, global_batch_size=b, sec_per_it=s)) for b, s in ((16, 2), (32, 3))
+        measure_log(log(arguments=ARGUMENTS, global_batch_size=b, sec_per_it=s))
+        for b, s in ((16, 2), (32, 3))
     )
     found = compare([small] * 2, [large] * 2)
-    assert found.unit == "token" and found.change == pytest.approx(math.log(3 / 4)) and found.decided
+    assert (
+        found.unit == "token" and found.change == pytest.approx(math.log(3 / 4)) and found.decided
+    )
     other = measure_log(log(arguments={**ARGUMENTS, "world_size": 16}))
     assert compare([small], [other]).notes == ("A ran on 8 GPUs, B on 16",)
 
@@ -71,7 +82,11 @@ def test_the_command_compares_logs(tmp_path, capsys):
     a, b = (str(tmp_path / name) for name in files)
     assert main(["logs", "compare", a, a, "--with", b, b, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["decided"] and found["runs_a"] == 2 and found["verdict"].startswith("B is 25.0% faster")
+    assert (
+        found["decided"]
+        and found["runs_a"] == 2
+        and found["verdict"].startswith("B is 25.0% faster")
+    )
     assert main(["logs", "compare", a, "--with", a]) == 0
     assert capsys.readouterr().out.startswith("no difference shown")
 
@@ -83,7 +98,10 @@ def test_the_command_compares_logs(tmp_path, capsys):
         (["none", "--with", "a"], "log=none: no such file"),
         (["a", "--with", "a", "--confidence", "2"], "confidence=2.0: must lie between 0.5 and 1"),
         (["a", "--with", "end"], "B=no run: of these has a time of an iteration"),
-        (["a", "--with", "."], "run=.: holds neither run.log nor steps.jsonl; `logs table` reads folders of logs"),
+        (
+            ["a", "--with", "."],
+            "run=.: holds neither run.log nor steps.jsonl; `logs table` reads folders of logs",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(tmp_path, capsys, monkeypatch, arguments, message):
@@ -92,4 +110,7 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, capsys, monkeypatch, argumen
     (tmp_path / "end").write_text(
         "slurmstepd: error: *** JOB 1 ON n CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***\n"
     )
-    assert (main(["logs", "compare", *arguments]), capsys.readouterr().err) == (2, f"trilane: {message}\n")
+    assert (main(["logs", "compare", *arguments]), capsys.readouterr().err) == (
+        2,
+        f"trilane: {message}\n",
+    )

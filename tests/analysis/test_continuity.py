@@ -1,4 +1,6 @@
-"""Continuity: what a restart did not continue is named with its cause, from the logs alone; clean restarts are not."""
+"""Continuity: what a restart did not continue is named with its cause, from the logs alone; clean
+restarts are not.
+"""
 
 import json
 import math
@@ -27,10 +29,14 @@ def found(folder, *parts):
     """The breaks of all trainings in those logs, and what was not judged."""
     logs = [log for name in written(folder, parts) for log in read_runs(name)]
     every = [find_breaks(group) for group in trainings(logs)]
-    return [b for one in every for b in one.breaks], [what for one in every for what in one.unjudged]
+    return [b for one in every for b in one.breaks], [
+        what for one in every for what in one.unjudged
+    ]
 
 
-def restarted(folder, after, before=PLAIN, end=400, step=1, lines=60, dialect="megatron", **arguments):
+def restarted(
+    folder, after, before=PLAIN, end=400, step=1, lines=60, dialect="megatron", **arguments
+):
     """The breaks where `after` goes on at AT with what `before` trained until `end`."""
     last = AT + lines * step
     parts = (before.rows(1, end, step), None), (after.rows(AT, last, step, run=1), arguments)
@@ -46,27 +52,56 @@ def fading(size, lines):
     return lambda i: 1 + size * math.exp((AT - i) / lines)
 
 
-# A cause that the logs do not show (moments, an older checkpoint, another form of the schedule) is none: a "-level".
+# A cause that the logs do not show (moments, an older checkpoint, another form of the schedule) is
+# none: a "-level".
 FAULTS = {
-    "rate from zero": (changed(rate=lambda i: cosine(1000)(i - AT + 1)), "learning_rate", "scheduler-restarted"),
-    "train_iters changed": (changed(rate=cosine(1500), total=1500), "learning_rate", "another-schedule"),
+    "rate from zero": (
+        changed(rate=lambda i: cosine(1000)(i - AT + 1)),
+        "learning_rate",
+        "scheduler-restarted",
+    ),
+    "train_iters changed": (
+        changed(rate=cosine(1500), total=1500),
+        "learning_rate",
+        "another-schedule",
+    ),
     "decay changed": (changed(rate=cosine(700)), "learning_rate", "rate-level"),
     "data from the start": (changed(samples=-64.0 * 400), "consumed_samples", "data-from-start"),
     "data replayed": (changed(samples=-64.0 * 100), "consumed_samples", "data-replayed"),
     "data skipped": (changed(samples=64.0 * 37), "consumed_samples", "data-skipped"),
-    "scale back at its first": (changed(scale=lambda i: 65536.0), "loss_scale", "loss-scale-initial"),
+    "scale back at its first": (
+        changed(scale=lambda i: 65536.0),
+        "loss_scale",
+        "loss-scale-initial",
+    ),
     "another precision": (changed(scale=lambda i: 1.0), "loss_scale", "precision-changed"),
-    "four times the gradient": (changed(norm=lambda i: 4 * PLAIN.norm(i)), "grad_norm", "gradient-scale"),
-    "gradient up": (changed(norm=lambda i: PLAIN.norm(i) * fading(4, 5)(i)), "grad_norm", "gradient-level"),
+    "four times the gradient": (
+        changed(norm=lambda i: 4 * PLAIN.norm(i)),
+        "grad_norm",
+        "gradient-scale",
+    ),
+    "gradient up": (
+        changed(norm=lambda i: PLAIN.norm(i) * fading(4, 5)(i)),
+        "grad_norm",
+        "gradient-level",
+    ),
     "untrained weights": (changed(loss=lambda i: loss_of(i - AT)), "lm_loss", "weights-not-loaded"),
-    "moments lost": (changed(loss=lambda i: loss_of(i) * fading(0.06, 20)(i)), "lm_loss", "loss-level"),
+    "moments lost": (
+        changed(loss=lambda i: loss_of(i) * fading(0.06, 20)(i)),
+        "lm_loss",
+        "loss-level",
+    ),
     "a norm reset": (changed(loss=lambda i: loss_of(i) * 1.3), "lm_loss", "loss-level"),
 }
 
 
-@pytest.mark.parametrize(("end", "step"), [(400, 1), (440, 1), (400, 5)], ids=["at its end", "going back", "sparse"])
+@pytest.mark.parametrize(
+    ("end", "step"), [(400, 1), (440, 1), (400, 5)], ids=["at its end", "going back", "sparse"]
+)
 @pytest.mark.parametrize(("after", "quantity", "cause"), FAULTS.values(), ids=FAULTS.keys())
-def test_what_a_restart_did_not_continue_is_named_alone_with_its_cause(tmp_path, after, quantity, cause, end, step):
+def test_what_a_restart_did_not_continue_is_named_alone_with_its_cause(
+    tmp_path, after, quantity, cause, end, step
+):
     if step > 1 and after in (FAULTS["gradient up"][0], FAULTS["moments lost"][0]):
         pytest.skip("over before two lines were printed")
     breaks, _ = restarted(tmp_path, after, end=end, step=step)
@@ -76,7 +111,9 @@ def test_what_a_restart_did_not_continue_is_named_alone_with_its_cause(tmp_path,
 
 
 def test_breaks_are_those_that_were_recorded(tmp_path):
-    """Every field of each, of trainings that go on at their end, back, and with a line for five iterations."""
+    """Every field of each, of trainings that go on at their end, back, and with a line for five
+    iterations.
+    """
     every = {}
     for name, (after, *_) in FAULTS.items():
         for end, step in ((400, 1), (440, 1), (400, 5)):
@@ -88,17 +125,38 @@ def test_breaks_are_those_that_were_recorded(tmp_path):
 
 
 COUNT = 64.0 * np.arange(1, 101)
-SAMPLES = {"": (6369, 6431), "data-from-start": (32,), "data-replayed": (33, 6367), "data-skipped": (6433,)}
+SAMPLES = {
+    "": (6369, 6431),
+    "data-from-start": (32,),
+    "data-replayed": (33, 6367),
+    "data-skipped": (6433,),
+}
 LIMITS = [  # a column, its values before the restart, and causes, each with values after it
-    ("loss_scale", 1024.0, {"": (257, 4095), "loss-scale-lost": (256, 4096), "precision-changed": (1,)}),
+    (
+        "loss_scale",
+        1024.0,
+        {"": (257, 4095), "loss-scale-lost": (256, 4096), "precision-changed": (1,)},
+    ),
     ("loss_scale", 512.0, {"loss-scale-initial": (2.0**16, 2.0**32)}),
     ("global_batch_size", 1000.0, {"": (991, 1009), "batch-changed": (989, 1011)}),
-    ("learning_rate", 1.0, {"": (0.981, 1.019), "rate-level": (0.051, 0.979, 1.021), "scheduler-restarted": (0.049,)}),
+    (
+        "learning_rate",
+        1.0,
+        {"": (0.981, 1.019), "rate-level": (0.051, 0.979, 1.021), "scheduler-restarted": (0.049,)},
+    ),
     ("consumed_samples", COUNT, SAMPLES),
     ("grad_norm", 0.4, {"": (0.79,), "gradient-scale": (0.81,)}),
     ("lm_loss", 5.0, {"": (4.0, 5.04), "loss-level": (5.06,)}),
-    ("lm_loss", np.where(abs(COUNT - 3200) < 640, 5.5, 5.0), {"": (5.75,), "loss-level": (5.79,)}),  # rose on its own
-    ("lm_loss", np.where(COUNT < 150, 10.0, 8.4), {"loss-level": (9.29,), "weights-not-loaded": (9.31,)}),
+    (
+        "lm_loss",
+        np.where(abs(COUNT - 3200) < 640, 5.5, 5.0),
+        {"": (5.75,), "loss-level": (5.79,)},
+    ),  # rose on its own
+    (
+        "lm_loss",
+        np.where(COUNT < 150, 10.0, 8.4),
+        {"loss-level": (9.29,), "weights-not-loaded": (9.31,)},
+    ),
 ]
 
 
@@ -107,7 +165,9 @@ def test_a_break_begins_at_its_limit(name, before, causes):
     for cause, value in ((cause, value) for cause, values in causes.items() for value in values):
         after = COUNT[:40] + value if name == "consumed_samples" else value
         parts = log(100, **{name: before}), log(40, first=101, name="b.log", **{name: after})
-        assert [(b.quantity, b.cause) for b in find_breaks(parts).breaks] == [(name, cause)] * bool(cause), value
+        assert [(b.quantity, b.cause) for b in find_breaks(parts).breaks] == [(name, cause)] * bool(
+            cause
+        ), value
 
 
 @pytest.mark.parametrize(("before", "after", "few"), [(12, 3, False), (11, 3, True), (12, 2, True)])
@@ -120,8 +180,13 @@ def test_a_ramp_up_or_a_sequence_length_that_begins_again_is_named(tmp_path):
     again = replace(RAMP, batch=lambda i: RAMP.batch(i if i < AT else i - AT))
     breaks, _ = restarted(tmp_path, again, before=RAMP)
     assert [(b.quantity, b.cause) for b in breaks] == [("global_batch_size", "ramp-up-restarted")]
-    small = changed(batch=lambda i: 64.0 if i < AT else 8.0, norm=lambda i: PLAIN.norm(i) * (1 if i < AT else 2.8))
-    assert [b.cause for b in restarted(tmp_path, small)[0]] == ["batch-changed"], "of which the norm is the root"
+    small = changed(
+        batch=lambda i: 64.0 if i < AT else 8.0,
+        norm=lambda i: PLAIN.norm(i) * (1 if i < AT else 2.8),
+    )
+    assert [b.cause for b in restarted(tmp_path, small)[0]] == ["batch-changed"], (
+        "of which the norm is the root"
+    )
     planned = changed(batch=lambda i: 64.0 if i < AT else 96.0)
     assert [b.cause for b in restarted(tmp_path, planned)[0]] == ["batch-changed"]
     assert not restarted(tmp_path, planned, rampup_batch_size="['64', '32', '9765625']")[0]
@@ -131,7 +196,10 @@ def test_a_ramp_up_or_a_sequence_length_that_begins_again_is_named(tmp_path):
 
 def test_only_losses_equal_to_the_last_digit_show_which_checkpoint_was_loaded():
     loss = noisy(400)
-    before, after = log(300, lm_loss=loss[:300]), log(60, first=301, lm_loss=loss[100:160], name="b.log")
+    before, after = (
+        log(300, lm_loss=loss[:300]),
+        log(60, first=301, lm_loss=loss[100:160], name="b.log"),
+    )
     (found,) = find_breaks([before, after]).breaks
     assert (found.cause, found.detail) == ("older-checkpoint", "from iteration 101 on")
 
@@ -153,7 +221,9 @@ COURSES = {
 def test_nothing_is_found_at_a_clean_restart(tmp_path, course, dialect):
     """At its end, going back to the checkpoint, and with a line for ten iterations."""
     for end, step in ((400, 1), (430, 1), (450, 10)):
-        breaks, _ = restarted(tmp_path, course, before=course, end=end, step=step, lines=40, dialect=dialect)
+        breaks, _ = restarted(
+            tmp_path, course, before=course, end=end, step=step, lines=40, dialect=dialect
+        )
         assert not breaks, [b.sentence for b in breaks]
 
 
@@ -194,7 +264,10 @@ def test_a_loss_of_another_level_is_found_sooner_on_the_same_data():
 
     def causes(factor, first):
         after = log(1401 - first, first=first, lm_loss=loss[first - 1 :] * factor, name="b.log")
-        return [(b.cause, b.after.iteration) for b in find_breaks([log(1000, lm_loss=loss[:1000]), after]).breaks]
+        return [
+            (b.cause, b.after.iteration)
+            for b in find_breaks([log(1000, lm_loss=loss[:1000]), after]).breaks
+        ]
 
     assert causes(1.015, 801) == [("loss-level", 801)], "on the same data noise cancels"
     assert causes(0.97, 801) and not causes(0.97, 1001), "a loss falls on its own"
@@ -203,18 +276,31 @@ def test_a_loss_of_another_level_is_found_sooner_on_the_same_data():
 
 def test_several_runs_in_one_file_are_judged_as_in_several(tmp_path, capsys):
     name = tmp_path / "all.log"
-    parts = [PLAIN.rows(1, 400), PLAIN.rows(301, 500, run=1), changed(samples=-640.0).rows(501, 560, run=2)]
+    parts = [
+        PLAIN.rows(1, 400),
+        PLAIN.rows(301, 500, run=1),
+        changed(samples=-640.0).rows(501, 560, run=2),
+    ]
     name.write_text("".join(text(rows, "megatron", {"world_size": 8}) for rows in parts))
     assert main(["logs", "spikes", str(name), "--json"]) == 0
     (training,) = json.loads(capsys.readouterr().out)["trainings"]
     (one,) = training["breaks"]
-    assert (one["restart"], one["quantity"], one["cause"]) == (501, "consumed_samples", "data-replayed")
-    assert one["before"] == {"log": "all.log", "iteration": 500, "value": 32000} and one["after"]["iteration"] == 501
+    assert (one["restart"], one["quantity"], one["cause"]) == (
+        501,
+        "consumed_samples",
+        "data-replayed",
+    )
+    assert (
+        one["before"] == {"log": "all.log", "iteration": 500, "value": 32000}
+        and one["after"]["iteration"] == 501
+    )
     assert main(["logs", "spikes", str(name)]) == 0
     assert "data is replayed" in capsys.readouterr().out
     name.rename(tmp_path / "run.log")  # one run to 04: that of a run folder, resumed twice
     whole = find_breaks([read_run_folder(tmp_path)])
-    assert whole.restarts == 2 and [(b.restart, b.cause) for b in whole.breaks] == [(501, "data-replayed")]
+    assert whole.restarts == 2 and [(b.restart, b.cause) for b in whole.breaks] == [
+        (501, "data-replayed")
+    ]
 
 
 JUMP = changed(loss=lambda i: loss_of(i) * 1.43)
@@ -233,7 +319,9 @@ JUMP = changed(loss=lambda i: loss_of(i) * 1.43)
         (changed(norm=lambda i: 4 * PLAIN.norm(i)), 1, ("weights", "Adam", "averaged"), ("gradients", "samples")),
     ],
 )  # fmt: skip
-def test_causes_are_excluded_by_what_goes_on_and_all_others_remain(tmp_path, after, step, excluded, possible):
+def test_causes_are_excluded_by_what_goes_on_and_all_others_remain(
+    tmp_path, after, step, excluded, possible
+):
     (found,), unjudged = restarted(tmp_path, after, step=step)
     both = [*found.excluded, *found.possible]
     for words, mine in ((excluded, found.excluded), (possible, found.possible)):

@@ -14,7 +14,9 @@ def of(definition: str, tp: int = 1, recompute: str = "none") -> float:
 
 
 def test_the_definition_of_2021_counts_each_ranks_copies_of_norms_and_biases() -> None:
-    """8 s B N; of a layer's parameters 6 h are on every tensor-parallel rank: two norms and two biases."""
+    """8 s B N; of a layer's parameters 6 h are on every tensor-parallel rank: two norms and two
+    biases.
+    """
     one, four = (of("replicated", tp) for tp in (1, 4))
     assert one == 8 * 8 * 2048 * LAYERS
     assert four - one == 8 * 8 * 2048 * 24 * 6 * 2048 * 3

@@ -28,7 +28,12 @@ ARGUMENTS = dict(
 def log(iterations=20, arguments=None, timers=None, name="a.log", first=1, step=1, **columns):
     at = np.arange(first, first + iterations * step, step)
     given = {"sec_per_it": 2.0, "lm_loss": 5.0, **columns}
-    table = pd.DataFrame({"iteration": at, **{k: np.broadcast_to(v, len(at)).astype(float) for k, v in given.items()}})
+    table = pd.DataFrame(
+        {
+            "iteration": at,
+            **{k: np.broadcast_to(v, len(at)).astype(float) for k, v in given.items()},
+        }
+    )
     return RunLog(
         source=Path(name), iterations=table, memory=pd.DataFrame(), status="completed", evidence="",
         dialect="megatron-lm", arguments=arguments or {}, timers=pd.DataFrame(timers or {}),
@@ -42,7 +47,9 @@ def counted(this, **how):
 def test_the_warm_up_does_not_count_but_at_most_half_of_the_lines_are_warm_up():
     assert counted(log(10), warm_up=3) == [4, 5, 6, 7, 8, 9, 10]
     assert len(counted(log(10), warm_up=50)) == 5
-    assert counted(log(4, first=10, step=10), warm_up=5) == [20, 30, 40], "a line of ten iterations is warm-up enough"
+    assert counted(log(4, first=10, step=10), warm_up=5) == [20, 30, 40], (
+        "a line of ten iterations is warm-up enough"
+    )
     assert counted(log(1)) == [1]
 
 
@@ -65,8 +72,14 @@ def test_what_is_left_out_is_reported_with_its_reason():
 @pytest.mark.parametrize(
     ("batch", "left"),
     [
-        ([16, *[5325, 5322, 5311, 5310, 5328] * 3, 4000, 5325, 5322, 5311], [1, 17]),  # filled by tokens
-        ([*range(1920, 2048, 16), *[2048] * 12], [1, 2, 3, 4, 5]),  # the end of a ramp, by 0.8 % a step
+        (
+            [16, *[5325, 5322, 5311, 5310, 5328] * 3, 4000, 5325, 5322, 5311],
+            [1, 17],
+        ),  # filled by tokens
+        (
+            [*range(1920, 2048, 16), *[2048] * 12],
+            [1, 2, 3, 4, 5],
+        ),  # the end of a ramp, by 0.8 % a step
         ([64, 32] * 10, [*range(2, 21, 2)]),
     ],
     ids=("varies after a ramp", "ramp", "two sizes"),
@@ -83,12 +96,16 @@ def printed_rows():
     for row in read_rows(shipped_rows())[0]:
         if row.seconds > 0 and cells[row.row_id]:
             t = row.case.topology
-            setup = RunConfig(shape=row.case.shape, gpus=t.gpus, tp=t.tp, gbs=t.gbs, recompute=t.recompute)
+            setup = RunConfig(
+                shape=row.case.shape, gpus=t.gpus, tp=t.tp, gbs=t.gbs, recompute=t.recompute
+            )
             yield row, float(cells[row.row_id]) * 1e12, flops.rates(setup, row.seconds)
 
 
 def test_the_chronicles_printed_rates_are_the_old_definition_until_20_february_and_narayanans_after():
-    """The prequel's tables: 13 rows of 17 and 20 February, 101 after; three of those contradict themselves."""
+    """The prequel's tables: 13 rows of 17 and 20 February, 101 after; three of those contradict
+    themselves.
+    """
     off = {"replicated": [], "narayanan": []}
     for row, printed, rates in printed_rows():
         if row.row_id.startswith("s003"):
@@ -114,7 +131,9 @@ def test_utilization_is_against_the_card_of_the_log_and_recomputation_counts_onl
         assert flops.rates(RunConfig(**{**vars(setup), **lacks}), 2.0) == {}
         assert flops.utilization(RunConfig(**{**vars(setup), **lacks}), 2.0) == {}
     assert flops.rates(setup, 0.0) == flops.utilization(setup, -1.0) == {}
-    core = 4 * 16 * 2048**2 * 24 * 2048  # recomputed: a third of the attention core's 12 s h a token
+    core = (
+        4 * 16 * 2048**2 * 24 * 2048
+    )  # recomputed: a third of the attention core's 12 s h a token
     assert (selective["hfu"] - selective["mfu"]) * 2 * 8 * 125e12 == pytest.approx(core)
 
 
@@ -123,7 +142,15 @@ def test_utilization_is_against_the_card_of_the_log_and_recomputation_counts_onl
     [
         ({"num_experts": "[64]"}, "num_experts=[64]"),
         ({"window_size": "(4096, 0)"}, "window_size=(4096, 0)"),
-        ({"num_experts": "[1]", "num_query_groups": 16, "ffn_hidden_size": 8192, "kv_channels": 128}, ""),
+        (
+            {
+                "num_experts": "[1]",
+                "num_query_groups": 16,
+                "ffn_hidden_size": 8192,
+                "kv_channels": 128,
+            },
+            "",
+        ),
     ],
 )
 def test_a_model_that_is_no_dense_decoder_has_no_tflops_by_shape_but_those_it_prints(given, named):
@@ -133,10 +160,22 @@ def test_a_model_that_is_no_dense_decoder_has_no_tflops_by_shape_but_those_it_pr
     assert m.config.note == (f"no TFLOPs by shape: {named} is no dense decoder's" if named else "")
 
 
-LLAMA = {"group_query_attention": True, "num_query_groups": 4, "swiglu": True, "ffn_hidden_size": 5632}
-LLAMA |= {"normalization": "RMSNorm", "position_embedding_type": "rope", "untie_embeddings_and_output_weights": True}
+LLAMA = {
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "swiglu": True,
+    "ffn_hidden_size": 5632,
+}
+LLAMA |= {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}
 KINDS = [
-    ({**LLAMA, "add_bias_linear": False}, "4 key-value heads, swiglu 5632, rmsnorm, rotary, biases none, untied"),
+    (
+        {**LLAMA, "add_bias_linear": False},
+        "4 key-value heads, swiglu 5632, rmsnorm, rotary, biases none, untied",
+    ),
     (
         {**LLAMA, "disable_bias_linear": True, "add_qkv_bias": True},
         "4 key-value heads, swiglu 5632, rmsnorm, rotary, biases qkv, untied",
@@ -144,7 +183,11 @@ KINDS = [
     ({"squared_relu": True, "use_rotary_position_embeddings": True}, "squared-relu 8192, rotary"),
     ({"ffn_hidden_size": 6144}, "gelu 6144"),
     (
-        {"position_embedding_type": "PositionEmbeddingType.alibi", "embed_layernorm": True, "glu_activation": "geglu"},
+        {
+            "position_embedding_type": "PositionEmbeddingType.alibi",
+            "embed_layernorm": True,
+            "glu_activation": "geglu",
+        },
         "geglu 8192, alibi, embedding norm",
     ),
     ({"norm": "rmsnorm", "pos_emb": "rotary", "no_weight_tying": True}, "rmsnorm, rotary, untied"),
@@ -160,13 +203,17 @@ def test_a_log_that_prints_its_kind_of_decoder_has_that_shape(given, kind):
 
 
 def test_the_flops_of_a_gate_and_of_shared_keys_are_counted_as_megatron_does():
-    """core_v0.16.1, training.py, num_floating_point_operations: 6 B s per weight of a layer, half of the scores."""
+    """core_v0.16.1, training.py, num_floating_point_operations: 6 B s per weight of a layer, half
+    of the scores.
+    """
     config = measure_log(log(arguments={**ARGUMENTS, **LLAMA, "add_bias_linear": False})).config
     B, s, L, h, V = 16, 2048, 24, 2048, 50304
     weights = h * h * (1 + 2 * 4 / 16) + h * h + 3 * h * 5632
     expected = 6 * B * s * (L * (weights + h * s) + h * V)
     assert flops.rates(config, 1.0)["megatron_causal"] * config.gpus == pytest.approx(expected)
-    whole = flops.iteration_flops(config.shape, B, 2)["replicated"]  # the two RMSNorms of a layer count once more
+    whole = flops.iteration_flops(config.shape, B, 2)[
+        "replicated"
+    ]  # the two RMSNorms of a layer count once more
     assert whole == 8 * B * s * L * (config.shape.layer_parameters + 2 * h)
 
 
@@ -189,23 +236,36 @@ def test_timers_become_phases_once_each():
 
 
 def test_the_spread_is_half_of_what_lies_between_the_quartiles_relative_to_the_median():
-    assert measure_log(log(21, sec_per_it=np.arange(100.0, 121))).spread == pytest.approx((116.25 - 108.75) / 2 / 112.5)
+    assert measure_log(log(21, sec_per_it=np.arange(100.0, 121))).spread == pytest.approx(
+        (116.25 - 108.75) / 2 / 112.5
+    )
 
 
 def test_printed_rates_are_the_median_of_all_lines_but_the_first_where_there_are_others():
     for rates, middle in (([9.0, 2.0, 3.0, 4.0], 3.0), ([9.0, math.nan], 9.0), ([9.0], 9.0)):
-        assert flops.printed_rates(log(len(rates), flops_per_s_per_gpu=np.array(rates))) == {"printed": middle}
-    assert flops.printed_rates(log(2, flops_per_s_per_gpu=math.nan)) == flops.printed_rates(log(2)) == {}
+        assert flops.printed_rates(log(len(rates), flops_per_s_per_gpu=np.array(rates))) == {
+            "printed": middle
+        }
+    assert (
+        flops.printed_rates(log(2, flops_per_s_per_gpu=math.nan))
+        == flops.printed_rates(log(2))
+        == {}
+    )
 
 
 def test_a_log_without_times_has_them_by_its_rate_or_by_its_runtime():
-    rated = log(3, arguments={"deepspeed.train_batch_size": 8}, samples_per_second=np.array([2.0, 4.0, 4.0]))
+    rated = log(
+        3, arguments={"deepspeed.train_batch_size": 8}, samples_per_second=np.array([2.0, 4.0, 4.0])
+    )
     assert flops.mean_seconds(rated) == 2.0
     assert math.isnan(flops.mean_seconds(log(3, arguments={"deepspeed.train_batch_size": 8})))
     assert math.isnan(flops.mean_seconds(log(3, samples_per_second=2.0)))
     for total, seconds in ((40, 2.5), (0, 5.0)):  # else that of the bar
         ended = log(3, arguments={"total_optimization_steps": total}, train_iters=20)
-        assert flops.mean_seconds(RunLog(**{**vars(ended), "summary": {"train_runtime": 100.0}})) == seconds
+        assert (
+            flops.mean_seconds(RunLog(**{**vars(ended), "summary": {"train_runtime": 100.0}}))
+            == seconds
+        )
 
 
 def test_skipped_and_broken_iterations_are_counted():
@@ -216,8 +276,13 @@ def test_skipped_and_broken_iterations_are_counted():
 
 
 def test_logs_of_one_training_join_and_what_was_done_again_counts_once():
-    logs = [log(10, name="1", consumed_samples=np.arange(4, 44, 4)), log(6, first=8, name="2", lm_loss=4.0)]
-    joined = loss_curve.join([logs[0], RunLog(**{**vars(logs[1]), "arguments": {"global_batch_size": 4}})])
+    logs = [
+        log(10, name="1", consumed_samples=np.arange(4, 44, 4)),
+        log(6, first=8, name="2", lm_loss=4.0),
+    ]
+    joined = loss_curve.join(
+        [logs[0], RunLog(**{**vars(logs[1]), "arguments": {"global_batch_size": 4}})]
+    )
     assert joined.table["iteration"].tolist() == list(range(1, 14))
     assert joined.table["lm_loss"].tolist() == [5.0] * 7 + [4.0] * 6
     assert [(r.iteration, r.redone, r.log) for r in joined.restarts] == [(8, 3, "2")]
@@ -228,7 +293,10 @@ def test_logs_of_one_training_join_and_what_was_done_again_counts_once():
 
 
 def test_logs_are_sorted_into_trainings():
-    a, b = log(10, name="a", arguments={"hidden_size": 64}), log(10, name="b", arguments={"hidden_size": 32})
+    a, b = (
+        log(10, name="a", arguments={"hidden_size": 64}),
+        log(10, name="b", arguments={"hidden_size": 32}),
+    )
     goes_on = log(10, first=9, name="c", arguments={"hidden_size": 64})
     later = log(10, first=50, name="d")
     found = loss_curve.trainings([a, b, goes_on, later, log(0, name="empty")])

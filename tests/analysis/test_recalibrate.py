@@ -41,8 +41,14 @@ def eight_of_a_table(table):
     ]
     on = [r for r in rows if r.table == table][:8]
     first, ids = on[0], {r.row_id for r in on}
-    mine = [r for r in rows if (r.case.cluster.gpu.name[:4], r.stack) == (first.case.cluster.gpu.name[:4], first.stack)]
-    blank = dataclasses.replace(Calibration(), regimes=prior_of(first.case.cluster.name, "").regimes)
+    mine = [
+        r
+        for r in rows
+        if (r.case.cluster.gpu.name[:4], r.stack) == (first.case.cluster.gpu.name[:4], first.stack)
+    ]
+    blank = dataclasses.replace(
+        Calibration(), regimes=prior_of(first.case.cluster.name, "").regimes
+    )
     return on, [r for r in mine if r.row_id not in ids], blank
 
 
@@ -55,7 +61,8 @@ def test_eight_rows_of_a_table_lower_the_error_on_the_campaigns_others_and_the_i
         belief = posterior([r.case for r in on], [r.seconds for r in on], fitted, blank)
         widths = belief.half_widths([r.case for r in others])
         before, after = (
-            np.array([abs(math.log(predict_row(r, c).sec_pred / r.seconds)) for r in others]) for c in (blank, fitted)
+            np.array([abs(math.log(predict_row(r, c).sec_pred / r.seconds)) for r in others])
+            for c in (blank, fitted)
         )
         assert np.median(after) < 0.7 * np.median(before), table
         inside += (after < widths).tolist()
@@ -65,7 +72,10 @@ def test_eight_rows_of_a_table_lower_the_error_on_the_campaigns_others_and_the_i
 def test_measured_csv_is_read_back_as_the_cases_that_ran(tmp_path):
     plans = [small_plan("a", dp=2), small_plan("b", tp=2, pp=2)]
     seconds = [round(1.5 * predict(plan).sec_per_it, 9) for plan in plans]
-    runs = [measure_log(log(sec_per_it=s), plan, name=plan.label) for s, plan in zip(seconds, plans, strict=True)]
+    runs = [
+        measure_log(log(sec_per_it=s), plan, name=plan.label)
+        for s, plan in zip(seconds, plans, strict=True)
+    ]
     recalibration = recalibrate.recalibrate(runs)
     recalibration.measured_rows().to_csv(tmp_path / "measured.csv", index=False)
     cluster = tmp_path / "local.json"
@@ -79,11 +89,18 @@ def test_a_lesson_brings_predictions_nearer_and_reports_their_uncertainty(tmp_pa
     plans = [small_plan("a"), small_plan("b", dp=2), small_plan("c", tp=2)]
     blank = [recalibrate.case_of(measure_log(log(), p)) for p in plans]
     true = [1.5 * p.sec_per_it for p in predictions(blank, default(blank[0].cluster))]
-    runs = [measure_log(log(sec_per_it=s), p, name=p.label) for s, p in zip(true, plans, strict=True)]
+    runs = [
+        measure_log(log(sec_per_it=s), p, name=p.label) for s, p in zip(true, plans, strict=True)
+    ]
     recalibration = recalibrate.recalibrate(runs)
     table = recalibration.to_frame()
-    assert (table["recalibrated_over_measured"] - 1).abs().max() < (table["predicted_over_measured"] - 1).abs().min()
-    assert all(p.sec_lo < r.seconds < p.sec_hi for p, r in zip(recalibration.after, recalibration.rows, strict=True))
+    assert (table["recalibrated_over_measured"] - 1).abs().max() < (
+        table["predicted_over_measured"] - 1
+    ).abs().min()
+    assert all(
+        p.sec_lo < r.seconds < p.sec_hi
+        for p, r in zip(recalibration.after, recalibration.rows, strict=True)
+    )
     assert "3 of 3 runs completed" in collect.MeasuredRuns(runs=tuple(runs)).finding(recalibration)
     assert not recalibrate.recalibrate([measure_log(log())])
 
@@ -98,8 +115,14 @@ def test_a_folder_of_anybodys_logs_is_gathered(tmp_path, outputs):
     (folder / "notes").write_text("no training here\n")
     found = collect.measure_runs(Study.open("s"), str(folder), 5)
     assert [m.name for m in found.runs] == ["run", "2 tp1-pp1-dp8", "3 megatron-2021"]
-    assert "TFLOPs" in found._repr_html_() and "Not counted" in found.details() and "MFU" not in found.details()
-    assert len(found.unread) == 1 and found.unread[0].startswith(f"log={folder}/notes: holds no iteration line")
+    assert (
+        "TFLOPs" in found._repr_html_()
+        and "Not counted" in found.details()
+        and "MFU" not in found.details()
+    )
+    assert len(found.unread) == 1 and found.unread[0].startswith(
+        f"log={folder}/notes: holds no iteration line"
+    )
     assert [m.name for m in collect.measure_runs(Study.open("s"), f"{folder}/*.out", 5).timed] == [
         "1 tp1-pp1-dp8",
         "2 megatron-2021",
@@ -116,23 +139,55 @@ def test_a_folder_of_anybodys_logs_is_gathered(tmp_path, outputs):
 
 def test_a_foreign_log_becomes_a_case_where_its_cluster_is_named():
     arguments = {
-        **dict(num_layers=72, hidden_size=14336, num_attention_heads=64, seq_length=2048, padded_vocab_size=250880),
-        **dict(world_size=384, tensor_model_parallel_size=8, pipeline_model_parallel_size=12, micro_batch_size=1),
+        **dict(
+            num_layers=72,
+            hidden_size=14336,
+            num_attention_heads=64,
+            seq_length=2048,
+            padded_vocab_size=250880,
+        ),
+        **dict(
+            world_size=384,
+            tensor_model_parallel_size=8,
+            pipeline_model_parallel_size=12,
+            micro_batch_size=1,
+        ),
         **dict(global_batch_size=2048, bf16=True, recompute_granularity="full", zero_stage=1),
     }
     m = measure_log(log(arguments=arguments, sec_per_it=100.0))
     case = recalibrate.case_of(m, A100)
     assert case.shape == SHAPE and case.topology == CASES[0].topology
     assert recalibrate.case_of(m) is None
-    assert recalibrate.case_of(measure_log(log(arguments={**arguments, "num_layers": 71})), A100) is None
+    assert (
+        recalibrate.case_of(measure_log(log(arguments={**arguments, "num_layers": 71})), A100)
+        is None
+    )
 
 
-NAMES = ("cluster", "gpu", "layers", "hidden", "heads", "seq", "vocab_size", "dp", "tp", "pp", "mbs", "gbs", "engine")
+NAMES = (
+    "cluster",
+    "gpu",
+    "layers",
+    "hidden",
+    "heads",
+    "seq",
+    "vocab_size",
+    "dp",
+    "tp",
+    "pp",
+    "mbs",
+    "gbs",
+    "engine",
+)
 
 
 def ten_rows() -> pd.DataFrame:
-    """Ten runs as typed by a user: a Llama-like 7B by Megatron-DeepSpeed in 2024, on a machine slower by a quarter."""
-    rows = pd.read_csv(shipped_rows().with_name("lucie_jz_a100_2024.csv")).query("gbs % (mbs * dp) == 0 and gpus <= 64")
+    """Ten runs as typed by a user: a Llama-like 7B by Megatron-DeepSpeed in 2024, on a machine
+    slower by a quarter.
+    """
+    rows = pd.read_csv(shipped_rows().with_name("lucie_jz_a100_2024.csv")).query(
+        "gbs % (mbs * dp) == 0 and gpus <= 64"
+    )
     rows["sec_per_it"] *= 1.25
     return rows[["row_id", *NAMES, "ffn", "activation", "sec_per_it"]][:10]
 
@@ -143,22 +198,35 @@ def calibrated(capsys, *words: object) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
-def test_ten_rows_calibrate_alike_from_csv_markdown_python_and_04(tmp_path, outputs, capsys, monkeypatch):
+def test_ten_rows_calibrate_alike_from_csv_markdown_python_and_04(
+    tmp_path, outputs, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     rows = ten_rows()
     rows.to_csv("rows.csv", index=False)
-    typed = rows.rename(columns={"sec_per_it": "Sec/it", "layers": "Layers", "hidden": "NHIDDEN", "mbs": "MBS"})
+    typed = rows.rename(
+        columns={"sec_per_it": "Sec/it", "layers": "Layers", "hidden": "NHIDDEN", "mbs": "MBS"}
+    )
     lines = [list(typed), ["---"] * len(typed.columns), *typed.astype(str).to_numpy().tolist()]
-    Path("rows.md").write_text("# Our runs\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    Path("rows.md").write_text(
+        "# Our runs\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    )
     code, out, err = calibrated(capsys, "rows.csv", "--cluster", "jz-a100-80g", "-o", "own.json")
-    assert (code, err) == (0, "") and "10 rows of megatron-deepspeed-2024 on jz-a100-80g used, 0 not" in out
+    assert (code, err) == (
+        0,
+        "",
+    ) and "10 rows of megatron-deepspeed-2024 on jz-a100-80g used, 0 not" in out
     assert "before" in out and "left out of its fit" in out and "moved: " in out and " -> " in out
     own = calibration_for(A100, "own.json")
     assert (own.rows, own.card, own.cluster) == (10, "A100-80GB", "jz-a100-80g") and own.hash in out
-    _, out, _ = calibrated(capsys, "rows.md", "--cluster", "jz-a100-80g", "-o", "typed.json", "--json")
+    _, out, _ = calibrated(
+        capsys, "rows.md", "--cluster", "jz-a100-80g", "-o", "typed.json", "--json"
+    )
     kept, in_memory = json.loads(out)["calibration"], fit(rows, "jz-a100-80g")
     assert (
-        (kept["name"], kept["hash"]) == ("typed.json", own.hash) == (calibration_for(A100, "typed.json").name, own.hash)
+        (kept["name"], kept["hash"])
+        == ("typed.json", own.hash)
+        == (calibration_for(A100, "typed.json").name, own.hash)
     )
     assert in_memory.fitted.hash == own.hash
     # their name is no stack's: predictions of memory go by it, and a file has another
@@ -181,7 +249,9 @@ def test_ten_rows_calibrate_alike_from_csv_markdown_python_and_04(tmp_path, outp
     )
     assert calibration_for(A100, "ours").hash == own.hash
     _, out, _ = calibrated(capsys, "ours", "--cluster", "jz-a100-80g", "-o", "again.json", "--json")
-    assert json.loads(out)["calibration"]["hash"] == own.hash, "a study has its rows in measured.csv"
+    assert json.loads(out)["calibration"]["hash"] == own.hash, (
+        "a study has its rows in measured.csv"
+    )
 
     before = Path("own.json").read_bytes()
     code, _, err = calibrated(capsys, "rows.csv", "--cluster", "jz-a100-80g", "-o", "own.json")
@@ -200,14 +270,26 @@ def times(factor, at=slice(None)):
 
 
 BAD_ROWS = {
-    "rows without a shape": (lambda r: r.drop(columns=["heads", "layers"]), "has no column layers, heads; needed: "),
-    "empty cells": (lambda r: r.assign(hidden=None, vocab_size=None), "lu-0004: hidden, vocab_size='': is missing"),
+    "rows without a shape": (
+        lambda r: r.drop(columns=["heads", "layers"]),
+        "has no column layers, heads; needed: ",
+    ),
+    "empty cells": (
+        lambda r: r.assign(hidden=None, vocab_size=None),
+        "lu-0004: hidden, vocab_size='': is missing",
+    ),
     "two clusters": (
         lambda r: r.assign(cluster=["jz-a100-80g"] * 5 + ["dgx-a100-80g"] * 5),
         "cluster=jz-a100-80g, dgx-a100-80g: the rows are of two clusters",
     ),
-    "another cluster": (lambda r: r.assign(cluster="dgx-a100-80g"), "cluster=dgx-a100-80g: is what the rows name"),
-    "another card": (lambda r: r.assign(gpu="H100-80GB"), "gpu=H100-80GB: jz-a100-80g has A100-80GB"),
+    "another cluster": (
+        lambda r: r.assign(cluster="dgx-a100-80g"),
+        "cluster=dgx-a100-80g: is what the rows name",
+    ),
+    "another card": (
+        lambda r: r.assign(gpu="H100-80GB"),
+        "gpu=H100-80GB: jz-a100-80g has A100-80GB",
+    ),
     "milliseconds": (
         lambda r: r.rename(columns={"sec_per_it": "ms_per_it"}),
         "column=ms_per_it: seconds of an iteration stand in sec_per_it",
@@ -245,10 +327,16 @@ def test_rows_that_cannot_calibrate_are_refused_in_one_line(name, tmp_path, caps
     change, message = BAD_ROWS[name]
     change(ten_rows()).to_csv("rows.csv", index=False)
     code, out, err = calibrated(capsys, "rows.csv", "--cluster", "jz-a100-80g", "-o", "own.json")
-    assert (code, out, err.count("\n")) == (2, "", 1) and message in err and not Path("own.json").exists()
+    assert (
+        (code, out, err.count("\n")) == (2, "", 1)
+        and message in err
+        and not Path("own.json").exists()
+    )
 
 
-def test_rows_of_a_file_that_do_not_count_are_named_with_the_reason_and_a_frame_with_one_is_refused(tmp_path):
+def test_rows_of_a_file_that_do_not_count_are_named_with_the_reason_and_a_frame_with_one_is_refused(
+    tmp_path,
+):
     rows = ten_rows()
     rows.loc[rows.index[0], "engine"], rows.loc[rows.index[1], "mbs"] = "oneflow", None
     rows = pd.concat([rows, rows[-1:].assign(row_id="twin")]).assign(kv_head=8)
@@ -275,14 +363,21 @@ def test_rows_that_teach_nothing_leave_the_constants_as_they_are(tmp_path, capsy
     code, out, _ = calibrated(capsys, "rows.csv", "--cluster", "jz-a100-80g", "-o", "own.json")
     assert code == 0 and "the constants from before are kept" in out and "moved" not in out
     prior, own = (calibration_for(A100, name) for name in ("megatron-deepspeed-2024", "own.json"))
-    assert all(getattr(own, name) == getattr(prior, name) for name in BOUNDS) and own.card == "A100-80GB"
+    assert (
+        all(getattr(own, name) == getattr(prior, name) for name in BOUNDS)
+        and own.card == "A100-80GB"
+    )
 
 
 @pytest.mark.slow
 def test_the_report_reads_anybodys_logs(tmp_path, outputs):
-    """04_analyze on two foreign logs, one of which tells its arguments and the other only its iterations."""
+    """04_analyze on two foreign logs, one of which tells its arguments and the other only its
+    iterations.
+    """
     (tmp_path / "a.out").write_text(
-        DUMP.replace(" 8\n", " 4\n") + "  micro_batch_size ................ 1\n" + "".join(map(m2021, range(1, 11)))
+        DUMP.replace(" 8\n", " 4\n")
+        + "  micro_batch_size ................ 1\n"
+        + "".join(map(m2021, range(1, 11)))
     )
     (tmp_path / "b.out").write_text("".join(map(m2021, range(1, 11))))
     study = Study.create("theirs")

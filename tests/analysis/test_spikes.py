@@ -1,4 +1,6 @@
-"""Spikes: what was planted is found where it is, with its size and its end; noise and drift are not."""
+"""Spikes: what was planted is found where it is, with its size and its end; noise and drift are
+not.
+"""
 
 import json
 import math
@@ -14,7 +16,9 @@ from trilane.analysis import spikes
 from trilane.analysis.loss_curve import join
 from trilane.cli.app import main
 
-RAW = Path(os.environ.get("TRILANE_PUBLIC_LOGS", "/nonexistent"))  # of other people, and not kept here
+RAW = Path(
+    os.environ.get("TRILANE_PUBLIC_LOGS", "/nonexistent")
+)  # of other people, and not kept here
 
 
 def course(n):
@@ -29,7 +33,9 @@ def found(loss, norm=None):
 
 def noisy(n, deviation=0.02, seed=1, freedom=0):
     rng = np.random.default_rng(seed)
-    return course(n) * np.exp(deviation * (rng.standard_t(freedom, n) if freedom else rng.standard_normal(n)))
+    return course(n) * np.exp(
+        deviation * (rng.standard_t(freedom, n) if freedom else rng.standard_normal(n))
+    )
 
 
 def wandering(n, deviation=0.02, seed=1, memory=0.7):
@@ -47,11 +53,24 @@ def wandering(n, deviation=0.02, seed=1, memory=0.7):
         (lambda seed: noisy(10_000, 0.005, seed), 0),
         (lambda seed: wandering(10_000, 0.02, seed), 0),
         (lambda seed: noisy(10_000, 0.02, seed) * (1 + 0.03 * np.sin(np.arange(10_000) / 900)), 0),
-        (lambda seed: noisy(10_000, 0.02, seed) * (1 + 0.08 * np.exp(-(np.arange(10_000) % 3000) / 500)), 0),
+        (
+            lambda seed: (
+                noisy(10_000, 0.02, seed) * (1 + 0.08 * np.exp(-(np.arange(10_000) % 3000) / 500))
+            ),
+            0,
+        ),
         (lambda seed: noisy(10_000, 0.1, seed), 0),
         (lambda seed: noisy(10_000, 0.02, seed, freedom=5), 2),
     ],
-    ids=["calm", "calmer", "wandering", "drifting", "warm restarts", "small batches", "heavy tails"],
+    ids=[
+        "calm",
+        "calmer",
+        "wandering",
+        "drifting",
+        "warm restarts",
+        "small batches",
+        "heavy tails",
+    ],
 )
 def test_noise_and_drift_raise_no_alarm_in_ten_thousand_iterations(curve, most):
     for seed in range(3):
@@ -71,11 +90,18 @@ def test_a_planted_spike_is_found_with_its_size_and_its_recovery(size, length):
 
 @pytest.mark.parametrize(("size", "rise"), [(2.0, 300), (3.0, 600)])
 def test_a_rise_over_hundreds_of_iterations_is_found_with_its_peak_and_its_end(size, rise):
-    """The median of the 128 lines before follows it: x 1.35 in 300 iterations is seen in calm losses only."""
+    """The median of the 128 lines before follows it: x 1.35 in 300 iterations is seen in calm
+    losses only.
+    """
     loss = noisy(5000, 0.02)
-    loss[2000 : 2000 + 3 * rise] *= size ** np.interp(np.arange(3 * rise), [0, rise, 3 * rise], [0, 1, 0])
+    loss[2000 : 2000 + 3 * rise] *= size ** np.interp(
+        np.arange(3 * rise), [0, rise, 3 * rise], [0, 1, 0]
+    )
     (event,) = [e for e in found(loss) if e.kind == "loss spike"]
-    assert 2001 <= event.iteration <= 2001 + rise / 2 and abs(event.peak_iteration - 2001 - rise) < rise / 5
+    assert (
+        2001 <= event.iteration <= 2001 + rise / 2
+        and abs(event.peak_iteration - 2001 - rise) < rise / 5
+    )
     assert event.peak / event.level == pytest.approx(size, rel=0.1)
     assert event.recovered is not None and abs(event.recovered - 2001 - 3 * rise) < 0.75 * rise
 
@@ -93,7 +119,9 @@ def test_a_loss_that_rises_and_stays_is_a_divergence():
     jump[2000:] *= 2
     slow[2000:] *= np.linspace(1, 1.5, 1000)
     kinds = [(e.kind, e.recovered) for e in found(jump)]
-    assert kinds == [("loss spike", None), ("divergence", None)] and {e.iteration for e in found(jump)} == {2001}
+    assert kinds == [("loss spike", None), ("divergence", None)] and {
+        e.iteration for e in found(jump)
+    } == {2001}
     (event,) = [e for e in found(slow) if e.kind == "divergence"]
     assert 1900 <= event.iteration <= 2300
     broken = noisy(300, 0.01)
@@ -107,8 +135,14 @@ def test_a_loss_that_rises_and_stays_is_a_divergence():
 
 def test_the_command_joins_logs_and_reports(tmp_path, capsys):
     first = [m2021(i, n=60, loss=5 - 0.01 * i + 0.01 * (i % 3)) for i in range(1, 41)]
-    later = [m2021(i, n=60, loss=(9 if i == 50 else 5) - 0.01 * i + 0.01 * (i % 3)) for i in range(36, 61)]
-    lost = [line.replace("lm loss: 5", "other: 5").replace("1.250", "nan") for line in map(m2021, range(1, 41))]
+    later = [
+        m2021(i, n=60, loss=(9 if i == 50 else 5) - 0.01 * i + 0.01 * (i % 3))
+        for i in range(36, 61)
+    ]
+    lost = [
+        line.replace("lm loss: 5", "other: 5").replace("1.250", "nan")
+        for line in map(m2021, range(1, 41))
+    ]
     for name, lines in (("1.log", first), ("2.log", later), ("3.log", lost)):
         (tmp_path / name).write_text("".join(lines))
     files = [str(tmp_path / name) for name in ("1.log", "2.log")]
@@ -120,5 +154,8 @@ def test_the_command_joins_logs_and_reports(tmp_path, capsys):
     assert event["size"] == pytest.approx(math.log(8.51 / 4.51), abs=0.03)
     assert main(["logs", "spikes", files[0], "none"]) == 1
     assert capsys.readouterr().out.endswith("40 lines\n  no spike, jump or divergence\n")
-    assert main(["logs", "spikes", str(tmp_path / "3.log")]) == 0 and main(["logs", "spikes", "none"]) == 2
+    assert (
+        main(["logs", "spikes", str(tmp_path / "3.log")]) == 0
+        and main(["logs", "spikes", "none"]) == 2
+    )
     assert "cannot be judged: 0 lines" in capsys.readouterr().out

@@ -20,10 +20,17 @@ def study(name: str, hidden_size: int = 64, plans: int = 1, **runs: float) -> St
     plan = replace(plan, shape=replace(plan.shape, hidden_size=hidden_size))
     entries = [
         {"id": p.id, **p.to_json(), "prediction": predict(p, default(p.cluster)).to_json()}
-        for p in (replace(plan, label=f"p{n}", topology=replace(plan.topology, mbs=1 + n)) for n in range(plans))
+        for p in (
+            replace(plan, label=f"p{n}", topology=replace(plan.topology, mbs=1 + n))
+            for n in range(plans)
+        )
     ]
     if plans:
-        made.save("plans.json", {"shape": vars(plan.shape), "cluster": "local", "plans": entries}, "02_topology")
+        made.save(
+            "plans.json",
+            {"shape": vars(plan.shape), "cluster": "local", "plans": entries},
+            "02_topology",
+        )
     for run, seconds in runs.items():
         folder = made.folder / "runs" / run
         folder.mkdir(parents=True)
@@ -40,7 +47,9 @@ def test_what_differs_is_a_row_and_what_is_equal_is_none(outputs: Path) -> None:
     study("b", hidden_size=128)
     found = compare_studies(here, "a, b")
     rows = found.differences().to_frame().values.tolist()
-    assert ["model", "hidden_size", "64", "128"] in rows and not [row for row in rows if row[1] == "num_layers"]
+    assert ["model", "hidden_size", "64", "128"] in rows and not [
+        row for row in rows if row[1] == "num_layers"
+    ]
     assert set(here.read) == {"a/plans.json", "b/plans.json"}
     assert "seconds an iteration" in {row[1] for row in rows if row[0] == "prediction"}
     (row,) = [row for row in found.to_json()["differences"] if row["choice"] == "hidden_size"]
@@ -56,7 +65,9 @@ def test_what_differs_is_a_row_and_what_is_equal_is_none(outputs: Path) -> None:
         ('{"plans": [], "shape": 7}', "runs (03_launch)"),
     ],
 )
-def test_what_a_study_lacks_or_what_is_damaged_in_it_is_a_line(outputs: Path, text: str | None, lack: str) -> None:
+def test_what_a_study_lacks_or_what_is_damaged_in_it_is_a_line(
+    outputs: Path, text: str | None, lack: str
+) -> None:
     here = study("a", one=1.25)
     other = study("b", plans=0)
     if text is not None:
@@ -64,7 +75,9 @@ def test_what_a_study_lacks_or_what_is_damaged_in_it_is_a_line(outputs: Path, te
         (other.folder / "calendar.json").write_text('{"days": [], "finish": 7}')
     found = compare_studies(here, "a,b")
     assert any(lack in line for line in found.studies[1].lacks), found.studies[1].lacks
-    assert ">1.25<" in found.runs()._repr_html_(), "the seconds of a run, next to a study without runs"
+    assert ">1.25<" in found.runs()._repr_html_(), (
+        "the seconds of a run, next to a study without runs"
+    )
     assert found.to_json()["lacks"]["a"] and found.summary() and found.differences()
 
 

@@ -9,7 +9,9 @@ from trilane.cli.app import GROUPS, main, root
 
 
 def trilane(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "trilane", *words], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "trilane", *words], capture_output=True, text=True, check=False
+    )
 
 
 def test_bad_input_ends_a_process_with_one_line():
@@ -19,7 +21,9 @@ def test_bad_input_ends_a_process_with_one_line():
 
 def test_a_closed_output_is_no_error():
     """As a cron job or a daemon may start a process."""
-    done = subprocess.run(f"{sys.executable} -m trilane slurm site local >&-", shell=True, capture_output=True)
+    done = subprocess.run(
+        f"{sys.executable} -m trilane slurm site local >&-", shell=True, capture_output=True
+    )
     assert (done.returncode, done.stderr) == (0, b"")
 
 

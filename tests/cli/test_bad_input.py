@@ -30,21 +30,39 @@ BAD = [
     (f"{SEARCH} --gbs 99999999999999999999", "gbs=99999999999999999999: must be at most 1048576"),
     (f"{SEARCH}", "--gbs=missing: needs a value"),
     (f"{SEARCH} --gbs 8 --cp 16", "cp=16: must divide gpus=8"),
-    (f"{SEARCH} --gbs 8 --precision fp8 --cluster jz-a100-80g", "precision=fp8: A100-80GB has no fp8 matrix units"),
+    (
+        f"{SEARCH} --gbs 8 --precision fp8 --cluster jz-a100-80g",
+        "precision=fp8: A100-80GB has no fp8 matrix units",
+    ),
     (f"{SEARCH} --gbs 8 --tp 3", "tp=3: no tp x pp x dp with the pinned sizes makes gpus=8"),
-    (f"{SEARCH} --gbs 8 --shape 72,14336,60,2048,250880", "num_attention_heads=60: must divide hidden_size=14336"),
+    (
+        f"{SEARCH} --gbs 8 --shape 72,14336,60,2048,250880",
+        "num_attention_heads=60: must divide hidden_size=14336",
+    ),
     (f"{SEARCH} --gbs 8 --shape 72,14336,64,2048", "must be five whole numbers"),
     (f"{SEARCH} --gbs 8 --shape nowhere.json", "shape=nowhere.json: no such file"),
-    (f"{SEARCH} --gbs 8 --cluster jz-a100", "known: a100-40g-8, a100-800gbps, a800-8, dgx-a100-80g"),
+    (
+        f"{SEARCH} --gbs 8 --cluster jz-a100",
+        "known: a100-40g-8, a100-800gbps, a800-8, dgx-a100-80g",
+    ),
     (f"{SEARCH} --gbs 8 --gpus 100000 --cluster jz-a100-80g", "gpus=100000: jz-a100-80g has 416"),
     (f"{SEARCH} --gbs 8 --tp 8 --pp 6 --dp 4", "tp x pp x dp=192: contradicts gpus=8"),
-    (f"{SEARCH} --gbs 8 --cluster jz-v100-32g --precision bf16", "V100-32GB has no bf16 matrix units"),
+    (
+        f"{SEARCH} --gbs 8 --cluster jz-v100-32g --precision bf16",
+        "V100-32GB has no bf16 matrix units",
+    ),
     (f"{SEARCH} --gbs 8 --calibration missing.json", "calibration=missing.json: no such file"),
     (f"{SEARCH} --gbs 8 --zero 4", "zero=4: must be at most 3"),
     (f"{SEARCH} --gbs 8 --sequence-parallel maybe", "sequence_parallel=maybe: known: no, yes"),
-    (f"{SEARCH} --gbs 8 --cluster absurd.json", "gpu.memory_bytes=1e+300: must be above 0, at most"),
+    (
+        f"{SEARCH} --gbs 8 --cluster absurd.json",
+        "gpu.memory_bytes=1e+300: must be above 0, at most",
+    ),
     (f"{SIZE} --params 0", "params=0.0: must be above 0"),
-    (f"{SIZE} --params 1e8 --vocab 250880", "params=1e+08: at every usual width an embedding of 250880"),
+    (
+        f"{SIZE} --params 1e8 --vocab 250880",
+        "params=1e+08: at every usual width an embedding of 250880",
+    ),
     (f"{SIZE} --gpus 1000", "gpus=1000: jz-a100-80g has 416"),
     (f"{SIZE} --tokens 100", "tokens=100.0: one iteration takes gbs x seq_length = 4194304"),
     (f"{SIZE} --tolerance 0.9", "tolerance=0.9: must be above 0, below 0.5"),
@@ -59,7 +77,10 @@ BAD = [
     (f"{BEST} --cluster cpu.json", ": has no GPUs"),
     (f"{BEST} --cluster h200,h200", "cluster=h200: is there twice"),
     (f"{BEST} --cluster h200,jz-a100-80g --gpus 500", "gpus=500: jz-a100-80g has 416"),
-    (f"{BEST} --cluster h200 --price 1,2", "price=1,2: give one for all, or one for each of 1 clusters"),
+    (
+        f"{BEST} --cluster h200 --price 1,2",
+        "price=1,2: give one for all, or one for each of 1 clusters",
+    ),
     (f"{BEST} --cluster h200 --price free", "price=free: must be a number above zero"),
     ("plan show", "shape=missing: name a plan"),
     ("plan show ''", "plan='': is empty"),
@@ -70,11 +91,23 @@ BAD = [
     ("plan calendar plan.json", "tokens=missing: needs a value"),
     ("plan backtest rows.csv --cv month", "cv=month: known: date, hidden, table"),
     ("plan backtest rows.csv --cv date --calibration x", "cv=date: contradicts calibration"),
-    ("calibrate rows.csv --cluster h200 -o plan.json", "output=plan.json: exists; name another file"),
+    (
+        "calibrate rows.csv --cluster h200 -o plan.json",
+        "output=plan.json: exists; name another file",
+    ),
     ("calibrate rows.csv --cluster h200 -o out.json", "rows=rows.csv: has no column tp, pp, "),
-    ("calibrate nowhere --cluster h200 -o out.json", "rows=nowhere: is neither a file, nor a folder with runs"),
-    ("calibrate a.log --cluster h200 -o out.json", "rows=1: no different configurations among them can be used"),
-    ("calibrate folder --cluster h200 -o out.json", "rows=folder: is neither a file, nor a folder with runs"),
+    (
+        "calibrate nowhere --cluster h200 -o out.json",
+        "rows=nowhere: is neither a file, nor a folder with runs",
+    ),
+    (
+        "calibrate a.log --cluster h200 -o out.json",
+        "rows=1: no different configurations among them can be used",
+    ),
+    (
+        "calibrate folder --cluster h200 -o out.json",
+        "rows=folder: is neither a file, nor a folder with runs",
+    ),
     ("plan show old.json", f"calibration=mine: {OTHER}"),
     ("plan calendar old.json --tokens 1e9", f"calibration=mine: {OTHER}"),
     ("slurm check old.json --site generic", f"calibration=mine: {OTHER}"),
@@ -103,7 +136,10 @@ BAD = [
     ("run 02", "notebook=02: did you mean 02_topology?"),
     ("plan show plan.jsn", "plan=plan.jsn: no such file; did you mean plan.json?"),
     ("debug hang foldr", "folder=foldr: no such folder; did you mean folder?"),
-    ("slurm status dmo", "run=dmo: no run folder there, and no study of that name; did you mean demo?"),
+    (
+        "slurm status dmo",
+        "run=dmo: no run folder there, and no study of that name; did you mean demo?",
+    ),
     (f"{SEARCH} --gbs 8 --calibration megatron-cor", "did you mean megatron-core?"),
     ("calibrate dmo --cluster h200 -o new.json", "with runs; did you mean demo?"),
     ("run all --resume --fresh", "resume=True: contradicts --fresh"),
@@ -122,7 +158,15 @@ def here(tmp_path, monkeypatch):
     constants = {name: value for name, value in to_json(Calibration()).items() if name != "p2p"}
     old = {**plan, "calibration": {"name": "mine", "hash": "0" * 10, "constants": constants}}
     cpu = plan["cluster"]
-    files = {"old": old, "plan": plan, "cpu": cpu, "absurd": absurd, "many": many, "empty": {"plans": []}, "list": [1]}
+    files = {
+        "old": old,
+        "plan": plan,
+        "cpu": cpu,
+        "absurd": absurd,
+        "many": many,
+        "empty": {"plans": []},
+        "list": [1],
+    }
     for name, values in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
     (tmp_path / "binary").write_bytes(bytes(range(256)) * 8)
@@ -144,7 +188,15 @@ def test_bad_input_is_one_line_and_exit_code_2(here, capsys, line, message):
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("40B", 40e9), ("1.3e9", 1.3e9), ("40e9", 40e9), ("350M", 350e6), ("1.5T", 1.5e12), ("2k", 2e3)]
+    ("text", "value"),
+    [
+        ("40B", 40e9),
+        ("1.3e9", 1.3e9),
+        ("40e9", 40e9),
+        ("350M", 350e6),
+        ("1.5T", 1.5e12),
+        ("2k", 2e3),
+    ],
 )
 def test_counts_are_read_as_people_write_them(text, value):
     assert parse_count("params", text) == pytest.approx(value)

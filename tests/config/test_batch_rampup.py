@@ -5,8 +5,15 @@ import pytest
 from trilane.config.batch_rampup import Ramp, parse_ramp
 from trilane.config.parallelism import Topology
 
-RAMPS = [(Ramp(start=192, increment=16, samples=97_000), 512), (Ramp(start=16, increment=16, samples=1000), 256)]
-RAMPS += [(Ramp(), 64), (Ramp(start=1, increment=1, samples=10), 9), (Ramp(start=8, increment=8, samples=50), 8)]
+RAMPS = [
+    (Ramp(start=192, increment=16, samples=97_000), 512),
+    (Ramp(start=16, increment=16, samples=1000), 256),
+]
+RAMPS += [
+    (Ramp(), 64),
+    (Ramp(start=1, increment=1, samples=10), 9),
+    (Ramp(start=8, increment=8, samples=50), 8),
+]
 
 
 def walked(ramp: Ramp, gbs: int, iterations: int) -> list[int]:
@@ -16,7 +23,9 @@ def walked(ramp: Ramp, gbs: int, iterations: int) -> list[int]:
         consumed = sum(sizes)
         steps = (gbs - ramp.start) // ramp.increment if ramp.samples else 0
         grown = consumed < ramp.samples
-        sizes.append(ramp.start + int(consumed * steps / ramp.samples) * ramp.increment if grown else gbs)
+        sizes.append(
+            ramp.start + int(consumed * steps / ramp.samples) * ramp.increment if grown else gbs
+        )
     return sizes
 
 
@@ -26,7 +35,9 @@ def test_phases_and_counts_are_those_of_a_walk_through_the_iterations(ramp, gbs)
     flat = [phase.gbs for phase in ramp.phases(gbs) for _ in range(phase.iterations)]
     assert flat + [gbs] * (600 - len(flat)) == sizes
     batches = list(ramp.batches(600, gbs))
-    assert [(b.number, b.first, b.gbs) for b in batches] == [(k + 1, sum(sizes[:k]), n) for k, n in enumerate(sizes)]
+    assert [(b.number, b.first, b.gbs) for b in batches] == [
+        (k + 1, sum(sizes[:k]), n) for k, n in enumerate(sizes)
+    ]
     assert list(ramp.batches(600, gbs, done=17)) == batches[17:], "a resumed run takes what is left"
     for count in (1, 2, 17, 400, 600):
         assert ramp.consumed(count, gbs) == sum(sizes[:count])
@@ -47,20 +58,31 @@ def test_the_batch_sizes_that_a_topology_cannot_divide_are_named():
     [
         (Ramp(start=8, increment=8, samples=1000), {"mbs": 4, "dp": 8, "gbs": 256}),
         (Ramp(start=30, increment=2, samples=1000), {"mbs": 2, "dp": 8, "gbs": 2048}),
-        (Ramp(start=12, increment=12, samples=1000), {"mbs": 1, "dp": 4, "gbs": 48, "pp": 2, "interleaving": 2}),
+        (
+            Ramp(start=12, increment=12, samples=1000),
+            {"mbs": 1, "dp": 4, "gbs": 48, "pp": 2, "interleaving": 2},
+        ),
     ],
 )
 def test_a_ramp_that_no_replica_can_share_is_refused(ramp, sizes):
-    with pytest.raises(ValueError, match=r"^ramp=.*: every batch size must be a multiple of mbs x dp"):
+    with pytest.raises(
+        ValueError, match=r"^ramp=.*: every batch size must be a multiple of mbs x dp"
+    ):
         ramp.require_whole(Topology(**sizes))
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: parse_ramp("1,2"), "ramp=1,2: must be three whole numbers: START,INCREMENT,SAMPLES"),
+        (
+            lambda: parse_ramp("1,2"),
+            "ramp=1,2: must be three whole numbers: START,INCREMENT,SAMPLES",
+        ),
         (lambda: Ramp(start=0, increment=1, samples=5), "ramp.start=0: must be above 0"),
-        (lambda: Ramp(start=5, increment=3, samples=9).phases(9), "ramp.increment=3: must divide the way from start=5"),
+        (
+            lambda: Ramp(start=5, increment=3, samples=9).phases(9),
+            "ramp.increment=3: must divide the way from start=5",
+        ),
     ],
 )
 def test_a_ramp_that_leads_nowhere_is_refused(make, message):

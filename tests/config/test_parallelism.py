@@ -17,11 +17,15 @@ from trilane.config.parallelism import Topology, invalid_reason
 A100 = cluster("jz-a100-80g")  # 52 nodes of 8
 SHAPE = parse_shape("24,2048,16,2048,50304")
 EMBED = "type:transformer|embedding"
-EDGES = [  # the whole cluster; 26 layers of 2 stages; layers that the first and the last stage leave
+# the whole cluster; 26 layers of 2 stages; layers that the first and the last stage leave
+EDGES = [
     ({"dp": 416, "gbs": 416}, ""),
     ({"dp": 417, "gbs": 417}, "gpus=417: must not exceed the cluster: jz-a100-80g has 416"),
     ({"pp": 4, "interleaving": 2, "gbs": 8}, ""),
-    ({"pp": 4, "interleaving": 2, "gbs": 5}, "gbs=5: interleaving needs microbatches % pp == 0 (pp=4)"),
+    (
+        {"pp": 4, "interleaving": 2, "gbs": 5},
+        "gbs=5: interleaving needs microbatches % pp == 0 (pp=4)",
+    ),
     ({"pp": 2, "partition": EMBED}, ""),
     ({"pp": 2, "first_stage_layers": 11, "last_stage_layers": 13}, ""),
     ({"pp": 4, "first_stage_layers": 6, "last_stage_layers": 6}, ""),
@@ -34,44 +38,95 @@ def test_a_rule_refuses_what_breaks_it_and_nothing_next_to_it(choices: dict, rea
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "allowed"), [("dgx-h100", 16, True), ("dgx-h100", 12, False), ("jz-h100", 8, False)]
+    ("name", "tp", "allowed"),
+    [("dgx-h100", 16, True), ("dgx-h100", 12, False), ("jz-h100", 8, False)],
 )
-def test_a_tensor_parallel_group_may_fill_nodes_where_the_network_is_half_as_fast_as_the_bus(name, tp, allowed):
+def test_a_tensor_parallel_group_may_fill_nodes_where_the_network_is_half_as_fast_as_the_bus(
+    name, tp, allowed
+):
     """dgx-h100: 400 GB/s a node against 450 a GPU; jz-h100, nodes of 4: 200 against 450."""
     shape = parse_shape("24,3072,48,2048,61440")
     assert (invalid_reason(shape, Topology(tp=tp, dp=4, gbs=4), cluster(name)) is None) is allowed
 
 
 def test_three_groups_of_a_node_of_8_lie_across_two_nodes() -> None:
-    """Heads and vocabulary that 3 divides: the third group of 3 has one GPU on the next node; on one node all fit."""
+    """Heads and vocabulary that 3 divides: the third group of 3 has one GPU on the next node; on
+    one node all fit.
+    """
     shape = parse_shape("24,1536,12,2048,50304")
     two_nodes, one_node = Topology(tp=3, dp=4, gbs=4), Topology(tp=3, dp=2, gbs=2)
-    assert str(invalid_reason(shape, two_nodes, A100)).startswith("tp=3: a tensor-parallel group must stay inside")
+    assert str(invalid_reason(shape, two_nodes, A100)).startswith(
+        "tp=3: a tensor-parallel group must stay inside"
+    )
     assert invalid_reason(shape, one_node, A100) is None
 
 
-SIZES = {"tp": (2, 3, 4, 16), "pp": (2, 3, 6), "dp": (2, 3, 8), "cp": (2, 3, 8), "mbs": (2, 3), "gbs": (4, 6, 96)}
-WORDS = {"zero": (1, 2, 3), "recompute": ("selective", "full", "operators", "block"), "recompute_layers": (1, 25)}
-WORDS |= {"interleaving": (2, 5), "first_stage_layers": (1, 24), "last_stage_layers": (2,), "shards": (2, 3)}
-WORDS |= {"precision": ("fp16", "bf16", "fp8"), "offload": ("optimizer", "full"), "attention": ("scores",)}
-WORDS |= {name: (True,) for name in ("sequence_parallel", "offload_checkpoints", "overlap_tp", "fp32_gradients")}
-WORDS |= {"overlap_grad_reduce": (True,), "overlap_param_gather": (True,), "partition": (EMBED,), "adam": ("torch",)}
-SHAPES = (SHAPE, replace(SHAPE, num_key_value_heads=4, positions="rotary"), parse_shape("26,1032,129,1000,50305"))
+SIZES = {
+    "tp": (2, 3, 4, 16),
+    "pp": (2, 3, 6),
+    "dp": (2, 3, 8),
+    "cp": (2, 3, 8),
+    "mbs": (2, 3),
+    "gbs": (4, 6, 96),
+}
+WORDS = {
+    "zero": (1, 2, 3),
+    "recompute": ("selective", "full", "operators", "block"),
+    "recompute_layers": (1, 25),
+}
+WORDS |= {
+    "interleaving": (2, 5),
+    "first_stage_layers": (1, 24),
+    "last_stage_layers": (2,),
+    "shards": (2, 3),
+}
+WORDS |= {
+    "precision": ("fp16", "bf16", "fp8"),
+    "offload": ("optimizer", "full"),
+    "attention": ("scores",),
+}
+WORDS |= {
+    name: (True,)
+    for name in ("sequence_parallel", "offload_checkpoints", "overlap_tp", "fp32_gradients")
+}
+WORDS |= {
+    "overlap_grad_reduce": (True,),
+    "overlap_param_gather": (True,),
+    "partition": (EMBED,),
+    "adam": ("torch",),
+}
+SHAPES = (
+    SHAPE,
+    replace(SHAPE, num_key_value_heads=4, positions="rotary"),
+    parse_shape("26,1032,129,1000,50305"),
+)
 
 
 def test_every_pair_of_choices_is_allowed_or_refused_as_it_was_recorded() -> None:
-    """How many pairs each rule refuses, and how often a word is in the label of those that no rule does."""
-    choices, found = [(name, v) for name, values in (SIZES | WORDS).items() for v in values], Counter[str]()
+    """How many pairs each rule refuses, and how often a word is in the label of those that no rule
+    does.
+    """
+    choices, found = (
+        [(name, v) for name, values in (SIZES | WORDS).items() for v in values],
+        Counter[str](),
+    )
     for (a, x), (b, y) in itertools.combinations(choices, 2):
         for number, shape in enumerate(SHAPES if a != b else ()):
             try:
                 t = Topology(**{"dp": 2, "gbs": 96, a: x, b: y})
-                reasons = [invalid_reason(shape, t, A100), *(unsupported_reason(e, shape, t) for e in ENGINES)]
+                reasons = [
+                    invalid_reason(shape, t, A100),
+                    *(unsupported_reason(e, shape, t) for e in ENGINES),
+                ]
             except ValueError as error:
                 reasons = [str(error)]
             found.update(f"{number}: {reason}" for reason in reasons if reason)
             if not any(reasons[:1]):
-                found.update(f"{number}: {word}" for e in ENGINES for word in label_of(shape, A100, t, e).split("-"))
+                found.update(
+                    f"{number}: {word}"
+                    for e in ENGINES
+                    for word in label_of(shape, A100, t, e).split("-")
+                )
     machines = (A100, cluster("jz-v100-32g"), small_cluster())
     for engine, machine, shape in itertools.product(ENGINES, machines, SHAPES):
         found[f"{engine}, {machine.name}: {changed(default_topology(shape, machine, engine))}"] += 1

@@ -14,10 +14,20 @@ from trilane.config.training import Optimizer
 
 @pytest.mark.parametrize(
     ("samples", "rate"),
-    [(50, 0.5), (100, 1.0), (350, 0.8681980), (600, 0.55), (850, 0.2318020), (1100, 0.1), (5000, 0.1)],
+    [
+        (50, 0.5),
+        (100, 1.0),
+        (350, 0.8681980),
+        (600, 0.55),
+        (850, 0.2318020),
+        (1100, 0.1),
+        (5000, 0.1),
+    ],
 )
 def test_the_rate_is_that_of_megatrons_cosine(samples: int, rate: float) -> None:
-    """Warm-up over 100 samples to 1, cosine to 0.1 at 1100: the mean at 600, and cos 45 degrees between."""
+    """Warm-up over 100 samples to 1, cosine to 0.1 at 1100: the mean at 600, and cos 45 degrees
+    between.
+    """
     optimizer = Optimizer(lr=1.0, min_lr=0.1, warmup_samples=100, decay_samples=1100)
     assert optimizer.learning_rate(samples, 9999) == pytest.approx(rate, rel=1e-6)
 
@@ -28,11 +38,20 @@ def test_without_a_length_of_its_own_the_decay_lasts_the_whole_run() -> None:
     assert optimizer.learning_rate(800, 800) == 0.0
 
 
-def test_the_id_of_a_plan_is_of_what_changes_its_prediction_and_not_of_defaults(monkeypatch) -> None:
-    """A field that is added, at its default, changes no id; one that no prediction depends on never does."""
+def test_the_id_of_a_plan_is_of_what_changes_its_prediction_and_not_of_defaults(
+    monkeypatch,
+) -> None:
+    """A field that is added, at its default, changes no id; one that no prediction depends on never
+    does.
+    """
     plan = read_plan(REPOSITORY / "docs/plan-176b.json")
     replaced = dataclasses.replace
-    same = replaced(plan, label="x", run=replaced(plan.run, seed=1), shape=replaced(plan.shape, norm_epsilon=1e-6))
+    same = replaced(
+        plan,
+        label="x",
+        run=replaced(plan.run, seed=1),
+        shape=replaced(plan.shape, norm_epsilon=1e-6),
+    )
     other = replaced(plan, topology=replaced(plan.topology, recompute="none"))
     assert same.id == plan.id != other.id
     added = dataclasses.make_dataclass(
@@ -43,12 +62,20 @@ def test_the_id_of_a_plan_is_of_what_changes_its_prediction_and_not_of_defaults(
 
 
 def test_a_label_names_every_choice_beyond_the_defaults_in_the_order_of_the_fields() -> None:
-    t = Topology(tp=2, pp=2, mbs=4, gbs=8, zero=1, recompute="full", partition="type:transformer|embedding")
+    t = Topology(
+        tp=2, pp=2, mbs=4, gbs=8, zero=1, recompute="full", partition="type:transformer|embedding"
+    )
     assert t.label == "tp2-pp2-dp1-mbs4-zero1-full-embed"
-    assert Topology(buckets="library", adam="torch", cp=2).label == "tp1-pp1-dp1-mbs1-cp2-torchadam-librarybuckets"
+    assert (
+        Topology(buckets="library", adam="torch", cp=2).label
+        == "tp1-pp1-dp1-mbs1-cp2-torchadam-librarybuckets"
+    )
 
 
 def test_every_field_of_a_plan_has_its_words() -> None:
-    kinds = (type(small_plan()), *(type(getattr(small_plan(), f.name)) for f in dataclasses.fields(small_plan())))
+    kinds = (
+        type(small_plan()),
+        *(type(getattr(small_plan(), f.name)) for f in dataclasses.fields(small_plan())),
+    )
     for kind in (kind for kind in kinds if dataclasses.is_dataclass(kind)):
         assert [f.name for f in dataclasses.fields(kind) if not f.metadata.get("help")] == [], kind

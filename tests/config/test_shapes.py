@@ -1,4 +1,6 @@
-"""Shapes of files and of five numbers; the parameters of a config.json are those that transformers makes of it."""
+"""Shapes of files and of five numbers; the parameters of a config.json are those that transformers
+makes of it.
+"""
 
 import json
 from dataclasses import replace
@@ -11,15 +13,49 @@ from trilane.config.model import ModelShape, parse_shape
 from trilane.config.shapes import configs, family_of, read_shape, shape_of_config
 
 # Sizes of config.json as published on huggingface.co.
-LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
-LLAMA |= {"num_hidden_layers": 32, "vocab_size": 32000, "hidden_act": "silu", "max_position_embeddings": 4096}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+}
+LLAMA |= {
+    "num_hidden_layers": 32,
+    "vocab_size": 32000,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+}
 LLAMA |= {"tie_word_embeddings": False, "num_key_value_heads": 32}
 LLAMA3 = LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
 MISTRAL = LLAMA3 | {"model_type": "mistral", "vocab_size": 32000, "sliding_window": 4096}
-QWEN2 = LLAMA | {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
-QWEN2 |= {"num_hidden_layers": 28, "num_key_value_heads": 4, "vocab_size": 152064, "use_sliding_window": False}
-BLOOM = {"model_type": "bloom", "n_embed": 4096, "n_head": 32, "n_layer": 30, "vocab_size": 250880, "seq_length": 2048}
-GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
+QWEN2 = LLAMA | {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+}
+QWEN2 |= {
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "use_sliding_window": False,
+}
+BLOOM = {
+    "model_type": "bloom",
+    "n_embed": 4096,
+    "n_head": 32,
+    "n_layer": 30,
+    "vocab_size": 250880,
+    "seq_length": 2048,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
 
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 384}
@@ -40,13 +76,20 @@ MADE = [
     ("gemma", {"num_key_value_heads": 1, "head_dim": 16}),
     ("phi3", {"num_key_value_heads": 2, "pad_token_id": 0}),
 ]
-NOT_COUNTED = {"opt": 2 * 64, "qwen3": 2 * 2 * 16}  # what the notes tell: two positions; norms of queries and keys
+NOT_COUNTED = {
+    "opt": 2 * 64,
+    "qwen3": 2 * 2 * 16,
+}  # what the notes tell: two positions; norms of queries and keys
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("pool")  # whose worker imports transformers for tests/engine/test_hf_export.py, too
+@pytest.mark.xdist_group(
+    "pool"
+)  # whose worker imports transformers for tests/engine/test_hf_export.py, too
 @pytest.mark.parametrize(("kind", "values"), MADE, ids=str)
-def test_the_parameters_are_those_of_the_model_that_transformers_makes(kind: str, values: dict) -> None:
+def test_the_parameters_are_those_of_the_model_that_transformers_makes(
+    kind: str, values: dict
+) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
     width = {} if kind in ("gpt2", "bloom", "opt") else {"intermediate_size": 192}
@@ -64,7 +107,9 @@ def test_every_type_is_compared_with_transformers() -> None:
 
 
 def test_a_key_that_a_configuration_leaves_out_has_its_type_s_default() -> None:
-    """What save_pretrained does not write: tied is the default of gpt2 and not of llama; mistral slides over 4096."""
+    """What save_pretrained does not write: tied is the default of gpt2 and not of llama; mistral
+    slides over 4096.
+    """
     without = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"}
     assert not shape_of_config(without).shape.tied_embeddings
     assert shape_of_config(GPT2).shape.tied_embeddings
@@ -78,21 +123,36 @@ def test_a_key_that_a_configuration_leaves_out_has_its_type_s_default() -> None:
 
 
 def test_what_decides_the_function_besides_the_sizes_is_read() -> None:
-    """Llama 1 has 1e-6 and 10000, Llama 3 1e-5 and 500000 (transformers 5 keeps it deeper); GPT-2 has tanh."""
+    """Llama 1 has 1e-6 and 10000, Llama 3 1e-5 and 500000 (transformers 5 keeps it deeper); GPT-2
+    has tanh.
+    """
     shape = shape_of_config(LLAMA).shape
     assert (shape.norm_epsilon, shape.rotary_base) == (1e-6, 1e4)
-    for theta in ({"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}}):
+    for theta in (
+        {"rope_theta": 5e5},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}},
+    ):
         shape = shape_of_config(LLAMA3 | {"rms_norm_eps": 1e-5} | theta).shape
         assert (shape.norm_epsilon, shape.rotary_base) == (1e-5, 5e5)
     assert shape_of_config(GPT2).shape.norm_epsilon == 1e-5
-    found = [shape_of_config(GPT2 | act).shape.activation for act in ({}, {"activation_function": "gelu"})]
+    found = [
+        shape_of_config(GPT2 | act).shape.activation
+        for act in ({}, {"activation_function": "gelu"})
+    ]
     assert [*found, shape_of_config(BLOOM).shape.activation] == ["gelu-tanh", "gelu", "gelu-tanh"]
 
 
 def test_angles_of_rotary_positions_that_a_shape_does_not_hold_are_a_note() -> None:
-    scaled = shape_of_config(LLAMA3 | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 8192)
+    scaled = shape_of_config(
+        LLAMA3 | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 8192
+    )
     assert scaled.notes == ("rope_type=llama3: a shape has angles as they are",)
-    assert shape_of_config(LLAMA3 | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, 8192).notes == ()
+    assert (
+        shape_of_config(
+            LLAMA3 | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, 8192
+        ).notes
+        == ()
+    )
 
 
 def _file(folder: Path, values: object) -> str:
@@ -104,20 +164,36 @@ def _file(folder: Path, values: object) -> str:
 def test_a_vocabulary_is_padded_where_nobody_padded_it(tmp_path: Path) -> None:
     """Five numbers and a config.json count tokens; a shape's or a plan's own file has rows."""
     assert read_shape("12,768,12,1024,50257").shape.vocab_size == 50304
-    assert read_shape("12,768,12,1024,50257", tp=3).shape.vocab_size == 50304, "16768 rows for each of 3"
-    assert read_shape("12,768,12,1024,50257", tp=5).shape.vocab_size == 50560, "a multiple of 5 x 128"
+    assert read_shape("12,768,12,1024,50257", tp=3).shape.vocab_size == 50304, (
+        "16768 rows for each of 3"
+    )
+    assert read_shape("12,768,12,1024,50257", tp=5).shape.vocab_size == 50560, (
+        "a multiple of 5 x 128"
+    )
     assert read_shape("12,768,12,1024,50304").notes == ()
     _file(tmp_path, GPT2)
     given = read_shape(str(tmp_path), seq_length=512)
     assert (given.shape.vocab_size, given.shape.seq_length) == (50304, 512)
     assert given.notes == ("vocab_size=50257: padded to 50304, a multiple of 128",)
-    own = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 257}
+    own = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "seq_length": 32,
+        "vocab_size": 257,
+    }
     assert read_shape(_file(tmp_path, own)).shape.vocab_size == 257
 
 
 BAD = [
-    ({"model_type": "mixtral", "num_local_experts": 8}, "num_local_experts=8: a shape has one MLP a layer, no experts"),
-    ({"kv_lora_rank": 512}, "kv_lora_rank=512: a shape has heads of queries, keys and values, no latent attention"),
+    (
+        {"model_type": "mixtral", "num_local_experts": 8},
+        "num_local_experts=8: a shape has one MLP a layer, no experts",
+    ),
+    (
+        {"kv_lora_rank": 512},
+        "kv_lora_rank=512: a shape has heads of queries, keys and values, no latent attention",
+    ),
     ({"model_type": "mamba2"}, "model_type=mamba2: known: bloom, gemma,"),
     ({"alibi": True}, "alibi=true: a model of type llama has rotary positions"),
     ({"head_dim": 64}, "head_dim=64: a shape has hidden_size / num_attention_heads = 128"),
@@ -125,21 +201,34 @@ BAD = [
     ({"max_position_embeddings": None}, "seq=missing: is not in the configuration; give it"),
     ({"hidden_act": "tanh\n"}, "hidden_act=tanh"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings=yes: must be true or false"),
-    ({"attention_bias": True}, "biases=attention_bias=true, mlp_bias=false: a shape has all or none of them"),
+    (
+        {"attention_bias": True},
+        "biases=attention_bias=true, mlp_bias=false: a shape has all or none of them",
+    ),
     (
         MISTRAL | {"max_position_embeddings": 32768},
         "sliding_window=4096: a shape attends to the whole sequence, seq = 32",
     ),
-    ({"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before=False: a shape has its norms before"),
+    (
+        {"model_type": "opt", "do_layer_norm_before": False},
+        "do_layer_norm_before=False: a shape has its norms before",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), BAD, ids=[message.partition(":")[0] for _, message in BAD])
+@pytest.mark.parametrize(
+    ("changes", "message"), BAD, ids=[message.partition(":")[0] for _, message in BAD]
+)
 def test_what_is_no_dense_decoder_is_one_line(
     changes: dict, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     path = _file(tmp_path, LLAMA | changes)
-    assert main(["plan", "show", "--shape", path, "--cluster", "dgx-h100", "--gpus", "8", "--gbs", "8"]) == 2
+    assert (
+        main(
+            ["plan", "show", "--shape", path, "--cluster", "dgx-h100", "--gpus", "8", "--gbs", "8"]
+        )
+        == 2
+    )
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"trilane: {message}"), err
@@ -147,7 +236,9 @@ def test_what_is_no_dense_decoder_is_one_line(
 
 LEARNED = parse_shape("2,64,4,64,384")
 ALIBI = replace(LEARNED, positions="alibi", embedding_layernorm=True, activation="gelu-tanh")
-ROTARY = replace(LEARNED, positions="rotary", normalization="rmsnorm", activation="swiglu", biases="none")
+ROTARY = replace(
+    LEARNED, positions="rotary", normalization="rmsnorm", activation="swiglu", biases="none"
+)
 GROUPED = replace(ROTARY, biases="qkv")
 
 
@@ -175,7 +266,9 @@ def test_a_shape_has_its_family(shape: ModelShape, model: str) -> None:
         (replace(GROUPED, activation="geglu"), "activation=geglu: LlamaForCausalLM has swiglu"),
     ],
 )
-def test_a_shape_without_family_is_refused_by_the_name_of_a_field(shape: ModelShape, message: str) -> None:
+def test_a_shape_without_family_is_refused_by_the_name_of_a_field(
+    shape: ModelShape, message: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         family_of(shape)
     assert str(caught.value) == message

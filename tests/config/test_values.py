@@ -17,32 +17,53 @@ from trilane.config.training import Data, Dropout, Optimizer, Part, Run
 from trilane.utils.validation import from_mapping
 
 BLOOM = {"positions": "alibi", "embedding_layernorm": True, "activation": "gelu-tanh"}
-SMALL = ModelShape(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=384)
+SMALL = ModelShape(
+    num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=384
+)
 
 
 def plan(**changes):
-    fields = {"label": "x", "shape": SMALL, "cluster": cluster("jz-a100-80g"), "topology": Topology()}
+    fields = {
+        "label": "x",
+        "shape": SMALL,
+        "cluster": cluster("jz-a100-80g"),
+        "topology": Topology(),
+    }
     return Plan(**{**fields, **changes})
 
 
 BLOOM_176B = replace(parse_shape("70,14336,112,2048,250880"), embedding_layernorm=True)
-LLAMA = {"activation": "swiglu", "ffn_hidden_size": 14336, "num_key_value_heads": 8, "normalization": "rmsnorm"}
+LLAMA = {
+    "activation": "swiglu",
+    "ffn_hidden_size": 14336,
+    "num_key_value_heads": 8,
+    "normalization": "rmsnorm",
+}
 LLAMA |= {"positions": "rotary", "biases": "none", "tied_embeddings": False}
 PUBLISHED = [
     (parse_shape("12,768,12,1024,50257"), 124_439_808),  # Hugging Face's gpt2
     (parse_shape("48,1600,25,1024,50257"), 1_557_611_200),  # gpt2-xl
-    (BLOOM_176B, 176_247_271_424 + 2048 * 14336),  # bigscience/bloom's card, which has ALiBi in place of positions
-    (replace(parse_shape("32,4096,32,8192,128256"), **LLAMA), 8_030_261_248),  # meta-llama/Meta-Llama-3-8B's card
+    (
+        BLOOM_176B,
+        176_247_271_424 + 2048 * 14336,
+    ),  # bigscience/bloom's card, which has ALiBi in place of positions
+    (
+        replace(parse_shape("32,4096,32,8192,128256"), **LLAMA),
+        8_030_261_248,
+    ),  # meta-llama/Meta-Llama-3-8B's card
 ]
 
 
-@pytest.mark.parametrize(("shape", "parameters"), PUBLISHED, ids=["gpt2", "gpt2-xl", "bloom", "llama-3-8b"])
+@pytest.mark.parametrize(
+    ("shape", "parameters"), PUBLISHED, ids=["gpt2", "gpt2-xl", "bloom", "llama-3-8b"]
+)
 def test_a_published_model_has_its_published_parameters(shape: ModelShape, parameters: int) -> None:
     assert shape.parameters == parameters
 
 
 @pytest.mark.parametrize(
-    ("tokens", "tp", "rows"), [(50257, 1, 50304), (50257, 4, 50688), (50304, 1, 50304), (1, 1, 128), (50305, 1, 50432)]
+    ("tokens", "tp", "rows"),
+    [(50257, 1, 50304), (50257, 4, 50688), (50304, 1, 50304), (1, 1, 128), (50305, 1, 50432)],
 )
 def test_a_vocabulary_is_padded_up_and_no_further(tokens: int, tp: int, rows: int) -> None:
     """Megatron-LM prints 50304 for GPT-2 at TP 1 and 50688 at TP 4."""
@@ -50,9 +71,13 @@ def test_a_vocabulary_is_padded_up_and_no_further(tokens: int, tp: int, rows: in
 
 
 def test_flops_give_the_tflops_that_the_chronicles_print():
-    """Prequel, '48 node contenders': 181B, 384 GPUs, GBS 2048, 143.31 s, 112.49 TFLOPs (full recomputation)."""
+    """Prequel, '48 node contenders': 181B, 384 GPUs, GBS 2048, 143.31 s, 112.49 TFLOPs (full
+    recomputation).
+    """
     shape = parse_shape("72,14336,64,2048,250880")
-    assert shape.flops_per_iteration(2048, recompute_full=True) / 143.31 / 384 / 1e12 == pytest.approx(112.49, rel=1e-3)
+    assert shape.flops_per_iteration(
+        2048, recompute_full=True
+    ) / 143.31 / 384 / 1e12 == pytest.approx(112.49, rel=1e-3)
 
 
 def test_a_plan_survives_its_json_file(tmp_path):
@@ -65,7 +90,9 @@ def test_a_plan_survives_its_json_file(tmp_path):
 def test_planning_imports_neither_torch_nor_pandas_nor_scipy():
     modules = "config.plan planning.search planning.sizing slurm.client utils.tables cli.plan costmodel.backtest"
     code = f"import sys\nfor m in '{modules}'.split(): __import__('trilane.' + m)\n"
-    code += "print(sorted({'torch', 'deepspeed', 'megatron', 'pandas', 'scipy'} & set(sys.modules)))"
+    code += (
+        "print(sorted({'torch', 'deepspeed', 'megatron', 'pandas', 'scipy'} & set(sys.modules)))"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 
@@ -78,21 +105,48 @@ EVEN = "type:transformer|embedding"
 NO_ORDER = "samples, at most 17,179,869,184 can be put in an order"
 BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the line begins
     ({"tp": 0}, {}, "tp=0: must be a whole number of at least 1"),
-    ({"pp": 3}, {}, "pp=3: stages (times interleaving) must share the layers evenly: 3 must divide 4 layers"),
-    ({"zero": 1}, {"engine": "deepspeed-zero", "run": Run(fused="te")}, "run.fused=te: engine deepspeed-zero has no"),
     (
-        {"dp": 2, "gbs": 8, "zero": 1, "precision": "bf16", "fp32_gradients": True, "overlap_grad_reduce": True},
+        {"pp": 3},
+        {},
+        "pp=3: stages (times interleaving) must share the layers evenly: 3 must divide 4 layers",
+    ),
+    (
+        {"zero": 1},
+        {"engine": "deepspeed-zero", "run": Run(fused="te")},
+        "run.fused=te: engine deepspeed-zero has no",
+    ),
+    (
+        {
+            "dp": 2,
+            "gbs": 8,
+            "zero": 1,
+            "precision": "bf16",
+            "fp32_gradients": True,
+            "overlap_grad_reduce": True,
+        },
         {"engine": "deepspeed-zero"},
         "overlap_grad_reduce=True: engine deepspeed-zero sums them after the last microbatch",
     ),
-    ({"tp": 2}, {"run": Run(fused="layer")}, "run.fused=layer: compiles layers of engine megatron with tp=1"),
+    (
+        {"tp": 2},
+        {"run": Run(fused="layer")},
+        "run.fused=layer: compiles layers of engine megatron with tp=1",
+    ),
     (
         {"precision": "fp8"},
         {"cluster": cluster("dgx-h100"), "shape": replace(SMALL, ffn_hidden_size=1000)},
         "precision=fp8: engine megatron multiplies fp8 matrices whose sides",
     ),
-    ({"zero": 3}, HF | {"shape": replace(SMALL, **BLOOM)}, "attention=fused: engine hf-zero3 writes the scores of"),
-    ({"pp": 2, "last_stage_layers": 1, "partition": EVEN}, {}, f"partition={EVEN}: contradicts a number of layers"),
+    (
+        {"zero": 3},
+        HF | {"shape": replace(SMALL, **BLOOM)},
+        "attention=fused: engine hf-zero3 writes the scores of",
+    ),
+    (
+        {"pp": 2, "last_stage_layers": 1, "partition": EVEN},
+        {},
+        f"partition={EVEN}: contradicts a number of layers",
+    ),
     (
         {"pp": 2, "first_stage_layers": 4},
         {},
@@ -103,7 +157,11 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
         {},
         "interleaving=2: must",
     ),
-    ({"pp": 6, "zero": 1, "partition": EVEN}, D3, "pp=6: engine deepspeed-3d needs a transformer layer on every stage"),
+    (
+        {"pp": 6, "zero": 1, "partition": EVEN},
+        D3,
+        "pp=6: engine deepspeed-3d needs a transformer layer on every stage",
+    ),
     (
         {"zero": 3, "attention": "scores"},
         HF | {"shape": replace(SMALL, **BLOOM), "dropout": Dropout(hidden=0.1)},
@@ -119,9 +177,17 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
         {"shape": replace(SMALL, **ONE_GROUP)},
         "tp=8: must divide the channels of queries, keys and values: 132",
     ),
-    ({"precision": "bf16"}, {"cluster": cluster("jz-v100-32g")}, "precision=bf16: V100-32GB has no bf16 matrix units"),
+    (
+        {"precision": "bf16"},
+        {"cluster": cluster("jz-v100-32g")},
+        "precision=bf16: V100-32GB has no bf16 matrix units",
+    ),
     ({}, {"label": "a/b"}, "label='a/b': must be a plain folder name"),
-    ({}, {"run": Run(eval_interval=5, eval_iters=1)}, "eval_interval=5: needs a share for validation in data.split"),
+    (
+        {},
+        {"run": Run(eval_interval=5, eval_iters=1)},
+        "eval_interval=5: needs a share for validation in data.split",
+    ),
     ({}, {"run": Run(train_iters=10**12)}, f"train_iters={10**12}: means {10**12:,} {NO_ORDER}"),
 ]
 
@@ -140,20 +206,38 @@ BAD = [
     ),
     (lambda: Data(blend=(Part(source="mock", weight=1),)), 'data.blend=mock: needs source="blend"'),
     (lambda: Data(source="blend"), "data.blend=empty: needs at least two sources"),
-    (lambda: Part(source="mock", weight=0), "data.blend weight of mock=0: must be a number above zero"),
+    (
+        lambda: Part(source="mock", weight=0),
+        "data.blend weight of mock=0: must be a number above zero",
+    ),
     (
         lambda: Data(source="a/" + "b" * 241),
         f"data.source=a/{'b' * 241}: must have at most 4000 bytes, and 240 in each",
     ),
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be above 0"),
     (lambda: Dropout(hidden=1.0), "dropout.hidden=1.0: must be at least 0, below 1"),
-    *[(lambda split=split: Data(split=split), f"data.split={split}: must be shares of") for split in BAD_SPLITS],
-    *[(lambda skip=skip: Run(skip=skip), f"skip={skip}: must be ranges of iterations, such as") for skip in BAD_SKIPS],
+    *[
+        (lambda split=split: Data(split=split), f"data.split={split}: must be shares of")
+        for split in BAD_SPLITS
+    ],
+    *[
+        (lambda skip=skip: Run(skip=skip), f"skip={skip}: must be ranges of iterations, such as")
+        for skip in BAD_SKIPS
+    ],
     (lambda: Run(skip="9-5"), "skip=9-5: 9-5 ends before it begins"),
-    (lambda: Run(skip="5-9,9-12"), "skip=5-9,9-12: ranges must rise and not overlap: 9 comes after 9"),
+    (
+        lambda: Run(skip="5-9,9-12"),
+        "skip=5-9,9-12: ranges must rise and not overlap: 9 comes after 9",
+    ),
     (lambda: from_mapping(Cluster, {"name": "x"}, "cluster"), "cluster.gpu=missing: is required"),
-    (lambda: parse_shape("70,14336"), "shape=70,14336: must be five whole numbers: layers,hidden,heads,seq,vocab"),
-    (lambda: plan_from_json({**plan().to_json(), "topolgy": 1}), "plan field=topolgy: did you mean topology? known: "),
+    (
+        lambda: parse_shape("70,14336"),
+        "shape=70,14336: must be five whole numbers: layers,hidden,heads,seq,vocab",
+    ),
+    (
+        lambda: plan_from_json({**plan().to_json(), "topolgy": 1}),
+        "plan field=topolgy: did you mean topology? known: ",
+    ),
 ]
 
 

@@ -1,4 +1,6 @@
-"""Backtest: bad rows are named, and what a row leaves open is known; its figures are in tests/answers/."""
+"""Backtest: bad rows are named, and what a row leaves open is known; its figures are in
+tests/answers/.
+"""
 
 import csv
 import json
@@ -14,7 +16,13 @@ from trilane.config.engines import default_topology
 from trilane.config.model import parse_shape
 from trilane.costmodel.backtest import backtest
 from trilane.costmodel.calibration import to_json
-from trilane.costmodel.measured_rows import cells_of, every_row, ignored_words, read_rows, shipped_rows
+from trilane.costmodel.measured_rows import (
+    cells_of,
+    every_row,
+    ignored_words,
+    read_rows,
+    shipped_rows,
+)
 from trilane.costmodel.recalibration import fit
 
 SCORED = shipped_rows().with_name("scored.csv")
@@ -29,23 +37,44 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_the_command_prints_the_json_of_the_issue(capsys, tmp_path):
-    path = written(tmp_path, f"{HEADER}\n{GOOD}\n{GOOD.replace('x,', 'y,').replace(',384,', ',383,')}\n")
+    path = written(
+        tmp_path, f"{HEADER}\n{GOOD}\n{GOOD.replace('x,', 'y,').replace(',384,', ',383,')}\n"
+    )
     assert main(["plan", "backtest", str(path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert set(printed) == {"rows", "skipped", "summary"}
-    assert set(printed["rows"][0]) == {"row_id", "sec_pred", "sec_lo", "sec_hi", "mem_gib_pred", "oom_probability"}
-    assert printed["skipped"] == [{"row_id": "y", "reason": "gpus=383: unlike tp x pp x dp = 8 x 6 x 8 = 384"}]
-    assert printed["rows"][0]["sec_lo"] < printed["rows"][0]["sec_pred"] < printed["rows"][0]["sec_hi"]
+    assert set(printed["rows"][0]) == {
+        "row_id",
+        "sec_pred",
+        "sec_lo",
+        "sec_hi",
+        "mem_gib_pred",
+        "oom_probability",
+    }
+    assert printed["skipped"] == [
+        {"row_id": "y", "reason": "gpus=383: unlike tp x pp x dp = 8 x 6 x 8 = 384"}
+    ]
+    assert (
+        printed["rows"][0]["sec_lo"] < printed["rows"][0]["sec_pred"] < printed["rows"][0]["sec_hi"]
+    )
 
 
 def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
-    """Every seventh A100 row as calibration, on a cluster file of another name: the error of all rows falls."""
+    """Every seventh A100 row as calibration, on a cluster file of another name: the error of all
+    rows falls.
+    """
     rows = pd.read_csv(SCORED)
-    timed = rows[(rows["cluster"] == "jz-a100-80g") & (rows["sec_per_it"] > 0) & (rows["date"] >= "2022-02-25")]
+    timed = rows[
+        (rows["cluster"] == "jz-a100-80g")
+        & (rows["sec_per_it"] > 0)
+        & (rows["date"] >= "2022-02-25")
+    ]
     timed = timed.drop(columns=["cluster", "duplicate_of"])
     own = tmp_path / "own.json"
     own.write_text(json.dumps(to_json(fit(timed[::7][:10], "a100-800gbps").fitted)))
-    cold, warm = (backtest(timed, "a100-800gbps", calibration=name).summary() for name in ("", str(own)))
+    cold, warm = (
+        backtest(timed, "a100-800gbps", calibration=name).summary() for name in ("", str(own))
+    )
     assert warm["median"] < 0.05 and warm["p90"] < 0.15 and warm["median"] < cold["median"]
 
 
@@ -78,12 +107,22 @@ LLAMA = "x,jz-a100-80g,A100-80GB,8,32,4096,32,2048,32000,8,1,1,3,192,1,bf16,11.5
 
 def test_a_column_has_the_name_of_a_field_and_what_is_open_is_as_in_plan_show(tmp_path):
     names, cells = "tied_embeddings,ffn,kv_heads,activation,engine", "no,11008.0,8,swiglu,FSDP"
-    (row,), skipped = read_rows(written(tmp_path, f"{HEADER},{names}\n{LLAMA.replace(',1,bf16', ',,')},{cells}\n"))
-    shape = replace(parse_shape("32,4096,32,2048,32000"), activation="swiglu", num_key_value_heads=8)
+    (row,), skipped = read_rows(
+        written(tmp_path, f"{HEADER},{names}\n{LLAMA.replace(',1,bf16', ',,')},{cells}\n")
+    )
+    shape = replace(
+        parse_shape("32,4096,32,2048,32000"), activation="swiglu", num_key_value_heads=8
+    )
     shape = replace(shape, tied_embeddings=False, ffn_hidden_size=11008)
     topology = default_topology(shape, row.case.cluster, tp=1, pp=1, dp=8, mbs=3, gbs=192)
-    topology = replace(topology, overlap_grad_reduce=True, zero=3)  # as the stack does where the row does not say
-    assert not skipped and (row.case.shape, row.case.topology, row.stack) == (shape, topology, "fsdp")
+    topology = replace(
+        topology, overlap_grad_reduce=True, zero=3
+    )  # as the stack does where the row does not say
+    assert not skipped and (row.case.shape, row.case.topology, row.stack) == (
+        shape,
+        topology,
+        "fsdp",
+    )
 
 
 def test_a_configuration_written_as_cells_is_read_as_itself(tmp_path):
@@ -115,14 +154,20 @@ def test_an_unknown_column_or_stack_is_named(tmp_path, capsys):
     printed = capsys.readouterr().err
     assert "\x1b" not in printed
     assert "ignored column=kv_head: is not known and not read; did you mean kv_heads?" in printed
-    assert "column=colour" in printed and "engine=moonlight: no stack of that name was measured" in printed
+    assert (
+        "column=colour" in printed
+        and "engine=moonlight: no stack of that name was measured" in printed
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "skipped"), [("dlperf_v100", 36, 0), ("dgxc_nemotron_h100", 24, 0), ("lucie_jz_a100_2024", 46, 6)]
+    ("name", "rows", "skipped"),
+    [("dlperf_v100", 36, 0), ("dgxc_nemotron_h100", 24, 0), ("lucie_jz_a100_2024", 46, 6)],
 )
 def test_the_rows_of_other_cards_and_stacks_ship_with_their_sources(name, rows, skipped):
-    """Six rows of Lucie are skipped: five have a batch or a number of GPUs that does not divide, one no micro-batch."""
+    """Six rows of Lucie are skipped: five have a batch or a number of GPUs that does not divide,
+    one no micro-batch.
+    """
     path = shipped_rows().with_name(f"{name}.csv")
     read, refused = read_rows(path)
     assert (len(read), len(refused)) == (rows, skipped) and not ignored_words(path)

@@ -20,11 +20,21 @@ from trilane.costmodel.measured_rows import every_row, usable
 
 A100 = cluster("jz-a100-80g")
 SHAPE = parse_shape("72,14336,64,2048,250880")
-SPREAD = [(8, 12, 4, 1), (8, 6, 8, 2), (4, 12, 8, 1), (1, 12, 32, 1), (8, 12, 4, 8), (2, 12, 16, 2), (4, 6, 16, 4)]
+SPREAD = [
+    (8, 12, 4, 1),
+    (8, 6, 8, 2),
+    (4, 12, 8, 1),
+    (1, 12, 32, 1),
+    (8, 12, 4, 8),
+    (2, 12, 16, 2),
+    (4, 6, 16, 4),
+]
 CASES = [
     Configuration(
         shape=SHAPE,
-        topology=Topology(tp=t, pp=p, dp=d, mbs=m, gbs=2048, precision="bf16", recompute="full", zero=1),
+        topology=Topology(
+            tp=t, pp=p, dp=d, mbs=m, gbs=2048, precision="bf16", recompute="full", zero=1
+        ),
         cluster=A100,
     )
     for t, p, d, m in SPREAD
@@ -48,11 +58,17 @@ def test_calibration_recovers_what_made_the_rows():
 
 
 def test_rows_that_do_not_predict_each_other_leave_the_prior_and_few_that_do_pull_a_little():
-    """Seconds at random around the prediction say nothing; all 20 % above it say that the machine is slower."""
+    """Seconds at random around the prediction say nothing; all 20 % above it say that the machine
+    is slower.
+    """
     known = [seconds(c, Calibration()) for c in CASES]
     noise = np.random.default_rng(1).lognormal(0, 0.15, len(CASES))
-    lost = refit(CASES, [s * n / np.median(noise) for s, n in zip(known, noise, strict=True)], Calibration())
-    assert lost.weight == 0 and all(getattr(lost.calibration, n) == getattr(Calibration(), n) for n in BOUNDS)
+    lost = refit(
+        CASES, [s * n / np.median(noise) for s, n in zip(known, noise, strict=True)], Calibration()
+    )
+    assert lost.weight == 0 and all(
+        getattr(lost.calibration, n) == getattr(Calibration(), n) for n in BOUNDS
+    )
     slow = refit(CASES, [1.2 * s for s in known], Calibration())
     assert slow.weight > 0 and np.abs(slow.after).max() < 0.1 < np.abs(slow.before).max()
 
@@ -67,19 +83,29 @@ def test_rows_narrow_what_is_known_of_a_constant_and_one_wild_row_is_not_the_mod
     measured = [1.1 * seconds(c, Calibration()) for c in CASES]
     fitted = fit_time(CASES, measured, Calibration())
     left = dict(zip(BOUNDS, fitted.deviations, strict=True))
-    assert left["pace"] < 0.7 * BOUNDS["pace"].deviation and left["flash"] > 0.99 * BOUNDS["flash"].deviation
-    calm, wild = (posterior(CASES, [*measured[:-1], m * measured[-1]], fitted, Calibration()).misfit for m in (1, 10))
+    assert (
+        left["pace"] < 0.7 * BOUNDS["pace"].deviation
+        and left["flash"] > 0.99 * BOUNDS["flash"].deviation
+    )
+    calm, wild = (
+        posterior(CASES, [*measured[:-1], m * measured[-1]], fitted, Calibration()).misfit
+        for m in (1, 10)
+    )
     assert calm < wild < 0.1
 
 
 def test_two_rows_that_agree_change_nothing_that_they_do_not_touch():
     measured = [seconds(c, Calibration()) for c in CASES[:2]]
     fitted = fit_time(CASES[:2], measured, Calibration())
-    assert all(getattr(fitted, n) == pytest.approx(getattr(Calibration(), n), rel=0.02) for n in BOUNDS)
+    assert all(
+        getattr(fitted, n) == pytest.approx(getattr(Calibration(), n), rel=0.02) for n in BOUNDS
+    )
 
 
 def test_a_regime_takes_the_blame_for_its_days_only():
-    slow = Regime(name="slow", constants=("p2p", "network"), first_day="2026-01-02", last_day="2026-01-03")
+    slow = Regime(
+        name="slow", constants=("p2p", "network"), first_day="2026-01-02", last_day="2026-01-03"
+    )
     prior = dataclasses.replace(Calibration(), regimes=(slow,))
     truth = dataclasses.replace(prior, regimes=(dataclasses.replace(slow, factor=0.1),))
     days = ["2026-01-01", "2026-01-02"]
@@ -105,11 +131,20 @@ def test_a_saved_calibration_is_read_back_whole(tmp_path):
         ({"half_width": 900}, "calibration.half_width=900.0: must be at most 200"),
         ({"rows": -3}, "calibration.rows=-3: must be a whole number of at least 0"),
         ({"stack": "a\x1b[2J"}, "must be one line"),
-        ({"regimes": [{"name": "a", "constants": ["nope"], "first_day": "", "last_day": ""}]}, "regime.constants=nope"),
+        (
+            {"regimes": [{"name": "a", "constants": ["nope"], "first_day": "", "last_day": ""}]},
+            "regime.constants=nope",
+        ),
         ({"own": [{"gpus": 8}]}, "calibration.own={'gpus': 8}: must be a list"),
         ({"own": [[8.0] * 7 + [0.0]]}, "calibration.own=1: must be 8 positive numbers a run"),
-        ({"matmull": 0.7}, "has other constants than this version (matmull); calibrate or search again"),
-        ({"network": ...}, "has other constants than this version (network); calibrate or search again"),
+        (
+            {"matmull": 0.7},
+            "has other constants than this version (matmull); calibrate or search again",
+        ),
+        (
+            {"network": ...},
+            "has other constants than this version (network); calibrate or search again",
+        ),
         ({"network": "fast"}, "calibration.network='fast': must be a number"),
     ],
 )
@@ -129,17 +164,24 @@ def test_rows_and_times_must_come_in_pairs():
 
 
 def test_launches_that_do_not_block_take_less_time_than_those_of_the_a100_rows():
-    """Measured with CUDA_LAUNCH_BLOCKING=1: the chronicles' prequel has -6 % on 80 GPUs and nothing on 160."""
+    """Measured with CUDA_LAUNCH_BLOCKING=1: the chronicles' prequel has -6 % on 80 GPUs and nothing
+    on 160.
+    """
     blocked, free = (shipped.default(cluster(name)) for name in ("jz-a100-80g", "dgx-h100"))
     assert blocked.without_launch_blocking().launch_s < blocked.launch_s
     assert free.without_launch_blocking() == free
 
 
 def test_a_software_stack_has_constants_of_its_own_on_a_cluster(tmp_path):
-    """Those fitted there, those of a JSON file, or what its other clusters share; the cluster's own without a name."""
+    """Those fitted there, those of a JSON file, or what its other clusters share; the cluster's own
+    without a name.
+    """
     of_rows = shipped.calibration_for(A100)
     assert of_rows == shipped.default(A100)
-    later, core = (shipped.calibration_for(A100, stack) for stack in ("megatron-deepspeed-2024", "megatron-core"))
+    later, core = (
+        shipped.calibration_for(A100, stack)
+        for stack in ("megatron-deepspeed-2024", "megatron-core")
+    )
     assert (later.rows, core.rows) == (46, 0) and later != of_rows
     assert core.reduce_scatter > of_rows.reduce_scatter and core.half_width > of_rows.half_width
     file = tmp_path / "own.json"
@@ -148,7 +190,9 @@ def test_a_software_stack_has_constants_of_its_own_on_a_cluster(tmp_path):
 
 
 def test_a_card_after_the_h100_has_the_constants_of_an_unmeasured_h100_cluster():
-    """Not those of an A100: an H100's element-wise kernels and flash attention are further from their peaks."""
+    """Not those of an A100: an H100's element-wise kernels and flash attention are further from
+    their peaks.
+    """
     h200, a100 = cluster("h200"), cluster("a100-800gbps")
     later = dataclasses.replace(h200.gpu, name="B200-180GB", compute_capability=(10, 0))
     new = shipped.default(dataclasses.replace(h200, name="mine", gpu=later))
@@ -157,7 +201,9 @@ def test_a_card_after_the_h100_has_the_constants_of_an_unmeasured_h100_cluster()
 
 
 def test_without_a_pipeline_nothing_waits_in_a_bubble():
-    case = dataclasses.replace(CASES[0], topology=Topology(tp=8, dp=48, mbs=1, gbs=2064, precision="bf16"))
+    case = dataclasses.replace(
+        CASES[0], topology=Topology(tp=8, dp=48, mbs=1, gbs=2064, precision="bf16")
+    )
     assert iteration_time(case.shape, case.topology, A100, Calibration()).bubble == 0
 
 
@@ -166,7 +212,9 @@ def test_a_row_far_out_informs_other_clusters_less_and_software_without_a_name_i
     known = shipped.default(rows[0].case.cluster, rows[0].stack)
     wild = [*rows[:-1], dataclasses.replace(rows[-1], seconds=10 * rows[-1].seconds)]
     near, far = shipped.Fit.of(rows, known), shipped.Fit.of(wild, known)
-    assert far.trust[-1] < 0.1 < 0.4 < near.trust.min() and (far.trust[:-1] == near.trust[:-1]).all()
+    assert (
+        far.trust[-1] < 0.1 < 0.4 < near.trust.min() and (far.trust[:-1] == near.trust[:-1]).all()
+    )
     nameless = dataclasses.replace(near, stack="")
     assert nameless.shares(near.cluster, "") == (True, True, False)
     later = dataclasses.replace(near, stack="megatron-deepspeed-2024")

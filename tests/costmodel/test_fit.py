@@ -16,7 +16,9 @@ def test_the_slopes_of_a_linear_function_are_its_matrix() -> None:
 
 def test_without_noise_the_minimum_is_the_truth_that_a_wide_prior_allows() -> None:
     truth, wide = np.array([0.3, -0.2]), np.full(2, 1e3)
-    found = robust_minimum(lambda logs: (logs - truth) @ A.T, np.zeros(2), wide, (-wide, wide), 0.02)
+    found = robust_minimum(
+        lambda logs: (logs - truth) @ A.T, np.zeros(2), wide, (-wide, wide), 0.02
+    )
     assert np.allclose(found, truth, atol=1e-4)
 
 
@@ -24,7 +26,9 @@ def test_the_errors_of_many_constants_at_once_are_those_of_one_after_another() -
     """Of rows of several clusters, some in a regime of their own."""
     rows = [row for row in every_row() if np.isfinite(row.seconds)][::7]
     prior = default(rows[0].case.cluster)
-    errors = time_errors([r.case for r in rows], np.array([r.seconds for r in rows]), prior.regimes, prior)
+    errors = time_errors(
+        [r.case for r in rows], np.array([r.seconds for r in rows]), prior.regimes, prior
+    )
     start = np.log([*(getattr(prior, name) for name in BOUNDS), *(r.factor for r in prior.regimes)])
     points = start + 0.1 * np.eye(len(start))
     assert len({r.case.cluster.name for r in rows}) > 1

@@ -23,7 +23,9 @@ from trilane.costmodel.layers import (
 A100 = cluster("jz-a100-80g")
 SHAPE = parse_shape("24,2048,16,2048,50304")
 NO_WAITS = Constants(node=1.0, network=1.0, skew_s=0.0, handoff_s=0.0)
-IDEAL = replace(A100, node_bytes_per_s=100e9, network_bytes_per_s=80e9, latency_s=0.0, pair_bytes_per_s=None)
+IDEAL = replace(
+    A100, node_bytes_per_s=100e9, network_bytes_per_s=80e9, latency_s=0.0, pair_bytes_per_s=None
+)
 
 
 def columns(**topology: object) -> Columns:
@@ -32,13 +34,19 @@ def columns(**topology: object) -> Columns:
 
 @pytest.mark.parametrize(("tp", "factor"), [(2, 1.0), (4, 1.5), (8, 1.75)])
 def test_an_all_reduce_moves_as_often_its_bytes_as_nccl_tests_count(tp: int, factor: float) -> None:
-    """NVIDIA, nccl-tests' doc/PERFORMANCE.md: the bus carries 2 (n - 1) / n of the bytes; 2 x 2048 x 2048 bf16 here."""
+    """NVIDIA, nccl-tests' doc/PERFORMANCE.md: the bus carries 2 (n - 1) / n of the bytes; 2 x 2048
+    x 2048 bf16 here.
+    """
     x = columns(tp=tp, mbs=2, gbs=2)
-    assert float(all_reduce_seconds(x, IDEAL, NO_WAITS)) == pytest.approx(factor * 2 * 2048 * 2048 * 2 / 100e9)
+    assert float(all_reduce_seconds(x, IDEAL, NO_WAITS)) == pytest.approx(
+        factor * 2 * 2048 * 2048 * 2 / 100e9
+    )
 
 
 def test_an_all_reduce_waits_once_for_each_step_of_the_ring() -> None:
-    """Latency t - 1 times; the wait for the last of 8 is quoted for 8, and grows with the ring's steps."""
+    """Latency t - 1 times; the wait for the last of 8 is quoted for 8, and grows with the ring's
+    steps.
+    """
     base = float(all_reduce_seconds(columns(tp=4), IDEAL, NO_WAITS))
     slow = float(all_reduce_seconds(columns(tp=4), replace(IDEAL, latency_s=1e-3), NO_WAITS))
     assert slow - base == pytest.approx(3e-3)
@@ -47,8 +55,12 @@ def test_an_all_reduce_waits_once_for_each_step_of_the_ring() -> None:
 
 
 @pytest.mark.parametrize(("tp", "share"), [(16, 1), (32, 1), (12, 0.5)])
-def test_a_tensor_parallel_group_that_fills_nodes_has_their_whole_network(tp: int, share: float) -> None:
-    """DLPerf's rows of TP 16 and 32 on nodes with one 100 Gb/s card reach 60 % of it; a group of 12 shares a node."""
+def test_a_tensor_parallel_group_that_fills_nodes_has_their_whole_network(
+    tp: int, share: float
+) -> None:
+    """DLPerf's rows of TP 16 and 32 on nodes with one 100 Gb/s card reach 60 % of it; a group of 12
+    shares a node.
+    """
     wide, x = replace(IDEAL, network_bytes_per_s=50e9), replace(columns(), tp=tp)
     moved = 2 * (tp - 1) / tp * 2048 * 2048 * 2
     assert float(all_reduce_seconds(x, wide, NO_WAITS)) == pytest.approx(moved / (share * 50e9))
@@ -63,7 +75,9 @@ def test_a_layer_costs_the_larger_of_gpu_and_host_time(host_s: float, waits: boo
 
 
 def test_a_layer_has_four_all_reduces_and_six_where_it_is_recomputed() -> None:
-    """Narayanan et al. 2021, arXiv:2104.04473, section 3.2: two forward, two backward, and the forward once more."""
+    """Narayanan et al. 2021, arXiv:2104.04473, section 3.2: two forward, two backward, and the
+    forward once more.
+    """
     one = float(all_reduce_seconds(columns(tp=8), A100, NO_WAITS))
     for recompute, count in (("none", 4), ("selective", 4), ("full", 6), ("operators", 5)):
         found = layer_time(columns(tp=8, recompute=recompute), A100, NO_WAITS).tensor_parallel
@@ -73,22 +87,38 @@ def test_a_layer_has_four_all_reduces_and_six_where_it_is_recomputed() -> None:
 def test_full_recomputation_costs_one_forward_pass_more_of_everything() -> None:
     """Forward F and backward B: F + B without, 2 F + B with; selective repeats the attention alone."""
     x, c = columns(), NO_WAITS
-    none, selective, full = (layer_time(columns(recompute=r), A100, c) for r in ("none", "selective", "full"))
+    none, selective, full = (
+        layer_time(columns(recompute=r), A100, c) for r in ("none", "selective", "full")
+    )
     attention, elements = attention_seconds(x, A100, c)[0], elementwise_seconds(x, A100, c)[0]
-    assert full.attention - none.attention == pytest.approx(float(attention)) == selective.attention - none.attention
+    assert (
+        full.attention - none.attention
+        == pytest.approx(float(attention))
+        == selective.attention - none.attention
+    )
     assert full.elementwise - none.elementwise == pytest.approx(float(elements))
-    assert full.matmul / none.matmul == pytest.approx(4 / 3, rel=0.05), "a backward pass is two forward ones"
+    assert full.matmul / none.matmul == pytest.approx(4 / 3, rel=0.05), (
+        "a backward pass is two forward ones"
+    )
     assert selective.matmul == none.matmul and selective.elementwise == none.elementwise
     operators, half = layer_time(columns(recompute="operators"), A100, c), SHAPE.num_layers // 2
-    assert none.matmul < operators.matmul < full.matmul and operators.elementwise == full.elementwise
+    assert (
+        none.matmul < operators.matmul < full.matmul and operators.elementwise == full.elementwise
+    )
     block = layer_time(columns(recompute="block", recompute_layers=half), A100, c)
-    assert block.total == pytest.approx((none.total + full.total) / 2, rel=1e-3), "a mean layer of the stage"
+    assert block.total == pytest.approx((none.total + full.total) / 2, rel=1e-3), (
+        "a mean layer of the stage"
+    )
 
 
-def test_a_flash_kernel_does_half_of_the_products_and_two_and_a_half_times_as_much_backward() -> None:
-    """Dao 2023, arXiv:2307.08691, section 4: 4 s^2 d a FLOPs forward, halved by the causal mask; backward x 2.5.
+def test_a_flash_kernel_does_half_of_the_products_and_two_and_a_half_times_as_much_backward() -> (
+    None
+):
+    """Dao 2023, arXiv:2307.08691, section 4: 4 s^2 d a FLOPs forward, halved by the causal mask;
+    backward x 2.5.
 
-    16 heads of 128 on 2048 tokens, at half of the A100's 312 TFLOP/s, of which 2048 / (2048 + 256) are left.
+    16 heads of 128 on 2048 tokens, at half of the A100's 312 TFLOP/s, of which 2048 / (2048 + 256)
+    are left.
     """
     forward, backward = attention_seconds(columns(), A100, NO_WAITS)
     assert (
@@ -100,28 +130,45 @@ def test_a_flash_kernel_does_half_of_the_products_and_two_and_a_half_times_as_mu
 
 
 def test_norms_dropout_and_gelu_move_fifty_bytes_a_channel_and_seventy_five_backward() -> None:
-    """At full rate of the memory, 2048 tokens of 2048 channels; sequence parallelism shares all of them out."""
+    """At full rate of the memory, 2048 tokens of 2048 channels; sequence parallelism shares all of
+    them out.
+    """
     ideal = replace(NO_WAITS, memory=1.0)
     seconds = 2048 * 2048 * 50 / A100.gpu.memory_bytes_per_s
-    assert [float(s) for s in elementwise_seconds(columns(), A100, ideal)] == pytest.approx([seconds, 1.5 * seconds])
+    assert [float(s) for s in elementwise_seconds(columns(), A100, ideal)] == pytest.approx(
+        [seconds, 1.5 * seconds]
+    )
     shared = elementwise_seconds(columns(tp=8, sequence_parallel=True), A100, ideal)
     assert float(shared[0]) == pytest.approx(seconds / 8)
-    assert float(elementwise_seconds(columns(tp=8), A100, ideal)[0]) == pytest.approx(seconds * (22 + 28 / 8) / 50)
+    assert float(elementwise_seconds(columns(tp=8), A100, ideal)[0]) == pytest.approx(
+        seconds * (22 + 28 / 8) / 50
+    )
 
 
 def test_two_gpus_may_share_a_slower_bus_than_a_whole_node() -> None:
     slow = replace(IDEAL, pair_bytes_per_s=25e9)
-    two, four = (float(all_reduce_seconds(columns(tp=t), m, NO_WAITS)) for t, m in ((2, slow), (4, slow)))
-    assert two == pytest.approx(4 * float(all_reduce_seconds(columns(tp=2), IDEAL, NO_WAITS))) and four < two
+    two, four = (
+        float(all_reduce_seconds(columns(tp=t), m, NO_WAITS)) for t, m in ((2, slow), (4, slow))
+    )
+    assert (
+        two == pytest.approx(4 * float(all_reduce_seconds(columns(tp=2), IDEAL, NO_WAITS)))
+        and four < two
+    )
 
 
 def test_a_logit_moves_forty_five_bytes_and_a_summed_gradient_six_or_ten() -> None:
-    """Beyond its matmuls, which a card without peak would not feel; gradients in half precision and in fp32."""
+    """Beyond its matmuls, which a card without peak would not feel; gradients in half precision and
+    in fp32.
+    """
     fast = replace(A100, gpu=replace(A100.gpu, bf16_flops_per_s=1e20, fp16_flops_per_s=1e20))
     ideal, rate = replace(NO_WAITS, memory=1.0), A100.gpu.memory_bytes_per_s
     sums = 50304 * 2048 / rate
-    assert float(head_seconds(columns(), fast, ideal)) == pytest.approx(45 * 2048 * 50304 / rate + 6 * sums, rel=1e-3)
-    assert float(accumulation_seconds(1e9, columns(fp32_gradients=True), A100, ideal)) == pytest.approx(10e9 / rate)
+    assert float(head_seconds(columns(), fast, ideal)) == pytest.approx(
+        45 * 2048 * 50304 / rate + 6 * sums, rel=1e-3
+    )
+    assert float(
+        accumulation_seconds(1e9, columns(fp32_gradients=True), A100, ideal)
+    ) == pytest.approx(10e9 / rate)
 
 
 def test_the_scores_are_passed_six_and_a_half_times_forward_and_nine_and_a_half_backward() -> None:
@@ -132,13 +179,19 @@ def test_the_scores_are_passed_six_and_a_half_times_forward_and_nine_and_a_half_
 
 
 def test_ranks_that_share_a_sequence_send_the_keys_and_values_of_the_others_once() -> None:
-    """c - 1 blocks of keys and values, 2 bytes each, of 2048 / c tokens; tensor parallelism divides the channels."""
+    """c - 1 blocks of keys and values, 2 bytes each, of 2048 / c tokens; tensor parallelism divides
+    the channels.
+    """
     moved = 3 * 2 * 512 * 2048 * 2
     for tp in (1, 2):
-        assert float(ring_seconds(columns(cp=4, tp=tp), IDEAL, NO_WAITS)) == pytest.approx(moved / tp / 100e9)
+        assert float(ring_seconds(columns(cp=4, tp=tp), IDEAL, NO_WAITS)) == pytest.approx(
+            moved / tp / 100e9
+        )
 
 
 def test_the_host_launches_a_quarter_more_for_collectives() -> None:
     busy = replace(NO_WAITS, launch_s=1e-5, host_s=0.02)
-    plain, sharded, tensor = (layer_time(columns(**p), A100, busy).total for p in ({}, {"zero": 3}, {"tp": 2}))
+    plain, sharded, tensor = (
+        layer_time(columns(**p), A100, busy).total for p in ({}, {"zero": 3}, {"tp": 2})
+    )
     assert sharded - plain == pytest.approx(0.02 * 0.75 / 4) == tensor - plain

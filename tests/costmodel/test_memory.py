@@ -36,8 +36,8 @@ SHAPE = parse_shape("72,14336,64,2048,250880")
 SMALL = parse_shape("24,2048,16,1024,5120")
 FULL = {"precision": "fp16", "recompute": "full", "zero": 1, "attention": "scores"}
 
-# Korthikanti et al. 2022, arXiv:2205.05198, figure 1: 22B, 175B, 530B, 1T; GiB of states, of activations without
-# recomputation, and with selective recomputation and sequence parallelism
+# Korthikanti et al. 2022, arXiv:2205.05198, figure 1: 22B, 175B, 530B, 1T; GiB of states, of
+# activations without recomputation, and with selective recomputation and sequence parallelism
 FIGURE_1 = [
     ((48, 6144, 64, 4, 1, 1), 45.5625, 59.25, 9.5625),
     ((96, 12288, 96, 1, 8, 3), 45.5625, 66.84375, 12.3515625),
@@ -46,11 +46,17 @@ FIGURE_1 = [
 ]
 
 
-@pytest.mark.parametrize(("model", "states", "none", "selective"), FIGURE_1, ids=["22B", "175B", "530B", "1T"])
+@pytest.mark.parametrize(
+    ("model", "states", "none", "selective"), FIGURE_1, ids=["22B", "175B", "530B", "1T"]
+)
 def test_states_and_activations_are_those_of_korthikantis_figure_1(model, states, none, selective):
     layers, hidden, heads, mbs, pp, v = model
     shape = ModelShape(
-        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=2048, vocab_size=51200
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        seq_length=2048,
+        vocab_size=51200,
     )
     assert 18 * 12 * layers * hidden**2 / 8 / pp / GIB == states
     for recompute, sp, expected in (("none", False, none), ("selective", True, selective)):
@@ -73,15 +79,23 @@ def test_states_and_activations_are_those_of_korthikantis_figure_1(model, states
 def test_with_sequence_parallelism_a_recomputed_layer_keeps_its_share_of_the_sequence():
     """Megatron-LM checkpoints the layer's input as the layer gets it: s / tp positions of it."""
     shape = parse_shape("24,2048,16,1024,50304")
-    whole, cut = (Topology(tp=8, precision="bf16", recompute="full", sequence_parallel=sp) for sp in (False, True))
+    whole, cut = (
+        Topology(tp=8, precision="bf16", recompute="full", sequence_parallel=sp)
+        for sp in (False, True)
+    )
     kept = [float(activation_bytes_per_layer(columns_of(shape, t))) for t in (whole, cut)]
     assert kept[0] == 2 * 1024 * 2048 and kept[1] == kept[0] / 8
 
 
 def test_zero_shards_optimizer_then_gradients_then_weights():
-    """Rajbhandari et al. 2020, arXiv:1910.02054, figure 1; ZeRO-3 holds two gathered layers beside its shard."""
+    """Rajbhandari et al. 2020, arXiv:1910.02054, figure 1; ZeRO-3 holds two gathered layers beside
+    its shard.
+    """
     shape = parse_shape("24,2048,16,1024,5120")
-    stages = [memory_per_stage(shape, Topology(dp=8, gbs=8, zero=zero, precision="bf16"), A100)[0] for zero in range(4)]
+    stages = [
+        memory_per_stage(shape, Topology(dp=8, gbs=8, zero=zero, precision="bf16"), A100)[0]
+        for zero in range(4)
+    ]
     assert stages[0].optimizer / 14 * DEFAULT.optimizer == pytest.approx(stages[1].optimizer * 8)
     assert stages[2].gradients == stages[1].gradients / 8
     gathered = 2 * 2 * columns_of(shape, Topology()).layer_parameters
@@ -90,7 +104,10 @@ def test_zero_shards_optimizer_then_gradients_then_weights():
 
 def test_offload_moves_bytes_from_the_card_to_the_host_and_loses_none():
     shape = parse_shape("24,2048,16,1024,50304")
-    topologies = [Topology(dp=8, gbs=8, zero=3, precision="bf16", offload=offload) for offload in ("none", "full")]
+    topologies = [
+        Topology(dp=8, gbs=8, zero=3, precision="bf16", offload=offload)
+        for offload in ("none", "full")
+    ]
     here, away = (memory_per_stage(shape, t, A100)[0] for t in topologies)
     hosts = [float(host_bytes(columns_of(shape, t), 0)) for t in topologies]
     assert hosts[0] == 0 and away.optimizer == 0
@@ -98,8 +115,8 @@ def test_offload_moves_bytes_from_the_card_to_the_host_and_loses_none():
 
 
 def test_what_is_recomputed_by_operator_and_by_block_is_kept_as_torchtitan_and_megatron_keep_it():
-    """A Llama's operators keep input, q, v, attention's output, one of gate and in, and out; a block its first layers'
-    inputs and all of the others.
+    """A Llama's operators keep input, q, v, attention's output, one of gate and in, and out; a
+    block its first layers' inputs and all of the others.
     """
     llama = replace(SMALL, num_key_value_heads=2, activation="swiglu", ffn_hidden_size=5632)
     h, k, f = 2048, 2 * 128, 5632
@@ -112,24 +129,40 @@ def test_what_is_recomputed_by_operator_and_by_block_is_kept_as_torchtitan_and_m
     tp = {"tp": 2, "sequence_parallel": True, "recompute": "operators"}
     assert kept(**tp) == 2 * (3 * h / 2 + (h + k + h + f) / 2 + h)
     whole, inputs = kept(), kept(recompute="full")
-    assert kept(recompute="block", recompute_layers=2) == pytest.approx((2 * inputs + 4 * whole) / 6)
+    assert kept(recompute="block", recompute_layers=2) == pytest.approx(
+        (2 * inputs + 4 * whole) / 6
+    )
     assert kept(recompute="block", recompute_layers=6) == inputs
 
 
 @pytest.mark.slow
 def test_a_llama_of_transformers_keeps_what_is_counted():
-    """Bytes that autograd really saves for one more layer, the weights left out: those of unfused layers."""
+    """Bytes that autograd really saves for one more layer, the weights left out: those of unfused
+    layers.
+    """
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     shape = parse_shape("2,512,8,256,64")
-    shape = replace(shape, activation="swiglu", ffn_hidden_size=1792, num_key_value_heads=2, biases="none")
+    shape = replace(
+        shape, activation="swiglu", ffn_hidden_size=1792, num_key_value_heads=2, biases="none"
+    )
 
     def saved(layers: int) -> int:
-        names = {"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 8, "num_key_value_heads": 2}
-        config = transformers.LlamaConfig(**names, num_hidden_layers=layers, vocab_size=64, attn_implementation="sdpa")
+        names = {
+            "hidden_size": 512,
+            "intermediate_size": 1792,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+        }
+        config = transformers.LlamaConfig(
+            **names, num_hidden_layers=layers, vocab_size=64, attn_implementation="sdpa"
+        )
         model, alive = transformers.LlamaModel(config).to(torch.bfloat16), list[object]()
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         with torch.autograd.graph.saved_tensors_hooks(lambda t: alive.append(t) or t, lambda t: t):
-            model(inputs_embeds=torch.ones(1, 256, 512, dtype=torch.bfloat16, requires_grad=True), use_cache=False)
+            model(
+                inputs_embeds=torch.ones(1, 256, 512, dtype=torch.bfloat16, requires_grad=True),
+                use_cache=False,
+            )
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}
         return sum(size for place, size in storages.items() if place not in weights)
 
@@ -140,37 +173,53 @@ def test_a_llama_of_transformers_keeps_what_is_counted():
 
 
 def test_in_fp8_the_inputs_of_linear_layers_take_half():
-    """Transformer Engine saves an fp8 copy for the weights' gradient: of the inputs of QKV, MLP and its output layer,
-    2 + 2 + 8 of Korthikanti's bytes; that of the projection comes beside attention's output.
+    """Transformer Engine saves an fp8 copy for the weights' gradient: of the inputs of QKV, MLP and
+    its output layer, 2 + 2 + 8 of Korthikanti's bytes; that of the projection comes beside
+    attention's output.
     """
     wide, narrow = (
-        float(activation_bytes_per_layer(columns_of(SMALL, Topology(precision=p)))) for p in ("bf16", "fp8")
+        float(activation_bytes_per_layer(columns_of(SMALL, Topology(precision=p))))
+        for p in ("bf16", "fp8")
     )
     assert (wide - narrow) / 1024 / 2048 == pytest.approx(6 - 1)
 
 
 def test_fully_sharded_states_take_16_bytes_of_the_group_that_shares_them():
-    """PyTorch's fully_shard; in hybrid sharding the group is a node's GPUs. Gathered is the largest unit."""
+    """PyTorch's fully_shard; in hybrid sharding the group is a node's GPUs. Gathered is the largest
+    unit.
+    """
     constants, x = memory_of("fsdp"), columns_of(SMALL, Topology())
     for shards, ranks in ((0, 32), (8, 8)):
-        topology = Topology(dp=32, gbs=32, zero=3, shards=shards, precision="bf16", fp32_gradients=True)
+        topology = Topology(
+            dp=32, gbs=32, zero=3, shards=shards, precision="bf16", fp32_gradients=True
+        )
         stage = memory_per_stage(SMALL, topology, A100, constants)[0]
         states = stage.weights + stage.gradients + stage.optimizer - 10 * x.layer_parameters
         assert states == pytest.approx(16 * SMALL.parameters / ranks)
 
 
 def test_fsdp_in_a_pipeline_divides_the_optimizer_alone():
-    """torchtitan's reshard_after_forward is off there: microbatches would gather weights again and again."""
-    both = [Topology(pp=2, dp=8, gbs=16, zero=zero, precision="bf16", fp32_gradients=True) for zero in (1, 3)]
+    """torchtitan's reshard_after_forward is off there: microbatches would gather weights again and
+    again.
+    """
+    both = [
+        Topology(pp=2, dp=8, gbs=16, zero=zero, precision="bf16", fp32_gradients=True)
+        for zero in (1, 3)
+    ]
     states = [vars(memory_per_stage(SMALL, t, A100, memory_of("fsdp"))[0]) for t in both]
     assert states[0] == states[1]
 
 
 def test_no_shipped_run_that_ran_is_called_out_of_memory_and_most_that_ran_out_are():
-    """One of the documents' rows is on the edge; two rows that ran out are not explained (docs/planner.md)."""
+    """One of the documents' rows is on the edge; two rows that ran out are not explained
+    (docs/planner.md).
+    """
     ran = out = found = false = 0
     for row in every_row():
-        constants, x = memory_of(row.stack), columns_of(row.case.shape, row.case.topology, row.case.engine)
+        constants, x = (
+            memory_of(row.stack),
+            columns_of(row.case.shape, row.case.topology, row.case.engine),
+        )
         need = memory_bytes(x, row.case.cluster, constants)
         called = oom_probability(need, row.case.cluster, constants.spread) > 0.5
         ran, out = ran + (not row.ran_out), out + row.ran_out
@@ -179,10 +228,16 @@ def test_no_shipped_run_that_ran_is_called_out_of_memory_and_most_that_ran_out_a
 
 
 def test_memory_is_that_of_the_stack_that_the_constants_are_named_after():
-    """A stack without rows of memory is less certain than that of the documents; an unknown one, too."""
-    case = Configuration(shape=SMALL, topology=Topology(dp=8, gbs=8, zero=3, precision="bf16"), cluster=A100)
+    """A stack without rows of memory is less certain than that of the documents; an unknown one,
+    too.
+    """
+    case = Configuration(
+        shape=SMALL, topology=Topology(dp=8, gbs=8, zero=3, precision="bf16"), cluster=A100
+    )
     named, unnamed = (predict(case, calibration_for(A100, stack)) for stack in ("fsdp", ""))
-    assert named.memory_bytes == max(s.total for s in memory_per_stage(SMALL, case.topology, A100, memory_of("fsdp")))
+    assert named.memory_bytes == max(
+        s.total for s in memory_per_stage(SMALL, case.topology, A100, memory_of("fsdp"))
+    )
     assert named.memory_bytes != unnamed.memory_bytes
     unknown, known = memory_of("colossal"), memory_of("megatron-deepspeed")
     assert unknown.spread > known.spread and known == DEFAULT
@@ -195,12 +250,16 @@ def test_a_stage_holds_as_many_microbatches_as_stand_before_the_end_of_the_pipel
 
 
 def test_parameters_of_all_ranks_are_those_of_the_model_and_its_replicas():
-    """Whole model = layers + embedding, counted once where tensor parallelism cuts, tp times where it replicates."""
+    """Whole model = layers + embedding, counted once where tensor parallelism cuts, tp times where
+    it replicates.
+    """
     h, tp, pp = SHAPE.hidden_size, 8, 12
     x = columns_of(SHAPE, Topology(tp=tp, pp=pp, gbs=pp))
     total = tp * float(sum(stage_parameters(x, i) for i in range(pp)))
     replicated = (tp - 1) * (SHAPE.num_layers * 6 * h + SHAPE.seq_length * h + 2 * h)
-    assert total == SHAPE.parameters + replicated + SHAPE.embedding_parameters  # the tied head's copy
+    assert (
+        total == SHAPE.parameters + replicated + SHAPE.embedding_parameters
+    )  # the tied head's copy
 
 
 def test_doubt_grows_from_never_to_always_around_the_size_of_the_card():
@@ -213,12 +272,16 @@ def test_doubt_grows_from_never_to_always_around_the_size_of_the_card():
 def test_the_parameters_of_a_single_gpu_are_those_of_the_shape():
     """ModelShape.parameters, with and without an untied head and a norm of the embedding."""
     for tied, norm in [(True, False), (False, False), (True, True), (False, True)]:
-        shape = dataclasses.replace(parse_shape("4,64,4,32,384"), tied_embeddings=tied, embedding_layernorm=norm)
+        shape = dataclasses.replace(
+            parse_shape("4,64,4,32,384"), tied_embeddings=tied, embedding_layernorm=norm
+        )
         assert stage_parameters(columns_of(shape, Topology()), 0) == shape.parameters
 
 
 def test_torch_adam_needs_four_bytes_more_for_each_parameter_of_its_share():
-    """The chronicles' prequel, 200B on 16 nodes: 61 and 47 GB with torch.optim.Adam, 51 and 44 GB with FusedAdam."""
+    """The chronicles' prequel, 200B on 16 nodes: 61 and 47 GB with torch.optim.Adam, 51 and 44 GB
+    with FusedAdam.
+    """
     shape, machine = parse_shape("24,2048,16,2048,50304"), cluster("jz-a100-80g")
     fused = Topology(dp=4, gbs=4, zero=1, precision="bf16")
     torch = dataclasses.replace(fused, adam="torch")
@@ -229,20 +292,31 @@ def test_torch_adam_needs_four_bytes_more_for_each_parameter_of_its_share():
 GPT = parse_shape("24,2048,16,2048,50304")
 
 
-def total(shape: ModelShape = GPT, machine: Cluster = A100, engine: str = "", **topology: object) -> list[StageMemory]:
+def total(
+    shape: ModelShape = GPT, machine: Cluster = A100, engine: str = "", **topology: object
+) -> list[StageMemory]:
     known = memory_for(Calibration(), engine, machine) if engine else DEFAULT
-    return memory_per_stage(shape, Topology(**{"precision": "bf16", **topology}), machine, known, engine)
+    return memory_per_stage(
+        shape, Topology(**{"precision": "bf16", **topology}), machine, known, engine
+    )
 
 
 def test_logits_are_shared_out_over_the_tensor_parallel_ranks() -> None:
-    """Vocabulary-parallel cross entropy (Shoeybi et al. 2019, arXiv:1909.08053, section 3): no rank holds them all."""
+    """Vocabulary-parallel cross entropy (Shoeybi et al. 2019, arXiv:1909.08053, section 3): no rank
+    holds them all.
+    """
     one, eight = (total(tp=tp)[0].working for tp in (1, 8))
     assert one == pytest.approx(DEFAULT.logit * 2048 * 50304) == 8 * eight
 
 
 def test_a_stage_in_the_middle_may_be_the_fullest() -> None:
-    """Few logits and a thin first stage: the second holds more layers, and more microbatches than those behind it."""
-    shape, topology = parse_shape("24,2048,16,2048,512"), {"pp": 4, "gbs": 8, "first_stage_layers": 3}
+    """Few logits and a thin first stage: the second holds more layers, and more microbatches than
+    those behind it.
+    """
+    shape, topology = (
+        parse_shape("24,2048,16,2048,512"),
+        {"pp": 4, "gbs": 8, "first_stage_layers": 3},
+    )
     sizes = [stage.total for stage in total(shape, **topology)]
     assert sizes.index(max(sizes)) == 1
     x = columns_of(shape, Topology(precision="bf16", **topology))
@@ -259,14 +333,19 @@ def test_zeros_buckets_are_those_of_its_engine_without_a_pipeline_and_with_repli
         ({"zero": 0, "dp": 4, "gbs": 4}, 0),
         ({"zero": 1, "dp": 1}, 0),
     ):
-        assert [stage.buffers for stage in total(**topology)] == pytest.approx([base + bytes_] * topology.get("pp", 1))
+        assert [stage.buffers for stage in total(**topology)] == pytest.approx(
+            [base + bytes_] * topology.get("pp", 1)
+        )
 
 
 def test_a_full_card_is_not_fragmented_and_an_empty_one_by_the_whole_slack() -> None:
     """Where there is room the allocator takes some more; it cannot where there is none."""
     needed = total()[0]
     bytes_ = needed.total - needed.fragmentation
-    roomy, full = (total(machine=replace(A100, gpu=replace(A100.gpu, memory_bytes=size)))[0] for size in (1e16, bytes_))
+    roomy, full = (
+        total(machine=replace(A100, gpu=replace(A100.gpu, memory_bytes=size)))[0]
+        for size in (1e16, bytes_)
+    )
     assert full.fragmentation < 1e-6 * bytes_ and full.total == pytest.approx(bytes_)
     assert roomy.fragmentation == pytest.approx(DEFAULT.slack * bytes_, rel=1e-4)
 
@@ -283,20 +362,31 @@ def test_a_full_card_is_not_fragmented_and_an_empty_one_by_the_whole_slack() -> 
         ({"zero": 1, "dp": 4, "gbs": 4}, "", (2, 2, 17.4 / 4)),
     ],
 )
-def test_the_states_of_a_parameter_take_the_published_bytes(topology: dict, engine: str, each: tuple) -> None:
-    """16 in fp32, 18 in mixed precision; megatron-core's guide to its distributed optimizer: 6 + 12 / dp in bf16."""
+def test_the_states_of_a_parameter_take_the_published_bytes(
+    topology: dict, engine: str, each: tuple
+) -> None:
+    """16 in fp32, 18 in mixed precision; megatron-core's guide to its distributed optimizer: 6 + 12
+    / dp in bf16.
+    """
     stage = total(engine=engine, **topology)[0]
     found = (stage.weights, stage.gradients, stage.optimizer)
     assert found == pytest.approx([b * GPT.parameters for b in each])
 
 
 def test_scores_without_dropout_are_the_softmax_alone() -> None:
-    """Korthikanti et al. 2022, section 4.1: 2 a s^2 b of the softmax's result, 2 of dropout's, 1 of its mask."""
-    shape, t = parse_shape("4,1024,16,1024,32768"), Topology(gbs=1, precision="bf16", attention="scores")
+    """Korthikanti et al. 2022, section 4.1: 2 a s^2 b of the softmax's result, 2 of dropout's, 1 of
+    its mask.
+    """
+    shape, t = (
+        parse_shape("4,1024,16,1024,32768"),
+        Topology(gbs=1, precision="bf16", attention="scores"),
+    )
     for dropout, kept in ((0.0, 2), (0.1, 5)):
         known = memory_for(Calibration(), "megatron", A100, Dropout(attention=dropout))
         fused = dataclasses.replace(t, attention="fused")
-        layer, without = (activation_bytes_per_layer(columns_of(shape, x, "megatron"), known) for x in (t, fused))
+        layer, without = (
+            activation_bytes_per_layer(columns_of(shape, x, "megatron"), known) for x in (t, fused)
+        )
         assert layer - without == kept * 16 * 1024**2
 
 
@@ -317,8 +407,28 @@ V100, BOTH = cluster("jz-v100-32g"), Dropout(hidden=0.1, attention=0.1)
         ("deepspeed-3d", V100, 1, Dropout(hidden=0.1), (12, 4, 0, 1, 1, 1, 0, 2, 0.1, 2)),
     ],
 )
-def test_an_engine_keeps_what_its_kernels_and_its_sums_need(engine, machine, zero, dropout, kept) -> None:
-    """As traced (benchmarks/trace_check.py): masks where no compiled kernel draws them again, repeats before 8.0."""
+def test_an_engine_keeps_what_its_kernels_and_its_sums_need(
+    engine, machine, zero, dropout, kept
+) -> None:
+    """As traced (benchmarks/trace_check.py): masks where no compiled kernel draws them again,
+    repeats before 8.0.
+    """
     found = engine_memory(engine, machine, dropout, zero)
-    names = ["optimizer", "accumulated", "unfused", "gates", "repeats", "handed", "whole", "masks", "drops", "scores"]
-    assert tuple(getattr(found, name) for name in (*names, "ends", "checkpoint", "working")) == (*kept, 1, 1, 1)
+    names = [
+        "optimizer",
+        "accumulated",
+        "unfused",
+        "gates",
+        "repeats",
+        "handed",
+        "whole",
+        "masks",
+        "drops",
+        "scores",
+    ]
+    assert tuple(getattr(found, name) for name in (*names, "ends", "checkpoint", "working")) == (
+        *kept,
+        1,
+        1,
+        1,
+    )

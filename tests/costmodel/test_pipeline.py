@@ -16,8 +16,21 @@ from trilane.planning.search import search
 
 MACHINE, SHAPE = cluster("jz-a100-80g"), parse_shape("72,14336,64,2048,250880")
 SMALL = parse_shape("24,2048,16,2048,50304")
-EQUAL = [(2, 1, 1), (4, 8, 1), (12, 24, 1), (3, 2, 1), (4, 8, 2), (3, 9, 4), (8, 8, 6)]  # stages, microbatches, chunks
-UNEQUAL = [([1.0, 1.2, 0.4, 2.0], 8, 1), ([3.0, 1.0, 1.0], 2, 1), ([1.0, 1.1, 1.3, 0.9], 12, 3), ([0.5, 2.0], 6, 2)]
+EQUAL = [
+    (2, 1, 1),
+    (4, 8, 1),
+    (12, 24, 1),
+    (3, 2, 1),
+    (4, 8, 2),
+    (3, 9, 4),
+    (8, 8, 6),
+]  # stages, microbatches, chunks
+UNEQUAL = [
+    ([1.0, 1.2, 0.4, 2.0], 8, 1),
+    ([3.0, 1.0, 1.0], 2, 1),
+    ([1.0, 1.1, 1.3, 0.9], 12, 3),
+    ([0.5, 2.0], 6, 2),
+]
 
 
 def _end(stages, microbatches, chunks, forward=1 / 3):
@@ -29,7 +42,11 @@ def test_a_stage_computes_every_pass_once_and_one_at_a_time(stages, microbatches
     found = passes(stages, microbatches, chunks)
     for i, seconds in enumerate(stages):
         own = [p for p in found if p.stage == i]
-        assert len({(p.is_forward, p.microbatch, p.chunk) for p in own}) == len(own) == 2 * microbatches * chunks
+        assert (
+            len({(p.is_forward, p.microbatch, p.chunk) for p in own})
+            == len(own)
+            == 2 * microbatches * chunks
+        )
         assert all(a.end <= b.start for a, b in pairwise(own)), "no overlap"
         assert sum(p.end - p.start for p in own) == pytest.approx(microbatches * seconds)
 
@@ -37,7 +54,10 @@ def test_a_stage_computes_every_pass_once_and_one_at_a_time(stages, microbatches
 @pytest.mark.parametrize("stages, microbatches, chunks", UNEQUAL)
 def test_no_pass_starts_before_what_it_needs(stages, microbatches, chunks):
     """Forward down the stages, chunk after chunk, and backward the same way back."""
-    found = {(p.microbatch, p.is_forward, p.chunk, p.stage): p for p in passes(stages, microbatches, chunks)}
+    found = {
+        (p.microbatch, p.is_forward, p.chunk, p.stage): p
+        for p in passes(stages, microbatches, chunks)
+    }
     for microbatch in range(microbatches):
         way = [(True, chunk, stage) for chunk in range(chunks) for stage in range(len(stages))]
         way += [(False, chunk, stage) for _, chunk, stage in reversed(way)]
@@ -55,7 +75,9 @@ def test_equal_stages_have_the_bubble_of_the_paper(stages, microbatches, chunks)
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_the_first_stage_keeps_as_many_microbatches_as_its_memory_is_predicted_for(chunks):
-    """memory.in_flight: p in 1F1B, 1 + (p - 1) / (p v) as much with v chunks (Korthikanti et al. 2022, 4.2.3)."""
+    """memory.in_flight: p in 1F1B, 1 + (p - 1) / (p v) as much with v chunks (Korthikanti et al.
+    2022, 4.2.3).
+    """
     found = passes([1.0, 1.5, 0.8, 1.1], 16, chunks)
     held = np.cumsum([1 if p.is_forward else -1 for p in found if p.stage == 0])
     assert held.max() == (4 if chunks == 1 else 4 * chunks + 3) and held[-1] == 0
@@ -64,21 +86,32 @@ def test_the_first_stage_keeps_as_many_microbatches_as_its_memory_is_predicted_f
 def test_unequal_stages_end_between_the_busiest_one_and_the_prediction():
     random = np.random.default_rng(0)
     for _ in range(60):
-        stages, chunks = list(1 + random.random(int(random.integers(2, 8)))), int(random.integers(1, 4))
+        stages, chunks = (
+            list(1 + random.random(int(random.integers(2, 8)))),
+            int(random.integers(1, 4)),
+        )
         m, busy = len(stages) * int(random.integers(1, 4)), max(stages)
         predicted = m * busy + (sum(stages) - busy) / chunks
-        assert m * busy - 1e-9 <= _end(stages, m, chunks, random.choice([1 / 3, 1 / 4])) <= predicted + 1e-9
+        assert (
+            m * busy - 1e-9
+            <= _end(stages, m, chunks, random.choice([1 / 3, 1 / 4]))
+            <= predicted + 1e-9
+        )
 
 
 @pytest.mark.parametrize("shape, gpus, gbs", [(SHAPE, 384, 2048), (SMALL, (16, 32), 128)])
 def test_the_schedules_of_a_search_end_at_the_predicted_time(shape, gpus, gbs):
-    """Within 0.1 % of the iteration (0.01 % was seen), never later; with interleaving, pressure and odd partitions."""
+    """Within 0.1 % of the iteration (0.01 % was seen), never later; with interleaving, pressure and
+    odd partitions.
+    """
     found = search(shape, MACHINE, gpus=gpus, gbs=gbs, mbs=(2, 4), top=300)
     for c in (*found.candidates, *found.risky)[::8]:
         p, made = c.prediction, pipeline_schedule(c.topology, c.prediction)
         early = 1 - made.end / p.sec_per_it
         assert -1e-9 <= early <= 1e-3, c.label
-        assert made.end == pytest.approx(made.pipeline_end + p.time.data_parallel + p.time.optimizer)
+        assert made.end == pytest.approx(
+            made.pipeline_end + p.time.data_parallel + p.time.optimizer
+        )
         assert made.slowest == max(range(c.topology.pp), key=p.stage_seconds.__getitem__)
 
 

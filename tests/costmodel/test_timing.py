@@ -25,14 +25,20 @@ def seconds(shape=SHAPE, machine=A100, constants=K, **topology):
 
 
 def test_one_formula_serves_a_number_and_an_array():
-    topologies = [Topology(tp=t, pp=12, dp=32 // t, mbs=m, gbs=2048, **FULL) for t in (2, 4, 8) for m in (1, 2, 4)]
+    topologies = [
+        Topology(tp=t, pp=12, dp=32 // t, mbs=m, gbs=2048, **FULL)
+        for t in (2, 4, 8)
+        for m in (1, 2, 4)
+    ]
     together = iteration_columns(stack([columns_of(SHAPE, t) for t in topologies]), A100, K)
     alone = [iteration_time(SHAPE, t, A100, K) for t in topologies]
     assert np.allclose(together.total, [t.total for t in alone], rtol=1e-12)
 
 
 def test_an_interleaved_pipeline_has_a_bubble_v_times_smaller():
-    """Narayanan et al. 2021, arXiv:2104.04473, section 2.2; v times as much is sent, while chunks compute."""
+    """Narayanan et al. 2021, arXiv:2104.04473, section 2.2; v times as much is sent, while chunks
+    compute.
+    """
     plain = seconds(tp=8, pp=6, dp=8, gbs=2304, precision="bf16")
     chunks = seconds(tp=8, pp=6, dp=8, gbs=2304, precision="bf16", interleaving=2)
     assert chunks.bubble < 0.6 * plain.bubble
@@ -45,9 +51,13 @@ def test_a_tensor_parallel_group_across_nodes_goes_at_the_networks_pace():
     A group of 16 has the network of two nodes to itself.
     """
     bytes_only = dataclasses.replace(K, skew_s=1e-6)
-    across, wide, inside = (seconds(constants=bytes_only, tp=t, pp=12, gbs=48).tensor_parallel for t in (7, 16, 8))
+    across, wide, inside = (
+        seconds(constants=bytes_only, tp=t, pp=12, gbs=48).tensor_parallel for t in (7, 16, 8)
+    )
     assert across > 10 * inside and across > wide > 5 * inside
-    assert seconds(constants=bytes_only, tp=7, gbs=48).tensor_parallel < 13 * inside, "a run of one node"
+    assert seconds(constants=bytes_only, tp=7, gbs=48).tensor_parallel < 13 * inside, (
+        "a run of one node"
+    )
 
 
 def test_twice_the_global_batch_is_twice_the_work_and_one_bubble():
@@ -56,9 +66,13 @@ def test_twice_the_global_batch_is_twice_the_work_and_one_bubble():
     assert two.data_parallel == pytest.approx(one.data_parallel)
 
 
-@pytest.mark.parametrize(("heads", "tp", "low", "high"), [(128, 8, 1.2, 1.45), (128, 4, 1.3, 1.55), (96, 4, 1.0, 1.06)])
+@pytest.mark.parametrize(
+    ("heads", "tp", "low", "high"), [(128, 8, 1.2, 1.45), (128, 4, 1.3, 1.55), (96, 4, 1.0, 1.06)]
+)
 def test_heads_that_are_not_a_multiple_of_8_wide_leave_the_tensor_cores(heads, tp, low, high):
-    """Chronicles, 78 x 13824: 64 -> 128 heads (108 wide) +34 % at TP 8, +43 % at TP 4; 96 heads (144 wide) +3.5 %."""
+    """Chronicles, 78 x 13824: 64 -> 128 heads (108 wide) +34 % at TP 8, +43 % at TP 4; 96 heads
+    (144 wide) +3.5 %.
+    """
     few, many = (parse_shape(f"78,13824,{a},2048,250880") for a in (64, heads))
     spread = {"tp": tp, "pp": 48 // tp, "dp": 8, "mbs": 4 if tp == 8 else 2, "gbs": 2048}
     assert low < seconds(many, **spread).total / seconds(few, **spread).total < high
@@ -68,7 +82,10 @@ def test_embedding_as_a_layer_relieves_the_last_stage():
     """Chronicles: 72 layers without, 70 layers with --pp-partition-method gain about 10 %."""
     thin = parse_shape("70,14336,64,2048,250880")
     spread = {"tp": 4, "pp": 12, "dp": 8, "mbs": 2, "gbs": 2048}
-    gain = seconds(**spread).total / seconds(thin, partition="type:transformer|embedding", **spread).total
+    gain = (
+        seconds(**spread).total
+        / seconds(thin, partition="type:transformer|embedding", **spread).total
+    )
     assert 1.06 < gain < 1.14
 
 
@@ -81,14 +98,17 @@ def test_fused_attention_is_never_slower_and_recomputation_never_free():
 
 def test_no_constant_beats_its_peak():
     """At the bounds' best every layer still takes at least its FLOPs over the card's peak."""
-    best = dataclasses.replace(K, matmul=BOUNDS["matmul"].high, prologue=1, quantization=BOUNDS["matmul"].low)
+    best = dataclasses.replace(
+        K, matmul=BOUNDS["matmul"].high, prologue=1, quantization=BOUNDS["matmul"].low
+    )
     x = columns_of(SHAPE, Topology(tp=8, mbs=4, gbs=4, **FULL))
     flops = 96 * 4 * 2048 * SHAPE.hidden_size**2 / 8
     assert layer_time(x, A100, best).matmul >= flops / A100.gpu.fp16_flops_per_s
 
 
-# Narayanan et al. 2021, arXiv:2104.04473, table 1 (A100, Selene): layers, hidden, heads, tp, pp, GPUs, batch, TFLOP/s
-# per GPU as printed; microbatch size and chunks per stage as in the scripts published for that table.
+# Narayanan et al. 2021, arXiv:2104.04473, table 1 (A100, Selene): layers, hidden, heads, tp, pp,
+# GPUs, batch, TFLOP/s per GPU as printed; microbatch size and chunks per stage as in the scripts
+# published for that table.
 SELENE = [
     (24, 2304, 24, 1, 1, 32, 512, 137, 16, 1),
     (30, 3072, 32, 2, 1, 64, 512, 138, 16, 1),
@@ -107,10 +127,20 @@ def test_selene_is_predicted_within_8_percent_by_constants_that_never_saw_it():
     selene, errors = cluster("dgx-a100-80g"), []
     for layers, hidden, heads, tp, pp, gpus, gbs, tflops, mbs, chunks in SELENE:
         shape = ModelShape(
-            num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=2048, vocab_size=51200
+            num_layers=layers,
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            seq_length=2048,
+            vocab_size=51200,
         )
         topology = Topology(
-            tp=tp, pp=pp, dp=gpus // tp // pp, mbs=mbs, gbs=gbs, interleaving=chunks, **{**FULL, "zero": 0}
+            tp=tp,
+            pp=pp,
+            dp=gpus // tp // pp,
+            mbs=mbs,
+            gbs=gbs,
+            interleaving=chunks,
+            **{**FULL, "zero": 0},
         )
         measured = shape.flops_per_iteration(gbs, recompute_full=True) / (tflops * 1e12 * gpus)
         predicted = iteration_time(shape, topology, selene, shipped.default(selene)).total
@@ -119,11 +149,16 @@ def test_selene_is_predicted_within_8_percent_by_constants_that_never_saw_it():
 
 
 @pytest.mark.parametrize("name", catalogue())
-def test_every_cluster_of_the_catalogue_names_the_sources_of_its_numbers_and_can_be_planned_for(name):
+def test_every_cluster_of_the_catalogue_names_the_sources_of_its_numbers_and_can_be_planned_for(
+    name,
+):
     machine = cluster(name)
     assert {"gpu", "network_bytes_per_s"} <= set(machine.sources)
     shape = parse_shape("24,2048,16,2048,50304")
     topology = Topology(dp=machine.gpus_per_node, mbs=1, gbs=64, zero=1, precision="fp16")
-    achieved = shape.flops_per_iteration(64) / iteration_time(shape, topology, machine, shipped.default(machine)).total
+    achieved = (
+        shape.flops_per_iteration(64)
+        / iteration_time(shape, topology, machine, shipped.default(machine)).total
+    )
     peak = machine.gpu.fp16_flops_per_s * machine.gpus_per_node
     assert 0.15 < achieved / peak < 0.75

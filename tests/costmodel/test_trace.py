@@ -16,7 +16,10 @@ from trilane.report.plots import explorer
 
 def traced(plan: Plan) -> Trace:
     """One of round numbers: 10 GiB on the first stage, 1 less on each that follows."""
-    sizes = {f"{kind}_bytes": 2.0**30 for kind in ("weights", "gradients", "optimizer", "activations", "buffers")}
+    sizes = {
+        f"{kind}_bytes": 2.0**30
+        for kind in ("weights", "gradients", "optimizer", "activations", "buffers")
+    }
     sizes |= {"activations_each_bytes": 1.0, "temporary_bytes": 0.0, "flops": 1.0}
     stages = tuple(
         TracedStage(
@@ -35,7 +38,16 @@ def test_what_was_traced_stands_beside_what_is_predicted(tmp_path, capsys):
     plan = found.candidates[0].plan
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan.to_json()))
-    check = ["slurm", "check", str(path), "--site", "jean-zay-a100", "--account", "xyz@a100", "--json"]
+    check = [
+        "slurm",
+        "check",
+        str(path),
+        "--site",
+        "jean-zay-a100",
+        "--account",
+        "xyz@a100",
+        "--json",
+    ]
 
     def rules() -> set[str]:
         main(check)
@@ -48,7 +60,10 @@ def test_what_was_traced_stands_beside_what_is_predicted(tmp_path, capsys):
     assert main(["plan", "show", str(path)]) == 0
     text = capsys.readouterr().out
     assert "stage 0: 10.0 GiB in the backward of microbatch 3, 1,234 kernels" in text
-    rows = {row["id"]: row for row in explorer.explorer(found, folder=tmp_path).spec["datasets"]["plans"]}
+    rows = {
+        row["id"]: row
+        for row in explorer.explorer(found, folder=tmp_path).spec["datasets"]["plans"]
+    }
     assert rows[plan.id]["traced"] == [10, 9, None, 7] and "10" in rows[plan.id]["text"]
     assert sum(any(row["traced"]) for row in rows.values()) == 1
     other = replace(plan, topology=replace(plan.topology, gbs=256))

@@ -16,7 +16,9 @@ def test_the_last_call_of_each_rank_comes_from_the_tail_the_rarest_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Traces of 45 MB, as in the BLOOM chronicles; other files are ignored."""
-    assert main(["debug", "calls", str(tmp_path)]) == 2 and "holds no trace" in capsys.readouterr().err
+    assert (
+        main(["debug", "calls", str(tmp_path)]) == 2 and "holds no trace" in capsys.readouterr().err
+    )
     (tmp_path / "notes.txt").write_text("nothing\n")
     (tmp_path / "empty.txt").touch()
     for rank in range(8):
@@ -37,7 +39,10 @@ LOOPS = "data.py(7):     i += 1\n" * 20_000  # that call nothing
 
 @pytest.mark.parametrize(
     ("rest", "line"),
-    [(LOOPS, "data.py:7  i += 1"), ("distributed_c10d.py(11", "distributed_c10d.py:1191  work.wait()")],
+    [
+        (LOOPS, "data.py:7  i += 1"),
+        ("distributed_c10d.py(11", "distributed_c10d.py:1191  work.wait()"),
+    ],
     ids=["a loop", "cut within a line"],
 )
 def test_a_last_call_is_found_before_what_follows(rest: str, line: str, tmp_path: Path) -> None:

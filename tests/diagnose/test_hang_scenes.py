@@ -1,8 +1,10 @@
-"""Hangs whose culprits are known: who is named, or that stacks cannot show it; scenes.json has the stacks.
+"""Hangs whose culprits are known: who is named, or that stacks cannot show it; scenes.json has the
+stacks.
 
-Frames are those of Megatron-LM, megatron-core 0.16.1 and DeepSpeed 0.19.8 (github.com/NVIDIA/Megatron-LM,
-github.com/deepspeedai/DeepSpeed), lines partly so. A hook of a parameter, behind a "+", stands in an unnamed thread of
-its own, as autograd's thread for a GPU has it.
+Frames are those of Megatron-LM, megatron-core 0.16.1 and DeepSpeed 0.19.8
+(github.com/NVIDIA/Megatron-LM, github.com/deepspeedai/DeepSpeed), lines partly so. A hook of a
+parameter, behind a "+", stands in an unnamed thread of its own, as autograd's thread for a GPU has
+it.
 """
 
 import json
@@ -39,7 +41,9 @@ def dump(text: str, style: str, pid: int) -> str:
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_who_is_to_blame_is_named_or_it_is_said_that_stacks_cannot_show_it(name: str, tmp_path: Path) -> None:
+def test_who_is_to_blame_is_named_or_it_is_said_that_stacks_cannot_show_it(
+    name: str, tmp_path: Path
+) -> None:
     """ "open": those are named with the doubt that remains."""
     scene, style = SCENES[name], "text" if len(name) % 2 else "faults"
     for ranks, text in scene["stacks"]:
@@ -57,7 +61,10 @@ def test_who_is_to_blame_is_named_or_it_is_said_that_stacks_cannot_show_it(name:
     assert sure or verdict.exclude == ""
 
 
-CALLS, OTHERS = ["open", "fd_open", "flock", "readline", "acquire"], ["_Popen", "block", "write_summary", "reacquire"]
+CALLS, OTHERS = (
+    ["open", "fd_open", "flock", "readline", "acquire"],
+    ["_Popen", "block", "write_summary", "reacquire"],
+)
 
 
 @pytest.mark.parametrize("name", [*CALLS, *OTHERS])
@@ -103,7 +110,15 @@ Nested.apply(torch.ones(1, requires_grad=True), 60).backward()
 
 
 @pytest.mark.slow
-def test_a_hook_that_really_runs_in_a_thread_of_autograd_is_on_top_of_the_main_threads_backward() -> None:
-    done = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, text=True, check=True)
+def test_a_hook_that_really_runs_in_a_thread_of_autograd_is_on_top_of_the_main_threads_backward() -> (
+    None
+):
+    done = subprocess.run(
+        [sys.executable, "-c", NESTED], capture_output=True, text=True, check=True
+    )
     dump = read_faults(done.stdout)
-    assert [f.function for f in dump.frames[:3]] == ["register_grad_ready", "_engine_run_backward", "backward"]
+    assert [f.function for f in dump.frames[:3]] == [
+        "register_grad_ready",
+        "_engine_run_backward",
+        "backward",
+    ]

@@ -1,4 +1,5 @@
-"""Hangs made at random: jobs of 4 to 16 ranks run until one stops, recorded as torch does; no innocent is named.
+"""Hangs made at random: jobs of 4 to 16 ranks run until one stops, recorded as torch does; no
+innocent is named.
 
 TRILANE_RANDOM_HANGS is their number.
 """
@@ -22,7 +23,9 @@ SIZES = ((1, 1, 4), (2, 1, 4), (2, 2, 2), (1, 4, 2), (4, 2, 1), (2, 2, 4), (1, 1
 
 
 def recorded(grid: Grid, rank: int, ops: list[Op], done: int, *, waits: bool) -> bytes:
-    """What the recorder of a rank holds that has completed `done` operations and `waits` in the next."""
+    """What the recorder of a rank holds that has completed `done` operations and `waits` in the
+    next.
+    """
     found, groups = list[dict[str, Any]](), {"world": grid.ranks}
     numbers = Counter[tuple[str, bool]]()
     for place, op in enumerate(ops[: done + waits]):
@@ -34,12 +37,17 @@ def recorded(grid: Grid, rank: int, ops: list[Op], done: int, *, waits: bool) ->
         name = f"{axis}{members[0]}" if axis != "world" else axis
         groups[name] = members
         numbers[name, p2p] += 1
-        here, there = members.index(rank), [members.index(r) for r in grid.group(op.axis, rank) - {rank} if p2p]
+        here, there = (
+            members.index(rank),
+            [members.index(r) for r in grid.group(op.axis, rank) - {rank} if p2p],
+        )
         arrow = {"send": "->", "recv": "<-"}.get(op.kind, "")
         text = f"{op.kind} {here}{arrow}{there[0]}" if p2p else op.kind
         call = {"group": name, "sequence": numbers[name, p2p], "op": text, "p2p": p2p}
         closing = {**call, "state": "completed" if place < done else "started"}
-        found += [{**call, "state": "scheduled"}, {**closing, "op": "coalesced"}] if p2p else [closing]
+        found += (
+            [{**call, "state": "scheduled"}, {**closing, "op": "coalesced"}] if p2p else [closing]
+        )
     return recording(found, groups)
 
 
@@ -47,17 +55,22 @@ def recorded(grid: Grid, rank: int, ops: list[Op], done: int, *, waits: bool) ->
 @pytest.mark.parametrize(
     "kind", ["one rank stops", "two ranks stop", "a network fails", "another call", "no recording"]
 )
-def test_the_ranks_that_stopped_are_named_and_no_other(kind: str, seed: int, tmp_path: Path) -> None:
+def test_the_ranks_that_stopped_are_named_and_no_other(
+    kind: str, seed: int, tmp_path: Path
+) -> None:
     rng = random.Random(f"{kind} {seed}")
     grid = regular(*rng.choice(SIZES), gpus_per_node=8)
     made = {rank: program(grid, rank, microbatches=2) for rank in grid.ranks}
     # groups of one are not recorded
     programs = {
-        r: [op for op in ops if op.kind == "work" or len(grid.group(op.axis, r)) > 1] for r, ops in made.items()
+        r: [op for op in ops if op.kind == "work" or len(grid.group(op.axis, r)) > 1]
+        for r, ops in made.items()
     }
     guilty = {*rng.sample(grid.ranks, 2 if kind == "two ranks stop" else 1)}
     (rank, *_), stuck = guilty, {r: rng.randrange(len(programs[r])) for r in guilty}
-    place = rng.choice([i for i, op in enumerate(programs[rank]) if op.kind in ("all_reduce", "broadcast")])
+    place = rng.choice(
+        [i for i, op in enumerate(programs[rank]) if op.kind in ("all_reduce", "broadcast")]
+    )
     op = programs[rank][place]
     if kind == "a network fails":  # all members entered the call
         number, guilty = programs[rank][: place + 1].count(op), set()

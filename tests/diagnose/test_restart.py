@@ -18,7 +18,8 @@ from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.fingerprints import COPY, Mark, Part, file_of, whole_parts
 
-# A model of four tensors on TP 2 x PP 2: name -> shape, the dimension that is cut, the stages that hold it.
+# A model of four tensors on TP 2 x PP 2: name -> shape, the dimension that is cut, the stages that
+# hold it.
 MODEL: dict[str, tuple[tuple[int, ...], int | None, tuple[int, ...]]] = {
     "embedding.word_embeddings.weight": ((8, 6), 0, (0, 1)),
     "decoder.layers.0.input_layernorm.weight": ((6,), None, (0,)),
@@ -41,7 +42,11 @@ def mark(part: np.ndarray, box: Any) -> Mark:
 
 def drawn(seed: int) -> Tensors:
     random = np.random.default_rng(seed)
-    made = {(n, k): random.normal(size=s).astype(np.float32) for n, (s, _, _) in MODEL.items() for k in KINDS}
+    made = {
+        (n, k): random.normal(size=s).astype(np.float32)
+        for n, (s, _, _) in MODEL.items()
+        for k in KINDS
+    }
     return made | {(n, "exp_avg_sq"): made[n, "exp_avg_sq"] ** 2 for n in MODEL}
 
 
@@ -57,16 +62,39 @@ def prints(tensors: Tensors, **facts: Any) -> Prints:
         tp, pp, parts = rank % 2, rank // 2, []
         for name in (n for n, (_, _, stages) in MODEL.items() if pp in stages):
             shape, dim, _ = MODEL[name]
-            box = tuple((n // 2 * tp, n // 2 * (tp + 1)) if d == dim else (0, n) for d, n in enumerate(shape))
+            box = tuple(
+                (n // 2 * tp, n // 2 * (tp + 1)) if d == dim else (0, n)
+                for d, n in enumerate(shape)
+            )
             inside = tuple(slice(*ends) for ends in box)
             marks = {kind: mark(tensors[name, kind][inside], box) for kind in KINDS}
             decay = 0.0 if "layernorm" in name else 0.1
             parts.append(Part(name=name, shape=shape, box=box, decay=decay, marks=marks).to_json())
         optimizer = {"clip_grad": 1.0, "adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.1}
-        fixed = {"iteration": 10, "consumed_samples": 80, "layout": ["megatron", 2, 2, 1, 1], "world": 4}
-        loose = {"scalars": {"step": 10.0}, "next_lr": 1e-3, "samples": "00ff", "generators": {"cpu": f"{rank}ab"}}
-        place = {"rank": rank, "tp": tp, "pp": pp, "dp": 0, "precision": "fp32", "shape": SHAPE, "parts": parts}
-        fingerprints.append(json.loads(json.dumps({**fixed, **loose, **place, "optimizer": optimizer, **facts})))
+        fixed = {
+            "iteration": 10,
+            "consumed_samples": 80,
+            "layout": ["megatron", 2, 2, 1, 1],
+            "world": 4,
+        }
+        loose = {
+            "scalars": {"step": 10.0},
+            "next_lr": 1e-3,
+            "samples": "00ff",
+            "generators": {"cpu": f"{rank}ab"},
+        }
+        place = {
+            "rank": rank,
+            "tp": tp,
+            "pp": pp,
+            "dp": 0,
+            "precision": "fp32",
+            "shape": SHAPE,
+            "parts": parts,
+        }
+        fingerprints.append(
+            json.loads(json.dumps({**fixed, **loose, **place, "optimizer": optimizer, **facts}))
+        )
     return fingerprints
 
 
@@ -80,7 +108,12 @@ def put(folder: Path, fingerprints: Prints) -> Path:
 def saved(run: Path, fingerprints: Prints, iteration: int = 10, **identity: Any) -> Path:
     """A run folder with a checkpoint, of fingerprints alone."""
     folder = put(run / f"checkpoints/iter_{iteration:07d}", fingerprints)
-    content = {"identity": {"shape": SHAPE, **identity}, "iteration": iteration, "consumed_samples": 80, "files": {}}
+    content = {
+        "identity": {"shape": SHAPE, **identity},
+        "iteration": iteration,
+        "consumed_samples": 80,
+        "files": {},
+    }
     content |= {"layout": ["megatron", 2, 2, 1, 1], "scalars": {"step": 10.0}, "tensors": {}}
     checkpoints.write_manifest(folder, content)
     return run
@@ -96,7 +129,9 @@ def before(tmp_path: Path) -> Path:
     return saved(tmp_path / "before", prints(state()))
 
 
-def remade(name: str, rank: int | None, change: Callable[[np.ndarray], np.ndarray], *kinds: str) -> Prints:
+def remade(
+    name: str, rank: int | None, change: Callable[[np.ndarray], np.ndarray], *kinds: str
+) -> Prints:
     """Fingerprints in which that tensor is another, on one rank or on all."""
     tensors = state()
     tensors |= {(name, kind): change(tensors[name, kind]).astype(np.float32) for kind in kinds}
@@ -118,7 +153,10 @@ def decaying() -> Prints:
 
 def copied(size: float) -> Prints:
     """The model computes with weights that are that far from the optimizer's."""
-    fingerprints, tensors = prints(state()), prints({k: x * np.float32(1 + size) for k, x in state().items()})
+    fingerprints, tensors = (
+        prints(state()),
+        prints({k: x * np.float32(1 + size) for k, x in state().items()}),
+    )
     for fingerprint, other in zip(fingerprints, tensors, strict=True):
         for part, moved in zip(fingerprint["parts"], other["parts"], strict=True):
             part["marks"][COPY] = moved["marks"]["weight"]
@@ -133,15 +171,27 @@ ALL = {0, 1, 2, 3}
 LOST = {  # what was loaded; the findings, or some of them
     "nothing": (lambda: prints(state()), []),
     "nothing, by a rank that updates no parameters": (lambda: edited(3, scalars={"step": 0.0}), []),
-    "a norm reset": (lambda: remade(FINAL, None, np.ones_like, "weight"), [("reset", FINAL, {2, 3})]),
-    "a norm apart across TP": (lambda: remade(NORM, 1, lambda x: x + 1e-3, "weight"), [("tensor-replicas", NORM, {1})]),
-    "tied copies apart": (lambda: remade(WORD, 2, lambda x: x[::-1, ::-1], "weight", "exp_avg"), [("tied", WORD, {2})]),
+    "a norm reset": (
+        lambda: remade(FINAL, None, np.ones_like, "weight"),
+        [("reset", FINAL, {2, 3})],
+    ),
+    "a norm apart across TP": (
+        lambda: remade(NORM, 1, lambda x: x + 1e-3, "weight"),
+        [("tensor-replicas", NORM, {1})],
+    ),
+    "tied copies apart": (
+        lambda: remade(WORD, 2, lambda x: x[::-1, ::-1], "weight", "exp_avg"),
+        [("tied", WORD, {2})],
+    ),
     "one value of a matrix": (
         lambda: remade(MATRIX, None, lambda x: x + (x == x.max()) * 1e-6, "weight"),
         [("not-restored", MATRIX, {2})],
     ),
     "a norm that decays": (decaying, [("decay", NORM, {0})]),
-    "a model that computes with other weights": (lambda: copied(0.05), [("copy", WORD, ALL), ("copy", NORM, {0, 1})]),
+    "a model that computes with other weights": (
+        lambda: copied(0.05),
+        [("copy", WORD, ALL), ("copy", NORM, {0, 1})],
+    ),
     "a model that computes with rounded ones": (lambda: copied(0.01), []),
     "a generator": (lambda: edited(3, generators={"cpu": "other"}), [("generators", "", {3})]),
     "the next samples": (lambda: edited(1, samples="0001"), [("data", "", {1})]),
@@ -152,7 +202,9 @@ LOST = {  # what was loaded; the findings, or some of them
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_what_a_restart_lost_is_named_with_its_tensor_and_ranks(name: str, before: Path, tmp_path: Path) -> None:
+def test_what_a_restart_lost_is_named_with_its_tensor_and_ranks(
+    name: str, before: Path, tmp_path: Path
+) -> None:
     fingerprints, expected = LOST[name]
     found = kinds_of(compare_restart(before, loaded(tmp_path / "after", fingerprints())).findings)
     assert all(finding in found for finding in expected) and bool(found) is bool(expected), found
@@ -163,12 +215,16 @@ def test_what_a_restart_lost_is_named_with_its_tensor_and_ranks(name: str, befor
 def test_between_two_runs_matrices_count_and_norms_do_not(
     tensor: str, found: int, before: Path, tmp_path: Path
 ) -> None:
-    """Adam scales a gradient that is 0 but for rounding to a whole step: small tensors differ between equal runs."""
+    """Adam scales a gradient that is 0 but for rounding to a whole step: small tensors differ
+    between equal runs.
+    """
     other = saved(tmp_path / "other", remade(tensor, None, lambda x: x * 1.1, "weight"))
     assert len(compare_restart(before, other).findings) == found
 
 
-def test_ranks_without_a_fingerprint_are_noted_and_their_tensors_not_compared(before: Path, tmp_path: Path) -> None:
+def test_ranks_without_a_fingerprint_are_noted_and_their_tensors_not_compared(
+    before: Path, tmp_path: Path
+) -> None:
     """TP 2 before, of which one rank left nothing; TP 1 after, where each tensor is whole."""
     partial = loaded(tmp_path / "partial", prints(state())[:3])
     whole = []
@@ -176,7 +232,10 @@ def test_ranks_without_a_fingerprint_are_noted_and_their_tensors_not_compared(be
         fingerprint = prints(state(), layout=["megatron", 1, 2, 1, 1], world=2)[2 * pp]
         for part in fingerprint["parts"]:
             box = tuple((0, n) for n in MODEL[part["name"]][0])
-            part |= {"box": box, "marks": {k: mark(state()[part["name"], k], box).to_json() for k in KINDS}}
+            part |= {
+                "box": box,
+                "marks": {k: mark(state()[part["name"], k], box).to_json() for k in KINDS},
+            }
         whole.append(json.loads(json.dumps(fingerprint | {"rank": pp, "tp": 0})))
     for one, two in ((before, partial), (partial, loaded(tmp_path / "after", whole))):
         found = compare_restart(one, two)
@@ -186,11 +245,20 @@ def test_ranks_without_a_fingerprint_are_noted_and_their_tensors_not_compared(be
 def test_the_command_prints_it_in_lines_and_as_json(
     before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, broken = loaded(tmp_path / "after", prints(state())), put(tmp_path / "broken", LOST["a norm reset"][0]())
-    assert main(["debug", "restart", str(before), str(whole)]) == 0 and "nothing is wrong" in capsys.readouterr().out
+    whole, broken = (
+        loaded(tmp_path / "after", prints(state())),
+        put(tmp_path / "broken", LOST["a norm reset"][0]()),
+    )
+    assert (
+        main(["debug", "restart", str(before), str(whole)]) == 0
+        and "nothing is wrong" in capsys.readouterr().out
+    )
     assert main(["debug", "restart", str(before), str(broken)]) == 1
     first, line, last = capsys.readouterr().out.splitlines()
-    assert (first, last) == ("compared before/iter_0000010 (saved) with broken (loaded)", "1 findings")
+    assert (first, last) == (
+        "compared before/iter_0000010 (saved) with broken (loaded)",
+        "1 findings",
+    )
     assert main(["debug", "restart", str(before), str(broken), "--json"]) == 1
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert line == f"  reset: {FINAL}, ranks 2-3 (pp 1, dp 0): {finding['what']}"
@@ -207,7 +275,10 @@ def half(folder: Path) -> None:
 
 BAD = {
     "missing": (lambda folder: None, "B={B}: no such folder"),
-    "empty": (lambda folder: folder.mkdir(), "B={B}: holds no complete checkpoint with fingerprints (a run folder"),
+    "empty": (
+        lambda folder: folder.mkdir(),
+        "B={B}: holds no complete checkpoint with fingerprints (a run folder",
+    ),
     "a file": (lambda folder: folder.write_text(""), "B={B}: is a file; a folder is needed"),
     "another model": (
         lambda folder: put(folder, prints(state(), shape={**SHAPE, "hidden_size": 12})),
@@ -219,15 +290,23 @@ BAD = {
 
 @pytest.mark.parametrize(("make", "line_start"), BAD.values(), ids=BAD.keys())
 def test_what_cannot_be_compared_is_one_line_and_exit_code_2(
-    make: Callable[[Path], Any], line_start: str, before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Callable[[Path], Any],
+    line_start: str,
+    before: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     make(tmp_path / "B")
     assert main(["debug", "restart", str(before), str(tmp_path / "B")]) == 2
     line = capsys.readouterr().err
-    assert line.startswith("trilane: " + line_start.format(B=tmp_path / "B")) and line.count("\n") == 1
+    assert (
+        line.startswith("trilane: " + line_start.format(B=tmp_path / "B")) and line.count("\n") == 1
+    )
 
 
-def adam(tensors: Tensors, gradient: Tensors, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95)) -> Tensors:
+def adam(
+    tensors: Tensors, gradient: Tensors, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95)
+) -> Tensors:
     """One step of Adam (Kingma and Ba 2015), without its bias correction."""
     made: Tensors = {}
     for name in MODEL:
@@ -240,18 +319,32 @@ def adam(tensors: Tensors, gradient: Tensors, lr: float = 1e-3, betas: tuple[flo
 
 
 GRADIENT = drawn(5)
-STEPS: dict[str, tuple[Callable[[Tensors], Tensors], str, float | None]] = {  # the finding, and its size
+STEPS: dict[
+    str, tuple[Callable[[Tensors], Tensors], str, float | None]
+] = {  # the finding, and its size
     "none": (lambda start: adam(start, GRADIENT), "", None),
     "a rate from zero": (lambda start: adam(start, GRADIENT, lr=1e-5), "rate", 0.01),
     "a rate by a hundredth": (lambda start: adam(start, GRADIENT, lr=1.012e-3), "rate", 1.012),
     "a rate by less": (lambda start: adam(start, GRADIENT, lr=1.008e-3), "", None),
     "another beta1": (lambda start: adam(start, GRADIENT, betas=(0.8, 0.95)), "moments", 0.8),
-    "a beta1 that is near": (lambda start: adam(start, GRADIENT, betas=(0.905, 0.95)), "moments", 0.905),
+    "a beta1 that is near": (
+        lambda start: adam(start, GRADIENT, betas=(0.905, 0.95)),
+        "moments",
+        0.905,
+    ),
     "a beta1 that is nearer": (lambda start: adam(start, GRADIENT, betas=(0.9006, 0.95)), "", None),
     "another beta2": (lambda start: adam(start, GRADIENT, betas=(0.9, 0.99)), "moments", None),
-    "no moments": (lambda start: adam({k: v * (k[1] == "weight") for k, v in start.items()}, GRADIENT), "moments", 0),
+    "no moments": (
+        lambda start: adam({k: v * (k[1] == "weight") for k, v in start.items()}, GRADIENT),
+        "moments",
+        0,
+    ),
     "other samples": (lambda start: adam(start, drawn(10)), "gradients", None),
-    "larger gradients": (lambda start: adam(start, {k: 1.02 * v for k, v in GRADIENT.items()}), "gradients", 1.02),
+    "larger gradients": (
+        lambda start: adam(start, {k: 1.02 * v for k, v in GRADIENT.items()}),
+        "gradients",
+        1.02,
+    ),
 }
 
 
@@ -259,13 +352,17 @@ STEPS: dict[str, tuple[Callable[[Tensors], Tensors], str, float | None]] = {  # 
 def test_what_differs_in_the_step_after_a_load_is_named(
     step: Callable[[Tensors], Tensors], kind: str, size: float | None, before: Path, tmp_path: Path
 ) -> None:
-    """By the fingerprints alone: both runs begin at the same state, and saved after one iteration more."""
+    """By the fingerprints alone: both runs begin at the same state, and saved after one iteration
+    more.
+    """
     more = {"iteration": 11, "consumed_samples": 88, "scalars": {"step": 11.0}}
     saved(before, prints(adam(state(), GRADIENT), **more), 11)
     after = saved(loaded(tmp_path / "after", prints(state())), prints(step(state()), **more), 11)
     found = compare_restart(before, after).findings
     assert [f.kind for f in found] == [kind] * bool(kind)
-    assert not compare_restart(saved(tmp_path / "short", prints(state())), after).findings, "of no such step"
+    assert not compare_restart(saved(tmp_path / "short", prints(state())), after).findings, (
+        "of no such step"
+    )
     assert size is None or found[0].size == pytest.approx(size, rel=1e-3, abs=1e-4)
 
 
@@ -277,32 +374,52 @@ def test_marks_of_parts_add_up_to_the_mark_of_the_whole() -> None:
         parts.append(mark(x[slice(*rows), slice(*columns)], (rows, columns)))
     added = parts[2] + parts[1] + parts[0]
     assert added.hash == whole.hash and added.apart(whole) == 0 and not added.constant(x[0, 0])
-    assert added.norm == pytest.approx(np.linalg.norm(x), rel=1e-6) and (added.low, added.high) == (x.min(), x.max())
+    assert added.norm == pytest.approx(np.linalg.norm(x), rel=1e-6) and (added.low, added.high) == (
+        x.min(),
+        x.max(),
+    )
     zero = mark(0 * x, ((0, 70), (0, 90)))  # of eight sketches the estimate is about a quarter off
-    assert whole.apart(zero) == pytest.approx(1, abs=0.5) == zero.apart(whole), "relative to the larger norm"
+    assert whole.apart(zero) == pytest.approx(1, abs=0.5) == zero.apart(whole), (
+        "relative to the larger norm"
+    )
     x[3, 4], x[4, 3] = x[4, 3], x[3, 4]
     assert mark(x, ((0, 70), (0, 90))).hash != whole.hash
 
 
 def test_marks_of_replicas_that_divide_a_part_add_up_to_those_of_it() -> None:
-    """ZeRO's ranges need not end with a row; without one of them only the copies, whole on each, are known."""
+    """ZeRO's ranges need not end with a row; without one of them only the copies, whole on each,
+    are known.
+    """
     box, x = ((2, 8), (0, 5)), np.random.default_rng(1).standard_normal((6, 5)).astype(np.float32)
-    whole = Part(name="w", shape=(9, 5), box=box, decay=None, marks={"weight": mark(x, box), COPY: mark(x, box)})
+    whole = Part(
+        name="w",
+        shape=(9, 5),
+        box=box,
+        decay=None,
+        marks={"weight": mark(x, box), COPY: mark(x, box)},
+    )
     replicas = []
     for shard in ((7, 30), (0, 7), (0, 0)):
         inside = np.zeros(30, np.float32)
-        inside[slice(*shard)] = x.reshape(-1)[slice(*shard)]  # a zero adds nothing to hash and sketch
+        inside[slice(*shard)] = x.reshape(-1)[
+            slice(*shard)
+        ]  # a zero adds nothing to hash and sketch
         marks = {"weight": mark(inside.reshape(6, 5), box)} if shard[1] else {}
         replicas.append(replace(whole, shard=shard, marks={**marks, COPY: whole.marks[COPY]}))
     for part in whole_parts(replicas):
         assert part.shard is None and part.marks["weight"].hash == whole.marks["weight"].hash
-        assert part.marks["weight"].apart(whole.marks["weight"]) < 1e-6 and part.marks[COPY] == whole.marks[COPY]
+        assert (
+            part.marks["weight"].apart(whole.marks["weight"]) < 1e-6
+            and part.marks[COPY] == whole.marks[COPY]
+        )
     assert [{*part.marks} for part in whole_parts(replicas[1:])] == [{COPY}, {COPY}]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BUGS)
-def test_a_bug_planted_into_a_real_engine_is_named(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_bug_planted_into_a_real_engine_is_named(
+    kind: str, pool: WorkerPool, tmp_path: Path
+) -> None:
     bug = BUGS[kind]
     found = cycle(pool, tmp_path / "r", bug.topology, kind)
     assert named(bug, found), [f.line() for f in found.findings]

@@ -1,8 +1,10 @@
-"""What the documentation shows works: its commands run, its links lead somewhere, its tables of fields are complete.
+"""What the documentation shows works: its commands run, its links lead somewhere, its tables of
+fields are complete.
 
-A fenced block below the line `<!-- run -->` is run, one below `<!-- run: exit code 1 -->` must end so. The words of a
-block of text right below it must be printed in that order; it may leave words out. The blocks of a page share a folder,
-empty but for docs/, as a reader's shell shares the root of the repository; those in Python are one program.
+A fenced block below the line `<!-- run -->` is run, one below `<!-- run: exit code 1 -->` must end
+so. The words of a block of text right below it must be printed in that order; it may leave words
+out. The blocks of a page share a folder, empty but for docs/, as a reader's shell shares the root
+of the repository; those in Python are one program.
 """
 
 import dataclasses
@@ -19,9 +21,12 @@ import pytest
 from support import REPOSITORY, known_machine
 
 DOCS = REPOSITORY / "docs"
-PAGES = sorted([*REPOSITORY.glob("*.md"), REPOSITORY / "outputs" / "README.md", *DOCS.rglob("*.md")])
+PAGES = sorted(
+    [*REPOSITORY.glob("*.md"), REPOSITORY / "outputs" / "README.md", *DOCS.rglob("*.md")]
+)
 RUN = re.compile(
-    r"^<!-- run(?:: exit code (\d+))? -->\n+```(bash|python)\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?", re.M | re.S
+    r"^<!-- run(?:: exit code (\d+))? -->\n+```(bash|python)\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?",
+    re.M | re.S,
 )
 WORD = re.compile(r"\w(?:[\w.,:/%+-]*[\w%+])?")
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
@@ -35,7 +40,8 @@ def name(path: Path) -> str:
 
 
 def blocks(page: Path) -> list[tuple[int, str, str]]:
-    """The blocks of a page that are run, in order, each with its exit code, and what the page shows of its output.
+    """The blocks of a page that are run, in order, each with its exit code, and what the page shows
+    of its output.
 
     Those in Python run once, as the program that they are together, after the others.
     """
@@ -49,7 +55,9 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
 
 
 def not_printed(shown: str, *printed: str) -> list[str]:
-    """The words of `shown` from the first one on that is not printed in this order; [] where all are."""
+    """The words of `shown` from the first one on that is not printed in this order; [] where all
+    are.
+    """
     rest, words = iter(WORD.findall(" ".join(printed))), WORD.findall(shown)
     return next((words[n:] for n, word in enumerate(words) if word not in rest), [])
 
@@ -63,7 +71,12 @@ def shell(folder: Path) -> dict[str, str]:
     command.chmod(0o755)
     path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
     outputs = str(known_machine(folder / "outputs"))
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY / "lib"), "TRILANE_OUTPUTS": outputs}
+    return {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": str(REPOSITORY / "lib"),
+        "TRILANE_OUTPUTS": outputs,
+    }
 
 
 @pytest.mark.slow
@@ -74,12 +87,20 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     os.symlink(DOCS, tmp_path / "docs")
     for code, block, text in blocks(page):
         bash = ["bash", "-euo", "pipefail", "-c", block]
-        done = subprocess.run(bash, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(
+            bash, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )
         assert done.returncode == code, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         missing = min(
-            (not_printed(text, *both) for both in ((done.stdout, done.stderr), (done.stderr, done.stdout))), key=len
+            (
+                not_printed(text, *both)
+                for both in ((done.stdout, done.stderr), (done.stderr, done.stdout))
+            ),
+            key=len,
         )
-        assert not missing, f"{block}\nshown, not printed: {' '.join(missing[:12])}\n{done.stdout}\n{done.stderr}"
+        assert not missing, (
+            f"{block}\nshown, not printed: {' '.join(missing[:12])}\n{done.stdout}\n{done.stderr}"
+        )
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -87,7 +108,11 @@ def commands(page: Path) -> list[list[str]]:
     text = page.read_text(encoding="utf-8")
     lines = "\n".join(BASH.findall(text)).replace("\\\n", " ").splitlines()
     lines += re.findall(r"`(trilane [^`]+)`", FENCE.sub("", text))
-    found = re.findall(r"(?:^|&& |exec )\s*(?:srun .* )?(?:python -m )?trilane ([^|;&<>\n]+)", "\n".join(lines), re.M)
+    found = re.findall(
+        r"(?:^|&& |exec )\s*(?:srun .* )?(?:python -m )?trilane ([^|;&<>\n]+)",
+        "\n".join(lines),
+        re.M,
+    )
     return [shlex.split(line, comments=True) for line in found]
 
 
@@ -99,29 +124,51 @@ def mistake(words: list[str]) -> str:
     options = {"--help", "--version"}
     while isinstance(command, click.Group):
         if not rest or not re.fullmatch(r"[a-z-]+", rest[0]) or rest[0].startswith("-"):
-            return next((w for w in rest if w.startswith("-") and w not in options), "")  # `trilane --help`
+            return next(
+                (w for w in rest if w.startswith("-") and w not in options), ""
+            )  # `trilane --help`
         word = rest.pop(0)
         command = command.get_command(context, word)
         if command is None:
             return word
-    options |= {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-    return next((word for word in rest if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in options), "")
+    options |= {
+        name
+        for parameter in command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
+    return next(
+        (
+            word
+            for word in rest
+            if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in options
+        ),
+        "",
+    )
 
 
 def test_commands_and_options_exist() -> None:
     pages = [page for page in PAGES if page.name not in ("log.md", "CHANGELOG.md")]
-    assert not {(name(page), " ".join(words)) for page in pages for words in commands(page) if mistake(words)}
+    assert not {
+        (name(page), " ".join(words))
+        for page in pages
+        for words in commands(page)
+        if mistake(words)
+    }
 
 
 def links(page: Path) -> set[Path]:
     """The files and folders that a page links to."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
-    targets = {link.partition("#")[0] for link in LINK.findall(text) if not re.match(r"\w+:|#", link)}
+    targets = {
+        link.partition("#")[0] for link in LINK.findall(text) if not re.match(r"\w+:|#", link)
+    }
     return {Path(os.path.normpath(page.parent / target)) for target in targets}
 
 
 def test_links_lead_somewhere() -> None:
-    assert not [(name(page), str(target)) for page in PAGES for target in links(page) if not target.exists()]
+    assert not [
+        (name(page), str(target)) for page in PAGES for target in links(page) if not target.exists()
+    ]
 
 
 def test_every_page_is_reachable_from_the_readme() -> None:
@@ -135,10 +182,17 @@ def test_every_page_is_reachable_from_the_readme() -> None:
 
 
 def test_the_architecture_names_every_package_and_modules_that_exist() -> None:
-    text, lib = (DOCS / "architecture.md").read_text(encoding="utf-8"), REPOSITORY / "lib" / "trilane"
+    text, lib = (
+        (DOCS / "architecture.md").read_text(encoding="utf-8"),
+        REPOSITORY / "lib" / "trilane",
+    )
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.M))
     assert set(rows) == {path.parent.name for path in lib.glob("*/__init__.py")}
-    named = [lib / package / path for package, row in rows.items() for path in re.findall(r"`([\w/]+\.py)`", row)]
+    named = [
+        lib / package / path
+        for package, row in rows.items()
+        for path in re.findall(r"`([\w/]+\.py)`", row)
+    ]
     assert not [path for path in named if not path.exists()]
 
 
@@ -146,12 +200,18 @@ def test_each_of_at_most_forty_public_names_shows_a_call() -> None:
     import trilane
 
     assert len(trilane.__all__) <= 40
-    docs = {name: getattr(trilane, name).__doc__ or "" for name in trilane.__all__ if name != "plots"}
-    assert not [name for name, text in docs.items() if f"{name}(" not in text and f"{name}." not in text]
+    docs = {
+        name: getattr(trilane, name).__doc__ or "" for name in trilane.__all__ if name != "plots"
+    }
+    assert not [
+        name for name, text in docs.items() if f"{name}(" not in text and f"{name}." not in text
+    ]
 
 
 def documented() -> list[tuple[str, set[str]]]:
-    """Each dataclass that has a section in docs/reference/, with the names in the first column of its table."""
+    """Each dataclass that has a section in docs/reference/, with the names in the first column of
+    its table.
+    """
     found = []
     for page in sorted((DOCS / "reference").glob("*.md")):
         for section in re.split(r"^#+ ", page.read_text(encoding="utf-8"), flags=re.M):
@@ -164,7 +224,9 @@ def test_every_field_has_a_line() -> None:
     assert len(documented()) > 10
     for path, names in documented():
         module, _, cls = path.rpartition(".")
-        assert names == {f.name for f in dataclasses.fields(getattr(importlib.import_module(module), cls))}, path
+        assert names == {
+            f.name for f in dataclasses.fields(getattr(importlib.import_module(module), cls))
+        }, path
 
 
 def test_every_field_of_a_forecast_has_a_line(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ Truth = Callable[..., list[list[float]]]
 
 @pytest.fixture(scope="session")
 def fork(pool) -> Iterator[Fork]:
-    """Run the plan in a folder on so many workers (0: the reference); another end than wanted shows their output."""
+    """Run the plan in a folder on so many workers (0: the reference); another end than wanted shows
+    their output.
+    """
 
     def forked(processes: int, folder: Path, code: int = 0) -> None:
         problem = pool.run(processes, folder, code)
@@ -27,7 +29,9 @@ def fork(pool) -> Iterator[Fork]:
 
 @pytest.fixture
 def train(fork: Fork, tmp_path: Path) -> Callable[[Plan], list[dict]]:
-    """Train a plan in as many processes as it wants and return its steps; its folder is tmp_path / "run"."""
+    """Train a plan in as many processes as it wants and return its steps; its folder is tmp_path /
+    "run".
+    """
 
     def trained(plan: Plan) -> list[dict]:
         folder = run_folder(plan, tmp_path / "run")
@@ -39,22 +43,29 @@ def train(fork: Fork, tmp_path: Path) -> Callable[[Plan], list[dict]]:
 
 @pytest.fixture(scope="session")
 def ask(fork: Fork, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """What `code` prints on each rank of a plan, one after another, with `plan`, `world` and `sys` at hand.
+    """What `code` prints on each rank of a plan, one after another, with `plan`, `world` and `sys`
+    at hand.
 
     Without `joined` no process group is started; the code has `join` to do so.
     """
 
     def asked(plan: Plan, code: str, joined: bool = True) -> str:
         folder = run_folder(plan, tmp_path_factory.mktemp("ask") / "run")
-        (folder / "ask.py").write_text(f"import sys\n{'world = join(plan)' if joined else ''}\n{code}")
+        (folder / "ask.py").write_text(
+            f"import sys\n{'world = join(plan)' if joined else ''}\n{code}"
+        )
         fork(plan.topology.gpus, folder)
-        return "".join((folder / f"answer.{rank}").read_text() for rank in range(plan.topology.gpus))
+        return "".join(
+            (folder / f"answer.{rank}").read_text() for rank in range(plan.topology.gpus)
+        )
 
     return asked
 
 
 @pytest.fixture(scope="session")
-def truths(fork: Fork, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Task, int], Path]:
+def truths(
+    fork: Fork, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Task, int], Path]:
     """The folder of a task of so many iterations by the plain torch GPT; each is trained once."""
 
     @functools.cache

@@ -1,6 +1,8 @@
-"""Counts the parameters of the engine's model on every rank of every plan, in one process and without memory.
+"""Counts the parameters of the engine's model on every rank of every plan, in one process and
+without memory.
 
-Reads a JSON list of plans; prints a JSON list with, for each, the counts by pipeline stage and tensor-parallel rank.
+Reads a JSON list of plans; prints a JSON list with, for each, the counts by pipeline stage and
+tensor-parallel rank.
 """
 
 import json
@@ -44,5 +46,7 @@ if __name__ == "__main__":
     enable_cpu()
     from trilane.engine.model import gpt as model
 
-    model.fill_parameters = lambda named, plan: None  # the initial state adds no parameter, and meta tensors hold none
+    model.fill_parameters = lambda named, plan: (
+        None
+    )  # the initial state adds no parameter, and meta tensors hold none
     print(json.dumps([counts(plan_from_json(values)) for values in json.load(sys.stdin)]))

@@ -1,5 +1,5 @@
-"""What dropout does on each of two tensor-parallel ranks: one JSON line for each of them, with and without sequence
-parallelism. The fixture `ask` runs it on each.
+"""What dropout does on each of two tensor-parallel ranks: one JSON line for each of them, with and
+without sequence parallelism. The fixture `ask` runs it on each.
 """
 
 import hashlib
@@ -16,7 +16,9 @@ def fingerprint(mask: torch.Tensor) -> str:
 
 
 def drawn(plan: Plan) -> dict:
-    """Which values the one layer leaves as they are (both of its dropouts hit), and what attention makes of ones."""
+    """Which values the one layer leaves as they are (both of its dropouts hit), and what attention
+    makes of ones.
+    """
     from trilane.engine.model.gpt import Attention, build_chunks, transformer_config
     from trilane.engine.model.rng import seed_streams
 
@@ -25,9 +27,13 @@ def drawn(plan: Plan) -> dict:
     model.decoder.final_layernorm = None
     seed_streams(plan.run.seed)
     length = shape.seq_length // (t.tp if t.sequence_parallel else 1)
-    x = torch.randn(length, 8, shape.hidden_size, generator=torch.Generator().manual_seed(1))  # (S, B, C)
+    x = torch.randn(
+        length, 8, shape.hidden_size, generator=torch.Generator().manual_seed(1)
+    )  # (S, B, C)
     untouched = model.decoder(hidden_states=x, attention_mask=None) == x
-    q, k = torch.zeros(2, shape.seq_length, 8, 2, 16)  # every position attends to those before it alike
+    q, k = torch.zeros(
+        2, shape.seq_length, 8, 2, 16
+    )  # every position attends to those before it alike
     ones = torch.ones(shape.seq_length, 8, 2, 16)
     attended = Attention(transformer_config(plan), shape=plan.shape)(q, k, ones, None)
     first = model.embedding.embedding_dropout(torch.ones(length, 8, shape.hidden_size))

@@ -7,7 +7,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class QKNorm(TransformerLayer):
-    """Norms of the queries and keys of each head, and squared ReLU: megatron-core's parts, two of them replaced."""
+    """Norms of the queries and keys of each head, and squared ReLU: megatron-core's parts, two of
+    them replaced.
+    """
 
     def __init__(self, config, submodules, **options):
         attention = submodules.self_attention.submodules
@@ -21,8 +23,10 @@ def squared_relu(x):
 
 
 class Mixer(torch.nn.Module):
-    """An MLP that megatron-core's linear layers divide, with a gate of 64 channels that every rank holds whole, and
-    whose gradient is a part on each; `close` is 0 at first, so that the first gradient of all before it is 0."""
+    """An MLP that megatron-core's linear layers divide, with a gate of 64 channels that every rank
+    holds whole, and whose gradient is a part on each; `close` is 0 at first, so that the first
+    gradient of all before it is 0.
+    """
 
     def __init__(self, config, layer_number):
         super().__init__()
@@ -30,7 +34,9 @@ class Mixer(torch.nn.Module):
         self.norm = torch.nn.RMSNorm(config.hidden_size)
         self.up = ColumnParallelLinear(config.hidden_size, 256, **own)
         self.gate = torch.nn.Parameter(torch.ones(64))
-        self.down = RowParallelLinear(256, config.hidden_size, input_is_parallel=True, skip_bias_add=False, **own)
+        self.down = RowParallelLinear(
+            256, config.hidden_size, input_is_parallel=True, skip_bias_add=False, **own
+        )
         self.close = torch.nn.Parameter(torch.zeros(config.hidden_size))
 
     def forward(self, x):
@@ -39,12 +45,17 @@ class Mixer(torch.nn.Module):
 
 
 class Averages(torch.nn.Module):
-    """Of plain torch: a running mean over the sequence, and an MLP with its own random initial values."""
+    """Of plain torch: a running mean over the sequence, and an MLP with its own random initial
+    values.
+    """
 
     def __init__(self, config, layer_number):
         super().__init__()
         self.norm = torch.nn.RMSNorm(config.hidden_size)
-        self.up, self.down = torch.nn.Linear(config.hidden_size, 256), torch.nn.Linear(256, config.hidden_size)
+        self.up, self.down = (
+            torch.nn.Linear(config.hidden_size, 256),
+            torch.nn.Linear(256, config.hidden_size),
+        )
 
     def forward(self, x):
         mean = x.cumsum(0) / torch.arange(1, len(x) + 1)[:, None, None]

@@ -38,7 +38,9 @@ def small_plan(
     shape: ModelShape = SHAPE,
     **topology: Any,
 ) -> Plan:
-    """A plan for a GPT of 4 x 64 over `source`, prepared in the folder `data`; the rest is the topology."""
+    """A plan for a GPT of 4 x 64 over `source`, prepared in the folder `data`; the rest is the
+    topology.
+    """
     return Plan(
         label="small",
         engine=engine,

@@ -1,8 +1,9 @@
-"""The tests' worker pool: a process that has imported every engine, and forks workers that train small plans in turn.
+"""The tests' worker pool: a process that has imported every engine, and forks workers that train
+small plans in turn.
 
-A worker may answer a question about the engine instead, or plant a bug before it trains: `ask.py` in the folder of a
-plan is run with `plan` and `join` at hand, and what it prints is kept in answer.RANK; the file `plant` names one of
-restart_plants.BUGS.
+A worker may answer a question about the engine instead, or plant a bug before it trains: `ask.py`
+in the folder of a plan is run with `plan` and `join` at hand, and what it prints is kept in
+answer.RANK; the file `plant` names one of restart_plants.BUGS.
 """
 
 import contextlib
@@ -28,12 +29,15 @@ class WorkerPool:
     machine: Cluster
 
     def run(self, processes: int, folder: Path, code: int = 0) -> str:
-        """Train `folder`/plan.json (0 processes: the reference); "", or the workers' output where they ended otherwise
-        than with `code`."""
+        """Train `folder`/plan.json (0 processes: the reference); "", or the workers' output where
+        they ended otherwise than with `code`.
+        """
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{processes} {folder}\n")
         self.process.stdin.flush()
-        return parity.output(folder, [int(found) for found in self.process.stdout.readline().split()], code)
+        return parity.output(
+            folder, [int(found) for found in self.process.stdout.readline().split()], code
+        )
 
 
 @contextlib.contextmanager
@@ -43,7 +47,9 @@ def engine_pool() -> Iterator[WorkerPool]:
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder, "built")
         env = {**environment(8), "TORCH_EXTENSIONS_DIR": str(built), "TORCH_COMPILE_DISABLE": "1"}
-        with subprocess.Popen([sys.executable, __file__], env=env, text=True, stdin=pipe, stdout=pipe) as process:
+        with subprocess.Popen(
+            [sys.executable, __file__], env=env, text=True, stdin=pipe, stdout=pipe
+        ) as process:
             yield WorkerPool(process, parity.machine(cards=0, bf16=True))
         assert not built.exists(), "DeepSpeed compiled something, which takes 20 s and more"
 
@@ -65,7 +71,12 @@ def answer(folder: Path) -> int:
 
     die_with_parent()
     for number, name in enumerate(("answer.{}", "{}.log"), 1):
-        os.dup2(os.open(folder / name.format(os.environ["RANK"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        os.dup2(
+            os.open(
+                folder / name.format(os.environ["RANK"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            ),
+            number,
+        )
     code = compile((folder / "ask.py").read_text(), str(folder / "ask.py"), "exec")
     exec(code, {"__name__": "__main__", "plan": read_plan(folder / "plan.json"), "join": join})
     return 0

@@ -15,7 +15,12 @@ from trilane.config.cluster import cluster
 from trilane.engine.bench import __main__ as bench
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
-SLURM = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_ID": "1"}
+SLURM = {
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_JOB_ID": "1",
+}
 
 
 TWO_HOSTS = """
@@ -32,7 +37,9 @@ print(main([]))
 
 
 @pytest.mark.slow
-def test_ranks_of_srun_on_two_hosts_measure_inside_and_between(ask: Callable, tmp_path: Path) -> None:
+def test_ranks_of_srun_on_two_hosts_measure_inside_and_between(
+    ask: Callable, tmp_path: Path
+) -> None:
     """Four ranks with SLURM's variables alone; unnamed, the cluster and its file are called local."""
     env = {**SLURM, "SLURM_NODELIST": "localhost"}
     code = f"SLURM, FOLDER = {env!r}, {str(tmp_path)!r}\n{TWO_HOSTS}"
@@ -42,7 +49,9 @@ def test_ranks_of_srun_on_two_hosts_measure_inside_and_between(ask: Callable, tm
     assert (two.name, two.gpus_per_node, two.max_nodes) == ("local", 2, 2)
     assert two.cores_per_node == len(os.sched_getaffinity(0))
     assert_plausible(two)
-    assert two.storage_nodes == 2 and min(two.write_bytes_per_s or 0, two.read_bytes_per_s or 0) > 1e5
+    assert (
+        two.storage_nodes == 2 and min(two.write_bytes_per_s or 0, two.read_bytes_per_s or 0) > 1e5
+    )
     assert two.sources["all"].startswith("measured on gpu001.example 2, gpu002.example 2 at ")
 
 
@@ -59,15 +68,25 @@ print(storage.measure(world, Path(SMALL), 1))
 """
 
 
-def test_storage_is_measured_as_it_is_saved_and_nothing_stays(ask: Callable, tmp_path: Path) -> None:
-    """Also where the folder is missing, too full to begin, and full halfway: one line, and the same on all ranks."""
+def test_storage_is_measured_as_it_is_saved_and_nothing_stays(
+    ask: Callable, tmp_path: Path
+) -> None:
+    """Also where the folder is missing, too full to begin, and full halfway: one line, and the same
+    on all ranks.
+    """
     folder, small = tmp_path / "folder", tmp_path / "small"
     folder.mkdir()
     small.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(small)]).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(small)]).returncode
+    ):
         pytest.skip("a small disk can be mounted by root alone")
     try:
-        out = ask(small_plan(tmp_path, dp=2), f"FOLDER, SMALL = {str(folder)!r}, {str(small)!r}\n{STORAGE}")
+        out = ask(
+            small_plan(tmp_path, dp=2),
+            f"FOLDER, SMALL = {str(folder)!r}, {str(small)!r}\n{STORAGE}",
+        )
         rates, none, full, halfway = lines = out.splitlines()[:4]
         assert out.splitlines()[4:] == lines
         assert rates == "['read_bytes_per_s', 'storage_nodes', 'write_bytes_per_s'] True True"
@@ -102,22 +121,38 @@ def test_a_card_is_described_with_its_peaks(monkeypatch: pytest.MonkeyPatch) -> 
     from trilane.costmodel.constants import Constants
     from trilane.engine.bench import rates
 
-    card = SimpleNamespace(name="V100", major=7, minor=0, multi_processor_count=80, total_memory=1e9)
+    card = SimpleNamespace(
+        name="V100", major=7, minor=0, multi_processor_count=80, total_memory=1e9
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     for name in ("matmul_flops_per_s", "copy_bytes_per_s", "host_to_device_bytes_per_s", "call_s"):
         monkeypatch.setattr(rates, name, lambda *given: 1e9)
     device = torch.device("cuda", 0)
     facts = rates.of_device(device)
-    rest = ("latency_s", "node_bytes_per_s", "network_bytes_per_s", "cores_per_node", "gpus_per_node", "max_nodes")
+    rest = (
+        "latency_s",
+        "node_bytes_per_s",
+        "network_bytes_per_s",
+        "cores_per_node",
+        "gpus_per_node",
+        "max_nodes",
+    )
     facts |= dict.fromkeys((*rest, "host_memory_bytes", "gpu.memory_bytes", "gpu.context_bytes"), 1)
     made = bench.as_cluster("mine", device, facts, "").gpu
-    assert (made.name, made.compute_capability, made.num_sms, made.bf16_flops_per_s) == ("V100", (7, 0), 80, 0)
+    assert (made.name, made.compute_capability, made.num_sms, made.bf16_flops_per_s) == (
+        "V100",
+        (7, 0),
+        80,
+        0,
+    )
     assert made.fp16_flops_per_s == 1e9 / Constants.matmul
 
 
 def test_a_ring_sends_everything_twice_but_for_its_own_part() -> None:
-    """nccl-tests, PERFORMANCE.md: the bus bandwidth of an all_reduce is 2 (n - 1) / n of bytes / seconds."""
+    """nccl-tests, PERFORMANCE.md: the bus bandwidth of an all_reduce is 2 (n - 1) / n of bytes /
+    seconds.
+    """
     from trilane.engine.bench.rates import bus_bytes_per_s
 
     assert [bus_bytes_per_s(1000, n, 1.0) for n in (2, 8)] == [1000, 1750]

@@ -26,7 +26,9 @@ Whole = Callable[[Plan], Path]
 
 def saving(data: Path, **topology: object) -> Plan:
     """A plan that saves halfway."""
-    return changed(small_plan(data, iters=END, source="mock", **topology), "run", save_interval=HALFWAY)
+    return changed(
+        small_plan(data, iters=END, source="mock", **topology), "run", save_interval=HALFWAY
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +46,17 @@ def whole(fork: Fork, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 def halfway(folder: Path, plan: Plan, to: Path, *iterations: int) -> Path:
-    """A run folder for `plan` as a run like that in `folder` leaves it if it is killed some time after these saves."""
+    """A run folder for `plan` as a run like that in `folder` leaves it if it is killed some time
+    after these saves.
+    """
     run_folder(plan, to)
     for iteration in iterations or (HALFWAY,):
         name = f"iter_{iteration:07d}"
         shutil.copytree(folder / "checkpoints" / name, to / "checkpoints" / name)
         (to / "checkpoints" / "latest").write_text(name + "\n")
-    (to / "steps.jsonl").write_text("".join((folder / "steps.jsonl").read_text().splitlines(True)[: HALFWAY + 1]))
+    (to / "steps.jsonl").write_text(
+        "".join((folder / "steps.jsonl").read_text().splitlines(True)[: HALFWAY + 1])
+    )
     return to
 
 
@@ -63,8 +69,19 @@ SAME = {
     "TP2 PP2 DP2 distributed optimizer": {"tp": 2, "pp": 2, "dp": 2, "zero": 1},
     "PP2 interleaved fp16": {"pp": 2, "interleaving": 2, "precision": "fp16"},
     "DP2 both overlaps, bf16": {"dp": 2, "zero": 1, "precision": "bf16", **OVERLAPS},
-    "ZeRO-2 DP2 optimizer offload": {"engine": "deepspeed-zero", "dp": 2, "zero": 2, "offload": "optimizer"},
-    "ZeRO-3 TP2 DP2 fp16": {"engine": "deepspeed-zero", "tp": 2, "dp": 2, "zero": 3, "precision": "fp16"},
+    "ZeRO-2 DP2 optimizer offload": {
+        "engine": "deepspeed-zero",
+        "dp": 2,
+        "zero": 2,
+        "offload": "optimizer",
+    },
+    "ZeRO-3 TP2 DP2 fp16": {
+        "engine": "deepspeed-zero",
+        "tp": 2,
+        "dp": 2,
+        "zero": 3,
+        "precision": "fp16",
+    },
     "HF ZeRO-3 DP2 full offload": {"engine": "hf-zero3", "dp": 2, "zero": 3, "offload": "full"},
     "3D PP2 DP2 bf16": {"engine": "deepspeed-3d", "pp": 2, "dp": 2, "zero": 1, "precision": "bf16"},
 }
@@ -74,8 +91,9 @@ SAME = {
 def test_a_resumed_run_gives_the_losses_of_one_never_stopped(
     topology: dict, whole: Whole, fork: Fork, data: Path, tmp_path: Path
 ) -> None:
-    """To the last bit; what it had trained beyond the checkpoint stands once, the first attempt aside. And the states
-    of the restart are compared without a finding."""
+    """To the last bit; what it had trained beyond the checkpoint stands once, the first attempt
+    aside. And the states of the restart are compared without a finding.
+    """
     plan = saving(data, **topology)
     again = halfway(whole(plan), plan, tmp_path / "again")
     fork(plan.topology.gpus, again)
@@ -105,9 +123,12 @@ RESUMED = {
 
 
 @pytest.mark.parametrize(("there", "here"), RESUMED.values(), ids=RESUMED.keys())
-def test_a_run_goes_on_elsewhere(there: dict, here: dict, whole: Whole, fork: Fork, data: Path, tmp_path: Path) -> None:
-    """On another topology and in another engine, from the checkpoint of a run that is left as it is: within 1e-5, and
-    without a finding where the states are compared."""
+def test_a_run_goes_on_elsewhere(
+    there: dict, here: dict, whole: Whole, fork: Fork, data: Path, tmp_path: Path
+) -> None:
+    """On another topology and in another engine, from the checkpoint of a run that is left as it
+    is: within 1e-5, and without a finding where the states are compared.
+    """
     first = whole(saving(data, **there))
     other = changed(saving(data, **here), "run", load=str(first / "checkpoints" / "iter_0000002"))
     folder = run_folder(other, tmp_path / "other")
@@ -126,13 +147,21 @@ def a_byte(folder: Path) -> None:
 
 DAMAGE = {
     "a byte": (a_byte, "rank_00000.safetensors is damaged (its checksum differs)"),
-    "the manifest": (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json is damaged"),
+    "the manifest": (
+        lambda folder: (folder / "manifest.json").write_text("{"),
+        "manifest.json is damaged",
+    ),
 }
 
 
 @pytest.mark.parametrize(("damage", "problem"), DAMAGE.values(), ids=DAMAGE.keys())
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
-    damage: Callable[[Path], None], problem: str, whole: Whole, fork: Fork, data: Path, tmp_path: Path
+    damage: Callable[[Path], None],
+    problem: str,
+    whole: Whole,
+    fork: Fork,
+    data: Path,
+    tmp_path: Path,
 ) -> None:
     """And where there is none before, one line and exit code 2 on all ranks."""
     plan = changed(saving(data, tp=2), "run", save_interval=1, keep_last=0)
@@ -147,32 +176,46 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
     shutil.rmtree(tmp_path / "alone/checkpoints/iter_0000001")
     fork(2, tmp_path / "alone", code=2)
     last = (tmp_path / "alone/0.log").read_text().splitlines()[-1]
-    assert last == f"checkpoints=iter_0000002: {problem}: none of them can be used, and there is no older one"
+    assert (
+        last
+        == f"checkpoints=iter_0000002: {problem}: none of them can be used, and there is no older one"
+    )
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_the_training_goes_on(
     whole: Whole, fork: Fork, data: Path, tmp_path: Path
 ) -> None:
-    """A disk of 5 MB: a checkpoint of 2.9 MB fits once. What will not fit is said before; a save clears it."""
+    """A disk of 5 MB: a checkpoint of 2.9 MB fits once. What will not fit is said before; a save
+    clears it.
+    """
     plan = saving(data)
     folder = run_folder(plan, tmp_path / "run")
     disk = folder / "checkpoints"
     disk.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", str(disk)]).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", str(disk)]).returncode
+    ):
         pytest.skip("a small disk can be mounted by root alone")
     try:
         fork(1, folder)
         assert losses(folder) == losses(whole(plan))
-        lines = [line for line in (folder / "0.log").read_text().splitlines() if "CHECKPOINT" in line]
+        lines = [
+            line for line in (folder / "0.log").read_text().splitlines() if "CHECKPOINT" in line
+        ]
         before = lines.pop(0)
-        assert before.startswith("trilane: NEXT CHECKPOINT WILL NOT BE SAVED: it takes 2.8 MB and 5 files, "), before
+        assert before.startswith(
+            "trilane: NEXT CHECKPOINT WILL NOT BE SAVED: it takes 2.8 MB and 5 files, "
+        ), before
         assert trouble(folder).startswith("CHECKPOINT NOT SAVED since 20")
         assert trouble(folder).endswith(": " + lines[0].partition("SAVED: ")[2])
         assert lines == [
             "trilane: CHECKPOINT NOT SAVED: iter_0000004 could not be saved: rank 0: No space left on device; "
             "the newest is iter_0000002"
         ]
-        assert read_status(folder).status == "stopped", "a run whose last checkpoint is missing is not completed"
+        assert read_status(folder).status == "stopped", (
+            "a run whose last checkpoint is missing is not completed"
+        )
         assert sorted(path.name for path in disk.iterdir()) == ["iter_0000002", "latest"]
         subprocess.run(["mount", "-o", "remount,size=50m", str(disk)], check=True)
         fork(1, folder)
@@ -205,8 +248,9 @@ words = re.findall(r"(?:iteration +|saved checkpoints/iter_0*)\\d+", (folder / "
 
 
 def test_the_training_goes_on_while_a_checkpoint_is_written(ask: Callable, data: Path) -> None:
-    """A disk that takes the first two until four are trained: what is saved is the state of iteration 2 (above), the
-    next save waits for it, and so does the end of the run."""
+    """A disk that takes the first two until four are trained: what is saved is the state of
+    iteration 2 (above), the next save waits for it, and so does the end of the run.
+    """
     plan = changed(small_plan(data, iters=5, source="mock"), "run", save_interval=2)
     answer = ask(plan, SLOW_DISK, joined=False).replace("savedcheckpoints/iter_0000", "saved ")
     assert answer == "1 2 3 4 saved 002 5 saved 004 saved 005"

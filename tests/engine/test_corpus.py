@@ -27,7 +27,9 @@ def test_bytes_and_end_of_document_come_back_from_megatrons_own_reader(tmp_path:
     texts = ["größe " * 20, TEXT]
     source.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     prefix = prepare(Data(source=str(source), folder=str(tmp_path / "data")), SHAPE)
-    assert [ids.tolist() for ids in IndexedDataset(prefix)] == [[*text.encode(), 256] for text in texts]
+    assert [ids.tolist() for ids in IndexedDataset(prefix)] == [
+        [*text.encode(), 256] for text in texts
+    ]
     write_pair([np.array([70_000, 1], np.int32)], str(tmp_path / "wide"), 70_001)  # ids of 32 bits
     wide = IndexedDataset(str(tmp_path / "wide"))
     assert wide[0].tolist() == [70_000, 1]
@@ -38,14 +40,19 @@ def test_a_pair_made_for_megatron_is_used_as_it_is(tmp_path: Path) -> None:
     from torch import arange
 
     builder = IndexedDatasetBuilder(str(tmp_path / "given.bin"), dtype=np.int32)
-    builder.add_document(arange(300), [100, 200])  # one document of two sequences, as a sentence splitter leaves it
+    builder.add_document(
+        arange(300), [100, 200]
+    )  # one document of two sequences, as a sentence splitter leaves it
     builder.finalize(str(tmp_path / "given.idx"))
     prefix = str(tmp_path / "given")
     lengths, largest = check_pair(prefix, 1000)
     assert (lengths.sum(), largest) == (300, 299)
     elsewhere = str(tmp_path / "nowhere")  # the tokenizer that made it is not needed
     for source in (prefix, prefix + ".bin", prefix + ".idx"):
-        assert prepare(Data(source=source, tokenizer=elsewhere, folder=str(tmp_path / "data")), SHAPE) == prefix
+        assert (
+            prepare(Data(source=source, tokenizer=elsewhere, folder=str(tmp_path / "data")), SHAPE)
+            == prefix
+        )
     assert not (tmp_path / "data").exists()
 
 
@@ -80,7 +87,9 @@ def test_a_warm_preparation_imports_no_torch(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
     env = environment(1)
-    env["PYTHONPATH"] += f":{Path(__file__).parent}:{Path(__file__).parents[1]}"  # plans, and support that it needs
+    env["PYTHONPATH"] += (
+        f":{Path(__file__).parent}:{Path(__file__).parents[1]}"  # plans, and support that it needs
+    )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, check=True)
 
 
@@ -111,18 +120,36 @@ def damaged(suffix: str, change: Callable[[bytes], bytes]) -> Callable[[Path], s
 
 
 BAD = {
-    "missing": (lambda at: str(at / "nowhere.txt"), "no such file or folder (known names: stdlib, mock)"),
+    "missing": (
+        lambda at: str(at / "nowhere.txt"),
+        "no such file or folder (known names: stdlib, mock)",
+    ),
     "empty": (of("empty.txt", b""), "is empty"),
-    "latin": (of("latin.txt", TEXT.encode() + b"gr\xf6\xdfe"), "latin.txt: not text in UTF-8 (byte 602)"),
+    "latin": (
+        of("latin.txt", TEXT.encode() + b"gr\xf6\xdfe"),
+        "latin.txt: not text in UTF-8 (byte 602)",
+    ),
     "short": (of("short.txt", b"too short"), "short.txt: has 10 tokens, one sample needs 65"),
     "no text": (
         of("rows.jsonl", b'{"text": "good"}\n{"txet": "bad"}\n'),
         'rows.jsonl:2: each line must be {"text": "..."} in UTF-8',
     ),
-    "truncated index": (damaged(".idx", lambda b: b[:-5]), "pair.idx: is truncated: 57 bytes, its header requires 62"),
-    "no index": (damaged(".idx", lambda b: b"something else entirely, of some length"), "is not a Megatron index"),
-    "truncated": (damaged(".bin", lambda b: b[:-5]), "pair.bin: is truncated: 597 bytes, its index requires 602"),
-    "beyond": (lambda at: str(pair(at, 512)), "pair: holds token 512, the vocabulary ends before vocab_size=512"),
+    "truncated index": (
+        damaged(".idx", lambda b: b[:-5]),
+        "pair.idx: is truncated: 57 bytes, its header requires 62",
+    ),
+    "no index": (
+        damaged(".idx", lambda b: b"something else entirely, of some length"),
+        "is not a Megatron index",
+    ),
+    "truncated": (
+        damaged(".bin", lambda b: b[:-5]),
+        "pair.bin: is truncated: 597 bytes, its index requires 602",
+    ),
+    "beyond": (
+        lambda at: str(pair(at, 512)),
+        "pair: holds token 512, the vocabulary ends before vocab_size=512",
+    ),
 }
 
 
@@ -135,9 +162,15 @@ def test_a_bad_corpus_is_refused_in_one_line(make: Callable, message: str, tmp_p
     assert "\n" not in str(error.value)
 
 
-def test_a_tokenizer_that_is_missing_or_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^data.tokenizer=.*nowhere: no folder with a tokenizer.json"):
-        prepare(Data(source="mock", tokenizer=str(tmp_path / "nowhere"), folder=str(tmp_path)), SHAPE)
+def test_a_tokenizer_that_is_missing_or_larger_than_the_vocabulary_is_refused(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"^data.tokenizer=.*nowhere: no folder with a tokenizer.json"
+    ):
+        prepare(
+            Data(source="mock", tokenizer=str(tmp_path / "nowhere"), folder=str(tmp_path)), SHAPE
+        )
     with pytest.raises(ValueError, match="vocab_size=256: tokenizer bytes has 257 ids"):
         prepare(Data(source="mock", folder=str(tmp_path)), replace(SHAPE, vocab_size=256))
 
@@ -146,7 +179,9 @@ def test_a_bad_source_of_a_blend_is_refused(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too short")
     parts = (Part(source="mock", weight=1), Part(source=str(tmp_path / "short.txt"), weight=1))
     data = Data(source="blend", blend=parts, folder=str(tmp_path / "data"))
-    with pytest.raises(ValueError, match=r"^data\.source=.*short\.txt: has 10 tokens, one sample needs 65$"):
+    with pytest.raises(
+        ValueError, match=r"^data\.source=.*short\.txt: has 10 tokens, one sample needs 65$"
+    ):
         prepare_all(data, SHAPE)
     (tmp_path / "short.txt").write_text(TEXT)
     assert len(prepare_all(data, SHAPE)) == 2

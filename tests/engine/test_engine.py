@@ -1,4 +1,6 @@
-"""What holds inside one process: the initial state, the order of samples, the groups of the optimizer."""
+"""What holds inside one process: the initial state, the order of samples, the groups of the
+optimizer.
+"""
 
 import contextlib
 import gc
@@ -19,13 +21,19 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is
 
 
 GATED = replace(SHAPE, activation="swiglu", ffn_hidden_size=128)
-PARTS = ["embedding.word_embeddings.weight", "decoder.layers.3.mlp.linear_fc2.weight", "a.mlp.linear_fc1.weight"]
+PARTS = [
+    "embedding.word_embeddings.weight",
+    "decoder.layers.3.mlp.linear_fc2.weight",
+    "a.mlp.linear_fc1.weight",
+]
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_of_a_matrix_is_drawn_alone_as_it_stands_in_the_whole(name: str, data: Path) -> None:
-    """By rows for the embedding, by columns for the second matrix of the MLP, by rows of gate and up for a gated one;
-    and of each the numbers that a replica has under ZeRO-3, from an odd one to an odd one."""
+    """By rows for the embedding, by columns for the second matrix of the MLP, by rows of gate and
+    up for a gated one; and of each the numbers that a replica has under ZeRO-3, from an odd one to
+    an odd one.
+    """
     import torch
 
     from trilane.engine.model.parameters import initial_range, initial_tensor, split_dim
@@ -33,20 +41,28 @@ def test_a_part_of_a_matrix_is_drawn_alone_as_it_stands_in_the_whole(name: str, 
     gated = "fc1" in name
     plan = small_plan(data, shape=GATED)
     whole = initial_tensor(name, (2, 128, 66) if gated else (64, 264), plan)
-    dim, local = split_dim(name, gated), (64, 66) if gated else (16, 264) if "word" in name else (64, 66)
+    dim, local = (
+        split_dim(name, gated),
+        (64, 66) if gated else (16, 264) if "word" in name else (64, 66),
+    )
     parts = [initial_range(name, local, rank, 4, plan, 0, local[0] * local[1]) for rank in range(4)]
     pieces = [part.view((2, 32, 66) if gated else local) for part in parts]
     assert torch.equal(torch.cat(pieces, dim), whole)
     for first, end in ((0, 1), (65, 131), (1001, len(parts[3]))):
         assert torch.equal(initial_range(name, local, 3, 4, plan, first, end), parts[3][first:end])
-    vectors = [initial_range(f"a.{kind}", (9,), 0, 1, plan, 2, 9).tolist() for kind in ("bias", "layernorm.weight")]
+    vectors = [
+        initial_range(f"a.{kind}", (9,), 0, 1, plan, 2, 9).tolist()
+        for kind in ("bias", "layernorm.weight")
+    ]
     assert vectors == [[0.0] * 7, [1.0] * 7]
 
 
 def test_initial_values_are_normal_and_differ_by_name_and_seed_and_not_by_call(data: Path) -> None:
-    """Mean, deviation and fourth moment of a normal distribution; neighbours in a row or a column are unrelated.
+    """Mean, deviation and fourth moment of a normal distribution; neighbours in a row or a column
+    are unrelated.
 
-    What writes to the residual stream has 0.02 / sqrt(2 L) with L = 4: Radford et al. 2019, section 2.3.
+    What writes to the residual stream has 0.02 / sqrt(2 L) with L = 4: Radford et al. 2019, section
+    2.3.
     """
     import torch
 
@@ -57,9 +73,13 @@ def test_initial_values_are_normal_and_differ_by_name_and_seed_and_not_by_call(d
     other = initial_tensor("b.linear_fc1.weight", (1024, 512), plan)
     seed = initial_tensor("a.linear_fc1.weight", (1024, 512), changed(plan, "run", seed=2))
     assert torch.equal(one, again)
-    assert [round(x * 1e6) for x in one[1021, 509:].tolist()] == [-9054, 3772, 988], "as every release has drawn them"
+    assert [round(x * 1e6) for x in one[1021, 509:].tolist()] == [-9054, 3772, 988], (
+        "as every release has drawn them"
+    )
     z = one.double() / 0.006
-    assert z.mean().item() == pytest.approx(0, abs=6e-3) and z.std().item() == pytest.approx(1, rel=4e-3)
+    assert z.mean().item() == pytest.approx(0, abs=6e-3) and z.std().item() == pytest.approx(
+        1, rel=4e-3
+    )
     assert z.pow(4).mean().item() == pytest.approx(3, rel=0.02) and 4.5 < z.abs().max() < 6.8
     for x, y in (
         (z[1:], z[:-1]),
@@ -70,7 +90,9 @@ def test_initial_values_are_normal_and_differ_by_name_and_seed_and_not_by_call(d
     ):
         assert (x * y).mean().item() == pytest.approx(0, abs=7e-3)
         assert ((x * x - 1) * (y * y - 1)).mean().item() == pytest.approx(0, abs=0.015)
-    tensor = initial_tensor("decoder.layers.0.self_attention.linear_proj.weight", (256, 256), small_plan(data))
+    tensor = initial_tensor(
+        "decoder.layers.0.self_attention.linear_proj.weight", (256, 256), small_plan(data)
+    )
     assert tensor.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.02)
 
 
@@ -93,10 +115,14 @@ QWEN = replace(LLAMA, biases="qkv")
 
 
 @pytest.mark.parametrize("shape", [SHAPE, QWEN, BLOOM], ids=["GPT-2", "Qwen 2", "BLOOM"])
-def test_a_rank_of_hf_zero3_draws_its_share_of_each_matrix(shape: ModelShape, data: Path, ask: Callable) -> None:
-    """And the parts of two more rows at its ends, where a share does not begin with one; together they are the whole.
+def test_a_rank_of_hf_zero3_draws_its_share_of_each_matrix(
+    shape: ModelShape, data: Path, ask: Callable
+) -> None:
+    """And the parts of two more rows at its ends, where a share does not begin with one; together
+    they are the whole.
 
-    GPT-2's matrices of transformers are ours transposed, of Llama and Qwen 2 queries, keys and values are apart.
+    GPT-2's matrices of transformers are ours transposed, of Llama and Qwen 2 queries, keys and
+    values are apart.
     """
     kernel = "scores" if shape is BLOOM else "fused"
     plan = small_plan(data, engine="hf-zero3", dp=3, gbs=6, zero=3, shape=shape, attention=kernel)
@@ -107,9 +133,16 @@ def test_a_rank_of_hf_zero3_draws_its_share_of_each_matrix(shape: ModelShape, da
 
 @pytest.mark.parametrize(
     ("decays", "divided", "right"),
-    [([0.1, 0.0], False, True), ([0.1, 0.1], False, False), ([0.0, 0.0], True, False), ([None, 0.0], False, False)],
+    [
+        ([0.1, 0.0], False, True),
+        ([0.1, 0.1], False, False),
+        ([0.0, 0.0], True, False),
+        ([None, 0.0], False, False),
+    ],
 )
-def test_an_optimizer_that_lets_a_norm_decay_or_no_matrix_is_refused(decays: list, divided: bool, right: bool) -> None:
+def test_an_optimizer_that_lets_a_norm_decay_or_no_matrix_is_refused(
+    decays: list, divided: bool, right: bool
+) -> None:
     """And of hf-zero3 each rank saves a piece whole."""
     from trilane.engine.backends.base import audited
     from trilane.engine.backends.hf_zero3 import HfStates
@@ -117,11 +150,19 @@ def test_an_optimizer_that_lets_a_norm_decay_or_no_matrix_is_refused(decays: lis
 
     states = object.__new__(HfStates)
     boxes = {"mlp.weight": ((0, 3), (0, 4)), "layernorm.weight": ((0, 3),)}
-    states.pieces = [Piece(name=name, shape=(9,) * len(box), box=box) for name, box in boxes.items()]
+    states.pieces = [
+        Piece(name=name, shape=(9,) * len(box), box=box) for name, box in boxes.items()
+    ]
     states.decays, states.divided = lambda: decays, divided
-    with contextlib.nullcontext() if right else pytest.raises(AssertionError, match="has weight decay"):
+    with (
+        contextlib.nullcontext()
+        if right
+        else pytest.raises(AssertionError, match="has weight decay")
+    ):
         audited(states, 0.1)
-    audited(types.SimpleNamespace(pieces=states.pieces, decays=lambda: [None, None], divided=True), 0.1)
+    audited(
+        types.SimpleNamespace(pieces=states.pieces, decays=lambda: [None, None], divided=True), 0.1
+    )
     assert [states.shard(0), states.shard(1)] == [(0, 12), (0, 3)]
 
 
@@ -141,9 +182,11 @@ for cut in [(0, 1), (0, 2), (1, 2)]:
 def test_a_blend_keeps_its_weights_from_the_first_samples_on_and_one_order(
     ask: Callable, data: Path, tmp_path: Path
 ) -> None:
-    """3 : 1 over text and mock, 20 iterations of 8 samples, by megatron-core's blending; dp only deals them out.
+    """3 : 1 over text and mock, 20 iterations of 8 samples, by megatron-core's blending; dp only
+    deals them out.
 
-    Seven sources of one percent are each asked for a whole sample of 16: megatron-core's own margin is too thin.
+    Seven sources of one percent are each asked for a whole sample of 16: megatron-core's own margin
+    is too thin.
     """
     parts = (Part(source="stdlib", weight=3), Part(source="mock", weight=1))
     lines = ask(changed(small_plan(data), "data", source="blend", blend=parts), MIX).splitlines()
@@ -195,9 +238,15 @@ print(world.rank, {out.numel() for out in kept}, buffers)
 
 
 @pytest.mark.parametrize(
-    ("engine", "left"), [("megatron", "0 {1} []\n1 {128} []\n"), ("deepspeed-3d", "[None, None]\n")], ids=str
+    ("engine", "left"),
+    [("megatron", "0 {1} []\n1 {128} []\n"), ("deepspeed-3d", "[None, None]\n")],
+    ids=str,
 )
-def test_what_a_stage_has_sent_or_differentiated_is_let_go(ask: Callable, engine: str, left: str) -> None:
-    """Of what megatron-core has sent a value is left, of its losses all 2 x 64; DeepSpeed keeps no logits."""
+def test_what_a_stage_has_sent_or_differentiated_is_let_go(
+    ask: Callable, engine: str, left: str
+) -> None:
+    """Of what megatron-core has sent a value is left, of its losses all 2 x 64; DeepSpeed keeps no
+    logits.
+    """
     plan = small_plan(Path("data"), engine=engine, pp=2, zero=int(engine != "megatron"))
     assert ask(plan, OUTPUTS).endswith(left)

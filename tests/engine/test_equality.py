@@ -10,7 +10,8 @@ from trilane.engine.parity import Row, machine, rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("equality")]
 
-# `trilane measure engines` trains all rows of data/equality.json, here those that combine most of what an engine does.
+# `trilane measure engines` trains all rows of data/equality.json, here those that combine most of
+# what an engine does.
 NAMES = {
     "megatron": "DP2 mbs 1; recompute selective; PP2 recompute block;"
     "DP2 distributed optimizer, both overlaps; PP3 one layer, two, one;"
@@ -25,7 +26,9 @@ NAMES = {
     "TP2 PP2 BLOOM; PP2 fp32 sums bf16",
     "hf-zero3": "ZeRO-2 DP2 BLOOM; ZeRO-3 DP2 Llama",
 }
-WANTED = {f"{engine} {name.strip()}" for engine, names in NAMES.items() for name in names.split(";")}
+WANTED = {
+    f"{engine} {name.strip()}" for engine, names in NAMES.items() for name in names.split(";")
+}
 ROWS = [row for row in rows() if {row.label, row.label.removesuffix(" fp32")} & WANTED]
 # One row of each engine is trained on after it was evaluated, the others are short.
 LONG = {row.engine: row.label for row in reversed(ROWS) if row.precision == "fp32"}
@@ -35,18 +38,27 @@ LONG = {row.engine: row.label for row in reversed(ROWS) if row.precision == "fp3
 def test_every_loss_is_that_of_one_process(
     row: Row, train: Callable, truth: Callable, held_out: Callable, data: Path, tmp_path: Path
 ) -> None:
-    """fp32, gloo: losses, also on what is held out, within 1e-5; gradient norms, on which clipping hangs, 1e-4.
+    """fp32, gloo: losses, also on what is held out, within 1e-5; gradient norms, on which clipping
+    hangs, 1e-4.
 
     8 and 11 bits of mantissa, fp32 masters: losses within 2e-3, the norms within 2 %.
     """
-    plan, iterations = row.plan(machine(cards=0, bf16=True), str(data)), 12 if row.label in LONG.values() else 4
+    plan, iterations = (
+        row.plan(machine(cards=0, bf16=True), str(data)),
+        12 if row.label in LONG.values() else 4,
+    )
     steps = train(changed(plan, "run", train_iters=iterations))
     expected = truth(row.task, iterations)
     assert not any(step["skipped"] for step in steps)
-    assert [s["lm_loss"] for s in steps] == pytest.approx([loss for loss, _ in expected], abs=row.bound, rel=0)
+    assert [s["lm_loss"] for s in steps] == pytest.approx(
+        [loss for loss, _ in expected], abs=row.bound, rel=0
+    )
     norms, close = [s["grad_norm"] for s in steps], 1e-4 if row.precision == "fp32" else 2e-2
     assert norms == pytest.approx([norm for _, norm in expected], rel=close)
-    found = [[at, pytest.approx(loss, abs=row.bound, rel=0)] for at, loss in held_out(row.task, iterations)]
+    found = [
+        [at, pytest.approx(loss, abs=row.bound, rel=0)]
+        for at, loss in held_out(row.task, iterations)
+    ]
     assert evaluations(tmp_path / "run") == found
 
 

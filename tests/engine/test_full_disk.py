@@ -1,5 +1,6 @@
-"""A disk that is 100 % full: the training goes on, says so, loses nothing that fits later, and ends with
-a status."""
+"""A disk that is 100 % full: the training goes on, says so, loses nothing that fits later, and ends
+with a status.
+"""
 
 import contextlib
 import os
@@ -31,7 +32,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)]).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)]).returncode
+    ):
         pytest.skip("a small disk can be mounted by root alone")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
@@ -81,10 +85,17 @@ def test_a_disk_that_is_full_for_a_while_changes_and_loses_nothing(
     other.join()
     assert [s["iteration"] for s in steps(folder)] == list(range(1, END + 1))
     assert [s["lm_loss"] for s in steps(folder)] == [s["lm_loss"] for s in steps(calm)]
-    assert (read_status(folder).status, read_status(folder).evidence) == ("completed", f"iteration {END} of {END}")
+    assert (read_status(folder).status, read_status(folder).evidence) == (
+        "completed",
+        f"iteration {END} of {END}",
+    )
     log = (folder / "0.log").read_text()
     said = [line for line in log.splitlines() if "steps.jsonl" in line]
-    assert len(said) == 2 and "cannot be written (No space left" in said[0] and "can be written again" in said[1]
+    assert (
+        len(said) == 2
+        and "cannot be written (No space left" in said[0]
+        and "can be written again" in said[1]
+    )
     assert log.count("consumed samples") == END, "the lines of the log wait for free space, too"
     phases = [len((f / "ranks/0.phases").read_text().splitlines()) for f in (calm, folder)]
     assert phases == [END, END]
@@ -106,4 +117,6 @@ def test_a_disk_that_stays_full_ends_with_a_status(disk: Path, data: Path) -> No
     assert "stopped after" in out and launcher.returncode == 3
     assert not (folder / "status.json").exists()
     lines = (folder / "steps.jsonl").read_bytes()
-    assert lines.endswith(b"}\n") and [s["iteration"] for s in steps(folder)] == list(range(1, lines.count(b"\n") + 1))
+    assert lines.endswith(b"}\n") and [s["iteration"] for s in steps(folder)] == list(
+        range(1, lines.count(b"\n") + 1)
+    )

@@ -1,4 +1,6 @@
-"""The fused path trains what the unfused one does: each part alone, and a whole training on several topologies."""
+"""The fused path trains what the unfused one does: each part alone, and a whole training on several
+topologies.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -82,7 +84,9 @@ def test_a_layer_compiled_whole_trains_the_same_and_is_one_graph(ask: Callable) 
     """A Llama of two layers in fp32, by this host's C++ compiler; about 15 s."""
     shape = replace(TASKS["llama"].shape, num_layers=2)
     plan = small_plan(Path("data"), shape=shape, mbs=2, gbs=2)
-    ways = (ask(changed(plan, "run", fused=fused, seed=1), LAYERS).split() for fused in ("layer", "off"))
+    ways = (
+        ask(changed(plan, "run", fused=fused, seed=1), LAYERS).split() for fused in ("layer", "off")
+    )
     compiled, plain = ([float(loss) for loss in losses[-3:]] for losses in ways)
     assert compiled == pytest.approx(plain, abs=2e-6, rel=0)
 
@@ -103,7 +107,11 @@ def test_a_fused_training_follows_one_process(
 ) -> None:
     """fp32 within 1e-5, bf16 within 2e-3, as the unfused path: engine/parity.py."""
     topology = TOPOLOGIES[name]
-    task, precision = ("calm", "bf16") if "precision" in topology else ("llama" if "Llama" in name else "plain", "fp32")
+    task, precision = (
+        ("calm", "bf16")
+        if "precision" in topology
+        else ("llama" if "Llama" in name else "plain", "fp32")
+    )
     plan = changed(TASKS[task].plan(HERE, str(data), **topology), "run", train_iters=6, fused="on")
     losses = [step["lm_loss"] for step in train(plan)]
     bound = 2e-3 if precision == "bf16" else 1e-5
@@ -127,8 +135,12 @@ assert torch.allclose(total, 1 + grads.T @ x)
 
 
 @pytest.mark.parametrize("engine", ["megatron", "deepspeed-zero"])
-def test_the_optimizer_is_fused_or_not_as_the_plan_says_whatever_is_compiled(ask: Callable, engine: str) -> None:
-    """And a weight's gradient is added into its sum by the product, where megatron-core asks apex for it."""
+def test_the_optimizer_is_fused_or_not_as_the_plan_says_whatever_is_compiled(
+    ask: Callable, engine: str
+) -> None:
+    """And a weight's gradient is added into its sum by the product, where megatron-core asks apex
+    for it.
+    """
     for adam, fused in (("fused", True), ("torch", False)):
         plan = small_plan(Path("data"), engine=engine, zero=int(engine != "megatron"), adam=adam)
         assert ask(plan, LEVERS) == f"{{{fused}}}\n"

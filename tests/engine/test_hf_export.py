@@ -14,11 +14,19 @@ from trilane.workspace.checkpoints import KINDS, name_of, read_manifest, write_m
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
-BLOOM = replace(SHAPE, positions="alibi", embedding_layernorm=True, activation="gelu-tanh", norm_epsilon=1e-3)
-LLAMA = replace(SHAPE, positions="rotary", normalization="rmsnorm", activation="swiglu", biases="none")
-LLAMA = replace(LLAMA, num_key_value_heads=2, ffn_hidden_size=160, tied_embeddings=False, norm_epsilon=1e-3)
+BLOOM = replace(
+    SHAPE, positions="alibi", embedding_layernorm=True, activation="gelu-tanh", norm_epsilon=1e-3
+)
+LLAMA = replace(
+    SHAPE, positions="rotary", normalization="rmsnorm", activation="swiglu", biases="none"
+)
+LLAMA = replace(
+    LLAMA, num_key_value_heads=2, ffn_hidden_size=160, tied_embeddings=False, norm_epsilon=1e-3
+)
 SHAPES = {
-    "gpt2 as published": replace(SHAPE, activation="gelu-tanh", ffn_hidden_size=96, tied_embeddings=False),
+    "gpt2 as published": replace(
+        SHAPE, activation="gelu-tanh", ffn_hidden_size=96, tied_embeddings=False
+    ),
     "bloom, 6 heads": replace(BLOOM, hidden_size=96, num_attention_heads=6, tied_embeddings=False),
     "llama": LLAMA,
     "qwen2": replace(LLAMA, biases="qkv", num_key_value_heads=1, rotary_base=500),
@@ -26,7 +34,9 @@ SHAPES = {
 
 
 def checkpoint(shape: ModelShape, folder: Path) -> dict:
-    """A checkpoint of random tensors in `folder`, in which every entry matters, norms and biases too; and these."""
+    """A checkpoint of random tensors in `folder`, in which every entry matters, norms and biases
+    too; and these.
+    """
     import torch
 
     from trilane.engine.checkpoint.slices import write_slices
@@ -34,11 +44,18 @@ def checkpoint(shape: ModelShape, folder: Path) -> dict:
     from trilane.utils.validation import to_mapping
 
     generator = torch.Generator().manual_seed(1)
-    drawn = {name: torch.randn(size, generator=generator) * 0.1 for name, size in whole_sizes(shape).items()}
-    ours = {name: 1 + tensor if "layernorm.weight" in name else tensor for name, tensor in drawn.items()}
+    drawn = {
+        name: torch.randn(size, generator=generator) * 0.1
+        for name, size in whole_sizes(shape).items()
+    }
+    ours = {
+        name: 1 + tensor if "layernorm.weight" in name else tensor for name, tensor in drawn.items()
+    }
     folder.mkdir()
     name, tensors = "rank_00000.safetensors", {}
-    at, file = write_slices(folder / name, [(key, tuple(tensor.shape)) for key, tensor in ours.items()], ours.values())
+    at, file = write_slices(
+        folder / name, [(key, tuple(tensor.shape)) for key, tensor in ours.items()], ours.values()
+    )
     for key, tensor in ours.items():
         box = [(0, size) for size in tensor.shape]
         slices = [{"box": box, "file": name, "at": dict.fromkeys(KINDS, at[key])}]
@@ -50,12 +67,16 @@ def checkpoint(shape: ModelShape, folder: Path) -> dict:
 
 
 def logits(folder: Path, tokens: object) -> object:
-    """Those of transformers; every tensor of the folder has its place in the model, and none is missing."""
+    """Those of transformers; every tensor of the folder has its place in the model, and none is
+    missing.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(found[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
+    assert not any(
+        found[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    ), found
     with torch.no_grad():
         return model.eval()(tokens).logits
 
@@ -70,7 +91,11 @@ def test_an_exported_model_has_our_logits(shape: ModelShape, tmp_path: Path) -> 
     from trilane.engine.reference import logits as reference
 
     ours = checkpoint(shape, tmp_path / "checkpoint")
-    export(tmp_path / "checkpoint", tmp_path / "model", most_bytes=150_000 if shape is LLAMA else 10**10)
+    export(
+        tmp_path / "checkpoint",
+        tmp_path / "model",
+        most_bytes=150_000 if shape is LLAMA else 10**10,
+    )
     assert (len(list((tmp_path / "model").glob("*.safetensors"))) > 2) == (shape is LLAMA)
     tokens = torch.arange(2 * 48).reshape(2, 48) * 7 % shape.vocab_size
     assert (logits(tmp_path / "model", tokens) - reference(ours, shape, tokens)).abs().max() < 1e-5
@@ -93,14 +118,19 @@ torch.save([(row.tokens, row.labels) for row in rows], PATH)
 def test_a_trained_checkpoint_is_a_model_of_transformers(
     fork: Callable, ask: Callable, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """The loss of the last iteration belongs to the weights of the checkpoint before it, of two stages of two ranks."""
+    """The loss of the last iteration belongs to the weights of the checkpoint before it, of two
+    stages of two ranks.
+    """
     import torch
     from transformers import LlamaForCausalLM
 
     from trilane.engine.checkpoint.huggingface import main
 
     plan = replace(small_plan(data, iters=5, source="mock", tp=2, pp=2), shape=LLAMA_SHAPE)
-    folder, model = run_folder(changed(plan, "run", save_interval=4), tmp_path / "run"), tmp_path / "model"
+    folder, model = (
+        run_folder(changed(plan, "run", save_interval=4), tmp_path / "run"),
+        tmp_path / "model",
+    )
     fork(4, folder)
     before = folder / "checkpoints" / name_of(4)
     assert main([str(before), str(model), "0", ""]) == 0 and capsys.readouterr().out == f"{model}\n"
@@ -115,15 +145,21 @@ def test_a_trained_checkpoint_is_a_model_of_transformers(
 
 
 def generates(folder: Path, text: str) -> None:
-    """The three lines of docs/engine.md: the tokens that follow are the likeliest ones, and the end of a document
-    ends them."""
+    """The three lines of docs/engine.md: the tokens that follow are the likeliest ones, and the end
+    of a document ends them.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from trilane.engine.data.corpus import tokenizer as ours
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    tokens = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    tokens = model.generate(
+        **tokenizer(text, return_tensors="pt"), max_new_tokens=8, do_sample=False
+    )
     assert tokenizer.decode(tokens[0]).startswith(text)
     *given, end = ours("bytes").encode(text).tolist()
     assert tokenizer(text)["input_ids"] == given == tokens[0, : len(given)].tolist()
@@ -146,7 +182,10 @@ def test_the_tokenizer_of_a_folder_is_that_of_the_training(tmp_path: Path) -> No
     (tmp_path / "words").mkdir()
     coder.save(str(tmp_path / "words/tokenizer.json"))
     checkpoint(LLAMA, tmp_path / "checkpoint")
-    for name, rows, rule in [("words", 3, "vocab_size=3: the tokenizer has 4 ids"), ("none", 0, "no folder with")]:
+    for name, rows, rule in [
+        ("words", 3, "vocab_size=3: the tokenizer has 4 ids"),
+        ("none", 0, "no folder with"),
+    ]:
         with pytest.raises(ValueError, match=rule):
             export(tmp_path / "checkpoint", tmp_path / "model", rows, str(tmp_path / name))
     export(tmp_path / "checkpoint", tmp_path / "model", 0, str(tmp_path / "words"))
@@ -170,14 +209,19 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.Capt
     own = tmp_path / "own" / run.name
     shutil.copytree(run, own)
     manifest = read_manifest(run)
-    write_manifest(own, {**manifest, "identity": {**manifest["identity"], "layer": "mine.py:Own (12)"}})
+    write_manifest(
+        own, {**manifest, "identity": {**manifest["identity"], "layer": "mine.py:Own (12)"}}
+    )
     for (source, out, rows), rule in [
         ((own, tmp_path / "new", 0), "layer=mine.py:Own (12): transformers has no class"),
         ((tmp_path / "nothing", tmp_path / "new", 0), "holds no complete checkpoint"),
         ((run, tmp_path / "broken", 0), f"out={tmp_path / 'broken'}: exists"),
         ((tmp_path / "broken", tmp_path / "new", 0), "bytes, "),
         ((run, tmp_path / "new", 513), "vocab_size=513: the checkpoint has 512 rows"),
-        ((tmp_path / "lacking", tmp_path / "new", 0), "norm.weight: iter_0000005 has no such tensor"),
+        (
+            (tmp_path / "lacking", tmp_path / "new", 0),
+            "norm.weight: iter_0000005 has no such tensor",
+        ),
     ]:
         assert main([str(source), str(out), str(rows), ""]) == 2
         error = capsys.readouterr().err

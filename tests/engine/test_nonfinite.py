@@ -1,4 +1,6 @@
-"""The first value that is not finite has a name: module, rank, microbatch, pass, and what was large before it."""
+"""The first value that is not finite has a name: module, rank, microbatch, pass, and what was large
+before it.
+"""
 
 import json
 from collections.abc import Callable
@@ -10,7 +12,8 @@ from plans import SHAPE, run_folder, small_plan
 
 from trilane.workspace.run_folder import not_finite
 
-# The worker's program, with a fault in the second iteration: of the rank's `modules`, by their names in the model.
+# The worker's program, with a fault in the second iteration: of the rank's `modules`, by their
+# names in the model.
 PROGRAM = """
 from pathlib import Path
 import torch
@@ -53,26 +56,56 @@ FAULTS = {
         *(WEIGHT, {1}, {"tp": 2}),
         f"NaN in the output of {FC2}, forward pass of microbatch 0 on rank 1: its weight is not finite",
     ),
-    "a value on the last of two stages": (OUTPUT, {2}, {"pp": 2, "dp": 2, "zero": 1, **OVERLAPS}, MLP.format(2)),
-    "a value between interleaved stages": (OUTPUT, {0}, {"pp": 2, "interleaving": 2}, MLP.format(0)),
+    "a value on the last of two stages": (
+        OUTPUT,
+        {2},
+        {"pp": 2, "dp": 2, "zero": 1, **OVERLAPS},
+        MLP.format(2),
+    ),
+    "a value between interleaved stages": (
+        OUTPUT,
+        {0},
+        {"pp": 2, "interleaving": 2},
+        MLP.format(0),
+    ),
     "a gradient alone": (
         *(GRADIENT, {0}, {"recompute": "full"}),
         f"NaN in the gradient of the output of {PROJ}, backward pass of microbatch",
     ),
-    "an overflow of fp16": (LARGE, {0, 1}, {"tp": 2, "precision": "fp16"}, "; float16 ends at 6.55e+04"),
+    "an overflow of fp16": (
+        LARGE,
+        {0, 1},
+        {"tp": 2, "precision": "fp16"},
+        "; float16 ends at 6.55e+04",
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_first_value_that_is_not_finite_is_named(name: str, fork: Callable, data: Path, tmp_path: Path) -> None:
+def test_the_first_value_that_is_not_finite_is_named(
+    name: str, fork: Callable, data: Path, tmp_path: Path
+) -> None:
     fault, ranks, topology, wanted = FAULTS[name]
     plan = small_plan(data, iters=3, source="mock", shape=replace(SHAPE, num_layers=4), **topology)
     folder = run_folder(plan, tmp_path / "run")
-    program = PROGRAM.replace("FAULT", fault).replace("RANKS", str(ranks)).replace("FOLDER", repr(str(folder)))
+    program = (
+        PROGRAM.replace("FAULT", fault)
+        .replace("RANKS", str(ranks))
+        .replace("FOLDER", repr(str(folder)))
+    )
     (folder / "ask.py").write_text(program)
     fork(plan.topology.gpus, folder)
     lines = [line for line in (folder / "0.log").read_text().splitlines() if "NOT FINITE" in line]
-    assert len(lines) == 1 and lines[0].startswith("trilane: NOT FINITE since iteration 2: ") and wanted in lines[0]
-    assert lines[0].removeprefix("trilane: ") in json.loads((folder / "status.json").read_text())["evidence"]
-    assert lines[0].removeprefix("trilane: ") == not_finite(folder), "what `slurm status` shows while it runs"
+    assert (
+        len(lines) == 1
+        and lines[0].startswith("trilane: NOT FINITE since iteration 2: ")
+        and wanted in lines[0]
+    )
+    assert (
+        lines[0].removeprefix("trilane: ")
+        in json.loads((folder / "status.json").read_text())["evidence"]
+    )
+    assert lines[0].removeprefix("trilane: ") == not_finite(folder), (
+        "what `slurm status` shows while it runs"
+    )

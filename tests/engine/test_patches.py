@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 from support import REPOSITORY
 
-# a function of engine/patches.py, cpu.py or folder_lock.py, and what stands in the library as long as that is needed
+# a function of engine/patches.py, cpu.py or folder_lock.py, and what stands in the library as long
+# as that is needed
 ELASTIC, DDP = "torch/distributed/elastic", "megatron/core/distributed"
 PIPE, ZERO = "deepspeed/runtime/pipe", "deepspeed/runtime/zero"
 NEEDED = [
@@ -59,7 +60,10 @@ def test_the_library_still_does_what_is_patched(patch: str, file: str, words: st
 def test_each_patch_has_its_row() -> None:
     tree = ast.parse((REPOSITORY / "lib/trilane/engine/patches.py").read_text())
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert {name for name in names if name[0] != "_"} == OWN | {row[0] for row in NEEDED} - {"_Lock", "enable_cpu"}
+    assert {name for name in names if name[0] != "_"} == OWN | {row[0] for row in NEEDED} - {
+        "_Lock",
+        "enable_cpu",
+    }
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:full scope")

@@ -26,7 +26,13 @@ LINE = (
     "learning rate: 1.500000E-04 | global batch size:   128 | lm loss: 2.500000E+00 | loss scale: 65536.0 | "
     "grad norm: 1.235 | number of skipped iterations:   1 | number of nan iterations:   0 |"
 )
-STEP = {"iteration": 10, "consumed_samples": 1280, "sec_per_it": 1.2345, "tflops": 98.765, "learning_rate": 1.5e-4}
+STEP = {
+    "iteration": 10,
+    "consumed_samples": 1280,
+    "sec_per_it": 1.2345,
+    "tflops": 98.765,
+    "learning_rate": 1.5e-4,
+}
 STEP |= {
     "global_batch_size": 128,
     "lm_loss": 2.5,
@@ -42,12 +48,20 @@ def test_the_line_is_megatrons_and_a_window_has_means_of_time_and_loss_and_sums_
     assert report.megatron_line([STEP], 100, datetime(2026, 8, 1, 12)) == LINE
     other = {**STEP, "iteration": 11, "lm_loss": 3.5, "sec_per_it": 2.2345, "skipped": 0}
     line = report.megatron_line([STEP, other], 100, datetime(2026, 8, 1, 12))
-    assert " iteration       11/" in line and "lm loss: 3.000000E+00" in line and "(ms): 1734.5" in line
+    assert (
+        " iteration       11/" in line
+        and "lm loss: 3.000000E+00" in line
+        and "(ms): 1734.5" in line
+    )
     assert "skipped iterations:   1" in line
 
 
-def test_the_last_rank_prints_every_few_iterations_what_it_writes_of_each(tmp_path: Path, capsys) -> None:
-    """And of an evaluation Megatron-LM's three lines of 2025 (evaluate_and_print_results); e^2 is 7.389."""
+def test_the_last_rank_prints_every_few_iterations_what_it_writes_of_each(
+    tmp_path: Path, capsys
+) -> None:
+    """And of an evaluation Megatron-LM's three lines of 2025 (evaluate_and_print_results); e^2 is
+    7.389.
+    """
     plan = changed(small_plan(tmp_path), "run", log_interval=2, exit_iteration=5, train_iters=100)
     steps = [{**STEP, "iteration": number} for number in range(1, 6)]
     for rank in (0, 1):
@@ -56,20 +70,38 @@ def test_the_last_rank_prints_every_few_iterations_what_it_writes_of_each(tmp_pa
         with mock.patch("trilane.engine.heartbeat.iterated") as counted:
             for step in steps:
                 log.write(step, saving=step["iteration"] == 3)
-        assert counted.call_count == 4, "an iteration says nothing of the pace while a save is being written"
+        assert counted.call_count == 4, (
+            "an iteration says nothing of the pace while a save is being written"
+        )
         log.evaluated(Batch(number=5, first=32, gbs=8), 2.0, 0.5)
         log._timers.stop()
         out = capsys.readouterr().out.splitlines()
-        wanted = [report.megatron_line(steps[at : at + 2], 100, datetime(2026, 8, 1, 12)) for at in (0, 2, 4)]
-        assert [line.partition("]")[2] for line in out[:3]] == [line.partition("]")[2] for line in wanted] * rank
+        wanted = [
+            report.megatron_line(steps[at : at + 2], 100, datetime(2026, 8, 1, 12))
+            for at in (0, 2, 4)
+        ]
+        assert [line.partition("]")[2] for line in out[:3]] == [
+            line.partition("]")[2] for line in wanted
+        ] * rank
         validation = " validation loss at iteration 5 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
-        assert out[3:] == ["-" * (len(validation) + 1), validation, "-" * (len(validation) + 1)] * rank
+        assert (
+            out[3:] == ["-" * (len(validation) + 1), validation, "-" * (len(validation) + 1)] * rank
+        )
         found = [tmp_path / name for name in ("steps.jsonl", "validation.jsonl")]
         evaluation = {"iteration": 5, "consumed_samples": 40, "lm_loss": 2.0, "seconds": 0.5}
-        lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in found if path.exists()]
+        lines = [
+            [json.loads(line) for line in path.read_text().splitlines()]
+            for path in found
+            if path.exists()
+        ]
         assert lines == [steps, [evaluation]][: 2 * rank]
-    table = report.timing_table({"forward-compute": (0.001, 0.0025), "optimizer": (0.0, 1.0)}).splitlines()
-    assert table[1:] == [f"    forward-compute {'.' * 32}: (1.00, 2.50)", f"    optimizer {'.' * 38}: (0.00, 1000.00)"]
+    table = report.timing_table(
+        {"forward-compute": (0.001, 0.0025), "optimizer": (0.0, 1.0)}
+    ).splitlines()
+    assert table[1:] == [
+        f"    forward-compute {'.' * 32}: (1.00, 2.50)",
+        f"    optimizer {'.' * 38}: (0.00, 1000.00)",
+    ]
 
 
 NAMES = {"forward-compute", "backward-compute", "all-grads-sync", "optimizer", "batch-generator"}
@@ -87,7 +119,9 @@ TIMED = {
 def test_timers_fill_the_iteration_and_our_reader_reads_them(
     topology: dict, names: set, train: Callable, data: Path, tmp_path: Path
 ) -> None:
-    """(min, max) over ranks, of the two iterations before each line; no rank can spend more than the iteration."""
+    """(min, max) over ranks, of the two iterations before each line; no rank can spend more than
+    the iteration.
+    """
     plan = changed(small_plan(data, iters=4, **topology), "run", timers=True, log_interval=2)
     steps = train(plan)
     spreads = [step["timers"] for step in steps if "timers" in step]
@@ -112,7 +146,13 @@ def test_timers_fill_the_iteration_and_our_reader_reads_them(
 
 def test_a_phase_counts_its_own_time_and_an_evaluation_between_iterations_none(monkeypatch) -> None:
     """The clock goes on by one at each change of phase; a phase that failed stays current."""
-    marks = [(0.0, ""), (1.0, "forward-compute"), (2.0, "batch-generator"), (4.0, "forward-compute"), (5.0, "")]
+    marks = [
+        (0.0, ""),
+        (1.0, "forward-compute"),
+        (2.0, "batch-generator"),
+        (4.0, "forward-compute"),
+        (5.0, ""),
+    ]
     assert phases.durations(marks) == {"": 1.0, "forward-compute": 2.0, "batch-generator": 2.0}
     clock = iter(range(100))
     monkeypatch.setattr("trilane.engine.phases.perf_counter", lambda: float(next(clock)))
@@ -134,12 +174,16 @@ def test_a_phase_counts_its_own_time_and_an_evaluation_between_iterations_none(m
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("engine", "topology"), [("deepspeed-zero", {"zero": 3, "offload": "full"}), ("hf-zero3", {"zero": 3})], ids=str
+    ("engine", "topology"),
+    [("deepspeed-zero", {"zero": 3, "offload": "full"}), ("hf-zero3", {"zero": 3})],
+    ids=str,
 )
 def test_no_library_prints_into_the_log_and_deepspeeds_settings_are_kept(
     engine: str, topology: dict, train: Callable, data: Path, tmp_path: Path
 ) -> None:
-    """On two ranks: their memory lines, first and last, from rank 0 its path, from the last the iterations."""
+    """On two ranks: their memory lines, first and last, from rank 0 its path, from the last the
+    iterations.
+    """
     plan = small_plan(data, iters=2, engine=engine, dp=2, recompute="full", **topology)
     train(plan)
     kept = tmp_path / "run" / "ds_config.json"

@@ -1,4 +1,6 @@
-"""A run that grows its batch, is extended, skips iterations or is evaluated trains what one process does."""
+"""A run that grows its batch, is extended, skips iterations or is evaluated trains what one process
+does.
+"""
 
 import json
 from collections.abc import Callable
@@ -22,7 +24,9 @@ def growing(data: Path, **topology: object) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def grown(fork: Callable[[int, Path], None], data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+def grown(
+    fork: Callable[[int, Path], None], data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[list[float]]:
     folder = run_folder(growing(data), tmp_path_factory.mktemp("grown") / "run")
     fork(0, folder)
     return losses_and_norms(folder)
@@ -41,15 +45,23 @@ TOPOLOGIES = {
 def test_a_growing_batch_gives_the_losses_of_one_process(
     topology: dict, train: Callable, grown: list, data: Path
 ) -> None:
-    """One microbatch a replica at first, then two, then three: DeepSpeed's own count of them would be out of step."""
+    """One microbatch a replica at first, then two, then three: DeepSpeed's own count of them would
+    be out of step.
+    """
     plan = growing(data, **topology)
     steps = train(plan)
     assert [s["global_batch_size"] for s in steps] == SIZES
-    assert [s["consumed_samples"] for s in steps] == [sum(SIZES[: k + 1]) for k in range(len(SIZES))]
-    assert [s["lm_loss"] for s in steps] == pytest.approx([loss for loss, _ in grown], abs=1e-5, rel=0)
+    assert [s["consumed_samples"] for s in steps] == [
+        sum(SIZES[: k + 1]) for k in range(len(SIZES))
+    ]
+    assert [s["lm_loss"] for s in steps] == pytest.approx(
+        [loss for loss, _ in grown], abs=1e-5, rel=0
+    )
     assert [s["grad_norm"] for s in steps] == pytest.approx([norm for _, norm in grown], rel=1e-4)
     flops = [plan.shape.flops_per_iteration(size) / plan.topology.gpus for size in SIZES]
-    assert [s["tflops"] * s["sec_per_it"] * 1e12 for s in steps] == pytest.approx(flops), "of the samples of now"
+    assert [s["tflops"] * s["sec_per_it"] * 1e12 for s in steps] == pytest.approx(flops), (
+        "of the samples of now"
+    )
 
 
 @pytest.fixture
@@ -61,7 +73,9 @@ def text(tmp_path):
 
 
 def test_an_extended_run_is_the_one_that_was_longer_from_the_start(fork, data, text, tmp_path):
-    """Four iterations of 8 samples take more than the first epoch of 31, eleven take 88: all of the next two."""
+    """Four iterations of 8 samples take more than the first epoch of 31, eleven take 88: all of the
+    next two.
+    """
     plan = small_plan(data, iters=4, source=text)
     longer = changed(plan, "run", train_iters=11)
     folder = run_folder(changed(plan, "run", save_interval=4), tmp_path / "run")
@@ -76,9 +90,14 @@ def test_an_extended_run_is_the_one_that_was_longer_from_the_start(fork, data, t
 
 
 def test_after_a_spike_a_run_goes_on_without_those_iterations(fork, data, tmp_path):
-    """From the checkpoint before, on two replicas, as the reference that skipped them; bit for bit on one layout."""
+    """From the checkpoint before, on two replicas, as the reference that skipped them; bit for bit
+    on one layout.
+    """
     plan = changed(small_plan(data, iters=7, dp=2, zero=1), "run", save_interval=2, keep_last=0)
-    spiked, folder = run_folder(changed(plan, "run", exit_iteration=4), tmp_path / "spiked"), tmp_path / "run"
+    spiked, folder = (
+        run_folder(changed(plan, "run", exit_iteration=4), tmp_path / "spiked"),
+        tmp_path / "run",
+    )
     fork(2, spiked)
     plan = changed(plan, "run", skip="3-4,6")
     run_folder(changed(plan, "run", load=str(spiked / "checkpoints/iter_0000002")), folder)
@@ -86,12 +105,19 @@ def test_after_a_spike_a_run_goes_on_without_those_iterations(fork, data, tmp_pa
     log = (folder / "0.log").read_text()
     assert "skips iterations 3 to 4: next is sample 32" in log and "skips iterations 6 to 6" in log
     found = steps(spiked)[:2] + steps(folder)
-    assert [(s["iteration"], s["consumed_samples"]) for s in found] == [(1, 8), (2, 16), (5, 40), (7, 56)]
+    assert [(s["iteration"], s["consumed_samples"]) for s in found] == [
+        (1, 8),
+        (2, 16),
+        (5, 40),
+        (7, 56),
+    ]
     rates = [plan.optimizer.learning_rate(s["consumed_samples"], plan.samples) for s in found]
     assert [s["learning_rate"] for s in found] == rates
     truth = run_folder(plan, tmp_path / "truth")
     fork(0, truth)
-    assert [s["lm_loss"] for s in found] == pytest.approx([s["lm_loss"] for s in steps(truth)], abs=1e-5)
+    assert [s["lm_loss"] for s in found] == pytest.approx(
+        [s["lm_loss"] for s in steps(truth)], abs=1e-5
+    )
     (folder / "plan.json").write_text(json.dumps(changed(plan, "run", skip="3-4").to_json()))
     fork(2, folder, code=2)
     assert "skip=3-4: the checkpoint iter_0000007 has skipped 6" in (folder / "0.log").read_text()
@@ -125,7 +151,9 @@ def test_the_place_of_a_sample_does_not_depend_on_how_long_a_run_is(ask, data, t
 def test_training_with_dropout_goes_on_as_if_it_had_not_been_evaluated_also_after_a_resume(
     settings, fork, data, tmp_path
 ):
-    """Dropout draws from the generators that a checkpoint keeps; the timers count no phase of an evaluation."""
+    """Dropout draws from the generators that a checkpoint keeps; the timers count no phase of an
+    evaluation.
+    """
     plan = changed(small_plan(data, iters=6, **settings), "data", split="900,100,0")
     plan = changed(plan, "run", eval_interval=4, eval_iters=3, timers=True)
     plan, gpus = replace(plan, dropout=Dropout(hidden=0.1, attention=0.1)), plan.topology.gpus
@@ -140,11 +168,16 @@ def test_training_with_dropout_goes_on_as_if_it_had_not_been_evaluated_also_afte
     both = [[[step[name] for name in same] for step in steps(f)] for f in (folder, without)]
     assert both[0] == both[1]
     assert [at for at, _ in evaluations(folder)] == [4, 6]
-    phases = [sum(low for low, _ in step["timers"].values()) / step["sec_per_it"] for step in steps(folder)]
+    phases = [
+        sum(low for low, _ in step["timers"].values()) / step["sec_per_it"]
+        for step in steps(folder)
+    ]
     assert max(phases) < 1.1, "the phases of an evaluation count for the next iteration"
 
 
 def test_a_share_that_leaves_no_sample_is_one_line(data):
     plan = changed(small_plan(data), "data", split="999999,1")
-    with pytest.raises(ValueError, match=r"^data\.split=999999,1: leaves 0 documents of stdlib for validation"):
+    with pytest.raises(
+        ValueError, match=r"^data\.split=999999,1: leaves 0 documents of stdlib for validation"
+    ):
         prepare(plan.data, plan.shape)

@@ -1,4 +1,6 @@
-"""Files of slices: the published format, on the disk once closed, and a full disk that is reported and not raised."""
+"""Files of slices: the published format, on the disk once closed, and a full disk that is reported
+and not raised.
+"""
 
 import contextlib
 import errno
@@ -13,8 +15,12 @@ torch, files = Later("torch"), Later("trilane.engine.checkpoint.slices")
 
 
 @pytest.mark.parametrize("name", ["a", "ab", "abc", "abcd", "abcdefgh"])
-def test_the_header_ends_at_a_multiple_of_eight_bytes_and_the_numbers_begin_there(name: str, tmp_path: Path) -> None:
-    """huggingface/safetensors' README: 8 bytes of length, a header that is padded with blanks, then the values."""
+def test_the_header_ends_at_a_multiple_of_eight_bytes_and_the_numbers_begin_there(
+    name: str, tmp_path: Path
+) -> None:
+    """huggingface/safetensors' README: 8 bytes of length, a header that is padded with blanks, then
+    the values.
+    """
     entries, values = [(f"{name}/weight", (3,)), (f"{name}/exp_avg", (2,))], torch.arange(1.0, 6)
     _, (size, _) = files.write_slices(tmp_path / "x", entries, values.split([3, 2]))
     data = (tmp_path / "x").read_bytes()
@@ -22,12 +28,22 @@ def test_the_header_ends_at_a_multiple_of_eight_bytes_and_the_numbers_begin_ther
     header = json.loads(data[8 : 8 + length])
     assert length % 8 == 0 and len(data) == size == 8 + length + 20
     assert header[f"{name}/exp_avg"] == {"dtype": "F32", "shape": [2], "data_offsets": [12, 20]}
-    assert torch.frombuffer(bytearray(data[8 + length :]), dtype=torch.float32).tolist() == [1, 2, 3, 4, 5]
+    assert torch.frombuffer(bytearray(data[8 + length :]), dtype=torch.float32).tolist() == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
-def test_a_written_file_was_synchronised_with_all_its_bytes_or_raises(tmp_path: Path, monkeypatch) -> None:
-    """fsync(2): without it, a crash after the save may leave a complete-looking checkpoint of zeros; there a network
-    file system reports a full disk, while the other ranks wait in a collective."""
+def test_a_written_file_was_synchronised_with_all_its_bytes_or_raises(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """fsync(2): without it, a crash after the save may leave a complete-looking checkpoint of
+    zeros; there a network file system reports a full disk, while the other ranks wait in a
+    collective.
+    """
     sizes: list[int] = []
 
     def fsync(handle: int) -> None:
@@ -36,13 +52,18 @@ def test_a_written_file_was_synchronised_with_all_its_bytes_or_raises(tmp_path: 
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    for name, rule in (("a", contextlib.nullcontext()), ("b", pytest.raises(OSError, match="Disk quota exceeded"))):
+    for name, rule in (
+        ("a", contextlib.nullcontext()),
+        ("b", pytest.raises(OSError, match="Disk quota exceeded")),
+    ):
         with rule:
             files.write_slices(tmp_path / name, [("w", (2, 3))], [torch.ones(2, 3)])
         assert sizes[-1] == (tmp_path / name).stat().st_size > 24
 
 
-@pytest.mark.parametrize("box", [((3, 8),), ((2, 6), (1, 4)), ((0, 2), (1, 3), (0, 3))], ids=["1", "2", "3"])
+@pytest.mark.parametrize(
+    "box", [((3, 8),), ((2, 6), (1, 4)), ((0, 2), (1, 3), (0, 3))], ids=["1", "2", "3"]
+)
 def test_a_range_of_a_part_is_boxes_that_cover_it_in_order(box: tuple) -> None:
     """Every range of a vector, a matrix and a pair of matrices; a matrix's has at most three boxes."""
     whole = torch.arange(8 ** len(box)).view((8,) * len(box))
@@ -59,7 +80,9 @@ def test_a_range_of_a_part_is_boxes_that_cover_it_in_order(box: tuple) -> None:
 
 
 def test_a_range_is_assembled_from_rows_and_columns_of_several_files(tmp_path: Path) -> None:
-    """What ZeRO divides, read where it was divided otherwise: columns 0-1 in one file, 2-4 in another."""
+    """What ZeRO divides, read where it was divided otherwise: columns 0-1 in one file, 2-4 in
+    another.
+    """
     whole, slices = torch.arange(20.0).reshape(4, 5), []
     for number, side in enumerate(((0, 2), (2, 5))):
         part = whole[:, slice(*side)].contiguous()

@@ -1,4 +1,6 @@
-"""Transformer Engine and ft_launcher, of which little can run here: what asks for them, which versions do."""
+"""Transformer Engine and ft_launcher, of which little can run here: what asks for them, which
+versions do.
+"""
 
 import ast
 import inspect
@@ -22,7 +24,8 @@ from trilane.utils.process import python, run
 FP8 = Topology(precision="fp8")
 OVERLAP = Topology(tp=2, sequence_parallel=True, overlap_tp=True)
 LACKS = "needs Transformer Engine, which is not installed here"
-# what a topology and run.fused ask for, versions of megatron-core and Transformer Engine -> the beginning of why not
+# what a topology and run.fused ask for, versions of megatron-core and Transformer Engine -> the
+# beginning of why not
 VERSIONS = [
     (FP8, "auto", "0.16.1", "", f"precision=fp8: {LACKS}"),
     (FP8, "auto", "", "2.8.0", None),
@@ -33,11 +36,29 @@ VERSIONS = [
         "2.8.0+c47f329b",
         "transformer-engine=2.8.0+c47f329b: megatron-core 0.16.1 goes with >=2.9,",
     ),
-    (OVERLAP, "off", "0.16.1", "2.20.2", "transformer-engine=2.20.2: megatron-core 0.16.1 goes with >=2.9,<2.12: pip "),
+    (
+        OVERLAP,
+        "off",
+        "0.16.1",
+        "2.20.2",
+        "transformer-engine=2.20.2: megatron-core 0.16.1 goes with >=2.9,<2.12: pip ",
+    ),
     (OVERLAP, "off", "0.17.1", "2.20.2", None),
     (FP8, "auto", "0.19.2", "2.9.0", None),
-    (FP8, "auto", "0.20.0rc1", "3.0", "transformer-engine=3.0: megatron-core 0.20.0rc1 goes with >=2.9,<2.21: pip "),
-    (Topology(), "te", "0.19.2", "nightly", "transformer-engine=nightly: megatron-core 0.19.2 goes with >=2.9,<2.21"),
+    (
+        FP8,
+        "auto",
+        "0.20.0rc1",
+        "3.0",
+        "transformer-engine=3.0: megatron-core 0.20.0rc1 goes with >=2.9,<2.21: pip ",
+    ),
+    (
+        Topology(),
+        "te",
+        "0.19.2",
+        "nightly",
+        "transformer-engine=nightly: megatron-core 0.19.2 goes with >=2.9,<2.21",
+    ),
     (FP8, "te", "0.16.1", "2.9.0+70f53666", None),
     (OVERLAP, "on", "0.16.1", "2.11.0", None),
     (Topology(), "auto", "0.16.1", "2.20.2", None),
@@ -52,14 +73,25 @@ RESILIENCY = [
 
 
 def install(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
-    monkeypatch.setattr("trilane.config.engines.installed_version", lambda name, path=(): versions.get(name, ""))
+    monkeypatch.setattr(
+        "trilane.config.engines.installed_version", lambda name, path=(): versions.get(name, "")
+    )
 
 
-@pytest.mark.parametrize(("topology", "fused", "megatron", "installed", "reason"), VERSIONS, ids=str)
+@pytest.mark.parametrize(
+    ("topology", "fused", "megatron", "installed", "reason"), VERSIONS, ids=str
+)
 def test_a_version_that_megatron_core_does_not_work_with_is_one_line(
-    topology: Topology, fused: str, megatron: str, installed: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+    topology: Topology,
+    fused: str,
+    megatron: str,
+    installed: str,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """0.16.1's own extra `dev`: transformer-engine >= 2.9.0a0, < 2.12.0; 0.17 and newer call what 2.9 to 2.20 have."""
+    """0.16.1's own extra `dev`: transformer-engine >= 2.9.0a0, < 2.12.0; 0.17 and newer call what
+    2.9 to 2.20 have.
+    """
     install(monkeypatch, {"megatron-core": megatron, "transformer-engine": installed})
     why = untrainable_reason(topology, fused)
     assert why == reason or why.startswith(reason)
@@ -69,17 +101,26 @@ def test_a_version_that_megatron_core_does_not_work_with_is_one_line(
 def test_megatron_core_from_017_on_is_not_imported_beside_an_old_resiliency_ext(
     megatron: str, installed: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its nvrx.py: NVRX_MIN_VERSION is 0.6.0 in 0.17.1, 0.18.2 and 0.19.2, and the check stands at the import."""
+    """Its nvrx.py: NVRX_MIN_VERSION is 0.6.0 in 0.17.1, 0.18.2 and 0.19.2, and the check stands at
+    the import.
+    """
     install(monkeypatch, {"megatron-core": megatron, "nvidia-resiliency-ext": installed})
-    line = f"nvidia-resiliency-ext={installed}: megatron-core {megatron} goes with >=0.6: pip install "
+    line = (
+        f"nvidia-resiliency-ext={installed}: megatron-core {megatron} goes with >=0.6: pip install "
+    )
     with nullcontext() if fits else pytest.raises(ValueError, match=re.escape(line)):
         require_trainable(Topology())
 
 
 def test_the_extras_have_the_bounds_of_the_megatron_core_of_their_python() -> None:
     """requirements: 0.16.1 on Python 3.11, a newer one from 3.12 on."""
-    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for extra, package in {"te": "transformer-engine[pytorch]", "resiliency": "nvidia-resiliency-ext"}.items():
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for extra, package in {
+        "te": "transformer-engine[pytorch]",
+        "resiliency": "nvidia-resiliency-ext",
+    }.items():
         (old, until), (new, since) = [line.split("; ") for line in extras[extra]]
         assert (until, since) == ("python_version < '3.12'", "python_version >= '3.12'")
         assert old.startswith(package + BESIDE_MEGATRON[package][0, 16])
@@ -98,7 +139,9 @@ def test_training_without_it_is_refused_before_any_process_starts(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:full scope")
 def test_megatron_core_takes_what_it_is_given() -> None:
-    """Its settings as they are; its classes, which only CUDA can make, by the parameters in their source."""
+    """Its settings as they are; its classes, which only CUDA can make, by the parameters in their
+    source.
+    """
     from trilane.engine.cpu import enable_cpu
 
     enable_cpu()
@@ -107,8 +150,14 @@ def test_megatron_core_takes_what_it_is_given() -> None:
 
     from trilane.engine.model import te
 
-    plan = replace(small_plan(Path("data")), cluster=cluster("dgx-h100"), topology=replace(OVERLAP, precision="fp8"))
-    config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, bf16=True, **te.settings(plan))
+    plan = replace(
+        small_plan(Path("data")),
+        cluster=cluster("dgx-h100"),
+        topology=replace(OVERLAP, precision="fp8"),
+    )
+    config = TransformerConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, bf16=True, **te.settings(plan)
+    )
     assert te.is_chosen(config) and config.tp_comm_overlap and config.fp8_recipe == "tensorwise"
     tree = ast.parse(inspect.getsource(transformer_engine))
     found = {
@@ -118,7 +167,15 @@ def test_megatron_core_takes_what_it_is_given() -> None:
         for method in kind.body
         if isinstance(method, ast.FunctionDef)
     }
-    both = {"config", "init_method", "bias", "skip_bias_add", "is_expert", "tp_comm_buffer_name", "tp_group"}
+    both = {
+        "config",
+        "init_method",
+        "bias",
+        "skip_bias_add",
+        "is_expert",
+        "tp_comm_buffer_name",
+        "tp_group",
+    }
     assert both | {"gather_output", "stride"} < {*found["TEColumnParallelLinear", "__init__"]}
     assert both | {"input_is_parallel"} < {*found["TERowParallelLinear", "__init__"]}
     given = ["query", "key", "value", "attention_mask", "attn_mask_type"]
@@ -136,6 +193,11 @@ def test_ft_launcher_of_05_and_newer_has_no_copies_of_torchs_modules(tmp_path: P
         "parse_args = lambda words: SimpleNamespace(rdzv_backend='static', words=words)\n"
         "run = lambda args: print(*args.words)\n"
     )
-    command = python("-m", "trilane.engine.torchrun", str(tmp_path / "failures.json"), "--ft-rank-heartbeat-timeout=60")
+    command = python(
+        "-m",
+        "trilane.engine.torchrun",
+        str(tmp_path / "failures.json"),
+        "--ft-rank-heartbeat-timeout=60",
+    )
     done = run(command, {"PYTHONPATH": f"{REPOSITORY / 'lib'}:{tmp_path}"})
     assert (done.returncode, done.stdout) == (0, "--ft-rank-heartbeat-timeout=60\n"), done.stderr

@@ -1,4 +1,6 @@
-"""Megatron-Core's torch_dist checkpoints are ours under other names: megatron-core itself saves and loads them here."""
+"""Megatron-Core's torch_dist checkpoints are ours under other names: megatron-core itself saves and
+loads them here.
+"""
 
 import json
 import pickle
@@ -17,7 +19,8 @@ from trilane.workspace.checkpoints import KINDS, read_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
-# Real models of TP 2 and PP 2: `loss` of the plan's first batch, after megatron-core has loaded, or before it saves.
+# Real models of TP 2 and PP 2: `loss` of the plan's first batch, after megatron-core has loaded, or
+# before it saves.
 MODEL = """
 import torch
 from megatron.core import dist_checkpointing
@@ -88,7 +91,9 @@ def converted(*words: object) -> int:
 def test_megatron_core_loads_what_we_write(
     shape: ModelShape, fork: Callable, ask: Callable, data: Path, tmp_path: Path
 ) -> None:
-    """Its own dist_checkpointing.load, TP 2 and PP 2, of a checkpoint that one process trained: one loss."""
+    """Its own dist_checkpointing.load, TP 2 and PP 2, of a checkpoint that one process trained: one
+    loss.
+    """
     run = trained(small_plan(data, iters=2, source="mock", shape=shape), fork, tmp_path / "run")
     assert converted(run, tmp_path / "out") == 0
     wide = small_plan(data, source="mock", shape=shape, **WIDE)
@@ -99,21 +104,35 @@ def test_megatron_core_loads_what_we_write(
 
 def loss_of(run: Path, ask: Callable, data: Path, shape: ModelShape) -> float:
     """The loss of the first batch by one process that has loaded the run's checkpoint."""
-    return float(ask(small_plan(data, source="mock", shape=shape), f"PATH = {str(run)!r}\n{MODEL}{OURS}"))
+    return float(
+        ask(small_plan(data, source="mock", shape=shape), f"PATH = {str(run)!r}\n{MODEL}{OURS}")
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "moments"), [(SHAPE, True), (LLAMA, False)], ids=["with moments", "weights only"])
+@pytest.mark.parametrize(
+    ("shape", "moments"), [(SHAPE, True), (LLAMA, False)], ids=["with moments", "weights only"]
+)
 def test_what_megatron_core_saves_is_read(
-    shape: ModelShape, moments: bool, ask: Callable, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    shape: ModelShape,
+    moments: bool,
+    ask: Callable,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
 ) -> None:
-    """By its dist_checkpointing.save on TP 2 and PP 2; the moments planted as twice and three times the weight."""
+    """By its dist_checkpointing.save on TP 2 and PP 2; the moments planted as twice and three times
+    the weight.
+    """
     import torch
 
     plan = small_plan(data, source="mock", shape=shape)
     source = tmp_path / "megatron/iter_0000007"
     code = f"PATH, MOMENTS = {str(source)!r}, {moments}\n{MODEL}{SAVE}"
-    (before,) = {float(line) for line in ask(small_plan(data, source="mock", shape=shape, **WIDE), code).split()} - {0}
+    (before,) = {
+        float(line)
+        for line in ask(small_plan(data, source="mock", shape=shape, **WIDE), code).split()
+    } - {0}
     (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
     assert converted(source.parent, tmp_path / "ours", tmp_path / "plan.json") == 0
     assert ("moments" in capsys.readouterr().err.split("only")[0]) == moments
@@ -124,8 +143,13 @@ def test_what_megatron_core_saves_is_read(
 
     for tensor in manifest["tensors"].values():
         box = tuple((0, n) for n in tensor["shape"])
-        of = [assemble(tmp_path / "ours/checkpoints/iter_0000007", tensor["slices"], kind, box) for kind in KINDS]
-        assert torch.equal(of[1], 2.0 * moments * of[0]) and torch.equal(of[2], 3.0 * moments * of[0])
+        of = [
+            assemble(tmp_path / "ours/checkpoints/iter_0000007", tensor["slices"], kind, box)
+            for kind in KINDS
+        ]
+        assert torch.equal(of[1], 2.0 * moments * of[0]) and torch.equal(
+            of[2], 3.0 * moments * of[0]
+        )
 
 
 class Command:
@@ -144,7 +168,9 @@ def cut(folder: Path) -> None:
 
 
 def elsewhere(folder: Path) -> None:
-    (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes().replace(b"__0_0.distcp", b"../../secret"))
+    (folder / ".metadata").write_bytes(
+        (folder / ".metadata").read_bytes().replace(b"__0_0.distcp", b"../../secret")
+    )
 
 
 def reindexed(change: Callable) -> Callable:
@@ -184,20 +210,65 @@ def append(file: Path, value: object) -> tuple[int, int]:
     return first, file.stat().st_size - first
 
 
-# what is done to a good checkpoint of iteration 5, fields of the plan's shape -> the beginning of the one line
+# what is done to a good checkpoint of iteration 5, fields of the plan's shape -> the beginning of
+# the one line
 BAD = {
-    "another width": (lambda at: None, {"hidden_size": 128}, "tensor=embedding.word_embeddings.weight: has [512, 64]"),
-    "more layers": (lambda at: None, {"num_layers": 6}, "tensor=decoder.layers.self_attention.linear_qkv.layer_norm_w"),
-    "more rows": (lambda at: None, {"vocab_size": 640}, "tensor=embedding.word_embeddings.weight: has [512, 64]"),
-    "no biases": (lambda at: None, {"biases": "none"}, "tensor=decoder.layers.self_attention.linear_qkv.bias: is in"),
-    "untied": (lambda at: None, {"tied_embeddings": False}, "tensor=output_layer.weight: is in the plan's model, and"),
+    "another width": (
+        lambda at: None,
+        {"hidden_size": 128},
+        "tensor=embedding.word_embeddings.weight: has [512, 64]",
+    ),
+    "more layers": (
+        lambda at: None,
+        {"num_layers": 6},
+        "tensor=decoder.layers.self_attention.linear_qkv.layer_norm_w",
+    ),
+    "more rows": (
+        lambda at: None,
+        {"vocab_size": 640},
+        "tensor=embedding.word_embeddings.weight: has [512, 64]",
+    ),
+    "no biases": (
+        lambda at: None,
+        {"biases": "none"},
+        "tensor=decoder.layers.self_attention.linear_qkv.bias: is in",
+    ),
+    "untied": (
+        lambda at: None,
+        {"tied_embeddings": False},
+        "tensor=output_layer.weight: is in the plan's model, and",
+    ),
     "truncated": (cut, {}, "tensor=decoder.layers."),
-    "no data": (lambda at: (at / "__0_0.distcp").unlink(), {}, "tensor=embedding.word_embeddings.weight: a chunk"),
-    "another folder's": (elsewhere, {}, "checkpoint=AT: .metadata cannot be read (file=../../secret"),
-    "no index": (lambda at: (at / ".metadata").unlink(), {}, "checkpoint=AT: .metadata: No such file"),
-    "no pickle": (lambda at: (at / ".metadata").write_bytes(b"{}"), {}, "checkpoint=AT: .metadata cannot be read"),
-    "zarr": (lambda at: (at / "metadata.json").write_text('{"sharded_backend": "zarr"}'), {}, "checkpoint=AT: has sh"),
-    "a chunk twice": (reindexed(twice), {}, "checkpoint=AT: .metadata cannot be read (tensor=embedding.word_emb"),
+    "no data": (
+        lambda at: (at / "__0_0.distcp").unlink(),
+        {},
+        "tensor=embedding.word_embeddings.weight: a chunk",
+    ),
+    "another folder's": (
+        elsewhere,
+        {},
+        "checkpoint=AT: .metadata cannot be read (file=../../secret",
+    ),
+    "no index": (
+        lambda at: (at / ".metadata").unlink(),
+        {},
+        "checkpoint=AT: .metadata: No such file",
+    ),
+    "no pickle": (
+        lambda at: (at / ".metadata").write_bytes(b"{}"),
+        {},
+        "checkpoint=AT: .metadata cannot be read",
+    ),
+    "zarr": (
+        lambda at: (at / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
+        {},
+        "checkpoint=AT: has sh",
+    ),
+    "a chunk twice": (
+        reindexed(twice),
+        {},
+        "checkpoint=AT: .metadata cannot be read (tensor=embedding.word_emb",
+    ),
     "a command as tensor": (
         reindexed(command),
         {},
@@ -229,11 +300,16 @@ def test_a_bad_checkpoint_of_megatron_is_one_line_and_runs_nothing(
     capsys.readouterr()
     assert converted(tmp_path / "megatron", tmp_path / "ours", tmp_path / "plan.json") == 2
     printed = capsys.readouterr().err
-    assert printed.startswith(f"trilane: {message.replace('AT', str(folder))}") and printed.count("\n") == 1
+    assert (
+        printed.startswith(f"trilane: {message.replace('AT', str(folder))}")
+        and printed.count("\n") == 1
+    )
     assert not (folder / "ran").exists() and not (tmp_path / "ours").exists()
 
 
-def test_what_cannot_be_converted_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_cannot_be_converted_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     (tmp_path / "empty").mkdir()
     checkpoint(BLOOM, tmp_path / "bloom")
     checkpoint(SHAPE, tmp_path / "good")

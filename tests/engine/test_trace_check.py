@@ -1,4 +1,6 @@
-"""Plans of the benchmark that holds traces of the real engines against the formulas, benchmarks/trace_check.py."""
+"""Plans of the benchmark that holds traces of the real engines against the formulas,
+benchmarks/trace_check.py.
+"""
 
 import sys
 from dataclasses import replace
@@ -19,27 +21,49 @@ from trace_check import FAMILIES, check, limit
 
 BF16 = {"precision": "bf16", "fp32_gradients": True, "gbs": 8}
 PLANS = {
-    "megatron": ("llama", {**BF16, "tp": 2, "pp": 2, "sequence_parallel": True, "recompute": "selective"}),
+    "megatron": (
+        "llama",
+        {**BF16, "tp": 2, "pp": 2, "sequence_parallel": True, "recompute": "selective"},
+    ),
     "megatron CP": ("llama", {**BF16, "tp": 2, "cp": 2, "dp": 2, "zero": 1}),
-    "deepspeed-3d": ("gpt2", {**BF16, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True}),
+    "deepspeed-3d": (
+        "gpt2",
+        {**BF16, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True},
+    ),
     "deepspeed-zero": ("bloom", {**BF16, "tp": 2, "dp": 2, "zero": 1, "recompute": "full"}),
 }
 
 
 def plan_of(name: str) -> Plan:
     (family, topology), engine = PLANS[name], name.split()[0]
-    sizes = {"num_layers": 2, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024, "vocab_size": 32768}
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "seq_length": 1024,
+        "vocab_size": 32768,
+    }
     shape = ModelShape(**sizes, **FAMILIES[family])
-    return Plan(label=engine, shape=shape, topology=Topology(**topology), engine=engine, cluster=cluster("jz-a100-80g"))
+    return Plan(
+        label=engine,
+        shape=shape,
+        topology=Topology(**topology),
+        engine=engine,
+        cluster=cluster("jz-a100-80g"),
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # of the libraries, which a process of its own would print
 @pytest.mark.parametrize("name", PLANS)
 def test_the_real_engine_holds_computes_and_sends_what_the_formulas_say(name: str):
-    """Bytes of each kind of memory within 2 %, of collectives and their number within 1 %, FLOPs within 0.1 %."""
+    """Bytes of each kind of memory within 2 %, of collectives and their number within 1 %, FLOPs
+    within 0.1 %.
+    """
     found = check(plan_of(name))
     assert not isinstance(found, str), found
-    assert {"weights", "gradients", "optimizer", "activations", "flops"} <= {d.quantity for d in found}
+    assert {"weights", "gradients", "optimizer", "activations", "flops"} <= {
+        d.quantity for d in found
+    }
     assert [d for d in found if abs(d.difference) > limit(d.quantity)] == []
 
 
@@ -48,25 +72,37 @@ def test_a_collective_that_only_one_side_has_is_a_difference():
     plan = plan_of("megatron")
     sent = (Collective(kind="broadcast", group="dp", count=1, bytes=4.0),)
     numbers = dict.fromkeys(
-        ("operations", *(f for f in TracedStage.__dataclass_fields__ if "bytes" in f or f == "flops")), 0
+        (
+            "operations",
+            *(f for f in TracedStage.__dataclass_fields__ if "bytes" in f or f == "flops"),
+        ),
+        0,
     )
     stage = TracedStage(stage=1, rank=2, layers=1, peak_at="", collectives=sent, **numbers)
-    trace = Trace(plan="", engine="", gpus=4, microbatches=8, traced_microbatches=3, stages=(stage,))
+    trace = Trace(
+        plan="", engine="", gpus=4, microbatches=8, traced_microbatches=3, stages=(stage,)
+    )
     found = {d.quantity: d.difference for d in compare(plan, trace)}
     assert found["broadcast dp count"] == found["all-gather tp count"] == float("inf")
 
 
 def test_an_iteration_sends_by_hand():
-    """TP 2 without sequences: 4 all-reduces a layer and microbatch, the embedding's, and the norm's of gradients."""
+    """TP 2 without sequences: 4 all-reduces a layer and microbatch, the embedding's, and the norm's
+    of gradients.
+    """
     plan = plan_of("megatron")
-    plain = replace(plan, topology=replace(plan.topology, sequence_parallel=False, recompute="none"))
+    plain = replace(
+        plan, topology=replace(plan.topology, sequence_parallel=False, recompute="none")
+    )
     first = expected(plain, 0)
     assert first["all-reduce tp count"] == 8 * (4 * 1 + 1)
     assert first["send pp count"] == first["receive pp count"] == 8
 
 
 def test_what_is_unknown_is_no_difference():
-    """Buckets that are summed while the first stage computes, whose number no formula has; their bytes are known."""
+    """Buckets that are summed while the first stage computes, whose number no formula has; their
+    bytes are known.
+    """
     plan = plan_of("megatron")
     plan = replace(plan, topology=replace(plan.topology, dp=2, zero=1, overlap_grad_reduce=True))
     first, last = expected(plan, 0), expected(plan, 1)

@@ -30,7 +30,9 @@ NUMBERS = ("gpus", "microbatches", "traced_microbatches")
 HALF: dict[str, Any] = {"precision": "bf16", "fp32_gradients": True}
 
 
-def plan_of(folder: Path, engine: str = "megatron", shape: ModelShape = SHAPE, **topology: Any) -> Plan:
+def plan_of(
+    folder: Path, engine: str = "megatron", shape: ModelShape = SHAPE, **topology: Any
+) -> Plan:
     """A plan for A100s, which need not be here."""
     plan, machine = small_plan(folder, zero=1), replace(cluster("jz-a100-80g"), max_nodes=8192)
     chosen = Topology(**{"mbs": 2, "gbs": 64, **HALF, **topology})
@@ -39,9 +41,17 @@ def plan_of(folder: Path, engine: str = "megatron", shape: ModelShape = SHAPE, *
 
 @pytest.mark.parametrize(
     ("pp", "interleaving", "microbatches", "traced"),
-    [(1, 1, 8, (1, 2)), (4, 1, 8, (1, 5)), (4, 1, 3, (1, 3)), (4, 2, 16, (4, 8)), (4, 2, 4, (4, 4))],
+    [
+        (1, 1, 8, (1, 2)),
+        (4, 1, 8, (1, 5)),
+        (4, 1, 3, (1, 3)),
+        (4, 2, 16, (4, 8)),
+        (4, 2, 4, (4, 4)),
+    ],
 )
-def test_the_second_iteration_is_deeper_than_the_pipeline(pp, interleaving, microbatches, traced, tmp_path) -> None:
+def test_the_second_iteration_is_deeper_than_the_pipeline(
+    pp, interleaving, microbatches, traced, tmp_path
+) -> None:
     shape = replace(SHAPE, num_layers=8)
     plan = plan_of(tmp_path, shape=shape, pp=pp, interleaving=interleaving, mbs=1, gbs=microbatches)
     assert import_module("trilane.engine.trace.rank").traced_microbatches(plan) == traced
@@ -51,7 +61,9 @@ def trace_by_command(plan: Plan, folder: Path, *options: str) -> Trace:
     """The trace that the command leaves beside the plan."""
     path = folder / "plan.json"
     path.write_text(json.dumps(plan.to_json()))
-    command = python("-m", "trilane", "measure", "plan", str(path), "--trace", *options, program=sys.executable)
+    command = python(
+        "-m", "trilane", "measure", "plan", str(path), "--trace", *options, program=sys.executable
+    )
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = trace_of(plan, path)
@@ -60,14 +72,17 @@ def trace_by_command(plan: Plan, folder: Path, *options: str) -> Trace:
 
 
 def test_the_stages_of_a_pipeline(tmp_path):
-    """4 stages of one layer, TP 2 with sequence parallelism, DP 2 with a distributed optimizer, 16 microbatches.
+    """4 stages of one layer, TP 2 with sequence parallelism, DP 2 with a distributed optimizer, 16
+    microbatches.
 
-    A layer gathers the sequence before its two column-parallel products and scatters it after its two row-parallel
-    ones: forward 2 and 2, backward 2 and 2, and 2 more gather again what the products of the weights read. Korthikanti
-    et al. 2022, section 4.2.2.
+    A layer gathers the sequence before its two column-parallel products and scatters it after its
+    two row-parallel ones: forward 2 and 2, backward 2 and 2, and 2 more gather again what the
+    products of the weights read. Korthikanti et al. 2022, section 4.2.2.
     """
     plan = plan_of(tmp_path, tp=2, pp=4, dp=2, zero=1, sequence_parallel=True)
-    trace = trace_by_command(plan, tmp_path, "--json", "--timeline", str(tmp_path / "timeline.json"))
+    trace = trace_by_command(
+        plan, tmp_path, "--json", "--timeline", str(tmp_path / "timeline.json")
+    )
     assert [(stage.stage, stage.rank) for stage in trace.stages] == [(0, 0), (1, 4), (3, 12)]
     columns, s = columns_of(plan.shape, plan.topology, plan.engine), trace.stages[1]
     for stage in trace.stages:
@@ -78,23 +93,33 @@ def test_the_stages_of_a_pipeline(tmp_path):
         assert stage.optimizer_bytes == pytest.approx(12 * parameters / 2, rel=0.01)
         parts = ("weights", "gradients", "optimizer", "activations", "buffers", "temporary")
         assert sum(getattr(stage, f"{part}_bytes") for part in parts) == stage.peak_bytes
-    microbatches, hidden = 16, 2 * plan.shape.seq_length * plan.topology.mbs * plan.shape.hidden_size  # bytes of bf16
+    microbatches, hidden = (
+        16,
+        2 * plan.shape.seq_length * plan.topology.mbs * plan.shape.hidden_size,
+    )  # bytes of bf16
     sent = {(c.kind, c.group): (c.count, c.bytes) for c in s.collectives}
     for kind, times in {"all-gather": 6, "reduce-scatter": 4}.items():
         assert sent[kind, "tp"] == (times * microbatches, times * microbatches * hidden)
-    assert sent["send", "pp"] == sent["receive", "pp"] == (2 * microbatches, 2 * microbatches * hidden / 2)
+    assert (
+        sent["send", "pp"]
+        == sent["receive", "pp"]
+        == (2 * microbatches, 2 * microbatches * hidden / 2)
+    )
     # three microbatches in flight on the second stage of four
     assert s.activations_bytes == pytest.approx(3 * s.activations_each_bytes, rel=0.1)
     order = "".join(p.kind[0] for p in s.schedule)
     assert order == "ff" + "fb" * 3 + "bb" + "o"
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     passes = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
-    assert len(passes) == len(s.schedule) and all({"name", "ts", "dur", "tid"} <= e.keys() for e in passes)
+    assert len(passes) == len(s.schedule) and all(
+        {"name", "ts", "dur", "tid"} <= e.keys() for e in passes
+    )
     assert all(e["ts"] + e["dur"] == pytest.approx(after["ts"]) for e, after in pairwise(passes))
 
 
 def test_an_engine_computes_the_flops_of_the_model_and_holds_its_part_of_the_states(tmp_path):
-    """Products of a layer 2 (4 h^2 + 2 h f) a token, attention 4 s h, the head 2 h V; twice as much backward.
+    """Products of a layer 2 (4 h^2 + 2 h f) a token, attention 4 s h, the head 2 h V; twice as much
+    backward.
 
     The other engines stand beside the formulas in test_trace_check.
     """
@@ -112,7 +137,15 @@ def test_an_engine_computes_the_flops_of_the_model_and_holds_its_part_of_the_sta
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"engine": "deepspeed-zero", "zero": 2, "offload": "optimizer", "fp32_gradients": False}, "offload=optimizer"),
+        (
+            {
+                "engine": "deepspeed-zero",
+                "zero": 2,
+                "offload": "optimizer",
+                "fp32_gradients": False,
+            },
+            "offload=optimizer",
+        ),
         ({"dp": 32_768, "gbs": 65_536}, "gpus=32768: a trace is of at most 16384"),
     ],
 )
@@ -132,7 +165,9 @@ def test_what_no_trace_can_run_is_refused_in_one_line(fields, message, tmp_path,
         (("--iterations", "3"), "iterations=3: nothing is trained with --trace"),
     ],
 )
-def test_what_a_trace_would_overwrite_or_ignore_is_refused_before_it_runs(options, message, tmp_path, capsys):
+def test_what_a_trace_would_overwrite_or_ignore_is_refused_before_it_runs(
+    options, message, tmp_path, capsys
+):
     path = tmp_path / "plan.json"
     path.write_text(text := json.dumps(plan_of(tmp_path).to_json()))
     given = [option.replace("PLAN", str(path)) for option in options]
@@ -170,7 +205,9 @@ def test_what_is_missing_on_this_machine_is_named(tmp_path):
 
 
 def test_what_a_loss_keeps_is_counted_where_a_model_returns_logits():
-    """As in DeepSpeed's pipeline: the softmax in fp32 is let go before the gradient of the logits is there."""
+    """As in DeepSpeed's pipeline: the softmax in fp32 is let go before the gradient of the logits
+    is there.
+    """
     import torch
 
     from trilane.engine import phases

@@ -1,4 +1,6 @@
-"""The decision: what else could run, each figure with its provenance, and a recommendation by simulated runs."""
+"""The decision: what else could run, each figure with its provenance, and a recommendation by
+simulated runs.
+"""
 
 from dataclasses import replace
 from datetime import date, timedelta
@@ -24,7 +26,13 @@ from trilane.workspace.study import Study
 
 PLAN = read_plan(REPOSITORY / "docs/plan-176b.json")
 PLAN = replace(PLAN, run=replace(PLAN.run, ramp=Ramp()))  # ASKED has it
-ASKED = {"tokens": 341e9, "ramp": "192,16,9765625", "start": "2027-01-01", "runs": 500, "price": 2.0}
+ASKED = {
+    "tokens": 341e9,
+    "ramp": "192,16,9765625",
+    "start": "2027-01-01",
+    "runs": 500,
+    "price": 2.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +49,9 @@ def test_what_is_assumed_has_its_values_and_no_names_of_variables(page):
     assumed, risks = page.evidence[-1], page.asked.request.risks
     values = [s.idle_hours for s in risks.stops if "assumed" in s.source] + [risks.startup_s / 60]
     assert all(f" {value:g}" in assumed for value in values)
-    assert not [name for name in shipped_json("risks")["sources"] if name.replace("_", " ") in assumed]
+    assert not [
+        name for name in shipped_json("risks")["sources"] if name.replace("_", " ") in assumed
+    ]
 
 
 def test_every_cause_of_delay_has_a_remedy(found):
@@ -49,7 +59,9 @@ def test_every_cause_of_delay_has_a_remedy(found):
 
 
 def test_a_study_hands_on_a_whole_plan_by_id_or_label_with_its_calibration(outputs):
-    """02 to 07: the seconds of the forecast's constant phase are those of plans.json to the last digit."""
+    """02 to 07: the seconds of the forecast's constant phase are those of plans.json to the last
+    digit.
+    """
     known, study = replace(default(PLAN.cluster), matmul=0.5), Study.create("handed")
     other = replace(PLAN, label="second", topology=replace(PLAN.topology, mbs=1))
     entries = [p.to_json() | {"id": p.id} | predict(p, known).beside() for p in (PLAN, other)]
@@ -59,7 +71,9 @@ def test_a_study_hands_on_a_whole_plan_by_id_or_label_with_its_calibration(outpu
         assert chosen == plan and used == known and source["made_by"]["notebook"] == "02_topology"
         predicted = predict(plan, known).to_json()
         assert forecast(chosen, calibration=used, runs=100).record["prediction"] == predicted
-    with pytest.raises(ValueError, match=r"^plan=third: no plan of study handed has this id or label"):
+    with pytest.raises(
+        ValueError, match=r"^plan=third: no plan of study handed has this id or label"
+    ):
         study_plan(study, "third")
 
 
@@ -76,30 +90,51 @@ def test_a_page_of_plans_that_were_written_again_since_is_stale(outputs, found):
 
 def test_the_page_forecasts_what_07_forecast_with_every_option_that_was_given(outputs, tmp_path):
     """To the last digit: rates, constants and limits travel in calendar.json, as JSON."""
-    given = {"failures_per_node_year": 4.0, "job_hours": 10.0, "watts": 700.0, "adapt": "days", "seed": 3}
+    given = {
+        "failures_per_node_year": 4.0,
+        "job_hours": 10.0,
+        "watts": 700.0,
+        "adapt": "days",
+        "seed": 3,
+    }
     known = replace(default(PLAN.cluster), matmul=0.5)
     made = forecast(PLAN, **ASKED, **given, calibration=known, deadline="2027-09-01")
     study = Study.create("handed-on")
-    study.save("calendar.json", calendar_record(made, {"file": "plan.json", "made_by": {}}), "07_calendar")
+    study.save(
+        "calendar.json", calendar_record(made, {"file": "plan.json", "made_by": {}}), "07_calendar"
+    )
     again = decide(study).asked
     assert again.request.kept() == made.request.kept() and again.request.calibration == known
-    assert again.to_json() == made.to_json() and again.to_json() != forecast(PLAN, **ASKED).to_json()
+    assert (
+        again.to_json() == made.to_json() and again.to_json() != forecast(PLAN, **ASKED).to_json()
+    )
 
 
 def test_every_figure_of_the_verdict_is_of_the_plan_that_it_names(found):
-    """Of a slow plan another topology is recommended: date, cost and memory are those of a forecast of that plan."""
+    """Of a slow plan another topology is recommended: date, cost and memory are those of a forecast
+    of that plan.
+    """
     slow = replace(PLAN, topology=replace(PLAN.topology, tp=8, pp=12, dp=4, mbs=1))
     page = Decision(asked=forecast(slow, **ASKED))
     advised, chosen = page.recommendation, page.forecast.request
     assert advised["verdict"] == CHANGED and advised["figures"]["oom_probability"] <= SAFE
     own = forecast(chosen.plan, **ASKED, adapt=chosen.adapt)
     assert advised["figures"] == own.figures() != page.asked.figures()
-    assert predict(chosen.plan).memory_bytes / 2**30 == pytest.approx(advised["figures"]["memory_gib"])
+    assert predict(chosen.plan).memory_bytes / 2**30 == pytest.approx(
+        advised["figures"]["memory_gib"]
+    )
     t = chosen.plan.topology
-    for text in (f"TP {t.tp} × PP {t.pp} × DP {t.dp}", *(own.facts()[name] for name in ("done by", "memory"))):
+    for text in (
+        f"TP {t.tp} × PP {t.pp} × DP {t.dp}",
+        *(own.facts()[name] for name in ("done by", "memory")),
+    ):
         assert text in page.verdict(), text
     columns = page.columns().to_frame().set_index("")
-    assert columns.loc["GPU-hours", "recommended"] == own.facts()["GPU-hours"] != columns.loc["GPU-hours", "as asked"]
+    assert (
+        columns.loc["GPU-hours", "recommended"]
+        == own.facts()["GPU-hours"]
+        != columns.loc["GPU-hours", "as asked"]
+    )
 
 
 CHANGED, REFUSED = "Start, with one change", "Do not start it as planned"
@@ -111,9 +146,15 @@ def decided(**asked):
 
 @pytest.mark.parametrize(
     ("days", "hours", "verdict", "reason"),
-    [(400, 3e6, CHANGED, ""), (60, None, REFUSED, "misses the deadline"), (None, 5e5, REFUSED, "overruns the alloc")],
+    [
+        (400, 3e6, CHANGED, ""),
+        (60, None, REFUSED, "misses the deadline"),
+        (None, 5e5, REFUSED, "overruns the alloc"),
+    ],
 )
-def test_a_run_that_no_topology_ends_within_its_limits_is_not_to_start(days, hours, verdict, reason):
+def test_a_run_that_no_topology_ends_within_its_limits_is_not_to_start(
+    days, hours, verdict, reason
+):
     page = decided(deadline=days and str(date(2027, 1, 1) + timedelta(days=days)), allocation=hours)
     assert page.recommendation["verdict"] == verdict
     assert bool(page.recommendation["figures"]) is (verdict != REFUSED)
@@ -134,48 +175,82 @@ def test_the_plan_that_is_recommended_is_recommended_where_it_is_asked_for(page)
 
 def test_a_plan_that_may_run_out_of_memory_gives_way_and_the_page_says_so():
     """A 200B model on 384 GPUs: the fastest plan of 02 has P(out of memory) above one in a hundred."""
-    plan = replace(PLAN, topology=replace(PLAN.topology, recompute="none", attention="fused", mbs=2), engine="megatron")
-    fast = next(c.plan for c in search(**searched_like(plan)).candidates if predict(c.plan).oom_probability > SAFE)
+    plan = replace(
+        PLAN,
+        topology=replace(PLAN.topology, recompute="none", attention="fused", mbs=2),
+        engine="megatron",
+    )
+    fast = next(
+        c.plan
+        for c in search(**searched_like(plan)).candidates
+        if predict(c.plan).oom_probability > SAFE
+    )
     page = Decision(asked=forecast(fast, **{**ASKED, "ramp": ""}), known=fast)
-    assert page.recommendation["verdict"] == CHANGED and page.chosen.is_safe and not page.best.is_safe
+    assert (
+        page.recommendation["verdict"] == CHANGED and page.chosen.is_safe and not page.best.is_safe
+    )
     risk = chance(predict(fast).oom_probability)
-    assert any("first of 02_topology" in line and risk in line for line in page.recommendation["reasons"])
+    assert any(
+        "first of 02_topology" in line and risk in line for line in page.recommendation["reasons"]
+    )
 
 
 def searched_like(plan):
     t = plan.topology
-    fixed = {"precision": t.precision, "attention": t.attention, "gpus": t.gpus, "gbs": t.gbs, "recompute": "none"}
+    fixed = {
+        "precision": t.precision,
+        "attention": t.attention,
+        "gpus": t.gpus,
+        "gbs": t.gbs,
+        "recompute": "none",
+    }
     return {"shape": plan.shape, "cluster": plan.cluster, "engine": plan.engine, **fixed}
 
 
-def test_so_much_slower_iterations_are_those_with_which_four_of_five_runs_keep_the_limit(page, found):
+def test_so_much_slower_iterations_are_those_with_which_four_of_five_runs_keep_the_limit(
+    page, found
+):
     """What would change the recommendation, against runs that are simulated so much slower."""
     allowed, own = date(2027, 6, 2) - date(2027, 1, 1), page.forecast
     slower = allowed.days / own.days(1 - MOST_RISK)
     assert any(
-        f"{abs(100 * (slower - 1)):.0f} % " in line and "deadline" in line for line in page.recommendation["turns"]
+        f"{abs(100 * (slower - 1)):.0f} % " in line and "deadline" in line
+        for line in page.recommendation["turns"]
     )
     r = own.request
     late = forecast(
-        r.plan, **ASKED, adapt=r.adapt, deadline="2027-06-01", risks=replace(r.risks, slowdown=1.02 * slower)
+        r.plan,
+        **ASKED,
+        adapt=r.adapt,
+        deadline="2027-06-01",
+        risks=replace(r.risks, slowdown=1.02 * slower),
     )
     assert late.to_json()["p_miss_deadline"] == pytest.approx(MOST_RISK, abs=0.05)
 
 
 def test_what_ifs_are_forecasts_of_what_they_name(found):
-    """By their laws: tokens and seconds scale the work, a later start moves the end, fewer GPUs take longer."""
+    """By their laws: tokens and seconds scale the work, a later start moves the end, fewer GPUs
+    take longer.
+    """
     frame = what_ifs(found).to_frame().set_index("case")
     base, ideal = found.figures(), found.record["ideal"]["gpu_hours"]
     few, tokens, failures, slow, late = frame.to_dict("records")
     assert few["gpus"] == 256 and 1.4 < few["days_p50"] / base["days_p50"] < 1.7
     assert tokens["gpu_hours_p50"] / base["gpu_hours_p50"] == pytest.approx(1.3, rel=0.03)
     assert slow["gpu_hours_p50"] - base["gpu_hours_p50"] == pytest.approx(0.102 * ideal, rel=0.15)
-    assert failures["days_p95"] > base["days_p95"] and failures["gpu_hours_p50"] > base["gpu_hours_p50"]
-    assert late["days_p50"] == base["days_p50"] and late["p_miss_deadline"] >= base["p_miss_deadline"]
+    assert (
+        failures["days_p95"] > base["days_p95"]
+        and failures["gpu_hours_p50"] > base["gpu_hours_p50"]
+    )
+    assert (
+        late["days_p50"] == base["days_p50"] and late["p_miss_deadline"] >= base["p_miss_deadline"]
+    )
 
 
 def test_the_price_of_the_attention_kernel_is_that_of_the_best_plan_with_another(found):
-    """docs/plan-176b.json writes its scores to memory, as the software of 2022 did: fused attention saves GPU-hours."""
+    """docs/plan-176b.json writes its scores to memory, as the software of 2022 did: fused attention
+    saves GPU-hours.
+    """
     frame = levers(found).to_frame().set_index("case")
     (fused,) = [row for name, row in frame.iterrows() if name.startswith("attention fused")]
     assert fused.gpu_hours_p50 < 0.95 * found.gpu_hours(0.5) and fused.oom_probability <= SAFE
@@ -195,18 +270,28 @@ def test_a_choice_that_changes_nothing_has_no_price_where_the_plan_itself_is_no_
     made = levers(slow).kinds["held fixed"]
     assert made and not [case.name for case in made if case.name.startswith("precision")]
     fused = next(case for case in made if case.name.startswith("attention"))
-    safe = [case.forecast.gpu_hours(0.5) for case in alternatives(slow).kinds["topology"] if case.is_safe]
-    assert fused.note.startswith(f"{amount(min(safe) - fused.forecast.gpu_hours(0.5), 2)} GPU-hours")
+    safe = [
+        case.forecast.gpu_hours(0.5)
+        for case in alternatives(slow).kinds["topology"]
+        if case.is_safe
+    ]
+    assert fused.note.startswith(
+        f"{amount(min(safe) - fused.forecast.gpu_hours(0.5), 2)} GPU-hours"
+    )
 
 
 def test_choices_of_a_schedule_are_priced_by_schedules():
-    """ZeRO-3 of a small model is faster on one node of two: that is the schedule's, not the precision's."""
+    """ZeRO-3 of a small model is faster on one node of two: that is the schedule's, not the
+    precision's.
+    """
     shape, machine = parse_shape("24,2304,24,2048,50304"), PLAN.cluster
     plan = search(shape, machine, gpus=16, gbs=64, engine="hf-zero3", top=1).candidates[0].plan
     found = forecast(plan, tokens=30e9, runs=100, adapt="days", start="2027-01-01")
     made = levers(found).kinds["held fixed"]
     assert found.last.topology.gpus == 8 and made and "on 8 GPUs" in found.facts()["topology"]
-    assert what_ifs(found).to_frame().gpus.iloc[0] == 4, "two thirds of 8, by which 64 sequences divide"
+    assert what_ifs(found).to_frame().gpus.iloc[0] == 4, (
+        "two thirds of 8, by which 64 sequences divide"
+    )
     assert not [case.name for case in made if case.name.startswith("precision")]
     for case in made:
         assert "DP {dp}".format(**case.forecast.figures()) in case.name
@@ -226,7 +311,9 @@ def test_other_topologies_keep_a_layer_of_ones_own_and_so_the_engine_that_trains
     assert every and {case.forecast.request.plan.layer for case in every} == {plan.layer}
 
 
-def test_the_first_plan_of_02_stands_on_the_page_where_its_microbatches_do_not_divide_the_ramp(found):
+def test_the_first_plan_of_02_stands_on_the_page_where_its_microbatches_do_not_divide_the_ramp(
+    found,
+):
     known = replace(PLAN, topology=replace(PLAN.topology, mbs=4), label="known")
     page = Decision(asked=found, known=known)
     assert page.best.forecast.request.plan.id == known.id and "ramp" in page.best.note
@@ -235,15 +322,25 @@ def test_the_first_plan_of_02_stands_on_the_page_where_its_microbatches_do_not_d
 
 def test_where_the_first_plan_of_02_cannot_run_the_page_has_the_fastest_of_a_search_and_calls_it_so():
     """It takes every node of the cluster, and four are to stand by."""
-    known = replace(PLAN, topology=replace(PLAN.topology, tp=8, pp=4, dp=13, mbs=1, gbs=2080), label="known")
+    known = replace(
+        PLAN, topology=replace(PLAN.topology, tp=8, pp=4, dp=13, mbs=1, gbs=2080), label="known"
+    )
     page = Decision(asked=forecast(PLAN, **ASKED, spare_nodes=4), known=known)
     assert "fastest of a search" in page.columns().columns
 
 
 def test_why_the_first_plan_of_02_is_not_taken_is_true_of_its_numbers(found):
-    for t in (replace(SLOW.topology, mbs=4), replace(PLAN.topology, dp=4), replace(PLAN.topology, mbs=1)):
-        page = Decision(asked=forecast(PLAN, **ASKED), known=replace(PLAN, topology=t, label="known"))
-        (line,) = [line for line in page.reasons if line.startswith("known, the first of 02_topology")]
+    for t in (
+        replace(SLOW.topology, mbs=4),
+        replace(PLAN.topology, dp=4),
+        replace(PLAN.topology, mbs=1),
+    ):
+        page = Decision(
+            asked=forecast(PLAN, **ASKED), known=replace(PLAN, topology=t, label="known")
+        )
+        (line,) = [
+            line for line in page.reasons if line.startswith("known, the first of 02_topology")
+        ]
         near = abs(page.best.hours() / page.chosen.hours() - 1) <= TIE
         assert ("is within 3 %" in line) is near
         assert page.chosen.forecast.request.plan.topology.gpus == PLAN.topology.gpus
@@ -262,24 +359,41 @@ def test_a_refused_run_names_the_choice_with_which_it_keeps_its_limits():
     page = decided(allocation=9e5)
     assert page.recommendation["verdict"] == REFUSED
     (line,) = [line for line in page.turns if line.endswith("keeps every limit")]
-    assert line.startswith("attention fused") and "attention fused" in page.levers.kinds["held fixed"][0].name
+    assert (
+        line.startswith("attention fused")
+        and "attention fused" in page.levers.kinds["held fixed"][0].name
+    )
 
 
 def test_a_rule_that_is_failed_stands_beside_its_number():
     failed = [*decided(allocation=5e5).reasons]
-    assert any("overruns the allocation with over 99 % probability, above 20 %" in line for line in failed)
+    assert any(
+        "overruns the allocation with over 99 % probability, above 20 %" in line for line in failed
+    )
 
 
 @pytest.mark.slow
 def test_every_case_on_the_page_of_a_safe_and_of_a_risky_plan_is_as_it_was_recorded(page):
-    topology = replace(PLAN.topology, recompute="none", attention="fused", mbs=4, sequence_parallel=True)
-    tight = Decision(asked=forecast(replace(PLAN, topology=topology, engine="megatron"), **ASKED | {"ramp": ""}))
+    topology = replace(
+        PLAN.topology, recompute="none", attention="fused", mbs=4, sequence_parallel=True
+    )
+    tight = Decision(
+        asked=forecast(replace(PLAN, topology=topology, engine="megatron"), **ASKED | {"ramp": ""})
+    )
     found = {}
     for name, shown in (("safe", page), ("risky", tight)):
         values = shown.to_json()
         cases = {f"{case.pop('kind')}: {case.pop('case')}": case for case in values.pop("cases")}
         found[name] = {"cases": cases, **plain(values), "dangers": shown.dangers().columns}
-        found[name] |= {of: numbers_in(" ".join(getattr(shown, of))) for of in ("reasons", "turns", "evidence")}
-        found[name] |= {"columns": {key: list(map(numbers_in, of)) for key, of in shown.columns().columns.items()}}
-        found[name] |= {"failed": [len(of.failed) for of in (shown.alternatives, shown.levers, shown.what_ifs)]}
+        found[name] |= {
+            of: numbers_in(" ".join(getattr(shown, of))) for of in ("reasons", "turns", "evidence")
+        }
+        found[name] |= {
+            "columns": {
+                key: list(map(numbers_in, of)) for key, of in shown.columns().columns.items()
+            }
+        }
+        found[name] |= {
+            "failed": [len(of.failed) for of in (shown.alternatives, shown.levers, shown.what_ifs)]
+        }
     compare("decisions", found)

@@ -6,7 +6,12 @@ import pytest
 from scipy.stats import poisson
 
 from trilane.config.cluster import cluster
-from trilane.forecasting.failures import FailureModel, Interruption, daly_interval_s, wait_for_node_s
+from trilane.forecasting.failures import (
+    FailureModel,
+    Interruption,
+    daly_interval_s,
+    wait_for_node_s,
+)
 from trilane.utils.validation import shipped_json
 
 HOUR, DAY = 3600.0, 86400.0
@@ -19,7 +24,9 @@ def cost(risks: FailureModel, stop: Interruption = STOP, interval_s: float = 12.
 
 
 def test_means_add_and_so_do_variances_of_what_is_independent() -> None:
-    """Lost work is uniform over 12 s: variance 144 / 12; start-up, idle time and queue are exponential."""
+    """Lost work is uniform over 12 s: variance 144 / 12; start-up, idle time and queue are
+    exponential.
+    """
     assert cost(NOTHING) == (6, 12, 1)
     starting = replace(NOTHING, startup_s=10)
     assert cost(starting) == (16, 112, 1)
@@ -33,8 +40,12 @@ def test_means_add_and_so_do_variances_of_what_is_independent() -> None:
 @pytest.mark.parametrize("spares", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("nodes", [1, 48, 1000])
 def test_a_node_is_waited_for_where_all_spares_are_under_repair(nodes: int, spares: int) -> None:
-    """M/M/inf: as many are under repair as a Poisson says; k + 1 of them: the first is back after 1 / (k + 1)."""
-    under_repair = poisson(nodes * 10 / 365.25 * 1.0)  # 10 failures a node and year, repaired within a day
+    """M/M/inf: as many are under repair as a Poisson says; k + 1 of them: the first is back after 1
+    / (k + 1).
+    """
+    under_repair = poisson(
+        nodes * 10 / 365.25 * 1.0
+    )  # 10 failures a node and year, repaired within a day
     expected = under_repair.sf(spares - 1) * DAY / (spares + 1)
     assert wait_for_node_s(nodes, 10, 24, spares) == pytest.approx(expected, rel=1e-9)
 
@@ -42,12 +53,19 @@ def test_a_node_is_waited_for_where_all_spares_are_under_repair(nodes: int, spar
 def test_checkpoints_are_as_often_as_daly_says_for_all_interruptions_together() -> None:
     """Equation 37: d = 60 s, M = 20 h: Young's 2939.4 s, times 1.00685, less the save."""
     assert daly_interval_s(60, 20 * HOUR) == pytest.approx(2899.53, rel=1e-5)
-    risks = replace(NOTHING, stops=(Interruption(name="a", per_node_year=1.0), Interruption(name="b", per_year=2.0)))
+    risks = replace(
+        NOTHING,
+        stops=(Interruption(name="a", per_node_year=1.0), Interruption(name="b", per_year=2.0)),
+    )
     year = 365.25 * DAY
-    assert risks.stops_per_s(100) * year == pytest.approx(102), "rates by node grow with the nodes, others do not"
+    assert risks.stops_per_s(100) * year == pytest.approx(102), (
+        "rates by node grow with the nodes, others do not"
+    )
     assert risks.checkpoint_interval_s(60, 100) == pytest.approx(daly_interval_s(60, year / 102))
     assert replace(risks, checkpoint_s=1800).checkpoint_interval_s(60, 100) == 1800
-    assert NOTHING.checkpoint_interval_s(60, 100) == NOTHING.job_hours * HOUR, "nothing to save for but the job's end"
+    assert NOTHING.checkpoint_interval_s(60, 100) == NOTHING.job_hours * HOUR, (
+        "nothing to save for but the job's end"
+    )
 
 
 def test_a_measured_storage_is_used_and_more_nodes_are_held_to_its_total() -> None:
@@ -55,8 +73,13 @@ def test_a_measured_storage_is_used_and_more_nodes_are_held_to_its_total() -> No
     risks = FailureModel().measured(four)
     assert [risks.save_s(80e9, nodes) for nodes in (1, 4, 64)] == [40, 10, 10]
     assert risks.storage == "2 GB/s a node, measured on 4 nodes; more are held to their total"
-    assert FailureModel().save_s(80e9, 64) == 1.25 and FailureModel().storage == "1 GB/s a node, assumed"
-    assert FailureModel(write_bytes_per_s=3e9).measured(four).write_bytes_per_s == 3e9, "what the user gives counts"
+    assert (
+        FailureModel().save_s(80e9, 64) == 1.25
+        and FailureModel().storage == "1 GB/s a node, assumed"
+    )
+    assert FailureModel(write_bytes_per_s=3e9).measured(four).write_bytes_per_s == 3e9, (
+        "what the user gives counts"
+    )
 
 
 def test_every_assumption_has_a_source() -> None:

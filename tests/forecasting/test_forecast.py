@@ -24,20 +24,41 @@ from trilane.forecasting.simulation import Uncertainty, Work, simulate
 
 A100 = cluster("jz-a100-80g")
 K = shipped.default(A100)
-BF16 = {"zero": 1, "recompute": "full", "precision": "bf16", "attention": "scores", "fp32_gradients": True}
-TOPOLOGY = Topology(tp=4, pp=12, dp=8, mbs=2, gbs=2048, partition="type:transformer|embedding", **BF16)
+BF16 = {
+    "zero": 1,
+    "recompute": "full",
+    "precision": "bf16",
+    "attention": "scores",
+    "fp32_gradients": True,
+}
+TOPOLOGY = Topology(
+    tp=4, pp=12, dp=8, mbs=2, gbs=2048, partition="type:transformer|embedding", **BF16
+)
 SHAPE = parse_shape("70,14336,112,2048,250880")
 PLAN = Plan(label="p176", shape=SHAPE, cluster=A100, topology=TOPOLOGY, engine="deepspeed-3d")
 HOUR, DAY = 3600.0, 86400.0
 CALM = FailureModel(
-    stops=(), startup_s=0, job_hours=1e9, evaluation_iters=0, checkpoint_s=1e12, slowdown=1, slowdown_spread=0
+    stops=(),
+    startup_s=0,
+    job_hours=1e9,
+    evaluation_iters=0,
+    checkpoint_s=1e12,
+    slowdown=1,
+    slowdown_spread=0,
 )
 SURE = {"risks": CALM, "calibration": replace(K, half_width=1e-9)}
 RAMP, NO_RAMP = "192,16,9765625", "2048,1,0"
 
 
 def request(**changes):
-    given = {"plan": PLAN, "calibration": K, "tokens": 341e9, "ramp": RAMP, "start": "2027-01-01", "runs": 2000}
+    given = {
+        "plan": PLAN,
+        "calibration": K,
+        "tokens": 341e9,
+        "ramp": RAMP,
+        "start": "2027-01-01",
+        "runs": 2000,
+    }
     return ForecastRequest(**{**given, **changes})
 
 
@@ -49,22 +70,34 @@ def days_of(found):
     return float(found.ideal.wall_s[0]) / DAY
 
 
-def daly_wall_s(work_s: float, interval_s: float, save_s: float, mtbf_s: float, restart_s: float) -> float:
-    """Expected seconds of `work_s` with a checkpoint after every `interval_s` of work and interruptions at random.
+def daly_wall_s(
+    work_s: float, interval_s: float, save_s: float, mtbf_s: float, restart_s: float
+) -> float:
+    """Expected seconds of `work_s` with a checkpoint after every `interval_s` of work and
+    interruptions at random.
 
         M e^(R/M) (e^((t + d)/M) - 1) W / t            Daly 2006, equation 20
 
     Exact where stops come at a constant rate, also during restart and save.
     """
     M = mtbf_s
-    return M * math.exp(restart_s / M) * (math.exp((interval_s + save_s) / M) - 1) * work_s / interval_s
+    return (
+        M
+        * math.exp(restart_s / M)
+        * (math.exp((interval_s + save_s) / M) - 1)
+        * work_s
+        / interval_s
+    )
 
 
 @pytest.mark.parametrize(
-    ("mtbf", "interval", "save", "restart"), [(20, 1.5, 60, 600), (5, 0.7, 60, 600), (2, 0.3, 30, 300)]
+    ("mtbf", "interval", "save", "restart"),
+    [(20, 1.5, 60, 600), (5, 0.7, 60, 600), (2, 0.3, 30, 300)],
 )
 def test_simulated_runs_take_as_long_on_average_as_by_dalys_formula(mtbf, interval, save, restart):
-    """Daly 2006, equation 20, exact for stops at a constant rate (the simulation leaves out those during a restart)."""
+    """Daly 2006, equation 20, exact for stops at a constant rate (the simulation leaves out those
+    during a restart).
+    """
     stops = (Interruption(name="stop", per_year=NODE_YEAR_S / (mtbf * HOUR)),)
     risks, tau = replace(CALM, stops=stops, startup_s=restart), interval * HOUR
     one = np.array([1.0])
@@ -88,16 +121,25 @@ def test_without_risk_and_doubt_the_run_takes_its_iterations_and_nothing_else():
     work = sum(step.phase.iterations * step.choice.seconds for step in found.schedule) / DAY
     assert [found.days(q) for q in (0.05, 0.5, 0.95)] == pytest.approx([work] * 3, rel=1e-6)
     assert found.gpu_hours(0.5) == pytest.approx(work * 24 * 384, rel=1e-6)
-    assert sum(p.iterations for p in found.request.phases) == parse_ramp(RAMP).iterations(found.request.samples, 2048)
+    assert sum(p.iterations for p in found.request.phases) == parse_ramp(RAMP).iterations(
+        found.request.samples, 2048
+    )
 
 
 def test_gpus_that_share_sequences_are_counted_and_paid():
     t = replace(TOPOLOGY, cp=2, dp=4, attention="fused")
     found = made(
-        plan=replace(PLAN, topology=t, engine="megatron"), ramp=NO_RAMP, calibration=None, runs=100, risks=CALM
+        plan=replace(PLAN, topology=t, engine="megatron"),
+        ramp=NO_RAMP,
+        calibration=None,
+        runs=100,
+        risks=CALM,
     )
     assert found.gpu_hours(0.5) == pytest.approx(24 * 384 * found.days(0.5))
-    assert found.figures()["gpus"] == found.chains()[0]["gpus"] == 384 and "CP 2 ×" in found.facts()["topology"]
+    assert (
+        found.figures()["gpus"] == found.chains()[0]["gpus"] == 384
+        and "CP 2 ×" in found.facts()["topology"]
+    )
 
 
 def test_the_sooner_the_deadline_and_the_smaller_the_allocation_the_likelier_they_are_missed():
@@ -105,7 +147,10 @@ def test_the_sooner_the_deadline_and_the_smaller_the_allocation_the_likelier_the
     last, hours = found.finish(0.5).date(), found.gpu_hours(0.95)
     days = (date(2027, 3, 1), last, date(2028, 1, 1))
     missed = [made(deadline=day).to_json()["p_miss_deadline"] for day in days]
-    over = [made(allocation=limit).to_json()["p_overrun_allocation"] for limit in (hours / 2, hours, 2 * hours)]
+    over = [
+        made(allocation=limit).to_json()["p_overrun_allocation"]
+        for limit in (hours / 2, hours, 2 * hours)
+    ]
     assert missed[0] == 1 and 0.35 < missed[1] < 0.65 and missed[2] == 0
     assert over[0] == 1 and over[1] == pytest.approx(0.05, abs=0.005) and over[2] == 0
 
@@ -117,14 +162,18 @@ def test_a_run_that_ends_on_the_day_of_its_deadline_keeps_it():
     assert [made(deadline=day, **sure).to_json()["p_miss_deadline"] for day in days] == [0, 1]
 
 
-@pytest.mark.parametrize(("whole", "spares"), [({}, 4), ({"tp": 8, "pp": 4, "dp": 13, "gbs": 2080}, 0)])
+@pytest.mark.parametrize(
+    ("whole", "spares"), [({}, 4), ({"tp": 8, "pp": 4, "dp": 13, "gbs": 2080}, 0)]
+)
 def test_no_more_nodes_stand_by_than_the_jobs_leave_free(whole, spares):
     """jz-a100-80g has 52 nodes of 8: 384 GPUs leave 4 of them, 416 none."""
     plan = replace(PLAN, topology=replace(TOPOLOGY, **whole))
     asked = {"plan": plan, "ramp": f"{plan.topology.gbs},1,0", "runs": 100}
     assumed = {a["what"]: a for a in made(**asked).to_json()["assumptions"]}
     assert assumed["spare_nodes"]["value"] == spares
-    with pytest.raises(ValueError, match=rf"^spare_nodes={spares + 1}: must be at most {spares}, the nodes that"):
+    with pytest.raises(
+        ValueError, match=rf"^spare_nodes={spares + 1}: must be at most {spares}, the nodes that"
+    ):
         made(**asked, spare_nodes=spares + 1)
 
 
@@ -138,35 +187,52 @@ def test_the_gpu_hours_of_all_causes_are_those_of_the_run():
 
 
 def test_the_mean_error_of_a_wide_prediction_is_no_other_causes():
-    """An evaluation takes its share of the work, whose mean factor is exp(variance / 2) above the median."""
-    found = made(risks=FailureModel(slowdown=1.1), calibration=replace(K, half_width=0.5), runs=20000)
+    """An evaluation takes its share of the work, whose mean factor is exp(variance / 2) above the
+    median.
+    """
+    found = made(
+        risks=FailureModel(slowdown=1.1), calibration=replace(K, half_width=0.5), runs=20000
+    )
     parts, r = found.gpu_hours_by_cause, found.request
     work = parts["iterations"] + parts["slower than a benchmark"] + parts["slower than predicted"]
     assert work > 1.13 * parts["iterations"]
     assert parts["evaluation"] == pytest.approx(r.shares["evaluation"] * work, rel=0.05)
     days = {row["what"]: row["mean_days"] for row in found.dangers}
-    assert days_of(found) + sum(days.values()) == pytest.approx(found.outcomes.wall_s.mean() / DAY, rel=0.01)
+    assert days_of(found) + sum(days.values()) == pytest.approx(
+        found.outcomes.wall_s.mean() / DAY, rel=0.01
+    )
 
 
 def test_an_assumption_that_is_given_names_no_other_source():
-    rows = {a["what"]: a for a in made(runs=100, job_hours=10.0, evaluation_iters=7).to_json()["assumptions"]}
+    rows = {
+        a["what"]: a
+        for a in made(runs=100, job_hours=10.0, evaluation_iters=7).to_json()["assumptions"]
+    }
     assert rows["job_hours"] == {"what": "job_hours", "value": 10.0, "source": "given"}
     assert rows["evaluation_iters"]["source"] == "given" != rows["queue_s"]["source"]
 
 
-@pytest.mark.parametrize(("runs", "least"), [(100, "under 3 %"), (1000, "under 0.3 %"), (10000, "under 0.1 %")])
+@pytest.mark.parametrize(
+    ("runs", "least"), [(100, "under 3 %"), (1000, "under 0.3 %"), (10000, "under 0.1 %")]
+)
 def test_no_probability_is_below_what_so_many_runs_can_tell(runs, least):
     """The rule of three: of N runs none, with 95 % confidence below 3/N."""
     assert made(runs=runs, deadline="2030-01-01").facts()["P(deadline missed)"] == least
 
 
 def test_an_evaluation_is_the_forward_pass_of_an_iteration():
-    """100 of 1000 iterations, or those of the plan: a quarter of one with full recomputation, a third without."""
+    """100 of 1000 iterations, or those of the plan: a quarter of one with full recomputation, a
+    third without.
+    """
     assert request().shares["evaluation"] == pytest.approx(0.1 / 4)
     assert request(risks=FailureModel(startup_s=720)).shares["ends of jobs"] == pytest.approx(0.01)
     selective = replace(PLAN, topology=replace(TOPOLOGY, recompute="none"))
     assert request(plan=selective).shares["evaluation"] == pytest.approx(0.1 / 3)
-    own = replace(PLAN, run=replace(PLAN.run, eval_interval=500, eval_iters=10), data=replace(PLAN.data, split="9,1,0"))
+    own = replace(
+        PLAN,
+        run=replace(PLAN.run, eval_interval=500, eval_iters=10),
+        data=replace(PLAN.data, split="9,1,0"),
+    )
     found = [request(plan=own, evaluation_iters=n).shares["evaluation"] for n in (None, 40)]
     assert found == pytest.approx([10 / 500 / 4, 40 / 1000 / 4])
 
@@ -178,13 +244,19 @@ def test_a_checkpoint_is_written_by_all_nodes_at_once():
     assert save_s == pytest.approx(12 * SHAPE.parameters / 48e9) == pytest.approx(44, abs=0.5)
     assert interval_s == pytest.approx(daly_interval_s(save_s, 1 / asked.risks.stops_per_s(48)))
     assert asked.shares["saving"] == pytest.approx(save_s / interval_s)
-    one = replace(PLAN, topology=Topology(gbs=2048, **BF16), shape=parse_shape("24,2048,16,2048,50304"))
+    one = replace(
+        PLAN, topology=Topology(gbs=2048, **BF16), shape=parse_shape("24,2048,16,2048,50304")
+    )
     alone = request(plan=one, ramp=NO_RAMP).saving[0]
-    assert alone == pytest.approx(12 * one.shape.parameters / 1e9), "an eighth of a node writes as a node does"
+    assert alone == pytest.approx(12 * one.shape.parameters / 1e9), (
+        "an eighth of a node writes as a node does"
+    )
 
 
 @pytest.mark.parametrize("common", [0.0, 0.3, 1.0])
-def test_the_parts_of_an_error_add_up_to_the_calibrations_interval_and_the_spread_of_long_runs(common):
+def test_the_parts_of_an_error_add_up_to_the_calibrations_interval_and_the_spread_of_long_runs(
+    common,
+):
     """Variances of ln(seconds): 90 % of a Gaussian lie within 1.645 deviations on each side."""
     parts = request(risks=FailureModel(common=common, slowdown_spread=0.02)).uncertainty
     whole = (K.half_width / 1.6449) ** 2
@@ -193,7 +265,11 @@ def test_the_parts_of_an_error_add_up_to_the_calibrations_interval_and_the_sprea
 
 
 def test_tokens_that_fill_no_whole_sequence_take_one_more():
-    assert [request(tokens=2048 * 10**6 + more).samples for more in (0, 1, 2048)] == [10**6, 10**6 + 1, 10**6 + 1]
+    assert [request(tokens=2048 * 10**6 + more).samples for more in (0, 1, 2048)] == [
+        10**6,
+        10**6 + 1,
+        10**6 + 1,
+    ]
     assert request(tokens=None).tokens == 20 * SHAPE.parameters, "Hoffmann et al. 2022"
 
 
@@ -208,9 +284,13 @@ def test_a_restart_of_the_schedule_is_paid_once_and_not_in_every_piece_of_its_ph
 def test_energy_is_known_for_known_cards_and_money_where_a_price_is_given():
     """DGX A100 data sheet: 6.5 kW at most for 8 GPUs, and a fifth more for the building."""
     plain, priced = made(runs=100).to_json(), made(runs=100, price=2.0, watts=500).to_json()
-    assert plain["energy_kwh"] == pytest.approx(plain["gpu_hours"] * 6.5 / 8 * 1.2) and plain["cost"] is None
     assert (
-        priced["energy_kwh"] == pytest.approx(priced["gpu_hours"] * 0.6) and priced["cost"] == 2 * priced["gpu_hours"]
+        plain["energy_kwh"] == pytest.approx(plain["gpu_hours"] * 6.5 / 8 * 1.2)
+        and plain["cost"] is None
+    )
+    assert (
+        priced["energy_kwh"] == pytest.approx(priced["gpu_hours"] * 0.6)
+        and priced["cost"] == 2 * priced["gpu_hours"]
     )
     other = replace(PLAN, cluster=replace(A100, gpu=replace(A100.gpu, name="RTX-9")))
     assert made(runs=100, plan=other).to_json()["energy_kwh"] is None
@@ -226,7 +306,9 @@ def command(tmp_path, capsys):
     def run(words, values=None):
         (tmp_path / "x.json").write_text(json.dumps(values))
         text = words.replace("FILE", str(tmp_path / "x.json"))
-        code = main(["plan", "calendar", str(path), *given, *text.split()])  # the last of an option counts
+        code = main(
+            ["plan", "calendar", str(path), *given, *text.split()]
+        )  # the last of an option counts
         return code, *capsys.readouterr()
 
     return run
@@ -237,7 +319,11 @@ def test_the_command_prints_dates_hours_and_risks(command):
     code, out, _ = command(f"{words} --json")
     values = json.loads(out)
     assert code == 0
-    assert values["ramp"]["iterations"] == sum(p.iterations for p in parse_ramp(RAMP).phases(2048)) == 12658
+    assert (
+        values["ramp"]["iterations"]
+        == sum(p.iterations for p in parse_ramp(RAMP).phases(2048))
+        == 12658
+    )
     for name in ("days", "gpu_hours", "cost", "energy"):
         low, high = values[f"{name}_interval"]
         assert low < values.get(name, values["energy_kwh"]) < high
@@ -260,13 +346,22 @@ def test_the_command_prints_dates_hours_and_risks(command):
         ("--tokens 1e16", "would end after 9999: more GPUs, or fewer tokens"),
         ("--deadline 2026-12-31", "deadline=2026-12-31: must not be before the start, 2027-01-01"),
         ("--deadline soon", "deadline=soon: must be a date such as 2026-03-11"),
-        ("--failures-per-node-year -1", "failures_per_node_year=-1.0: must be zero or a number above"),
-        ("--failures-per-node-year 1e4", "failures-per-node-year=10000: such a run would lose ten times"),
+        (
+            "--failures-per-node-year -1",
+            "failures_per_node_year=-1.0: must be zero or a number above",
+        ),
+        (
+            "--failures-per-node-year 1e4",
+            "failures-per-node-year=10000: such a run would lose ten times",
+        ),
         ("--allocation 0", "allocation=0.0: must be a number above zero"),
         ("--job-hours 0", "job_hours=0.0: must be a number above zero"),
         ("--spare-nodes -1", "spare_nodes=-1: must be a whole number of at least 0"),
         ("--spare-nodes 5", "spare_nodes=5: must be at most 4, the nodes that the jobs leave free"),
-        ("--checkpoint-minutes 6000", "checkpoint-minutes=6000: such a run would undo most of its work"),
+        (
+            "--checkpoint-minutes 6000",
+            "checkpoint-minutes=6000: such a run would undo most of its work",
+        ),
         ("--checkpoint-minutes 0", "checkpoint_minutes=0.0: must be a number above zero"),
         ("--runs 3", "runs=3: must be a whole number of at least 100"),
         ("--runs 1000000000", "runs=1000000000: must be at most 100000"),
@@ -284,7 +379,10 @@ def test_bad_input_is_one_line_and_exit_code_2(command, given, message):
         ({"stops": [{"name": "flood", "spread": 50}]}, "stop.spread=50.0: must be at most 3.0"),
         ({"stops": [{"name": "flood"}, {"name": "flood"}]}, "stop.name=flood: must be unique"),
         ({"stops": [{"name": "saving"}]}, "stop.name=saving: names another cause of the forecast"),
-        ({"stops": [{"name": "flood", "per_year": 1e20}]}, "stop flood=1e+20: such a run would lose ten times"),
+        (
+            {"stops": [{"name": "flood", "per_year": 1e20}]},
+            "stop flood=1e+20: such a run would lose ten times",
+        ),
     ],
 )
 def test_risks_that_contradict_themselves_are_refused_by_name(command, values, message):
@@ -300,7 +398,9 @@ CALENDARS = {
     "ends in its ramp": {"tokens": 5e9, "deadline": "2027-01-04", "price": 2.0},
     "limits": {"deadline": "2027-06-01", "allocation": 1.4e6, "price": 1.5, "watts": 500.0},
     "other risks": {
-        "risks": FailureModel(queue_s=3600, spare_nodes=2, repair_hours=48, job_hours=10, write_nodes=4, common=0.5)
+        "risks": FailureModel(
+            queue_s=3600, spare_nodes=2, repair_hours=48, job_hours=10, write_nodes=4, common=0.5
+        )
     },
     "stops": {"failures_per_node_year": 4.0, "spare_nodes": 0, "checkpoint_minutes": 45.0},
 }
@@ -311,11 +411,18 @@ def test_calendars_are_those_that_were_recorded():
     found = {}
     for name, asked in CALENDARS.items():
         plan = replace(PLAN, engine=asked.get("engine", PLAN.engine))
-        made = Forecast(request=request(plan=plan, runs=200, **{k: v for k, v in asked.items() if k != "engine"}))
+        made = Forecast(
+            request=request(
+                plan=plan, runs=200, **{k: v for k, v in asked.items() if k != "engine"}
+            )
+        )
         words = ("prediction", "meaning", "shape", "topology", "assumptions")
         found[name] = {key: value for key, value in made.record.items() if key not in words}
         found[name] |= {"rows": {what: numbers_in(text) for what, text in made.rows().items()}}
-        found[name] |= {"figures": json.loads(json.dumps(made.figures()).replace("NaN", "null")), "job": made.last.job}
+        found[name] |= {
+            "figures": json.loads(json.dumps(made.figures()).replace("NaN", "null")),
+            "job": made.last.job,
+        }
         found[name] |= {
             "means": json.loads(made.to_frame().mean().to_json()),
             "assumed": made.assumptions.columns["value"],

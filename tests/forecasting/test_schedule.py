@@ -1,4 +1,6 @@
-"""Schedules for a growing batch: both of document 004 from its benchmark tables, and the laws of the optimizer."""
+"""Schedules for a growing batch: both of document 004 from its benchmark tables, and the laws of
+the optimizer.
+"""
 
 import itertools
 
@@ -13,12 +15,33 @@ from trilane.costmodel import shipped
 from trilane.forecasting.schedule import ScheduledTopology, optimize, schedule_on
 from trilane.planning.space import divisors
 
-# Document 004, '32GB node', GBS 512 on 2 nodes of 4: tp, pp, dp, mbs, seconds; the second half without recomputation
-ON_32GB = [(1, 1, 8, 1, 29), (1, 1, 8, 2, 29), (1, 1, 8, 4, 28), (1, 1, 8, 8, 28), (1, 2, 4, 1, 30), (1, 2, 4, 2, 29)]
+# Document 004, '32GB node', GBS 512 on 2 nodes of 4: tp, pp, dp, mbs, seconds; the second half
+# without recomputation
+ON_32GB = [
+    (1, 1, 8, 1, 29),
+    (1, 1, 8, 2, 29),
+    (1, 1, 8, 4, 28),
+    (1, 1, 8, 8, 28),
+    (1, 2, 4, 1, 30),
+    (1, 2, 4, 2, 29),
+]
 ON_32GB += [(1, 2, 4, 8, 29), (1, 4, 2, 1, 32), (1, 4, 2, 8, 32), (2, 1, 4, 1, 53)]
-ON_32GB += [(1, 1, 8, 1, 23), (1, 2, 4, 1, 23), (1, 4, 2, 1, 25), (1, 4, 2, 2, 24), (2, 1, 4, 1, 39)]
+ON_32GB += [
+    (1, 1, 8, 1, 23),
+    (1, 2, 4, 1, 23),
+    (1, 4, 2, 1, 25),
+    (1, 4, 2, 2, 24),
+    (2, 1, 4, 1, 39),
+]
 # '16GB node', without the rows that ran out of memory
-ON_16GB = [(1, 1, 8, 1, 29), (1, 1, 8, 2, 29), (1, 2, 4, 1, 30), (1, 2, 4, 2, 29), (1, 2, 4, 4, 28), (1, 4, 2, 1, 32)]
+ON_16GB = [
+    (1, 1, 8, 1, 29),
+    (1, 1, 8, 2, 29),
+    (1, 2, 4, 1, 30),
+    (1, 2, 4, 2, 29),
+    (1, 2, 4, 4, 28),
+    (1, 4, 2, 1, 32),
+]
 ON_16GB += [(1, 4, 2, 4, 30), (1, 8, 1, 1, 37), (1, 8, 1, 4, 35)]
 RESTART_S = 600.0
 
@@ -33,9 +56,11 @@ def fastest(rows):
 
 
 def ways(rows, gbs, fill):
-    """Every way to run `gbs` in whole nodes of 4 at the pace of the fastest rows, the work divided evenly.
+    """Every way to run `gbs` in whole nodes of 4 at the pace of the fastest rows, the work divided
+    evenly.
 
-    With `fill` the pipeline's filling and draining is counted: (m + p - 1) / m, Narayanan et al. 2021, section 2.2.
+    With `fill` the pipeline's filling and draining is counted: (m + p - 1) / m, Narayanan et al.
+    2021, section 2.2.
     """
     found = []
     for tp, pp, own, mbs, seconds in fastest(rows):
@@ -50,7 +75,9 @@ def ways(rows, gbs, fill):
 
 
 def schedule(rows, batches, fill=False, samples=80_000_000, worth=90.0):
-    phases = [Phase(gbs=b, iterations=samples // b, first=i * samples) for i, b in enumerate(batches)]
+    phases = [
+        Phase(gbs=b, iterations=samples // b, first=i * samples) for i, b in enumerate(batches)
+    ]
     return optimize(phases, [ways(rows, b, fill) for b in batches], RESTART_S, worth)
 
 
@@ -63,7 +90,13 @@ def days(steps):
 
 
 def gpu_hours(steps):
-    return sum((s.phase.iterations * s.choice.seconds + s.pause_s) * s.choice.topology.gpus for s in steps) / 3600
+    return (
+        sum(
+            (s.phase.iterations * s.choice.seconds + s.pause_s) * s.choice.topology.gpus
+            for s in steps
+        )
+        / 3600
+    )
 
 
 def table(found):
@@ -73,35 +106,61 @@ def table(found):
 
 @pytest.mark.parametrize("worth", [60.0, 90.0, 105.0])
 def test_both_node_schedules_of_document_004_come_out_of_its_benchmark_tables(worth):
-    """004, "Here is a possible schedule": the rates are those of GBS 512, as its authors took them (no bubble).
+    """004, "Here is a possible schedule": the rates are those of GBS 512, as its authors took them
+    (no bubble).
 
-    What a day is worth in GPU-hours: 0.6 to 1.1 V100 nodes for a day give both; a restart takes ten minutes.
+    What a day is worth in GPU-hours: 0.6 to 1.1 V100 nodes for a day give both; a restart takes ten
+    minutes.
     """
     one = schedule(ON_32GB, (32, 64, 128), worth=worth)
     assert table(one) == [(8, 32, 1), (16, 64, 1), (32, 128, 1)] and restarts(one) == 2
     two = schedule(ON_16GB, (32, 64, 128, 256, 512), worth=worth)
-    assert table(two) == [(16, 32, 1), (16, 64, 2), (16, 128, 4), (32, 256, 4), (64, 512, 4)] and restarts(two) == 4
+    assert (
+        table(two) == [(16, 32, 1), (16, 64, 2), (16, 128, 4), (32, 256, 4), (64, 512, 4)]
+        and restarts(two) == 4
+    )
 
 
 def test_the_optimizer_finds_what_trying_everything_finds():
     phases = [Phase(gbs=b, iterations=1000, first=0) for b in (8, 64, 512)]
     options = [
-        [ScheduledTopology(topology=Topology(dp=d, gbs=b), nodes=d, seconds=b / d + 0.1 * d) for d in (1, 2, 4, 8)]
+        [
+            ScheduledTopology(topology=Topology(dp=d, gbs=b), nodes=d, seconds=b / d + 0.1 * d)
+            for d in (1, 2, 4, 8)
+        ]
         for b in (8, 64, 512)
     ]
     for worth, restart in itertools.product((0.0, 3.0, 30.0, 3000.0), (0.0, 500.0, 5000.0)):
 
         def cost(path, worth=worth, restart=restart):
-            seconds = [1000 * c.seconds + restart * (i > 0 and c.job != path[i - 1].job) for i, c in enumerate(path)]
-            return sum(s * (c.topology.gpus / 3600 + worth / 86400) for s, c in zip(seconds, path, strict=True))
+            seconds = [
+                1000 * c.seconds + restart * (i > 0 and c.job != path[i - 1].job)
+                for i, c in enumerate(path)
+            ]
+            return sum(
+                s * (c.topology.gpus / 3600 + worth / 86400)
+                for s, c in zip(seconds, path, strict=True)
+            )
 
         found = [step.choice for step in optimize(phases, options, restart, worth)]
         assert cost(found) == pytest.approx(min(map(cost, itertools.product(*options))), rel=1e-6)
 
 
 A100 = cluster("jz-a100-80g")
-TOPOLOGY = Topology(tp=4, pp=12, dp=8, mbs=2, gbs=2048, zero=1, recompute="full", precision="fp16", attention="scores")
-PLAN = Plan(label="p", shape=parse_shape("72,14336,64,2048,250880"), cluster=A100, topology=TOPOLOGY)
+TOPOLOGY = Topology(
+    tp=4,
+    pp=12,
+    dp=8,
+    mbs=2,
+    gbs=2048,
+    zero=1,
+    recompute="full",
+    precision="fp16",
+    attention="scores",
+)
+PLAN = Plan(
+    label="p", shape=parse_shape("72,14336,64,2048,250880"), cluster=A100, topology=TOPOLOGY
+)
 K = shipped.default(A100)
 
 

@@ -14,15 +14,29 @@ EVERY_100_S = Interruption(name="stop", per_year=NODE_YEAR_S / 100)
 
 def work(seconds: list[float], gpus: float = 8) -> Work:
     ones = np.ones(len(seconds))
-    return Work(same=np.zeros(len(seconds), int), seconds=np.array(seconds), gpus=gpus * ones, nodes=ones)
+    return Work(
+        same=np.zeros(len(seconds), int), seconds=np.array(seconds), gpus=gpus * ones, nodes=ones
+    )
 
 
-def run(risks: FailureModel, seconds: list[float], interval_s: float = 1.0, shares=None) -> Outcomes:
-    return simulate(work(seconds), Uncertainty(common=0, independent=0), risks, shares or {}, interval_s, 1, None)
+def run(
+    risks: FailureModel, seconds: list[float], interval_s: float = 1.0, shares=None
+) -> Outcomes:
+    return simulate(
+        work(seconds),
+        Uncertainty(common=0, independent=0),
+        risks,
+        shares or {},
+        interval_s,
+        1,
+        None,
+    )
 
 
 def test_what_an_interruption_undoes_is_done_again_and_may_be_interrupted_again() -> None:
-    """900 s of work, a stop every 100 s, each undoes 10 s of a 20 s interval: T = 900 + T / 100 x 10 = 1000 s."""
+    """900 s of work, a stop every 100 s, each undoes 10 s of a 20 s interval: T = 900 + T / 100 x
+    10 = 1000 s.
+    """
     found = run(replace(CALM, stops=(EVERY_100_S,)), [900.0], interval_s=20.0)
     assert found.wall_s[0] == pytest.approx(1000) and found.lost_s["stop"][0] == pytest.approx(100)
     assert found.gpu_s[0] == pytest.approx(8 * 1000), "lost work is charged"
@@ -39,17 +53,28 @@ def test_idle_hours_that_are_not_charged_cost_days_and_no_gpu_hours() -> None:
 
 def test_jobs_end_and_queue_and_neither_moves_what_is_charged() -> None:
     """Jobs of 300 s, each after 30 s in the queue and 15 s of start-up, which alone is charged."""
-    found = run(replace(CALM, queue_s=30, job_hours=300 / 3600), [300.0] * 3, shares={Cause.JOB_ENDS: 15 / 300})
-    assert found.reached_s[0] == pytest.approx([345, 690, 1035]) and found.wall_s[0] == pytest.approx(1035)
-    assert found.lost_s[Cause.QUEUE][0] == pytest.approx(90) and found.gpu_s[0] == pytest.approx(8 * (900 + 45))
+    found = run(
+        replace(CALM, queue_s=30, job_hours=300 / 3600),
+        [300.0] * 3,
+        shares={Cause.JOB_ENDS: 15 / 300},
+    )
+    assert found.reached_s[0] == pytest.approx([345, 690, 1035]) and found.wall_s[
+        0
+    ] == pytest.approx(1035)
+    assert found.lost_s[Cause.QUEUE][0] == pytest.approx(90) and found.gpu_s[0] == pytest.approx(
+        8 * (900 + 45)
+    )
 
 
 def test_thousands_of_runs_scatter_as_their_causes_do() -> None:
-    """Stops with a queue of 100 s: a Poisson number n of them, mean 100, each uniform in 60 s plus exponential waits.
+    """Stops with a queue of 100 s: a Poisson number n of them, mean 100, each uniform in 60 s plus
+    exponential waits.
 
     Variance of the sum (Wald): E n (mean^2 + variance) = 100 (130^2 + 60^2 / 12 + 100^2).
     """
-    risks = replace(CALM, stops=(Interruption(name="stop", per_year=NODE_YEAR_S / 1e6),), queue_s=100)
+    risks = replace(
+        CALM, stops=(Interruption(name="stop", per_year=NODE_YEAR_S / 1e6),), queue_s=100
+    )
     rng, sure = np.random.default_rng(5), Uncertainty(common=0, independent=0)
     many = simulate(work([1e8]), sure, risks, {}, 60.0, 20_000, rng)
     lost = many.lost_s["stop"]

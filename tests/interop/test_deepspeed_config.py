@@ -13,7 +13,9 @@ from trilane.config.plan import Plan
 from trilane.costmodel.memory import memory_per_stage
 from trilane.interop.deepspeed_config import deepspeed_config
 
-SMALL = ModelShape(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=384)
+SMALL = ModelShape(
+    num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=384
+)
 
 
 Z = "zero_optimization"
@@ -21,13 +23,17 @@ Z = "zero_optimization"
 
 def plan(engine="deepspeed-zero", **topology):
     spread = Topology(**{"dp": 2, "mbs": 2, "gbs": 16, "zero": 1, **topology})
-    return Plan(label="x", shape=SMALL, cluster=cluster("jz-a100-80g"), topology=spread, engine=engine)
+    return Plan(
+        label="x", shape=SMALL, cluster=cluster("jz-a100-80g"), topology=spread, engine=engine
+    )
 
 
 def flat(values, prefix=""):
     pairs = {}
     for name, value in values.items():
-        pairs |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        pairs |= (
+            flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        )
     return pairs
 
 
@@ -41,29 +47,50 @@ CHANGES = [
     {"precision": "fp16"},
 ]
 CHANGES += [BF16, BF16 | {"fp32_gradients": True}, {"overlap_grad_reduce": True}, {"adam": "torch"}]
-CHANGES += [{"zero": 3, "buckets": "library"}, {"engine": "deepspeed-3d", "pp": 2}, {"recompute": "full"}]
+CHANGES += [
+    {"zero": 3, "buckets": "library"},
+    {"engine": "deepspeed-3d", "pp": 2},
+    {"recompute": "full"},
+]
 
 
 def test_the_json_has_the_settings_of_the_plan():
-    """DeepSpeed's configuration page; stage 3's buckets are those of Hugging Face's Trainer: h^2, 0.9 h^2, 10 h."""
-    found = {str(changes): flat(deepspeed_config(plan(**changes), compiler=True)) for changes in CHANGES}
+    """DeepSpeed's configuration page; stage 3's buckets are those of Hugging Face's Trainer: h^2,
+    0.9 h^2, 10 h.
+    """
+    found = {
+        str(changes): flat(deepspeed_config(plan(**changes), compiler=True)) for changes in CHANGES
+    }
     assert found["{'zero': 3}"]["zero_optimization.reduce_bucket_size"] == 128 * 128
     compare("deepspeed", found)
 
 
 def test_without_a_compiler_no_optimizer_asks_for_one():
-    with_one, without = (deepspeed_config(plan(offload="optimizer"), compiler=c) for c in (True, False))
-    assert "torch_adam" not in with_one["optimizer"]["params"] and "zero_force_ds_cpu_optimizer" not in with_one
-    assert without["optimizer"]["params"]["torch_adam"] is True and without["zero_force_ds_cpu_optimizer"] is False
+    with_one, without = (
+        deepspeed_config(plan(offload="optimizer"), compiler=c) for c in (True, False)
+    )
+    assert (
+        "torch_adam" not in with_one["optimizer"]["params"]
+        and "zero_force_ds_cpu_optimizer" not in with_one
+    )
+    assert (
+        without["optimizer"]["params"]["torch_adam"] is True
+        and without["zero_force_ds_cpu_optimizer"] is False
+    )
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("buckets", ["layer", "library"])
 def test_the_planner_counts_the_buckets_that_the_engine_asks_for(zero, buckets):
-    """Three of 16-bit values: one to reduce, doubled to overlap, and one to gather; DeepSpeed's own hold 5e8."""
+    """Three of 16-bit values: one to reduce, doubled to overlap, and one to gather; DeepSpeed's own
+    hold 5e8.
+    """
     made = plan(zero=zero, buckets=buckets, precision="bf16")
     asked = deepspeed_config(made, compiler=True)[Z].get("reduce_bucket_size", 500_000_000)
-    held = [memory_per_stage(made.shape, t, made.cluster)[0].buffers for t in (made.topology, Topology())]
+    held = [
+        memory_per_stage(made.shape, t, made.cluster)[0].buffers
+        for t in (made.topology, Topology())
+    ]
     assert held[0] - held[1] == 3 * 2 * asked
 
 

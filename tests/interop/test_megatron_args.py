@@ -1,4 +1,6 @@
-"""A plan as the original's arguments, and back; what the originals call things is in their megatron/arguments.py."""
+"""A plan as the original's arguments, and back; what the originals call things is in their
+megatron/arguments.py.
+"""
 
 import json
 from dataclasses import fields, replace
@@ -20,10 +22,16 @@ from trilane.interop.megatron_args import megatron_args, megatron_environment, m
 from trilane.interop.megatron_parse import parse_plan
 from trilane.interop.shell_args import read_arguments
 
-SHAPE = ModelShape(num_layers=8, hidden_size=256, num_attention_heads=8, seq_length=128, vocab_size=50304)
-OPTIMIZER = Optimizer(lr=6e-5, min_lr=6e-6, warmup_samples=216, decay_samples=999, adam_beta2=0.95, clip_grad=0.5)
+SHAPE = ModelShape(
+    num_layers=8, hidden_size=256, num_attention_heads=8, seq_length=128, vocab_size=50304
+)
+OPTIMIZER = Optimizer(
+    lr=6e-5, min_lr=6e-6, warmup_samples=216, decay_samples=999, adam_beta2=0.95, clip_grad=0.5
+)
 BLENDED = Data(
-    source="blend", tokenizer="/m/gpt2", blend=(Part(source="/d/a", weight=0.7), Part(source="/d/b c", weight=3))
+    source="blend",
+    tokenizer="/m/gpt2",
+    blend=(Part(source="/d/a", weight=0.7), Part(source="/d/b c", weight=3)),
 )
 MACHINE, FP8 = cluster("jz-a100-80g"), cluster("dgx-h100")
 
@@ -41,14 +49,20 @@ TOPOLOGIES = [
 ]
 RUNS = [
     Run(train_iters=70, log_interval=10, seed=7, timers=True, skip="20-29,31"),
-    Run(train_iters=90, ramp=Ramp(start=8, increment=8, samples=100), eval_interval=30, eval_iters=4),
+    Run(
+        train_iters=90, ramp=Ramp(start=8, increment=8, samples=100), eval_interval=30, eval_iters=4
+    ),
 ]
 
 
 def plan(topology: dict, **changes: object) -> Plan:
     given = {"label": "read", "shape": SHAPE, "topology": Topology(**topology)}
     given["cluster"] = FP8 if topology.get("precision") == "fp8" else MACHINE
-    given |= {"engine": "megatron", "data": Data(source="/d/pair", tokenizer="/m/gpt2"), "optimizer": OPTIMIZER}
+    given |= {
+        "engine": "megatron",
+        "data": Data(source="/d/pair", tokenizer="/m/gpt2"),
+        "optimizer": OPTIMIZER,
+    }
     return Plan(**{**given, **changes})
 
 
@@ -57,7 +71,11 @@ def test_a_plan_comes_back_from_its_arguments(topology: dict) -> None:
     plain = plan(topology)
     split = replace(BLENDED, split="949,50.5,1")
     ramped = plan({**topology, "gbs": 64}, run=RUNS[1], data=split)
-    for original in (plain, replace(plain, run=RUNS[0], data=BLENDED, optimizer=Optimizer(init_std=0.006)), ramped):
+    for original in (
+        plain,
+        replace(plain, run=RUNS[0], data=BLENDED, optimizer=Optimizer(init_std=0.006)),
+        ramped,
+    ):
         launcher = f"torchrun --nproc_per_node {original.topology.gpus} pretrain_gpt.py"
         text = f"{launcher} \\\n{megatron_text(megatron_args(original))}"
         found = parse_plan(read_arguments(text), cluster=original.cluster)
@@ -68,17 +86,29 @@ def test_a_plan_comes_back_from_its_arguments(topology: dict) -> None:
 def test_every_field_of_a_topology_is_in_some_argument() -> None:
     """A field that is added later must have an argument, or be listed here as one that has none."""
     named = {name for topology in TOPOLOGIES for name in topology}
-    without = {"attention", "adam", "buckets", "offload", "offload_checkpoints", "overlap_tp", "shards"}
+    without = {
+        "attention",
+        "adam",
+        "buckets",
+        "offload",
+        "offload_checkpoints",
+        "overlap_tp",
+        "shards",
+    }
     assert {field.name for field in fields(Topology)} - named == without
 
 
-LLAMA = replace(SHAPE, num_key_value_heads=2, activation="swiglu", normalization="rmsnorm", positions="rotary")
+LLAMA = replace(
+    SHAPE, num_key_value_heads=2, activation="swiglu", normalization="rmsnorm", positions="rotary"
+)
 LLAMA = replace(LLAMA, biases="none", tied_embeddings=False, ffn_hidden_size=896)
 KINDS = [
     LLAMA,
     replace(LLAMA, ffn_hidden_size=None, biases="qkv", num_key_value_heads=1),
     replace(LLAMA, norm_epsilon=1e-6, rotary_base=5e5),
-    replace(LLAMA, ffn_hidden_size=4 * 256),  # what the program takes without a gate where nothing is given
+    replace(
+        LLAMA, ffn_hidden_size=4 * 256
+    ),  # what the program takes without a gate where nothing is given
     replace(SHAPE, tied_embeddings=False, ffn_hidden_size=512, positions="none"),
     replace(SHAPE, activation="squared-relu", positions="rotary"),
     replace(SHAPE, activation="gelu-tanh"),
@@ -88,20 +118,39 @@ KINDS = [
 @pytest.mark.parametrize("shape", KINDS, ids=str)
 def test_every_kind_of_decoder_comes_back_from_its_arguments(shape: ModelShape) -> None:
     original = plan({}, shape=shape)
-    found = parse_plan(read_arguments(megatron_text(megatron_args(original))), cluster=MACHINE, gpus=1)
+    found = parse_plan(
+        read_arguments(megatron_text(megatron_args(original))), cluster=MACHINE, gpus=1
+    )
     assert (found.plan, found.unknown, found.differs) == (original, (), ())
 
 
 def test_every_field_of_a_shape_is_in_some_argument() -> None:
-    usual = ModelShape(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=1, vocab_size=1)
-    named = {f.name for f in fields(ModelShape) for shape in KINDS if getattr(shape, f.name) != getattr(usual, f.name)}
+    usual = ModelShape(
+        num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=1, vocab_size=1
+    )
+    named = {
+        f.name
+        for f in fields(ModelShape)
+        for shape in KINDS
+        if getattr(shape, f.name) != getattr(usual, f.name)
+    }
     assert {field.name for field in fields(ModelShape)} - named == {"embedding_layernorm"}
 
 
-OF_THE_FORK = [  # of BigScience's Megatron-DeepSpeed 8387ae17 (megatron/arguments.py), and what they are in a plan
-    ("--position-embedding-type alibi --embed-layernorm", {"positions": "alibi", "embedding_layernorm": True}),
-    ("--position-embedding-type rotary --glu-activation swiglu", {"positions": "rotary", "activation": "swiglu"}),
-    ("--glu-activation geglu --ffn-hidden-size 1024", {"activation": "geglu", "ffn_hidden_size": 1024}),
+# of BigScience's Megatron-DeepSpeed 8387ae17 (megatron/arguments.py), and what they are in a plan
+OF_THE_FORK = [
+    (
+        "--position-embedding-type alibi --embed-layernorm",
+        {"positions": "alibi", "embedding_layernorm": True},
+    ),
+    (
+        "--position-embedding-type rotary --glu-activation swiglu",
+        {"positions": "rotary", "activation": "swiglu"},
+    ),
+    (
+        "--glu-activation geglu --ffn-hidden-size 1024",
+        {"activation": "geglu", "ffn_hidden_size": 1024},
+    ),
     ("--checkpoint-activations --deepspeed-activation-checkpointing", {"recompute": "full"}),
     ("--cpu-optimizer", {"offload": "optimizer", "zero": 1}),
     ("--zero-stage 0 --bf16", {"zero": 1, "precision": "bf16", "fp32_gradients": True}),
@@ -118,10 +167,17 @@ def test_the_words_of_the_fork_are_read(words: str, meant: dict) -> None:
 
 
 def test_arguments_of_a_llama_have_the_names_of_megatron_core() -> None:
-    """TransformerConfig and ModelParallelConfig of megatron-core 0.16; --disable-bias-linear is its add_bias_linear."""
+    """TransformerConfig and ModelParallelConfig of megatron-core 0.16; --disable-bias-linear is its
+    add_bias_linear.
+    """
     config = pytest.importorskip("megatron.core.transformer.transformer_config").TransformerConfig
     known = {field.name for field in fields(config)} | {"fp8_format", "disable_bias_linear"}
-    beside = {"swiglu", "group_query_attention", "position_embedding_type", "untie_embeddings_and_output_weights"}
+    beside = {
+        "swiglu",
+        "group_query_attention",
+        "position_embedding_type",
+        "untie_embeddings_and_output_weights",
+    }
     given = megatron_args(plan({"cp": 2, "precision": "fp8"}, shape=replace(LLAMA, biases="qkv")))
     plain = megatron_args(plan({}))
     added = {name.replace("-", "_") for name in set(given) - set(plain)}
@@ -130,22 +186,35 @@ def test_arguments_of_a_llama_have_the_names_of_megatron_core() -> None:
 
 
 def test_what_the_program_takes_where_nothing_is_given() -> None:
-    """One query group where heads are shared; fp32 sums in bf16 and so in fp8; an end of document of NullTokenizer."""
+    """One query group where heads are shared; fp32 sums in bf16 and so in fp8; an end of document
+    of NullTokenizer.
+    """
     plain = megatron_text(megatron_args(plan({"precision": "fp8", "fp32_gradients": True})))
     plain = plain.replace("--accumulate-allreduce-grads-in-fp32", "--group-query-attention")
-    plain = plain.replace("--padded-vocab-size 50304", "--tokenizer-type NullTokenizer --vocab-size 50304")
+    plain = plain.replace(
+        "--padded-vocab-size 50304", "--tokenizer-type NullTokenizer --vocab-size 50304"
+    )
     plain = plain.replace("--tokenizer-type HuggingFaceTokenizer", "")
     found = parse_plan(read_arguments(plain), cluster=FP8, gpus=1).plan
-    assert (found.topology.fp32_gradients, found.shape.kv_heads, found.shape.vocab_size) == (True, 1, 50432)
+    assert (found.topology.fp32_gradients, found.shape.kv_heads, found.shape.vocab_size) == (
+        True,
+        1,
+        50432,
+    )
 
 
 def test_a_vocabulary_that_is_not_padded_is_padded_as_the_program_does() -> None:
     """50257 tokens on TP 4: 50688 rows, a multiple of 4 x 128."""
-    text = megatron_text(megatron_args(plan({"tp": 4}))).replace("--padded-vocab-size 50304", "--vocab-size 50257")
+    text = megatron_text(megatron_args(plan({"tp": 4}))).replace(
+        "--padded-vocab-size 50304", "--vocab-size 50257"
+    )
     assert parse_plan(read_arguments(text), cluster=MACHINE, gpus=4).plan.shape.vocab_size == 50688
     bare = read_arguments(text.replace("--vocab-size 50257", ""))
     for given, rows in ((50257, 50688), (50304, 50304)):
-        assert parse_plan(bare, cluster=MACHINE, gpus=4, vocab_size=given).plan.shape.vocab_size == rows
+        assert (
+            parse_plan(bare, cluster=MACHINE, gpus=4, vocab_size=given).plan.shape.vocab_size
+            == rows
+        )
 
 
 SCRIPT = """
@@ -183,26 +252,49 @@ BARE += " --padded-vocab-size 50304 --train-iters 50 --split 9,1,0 --lr-warmup-f
 
 
 def test_a_script_is_read_with_its_variables_and_what_a_plan_lacks_is_named() -> None:
-    """Of the form of BLOOM's script, with its sizes: 384 GPUs, TP 4, PP 12, DP 8; and what programs take by default."""
+    """Of the form of BLOOM's script, with its sizes: 384 GPUs, TP 4, PP 12, DP 8; and what programs
+    take by default.
+    """
     machine = replace(MACHINE, max_nodes=100)
     found = parse_plan(read_arguments(SCRIPT), cluster=machine)
-    assert found.plan.topology.gpus == 384 and found.plan.dropout == Dropout(hidden=0.1, attention=0.1)
+    assert found.plan.topology.gpus == 384 and found.plan.dropout == Dropout(
+        hidden=0.1, attention=0.1
+    )
     assert (found.unknown, found.differs) == ((), ("data_path=missing: the plan has stdlib",))
-    bare, fork = (parse_plan(read_arguments(BARE + w), cluster=machine, gpus=4).plan for w in ("", " --deepspeed"))
+    bare, fork = (
+        parse_plan(read_arguments(BARE + w), cluster=machine, gpus=4).plan
+        for w in ("", " --deepspeed")
+    )
     plans = {"script": found.plan, "bare": bare, "fork": fork}
-    compare("parsed", {name: {k: v for k, v in p.to_json().items() if k != "cluster"} for name, p in plans.items()})
+    compare(
+        "parsed",
+        {
+            name: {k: v for k, v in p.to_json().items() if k != "cluster"}
+            for name, p in plans.items()
+        },
+    )
 
 
 TEXTS = [
     (  # lines end arguments, and quotes hold lines
         'MBS=2 # a comment\nGBS=$(( $MBS*4 * 16 ))\nDATA="\n  --data-path\n     0.5 /a\n     0.5 /b\n  --seed -7"\n'
         "python pretrain_gpt.py $DATA --global-batch-size $GBS --lr 1e-4\nsrun hostname\n",
-        {"data_path": ["0.5", "/a", "0.5", "/b"], "seed": ["-7"], "global_batch_size": ["128"], "lr": ["1e-4"]},
+        {
+            "data_path": ["0.5", "/a", "0.5", "/b"],
+            "seed": ["-7"],
+            "global_batch_size": ["128"],
+            "lr": ["1e-4"],
+        },
     ),
     (  # a command in quotes, and quotes at the end of a variable
         "ARGS=\"--seed 7 --pp-partition-method 'type:transformer|embedding'\"\n"
         'srun bash -c "pretrain_gpt.py $ARGS --lr 1e-4" 2>&1 | tee log\npython other.py --clip-grad 1.0 | tee log\n',
-        {"seed": ["7"], "pp_partition_method": ["type:transformer|embedding"], "lr": ["1e-4"], "clip_grad": ["1.0"]},
+        {
+            "seed": ["7"],
+            "pp_partition_method": ["type:transformer|embedding"],
+            "lr": ["1e-4"],
+            "clip_grad": ["1.0"],
+        },
     ),
     (  # lists of bash, as in Megatron-LM's examples/llama/train_llama3_8b_h100_fp8.sh
         "TP_SIZE=1\nMODEL_ARGS=(\n    --swiglu   # a gate\n    --normalization RMSNorm\n)\n"
@@ -219,12 +311,18 @@ def test_the_arguments_of_a_script_are_read(text: str, found: dict) -> None:
 
 
 def test_iterations_become_samples() -> None:
-    text = megatron_text(megatron_args(plan({"gbs": 4}))).replace("--train-samples 200", "--train-iters 50")
+    text = megatron_text(megatron_args(plan({"gbs": 4}))).replace(
+        "--train-samples 200", "--train-iters 50"
+    )
     text = text.replace("--lr-warmup-samples 216", "--lr-warmup-iters 3").replace(
         "--lr-decay-samples 999", "--lr-decay-iters 50"
     )
     found = parse_plan(read_arguments(text), cluster=MACHINE, gpus=1).plan
-    assert (found.run.train_iters, found.optimizer.warmup_samples, found.optimizer.decay_samples) == (50, 12, 0)
+    assert (
+        found.run.train_iters,
+        found.optimizer.warmup_samples,
+        found.optimizer.decay_samples,
+    ) == (50, 12, 0)
 
 
 def test_a_trace_of_bash_is_read_too() -> None:
@@ -232,9 +330,7 @@ def test_a_trace_of_bash_is_read_too() -> None:
     text = megatron_text(megatron_args(plan({"gbs": 4}))).replace(" \\\n", "     ")
     text = text.replace("--lr-decay-samples 999", "--lr-decay-iters 800")
     text = text.replace("--lr-warmup-samples 216", "--lr-warmup-fraction .01")
-    trace = (
-        f"+ GPT_ARGS='   {text}'\n++ pwd\n+ export 'CMD= pretrain_gpt.py {text}'\n+ CMD=' pretrain_gpt.py {text} '\n"
-    )
+    trace = f"+ GPT_ARGS='   {text}'\n++ pwd\n+ export 'CMD= pretrain_gpt.py {text}'\n+ CMD=' pretrain_gpt.py {text} '\n"
     found = parse_plan(read_arguments(trace), cluster=MACHINE, gpus=1)
     assert (found.plan.optimizer.decay_samples, found.plan.optimizer.warmup_samples) == (3200, 32)
     assert (found.plan.topology.gbs, found.unknown) == (4, ())
@@ -244,21 +340,41 @@ GOOD = megatron_text(megatron_args(plan({"tp": 2, "pp": 2})))
 CANNOT_BE_READ = [  # an argument of GOOD, what stands in its place, the message
     ("--lr 6e-05", "--lr fast", "--lr=fast: must be a number"),
     ("--seq-length 128", "", "--seq-length=missing: needs one value"),
-    ("--num-layers 8", "--num-layers 7", "pp=2: stages (times interleaving) must share the layers evenly: 2 must"),
+    (
+        "--num-layers 8",
+        "--num-layers 7",
+        "pp=2: stages (times interleaving) must share the layers evenly: 2 must",
+    ),
     ("", "--data-path 'open", "arguments=unreadable: not a command line (No closing quotation)"),
     ("", "--num-experts 8", "--num-experts=8: a plan has one MLP a layer, no experts"),
     ("", "--num-experts [8]", "--num-experts=8: a plan has one MLP a layer, no experts"),
-    ("", "--multi-latent-attention", "--multi-latent-attention=yes: a plan has heads of queries, keys and values"),
+    (
+        "",
+        "--multi-latent-attention",
+        "--multi-latent-attention=yes: a plan has heads of queries, keys and values",
+    ),
     ("", "--window-size 1024,0", "--window-size=1024,0: a plan attends to the whole sequence"),
     ("", "--kv-channels 64", "--kv-channels=64: a plan has hidden-size / heads = 32"),
-    ("", "--group-query-attention --num-query-groups 3", "num_key_value_heads=3: must divide num_attention_heads=8"),
+    (
+        "",
+        "--group-query-attention --num-query-groups 3",
+        "num_key_value_heads=3: must divide num_attention_heads=8",
+    ),
     ("", "--ffn-hidden-size 128", "ffn_hidden_size=128: must be at least hidden_size=256"),
     ("", "--fp8-format hybrid --bf16", "precision=fp8: A100-80GB has no fp8 matrix units"),
     ("", "--fp8-format hybrid --fp16", "--fp8-format=hybrid: a plan has it with --bf16 alone"),
-    ("", "--num-layers-per-virtual-pipeline-stage 0", "num-layers-per-virtual-pipeline-stage=0: x pp=2 must divide"),
+    (
+        "",
+        "--num-layers-per-virtual-pipeline-stage 0",
+        "num-layers-per-virtual-pipeline-stage=0: x pp=2 must divide",
+    ),
     ("", "--rampup-batch-size 16 x", "--rampup-batch-size=16 x: must be START INCREMENT SAMPLES"),
     ("", "--hidden-dropout 1e999", "--hidden-dropout=1e999: must be a number"),
-    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 0", "gpus=4: must be a multiple of tp x pp = 0"),
+    (
+        "--tensor-model-parallel-size 2",
+        "--tensor-model-parallel-size 0",
+        "gpus=4: must be a multiple of tp x pp = 0",
+    ),
     ("", "--context-parallel-size 3", "gpus=4: must be a multiple of tp x cp x pp = 2 x 3 x 2"),
     (
         "",
@@ -278,10 +394,26 @@ def test_what_cannot_be_read_is_one_line(old: str, new: str, message: str) -> No
 
 
 CANNOT_BE_WRITTEN = [  # topology, what else differs, the message
-    ({}, {"shape": replace(LLAMA, activation="geglu")}, "activation=geglu: Megatron-LM has gelu, gelu-tanh"),
-    ({}, {"shape": replace(SHAPE, positions="alibi")}, "positions=alibi: Megatron-LM has learned, rotary, none"),
-    ({}, {"shape": replace(SHAPE, embedding_layernorm=True)}, "embedding_layernorm=True: Megatron-LM has no"),
-    ({}, {"layer": Layer(name="mine.layers:Own")}, "layer=mine.layers:Own: Megatron-LM trains its own"),
+    (
+        {},
+        {"shape": replace(LLAMA, activation="geglu")},
+        "activation=geglu: Megatron-LM has gelu, gelu-tanh",
+    ),
+    (
+        {},
+        {"shape": replace(SHAPE, positions="alibi")},
+        "positions=alibi: Megatron-LM has learned, rotary, none",
+    ),
+    (
+        {},
+        {"shape": replace(SHAPE, embedding_layernorm=True)},
+        "embedding_layernorm=True: Megatron-LM has no",
+    ),
+    (
+        {},
+        {"layer": Layer(name="mine.layers:Own")},
+        "layer=mine.layers:Own: Megatron-LM trains its own",
+    ),
     (
         {},
         {"shape": replace(SHAPE, activation="gelu-tanh", biases="qkv")},
@@ -297,7 +429,9 @@ def test_what_cannot_be_written_is_one_line(topology: dict, changes: dict, messa
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("gpus", "message"), [(0, "missing: is not among the arguments"), (6, "6: must be a mult")])
+@pytest.mark.parametrize(
+    ("gpus", "message"), [(0, "missing: is not among the arguments"), (6, "6: must be a mult")]
+)
 def test_gpus_that_the_sizes_do_not_divide_are_refused(gpus: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"^gpus={message}"):
         parse_plan(read_arguments(GOOD), cluster=MACHINE, gpus=gpus)
@@ -305,13 +439,28 @@ def test_gpus_that_the_sizes_do_not_divide_are_refused(gpus: int, message: str) 
 
 def test_the_command_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = tmp_path / "small.json"
-    path.write_text(json.dumps({**small_plan().to_json(), "data": Data(folder=str(tmp_path), source="mock").__dict__}))
+    path.write_text(
+        json.dumps(
+            {**small_plan().to_json(), "data": Data(folder=str(tmp_path), source="mock").__dict__}
+        )
+    )
     assert main(["convert", "megatron", str(path), "--prepare"]) == 0
     text = capsys.readouterr().out
     assert f"--data-path {tmp_path}/mock-" in text and "--tokenizer-type NullTokenizer" in text
     (tmp_path / "job.sh").write_text("srun pretrain_gpt.py --moe 2 " + text)
     assert (
-        main(["convert", "megatron", "--read", str(tmp_path / "job.sh"), "--cluster", "jz-a100-80g", "--gpus", "1"])
+        main(
+            [
+                "convert",
+                "megatron",
+                "--read",
+                str(tmp_path / "job.sh"),
+                "--cluster",
+                "jz-a100-80g",
+                "--gpus",
+                "1",
+            ]
+        )
         == 0
     )
     out, err = capsys.readouterr()
@@ -329,7 +478,11 @@ def test_the_command_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_the_variable_that_megatron_lm_demands_stands_above_its_arguments(
-    topology: dict, card: tuple[int, int], is_demanded: bool, tmp_path: Path, capsys: pytest.CaptureFixture
+    topology: dict,
+    card: tuple[int, int],
+    is_demanded: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     """validate_args() of core 0.16.1 to 0.19.2: with TP or CP, before compute capability 10."""
     machine = replace(FP8, gpu=replace(FP8.gpu, compute_capability=card))
@@ -344,5 +497,8 @@ def test_the_variable_that_megatron_lm_demands_stands_above_its_arguments(
     assert (found.plan, found.unknown, found.differs) == (original, (), ())
     assert main(["convert", "megatron", str(path), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
-    assert values == {"environment": megatron_environment(original), "arguments": megatron_args(original)}
+    assert values == {
+        "environment": megatron_environment(original),
+        "arguments": megatron_args(original),
+    }
     assert bool(values["environment"]) == is_demanded

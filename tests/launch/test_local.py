@@ -26,8 +26,12 @@ from trilane.utils.progress import BATCH
 from trilane.utils.validation import HostError
 from trilane.workspace.status import read_status
 
-ITERATION = re.compile(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration +\d+/ +\d+ \| .* nan iterations:   0 \|")
-MEMORY = re.compile(r"\[Rank (\d)\] \(after [14] iterations\) memory \(MB\) \| allocated: [\d.]+ \| max allocated: .*")
+ITERATION = re.compile(
+    r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration +\d+/ +\d+ \| .* nan iterations:   0 \|"
+)
+MEMORY = re.compile(
+    r"\[Rank (\d)\] \(after [14] iterations\) memory \(MB\) \| allocated: [\d.]+ \| max allocated: .*"
+)
 PATH = "trilane: unfused path (no GPU)"  # rank 0 says it first
 FOREVER = 100_000
 
@@ -43,9 +47,13 @@ def folder(request: pytest.FixtureRequest, data: Path, tmp_path: Path) -> Path:
 def launched(folder: Path) -> Iterator[subprocess.Popen]:
     """The launcher of that run, as a command, once its training is under way."""
     command = [sys.executable, "-m", "trilane", "train", str(folder / "plan.json")]
-    process = subprocess.Popen(command, env=environment(8), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=environment(8), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     with ended(process):
-        wait_until(lambda: (folder / "steps.jsonl").exists() and len(steps(folder)) > 2, 300, "training")
+        wait_until(
+            lambda: (folder / "steps.jsonl").exists() and len(steps(folder)) > 2, 300, "training"
+        )
         family = psutil.Process(process.pid).children(recursive=True)
         yield process
         for left in family:  # whom a killed launcher left behind
@@ -59,7 +67,12 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 def listening(processes: list[psutil.Process]) -> set[str]:
     """The addresses on which these processes wait for connections."""
-    sockets = (one for p in processes for one in p.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
+    sockets = (
+        one
+        for p in processes
+        for one in p.net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN
+    )
     return {one.laddr.ip for one in sockets}
 
 
@@ -69,15 +82,23 @@ def worker(processes: list[psutil.Process], rank: int) -> psutil.Process:
 
 
 @pytest.mark.slow
-def test_a_run_that_completes_leaves_a_clean_log_its_steps_its_stamp_and_its_status(data: Path, tmp_path: Path) -> None:
+def test_a_run_that_completes_leaves_a_clean_log_its_steps_its_stamp_and_its_status(
+    data: Path, tmp_path: Path
+) -> None:
     folder = run_folder(small_plan(data, iters=4, source="mock", pp=2), tmp_path / "run")
     outcome = train_local(folder)
     said = (folder / "run.log").read_text().splitlines()
-    assert (outcome.status, outcome.evidence, outcome.exit_code) == ("completed", "iteration 4 of 4", 0)
+    assert (outcome.status, outcome.evidence, outcome.exit_code) == (
+        "completed",
+        "iteration 4 of 4",
+        0,
+    )
     assert outcome == read_status(folder)
     assert sorted(found[1] for line in said if (found := MEMORY.fullmatch(line))) == [*"0011"]
     assert len([line for line in said if ITERATION.fullmatch(line)]) == 4
-    assert [line for line in said if not ITERATION.fullmatch(line) and not MEMORY.fullmatch(line)] == [PATH]
+    assert [
+        line for line in said if not ITERATION.fullmatch(line) and not MEMORY.fullmatch(line)
+    ] == [PATH]
     assert [s["iteration"] for s in steps(folder)] == [1, 2, 3, 4]
     stamp = json.loads((folder / "env.json").read_text())
     assert stamp["versions"]["megatron-core"] == version("megatron-core")
@@ -97,7 +118,9 @@ def test_nothing_listens_beyond_this_machine_and_a_killed_rank_ends_all_within_3
     assert time.monotonic() - begin < 30
     outcome = read_status(folder)
     assert (outcome.status, outcome.rank, launched.returncode) == ("killed", 0, 1)
-    assert outcome.evidence.startswith("rank 0: killed by SIGKILL after: [Rank 0] (after 1 iterations) memory")
+    assert outcome.evidence.startswith(
+        "rank 0: killed by SIGKILL after: [Rank 0] (after 1 iterations) memory"
+    )
     assert outcome.evidence in out
     assert gone(family)
 
@@ -105,7 +128,9 @@ def test_nothing_listens_beyond_this_machine_and_a_killed_rank_ends_all_within_3
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", [{}], indirect=True, ids=["one process"])
 def test_a_launcher_killed_outright_leaves_no_orphan(launched: subprocess.Popen) -> None:
-    """SIGKILL cannot be caught: the kernel ends torchrun with the launcher, and the workers with torchrun."""
+    """SIGKILL cannot be caught: the kernel ends torchrun with the launcher, and the workers with
+    torchrun.
+    """
     family = psutil.Process(launched.pid).children(recursive=True)
     launched.kill()
     wait_until(lambda: gone(family), 5, "end of all processes")
@@ -130,7 +155,9 @@ def test_what_ranks_print_until_they_end_is_in_the_log(tmp_path: Path) -> None:
     assert (folder / "run.log").read_text() == "begun\nlate\n"
 
 
-def test_a_batch_has_five_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_a_batch_has_five_lines_of_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.setenv(BATCH, "1")
     for total, shown in ((12, (2, 4, 6, 8, 10, 12)), (3, (1, 2, 3))):
         with progress("p", total) as show:
@@ -144,11 +171,15 @@ def test_what_must_not_start_is_refused_before_anything_is_written(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder that holds a run, a corpus that is not there, an optimizer that cannot be compiled."""
-    away = run_folder(small_plan(data, engine="deepspeed-zero", zero=1, offload="optimizer"), tmp_path / "away")
+    away = run_folder(
+        small_plan(data, engine="deepspeed-zero", zero=1, offload="optimizer"), tmp_path / "away"
+    )
     with monkeypatch.context() as host:
         host.setattr("trilane.config.engines.shows_gpu", lambda: True)
         host.setenv("CXX", "no-such-compiler")
-        with pytest.raises(HostError, match=r"^offload=optimizer: .*there is no C\+\+ compiler no-such-compiler"):
+        with pytest.raises(
+            HostError, match=r"^offload=optimizer: .*there is no C\+\+ compiler no-such-compiler"
+        ):
             train_local(away)
         assert [path.name for path in away.iterdir()] == ["plan.json"]
         host.setenv("CXX", "sh -e")  # any program, with its options
@@ -165,7 +196,9 @@ def test_what_must_not_start_is_refused_before_anything_is_written(
 
 
 def test_a_plan_of_any_name_runs_in_a_folder_called_like_it(data: Path, tmp_path: Path) -> None:
-    """A plan that a search printed, saved as best.json, is a plan; what stands in its way is never overwritten."""
+    """A plan that a search printed, saved as best.json, is a plan; what stands in its way is never
+    overwritten.
+    """
     best = tmp_path / "best.json"
     best.write_text(json.dumps({**small_plan(data).to_json(), "prediction": {"sec_per_it": 1.0}}))
     folder = launched_in(best)

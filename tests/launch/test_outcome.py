@@ -18,7 +18,12 @@ XID = "n2: NVRM: Xid (PCI:0000:1b:00): 79, pid=8, GPU has fallen off the bus."
     ("text", "status", "evidence", "exclude"),
     [
         (XID, "GPU error", XID, "n2"),
-        ("[rank0]: OSError: [Errno 122] Disk quota exceeded", "file system", "rank 0: [rank0]: OSError: [Errno ", ""),
+        (
+            "[rank0]: OSError: [Errno 122] Disk quota exceeded",
+            "file system",
+            "rank 0: [rank0]: OSError: [Errno ",
+            "",
+        ),
         ("ValueError: heads", "crashed", "rank 1: exit", ""),
         ("Training completed", "crashed", "rank 1: exit", ""),
         ("MemoryError\nSTART b\nValueError: heads", "crashed", "rank 1: exit", ""),
@@ -29,7 +34,9 @@ def test_a_crash_has_the_cause_that_its_log_gives(
 ) -> None:
     (tmp_path / "run.log").write_text(f"START a\n{text}\n")
     found = verdict(code=1, written=None, log=last_log(tmp_path), otherwise=CRASH)
-    assert (found.status, found.exclude) == (status, exclude) and found.evidence.startswith(evidence)
+    assert (found.status, found.exclude) == (status, exclude) and found.evidence.startswith(
+        evidence
+    )
 
 
 STOPPED = RunStatus(status=Status.STOPPED, evidence="stop", rank=None, exit_code=0, seconds=1.0)
@@ -38,7 +45,9 @@ HANG = replace(CRASH, status=Status.HANG)
 LIMIT = replace(CRASH, status=Status.TIME_LIMIT, rank=None)
 OOM = replace(CRASH, status=Status.OOM, evidence="CUDA out of memory", rank=3)
 VAGUE = replace(OOM, status=Status.CRASHED)
-UNFINISHED = replace(OOM, status=Status.UNFINISHED, evidence="iteration 7", rank=None)  # all fell silent
+UNFINISHED = replace(
+    OOM, status=Status.UNFINISHED, evidence="iteration 7", rank=None
+)  # all fell silent
 
 
 @pytest.mark.parametrize(
@@ -63,11 +72,16 @@ def test_one_verdict_is_made_of_all_that_is_known(code, written, scheduler, log,
     found = verdict(code=code, written=written, scheduler=scheduler, log=log, otherwise=CRASH)
     assert found.status == status
     assert verdict(code=1, written=None, log=VAGUE, otherwise=CRASH) == CRASH, "which names a rank"
-    assert verdict(code=1, written=None, log=VAGUE, otherwise=LIMIT).evidence == "rank 3: CUDA out of memory"
+    assert (
+        verdict(code=1, written=None, log=VAGUE, otherwise=LIMIT).evidence
+        == "rank 3: CUDA out of memory"
+    )
 
 
 def failed(folder: Path, *ranks: tuple[int, int, str]) -> Path:
-    """A run folder with these failures: rank, exit code and last words, in the order in which they were spoken."""
+    """A run folder with these failures: rank, exit code and last words, in the order in which they
+    were spoken.
+    """
     (folder / "ranks").mkdir(parents=True)
     for second, (rank, _, words) in enumerate(ranks):
         log = folder / "ranks" / f"{rank}.log"
@@ -82,28 +96,49 @@ def failed(folder: Path, *ranks: tuple[int, int, str]) -> Path:
     ("ranks", "found"),
     [
         ([(2, 1, "OSError: disk"), (0, 1, "Connection closed by peer")], (2, "")),
-        ([(0, 1, "Connection closed by peer"), (3, -9, "iteration 7")], (3, "killed by SIGKILL after: ")),
+        (
+            [(0, 1, "Connection closed by peer"), (3, -9, "iteration 7")],
+            (3, "killed by SIGKILL after: "),
+        ),
         ([(3, -15, "iteration 7"), (1, 1, "OSError: disk"), (0, -6, "terminate called")], (1, "")),
         ([(3, -15, "iteration 7"), (0, -6, "terminate called")], (0, "killed by SIGABRT after: ")),
         ([(3, -15, "iteration 7"), (0, -70, "iteration 8")], (0, "killed by signal 70 after: ")),
         ([(3, 0, ""), (0, 1, "last")], (0, "")),
     ],
-    ids=["spoke first", "was killed", "others aborted", "aborted", "by a signal without a name", "printed nothing"],
+    ids=[
+        "spoke first",
+        "was killed",
+        "others aborted",
+        "aborted",
+        "by a signal without a name",
+        "printed nothing",
+    ],
 )
-def test_the_rank_that_broke_first_is_blamed_and_not_those_that_followed(ranks, found, tmp_path: Path) -> None:
+def test_the_rank_that_broke_first_is_blamed_and_not_those_that_followed(
+    ranks, found, tmp_path: Path
+) -> None:
     folder = failed(tmp_path, *ranks)
     assert culprit(folder) == found
     words = {rank: text for rank, _, text in ranks}[found[0]]
-    status, evidence = Status.KILLED if "KILL" in found[1] else Status.CRASHED, f"rank {found[0]}: {found[1]}{words}"
-    assert judge(folder, 1, 5.0) == RunStatus(status=status, evidence=evidence, rank=found[0], exit_code=1, seconds=5.0)
+    status, evidence = (
+        Status.KILLED if "KILL" in found[1] else Status.CRASHED,
+        f"rank {found[0]}: {found[1]}{words}",
+    )
+    assert judge(folder, 1, 5.0) == RunStatus(
+        status=status, evidence=evidence, rank=found[0], exit_code=1, seconds=5.0
+    )
 
 
-def test_a_run_that_ended_well_has_the_engines_word_and_on_a_full_disk_the_heartbeats(tmp_path: Path) -> None:
+def test_a_run_that_ended_well_has_the_engines_word_and_on_a_full_disk_the_heartbeats(
+    tmp_path: Path,
+) -> None:
     found = judge(tmp_path, 0, 2.0, done=7)
     assert (
         found.evidence.startswith("iteration 7; the disk was full")
         and judge(tmp_path, 0, 2.0).evidence[:11] == "iteration 0"
     )
-    assert found == RunStatus(status=Status.STOPPED, evidence=found.evidence, rank=None, exit_code=0, seconds=2.0)
+    assert found == RunStatus(
+        status=Status.STOPPED, evidence=found.evidence, rank=None, exit_code=0, seconds=2.0
+    )
     write_status(tmp_path, COMPLETED)
     assert judge(tmp_path, 0, 2.0) == replace(COMPLETED, seconds=2.0)

@@ -1,4 +1,6 @@
-"""A run that is asked to end saves first, says so, and goes on later in the same folder; Ctrl-C ends it at once."""
+"""A run that is asked to end saves first, says so, and goes on later in the same folder; Ctrl-C
+ends it at once.
+"""
 
 import signal
 import subprocess
@@ -29,7 +31,9 @@ def launch(folder: Path, *more: str) -> subprocess.Popen:
     """The command, as a person types it next to the run folder."""
     command = [str(Path(sys.executable).with_name("trilane")), "train", "run/plan.json", *more]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=folder.parent, env=environment(8), **pipes, preexec_fn=heed_ctrl_c)
+    return subprocess.Popen(
+        command, cwd=folder.parent, env=environment(8), **pipes, preexec_fn=heed_ctrl_c
+    )
 
 
 def trained(folder: Path) -> int:
@@ -54,8 +58,13 @@ def saves_when_asked_and_stops_when_told(folder: Path, process: subprocess.Popen
     last = trained(folder)
     status = read_status(folder)
     assert (process.returncode, status.status, saved(folder)) == (3, "stopped", [first, last])
-    assert status.evidence == f"stopped at iteration {last} by SIGTERM, saved checkpoints/iter_{last:07d}"
-    assert status.evidence in out and before <= first <= before + 5, "the signal passes through two processes"
+    assert (
+        status.evidence
+        == f"stopped at iteration {last} by SIGTERM, saved checkpoints/iter_{last:07d}"
+    )
+    assert status.evidence in out and before <= first <= before + 5, (
+        "the signal passes through two processes"
+    )
 
 
 def ends_at_ctrl_c(folder: Path, process: subprocess.Popen) -> None:
@@ -64,14 +73,20 @@ def ends_at_ctrl_c(folder: Path, process: subprocess.Popen) -> None:
     assert len(family) >= 2
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (130, "trilane: interrupted; what was written so far stays readable\n")
+    assert (process.returncode, err) == (
+        130,
+        "trilane: interrupted; what was written so far stays readable\n",
+    )
     assert read_status(folder).status == "cancelled"
     assert not psutil.wait_procs(family, timeout=5)[1]
 
 
 @pytest.mark.usefixtures("uncounted_processes")
-def test_a_run_saves_when_asked_stops_when_told_and_goes_on_in_the_same_folder_until_ctrl_c(folder: Path) -> None:
-    """SIGUSR1 saves within one iteration and the run goes on; SIGTERM saves and ends, exit code 3, status "stopped".
+def test_a_run_saves_when_asked_stops_when_told_and_goes_on_in_the_same_folder_until_ctrl_c(
+    folder: Path,
+) -> None:
+    """SIGUSR1 saves within one iteration and the run goes on; SIGTERM saves and ends, exit code 3,
+    status "stopped".
 
     A colleague's json.py, torch.py, ... in the current folder is run by none of the processes.
     """
@@ -85,7 +100,11 @@ def test_a_run_saves_when_asked_stops_when_told_and_goes_on_in_the_same_folder_u
     assert not trace.exists()
     assert [s["iteration"] for s in steps(folder)] == list(range(1, trained(folder) + 1))
     log = (folder / "run.log").read_text()
-    assert f"resumes after iteration {last} of" in log and status.evidence in log and log.endswith("|\n")
+    assert (
+        f"resumes after iteration {last} of" in log
+        and status.evidence in log
+        and log.endswith("|\n")
+    )
     assert (folder / "attempts/1/status.json").exists()
     logged = list(read_run_folder(folder).iterations["iteration"])
     assert logged == list(range(1, len(logged) + 1))

@@ -1,4 +1,6 @@
-"""A run that stands still is noticed, its ranks are dumped, the right one is named; also without py-spy."""
+"""A run that stands still is noticed, its ranks are dumped, the right one is named; also without
+py-spy.
+"""
 
 import itertools
 import json
@@ -22,7 +24,15 @@ from trilane.diagnose.evidence import read_folder
 from trilane.diagnose.hang import diagnose_hang
 from trilane.launch.watchdog import HangMonitor, Slowness, patience_s
 from trilane.workspace import flight_recorder, heartbeat
-from trilane.workspace.heartbeat import Heartbeat, NodeReport, encode, own_beats, place, read_reports, start_id
+from trilane.workspace.heartbeat import (
+    Heartbeat,
+    NodeReport,
+    encode,
+    own_beats,
+    place,
+    read_reports,
+    start_id,
+)
 from trilane.workspace.pace import LATE, RESTART, Pace, slowness
 from trilane.workspace.run_folder import put_aside
 from trilane.workspace.status import read_status
@@ -34,26 +44,42 @@ from trilane.workspace.status import read_status
 def test_a_real_training_that_hangs_is_dumped_judged_and_ended(
     kind: str, single: list[str], data: Path, tmp_path: Path
 ) -> None:
-    """Two of the ten of docs/hangs.md, with gloo, in one or two dimensions of TP, PP and DP; below is a third."""
+    """Two of the ten of docs/hangs.md, with gloo, in one or two dimensions of TP, PP and DP; below
+    is a third.
+    """
     result = real_hangs.hang(kind, tmp_path / "run", data, **dict.fromkeys(single, 1))
-    assert result.outcome.rank == result.rank and result.stacks >= 4 // len(single) - 1, result.outcome.evidence
+    assert result.outcome.rank == result.rank and result.stacks >= 4 // len(single) - 1, (
+        result.outcome.evidence
+    )
     assert result.outcome.status == ("crashed" if kind == "exit" else "hang")
     assert json.loads((tmp_path / "run" / "status.json").read_text())["rank"] == result.rank
     assert result.rank in diagnose_hang(tmp_path / "run").suspects
 
 
-def paced(late: int, guilty: tuple[int, ...] = (3,), now_s: float = 4.0, phase: int = 1) -> dict[int, Heartbeat]:
-    """Four ranks that take 1 s on two hosts of two, of which some work 3 s longer; late so many times."""
+def paced(
+    late: int, guilty: tuple[int, ...] = (3,), now_s: float = 4.0, phase: int = 1
+) -> dict[int, Heartbeat]:
+    """Four ranks that take 1 s on two hosts of two, of which some work 3 s longer; late so many
+    times.
+    """
     facts = {"step": 30, "phase": "x", "time": 1.0, "pid": 7}
     usual = Pace(late=late, samples=4, usual_s=1.0, now_s=now_s)
     slow = replace(usual, excess_s=tuple(3.0 * (n == phase) for n in range(4)))
     every = [slow if rank in guilty else usual for rank in range(4)]
-    return {n: Heartbeat(rank=n, host="ab"[n // 2], pace=own, **facts) for n, own in enumerate(every)}
+    return {
+        n: Heartbeat(rank=n, host="ab"[n // 2], pace=own, **facts) for n, own in enumerate(every)
+    }
 
 
-@pytest.mark.parametrize(("spares", "advice"), [(1, "it starts again on a spare"), (0, "with --exclude=b")])
-def test_a_slow_node_is_named_once_all_report_it_and_left_for_a_spare(spares: int, advice: str, tmp_path: Path) -> None:
-    """Ten iterations late on all nodes, or twelve on that of rank 0; once, until the run is as fast as before."""
+@pytest.mark.parametrize(
+    ("spares", "advice"), [(1, "it starts again on a spare"), (0, "with --exclude=b")]
+)
+def test_a_slow_node_is_named_once_all_report_it_and_left_for_a_spare(
+    spares: int, advice: str, tmp_path: Path
+) -> None:
+    """Ten iterations late on all nodes, or twelve on that of rank 0; once, until the run is as fast
+    as before.
+    """
     plan, own = small_plan(dp=4, gbs=8), paced(LATE)
     plan = replace(plan, cluster=replace(plan.cluster, gpus_per_node=2, max_nodes=2))
     nodes = {"event": "nodes", "chosen": ["a", "b"], "left_out": ["c"]}
@@ -65,14 +91,14 @@ def test_a_slow_node_is_named_once_all_report_it_and_left_for_a_spare(spares: in
     report = NodeReport(first=2, host="b", start="77.0", ranks=(own[2], own[3]))
     news = lambda beats: slow.news({rank: beats[rank] for rank in (0, 1)}, "77.0")  # noqa: E731
     replace(report, start="76.0").write(tmp_path)
-    assert [news(paced(late)) for late in (0, LATE - 1, LATE, LATE + 1)] == [""] * 4, "the other node has not reported"
+    assert [news(paced(late)) for late in (0, LATE - 1, LATE, LATE + 1)] == [""] * 4, (
+        "the other node has not reported"
+    )
     slow._seen = 0
     report.write(tmp_path)
     assert news(paced(LATE, now_s=1e-6)) == "", "as fast as is predicted"
     line = news(paced(LATE + 1))
-    where = (
-        f"SLOW since iteration {29 - LATE}: rank 3 (tp 0, stage 0, replica 3) on b, forward-compute takes 3 s longer"
-    )
+    where = f"SLOW since iteration {29 - LATE}: rank 3 (tp 0, stage 0, replica 3) on b, forward-compute takes 3 s longer"
     assert line.startswith(f"{where}; 4.0 times its usual 1 s an iteration; ") and advice in line
     assert slowness(tmp_path) == (line, ("b",)) and (tmp_path / "save").exists() is bool(spares)
     assert news(paced(LATE + 2)) == ""
@@ -80,10 +106,17 @@ def test_a_slow_node_is_named_once_all_report_it_and_left_for_a_spare(spares: in
     assert slowness(tmp_path) == ("", ()) and not (tmp_path / "save").exists()
     replace(report, ranks=(paced(0)[2], paced(0)[3])).write(tmp_path)
     assert news(paced(LATE + 1, guilty=(1,))) == ""
-    assert news(paced(LATE + 2, guilty=(1,))).startswith(f"SLOW since iteration {28 - LATE}: rank 1 ")
-    own = [{r: replace(b, host="a") for r, b in paced(LATE, (0, 1, 2, 3), phase=n).items()} for n in (0, 1)]
+    assert news(paced(LATE + 2, guilty=(1,))).startswith(
+        f"SLOW since iteration {28 - LATE}: rank 1 "
+    )
+    own = [
+        {r: replace(b, host="a") for r, b in paced(LATE, (0, 1, 2, 3), phase=n).items()}
+        for n in (0, 1)
+    ]
     lines = [Slowness(tmp_path, plan, {}).news(beats, "") for beats in own]
-    assert "the shared disk, since batch-generator takes 3 s" in lines[0] and lines[1] == "", "its other work slows all"
+    assert "the shared disk, since batch-generator takes 3 s" in lines[0] and lines[1] == "", (
+        "its other work slows all"
+    )
 
 
 STUCK = """
@@ -134,7 +167,8 @@ def test_reports_of_an_earlier_start_leave_with_the_first_node(first: int, tmp_p
     """A run that has lost a node would wait for the one that is not there."""
     env = {"SLURM_JOB_ID": "78"}
     reports = [
-        NodeReport(first=n, host="n", start=s, ranks=()) for n, s in ((0, "77.0"), (4, start_id(env)), (8, "77.0"))
+        NodeReport(first=n, host="n", start=s, ranks=())
+        for n, s in ((0, "77.0"), (4, start_id(env)), (8, "77.0"))
     ]
     for report in reports:
         report.write(tmp_path)
@@ -150,7 +184,9 @@ def test_the_node_of_rank_0_decides_first_and_the_others_not_all_at_once() -> No
     assert patience_s(each, changed(plan, "run", hang_timeout_s=20.0)) == pytest.approx(6)
 
 
-def test_where_py_spy_may_not_attach_faulthandler_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_py_spy_may_not_attach_faulthandler_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(capture, "pyspy_dump", lambda pid, stopped: ("", "Permission denied"))
     stacks = captured(STUCK, "", tmp_path)
     assert "waits_for_ever" in (stacks / "rank_0.txt").read_text()
@@ -161,13 +197,17 @@ def test_where_py_spy_may_not_attach_faulthandler_answers(tmp_path: Path, monkey
 def test_a_capture_asks_the_flight_recorder_and_does_not_wait_for_ever(
     answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torch's DumpPipe listens: a rank that answers, beside an earlier dump, and one that is stuck."""
+    """As torch's DumpPipe listens: a rank that answers, beside an earlier dump, and one that is
+    stuck.
+    """
     collect = partial(flight_recorder.collect, patience_s=20.0 if answer else 0.5)
     monkeypatch.setattr(flight_recorder, "collect", collect)
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ranks/nccl_trace_rank_0").write_text("of an earlier attempt")
     stacks = captured(RECORDER, answer, tmp_path)
-    assert [path.read_text() for path in stacks.glob("nccl_trace_*")] == ([answer] if answer else [])
+    assert [path.read_text() for path in stacks.glob("nccl_trace_*")] == (
+        [answer] if answer else []
+    )
     assert (0 in read_folder(stacks).recordings) == bool(answer)
 
 
@@ -178,7 +218,10 @@ def test_a_pipe_that_nobody_reads_is_taken_away_and_waited_for_by_nobody(tmp_pat
     assert flight_recorder.ask(tmp_path / "ranks", [0, 1]) == {}
     (tmp_path / "ranks/0.log").write_text("said")
     put_aside(tmp_path, keep=True)
-    assert not (tmp_path / "ranks").exists() and (tmp_path / "attempts/1/ranks/0.log").read_text() == "said"
+    assert (
+        not (tmp_path / "ranks").exists()
+        and (tmp_path / "attempts/1/ranks/0.log").read_text() == "said"
+    )
 
 
 @pytest.mark.slow
@@ -190,12 +233,26 @@ def test_without_our_launcher_the_first_rank_of_a_node_starts_the_watchdog_and_i
     folder = run_folder(plan, tmp_path / "run")
     planted = str(Path(real_hangs.__file__).parent / "planted")
     env = real_hangs.library()
-    env |= {"PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], planted]), "TRILANE_PLANT": "pipe 1 3"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone"]
+    env |= {
+        "PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], planted]),
+        "TRILANE_PLANT": "pipe 1 3",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-port=0",
+        "--standalone",
+    ]
     command += ["-m", "trilane.engine", str(folder / "plan.json")]
-    done = subprocess.run(command, env=env | {"GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        command, env=env | {"GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=400
+    )
     outcome = read_status(folder)
-    assert (outcome.status, outcome.rank, done.returncode != 0) == ("hang", 1, True), done.stderr[-2000:]
+    assert (outcome.status, outcome.rank, done.returncode != 0) == ("hang", 1, True), done.stderr[
+        -2000:
+    ]
     assert len(list((folder / "stacks").glob("*/rank_*.txt"))) == 2
 
 
@@ -210,15 +267,19 @@ subprocess.run([sys.executable, "-m", "trilane.launch.watchdog", sys.argv[1], st
 def test_a_watchdog_answers_a_capture_and_ends_with_its_rank_while_it_waits_for_other_nodes(
     has_exited: bool, tmp_path: Path
 ) -> None:
-    """A new folder below stacks/ is a question to every node; a rank that exits makes the watchdog ask itself. SLURM
-    waits for every process of a job that it ends, and drains the node that keeps one."""
+    """A new folder below stacks/ is a question to every node; a rank that exits makes the watchdog
+    ask itself. SLURM waits for every process of a job that it ends, and drains the node that keeps
+    one.
+    """
     (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
     env, host, asked = real_hangs.library(), place().split()[1], itertools.count()
     pids = [place(), b"999999999 " + host] if has_exited else [place()]
     records = [heartbeat.create_record(tmp_path, env, rank) for rank in range(len(pids))]
     for record, pid in zip(records, pids, strict=True):
         record[:] = encode(3, "x", time.time(), pid)
-    elsewhere = Heartbeat(rank=2, step=3, phase="x", time=1.0, pid=7, host="elsewhere")  # never answers
+    elsewhere = Heartbeat(
+        rank=2, step=3, phase="x", time=1.0, pid=7, host="elsewhere"
+    )  # never answers
     NodeReport(first=2, host="elsewhere", start=start_id(env), ranks=(elsewhere,)).write(tmp_path)
     parent = subprocess.Popen([sys.executable, "-c", WATCHED, str(tmp_path)], env=env)
 
@@ -242,4 +303,6 @@ def test_a_watchdog_whose_rank_has_ended_before_it_began_ends_too(tmp_path: Path
     """It would hold the job's output open for ever."""
     (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
     command = [sys.executable, "-m", "trilane.launch.watchdog", str(tmp_path), "999999999"]
-    assert subprocess.run(command, env=real_hangs.library(), timeout=120, check=False).returncode < 0
+    assert (
+        subprocess.run(command, env=real_hangs.library(), timeout=120, check=False).returncode < 0
+    )

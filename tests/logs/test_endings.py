@@ -16,11 +16,11 @@ HERE = Path(__file__).parent
 FIVE = "".join(map(m2021, range(1, 6)))
 TEN = FIVE + "".join(map(m2021, range(6, 11)))
 OOM = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 3 has a total capacity of 79.15 GiB\n"
-WATCHDOG = (
-    "[Rank 12] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 1800000 ms\n"
-)
+WATCHDOG = "[Rank 12] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 1800000 ms\n"
 NCCL = "[rank5]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, remote process exited\n"
-LIMIT = "slurmstepd: error: *** JOB 42 ON r1n1 CANCELLED AT 2026-08-01T12:00:00 DUE TO TIME LIMIT ***\n"
+LIMIT = (
+    "slurmstepd: error: *** JOB 42 ON r1n1 CANCELLED AT 2026-08-01T12:00:00 DUE TO TIME LIMIT ***\n"
+)
 NODE = "slurmstepd: error: *** STEP 42.0 ON r1n1 CANCELLED AT 2026-08-01T12:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n"
 STOPPED = "trilane: stopped at iteration 5 by SIGTERM, saved checkpoints/iter_0000005\n"
 CANCEL = "slurmstepd: error: *** JOB 42 ON r1n1 CANCELLED AT 2026-08-01T12:00:00 ***\n"
@@ -28,7 +28,9 @@ KILLER = "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=42.0. Some o
 SRUN = "srun: error: r1n1: task 6: Exited with exit code 1\n"
 TRACE = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nAssertionError: heads\n'
 ELASTIC = (
-    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n" + "=" * 60 + "\npretrain_gpt.py FAILED\n"
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    + "=" * 60
+    + "\npretrain_gpt.py FAILED\n"
     "Root Cause (first observed failure):\n[0]:\n  time      : 2026-08-01_12:00:00\n  host      : r1n1\n"
     "  rank      : 9 (local_rank: 1)\n  exitcode  : -9 (pid: 77)\n  error_file: <N/A>\n"
 )
@@ -36,13 +38,19 @@ DONE = "[after training is done] datetime: 2026-08-01 12:00:00\n"
 KERNEL = "NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n"
 NAN_LINE = m2021(6).replace("5.000000E+00", "nan")
 
-# torch 1.9 to 1.13: https://github.com/pytorch/pytorch/blob/v1.13.0/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp
+# torch 1.9 to 1.13:
+# https://github.com/pytorch/pytorch/blob/v1.13.0/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp
 CAUGHT = "[Rank {}] Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE) ran for 1809147 ms\n"
 ABORTED = "[E ProcessGroupNCCL.cpp:325] Some NCCL operations have failed or timed out.\n"
 THROWN = "terminate called after throwing an instance of 'std::runtime_error'\n"
 ENDINGS = [
     ("completed", TEN, "iteration       10/      10", None),
-    ("completed", FIVE + "[exiting program at iteration 5] datetime: 2026-08-01 12:00:00\n", "exiting program", None),
+    (
+        "completed",
+        FIVE + "[exiting program at iteration 5] datetime: 2026-08-01 12:00:00\n",
+        "exiting program",
+        None,
+    ),
     (
         "completed",
         "{'loss': 2.5, 'grad_norm': 0.75, 'learning_rate': 5e-05, 'epoch': 0.1}\n"
@@ -66,14 +74,29 @@ ENDINGS = [
     ),
     ("crashed", FIVE + TRACE + ELASTIC + SRUN + CANCEL, "AssertionError: heads", None),
     ("killed", FIVE + ELASTIC, "exitcode  : -9 (pid: 77)", 9),
-    ("crashed", FIVE + SRUN + CANCEL, "Exited with exit code 1", None),  # a task may be a node's launcher
+    (
+        "crashed",
+        FIVE + SRUN + CANCEL,
+        "Exited with exit code 1",
+        None,
+    ),  # a task may be a node's launcher
     ("crashed", FIVE + SRUN + SRUN.replace("task 6", "tasks 4-5,7"), "Exited with exit code 1", 6),
     ("unfinished", FIVE + " [2026-08-01 12:00:08] iteration    ", "iteration        5/", None),
     ("crashed", FIVE + TRACE.rpartition("AssertionError")[0], "Traceback", None),
     ("hang", FIVE + CAUGHT.format(7) + TRACE.rpartition("AssertionError")[0], "Rank 7", 7),
-    ("cancelled", FIVE + "Received 2 death signal\n" + TRACE.rpartition("AssertionError")[0], "death signal", None),
+    (
+        "cancelled",
+        FIVE + "Received 2 death signal\n" + TRACE.rpartition("AssertionError")[0],
+        "death signal",
+        None,
+    ),
     ("hang", FIVE + ABORTED + THROWN + "  what():  " + CAUGHT.format(5), "Rank 5", 5),
-    ("NCCL error", FIVE + ABORTED + THROWN + "  what():  NCCL error: remote process exited\n", "remote process", None),
+    (
+        "NCCL error",
+        FIVE + ABORTED + THROWN + "  what():  NCCL error: remote process exited\n",
+        "remote process",
+        None,
+    ),
     (
         "unfinished",
         FIVE + "Exception ignored in: <function f>\n" + TRACE.rpartition("Assert")[0],
@@ -82,9 +105,24 @@ ENDINGS = [
     ),
     ("unfinished", "ImportError: no apex, using torch's own\n" + FIVE, "iteration        5/", None),
     ("completed", FIVE + OOM + TEN[len(FIVE) :], "iteration       10/", None),
-    ("OOM", FIVE + OOM + m2021(6), "Tried to allocate 2.50 GiB", 3),  # the rank that prints iterations lags
-    ("completed", FIVE + OOM + m2021(6) + "[exiting program at iteration 6] datetime: 2026\n", "exiting program", None),
-    ("OOM", FIVE + m2021(6) + OOM + "[exiting program at iteration 6] datetime: 2026-08-01\n", "2.50 GiB", 3),
+    (
+        "OOM",
+        FIVE + OOM + m2021(6),
+        "Tried to allocate 2.50 GiB",
+        3,
+    ),  # the rank that prints iterations lags
+    (
+        "completed",
+        FIVE + OOM + m2021(6) + "[exiting program at iteration 6] datetime: 2026\n",
+        "exiting program",
+        None,
+    ),
+    (
+        "OOM",
+        FIVE + m2021(6) + OOM + "[exiting program at iteration 6] datetime: 2026-08-01\n",
+        "2.50 GiB",
+        3,
+    ),
     ("completed", FIVE + DONE + KERNEL + OOM, "after training is done", None),
     ("GPU error", FIVE + DONE + KERNEL + SRUN, "Xid", None),
     ("crashed", FIVE + DONE + m2021(6) + "[rank3]: ValueError: heads\n", "ValueError", 3),
@@ -103,7 +141,9 @@ def old(folder, text):
 
 
 @pytest.mark.parametrize(
-    ("status", "text", "evidence", "rank"), ENDINGS, ids=[f"{i}-{e[0]}" for i, e in enumerate(ENDINGS)]
+    ("status", "text", "evidence", "rank"),
+    ENDINGS,
+    ids=[f"{i}-{e[0]}" for i, e in enumerate(ENDINGS)],
 )
 def test_the_status_of_a_run_has_a_line_that_proves_it(tmp_path, status, text, evidence, rank):
     log = read_log(old(tmp_path, text))
@@ -111,12 +151,18 @@ def test_the_status_of_a_run_has_a_line_that_proves_it(tmp_path, status, text, e
     assert evidence in log.evidence and log.evidence in text
 
 
-TABLE = [line for line in (HERE / "endings.txt").read_text().splitlines() if not line.startswith("#")]
+TABLE = [
+    line for line in (HERE / "endings.txt").read_text().splitlines() if not line.startswith("#")
+]
 
 
-@pytest.mark.parametrize("row", TABLE, ids=[f"{i}-{row.partition(' |')[0]}" for i, row in enumerate(TABLE)])
+@pytest.mark.parametrize(
+    "row", TABLE, ids=[f"{i}-{row.partition(' |')[0]}" for i, row in enumerate(TABLE)]
+)
 def test_an_ending_has_its_cause_its_node_and_what_to_exclude(tmp_path, row):
-    """Lines in the form of those of SLURM, the kernel, CUDA, NCCL, PyTorch, ...: endings.txt names the source of each."""
+    """Lines in the form of those of SLURM, the kernel, CUDA, NCCL, PyTorch, ...: endings.txt names
+    the source of each.
+    """
     status, hosts, exclude, line = (cell.strip() for cell in row.split("|", 3))
     log = read_log(old(tmp_path, FIVE * (status != "rendezvous") + line + "\n"))
     assert (log.status, ",".join(log.hosts), log.exclude) == (status, hosts, exclude)
@@ -131,11 +177,13 @@ def test_lines_that_only_mention_failures_end_no_run(tmp_path):
 XID = "Nov 20 04:00:11 gpu03 kernel: NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n"
 ECC = "[rank17]: RuntimeError: CUDA error: uncorrectable ECC error encountered\n"
 PEERS = "".join(NCCL.replace("5]", f"{rank}]") for rank in (*range(17), *range(18, 32)))
-OF_RANK = "gpu05:81:99 [1] NCCL INFO comm 0x55d rank 17 nranks 32 cudaDev 1 busId 1b000 - Init COMPLETE\n"
-SMALLER = "gpu09:81:99 [3] NCCL INFO comm 0x55e rank 17 nranks 18 cudaDev 3 busId 1b000 - Init COMPLETE\n"
-STORE = (
-    "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed.\n"
+OF_RANK = (
+    "gpu05:81:99 [1] NCCL INFO comm 0x55d rank 17 nranks 32 cudaDev 1 busId 1b000 - Init COMPLETE\n"
 )
+SMALLER = (
+    "gpu09:81:99 [3] NCCL INFO comm 0x55e rank 17 nranks 18 cudaDev 3 busId 1b000 - Init COMPLETE\n"
+)
+STORE = "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed.\n"
 WORLD = "using world size: 32, data-parallel-size: 32\n"
 ENTRY = "[{i}]:\n  time      : 2026-08-01_12:00:{s}\n  host      : {host}\n  rank      : {rank} (local_rank: {local})\n  exitcode  : {code} (pid: 7)\n"
 FIRST = "Root Cause (first observed failure):\n"
@@ -143,7 +191,9 @@ ONE = ENTRY.format(i=1, s="01", host="r1n1", rank=5, local=5, code=-6)
 TWO = ENTRY.format(i=0, s="09", host="r1n1", rank=4, local=4, code=-6)
 THREE = ENTRY.format(i=1, s="05", host="r1n2", rank=9, local=1, code=-6)
 FOUR = ENTRY.format(i=0, s="04", host="r1n2", rank=11, local=3, code=-9)
-TABLES = f"ChildFailedError: \nFailures:\n{ONE}{FIRST}{TWO}{'=' * 60}\nFailures:\n{THREE}{FIRST}{FOUR}"
+TABLES = (
+    f"ChildFailedError: \nFailures:\n{ONE}{FIRST}{TWO}{'=' * 60}\nFailures:\n{THREE}{FIRST}{FOUR}"
+)
 TORCHRUN = ELASTIC.replace("rank      : 9 (local", "rank      : 17 (local")
 
 
@@ -170,14 +220,17 @@ TORCHRUN = ELASTIC.replace("rank      : 9 (local", "rank      : 17 (local")
         ("Exception ignored in: <function f>\n" + "saved\n" + TRACE, ("crashed", (), "", None)),
         (STORE, ("network", (), "", None)),
         (TABLES, ("killed", ("r1n2",), "", 11)),
-        (TABLES.replace("-9", "1").replace("-6", "-9", 1), ("crashed", (), "", None)),  # torchrun kills who does not end
+        # torchrun kills who does not end
+        (TABLES.replace("-9", "1").replace("-6", "-9", 1), ("crashed", (), "", None)),
         (NCCL + "E1123 api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 53)\n", ("killed", (), "", None)),
         (NCCL + SRUN.replace("Exited with exit code 1", "Killed"), ("NCCL error", (), "", 5)),
         (XID + m2021(6) + m2021(7), ("unfinished", (), "", None)),
     ],
 )  # fmt: skip
 def test_the_first_cause_counts_and_names_the_node_at_fault(tmp_path, text, expected):
-    """500 ranks print NCCL errors when one loses its GPU; an invalid host name is not offered to a shell."""
+    """500 ranks print NCCL errors when one loses its GPU; an invalid host name is not offered to a
+    shell.
+    """
     log = read_log(old(tmp_path, FIVE + text))
     assert (log.status, log.hosts, log.exclude, log.rank) == expected
 
@@ -212,7 +265,9 @@ TASKS = "srun: error: gpu02: task 1: Exited with exit code 1\n"
     ],
 )  # fmt: skip
 def test_a_number_on_a_node_is_no_rank_of_a_run_of_several_nodes(tmp_path, text, expected):
-    """torchrun numbers the ranks of each node from 0, and is srun's one task there; no healthy node is excluded."""
+    """torchrun numbers the ranks of each node from 0, and is srun's one task there; no healthy node
+    is excluded.
+    """
     log = read_log(old(tmp_path, FIVE + text))
     assert (log.status, log.exclude, log.rank) == expected
 
@@ -235,22 +290,32 @@ def test_what_the_evidence_leaves_open_is_said(tmp_path):
 
 
 JOB = "[rank0]:[titan] 2026-08-01 12:00:00,000 - root - INFO - Starting job: Llama 3 8B training\n"
-TITANS = ["".join(TITAN.format(i=i, loss=5) for i in part) for part in (range(1, 10), range(10, 20))]
+TITANS = [
+    "".join(TITAN.format(i=i, loss=5) for i in part) for part in (range(1, 10), range(10, 20))
+]
 MANY = "".join(m2021(i, n=45) for i in range(6, 46))  # 80 s of iterations
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (TITANS[0] + LIMIT + JOB + TITANS[1] + "Training completed\n", [("time limit", 9), ("completed", 10)]),
+        (
+            TITANS[0] + LIMIT + JOB + TITANS[1] + "Training completed\n",
+            [("time limit", 9), ("completed", 10)],
+        ),
         (TITANS[0] + OOM + JOB + TITANS[1], [("OOM", 9), ("unfinished", 10)]),
         (FIVE + LIMIT + MANY, [("completed", 45)]),
         (FIVE + NODE + MANY + LIMIT, [("time limit", 45)]),
         (FIVE + LIMIT + m2021(6) + m2021(7) + CANCEL, [("time limit", 7)]),
-        (FIVE + LIMIT + m2021(6) + "using world size: 8\n" + m2021(7), [("time limit", 6), ("unfinished", 1)]),
+        (
+            FIVE + LIMIT + m2021(6) + "using world size: 8\n" + m2021(7),
+            [("time limit", 6), ("unfinished", 1)],
+        ),
     ],
 )
-def test_what_goes_on_after_the_scheduler_ended_a_run_is_another_where_its_launch_shows(tmp_path, text, expected):
+def test_what_goes_on_after_the_scheduler_ended_a_run_is_another_where_its_launch_shows(
+    tmp_path, text, expected
+):
     runs = read_logs(old(tmp_path, text))
     assert [(r.status, len(r.iterations)) for r in runs] == expected
     steps = [i for r in runs for i in r.iterations["iteration"]]
@@ -283,7 +348,10 @@ def test_a_file_that_is_no_log_is_one_clear_line(tmp_path, name, content, messag
 
 HARD = [
     ("gzip", gzip.compress(TEN.encode())),
-    ("gzip, still written", gzip.compress(TEN.encode() + random.Random(1).randbytes(9000).hex().encode())[:-900]),
+    (
+        "gzip, still written",
+        gzip.compress(TEN.encode() + random.Random(1).randbytes(9000).hex().encode())[:-900],
+    ),
     ("no UTF-8", b"caf\xe9 \xff\xfe\n" + TEN.encode()),
     ("zero bytes in front", bytes(3000) + TEN.encode()),
     ("Windows line ends", TEN.replace("\n", "\r\n").encode()),
@@ -292,7 +360,10 @@ HARD = [
     ("a line of 10 MB", b"x" * 10_000_000 + b"\n" + TEN.encode()),
     ("10 MB of brackets and bars in front", b"{'|[ " * 2_000_000 + TEN.encode()),
     ("4000 blank lines", b"\n" * 4000 + TEN.encode()),
-    ("lines of blanks", b"".join(w + b" " * 2500 + b"\n" for w in (b"", b"time (ms) | ", b"|")) + TEN.encode()),
+    (
+        "lines of blanks",
+        b"".join(w + b" " * 2500 + b"\n" for w in (b"", b"time (ms) | ", b"|")) + TEN.encode(),
+    ),
     ("no line end at all", TEN.encode().replace(b"\n", b"")),
 ]
 
@@ -309,7 +380,9 @@ def test_a_hard_file_is_read_all_the_same(tmp_path, kind, content):
 @pytest.mark.parametrize("block", [64, 1000, 4096])
 def test_where_a_block_ends_makes_no_difference(tmp_path, monkeypatch, block):
     monkeypatch.setattr("trilane.logs.reading.blocks.BLOCK", block)
-    text = "".join(M2021.format(i=i, n=90, c=i, ms=i, loss=i, k=0, b=4) + f"noise {i}\n" for i in range(1, 91))
+    text = "".join(
+        M2021.format(i=i, n=90, c=i, ms=i, loss=i, k=0, b=4) + f"noise {i}\n" for i in range(1, 91)
+    )
     (tmp_path / "a.log").write_text(text + TITAN.format(i=95, loss=2))
     first, second = read_logs(tmp_path / "a.log")
     assert list(first.iterations["lm_loss"]) == list(range(1, 91)) and len(second.iterations) == 1
@@ -321,4 +394,8 @@ def test_where_a_block_ends_makes_no_difference(tmp_path, monkeypatch, block):
 )
 def test_a_run_that_trains_on_after_a_message_did_not_end_by_it(level, rows, later):
     found = reported(level, Status.CRASHED, b"ValueError: heads", rows)
-    assert [superseded(found, rows + more) for more in (0, later - 1, later)] == [False, False, True]
+    assert [superseded(found, rows + more) for more in (0, later - 1, later)] == [
+        False,
+        False,
+        True,
+    ]

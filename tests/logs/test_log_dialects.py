@@ -1,5 +1,6 @@
-"""Lines as each trainer prints them (samples.json, written by us after its code): the iterations once, in our units; the
-user's own tables; and what is said of a log that nothing reads."""
+"""Lines as each trainer prints them (samples.json, written by us after its code): the iterations
+once, in our units; the user's own tables; and what is said of a log that nothing reads.
+"""
 
 import json
 import re
@@ -35,7 +36,10 @@ def read(folder, text):
 
 
 SAMPLES = json.loads((Path(__file__).parent / "samples.json").read_text())
-TABLES = sorted({path.stem for path in (DATA / "dialects").glob("*.json")} - {"megatron-2021", "deepspeed", "trilane"})
+TABLES = sorted(
+    {path.stem for path in (DATA / "dialects").glob("*.json")}
+    - {"megatron-2021", "deepspeed", "trilane"}
+)
 
 
 @pytest.fixture(autouse=True)
@@ -50,13 +54,20 @@ def test_a_sample_is_its_iterations_in_seconds_flops_and_bytes(tmp_path, name, b
     log = read(tmp_path, before + "\n".join(sample["text"]))
     assert (log.dialect, len(log.iterations)) == (sample["dialect"], sample["rows"])
     last = log.iterations.iloc[-1]
-    assert {column: last.get(column, np.nan) for column in sample["last"]} == pytest.approx(sample["last"])
+    assert {column: last.get(column, np.nan) for column in sample["last"]} == pytest.approx(
+        sample["last"]
+    )
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_names_its_source_and_reads_no_line_of_another_trainer(name):
     table = tables.read_dialect(DATA / "dialects" / f"{name}.json")
-    lines = {line: s["dialect"] for s in SAMPLES.values() for text in s["text"] for line in text.split("\r")}
+    lines = {
+        line: s["dialect"]
+        for s in SAMPLES.values()
+        for text in s["text"]
+        for line in text.split("\r")
+    }
     found = {dialect for line, dialect in lines.items() if table.iterations(line.encode())}
     assert found <= {name} and table.source.startswith("https://github.com/")
 
@@ -73,20 +84,35 @@ def test_a_line_whose_loss_is_no_number_is_an_iteration(tmp_path, value):
 def test_iterations_on_one_line_where_a_lines_end_was_lost_are_all_read(tmp_path, name, between):
     lines = SAMPLES[name]["text"]
     losses = read(tmp_path, "\n".join(lines)).column("lm_loss").tolist()
-    joined = [one + between + other for one, other in zip(lines[::2], [*lines[1::2], ""], strict=False)]
+    joined = [
+        one + between + other for one, other in zip(lines[::2], [*lines[1::2], ""], strict=False)
+    ]
     assert read(tmp_path, "\n".join(joined) + "\n").column("lm_loss").tolist() == losses
 
 
-LEADS = {"a pod": "[train-worker-0 pytorch] ", "a stamp": "2024-05-01T10:00:{:02d}.{:03d}Z stdout F "}
+LEADS = {
+    "a pod": "[train-worker-0 pytorch] ",
+    "a stamp": "2024-05-01T10:00:{:02d}.{:03d}Z stdout F ",
+}
 
 
 @pytest.mark.parametrize("name", ["composer", "olmo core"])
 @pytest.mark.parametrize("lead", LEADS)
 def test_a_block_of_lines_is_read_behind_what_collectors_put_before_each(tmp_path, name, lead):
     expected = SAMPLES[name]["last"]
-    log = read(tmp_path, "".join(LEADS[lead].format(n // 9, n) + f"{s}\n" for n, s in enumerate(SAMPLES[name]["text"])))
-    last = {column: log.iterations[column].iloc[-1] for column in expected if column in log.iterations}
-    assert last == pytest.approx({c: v for c, v in expected.items() if c in last}) and "lm_loss" in last
+    log = read(
+        tmp_path,
+        "".join(
+            LEADS[lead].format(n // 9, n) + f"{s}\n" for n, s in enumerate(SAMPLES[name]["text"])
+        ),
+    )
+    last = {
+        column: log.iterations[column].iloc[-1] for column in expected if column in log.iterations
+    }
+    assert (
+        last == pytest.approx({c: v for c, v in expected.items() if c in last})
+        and "lm_loss" in last
+    )
 
 
 LAST = {
@@ -106,7 +132,10 @@ def test_a_run_that_reached_its_last_iteration_is_completed(tmp_path, name):
 
 def test_the_memory_that_deepspeed_prints_beside_its_rates_is_read(tmp_path):
     log = read(tmp_path, "\n".join(SAMPLES["deepspeed 6"]["text"]))
-    assert list(log.memory["max_allocated"]) == [20.5 * 2**30] and log.memory["allocated"].iloc[0] == 4.25 * 2**30
+    assert (
+        list(log.memory["max_allocated"]) == [20.5 * 2**30]
+        and log.memory["allocated"].iloc[0] == 4.25 * 2**30
+    )
 
 
 def test_memory_timers_arguments_and_devices_are_read(tmp_path):
@@ -124,10 +153,23 @@ def test_memory_timers_arguments_and_devices_are_read(tmp_path):
         "(min, max) time across ranks (ms):\n    optimizer ......................................: (10.00, 20.00)\n"
     )
     log = read(tmp_path, text)
-    expected = {"num_layers": 40, "lr": 1e-4, "hidden_size": 6144, "fp16": True, "padded_vocab_size": 50688}
-    expected |= {"deepspeed.zero_optimization_stage": 3, "wandb_api_key": "(hidden)", "a_method_that_is_long": None}
+    expected = {
+        "num_layers": 40,
+        "lr": 1e-4,
+        "hidden_size": 6144,
+        "fp16": True,
+        "padded_vocab_size": 50688,
+    }
+    expected |= {
+        "deepspeed.zero_optimization_stage": 3,
+        "wandb_api_key": "(hidden)",
+        "a_method_that_is_long": None,
+    }
     assert {name: log.arguments[name] for name in expected} == expected
-    assert (log.devices[0].name, log.devices[0].total_bytes) == ("Tesla V100-SXM2...", 32510 * 2**20)
+    assert (log.devices[0].name, log.devices[0].total_bytes) == (
+        "Tesla V100-SXM2...",
+        32510 * 2**20,
+    )
     assert list(log.memory["max_allocated"]) == [9.25 * 2**30]
     assert log.timers["forward-compute"].tolist()[0] == 0.14803
     assert (log.timers["optimizer"].iloc[1], log.timers["optimizer min"].iloc[1]) == (0.02, 0.01)
@@ -135,32 +177,54 @@ def test_memory_timers_arguments_and_devices_are_read(tmp_path):
 
 
 @pytest.mark.skipif(not RAW.is_dir(), reason="the folder of real logs is not beside this checkout")
-@pytest.mark.parametrize("path", sorted(RAW.glob("gpt2-meg*")) if RAW.is_dir() else [], ids=lambda p: p.name[:40])
+@pytest.mark.parametrize(
+    "path", sorted(RAW.glob("gpt2-meg*")) if RAW.is_dir() else [], ids=lambda p: p.name[:40]
+)
 def test_every_line_of_a_real_log_is_read_once_and_equal(path):
     """Against a plain reading of the text that shares no code with ours."""
     text = path.read_text(errors="replace")
     lines = re.findall(r"iteration +(\d+)/ *\d+ \|(.*)", text)
     (log,) = read_logs(path)
     assert len(lines) > 2 and list(log.iterations["iteration"]) == [int(n) for n, _ in lines]
-    words = {"elapsed time per iteration \\(ms\\)": "sec_per_it", "lm.loss": "lm_loss", "loss scale": "loss_scale"}
-    words |= {"learning rate": "learning_rate", "grad norm": "grad_norm", "number of skipped iterations": "skipped"}
+    words = {
+        "elapsed time per iteration \\(ms\\)": "sec_per_it",
+        "lm.loss": "lm_loss",
+        "loss scale": "loss_scale",
+    }
+    words |= {
+        "learning rate": "learning_rate",
+        "grad norm": "grad_norm",
+        "number of skipped iterations": "skipped",
+    }
     for word, column in words.items():
         found = [re.search(word + r": +([-\d.E+]+)", rest) for _, rest in lines]
-        values = [float(f[1]) / (1e3 if column == "sec_per_it" else 1) if f else np.nan for f in found]
+        values = [
+            float(f[1]) / (1e3 if column == "sec_per_it" else 1) if f else np.nan for f in found
+        ]
         if any(found):
             np.testing.assert_array_equal(log.iterations[column], values)
     ranks = {int(n) for n in re.findall(r"\[Rank (\d+)\] \(after", text)}
     assert len(log.memory) == len(ranks) or not ranks
     most = max(map(float, re.findall(r"max allocated: ([\d.]+)", text)), default=0)
-    assert (log.memory["max_allocated"].max() if len(log.memory) else 0) == pytest.approx(most * 2**20)
+    assert (log.memory["max_allocated"].max() if len(log.memory) else 0) == pytest.approx(
+        most * 2**20
+    )
     assert len(log.timers) == len(re.findall(r"\ntime \(ms\) \| (?:forward|backward)", text)) + 1
 
 
 @pytest.mark.skipif(not RAW.is_dir(), reason="the folder of real logs is not beside this checkout")
 def test_real_logs_without_megatrons_lines_are_read_too():
     (run,) = read_logs(next(RAW.glob("gpt2-hf*base*")))
-    assert run.summary["train_runtime"] == 919.097 and run.arguments["n_embd"] == 7168 and run.status == "completed"
-    assert [r.status for r in read_logs(next(RAW.glob("gpt2-hf*perf*")))] == ["crashed", "crashed", "completed"]
+    assert (
+        run.summary["train_runtime"] == 919.097
+        and run.arguments["n_embd"] == 7168
+        and run.status == "completed"
+    )
+    assert [r.status for r in read_logs(next(RAW.glob("gpt2-hf*perf*")))] == [
+        "crashed",
+        "crashed",
+        "completed",
+    ]
 
 
 # Tables of the user's own.
@@ -176,15 +240,28 @@ def own(folder, **keys):
     tables.use([folder / "own.json"])
 
 
-CLOCK = "update (?P<iteration>\\d+) after (?P<time_s__h>\\d+):(?P<time_s__min>\\d+):(?P<time_s__s>\\d+)"
+CLOCK = (
+    "update (?P<iteration>\\d+) after (?P<time_s__h>\\d+):(?P<time_s__min>\\d+):(?P<time_s__s>\\d+)"
+)
 TWICE = "update 1 of 3: xent=2.5, took 1,250.5\nupdate 2 of 3 {{'took': '1250.5', \"xent\": 2.5}}\n"
 JSON = '{"update": 1, "data": {"xent": 2.5, "took": "500"}}\n'
 OWN_LINES = {  # keys of a table, lines, and the loss and the seconds of each iteration
-    "names in any of the usual forms": ({}, TWICE.replace("{{", "{").replace("}}", "}"), [[2.5, 1.2505]] * 2),
-    "a first iteration 0": ({"first_iteration": 0}, "gpu-7: update 0 of 1: xent 2.5 took 5\n", [[2.5, 0.005]]),
+    "names in any of the usual forms": (
+        {},
+        TWICE.replace("{{", "{").replace("}}", "}"),
+        [[2.5, 1.2505]] * 2,
+    ),
+    "a first iteration 0": (
+        {"first_iteration": 0},
+        "gpu-7: update 0 of 1: xent 2.5 took 5\n",
+        [[2.5, 0.005]],
+    ),
     "a block": (
         {"lines": "block"},
-        "".join(f"update {i} of 3\n\t other: 5\n\t xent: 2.{i}\n\t took: 500\ndone with it\n" for i in (1, 2)),
+        "".join(
+            f"update {i} of 3\n\t other: 5\n\t xent: 2.{i}\n\t took: 500\ndone with it\n"
+            for i in (1, 2)
+        ),
         [[2.1, 0.5], [2.2, 0.5]],
     ),
     "JSON, the last cut": (
@@ -213,8 +290,15 @@ def test_a_table_of_ones_own_reads_its_lines(tmp_path, keys, text, expected):
 
 
 def test_a_table_names_launches_evaluations_and_the_end(tmp_path):
-    own(tmp_path, launch=["our run begins"], validation=["held out (?P<lm_loss>[\\d.]+)"], end=["we are done"])
-    (tmp_path / "a.log").write_text(2 * "our run begins\nupdate 7 of 9 took 5\nheld out 2.25\nwe are done\n")
+    own(
+        tmp_path,
+        launch=["our run begins"],
+        validation=["held out (?P<lm_loss>[\\d.]+)"],
+        end=["we are done"],
+    )
+    (tmp_path / "a.log").write_text(
+        2 * "our run begins\nupdate 7 of 9 took 5\nheld out 2.25\nwe are done\n"
+    )
     for log in (runs := read_logs(tmp_path / "a.log")):
         assert (log.status, log.validation.to_numpy().tolist()) == ("completed", [[7, 2.25]])
     assert len(runs) == 2
@@ -239,21 +323,32 @@ BAD = [
 @pytest.mark.parametrize(("change", "message"), BAD)
 def test_a_bad_table_is_one_line_with_its_file(tmp_path, capsys, change, message):
     (tmp_path / "own.json").write_text(json.dumps(OWN | change))
-    assert main(["logs", "parse", str(tmp_path / "own.json"), "--dialect", str(tmp_path / "own.json")]) == 2
+    assert (
+        main(["logs", "parse", str(tmp_path / "own.json"), "--dialect", str(tmp_path / "own.json")])
+        == 2
+    )
     error = capsys.readouterr().err
-    assert re.match(r"trilane: dialects=\S+own\.json: ", error) and message in error and error.count("\n") == 1
+    assert (
+        re.match(r"trilane: dialects=\S+own\.json: ", error)
+        and message in error
+        and error.count("\n") == 1
+    )
 
 
 UNKNOWN = {
     "numbers without names": "2024-11-01 12:00:0{i} [{n:4d}/ 100] xent {loss} took 1.25 at 3e-4\nloaded 8 of 16 shards\n",
     "short names": "epoch=0 b:{n}/500 nll: {loss} t: 1.{i}s\n",
     "bars": "\rhalf {i}% |###   | done {n} of 500 nll={loss}",
-    "control characters": "done \x1b]0;evil\x07\x1b[2J{n} of 500 nll \u202e {loss} {i} " + "y" * 500 + "\n",
+    "control characters": "done \x1b]0;evil\x07\x1b[2J{n} of 500 nll \u202e {loss} {i} "
+    + "y" * 500
+    + "\n",
 }
 
 
 @pytest.mark.parametrize("line", UNKNOWN.values(), ids=UNKNOWN)
-def test_a_refusal_shows_the_lines_that_look_like_iterations_and_names_the_guide(tmp_path, capsys, monkeypatch, line):
+def test_a_refusal_shows_the_lines_that_look_like_iterations_and_names_the_guide(
+    tmp_path, capsys, monkeypatch, line
+):
     monkeypatch.setenv(tables.VARIABLE, "")
     log = tmp_path / "a.log"
     lines = "".join(line.format(i=i, n=10 * i, loss=10.5 - i) for i in (1, 2, 3))
@@ -265,14 +360,21 @@ def test_a_refusal_shows_the_lines_that_look_like_iterations_and_names_the_guide
     assert error.strip().isprintable() and len(error) < 500
 
 
-def test_an_unknown_trainers_log_that_has_an_end_shows_a_line_that_looks_like_an_iteration(tmp_path, capsys):
+def test_an_unknown_trainers_log_that_has_an_end_shows_a_line_that_looks_like_an_iteration(
+    tmp_path, capsys
+):
     log = tmp_path / "a.log"
     log.write_text("".join(f"step={i} loss={9 - i}.5\n" for i in range(5)) + "ValueError: no\n")
     assert main(["logs", "parse", str(log)]) == 0
-    assert "problem: iteration: no line was read; line 1 looks like one: step=0 loss=9.5" in capsys.readouterr().out
+    assert (
+        "problem: iteration: no line was read; line 1 looks like one: step=0 loss=9.5"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_log_without_any_such_line_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "a.log").write_text("hello\nworld 3\napplications: 4\n" + 1000 * "x\n")
     assert main(["logs", "parse", str(tmp_path / "a.log")]) == 2
-    assert capsys.readouterr().err == f"trilane: log={tmp_path / 'a.log'}: holds no iteration line\n"
+    assert (
+        capsys.readouterr().err == f"trilane: log={tmp_path / 'a.log'}: holds no iteration line\n"
+    )

@@ -1,6 +1,8 @@
-"""Ranks missing from a collective, by the ranks' NCCL watchdogs in the formats of torch 1.13 to 2.13.
+"""Ranks missing from a collective, by the ranks' NCCL watchdogs in the formats of torch 1.13 to
+2.13.
 
-Lines in the form of https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp and
+Lines in the form of
+https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp and
 TraceUtils.h of the same folder, with numbers of our own.
 """
 
@@ -57,7 +59,9 @@ def lines(tmp_path, text, world=8):
 WORK = "timed out in work {} (ALLREDUCE of 1,048,576 elements); last enqueued {}, last completed {}"
 NONE = "nothing of them is in this log"
 TP = "PG ID 5 PG GUID 37(TENSOR_MODEL_PARALLEL_GROUP)"
-HOST = "gpu05:81:99 [3] NCCL INFO comm 0x55d rank 3 nranks 8 cudaDev 3 busId 1b000 - Init COMPLETE\n"
+HOST = (
+    "gpu05:81:99 [3] NCCL INFO comm 0x55d rank 3 nranks 8 cudaDev 3 busId 1b000 - Init COMPLETE\n"
+)
 HANGS = {
     "one reports that it is behind": (
         "".join(new(r, 1234, 1236) for r in range(7)) + dump(7, 1230),
@@ -124,13 +128,19 @@ def test_of_a_group_at_random_no_rank_is_named_that_the_log_does_not_show(tmp_pa
         text += old(member, 9) if torch == "old" else new(rank, 9, 11, name, member=member)
         if torch != "old" and rng.random() < 0.3:
             caught = CAUGHT.format(r=member, at=9, op="ALLREDUCE", size=SIZE)[31:]
-            text += (
-                f"  what():  [{name} Rank {member}] Process group watchdog thread terminated with exception: {caught}\n"
-            )
+            text += f"  what():  [{name} Rank {member}] Process group watchdog thread terminated with exception: {caught}\n"
     found = lines(tmp_path, text, world)
-    (shown,) = (re.search(r": ranks? ([\d, -]*\d)( of it)?: timed out", line) for line in found if "timed out" in line)
-    assert ranks_in(shown[1]) == ({group.index(rank) for rank in reporters} if shown[2] else {*reporters})
-    for silent in (re.search(r": ranks? ([\d, -]*\d): nothing", line) for line in found if NONE in line):
+    (shown,) = (
+        re.search(r": ranks? ([\d, -]*\d)( of it)?: timed out", line)
+        for line in found
+        if "timed out" in line
+    )
+    assert ranks_in(shown[1]) == (
+        {group.index(rank) for rank in reporters} if shown[2] else {*reporters}
+    )
+    for silent in (
+        re.search(r": ranks? ([\d, -]*\d): nothing", line) for line in found if NONE in line
+    ):
         assert size == world and ranks_in(silent[1]) == {*group} - {*reporters}
 
 

@@ -1,7 +1,9 @@
-"""Logs of 16 to 1,024 ranks made at random, of which the rank and the node at fault are known: none is named wrongly.
+"""Logs of 16 to 1,024 ranks made at random, of which the rank and the node at fault are known: none
+is named wrongly.
 
-Lines in the form of those of torch's ProcessGroupNCCL.cpp and elastic/multiprocessing, NCCL's init.cc, SLURM's srun,
-DeepSpeed's launch.py and Open MPI's prterun, with numbers of our own. TRILANE_RANDOM_LOGS is the number of logs.
+Lines in the form of those of torch's ProcessGroupNCCL.cpp and elastic/multiprocessing, NCCL's
+init.cc, SLURM's srun, DeepSpeed's launch.py and Open MPI's prterun, with numbers of our own.
+TRILANE_RANDOM_LOGS is the number of logs.
 """
 
 import os
@@ -46,7 +48,9 @@ OLD = "[Rank {k}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=
 
 @dataclass
 class Job:
-    """A job that one rank ends: its launcher, the prefix of a line, and which ranks printed each line."""
+    """A job that one rank ends: its launcher, the prefix of a line, and which ranks printed each
+    line.
+    """
 
     rng: random.Random
     text: list[str] = field(default_factory=lambda: list(map(m2021, range(1, 6))))
@@ -54,7 +58,9 @@ class Job:
 
     def __post_init__(self) -> None:
         rng = self.rng
-        self.width, nodes = rng.choice(((8, 2), (4, 4), (8, 2 << rng.randrange(7)), (4, 4 << rng.randrange(5)), (2, 8)))
+        self.width, nodes = rng.choice(
+            ((8, 2), (4, 4), (8, 2 << rng.randrange(7)), (4, 4 << rng.randrange(5)), (2, 8))
+        )
         self.world = self.width * nodes
         style, numbers = rng.choice(HOSTS), rng.sample(range(1, 300), nodes)
         self.hosts = [style.format(n) for n in (sorted(numbers) if rng.random() < 0.5 else numbers)]
@@ -62,16 +68,26 @@ class Job:
         self.has_rank, self.prefix = rng.random() < 0.6, rng.choice(["label", "own", "none"])
         self.guilty = rng.randrange(self.world)
         self.fault, self.status = rng.choice([*FAULTS.items()])
-        self.text += [f"using world size: {self.world}, tensor-model-parallel size: {self.width}\n"] * rng.randrange(2)
+        self.text += [
+            f"using world size: {self.world}, tensor-model-parallel size: {self.width}\n"
+        ] * rng.randrange(2)
         self.text += rng.choice(
-            [[], [], [*self.nccl(self.world, 1)], [*self.nccl(self.width, 0)], [*self.nccl(len(self.hosts), 2)]]
+            [
+                [],
+                [],
+                [*self.nccl(self.world, 1)],
+                [*self.nccl(self.width, 0)],
+                [*self.nccl(len(self.hosts), 2)],
+            ]
         )
 
     def node(self, rank: int) -> str:
         return self.hosts[rank // self.width]
 
     def nccl(self, size: int, kind: int) -> Iterator[str]:
-        """NCCL's lines of the run's communicator, of each node's or of one of a rank on each node, some of them."""
+        """NCCL's lines of the run's communicator, of each node's or of one of a rank on each node,
+        some of them.
+        """
         for rank in self.rng.sample(range(self.world), min(self.world, self.rng.choice([3, 2000]))):
             number = (rank % self.width, rank, rank // self.width)[kind]
             line = f"[{rank % self.width}] NCCL INFO comm 0x5 rank {number} nranks {size} cudaDev {rank % self.width} busId 1b"
@@ -80,29 +96,49 @@ class Job:
     def before(self, rank: int) -> str:
         """What stands before a line of that rank."""
         number, node = rank % self.width, rank // self.width
-        own = {"torchrun": f"[default{number}]:", "deepspeed": f"{self.node(rank)}: ", "mpirun": f"[1,{rank}]<stderr>:"}
-        label = f"{rank if self.launcher == 'srun' else node}: " if self.launcher in ("srun", "torchrun") else ""
+        own = {
+            "torchrun": f"[default{number}]:",
+            "deepspeed": f"{self.node(rank)}: ",
+            "mpirun": f"[1,{rank}]<stderr>:",
+        }
+        label = (
+            f"{rank if self.launcher == 'srun' else node}: "
+            if self.launcher in ("srun", "torchrun")
+            else ""
+        )
         first = {"label": label, "own": own.get(self.launcher, ""), "none": ""}[self.prefix]
         return first + f"[rank{rank}]: " * self.has_rank
 
     def say(self, rank: int, text: str) -> None:
-        line = self.before(rank) + text.format(r=rank, n=self.node(rank), g=rank % self.width, k=rank % self.width)
+        line = self.before(rank) + text.format(
+            r=rank, n=self.node(rank), g=rank % self.width, k=rank % self.width
+        )
         self.owners[line.strip()].add(rank)
         self.text.append(line + "\n")
 
     def table(self, node: int, at: int) -> None:
         """torchrun's table of failures on a node, of its rank that failed first and another one."""
-        first = self.guilty if node == self.guilty // self.width else node * self.width + self.rng.randrange(self.width)
-        self.text.append("torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \nFailures:\n")
+        first = (
+            self.guilty
+            if node == self.guilty // self.width
+            else node * self.width + self.rng.randrange(self.width)
+        )
+        self.text.append(
+            "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \nFailures:\n"
+        )
         other = first ^ 1
         for rank in (other, first):
             self.text += ["Root Cause (first observed failure):\n"] * (rank == first)
             self.text.append(
                 f"[0]:\n  time      : 2026-08-01_12:00:{at + (rank == other):02}\n  host      : {self.node(rank)}\n"
             )
-            code = f"exitcode  : {-9 if rank == self.guilty and not self.fault else 1} (pid: {rank})"
+            code = (
+                f"exitcode  : {-9 if rank == self.guilty and not self.fault else 1} (pid: {rank})"
+            )
             self.owners[code].add(rank)
-            self.text.append(f"  rank      : {rank} (local_rank: {rank % self.width})\n  {code}\n  error_file: <N/A>\n")
+            self.text.append(
+                f"  rank      : {rank} (local_rank: {rank % self.width})\n  {code}\n  error_file: <N/A>\n"
+            )
 
     def launchers(self) -> None:
         """What the launchers print after it, of some of the nodes."""
@@ -120,17 +156,25 @@ class Job:
                 tasks = f"tasks {node * self.width}-{node * self.width + self.width - 1}"
             if tasks:
                 line = f"srun: error: {self.hosts[node].partition('.')[0]}: {tasks}: Exited with exit code 1"
-                self.owners[line] = {rank} if tasks == f"task {rank}" and self.launcher == "srun" else set()
+                self.owners[line] = (
+                    {rank} if tasks == f"task {rank}" and self.launcher == "srun" else set()
+                )
                 self.text.append(line + "\n")
             if self.launcher == "deepspeed":
-                self.text.append(f"{self.hosts[node]}: [INFO] [launch.py:316:sigkill_handler] Killing subprocess 12\n")
+                self.text.append(
+                    f"{self.hosts[node]}: [INFO] [launch.py:316:sigkill_handler] Killing subprocess 12\n"
+                )
         if self.launcher == "mpirun" and self.rng.random() < 0.7:
             how = f"with PID 0 on node {self.node(self.guilty)} exited on signal 9 (Killed)."
-            self.owners[line := f"mpirun noticed that process rank {self.guilty} {how}"].add(self.guilty)
+            self.owners[line := f"mpirun noticed that process rank {self.guilty} {how}"].add(
+                self.guilty
+            )
             self.text.append(line + "\n")
 
     def written(self) -> str:
-        """The log: the fault among what other ranks print because of it, and now and then a rank that the job lacks."""
+        """The log: the fault among what other ranks print because of it, and now and then a rank
+        that the job lacks.
+        """
         rng = self.rng
         if self.launcher == "deepspeed":
             ranks = ", ".join(
@@ -143,14 +187,20 @@ class Job:
         is_old = not self.has_rank and "using world size" in "".join(self.text)
         kinds = (*PEER, OLD) if is_old else PEER
         said = [
-            (rank, rng.choice(kinds)) for rank in rng.sample(range(self.world), rng.randrange(8)) if rank != self.guilty
+            (rank, rng.choice(kinds))
+            for rank in rng.sample(range(self.world), rng.randrange(8))
+            if rank != self.guilty
         ]
         said += [(self.guilty, self.fault)] * bool(self.fault)
         for rank, text in rng.sample(said, len(said)):
             self.say(rank, text)
-        if rng.random() < 0.1:  # where the log has no number of ranks, nothing shows that this is none of them
+        if (
+            rng.random() < 0.1
+        ):  # where the log has no number of ranks, nothing shows that this is none of them
             line = f"[rank{self.world + 3}]: {PEER[0]}"
-            self.owners[line] = set() if "using world size" in "".join(self.text) else {self.world + 3}
+            self.owners[line] = (
+                set() if "using world size" in "".join(self.text) else {self.world + 3}
+            )
             self.text.insert(rng.randrange(5, len(self.text) + 1), line + "\n")
         self.launchers()
         return "".join(self.text)
@@ -166,7 +216,9 @@ def judged(tmp_path_factory) -> Counter[str]:
         os.utime(path, (0, 0))
         log = read_log(path)
         excluded = job.node(job.guilty).partition(".")[0]
-        is_owner = not job.fault and job.owners.get(log.evidence) == {log.rank}  # without a line of the first to fail
+        is_owner = not job.fault and job.owners.get(log.evidence) == {
+            log.rank
+        }  # without a line of the first to fail
         rank = "right rank" if log.rank == job.guilty or is_owner else f"seed {seed} wrong rank"
         rank = "no rank" if log.rank is None else rank
         node = {"": "no node", excluded: "right node"}.get(log.exclude, f"seed {seed} healthy node")

@@ -1,4 +1,6 @@
-"""What a log's lines show about order: whose iterations they are, which numbers they have, when and where they stand."""
+"""What a log's lines show about order: whose iterations they are, which numbers they have, when and
+where they stand.
+"""
 
 import gzip
 import json
@@ -28,7 +30,8 @@ def hf(loss, epoch=0.1, more=""):
     return f"{{'loss': {loss}, 'grad_norm': tensor(1.25, device='cuda:0'), 'learning_rate': 4.9e-05, 'epoch': {epoch}{more}}}\n"
 
 
-# deepspeed/runtime/engine.py and deepspeed/utils/timer.py of https://github.com/deepspeedai/DeepSpeed
+# deepspeed/runtime/engine.py and deepspeed/utils/timer.py of
+# https://github.com/deepspeedai/DeepSpeed
 STEP = "[2026-01-01 10:{m:02d}:{s:02d},{ms:03d}] [INFO] [logging.py:96:log_dist] [Rank 0] step={i}, skipped=4, lr=[4.9e-05], mom=[(0.9, 0.95)]\n"
 RATE = "[2026-01-01 10:{m:02d}:{s:02d},{ms:03d}] [INFO] [timer.py:1:stop] epoch=0/micro_step={g}/global_step={g}, RunningAvgSamplesPerSec=30.5, CurrSamplesPerSec=31.5\n"
 
@@ -36,7 +39,8 @@ RATE = "[2026-01-01 10:{m:02d}:{s:02d},{ms:03d}] [INFO] [timer.py:1:stop] epoch=
 def deepspeed(first, at=0, form=STEP + RATE):
     times = [(5 * k, 17100 * k) for k in range(1, 6)]  # five iterations of 3.42 s
     return "".join(
-        form.format(m=at + ms // 60000, s=ms // 1000 % 60, ms=ms % 1000, i=first + g, g=g) for g, ms in times
+        form.format(m=at + ms // 60000, s=ms // 1000 % 60, ms=ms % 1000, i=first + g, g=g)
+        for g, ms in times
     )
 
 
@@ -108,16 +112,26 @@ def test_a_trainers_losses_have_the_steps_that_the_log_shows_or_none(tmp_path, t
 
 
 def test_seconds_are_of_the_clock_the_bar_or_the_runtime_and_not_of_a_rounded_rate(tmp_path):
-    """The Trainer rounds its rate to 0.001: 1024 steps of 136.5 s come out as 0.007 steps per second, or 142.9 s."""
+    """The Trainer rounds its rate to 0.001: 1024 steps of 136.5 s come out as 0.007 steps per
+    second, or 142.9 s.
+    """
     end = "{'train_runtime': 139776.0, 'train_steps_per_second': 0.007}\n"
     (log,) = runs(tmp_path, TRAINER["steps of all"][0] + end)
     assert (measure_log(log).sec_per_it, log.status) == (136.5, "completed")
     (log,) = runs(tmp_path, TRAINER["nothing"][0] + end)
-    assert measure_log(log).sec_per_it != measure_log(log).sec_per_it, "two digits are no measurement"
-    hours = "".join(f" 1%|# | {n}/900 [{t}<9:00:00, 36s/it]{hf(n)}" for n, t in ((100, "1:30:00"), (200, "2:00:00")))
+    assert measure_log(log).sec_per_it != measure_log(log).sec_per_it, (
+        "two digits are no measurement"
+    )
+    hours = "".join(
+        f" 1%|# | {n}/900 [{t}<9:00:00, 36s/it]{hf(n)}"
+        for n, t in ((100, "1:30:00"), (200, "2:00:00"))
+    )
     assert runs(tmp_path, hours)[0].iterations["sec_per_it"].iloc[1] == 18.0
     (log,) = runs(tmp_path, deepspeed(136000))
-    assert log.iterations["sec_per_it"].median() == pytest.approx(3.42, rel=1e-3) and "time stamps" in log.notes[0]
+    assert (
+        log.iterations["sec_per_it"].median() == pytest.approx(3.42, rel=1e-3)
+        and "time stamps" in log.notes[0]
+    )
     assert runs(tmp_path, MANY + deepspeed(1))[0].notes == (), "Megatron prints its seconds itself"
 
 
@@ -138,17 +152,29 @@ def test_a_line_that_is_cut_broken_or_of_a_skipped_iteration_has_no_number_of_an
         (log,) = runs(tmp_path, m2021(4) + whole[:end])
         if len(log.iterations) == 2:
             row = log.iterations.iloc[1].dropna()
-            assert (row.sec_per_it, row.get("lm_loss", 5.0), row.get("global_batch_size", 4)) == (2.0, 5.0, 4)
+            assert (row.sec_per_it, row.get("lm_loss", 5.0), row.get("global_batch_size", 4)) == (
+                2.0,
+                5.0,
+                4,
+            )
     skipped = re.sub(r"lm loss: \S+ \| ", "", m2021(2, k=1))
     (log,) = runs(tmp_path, m2021(1) + skipped + m2021(3).replace("lm loss", "loss"))
     assert list(log.iterations["lm_loss"].isna()) == [False, True, False]
     broken = "time (ms) | forward: 1.0 | forward: 2.0 | iteration: 3.0\nsteps: 9 loss: 1.2.3 iter time (s): 1..5 samples/sec: .\n"
-    (log,) = runs(tmp_path, m2021(1) + broken + m2021(2).replace("8 |", "9" * 30 + " |", 1) + m2021(3))
-    assert list(log.iterations["sec_per_it"]) == [2.0] * 3 and list(log.timers["forward"]) == [0.001]
+    (log,) = runs(
+        tmp_path, m2021(1) + broken + m2021(2).replace("8 |", "9" * 30 + " |", 1) + m2021(3)
+    )
+    assert list(log.iterations["sec_per_it"]) == [2.0] * 3 and list(log.timers["forward"]) == [
+        0.001
+    ]
 
 
 def test_memory_and_loss_are_those_of_the_ranks_that_have_them(tmp_path):
-    text = "".join(f"[default0]:[rank{r}]:" + TITAN.format(i=i, loss=5.0 if r else -1) for i in (1, 2) for r in (0, 8))
+    text = "".join(
+        f"[default0]:[rank{r}]:" + TITAN.format(i=i, loss=5.0 if r else -1)
+        for i in (1, 2)
+        for r in (0, 8)
+    )
     (log,) = runs(tmp_path, text)
     assert (list(log.memory["rank"]), list(log.iterations["lm_loss"])) == ([0, 8], [5.0, 5.0])
     report = "[Rank {}] (after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: {}.5 | reserved: 3.0"
@@ -162,25 +188,47 @@ def test_a_unit_that_changes_under_its_label_is_put_right(tmp_path):
     assert set(log.iterations["sec_per_it"]) == {2.0} and log.notes[0].startswith("20 iterations")
     wrong = m2022(3).replace("(s): 700.00", "(s): 700000.00")
     assert list(runs(tmp_path, m2022(2) + wrong)[0].iterations["sec_per_it"]) == [700.0, 700.0]
-    per_ms = m2021(1, ms=384505.8, b=2048).replace(" |\n", " | samples per second: 0.005 | TFLOPs: 35.24 |\n")
+    per_ms = m2021(1, ms=384505.8, b=2048).replace(
+        " |\n", " | samples per second: 0.005 | TFLOPs: 35.24 |\n"
+    )
     row = runs(tmp_path, per_ms)[0].iterations.iloc[0]
-    assert (row["sec_per_it"], row["samples_per_second"]) == pytest.approx((384.5058, 5)), "the rate, not the label"
+    assert (row["sec_per_it"], row["samples_per_second"]) == pytest.approx((384.5058, 5)), (
+        "the rate, not the label"
+    )
     slow_start = "".join(m2021(i, 100, ms=90000.0 if i == 1 else 80.0) for i in range(1, 40))
     assert runs(tmp_path, slow_start)[0].notes == (), "compiling is no change of unit"
 
 
 def test_steps_that_deepspeed_skipped_and_tokens_of_a_curriculum_are_the_runs(tmp_path):
     step = "[2023-05-01 10:00:{1:02d},000] [INFO] [Rank 0] step={0}, skipped={2}, lr=[0.001]\n"
-    text = "".join(bar(n, 2410, n // 50) + step.format(n, n // 50, n - 5) + hf(6 - n / 999) for n in (500, 1000, 2000))
+    text = "".join(
+        bar(n, 2410, n // 50) + step.format(n, n // 50, n - 5) + hf(6 - n / 999)
+        for n in (500, 1000, 2000)
+    )
     assert skipped_iterations(runs(tmp_path, text)[0]) == 1995
     arguments = "------ arguments ------\n  seq_length ... 2048\n  num_layers ... 8\n  hidden_size ... 512\n  num_attention_heads ... 8\n  padded_vocab_size ... 50304\n  world_size ... 8\n"
     line = FORK.replace("seqlen:  2048", "seqlen:    64").replace("10 |", "100 |")
-    measured = measure_log(runs(tmp_path, arguments + "".join(line.replace(" 4/", f" {i}/") for i in range(1, 30)))[0])
+    measured = measure_log(
+        runs(tmp_path, arguments + "".join(line.replace(" 4/", f" {i}/") for i in range(1, 30)))[0]
+    )
     assert measured.tokens_per_s == 32 * 64 / 1.6 and measured.config.shape.seq_length == 64
 
 
-PREFIXES = ["[1745]: ", "jz-a100-3: ", " 3: ", "[rank3]:", "[1,3]<stdout>:", "[pod/train-3/main] ", "[1745] "]
-PREFIXES += ["2026-01-01T10:00:00.123456789Z ", "2026-01-01 10:00:00,123 - INFO - ", "INFO:root:", "[default7]:"]
+PREFIXES = [
+    "[1745]: ",
+    "jz-a100-3: ",
+    " 3: ",
+    "[rank3]:",
+    "[1,3]<stdout>:",
+    "[pod/train-3/main] ",
+    "[1745] ",
+]
+PREFIXES += [
+    "2026-01-01T10:00:00.123456789Z ",
+    "2026-01-01 10:00:00,123 - INFO - ",
+    "INFO:root:",
+    "[default7]:",
+]
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -196,8 +244,14 @@ def test_what_stands_before_a_line_takes_nothing_from_it(tmp_path, prefix):
 
 @pytest.mark.parametrize("prefix", ["{}: ", "jz-a100-{}: "])
 def test_ranks_that_print_the_same_iterations_at_their_own_pace_are_one_run(tmp_path, prefix):
-    lags = [(i + lag, m2021(i, 100, ms=2000.0 + r), r) for r, lag in ((0, 0), (1, 3), (2, 1)) for i in range(1, 30)]
-    text = "".join(prefix.format(rank) + line for _, line, rank in sorted(lags, key=lambda entry: entry[0]))
+    lags = [
+        (i + lag, m2021(i, 100, ms=2000.0 + r), r)
+        for r, lag in ((0, 0), (1, 3), (2, 1))
+        for i in range(1, 30)
+    ]
+    text = "".join(
+        prefix.format(rank) + line for _, line, rank in sorted(lags, key=lambda entry: entry[0])
+    )
     (log,) = runs(tmp_path, text)
     assert list(log.iterations["iteration"]) == list(range(1, 30))
 
@@ -217,13 +271,17 @@ def test_a_launch_that_trains_nothing_is_a_run_of_its_own(tmp_path, text, status
 
 
 def test_many_lines_and_one_at_a_time_are_read_alike():
-    """Lines of one form are read by the places of their numbers, others by all rules: the same to the last bit."""
+    """Lines of one form are read by the places of their numbers, others by all rules: the same to
+    the last bit.
+    """
     texts = {"megatron": [m2021(i, 900, ms=2000 + i / 7, loss=5 / i) for i in range(1, 80)]}
     texts["deepspeed alone"] = deepspeed(0).splitlines(True) + deepspeed(25, at=3).splitlines(True)
     texts["titan"] = [TITAN.format(i=i, loss=5 / i) for i in range(1, 80)]
     texts["two runs"] = [m2021(i, 900) for part in (range(1, 40), range(20, 70)) for i in part]
     texts["with steps"] = [
-        t for pair in zip(texts["megatron"], deepspeed(0).splitlines(True) * 8, strict=False) for t in pair
+        t
+        for pair in zip(texts["megatron"], deepspeed(0).splitlines(True) * 8, strict=False)
+        for t in pair
     ]
     for name, of_name in texts.items():
         at_once, singly = Reader(), Reader()
@@ -232,30 +290,48 @@ def test_many_lines_and_one_at_a_time_are_read_alike():
             singly.feed(text.encode())
         for one, other in zip(at_once.close(), singly.close(), strict=True):
             for table in ("iterations", "companion", "timers"):
-                frames = [frame(getattr(run, table).columns()).sort_index(axis=1) for run in (one, other)]
+                frames = [
+                    frame(getattr(run, table).columns()).sort_index(axis=1) for run in (one, other)
+                ]
                 assert frames[0].equals(frames[1]), (name, table)
             assert (one.memory, one.last_line) == (other.memory, other.last_line)
 
 
 def test_a_form_that_held_nothing_is_read_once_other_digits_give_it_values(tmp_path, monkeypatch):
-    """`0 oom_kill events` and `step=0` report nothing, others do; a dump that every rank prints is read in each run."""
+    """`0 oom_kill events` and `step=0` report nothing, others do; a dump that every rank prints is
+    read in each run.
+    """
     monkeypatch.setattr("trilane.logs.reading.blocks.BLOCK", 500)
     killed = "slurmstepd: error: Detected {} oom_kill events in StepId=42.0.\n"
     assert (
-        runs(tmp_path, killed.format(0) * 30 + MANY + killed.format(0) * 30 + killed.format(1))[0].status
+        runs(tmp_path, killed.format(0) * 30 + MANY + killed.format(0) * 30 + killed.format(1))[
+            0
+        ].status
         == "host memory"
     )
     first = STEP.format(m=0, s=0, ms=0, i=0)
-    assert list(runs(tmp_path, first * 30 + first.replace("step=0", "step=9"))[0].iterations["iteration"]) == [9]
+    assert list(
+        runs(tmp_path, first * 30 + first.replace("step=0", "step=9"))[0].iterations["iteration"]
+    ) == [9]
     dump = "---------------- arguments ----------------\n  hidden_size ......... 64\n  a_name_that_is_long  7\n---------------- end of arguments ----------------\n"
     *_, log = runs(tmp_path, (START + dump * 20 + m2021(1)) * 2)
     assert (log.arguments["hidden_size"], log.arguments["a_name_that_is_long"]) == (64, 7)
-    words = {"None": None, "True": True, "False": False, "true": True, "false": False, "1e-5": 1e-5, "1e999": "1e999"}
+    words = {
+        "None": None,
+        "True": True,
+        "False": False,
+        "true": True,
+        "false": False,
+        "1e-5": 1e-5,
+        "1e999": "1e999",
+    }
     words |= {str(1 << 63): str(1 << 63), "9": 9, "x": "x"}
     assert {text: read_value(text) for text in words} == words
 
 
-def test_a_file_that_grows_is_read_as_far_as_it_goes_and_one_that_shrinks_is_refused(tmp_path, monkeypatch):
+def test_a_file_that_grows_is_read_as_far_as_it_goes_and_one_that_shrinks_is_refused(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("trilane.logs.reading.blocks.BLOCK", 1000)
     path = tmp_path / "a.log"
     path.write_text("".join(m2021(i, 99) for i in range(1, 20)))
@@ -277,9 +353,16 @@ def test_a_gzip_file_of_many_members_is_one_stream(tmp_path):
 
 
 def test_our_own_steps_are_the_text_of_the_terminal(tmp_path):
-    rows = [{"iteration": i, "sec_per_it": 0.25, "tflops": 2.0, "lm_loss": 5.5, "skipped": 0} for i in range(1, 30)]
+    rows = [
+        {"iteration": i, "sec_per_it": 0.25, "tflops": 2.0, "lm_loss": 5.5, "skipped": 0}
+        for i in range(1, 30)
+    ]
     (log,) = runs(tmp_path, "".join(json.dumps(row) + "\n" for row in rows))
-    assert (log.dialect, len(log.iterations), set(log.iterations["lm_loss"])) == ("trilane", 29, {5.5})
+    assert (log.dialect, len(log.iterations), set(log.iterations["lm_loss"])) == (
+        "trilane",
+        29,
+        {5.5},
+    )
     assert read_log(tmp_path / "a.log").first_iteration == 1
 
 
@@ -291,7 +374,11 @@ def test_what_comes_late_is_added_to_one_of_the_last_64_rows_where_it_lacks():
         table.fill(number, {"loss": 4.0, "norm": number})
     table.change_last({"loss": 3.0})
     found = frame(table.columns(), ("iteration",))
-    assert found["iteration"].dtype == "int64" and found["norm"].dropna().to_dict() == {6: 6, 7: 7, 68: 68}
-    assert found["loss"].iloc[[5, 7, 6, 68, 69]].tolist() == [5, 5, 4, 4, 3] and table.last("norm") != table.last(
+    assert found["iteration"].dtype == "int64" and found["norm"].dropna().to_dict() == {
+        6: 6,
+        7: 7,
+        68: 68,
+    }
+    assert found["loss"].iloc[[5, 7, 6, 68, 69]].tolist() == [5, 5, 4, 4, 3] and table.last(
         "norm"
-    )
+    ) != table.last("norm")

@@ -1,4 +1,6 @@
-"""Hand-written tables: Markdown and CSV rows, the text around them, quoted logs, and contradictions in a row."""
+"""Hand-written tables: Markdown and CSV rows, the text around them, quoted logs, and contradictions
+in a row.
+"""
 
 import csv
 import time
@@ -42,11 +44,36 @@ def test_each_measured_row_is_a_run(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
-        *(("mem", "47GB", 47), ("time", "0.661s", 0.661), ("size", "**181B**", 181), ("gbs", "1_024", 1024)),
-        *(("gbs", "1,024", 1024), ("mem", "`56 GiB`", 56), ("mem", "~30", 30), ("time", "4 it/s", 0.25)),
-        *(("seq", "1e3", 1000), ("time", "62,5", 62.5), ("time", "0,125", 0.125), ("time", "1234,567 s", 1234.567)),
-        *(("time", "1,234.5", 1234.5), ("time", "1.024", 1.024), ("time", "850 ms", 0.85), ("seq", "4k", 4096)),
-        *(("gbs", "1\u202f024", 1024), ("size", "1 048 576,5", 0.0010485765), ("size", "350M", 0.35), ("zero", "0", 0)),
+        *(
+            ("mem", "47GB", 47),
+            ("time", "0.661s", 0.661),
+            ("size", "**181B**", 181),
+            ("gbs", "1_024", 1024),
+        ),
+        *(
+            ("gbs", "1,024", 1024),
+            ("mem", "`56 GiB`", 56),
+            ("mem", "~30", 30),
+            ("time", "4 it/s", 0.25),
+        ),
+        *(
+            ("seq", "1e3", 1000),
+            ("time", "62,5", 62.5),
+            ("time", "0,125", 0.125),
+            ("time", "1234,567 s", 1234.567),
+        ),
+        *(
+            ("time", "1,234.5", 1234.5),
+            ("time", "1.024", 1.024),
+            ("time", "850 ms", 0.85),
+            ("seq", "4k", 4096),
+        ),
+        *(
+            ("gbs", "1\u202f024", 1024),
+            ("size", "1 048 576,5", 0.0010485765),
+            ("size", "350M", 0.35),
+            ("zero", "0", 0),
+        ),
     ],
 )
 def test_a_cell_is_a_number_in_the_unit_of_its_column(name, text, value):
@@ -56,7 +83,21 @@ def test_a_cell_is_a_number_in_the_unit_of_its_column(name, text, value):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        *(("time", text) for text in ("12.5.1", "1,2,4", "1 02", "1,0245,6", "", "x", "1.048.576", "0", "-1", "1e300")),
+        *(
+            ("time", text)
+            for text in (
+                "12.5.1",
+                "1,2,4",
+                "1 02",
+                "1,0245,6",
+                "",
+                "x",
+                "1.048.576",
+                "0",
+                "-1",
+                "1e300",
+            )
+        ),
         *(("gbs", "2M tokens"), ("mem", "5 watts"), ("time", "8k tokens/s")),
     ],
 )
@@ -67,9 +108,23 @@ def test_what_is_no_such_quantity_is_none(name, text):
 @pytest.mark.parametrize(
     ("header", "name", "unit"),
     [
-        *(("Sec/it", "time", ""), ("Mem (GiB)", "mem", "GiB"), ("NNODES", "nodes", ""), ("Time (ms)", "time", "ms")),
-        *(("Glob-BS", "gbs", ""), ("TFLOP/s/GPU", "tflops", ""), ("mem_gb", "mem", "gb"), ("Loss", "", "")),
-        *(("Throughput (TFLOPs)", "tflops", ""), ("Throughput (tokens/s)", "tokens", ""), ("Time", "time", "?")),
+        *(
+            ("Sec/it", "time", ""),
+            ("Mem (GiB)", "mem", "GiB"),
+            ("NNODES", "nodes", ""),
+            ("Time (ms)", "time", "ms"),
+        ),
+        *(
+            ("Glob-BS", "gbs", ""),
+            ("TFLOP/s/GPU", "tflops", ""),
+            ("mem_gb", "mem", "gb"),
+            ("Loss", "", ""),
+        ),
+        *(
+            ("Throughput (TFLOPs)", "tflops", ""),
+            ("Throughput (tokens/s)", "tokens", ""),
+            ("Time", "time", "?"),
+        ),
     ],
 )
 def test_columns_go_by_many_names(header, name, unit):
@@ -82,7 +137,17 @@ def test_a_log_with_a_table_of_something_else_stays_a_log(tmp_path):
     assert (run.dialect, len(run.iterations)) == ("megatron-2021", 2)
 
 
-GOOD = {"gpus": 32, "tp": 4, "pp": 4, "dp": 2, "mbs": 1, "gbs": 8, "seq": 2048, "time": 1.5, "size": 1.3}
+GOOD = {
+    "gpus": 32,
+    "tp": 4,
+    "pp": 4,
+    "dp": 2,
+    "mbs": 1,
+    "gbs": 8,
+    "seq": 2048,
+    "time": 1.5,
+    "size": 1.3,
+}
 LAYERS = "layers=24 hidden=2048"  # 1.209e9 parameters by L (12 h^2 + 13 h)
 ROWS = {
     "": "mbs=1|cp=2 gpus=64|gpus=33 nodes=1|gpus=nan nodes=8 gpus_per_node=4|chunks=4|mbs=2 chunks=2|tflops=2.4|tflops=3.9|"
@@ -99,17 +164,22 @@ ROWS = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_what_a_row_contradicts_is_named(name):
-    """FLOP/s are 5.4 to 8.8 x 1.3e9 parameters x 8 x 2048 tokens, in 1.5 s of 32 GPUs: 2.396 to 3.905e12 a second and
-    GPU; rates may be a tenth off."""
+    """FLOP/s are 5.4 to 8.8 x 1.3e9 parameters x 8 x 2048 tokens, in 1.5 s of 32 GPUs: 2.396 to
+    3.905e12 a second and GPU; rates may be a tenth off.
+    """
     for text in ROWS[name].split("|"):
         changes = {word: float(value) for word, value in (pair.split("=") for pair in text.split())}
-        assert [*dict(contradictions(Row(line=3, text="", numbers=GOOD | changes)))] == [name] * bool(name), text
+        assert [*dict(contradictions(Row(line=3, text="", numbers=GOOD | changes)))] == [
+            name
+        ] * bool(name), text
 
 
 def test_a_contradiction_is_a_problem_of_its_run(tmp_path):
     text = f"{','.join(GOOD)}\n" + "32,4,4,2,1,8,2048,1.5,1.3\n16,4,4,2,1,8,2048,1.5,1.3\n"
     right, wrong = runs(tmp_path, text.replace("time", "sec_per_it"), "a.csv")
-    assert right.problems == () and [(p.rule, p.column, p.line) for p in wrong.problems] == [("row", "gpus", 3)]
+    assert right.problems == () and [(p.rule, p.column, p.line) for p in wrong.problems] == [
+        ("row", "gpus", 3)
+    ]
 
 
 def test_what_all_of_several_rows_contradict_is_a_column_that_means_something_else(tmp_path):
@@ -119,7 +189,11 @@ def test_what_all_of_several_rows_contradict_is_a_column_that_means_something_el
 
 def test_a_long_line_takes_no_long_time(tmp_path):
     began = time.process_time()
-    for text in ("[" * 100_000, "|" * 100_000 + "\n|---|---|\n", "|" + "[" * 100_000 + "|a|\n|---|---|\n|1|2|\n"):
+    for text in (
+        "[" * 100_000,
+        "|" * 100_000 + "\n|---|---|\n",
+        "|" + "[" * 100_000 + "|a|\n|---|---|\n|1|2|\n",
+    ):
         with pytest.raises(ValueError, match=r"^log="):
             runs(tmp_path, text)
     with pytest.raises(ValueError, match=r"^table=line 2: is no CSV"):
@@ -129,22 +203,49 @@ def test_a_long_line_takes_no_long_time(tmp_path):
 
 def measured():
     path = SHARED / "measured/seeds_measured.csv"
-    return [row for row in csv.DictReader(path.open()) if row["kind"] == "table"] if path.is_file() else []
+    return (
+        [row for row in csv.DictReader(path.open()) if row["kind"] == "table"]
+        if path.is_file()
+        else []
+    )
 
 
-@pytest.mark.skipif(not SEEDS or not measured(), reason="the seed documents are not beside this checkout")
+@pytest.mark.skipif(
+    not SEEDS or not measured(), reason="the seed documents are not beside this checkout"
+)
 def test_the_seed_documents_are_their_204_timed_rows():
-    """Against the rows as others wrote them down: the same lines, and equal in every number that we claim to read."""
+    """Against the rows as others wrote them down: the same lines, and equal in every number that we
+    claim to read.
+    """
     words = {"size": "model_size_b", "chunks": "pp_chunks"}
-    names = ("gpus", "nodes", "size", "dp", "tp", "pp", "chunks", "mbs", "gbs", "layers", "hidden", "heads", "seq")
+    names = (
+        "gpus",
+        "nodes",
+        "size",
+        "dp",
+        "tp",
+        "pp",
+        "chunks",
+        "mbs",
+        "gbs",
+        "layers",
+        "hidden",
+        "heads",
+        "seq",
+    )
     found = {(p.name, run.arguments["line"]): run for p in SEEDS for run in read_runs(p)}
     truth = {(row["source_file"], int(row["line_no"])): row for row in measured()}
     timed = {
-        place for place, run in found.items() if run.iterations.get("sec_per_it", run.iterations).notna().any(axis=None)
+        place
+        for place, run in found.items()
+        if run.iterations.get("sec_per_it", run.iterations).notna().any(axis=None)
     }
     # the time of six rows stands in log lines below their tables
     elsewhere = {("003_ea44700ea3ef12b5.txt", line) for line in (389, 390, 391, 427, 428, 429)}
-    assert timed | elsewhere == {place for place, row in truth.items() if row["sec_per_it"]} and len(timed) == 204
+    assert (
+        timed | elsewhere == {place for place, row in truth.items() if row["sec_per_it"]}
+        and len(timed) == 204
+    )
     for place, run in found.items():
         row = truth[place]
         arguments = {n: float(v) for n in names if (v := run.arguments.get(n)) is not None}
@@ -153,6 +254,10 @@ def test_the_seed_documents_are_their_204_timed_rows():
             assert run.iterations["sec_per_it"].iloc[0] == float(row["sec_per_it"]), place
         if row["mem_gb"]:
             assert run.memory["max_reserved"].iloc[0] / 2**30 == float(row["mem_gb"]), place
-        assert (run.status == "OOM") == (row["oom"] == "1") and (run.status == "hang") == (row["hang"] == "1"), place
+        assert (run.status == "OOM") == (row["oom"] == "1") and (run.status == "hang") == (
+            row["hang"] == "1"
+        ), place
     wrong = {(*place, p.column) for place, run in found.items() for p in run.problems}
-    assert wrong == {("001_7d4a0e1a2fecc60d.txt", 52, "gbs")}, "4 microbatches x MBS 1 x DP 4 are 16, and not 4"
+    assert wrong == {("001_7d4a0e1a2fecc60d.txt", 52, "gbs")}, (
+        "4 microbatches x MBS 1 x DP 4 are 16, and not 4"
+    )

@@ -12,7 +12,13 @@ import pytest
 from trilane.config.cluster import cluster
 from trilane.config.engines import unsupported_rule
 from trilane.config.model import parse_shape
-from trilane.config.parallelism import CLUSTER_RULES, SHAPE_RULES, TOPOLOGY_RULES, Topology, invalid_reason
+from trilane.config.parallelism import (
+    CLUSTER_RULES,
+    SHAPE_RULES,
+    TOPOLOGY_RULES,
+    Topology,
+    invalid_reason,
+)
 from trilane.costmodel import shipped
 from trilane.costmodel.calibration import Configuration
 from trilane.costmodel.predict import predict
@@ -25,7 +31,13 @@ K = shipped.default(A100)
 SHAPE = parse_shape("72,14336,64,2048,250880")
 STORED = Topology(precision="bf16", attention="scores")
 SMALL = parse_shape("24,2048,16,2048,50304")
-AS_THEN = {"precision": "fp16", "recompute": "full", "zero": 1, "attention": "scores", "partition": "uniform"}
+AS_THEN = {
+    "precision": "fp16",
+    "recompute": "full",
+    "zero": 1,
+    "attention": "scores",
+    "partition": "uniform",
+}
 AS_THEN |= {"sequence_parallel": False, "interleaving": 1}
 
 
@@ -48,10 +60,15 @@ def test_the_best_three_are_of_three_tp_pp_dp_and_variants_are_listed_where_thes
     """The fastest of each, as in the list of all."""
     every = search(SHAPE, A100, gpus=384, gbs=2048, calibration=K)
     three = search(SHAPE, A100, gpus=384, gbs=2048, calibration=K, top=3, distinct=True)
-    assert three.candidates == every.best_per_sizes(3).rows and three.risky == every.best_per_sizes(3, risky=True).rows
+    assert (
+        three.candidates == every.best_per_sizes(3).rows
+        and three.risky == every.best_per_sizes(3, risky=True).rows
+    )
     assert three.candidates != every.candidates[:3] and three.pareto == every.pareto
     tp, pp, _ = sizes_of(every.candidates[0])
-    pinned = search(SHAPE, A100, gpus=384, gbs=2048, calibration=K, top=3, distinct=True, tp=tp, pp=pp)
+    pinned = search(
+        SHAPE, A100, gpus=384, gbs=2048, calibration=K, top=3, distinct=True, tp=tp, pp=pp
+    )
     assert [sizes_of(c) for c in pinned.candidates] == 3 * [sizes_of(every.candidates[0])]
 
 
@@ -60,16 +77,29 @@ def test_no_tensor_parallel_group_lies_across_two_nodes_unless_one_node_holds_th
     found = search_space(shape, A100, Space(gpus=(336,), gbs=(2048,), pins={"zero": (1,)}), K)
     assert {c.topology.tp for c in found.candidates} <= {1, 2, 4, 8}
     assert found.refused_by_rule["tp: a tensor-parallel group must stay inside a node"] > 0
-    inside = search_space(parse_shape("24,2304,24,2048,50304"), A100, Space(gpus=(6,), gbs=(48,), pins={"tp": (3,)}), K)
+    inside = search_space(
+        parse_shape("24,2304,24,2048,50304"),
+        A100,
+        Space(gpus=(6,), gbs=(48,), pins={"tp": (3,)}),
+        K,
+    )
     assert inside.candidates, "two groups of 3 lie in one node of 8"
 
 
 def test_plain_loops_see_as_many_topologies_and_refuse_each_by_the_first_rule_that_it_breaks():
-    """What decides for all batch sizes at once comes first, then the other rules, the engine's, and the memory."""
+    """What decides for all batch sizes at once comes first, then the other rules, the engine's, and
+    the memory.
+    """
     shape, counts, engine = parse_shape("40,5120,40,2048,50304"), Counter(), "megatron"
     rules = [(r, (A100,)) for r in CLUSTER_RULES] + [(r, (shape,)) for r in SHAPE_RULES]
-    rules = sorted([*rules, *((r, ()) for r in TOPOLOGY_RULES)], key=lambda rule: not rule[0].of_sizes)
-    lanes = [(t, p, 12 // t // p) for t, p in itertools.product(range(1, 13), repeat=2) if 12 % (t * p) == 0]
+    rules = sorted(
+        [*rules, *((r, ()) for r in TOPOLOGY_RULES)], key=lambda rule: not rule[0].of_sizes
+    )
+    lanes = [
+        (t, p, 12 // t // p)
+        for t, p in itertools.product(range(1, 13), repeat=2)
+        if 12 % (t * p) == 0
+    ]
     for tp, pp, dp in lanes:
         chunks = [v for v in range(1, 40 // pp + 1) if 40 // pp % v == 0] if pp > 1 else [1]
         choices = (chunks, (0, 1, 2), ("none", "full"), ("uniform", "type:transformer|embedding"))
@@ -78,15 +108,37 @@ def test_plain_loops_see_as_many_topologies_and_refuse_each_by_the_first_rule_th
             if overlaps == 2 and zero != 1:
                 continue
             for mbs in (m for m in range(1, 25) if 24 % (dp * m) == 0):
-                given = {"tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "gbs": 24, "interleaving": v, "zero": zero}
-                given |= {"recompute": recompute, "partition": partition, "sequence_parallel": sp, "precision": "bf16"}
-                given |= {"overlap_grad_reduce": overlaps > 0, "overlap_param_gather": overlaps == 2}
-                t = SimpleNamespace(**vars(Topology()) | given, gpus=12, microbatches=24 // (mbs * dp))
-                broken = next((rule.name for rule, subjects in rules if not rule.holds(t, *subjects)), None)
+                given = {
+                    "tp": tp,
+                    "pp": pp,
+                    "dp": dp,
+                    "mbs": mbs,
+                    "gbs": 24,
+                    "interleaving": v,
+                    "zero": zero,
+                }
+                given |= {
+                    "recompute": recompute,
+                    "partition": partition,
+                    "sequence_parallel": sp,
+                    "precision": "bf16",
+                }
+                given |= {
+                    "overlap_grad_reduce": overlaps > 0,
+                    "overlap_param_gather": overlaps == 2,
+                }
+                t = SimpleNamespace(
+                    **vars(Topology()) | given, gpus=12, microbatches=24 // (mbs * dp)
+                )
+                broken = next(
+                    (rule.name for rule, subjects in rules if not rule.holds(t, *subjects)), None
+                )
                 if not broken and (unsupported := unsupported_rule(engine, shape, t)):
                     broken = f"{unsupported[0]}: {unsupported[2]}"
                 if not broken:
-                    case = Configuration(shape=shape, topology=Topology(**given), cluster=A100, engine=engine)
+                    case = Configuration(
+                        shape=shape, topology=Topology(**given), cluster=A100, engine=engine
+                    )
                     broken = MEMORY_RULE if predict(case, K).oom_probability > 0.5 else "none"
                 counts[broken] += 1
     space = Space(gpus=(12,), gbs=(24,), pins={"zero": (0, 1, 2), "recompute": ("none", "full")})
@@ -98,7 +150,12 @@ def test_plain_loops_see_as_many_topologies_and_refuse_each_by_the_first_rule_th
 def test_the_vectorized_prediction_is_the_prediction_of_the_one_plan(host_s):
     """Ranked by arrays of many points at once, predicted one by one."""
     known = dataclasses.replace(K, host_s=host_s)
-    pins = {"mbs": (1, 4), "interleaving": (1, 2), "pp": (1, 2), "offload": ("none", "optimizer", "full")}
+    pins = {
+        "mbs": (1, 4),
+        "interleaving": (1, 2),
+        "pp": (1, 2),
+        "offload": ("none", "optimizer", "full"),
+    }
     space = Space(gpus=(8,), gbs=(32,), pins=pins, engine="deepspeed-zero")
     found = search_space(SMALL, A100, space, known, top=10_000)
     plain = dataclasses.replace(space, pins={**pins, "offload": ("none",)}, engine="megatron")
@@ -113,11 +170,15 @@ def test_the_vectorized_prediction_is_the_prediction_of_the_one_plan(host_s):
 def test_what_is_pinned_holds_in_every_plan_that_is_listed(pin):
     """Also where a plan without pipeline or tensor parallelism would be faster."""
     found = search_space(SMALL, A100, Space(gpus=(8,), gbs=(32,), pins=pin), K, top=10_000)
-    assert {(getattr(c.topology, name),) for c in found.candidates for name in pin} == set(pin.values())
+    assert {(getattr(c.topology, name),) for c in found.candidates for name in pin} == set(
+        pin.values()
+    )
 
 
 def test_the_pareto_front_trades_seconds_for_memory():
-    front = search_space(SHAPE, A100, Space(gpus=(384,), gbs=(2048,), pins={"zero": (1,)}), K).pareto
+    front = search_space(
+        SHAPE, A100, Space(gpus=(384,), gbs=(2048,), pins={"zero": (1,)}), K
+    ).pareto
     seconds = [c.prediction.sec_per_it for c in front]
     memory = [c.prediction.memory_bytes for c in front]
     assert len(front) > 2 and seconds == sorted(seconds) and memory == sorted(memory, reverse=True)
@@ -129,11 +190,18 @@ def test_the_largest_model_of_a_family_is_the_last_that_fits():
     v100 = cluster("jz-v100-32g")
     pins = {"mbs": (1,), "zero": (0, 1), "recompute": ("full",)}
     space = Space(gpus=(16,), gbs=(16,), pins=pins, fixed=Topology(precision="fp16"))
-    assert [search_space(shape, v100, space).runnable > 0 for shape in family] == [True, True, True, False]
+    assert [search_space(shape, v100, space).runnable > 0 for shape in family] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_million_configurations_take_a_second_or_two():
-    """The target is 1,000,000 a second on one idle core; a shared test machine gets three times that."""
+    """The target is 1,000,000 a second on one idle core; a shared test machine gets three times
+    that.
+    """
     space = Space(gpus=(384,), gbs=tuple(range(1, 2049)), fixed=STORED)
     start = time.process_time()
     found = search_space(SHAPE, A100, space, K, top=10)
@@ -173,11 +241,15 @@ def test_plans_that_differ_by_less_than_can_be_predicted_share_a_rank(seconds, s
 )
 def test_what_a_search_without_plans_names_would_run(asked, cures):
     found = search(SHAPE, A100, calibration=K, **asked)
-    assert not found.candidates and found.cures() == cures and found.as_text().count(found.cure) == 1
+    assert (
+        not found.candidates and found.cures() == cures and found.as_text().count(found.cure) == 1
+    )
     words = cures[0].split()
     pairs = zip(words[::2], words[1::2], strict=True)
     changed = {name[2:]: int(value) if value.isdigit() else value for name, value in pairs}
     assert search(SHAPE, A100, calibration=K, **asked | changed).candidates
     with pytest.raises(ValueError, match=r"no topology can run; .*; what would run: ") as refusal:
         found.best(3)
-    assert (f"; {len(found.risky)} may run out of memory" in str(refusal.value)) == bool(found.risky)
+    assert (f"; {len(found.risky)} may run out of memory" in str(refusal.value)) == bool(
+        found.risky
+    )

@@ -9,7 +9,8 @@ from trilane.planning.space import Space, divisors
 
 
 @pytest.mark.parametrize(
-    ("n", "found"), [(1, [1]), (2, [1, 2]), (12, [1, 2, 3, 4, 6, 12]), (16, [1, 2, 4, 8, 16]), (49, [1, 7, 49])]
+    ("n", "found"),
+    [(1, [1]), (2, [1, 2]), (12, [1, 2, 3, 4, 6, 12]), (16, [1, 2, 4, 8, 16]), (49, [1, 7, 49])],
 )
 def test_each_divisor_is_listed_once(n: int, found: list[int]) -> None:
     assert divisors(n) == found
@@ -22,24 +23,37 @@ def test_each_way_to_cut_eight_gpus_is_looked_at_once() -> None:
 
 
 def test_blocks_of_recomputed_layers_are_no_whole_stage() -> None:
-    """megatron-core counts them in each chunk of a stage: with two chunks of 5 layers, 5 would be recompute full."""
+    """megatron-core counts them in each chunk of a stage: with two chunks of 5 layers, 5 would be
+    recompute full.
+    """
     shape, searched = parse_shape("40,5120,40,2048,50304"), Space(gpus=(4,), gbs=(8,))
     found = {
-        (p["interleaving"], p["recompute_layers"]) for p in searched.points(shape.num_layers // 4, False, True, False)
+        (p["interleaving"], p["recompute_layers"])
+        for p in searched.points(shape.num_layers // 4, False, True, False)
     }
     assert found == {(1, 0), (2, 0), (5, 0), (10, 0), (1, 2), (1, 5), (1, 7), (2, 2)}
     pinned = Space(gpus=(4,), gbs=(8,), pins={"recompute_layers": (5,), "interleaving": (2,)})
-    assert {p["recompute"] for p in pinned.points(shape.num_layers // 4, False, True, False)} == {"block"}
+    assert {p["recompute"] for p in pinned.points(shape.num_layers // 4, False, True, False)} == {
+        "block"
+    }
 
 
 def test_a_batch_is_shared_out_whole() -> None:
     """12 sequences on two replicas: microbatches of 1, 2, 3 or 6; on five none."""
     space = Space(gpus=(10,), gbs=(12, 7))
-    assert [tuple(pair) for pair in zip(*space.batches(2), strict=True)] == [(1, 12), (2, 12), (3, 12), (6, 12)]
+    assert [tuple(pair) for pair in zip(*space.batches(2), strict=True)] == [
+        (1, 12),
+        (2, 12),
+        (3, 12),
+        (6, 12),
+    ]
     assert space.batches(5)[0].size == 0
 
 
 def test_the_front_holds_what_nothing_beats_and_of_equals_one() -> None:
     """(seconds, memory): 2 is as small as 1 and slower, 4 is as fast as 3 and larger, 5 repeats 3."""
-    seconds, memory = np.array([1.0, 2.0, 3.0, 3.0, 3.0, 9.0]), np.array([9.0, 9.0, 5.0, 6.0, 5.0, 1.0])
+    seconds, memory = (
+        np.array([1.0, 2.0, 3.0, 3.0, 3.0, 9.0]),
+        np.array([9.0, 9.0, 5.0, 6.0, 5.0, 1.0]),
+    )
     assert front_of(seconds, memory).tolist() in ([0, 2, 5], [0, 4, 5])

@@ -1,9 +1,11 @@
-"""One node of a rehearsal, in place of its ranks: beats, steps, checkpoints and the signal, without torch.
+"""One node of a rehearsal, in place of its ranks: beats, steps, checkpoints and the signal, without
+torch.
 
-Run by each task of the step in the run folder. The first one trains: an iteration waits until the file `allowed` has
-its number, and ends the step where a node of it is gone. That it sees by the lock that each node holds, as ranks see it
-by a collective that fails. As `node.py test` it is the test of a node before the training. Nothing of trilane is
-imported: forty interpreters start on two cores.
+Run by each task of the step in the run folder. The first one trains: an iteration waits until the
+file `allowed` has its number, and ends the step where a node of it is gone. That it sees by the
+lock that each node holds, as ranks see it by a collective that fails. As `node.py test` it is the
+test of a node before the training. Nothing of trilane is imported: forty interpreters start on two
+cores.
 """
 
 import fcntl
@@ -16,9 +18,19 @@ import time
 from pathlib import Path
 
 if sys.argv[1] == "test":  # in place of trilane.engine.bench.node_test
-    bad = {name: socket.gethostname() in Path(name).read_text().split() for name in ("broken", "slow")}
+    bad = {
+        name: socket.gethostname() in Path(name).read_text().split() for name in ("broken", "slow")
+    }
     rate = 1e14 if bad["slow"] else 2e14  # of an A100, whose file has 3.12e14
-    print(json.dumps({"broken": ["a GPU is gone"] * bad["broken"], "doubtful": [], "rates": {"matmul FLOP/s": rate}}))
+    print(
+        json.dumps(
+            {
+                "broken": ["a GPU is gone"] * bad["broken"],
+                "doubtful": [],
+                "rates": {"matmul FLOP/s": rate},
+            }
+        )
+    )
     sys.exit()
 
 RANKS, GOAL, EVERY = 8, int(sys.argv[1]), int(sys.argv[2])
@@ -35,7 +47,13 @@ def ask(*_: object) -> None:
 
 def report(step: int) -> None:
     """The node's line in the run folder, as its watchdog writes it."""
-    beat = {"step": step, "phase": "forward", "time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+    beat = {
+        "step": step,
+        "phase": "forward",
+        "time": time.time(),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+    }
     ranks = [{"rank": node * RANKS + r, **beat} for r in range(RANKS)]
     values = {"first": node * RANKS, "host": socket.gethostname(), "start": start, "ranks": ranks}
     path = reports / f"{node * RANKS}.json"
@@ -64,7 +82,9 @@ def done() -> int:
     number = int(latest.read_text().strip().removeprefix("iter_")) if latest.exists() else 0
     steps = Path("steps.jsonl")
     lines = steps.read_text().splitlines() if steps.exists() else []
-    steps.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["iteration"] <= number))
+    steps.write_text(
+        "".join(f"{line}\n" for line in lines if json.loads(line)["iteration"] <= number)
+    )
     return number
 
 

@@ -1,7 +1,9 @@
-"""Ten ways to hang a real training, and one to lead it by hand, planted from outside: Python finds it in PYTHONPATH.
+"""Ten ways to hang a real training, and one to lead it by hand, planted from outside: Python finds
+it in PYTHONPATH.
 
-TRILANE_PLANT="kind rank iteration": the rank does it when it asks for the samples of that iteration, or in its first
-collective after that. `paced` does it at every iteration. Without the variable nothing happens.
+TRILANE_PLANT="kind rank iteration": the rank does it when it asks for the samples of that
+iteration, or in its first collective after that. `paced` does it at every iteration. Without the
+variable nothing happens.
 """
 
 import importlib.abc
@@ -51,10 +53,14 @@ def stop() -> None:
 
 
 def hold_the_lock() -> None:
-    """A helper thread in a C call that keeps Python's global lock: an expression that needs for ever to fail."""
+    """A helper thread in a C call that keeps Python's global lock: an expression that needs for
+    ever to fail.
+    """
     import re
 
-    threading.Thread(target=re.match, args=(r"(a+)+$", "a" * 60 + "b"), name="monitor", daemon=True).start()
+    threading.Thread(
+        target=re.match, args=(r"(a+)+$", "a" * 60 + "b"), name="monitor", daemon=True
+    ).start()
     time.sleep(0.1)
 
 
@@ -83,7 +89,9 @@ def load_for_ever() -> None:
 
 
 def wait_for_leave(number: int) -> None:
-    """The file `allowed` in the run folder holds the last iteration that may begin: a test acts in between."""
+    """The file `allowed` in the run folder holds the last iteration that may begin: a test acts in
+    between.
+    """
     while int(Path("allowed").read_text() or 0) < number:
         time.sleep(0.02)
 
@@ -113,7 +121,9 @@ def plant_in_data(module: Any) -> None:
 
 
 def plant_in_engine(module: Any) -> None:
-    """`skip`: the rank leaves an iteration out. `mismatch`, `slow`: its first collective then is another, or lasts."""
+    """`skip`: the rank leaves an iteration out. `mismatch`, `slow`: its first collective then is
+    another, or lasts.
+    """
     import torch.distributed as dist
 
     original, count = module.Megatron.step, [0]
@@ -131,7 +141,8 @@ def plant_in_engine(module: Any) -> None:
             while time.monotonic() < spin:
                 time.sleep(0.01)
         group = options.get("group")
-        # The gradient norm's group, tp x pp: where two disagree nobody could tell who of them is wrong.
+        # The gradient norm's group, tp x pp: where two disagree nobody could tell who of them is
+        # wrong.
         if count[0] == int(ITERATION) and KIND == "mismatch" and dist.get_world_size(group) == 4:
             return dist.barrier(group=group)
         return all_reduce(tensor, *args, **options)

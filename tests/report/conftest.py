@@ -14,7 +14,13 @@ from support import BROWSER, SMALL, uncounted
 from trilane.report import notebook
 from trilane.workspace.study import Study
 
-OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+OPTIONS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+]
 OPTIONS += ["--disable-component-update", "--disable-sync"]
 
 
@@ -33,7 +39,9 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a demo study, as of `make run`, but of a smaller model and two runs; TMPDIR has a long path."""
+    """The folder of a demo study, as of `make run`, but of a smaller model and two runs; TMPDIR has
+    a long path.
+    """
     outputs, temporary = tmp_path_factory.mktemp("outputs"), tmp_path_factory.mktemp("x" * 100)
     command = [sys.executable, "-m", "trilane", "run", "all", "--study", "demo", *SMALL]
     env = {**uncounted(), "TRILANE_OUTPUTS": str(outputs), "TMPDIR": str(temporary)}
@@ -46,9 +54,19 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def big(demo: Path) -> Path:
-    """The folder of a study of 200 billion parameters on 384 GPUs, from its size to its decision, next to the demo."""
-    dates = {"start": "2027-03-01", "deadline": "2027-09-01", "allocation": 1.5e6, "price": 1.5, "tokens": 366e9}
-    with mock.patch.dict(os.environ, {**uncounted(), "TRILANE_OUTPUTS": str(demo.parent)}, clear=True):
+    """The folder of a study of 200 billion parameters on 384 GPUs, from its size to its decision,
+    next to the demo.
+    """
+    dates = {
+        "start": "2027-03-01",
+        "deadline": "2027-09-01",
+        "allocation": 1.5e6,
+        "price": 1.5,
+        "tokens": 366e9,
+    }
+    with mock.patch.dict(
+        os.environ, {**uncounted(), "TRILANE_OUTPUTS": str(demo.parent)}, clear=True
+    ):
         study = Study.create("big")
         notebook.run("01_sizing", study, choose="target")
         notebook.run("02_topology", study)

@@ -15,12 +15,20 @@ from trilane.report import notebook
 from trilane.workspace.study import Study
 
 TITLE = "<script>alert(1)</script> *176B* $x$"
-ASKED = {"tokens": 341e9, "ramp": "192,16,9765625", "start": "2027-01-04", "deadline": "2027-05-31", "allocation": 9e5}
+ASKED = {
+    "tokens": 341e9,
+    "ramp": "192,16,9765625",
+    "start": "2027-01-04",
+    "deadline": "2027-05-31",
+    "allocation": 9e5,
+}
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Study]:
-    """A plan of 384 GPUs that no topology brings within its allocation, so that the page has most to say."""
+    """A plan of 384 GPUs that no topology brings within its allocation, so that the page has most
+    to say.
+    """
     outputs = tmp_path_factory.mktemp("outputs")
     with mock.patch.dict(os.environ, {"TRILANE_OUTPUTS": str(outputs)}):
         made, plan = Study.create("decision"), outputs / "plan.json"
@@ -31,24 +39,36 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Study]:
 
 
 @in_browser
-def test_the_verdict_stands_on_the_first_screen_and_the_page_on_one_sheet(study: Study, browser: Any) -> None:
+def test_the_verdict_stands_on_the_first_screen_and_the_page_on_one_sheet(
+    study: Study, browser: Any
+) -> None:
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.goto((study.folder / "08_decision.html").as_uri())
     verdict = page.locator("p", has_text="GPU-hours").first
     box, text = verdict.bounding_box(), verdict.text_content()
     assert box["y"] + box["height"] <= 700
-    for part in (TITLE, "Do not start on 2027-01-04", "done by 2027-", "risk to miss the deadline 2027-05-31", "GiB"):
+    for part in (
+        TITLE,
+        "Do not start on 2027-01-04",
+        "done by 2027-",
+        "risk to miss the deadline 2027-05-31",
+        "GiB",
+    ):
         assert part in text, text
     assert len(re.findall(rb"/Type\s*/Page\b", page.pdf(prefer_css_page_size=True))) == 1
     page.set_viewport_size({"width": 703, "height": 1062})  # 186 x 281 mm: A4 within its margins
     page.emulate_media(media="print")
-    size = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
+    size = page.evaluate(
+        "[document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
+    )
     assert size[0] <= 703 and size[1] <= 1062, "nothing is made smaller to fit the sheet"
     page.close()
 
 
 def test_page_calendar_and_json_have_one_set_of_figures(study: Study) -> None:
-    calendar, decided = (json.loads((study.folder / f"{name}.json").read_text()) for name in ("calendar", "decision"))
+    calendar, decided = (
+        json.loads((study.folder / f"{name}.json").read_text()) for name in ("calendar", "decision")
+    )
     cases = {case["case"]: case for case in decided["cases"] if case["kind"] != "recommended"}
     assert cases[calendar["plan"]]["gpu_hours_p50"] == calendar["gpu_hours"]
     assert cases[calendar["plan"]]["p_overrun_allocation"] == calendar["p_overrun_allocation"]

@@ -1,4 +1,6 @@
-"""The demo study, as `make run` runs it: plan, train, read the own log, report; and Ctrl-C in its middle."""
+"""The demo study, as `make run` runs it: plan, train, read the own log, report; and Ctrl-C in its
+middle.
+"""
 
 import json
 import os
@@ -66,8 +68,12 @@ def test_a_second_run_of_the_study_is_refused_and_resume_keeps_what_is_done(demo
     assert refused.returncode == 2
     assert refused.stderr.strip().endswith("exists; resume it, or name another")
     before = {path: path.stat().st_mtime_ns for path in demo.rglob("*.jsonl")}
-    resumed = subprocess.run(command("--resume", "--zip"), env=env, capture_output=True, text=True, check=False)
-    assert resumed.returncode == 0 and resumed.stdout.splitlines()[-1] == str(demo.parent / "demo.zip")
+    resumed = subprocess.run(
+        command("--resume", "--zip"), env=env, capture_output=True, text=True, check=False
+    )
+    assert resumed.returncode == 0 and resumed.stdout.splitlines()[-1] == str(
+        demo.parent / "demo.zip"
+    )
     assert resumed.stderr.count("completed before, kept") == 4
     assert {path: path.stat().st_mtime_ns for path in demo.rglob("*.jsonl")} == before
 
@@ -75,26 +81,35 @@ def test_a_second_run_of_the_study_is_refused_and_resume_keeps_what_is_done(demo
 def test_ctrl_c_ends_every_process_and_leaves_the_run_folder_readable(demo, tmp_path):
     """In the first training of a study whose plans are made."""
     outputs = tmp_path / "outputs"
-    shutil.copytree(demo, outputs / "demo", ignore=shutil.ignore_patterns("runs", "03_*", "04_*", "earlier"))
+    shutil.copytree(
+        demo, outputs / "demo", ignore=shutil.ignore_patterns("runs", "03_*", "04_*", "earlier")
+    )
     (outputs / "local.json").write_text((demo.parent / "local.json").read_text())
     env = {**uncounted(), "TRILANE_OUTPUTS": str(outputs)}
     pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_ctrl_c}
     with subprocess.Popen(command("--resume"), env=env, **pipes) as child:
         steps = outputs / "demo/runs"
-        wait_until(lambda: any(p.stat().st_size for p in steps.glob("*/steps.jsonl")), 120, "no step was taken")
+        wait_until(
+            lambda: any(p.stat().st_size for p in steps.glob("*/steps.jsonl")),
+            120,
+            "no step was taken",
+        )
         family = psutil.Process(child.pid).children(recursive=True)
         child.send_signal(signal.SIGINT)
         errors = child.communicate(timeout=60)[1]
     assert child.returncode == 130
     assert errors.count("completed before, kept") == 2
-    # a kernel that is ended in the middle of a reply may complain of its socket; no code of ours does
+    # a kernel that is ended in the middle of a reply may complain of its socket; no code of ours
+    # does
     assert "trilane: interrupted" in errors and "/trilane/" not in errors.partition("Traceback")[2]
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive, alive
     run = next(steps.glob("*/steps.jsonl")).parent
     from trilane.logs.run import read_run_folder
 
-    an_hour_ago = time.time() - 3600  # a log without an end that grew a moment ago counts as running
+    an_hour_ago = (
+        time.time() - 3600
+    )  # a log without an end that grew a moment ago counts as running
     os.utime(run / "run.log", (an_hour_ago, an_hour_ago))
     log = read_run_folder(run)
     assert len(log.iterations) >= 1 and log.status in ("cancelled", "unfinished")

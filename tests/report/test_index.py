@@ -18,12 +18,17 @@ from trilane.workspace.study import Study
     ("name", "text"),
     [
         ("01_sizing.ipynb", '{"cells": "x"}'),
-        ("01_sizing.ipynb", '{"cells": [], "metadata": {"papermill": 7}, "nbformat": 4, "nbformat_minor": 5}'),
+        (
+            "01_sizing.ipynb",
+            '{"cells": [], "metadata": {"papermill": 7}, "nbformat": 4, "nbformat_minor": 5}',
+        ),
         ("01_sizing.ipynb", "\udc80"),
         ("runs/a/status.json", '{"status": ["x"], "evidence": 7}'),
     ],
 )
-def test_a_damaged_file_of_a_study_leaves_its_index_readable(outputs: Path, name: str, text: str) -> None:
+def test_a_damaged_file_of_a_study_leaves_its_index_readable(
+    outputs: Path, name: str, text: str
+) -> None:
     study = Study.create("s")
     (study.folder / "runs/a").mkdir(parents=True)
     (study.folder / "runs/a/plan.json").write_text("{}")
@@ -36,29 +41,56 @@ def test_an_index_shows_names_as_text_and_links_below_its_folder(outputs: Path) 
     run = study.folder / "runs" / "a#b?c%20 <u>"
     run.mkdir(parents=True)
     (run / "plan.json").write_text("{}")
-    status = {"status": "crashed", "evidence": "<script>alert(1)</script>", "rank": 0, "exit_code": 1, "seconds": 9.0}
+    status = {
+        "status": "crashed",
+        "evidence": "<script>alert(1)</script>",
+        "rank": 0,
+        "exit_code": 1,
+        "seconds": 9.0,
+    }
     (run / "status.json").write_text(json.dumps(status))
     (run / ".lock").touch()
     (run / "ranks").mkdir()
     for name in ("javascript:alert(1).csv", "<img src=x>.csv", "\udc80.csv"):
         (study.folder / name).touch()
-    for name, made in (("07_x", {"end_time": "2027-01-04", "duration": 12.6}), ("08_decision", {}), ("09_y", {})):
+    for name, made in (
+        ("07_x", {"end_time": "2027-01-04", "duration": 12.6}),
+        ("08_decision", {}),
+        ("09_y", {}),
+    ):
         notebook = nbformat.v4.new_notebook(metadata={"papermill": made})
         notebook.cells = [nbformat.v4.new_markdown_cell(f"# {name}?\n\n## Why?")]
         nbformat.write(notebook, study.folder / f"{name}.ipynb")
     text = write_index(study).read_text()
-    cells = "|".join(re.sub("<[^>]*>", "", cell) for cell in re.findall('<td class="text">(.*?)</td>', text))
-    assert cells.startswith("08_decision?|unfinished||08_decision.ipynb|07_x?|completed|13|07_x.ipynb|09_y?|")
+    cells = "|".join(
+        re.sub("<[^>]*>", "", cell) for cell in re.findall('<td class="text">(.*?)</td>', text)
+    )
+    assert cells.startswith(
+        "08_decision?|unfinished||08_decision.ipynb|07_x?|completed|13|07_x.ipynb|09_y?|"
+    )
     assert cells.endswith("|crashed|&lt;script&gt;alert(1)&lt;/script&gt;|plan.json status.json")
     page = Page(text)
     assert not set(page.tags) & {"script", "u", "img"} and "<img src=x>.csv" in page.text
-    assert {"runs/a%23b%3Fc%2520%20%3Cu%3E/plan.json", "javascript%3Aalert%281%29.csv", "%80.csv"} <= set(page.values)
+    assert {
+        "runs/a%23b%3Fc%2520%20%3Cu%3E/plan.json",
+        "javascript%3Aalert%281%29.csv",
+        "%80.csv",
+    } <= set(page.values)
 
 
-def test_a_zip_has_what_the_index_links_no_path_of_the_machine_and_the_same_bytes_again(outputs: Path) -> None:
+def test_a_zip_has_what_the_index_links_no_path_of_the_machine_and_the_same_bytes_again(
+    outputs: Path,
+) -> None:
     study = Study.create("s")
     text = json.dumps(f"in\n{study.folder}/b.csv, {outputs}, {outputs}2 and {REPOSITORY}/x")
-    for name in ("runs/a b/plan.json", "runs/a b/checkpoints/x", "earlier/y.json", "lab/z", "z\udc80.csv", "b.csv"):
+    for name in (
+        "runs/a b/plan.json",
+        "runs/a b/checkpoints/x",
+        "earlier/y.json",
+        "lab/z",
+        "z\udc80.csv",
+        "b.csv",
+    ):
         (study.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (study.folder / name).write_text(text)
     write_index(study)
@@ -71,6 +103,8 @@ def test_a_zip_has_what_the_index_links_no_path_of_the_machine_and_the_same_byte
     assert write_zip(study).read_bytes() == before, "its own is written anew"
     for foreign in (b"mine", b"PK\5\6" + bytes(18)):
         path.write_bytes(foreign)
-        with pytest.raises(ValueError, match=r"^zip=\S+/s.zip: exists and is no zip of this study; move it away$"):
+        with pytest.raises(
+            ValueError, match=r"^zip=\S+/s.zip: exists and is no zip of this study; move it away$"
+        ):
             write_zip(study)
         assert path.read_bytes() == foreign

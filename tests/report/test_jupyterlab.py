@@ -1,4 +1,6 @@
-"""A person in JupyterLab: notebooks run top to bottom, and every control is used, in a real browser."""
+"""A person in JupyterLab: notebooks run top to bottom, and every control is used, in a real
+browser.
+"""
 
 import json
 import os
@@ -20,7 +22,9 @@ pytestmark = [*IN_BROWSER, pytest.mark.xdist_group("demo")]
 
 @pytest.fixture(scope="module")
 def lab(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the JupyterLab that `trilane run all --lab` opens, on loopback, over copies in the study."""
+    """The address of the JupyterLab that `trilane run all --lab` opens, on loopback, over copies in
+    the study.
+    """
     base = tmp_path_factory.mktemp("lab")
     log = base / "lab.log"
     server = {"open_browser": False, "ip": "127.0.0.1", "port": 0, "allow_root": True}
@@ -29,7 +33,19 @@ def lab(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         base / "config/jupyter_lab_config.json",
         json.dumps({"ServerApp": server, "LabApp": app, "IdentityProvider": token}),
     )
-    command = [sys.executable, "-m", "trilane", "run", "all", "--lab", "--study", demo.name, "-p", "leave_out", "none"]
+    command = [
+        sys.executable,
+        "-m",
+        "trilane",
+        "run",
+        "all",
+        "--lab",
+        "--study",
+        demo.name,
+        "-p",
+        "leave_out",
+        "none",
+    ]
     environment = {
         **uncounted(),
         "TRILANE_OUTPUTS": str(demo.parent),
@@ -39,10 +55,14 @@ def lab(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     }
     environment.pop("TRILANE_BATCH", None)
     with log.open("w") as stream:
-        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, cwd=base, process_group=0)
+        process = subprocess.Popen(
+            command, env=environment, stdout=stream, stderr=stream, cwd=base, process_group=0
+        )
     try:
         address = r"(http://127\.0\.0\.1:\d+)/lab"
-        wait_until(lambda: re.search(address, log.read_text()) is not None, 60, f"no JupyterLab: {log}")
+        wait_until(
+            lambda: re.search(address, log.read_text()) is not None, 60, f"no JupyterLab: {log}"
+        )
         found = re.search(address, log.read_text())
         assert found
         yield found[1]
@@ -53,13 +73,18 @@ def lab(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def page(lab: str, browser: Any) -> Any:
-    """A page of the browser, while JupyterLab runs; `page.errors` is what its console says is wrong."""
+    """A page of the browser, while JupyterLab runs; `page.errors` is what its console says is
+    wrong.
+    """
     made = browser.new_page(viewport={"width": 1400, "height": 1000})
     made.errors, made.elsewhere = [], []
     made.on("console", lambda said: made.errors.append(said.text) if said.type == "error" else None)
     made.on("pageerror", lambda error: made.errors.append(str(error)))
     made.on(
-        "request", lambda r: made.elsewhere.append(r.url) if not r.url.startswith((lab, "data:", "blob:")) else None
+        "request",
+        lambda r: (
+            made.elsewhere.append(r.url) if not r.url.startswith((lab, "data:", "blob:")) else None
+        ),
     )
     return made
 
@@ -80,7 +105,9 @@ OPEN = """async name => {
 def use_every_control(page: Any) -> int:
     """Choose, type and click in each control of the notebook's output; how many there were."""
     kinds = {
-        ".widget-dropdown select, .vega-bind select": lambda c: c.select_option(index=c.locator("option").count() - 1),
+        ".widget-dropdown select, .vega-bind select": lambda c: c.select_option(
+            index=c.locator("option").count() - 1
+        ),
         ".widget-checkbox input, .vega-bind input[type=checkbox]": lambda c: c.click(),
         ".vega-bind input[type=range]": lambda c: c.fill(c.get_attribute("max")),
         ".widget-text input": lambda c: (c.fill("2"), c.press("Enter")),
@@ -97,10 +124,14 @@ def use_every_control(page: Any) -> int:
     return len(controls)
 
 
-def test_notebooks_run_in_jupyterlab_and_so_does_each_of_their_controls(lab: str, page: Any) -> None:
-    """One after another in a study, as Run > Run All Cells does: no error, nothing asked of anybody else.
+def test_notebooks_run_in_jupyterlab_and_so_does_each_of_their_controls(
+    lab: str, page: Any
+) -> None:
+    """One after another in a study, as Run > Run All Cells does: no error, nothing asked of anybody
+    else.
 
-    Those with controls (09 and 10 have those of 04); every notebook runs without a browser in another test.
+    Those with controls (09 and 10 have those of 04); every notebook runs without a browser in
+    another test.
     """
     page.goto(f"{lab}/lab?token=test&reset")
     page.wait_for_selector("#jp-main-dock-panel", timeout=60_000)

@@ -62,14 +62,18 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ({"tp": 2.5}, "tp=2.5: must be of type int"),
     ],
 )
-def test_a_misspelt_or_ill_typed_parameter_is_refused_before_anything_runs(story, outputs, given, message):
+def test_a_misspelt_or_ill_typed_parameter_is_refused_before_anything_runs(
+    story, outputs, given, message
+):
     with pytest.raises(ValueError) as caught:
         notebook.run_all(Study("s"), given, [story])
     assert str(caught.value) == message
     assert [path.name for path in outputs.iterdir()] == ["local.json"]
 
 
-def test_a_relative_path_means_what_it_means_where_the_caller_stands(story, outputs, tmp_path, monkeypatch):
+def test_a_relative_path_means_what_it_means_where_the_caller_stands(
+    story, outputs, tmp_path, monkeypatch
+):
     """The kernel runs there, and imports nothing from there."""
     here = tmp_path / "odd [place]"
     here.mkdir()
@@ -80,9 +84,12 @@ def test_a_relative_path_means_what_it_means_where_the_caller_stands(story, outp
 
 
 @pytest.mark.parametrize(
-    ("tp", "is_input", "reason"), [("0", True, "tp=0: must be a whole number of at least 1"), ("13", False, "unlucky")]
+    ("tp", "is_input", "reason"),
+    [("0", True, "tp=0: must be a whole number of at least 1"), ("13", False, "unlucky")],
 )
-def test_a_notebook_that_fails_leaves_its_traceback_and_names_the_cell(story, outputs, tp, is_input, reason):
+def test_a_notebook_that_fails_leaves_its_traceback_and_names_the_cell(
+    story, outputs, tp, is_input, reason
+):
     study = Study.create("s")
     with pytest.raises(notebook.NotebookError) as caught:
         notebook.run(story, study, tp=tp)
@@ -95,7 +102,9 @@ def test_a_notebook_that_fails_leaves_its_traceback_and_names_the_cell(story, ou
 
 def test_a_kernel_that_dies_is_named_with_its_last_words_and_is_not_done(story, outputs):
     study = Study.create("s")
-    with pytest.raises(notebook.NotebookError, match=r"^07_story, cell 6 \(The sum\): Kernel died$"):
+    with pytest.raises(
+        notebook.NotebookError, match=r"^07_story, cell 6 \(The sum\): Kernel died$"
+    ):
         notebook.run(story, study, tp="14")
     assert not notebook.is_done(story, study, {"tp": 14})
     assert "failed" in (study.folder / "index.html").read_text()
@@ -105,12 +114,26 @@ def test_a_copy_for_the_lab_has_the_studys_parameters_and_is_never_overwritten(s
     study = Study.create("s")
     notebook.run(story, study, tp="8", where="a'b")
     path, is_new = copy_into(study, story, {"rate": 0.5})
-    assert not notebook.is_free(study, story) and not notebook.is_free(study) and notebook.is_free(study, "08_x")
+    assert (
+        not notebook.is_free(study, story)
+        and not notebook.is_free(study)
+        and notebook.is_free(study, "08_x")
+    )
     declared = {p.name: p.default for p in read_parameters(path)}
-    assert is_new and declared == {"study": "'s'", "tp": "8", "rate": "0.5", "where": '"a\'b"', "on": "True"}
+    assert is_new and declared == {
+        "study": "'s'",
+        "tp": "8",
+        "rate": "0.5",
+        "where": '"a\'b"',
+        "on": "True",
+    }
     path.write_text(path.read_text().replace("speed", "my own words"))
-    assert copy_into(study, story, {"tp": 1}) == (path, False) and "my own words" in path.read_text()
-    assert {p.name: p.default for p in read_parameters(copy_into(Study.create("t"), story, {})[0])}["tp"] == "2"
+    assert (
+        copy_into(study, story, {"tp": 1}) == (path, False) and "my own words" in path.read_text()
+    )
+    assert {p.name: p.default for p in read_parameters(copy_into(Study.create("t"), story, {})[0])}[
+        "tp"
+    ] == "2"
 
 
 def test_a_resumed_study_runs_again_only_what_is_not_done(story, outputs, capfd):
@@ -122,12 +145,19 @@ def test_a_resumed_study_runs_again_only_what_is_not_done(story, outputs, capfd)
     assert (study.folder / "07_story.ipynb").stat().st_mtime_ns == before
     notebook.run_all(study, {"tp": "8"}, [story])
     assert (study.folder / "07_story.ipynb").stat().st_mtime_ns > before
-    assert "tp is 4" in (study.folder / "earlier/07_story.ipynb.1").read_text(), "the earlier copy is kept"
+    assert "tp is 4" in (study.folder / "earlier/07_story.ipynb.1").read_text(), (
+        "the earlier copy is kept"
+    )
 
 
-def test_a_notebook_that_another_process_executes_in_the_study_is_refused(story: str, outputs: Path) -> None:
+def test_a_notebook_that_another_process_executes_in_the_study_is_refused(
+    story: str, outputs: Path
+) -> None:
     study = Study.create("s")
     message = rf"^notebook={story}, study=\S+/s: is locked by process \d+ on "
-    with FolderLock([study.folder], f".{story}.lock").held(0.0), pytest.raises(ValueError, match=message):
+    with (
+        FolderLock([study.folder], f".{story}.lock").held(0.0),
+        pytest.raises(ValueError, match=message),
+    ):
         notebook.run(story, study)
     assert not list(study.folder.iterdir())

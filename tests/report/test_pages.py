@@ -1,4 +1,6 @@
-"""Every report of a study can be read: by a screen reader, on a telephone, on paper, and without a network."""
+"""Every report of a study can be read: by a screen reader, on a telephone, on paper, and without a
+network.
+"""
 
 import itertools
 import re
@@ -25,7 +27,8 @@ PLOTS = REPOSITORY / "lib/trilane/report/plots"
 NO_VALUE = re.compile(
     r"\b(undefined|NaN|null|Infinity)\b|\[object"
 )  # what Vega writes for a field that the mark under the mouse lacks
-# Texts whose contrast with what is behind them is too small. Relative luminance and contrast: WCAG 2.1, section 3.
+# Texts whose contrast with what is behind them is too small. Relative luminance and contrast: WCAG
+# 2.1, section 3.
 CONTRAST = """([normal, large]) => {
   const channel = c => { c /= 255; return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; };
   const light = c => 0.2126 * channel(c[0]) + 0.7152 * channel(c[1]) + 0.0722 * channel(c[2]);
@@ -98,7 +101,8 @@ COVERED = """() => {
 GLARING = """() => [...document.querySelectorAll("img, svg.marks .background")].filter(e => e.getClientRects().length
   && (e.localName === "img" ? getComputedStyle(e).filter === "none" : getComputedStyle(e).fill === "rgb(255, 255, 255)")
 ).map(e => e.alt ?? e.outerHTML)"""
-# Letters that are lower than so many pixels: of text, of drawings, and of pictures, whose smallest have `points`.
+# Letters that are lower than so many pixels: of text, of drawings, and of pictures, whose smallest
+# have `points`.
 SMALL = """([least, points]) => {
   const dots = src => { // an inch, as the PNG says
     const head = atob(src.slice(22, 422)), at = head.indexOf("pHYs") + 4;
@@ -115,7 +119,9 @@ SMALL = """([least, points]) => {
     .map(([e, size]) => `${size.toFixed(1)}: ${e.alt ?? e.textContent.trim().slice(0, 40)}`);
 }"""
 POINTS = min(
-    float(size) for path in PLOTS.glob("*.py") for size in re.findall(r"(?:font|label)size=([\d.]+)", path.read_text())
+    float(size)
+    for path in PLOTS.glob("*.py")
+    for size in re.findall(r"(?:font|label)size=([\d.]+)", path.read_text())
 )
 # What goes on behind an edge without a mark that it does, and letters of a drawing beyond its edge.
 UNMARKED = """() => [...document.querySelectorAll("body *")].filter(e => {
@@ -125,15 +131,16 @@ UNMARKED = """() => [...document.querySelectorAll("body *")].filter(e => {
   const hides = e.clientWidth && e.scrollWidth > e.clientWidth + 1 && style.overflowX !== "visible";
   return hides && !style.backgroundImage.includes("gradient");
 }).map(e => e.outerHTML.slice(0, 200))"""
-# What is cut on paper: its right edge is beyond the page, it hides what does not fit, or it is taller than a page; and
-# figures and rows that may break.
+# What is cut on paper: its right edge is beyond the page, it hides what does not fit, or it is
+# taller than a page; and figures and rows that may break.
 CUT = """([width, sheet]) => [...document.querySelectorAll("table, figure, pre, img, svg, p, div, tr")].filter(e => {
   const box = e.getBoundingClientRect(), style = getComputedStyle(e);
   const hides = style.overflowX !== "visible" && e.scrollWidth > e.clientWidth + 1;
   const is_whole = !["figure", "tr"].includes(e.localName) || style.breakInside === "avoid" && box.height < sheet;
   return box.width && (box.right > width + 1 || hides || !is_whole || e.localName === "img" && box.height > sheet);
 }).map(e => e.outerHTML.slice(0, 90))"""
-# Words of drawings, tables and controls, and those under the mouse: at three places of each of at most `most` marks.
+# Words of drawings, tables and controls, and those under the mouse: at three places of each of at
+# most `most` marks.
 WORDS = """most => {
   const found = new Set([...document.querySelectorAll("svg text, svg [aria-label], td, option, label, button")].map(
     e => e.getAttribute("aria-label") ?? e.textContent));
@@ -164,7 +171,10 @@ TOOLTIP = "document.querySelector('#vg-tooltip-element.visible')?.innerText ?? '
 def use_every_control(page: Any) -> None:
     """Choose, tick and click in each control and figure."""
     for select in page.locator("figure.chart .vega-bind select").all():
-        for choice in (select.locator("option").count() - 1, 0):  # all at once would leave no plan to hover
+        for choice in (
+            select.locator("option").count() - 1,
+            0,
+        ):  # all at once would leave no plan to hover
             select.select_option(index=choice)
     for box in page.locator("figure.chart .vega-bind input").all():
         box.fill(box.get_attribute("max")) if box.get_attribute("type") == "range" else box.click()
@@ -199,7 +209,10 @@ def page(browser: Any) -> Iterator[Any]:
     made.wrong = []
     made.on("console", lambda message: made.wrong.append(message.text))
     made.on("pageerror", lambda error: made.wrong.append(str(error)))
-    made.on("request", lambda r: r.url.startswith(("file:", "data:", "blob:")) or made.wrong.append(r.url))
+    made.on(
+        "request",
+        lambda r: r.url.startswith(("file:", "data:", "blob:")) or made.wrong.append(r.url),
+    )
     yield made
     made.close()
 
@@ -213,7 +226,9 @@ def wrong(page: Any, path: Path) -> dict[str, list[Any]]:
         page.goto(path.as_uri())
         page.wait_for_function(DRAWN)
         use_every_control(page)
-        page.set_viewport_size({"width": 1280, "height": page.evaluate("document.body.scrollHeight")})
+        page.set_viewport_size(
+            {"width": 1280, "height": page.evaluate("document.body.scrollHeight")}
+        )
         found[f"contrast, {scheme}"] = page.evaluate(CONTRAST, [AA, AA_LARGE])
     looks = {"white in the dark": GLARING, "no text": SILENT, "covered": COVERED}
     found |= {name: page.evaluate(look) for name, look in looks.items()}
@@ -237,8 +252,15 @@ def wrong(page: Any, path: Path) -> dict[str, list[Any]]:
 
 def test_every_page_of_a_study_can_be_read(demo: Path, big: Path, page: Any) -> None:
     pages = [path for study in (demo, big) for path in sorted(study.glob("*.html"))]
-    assert " ".join(path.stem.partition("_")[0] for path in pages) == "01 02 03 04 index 01 02 07 08 index"
-    found = {(path.parent.name, path.stem, what): texts for path in pages for what, texts in wrong(page, path).items()}
+    assert (
+        " ".join(path.stem.partition("_")[0] for path in pages)
+        == "01 02 03 04 index 01 02 07 08 index"
+    )
+    found = {
+        (path.parent.name, path.stem, what): texts
+        for path in pages
+        for what, texts in wrong(page, path).items()
+    }
     assert not {which: texts for which, texts in found.items() if texts}
     assert not page.wrong
 
@@ -258,9 +280,13 @@ def shown(figure: Any) -> list[str]:
     return [figure.locator(f"select[name={name}]").input_value() for name in ("plan_id", "a", "b")]
 
 
-def test_the_words_of_a_plan_are_under_the_mouse_and_a_click_picks_it(explorer: Any, page: Any) -> None:
+def test_the_words_of_a_plan_are_under_the_mouse_and_a_click_picks_it(
+    explorer: Any, page: Any
+) -> None:
     whole = explorer.bounding_box()
-    assert whole["y"] < 900 and whole["height"] < 900, "the figure begins on the first screen, and fits one"
+    assert whole["y"] < 900 and whole["height"] < 900, (
+        "the figure begins on the first screen, and fits one"
+    )
     explorer.evaluate("figure => figure.scrollIntoView()")
     boxes = [dot.bounding_box() for dot in explorer.locator(DOTS).all()]
     for box in boxes:
@@ -269,7 +295,9 @@ def test_the_words_of_a_plan_are_under_the_mouse_and_a_click_picks_it(explorer: 
         words = page.evaluate(TOOLTIP)
         page.mouse.click(*place)
         picked = shown(explorer)[0]
-        page.wait_for_function("id => document.querySelector('svg.marks').textContent.includes(id)", arg=picked)
+        page.wait_for_function(
+            "id => document.querySelector('svg.marks').textContent.includes(id)", arg=picked
+        )
         assert picked in words and "GiB" in words and not NO_VALUE.search(words)
     assert boxes
 
@@ -287,7 +315,9 @@ def test_keys_walk_all_plans_pin_two_and_zoom_the_schedule(explorer: Any, page: 
     page.wait_for_timeout(300)
     assert shown(explorer) == [seen[-2], seen[-1], seen[-2]]
     words = explorer.locator("svg.marks").text_content()
-    assert words.count(seen[-1]) == 1 and words.count(seen[-2]) == 2, "their numbers stand side by side"
+    assert words.count(seen[-1]) == 1 and words.count(seen[-2]) == 2, (
+        "their numbers stand side by side"
+    )
     ticks = explorer.locator(".schedule_group .role-axis-label text")
     whole = {*ticks.all_text_contents()}
     page.keyboard.press("+")
@@ -329,7 +359,9 @@ FINDINGS = {
 
 
 @pytest.mark.parametrize(("study", "name"), FINDINGS)
-def test_a_page_opens_with_its_finding_and_ends_in_one_plot_for_the_reader_to_change(big, page, study, name) -> None:
+def test_a_page_opens_with_its_finding_and_ends_in_one_plot_for_the_reader_to_change(
+    big, page, study, name
+) -> None:
     page.emulate_media(media="screen", color_scheme="light")
     page.set_viewport_size({"width": 1440, "height": 900})
     page.goto((big.with_name(study) / f"{name}.html").as_uri())
@@ -348,14 +380,23 @@ def test_in_an_unpacked_zip_every_link_leads_somewhere_and_no_file_names_the_mac
     files = {path for path in tmp_path.rglob("*") if path.is_file()}
     for name in (str(demo.parent), str(REPOSITORY), str(Path.home())):
         assert not [
-            path for path in files if re.search(re.escape(name.encode()) + rb"(?![\w.-])", path.read_bytes())
+            path
+            for path in files
+            if re.search(re.escape(name.encode()) + rb"(?![\w.-])", path.read_bytes())
         ], name
     followed = set()
     for path in tmp_path.glob("demo/*.html"):
         page.goto(path.as_uri())
         for place in page.evaluate("[...document.links].map(a => [a.pathname, a.hash.slice(1)])"):
             target, fragment = map(urllib.parse.unquote, place)
-            assert Path(target) in files and (not fragment or f'id="{fragment}"' in Path(target).read_text()), place
+            assert Path(target) in files and (
+                not fragment or f'id="{fragment}"' in Path(target).read_text()
+            ), place
             followed.add(Path(target))
-    assert {path.name for path in followed} >= {"04_analyze.html", "02_topology.ipynb", "plans.json", "run.log"}
+    assert {path.name for path in followed} >= {
+        "04_analyze.html",
+        "02_topology.ipynb",
+        "plans.json",
+        "run.log",
+    }
     assert not page.wrong

@@ -1,4 +1,6 @@
-"""The editor of one plan: it says what is predicted, or which rule forbids it, and never a number for the latter."""
+"""The editor of one plan: it says what is predicted, or which rule forbids it, and never a number
+for the latter.
+"""
 
 import json
 from collections.abc import Iterator
@@ -22,8 +24,20 @@ from trilane.workspace.study import Study
 
 MACHINE = cluster("jz-a100-80g")
 KNOWN = default(MACHINE)
-TOPOLOGY = Topology(tp=4, pp=12, dp=8, mbs=2, gbs=2048, zero=1, precision="bf16", recompute="full", fp32_gradients=True)
-PLAN = Plan(label="p", shape=parse_shape("72,14336,64,2048,250880"), cluster=MACHINE, topology=TOPOLOGY)
+TOPOLOGY = Topology(
+    tp=4,
+    pp=12,
+    dp=8,
+    mbs=2,
+    gbs=2048,
+    zero=1,
+    precision="bf16",
+    recompute="full",
+    fp32_gradients=True,
+)
+PLAN = Plan(
+    label="p", shape=parse_shape("72,14336,64,2048,250880"), cluster=MACHINE, topology=TOPOLOGY
+)
 BASE = varied(PLAN, KNOWN)
 
 
@@ -45,7 +59,10 @@ def editor(study: Study) -> Iterator[Editor]:
 def test_a_plan_that_can_be_is_the_prediction_that_every_command_shows():
     (text, chosen), p = sentence(BASE, KNOWN), predict(PLAN)
     seconds = with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi)
-    assert f"<b>{seconds} s</b> an iteration" in text and f"<b>{p.memory_bytes / 2**30:.3g} GiB</b>" in text
+    assert (
+        f"<b>{seconds} s</b> an iteration" in text
+        and f"<b>{p.memory_bytes / 2**30:.3g} GiB</b>" in text
+    )
     assert PLAN.id in text and "on 384 GPUs" in text and p.support.words in text
     assert chosen is not None and chosen.prediction == p
 
@@ -70,7 +87,9 @@ def test_a_change_is_predicted_and_a_refused_one_cannot_be_used(editor):
     editor.boxes["dp"].value = 4
     slower = editor.chosen.prediction.sec_per_it / BASE.prediction.sec_per_it - 1
     assert "on 192 GPUs: <b>" in editor.caption.value and f" {slower:+.1%} " in editor.caption.value
-    assert "on 192 GPUs" in editor._repr_mimebundle_()["text/html"], "in a report without a kernel too"
+    assert "on 192 GPUs" in editor._repr_mimebundle_()["text/html"], (
+        "in a report without a kernel too"
+    )
     drawn = bytes(editor.picture.value)
     assert drawn != before and b"Pipeline schedule" in drawn and b"<script" not in drawn
     editor.boxes["pp"].value = 1
@@ -80,13 +99,27 @@ def test_a_change_is_predicted_and_a_refused_one_cannot_be_used(editor):
 
 
 def test_a_slider_has_the_sizes_that_can_be(editor):
-    """Divisors of the heads in a node, of the batch, and of the layers, counted with embedding and head or without."""
+    """Divisors of the heads in a node, of the batch, and of the layers, counted with embedding and
+    head or without.
+    """
     layers, batch = (1, 2, 3, 4, 6, 8, 9, 12, 18, 24, 36, 72), (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    found = {"tp": (1, 2, 4, 8), "cp": (1, 2, 4, 8), "dp": batch, "mbs": batch, "zero": (0, 1, 2, 3)}
-    found |= {"pp": tuple(sorted({*layers, 37})), "interleaving": layers, "last_stage_layers": tuple(range(73))}
+    found = {
+        "tp": (1, 2, 4, 8),
+        "cp": (1, 2, 4, 8),
+        "dp": batch,
+        "mbs": batch,
+        "zero": (0, 1, 2, 3),
+    }
+    found |= {
+        "pp": tuple(sorted({*layers, 37})),
+        "interleaving": layers,
+        "last_stage_layers": tuple(range(73)),
+    }
     assert {name: editor.boxes[name].options for name in found} == found
     typed = {name: box.max for name, box in editor.boxes.items() if hasattr(box, "max")}
-    assert typed == {"gbs": LARGEST, "shards": LARGEST} and all(editor.boxes[name].min == 0 for name in typed)
+    assert typed == {"gbs": LARGEST, "shards": LARGEST} and all(
+        editor.boxes[name].min == 0 for name in typed
+    )
 
 
 def test_the_used_plan_is_what_03_and_07_begin_with(editor, study):

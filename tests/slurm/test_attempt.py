@@ -1,4 +1,6 @@
-"""Whether a job starts the training, and which of a run's jobs counts, by its ledger and by what SLURM reports."""
+"""Whether a job starts the training, and which of a run's jobs counts, by its ledger and by what
+SLURM reports.
+"""
 
 import json
 import re
@@ -48,12 +50,17 @@ def folder(tmp_path: Path) -> Path:
 def trained(folder: Path, job: str, status: str = "crashed") -> None:
     """The job started, and ended with that status in the folder."""
     ledger.note(folder, "started", job, nodes="n1", iteration=0, restarts=0)
-    write_status(folder, RunStatus(status=Status(status), evidence=f"by {job}", rank=None, exit_code=1, seconds=1.0))
+    write_status(
+        folder,
+        RunStatus(status=Status(status), evidence=f"by {job}", rank=None, exit_code=1, seconds=1.0),
+    )
     ledger.note(folder, "ended", job, status=status, evidence=f"by {job}")
 
 
 def at(folder: Path, iteration: int) -> None:
-    (folder / "steps.jsonl").write_text("".join(f'{{"iteration": {n + 1}}}\n' for n in range(iteration)))
+    (folder / "steps.jsonl").write_text(
+        "".join(f'{{"iteration": {n + 1}}}\n' for n in range(iteration))
+    )
 
 
 def checkpoint(folder: Path, iteration: int) -> None:
@@ -63,7 +70,9 @@ def checkpoint(folder: Path, iteration: int) -> None:
     (folder / "checkpoints/latest").write_text(f"{name_of(iteration)}\n")
 
 
-def test_a_job_starts_where_iterations_are_left_and_nothing_stops_it(folder: Path, slurm: dict[str, str]) -> None:
+def test_a_job_starts_where_iterations_are_left_and_nothing_stops_it(
+    folder: Path, slurm: dict[str, str]
+) -> None:
     (folder / "stop").touch()
     assert str(folder / "stop") in attempt.begin(folder, ME)
     (folder / "stop").unlink()
@@ -72,18 +81,24 @@ def test_a_job_starts_where_iterations_are_left_and_nothing_stops_it(folder: Pat
     assert attempt.begin(folder, ME).startswith("stop: done: iteration 4 of 4")
 
 
-@pytest.mark.parametrize(("at_iteration", "saved", "done"), [(4, 4, True), (4, 2, False), (3, 2, False)])
+@pytest.mark.parametrize(
+    ("at_iteration", "saved", "done"), [(4, 4, True), (4, 2, False), (3, 2, False)]
+)
 def test_nothing_is_left_to_do_where_the_last_iteration_is_saved(
     at_iteration: int, saved: int, done: bool, folder: Path
 ) -> None:
     p = read_plan(folder / "plan.json")
-    (folder / "plan.json").write_text(json.dumps(replace(p, run=replace(p.run, save_interval=2)).to_json()))
+    (folder / "plan.json").write_text(
+        json.dumps(replace(p, run=replace(p.run, save_interval=2)).to_json())
+    )
     at(folder, at_iteration)
     checkpoint(folder, saved)
     assert bool(attempt.finished(folder)) is done
 
 
-def test_a_third_failure_at_one_iteration_is_the_last_until_the_run_is_submitted_again(folder: Path) -> None:
+def test_a_third_failure_at_one_iteration_is_the_last_until_the_run_is_submitted_again(
+    folder: Path,
+) -> None:
     for _ in range(3):
         assert attempt.begin(folder, ME).startswith("go: ")
         (folder / "run.log").write_text("RuntimeError: no such disk\n")
@@ -100,7 +115,9 @@ def test_a_third_failure_at_one_iteration_is_the_last_until_the_run_is_submitted
     assert attempt.blocked(folder) == ""
 
 
-def test_an_attempt_that_saved_nothing_is_put_aside_whole_and_one_that_did_goes_on_in_its_log(folder: Path) -> None:
+def test_an_attempt_that_saved_nothing_is_put_aside_whole_and_one_that_did_goes_on_in_its_log(
+    folder: Path,
+) -> None:
     for number in (1, 2):
         attempt.begin(folder, ME)
         at(folder, number)
@@ -133,7 +150,9 @@ def test_a_link_waits_for_the_stage_before_it(tmp_path: Path) -> None:
     assert attempt.begin(two, ME) == BEGINNING
 
 
-def test_a_folder_in_which_another_job_trains_is_left_alone(folder: Path, slurm: dict[str, str]) -> None:
+def test_a_folder_in_which_another_job_trains_is_left_alone(
+    folder: Path, slurm: dict[str, str]
+) -> None:
     """SLURM lists a job as running for some time after its script has called `job end`."""
     ledger.note(folder, "started", "77", nodes="n1", iteration=0, restarts=0)
     slurm["77"] = "RUNNING"
@@ -153,10 +172,14 @@ def test_a_folder_in_which_another_job_trains_is_left_alone(folder: Path, slurm:
 def test_a_job_waits_for_the_end_of_one_whose_ranks_may_still_save(
     folder: Path, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SLURM 22.05 starts a job with --dependency=singleton on other nodes while the one before is COMPLETING."""
+    """SLURM 22.05 starts a job with --dependency=singleton on other nodes while the one before is
+    COMPLETING.
+    """
     ledger.note(folder, "started", "77", nodes="n1", iteration=0, restarts=0)
     slurm["77"], waits = "COMPLETING", list[float]()
-    monkeypatch.setattr(attempt.time, "sleep", lambda s: (waits.append(s), slurm.update({"77": "CANCELLED"})))
+    monkeypatch.setattr(
+        attempt.time, "sleep", lambda s: (waits.append(s), slurm.update({"77": "CANCELLED"}))
+    )
     assert attempt.begin(folder, ME) == BEGINNING and waits == [2]
     slurm["77"] = "COMPLETING"  # for ever, as on a node that has died
     assert attempt.competing(folder, "79", patience_s=0) == ""
@@ -166,7 +189,12 @@ def test_a_job_waits_for_the_end_of_one_whose_ranks_may_still_save(
     ("trainings", "states", "shown", "waiting"),
     [
         # of several jobs that trained the last one; the later ones of a chain are cancelled
-        ([("77", "stopped"), ("78", "crashed")], "COMPLETED FAILED CANCELLED", ("78", "crashed", "by 78"), 0),
+        (
+            [("77", "stopped"), ("78", "crashed")],
+            "COMPLETED FAILED CANCELLED",
+            ("78", "crashed", "by 78"),
+            0,
+        ),
         # one that failed before it began has not the end of the one before it
         (
             [("78", "crashed")],
@@ -174,8 +202,14 @@ def test_a_job_waits_for_the_end_of_one_whose_ranks_may_still_save(
             ("79", "crashed", "SLURM: FAILED; the log gives no reason"),
             0,
         ),
-        # a job over its time limit is killed by signals, which looks like a crash; a completed run has completed
-        ([("77", "crashed")], "TIMEOUT CANCELLED CANCELLED", ("77", "time limit", "SLURM: TIMEOUT"), 0),
+        # a job over its time limit is killed by signals, which looks like a crash; a completed run
+        # has completed
+        (
+            [("77", "crashed")],
+            "TIMEOUT CANCELLED CANCELLED",
+            ("77", "time limit", "SLURM: TIMEOUT"),
+            0,
+        ),
         ([("77", "completed")], "TIMEOUT CANCELLED CANCELLED", ("77", "completed", "by 77"), 0),
         # that which runs, and how many wait behind it
         ([], "RUNNING PENDING PENDING", ("77", "running", ""), 2),
@@ -194,7 +228,10 @@ def test_a_run_is_shown_by_its_job_that_counts(
         trained(folder, job, status)
     slurm |= dict(zip(("77", "78", "79"), states.split(), strict=True))
     (found,) = jobs.job_status([folder])
-    assert (found.id, found.status, found.evidence.partition(";")[0]) == (*shown[:2], shown[2].partition(";")[0])
+    assert (found.id, found.status, found.evidence.partition(";")[0]) == (
+        *shown[:2],
+        shown[2].partition(";")[0],
+    )
     assert found.waiting == waiting
 
 
@@ -203,9 +240,13 @@ def test_a_hang_stays_a_hang_with_its_rank_though_the_watchdog_killed_the_others
 ) -> None:
     """The log ends with torchrun's lines about processes that were killed."""
     assert attempt.begin(folder, ME).startswith("go")
-    verdict = RunStatus(status=Status.HANG, evidence="Rank 3: in the data loader", rank=3, exit_code=1, seconds=9.0)
+    verdict = RunStatus(
+        status=Status.HANG, evidence="Rank 3: in the data loader", rank=3, exit_code=1, seconds=9.0
+    )
     write_status(folder, verdict)
-    (folder / "run.log").write_text("START a\nE1123 api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 53)\n")
+    (folder / "run.log").write_text(
+        "START a\nE1123 api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 53)\n"
+    )
     found = attempt.end(folder, 1, ME)
     assert (found.status, found.evidence, found.rank) == (Status.HANG, verdict.evidence, 3)
 
@@ -221,7 +262,15 @@ XID = "n2: [18.4] NVRM: Xid (PCI:0000:1b:00): 79, pid=8, GPU has fallen off the 
         (["n2"], {}, 0, "", "node failure", "", ["n2"]),
         (["n2", "n3"], {}, 1, "", "node failure", "", ["n2", "n3"]),
         ([], {"n2": "has no GPU"}, 1, "", "node failure", "n2", None),
-        ([], {"n2": "has no GPU"}, 0, "", "crashed", "", None),  # not tested: no other could take its place
+        (
+            [],
+            {"n2": "has no GPU"},
+            0,
+            "",
+            "crashed",
+            "",
+            None,
+        ),  # not tested: no other could take its place
         ([], {}, 1, "", "crashed", "", None),
         # the node of an Xid still answers; the errors of the other ranks are no reason
         ([], {}, 1, XID, "GPU error", "n2", None),
@@ -248,17 +297,25 @@ def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
     ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=0)
     ledger.note(folder, "nodes", "78", chosen=["n1", "n2"], left_out={})
     if log:
-        (folder / "run.log").write_text(f"START a\n[rank1]: torch.distributed.DistBackendError: NCCL error\n{log}\n")
+        (folder / "run.log").write_text(
+            f"START a\n[rank1]: torch.distributed.DistBackendError: NCCL error\n{log}\n"
+        )
     outcome = attempt.end(folder, 1, ME, test=lambda _: Findings(broken=broken))
     assert (outcome.status, nodes.goes_on(folder, "78")) == (status, replaced)
     assert requeued == ([] if without is None else [without]) and known_status(folder) == outcome
     lost = [*dead, *(broken if replaced else ()), *(["n2"] if log else ())]
     assert nodes.lost_nodes(folder, "78") == lost
-    if replaced:  # the spare is tested again, unless the node has died: then it was tested at the start
+    if (
+        replaced
+    ):  # the spare is tested again, unless the node has died: then it was tested at the start
         tested = list[str]()
         monkeypatch.setattr(nodes, "job_nodes", lambda _: every)
-        _, lines = nodes.start_nodes(folder, 1, lambda left: tested.extend(left) or Findings(), {"SLURM_JOB_ID": "78"})
-        assert re.match(r"RECOVERY step ended \d+ s, nodes probed \d+ s, nodes chosen \d+ s after", lines[0]), lines
+        _, lines = nodes.start_nodes(
+            folder, 1, lambda left: tested.extend(left) or Findings(), {"SLURM_JOB_ID": "78"}
+        )
+        assert re.match(
+            r"RECOVERY step ended \d+ s, nodes probed \d+ s, nodes chosen \d+ s after", lines[0]
+        ), lines
         assert tested == ([] if dead else [n for n in every if n not in lost])
     ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=1)
     assert nodes.lost_nodes(folder, "78") == [], "requeued, it has other nodes"
@@ -268,14 +325,27 @@ def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
 @pytest.mark.parametrize(
     ("found", "lost", "says"),
     [
-        (Findings(slow={"n2": (0.5, "has half the FLOP/s")}), ["n2"], "slow with n2: n2 has half the FLOP/s; stopped"),
+        (
+            Findings(slow={"n2": (0.5, "has half the FLOP/s")}),
+            ["n2"],
+            "slow with n2: n2 has half the FLOP/s; stopped",
+        ),
         (Findings(), ["n2"], "n2 is fine by the test; stopped"),  # ten iterations were slow with it
-        (Findings(broken={"n3": "has no GPU"}), ["n3"], "n2 is fine by the test; it stays, no spare is left; stopped"),
+        (
+            Findings(broken={"n3": "has no GPU"}),
+            ["n3"],
+            "n2 is fine by the test; it stays, no spare is left; stopped",
+        ),
         (Findings(broken={"n2": "has no GPU"}), ["n2"], "n2 has no GPU; stopped"),
     ],
 )
 def test_a_node_that_makes_a_run_slow_is_tested_and_a_spare_takes_over(
-    found: Findings, lost: list[str], says: str, folder: Path, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    found: Findings,
+    lost: list[str],
+    says: str,
+    folder: Path,
+    slurm: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client, "hostnames", lambda _: ["n1", "n2", "n3"])
     monkeypatch.setattr(nodes, "job_nodes", lambda _: ["n1", "n2", "n3"])
@@ -285,21 +355,32 @@ def test_a_node_that_makes_a_run_slow_is_tested_and_a_spare_takes_over(
     (folder / "ranks").mkdir(exist_ok=True)
     pace.note(folder, 20, "SLOW since iteration 10: n2", ("n2.site.org",))
     stopped = f"stopped at iteration 25 by {pace.RESTART}, saved"
-    write_status(folder, RunStatus(status=Status.STOPPED, evidence=stopped, rank=None, exit_code=0, seconds=9.0))
+    write_status(
+        folder,
+        RunStatus(status=Status.STOPPED, evidence=stopped, rank=None, exit_code=0, seconds=9.0),
+    )
     tested = list[list[str]]()
     outcome = attempt.end(folder, 0, ME, test=lambda names: tested.append([*names]) or found)
     assert says in outcome.evidence and nodes.goes_on(folder, "78") == "n2"
     assert nodes.lost_nodes(folder, "78") == lost
-    nodes.start_nodes(folder, 2, lambda names: tested.append([*names]) or found, {"SLURM_JOB_ID": "78"})
+    nodes.start_nodes(
+        folder, 2, lambda names: tested.append([*names]) or found, {"SLURM_JOB_ID": "78"}
+    )
     assert tested == [["n1", "n2", "n3"]], "no second test"
     assert nodes.training_nodes(folder, "78") == [n for n in ("n1", "n2", "n3") if n not in lost]
 
 
 def test_ranks_restarted_within_a_job_are_counted_in_how_it_ended(folder: Path) -> None:
     """env.json has the count that ft_launcher gives to the ranks; a damaged one counts as none."""
-    for text, restarts in [('{"restarts": 2}', True), ('{"restarts": "\\u001b"}', False), ("{", False)]:
+    for text, restarts in [
+        ('{"restarts": 2}', True),
+        ('{"restarts": "\\u001b"}', False),
+        ("{", False),
+    ]:
         (folder / "env.json").write_text(text)
-        assert ("restarted in the job 2 times" in attempt.end(folder, 1, {"SLURM_JOB_ID": "7"}).evidence) is restarts
+        assert (
+            "restarted in the job 2 times" in attempt.end(folder, 1, {"SLURM_JOB_ID": "7"}).evidence
+        ) is restarts
 
 
 EDITS = [
@@ -319,7 +400,9 @@ EDITS = [
 def test_a_job_whose_plan_is_not_what_was_submitted_says_in_what_and_stops(
     edit: dict | None, says: str, folder: Path, slurm: dict[str, str]
 ) -> None:
-    """However the file is written; also when it resumes. A job submitted by hand trains what is there."""
+    """However the file is written; also when it resumes. A job submitted by hand trains what is
+    there.
+    """
     path = folder / "plan.json"
     ledger.note(folder, "submitted", "81", site="test", plan=copies.keep_plan(folder))
     values = json.loads(path.read_text())

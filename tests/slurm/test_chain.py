@@ -1,4 +1,6 @@
-"""A chain's links: document 004's schedules, the stop switch, the target, the same failure again and again."""
+"""A chain's links: document 004's schedules, the stop switch, the target, the same failure again
+and again.
+"""
 
 import json
 from dataclasses import replace
@@ -20,16 +22,18 @@ from trilane.slurm.sites import JobRequest
 
 def gpt_1b3(gbs: int, **topology: int) -> Plan:
     """Document 004's 1.3B on V100 nodes of four, its batch growing from 32 by 32."""
-    run = Run(train_iters=4000, ramp=Ramp(start=32, increment=32, samples=64_000), save_interval=100)
+    run = Run(
+        train_iters=4000, ramp=Ramp(start=32, increment=32, samples=64_000), save_interval=100
+    )
     t = Topology(**{"mbs": 1, "dp": 1, "gbs": gbs, **topology}, precision="fp16")
     shape = parse_shape("24,2048,16,2048,50304")
     return Plan(label="1b3", shape=shape, cluster=cluster("jz-v100-32g"), topology=t, run=run)
 
 
-# document 004's two tables, as it prints them: nodes, batch size, micro batch size. Beside them the links that they
-# become: nodes, mbs, smallest and largest batch size, last iteration. The ramp is that of the run which the document
-# plans, 32 to 512 by 32 over 2,000,000 samples, and so is its length
-# (bigscience-workshop/bigscience, train/tr3-1B3-baseline/tr3m-1B3-emb-norm-pile.slurm).
+# document 004's two tables, as it prints them: nodes, batch size, micro batch size. Beside them the
+# links that they become: nodes, mbs, smallest and largest batch size, last iteration. The ramp is
+# that of the run which the document plans, 32 to 512 by 32 over 2,000,000 samples, and so is its
+# length (bigscience-workshop/bigscience, train/tr3-1B3-baseline/tr3m-1B3-emb-norm-pile.slurm).
 ON_32_GB = ((8, 32, 1), (16, 64, 1), (32, 128, 1))
 ON_16_GB = ((16, 32, 1), (16, 64, 2), (16, 128, 4), (32, 256, 4), (64, 512, 4))
 LINKS_32_GB = [
@@ -71,8 +75,23 @@ def test_document_004s_two_schedules_become_chains_in_which_nothing_is_refused(
     p = Plan(label="tr3m", engine="deepspeed-3d", shape=shape, cluster=nodes, topology=t, run=run)
     (tmp_path / "plan.json").write_text(json.dumps(p.to_json()))
     stages = ",".join(f"{gbs}:{nodes}:{mbs}" for nodes, gbs, mbs in rows)
-    command = ["slurm", "chain", "create", str(tmp_path / "plan.json"), str(tmp_path / "c"), "--stages", stages]
-    command += ["--site", f"jean-zay-v100-{gb}g", "--account", "six@v100", "--time-limit", "20:00:00"]
+    command = [
+        "slurm",
+        "chain",
+        "create",
+        str(tmp_path / "plan.json"),
+        str(tmp_path / "c"),
+        "--stages",
+        stages,
+    ]
+    command += [
+        "--site",
+        f"jean-zay-v100-{gb}g",
+        "--account",
+        "six@v100",
+        "--time-limit",
+        "20:00:00",
+    ]
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["links"]
     said = [(r["nodes"], r["mbs"], r["batches"][0], r["batches"][-1], r["last"]) for r in found]
@@ -84,24 +103,34 @@ def test_document_004s_two_schedules_become_chains_in_which_nothing_is_refused(
     for path, link in zip(paths, plans, strict=True):
         found = {f.rule for f in refused(check_job(link, site, request, path))}
         assert found <= OF_THIS_MACHINE, (path.name, found)
-        assert not [batch for batch in chain.phases(link) if batch.gbs % (link.topology.mbs * link.topology.dp)]
+        assert not [
+            batch
+            for batch in chain.phases(link)
+            if batch.gbs % (link.topology.mbs * link.topology.dp)
+        ]
     assert len({link.samples for link in plans}) == 1
 
 
 def test_links_load_one_another_and_may_name_the_stage_of_96_themselves(tmp_path: Path) -> None:
     made = chain.links(gpt_1b3(128), chain.parse_stages("32:8:1,64:16:1,96:8:1,128:32:1"), tmp_path)
-    assert [(p.topology.gpus, p.topology.dp, p.topology.mbs) for p in made] == [(n, n, 1) for n in (32, 64, 32, 128)]
+    assert [(p.topology.gpus, p.topology.dp, p.topology.mbs) for p in made] == [
+        (n, n, 1) for n in (32, 64, 32, 128)
+    ]
     spans = [(p.run.start_iteration, p.run.goal) for p in made]
     assert spans[0][0] == 0 and spans[-1][1] == 4000
     assert [end for _, end in spans[:-1]] == [start for start, _ in spans[1:]]
     assert [p.run.load for p in made] == ["", *(str(tmp_path / p.label) for p in made[:-1])]
-    assert made == chain.links(gpt_1b3(128), chain.parse_stages("32:8:1,64:16:1,128:32:1"), tmp_path)
+    assert made == chain.links(
+        gpt_1b3(128), chain.parse_stages("32:8:1,64:16:1,128:32:1"), tmp_path
+    )
 
 
 def test_a_batch_that_no_stage_can_share_out_is_refused_by_its_size(tmp_path: Path) -> None:
     p = gpt_1b3(128)
     p = replace(p, run=replace(p.run, ramp=Ramp(start=32, increment=16, samples=64_000)))
-    with pytest.raises(ValueError, match=r"^ramp=48: every batch size must be a multiple of mbs x dp = 1 x 32"):
+    with pytest.raises(
+        ValueError, match=r"^ramp=48: every batch size must be a multiple of mbs x dp = 1 x 32"
+    ):
         chain.links(p, chain.parse_stages("32:8:1,64:16:1,128:32:1"), tmp_path)
 
 

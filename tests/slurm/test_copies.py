@@ -1,4 +1,6 @@
-"""Copies: frozen code is kept once and starts nothing where it is damaged; a node imports from its own environment."""
+"""Copies: frozen code is kept once and starts nothing where it is damaged; a node imports from its
+own environment.
+"""
 
 import os
 import shutil
@@ -39,9 +41,14 @@ def test_the_same_code_is_kept_once_and_is_no_log_of_its_run(package: Path, home
     assert (first / "trilane/data/site.json").read_text() == "data/site.json"
     assert (first / "share/trilane/slurm_templates/train.sbatch").is_file()
     assert (first / "REVISION").read_text().strip() == installation.revision()
-    assert not list(first.rglob("__pycache__")) and {p.name for p in (home / "code").iterdir()} == {first.name}
+    assert not list(first.rglob("__pycache__")) and {p.name for p in (home / "code").iterdir()} == {
+        first.name
+    }
     (package / "__init__.py").write_text("changed")
-    assert copies.freeze(home) != first and (first / "trilane/__init__.py").read_text() == "__init__.py"
+    assert (
+        copies.freeze(home) != first
+        and (first / "trilane/__init__.py").read_text() == "__init__.py"
+    )
     (home / "slurm-7.out").write_text("a log\n")
     assert collect.files(str(home)) == [home / "slurm-7.out"]
 
@@ -60,23 +67,37 @@ def test_a_job_with_a_damaged_copy_starts_nothing_and_the_next_submission_repair
     (tmp_path / "play").mkdir()
     play = Play(tmp_path / "play")
     assert play.run(text, str(code)) == 1
-    assert play.errors == f"trilane: code={code}: is missing or damaged, and nothing was started; submit again\n"
+    assert (
+        play.errors
+        == f"trilane: code={code}: is missing or damaged, and nothing was started; submit again\n"
+    )
     assert not play.log.exists()
     assert copies.freeze(home) == code
     assert play.run(text, str(code), PYTHONPATH="/other") == 0 and not play.errors
     assert (play.env["PYTHONPATH"], play.env["TRILANE_CODE"]) == (f"{code}:/other", str(code))
     assert (play.place / "run.log").read_text().splitlines()[0].endswith(f" code {code.name}")
-    assert play.run(text) == 0 and "PYTHONPATH" not in play.env, "submitted by hand it runs the installed code"
+    assert play.run(text) == 0 and "PYTHONPATH" not in play.env, (
+        "submitted by hand it runs the installed code"
+    )
 
 
-def test_code_that_cannot_be_frozen_is_one_line(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_cannot_be_frozen_is_one_line(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match=r"^run folder=.*a:b: must hold no colon"):
         copies.freeze(tmp_path / "a:b")
     (tmp_path / "code").write_text("a file")
     with pytest.raises(ValueError, match=r"^code=.*/code: cannot be written \("):
         copies.freeze(tmp_path)
-    with monkeypatch.context() as full, pytest.raises(ValueError, match=r"^code=.*/code: cannot be written \(No space"):
-        full.setattr(copies.shutil, "copytree", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with (
+        monkeypatch.context() as full,
+        pytest.raises(ValueError, match=r"^code=.*/code: cannot be written \(No space"),
+    ):
+        full.setattr(
+            copies.shutil,
+            "copytree",
+            lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")),
+        )
         copies.freeze(tmp_path / "full")
     assert not list((tmp_path / "full/code").iterdir())  # a part of a copy would keep the disk full
     copy = shutil.copytree
@@ -101,9 +122,14 @@ def play(tmp_path: Path) -> Play:
     (shared / "lib/python3.11/site-packages").mkdir(parents=True)
     shutil.copytree(tmp_path / "bin", shared / "bin")
     (shared / "lib/python3.11/site-packages/package.py").touch()
-    (tmp_path / "bin/activate").write_text('export VIRTUAL_ENV="${BASH_SOURCE[0]%/bin/*}/it\'s shared"\n')
+    (tmp_path / "bin/activate").write_text(
+        'export VIRTUAL_ENV="${BASH_SOURCE[0]%/bin/*}/it\'s shared"\n'
+    )
     (tmp_path / "node").mkdir()
-    stand_in(tmp_path / "bin/rm", '[[ $KEEP && $1 == -rf && $2 == */trilane-env-* ]] || exec /bin/rm "$@"')
+    stand_in(
+        tmp_path / "bin/rm",
+        '[[ $KEEP && $1 == -rf && $2 == */trilane-env-* ]] || exec /bin/rm "$@"',
+    )
     return made
 
 
@@ -130,7 +156,9 @@ def test_a_job_trains_from_the_copy_of_its_node_alone_and_removes_it(
     copy = staged(play, str(code), PYTHONPATH="/other", KEEP="1")
     assert (play.env["VIRTUAL_ENV"], play.env["PATH"].split(":")[0]) == (str(copy), f"{copy}/bin")
     assert play.env["PYTHONPATH"] == f"{copy}/trilane-code:/other"
-    assert (copy / "lib/python3.11/site-packages/package.py").exists() and copy.stat().st_mode & 0o077 == 0
+    assert (
+        copy / "lib/python3.11/site-packages/package.py"
+    ).exists() and copy.stat().st_mode & 0o077 == 0
     assert (copy / "trilane-code/trilane/__init__.py").exists()
     # where the time for the removal is up, a job that begins anew does not take the rest for a copy
     assert not (copy / "ready").exists()
@@ -139,7 +167,10 @@ def test_a_job_trains_from_the_copy_of_its_node_alone_and_removes_it(
 
 def test_the_archive_is_made_again_where_packages_changed(play: Play, tmp_path: Path) -> None:
     (tmp_path / "node/x").mkdir()
-    archive, packages = tmp_path / "it's shared/trilane-env.tar", tmp_path / "it's shared/lib/python3.11/site-packages"
+    archive, packages = (
+        tmp_path / "it's shared/trilane-env.tar",
+        tmp_path / "it's shared/lib/python3.11/site-packages",
+    )
     times = []
     for change in (lambda: None, lambda: None, lambda: (packages / "new.py").touch()):
         change()
@@ -166,41 +197,65 @@ def test_a_node_that_cannot_copy_says_why_in_one_line_leaves_nothing_and_trains(
         os.utime(tmp_path / "others/ready", (4e9, 4e9))
     elif how == "full":
         stand_in(
-            tmp_path / "bin/tar", '[[ $1 != -xf ]] && exec /bin/tar "$@"; printf "tar: %s: no space\n" a b c; exit 2'
+            tmp_path / "bin/tar",
+            '[[ $1 != -xf ]] && exec /bin/tar "$@"; printf "tar: %s: no space\n" a b c; exit 2',
         )
     elif how == "noexec":
         stand_in(tmp_path / "bin/chmod", '[[ $2 == */ready ]] || exec /bin/chmod "$@"')
     copy = staged(play, KEEP="1" if how == "taken" else "")
     (line,) = (play.place / "run.log").read_text().partition("START")[0].splitlines()
-    reason = {"missing": "No such file", "damaged": "tar: ", "taken": "File exists", "full": "tar: a: no space;"}
+    reason = {
+        "missing": "No such file",
+        "damaged": "tar: ",
+        "taken": "File exists",
+        "full": "tar: a: no space;",
+    }
     assert line.startswith(f"trilane: stage_env={copy}: cannot be made on ")
     assert reason.get(how, "Permission denied") in line
     assert line.endswith(f"; it imports from {tmp_path}/it's shared")
-    assert play.env["VIRTUAL_ENV"] == f"{tmp_path}/it's shared" and copy.exists() is (how == "taken")
+    assert play.env["VIRTUAL_ENV"] == f"{tmp_path}/it's shared" and copy.exists() is (
+        how == "taken"
+    )
 
 
-def test_a_python_without_an_environment_of_its_own_trains_from_where_it_lies(play: Play, tmp_path: Path) -> None:
+def test_a_python_without_an_environment_of_its_own_trains_from_where_it_lies(
+    play: Play, tmp_path: Path
+) -> None:
     (tmp_path / "bin/activate").write_text("")
     staged(play)
     (line,) = (play.place / "run.log").read_text().partition("START")[0].splitlines()
-    assert line == "trilane: stage_env: python has no environment of its own; all nodes import from where it lies"
+    assert (
+        line
+        == "trilane: stage_env: python has no environment of its own; all nodes import from where it lies"
+    )
     assert "VIRTUAL_ENV" not in play.env and not [*tmp_path.rglob("*.tar*")]
 
 
 def test_no_node_unpacks_an_archive_of_before_packages_changed(play: Play, tmp_path: Path) -> None:
-    """Where the shared disk is full, or the environment belongs to somebody else, no new one can be made."""
+    """Where the shared disk is full, or the environment belongs to somebody else, no new one can be
+    made.
+    """
     (tmp_path / "node/x").mkdir()
     staged(play)
     (tmp_path / "it's shared/lib/python3.11/site-packages/new.py").touch()
-    stand_in(tmp_path / "bin/tar", '[[ $1 == -cf ]] && echo "tar: full" && exit 2; exec /bin/tar "$@"')
+    stand_in(
+        tmp_path / "bin/tar", '[[ $1 == -cf ]] && echo "tar: full" && exit 2; exec /bin/tar "$@"'
+    )
     (play.place / "run.log").unlink()
     staged(play)
     (line,) = (play.place / "run.log").read_text().partition("START")[0].splitlines()
-    assert line.endswith(f"trilane-env.tar: cannot be made: tar: full; all nodes import from {tmp_path}/it's shared")
+    assert line.endswith(
+        f"trilane-env.tar: cannot be made: tar: full; all nodes import from {tmp_path}/it's shared"
+    )
     assert play.env["VIRTUAL_ENV"] == f"{tmp_path}/it's shared"
 
 
-def test_of_a_conda_environment_it_is_that_one_whatever_the_submitting_shell_had_active(tmp_path: Path) -> None:
+def test_of_a_conda_environment_it_is_that_one_whatever_the_submitting_shell_had_active(
+    tmp_path: Path,
+) -> None:
     here = site(stage_env="/tmp")
-    texts = [script.render("train", plan_for(here), here, JobRequest(environment=e)) for e in ("conda:mine", "/venv")]
+    texts = [
+        script.render("train", plan_for(here), here, JobRequest(environment=e))
+        for e in ("conda:mine", "/venv")
+    ]
     assert [text.count("export ENV_FOLDER=${CONDA_PREFIX:-}\n") for text in texts] == [1, 0]

@@ -1,4 +1,6 @@
-"""An incident is one timeline and one verdict, of whatever files a folder has; what they do not show is said."""
+"""An incident is one timeline and one verdict, of whatever files a folder has; what they do not
+show is said.
+"""
 
 import json
 from pathlib import Path
@@ -12,9 +14,7 @@ from trilane.slurm.incident import read_incident
 from trilane.workspace.status import RunStatus, Status, write_status
 
 STEP = " [2026-11-27 15:34:{:02}] iteration {:8}/ 100 | elapsed time per iteration (ms): 281.6 | lm loss: 6.24E+00 |\n"
-WATCHDOG = (
-    "[rank7]:[E1127 15:44:02.123 ProcessGroupNCCL.cpp:616] [Rank 7] Watchdog caught collective operation timeout: "
-)
+WATCHDOG = "[rank7]:[E1127 15:44:02.123 ProcessGroupNCCL.cpp:616] [Rank 7] Watchdog caught collective operation timeout: "
 WATCHDOG += "WorkNCCL(SeqNum=81, OpType=ALLREDUCE, NumelIn=4096, NumelOut=4096, Timeout(ms)=600000) ran for 600001 ms\n"
 HEAD = "JobID|State|End|ExitCode|NodeList\n"
 
@@ -34,8 +34,12 @@ HEAD = "JobID|State|End|ExitCode|NodeList\n"
         ("", "", "cannot be determined from these files"),
     ],
 )
-def test_of_copied_files_the_reason_is_found(printed: str, accounting: str, verdict: str, tmp_path: Path) -> None:
-    """SLURM's CANCELLED is no reason where a rank failed; of its steps the one that ran out of memory has the node."""
+def test_of_copied_files_the_reason_is_found(
+    printed: str, accounting: str, verdict: str, tmp_path: Path
+) -> None:
+    """SLURM's CANCELLED is no reason where a rank failed; of its steps the one that ran out of
+    memory has the node.
+    """
     log = (
         STEP.format(1, 1)
         + STEP.format(2, 2)
@@ -46,27 +50,54 @@ def test_of_copied_files_the_reason_is_found(printed: str, accounting: str, verd
     (tmp_path / "accounting.txt").write_text(HEAD + accounting.format("2026-11-27T15:34:01"))
     found = read_incident(tmp_path)
     assert found.verdict[0].startswith(verdict), found.to_text()
-    assert any("between sources the order is not proved" in note for note in found.notes) is bool(accounting)
+    assert any("between sources the order is not proved" in note for note in found.notes) is bool(
+        accounting
+    )
     assert sorted(times := [e.at for e in found.events if e.at == e.at]) == times
 
 
-def test_what_the_run_recorded_of_its_failure_is_the_reason_of_who_cancelled_the_job(tmp_path: Path) -> None:
-    write_status(tmp_path, RunStatus(status=Status.CRASHED, evidence="rank 3: x", rank=3, exit_code=1, seconds=9.0))
+def test_what_the_run_recorded_of_its_failure_is_the_reason_of_who_cancelled_the_job(
+    tmp_path: Path,
+) -> None:
+    write_status(
+        tmp_path,
+        RunStatus(status=Status.CRASHED, evidence="rank 3: x", rank=3, exit_code=1, seconds=9.0),
+    )
     (tmp_path / "run.log").write_text(STEP.format(1, 1))
-    (tmp_path / "accounting.txt").write_text(HEAD + "7|CANCELLED by 1000|2026-11-27T15:34:01|0:0|gpu3\n")
+    (tmp_path / "accounting.txt").write_text(
+        HEAD + "7|CANCELLED by 1000|2026-11-27T15:34:01|0:0|gpu3\n"
+    )
     assert read_incident(tmp_path).verdict[0] == "crashed on rank 3: rank 3: x"
 
 
-def test_a_hang_of_384_ranks_is_joined_with_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The text of a log is no markup of the page; a line without a clock stands behind the one before it."""
+def test_a_hang_of_384_ranks_is_joined_with_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The text of a log is no markup of the page; a line without a clock stands behind the one
+    before it.
+    """
     scene = data_loader(Random(1))
     write(tmp_path / "copied", scene)
     (guilty,) = scene.guilty
     own = "NOT FINITE since iteration 2: <script>alert(1)</script>\x1b[31m\n"
     (tmp_path / "copied/train.log").write_text(STEP.format(1, 1) + own + WATCHDOG)
-    assert main(["debug", "incident", str(tmp_path / "copied"), "--page", str(tmp_path / "page.html"), "--json"]) == 0
+    assert (
+        main(
+            [
+                "debug",
+                "incident",
+                str(tmp_path / "copied"),
+                "--page",
+                str(tmp_path / "page.html"),
+                "--json",
+            ]
+        )
+        == 0
+    )
     found, page = json.loads(capsys.readouterr().out), (tmp_path / "page.html").read_text()
-    assert found["hang"]["suspects"] == [guilty] and "cannot be determined" not in " ".join(found["verdict"])
+    assert found["hang"]["suspects"] == [guilty] and "cannot be determined" not in " ".join(
+        found["verdict"]
+    )
     assert found["status"] == "hang" and "on rank 7" not in found["verdict"][0], "it only waited"
     assert [guilty] in [event["ranks"] for event in found["events"] if event["source"] == "stacks"]
     assert "&lt;script&gt;" in page and "<script>alert" not in page and "\x1b" not in page

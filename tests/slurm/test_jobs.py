@@ -1,4 +1,6 @@
-"""What SLURM's commands answer on a bad day: each is a small script here that says what the real one says."""
+"""What SLURM's commands answer on a bad day: each is a small script here that says what the real
+one says.
+"""
 
 import functools
 import json
@@ -15,7 +17,9 @@ from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import to_mapping
 from trilane.workspace.status import RunStatus, write_status
 
-AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+AWAY = (
+    "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+)
 
 
 @pytest.fixture
@@ -34,20 +38,32 @@ def test_a_table_of_runs_without_jobs_has_no_columns_of_jobs(tmp_path: Path) -> 
 
 def accounted(commands: Commands, **states: str) -> None:
     """Those jobs have gone from squeue, and sacct knows them."""
-    commands.say("sacct", "\n".join(f"echo '{job[1:]}|{state}|1:00|2:00|n1|me'" for job, state in states.items()))
+    commands.say(
+        "sacct",
+        "\n".join(f"echo '{job[1:]}|{state}|1:00|2:00|n1|me'" for job, state in states.items()),
+    )
 
 
-def test_a_job_that_runs_only_in_a_late_accounting_holds_no_run(commands: Commands, folder: Path) -> None:
-    """Once the controller has forgotten it, it runs nowhere; one of somebody else's, which squeue is not asked for,
-    does."""
+def test_a_job_that_runs_only_in_a_late_accounting_holds_no_run(
+    commands: Commands, folder: Path
+) -> None:
+    """Once the controller has forgotten it, it runs nowhere; one of somebody else's, which squeue
+    is not asked for, does.
+    """
     accounted(commands, j77="RUNNING")
-    assert jobs.active_jobs(folder) == [] and one(folder).state == "FORGOTTEN" and jobs.cancel([folder]) == []
+    assert (
+        jobs.active_jobs(folder) == []
+        and one(folder).state == "FORGOTTEN"
+        and jobs.cancel([folder]) == []
+    )
     commands.say("sacct", "echo '77|RUNNING|1:00|2:00|n1|you'")
     assert jobs.active_jobs(folder) == ["77"]
 
 
 @pytest.mark.parametrize("state", ["SUSPENDED", "REQUEUE_HOLD"])
-def test_a_run_that_a_job_still_holds_takes_no_second_one(state: str, commands: Commands, folder: Path) -> None:
+def test_a_run_that_a_job_still_holds_takes_no_second_one(
+    state: str, commands: Commands, folder: Path
+) -> None:
     commands.say("squeue", f"echo '77|{state}|None|1:00|2:00|n1|x'")
     with pytest.raises(ValueError, match=r"has job 77 already"):
         jobs.submit(folder, SITE, REQUEST)
@@ -60,7 +76,9 @@ def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed
     """77 trained and was stopped; 78 found no environment; 79, which waited for it, was cancelled."""
     ledger.note(folder, "started", "77", nodes="", iteration=0, restarts=0)
     (folder / "run.log").write_text("RuntimeError: of the first job\n")
-    stopped = RunStatus(status="stopped", evidence="saved at iteration 20", rank=None, exit_code=0, seconds=1.0)
+    stopped = RunStatus(
+        status="stopped", evidence="saved at iteration 20", rank=None, exit_code=0, seconds=1.0
+    )
     write_status(folder, stopped)
     ledger.note(folder, "ended", "77", status="stopped", evidence="x")
     for job in ("78", "79"):
@@ -80,15 +98,19 @@ def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed
     assert jobs.logs(folder) == ["RuntimeError: of the first job"]
 
 
-def test_attempts_that_were_killed_end_in_the_ledger_by_what_slurm_accounts(commands: Commands, folder: Path) -> None:
-    """77 was preempted after it had lost a spare, requeued, and ended by its time limit. Asked twice, noted once."""
+def test_attempts_that_were_killed_end_in_the_ledger_by_what_slurm_accounts(
+    commands: Commands, folder: Path
+) -> None:
+    """77 was preempted after it had lost a spare, requeued, and ended by its time limit. Asked
+    twice, noted once.
+    """
     for restarts in (0, 1):
         ledger.note(folder, "started", "77", nodes="", iteration=0, restarts=restarts)
     (folder / "run.log").write_text("START\n")
-    rows = (
-        "77|RESIZING|2026-11-27T09:00:00|0:0\n77|PREEMPTED|2026-11-27T10:00:00|0:0\n77|TIMEOUT|2026-11-27T12:00:00|0:1"
+    rows = "77|RESIZING|2026-11-27T09:00:00|0:0\n77|PREEMPTED|2026-11-27T10:00:00|0:0\n77|TIMEOUT|2026-11-27T12:00:00|0:1"
+    commands.say(
+        "sacct", f"[[ $* == *-DXnP* ]] && echo '{rows}' || echo '77|TIMEOUT|1:00|2:00|n1|me'"
     )
-    commands.say("sacct", f"[[ $* == *-DXnP* ]] && echo '{rows}' || echo '77|TIMEOUT|1:00|2:00|n1|me'")
     for _ in range(2):
         assert one(folder).status == "time limit" and not ledger.unended(folder)
     assert [(e["status"], e["end"], e["exit"]) for e in ledger.events(folder, "ended")] == [
@@ -112,7 +134,11 @@ def test_a_squeue_that_lies_a_cut_ledger_and_a_deleted_plan_start_no_second_trai
     """squeue lists nothing, or nonsense, while 77 runs; its start is lost, and the plan gone."""
     runs = "JobId=77 JobName=x UserId=me(1) JobState=RUNNING Reason=None NodeList=n1 X=1"
     commands.say("scontrol", f"cat >/dev/null; echo '{runs}'")
-    for answer in ("true", "echo nonsense", "echo '77|RUNNING|None|1|2|n1|x'; echo '77|COMPLETED|None|1|2|n1|x'"):
+    for answer in (
+        "true",
+        "echo nonsense",
+        "echo '77|RUNNING|None|1|2|n1|x'; echo '77|COMPLETED|None|1|2|n1|x'",
+    ):
         commands.say("squeue", answer)
         with pytest.raises(jobs.ActiveJob, match=r"has job 77 already \(RUNNING\)"):
             jobs.submit(folder, SITE, REQUEST)
@@ -124,7 +150,9 @@ def test_a_squeue_that_lies_a_cut_ledger_and_a_deleted_plan_start_no_second_trai
     assert main(["slurm", "status", str(folder)]) == 0
     out, said = capsys.readouterr()
     assert "RUNNING" in out and "plan.json" in out and "2 of 4 lines are damaged" in said
-    assert main(["slurm", "cancel", str(folder)]) == 0 and jobs.logs(folder) == ["go: from the beginning"]
+    assert main(["slurm", "cancel", str(folder)]) == 0 and jobs.logs(folder) == [
+        "go: from the beginning"
+    ]
 
 
 def test_watching_goes_on_while_slurm_is_away_and_says_it_once(
@@ -132,7 +160,9 @@ def test_watching_goes_on_while_slurm_is_away_and_says_it_once(
 ) -> None:
     commands.say("squeue", AWAY)
     lines = jobs.watch([folder], every_s=0.01, seconds=60)
-    assert next(lines).startswith("SLURM does not answer, asked again every 0.01 s: slurm=squeue: the controller")
+    assert next(lines).startswith(
+        "SLURM does not answer, asked again every 0.01 s: slurm=squeue: the controller"
+    )
     commands.say("squeue", "true")
     accounted(commands, j77="TIMEOUT")
     resume = f"`trilane slurm submit {folder} --site test` resumes at iteration 0"
@@ -143,27 +173,46 @@ def test_watching_goes_on_while_slurm_is_away_and_says_it_once(
     assert capsys.readouterr().out.count("SLURM does not answer") == 1
     commands.say("scontrol", AWAY)
     assert main(["slurm", "status", str(folder)]) == 75
-    assert capsys.readouterr().err.startswith("trilane: slurm=scontrol ping: SLURM does not answer (")
+    assert capsys.readouterr().err.startswith(
+        "trilane: slurm=scontrol ping: SLURM does not answer ("
+    )
 
 
-def test_a_submission_that_may_have_been_taken_is_not_called_undone(commands: Commands, folder: Path) -> None:
-    commands.say("sbatch", "echo 'sbatch: error: Batch job submission failed: Socket timed out' >&2; exit 1")
+def test_a_submission_that_may_have_been_taken_is_not_called_undone(
+    commands: Commands, folder: Path
+) -> None:
+    commands.say(
+        "sbatch", "echo 'sbatch: error: Batch job submission failed: Socket timed out' >&2; exit 1"
+    )
     commands.say("squeue", AWAY)
     script, name = folder / "job.sbatch", client.job_name(folder)
     with pytest.raises(client.SlurmUnreachable) as found:
         client.sbatch(script, name=name, known=["77"])
     said = f"the job may have been accepted: look with: squeue -u $USER -t all --name={name}"
     assert str(found.value).endswith(said) and "nothing was changed" not in str(found.value)
-    commands.say("squeue", "; ".join(f"echo '{job}|PENDING|None|0:00|2:00||{name}'" for job in (77, 78)))
-    assert client.sbatch(script, name=name, known=["77"]) == "78" and len(commands.calls("sbatch")) == 2
+    commands.say(
+        "squeue", "; ".join(f"echo '{job}|PENDING|None|0:00|2:00||{name}'" for job in (77, 78))
+    )
+    assert (
+        client.sbatch(script, name=name, known=["77"]) == "78"
+        and len(commands.calls("sbatch")) == 2
+    )
 
 
-def test_what_a_site_explains_and_prints_beside_its_answer_is_understood(commands: Commands, folder: Path) -> None:
+def test_what_a_site_explains_and_prints_beside_its_answer_is_understood(
+    commands: Commands, folder: Path
+) -> None:
     hours = "Your project xyz has used up its hours, see https://example.org/hours"
-    commands.say("sbatch", f"printf 'sbatch: error: {hours}\\nsbatch: error: Unspecified error\\n' >&2; exit 1")
+    commands.say(
+        "sbatch",
+        f"printf 'sbatch: error: {hours}\\nsbatch: error: Unspecified error\\n' >&2; exit 1",
+    )
     with pytest.raises(client.SlurmError, match=rf"^slurm=sbatch: {hours}; Unspecified error$"):
         client.sbatch(folder / "job.sbatch")
-    commands.say("sbatch", "printf -- '-----> Welcome\\n--> Verifying valid submit host...OK\\n4711;cluster\\n'")
+    commands.say(
+        "sbatch",
+        "printf -- '-----> Welcome\\n--> Verifying valid submit host...OK\\n4711;cluster\\n'",
+    )
     assert client.sbatch(folder / "job.sbatch") == "4711"
     commands.say("sbatch", "echo Welcome")
     with pytest.raises(ValueError, match=r"^slurm=sbatch: printed 'Welcome', no job id; look with"):
@@ -173,22 +222,29 @@ def test_what_a_site_explains_and_prints_beside_its_answer_is_understood(command
 def test_only_controllers_that_are_all_down_or_silent_do_not_answer(commands: Commands) -> None:
     """`scontrol ping` lists a backup controller too, and fails where the primary one is down."""
     down, up = (
-        f"echo 'Slurmctld({which}) at login is {state}'" for which, state in (("primary", "DOWN"), ("backup", "UP"))
+        f"echo 'Slurmctld({which}) at login is {state}'"
+        for which, state in (("primary", "DOWN"), ("backup", "UP"))
     )
     for answer in ("true", f"{down}; {up}; exit 1", "echo anything"):
         commands.say("scontrol", answer)
         client.require_answer()
     for silence in (f"{down}; exit 1", AWAY):
         commands.say("scontrol", silence)
-        with pytest.raises(client.SlurmUnreachable, match=r"SLURM does not answer .*; nothing was done$"):
+        with pytest.raises(
+            client.SlurmUnreachable, match=r"SLURM does not answer .*; nothing was done$"
+        ):
             client.require_answer("; nothing was done")
 
 
-def test_the_status_of_many_runs_takes_one_call_of_slurm(commands: Commands, tmp_path: Path) -> None:
+def test_the_status_of_many_runs_takes_one_call_of_slurm(
+    commands: Commands, tmp_path: Path
+) -> None:
     folders = [tmp_path / f"run-{number:03d}" for number in range(30)]
     for number, folder in enumerate(folders, 1):
         folder.mkdir()
-        (folder / "plan.json").write_text(json.dumps(plan(folder.name, tmp_path / "data").to_json()))
+        (folder / "plan.json").write_text(
+            json.dumps(plan(folder.name, tmp_path / "data").to_json())
+        )
         ledger.note(folder, "submitted", f"{number}", site="test")
     commands.say("squeue", 'for n in {1..30}; do echo "$n|PENDING|JobHeldUser|0:00|2:00||x"; done')
     assert len(jobs.job_status(folders)) == 30 and len(commands.calls("squeue")) == 1
@@ -202,19 +258,26 @@ def test_what_is_no_job_id_never_reaches_slurm(job: str, commands: Commands) -> 
     assert not commands.log.exists()
 
 
-def test_without_slurm_a_submission_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_slurm_a_submission_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(
-        ValueError, match=r"^slurm=sbatch: is not installed here; `trilane train` trains on this machine$"
+        ValueError,
+        match=r"^slurm=sbatch: is not installed here; `trilane train` trains on this machine$",
     ):
         client.sbatch(folder / "job.sbatch")
 
 
-def test_a_chain_whose_submission_was_killed_is_found_by_its_name(commands: Commands, tmp_path: Path) -> None:
+def test_a_chain_whose_submission_was_killed_is_found_by_its_name(
+    commands: Commands, tmp_path: Path
+) -> None:
     """Its jobs are shown, cancelled, record themselves, and let no other be submitted."""
     (run,) = chain.create(tmp_path / "chain", plan("long", tmp_path / "d"), [], SITE, REQUEST)
     name = client.job_name(run)
-    commands.say("squeue", "; ".join(f"echo '{job}|PENDING|None|0:00|1:00||{name}'" for job in (7, 8)))
+    commands.say(
+        "squeue", "; ".join(f"echo '{job}|PENDING|None|0:00|1:00||{name}'" for job in (7, 8))
+    )
     assert (one(run).id, one(run).waiting) == ("7", 1) and not ledger.job_ids(run)
     with pytest.raises(jobs.ActiveJob, match=r"has job 7, 8 already"):
         submit_chain(tmp_path / "chain", times=2)
@@ -227,7 +290,22 @@ def test_a_run_that_trains_here_is_not_started_twice_nor_submitted(
     with FolderLock([folder]).held(0):
         assert main(["train", str(folder / "plan.json")]) == 2
     assert "is locked by process" in capsys.readouterr().err
-    assert main(["slurm", "submit", str(folder), "--site", "local", "--allow", "cluster", "--allow", "script"]) == 2
+    assert (
+        main(
+            [
+                "slurm",
+                "submit",
+                str(folder),
+                "--site",
+                "local",
+                "--allow",
+                "cluster",
+                "--allow",
+                "script",
+            ]
+        )
+        == 2
+    )
     assert "site=local: has no SLURM; `trilane train PLAN` trains here" in capsys.readouterr().err
 
 
@@ -235,8 +313,13 @@ def test_a_completed_run_is_left_out_of_a_submission(
     commands: Commands, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Until all are: then the check refuses them."""
-    done, asked = run_folder(tmp_path, plan("done", tmp_path / "data", nodes=1)), tmp_path / "site.json"
-    write_status(done, RunStatus(status="completed", evidence="", rank=None, exit_code=0, seconds=1.0))
+    done, asked = (
+        run_folder(tmp_path, plan("done", tmp_path / "data", nodes=1)),
+        tmp_path / "site.json",
+    )
+    write_status(
+        done, RunStatus(status="completed", evidence="", rank=None, exit_code=0, seconds=1.0)
+    )
     asked.write_text(json.dumps(to_mapping(SITE)))
     options = ["--site", str(asked), "--account", "xyz@a100", "--dry-run", "--json"]
     for runs, wanted in (([done, folder], [folder]), ([done], [done])):
@@ -246,16 +329,22 @@ def test_a_completed_run_is_left_out_of_a_submission(
         assert [(row["jobs"], row["nodes"]) for row in found["runs"]] == [(1, 1)]
         assert list(findings) == list(map(str, wanted))
         assert ("run folder" in {f["rule"] for f in findings[str(wanted[0])]}) is (wanted == [done])
-    died, full = (run_folder(tmp_path, plan(name, tmp_path / "data", nodes=1)) for name in ("died", "full"))
+    died, full = (
+        run_folder(tmp_path, plan(name, tmp_path / "data", nodes=1)) for name in ("died", "full")
+    )
     for run, status in ((died, "crashed"), (full, "OOM")):
-        write_status(run, RunStatus(status=status, evidence="", rank=None, exit_code=1, seconds=1.0))
+        write_status(
+            run, RunStatus(status=status, evidence="", rank=None, exit_code=1, seconds=1.0)
+        )
     main(["slurm", "submit", *map(str, (done, died, full)), *options, "--failed"])
     assert list(json.loads(capsys.readouterr().out)["findings"]) == [str(died)], (
         "the same plan runs out of memory again"
     )
 
 
-def test_a_job_that_waits_takes_a_changed_plan_where_that_is_accepted(commands: Commands, folder: Path) -> None:
+def test_a_job_that_waits_takes_a_changed_plan_where_that_is_accepted(
+    commands: Commands, folder: Path
+) -> None:
     kept, script = copies.keep_plan(folder), copies.hash_of((folder / "job.sbatch").read_text())
     ledger.note(folder, "submitted", "78", site="/a b/test.json", plan=kept, script=script)
     edit(folder, "optimizer.lr", 6e-4)
@@ -271,16 +360,29 @@ def test_a_job_that_waits_takes_a_changed_plan_where_that_is_accepted(commands: 
 def test_a_submission_that_accepts_changes_lets_waiting_jobs_be_and_submits_the_other_runs(
     commands: Commands, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    script, other = copies.hash_of("another"), run_folder(tmp_path, plan("two", tmp_path / "data", nodes=1))
+    script, other = (
+        copies.hash_of("another"),
+        run_folder(tmp_path, plan("two", tmp_path / "data", nodes=1)),
+    )
     ledger.note(folder, "submitted", "78", site="x", plan=copies.keep_plan(folder), script=script)
     edit(folder, "optimizer.lr", 6e-4)
     commands.say("squeue", "echo '78|PENDING|None|1:00|2:00||x'")
     commands.say("sbatch", "echo 90")
     (tmp_path / "site.json").write_text(json.dumps(to_mapping(SITE)))
-    options = ["--site", str(tmp_path / "site.json"), "--account", "xyz@a100", "--no-preflight", "--accept-changes"]
+    options = [
+        "--site",
+        str(tmp_path / "site.json"),
+        "--account",
+        "xyz@a100",
+        "--no-preflight",
+        "--accept-changes",
+    ]
     assert main(["slurm", "submit", str(folder), str(other), *options]) == 0
     out, err = capsys.readouterr()
-    assert out.splitlines()[:2] == [f"78  {folder}", f"90  {other}"] and "job 78 keeps the job.sbatch" in err
+    assert (
+        out.splitlines()[:2] == [f"78  {folder}", f"90  {other}"]
+        and "job 78 keeps the job.sbatch" in err
+    )
     assert len([call for call in commands.calls("sbatch") if "--parsable" in call]) == 1
     assert main(["slurm", "submit", str(folder), *options, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["submitted"] == {str(folder): ["78"]}
@@ -288,7 +390,14 @@ def test_a_submission_that_accepts_changes_lets_waiting_jobs_be_and_submits_the_
 
 @pytest.mark.parametrize(
     ("times", "parallel", "before"),
-    [(1, 0, "---"), (1, 1, "-12"), (1, 2, "--1"), (1, 3, "---"), (2, 1, "-12345"), (2, 2, "--1234")],
+    [
+        (1, 0, "---"),
+        (1, 1, "-12"),
+        (1, 2, "--1"),
+        (1, 3, "---"),
+        (2, 1, "-12345"),
+        (2, 2, "--1234"),
+    ],
 )
 def test_so_many_jobs_run_at_a_time_as_are_asked_for(
     times: int, parallel: int, before: str, commands: Commands, tmp_path: Path
@@ -303,13 +412,30 @@ def test_so_many_jobs_run_at_a_time_as_are_asked_for(
 
 
 def test_a_row_of_status_has_what_a_job_waits_for_else_its_nodes() -> None:
-    common = {"id": "77", "run": "r" * 40, "iteration": 5, "iterations": 10, "nodes": "n[1-4]", "elapsed": "1-02:03:04"}
-    waits = jobs.JobStatus(**common, state="PENDING", reason="Priority", status="waiting", evidence="", waiting=2)
-    runs = jobs.JobStatus(**common, state="RUNNING", status="running", evidence="e" * 300, waiting=0, exclude="n" * 90)
+    common = {
+        "id": "77",
+        "run": "r" * 40,
+        "iteration": 5,
+        "iterations": 10,
+        "nodes": "n[1-4]",
+        "elapsed": "1-02:03:04",
+    }
+    waits = jobs.JobStatus(
+        **common, state="PENDING", reason="Priority", status="waiting", evidence="", waiting=2
+    )
+    runs = jobs.JobStatus(
+        **common, state="RUNNING", status="running", evidence="e" * 300, waiting=0, exclude="n" * 90
+    )
     begin = "r" * 28
-    assert waits.line() == f"{begin} 77 +2        PENDING       1-02:03:04 Priority                     5/10 waiting"
+    assert (
+        waits.line()
+        == f"{begin} 77 +2        PENDING       1-02:03:04 Priority                     5/10 waiting"
+    )
     ending = f"5/10 running    --exclude={'n' * 80} {'e' * 240}"
-    assert runs.line() == f"{begin} 77           RUNNING       1-02:03:04 n[1-4]                       {ending}"
+    assert (
+        runs.line()
+        == f"{begin} 77           RUNNING       1-02:03:04 n[1-4]                       {ending}"
+    )
 
 
 EDITS = {
@@ -334,8 +460,12 @@ def edit(folder: Path, name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("field", EDITS)
-def test_a_job_says_which_field_of_its_plan_was_edited_since_its_submission(field: str, folder: Path) -> None:
-    """With the frozen plan lost, or edited in the same way, it still stops; an unchanged plan needs no frozen one."""
+def test_a_job_says_which_field_of_its_plan_was_edited_since_its_submission(
+    field: str, folder: Path
+) -> None:
+    """With the frozen plan lost, or edited in the same way, it still stops; an unchanged plan needs
+    no frozen one.
+    """
     values, (value, words) = json.loads((folder / "plan.json").read_text()), EDITS[field]
     constants = constants_of(read_plan(folder / "plan.json")).kept()
     (folder / "plan.json").write_text(json.dumps(values | {"calibration": constants}))
@@ -343,10 +473,19 @@ def test_a_job_says_which_field_of_its_plan_was_edited_since_its_submission(fiel
     ledger.note(folder, "submitted", "78", site="test", plan=kept)
     edit(folder, field, value)
     shown = attempt.altered(folder, "78").split("\n")
-    assert shown[1].startswith(f"{field}: ") and f" -> {value} (" in shown[1] and words in shown[1] and len(shown) == 3
+    assert (
+        shown[1].startswith(f"{field}: ")
+        and f" -> {value} (" in shown[1]
+        and words in shown[1]
+        and len(shown) == 3
+    )
     (folder / f"submitted/{kept}.json").write_text((folder / "plan.json").read_text())
-    assert "is lost or damaged" in attempt.altered(folder, "78") and "`cp" not in attempt.altered(folder, "78")
+    assert "is lost or damaged" in attempt.altered(folder, "78") and "`cp" not in attempt.altered(
+        folder, "78"
+    )
     (folder / "plan.json").write_text(json.dumps(values | {"calibration": constants}))
     assert attempt.altered(folder, "78") == ""
     (folder / "plan.json").unlink()
-    assert attempt.altered(folder, "78").endswith("plan.json: no such file"), "which is not submitted as it is"
+    assert attempt.altered(folder, "78").endswith("plan.json: no such file"), (
+        "which is not submitted as it is"
+    )

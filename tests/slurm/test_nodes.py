@@ -1,4 +1,6 @@
-"""Which nodes of a job train, by what the test of each alone, and of pairs, finds; which ones later jobs avoid."""
+"""Which nodes of a job train, by what the test of each alone, and of pairs, finds; which ones later
+jobs avoid.
+"""
 
 import math
 import os
@@ -25,7 +27,9 @@ FAST = {"matmul FLOP/s": 100.0, "PCIe B/s": 10.0}
 class Nodes:
     """Nodes with their speed (1: as the others, 0: broken) alone and in a network."""
 
-    def __init__(self, alone: dict[str, float], network: dict[str, float], doubtful: Sequence[str] = ()) -> None:
+    def __init__(
+        self, alone: dict[str, float], network: dict[str, float], doubtful: Sequence[str] = ()
+    ) -> None:
         self.alone, self.network, self.doubtful = alone, network, doubtful
 
     def __call__(self, mode: str, groups: Sequence[Group]) -> dict[Group, Result]:
@@ -34,8 +38,15 @@ class Nodes:
     def result(self, mode: str, group: Group) -> Result:
         if mode == "pair":
             share = min(self.network.get(node, 1.0) for node in group)
-            return Result(rates={"all_reduce B/s": 5.0 * share}) if share else Result(broken="no answer")
-        share, doubtful = self.alone.get(group[0], 1.0), "ECC errors" if group[0] in self.doubtful else ""
+            return (
+                Result(rates={"all_reduce B/s": 5.0 * share})
+                if share
+                else Result(broken="no answer")
+            )
+        share, doubtful = (
+            self.alone.get(group[0], 1.0),
+            "ECC errors" if group[0] in self.doubtful else "",
+        )
         rates = {k: v * share for k, v in FAST.items()}
         return Result(rates=rates, doubtful=doubtful) if share else Result(broken="no GPU")
 
@@ -76,8 +87,12 @@ def test_what_all_nodes_lack_of_the_cluster_file_is_refused_without_a_requeue(
     medians["all_reduce B/s"] = cluster.network_bytes_per_s / 20
     assert not node_test.far_below(medians, cluster, 1)
     refused = node_test.far_below(medians, cluster, 4)
-    assert re.fullmatch(r"all nodes: all_reduce B/s 5e\+09, the cluster file has 1e\+11: does NCCL .*", refused)
-    commands.say("scontrol", 'case $* in *hostnames*) printf "n1\\nn2\\n";; *requeue*) exit 9;; esac')
+    assert re.fullmatch(
+        r"all nodes: all_reduce B/s 5e\+09, the cluster file has 1e\+11: does NCCL .*", refused
+    )
+    commands.say(
+        "scontrol", 'case $* in *hostnames*) printf "n1\\nn2\\n";; *requeue*) exit 9;; esac'
+    )
     with pytest.raises(ValueError, match="does NCCL run over TCP"):
         nodes.start_nodes(
             tmp_path,
@@ -112,12 +127,18 @@ CARDS = {
         ({}, "", ""),
         ({name: [] for name in CARDS}, "", ""),  # no nvidia-smi, or one that knows none of it
         ({"memory.used": [["0", "4"]]}, "1 of 2 GPUs", ""),
-        ({"memory.used": [["0", "4"], ["1", "30000"]]}, "GPU 1: 29.3 GiB in use before the training", ""),
+        (
+            {"memory.used": [["0", "4"], ["1", "30000"]]},
+            "GPU 1: 29.3 GiB in use before the training",
+            "",
+        ),
         ({"volatile": [["0", "3"]]}, "", "GPU 0: 3 uncorrectable ECC errors since its last reset"),
         ({"remapped": [["A", "1"]]}, "GPU A: its memory has no rows left to remap", ""),
     ],
 )
-def test_the_health_of_gpus_is_what_nvidia_smi_reports(change: dict, broken: str, doubtful: str) -> None:
+def test_the_health_of_gpus_is_what_nvidia_smi_reports(
+    change: dict, broken: str, doubtful: str
+) -> None:
     def ask(what: str, names: str) -> list[list[str]]:
         key = f"{what} {names}"
         return next((rows for word, rows in change.items() if word in key), CARDS[key])
@@ -126,7 +147,9 @@ def test_the_health_of_gpus_is_what_nvidia_smi_reports(change: dict, broken: str
     assert found == {"broken": [broken] * bool(broken), "doubtful": [doubtful] * bool(doubtful)}
 
 
-@pytest.mark.parametrize(("value", "found"), [(None, []), (math.nan, ["a matmul in fp32 gives wrong results"])])
+@pytest.mark.parametrize(
+    ("value", "found"), [(None, []), (math.nan, ["a matmul in fp32 gives wrong results"])]
+)
 def test_a_node_that_answers_but_computes_wrong_is_broken(
     value: float | None, found: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,12 +162,17 @@ def test_a_node_that_answers_but_computes_wrong_is_broken(
         return out
 
     monkeypatch.setattr(torch, "mm", planted)
-    assert rates.wrong(World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))) == found
+    assert (
+        rates.wrong(World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu")))
+        == found
+    )
 
 
-def test_one_step_tests_all_nodes_round_by_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that cannot start it, crashes or freezes holds up no other, nor does SLURM's signal to all steps;
-    one with a copy of the environment imports from there.
+def test_one_step_tests_all_nodes_round_by_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that cannot start it, crashes or freezes holds up no other, nor does SLURM's signal to
+    all steps; one with a copy of the environment imports from there.
     """
     rates = '{"broken": [], "doubtful": [], "rates": {"matmul FLOP/s": %s}}'
     for name, text in {
@@ -177,8 +205,16 @@ def test_one_step_tests_all_nodes_round_by_round(tmp_path: Path, monkeypatch: py
 
 
 def test_each_task_finds_its_place_in_its_group_and_the_sites_network() -> None:
-    """Rank 0 is the first GPU of the first node of a pair, by its name on InfiniBand; a group has a port of its own."""
-    env = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "HOST_SUFFIX": "i", "SLURMD_NODENAME": "n3", "SLURM_LOCALID": "1"}
+    """Rank 0 is the first GPU of the first node of a pair, by its name on InfiniBand; a group has a
+    port of its own.
+    """
+    env = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "1",
+        "HOST_SUFFIX": "i",
+        "SLURMD_NODENAME": "n3",
+        "SLURM_LOCALID": "1",
+    }
     mode, own = gpu_health.place(2, "2 pair n1,n2 n4,n3", env)
     assert mode == "pair" and own.pop("MASTER_ADDR") == "n4i"
     other = gpu_health.place(2, "2 pair n1,n2 n4,n3", {**env, "SLURMD_NODENAME": "n1"})[1]
@@ -191,14 +227,20 @@ def test_each_task_finds_its_place_in_its_group_and_the_sites_network() -> None:
 def test_only_nodes_whose_slurmd_takes_no_connection_are_dead_and_never_all(
     dead: str, found: str, commands: Commands
 ) -> None:
-    """Where none does, the network of the node that asks is at fault. A node may have no port of its own."""
+    """Where none does, the network of the node that asks is at fault. A node may have no port of
+    its own.
+    """
     with socket.create_server(("127.0.0.1", 0)) as slurmd, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         usual, none = slurmd.getsockname()[1], closed.getsockname()[1]
         ports = {n: f"Port={none}" if n in dead else f"Port={usual}" * (n == "3") for n in "123"}
-        lines = "\n".join(f"NodeName=n{n} Arch=x NodeAddr=127.0.0.1 {port} Version=22" for n, port in ports.items())
+        lines = "\n".join(
+            f"NodeName=n{n} Arch=x NodeAddr=127.0.0.1 {port} Version=22"
+            for n, port in ports.items()
+        )
         commands.say(
-            "scontrol", f"echo; [[ $2 == config ]] && echo 'SlurmdPort              = {usual}' || echo '{lines}'"
+            "scontrol",
+            f"echo; [[ $2 == config ]] && echo 'SlurmdPort              = {usual}' || echo '{lines}'",
         )
         assert nodes.unreachable(["n1", "n2", "n3"], within_s=1.0) == [f"n{n}" for n in found]
 

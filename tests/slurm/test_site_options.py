@@ -1,4 +1,6 @@
-"""A site of one's own: what its file adds to the scripts, as bash and sbatch read it; contradictions in one line."""
+"""A site of one's own: what its file adds to the scripts, as bash and sbatch read it;
+contradictions in one line.
+"""
 
 import os
 import shlex
@@ -20,8 +22,17 @@ from trilane.utils.validation import from_mapping
 FREE = Site(
     name="mine",
     cluster="jz-a100-80g",
-    env={"NCCL_SOCKET_IFNAME": "ib0", "QUOTED": "it's $HOME", "TOKENIZERS_PARALLELISM": "false", "NCCL_IB_PKEY": "1"},
-    setup=("module load cuda", "source /opt/env.sh", "export HF_TOKEN=$(cat ~/.token) HF_TOKEN_PATH=/x MAX_TOKENS=3"),
+    env={
+        "NCCL_SOCKET_IFNAME": "ib0",
+        "QUOTED": "it's $HOME",
+        "TOKENIZERS_PARALLELISM": "false",
+        "NCCL_IB_PKEY": "1",
+    },
+    setup=(
+        "module load cuda",
+        "source /opt/env.sh",
+        "export HF_TOKEN=$(cat ~/.token) HF_TOKEN_PATH=/x MAX_TOKENS=3",
+    ),
     sbatch={"licenses": "scratch", "exclusive": "", "mem": "0", "switches": "1@12:00:00"},
     srun=("--mpi=none", "--label"),
     gpu_type="a100",
@@ -69,8 +80,14 @@ BAD = [
     ({"srun": ["-n1"]}, r"^site.srun='-n1': must be a long option"),
     ({"gpu_type": "a100:4"}, r"^site.gpu_type='a100:4': must be one type"),
     ({"container": "pyxis"}, r"^site.container=pyxis: needs container_image$"),
-    ({"container_image": "/a.sif"}, r"^site.container_image=/a.sif: needs container, one of pyxis, apptainer"),
-    ({"container": "pyxis", "container_image": "a.sqsh"}, r"^site.container_image='a.sqsh': must be an absolute path"),
+    (
+        {"container_image": "/a.sif"},
+        r"^site.container_image=/a.sif: needs container, one of pyxis, apptainer",
+    ),
+    (
+        {"container": "pyxis", "container_image": "a.sqsh"},
+        r"^site.container_image='a.sqsh': must be an absolute path",
+    ),
     (
         {"container": "pyxis", "container_image": "/a.sqsh", "container_mounts": ["a"]},
         r"^site.container_mounts='a': must be FOLDER",
@@ -79,7 +96,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD)
-def test_a_site_with_a_contradiction_is_refused_in_one_line(fields: dict[str, Any], message: str) -> None:
+def test_a_site_with_a_contradiction_is_refused_in_one_line(
+    fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message) as refusal:
         from_mapping(Site, {"name": "mine", **fields}, "site")
     assert len(str(refusal.value).splitlines()) == 1
@@ -92,7 +111,11 @@ def test_no_site_can_set_what_a_script_sets() -> None:
         with pytest.raises(ValueError, match=f"^site.sbatch=--{option}: the script sets --"):
             rendered(replace(FREE, sbatch={option: "1"}))
     pyxis = replace(FREE, container="pyxis", container_image="/a.sqsh")
-    for site, word in ((FREE, "--ntasks=4"), (FREE, "--kill-on-bad-exit=0"), (pyxis, "--container-image=b")):
+    for site, word in (
+        (FREE, "--ntasks=4"),
+        (FREE, "--kill-on-bad-exit=0"),
+        (pyxis, "--container-image=b"),
+    ):
         with pytest.raises(ValueError, match=f"^site.srun={word}: the script sets --"):
             rendered(replace(site, srun=(word,)), spares=1)
     for name in ("MASTER_ADDR", "OMP_NUM_THREADS", "NCCL_DEBUG", "VENV", "RDZV_ID"):
@@ -111,10 +134,14 @@ def test_the_arguments_of_srun_are_the_sites_and_bind_a_task_to_its_cores(launch
 def read_by_bash(words: str, folder: Path, code: str) -> list[str]:
     """The words that srun would get, in that folder and with that frozen code."""
     script = f"set -u; TRILANE_CODE={shlex.quote(code)}; printf '%s\\n' {words}"
-    return subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True).stdout.splitlines()
+    return subprocess.run(
+        ["bash", "-c", script], cwd=folder, capture_output=True, text=True
+    ).stdout.splitlines()
 
 
-def test_a_container_sees_the_run_folder_the_frozen_code_and_the_sites_mounts(tmp_path: Path) -> None:
+def test_a_container_sees_the_run_folder_the_frozen_code_and_the_sites_mounts(
+    tmp_path: Path,
+) -> None:
     here = tmp_path / "a run"
     here.mkdir()
     image = {"container_image": "/my images/a.sif", "container_mounts": ("/data", "/a:/b:ro")}
@@ -127,16 +154,24 @@ def test_a_container_sees_the_run_folder_the_frozen_code_and_the_sites_mounts(tm
     for code, mount in (("", ""), ("/the code", ",/the code:/the code")):
         mounts = f"--container-mounts={here}:{here}{mount},/data:/data,/a:/b:ro"
         workdir = f"--container-workdir={here}"
-        assert read_by_bash(pyxis, here, code) == ["--container-image=/my images/a.sif", mounts, workdir]
+        assert read_by_bash(pyxis, here, code) == [
+            "--container-image=/my images/a.sif",
+            mounts,
+            workdir,
+        ]
 
 
 def prepared(site: Site, folder: Path, **env: str) -> "subprocess.CompletedProcess[str]":
     """What the script does before it activates its environment, in a shell that is no login shell."""
     text = rendered(site)
-    head = text[text.index("set -euo pipefail") : text.index("# the environment of this repository")]
+    head = text[
+        text.index("set -euo pipefail") : text.index("# the environment of this repository")
+    ]
     env = {"PATH": os.environ["PATH"], **env}
     script = head + '\necho started ${FROM_SETUP:-} ${QUOTED:-}\neval "${AFTER:-}"'
-    return subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True)
+    return subprocess.run(
+        ["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,14 +183,21 @@ def prepared(site: Site, folder: Path, **env: str) -> "subprocess.CompletedProce
         ("echo 'unclosed", 2),
     ],
 )
-def test_a_setup_line_that_fails_is_named_and_nothing_is_started(line: str, code: int, tmp_path: Path) -> None:
+def test_a_setup_line_that_fails_is_named_and_nothing_is_started(
+    line: str, code: int, tmp_path: Path
+) -> None:
     done = prepared(replace(FREE, setup=("export FROM_SETUP=1", line, "touch late")), tmp_path)
     assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (code, "", [])
-    assert done.stderr.splitlines()[-1] == f"site mine: setup line 2 ended with exit code {code}: {line}"
+    assert (
+        done.stderr.splitlines()[-1]
+        == f"site mine: setup line 2 ended with exit code {code}: {line}"
+    )
 
 
 def test_setup_lines_run_as_they_are_in_one_shell(tmp_path: Path) -> None:
-    """An unset variable, a comment, an open here-document and a definition are no failure, and swallow nothing."""
+    """An unset variable, a comment, an open here-document and a definition are no failure, and
+    swallow nothing.
+    """
     lines = (
         "f() { FROM_SETUP=$1; }",
         "f 'two words'  # so",
@@ -169,7 +211,9 @@ def test_setup_lines_run_as_they_are_in_one_shell(tmp_path: Path) -> None:
 
 def test_no_python_of_a_setup_line_runs_what_lies_in_the_run_folder(tmp_path: Path) -> None:
     trace = plant_modules(tmp_path)
-    done = prepared(replace(FREE, setup=(f"{shlex.quote(sys.executable)} -c 'import json'",)), tmp_path)
+    done = prepared(
+        replace(FREE, setup=(f"{shlex.quote(sys.executable)} -c 'import json'",)), tmp_path
+    )
     assert done.returncode == 0 and not trace.exists(), done.stderr
 
 
@@ -180,7 +224,9 @@ def test_a_setup_line_takes_no_job_out_of_its_folder_and_hides_no_failure(tmp_pa
     assert (done.returncode, done.stdout.splitlines()[-1]) == (1, str(tmp_path)), done.stderr
 
 
-def test_a_shell_without_module_takes_it_from_the_sites_files_or_ends_in_one_line(tmp_path: Path) -> None:
+def test_a_shell_without_module_takes_it_from_the_sites_files_or_ends_in_one_line(
+    tmp_path: Path,
+) -> None:
     site = replace(FREE, setup=(), modules=("cuda/12.6",))
     (tmp_path / "init").mkdir()
     (tmp_path / "init/bash").write_text('module() { echo "$UNSET$*"; }\nfalse\n')

@@ -1,4 +1,6 @@
-"""On a real SLURM: plans trained by jobs, chains and sweeps; signals, outages, killed submissions, looks inside."""
+"""On a real SLURM: plans trained by jobs, chains and sweeps; signals, outages, killed submissions,
+looks inside.
+"""
 
 import contextlib
 import json
@@ -50,8 +52,18 @@ from trilane.workspace.checkpoints import FOLDER, latest
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 import submit_races
 
-ASKED = ["--account", "xyz@a100", "--time-limit", "00:10:00", "--signal-s", "60", "--no-preflight", "--json"]
-LONG = 30  # iterations, which a test lets the training begin one by one or many at once, to act in the middle
+ASKED = [
+    "--account",
+    "xyz@a100",
+    "--time-limit",
+    "00:10:00",
+    "--signal-s",
+    "60",
+    "--no-preflight",
+    "--json",
+]
+# iterations, which a test lets the training begin one by one or many at once, to act in the middle
+LONG = 30
 
 
 @pytest.fixture
@@ -71,7 +83,9 @@ def sleeping(folder: Path) -> Path:
 
 
 def alone(p: Plan, root: Path) -> list[float]:
-    """The losses of the same run on one process of this machine, from beginning to end without a break."""
+    """The losses of the same run on one process of this machine, from beginning to end without a
+    break.
+    """
     folder = run_folder(root, replace(p, label="alone", topology=replace(p.topology, dp=1)))
     assert local.train_local(folder, show_progress=False).status == "completed"
     return losses(folder)
@@ -80,9 +94,13 @@ def alone(p: Plan, root: Path) -> list[float]:
 def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_submitted_and_unpack_its_environment(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the job waits the installed code is made to raise. The job inherits no variables but SLURM's own."""
+    """While the job waits the installed code is made to raise. The job inherits no variables but
+    SLURM's own.
+    """
     installed = tmp_path / "installed"
-    shutil.copytree(installation.package(), installed / "trilane", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        installation.package(), installed / "trilane", ignore=shutil.ignore_patterns("__pycache__")
+    )
     monkeypatch.setattr(copies, "package", lambda: installed / "trilane")
     monkeypatch.setenv("PYTHONPATH", str(installed))
     venv.create(environment := tmp_path / "env", symlinks=True)
@@ -99,14 +117,18 @@ def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_subm
     export = f"#SBATCH --export=NONE\nexport PYTHONPATH={installed}\nset -"
     (folder / "job.sbatch").write_text(text.replace("set -", export, 1))
     job = jobs.submit(folder, SITE, request, ["--hold"])
-    (installed / "trilane/__init__.py").write_text("raise ImportError('the installed code has changed')\n")
+    (installed / "trilane/__init__.py").write_text(
+        "raise ImportError('the installed code has changed')\n"
+    )
     client.call(["scontrol", "release", job])
     found = ended(folder)
     assert (found.id, found.state, found.status) == (job, "COMPLETED", "completed"), says(folder)
     assert (found.iteration, found.iterations, found.nodes) == (4, 4, "jz-a100-[1-2]")
     assert len(losses(folder)) == 4 and losses(folder)[-1] < losses(folder)[0]
     assert [e["event"] for e in ledger.events(folder)] == ["submitted", "started", "ended"]
-    assert (environment / "trilane-env.tar").exists() and not [copy for node in nodes for copy in node.iterdir()]
+    assert (environment / "trilane-env.tar").exists() and not [
+        copy for node in nodes for copy in node.iterdir()
+    ]
     assert "stage_env" not in (folder / "run.log").read_text()
     codes = {e["code"] for e in ledger.events(folder, "submitted", "started")}
     assert codes == {path.name for path in (folder / "code").iterdir()}
@@ -157,25 +179,37 @@ def test_the_commands_submit_show_and_cancel(
     assert main(["slurm", "cancel", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"cancelled": [job]}
     found = ended(folder)
-    assert (found.state, found.status, found.evidence) == ("CANCELLED", "cancelled", "SLURM: CANCELLED")
+    assert (found.state, found.status, found.evidence) == (
+        "CANCELLED",
+        "cancelled",
+        "SLURM: CANCELLED",
+    )
     assert main(["slurm", "status", str(folder)]) == 1
 
 
-def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     """All of the script up to the training."""
     root = tmp_path / '-rf $(touch x) `touch x` {a,b}* it\'s a "quote";touch x && é数 | touch x'
-    (run,) = study_runs.create_sweep(root, [plan("one", tmp_path.parent / "data", nodes=1).to_json()], SITE, REQUEST)
+    (run,) = study_runs.create_sweep(
+        root, [plan("one", tmp_path.parent / "data", nodes=1).to_json()], SITE, REQUEST
+    )
     trace = plant_modules(run)
     text = (run / "job.sbatch").read_text()
     (run / "job.sbatch").write_text(text[: text.index("# a small corpus is tokenized")] + "pwd\n")
     job = jobs.submit(run, SITE, REQUEST)
     wait_until(lambda: client.states([job])[job].has_ended, 120, "end of the job")
     assert (run / f"slurm-{job}.out").read_text() == f"go: from the beginning\n{run}\n"
-    assert not trace.exists() and not list(tmp_path.rglob("x")) and list(tmp_path.iterdir()) == [root]
+    assert (
+        not trace.exists() and not list(tmp_path.rglob("x")) and list(tmp_path.iterdir()) == [root]
+    )
 
 
 @pytest.mark.parametrize(
-    "how", ['kill -9 $PPID; sleep 0.3; "$real" "$@"', '"$real" "$@"; kill -9 $PPID'], ids=["while it asks", "before"]
+    "how",
+    ['kill -9 $PPID; sleep 0.3; "$real" "$@"', '"$real" "$@"; kill -9 $PPID'],
+    ids=["while it asks", "before"],
 )
 def test_a_killed_submission_leaves_one_job(
     how: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -189,7 +223,9 @@ def test_a_killed_submission_leaves_one_job(
     assert ledger.job_ids(folder) == [job] == jobs.cancel([folder])
 
 
-def test_of_submissions_and_of_jobs_at_once_one_is_made_or_begins(cluster: Cluster, tmp_path: Path) -> None:
+def test_of_submissions_and_of_jobs_at_once_one_is_made_or_begins(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     trial = submit_races.race_trial(submit_races.held_run(tmp_path, "submit"), 4)
     assert len(trial.jobs) == trial.successes == 1 and trial.recorded == trial.jobs
     ids = submit_races.running_jobs(tmp_path, 3)
@@ -201,7 +237,9 @@ def test_of_submissions_and_of_jobs_at_once_one_is_made_or_begins(cluster: Clust
 def test_sigusr1_saves_and_the_next_link_goes_on(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The signal that SLURM sends some minutes before the limit; then the job is ended, as it is at the limit."""
+    """The signal that SLURM sends some minutes before the limit; then the job is ended, as it is at
+    the limit.
+    """
     p = one_process_a_node(plan("long", tmp_path.parent / "data", nodes=1, iters=LONG, gbs=8, dp=1))
     (folder,) = chain.create(tmp_path / "chain", p, [], SITE, REQUEST)
     pace(monkeypatch)
@@ -213,7 +251,11 @@ def test_sigusr1_saves_and_the_next_link_goes_on(
     lead(folder, lambda: latest(folder / FOLDER) is not None, "checkpoint")
     at = int(latest(folder / FOLDER).name.removeprefix("iter_"))
     allow(folder, at + 2)
-    wait_until(lambda: attempts.iteration(folder) > at, 60, "iteration after the signal: torchrun died of it")
+    wait_until(
+        lambda: attempts.iteration(folder) > at,
+        60,
+        "iteration after the signal: torchrun died of it",
+    )
     client.cancel([first])
     wait_until(lambda: one(folder).id == second, PATIENCE_S, "second link")
     allow(folder, LONG)
@@ -228,20 +270,30 @@ def test_two_links_on_1_and_2_nodes_follow_the_ramp_with_the_losses_of_one_run(
     cluster: Cluster, site: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """As many replicas for batches of 8 and 16."""
-    p = one_process_a_node(plan("ramp", tmp_path.parent / "data", nodes=1, iters=6, mbs=1, gbs=16, dp=1))
+    p = one_process_a_node(
+        plan("ramp", tmp_path.parent / "data", nodes=1, iters=6, mbs=1, gbs=16, dp=1)
+    )
     p = replace(p, run=replace(p.run, ramp=Ramp(start=8, increment=8, samples=24)))
     (tmp_path / "plan.json").write_text(json.dumps(p.to_json()))
     folder, asked = str(tmp_path / "chain"), ["--site", site, *ASKED]
     stages = ["--stages", "8:1:1,16:2:1"]
-    assert main(["slurm", "chain", "create", str(tmp_path / "plan.json"), folder, *asked, *stages]) == 0
+    assert (
+        main(["slurm", "chain", "create", str(tmp_path / "plan.json"), folder, *asked, *stages])
+        == 0
+    )
     capsys.readouterr()
     assert main(["slurm", "submit", folder, *asked]) == 0
-    submitted, paths = json.loads(capsys.readouterr().out)["submitted"], chain.stages_of(Path(folder))
+    submitted, paths = (
+        json.loads(capsys.readouterr().out)["submitted"],
+        chain.stages_of(Path(folder)),
+    )
     ids = [job for path in paths for job in submitted[str(path)]]
     after = [e["after"] for path in paths for e in ledger.events(path, "submitted")]
     assert after == ["", *(f"afterany:{job}" for job in ids[:-1])]
     found = [ended(path) for path in paths]
-    assert [(j.id, j.status) for j in found] == [(i, "completed") for i in ids], says(paths[0]) + says(paths[1])
+    assert [(j.id, j.status) for j in found] == [(i, "completed") for i in ids], says(
+        paths[0]
+    ) + says(paths[1])
     assert [len(client.hostnames(j.nodes)) for j in found] == [1, 2]
     joined = [loss for path in paths for loss in losses(path)]
     assert len(joined) == 6 and joined == pytest.approx(alone(p, tmp_path), abs=1e-5)
@@ -254,20 +306,26 @@ def test_the_nodes_of_a_running_job_are_shown_and_the_watcher_reports_its_death(
     job = jobs.submit(folder, SITE, REQUEST)
     wait_until(lambda: one(folder).state == "RUNNING", PATIENCE_S, "running")
     assert main(["debug", "capture", str(folder), "--job", job, "--what", "hostfile"]) == 0
-    assert capsys.readouterr().out == "".join(f"{host} slots=2\n" for host in client.hostnames(one(folder).nodes))
+    assert capsys.readouterr().out == "".join(
+        f"{host} slots=2\n" for host in client.hostnames(one(folder).nodes)
+    )
     (line,) = jobs.watch([folder], every_s=0.2, seconds=1)
     assert line.startswith(f"hanging: job {job} RUNNING jz-a100-[")
     client.cancel([job])
     wait_until(lambda: one(folder).state == "CANCELLED", 60, "cancelled")
     said = list(jobs.watch([folder], every_s=0.2, seconds=60))
-    assert said == [f"hanging: job {job} CANCELLED {one(folder).nodes}: DIED: cancelled SLURM: CANCELLED"]
+    assert said == [
+        f"hanging: job {job} CANCELLED {one(folder).nodes}: DIED: cancelled SLURM: CANCELLED"
+    ]
 
 
 def test_without_the_controller_nothing_is_shown_submitted_or_cancelled(
     cluster: Cluster, site: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """A stopped controller accepts connections and answers none: squeue alone would wait a minute."""
-    waits, other = (run_folder(tmp_path, plan(name, tmp_path / "data")) for name in ("waits", "other"))
+    waits, other = (
+        run_folder(tmp_path, plan(name, tmp_path / "data")) for name in ("waits", "other")
+    )
     job = jobs.submit(waits, SITE, REQUEST, ["--begin=now+1hour"])
     new = ["slurm", "submit", str(other), "--site", site, "--account", "xyz@a100"]
     controller = cluster.controller()
@@ -282,7 +340,9 @@ def test_without_the_controller_nothing_is_shown_submitted_or_cancelled(
         for command, claim in said.items():
             assert main(["slurm", *command]) == 75
             out, line = capsys.readouterr()
-            assert not out and line.count("\n") == 1 and "nothing within 3 s" in line and claim in line
+            assert (
+                not out and line.count("\n") == 1 and "nothing within 3 s" in line and claim in line
+            )
         assert main(["slurm", "watch", str(waits), "--every", "1", "--seconds", "0.1"]) == 75
         assert time.monotonic() - begin < 25
     finally:
@@ -292,7 +352,8 @@ def test_without_the_controller_nothing_is_shown_submitted_or_cancelled(
     assert jobs.cancel([waits]) == [job]
 
 
-# In place of Apptainer, which is not installed here: notes its arguments, and runs what follows the image.
+# In place of Apptainer, which is not installed here: notes its arguments, and runs what follows the
+# image.
 BOX = """#!/bin/bash
 echo "$*" >>"${0%/*}/calls"
 while [[ $1 != *.sif ]]; do shift; done
@@ -303,11 +364,17 @@ shift; IN_BOX=1 exec "$@"
 def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_its_name(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two nodes of two tasks, in a container, at a site with variables, setup lines and labels of its own."""
+    """Two nodes of two tasks, in a container, at a site with variables, setup lines and labels of
+    its own.
+    """
     (tmp_path / "image.sif").touch()
     (tmp_path / "apptainer").write_text(BOX)
     (tmp_path / "apptainer").chmod(0o755)
-    setup = ('[[ $FROM_SITE == "it\'s mine" ]]', "export FROM_SETUP=1  # for the tasks", f"PATH={tmp_path}:$PATH")
+    setup = (
+        '[[ $FROM_SITE == "it\'s mine" ]]',
+        "export FROM_SETUP=1  # for the tasks",
+        f"PATH={tmp_path}:$PATH",
+    )
     more = {
         "env": {"FROM_SITE": "it's mine"},
         "setup": setup,
@@ -315,11 +382,16 @@ def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_it
         "sbatch": {"nice": "5", "mem": "0"},
     }
     box = {"container": "apptainer", "container_image": str(tmp_path / "image.sif")}
-    own, request = replace(SITE, **more, **box), replace(REQUEST, launcher="srun", comment="for Ada (2)")
+    own, request = (
+        replace(SITE, **more, **box),
+        replace(REQUEST, launcher="srun", comment="for Ada (2)"),
+    )
     pace(monkeypatch)
     folder = tmp_path / "own"
     folder.mkdir()
-    for name, text in script.files(plan("own", tmp_path.parent / "data", iters=LONG), own, request).items():
+    for name, text in script.files(
+        plan("own", tmp_path.parent / "data", iters=LONG), own, request
+    ).items():
         (folder / name).write_text(text)
     allow(folder, 3)
     job = jobs.submit(folder, own, request)
@@ -330,7 +402,9 @@ def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_it
     lead(folder, lambda: latest(folder / FOLDER) is not None, "checkpoint")
     allow(folder, LONG)
     found = ended(folder)
-    assert (found.state, found.status, found.iteration) == ("COMPLETED", "completed", LONG), says(folder)
+    assert (found.state, found.status, found.iteration) == ("COMPLETED", "completed", LONG), says(
+        folder
+    )
     log = read_log(folder / "run.log")
     assert len(log.iterations) == LONG and set(log.memory["rank"]) == {0, 1, 2, 3}
     calls, code = (tmp_path / "calls").read_text(), next((folder / "code").iterdir())
@@ -341,13 +415,22 @@ def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_it
 def test_of_a_sweep_one_run_fails_and_is_submitted_again_alone(
     cluster: Cluster, site: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """One node and one process each, one job at a time; the second wants a corpus that is not there yet."""
+    """One node and one process each, one job at a time; the second wants a corpus that is not there
+    yet.
+    """
     corpus, folder = tmp_path / "corpus.txt", tmp_path / "sweep"
-    plans = [plan(f"mbs{mbs}", tmp_path.parent / "data", nodes=1, dp=1, mbs=mbs, gbs=8) for mbs in (1, 2)]
+    plans = [
+        plan(f"mbs{mbs}", tmp_path.parent / "data", nodes=1, dp=1, mbs=mbs, gbs=8) for mbs in (1, 2)
+    ]
     plans[1] = replace(plans[1], data=replace(plans[1].data, source=str(corpus)))
     (tmp_path / "plans.json").write_text(json.dumps({"plans": [p.to_json() for p in plans]}))
-    asked, submit = ["--site", site, *ASKED], ["slurm", "submit", str(folder), "--site", site, *ASKED]
-    assert main(["slurm", "sweep", "create", str(tmp_path / "plans.json"), str(folder), *asked]) == 0
+    asked, submit = (
+        ["--site", site, *ASKED],
+        ["slurm", "submit", str(folder), "--site", site, *ASKED],
+    )
+    assert (
+        main(["slurm", "sweep", "create", str(tmp_path / "plans.json"), str(folder), *asked]) == 0
+    )
     assert main(submit) == 1  # the check sees that the corpus is missing
     assert '"data"' in capsys.readouterr().out
     assert main([*submit, "--allow", "data", "--parallel", "1"]) == 0
@@ -355,7 +438,9 @@ def test_of_a_sweep_one_run_fails_and_is_submitted_again_alone(
     paths = [folder / f"runs/{p.label}" for p in plans]
     after = [e["after"] for path in paths for e in ledger.events(path, "submitted")]
     assert after == ["", f"afterany:{made[str(paths[0])][0]}"]
-    assert {path.name for path in (folder / "runs").iterdir()} == {p.label for p in plans} | {"code"}
+    assert {path.name for path in (folder / "runs").iterdir()} == {p.label for p in plans} | {
+        "code"
+    }
     found = [ended(path) for path in paths]
     assert [j.status for j in found] == ["completed", "crashed"], says(paths[1])
     assert [[j.id] for j in found] == [made[str(path)] for path in paths]
@@ -366,7 +451,8 @@ def test_of_a_sweep_one_run_fails_and_is_submitted_again_alone(
         assert ended(paths[1]).status == "completed", says(paths[1])
 
 
-# Of the queries it answers one, as an old nvidia-smi does: memory is worn where the node is in the file.
+# Of the queries it answers one, as an old nvidia-smi does: memory is worn where the node is in the
+# file.
 NVIDIA_SMI = r"""#!/bin/bash
 [[ $1 == --query-remapped-rows=* ]] || exit 2
 echo "00000000:07:00.0, $(grep -cx "$(hostname)" %s)"
@@ -387,12 +473,18 @@ def test_a_node_whose_gpu_is_worn_stays_out_where_there_is_a_spare(
     p = replace(p, topology=replace(p.topology, dp=2))
     folder = run_folder(tmp_path, p, replace(REQUEST, spares=1, preflight=True))
     head, choice, rest = (folder / "job.sbatch").read_text().partition("  TRAIN_NODELIST=$(")
-    text = head.replace("python -m trilane slurm job guard . &", ":") + choice + rest.splitlines()[0]
-    (folder / "job.sbatch").write_text(text + '\n  echo "chosen: $TRAIN_NODELIST"\n  exit 0\ndone\n')
+    text = (
+        head.replace("python -m trilane slurm job guard . &", ":") + choice + rest.splitlines()[0]
+    )
+    (folder / "job.sbatch").write_text(
+        text + '\n  echo "chosen: $TRAIN_NODELIST"\n  exit 0\ndone\n'
+    )
     client.sbatch(folder / "job.sbatch", "--nodelist=jz-a100-[1-3]")
     wait_until(lambda: "chosen: " in says(folder), PATIENCE_S, "no choice")
     (found,) = ledger.events(folder, "nodes")
     assert found["chosen"] == ["jz-a100-1", "jz-a100-3"], says(folder)
-    assert found["left_out"] == {"jz-a100-2": "GPU 00000000:07:00.0: its memory has no rows left to remap"}
+    assert found["left_out"] == {
+        "jz-a100-2": "GPU 00000000:07:00.0: its memory has no rows left to remap"
+    }
     assert [e["nodes"] for e in ledger.events(folder, "node failure")] == [["jz-a100-2"]]
     assert "NODE jz-a100-2 is left out: GPU" in (folder / "run.log").read_text()

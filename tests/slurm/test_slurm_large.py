@@ -1,4 +1,6 @@
-"""Rehearsals on 52 nodes of a real SLURM: the training is a sleep or a stand-in, everything else is real."""
+"""Rehearsals on 52 nodes of a real SLURM: the training is a sleep or a stand-in, everything else is
+real.
+"""
 
 import os
 import re
@@ -33,15 +35,25 @@ class Rehearsal:
 
     def __init__(self, cluster: Cluster, chained: Path) -> None:
         t = Topology(dp=TRAIN, mbs=1, gbs=TRAIN, precision="bf16")
-        shape, nodes = parse_shape("24,2048,16,2048,50304"), replace(nodes_of("jz-a100-80g"), gpus_per_node=1)
-        p = Plan(label="big", shape=shape, cluster=nodes, topology=t, run=Run(train_iters=GOAL, save_interval=SAVES))
+        shape, nodes = (
+            parse_shape("24,2048,16,2048,50304"),
+            replace(nodes_of("jz-a100-80g"), gpus_per_node=1),
+        )
+        p = Plan(
+            label="big",
+            shape=shape,
+            cluster=nodes,
+            topology=t,
+            run=Run(train_iters=GOAL, save_interval=SAVES),
+        )
         request = replace(REQUEST, spares=SPARES, preflight=True)
         (self.folder,) = chain.create(chained, p, [], SITE, request)
         self.cluster, self.begin = cluster, time.monotonic()
         self._put_stand_ins(chained / "bin")
 
     def _put_stand_ins(self, programs: Path) -> None:
-        """tests/planted/node.py in place of each node's ranks and of its test, and short intervals for long ones.
+        """tests/planted/node.py in place of each node's ranks and of its test, and short intervals
+        for long ones.
 
         The nodes are tested before the first start alone: a test of 48 takes 10 s here.
         """
@@ -71,7 +83,9 @@ class Rehearsal:
         self.wait(lambda: run_folder.iteration(self.folder) >= iteration, f"iteration {iteration}")
 
     def wait(self, true: Callable[[], bool], what: str) -> None:
-        """Wait, and print how long all took; where it takes too long, show what the job has printed."""
+        """Wait, and print how long all took; where it takes too long, show what the job has
+        printed.
+        """
         try:
             wait_until(true, PATIENCE_S, what)
         except AssertionError as error:
@@ -90,20 +104,26 @@ class Rehearsal:
 
     def executed(self) -> list[int]:
         """Every iteration that was trained, again or not, in order."""
-        return [line["iteration"] for line in json_lines((self.folder / "executed.jsonl").read_text())]
+        return [
+            line["iteration"] for line in json_lines((self.folder / "executed.jsonl").read_text())
+        ]
 
 
-def test_52_nodes_lose_four_and_the_controller_and_no_iteration(cluster: Cluster, tmp_path: Path) -> None:
-    """A broken and a slow node stay out; two nodes die, then a third, whose places spares take; the controller; the
-    first node, which costs a requeue; the signal before the time limit, after which the next job of the chain goes on.
-    Who watches is told of the end.
+def test_52_nodes_lose_four_and_the_controller_and_no_iteration(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """A broken and a slow node stay out; two nodes die, then a third, whose places spares take; the
+    controller; the first node, which costs a requeue; the signal before the time limit, after which
+    the next job of the chain goes on. Who watches is told of the end.
 
-    The nodes that die are heads of the tree by which SLURM collects the end of a step (every 8th): of others the heads
-    wait a minute for them, and hold their nodes.
+    The nodes that die are heads of the tree by which SLURM collects the end of a step (every 8th):
+    of others the heads wait a minute for them, and hold their nodes.
     """
     r = Rehearsal(cluster, tmp_path / "chain")
     lines: list[str] = []
-    watching = threading.Thread(target=lambda: lines.extend(jobs.watch([r.folder], 0.5, PATIENCE_S)))
+    watching = threading.Thread(
+        target=lambda: lines.extend(jobs.watch([r.folder], 0.5, PATIENCE_S))
+    )
     for name, node in (("broken", "jz-a100-4"), ("slow", "jz-a100-30")):
         (r.folder / name).write_text(node)
     first, second = submit_chain(tmp_path / "chain", times=2)
@@ -118,9 +138,13 @@ def test_52_nodes_lose_four_and_the_controller_and_no_iteration(cluster: Cluster
     dead += [r.kill(9)]
     r.wait(lambda: r.count("replaced") == 2, "a spare for a third")
     r.lead_to(15)
-    assert one(r.folder).id == first and {e["restarts"] for e in ledger.events(r.folder, "started")} == {0}
+    assert one(r.folder).id == first and {
+        e["restarts"] for e in ledger.events(r.folder, "started")
+    } == {0}
     assert answered_in_5_s(r.folder) == 0
-    controller = int((Path(cluster.env["LOCAL_SLURM_DIR"]) / "run/slurmctld.pid").read_text().split()[0])
+    controller = int(
+        (Path(cluster.env["LOCAL_SLURM_DIR"]) / "run/slurmctld.pid").read_text().split()[0]
+    )
     os.kill(controller, signal.SIGKILL)
     assert answered_in_5_s(r.folder) == 75
     r.lead_to(17)
@@ -137,14 +161,40 @@ def test_52_nodes_lose_four_and_the_controller_and_no_iteration(cluster: Cluster
     found = ended(r.folder)
     assert (found.id, found.status, found.iteration) == (second, "completed", GOAL), says(r.folder)
     watching.join(30.0)
-    assert [line["iteration"] for line in json_lines((r.folder / "steps.jsonl").read_text())] == [*range(1, GOAL + 1)]
-    again = [[11, 12, 13], [11, 12, 13, 14], [11, 12, 13, 14, 15, 16, 17]]  # from the checkpoint of 10
-    assert r.executed() == [*range(1, 14), *again[0], 14, *again[1], 15, 16, 17, *again[2], *range(18, GOAL + 1)]
+    assert [line["iteration"] for line in json_lines((r.folder / "steps.jsonl").read_text())] == [
+        *range(1, GOAL + 1)
+    ]
+    again = [
+        [11, 12, 13],
+        [11, 12, 13, 14],
+        [11, 12, 13, 14, 15, 16, 17],
+    ]  # from the checkpoint of 10
+    assert r.executed() == [
+        *range(1, 14),
+        *again[0],
+        14,
+        *again[1],
+        15,
+        16,
+        17,
+        *again[2],
+        *range(18, GOAL + 1),
+    ]
     starts = [(e["id"], e["restarts"], e["iteration"]) for e in ledger.events(r.folder, "started")]
-    assert starts == [(first, 0, 0), (first, 0, 13), (first, 0, 14), (first, 1, 17), (second, 0, 25)]
+    assert starts == [
+        (first, 0, 0),
+        (first, 0, 13),
+        (first, 0, 14),
+        (first, 1, 17),
+        (second, 0, 25),
+    ]
     lost = [["jz-a100-4"], *dead]
-    assert [sorted(e["nodes"]) for e in ledger.events(r.folder, "node failure")] == [sorted(nodes) for nodes in lost]
-    assert [sorted(e["nodes"]) for e in ledger.events(r.folder, "replaced")] == [sorted(nodes) for nodes in dead[:2]]
+    assert [sorted(e["nodes"]) for e in ledger.events(r.folder, "node failure")] == [
+        sorted(nodes) for nodes in lost
+    ]
+    assert [sorted(e["nodes"]) for e in ledger.events(r.folder, "replaced")] == [
+        sorted(nodes) for nodes in dead[:2]
+    ]
     assert [len(set(e["chosen"])) for e in ledger.events(r.folder, "nodes")] == [TRAIN] * 5
     statuses = [e["status"] for e in ledger.events(r.folder, "ended")]
     # the first job was cancelled in its last start, which SLURM's accounting tells the next

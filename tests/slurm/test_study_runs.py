@@ -19,25 +19,41 @@ def test_a_finding_of_several_plans_is_one_row_that_names_them(outputs: Path) ->
     for label, seed in (("a", 1), ("b", 2)):
         each = replace(small, label=label, run=replace(small.run, seed=seed))
         folder, _ = study.run_folder(each, {"plan.json": "{}"})
-        rows.append(StudyRun(plan=each, prediction={}, reason="", folder=folder, is_completed=False))
+        rows.append(
+            StudyRun(plan=each, prediction={}, reason="", folder=folder, is_completed=False)
+        )
     request = JobRequest(account="", time_limit="02:00:00", qos="")
-    shown = StudyRuns(study=study, site=site("jean-zay-a100"), request=request, rows=tuple(rows)).check().to_frame()
+    shown = (
+        StudyRuns(study=study, site=site("jean-zay-a100"), request=request, rows=tuple(rows))
+        .check()
+        .to_frame()
+    )
     assert not shown.duplicated(["level", "rule", "finding", "remedy"]).any()
     assert set(shown["plans"]) <= {"all", "a", "b"} and "all" in set(shown["plans"])
-    alone = StudyRuns(study=study, site=site("jean-zay-a100"), request=request, rows=(rows[0],)).check().to_frame()
+    alone = (
+        StudyRuns(study=study, site=site("jean-zay-a100"), request=request, rows=(rows[0],))
+        .check()
+        .to_frame()
+    )
     assert set(alone["plans"]) == {"a"}
 
 
 def test_the_runs_of_a_study_are_its_best_plans_and_one_with_tp_and_pp(outputs: Path) -> None:
-    """10 iterations of warm-up, a cosine to a tenth of the rate; 100 iterations in jobs of six minutes."""
+    """10 iterations of warm-up, a cosine to a tenth of the rate; 100 iterations in jobs of six
+    minutes.
+    """
     study, sizes = Study.create("s"), ((1, 1), (2, 1), (1, 2), (2, 2), (4, 2))
     plans = [plan(topology={"tp": tp, "pp": pp, "dp": 2}) for tp, pp in sizes]
     plans = [replace(p, label=f"p{number}") for number, p in enumerate(plans)]
-    listed = [p.to_json() | {"prediction": predict(p).to_json() | {"sec_per_it": 36.0}} for p in plans]
+    listed = [
+        p.to_json() | {"prediction": predict(p).to_json() | {"sec_per_it": 36.0}} for p in plans
+    ]
     study.save("plans.json", {"plans": listed}, "02_topology")
     request = JobRequest(account="x@a100", time_limit="00:06:00")
     found = prepare_runs(study, "jean-zay-a100", request, count=2, train_iters=100)
-    reasons = dict.fromkeys(("p0", "p1"), "fastest predicted") | {"p3": "control: TP and PP at work"}
+    reasons = dict.fromkeys(("p0", "p1"), "fastest predicted") | {
+        "p3": "control: TP and PP at work"
+    }
     assert {r.plan.label: r.reason for r in found.rows} == reasons
     o = found.rows[0].plan.optimizer
     assert (o.lr, o.min_lr, o.warmup_samples, o.decay_samples) == (6e-4, 6e-4 / 10, 5120, 51200)
@@ -46,9 +62,20 @@ def test_the_runs_of_a_study_are_its_best_plans_and_one_with_tp_and_pp(outputs: 
     assert list(found.start(False).to_frame()["run"]) == [r.folder.name for r in found.rows]
     hours = 100 * predict(plans[3]).sec_per_it / 3600
     (link,) = chain.link_records(found.folders[2:], request)
-    sizes = {"gpus": 8, "nodes": 1, "mbs": 4, "batches": [512], "first": 1, "last": 100, "jobs": math.ceil(hours * 10)}
+    sizes = {
+        "gpus": 8,
+        "nodes": 1,
+        "mbs": 4,
+        "batches": [512],
+        "first": 1,
+        "last": 100,
+        "jobs": math.ceil(hours * 10),
+    }
     assert link == sizes | {"run": str(found.folders[2]), "hours": hours, "gpu_hours": hours * 8}
     link |= {"run": "r", "batches": [32, 64, 512], "hours": 1.5, "gpu_hours": 12.0, "jobs": 3}
     text = "r: iterations 1-100, 1 nodes, 8 GPUs, mbs 4, batch 32 to 512, 1.50 h, 12.00 GPU hours, 3 jobs"
     assert chain.link_line(link) == text
-    assert chain.total_line([link] * 2) == "in all: 2 runs, 6 jobs, 3.00 h one after another, 24.00 GPU hours"
+    assert (
+        chain.total_line([link] * 2)
+        == "in all: 2 runs, 6 jobs, 3.00 h one after another, 24.00 GPU hours"
+    )

@@ -20,7 +20,9 @@ from trilane.slurm import study_runs
 def test_a_bad_table_of_plans_is_one_line(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "plans.json").write_text(content)
     with pytest.raises(ValueError, match=message):
-        study_runs.create_sweep(tmp_path / "sweep", study_runs.read_plans(tmp_path / "plans.json"), SITE, REQUEST)
+        study_runs.create_sweep(
+            tmp_path / "sweep", study_runs.read_plans(tmp_path / "plans.json"), SITE, REQUEST
+        )
 
 
 def test_nothing_that_exists_is_swept_over(tmp_path: Path) -> None:

@@ -8,11 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from trilane.utils.files import Appended, json_lines, patient_text, read_text, replace_text, set_aside
+from trilane.utils.files import (
+    Appended,
+    json_lines,
+    patient_text,
+    read_text,
+    replace_text,
+    set_aside,
+)
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_what_cannot_be_replaced_stays_and_no_temporary_file_is_left(call: str, tmp_path: Path, monkeypatch) -> None:
+def test_what_cannot_be_replaced_stays_and_no_temporary_file_is_left(
+    call: str, tmp_path: Path, monkeypatch
+) -> None:
     """The system reports a full disk at the write, at fsync or at the rename."""
 
     def failing(*_: object) -> None:
@@ -22,7 +31,9 @@ def test_what_cannot_be_replaced_stays_and_no_temporary_file_is_left(call: str, 
     monkeypatch.setattr(os, call, failing)
     with pytest.raises(OSError, match="No space left"):
         replace_text(tmp_path / "a", "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (
+        tmp_path / "a"
+    ).read_text() == "old"
 
 
 def kept(folder: Path) -> dict[str, str]:
@@ -46,7 +57,14 @@ def test_no_kept_version_takes_the_name_of_another(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [b'{"a": ', b'{"a": "\xe2\x82', b"[1]", b"\x80\x03garbage", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"],
+    [
+        b'{"a": ',
+        b'{"a": "\xe2\x82',
+        b"[1]",
+        b"\x80\x03garbage",
+        b"[" * 100_000,
+        b'{"a": ' + b"9" * 5000 + b"}",
+    ],
     ids=["cut", "half a character", "list", "binary", "deep", "huge number"],
 )
 def test_a_damaged_line_is_left_out_and_the_others_are_read(damage: bytes, tmp_path: Path) -> None:
@@ -56,15 +74,24 @@ def test_a_damaged_line_is_left_out_and_the_others_are_read(damage: bytes, tmp_p
     assert json_lines(text) == [{"n": 1}, {"n": 2}]
 
 
-def test_the_end_of_a_file_is_read_alone_a_missing_one_is_empty_and_a_folder_is_named(tmp_path: Path) -> None:
+def test_the_end_of_a_file_is_read_alone_a_missing_one_is_empty_and_a_folder_is_named(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "log").write_bytes(b"first\n" * 100 + "last ü\n".encode())
-    assert read_text(tmp_path / "log", 8) == "last ü\n" and read_text(tmp_path / "log", 7) == "ast ü\n"
-    assert read_text(tmp_path / "log", 10**6) == read_text(tmp_path / "log") and read_text(tmp_path / "no", 8) == ""
+    assert (
+        read_text(tmp_path / "log", 8) == "last ü\n" and read_text(tmp_path / "log", 7) == "ast ü\n"
+    )
+    assert (
+        read_text(tmp_path / "log", 10**6) == read_text(tmp_path / "log")
+        and read_text(tmp_path / "no", 8) == ""
+    )
     with pytest.raises(ValueError, match=rf"^file={tmp_path}: cannot be read"):
         read_text(tmp_path)
 
 
-def test_what_a_full_disk_refuses_is_written_in_order_once_there_is_room_and_reported_once(tmp_path: Path) -> None:
+def test_what_a_full_disk_refuses_is_written_in_order_once_there_is_room_and_reported_once(
+    tmp_path: Path,
+) -> None:
     notes: list[str] = []
     (tmp_path / "x").symlink_to("/dev/full")
     file = Appended(tmp_path / "x", notes.append)
@@ -82,7 +109,9 @@ def test_what_a_full_disk_refuses_is_written_in_order_once_there_is_room_and_rep
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small disk can be mounted by root alone")
 def test_half_a_line_that_still_fitted_is_taken_back(tmp_path: Path) -> None:
     """write(2) on a disk that becomes full writes as many bytes as fit."""
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(tmp_path)], check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(tmp_path)], check=False
+    ).returncode:
         pytest.skip("no disk can be mounted here")
     try:
         (tmp_path / "filler").write_bytes(b"x" * 8192)

@@ -54,12 +54,19 @@ def test_of_several_processes_that_find_a_dead_one_never_two_are_inside(tmp_path
 
 
 @pytest.mark.parametrize("text", ["", "\0\0\0", "a b c", "run.lock\x1felsewhere\x1f7\x1f1"])
-def test_a_holder_that_cannot_be_asked_has_the_lock_until_it_is_silent(text: str, tmp_path: Path) -> None:
-    """Of another host, or unreadable: only the age of the file counts, which says until when it is held."""
+def test_a_holder_that_cannot_be_asked_has_the_lock_until_it_is_silent(
+    text: str, tmp_path: Path
+) -> None:
+    """Of another host, or unreadable: only the age of the file counts, which says until when it is
+    held.
+    """
     lock = tmp_path / "run.lock"
     lock.write_text(text)
     os.utime(lock, (time.time(), time.time() - 5))
-    with pytest.raises(ValueError, match=r"is locked by .*; try again"), FolderLock([tmp_path]).held(0):
+    with (
+        pytest.raises(ValueError, match=r"is locked by .*; try again"),
+        FolderLock([tmp_path]).held(0),
+    ):
         pass
     os.utime(lock, (time.time(), time.time() - 11))
     with FolderLock([tmp_path]).held(0):
@@ -82,6 +89,9 @@ def test_several_folders_are_locked_together_and_all_given_back(tmp_path: Path) 
     for name in "ab":
         (tmp_path / name).mkdir()
     with FolderLock([tmp_path / "b"]).held(0):
-        with pytest.raises(ValueError, match="/b: is locked by"), FolderLock([tmp_path / "b", tmp_path / "a"]).held(0):
+        with (
+            pytest.raises(ValueError, match="/b: is locked by"),
+            FolderLock([tmp_path / "b", tmp_path / "a"]).held(0),
+        ):
             pass
         assert not list((tmp_path / "a").iterdir())

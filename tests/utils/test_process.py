@@ -1,4 +1,6 @@
-"""Children start safely in any folder; a port that one was promised reaches it; a launcher may open enough files."""
+"""Children start safely in any folder; a port that one was promised reaches it; a launcher may open
+enough files.
+"""
 
 import contextlib
 import errno
@@ -23,32 +25,47 @@ from trilane.utils.process import environment, held_port, python, run
 
 
 def started() -> tuple[set[str], set[str]]:
-    """The modules that lib and the job scripts start as `python -m`, and the other programs that lib runs."""
+    """The modules that lib and the job scripts start as `python -m`, and the other programs that
+    lib runs.
+    """
     files = [*REPOSITORY.glob("lib/trilane/**/*.py"), *REPOSITORY.glob("slurm_templates/**/*")]
     text = "\n".join(path.read_text() for path in files if path.is_file())
     modules = re.findall(r"""["\s]-m(?:",)? "?([a-z_]\w*[\w.]+)""", text)
     return set(modules), set(re.findall(r'(?:run|call|command =|git =)\(? ?\["([a-z-]+)"', text))
 
 
-def test_no_command_of_lib_or_a_job_script_runs_what_lies_in_the_current_folder(tmp_path: Path) -> None:
-    """Neither modules nor programs, though PATH and PYTHONPATH have entries that mean the current folder."""
+def test_no_command_of_lib_or_a_job_script_runs_what_lies_in_the_current_folder(
+    tmp_path: Path,
+) -> None:
+    """Neither modules nor programs, though PATH and PYTHONPATH have entries that mean the current
+    folder.
+    """
     modules, programs = started()
-    assert {"trilane", "trilane.engine.torchrun", "jupyterlab"} <= modules and {"git", "scontrol"} <= programs
+    assert {"trilane", "trilane.engine.torchrun", "jupyterlab"} <= modules and {
+        "git",
+        "scontrol",
+    } <= programs
     trace = plant_modules(tmp_path)
     for name in programs | {"py-spy", "python"}:
         (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >>{trace}\n")
         (tmp_path / name).chmod(0o755)
     hostile = {"PATH": f".::{os.environ['PATH']}", "PYTHONPATH": f":.:{REPOSITORY / 'lib'}"}
-    commands = [python("-m", name, "--help") for name in modules] + [[name, "--version"] for name in programs]
+    commands = [python("-m", name, "--help") for name in modules] + [
+        [name, "--version"] for name in programs
+    ]
     with ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(lambda words: run(words, hostile, cwd=tmp_path, within_s=120), commands))
+        done = list(
+            pool.map(lambda words: run(words, hostile, cwd=tmp_path, within_s=120), commands)
+        )
     assert not trace.exists(), trace.read_text()
     assert not [d.stderr for d in done if "No module named" in d.stderr or d.returncode == 124]
 
 
 def test_a_socket_fits_below_a_long_TMPDIR_in_a_folder_of_this_user_alone(tmp_path: Path) -> None:
     """Of a socket's path 107 bytes count: multiprocessing's own fails there otherwise."""
-    code = "from multiprocessing.connection import Listener; a = Listener(family='AF_UNIX').address; "
+    code = (
+        "from multiprocessing.connection import Listener; a = Listener(family='AF_UNIX').address; "
+    )
     code += "import os; print(a, oct(os.stat(os.path.dirname(a)).st_mode))"
     done = run(python("-c", code), {"TMPDIR": str(tmp_path / ("x" * 100))})
     address, mode = done.stdout.split()
@@ -67,8 +84,12 @@ def test_a_held_port_goes_to_nobody_but_the_store_that_it_was_held_for() -> None
         pass
 
 
-@pytest.mark.parametrize(("soft", "hard", "after"), [(64, 4096, 1000), (64, 500, 500), (2000, 4096, 2000)])
-def test_the_limit_of_open_files_is_raised_as_far_as_the_host_allows(soft: int, hard: int, after: int) -> None:
+@pytest.mark.parametrize(
+    ("soft", "hard", "after"), [(64, 4096, 1000), (64, 500, 500), (2000, 4096, 2000)]
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_the_host_allows(
+    soft: int, hard: int, after: int
+) -> None:
     """The first node's store has a connection to each of the 1,024 ranks of 128 nodes."""
     code = "import resource as r; from trilane.utils.process import allow_open_files as allow; "
     code += f"r.setrlimit(r.RLIMIT_NOFILE, ({soft}, {hard})); allow(1000); print(r.getrlimit(r.RLIMIT_NOFILE))"
@@ -97,19 +118,26 @@ def test_an_engine_without_triton_is_one_line_where_megatron_core_imports_it(
     ("origin", "command"),
     [
         ({"url": "file://{clone}", "dir_info": {}}, "pip install '{clone}[train]'"),
-        ({"url": "file:///gone", "dir_info": {}}, "pip install '.[train]' in a clone of the repository"),
+        (
+            {"url": "file:///gone", "dir_info": {}},
+            "pip install '.[train]' in a clone of the repository",
+        ),
         (None, "pip install '.[train]' in a clone of the repository"),
     ],
 )
 def test_an_extra_is_installed_from_the_clone_that_this_was_installed_from(
     origin: dict | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyPA's "Recording the Direct URL Origin of installed distributions"; a clone's own code is named in it, too."""
+    """PyPA's "Recording the Direct URL Origin of installed distributions"; a clone's own code is
+    named in it, too.
+    """
     clone = tmp_path / "my clone"
     clone.mkdir()
     (clone / "pyproject.toml").touch()
     assert process.install_command("te") == f"pip install -e {shlex.quote(f'{REPOSITORY}[te]')}"
-    monkeypatch.setattr(process, "__file__", str(tmp_path / "lib/python3.12/site-packages/trilane/utils/process.py"))
+    monkeypatch.setattr(
+        process, "__file__", str(tmp_path / "lib/python3.12/site-packages/trilane/utils/process.py")
+    )
     record = tmp_path / "trilane-0.1.0.dist-info"
     record.mkdir()
     if origin:

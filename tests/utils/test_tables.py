@@ -14,14 +14,29 @@ from markup import HOSTILE, Page, words
 from support import REPOSITORY
 
 from trilane.utils.numbers import amount, with_bounds
-from trilane.utils.tables import Columns, Html, Record, Text, as_json, frame_of, middle, printable, short, show
+from trilane.utils.tables import (
+    Columns,
+    Html,
+    Record,
+    Text,
+    as_json,
+    frame_of,
+    middle,
+    printable,
+    short,
+    show,
+)
 
 
 @pytest.mark.parametrize("value", HOSTILE)
 @pytest.mark.parametrize("template", ["{}", "{} and more", "**{}**: {:code}"])
 def test_a_value_in_markdown_is_its_text(value: str, template: str) -> None:
-    """CommonMark 0.31, section 2.4. The renderer takes raw HTML and what GitHub's Markdown and Jupyter's add."""
-    renderer = mistune.create_markdown(escape=False, plugins=["table", "url", "strikethrough", "footnotes", "math"])
+    """CommonMark 0.31, section 2.4. The renderer takes raw HTML and what GitHub's Markdown and
+    Jupyter's add.
+    """
+    renderer = mistune.create_markdown(
+        escape=False, plugins=["table", "url", "strikethrough", "footnotes", "math"]
+    )
     source = Text.of(template, value, value)
     page, plain = Page(str(renderer(source))), Page(str(renderer(Text.of(template, "v", "v"))))
     assert set(page.tags) <= set(plain.tags), source
@@ -32,9 +47,26 @@ def test_a_value_in_markdown_is_its_text(value: str, template: str) -> None:
 @pytest.mark.parametrize("value", HOSTILE)
 def test_a_value_in_html_is_its_text(value: str) -> None:
     page = Page(Html.of("<i title='{}'>{}</i>{:code}", value, value, value) + Html.pre(value))
-    assert page.tags == ["i", "code", "pre"] and page.attributes == ["title"] and page.text == value * 3
+    assert (
+        page.tags == ["i", "code", "pre"]
+        and page.attributes == ["title"]
+        and page.text == value * 3
+    )
     table = Page(show({value: [value, value], "n": [1, 2]}))
-    assert table.tags == ["table", "thead", "tr", "th", "th", "tbody", "tr", "td", "td", "tr", "td", "td"]
+    assert table.tags == [
+        "table",
+        "thead",
+        "tr",
+        "th",
+        "th",
+        "tbody",
+        "tr",
+        "td",
+        "td",
+        "tr",
+        "td",
+        "td",
+    ]
     assert set(table.attributes) <= {"class", "style"} and table.text.count(value) >= 3
     link = Html.link(value, value, f"{value}.html")
     assert Page(link).tags == ["a"] and Page(link).text == value
@@ -51,7 +83,9 @@ def test_markup_of_ours_stays_and_numbers_are_formatted() -> None:
 
 
 def test_a_table_has_decimals_as_needed_blanks_for_nothing_and_short_cells() -> None:
-    frame = pd.DataFrame({"x": [1.25, 1000.5, np.nan], "n": [1, 2, 3], "t": ["a", None, "b" * 5000]})
+    frame = pd.DataFrame(
+        {"x": [1.25, 1000.5, np.nan], "n": [1, 2, 3], "t": ["a", None, "b" * 5000]}
+    )
     cells = Page(show(frame, digits=3)).text.split()
     assert cells[:6] == ["xnt", "1.251a", "1,000.502", cells[3]][:3] + cells[3:6]
     assert len(cells[3]) < 1100 and "nan" not in cells[3] and "None" not in cells
@@ -67,7 +101,9 @@ def test_a_table_has_decimals_as_needed_blanks_for_nothing_and_short_cells() -> 
         ([0.0, math.inf, 250.12], ["0.0", "inf", "250.1"]),
     ],
 )
-def test_numbers_of_a_table_have_four_significant_digits(values: list[float], shown: list[str]) -> None:
+def test_numbers_of_a_table_have_four_significant_digits(
+    values: list[float], shown: list[str]
+) -> None:
     cells = [cell.split("</td>")[0] for cell in show({"x": values}).split("<td>")[1:]]
     assert cells == shown
 
@@ -84,22 +120,38 @@ def test_numbers_of_a_table_have_four_significant_digits(values: list[float], sh
         ((0.031234,), "0.03123"),
     ],
 )
-def test_a_number_has_the_digits_that_its_interval_lets_one_know(numbers: tuple, shown: str) -> None:
+def test_a_number_has_the_digits_that_its_interval_lets_one_know(
+    numbers: tuple, shown: str
+) -> None:
     assert (with_bounds(*numbers) if len(numbers) > 1 else amount(*numbers)) == shown
 
 
-@pytest.mark.parametrize("value", ["\x1b[31mred\x1b[0m", "a\x00b", "\u202eevil", "\ud800", "\x1b]8;;http://x\x07y"])
+@pytest.mark.parametrize(
+    "value", ["\x1b[31mred\x1b[0m", "a\x00b", "\u202eevil", "\ud800", "\x1b]8;;http://x\x07y"]
+)
 def test_what_controls_a_terminal_or_cannot_be_written_is_left_out(value: str) -> None:
-    shown = [str(Text.of("{}", value)), str(Html.pre(value)), Columns({value: [value]})._repr_html_()]
+    shown = [
+        str(Text.of("{}", value)),
+        str(Html.pre(value)),
+        Columns({value: [value]})._repr_html_(),
+    ]
     for text in shown:
         assert text.encode() is not None and text == printable(text)
         assert json.loads(json.dumps(text)) == text
 
 
 def test_a_text_that_is_too_long_is_cut_at_a_word_a_name_in_its_middle() -> None:
-    assert [short("one two  three", most) for most in (13, 12, 9)] == ["one two three", "one two …", "one two …"]
+    assert [short("one two  three", most) for most in (13, 12, 9)] == [
+        "one two three",
+        "one two …",
+        "one two …",
+    ]
     assert short("a" * 12, 10) == "a" * 8 + " …" and short("word " * 22) == ("word " * 22).strip()
-    assert [middle("abcdefghij", most) for most in (10, 9, 6)] == ["abcdefghij", "abcd…ghij", "abc…ij"]
+    assert [middle("abcdefghij", most) for most in (10, 9, 6)] == [
+        "abcdefghij",
+        "abcd…ghij",
+        "abc…ij",
+    ]
     assert middle("a" * 38) == "a" * 38 and len(middle("a" * 39)) == 38
 
 
@@ -109,8 +161,16 @@ def test_markup_is_made_of_templates_and_not_of_formatted_text() -> None:
         source = path.read_text()
         tree = ast.parse(source if "Text" in source or "Html" in source else "")
         for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call) and n.args):
-            named = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "of" else call.func
-            is_markup = isinstance(named, ast.Name) and named.id in ("Text", "Html") and path.name != "tables.py"
+            named = (
+                call.func.value
+                if isinstance(call.func, ast.Attribute) and call.func.attr == "of"
+                else call.func
+            )
+            is_markup = (
+                isinstance(named, ast.Name)
+                and named.id in ("Text", "Html")
+                and path.name != "tables.py"
+            )
             is_formatted = isinstance(call.args[0], ast.JoinedStr | ast.BinOp)
             assert not (is_markup and is_formatted), f"{path}:{call.lineno}"
 
@@ -129,7 +189,12 @@ def test_a_dataclass_shows_itself_as_json():
 
     run = Run("a", 43200.0, (math.inf, 2.0))
     assert run.to_json() == {"name": "a", "seconds": 43200.0, "memory": [None, 2.0], "days": 0.5}
-    assert as_json({1: [np.int64(3), np.arange(2), Path("a/b"), Run("b", math.nan)]})["1"][3]["seconds"] is None
+    assert (
+        as_json({1: [np.int64(3), np.arange(2), Path("a/b"), Run("b", math.nan)]})["1"][3][
+            "seconds"
+        ]
+        is None
+    )
     assert frame_of([run], {"run": "name", "h": lambda r: r.seconds / 3600}).to_dict("list") == {
         "run": ["a"],
         "h": [12],

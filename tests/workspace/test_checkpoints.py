@@ -22,9 +22,17 @@ def made(folder: Path, iteration: int) -> Path:
 
 
 def test_a_checkpoint_takes_twelve_bytes_a_parameter() -> None:
-    """fp32 weight and two moments of Adam; GPT-2 XL has 1.5577e9 parameters (with 50304 rows of vocabulary)."""
-    shape = ModelShape(num_layers=48, hidden_size=1600, num_attention_heads=25, seq_length=1024, vocab_size=50304)
-    assert checkpoints.checkpoint_bytes(shape) == 12 * shape.parameters == pytest.approx(18.7e9, rel=1e-2)
+    """fp32 weight and two moments of Adam; GPT-2 XL has 1.5577e9 parameters (with 50304 rows of
+    vocabulary).
+    """
+    shape = ModelShape(
+        num_layers=48, hidden_size=1600, num_attention_heads=25, seq_length=1024, vocab_size=50304
+    )
+    assert (
+        checkpoints.checkpoint_bytes(shape)
+        == 12 * shape.parameters
+        == pytest.approx(18.7e9, rel=1e-2)
+    )
 
 
 def test_the_last_ones_are_kept_and_never_the_named_one_deleted(tmp_path: Path) -> None:
@@ -37,15 +45,22 @@ def test_the_last_ones_are_kept_and_never_the_named_one_deleted(tmp_path: Path) 
     assert [p.name for p in checkpoints.complete(tmp_path)] == ["iter_9999999", "iter_10000000"]
     (tmp_path / "latest").write_text("iter_9999999\n")
     checkpoints.keep_last(tmp_path, 1)
-    assert len(checkpoints.complete(tmp_path)) == 2 and checkpoints.latest(tmp_path) == tmp_path / "iter_9999999"
+    assert (
+        len(checkpoints.complete(tmp_path)) == 2
+        and checkpoints.latest(tmp_path) == tmp_path / "iter_9999999"
+    )
     assert not checkpoints.leftovers(tmp_path)
     assert checkpoints.complete(tmp_path / "iter_9999999") == [tmp_path / "iter_9999999"]
 
 
-def test_a_power_failure_finds_no_name_without_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system may keep a rename and lose what was not synced before it (man 2 fsync: also the folder's entry).
+def test_a_power_failure_finds_no_name_without_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may keep a rename and lose what was not synced before it (man 2 fsync: also the
+    folder's entry).
 
-    So what is renamed is on the disk before, and its new name before the next one is given: `latest` comes last.
+    So what is renamed is on the disk before, and its new name before the next one is given:
+    `latest` comes last.
     """
     sync, moves = os.fsync, {name: getattr(os, name) for name in ("replace", "rename")}
     on_disk: set[str] = set()
@@ -71,14 +86,18 @@ def test_a_power_failure_finds_no_name_without_its_content(tmp_path: Path, monke
     assert names == ["manifest.json", "iter_0000010", "latest"] and not named
 
 
-def test_what_a_killed_save_leaves_is_no_checkpoint_and_a_second_save_replaces_the_first(tmp_path: Path) -> None:
+def test_what_a_killed_save_leaves_is_no_checkpoint_and_a_second_save_replaces_the_first(
+    tmp_path: Path,
+) -> None:
     """The iteration is trained a second time after an older checkpoint had to be used."""
     (tmp_path / ".iter_0000040.x").mkdir()
     (tmp_path / ".latest.7").touch()
     assert checkpoints.complete(tmp_path) == [] and checkpoints.latest(tmp_path) is None
     assert len(checkpoints.leftovers(tmp_path)) == 2
     (made(tmp_path, 10) / "a").write_bytes(b"damaged")
-    assert (made(tmp_path, 10) / "a").read_bytes() == b"tensor" and len(checkpoints.leftovers(tmp_path)) == 2
+    assert (made(tmp_path, 10) / "a").read_bytes() == b"tensor" and len(
+        checkpoints.leftovers(tmp_path)
+    ) == 2
 
 
 @pytest.mark.parametrize(
@@ -123,14 +142,24 @@ def test_a_damaged_manifest_is_found(damage: str, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_manifest_whose_slices_lie_outside_their_file_or_tensor_is_damaged(place: dict, tmp_path: Path) -> None:
+def test_a_manifest_whose_slices_lie_outside_their_file_or_tensor_is_damaged(
+    place: dict, tmp_path: Path
+) -> None:
     """Whoever writes one can seal it, too: nothing is read by it."""
     piece = {"box": [(0, 2)], "file": "a", "at": dict.fromkeys(checkpoints.KINDS, 0)}
     for change, sound in (({}, True), (place, False)):
         at = {**piece["at"], **change.get("at", {})}
-        slices = [{**piece, **change, "at": {kind: start for kind, start in at.items() if start is not None}}]
+        slices = [
+            {
+                **piece,
+                **change,
+                "at": {kind: start for kind, start in at.items() if start is not None},
+            }
+        ]
         content = {"files": {"a": [8, "0"]}, "tensors": {"w": {"shape": [2], "slices": slices}}}
-        start = {"identity": {"shape": {}}, "consumed_samples": 0} if "identity" not in change else {}
+        start = (
+            {"identity": {"shape": {}}, "consumed_samples": 0} if "identity" not in change else {}
+        )
         checkpoints.write_manifest(tmp_path, {**content, **start})
         if sound:
             checkpoints.read_manifest(tmp_path)
@@ -139,8 +168,12 @@ def test_a_manifest_whose_slices_lie_outside_their_file_or_tensor_is_damaged(pla
                 checkpoints.read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [b"", b"\0" * 14, b"iter_00000", b"\xff\xfe", b"../../elsewhere", b"iter_0000090"])
-def test_a_damaged_pointer_is_replaced_by_the_newest_complete_checkpoint(damage: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", [b"", b"\0" * 14, b"iter_00000", b"\xff\xfe", b"../../elsewhere", b"iter_0000090"]
+)
+def test_a_damaged_pointer_is_replaced_by_the_newest_complete_checkpoint(
+    damage: bytes, tmp_path: Path
+) -> None:
     made(tmp_path, 20)
     made(tmp_path, 30)
     (tmp_path / "latest").write_bytes(damage)

@@ -6,12 +6,20 @@ import pytest
 from support import small_plan
 
 from trilane.workspace.checkpoints import FOLDER, name_of, write_manifest
-from trilane.workspace.continuation import extension, identity, require_continuable, require_same, since
+from trilane.workspace.continuation import (
+    extension,
+    identity,
+    require_continuable,
+    require_same,
+    since,
+)
 
 
 def manifest(plan, iteration, consumed=None):
     """Of a checkpoint of the plan after that iteration."""
-    consumed = plan.run.ramp.consumed(iteration, plan.topology.gbs) if consumed is None else consumed
+    consumed = (
+        plan.run.ramp.consumed(iteration, plan.topology.gbs) if consumed is None else consumed
+    )
     return {"identity": identity(plan), "iteration": iteration, "consumed_samples": consumed}
 
 
@@ -33,10 +41,16 @@ def run(plan, **fields):
         (3, 12, ""),
         (4, 16, ""),  # all is trained: there is nothing left to do
         (5, 20, "train_iters=4: the checkpoint x has 5 iterations already"),
-        (3, 11, "gbs=4: the checkpoint x has seen 11 samples in 3 iterations, this plan would have 12"),
+        (
+            3,
+            11,
+            "gbs=4: the checkpoint x has seen 11 samples in 3 iterations, this plan would have 12",
+        ),
     ],
 )
-def test_a_checkpoint_of_the_same_samples_and_no_more_iterations_is_taken(iteration, consumed, message) -> None:
+def test_a_checkpoint_of_the_same_samples_and_no_more_iterations_is_taken(
+    iteration, consumed, message
+) -> None:
     plan = small_plan(train_iters=4)
     assert refusal(manifest(plan, iteration, consumed), plan) == message
 
@@ -46,7 +60,10 @@ def test_a_checkpoint_of_another_model_or_seed_is_refused_by_name() -> None:
     others = (
         ("seed=7", run(plan, seed=7)),
         ("shape.num_layers=4", replace(plan, shape=replace(plan.shape, num_layers=4))),
-        ("shape.normalization=rmsnorm", replace(plan, shape=replace(plan.shape, normalization="rmsnorm"))),
+        (
+            "shape.normalization=rmsnorm",
+            replace(plan, shape=replace(plan.shape, normalization="rmsnorm")),
+        ),
         ("data.split=9,1", replace(plan, data=replace(plan.data, split="9,1"))),
     )
     for name, other in others:
@@ -73,13 +90,23 @@ def test_a_resume_says_what_changed_since_the_checkpoint_and_a_link_of_a_chain_n
     optimizer = replace(plan.optimizer, lr=6e-4, decay_samples=20)
     other = replace(plan, optimizer=optimizer, topology=replace(plan.topology, gbs=8))
     lines = since(held, run(other, train_iters=8))
-    for wanted in ("optimizer.lr: 0.001 -> 0.0006 (peak", "optimizer.decay_samples: 0 -> 20 (samples", "gbs: 4 -> 8"):
+    for wanted in (
+        "optimizer.lr: 0.001 -> 0.0006 (peak",
+        "optimizer.decay_samples: 0 -> 20 (samples",
+        "gbs: 4 -> 8",
+    ):
         assert sum(wanted in line for line in lines) == 1, lines
     assert len(lines) == 4 and "64 samples instead of 16" in lines[-1]
     hostile = {**held["identity"], "optimizer": "\x1b[2J", "topology": None}
     assert "\x1b" not in "".join(since({**held, "identity": hostile}, plan))
-    older = {name: held["identity"][name] for name in ("shape", "layer", "seed", "data", "length", "skip")}
-    assert since({**held, "identity": older}, other) and refusal({**held, "identity": older}, plan) == ""
+    older = {
+        name: held["identity"][name]
+        for name in ("shape", "layer", "seed", "data", "length", "skip")
+    }
+    assert (
+        since({**held, "identity": older}, other)
+        and refusal({**held, "identity": older}, plan) == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,8 +114,18 @@ def test_a_resume_says_what_changed_since_the_checkpoint_and_a_link_of_a_chain_n
     [
         (4, "", "5-6", ""),
         (4, "3-4", "3-6", ""),  # up to the checkpoint it is the same
-        (4, "", "4-6", "skip=4-6: the checkpoint x has trained in 4; load one of before iteration 4"),
-        (5, "2", "2,4-6", "skip=2,4-6: the checkpoint x has trained in 4-5; load one of before iteration 4"),
+        (
+            4,
+            "",
+            "4-6",
+            "skip=4-6: the checkpoint x has trained in 4; load one of before iteration 4",
+        ),
+        (
+            5,
+            "2",
+            "2,4-6",
+            "skip=2,4-6: the checkpoint x has trained in 4-5; load one of before iteration 4",
+        ),
         (5, "2-3", "", "skip=: the checkpoint x has skipped 2-3"),
     ],
 )
@@ -102,10 +139,17 @@ def test_a_run_that_cannot_continue_is_refused_before_any_process_starts(tmp_pat
     plan = small_plan(train_iters=4)
     folder = tmp_path / FOLDER / name_of(4)
     folder.mkdir(parents=True)
-    write_manifest(folder, {**manifest(plan, 4), "files": {}, "tensors": {}, "scalars": {"step": 4}})
+    write_manifest(
+        folder, {**manifest(plan, 4), "files": {}, "tensors": {}, "scalars": {"step": 4}}
+    )
     require_continuable(tmp_path, run(plan, train_iters=9))
     for shorter in (run(plan, train_iters=3), run(plan, train_iters=3, load=str(tmp_path))):
-        with pytest.raises(ValueError, match=r"^train_iters=3: the checkpoint iter_0000004 has 4 iterations already"):
+        with pytest.raises(
+            ValueError,
+            match=r"^train_iters=3: the checkpoint iter_0000004 has 4 iterations already",
+        ):
             require_continuable(tmp_path if not shorter.run.load else tmp_path / "new", shorter)
     (folder / "manifest.json").write_text("{")
-    require_continuable(tmp_path, run(plan, train_iters=3))  # the engine reports it, and has the one before
+    require_continuable(
+        tmp_path, run(plan, train_iters=3)
+    )  # the engine reports it, and has the one before

@@ -1,5 +1,7 @@
-"""Each file that a run, a sweep or a study leaves, damaged as a crash, a full disk or a person damages files, given to
-its readers: never a traceback, but what can be read, or one line that names the file or the field."""
+"""Each file that a run, a sweep or a study leaves, damaged as a crash, a full disk or a person
+damages files, given to its readers: never a traceback, but what can be read, or one line that names
+the file or the field.
+"""
 
 import contextlib
 import io
@@ -35,7 +37,9 @@ LINE = (
     " lm loss: 2.500000E+00 | loss scale: 1.0 | grad norm: 1.235 | number of skipped iterations:   0 |"
     " number of nan iterations:   0 |\n"
 )
-STEP = dict.fromkeys(("sec_per_it", "tflops", "learning_rate", "lm_loss", "loss_scale", "grad_norm"), 1.5)
+STEP = dict.fromkeys(
+    ("sec_per_it", "tflops", "learning_rate", "lm_loss", "loss_scale", "grad_norm"), 1.5
+)
 STEPS = [{"iteration": n, "consumed_samples": 4 * n, **STEP, "global_batch_size": 4, "skipped": 0, "nan": 0}
          for n in range(1, 5)]  # fmt: skip
 DUMP = 'Process 7: python train.py\nThread 7 (active+gil): "MainThread"\n    all_reduce (torch/distributed.py:5)\n'
@@ -43,7 +47,13 @@ DUMP = 'Process 7: python train.py\nThread 7 (active+gil): "MainThread"\n    all
 
 def write_run(run: Path) -> None:
     """A completed run of one rank."""
-    ended = {"status": "completed", "rank": 0, "seconds": 9.5, "evidence": "rank 0: done", "exit_code": 0}
+    ended = {
+        "status": "completed",
+        "rank": 0,
+        "seconds": 9.5,
+        "evidence": "rank 0: done",
+        "exit_code": 0,
+    }
     files: dict[str, Any] = {
         "plan.json": small_plan("r").to_json(),
         "status.json": ended,
@@ -51,11 +61,18 @@ def write_run(run: Path) -> None:
         "run.log": "".join(LINE.format(n, 4 * n) for n in range(1, 5)),
         "env.json": {"versions": {"torch": "2"}, "host": "h", "devices": ["cpu"]},
         "ranks/0.log": LINE.format(4, 16),
-        "ranks/0.phases": json.dumps({"iteration": 1, "host": "h", "seconds": {"optimizer": 0.5}}) + "\n",
+        "ranks/0.phases": json.dumps({"iteration": 1, "host": "h", "seconds": {"optimizer": 0.5}})
+        + "\n",
         "ranks/failures.json": [{"rank": 0, "pid": 7, "exitcode": -9}],
         "checkpoints/latest": "iter_0000004\n",
         "stacks/now/states-h.json": {"0": "S"},
-        "stacks/now/topology.json": {"tp": 1, "pp": 1, "dp": 1, "gpus_per_node": 8, "ranks": [{"rank": 0}]},
+        "stacks/now/topology.json": {
+            "tp": 1,
+            "pp": 1,
+            "dp": 1,
+            "gpus_per_node": 8,
+            "ranks": [{"rank": 0}],
+        },
         "stacks/now/rank_0.txt": DUMP,
         "checkpoints/iter_0000004/rank_00000.json": {},
     }
@@ -64,8 +81,17 @@ def write_run(run: Path) -> None:
         (run / name).write_text(content if isinstance(content, str) else json.dumps(content))
     beat = Heartbeat(rank=0, step=4, phase="optimizer", time=1.0, pid=7, host="h", idle_s=0.5)
     NodeReport(first=0, host="h", start="", ranks=(beat,)).write(run)
-    content = {"files": {}, "iteration": 4, "consumed_samples": 16, "layout": [], "tensors": {}, "scalars": {}}
-    checkpoints.write_manifest(run / "checkpoints/iter_0000004", {**content, "identity": {"shape": {}}})
+    content = {
+        "files": {},
+        "iteration": 4,
+        "consumed_samples": 16,
+        "layout": [],
+        "tensors": {},
+        "scalars": {},
+    }
+    checkpoints.write_manifest(
+        run / "checkpoints/iter_0000004", {**content, "identity": {"shape": {}}}
+    )
     for event, facts in (
         ("submitted", {"site": "test", "script": ""}),
         ("started", {"nodes": "n1", "iteration": 0, "restarts": 0}),
@@ -94,7 +120,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (study.folder / "chain.json").write_text(json.dumps({"site": "test", "links": ["runs/r"]}))
         rows = (Path(sites.__file__).parents[1] / "data/measured.csv").read_text().splitlines()[:4]
         (study.folder / "measured.csv").write_text("\n".join(rows) + "\n")
-        cells = [nbformat.v4.new_markdown_cell("# Question?"), nbformat.v4.new_code_cell("gbs: int = 4  # sequences")]
+        cells = [
+            nbformat.v4.new_markdown_cell("# Question?"),
+            nbformat.v4.new_code_cell("gbs: int = 4  # sequences"),
+        ]
         cells[1].metadata["tags"] = ["parameters"]
         cells[1].outputs = [nbformat.v4.new_output("stream", text="4")]
         nbformat.write(nbformat.v4.new_notebook(cells=cells), study.folder / "01_sizing.ipynb")
@@ -138,7 +167,12 @@ HANG, LOGS = cli("debug", "hang", "{}/runs/r"), cli("logs", "parse", "{}/runs/r"
 RESTART = cli("debug", "restart", "{}/runs/r", "{}/runs/r")
 RUN = "s/runs/r/"
 FILES: dict[str, tuple[Reader, ...]] = {
-    RUN + "plan.json": (cli("plan", "show", "{}/runs/r"), cli("slurm", "status", "{}/runs/r"), HANG, BEGIN),
+    RUN + "plan.json": (
+        cli("plan", "show", "{}/runs/r"),
+        cli("slurm", "status", "{}/runs/r"),
+        HANG,
+        BEGIN,
+    ),
     RUN + "status.json": (LOGS, END, BEGIN, lambda study: status.read_status(study / "runs/r")),
     RUN + "steps.jsonl": (BEGIN, END, lambda study: benchmark.result(measure(study / "runs/r"))),
     RUN + "jobs.jsonl": (cli("slurm", "status", "{}/runs/r", "--lines", "5"), BEGIN, END),
@@ -146,18 +180,25 @@ FILES: dict[str, tuple[Reader, ...]] = {
     RUN + "env.json": (lambda study: benchmark.result(measure(study / "runs/r")),),
     RUN + "ranks/0.log": (END, BEGIN),
     RUN + "ranks/nodes/0.json": (
-        lambda study: write_topology(study / "runs/r/stacks/now", small_plan(), read_beats(study / "runs/r")),
+        lambda study: write_topology(
+            study / "runs/r/stacks/now", small_plan(), read_beats(study / "runs/r")
+        ),
     ),
     RUN + "ranks/0.phases": (
         cli("debug", "stragglers", "{}/runs/r"),
         lambda study: phase_times.read_phase_times(study / "runs/r"),
     ),
     RUN + "ranks/failures.json": (END,),
-    RUN + "checkpoints/latest": (lambda study: checkpoints.keep_last(study / "runs/r/checkpoints", 1), BEGIN),
+    RUN + "checkpoints/latest": (
+        lambda study: checkpoints.keep_last(study / "runs/r/checkpoints", 1),
+        BEGIN,
+    ),
     RUN + "checkpoints/iter_0000004/manifest.json": (RESTART, BEGIN),
     RUN + "checkpoints/iter_0000004/rank_00000.json": (RESTART,),
     RUN + "stacks/now/topology.json": (HANG,),
-    RUN + "stacks/now/states-h.json": (lambda study: write_topology(study / "runs/r/stacks/now", small_plan(), {}),),
+    RUN + "stacks/now/states-h.json": (
+        lambda study: write_topology(study / "runs/r/stacks/now", small_plan(), {}),
+    ),
     RUN + "stacks/now/rank_0.txt": (HANG,),
     "s/restart/save_805/fingerprint_00000.json": (
         cli("debug", "restart", "{}/restart/save_805", "{}/restart/load_805"),
@@ -180,7 +221,9 @@ FILES: dict[str, tuple[Reader, ...]] = {
 
 
 def damages(data: bytes) -> dict[str, bytes | None]:
-    """What replaces a file of that content; None: a folder in its place. Of a JSON object each field, wrong."""
+    """What replaces a file of that content; None: a folder in its place. Of a JSON object each
+    field, wrong.
+    """
     found: dict[str, bytes | None] = {
         "empty": b"",
         "cut inside a character": data[: len(data) // 2] + b"\xe2\x82",
@@ -196,7 +239,9 @@ def damages(data: bytes) -> dict[str, bytes | None]:
         values = json.loads(data.split(b"\n")[0] if data.count(b"}\n") > 1 else data)
         for key in list(values)[:20] if isinstance(values, dict) else ():
             for wrong in (None, "x", [7], 10**400):
-                found[f"{key} {type(wrong).__name__} {str(wrong)[:3]}"] = json.dumps({**values, key: wrong}).encode()
+                found[f"{key} {type(wrong).__name__} {str(wrong)[:3]}"] = json.dumps(
+                    {**values, key: wrong}
+                ).encode()
     return found
 
 
@@ -204,7 +249,9 @@ def damages(data: bytes) -> dict[str, bytes | None]:
 def test_a_damaged_file_is_never_a_traceback(
     name: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "states", lambda ids, *_: {i: client.JobState(id=i, state="FORGOTTEN") for i in ids})
+    monkeypatch.setattr(
+        client, "states", lambda ids, *_: {i: client.JobState(id=i, state="FORGOTTEN") for i in ids}
+    )
     monkeypatch.setattr(client, "call", lambda command, *_, **__: "")
     outputs, wrong = tmp_path / "outputs", []
     monkeypatch.setenv("TRILANE_OUTPUTS", str(outputs))

@@ -1,5 +1,7 @@
-"""Heartbeats lie on the node, of one start of one run, closed to other users, and are gone afterwards; whoever stands
-still by them, by this node's clock alone, which the test turns, is named."""
+"""Heartbeats lie on the node, of one start of one run, closed to other users, and are gone
+afterwards; whoever stands still by them, by this node's clock alone, which the test turns, is
+named.
+"""
 
 import os
 import platform
@@ -47,14 +49,22 @@ def report(first: int, *steps: int, host: str = "n1", **facts) -> NodeReport:
     return NodeReport(first=first, host=host, start="s", ranks=tuple(ranks))
 
 
-def test_a_heartbeat_is_read_on_its_node_and_elsewhere_by_the_report(tmp_path: Path, base: Path) -> None:
+def test_a_heartbeat_is_read_on_its_node_and_elsewhere_by_the_report(
+    tmp_path: Path, base: Path
+) -> None:
     record = create_record(tmp_path, ENV, 3)
     (path,) = base.iterdir()
     path.with_suffix(".4").write_text("half")
     record[:] = encode(7, "", 12.5, place())
     (found,) = read_beats(tmp_path).values()
     assert (path.stat().st_size, path.stat().st_mode & 0o777) == (RECORD, 0o600)
-    assert (found.rank, found.step, found.phase, found.time, found.pid) == (3, 7, "", 12.5, os.getpid())
+    assert (found.rank, found.step, found.phase, found.time, found.pid) == (
+        3,
+        7,
+        "",
+        12.5,
+        os.getpid(),
+    )
     other = report(9, 1, idle_s=3.0, has_exited=True)
     other.write(tmp_path)
     assert read_beats(tmp_path) == {3: found, 9: other.ranks[0]}
@@ -63,7 +73,9 @@ def test_a_heartbeat_is_read_on_its_node_and_elsewhere_by_the_report(tmp_path: P
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 1])
-def test_a_heartbeat_of_a_process_that_no_signal_may_reach_is_damaged(pid: int, tmp_path: Path, base: Path) -> None:
+def test_a_heartbeat_of_a_process_that_no_signal_may_reach_is_damaged(
+    pid: int, tmp_path: Path, base: Path
+) -> None:
     with pytest.raises(ValueError, match="is damaged"):
         Heartbeat(rank=0, step=1, phase="x", time=0.5, pid=pid, host="n1")
     create_record(tmp_path, ENV, 0)[:] = encode(1, "x", 0.5, f"{pid} n1".encode())
@@ -71,7 +83,9 @@ def test_a_heartbeat_of_a_process_that_no_signal_may_reach_is_damaged(pid: int, 
     assert Heartbeat(rank=0, step=1, phase="x", time=0.5, pid=2, host="n1")
 
 
-def test_no_other_run_start_or_node_on_the_same_machine_is_mixed_up(tmp_path: Path, base: Path) -> None:
+def test_no_other_run_start_or_node_on_the_same_machine_is_mixed_up(
+    tmp_path: Path, base: Path
+) -> None:
     others = [(tmp_path / "other", ENV), *((tmp_path / "run", ENV | {name: "9"}) for name in ENV)]
     kept = [create_record(folder, env, 0) for folder, env in (*others, (tmp_path / "run", ENV))]
     for number, record in enumerate(kept):
@@ -81,8 +95,12 @@ def test_no_other_run_start_or_node_on_the_same_machine_is_mixed_up(tmp_path: Pa
     assert start_id(ENV) == start_id(ENV | {"SLURM_NODEID": "4"})
 
 
-def test_a_record_is_no_link_of_others_and_refused_where_others_have_its_name(tmp_path: Path, base: Path) -> None:
-    """All users may write to the folder; a file of theirs cannot be removed, as little as a folder here."""
+def test_a_record_is_no_link_of_others_and_refused_where_others_have_its_name(
+    tmp_path: Path, base: Path
+) -> None:
+    """All users may write to the folder; a file of theirs cannot be removed, as little as a folder
+    here.
+    """
     create_record(tmp_path, ENV, 0)
     (path,) = base.iterdir()
     path.unlink()
@@ -108,7 +126,9 @@ def test_a_node_whose_memory_is_full_ends_the_rank_with_one_line_that_leaves_not
 
 
 def test_a_rank_counts_as_running_until_it_is_killed(tmp_path: Path, base: Path) -> None:
-    code = "import sys, time; from pathlib import Path; from trilane.workspace import heartbeat as h\n"
+    code = (
+        "import sys, time; from pathlib import Path; from trilane.workspace import heartbeat as h\n"
+    )
     code += "h.BASE = Path(sys.argv[1]); r = h.create_record(Path(sys.argv[2]), {'SLURM_JOB_ID': '77'}, 0)\n"
     code += "r[:] = h.encode(1, 'x', 1.0, h.place()); print('ready', flush=True); time.sleep(60)"
     command = [sys.executable, "-c", code, str(base), str(tmp_path)]
@@ -148,35 +168,49 @@ def test_a_rank_is_given_five_times_as_long_until_its_second_iteration(
     """It compiles and builds samples in the first: five times the limit, and 660 s at least."""
     node = Node(tmp_path, monkeypatch, timeout_s)
     node.beat(0, step=step)
-    assert not node.stalls_after(seconds) and node.stalls_after(1) and not node.stalls_after(40, 45.0)
+    assert (
+        not node.stalls_after(seconds) and node.stalls_after(1) and not node.stalls_after(40, 45.0)
+    )
 
 
 def test_a_change_of_phase_is_progress_and_the_rank_without_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that has finished may be silent: rank 0 writes the last checkpoint's manifest while others have ended."""
+    """A rank that has finished may be silent: rank 0 writes the last checkpoint's manifest while
+    others have ended.
+    """
     node = Node(tmp_path, monkeypatch, 100.0)
     node.beat(2, step=5, phase="end")
     assert not node.stalls_after(101)
     node.beat(0, 1, step=5)
     assert not node.stalls_after(90)
     node.beat(0, step=5, phase="backward")
-    assert node.stalls_after(90) and node.stall.cause(3) == "no progress for 100 s: rank 1 in iteration 5, forward"
+    assert (
+        node.stalls_after(90)
+        and node.stall.cause(3) == "no progress for 100 s: rank 1 in iteration 5, forward"
+    )
 
 
-def test_a_rank_that_has_exited_stalls_the_others_until_all_have(tmp_path: Path, monkeypatch) -> None:
+def test_a_rank_that_has_exited_stalls_the_others_until_all_have(
+    tmp_path: Path, monkeypatch
+) -> None:
     """Then torchrun, which may take some seconds to end, says how."""
     node = Node(tmp_path, monkeypatch, 100.0)
     node.beat(0, pid=999_999_999)
     node.beat(1)
     monkeypatch.setattr(heartbeat, "process_state", lambda pid: "gone" if pid > 2 else "S")
-    assert node.stalls_after(101) and node.stall.cause(2).endswith("rank 0 in iteration 7, forward, which has exited")
+    assert node.stalls_after(101) and node.stall.cause(2).endswith(
+        "rank 0 in iteration 7, forward, which has exited"
+    )
     node.beat(1, pid=999_999_998)
     assert not node.stalls_after(101)
 
 
 def test_a_rank_that_never_began_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    node, nobody = Node(tmp_path, monkeypatch, 200.0), "no progress for 200 s: rank {} before its first heartbeat"
+    node, nobody = (
+        Node(tmp_path, monkeypatch, 200.0),
+        "no progress for 200 s: rank {} before its first heartbeat",
+    )
     assert node.stalls_after(1050) and node.stall.cause(3) == nobody.format(0)
     node.beat(0, 2, step=1)
     assert node.stalls_after(1050) and node.stall.cause(3) == nobody.format(1)
@@ -185,7 +219,9 @@ def test_a_rank_that_never_began_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_rank_that_has_stood_still_longest_is_named_on_whichever_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the earliest iteration; before it one whose node does not answer, for the others wait for its ranks."""
+    """In the earliest iteration; before it one whose node does not answer, for the others wait for
+    its ranks.
+    """
     node = Node(tmp_path, monkeypatch, 1000.0)
     node.beat(0, 1, step=7)
     assert node.stalls_after(1001)
@@ -193,4 +229,7 @@ def test_the_rank_that_has_stood_still_longest_is_named_on_whichever_node(
     named = "no progress for 1000 s: rank {} in iteration {}, x"
     assert node.stall.cause(4, [later], {"n1"}) == named.format(2, 7)
     assert node.stall.cause(6, [later, earlier], {"n1", "n2"}) == named.format(5, 6)
-    assert node.stall.cause(6, [later, earlier], {"n2"}) == f"{named.format(2, 7)} on n1, which does not answer"
+    assert (
+        node.stall.cause(6, [later, earlier], {"n2"})
+        == f"{named.format(2, 7)} on n1, which does not answer"
+    )

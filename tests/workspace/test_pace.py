@@ -1,4 +1,6 @@
-"""A run that leaves its own pace is noticed, and the rank that makes it slow is named; what is usual is no slowness."""
+"""A run that leaves its own pace is noticed, and the rank that makes it slow is named; what is
+usual is no slowness.
+"""
 
 from pathlib import Path
 
@@ -30,7 +32,9 @@ USUAL = (1.0, 1.02, 0.98) * 10
     ],
     ids=["slow", "a twentieth", "back in time", "but for one", "usual"],
 )
-def test_ten_iterations_above_the_median_and_its_spread_are_slow(seconds: tuple[float, ...], expected: int) -> None:
+def test_ten_iterations_above_the_median_and_its_spread_are_slow(
+    seconds: tuple[float, ...], expected: int
+) -> None:
     assert late(*USUAL, *seconds) == expected
 
 
@@ -38,12 +42,21 @@ def test_a_ramp_of_the_batch_is_no_slowness() -> None:
     assert late(*USUAL, *(1.9,) * LATE, samples=(8,) * 30 + (16,) * LATE) == 0
 
 
-def test_a_rank_hangs_after_ten_iterations_of_its_pace_except_while_it_saves(tmp_path: Path) -> None:
+def test_a_rank_hangs_after_ten_iterations_of_its_pace_except_while_it_saves(
+    tmp_path: Path,
+) -> None:
     def patience_s(usual_s: float, phase: str, timeout_s: float = 1500.0) -> float:
-        beat = Heartbeat(rank=0, step=30, phase=phase, time=1.0, pid=2, host="n", pace=Pace(usual_s=usual_s))
+        beat = Heartbeat(
+            rank=0, step=30, phase=phase, time=1.0, pid=2, host="n", pace=Pace(usual_s=usual_s)
+        )
         return Stall(tmp_path, {}, timeout_s)._patience_s(beat)
 
-    assert [patience_s(s, "optimizer") for s in (0.1, 30.0, 900.0, 0.0)] == [LEAST_S, 300.0, 1500.0, 1500.0]
+    assert [patience_s(s, "optimizer") for s in (0.1, 30.0, 900.0, 0.0)] == [
+        LEAST_S,
+        300.0,
+        1500.0,
+        1500.0,
+    ]
     assert patience_s(1.0, "save-checkpoint") == 1500.0 and patience_s(1.0, "optimizer", 5.0) == 5.0
 
 

@@ -38,7 +38,9 @@ def test_the_last_whole_line_counts_and_what_is_cut_is_kept(tail: bytes, tmp_pat
     assert (tmp_path / "earlier/steps.jsonl.1").read_bytes() == WHOLE + tail
 
 
-def test_whole_steps_are_left_as_they_are_and_a_last_line_without_an_end_is_completed(tmp_path: Path) -> None:
+def test_whole_steps_are_left_as_they_are_and_a_last_line_without_an_end_is_completed(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_bytes(WHOLE)
     cut_steps(tmp_path, 5)
@@ -48,8 +50,12 @@ def test_whole_steps_are_left_as_they_are_and_a_last_line_without_an_end_is_comp
     assert path.read_bytes() == WHOLE
 
 
-def test_an_attempt_that_goes_on_keeps_its_files_and_one_that_begins_again_moves_them(tmp_path: Path) -> None:
-    """Under the next number, also where an earlier one was deleted; a folder in the place of a file moves as well."""
+def test_an_attempt_that_goes_on_keeps_its_files_and_one_that_begins_again_moves_them(
+    tmp_path: Path,
+) -> None:
+    """Under the next number, also where an earlier one was deleted; a folder in the place of a file
+    moves as well.
+    """
     (tmp_path / "attempts/7").mkdir(parents=True)
     (tmp_path / "attempts/notes.txt").touch()
     (tmp_path / "status.json").mkdir()
@@ -65,9 +71,14 @@ def test_an_attempt_that_goes_on_keeps_its_files_and_one_that_begins_again_moves
 
 def test_a_completed_run_whose_plan_is_extended_has_more_to_do(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").write_bytes(b"".join(map(line, range(1, 5))))
-    write_status(tmp_path, RunStatus(status=Status.COMPLETED, evidence="", rank=None, exit_code=0, seconds=1.0))
+    write_status(
+        tmp_path,
+        RunStatus(status=Status.COMPLETED, evidence="", rank=None, exit_code=0, seconds=1.0),
+    )
     for iterations, completed in ((4, True), (9, False)):
-        (tmp_path / "plan.json").write_text(json.dumps(small_plan(train_iters=iterations).to_json()))
+        (tmp_path / "plan.json").write_text(
+            json.dumps(small_plan(train_iters=iterations).to_json())
+        )
         assert is_completed(tmp_path) is completed
     (tmp_path / "plan.json").unlink()
     assert is_completed(tmp_path)

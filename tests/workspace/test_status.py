@@ -14,7 +14,9 @@ def outcome(evidence: str) -> RunStatus:
     return RunStatus(status=Status.STOPPED, evidence=evidence, rank=None, exit_code=0, seconds=1.5)
 
 
-def test_a_status_on_a_full_disk_is_not_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_on_a_full_disk_is_not_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -31,7 +33,9 @@ def test_a_status_on_a_full_disk_is_not_half_written(tmp_path: Path, monkeypatch
         '{"status": "completed", "evidence": "", "rank": null, "exit_code": 0, "seconds": "\0',
     ],
 )
-def test_a_damaged_status_is_named_in_one_line_and_counts_as_none(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_status_is_named_in_one_line_and_counts_as_none(
+    damage: str, tmp_path: Path
+) -> None:
     (tmp_path / "status.json").write_text(damage)
     with pytest.raises(ValueError, match=rf"^status={tmp_path}/status.json: is damaged \("):
         read_status(tmp_path)
@@ -42,13 +46,28 @@ def test_a_damaged_status_is_named_in_one_line_and_counts_as_none(damage: str, t
 def test_each_ending_has_its_next_step_in_the_guide() -> None:
     guide = (Path(__file__).parents[2] / "docs/guides/my-logs.md").read_text(encoding="utf-8")
     table = guide.partition("## How a run ends")[2].partition("\n## ")[0]
-    ours = (Status.NOT_SUBMITTED, Status.WAITING, Status.RUNNING, Status.TIMEOUT)  # of jobs and our own limits
+    ours = (
+        Status.NOT_SUBMITTED,
+        Status.WAITING,
+        Status.RUNNING,
+        Status.TIMEOUT,
+    )  # of jobs and our own limits
     assert not [status for status in Status if f"`{status}`" not in table and status not in ours]
 
 
 def test_a_run_that_waits_runs_completed_or_stopped_has_not_failed() -> None:
     kinds = {
-        status: (status.is_active, status.is_clean, status.exit_code) for status in Status if not status.has_failed
+        status: (status.is_active, status.is_clean, status.exit_code)
+        for status in Status
+        if not status.has_failed
     }
-    active, clean = dict.fromkeys(("waiting", "running"), (True, False, 1)), {"completed": (False, True, 0)}
-    assert kinds == {"not submitted": (False, False, 1), **active, **clean, "stopped": (False, True, 3)}
+    active, clean = (
+        dict.fromkeys(("waiting", "running"), (True, False, 1)),
+        {"completed": (False, True, 0)},
+    )
+    assert kinds == {
+        "not submitted": (False, False, 1),
+        **active,
+        **clean,
+        "stopped": (False, True, 3),
+    }

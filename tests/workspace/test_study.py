@@ -30,7 +30,13 @@ def test_a_result_is_stamped_and_its_earlier_version_is_kept(outputs):
     assert study.load("a.json", "01")["value"] == 2
     assert study.values("a.json", "01") == {"value": 2}
     assert (study.folder / "earlier/a.json.1").read_text() == first
-    assert set(study.load("a.json", "01")["made_by"]) >= {"notebook", "revision", "trilane", "host", "time"}
+    assert set(study.load("a.json", "01")["made_by"]) >= {
+        "notebook",
+        "revision",
+        "trilane",
+        "host",
+        "time",
+    }
 
 
 def test_a_run_folder_is_never_used_twice_but_a_completed_equal_run_is_found_again(outputs):
@@ -42,7 +48,9 @@ def test_a_run_folder_is_never_used_twice_but_a_completed_equal_run_is_found_aga
     write_text(first / "run.log", "half a run")
     second, done = study.run_folder(plan, files)
     assert (second.name, done) == ("small-2", False)
-    write_status(first, RunStatus(status=Status.COMPLETED, evidence="", rank=None, exit_code=0, seconds=1.0))
+    write_status(
+        first, RunStatus(status=Status.COMPLETED, evidence="", rank=None, exit_code=0, seconds=1.0)
+    )
     assert study.run_folder(plan, files) == (first, True)
     longer = small_plan(train_iters=9)
     assert study.run_folder(longer, files)[0].name == "small-3"
@@ -54,7 +62,9 @@ def test_nothing_is_lost_where_two_save_at_once(outputs, monkeypatch):
     keep = run_folder.set_aside
     monkeypatch.setattr(run_folder, "set_aside", lambda path: (keep(path), time.sleep(0.02)))
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda n: Study("s").save("plans.json", {"plan": n}, "02_topology"), range(4)))
+        list(
+            pool.map(lambda n: Study("s").save("plans.json", {"plan": n}, "02_topology"), range(4))
+        )
     paths = [here.folder / "plans.json", *(here.folder / "earlier").iterdir()]
     assert sorted(json.loads(path.read_text())["plan"] for path in paths) == [0, 1, 2, 3]
     assert sorted(path.name for path in here.folder.iterdir()) == ["earlier", "plans.json"]
@@ -67,11 +77,25 @@ def test_each_of_two_new_studies_made_at_once_has_its_own_folder(outputs):
     with pytest.raises(ValueError, match=r"^study=s: .* exists; resume it, or name another$"):
         Study.create("s")
     assert Study.create("s", resume=True).name == "s"
-    with pytest.raises(ValueError, match=r"^study=s: has no plans.json yet; run 02_topology first$"):
+    with pytest.raises(
+        ValueError, match=r"^study=s: has no plans.json yet; run 02_topology first$"
+    ):
         Study("s").load("plans.json", "02_topology")
 
 
 def test_the_cluster_local_is_this_machine_for_a_command(outputs, capsys):
     """It was one for notebooks alone. Measured before, here, since that takes seconds."""
-    words = ["plan", "search", "--shape", "6,64,4,32,384", "--gpus", "2", "--gbs", "8", "--cluster", "local", "--json"]
+    words = [
+        "plan",
+        "search",
+        "--shape",
+        "6,64,4,32,384",
+        "--gpus",
+        "2",
+        "--gbs",
+        "8",
+        "--cluster",
+        "local",
+        "--json",
+    ]
     assert main(words) in (0, 1) and "cluster=local" not in capsys.readouterr().err

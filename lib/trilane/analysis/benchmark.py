@@ -16,7 +16,8 @@ from trilane.utils.validation import read_json, require, require_integer
 
 
 def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP) -> Measurement:
-    """Train the plan of that file, `iterations` long at its full batch (0: as planned), and measure the run.
+    """Train the plan of that file, `iterations` long at its full batch (0: as planned), and measure
+    the run.
 
     For a run folder, also of another machine, nothing is trained. The log goes to stderr.
     """
@@ -30,7 +31,12 @@ def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP) -> Meas
     require(count > leave_out, "iterations", count, f"must be above leave_out={leave_out}")
     folder = plan.with_name(f"{plan.stem}-benchmark-{iterations}")
     if iterations:
-        require(not folder.exists(), "plan", plan, f"would run in {folder}, which exists; move one of them")
+        require(
+            not folder.exists(),
+            "plan",
+            plan,
+            f"would run in {folder}, which exists; move one of them",
+        )
         folder.mkdir()
         text = json.dumps(shortened(read, iterations).to_json(), indent=1)
         (folder / "plan.json").write_text(text, encoding="utf-8")
@@ -47,15 +53,21 @@ def shortened(plan: Plan, iterations: int) -> Plan:
 
 
 def result(m: Measurement) -> dict[str, Any]:
-    """A run folder's measurement as `logs parse --json` has it, with its plan's label, engine and topology.
+    """A run folder's measurement as `logs parse --json` has it, with its plan's label, engine and
+    topology.
 
-    `memory_bytes` are those of each rank. `mfu` is null on a CPU: the rate in its cluster file is a measured one, and
-    no peak.
+    `memory_bytes` are those of each rank. `mfu` is null on a CPU: the rate in its cluster file is a
+    measured one, and no peak.
     """
     plan, stamp = m.plan, m.log.source.with_name("env.json")
     assert plan, "of a run folder"
     return {
-        **{"label": plan.label, "engine": plan.engine, "topology": asdict(plan.topology), **m.to_json()},
+        **{
+            "label": plan.label,
+            "engine": plan.engine,
+            "topology": asdict(plan.topology),
+            **m.to_json(),
+        },
         "memory_bytes": {str(rank): int(value) for rank, value in memory_by_rank(m.log).items()},
         "made_by": read_json(stamp, "stamp") if stamp.exists() else {},
     }

@@ -1,4 +1,6 @@
-"""A/B comparison: whether the runs of B differ from those of A by more than repeated runs of one configuration do."""
+"""A/B comparison: whether the runs of B differ from those of A by more than repeated runs of one
+configuration do.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,16 +12,18 @@ import numpy as np
 from trilane.analysis.measure import Measurement
 from trilane.utils.validation import require
 
-# Seven pairs of runs of one configuration on one day among the shipped rows differ by 0.6, 1.1, 1.1, 1.4, 2.7, 9.0 and
-# 15.5 % (tests recompute it). A claim on single runs must exceed their mean square. On another day the network may
-# differ: 76 % once.
+# Seven pairs of runs of one configuration on one day among the shipped rows differ by 0.6, 1.1,
+# 1.1, 1.4, 2.7, 9.0 and
+# 15.5 % (tests recompute it). A claim on single runs must exceed their mean square. On another day
+# the network may differ: 76 % once.
 SINGLE_DEVIATION = 0.049  # of ln(seconds)
 SINGLE_FREEDOM = 7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """B relative to A by the medians of their runs; `change` is ln(B / A) of the time, below 0 where B is faster.
+    """B relative to A by the medians of their runs; `change` is ln(B / A) of the time, below 0
+    where B is faster.
 
     low, high      its confidence interval; `decided` where 0 lies outside
     deviation      of ln(seconds) between runs of one side; `source` is where that number comes from
@@ -62,21 +66,26 @@ class Comparison:
         return "\n".join([self.sentence, seconds, spread, *self.notes])
 
 
-def compare(a: Sequence[Measurement], b: Sequence[Measurement], confidence: float = 0.95) -> Comparison:
+def compare(
+    a: Sequence[Measurement], b: Sequence[Measurement], confidence: float = 0.95
+) -> Comparison:
     """The comparison of two sets of runs; ValueError where a side has no run with a time.
 
         compare(measure_path("a.log"), measure_path("b.log")).sentence
 
-    Several runs on both sides: Welch's t on the logarithms of the runs' medians. Several on one side: its spread
-    counts for both. One run a side: iterations of one run share its nodes and its day, so their spread is not the
-    spread between runs; that of SINGLE_DEVIATION stands in. Where batch or sequence length differ the time of a token
-    counts. Left out: trends with the order in which the runs ran; interleave A and B.
+    Several runs on both sides: Welch's t on the logarithms of the runs' medians. Several on one
+    side: its spread counts for both. One run a side: iterations of one run share its nodes and its
+    day, so their spread is not the spread between runs; that of SINGLE_DEVIATION stands in. Where
+    batch or sequence length differ the time of a token counts. Left out: trends with the order in
+    which the runs ran; interleave A and B.
     """
     from scipy.stats import t
 
     require(0.5 <= confidence < 1, "confidence", confidence, "must lie between 0.5 and 1")
     sizes = [m.tokens_per_s * m.sec_per_it for m in (*a, *b)]
-    per_token = not any(map(math.isnan, sizes)) and max(sizes, default=0) > 1.001 * min(sizes, default=0)
+    per_token = not any(map(math.isnan, sizes)) and max(sizes, default=0) > 1.001 * min(
+        sizes, default=0
+    )
     sides = []
     for name, runs in (("A", a), ("B", b)):
         times = [1 / m.tokens_per_s if per_token else m.sec_per_it for m in runs]
@@ -94,12 +103,19 @@ def compare(a: Sequence[Measurement], b: Sequence[Measurement], confidence: floa
 
 
 def _spread(x: np.ndarray, y: np.ndarray, least: float) -> tuple[float, float, float, str]:
-    """Deviation between runs, standard error of the difference, degrees of freedom, and where they come from."""
+    """Deviation between runs, standard error of the difference, degrees of freedom, and where they
+    come from.
+    """
     m, n = len(x), len(y)
     if m > 1 and n > 1:
         u, v = (max(float(np.var(z, ddof=1)), least**2) for z in (x, y))
         freedom = (u / m + v / n) ** 2 / ((u / m) ** 2 / (m - 1) + (v / n) ** 2 / (n - 1))
-        return math.sqrt((u + v) / 2), math.sqrt(u / m + v / n), freedom, f"measured between {m} and {n} runs"
+        return (
+            math.sqrt((u + v) / 2),
+            math.sqrt(u / m + v / n),
+            freedom,
+            f"measured between {m} and {n} runs",
+        )
     side, many = ("A", x) if m > 1 else ("B", y)
     deviation, freedom = max(SINGLE_DEVIATION, least), float(SINGLE_FREEDOM)
     source = "one run a side: taken from repeats of one configuration on one day, 7 pairs on Jean Zay (2021, 2022)"
@@ -111,14 +127,32 @@ def _spread(x: np.ndarray, y: np.ndarray, least: float) -> tuple[float, float, f
 
 def _own_error(m: Measurement) -> float:
     """Standard error of a run's own median, a lower bound of any comparison's."""
-    return 1.25 * 1.4826 * m.spread / math.sqrt(m.iterations) if m.iterations and m.spread > 0 else 1e-6
+    return (
+        1.25 * 1.4826 * m.spread / math.sqrt(m.iterations)
+        if m.iterations and m.spread > 0
+        else 1e-6
+    )
 
 
 def _notes(a: Sequence[Measurement], b: Sequence[Measurement]) -> Iterator[str]:
     for side, runs in (("A", a), ("B", b)):
-        if len({(m.config.shape, m.config.tp, m.config.pp, m.config.dp, m.config.mbs) for m in runs}) > 1:
+        if (
+            len(
+                {
+                    (m.config.shape, m.config.tp, m.config.pp, m.config.dp, m.config.mbs)
+                    for m in runs
+                }
+            )
+            > 1
+        ):
             yield f"the runs of {side} differ among themselves in shape or topology"
-        yield from (f"the time of {m.name} of {side} is open: {m.time_problems[0]}" for m in runs if m.time_problems)
+        yield from (
+            f"the time of {m.name} of {side} is open: {m.time_problems[0]}"
+            for m in runs
+            if m.time_problems
+        )
     one, other = ({m.config.gpus for m in runs} - {0} for runs in (a, b))
     if one and other and one != other:
-        yield "A ran on {} GPUs, B on {}".format(*(" or ".join(map(str, sorted(n))) for n in (one, other)))
+        yield "A ran on {} GPUs, B on {}".format(
+            *(" or ".join(map(str, sorted(n))) for n in (one, other))
+        )

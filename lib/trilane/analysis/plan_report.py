@@ -23,13 +23,21 @@ def plan_report(
     seconds: float | None = None,
     trace: Trace | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """A plan with its prediction and what limits it, as JSON that read_plan() takes for a plan, and as text.
+    """A plan with its prediction and what limits it, as JSON that read_plan() takes for a plan, and
+    as text.
 
-    With the days of `tokens`, nothing going wrong, the rates of an iteration that took `seconds`, and what was traced.
+    With the days of `tokens`, nothing going wrong, the rates of an iteration that took `seconds`,
+    and what was traced.
     """
     why, s, t, gpu = explain(plan, calibration), plan.shape, plan.topology, plan.cluster.gpu
     p, card = why.prediction, gpu.memory_bytes / 2**30
-    found = {"id": plan.id, **plan.to_json(), **p.beside(), "parameters": s.parameters, "why": why.to_json()}
+    found = {
+        "id": plan.id,
+        **plan.to_json(),
+        **p.beside(),
+        "parameters": s.parameters,
+        "why": why.to_json(),
+    }
     predicted, rate = _rates(plan, p.sec_per_it)
     found |= {**predicted, "days": None, "measured": None}
     lines = [
@@ -39,9 +47,14 @@ def plan_report(
         f"seconds   {p.sec_per_it:.3f} an iteration ({p.sec_lo:.3f} to {p.sec_hi:.3f})",
     ]
     if plan.layer:
-        lines.insert(2, f"layer     {plan.layer}; seconds, memory and rate are those of megatron-core's layer")
+        lines.insert(
+            2,
+            f"layer     {plan.layer}; seconds, memory and rate are those of megatron-core's layer",
+        )
     for name, part in why.shares.items():
-        lines.append(f"{'':10}{name:16} {part * p.sec_per_it:9.3f} {part:4.0%} {'#' * round(40 * part)}".rstrip())
+        lines.append(
+            f"{'':10}{name:16} {part * p.sec_per_it:9.3f} {part:4.0%} {'#' * round(40 * part)}".rstrip()
+        )
     host = f", {p.host_memory_bytes / 2**30:.1f} GiB of the host" if p.host_memory_bytes else ""
     memory = f"{p.memory_bytes / 2**30:.1f} GiB of {card:.1f}{host}"
     lines += [f"rate      {rate}", f"memory    {memory}, P(OOM) {p.oom_probability:.2f}"]
@@ -54,7 +67,9 @@ def plan_report(
     lines += [f"{'' if number else 'why':10}{line}" for number, line in enumerate(reasons)]
     if tokens is not None:
         found["days"] = days = tokens / t.gbs / s.seq_length * p.sec_per_it / 86400
-        lines.append(f"tokens    {tokens:g}: {days:.1f} days of work, {days * 24 * t.gpus:,.0f} GPU-hours")
+        lines.append(
+            f"tokens    {tokens:g}: {days:.1f} days of work, {days * 24 * t.gpus:,.0f} GPU-hours"
+        )
     if seconds is not None:
         ratio, (measured, rate) = seconds / p.sec_per_it, _rates(plan, seconds)
         found["measured"] = {"seconds": seconds, "ratio": ratio, **measured}
@@ -63,7 +78,9 @@ def plan_report(
 
 
 def _traced(trace: Trace, stages: Sequence[StageMemory]) -> list[str]:
-    """The tensors that the real engine held without a GPU, and how much is predicted of the parts that are tensors."""
+    """The tensors that the real engine held without a GPU, and how much is predicted of the parts
+    that are tensors.
+    """
     said = f"{len(trace.stages)} of {len(stages)} stages ran on tensors without memory"
     lines = [f"traced    {said}; left out: context, fragmentation, NCCL's and cuBLAS's buffers"]
     for s in trace.stages:
@@ -77,9 +94,14 @@ def _traced(trace: Trace, stages: Sequence[StageMemory]) -> list[str]:
 
 
 def _rates(plan: Plan, seconds: float) -> tuple[dict[str, Any], str]:
-    """`tflops` by each definition of analysis.flops, `mfu` and `hfu` of an iteration of so many seconds; as text."""
+    """`tflops` by each definition of analysis.flops, `mfu` and `hfu` of an iteration of so many
+    seconds; as text.
+    """
     config = config_of(plan)
-    share, tflops = utilization(config, seconds), {n: rate / 1e12 for n, rate in rates(config, seconds).items()}
+    share, tflops = (
+        utilization(config, seconds),
+        {n: rate / 1e12 for n, rate in rates(config, seconds).items()},
+    )
     words = [f"{rate:.4g} TFLOPs {name}" for name, rate in tflops.items()]
     words += [f"{name.upper()} {value:.1%}" for name, value in share.items()]
     return {"tflops": tflops, "mfu": share.get("mfu"), "hfu": share.get("hfu")}, ", ".join(words)

@@ -35,15 +35,17 @@ def fit_source(source: str, cluster: Cluster) -> Recalibration:
 
 
 def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> Recalibration:
-    """fit() to the runs whose shape and topology are known, on `cluster` unless they have a plan; without rows where
-    they contradict each other.
+    """fit() to the runs whose shape and topology are known, on `cluster` unless they have a plan;
+    without rows where they contradict each other.
 
         recalibrate(measure_runs(Study.open("demo")).runs).to_frame()
     """
     typed, skipped = [m for m in runs if m.log.dialect == "table"], list[Skipped]()
     try:
         others = [m for m in runs if m.log.dialect != "table" and m.iterations]
-        rows, skipped, ignored = _rows(others, list(dict.fromkeys(m.log.source for m in typed)), cluster)
+        rows, skipped, ignored = _rows(
+            others, list(dict.fromkeys(m.log.source for m in typed)), cluster
+        )
         return recalibrated(rows, skipped, ignored, cluster, least=1)
     except ValueError as error:
         left_out = (*skipped, Skipped(row_id="all", reason=str(error)))
@@ -53,26 +55,36 @@ def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> 
 def _rows(
     runs: Sequence[Measurement], tables: Sequence[Path], cluster: Cluster | None
 ) -> tuple[list[MeasuredRow], list[Skipped], list[str]]:
-    """The rows of measured runs, and of files that hold tables of rows; those left out; what was not read of tables."""
+    """The rows of measured runs, and of files that hold tables of rows; those left out; what was
+    not read of tables.
+    """
     rows, skipped, ignored = list[MeasuredRow](), list[Skipped](), list[str]()
     for path in tables:
         found, bad = read_rows(path, cluster)
         rows, skipped, ignored = rows + found, skipped + bad, ignored + ignored_words(path)
     for m in runs:
         if case := case_of(m, cluster):
-            known: dict[str, Any] = {"seconds": m.sec_per_it, "memory_bytes": m.memory_bytes, "case": case}
+            known: dict[str, Any] = {
+                "seconds": m.sec_per_it,
+                "memory_bytes": m.memory_bytes,
+                "case": case,
+            }
             seen, problem = card(m.log), str(next(iter(m.time_problems), ""))
             if seen and seen.name.partition("-")[0] != case.cluster.gpu.name.partition("-")[0]:
                 problem = f"ran on {seen.name}, by its log"
             rows.append(MeasuredRow(row_id=m.name, stack=stack(m, case), problem=problem, **known))
         else:
-            reason = "its log does not give shape and topology" if cluster else "no cluster is given"
+            reason = (
+                "its log does not give shape and topology" if cluster else "no cluster is given"
+            )
             skipped.append(Skipped(row_id=m.name, reason=reason))
     return rows, skipped, ignored
 
 
 def stack(m: Measurement, case: Configuration) -> str:
-    """The software stack that a run's engine, or its log's dialect and arguments, show: it selects the prior."""
+    """The software stack that a run's engine, or its log's dialect and arguments, show: it selects
+    the prior.
+    """
     shown = {"megatron-2021": "megatron-lm", "megatron-deepspeed-2022": "megatron-deepspeed"}
     engine = case.engine or shown.get(m.log.dialect, "")
     if engine and m.log.arguments.get("deepspeed.zero_optimization_stage") == 3:
@@ -81,22 +93,28 @@ def stack(m: Measurement, case: Configuration) -> str:
 
 
 def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | None:
-    """The run as the planner sees it, by its plan or its arguments, at the batch size that was measured; None where too
-    little is known.
+    """The run as the planner sees it, by its plan or its arguments, at the batch size that was
+    measured; None where too little is known.
 
-    Logs of 2021 are of attention that stored its scores, the only one there was; the dialect gives the year. What the
-    arguments of other logs leave open gets the plain choice: equal layers a stage, no offload.
+    Logs of 2021 are of attention that stored its scores, the only one there was; the dialect gives
+    the year. What the arguments of other logs leave open gets the plain choice: equal layers a
+    stage, no offload.
     """
     c, given, is_lm = m.config, m.log.arguments, m.log.dialect == "megatron-lm"
     if m.plan:
         topology = replace(m.plan.topology, gbs=int(c.gbs))
-        return Configuration(shape=m.plan.shape, topology=topology, cluster=m.plan.cluster, engine=m.plan.engine)
+        return Configuration(
+            shape=m.plan.shape, topology=topology, cluster=m.plan.cluster, engine=m.plan.engine
+        )
     if not (cluster and c.shape and c.gpus and c.mbs and c.gbs):
         return None
     zero = given.get("zero_stage", given.get("deepspeed.zero_optimization_stage", 0))
     try:
         topology = Topology(
-            **{name: getattr(c, name) for name in ("tp", "pp", "dp", "mbs", "recompute", "interleaving")},
+            **{
+                name: getattr(c, name)
+                for name in ("tp", "pp", "dp", "mbs", "recompute", "interleaving")
+            },
             gbs=int(c.gbs),
             zero=zero if isinstance(zero, int) else 0,
             sequence_parallel=given.get("sequence_parallel") is True and c.tp > 1,
@@ -105,5 +123,7 @@ def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | N
         )
     except ValueError:
         return None
-    case = Configuration(shape=c.shape, topology=topology, cluster=cluster, engine="megatron" if is_lm else "")
+    case = Configuration(
+        shape=c.shape, topology=topology, cluster=cluster, engine="megatron" if is_lm else ""
+    )
     return None if invalid_reason(c.shape, topology) else case

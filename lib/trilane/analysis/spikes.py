@@ -1,4 +1,6 @@
-"""Spikes: where the loss or the gradient norm leaves its course, whether it returns, and what a restart changed."""
+"""Spikes: where the loss or the gradient norm leaves its course, whether it returns, and what a
+restart changed.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -41,21 +43,29 @@ class Event(Record):
     @property
     def sentence(self) -> str:
         """Where it begins, how far the value goes, and when it is back."""
-        lost = "" if self.recovered is None else f" after {self.recovered - self.iteration} iterations"
-        back = f"back at {self.recovered}{lost}" if self.recovered else "not back at the end of the log"
+        lost = (
+            "" if self.recovered is None else f" after {self.recovered - self.iteration} iterations"
+        )
+        back = (
+            f"back at {self.recovered}{lost}"
+            if self.recovered
+            else "not back at the end of the log"
+        )
         worst = f"{self.level:.4g} -> {self.peak:.4g} ({change(self.peak, self.level)}) at {self.peak_iteration}"
         return f"{self.kind} from iteration {self.iteration}: {worst}; {back}"
 
 
 def find_spikes(curve: Curve) -> list[Event]:
-    """All events of one training, by iteration. Lines without a number (skipped iterations) are ignored.
+    """All events of one training, by iteration. Lines without a number (skipped iterations) are
+    ignored.
 
         find_spikes(join([read_log("run.log")]))
 
-    A value spikes where its logarithm exceeds its baseline by more than SIGMAS times the noise, and by 5 % (a gradient
-    norm: by a factor of 2). The level is kept from there until the value returns, so that a long spike does not become
-    the new level. Left out: the first LEAST lines, drops, rises so slow that the median of the last WINDOW lines
-    follows them (unless they stay: a divergence), and what a restart changed (see find_breaks).
+    A value spikes where its logarithm exceeds its baseline by more than SIGMAS times the noise, and
+    by 5 % (a gradient norm: by a factor of 2). The level is kept from there until the value
+    returns, so that a long spike does not become the new level. Left out: the first LEAST lines,
+    drops, rises so slow that the median of the last WINDOW lines follows them (unless they stay: a
+    divergence), and what a restart changed (see find_breaks).
     """
     loss = list(_spikes(curve, "lm_loss", "loss spike", math.log(1.05)))
     norm = _spikes(curve, "grad_norm", "grad norm spike", math.log(2))
@@ -76,11 +86,15 @@ def _spikes(curve: Curve, name: str, kind: str, least: float) -> Iterator[Event]
         peak, back = i + int(np.argmax(x[i:end])), int(at[end]) if end < len(x) else None
         usual, worst = float(np.exp(level[i])), float(np.exp(x[peak]))
         first, top = int(at[i]), int(at[peak])
-        yield Event(kind=kind, iteration=first, peak_iteration=top, level=usual, peak=worst, recovered=back)
+        yield Event(
+            kind=kind, iteration=first, peak_iteration=top, level=usual, peak=worst, recovered=back
+        )
 
 
 def _divergence(curve: Curve, spikes: Sequence[Event]) -> Iterator[Event]:
-    """The level at the end exceeds the best one by 10 %, or the loss is NaN from some line to the end."""
+    """The level at the end exceeds the best one by 10 %, or the loss is NaN from some line to the
+    end.
+    """
     at, x = _logarithms(curve, "lm_loss")
     table = curve.table
     table = table[~(table["skipped"] > 0)] if "skipped" in table else table  # which print no loss
@@ -88,41 +102,80 @@ def _divergence(curve: Curve, spikes: Sequence[Event]) -> Iterator[Event]:
     if len(loss) > 3 and not np.isfinite(loss[-3:]).any():
         first = int(table["iteration"].iloc[np.flatnonzero(np.isfinite(loss))[-1] + 1])
         level = float(np.exp(np.median(x[-WINDOW:])))
-        yield Event(kind="divergence", iteration=first, peak_iteration=first, level=level, peak=math.nan)
+        yield Event(
+            kind="divergence", iteration=first, peak_iteration=first, level=level, peak=math.nan
+        )
     elif len(x) >= 2 * LEAST:
         width = min(WINDOW, len(x) // 2)
         smooth = pd.Series(x).rolling(width).median().to_numpy()
         best, sigma = int(np.nanargmin(smooth)), baseline(x)[1][-1]
         # variance of the difference of two medians: pi / width
-        if smooth[-1] - smooth[best] > max(math.log(1.1), SIGMAS * sigma * math.sqrt(math.pi / width)):
+        if smooth[-1] - smooth[best] > max(
+            math.log(1.1), SIGMAS * sigma * math.sqrt(math.pi / width)
+        ):
             peak = best + int(np.argmax(x[best:]))
-            start = next((event.iteration for event in spikes if event.recovered is None), int(at[best]))
+            start = next(
+                (event.iteration for event in spikes if event.recovered is None), int(at[best])
+            )
             level, worst = (float(np.exp(v)) for v in (smooth[best], x[peak]))
-            yield Event(kind="divergence", iteration=start, peak_iteration=int(at[peak]), level=level, peak=worst)
+            yield Event(
+                kind="divergence",
+                iteration=start,
+                peak_iteration=int(at[peak]),
+                level=level,
+                peak=worst,
+            )
 
 
 def _logarithms(curve: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Iterations and logarithms of a column, where it is a number above zero."""
-    values = curve.table[name].to_numpy(float) if name in curve.table else np.zeros(len(curve.table))
+    values = (
+        curve.table[name].to_numpy(float) if name in curve.table else np.zeros(len(curve.table))
+    )
     good = np.isfinite(values) & (values > 0)
     return curve.table["iteration"].to_numpy(float)[good], np.log(values[good])
 
 
-def training_record(group: Sequence[RunLog], curve: Curve, continuity: Continuity) -> dict[str, Any]:
+def training_record(
+    group: Sequence[RunLog], curve: Curve, continuity: Continuity
+) -> dict[str, Any]:
     """A training as JSON; a loss that is no number is null."""
-    restarts = [{"iteration": r.iteration, "redone": r.redone, "log": r.log} for r in curve.restarts]
-    found = {"files": [log.source for log in group], "iterations": len(curve.table), "restarts": restarts}
-    found |= {"events": find_spikes(curve), "breaks": continuity.breaks, "unjudged": continuity.unjudged}
-    problems = [{"file": log.source, **as_json(problem)} for log in group for problem in log.problems]
+    restarts = [
+        {"iteration": r.iteration, "redone": r.redone, "log": r.log} for r in curve.restarts
+    ]
+    found = {
+        "files": [log.source for log in group],
+        "iterations": len(curve.table),
+        "restarts": restarts,
+    }
+    found |= {
+        "events": find_spikes(curve),
+        "breaks": continuity.breaks,
+        "unjudged": continuity.unjudged,
+    }
+    problems = [
+        {"file": log.source, **as_json(problem)} for log in group for problem in log.problems
+    ]
     return dict(as_json(found | {"problems": problems}))
 
 
 def training_text(group: Sequence[RunLog], curve: Curve, continuity: Continuity) -> str:
-    """A training in a line, and a line for each restart, event, break of a restart, and problem of a log."""
+    """A training in a line, and a line for each restart, event, break of a restart, and problem of
+    a log.
+    """
     lines = [f"{', '.join(str(log.source) for log in group)}: {len(curve.table)} lines"]
-    lines += [f"  restart at iteration {r.iteration} ({r.redone} lines done again): {r.log}" for r in curve.restarts]
+    lines += [
+        f"  restart at iteration {r.iteration} ({r.redone} lines done again): {r.log}"
+        for r in curve.restarts
+    ]
     known = max(len(_logarithms(curve, name)[0]) for name in ("lm_loss", "grad_norm"))
-    calm = CALM if 2 * known >= len(curve.table) else f"cannot be judged: {known} lines have a loss or norm above 0"
+    calm = (
+        CALM
+        if 2 * known >= len(curve.table)
+        else f"cannot be judged: {known} lines have a loss or norm above 0"
+    )
     events = [event.sentence for event in find_spikes(curve)] or [calm] * (not continuity.breaks)
     lines += [f"  {line}" for line in (*events, *continuity.lines())]
-    return "\n".join([*lines, *(f"  problem of {g.source.name}: {p}" for g in group for p in g.problems)])
+    return "\n".join(
+        [*lines, *(f"  problem of {g.source.name}: {p}" for g in group for p in g.problems)]
+    )

@@ -13,7 +13,8 @@ WARM_UP = 5  # iterations left out at the start: allocation, first use of each k
 
 @dataclass(frozen=True, kw_only=True)
 class SteadyState:
-    """`counts` marks the rows of the log's iterations that count, (rows,); `left_out` has the others by the reason.
+    """`counts` marks the rows of the log's iterations that count, (rows,); `left_out` has the
+    others by the reason.
 
     They have the log's numbers; a row of a typed table has none.
     """
@@ -25,24 +26,34 @@ class SteadyState:
     @property
     def sentence(self) -> str:
         """Which iterations are left out and why."""
-        parts = "; ".join(f"{ranges(numbers, 4) or 'a line'} ({reason})" for reason, numbers in self.left_out.items())
+        parts = "; ".join(
+            f"{ranges(numbers, 4) or 'a line'} ({reason})"
+            for reason, numbers in self.left_out.items()
+        )
         return f"left out: {parts or 'none'}" + (f"; {self.note}" if self.note else "")
 
 
-def steady_state(log: RunLog, warm_up: int = WARM_UP, gbs: float = 0, seq_length: float = 0) -> SteadyState:
+def steady_state(
+    log: RunLog, warm_up: int = WARM_UP, gbs: float = 0, seq_length: float = 0
+) -> SteadyState:
     """The iterations that show how fast the run is at its full batch size and sequence length.
 
-    `gbs` and `seq_length` are the full ones; 0 unknown: the largest printed. Only they count, however few: a ramp-up or
-    a curriculum is a short part of a training, and predictions and TFLOPs are those of the full size. Where the run did
-    not reach it, the largest size reached counts, and the note says so.
+    `gbs` and `seq_length` are the full ones; 0 unknown: the largest printed. Only they count,
+    however few: a ramp-up or a curriculum is a short part of a training, and predictions and TFLOPs
+    are those of the full size. Where the run did not reach it, the largest size reached counts, and
+    the note says so.
 
-    Left out, the first reason counts: no time printed; the warm-up (at most half of the lines); skipped, where the
-    optimizer did not step; a batch size or sequence length smaller by more than 3 % (filled by their tokens, batches
-    differ by 0.3 %; repeats of one run differ by 4.9 %); the line after an evaluation or a checkpoint, whose time
-    versions before 2024 include, where `eval_interval` and `save_interval` are among the arguments. A reason that would
-    leave nothing is ignored, with a note.
+    Left out, the first reason counts: no time printed; the warm-up (at most half of the lines);
+    skipped, where the optimizer did not step; a batch size or sequence length smaller by more than
+    3 % (filled by their tokens, batches differ by 0.3 %; repeats of one run differ by 4.9 %); the
+    line after an evaluation or a checkpoint, whose time versions before 2024 include, where
+    `eval_interval` and `save_interval` are among the arguments. A reason that would leave nothing
+    is ignored, with a note.
     """
-    full, counts = {"global_batch_size": gbs, "seq_length": seq_length}, np.isfinite(log.column("sec_per_it"))
+    full, counts = (
+        {"global_batch_size": gbs, "seq_length": seq_length},
+        np.isfinite(log.column("sec_per_it")),
+    )
     if not len(counts):
         return SteadyState(counts=np.zeros(len(log.iterations), bool), left_out={})
     at, notes = log.column("iteration"), list[str]()
@@ -57,11 +68,16 @@ def steady_state(log: RunLog, warm_up: int = WARM_UP, gbs: float = 0, seq_length
         elif (bad & counts).any():
             notes.append(f"all that is left is {reason}, so it counts")
     # neither NaN nor what a broken line makes of a number
-    named = {reason: tuple(at[bad & (at < 2**53)].astype(int).tolist()) for reason, bad in left_out.items()}
+    named = {
+        reason: tuple(at[bad & (at < 2**53)].astype(int).tolist())
+        for reason, bad in left_out.items()
+    }
     return SteadyState(counts=counts, left_out=named, note="; ".join(notes))
 
 
-def _reasons(log: RunLog, at: np.ndarray, warm_up: int, full: dict[str, float]) -> Iterator[tuple[str, np.ndarray]]:
+def _reasons(
+    log: RunLog, at: np.ndarray, warm_up: int, full: dict[str, float]
+) -> Iterator[tuple[str, np.ndarray]]:
     step, first_half = interval(at), np.arange(len(at)) < max(1, len(at) // 2)
     yield "warm-up", (at - at[:1] < warm_up) & first_half & (len(at) > 1) & (warm_up > 0)
     if "skipped" in log.iterations:
@@ -72,11 +88,19 @@ def _reasons(log: RunLog, at: np.ndarray, warm_up: int, full: dict[str, float]) 
             small = ~(np.abs(values - wanted) <= 0.03 * wanted) & (len(values) > 0)
             others = ", ".join(f"{v:.0f}" for v in np.unique(values[small & np.isfinite(values)]))
             yield f"{words} {others}, not {wanted:.0f}", small
-    for name, words in (("eval_interval", "after an evaluation"), ("save_interval", "after a checkpoint")):
+    for name, words in (
+        ("eval_interval", "after an evaluation"),
+        ("save_interval", "after a checkpoint"),
+    ):
         every = log.arguments.get(name)
         if isinstance(every, int) and every > 0:
-            # a line's iterations, at - step + 1 to at, include one right after a multiple of `every`
-            yield words, (np.floor((at - 1) / every) * every >= np.maximum(at - step, 1)) & (at - 1 >= every)
+            # a line's iterations, at - step + 1 to at, include one right after a multiple of
+            # `every`
+            yield (
+                words,
+                (np.floor((at - 1) / every) * every >= np.maximum(at - step, 1))
+                & (at - 1 >= every),
+            )
 
 
 def interval(at: np.ndarray) -> float:

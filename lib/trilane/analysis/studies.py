@@ -19,7 +19,9 @@ from trilane.workspace.study import Study
 
 @dataclass(frozen=True, kw_only=True)
 class StudyParts:
-    """What one study holds: all that was chosen and found, by part and name; its runs; what it lacks."""
+    """What one study holds: all that was chosen and found, by part and name; its runs; what it
+    lacks.
+    """
 
     name: str
     facts: Mapping[tuple[str, str], str]
@@ -36,18 +38,27 @@ class StudyComparison(Brief):
     def summary(self) -> Text:
         """How many choices and results differ, and what each study lacks."""
         names = Text.joined(", ", [Text.of("{:code}", s.name) for s in self.studies])
-        lines = [Text.of("**{} choices and results** differ between {}.", len(self.differing), names)]
-        lines += [Text.of("{} lacks {}.", s.name, "; ".join(s.lacks)) for s in self.studies if s.lacks]
+        lines = [
+            Text.of("**{} choices and results** differ between {}.", len(self.differing), names)
+        ]
+        lines += [
+            Text.of("{} lacks {}.", s.name, "; ".join(s.lacks)) for s in self.studies if s.lacks
+        ]
         return Text.joined("\n\n", lines)
 
     @cached_property
     def differing(self) -> list[dict[str, str]]:
-        """A row for each choice or result that differs, with its value in each study that has the part."""
+        """A row for each choice or result that differs, with its value in each study that has the
+        part.
+        """
         parts, found = [{part for part, _ in s.facts} for s in self.studies], list[dict[str, str]]()
         for part, name in dict.fromkeys(key for s in self.studies for key in s.facts):
             # what a notebook was not given is its default
             missing = ["default" if part in own else "" for own in parts]
-            values = [s.facts.get((part, name), other) for s, other in zip(self.studies, missing, strict=True)]
+            values = [
+                s.facts.get((part, name), other)
+                for s, other in zip(self.studies, missing, strict=True)
+            ]
             if len({*values} - {""}) > 1:
                 row = dict(zip([s.name for s in self.studies], values, strict=True))
                 found.append({"part": part, "choice": name, **row})
@@ -72,25 +83,44 @@ class StudyComparison(Brief):
 
     def curves(self) -> dict[str, Curve]:
         """The loss curves of all studies, by study and run."""
-        return {f"{s.name}: {run}": curve for s in self.studies for run, curve in s.runs.curves().items()}
+        return {
+            f"{s.name}: {run}": curve
+            for s in self.studies
+            for run, curve in s.runs.curves().items()
+        }
 
     def to_json(self) -> dict[str, Any]:
         """What comparison.json holds."""
         names = [s.name for s in self.studies]
-        rows = [{"part": r["part"], "choice": r["choice"], "values": {n: r[n] for n in names}} for r in self.differing]
-        return {"studies": names, "lacks": {s.name: list(s.lacks) for s in self.studies}, "differences": rows}
+        rows = [
+            {"part": r["part"], "choice": r["choice"], "values": {n: r[n] for n in names}}
+            for r in self.differing
+        ]
+        return {
+            "studies": names,
+            "lacks": {s.name: list(s.lacks) for s in self.studies},
+            "differences": rows,
+        }
 
 
 def compare_studies(here: Study, names: str = "") -> StudyComparison:
-    """The studies of these names, separated by commas; without names `here` and the study that changed last.
+    """The studies of these names, separated by commas; without names `here` and the study that
+    changed last.
 
         compare_studies(Study.open("a"), "a,b").differences()
 
-    Raises ValueError for a study that does not exist. What one lacks, or what is damaged in it, is reported instead.
+    Raises ValueError for a study that does not exist. What one lacks, or what is damaged in it, is
+    reported instead.
     """
     chosen = list(dict.fromkeys(name for part in names.split(",") if (name := part.strip())))
-    require(not names or len(chosen) > 1, "studies", names, "must be two or more, separated by commas")
-    known = {p.name: p.stat().st_mtime_ns for p in outputs_root().iterdir() if (p / "index.html").is_file()}
+    require(
+        not names or len(chosen) > 1, "studies", names, "must be two or more, separated by commas"
+    )
+    known = {
+        p.name: p.stat().st_mtime_ns
+        for p in outputs_root().iterdir()
+        if (p / "index.html").is_file()
+    }
     others = sorted((name for name in known if name != here.name), key=known.__getitem__)
     parts = []
     for name in chosen or [here.name, *others[-1:]]:
@@ -113,7 +143,11 @@ def _predicted(p: Mapping[str, Any]) -> dict[str, str]:
 
 def _parts(study: Study) -> StudyParts:
     files, lacks, runs = dict[str, dict[str, Any]](), list[str](), MeasuredRuns(runs=())
-    for name, notebook in {"plans": "02_topology", "calendar": "07_calendar", "decision": "08_decision"}.items():
+    for name, notebook in {
+        "plans": "02_topology",
+        "calendar": "07_calendar",
+        "decision": "08_decision",
+    }.items():
         try:
             values = study.load(f"{name}.json", notebook)
             # what the table reads of a plan is there
@@ -121,7 +155,11 @@ def _parts(study: Study) -> StudyParts:
                 assert plan["shape"] and plan["topology"] and _predicted(plan["prediction"])
             files[name] = values
         except ValueError as error:
-            lacks.append(str(error) if (study.folder / f"{name}.json").exists() else f"{name}.json ({notebook})")
+            lacks.append(
+                str(error)
+                if (study.folder / f"{name}.json").exists()
+                else f"{name}.json ({notebook})"
+            )
         except (KeyError, TypeError, AttributeError, ZeroDivisionError):
             lacks.append(f"study file={name}.json: is damaged")
     try:
@@ -129,29 +167,58 @@ def _parts(study: Study) -> StudyParts:
     except ValueError as error:
         lacks.append(str(error) if study.run_folders() else "runs (03_launch)")
     plans = files.get("plans", {}).get("plans", [])
-    found = {f"parameters of {path.stem}": _parameters(path) for path in sorted(study.folder.glob("[0-9]*.ipynb"))}
+    found = {
+        f"parameters of {path.stem}": _parameters(path)
+        for path in sorted(study.folder.glob("[0-9]*.ipynb"))
+    }
     training = ("engine", "data", "optimizer", "dropout", "run")
-    found["training"] = next(({n: m.plan.to_json()[n] for n in training} for m in runs.runs if m.plan), {})
+    found["training"] = next(
+        ({n: m.plan.to_json()[n] for n in training} for m in runs.runs if m.plan), {}
+    )
     for plan in plans[:1]:
-        found |= {"model": plan["shape"], "best plan": plan["topology"], "prediction": _predicted(plan["prediction"])}
-    dated = ("plan", "tokens", "days", "gpu_hours", "finish", "p_miss_deadline", "p_overrun_allocation")
-    found["forecast"] = {name: value for name, value in files.get("calendar", {}).items() if name in dated}
+        found |= {
+            "model": plan["shape"],
+            "best plan": plan["topology"],
+            "prediction": _predicted(plan["prediction"]),
+        }
+    dated = (
+        "plan",
+        "tokens",
+        "days",
+        "gpu_hours",
+        "finish",
+        "p_miss_deadline",
+        "p_overrun_allocation",
+    )
+    found["forecast"] = {
+        name: value for name, value in files.get("calendar", {}).items() if name in dated
+    }
     found["decision"] = files.get("decision", {}).get("recommendation", {})
-    facts = {(part, name): text for part, values in found.items() for name, text in _flat(values).items()}
+    facts = {
+        (part, name): text for part, values in found.items() for name, text in _flat(values).items()
+    }
     return StudyParts(name=study.name, facts=facts, runs=runs, lacks=tuple(lacks))
 
 
 def _flat(values: Any) -> dict[str, str]:
     """Nested values by their path, as text: {"ramp": {"start": 8}} -> {"ramp.start": "8"}."""
-    flat = pd.json_normalize(values).to_dict("records")[0] if isinstance(values, dict) and values else {}
+    flat = (
+        pd.json_normalize(values).to_dict("records")[0]
+        if isinstance(values, dict) and values
+        else {}
+    )
     # where numbers come from, and where data lies, is no choice
     kept = {n: v for n, v in flat.items() if not {"sources", "folder"} & {*n.split(".")}}
     texts = {name: f"{v:.6g}" if isinstance(v, float) else str(v) for name, v in kept.items()}
-    return {name: "/".join(t.split("/")[-2:]) if t.startswith("/") else t for name, t in texts.items()}
+    return {
+        name: "/".join(t.split("/")[-2:]) if t.startswith("/") else t for name, t in texts.items()
+    }
 
 
 def _parameters(path: Path) -> dict[str, Any]:
-    """The parameters with which papermill executed a notebook, without the study; {} where they are not recorded."""
+    """The parameters with which papermill executed a notebook, without the study; {} where they are
+    not recorded.
+    """
     try:
         made = read_object(path, "notebook", metadata=dict)["metadata"]["papermill"]["parameters"]
         return {name: value for name, value in dict(made).items() if name != "study"}

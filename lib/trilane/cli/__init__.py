@@ -1,1 +1,3 @@
-"""The command line, on click: one module a group of commands, which parse arguments and print what others compute."""
+"""The command line, on click: one module a group of commands, which parse arguments and print what
+others compute.
+"""

@@ -34,7 +34,11 @@ class Ranks:
     def grid(self) -> rank_grid.Grid | None:
         """Their grid; None where no size is given."""
         tp, pp, dp = self.tp or 1, self.pp or 1, self.dp or 1
-        return rank_grid.regular(tp, pp, dp, self.gpus_per_node) if self.tp or self.pp or self.dp else None
+        return (
+            rank_grid.regular(tp, pp, dp, self.gpus_per_node)
+            if self.tp or self.pp or self.dp
+            else None
+        )
 
 
 @command(GROUP)
@@ -47,10 +51,14 @@ def hang(folder: Path, ranks: Ranks) -> Answer:
 
 
 @command(GROUP)
-def incident(folder: Path, page: Path | None = option(None, "write it as an HTML page, too", metavar="FILE")) -> Answer:
-    """Print what happened: logs, stacks, Flight Recorder and SLURM's accounting as one timeline and one verdict.
+def incident(
+    folder: Path, page: Path | None = option(None, "write it as an HTML page, too", metavar="FILE")
+) -> Answer:
+    """Print what happened: logs, stacks, Flight Recorder and SLURM's accounting as one timeline and
+    one verdict.
 
-    FOLDER is a run folder, or holds copies of these files, such as what `sacct --parsable2` printed.
+    FOLDER is a run folder, or holds copies of these files, such as what `sacct --parsable2`
+    printed.
     """
     found = read_incident(folder)
     if page:
@@ -68,7 +76,8 @@ def capture(
     here: Path | None = option(None, "dump this host's ranks there, no more", metavar="STACKS"),
     what: str = option("stacks", "what is taken", choices=("stacks", "hostfile")),
 ) -> Answer | None:
-    """Take the stacks of the running job of the run folder FOLDER, on all its nodes, and analyze them.
+    """Take the stacks of the running job of the run folder FOLDER, on all its nodes, and analyze
+    them.
 
     With `--what hostfile` and --job only print the job's nodes as a hostfile of DeepSpeed and pdsh.
     """
@@ -76,7 +85,9 @@ def capture(
     plan = read_plan(folder / "plan.json")
     if what == "hostfile":
         return Answer.lines(what, jobs.hostfile(job, plan))
-    require(not job, "job", job, "is for --what hostfile; each node's watchdog dumps its ranks without")
+    require(
+        not job, "job", job, "is for --what hostfile; each node's watchdog dumps its ranks without"
+    )
     if here is not None:
         stacks.capture_here(folder, here)
         return None
@@ -89,7 +100,9 @@ def capture(
 
 @command(GROUP)
 def stragglers(folder: Path, ranks: Ranks) -> Answer:
-    """Print which rank or node makes the others wait, from a run folder with phase times (run.timers)."""
+    """Print which rank or node makes the others wait, from a run folder with phase times
+    (run.timers).
+    """
     known, seconds = read_phase_times(folder, ranks.grid())
     slow = find_stragglers(known, seconds)
     text = "\n".join(map(str, slow)) or "no rank is slower than its peers"
@@ -104,7 +117,8 @@ def calls(folder: Path) -> Answer:
 
 @command(GROUP)
 def restart(a: Path, b: Path) -> Answer:
-    """Compare what was saved (A) with what a restart loaded (B), by rank and tensor; exit code 1 where they differ.
+    """Compare what was saved (A) with what a restart loaded (B), by rank and tensor; exit code 1
+    where they differ.
 
     Each is a run folder, a checkpoint, or a folder of fingerprints.
     """
@@ -115,9 +129,13 @@ def restart(a: Path, b: Path) -> Answer:
 @command(GROUP)
 def rehearse(
     plan: Path,
-    prepare: Path | None = option(None, "only write both runs, and print their commands", metavar="FOLDER"),
+    prepare: Path | None = option(
+        None, "only write both runs, and print their commands", metavar="FOLDER"
+    ),
 ) -> Answer:
-    """Train, save, load and compare PLAN's engine and topology at tiny width; exit code 1 where they differ."""
+    """Train, save, load and compare PLAN's engine and topology at tiny width; exit code 1 where
+    they differ.
+    """
     if prepare:
         return Answer.lines("commands", rehearsal.prepare(read_plan(plan), prepare.resolve()))
     done = rehearsal.rehearse_here(read_plan(plan))
@@ -129,10 +147,14 @@ def bisect(
     plan: Path,
     axes: str = option(",".join(bisection.AXES), "what to shrink"),
     timeout: float = option(600.0, "seconds for a job", above=0),
-    out: Path | None = option(None, "folder of the jobs (default: <plan>-bisect)", metavar="FOLDER"),
+    out: Path | None = option(
+        None, "folder of the jobs (default: <plan>-bisect)", metavar="FOLDER"
+    ),
     dry_run: bool = option(False, "only print what would be tried"),
 ) -> Answer:
-    """Shrink the hanging PLAN in short jobs until the boundary between what works and what hangs is known."""
+    """Shrink the hanging PLAN in short jobs until the boundary between what works and what hangs is
+    known.
+    """
     read, names = read_plan(plan), tuple(axes.split(","))
     for name in names:
         require_known("axis", name, bisection.AXES)

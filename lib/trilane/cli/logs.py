@@ -21,12 +21,16 @@ from trilane.logs.written_tables import read_runs
 from trilane.utils.tables import csv_text
 from trilane.utils.validation import require
 
-GROUP = Group("logs", help="Read training logs in any dialect, and hand-written tables of measured runs.")
+GROUP = Group(
+    "logs", help="Read training logs in any dialect, and hand-written tables of measured runs."
+)
 DIALECT = option((), "how your trainer prints its iterations (JSON); repeatable", metavar="FILE")
 
 
 def unreadable(lines: Sequence[str], read: Sequence[object]) -> int:
-    """Print why logs could not be read; the exit code: 2 where none could, 1 where some, 0 where all."""
+    """Print why logs could not be read; the exit code: 2 where none could, 1 where some, 0 where
+    all.
+    """
     note(lines)
     return 0 if not lines else 1 if read else 2
 
@@ -63,14 +67,24 @@ def table(
     csv: bool = option(False, "print CSV, with all columns, instead of Markdown"),
     as_json: bool = False,
 ) -> Answer:
-    """Print the runs below FOLDER as one table: run folders, or logs of other trainers, at any depth."""
+    """Print the runs below FOLDER as one table: run folders, or logs of other trainers, at any
+    depth.
+    """
     require(not (csv and as_json), "table", folder, "choose one of --csv and --json")
     by = tables.column(sort) if sort else ""
     use(dialect)
     rows, bad = read_folder(folder)
     note(bad[:10], label="trilane: left out: ")
-    note([f"{len(bad) - 10} more, which --json names"] if len(bad) > 10 else [], label="trilane: left out: ")
-    require(bool(rows), "folder", folder, "holds no run: neither plan.json with run.log, nor a training log")
+    note(
+        [f"{len(bad) - 10} more, which --json names"] if len(bad) > 10 else [],
+        label="trilane: left out: ",
+    )
+    require(
+        bool(rows),
+        "folder",
+        folder,
+        "holds no run: neither plan.json with run.log, nor a training log",
+    )
     rows = tables.ordered(rows, by) if by else rows
     values = [{k: None if v != v else v for k, v in row.items()} for row in rows]
     text = csv_text(tables.values(rows)) if csv else tables.markdown(rows, by)
@@ -91,18 +105,23 @@ class CompareCommand(click.Command):
 @command(GROUP, cls=CompareCommand)
 def compare(
     *a: str,
-    b: tuple[str, ...] = option(help="logs or run folders of the other variant", name="with", metavar="B..."),
+    b: tuple[str, ...] = option(
+        help="logs or run folders of the other variant", name="with", metavar="B..."
+    ),
     confidence: float = option(0.95, "of the interval", above=0),
 ) -> Answer:
     """Print whether the runs of B are faster than those of A: logs or run folders of two variants."""
     runs_a, runs_b = ([m for path in paths for m in measure_path(path)] for paths in (a, b))
     found = comparison.compare(runs_a, runs_b, confidence)
-    return Answer({**asdict(found), "decided": found.decided, "verdict": found.sentence}, str(found))
+    return Answer(
+        {**asdict(found), "decided": found.decided, "verdict": found.sentence}, str(found)
+    )
 
 
 @command(GROUP)
 def spikes(*logs: str, as_json: bool = False) -> int:
-    """Print where loss or gradient norm left their course, and what restarts did not continue; logs in their order.
+    """Print where loss or gradient norm left their course, and what restarts did not continue; logs
+    in their order.
 
     Where logs cannot be read: exit code 2 if none of them, 1 if some.
     """

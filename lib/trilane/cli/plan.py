@@ -1,4 +1,6 @@
-"""`trilane plan`: sizes, topologies, one plan in full, dates and risks, the cost model against measurements."""
+"""`trilane plan`: sizes, topologies, one plan in full, dates and risks, the cost model against
+measurements.
+"""
 
 from dataclasses import fields
 from pathlib import Path
@@ -28,29 +30,37 @@ from trilane.workspace.study import load_cluster
 GROUP = Group("plan", help="Plan a training: its size, its topology, its dates.")
 SHAPE = "layers,hidden,heads,seq,vocab, or a JSON file: a shape, or Hugging Face's config.json"
 CLUSTER = "a cluster's name or JSON file; local: this machine, measured"
-SEQUENCE = option(0, "tokens of a sequence; default: the shape's, in a config.json its longest", minimum=1)
+SEQUENCE = option(
+    0, "tokens of a sequence; default: the shape's, in a config.json its longest", minimum=1
+)
 CALIBRATION: Any = ForecastRequest.__dataclass_fields__["calibration"]
 
 
 @command(GROUP)
 def size(
     params: float = option(0.0, "parameters of the model: 200B, 1.3e9, 350M", above=0),
-    days: float = option(0.0, "instead of --params: the largest that end within so many days", above=0),
+    days: float = option(
+        0.0, "instead of --params: the largest that end within so many days", above=0
+    ),
     cluster: str = option(help=CLUSTER),
     calibration: str = CALIBRATION,
     top: int = option(10, "shapes to list", minimum=1),
     **given: Annotated[Any, SizeRequest, Topology | None],
 ) -> Answer:
-    """List shapes of a target size, layers x hidden, each with its best topology, days and GPU-hours.
+    """List shapes of a target size, layers x hidden, each with its best topology, days and
+    GPU-hours.
 
-    With --days instead of --params: the largest shapes that end in time with 90 % probability, failures and
-    checkpoints counted as by `plan calendar`. Exit code 1 where none can run, or none ends in time.
+    With --days instead of --params: the largest shapes that end in time with 90 % probability,
+    failures and checkpoints counted as by `plan calendar`. Exit code 1 where none can run, or none
+    ends in time.
     """
     named = f"{params:g}" if params else "missing"
     require(bool(params) != bool(days), "params", named, "give either --params or --days")
     machine = load_cluster(cluster)
     asked: dict[str, Any] = {"cluster": machine, "calibration": constants(machine, calibration)}
-    asked |= {f.name: given.pop(f.name) for f in fields(SizeRequest) if f.name in given} | {"choices": given}
+    asked |= {f.name: given.pop(f.name) for f in fields(SizeRequest) if f.name in given} | {
+        "choices": given
+    }
     if days:
         in_time = sizes_within(days, **asked)
         return Answer(in_time.to_json(top), in_time.as_text(top), not in_time.rows)
@@ -70,10 +80,11 @@ def search(
     top: int = option(10, "plans to list, each of another tp x pp x dp", minimum=1),
     **choices: Annotated[Any, Topology | None],
 ) -> Answer:
-    """Predict every topology of a cluster for a model, and list the best; exit code 1 where none can run.
+    """Predict every topology of a cluster for a model, and list the best; exit code 1 where none
+    can run.
 
-    An option that names a choice of the topology pins it. Where --tp and --pp leave one tp x pp x dp, its variants are
-    listed.
+    An option that names a choice of the topology pins it. Where --tp and --pp leave one tp x pp x
+    dp, its variants are listed.
     """
     machine, what = load_cluster(cluster), shape_of(shape, seq, choices)
     require(gpus <= machine.max_gpus, "gpus", gpus, f"{machine.name} has {machine.max_gpus}")
@@ -85,24 +96,38 @@ def search(
 @command(GROUP)
 def best(
     days: float = option(help="within which the training ends", above=0),
-    cluster: str = option(help="names or JSON files of one or several clusters", metavar="C[,C2,...]"),
+    cluster: str = option(
+        help="names or JSON files of one or several clusters", metavar="C[,C2,...]"
+    ),
     gpus: int = option(0, "GPUs of each; default: all of the smallest", minimum=1),
-    gbs: int = option(0, "sequences of an iteration; default: some 4 million tokens, divided by all GPUs", minimum=1),
+    gbs: int = option(
+        0,
+        "sequences of an iteration; default: some 4 million tokens, divided by all GPUs",
+        minimum=1,
+    ),
     price: str = option("", "of a GPU-hour, of all clusters or of each", metavar="P[,P2,...]"),
     calibration: str = CALIBRATION,
     engine: str = option(ANY, "what trains it; any: the fastest", choices=(*ENGINES, ANY)),
     **given: Annotated[Any, SizeRequest],
 ) -> Answer:
-    """Answer what to train: the largest model that each cluster ends in time, on three topologies, and what it costs.
+    """Answer what to train: the largest model that each cluster ends in time, on three topologies,
+    and what it costs.
 
-    Days with 90 % probability, failures and checkpoints counted as by `plan calendar`, which takes the file that --json
-    prints. Exit code 1 where nothing ends in time.
+    Days with 90 % probability, failures and checkpoints counted as by `plan calendar`, which takes
+    the file that --json prints. Exit code 1 where nothing ends in time.
     """
     machines = [load_cluster(name.strip()) for name in cluster.split(",")]
     for machine in machines:
         constants(machine, calibration)
     prices = [parse_count("price", one) for one in price.split(",") if price]
-    asked = {"gpus": gpus, "gbs": gbs, "prices": prices, "calibration": calibration, "engine": engine, **given}
+    asked = {
+        "gpus": gpus,
+        "gbs": gbs,
+        "prices": prices,
+        "calibration": calibration,
+        "engine": engine,
+        **given,
+    }
     found = best_within(days, machines, **asked)
     return Answer(found.to_json(), found.as_text(), not found.rows)
 
@@ -117,13 +142,16 @@ def show(
     engine: str = option("", f"what trains it; default: {ENGINES[0]}", choices=ENGINES),
     calibration: str = CALIBRATION,
     tokens: float | None = option(None, "also the days that so many tokens take: 300B", above=0),
-    seconds: float | None = option(None, "also the TFLOPs of an iteration measured to take so long", above=0),
+    seconds: float | None = option(
+        None, "also the TFLOPs of an iteration measured to take so long", above=0
+    ),
     **choices: Annotated[Any, Topology | None],
 ) -> Answer:
-    """Predict one plan in full: seconds by cause, memory by pipeline stage, TFLOPs, MFU and HFU, days.
+    """Predict one plan in full: seconds by cause, memory by pipeline stage, TFLOPs, MFU and HFU,
+    days.
 
-    The plan is a file, or the options --shape, --cluster, --gbs, --mbs, --tp, --pp, --dp and what else differs from
-    the defaults of cluster and engine.
+    The plan is a file, or the options --shape, --cluster, --gbs, --mbs, --tp, --pp, --dp and what
+    else differs from the defaults of cluster and engine.
     """
     given = {"shape": shape, "cluster": cluster, "gpus": gpus, "seq": seq, "engine": engine}
     given = {name: value for name, value in given.items() if value} | choices
@@ -133,13 +161,17 @@ def show(
         read = read_plan(plan)
         known = constants_of(read, calibration)
     else:
-        require("shape" in given, "shape", "missing", "name a plan, or its --shape, --cluster and --gbs")
+        require(
+            "shape" in given, "shape", "missing", "name a plan, or its --shape, --cluster and --gbs"
+        )
         for name in ("cluster", "gbs"):
             require(name in given, name, "missing", "needed where no plan is named")
         read = plan_of(shape_of(shape, seq, choices), cluster, engine or ENGINES[0], gpus, choices)
         known = calibration_for(read.cluster, calibration)
     note(replaced(read, known))
-    return Answer(*plan_report(read, known, tokens, seconds, trace_of(read, plan) if plan else None))
+    return Answer(
+        *plan_report(read, known, tokens, seconds, trace_of(read, plan) if plan else None)
+    )
 
 
 def constants(cluster: Cluster, source: str) -> Calibration:
@@ -162,8 +194,13 @@ def plan_of(shape: Any, cluster: str, engine: str, gpus: int, choices: dict[str,
     if gpus:
         replica = choices.get("tp", 1) * choices.get("cp", 1) * choices.get("pp", 1)
         choices.setdefault("dp", max(1, gpus // replica))
-        what, made = "tp x cp x pp x dp" if "cp" in choices else "tp x pp x dp", choices["dp"] * replica
-        require(made == gpus, what, made, f"contradicts gpus={gpus}; multiples of {replica} would do")
+        what, made = (
+            "tp x cp x pp x dp" if "cp" in choices else "tp x pp x dp",
+            choices["dp"] * replica,
+        )
+        require(
+            made == gpus, what, made, f"contradicts gpus={gpus}; multiples of {replica} would do"
+        )
     topology = default_topology(shape, machine, engine, **choices)
     label = label_of(shape, machine, topology, engine)
     return Plan(label=label, shape=shape, cluster=machine, topology=topology, engine=engine)
@@ -175,7 +212,9 @@ def calendar(
     tokens: float = option(help="tokens of the whole run: 341B, 3.41e11", above=0),
     **given: Annotated[Any, ForecastRequest],
 ) -> Answer:
-    """Forecast PLAN: the finish date, GPU-hours and days, and the risk of missing a deadline or an allocation."""
+    """Forecast PLAN: the finish date, GPU-hours and days, and the risk of missing a deadline or an
+    allocation.
+    """
     read = read_plan(plan)
     given["calibration"] = constants_of(read, given["calibration"])
     note(replaced(read, given["calibration"]))
@@ -192,8 +231,8 @@ def backtest(
 ) -> Answer:
     """Compare measured rows (columns of lib/trilane/data/scored.csv) with their predictions.
 
-    ROWS may be a set that ships: all, scored, measured, dlperf_v100, dgxc_nemotron_h100 or lucie_jz_a100_2024. Exit
-    code 1 where no row can be predicted.
+    ROWS may be a set that ships: all, scored, measured, dlperf_v100, dgxc_nemotron_h100 or
+    lucie_jz_a100_2024. Exit code 1 where no row can be predicted.
     """
     result = measured.backtest(rows, cluster, cv, calibration)
     note([f"skipped {row.row_id}: {row.reason}" for row in result.skipped], label="")

@@ -1,4 +1,6 @@
-"""`trilane run`: notebooks of a study; `calibrate`: constants; `train`: a plan; `measure`: machine, plan, engines."""
+"""`trilane run`: notebooks of a study; `calibrate`: constants; `train`: a plan; `measure`: machine,
+plan, engines.
+"""
 
 import json
 import sys
@@ -15,7 +17,10 @@ from trilane.utils.process import python, replace_by
 from trilane.utils.validation import require, require_known
 
 ROOT = Group("trilane")  # its commands that are in no group
-GROUP = Group("measure", help="Measure this machine or cluster, the speed of a plan, the equality of the engines.")
+GROUP = Group(
+    "measure",
+    help="Measure this machine or cluster, the speed of a plan, the equality of the engines.",
+)
 
 
 class RunCommand(click.Command):
@@ -30,23 +35,32 @@ class RunCommand(click.Command):
         for name in (word for word in sys.argv[1:] if word in names):
             found = read_parameters(path_of(name))
             with formatter.section(f"Parameters of {name}, set by -p NAME VALUE"):
-                formatter.write_dl([(f"{p.name} {p.inferred_type_name}", f"{p.help} [{p.default}]") for p in found])
+                formatter.write_dl(
+                    [(f"{p.name} {p.inferred_type_name}", f"{p.help} [{p.default}]") for p in found]
+                )
 
 
 @command(ROOT, cls=RunCommand)
 def run(
     notebook: str = option(argument="NOTEBOOK|all"),
     study: str = option("demo", "the folder below outputs/"),
-    parameter: tuple[Any, ...] = option((), "set a parameter; repeatable", short="-p", nargs=2, metavar="NAME VALUE"),
+    parameter: tuple[Any, ...] = option(
+        (), "set a parameter; repeatable", short="-p", nargs=2, metavar="NAME VALUE"
+    ),
     resume: bool = option(False, "go on in a study that exists"),
     fresh: bool = option(False, "take the next free name if the study exists"),
-    zip: bool = option(False, "also write outputs/STUDY.zip: the pages and what they link, to hand on"),
-    lab: bool = option(False, "open JupyterLab on copies in the study instead, with its parameters set"),
+    zip: bool = option(
+        False, "also write outputs/STUDY.zip: the pages and what they link, to hand on"
+    ),
+    lab: bool = option(
+        False, "open JupyterLab on copies in the study instead, with its parameters set"
+    ),
 ) -> int | Answer:
-    """Execute NOTEBOOK, such as 02_topology, or all of the demo in order, and print the path of its report.
+    """Execute NOTEBOOK, such as 02_topology, or all of the demo in order, and print the path of its
+    report.
 
-    With --lab `all` means every notebook; copies that exist in the study's folder lab/ are kept as they are.
-    Exit code 1 where a notebook fails, 2 where its parameters are the reason.
+    With --lab `all` means every notebook; copies that exist in the study's folder lab/ are kept as
+    they are. Exit code 1 where a notebook fails, 2 where its parameters are the reason.
     """
     from trilane.report import index
     from trilane.report import notebook as notebooks
@@ -54,7 +68,11 @@ def run(
 
     require(not (resume and fresh), "resume", True, "contradicts --fresh")
     require(not (zip and lab), "zip", True, "contradicts --lab")
-    given, is_all, every = dict(parameter), notebook == "all", notebooks.notebook_names() if lab else notebooks.DEMO
+    given, is_all, every = (
+        dict(parameter),
+        notebook == "all",
+        notebooks.notebook_names() if lab else notebooks.DEMO,
+    )
     # every parameter is checked before a folder is made
     values = notebooks.distribute(every if is_all else (notebook,), given)
     if lab:
@@ -64,9 +82,15 @@ def run(
     if zip:
         index.zip_path(where)  # refused before anything runs
     try:
-        report = notebooks.run_all(where, given) if is_all else notebooks.run(notebook, where, **given)
+        report = (
+            notebooks.run_all(where, given) if is_all else notebooks.run(notebook, where, **given)
+        )
     except notebooks.NotebookError as error:
-        note([f"{error}; the executed copy with the traceback: {where.folder / error.notebook}.ipynb"])
+        note(
+            [
+                f"{error}; the executed copy with the traceback: {where.folder / error.notebook}.ipynb"
+            ]
+        )
         return 2 if error.is_input else 1
     made = {"study": str(report.parent), "report": str(report)}
     if zip:
@@ -79,12 +103,16 @@ def run(
 def calibrate(
     rows: str = option(argument="ROWS|LOGS|STUDY"),
     cluster: str = option(help="where the runs ran: a cluster's name or JSON file"),
-    output: Path = option(help="the JSON file of constants to write, for --calibration", short="-o", metavar="FILE"),
+    output: Path = option(
+        help="the JSON file of constants to write, for --calibration", short="-o", metavar="FILE"
+    ),
 ) -> Answer:
-    """Fit the constants of predictions to measured runs, as far as that predicts each of them better from the others.
+    """Fit the constants of predictions to measured runs, as far as that predicts each of them
+    better from the others.
 
-    The runs are a table (CSV or Markdown; columns of lib/trilane/data/scored.csv, of which those of shape and
-    parallelism, gbs, mbs and sec_per_it are needed), logs or run folders, or those of a study.
+    The runs are a table (CSV or Markdown; columns of lib/trilane/data/scored.csv, of which those of
+    shape and parallelism, gbs, mbs and sec_per_it are needed), logs or run folders, or those of a
+    study.
     """
     from trilane.analysis.recalibrate import fit_source
     from trilane.workspace.installation import stamp
@@ -93,8 +121,13 @@ def calibrate(
     require(not output.exists(), "output", output, "exists; name another file")
     require(output.parent.is_dir(), "output", output, "its folder does not exist")
     found = fit_source(rows, load_cluster(cluster))
-    kept = found.fitted.kept() | {"name": str(output)}  # as other commands name the constants of this file
-    values = {**kept["constants"], "made_by": {"command": "trilane calibrate", "rows": rows, **stamp()}}
+    kept = found.fitted.kept() | {
+        "name": str(output)
+    }  # as other commands name the constants of this file
+    values = {
+        **kept["constants"],
+        "made_by": {"command": "trilane calibrate", "rows": rows, **stamp()},
+    }
     with output.open("x", encoding="utf-8") as file:  # also where another process has just made it
         file.write(json.dumps(values, indent=1) + "\n")
     text = "\n".join([*found.summary(), f"written: {output} ({kept['hash']})"])
@@ -107,7 +140,8 @@ def train(
     resume: bool = option(False, "go on from the newest checkpoint of the run folder"),
     as_json: bool = False,
 ) -> int:
-    """Train PLAN here: a plan.json in its own folder, a plan of another file in a new folder of its name.
+    """Train PLAN here: a plan.json in its own folder, a plan of another file in a new folder of its
+    name.
 
     Exit code 0 when the run completed, 3 when it was stopped on request, else 1.
     """
@@ -119,7 +153,9 @@ def train(
     read_plan(folder / "plan.json")  # a folder that is not there cannot be locked
     with FolderLock([folder]).held(0.0):
         outcome = train_local(folder, resume=resume)
-    Answer(asdict(outcome), f"{outcome.status} after {outcome.seconds:.1f} s: {outcome.evidence}").show(as_json)
+    Answer(
+        asdict(outcome), f"{outcome.status} after {outcome.seconds:.1f} s: {outcome.evidence}"
+    ).show(as_json)
     return outcome.status.exit_code
 
 
@@ -127,10 +163,15 @@ def train(
 def machine(
     out: str = option("", argument="[OUT.json]"),
     name: str = option("", "of the cluster; default: local"),
-    storage: str = option("", "folder where what a checkpoint takes is measured; default: the current one"),
+    storage: str = option(
+        "", "folder where what a checkpoint takes is measured; default: the current one"
+    ),
 ) -> None:
-    """Measure this machine, or under torchrun or srun this cluster, into OUT.json, which describes it as a cluster."""
-    # In place of this process: torchrun and srun count on the rank that they started. Only the engine imports torch.
+    """Measure this machine, or under torchrun or srun this cluster, into OUT.json, which describes
+    it as a cluster.
+    """
+    # In place of this process: torchrun and srun count on the rank that they started. Only the
+    # engine imports torch.
     replace_by(python("-m", "trilane.engine.bench", out, name, storage))
 
 
@@ -139,18 +180,28 @@ def plan(
     plan: Path,
     iterations: int = option(0, "train so many at the full batch (0: as planned)", minimum=0),
     leave_out: int = option(5, "first iterations left out", minimum=0),
-    trace: bool = option(False, "run its real engine without a GPU, at any size: memory, collectives, FLOPs, kernels"),
-    timeline: str = option("", "with --trace: write what ran as a Chrome trace, for Perfetto", metavar="FILE.json"),
+    trace: bool = option(
+        False, "run its real engine without a GPU, at any size: memory, collectives, FLOPs, kernels"
+    ),
+    timeline: str = option(
+        "", "with --trace: write what ran as a Chrome trace, for Perfetto", metavar="FILE.json"
+    ),
     as_json: bool = False,
 ) -> Answer:
-    """Train PLAN and print how fast it was; the folder of a finished run, also of another machine, is only measured.
+    """Train PLAN and print how fast it was; the folder of a finished run, also of another machine,
+    is only measured.
 
     With --trace nothing is trained: see docs/engine.md.
     """
     require(trace or not timeline, "timeline", timeline, "needs --trace")
     if trace:
         require(not iterations, "iterations", iterations, "nothing is trained with --trace")
-        require(not timeline or not Path(timeline).exists(), "timeline", timeline, "exists; name another file")
+        require(
+            not timeline or not Path(timeline).exists(),
+            "timeline",
+            timeline,
+            "exists; name another file",
+        )
         require(Path(timeline).parent.is_dir(), "timeline", timeline, "its folder does not exist")
         replace_by(python("-m", "trilane.engine.trace", str(plan), timeline, *["--json"] * as_json))
     from trilane.analysis.benchmark import benchmark, result
@@ -165,7 +216,8 @@ def engines(
     engines: str = option("all", f"all, or some of {','.join(ENGINES)}"),
     as_json: bool = False,
 ) -> None:
-    """Train the equality table of the engines here: each row's losses against one reference. Progress is on stderr.
+    """Train the equality table of the engines here: each row's losses against one reference.
+    Progress is on stderr.
 
     Exit code 1 where a row exceeds its bound or did not train.
     """

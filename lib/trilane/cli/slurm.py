@@ -1,4 +1,6 @@
-"""`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains, sites, and what the job scripts ask."""
+"""`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains, sites, and what the job scripts
+ask.
+"""
 
 import contextlib
 import itertools
@@ -39,7 +41,8 @@ class Job(JobRequest):
 
 @command(GROUP)
 def check(plan: Path, job: Job) -> Answer:
-    """Print what would fail or waste GPUs, before the job of PLAN is submitted; a job.sbatch next to it is checked too.
+    """Print what would fail or waste GPUs, before the job of PLAN is submitted; a job.sbatch next
+    to it is checked too.
 
     Exit code 1 where something is refused.
     """
@@ -62,7 +65,9 @@ def note_constants(plan: Plan, site: Site) -> None:
 
 
 @command(GROUP)
-def script(plan: Path, job: Job, template: str = option("train", "which script", choices=scripts.NAMES)) -> Answer:
+def script(
+    plan: Path, job: Job, template: str = option("train", "which script", choices=scripts.NAMES)
+) -> Answer:
     """Print the sbatch script of PLAN, to read or edit."""
     text = scripts.render(template, read_plan(plan), job.site, job)
     return Answer({"script": text}, text.removesuffix("\n"))
@@ -72,13 +77,23 @@ def script(plan: Path, job: Job, template: str = option("train", "which script",
 def submit(
     *runs: str,
     job: Job,
-    parallel: int = option(0, "jobs that may run at the same time; 0: all, of a chain 1", minimum=0),
-    times: int = option(1, "jobs for each run, one after another, where one time limit is not enough", minimum=1),
-    until_done: bool = option(False, "as many jobs as 1.25 times the predicted hours need; what is left ends at once"),
+    parallel: int = option(
+        0, "jobs that may run at the same time; 0: all, of a chain 1", minimum=0
+    ),
+    times: int = option(
+        1, "jobs for each run, one after another, where one time limit is not enough", minimum=1
+    ),
+    until_done: bool = option(
+        False, "as many jobs as 1.25 times the predicted hours need; what is left ends at once"
+    ),
     failed: bool = option(False, "only runs that failed and may succeed now"),
     rewrite: bool = option(False, "write job.sbatch anew, for this site and these options"),
-    accept_changes: bool = option(False, "submit an edited job.sbatch; jobs that wait take plan.json as it is now"),
-    dry_run: bool = option(False, "only check, and print jobs, hours and their sum; submit nothing"),
+    accept_changes: bool = option(
+        False, "submit an edited job.sbatch; jobs that wait take plan.json as it is now"
+    ),
+    dry_run: bool = option(
+        False, "only check, and print jobs, hours and their sum; submit nothing"
+    ),
 ) -> Answer:
     """Submit runs that have not completed: all, or if the check refuses one, none."""
     client.require_answer("; nothing was submitted: submit again when it answers")
@@ -87,7 +102,10 @@ def submit(
     folders = [folder for folder in folders if not is_completed(folder)] or folders
     if failed:
         # what did not fit does not fit again
-        states = [state.has_failed and state.status is not Status.OOM for state in jobs.job_status(folders)]
+        states = [
+            state.has_failed and state.status is not Status.OOM
+            for state in jobs.job_status(folders)
+        ]
         folders = [*itertools.compress(folders, states)]
     for path in folders if rewrite else []:
         scripts.rewrite(path, job.site, job)
@@ -95,7 +113,9 @@ def submit(
     for plan in plans.values():
         note_constants(plan, job.site)
     allow = (*job.allow, *["changes"] * accept_changes)
-    found = {path: preflight.check_job(plan, job.site, job, path, allow) for path, plan in plans.items()}
+    found = {
+        path: preflight.check_job(plan, job.site, job, path, allow) for path, plan in plans.items()
+    }
     is_refused = any(map(preflight.refused, found.values()))
     chosen = [] if is_refused or dry_run else folders
     # a stage loads the checkpoint of the one before
@@ -107,7 +127,10 @@ def submit(
             note(jobs.unreached(path, waiting))
     chosen = [path for path in chosen if str(path) not in made]
     rows = chains.link_records(list(plans), job) if dry_run or until_done else []
-    often = {Path(row["run"]): max(times, math.ceil(1.25 * row["jobs"])) if until_done else times for row in rows}
+    often = {
+        Path(row["run"]): max(times, math.ceil(1.25 * row["jobs"])) if until_done else times
+        for row in rows
+    }
     for path, one in jobs.submit_all(chosen, job.site, job, times=often or times, parallel=most):
         made.setdefault(str(path), []).append(one)
     lines = [f"{', '.join(made.get(str(path), ['not submitted']))}  {path}" for path in found]
@@ -116,13 +139,18 @@ def submit(
     costs = {"runs": rows} if dry_run else {}
     lines += [*map(chains.link_line, rows), chains.total_line(rows)] if rows and dry_run else []
     return Answer(
-        {"findings": findings, "submitted": made, **costs}, "\n".join(lines) or "nothing to submit", is_refused
+        {"findings": findings, "submitted": made, **costs},
+        "\n".join(lines) or "nothing to submit",
+        is_refused,
     )
 
 
 @command(GROUP)
-def status(*runs: str, lines: int = option(0, "of each run's log, at its end", minimum=0)) -> Answer:
-    """Print every job of runs: its place in the queue, progress, status; exit code 1 where one failed.
+def status(
+    *runs: str, lines: int = option(0, "of each run's log, at its end", minimum=0)
+) -> Answer:
+    """Print every job of runs: its place in the queue, progress, status; exit code 1 where one
+    failed.
 
     Where SLURM does not answer, one line reports that; exit code 75.
     """
@@ -131,8 +159,13 @@ def status(*runs: str, lines: int = option(0, "of each run's log, at its end", m
     found = jobs.job_status(folders)
     note([line for line in map(ledger.damaged, folders) if line])
     logs = [jobs.logs(folder, lines) if lines else [] for folder in folders]
-    text = "\n".join(line for job, log in zip(found, logs, strict=True) for line in (job.line(), *log))
-    values = [job.to_json() | ({"lines": log} if lines else {}) for job, log in zip(found, logs, strict=True)]
+    text = "\n".join(
+        line for job, log in zip(found, logs, strict=True) for line in (job.line(), *log)
+    )
+    values = [
+        job.to_json() | ({"lines": log} if lines else {})
+        for job, log in zip(found, logs, strict=True)
+    ]
     return Answer({"jobs": values}, text, any(job.has_failed for job in found))
 
 
@@ -140,7 +173,9 @@ def status(*runs: str, lines: int = option(0, "of each run's log, at its end", m
 def cancel(*runs: str) -> Answer:
     """Cancel the jobs of runs."""
     ids = jobs.cancel(folders_of(runs))
-    return Answer({"cancelled": ids}, f"cancelled: {', '.join(ids) or 'nothing was running or waiting'}")
+    return Answer(
+        {"cancelled": ids}, f"cancelled: {', '.join(ids) or 'nothing was running or waiting'}"
+    )
 
 
 @command(GROUP)
@@ -151,7 +186,8 @@ def watch(
 ) -> int:
     """Print a line whenever a run starts, dies or goes on.
 
-    Exit code 0 when all completed, 1 when one failed, 75 when the time is over or SLURM does not answer.
+    Exit code 0 when all completed, 1 when one failed, 75 when the time is over or SLURM does not
+    answer.
     """
     folders = folders_of(runs)
     for line in jobs.watch(folders, every, seconds):
@@ -163,11 +199,17 @@ def watch(
 
 
 def folders_of(runs: Sequence[str]) -> list[Path]:
-    """The run folders that paths, plans' files or studies' names mean; a new one for a plan that has none."""
+    """The run folders that paths, plans' files or studies' names mean; a new one for a plan that
+    has none.
+    """
     found = list[Path]()
     for run in runs:
         is_plan = not Path(run).is_dir() and locate_plan(run)[0].is_file()
-        below = chains.stages_of(Path(run)) if chains.is_chain(run) else run_folders([] if is_plan else [run])
+        below = (
+            chains.stages_of(Path(run))
+            if chains.is_chain(run)
+            else run_folders([] if is_plan else [run])
+        )
         found += [run_folder_of(run, True)] if is_plan else below
     return found
 
@@ -177,8 +219,12 @@ sweep = Group("sweep", help="A table of plans as run folders; `slurm submit FOLD
 
 @command(sweep, "create")
 def create_sweep(plans: Path, folder: Path, job: Job) -> Answer:
-    """Write the run folders of a table of plans: of `plan search --json`, 02's plans.json or a list."""
-    made = [str(path) for path in several.create_sweep(folder, several.read_plans(plans), job.site, job)]
+    """Write the run folders of a table of plans: of `plan search --json`, 02's plans.json or a
+    list.
+    """
+    made = [
+        str(path) for path in several.create_sweep(folder, several.read_plans(plans), job.site, job)
+    ]
     return Answer({"created": made}, "\n".join(f"created: {path}" for path in made))
 
 
@@ -195,10 +241,11 @@ def create_chain(
     stages: str = option("", "nodes that follow the batch ramp-up", metavar="GBS:NODES:MBS,..."),
     calibration: str = option("", "constants, as of `plan calendar`", metavar="SOURCE"),
 ) -> Answer:
-    """Write the run folders of a chain that trains PLAN, and print each link's batch sizes and hours.
+    """Write the run folders of a chain that trains PLAN, and print each link's batch sizes and
+    hours.
 
-    Batch sizes that a stage's replicas cannot share fall back to a stage before. Hours are predicted, without starts,
-    saves and waiting; `plan calendar` has the dates.
+    Batch sizes that a stage's replicas cannot share fall back to a stage before. Hours are
+    predicted, without starts, saves and waiting; `plan calendar` has the dates.
     """
     asked = chains.parse_stages(stages) if stages else []
     read = read_plan(plan)
@@ -206,7 +253,9 @@ def create_chain(
     note(replaced(read, known))
     made = chains.create(folder, replace(read, calibration=known.kept()), asked, job.site, job)
     rows = chains.link_records(made, job)
-    return Answer({"links": rows}, "\n".join([*map(chains.link_line, rows), chains.total_line(rows)]))
+    return Answer(
+        {"links": rows}, "\n".join([*map(chains.link_line, rows), chains.total_line(rows)])
+    )
 
 
 @command(GROUP, "site")
@@ -215,7 +264,9 @@ def site_command(site: Site = option(argument="SITE", read=sites.site)) -> Answe
     return Answer(to_mapping(site))
 
 
-attempts = Group("job", help="For the job scripts: may this attempt begin, on which nodes, and how did it end.")
+attempts = Group(
+    "job", help="For the job scripts: may this attempt begin, on which nodes, and how did it end."
+)
 TEST = option(False, "test the nodes first, by steps of srun with the arguments SRUN", name="test")
 GPUS = option(0, "GPUs of a node that the test is to use; 0: a core", minimum=0)
 
@@ -238,7 +289,11 @@ def end(
     """Write and print how the attempt ended."""
     outcome = attempt.end(folder, code, test=node_test.tester(gpus, srun) if tests else None)
     text = f"{outcome.status} after {outcome.seconds:.0f} s: {outcome.evidence}"
-    again = "again: a spare takes the place of a node; " if job_nodes.goes_on(folder, job_nodes.job_id()) else ""
+    again = (
+        "again: a spare takes the place of a node; "
+        if job_nodes.goes_on(folder, job_nodes.job_id())
+        else ""
+    )
     return Answer(asdict(outcome), again + text)
 
 
@@ -250,18 +305,24 @@ def nodes(
     tests: bool = TEST,
     gpus: int = GPUS,
 ) -> None:
-    """Print the nodes of the job that train next, as a SLURM node list; on stderr those that are left out, and why."""
+    """Print the nodes of the job that train next, as a SLURM node list; on stderr those that are
+    left out, and why.
+    """
     cluster = None
     with contextlib.suppress(ValueError):  # a plan that cannot be read is the training's to report
         cluster = read_plan(folder / "plan.json").cluster
-    chosen, lines = job_nodes.start_nodes(folder, count, node_test.tester(gpus, srun, cluster) if tests else None)
+    chosen, lines = job_nodes.start_nodes(
+        folder, count, node_test.tester(gpus, srun, cluster) if tests else None
+    )
     note(lines, label="")
     print(chosen)
 
 
 @command(attempts, "watch-step")
 def watch_step(folder: Path, first: str) -> None:
-    """Print "end" as soon as only dead nodes have not ended the step, by srun's messages: FIRST, and those on stdin."""
+    """Print "end" as soon as only dead nodes have not ended the step, by srun's messages: FIRST,
+    and those on stdin.
+    """
     if job_nodes.only_dead_are_left(folder, itertools.chain([first], sys.stdin)):
         print("end: only dead nodes are left")
 
@@ -272,7 +333,9 @@ def guard(
     every: float = option(30.0, "polling interval (s)", above=0),
     here: bool = option(False, "on this node, not by a step on another"),
 ) -> None:
-    """Requeue the job when its first node, on which its script runs, has died; from another node, until ended."""
+    """Requeue the job when its first node, on which its script runs, has died; from another node,
+    until ended.
+    """
     if here:
         job_nodes.guard_first_node(folder, every)
     else:

@@ -11,7 +11,9 @@ from trilane.utils.validation import is_count, require
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Consecutive iterations of one batch size: `iterations` x `gbs` samples, the first of them sample `first`."""
+    """Consecutive iterations of one batch size: `iterations` x `gbs` samples, the first of them
+    sample `first`.
+    """
 
     gbs: int
     iterations: int
@@ -20,7 +22,9 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One iteration's samples: iteration `number`, counted from 1, takes `gbs` of them, the first is sample `first`."""
+    """One iteration's samples: iteration `number`, counted from 1, takes `gbs` of them, the first
+    is sample `first`.
+    """
 
     number: int
     first: int
@@ -34,10 +38,12 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp:
-    """From `start` sequences an iteration to the plan's gbs in steps of `increment`, over `samples`; 0: constant.
+    """From `start` sequences an iteration to the plan's gbs in steps of `increment`, over
+    `samples`; 0: constant.
 
-    Megatron-LM's --rampup-batch-size START INCREMENT SAMPLES (num_microbatches_calculator.py): the ramp's samples are
-    shared out evenly among its n = (gbs - start) / increment steps; c consumed samples mean step floor(c n / samples).
+    Megatron-LM's --rampup-batch-size START INCREMENT SAMPLES (num_microbatches_calculator.py): the
+    ramp's samples are shared out evenly among its n = (gbs - start) / increment steps; c consumed
+    samples mean step floor(c n / samples).
     """
 
     start: int = option(0, "sequences of the first iteration", minimum=0)
@@ -50,20 +56,31 @@ class Ramp:
             require(getattr(self, name) > 0, f"ramp.{name}", getattr(self, name), "must be above 0")
 
     def steps(self, gbs: int) -> int:
-        """How often the batch grows on its way to `gbs`; ValueError where the steps do not end there."""
+        """How often the batch grows on its way to `gbs`; ValueError where the steps do not end
+        there.
+        """
         if not self.samples:
             return 0
         require(self.start <= gbs, "ramp.start", self.start, f"must not be above gbs={gbs}")
         way, rule = gbs - self.start, f"must divide the way from start={self.start} to gbs={gbs}"
-        require(way % self.increment == 0, "ramp.increment", self.increment, rule + dividing(way, self.increment))
+        require(
+            way % self.increment == 0,
+            "ramp.increment",
+            self.increment,
+            rule + dividing(way, self.increment),
+        )
         return (gbs - self.start) // self.increment
 
     def phases(self, gbs: int) -> list[Phase]:
-        """The phases below `gbs`, in order. A step that one iteration skips altogether has no phase."""
+        """The phases below `gbs`, in order. A step that one iteration skips altogether has no
+        phase.
+        """
         phases: list[Phase] = []
         consumed, steps = 0, self.steps(gbs)
         for step in range(steps):
-            end = -(-(step + 1) * self.samples // steps)  # the first sample that belongs to the next step
+            end = -(
+                -(step + 1) * self.samples // steps
+            )  # the first sample that belongs to the next step
             batch = self.start + step * self.increment
             iterations = max(0, -(-(end - consumed) // batch))
             if iterations:
@@ -72,7 +89,9 @@ class Ramp:
         return phases
 
     def _starts(self, gbs: int) -> list[tuple[int, int, int]]:
-        """Where each phase begins, the constant one last: iterations done, samples consumed, its batch size."""
+        """Where each phase begins, the constant one last: iterations done, samples consumed, its
+        batch size.
+        """
         found, done, consumed = list[tuple[int, int, int]](), 0, 0
         for phase in self.phases(gbs):
             found.append((done, consumed, phase.gbs))
@@ -93,7 +112,9 @@ class Ramp:
         """The iterations after the first `done`, up to number `iterations`, one by one."""
         for phase in self.between(gbs, done, iterations):
             for turn in range(phase.iterations):
-                yield Batch(number=done + turn + 1, first=phase.first + turn * phase.gbs, gbs=phase.gbs)
+                yield Batch(
+                    number=done + turn + 1, first=phase.first + turn * phase.gbs, gbs=phase.gbs
+                )
             done += phase.iterations
 
     def between(self, gbs: int, first: int, last: int) -> list[Phase]:
@@ -102,12 +123,19 @@ class Ramp:
         for (done, consumed, batch), (end, *_) in pairwise([*starts, (last, 0, 0)]):
             begin, end = max(first, done), min(last, end)
             if begin < end:
-                found.append(Phase(gbs=batch, iterations=end - begin, first=consumed + (begin - done) * batch))
+                found.append(
+                    Phase(
+                        gbs=batch, iterations=end - begin, first=consumed + (begin - done) * batch
+                    )
+                )
         return found
 
-    def require_whole(self, t: Topology, sizes: Iterable[int] | None = None, also: str = "") -> None:
-        """ValueError unless each replica gets whole microbatches (with interleaving rounds of pp of them) at every size
-        or these `sizes`; `also` would do."""
+    def require_whole(
+        self, t: Topology, sizes: Iterable[int] | None = None, also: str = ""
+    ) -> None:
+        """ValueError unless each replica gets whole microbatches (with interleaving rounds of pp of
+        them) at every size or these `sizes`; `also` would do.
+        """
         groups = t.pp if t.interleaving > 1 else 1
         unit = t.mbs * t.dp * groups
         every = [*(self.start + step * self.increment for step in range(self.steps(t.gbs))), t.gbs]

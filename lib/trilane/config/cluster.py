@@ -1,4 +1,6 @@
-"""Gpu and Cluster: what a machine can do, from the catalogue in data/clusters/ or one JSON file of yours."""
+"""Gpu and Cluster: what a machine can do, from the catalogue in data/clusters/ or one JSON file of
+yours.
+"""
 
 import dataclasses
 import re
@@ -8,7 +10,14 @@ from typing import Any
 
 from trilane.config.options import check, option
 from trilane.utils.tables import Brief, Columns
-from trilane.utils.validation import DATA, from_mapping, read_json, require, require_known, require_line
+from trilane.utils.validation import (
+    DATA,
+    from_mapping,
+    read_json,
+    require,
+    require_known,
+    require_line,
+)
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
 
@@ -31,11 +40,14 @@ def _count(help: str, **facts: Any) -> Any:
 class Gpu:
     """One accelerator, or one process of a CPU machine (`kind` "cpu").
 
-    In fp8 only the linear layers' matmuls are of 8 bits; weights, activations and gradients are kept in bf16.
+    In fp8 only the linear layers' matmuls are of 8 bits; weights, activations and gradients are
+    kept in bf16.
     """
 
     name: str = option(help="card and memory, such as A100-80GB")
-    kind: str = option(help="a card, or one process of a machine without GPUs", choices=("cuda", "cpu"))
+    kind: str = option(
+        help="a card, or one process of a machine without GPUs", choices=("cuda", "cpu")
+    )
     # a thousand times what a card has: beyond it a file has its units wrong
     memory_bytes: float = option(help="memory of one card", above=0, maximum=1e16)
     memory_bytes_per_s: float = _rate("bandwidth of this memory")
@@ -43,7 +55,9 @@ class Gpu:
     fp16_flops_per_s: float = _peak("fp16")
     bf16_flops_per_s: float = _peak("bf16")
     context_bytes: float = option(
-        help="what the driver and the loaded kernels take before the first tensor", minimum=0, maximum=1e16
+        help="what the driver and the loaded kernels take before the first tensor",
+        minimum=0,
+        maximum=1e16,
     )
     compute_capability: tuple[int, ...] = option((0, 0), "of a CUDA card; from 8.0 on it has bf16")
     num_sms: int = option(1, "streaming multiprocessors", minimum=1, maximum=1_000_000)
@@ -54,7 +68,9 @@ class Gpu:
         check(self, "gpu.")
         version = self.compute_capability
         rule = "must be two whole numbers, such as [9, 0]"
-        require(len(version) == 2 and min(version) >= 0, "gpu.compute_capability", list(version), rule)
+        require(
+            len(version) == 2 and min(version) >= 0, "gpu.compute_capability", list(version), rule
+        )
 
     def flops_per_s(self, precision: str) -> float:
         """Peak matmul rate in `precision`; ValueError where the card has no such units."""
@@ -79,15 +95,25 @@ class Cluster(Brief):
     cores_per_node: int = _count("cores of a node, which the processes of a CPU machine share")
     host_memory_bytes: float = option(help="memory of a node", above=0)
     launch_overhead_s: float = option(help="CPU time to start one kernel", minimum=0)
-    pair_bytes_per_s: float | None = _rate("the bus of two GPUs, where it is slower than that of a whole node", None)
+    pair_bytes_per_s: float | None = _rate(
+        "the bus of two GPUs, where it is slower than that of a whole node", None
+    )
     ring_bytes_per_s: float | None = _rate(
         "what one ring of a collective can draw from the network, where it is less than its share (one ring, one link)",
         None,
     )
-    write_bytes_per_s: float | None = _rate("what a node writes of a checkpoint while all do", None, predicts=False)
-    read_bytes_per_s: float | None = _rate("what a node reads of a checkpoint while all do", None, predicts=False)
-    storage_nodes: int = option(0, "nodes that wrote together in that measurement", minimum=0, predicts=False)
-    sources: dict[str, str] = option(dict, "where each number comes from; copied into every plan", predicts=False)
+    write_bytes_per_s: float | None = _rate(
+        "what a node writes of a checkpoint while all do", None, predicts=False
+    )
+    read_bytes_per_s: float | None = _rate(
+        "what a node reads of a checkpoint while all do", None, predicts=False
+    )
+    storage_nodes: int = option(
+        0, "nodes that wrote together in that measurement", minimum=0, predicts=False
+    )
+    sources: dict[str, str] = option(
+        dict, "where each number comes from; copied into every plan", predicts=False
+    )
 
     def __post_init__(self) -> None:
         require_line("cluster.name", self.name)
@@ -109,9 +135,15 @@ class Cluster(Brief):
     @property
     def storage(self) -> str:
         """What its nodes write and read of a checkpoint, in words."""
-        rates = [f"{rate / 1e9:.2f}" for rate in (self.write_bytes_per_s, self.read_bytes_per_s) if rate]
+        rates = [
+            f"{rate / 1e9:.2f}" for rate in (self.write_bytes_per_s, self.read_bytes_per_s) if rate
+        ]
         nodes = f"{self.storage_nodes} node{'s' * (self.storage_nodes != 1)}"
-        return f"{' and '.join(rates)} GB/s a node written and read, on {nodes}" if len(rates) == 2 else "not measured"
+        return (
+            f"{' and '.join(rates)} GB/s a node written and read, on {nodes}"
+            if len(rates) == 2
+            else "not measured"
+        )
 
     @property
     def max_gpus(self) -> int:
@@ -125,7 +157,9 @@ def catalogue() -> list[str]:
 
 
 def cluster(name_or_path: str) -> Cluster:
-    """The cluster of that name in the catalogue, or of the JSON file at that path; ValueError lists the known names."""
+    """The cluster of that name in the catalogue, or of the JSON file at that path; ValueError lists
+    the known names.
+    """
     path = Path(name_or_path)
     if not name_or_path.endswith(".json"):
         require_known("cluster", name_or_path, catalogue())
@@ -134,6 +168,20 @@ def cluster(name_or_path: str) -> Cluster:
 
 
 def card_words(name: str) -> set[str]:
-    """What a card's name says: "NVIDIA A100-SXM4-80GB" and "A100-80GB" are one card, "A100" may be either size."""
+    """What a card's name says: "NVIDIA A100-SXM4-80GB" and "A100-80GB" are one card, "A100" may be
+    either size.
+    """
     words = {word.removesuffix("GB") for word in re.split(r"[\s_-]+", name.upper()) if word}
-    return words - {"NVIDIA", "TESLA", "SXM", "SXM2", "SXM3", "SXM4", "SXM5", "HBM2", "HBM2E", "HBM3", "GPU"}
+    return words - {
+        "NVIDIA",
+        "TESLA",
+        "SXM",
+        "SXM2",
+        "SXM3",
+        "SXM4",
+        "SXM5",
+        "HBM2",
+        "HBM2E",
+        "HBM3",
+        "GPU",
+    }

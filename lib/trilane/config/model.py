@@ -1,4 +1,6 @@
-"""ModelShape: the sizes of a dense decoder (GPT, BLOOM, Llama, ...), its parameters and its FLOPs per iteration."""
+"""ModelShape: the sizes of a dense decoder (GPT, BLOOM, Llama, ...), its parameters and its FLOPs
+per iteration.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,20 +21,24 @@ def _size(help: str, bits: int, **facts: Any) -> Any:
 class ModelShape(Brief):
     """The sizes of a dense decoder; without the fields after `vocab_size`, those of GPT-2.
 
-    Norms stand before attention and MLP, one after the last layer. Raises ValueError for sizes out of range, for heads
-    that do not divide, and an MLP narrower than the model.
+    Norms stand before attention and MLP, one after the last layer. Raises ValueError for sizes out
+    of range, for heads that do not divide, and an MLP narrower than the model.
     """
 
     num_layers: int = _size("transformer layers", 16, megatron="num-layers")
     hidden_size: int = _size("width; a multiple of the attention heads", 18, megatron="hidden-size")
-    num_attention_heads: int = _size("attention heads; tp divides them", 18, megatron="num-attention-heads")
+    num_attention_heads: int = _size(
+        "attention heads; tp divides them", 18, megatron="num-attention-heads"
+    )
     seq_length: int = _size("tokens of a sequence", 24, megatron="seq-length")
     # padded, so that the loss is the same on every tensor-parallel size (padded_vocab_size)
     vocab_size: int = _size("rows of the embedding matrix, padding included", 24)
     tied_embeddings: bool = option(True, "whether input and output embedding are one matrix")
     embedding_layernorm: bool = option(False, "a LayerNorm after the embedding, as in BLOOM")
     num_key_value_heads: int | None = option(
-        None, "heads of keys and values, shared by groups of query heads; null: one for each query head", minimum=1
+        None,
+        "heads of keys and values, shared by groups of query heads; null: one for each query head",
+        minimum=1,
     )
     ffn_hidden_size: int | None = option(
         None,
@@ -45,17 +51,25 @@ class ModelShape(Brief):
         "of the MLP; gelu-tanh is the approximation in GPT-2's and BLOOM's code; swiglu and geglu have a gate",
         choices=("gelu", "gelu-tanh", "relu", "squared-relu", *GATED),
     )
-    normalization: str = option("layernorm", "rmsnorm has half as many parameters", choices=("layernorm", "rmsnorm"))
+    normalization: str = option(
+        "layernorm", "rmsnorm has half as many parameters", choices=("layernorm", "rmsnorm")
+    )
     positions: str = option(
         "learned",
         "learned is a table of seq_length rows; the others have no parameters",
         choices=("learned", "rotary", "alibi", "none"),
     )
     biases: str = option(
-        "all", "which matrices have one; qkv: queries, keys and values alone", choices=("all", "qkv", "none")
+        "all",
+        "which matrices have one; qkv: queries, keys and values alone",
+        choices=("all", "qkv", "none"),
     )
     norm_epsilon: float = option(
-        1e-5, "what norms add to the variance (Llama 1 and Qwen: 1e-6)", above=0, below=1, predicts=False
+        1e-5,
+        "what norms add to the variance (Llama 1 and Qwen: 1e-6)",
+        above=0,
+        below=1,
+        predicts=False,
     )
     rotary_base: float = option(
         1e4,
@@ -67,13 +81,22 @@ class ModelShape(Brief):
 
     def __post_init__(self) -> None:
         check(self)
-        h, heads, kv, ffn = self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.ffn_hidden_size
+        h, heads, kv, ffn = (
+            self.hidden_size,
+            self.num_attention_heads,
+            self.num_key_value_heads,
+            self.ffn_hidden_size,
+        )
         require(h % heads == 0, "num_attention_heads", heads, f"must divide hidden_size={h}")
         divides = kv is None or heads % kv == 0
         require(divides, "num_key_value_heads", kv, f"must divide num_attention_heads={heads}")
-        require(ffn is None or ffn >= h, "ffn_hidden_size", ffn, f"must be at least hidden_size={h}")
+        require(
+            ffn is None or ffn >= h, "ffn_hidden_size", ffn, f"must be at least hidden_size={h}"
+        )
         rule = f"rotary positions turn pairs of channels, a head has {self.head_dim}"
-        require(self.positions != "rotary" or self.head_dim % 2 == 0, "num_attention_heads", heads, rule)
+        require(
+            self.positions != "rotary" or self.head_dim % 2 == 0, "num_attention_heads", heads, rule
+        )
         # one shape has one way to be written: what is usual is None
         if kv == heads:
             object.__setattr__(self, "num_key_value_heads", None)
@@ -82,7 +105,9 @@ class ModelShape(Brief):
 
     @property
     def _usual_ffn(self) -> int:
-        """4 h; gated, 8/3 h in whole multiples of 64, as Megatron-LM's --swiglu has it (arguments.py)."""
+        """4 h; gated, 8/3 h in whole multiples of 64, as Megatron-LM's --swiglu has it
+        (arguments.py).
+        """
         h = self.hidden_size
         return max(8 * h // 3 // 64 * 64, h) if self.is_gated else 4 * h
 
@@ -93,12 +118,15 @@ class ModelShape(Brief):
 
     @property
     def kind(self) -> str:
-        """What is not as in GPT-2, in words: "8 key-value heads, swiglu 14336, rmsnorm, rotary, untied"."""
+        """What is not as in GPT-2, in words: "8 key-value heads, swiglu 14336, rmsnorm, rotary,
+        untied".
+        """
         words = {
             f"{self.kv_heads} key-value heads": self.num_key_value_heads,
             f"{self.activation} {self.ffn}": self.activation != "gelu" or self.ffn_hidden_size,
             self.normalization: self.normalization != "layernorm",
-            "no positions" if self.positions == "none" else self.positions: self.positions != "learned",
+            "no positions" if self.positions == "none" else self.positions: self.positions
+            != "learned",
             f"biases {self.biases}": self.biases != "all",
             "untied": not self.tied_embeddings,
             "embedding norm": self.embedding_layernorm,
@@ -122,9 +150,13 @@ class ModelShape(Brief):
 
     @property
     def layer_weights(self) -> int:
-        """Entries of a layer's matrices: queries and projection h^2 each, keys and values, the MLP. GPT-2: 12 h^2."""
+        """Entries of a layer's matrices: queries and projection h^2 each, keys and values, the MLP.
+        GPT-2: 12 h^2.
+        """
         h = self.hidden_size
-        return 2 * h * h + 2 * h * self.kv_heads * self.head_dim + (2 + self.is_gated) * h * self.ffn
+        return (
+            2 * h * h + 2 * h * self.kv_heads * self.head_dim + (2 + self.is_gated) * h * self.ffn
+        )
 
     @property
     def norm_parameters(self) -> int:
@@ -136,7 +168,9 @@ class ModelShape(Brief):
         """Parameters of one transformer layer. GPT-2: 12 h^2 + 13 h, of which 9 h are biases."""
         h = self.hidden_size
         qkv = h + 2 * self.kv_heads * self.head_dim
-        biases = {"all": qkv + 2 * h + (1 + self.is_gated) * self.ffn, "qkv": qkv, "none": 0}[self.biases]
+        biases = {"all": qkv + 2 * h + (1 + self.is_gated) * self.ffn, "qkv": qkv, "none": 0}[
+            self.biases
+        ]
         return self.layer_weights + biases + 2 * self.norm_parameters
 
     @property
@@ -146,24 +180,29 @@ class ModelShape(Brief):
 
     @property
     def parameters(self) -> int:
-        """All parameters: layers, V h (twice where the output has its own matrix), the last norm, positions if learned.
+        """All parameters: layers, V h (twice where the output has its own matrix), the last norm,
+        positions if learned.
 
-        GPT-2: L (12 h^2 + 13 h) + V h + s h + 2 h. Source: the BigScience chronicles' prequel (the formula of its
-        section 'Size'); exact for the engine's model.
+        GPT-2: L (12 h^2 + 13 h) + V h + s h + 2 h. Source: the BigScience chronicles' prequel (the
+        formula of its section 'Size'); exact for the engine's model.
         """
         h, matrices = self.hidden_size, 1 if self.tied_embeddings else 2
         positions = self.seq_length * h * (self.positions == "learned")
         beside = positions + self.norm_parameters + 2 * h * self.embedding_layernorm
-        return self.num_layers * self.layer_parameters + matrices * self.embedding_parameters + beside
+        return (
+            self.num_layers * self.layer_parameters + matrices * self.embedding_parameters + beside
+        )
 
     def flops_per_iteration(self, gbs: float, recompute_full: bool = False) -> float:
-        """FLOPs of one iteration over `gbs` sequences: three times the forward pass, four with full recomputation.
+        """FLOPs of one iteration over `gbs` sequences: three times the forward pass, four with full
+        recomputation.
 
             forward of a layer = 2 B s W + 4 B s^2 h     W entries of its matrices; logits = 2 B s h V, never recomputed
             GPT-2, W = 12 h^2:  F = 72 B s L h^2 (1 + s / (6 h) + V / (12 L h)), or 96 (1 + s / (6 h) + V / (16 L h))
 
-        Narayanan et al. 2021, arXiv:2104.04473, equation 3 and appendix. Left out: norms, activation, softmax,
-        optimizer, and the half of the score matrix that a causal attention kernel may skip.
+        Narayanan et al. 2021, arXiv:2104.04473, equation 3 and appendix. Left out: norms,
+        activation, softmax, optimizer, and the half of the score matrix that a causal attention
+        kernel may skip.
         """
         B, s, L, h, V = gbs, self.seq_length, self.num_layers, self.hidden_size, self.vocab_size
         layers = L * (2 * B * s * self.layer_weights + 4 * B * s * s * h)
@@ -171,16 +210,22 @@ class ModelShape(Brief):
 
 
 def padded_vocab_size(tokens: int, tp: int = 1, multiple: int = 128) -> int:
-    """`tokens` rounded up to a multiple of `multiple` x tp, as Megatron's --make-vocab-size-divisible-by does."""
+    """`tokens` rounded up to a multiple of `multiple` x tp, as Megatron's
+    --make-vocab-size-divisible-by does.
+    """
     require_integer("tokens", tokens, 1)
     step = multiple * tp
     return -(-tokens // step) * step
 
 
 def parse_shape(text: str) -> ModelShape:
-    """The shape of "layers,hidden,heads,seq,vocab", such as "70,14336,112,2048,250880"; ValueError otherwise."""
+    """The shape of "layers,hidden,heads,seq,vocab", such as "70,14336,112,2048,250880"; ValueError
+    otherwise.
+    """
     parts = text.replace(" ", "").split(",")
     ok = len(parts) == 5 and all(map(is_count, parts))
     require(ok, "shape", text, "must be five whole numbers: layers,hidden,heads,seq,vocab")
     L, h, a, seq, V = (int(part) for part in parts)
-    return ModelShape(num_layers=L, hidden_size=h, num_attention_heads=a, seq_length=seq, vocab_size=V)
+    return ModelShape(
+        num_layers=L, hidden_size=h, num_attention_heads=a, seq_length=seq, vocab_size=V
+    )

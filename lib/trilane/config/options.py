@@ -1,4 +1,6 @@
-"""Options: each field of a plan is declared once: its rule, its words, its command option and its Megatron name."""
+"""Options: each field of a plan is declared once: its rule, its words, its command option and its
+Megatron name.
+"""
 
 import dataclasses
 import functools
@@ -27,7 +29,9 @@ def option(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> 
 
 
 def check(values: Any, prefix: str = "") -> None:
-    """Raise ValueError for the first field of a dataclass that breaks its rule; None is a value that was left out."""
+    """Raise ValueError for the first field of a dataclass that breaks its rule; None is a value
+    that was left out.
+    """
     for name in _rules(values.__class__):
         if (value := getattr(values, name)) is not None:
             check_field(values.__class__, name, value, prefix)
@@ -40,13 +44,20 @@ def check_field(kind: type, name: str, value: Any, prefix: str = "") -> None:
 
 
 def check_value(name: str, value: Any, is_whole: bool, rule: Mapping[str, Any]) -> None:
-    """Raise ValueError where the value breaks the rule of a field, whose type is int where it `is_whole`."""
+    """Raise ValueError where the value breaks the rule of a field, whose type is int where it
+    `is_whole`.
+    """
     if "choices" in rule:
         require_known(name, value, rule["choices"])
     elif is_whole:
         require_integer(name, value, rule.get("minimum", 0), rule.get("maximum", 1 << 63))
     else:
-        words = {"minimum": "at least {:g}", "above": "above {:g}", "maximum": "at most {:g}", "below": "below {:g}"}
+        words = {
+            "minimum": "at least {:g}",
+            "above": "above {:g}",
+            "maximum": "at most {:g}",
+            "below": "below {:g}",
+        }
         text = ", ".join(word.format(rule[kind]) for kind, word in words.items() if kind in rule)
         require(is_number(value), name, value, f"must be a number{', ' * bool(text)}{text}")
         low = rule.get("minimum", value) <= value and rule.get("above", -math.inf) < value
@@ -55,7 +66,9 @@ def check_value(name: str, value: Any, is_whole: bool, rule: Mapping[str, Any]) 
 
 
 def read_field(kind: type, name: str, text: str) -> Any:
-    """The value of a field that is a choice, a whole number, or yes or no, in a text; ValueError where it is none."""
+    """The value of a field that is a choice, a whole number, or yes or no, in a text; ValueError
+    where it is none.
+    """
     hint = next((f.type for f in dataclasses.fields(kind) if f.name == name), None)
     require_known("choice", name, [f.name for f in dataclasses.fields(kind)])
     require(hint is not bool or text in ("yes", "no"), name, text, "must be yes or no")
@@ -66,14 +79,24 @@ def read_field(kind: type, name: str, text: str) -> Any:
 
 @functools.cache
 def _rules(kind: type) -> dict[str, tuple[bool, Mapping[str, Any]]]:
-    """The fields that have a rule, and whether they are whole numbers: a search makes many topologies."""
+    """The fields that have a rule, and whether they are whole numbers: a search makes many
+    topologies.
+    """
     fields, named = dataclasses.fields(kind), {"minimum", "maximum", "above", "below", "choices"}
-    return {f.name: (f.type in (int, int | None), f.metadata) for f in fields if named & {*f.metadata}}
+    return {
+        f.name: (f.type in (int, int | None), f.metadata) for f in fields if named & {*f.metadata}
+    }
 
 
 def changed(values: Any) -> dict[str, Any]:
-    """The fields of a dataclass on which a prediction depends, and that are not what they are without being named."""
-    found = {f.name: getattr(values, f.name) for f in dataclasses.fields(values) if f.metadata.get("predicts", True)}
+    """The fields of a dataclass on which a prediction depends, and that are not what they are
+    without being named.
+    """
+    found = {
+        f.name: getattr(values, f.name)
+        for f in dataclasses.fields(values)
+        if f.metadata.get("predicts", True)
+    }
     usual = {f.name: f.default for f in dataclasses.fields(values)}
     return {
         name: changed(value) if dataclasses.is_dataclass(value) else value
@@ -83,6 +106,10 @@ def changed(values: Any) -> dict[str, Any]:
 
 
 def label_words(values: Any) -> list[str]:
-    """The words of a label for the fields that have one and not their default value, in the order of the fields."""
-    fields = [(f, getattr(values, f.name)) for f in dataclasses.fields(values) if "label" in f.metadata]
+    """The words of a label for the fields that have one and not their default value, in the order
+    of the fields.
+    """
+    fields = [
+        (f, getattr(values, f.name)) for f in dataclasses.fields(values) if "label" in f.metadata
+    ]
     return [f.metadata["label"].format(value) for f, value in fields if value != f.default]

@@ -1,4 +1,6 @@
-"""Topology: how a training run is spread over GPUs, and the rules of its own, of the model and of the cluster."""
+"""Topology: how a training run is spread over GPUs, and the rules of its own, of the model and of
+the cluster.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -9,12 +11,15 @@ from trilane.config.model import ModelShape
 from trilane.config.options import check, label_words, option
 from trilane.utils.tables import Brief
 
-LARGEST = 1 << 20  # GPUs along an axis, sequences of a batch; with the largest shape, products stay below 2^63
+LARGEST = (
+    1 << 20
+)  # GPUs along an axis, sequences of a batch; with the largest shape, products stay below 2^63
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a topology must obey. `holds` takes anything with a Topology's fields, also with arrays as mbs and gbs.
+    """What a topology must obey. `holds` takes anything with a Topology's fields, also with arrays
+    as mbs and gbs.
 
     field   the field to blame
     text    the rule, the same for every topology: searches count what they refuse by it
@@ -36,7 +41,9 @@ class Rule:
 
     def message(self, *subjects: Any) -> str:
         """`field=value: the rule` of one topology that breaks it."""
-        return f"{self.field}={getattr(subjects[0], self.field)}: {self.text}{self.detail(*subjects)}"
+        return (
+            f"{self.field}={getattr(subjects[0], self.field)}: {self.text}{self.detail(*subjects)}"
+        )
 
 
 def first_broken(rules: Sequence[Rule], *subjects: Any) -> str | None:
@@ -45,82 +52,143 @@ def first_broken(rules: Sequence[Rule], *subjects: Any) -> str | None:
 
 
 def _size(help: str, label: str = "", minimum: int = 1, **facts: Any) -> Any:
-    return option(minimum, help, minimum=minimum, maximum=LARGEST, **({"label": label} if label else {}), **facts)
+    return option(
+        minimum,
+        help,
+        minimum=minimum,
+        maximum=LARGEST,
+        **({"label": label} if label else {}),
+        **facts,
+    )
 
 
 def _words(help: str, label: str, choices: tuple[str, ...], search: tuple[str, ...] = ()) -> Any:
     facts: dict[str, Any] = {"label": label} if label else {}
-    return option(choices[0], help, choices=choices, **facts, **({"search": search} if search else {}))
+    return option(
+        choices[0], help, choices=choices, **facts, **({"search": search} if search else {})
+    )
 
 
 def _switch(help: str, label: str, search: tuple[bool, ...], **facts: Any) -> Any:
     return option(False, help, label=label, search=search, **facts)
 
 
-RECOMPUTE, PARTITION = ("none", "selective", "full", "operators", "block"), ("uniform", "type:transformer|embedding")
+RECOMPUTE, PARTITION = (
+    ("none", "selective", "full", "operators", "block"),
+    ("uniform", "type:transformer|embedding"),
+)
 OFFLOAD = ("none", "optimizer", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology(Brief):
-    """The run uses tp x cp x pp x dp GPUs; microbatches of `mbs` sequences, `gbs` sequences an iteration.
+    """The run uses tp x cp x pp x dp GPUs; microbatches of `mbs` sequences, `gbs` sequences an
+    iteration.
 
-    Ranks run tp fastest, then cp, dp, pp. The ranks of a cp group hand keys and values on in a ring, and their
-    gradients are summed with those of the replicas. Raises ValueError for what no model could make right; what depends
-    on the shape is in invalid_reason().
+    Ranks run tp fastest, then cp, dp, pp. The ranks of a cp group hand keys and values on in a
+    ring, and their gradients are summed with those of the replicas. Raises ValueError for what no
+    model could make right; what depends on the shape is in invalid_reason().
     """
 
-    tp: int = _size("tensor-parallel size: GPUs that share each layer", megatron="tensor-model-parallel-size")
+    tp: int = _size(
+        "tensor-parallel size: GPUs that share each layer", megatron="tensor-model-parallel-size"
+    )
     pp: int = _size("pipeline stages", megatron="pipeline-model-parallel-size")
     dp: int = _size("data-parallel size: replicas of the model")
     mbs: int = _size("sequences of a microbatch, per replica", megatron="micro-batch-size")
     gbs: int = _size("sequences of an iteration, over all replicas", megatron="global-batch-size")
-    cp: int = _size("context-parallel size: GPUs that share each sequence", "cp{}", megatron="context-parallel-size")
-    zero: int = option(0, "ZeRO stage; 1: distributed optimizer", minimum=0, maximum=3, label="zero{}", search=range(4))
+    cp: int = _size(
+        "context-parallel size: GPUs that share each sequence",
+        "cp{}",
+        megatron="context-parallel-size",
+    )
+    zero: int = option(
+        0,
+        "ZeRO stage; 1: distributed optimizer",
+        minimum=0,
+        maximum=3,
+        label="zero{}",
+        search=range(4),
+    )
     recompute: str = _words(
         "activations computed again: attention's core, whole layers, all but every second matmul and attention"
         " (operators: torchtitan's), or the first layers of each stage whole (block)",
         *("{}", RECOMPUTE, ("none", "selective", "full", "block")),
     )
-    recompute_layers: int = _size("layers of each stage that `block` recomputes", "{}", 0, search=())
+    recompute_layers: int = _size(
+        "layers of each stage that `block` recomputes", "{}", 0, search=()
+    )
     interleaving: int = _size(
-        "model chunks of a pipeline stage", "vp{}", megatron="num-virtual-stages-per-pipeline-rank", search=()
+        "model chunks of a pipeline stage",
+        "vp{}",
+        megatron="num-virtual-stages-per-pipeline-rank",
+        search=(),
     )
     sequence_parallel: bool = option(
-        False, "cut norms and dropouts over tp, too", label="sp", megatron="sequence-parallel", search=(False, True)
+        False,
+        "cut norms and dropouts over tp, too",
+        label="sp",
+        megatron="sequence-parallel",
+        search=(False, True),
     )
-    partition: str = _words("type: embedding and head count as layers of a stage", "embed", PARTITION, PARTITION)
+    partition: str = _words(
+        "type: embedding and head count as layers of a stage", "embed", PARTITION, PARTITION
+    )
     first_stage_layers: int = _size(
-        "layers of the first stage; 0: as the others", "first{}", 0, megatron="decoder-first-pipeline-num-layers"
+        "layers of the first stage; 0: as the others",
+        "first{}",
+        0,
+        megatron="decoder-first-pipeline-num-layers",
     )
     last_stage_layers: int = _size(
-        "layers of the last stage; 0: as the others", "last{}", 0, megatron="decoder-last-pipeline-num-layers"
+        "layers of the last stage; 0: as the others",
+        "last{}",
+        0,
+        megatron="decoder-last-pipeline-num-layers",
     )
-    offload: str = _words("what stays in host memory; full: all, with ZeRO-3", "offload{}", OFFLOAD, OFFLOAD[:1])
+    offload: str = _words(
+        "what stays in host memory; full: all, with ZeRO-3", "offload{}", OFFLOAD, OFFLOAD[:1]
+    )
     # DeepSpeed's cpu_checkpointing with partition_activations
-    offload_checkpoints: bool = _switch("keep the inputs of recomputed layers in host memory", "hostinputs", (False,))
+    offload_checkpoints: bool = _switch(
+        "keep the inputs of recomputed layers in host memory", "hostinputs", (False,)
+    )
     precision: str = _words(
         "of weights and matrix products; in fp8 products alone, all else as in bf16", "", PRECISIONS
     )
-    fp32_gradients: bool = option(False, "sum 16-bit gradients in fp32; engine megatron always does")
+    fp32_gradients: bool = option(
+        False, "sum 16-bit gradients in fp32; engine megatron always does"
+    )
     attention: str = _words(
         "fused: a flash kernel; scores: s x s scores are written to memory", "", ("fused", "scores")
     )
     adam: str = _words(
-        "fused (apex), or torch, whose temporary is as large as its states", "torchadam", ("fused", "torch")
+        "fused (apex), or torch, whose temporary is as large as its states",
+        "torchadam",
+        ("fused", "torch"),
     )
     # library: DeepSpeed's 5e8 values
-    buckets: str = _words("ZeRO's buckets, fitted to a layer or not", "librarybuckets", ("layer", "library"))
+    buckets: str = _words(
+        "ZeRO's buckets, fitted to a layer or not", "librarybuckets", ("layer", "library")
+    )
     overlap_grad_reduce: bool = _switch(
-        "sum gradients during the backward pass", "overlapgrads", (False, True), megatron="overlap-grad-reduce"
+        "sum gradients during the backward pass",
+        "overlapgrads",
+        (False, True),
+        megatron="overlap-grad-reduce",
     )
     overlap_param_gather: bool = _switch(
-        "gather weights during the forward pass", "overlapparams", (False, True), megatron="overlap-param-gather"
+        "gather weights during the forward pass",
+        "overlapparams",
+        (False, True),
+        megatron="overlap-param-gather",
     )
     # Megatron-LM's --tp-comm-overlap, which needs Transformer Engine
     overlap_tp: bool = _switch("hide tensor-parallel messages under matmuls", "overlaptp", (False,))
     # HSDP, MiCS; Megatron-LM has their number, --num-distributed-optimizer-instances
-    shards: int = _size("ranks that share states out, replicas between them; 0: all", "shards{}", 0, search=(0,))
+    shards: int = _size(
+        "ranks that share states out, replicas between them; 0: all", "shards{}", 0, search=(0,)
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -134,31 +202,42 @@ class Topology(Brief):
 
     @property
     def microbatches(self) -> int:
-        """Microbatches per iteration and replica: gbs / (mbs x dp), DeepSpeed's gradient accumulation steps."""
+        """Microbatches per iteration and replica: gbs / (mbs x dp), DeepSpeed's gradient
+        accumulation steps.
+        """
         return self.gbs // (self.mbs * self.dp)
 
     @property
     def label(self) -> str:
-        """A short name such as `tp2-pp2-dp1-mbs4`, which names every choice but those with a default of the cluster.
+        """A short name such as `tp2-pp2-dp1-mbs4`, which names every choice but those with a
+        default of the cluster.
 
-        Precision, attention and fp32 gradients are named by engines.label_of(), which knows the cluster. Labels are for
-        people: nothing parses them.
+        Precision, attention and fp32 gradients are named by engines.label_of(), which knows the
+        cluster. Labels are for people: nothing parses them.
         """
-        return "-".join([f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", f"mbs{self.mbs}", *label_words(self)])
+        return "-".join(
+            [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", f"mbs{self.mbs}", *label_words(self)]
+        )
 
 
 # The words of each field that has a choice of some.
 CHOICES = {f.name: f.metadata["choices"] for f in fields(Topology) if "choices" in f.metadata}
 
 
-def invalid_reason(shape: ModelShape, topology: Topology, cluster: Cluster | None = None) -> str | None:
-    """Why `shape` cannot run on `topology` (on `cluster`, where given), as `field=value: the rule`; or None."""
+def invalid_reason(
+    shape: ModelShape, topology: Topology, cluster: Cluster | None = None
+) -> str | None:
+    """Why `shape` cannot run on `topology` (on `cluster`, where given), as `field=value: the rule`;
+    or None.
+    """
     reason = first_broken(SHAPE_RULES, topology, shape)
     return reason or (first_broken(CLUSTER_RULES, topology, cluster) if cluster else None)
 
 
 def _stages_and_layers(t: Any, shape: ModelShape) -> tuple[int, int]:
-    """The model chunks of the stages that share layers evenly, and these layers: all, or all but a number by name."""
+    """The model chunks of the stages that share layers evenly, and these layers: all, or all but a
+    number by name.
+    """
     named = [n for n in (t.first_stage_layers, t.last_stage_layers) if n]
     units = shape.num_layers + (0 if t.partition == "uniform" else 2)
     return (t.pp - len(named)) * t.interleaving, units - sum(named)
@@ -179,16 +258,27 @@ def dividing(number: int, value: int) -> str:
 def _tp_divides(size: str, hint: str = "", sign: str = "=") -> Rule:
     """The rule that tp must divide that size of the shape."""
     detail = lambda t, s: f"{sign}{getattr(s, size)}{dividing(getattr(s, size), t.tp)}"  # noqa: E731
-    return Rule("tp", f"must divide {size}{hint}", lambda t, s: getattr(s, size) % t.tp == 0, detail, of_sizes=True)
+    return Rule(
+        "tp",
+        f"must divide {size}{hint}",
+        lambda t, s: getattr(s, size) % t.tp == 0,
+        detail,
+        of_sizes=True,
+    )
 
 
 def _spans_nodes(tp: int, cluster: Cluster) -> bool:
-    """Whether a tensor-parallel group fills whole nodes whose network is at least half as fast as their bus.
+    """Whether a tensor-parallel group fills whole nodes whose network is at least half as fast as
+    their bus.
 
-    Such a group has the network to itself. On a slower one it waits for it most of the time: nine tenths of it with TP
-    16 on V100 nodes with one 100 Gb/s card (Oneflow-Inc/DLPerf, Megatron-LM/README.md).
+    Such a group has the network to itself. On a slower one it waits for it most of the time: nine
+    tenths of it with TP 16 on V100 nodes with one 100 Gb/s card (Oneflow-Inc/DLPerf,
+    Megatron-LM/README.md).
     """
-    return tp % cluster.gpus_per_node == 0 and 2 * cluster.network_bytes_per_s >= cluster.node_bytes_per_s
+    return (
+        tp % cluster.gpus_per_node == 0
+        and 2 * cluster.network_bytes_per_s >= cluster.node_bytes_per_s
+    )
 
 
 # What no topology can be, whatever the model and the machine.
@@ -197,12 +287,22 @@ TOPOLOGY_RULES = (
         "gbs",
         "must be a multiple of mbs x dp",
         lambda t: t.gbs % (t.mbs * t.dp) == 0,
-        lambda t: f" = {t.mbs} x {t.dp}, such as {max(1, round(t.gbs / (t.mbs * t.dp))) * t.mbs * t.dp}",
+        lambda t: (
+            f" = {t.mbs} x {t.dp}, such as {max(1, round(t.gbs / (t.mbs * t.dp))) * t.mbs * t.dp}"
+        ),
     ),
     Rule("sequence_parallel", "needs tp > 1", lambda t: t.tp > 1 or not t.sequence_parallel),
     Rule("offload", "needs ZeRO stage 1 or more", lambda t: t.zero > 0 or t.offload == "none"),
-    Rule("offload", "parameters can be offloaded by ZeRO-3 only", lambda t: t.zero == 3 or t.offload != "full"),
-    Rule("offload_checkpoints", "needs recompute full", lambda t: t.recompute == "full" or not t.offload_checkpoints),
+    Rule(
+        "offload",
+        "parameters can be offloaded by ZeRO-3 only",
+        lambda t: t.zero == 3 or t.offload != "full",
+    ),
+    Rule(
+        "offload_checkpoints",
+        "needs recompute full",
+        lambda t: t.recompute == "full" or not t.offload_checkpoints,
+    ),
     Rule("interleaving", "needs pp > 1", lambda t: t.pp > 1 or t.interleaving == 1),
     Rule("first_stage_layers", "needs pp > 1", lambda t: t.pp > 1 or not t.first_stage_layers),
     Rule("last_stage_layers", "needs pp > 1", lambda t: t.pp > 1 or not t.last_stage_layers),
@@ -216,7 +316,9 @@ TOPOLOGY_RULES = (
         "needs ZeRO stage 1 and overlap_grad_reduce",
         lambda t: (t.zero == 1 and t.overlap_grad_reduce) or not t.overlap_param_gather,
     ),
-    Rule("overlap_tp", "needs sequence_parallel", lambda t: t.sequence_parallel or not t.overlap_tp),
+    Rule(
+        "overlap_tp", "needs sequence_parallel", lambda t: t.sequence_parallel or not t.overlap_tp
+    ),
     Rule(
         "recompute_layers",
         "needs recompute block, and block at least 1",
@@ -275,7 +377,9 @@ SHAPE_RULES = (
     Rule(
         "interleaving",
         "must divide a number of layers for the first or the last stage",
-        lambda t, s: not (t.first_stage_layers % t.interleaving or t.last_stage_layers % t.interleaving),
+        lambda t, s: (
+            not (t.first_stage_layers % t.interleaving or t.last_stage_layers % t.interleaving)
+        ),
     ),
     Rule(
         "recompute_layers",
@@ -303,7 +407,9 @@ CLUSTER_RULES = (
     Rule(
         "tp",
         "a tensor-parallel group must stay inside a node",
-        lambda t, c: c.gpus_per_node % t.tp == 0 or t.gpus <= c.gpus_per_node or _spans_nodes(t.tp, c),
+        lambda t, c: (
+            c.gpus_per_node % t.tp == 0 or t.gpus <= c.gpus_per_node or _spans_nodes(t.tp, c)
+        ),
         lambda t, c: f" of {c.gpus_per_node} GPUs",
         of_sizes=True,
     ),

@@ -1,4 +1,6 @@
-"""Plan: shape + cluster + topology + engine + data + run limits. One JSON file, the engine's only input."""
+"""Plan: shape + cluster + topology + engine + data + run limits. One JSON file, the engine's only
+input.
+"""
 
 import hashlib
 import json
@@ -19,12 +21,25 @@ from trilane.utils.tables import Brief
 from trilane.utils.validation import from_mapping, read_json, require, require_label, to_mapping
 
 # What results write next to the fields of a plan: derived from it, so never read back.
-DERIVED = ("id", "prediction", "parameters", "tflops", "mfu", "hfu", "days", "measured", "traced", "why", "costs")
+DERIVED = (
+    "id",
+    "prediction",
+    "parameters",
+    "tflops",
+    "mfu",
+    "hfu",
+    "days",
+    "measured",
+    "traced",
+    "why",
+    "costs",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Brief):
-    """Everything that one training run needs; if it exists, a program can run it. ValueError otherwise.
+    """Everything that one training run needs; if it exists, a program can run it. ValueError
+    otherwise.
 
         replace(read_plan("plan.json"), label="twice")  # Plan(label=, shape=, cluster=, topology=)
 
@@ -36,14 +51,19 @@ class Plan(Brief):
     cluster: Cluster = option(help="the machine, with all its numbers")
     topology: Topology = option(help="how the model is spread over GPUs")
     engine: str = option(ENGINES[0], "what trains it", choices=ENGINES)
-    layer: Layer | None = option(None, 'a layer of your own: "FILE.py:CLASS" in this folder, or "package.module:CLASS"')
+    layer: Layer | None = option(
+        None, 'a layer of your own: "FILE.py:CLASS" in this folder, or "package.module:CLASS"'
+    )
     data: Data = option(Data, "the text")
     optimizer: Optimizer = option(Optimizer, "AdamW and its schedule")
     dropout: Dropout = option(Dropout, "shares of values that are set to 0")
     run: Run = option(Run, "length, checkpoints and what is recorded")
-    # as costmodel.calibration.Calibration.kept() has them; two plans are equal whatever predicted them
+    # as costmodel.calibration.Calibration.kept() has them; two plans are equal whatever predicted
+    # them
     calibration: Mapping[str, Any] | None = field(
-        default=None, compare=False, metadata={"help": "the constants that predicted it: name, hash, constants"}
+        default=None,
+        compare=False,
+        metadata={"help": "the constants that predicted it: name, hash, constants"},
     )
 
     def __post_init__(self) -> None:
@@ -56,42 +76,74 @@ class Plan(Brief):
         if reason:
             raise ValueError(reason)
         self.cluster.gpu.flops_per_s(t.precision)
-        rule = f"engine {self.engine} trains megatron-core's layer; `megatron` trains one of your own"
+        rule = (
+            f"engine {self.engine} trains megatron-core's layer; `megatron` trains one of your own"
+        )
         require(not self.layer or self.engine == "megatron", "layer", self.layer, rule)
         rule = f"engine {self.engine} has no Transformer Engine"
         require(self.run.fused != "te" or self.engine == "megatron", "run.fused", "te", rule)
         # others have messages, or generators to rewind, between the operations of a layer
-        plain = (self.engine, t.tp, t.cp, self.dropout.attention, self.layer) == (ENGINES[0], 1, 1, 0.0, None)
+        plain = (self.engine, t.tp, t.cp, self.dropout.attention, self.layer) == (
+            ENGINES[0],
+            1,
+            1,
+            0.0,
+            None,
+        )
         rule = "compiles layers of engine megatron with tp=1, cp=1, no attention dropout, none of your own"
         require(self.run.fused != "layer" or plain, "run.fused", "layer", rule)
         drops = drops_hidden(self.engine, self.shape)
         rule = "engine hf-zero3 drops hidden values in GPT-2 alone: transformers' other models do not, or not all"
         require(drops or not self.dropout.hidden, "dropout.hidden", self.dropout.hidden, rule)
         run, part = self.run, None
-        # sizes count that this plan itself trains: its part of a chain may be what no other number of replicas can
+        # sizes count that this plan itself trains: its part of a chain may be what no other number
+        # of replicas can
         if run.start_iteration + run.exit_iteration > 0:
             part = {phase.gbs for phase in run.ramp.between(t.gbs, run.start_iteration, run.goal)}
         run.ramp.require_whole(t, part)
         kept, parts = self.calibration, {"name": str, "hash": str, "constants": Mapping}
-        is_whole = isinstance(kept, Mapping) and all(isinstance(kept.get(n), kind) for n, kind in parts.items())
-        require(kept is None or is_whole, "calibration", str(kept)[:40], "must hold name, hash and constants")
-        # the order is kept as some bytes for each; the largest published runs have read 2^31 at most
+        is_whole = isinstance(kept, Mapping) and all(
+            isinstance(kept.get(n), kind) for n, kind in parts.items()
+        )
+        require(
+            kept is None or is_whole,
+            "calibration",
+            str(kept)[:40],
+            "must hold name, hash and constants",
+        )
+        # the order is kept as some bytes for each; the largest published runs have read 2^31 at
+        # most
         most = 1 << 34
-        for name, count in {"train_iters": self.samples, "eval_iters": self.validation_samples}.items():
+        for name, count in {
+            "train_iters": self.samples,
+            "eval_iters": self.validation_samples,
+        }.items():
             rule = f"means {count:,} samples, at most {most:,} can be put in an order"
             require(count <= most, name, getattr(self.run, name), rule)
-        evaluates, rule = self.run.eval_interval, "needs a share for validation in data.split, such as 949,50,1"
+        evaluates, rule = (
+            self.run.eval_interval,
+            "needs a share for validation in data.split, such as 949,50,1",
+        )
         require(not evaluates or self.data.shares[1] > 0, "eval_interval", evaluates, rule)
 
     @property
     def id(self) -> str:
-        """Ten hexadecimal digits of all that changes a prediction: model, cluster, topology with its batch, engine.
+        """Ten hexadecimal digits of all that changes a prediction: model, cluster, topology with
+        its batch, engine.
 
-        Plans with one id have one prediction by one calibration, whatever they are called and wherever they are shown.
+        Plans with one id have one prediction by one calibration, whatever they are called and
+        wherever they are shown.
         """
         # a field at its default is not named, so that a new one changes no id
-        topology = {**changed(self.topology), "fp32_gradients": sums_in_fp32(self.engine, self.topology)}
-        facts = {"shape": changed(self.shape), "cluster": changed(self.cluster), "topology": topology}
+        topology = {
+            **changed(self.topology),
+            "fp32_gradients": sums_in_fp32(self.engine, self.topology),
+        }
+        facts = {
+            "shape": changed(self.shape),
+            "cluster": changed(self.cluster),
+            "topology": topology,
+        }
         facts["engine"] = {"name": self.engine}
         facts |= {"layer": vars(self.layer)} if self.layer else {}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:10]
@@ -107,7 +159,9 @@ class Plan(Brief):
         return self.run.eval_iters * self.topology.gbs
 
     def batches(self, done: int = 0) -> Iterator[Batch]:
-        """The iterations that this plan trains after the first `done`, with their batch sizes and first samples."""
+        """The iterations that this plan trains after the first `done`, with their batch sizes and
+        first samples.
+        """
         skipped = self.run.skipped
         every = self.run.ramp.batches(self.run.goal, self.topology.gbs, done)
         return (batch for batch in every if not inside(skipped, batch.number))
@@ -115,13 +169,21 @@ class Plan(Brief):
     def to_json(self) -> dict[str, Any]:
         """The plan as the JSON object of plan.json."""
         return {
-            name: value for name, value in to_mapping(self).items() if name not in ("calibration", "layer") or value
+            name: value
+            for name, value in to_mapping(self).items()
+            if name not in ("calibration", "layer") or value
         }
 
 
 def plan_from_json(values: dict[str, Any]) -> Plan:
-    """The plan of a JSON object; what results of a search carry beside it (`id`, `costs`, ...) is set aside."""
-    fields = {k: v for k, v in values.items() if k not in DERIVED} if isinstance(values, dict) else values
+    """The plan of a JSON object; what results of a search carry beside it (`id`, `costs`, ...) is
+    set aside.
+    """
+    fields = (
+        {k: v for k, v in values.items() if k not in DERIVED}
+        if isinstance(values, dict)
+        else values
+    )
     return from_mapping(Plan, fields, "plan")
 
 
@@ -132,18 +194,25 @@ def locate_plan(path: Path | str) -> tuple[Path, str]:
         require((whole / "plan.json").is_file(), "plan", path, "is a folder without plan.json")
         return whole / "plan.json", ""
     file, colon, name = str(path).rpartition(":")
-    return (Path(file), name) if colon and not whole.exists() and Path(file).exists() else (whole, "")
+    return (
+        (Path(file), name) if colon and not whole.exists() and Path(file).exists() else (whole, "")
+    )
 
 
 def read_plan_values(path: Path | str) -> dict[str, Any]:
-    """The JSON object of one plan in `path`, whatever stands next to the plan's fields; see read_plan().
+    """The JSON object of one plan in `path`, whatever stands next to the plan's fields; see
+    read_plan().
 
     A layer that it names holds the text of its file, so that the plan is all that a run needs.
     """
     file, name = locate_plan(path)
     values = _one_plan(path, file, name)
     layer = values.get("layer")
-    return {**values, "layer": vars(read_layer(layer, file.parent))} if isinstance(layer, str) and layer else values
+    return (
+        {**values, "layer": vars(read_layer(layer, file.parent))}
+        if isinstance(layer, str) and layer
+        else values
+    )
 
 
 def _one_plan(path: Path | str, file: Path, name: str) -> dict[str, Any]:
@@ -151,7 +220,12 @@ def _one_plan(path: Path | str, file: Path, name: str) -> dict[str, Any]:
     if isinstance(values, dict) and "shape" not in values:
         values = values.get("plan", values.get("plans", values))
     rule = "must hold a plan as a JSON object, or several as `plans`"
-    require(all(isinstance(v, dict) for v in (values if isinstance(values, list) else [values])), "plan", file, rule)
+    require(
+        all(isinstance(v, dict) for v in (values if isinstance(values, list) else [values])),
+        "plan",
+        file,
+        rule,
+    )
     if not isinstance(values, list):
         require(not name, "plan", path, f"{file} holds one plan")
         return values
@@ -169,7 +243,8 @@ def read_plan(path: Path | str) -> Plan:
 
         read_plan("plans.json:tp4-pp12-dp8-mbs2")
 
-    `path` is a plan.json or the folder that holds it, or anything that a command or notebook 02 writes: an object with
-    `plan`, or with `plans`, of which the first (a search's best) is taken unless FILE:ID or FILE:LABEL names another.
+    `path` is a plan.json or the folder that holds it, or anything that a command or notebook 02
+    writes: an object with `plan`, or with `plans`, of which the first (a search's best) is taken
+    unless FILE:ID or FILE:LABEL names another.
     """
     return plan_from_json(read_plan_values(path))

@@ -1,7 +1,8 @@
-"""A shape from outside: five numbers, a file of trilane, or a config.json of Hugging Face's transformers.
+"""A shape from outside: five numbers, a file of trilane, or a config.json of Hugging Face's
+transformers.
 
-Also the models of transformers that are such shapes, with their names of our parameters. The tables are in
-data/huggingface.json. Canonical names are megatron-core's.
+Also the models of transformers that are such shapes, with their names of our parameters. The tables
+are in data/huggingface.json. Canonical names are megatron-core's.
 """
 
 import dataclasses
@@ -39,12 +40,13 @@ def configs() -> list[str]:
 
 
 def read_shape(text: str, *, seq_length: int = 0, tp: int = 1) -> GivenShape:
-    """The shape of five numbers (see parse_shape), of a JSON file (a shape's fields, a plan, a config.json), or of a
-    folder with a config.json.
+    """The shape of five numbers (see parse_shape), of a JSON file (a shape's fields, a plan, a
+    config.json), or of a folder with a config.json.
 
-    `seq_length` above 0 takes the place of the one that it has. The vocabulary of five numbers and of a config.json is
-    padded to a multiple of 128, as Megatron does, and of 128 x `tp` where that is needed; a file of trilane has rows
-    that are padded already. Raises ValueError for what is no shape of a dense decoder.
+    `seq_length` above 0 takes the place of the one that it has. The vocabulary of five numbers and
+    of a config.json is padded to a multiple of 128, as Megatron does, and of 128 x `tp` where that
+    is needed; a file of trilane has rows that are padded already. Raises ValueError for what is no
+    shape of a dense decoder.
     """
     path = Path(text) / "config.json" if (Path(text) / "config.json").is_file() else Path(text)
     values = read_json(path, "shape") if text.endswith(".json") or path.is_file() else None
@@ -70,27 +72,41 @@ def _with_sequence(shape: ModelShape, seq_length: int) -> ModelShape:
 
 
 def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShape:
-    """The shape of a configuration of transformers, its vocabulary as it is; `seq_length` 0 takes the longest it has.
+    """The shape of a configuration of transformers, its vocabulary as it is; `seq_length` 0 takes
+    the longest it has.
 
-    Raises ValueError with the name of the key for a type that is not known, for experts, latent attention, attention
-    beside the MLP, heads that do not make up the hidden size, and windows shorter than the sequence.
+    Raises ValueError with the name of the key for a type that is not known, for experts, latent
+    attention, attention beside the MLP, heads that do not make up the hidden size, and windows
+    shorter than the sequence.
     """
     table, kind = shipped_json("huggingface"), str(values["model_type"])
-    for key, rule in table["refused"].items():  # whatever the type; 0, 1 and null mean that there is none
+    for key, rule in table[
+        "refused"
+    ].items():  # whatever the type; 0, 1 and null mean that there is none
         require(values.get(key) in (None, 0, 1), key, values.get(key), rule)
     require_known("model_type", kind, configs())
     usual, known = _usual(kind), _with_rotary(values)
     for key, value, is_allowed, rule in _unlike_a_shape(values, usual):
         require(is_allowed, key, value, rule)
     # an MLP of GPT-2 or BLOOM is 4 x hidden_size where they name none, as a shape's
-    may_miss = ("num_key_value_heads", "seq_length", *["ffn_hidden_size"] * (kind in ("gpt2", "bloom")))
-    sizes: dict[str, Any] = {name: _size(values, keys, name not in may_miss) for name, keys in table["sizes"].items()}
+    may_miss = (
+        "num_key_value_heads",
+        "seq_length",
+        *["ffn_hidden_size"] * (kind in ("gpt2", "bloom")),
+    )
+    sizes: dict[str, Any] = {
+        name: _size(values, keys, name not in may_miss) for name, keys in table["sizes"].items()
+    }
     longest, sizes["seq_length"] = sizes["seq_length"], seq_length or sizes["seq_length"]
-    require(sizes["seq_length"] is not None, "seq", "missing", "is not in the configuration; give it")
+    require(
+        sizes["seq_length"] is not None, "seq", "missing", "is not in the configuration; give it"
+    )
     key, act = _first(values, table["keys"]["activation"], usual.act)
     acts = table["gated" if usual.gated else "activations"]
     require_known(key, act if isinstance(act, str) else usual.act, acts)
-    numbers = {name: _first(known, table["keys"][name], None) for name in ("norm_epsilon", "rotary_base")}
+    numbers = {
+        name: _first(known, table["keys"][name], None) for name in ("norm_epsilon", "rotary_base")
+    }
     for key, value in (pair for pair in numbers.values() if pair[1] is not None):
         require_positive(key, value)
     shape = ModelShape(
@@ -109,28 +125,44 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShap
         ("word_embed_proj_dim", shape.hidden_size, "a shape has an embedding of hidden_size"),
     ):
         require(values.get(key) in (None, own), key, values.get(key), f"{rule} = {own}")
-    window, slides = values.get("sliding_window", usual.window), values.get("use_sliding_window", usual.slides) is True
+    window, slides = (
+        values.get("sliding_window", usual.window),
+        values.get("use_sliding_window", usual.slides) is True,
+    )
     ok = window is None or not slides or (isinstance(window, int) and window >= shape.seq_length)
     rule = f"a shape attends to the whole sequence, seq = {shape.seq_length}; give a shorter one"
     require(ok, "sliding_window", window, rule)
-    notes = [] if seq_length else [f"seq={longest}: the longest of the configuration, as no other is given"]
+    notes = (
+        []
+        if seq_length
+        else [f"seq={longest}: the longest of the configuration, as no other is given"]
+    )
     notes += [f"model_type={kind}: {usual.note}"] * bool(usual.note)
     notes += _rotary_notes(known, usual) if shape.positions == "rotary" else []
     return GivenShape(shape=shape, notes=tuple(notes))
 
 
 def _usual(kind: str) -> SimpleNamespace:
-    """What all models of one type share, and their configuration's defaults; see data/huggingface.json."""
+    """What all models of one type share, and their configuration's defaults; see
+    data/huggingface.json.
+    """
     tables = shipped_json("huggingface")
     return SimpleNamespace(**{**tables["usual"], **tables["configs"][kind]})
 
 
-def _unlike_a_shape(values: Mapping[str, Any], usual: SimpleNamespace) -> Iterator[tuple[str, object, bool, str]]:
+def _unlike_a_shape(
+    values: Mapping[str, Any], usual: SimpleNamespace
+) -> Iterator[tuple[str, object, bool, str]]:
     """What no shape can express: key, value, whether it is allowed, and the rule."""
     for key, default, needed, rule in usual.needs:
         yield key, values.get(key, default), values.get(key, default) == needed, rule
     for key in ("tie_word_embeddings", "use_sliding_window", "alibi"):
-        yield key, values.get(key), isinstance(values.get(key), bool | None), "must be true or false"
+        yield (
+            key,
+            values.get(key),
+            isinstance(values.get(key), bool | None),
+            "must be true or false",
+        )
     rule = f"a model of type {values['model_type']} has {usual.positions} positions"
     yield "alibi", "true", not values.get("alibi") or usual.positions == "alibi", rule
     for key in ("rope_theta", "rotary_emb_base", "rope_parameters"):
@@ -152,7 +184,9 @@ def _size(values: Mapping[str, Any], keys: list[str], is_needed: bool) -> int | 
 
 
 def _with_rotary(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration, with what it keeps in an object of its own for rotary positions (transformers 5)."""
+    """The configuration, with what it keeps in an object of its own for rotary positions
+    (transformers 5).
+    """
     nested = values.get("rope_parameters") or values.get("rope_scaling") or {}
     require(isinstance(nested, Mapping), "rope_parameters", nested, "must be an object")
     return {**values, **nested}
@@ -160,7 +194,9 @@ def _with_rotary(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rotary_notes(known: Mapping[str, Any], usual: SimpleNamespace) -> list[str]:
     """Where the model turns a part of the channels alone, or by other angles than a shape."""
-    _, share = _first(known, shipped_json("huggingface")["keys"]["rotary_share"], usual.rotary_share)
+    _, share = _first(
+        known, shipped_json("huggingface")["keys"]["rotary_share"], usual.rotary_share
+    )
     kind = known.get("rope_type", known.get("type", "default"))
     notes = [f"partial_rotary_factor={share}: a shape turns all channels of a head"] * (share != 1)
     return notes + [f"rope_type={kind}: a shape has angles as they are"] * (kind != "default")
@@ -169,7 +205,9 @@ def _rotary_notes(known: Mapping[str, Any], usual: SimpleNamespace) -> list[str]
 def _biases(values: Mapping[str, Any], usual: SimpleNamespace) -> str:
     given = {key: values.get(key, usual.biases == "all") for key in usual.bias_keys}
     words = ", ".join(f"{key}={str(value).lower()}" for key, value in given.items())
-    require(len(set(map(str, given.values()))) < 2, "biases", words, "a shape has all or none of them")
+    require(
+        len(set(map(str, given.values()))) < 2, "biases", words, "a shape has all or none of them"
+    )
     return usual.biases if not given else "all" if next(iter(given.values())) is True else "none"
 
 
@@ -199,7 +237,9 @@ class Family:
     transposed: bool = False
 
     def misfit(self, shape: ModelShape) -> tuple[str, object, str] | None:
-        """The first field in which such models are unlike `shape`, its value and the rule; None where none is."""
+        """The first field in which such models are unlike `shape`, its value and the rule; None
+        where none is.
+        """
         for name, known in self.fields.items():
             value = getattr(shape, name)
             if value not in known:
@@ -213,7 +253,14 @@ class Family:
         chosen = {key: value for word in words for key, value in word.items()}
         sizes = {theirs: getattr(shape, ours) for ours, theirs in self.sizes.items()}
         none = dict.fromkeys(self.dropout, 0.0)
-        return {"architectures": [self.model], "torch_dtype": "float32", **self.settings, **none, **chosen, **sizes}
+        return {
+            "architectures": [self.model],
+            "torch_dtype": "float32",
+            **self.settings,
+            **none,
+            **chosen,
+            **sizes,
+        }
 
     def their_names(self, name: str) -> list[str]:
         """Their names of the canonical parameter `name`; ValueError where they have none."""
@@ -233,13 +280,18 @@ def families() -> dict[str, Family]:
     found = {}
     for kind, own in tables.items():
         table = {**tables.get(own.pop("like", ""), {}), **own}
-        fields = {name: {value: keys for value, keys in known} for name, known in table.pop("fields").items()}
+        fields = {
+            name: {value: keys for value, keys in known}
+            for name, known in table.pop("fields").items()
+        }
         found[kind] = Family(**table, fields=fields)
     return found
 
 
 def family_of(shape: ModelShape) -> Family:
-    """The first family that has `shape`; ValueError that names the field which those with its positions lack."""
+    """The first family that has `shape`; ValueError that names the field which those with its
+    positions lack.
+    """
     if misfit := misfit_of(shape):
         require(False, *misfit)
     return next(family for family in families().values() if not family.misfit(shape))
@@ -247,7 +299,9 @@ def family_of(shape: ModelShape) -> Family:
 
 def misfit_of(shape: ModelShape) -> tuple[str, object, str] | None:
     """Why no family has `shape`: a field, its value and the rule; None where one has."""
-    alike = [family for family in families().values() if shape.positions in family.fields["positions"]]
+    alike = [
+        family for family in families().values() if shape.positions in family.fields["positions"]
+    ]
     misfits = [family.misfit(shape) for family in alike]
     if not alike:
         return "positions", shape.positions, "GPT-2 has learned ones, BLOOM alibi, Llama rotary"

@@ -1,4 +1,6 @@
-"""What a plan says of the training itself: data, optimizer, dropout, how long the run is and what it leaves behind."""
+"""What a plan says of the training itself: data, optimizer, dropout, how long the run is and what
+it leaves behind.
+"""
 
 import math
 import re
@@ -36,22 +38,38 @@ class Data:
         "prefix of a .bin/.idx pair, or blend",
         megatron="data-path",
     )
-    tokenizer: str = option("bytes", "bytes (256 and an end of document), or a folder with a tokenizer.json")
+    tokenizer: str = option(
+        "bytes", "bytes (256 and an end of document), or a folder with a tokenizer.json"
+    )
     folder: str = option("outputs/data", "where prepared .bin/.idx pairs are kept")
-    blend: tuple[Part, ...] = option((), "the sources of blend, mixed so that their shares stay close to their weights")
-    split: str = option("", "shares of documents for training, validation, test: 949,50,1; empty: all train")
+    blend: tuple[Part, ...] = option(
+        (), "the sources of blend, mixed so that their shares stay close to their weights"
+    )
+    split: str = option(
+        "", "shares of documents for training, validation, test: 949,50,1; empty: all train"
+    )
 
     def __post_init__(self) -> None:
         words = self.split.split(",") if self.split else ["1", "0"]
         share = re.compile(r" *[0-9]{1,9}(\.[0-9]{1,9})? *")
         ok = len(words) in (2, 3) and all(map(share.fullmatch, words))
-        require(ok, "data.split", self.split, 'must be shares of training, validation and test, such as "949,50,1"')
+        require(
+            ok,
+            "data.split",
+            self.split,
+            'must be shares of training, validation and test, such as "949,50,1"',
+        )
         require(float(words[0]) > 0, "data.split", self.split, "leaves nothing to train on")
         for name in ("source", "tokenizer", "folder"):
             require_path(f"data.{name}", getattr(self, name))
-        parts, blended = ", ".join(part.source for part in self.blend) or "empty", self.source == "blend"
+        parts, blended = (
+            ", ".join(part.source for part in self.blend) or "empty",
+            self.source == "blend",
+        )
         require(blended or not self.blend, "data.blend", parts, 'needs source="blend"')
-        require(not blended or len(self.blend) > 1, "data.blend", parts, "needs at least two sources")
+        require(
+            not blended or len(self.blend) > 1, "data.blend", parts, "needs at least two sources"
+        )
 
     @property
     def parts(self) -> list["Data"]:
@@ -68,19 +86,38 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW and its schedule: linear warm-up, then cosine from `lr` to `min_lr`, both counted in samples."""
+    """AdamW and its schedule: linear warm-up, then cosine from `lr` to `min_lr`, both counted in
+    samples.
+    """
 
     lr: float = option(1e-3, "peak learning rate", above=0, megatron="lr")
-    min_lr: float = option(1e-4, "learning rate at the end of the cosine", minimum=0, megatron="min-lr")
-    warmup_samples: int = option(0, "samples of the linear warm-up", minimum=0, megatron="lr-warmup-samples")
-    decay_samples: int = option(0, "samples of the cosine; 0: the whole run", minimum=0, megatron="lr-decay-samples")
-    weight_decay: float = option(0.1, "of matrices; biases and norms do not decay", minimum=0, megatron="weight-decay")
-    adam_beta1: float = option(0.9, "of the mean of gradients", minimum=0, below=1, megatron="adam-beta1")
-    adam_beta2: float = option(0.95, "of the mean of their squares", minimum=0, below=1, megatron="adam-beta2")
+    min_lr: float = option(
+        1e-4, "learning rate at the end of the cosine", minimum=0, megatron="min-lr"
+    )
+    warmup_samples: int = option(
+        0, "samples of the linear warm-up", minimum=0, megatron="lr-warmup-samples"
+    )
+    decay_samples: int = option(
+        0, "samples of the cosine; 0: the whole run", minimum=0, megatron="lr-decay-samples"
+    )
+    weight_decay: float = option(
+        0.1, "of matrices; biases and norms do not decay", minimum=0, megatron="weight-decay"
+    )
+    adam_beta1: float = option(
+        0.9, "of the mean of gradients", minimum=0, below=1, megatron="adam-beta1"
+    )
+    adam_beta2: float = option(
+        0.95, "of the mean of their squares", minimum=0, below=1, megatron="adam-beta2"
+    )
     adam_eps: float = option(1e-8, "added to the root of this mean", minimum=0, megatron="adam-eps")
-    clip_grad: float = option(1.0, "limit of the gradient norm; 0: none", minimum=0, megatron="clip-grad")
-    # Radford et al. 2019 (GPT-2), section 2.3: over sqrt(2 num_layers) where they write to the residual stream
-    init_std: float = option(0.02, "of the initial weights", above=0, maximum=1, megatron="init-method-std")
+    clip_grad: float = option(
+        1.0, "limit of the gradient norm; 0: none", minimum=0, megatron="clip-grad"
+    )
+    # Radford et al. 2019 (GPT-2), section 2.3: over sqrt(2 num_layers) where they write to the
+    # residual stream
+    init_std: float = option(
+        0.02, "of the initial weights", above=0, maximum=1, megatron="init-method-std"
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -92,8 +129,9 @@ class Optimizer:
             s <= w      lr s / w                                                    linear warm-up over w samples
             s >  w      min_lr + (lr - min_lr) (1 + cos(pi (s - w) / (d - w))) / 2  cosine to d samples, then min_lr
 
-        d is decay_samples, or the whole run where that is 0. As Megatron-LM's OptimizerParamScheduler, but one step
-        ahead: Megatron counts the samples before the iteration, so its first step under warm-up has rate 0.
+        d is decay_samples, or the whole run where that is 0. As Megatron-LM's
+        OptimizerParamScheduler, but one step ahead: Megatron counts the samples before the
+        iteration, so its first step under warm-up has rate 0.
         """
         warmup, decay = self.warmup_samples, self.decay_samples or total_samples
         if samples <= warmup:
@@ -106,8 +144,12 @@ class Optimizer:
 class Dropout:
     """Shares of values that training sets to 0; in Megatron-LM both are 0.1 by default."""
 
-    hidden: float = option(0.0, "of embedding, attention and MLP", minimum=0, below=1, megatron="hidden-dropout")
-    attention: float = option(0.0, "of attention's probabilities", minimum=0, below=1, megatron="attention-dropout")
+    hidden: float = option(
+        0.0, "of embedding, attention and MLP", minimum=0, below=1, megatron="hidden-dropout"
+    )
+    attention: float = option(
+        0.0, "of attention's probabilities", minimum=0, below=1, megatron="attention-dropout"
+    )
 
     def __post_init__(self) -> None:
         check(self, "dropout.")
@@ -118,21 +160,43 @@ class Run:
     """How long the run is and what it leaves behind."""
 
     train_iters: int = option(50, "iterations of the whole run", minimum=1)
-    log_interval: int = option(1, "iterations from one log line to the next", minimum=1, megatron="log-interval")
+    log_interval: int = option(
+        1, "iterations from one log line to the next", minimum=1, megatron="log-interval"
+    )
     timers: bool = option(False, "also log the seconds of each phase, (min, max) over ranks")
     seed: int = option(1234, "of the initial weights and the data order", megatron="seed")
     ramp: Ramp = option(Ramp, "ramp-up of the batch size")
-    save_interval: int = option(0, "iterations between checkpoints, and one at the end; 0: only on request", minimum=0)
+    save_interval: int = option(
+        0, "iterations between checkpoints, and one at the end; 0: only on request", minimum=0
+    )
     keep_last: int = option(2, "checkpoints that are kept; 0: all", minimum=0)
-    exit_duration_minutes: float = option(0.0, "save and end this long after the process began; 0.0: never", minimum=0)
-    load: str = option("", "a checkpoint or run folder to start from, where the run has no checkpoint of its own yet")
-    # longer than the longest iteration, checkpoint included; torch itself gives up after 1800 s without naming a rank
-    hang_timeout_s: float = option(1500.0, "dump and end a run of which a rank stands still; 0.0: never", minimum=0)
-    start_iteration: int = option(0, "iterations done by an earlier plan, whose checkpoint is load", minimum=0)
-    exit_iteration: int = option(0, "save and end after it, for another plan to continue; 0: the last", minimum=0)
-    eval_interval: int = option(0, "iterations between validation losses; 0: none", minimum=0, megatron="eval-interval")
-    eval_iters: int = option(0, "batches of a validation loss, always the same", minimum=0, megatron="eval-iters")
-    skip: str = option("", "iterations that count as done and are not trained, such as 101-200,251-300")
+    exit_duration_minutes: float = option(
+        0.0, "save and end this long after the process began; 0.0: never", minimum=0
+    )
+    load: str = option(
+        "",
+        "a checkpoint or run folder to start from, where the run has no checkpoint of its own yet",
+    )
+    # longer than the longest iteration, checkpoint included; torch itself gives up after 1800 s
+    # without naming a rank
+    hang_timeout_s: float = option(
+        1500.0, "dump and end a run of which a rank stands still; 0.0: never", minimum=0
+    )
+    start_iteration: int = option(
+        0, "iterations done by an earlier plan, whose checkpoint is load", minimum=0
+    )
+    exit_iteration: int = option(
+        0, "save and end after it, for another plan to continue; 0: the last", minimum=0
+    )
+    eval_interval: int = option(
+        0, "iterations between validation losses; 0: none", minimum=0, megatron="eval-interval"
+    )
+    eval_iters: int = option(
+        0, "batches of a validation loss, always the same", minimum=0, megatron="eval-iters"
+    )
+    skip: str = option(
+        "", "iterations that count as done and are not trained, such as 101-200,251-300"
+    )
     fused: str = option(
         "auto",
         "fused kernels: auto from compute capability 8.0 on; layer: whole layers; te: Transformer Engine's",
@@ -143,10 +207,25 @@ class Run:
         check(self)
         require_path("load", self.load)
         rule = f"must lie between start_iteration={self.start_iteration} and train_iters={self.train_iters}"
-        require(self.start_iteration < self.goal <= self.train_iters, "exit_iteration", self.exit_iteration, rule)
-        require(not self.start_iteration or bool(self.load), "start_iteration", self.start_iteration, "needs load")
+        require(
+            self.start_iteration < self.goal <= self.train_iters,
+            "exit_iteration",
+            self.exit_iteration,
+            rule,
+        )
+        require(
+            not self.start_iteration or bool(self.load),
+            "start_iteration",
+            self.start_iteration,
+            "needs load",
+        )
         both = (self.eval_interval > 0) == (self.eval_iters > 0)
-        require(both, "eval_iters", self.eval_iters, f"needs eval_interval, which is {self.eval_interval}, or neither")
+        require(
+            both,
+            "eval_iters",
+            self.eval_iters,
+            f"needs eval_interval, which is {self.eval_interval}, or neither",
+        )
         skipped = self.skipped
         ends = not skipped or skipped[-1][1] < self.train_iters
         require(ends, "skip", self.skip, f"must end before the last iteration, {self.train_iters}")
@@ -160,12 +239,16 @@ class Run:
 
     @property
     def saves_at_end(self) -> bool:
-        """Whether a checkpoint of the goal belongs to the run: it saves in between, or another plan goes on."""
+        """Whether a checkpoint of the goal belongs to the run: it saves in between, or another plan
+        goes on.
+        """
         return self.save_interval > 0 or self.exit_iteration > 0
 
     def evaluates_after(self, iteration: int) -> bool:
         """Whether the validation loss is computed after this iteration."""
-        return self.eval_interval > 0 and (iteration % self.eval_interval == 0 or iteration == self.train_iters)
+        return self.eval_interval > 0 and (
+            iteration % self.eval_interval == 0 or iteration == self.train_iters
+        )
 
     @property
     def goal(self) -> int:
@@ -174,7 +257,9 @@ class Run:
 
 
 def parse_ranges(field: str, text: str) -> Ranges:
-    """The ranges of "101-200,251-300,400"; () of "". ValueError where they are malformed, overlap or do not rise."""
+    """The ranges of "101-200,251-300,400"; () of "". ValueError where they are malformed, overlap
+    or do not rise.
+    """
     if not text:
         return ()
     one = r" *[0-9]{1,12}( *- *[0-9]{1,12})? *"
@@ -186,7 +271,12 @@ def parse_ranges(field: str, text: str) -> Ranges:
     falls = [f"{first}-{last}" for first, last in ranges if first > last]
     require(not falls, field, text, f"{''.join(falls[:1])} ends before it begins")
     for (_, last), (first, _) in pairwise(ranges):
-        require(first > last, field, text, f"ranges must rise and not overlap: {first} comes after {last}")
+        require(
+            first > last,
+            field,
+            text,
+            f"ranges must rise and not overlap: {first} comes after {last}",
+        )
     return ranges
 
 

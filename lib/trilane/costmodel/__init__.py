@@ -1,1 +1,3 @@
-"""Seconds and bytes of a plan: the formulas, their calibration to measured rows, the uncertainty, and the backtest."""
+"""Seconds and bytes of a plan: the formulas, their calibration to measured rows, the uncertainty,
+and the backtest.
+"""

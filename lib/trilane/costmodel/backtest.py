@@ -1,4 +1,6 @@
-"""Backtest: predictions for measured rows, by constants that ship or are fitted without rows like them; errors."""
+"""Backtest: predictions for measured rows, by constants that ship or are fitted without rows like
+them; errors.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,7 +23,14 @@ from trilane.costmodel.measured_rows import (
     shipped_rows,
     usable,
 )
-from trilane.costmodel.memory import DEFAULT, MemoryConstants, memory_bytes, memory_for, oom_probability, stage_memory
+from trilane.costmodel.memory import (
+    DEFAULT,
+    MemoryConstants,
+    memory_bytes,
+    memory_for,
+    oom_probability,
+    stage_memory,
+)
 from trilane.costmodel.predict import support_of, unmeasured_half_width
 from trilane.costmodel.shipped import calibration_for, default, prior_of
 from trilane.utils.progress import progress
@@ -31,7 +40,9 @@ from trilane.utils.validation import require, require_known
 
 @dataclass(frozen=True, kw_only=True)
 class RowPrediction:
-    """The prediction for a measured row: seconds with their 90 % interval, GiB of a first-stage GPU, P(OOM)."""
+    """The prediction for a measured row: seconds with their 90 % interval, GiB of a first-stage
+    GPU, P(OOM).
+    """
 
     row_id: str
     sec_pred: float
@@ -50,8 +61,12 @@ def group_name(row: MeasuredRow) -> str:
 
 
 def time_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Relative errors of seconds over distinct timed rows, and the share of rows within the interval (`coverage`)."""
-    timed = [(r, p) for r, p in pairs if np.isfinite(r.seconds) and not r.excluded and not r.duplicate_of]
+    """Relative errors of seconds over distinct timed rows, and the share of rows within the
+    interval (`coverage`).
+    """
+    timed = [
+        (r, p) for r, p in pairs if np.isfinite(r.seconds) and not r.excluded and not r.duplicate_of
+    ]
     if not timed:
         return {}
     error = np.array([p.sec_pred / r.seconds - 1 for r, p in timed])
@@ -66,7 +81,9 @@ def time_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def ranking_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Within tables: mean rank correlation (>= 3 rows), regret of the row predicted best, tables where it is best."""
+    """Within tables: mean rank correlation (>= 3 rows), regret of the row predicted best, tables
+    where it is best.
+    """
     from scipy.stats import spearmanr
 
     tables: dict[str, list[Pair]] = {}
@@ -87,15 +104,30 @@ def ranking_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
     if not regret:
         return {}
     found = sum(r < 5e-4 for r in regret)
-    figures = {"tables": len(regret), "regret_mean": float(np.mean(regret)), "regret_max": max(regret), "best": found}
+    figures = {
+        "tables": len(regret),
+        "regret_mean": float(np.mean(regret)),
+        "regret_max": max(regret),
+        "best": found,
+    }
     return {**figures, "rho": float(np.mean(rho))} if rho else figures
 
 
 def memory_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Relative errors of memory over distinct rows, and OOM predicted (P > 1/2) for rows that ran out or did not."""
+    """Relative errors of memory over distinct rows, and OOM predicted (P > 1/2) for rows that ran
+    out or did not.
+    """
     distinct = [(r, p) for r, p in pairs if not r.duplicate_of]
-    error = [abs(p.mem_gib_pred * 2**30 / r.memory_bytes - 1) for r, p in distinct if np.isfinite(r.memory_bytes)]
-    able = [(r, p) for r, p in distinct if not r.ran_out and np.isfinite([r.seconds, r.memory_bytes]).any()]
+    error = [
+        abs(p.mem_gib_pred * 2**30 / r.memory_bytes - 1)
+        for r, p in distinct
+        if np.isfinite(r.memory_bytes)
+    ]
+    able = [
+        (r, p)
+        for r, p in distinct
+        if not r.ran_out and np.isfinite([r.seconds, r.memory_bytes]).any()
+    ]
     ran = [p.oom_probability > 0.5 for _, p in able]
     out = [p.oom_probability > 0.5 for r, p in distinct if r.ran_out]
     figures: dict[str, Any] = {"oom": f"{sum(out)}/{len(out)}", "false": f"{sum(ran)}/{len(ran)}"}
@@ -107,13 +139,23 @@ def memory_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 def figures(pairs: Sequence[Pair]) -> dict[str, Any]:
     """All figures of a backtest."""
-    return {"predicted": len(pairs), **time_figures(pairs), **ranking_figures(pairs), **memory_figures(pairs)}
+    return {
+        "predicted": len(pairs),
+        **time_figures(pairs),
+        **ranking_figures(pairs),
+        **memory_figures(pairs),
+    }
 
 
 def predict_row(
-    row: MeasuredRow, calibration: Calibration, memory: MemoryConstants = DEFAULT, half_width: float | None = None
+    row: MeasuredRow,
+    calibration: Calibration,
+    memory: MemoryConstants = DEFAULT,
+    half_width: float | None = None,
 ) -> RowPrediction:
-    """Predict one row on its day; `half_width` of the interval of ln(seconds), by default the calibration's."""
+    """Predict one row on its day; `half_width` of the interval of ln(seconds), by default the
+    calibration's.
+    """
     case = row.case
     on_day = calibration.on(case.day, case.topology.gpus)
     seconds = iteration_time(case.shape, case.topology, case.cluster, on_day, case.engine).total
@@ -125,16 +167,21 @@ def predict_row(
         sec_pred=seconds,
         sec_lo=low,
         sec_hi=high,
-        mem_gib_pred=float(stage_memory(columns, 0, case.cluster, memory).total) / 2**30,  # where nvidia-smi was read
+        mem_gib_pred=float(stage_memory(columns, 0, case.cluster, memory).total)
+        / 2**30,  # where nvidia-smi was read
         oom_probability=float(oom_probability(need, case.cluster, memory.spread)),
     )
 
 
 def predict_default(rows: Sequence[MeasuredRow], calibration: str = "") -> list[RowPrediction]:
-    """Predict every row by `calibration` (see calibration_for), else by what ships for its cluster and stack."""
+    """Predict every row by `calibration` (see calibration_for), else by what ships for its cluster
+    and stack.
+    """
     machines = {(row.case.cluster.name, row.stack): row.case.cluster for row in rows}
     known = {
-        (name, stack): calibration_for(cluster, calibration) if calibration else default(cluster, stack)
+        (name, stack): calibration_for(cluster, calibration)
+        if calibration
+        else default(cluster, stack)
         for (name, stack), cluster in machines.items()
     }
     found = []
@@ -143,12 +190,18 @@ def predict_default(rows: Sequence[MeasuredRow], calibration: str = "") -> list[
         seconds = predict_row(row, k).sec_pred
         width = unmeasured_half_width(row.case, k, support_of(row.case, k, seconds))
         found.append(
-            predict_row(row, k, memory_for(replace(k, stack=row.stack), row.case.engine, row.case.cluster), width)
+            predict_row(
+                row,
+                k,
+                memory_for(replace(k, stack=row.stack), row.case.engine, row.case.cluster),
+                width,
+            )
         )
     return found
 
 
-# Sets of rows in data/: of the BigScience documents, cleaned and as printed; and of other cards, stacks and shapes.
+# Sets of rows in data/: of the BigScience documents, cleaned and as printed; and of other cards,
+# stacks and shapes.
 SHIPPED = (*FILES, "measured")
 # Key of a figure -> column of a table, where % multiplies by 100.
 HEADERS = {
@@ -174,7 +227,9 @@ LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Backtest(Table):
-    """Predictions for the rows that could be read, and the rows that could not; shown as a table of figures."""
+    """Predictions for the rows that could be read, and the rows that could not; shown as a table of
+    figures.
+    """
 
     digits = 2
     rows: tuple[MeasuredRow, ...]
@@ -191,21 +246,29 @@ class Backtest(Table):
     def groups(self) -> dict[str, dict[str, Any]]:
         """The figures of each GPU and software stack."""
         names = dict.fromkeys(group_name(row) for row in self.rows)
-        return {name: figures([p for p in self.pairs if group_name(p[0]) == name]) for name in names}
+        return {
+            name: figures([p for p in self.pairs if group_name(p[0]) == name]) for name in names
+        }
 
     def summary(self) -> dict[str, Any]:
         """The figures over all rows and, if there are several, over each group."""
-        result, groups = {**figures(self.pairs), "skipped": len(self.skipped), "ignored": self.ignored}, self.groups()
+        result, groups = (
+            {**figures(self.pairs), "skipped": len(self.skipped), "ignored": self.ignored},
+            self.groups(),
+        )
         return {**result, "groups": groups} if len(groups) > 1 else result
 
     def to_frame(self) -> DataFrame:
-        """A row of figures over all timed rows, `n` of them, and one for each GPU and software stack: median, p90 and
-        coverage as shares, rank correlation rho, ooms found of all that ran out, and false ones of all that ran.
+        """A row of figures over all timed rows, `n` of them, and one for each GPU and software
+        stack: median, p90 and coverage as shares, rank correlation rho, ooms found of all that ran
+        out, and false ones of all that ran.
         """
         import pandas as pd
 
         groups = self.groups()
-        frame = pd.DataFrame({"all": figures(self.pairs), **(groups if len(groups) > 1 else {})}).T.infer_objects()
+        frame = pd.DataFrame(
+            {"all": figures(self.pairs), **(groups if len(groups) > 1 else {})}
+        ).T.infer_objects()
         for name in ("oom", "false"):
             frame[[name, f"{name}_of"]] = frame[name].str.split("/", expand=True).astype(int)
         return frame.reindex(columns=[*HEADERS]).rename_axis("rows").reset_index()
@@ -220,37 +283,56 @@ class Backtest(Table):
 
     def to_json(self) -> dict[str, Any]:
         """The backtest as a JSON object; a figure that is not finite is null."""
-        return as_json({"rows": self.predictions, "skipped": self.skipped, "summary": self.summary()})
+        return as_json(
+            {"rows": self.predictions, "skipped": self.skipped, "summary": self.summary()}
+        )
 
     def finding(self) -> Text:
-        """The errors of time and memory over all rows that count, and how many times lie in their intervals."""
+        """The errors of time and memory over all rows that count, and how many times lie in their
+        intervals.
+        """
         f, lines = figures(self.pairs), list[Text]()
         if "median" in f:
-            how = f"fitted without each run's {self.left_out}" if self.left_out else "that ship or were given"
+            how = (
+                f"fitted without each run's {self.left_out}"
+                if self.left_out
+                else "that ship or were given"
+            )
             text = "Time: **median error {:.1f} %**, 90th percentile {:.1f} %, over {} runs, by constants {}. "
             text += "{:.0f} % of the measured times lie in their 90 % interval."
-            lines.append(Text.of(text, 100 * f["median"], 100 * f["p90"], f["n"], how, 100 * f["coverage"]))
+            lines.append(
+                Text.of(text, 100 * f["median"], 100 * f["p90"], f["n"], how, 100 * f["coverage"])
+            )
         if "mem_median" in f:
             text = "Memory: **median error {:.1f} %**, 90th percentile {:.1f} %, over {} runs."
             lines.append(Text.of(text, 100 * f["mem_median"], 100 * f["mem_p90"], f["mem_n"]))
         return Text.joined("\n\n", lines or ["No row has its seconds or its memory."])
 
     def skipped_reasons(self) -> Columns:
-        """Why rows could not be read, and how many for each reason; then what was ignored of those that could."""
+        """Why rows could not be read, and how many for each reason; then what was ignored of those
+        that could.
+        """
         counts = Counter(skipped.reason for skipped in self.skipped)
         counts.update(dict.fromkeys(self.ignored, len(self.rows)))
-        return Columns({"reason": list(counts) or ["all rows could be read"], "rows": list(counts.values()) or [0]})
+        return Columns(
+            {
+                "reason": list(counts) or ["all rows could be read"],
+                "rows": list(counts.values()) or [0],
+            }
+        )
 
 
-def backtest(rows_csv: Source, cluster: str | None = None, cv: str | None = None, calibration: str = "") -> Backtest:
+def backtest(
+    rows_csv: Source, cluster: str | None = None, cv: str | None = None, calibration: str = ""
+) -> Backtest:
     """Read a table of measured rows and predict each.
 
         backtest("scored", cv="table")
 
-    `rows_csv` is a path, a DataFrame, "all" for every cleaned set that ships, or one of SHIPPED; `cluster` replaces its
-    column. With `cv` (table, hidden or date; "" or "none" for none), each row is predicted by constants fitted
-    without its kind (see leave_one_out); else by those of `calibration` (see calibration_for) or the shipped ones of
-    its stack.
+    `rows_csv` is a path, a DataFrame, "all" for every cleaned set that ships, or one of SHIPPED;
+    `cluster` replaces its column. With `cv` (table, hidden or date; "" or "none" for none), each
+    row is predicted by constants fitted without its kind (see leave_one_out); else by those of
+    `calibration` (see calibration_for) or the shipped ones of its stack.
     """
     cv = "" if cv == "none" else cv or ""
     require(not (cv and calibration), "cv", cv, "contradicts calibration, which is fitted already")
@@ -261,16 +343,22 @@ def backtest(rows_csv: Source, cluster: str | None = None, cv: str | None = None
     rows, skipped = [r for found, _ in read for r in found], [s for _, left in read for s in left]
     ignored = tuple(line for path in paths for line in ignored_words(path))
     predictions = leave_one_out(rows, cv) if cv else predict_default(rows, calibration)
-    found: dict[str, Any] = {"rows": tuple(rows), "predictions": tuple(predictions), "skipped": tuple(skipped)}
+    found: dict[str, Any] = {
+        "rows": tuple(rows),
+        "predictions": tuple(predictions),
+        "skipped": tuple(skipped),
+    }
     return Backtest(**found, left_out=cv, ignored=ignored)
 
 
 def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[RowPrediction]:
-    """Cross-validation: predict every row by constants fitted without its table, hidden size or date (`by`).
+    """Cross-validation: predict every row by constants fitted without its table, hidden size or
+    date (`by`).
 
-    The fits start from the priors of constants.py, as the shipped constants were fitted to every row. Rows of one GPU
-    and stack share the constants of time; those of memory are the documents'. A row and its repeats are left out
-    together. Raises ValueError for another `by`. Sites and stacks without any row: benchmarks/foreign_sites.py.
+    The fits start from the priors of constants.py, as the shipped constants were fitted to every
+    row. Rows of one GPU and stack share the constants of time; those of memory are the documents'.
+    A row and its repeats are left out together. Raises ValueError for another `by`. Sites and
+    stacks without any row: benchmarks/foreign_sites.py.
     """
     require_known("cv", by, LEAVE_OUT)
     key = LEAVE_OUT[by]
@@ -279,8 +367,14 @@ def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[RowPrediction]:
     for group, left_out in progress(folds, "fits without each row's " + by, "fit"):
         test = [r for r in rows if (group_name(r), key(r)) == (group, left_out)]
         gone = {r.row_id for r in test} | {r.duplicate_of for r in test}
-        rest = [r for r in rows if key(r) != left_out and r.row_id not in gone and group_name(r) == group]
+        rest = [
+            r
+            for r in rows
+            if key(r) != left_out and r.row_id not in gone and group_name(r) == group
+        ]
         own, prior = usable(rest), prior_of(test[0].case.cluster.name, test[0].stack)
-        calibration = fit_time([r.case for r in own], [r.seconds for r in own], prior) if own else prior
+        calibration = (
+            fit_time([r.case for r in own], [r.seconds for r in own], prior) if own else prior
+        )
         found |= {row.row_id: predict_row(row, calibration) for row in test}
     return [found[r.row_id] for r in rows]

@@ -1,4 +1,6 @@
-"""Calibration: the constants of one cluster and engine, what they were fitted to, and how far predictions scatter."""
+"""Calibration: the constants of one cluster and engine, what they were fitted to, and how far
+predictions scatter.
+"""
 
 import hashlib
 import json
@@ -30,7 +32,8 @@ FACTOR = Bound(0.5, 0.8, 0.002, 1.5)  # of what a regime leaves of a constant
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
-    """Days (and sizes of jobs, where given) on which some constants were others: a covariate, not noise.
+    """Days (and sizes of jobs, where given) on which some constants were others: a covariate, not
+    noise.
 
     `factor` multiplies the constants named; a plan of today is in none of them.
     """
@@ -48,12 +51,17 @@ class Regime:
 
     def applies(self, day: str, gpus: float) -> bool:
         """Whether a run of that ISO date on that many GPUs was in this regime."""
-        return bool(day) and self.first_day <= day <= self.last_day and (not self.gpus or gpus in self.gpus)
+        return (
+            bool(day)
+            and self.first_day <= day <= self.last_day
+            and (not self.gpus or gpus in self.gpus)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration(Brief):
-    """One run to be predicted: what ran where, in which engine, and on which ISO day ("" where unknown).
+    """One run to be predicted: what ran where, in which engine, and on which ISO day ("" where
+    unknown).
 
     `engine` "" is Megatron-DeepSpeed as the documents of the measured rows used it.
     """
@@ -67,14 +75,14 @@ class Configuration(Brief):
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration(Brief, Constants):
-    """The constants of constants.py, fitted; `half_width` is the 90 % interval's, of ln(seconds); `rows` fitted to.
+    """The constants of constants.py, fitted; `half_width` is the 90 % interval's, of ln(seconds);
+    `rows` fitted to.
 
-    `stack` is the software whose shipped rows they are; "" for rows of one's own, or none. `own` has the sizes of one's
-    own runs, in the order of predict.SPANS.
-    `deviations` are those of the constants' logarithms, in the order of BOUNDS; () for those of the priors.
-    `name` is where they were taken from: a cluster, a software stack, a study or a file; `card` and `cluster` are those
-    of one's own rows.
-    Raises ValueError for a constant outside its physical bound.
+    `stack` is the software whose shipped rows they are; "" for rows of one's own, or none. `own`
+    has the sizes of one's own runs, in the order of predict.SPANS. `deviations` are those of the
+    constants' logarithms, in the order of BOUNDS; () for those of the priors. `name` is where they
+    were taken from: a cluster, a software stack, a study or a file; `card` and `cluster` are those
+    of one's own rows. Raises ValueError for a constant outside its physical bound.
     """
 
     half_width: float = 0.15
@@ -91,23 +99,39 @@ class Calibration(Brief, Constants):
         for name, bound in BOUNDS.items():
             value = getattr(self, name)
             rule = f"must lie between {bound.low} and {bound.high}"
-            require(bound.low * 0.999 <= value <= bound.high * 1.001, f"calibration.{name}", value, rule)
+            require(
+                bound.low * 0.999 <= value <= bound.high * 1.001, f"calibration.{name}", value, rule
+            )
         require_positive("calibration.half_width", self.half_width)
-        require(self.half_width <= WIDEST, "calibration.half_width", self.half_width, f"must be at most {WIDEST:g}")
+        require(
+            self.half_width <= WIDEST,
+            "calibration.half_width",
+            self.half_width,
+            f"must be at most {WIDEST:g}",
+        )
         require_integer("calibration.rows", self.rows, 0)
         for name in ("stack", "card", "cluster", "name"):
             require_line(f"calibration.{name}", getattr(self, name))
         rule = f"must be {len(BOUNDS)} positive numbers, or none"
-        is_whole = len(self.deviations) in (0, len(BOUNDS)) and all(0 < d < 10 for d in self.deviations)
+        is_whole = len(self.deviations) in (0, len(BOUNDS)) and all(
+            0 < d < 10 for d in self.deviations
+        )
         require(is_whole, "calibration.deviations", len(self.deviations), rule)
         is_whole = all(len(run) == 8 and min(run) > 0 for run in self.own)
         require(is_whole, "calibration.own", len(self.own), "must be 8 positive numbers a run")
         for name in GIVEN:
-            require(0 <= getattr(self, name) <= 1, f"calibration.{name}", getattr(self, name), "must lie in 0 to 1")
+            require(
+                0 <= getattr(self, name) <= 1,
+                f"calibration.{name}",
+                getattr(self, name),
+                "must lie in 0 to 1",
+            )
 
     def brief(self) -> str:
         of = ", ".join(filter(None, (self.name, self.stack, self.card)))
-        return f"{of}{', ' * bool(of)}{self.rows} rows, 90 % within {math.expm1(self.half_width):.1%}"
+        return (
+            f"{of}{', ' * bool(of)}{self.rows} rows, 90 % within {math.expm1(self.half_width):.1%}"
+        )
 
     def on(self, day: str, gpus: int) -> "Calibration":
         """The calibration of one day: the factors of its regimes applied."""
@@ -119,28 +143,44 @@ class Calibration(Brief, Constants):
         return replace(self, **values)
 
     def without_launch_blocking(self) -> "Calibration":
-        """The constants without CUDA_LAUNCH_BLOCKING=1, with which the runs behind the shipped A100 constants blocked.
+        """The constants without CUDA_LAUNCH_BLOCKING=1, with which the runs behind the shipped A100
+        constants blocked.
 
         A regime of days without it has the factor; other constants come from runs without.
         """
         free = next((r for r in self.regimes if r.name.startswith("asynchronous launches")), None)
-        return replace(self, **{n: getattr(self, n) * free.factor for n in free.constants}) if free else self
+        return (
+            replace(self, **{n: getattr(self, n) * free.factor for n in free.constants})
+            if free
+            else self
+        )
 
     def on_card(self, cluster: Cluster) -> "Calibration":
-        """The constants themselves; ValueError where they were fitted on another card than the cluster's."""
+        """The constants themselves; ValueError where they were fitted on another card than the
+        cluster's.
+        """
         family = self.card.partition("-")[0]
         is_its = family in ("", cluster.gpu.name.partition("-")[0])
-        require(is_its, "calibration", self.name, f"is of {self.card}, but {cluster.name} has {cluster.gpu.name}")
+        require(
+            is_its,
+            "calibration",
+            self.name,
+            f"is of {self.card}, but {cluster.name} has {cluster.gpu.name}",
+        )
         return self
 
     @cached_property
     def hash(self) -> str:
         """Ten hexadecimal digits of the constants, whatever their name."""
         read_back = from_json(to_json(self))  # whole numbers become floats, as in a file
-        return hashlib.sha256(json.dumps(to_json(read_back), sort_keys=True).encode()).hexdigest()[:10]
+        return hashlib.sha256(json.dumps(to_json(read_back), sort_keys=True).encode()).hexdigest()[
+            :10
+        ]
 
     def kept(self) -> dict[str, Any]:
-        """The `calibration` beside a plan's prediction in a file: name, hash and the constants themselves."""
+        """The `calibration` beside a plan's prediction in a file: name, hash and the constants
+        themselves.
+        """
         return {"name": self.name, "hash": self.hash, "constants": to_json(self)}
 
 
@@ -150,8 +190,13 @@ def interval(seconds: float, half_width: float) -> tuple[float, float]:
 
 
 def to_json(calibration: Calibration) -> dict[str, Any]:
-    """The constants as a JSON object, without their name; what says where they come from only where it is known."""
-    values, open_ = to_mapping(calibration), ("regimes", "stack", "own", "card", "cluster", "deviations")
+    """The constants as a JSON object, without their name; what says where they come from only where
+    it is known.
+    """
+    values, open_ = (
+        to_mapping(calibration),
+        ("regimes", "stack", "own", "card", "cluster", "deviations"),
+    )
     return {k: v for k, v in values.items() if k != "name" and (v or k not in open_)}
 
 
@@ -161,18 +206,26 @@ def from_json(values: object) -> Calibration:
 
 
 def whole(values: object, name: str) -> Calibration:
-    """The calibration of a JSON object that has every constant; ValueError for those of another version.
+    """The calibration of a JSON object that has every constant; ValueError for those of another
+    version.
 
-    One that is missing would silently be another number than that with which the others were fitted.
+    One that is missing would silently be another number than that with which the others were
+    fitted.
     """
     if isinstance(values, dict):
-        values = {k: v for k, v in values.items() if k != "made_by"}  # the stamp of what wrote the file
-        differing = sorted({*BOUNDS, *GIVEN} - {*values}) + sorted({*values} - {f.name for f in fields(Calibration)})
+        values = {
+            k: v for k, v in values.items() if k != "made_by"
+        }  # the stamp of what wrote the file
+        differing = sorted({*BOUNDS, *GIVEN} - {*values}) + sorted(
+            {*values} - {f.name for f in fields(Calibration)}
+        )
         rule = f"has other constants than this version ({', '.join(differing[:4])}); calibrate or search again"
         require(not differing, "calibration", name, rule)
     return from_json(values)
 
 
 def load(path: Path | str) -> Calibration:
-    """The calibration in a JSON file; ValueError where it is missing, malformed, or of another version."""
+    """The calibration in a JSON file; ValueError where it is missing, malformed, or of another
+    version.
+    """
     return whole(read_json(path, "calibration"), str(path))

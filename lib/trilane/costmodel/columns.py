@@ -28,9 +28,10 @@ class Parts:
 class Columns:
     """Sizes of models and topologies, each a number or an array.
 
-    The fields of a topology have their names there, and a word is a number, its place among the choices: `recompute` 0
-    none, 1 selective, 2 full, 3 operators, 4 block. `biases` 0 none, 1 of queries, keys and values, 2 all;
-    `norm_values` 2 h or h parameters of a norm; `positions` learned rows.
+    The fields of a topology have their names there, and a word is a number, its place among the
+    choices: `recompute` 0 none, 1 selective, 2 full, 3 operators, 4 block. `biases` 0 none, 1 of
+    queries, keys and values, 2 all; `norm_values` 2 h or h parameters of a norm; `positions`
+    learned rows.
     """
 
     layers: Number
@@ -99,10 +100,14 @@ class Columns:
 
     @property
     def recomputed(self) -> Number:
-        """Share of a stage's layers that are computed again as a whole, that of a stage in the middle."""
+        """Share of a stage's layers that are computed again as a whole, that of a stage in the
+        middle.
+        """
         if not np.any(self.recompute_layers):
             return np.equal(self.recompute, 2)
-        block = np.minimum(self.recompute_layers * self.interleaving / np.maximum(self.stage_layers[1], 1), 1)
+        block = np.minimum(
+            self.recompute_layers * self.interleaving / np.maximum(self.stage_layers[1], 1), 1
+        )
         return np.where(np.equal(self.recompute, 4), block, np.equal(self.recompute, 2))
 
     @property
@@ -116,17 +121,26 @@ class Columns:
 
     @property
     def kv_hidden(self) -> Number:
-        """Channels of all keys (or values) on the ranks of a tensor-parallel group, which use a head each at least."""
+        """Channels of all keys (or values) on the ranks of a tensor-parallel group, which use a
+        head each at least.
+        """
         return np.maximum(self.kv_heads, self.tp) * self.head_dim
 
     @property
     def matrices(self) -> tuple[tuple[Number, Number], ...]:
-        """Outputs and inputs of a layer's matrices on one GPU: queries, keys and values; projection; MLP in and out.
+        """Outputs and inputs of a layer's matrices on one GPU: queries, keys and values;
+        projection; MLP in and out.
 
-        With fewer heads of keys than ranks megatron-core 0.16.1 cuts their rows too, and gathers what they make.
+        With fewer heads of keys than ranks megatron-core 0.16.1 cuts their rows too, and gathers
+        what they make.
         """
         h, f, t = self.hidden, self.ffn, self.tp
-        return ((h + 2 * self.kv_heads * self.head_dim) / t, h), (h, h / t), ((1 + self.gated) * f / t, h), (h, f / t)
+        return (
+            ((h + 2 * self.kv_heads * self.head_dim) / t, h),
+            (h, h / t),
+            ((1 + self.gated) * f / t, h),
+            (h, f / t),
+        )
 
     @cached_property
     def layer_weights(self) -> Number:
@@ -135,7 +149,9 @@ class Columns:
 
     @cached_property
     def layer_parameters(self) -> Number:
-        """Parameters of one layer on one GPU; tp divides all but norms and the biases of row-parallel matrices."""
+        """Parameters of one layer on one GPU; tp divides all but norms and the biases of
+        row-parallel matrices.
+        """
         qkv, _, mlp, _ = (outputs for outputs, _ in self.matrices)
         every = np.equal(self.biases, 2)
         biases = np.greater(self.biases, 0) * qkv + every * (mlp + 2 * self.hidden)
@@ -150,15 +166,18 @@ class Columns:
     def stage_layers(self) -> tuple[Number, Number, Number]:
         """Transformer layers of the first, of a middle and of the last pipeline stage.
 
-        Layers are dealt in stages of ceil(units / pp), and the last stage gets what is left: DeepSpeed's greedy balance
-        gives 78 layers on 12 stages as 11 x 7 + 1 (BigScience chronicles, 'Re-do').
-        A first or last stage with a number of its own stands apart, and the others share the rest.
+        Layers are dealt in stages of ceil(units / pp), and the last stage gets what is left:
+        DeepSpeed's greedy balance gives 78 layers on 12 stages as 11 x 7 + 1 (BigScience
+        chronicles, 'Re-do'). A first or last stage with a number of its own stands apart, and the
+        others share the rest.
         """
         own_first, own_last = self.first_stage_layers, self.last_stage_layers
         units = self.layers + 2 * self.partition - own_first - own_last
         others = self.pp - np.greater(own_first, 0) - np.greater(own_last, 0)
         each = np.ceil(units / np.maximum(others, 1))
-        first = np.where(np.greater(own_first, 0), own_first, np.minimum(each, units) - self.partition)
+        first = np.where(
+            np.greater(own_first, 0), own_first, np.minimum(each, units) - self.partition
+        )
         rest = np.maximum(units - each * (others - 1) - self.partition, 0)
         last = np.where(np.greater(own_last, 0), own_last, rest)
         alone = self.pp == 1
@@ -166,24 +185,32 @@ class Columns:
 
     @property
     def bucket_values(self) -> Number:
-        """Values in one of ZeRO's buckets: one layer's matrices, and never more than DeepSpeed's own size.
+        """Values in one of ZeRO's buckets: one layer's matrices, and never more than DeepSpeed's
+        own size.
 
         Stage 3: h^2, as Hugging Face's Trainer fills in "auto" (its page on DeepSpeed).
         """
         # the default of reduce_bucket_size, in values (DeepSpeed's configuration page)
         library, h2 = 500_000_000, self.hidden * self.hidden
-        fitted = np.where(np.equal(self.zero, 3), h2, np.minimum(library, self.layer_weights * self.tp))
+        fitted = np.where(
+            np.equal(self.zero, 3), h2, np.minimum(library, self.layer_weights * self.tp)
+        )
         return np.where(np.equal(self.buckets, 1), library, fitted)
 
     def take(self, index: Any) -> "Columns":
         """The chosen rows; what is the same for all rows stays a number."""
-        return Columns(**{f.name: v[index] if np.ndim(v := getattr(self, f.name)) else v for f in fields(self)})
+        return Columns(
+            **{f.name: v[index] if np.ndim(v := getattr(self, f.name)) else v for f in fields(self)}
+        )
 
 
 def columns_of(shape: ModelShape, topology: Topology, engine: str = "") -> Columns:
     """One plan as Columns of numbers; `engine` "" is Megatron-DeepSpeed as the documents used it."""
     t = topology
-    numbers = {name: number_of(name, getattr(t, name)) for name in Columns.__dataclass_fields__.keys() & vars(t)}
+    numbers = {
+        name: number_of(name, getattr(t, name))
+        for name in Columns.__dataclass_fields__.keys() & vars(t)
+    }
     if engine:
         numbers["fp32_gradients"] = int(sums_in_fp32(engine, t))
     elif t.zero == 3:
@@ -214,7 +241,9 @@ def number_of(name: str, value: Any) -> int:
 
 def stack(rows: Sequence[Columns]) -> Columns:
     """Several plans as Columns of arrays."""
-    return Columns(**{f.name: np.array([getattr(r, f.name) for r in rows], float) for f in fields(Columns)})
+    return Columns(
+        **{f.name: np.array([getattr(r, f.name) for r in rows], float) for f in fields(Columns)}
+    )
 
 
 def linear_flops_per_s(columns: Columns, cluster: Cluster) -> Number:
@@ -222,14 +251,17 @@ def linear_flops_per_s(columns: Columns, cluster: Cluster) -> Number:
     wide = matmul_flops_per_s(columns, cluster)
     if cluster.gpu.kind == "cpu":
         return wide
-    # 0.88: the share of the peak that an 8-bit matmul reaches, relative to bf16's; the best on an H100 SXM are 1402.6
-    # of 1979 and 794.5 of 989 TFLOP/s (S. Bekman, 'Machine Learning Engineering', maximum achievable matmul FLOPS)
+    # 0.88: the share of the peak that an 8-bit matmul reaches, relative to bf16's; the best on an
+    # H100 SXM are 1402.6 of 1979 and 794.5 of 989 TFLOP/s (S. Bekman, 'Machine Learning
+    # Engineering', maximum achievable matmul FLOPS)
     fp8 = np.equal(columns.precision, CHOICES["precision"].index("fp8"))
     return np.where(fp8, cluster.gpu.fp8_flops_per_s * 0.88, wide)
 
 
 def matmul_flops_per_s(columns: Columns, cluster: Cluster) -> Number:
-    """Peak rate of attention's matmuls: the card's in 16 or 32 bits, or a process's share of a CPU machine's cores."""
+    """Peak rate of attention's matmuls: the card's in 16 or 32 bits, or a process's share of a CPU
+    machine's cores.
+    """
     gpu = cluster.gpu
     half = max(gpu.fp16_flops_per_s, gpu.bf16_flops_per_s) or gpu.fp32_flops_per_s
     if gpu.kind == "cpu":
@@ -240,4 +272,6 @@ def matmul_flops_per_s(columns: Columns, cluster: Cluster) -> Number:
 
 def slowdown(columns: Columns, cluster: Cluster) -> Number:
     """How many processes of a CPU machine wait for one core; 1 on GPUs."""
-    return np.maximum(columns.gpus / cluster.cores_per_node, 1.0) if cluster.gpu.kind == "cpu" else 1.0
+    return (
+        np.maximum(columns.gpus / cluster.cores_per_node, 1.0) if cluster.gpu.kind == "cpu" else 1.0
+    )

@@ -1,14 +1,18 @@
-"""Constants: the few numbers of the time model that peaks alone do not give, each inside a physical bound."""
+"""Constants: the few numbers of the time model that peaks alone do not give, each inside a physical
+bound.
+"""
 
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 
 class Bound(NamedTuple):
-    """Where a constant may lie: its prior, the standard deviation of the prior's logarithm, and hard limits.
+    """Where a constant may lie: its prior, the standard deviation of the prior's logarithm, and
+    hard limits.
 
-    `shared` are the shares of that variance that two fits have in common if they are of the same generation of cards,
-    of the same cluster, and of the same software stack; the rest is of each fit alone. Our choices.
+    `shared` are the shares of that variance that two fits have in common if they are of the same
+    generation of cards, of the same cluster, and of the same software stack; the rest is of each
+    fit alone. Our choices.
     """
 
     prior: float
@@ -18,7 +22,9 @@ class Bound(NamedTuple):
     shared: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
-def _fitted(prior: float, deviation: float, low: float, high: float, *, of: tuple[float, float, float]) -> Any:
+def _fitted(
+    prior: float, deviation: float, low: float, high: float, *, of: tuple[float, float, float]
+) -> Any:
     return field(default=prior, metadata={"bound": Bound(prior, deviation, low, high, of)})
 
 
@@ -28,7 +34,8 @@ CARD, NETWORK, SOFTWARE = (0.4, 0.0, 0.1), (0.0, 0.8, 0.0), (0.0, 0.0, 0.3)
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Numbers, or in a fit arrays with one entry a row, where rows were measured under different conditions.
+    """Numbers, or in a fit arrays with one entry a row, where rows were measured under different
+    conditions.
 
     matmul        share of the peak rate that a large, whole-tile matmul reaches
     prologue      depth K at which a tile's prologue and epilogue take as long as its main loop
@@ -52,11 +59,12 @@ class Constants:
     reduce_scatter  given: 1 where ZeRO scatters gradients, 0 where it all-reduces them (DeepSpeed's pipeline of 2022)
     """
 
-    # An efficiency cannot pass its peak; a waiting time cannot be negative. Priors: cuBLAS reaches 0.75-0.85 of the
-    # peak on large matmuls (NVIDIA, 'Matrix multiplication background'), STREAM 0.85 of the memory's rate,
-    # nccl-tests 0.75 of NVLink's, and half to three quarters of the network's. Waits: tens of microseconds a kernel.
-    # Flash attention: Dao 2023, arXiv:2307.08691, figures 5 to 7, 50-73 % of an A100's peak forward, less backward.
-    # Host: some 120 operations of about 12 microseconds each for a layer, forward and backward.
+    # An efficiency cannot pass its peak; a waiting time cannot be negative. Priors: cuBLAS reaches
+    # 0.75-0.85 of the peak on large matmuls (NVIDIA, 'Matrix multiplication background'), STREAM
+    # 0.85 of the memory's rate, nccl-tests 0.75 of NVLink's, and half to three quarters of the
+    # network's. Waits: tens of microseconds a kernel. Flash attention: Dao 2023, arXiv:2307.08691,
+    # figures 5 to 7, 50-73 % of an A100's peak forward, less backward. Host: some 120 operations of
+    # about 12 microseconds each for a layer, forward and backward.
     matmul: float = _fitted(0.79, 0.06, 0.10, 0.98, of=CARD)
     prologue: float = _fitted(125, 0.3, 1, 2000, of=CARD)
     quantization: float = _fitted(0.60, 0.25, 0.05, 1.0, of=CARD)
@@ -82,4 +90,6 @@ class Constants:
 
 
 BOUNDS: dict[str, Bound] = {f.name: f.metadata["bound"] for f in fields(Constants) if f.metadata}
-GIVEN = tuple(f.name for f in fields(Constants) if not f.metadata)  # what a stack does, and no fit finds
+GIVEN = tuple(
+    f.name for f in fields(Constants) if not f.metadata
+)  # what a stack does, and no fit finds

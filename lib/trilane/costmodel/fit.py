@@ -1,5 +1,5 @@
-"""Robust fits of the constants to measured rows, within physical bounds and regularized by a prior; and Posterior, the
-uncertainty of predictions by such constants, as a covariance over plans.
+"""Robust fits of the constants to measured rows, within physical bounds and regularized by a prior;
+and Posterior, the uncertainty of predictions by such constants, as a covariance over plans.
 """
 
 import math
@@ -27,7 +27,9 @@ def by_cluster(cases: Sequence[Configuration]) -> list[Group]:
     groups = []
     for name in dict.fromkeys(names):
         index = np.array([i for i, other in enumerate(names) if other == name])
-        columns = stack([columns_of(cases[i].shape, cases[i].topology, cases[i].engine) for i in index])
+        columns = stack(
+            [columns_of(cases[i].shape, cases[i].topology, cases[i].engine) for i in index]
+        )
         groups.append((cases[index[0]].cluster, index, columns))
     return groups
 
@@ -39,10 +41,12 @@ def robust_minimum(
     bounds: tuple[np.ndarray, np.ndarray],
     noise: float,
 ) -> np.ndarray:
-    """The logs that minimize sum 2 (sqrt(1 + (error/noise)^2) - 1) + sum ((log - start) / deviation)^2.
+    """The logs that minimize sum 2 (sqrt(1 + (error/noise)^2) - 1) + sum ((log - start) /
+    deviation)^2.
 
-    The first term is soft L1: a row far outside the noise counts by its absolute error, not by its square. `errors`
-    takes logs (..., C) to (..., R): a finite difference asks for all its points at once.
+    The first term is soft L1: a row far outside the noise counts by its absolute error, not by its
+    square. `errors` takes logs (..., C) to (..., R): a finite difference asks for all its points at
+    once.
     """
     from scipy.optimize import least_squares  # half a second, not needed for planning
 
@@ -56,11 +60,14 @@ def robust_minimum(
 
     inside = np.clip(start, bounds[0] + 1e-9, bounds[1] - 1e-9)
     ends = {"xtol": 1e-5, "ftol": 1e-6}
-    return least_squares(residuals, inside, bounds=bounds, x_scale=deviation, workers=at_once, **ends).x
+    return least_squares(
+        residuals, inside, bounds=bounds, x_scale=deviation, workers=at_once, **ends
+    ).x
 
 
 def deviations(cases: Sequence[Configuration], prior: Constants) -> np.ndarray:
-    """Prior deviations of the constants' logarithms for fits to these cases, in the order of BOUNDS.
+    """Prior deviations of the constants' logarithms for fits to these cases, in the order of
+    BOUNDS.
 
     A machine with other work on its cores is known less well.
     """
@@ -72,9 +79,14 @@ def deviations(cases: Sequence[Configuration], prior: Constants) -> np.ndarray:
 
 
 def time_errors(
-    cases: Sequence[Configuration], measured: np.ndarray, regimes: Sequence[Regime], prior: Constants
+    cases: Sequence[Configuration],
+    measured: np.ndarray,
+    regimes: Sequence[Regime],
+    prior: Constants,
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """ln(predicted / measured) (..., R) of the logarithms of the constants, then of the regimes' factors, (..., C)."""
+    """ln(predicted / measured) (..., R) of the logarithms of the constants, then of the regimes'
+    factors, (..., C).
+    """
     applies = [np.array([r.applies(c.day, c.topology.gpus) for c in cases]) for r in regimes]
     groups = by_cluster(cases)
     given = {name: getattr(prior, name) for name in GIVEN}
@@ -88,14 +100,18 @@ def time_errors(
                 values[name] = values[name] * np.where(days, factor, 1.0)
         for cluster, index, columns in groups:
             here = {n: v[..., index] if v.shape[-1] > 1 else v for n, v in values.items()}
-            predicted[..., index] = iteration_columns(columns, cluster, Constants(**here, **given)).total
+            predicted[..., index] = iteration_columns(
+                columns, cluster, Constants(**here, **given)
+            ).total
         return np.log(predicted / measured)
 
     return errors
 
 
 def slopes(errors: Callable[[np.ndarray], np.ndarray], at: np.ndarray) -> np.ndarray:
-    """Derivatives of the errors (R,) by the logarithms `at` (C,), as (R, C), by central differences."""
+    """Derivatives of the errors (R,) by the logarithms `at` (C,), as (R, C), by central
+    differences.
+    """
     steps = STEP * np.eye(len(at))
     up, down = np.split(errors(np.vstack([at + steps, at - steps])), 2)
     return (up - down).T / (2 * STEP)
@@ -104,8 +120,9 @@ def slopes(errors: Callable[[np.ndarray], np.ndarray], at: np.ndarray) -> np.nda
 def left_out(errors: np.ndarray, effects: np.ndarray, noise: float) -> np.ndarray:
     """The errors that the rows would have had if each had been left out of the fit, (R,).
 
-    `effects` (R, C) are slopes times the prior deviations. For a linear model with normal errors it is exact: an error
-    over one minus the row's own leverage, the diagonal of K (K + noise^2 I)^-1 with K = effects effects'.
+    `effects` (R, C) are slopes times the prior deviations. For a linear model with normal errors it
+    is exact: an error over one minus the row's own leverage, the diagonal of K (K + noise^2 I)^-1
+    with K = effects effects'.
     """
     k = effects @ effects.T
     leverage = np.diag(np.linalg.solve(k + noise**2 * np.eye(len(errors)), k))
@@ -127,11 +144,13 @@ class Refit:
 
 
 def refit(cases: Sequence[Configuration], measured: Sequence[float], prior: Calibration) -> Refit:
-    """The prior refitted to rows, so far as they help: the weight with the least error of rows that were left out.
+    """The prior refitted to rows, so far as they help: the weight with the least error of rows that
+    were left out.
 
-    Few rows, or rows that contradict each other, pull less; where no weight makes rows that were left out 1 % better
-    than the prior does, the prior is kept as it is. Each row is left out alone, of more than ten every tenth together.
-    Raises ValueError without rows, or for a time that is not positive.
+    Few rows, or rows that contradict each other, pull less; where no weight makes rows that were
+    left out 1 % better than the prior does, the prior is kept as it is. Each row is left out alone,
+    of more than ten every tenth together. Raises ValueError without rows, or for a time that is not
+    positive.
     """
     problem, tried = _Problem(cases, measured, prior), list[Refit]()
     for weight in (0.25, 0.5, 1.0):
@@ -146,37 +165,50 @@ def refit(cases: Sequence[Configuration], measured: Sequence[float], prior: Cali
     return chosen
 
 
-def fit_time(cases: Sequence[Configuration], measured: Sequence[float], prior: Calibration) -> Calibration:
-    """The calibration fitted to `measured` seconds: its constants, and the factors of regimes that a case was in.
+def fit_time(
+    cases: Sequence[Configuration], measured: Sequence[float], prior: Calibration
+) -> Calibration:
+    """The calibration fitted to `measured` seconds: its constants, and the factors of regimes that
+    a case was in.
 
-    A constant that no row depends on keeps its prior. The half-width of the interval is the 90 % quantile of the errors
-    that the rows would have if left out, with the prior's half-width as one more row, times 1 + 1 / (2 sqrt(rows)) for
-    the scatter of that quantile; at most WIDEST.
-    Raises ValueError without rows, or for a time that is not positive.
+    A constant that no row depends on keeps its prior. The half-width of the interval is the 90 %
+    quantile of the errors that the rows would have if left out, with the prior's half-width as one
+    more row, times 1 + 1 / (2 sqrt(rows)) for the scatter of that quantile; at most WIDEST. Raises
+    ValueError without rows, or for a time that is not positive.
     """
     problem = _Problem(cases, measured, prior)
     return problem.calibration(problem.solve())
 
 
 def _loss(errors: np.ndarray) -> float:
-    """Mean error, that of a run's noise at least; one far out counts by its size, not by its square."""
+    """Mean error, that of a run's noise at least; one far out counts by its size, not by its
+    square.
+    """
     return float(np.mean(np.sqrt(NOISE["cuda"] ** 2 + errors**2)))
 
 
 class _Problem:
-    """A fit to rows: what is unknown are the logarithms of the constants, then of the factors of regimes, (C,)."""
+    """A fit to rows: what is unknown are the logarithms of the constants, then of the factors of
+    regimes, (C,).
+    """
 
-    def __init__(self, cases: Sequence[Configuration], measured: Sequence[float], prior: Calibration) -> None:
+    def __init__(
+        self, cases: Sequence[Configuration], measured: Sequence[float], prior: Calibration
+    ) -> None:
         rule = "needs one measured time for each row"
         require(len(cases) == len(measured) and len(cases) > 0, "rows", len(cases), rule)
         for seconds in measured:
             require_positive("measured", seconds)
         self.prior, self.rows = prior, len(cases)
-        self.regimes = [r for r in prior.regimes if any(r.applies(c.day, c.topology.gpus) for c in cases)]
+        self.regimes = [
+            r for r in prior.regimes if any(r.applies(c.day, c.topology.gpus) for c in cases)
+        ]
         self.errors = time_errors(cases, np.asarray(measured, float), self.regimes, prior)
         limits = [*BOUNDS.values(), *[FACTOR] * len(self.regimes)]
         self.bounds = (np.log([b.low for b in limits]), np.log([b.high for b in limits]))
-        self.start = np.log([*(getattr(prior, n) for n in BOUNDS), *(r.factor for r in self.regimes)])
+        self.start = np.log(
+            [*(getattr(prior, n) for n in BOUNDS), *(r.factor for r in self.regimes)]
+        )
         self.noise = max(NOISE[c.cluster.gpu.kind] for c in cases)
         self.deviation = np.append(deviations(cases, prior), [FACTOR.deviation] * len(self.regimes))
         self.before = self.errors(self.start)
@@ -197,11 +229,19 @@ class _Problem:
             found[fold == left] = self.errors(alone)[fold == left]
         return found
 
-    def calibration(self, best: np.ndarray, weight: float = 1.0, unseen: np.ndarray | None = None) -> Calibration:
+    def calibration(
+        self, best: np.ndarray, weight: float = 1.0, unseen: np.ndarray | None = None
+    ) -> Calibration:
         """The prior with the logarithms found, and how well they are known."""
-        found = dict(zip([*BOUNDS, *(r.name for r in self.regimes)], np.exp(best).tolist(), strict=True))
-        # 0.033 of ln(seconds): what the model misses of A100 rows left out by table (docs/planner.md)
-        misfit, effects = max(self.noise, 0.033), slopes(self.errors, best) * self.deviation * weight
+        found = dict(
+            zip([*BOUNDS, *(r.name for r in self.regimes)], np.exp(best).tolist(), strict=True)
+        )
+        # 0.033 of ln(seconds): what the model misses of A100 rows left out by table
+        # (docs/planner.md)
+        misfit, effects = (
+            max(self.noise, 0.033),
+            slopes(self.errors, best) * self.deviation * weight,
+        )
         errors = left_out(self.errors(best), effects, misfit) if unseen is None else unseen
         width = float(np.quantile(np.append(np.abs(errors), self.prior.half_width), 0.9))
         # of the constants given the rows (Laplace's approximation)
@@ -210,18 +250,21 @@ class _Problem:
         return replace(
             self.prior,
             **{name: found[name] for name in BOUNDS},
-            regimes=tuple(replace(r, factor=found.get(r.name, r.factor)) for r in self.prior.regimes),
+            regimes=tuple(
+                replace(r, factor=found.get(r.name, r.factor)) for r in self.prior.regimes
+            ),
             half_width=min(max(width * (1 + self.rows**-0.5 / 2), 0.005), WIDEST),
             rows=self.rows,
             deviations=tuple(left[: len(BOUNDS)].tolist()),
         )
 
 
-# Error of the model with known constants, as a deviation of ln(seconds), and the rows that this prior counts for. In
-# cross-validation by table 90 of 100 rows are within 5.4 % (docs/planner.md), a deviation of 3.3 %; half as much is
-# added because that was one cluster in 12 days.
+# Error of the model with known constants, as a deviation of ln(seconds), and the rows that this
+# prior counts for. In cross-validation by table 90 of 100 rows are within 5.4 % (docs/planner.md),
+# a deviation of 3.3 %; half as much is added because that was one cluster in 12 days.
 MISFIT, MISFIT_ROWS = 0.065, 6
-FOREIGN = 0.09  # the same on a site or stack without rows: leaving out each file misses by 4 to 19 % at the median
+# the same on a site or stack without rows: leaving out each file misses by 4 to 19 % at the median
+FOREIGN = 0.09
 T_QUANTILE = 1.943  # of Student's t with MISFIT_ROWS degrees of freedom, at 95 %
 Z90 = 1.6449  # standard deviations of a normal distribution's 90 % interval, on each side
 
@@ -230,9 +273,9 @@ Z90 = 1.6449  # standard deviations of a normal distribution's 90 % interval, on
 class Posterior:
     """A calibration, and the `cases` that it was fitted to.
 
-    ln(seconds) of a plan is the model's, with a prior deviation `deviation` (C,) of the constants' logarithms, plus a
-    misfit of the plan (deviation `misfit`), plus the `noise` of a run. All are normal, and the model is linearized at
-    the calibration (Laplace's approximation).
+    ln(seconds) of a plan is the model's, with a prior deviation `deviation` (C,) of the constants'
+    logarithms, plus a misfit of the plan (deviation `misfit`), plus the `noise` of a run. All are
+    normal, and the model is linearized at the calibration (Laplace's approximation).
     """
 
     calibration: Calibration
@@ -242,15 +285,21 @@ class Posterior:
     noise: float
 
     def half_widths(self, cases: Sequence[Configuration]) -> np.ndarray:
-        """Half-widths of the 90 % intervals of ln(seconds) around the calibration's predictions, (N,).
+        """Half-widths of the 90 % intervals of ln(seconds) around the calibration's predictions,
+        (N,).
 
-        From Student's t, as the misfit is an estimate. A measured case gets the interval of an unmeasured one like it.
-        Left out: the uncertainty of regimes' factors, and correlated misfits of similar plans.
+        From Student's t, as the misfit is an estimate. A measured case gets the interval of an
+        unmeasured one like it. Left out: the uncertainty of regimes' factors, and correlated
+        misfits of similar plans.
         """
         from scipy.stats import t
 
-        effects, known = (sensitivities(c, self.calibration) * self.deviation for c in (cases, self.cases))
-        alike = np.array([[_same(x, y) for y in self.cases] for x in self.cases], float).reshape(2 * (len(known),))
+        effects, known = (
+            sensitivities(c, self.calibration) * self.deviation for c in (cases, self.cases)
+        )
+        alike = np.array([[_same(x, y) for y in self.cases] for x in self.cases], float).reshape(
+            2 * (len(known),)
+        )
         rows = known @ known.T + self.misfit**2 * alike + self.noise**2 * np.eye(len(known))
         across = effects @ known.T
         shared = np.diag(effects @ effects.T - across @ np.linalg.solve(rows, across.T))
@@ -258,12 +307,17 @@ class Posterior:
 
 
 def posterior(
-    cases: Sequence[Configuration], measured: Sequence[float], calibration: Calibration, prior: Calibration
+    cases: Sequence[Configuration],
+    measured: Sequence[float],
+    calibration: Calibration,
+    prior: Calibration,
 ) -> Posterior:
-    """The posterior at `calibration`, to which `prior` was fitted by the cases; the prior uncertainty without any.
+    """The posterior at `calibration`, to which `prior` was fitted by the cases; the prior
+    uncertainty without any.
 
-    The misfit is estimated from the errors that the rows would have if left out of the fit, and MISFIT_ROWS further
-    rows with an error of MISFIT; without rows it is that of another site and stack.
+    The misfit is estimated from the errors that the rows would have if left out of the fit, and
+    MISFIT_ROWS further rows with an error of MISFIT; without rows it is that of another site and
+    stack.
     """
     kinds = {c.cluster.gpu.kind for c in cases} or {"cuda"}
     rows = zip(cases, measured, strict=True)
@@ -271,18 +325,24 @@ def posterior(
     deviation = deviations(cases, prior)
     effects = sensitivities(cases, calibration) * deviation
     unseen = left_out(errors, effects, MISFIT) if len(errors) else errors
-    squares = float((np.minimum(np.abs(unseen), 0.15) ** 2).sum())  # no single row says that the model is worse
+    squares = float(
+        (np.minimum(np.abs(unseen), 0.15) ** 2).sum()
+    )  # no single row says that the model is worse
     return Posterior(
         calibration=calibration,
         cases=tuple(cases),
         deviation=deviation,
-        misfit=FOREIGN if not cases else math.sqrt((MISFIT_ROWS * MISFIT**2 + squares) / (MISFIT_ROWS + len(errors))),
+        misfit=FOREIGN
+        if not cases
+        else math.sqrt((MISFIT_ROWS * MISFIT**2 + squares) / (MISFIT_ROWS + len(errors))),
         noise=_noise(max(NOISE[kind] for kind in kinds), cases, errors),
     )
 
 
 def _noise(usual: float, cases: Sequence[Configuration], errors: np.ndarray) -> float:
-    """Deviation between runs of one case, from the repeats and from `usual`, which counts as two repeats."""
+    """Deviation between runs of one case, from the repeats and from `usual`, which counts as two
+    repeats.
+    """
     squares, freedom, left = 0.0, 0, list(range(len(cases)))
     while left:
         alike = [i for i in left if _same(cases[left[0]], cases[i])]
@@ -293,16 +353,23 @@ def _noise(usual: float, cases: Sequence[Configuration], errors: np.ndarray) -> 
 
 
 def sensitivities(cases: Sequence[Configuration], calibration: Calibration) -> np.ndarray:
-    """Derivatives of ln(seconds) by ln(constant), (N, C) in the order of BOUNDS, by central differences."""
+    """Derivatives of ln(seconds) by ln(constant), (N, C) in the order of BOUNDS, by central
+    differences.
+    """
     if not cases:
         return np.empty((0, len(BOUNDS)))
-    errors, at = time_errors(cases, np.ones(len(cases)), (), calibration), log_constants(calibration)
+    errors, at = (
+        time_errors(cases, np.ones(len(cases)), (), calibration),
+        log_constants(calibration),
+    )
     return slopes(errors, at)
 
 
 def row_error(case: Configuration, seconds: float, calibration: Calibration) -> float:
     """ln(predicted / measured) of one run."""
-    return float(time_errors([case], np.array([seconds]), (), calibration)(log_constants(calibration))[0])
+    return float(
+        time_errors([case], np.array([seconds]), (), calibration)(log_constants(calibration))[0]
+    )
 
 
 def log_constants(calibration: Calibration) -> np.ndarray:

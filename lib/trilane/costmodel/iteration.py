@@ -18,7 +18,8 @@ from trilane.costmodel.memory import memory_bytes, stage_layers
 class IterationTime(Parts):
     """Where the seconds of one iteration go.
 
-    `elementwise` includes kernels' waits for their launch, `optimizer` what an offloaded one moves over PCIe.
+    `elementwise` includes kernels' waits for their launch, `optimizer` what an offloaded one moves
+    over PCIe.
     """
 
     matmul: float
@@ -32,11 +33,13 @@ class IterationTime(Parts):
 
 
 class Ring(NamedTuple):
-    """A group of ranks that reduce or gather together: seconds per byte of every rank, and seconds of each call.
+    """A group of ranks that reduce or gather together: seconds per byte of every rank, and seconds
+    of each call.
 
-    NCCL reduces along trees, where n nodes send 2 (n-1)/n of the bytes, and gathers along rings, whose d ranks hand
-    (d-1)/d on over every link. A ring's latency grows by each of its hops, a tree's by its depth: NCCL's tuning model
-    (src/graph/tuning.cc, where a hop over NVLink takes about 0.7 of one between nodes).
+    NCCL reduces along trees, where n nodes send 2 (n-1)/n of the bytes, and gathers along rings,
+    whose d ranks hand (d-1)/d on over every link. A ring's latency grows by each of its hops, a
+    tree's by its depth: NCCL's tuning model (src/graph/tuning.cc, where a hop over NVLink takes
+    about 0.7 of one between nodes).
     """
 
     reduce: Number
@@ -45,12 +48,15 @@ class Ring(NamedTuple):
     gather_s: Number
 
 
-def ring(ranks: Number, stride: Number, columns: Columns, cluster: Cluster, constants: Constants) -> Ring:
+def ring(
+    ranks: Number, stride: Number, columns: Columns, cluster: Cluster, constants: Constants
+) -> Ring:
     """The group of `ranks` ranks that stand `stride` apart (ranks run tp fastest, then cp, dp, pp).
 
-    It leaves the node when stride x ranks passes the node's GPUs; min(stride, GPUs of a node) such groups share its
-    network, and none draws more than a link of its own where the cluster has a rate for one (`ring_bytes_per_s`). With
-    every doubling of nodes paths meet more often: `distance` is lost.
+    It leaves the node when stride x ranks passes the node's GPUs; min(stride, GPUs of a node) such
+    groups share its network, and none draws more than a link of its own where the cluster has a
+    rate for one (`ring_bytes_per_s`). With every doubling of nodes paths meet more often:
+    `distance` is lost.
     """
     c, node = constants, cluster.gpus_per_node
     near = np.minimum(stride, node)
@@ -72,17 +78,23 @@ def ring(ranks: Number, stride: Number, columns: Columns, cluster: Cluster, cons
 
 
 def data_parallel_seconds(
-    parameters: Number, columns: Columns, cluster: Cluster, constants: Constants, compute: Number = 0.0
+    parameters: Number,
+    columns: Columns,
+    cluster: Cluster,
+    constants: Constants,
+    compute: Number = 0.0,
 ) -> Number:
-    """Reducing gradients and, with ZeRO, gathering weights, in an iteration; a call for each layer of a stage.
+    """Reducing gradients and, with ZeRO, gathering weights, in an iteration; a call for each layer
+    of a stage.
 
-    ZeRO-2 reduces the gradients of every microbatch, and ZeRO-3 gathers the weights in each of its forward and backward
-    passes, too: Rajbhandari et al. 2020, arXiv:1910.02054, section 7; inside a pipeline both stay whole between
-    microbatches (see memory.model_states). Gradients are scattered, half of the traffic of an all-reduce, by ZeRO-3 and
-    where `reduce_scatter` says so. Hybrid sharding scatters and gathers among its `shards` ranks, and reduces a shard
-    between its groups (Zhao et al. 2023, arXiv:2304.11277, section 3.2.2). What overlaps (in ZeRO-3 both
-    or neither) hides under `compute`, the seconds of a microbatch, as often as it is sent, all but the share `exposed`.
-    ZeRO-2 and 3 never take less than a ZeRO-1 that overlaps everything.
+    ZeRO-2 reduces the gradients of every microbatch, and ZeRO-3 gathers the weights in each of its
+    forward and backward passes, too: Rajbhandari et al. 2020, arXiv:1910.02054, section 7; inside a
+    pipeline both stay whole between microbatches (see memory.model_states). Gradients are
+    scattered, half of the traffic of an all-reduce, by ZeRO-3 and where `reduce_scatter` says so.
+    Hybrid sharding scatters and gathers among its `shards` ranks, and reduces a shard between its
+    groups (Zhao et al. 2023, arXiv:2304.11277, section 3.2.2). What overlaps (in ZeRO-3 both or
+    neither) hides under `compute`, the seconds of a microbatch, as often as it is sent, all but the
+    share `exposed`. ZeRO-2 and 3 never take less than a ZeRO-1 that overlaps everything.
     """
     x, c = columns, constants
     zero3, sharded, alone = np.equal(x.zero, 3), np.greater(x.zero, 0), np.equal(x.pp, 1)
@@ -99,19 +111,24 @@ def data_parallel_seconds(
     times = np.where(alone & np.greater(x.zero, 1), x.microbatches, 1)
     reduces = np.where(zero3, scatter + between, first) * times
     gathers = gather * np.where(alone & zero3, (2 + x.recomputed) * times, 1)
-    hides = x.overlap_grad_reduce * reduces + np.where(zero3, x.overlap_grad_reduce, x.overlap_param_gather) * gathers
+    hides = (
+        x.overlap_grad_reduce * reduces
+        + np.where(zero3, x.overlap_grad_reduce, x.overlap_param_gather) * gathers
+    )
     found = reduces + gathers - np.minimum((1 - c.exposed) * hides, times * compute)
     least = first + gather - np.minimum((1 - c.exposed) * (first + gather), compute)
     return np.where(zero3, np.maximum(found, least), found)
 
 
 def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
-    """Exposed seconds per microbatch of handing activations on and their gradients back, on one stage.
+    """Exposed seconds per microbatch of handing activations on and their gradients back, on one
+    stage.
 
-    Each of t ranks sends its 1/t, and the node bus gathers the rest (DeepSpeed's partitioned activations, Megatron's
-    scatter-gather: Narayanan et al. 2021, section 4.1). The GPUs of a node whose neighbour stage is on another node, tp
-    dp of them at most, share its network. Without scatter-gather (`whole_p2p`) every rank sends everything.
-    Interleaving sends v times, while other chunks compute.
+    Each of t ranks sends its 1/t, and the node bus gathers the rest (DeepSpeed's partitioned
+    activations, Megatron's scatter-gather: Narayanan et al. 2021, section 4.1). The GPUs of a node
+    whose neighbour stage is on another node, tp dp of them at most, share its network. Without
+    scatter-gather (`whole_p2p`) every rank sends everything. Interleaving sends v times, while
+    other chunks compute.
     """
     x, c, node = columns, constants, cluster.gpus_per_node
     sent = 2 * x.tokens * x.hidden * x.value_bytes
@@ -119,82 +136,113 @@ def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Num
     bus = cluster.node_bytes_per_s * c.node
     rate = np.where(x.gpus > node, np.minimum(network, bus), bus)
     parts = sent / x.tp / rate + sent * (x.tp - 1) / x.tp / bus
-    each = (1 - c.whole_p2p) * parts + c.whole_p2p * sent / rate + c.handoff_s + 2 * cluster.latency_s
+    each = (
+        (1 - c.whole_p2p) * parts + c.whole_p2p * sent / rate + c.handoff_s + 2 * cluster.latency_s
+    )
     return (
-        np.where(x.pp > 1, x.interleaving * each, 0.0) * slowdown(x, cluster) * (1 - c.overlap * (x.interleaving > 1))
+        np.where(x.pp > 1, x.interleaving * each, 0.0)
+        * slowdown(x, cluster)
+        * (1 - c.overlap * (x.interleaving > 1))
     )
 
 
-def optimizer_seconds(parameters: Number, columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+def optimizer_seconds(
+    parameters: Number, columns: Columns, cluster: Cluster, constants: Constants
+) -> Number:
     """Adam on the GPU, by bytes moved."""
     x = columns
     owned = parameters / np.where(np.greater(x.zero, 0), x.sharded, 1)
     rate = cluster.gpu.memory_bytes_per_s * constants.memory / slowdown(x, cluster)
-    # bytes per parameter that a GPU owns: fp32 master, two moments, gradient read; the first three and the 16-bit
-    # weight written; and per parameter that it holds: clipping's norm, the copy back
+    # bytes per parameter that a GPU owns: fp32 master, two moments, gradient read; the first three
+    # and the 16-bit weight written; and per parameter that it holds: clipping's norm, the copy back
     return (np.equal(x.offload, 0) * 30.0 * owned + 6.0 * parameters) / rate
 
 
-def offload_seconds(parameters: Number, columns: Columns, cluster: Cluster, constants: Constants) -> Number:
-    """Gradients out, weights in over PCIe, Adam on the host; with full offload each GPU also fetches its shard of the
-    weights for every gather. Shared by the GPUs of a node. Ren et al. 2021, arXiv:2101.06840; Rajbhandari et al. 2021,
-    arXiv:2104.07857.
+def offload_seconds(
+    parameters: Number, columns: Columns, cluster: Cluster, constants: Constants
+) -> Number:
+    """Gradients out, weights in over PCIe, Adam on the host; with full offload each GPU also
+    fetches its shard of the weights for every gather. Shared by the GPUs of a node. Ren et al.
+    2021, arXiv:2101.06840; Rajbhandari et al. 2021, arXiv:2104.07857.
     """
     x = columns
     owned = parameters / np.where(np.greater(x.zero, 0), x.sharded, 1)
     pcie = cluster.pcie_bytes_per_s * constants.p2p
-    # Adam on the host reads and writes 28 bytes a parameter from DDR memory, about 100 GB/s a node (Ren, section 5)
+    # Adam on the host reads and writes 28 bytes a parameter from DDR memory, about 100 GB/s a node
+    # (Ren, section 5)
     step = owned * (2 * x.value_bytes / pcie + 28.0 * cluster.gpus_per_node / 100e9)
     fetch = x.microbatches * (2 + x.recomputed) * owned * x.value_bytes / pcie
     return np.greater(x.offload, 0) * step + np.equal(x.offload, 2) * fetch
 
 
 def pressure(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
-    """Factor on the time of a run that leaves the caching allocator no free memory; 1 below 75 % of the card.
+    """Factor on the time of a run that leaves the caching allocator no free memory; 1 below 75 % of
+    the card.
 
-    Only where gradients live in transient half-precision buffers; an optimizer that keeps all in place has none.
+    Only where gradients live in transient half-precision buffers; an optimizer that keeps all in
+    place has none.
     """
     if cluster.gpu.kind == "cpu" or np.all(columns.fp32_gradients):
         return 1.0
     filled = memory_bytes(columns, cluster) / cluster.gpu.memory_bytes
-    # PyTorch, 'CUDA semantics, memory management': a failed cudaMalloc frees all cached blocks and synchronizes
+    # PyTorch, 'CUDA semantics, memory management': a failed cudaMalloc frees all cached blocks and
+    # synchronizes
     start, full = 0.75, 0.95
     ramp = np.clip((filled - start) / (full - start), 0, 1)
-    return 1 + constants.pressure * ramp * (1 - columns.fp32_gradients) * np.greater(columns.replicas, 1)
+    return 1 + constants.pressure * ramp * (1 - columns.fp32_gradients) * np.greater(
+        columns.replicas, 1
+    )
 
 
-def stage_seconds(columns: Columns, layer: Number, head: Number, embedding: Number) -> tuple[Number, Number]:
+def stage_seconds(
+    columns: Columns, layer: Number, head: Number, embedding: Number
+) -> tuple[Number, Number]:
     """Seconds per microbatch of the slowest stage, and of all stages together."""
     first, middle, last = columns.stage_layers
     alone = np.equal(columns.pp, 1)
-    slowest = np.maximum(first * layer + embedding + alone * head, np.where(alone, 0, last * layer + head))
+    slowest = np.maximum(
+        first * layer + embedding + alone * head, np.where(alone, 0, last * layer + head)
+    )
     slowest = np.maximum(slowest, np.where(columns.pp > 2, middle * layer, 0))
     return slowest, columns.layers * layer + head + embedding
 
 
 def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) -> IterationTime:
-    """Predicted time of one iteration for every row; the parts are numbers or arrays as `columns` are.
+    """Predicted time of one iteration for every row; the parts are numbers or arrays as `columns`
+    are.
 
-    1F1B: m microbatches at the pace of the slowest stage, and once through all other stages to fill and drain the
-    pipeline, v times less with interleaving. Narayanan et al. 2021, section 2.2, with unequal stages.
+    1F1B: m microbatches at the pace of the slowest stage, and once through all other stages to fill
+    and drain the pipeline, v times less with interleaving. Narayanan et al. 2021, section 2.2, with
+    unequal stages.
     """
     x, c, m = columns, constants, columns.microbatches
     layer = layer_time(x, cluster, c)
-    slowest, whole = stage_seconds(x, layer.total, head_seconds(x, cluster, c), embedding_seconds(x, cluster, c))
+    slowest, whole = stage_seconds(
+        x, layer.total, head_seconds(x, cluster, c), embedding_seconds(x, cluster, c)
+    )
     p2p = p2p_seconds(x, cluster, c)
     first, middle, _ = x.stage_layers
     parameters = np.maximum(first, middle) * x.layer_parameters + x.embedding_parameters
     factor = pressure(x, cluster, c) * c.pace
-    share = m * factor * (slowest / layer.total)  # layers' worth of time that a microbatch takes on the slowest stage
+    share = (
+        m * factor * (slowest / layer.total)
+    )  # layers' worth of time that a microbatch takes on the slowest stage
     return IterationTime(
         matmul=share * layer.matmul,
         attention=share * layer.attention,
         elementwise=share * (layer.elementwise + layer.overhead),
         tensor_parallel=share * layer.tensor_parallel,
         pipeline_p2p=m * p2p * factor,
-        bubble=np.where(np.equal(x.pp, 1), 0.0, (whole - slowest + (x.pp - 1) * p2p) / x.interleaving) * factor,
+        bubble=np.where(
+            np.equal(x.pp, 1), 0.0, (whole - slowest + (x.pp - 1) * p2p) / x.interleaving
+        )
+        * factor,
         data_parallel=data_parallel_seconds(parameters, x, cluster, c, slowest) * factor,
-        optimizer=(optimizer_seconds(parameters, x, cluster, c) + offload_seconds(parameters, x, cluster, c)) * factor,
+        optimizer=(
+            optimizer_seconds(parameters, x, cluster, c)
+            + offload_seconds(parameters, x, cluster, c)
+        )
+        * factor,
     )
 
 
@@ -209,7 +257,9 @@ def iteration_time(
 def seconds_per_stage(
     shape: ModelShape, topology: Topology, cluster: Cluster, constants: Constants, engine: str = ""
 ) -> list[float]:
-    """Predicted seconds that one microbatch, forward and backward, takes on each pipeline stage, first to last."""
+    """Predicted seconds that one microbatch, forward and backward, takes on each pipeline stage,
+    first to last.
+    """
     columns = columns_of(shape, topology, engine)
     layer = float(layer_time(columns, cluster, constants).total)
     seconds = [layers * layer for layers in stage_layers(shape, topology)]

@@ -1,11 +1,20 @@
-"""LayerTime: seconds that one GPU spends on one layer of one microbatch, forward, backward and recomputed."""
+"""LayerTime: seconds that one GPU spends on one layer of one microbatch, forward, backward and
+recomputed.
+"""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from trilane.config.cluster import Cluster
-from trilane.costmodel.columns import Columns, Number, Parts, linear_flops_per_s, matmul_flops_per_s, slowdown
+from trilane.costmodel.columns import (
+    Columns,
+    Number,
+    Parts,
+    linear_flops_per_s,
+    matmul_flops_per_s,
+    slowdown,
+)
 from trilane.costmodel.constants import Constants
 
 
@@ -30,21 +39,24 @@ def matmul_seconds(
     batch: Number = 1.0,
     rate: Number = None,
 ) -> Number:
-    """Seconds of `batch` products (m x k)(k x n): the best of three tile shapes, waves of one tile per SM.
+    """Seconds of `batch` products (m x k)(k x n): the best of three tile shapes, waves of one tile
+    per SM.
 
         t = (w + q (ceil(w) - w)) 2 tile (k + k0) SMs / (peak e)      w = tiles / SMs
 
-    q quantization, k0 prologue, e matmul; `rate` is the peak, by default that of attention. Tile and wave quantization:
-    NVIDIA, 'Matrix multiplication background'.
-    Left out: which kernel cuBLAS picks; two tiles per SM; operands that fall out of the L2 cache.
+    q quantization, k0 prologue, e matmul; `rate` is the peak, by default that of attention. Tile
+    and wave quantization: NVIDIA, 'Matrix multiplication background'. Left out: which kernel cuBLAS
+    picks; two tiles per SM; operands that fall out of the L2 cache.
     """
     c, sms = constants, cluster.gpu.num_sms
-    peak = (matmul_flops_per_s(columns, cluster) if rate is None else rate) * np.minimum(c.matmul, reached(cluster))
+    peak = (matmul_flops_per_s(columns, cluster) if rate is None else rate) * np.minimum(
+        c.matmul, reached(cluster)
+    )
     if cluster.gpu.kind == "cpu":
         return 2 * m * n * k * batch / peak
     best: Number = np.inf
-    # cuBLAS's half-precision kernels and their relative rate: NVIDIA's user guide, section on tile sizes (256 x 128 is
-    # the most efficient, 128 x 128 reads more operands per FLOP)
+    # cuBLAS's half-precision kernels and their relative rate: NVIDIA's user guide, section on tile
+    # sizes (256 x 128 is the most efficient, 128 x 128 reads more operands per FLOP)
     for tile_m, tile_n, relative in ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9)):
         waves = np.ceil(m / tile_m) * np.ceil(n / tile_n) * batch / sms
         lost = waves + c.quantization * (np.ceil(waves) - waves)
@@ -53,16 +65,21 @@ def matmul_seconds(
 
 
 def reached(cluster: Cluster) -> float:
-    """Largest share of its peak that a card's matmuls have been seen to reach; 1 where nobody looked.
+    """Largest share of its peak that a card's matmuls have been seen to reach; 1 where nobody
+    looked.
 
-    A100 SXM 271 of 312 TFLOP/s, H100 SXM 795 of 989, B200 1745 of 2250, bf16: S. Bekman, 'Machine Learning
-    Engineering', maximum achievable matmul FLOPS. In fp8 an H200 reaches 1453 of 1979.
+    A100 SXM 271 of 312 TFLOP/s, H100 SXM 795 of 989, B200 1745 of 2250, bf16: S. Bekman, 'Machine
+    Learning Engineering', maximum achievable matmul FLOPS. In fp8 an H200 reaches 1453 of 1979.
     """
     return {8: 0.869, 9: 0.804, 10: 0.776}.get(cluster.gpu.compute_capability[0], 1.0)
 
 
-def linear_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> tuple[Number, Number]:
-    """Forward and backward seconds of the four weight matmuls of a layer: QKV, projection, MLP in, MLP out."""
+def linear_seconds(
+    columns: Columns, cluster: Cluster, constants: Constants
+) -> tuple[Number, Number]:
+    """Forward and backward seconds of the four weight matmuls of a layer: QKV, projection, MLP in,
+    MLP out.
+    """
     x, peak = columns, linear_flops_per_s(columns, cluster)
     forward: Number = 0.0
     backward: Number = 0.0
@@ -73,26 +90,44 @@ def linear_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> 
     return forward, backward
 
 
-def attention_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> tuple[Number, Number]:
+def attention_seconds(
+    columns: Columns, cluster: Cluster, constants: Constants
+) -> tuple[Number, Number]:
     """Forward and backward seconds of the attention core of a layer.
 
-    Scores stored: QK^T and AV, with 6.5 passes over the s x s half-precision scores forward (QK^T writes, softmax
-    reads and writes, dropout reads, writes and keeps a byte mask, AV reads) and 9.5 backward. Where head_dim % 8 != 0
-    the products leave the tensor cores for fp32 units. Fused: see flash_seconds. Left out: batches that leave SMs idle.
+    Scores stored: QK^T and AV, with 6.5 passes over the s x s half-precision scores forward (QK^T
+    writes, softmax reads and writes, dropout reads, writes and keeps a byte mask, AV reads) and 9.5
+    backward. Where head_dim % 8 != 0 the products leave the tensor cores for fp32 units. Fused: see
+    flash_seconds. Left out: batches that leave SMs idle.
     """
     x, c, gpu = columns, constants, cluster.gpu
-    s, d, batch, mine = x.seq, x.head_dim, x.mbs * x.heads / x.tp, x.seq / x.cp  # `mine`: queries of this rank
-    product = matmul_seconds(mine, s, d, x, cluster, c, batch) + matmul_seconds(mine, d, s, x, cluster, c, batch)
+    s, d, batch, mine = (
+        x.seq,
+        x.head_dim,
+        x.mbs * x.heads / x.tp,
+        x.seq / x.cp,
+    )  # `mine`: queries of this rank
+    product = matmul_seconds(mine, s, d, x, cluster, c, batch) + matmul_seconds(
+        mine, d, s, x, cluster, c, batch
+    )
     if gpu.kind == "cpu":
         fused = product
     else:
-        # SIMT kernels, which take unaligned operands, have 64-wide tiles; `misaligned` is quoted at 32 heads in flight
+        # SIMT kernels, which take unaligned operands, have 64-wide tiles; `misaligned` is quoted at
+        # 32 heads in flight
         wide = np.ceil(d / 64) * 64
         crowd = (batch / 32) ** c.crowding
         slow = 2 * mine * s * (d + wide) * batch * crowd / (gpu.fp32_flops_per_s * c.misaligned)
         product = np.where(np.mod(d, 8) == 0, product, slow)
         fused = flash_seconds(x, cluster, c)
-    one_pass = x.value_bytes * mine * s * batch * slowdown(x, cluster) / (gpu.memory_bytes_per_s * c.memory)
+    one_pass = (
+        x.value_bytes
+        * mine
+        * s
+        * batch
+        * slowdown(x, cluster)
+        / (gpu.memory_bytes_per_s * c.memory)
+    )
     stored = np.equal(x.attention, 1)
     forward = np.where(stored, product + 6.5 * one_pass, fused)
     backward = np.where(stored, 2 * product + 9.5 * one_pass, 2.5 * fused)
@@ -101,64 +136,92 @@ def attention_seconds(columns: Columns, cluster: Cluster, constants: Constants) 
 
 
 def ring_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
-    """Seconds in which the ranks that share a sequence hand the keys and values of a layer once around their ring.
+    """Seconds in which the ranks that share a sequence hand the keys and values of a layer once
+    around their ring.
 
-    Each block is sent while the one before is multiplied (Liu et al. 2023, arXiv:2310.01889), so it costs what exceeds
-    the attention core; backward hands on the gradients, too. Left out: the imbalance of a causal mask.
+    Each block is sent while the one before is multiplied (Liu et al. 2023, arXiv:2310.01889), so it
+    costs what exceeds the attention core; backward hands on the gradients, too. Left out: the
+    imbalance of a causal mask.
     """
     x, node = columns, cluster.gpus_per_node
     sent = (x.cp - 1) * 2 * x.tokens * x.kv_hidden / x.tp * x.value_bytes
     inside = cluster.node_bytes_per_s * constants.node
-    outside = np.minimum(inside, cluster.network_bytes_per_s / np.minimum(x.tp, node) * constants.network)
+    outside = np.minimum(
+        inside, cluster.network_bytes_per_s / np.minimum(x.tp, node) * constants.network
+    )
     return sent / np.where(x.tp * x.cp > node, outside, inside)
 
 
 def flash_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
-    """Forward seconds of a flash kernel: half of 4 s^2 d FLOPs a head, the causal half, at `flash` of the peak.
+    """Forward seconds of a flash kernel: half of 4 s^2 d FLOPs a head, the causal half, at `flash`
+    of the peak.
 
-    Dao 2023, arXiv:2307.08691, figures 5 to 7: 50-73 % of an A100's peak forward; backward counts 2.5 times the FLOPs.
-    Left out: that H100 kernels of 2023 reach less, and short sequences.
+    Dao 2023, arXiv:2307.08691, figures 5 to 7: 50-73 % of an A100's peak forward; backward counts
+    2.5 times the FLOPs. Left out: that H100 kernels of 2023 reach less, and short sequences.
     """
     x = columns
     flops = 0.5 * 4 * x.seq**2 / x.cp * np.ceil(x.head_dim / 8) * 8 * x.mbs * x.heads / x.tp
     return flops / (constants.flash * x.seq / (x.seq + 256) * matmul_flops_per_s(x, cluster))
 
 
-def elementwise_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> tuple[Number, Number]:
+def elementwise_seconds(
+    columns: Columns, cluster: Cluster, constants: Constants
+) -> tuple[Number, Number]:
     """Forward and backward seconds of norms, residuals, dropout, GELU and biases, by bytes moved.
 
-    Forward, in bytes per token and channel at 2 bytes a value: two norms 8, two residuals with dropout 14, and, over t,
-    4 of each channel of the MLP (16 with 4 h; a gate reads another 2) and 4 of queries, keys and values for bias and
-    layout (12). Backward moves half as much again. Sequence parallelism divides all by t.
+    Forward, in bytes per token and channel at 2 bytes a value: two norms 8, two residuals with
+    dropout 14, and, over t, 4 of each channel of the MLP (16 with 4 h; a gate reads another 2) and
+    4 of queries, keys and values for bias and layout (12). Backward moves half as much again.
+    Sequence parallelism divides all by t.
     """
     x, c = columns, constants
     cut = (4 + 2 * x.gated) * x.ffn / x.hidden + 4 * (1 + 2 * x.kv_hidden / x.hidden)
-    moved = (np.where(np.equal(x.sequence_parallel, 1), 22 / x.tp, 22) + cut / x.tp) * x.value_bytes / 2
+    moved = (
+        (np.where(np.equal(x.sequence_parallel, 1), 22 / x.tp, 22) + cut / x.tp) * x.value_bytes / 2
+    )
     forward = (
-        c.passes * moved * x.tokens * x.hidden * slowdown(x, cluster) / (cluster.gpu.memory_bytes_per_s * c.memory)
+        c.passes
+        * moved
+        * x.tokens
+        * x.hidden
+        * slowdown(x, cluster)
+        / (cluster.gpu.memory_bytes_per_s * c.memory)
     )
     outputs, inputs = (sum(sizes) for sizes in zip(*x.matrices, strict=True))
     cast = np.equal(x.precision, 3) * 4 * x.tokens / (cluster.gpu.memory_bytes_per_s * c.memory)
     return forward + cast * inputs, 1.5 * forward + cast * outputs
 
 
-def accumulation_seconds(parameters: Number, columns: Columns, cluster: Cluster, constants: Constants) -> Number:
-    """Adding one microbatch's weight gradients to the sum: 6 bytes a parameter, 10 where the sum is fp32."""
+def accumulation_seconds(
+    parameters: Number, columns: Columns, cluster: Cluster, constants: Constants
+) -> Number:
+    """Adding one microbatch's weight gradients to the sum: 6 bytes a parameter, 10 where the sum is
+    fp32.
+    """
     moved = parameters * np.where(np.equal(columns.fp32_gradients, 1), 10, 3 * columns.value_bytes)
     return moved * slowdown(columns, cluster) / (cluster.gpu.memory_bytes_per_s * constants.memory)
 
 
 def all_reduce_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
-    """One tensor-parallel all-reduce of s b h values: 2 (t-1)/t of the bytes over the bus, and the wait for the last.
+    """One tensor-parallel all-reduce of s b h values: 2 (t-1)/t of the bytes over the bus, and the
+    wait for the last.
 
-    The wait grows with the ring's steps, t - 1. A group that fills nodes has their whole network (NCCL enters and
-    leaves each node once); where a run over several nodes must lay a group across two, two share a node's network.
-    Left out: overlap with computation (Megatron of 2022 has none in forward).
+    The wait grows with the ring's steps, t - 1. A group that fills nodes has their whole network
+    (NCCL enters and leaves each node once); where a run over several nodes must lay a group across
+    two, two share a node's network. Left out: overlap with computation (Megatron of 2022 has none
+    in forward).
     """
     x, c, t, node = columns, constants, columns.tp, cluster.gpus_per_node
-    pair = np.where(np.equal(t, 2), cluster.pair_bytes_per_s or cluster.node_bytes_per_s, cluster.node_bytes_per_s)
+    pair = np.where(
+        np.equal(t, 2),
+        cluster.pair_bytes_per_s or cluster.node_bytes_per_s,
+        cluster.node_bytes_per_s,
+    )
     inside = pair * c.node
-    outside = np.minimum(inside, cluster.network_bytes_per_s / np.where(np.equal(np.mod(t, node), 0), 1, 2) * c.network)
+    outside = np.minimum(
+        inside,
+        cluster.network_bytes_per_s / np.where(np.equal(np.mod(t, node), 0), 1, 2) * c.network,
+    )
     leaves = np.not_equal(np.mod(node, t), 0) & np.greater(x.gpus, node)
     rate = np.where(leaves, outside, inside) / slowdown(x, cluster)
     wait = (t - 1) / 7 * c.skew_s + (t - 1) * cluster.latency_s
@@ -166,12 +229,14 @@ def all_reduce_seconds(columns: Columns, cluster: Cluster, constants: Constants)
 
 
 def layer_time(columns: Columns, cluster: Cluster, constants: Constants) -> LayerTime:
-    """One layer: forward, backward, and what is recomputed of the forward: all of it in the recomputed share of layers,
-    the attention core (selective), or half the matmuls and all elements (operators, which keep what was reduced).
+    """One layer: forward, backward, and what is recomputed of the forward: all of it in the
+    recomputed share of layers, the attention core (selective), or half the matmuls and all elements
+    (operators, which keep what was reduced).
 
-    Tensor parallelism costs two all-reduces forward, two backward and two more with full recomputation: Narayanan et
-    al. 2021, arXiv:2104.04473, section 3.2. Sequence parallelism moves the same bytes (Korthikanti et al. 2022). While
-    the GPU works the host launches ahead; where a layer needs the host longer than the GPU, the GPU waits for the rest.
+    Tensor parallelism costs two all-reduces forward, two backward and two more with full
+    recomputation: Narayanan et al. 2021, arXiv:2104.04473, section 3.2. Sequence parallelism moves
+    the same bytes (Korthikanti et al. 2022). While the GPU works the host launches ahead; where a
+    layer needs the host longer than the GPU, the GPU waits for the rest.
     """
     x, c = columns, constants
     whole, core, operators = x.recomputed, np.equal(x.recompute, 1), np.equal(x.recompute, 3)
@@ -187,19 +252,26 @@ def layer_time(columns: Columns, cluster: Cluster, constants: Constants) -> Laye
         "elementwise": elements * (1 + again) + elements_back + gradients,
         "tensor_parallel": all_reduce_seconds(x, cluster, c) * messages,
     }
-    # collectives and their hooks, of tensor parallelism or of ZeRO-3, are launched, too: a quarter more each, guessed
-    launched = c.host_s * (3 + again) / 4 * (1 + 0.25 * np.greater(x.tp, 1) + 0.25 * np.equal(x.zero, 3))
+    # collectives and their hooks, of tensor parallelism or of ZeRO-3, are launched, too: a quarter
+    # more each, guessed
+    launched = (
+        c.host_s * (3 + again) / 4 * (1 + 0.25 * np.greater(x.tp, 1) + 0.25 * np.equal(x.zero, 3))
+    )
     host = 0.0 if cluster.gpu.kind == "cpu" else np.maximum(launched - sum(parts.values()), 0)
     return LayerTime(**parts, overhead=c.launch_s * (3 + again) / 4 * slowdown(x, cluster) + host)
 
 
 def head_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
-    """The output layer of one microbatch: logits (never recomputed) and the loss on their fp32 copy.
+    """The output layer of one microbatch: logits (never recomputed) and the loss on their fp32
+    copy.
 
-    About 45 bytes per logit: the cast, max, exponential, sum and the gradient, each a pass over fp32 or half precision.
+    About 45 bytes per logit: the cast, max, exponential, sum and the gradient, each a pass over
+    fp32 or half precision.
     """
     x, c, h, n = columns, constants, columns.hidden, columns.vocab / columns.tp
-    products = matmul_seconds(x.tokens, n, h, x, cluster, c) + matmul_seconds(x.tokens, h, n, x, cluster, c)
+    products = matmul_seconds(x.tokens, n, h, x, cluster, c) + matmul_seconds(
+        x.tokens, h, n, x, cluster, c
+    )
     products = products + matmul_seconds(h, n, x.tokens, x, cluster, c)
     loss = 45 * x.tokens * n * slowdown(x, cluster) / (cluster.gpu.memory_bytes_per_s * c.memory)
     gradients = accumulation_seconds(x.embedding_parameters, x, cluster, c)
@@ -207,7 +279,9 @@ def head_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Nu
 
 
 def embedding_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
-    """The input embedding of one microbatch: the lookup, and a dense gradient of the whole table (zeroed, added)."""
+    """The input embedding of one microbatch: the lookup, and a dense gradient of the whole table
+    (zeroed, added).
+    """
     x, c = columns, constants
     table = accumulation_seconds(x.embedding_parameters, x, cluster, c) * 4 / 3
     moved = 20 * x.tokens * x.hidden * x.value_bytes / 2

@@ -17,7 +17,8 @@ from trilane.utils.validation import from_mapping, shipped_json
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConstants:
-    """What no formula gives, fitted to 115 rows of the BigScience documents. Other software: data/stacks.json.
+    """What no formula gives, fitted to 115 rows of the BigScience documents. Other software:
+    data/stacks.json.
 
     optimizer     bytes per owned parameter: fp32 master, two moments and gradient (16), temporaries of the step
     accumulated   bytes per held parameter that fp32 accumulation adds (4, and its flattened 16-bit copies)
@@ -65,20 +66,26 @@ FP8 = CHOICES["precision"].index("fp8")
 
 @functools.cache  # a search predicts hundreds of plans
 def memory_of(stack: str) -> MemoryConstants:
-    """The shipped constants of a software stack's memory; the documents' where it has none of its own.
+    """The shipped constants of a software stack's memory; the documents' where it has none of its
+    own.
 
-    An unknown one has 16 bytes a parameter (Rajbhandari et al. 2020), 2 more of an fp32 sum, and FSDP's spread.
+    An unknown one has 16 bytes a parameter (Rajbhandari et al. 2020), 2 more of an fp32 sum, and
+    FSDP's spread.
     """
     unknown = {"memory": {"optimizer": 12.0, "accumulated": 2.0, "checkpoint": 1.0, "spread": 0.15}}
     held = shipped_json("stacks")["stacks"].get(stack, unknown).get("memory", {})
     return from_mapping(MemoryConstants, {k: v for k, v in held.items() if k != "source"}, "memory")
 
 
-def engine_memory(engine: str, cluster: Cluster, dropout: Dropout = NO_DROPOUT, zero: int = 0) -> MemoryConstants:
-    """What an engine here keeps, nothing fitted: traces of it hold the same (benchmarks/trace_check.py).
+def engine_memory(
+    engine: str, cluster: Cluster, dropout: Dropout = NO_DROPOUT, zero: int = 0
+) -> MemoryConstants:
+    """What an engine here keeps, nothing fitted: traces of it hold the same
+    (benchmarks/trace_check.py).
 
-    Megatron's own keeps whole fp32 gradients and no other: 2 + 4 + 12 bytes (megatron-core's distributed optimizer), as
-    ZeRO-2 and 3 in their shares; DeepSpeed's BF16_Optimizer at stage 1 those of 16 bits, too. Below compute capability
+    Megatron's own keeps whole fp32 gradients and no other: 2 + 4 + 12 bytes (megatron-core's
+    distributed optimizer), as ZeRO-2 and 3 in their shares; DeepSpeed's BF16_Optimizer at stage 1
+    those of 16 bits, too. Below compute capability
     8.0, and under ZeRO-3, gates are several kernels. No kernel before 8.0 reads shared keys once.
     """
     old = (cluster.gpu.compute_capability or (0, 0)) < (8, 0)
@@ -102,17 +109,32 @@ def engine_memory(engine: str, cluster: Cluster, dropout: Dropout = NO_DROPOUT, 
 def memory_for(
     calibration: Calibration, engine: str, cluster: Cluster, dropout: Dropout = NO_DROPOUT
 ) -> MemoryConstants:
-    """Those of the stack that constants of time are named after; else of the documents, or of the rows' programs."""
-    own: dict[str, dict[str, float]] = {"megatron": {"optimizer": 12, "accumulated": 2}, "hf-zero3": {"unfused": 1}}
+    """Those of the stack that constants of time are named after; else of the documents, or of the
+    rows' programs.
+    """
+    own: dict[str, dict[str, float]] = {
+        "megatron": {"optimizer": 12, "accumulated": 2},
+        "hf-zero3": {"unfused": 1},
+    }
     named = calibration.name in shipped_json("stacks")["stacks"]
     if engine in own.keys() | {"deepspeed-zero"} and not named:
         # twice the documents' spread, as nobody measured memory on a card
-        found = dataclasses.replace(engine_memory(engine, cluster, dropout), spread=DEFAULT.spread * 2)
+        found = dataclasses.replace(
+            engine_memory(engine, cluster, dropout), spread=DEFAULT.spread * 2
+        )
         # DeepSpeed's step has temporaries, which the documents' constants count
-        fitted = {} if engine == "megatron" else {"optimizer": DEFAULT.optimizer, "accumulated": DEFAULT.accumulated}
+        fitted = (
+            {}
+            if engine == "megatron"
+            else {"optimizer": DEFAULT.optimizer, "accumulated": DEFAULT.accumulated}
+        )
         return dataclasses.replace(found, **fitted)
     # deepspeed-3d is the program of the documents, which their constants were fitted to
-    known = DEFAULT if engine and not named else memory_of(calibration.name if named else calibration.stack)
+    known = (
+        DEFAULT
+        if engine and not named
+        else memory_of(calibration.name if named else calibration.stack)
+    )
     return dataclasses.replace(known, **own.get(engine, {}))
 
 
@@ -141,24 +163,38 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
         operators   2 s b (h + (2 h + k + f)/t)           sequence parallel: 3 h / t first; a gate: h more
         block       the mean of full and none
 
-    Korthikanti et al. 2022, arXiv:2205.05198, table 2. Of the 24: queries, keys and values 6, the core's output 2, the
-    MLP's hidden channels before and after the activation 4 each of 4 h; a gate keeps one more of them.
-    fp8: inputs of linear layers in 8 bits, the core's output beside them (Transformer Engine, module/linear.py).
-    unfused, with a gate as in transformers' Llama: fp32 copies in two RMSNorms (8, less masks of dropout), its product.
-    Scores that an engine here writes need all keys; transformers' Llama and BLOOM keep their softmax in fp32, too.
-    Dropout masks are 2 of the 10. selective: queries that share keys are a copy beside all channels (megatron-core).
-    whole: keys and values of cp parts, and the output of two chunks joined; Transformer Engine has a ring.
-    operators: the layer's input, attention's output and every second matmul's, of q, k, v, o, in, gate, out; with
-    sequence parallelism what was reduced, too (torchtitan 2025, `_op_sac_save_list` of its llama3).
+    Korthikanti et al. 2022, arXiv:2205.05198, table 2. Of the 24: queries, keys and values 6, the
+    core's output 2, the MLP's hidden channels before and after the activation 4 each of 4 h; a gate
+    keeps one more of them. fp8: inputs of linear layers in 8 bits, the core's output beside them
+    (Transformer Engine, module/linear.py). unfused, with a gate as in transformers' Llama: fp32
+    copies in two RMSNorms (8, less masks of dropout), its product. Scores that an engine here
+    writes need all keys; transformers' Llama and BLOOM keep their softmax in fp32, too. Dropout
+    masks are 2 of the 10. selective: queries that share keys are a copy beside all channels
+    (megatron-core). whole: keys and values of cp parts, and the output of two chunks joined;
+    Transformer Engine has a ring. operators: the layer's input, attention's output and every second
+    matmul's, of q, k, v, o, in, gate, out; with sequence parallelism what was reduced, too
+    (torchtitan 2025, `_op_sac_save_list` of its llama3).
     """
     x, c, h = columns, constants, columns.hidden
     sbh, fp8 = x.tokens * h, np.equal(x.precision, FP8)
     cut = np.where(np.equal(x.sequence_parallel, 1), x.tp, 1)
     single, gate = c.unfused * x.gated, 2 + 2 * (c.unfused + c.gates)
     norms = 8 * single + c.masks * (1 - single)
-    keys = np.where(c.repeats + c.ends * (np.equal(x.value_bytes, 4) | np.equal(x.attention, 1)), h, x.kv_hidden)
-    shares = np.greater(x.cp, 1) * c.whole * ~(fp8 | np.equal(x.overlap_tp, 1) | np.equal(x.recompute, 1))
-    shared = 4 + 2 * shares + fp8 + 4 * keys / h * (1 + shares * (x.cp - 1)) + (4 - fp8 + gate * x.gated) * x.ffn / h
+    keys = np.where(
+        c.repeats + c.ends * (np.equal(x.value_bytes, 4) | np.equal(x.attention, 1)), h, x.kv_hidden
+    )
+    shares = (
+        np.greater(x.cp, 1)
+        * c.whole
+        * ~(fp8 | np.equal(x.overlap_tp, 1) | np.equal(x.recompute, 1))
+    )
+    shared = (
+        4
+        + 2 * shares
+        + fp8
+        + 4 * keys / h * (1 + shares * (x.cp - 1))
+        + (4 - fp8 + gate * x.gated) * x.ffn / h
+    )
     shared = shared + 2 * np.equal(x.recompute, 1) * np.less(x.kv_heads, x.heads)
     stores = (np.equal(x.recompute, 0) | np.equal(x.recompute, 4)) * x.attention
     each = c.scores + 4 * c.unfused * np.maximum(x.gated, x.alibi)
@@ -171,10 +207,12 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
 
 
 def end_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -> Number:
-    """Bytes that a microbatch keeps outside of layers, but for the logits, which are in working_bytes().
+    """Bytes that a microbatch keeps outside of layers, but for the logits, which are in
+    working_bytes().
 
-    The norm of the embedding and the last one keep their inputs, the head its own, the embedding's dropout a mask of
-    bytes, and DeepSpeed's pipeline what a stage has sent, which megatron-core deallocates, and a copy of what it got.
+    The norm of the embedding and the last one keep their inputs, the head its own, the embedding's
+    dropout a mask of bytes, and DeepSpeed's pipeline what a stage has sent, which megatron-core
+    deallocates, and a copy of what it got.
     """
     x, c = columns, constants
     first, last = 1 * np.equal(stage, 0), 1 * np.equal(stage, x.pp - 1)
@@ -188,7 +226,8 @@ def in_flight(columns: Columns, stage: Number) -> Number:
     """Microbatches whose activations a stage holds: min(m, p - i) in 1F1B.
 
     Interleaved ones warm up with 2 (p - i - 1) + (v - 1) p chunks (megatron-core's schedules.py,
-    get_pp_rank_microbatches), on the first stage 1 + (p - 1) / (p v) as much: Korthikanti et al. 2022, section 4.2.3.
+    get_pp_rank_microbatches), on the first stage 1 + (p - 1) / (p v) as much: Korthikanti et al.
+    2022, section 4.2.3.
     """
     x, v = columns, columns.interleaving
     chunks = 2 * (x.pp - stage - 1) + (v - 1) * x.pp + 1
@@ -203,38 +242,58 @@ def stage_layers_at(columns: Columns, stage: Number) -> Number:
 
 
 def stage_parameters(columns: Columns, stage: Number) -> Number:
-    """Parameters one GPU of the stage holds: a tied embedding stands on the first and the last stage."""
+    """Parameters one GPU of the stage holds: a tied embedding stands on the first and the last
+    stage.
+    """
     x = columns
     ends = np.equal(stage, 0), np.equal(stage, x.pp - 1)
     embedding = x.embedding_parameters
-    beside = x.positions * x.hidden + 2 * x.hidden * x.embedding_layernorm  # BLOOM's norm of the embedding
+    beside = (
+        x.positions * x.hidden + 2 * x.hidden * x.embedding_layernorm
+    )  # BLOOM's norm of the embedding
     at_end = x.norm_values + embedding * np.where(np.equal(x.pp, 1), x.untied, 1)
-    return stage_layers_at(x, stage) * x.layer_parameters + ends[0] * (embedding + beside) + ends[1] * at_end
+    return (
+        stage_layers_at(x, stage) * x.layer_parameters
+        + ends[0] * (embedding + beside)
+        + ends[1] * at_end
+    )
 
 
-def model_states(columns: Columns, stage: Number, constants: MemoryConstants) -> tuple[Number, Number, Number]:
+def model_states(
+    columns: Columns, stage: Number, constants: MemoryConstants
+) -> tuple[Number, Number, Number]:
     """Bytes of weights, gradients and optimizer of one GPU, before any offload.
 
-    Per parameter: 16-bit 2 + 2 + optimizer (2 + 2 + 14 without ZeRO), fp32 4 + 4 + 8. ZeRO stage 1 divides the
-    optimizer by dp, 2 the gradients too, 3 the weights too: Rajbhandari et al. 2020, arXiv:1910.02054, section 3.
+    Per parameter: 16-bit 2 + 2 + optimizer (2 + 2 + 14 without ZeRO), fp32 4 + 4 + 8. ZeRO stage 1
+    divides the optimizer by dp, 2 the gradients too, 3 the weights too: Rajbhandari et al. 2020,
+    arXiv:1910.02054, section 3.
     """
     x, c = columns, constants
     parameters, wide = stage_parameters(x, stage), np.equal(x.value_bytes, 4)
-    # FSDP inside a pipeline has weights and gradients whole between microbatches (torchtitan: reshard_after_forward)
-    able = [np.greater_equal(x.zero, level) & ((level == 1) | np.equal(x.pp, 1)) for level in (1, 2, 3)]
+    # FSDP inside a pipeline has weights and gradients whole between microbatches (torchtitan:
+    # reshard_after_forward)
+    able = [
+        np.greater_equal(x.zero, level) & ((level == 1) | np.equal(x.pp, 1)) for level in (1, 2, 3)
+    ]
     shard = [np.where(divides, x.sharded, 1) for divides in able]
     weights = x.value_bytes * parameters / shard[2]
-    gradients = (x.value_bytes + np.where(wide, 0, c.accumulated * x.fp32_gradients)) * parameters / shard[1]
-    # without ZeRO 14: fp32 master, two moments and two more bytes for an fp32 gradient, 18 with weights and gradients
-    # (BigScience chronicles, '104B topology / memory usage')
+    gradients = (
+        (x.value_bytes + np.where(wide, 0, c.accumulated * x.fp32_gradients))
+        * parameters
+        / shard[1]
+    )
+    # without ZeRO 14: fp32 master, two moments and two more bytes for an fp32 gradient, 18 with
+    # weights and gradients (BigScience chronicles, '104B topology / memory usage')
     whole = np.where(np.equal(x.zero, 0), min(14.0, c.optimizer), c.optimizer)
-    # torch's Adam makes its denominator, fp32, for the whole flat share at once: 4 bytes. The chronicles' prequel
-    # prints 61 and 47 GB with it (first node, others), 51 and 44 with apex's fused kernel.
+    # torch's Adam makes its denominator, fp32, for the whole flat share at once: 4 bytes. The
+    # chronicles' prequel prints 61 and 47 GB with it (first node, others), 51 and 44 with apex's
+    # fused kernel.
     return weights, gradients, (np.where(wide, 8, whole) + 4 * x.adam) * parameters / shard[0]
 
 
 def working_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -> Number:
-    """The most that is alive for a moment only: one layer's recomputed activations, or the logits with their loss.
+    """The most that is alive for a moment only: one layer's recomputed activations, or the logits
+    with their loss.
 
     They do not meet: the loss is done before the first layer is recomputed.
     """
@@ -250,21 +309,33 @@ def stage_memory(
 ) -> StageMemory:
     """Peak memory of one GPU of stage `stage` (0 is the first), a number or an array a part.
 
-    ZeRO-3 gathers two layers, or an embedding, at a time. Offload moves the optimizer, and with "full" the weights.
-    Left out: the first stage's embedding and dropout activations; NCCL's buffers, which grow with the peers; what a
-    stage has sent: the engine megatron deallocates it, as Megatron-LM does; DeepSpeed's pipeline keeps 2 s b h each.
+    ZeRO-3 gathers two layers, or an embedding, at a time. Offload moves the optimizer, and with
+    "full" the weights. Left out: the first stage's embedding and dropout activations; NCCL's
+    buffers, which grow with the peers; what a stage has sent: the engine megatron deallocates it,
+    as Megatron-LM does; DeepSpeed's pipeline keeps 2 s b h each.
     """
     x, c, cpu = columns, constants, cluster.gpu.kind == "cpu"
     weights, gradients, optimizer = model_states(x, stage, c)
-    over = 1 if cpu else np.where(np.equal(x.recompute, 2), c.checkpoint, 1) * np.equal(x.offload_checkpoints, 0)
+    over = (
+        1
+        if cpu
+        else np.where(np.equal(x.recompute, 2), c.checkpoint, 1)
+        * np.equal(x.offload_checkpoints, 0)
+    )
     buckets = (x.pp == 1) & (x.replicas > 1) & np.greater(x.zero, 0) & (not cpu)
-    # reduce and all-gather buckets of 16-bit values, the first one doubled to overlap (DeepSpeed's configuration page)
+    # reduce and all-gather buckets of 16-bit values, the first one doubled to overlap (DeepSpeed's
+    # configuration page)
     bucket_bytes = 3 * 2.0 * x.bucket_values
     unit = np.maximum(x.layer_parameters, x.embedding_parameters)
-    here, away, each = np.equal(x.offload, 0), np.equal(x.offload, 2), activation_bytes_per_layer(x, c) * over
+    here, away, each = (
+        np.equal(x.offload, 0),
+        np.equal(x.offload, 2),
+        activation_bytes_per_layer(x, c) * over,
+    )
     kept = stage_layers_at(x, stage) * each + c.ends * end_bytes(x, stage, c)
     parts = {
-        "weights": weights * ~away + np.equal(x.zero, 3) * np.equal(x.pp, 1) * c.gathered * unit * x.value_bytes / 2,
+        "weights": weights * ~away
+        + np.equal(x.zero, 3) * np.equal(x.pp, 1) * c.gathered * unit * x.value_bytes / 2,
         "gradients": gradients,
         "optimizer": optimizer * here,
         "activations": in_flight(x, stage) * kept,
@@ -281,14 +352,24 @@ def stage_memory(
 
 
 def host_bytes(columns: Columns, stage: Number, constants: MemoryConstants = DEFAULT) -> Number:
-    """CPU memory of one GPU's offload: optimizer, weights ("full"), inputs of recomputed layers over tp."""
+    """CPU memory of one GPU's offload: optimizer, weights ("full"), inputs of recomputed layers
+    over tp.
+    """
     x, (weights, _, optimizer) = columns, model_states(columns, stage, constants)
     inputs = stage_layers_at(x, stage) * in_flight(x, stage) * activation_bytes_per_layer(x) / x.tp
-    return np.greater(x.offload, 0) * optimizer + np.equal(x.offload, 2) * weights + x.offload_checkpoints * inputs
+    return (
+        np.greater(x.offload, 0) * optimizer
+        + np.equal(x.offload, 2) * weights
+        + x.offload_checkpoints * inputs
+    )
 
 
-def memory_bytes(columns: Columns, cluster: Cluster, constants: MemoryConstants = DEFAULT) -> Number:
-    """Bytes of the fullest stage: the first, the second (no embedding, less in flight) or the last (logits)."""
+def memory_bytes(
+    columns: Columns, cluster: Cluster, constants: MemoryConstants = DEFAULT
+) -> Number:
+    """Bytes of the fullest stage: the first, the second (no embedding, less in flight) or the last
+    (logits).
+    """
     last = np.atleast_1d(columns.pp) - 1
     stages = np.stack([np.zeros_like(last), np.minimum(1, last), last])
     most = np.max(stage_memory(columns, stages, cluster, constants).total, axis=0)
@@ -297,12 +378,24 @@ def memory_bytes(columns: Columns, cluster: Cluster, constants: MemoryConstants 
 
 
 def memory_per_stage(
-    shape: ModelShape, topology: Topology, cluster: Cluster, constants: MemoryConstants = DEFAULT, engine: str = ""
+    shape: ModelShape,
+    topology: Topology,
+    cluster: Cluster,
+    constants: MemoryConstants = DEFAULT,
+    engine: str = "",
 ) -> list[StageMemory]:
     """Peak memory of one GPU of each pipeline stage, first to last."""
-    every = stage_memory(columns_of(shape, topology, engine), np.arange(topology.pp), cluster, constants)
-    parts = {f.name: np.broadcast_to(getattr(every, f.name), topology.pp).tolist() for f in fields(StageMemory)}
-    return [StageMemory(**{name: values[i] for name, values in parts.items()}) for i in range(topology.pp)]
+    every = stage_memory(
+        columns_of(shape, topology, engine), np.arange(topology.pp), cluster, constants
+    )
+    parts = {
+        f.name: np.broadcast_to(getattr(every, f.name), topology.pp).tolist()
+        for f in fields(StageMemory)
+    }
+    return [
+        StageMemory(**{name: values[i] for name, values in parts.items()})
+        for i in range(topology.pp)
+    ]
 
 
 def stage_layers(shape: ModelShape, topology: Topology) -> list[int]:
@@ -314,8 +407,8 @@ def stage_layers(shape: ModelShape, topology: Topology) -> list[int]:
 def oom_probability(bytes_: Number, cluster: Cluster, spread: float = DEFAULT.spread) -> Number:
     """Probability that a predicted need passes the card: normal in ln(bytes).
 
-    The normal distribution by a logistic curve, 1 / (1 + exp(-1.5976 z - 0.07056 z^3)), right to 1.4e-4: Bowling et
-    al. 2009, Journal of Industrial Engineering and Management 2(1).
+    The normal distribution by a logistic curve, 1 / (1 + exp(-1.5976 z - 0.07056 z^3)), right to
+    1.4e-4: Bowling et al. 2009, Journal of Industrial Engineering and Management 2(1).
     """
     z = np.clip(np.log(bytes_ / cluster.gpu.memory_bytes) / spread, -8, 8)
     return 1 / (1 + np.exp(-1.5976 * z - 0.07056 * z**3))

@@ -1,4 +1,6 @@
-"""The pipeline schedule of a plan, to scale: when each stage computes which pass of which microbatch."""
+"""The pipeline schedule of a plan, to scale: when each stage computes which pass of which
+microbatch.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +13,9 @@ Step = tuple[bool, int, int]  # whether it is a forward pass, its microbatch, it
 
 
 class Pass(NamedTuple):  # of a dataclass 50,000 take twice as long
-    """The forward or backward pass of one microbatch through one model chunk of one stage; seconds from the start."""
+    """The forward or backward pass of one microbatch through one model chunk of one stage; seconds
+    from the start.
+    """
 
     stage: int
     is_forward: bool
@@ -23,7 +27,8 @@ class Pass(NamedTuple):  # of a dataclass 50,000 take twice as long
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSchedule:
-    """All passes of one iteration, stage by stage in their order, and what follows them on every stage.
+    """All passes of one iteration, stage by stage in their order, and what follows them on every
+    stage.
 
     stage_seconds       one microbatch, forward and backward, its sends counted, on each stage
     data_parallel, optimizer   seconds after the last pass
@@ -53,23 +58,30 @@ class PipelineSchedule:
 def pipeline_schedule(topology: Topology, prediction: Prediction) -> PipelineSchedule:
     """The schedule of a predicted plan.
 
-    1F1B: a stage runs at most p - i microbatches ahead, then one forward and one backward pass in turn; interleaved
-    with v chunks a stage where the plan has them, in rounds of p microbatches: Narayanan et al. 2021, arXiv:2104.04473,
-    section 2.2 and figure 4. A stage's seconds are those predicted, with the exposed seconds of its sends, and spread
-    evenly over its chunks (left out: embedding and head are on one chunk).
+    1F1B: a stage runs at most p - i microbatches ahead, then one forward and one backward pass in
+    turn; interleaved with v chunks a stage where the plan has them, in rounds of p microbatches:
+    Narayanan et al. 2021, arXiv:2104.04473, section 2.2 and figure 4. A stage's seconds are those
+    predicted, with the exposed seconds of its sends, and spread evenly over its chunks (left out:
+    embedding and head are on one chunk).
 
-    The prediction is a formula (iteration.py): m microbatches at the pace of the slowest stage, and once through
-    the others. With equal stages, or where the last one is the slowest, the schedule ends exactly when the prediction
-    does. Otherwise it ends earlier, by the whole predicted bubble at most: stages that wait for a slow one do a part of
-    their fill and drain meanwhile. Over 600 plans of four searches that was 0.01 % of the iteration at most.
+    The prediction is a formula (iteration.py): m microbatches at the pace of the slowest stage, and
+    once through the others. With equal stages, or where the last one is the slowest, the schedule
+    ends exactly when the prediction does. Otherwise it ends earlier, by the whole predicted bubble
+    at most: stages that wait for a slow one do a part of their fill and drain meanwhile. Over 600
+    plans of four searches that was 0.01 % of the iteration at most.
     """
     t, time = topology, prediction.time
-    inside = time.matmul + time.attention + time.elementwise + time.tensor_parallel  # parts inside a pass
+    inside = (
+        time.matmul + time.attention + time.elementwise + time.tensor_parallel
+    )  # parts inside a pass
     computed = inside / t.microbatches  # seconds on the slowest stage
     scale = computed / max(prediction.stage_seconds)  # what the pressure on the card's memory adds
-    stages = [seconds * scale + time.pipeline_p2p / t.microbatches for seconds in prediction.stage_seconds]
-    # a backward pass has twice the FLOPs of a forward pass, and full recomputation repeats the forward pass in it
-    # (Narayanan et al., appendix); left out: that embedding and head are not recomputed
+    stages = [
+        seconds * scale + time.pipeline_p2p / t.microbatches for seconds in prediction.stage_seconds
+    ]
+    # a backward pass has twice the FLOPs of a forward pass, and full recomputation repeats the
+    # forward pass in it (Narayanan et al., appendix); left out: that embedding and head are not
+    # recomputed
     forward = 0.25 if t.recompute == "full" else 1 / 3
     return PipelineSchedule(
         stage_seconds=tuple(stages),
@@ -79,11 +91,13 @@ def pipeline_schedule(topology: Topology, prediction: Prediction) -> PipelineSch
     )
 
 
-def passes(stages: Sequence[float], microbatches: int, chunks: int = 1, forward: float = 1 / 3) -> list[Pass]:
+def passes(
+    stages: Sequence[float], microbatches: int, chunks: int = 1, forward: float = 1 / 3
+) -> list[Pass]:
     """Every pass as early as its stage and the passes that it needs allow, in the order of steps().
 
-    A forward pass needs that of the stage before (the first stage: of the last one, a chunk earlier), a backward pass
-    that of the stage after.
+    A forward pass needs that of the stage before (the first stage: of the last one, a chunk
+    earlier), a backward pass that of the stage after.
     """
     p, ends = len(stages), dict[tuple[int, Step], float]()
     lengths = [{True: s * forward / chunks, False: s * (1 - forward) / chunks} for s in stages]
@@ -107,7 +121,8 @@ def passes(stages: Sequence[float], microbatches: int, chunks: int = 1, forward:
 def steps(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Step]:
     """The passes of one stage in their order: warm-up, one forward and one backward in turn, drain.
 
-    Interleaved, a stage warms up for 2 (p - i - 1) + (v - 1) p passes, as Megatron-LM's schedule does.
+    Interleaved, a stage warms up for 2 (p - i - 1) + (v - 1) p passes, as Megatron-LM's schedule
+    does.
     """
     p, v, total = stages, chunks, microbatches * chunks
     ahead = p - stage - 1 if v == 1 else 2 * (p - stage - 1) + (v - 1) * p
@@ -122,7 +137,9 @@ def steps(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[S
 
 
 def _place(number: int, stages: int, chunks: int) -> tuple[int, int]:
-    """Microbatch and chunk of a stage's pass by number: rounds of p microbatches, chunk after chunk."""
+    """Microbatch and chunk of a stage's pass by number: rounds of p microbatches, chunk after
+    chunk.
+    """
     if chunks == 1:
         return number, 0
     turn, rest = divmod(number, stages * chunks)
@@ -130,7 +147,9 @@ def _place(number: int, stages: int, chunks: int) -> tuple[int, int]:
 
 
 def _needed(stage: int, step: Step, stages: int, chunks: int) -> tuple[int, Step] | None:
-    """The pass of another stage whose result a pass needs; the last forward pass for the first backward one."""
+    """The pass of another stage whose result a pass needs; the last forward pass for the first
+    backward one.
+    """
     is_forward, microbatch, chunk = step
     if is_forward:
         if stage:
@@ -138,4 +157,8 @@ def _needed(stage: int, step: Step, stages: int, chunks: int) -> tuple[int, Step
         return (stages - 1, (True, microbatch, chunk - 1)) if chunk else None
     if stage < stages - 1:
         return stage + 1, step
-    return (0, (False, microbatch, chunk + 1)) if chunk < chunks - 1 else (stage, (True, microbatch, chunk))
+    return (
+        (0, (False, microbatch, chunk + 1))
+        if chunk < chunks - 1
+        else (stage, (True, microbatch, chunk))
+    )

@@ -1,5 +1,5 @@
-"""predict(): the one answer to what a plan is expected to take, seconds and bytes, each with its uncertainty; and
-support(): the measured rows that it rests on.
+"""predict(): the one answer to what a plan is expected to take, seconds and bytes, each with its
+uncertainty; and support(): the measured rows that it rests on.
 """
 
 import functools
@@ -20,8 +20,21 @@ from trilane.costmodel.calibration import Calibration, Configuration, interval
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import FOREIGN, T_QUANTILE, deviations, sensitivities
 from trilane.costmodel.iteration import IterationTime, iteration_time, seconds_per_stage
-from trilane.costmodel.measured_rows import MeasuredRow, Skipped, each_row, every_row, ignored_words, usable
-from trilane.costmodel.memory import NO_DROPOUT, StageMemory, host_bytes, memory_for, memory_per_stage
+from trilane.costmodel.measured_rows import (
+    MeasuredRow,
+    Skipped,
+    each_row,
+    every_row,
+    ignored_words,
+    usable,
+)
+from trilane.costmodel.memory import (
+    NO_DROPOUT,
+    StageMemory,
+    host_bytes,
+    memory_for,
+    memory_per_stage,
+)
 from trilane.costmodel.memory import oom_probability as probability_of
 from trilane.costmodel.shipped import constants_of
 from trilane.utils.numbers import with_bounds
@@ -31,21 +44,48 @@ from trilane.utils.validation import read_text, to_mapping
 SAFE = 0.01  # probability of running out of memory up to which a plan may be recommended
 RISKY = 0.1  # above it a plan is listed apart and never ranked first
 IMPOSSIBLE = 0.5  # from here on a search refuses it
-# How far two runs are apart: for each size, the factor that counts as 1 (a quite different run), and what else counts.
-SPANS = {"hidden": 4, "layers": 8, "seq": 4, "tokens": 8, "gpus": 16, "tp": 8, "pp": 16, "microbatches": 16}
-KINDS = {"card": 1.5, "cluster": 0.7, "attention kernel": 1.0, "precision": 1.0, "recomputation": 0.5, "offload": 1.0}
-KINDS |= {"MLP": 0.4, "key-value heads": 0.3, "ZeRO": 0.5, "context parallelism": 1.0, "groups over nodes": 1.0}
-NEAR, FAR = 0.5, 1.0  # up to NEAR the fitted interval holds; from FAR on no measured run supports a prediction
+# How far two runs are apart: for each size, the factor that counts as 1 (a quite different run),
+# and what else counts.
+SPANS = {
+    "hidden": 4,
+    "layers": 8,
+    "seq": 4,
+    "tokens": 8,
+    "gpus": 16,
+    "tp": 8,
+    "pp": 16,
+    "microbatches": 16,
+}
+KINDS = {
+    "card": 1.5,
+    "cluster": 0.7,
+    "attention kernel": 1.0,
+    "precision": 1.0,
+    "recomputation": 0.5,
+    "offload": 1.0,
+}
+KINDS |= {
+    "MLP": 0.4,
+    "key-value heads": 0.3,
+    "ZeRO": 0.5,
+    "context parallelism": 1.0,
+    "groups over nodes": 1.0,
+}
+NEAR, FAR = (
+    0.5,
+    1.0,
+)  # up to NEAR the fitted interval holds; from FAR on no measured run supports a prediction
 Case = Plan | Configuration  # what can be predicted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """Which measured runs a prediction rests on: the nearest with their distances, and what sets the first one apart.
+    """Which measured runs a prediction rests on: the nearest with their distances, and what sets
+    the first one apart.
 
-    A distance is the root of the squares of what differs: a size by its SPANS factor counts 1, a kind by KINDS.
-    `stack` is the software of the nearest one. `mfu` is the share of the card's peak that the prediction reaches, and
-    `record` the largest that any measured run of such cards has.
+    A distance is the root of the squares of what differs: a size by its SPANS factor counts 1, a
+    kind by KINDS. `stack` is the software of the nearest one. `mfu` is the share of the card's peak
+    that the prediction reaches, and `record` the largest that any measured run of such cards has.
     """
 
     nearest: tuple[tuple[str, float], ...] = ()
@@ -75,13 +115,21 @@ class Support:
 
     @property
     def widening(self) -> float:
-        """What the distance adds to the half-width of the interval of ln(seconds), as the root of the squares."""
-        # a tenth for each unit beyond NEAR, and as much as the prediction is faster than any measured run: our choices
-        return 0.10 * min(max(self.distance - NEAR, 0.0), 5.0) + math.log(max(self.mfu / self.record, 1.0))
+        """What the distance adds to the half-width of the interval of ln(seconds), as the root of
+        the squares.
+        """
+        # a tenth for each unit beyond NEAR, and as much as the prediction is faster than any
+        # measured run: our choices
+        return 0.10 * min(max(self.distance - NEAR, 0.0), 5.0) + math.log(
+            max(self.mfu / self.record, 1.0)
+        )
 
 
-def support(case: Case, rows: Sequence[MeasuredRow] | None = None, count: int = 3, stack: str = "") -> Support:
-    """The measured rows nearest to a case (a Plan or a Configuration); `rows` are by default all that ship.
+def support(
+    case: Case, rows: Sequence[MeasuredRow] | None = None, count: int = 3, stack: str = ""
+) -> Support:
+    """The measured rows nearest to a case (a Plan or a Configuration); `rows` are by default all
+    that ship.
 
     With `stack`, that of the constants, rows of other software are further.
 
@@ -105,11 +153,15 @@ def support(case: Case, rows: Sequence[MeasuredRow] | None = None, count: int = 
 
 
 def support_of(case: Case, calibration: Calibration, seconds: float) -> Support:
-    """The measured runs that a prediction by these constants rests on: those of one's own where it names some."""
+    """The measured runs that a prediction by these constants rests on: those of one's own where it
+    names some.
+    """
     if not calibration.own:
         found = support(case, stack=calibration.stack)
     else:  # the nearest by their sizes alone
-        apart = np.abs(np.log(calibration.own) / np.log(list(SPANS.values())) - _features((case,))[0])
+        apart = np.abs(
+            np.log(calibration.own) / np.log(list(SPANS.values())) - _features((case,))[0]
+        )
         distances = np.sqrt((apart**2).sum(1))
         at = int(np.argmin(distances))
         differs = _differing(dict(zip(SPANS, apart[at], strict=True)))
@@ -120,17 +172,25 @@ def support_of(case: Case, calibration: Calibration, seconds: float) -> Support:
 def _mfu(case: Any, seconds: float) -> float:
     """Share of the peak in the run's precision, by the model's FLOPs: recomputation does not count."""
     gpu, t = case.cluster.gpu, case.topology
-    return case.shape.flops_per_iteration(t.gbs) / (seconds * t.gpus * max(gpu.flops_per_s(t.precision), 1.0))
+    return case.shape.flops_per_iteration(t.gbs) / (
+        seconds * t.gpus * max(gpu.flops_per_s(t.precision), 1.0)
+    )
 
 
 def _peak(case: Any) -> tuple[int, str]:
-    """The generation of its card, and the precision of its products; any card after the H100 is one."""
-    return min(case.cluster.gpu.compute_capability[0], 9), case.topology.precision.replace("bf16", "fp16")
+    """The generation of its card, and the precision of its products; any card after the H100 is
+    one.
+    """
+    return min(case.cluster.gpu.compute_capability[0], 9), case.topology.precision.replace(
+        "bf16", "fp16"
+    )
 
 
 @functools.cache
 def _records() -> dict[tuple[int, str], float]:
-    """The largest share of the peak that a shipped run of each generation of cards and precision has."""
+    """The largest share of the peak that a shipped run of each generation of cards and precision
+    has.
+    """
     found: dict[tuple[int, str], float] = {}
     for row in usable(every_row()):
         found[_peak(row.case)] = max(found.get(_peak(row.case), 0.0), _mfu(row.case, row.seconds))
@@ -139,9 +199,16 @@ def _records() -> dict[tuple[int, str], float]:
 
 def _differing(parts: Mapping[str, float]) -> tuple[str, ...]:
     """What sets a run apart, the largest first."""
-    names = {"hidden": "hidden size", "layers": "number of layers", "seq": "sequence length", "gpus": "number of GPUs"}
+    names = {
+        "hidden": "hidden size",
+        "layers": "number of layers",
+        "seq": "sequence length",
+        "gpus": "number of GPUs",
+    }
     names |= {"tokens": "microbatch", "microbatches": "number of microbatches"}
-    return tuple(names.get(n, n) for n, part in sorted(parts.items(), key=lambda p: -p[1]) if part >= 0.4)
+    return tuple(
+        names.get(n, n) for n, part in sorted(parts.items(), key=lambda p: -p[1]) if part >= 0.4
+    )
 
 
 def sizes_of(cases: Sequence[Case]) -> tuple[tuple[float, ...], ...]:
@@ -180,11 +247,13 @@ def _features(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def unmeasured_half_width(case: Configuration, calibration: Calibration, nearest: Support) -> float:
-    """Half-width of the interval of ln(seconds) of a case that nobody measured; `nearest` is its support_of().
+    """Half-width of the interval of ln(seconds) of a case that nobody measured; `nearest` is its
+    support_of().
 
-    That of the calibration's rows; without any, that of the priors, by how much the time of this case depends on each
-    constant. Either widens with the distance from measured rows of the same software, or from the rows of one's own
-    (which a calibration made by hand may leave out: then it keeps its width).
+    That of the calibration's rows; without any, that of the priors, by how much the time of this
+    case depends on each constant. Either widens with the distance from measured rows of the same
+    software, or from the rows of one's own (which a calibration made by hand may leave out: then it
+    keeps its width).
     """
     own = calibration.half_width
     if calibration.rows and not (calibration.stack or calibration.own):
@@ -198,7 +267,8 @@ def unmeasured_half_width(case: Configuration, calibration: Calibration, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(Brief):
-    """Seconds per iteration with a 90 % interval, and memory of the fullest stage with a probability of running out.
+    """Seconds per iteration with a 90 % interval, and memory of the fullest stage with a
+    probability of running out.
 
     sec_per_it, sec_lo, sec_hi   seconds of an iteration at the plan's batch, and their 90 % interval
     memory_bytes        bytes on one GPU of the fullest stage; oom_probability: that they pass the card's
@@ -227,9 +297,14 @@ class Prediction(Brief):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Its numbers as columns of a frame: seconds, GiB, and the seconds of each part of an iteration."""
+        """Its numbers as columns of a frame: seconds, GiB, and the seconds of each part of an
+        iteration.
+        """
         found = {name: getattr(self, name) for name in ("sec_per_it", "sec_lo", "sec_hi")}
-        found |= {"memory_gib": self.memory_bytes / 2**30, "host_memory_gib": self.host_memory_bytes / 2**30}
+        found |= {
+            "memory_gib": self.memory_bytes / 2**30,
+            "host_memory_gib": self.host_memory_bytes / 2**30,
+        }
         found |= {"oom_probability": self.oom_probability}
         return found | {f"{part}_s": seconds for part, seconds in vars(self.time).items()}
 
@@ -244,30 +319,38 @@ class Prediction(Brief):
         return {**values, "support": {**to_mapping(self.support), "words": self.support.words}}
 
     def beside(self) -> dict[str, Any]:
-        """What stands beside a plan's own fields in a file: its prediction, and the constants that made it."""
+        """What stands beside a plan's own fields in a file: its prediction, and the constants that
+        made it.
+        """
         return {"prediction": self.to_json(), "calibration": self.calibration.kept()}
 
 
 def predict(
-    plan: Case | DataFrame, cluster: Cluster | Calibration | None = None, calibration: Calibration | None = None
+    plan: Case | DataFrame,
+    cluster: Cluster | Calibration | None = None,
+    calibration: Calibration | None = None,
 ) -> Any:
-    """Seconds and bytes of a plan that its model and engine can run (see invalid_reason and unsupported_reason).
+    """Seconds and bytes of a plan that its model and engine can run (see invalid_reason and
+    unsupported_reason).
 
         predict(read_plan("plan.json")).sec_per_it
         predict("rows.csv", "jz-a100-80g")[["predicted_sec_per_it", "oom_probability", "reason"]]
 
-    On another `cluster` than the plan's by that one's constants. Without a `calibration` (which may stand in place of
-    the cluster): the constants that the plan carries, else those that ship for the cluster. Every command, notebook and
-    report shows what comes from here, so that one plan (Plan.id) has one number.
+    On another `cluster` than the plan's by that one's constants. Without a `calibration` (which may
+    stand in place of the cluster): the constants that the plan carries, else those that ship for
+    the cluster. Every command, notebook and report shows what comes from here, so that one plan
+    (Plan.id) has one number.
 
-    Of each row of a DataFrame or a CSV file, in the columns of measured_rows.read_rows(): the frame with
-    predicted_sec_per_it and its 90 % interval predicted_sec_lo and predicted_sec_hi, predicted_memory_gib,
-    oom_probability, and the `reason` why a row cannot run, "" where it can.
+    Of each row of a DataFrame or a CSV file, in the columns of measured_rows.read_rows(): the frame
+    with predicted_sec_per_it and its 90 % interval predicted_sec_lo and predicted_sec_hi,
+    predicted_memory_gib, oom_probability, and the `reason` why a row cannot run, "" where it can.
     """
     known = cluster if isinstance(cluster, Calibration) else calibration
     machine = cluster if isinstance(cluster, Cluster) else None
     if isinstance(plan, Plan | Configuration):
-        known = known.on_card(machine or plan.cluster) if known else constants_of(plan, cluster=machine)
+        known = (
+            known.on_card(machine or plan.cluster) if known else constants_of(plan, cluster=machine)
+        )
         return _predicted(plan, machine or plan.cluster, known)
     if isinstance(plan, str | Path):
         import pandas as pd
@@ -276,7 +359,13 @@ def predict(
     for line in (line for line in ignored_words(plan) if "did you mean" in line):
         warnings.warn(f"predict: ignored {line}", stacklevel=3)
     made = [_predicted_row(row, known) for row in each_row(plan, machine)]
-    names = ("predicted_sec_per_it", "predicted_sec_lo", "predicted_sec_hi", "predicted_memory_gib", "oom_probability")
+    names = (
+        "predicted_sec_per_it",
+        "predicted_sec_lo",
+        "predicted_sec_hi",
+        "predicted_memory_gib",
+        "oom_probability",
+    )
     columns: dict[str, Any] = {name: [row.get(name, math.nan) for row in made] for name in names}
     return plan.assign(**columns, reason=[row.get("reason", "") for row in made])
 
@@ -290,7 +379,9 @@ def _predicted_row(row: MeasuredRow | Skipped, calibration: Calibration | None) 
         return {"reason": reason}
     known = calibration or constants_of(case)
     found = predict(case, known.on(case.day, case.topology.gpus)).numbers
-    return {"oom_probability": found["oom_probability"]} | {f"predicted_{n}": value for n, value in found.items()}
+    return {"oom_probability": found["oom_probability"]} | {
+        f"predicted_{n}": value for n, value in found.items()
+    }
 
 
 def _predicted(plan: Case, cluster: Cluster, known: Calibration) -> Prediction:

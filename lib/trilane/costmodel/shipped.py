@@ -1,4 +1,6 @@
-"""The constants that ship: what is assumed of a cluster and a software stack before any row of one's own."""
+"""The constants that ship: what is assumed of a cluster and a software stack before any row of
+one's own.
+"""
 
 import functools
 import re
@@ -22,15 +24,18 @@ from trilane.workspace.study import Study, studies
 def default(cluster: Cluster, stack: str = "") -> Calibration:
     """What is assumed before the first measured row of one's own.
 
-    The shipped fit of that cluster and software stack, or of the cluster if no stack is given; else what the fits of
-    the card, the cluster and the stack have in common with it (see combined).
+    The shipped fit of that cluster and software stack, or of the cluster if no stack is given; else
+    what the fits of the card, the cluster and the stack have in common with it (see combined).
     """
     shipped, name = shipped_json("calibrations"), nodes_name(cluster.name)
     if (name := f"{name}/{stack}" if stack else name) in shipped:
         return from_json(shipped[name])
     if cluster.gpu.kind == "cpu":
-        # one layer starts about 90 torch operations forward and backward, and a third more with recomputation
-        launch = min(max(120 * cluster.launch_overhead_s, BOUNDS["launch_s"].low), BOUNDS["launch_s"].high)
+        # one layer starts about 90 torch operations forward and backward, and a third more with
+        # recomputation
+        launch = min(
+            max(120 * cluster.launch_overhead_s, BOUNDS["launch_s"].low), BOUNDS["launch_s"].high
+        )
         return Calibration(matmul=0.9, launch_s=launch, half_width=0.4)
     return combined(cluster, stack, _fits())
 
@@ -41,12 +46,15 @@ def _fits() -> list["Fit"]:
     groups: dict[str, list[MeasuredRow]] = {}
     for row in usable(every_row()):
         groups.setdefault(f"{nodes_name(row.case.cluster.name)}/{row.stack}", []).append(row)
-    return [Fit.of(rows, from_json(shipped_json("calibrations")[name])) for name, rows in groups.items()]
+    return [
+        Fit.of(rows, from_json(shipped_json("calibrations")[name])) for name, rows in groups.items()
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What the rows of one cluster and software stack say, linearized at a calibration fitted to them.
+    """What the rows of one cluster and software stack say, linearized at a calibration fitted to
+    them.
 
     slopes  derivatives of ln(seconds) by the logarithms of the constants, (R, C)
     said    by how much slower than the prior of the stack the rows were, ln(seconds), (R,)
@@ -65,66 +73,91 @@ class Fit:
         on = [calibration.on(r.case.day, r.case.topology.gpus) for r in rows]
         errors = np.array([row_error(r.case, r.seconds, k) for r, k in zip(rows, on, strict=True)])
         slopes = sensitivities([r.case for r in rows], calibration)
-        moved = log_constants(calibration.without_launch_blocking()) - log_constants(prior_of("", first.stack))
+        moved = log_constants(calibration.without_launch_blocking()) - log_constants(
+            prior_of("", first.stack)
+        )
         trust = 1 / np.sqrt(1 + (errors / MISFIT) ** 2)
         return cls(
-            cluster=first.case.cluster, stack=first.stack, slopes=slopes, said=slopes @ moved - errors, trust=trust
+            cluster=first.case.cluster,
+            stack=first.stack,
+            slopes=slopes,
+            said=slopes @ moved - errors,
+            trust=trust,
         )
 
     def shares(self, cluster: Cluster, stack: str) -> tuple[bool, bool, bool]:
-        """Whether it has the generation of cards (any after the H100 is one), the cluster and the stack.
+        """Whether it has the generation of cards (any after the H100 is one), the cluster and the
+        stack.
 
         The years of a stack are one here.
         """
         newest = 9  # major compute capability of the newest cards with measured rows
         card, other = (min(c.gpu.compute_capability[0], newest) for c in (self.cluster, cluster))
         mine, theirs = (re.sub(r"-20\d\d$", "", name) for name in (self.stack, stack))
-        return card == other, nodes_name(self.cluster.name) == nodes_name(cluster.name), mine == theirs != ""
+        return (
+            card == other,
+            nodes_name(self.cluster.name) == nodes_name(cluster.name),
+            mine == theirs != "",
+        )
 
 
 def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
-    """The constants of a cluster and stack without rows, and their deviations: the posterior given other fits' rows.
+    """The constants of a cluster and stack without rows, and their deviations: the posterior given
+    other fits' rows.
 
-    The logarithm of each constant is normal around its prior (constants.py, and what stacks.json knows of the stack);
-    two fits share a part of its variance (Bound.shared) for their card, their cluster and their stack. The model is
-    linear around each fit, so this is a Gaussian process over the rows (Rasmussen and Williams 2006, equation 2.25).
-    `rows` is 0: nothing was fitted here.
+    The logarithm of each constant is normal around its prior (constants.py, and what stacks.json
+    knows of the stack); two fits share a part of its variance (Bound.shared) for their card, their
+    cluster and their stack. The model is linear around each fit, so this is a Gaussian process over
+    the rows (Rasmussen and Williams 2006, equation 2.25). `rows` is 0: nothing was fitted here.
     """
     base = prior_of(cluster.name, stack)
     variance = np.array([bound.deviation**2 for bound in BOUNDS.values()])
     shared = np.array([bound.shared for bound in BOUNDS.values()]).T  # (3, C)
     slopes, said = np.vstack([f.slopes for f in fits]), np.concatenate([f.said for f in fits])
     of = np.repeat(np.arange(len(fits)), [len(f.said) for f in fits])
-    among = np.array([[np.array(f.shares(g.cluster, g.stack)) @ shared for g in fits] for f in fits])  # (F, F, C)
+    among = np.array(
+        [[np.array(f.shares(g.cluster, g.stack)) @ shared for g in fits] for f in fits]
+    )  # (F, F, C)
     among[np.arange(len(fits)), np.arange(len(fits))] = 1
-    across = np.array([np.array(f.shares(cluster, stack)) @ shared for f in fits])[of] * variance * slopes  # (R, C)
+    across = (
+        np.array([np.array(f.shares(cluster, stack)) @ shared for f in fits])[of]
+        * variance
+        * slopes
+    )  # (R, C)
     covariance = np.einsum("ic,jc,ijc->ij", slopes * variance, slopes, among[of][:, of])
     covariance += np.diag(MISFIT**2 / np.concatenate([f.trust for f in fits]))
     weights = np.linalg.solve(covariance, across)
     logs = log_constants(base) + said @ weights
     deviations = np.sqrt(np.maximum(variance - (across * weights).sum(0), 0.02 * variance))
     low, high = np.array([(bound.low, bound.high) for bound in BOUNDS.values()]).T
-    values: dict[str, Any] = dict(zip(BOUNDS, np.clip(np.exp(logs), low, high).tolist(), strict=True))
+    values: dict[str, Any] = dict(
+        zip(BOUNDS, np.clip(np.exp(logs), low, high).tolist(), strict=True)
+    )
     return replace(base, **values, deviations=tuple(deviations.tolist()), stack="")
 
 
 def nodes_name(cluster: str) -> str:
-    """The name under which a cluster's rows are fitted: V100 cards of 16 and 32 GB stand in nodes of one kind."""
+    """The name under which a cluster's rows are fitted: V100 cards of 16 and 32 GB stand in nodes
+    of one kind.
+    """
     return cluster.replace("jz-v100-16g", "jz-v100-32g")
 
 
 def prior_of(cluster: str, stack: str) -> Calibration:
-    """The priors of constants.py for rows of that cluster and stack: its days' regimes, their factors at the prior, and
-    what the stack is known to do.
+    """The priors of constants.py for rows of that cluster and stack: its days' regimes, their
+    factors at the prior, and what the stack is known to do.
     """
     habits = shipped_json("stacks")["stacks"].get(stack, {}).get("constants", {})
-    regimes = tuple(from_mapping(Regime, r, "regime") for r in shipped_json("regimes").get(cluster, []))
+    regimes = tuple(
+        from_mapping(Regime, r, "regime") for r in shipped_json("regimes").get(cluster, [])
+    )
     return Calibration(**habits, regimes=regimes, stack=stack)
 
 
 def calibration_for(cluster: Cluster, source: str = "") -> Calibration:
-    """The constants to predict by: those that ship for the cluster (""), or for a software stack on it (of stacks()),
-    those in a JSON file, or those that 04_analyze fitted in a study. ValueError for those of another card.
+    """The constants to predict by: those that ship for the cluster (""), or for a software stack on
+    it (of stacks()), those in a JSON file, or those that 04_analyze fitted in a study. ValueError
+    for those of another card.
 
         calibration_for(load_cluster("jz-a100-80g"), "megatron-core")
     """
@@ -133,19 +166,32 @@ def calibration_for(cluster: Cluster, source: str = "") -> Calibration:
 
 def _found(cluster: Cluster, source: str) -> Calibration:
     if not source or source in stacks():
-        require(not Path(source).is_file(), "calibration", source, "is a file and a stack; for the file ./ before it")
+        require(
+            not Path(source).is_file(),
+            "calibration",
+            source,
+            "is a file and a stack; for the file ./ before it",
+        )
         return default(cluster, source)
     if source.endswith(".json") or Path(source).is_file():
         return load(source)
     study = Study(source)
     rule = f"is neither a study, nor a JSON file, nor one of the stacks {', '.join(stacks())}"
-    require(study.folder.is_dir(), "calibration", source, with_nearest(rule, source, [*stacks(), *studies()]))
+    require(
+        study.folder.is_dir(),
+        "calibration",
+        source,
+        with_nearest(rule, source, [*stacks(), *studies()]),
+    )
     return whole(study.values("calibration.json", "04_analyze"), source)
 
 
-def constants_of(plan: Plan | Configuration, source: str = "", cluster: Cluster | None = None) -> Calibration:
-    """The constants for a plan: those of `source`, where given, as calibration_for() takes it; else those that the plan
-    carries, which predicted it; else the cluster's. On nodes of another `cluster` those of that.
+def constants_of(
+    plan: Plan | Configuration, source: str = "", cluster: Cluster | None = None
+) -> Calibration:
+    """The constants for a plan: those of `source`, where given, as calibration_for() takes it; else
+    those that the plan carries, which predicted it; else the cluster's. On nodes of another
+    `cluster` those of that.
 
         constants_of(read_plan("plan.json")).hash
     """
@@ -157,10 +203,14 @@ def constants_of(plan: Plan | Configuration, source: str = "", cluster: Cluster 
 
 
 def replaced(plan: Plan, used: Calibration) -> list[str]:
-    """A line where other constants than those that the plan carries are used, and one where another cluster's are."""
+    """A line where other constants than those that the plan carries are used, and one where another
+    cluster's are.
+    """
     kept, lines = plan.calibration, foreign(used, plan.cluster)
     if kept and kept["hash"] != used.hash:
-        instead = f"{used.hash} instead of {kept['name']} ({kept['hash']}), which predicted the plan"
+        instead = (
+            f"{used.hash} instead of {kept['name']} ({kept['hash']}), which predicted the plan"
+        )
         lines = [f"calibration={used.name}: {instead}", *lines]
     return lines
 
@@ -176,5 +226,12 @@ def stacks() -> list[str]:
     """The software stacks of which something is known: fitted to rows, or a habit."""
     fitted = (name.partition("/")[2] for name in shipped_json("calibrations") if "/" in name)
     return sorted(
-        {*fitted, *(name for name, facts in shipped_json("stacks")["stacks"].items() if facts.get("constants"))}
+        {
+            *fitted,
+            *(
+                name
+                for name, facts in shipped_json("stacks")["stacks"].items()
+                if facts.get("constants")
+            ),
+        }
     )

@@ -1,6 +1,8 @@
-"""Trace: what the real engine's ranks held, computed and sent when they ran without a GPU, on tensors without memory.
+"""Trace: what the real engine's ranks held, computed and sent when they ran without a GPU, on
+tensors without memory.
 
-`trilane measure plan PLAN --trace` writes one (engine/trace/); what a prediction must equal is read from it here.
+`trilane measure plan PLAN --trace` writes one (engine/trace/); what a prediction must equal is read
+from it here.
 """
 
 import json
@@ -16,7 +18,8 @@ from trilane.utils.validation import from_mapping
 
 @dataclass(frozen=True, kw_only=True)
 class Collective(Record):
-    """The collectives of one kind in one group, of one rank in one iteration; a send and a receive count as one each.
+    """The collectives of one kind in one group, of one rank in one iteration; a send and a receive
+    count as one each.
 
     kind    all-reduce, all-gather, reduce-scatter, broadcast, all-to-all, send, receive
     group   the axes along which its ranks differ: tp, cp, dp (with cp), pp or joined as in tp-dp-pp; embedding: the
@@ -32,7 +35,8 @@ class Collective(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Pass(Record):
-    """One pass as it ran: forward or backward of a microbatch and model chunk (both from 0), or the optimizer's step.
+    """One pass as it ran: forward or backward of a microbatch and model chunk (both from 0), or the
+    optimizer's step.
 
     flops, operations   of this pass alone
     peak_bytes          the most that was alive within it
@@ -48,7 +52,8 @@ class Pass(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStage(Record):
-    """One rank of a pipeline stage (its first, of the first replica) over one iteration of all microbatches.
+    """One rank of a pipeline stage (its first, of the first replica) over one iteration of all
+    microbatches.
 
     peak_bytes, peak_at     the most alive at once, and when: "backward of microbatch 3"; the kinds below are of then
     activations_bytes       what forward passes left for their backward passes, of all microbatches in flight
@@ -79,7 +84,8 @@ class TracedStage(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(Record):
-    """The stages of the plan of this id that ran: the first, the last, and between one for each count of layers.
+    """The stages of the plan of this id that ran: the first, the last, and between one for each
+    count of layers.
 
     microbatches, traced_microbatches   of an iteration, and as many as ran: the rest repeats
     """
@@ -98,20 +104,26 @@ class Trace(Record):
 
 
 def trace_file(plan: Plan, plan_path: Path | str) -> Path:
-    """Where the trace of a plan lies: beside its file and named after its id, as a file may hold many plans."""
+    """Where the trace of a plan lies: beside its file and named after its id, as a file may hold
+    many plans.
+    """
     file, _ = locate_plan(plan_path)
     return file.with_name(f"trace-{plan.id}.json")
 
 
 def trace_of(plan: Plan, plan_path: Path | str) -> Trace | None:
-    """The trace of this very plan (its id) beside its file, or in the study above a run's folder; None without one."""
+    """The trace of this very plan (its id) beside its file, or in the study above a run's folder;
+    None without one.
+    """
     beside = trace_file(plan, plan_path).absolute()
     for path in (folder / beside.name for folder in beside.parents[:3]):
         if path.exists():
             try:
                 return from_mapping(Trace, json_object(read_text(path)) or {}, "trace")
             except ValueError as error:
-                raise ValueError(f"trace={path}: cannot be read ({error}); trace the plan again") from None
+                raise ValueError(
+                    f"trace={path}: cannot be read ({error}); trace the plan again"
+                ) from None
     return None
 
 
@@ -123,20 +135,33 @@ def trace_text(trace: Trace) -> str:
 def timeline(trace: Trace, seconds: float) -> dict[str, Any]:
     """The traced stages' schedules as Chrome trace events, which Perfetto (ui.perfetto.dev) opens.
 
-    A pass takes the share of the iteration's `seconds` that its FLOPs have of its stage's, and begins when the one
-    before it ends: the order and the sizes are those that ran, waiting for other stages is not shown. The memory of a
-    stage is a counter. Trace Event Format: phases X (microseconds), C and M.
+    A pass takes the share of the iteration's `seconds` that its FLOPs have of its stage's, and
+    begins when the one before it ends: the order and the sizes are those that ran, waiting for
+    other stages is not shown. The memory of a stage is a counter. Trace Event Format: phases X
+    (microseconds), C and M.
     """
     events: list[dict[str, Any]] = []
     for stage in (stage for stage in trace.stages if stage.schedule):
         place, at = {"pid": stage.stage, "tid": 0}, 0.0
-        events.append({"ph": "M", "name": "process_name", **place, "args": {"name": f"stage {stage.stage}"}})
+        events.append(
+            {"ph": "M", "name": "process_name", **place, "args": {"name": f"stage {stage.stage}"}}
+        )
         whole = sum(p.flops for p in stage.schedule) or 1.0
         shown = seconds * trace.traced_microbatches / trace.microbatches
         for p in stage.schedule:
             length = 1e6 * shown * max(p.flops / whole, 1e-3)
             name = f"{p.kind} {p.microbatch}" if p.microbatch >= 0 else p.kind
-            events.append({"ph": "X", "name": name, "ts": at, "dur": length, **place, "args": p.to_json()})
-            events.append({"ph": "C", "name": "memory", "ts": at, **place, "args": {"GiB": p.peak_bytes / 2**30}})
+            events.append(
+                {"ph": "X", "name": name, "ts": at, "dur": length, **place, "args": p.to_json()}
+            )
+            events.append(
+                {
+                    "ph": "C",
+                    "name": "memory",
+                    "ts": at,
+                    **place,
+                    "args": {"GiB": p.peak_bytes / 2**30},
+                }
+            )
             at += length
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,1 +1,3 @@
-"""Diagnosis of hangs, bad restarts and slow nodes from stacks, Flight Recorder dumps, heartbeats and timings."""
+"""Diagnosis of hangs, bad restarts and slow nodes from stacks, Flight Recorder dumps, heartbeats
+and timings.
+"""

@@ -29,7 +29,9 @@ def capture(folder: Path, plan: Plan) -> Path:
         stacks = stacks.with_name(stacks.name + "b")
     stacks.mkdir(parents=True)
     beats = read_beats(folder)
-    write_topology(stacks, plan, beats)  # now, since the job may end while this process waits for other nodes
+    write_topology(
+        stacks, plan, beats
+    )  # now, since the job may end while this process waits for other nodes
     capture_here(folder, stacks)
     expected, end = {beat.host for beat in beats.values()}, time.monotonic() + OTHERS_S
     while time.monotonic() < end and not expected <= hosts_in(stacks):
@@ -46,7 +48,8 @@ def hosts_in(stacks: Path) -> set[str]:
 def capture_here(folder: Path, stacks: Path) -> None:
     """Dump the ranks of this host into `stacks`: rank_<n>.txt by py-spy, else by faulthandler,
     and its Flight Recorder; states-<host>.json has the states of their processes."""
-    # Where the heartbeats of this host cannot be seen, as from outside a container, the run folder has the last ones.
+    # Where the heartbeats of this host cannot be seen, as from outside a container, the run folder
+    # has the last ones.
     known = own_beats(folder) or read_beats(folder)
     own = [beat for beat in known.values() if beat.host == platform.node()]
     states = {beat.rank: process_state(beat.pid) for beat in own}
@@ -61,7 +64,11 @@ def _dump_rank(folder: Path, stacks: Path, beat: Heartbeat, state: str) -> None:
     if state in ("gone", "Z", "X"):
         return
     text, error = pyspy_dump(beat.pid, stopped=state in ("T", "t"))
-    text = text or _faulthandler_dump(folder, beat) or f"Process {beat.pid}: \nError: py-spy: {error}\n"
+    text = (
+        text
+        or _faulthandler_dump(folder, beat)
+        or f"Process {beat.pid}: \nError: py-spy: {error}\n"
+    )
     replace_text(stacks / f"rank_{beat.rank}.txt", text)
 
 
@@ -98,16 +105,28 @@ def _faulthandler_dump(folder: Path, beat: Heartbeat) -> str:
 
 def write_topology(stacks: Path, plan: Plan, beats: dict[int, Heartbeat]) -> None:
     """Write topology.json: each rank's place, its last heartbeat, and the state of its process."""
-    found = [json_object(read_text(path)) or {} for path in stacks.glob("states-*.json") if path.is_file()]
-    states = {rank: state for values in found for rank, state in values.items() if isinstance(state, str)}
+    found = [
+        json_object(read_text(path)) or {}
+        for path in stacks.glob("states-*.json")
+        if path.is_file()
+    ]
+    states = {
+        rank: state for values in found for rank, state in values.items() if isinstance(state, str)
+    }
     t, ranks = plan.topology, []
-    replicas = t.dp * t.cp  # the ranks of a cp group stand between tp and dp, and reduce gradients as replicas do
+    replicas = (
+        t.dp * t.cp
+    )  # the ranks of a cp group stand between tp and dp, and reduce gradients as replicas do
     grid = rank_grid.regular(t.tp, t.pp, replicas, min(plan.cluster.gpus_per_node, t.gpus))
     hosts = {grid[rank].node: beat.host for rank, beat in beats.items() if rank in grid}
     for place in grid.places:
         facts = {axis: getattr(place, axis) for axis in ("rank", "tp", "pp", "dp")}
         # a rank without a heartbeat is on the host of the others of its node
-        beat = as_json(beats[place.rank]) if place.rank in beats else {"host": hosts.get(place.node, "")}
+        beat = (
+            as_json(beats[place.rank])
+            if place.rank in beats
+            else {"host": hosts.get(place.node, "")}
+        )
         ranks.append({**facts, **beat, "state": states.get(str(place.rank), "")})
     sizes = {"tp": t.tp, "pp": t.pp, "dp": replicas, "gpus_per_node": plan.cluster.gpus_per_node}
     replace_text(stacks / "topology.json", json.dumps({**sizes, "ranks": ranks}, indent=1) + "\n")

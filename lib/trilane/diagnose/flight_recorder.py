@@ -1,4 +1,6 @@
-"""PyTorch's Flight Recorder dumps: which collectives a rank entered and finished, per process group."""
+"""PyTorch's Flight Recorder dumps: which collectives a rank entered and finished, per process
+group.
+"""
 
 import io
 import json
@@ -18,29 +20,39 @@ from trilane.workspace.rank_grid import MOST
 
 
 def refused(reader: Any) -> NoReturn:
-    """Raise ValueError for what runs code when it is read, or reserves as much memory as the file asks for."""
+    """Raise ValueError for what runs code when it is read, or reserves as much memory as the file
+    asks for.
+    """
     raise ValueError("asks for an object or a call, which no Flight Recorder dump needs")
 
 
 class Plain(pickle._Unpickler):
-    """Reads pickles of lists, dicts, texts and numbers, in memory in proportion to their size; refuses all others.
+    """Reads pickles of lists, dicts, texts and numbers, in memory in proportion to their size;
+    refuses all others.
 
     Python's reader and not the one in C, which reserves memory for any index of its memo.
     """
 
-    # CPython, Lib/pickle.py: protocol, frame, mark, stop, None, booleans, numbers, texts, lists, dicts, the memo.
+    # CPython, Lib/pickle.py: protocol, frame, mark, stop, None, booleans, numbers, texts, lists,
+    # dicts, the memo.
     dispatch = defaultdict(lambda: refused) | {
-        code: pickle._Unpickler.dispatch[code] for code in b"\x80\x95(.N\x88\x89JKM\x8aGX\x8c\x8d]ae}su\x94qrhj"
+        code: pickle._Unpickler.dispatch[code]
+        for code in b"\x80\x95(.N\x88\x89JKM\x8aGX\x8c\x8d]ae}su\x94qrhj"
     }
-    # Tuples become lists: as the key of a dict, one that holds another twice, and so on, is hashed for ever.
+    # Tuples become lists: as the key of a dict, one that holds another twice, and so on, is hashed
+    # for ever.
     dispatch |= {ord(")"): dispatch[ord("]")], ord("t"): pickle._Unpickler.dispatch[ord("l")]}
     for size in (1, 2, 3):
-        dispatch[0x84 + size] = lambda self, n=size: self.append([self.stack.pop() for _ in range(n)][::-1])
+        dispatch[0x84 + size] = lambda self, n=size: self.append(
+            [self.stack.pop() for _ in range(n)][::-1]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One collective as a rank recorded it: its group, its number in it, and the `kind` that all ranks share."""
+    """One collective as a rank recorded it: its group, its number in it, and the `kind` that all
+    ranks share.
+    """
 
     group: str
     desc: str
@@ -57,10 +69,16 @@ class Call:
 
     @property
     def peer(self) -> int | None:
-        """The other end of a send or a receive, which names group members by their index in the group."""
+        """The other end of a send or a receive, which names group members by their index in the
+        group.
+        """
         match = re.search(r"recv \d+<-(\d+)|send \d+->(\d+)", self.op)
         number = int(match[1] or match[2]) if match else None
-        return sorted(self.ranks)[number] if number is not None and number < len(self.ranks) else number
+        return (
+            sorted(self.ranks)[number]
+            if number is not None and number < len(self.ranks)
+            else number
+        )
 
     @property
     def number(self) -> tuple[str, bool, int]:
@@ -70,7 +88,9 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """The calls of one rank, oldest first, the last number that it entered in each group, and the groups' members."""
+    """The calls of one rank, oldest first, the last number that it entered in each group, and the
+    groups' members.
+    """
 
     calls: tuple[Call, ...]
     entered: dict[str, int]
@@ -100,10 +120,16 @@ def read_recording(data: bytes) -> Recording:
     """
     try:
         values = json.loads(data) if data.lstrip()[:1] == b"{" else Plain(io.BytesIO(data)).load()
-        # torch keeps 2,000 entries by default, and may dump those alone that have not ended: of none JSON has no list
-        entries = (values.get("entries", []) if "pg_config" in values else values["entries"])[-100_000:]
+        # torch keeps 2,000 entries by default, and may dump those alone that have not ended: of
+        # none JSON has no list
+        entries = (values.get("entries", []) if "pg_config" in values else values["entries"])[
+            -100_000:
+        ]
         # torch names the default group "" in pg_config and "0" in the entries of gloo
-        config = {_word(name): _ranks(group.get("ranks")) for name, group in (values.get("pg_config") or {}).items()}
+        config = {
+            _word(name): _ranks(group.get("ranks"))
+            for name, group in (values.get("pg_config") or {}).items()
+        }
         members = {"0": config[""], **config} if "" in config else config
         calls = _in_order([_call(entry, members) for entry in entries])
         entered = dict.fromkeys((call.group for call in calls), 0)
@@ -111,40 +137,65 @@ def read_recording(data: bytes) -> Recording:
             # a send or a receive has the number of the collective before it, too
             number = entry.get("collective_seq_id", 0) if call.p2p else call.sequence
             entered[call.group] = max(entered[call.group], _whole(number))
-        counts = [status["last_enqueued_collective"] for status in (values.get("pg_status") or {}).values()]
-        # torch may dump the calls alone that have not ended: of none there is no entry, but a count, text in JSON
-        has_lost = bool(entries[0].get("record_id") if entries else any(int(count) > 0 for count in counts))
+        counts = [
+            status["last_enqueued_collective"]
+            for status in (values.get("pg_status") or {}).values()
+        ]
+        # torch may dump the calls alone that have not ended: of none there is no entry, but a
+        # count, text in JSON
+        has_lost = bool(
+            entries[0].get("record_id") if entries else any(int(count) > 0 for count in counts)
+        )
     except (*DAMAGED, pickle.PickleError, StructError) as error:
         raise ValueError(f"no Flight Recorder dump, or truncated ({short(str(error))})") from None
     return Recording(calls=calls, entered=entered, members=members, has_lost=has_lost)
 
 
 def _in_order(calls: list[Call]) -> tuple[Call, ...]:
-    """The calls; a "scheduled" one counts as done where a later one of its group is, since NCCL keeps order."""
-    # Of a batch (batch_isend_irecv) only the entry `nccl:coalesced` that closes it is timed, the others stay
-    # "scheduled" (torch/distributed/flight_recorder/components/utils.py, find_coalesced_group).
+    """The calls; a "scheduled" one counts as done where a later one of its group is, since NCCL
+    keeps order.
+    """
+    # Of a batch (batch_isend_irecv) only the entry `nccl:coalesced` that closes it is timed, the
+    # others stay "scheduled" (torch/distributed/flight_recorder/components/utils.py,
+    # find_coalesced_group).
     done, found = set[str](), list[Call]()
     for call in reversed(calls):
-        found.append(replace(call, done=call.done or (call.state == "scheduled" and call.group in done)))
-        done |= {call.group} if call.state == "completed" else set()  # gloo, which keeps no order, never reports that
+        found.append(
+            replace(call, done=call.done or (call.state == "scheduled" and call.group in done))
+        )
+        done |= (
+            {call.group} if call.state == "completed" else set()
+        )  # gloo, which keeps no order, never reports that
     return tuple(reversed(found))
 
 
 def _call(entry: dict[str, Any], members: Mapping[str, tuple[int, ...]]) -> Call:
     group, desc = [*map(_word, entry["process_group"][:2]), ""][:2]
-    p2p, state, name = bool(entry.get("is_p2p")), _word(entry.get("state", "")), _word(entry["profiling_name"])
+    p2p, state, name = (
+        bool(entry.get("is_p2p")),
+        _word(entry.get("state", "")),
+        _word(entry["profiling_name"]),
+    )
     op = name.partition(":")[2] or name
     rooted = bool(patterns("functions")["rooted"].fullmatch(op.removesuffix("_oop").lstrip("_")))
     kind = [op, ", ".join(sorted({_word(name) for name in entry.get("input_dtypes", ())[:64]}))]
-    # Operations in which each rank may have sizes of its own, all_gather and reduce_scatter those on lists:
+    # Operations in which each rank may have sizes of its own, all_gather and reduce_scatter those
+    # on lists:
     # https://github.com/pytorch/pytorch/blob/main/torch/distributed/flight_recorder/components/types.py
-    if not re.fullmatch(r"all_to_all\w*|all_gather(?:_v)?|reduce_scatter(?:_v)?|gather|scatter", op):
-        kind += [_sizes(entry.get("input_sizes", ())), _sizes(entry.get("output_sizes", ())) if not rooted else ""]
+    if not re.fullmatch(
+        r"all_to_all\w*|all_gather(?:_v)?|reduce_scatter(?:_v)?|gather|scatter", op
+    ):
+        kind += [
+            _sizes(entry.get("input_sizes", ())),
+            _sizes(entry.get("output_sizes", ())) if not rooted else "",
+        ]
     return Call(
         group=group,
         desc=desc,
         ranks=members.get(group, ()),
-        sequence=_whole(entry.get("p2p_seq_id" if p2p else "collective_seq_id", entry.get("seq_id", 0)) or 0),
+        sequence=_whole(
+            entry.get("p2p_seq_id" if p2p else "collective_seq_id", entry.get("seq_id", 0)) or 0
+        ),
         p2p=p2p,
         op=op,
         kind=tuple(kind),
@@ -157,11 +208,20 @@ def _call(entry: dict[str, Any], members: Mapping[str, tuple[int, ...]]) -> Call
 
 def _word(value: Any) -> str:
     require(type(value) in (str, int), "dump", type(value).__name__, "a name is text")
-    return short(value) if isinstance(value, str) and (len(value) > 100 or not value.isprintable()) else str(value)
+    return (
+        short(value)
+        if isinstance(value, str) and (len(value) > 100 or not value.isprintable())
+        else str(value)
+    )
 
 
 def _whole(value: Any) -> int:
-    require(type(value) is int and abs(value) < 1 << 63, "dump", type(value).__name__, "a number is whole")
+    require(
+        type(value) is int and abs(value) < 1 << 63,
+        "dump",
+        type(value).__name__,
+        "a number is whole",
+    )
     return int(value)
 
 
@@ -174,5 +234,10 @@ def _ranks(value: Any) -> tuple[int, ...]:
     """The ranks of a group, which torch writes as text "[0, 1]", other tools as a list."""
     value = json.loads(value) if isinstance(value, str) and value else value or ()
     ranks = tuple(value[:MOST]) if isinstance(value, list | tuple) else (-1,)
-    require(all(type(rank) is int and 0 <= rank < MOST for rank in ranks), "dump", "ranks", "a group's are damaged")
+    require(
+        all(type(rank) is int and 0 <= rank < MOST for rank in ranks),
+        "dump",
+        "ranks",
+        "a group's are damaged",
+    )
     return ranks

@@ -1,4 +1,6 @@
-"""Verdict on a hang: groups of equal stacks, suspect ranks and their nodes, and the evidence, as tables."""
+"""Verdict on a hang: groups of equal stacks, suspect ranks and their nodes, and the evidence, as
+tables.
+"""
 
 import json
 import tempfile
@@ -19,7 +21,9 @@ from trilane.workspace.study import Study
 
 @dataclass(frozen=True, kw_only=True)
 class Group(Record):
-    """Ranks with one stack: what they wait in, over which group of ranks, called where; what they do."""
+    """Ranks with one stack: what they wait in, over which group of ranks, called where; what they
+    do.
+    """
 
     ranks: tuple[int, ...]
     op: str
@@ -31,18 +35,21 @@ class Group(Record):
 
     @property
     def stack(self) -> str:
-        """The stack in one line, innermost frame first, without the frames that start every program."""
+        """The stack in one line, innermost frame first, without the frames that start every
+        program.
+        """
         top = ("run_module (", "<module> (", "_bootstrap")
         return " < ".join([f for f in self.frames if not f.startswith(top)][:6] or self.frames[:6])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict(Table):
-    """The cause of a hang, from a folder of dumps; as a table the groups of equal stacks, the largest first.
+    """The cause of a hang, from a folder of dumps; as a table the groups of equal stacks, the
+    largest first.
 
-    `reasons` are by suspect, strongest evidence first; `exclude` is sbatch's option to leave out their
-    `nodes`, "" where it cannot help or names are unknown; `edges` is who waits for whom; `example`: the
-    dumps are made up.
+    `reasons` are by suspect, strongest evidence first; `exclude` is sbatch's option to leave out
+    their `nodes`, "" where it cannot help or names are unknown; `edges` is who waits for whom;
+    `example`: the dumps are made up.
     """
 
     folder: Path
@@ -67,13 +74,20 @@ class Verdict(Table):
         return next((rank for rank, text in [*self.reasons.items()][:1] if WHICH not in text), None)
 
     def to_frame(self) -> DataFrame:
-        """A row per rank: tp, pp, dp, node, step and phase of its last heartbeat (NaN and "" where unknown), the number
-        of its group of equal stacks, what that does, over which axis, its stack; suspect, and the reason.
+        """A row per rank: tp, pp, dp, node, step and phase of its last heartbeat (NaN and "" where
+        unknown), the number of its group of equal stacks, what that does, over which axis, its
+        stack; suspect, and the reason.
         """
         import pandas as pd
 
         rows = [
-            {**vars(self.grid[rank]), "group": n, "state": g.state, "over": g.axis, "stack": g.stack}
+            {
+                **vars(self.grid[rank]),
+                "group": n,
+                "state": g.state,
+                "over": g.axis,
+                "stack": g.stack,
+            }
             | {"suspect": rank in self.reasons, "reason": self.reasons.get(rank, "")}
             for n, g in enumerate(self.groups)
             for rank in g.ranks
@@ -89,7 +103,9 @@ class Verdict(Table):
         return self.paragraph
 
     def view(self) -> DataFrame:
-        """A row per group: its ranks, how many, their state, the group axis that they wait over, and the stack."""
+        """A row per group: its ranks, how many, their state, the group axis that they wait over,
+        and the stack.
+        """
         names = ["ranks", "how many", "state", "over", "stack, innermost first"]
         rows = [(ranges(g.ranks), len(g.ranks), g.state, g.axis, g.stack) for g in self.groups]
         return Columns.of_rows(names, rows).view()
@@ -101,10 +117,16 @@ class Verdict(Table):
         return Columns.of_rows(["rank", "tp, pp, dp", "node", "reason"], rows)
 
     def summary(self) -> Text:
-        """The dumps, the verdict in one line, the option for the next submission, and the notes, as Markdown."""
-        example = Text("**Nothing hangs in this study.** Shown is an example, made up from the BLOOM chronicles")
+        """The dumps, the verdict in one line, the option for the next submission, and the notes, as
+        Markdown.
+        """
+        example = Text(
+            "**Nothing hangs in this study.** Shown is an example, made up from the BLOOM chronicles"
+        )
         counts = len(self.grid.ranks), len(self.groups)
-        lead = Text.of("{}: {} ranks, {} stacks.", example if self.example else self.folder.name, *counts)
+        lead = Text.of(
+            "{}: {} ranks, {} stacks.", example if self.example else self.folder.name, *counts
+        )
         option = [f"For the next submission: sbatch {self.exclude} job.sbatch"] * bool(self.exclude)
         return Text.joined("\n\n- ", [lead, self.paragraph, *option, *self.notes])
 
@@ -119,26 +141,37 @@ class Verdict(Table):
 
     def to_json(self) -> dict[str, Any]:
         groups: list[dict[str, Any]] = as_json(self.groups)
-        waits = [{name: group[name] for name in ("ranks", "op", "axis", "site")} for group in groups]
+        waits = [
+            {name: group[name] for name in ("ranks", "op", "axis", "site")} for group in groups
+        ]
         for group in waits:
-            group["for"] = sorted({target for rank in group["ranks"] for target in self.edges.get(rank, ())})
+            group["for"] = sorted(
+                {target for rank in group["ranks"] for target in self.edges.get(rank, ())}
+            )
         named = {"suspects": self.suspects, "nodes": self.nodes, "exclude": self.exclude}
         texts = {"verdict": self.paragraph, "reasons": self.reasons, "notes": self.notes}
-        return {"groups": groups, "waiting_for": [w for w in waits if w["for"]], **as_json(named | texts)}
+        return {
+            "groups": groups,
+            "waiting_for": [w for w in waits if w["for"]],
+            **as_json(named | texts),
+        }
 
 
 def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
-    """The verdict on a folder of stack dumps or a run folder: `diagnose_hang(Path("stacks")).suspects`.
+    """The verdict on a folder of stack dumps or a run folder:
+    `diagnose_hang(Path("stacks")).suspects`.
 
-    `grid` replaces the topology that the folder names. Raises ValueError where the folder holds no dump.
+    `grid` replaces the topology that the folder names. Raises ValueError where the folder holds no
+    dump.
     """
     evidence = read_folder(folder, grid)
     found = conditions(evidence)
     suspects = find_suspects(evidence, found)
     places = [evidence.grid[rank] for rank in suspects.reasons]
     nodes = tuple(dict.fromkeys(place.node for place in places))
-    # A rank without a dump may not have been dumped; all nodes cannot be left out. Where the order of nodes is assumed,
-    # so is who waits for whom: then a node is named by a stack that it printed and that shows the fault alone.
+    # A rank without a dump may not have been dumped; all nodes cannot be left out. Where the order
+    # of nodes is assumed, so is who waits for whom: then a node is named by a stack that it printed
+    # and that shows the fault alone.
     own = {rank for rank in evidence.dumps if found[rank].on_host}
     known = all(p.named and (p.node_known >= Known.MAP or p.rank in own) for p in places)
     known &= all(found[place.rank].kind != "silent" for place in places)
@@ -149,7 +182,9 @@ def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
         groups=tuple(_groups(found, suspects)),
         reasons=suspects.reasons,
         nodes=nodes,
-        exclude=f"--exclude={','.join(nodes)}" if known and sure and 0 < len(nodes) < len(evidence.grid.nodes) else "",
+        exclude=f"--exclude={','.join(nodes)}"
+        if known and sure and 0 < len(nodes) < len(evidence.grid.nodes)
+        else "",
         paragraph=_paragraph(evidence, found, suspects),
         notes=(*evidence.notes, *_notes(found)),
         edges=suspects.edges,
@@ -157,7 +192,8 @@ def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
 
 
 def study_hang(study: Study, dumps: str = "") -> Verdict:
-    """The verdict on the folder `dumps`, else on the study's last run that hung, else on data/examples/hang.json.
+    """The verdict on the folder `dumps`, else on the study's last run that hung, else on
+    data/examples/hang.json.
 
     Raises ValueError where `dumps` holds no dump: `study_hang(Study.open("demo"), "stacks")`.
     """
@@ -165,7 +201,11 @@ def study_hang(study: Study, dumps: str = "") -> Verdict:
     if dumps or hung:
         return diagnose_hang(Path(dumps) if dumps else hung[-1])
     example = shipped_json("examples/hang")
-    stacks = {rank: stack["frames"] for stack in example["stacks"].values() for rank in stack.get("ranks", ())}
+    stacks = {
+        rank: stack["frames"]
+        for stack in example["stacks"].values()
+        for rank in stack.get("ranks", ())
+    }
     sizes = example["topology"]
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(sizes["tp"] * sizes["pp"] * sizes["dp"]):
@@ -182,23 +222,36 @@ def _groups(found: Conditions, suspects: Suspects) -> list[Group]:
         c, axis = found[ranks[0]], suspects.axes.get(ranks[0], "")
         place = {"op": c.wait.op if c.wait else "", "axis": axis, "state": state, "where": c.text}
         site = str(c.wait.site if c.wait else c.frames[0] if key else "")
-        groups.append(Group(ranks=tuple(ranks), **place, site=site, frames=tuple(map(str, c.frames))))
+        groups.append(
+            Group(ranks=tuple(ranks), **place, site=site, frames=tuple(map(str, c.frames)))
+        )
     return sorted(groups, key=lambda g: (-len(g.ranks), g.ranks))
 
 
 def _alike(found: Conditions, ranks: list[int]) -> dict[Any, list[int]]:
     """Ranks by their kind and stack, or by what they do where there is none."""
-    return grouped(sorted(ranks), lambda r: (found[r].kind, found[r].key, "" if found[r].frames else found[r].text))
+    return grouped(
+        sorted(ranks),
+        lambda r: (found[r].kind, found[r].key, "" if found[r].frames else found[r].text),
+    )
 
 
 def _paragraph(evidence: Evidence, found: Conditions, suspects: Suspects) -> str:
-    """The verdict in one line: the suspects and the reasons, or why there are none, and where most others wait."""
+    """The verdict in one line: the suspects and the reasons, or why there are none, and where most
+    others wait.
+    """
     reasons = [*grouped(suspects.reasons, suspects.reasons.__getitem__).items()][:4]
     lines = [f"{_places(evidence.grid, ranks)}: {text}" for text, ranks in reasons]
-    lines = lines or [f"which rank is at fault {OPEN} from these dumps; Flight Recorder dumps show more"]
-    waiting = _alike(found, [r for r, c in found.items() if c.wait and r not in suspects.reasons]).values()
+    lines = lines or [
+        f"which rank is at fault {OPEN} from these dumps; Flight Recorder dumps show more"
+    ]
+    waiting = _alike(
+        found, [r for r, c in found.items() if c.wait and r not in suspects.reasons]
+    ).values()
     most = max(waiting, key=len, default=[])
-    return "; ".join([*lines, *(f"{len(most)} of {len(found)} ranks wait {found[r].wait}" for r in most[:1])])
+    return "; ".join(
+        [*lines, *(f"{len(most)} of {len(found)} ranks wait {found[r].wait}" for r in most[:1])]
+    )
 
 
 def _notes(found: Conditions) -> list[str]:

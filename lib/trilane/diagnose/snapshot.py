@@ -29,7 +29,8 @@ class State(NamedTuple):
 
 
 def states(field: str, folder: Path) -> list[State]:
-    """The states in `folder` (a run, its checkpoints, one checkpoint, or fingerprints), by iteration.
+    """The states in `folder` (a run, its checkpoints, one checkpoint, or fingerprints), by
+    iteration.
 
     Raises ValueError that begins with `field` where there is none.
     """
@@ -101,9 +102,13 @@ class Snapshot:
         found: dict[str, dict[str, Mark]] = {}
         once = (held[0][1] for held in self.holders.values())
         for name, parts in grouped(once, lambda part: part.name).items():
-            if sum(prod(end - first for first, end in part.box) for part in parts) == prod(parts[0].shape):
+            if sum(prod(end - first for first, end in part.box) for part in parts) == prod(
+                parts[0].shape
+            ):
                 kinds = set.intersection(*({*part.marks} for part in parts))
-                found[name] = {kind: reduce(add, (part.marks[kind] for part in parts)) for kind in kinds}
+                found[name] = {
+                    kind: reduce(add, (part.marks[kind] for part in parts)) for kind in kinds
+                }
         return found
 
 
@@ -122,7 +127,9 @@ def read_snapshot(state: State) -> Snapshot:
         require(0 < world <= MOST, "world", world, f"must be at most {MOST}")
         # A rank that updates no parameters, as some may with many replicas, has taken no steps.
         scalars = max((values["scalars"] for values in found), key=lambda scalars: scalars["step"])
-        optimizer = {n: float(v) for n, v in first["optimizer"].items() if isinstance(v, int | float)}
+        optimizer = {
+            n: float(v) for n, v in first["optimizer"].items() if isinstance(v, int | float)
+        }
         return Snapshot(
             name=f"{above.parent.name}/{state.path.name}" if inside else state.path.name,
             state=state,
@@ -136,7 +143,9 @@ def read_snapshot(state: State) -> Snapshot:
         )
 
 
-def _facts(found: list[dict[str, Any]], scalars: Mapping[str, float], optimizer: Mapping[str, float]) -> Facts:
+def _facts(
+    found: list[dict[str, Any]], scalars: Mapping[str, float], optimizer: Mapping[str, float]
+) -> Facts:
     names = ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
     rate = found[0]["next_lr"]
     once = {**scalars, "the next learning rate": None if rate is None else float(rate)}
@@ -198,7 +207,9 @@ def within(s: Snapshot) -> Findings:
         away = part.marks[COPY].apart(part.marks["weight"])
         # bf16 has 8 bits: a weight and its copy differ by 2e-3; denormal fp16 by somewhat more.
         if away > 2e-2:
-            what = f"the model's copy is {share(away)} away from the optimizer's weight (in {s.name})"
+            what = (
+                f"the model's copy is {share(away)} away from the optimizer's weight (in {s.name})"
+            )
             yield RestartFinding(kind="copy", tensor=part.name, ranks=(r,), what=what, size=away)
 
 
@@ -210,14 +221,20 @@ def share(size: float) -> str:
 def wrong_decay(s: Snapshot) -> Findings:
     """Norms and biases that decay, and matrices that do not."""
     for r, part in s.held:
-        right = s.optimizer.get("weight_decay", 0.0) if must_decay(part.name, len(part.shape)) else 0.0
+        right = (
+            s.optimizer.get("weight_decay", 0.0) if must_decay(part.name, len(part.shape)) else 0.0
+        )
         if part.decay is not None and part.decay != right:
             what = f"weight decay {part.decay:g}, not {right:g} (in {s.name})"
-            yield RestartFinding(kind="decay", tensor=part.name, ranks=(r,), what=what, size=part.decay)
+            yield RestartFinding(
+                kind="decay", tensor=part.name, ranks=(r,), what=what, size=part.decay
+            )
 
 
 def differing_replicas(s: Snapshot) -> Findings:
-    """Ranks whose part of a tensor is not that of most of its replicas along an axis; of equals, of the first."""
+    """Ranks whose part of a tensor is not that of most of its replicas along an axis; of equals, of
+    the first.
+    """
     # Sums in another order differ by rounding: allowed, relative to the tensor's norm.
     rounding = {"weight": 1e-5, "exp_avg": 1e-3, "exp_avg_sq": 1e-3, COPY: 1e-5}
     # the coordinates that replicas have in common
@@ -235,4 +252,6 @@ def differing_replicas(s: Snapshot) -> Findings:
                     first, usual = max(marks, key=lambda m: hashes.count(m[1].hash))
                     if (away := mark.apart(usual)) > rounding[kind]:
                         what = f"{kind} is {share(away)} away from that of rank {first.rank} (in {s.name})"
-                        yield RestartFinding(kind=found, tensor=name, ranks=(r,), what=what, size=away)
+                        yield RestartFinding(
+                            kind=found, tensor=name, ranks=(r,), what=what, size=away
+                        )

@@ -1,4 +1,6 @@
-"""Stragglers: the rank or node that makes the others wait, from the seconds of each rank in each phase."""
+"""Stragglers: the rank or node that makes the others wait, from the seconds of each rank in each
+phase.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,12 +13,16 @@ from trilane.workspace.pace import OWN, Pace
 from trilane.workspace.rank_grid import Grid, shared
 
 Seconds = Mapping[int, Mapping[str, float]]  # by rank and phase
-Slow = dict[int, tuple[str, float, float]]  # of each slow rank its worst phase, the excess in seconds, the score
+Slow = dict[
+    int, tuple[str, float, float]
+]  # of each slow rank its worst phase, the excess in seconds, the score
 
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler(Record):
-    """A slow "rank" or "node" (`kind`): its name, the phase, the seconds above its peers, the score."""
+    """A slow "rank" or "node" (`kind`): its name, the phase, the seconds above its peers, the
+    score.
+    """
 
     kind: str
     name: str
@@ -36,15 +42,18 @@ def find_stragglers(grid: Grid, seconds: Seconds) -> list[Straggler]:
 
     Raises ValueError for a rank outside the grid.
 
-    A rank's own work is compared with that of its stage: score = (x - median) / (1.4826 MAD), MAD at
-    least 1 % of the median. A node is slow where most of its ranks are. Ranks that wait for a slow rank
-    communicate longer, too: communication is examined only where all do their own work as fast as
-    others, and shows the ends of a slow link. Left out: a link that slows a whole ring collective evenly.
+    A rank's own work is compared with that of its stage: score = (x - median) / (1.4826 MAD), MAD
+    at least 1 % of the median. A node is slow where most of its ranks are. Ranks that wait for a
+    slow rank communicate longer, too: communication is examined only where all do their own work as
+    fast as others, and shows the ends of a slow link. Left out: a link that slows a whole ring
+    collective evenly.
     """
     for rank in seconds:
         require(rank in grid, "rank", rank, f"must lie below tp x pp x dp = {len(grid.ranks)}")
     # Phases in which a rank does its own work, and below those in which it mostly waits for others.
-    slow, less = (_scores(grid, seconds, OWN, least) for least in (5.0, 2.5))  # robust standard deviations
+    slow, less = (
+        _scores(grid, seconds, OWN, least) for least in (5.0, 2.5)
+    )  # robust standard deviations
     found = []
     for node, ranks in grid.nodes.items():
         timed = [r for r in ranks if r in seconds]
@@ -58,12 +67,14 @@ def find_stragglers(grid: Grid, seconds: Seconds) -> list[Straggler]:
 
 
 def slowest(grid: Grid, paces: Mapping[int, Pace]) -> tuple[str, tuple[int, ...]]:
-    """Where a run that has become slow loses its time, in words, and the ranks at fault: none where it is all alike.
+    """Where a run that has become slow loses its time, in words, and the ranks at fault: none where
+    it is all alike.
 
-    A rank that is slow itself works longer than it used to; one that waits for it does not, except for a neighbour in
-    its tensor-parallel group (and any rank under ZeRO-3), which waits inside its own work. At fault are the ranks whose
-    excess is at least half of the largest, where that is a tenth of what an iteration takes longer: no more, because a
-    rank that its node holds up is held up while it communicates, too.
+    A rank that is slow itself works longer than it used to; one that waits for it does not, except
+    for a neighbour in its tensor-parallel group (and any rank under ZeRO-3), which waits inside its
+    own work. At fault are the ranks whose excess is at least half of the largest, where that is a
+    tenth of what an iteration takes longer: no more, because a rank that its node holds up is held
+    up while it communicates, too.
     """
     excess = {rank: sum(pace.excess_s) for rank, pace in paces.items()}
     most, longer_s = max(excess.values()), max(pace.now_s - pace.usual_s for pace in paces.values())
@@ -85,7 +96,11 @@ def _place(grid: Grid, ranks: tuple[int, ...], nodes: set[str]) -> str:
     where = " and ".join(sorted(nodes)[:3]) + f" and {len(nodes) - 3} more" * (len(nodes) > 3)
     if len(ranks) > 1 and set(ranks) == {rank for node in nodes for rank in grid.nodes[node]}:
         return f"node {where}"
-    axes = ", ".join(shared([grid[rank] for rank in ranks])).replace("pp", "stage").replace("dp", "replica")
+    axes = (
+        ", ".join(shared([grid[rank] for rank in ranks]))
+        .replace("pp", "stage")
+        .replace("dp", "replica")
+    )
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks from {ranks[0]} on"
     return f"{who} ({axes}) on {where}"
 
@@ -101,11 +116,17 @@ def _scores(grid: Grid, seconds: Seconds, phases: tuple[str, ...], least: float)
             for rank, value in zip(ranks, values, strict=True):
                 excess, score = float(value) - middle, (float(value) - middle) / spread
                 # less than 3 % is not worth a restart
-                if score > least and excess > 0.03 * middle and score > found.get(rank, ("", 0.0, 0.0))[2]:
+                if (
+                    score > least
+                    and excess > 0.03 * middle
+                    and score > found.get(rank, ("", 0.0, 0.0))[2]
+                ):
                     found[rank] = (phase, excess, score)
     return found
 
 
 def _straggler(kind: str, name: str, ranks: list[int], slow: Slow) -> Straggler:
     phase, excess, score = max((slow[r] for r in ranks), key=lambda s: s[2])
-    return Straggler(kind=kind, name=name, ranks=tuple(ranks), phase=phase, excess_s=excess, score=score)
+    return Straggler(
+        kind=kind, name=name, ranks=tuple(ranks), phase=phase, excess_s=excess, score=score
+    )

@@ -1,4 +1,6 @@
-"""Suspects of a hang: who waits for whom, and the ranks that others wait for and that wait for none, or elsewhere."""
+"""Suspects of a hang: who waits for whom, and the ranks that others wait for and that wait for
+none, or elsewhere.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -16,7 +18,9 @@ Edges = dict[int, set[int]]  # for each waiting rank, those that it waits for
 
 @dataclass(frozen=True, kw_only=True)
 class Suspects:
-    """The reason for each suspect rank, strongest evidence first, who waits for whom, and over which group axis."""
+    """The reason for each suspect rank, strongest evidence first, who waits for whom, and over
+    which group axis.
+    """
 
     reasons: dict[int, str]
     edges: Edges
@@ -28,7 +32,8 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
 
     Suspect are ranks that are gone, stopped or locked; ranks without a dump where most have
     one; and ranks that do something else while members of their groups wait. Where all wait: in the
-    smallest cycle of the wait graph, the ranks that are behind, or the fewest in another collective.
+    smallest cycle of the wait graph, the ranks that are behind, or the fewest in another
+    collective.
     """
     axes = axes_of(evidence.grid, found)
     edges = wait_edges(evidence, found, axes)
@@ -41,26 +46,41 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     if proven and set(edges) <= reaching(edges, proven):
         silent = []
     at_line = f"; whether it computes or waits at this line {OPEN} from stacks"
-    reasons = {r: found[r].text + at_line * (r in held and not found[r].on_host) for r in (*hard, *held, *silent)}
+    reasons = {
+        r: found[r].text + at_line * (r in held and not found[r].on_host)
+        for r in (*hard, *held, *silent)
+    }
     reasons |= {r: _recorded_reason(evidence, found, edges, r) for r in held if not found[r].frames}
     if 2 * sum(c.kind == "gone" for c in found.values()) > len(found):
         reasons = {r: f"{text}; which rank ended first {OPEN}" for r, text in reasons.items()}
     reasons = reasons or _mismatch(evidence, found, edges)
     waiting = [c.wait is not None for c in found.values() if c.frames]
     if not (hard or silent or evidence.earlier) and 2 * sum(waiting) < len(waiting):
-        reasons = {r: f"{text}; most do not wait: whether any hangs {OPEN}" for r, text in reasons.items()}
+        reasons = {
+            r: f"{text}; most do not wait: whether any hangs {OPEN}" for r, text in reasons.items()
+        }
     # A rank without a dump may not have been dumped.
-    ranks = sorted(reasons, key=lambda r: (found[r].kind == "silent", found[r].kind not in HARD, -held.get(r, 0), r))
+    ranks = sorted(
+        reasons,
+        key=lambda r: (found[r].kind == "silent", found[r].kind not in HARD, -held.get(r, 0), r),
+    )
     return Suspects(reasons={r: reasons[r] for r in ranks}, edges=edges, axes=axes)
 
 
 def _busy(found: Conditions, edges: Edges) -> dict[int, int]:
     """Ranks outside communication that others wait for, with how many they hold up."""
     waited = set().union(*edges.values())
-    held = {r: len(reaching(edges, {r})) for r in waited if found[r].kind == "busy" and not edges.get(r)}
-    # A rank that is known to work on the host is more suspect than those that may wait for their GPUs, as for it.
+    held = {
+        r: len(reaching(edges, {r})) for r in waited if found[r].kind == "busy" and not edges.get(r)
+    }
+    # A rank that is known to work on the host is more suspect than those that may wait for their
+    # GPUs, as for it.
     sure = reaching(edges, {r for r in held if found[r].on_host})
-    return {r: n for r, n in held.items() if found[r].on_host or any(r in edges[w] and w not in sure for w in edges)}
+    return {
+        r: n
+        for r, n in held.items()
+        if found[r].on_host or any(r in edges[w] and w not in sure for w in edges)
+    }
 
 
 def _mismatch(evidence: Evidence, found: Conditions, edges: Edges) -> dict[int, str]:
@@ -68,13 +88,17 @@ def _mismatch(evidence: Evidence, found: Conditions, edges: Edges) -> dict[int, 
     inside = {r: edges.get(r, set()) for r in {*edges}.union(*edges.values())}
     reasons, waited = dict[int, str](), set().union(*inside.values())
     for cycle in final_components(inside):
-        if (len(cycle) > 1 or cycle <= waited) and not any(found[r].kind in NO_EVIDENCE for r in cycle):
+        if (len(cycle) > 1 or cycle <= waited) and not any(
+            found[r].kind in NO_EVIDENCE for r in cycle
+        ):
             reasons |= _odd_ones(evidence, found, edges, cycle)
     # Where one is named in its cycle, others may wait in theirs for what it left out.
     return {r: text for r, text in reasons.items() if OPEN not in text} or reasons
 
 
-def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[int]) -> dict[int, str]:
+def _odd_ones(
+    evidence: Evidence, found: Conditions, edges: Edges, cycle: set[int]
+) -> dict[int, str]:
     """Of ranks that wait for each other, those that differ."""
     steps = {r: evidence.grid[r].progress for r in cycle}
     counts = Counter(p.progress for p in evidence.grid.places if p.step >= 0)
@@ -82,9 +106,15 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
     apart = [r for r in cycle if steps[r] >= 0 and steps[r] != usual]
     if 0 < len(apart) < len(cycle) or (apart and len(apart) * 2 < len(evidence.grid.ranks)):
         return {r: f"is in iteration {steps[r]} while most are in {usual}" for r in sorted(apart)}
-    calls = {r: call for r in cycle if (rec := evidence.recordings.get(r)) and (call := rec.waiting) and not call.p2p}
+    calls = {
+        r: call
+        for r in cycle
+        if (rec := evidence.recordings.get(r)) and (call := rec.waiting) and not call.p2p
+    }
     kinds = {r: call.kind for r, call in calls.items()}
-    if len(calls) == len(cycle) and len({c.number for c in calls.values()}) == 1 < len({*kinds.values()}):
+    if len(calls) == len(cycle) and len({c.number for c in calls.values()}) == 1 < len(
+        {*kinds.values()}
+    ):
         few = _fewest(kinds)
         return {r: f"entered {calls[r]}, others another{WHICH * (not few)}" for r in few or calls}
     waits = {r: w for r in cycle if (w := found[r].wait) is not None}
@@ -95,9 +125,11 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
         there = not evidence.recordings and not any(c.kind in NO_EVIDENCE for c in found.values())
         is_there = (waits and there) or (min(cycle) in calls and not edges.get(min(cycle)))
         return {} if is_there else {r: _recorded_reason(evidence, found, edges, r) for r in cycle}
-    # The rarest line; where all are at one, those that came there differently. Different layers call the same line:
-    # ranks of one group in it are no rarer for being in two layers.
-    few = _fewest({r: (w.op, w.site.key) for r, w in waits.items()}) or _fewest({r: w.call for r, w in waits.items()})
+    # The rarest line; where all are at one, those that came there differently. Different layers
+    # call the same line: ranks of one group in it are no rarer for being in two layers.
+    few = _fewest({r: (w.op, w.site.key) for r, w in waits.items()}) or _fewest(
+        {r: w.call for r, w in waits.items()}
+    )
     # Sends and receives are rare by nature.
     few = [r for r in few if not waits[r].p2p] or few
     few = few if 3 * len(few) <= len(cycle) else []
@@ -107,7 +139,9 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
 
 def _recorded_reason(evidence: Evidence, found: Conditions, edges: Edges, rank: int) -> str:
     """The reason for a rank that others wait for and that is seen to wait for none."""
-    for waiter in (w for w, targets in edges.items() if rank in targets and w in evidence.recordings):
+    for waiter in (
+        w for w, targets in edges.items() if rank in targets and w in evidence.recordings
+    ):
         if (call := evidence.recordings[waiter].waiting) is not None:
             own = evidence.recordings.get(rank)
             lost = own is not None and not own.knows(call.group)
@@ -125,8 +159,8 @@ def _fewest(kinds: Mapping[int, tuple[object, ...]]) -> list[int]:
 def axes_of(grid: Grid, found: Conditions) -> dict[int, str]:
     """The group axis of each waiting rank: by names in its stack, else by which ranks are absent.
 
-    Taken are the groups with the fewest, but at least one, members absent from that line; among equals
-    those whose absent members do not wait themselves, then the largest.
+    Taken are the groups with the fewest, but at least one, members absent from that line; among
+    equals those whose absent members do not wait themselves, then the largest.
     """
     sites, axes = defaultdict[object, list[int]](list), dict[int, str]()
     for rank, wait in ((r, c.wait) for r, c in found.items() if c.wait is not None):
@@ -153,7 +187,9 @@ def wait_edges(evidence: Evidence, found: Conditions, axes: dict[int, str]) -> E
     for rank, wait in ((r, c.wait) for r, c in found.items()):
         if rank in recorded:
             edges[rank] = recorded[rank]
-        elif wait is not None and axes[rank] == OTHER:  # any rank that waits for none may be a member that has not come
+        elif (
+            wait is not None and axes[rank] == OTHER
+        ):  # any rank that waits for none may be a member that has not come
             edges[rank] = {m for m in known if found[m].wait is None}
         elif wait is not None:
             members = evidence.grid.group(axes[rank], rank) & known - {rank}
@@ -162,8 +198,14 @@ def wait_edges(evidence: Evidence, found: Conditions, axes: dict[int, str]) -> E
 
 
 def _is_with(grid: Grid, found: Conditions, rank: int, member: int) -> bool:
-    """Whether both are in one collective: one operation, called by the same lines, in one iteration."""
-    one, other, steps = found[rank].wait, found[member].wait, {grid[rank].progress, grid[member].progress}
+    """Whether both are in one collective: one operation, called by the same lines, in one
+    iteration.
+    """
+    one, other, steps = (
+        found[rank].wait,
+        found[member].wait,
+        {grid[rank].progress, grid[member].progress},
+    )
     if one is None or other is None or one.axis in ("next", "previous") or one.call != other.call:
         return False
     return one.op == other.op and (len(steps) == 1 or min(steps) < 0)
@@ -186,7 +228,9 @@ def _recorded_edges(evidence: Evidence, found: Conditions) -> Edges:
 
 
 def _is_absent(evidence: Evidence, found: Conditions, call: Call, member: int) -> bool | None:
-    """Whether a member never entered the call, or another one in its place; None where nothing shows it."""
+    """Whether a member never entered the call, or another one in its place; None where nothing
+    shows it.
+    """
     recording, kind = evidence.recordings.get(member), found[member].kind
     if recording is None:
         return None if kind in NO_EVIDENCE else kind in (*HARD, "silent", "busy")

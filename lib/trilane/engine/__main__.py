@@ -1,4 +1,6 @@
-"""`python -m trilane.engine plan.json` under torchrun or srun, or as a single process: train the plan in its folder."""
+"""`python -m trilane.engine plan.json` under torchrun or srun, or as a single process: train the
+plan in its folder.
+"""
 
 import contextlib
 import os
@@ -22,7 +24,9 @@ from trilane.workspace.installation import revision
 
 
 def main(argv: list[str]) -> int:
-    """0 after the last iteration or a requested stop; 2 with one line where it cannot be trained; 1 otherwise."""
+    """0 after the last iteration or a requested stop; 2 with one line where it cannot be trained; 1
+    otherwise.
+    """
     begin, signals = time.monotonic(), Signals()
     die_with_parent()
     allow_open_files()
@@ -68,23 +72,31 @@ def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], None]:
 
 
 def limit_queues(plan: Plan, env: MutableMapping[str, str]) -> None:
-    """Megatron-LM's CUDA_DEVICE_MAX_CONNECTIONS=1: communication is launched before the matmuls that it overlaps."""
+    """Megatron-LM's CUDA_DEVICE_MAX_CONNECTIONS=1: communication is launched before the matmuls
+    that it overlaps.
+    """
     if plan.engine == "megatron" or plan.topology.tp > 1:
         env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _redirect_output() -> None:
-    """Redirect stdout and stderr to ranks/<rank>.log where the launcher asks for it, so that ranks' lines never mix."""
+    """Redirect stdout and stderr to ranks/<rank>.log where the launcher asks for it, so that ranks'
+    lines never mix.
+    """
     folder = os.environ.get("TRILANE_RANK_LOGS")
     if folder:
-        log = os.open(f"{folder}/{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = os.open(
+            f"{folder}/{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
+        )
         os.dup2(log, 1)
         os.dup2(log, 2)
     sys.stdout, sys.stderr = patient_text(1), patient_text(2)  # a full disk does not end a training
 
 
 def _is_refusal(error: ValueError) -> bool:
-    """Whether trilane itself raised it, for a rule that the user broke; a library's ValueError is a bug of ours."""
+    """Whether trilane itself raised it, for a rule that the user broke; a library's ValueError is a
+    bug of ours.
+    """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return Path(frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
 
@@ -106,11 +118,14 @@ def stamp(world: Any) -> dict[str, Any]:
         "platform": platform.platform(),
         "world_size": world.size,
         "processes_per_host": world.local_size,
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"],
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        or ["cpu"],
         "backend": torch.distributed.get_backend(),
         "cores": len(core_numbers()),
         "threads": torch.get_num_threads(),
-        "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),  # by ft_launcher, within the job
+        "restarts": int(
+            os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0
+        ),  # by ft_launcher, within the job
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": sys.argv,
     }
@@ -121,8 +136,9 @@ if __name__ == "__main__":
         code = main(sys.argv[1:])
     except Exception:
         traceback.print_exc()
-        # A rank that fails because a peer died waits before it exits, so that torchrun, which polls ten times a second
-        # and stops at the first dead worker, sees the peer: a killed process may close its connections before it ends.
+        # A rank that fails because a peer died waits before it exits, so that torchrun, which polls
+        # ten times a second and stops at the first dead worker, sees the peer: a killed process may
+        # close its connections before it ends.
         time.sleep(1.0)
         code = 1
     # At once: a normal exit waits for the other ranks and would hide which rank failed first.

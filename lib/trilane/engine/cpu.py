@@ -14,7 +14,9 @@ COMPILE = torch.compile  # enable_cpu() replaces it
 
 @functools.cache
 def enable_cpu() -> None:
-    """Make megatron-core importable without warnings and, without a GPU, runnable. Call before importing megatron."""
+    """Make megatron-core importable without warnings and, without a GPU, runnable. Call before
+    importing megatron.
+    """
     for message in (
         # torch's own optimizer, norm and attention are used on purpose.
         "(Transformer Engine and Apex are|Apex is) not installed|If you are using transformer_engine as",
@@ -30,12 +32,17 @@ def enable_cpu() -> None:
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     if torch.cuda.is_available():
         return
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints on every rank that it found no GPU
-    # A CUDA build of torch warns on every rank, at its import, where CUDA's compiler is installed without a GPU.
+    os.environ.setdefault(
+        "DS_ACCELERATOR", "cpu"
+    )  # else DeepSpeed prints on every rank that it found no GPU
+    # A CUDA build of torch warns on every rank, at its import, where CUDA's compiler is installed
+    # without a GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # The import of the compiler alone takes 1.5 s a process, and nothing here fuses.
     whole: Any = torch
-    whole.compile = lambda model=None, **options: (lambda function: function) if model is None else model
+    whole.compile = lambda model=None, **options: (
+        (lambda function: function) if model is None else model
+    )
     from megatron.core.tensor_parallel import random as megatron_random
 
     for name in ("tensor", "zeros", "ones"):
@@ -47,7 +54,9 @@ def enable_cpu() -> None:
     cuda.current_stream = lambda device=None: None
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
-    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: (
+        torch.set_rng_state(state)
+    )
     # It warns at each dropout that the default generator advanced: on a CPU there is only one.
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
     tensor: Any = torch.Tensor
@@ -55,7 +64,11 @@ def enable_cpu() -> None:
     # megatron-core's optimizers look for 'torch.cuda.FloatTensor'.
 
     def type_as_on_cuda(self: torch.Tensor, *to: Any, **options: Any) -> Any:
-        return plain(self, *to, **options) if to or options else plain(self).replace("torch.", "torch.cuda.", 1)
+        return (
+            plain(self, *to, **options)
+            if to or options
+            else plain(self).replace("torch.", "torch.cuda.", 1)
+        )
 
     tensor.type = type_as_on_cuda
     tensor.cuda = lambda self, *args, **options: self

@@ -1,7 +1,9 @@
-"""What this process leaves for the watchdog: its heartbeat, with iteration and phase, in memory of its node.
+"""What this process leaves for the watchdog: its heartbeat, with iteration and phase, in memory of
+its node.
 
-The record is memory-mapped and overwritten at each change of phase: no system call, and the content stays when the rank
-hangs in C, is stopped or is killed. Nothing where the plan's hang_timeout_s is 0.
+The record is memory-mapped and overwritten at each change of phase: no system call, and the content
+stays when the rank hangs in C, is stopped or is killed. Nothing where the plan's hang_timeout_s is
+0.
 """
 
 import ctypes
@@ -22,7 +24,9 @@ from trilane.workspace.heartbeat import END, STACKS, create_record, encode, plac
 from trilane.workspace.pace import PaceMeter
 
 _beats: list["Heartbeat"] = []
-_clients: list[Any] = []  # of nvidia-resiliency-ext's rank monitor, one where ft_launcher started this rank
+_clients: list[
+    Any
+] = []  # of nvidia-resiliency-ext's rank monitor, one where ft_launcher started this rank
 
 
 class Heartbeat:
@@ -39,7 +43,9 @@ class Heartbeat:
 
 
 def begin(plan: Plan, folder: Path) -> None:
-    """Start this rank's heartbeat, let py-spy attach, and dump stacks on a signal; on each node start the watchdog."""
+    """Start this rank's heartbeat, let py-spy attach, and dump stacks on a signal; on each node
+    start the watchdog.
+    """
     if "FT_RANK_MONITOR_IPC_SOCKET" in os.environ:
         from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
 
@@ -52,8 +58,8 @@ def begin(plan: Plan, folder: Path) -> None:
     ranks.mkdir(exist_ok=True)
     _beats.append(Heartbeat(create_record(folder, os.environ, int(rank))))
     if sys.platform.startswith("linux"):
-        # PR_SET_PTRACER, PR_SET_PTRACER_ANY of <sys/prctl.h>: under Yama a process may trace only its descendants, and
-        # the launcher's py-spy is a sibling of this process.
+        # PR_SET_PTRACER, PR_SET_PTRACER_ANY of <sys/prctl.h>: under Yama a process may trace only
+        # its descendants, and the launcher's py-spy is a sibling of this process.
         ctypes.CDLL(None, use_errno=True).prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)
     faulthandler.register(STACKS, file=(ranks / f"{rank}.stack").open("ab"), all_threads=True)
     for name, value in flight_recorder.environment(ranks, rank).items():

@@ -37,7 +37,9 @@ GARBAGE_INTERVAL = 10  # iterations; of what is made after the first one a colle
 
 
 class StopRequest(NamedTuple):
-    """What is requested, and its source; `writing`: a save that has begun is still being written by some rank."""
+    """What is requested, and its source; `writing`: a save that has begun is still being written by
+    some rank.
+    """
 
     reason: str = ""
     save: bool = False
@@ -46,10 +48,11 @@ class StopRequest(NamedTuple):
 
 
 class StopRequests:
-    """Requests to save or to stop, agreed on by all ranks: signals that reached any rank, and rank 0's clock and files.
+    """Requests to save or to stop, agreed on by all ranks: signals that reached any rank, and rank
+    0's clock and files.
 
-    The file `save` is removed once seen; where the watchdog wrote RESTART into it, at the run's next save, which ends
-    it. `stop` stays, so that a chain of jobs does not continue.
+    The file `save` is removed once seen; where the watchdog wrote RESTART into it, at the run's
+    next save, which ends it. `stop` stays, so that a chain of jobs does not continue.
     """
 
     # In ascending priority; every stop also saves.
@@ -63,17 +66,23 @@ class StopRequests:
         StopRequest("SIGTERM", save=True, stop=True),
     )
 
-    def __init__(self, folder: Path, run: Run, world: World, signals: Signals, begin: float) -> None:
+    def __init__(
+        self, folder: Path, run: Run, world: World, signals: Signals, begin: float
+    ) -> None:
         self._folder, self._world, self._signals = folder, world, signals
-        self._end = begin + 60 * run.exit_duration_minutes if run.exit_duration_minutes else math.inf
+        self._end = (
+            begin + 60 * run.exit_duration_minutes if run.exit_duration_minutes else math.inf
+        )
         self._agreed_s = -math.inf
 
     def now(self, begun: bool = True, writing: bool = False, due: bool = True) -> StopRequest:
-        """The highest request of any rank, and whether any is `writing`, the same on all: one all-reduce.
+        """The highest request of any rank, and whether any is `writing`, the same on all: one
+        all-reduce.
 
         `due`: a checkpoint is saved now, or none is saved at intervals.
 
-        Before the first iteration (not `begun`) only SIGTERM and the file `stop` count, not the clock.
+        Before the first iteration (not `begun`) only SIGTERM and the file `stop` count, not the
+        clock.
         """
         highest = torch.tensor([self.pending(begun, due), int(writing)], device=self._world.device)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
@@ -87,9 +96,13 @@ class StopRequests:
         first, save = self._world.is_first, self._folder / "save"
         found = [0, 6 * self._signals.stop, 5 * (first and (self._folder / "stop").exists())]
         if begun:
-            # The signals of one request reach all ranks, and a rank's child and parent, within ten seconds: one that
-            # comes before, or up to so long after, all have agreed to save is the same request.
-            found += [int(self._signals.save_s > self._agreed_s + 10.0), 4 * (first and time.monotonic() >= self._end)]
+            # The signals of one request reach all ranks, and a rank's child and parent, within ten
+            # seconds: one that comes before, or up to so long after, all have agreed to save is the
+            # same request.
+            found += [
+                int(self._signals.save_s > self._agreed_s + 10.0),
+                4 * (first and time.monotonic() >= self._end),
+            ]
             asked = first and save.exists()
             restarts = asked and read_text(save, 100) == RESTART
             if asked and (due or not restarts):
@@ -101,7 +114,9 @@ class StopRequests:
 class Training:
     """A plan's engine and samples, in the initial state or that of the newest checkpoint."""
 
-    def __init__(self, plan: Plan, world: World, folder: Path, signals: Signals, begin: float) -> None:
+    def __init__(
+        self, plan: Plan, world: World, folder: Path, signals: Signals, begin: float
+    ) -> None:
         self._world, self._folder, self._begin = world, folder, begin
         self._requests = StopRequests(folder, plan.run, world, signals, begin)
         checkpoint = find(folder, plan, world)  # before a large model is built for nothing
@@ -114,7 +129,14 @@ class Training:
         if checkpoint:
             load(checkpoint, plan, world, self._engine)
             self._done = checkpoint.iteration
-            write_loaded(folder, plan, world, self._engine, self._done, lookahead(plan, self._loader, self._done))
+            write_loaded(
+                folder,
+                plan,
+                world,
+                self._engine,
+                self._done,
+                lookahead(plan, self._loader, self._done),
+            )
             own = checkpoint.path.parent == folder / FOLDER
             self._saved = checkpoint.path.name if own else ""
             self._print(f"resumes after iteration {self._done} of {checkpoint.path}")
@@ -130,7 +152,9 @@ class Training:
         log, run = TrainingLog(self._plan, self._world, self._folder), self._plan.run
         first = next((batch.number for batch in self._plan.batches(self._done)), 0)
         request = self._requests.now(begun=False)
-        if not storage.trouble(self._folder).startswith(storage.NOT_SAVED):  # which only a save proves to be over
+        if not storage.trouble(self._folder).startswith(
+            storage.NOT_SAVED
+        ):  # which only a save proves to be over
             self._check_storage()
         begin = time.perf_counter()
         for batch in self._plan.batches(self._done) if not request.stop else ():
@@ -163,7 +187,9 @@ class Training:
         """Train one batch; the time at its end."""
         heartbeat.at(batch.number)
         if batch.number > self._done + 1:
-            self._print(f"skips iterations {self._done + 1} to {batch.number - 1}: next is sample {batch.first}")
+            self._print(
+                f"skips iterations {self._done + 1} to {batch.number - 1}: next is sample {batch.first}"
+            )
         lr = self._plan.optimizer.learning_rate(batch.end, self._plan.samples)
         with phase(DATA):
             microbatches = self._loader.microbatches(batch)
@@ -190,14 +216,18 @@ class Training:
         log.evaluated(batch, math.fsum(losses) / len(losses), time.perf_counter() - begin)
 
     def _saves(self, batch: Batch, request: StopRequest) -> bool:
-        """Finish the last save once all ranks have written it, and begin the one that is due; whether it did either."""
+        """Finish the last save once all ranks have written it, and begin the one that is due;
+        whether it did either.
+        """
         run, begun = self._plan.run, self._saver.begun
         due = request.save or (bool(run.save_interval) and batch.number % run.save_interval == 0)
         due = due or (batch.number == run.goal and run.saves_at_end)
         if begun and (due or not request.writing):
             self._report(self._saver.finish)
         if due:
-            self._report(lambda: self._saver.begin(batch, lookahead(self._plan, self._loader, batch.number)))
+            self._report(
+                lambda: self._saver.begin(batch, lookahead(self._plan, self._loader, batch.number))
+            )
         return due or (begun and not self._saver.begun)
 
     def _report(self, part: Callable[[], Saved | None]) -> None:
@@ -217,7 +247,11 @@ class Training:
         """Record why a save failed, else whether the next one fits: one line until that changes."""
         if not self._world.is_first:
             return
-        if not problem and self._plan.run.saves_at_end and self._saved != name_of(self._plan.run.goal):
+        if (
+            not problem
+            and self._plan.run.saves_at_end
+            and self._saved != name_of(self._plan.run.goal)
+        ):
             problem = storage.shortage(self._folder, self._plan)
             if problem and not self._is_short:
                 self._print(problem)
@@ -229,7 +263,10 @@ class Training:
         goal, last = self._plan.run.goal, self._saved == name_of(self._done)
         newest = f"{'saved' if last else 'the newest checkpoint is'} {FOLDER}/{self._saved}"
         newest = newest if self._saved else "no checkpoint"
-        status, evidence = Status.STOPPED, f"stopped at iteration {self._done} by {request.reason}, {newest}"
+        status, evidence = (
+            Status.STOPPED,
+            f"stopped at iteration {self._done} by {request.reason}, {newest}",
+        )
         if self._done == goal:
             evidence = f"iteration {goal} is reached, but not saved: {newest}"
             if last or not self._plan.run.saves_at_end:
@@ -238,9 +275,13 @@ class Training:
             self._print(evidence)
         evidence += f"; {self._not_finite}" * bool(self._not_finite)
         seconds = round(time.monotonic() - self._begin, 3)
-        outcome = RunStatus(status=status, evidence=evidence, rank=None, exit_code=0, seconds=seconds)
+        outcome = RunStatus(
+            status=status, evidence=evidence, rank=None, exit_code=0, seconds=seconds
+        )
         if self._world.is_first and not write_status(self._folder, outcome):
-            self._print(f"{status}: {evidence}; the disk is full, so that status.json does not record it")
+            self._print(
+                f"{status}: {evidence}; the disk is full, so that status.json does not record it"
+            )
 
     def _print(self, text: str) -> None:
         if text and self._world.is_first:
@@ -248,7 +289,9 @@ class Training:
 
 
 def _collect(iteration: int, first: int) -> None:
-    """Collect garbage in the same iterations on all ranks: one that collects when it likes makes all others wait."""
+    """Collect garbage in the same iterations on all ranks: one that collects when it likes makes
+    all others wait.
+    """
     if iteration == first:
         gc.disable()
         gc.collect()

@@ -1,6 +1,8 @@
-"""The first value of an iteration that is not finite: its batch is repeated once, with hooks that look at all tensors.
+"""The first value of an iteration that is not finite: its batch is repeated once, with hooks that
+look at all tensors.
 
-Looked at are what modules take and give, and the gradients of both: nothing between the operations inside a module.
+Looked at are what modules take and give, and the gradients of both: nothing between the operations
+inside a module.
 """
 
 import contextlib
@@ -21,9 +23,11 @@ Pass = tuple[int, int, bool]  # through a chunk of the model, by a microbatch, b
 
 
 class Seen(NamedTuple):
-    """A value that is not finite. The least is the first in the dataflow of the first microbatch that has one.
+    """A value that is not finite. The least is the first in the dataflow of the first microbatch
+    that has one.
 
-    Where several ranks see it in one place, as a sum over tensor ranks reaches all, it is the one with bad weights.
+    Where several ranks see it in one place, as a sum over tensor ranks reaches all, it is the one
+    with bad weights.
     """
 
     microbatch: int
@@ -35,11 +39,20 @@ class Seen(NamedTuple):
     text: str
 
 
-UNSEEN = Seen(1 << 40, True, 0, 0, True, 0, "repeated, the batch is finite everywhere: a fault of a device or link?")
+UNSEEN = Seen(
+    1 << 40,
+    True,
+    0,
+    0,
+    True,
+    0,
+    "repeated, the batch is finite everywhere: a fault of a device or link?",
+)
 
 
 def first_of(chunks: Sequence[torch.nn.Module], repeat: Callable[[], object]) -> str:
-    """Where a value arises that is not finite, while `repeat()` computes the batch's gradients again; collective.
+    """Where a value arises that is not finite, while `repeat()` computes the batch's gradients
+    again; collective.
 
     `chunks` are this rank's of the model.
     """
@@ -57,7 +70,10 @@ class Watch:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], rank: int) -> None:
         self._chunks, self._rank, self.first = chunks, rank, UNSEEN
-        self._forward, self._backward = [-1] * len(chunks), [0] * len(chunks)  # the microbatch in each chunk
+        self._forward, self._backward = (
+            [-1] * len(chunks),
+            [0] * len(chunks),
+        )  # the microbatch in each chunk
         self._looked, self._largest = 0, dict[Pass, tuple[float, str]]()  # and in which value
 
     @contextlib.contextmanager
@@ -67,9 +83,14 @@ class Watch:
             for number, chunk in enumerate(self._chunks):
                 stack.enter_context(chunk.register_forward_pre_hook(partial(self._begin, number)))
                 for name, module in named(chunk):
-                    takes, gives = (partial(self._see, number, f"the {word} of {name}") for word in ("input", "output"))
+                    takes, gives = (
+                        partial(self._see, number, f"the {word} of {name}")
+                        for word in ("input", "output")
+                    )
                     stack.enter_context(module.register_forward_pre_hook(takes, with_kwargs=True))
-                    hook = module.register_forward_hook(lambda m, _, given, gives=gives: gives(m, given))
+                    hook = module.register_forward_hook(
+                        lambda m, _, given, gives=gives: gives(m, given)
+                    )
                     stack.enter_context(hook)
             yield
 
@@ -80,14 +101,18 @@ class Watch:
                 gradient = getattr(weight, "main_grad", weight.grad)
                 if gradient is not None and not math.isfinite(largest(gradient)):
                     text = f"{kind(gradient)} in the gradient of {name}, summed over microbatches and replicas"
-                    return UNSEEN._replace(microbatch=UNSEEN.microbatch - 1, order=number, rank=self._rank, text=text)
+                    return UNSEEN._replace(
+                        microbatch=UNSEEN.microbatch - 1, order=number, rank=self._rank, text=text
+                    )
         return UNSEEN
 
     def _begin(self, number: int, *_: Any) -> None:
         self._forward[number] += 1
 
     def _see(self, number: int, what: str, module: torch.nn.Module, *values: Any) -> None:
-        """Look at the tensors that a module takes or gives now, and at their gradients when they come."""
+        """Look at the tensors that a module takes or gives now, and at their gradients when they
+        come.
+        """
         again = patches.runs_backward()  # it recomputes a forward pass
         microbatch = (self._backward if again else self._forward)[number]
         for tensor in patches.tensors_of(values):
@@ -96,7 +121,9 @@ class Watch:
                 self._look((number, microbatch, False), what, module, tensor)
                 if tensor.requires_grad:
                     gradient = f"the gradient of {what}"
-                    tensor.register_hook(partial(self._look, (number, microbatch, True), gradient, module))
+                    tensor.register_hook(
+                        partial(self._look, (number, microbatch, True), gradient, module)
+                    )
 
     def _look(self, at: Pass, what: str, module: torch.nn.Module, tensor: torch.Tensor) -> None:
         """Keep the largest value, or the first that is not finite."""
@@ -108,8 +135,14 @@ class Watch:
         if math.isfinite(size := largest(tensor)):
             self._largest[at] = max(before, (size, what))
             return
-        bad = [name for name, weight in module.named_parameters(recurse=False) if not math.isfinite(largest(weight))]
-        seen = Seen(microbatch, backward, _place(number, backward), self._looked, not bad, self._rank, "")
+        bad = [
+            name
+            for name, weight in module.named_parameters(recurse=False)
+            if not math.isfinite(largest(weight))
+        ]
+        seen = Seen(
+            microbatch, backward, _place(number, backward), self._looked, not bad, self._rank, ""
+        )
         if seen < self.first:
             most = f"the largest before it is {before[0]:.3g} in {before[1]}"
             limit = f"{str(tensor.dtype).removeprefix('torch.')} ends at {torch.finfo(tensor.dtype).max:.3g}"
@@ -119,7 +152,9 @@ class Watch:
 
 
 def _place(number: int, backward: bool) -> int:
-    """Of this rank's chunk among those of all stages: forward from the first, backward from the last."""
+    """Of this rank's chunk among those of all stages: forward from the first, backward from the
+    last.
+    """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     place = number * stages + parallel_state.get_pipeline_model_parallel_rank()
     return -place if backward else place

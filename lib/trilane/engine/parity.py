@@ -1,4 +1,5 @@
-"""The parity table: engines, topologies and precisions that must reproduce the losses of one process, trained here.
+"""The parity table: engines, topologies and precisions that must reproduce the losses of one
+process, trained here.
 
 `python -m trilane.engine.parity ENGINE... [--json]` is `trilane measure engines`.
 """
@@ -25,12 +26,21 @@ from trilane.config.training import Data, Optimizer, Run
 from trilane.utils.process import PARENT, context, die_with_parent, held_port
 from trilane.utils.validation import shipped_json
 
-SHAPE = ModelShape(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512)
+SHAPE = ModelShape(
+    num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512
+)
 OPTIMIZER = Optimizer(lr=2e-3, min_lr=2e-4, warmup_samples=40, decay_samples=160)
 BLOOM = replace(SHAPE, embedding_layernorm=True, positions="alibi", activation="gelu-tanh")
-GATED = replace(SHAPE, num_key_value_heads=2, activation="swiglu", ffn_hidden_size=176, tied_embeddings=False)
+GATED = replace(
+    SHAPE, num_key_value_heads=2, activation="swiglu", ffn_hidden_size=176, tied_embeddings=False
+)
 LLAMA_SHAPE = replace(
-    GATED, biases="none", normalization="rmsnorm", positions="rotary", norm_epsilon=1e-6, rotary_base=5e5
+    GATED,
+    biases="none",
+    normalization="rmsnorm",
+    positions="rotary",
+    norm_epsilon=1e-6,
+    rotary_base=5e5,
 )
 
 
@@ -43,8 +53,12 @@ class Task:
     mbs: int = 2
     gbs: int = 8
 
-    def plan(self, machine: Cluster, folder: str, engine: str = "megatron", **topology: Any) -> Plan:
-        """The task by an engine on a topology: 20 iterations over Python's standard library, a tenth of it held out."""
+    def plan(
+        self, machine: Cluster, folder: str, engine: str = "megatron", **topology: Any
+    ) -> Plan:
+        """The task by an engine on a topology: 20 iterations over Python's standard library, a
+        tenth of it held out.
+        """
         return Plan(
             label="equality",
             engine=engine,
@@ -57,22 +71,25 @@ class Task:
         )
 
 
-# A learning rate and batch that 8 bits of mantissa can follow: on the plain task, where the loss falls from 6.2 to 4.3
-# in 20 iterations, bf16 differs by up to 3.8e-3 in every engine.
+# A learning rate and batch that 8 bits of mantissa can follow: on the plain task, where the loss
+# falls from 6.2 to 4.3 in 20 iterations, bf16 differs by up to 3.8e-3 in every engine.
 CALM = Task(optimizer=replace(OPTIMIZER, lr=5e-4, min_lr=5e-5), mbs=4, gbs=32)
 TASKS = {
     "plain": Task(),
     "calm": CALM,
     "bloom": Task(shape=BLOOM),
     "llama": Task(shape=LLAMA_SHAPE),
-    # On the task of "llama" fp16 skips iterations: a gradient times the first loss scale is beyond its range.
+    # On the task of "llama" fp16 skips iterations: a gradient times the first loss scale is beyond
+    # its range.
     "calm llama": replace(CALM, shape=LLAMA_SHAPE),
 }  # as data/equality.json calls them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row of the table: an engine on a topology in a precision, compared with the reference of its task."""
+    """One row of the table: an engine on a topology in a precision, compared with the reference of
+    its task.
+    """
 
     engine: str
     topology: str
@@ -92,7 +109,9 @@ class Row:
 
     def plan(self, machine: Cluster, folder: str) -> Plan:
         """The row as a plan on `machine`. ValueError where the machine cannot train it."""
-        return self.task.plan(machine, folder, self.engine, precision=self.precision, **self.settings)
+        return self.task.plan(
+            machine, folder, self.engine, precision=self.precision, **self.settings
+        )
 
 
 def rows(engines: Sequence[str] = ENGINES) -> list[Row]:
@@ -103,7 +122,9 @@ def rows(engines: Sequence[str] = ENGINES) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Result of one row: the largest |difference of loss|, None where it did not train, inf for a NaN."""
+    """Result of one row: the largest |difference of loss|, None where it did not train, inf for a
+    NaN.
+    """
 
     row: Row
     max_abs_diff: float | None
@@ -122,7 +143,13 @@ class Result:
 
     def __str__(self) -> str:
         found = self.problem or f"{self.max_abs_diff:.1e}"
-        verdict = "ok" if self.ok else f"above {self.row.bound:g}" if self.max_abs_diff is not None else "failed"
+        verdict = (
+            "ok"
+            if self.ok
+            else f"above {self.row.bound:g}"
+            if self.max_abs_diff is not None
+            else "failed"
+        )
         names = f"{self.row.engine:15s} {self.row.precision:5s} {self.row.topology:45s}"
         return f"{names} {found:>9s}  {self.seconds:5.1f} s  {verdict}"
 
@@ -150,13 +177,19 @@ def verify(table: Sequence[Row]) -> Iterator[Result | str]:
             problem, seconds = _run(plan, plan.topology.gpus, folder)
             worst = None
             if not problem:
-                diffs = [abs(a - b) for a, b in zip(_losses(folder), references[row.task], strict=True)]
+                diffs = [
+                    abs(a - b) for a, b in zip(_losses(folder), references[row.task], strict=True)
+                ]
                 worst = math.inf if any(map(math.isnan, diffs)) else max(diffs)
             yield Result(row=row, max_abs_diff=worst, seconds=seconds, problem=problem)
 
 
 def _losses(folder: Path) -> list[float]:
-    lines = [line for name in ("steps.jsonl", "validation.jsonl") for line in (folder / name).read_text().splitlines()]
+    lines = [
+        line
+        for name in ("steps.jsonl", "validation.jsonl")
+        for line in (folder / name).read_text().splitlines()
+    ]
     return [json.loads(line)["lm_loss"] for line in lines]
 
 
@@ -175,11 +208,15 @@ def output(folder: Path, codes: Sequence[int], wanted: int = 0) -> str:
     return "" if set(codes) == {wanted} else logs or f"exit codes {codes}"
 
 
-Work = Callable[[int, Path], int]  # the number of workers (0: the reference) and the run folder -> an exit code
+Work = Callable[
+    [int, Path], int
+]  # the number of workers (0: the reference) and the run folder -> an exit code
 
 
 def train(processes: int, folder: Path, work: Work | None = None) -> list[int]:
-    """Train `folder`/plan.json in so many workers (0: the reference), or let them do other `work`; their exit codes."""
+    """Train `folder`/plan.json in so many workers (0: the reference), or let them do other `work`;
+    their exit codes.
+    """
     with held_port() as port:
         workers = begin(processes, port, folder, work)
         for worker in workers:
@@ -189,10 +226,13 @@ def train(processes: int, folder: Path, work: Work | None = None) -> list[int]:
 
 def begin(processes: int, port: int, folder: Path, work: Work | None = None) -> list[Any]:
     """The workers of train(), as processes of multiprocessing that have started."""
-    # Forked workers share what load() imported. CUDA does not survive a fork: with a GPU each worker is a new process.
+    # Forked workers share what load() imported. CUDA does not survive a fork: with a GPU each
+    # worker is a new process.
     processing = context("spawn" if gpu_count() else "fork")
     given = (processes, port, folder, work or run_worker, os.getpid())
-    workers = [processing.Process(target=_worker, args=(rank, *given)) for rank in range(max(1, processes))]
+    workers = [
+        processing.Process(target=_worker, args=(rank, *given)) for rank in range(max(1, processes))
+    ]
     for worker in workers:
         worker.start()
     return workers
@@ -201,7 +241,9 @@ def begin(processes: int, port: int, folder: Path, work: Work | None = None) -> 
 def _worker(rank: int, size: int, port: int, folder: Path, work: Work, parent: int) -> None:
     """Do the work in the environment that torchrun would give it, and end this process."""
     world = str(max(1, size))
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world
+    )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TRILANE_RANK_LOGS=str(folder))
     os.environ[PARENT] = str(parent)
     code = 1
@@ -216,7 +258,9 @@ def _worker(rank: int, size: int, port: int, folder: Path, work: Work, parent: i
 
 
 def run_worker(size: int, folder: Path) -> int:
-    """Run the engine; of size 0 the reference, which writes the same files, with losses and norms alone."""
+    """Run the engine; of size 0 the reference, which writes the same files, with losses and norms
+    alone.
+    """
     if size:
         from trilane.engine.__main__ import main as engine
 
@@ -226,7 +270,8 @@ def run_worker(size: int, folder: Path) -> int:
 
     from trilane.engine.cpu import enable_cpu
 
-    enable_cpu()  # a new process of "spawn" has not done so, and megatron-core's datasets would warn
+    # a new process of "spawn" has not done so, and megatron-core's datasets would warn
+    enable_cpu()
     from trilane.engine import reference
 
     torch.set_num_threads(1)
@@ -243,7 +288,8 @@ def load() -> None:
     from trilane.engine.cpu import enable_cpu
 
     enable_cpu()
-    # transformers imports a model's code when it is first asked for: 1.5 s in each worker instead of once here
+    # transformers imports a model's code when it is first asked for: 1.5 s in each worker instead
+    # of once here
     from transformers import BloomForCausalLM, GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM  # noqa: F401
 
     import trilane.engine.backends.deepspeed_3d
@@ -263,25 +309,40 @@ def gpu_count() -> int:
 
 
 def machine(cards: int, bf16: bool) -> Cluster:
-    """A machine of `cards` GPUs, or of eight processes where there are none; nothing is predicted from its speeds."""
+    """A machine of `cards` GPUs, or of eight processes where there are none; nothing is predicted
+    from its speeds.
+    """
     known = cluster("jz-a100-80g")
-    gpu = replace(known.gpu, name="GPU", kind="cuda", bf16_flops_per_s=known.gpu.bf16_flops_per_s * bf16)
+    gpu = replace(
+        known.gpu, name="GPU", kind="cuda", bf16_flops_per_s=known.gpu.bf16_flops_per_s * bf16
+    )
     gpu = gpu if cards else replace(gpu, name="CPU core", kind="cpu")
     return replace(known, name="this machine", gpu=gpu, gpus_per_node=cards or 8, max_nodes=1)
 
 
 def main(argv: Sequence[str]) -> int:
     """0 where every row is within its bound, else 1. Progress is on stderr."""
-    # Waiting threads that spin take the core from other processes; libgomp reads this when torch is imported.
-    os.environ |= {"GOMP_SPINCOUNT": "1000", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+    # Waiting threads that spin take the core from other processes; libgomp reads this when torch is
+    # imported.
+    os.environ |= {
+        "GOMP_SPINCOUNT": "1000",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     found = list[Result | str]()
     for one in verify(rows([name for name in argv if name != "--json"])):
         found.append(one)
         print(one, file=sys.stderr, flush=True)
-    results, left_out = [r for r in found if isinstance(r, Result)], [r for r in found if isinstance(r, str)]
+    results, left_out = (
+        [r for r in found if isinstance(r, Result)],
+        [r for r in found if isinstance(r, str)],
+    )
     held = sum(result.ok for result in results)
-    lines = [*map(str, found), f"{held} of {len(results)} rows within their bound; {len(left_out)} left out"]
+    lines = [
+        *map(str, found),
+        f"{held} of {len(results)} rows within their bound; {len(left_out)} left out",
+    ]
     values = {"rows": [result.record() for result in results], "left_out": left_out}
     print(json.dumps(values, indent=2) if "--json" in argv else "\n".join(lines))
     return int(not results or held < len(results))

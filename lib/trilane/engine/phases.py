@@ -1,8 +1,10 @@
-"""Phases: what this process is doing now, such as forward-compute, and their seconds on this rank and over ranks.
+"""Phases: what this process is doing now, such as forward-compute, and their seconds on this rank
+and over ranks.
 
-The stack belongs to the process, which does one thing at a time: the hooks of the libraries know of no engine. A clock
-is read where the innermost phase changes: on a CPU the host's, on a GPU an event in the stream, which is not waited for
-before the end of the iteration. So on a GPU a phase counts the time of its kernels, not of their launch.
+The stack belongs to the process, which does one thing at a time: the hooks of the libraries know of
+no engine. A clock is read where the innermost phase changes: on a CPU the host's, on a GPU an event
+in the stream, which is not waited for before the end of the iteration. So on a GPU a phase counts
+the time of its kernels, not of their launch.
 """
 
 import contextlib
@@ -16,8 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The names that all engines share; the readers of logs know them. Time counts for the innermost phase only.
-NAMES = ("batch-generator", "forward-compute", "backward-compute", "p2p-wait", "all-grads-sync", "optimizer")
+# The names that all engines share; the readers of logs know them. Time counts for the innermost
+# phase only.
+NAMES = (
+    "batch-generator",
+    "forward-compute",
+    "backward-compute",
+    "p2p-wait",
+    "all-grads-sync",
+    "optimizer",
+)
 DATA, FORWARD, BACKWARD, P2P, REDUCE, OPTIMIZER = NAMES
 _stack: list[str] = []
 _listeners: list[Callable[[str], None]] = []
@@ -59,18 +69,24 @@ def phase(name: str) -> Iterator[None]:
 
 
 def subscribe(listener: Callable[[str], None]) -> Callable[[], None]:
-    """Call `listener` with the new innermost phase, "" outside of all, at each change; the result ends that."""
+    """Call `listener` with the new innermost phase, "" outside of all, at each change; the result
+    ends that.
+    """
     _listeners.append(listener)
     return lambda: _listeners.remove(listener)
 
 
 def megatron_timers(pipeline: bool) -> Callable[..., SimpleNamespace]:
-    """megatron-core's hook `config.timers`: the timer of each name, a phase while it runs where we have one for it.
+    """megatron-core's hook `config.timers`: the timer of each name, a phase while it runs where we
+    have one for it.
 
-    In a pipeline the schedule's time outside compute is waiting for a neighbour, so its own timer is p2p-wait.
+    In a pipeline the schedule's time outside compute is waiting for a neighbour, so its own timer
+    is p2p-wait.
     """
     known = {FORWARD: FORWARD, BACKWARD: BACKWARD} | ({"forward-backward": P2P} if pipeline else {})
-    known |= dict.fromkeys((REDUCE, "non-tensor-parallel-grads-all-reduce", "embedding-grads-all-reduce"), REDUCE)
+    known |= dict.fromkeys(
+        (REDUCE, "non-tensor-parallel-grads-all-reduce", "embedding-grads-all-reduce"), REDUCE
+    )
 
     def timer(name: str, log_level: Any = None) -> SimpleNamespace:
         start = (lambda: begin(known[name])) if name in known else lambda: None
@@ -94,7 +110,9 @@ class Timers:
         self._marks.append((self._clock(), name))
 
     def fold(self) -> dict[str, float]:
-        """End an iteration: add up its marks and drop them; its seconds by phase. Synchronizes with a GPU."""
+        """End an iteration: add up its marks and drop them; its seconds by phase. Synchronizes with
+        a GPU.
+        """
         self._mark(current())
         found = durations(self._marks)
         self._seconds.update(found)
@@ -108,8 +126,14 @@ class Timers:
         self._mark(current())
 
     def own(self) -> dict[str, float]:
-        """Phase -> seconds per iteration on this rank since the last over_ranks(); only phases that occurred."""
-        return {name: self._seconds[name] / self._iterations for name in NAMES if self._seconds[name] > 0}
+        """Phase -> seconds per iteration on this rank since the last over_ranks(); only phases that
+        occurred.
+        """
+        return {
+            name: self._seconds[name] / self._iterations
+            for name in NAMES
+            if self._seconds[name] > 0
+        }
 
     def over_ranks(self) -> dict[str, tuple[float, float]]:
         """Phase -> seconds an iteration since the last call, (min, max) over ranks. Collective."""
@@ -129,7 +153,9 @@ def _event() -> torch.cuda.Event:
 
 
 def durations(marks: Sequence[tuple[Any, str]]) -> dict[str, float]:
-    """Seconds by phase from marks (time, new innermost phase); the last mark only ends the one before."""
+    """Seconds by phase from marks (time, new innermost phase); the last mark only ends the one
+    before.
+    """
     found = defaultdict[str, float](float)
     for (before, name), (after, _) in pairwise(marks):
         if isinstance(after, torch.cuda.Event):

@@ -25,10 +25,12 @@ Line = dict[str, Any]  # of steps.jsonl, one iteration
 
 
 def iteration(plan: Plan, batch: Batch, seconds: float, lr: float, step: Step) -> Line:
-    """The line of the engine's step over `batch`, in the units of Megatron's line, times in seconds.
+    """The line of the engine's step over `batch`, in the units of Megatron's line, times in
+    seconds.
 
-    `tflops` is model FLOPs per GPU and second by Narayanan's formula (ModelShape.flops_per_iteration), recomputation
-    counted where it is full. Megatron-LM of today counts causal attention half and recomputation never.
+    `tflops` is model FLOPs per GPU and second by Narayanan's formula
+    (ModelShape.flops_per_iteration), recomputation counted where it is full. Megatron-LM of today
+    counts causal attention half and recomputation never.
     """
     t = plan.topology
     flops = plan.shape.flops_per_iteration(batch.gbs, recompute_full=t.recompute == "full")
@@ -50,10 +52,13 @@ def iteration(plan: Plan, batch: Batch, seconds: float, lr: float, step: Step) -
 def megatron_line(window: Sequence[Line], train_iters: int, now: datetime) -> str:
     """Megatron-LM's line, training.py of 2025 (training_log), after the time of day.
 
-    Of several iterations, those since the last line, it has means of time, rate and loss, and summed counts.
+    Of several iterations, those since the last line, it has means of time, rate and loss, and
+    summed counts.
     """
     last = window[-1]
-    seconds, tflops, loss = (sum(i[key] for i in window) / len(window) for key in ("sec_per_it", "tflops", "lm_loss"))
+    seconds, tflops, loss = (
+        sum(i[key] for i in window) / len(window) for key in ("sec_per_it", "tflops", "lm_loss")
+    )
     skipped, nan = (sum(i[key] for i in window) for key in ("skipped", "nan"))
     return (
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {last['iteration']:8d}/{train_iters:8d} | "
@@ -66,7 +71,9 @@ def megatron_line(window: Sequence[Line], train_iters: int, now: datetime) -> st
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Write `values` as indented JSON under a temporary name, then rename: a reader never sees a partial file."""
+    """Write `values` as indented JSON under a temporary name, then rename: a reader never sees a
+    partial file.
+    """
     replace_text(path, json.dumps(values, indent=2) + "\n")
 
 
@@ -87,7 +94,8 @@ class TrainingLog:
         self._phases = Appended(folder / "ranks" / f"{world.rank}.phases", print_note)
 
     def write(self, line: Line, saving: bool = False) -> None:
-        """Append the JSON line; print Megatron's every log_interval iterations and at the end. Collective.
+        """Append the JSON line; print Megatron's every log_interval iterations and at the end.
+        Collective.
 
         While a save is being written (`saving`) an iteration says nothing about the run's pace.
         """
@@ -98,7 +106,9 @@ class TrainingLog:
         spread = self._spread(line["iteration"]) if due and self._run.timers else {}
         if not self._writes:
             return
-        self._steps.write(json.dumps({**line, "timers": spread} if spread else line).encode() + b"\n")
+        self._steps.write(
+            json.dumps({**line, "timers": spread} if spread else line).encode() + b"\n"
+        )
         self._window.append(line)
         if due:
             print(megatron_line(self._window, self._run.train_iters, datetime.now()), flush=True)
@@ -117,7 +127,12 @@ class TrainingLog:
         if self._timers:
             self._timers.skip()
         if self._writes:
-            values = {"iteration": batch.number, "consumed_samples": batch.end, "lm_loss": loss, "seconds": seconds}
+            values = {
+                "iteration": batch.number,
+                "consumed_samples": batch.end,
+                "lm_loss": loss,
+                "seconds": seconds,
+            }
             self._evaluations.write(json.dumps(values).encode() + b"\n")
             print(validation_lines(batch.number, loss), flush=True)
 
@@ -130,7 +145,9 @@ class TrainingLog:
 
 
 def validation_lines(iteration: int, loss: float) -> str:
-    """What Megatron-LM prints, training.py of 2025 (evaluate_and_print_results), and BigScience's fork."""
+    """What Megatron-LM prints, training.py of 2025 (evaluate_and_print_results), and BigScience's
+    fork.
+    """
     perplexity = math.exp(min(loss, 20.0))  # in this order a NaN stays one
     text = f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
     rule = "-" * (len(text) + 1)
@@ -138,17 +155,23 @@ def validation_lines(iteration: int, loss: float) -> str:
 
 
 def memory_line(rank: int, iterations: int, device: torch.device) -> str:
-    """Megatron's report_memory line, in MiB. On a CPU: resident memory for allocated and reserved, its peak for max."""
+    """Megatron's report_memory line, in MiB. On a CPU: resident memory for allocated and reserved,
+    its peak for max.
+    """
     values = [psutil.Process().memory_info().rss, peak_resident_bytes()] * 2
     if device.type == "cuda":
         values = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
         values += [torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()]
     names = ("allocated", "max allocated", "reserved", "max reserved")
-    parts = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in zip(names, values, strict=True))
+    parts = " | ".join(
+        f"{name}: {value / 2**20:.2f}" for name, value in zip(names, values, strict=True)
+    )
     return f"[Rank {rank}] (after {iterations} iterations) memory (MB) | {parts}"
 
 
 def peak_resident_bytes() -> int:
-    """Peak resident memory of this process in bytes. getrusage(2): kilobytes on Linux, bytes on macOS."""
+    """Peak resident memory of this process in bytes. getrusage(2): kilobytes on Linux, bytes on
+    macOS.
+    """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,9 +1,11 @@
-"""torchrun, or ft_launcher, that ends with its parent, forwards signals, and records which ranks failed, and how.
+"""torchrun, or ft_launcher, that ends with its parent, forwards signals, and records which ranks
+failed, and how.
 
-`python -m trilane.engine.torchrun FAILURES.json <torchrun's arguments>`; an argument of ft_launcher's own (--ft-...)
-starts the ranks by nvidia-resiliency-ext (0.4.1 to 0.7.0 tried). torchrun itself only prints a report, dies of SIGUSR1,
-and kills its workers 30 s after a SIGTERM. Here both reach the workers, which take the time that a save needs. torch is
-imported late: a signal that comes while it is must not kill this process.
+`python -m trilane.engine.torchrun FAILURES.json <torchrun's arguments>`; an argument of
+ft_launcher's own (--ft-...) starts the ranks by nvidia-resiliency-ext (0.4.1 to 0.7.0 tried).
+torchrun itself only prints a report, dies of SIGUSR1, and kills its workers 30 s after a SIGTERM.
+Here both reach the workers, which take the time that a save needs. torch is imported late: a signal
+that comes while it is must not kill this process.
 """
 
 import contextlib
@@ -29,16 +31,20 @@ from trilane.utils.process import (
     install_command,
 )
 
-# From the first node that waits to the last that comes; then the same from the first rank to the last. At 128 nodes the
-# first import of torch from a shared file system takes minutes, and not the same on each node; torch 2.13 waits 60 s
-# for the first node (read_timeout in c10d_rendezvous_backend.py), then 600 s for all (dynamic_rendezvous.py).
+# From the first node that waits to the last that comes; then the same from the first rank to the
+# last. At 128 nodes the first import of torch from a shared file system takes minutes, and not the
+# same on each node; torch 2.13 waits 60 s for the first node (read_timeout in
+# c10d_rendezvous_backend.py), then 600 s for all (dynamic_rendezvous.py).
 WAIT_S = 600
 FT = "nvidia_resiliency_ext.fault_tolerance"
 
 
 def main(argv: list[str]) -> int:
-    """torchrun's exit code; FAILURES.json gets [{"rank": .., "pid": .., "exitcode": ..}] of those that failed first."""
-    # Workers inherit the mask: a signal that comes while they import torch stays pending and kills no process.
+    """torchrun's exit code; FAILURES.json gets [{"rank": .., "pid": .., "exitcode": ..}] of those
+    that failed first.
+    """
+    # Workers inherit the mask: a signal that comes while they import torch stays pending and kills
+    # no process.
     signal.pthread_sigmask(signal.SIG_BLOCK, ALL)
     die_with_parent()
     allow_open_files()
@@ -52,7 +58,9 @@ def main(argv: list[str]) -> int:
             print(f"trilane: launcher=ft_launcher: {needs}", file=sys.stderr)
             return 2
         launcher = f"{FT}.launcher"
-        if find_spec(f"{FT}._torch_elastic_compat"):  # up to 0.4; from 0.5 on it uses torch's own modules
+        if find_spec(
+            f"{FT}._torch_elastic_compat"
+        ):  # up to 0.4; from 0.5 on it uses torch's own modules
             elastic = f"{FT}._torch_elastic_compat"
         end_forks_by_kill()
     from trilane.engine import patches
@@ -66,7 +74,10 @@ def _launch(argv: list[str], launcher: str, elastic: str) -> int:
     """Run the module `launcher` as main() does, in a process that has prepared its signals."""
     multiprocessing = import_module(f"{elastic}.multiprocessing")
     rendezvous = import_module(f"{elastic}.rendezvous.api")
-    ChildFailedError, SignalException = multiprocessing.errors.ChildFailedError, multiprocessing.api.SignalException
+    ChildFailedError, SignalException = (
+        multiprocessing.errors.ChildFailedError,
+        multiprocessing.api.SignalException,
+    )
     RendezvousConnectionError = rendezvous.RendezvousConnectionError
     RendezvousTimeoutError = rendezvous.RendezvousTimeoutError
     module = import_module(launcher)
@@ -77,7 +88,10 @@ def _launch(argv: list[str], launcher: str, elastic: str) -> int:
     try:
         module.run(args)
     except ChildFailedError as error:
-        failures = [{"rank": r, "pid": f.pid, "exitcode": f.exitcode} for r, f in sorted(error.failures.items())]
+        failures = [
+            {"rank": r, "pid": f.pid, "exitcode": f.exitcode}
+            for r, f in sorted(error.failures.items())
+        ]
         with contextlib.suppress(OSError):  # a full disk; the launcher reads the ranks' logs
             replace_text(Path(argv[0]), json.dumps(failures))
         return 1
@@ -87,7 +101,11 @@ def _launch(argv: list[str], launcher: str, elastic: str) -> int:
         why = f"the first node does not answer at {args.rdzv_endpoint}"
         if isinstance(error, RendezvousTimeoutError):
             why = f"fewer than {args.nnodes.rpartition(':')[2]} nodes came"
-        print(f"trilane: rendezvous={args.rdzv_id}: {why} ({args.rdzv_conf})", file=sys.stderr, flush=True)
+        print(
+            f"trilane: rendezvous={args.rdzv_id}: {why} ({args.rdzv_conf})",
+            file=sys.stderr,
+            flush=True,
+        )
         return 1
     return 0
 
@@ -95,11 +113,11 @@ def _launch(argv: list[str], launcher: str, elastic: str) -> int:
 def settings(given: str, env: Mapping[str, str] = os.environ) -> str:
     """torchrun's --rdzv-conf: ours, where what is `given` does not name another value after it.
 
-    In a job the first node hosts the store by SLURM's names: torch compares host names and addresses, and where they
-    differ from SLURM's none does, or two.
+    In a job the first node hosts the store by SLURM's names: torch compares host names and
+    addresses, and where they differ from SLURM's none does, or two.
     """
-    # torch takes a node out whose last sign of life is three of 5 s old, by the clock of each node, and nothing ever
-    # replaces it
+    # torch takes a node out whose last sign of life is three of 5 s old, by the clock of each node,
+    # and nothing ever replaces it
     ours = f"join_timeout={WAIT_S},read_timeout={WAIT_S},keep_alive_max_attempt={WAIT_S // 5}"
     if (hosts := env.get("TRAIN_HOSTS", "").split()) and "SLURMD_NODENAME" in env:
         ours += f",is_host={int(env['SLURMD_NODENAME'] == hosts[0])}"

@@ -1,3 +1,3 @@
-"""When a run will be finished, what it costs and how likely it passes either limit: the schedule of a batch ramp-up,
-interruptions, simulated dates, alternatives, and the decision.
+"""When a run will be finished, what it costs and how likely it passes either limit: the schedule of
+a batch ramp-up, interruptions, simulated dates, alternatives, and the decision.
 """

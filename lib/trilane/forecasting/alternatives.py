@@ -18,7 +18,16 @@ from trilane.utils.tables import Brief, Columns, DataFrame, Table
 
 SIZES = "TP {t.tp} × PP {t.pp} × DP {t.dp}"  # of a topology t, in a case's name
 # what a search varies only where it is asked to
-HELD = ("precision", "attention", "fp32_gradients", "cp", "adam", "buckets", "offload", "overlap_tp")
+HELD = (
+    "precision",
+    "attention",
+    "fp32_gradients",
+    "cp",
+    "adam",
+    "buckets",
+    "offload",
+    "overlap_tp",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +55,9 @@ class Case(Brief):
 
 @dataclass(frozen=True, kw_only=True)
 class Cases(Table):
-    """Cases by kind, each forecast by as many simulated runs from one seed; `failed` names what cannot run, and why."""
+    """Cases by kind, each forecast by as many simulated runs from one seed; `failed` names what
+    cannot run, and why.
+    """
 
     kinds: dict[str, tuple[Case, ...]]
     failed: dict[str, str] = field(default_factory=dict)
@@ -57,7 +68,9 @@ class Cases(Table):
         import pandas as pd
 
         every = ((kind, case) for kind, cases in self.kinds.items() for case in cases)
-        return pd.DataFrame([{"kind": kind, "case": case.name, **case.forecast.figures()} for kind, case in every])
+        return pd.DataFrame(
+            [{"kind": kind, "case": case.name, **case.forecast.figures()} for kind, case in every]
+        )
 
     def view(self) -> DataFrame:
         """The facts of each case, without topology and evidence; then what cannot run."""
@@ -76,16 +89,28 @@ def simulated(name: str, request: ForecastRequest, note: str = "", **changes: An
     return Case(name=name, note=note, forecast=made)
 
 
-def searched(found: Forecast, name: str = "{label}", safe: bool = True, **changes: Any) -> Iterator[Case]:
-    """Other topologies of the plan's GPUs, or what changes of its choices allow: the fastest that are safe to start, or
-    the fastest TP x PP x DP.
+def searched(
+    found: Forecast, name: str = "{label}", safe: bool = True, **changes: Any
+) -> Iterator[Case]:
+    """Other topologies of the plan's GPUs, or what changes of its choices allow: the fastest that
+    are safe to start, or the fastest TP x PP x DP.
     """
     r, t = found.request, found.request.plan.topology
     asked: Record = {choice: getattr(t, choice) for choice in HELD}
-    asked |= {"gpus": t.gpus, "gbs": t.gbs, "engine": r.plan.engine, "calibration": r.calibration} | changes
+    asked |= {
+        "gpus": t.gpus,
+        "gbs": t.gbs,
+        "engine": r.plan.engine,
+        "calibration": r.calibration,
+    } | changes
     result = search(r.plan.shape, r.plan.cluster, top=5, distinct=True, **asked)
-    # a variant that takes less memory is slower than the best of its TP x PP x DP, but on the front of both
-    able = [c for c in result.pareto if c.prediction.oom_probability <= SAFE] if safe else result.candidates
+    # a variant that takes less memory is slower than the best of its TP x PP x DP, but on the front
+    # of both
+    able = (
+        [c for c in result.pareto if c.prediction.oom_probability <= SAFE]
+        if safe
+        else result.candidates
+    )
     for c in able:
         with contextlib.suppress(ValueError):  # another engine trains no layer of one's own
             plan = replace(c.plan, layer=r.plan.layer)
@@ -94,9 +119,11 @@ def searched(found: Forecast, name: str = "{label}", safe: bool = True, **change
 
 
 def on_plan(request: ForecastRequest, plan: Plan, name: str = "{label}") -> Iterator[Case]:
-    """The request for another plan, named by its topology of the full batch; nothing where that cannot run.
+    """The request for another plan, named by its topology of the full batch; nothing where that
+    cannot run.
 
-    Where a batch size of the ramp is no multiple of its mbs x dp, DP and microbatch follow the batch.
+    Where a batch size of the ramp is no multiple of its mbs x dp, DP and microbatch follow the
+    batch.
     """
     adapt, way = request.adapt, ""
     try:
@@ -104,23 +131,37 @@ def on_plan(request: ForecastRequest, plan: Plan, name: str = "{label}") -> Iter
     except ValueError:
         adapt, way = adapt if adapt != "no" else "days", "DP or microbatch follow the ramp"
     with contextlib.suppress(ValueError):
-        made = simulated("", request, untrainable_reason(plan.topology) or way, plan=plan, adapt=adapt)
+        made = simulated(
+            "", request, untrainable_reason(plan.topology) or way, plan=plan, adapt=adapt
+        )
         yield replace(made, name=name.format(t=made.forecast.last.topology, label=plan.label))
 
 
 def alternatives(found: Forecast) -> Cases:
-    """The plan, schedules in which DP, microbatch and nodes follow the batch, and the fastest other topologies.
+    """The plan, schedules in which DP, microbatch and nodes follow the batch, and the fastest other
+    topologies.
 
     alternatives(forecast(plan, tokens=341e9)).to_frame()
     """
-    ways = {"fastest at each batch size": {"adapt": "days"}, "cheapest at each batch size": {"adapt": "gpu_hours"}}
+    ways = {
+        "fastest at each batch size": {"adapt": "days"},
+        "cheapest at each batch size": {"adapt": "gpu_hours"},
+    }
     schedules, failed = _tried(found.request, ways)
     topologies = [*islice(searched(found), 1), *islice(searched(found, safe=False), 4)]
-    named, plan = {case.name: case for case in topologies}, Case(name=found.request.plan.label, forecast=found)
-    return Cases(kinds={"plan": (plan,), "schedule": schedules, "topology": tuple(named.values())}, failed=failed)
+    named, plan = (
+        {case.name: case for case in topologies},
+        Case(name=found.request.plan.label, forecast=found),
+    )
+    return Cases(
+        kinds={"plan": (plan,), "schedule": schedules, "topology": tuple(named.values())},
+        failed=failed,
+    )
 
 
-def _tried(request: ForecastRequest, tries: dict[str, Record]) -> tuple[tuple[Case, ...], dict[str, str]]:
+def _tried(
+    request: ForecastRequest, tries: dict[str, Record]
+) -> tuple[tuple[Case, ...], dict[str, str]]:
     """The request with each of these changes, and why some cannot run."""
     cases, failed = list[Case](), dict[str, str]()
     for name, changes in tries.items():
@@ -132,17 +173,26 @@ def _tried(request: ForecastRequest, tries: dict[str, Record]) -> tuple[tuple[Ca
 
 
 def what_ifs(found: Forecast) -> Cases:
-    """The plan under other circumstances; on two thirds of the GPUs the best topology of a search, in whole nodes.
+    """The plan under other circumstances; on two thirds of the GPUs the best topology of a search,
+    in whole nodes.
 
     what_ifs(forecast("plan.json", tokens=341e9)).to_frame()[["case", "days_p50", "gpu_hours_p50"]]
     """
     r, worse, late = found.request, found.request.risks, found.request.start + timedelta(days=30)
-    stops = tuple(replace(s, per_node_year=2 * s.per_node_year, per_year=2 * s.per_year) for s in worse.stops)
+    stops = tuple(
+        replace(s, per_node_year=2 * s.per_node_year, per_year=2 * s.per_year) for s in worse.stops
+    )
     tries: dict[str, Record] = {"tokens × 1.3": {"tokens": 1.3 * r.tokens}}
-    tries |= {"failures × 2": {"risks": replace(worse, stops=stops), "failures_per_node_year": None}}
+    tries |= {
+        "failures × 2": {"risks": replace(worse, stops=stops), "failures_per_node_year": None}
+    }
     tries |= {"the plan 10 % slower": {"risks": replace(worse, slowdown=1.1 * worse.slowdown)}}
     tries |= {f"start a month later, {late}": {"start": late}}
-    most, whole, few = int(0.67 * found.last.topology.gpus), r.plan.cluster.gpus_per_node, tuple[Case, ...]()
+    most, whole, few = (
+        int(0.67 * found.last.topology.gpus),
+        r.plan.cluster.gpus_per_node,
+        tuple[Case, ...](),
+    )
     cases, failed = _tried(r, tries)
     node = whole if most > whole else 1
     # in whole nodes, of which up to three fewer may divide better
@@ -154,28 +204,50 @@ def what_ifs(found: Forecast) -> Cases:
 
 
 def levers(found: Forecast) -> Cases:
-    """What a search holds fixed, changed one by one: the best plan that is safe to start with each other choice.
+    """What a search holds fixed, changed one by one: the best plan that is safe to start with each
+    other choice.
 
-    Its price is relative to the cheapest safe plan by the choices that are held. Left out is what changes the GPU-hours
-    by less than one in a thousand, such as fp16 for bf16.
+    Its price is relative to the cheapest safe plan by the choices that are held. Left out is what
+    changes the GPU-hours by less than one in a thousand, such as fp16 for bf16.
 
         levers(forecast("plan.json", tokens=341e9)).to_frame()[["case", "gpu_hours_p50"]]
     """
-    plan, cases, is_gpu = found.request.plan, list[Case](), found.request.plan.cluster.gpu.kind == "cuda"
-    own = {"engine": plan.engine, **{name: getattr(plan.topology, name) for name in ("attention", "precision")}}
+    plan, cases, is_gpu = (
+        found.request.plan,
+        list[Case](),
+        found.request.plan.cluster.gpu.kind == "cuda",
+    )
+    own = {
+        "engine": plan.engine,
+        **{name: getattr(plan.topology, name) for name in ("attention", "precision")},
+    }
     able = default_attention(
         plan.shape, plan.cluster, plan.topology.precision, plan.engine
     )  # fused, where there is such a kernel
-    values = {"engine": ENGINES, "attention": ("scores", able), "precision": ("fp16", "bf16", "fp8")}
+    values = {
+        "engine": ENGINES,
+        "attention": ("scores", able),
+        "precision": ("fp16", "bf16", "fp8"),
+    }
     others = [(n, v) for n in values for v in sorted({*values[n]} - {own[n]}) if is_gpu]
-    base = min((Case(name=plan.label, forecast=found), *islice(searched(found), is_gpu)), key=Case.hours)
+    base = min(
+        (Case(name=plan.label, forecast=found), *islice(searched(found), is_gpu)), key=Case.hours
+    )
     for name, value in others:
         with contextlib.suppress(ValueError):  # the card has no such precision
-            change: Record = {"name": f"{name} {value} instead of {own[name]}: {SIZES}", name: value}
+            change: Record = {
+                "name": f"{name} {value} instead of {own[name]}: {SIZES}",
+                name: value,
+            }
             cases += islice(searched(found, **change), 1)
-    apart = [one for one in sorted(cases, key=Case.hours) if abs(one.hours() / base.hours() - 1) > 0.001]
+    apart = [
+        one for one in sorted(cases, key=Case.hours) if abs(one.hours() / base.hours() - 1) > 0.001
+    ]
     than = f" than {base.name}, the best as held" * (base.forecast is not found)
-    noted = (replace(c, note=f"{c.difference(base.forecast)}{than}{'; ' * bool(c.note)}{c.note}") for c in apart)
+    noted = (
+        replace(c, note=f"{c.difference(base.forecast)}{than}{'; ' * bool(c.note)}{c.note}")
+        for c in apart
+    )
     missing = "has a safe plan that differs" if is_gpu else "is compared on CPUs"
     none = {} if apart else {"none": f"no other engine, attention kernel or precision {missing}"}
     hidden = ("19 of 20 runs by", "money", "memory", DEADLINE, ALLOCATION)

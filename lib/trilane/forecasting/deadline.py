@@ -1,4 +1,6 @@
-"""From a deadline to a size: the largest models that clusters train in time, each on its best topologies."""
+"""From a deadline to a size: the largest models that clusters train in time, each on its best
+topologies.
+"""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +21,9 @@ from trilane.utils.numbers import amount, size_text
 from trilane.utils.tables import Brief, DataFrame, Table, Text, displayed
 from trilane.utils.validation import require, require_positive
 
-BATCH = 1 << 22  # tokens of an iteration: GPT-3's 3.2 million (arXiv:2005.14165, table 2.1) to Llama 2's 4
+BATCH = (
+    1 << 22
+)  # tokens of an iteration: GPT-3's 3.2 million (arXiv:2005.14165, table 2.1) to Llama 2's 4
 COUNTED = (
     "Days are those of 'plan calendar' without a ramp and without a queue: the prediction's error, a run slower than "
     "its benchmark, evaluation, checkpoints, ends of jobs, failures and lost work, 4 spare nodes where there are."
@@ -36,10 +40,14 @@ class Dated(Brief):
 
     @property
     def evidence(self) -> str:
-        """What the plan rests on, its kind of shape and the rules that it breaks, and that its memory is not safe."""
+        """What the plan rests on, its kind of shape and the rules that it breaks, and that its
+        memory is not safe.
+        """
         p = self.proposal.prediction
         found = [p.support.words, *filter(None, [self.proposal.shape.kind]), *self.proposal.notes]
-        found += [f"its memory is to be measured first: P(OOM) above {SAFE:g}"] * (p.oom_probability > SAFE)
+        found += [f"its memory is to be measured first: P(OOM) above {SAFE:g}"] * (
+            p.oom_probability > SAFE
+        )
         return "; ".join(found)
 
     def to_json(self) -> Record:
@@ -50,9 +58,11 @@ class Dated(Brief):
 
 @dataclass(frozen=True, kw_only=True)
 class InTime(Table):
-    """Plans that end in time, those of a cluster together and its best first; without rows nothing ends.
+    """Plans that end in time, those of a cluster together and its best first; without rows nothing
+    ends.
 
-    `same` is one model on each of several clusters, `reasons` why no larger one ends on each, or why none does.
+    `same` is one model on each of several clusters, `reasons` why no larger one ends on each, or
+    why none does.
     """
 
     digits = 1
@@ -65,22 +75,31 @@ class InTime(Table):
     same: tuple[Dated, ...] = ()
 
     def proposals(self) -> Proposals:
-        """The shapes as those of a target size, that of the largest; ValueError where nothing ends in time."""
+        """The shapes as those of a target size, that of the largest; ValueError where nothing ends
+        in time.
+        """
         require(bool(self.rows), "days", f"{self.limit:g}", "; ".join(self.reasons.values()))
         return Proposals(request=self.request, rows=tuple(row.proposal for row in self.rows))
 
     def to_frame(self) -> DataFrame:
-        """A row a plan in the columns of a search; tokens; days_p50, days_p90, gpu_hours_p50, gpu_hours_p90, which half
-        and nine of ten runs keep; money, NaN without a price.
+        """A row a plan in the columns of a search; tokens; days_p50, days_p90, gpu_hours_p50,
+        gpu_hours_p90, which half and nine of ten runs keep; money, NaN without a price.
         """
         return _frame(self.rows)
 
     def worth(self) -> list[str]:
-        """What a GPU-hour of each further cluster is worth in those of the first one, by the common model."""
+        """What a GPU-hour of each further cluster is worth in those of the first one, by the common
+        model.
+        """
         lines = []
         for one, other in ((self.same[0], other) for other in self.same[1:]):
-            ratio, name = one.costs["gpu_hours_p50"] / other.costs["gpu_hours_p50"], other.request.cluster.name
-            text = f"a GPU-hour of {name} does the work of {ratio:.2f} of {one.request.cluster.name}"
+            ratio, name = (
+                one.costs["gpu_hours_p50"] / other.costs["gpu_hours_p50"],
+                other.request.cluster.name,
+            )
+            text = (
+                f"a GPU-hour of {name} does the work of {ratio:.2f} of {one.request.cluster.name}"
+            )
             money = ", and is worth as many times their price"
             if one.costs["money"] is not None:
                 money = f": {other.costs['money'] / one.costs['money'] - 1:+.0%} of money at these prices"
@@ -105,16 +124,27 @@ class InTime(Table):
         return Text.of("At most **{} parameters** end {}" if self.rows else "{} ends {}", most, end)
 
     def to_json(self, top: int = 12) -> Record:
-        """The plans with their costs, the common model's costs, what is assumed, and why none is larger."""
+        """The plans with their costs, the common model's costs, what is assumed, and why none is
+        larger.
+        """
         same = [{"cluster": row.request.cluster.name, **row.costs} for row in self.same]
-        found: Record = {"days": self.limit, "probability": 0.9, "request": self.request.to_json(), "same_model": same}
+        found: Record = {
+            "days": self.limit,
+            "probability": 0.9,
+            "request": self.request.to_json(),
+            "same_model": same,
+        }
         found |= {"worth": self.worth(), "reasons": self.reasons, "assumptions": self.assumptions()}
         return {**found, "plans": [row.to_json() for row in self.rows[:top]]}
 
     def as_text(self, top: int = 12) -> str:
-        """The plans side by side, the worth of each cluster's GPU-hours, what each plan rests on, what is assumed."""
+        """The plans side by side, the worth of each cluster's GPU-hours, what each plan rests on,
+        what is assumed.
+        """
         rows = self.rows[:top]
-        lines = [f"the largest that end within {self.limit:g} days with 90 % probability, on their fastest topology:"]
+        lines = [
+            f"the largest that end within {self.limit:g} days with 90 % probability, on their fastest topology:"
+        ]
         lines += [_text(rows)] if rows else []
         lines += ["one model on each:", _text(self.same), *self.worth()] if self.same else []
         lines += [f"{number}. {row.evidence}" for number, row in enumerate(rows, start=1)]
@@ -126,7 +156,9 @@ def _frame(rows: Sequence[Dated]) -> DataFrame:
     import pandas as pd
 
     plans = ((row.proposal.plan, row.proposal.prediction, row.costs) for row in rows)
-    frame = pd.DataFrame([plan_columns(plan, prediction) | costs for plan, prediction, costs in plans])
+    frame = pd.DataFrame(
+        [plan_columns(plan, prediction) | costs for plan, prediction, costs in plans]
+    )
     return frame.astype({"money": float}).set_axis(range(1, len(rows) + 1)) if len(rows) else frame
 
 
@@ -135,11 +167,13 @@ def _text(rows: Sequence[Dated]) -> str:
 
 
 def sizes_within(days: float, price: float | None = None, **asked: Any) -> InTime:
-    """The largest shapes that end within `days` in nine of ten simulated runs; `asked` are SizeRequest's other fields.
+    """The largest shapes that end within `days` in nine of ten simulated runs; `asked` are
+    SizeRequest's other fields.
 
         sizes_within(60, cluster=load_cluster("jz-a100-80g"), gpus=384, vocabulary=250880).summary()
 
-    A bisection over sizes, of each the depths next to it at a few widths; then all shapes up to two tolerances above.
+    A bisection over sizes, of each the depths next to it at a few widths; then all shapes up to two
+    tolerances above.
     """
     require_positive("days", days)
     require(days <= 36500, "days", f"{days:g}", "must be at most 36500")
@@ -150,9 +184,13 @@ def sizes_within(days: float, price: float | None = None, **asked: Any) -> InTim
         return [d for p in able if (d := dated(p, r, price)).costs["days_p90"] <= days]
 
     def first(size: float) -> list[Dated]:
-        """One shape of about that size that ends, if any does; most are at the middle widths, which are looked at."""
+        """One shape of about that size that ends, if any does; most are at the middle widths, which
+        are looked at.
+        """
         try:
-            near = [replace(r, parameters=size, tolerance=0.01, engine=engine) for engine in r.engines]
+            near = [
+                replace(r, parameters=size, tolerance=0.01, engine=engine) for engine in r.engines
+            ]
         except ValueError:  # no usual width has that size: the embedding alone nearly reaches it
             return []
         shapes = near[0].shapes()
@@ -167,8 +205,12 @@ def sizes_within(days: float, price: float | None = None, **asked: Any) -> InTim
     one = next(one for h in range(64, 4096, 64) if (one := r.layer(h)))
     # the least size of which there is any shape: one layer of the smallest width
     low = 1.001 * (one.embedding_parameters * (1 if one.tied_embeddings else 2) + one.layer_weights)
-    # twice what takes the days at the card's peak, 6 FLOPs a parameter and token: an embedding computes nothing
-    peak = r.cluster.gpu.flops_per_s(r.choices.get("precision") or default_precision(r.cluster)) * r.gpus
+    # twice what takes the days at the card's peak, 6 FLOPs a parameter and token: an embedding
+    # computes nothing
+    peak = (
+        r.cluster.gpu.flops_per_s(r.choices.get("precision") or default_precision(r.cluster))
+        * r.gpus
+    )
     # with so many tokens a parameter that is the square of the parameters
     power = 1 / (1 + math.log2(r.tokens_of(2.0) / r.tokens_of(1.0)))
     high = max(min(MOST, (2 * peak * days * 86400 / 6 / r.tokens_of(1.0)) ** power), 1.01 * low)
@@ -181,14 +223,23 @@ def sizes_within(days: float, price: float | None = None, **asked: Any) -> InTim
             high = size
         size = (low * high) ** 0.5
     if not best:
-        return InTime(limit=days, request=least, rows=(), reasons={r.cluster.name: _why_none(least)})
+        return InTime(
+            limit=days, request=least, rows=(), reasons={r.cluster.name: _why_none(least)}
+        )
     above = replace(r, parameters=low * (1 + r.tolerance))  # low itself is the least of these
     rows = sorted(ended(survey(above))[:12] or best, key=lambda row: -row.costs["parameters"])
-    full = max(row.proposal.prediction.memory_bytes for row in rows) > 0.8 * r.cluster.gpu.memory_bytes
+    full = (
+        max(row.proposal.prediction.memory_bytes for row in rows) > 0.8 * r.cluster.gpu.memory_bytes
+    )
     slow = max(row.costs["days_p90"] for row in rows) > 0.9 * days
     reason = "take longer" if slow else "may run out of memory" if full else "divide badly"
     last = replace(r, parameters=rows[0].costs["parameters"])
-    return InTime(limit=days, request=last, rows=tuple(rows), reasons={r.cluster.name: f"larger shapes {reason}"})
+    return InTime(
+        limit=days,
+        request=last,
+        rows=tuple(rows),
+        reasons={r.cluster.name: f"larger shapes {reason}"},
+    )
 
 
 def _why_none(request: SizeRequest) -> str:
@@ -197,7 +248,9 @@ def _why_none(request: SizeRequest) -> str:
     if not found.rows:
         return found.why_none()
     took = f"{dated(found.rows[0], request).costs['days_p90']:.3g} days for nine runs of ten"
-    return f"the smallest shape ({size_text(found.rows[0].shape.parameters)} parameters) takes {took}"
+    return (
+        f"the smallest shape ({size_text(found.rows[0].shape.parameters)} parameters) takes {took}"
+    )
 
 
 def dated(proposal: Proposal, request: SizeRequest, price: float | None = None) -> Dated:
@@ -224,17 +277,25 @@ def best_within(
     calibration: str = "",
     **asked: Any,
 ) -> InTime:
-    """The largest model that each cluster ends within `days`, by any engine, on its three fastest tp x pp x dp.
+    """The largest model that each cluster ends within `days`, by any engine, on its three fastest
+    tp x pp x dp.
 
-        best_within(14, [load_cluster("jz-a100-80g"), load_cluster("jz-h100")], gpus=64, prices=[1, 2]).as_text()
+        best_within(14, [load_cluster("jz-a100-80g"), load_cluster("jz-h100")], gpus=64, prices=[1,
+        2]).as_text()
 
-    `gpus` 0: all of the smallest cluster, on each. `gbs` 0: the multiple of the GPUs nearest to 4 million tokens, which
-    every dp divides. `prices` of a GPU-hour: one for all clusters, or one for each. `asked` are SizeRequest's other
-    fields: tokens (20 a parameter), vocabulary, like, ... Raises ValueError for a cluster without GPUs.
+    `gpus` 0: all of the smallest cluster, on each. `gbs` 0: the multiple of the GPUs nearest to 4
+    million tokens, which every dp divides. `prices` of a GPU-hour: one for all clusters, or one for
+    each. `asked` are SizeRequest's other fields: tokens (20 a parameter), vocabulary, like, ...
+    Raises ValueError for a cluster without GPUs.
     """
     names = [cluster.name for cluster in clusters]
     for cluster in clusters:
-        require(cluster.gpu.kind == "cuda", "cluster", cluster.name, "has no GPUs; trilane plan size takes it")
+        require(
+            cluster.gpu.kind == "cuda",
+            "cluster",
+            cluster.name,
+            "has no GPUs; trilane plan size takes it",
+        )
         require(names.count(cluster.name) == 1, "cluster", cluster.name, "is there twice")
     rule = f"give one for all, or one for each of {len(clusters)} clusters"
     require(len(prices) in (0, 1, len(clusters)), "price", ",".join(f"{p:g}" for p in prices), rule)
@@ -246,12 +307,18 @@ def best_within(
     each = [*prices, *[prices[0] if prices else None] * (len(clusters) - len(prices))]
     found, rows = list[InTime](), list[list[Dated]]()
     for cluster, price in zip(clusters, each, strict=True):
-        largest = sizes_within(days, price, **asked, cluster=cluster, calibration=calibration_for(cluster, calibration))
+        largest = sizes_within(
+            days, price, **asked, cluster=cluster, calibration=calibration_for(cluster, calibration)
+        )
         shapes = _on_several(largest.request, [row.proposal.shape for row in largest.rows[:4]])
         made = [_on(shape, largest.request, price, 3) for shape in shapes]
         in_time = [plans for plans in made if plans and plans[0].costs["days_p90"] <= days]
         found, rows = [*found, largest], [*rows, max(in_time, key=len, default=[])]
-    able = [(one.request, price, some[0]) for one, price, some in zip(found, each, rows, strict=True) if some]
+    able = [
+        (one.request, price, some[0])
+        for one, price, some in zip(found, each, rows, strict=True)
+        if some
+    ]
     same = list[Dated]()
     if len(able) > 1:
         least = min((row.proposal.shape for *_, row in able), key=lambda shape: shape.parameters)
@@ -268,17 +335,25 @@ def best_within(
 def _on(shape: ModelShape, request: SizeRequest, price: float | None, count: int) -> list[Dated]:
     """The shape on its fastest tp x pp x dp."""
     tokens = request.tokens_of(shape.parameters)
-    made = [Proposal(plan=c.plan, prediction=c.prediction, tokens=tokens) for c in fastest(shape, request, count)[0]]
+    made = [
+        Proposal(plan=c.plan, prediction=c.prediction, tokens=tokens)
+        for c in fastest(shape, request, count)[0]
+    ]
     return [dated(p, request, price) for p in made]
 
 
 def _on_several(request: SizeRequest, shapes: Sequence[ModelShape]) -> list[ModelShape]:
-    """The first of the shapes that has three tp x pp x dp, alone; else all, each with its heads and the usual ones too.
+    """The first of the shapes that has three tp x pp x dp, alone; else all, each with its heads and
+    the usual ones too.
 
-    A prime number of layers has few pipelines, and 15 heads, the fastest of a width at tp 1, no tp that a node has.
+    A prime number of layers has few pipelines, and 15 heads, the fastest of a width at tp 1, no tp
+    that a node has.
     """
     every = []
     for shape in shapes:
-        heads = {shape.num_attention_heads, (request.layer(shape.hidden_size) or shape).num_attention_heads}
+        heads = {
+            shape.num_attention_heads,
+            (request.layer(shape.hidden_size) or shape).num_attention_heads,
+        }
         every += [replace(shape, num_attention_heads=n) for n in heads]
     return [shape for shape in every if len(fastest(shape, request, 3)[0]) == 3][:1] or every

@@ -1,4 +1,6 @@
-"""What interrupts a long run, how often and for how long, each figure with its source; the checkpoint interval."""
+"""What interrupts a long run, how often and for how long, each figure with its source; the
+checkpoint interval.
+"""
 
 import dataclasses
 import math
@@ -27,10 +29,12 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Interruption:
-    """One kind of interruption: its median rates, per year of each node at work and per year of the whole job.
+    """One kind of interruption: its median rates, per year of each node at work and per year of the
+    whole job.
 
-    `spread` is the standard deviation of the logarithm of that rate between runs and clusters; `idle_hours` the mean,
-    exponentially distributed, until the restart begins, charged as GPU-hours or not.
+    `spread` is the standard deviation of the logarithm of that rate between runs and clusters;
+    `idle_hours` the mean, exponentially distributed, until the restart begins, charged as GPU-hours
+    or not.
     """
 
     name: str
@@ -44,23 +48,38 @@ class Interruption:
     def __post_init__(self) -> None:
         for field in ("per_node_year", "per_year", "spread", "idle_hours"):
             require_not_negative(f"stop.{field}", getattr(self, field))
-        # one run in six has exp(3) = 20 times as many stops as the median; no published rates are further apart
-        require(self.spread <= 3.0, "stop.spread", self.spread, "must be at most 3.0, a factor of 20 in one run of six")
-        require(self.name not in set(Cause), "stop.name", self.name, "names another cause of the forecast")
+        # one run in six has exp(3) = 20 times as many stops as the median; no published rates are
+        # further apart
+        require(
+            self.spread <= 3.0,
+            "stop.spread",
+            self.spread,
+            "must be at most 3.0, a factor of 20 in one run of six",
+        )
+        require(
+            self.name not in set(Cause),
+            "stop.name",
+            self.name,
+            "names another cause of the forecast",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureModel:
-    """The costs of a long run that a benchmark does not show: "sources" of data/risks.json has where each is from.
+    """The costs of a long run that a benchmark does not show: "sources" of data/risks.json has
+    where each is from.
 
-    `spare_nodes` None: at most 4; `checkpoint_s` 0: Daly's optimum for these interruptions; `queue_s` is waited before
-    every restart; `write_nodes` wrote together when that rate was measured (0: assumed, for any number); `common` is
-    the share of a prediction's error (its variance) that all batch sizes have.
+    `spare_nodes` None: at most 4; `checkpoint_s` 0: Daly's optimum for these interruptions;
+    `queue_s` is waited before every restart; `write_nodes` wrote together when that rate was
+    measured (0: assumed, for any number); `common` is the share of a prediction's error (its
+    variance) that all batch sizes have.
     """
 
     # those that published runs report: "rates" of data/risks.json derives them
     stops: tuple[Interruption, ...] = dataclasses.field(
-        default_factory=lambda: tuple(Interruption(**stop) for stop in shipped_json("risks")["stops"])
+        default_factory=lambda: tuple(
+            Interruption(**stop) for stop in shipped_json("risks")["stops"]
+        )
     )
     startup_s: float = 1200.0
     queue_s: float = 0.0
@@ -89,7 +108,9 @@ class FailureModel:
         require(0 <= self.common <= 1, "common", self.common, "must lie between 0 and 1")
 
     def spares_of(self, free_nodes: int) -> int:
-        """Nodes in reserve where the jobs leave so many free: by default 4, as of Jean Zay's 52 in the prequel."""
+        """Nodes in reserve where the jobs leave so many free: by default 4, as of Jean Zay's 52 in
+        the prequel.
+        """
         return min(4 if self.spare_nodes is None else self.spare_nodes, free_nodes)
 
     def stops_per_s(self, nodes: float) -> float:
@@ -98,10 +119,15 @@ class FailureModel:
 
     def measured(self, cluster: Cluster) -> "FailureModel":
         """The model with the cluster's storage, where that was measured and no other rate is given."""
-        if cluster.write_bytes_per_s is None or self.write_bytes_per_s != FailureModel.write_bytes_per_s:
+        if (
+            cluster.write_bytes_per_s is None
+            or self.write_bytes_per_s != FailureModel.write_bytes_per_s
+        ):
             return self
         nodes = max(1, cluster.storage_nodes)
-        return dataclasses.replace(self, write_bytes_per_s=cluster.write_bytes_per_s, write_nodes=nodes)
+        return dataclasses.replace(
+            self, write_bytes_per_s=cluster.write_bytes_per_s, write_nodes=nodes
+        )
 
     @property
     def storage(self) -> str:
@@ -110,12 +136,18 @@ class FailureModel:
         return f"{self.write_bytes_per_s / 1e9:.3g} GB/s a node, {nodes if self.write_nodes else 'assumed'}"
 
     def save_s(self, checkpoint_bytes: float, nodes: float) -> float:
-        """Seconds in which so many nodes write a checkpoint. More than were measured are held to the total of those:
-        nobody has seen the storage take more, and a deadline must not rest on it; measure on as many to know."""
-        return checkpoint_bytes / (min(max(nodes, 1.0), self.write_nodes or math.inf) * self.write_bytes_per_s)
+        """Seconds in which so many nodes write a checkpoint. More than were measured are held to
+        the total of those: nobody has seen the storage take more, and a deadline must not rest on
+        it; measure on as many to know.
+        """
+        return checkpoint_bytes / (
+            min(max(nodes, 1.0), self.write_nodes or math.inf) * self.write_bytes_per_s
+        )
 
     def checkpoint_interval_s(self, save_s: float, nodes: float) -> float:
-        """Seconds between checkpoints: the given interval, else Daly's optimum for saves of `save_s` seconds."""
+        """Seconds between checkpoints: the given interval, else Daly's optimum for saves of
+        `save_s` seconds.
+        """
         rate = self.stops_per_s(nodes)
         if self.checkpoint_s or rate == 0:
             return self.checkpoint_s or self.job_hours * 3600
@@ -126,7 +158,8 @@ class FailureModel:
     ) -> tuple[float, float, float]:
         """Mean seconds of one interruption, their variance, and the share of them that is charged.
 
-        Lost work is uniform in the interval (variance t^2 / 12); idle time, start-up, queue and waits are exponential.
+        Lost work is uniform in the interval (variance t^2 / 12); idle time, start-up, queue and
+        waits are exponential.
         """
         wait = self.queue_s
         if stop.name == NODE_FAILURE:
@@ -138,27 +171,35 @@ class FailureModel:
 
 
 def evaluation_s(topology: Topology, batches: float, sec_per_it: float) -> float:
-    """Seconds of an evaluation: forward passes of a quarter of an iteration with full recomputation, else a third."""
+    """Seconds of an evaluation: forward passes of a quarter of an iteration with full
+    recomputation, else a third.
+    """
     return (1 / 4 if topology.recompute == "full" else 1 / 3) * batches * sec_per_it
 
 
 def daly_interval_s(save_s: float, mtbf_s: float) -> float:
-    """Daly 2006 (Future Generation Computer Systems 22), equation 37, for saves of d seconds and a mean time M:
+    """Daly 2006 (Future Generation Computer Systems 22), equation 37, for saves of d seconds and a
+    mean time M:
 
     sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d      where d < 2 M, else M
 
-    The first factor is Young's interval (1974, Communications of the ACM 17(9)), for d much shorter than M.
+    The first factor is Young's interval (1974, Communications of the ACM 17(9)), for d much shorter
+    than M.
     """
     d, M = save_s, mtbf_s
     x = d / (2 * M)
     return math.sqrt(2 * d * M) * (1 + math.sqrt(x) / 3 + x / 9) - d if x < 1 else M
 
 
-def wait_for_node_s(nodes: float, per_node_year: float, repair_hours: float, spare_nodes: int) -> float:
-    """Mean seconds that a failure waits for a node: zero while a spare is free, else until the next one is repaired.
+def wait_for_node_s(
+    nodes: float, per_node_year: float, repair_hours: float, spare_nodes: int
+) -> float:
+    """Mean seconds that a failure waits for a node: zero while a spare is free, else until the next
+    one is repaired.
 
-    The nodes under repair are Poisson with mean nodes x rate x repair time (an M/M/inf queue); with `spare_nodes` or
-    more of them under repair no spare is left, and the first is back after repair / (spares + 1).
+    The nodes under repair are Poisson with mean nodes x rate x repair time (an M/M/inf queue); with
+    `spare_nodes` or more of them under repair no spare is left, and the first is back after repair
+    / (spares + 1).
     """
     from scipy.special import gammainc  # a fifth of a second, which only forecasts need
 

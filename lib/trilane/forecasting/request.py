@@ -1,4 +1,6 @@
-"""ForecastRequest: what a forecast depends on, checked at birth: plan, tokens, phases, limits, fixed costs."""
+"""ForecastRequest: what a forecast depends on, checked at birth: plan, tokens, phases, limits,
+fixed costs.
+"""
 
 import math
 from collections.abc import Callable
@@ -39,27 +41,43 @@ def parse_day(field: str, text: object) -> date:
 class ForecastRequest(Brief):
     """A plan, its tokens and ramp, the risks, and the limits that must be kept.
 
-    Where a text is given it is read as commands and notebooks give it; "" and None stand for the default. With `adapt`
-    DP, microbatch and nodes follow the batch size; without, the plan's topology is kept wherever it fits. ValueError
-    names the field that is wrong.
+    Where a text is given it is read as commands and notebooks give it; "" and None stand for the
+    default. With `adapt` DP, microbatch and nodes follow the batch size; without, the plan's
+    topology is kept wherever it fits. ValueError names the field that is wrong.
     """
 
     plan: Plan = option(cli=False)
-    tokens: float = option(None, "tokens of the whole run: 341B, 3.41e11; default: 20 for each parameter")
-    ramp: Ramp = option("", "the batch size's ramp; default: the plan's", metavar="START,INCREMENT,SAMPLES")
+    tokens: float = option(
+        None, "tokens of the whole run: 341B, 3.41e11; default: 20 for each parameter"
+    )
+    ramp: Ramp = option(
+        "", "the batch size's ramp; default: the plan's", metavar="START,INCREMENT,SAMPLES"
+    )
     start: date = option("", "default: today (UTC)", metavar="DATE")
     deadline: date | None = option("", "the last day, such as 2026-07-11", metavar="DATE")
     allocation: float | None = option(None, "GPU-hours that are granted", metavar="GPU_HOURS")
-    adapt: str = option("no", "let DP, MBS, nodes follow the batch", choices=("no", "days", "gpu_hours"))
-    failures_per_node_year: float | None = option(None, "default: 1.8, uncertain by a factor of 2.2")
+    adapt: str = option(
+        "no", "let DP, MBS, nodes follow the batch", choices=("no", "days", "gpu_hours")
+    )
+    failures_per_node_year: float | None = option(
+        None, "default: 1.8, uncertain by a factor of 2.2"
+    )
     checkpoint_minutes: float | None = option(None, "between checkpoints; default: Daly's optimum")
-    spare_nodes: int | None = option(None, "nodes in reserve (default: 4, or what the jobs leave free)")
+    spare_nodes: int | None = option(
+        None, "nodes in reserve (default: 4, or what the jobs leave free)"
+    )
     job_hours: float | None = option(None, "the longest job that the queue takes (default: 20)")
-    evaluation_iters: int | None = option(None, "per 1000 iterations (default: 100, as Megatron-LM)")
+    evaluation_iters: int | None = option(
+        None, "per 1000 iterations (default: 100, as Megatron-LM)"
+    )
     risks: FailureModel = option("", "fields of FailureModel that you know better", metavar="JSON")
-    price: float | None = option(None, "price of one GPU-hour, in your currency", metavar="PER_GPU_HOUR")
+    price: float | None = option(
+        None, "price of one GPU-hour, in your currency", metavar="PER_GPU_HOUR"
+    )
     watts: float | None = option(None, "of one GPU with its share of the node", metavar="PER_GPU")
-    calibration: Calibration = option("", "constants: a study, a JSON file or a software stack", metavar="SOURCE")
+    calibration: Calibration = option(
+        "", "constants: a study, a JSON file or a software stack", metavar="SOURCE"
+    )
     # of 140 pieces, a ramp of 116 sizes, each of some eight arrays takes 110 MB
     runs: int = option(10_000, "simulated runs", minimum=100, maximum=100_000)
     seed: int = option(0, "of the simulation", minimum=0)
@@ -69,7 +87,11 @@ class ForecastRequest(Brief):
         self._read("ramp", parse_ramp, plan.run.ramp)
         self._read("start", lambda text: parse_day("start", text), datetime.now(UTC).date())
         self._read("deadline", lambda text: parse_day("deadline", text), None)
-        self._read("tokens", partial(validation.parse_count, "tokens"), TOKENS_PER_PARAMETER * plan.shape.parameters)
+        self._read(
+            "tokens",
+            partial(validation.parse_count, "tokens"),
+            TOKENS_PER_PARAMETER * plan.shape.parameters,
+        )
         object.__setattr__(self, "calibration", self.calibration or constants_of(plan))
         self._read("calibration", lambda source: constants_of(plan, source), None)
         object.__setattr__(self, "risks", self._risks())
@@ -89,7 +111,9 @@ class ForecastRequest(Brief):
             object.__setattr__(self, name, read(value) if value else default)
 
     def _risks(self) -> FailureModel:
-        """The risks, with the single values that are given; without either, evaluations are those of the plan."""
+        """The risks, with the single values that are given; without either, evaluations are those
+        of the plan.
+        """
         run, given = self.plan.run, self.risks
         names = ("spare_nodes", "job_hours", "evaluation_iters")
         values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
@@ -105,7 +129,10 @@ class ForecastRequest(Brief):
             return model
         validation.require_not_negative("failures_per_node_year", rate)
         known: dict[str, Any] = {"per_node_year": rate, "spread": 0.0, "source": "given"}
-        return replace(model, stops=tuple(replace(s, **known) if s.name == NODE_FAILURE else s for s in model.stops))
+        return replace(
+            model,
+            stops=tuple(replace(s, **known) if s.name == NODE_FAILURE else s for s in model.stops),
+        )
 
     def _check_options(self) -> None:
         check(self)
@@ -118,14 +145,27 @@ class ForecastRequest(Brief):
         require((self.deadline or date.max) >= self.start, "deadline", self.deadline, rule)
 
     def kept(self) -> dict[str, Any]:
-        """The request as JSON, without the plan and its constants, as from_mapping() reads it. Single values that
-        were given stand in `risks`."""
-        names = ("tokens", "ramp", "start", "deadline", "allocation", "adapt", "risks", "price", "watts")
+        """The request as JSON, without the plan and its constants, as from_mapping() reads it.
+        Single values that were given stand in `risks`.
+        """
+        names = (
+            "tokens",
+            "ramp",
+            "start",
+            "deadline",
+            "allocation",
+            "adapt",
+            "risks",
+            "price",
+            "watts",
+        )
         return {name: as_json(getattr(self, name)) for name in (*names, "runs", "seed")}
 
     @property
     def worth(self) -> float | None:
-        """What a day is worth in GPU-hours, 0 where only these count; None keeps the plan's topology."""
+        """What a day is worth in GPU-hours, 0 where only these count; None keeps the plan's
+        topology.
+        """
         return {"no": None, "days": SOONEST, "gpu_hours": 0.0}[self.adapt]
 
     @property
@@ -143,7 +183,10 @@ class ForecastRequest(Brief):
     def pieces(self) -> tuple[np.ndarray, np.ndarray]:
         """Iterations of each piece and the phase that it belongs to."""
         # the last phase is cut into 24, so that its progress can be drawn and cut at dates
-        last, cuts = len(self.phases) - 1, np.diff(np.linspace(0, self.phases[-1].iterations, 24 + 1))
+        last, cuts = (
+            len(self.phases) - 1,
+            np.diff(np.linspace(0, self.phases[-1].iterations, 24 + 1)),
+        )
         iterations = np.concatenate([[p.iterations for p in self.phases[:-1]], cuts])
         return iterations, np.concatenate([np.arange(last), np.full(len(cuts), last)]).astype(int)
 
@@ -154,10 +197,17 @@ class ForecastRequest(Brief):
 
     @property
     def uncertainty(self) -> Uncertainty:
-        """The interval of the plan's prediction, split into a part common to all batch sizes and one for each."""
-        r, deviation = self.risks, math.log(self.prediction.sec_hi / self.prediction.sec_per_it) / Z90
+        """The interval of the plan's prediction, split into a part common to all batch sizes and
+        one for each.
+        """
+        r, deviation = (
+            self.risks,
+            math.log(self.prediction.sec_hi / self.prediction.sec_per_it) / Z90,
+        )
         both = math.hypot(deviation * math.sqrt(r.common), r.slowdown_spread)
-        return Uncertainty(common=both, independent=deviation * math.sqrt(1 - r.common), slowdown=r.slowdown)
+        return Uncertainty(
+            common=both, independent=deviation * math.sqrt(1 - r.common), slowdown=r.slowdown
+        )
 
     @property
     def saving(self) -> tuple[float, float]:
@@ -172,4 +222,8 @@ class ForecastRequest(Brief):
         r, (save_s, interval_s) = self.risks, self.saving
         evaluation = evaluation_s(self.plan.topology, r.evaluation_iters, 1.0) / r.evaluation_every
         ends = r.startup_s / (r.job_hours * 3600)
-        return {Cause.EVALUATION: evaluation, Cause.SAVING: save_s / interval_s, Cause.JOB_ENDS: ends}
+        return {
+            Cause.EVALUATION: evaluation,
+            Cause.SAVING: save_s / interval_s,
+            Cause.JOB_ENDS: ends,
+        }

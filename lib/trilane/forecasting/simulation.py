@@ -1,4 +1,6 @@
-"""Monte Carlo simulation of a training run: thousands of runs at once, in arrays over runs (N) and pieces (J)."""
+"""Monte Carlo simulation of a training run: thousands of runs at once, in arrays over runs (N) and
+pieces (J).
+"""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +16,9 @@ MOST_UNDONE = 0.9  # of the work that interruptions undo: a run that loses more 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The pieces of a run in their order; those of one batch size, `same`, share the error of their prediction."""
+    """The pieces of a run in their order; those of one batch size, `same`, share the error of their
+    prediction.
+    """
 
     same: np.ndarray  # (J,) index of the batch size
     seconds: np.ndarray  # (J,) of work and of the schedule's restarts
@@ -27,7 +31,8 @@ class Work:
 class Uncertainty:
     """Lognormal error of the predicted seconds, as standard deviations of the logarithm.
 
-    `common` is one factor for a whole run, `independent` one for each batch size; `slowdown` is the median factor.
+    `common` is one factor for a whole run, `independent` one for each batch size; `slowdown` is the
+    median factor.
     """
 
     common: float
@@ -42,7 +47,9 @@ class Uncertainty:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcomes:
-    """N simulated runs: total and charged seconds, seconds until the end of each piece, lost seconds by cause."""
+    """N simulated runs: total and charged seconds, seconds until the end of each piece, lost
+    seconds by cause.
+    """
 
     wall_s: np.ndarray  # (N,)
     gpu_s: np.ndarray  # (N,)
@@ -67,7 +74,9 @@ class _Draws:
         return mean if self.rng is None else self.rng.poisson(mean).astype(float)
 
     def total(self, count: np.ndarray, mean: float, variance: float) -> np.ndarray:
-        """Sum of `count` independent times: a gamma of the same mean and variance (exact for exponential ones)."""
+        """Sum of `count` independent times: a gamma of the same mean and variance (exact for
+        exponential ones).
+        """
         if self.rng is None or variance == 0:
             return count * mean
         shape = np.maximum(count * mean * mean / variance, 1e-12)
@@ -88,21 +97,33 @@ def simulate(
     shares      certain extra time per second of work: evaluation, saving, ends of jobs
     interval_s  seconds between checkpoints
 
-    The time that the work takes, the interruptions that fall on it (Poisson, by node-years), the cost of each (lost
-    work, uniform in the interval; idle time; waiting for a node; queue; start-up). Left out: interruptions during a
-    start-up, correlated failures, speeds that drift during a run.
+    The time that the work takes, the interruptions that fall on it (Poisson, by node-years), the
+    cost of each (lost work, uniform in the interval; idle time; waiting for a node; queue;
+    start-up). Left out: interruptions during a start-up, correlated failures, speeds that drift
+    during a run.
     """
     draws, kinds = _Draws(runs, rng), int(work.same.max()) + 1
     noise = draws.lognormal(uncertainty.common) * uncertainty.slowdown
-    pieces = work.seconds * noise[:, None] * draws.lognormal(uncertainty.independent, kinds)[:, work.same]  # (N, J)
+    pieces = (
+        work.seconds
+        * noise[:, None]
+        * draws.lognormal(uncertainty.independent, kinds)[:, work.same]
+    )  # (N, J)
     rates = [draws.lognormal(stop.spread) for stop in risks.stops]
     worked = pieces.sum(axis=1)
-    stops, charged = _stops(worked, pieces @ work.nodes, work.spare_nodes, rates, risks, interval_s, draws)
+    stops, charged = _stops(
+        worked, pieces @ work.nodes, work.spare_nodes, rates, risks, interval_s, draws
+    )
     certain = {name: worked * share for name, share in shares.items()}
     lost = {**certain, Cause.QUEUE: worked * risks.queue_s / (risks.job_hours * 3600), **stops}
     wall = worked + sum(lost.values())
     gpu_s = (pieces @ work.gpus) / worked * (worked + sum(certain.values()) + charged)
-    return Outcomes(wall_s=wall, gpu_s=gpu_s, reached_s=pieces.cumsum(axis=1) * (wall / worked)[:, None], lost_s=lost)
+    return Outcomes(
+        wall_s=wall,
+        gpu_s=gpu_s,
+        reached_s=pieces.cumsum(axis=1) * (wall / worked)[:, None],
+        lost_s=lost,
+    )
 
 
 def _stops(
@@ -114,15 +135,22 @@ def _stops(
     interval_s: float,
     draws: _Draws,
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Seconds lost to each kind of interruption, and those of all kinds that are charged, (N,) each.
+    """Seconds lost to each kind of interruption, and those of all kinds that are charged, (N,)
+    each.
 
-    Repeated work can be interrupted too: T = W + rate T interval / 2, so T = W / (1 - rate interval / 2).
+    Repeated work can be interrupted too: T = W + rate T interval / 2, so T = W / (1 - rate interval
+    / 2).
     """
     kinds, charged = list(zip(risks.stops, rates, strict=True)), np.zeros(draws.runs)
-    means = [rate * (s.per_node_year * node_s + s.per_year * work) / NODE_YEAR_S for s, rate in kinds]
+    means = [
+        rate * (s.per_node_year * node_s + s.per_year * work) / NODE_YEAR_S for s, rate in kinds
+    ]
     undone = sum(means, charged) * interval_s / 2 / work
     counts = [mean / (1 - np.minimum(undone, MOST_UNDONE)) for mean in means]
-    costs = [risks.stop_cost(s, float(np.median(node_s / work)), interval_s, spare_nodes) for s in risks.stops]
+    costs = [
+        risks.stop_cost(s, float(np.median(node_s / work)), interval_s, spare_nodes)
+        for s in risks.stops
+    ]
     taken = [float(np.median(n * cost[0] / work)) for n, cost in zip(counts, costs, strict=True)]
     _require_progress(risks, interval_s, float(np.median(undone)), taken)
     lost: dict[str, np.ndarray] = {}
@@ -132,12 +160,18 @@ def _stops(
     return lost, charged
 
 
-def _require_progress(risks: FailureModel, interval_s: float, undone: float, shares: Sequence[float]) -> None:
-    """ValueError where interruptions undo most of the work, or take ten times as long (`shares`, by kind)."""
+def _require_progress(
+    risks: FailureModel, interval_s: float, undone: float, shares: Sequence[float]
+) -> None:
+    """ValueError where interruptions undo most of the work, or take ten times as long (`shares`, by
+    kind).
+    """
     if undone < MOST_UNDONE and sum(shares) < 10:
         return
     if undone >= MOST_UNDONE and risks.checkpoint_s:
-        rule = "such a run would undo most of its work, as interruptions come sooner than checkpoints"
+        rule = (
+            "such a run would undo most of its work, as interruptions come sooner than checkpoints"
+        )
         require(False, "checkpoint-minutes", f"{interval_s / 60:g}", rule)
     worst = risks.stops[int(np.argmax(shares))]
     field = "failures-per-node-year" if worst.name == NODE_FAILURE else f"stop {worst.name}"

@@ -22,17 +22,20 @@ Arguments = dict[str, list[str]]  # name without leading dashes -> values; empty
 @functools.cache
 def known_arguments() -> dict[str, Any]:
     """`words`: what Megatron-LM has of a field with a choice; `one_way`: what a plan has in one way
-    only, `refused` what it does not have; `ignored`: where and how often files are written, kernels,
-    workers; `elsewhere`: also ignored, and unknown to core 0.17 to 0.19, by the program that has it.
+    only, `refused` what it does not have; `ignored`: where and how often files are written,
+    kernels, workers; `elsewhere`: also ignored, and unknown to core 0.17 to 0.19, by the program
+    that has it.
     """
     return read_json(DATA / "megatron_arguments.json", "arguments")
 
 
 def megatron_args(plan: Plan, prefixes: Sequence[str] = ()) -> Arguments:
-    """The arguments for the plan, without the launcher's. Raises ValueError for what Megatron-LM cannot do.
+    """The arguments for the plan, without the launcher's. Raises ValueError for what Megatron-LM
+    cannot do.
 
-    `prefixes` of the prepared .bin/.idx pairs, one per source; the sources themselves by default. The model is that of
-    our engines: exact GELU unless it is gelu-tanh, the form of their fused kernel.
+    `prefixes` of the prepared .bin/.idx pairs, one per source; the sources themselves by default.
+    The model is that of our engines: exact GELU unless it is gelu-tanh, the form of their fused
+    kernel.
 
         print(megatron_text(megatron_args(read_plan("plan.json"))))
     """
@@ -40,8 +43,15 @@ def megatron_args(plan: Plan, prefixes: Sequence[str] = ()) -> Arguments:
         raise ValueError(reason)
     s, o = plan.shape, plan.optimizer
     require(not plan.layer, "layer", plan.layer, "Megatron-LM trains its own")
-    require(not s.embedding_layernorm, "embedding_layernorm", True, "Megatron-LM has no LayerNorm of the embedding")
-    require(s.rotary_base.is_integer(), "rotary_base", s.rotary_base, "Megatron-LM has whole numbers")
+    require(
+        not s.embedding_layernorm,
+        "embedding_layernorm",
+        True,
+        "Megatron-LM has no LayerNorm of the embedding",
+    )
+    require(
+        s.rotary_base.is_integer(), "rotary_base", s.rotary_base, "Megatron-LM has whole numbers"
+    )
     # its fused kernel alone has the tanh form, and validate_args() turns that off without biases
     is_able = s.activation != "gelu-tanh" or s.biases == "all"
     require(is_able, "activation", s.activation, "Megatron-LM has it with biases=all alone")
@@ -54,7 +64,8 @@ def megatron_args(plan: Plan, prefixes: Sequence[str] = ()) -> Arguments:
 def megatron_environment(plan: Plan) -> dict[str, str]:
     """What Megatron-LM must find: one variable, with TP or CP on cards before Blackwell.
 
-    validate_args() of core 0.16.1 to 0.19.2 (not with FSDP or overlapped experts: no plan has them).
+    validate_args() of core 0.16.1 to 0.19.2 (not with FSDP or overlapped experts: no plan has
+    them).
     """
     is_shared = plan.topology.tp > 1 or plan.topology.cp > 1
     is_old = plan.cluster.gpu.compute_capability < (10, 0)
@@ -69,12 +80,16 @@ def megatron_text(arguments: Arguments, environment: Mapping[str, str] = {}) -> 
 
 
 def _own(part: Any) -> Arguments:
-    """The fields of a dataclass that have an argument of their own; a default is given where programs' may differ."""
+    """The fields of a dataclass that have an argument of their own; a default is given where
+    programs' may differ.
+    """
     found: Arguments = {}
     for f in fields(part):
         value, name = getattr(part, f.name), f.metadata.get("megatron")
         # the label names what is not so by default
-        is_usual = value == f.default and ("label" in f.metadata or f.name in ("decay_samples", "init_std"))
+        is_usual = value == f.default and (
+            "label" in f.metadata or f.name in ("decay_samples", "init_std")
+        )
         if name and not is_usual:
             found[name] = [] if value is True else [str(value)]
     return found
@@ -93,13 +108,19 @@ def _words(plan: Plan) -> Arguments:
 
 
 def _beside(plan: Plan) -> Arguments:
-    """What a plan has in another form. Gradients are accumulated in fp32, as in our engine; with bf16 this is
-    Megatron-LM's default."""
+    """What a plan has in another form. Gradients are accumulated in fp32, as in our engine; with
+    bf16 this is Megatron-LM's default.
+    """
     s, t, run, ramp, coder = plan.shape, plan.topology, plan.run, plan.run.ramp, plan.data.tokenizer
     shared, is_bytes = s.num_key_value_heads is not None, coder == "bytes"
     skipped = [str(number) for first, last in run.skipped for number in range(first, last + 1)]
-    given: Arguments = {"rampup-batch-size": [str(ramp.start), str(ramp.increment), str(ramp.samples)]}
-    given = {**(given if ramp.samples else {}), **({"iterations-to-skip": skipped} if skipped else {})}
+    given: Arguments = {
+        "rampup-batch-size": [str(ramp.start), str(ramp.increment), str(ramp.samples)]
+    }
+    given = {
+        **(given if ramp.samples else {}),
+        **({"iterations-to-skip": skipped} if skipped else {}),
+    }
     values = {
         "max-position-embeddings": s.seq_length,
         "train-samples": plan.samples,
@@ -122,12 +143,14 @@ def _beside(plan: Plan) -> Arguments:
         "timing-log-level": 2 if run.timers else None,
         "tokenizer-type": "NullTokenizer" if is_bytes else "HuggingFaceTokenizer",
         "tokenizer-model": None if is_bytes else coder,
-        # ids of our tokenizer "bytes"; from core 0.18 on NullTokenizer ends a document by the last of
-        # them, as we do, before by the next one, which no document has
+        # ids of our tokenizer "bytes"; from core 0.18 on NullTokenizer ends a document by the last
+        # of them, as we do, before by the next one, which no document has
         "vocab-size": 257 if is_bytes else None,
     }
     # True is a switch
-    found = {name: value for name, value in values.items() if value is not None and value is not False}
+    found = {
+        name: value for name, value in values.items() if value is not None and value is not False
+    }
     return given | {name: [] if value is True else [str(value)] for name, value in found.items()}
 
 
@@ -135,7 +158,12 @@ def _data(plan: Plan, prefixes: Sequence[str]) -> Arguments:
     """Without a split all documents are for training, as in our engines."""
     blend = plan.data.blend
     sources = list(prefixes) or [part.source for part in blend] or [plan.data.source]
-    require(len(sources) == max(1, len(blend)), "prefixes", len(sources), f"the plan has {max(1, len(blend))} sources")
+    require(
+        len(sources) == max(1, len(blend)),
+        "prefixes",
+        len(sources),
+        f"the plan has {max(1, len(blend))} sources",
+    )
     weights = [repr(float(part.weight)) for part in blend]
     weighted = [word for pair in zip(weights, sources, strict=False) for word in pair]
     return {"data-path": weighted or sources, "split": [plan.data.split or "100,0,0"]}

@@ -1,4 +1,6 @@
-"""The arguments in a command line or part of a script: continued lines, quotes, comments and plain variables."""
+"""The arguments in a command line or part of a script: continued lines, quotes, comments and plain
+variables.
+"""
 
 import math
 import re
@@ -7,14 +9,17 @@ from collections.abc import Mapping
 
 from trilane.utils.validation import require
 
-MOST_BYTES = 1 << 17  # of a script, as of an argument in Linux (MAX_ARG_STRLEN): shlex takes a second for such a word
+MOST_BYTES = (
+    1 << 17
+)  # of a script, as of an argument in Linux (MAX_ARG_STRLEN): shlex takes a second for such a word
 END = "\0"  # marks the end of a line among the words, and so of the values of its last argument
 
 
 def read_arguments(text: str) -> dict[str, list[str]]:
     """Each `--name` with its values, dashes as underscores; the last of a repeated name counts.
 
-    A variable that the text does not assign is left unchanged. Raises ValueError for unclosed quotes.
+    A variable that the text does not assign is left unchanged. Raises ValueError for unclosed
+    quotes.
     """
     text = _expanded(text)
     try:
@@ -32,7 +37,9 @@ def read_arguments(text: str) -> dict[str, list[str]]:
             given[name] = cut if sign.isspace() else [value] if value else []
         elif (
             not name
-            or re.fullmatch(rf"{END}|\|\|?|&&?|;|\d?>.*", word)  # what comes after is another command's, or a file's
+            or re.fullmatch(
+                rf"{END}|\|\|?|&&?|;|\d?>.*", word
+            )  # what comes after is another command's, or a file's
             # the launcher's arguments end: torchrun --nproc_per_node 8 pretrain_gpt.py
             or (given[name] and re.fullmatch(r"[\w./-]+\.py", word))
             or (word.startswith("-") and not re.match(r"-[\d.]", word))
@@ -44,7 +51,9 @@ def read_arguments(text: str) -> dict[str, list[str]]:
 
 
 def _expanded(text: str) -> str:
-    """The text without comments and here-documents, with END before each line, with the values of its variables."""
+    """The text without comments and here-documents, with END before each line, with the values of
+    its variables.
+    """
     # a comment that ends with a backslash does not continue; `bash -x` puts "+ " before a command
     text = re.sub(r"(?m)^[ \t]*#.*\n?", "", _without_heredocs(text))
     text = re.sub(r"(?m)^\++ ", "", text.replace("\\\n", " "))
@@ -58,7 +67,9 @@ def _expanded(text: str) -> str:
     for _ in range(10):  # variables within variables
         text = _replaced(text, known)
     product = r"\$\(\(\s*(\d{1,18}(?:\s*\*\s*\d{1,18}){0,20})\s*\)\)"  # $((16*4*2))
-    return re.sub(product, lambda found: str(math.prod(int(number) for number in found[1].split("*"))), text)
+    return re.sub(
+        product, lambda found: str(math.prod(int(number) for number in found[1].split("*"))), text
+    )
 
 
 def _without_heredocs(text: str) -> str:
@@ -77,7 +88,9 @@ def _without_heredocs(text: str) -> str:
 
 
 def _replaced(text: str, known: Mapping[str, str]) -> str:
-    """The text with its variables replaced once; ValueError where a=$b$b, b=$c$c, ... makes it endless."""
+    """The text with its variables replaced once; ValueError where a=$b$b, b=$c$c, ... makes it
+    endless.
+    """
     length = len(text)
 
     def value(found: re.Match[str]) -> str:
@@ -92,7 +105,9 @@ def _replaced(text: str, known: Mapping[str, str]) -> str:
 
 
 def _split_commands(words: list[str]) -> list[str]:
-    """The words, with a quoted command (`bash -c "..."`) split into its own words if its quotes close."""
+    """The words, with a quoted command (`bash -c "..."`) split into its own words if its quotes
+    close.
+    """
     found: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         try:

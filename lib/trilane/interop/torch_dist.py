@@ -1,13 +1,15 @@
-"""Checkpoints of Megatron-LM, `--ckpt-format torch_dist`: which tensors one has, under which names; without torch.
+"""Checkpoints of Megatron-LM, `--ckpt-format torch_dist`: which tensors one has, under which names;
+without torch.
 
     latest_checkpointed_iteration.txt     iter_0000100/  metadata.json  common.pt  .metadata  __0_0.distcp ...
 
-A tensor's name is megatron-core's without the layer's number: all layers are one tensor (layer, ...), in chunks. Norms
-before a matrix have the names of Transformer Engine, which holds both in one module; gate and up of a gated MLP stand
-one above the other. Source: megatron-core 0.16.1, dist_checkpointing and GPTModel's sharded_state_dict.
+A tensor's name is megatron-core's without the layer's number: all layers are one tensor (layer,
+...), in chunks. Norms before a matrix have the names of Transformer Engine, which holds both in one
+module; gate and up of a gated MLP stand one above the other. Source: megatron-core 0.16.1,
+dist_checkpointing and GPTModel's sharded_state_dict.
 
-`.metadata` is a pickle: it is read with every class replaced by one that only holds what it is given, so that a hostile
-one runs nothing. common.pt, another, is not read.
+`.metadata` is a pickle: it is read with every class replaced by one that only holds what it is
+given, so that a hostile one runs nothing. common.pt, another, is not read.
 """
 
 import argparse
@@ -25,18 +27,26 @@ from trilane.utils.validation import read_json, require
 from trilane.workspace.checkpoints import KINDS
 
 LATEST, WORD = "latest_checkpointed_iteration.txt", "embedding.word_embeddings.weight"
-FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}  # megatron-core's defaults for common.pt
-# What a module keeps beside its parameters, of fp8 alone: megatron-core asks for it, and takes None for nothing.
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+}  # megatron-core's defaults for common.pt
+# What a module keeps beside its parameters, of fp8 alone: megatron-core asks for it, and takes None
+# for nothing.
 MODULES = [f"self_attention.{name}" for name in ("linear_qkv", "linear_proj", "core_attention")]
 MODULES += ["mlp.linear_fc1", "mlp.linear_fc2"]
 MOST_BYTES = 1 << 28  # of .metadata: a chunk has some 150
 Sizes = Mapping[str, tuple[int, ...]]
-Places = dict[str, tuple[str, tuple[tuple[int, int], ...]]]  # canonical name -> Megatron's key, the part of that tensor
+Places = dict[
+    str, tuple[str, tuple[tuple[int, int], ...]]
+]  # canonical name -> Megatron's key, the part of that tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """The tensors of the checkpoint in `folder`: size and chunks (`box`, `file`, `at`: first byte, bytes) by key."""
+    """The tensors of the checkpoint in `folder`: size and chunks (`box`, `file`, `at`: first byte,
+    bytes) by key.
+    """
 
     folder: Path
     sizes: Sizes
@@ -64,13 +74,20 @@ class Inert(pickle.Unpickler):
 
 
 def found(source: Path) -> Path | None:
-    """The folder of Megatron's checkpoint: `source`, or the one that its newest iteration is in; None: another kind."""
+    """The folder of Megatron's checkpoint: `source`, or the one that its newest iteration is in;
+    None: another kind.
+    """
     if (source / "metadata.json").is_file():
         return source
     if not (source / LATEST).is_file():
         return None
     word = (source / LATEST).read_text(errors="replace").strip()
-    require(bool(re.fullmatch(r"\d{1,12}|release", word)), LATEST, word, "must be an iteration, or release")
+    require(
+        bool(re.fullmatch(r"\d{1,12}|release", word)),
+        LATEST,
+        word,
+        "must be an iteration, or release",
+    )
     return source / (word if word == "release" else f"iter_{int(word):07d}")
 
 
@@ -78,17 +95,36 @@ def read_index(folder: Path) -> Index:
     """What `.metadata` has; ValueError, one line, where it is damaged or of another format."""
     backend = read_json(folder / "metadata.json", "checkpoint")
     kind = backend.get("sharded_backend") if isinstance(backend, dict) else None
-    require(kind == "torch_dist", "checkpoint", folder, f"has sharded_backend {kind}; torch_dist is read")
+    require(
+        kind == "torch_dist",
+        "checkpoint",
+        folder,
+        f"has sharded_backend {kind}; torch_dist is read",
+    )
     try:
         with (folder / ".metadata").open("rb") as file:
             read = Inert(io.BytesIO(file.read(MOST_BYTES))).load()
         infos = {(index.fqn, index.offset): info for index, info in read.storage_data.items()}
-        tensors = {str(key): held for key, held in read.state_dict_metadata.items() if hasattr(held, "chunks")}
-        chunks = {key: [_chunk(chunk, infos[key, chunk.offsets]) for chunk in t.chunks] for key, t in tensors.items()}
+        tensors = {
+            str(key): held
+            for key, held in read.state_dict_metadata.items()
+            if hasattr(held, "chunks")
+        }
+        chunks = {
+            key: [_chunk(chunk, infos[key, chunk.offsets]) for chunk in t.chunks]
+            for key, t in tensors.items()
+        }
         # a chunk that is named twice could stand for one that is missing
-        twice = next((k for k, t in tensors.items() if len({c.offsets for c in t.chunks}) < len(t.chunks)), "")
+        twice = next(
+            (k for k, t in tensors.items() if len({c.offsets for c in t.chunks}) < len(t.chunks)),
+            "",
+        )
         require(not twice, "tensor", twice, "has a chunk twice")
-        return Index(folder=folder, sizes={k: tuple(map(int, t.size)) for k, t in tensors.items()}, chunks=chunks)
+        return Index(
+            folder=folder,
+            sizes={k: tuple(map(int, t.size)) for k, t in tensors.items()},
+            chunks=chunks,
+        )
     except OSError as error:
         rule = f".metadata: {error.strerror}"
     except Exception as error:  # whatever a pickle of something else makes of it
@@ -97,9 +133,18 @@ def read_index(folder: Path) -> Index:
 
 
 def _chunk(held: Any, info: Any) -> dict[str, Any]:
-    require(bool(re.fullmatch(r"\w[\w.-]*", info.relative_path)), "file", info.relative_path, "is no file's name")
+    require(
+        bool(re.fullmatch(r"\w[\w.-]*", info.relative_path)),
+        "file",
+        info.relative_path,
+        "is no file's name",
+    )
     box = [(first, first + n) for first, n in zip(held.offsets, held.sizes, strict=True)]
-    return {"box": box, "file": info.relative_path, "at": {"weight": (int(info.offset), int(info.length))}}
+    return {
+        "box": box,
+        "file": info.relative_path,
+        "at": {"weight": (int(info.offset), int(info.length))},
+    }
 
 
 def place_of(name: str) -> tuple[str, int | None]:
@@ -108,7 +153,9 @@ def place_of(name: str) -> tuple[str, int | None]:
     if not layer:
         return name, None
     part = layer[3].replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-    return layer[1] + part.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"), int(layer[2])
+    return layer[1] + part.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"), int(
+        layer[2]
+    )
 
 
 def flat(size: tuple[int, ...]) -> tuple[int, ...]:
@@ -117,9 +164,20 @@ def flat(size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def places(index: Index, sizes: Sizes, layers: int) -> Places:
-    """The key of each canonical parameter and its part of that tensor; ValueError where the model is another."""
-    prefix = next((k.removesuffix(WORD) for k in index.sizes if re.fullmatch(rf"(model\.|module\.)*{WORD}", k)), "")
-    apart = any(key.startswith(f"{prefix}decoder.layers.0.") for key in index.sizes)  # each layer has its tensors
+    """The key of each canonical parameter and its part of that tensor; ValueError where the model
+    is another.
+    """
+    prefix = next(
+        (
+            k.removesuffix(WORD)
+            for k in index.sizes
+            if re.fullmatch(rf"(model\.|module\.)*{WORD}", k)
+        ),
+        "",
+    )
+    apart = any(
+        key.startswith(f"{prefix}decoder.layers.0.") for key in index.sizes
+    )  # each layer has its tensors
     known: Places = {}
     for name, size in sizes.items():
         key, layer = place_of(name)
@@ -137,15 +195,30 @@ def places(index: Index, sizes: Sizes, layers: int) -> Places:
 
 
 def _require_size(index: Index, key: str, wanted: tuple[int, ...]) -> None:
-    """ValueError where the tensor is missing or has another size; a vocabulary may have more rows, of padding."""
-    require(key in index.sizes, "tensor", key, "is in the plan's model, and the checkpoint has none")
+    """ValueError where the tensor is missing or has another size; a vocabulary may have more rows,
+    of padding.
+    """
+    require(
+        key in index.sizes, "tensor", key, "is in the plan's model, and the checkpoint has none"
+    )
     has = index.sizes[key]
-    padded = key.endswith((WORD, "output_layer.weight")) and has[1:] == wanted[1:] and has[0] >= wanted[0]
-    require(padded or has == wanted, "tensor", key, f"has {list(has)} in the checkpoint, {list(wanted)} in the plan")
+    padded = (
+        key.endswith((WORD, "output_layer.weight"))
+        and has[1:] == wanted[1:]
+        and has[0] >= wanted[0]
+    )
+    require(
+        padded or has == wanted,
+        "tensor",
+        key,
+        f"has {list(has)} in the checkpoint, {list(wanted)} in the plan",
+    )
 
 
 def by_kind(index: Index, key: str) -> dict[str, str]:
-    """What is there of a parameter: kind -> key; the fp32 master before the weight that the model computes with."""
+    """What is there of a parameter: kind -> key; the fp32 master before the weight that the model
+    computes with.
+    """
     keys = {"weight": key}
     for kind, word in zip(KINDS, ("fp32_param", *KINDS[1:]), strict=True):
         own = f"optimizer.state.{word}.{key}"
@@ -155,10 +228,18 @@ def by_kind(index: Index, key: str) -> dict[str, str]:
 
 
 def common(manifest: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """What Megatron-LM's load_checkpoint() asks of common.pt; it then looks for no optimizer and no generators."""
-    sizes = {name: getattr(shape, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
+    """What Megatron-LM's load_checkpoint() asks of common.pt; it then looks for no optimizer and no
+    generators.
+    """
+    sizes = {
+        name: getattr(shape, name) for name in ("num_layers", "hidden_size", "num_attention_heads")
+    }
     places = {"max_position_embeddings": shape.seq_length, "padded_vocab_size": shape.vocab_size}
     parallel = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
-    saved = {"no_save_optim": True, "no_save_rng": True, "consumed_train_samples": manifest["consumed_samples"]}
+    saved = {
+        "no_save_optim": True,
+        "no_save_rng": True,
+        "consumed_train_samples": manifest["consumed_samples"],
+    }
     args = argparse.Namespace(**sizes, **places, **parallel, **saved)
     return {"args": args, "checkpoint_version": 3.0, "iteration": manifest["iteration"]}

@@ -1,5 +1,5 @@
-"""Bisect a hanging plan, as the BLOOM chronicles did by hand: shrink it along one axis at a time, in short jobs with a
-time limit, until the boundary between what works and what hangs is known.
+"""Bisect a hanging plan, as the BLOOM chronicles did by hand: shrink it along one axis at a time,
+in short jobs with a time limit, until the boundary between what works and what hangs is known.
 """
 
 import contextlib
@@ -30,7 +30,9 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """Along an axis the largest value that works and the smallest that hangs; 0 where there is none."""
+    """Along an axis the largest value that works and the smallest that hangs; 0 where there is
+    none.
+    """
 
     axis: str
     works: int
@@ -49,11 +51,15 @@ class Report:
     boundaries: tuple[Boundary, ...]
 
     def __str__(self) -> str:
-        return "\n".join([*(f"{t.axis} {t.value}: {t.status}" for t in self.trials), *map(str, self.boundaries)])
+        return "\n".join(
+            [*(f"{t.axis} {t.value}: {t.status}" for t in self.trials), *map(str, self.boundaries)]
+        )
 
 
 def values(plan: Plan, axis: str) -> list[int]:
-    """The values along an axis that make a valid plan, from the smallest model or batch to the plan's own."""
+    """The values along an axis that make a valid plan, from the smallest model or batch to the
+    plan's own.
+    """
     s, t = plan.shape, plan.topology
     candidates = {
         "layers": range(1, s.num_layers + 1),
@@ -73,8 +79,13 @@ def changed(plan: Plan, axis: str, value: int) -> Plan:
     """The plan with that value and five iterations; ValueError where no such plan exists."""
     # with fewer replicas, as with fewer nodes, each keeps its share of the batch
     shape, t = plan.shape, plan.topology
-    sizes: dict[str, Any] = {"layers": {"num_layers": value}, "hidden": {"hidden_size": value}}.get(axis, {})
-    batch: dict[str, Any] = {"gbs": {"gbs": value}, "dp": {"dp": value, "gbs": t.gbs // t.dp * value}}.get(axis, {})
+    sizes: dict[str, Any] = {"layers": {"num_layers": value}, "hidden": {"hidden_size": value}}.get(
+        axis, {}
+    )
+    batch: dict[str, Any] = {
+        "gbs": {"gbs": value},
+        "dp": {"dp": value, "gbs": t.gbs // t.dp * value},
+    }.get(axis, {})
     run = replace(plan.run, train_iters=min(5, plan.run.train_iters))
     made: dict[str, Any] = {"shape": replace(shape, **sizes), "topology": replace(t, **batch)}
     return replace(plan, label=f"{plan.label}-{axis}{value}", run=run, **made)
@@ -83,9 +94,9 @@ def changed(plan: Plan, axis: str, value: int) -> Plan:
 def bisect(plan: Plan, axes: tuple[str, ...], run: Runner) -> Report:
     """Shrink the hanging plan along each axis separately, by bisection.
 
-    The plan itself runs first: ValueError where it does not hang. Along an axis the smallest value is tried, then the
-    middle of the remaining interval: 2 + log2(n) jobs. Assumes that what hangs also hangs when larger; for an
-    intermittent hang repeat the search.
+    The plan itself runs first: ValueError where it does not hang. Along an axis the smallest value
+    is tried, then the middle of the remaining interval: 2 + log2(n) jobs. Assumes that what hangs
+    also hangs when larger; for an intermittent hang repeat the search.
     """
     trials: list[Trial] = []
 

@@ -1,4 +1,6 @@
-"""Follow a run: collect the ranks' output in one log, in whole lines; its progress as a bar, or as lines in a batch."""
+"""Follow a run: collect the ranks' output in one log, in whole lines; its progress as a bar, or as
+lines in a batch.
+"""
 
 import contextlib
 import os
@@ -26,8 +28,8 @@ def follow(
 ) -> int:
     """Copy the ranks' output to run.log until the child ends; its exit code.
 
-    Raises TimeoutError after `deadline` (seconds of the monotonic clock), and what `check`, called each poll, raises;
-    the child is ended then. What `news` returns is another line of the log.
+    Raises TimeoutError after `deadline` (seconds of the monotonic clock), and what `check`, called
+    each poll, raises; the child is ended then. What `news` returns is another line of the log.
     """
     tails = [Tail(folder / "ranks" / f"{rank}.log") for rank in range(plan.topology.gpus)]
     steps, log, was_full = Tail(folder / "steps.jsonl"), Appended(folder / "run.log"), False
@@ -49,7 +51,8 @@ def follow(
                     raise TimeoutError
                 time.sleep(0.1)
         finally:
-            # torchrun ends its workers without a save; until they end the ranks train on, and print it
+            # torchrun ends its workers without a save; until they end the ranks train on, and print
+            # it
             interrupt(child)
             _copy(tails, log, rest=True)
 
@@ -66,7 +69,11 @@ def _warn_if_full(folder: Path, was_full: bool) -> bool:
     is_full = shutil.disk_usage(folder).free < 1 << 14
     if is_full and not was_full:
         then = "training continues, and records its steps later"
-        print(f"trilane: no space is left on the disk of {folder}; {then}", file=sys.stderr, flush=True)
+        print(
+            f"trilane: no space is left on the disk of {folder}; {then}",
+            file=sys.stderr,
+            flush=True,
+        )
     return is_full
 
 
@@ -80,7 +87,10 @@ class Tail:
         """The whole lines added since the last call; with `rest` also an unfinished last one."""
         new = b""
         # opened at each call: on NFS only this asks the server for what other hosts added
-        with contextlib.suppress(FileNotFoundError, IsADirectoryError), self._path.open("rb") as file:
+        with (
+            contextlib.suppress(FileNotFoundError, IsADirectoryError),
+            self._path.open("rb") as file,
+        ):
             # replaced by a shorter one: a resumed run cuts steps.jsonl
             if file.seek(0, os.SEEK_END) < self._at:
                 self._at, self._rest = 0, b""
@@ -94,8 +104,12 @@ class Tail:
 
 
 @contextlib.contextmanager
-def progress(label: str, train_iters: int, wanted: bool = True) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """A function that shows one record of steps.jsonl: as a bar, as five lines in a batch, or not at all."""
+def progress(
+    label: str, train_iters: int, wanted: bool = True
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """A function that shows one record of steps.jsonl: as a bar, as five lines in a batch, or not
+    at all.
+    """
 
     def line(step: Mapping[str, Any]) -> None:
         done, loss, seconds = step["iteration"], step["lm_loss"], step["sec_per_it"]
@@ -110,7 +124,9 @@ def progress(label: str, train_iters: int, wanted: bool = True) -> Iterator[Call
         with bar(total=train_iters, desc=label, unit="it") as shown:
 
             def show(step: Mapping[str, Any]) -> None:
-                shown.set_postfix_str(f"loss {step['lm_loss']:.3f}, {step['sec_per_it']:.3f} s/it", refresh=False)
+                shown.set_postfix_str(
+                    f"loss {step['lm_loss']:.3f}, {step['sec_per_it']:.3f} s/it", refresh=False
+                )
                 shown.update(step["iteration"] - shown.n)
 
             yield show

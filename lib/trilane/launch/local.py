@@ -1,4 +1,6 @@
-"""Train a plan on this machine: torchrun as a child, one readable log, and a status with its evidence."""
+"""Train a plan on this machine: torchrun as a child, one readable log, and a status with its
+evidence.
+"""
 
 import contextlib
 import json
@@ -31,17 +33,24 @@ from trilane.workspace.study import Study
 
 
 def train_local(
-    folder: Path, *, show_progress: bool = True, timeout_s: float = 7 * 86400.0, resume: bool = False
+    folder: Path,
+    *,
+    show_progress: bool = True,
+    timeout_s: float = 7 * 86400.0,
+    resume: bool = False,
 ) -> RunStatus:
-    """Train the plan in `folder`/plan.json here and wait for it; the RunStatus, also written to status.json.
+    """Train the plan in `folder`/plan.json here and wait for it; the RunStatus, also written to
+    status.json.
 
-    Raises ValueError, before anything starts, for an invalid plan, corpus or layer, and a folder with an earlier run
-    (unless `resume`: it continues from its newest checkpoint, see workspace/continuation.py).
+    Raises ValueError, before anything starts, for an invalid plan, corpus or layer, and a folder
+    with an earlier run (unless `resume`: it continues from its newest checkpoint, see
+    workspace/continuation.py).
 
-    Ctrl-C ends all processes, records the status "cancelled" and is raised again; a run longer than `timeout_s` is
-    ended as "timeout", one without progress for the plan's hang_timeout_s as "hang", with its stacks in stacks/.
-    SIGUSR1 makes the run save, SIGTERM makes it save and end as "stopped" (both only in the main thread, where Python
-    handles signals). The processes also end with the calling thread, even where that is killed.
+    Ctrl-C ends all processes, records the status "cancelled" and is raised again; a run longer than
+    `timeout_s` is ended as "timeout", one without progress for the plan's hang_timeout_s as "hang",
+    with its stacks in stacks/. SIGUSR1 makes the run save, SIGTERM makes it save and end as
+    "stopped" (both only in the main thread, where Python handles signals). The processes also end
+    with the calling thread, even where that is killed.
     """
     folder = Path(folder).resolve()
     plan = read_plan(folder / "plan.json")
@@ -67,12 +76,14 @@ class TrainedRun:
 
 
 def train(plan: Plan, layer: Any = None, *, study: str = "python", **run: Any) -> TrainedRun:
-    """Train the plan here, in a run folder of the study; one that has completed there is not trained again.
+    """Train the plan here, in a run folder of the study; one that has completed there is not
+    trained again.
 
         train(plan, layer=MyLayer, train_iters=20).status
 
-    `layer` is a class of your own for each of its layers, or the name of one: FILE.py:CLASS or package.module:CLASS
-    (docs/engine.md). `run` sets fields of the plan's run. ValueError as train_local() and for what cannot be trained.
+    `layer` is a class of your own for each of its layers, or the name of one: FILE.py:CLASS or
+    package.module:CLASS (docs/engine.md). `run` sets fields of the plan's run. ValueError as
+    train_local() and for what cannot be trained.
     """
     for name in run:
         require_known("train", name, [f.name for f in fields(plan.run)])
@@ -86,7 +97,9 @@ def train(plan: Plan, layer: Any = None, *, study: str = "python", **run: Any) -
     return TrainedRun(folder=folder, status=done or train_local(folder))
 
 
-def _run(folder: Path, plan: Plan, port: int, show_progress: bool, begin: float, timeout_s: float) -> RunStatus:
+def _run(
+    folder: Path, plan: Plan, port: int, show_progress: bool, begin: float, timeout_s: float
+) -> RunStatus:
     """Prepare the data and train; how it ended. Ctrl-C is recorded, and raised."""
     start, deadline = {"TRILANE_START": secrets.token_hex(8)}, begin + timeout_s
     try:
@@ -94,8 +107,12 @@ def _run(folder: Path, plan: Plan, port: int, show_progress: bool, begin: float,
         monitor = HangMonitor(folder, plan, start)
         with contextlib.closing(monitor), torchrun(folder, plan, port, start) as child:
             with forwarding_signals(child):
-                code = follow(child, folder, plan, show_progress, deadline, monitor.check, monitor.news)
-            return monitor.corrected(judge(folder, code, _since(begin), monitor.iteration), {*failed_ranks(folder)})
+                code = follow(
+                    child, folder, plan, show_progress, deadline, monitor.check, monitor.news
+                )
+            return monitor.corrected(
+                judge(folder, code, _since(begin), monitor.iteration), {*failed_ranks(folder)}
+            )
     except KeyboardInterrupt:
         _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
         raise
@@ -113,7 +130,9 @@ def _record(folder: Path, outcome: RunStatus) -> None:
 
 
 def _require_ready(folder: Path, plan: Plan, resume: bool) -> None:
-    """ValueError where a run must not start, or not resume, in that folder, or not from its checkpoints."""
+    """ValueError where a run must not start, or not resume, in that folder, or not from its
+    checkpoints.
+    """
     require_continuable(folder, plan)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -121,21 +140,31 @@ def _require_ready(folder: Path, plan: Plan, resume: bool) -> None:
     except OSError as error:
         raise ValueError(f"run folder={folder}: cannot be written to ({error.strerror})") from None
     if resume:
-        require(not (folder / "stop").exists(), "run folder", folder, "holds the file `stop`; remove it to resume")
+        require(
+            not (folder / "stop").exists(),
+            "run folder",
+            folder,
+            "holds the file `stop`; remove it to resume",
+        )
     for name in () if resume else ("run.log", "steps.jsonl", "status.json"):
         rule = f"holds a run already ({name}); resume it, or use a new folder"
         require(not (folder / name).exists(), "run folder", folder, rule)
 
 
 def environment(processes: int) -> dict[str, str]:
-    """The environment of `processes` children: cores divided among them, gloo on the loopback, this trilane first."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The environment of `processes` children: cores divided among them, gloo on the loopback, this
+    trilane first.
+    """
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     threads = str(max(1, cores // processes))
     own = str(Path(__file__).parents[2])
     paths = [own, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     changes = {
-        # Waiting threads spin for milliseconds by default; where other processes need the core, an iteration then takes
-        # ten times as long. libgomp itself takes this value once threads outnumber cores.
+        # Waiting threads spin for milliseconds by default; where other processes need the core, an
+        # iteration then takes ten times as long. libgomp itself takes this value once threads
+        # outnumber cores.
         "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000"),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads),
@@ -147,8 +176,8 @@ def environment(processes: int) -> dict[str, str]:
 
 
 def prepare_data(plan: Path) -> list[str]:
-    """Prepare the corpus of a plan's file in a child process (it may import torch), and try out its own layer; the
-    prefixes of its pairs. ValueError with the child's last line where it fails.
+    """Prepare the corpus of a plan's file in a child process (it may import torch), and try out its
+    own layer; the prefixes of its pairs. ValueError with the child's last line where it fails.
     """
     command = python("-m", "trilane.engine.data.corpus", str(plan))
     done = process.run(command, environment(1))
@@ -164,11 +193,17 @@ def torchrun(folder: Path, plan: Plan, port: int, start: dict[str, str]) -> Iter
 
     `start` names this start of the run in its ranks' environment.
     """
-    # in its own process group: Ctrl-C reaches this process alone, which then ends the others in order
+    # in its own process group: Ctrl-C reaches this process alone, which then ends the others in
+    # order
     ranks, processes = folder / "ranks", plan.topology.gpus
     ranks.mkdir(exist_ok=True)
     command = python("-m", "trilane.engine.torchrun", str(ranks / "failures.json"))
-    command += ["--nnodes=1", f"--nproc-per-node={processes}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    command += [
+        "--nnodes=1",
+        f"--nproc-per-node={processes}",
+        "--master-addr=127.0.0.1",
+        f"--master-port={port}",
+    ]
     command += ["--module", "trilane.engine", str(folder / "plan.json")]
     env = {**environment(processes), "TRILANE_RANK_LOGS": str(ranks), **start}
     with (ranks / "torchrun.log").open("ab") as log:
@@ -186,7 +221,9 @@ def forwarding_signals(child: Child) -> Iterator[None]:
         yield
         return
     wanted = (signal.SIGUSR1, signal.SIGTERM)
-    before = [signal.signal(number, lambda number, _: child.send_signal(number)) for number in wanted]
+    before = [
+        signal.signal(number, lambda number, _: child.send_signal(number)) for number in wanted
+    ]
     try:
         yield
     finally:
@@ -195,7 +232,9 @@ def forwarding_signals(child: Child) -> Iterator[None]:
 
 
 def _ended(status: Status, evidence: str, begin: float) -> RunStatus:
-    return RunStatus(status=status, evidence=evidence, rank=None, exit_code=1, seconds=_since(begin))
+    return RunStatus(
+        status=status, evidence=evidence, rank=None, exit_code=1, seconds=_since(begin)
+    )
 
 
 def _since(begin: float) -> float:
@@ -203,10 +242,11 @@ def _since(begin: float) -> float:
 
 
 def run_folder(plan: Path | str, reuse: bool = False) -> Path:
-    """The folder in which a plan runs: that of its plan.json, or a new one called like a file of another name.
+    """The folder in which a plan runs: that of its plan.json, or a new one called like a file of
+    another name.
 
-    `plan` as read_plan() takes it. ValueError for a file without a plan, and for a folder that exists, unless it holds
-    the same plan and may be used again (`reuse`).
+    `plan` as read_plan() takes it. ValueError for a file without a plan, and for a folder that
+    exists, unless it holds the same plan and may be used again (`reuse`).
     """
     file, name = locate_plan(plan)
     if file.name == "plan.json" and not name:
@@ -216,7 +256,9 @@ def run_folder(plan: Path | str, reuse: bool = False) -> Path:
     folder = file.with_name(f"{file.stem}-{name}" if name else file.stem)
     if reuse and (folder / "plan.json").is_file() and read_plan(folder / "plan.json") == read:
         return folder
-    require(not folder.exists(), "plan", plan, f"would run in {folder}, which exists; move one of them")
+    require(
+        not folder.exists(), "plan", plan, f"would run in {folder}, which exists; move one of them"
+    )
     folder.mkdir()
     own = values == read_json(file, "plan")  # a plan's own file is copied as it is
     text = file.read_text(encoding="utf-8") if own else json.dumps(values, indent=1) + "\n"

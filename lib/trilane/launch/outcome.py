@@ -1,4 +1,6 @@
-"""How a run on this machine ended: torchrun's exit code and list of failed ranks, their last lines, the log."""
+"""How a run on this machine ended: torchrun's exit code and list of failed ranks, their last lines,
+the log.
+"""
 
 import json
 import signal
@@ -12,7 +14,8 @@ from trilane.workspace.status import RunStatus, Status, known_status, verdict
 
 
 def judge(folder: Path, code: int, seconds: float, done: int = 0) -> RunStatus:
-    """The status by torchrun's exit code, its list of failed ranks and their last lines, and the log.
+    """The status by torchrun's exit code, its list of failed ranks and their last lines, and the
+    log.
 
     `done` is the last iteration by the heartbeats.
     """
@@ -20,13 +23,23 @@ def judge(folder: Path, code: int, seconds: float, done: int = 0) -> RunStatus:
     if written:
         written = replace(written, seconds=seconds)
     # where a disk stays full the engine cannot write its status.json
-    rank, evidence, status = None, f"iteration {done}; the disk was full, and holds no status.json", Status.STOPPED
+    rank, evidence, status = (
+        None,
+        f"iteration {done}; the disk was full, and holds no status.json",
+        Status.STOPPED,
+    )
     if code:
         rank, how = culprit(folder)
         status = Status.KILLED if how.startswith("killed by SIGKILL") else Status.CRASHED
-        evidence = f"{'torchrun' if rank is None else f'rank {rank}'}: {how}{_last_line(folder, rank)}"
-    otherwise = RunStatus(status=status, evidence=evidence, rank=rank, exit_code=code, seconds=seconds)
-    return verdict(code=code, written=written, log=last_log(folder) if code else None, otherwise=otherwise)
+        evidence = (
+            f"{'torchrun' if rank is None else f'rank {rank}'}: {how}{_last_line(folder, rank)}"
+        )
+    otherwise = RunStatus(
+        status=status, evidence=evidence, rank=rank, exit_code=code, seconds=seconds
+    )
+    return verdict(
+        code=code, written=written, log=last_log(folder) if code else None, otherwise=otherwise
+    )
 
 
 def last_log(folder: Path) -> RunLog | None:
@@ -46,10 +59,11 @@ def last_log(folder: Path) -> RunLog | None:
 
 def culprit(folder: Path) -> tuple[int | None, str]:
     """The rank that failed first, and how if by a signal; None where torchrun itself failed."""
-    # torchrun polls ten times a second, may find several ranks dead at once, and lists those that it then ended itself.
-    # A rank killed by a signal failed first, unless by torchrun's SIGTERM or its own SIGABRT (gloo and NCCL abort when
-    # a peer is gone). Among equals it is the one whose log ends first, since the others broke only when its connections
-    # closed; ranks that printed nothing come last.
+    # torchrun polls ten times a second, may find several ranks dead at once, and lists those that
+    # it then ended itself. A rank killed by a signal failed first, unless by torchrun's SIGTERM or
+    # its own SIGABRT (gloo and NCCL abort when a peer is gone). Among equals it is the one whose
+    # log ends first, since the others broke only when its connections closed; ranks that printed
+    # nothing come last.
     failures = failed_ranks(folder)
     if not failures:
         return None, ""
@@ -71,7 +85,9 @@ def failed_ranks(folder: Path) -> dict[int, int]:
 
 
 def _last_line(folder: Path, rank: int | None) -> str:
-    """The last line that is not blank of a rank's log, or of torchrun's; "(nothing)" where there is none."""
+    """The last line that is not blank of a rank's log, or of torchrun's; "(nothing)" where there is
+    none.
+    """
     path = folder / "ranks" / f"{'torchrun' if rank is None else rank}.log"
     lines = read_text(path).split("\n") if path.is_file() else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "(nothing)")

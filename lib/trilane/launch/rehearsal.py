@@ -1,4 +1,5 @@
-"""Rehearsal: train, save, load and resume the plan's engine and topology at tiny width and compare the states.
+"""Rehearsal: train, save, load and resume the plan's engine and topology at tiny width and compare
+the states.
 
 Done before a large run depends on them.
 """
@@ -36,7 +37,10 @@ class Rehearsal:
 
     def to_json(self) -> dict[str, object]:
         """As a JSON object."""
-        found = {name: as_json(getattr(self.audit, name, ())) for name in ("compared", "findings", "notes")}
+        found = {
+            name: as_json(getattr(self.audit, name, ()))
+            for name in ("compared", "findings", "notes")
+        }
         return {"plan": self.plan.to_json(), "problem": self.problem, **found}
 
     def to_text(self) -> str:
@@ -50,18 +54,21 @@ class Rehearsal:
 def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Plan:
     """The plan at tiny width for at most `max_processes`, with fewer replicas where necessary.
 
-    Kept: engine, layer, tp, pp, interleaving, ZeRO, offload, precision, recomputation, partition, ties and norms.
-    ValueError where one replica is too large.
+    Kept: engine, layer, tp, pp, interleaving, ZeRO, offload, precision, recomputation, partition,
+    ties and norms. ValueError where one replica is too large.
     """
-    # The smallest model that this topology can split, two iterations, a learning rate at which weights move, a limit at
-    # which gradients are clipped, and dropout, so that generators matter.
+    # The smallest model that this topology can split, two iterations, a learning rate at which
+    # weights move, a limit at which gradients are clipped, and dropout, so that generators matter.
     t, run = plan.topology, plan.run
     rule = f"one replica has more than the {max_processes} processes of this machine; see --prepare for a cluster"
     replica = t.tp * t.cp * t.pp
     require(replica <= max_processes, "tp x cp x pp", replica, rule)
     dp = min(t.dp, max_processes // replica)
     mbs, rounds = min(2, t.mbs), t.pp if t.interleaving > 1 else min(t.microbatches, max(2, t.pp))
-    limit, hidden = 0.1 if plan.optimizer.clip_grad else 0.0, 0.1 if drops_hidden(plan.engine, plan.shape) else 0.0
+    limit, hidden = (
+        0.1 if plan.optimizer.clip_grad else 0.0,
+        0.1 if drops_hidden(plan.engine, plan.shape) else 0.0,
+    )
     return Plan(
         label="rehearsal",
         engine=plan.engine,
@@ -70,10 +77,20 @@ def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Pl
         cluster=cluster,
         topology=replace(t, dp=dp, mbs=mbs, gbs=mbs * dp * rounds),
         data=Data(source="mock", folder=str(folder / "data")),
-        optimizer=replace(plan.optimizer, lr=1e-3, min_lr=1e-4, warmup_samples=0, decay_samples=0, clip_grad=limit),
-        dropout=plan.dropout if plan.dropout != Dropout() else Dropout(hidden=hidden, attention=0.1),
+        optimizer=replace(
+            plan.optimizer, lr=1e-3, min_lr=1e-4, warmup_samples=0, decay_samples=0, clip_grad=limit
+        ),
+        dropout=plan.dropout
+        if plan.dropout != Dropout()
+        else Dropout(hidden=hidden, attention=0.1),
         # one iteration before the restart, one after it
-        run=Run(train_iters=2, save_interval=1, keep_last=0, seed=run.seed, hang_timeout_s=run.hang_timeout_s),
+        run=Run(
+            train_iters=2,
+            save_interval=1,
+            keep_last=0,
+            seed=run.seed,
+            hang_timeout_s=run.hang_timeout_s,
+        ),
     )
 
 
@@ -81,7 +98,12 @@ def _shape(plan: Plan) -> ModelShape:
     """The smallest model that the plan's topology splits as it splits the plan's."""
     tp, heads = plan.topology.tp, 2 * plan.topology.tp
     parts = 2 * plan.topology.cp * tp  # of a sequence
-    small = replace(plan.shape, hidden_size=16 * heads, num_attention_heads=heads, seq_length=parts * -(-32 // parts))
+    small = replace(
+        plan.shape,
+        hidden_size=16 * heads,
+        num_attention_heads=heads,
+        seq_length=parts * -(-32 // parts),
+    )
     small = replace(small, vocab_size=padded_vocab_size(257, tp))  # of the tokenizer "bytes"
     for layers in range(1, plan.shape.num_layers + 1):
         with contextlib.suppress(ValueError):
@@ -90,7 +112,9 @@ def _shape(plan: Plan) -> ModelShape:
 
 
 def write(folder: Path, plan: Plan) -> tuple[Path, Path]:
-    """Write both run folders: `first` trains to the end, `second` resumes from its first checkpoint."""
+    """Write both run folders: `first` trains to the end, `second` resumes from its first
+    checkpoint.
+    """
     first, second = folder / "first", folder / "second"
     load = str(first / FOLDER / name_of(1))
     for place, made in ((first, plan), (second, replace(plan, run=replace(plan.run, load=load)))):
@@ -100,7 +124,9 @@ def write(folder: Path, plan: Plan) -> tuple[Path, Path]:
 
 
 def rehearse(plan: Plan, folder: Path, start: Start) -> Rehearsal:
-    """Train, save, load, resume; compare the checkpoint with the loaded state, and both runs' last checkpoints."""
+    """Train, save, load, resume; compare the checkpoint with the loaded state, and both runs' last
+    checkpoints.
+    """
     first, second = write(folder, plan)
     for place in (first, second):
         problem = start(place)
@@ -119,13 +145,17 @@ def rehearse_here(plan: Plan) -> Rehearsal:
     """The rehearsal of the plan on this machine, in a temporary folder."""
     cards = len(list(Path("/dev").glob("nvidia[0-9]*")))
     gpu = replace(plan.cluster.gpu, kind="cuda" if cards else "cpu")
-    here = replace(plan.cluster, name="this machine", gpu=gpu, gpus_per_node=cards or 8, max_nodes=1)
+    here = replace(
+        plan.cluster, name="this machine", gpu=gpu, gpus_per_node=cards or 8, max_nodes=1
+    )
     with tempfile.TemporaryDirectory(prefix="trilane-rehearse-") as place:
         return rehearse(shrink(plan, Path(place), here, here.max_gpus), Path(place), train_here)
 
 
 def prepare(plan: Plan, folder: Path) -> str:
-    """Write both runs of a rehearsal on the plan's own cluster; the commands that start them there, in order."""
+    """Write both runs of a rehearsal on the plan's own cluster; the commands that start them there,
+    in order.
+    """
     made = shrink(plan, folder, plan.cluster, plan.topology.gpus)
     first, second = write(folder, made)
     tasks = f"srun --ntasks {made.topology.gpus} --ntasks-per-node {made.cluster.gpus_per_node}"

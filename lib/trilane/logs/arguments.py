@@ -1,4 +1,6 @@
-"""Launch arguments in a log: the dumps of Megatron and DeepSpeed, `bash -x` traces, lines with counts and sizes."""
+"""Launch arguments in a log: the dumps of Megatron and DeepSpeed, `bash -x` traces, lines with
+counts and sizes.
+"""
 
 import functools
 import math
@@ -11,7 +13,9 @@ BEGIN, END = re.compile(rb"-{6} arguments -{6}"), re.compile(rb"-{6} end of argu
 DOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,6}([A-Za-z]\w*) \.{2,}+ ?(?!:)(.*)$")
 UNDOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,4}([a-z]\w*)\s{2,}(\S.*)$")
 DEEPSPEED = re.compile(rb"\[config\.py:\d+:print(?:_config)?\]\s+(\w+) (?:\.{2,}|\s) ?(.*)$")
-OPTION = re.compile(rb"(?:^|\s)--([A-Za-z][\w-]*)(?:[ =]+((?!-)[^\s'\"\\]+|-[\d.]+\S*|\"[^\"]*\"|'[^']*'))?")
+OPTION = re.compile(
+    rb"(?:^|\s)--([A-Za-z][\w-]*)(?:[ =]+((?!-)[^\s'\"\\]+|-[\d.]+\S*|\"[^\"]*\"|'[^']*'))?"
+)
 
 
 @functools.lru_cache(20_000)  # every rank may print the same dump
@@ -19,7 +23,9 @@ def dumped(line: bytes, inside: bool) -> tuple[str, Value] | None:
     """The argument in a line `  name ...... value` of a dump; without dots, as for long names, only `inside` one."""
     found = DOTTED.match(line) or (UNDOTTED.match(line) if inside else None)
     if found:  # gpt-neox ends a line with whether the value is the default
-        return _pair(found[1], re.sub(rb"(?<!\.)\.{3,}(?:updated|default)$", b"", found[2].rstrip()))
+        return _pair(
+            found[1], re.sub(rb"(?<!\.)\.{3,}(?:updated|default)$", b"", found[2].rstrip())
+        )
     if found := DEEPSPEED.search(line):
         name, value = _pair(found[1], found[2].strip())
         return f"deepspeed.{name}", value
@@ -27,7 +33,9 @@ def dumped(line: bytes, inside: bool) -> tuple[str, Value] | None:
 
 
 def traced(line: bytes) -> dict[str, Value]:
-    """The options of a command traced by `bash -x`; a bare option is True. config_overrides a=1,b=2 is split."""
+    """The options of a command traced by `bash -x`; a bare option is True. config_overrides a=1,b=2
+    is split.
+    """
     if b"--" not in line or not re.match(rb"(?:\d+: )?(?:\++ |\s*--[a-z])", line):
         return {}
     given: dict[str, Value] = {}
@@ -41,12 +49,16 @@ def traced(line: bytes) -> dict[str, Value]:
 
 @functools.cache
 def size_patterns() -> list[re.Pattern[bytes]]:
-    """Of lines of Megatron, and of Hugging Face's Trainer, with a number each: their groups name the numbers."""
+    """Of lines of Megatron, and of Hugging Face's Trainer, with a number each: their groups name
+    the numbers.
+    """
     return [re.compile(pattern.encode()) for pattern in shipped_json("log_sizes")]
 
 
 def sizes(line: bytes) -> dict[str, Value]:
-    """World size, parallel sizes, padded vocabulary and counts, from the lines in which programs print them."""
+    """World size, parallel sizes, padded vocabulary and counts, from the lines in which programs
+    print them.
+    """
     if not (b" size: " in line or b">> " in line or b"(size: " in line):
         return {}
     found = [match.groupdict() for pattern in size_patterns() if (match := pattern.search(line))]
@@ -55,7 +67,13 @@ def sizes(line: bytes) -> dict[str, Value]:
 
 def read_value(text: str) -> Value:
     """The text as None, bool, int below 2^63 or finite float; any other text unchanged."""
-    words: dict[str, Value] = {"None": None, "True": True, "False": False, "true": True, "false": False}
+    words: dict[str, Value] = {
+        "None": None,
+        "True": True,
+        "False": False,
+        "true": True,
+        "false": False,
+    }
     if text in words:
         return words[text]
     for kind, largest in ((int, 1 << 63), (float, math.inf)):
@@ -69,5 +87,8 @@ def read_value(text: str) -> Value:
 
 def _pair(name: bytes, raw: bytes) -> tuple[str, Value]:
     key = name.decode()
-    is_secret = re.search(r"(^|_)(key|api_key|token|password|secret)$", key) and raw not in (b"None", b"")
+    is_secret = re.search(r"(^|_)(key|api_key|token|password|secret)$", key) and raw not in (
+        b"None",
+        b"",
+    )
     return key, "(hidden)" if is_secret else read_value(raw.decode("utf-8", "replace"))

@@ -1,7 +1,9 @@
-"""Dialects as tables: how a trainer prints an iteration, one JSON file each in data/dialects/, or one of your own.
+"""Dialects as tables: how a trainer prints an iteration, one JSON file each in data/dialects/, or
+one of your own.
 
-Own tables are the files, and those of the folders, that the environment's TRILANE_DIALECTS names, separated by colons.
-The patterns give a line's numbers as *spans*, so that one parse serves all lines that differ in digits only.
+Own tables are the files, and those of the folders, that the environment's TRILANE_DIALECTS names,
+separated by colons. The patterns give a line's numbers as *spans*, so that one parse serves all
+lines that differ in digits only.
 """
 
 import functools
@@ -22,9 +24,10 @@ COLUMNS = {
     *"""iteration train_iters epoch time_s sec_per_it iterations_per_second lm_loss
     grad_norm learning_rate loss_scale consumed_samples consumed_tokens global_batch_size seq_length samples_per_second
     tokens_per_second tokens_per_gpu_per_second flops_per_s_per_gpu mfu skipped skipped_total nan num_zeros params_norm
-    tokens_per_batch rank allocated max_allocated reserved max_reserved memory_share""".split()  # noqa: SIM905 a list would take a line each
+    tokens_per_batch rank allocated max_allocated reserved max_reserved memory_share""".split()  # noqa: SIM905
 }
-UNITS = {  # multiplier and divisor to seconds, bytes, nats or a share; / 1e3 rounds once where x 1e-3 does not
+# multiplier and divisor to seconds, bytes, nats or a share; / 1e3 rounds once where x 1e-3 does not
+UNITS = {
     **{"": (1.0, 1.0), "s": (1.0, 1.0), "ms": (1.0, 1e3), "us": (1.0, 1e6), "%": (1.0, 100.0)},
     **{"min": (60.0, 1.0), "h": (3600.0, 1.0), "d": (86400.0, 1.0), "bits": (math.log(2), 1.0)},
     **{"K": (1e3, 1.0), "M": (1e6, 1.0), "G": (1e9, 1.0), "T": (1e12, 1.0)},
@@ -51,7 +54,9 @@ class Span(NamedTuple):
 
     def value(self, line: bytes) -> float:
         """The number, in the unit of its column."""
-        return float(line[self.start : self.stop].replace(b",", b"")) * self.multiplier / self.divisor
+        return (
+            float(line[self.start : self.stop].replace(b",", b"")) * self.multiplier / self.divisor
+        )
 
 
 def row_of(spans: Iterable[Span], line: bytes) -> dict[str, float]:
@@ -64,11 +69,13 @@ def row_of(spans: Iterable[Span], line: bytes) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """How one trainer prints its iterations: the keys of its file, as docs/guides/my-logs.md has them.
+    """How one trainer prints its iterations: the keys of its file, as docs/guides/my-logs.md has
+    them.
 
-    `fields` gives column and unit for a number's printed name; one of `words` stands in every line that matters (none
-    given: any line may). A `companion` prints steps beside the iterations of another dialect. `variants` are names of
-    programs, by what their lines hold. `absent` are numbers that are printed where a column has none.
+    `fields` gives column and unit for a number's printed name; one of `words` stands in every line
+    that matters (none given: any line may). A `companion` prints steps beside the iterations of
+    another dialect. `variants` are names of programs, by what their lines hold. `absent` are
+    numbers that are printed where a column has none.
 
     Raises ValueError("field=value: the rule").
     """
@@ -92,15 +99,27 @@ class Dialect:
     def __post_init__(self) -> None:
         require(bool(re.fullmatch(r"[\w.-]{1,40}", self.name)), "name", self.name, "must be a word")
         kinds = ("", "json", "block", "bar", "closed")
-        require(self.lines in kinds, "lines", self.lines, "must be json, block, bar or closed, or left out")
-        require(self.first_iteration in (0, 1), "first_iteration", self.first_iteration, "must be 0 or 1")
+        require(
+            self.lines in kinds,
+            "lines",
+            self.lines,
+            "must be json, block, bar or closed, or left out",
+        )
+        require(
+            self.first_iteration in (0, 1),
+            "first_iteration",
+            self.first_iteration,
+            "must be 0 or 1",
+        )
         require(set(self.needs) <= COLUMNS, "needs", self.needs, "must be a list of columns")
         require(bool(self.iteration), "iteration", "", "must have a pattern")
         for key in ("iteration", "validation", "memory", "launch", "end"):
             try:
                 patterns = self.patterns(key)
             except (re.error, RecursionError, OverflowError) as error:
-                raise ValueError(f"{key}={shown(getattr(self, key))}: is no regular expression ({error})") from None
+                raise ValueError(
+                    f"{key}={shown(getattr(self, key))}: is no regular expression ({error})"
+                ) from None
             wanted = {"iteration": "iteration", "validation": "lm_loss"}.get(key, "")
             for pattern in patterns:
                 groups = {column_of(name.replace("__", " "))[0] for name in pattern.groupindex}
@@ -124,14 +143,24 @@ class Dialect:
 
     @functools.cached_property
     def is_blind(self) -> bool:
-        """Whether its patterns do not look at digits: lines that differ in digits only then are read alike."""
-        every = [p for key in ("iteration", "validation", "memory", "launch", "end") for p in self.patterns(key)]
+        """Whether its patterns do not look at digits: lines that differ in digits only then are
+        read alike.
+        """
+        every = [
+            p
+            for key in ("iteration", "validation", "memory", "launch", "end")
+            for p in self.patterns(key)
+        ]
         texts = [re.sub(rb"\\d|\{[\d,]*\}|0-9", b"", pattern.pattern) for pattern in every]
         return not any(re.search(rb"\d|\(\?P=", text) for text in texts)
 
     @functools.cached_property
     def _field(self) -> re.Pattern[bytes] | None:
-        names = [re.escape(name) for name in sorted(self.columns, key=len, reverse=True) if name != b"* loss"]
+        names = [
+            re.escape(name)
+            for name in sorted(self.columns, key=len, reverse=True)
+            if name != b"* loss"
+        ]
         other = [rb"(?:[\w-][\w -]{0,60}?)?loss(?= ?:)"] * (b"* loss" in self.columns)
         return re.compile(FIELD % b"|".join(other + names)) if names else None
 
@@ -150,21 +179,29 @@ class Dialect:
             return []
         spans = _groups(*found)
         spans += self.rest(line, {span.column for span in spans})
-        if self.lines == "closed":  # a number at the end of the line was cut there, as by a terminal
+        if (
+            self.lines == "closed"
+        ):  # a number at the end of the line was cut there, as by a terminal
             spans = [span for span in spans if span.stop < len(line)]
         # some forks print the loss without a name before it
         plain = "" if any(span.column == "lm_loss" for span in spans) else "loss"
-        spans = [span._replace(column="lm_loss") if span.column == plain else span for span in spans]
+        spans = [
+            span._replace(column="lm_loss") if span.column == plain else span for span in spans
+        ]
         return spans if {*self.needs} <= {span.column for span in spans} else []
 
     def parts(self, line: bytes) -> list[bytes]:
-        """The line, cut before each further iteration: the end of a line was lost there, or two ranks' were joined. One
-        with a lower number is another number's; a "closed" line has no others of that form."""
+        """The line, cut before each further iteration: the end of a line was lost there, or two
+        ranks' were joined. One with a lower number is another number's; a "closed" line has no
+        others of that form.
+        """
         found = None if self.lines not in ("", "closed") else self._found(line)
         if not found:
             return [line]
         match, start = found
-        cuts = [max(0, start + match.start() - MAX_LINE // 2)]  # what a bar drew before it may be long
+        cuts = [
+            max(0, start + match.start() - MAX_LINE // 2)
+        ]  # what a bar drew before it may be long
         while after := match.re.search(line[start:], match.end("iteration")):
             if not self.lines and int(after["iteration"]) <= int(match["iteration"]):
                 break
@@ -172,7 +209,9 @@ class Dialect:
         return [line[low:high] for low, high in pairwise([*cuts, len(line)])]
 
     def _found(self, line: bytes) -> tuple[re.Match[bytes], int] | None:
-        return _first(self.patterns("iteration"), line, len(line) if self.lines == "closed" else MAX_LINE)
+        return _first(
+            self.patterns("iteration"), line, len(line) if self.lines == "closed" else MAX_LINE
+        )
 
     def evaluation(self, line: bytes) -> list[Span]:
         """The numbers of an evaluation; [] for any other line."""
@@ -180,30 +219,52 @@ class Dialect:
         return _groups(*found) if found else []
 
     def every(self, key: str, line: bytes) -> list[list[Span]]:
-        """The numbers of each match of a key's patterns in the line: of "memory", or of a companion's "iteration"."""
-        return [_groups(match, 0) for pattern in self.patterns(key) for match in pattern.finditer(line)]
+        """The numbers of each match of a key's patterns in the line: of "memory", or of a
+        companion's "iteration".
+        """
+        return [
+            _groups(match, 0) for pattern in self.patterns(key) for match in pattern.finditer(line)
+        ]
 
     def matches(self, key: str, line: bytes) -> bool:
         """Whether a pattern of that key stands in the line."""
         return bool(_first(self.patterns(key), line))
 
     def variant(self, line: bytes) -> str:
-        """The name of the program that printed the iteration; "" where the line does not show which of several."""
-        return next((name for name, pattern in self.variants.items() if re.search(pattern.encode(), line)), "")
+        """The name of the program that printed the iteration; "" where the line does not show which
+        of several.
+        """
+        return next(
+            (name for name, pattern in self.variants.items() if re.search(pattern.encode(), line)),
+            "",
+        )
 
     def rest(self, line: bytes, seen: set[str]) -> list[Span]:
-        """The further numbers of an iteration, on its line or on the next of its block, but for columns `seen`."""
+        """The further numbers of an iteration, on its line or on the next of its block, but for
+        columns `seen`.
+        """
         found = list[Span]()
         for match in self._field.finditer(line[:MAX_LINE]) if self._field else ():
-            other = re.sub(r"\W+", "_", match[1].decode()), 1.0, 1.0  # a loss whose name the table does not have
+            other = (
+                re.sub(r"\W+", "_", match[1].decode()),
+                1.0,
+                1.0,
+            )  # a loss whose name the table does not have
             column, multiplier, divisor = self.columns.get(match[1], other)
             if column in seen:
                 continue
             # a rate of two digits is too rounded to give seconds
-            if column == "iterations_per_second" and len(match[2].translate(None, b"+-.,").lstrip(b"0")) < 3:
+            if (
+                column == "iterations_per_second"
+                and len(match[2].translate(None, b"+-.,").lstrip(b"0")) < 3
+            ):
                 continue
             seen = seen | {column}
-            found.append(Span(column, *match.span(2), multiplier * SUFFIXES.get(match[3] or b"", 1.0), divisor))
+            found.append(
+                Span(
+                    column, *match.span(2), multiplier * SUFFIXES.get(match[3] or b"", 1.0), divisor
+                )
+            )
         return found
 
 
@@ -215,7 +276,9 @@ def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[bytes], ...]:
 def _first(
     patterns: Sequence[re.Pattern[bytes]], line: bytes, most: int = MAX_LINE
 ) -> tuple[re.Match[bytes], int] | None:
-    """The first match of a pattern in the line, or in the line after its prefix, and where that begins."""
+    """The first match of a pattern in the line, or in the line after its prefix, and where that
+    begins.
+    """
     prefix = PREFIX.match(line)
     for start in (0, prefix.end()) if prefix else (0,):
         for pattern in patterns:
@@ -243,7 +306,12 @@ def column_of(text: str) -> tuple[str, float, float]:
     name, _, unit = text.strip().partition(" ")
     unit = "%" if unit == "percent" else unit  # a group's name holds no %
     known = name in COLUMNS or re.fullmatch(r"(?:[a-z]\w*|\*)_(?:loss|norm)", name)
-    require(bool(known), "column", name, f"is none of {', '.join(sorted(COLUMNS))}, nor a ..._loss or ..._norm")
+    require(
+        bool(known),
+        "column",
+        name,
+        f"is none of {', '.join(sorted(COLUMNS))}, nor a ..._loss or ..._norm",
+    )
     require(unit in UNITS, "unit", unit, f"is none of {', '.join(filter(None, UNITS))}")
     return name, *UNITS[unit]
 
@@ -261,7 +329,11 @@ def read_dialect(path: Path) -> Dialect:
 
 @functools.cache
 def _read_all(named: str) -> tuple[Dialect, ...]:
-    own = [read_dialect(path) for place in filter(None, named.split(os.pathsep)) for path in _files(Path(place))]
+    own = [
+        read_dialect(path)
+        for place in filter(None, named.split(os.pathsep))
+        for path in _files(Path(place))
+    ]
     names = {dialect.name for dialect in own}
     shipped = map(read_dialect, _files(DATA / "dialects"))
     return (*own, *(dialect for dialect in shipped if dialect.name not in names))
@@ -277,9 +349,13 @@ def dialects() -> tuple[Dialect, ...]:
 
 
 def use(paths: Sequence[Path]) -> None:
-    """Add tables, files or folders, for this process and those that it starts; ValueError for a bad one."""
+    """Add tables, files or folders, for this process and those that it starts; ValueError for a bad
+    one.
+    """
     for path in paths:
         for file in _files(path):
             read_dialect(file)
         require(os.pathsep not in str(path), "dialects", path, f"must not contain {os.pathsep!r}")
-    os.environ[VARIABLE] = os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get(VARIABLE)])])
+    os.environ[VARIABLE] = os.pathsep.join(
+        [*map(str, paths), *filter(None, [os.environ.get(VARIABLE)])]
+    )

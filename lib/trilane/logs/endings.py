@@ -1,4 +1,6 @@
-"""How a run ended, and the line that proves it: the scheduler's messages first, then those of the run itself."""
+"""How a run ended, and the line that proves it: the scheduler's messages first, then those of the
+run itself.
+"""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -12,9 +14,7 @@ from trilane.workspace.place import Place
 from trilane.workspace.status import Status
 
 # what launchers put before a message, one after the other: numbers, and pdsh the node
-NUMBERS = (
-    rb"(?:(?:\[\w{1,40} ?\d{0,9}\]:|\d{1,9}: |\[\d{1,9},\d{1,9}\]<std\w{3}>:|[a-z][\w.-]{0,60}\d[\w.-]*: )\s?){0,3}"
-)
+NUMBERS = rb"(?:(?:\[\w{1,40} ?\d{0,9}\]:|\d{1,9}: |\[\d{1,9},\d{1,9}\]<std\w{3}>:|[a-z][\w.-]{0,60}\d[\w.-]*: )\s?){0,3}"
 # and what stands before it still: the bars of an exception group, the module of the exception
 LEAD = rb"^\s*" + NUMBERS + rb"\s*(?:\|\s*)?(?:\w++\.)*+"
 
@@ -34,8 +34,9 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """A line about the end of a run, and the place that it prints; `rows` read before it (iterations), and the nodes at
-    fault of all such lines."""
+    """A line about the end of a run, and the place that it prints; `rows` read before it
+    (iterations), and the nodes at fault of all such lines.
+    """
 
     level: Level
     status: Status
@@ -47,13 +48,16 @@ class Ending:
 
     @property
     def ends_program(self) -> bool:
-        """Whether it proves that a program ended, even after the planned end: a traceback, or a line of what started
-        the program."""
+        """Whether it proves that a program ended, even after the planned end: a traceback, or a
+        line of what started the program.
+        """
         return self.in_traceback or self.level in (Level.SCHEDULER, Level.OUTSIDE, Level.WRAPPER)
 
     @property
     def blames_node(self) -> bool:
-        """Whether a node is at fault, so that the next start should avoid it; of a lost link its own."""
+        """Whether a node is at fault, so that the next start should avoid it; of a lost link its
+        own.
+        """
         return self.status in (Status.GPU_ERROR, Status.NODE_FAILURE) or (
             self.status is Status.NETWORK and self.level == Level.CAUSE
         )
@@ -61,11 +65,20 @@ class Ending:
 
 @cache
 def rules() -> list[tuple[list[bytes], Level, Status, re.Pattern[bytes]]]:
-    """The rules of data/endings.json, of which the first that a line matches counts; the line must hold one of the
-    words, which are cheaper to look for than patterns."""
-    patterns = [("|".join(row["patterns"]).encode().replace(b"<LEAD>", LEAD), row) for row in shipped_json("endings")]
+    """The rules of data/endings.json, of which the first that a line matches counts; the line must
+    hold one of the words, which are cheaper to look for than patterns.
+    """
+    patterns = [
+        ("|".join(row["patterns"]).encode().replace(b"<LEAD>", LEAD), row)
+        for row in shipped_json("endings")
+    ]
     return [
-        (row["words"].encode().split(), Level[row["level"].upper()], Status(row["status"]), re.compile(pattern))
+        (
+            row["words"].encode().split(),
+            Level[row["level"].upper()],
+            Status(row["status"]),
+            re.compile(pattern),
+        )
         for pattern, row in patterns
     ]
 
@@ -75,19 +88,25 @@ def ending(line: bytes, rows: int) -> Ending | None:
     line = line[: 1 << 14]  # a longer one is no message
     for words, level, status, pattern in rules() if b"NCCL INFO" not in line else ():
         if any(word in line for word in words) and (found := pattern.search(line)):
-            undone = level in (Level.CAUSE, Level.ERROR, Level.CONSEQUENCE) and _continues(line, found)
+            undone = level in (Level.CAUSE, Level.ERROR, Level.CONSEQUENCE) and _continues(
+                line, found
+            )
             return None if undone else reported(level, status, line, rows)
     return None
 
 
 def _continues(line: bytes, found: re.Match[bytes]) -> bool:
-    """Whether the program continues after that line: it tries again, or quotes a text without reporting an error."""
+    """Whether the program continues after that line: it tries again, or quotes a text without
+    reporting an error.
+    """
     quotes, reports = (
         re.compile(rb'"[^"]*+"'),
         rb"(?i)error|fail|exce|fatal|abort|died|crash|reason|message|cause|warn|critical|\{",
     )
     quoted = any(q.start() < found.start() and found.end() < q.end() for q in quotes.finditer(line))
-    retried = re.search(rb"(?<!after )\b[Rr]etrying\b(?! failed| did)|\b[Ww]ill (?:be )?retr(?:y|ied)\b", line)
+    retried = re.search(
+        rb"(?<!after )\b[Rr]etrying\b(?! failed| did)|\b[Ww]ill (?:be )?retr(?:y|ied)\b", line
+    )
     return bool(retried) or (quoted and not re.search(reports, quotes.sub(b"", line)))
 
 
@@ -103,7 +122,12 @@ def reported(level: Level, status: Status, line: bytes, rows: int) -> Ending:
         status = Status.NETWORK  # after iterations it is the store that a node no longer reaches
     place = place_of(line)
     return Ending(
-        level=level, status=status, evidence=text(line), place=place, rows=rows, hosts=(place.node,) * bool(place.node)
+        level=level,
+        status=status,
+        evidence=text(line),
+        place=place,
+        rows=rows,
+        hosts=(place.node,) * bool(place.node),
     )
 
 
@@ -114,7 +138,8 @@ def caveat(status: Status, evidence: str, rank: int | None, hosts: tuple[str, ..
     if status is Status.GPU_ERROR and not hosts:
         return f"the fault is on {'a rank' if rank is None else f'rank {rank}'}; its node is not known from this log"
     if status is Status.CRASHED and re.search(
-        r"CUDA error: (?:an illegal|misaligned|unspecified launch|unknown)|Memory access fault by GPU", evidence
+        r"CUDA error: (?:an illegal|misaligned|unspecified launch|unknown)|Memory access fault by GPU",
+        evidence,
     ):
         return "the program or the card may be the reason: this log does not show which"
     return ""
@@ -124,36 +149,45 @@ def joined(first: Ending, later: Ending) -> Ending:
     """The first of two endings of one kind; where nodes are at fault, with those of both."""
     first = replace(first, in_traceback=first.in_traceback or later.in_traceback)
     if not first.hosts and (first.level, first.status) == (Level.SCHEDULER, Status.HOST_MEMORY):
-        return replace(first, hosts=later.hosts)  # of a step that ran out of memory slurmstepd names no node, but srun
+        return replace(
+            first, hosts=later.hosts
+        )  # of a step that ran out of memory slurmstepd names no node, but srun
     if not first.blames_node or len(first.hosts) >= 256:
         return first
     return replace(first, hosts=tuple(dict.fromkeys((*first.hosts, *later.hosts))))
 
 
 def superseded(found: Ending, rows: int) -> bool:
-    """Whether the run continued after that, which then was no end: after a message before the first iteration by that
-    iteration, after a later one by the second after it, because the rank that prints may lag; after the scheduler's,
-    whose jobs print on for 30 s, by 1000 iterations."""
+    """Whether the run continued after that, which then was no end: after a message before the first
+    iteration by that iteration, after a later one by the second after it, because the rank that
+    prints may lag; after the scheduler's, whose jobs print on for 30 s, by 1000 iterations.
+    """
     late = 1000 if found.level == Level.SCHEDULER else 2 if found.rows else 1
     return rows >= found.rows + late
 
 
 def strongest(found: list[Ending], rows: int) -> Ending | None:
-    """The ending that counts: the lowest level, then the first line; a crash after Ctrl-C is the Ctrl-C. Of a run that
-    ended as planned, an error before the last iteration was none, nor is one after the end if no program ended by it.
+    """The ending that counts: the lowest level, then the first line; a crash after Ctrl-C is the
+    Ctrl-C. Of a run that ended as planned, an error before the last iteration was none, nor is one
+    after the end if no program ended by it.
     """
     planned = max((e.rows for e in found if e.level == Level.PLANNED), default=0)
     left = [
         e
         for e in found
-        if not superseded(e, rows) and (e.level in (Level.SCHEDULER, Level.PLANNED) or e.rows >= planned)
+        if not superseded(e, rows)
+        and (e.level in (Level.SCHEDULER, Level.PLANNED) or e.rows >= planned)
     ]
-    last = max((place for place, e in enumerate(left) if e.level == Level.PLANNED), default=len(left))
+    last = max(
+        (place for place, e in enumerate(left) if e.level == Level.PLANNED), default=len(left)
+    )
     if not any(e.ends_program or e.rows > planned for e in left[last + 1 :]):
         left = left[: last + 1]
     end = min(left, key=lambda e: e.level, default=None)
     if end and end.status is Status.CRASHED:
-        return next((e for e in left[: left.index(end)] if e.evidence.startswith("KeyboardInterrupt")), end)
+        return next(
+            (e for e in left[: left.index(end)] if e.evidence.startswith("KeyboardInterrupt")), end
+        )
     return end
 
 

@@ -5,7 +5,8 @@ from datetime import UTC, datetime
 from functools import lru_cache
 
 NAN = float("nan")
-# What launchers put before a line: a rank (the first four groups), or a process or host, which sources of copies have.
+# What launchers put before a line: a rank (the first four groups), or a process or host, which
+# sources of copies have.
 PREFIX = re.compile(
     rb"^\s*(?:\[default\d{1,9}\]: ?(?=\[rank))?"  # torchrun's number on the node
     rb"(?:\[default(\d{1,9})\]:|\[?[Rr]ank ?(\d{1,9})\]?:|(\d{1,6}): |\[\d{1,6},(\d{1,9})\]<std\w{3}>:"
@@ -23,12 +24,16 @@ STAMP = re.compile(
 def source(line: bytes) -> float:
     """The number of the rank, process or host that the line's prefix names; NaN without one."""
     # a task or a host stands before the ranks that it has
-    found = (b"[rank" in line[:120] and re.search(rb"\[rank(\d{1,7})\]:", line[:120])) or PREFIX.match(line)
+    found = (
+        b"[rank" in line[:120] and re.search(rb"\[rank(\d{1,7})\]:", line[:120])
+    ) or PREFIX.match(line)
     return float(found[found.lastindex or 0]) if found else NAN
 
 
 def rank(line: bytes) -> float:
-    """The rank that the line's prefix names, or the number on its node or of its task; NaN without one."""
+    """The rank that the line's prefix names, or the number on its node or of its task; NaN without
+    one.
+    """
     found = PREFIX.match(line)
     has_one = b"[rank" in line[:120] or (found and (found.lastindex or 0) <= 4)
     return source(line) if has_one else NAN
@@ -44,12 +49,21 @@ def body(line: bytes) -> bytes:
 
 
 def timestamp(line: bytes) -> float:
-    """Seconds since 1970 of the first time stamp in the line, as if it were UTC; NaN if there is none."""
-    found = STAMP.search(line, 0, 4096)  # a line of thousands of iterations is not searched for each of them
+    """Seconds since 1970 of the first time stamp in the line, as if it were UTC; NaN if there is
+    none.
+    """
+    found = STAMP.search(
+        line, 0, 4096
+    )  # a line of thousands of iterations is not searched for each of them
     if not found:
         return NAN
     year, month, day, month_us, day_us, year_us, hours, minutes, seconds, fraction = found.groups()
-    passed = 3600 * int(hours) + 60 * int(minutes) + int(seconds) + (float(b"0." + fraction) if fraction else 0.0)
+    passed = (
+        3600 * int(hours)
+        + 60 * int(minutes)
+        + int(seconds)
+        + (float(b"0." + fraction) if fraction else 0.0)
+    )
     return _midnight(year or year_us, month or month_us, day or day_us) + passed
 
 

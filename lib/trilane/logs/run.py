@@ -23,9 +23,19 @@ from trilane.utils.validation import shown
 from trilane.workspace.place import Known, Place
 from trilane.workspace.status import Status, known_status, status_problem
 
-INTEGERS = ("iteration", "train_iters", "consumed_samples", "consumed_tokens", "global_batch_size", "skipped", "nan")
+INTEGERS = (
+    "iteration",
+    "train_iters",
+    "consumed_samples",
+    "consumed_tokens",
+    "global_batch_size",
+    "skipped",
+    "nan",
+)
 MEMORY_NOTE = "memory was printed before the first iteration only: it may be that of the set-up, not the peak of all"
-STAMPS_NOTE = "seconds per iteration are the time between lines, by their time stamps or progress bars"
+STAMPS_NOTE = (
+    "seconds per iteration are the time between lines, by their time stamps or progress bars"
+)
 SHOWN = 10  # iterations that a notebook shows of a log
 
 
@@ -42,8 +52,8 @@ class RunLog(Table):
     devices      the GPUs that nvidia-smi lists
     summary      numbers printed once, such as train_runtime
     status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed it (None if unknown),
-                 `hosts` those of the line or of its rank, and `exclude` the nodes at fault, as SLURM's --exclude takes
-                 them
+                 `hosts` those of the line or of its rank, and `exclude` the nodes at fault, as
+                 SLURM's --exclude takes them
     endings      all lines about an end, in their order, with what is known of each one's place
     collectives  by the ranks' NCCL watchdogs: the ranks of each process group that timed out, and what each reports
     own          what a run of trilane prints of itself: SLOW, NOT FINITE, CHECKPOINT NOT SAVED
@@ -86,7 +96,9 @@ class RunLog(Table):
 
     @property
     def first_iteration(self) -> int | None:
-        """The number of the first iteration, as the log counts; None without one, as of a typed table's row."""
+        """The number of the first iteration, as the log counts; None without one, as of a typed
+        table's row.
+        """
         return self._iteration(0)
 
     @property
@@ -111,9 +123,11 @@ class RunLog(Table):
 
 
 def read_logs(path: Path | str) -> list[RunLog]:
-    """The runs in the log file `path`, in order; usually one. A file that is being written is read as far as it goes.
+    """The runs in the log file `path`, in order; usually one. A file that is being written is read
+    as far as it goes.
 
-    Raises ValueError if the file is missing, empty or binary, or holds neither an iteration nor an ending.
+    Raises ValueError if the file is missing, empty or binary, or holds neither an iteration nor an
+    ending.
     """
     path, reader, notes = Path(path), Reader(), list[str]()
     for block in blocks(path, notes):
@@ -131,8 +145,9 @@ def read_logs(path: Path | str) -> list[RunLog]:
 
 
 def _likeliest(path: Path) -> tuple[bool, str]:
-    """Whether several lines near the file's begin have the number of an iteration and a loss; and the first that looks
-    most like one, with what reads it, "" without any."""
+    """Whether several lines near the file's begin have the number of an iteration and a loss; and
+    the first that looks most like one, with what reads it, "" without any.
+    """
     words = (rb"(?i)step|iter|update|batch|\bitr?\b", rb"(?i)loss|nll|\bce\b|xent|entropy|\bppl\b")
     score = [
         (sum(bool(re.search(word, line)) for word in words), -number, line)
@@ -143,11 +158,16 @@ def _likeliest(path: Path) -> tuple[bool, str]:
     both = re.compile(rb"(?i)(?:step|iter\w*|update)\W{1,4}\d.*(?:loss|nll|xent|ppl)\W{1,4}\d")
     many = sum(bool(both.search(line)) for *_, line in score) > 2
     guide = "docs/guides/my-logs.md has how to read it"
-    return many, f"; line {-number} looks like one: {endings.text(line, 160)} ({guide})" if kinds else ""
+    return (
+        many,
+        f"; line {-number} looks like one: {endings.text(line, 160)} ({guide})" if kinds else "",
+    )
 
 
 def read_log(path: Path | str) -> RunLog:
-    """The run in the log file `path`, the last if there are several; raises ValueError as read_logs does."""
+    """The run in the log file `path`, the last if there are several; raises ValueError as read_logs
+    does.
+    """
     return read_logs(path)[-1]
 
 
@@ -155,7 +175,9 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
     """The RunLog of a run in `path`."""
     columns = run.table.columns()
     number_iterations(run, columns)
-    counted = [name for name, rows in run.dialects.items() if rows or not any(run.dialects.values())]
+    counted = [
+        name for name, rows in run.dialects.items() if rows or not any(run.dialects.values())
+    ]
     units = checks.correct_units(columns)
     timed_by_stamps = run.timed_by_stamps & {*counted}
     status, evidence, end = _status(run, columns)
@@ -168,7 +190,10 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
         source=path,
         iterations=frame(columns, INTEGERS),
         validation=frame(run.validation.columns(), ("iteration",)),
-        memory=frame(columns_of(memory, dict.fromkeys(name for row in memory for name in row)), ("rank", "iteration")),
+        memory=frame(
+            columns_of(memory, dict.fromkeys(name for row in memory for name in row)),
+            ("rank", "iteration"),
+        ),
         status=status,
         evidence=evidence,
         dialect=" + ".join(sorted(counted)) or "unknown",
@@ -179,7 +204,9 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
         rank=place.rank,
         problems=checks.problems(run, columns),
         hosts=hosts,
-        exclude=excluded(hosts) if end and end.blames_node and place.node_known >= Known.MAP else "",
+        exclude=excluded(hosts)
+        if end and end.blames_node and place.node_known >= Known.MAP
+        else "",
         endings=tuple(replace(e, place=places.resolve(e.place)) for e in run.endings),
         collectives=tuple(run.watchdogs.lines(places)) if status.has_failed else (),
         notes=tuple(filter(None, (*run.notes, units, STAMPS_NOTE * bool(timed_by_stamps), set_up))),
@@ -201,14 +228,22 @@ def _places(run: PartialRun) -> Places:
 
 def _status(run: PartialRun, columns: Columns) -> tuple[Status, str, endings.Ending | None]:
     """Status, evidence, and the ending if one decides; a run without any is unfinished."""
-    number, total, loss = (columns[n][-1] if n in columns else NAN for n in ("iteration", "train_iters", "lm_loss"))
+    number, total, loss = (
+        columns[n][-1] if n in columns else NAN for n in ("iteration", "train_iters", "lm_loss")
+    )
     is_done = number + 1 - run.first_iteration == total
     # a run that the scheduler ended and that reached its last iteration was continued
-    ends = [e for e in run.endings if not is_done or e.level > Level.SCHEDULER or e.rows >= run.rows]
+    ends = [
+        e for e in run.endings if not is_done or e.level > Level.SCHEDULER or e.rows >= run.rows
+    ]
     end, last = endings.strongest(ends, run.rows), endings.text(run.last_line)
     if end and end.level < Level.PLANNED:
         return end.status, end.evidence, end
-    is_nan = "lm_loss" in columns and loss != loss and b"nan" in run.last_line.lower().partition(b"loss")[2][:16]
+    is_nan = (
+        "lm_loss" in columns
+        and loss != loss
+        and b"nan" in run.last_line.lower().partition(b"loss")[2][:16]
+    )
     # the Trainer prints 0 for a loss that is NaN
     if is_nan or (loss == 0 and re.search(rb"'grad_norm': '?nan", run.last_line)):
         return Status.NAN_LOSS, last, None
@@ -220,10 +255,11 @@ def _status(run: PartialRun, columns: Columns) -> tuple[Status, str, endings.End
 
 
 def read_run_folder(folder: Path | str) -> RunLog:
-    """The run of a run folder: its run.log, with status and evidence of status.json if there is one.
+    """The run of a run folder: its run.log, with status and evidence of status.json if there is
+    one.
 
-    Of an iteration that was trained again after a resume, the last result counts: the run continued from it. A run that
-    ended before its first iteration has empty tables.
+    Of an iteration that was trained again after a resume, the last result counts: the run continued
+    from it. A run that ended before its first iteration has empty tables.
     """
     folder = Path(folder)
     written = known_status(folder)
@@ -237,10 +273,15 @@ def read_run_folder(folder: Path | str) -> RunLog:
 
 
 def _joined(parts: list[RunLog]) -> RunLog:
-    """The last part of a resumed run, with the iterations and timers of earlier parts up to where each was resumed."""
+    """The last part of a resumed run, with the iterations and timers of earlier parts up to where
+    each was resumed.
+    """
     whole = parts[0]
     for part in parts[1:]:
-        iterations, timers = _until(whole.iterations, part.iterations), _until(whole.timers, part.timers)
+        iterations, timers = (
+            _until(whole.iterations, part.iterations),
+            _until(whole.timers, part.timers),
+        )
         resumes = whole.resumes
         if len(part.iterations) and len(whole.iterations):
             first = int(part.iterations["iteration"].iloc[0])
@@ -267,4 +308,6 @@ def _until(before: DataFrame, after: DataFrame) -> DataFrame:
 
     if before.empty or after.empty:
         return before if after.empty else after
-    return pd.concat([before[before["iteration"] < after["iteration"].iloc[0]], after], ignore_index=True)
+    return pd.concat(
+        [before[before["iteration"] < after["iteration"].iloc[0]], after], ignore_index=True
+    )

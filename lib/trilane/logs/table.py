@@ -41,7 +41,10 @@ class NumericTable:
     def fill(self, iteration: float, more: Mapping[str, float]) -> None:
         """Add what the row of that iteration lacks, if it is one of the last 64."""
         self._widen(more)
-        numbers, rows = self._columns["iteration"], range(self.rows - 1, max(-1, self.rows - 65), -1)
+        numbers, rows = (
+            self._columns["iteration"],
+            range(self.rows - 1, max(-1, self.rows - 65), -1),
+        )
         for at in [at for at in rows if numbers[at] == iteration]:
             for name in more.keys() & self._columns.keys():
                 if math.isnan(self._columns[name][at]):
@@ -70,9 +73,13 @@ def frame(columns: Columns | None = None, integers: Sequence[str] = ()) -> DataF
     """A DataFrame of the columns, of which those of `integers` without gaps become int64."""
     import pandas as pd
 
-    return pd.DataFrame({n: _whole(c) if n in integers else c for n, c in (columns or {}).items()}, copy=False)
+    return pd.DataFrame(
+        {n: _whole(c) if n in integers else c for n, c in (columns or {}).items()}, copy=False
+    )
 
 
 def _whole(numbers: np.ndarray) -> np.ndarray:
     """The numbers as int64, where all can be."""
-    return np.rint(numbers).astype(np.int64) if (abs(numbers) < 2**53).all() else numbers  # False for NaN
+    return (
+        np.rint(numbers).astype(np.int64) if (abs(numbers) < 2**53).all() else numbers
+    )  # False for NaN

@@ -27,12 +27,17 @@ class Explanation(Brief):
     @property
     def shares(self) -> dict[str, float]:
         """Shares of an iteration by part, the largest first."""
-        parts = {k.replace("_", " "): v / self.prediction.time.total for k, v in vars(self.prediction.time).items()}
+        parts = {
+            k.replace("_", " "): v / self.prediction.time.total
+            for k, v in vars(self.prediction.time).items()
+        }
         return dict(sorted(((k, v) for k, v in parts.items() if v), key=lambda part: -part[1]))
 
     @property
     def fullest(self) -> tuple[int, str, float]:
-        """The pipeline stage that needs the most memory, its largest part, and that part's share of it."""
+        """The pipeline stage that needs the most memory, its largest part, and that part's share of
+        it.
+        """
         number, stage = max(enumerate(self.prediction.stages), key=lambda pair: pair[1].total)
         part, size = max(vars(stage).items(), key=lambda pair: pair[1])
         return number, part, size / stage.total
@@ -51,7 +56,10 @@ class Explanation(Brief):
             "shares": self.shares,
             "memory": dict(zip(("stage", "part", "share"), self.fullest, strict=True)),
             "predicted_only": untrainable_reason(self.plan.topology),
-            "measured": {"nearest": self.prediction.support.nearest, "differs": self.prediction.support.differs},
+            "measured": {
+                "nearest": self.prediction.support.nearest,
+                "differs": self.prediction.support.differs,
+            },
             "sentences": self.as_lines(),
         }
 
@@ -62,12 +70,21 @@ class Explanation(Brief):
         need, card = p.memory_bytes / 2**30, self.plan.cluster.gpu.memory_bytes / 2**30
         sent = (p.time.tensor_parallel + p.time.pipeline_p2p + p.time.data_parallel) / p.time.total
         time = f"Time: {words} of an iteration; all communication takes {sent:.0%}."
-        return [time, f"Memory: {where}, {need:.1f} of {card:.1f} GiB, most of it {part} ({share:.0%})."]
+        return [
+            time,
+            f"Memory: {where}, {need:.1f} of {card:.1f} GiB, most of it {part} ({share:.0%}).",
+        ]
 
     def _sure(self) -> list[str]:
         p = self.prediction
-        words = ("almost certainly fits", SAFE), ("very probably fits", RISKY), ("may run out of", IMPOSSIBLE)
-        fits = next((text for text, most in words if p.oom_probability <= most), "probably runs out of")
+        words = (
+            ("almost certainly fits", SAFE),
+            ("very probably fits", RISKY),
+            ("may run out of", IMPOSSIBLE),
+        )
+        fits = next(
+            (text for text, most in words if p.oom_probability <= most), "probably runs out of"
+        )
         seconds = f"{p.sec_lo:.4g} to {p.sec_hi:.4g} s (within {p.sec_hi / p.sec_per_it - 1:.0%})"
         sure = f"How sure: 9 of 10 such runs take {seconds}; it {fits} memory (P(OOM) {p.oom_probability:.2f})."
         others = ", ".join(f"{row} ({distance:.1f})" for row, distance in p.support.nearest[1:])
@@ -82,8 +99,11 @@ def explain(plan: Plan, calibration: Calibration | None = None) -> Explanation:
     return Explanation(plan=plan, prediction=predict(plan, calibration))
 
 
-def varied(base: Plan, calibration: Calibration | None, *, engine: str = "", **changes: Any) -> Candidate:
-    """The plan with other fields of its topology, or by another engine, without a ramp of the batch, predicted.
+def varied(
+    base: Plan, calibration: Calibration | None, *, engine: str = "", **changes: Any
+) -> Candidate:
+    """The plan with other fields of its topology, or by another engine, without a ramp of the
+    batch, predicted.
 
     Raises ValueError with the rule by which a search refuses it.
     """
@@ -97,14 +117,21 @@ def varied(base: Plan, calibration: Calibration | None, *, engine: str = "", **c
         plan = replace(base, topology=topology, engine=engine, label=label, run=Run())
     p, card = predict(plan, calibration), plan.cluster.gpu.memory_bytes / 2**30
     needed = f"{p.memory_bytes / 2**30:.3g} GiB"
-    require(p.oom_probability <= IMPOSSIBLE, "memory", needed, f"must fit the card, which has {card:.3g} GiB")
+    require(
+        p.oom_probability <= IMPOSSIBLE,
+        "memory",
+        needed,
+        f"must fit the card, which has {card:.3g} GiB",
+    )
     return Candidate(plan=plan, prediction=p)
 
 
 def use_plan(study: Study, chosen: Candidate, calibration: Calibration) -> Path:
-    """Put the plan first in the study's plans.json, where 03 and 07 begin; the earlier file is kept in `earlier/`.
+    """Put the plan first in the study's plans.json, where 03 and 07 begin; the earlier file is kept
+    in `earlier/`.
 
-    Raises ValueError where 02_topology wrote none yet, and where it is of another model, machine or calibration.
+    Raises ValueError where 02_topology wrote none yet, and where it is of another model, machine or
+    calibration.
     """
 
     def first(found: dict[str, Any]) -> dict[str, Any]:
@@ -113,9 +140,17 @@ def use_plan(study: Study, chosen: Candidate, calibration: Calibration) -> Path:
             same = (other.shape, other.cluster) == (chosen.plan.shape, chosen.plan.cluster)
             is_its = same and constants_of(other).hash == calibration.hash
             what = "" if is_its else "calibration" if same else "model or machine"
-            require(not what, "plans.json", study.name, f"is of another {what}; run the last cell of 02_topology")
+            require(
+                not what,
+                "plans.json",
+                study.name,
+                f"is of another {what}; run the last cell of 02_topology",
+            )
         entry = chosen.to_json()
-        lists = {name: [e for e in found.get(name, []) if e["id"] != entry["id"]] for name in ("plans", "risky")}
+        lists = {
+            name: [e for e in found.get(name, []) if e["id"] != entry["id"]]
+            for name in ("plans", "risky")
+        }
         return {**found, **lists, "plans": [entry, *lists["plans"]], "chosen_by_hand": entry["id"]}
 
     return study.update("plans.json", "02_topology", first)

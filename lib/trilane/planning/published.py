@@ -1,4 +1,6 @@
-"""The chronicles' table of published models and of ideas for 200B, published.sizes(): as printed and by formula."""
+"""The chronicles' table of published models and of ideas for 200B, published.sizes(): as printed
+and by formula.
+"""
 
 from trilane.config.model import ModelShape
 from trilane.utils.tables import Columns
@@ -10,7 +12,15 @@ def sizes() -> Columns:
 
     published.sizes()
     """
-    names = ("origin", "layers", "hidden", "hidden / layers", "rows of embedding", "printed (B)", "by formula (B)")
+    names = (
+        "origin",
+        "layers",
+        "hidden",
+        "hidden / layers",
+        "rows of embedding",
+        "printed (B)",
+        "by formula (B)",
+    )
     rows = []
     for model in shipped_json("published")["models"]:
         s = ModelShape(**model["shape"])

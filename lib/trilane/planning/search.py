@@ -55,10 +55,24 @@ def front_of(seconds: np.ndarray, memory: np.ndarray) -> np.ndarray:
 
 
 class _Search:
-    """One pass over a space: the best `top` of the safe and of the risky, and the Pareto front, kept on the way."""
+    """One pass over a space: the best `top` of the safe and of the risky, and the Pareto front,
+    kept on the way.
+    """
 
-    def __init__(self, shape: ModelShape, cluster: Cluster, space: Space, calibration: Calibration, **how: Any):
-        self.shape, self.cluster, self.space, self.calibration = shape, cluster, space, calibration.on_card(cluster)
+    def __init__(
+        self,
+        shape: ModelShape,
+        cluster: Cluster,
+        space: Space,
+        calibration: Calibration,
+        **how: Any,
+    ):
+        self.shape, self.cluster, self.space, self.calibration = (
+            shape,
+            cluster,
+            space,
+            calibration.on_card(cluster),
+        )
         self.kept = calibration.kept()
         self.top = how["top"]
         # variants of one tp x pp x dp are no different answers, unless there is no other
@@ -78,8 +92,8 @@ class _Search:
         self.runnable = 0
 
     def allowed(self, block: Any) -> Any:
-        """Which batch sizes of a block no rule refuses: True, False or an array; the refused are counted under the
-        first rule that they break.
+        """Which batch sizes of a block no rule refuses: True, False or an array; the refused are
+        counted under the first rule that they break.
         """
         keep, left = True, len(block.mbs)
         for rule, subjects in self.rules:
@@ -97,17 +111,32 @@ class _Search:
         return keep
 
     def blocks(self, sizes: ParallelSizes) -> Iterator[Block]:
-        """What no rule refuses of one tp x pp x dp, a block for each combination of the other choices."""
+        """What no rule refuses of one tp x pp x dp, a block for each combination of the other
+        choices.
+        """
         (tp, pp, dp), (mbs, gbs), fixed = sizes, self.batches(sizes[2]), self.space.fixed
-        values = {**vars(fixed), "tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "gbs": gbs, "gpus": tp * pp * dp * fixed.cp}
+        values = {
+            **vars(fixed),
+            "tp": tp,
+            "pp": pp,
+            "dp": dp,
+            "mbs": mbs,
+            "gbs": gbs,
+            "gpus": tp * pp * dp * fixed.cp,
+        }
         whole: Any = SimpleNamespace(**values)
         points = self.points(max(self.shape.num_layers // pp, 1), tp > 1, pp > 1, dp > 1)
-        broken = next((rule.name for rule, subjects in self.size_rules if not rule.holds(whole, *subjects)), "")
+        broken = next(
+            (rule.name for rule, subjects in self.size_rules if not rule.holds(whole, *subjects)),
+            "",
+        )
         field, _, rule = unsupported_rule(self.space.engine, self.shape, whole) or ("", None, "")
         if broken or field in SIZES:
             self.refused[broken or f"{field}: {rule}"] += len(points) * len(mbs)
             return
-        whole.microbatches = (gbs / (mbs * dp)).astype(np.int32)  # a remainder of floats takes four times as long
+        whole.microbatches = (gbs / (mbs * dp)).astype(
+            np.int32
+        )  # a remainder of floats takes four times as long
         for point in points:
             vars(whole).update(point)
             if (keep := self.allowed(whole)) is not False:
@@ -143,7 +172,9 @@ class _Search:
             if self.distinct:
                 index = index[np.sort(np.unique(lanes[which[index]], return_index=True)[1])]
             merged = sorted([*best, *rows(index[: self.top])], key=lambda row: row.seconds)
-            best[:] = (first_per_sizes(merged, lambda row: row.topology[0]) if self.distinct else merged)[: self.top]
+            best[:] = (
+                first_per_sizes(merged, lambda row: row.topology[0]) if self.distinct else merged
+            )[: self.top]
         # what a row of another block beats leaves at the end, in pareto()
         calm = np.flatnonzero(~danger)
         self.front += rows(calm[front_of(seconds[calm], memory[calm])])
@@ -152,7 +183,9 @@ class _Search:
         """All topologies, some thousands at a time; what no rule refuses is predicted."""
         able = [sizes for sizes in self.space.sizes() if len(self.batches(sizes[2])[0])]
         found, rows = list[Block](), 0
-        for block in (block for sizes in progress(able, "search", "size") for block in self.blocks(sizes)):
+        for block in (
+            block for sizes in progress(able, "search", "size") for block in self.blocks(sizes)
+        ):
             found.append(block)
             rows += len(block.mbs)
             if rows > 1 << 14:  # 128 KiB a column, which stays in the cache
@@ -171,29 +204,47 @@ class _Search:
         )
 
     def cures(self) -> list[str]:
-        """Up to three changes, as options, that let some topology run without risk; GPUs where nothing else does."""
-        s, found = dataclasses.replace(self.space, gpus=self.space.gpus[:1], gbs=self.space.gbs[-1:]), list[str]()
+        """Up to three changes, as options, that let some topology run without risk; GPUs where
+        nothing else does.
+        """
+        s, found = (
+            dataclasses.replace(self.space, gpus=self.space.gpus[:1], gbs=self.space.gbs[-1:]),
+            list[str](),
+        )
         n, pins = s.gpus[0], dict(s.pins)
         tries: list[tuple[list[str], dict[str, Any]]]
-        tries = [([name], {"pins": {k: pin for k, pin in pins.items() if k != name}}) for name in pins]
+        tries = [
+            ([name], {"pins": {k: pin for k, pin in pins.items() if k != name}}) for name in pins
+        ]
         tries += [([*pins], {"pins": {}}), (["gbs"], {"gbs": (max(1, round(s.gbs[0] / n)) * n,)})]
         tries += [(["engine"], {"engine": engine}) for engine in ENGINES if engine != s.engine]
-        counts = [1 << n.bit_length() - 1, *(n << k for k in range(1, 20) if n << k <= self.cluster.max_gpus)]
+        counts = [
+            1 << n.bit_length() - 1,
+            *(n << k for k in range(1, 20) if n << k <= self.cluster.max_gpus),
+        ]
         free = {name: pin for name, pin in pins.items() if name not in SIZES}
-        tries += [(["gpus", *(pins.keys() - free)], {"gpus": (count,), "pins": free}) for count in counts]
+        tries += [
+            (["gpus", *(pins.keys() - free)], {"gpus": (count,), "pins": free}) for count in counts
+        ]
         for names, change in tries:
             if len(found) == 3 or (found and "gpus" in names):
                 break
             with contextlib.suppress(ValueError):
                 space = dataclasses.replace(s, **change)
-                for c in search_space(self.shape, self.cluster, space, self.calibration, top=1).candidates:
+                for c in search_space(
+                    self.shape, self.cluster, space, self.calibration, top=1
+                ).candidates:
                     values = {**vars(c.topology), "engine": c.plan.engine, "gpus": c.topology.gpus}
                     new = [name for name in names if values[name] not in pins.get(name, ())]
-                    found.append(" ".join(f"--{name.replace('_', '-')} {word(values[name])}" for name in new))
+                    found.append(
+                        " ".join(f"--{name.replace('_', '-')} {word(values[name])}" for name in new)
+                    )
         return [*dict.fromkeys(found)]
 
     def pareto(self) -> list[Candidate]:
-        seconds, memory = (np.array([getattr(row, name) for row in self.front]) for name in ("seconds", "memory"))
+        seconds, memory = (
+            np.array([getattr(row, name) for row in self.front]) for name in ("seconds", "memory")
+        )
         return self.candidates(self.front[i] for i in front_of(seconds, memory))
 
     def candidates(self, rows: Iterable[Row]) -> list[Candidate]:
@@ -201,8 +252,14 @@ class _Search:
         several, result = len(self.space.gbs) > 1, []
         for row in rows:
             t = topology_of(self.space, *row.topology)
-            label = label_of(self.shape, self.cluster, t, self.space.engine) + f"-gbs{t.gbs}" * several
-            made: dict[str, Any] = {"shape": self.shape, "cluster": self.cluster, "engine": self.space.engine}
+            label = (
+                label_of(self.shape, self.cluster, t, self.space.engine) + f"-gbs{t.gbs}" * several
+            )
+            made: dict[str, Any] = {
+                "shape": self.shape,
+                "cluster": self.cluster,
+                "engine": self.space.engine,
+            }
             made["calibration"] = self.kept
             plan = Plan(label=label, topology=t, **made)
             result.append(Candidate(plan=plan, prediction=predict(plan, self.calibration)))
@@ -236,11 +293,13 @@ def search(
     distinct: bool = False,
     **choices: Any,
 ) -> SearchResult:
-    """Every topology of `gpus` GPUs (one or more counts) and `gbs` sequences an iteration that the engine can train.
+    """Every topology of `gpus` GPUs (one or more counts) and `gbs` sequences an iteration that the
+    engine can train.
 
-    `choices` pins what the search would vary, by Topology's names, each to one value or several, or sets what it holds
-    fixed (precision, attention, fp32_gradients, ...). SearchResult.space.held_fixed names what was not varied. With
-    `distinct`, the `top` best are of as many tp x pp x dp; where there is only one, they are its variants.
+    `choices` pins what the search would vary, by Topology's names, each to one value or several, or
+    sets what it holds fixed (precision, attention, fp32_gradients, ...).
+    SearchResult.space.held_fixed names what was not varied. With `distinct`, the `top` best are of
+    as many tp x pp x dp; where there is only one, they are its variants.
 
         search(shape, load_cluster("jz-a100-80g"), gpus=384, gbs=2048, mbs=(1, 2), recompute="full")
     """

@@ -1,4 +1,6 @@
-"""What a search found: plans with their predictions, ranked, and how many topologies each rule refused."""
+"""What a search found: plans with their predictions, ranked, and how many topologies each rule
+refused.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +17,9 @@ from trilane.utils.numbers import chance, with_bounds
 from trilane.utils.tables import Brief, DataFrame, T, Table, Text
 from trilane.utils.validation import require
 
-# Of 52 pairs of measured A100 rows of one table, model and batch whose left-out predictions differ by less than 3 %, 14
-# are predicted in the wrong order (27 %); of 63 that differ by 3 to 10 % 5, of 61 further apart one.
+# Of 52 pairs of measured A100 rows of one table, model and batch whose left-out predictions differ
+# by less than 3 %, 14 are predicted in the wrong order (27 %); of 63 that differ by 3 to 10 % 5, of
+# 61 further apart one.
 TIE = 0.03
 
 
@@ -50,8 +53,21 @@ class Candidate(Brief):
 def plan_columns(plan: Plan, prediction: Prediction) -> dict[str, Any]:
     """A predicted plan as a row of a frame: each choice, its numbers, the sizes of its model."""
     t, s = plan.topology, plan.shape
-    sizes = ("num_layers", "hidden_size", "num_attention_heads", "kv_heads", "ffn", "seq_length", "vocab_size")
-    names = {"id": plan.id, "label": plan.label, "engine": plan.engine, "cluster": plan.cluster.name}
+    sizes = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "kv_heads",
+        "ffn",
+        "seq_length",
+        "vocab_size",
+    )
+    names = {
+        "id": plan.id,
+        "label": plan.label,
+        "engine": plan.engine,
+        "cluster": plan.cluster.name,
+    }
     choices = {**vars(t), "gpus": t.gpus, "microbatches": t.microbatches}
     return names | choices | prediction.numbers | {n: getattr(s, n) for n in (*sizes, "parameters")}
 
@@ -64,8 +80,9 @@ class Candidates(Table):
     shown = "rank label id gpus microbatches sec_per_it sec_lo sec_hi memory_gib oom_probability"
 
     def to_frame(self) -> DataFrame:
-        """A row a plan: rank (equal in a tie), id, tp, pp, dp and all other choices, gpus, microbatches, sec_per_it and
-        its 90 % interval sec_lo to sec_hi, memory_gib, oom_probability, seconds by part, the model's sizes.
+        """A row a plan: rank (equal in a tie), id, tp, pp, dp and all other choices, gpus,
+        microbatches, sec_per_it and its 90 % interval sec_lo to sec_hi, memory_gib,
+        oom_probability, seconds by part, the model's sizes.
         """
         import pandas as pd
 
@@ -75,7 +92,9 @@ class Candidates(Table):
 
 
 def ranks(seconds: Sequence[float]) -> list[int]:
-    """The ranks of plans, fastest first: equal for those that the first of them beats by less than TIE."""
+    """The ranks of plans, fastest first: equal for those that the first of them beats by less than
+    TIE.
+    """
     found: list[int] = []
     for number, own in enumerate(seconds, start=1):
         ties = found and seconds[found[-1] - 1] >= (1 - TIE) * own
@@ -120,7 +139,9 @@ class SearchResult(Table):
 
     @cached_property
     def pareto(self) -> tuple[Candidate, ...]:
-        """What no other plan beats in both seconds and memory, the risky left out; the fastest first."""
+        """What no other plan beats in both seconds and memory, the risky left out; the fastest
+        first.
+        """
         return tuple(self.front())
 
     @property
@@ -143,7 +164,9 @@ class SearchResult(Table):
         rules = list(self.refused_by_rule)[:1] or ["no dp and microbatch divide the batch"]
         risk = f"; {len(self.risky)} may run out of memory" if self.risky else ""
         gpus, why = ",".join(map(str, self.space.gpus)), f"no topology can run; {rules[0]}{risk}"
-        require(bool(self.candidates), "gpus", gpus, why if self.candidates else f"{why}; {self.cure}")
+        require(
+            bool(self.candidates), "gpus", gpus, why if self.candidates else f"{why}; {self.cure}"
+        )
         return self.best_per_sizes(count)
 
     def to_frame(self) -> DataFrame:
@@ -160,36 +183,66 @@ class SearchResult(Table):
         return tables.Columns.of_rows(("rule", "topologies"), [*self.refused_by_rule.items()])
 
     def finding(self) -> Text:
-        """The fastest plan with its interval, memory and risk, and the fastest that may be recommended."""
-        (first,), safe = self.best(1).rows, [c for c in self.candidates if c.prediction.oom_probability <= SAFE]
+        """The fastest plan with its interval, memory and risk, and the fastest that may be
+        recommended.
+        """
+        (first,), safe = (
+            self.best(1).rows,
+            [c for c in self.candidates if c.prediction.oom_probability <= SAFE],
+        )
         p = first.prediction
         seconds, gib = with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi), p.memory_bytes / 2**30
         what = "Of {:,} topologies that can run the fastest is {:code} ({}): **{} s** an iteration, **{:.3g} GiB**, "
         words = [Text.of(what, self.runnable, first.label, first.plan.id, seconds, gib)]
         words += [Text.of("out of memory with a probability of **{}**.", chance(p.oom_probability))]
         if p.oom_probability > SAFE:
-            words += [Text.of(" `08_decision` recommends none above {}; the fastest that it may: ", chance(SAFE))]
-            others = [(c.label, c.plan.id, 100 * (c.prediction.sec_per_it / p.sec_per_it - 1)) for c in safe[:1]]
-            words += [Text.of("{:code} ({}), {:.1f} % slower.", *other) for other in others] or [Text("none.")]
+            words += [
+                Text.of(
+                    " `08_decision` recommends none above {}; the fastest that it may: ",
+                    chance(SAFE),
+                )
+            ]
+            others = [
+                (c.label, c.plan.id, 100 * (c.prediction.sec_per_it / p.sec_per_it - 1))
+                for c in safe[:1]
+            ]
+            words += [Text.of("{:code} ({}), {:.1f} % slower.", *other) for other in others] or [
+                Text("none.")
+            ]
         return Text.joined("", words)
 
     def summary(self) -> Text:
         """How many topologies there are, how many can run, and what was held fixed."""
-        only = Text.of(" Predicted only: {}.", self.predicted_only) if self.predicted_only else Text()
+        only = (
+            Text.of(" Predicted only: {}.", self.predicted_only) if self.predicted_only else Text()
+        )
         return Text.of(
             "**{:,}** topologies: **{:,}** can run, **{:,}** are refused. Held fixed: {}.{}",
-            *(self.evaluated, self.runnable, self.evaluated - self.runnable, self.space.held_fixed, only),
+            *(
+                self.evaluated,
+                self.runnable,
+                self.evaluated - self.runnable,
+                self.space.held_fixed,
+                only,
+            ),
         )
 
     def as_text(self) -> str:
-        """How many topologies can run, why the others cannot, what was not varied, and a line for each candidate."""
+        """How many topologies can run, why the others cannot, what was not varied, and a line for
+        each candidate.
+        """
         lines = [f"{self.evaluated} topologies, {self.runnable} can run"]
         lines += [f"{count:>12} refused: {rule}" for rule, count in self.refused_by_rule.items()]
         lines += [f"predicted only: {self.predicted_only}"] if self.predicted_only else []
         lines += [f"held fixed: {self.space.held_fixed}"]
-        lines += [f"the best of them: {c.prediction.support.words}" for c in (*self.candidates, *self.risky)[:1]]
+        lines += [
+            f"the best of them: {c.prediction.support.words}"
+            for c in (*self.candidates, *self.risky)[:1]
+        ]
         lines += map(Candidate.as_text, self.candidates) if self.candidates else [self.cure]
-        lines += [f"apart, because these may run out of memory (P above {100 * RISKY:g} %):"] * bool(self.risky)
+        lines += [
+            f"apart, because these may run out of memory (P above {100 * RISKY:g} %):"
+        ] * bool(self.risky)
         lines += map(Candidate.as_text, self.risky)
         return "\n".join(lines)
 
@@ -202,7 +255,9 @@ class SearchResult(Table):
         return {**counts, "predicted_only": self.predicted_only, "plans": plans, "risky": risky}
 
     def to_json(self, keep: int) -> dict[str, Any]:
-        """What 02_topology hands on: the best plans that differ in tp, pp or dp, the risky, what was fixed."""
+        """What 02_topology hands on: the best plans that differ in tp, pp or dp, the risky, what
+        was fixed.
+        """
         return {
             "plans": [c.to_json() for c in self.best_per_sizes(keep).rows],
             "risky": [c.to_json() for c in self.best_per_sizes(12, risky=True).rows],

@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trilane.config.cluster import Cluster
-from trilane.config.engines import ENGINES, default_attention, default_fp32_gradients, default_precision
+from trilane.config.engines import (
+    ENGINES,
+    default_attention,
+    default_fp32_gradients,
+    default_precision,
+)
 from trilane.config.model import ModelShape
 from trilane.config.options import check_field, read_field
 from trilane.config.parallelism import Topology, dividing, invalid_reason
@@ -77,7 +82,9 @@ class Space(Brief):
             if len(some) == 1 and (some[0] or some != VARIED.get(name))
         ]
         rest = {*vars(t)} - {"precision", "fp32_gradients", "attention", *FREE}
-        return ", ".join(words + [f"{n} {v}" for n, v in vars(t).items() if n in rest and v != getattr(usual, n)])
+        return ", ".join(
+            words + [f"{n} {v}" for n, v in vars(t).items() if n in rest and v != getattr(usual, n)]
+        )
 
     def sizes(self) -> Iterator[ParallelSizes]:
         """Every (tp, pp, dp) of one of the GPU counts that the pins allow."""
@@ -91,31 +98,52 @@ class Space(Brief):
 
     def batches(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
         """Every (mbs, gbs) with gbs a multiple of mbs x dp, as two arrays."""
-        pairs = [(m, g) for g in self.gbs if g % dp == 0 for m in self.pins.get("mbs") or divisors(g // dp)]
+        pairs = [
+            (m, g)
+            for g in self.gbs
+            if g % dp == 0
+            for m in self.pins.get("mbs") or divisors(g // dp)
+        ]
         array = np.array([(m, g) for m, g in pairs if g % (m * dp) == 0], float).reshape(-1, 2)
         return array[:, 0], array[:, 1]
 
     def points(self, held: int, has_tp: bool, has_pp: bool, has_dp: bool) -> list[Point]:
-        """Every combination of the remaining choices that means something on stages of `held` layers."""
+        """Every combination of the remaining choices that means something on stages of `held`
+        layers.
+        """
         values = {**VARIED, **{name: pin for name, pin in self.pins.items() if name in VARIED}}
-        # neither means anything without a pipeline or tensor parallelism; where one is pinned there is no other choice
+        # neither means anything without a pipeline or tensor parallelism; where one is pinned there
+        # is no other choice
         chunks = values["interleaving"] or tuple(divisors(held))
         values["interleaving"] = tuple(n for n in chunks if has_pp or n == 1)
-        values["sequence_parallel"] = tuple(cut for cut in values["sequence_parallel"] if has_tp or not cut)
+        values["sequence_parallel"] = tuple(
+            cut for cut in values["sequence_parallel"] if has_tp or not cut
+        )
         grads, gather = "overlap_grad_reduce", "overlap_param_gather"
-        able = {"megatron": {grads, gather}, "deepspeed-3d": set()}.get(self.engine, {grads}) if has_dp else set()
+        able = (
+            {"megatron": {grads, gather}, "deepspeed-3d": set()}.get(self.engine, {grads})
+            if has_dp
+            else set()
+        )
         values |= {name: (False,) for name in {grads, gather} - {*self.pins} - able}
-        # of a stage's layers a quarter, half and three quarters, as many of each chunk; all of them are recompute full
+        # of a stage's layers a quarter, half and three quarters, as many of each chunk; all of them
+        # are recompute full
         pinned = values["recompute_layers"]
         values["recompute_layers"] = pinned or tuple(sorted({held * k // 4 for k in range(4)}))
         rules = {  # of a choice and those before it in VARIED
-            "recompute_layers": lambda p: (p["recompute"] == "block") == (p["recompute_layers"] > 0),
+            "recompute_layers": lambda p: (
+                (p["recompute"] == "block") == (p["recompute_layers"] > 0)
+            ),
             "interleaving": lambda p: pinned or p["recompute_layers"] * p["interleaving"] < held,
             gather: lambda p: gather in self.pins or not p[gather] or (p[grads] and p["zero"] == 1),
         }
         every = list[Point]([{}])
         for name, some in values.items():
-            every = [*filter(rules.get(name), [point | {name: value} for point in every for value in some])]
+            every = [
+                *filter(
+                    rules.get(name), [point | {name: value} for point in every for value in some]
+                )
+            ]
         return every
 
 
@@ -128,12 +156,18 @@ def space_for(
     engine: str = ENGINES[0],
     **choices: Any,
 ) -> Space:
-    """The space of a model on a cluster: what `choices` pins, the cluster's and engine's defaults, the rest free.
+    """The space of a model on a cluster: what `choices` pins, the cluster's and engine's defaults,
+    the rest free.
 
-    A choice is one value or several; None, "" and () leave it free, or at its default where the space holds it fixed
-    (precision, attention, fp32_gradients, cp, ...). Raises ValueError for what no search can look at.
+    A choice is one value or several; None, "" and () leave it free, or at its default where the
+    space holds it fixed (precision, attention, fp32_gradients, cp, ...). Raises ValueError for what
+    no search can look at.
     """
-    given = {name: value for name, value in choices.items() if value is not None and value not in ("", ())}
+    given = {
+        name: value
+        for name, value in choices.items()
+        if value is not None and value not in ("", ())
+    }
     for name in given:
         require_known("choice", name, [f.name for f in fields(Topology) if f.name != "gbs"])
     precision = given.get("precision", default_precision(cluster))
@@ -145,7 +179,9 @@ def space_for(
         "precision": precision,
     }
     pins = {name: _tuple(value) for name, value in given.items() if name in FREE}
-    fixed = Topology(**{**usual, **{name: value for name, value in given.items() if name not in pins}})
+    fixed = Topology(
+        **{**usual, **{name: value for name, value in given.items() if name not in pins}}
+    )
     if reason := invalid_reason(shape, Topology(cp=fixed.cp)):
         raise ValueError(reason)
     return Space(gpus=_tuple(gpus), gbs=_tuple(gbs), engine=engine, pins=pins, fixed=fixed)
@@ -154,8 +190,9 @@ def space_for(
 def read_choices(**texts: str) -> dict[str, Any]:
     """The choices of space_for() from texts, as parameters of a notebook and options give them.
 
-    "" leaves a choice free (or at its default), "1,2,4" or "none,full" gives several values of what a search varies,
-    yes and no are the values of what is true or false. Raises ValueError for a number or a word that cannot be.
+    "" leaves a choice free (or at its default), "1,2,4" or "none,full" gives several values of what
+    a search varies, yes and no are the values of what is true or false. Raises ValueError for a
+    number or a word that cannot be.
 
         read_choices(mbs="1,2,4", recompute="full", sequence_parallel="yes")
     """
@@ -185,16 +222,30 @@ class Block(NamedTuple):
 
 
 def block_columns(fixed: Columns, blocks: Sequence[Block], which: np.ndarray) -> Columns:
-    """The rows of some blocks as Columns, row i of the block which[i]; what is `fixed` or all share stays a number."""
+    """The rows of some blocks as Columns, row i of the block which[i]; what is `fixed` or all share
+    stays a number.
+    """
     values = {name: [block.sizes[i] for block in blocks] for i, name in enumerate(SIZES)}
     values |= {name: [block.point[name] for block in blocks] for name in VARIED}
-    shared = {name: number_of(name, some[0]) for name, some in values.items() if some.count(some[0]) == len(some)}
-    columns = {n: np.array([number_of(n, v) for v in some])[which] for n, some in values.items() if n not in shared}
-    batches = {name: np.concatenate([getattr(block, name) for block in blocks]) for name in ("mbs", "gbs")}
+    shared = {
+        name: number_of(name, some[0])
+        for name, some in values.items()
+        if some.count(some[0]) == len(some)
+    }
+    columns = {
+        n: np.array([number_of(n, v) for v in some])[which]
+        for n, some in values.items()
+        if n not in shared
+    }
+    batches = {
+        name: np.concatenate([getattr(block, name) for block in blocks]) for name in ("mbs", "gbs")
+    }
     return dataclasses.replace(fixed, **shared, **columns, **batches)
 
 
-def topology_of(space: Space, sizes: ParallelSizes, point: Point, mbs: float, gbs: float) -> Topology:
+def topology_of(
+    space: Space, sizes: ParallelSizes, point: Point, mbs: float, gbs: float
+) -> Topology:
     """One topology of a block. Raises ValueError where it cannot exist."""
     given = {**dict(zip(SIZES, sizes, strict=True)), "mbs": int(mbs), "gbs": int(gbs), **point}
     return dataclasses.replace(space.fixed, **given)

@@ -1,4 +1,6 @@
-"""The report of a notebook: one HTML file that loads nothing, in which text from files is never markup."""
+"""The report of a notebook: one HTML file that loads nothing, in which text from files is never
+markup.
+"""
 
 import base64
 import contextlib
@@ -24,7 +26,8 @@ from trilane.utils.tables import Html, short
 from trilane.workspace.installation import checkout, stamp
 
 DATA = Path(str(resources.files("trilane"))) / "data/report"
-# The pages load nothing, and run no script but the one that draws their figures (by its hash); CSP Level 3,
+# The pages load nothing, and run no script but the one that draws their figures (by its hash); CSP
+# Level 3,
 # https://www.w3.org/TR/CSP3/
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
@@ -35,13 +38,25 @@ def notebook_html(executed: Path) -> str:
     It has study, date, revision and parameters; no path of the machine that made it.
     """
     notebook = read_notebook(executed)
-    report: dict[str, Any] = {"study": executed.parent.name, "title": title(notebook), "headings": {}}
+    report: dict[str, Any] = {
+        "study": executed.parent.name,
+        "title": title(notebook),
+        "headings": {},
+    }
     report["about"] = _about(notebook, executed)
-    report |= {"css": (DATA / "report.css").read_text(encoding="utf-8"), "policy": POLICY, "script": ""}
-    report["kind"] = "one-page" if executed.stem == "08_decision" else "report"  # whose print has to fit a sheet
+    report |= {
+        "css": (DATA / "report.css").read_text(encoding="utf-8"),
+        "policy": POLICY,
+        "script": "",
+    }
+    report["kind"] = (
+        "one-page" if executed.stem == "08_decision" else "report"
+    )  # whose print has to fit a sheet
     notebook.metadata, heading = {}, "figure"  # without the state of widgets
     # papermill's own cell on top of a notebook that failed
-    cells = [c for c in notebook.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])]
+    cells = [
+        c for c in notebook.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])
+    ]
     # what only the last cells know is the first thing that a reader asks for
     findings = [c for c in cells if "finding" in c.metadata.get("tags", [])]
     rest = [c for c in cells if c not in findings]
@@ -51,23 +66,37 @@ def notebook_html(executed: Path) -> str:
         for heading in (line[3:].strip() for line in lines if line.startswith("## ")):
             report["headings"][anchor(heading)] = heading
         for output in (o for o in cell.get("outputs", []) if "data" in o):
-            output["metadata"] = {"alt": f"Figure: {heading}", "width": _width(output["data"].get("image/png"))}
+            output["metadata"] = {
+                "alt": f"Figure: {heading}",
+                "width": _width(output["data"].get("image/png")),
+            }
             if isinstance(spec := output["data"].get(MIME), dict) and "image/png" in output["data"]:
-                output["metadata"] = {"alt": str(spec.get("description") or heading), "spec": embedded(spec)}
+                output["metadata"] = {
+                    "alt": str(spec.get("description") or heading),
+                    "spec": embedded(spec),
+                }
                 report["script"], digest = script()
                 report["policy"] = f"{POLICY}; script-src {digest}"
             shown = ("text/html", "text/markdown", "image/png", "text/plain")
-            output["data"] = {kind: output["data"][kind] for kind in shown if kind in output["data"]}
+            output["data"] = {
+                kind: output["data"][kind] for kind in shown if kind in output["data"]
+            }
             if "text/html" in output["data"]:
                 output["data"]["text/html"] = plain_html(output["data"]["text/html"])
     exporter = HTMLExporter(template_file=str(DATA / "notebook.html.j2"))
     exporter.register_filter("markdown2html", markdown_html)
-    return without_places(exporter.from_notebook_node(notebook, resources={"report": report})[0], executed.parent)
+    return without_places(
+        exporter.from_notebook_node(notebook, resources={"report": report})[0], executed.parent
+    )
 
 
 def without_places(text: str, study: Path) -> str:
-    """The text of a study's file without the paths of its machine: outputs, checkout and home go from their front."""
-    places = [str(place.absolute()) for place in (study, study.parent, checkout(), Path.home()) if place]
+    """The text of a study's file without the paths of its machine: outputs, checkout and home go
+    from their front.
+    """
+    places = [
+        str(place.absolute()) for place in (study, study.parent, checkout(), Path.home()) if place
+    ]
     for place in (place for place in places if place != "/"):
         # at the beginning of a word, also after an escaped line end in JSON
         pattern = rf"(?:(?<![\w.-])|(?<=\\[nrt])){re.escape(place)}(/(?=\S)|(?![\w.-]))"
@@ -76,7 +105,9 @@ def without_places(text: str, study: Path) -> str:
 
 
 def _results_first(cells: Iterable[Any]) -> Iterator[Any]:
-    """The cells; the code between two texts is one cell below its outputs, that of a cell `formula` above its own."""
+    """The cells; the code between two texts is one cell below its outputs, that of a cell `formula`
+    above its own.
+    """
     sources = list[str]()
     for cell in cells:
         if cell.cell_type != "code" or "formula" in cell.metadata.get("tags", []):
@@ -92,7 +123,9 @@ def _results_first(cells: Iterable[Any]) -> Iterator[Any]:
 
 
 def _width(png: Any) -> int | None:
-    """How wide a picture is shown, in CSS pixels: 110 an inch, so that letters of 8 points are 12 pixels high."""
+    """How wide a picture is shown, in CSS pixels: 110 an inch, so that letters of 8 points are 12
+    pixels high.
+    """
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         picture = Image.open(io.BytesIO(base64.b64decode(png)))
         return round(picture.width / picture.info["dpi"][0] * 110)
@@ -101,13 +134,19 @@ def _width(png: Any) -> int | None:
 
 def _about(notebook: Any, executed: Path) -> dict[str, str]:
     """The foot of a report: name and text."""
-    of = {**stamp(), **(dict(by) if isinstance(by := notebook.metadata.get("trilane"), dict) else {})}
+    of = {
+        **stamp(),
+        **(dict(by) if isinstance(by := notebook.metadata.get("trilane"), dict) else {}),
+    }
     made = by if isinstance(by := notebook.metadata.get("papermill"), dict) else {}
     values = by if isinstance(by := made.get("parameters"), dict) else {}
     return {
-        "executed": str(made.get("end_time") or made.get("start_time") or "not recorded")[:16].replace("T", " "),
+        "executed": str(made.get("end_time") or made.get("start_time") or "not recorded")[
+            :16
+        ].replace("T", " "),
         "notebook": executed.stem,
-        "parameters": ", ".join(f"{n} = {v!r}" for n, v in values.items()) or "as the notebook has them",
+        "parameters": ", ".join(f"{n} = {v!r}" for n, v in values.items())
+        or "as the notebook has them",
         "made by": f"trilane {of['trilane']}, revision {of['revision']}, Python {of['python']}",
     }
 
@@ -120,7 +159,9 @@ def embedded(spec: object) -> str:
 
 @functools.cache
 def script() -> tuple[str, str]:
-    """Vega's script with ours, which draws the figures of a report, and its source for a Content-Security-Policy."""
+    """Vega's script with ours, which draws the figures of a report, and its source for a
+    Content-Security-Policy.
+    """
     ours = (DATA / "charts.js").read_text(encoding="utf-8")
     text = vl_convert.javascript_bundle(ours, vl_version=VERSION)
     return text, f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
@@ -132,7 +173,9 @@ def anchor(heading: str) -> str:
 
 
 class _Renderer(mistune.HTMLRenderer):
-    """HTML within Markdown is shown as its source; entities are characters (with `escape=True` they would not be)."""
+    """HTML within Markdown is shown as its source; entities are characters (with `escape=True` they
+    would not be).
+    """
 
     def heading(self, text: str, level: int, **attrs: Any) -> str:
         return f'<h{level} id="{anchor(text)}">{text}</h{level}>\n'
@@ -152,12 +195,15 @@ class _Renderer(mistune.HTMLRenderer):
 
 def markdown_html(text: str) -> str:
     """Markdown with tables and formulas ($...$, $$...$$) as HTML."""
-    return str(mistune.create_markdown(renderer=_Renderer(escape=False), plugins=["table", "math"])(text))
+    return str(
+        mistune.create_markdown(renderer=_Renderer(escape=False), plugins=["table", "math"])(text)
+    )
 
 
 @functools.lru_cache(256)
 def formula(latex: str) -> str:
-    """A formula as a picture that JupyterLab's looks like; its source is read aloud, and shown where it is no LaTeX.
+    """A formula as a picture that JupyterLab's looks like; its source is read aloud, and shown
+    where it is no LaTeX.
 
     What matplotlib's mathtext draws: one line, \\frac, \\sqrt, \\sum, \\mathrm; no environments.
     """
@@ -171,23 +217,55 @@ def formula(latex: str) -> str:
         return str(Html.of("<code>{}</code>", line))
     svg = re.sub(rb"(?s)<metadata>.*?</metadata>", b"", drawn.getvalue())  # has the time
     height = re.search(rb'height="([\d.]+)pt"', svg)
-    style = f"height: {float(height[1]) / size:.3f}em; vertical-align: {-depth / size:.3f}em" if height else ""
+    style = (
+        f"height: {float(height[1]) / size:.3f}em; vertical-align: {-depth / size:.3f}em"
+        if height
+        else ""
+    )
     source = f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
     return str(Html.of('<img class="math" alt="{}" style="{}" src="{}">', line, style, source))
 
 
 def plain_html(text: str) -> str:
-    """HTML of an output, with tables, text and pictures alone: nothing in it runs, loads, or covers the page."""
-    tags = {"a", "b", "br", "code", "details", "div", "em", "i", "img", "mark", "p", "pre", "span", "strong", "summary"}
+    """HTML of an output, with tables, text and pictures alone: nothing in it runs, loads, or covers
+    the page.
+    """
+    tags = {
+        "a",
+        "b",
+        "br",
+        "code",
+        "details",
+        "div",
+        "em",
+        "i",
+        "img",
+        "mark",
+        "p",
+        "pre",
+        "span",
+        "strong",
+        "summary",
+    }
     tags |= {"table", "tbody", "td", "th", "thead", "tr"}
-    attributes = {"*": {"class", "style", "width", "colspan", "rowspan", "border"}, "a": {"href"}, "img": {"src"}}
+    attributes = {
+        "*": {"class", "style", "width", "colspan", "rowspan", "border"},
+        "a": {"href"},
+        "img": {"src"},
+    }
     return nh3.clean(
         text,
         tags=tags,
         clean_content_tags={"style"},  # of a DataFrame
         attributes=attributes,
         attribute_filter=_attribute,
-        filter_style_properties={"background-color", "line-height", "min-width", "text-align", "white-space"},
+        filter_style_properties={
+            "background-color",
+            "line-height",
+            "min-width",
+            "text-align",
+            "white-space",
+        },
         url_schemes={"data"},
         link_rel=None,
     )
@@ -201,8 +279,15 @@ def _attribute(tag: str, name: str, value: str) -> str | None:
 
 def title(notebook: Any) -> str:
     """The notebook's first heading."""
-    lines = (line for cell in notebook.cells if cell.cell_type == "markdown" for line in cell.source.splitlines())
-    return next((line.removeprefix("# ").strip() for line in lines if line.startswith("# ")), "untitled")
+    lines = (
+        line
+        for cell in notebook.cells
+        if cell.cell_type == "markdown"
+        for line in cell.source.splitlines()
+    )
+    return next(
+        (line.removeprefix("# ").strip() for line in lines if line.startswith("# ")), "untitled"
+    )
 
 
 def state(notebook: Any) -> str:
@@ -216,14 +301,21 @@ def state(notebook: Any) -> str:
 def unfinished(notebook: Any) -> list[str]:
     """The sources of the code cells that were not executed to their end."""
     code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
-    return [cell.source for cell in code if "iopub.status.idle" not in cell.metadata.get("execution", {})]
+    return [
+        cell.source
+        for cell in code
+        if "iopub.status.idle" not in cell.metadata.get("execution", {})
+    ]
 
 
 def read_notebook(path: Path) -> Any:
     """The notebook in a file; ValueError where it is damaged."""
     try:
         notebook = nbformat.read(path, as_version=4)
-        assert all(isinstance(c.source, str) and c.cell_type and c.metadata is not None for c in notebook.cells)
+        assert all(
+            isinstance(c.source, str) and c.cell_type and c.metadata is not None
+            for c in notebook.cells
+        )
     except Exception as error:  # of a damaged file nbformat raises anything, also AssertionError and UnboundLocalError
         raise ValueError(f"notebook={path}: is damaged ({short(str(error), 80)})") from None
     return notebook

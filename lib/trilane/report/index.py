@@ -18,20 +18,31 @@ from trilane.workspace.study import Study
 
 
 def write_index(study: Study) -> Path:
-    """Write the study's index.html: its notebooks (the decision first), its runs with their status, its results.
+    """Write the study's index.html: its notebooks (the decision first), its runs with their status,
+    its results.
 
     One process at a time does it, so that the last one lists what all have made.
     """
     with FolderLock([study.folder], ".index.lock", "study").held(20.0):
-        notebooks = sorted(study.folder.glob("*.ipynb"), key=lambda path: (path.stem != "08_decision", path))
+        notebooks = sorted(
+            study.folder.glob("*.ipynb"), key=lambda path: (path.stem != "08_decision", path)
+        )
         runs = [_run_row(folder) for folder in study.run_folders()]
-        names = sorted(path.name for path in study.folder.iterdir() if path.suffix in (".json", ".csv"))
+        names = sorted(
+            path.name for path in study.folder.iterdir() if path.suffix in (".json", ".csv")
+        )
         parts = [
             Html.of("<h1>Study “{}”</h1>", study.name),
             Html("<h2>Notebooks</h2>"),
-            table(("Question", "Status", "Seconds", "Executed copy"), map(_notebook_row, notebooks)),
-            *[Html("<h2>Runs</h2>"), table(("Run", "Status", "Evidence", "Files"), runs)] * bool(runs),
-            Html.of("<h2>Results</h2>\n<p>{}</p>", Html.joined(" · ", [Html.link(name, name) for name in names])),
+            table(
+                ("Question", "Status", "Seconds", "Executed copy"), map(_notebook_row, notebooks)
+            ),
+            *[Html("<h2>Runs</h2>"), table(("Run", "Status", "Evidence", "Files"), runs)]
+            * bool(runs),
+            Html.of(
+                "<h2>Results</h2>\n<p>{}</p>",
+                Html.joined(" · ", [Html.link(name, name) for name in names]),
+            ),
         ]
         return _write(study.folder / "index.html", Html.of("Study “{}”", study.name), parts)
 
@@ -51,14 +62,18 @@ def write_incident(found: Incident, path: Path) -> Path:
     lines = (Html.pre(line) for line in found.verdict)
     # two columns, which fit on a phone
     cells = (event.cells() for event in found.events[:SHOWN])
-    rows = ((" ".join(filter(None, c[:3])), Html.of("{:code}{}", c[3], Html.pre(c[4]))) for c in cells)
+    rows = (
+        (" ".join(filter(None, c[:3])), Html.of("{:code}{}", c[3], Html.pre(c[4]))) for c in cells
+    )
     notes = (Html.of("<p>{}</p>", note) for note in found.notes)
     timeline = [Html("<h2>Timeline</h2>"), table(("When and where", "What"), rows)]
     return _write(path, heading, [Html.of("<h1>{}</h1>", heading), card, *lines, *timeline, *notes])
 
 
 def zip_path(study: Study) -> Path:
-    """Where the zip of a study lies, NAME.zip next to it; ValueError where anything else has that name."""
+    """Where the zip of a study lies, NAME.zip next to it; ValueError where anything else has that
+    name.
+    """
     path = study.folder.with_name(f"{study.name}.zip")
     if path.exists():
         is_zip = path.is_file() and zipfile.is_zipfile(path)
@@ -90,16 +105,24 @@ def write_zip(study: Study) -> Path:
 def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Html:
     """A table of texts and Html."""
     titles = Html.joined("", (Html.of('<th class="text">{}</th>', head) for head in heads))
-    lines = (Html.joined("", (Html.of('<td class="text">{}</td>', cell) for cell in row)) for row in rows)
+    lines = (
+        Html.joined("", (Html.of('<td class="text">{}</td>', cell) for cell in row)) for row in rows
+    )
     body = Html.joined("\n", (Html.of("<tr>{}</tr>", line) for line in lines))
-    return Html.of("<table>\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody></table>", titles, body)
+    return Html.of(
+        "<table>\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody></table>", titles, body
+    )
 
 
 def _notebook_row(path: Path) -> list[object]:
     """Question, status, seconds and executed copy of a notebook."""
     try:
         notebook = read_notebook(path)
-        heading, status, made = title(notebook), state(notebook), notebook.metadata.get("papermill", {})
+        heading, status, made = (
+            title(notebook),
+            state(notebook),
+            notebook.metadata.get("papermill", {}),
+        )
         seconds = f"{made['duration']:.0f}" if made.get("duration") else ""
     except (ValueError, KeyError, TypeError, AttributeError):
         heading, seconds, status = path.stem, "", "damaged"
@@ -112,7 +135,9 @@ def _run_row(folder: Path) -> list[object]:
     """Name, status, its evidence, and the files of a run."""
     written, problem = known_status(folder), status_problem(folder)
     status = str(written.status) if written else "unknown" if problem else "not started"
-    files = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    files = sorted(
+        path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")
+    )
     links = Html.joined(" ", (Html.link(name, "runs", folder.name, name) for name in files))
     return [folder.name, _status(status), short(written.evidence if written else problem), links]
 

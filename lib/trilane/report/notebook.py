@@ -53,13 +53,19 @@ def path_of(name: str) -> Path:
 
 
 def read_parameters(path: Path) -> list[Parameter]:
-    """The parameters of a notebook's file, each with name, type, default and help; ValueError where it is damaged."""
-    tagged = [cell for cell in read_notebook(path).cells if "parameters" in cell.metadata.get("tags", [])]
+    """The parameters of a notebook's file, each with name, type, default and help; ValueError where
+    it is damaged.
+    """
+    tagged = [
+        cell for cell in read_notebook(path).cells if "parameters" in cell.metadata.get("tags", [])
+    ]
     return [parameter for cell in tagged for parameter in PythonTranslator.inspect(cell)]
 
 
 def typed(field: str, given: object, kind: str) -> Any:
-    """`given`, which may be text of a command line, as a value of type `kind`; ValueError where it is not one."""
+    """`given`, which may be text of a command line, as a value of type `kind`; ValueError where it
+    is not one.
+    """
     value: Any = given
     if isinstance(given, str) and kind != "str":
         with contextlib.suppress(ValueError, SyntaxError):
@@ -70,12 +76,20 @@ def typed(field: str, given: object, kind: str) -> Any:
 
 
 def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, dict[str, Any]]:
-    """The typed parameters of each notebook in `chosen`; ValueError for a name that none of them has."""
+    """The typed parameters of each notebook in `chosen`; ValueError for a name that none of them
+    has.
+    """
     known = {name: read_parameters(path_of(name)) for name in chosen}
     for field in given:
-        require_known("parameter", field, sorted({p.name for found in known.values() for p in found}))
+        require_known(
+            "parameter", field, sorted({p.name for found in known.values() for p in found})
+        )
     return {
-        name: {p.name: typed(p.name, given[p.name], p.inferred_type_name) for p in found if p.name in given}
+        name: {
+            p.name: typed(p.name, given[p.name], p.inferred_type_name)
+            for p in found
+            if p.name in given
+        }
         for name, found in known.items()
     }
 
@@ -83,14 +97,16 @@ def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, 
 def run(name: str, study: Study, **given: object) -> Path:
     """Execute one notebook in `study` with the parameters `given`; the path of its HTML.
 
-    The executed copy, HTML and index are written even where a cell fails; then NotebookError names the cell. ValueError
-    where another process executes that notebook in the study now.
+    The executed copy, HTML and index are written even where a cell fails; then NotebookError names
+    the cell. ValueError where another process executes that notebook in the study now.
     """
     values = distribute([name], given)[name]
     with FolderLock([study.folder], f".{name}.lock", f"notebook={name}, study").held(0.0):
         executed = study.folder / f"{name}.ipynb"
         set_aside(executed)
-        executed.unlink(missing_ok=True)  # papermill would write into the kept copy: the two names are one file
+        executed.unlink(
+            missing_ok=True
+        )  # papermill would write into the kept copy: the two names are one file
         try:
             _execute(name, executed, {**values, "study": study.name})
         finally:
@@ -109,7 +125,8 @@ def _execute(name: str, executed: Path, values: Mapping[str, Any]) -> None:
     folder = tempfile.TemporaryDirectory(prefix="trilane-", dir=inherited.get("TMPDIR"))
     with folder as sockets, mock.patch.dict(os.environ, inherited, clear=True):  # which restores it
         options = {
-            # a port of TCP could be used by everybody on a shared node; a folder for each kernel, or two share files
+            # a port of TCP could be used by everybody on a shared node; a folder for each kernel,
+            # or two share files
             "config": Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"}),
             # modules of the current folder would go before ours
             "extra_arguments": ["--InteractiveShellApp.ignore_cwd=True"],
@@ -118,13 +135,17 @@ def _execute(name: str, executed: Path, values: Mapping[str, Any]) -> None:
             "request_save_on_cell_execute": True,
         }
         try:
-            papermill.execute_notebook(source, executed, parameters=dict(values), kernel_name="python3", **options)
+            papermill.execute_notebook(
+                source, executed, parameters=dict(values), kernel_name="python3", **options
+            )
         except PapermillExecutionError as error:
             cell, is_input = cell_name(source, error.source), error.ename == "ValueError"
             raise NotebookError(name, cell, error.evalue or error.ename, is_input) from None
         except RuntimeError as error:  # of a kernel that died
             left = unfinished(read_notebook(executed))
-            raise NotebookError(name, cell_name(source, *left[:1]), str(error), is_input=False) from None
+            raise NotebookError(
+                name, cell_name(source, *left[:1]), str(error), is_input=False
+            ) from None
 
 
 def cell_name(notebook: Path, source: str = "") -> str:
@@ -146,12 +167,18 @@ def is_done(name: str, study: Study, values: Mapping[str, Any]) -> bool:
 
 
 def is_free(study: Study, name: str = "") -> bool:
-    """Whether the study may be gone on with unasked: it holds no completed execution of that notebook.
+    """Whether the study may be gone on with unasked: it holds no completed execution of that
+    notebook.
 
-    Without a name: of none, and no runs. What failed keeps no name; an earlier copy of it is set aside, not deleted.
+    Without a name: of none, and no runs. What failed keeps no name; an earlier copy of it is set
+    aside, not deleted.
     """
     names = [name] if name else [path.stem for path in study.folder.glob("*.ipynb")]
-    done = [made for made in (_execution(study, each) for each in names) if made and state(made) == "completed"]
+    done = [
+        made
+        for made in (_execution(study, each) for each in names)
+        if made and state(made) == "completed"
+    ]
     return not done and (bool(name) or not study.run_folders())
 
 
@@ -163,14 +190,17 @@ def _execution(study: Study, name: str) -> Any:
 
 
 def run_all(study: Study, given: Mapping[str, object], chosen: Sequence[str] = DEMO) -> Path:
-    """Run the notebooks in order, each with those of the parameters that it has; the path of the study's index.
+    """Run the notebooks in order, each with those of the parameters that it has; the path of the
+    study's index.
 
     A notebook that the study already holds, executed with the same parameters, is not run again.
     """
     plan = distribute(chosen, given)
     for number, name in enumerate(chosen, start=1):
         done = is_done(name, study, plan[name])
-        print(f"[{number}/{len(chosen)}] {name}{': completed before, kept' * done}", file=sys.stderr)
+        print(
+            f"[{number}/{len(chosen)}] {name}{': completed before, kept' * done}", file=sys.stderr
+        )
         if not done:
             run(name, study, **plan[name])
     return write_index(study)
@@ -187,18 +217,26 @@ def open_lab(study: Study, given: Mapping[str, Mapping[str, Any]]) -> NoReturn:
 
 
 def copy_into(study: Study, name: str, values: Mapping[str, Any]) -> tuple[Path, bool]:
-    """The study's copy of a notebook to work on by hand, lab/NAME.ipynb, and whether it is new: one that exists stays.
+    """The study's copy of a notebook to work on by hand, lab/NAME.ipynb, and whether it is new: one
+    that exists stays.
 
-    Its parameters are `values`, then those with which the study ran the notebook, then the defaults.
+    Its parameters are `values`, then those with which the study ran the notebook, then the
+    defaults.
     """
     path = study.folder / "lab" / f"{name}.ipynb"
     if path.exists():
         return path, False
     notebook, made = read_notebook(path_of(name)), _execution(study, name)
-    given = {**(made.metadata["papermill"].get("parameters", {}) if made else {}), **values, "study": study.name}
+    given = {
+        **(made.metadata["papermill"].get("parameters", {}) if made else {}),
+        **values,
+        "study": study.name,
+    }
     for cell in (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])):
         for field, value in given.items():
-            line = re.search(rf"^{re.escape(field)}: \w+ = (.*?)(  #.*)?$", cell.source, re.MULTILINE)
+            line = re.search(
+                rf"^{re.escape(field)}: \w+ = (.*?)(  #.*)?$", cell.source, re.MULTILINE
+            )
             if line:
                 cell.source = f"{cell.source[: line.start(1)]}{value!r}{cell.source[line.end(1) :]}"
     return write_text(path, nbformat.writes(notebook) + "\n"), True

@@ -1,4 +1,5 @@
-"""Chain: a long run as dependent jobs, each resuming where the last one stopped; nodes may follow the batch ramp-up.
+"""Chain: a long run as dependent jobs, each resuming where the last one stopped; nodes may follow
+the batch ramp-up.
 
 SLURM runs one job of a run's name at a time, in the order of submission.
 """
@@ -25,7 +26,9 @@ INDEX = "chain.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Training on `nodes` nodes with microbatches of `mbs`, from the first iteration whose batch is at least `gbs`."""
+    """Training on `nodes` nodes with microbatches of `mbs`, from the first iteration whose batch is
+    at least `gbs`.
+    """
 
     gbs: int
     nodes: int
@@ -45,27 +48,40 @@ def parse_stages(text: str) -> list[Stage]:
 
 
 def first_iteration(plan: Plan, gbs: int) -> int:
-    """The number of iterations before the first whose batch is at least `gbs`; all where there is none."""
+    """The number of iterations before the first whose batch is at least `gbs`; all where there is
+    none.
+    """
     run, full = plan.run, plan.topology.gbs
     before = sum(phase.iterations for phase in run.ramp.phases(full) if phase.gbs < gbs)
     return before if gbs <= full and before < run.goal else run.train_iters
 
 
 def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
-    """One plan per link: its own DP and MBS, from the checkpoint of the link before to the start of the next.
+    """One plan per link: its own DP and MBS, from the checkpoint of the link before to the start of
+    the next.
 
-    A stage is one link, or three where the ramp passes batch sizes that mbs x dp of the stage does not divide: there
-    the chain falls back to the latest stage before that can share them all. All links keep the run's ramp-up, length
-    and learning rate, so that the samples and their order are those of one run. ValueError where no stage
-    can share a batch size.
+    A stage is one link, or three where the ramp passes batch sizes that mbs x dp of the stage does
+    not divide: there the chain falls back to the latest stage before that can share them all. All
+    links keep the run's ramp-up, length and learning rate, so that the samples and their order are
+    those of one run. ValueError where no stage can share a batch size.
     """
     sizes = [stage.gbs for stage in stages]
-    require(sizes == sorted(sizes), "stages", ",".join(map(str, sizes)), "must be in the order of the batch size")
+    require(
+        sizes == sorted(sizes),
+        "stages",
+        ",".join(map(str, sizes)),
+        "must be in the order of the batch size",
+    )
     starts = [*(first_iteration(plan, gbs) for gbs in sizes), plan.run.train_iters]
     require(starts[0] == 0, "stages", sizes[0], "the first must hold the ramp's first batch")
     made: list[Plan] = []
     for number, (start, end) in enumerate(pairwise(starts), 1):
-        require(start < end, "stages", sizes[number - 1], "no iteration has such a batch before the next stage")
+        require(
+            start < end,
+            "stages",
+            sizes[number - 1],
+            "no iteration has such a batch before the next stage",
+        )
         for stage, begin, until in _parts(plan, stages[:number], start, end):
             before = str(folder.resolve() / made[-1].label) if made else plan.run.load
             made.append(_link(plan, stage, begin, until, before, len(made) + 1))
@@ -73,7 +89,9 @@ def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
 
 
 def _link(plan: Plan, stage: Stage, start: int, end: int, before: str, number: int) -> Plan:
-    """The plan of the iterations after the first `start`, up to number `end`, from the last checkpoint in `before`."""
+    """The plan of the iterations after the first `start`, up to number `end`, from the last
+    checkpoint in `before`.
+    """
     last = 0 if end == plan.run.train_iters else end
     run = replace(plan.run, load=before, start_iteration=start, exit_iteration=last)
     topology = replace(plan.topology, dp=_replicas(plan, stage), mbs=stage.mbs)
@@ -87,10 +105,18 @@ def _replicas(plan: Plan, stage: Stage) -> int:
     return gpus // model_gpus
 
 
-def _parts(plan: Plan, stages: Sequence[Stage], start: int, end: int) -> list[tuple[Stage, int, int]]:
-    """The iterations after the first `start`, up to `end`, in parts, each with the stage on whose nodes it trains."""
+def _parts(
+    plan: Plan, stages: Sequence[Stage], start: int, end: int
+) -> list[tuple[Stage, int, int]]:
+    """The iterations after the first `start`, up to `end`, in parts, each with the stage on whose
+    nodes it trains.
+    """
     phases = plan.run.ramp.between(plan.topology.gbs, start, end)
-    failing = [i for i, phase in enumerate(phases) if phase.gbs % (stages[-1].mbs * _replicas(plan, stages[-1]))]
+    failing = [
+        i
+        for i, phase in enumerate(phases)
+        if phase.gbs % (stages[-1].mbs * _replicas(plan, stages[-1]))
+    ]
     first, last = (failing[0], failing[-1] + 1) if failing else (0, 0)
     for able in reversed(stages[:-1] if first else []):
         if not any(phase.gbs % (able.mbs * _replicas(plan, able)) for phase in phases[first:last]):
@@ -98,17 +124,26 @@ def _parts(plan: Plan, stages: Sequence[Stage], start: int, end: int) -> list[tu
             until = begin + sum(phase.iterations for phase in phases[first:last])
             parts = [(stages[-1], start, begin), (able, begin, until), (stages[-1], until, end)]
             return [part for part in parts if part[1] < part[2]]
-    return [(stages[-1], start, end)]  # where its own batch size is at fault, the plan itself refuses it
+    return [
+        (stages[-1], start, end)
+    ]  # where its own batch size is at fault, the plan itself refuses it
 
 
-def create(folder: Path, plan: Plan, stages: Sequence[Stage], site: Site, request: JobRequest) -> list[Path]:
+def create(
+    folder: Path, plan: Plan, stages: Sequence[Stage], site: Site, request: JobRequest
+) -> list[Path]:
     """Write a new chain; its stages' run folders, in order. Raises ValueError where one exists.
 
     Without stages the chain is one run folder, in which each job resumes the run.
     """
     plans = links(plan, stages, folder) if stages else [plan]
     for link in plans:
-        require(not (folder / link.label).exists(), "run folder", folder / link.label, "exists; take a new one")
+        require(
+            not (folder / link.label).exists(),
+            "run folder",
+            folder / link.label,
+            "exists; take a new one",
+        )
     for link in plans:
         write(folder / link.label, link, site, request)
     index = {"site": site.name, "links": [link.label for link in plans]}
@@ -136,14 +171,17 @@ def phases(plan: Plan) -> list[Phase]:
 
 
 def link_records(folders: Sequence[Path], request: JobRequest) -> list[dict[str, Any]]:
-    """Runs as JSON: each one's folder, nodes, batch sizes, iterations, predicted hours, and jobs of one time limit.
+    """Runs as JSON: each one's folder, nodes, batch sizes, iterations, predicted hours, and jobs of
+    one time limit.
 
     Each batch size is predicted by its own. Left out: starts, saves, evaluations.
     """
 
     def hours_of(plan: Plan, phase: Phase) -> float:
         topology, run = replace(plan.topology, gbs=phase.gbs), replace(plan.run, ramp=Ramp())
-        return phase.iterations * predict(replace(plan, run=run, topology=topology)).sec_per_it / 3600
+        return (
+            phase.iterations * predict(replace(plan, run=run, topology=topology)).sec_per_it / 3600
+        )
 
     rows = list[dict[str, Any]]()
     for folder in folders:
@@ -151,7 +189,12 @@ def link_records(folders: Sequence[Path], request: JobRequest) -> list[dict[str,
         gpus, hours = plan.topology.gpus, sum(hours_of(plan, phase) for phase in phases(plan))
         sizes, nodes = [phase.gbs for phase in phases(plan)], -(-gpus // plan.cluster.gpus_per_node)
         job = {"gpus": gpus, "nodes": nodes, "mbs": plan.topology.mbs, "batches": sizes}
-        span = {"first": plan.run.start_iteration + 1, "last": plan.run.goal, "gpu_hours": hours * gpus, "hours": hours}
+        span = {
+            "first": plan.run.start_iteration + 1,
+            "last": plan.run.goal,
+            "gpu_hours": hours * gpus,
+            "hours": hours,
+        }
         count = max(1, math.ceil(hours * 3600 / request.time_limit_s))
         rows.append({"run": str(folder), **job, **span, "jobs": count})
     return rows

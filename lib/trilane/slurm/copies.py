@@ -1,7 +1,7 @@
 """Copies of the installed code and of the plan, frozen next to a submission.
 
-A job may wait for days, and is requeued when a node fails: it runs what was installed when it was submitted, from
-code/HASH below the submitted folder.
+A job may wait for days, and is requeued when a node fails: it runs what was installed when it was
+submitted, from code/HASH below the submitted folder.
 """
 
 import hashlib
@@ -27,7 +27,9 @@ def hash_of(text: str) -> str:
 
 
 def keep_plan(folder: Path) -> str:
-    """Keep the plan of a run folder as submitted/HASH.json, with the text of a layer of its own; the hash."""
+    """Keep the plan of a run folder as submitted/HASH.json, with the text of a layer of its own;
+    the hash.
+    """
     text = json.dumps(read_plan_values(folder / "plan.json"), indent=1)
     kept = folder / "submitted" / f"{hash_of(text)}.json"
     if read_text(kept) != text:
@@ -43,7 +45,8 @@ def kept_plan(folder: Path, kept: str) -> str:
 
 
 def plan_changes(folder: Path, kept: object) -> list[str]:
-    """In what plan.json differs from the plan of that hash, a line a field, however it is written; [] for no hash.
+    """In what plan.json differs from the plan of that hash, a line a field, however it is written;
+    [] for no hash.
 
     ValueError where plan.json cannot be read, or differs from what is lost.
     """
@@ -53,7 +56,12 @@ def plan_changes(folder: Path, kept: object) -> list[str]:
     if hash_of(json.dumps(now, indent=1)) == kept:
         return []
     was = kept_plan(folder, kept)
-    require(bool(was), "plan", folder / f"submitted/{kept}.json", "is lost or damaged, and plan.json differs")
+    require(
+        bool(was),
+        "plan",
+        folder / f"submitted/{kept}.json",
+        "is lost or damaged, and plan.json differs",
+    )
     both = (json.loads(was), now)
     return changes(*(plan_from_json(values).to_json() for values in both))
 
@@ -63,7 +71,12 @@ def freeze(home: Path) -> Path:
 
     ValueError where it cannot be read or written, or is being changed.
     """
-    require(":" not in str(home), "run folder", home, "must hold no colon, which separates PYTHONPATH's folders")
+    require(
+        ":" not in str(home),
+        "run folder",
+        home,
+        "must hold no colon, which separates PYTHONPATH's folders",
+    )
     code = home / "code"
     try:
         code.mkdir(parents=True, exist_ok=True)
@@ -73,7 +86,12 @@ def freeze(home: Path) -> Path:
                 shutil.copytree(root, part / name, ignore=shutil.ignore_patterns("__pycache__"))
             sums = _sums({name: part / name for name in _roots()})
             # an update of the installation takes seconds, in which half of it is old
-            require(sums == _sums(_roots()), "code", package(), "is being changed; submit when that has ended")
+            require(
+                sums == _sums(_roots()),
+                "code",
+                package(),
+                "is being changed; submit when that has ended",
+            )
             target = code / hash_of(sums)
             listed = read_text(target / "SHA256SUMS")
             if listed != sums or _sums({name: target / name for name in _roots()}) != sums:
@@ -93,6 +111,14 @@ def _roots() -> dict[str, Path]:
 
 def _sums(roots: dict[str, Path]) -> str:
     """The files below folders in the form of sha256sum, which the job checks them with."""
-    paths = [(f"{name}/{path.relative_to(root)}", path) for name, root in roots.items() for path in root.rglob("*")]
-    files = sorted((name, path) for name, path in paths if path.is_file() and "__pycache__" not in path.parts)
-    return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for name, path in files)
+    paths = [
+        (f"{name}/{path.relative_to(root)}", path)
+        for name, root in roots.items()
+        for path in root.rglob("*")
+    ]
+    files = sorted(
+        (name, path) for name, path in paths if path.is_file() and "__pycache__" not in path.parts
+    )
+    return "".join(
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for name, path in files
+    )

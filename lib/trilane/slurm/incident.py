@@ -1,5 +1,5 @@
-"""Incident: what logs, watchdogs, stacks, Flight Recorder, the run's own files and SLURM's accounting say of a failure,
-as one timeline by rank and time, and one verdict.
+"""Incident: what logs, watchdogs, stacks, Flight Recorder, the run's own files and SLURM's
+accounting say of a failure, as one timeline by rank and time, and one verdict.
 """
 
 import csv
@@ -31,8 +31,9 @@ HEADS = ("time", "ranks", "node", "source", "what")
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What a source says; `at`: seconds since 1970 as the source's clock shows them (NaN: it has none); the ranks and
-    the node where they are known."""
+    """What a source says; `at`: seconds since 1970 as the source's clock shows them (NaN: it has
+    none); the ranks and the node where they are known.
+    """
 
     source: str
     what: str
@@ -42,14 +43,20 @@ class Event:
 
     def cells(self) -> tuple[str, ...]:
         """Texts by HEADS."""
-        time = "" if math.isnan(self.at) else f"{datetime.fromtimestamp(self.at, UTC):%Y-%m-%d %H:%M:%S}"
+        time = (
+            ""
+            if math.isnan(self.at)
+            else f"{datetime.fromtimestamp(self.at, UTC):%Y-%m-%d %H:%M:%S}"
+        )
         ranks = f"rank{'s' * (len(self.ranks) > 1)} {ranges(self.ranks)}" if self.ranks else ""
         return time, ranks, self.node, self.source, short(self.what, 400)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Incident(Record):
-    """The verdict on a folder in lines, the first of which is how the run ended; the events in the order of time."""
+    """The verdict on a folder in lines, the first of which is how the run ended; the events in the
+    order of time.
+    """
 
     folder: Path
     status: Status
@@ -62,20 +69,33 @@ class Incident(Record):
         """The verdict, the timeline, the notes."""
         rows = [" | ".join(filter(None, event.cells())) for event in self.events[:SHOWN]]
         return "\n".join(
-            [*self.verdict, "timeline:", *(f"  {row}" for row in rows), *map("note: {}".format, self.notes)]
+            [
+                *self.verdict,
+                "timeline:",
+                *(f"  {row}" for row in rows),
+                *map("note: {}".format, self.notes),
+            ]
         )
 
     def to_json(self) -> dict[str, Any]:
-        events = [dict(zip(HEADS, e.cells(), strict=True)) | {"ranks": e.ranks} for e in self.events]
-        named = {"status": self.status, "verdict": self.verdict, "events": events, "notes": self.notes}
+        events = [
+            dict(zip(HEADS, e.cells(), strict=True)) | {"ranks": e.ranks} for e in self.events
+        ]
+        named = {
+            "status": self.status,
+            "verdict": self.verdict,
+            "events": events,
+            "notes": self.notes,
+        }
         return as_json(named | {"hang": self.hang and self.hang.to_json()})
 
 
 def read_incident(folder: Path) -> Incident:
-    """The incident in a run folder, or in any folder of copied files; ValueError where nothing in it can be read.
+    """The incident in a run folder, or in any folder of copied files; ValueError where nothing in
+    it can be read.
 
-    SLURM's accounting is what `sacct --parsable2` printed into a file of the folder, else asked by sacct for the jobs
-    that the run has recorded.
+    SLURM's accounting is what `sacct --parsable2` printed into a file of the folder, else asked by
+    sacct for the jobs that the run has recorded.
     """
     require_folder("folder", folder)
     notes = list[str]()
@@ -95,9 +115,20 @@ def read_incident(folder: Path) -> Incident:
     found = _ordered(found)
     end = _end(folder, logs, accounts, hang)
     left_open = caveat(end.status, end.evidence, end.rank, (end.exclude,) * bool(end.exclude))
-    notes += [*_limits(found), *filter(None, [left_open, status_problem(folder)]), *(hang.notes if hang else ())]
+    notes += [
+        *_limits(found),
+        *filter(None, [left_open, status_problem(folder)]),
+        *(hang.notes if hang else ()),
+    ]
     lines = tuple(_verdict(end, hang, own, logs))
-    return Incident(folder=folder, status=end.status, verdict=lines, events=tuple(found), notes=tuple(notes), hang=hang)
+    return Incident(
+        folder=folder,
+        status=end.status,
+        verdict=lines,
+        events=tuple(found),
+        notes=tuple(notes),
+        hang=hang,
+    )
 
 
 def _limits(found: Sequence[Event]) -> Iterator[str]:
@@ -137,14 +168,22 @@ def _asked(folder: Path) -> list[dict[str, str]]:
     jobs = [job for job in ledger.job_ids(folder) if client.JOB_ID.fullmatch(job)]
     names = ("State", "End", "ExitCode")
     return [
-        {"JobID": job, **dict(zip(names, row, strict=True))} for job, rows in client.past(jobs).items() for row in rows
+        {"JobID": job, **dict(zip(names, row, strict=True))}
+        for job, rows in client.past(jobs).items()
+        for row in rows
     ]
 
 
 def _accounted(row: dict[str, str]) -> Event:
-    facts = [f"{name} {value}" for name in ("ExitCode", "Elapsed", "Reason", "MaxRSS") if (value := row.get(name))]
+    facts = [
+        f"{name} {value}"
+        for name in ("ExitCode", "Elapsed", "Reason", "MaxRSS")
+        if (value := row.get(name))
+    ]
     what = ", ".join([f"job {row.get('JobID')}: {row.get('State')}", *facts])
-    return Event(source="sacct", what=what, at=_time(row.get("End")), node=row.get("NodeList") or "")
+    return Event(
+        source="sacct", what=what, at=_time(row.get("End")), node=row.get("NodeList") or ""
+    )
 
 
 def _time(printed: object) -> float:
@@ -153,7 +192,9 @@ def _time(printed: object) -> float:
 
 
 def _logged(path: Path, runs: list[RunLog]) -> Iterator[Event]:
-    """What a log says of its runs: the last iteration, what the run printed of itself, its endings, its watchdogs."""
+    """What a log says of its runs: the last iteration, what the run printed of itself, its endings,
+    its watchdogs.
+    """
     named = re.fullmatch(r"(?:.*rank[_-]?)?(\d{1,6})", path.stem)
     own = (int(named[1]),) if named else ()
     for log in runs:
@@ -163,10 +204,14 @@ def _logged(path: Path, runs: list[RunLog]) -> Iterator[Event]:
             yield Event(source=path.name, what=what, at=log.printed_at)
         for end in log.endings:
             place = end.place
-            ranks = own if place.rank is None or place.rank_known <= Known.ASSUMED else (place.rank,)
+            ranks = (
+                own if place.rank is None or place.rank_known <= Known.ASSUMED else (place.rank,)
+            )
             what, node = f"{end.status}: {end.evidence}", ",".join(end.hosts) or place.node
             yield Event(source=path.name, what=what, at=_time(end.evidence), ranks=ranks, node=node)
-        yield from (Event(source=f"watchdogs in {path.name}", what=line) for line in log.collectives)
+        yield from (
+            Event(source=f"watchdogs in {path.name}", what=line) for line in log.collectives
+        )
 
 
 def _own(folder: Path) -> Iterator[Event]:
@@ -189,13 +234,16 @@ def _stacks(hang: Verdict | None) -> Iterator[Event]:
     for group in hang.groups[:SHOWN]:
         guilty = [rank for rank in group.ranks if rank in hang.reasons]
         places = dict.fromkeys(place.node for rank in guilty if (place := hang.grid[rank]).named)
-        what = f"{group.where}: {group.stack}" + "".join(f"; SUSPECT: {hang.reasons[rank]}" for rank in guilty[:1])
+        what = f"{group.where}: {group.stack}" + "".join(
+            f"; SUSPECT: {hang.reasons[rank]}" for rank in guilty[:1]
+        )
         yield Event(source="stacks", what=what, ranks=group.ranks, node=",".join(places))
 
 
 def _ordered(found: Sequence[Event]) -> list[Event]:
-    """By time; an event without a clock stands after the one before it in its source, else before the next. Equal words
-    of several sources are one event, of all their ranks."""
+    """By time; an event without a clock stands after the one before it in its source, else before
+    the next. Equal words of several sources are one event, of all their ranks.
+    """
     keys = list[tuple[float, Event]]()
     for events in grouped(found, lambda e: e.source.rpartition(" ")[2]).values():
         at = next((e.at for e in events if not math.isnan(e.at)), math.inf)
@@ -209,19 +257,30 @@ def _ordered(found: Sequence[Event]) -> list[Event]:
 def _joined(events: Sequence[Event]) -> Event:
     sources = [*dict.fromkeys(e.source for e in events)]
     source = sources[0] + f" and {len(sources) - 1} more" * (len(sources) > 1)
-    return replace(events[0], source=source, ranks=tuple(sorted({r for e in events for r in e.ranks})))
+    return replace(
+        events[0], source=source, ranks=tuple(sorted({r for e in events for r in e.ranks}))
+    )
 
 
 def _end(
-    folder: Path, logs: dict[Path, list[RunLog]], accounts: list[dict[str, str]], hang: Verdict | None
+    folder: Path,
+    logs: dict[Path, list[RunLog]],
+    accounts: list[dict[str, str]],
+    hang: Verdict | None,
 ) -> RunStatus:
     """How it ended, by the rules for runs (workspace/status.py)."""
     last = [runs[-1] for runs in logs.values()]
     # of several logs the one whose ending is the strongest, then the one that got furthest
-    log = min(last, key=lambda one: (not one.status.has_failed, _level(one), -(one.last_iteration or 0)), default=None)
+    log = min(
+        last,
+        key=lambda one: (not one.status.has_failed, _level(one), -(one.last_iteration or 0)),
+        default=None,
+    )
     # of several jobs the last counts, of one its steps, which name the node
     reasons = []
-    for row in sorted(accounts, key=lambda row: [natural(part) for part in str(row.get("JobID")).split(".")]):
+    for row in sorted(
+        accounts, key=lambda row: [natural(part) for part in str(row.get("JobID")).split(".")]
+    ):
         if status := attempt.REASONS.get(str(row.get("State")).partition(" ")[0]):
             words = filter(None, (_accounted(row).what, row.get("NodeList")))
             reasons.append(attempt.status_of(status, " on ".join(words)))
@@ -232,17 +291,23 @@ def _end(
     if log and (log.status.is_clean or log.status.has_failed):
         # who reports a time-out, or that another is gone, is not who began it
         rank = None if _level(log) >= Level.CONSEQUENCE else log.rank
-        otherwise = replace(attempt.status_of(log.status, log.evidence), rank=rank, exclude=log.exclude)
+        otherwise = replace(
+            attempt.status_of(log.status, log.evidence), rank=rank, exclude=log.exclude
+        )
     elif hang and hang.suspects:
         otherwise = attempt.status_of(Status.HANG, "by its stacks")
-    return verdict(code=None, written=known_status(folder), scheduler=scheduler, otherwise=otherwise)
+    return verdict(
+        code=None, written=known_status(folder), scheduler=scheduler, otherwise=otherwise
+    )
 
 
 def _level(log: RunLog) -> int:
     return min((int(e.level) for e in log.endings if e.evidence == log.evidence), default=99)
 
 
-def _verdict(end: RunStatus, hang: Verdict | None, own: list[Event], logs: dict[Path, list[RunLog]]) -> Iterator[str]:
+def _verdict(
+    end: RunStatus, hang: Verdict | None, own: list[Event], logs: dict[Path, list[RunLog]]
+) -> Iterator[str]:
     """What happened, which rank began it, and what cannot be told."""
     before = [log for runs in logs.values() for log in runs[:-1] if log.status.has_failed]
     alarms = [e for e in own if e.source.startswith("ranks/")]
@@ -256,6 +321,11 @@ def _verdict(end: RunStatus, hang: Verdict | None, own: list[Event], logs: dict[
         yield from [hang.paragraph] * (hang.paragraph not in end.evidence)
         if end.rank is not None and hang.suspects and end.rank not in hang.suspects:
             yield f"its log names rank {end.rank}, stacks {ranges(hang.suspects)}: which began it cannot be determined"
-    elif end.rank is None and end.status in (Status.HANG, Status.NCCL_ERROR, Status.CRASHED, Status.KILLED):
+    elif end.rank is None and end.status in (
+        Status.HANG,
+        Status.NCCL_ERROR,
+        Status.CRASHED,
+        Status.KILLED,
+    ):
         yield "which rank began it cannot be determined: a line may follow from another rank, and there are no stacks"
     yield from [f"for the next submission: --exclude={end.exclude}"] * bool(end.exclude)

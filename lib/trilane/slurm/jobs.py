@@ -1,4 +1,6 @@
-"""Jobs: the submission of run folders, their status and cancellation; when they start, end or make progress."""
+"""Jobs: the submission of run folders, their status and cancellation; when they start, end or make
+progress.
+"""
 
 import contextlib
 import functools
@@ -50,11 +52,12 @@ def submit_all(
     parallel: int = 0,
     options: Sequence[str] = (),
 ) -> list[tuple[Path, str]]:
-    """Submit `times` jobs of each run with its job.sbatch, written from the template where there is none; their ids.
+    """Submit `times` jobs of each run with its job.sbatch, written from the template where there is
+    none; their ids.
 
-    At most `parallel` of them run at a time (0: any number): each waits for the end of the one so many before it; jobs
-    of one run never do. ValueError where a run is completed, and ActiveJob where it has a job that has not ended,
-    before anything is submitted.
+    At most `parallel` of them run at a time (0: any number): each waits for the end of the one so
+    many before it; jobs of one run never do. ValueError where a run is completed, and ActiveJob
+    where it has a job that has not ended, before anything is submitted.
     """
     runs = {folder: folder.resolve() for folder in map(Path, folders)}
     require(not site.is_local, "site", site.name, "has no SLURM; `trilane train PLAN` trains here")
@@ -72,7 +75,11 @@ def submit_all(
             for folder, path in [pair for pair in runs.items() for _ in range(often[pair[0]])]:
                 if not (path / SCRIPT).exists():
                     rewrite(path, site, request)
-                after = [f"afterany:{job}" for _, job in made[-parallel:][:1] if 0 < parallel <= len(made)]
+                after = [
+                    f"afterany:{job}"
+                    for _, job in made[-parallel:][:1]
+                    if 0 < parallel <= len(made)
+                ]
                 code = functools.partial(freeze, shared or path)
                 made.append((folder, _accept(path, code, site.source, options, after)))
         except ValueError as error:
@@ -104,13 +111,16 @@ def unreached(folder: Path, waiting: Sequence[str]) -> list[str]:
 def submitting(folders: Iterable[Path]) -> Iterator[None]:
     """The run folders locked, none of which has a job that has not ended.
 
-    SLURM alone knows what it has accepted, and finds it by the jobs' name. It does not know what is on its way: a
-    process that was killed may have left an sbatch. It leaves its lock, too: then SLURM is asked again after SETTLE_S.
+    SLURM alone knows what it has accepted, and finds it by the jobs' name. It does not know what is
+    on its way: a process that was killed may have left an sbatch. It leaves its lock, too: then
+    SLURM is asked again after SETTLE_S.
     """
     wanted = list(folders)
     was_locked, begin = any((folder / "run.lock").exists() for folder in wanted), time.monotonic()
     with FolderLock(wanted).held(PATIENCE_S):
-        was_locked |= time.monotonic() - begin > 0.1  # by one that may have been killed while this waited
+        was_locked |= (
+            time.monotonic() - begin > 0.1
+        )  # by one that may have been killed while this waited
         _require_idle(wanted)
         if was_locked:
             time.sleep(SETTLE_S)
@@ -127,32 +137,61 @@ def _require_idle(folders: Sequence[Path]) -> None:
             ledger.note(folder, "submitted", job, site="", after="")
         if active := [state for state in states if not state.has_ended]:
             ids, words = [state.id for state in active], ", ".join(state.state for state in active)
-            raise ActiveJob(f"run folder={folder}: has job {', '.join(ids)} already ({words}); cancel it first", ids)
+            raise ActiveJob(
+                f"run folder={folder}: has job {', '.join(ids)} already ({words}); cancel it first",
+                ids,
+            )
 
 
-def _accept(folder: Path, freeze: Callable[[], Path], site: str, options: Sequence[str], after: Sequence[str]) -> str:
-    """Submit the script of a run folder that is locked; the id of its job, which waits for those `after`, too.
+def _accept(
+    folder: Path,
+    freeze: Callable[[], Path],
+    site: str,
+    options: Sequence[str],
+    after: Sequence[str],
+) -> str:
+    """Submit the script of a run folder that is locked; the id of its job, which waits for those
+    `after`, too.
 
-    A run's jobs begin one after another (singleton, by name). The folder of the frozen code is the script's argument,
-    which a job keeps, whatever `--export` or a site's own sbatch do with the environment.
+    A run's jobs begin one after another (singleton, by name). The folder of the frozen code is the
+    script's argument, which a job keeps, whatever `--export` or a site's own sbatch do with the
+    environment.
     """
     script = folder / SCRIPT
     code = freeze() if copies.USED_BY in read_text(script) else None
-    options = [f"--dependency={','.join(['singleton', *after])}", "--kill-on-invalid-dep=yes", *options]
+    options = [
+        f"--dependency={','.join(['singleton', *after])}",
+        "--kill-on-invalid-dep=yes",
+        *options,
+    ]
     facts = {"plan": copies.keep_plan(folder), "script": copies.hash_of(read_text(script))}
-    facts |= {"constants": constants_of(read_plan(folder / "plan.json")).hash, "code": code.name if code else ""}
-    name, known, words = client.job_name(folder), ledger.job_ids(folder), [str(code)] if code else []
+    facts |= {
+        "constants": constants_of(read_plan(folder / "plan.json")).hash,
+        "code": code.name if code else "",
+    }
+    name, known, words = (
+        client.job_name(folder),
+        ledger.job_ids(folder),
+        [str(code)] if code else [],
+    )
     job = client.sbatch(script, *options, name=name, known=known, arguments=words)
     ledger.note(folder, "submitted", job, site=site, after=",".join(after), **facts)
     return job
 
 
 def cancel(folders: Iterable[Path]) -> list[str]:
-    """Cancel every job of the runs that has not ended; their ids. Raises ValueError where SLURM does not answer."""
+    """Cancel every job of the runs that has not ended; their ids. Raises ValueError where SLURM
+    does not answer.
+    """
     client.require_answer(
         "; nothing was cancelled: try again, or `touch RUN/stop`, with which a run saves and ends by itself"
     )
-    live = [(folder, s.id) for folder, states in states_of(folders).items() for s in states if not s.has_ended]
+    live = [
+        (folder, s.id)
+        for folder, states in states_of(folders).items()
+        for s in states
+        if not s.has_ended
+    ]
     client.cancel(job for _, job in live)
     for folder, job in live:
         ledger.note(folder, "cancelled", job)
@@ -161,8 +200,9 @@ def cancel(folders: Iterable[Path]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus(client.JobState):
-    """A run's current job, our status with its evidence, the training's progress, how many later jobs wait; nodes at
-    fault, as --exclude takes them."""
+    """A run's current job, our status with its evidence, the training's progress, how many later
+    jobs wait; nodes at fault, as --exclude takes them.
+    """
 
     run: str
     status: Status
@@ -179,7 +219,11 @@ class JobStatus(client.JobState):
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of `trilane slurm status`, in which the key of our status is `verdict`."""
-        return {"verdict" if name == "status" else name: v for name, v in as_json(self).items() if name != "name"}
+        return {
+            "verdict" if name == "status" else name: v
+            for name, v in as_json(self).items()
+            if name != "name"
+        }
 
     def line(self) -> str:
         """A line for the terminal."""
@@ -197,20 +241,34 @@ class JobTable(list[JobStatus], Table):
         return f"{len(self)} runs"
 
     def to_frame(self) -> DataFrame:
-        """A row a run: job, state (of SLURM), status, iteration of iterations, what it waits for, the evidence."""
+        """A row a run: job, state (of SLURM), status, iteration of iterations, what it waits for,
+        the evidence.
+        """
         columns: dict[str, str | Callable[[JobStatus], str]] = {"run": "run", "job": "id"}
-        columns |= {"state": lambda j: j.state if j.id else ""}  # of a run that was not submitted its status alone
-        columns |= {"status": lambda j: str(j.status), "iteration": "iteration", "iterations": "iterations"}
-        return frame_of(self, columns | {"waits for": "reason", "evidence": lambda j: short(j.evidence)})
+        columns |= {
+            "state": lambda j: j.state if j.id else ""
+        }  # of a run that was not submitted its status alone
+        columns |= {
+            "status": lambda j: str(j.status),
+            "iteration": "iteration",
+            "iterations": "iterations",
+        }
+        return frame_of(
+            self, columns | {"waits for": "reason", "evidence": lambda j: short(j.evidence)}
+        )
 
 
 def job_status(folders: Iterable[Path]) -> JobTable:
-    """The status of each run folder: of its job that runs, else of the next that waits, else of the last."""
+    """The status of each run folder: of its job that runs, else of the next that waits, else of the
+    last.
+    """
     return JobTable(_status(folder, states) for folder, states in states_of(folders).items())
 
 
 def _close(folder: Path, states: Sequence[client.JobState]) -> None:
-    """Record the ends that killed attempts could not; not where another process has the folder, or it is read only."""
+    """Record the ends that killed attempts could not; not where another process has the folder, or
+    it is read only.
+    """
     alive = {s.id for s in states if not s.has_ended and s.state != "PENDING"}
     if any(e["event"] == "started" and e["id"] not in alive for e in ledger.unended(folder)):
         with contextlib.suppress(ValueError, OSError), FolderLock([folder]).held(0.0):
@@ -218,9 +276,11 @@ def _close(folder: Path, states: Sequence[client.JobState]) -> None:
 
 
 def states_of(folders: Iterable[Path], must_ask: bool = False) -> dict[Path, list[client.JobState]]:
-    """The jobs of each run folder, oldest first: those of its ledger, and those that squeue has by their name.
+    """The jobs of each run folder, oldest first: those of its ledger, and those that squeue has by
+    their name.
 
-    Raises SlurmError where SLURM does not answer, unless no ledger has a job and it need not be asked.
+    Raises SlurmError where SLURM does not answer, unless no ledger has a job and it need not be
+    asked.
     """
     ids = {Path(folder): ledger.job_ids(Path(folder)) for folder in folders}
     of_slurm = [job for mine in ids.values() for job in mine if client.JOB_ID.fullmatch(job)]
@@ -251,7 +311,9 @@ def _status(folder: Path, states: Sequence[client.JobState]) -> JobStatus:
     live, begun = [s for s in states if not s.has_ended], ledger.events(folder, "started")[-1:]
     # one that is still COMPLETING, as on a node that has died, is not the one that runs now
     order = {"RUNNING": 0, "COMPLETING": 2, "PENDING": 3}
-    running = sorted(live, key=lambda s: (order.get(s.state, 1), s.id not in [e["id"] for e in begun]))
+    running = sorted(
+        live, key=lambda s: (order.get(s.state, 1), s.id not in [e["id"] for e in begun])
+    )
     none = client.JobState(id="", state="NOT SUBMITTED")
     current = next(iter(running), None) or _decisive(folder, states) or none
     try:
@@ -276,14 +338,18 @@ def _status(folder: Path, states: Sequence[client.JobState]) -> JobStatus:
 
 
 def _decisive(folder: Path, states: Sequence[client.JobState]) -> client.JobState | None:
-    """Of jobs that have ended the last that trained, or failed before it could; None where there is no job.
+    """Of jobs that have ended the last that trained, or failed before it could; None where there is
+    no job.
 
-    The later jobs of a chain only find that nothing is left to do, or are cancelled before they start.
+    The later jobs of a chain only find that nothing is left to do, or are cancelled before they
+    start.
     """
     began, refused = ledger.job_ids(folder, "started"), ledger.job_ids(folder, "refused")
     nothing = ("COMPLETED", "CANCELLED", client.FORGOTTEN)
     failed = [s.id for s in states if s.id not in refused and s.state not in nothing]
-    return next((s for s in reversed(states) if s.id in (*began, *failed)), states[-1] if states else None)
+    return next(
+        (s for s in reversed(states) if s.id in (*began, *failed)), states[-1] if states else None
+    )
 
 
 def _verdict(folder: Path, job: client.JobState) -> RunStatus:
@@ -291,27 +357,39 @@ def _verdict(folder: Path, job: client.JobState) -> RunStatus:
     written, of = known_status(folder), attempt.status_of
     if job.state == "NOT SUBMITTED":
         problem = status_problem(folder)
-        return of(Status.UNFINISHED, problem) if problem else written or of(Status.NOT_SUBMITTED, "")
+        return (
+            of(Status.UNFINISHED, problem) if problem else written or of(Status.NOT_SUBMITTED, "")
+        )
     if not job.has_ended:
         if job.state == "PENDING":
             return of(Status.WAITING, job.reason)
         text, nodes = pace.slowness(folder)
-        alarm = "; ".join(filter(None, (run_folder.not_finite(folder), storage.trouble(folder), text)))
+        alarm = "; ".join(
+            filter(None, (run_folder.not_finite(folder), storage.trouble(folder), text))
+        )
         running = of(Status.RUNNING, alarm or "".join(_tail(folder / "run.log", 1)))
         return replace(running, exclude=",".join(nodes))
-    # the files in the folder are of the last job that started, ended or was refused there; without such events in the
-    # ledger (a script written by hand) a failed job is assumed to have left none
+    # the files in the folder are of the last job that started, ended or was refused there; without
+    # such events in the ledger (a script written by hand) a failed job is assumed to have left none
     events = ledger.events(folder, "started", "ended", "refused")
     is_last = events[-1]["id"] == job.id if events else job.state != "FAILED"
     written = written if written and (is_last or written.status is Status.COMPLETED) else None
     known = attempt.REASONS.get(job.state)  # FAILED is none
     scheduler = of(known, f"SLURM: {job.state}") if known else None
     log = last_log(folder) if is_last and not written and not scheduler else None
-    return verdict(code=None, written=written, scheduler=scheduler, log=log, otherwise=_unexplained(folder, job))
+    return verdict(
+        code=None,
+        written=written,
+        scheduler=scheduler,
+        log=log,
+        otherwise=_unexplained(folder, job),
+    )
 
 
 def _unexplained(folder: Path, job: client.JobState) -> RunStatus:
-    """The end of a job for which neither its files nor SLURM give a reason: by its ledger, and what it printed."""
+    """The end of a job for which neither its files nor SLURM give a reason: by its ledger, and what
+    it printed.
+    """
     if job.state in ("COMPLETED", client.FORGOTTEN) and (done := attempt.finished(folder)):
         return attempt.status_of(Status.COMPLETED, done)
     ended = [e for e in ledger.events(folder, "ended") if e["id"] == job.id][-1:]
@@ -322,8 +400,14 @@ def _unexplained(folder: Path, job: client.JobState) -> RunStatus:
         return attempt.status_of(Status.STOPPED, refused[-1]["says"])
     printed = _output(folder, job.id)
     lines = [line.strip() for line in _tail(printed, 20) if line.strip()] if printed else []
-    evidence = f"{printed.name}: {lines[-1]}" if printed and lines else f"SLURM: {job.state}; the log gives no reason"
-    return attempt.status_of(Status.UNFINISHED if job.state == client.FORGOTTEN else Status.CRASHED, evidence)
+    evidence = (
+        f"{printed.name}: {lines[-1]}"
+        if printed and lines
+        else f"SLURM: {job.state}; the log gives no reason"
+    )
+    return attempt.status_of(
+        Status.UNFINISHED if job.state == client.FORGOTTEN else Status.CRASHED, evidence
+    )
 
 
 def _output(folder: Path, job: str) -> Path | None:
@@ -333,11 +417,16 @@ def _output(folder: Path, job: str) -> Path | None:
 
 
 def logs(folder: Path, lines: int = 20) -> list[str]:
-    """The last lines of a run's log, or of the output of its last job where this failed before it wrote a log.
+    """The last lines of a run's log, or of the output of its last job where this failed before it
+    wrote a log.
 
     Raises ValueError where there is neither.
     """
-    log, began, refused = folder / "run.log", ledger.job_ids(folder, "started"), ledger.job_ids(folder, "refused")
+    log, began, refused = (
+        folder / "run.log",
+        ledger.job_ids(folder, "started"),
+        ledger.job_ids(folder, "refused"),
+    )
     jobs = [job for job in ledger.job_ids(folder) if job not in refused and _output(folder, job)]
     if jobs and (jobs[-1] not in began or not log.exists()):
         log = _output(folder, jobs[-1]) or log
@@ -350,10 +439,11 @@ def _tail(path: Path, lines: int) -> list[str]:
 
 
 def watch(folders: Sequence[Path], every_s: float, seconds: float) -> Iterator[str]:
-    """A line for each change, until all runs have ended or `seconds` have passed; it polls every `every_s` seconds.
+    """A line for each change, until all runs have ended or `seconds` have passed; it polls every
+    `every_s` seconds.
 
-    While SLURM does not answer, one line reports it, and the polling goes on. A run that hangs ends itself, with that
-    reason.
+    While SLURM does not answer, one line reports it, and the polling goes on. A run that hangs ends
+    itself, with that reason.
     """
     end, is_away = time.monotonic() + seconds, False
     before = dict[Path, JobStatus]()
@@ -364,7 +454,9 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float) -> Iterator[s
             yield from ["SLURM answers again"] * is_away
             is_away = False
         except client.SlurmError as error:  # an update or a restart of the controller takes minutes
-            yield from [f"SLURM does not answer, asked again every {every_s:g} s: {error}"] * (not is_away)
+            yield from [f"SLURM does not answer, asked again every {every_s:g} s: {error}"] * (
+                not is_away
+            )
             is_away, found = True, before
         for folder, job in found.items():
             yield from _news(job, before.get(folder))
@@ -381,7 +473,9 @@ def _news(job: JobStatus, old: JobStatus | None) -> Iterator[str]:
     if old is None or (old.id, old.state, old.status) != (job.id, job.state, job.status):
         word, where = "DIED: " * job.has_failed, job.reason or job.nodes
         yield f"{job.run}: job {job.id} {job.state} {where}: {word}{job.status} {job.evidence}".rstrip()
-    elif job.exclude != old.exclude or (job.evidence != old.evidence and (_alarms(job) or _alarms(old))):
+    elif job.exclude != old.exclude or (
+        job.evidence != old.evidence and (_alarms(job) or _alarms(old))
+    ):
         yield f"{job.run}: {job.evidence}"
     elif old.iteration != job.iteration:
         yield f"{job.run}: iteration {job.iteration} of {job.iterations}"
@@ -392,9 +486,13 @@ def _alarms(job: JobStatus) -> bool:
 
 
 def hostfile(job: str, plan: Plan) -> str:
-    """The nodes of a running job as a hostfile of DeepSpeed and pdsh; ValueError where it does not run."""
+    """The nodes of a running job as a hostfile of DeepSpeed and pdsh; ValueError where it does not
+    run.
+    """
     client.require_answer()
     state = client.states([job])[job]
-    require(state.state in ("RUNNING", "COMPLETING"), "job", job, f"is {state.state}, and has no nodes")
+    require(
+        state.state in ("RUNNING", "COMPLETING"), "job", job, f"is {state.state}, and has no nodes"
+    )
     slots = min(plan.topology.gpus, plan.cluster.gpus_per_node)
     return "".join(f"{host} slots={slots}\n" for host in client.hostnames(state.nodes))

@@ -1,4 +1,6 @@
-"""Ledger: jobs.jsonl of a run folder, a line for each event of its jobs (submitted, started, ended, ...)."""
+"""Ledger: jobs.jsonl of a run folder, a line for each event of its jobs (submitted, started, ended,
+...).
+"""
 
 import json
 import time
@@ -10,7 +12,8 @@ from typing import Any
 from trilane.utils.files import append_line, json_lines, read_text
 
 NAME = "jobs.jsonl"
-# the fields that readers need of an event; a line that lacks one, as a crash or a hand may leave it, does not count
+# the fields that readers need of an event; a line that lacks one, as a crash or a hand may leave
+# it, does not count
 FIELDS: dict[str, dict[str, type]] = {
     "started": {"time": str, "nodes": str, "iteration": int},
     "ended": {"status": str, "evidence": str},
@@ -24,7 +27,12 @@ FIELDS: dict[str, dict[str, type]] = {
 
 def note(folder: Path, event: str, job: str, **facts: Any) -> None:
     """Append one event ("submitted", "started", "ended", "cancelled", ...) of a job."""
-    values = {"event": event, "id": job, "time": datetime.now(UTC).isoformat(timespec="seconds"), **facts}
+    values = {
+        "event": event,
+        "id": job,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        **facts,
+    }
     append_line(folder / NAME, json.dumps(values))
 
 
@@ -38,11 +46,18 @@ def _is_event(values: dict[str, Any]) -> bool:
     wanted = {"event": str, "id": str, **FIELDS.get(str(values.get("event")), {})}
     if not all(isinstance(values.get(name), kind) for name, kind in wanted.items()):
         return False
-    return all(isinstance(word, str) for name, kind in wanted.items() if kind is list for word in values[name])
+    return all(
+        isinstance(word, str)
+        for name, kind in wanted.items()
+        if kind is list
+        for word in values[name]
+    )
 
 
 def unended(folder: Path) -> list[dict[str, Any]]:
-    """The starts ("started", "replaced": with a spare) of jobs that have recorded no end since, by their order."""
+    """The starts ("started", "replaced": with a spare) of jobs that have recorded no end since, by
+    their order.
+    """
     found = list[dict[str, Any]]()
     for event in events(folder, "started", "ended", "replaced"):
         is_end = event["event"] == "ended"
@@ -64,7 +79,9 @@ def job_ids(folder: Path, kind: str = "submitted") -> list[str]:
 
 
 def age_s(event: Mapping[str, Any]) -> float:
-    """Seconds since the event, by this host's clock; 0 where another's is ahead, infinite where its time is damaged."""
+    """Seconds since the event, by this host's clock; 0 where another's is ahead, infinite where its
+    time is damaged.
+    """
     try:
         return max(0.0, time.time() - datetime.fromisoformat(str(event.get("time"))).timestamp())
     except (ValueError, OverflowError):

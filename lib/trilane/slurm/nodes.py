@@ -1,8 +1,8 @@
 """Nodes of a job: which of them train, and what happens when one fails.
 
-A failed node is recorded in the ledger, and the job uses it no more. The training starts again: on a spare
-node where the job has one, else once the job, requeued, has other nodes. The job itself probes its nodes, because SLURM
-notices a dead one only minutes later (SlurmdTimeout).
+A failed node is recorded in the ledger, and the job uses it no more. The training starts again: on
+a spare node where the job has one, else once the job, requeued, has other nodes. The job itself
+probes its nodes, because SLURM notices a dead one only minutes later (SlurmdTimeout).
 """
 
 import contextlib
@@ -27,7 +27,8 @@ from trilane.workspace.run_folder import iteration
 from trilane.workspace.status import RunStatus, Status, write_status
 
 Tester = Callable[[Sequence[str]], node_test.Findings]
-# what srun prints of tasks that failed, such as "srun: error: n7: tasks 0-3: Exited with exit code 1" (SLURM 22.05)
+# what srun prints of tasks that failed, such as "srun: error: n7: tasks 0-3: Exited with exit code
+# 1" (SLURM 22.05)
 FAILED_TASKS = re.compile(r"srun: error: ([\w.-]+): tasks? (\d+(?:[,-]\d+)*): ")
 
 
@@ -44,32 +45,43 @@ def job_nodes(env: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def choose(
-    nodes: Sequence[str], count: int, broken: Mapping[str, str], slow: Mapping[str, tuple[float, str]]
+    nodes: Sequence[str],
+    count: int,
+    broken: Mapping[str, str],
+    slow: Mapping[str, tuple[float, str]],
 ) -> tuple[list[str], dict[str, str]]:
-    """The first `count` nodes that are neither broken nor slow, else the least slow; and why others stay out.
+    """The first `count` nodes that are neither broken nor slow, else the least slow; and why others
+    stay out.
 
-    The first, because neighbours in the list are neighbours in the network. ValueError where too few are left.
+    The first, because neighbours in the list are neighbours in the network. ValueError where too
+    few are left.
     """
     left = [node for node in nodes if node not in broken]
     reasons = "; ".join(f"{node}: {reason}" for node, reason in broken.items())
     rule = f"the plan needs {count} nodes, and {len(left)} of the job's {len(nodes)} are left: {reasons}"
     require(len(left) >= count, "nodes", ",".join(left) or "none", rule)
     best = sorted(left, key=lambda node: -slow[node][0] if node in slow else -1.0)[:count]
-    return [n for n in nodes if n in best], {**broken, **{n: why for n, (_, why) in slow.items() if n not in best}}
+    return [n for n in nodes if n in best], {
+        **broken,
+        **{n: why for n, (_, why) in slow.items() if n not in best},
+    }
 
 
 def start_nodes(
     folder: Path, count: int, test: Tester | None, env: Mapping[str, str] = os.environ
 ) -> tuple[str, list[str]]:
-    """The nodes of the next start as a SLURM node list, and a line about each that is left out, also in run.log.
+    """The nodes of the next start as a SLURM node list, and a line about each that is left out,
+    also in run.log.
 
-    Where too few work, the attempt has ended as a node failure, the job is requeued, and ValueError names the nodes;
-    not requeued where all nodes are far below the cluster file.
+    Where too few work, the attempt has ended as a node failure, the job is requeued, and ValueError
+    names the nodes; not requeued where all nodes are far below the cluster file.
     """
     job, nodes = job_id(env), job_nodes(env)
     lost = dict.fromkeys(lost_nodes(folder, job), "has failed")
     left = [node for node in nodes if node not in lost]
-    found = _known(folder, job, lost) or (test(left) if test and len(left) > 1 else node_test.Findings())
+    found = _known(folder, job, lost) or (
+        test(left) if test and len(left) > 1 else node_test.Findings()
+    )
     _note_broken(folder, job, found.broken)
     if found.refused:  # other nodes of the cluster would be no better: no requeue
         _failed(folder, job, found.refused)
@@ -84,7 +96,11 @@ def start_nodes(
     ledger.note(folder, "nodes", job, chosen=chosen, left_out=left_out)
     lines = [*_recovery(folder, job), *(f"NODES {note}" for note in found.notes)]
     lines += [f"NODE {node} is left out: {reason}" for node, reason in left_out.items()]
-    lines += [f"NODE {n} is slow, and no spare is better: {found.slow[n][1]}" for n in chosen if n in found.slow]
+    lines += [
+        f"NODE {n} is slow, and no spare is better: {found.slow[n][1]}"
+        for n in chosen
+        if n in found.slow
+    ]
     with contextlib.suppress(OSError):  # a full disk
         for line in lines:
             append_line(folder / "run.log", line)
@@ -92,16 +108,22 @@ def start_nodes(
 
 
 def _known(folder: Path, job: str, lost: Collection[str]) -> node_test.Findings | None:
-    """After a plain death, what the test at the job's start found: another would cost a minute. Else None."""
+    """After a plain death, what the test at the job's start found: another would cost a minute.
+    Else None.
+    """
     replaced, chosen = (_of_allocation(folder, job, kind)[-1:] for kind in ("replaced", "nodes"))
     if not (replaced and replaced[0].get("tested") and chosen):
         return None
     # their share of the median is not in the ledger
-    return node_test.Findings(slow={n: (0.5, why) for n, why in chosen[0]["left_out"].items() if n not in lost})
+    return node_test.Findings(
+        slow={n: (0.5, why) for n, why in chosen[0]["left_out"].items() if n not in lost}
+    )
 
 
 def _recovery(folder: Path, job: str) -> list[str]:
-    """Where a spare has just taken a place: how long each phase took (s), in a line; START and the ranks follow it."""
+    """Where a spare has just taken a place: how long each phase took (s), in a line; START and the
+    ranks follow it.
+    """
     last = [e for e in ledger.events(folder, "ended", "replaced") if e["id"] == job][-2:]
     if [e["event"] for e in last] != ["ended", "replaced"]:
         return []
@@ -114,14 +136,19 @@ def _recovery(folder: Path, job: str) -> list[str]:
 
 
 def _note_broken(folder: Path, job: str, nodes: Iterable[str]) -> None:
-    """Record nodes of the job as failed: none of its later starts takes them. A later job of the run tests its own."""
+    """Record nodes of the job as failed: none of its later starts takes them. A later job of the
+    run tests its own.
+    """
     if names := list(nodes):
         ledger.note(folder, "node failure", job, nodes=names)
 
 
 def _failed(folder: Path, job: str, reason: str) -> None:
     """Record that the attempt ended by a node failure, outside of the training."""
-    write_status(folder, RunStatus(status=Status.NODE_FAILURE, evidence=reason, rank=None, exit_code=1, seconds=0.0))
+    write_status(
+        folder,
+        RunStatus(status=Status.NODE_FAILURE, evidence=reason, rank=None, exit_code=1, seconds=0.0),
+    )
     ledger.note(folder, "ended", job, status=Status.NODE_FAILURE, evidence=reason)
 
 
@@ -130,7 +157,8 @@ def handle_node_failure(
 ) -> RunStatus:
     """The outcome of an attempt; "node failure" where one of its nodes is the reason.
 
-    A spare takes its place (event "replaced"); else the job is requeued: SLURM itself requeues only what still runs.
+    A spare takes its place (event "replaced"); else the job is requeued: SLURM itself requeues only
+    what still runs.
     """
     if outcome.status is Status.STOPPED and f"by {pace.RESTART}" in outcome.evidence:
         return _replace_slow(folder, job, nodelist, outcome, test)
@@ -150,7 +178,9 @@ def handle_node_failure(
         if not faulty and test and len(nodes) > len(trained) > 0:
             faulty = dict(test(nodes).broken)
         _note_broken(folder, job, faulty)
-        if not set(faulty) & set(trained or nodes):  # a spare may have died: no reason for the training to fail
+        if not set(faulty) & set(
+            trained or nodes
+        ):  # a spare may have died: no reason for the training to fail
             return outcome
         reasons = "; ".join(f"{node} {why}" for node, why in faulty.items())
         evidence = f"{reasons}; the log: {outcome.evidence}"
@@ -158,14 +188,24 @@ def handle_node_failure(
         outcome = replace(outcome, status=status, evidence=evidence, exclude=",".join(faulty))
         write_status(folder, outcome)
         if trained and len(nodes) - len(faulty) >= len(trained):
-            ledger.note(folder, "replaced", job, nodes=list(faulty), iteration=iteration(folder), tested=dead)
+            ledger.note(
+                folder,
+                "replaced",
+                job,
+                nodes=list(faulty),
+                iteration=iteration(folder),
+                tested=dead,
+            )
         else:
             requeue(job, len(every), list(faulty) if test or reported else [])
     return outcome
 
 
-def _replace_slow(folder: Path, job: str, nodelist: str, outcome: RunStatus, test: Tester | None = None) -> RunStatus:
-    """Test the nodes of a run that saved and stopped itself because some made it slow, and have spares take over.
+def _replace_slow(
+    folder: Path, job: str, nodelist: str, outcome: RunStatus, test: Tester | None = None
+) -> RunStatus:
+    """Test the nodes of a run that saved and stopped itself because some made it slow, and have
+    spares take over.
 
     Where spares are too few, the nodes that do best in the test stay.
     """
@@ -190,14 +230,19 @@ def _replace_slow(folder: Path, job: str, nodelist: str, outcome: RunStatus, tes
 def only_dead_are_left(
     folder: Path, lines: Iterable[str], env: Mapping[str, str] = os.environ, within_s: float = 5.0
 ) -> bool:
-    """Whether a step waits for dead nodes alone: True as soon as every other node has reported that its tasks failed.
+    """Whether a step waits for dead nodes alone: True as soon as every other node has reported that
+    its tasks failed.
 
-    `lines` are srun's error messages as they come. At the first of a failed task, for which srun ends the step
-    (--kill-on-bad-exit), the nodes are probed, once. Where it is True, the dead are in the ledger. False at the end of
-    the lines: none was dead at the probe, or a task ended well, of which srun prints nothing; srun ended the step.
+    `lines` are srun's error messages as they come. At the first of a failed task, for which srun
+    ends the step (--kill-on-bad-exit), the nodes are probed, once. Where it is True, the dead are
+    in the ledger. False at the end of the lines: none was dead at the probe, or a task ended well,
+    of which srun prints nothing; srun ended the step.
     """
     job, ended, dead = job_id(env), dict[str, set[int]](), list[str]()
-    nodes, tasks = training_nodes(folder, job) or job_nodes(env), int(env.get("SLURM_NTASKS_PER_NODE") or 1)
+    nodes, tasks = (
+        training_nodes(folder, job) or job_nodes(env),
+        int(env.get("SLURM_NTASKS_PER_NODE") or 1),
+    )
     for node, ranges in (found.groups() for found in map(FAILED_TASKS.match, lines) if found):
         dead = dead if ended else unreachable(nodes, within_s)
         for first, _, last in (one.partition("-") for one in ranges.split(",")):
@@ -215,7 +260,9 @@ def goes_on(folder: Path, job: str) -> str:
 
 
 def _of_allocation(folder: Path, job: str, kind: str) -> list[dict[str, Any]]:
-    """The ledger's events since the job has its present nodes: requeued, it keeps its id and gets others."""
+    """The ledger's events since the job has its present nodes: requeued, it keeps its id and gets
+    others.
+    """
     events = [e for e in ledger.events(folder) if e["id"] == job]
     starts = [(i, e.get("restarts")) for i, e in enumerate(events) if e["event"] == "started"]
     first = next((i for i, restarts in starts if restarts == starts[-1][1]), len(events))
@@ -244,8 +291,9 @@ def exclude(job: str, nodes: Sequence[str]) -> None:
 def requeue(job: str, nodes: int, without: Sequence[str] = ()) -> bool:
     """Put the job back into the queue for `nodes` nodes, `without` those, if its script allows it.
 
-    SLURM ends the processes of the job at once, this one too: first by SIGTERM, and KillWait (30 s by default) later by
-    SIGKILL. In between the waiting job is changed: where a node has died under --no-kill, it asks for one fewer.
+    SLURM ends the processes of the job at once, this one too: first by SIGTERM, and KillWait (30 s
+    by default) later by SIGKILL. In between the waiting job is changed: where a node has died under
+    --no-kill, it asks for one fewer.
     """
     if _field(client.call(["scontrol", "show", "job", "-o", job]), "Requeue") != "1":
         return False
@@ -266,19 +314,25 @@ def _field(shown: str, name: str) -> str:
 
 
 def guard(folder: Path, every_s: float) -> None:
-    """Keep `guard_first_node` running on another node of the job, until this process is ended; on the first node."""
-    this = python("-m", "trilane", "slurm", "job", "guard", str(folder), "--every", f"{every_s:g}", "--here")
+    """Keep `guard_first_node` running on another node of the job, until this process is ended; on
+    the first node.
+    """
+    this = python(
+        "-m", "trilane", "slurm", "job", "guard", str(folder), "--every", f"{every_s:g}", "--here"
+    )
     for node in itertools.cycle(reversed(job_nodes()[1:])):
         if node not in lost_nodes(folder, job_id()):
-            run([*node_test.step([node]), *this])  # quietly: at the job's end SLURM reports that the step was cancelled
+            run(
+                [*node_test.step([node]), *this]
+            )  # quietly: at the job's end SLURM reports that the step was cancelled
         time.sleep(every_s)
 
 
 def guard_first_node(folder: Path, every_s: float) -> None:
     """Wait until SLURM has taken the job's first node from it, then requeue or cancel the job.
 
-    Under --no-kill SLURM would let the job hold its other nodes until its time limit, without the script, which ran on
-    the first: seen on SLURM 22.05.
+    Under --no-kill SLURM would let the job hold its other nodes until its time limit, without the
+    script, which ran on the first: seen on SLURM 22.05.
     """
     job, first, left = job_id(), "", list[str]()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # sent to all steps before the time limit
@@ -295,22 +349,32 @@ def guard_first_node(folder: Path, every_s: float) -> None:
 
 
 def _dead(folder: Path, job: str, nodes: Sequence[str]) -> list[str]:
-    """Of several nodes those found dead during the step, else those that SLURM took or whose slurmd does not answer."""
+    """Of several nodes those found dead during the step, else those that SLURM took or whose slurmd
+    does not answer.
+    """
     if len(nodes) < 2:
         return []
-    known = {node for event in _of_allocation(folder, job, "unreachable") for node in event["nodes"]}
+    known = {
+        node for event in _of_allocation(folder, job, "unreachable") for node in event["nodes"]
+    }
     if probed := [node for node in nodes if node in known]:
         return probed
-    left = client.hostnames(_field(client.call(["scontrol", "show", "job", "-o", job]), "NodeList")) or nodes
-    return [node for node in nodes if node not in left] + unreachable([node for node in nodes if node in left])
+    left = (
+        client.hostnames(_field(client.call(["scontrol", "show", "job", "-o", job]), "NodeList"))
+        or nodes
+    )
+    return [node for node in nodes if node not in left] + unreachable(
+        [node for node in nodes if node in left]
+    )
 
 
 def unreachable(nodes: Sequence[str], within_s: float = 5.0) -> list[str]:
-    """The nodes whose slurmd takes no TCP connection within so many seconds; for use inside the job.
+    """The nodes whose slurmd takes no TCP connection within so many seconds; for use inside the
+    job.
 
-    All at once, after one question to the controller, which may limit requests to 2 a second. A refusal is tried again:
-    slurmd may be restarting. Not found: a node that is frozen, whose kernel may still accept for it. Empty where none
-    accepts: then the network of this node is at fault.
+    All at once, after one question to the controller, which may limit requests to 2 a second. A
+    refusal is tried again: slurmd may be restarting. Not found: a node that is frozen, whose kernel
+    may still accept for it. Empty where none accepts: then the network of this node is at fault.
     """
     shown = client.call(["scontrol", "show", "node", "-o", ",".join(nodes)])
     usual = _field(re.sub(" += ", "=", client.call(["scontrol", "show", "config"])), "SlurmdPort")
@@ -322,11 +386,15 @@ def unreachable(nodes: Sequence[str], within_s: float = 5.0) -> list[str]:
         port = _field(line, "Port") or usual  # a node shows only a port of its own
         while (left := end - time.monotonic()) > 0:
             with contextlib.suppress(OSError, ValueError):
-                socket.create_connection((_field(line, "NodeAddr") or node, int(port)), left).close()
+                socket.create_connection(
+                    (_field(line, "NodeAddr") or node, int(port)), left
+                ).close()
                 return False
             time.sleep(0.5)
         return True
 
     with ThreadPoolExecutor(max(1, len(nodes))) as pool:
-        found = [node for node, is_dead in zip(nodes, pool.map(fails, nodes), strict=True) if is_dead]
+        found = [
+            node for node, is_dead in zip(nodes, pool.map(fails, nodes), strict=True) if is_dead
+        ]
     return found if len(found) < len(nodes) else []

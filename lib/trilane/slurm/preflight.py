@@ -1,4 +1,6 @@
-"""The pre-flight check of a job: what would fail or waste GPU hours, each finding with its rule and its remedy."""
+"""The pre-flight check of a job: what would fail or waste GPU hours, each finding with its rule and
+its remedy.
+"""
 
 import contextlib
 import difflib
@@ -25,10 +27,32 @@ from trilane.utils.validation import read_text, require_known
 from trilane.workspace.installation import checkout
 from trilane.workspace.prepared_corpora import existing_pair
 
-# Every rule of the check, as --allow takes them; an impossible value is refused under its own field's name.
+# Every rule of the check, as --allow takes them; an impossible value is refused under its own
+# field's name.
 NAMES = (
-    *("engine", "cluster", "nodes", "tp", "precision", "qos time", "qos gpus", "account", "memory", "trace"),
-    *("host memory", "time", "checkpoints", "script", "changes", "owner", "kill-on-bad-exit", "pipefail", "signal"),
+    *(
+        "engine",
+        "cluster",
+        "nodes",
+        "tp",
+        "precision",
+        "qos time",
+        "qos gpus",
+        "account",
+        "memory",
+        "trace",
+    ),
+    *(
+        "host memory",
+        "time",
+        "checkpoints",
+        "script",
+        "changes",
+        "owner",
+        "kill-on-bad-exit",
+        "pipefail",
+        "signal",
+    ),
     *("internet", "launcher", "container", "bash", "sbatch", "data", "corpus", "shared", "tokens"),
     *("epochs", "disk", "inodes", "run folder", "checkpoint", "gbs", "ramp", "tp x pp x dp", "pp"),
 )
@@ -59,7 +83,11 @@ def check_job(
         require_known("allow", name, {*NAMES, *(f.name for f in fields(JobRequest))})
     path = folder / SCRIPT
     try:
-        text = read_text(path, "script", 1 << 20) if path.exists() else render("train", plan, site, request)
+        text = (
+            read_text(path, "script", 1 << 20)
+            if path.exists()
+            else render("train", plan, site, request)
+        )
     except ValueError as error:
         return [of_error(error)]
     case = JobCheck(plan, site, request, folder, text)
@@ -82,12 +110,16 @@ def _findings(check: Callable[[JobCheck], list[Row]], case: JobCheck) -> Iterato
 
 
 def _off_cluster(found: Collection[JobFinding]) -> list[JobFinding]:
-    """The findings, those about a machine that is not the cluster in one: it says nothing about the cluster's."""
+    """The findings, those about a machine that is not the cluster in one: it says nothing about the
+    cluster's.
+    """
     local = ("data", "corpus", "container", "shared", "disk", "inodes")
     about = ", ".join(dict.fromkeys(f.rule for f in found if f.rule in local))
     message = "this machine is not the cluster (sbatch is not installed, or not configured): SLURM was not asked"
     message += f"; what this machine lacks ({about}) the cluster may have" if about else ""
-    one = JobFinding(level=WARNING, rule="sbatch", message=message, remedy="run the check on a login node")
+    one = JobFinding(
+        level=WARNING, rule="sbatch", message=message, remedy="run the check on a login node"
+    )
     return [*(f for f in found if f.rule not in (*local, "sbatch")), one]
 
 
@@ -110,13 +142,23 @@ def line(finding: JobFinding) -> str:
 
 def _starts_ranks(case: JobCheck) -> bool:
     """Whether srun starts the ranks directly, one task each."""
-    return re.search(r"^[^#\n]*(srun [^\n]*|exec python )-m trilane\.engine ", case.script, re.M) is not None
+    return (
+        re.search(r"^[^#\n]*(srun [^\n]*|exec python )-m trilane\.engine ", case.script, re.M)
+        is not None
+    )
 
 
 def resources(case: JobCheck) -> list[Row]:
-    """The script, which may have been written earlier or edited, asks for what the plan needs and for the options that
-    are given now: what it lacks, sbatch would choose."""
-    asked, used, k, given, rows = case.directives, case.gpus_per_node, case.spares, case.request.given(), list[Row]()
+    """The script, which may have been written earlier or edited, asks for what the plan needs and
+    for the options that are given now: what it lacks, sbatch would choose.
+    """
+    asked, used, k, given, rows = (
+        case.directives,
+        case.gpus_per_node,
+        case.spares,
+        case.request.given(),
+        list[Row](),
+    )
     gpus, tasks = case.plan.topology.gpus, used if _starts_ranks(case) else 1
     nodes = case.nodes + (case.request.spares if "spares" in given else k)
     remedy = f"edit {SCRIPT}, or write it again: `trilane slurm submit --rewrite --dry-run`"
@@ -128,13 +170,29 @@ def resources(case: JobCheck) -> list[Row]:
         (("cpus-per-task", "cpus-per-gpu", "exclusive"), "", True),
         (("constraint", "partition", "nodelist"), "", bool(case.site.constraint)),
     ]
-    options = ("account", "qos", "partition", "constraint", "reservation", "exclude", "time_limit", "mail")
+    options = (
+        "account",
+        "qos",
+        "partition",
+        "constraint",
+        "reservation",
+        "exclude",
+        "time_limit",
+        "mail",
+    )
     names = {"time_limit": "time", "mail": "mail-user"}
-    wanted += [((names.get(o, o),), str(getattr(case.request, o)), True) for o in options if o in given]
+    wanted += [
+        ((names.get(o, o),), str(getattr(case.request, o)), True) for o in options if o in given
+    ]
     for own, value, is_needed in [] if case.site.is_local else wanted:
         has = {name: asked[name] for name in own if name in asked}
-        differs = bool(value) and not all(_same(name, text, value, nodes) for name, text in has.items())
-        needed, shown = f"--{own[0]}={value or '...'}", ", ".join(f"--{name}={text}" for name, text in has.items())
+        differs = bool(value) and not all(
+            _same(name, text, value, nodes) for name, text in has.items()
+        )
+        needed, shown = (
+            f"--{own[0]}={value or '...'}",
+            ", ".join(f"--{name}={text}" for name, text in has.items()),
+        )
         text = f"{needed} is needed (for {gpus} GPUs and the options given), {SCRIPT} has {shown or 'none'}"
         rows.append((differs if has else is_needed, "script", REFUSAL, text, remedy))
     started = re.search(r"--nproc-per-node=(\d+)", case.script)
@@ -162,8 +220,13 @@ def traps(case: JobCheck) -> list[Row]:
     hides = "a pipe into tee without pipefail: a failed run counts as COMPLETED, and dependent jobs start"
     lost = "SIGUSR1 before the limit may reach only the launcher, which ignores it or ends: nothing is saved"
     # our torchrun; a shell with a trap of its own
-    handles = has(r"""^[^#\n]*(trilane\.engine\.torchrun|trap ["'][^"'\n]+["'] USR1)""") or _starts_ranks(case)
-    keeps, never = "srun --kill-on-bad-exit=1 --wait=15 ...", has("srun") and not has("--kill-on-bad-exit=1")
+    handles = has(
+        r"""^[^#\n]*(trilane\.engine\.torchrun|trap ["'][^"'\n]+["'] USR1)"""
+    ) or _starts_ranks(case)
+    keeps, never = (
+        "srun --kill-on-bad-exit=1 --wait=15 ...",
+        has("srun") and not has("--kill-on-bad-exit=1"),
+    )
     forward = "python -m trilane.engine.torchrun forwards it; or trap 'touch save' USR1"
     return [
         (never, "kill-on-bad-exit", REFUSAL, waits, keeps),
@@ -177,23 +240,43 @@ def internet(case: JobCheck) -> list[Row]:
     tokenizer, offline = case.plan.data.tokenizer, case.site.offline
     waits = "without HF_HUB_OFFLINE=1 Hugging Face libraries wait minutes for a connection that cannot be made"
     export = "export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1"
-    texts = [part for part in case.plan.data.parts if not existing_pair(str(case.folder / part.source))]
-    is_remote, remote = tokenizer != "bytes" and not Path(tokenizer).is_dir(), f"tokenizer {tokenizer} is not a folder"
+    texts = [
+        part for part in case.plan.data.parts if not existing_pair(str(case.folder / part.source))
+    ]
+    is_remote, remote = (
+        tokenizer != "bytes" and not Path(tokenizer).is_dir(),
+        f"tokenizer {tokenizer} is not a folder",
+    )
     return [
-        (texts and is_remote, "internet", REFUSAL, f"{remote} here", "download it first, and name its folder"),
+        (
+            texts and is_remote,
+            "internet",
+            REFUSAL,
+            f"{remote} here",
+            "download it first, and name its folder",
+        ),
         (offline and "HF_HUB_OFFLINE=1" not in case.script, "internet", WARNING, waits, export),
     ]
 
 
 def accepted(case: JobCheck) -> list[Row]:
-    """The container's image exists, bash can parse the script, and `sbatch --test-only` accepts it: partition,
-    constraint, account, QoS, node and GPU counts."""
+    """The container's image exists, bash can parse the script, and `sbatch --test-only` accepts it:
+    partition, constraint, account, QoS, node and GPU counts.
+    """
     image = case.site.image_file
     lacks, text = image and not Path(image).exists(), f"container_image={image}: no such file"
-    rows: list[Row] = [(lacks, "container", REFUSAL, text, "pull or build the image, or correct the site's file")]
+    rows: list[Row] = [
+        (lacks, "container", REFUSAL, text, "pull or build the image, or correct the site's file")
+    ]
     done = run(["bash", "-n"], input=case.script)
     rows.append(
-        (done.returncode, "bash", REFUSAL, f"script: {done.stderr.strip().partition(chr(10))[0]}", "correct it")
+        (
+            done.returncode,
+            "bash",
+            REFUSAL,
+            f"script: {done.stderr.strip().partition(chr(10))[0]}",
+            "correct it",
+        )
     )
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch", encoding="utf-8") as file:
         file.write(case.script)
@@ -208,15 +291,28 @@ def accepted(case: JobCheck) -> list[Row]:
 
 
 def owned(case: JobCheck) -> list[Row]:
-    """Nobody else decides what the job runs: whoever may write to the run folder may replace what is in it.
+    """Nobody else decides what the job runs: whoever may write to the run folder may replace what
+    is in it.
 
     Left out: access lists, and the folders above.
     """
-    paths = {"script": case.folder / SCRIPT, "plan": case.folder / "plan.json", "run folder": case.folder}
-    remedy = "read it, and copy what you want to a run folder of your own; or `chmod go-w` what is yours"
+    paths = {
+        "script": case.folder / SCRIPT,
+        "plan": case.folder / "plan.json",
+        "run folder": case.folder,
+    }
+    remedy = (
+        "read it, and copy what you want to a run folder of your own; or `chmod go-w` what is yours"
+    )
     found = [(name, path, _foreign(path.stat())) for name, path in paths.items() if path.exists()]
     return [
-        (why and not case.site.is_local, "owner", REFUSAL, f"{name}={path}: {why}; a job runs it in your name", remedy)
+        (
+            why and not case.site.is_local,
+            "owner",
+            REFUSAL,
+            f"{name}={path}: {why}; a job runs it in your name",
+            remedy,
+        )
         for name, path, why in found
     ]
 
@@ -236,25 +332,34 @@ def _foreign(stat: os.stat_result) -> str:
 
 
 def edited(case: JobCheck) -> list[Row]:
-    """The commands of job.sbatch are those that plan, site and options render; the difference is shown, and that of the
-    plan since its submission."""
+    """The commands of job.sbatch are those that plan, site and options render; the difference is
+    shown, and that of the plan since its submission.
+    """
     before = [e for e in ledger.events(case.folder, "submitted") if e.get("plan")]
     rows, wanted = list[Row](), case.script
     with contextlib.suppress(ValueError):  # a plan that has no script is refused by another rule
         spares = case.request.spares or case.spares
         wanted = render("train", case.plan, case.site, replace(case.request, spares=spares))
-    # lines as bash has them: a carriage return or U+2028 before a # would pass what follows as a comment
+    # lines as bash has them: a carriage return or U+2028 before a # would pass what follows as a
+    # comment
     path = case.folder / SCRIPT
     own = path.read_bytes().decode("utf-8-sig", "replace") if path.exists() else case.script
     both = (wanted.split("\n"), own.split("\n"))
     lines = [*difflib.unified_diff(*both, "rendered", SCRIPT, n=0, lineterm="")]
-    # options are other rules', but for files and variables (by their beginnings); a quote in a comment may end a text
+    # options are other rules', but for files and variables (by their beginnings); a quote in a
+    # comment may end a text
     option = r"#SBATCH.*\s-([A-Za-z]*[ioeD]|-in|-ou|-er|-exp|-ch|-ge)"
     command = re.compile(rf"[+-](\s*(#!|[^\s#])|.*[\"'`\\]|{option})")
-    is_command = any(command.match(line) or not line.replace("\t", " ").isprintable() for line in lines[2:])
+    is_command = any(
+        command.match(line) or not line.replace("\t", " ").isprintable() for line in lines[2:]
+    )
     more = [f"... {len(lines) - 20} lines more"] * (len(lines) > 20)
     text = "\n".join(
-        [f"script={SCRIPT}: is not what plan, site and options render", *(line[:160] for line in lines[:20]), *more]
+        [
+            f"script={SCRIPT}: is not what plan, site and options render",
+            *(line[:160] for line in lines[:20]),
+            *more,
+        ]
     )
     remedy = "give the options it was written with, or --rewrite, or --accept-changes"
     is_shown = bool(lines) and not case.site.is_local
@@ -267,22 +372,32 @@ def edited(case: JobCheck) -> list[Row]:
 
 
 def installed(case: JobCheck) -> list[Row]:
-    """What the job's environment has beside megatron-core, where it is a folder that can be seen here.
+    """What the job's environment has beside megatron-core, where it is a folder that can be seen
+    here.
 
-    Left out: containers, and an environment that takes packages of its system, which a module may bring on the nodes.
+    Left out: containers, and an environment that takes packages of its system, which a module may
+    bring on the nodes.
     """
     folder = Path(case.request.environment or checkout() or sys.prefix)
     folder = folder / ".venv" if not case.request.environment and checkout() else folder
     packages = [str(place) for place in folder.glob("lib/python3*/site-packages")]
     settings = folder / "pyvenv.cfg"
-    is_open = settings.is_file() and "include-system-site-packages = true" in settings.read_text(errors="replace")
+    is_open = settings.is_file() and "include-system-site-packages = true" in settings.read_text(
+        errors="replace"
+    )
     if case.site.container or not packages or is_open:
         return []
-    return [*triton(folder, packages), *transformer_engine(case, packages), *resiliency(case, folder, packages)]
+    return [
+        *triton(folder, packages),
+        *transformer_engine(case, packages),
+        *resiliency(case, folder, packages),
+    ]
 
 
 def triton(folder: Path, packages: list[str]) -> list[Row]:
-    """megatron-core imports it from 0.18 on and does not require it: each rank would end in a traceback."""
+    """megatron-core imports it from 0.18 on and does not require it: each rank would end in a
+    traceback.
+    """
     core = installed_version("megatron-core", packages)
     lacks = imports_triton(core) and not installed_version("triton", packages)
     text = f"triton=missing: megatron-core {core} in {folder} imports it"
@@ -298,30 +413,51 @@ def transformer_engine(case: JobCheck, packages: list[str]) -> list[Row]:
 
 
 def resiliency(case: JobCheck, folder: Path, packages: list[str]) -> list[Row]:
-    """nvidia-resiliency-ext: ft_launcher needs it, megatron-core may fail beside it, and its wheels from 0.5 on are for
-    glibc 2.39 (pip takes 0.4.1 without it).
+    """nvidia-resiliency-ext: ft_launcher needs it, megatron-core may fail beside it, and its wheels
+    from 0.5 on are for glibc 2.39 (pip takes 0.4.1 without it).
     """
     name = "nvidia-resiliency-ext"
     found = next(iter(distributions(name=name, path=packages)), None)
     starts = "--ft-" in case.script
     if not found:
-        text, remedy = f"launcher=ft_launcher: needs {name} in {folder}", f"{install_command('resiliency')}, there"
+        text, remedy = (
+            f"launcher=ft_launcher: needs {name} in {folder}",
+            f"{install_command('resiliency')}, there",
+        )
         return [(starts, "launcher", REFUSAL, text, remedy)]
     # the tag of PEP 600; a wheel for a newer glibc comes from another machine, as its Python may
-    wanted = max(map(int, re.findall(r"manylinux_2_(\d+)", found.read_text("WHEEL") or "")), default=0)
+    wanted = max(
+        map(int, re.findall(r"manylinux_2_(\d+)", found.read_text("WHEEL") or "")), default=0
+    )
     libc, version = platform.libc_ver()
     here = int(version.split(".")[1]) if libc == "glibc" else wanted
     text = f"{name}={found.version}: {folder} has its wheel for glibc 2.{wanted}, this machine has 2.{here}"
     misfit = version_misfit(name, packages)
-    remedy = f"from 0.5 on it needs glibc 2.39 (here: 2.{here}); uninstalled, --launcher torchrun trains"
+    remedy = (
+        f"from 0.5 on it needs glibc 2.39 (here: 2.{here}); uninstalled, --launcher torchrun trains"
+    )
     return [
         (misfit, "launcher", REFUSAL, misfit, remedy),
-        (starts and here < wanted, "launcher", WARNING, text, "install it on this machine, or use a container"),
+        (
+            starts and here < wanted,
+            "launcher",
+            WARNING,
+            text,
+            "install it on this machine, or use a container",
+        ),
     ]
 
 
 CHECKS = (
-    *(checks.nodes, checks.limits, checks.memory, checks.traced, checks.data, checks.storage, checks.time),
+    *(
+        checks.nodes,
+        checks.limits,
+        checks.memory,
+        checks.traced,
+        checks.data,
+        checks.storage,
+        checks.time,
+    ),
     *(checks.interval, checks.warning, checks.purpose, resources, traps, internet, accepted),
     *(owned, edited, installed),
 )

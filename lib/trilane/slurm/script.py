@@ -1,4 +1,6 @@
-"""Job scripts: a template of slurm_templates/ rendered for a plan, a site and a request; #SBATCH lines read back."""
+"""Job scripts: a template of slurm_templates/ rendered for a plan, a site and a request; #SBATCH
+lines read back.
+"""
 
 import json
 import re
@@ -28,17 +30,22 @@ SCRIPT = "job.sbatch"
 def render(name: str, plan: Plan, site: Site, request: JobRequest) -> str:
     """The sbatch script of template `name`.
 
-    Raises ValueError for a value that bash or sbatch would interpret, an option that the template does not use or sets
-    itself, a partition that the site does not have, and GPUs that do not fill their nodes.
+    Raises ValueError for a value that bash or sbatch would interpret, an option that the template
+    does not use or sets itself, a partition that the site does not have, and GPUs that do not fill
+    their nodes.
     """
     require_known("template", name, NAMES)
     text, wanted = _filled(name, blanks(name, plan, site, request))
     # a template may ignore those that concern the environment, the time or the training alone
     ignored = {"signal_s", "requeue", "launcher", "launch_blocking", "nccl_debug", "preflight"}
     for option in {*request.given()} - ignored - {"environment", "time_limit"}:
-        require(option in wanted, option, getattr(request, option), f"template {name} does not use it")
+        require(
+            option in wanted, option, getattr(request, option), f"template {name} does not use it"
+        )
     if site.sbatch or site.srun or site.env:
-        own, _ = _filled(name, blanks(name, plan, replace(site, sbatch={}, srun=(), env={}), request))
+        own, _ = _filled(
+            name, blanks(name, plan, replace(site, sbatch={}, srun=(), env={}), request)
+        )
         _require_once(own, site)
     return text
 
@@ -46,8 +53,13 @@ def render(name: str, plan: Plan, site: Site, request: JobRequest) -> str:
 def _require_once(own: str, site: Site) -> None:
     """ValueError where the site sets what the script itself sets: the last would count."""
     # SLURM lets an option be abbreviated; its own binding a site may replace
-    options, variables = re.findall(r"--(?!cpu-bind)([a-z][a-z-]+)", own), re.findall(r"\b([A-Z_]+)=", own)
-    for field, word in [("sbatch", f"--{name}") for name in site.sbatch] + [("srun", word) for word in site.srun]:
+    options, variables = (
+        re.findall(r"--(?!cpu-bind)([a-z][a-z-]+)", own),
+        re.findall(r"\b([A-Z_]+)=", own),
+    )
+    for field, word in [("sbatch", f"--{name}") for name in site.sbatch] + [
+        ("srun", word) for word in site.srun
+    ]:
         known = [one for one in options if one.startswith(word[2:].partition("=")[0])]
         rule = f"the script sets --{known[0] if known else ''} itself; use the site's or the job's own field"
         require(not known, f"site.{field}", word, rule)
@@ -55,16 +67,25 @@ def _require_once(own: str, site: Site) -> None:
         require(name not in variables, "site.env", name, "is set by the script itself")
 
 
-def files(plan: Plan, site: Site, request: JobRequest, beside: Mapping[str, Any] | None = None) -> dict[str, str]:
+def files(
+    plan: Plan, site: Site, request: JobRequest, beside: Mapping[str, Any] | None = None
+) -> dict[str, str]:
     """A run folder's files by name: plan.json and job.sbatch.
 
-    `beside` is what plan.json has beside the plan's own fields: its prediction, and the constants that made it.
+    `beside` is what plan.json has beside the plan's own fields: its prediction, and the constants
+    that made it.
     """
     values = {**plan.to_json(), **(beside or {})}
     return {"plan.json": json.dumps(values, indent=1), SCRIPT: render("train", plan, site, request)}
 
 
-def write(folder: Path, plan: Plan, site: Site, request: JobRequest, beside: Mapping[str, Any] | None = None) -> None:
+def write(
+    folder: Path,
+    plan: Plan,
+    site: Site,
+    request: JobRequest,
+    beside: Mapping[str, Any] | None = None,
+) -> None:
     """Write a run folder with its files()."""
     for name, text in files(plan, site, request, beside).items():
         write_text(folder / name, text)
@@ -83,10 +104,16 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest) -> dict[str, 
         require_known("partition", request.partition, site.partitions)
     require_spares(request.spares, nodes, cluster)
     require_form("word", "label", plan.label)
-    one_each = name == "bench" or (request.launcher == "srun" and name == "train")  # a task for each GPU
+    one_each = name == "bench" or (
+        request.launcher == "srun" and name == "train"
+    )  # a task for each GPU
     # Jean Zay bills and binds by cores: a share of a node's GPUs gets the same share of its cores
     cores = max(1, cluster.cores_per_node * used // cluster.gpus_per_node)
-    each, is_cpu, srun = max(1, cores // used), cluster.gpu.kind == "cpu", srun_arguments(site, request.launcher)
+    each, is_cpu, srun = (
+        max(1, cores // used),
+        cluster.gpu.kind == "cpu",
+        srun_arguments(site, request.launcher),
+    )
     root, environment = checkout(), request.environment
     own = str(root / ".venv") if root else sys.prefix
     values = vars(site) | vars(request)
@@ -111,7 +138,9 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest) -> dict[str, 
         "setup": [quoted(f"site.setup, line {n}", line) for n, line in enumerate(site.setup, 1)],
         "site_name": quoted("site.name", site.name),
         "image": quoted("site.container_image", site.image_file) if site.image_file else "",
-        "sbatch": [f"{option}={value}" if value else option for option, value in site.sbatch.items()],
+        "sbatch": [
+            f"{option}={value}" if value else option for option, value in site.sbatch.items()
+        ],
         "stage_folder": re.sub(r"\$\{?(\w+)\}?", r"${\1:-}", site.stage_env),
         "srun_args": srun,
         "requeue": "requeue" if request.requeue else "no-requeue",
@@ -126,28 +155,43 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest) -> dict[str, 
         # a service partition has neither the nodes nor the QoS of the training
         asked = JobRequest() if site.service_partition else request
         values |= {"partition": request.partition or site.service_partition, "qos": asked.qos}
-        values |= {"constraint": asked.constraint, "nodes": 1, "tasks_per_node": 1, "cores_per_task": 1}
+        values |= {
+            "constraint": asked.constraint,
+            "nodes": 1,
+            "tasks_per_node": 1,
+            "cores_per_task": 1,
+        }
     return values
 
 
 def srun_arguments(site: Site, launcher: str) -> str:
-    """What the scripts give srun beyond their own options, each quoted for bash and followed by a blank; "" for none.
+    """What the scripts give srun beyond their own options, each quoted for bash and followed by a
+    blank; "" for none.
 
     With Apptainer the string ends in its command, so that what follows runs inside the image.
     """
     words = [shlex.quote(word) for word in site.srun]
     # one task for each GPU is bound to its own cores, and so to the NUMA node that they are on
-    if launcher == "srun" and not any(word.startswith(("--cpu-bind", "--cpu_bind")) for word in site.srun):
+    if launcher == "srun" and not any(
+        word.startswith(("--cpu-bind", "--cpu_bind")) for word in site.srun
+    ):
         words.append("--cpu-bind=cores")
     image, mounts = shlex.quote(site.container_image), site.container_mounts
     if site.container == "pyxis":
         every = "".join(f",{shlex.quote(m if ':' in m else f'{m}:{m}')}" for m in mounts)
-        code = '${TRILANE_CODE:+",$TRILANE_CODE:$TRILANE_CODE"}'  # the frozen code, which may lie in another folder
+        # the frozen code, which may lie in another folder
+        code = '${TRILANE_CODE:+",$TRILANE_CODE:$TRILANE_CODE"}'
         own = f'--container-mounts="$PWD:$PWD"{code}{every}'
         words += [f"--container-image={image}", own, '--container-workdir="$PWD"']
     elif site.container:
         own = '--bind "$PWD" --pwd "$PWD" ${TRILANE_CODE:+--bind "$TRILANE_CODE"}'
-        words += [site.container, "exec --nv", own, *(f"--bind {shlex.quote(m)}" for m in mounts), image]
+        words += [
+            site.container,
+            "exec --nv",
+            own,
+            *(f"--bind {shlex.quote(m)}" for m in mounts),
+            image,
+        ]
     return "".join(f"{word} " for word in words)
 
 
@@ -199,15 +243,22 @@ def _filled(name: str, values: Mapping[str, Any]) -> tuple[str, set[str]]:
 
 
 def directives(script: str) -> dict[str, str]:
-    """The #SBATCH options of a script by their long names, "" for one without a value; of duplicates the last.
+    """The #SBATCH options of a script by their long names, "" for one without a value; of
+    duplicates the last.
 
-    As sbatch does, it reads up to the first line that is not a comment. Raises ValueError for an unclosed quote. Left
-    out: abbreviated long names, which sbatch accepts where they are unique.
+    As sbatch does, it reads up to the first line that is not a comment. Raises ValueError for an
+    unclosed quote. Left out: abbreviated long names, which sbatch accepts where they are unique.
     """
     names = "account constraint job-name nodes ntasks partition qos time nodelist exclude output error array"
-    long = dict(zip("ACJNnpqtwxoeacdGD", f"{names} cpus-per-task dependency gpus chdir".split(), strict=True))
+    long = dict(
+        zip(
+            "ACJNnpqtwxoeacdGD", f"{names} cpus-per-task dependency gpus chdir".split(), strict=True
+        )
+    )
     found: dict[str, str] = {}
-    comments = takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), script.splitlines())
+    comments = takewhile(
+        lambda line: not line.strip() or line.lstrip().startswith("#"), script.splitlines()
+    )
     for line in [line.removeprefix("#SBATCH") for line in comments if re.match(r"#SBATCH\s", line)]:
         try:
             words = shlex.split(line, comments=True)
@@ -226,6 +277,10 @@ def directives(script: str) -> dict[str, str]:
 
 
 def gres_gpus(gres: str) -> int:
-    """The number of GPUs in a --gres value: 8 in "gpu:8", "gpu:a100:8" or "gpu:a100:8,nvme:1", 1 in "gpu"."""
-    counts = [re.search(r":(\d+)$", part) for part in gres.split(",") if part.split(":")[0] == "gpu"]
+    """The number of GPUs in a --gres value: 8 in "gpu:8", "gpu:a100:8" or "gpu:a100:8,nvme:1", 1 in
+    "gpu".
+    """
+    counts = [
+        re.search(r":(\d+)$", part) for part in gres.split(",") if part.split(":")[0] == "gpu"
+    ]
     return sum(int(count[1]) if count else 1 for count in counts)

@@ -1,4 +1,6 @@
-"""Site: one SLURM cluster's partitions, QoS and rules, from data/sites/ or a JSON file; JobRequest: a job's options."""
+"""Site: one SLURM cluster's partitions, QoS and rules, from data/sites/ or a JSON file; JobRequest:
+a job's options.
+"""
 
 import math
 import os
@@ -21,8 +23,9 @@ from trilane.utils.validation import (
     shipped_json,
 )
 
-# Names that end, or have a part that ends, with one of the words, but for those of files and of InfiniBand's partition
-# keys (NCCL_IB_PKEY), unless the value is read where the job runs; a proxy's password. TOKENIZERS_PARALLELISM is none.
+# Names that end, or have a part that ends, with one of the words, but for those of files and of
+# InfiniBand's partition keys (NCCL_IB_PKEY), unless the value is read where the job runs; a proxy's
+# password. TOKENIZERS_PARALLELISM is none.
 SECRET = re.compile(
     r"""(?<!-)\b(\w*(?<!P)(?:KEY|TOKEN|SECRETS?|PASSW(?:OR)?D|PASSPHRASE|CREDENTIALS?)(?:_(?!FILE|PATH|DIR)\w+)?)="""
     r"""(?!["']?\$|["']?$)|://[^/@\s]+:[^/@\s]+@""",
@@ -31,7 +34,8 @@ SECRET = re.compile(
 
 
 def require_form(form: str, name: str, text: str) -> None:
-    """Raise ValueError unless `text`, one line, has that form of data/forms.json: a pattern, and it in words.
+    """Raise ValueError unless `text`, one line, has that form of data/forms.json: a pattern, and it
+    in words.
 
     None holds what bash or sbatch would interpret.
     """
@@ -41,11 +45,17 @@ def require_form(form: str, name: str, text: str) -> None:
 
 
 def _require_rules(values: Any, prefix: str = "") -> None:
-    """ValueError for the first field that breaks the rule in its metadata; an empty text is one that is not given."""
+    """ValueError for the first field that breaks the rule in its metadata; an empty text is one
+    that is not given.
+    """
     check(values, prefix)
     for f in fields(values):
         value, rules = getattr(values, f.name), f.metadata
-        for text in (value if isinstance(value, tuple) else (value,) if value else ()) if "form" in rules else ():
+        for text in (
+            (value if isinstance(value, tuple) else (value,) if value else ())
+            if "form" in rules
+            else ()
+        ):
             require_form(rules["form"], prefix + f.name, text)
 
 
@@ -68,26 +78,50 @@ class Site:
 
     name: str = option(help="its name")
     cluster: str = option("", "name or file of its nodes' cluster; else the plan's own")
-    partition: str = option("", "`--partition`, where constraint or account do not select it", form="word")
-    partitions: tuple[str, ...] = option((), "partitions that exist, where they are known", form="word")
+    partition: str = option(
+        "", "`--partition`, where constraint or account do not select it", form="word"
+    )
+    partitions: tuple[str, ...] = option(
+        (), "partitions that exist, where they are known", form="word"
+    )
     service_partition: str = option("", "where a job of one core prepares a corpus", form="word")
-    constraint: str = option("", "`--constraint`: features of the nodes, such as `gpu&hbm80g`", form="constraint")
-    account_ending: str = option("", "what accounts for these nodes end with, such as `@a100`", form="ending")
+    constraint: str = option(
+        "", "`--constraint`: features of the nodes, such as `gpu&hbm80g`", form="constraint"
+    )
+    account_ending: str = option(
+        "", "what accounts for these nodes end with, such as `@a100`", form="ending"
+    )
     modules: tuple[str, ...] = option((), "modules to load, in order", form="word")
     qos: tuple[Qos, ...] = option((), "qualities of service, see below")
     default_qos: str = option("", "the one that a job gets if it names none")
     offline: bool = option(False, "whether compute nodes have no internet")
     local: tuple[str, ...] = option(("/tmp", "/dev/shm"), "folders that each node has for itself")
-    env: dict[str, str] = option(dict, 'variables of every job, such as `{"NCCL_SOCKET_IFNAME": "ib0"}`')
-    setup: tuple[str, ...] = option((), "lines of shell, in order; the first that fails ends the job with its number")
-    host_suffix: str = option("", "ends a node's name on the network where processes meet", form="ending")
-    sbatch: dict[str, str] = option(dict, 'further options of a training: `{"mem": "0", "exclusive": ""}`')
-    srun: tuple[str, ...] = option((), 'further arguments of `srun`: `["--mpi=none"]`', form="srun option")
+    env: dict[str, str] = option(
+        dict, 'variables of every job, such as `{"NCCL_SOCKET_IFNAME": "ib0"}`'
+    )
+    setup: tuple[str, ...] = option(
+        (), "lines of shell, in order; the first that fails ends the job with its number"
+    )
+    host_suffix: str = option(
+        "", "ends a node's name on the network where processes meet", form="ending"
+    )
+    sbatch: dict[str, str] = option(
+        dict, 'further options of a training: `{"mem": "0", "exclusive": ""}`'
+    )
+    srun: tuple[str, ...] = option(
+        (), 'further arguments of `srun`: `["--mpi=none"]`', form="srun option"
+    )
     gpu_option: str = option("gres", "how GPUs are requested", choices=("gres", "gpus-per-node"))
     gpu_type: str = option("", "their type there: `a100` gives `--gres=gpu:a100:4`", form="type")
-    stage_env: str = option("", "a folder of each node to which it copies Python's environment", form="node folder")
-    container: str = option("", "runs container_image", choices=("", "pyxis", "apptainer", "singularity"))
-    container_image: str = option("", "an absolute path, or an address such as `docker://...`", form="image")
+    stage_env: str = option(
+        "", "a folder of each node to which it copies Python's environment", form="node folder"
+    )
+    container: str = option(
+        "", "runs container_image", choices=("", "pyxis", "apptainer", "singularity")
+    )
+    container_image: str = option(
+        "", "an absolute path, or an address such as `docker://...`", form="image"
+    )
     container_mounts: tuple[str, ...] = option((), "folders that the container sees", form="mount")
     sources: dict[str, str] = option(dict, "where each value comes from")
 
@@ -105,23 +139,44 @@ class Site:
         self._require_words()
         kind, image = self.container, self.container_image
         require(not kind or bool(image), "site.container", kind, "needs container_image")
-        for name, value in {"container_image": image, "container_mounts": ", ".join(self.container_mounts)}.items():
+        for name, value in {
+            "container_image": image,
+            "container_mounts": ", ".join(self.container_mounts),
+        }.items():
             rule = "needs container, one of pyxis, apptainer, singularity"
             require(bool(kind) or not value, f"site.{name}", value, rule)
         is_one = not (self.stage_env and image)
-        require(is_one, "site.stage_env", self.stage_env, "contradicts container_image: it is one file")
+        require(
+            is_one, "site.stage_env", self.stage_env, "contradicts container_image: it is one file"
+        )
 
     def _require_words(self) -> None:
         """ValueError for variables, shell lines and options that are none."""
-        texts = {"env": [f"{name}={value}" for name, value in self.env.items()], "setup": self.setup}
-        texts |= {"sbatch": [f"{name}={value}" for name, value in self.sbatch.items()], "srun": self.srun}
+        texts = {
+            "env": [f"{name}={value}" for name, value in self.env.items()],
+            "setup": self.setup,
+        }
+        texts |= {
+            "sbatch": [f"{name}={value}" for name, value in self.sbatch.items()],
+            "srun": self.srun,
+        }
         way = "looks like a secret, in files that others read: write `export NAME=...` to a file of mode 600 "
         way += "in $HOME, and `source` it in a line of setup"
         for field, text in [(field, text) for field, own in texts.items() for text in own]:
             if found := SECRET.search(text[:4000]):  # its value is in no message
                 require(False, f"site.{field}", found[1] or "password in an address", way)
         # bash's own, which end the script; a line of setup may extend the paths
-        own = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "IFS", "UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS")
+        own = (
+            "PATH",
+            "PYTHONPATH",
+            "PYTHONSAFEPATH",
+            "IFS",
+            "UID",
+            "EUID",
+            "PPID",
+            "SHELLOPTS",
+            "BASHOPTS",
+        )
         rule = "is set by the script, by bash or by SLURM; extend a path in a line of setup"
         for name, value in self.env.items():
             require_form("variable", "site.env", name)
@@ -144,7 +199,9 @@ class Site:
 
     @property
     def image_file(self) -> str:
-        """The path of the container image, "" where there is none or the image comes from a registry."""
+        """The path of the container image, "" where there is none or the image comes from a
+        registry.
+        """
         return self.container_image if self.container_image.startswith("/") else ""
 
     @property
@@ -159,15 +216,23 @@ class Site:
 
 def catalogue() -> list[str]:
     """Names of the sites that are part of trilane."""
-    return sorted(p.name.removesuffix(".json") for p in resources.files("trilane").joinpath("data/sites").iterdir())
+    return sorted(
+        p.name.removesuffix(".json")
+        for p in resources.files("trilane").joinpath("data/sites").iterdir()
+    )
 
 
 def site(name_or_path: str) -> Site:
-    """The site of that name, or of the JSON file at that path; ValueError lists the known names, the nearest first."""
+    """The site of that name, or of the JSON file at that path; ValueError lists the known names,
+    the nearest first.
+    """
     path, own = Path(name_or_path), {"file": os.path.abspath(name_or_path)}
     if path.suffix != ".json":
         require_known("site", name_or_path, catalogue())
-        path, own = Path(str(resources.files("trilane").joinpath(f"data/sites/{name_or_path}.json"))), {}
+        path, own = (
+            Path(str(resources.files("trilane").joinpath(f"data/sites/{name_or_path}.json"))),
+            {},
+        )
     found = from_mapping(Site, read_json(path, "site"), "site")
     nodes = found.cluster
     if nodes.endswith(".json"):  # relative to the site's own file
@@ -176,14 +241,17 @@ def site(name_or_path: str) -> Site:
 
 
 def seconds_of(time_limit: str) -> float:
-    """A time limit in seconds, in any form that sbatch accepts; infinite for no limit. ValueError for other forms.
+    """A time limit in seconds, in any form that sbatch accepts; infinite for no limit. ValueError
+    for other forms.
 
-    MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES and DAYS-HOURS:MINUTES:SECONDS;
-    zero, UNLIMITED and INFINITE are no limit (man sbatch, --time).
+    MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES and
+    DAYS-HOURS:MINUTES:SECONDS; zero, UNLIMITED and INFINITE are no limit (man sbatch, --time).
     """
     if time_limit.upper() in ("UNLIMITED", "INFINITE"):
         return math.inf
-    found = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", time_limit, re.ASCII)
+    found = re.fullmatch(
+        r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", time_limit, re.ASCII
+    )
     rule = "must be a time in a form of sbatch: 20:00:00, 1-12:00:00, 1-12, or 120 (minutes)"
     require(found is not None, "time_limit", repr(time_limit), rule)
     days, *given = found.groups() if found else ()
@@ -210,17 +278,27 @@ class JobRequest(Brief):
     exclude: str = option("", "nodes that a job avoids, such as gpu[1-3],gpu7", form="nodes")
     mail: str = option("", "address to which SLURM mails ends, failures and requeues", form="word")
     comment: str = option("", "a comment of yours on the job", form="comment")
-    signal_s: int = option(300, "seconds before the time limit at which a checkpoint is saved", minimum=0)
+    signal_s: int = option(
+        300, "seconds before the time limit at which a checkpoint is saved", minimum=0
+    )
     requeue: bool = option(True, "whether SLURM starts the job again when a node fails")
     launcher: str = option(
         "torchrun",
         "what starts a node's processes; srun: each as a task on cores of its own",
         choices=("torchrun", "srun", "ft_launcher"),
     )
-    launch_blocking: bool = option(False, "CUDA_LAUNCH_BLOCKING=1, which kept a hang of BigScience's from recurring")
-    nccl_debug: str = option("WARN", "what NCCL prints", choices=("VERSION", "WARN", "INFO", "TRACE"))
-    environment: str = option("", "a venv's folder, or conda:NAME, instead of the repository's .venv")
-    spares: int = option(0, "nodes more than the plan's, which take the place of those that fail", minimum=0)
+    launch_blocking: bool = option(
+        False, "CUDA_LAUNCH_BLOCKING=1, which kept a hang of BigScience's from recurring"
+    )
+    nccl_debug: str = option(
+        "WARN", "what NCCL prints", choices=("VERSION", "WARN", "INFO", "TRACE")
+    )
+    environment: str = option(
+        "", "a venv's folder, or conda:NAME, instead of the repository's .venv"
+    )
+    spares: int = option(
+        0, "nodes more than the plan's, which take the place of those that fail", minimum=0
+    )
     preflight: bool = option(True, "whether the nodes of a job are tested before they train")
 
     def __post_init__(self) -> None:
@@ -230,7 +308,9 @@ class JobRequest(Brief):
             require_form("word", "environment", self.environment.removeprefix("conda:"))
         elif self.environment:
             # the script runs in another folder, and bash does not expand a quoted ~
-            object.__setattr__(self, "environment", os.path.abspath(os.path.expanduser(self.environment)))
+            object.__setattr__(
+                self, "environment", os.path.abspath(os.path.expanduser(self.environment))
+            )
         is_long = 60 <= seconds_of(self.time_limit) < math.inf
         require(is_long, "time_limit", self.time_limit, "must be a minute or more")
         rule = f"must be less than time_limit={self.time_limit}"

@@ -1,5 +1,6 @@
-"""Run folders of several plans: of the best of a study's search, which are checked, priced, started and followed, and
-of a table of plans (a sweep)."""
+"""Run folders of several plans: of the best of a study's search, which are checked, priced, started
+and followed, and of a table of plans (a sweep).
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -30,7 +31,9 @@ from trilane.workspace.study import Study
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """One plan with its prediction as in plans.json, why it was chosen, and its folder, completed before or not."""
+    """One plan with its prediction as in plans.json, why it was chosen, and its folder, completed
+    before or not.
+    """
 
     plan: Plan
     prediction: Mapping[str, Any]
@@ -41,8 +44,9 @@ class StudyRun:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRuns(Table):
-    """The runs of a study for one site and one request; as a table, the plans, their costs without starts and saves (in
-    jobs of one time limit each), and why they were chosen."""
+    """The runs of a study for one site and one request; as a table, the plans, their costs without
+    starts and saves (in jobs of one time limit each), and why they were chosen.
+    """
 
     digits = 4
     study: Study
@@ -56,13 +60,26 @@ class StudyRuns(Table):
         return [run.folder for run in self.rows]
 
     def to_frame(self) -> DataFrame:
-        """A row a plan: label, id, gpus, the predicted sec_per_it, hours, gpu_hours, jobs, and why it was chosen."""
+        """A row a plan: label, id, gpus, the predicted sec_per_it, hours, gpu_hours, jobs, and why
+        it was chosen.
+        """
         rows = []
         for run in self.rows:
             gpus, seconds = run.plan.topology.gpus, run.prediction["sec_per_it"]
             hours = run.plan.run.goal * seconds / 3600
             jobs_needed = math.ceil(hours * 3600 / self.request.time_limit_s)
-            rows.append((run.plan.label, run.plan.id, gpus, seconds, hours, hours * gpus, jobs_needed, run.reason))
+            rows.append(
+                (
+                    run.plan.label,
+                    run.plan.id,
+                    gpus,
+                    seconds,
+                    hours,
+                    hours * gpus,
+                    jobs_needed,
+                    run.reason,
+                )
+            )
         heads = ("label", "id", "gpus", "sec_per_it", "hours", "gpu_hours", "jobs", "why")
         return Columns.of_rows(heads, rows).to_frame()
 
@@ -90,10 +107,16 @@ class StudyRuns(Table):
             about = "all" if len(found) == checked > 1 else ", ".join(name for name, _ in found)
             rows.append((about, f.level, f.rule, f.message, f.remedy))
         heads = ("plans", "level", "rule", "finding", "remedy")
-        return Columns.of_rows(heads, rows) if rows else Columns({"plans": ["all"], "finding": ["nothing found"]})
+        return (
+            Columns.of_rows(heads, rows)
+            if rows
+            else Columns({"plans": ["all"], "finding": ["nothing found"]})
+        )
 
     def start(self, wanted: bool) -> Columns:
-        """Train here (site `local`) or submit the runs neither completed nor active; none where one is refused."""
+        """Train here (site `local`) or submit the runs neither completed nor active; none where one
+        is refused.
+        """
         refused = not self.site.is_local and any(f.level == REFUSAL for _, f in self.findings)
         dry_run = "not started: the check refuses a run" if refused else "not started: dry run"
         is_go = wanted and not refused
@@ -105,7 +128,11 @@ class StudyRuns(Table):
         if run.is_completed:
             return "completed before"
         try:
-            return _train_here(run.folder) if self.site.is_local else jobs.submit(run.folder, self.site, self.request)
+            return (
+                _train_here(run.folder)
+                if self.site.is_local
+                else jobs.submit(run.folder, self.site, self.request)
+            )
         except jobs.ActiveJob as error:
             return f"has job {', '.join(error.args[1])} already"
 
@@ -114,7 +141,9 @@ class StudyRuns(Table):
         return jobs.job_status(self.folders)
 
     def summary(self) -> Text:
-        """How many runs are completed, and the commands for the others; RuntimeError where one has failed."""
+        """How many runs are completed, and the commands for the others; RuntimeError where one has
+        failed.
+        """
         found, name = self.status(), self.study.name
         for job in (job for job in found if job.has_failed):
             raise RuntimeError(f"{job.run} did not complete: {job.evidence}")
@@ -122,10 +151,10 @@ class StudyRuns(Table):
         if done == len(found):
             what = f"{self.rows[0].plan.run.goal} iterations" if self.rows else "nothing"
             where = self.study.folder / "runs"
-            return Text.of("**All {} plans trained** for {}; their logs are in {:code}.", done, what, where)
-        text = (
-            "**{} of {} plans have trained to the end.** {:code} shows the others, {:code} submits those that were not."
-        )
+            return Text.of(
+                "**All {} plans trained** for {}; their logs are in {:code}.", done, what, where
+            )
+        text = "**{} of {} plans have trained to the end.** {:code} shows the others, {:code} submits those that were not."
         shows, submits = f"trilane slurm status {name}", f"trilane slurm submit {name} --site ..."
         return Text.of(text, done, len(found), shows, submits)
 
@@ -139,7 +168,9 @@ def _train_here(folder: Path) -> str:
 
 
 def script_site(site: Site) -> Site:
-    """The site of the job script in a run folder: at site `local` no script is needed, but a generic one is written."""
+    """The site of the job script in a run folder: at site `local` no script is needed, but a
+    generic one is written.
+    """
     return sites.site("generic") if site.is_local else site
 
 
@@ -156,18 +187,21 @@ def prepare_runs(
     lr: float = 6e-4,
     **run: Any,
 ) -> StudyRuns:
-    """Write the run folders of the `count` best plans in the study's plans.json, for the site of that name or file.
+    """Write the run folders of the `count` best plans in the study's plans.json, for the site of
+    that name or file.
 
         prepare_runs(Study.open("demo"), "jean-zay-a100", JobRequest(account="xyz@a100")).check()
 
-    `control` adds the first other plan with tensor and pipeline parallelism, `engine` replaces that of the search, and
-    `run` are fields of Run. The learning rate decays as a cosine to a tenth of `lr`. Raises ValueError for an
-    impossible plan.
+    `control` adds the first other plan with tensor and pipeline parallelism, `engine` replaces that
+    of the search, and `run` are fields of Run. The learning rate decays as a cosine to a tenth of
+    `lr`. Raises ValueError for an impossible plan.
     """
     where, plans = sites.site(site), study.plans()
     found = study.load("plans.json", "02_topology")
     entries = found["plans"]
-    both = (i for i, p in enumerate(plans[count:], count) if p.topology.tp > 1 and p.topology.pp > 1)
+    both = (
+        i for i, p in enumerate(plans[count:], count) if p.topology.tp > 1 and p.topology.pp > 1
+    )
     chosen = [*range(len(plans[:count])), *(list(both)[:1] if control else [])]
     rows = []
     data = Data(source=corpus, tokenizer=tokenizer, folder=str(outputs_root() / "data"))
@@ -183,9 +217,13 @@ def prepare_runs(
 
 
 def _trained(searched: Plan, engine: str, data: Data, lr: float, run: Run) -> Plan:
-    """The plan of a search with data, a learning rate that decays as a cosine to a tenth, and a length; by `engine`."""
+    """The plan of a search with data, a learning rate that decays as a cosine to a tenth, and a
+    length; by `engine`.
+    """
     gbs = searched.topology.gbs
-    optimizer = Optimizer(lr=lr, min_lr=lr / 10, warmup_samples=10 * gbs, decay_samples=run.train_iters * gbs)
+    optimizer = Optimizer(
+        lr=lr, min_lr=lr / 10, warmup_samples=10 * gbs, decay_samples=run.train_iters * gbs
+    )
     label = searched.label
     if engine != searched.engine:
         label = label_of(searched.shape, searched.cluster, searched.topology, engine)
@@ -193,7 +231,9 @@ def _trained(searched: Plan, engine: str, data: Data, lr: float, run: Run) -> Pl
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
-    """Plans, with predictions if given: of `trilane plan search --json`, of 02_topology's plans.json, or a list."""
+    """Plans, with predictions if given: of `trilane plan search --json`, of 02_topology's
+    plans.json, or a list.
+    """
     values = read_json(path, "plans")
     plans = values.get("plans") if isinstance(values, dict) else values
     ok = isinstance(plans, list) and bool(plans) and all(isinstance(plan, dict) for plan in plans)
@@ -201,9 +241,12 @@ def read_plans(path: Path) -> list[dict[str, Any]]:
     return list(plans or [])
 
 
-def create_sweep(folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, request: JobRequest) -> list[Path]:
-    """Write the run folder runs/LABEL of each plan; the folders. ValueError, and nothing is written, where one exists
-    or two plans have the same label."""
+def create_sweep(
+    folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, request: JobRequest
+) -> list[Path]:
+    """Write the run folder runs/LABEL of each plan; the folders. ValueError, and nothing is
+    written, where one exists or two plans have the same label.
+    """
     made = dict[Path, tuple[Any, ...]]()
     for values in plans:
         plan = plan_from_json(dict(values))

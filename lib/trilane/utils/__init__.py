@@ -1,1 +1,3 @@
-"""Validation, atomic files, processes that die with their parent, progress bars. Imports nothing of trilane."""
+"""Validation, atomic files, processes that die with their parent, progress bars. Imports nothing of
+trilane.
+"""

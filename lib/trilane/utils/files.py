@@ -1,4 +1,6 @@
-"""Files that other processes read while they are written: atomic replacement, kept versions, appended lines."""
+"""Files that other processes read while they are written: atomic replacement, kept versions,
+appended lines.
+"""
 
 import contextlib
 import errno
@@ -18,7 +20,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 
 
 def read_text(path: Path, last: int = 0) -> str:
-    """The text of a file, of its `last` bytes where that is given; "" where it is missing, ValueError for a folder."""
+    """The text of a file, of its `last` bytes where that is given; "" where it is missing,
+    ValueError for a folder.
+    """
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - last) if last else 0)
@@ -31,7 +35,9 @@ def read_text(path: Path, last: int = 0) -> str:
 
 
 def json_lines(text: str) -> list[dict[str, Any]]:
-    """The JSON objects in the lines of a text; lines that a killed process or a crash damaged are skipped."""
+    """The JSON objects in the lines of a text; lines that a killed process or a crash damaged are
+    skipped.
+    """
     return [values for line in text.split("\n") if (values := json_object(line)) is not None]
 
 
@@ -46,13 +52,19 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 def natural(name: str) -> list[tuple[int, int, str]]:
     """Sort key by which the numbers in names count: node2 before node10."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]
+    return [
+        (0, int(part), "") if part.isdecimal() else (1, 0, part)
+        for part in re.split(r"(\d+)", name)
+    ]
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line in one write, and fsync; a last line that a killed process left half-written stays a line alone."""
+    """Append a line in one write, and fsync; a last line that a killed process left half-written
+    stays a line alone.
+    """
     with path.open("ab+", buffering=0) as file:
-        # O_APPEND is atomic on a local file system and on Lustre, not on NFS; a Lustre may have no locks
+        # O_APPEND is atomic on a local file system and on Lustre, not on NFS; a Lustre may have no
+        # locks
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         end = file.seek(0, os.SEEK_END)
@@ -64,10 +76,12 @@ def append_line(path: Path, line: str) -> None:
 
 
 class Appended(io.RawIOBase):
-    """A file, or the stream of a descriptor, that outlasts a full disk: Appended(path, print).write(b"line").
+    """A file, or the stream of a descriptor, that outlasts a full disk: Appended(path,
+    print).write(b"line").
 
-    What the disk refuses waits in memory, and is written with the next piece that it takes; in a file nothing is ever
-    in halves. `report` receives a line when writing fails and when it works again. Any other OSError is raised.
+    What the disk refuses waits in memory, and is written with the next piece that it takes; in a
+    file nothing is ever in halves. `report` receives a line when writing fails and when it works
+    again. Any other OSError is raised.
     """
 
     def __init__(self, file: Path | int, report: Callable[[str], None] = lambda text: None):
@@ -85,7 +99,9 @@ class Appended(io.RawIOBase):
         self.waiting += bytes(data)
         before, self._problem = self._problem, self._write()
         if self._problem and not before:
-            self._report(f"{self.name} cannot be written ({self._problem}); training continues, its lines wait")
+            self._report(
+                f"{self.name} cannot be written ({self._problem}); training continues, its lines wait"
+            )
         elif before and not self._problem:
             self._report(f"{self.name} can be written again")
         return len(data)
@@ -107,16 +123,22 @@ class Appended(io.RawIOBase):
 
 
 def patient_text(handle: int) -> io.TextIOWrapper:
-    """A text stream of whole lines for a file descriptor, such as 1 or 2, that outlasts a full disk."""
-    return io.TextIOWrapper(Appended(handle), "utf-8", "backslashreplace", line_buffering=True, write_through=True)
+    """A text stream of whole lines for a file descriptor, such as 1 or 2, that outlasts a full
+    disk.
+    """
+    return io.TextIOWrapper(
+        Appended(handle), "utf-8", "backslashreplace", line_buffering=True, write_through=True
+    )
 
 
 def replace_text(path: Path, text: str) -> Path:
     """Replace `path` by a file that holds `text`: nobody sees half of it, also after a crash.
 
-    It is on the disk when this returns. Where that fails (a full disk) the old file stays, and nothing else is left.
+    It is on the disk when this returns. Where that fails (a full disk) the old file stays, and
+    nothing else is left.
     """
-    # Random, since processes of several hosts, whose ids can be equal, may write the same file at once.
+    # Random, since processes of several hosts, whose ids can be equal, may write the same file at
+    # once.
     aside = path.with_name(f".{path.name[:150]}.{secrets.token_hex(6)}")
     try:
         with aside.open("w", encoding="utf-8") as file:
@@ -132,7 +154,9 @@ def replace_text(path: Path, text: str) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write to the disk what was created, renamed or removed in `folder`; nothing where a file system cannot."""
+    """Write to the disk what was created, renamed or removed in `folder`; nothing where a file
+    system cannot.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -142,9 +166,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def numbered(folder: Path, prefix: str, make: Callable[[Path], object]) -> Path:
-    """The path PREFIX1, PREFIX2, ... of `folder` after all that are there, at which `make` created a file or folder."""
+    """The path PREFIX1, PREFIX2, ... of `folder` after all that are there, at which `make` created
+    a file or folder.
+    """
     folder.mkdir(exist_ok=True)
-    names = [path.name.removeprefix(prefix) for path in folder.iterdir() if path.name.startswith(prefix)]
+    names = [
+        path.name.removeprefix(prefix) for path in folder.iterdir() if path.name.startswith(prefix)
+    ]
     number = 1 + max((int(name) for name in names if name.isdecimal()), default=0)
     while True:
         try:
@@ -155,7 +183,9 @@ def numbered(folder: Path, prefix: str, make: Callable[[Path], object]) -> Path:
 
 
 def set_aside(path: Path) -> None:
-    """Keep a copy of the file at `path`, if there is one: earlier/NAME.1, .2, ...; a folder in its place is moved."""
+    """Keep a copy of the file at `path`, if there is one: earlier/NAME.1, .2, ...; a folder in its
+    place is moved.
+    """
 
     def keep(target: Path) -> None:
         if path.is_dir():
@@ -171,7 +201,9 @@ def set_aside(path: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder that gets the name `out` once the block has written all of it; of a failure nothing stays."""
+    """A folder that gets the name `out` once the block has written all of it; of a failure nothing
+    stays.
+    """
     if out.exists():
         raise ValueError(f"out={out}: exists")
     aside = out.with_name(f".{out.name}.{secrets.token_hex(4)}")

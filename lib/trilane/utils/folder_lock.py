@@ -14,22 +14,30 @@ from flufl.lock import Lock, LockState, NotLockedError, TimeOutError
 
 
 class FolderLock:
-    """A lock on folders for the processes of all hosts that share them: `with FolderLock([folder]).held(20):`.
+    """A lock on folders for the processes of all hosts that share them: `with
+    FolderLock([folder]).held(20):`.
 
-    The lock is the file `name` in the folder, made by link(2), which is atomic on local file systems, NFS and Lustre
-    (flufl.lock, of GNU Mailman). A holder that was killed loses it at once to a process of its host, and a minute after
-    its last sign of life to one of another host, whose clock may be 10 s ahead. Hosts need different names.
+    The lock is the file `name` in the folder, made by link(2), which is atomic on local file
+    systems, NFS and Lustre (flufl.lock, of GNU Mailman). A holder that was killed loses it at once
+    to a process of its host, and a minute after its last sign of life to one of another host, whose
+    clock may be 10 s ahead. Hosts need different names.
     """
 
-    def __init__(self, folders: Iterable[Path], name: str = "run.lock", field: str = "run folder") -> None:
+    def __init__(
+        self, folders: Iterable[Path], name: str = "run.lock", field: str = "run folder"
+    ) -> None:
         """`field` names the subject of the error of a process that waits too long."""
         self._field = field
-        paths = sorted({folder.resolve() / name for folder in folders})  # one order: no two wait for each other
+        paths = sorted(
+            {folder.resolve() / name for folder in folders}
+        )  # one order: no two wait for each other
         self._locks = [_Lock(path) for path in paths]
 
     @contextlib.contextmanager
     def held(self, patience_s: float) -> Iterator["FolderLock"]:
-        """Hold the lock of each folder; ValueError that names the holder where one is not free in `patience_s`."""
+        """Hold the lock of each folder; ValueError that names the holder where one is not free in
+        `patience_s`.
+        """
         end, ended = time.monotonic() + patience_s, threading.Event()
         threading.Thread(target=self._refresh, args=(ended,), daemon=True).start()
         try:
@@ -58,13 +66,16 @@ class FolderLock:
                     raise ValueError(f"{self._field}={folder}: {rule}")
                 time.sleep(0.2)
         except OSError as error:
-            raise ValueError(f"{self._field}={folder}: cannot be locked: {error.strerror}") from None
+            raise ValueError(
+                f"{self._field}={folder}: cannot be locked: {error.strerror}"
+            ) from None
 
 
 class _Lock(Lock):
     def __init__(self, path: Path) -> None:
         super().__init__(str(path), lifetime=60, separator="\x1f")  # in no path
-        # flufl.lock 10 asks for the address's name, which /etc/hosts often gives as localhost, on every node
+        # flufl.lock 10 asks for the address's name, which /etc/hosts often gives as localhost, on
+        # every node
         self._hostname = platform.node()
         self._set_claimfile()
 
@@ -77,8 +88,13 @@ def _holder(lock: Lock) -> str:
 
 
 def _release_dead(lock: Lock) -> None:
-    """Remove the lock of a holder that has died; flock on its very file lets one do so of several that find it."""
-    with contextlib.suppress(FileNotFoundError, PermissionError), open(lock.lockfile, "rb+") as file:
+    """Remove the lock of a holder that has died; flock on its very file lets one do so of several
+    that find it.
+    """
+    with (
+        contextlib.suppress(FileNotFoundError, PermissionError),
+        open(lock.lockfile, "rb+") as file,
+    ):
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         late_s = (datetime.now() - lock.expiration).total_seconds()

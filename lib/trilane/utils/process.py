@@ -1,4 +1,6 @@
-"""Child processes: how every one starts, ends with its parent even when that is killed, and keeps a promised port."""
+"""Child processes: how every one starts, ends with its parent even when that is killed, and keeps a
+promised port.
+"""
 
 import contextlib
 import ctypes
@@ -24,11 +26,14 @@ from urllib.parse import unquote
 
 Child = subprocess.Popen[bytes]
 Lines: TypeAlias = "queue.SimpleQueue[str]"
-PARENT = "TRILANE_PARENT_PID"  # in the environment, because the parent may end before its child asks
+PARENT = (
+    "TRILANE_PARENT_PID"  # in the environment, because the parent may end before its child asks
+)
 
 
 def python(*arguments: str, program: str = sys.executable) -> list[str]:
-    """The command `python ARGUMENTS`, also for srun: run(python("-m", "trilane", "--version")).stdout.
+    """The command `python ARGUMENTS`, also for srun: run(python("-m", "trilane",
+    "--version")).stdout.
 
     Where it would run an engine here, ModuleNotFoundError if torch, of the extra `train`, is
     missing, and ValueError if megatron-core lacks triton.
@@ -42,20 +47,22 @@ def python(*arguments: str, program: str = sys.executable) -> list[str]:
         if imports_triton(installed) and find_spec("triton") is None:
             rule = f"megatron-core {installed} imports it: pip install triton"
             raise ValueError(f"triton=missing: {rule}")
-    # Without -P Python puts the current folder first in sys.path, and runs a colleague's `json.py` in place of its own.
+    # Without -P Python puts the current folder first in sys.path, and runs a colleague's `json.py`
+    # in place of its own.
     return [program, "-P", *arguments]
 
 
 def imports_triton(megatron: str) -> bool:
-    """Whether this release of megatron-core imports triton: from 0.18 on. It does not require it, and a CPU build of
-    torch has none.
+    """Whether this release of megatron-core imports triton: from 0.18 on. It does not require it,
+    and a CPU build of torch has none.
     """
     numbers = re.match(r"(\d+)\.(\d+)", megatron)
     return numbers is not None and (int(numbers[1]), int(numbers[2])) >= (0, 18)
 
 
 def install_command(extra: str) -> str:
-    """The command that installs this trilane, which no index has, with an extra: by the clone it came from.
+    """The command that installs this trilane, which no index has, with an extra: by the clone it
+    came from.
 
     That clone is where this file lies, or else where pip found it (PyPA's direct_url.json).
     """
@@ -63,7 +70,9 @@ def install_command(extra: str) -> str:
     if not (clone / "pyproject.toml").is_file():
         option = ""
         with contextlib.suppress(PackageNotFoundError):
-            origin = json.loads(distribution("trilane").read_text("direct_url.json") or "{}").get("url", "")
+            origin = json.loads(distribution("trilane").read_text("direct_url.json") or "{}").get(
+                "url", ""
+            )
             clone = Path(unquote(origin.removeprefix("file://")))
     if clone.is_absolute() and (clone / "pyproject.toml").is_file():
         return f"pip install {option}{shlex.quote(f'{clone}[{extra}]')}"
@@ -71,16 +80,25 @@ def install_command(extra: str) -> str:
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of every child: this process's with these changes, and safe in whatever folder it starts.
+    """The environment of every child: this process's with these changes, and safe in whatever
+    folder it starts.
 
     Left out: a folder that is searched by its absolute path, which the user chose.
     """
-    found = {**os.environ, **(changes or {}), "PYTHONSAFEPATH": "1"}  # as -P, also for the workers that a child starts
+    found = {
+        **os.environ,
+        **(changes or {}),
+        "PYTHONSAFEPATH": "1",
+    }  # as -P, also for the workers that a child starts
     for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH"):
-        # An empty entry, as PYTHONPATH=$PYTHONPATH:/x leaves it, and a relative one are searched in the current folder.
-        if kept := [place for place in found.pop(name, "").split(os.pathsep) if os.path.isabs(place)]:
+        # An empty entry, as PYTHONPATH=$PYTHONPATH:/x leaves it, and a relative one are searched in
+        # the current folder.
+        if kept := [
+            place for place in found.pop(name, "").split(os.pathsep) if os.path.isabs(place)
+        ]:
             found[name] = os.pathsep.join(kept)
-    # A socket's path has at most 107 bytes (man 7 unix); multiprocessing, torch and Jupyter add up to 34 to TMPDIR.
+    # A socket's path has at most 107 bytes (man 7 unix); multiprocessing, torch and Jupyter add up
+    # to 34 to TMPDIR.
     if len(os.fsencode(found.get("TMPDIR", ""))) > 70:
         found["TMPDIR"] = "/tmp"  # in which each makes a folder that its user alone may use
     return found
@@ -94,21 +112,34 @@ def adopt_environment() -> None:
 
 
 def start(command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> Child:
-    """The command as a child that runs; `env` are changes of its environment. It reads no terminal, unless told so."""
-    return subprocess.Popen(command, env=environment(env), **{"stdin": subprocess.DEVNULL, **options})
+    """The command as a child that runs; `env` are changes of its environment. It reads no terminal,
+    unless told so.
+    """
+    return subprocess.Popen(
+        command, env=environment(env), **{"stdin": subprocess.DEVNULL, **options}
+    )
 
 
 def run(
-    command: Sequence[str], env: Mapping[str, str] | None = None, *, within_s: float | None = None, **options: Any
+    command: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    *,
+    within_s: float | None = None,
+    **options: Any,
 ) -> "subprocess.CompletedProcess[str]":
-    """The command's output, once it has ended; its returncode is 124 where it took too long, 127 where it cannot start,
-    as of timeout(1) and a shell, with the reason in stderr."""
+    """The command's output, once it has ended; its returncode is 124 where it took too long, 127
+    where it cannot start, as of timeout(1) and a shell, with the reason in stderr.
+    """
     options |= {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
     options |= {} if "input" in options else {"stdin": subprocess.DEVNULL}
     try:
-        return subprocess.run(command, env=environment(env), timeout=within_s, check=False, **options)
+        return subprocess.run(
+            command, env=environment(env), timeout=within_s, check=False, **options
+        )
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 124, "", f"{command[0]}: timed out: nothing within {within_s:g} s")
+        return subprocess.CompletedProcess(
+            command, 124, "", f"{command[0]}: timed out: nothing within {within_s:g} s"
+        )
     except OSError as error:
         return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {error.strerror}")
 
@@ -126,9 +157,11 @@ def context(method: str) -> Any:
 
 
 def end_forks_by_kill() -> None:
-    """Let what a library forks from this process die with it, and by SIGKILL where the library ends it.
+    """Let what a library forks from this process die with it, and by SIGKILL where the library ends
+    it.
 
-    The monitors of ranks inherit the signals that this process blocks, and must: SLURM sends them to every process.
+    The monitors of ranks inherit the signals that this process blocks, and must: SLURM sends them
+    to every process.
     """
     process = multiprocessing.process.BaseProcess
     process.terminate = process.kill  # type: ignore[method-assign]
@@ -155,7 +188,12 @@ def dialogue(
 
     It ends with its input; 5 s later by SIGTERM.
     """
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    options = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
     child: Any = start(command, env, errors="replace", bufsize=1, **options)
     lines: Lines = queue.SimpleQueue()
     every = map(lines.put, itertools.chain(child.stdout, [""]))
@@ -186,7 +224,8 @@ def die_with_parent() -> None:
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let the kernel send this process signal `number` when its parent, of id `parent`, ends; on Linux.
+    """Let the kernel send this process signal `number` when its parent, of id `parent`, ends; on
+    Linux.
 
     Where it has ended already, this process is killed at once.
     """
@@ -197,9 +236,11 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def allow_open_files(most: int = 65_536) -> None:
-    """Raise this process's limit of open files, and its children's, to `most` where the hard limit allows it."""
-    # The first node keeps a connection to each rank and node of a run: with 1,024, a common limit, 128 nodes of 8 GPUs
-    # cannot meet (torch's store then answers nobody any more).
+    """Raise this process's limit of open files, and its children's, to `most` where the hard limit
+    allows it.
+    """
+    # The first node keeps a connection to each rank and node of a run: with 1,024, a common limit,
+    # 128 nodes of 8 GPUs cannot meet (torch's store then answers nobody any more).
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -210,8 +251,8 @@ def allow_open_files(most: int = 65_536) -> None:
 def held_port() -> Iterator[int]:
     """A free port of the loopback, for a child that listens there."""
     with socket.socket() as held:
-        # A bound socket that does not listen: the kernel hands its port to nobody, and a server with SO_REUSEADDR, as
-        # torch's store is, may take it.
+        # A bound socket that does not listen: the kernel hands its port to nobody, and a server
+        # with SO_REUSEADDR, as torch's store is, may take it.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         yield int(held.getsockname()[1])

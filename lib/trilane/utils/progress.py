@@ -1,4 +1,6 @@
-"""Progress of long work, with an estimate of what remains: on a terminal and in JupyterLab, never in a batch run."""
+"""Progress of long work, with an estimate of what remains: on a terminal and in JupyterLab, never
+in a batch run.
+"""
 
 import importlib
 import os
@@ -8,16 +10,23 @@ from typing import Any
 
 from trilane.utils.tables import T
 
-BATCH = "TRILANE_BATCH"  # set while notebooks are executed, where a bar would leave a line for each of its states
+# set while notebooks are executed, where a bar would leave a line for each of its states
+BATCH = "TRILANE_BATCH"
 
 
 def progress(items: Sequence[T], what: str, unit: str) -> Iterable[T]:
     """The items, with a bar once they have taken two seconds, which is gone when they are done."""
-    return bar(items, desc=what, unit=unit, delay=2, leave=False) if len(items) > 1 and is_watched() else items
+    return (
+        bar(items, desc=what, unit=unit, delay=2, leave=False)
+        if len(items) > 1 and is_watched()
+        else items
+    )
 
 
 def is_watched() -> bool:
-    """Whether a person sees this process: on a terminal, or as a notebook's kernel, not in a batch run."""
+    """Whether a person sees this process: on a terminal, or as a notebook's kernel, not in a batch
+    run.
+    """
     return not os.environ.get(BATCH) and (_is_kernel() or sys.stderr.isatty())
 
 

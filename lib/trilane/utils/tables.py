@@ -23,19 +23,36 @@ else:
 
 # How a notebook heads the columns of tidy frames; a head that ends with % has shares as per cent.
 HEADS = {
-    **{"label": "plan", "gpus": "GPUs", "num_layers": "layers", "hidden_size": "hidden", "ffn": "MLP"},
-    **{"num_attention_heads": "heads", "kv_heads": "key-value heads", "hidden_per_layer": "hidden / layers"},
+    **{
+        "label": "plan",
+        "gpus": "GPUs",
+        "num_layers": "layers",
+        "hidden_size": "hidden",
+        "ffn": "MLP",
+    },
+    **{
+        "num_attention_heads": "heads",
+        "kv_heads": "key-value heads",
+        "hidden_per_layer": "hidden / layers",
+    },
     **{"sec_per_it": "s/it", "sec_lo": "90 % from", "sec_hi": "to", "memory_gib": "memory (GiB)"},
     **{"oom_probability": "out of memory, %", "tflops": "TFLOP/s a GPU", "gpu_hours": "GPU-hours"},
     **{"days_p50": "days", "days_p90": "days (90 %)", "gpu_hours_p50": "GPU-hours"},
     **{"mean_days": "days on average", "days_95": "one run in 20 loses more days than"},
-    **{"measured_sec_per_it": "measured s/it", "predicted_sec_per_it": "predicted", "measured_gib": "measured GiB"},
+    **{
+        "measured_sec_per_it": "measured s/it",
+        "predicted_sec_per_it": "predicted",
+        "measured_gib": "measured GiB",
+    },
     **{
         "predicted_over_measured": "over measured",
         "recalibrated_sec_per_it": "fitted",
         "predicted_gib": "predicted GiB",
     },
-    **{"recalibrated_half_width": "90 % within, %", "recalibrated_over_measured": "fitted over measured"},
+    **{
+        "recalibrated_half_width": "90 % within, %",
+        "recalibrated_over_measured": "fitted over measured",
+    },
     **{"gib_over_measured": "GiB over measured"},
 }
 T = TypeVar("T")
@@ -43,9 +60,11 @@ K = TypeVar("K")
 
 
 def as_json(value: Any) -> Any:
-    """A value as JSON has it; a dataclass is an object of its fields, then of the properties named in its DERIVED.
+    """A value as JSON has it; a dataclass is an object of its fields, then of the properties named
+    in its DERIVED.
 
-    A number that is not finite is null, a path, date or enumeration text, an array or any other sequence a list.
+    A number that is not finite is null, a path, date or enumeration text, an array or any other
+    sequence a list.
     """
     if is_dataclass(value) and not isinstance(value, type):
         names = [*(f.name for f in fields(value)), *getattr(value, "DERIVED", ())]
@@ -58,30 +77,48 @@ def as_json(value: Any) -> Any:
         return str(value.value if isinstance(value, Enum) else value)
     if isinstance(value, str | int | None):
         return value
-    return as_json(value.item()) if hasattr(value, "item") and not value.shape else [as_json(one) for one in value]
+    return (
+        as_json(value.item())
+        if hasattr(value, "item") and not value.shape
+        else [as_json(one) for one in value]
+    )
 
 
-def frame_of(values: Iterable[Any], columns: Mapping[str, str | Callable[[Any], Any]] | Sequence[str]) -> DataFrame:
-    """A DataFrame with a row for each value: frame_of(runs, {"run": "name", "tp": lambda run: run.topology.tp}).
+def frame_of(
+    values: Iterable[Any], columns: Mapping[str, str | Callable[[Any], Any]] | Sequence[str]
+) -> DataFrame:
+    """A DataFrame with a row for each value: frame_of(runs, {"run": "name", "tp": lambda run:
+    run.topology.tp}).
 
     Of paths alone, such as "topology.tp", the last name heads the column.
     """
     import pandas as pd
 
     rows = list(values)
-    columns = columns if isinstance(columns, Mapping) else {path.rpartition(".")[2]: path for path in columns}
-    readers = {head: attrgetter(read) if isinstance(read, str) else read for head, read in columns.items()}
+    columns = (
+        columns
+        if isinstance(columns, Mapping)
+        else {path.rpartition(".")[2]: path for path in columns}
+    )
+    readers = {
+        head: attrgetter(read) if isinstance(read, str) else read for head, read in columns.items()
+    }
     return pd.DataFrame({head: [read(row) for row in rows] for head, read in readers.items()})
 
 
 def csv_text(table: DataFrame) -> str:
-    """A DataFrame as CSV; text that a spreadsheet would run as a formula gets an apostrophe in front of it."""
+    """A DataFrame as CSV; text that a spreadsheet would run as a formula gets an apostrophe in
+    front of it.
+    """
 
     def inert(cell: Any) -> Any:
         if not isinstance(cell, str):
             return cell
-        # OWASP, 'CSV injection': Excel, LibreOffice and Google Sheets take these beginnings for a formula's
-        is_formula = cell[:1] in tuple("=+-@\t\r") and not re.fullmatch(r"[+-][\d.]+(e[+-]?\d+)?", cell)
+        # OWASP, 'CSV injection': Excel, LibreOffice and Google Sheets take these beginnings for a
+        # formula's
+        is_formula = cell[:1] in tuple("=+-@\t\r") and not re.fullmatch(
+            r"[+-][\d.]+(e[+-]?\d+)?", cell
+        )
         return "'" * is_formula + printable(cell)  # a bare CR would begin another row
 
     texts = table.select_dtypes(exclude="number").columns
@@ -91,7 +128,8 @@ def csv_text(table: DataFrame) -> str:
 class Brief:
     """A value whose repr() is a line of at most 300 characters: its class and `brief()`.
 
-    ModelShape(num_layers=70, hidden_size=14336, num_attention_heads=112, seq_length=2048, vocab_size=250880)
+    ModelShape(num_layers=70, hidden_size=14336, num_attention_heads=112, seq_length=2048,
+    vocab_size=250880)
     """
 
     def __init_subclass__(cls) -> None:
@@ -102,7 +140,9 @@ class Brief:
     def brief(self) -> str:
         """What tells it from others: by default its fields that are not at their default."""
         named = ((f.name, getattr(self, f.name), f.default) for f in fields(self) if f.repr)  # type: ignore[arg-type]
-        return ", ".join(f"{name}={_brief(v)}" for name, v, usual in named if usual is MISSING or v != usual)
+        return ", ".join(
+            f"{name}={_brief(v)}" for name, v, usual in named if usual is MISSING or v != usual
+        )
 
     def __repr__(self) -> str:
         kind, text = type(self).__name__, self.brief()
@@ -130,10 +170,12 @@ class Record(Brief):
 
 
 class Table(Brief):
-    """A result with a tidy frame, of which a notebook shows the columns `shown` (all where that is empty).
+    """A result with a tidy frame, of which a notebook shows the columns `shown` (all where that is
+    empty).
 
-    A frame has the names that objects and JSON have: seconds (`sec_per_it`), bytes as GiB (`memory_gib`), shares and
-    probabilities from 0 to 1, NaN for what is unknown. Shown are the first `most` rows, with at most `digits` decimals.
+    A frame has the names that objects and JSON have: seconds (`sec_per_it`), bytes as GiB
+    (`memory_gib`), shares and probabilities from 0 to 1, NaN for what is unknown. Shown are the
+    first `most` rows, with at most `digits` decimals.
     """
 
     digits: int = 3
@@ -153,7 +195,8 @@ class Table(Brief):
 
 
 def displayed(frame: DataFrame, names: str = "") -> DataFrame:
-    """The columns of a tidy frame that hold anything (of `names`, where given), with heads for a person to read.
+    """The columns of a tidy frame that hold anything (of `names`, where given), with heads for a
+    person to read.
 
     Shares become per cent, parameters and tokens billions or millions; `=` marks equal ranks.
     """
@@ -183,7 +226,9 @@ class Columns(Table):
     digits: int = 3
 
     @classmethod
-    def of_rows(cls, names: Sequence[str], rows: Sequence[Sequence[Any]], digits: int = 3) -> "Columns":
+    def of_rows(
+        cls, names: Sequence[str], rows: Sequence[Sequence[Any]], digits: int = 3
+    ) -> "Columns":
         """The table of these rows, each with a value for every name."""
         return cls({name: [row[n] for row in rows] for n, name in enumerate(names)}, digits)
 
@@ -194,15 +239,18 @@ class Columns(Table):
 
 
 class Markup(str):
-    """Text in a markup language, made of templates of ours and values; a value is text without markup."""
+    """Text in a markup language, made of templates of ours and values; a value is text without
+    markup.
+    """
 
     escape: ClassVar[Any] = str
     code: ClassVar[Any] = str
 
     @classmethod
     def of(cls, template: str, *values: object, **named: object) -> Self:
-        """The template filled as str.format does, each value escaped but one of this class; `{:code}` is a fixed-width
-        font."""
+        """The template filled as str.format does, each value escaped but one of this class;
+        `{:code}` is a fixed-width font.
+        """
         return cls(_Filling(cls).vformat(template, values, named))
 
     @classmethod
@@ -234,14 +282,17 @@ class Text(Markup):
     def escape(value: object) -> str:
         """The value on one line; what Markdown or HTML could read as markup is escaped."""
         line = html.escape(" ".join(printable(str(value)).split()), quote=False)
-        # what Markdown reads anywhere, at the start of a line, and in an address that would become a link
+        # what Markdown reads anywhere, at the start of a line, and in an address that would become
+        # a link
         line = re.sub(r"(?i)[\\`*_{}\[\]()!|~$@]|^[-+=:#]|:(?=//)|(?<=www)\.", r"\\\g<0>", line)
         return re.sub(r"^(\d+)\.(?= |$)", r"\1\\.", line)
 
     @staticmethod
     def code(value: object) -> str:
         plain = re.fullmatch(r"[\w.,:;=+*/@%~-]([\w .,:;=+*/@%~-]*[\w.,:;=+*/@%~-])?", str(value))
-        return f"`{value}`" if plain else Text.escape(value)  # nothing can be escaped between backticks
+        return (
+            f"`{value}`" if plain else Text.escape(value)
+        )  # nothing can be escaped between backticks
 
 
 class Html(Markup):
@@ -273,15 +324,20 @@ class Html(Markup):
 
 
 def printable(text: str) -> str:
-    """`text`, which may come from a file, without escape sequences, control and bidirectional marks: those become
-    blanks; line ends and tabs stay."""
+    """`text`, which may come from a file, without escape sequences, control and bidirectional
+    marks: those become blanks; line ends and tabs stay.
+    """
     if text.isprintable():
         return text
     # ECMA-48, 5.4 and 5.6
     found = re.sub(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?)", "", text)
-    # isprintable() is False for any blank but the common one, private use, and what a later Unicode assigns
+    # isprintable() is False for any blank but the common one, private use, and what a later Unicode
+    # assigns
     kept = ("Zs", "Co", "Cn")
-    return "".join(c if c.isprintable() or c in "\n\t" or unicodedata.category(c) in kept else " " for c in found)
+    return "".join(
+        c if c.isprintable() or c in "\n\t" or unicodedata.category(c) in kept else " "
+        for c in found
+    )
 
 
 def one_line(text: str) -> str:
@@ -290,7 +346,9 @@ def one_line(text: str) -> str:
 
 
 def show(columns: Any, digits: int = 3) -> Html:
-    """Named columns (a mapping or a DataFrame) as a table for a notebook; a cell of Html stays markup."""
+    """Named columns (a mapping or a DataFrame) as a table for a notebook; a cell of Html stays
+    markup.
+    """
     import pandas as pd
 
     frame = pd.DataFrame(columns)
@@ -298,7 +356,11 @@ def show(columns: Any, digits: int = 3) -> Html:
     for place, name in enumerate(frame):
         texts, style = _texts(frame.iloc[:, place], digits), Html("")
         if not pd.api.types.is_numeric_dtype(frame.iloc[:, place]):
-            wide = "; white-space: normal; min-width: 18rem" if max(map(len, texts), default=0) > 44 else ""
+            wide = (
+                "; white-space: normal; min-width: 18rem"
+                if max(map(len, texts), default=0) > 44
+                else ""
+            )
             style = Html(f' style="text-align: left{wide}"')
         heads.append(Html.of("<th{}>{}</th>", style, name))
         cells.append([Html.of("<td{}>{}</td>", style, text) for text in texts])
@@ -309,10 +371,15 @@ def show(columns: Any, digits: int = 3) -> Html:
 
 def _texts(column: Any, digits: int) -> list[str]:
     """The cells of a column as texts of at most 1,000 characters; empty where there is no value."""
-    # as many decimals as four significant digits need, at most `digits`; from 10,000 on rounded to four digits
+    # as many decimals as four significant digits need, at most `digits`; from 10,000 on rounded to
+    # four digits
     sizes = column.dropna().abs() if column.dtype.kind == "f" else column.iloc[:0].astype(float)
     smallest = sizes[(sizes > 0) & (sizes < math.inf)].min()
-    most = min(digits, max(0, 3 - math.floor(math.log10(smallest)))) if smallest == smallest else digits
+    most = (
+        min(digits, max(0, 3 - math.floor(math.log10(smallest))))
+        if smallest == smallest
+        else digits
+    )
     decimals = next((d for d in range(most) if (sizes.round(d) == sizes.round(most)).all()), most)
 
     def text(value: Any) -> str:
@@ -322,7 +389,9 @@ def _texts(column: Any, digits: int) -> list[str]:
             return amount(value) if is_long else f"{value:,.{decimals}f}"
         return value if isinstance(value, Html) else middle(str(value), 1000)
 
-    return ["" if empty else text(value) for value, empty in zip(column, column.isna(), strict=True)]
+    return [
+        "" if empty else text(value) for value, empty in zip(column, column.isna(), strict=True)
+    ]
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

@@ -1,4 +1,6 @@
-"""Checks of input: a ValueError of one line, `field=value: the rule`, with the nearest name for an unknown one."""
+"""Checks of input: a ValueError of one line, `field=value: the rule`, with the nearest name for an
+unknown one.
+"""
 
 import contextlib
 import dataclasses
@@ -44,18 +46,27 @@ def require_line(field: str, value: str) -> None:
 
 
 def require_path(field: str, value: str) -> None:
-    """Raise ValueError unless `value` can be the path of a file, and is not taken for an option of a command."""
+    """Raise ValueError unless `value` can be the path of a file, and is not taken for an option of
+    a command.
+    """
     require_line(field, value)
     require(not value.startswith("-"), field, value, "must not begin with a dash")
     # a name has at most 255 bytes (NAME_MAX); a suffix may be added
-    fits = len(value.encode()) <= 4000 and all(len(name.encode()) <= 240 for name in value.split("/"))
+    fits = len(value.encode()) <= 4000 and all(
+        len(name.encode()) <= 240 for name in value.split("/")
+    )
     require(fits, field, value, "must have at most 4000 bytes, and 240 in each name")
 
 
 def require_label(field: str, value: str) -> None:
     """Raise ValueError unless `value` can be the name of a folder."""
     require_path(field, value)
-    ok = value == value.strip() and 0 < len(value.encode()) <= 200 and "/" not in value and value[0] != "."
+    ok = (
+        value == value.strip()
+        and 0 < len(value.encode()) <= 200
+        and "/" not in value
+        and value[0] != "."
+    )
     rule = "must be a plain folder name (no slash, no dot in front, no blank at an end, at most 200 bytes)"
     require(ok, field, repr(value), rule)
 
@@ -88,9 +99,16 @@ def _missing(rule: str, path: Path) -> str:
 
 
 def require_integer(field: str, value: Any, minimum: int, maximum: int = 1 << 63) -> None:
-    """Raise ValueError unless `value` is an int (not a bool) of at least `minimum` and at most `maximum`."""
+    """Raise ValueError unless `value` is an int (not a bool) of at least `minimum` and at most
+    `maximum`.
+    """
     is_integer = isinstance(value, int) and not isinstance(value, bool)
-    require(is_integer and value >= minimum, field, value, f"must be a whole number of at least {minimum}")
+    require(
+        is_integer and value >= minimum,
+        field,
+        value,
+        f"must be a whole number of at least {minimum}",
+    )
     require(value <= maximum, field, value, f"must be at most {maximum}")
 
 
@@ -106,11 +124,16 @@ def require_not_negative(field: str, value: Any) -> None:
 
 def is_number(value: object) -> bool:
     """Whether the value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and -math.inf < value < math.inf
+    )
 
 
 def from_mapping(kind: type[T], values: Any, where: str) -> T:
-    """The dataclass `kind` from a JSON object, with nested dataclasses and tuples: from_mapping(Plan, values, "plan").
+    """The dataclass `kind` from a JSON object, with nested dataclasses and tuples:
+    from_mapping(Plan, values, "plan").
 
     `where` names the object in errors. ValueError for an unknown, missing or ill-typed field.
     """
@@ -119,10 +142,14 @@ def from_mapping(kind: type[T], values: Any, where: str) -> T:
     for name in values:
         require_known(f"{where} field", name, fields)
     for name, field in fields.items():
-        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        needed = (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
         require(name in values or not needed, f"{where}.{name}", "missing", "is required")
     hints = typing.get_type_hints(kind)
-    return kind(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()})
+    return kind(
+        **{name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()}
+    )
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
@@ -144,7 +171,9 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if hint in plain:
         right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
         require(right, where, repr(value), f"must be {plain[hint]}")
-        require(hint is not int or abs(value) < 1 << 63, where, value, "must have less than 64 bits")
+        require(
+            hint is not int or abs(value) < 1 << 63, where, value, "must have less than 64 bits"
+        )
     return value
 
 
@@ -154,7 +183,8 @@ def to_mapping(value: Any) -> dict[str, Any]:
 
 
 def read_json(path: Path | str, what: str) -> Any:
-    """The JSON in `path`; ValueError with its name where it is missing, not JSON, or not finite in a number.
+    """The JSON in `path`; ValueError with its name where it is missing, not JSON, or not finite in
+    a number.
 
     A key that an object holds twice is refused.
     """
@@ -183,7 +213,9 @@ def read_json(path: Path | str, what: str) -> Any:
 
 
 def read_object(path: Path | str, what: str, **fields: type) -> dict[str, Any]:
-    """The JSON object in `path` with these fields, each of its type; ValueError with its name otherwise."""
+    """The JSON object in `path` with these fields, each of its type; ValueError with its name
+    otherwise.
+    """
     values = read_json(path, what)
     require(isinstance(values, dict), what, path, "must hold a JSON object")
     for name, kind in fields.items():
@@ -193,7 +225,8 @@ def read_object(path: Path | str, what: str, **fields: type) -> dict[str, Any]:
 
 
 def read_text(path: Path | str, what: str, most: int, errors: str = "strict") -> str:
-    """The text of a regular file of at most `most` bytes in UTF-8; ValueError with its name otherwise.
+    """The text of a regular file of at most `most` bytes in UTF-8; ValueError with its name
+    otherwise.
 
     With `errors` "replace", bytes that are no UTF-8 are replaced.
     """
@@ -216,7 +249,12 @@ def shipped_json(name: str) -> Any:
 def require_file(field: str, path: Path) -> None:
     """Raise ValueError unless `path` is a file."""
     require(not path.is_dir(), field, path, "is a folder; a file is needed")
-    require(path.is_file(), field, path, "is no regular file" if path.exists() else _missing("no such file", path))
+    require(
+        path.is_file(),
+        field,
+        path,
+        "is no regular file" if path.exists() else _missing("no such file", path),
+    )
 
 
 def require_folder(field: str, path: Path) -> None:
@@ -226,10 +264,16 @@ def require_folder(field: str, path: Path) -> None:
 
 
 def parse_count(field: str, text: str) -> float:
-    """The number of "40B", "350M", "1.5T" or "1.3e9"; ValueError where it is no finite number above zero."""
+    """The number of "40B", "350M", "1.5T" or "1.3e9"; ValueError where it is no finite number above
+    zero.
+    """
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([KMBTkmbt]?)", text.strip())
     rule = "must be a number above zero, such as 40B, 350M, 1.5T or 1.3e9"
-    value = float(found[1] + (found[2] or "")) * 1000.0 ** " KMBT".index(found[3].upper() or " ") if found else 0.0
+    value = (
+        float(found[1] + (found[2] or "")) * 1000.0 ** " KMBT".index(found[3].upper() or " ")
+        if found
+        else 0.0
+    )
     require(0 < value < math.inf, field, text, rule)
     return value
 
@@ -252,7 +296,9 @@ class HostError(ValueError):
 
 
 def print_refusal(error: ValueError, prefix: str = "") -> None:
-    """Print one line to stderr: on rank 0 alone for errors common to all ranks, on each rank for a HostError."""
+    """Print one line to stderr: on rank 0 alone for errors common to all ranks, on each rank for a
+    HostError.
+    """
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     if isinstance(error, HostError):
         print(f"{prefix}rank {rank} on {platform.node()}: {error}", file=sys.stderr, flush=True)

@@ -1,4 +1,5 @@
-"""Checkpoints on disk: which are complete, reading and writing their manifest, publishing and deleting; without torch.
+"""Checkpoints on disk: which are complete, reading and writing their manifest, publishing and
+deleting; without torch.
 
 checkpoints/latest                the name of the newest complete one, such as iter_0000020
 checkpoints/iter_0000020/         complete: a checkpoint gets this name only when finished
@@ -25,13 +26,18 @@ from trilane.config.model import ModelShape
 from trilane.utils.files import read_text, replace_text, sync_folder
 
 FOLDER = "checkpoints"
-KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of each parameter, all fp32: the master weight and Adam's two moments
+KINDS = (
+    "weight",
+    "exp_avg",
+    "exp_avg_sq",
+)  # of each parameter, all fp32: the master weight and Adam's two moments
 
 
 def checkpoint_bytes(shape: ModelShape) -> int:
     """Bytes of one checkpoint: 12 per parameter, for every precision, topology and engine.
 
-    Left out: the manifest, the generators and the fingerprints, some 10 kB per rank and 1 kB per tensor and rank.
+    Left out: the manifest, the generators and the fingerprints, some 10 kB per rank and 1 kB per
+    tensor and rank.
     """
     return 4 * len(KINDS) * shape.parameters
 
@@ -52,7 +58,9 @@ def iteration_of(path: Path) -> int:
 
 
 def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest first; `folder` may also be one checkpoint itself."""
+    """The complete checkpoints in `folder`, oldest first; `folder` may also be one checkpoint
+    itself.
+    """
     if (folder / "manifest.json").exists():
         return [folder]
     return sorted((path for path in folder.glob("iter_*") if _is_complete(path)), key=iteration_of)
@@ -63,7 +71,9 @@ def _is_complete(path: Path) -> bool:
 
 
 def found_in(source: Path) -> list[Path]:
-    """The complete checkpoints of a run folder, a folder of checkpoints, or one checkpoint, oldest first."""
+    """The complete checkpoints of a run folder, a folder of checkpoints, or one checkpoint, oldest
+    first.
+    """
     return complete(source / FOLDER if (source / FOLDER).is_dir() else source)
 
 
@@ -73,12 +83,18 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint that the file `latest` names, the newest where it is damaged; None where there is none yet."""
+    """The checkpoint that the file `latest` names, the newest where it is damaged; None where there
+    is none yet.
+    """
     pointer = folder / "latest"
     if not pointer.exists():
         return None
     named = folder / (read_text(pointer).strip() if pointer.is_file() else "")
-    return named if named.parent == folder and _is_complete(named) else next(reversed(complete(folder)), None)
+    return (
+        named
+        if named.parent == folder and _is_complete(named)
+        else next(reversed(complete(folder)), None)
+    )
 
 
 def checksum(crc: int) -> str:
@@ -103,32 +119,47 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The content of manifest.json; ValueError where it is missing or damaged."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    with contextlib.suppress(
+        OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
+    ):
         read = json.loads((folder / "manifest.json").read_bytes())
         if read == _sealed(read["content"]) and _is_sound(read["content"]):
             return read["content"]
-    raise ValueError(f"manifest.json is {'damaged' if (folder / 'manifest.json').exists() else 'missing'}")
+    raise ValueError(
+        f"manifest.json is {'damaged' if (folder / 'manifest.json').exists() else 'missing'}"
+    )
 
 
 def _is_sound(content: dict[str, Any]) -> bool:
-    """Whether a manifest names files of its own folder, each slice lies inside its file, and slices fill each tensor.
+    """Whether a manifest names files of its own folder, each slice lies inside its file, and slices
+    fill each tensor.
 
     Raises KeyError, TypeError or ValueError where a part is missing.
     """
     # whoever writes a hostile one can seal it, too
     tensors, files = content.get("tensors", {}).values(), content.get("files", {})
-    if not all(re.fullmatch(r"\w[\w.-]*", name) for name in files) or content.get("iteration", 0) < 0:
+    if (
+        not all(re.fullmatch(r"\w[\w.-]*", name) for name in files)
+        or content.get("iteration", 0) < 0
+    ):
         return False
-    if tensors and not (isinstance(content["identity"]["shape"], dict) and content["consumed_samples"] >= 0):
+    if tensors and not (
+        isinstance(content["identity"]["shape"], dict) and content["consumed_samples"] >= 0
+    ):
         return False
     for tensor in tensors:
         held = 0
         for piece in tensor["slices"]:
-            sides = [0 <= first <= end <= n for (first, end), n in zip(piece["box"], tensor["shape"], strict=True)]
+            sides = [
+                0 <= first <= end <= n
+                for (first, end), n in zip(piece["box"], tensor["shape"], strict=True)
+            ]
             count = math.prod(end - first for first, end in piece["box"])
             last = files[piece["file"]][0] - 4 * count
             starts = [piece["at"][kind] for kind in KINDS]
-            if not all(sides) or not all(type(start) is int and 0 <= start <= last for start in starts):
+            if not all(sides) or not all(
+                type(start) is int and 0 <= start <= last for start in starts
+            ):
                 return False
             held += count
         if len(tensor["shape"]) not in (1, 2, 3) or math.prod(tensor["shape"]) > held:
@@ -152,7 +183,9 @@ def fault(folder: Path, name: str, size: int, checksum: str) -> str | None:
 
 
 def publish(aside: Path, target: Path) -> None:
-    """Rename the finished checkpoint `aside` to `target`, and let `latest` name it; both are on the disk afterwards."""
+    """Rename the finished checkpoint `aside` to `target`, and let `latest` name it; both are on the
+    disk afterwards.
+    """
     sync_folder(aside)
     if target.exists():  # it was found damaged, or its iterations were trained again
         discard(target)
@@ -162,7 +195,9 @@ def publish(aside: Path, target: Path) -> None:
 
 
 def keep_last(folder: Path, count: int) -> None:
-    """Delete all complete checkpoints but the last `count` (0: delete none); never the one that `latest` names."""
+    """Delete all complete checkpoints but the last `count` (0: delete none); never the one that
+    `latest` names.
+    """
     named = latest(folder)
     for path in complete(folder)[:-count] if count else []:
         if path != named:

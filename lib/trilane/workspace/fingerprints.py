@@ -1,14 +1,16 @@
-"""Fingerprints: a few numbers that identify a tensor, and the file in which a rank describes its state; without torch.
+"""Fingerprints: a few numbers that identify a tensor, and the file in which a rank describes its
+state; without torch.
 
-The mark of a part of a tensor is a sum over its values, weighted by their position in the whole tensor. So the marks of
-the parts add up to the mark of the whole, for any topology:
+The mark of a part of a tensor is a sum over its values, weighted by their position in the whole
+tensor. So the marks of the parts add up to the mark of the whole, for any topology:
 
     hash      sum of bits(r, c) u(r) v(c) mod 2^64    different bits have equal hashes in one case of 2^60
     sketch    sum of x(r, c) s_j(r) t_j(c), j < 8     the mean of (sketch_a - sketch_b)^2 estimates |a - b|^2
 
-u, v are odd random integers, s, t random signs, determined by the row's or column's number. The hash is universal
-hashing (Carter and Wegman 1979), the sketch that of Alon, Matias and Szegedy 1996, with signs of rows times signs of
-columns. With eight sketches the estimate of |a - b| is about a quarter off. Left out: which of the values differ.
+u, v are odd random integers, s, t random signs, determined by the row's or column's number. The
+hash is universal hashing (Carter and Wegman 1979), the sketch that of Alon, Matias and Szegedy
+1996, with signs of rows times signs of columns. With eight sketches the estimate of |a - b| is
+about a quarter off. Left out: which of the values differ.
 """
 
 import functools
@@ -35,17 +37,27 @@ def file_of(rank: int) -> str:
 
 def hashed(generators: Mapping[str, Any]) -> dict[str, str]:
     """Each random number generator's state as a hash; those of "tracked" by their own names."""
-    flat = {**{k: v for k, v in generators.items() if k != "tracked"}, **generators.get("tracked", {})}
-    return {name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for name, text in flat.items()}
+    flat = {
+        **{k: v for k, v in generators.items() if k != "tracked"},
+        **generators.get("tracked", {}),
+    }
+    return {
+        name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        for name, text in flat.items()
+    }
 
 
 def must_decay(name: str, dims: int = 2) -> bool:
-    """Whether a parameter decays: all but norms, biases and other vectors. Embeddings do, as in Megatron-LM."""
+    """Whether a parameter decays: all but norms, biases and other vectors. Embeddings do, as in
+    Megatron-LM.
+    """
     return dims > 1 and not (name.endswith(".bias") or "layernorm" in name)
 
 
 def default_of(name: str) -> float | None:
-    """The initial value of every element of a norm or a bias; None for parameters with random initial values."""
+    """The initial value of every element of a norm or a bias; None for parameters with random
+    initial values.
+    """
     if name.endswith(".bias"):
         return 0.0
     return 1.0 if "layernorm" in name else None
@@ -83,11 +95,15 @@ class Mark:
         return self.low == self.high == value
 
     def apart(self, other: "Mark") -> float:
-        """An estimate of |a - b| relative to the larger norm: 0 for equal bits, about 1 for unrelated tensors."""
+        """An estimate of |a - b| relative to the larger norm: 0 for equal bits, about 1 for
+        unrelated tensors.
+        """
         if self.hash == other.hash:
             return 0.0
         # differences below 1e-6 are lost in the rounding of the sketches
-        away = np.mean([(a - b) ** 2 for a, b in zip(self.sketch, other.sketch, strict=True)]) ** 0.5
+        away = (
+            np.mean([(a - b) ** 2 for a, b in zip(self.sketch, other.sketch, strict=True)]) ** 0.5
+        )
         return float(away / max(self.norm, other.norm, 1e-38))
 
     def to_json(self) -> list[Any]:
@@ -99,7 +115,14 @@ def mark_from_json(values: Sequence[Any]) -> Mark:
     squares, total, low, high, *sketch = map(float, values[1:])
     if len(sketch) != SKETCHES:
         raise ValueError(f"{len(sketch)} sketches")
-    return Mark(hash=int(values[0], 16), squares=squares, total=total, low=low, high=high, sketch=tuple(sketch))
+    return Mark(
+        hash=int(values[0], 16),
+        squares=squares,
+        total=total,
+        low=low,
+        high=high,
+        sketch=tuple(sketch),
+    )
 
 
 def mixed(numbers: np.ndarray, salt: int) -> np.ndarray:
@@ -112,10 +135,16 @@ def mixed(numbers: np.ndarray, salt: int) -> np.ndarray:
 
 
 def weights(first: int, end: int, salt: int) -> tuple[np.ndarray, np.ndarray]:
-    """For the rows or columns `first` to `end`: odd 64-bit weights (n,) int64, and signs (n, SKETCHES) float32."""
+    """For the rows or columns `first` to `end`: odd 64-bit weights (n,) int64, and signs (n,
+    SKETCHES) float32.
+    """
     bits = mixed(np.arange(first, end), salt)
-    signs = mixed(np.arange(first, end), salt + (1 << 40))[:, None] >> np.arange(SKETCHES, dtype=np.uint64)
-    return (bits | np.uint64(1)).view(np.int64), 1.0 - 2.0 * (signs & np.uint64(1)).astype(np.float32)
+    signs = mixed(np.arange(first, end), salt + (1 << 40))[:, None] >> np.arange(
+        SKETCHES, dtype=np.uint64
+    )
+    return (bits | np.uint64(1)).view(np.int64), 1.0 - 2.0 * (signs & np.uint64(1)).astype(
+        np.float32
+    )
 
 
 def sides(box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -126,18 +155,21 @@ def sides(box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def planes(box: Box) -> list[Box]:
-    """A part of three dimensions as matrices, one for each index of the first, whose rows have numbers of their own."""
+    """A part of three dimensions as matrices, one for each index of the first, whose rows have
+    numbers of their own.
+    """
     (first, end), (top, bottom), columns = box
     return [((2**32 * i + top, 2**32 * i + bottom), columns) for i in range(first, end)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The part `box` of tensor `name` of shape `shape`: a mark of each kind, and its weight decay (None: unknown, as
-    where another replica updates it).
+    """The part `box` of tensor `name` of shape `shape`: a mark of each kind, and its weight decay
+    (None: unknown, as where another replica updates it).
 
-    Where replicas divide the part (ZeRO, a distributed optimizer), the marks of all kinds but COPY are those of the
-    values `shard` of it, flattened, in the rank's file; whole_parts() adds them up.
+    Where replicas divide the part (ZeRO, a distributed optimizer), the marks of all kinds but COPY
+    are those of the values `shard` of it, flattened, in the rank's file; whole_parts() adds them
+    up.
     """
 
     name: str
@@ -149,33 +181,58 @@ class Part:
 
     def to_json(self) -> dict[str, Any]:
         marks = {kind: mark.to_json() for kind, mark in self.marks.items()}
-        found = {"name": self.name, "shape": self.shape, "box": self.box, "decay": self.decay, "marks": marks}
+        found = {
+            "name": self.name,
+            "shape": self.shape,
+            "box": self.box,
+            "decay": self.decay,
+            "marks": marks,
+        }
         return found if self.shard is None else {**found, "shard": self.shard}
 
 
 def whole_parts(replicas: Sequence[Part]) -> list[Part]:
-    """The same part on all replicas, with the marks of their shards added up; without them where one is missing."""
-    held = sorted((p for p in replicas if p.shard and p.shard[0] < p.shard[1]), key=lambda p: p.shard or (0, 0))
+    """The same part on all replicas, with the marks of their shards added up; without them where
+    one is missing.
+    """
+    held = sorted(
+        (p for p in replicas if p.shard and p.shard[0] < p.shard[1]),
+        key=lambda p: p.shard or (0, 0),
+    )
     size = math.prod(end - first for first, end in replicas[0].box)
     ends, found = [0, *(p.shard[1] for p in held if p.shard)], dict[str, Mark]()
     if held and [*(p.shard[0] for p in held if p.shard), size] == ends:
         for kind in set.intersection(*({*part.marks} for part in held)) - {COPY}:
             found[kind] = functools.reduce(operator.add, (part.marks[kind] for part in held))
-    copies = [{kind: mark for kind, mark in part.marks.items() if kind == COPY} for part in replicas]
-    return [replace(p, marks={**found, **copy}, shard=None) for p, copy in zip(replicas, copies, strict=True)]
+    copies = [
+        {kind: mark for kind, mark in part.marks.items() if kind == COPY} for part in replicas
+    ]
+    return [
+        replace(p, marks={**found, **copy}, shard=None)
+        for p, copy in zip(replicas, copies, strict=True)
+    ]
 
 
 def part_from_json(values: Mapping[str, Any]) -> Part:
-    """The Part of an object of to_json(); ValueError, KeyError, TypeError or IndexError for other values."""
-    shape, box = (int(n) for n in values["shape"]), tuple((int(first), int(end)) for first, end in values["box"])
+    """The Part of an object of to_json(); ValueError, KeyError, TypeError or IndexError for other
+    values.
+    """
+    shape, box = (
+        (int(n) for n in values["shape"]),
+        tuple((int(first), int(end)) for first, end in values["box"]),
+    )
     part = Part(
         name=str(values["name"]),
         shape=tuple(shape),
         box=box,
         decay=None if values["decay"] is None else float(values["decay"]),
         marks={str(kind): mark_from_json(numbers) for kind, numbers in values["marks"].items()},
-        shard=None if values.get("shard") is None else (int(values["shard"][0]), int(values["shard"][1])),
+        shard=None
+        if values.get("shard") is None
+        else (int(values["shard"][0]), int(values["shard"][1])),
     )
-    if not 1 <= len(box) <= 3 or any(not 0 <= a <= b <= n for (a, b), n in zip(box, part.shape, strict=True)):
+    if not 1 <= len(box) <= 3 or any(
+        not 0 <= a <= b <= n for (a, b), n in zip(box, part.shape, strict=True)
+    ):
         raise ValueError(f"no part of {part.shape}")
     return part

@@ -1,7 +1,8 @@
-"""NCCL's Flight Recorder: where it dumps its record of collectives, and how to request a dump while a job hangs.
+"""NCCL's Flight Recorder: where it dumps its record of collectives, and how to request a dump while
+a job hangs.
 
-torch creates a pipe per rank, TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe", polls it once a second, and dumps when
-something was written to it (DumpPipe in torch 2.13's ProcessGroupNCCL.hpp).
+torch creates a pipe per rank, TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe", polls it once a
+second, and dumps when something was written to it (DumpPipe in torch 2.13's ProcessGroupNCCL.hpp).
 """
 
 import contextlib
@@ -14,7 +15,8 @@ from pathlib import Path
 
 def environment(ranks: Path, rank: str) -> dict[str, str]:
     """Environment variables for torch, to set before NCCL starts: the dump file and the pipe."""
-    # torch ends the process where the pipe cannot be created, as on some file systems: then there is none
+    # torch ends the process where the pipe cannot be created, as on some file systems: then there
+    # is none
     names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     values = {**dict.fromkeys(names, str(_dump(ranks))), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     with contextlib.suppress(OSError):
@@ -26,12 +28,18 @@ def environment(ranks: Path, rank: str) -> dict[str, str]:
 
 
 def ask(ranks: Path, wanted: Iterable[int]) -> dict[int, int]:
-    """Request dumps from ranks of this host; those that listen, with the time of their last dump (ns, 0: never)."""
-    return {rank: _written_ns(_dump(ranks, rank)) for rank in wanted if _request(_pipe(ranks, rank))}
+    """Request dumps from ranks of this host; those that listen, with the time of their last dump
+    (ns, 0: never).
+    """
+    return {
+        rank: _written_ns(_dump(ranks, rank)) for rank in wanted if _request(_pipe(ranks, rank))
+    }
 
 
 def collect(ranks: Path, asked: dict[int, int], stacks: Path, patience_s: float = 8.0) -> None:
-    """Copy the dumps that the asked ranks write in that time into `stacks`: torch polls once a second, then formats."""
+    """Copy the dumps that the asked ranks write in that time into `stacks`: torch polls once a
+    second, then formats.
+    """
     end, sizes = time.monotonic() + patience_s, dict.fromkeys(asked, 0)
     while sizes and time.monotonic() < end:
         time.sleep(0.2)

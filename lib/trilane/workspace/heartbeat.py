@@ -1,9 +1,10 @@
-"""Heartbeats: what each rank last did, in its node's memory; and what each node wrote of its ranks in the run folder.
+"""Heartbeats: what each rank last did, in its node's memory; and what each node wrote of its ranks
+in the run folder.
 
-A rank overwrites one record of fixed size, which stays readable when the process is stuck, stopped or killed:
-/dev/shm/trilane-<user id>-<run>-<start and node>.<rank>. It holds a lock on it until it ends, however it ends. In the
-run folder one process of each node replaces ranks/nodes/<its first rank>.json when a rank begins or exits, when stacks
-are asked for, and at the end.
+A rank overwrites one record of fixed size, which stays readable when the process is stuck, stopped
+or killed: /dev/shm/trilane-<user id>-<run>-<start and node>.<rank>. It holds a lock on it until it
+ends, however it ends. In the run folder one process of each node replaces ranks/nodes/<its first
+rank>.json when a rank begins or exits, when stacks are asked for, and at the end.
 """
 
 import contextlib
@@ -30,9 +31,12 @@ from trilane.workspace.pace import LATE, Pace, decode
 # the node's memory; a system without this folder is one machine
 BASE = Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
 RECORD = 256  # bytes of a record: one padded line
-END, SAVE = "end", "save-checkpoint"  # the phases of a rank that has finished, and of one that saves
-# Seconds in which a rank may always stand still: a client of Lustre waits 100 s for a server (its manual, obd_timeout)
-# before it connects again, and a restart costs more than the wait.
+END, SAVE = (
+    "end",
+    "save-checkpoint",
+)  # the phases of a rank that has finished, and of one that saves
+# Seconds in which a rank may always stand still: a client of Lustre waits 100 s for a server (its
+# manual, obd_timeout) before it connects again, and a restart costs more than the wait.
 LEAST_S = 180.0
 # The signal on which faulthandler writes the stacks: no library and no scheduler uses it.
 STACKS = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
@@ -40,10 +44,11 @@ STACKS = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """A rank's state: iteration `step` (0: before the first), `phase`, since `time` (Unix, s), process, host.
+    """A rank's state: iteration `step` (0: before the first), `phase`, since `time` (Unix, s),
+    process, host.
 
-    In a report also the seconds without a change, by the clock of its node, and whether its process has exited.
-    ValueError for what no rank writes.
+    In a report also the seconds without a change, by the clock of its node, and whether its process
+    has exited. ValueError for what no rank writes.
     """
 
     rank: int
@@ -58,7 +63,9 @@ class Heartbeat:
 
     def __post_init__(self) -> None:
         # a signal to process -1, 0 or 1 would reach others
-        numbers = min(self.rank, self.step, self.pid - 2) >= 0 and max(self.rank, self.step) < 1 << 40
+        numbers = (
+            min(self.rank, self.step, self.pid - 2) >= 0 and max(self.rank, self.step) < 1 << 40
+        )
         times = math.isfinite(self.time) and 0 <= self.idle_s < math.inf
         texts = max(len(self.phase), len(self.host)) < 256
         require(numbers and times and texts, "heartbeat", f"of rank {self.rank}", "is damaged")
@@ -69,7 +76,9 @@ class Heartbeat:
 
 def encode(step: int, phase: str, now: float, process: bytes) -> bytes:
     """The record of a heartbeat; `process` as place() gives it, and behind it the pace."""
-    return (b"%d %s %.3f " % (step, phase.encode() or b"-", now) + process)[: RECORD - 1].ljust(RECORD - 1) + b"\n"
+    return (b"%d %s %.3f " % (step, phase.encode() or b"-", now) + process)[: RECORD - 1].ljust(
+        RECORD - 1
+    ) + b"\n"
 
 
 def place() -> bytes:
@@ -86,7 +95,9 @@ def create_record(folder: Path, env: Mapping[str, str], rank: int) -> mmap.mmap:
     try:
         return _mapped(path)
     except OSError as error:
-        raise HostError(f"heartbeat={path}: {error.strerror}; with run.hang_timeout_s=0 none is written") from None
+        raise HostError(
+            f"heartbeat={path}: {error.strerror}; with run.hang_timeout_s=0 none is written"
+        ) from None
 
 
 def _mapped(path: Path) -> mmap.mmap:
@@ -95,7 +106,8 @@ def _mapped(path: Path) -> mmap.mmap:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)  # which lasts as long as the mapping
-        # Not a sparse file: the kernel ends a process (SIGBUS) that writes to a mapped page of a full disk.
+        # Not a sparse file: the kernel ends a process (SIGBUS) that writes to a mapped page of a
+        # full disk.
         if os.write(handle, b"\0" * RECORD) < RECORD:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return mmap.mmap(handle, RECORD)
@@ -107,8 +119,9 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 def own_beats(folder: Path, env: Mapping[str, str] | None = None) -> dict[int, Heartbeat]:
-    """The last heartbeat of each rank on this machine: of the start of the run in `env`, else of starts of which a rank
-    still runs."""
+    """The last heartbeat of each rank on this machine: of the start of the run in `env`, else of
+    starts of which a rank still runs.
+    """
     paths = list(_records(_prefix(folder) + (_own(env) if env is not None else "*")))
     starts = {path.stem for path in paths if env is not None or _is_held(path)}
     found = {}
@@ -116,7 +129,9 @@ def own_beats(folder: Path, env: Mapping[str, str] | None = None) -> dict[int, H
         with contextlib.suppress(OSError, ValueError):
             step, phase, now, pid, host, *pace = path.read_bytes()[:RECORD].decode().split()
             rank, phase = int(path.suffix[1:]), "" if phase == "-" else phase
-            beat = Heartbeat(rank=rank, step=int(step), phase=phase, time=float(now), pid=int(pid), host=host)
+            beat = Heartbeat(
+                rank=rank, step=int(step), phase=phase, time=float(now), pid=int(pid), host=host
+            )
             found[rank] = replace(beat, pace=decode(pace))
     return found
 
@@ -128,7 +143,9 @@ def remove_records(folder: Path, env: Mapping[str, str]) -> None:
 
 
 def _records(start: str) -> Iterable[Path]:
-    """The records whose names begin so: files of this user alone, as others may write to these folders."""
+    """The records whose names begin so: files of this user alone, as others may write to these
+    folders.
+    """
     for path in BASE.glob(f"{start}.*"):
         with contextlib.suppress(OSError):
             if not path.is_symlink() and path.is_file() and path.stat().st_uid == os.geteuid():
@@ -147,7 +164,10 @@ def _is_held(path: Path) -> bool:
 
 def start_id(env: Mapping[str, str]) -> str:
     """What names this start of a run: the same on all its nodes, and of no other start."""
-    slurm, torchrun = ("JOB_ID", "RESTART_COUNT", "STEP_ID"), ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+    slurm, torchrun = (
+        ("JOB_ID", "RESTART_COUNT", "STEP_ID"),
+        ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
+    )
     names = (*(f"SLURM_{name}" for name in slurm), *torchrun)
     return env.get("TRILANE_START") or _hash(*(env.get(name, "") for name in names))
 
@@ -168,20 +188,28 @@ def _hash(*parts: str) -> str:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for a process of this host ("R", "S", "D", "T" stopped, "Z" dead), "gone" without one; ""
-    where there is no /proc (macOS)."""
+    """The kernel's letter for a process of this host ("R", "S", "D", "T" stopped, "Z" dead), "gone"
+    without one; "" where there is no /proc (macOS).
+    """
     if not Path("/proc/self").exists():
         return ""
     try:
         # The name in parentheses may itself hold parentheses.
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+        return (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()[0]
+        )
     except OSError:
         return "gone"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """The heartbeats of all ranks of a node, whose first is `first`, in the start `start_id()` of the run."""
+    """The heartbeats of all ranks of a node, whose first is `first`, in the start `start_id()` of
+    the run.
+    """
 
     first: int
     host: str
@@ -189,7 +217,9 @@ class NodeReport:
     ranks: tuple[Heartbeat, ...]
 
     def write(self, folder: Path) -> None:
-        """Replace the node's report: one open and one rename, nothing forced to the disk. OSError where it is full."""
+        """Replace the node's report: one open and one rename, nothing forced to the disk. OSError
+        where it is full.
+        """
         path = folder / "ranks/nodes" / f"{self.first}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{path.name}")
@@ -207,16 +237,20 @@ def read_reports(folder: Path) -> list[NodeReport]:
 
 
 def read_beats(folder: Path) -> dict[int, Heartbeat]:
-    """The last known heartbeat of each rank of a run: of ranks of this machine now, of others as last reported."""
+    """The last known heartbeat of each rank of a run: of ranks of this machine now, of others as
+    last reported.
+    """
     reported = {beat.rank: beat for report in read_reports(folder) for beat in report.ranks}
     return dict(sorted((reported | own_beats(folder)).items()))
 
 
 class Stall:
-    """Whether a rank of this node has made no progress for `timeout_s`, in the start `env` of the run in `folder`.
+    """Whether a rank of this node has made no progress for `timeout_s`, in the start `env` of the
+    run in `folder`.
 
-    Ranks train in step: one that hangs soon stalls all, so that each node looks at its own alone. Clocks of hosts are
-    never compared: what counts is for how long a heartbeat did not change, as its own node saw it.
+    Ranks train in step: one that hangs soon stalls all, so that each node looks at its own alone.
+    Clocks of hosts are never compared: what counts is for how long a heartbeat did not change, as
+    its own node saw it.
     """
 
     def __init__(self, folder: Path, env: Mapping[str, str], timeout_s: float) -> None:
@@ -237,23 +271,37 @@ class Stall:
         }
 
     def is_stalled(self, more_s: float = 0.0) -> bool:
-        """Whether a rank of this node stood still for too long when last looked at, and `more_s` more."""
+        """Whether a rank of this node stood still for too long when last looked at, and `more_s`
+        more.
+        """
         if self.own and all(beat.has_exited for beat in self.own.values()):
             return False  # whoever started them is about to report it
         # one that has ended may be silent
-        late = (beat.phase != END and beat.idle_s > self._patience_s(beat) + more_s for beat in self.own.values())
+        late = (
+            beat.phase != END and beat.idle_s > self._patience_s(beat) + more_s
+            for beat in self.own.values()
+        )
         return any(late) or (not self.own and self._is_late_to_begin())
 
-    def cause(self, ranks: int, others: Iterable[NodeReport] = (), answered: Iterable[str] = ()) -> str:
-        """Why the run of so many `ranks` counts as stalled: the rank that stands still. `others` are the reports of the
-        other nodes, `answered` the hosts of those that were written now."""
+    def cause(
+        self, ranks: int, others: Iterable[NodeReport] = (), answered: Iterable[str] = ()
+    ) -> str:
+        """Why the run of so many `ranks` counts as stalled: the rank that stands still. `others`
+        are the reports of the other nodes, `answered` the hosts of those that were written now.
+        """
         beats = [(beat, "") for beat in self.own.values()]
         for report in others:
             silence = f" on {report.host}, which does not answer" * (report.host not in answered)
             beats += [(beat, silence) for beat in report.ranks]
-        # one that is gone, else the one in the earliest iteration, as no rank waits there for one in a later
+        # one that is gone, else the one in the earliest iteration, as no rank waits there for one
+        # in a later
         found = [
-            (not (b.has_exited or silence), b.step, -b.idle_s, f"{b}{silence or ', which has exited' * b.has_exited}")
+            (
+                not (b.has_exited or silence),
+                b.step,
+                -b.idle_s,
+                f"{b}{silence or ', which has exited' * b.has_exited}",
+            )
             for b, silence in beats
             if b.phase != END
         ]
@@ -268,12 +316,15 @@ class Stall:
 
     @property
     def _first_s(self) -> float:
-        # Until its second iteration a rank imports, builds samples and compiles; and it is given a minute more than the
-        # ranks wait for one another (engine/torchrun.py), which ends with the names of those that did not come.
+        # Until its second iteration a rank imports, builds samples and compiles; and it is given a
+        # minute more than the ranks wait for one another (engine/torchrun.py), which ends with the
+        # names of those that did not come.
         return max(5 * self._timeout_s, 660.0)
 
     def _patience_s(self, beat: Heartbeat) -> float:
-        """How long a rank may stand still there, s: ten iterations at its pace, where that is known."""
+        """How long a rank may stand still there, s: ten iterations at its pace, where that is
+        known.
+        """
         if beat.step < 2:
             return self._first_s
         # a save lasts as long as the disk takes
@@ -284,4 +335,8 @@ class Stall:
 
 def _has_exited(beat: Heartbeat) -> bool:
     """Whether a rank's process has ended before the rank did."""
-    return beat.phase != END and beat.host == platform.node() and process_state(beat.pid) in ("gone", "Z", "X")
+    return (
+        beat.phase != END
+        and beat.host == platform.node()
+        and process_state(beat.pid) in ("gone", "Z", "X")
+    )

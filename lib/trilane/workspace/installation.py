@@ -23,7 +23,9 @@ def frozen() -> Path | None:
 
 
 def checkout() -> Path | None:
-    """The repository's checkout: $TRILANE_HOME, else the one that holds this file; None for an installed wheel."""
+    """The repository's checkout: $TRILANE_HOME, else the one that holds this file; None for an
+    installed wheel.
+    """
     if home := os.environ.get("TRILANE_HOME"):
         return Path(home).absolute()
     root = package().parents[1]
@@ -31,7 +33,8 @@ def checkout() -> Path | None:
 
 
 def shipped(folder: str) -> Path:
-    """The folder `notebooks` or `slurm_templates`: of the checkout, else of the wheel, which installs share/trilane/.
+    """The folder `notebooks` or `slurm_templates`: of the checkout, else of the wheel, which
+    installs share/trilane/.
 
     Raises ValueError where there is neither.
     """
@@ -39,12 +42,16 @@ def shipped(folder: str) -> Path:
     places = [root] if root else [parent / "share/trilane" for parent in package().parents]
     found = next((place / folder for place in places if (place / folder).is_dir()), None)
     if found is None:
-        raise ValueError(f"TRILANE_HOME={root or ''}: has no {folder}/; clone the repository and name its folder")
+        raise ValueError(
+            f"TRILANE_HOME={root or ''}: has no {folder}/; clone the repository and name its folder"
+        )
     return found
 
 
 def outputs_root() -> Path:
-    """The folder of all studies: $TRILANE_OUTPUTS, else `outputs/` of the checkout, or of the current folder."""
+    """The folder of all studies: $TRILANE_OUTPUTS, else `outputs/` of the checkout, or of the
+    current folder.
+    """
     return Path(os.environ.get("TRILANE_OUTPUTS") or (checkout() or Path.cwd()) / "outputs")
 
 

@@ -15,8 +15,9 @@ class Known(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A rank of the run, or on its node (`local`), tasks of srun (or a process of mpirun), the node, or SLURM's list of
-    several, and the GPU on it; None, () and "" where unknown."""
+    """A rank of the run, or on its node (`local`), tasks of srun (or a process of mpirun), the
+    node, or SLURM's list of several, and the GPU on it; None, () and "" where unknown.
+    """
 
     rank: int | None = None
     local: int | None = None

@@ -17,8 +17,9 @@ MOST = 1 << 17  # ranks, of which a grid takes 5 s and 0.6 GB; a file with more 
 
 @dataclass(frozen=True, kw_only=True)
 class GridPlace(Place):
-    """The place of a rank, the state of its process, and its last heartbeat; "", -1 and "" where unknown. Where the
-    node's name is unknown (Known.NO), `node` is "node" and its number."""
+    """The place of a rank, the state of its process, and its last heartbeat; "", -1 and "" where
+    unknown. Where the node's name is unknown (Known.NO), `node` is "node" and its number.
+    """
 
     rank: int
     tp: int
@@ -42,16 +43,23 @@ class GridPlace(Place):
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The places of all ranks of a job. `known` is False for an unknown topology: then every group is the world.
+    """The places of all ranks of a job. `known` is False for an unknown topology: then every group
+    is the world.
 
-    Ranks are numbered as in Megatron and DeepSpeed: tp fastest, then dp, then pp (megatron/core/parallel_state.py,
-    order "tp-cp-ep-dp-pp"; deepspeed/runtime/pipe/topology.py PipeModelDataParallelTopology).
+    Ranks are numbered as in Megatron and DeepSpeed: tp fastest, then dp, then pp
+    (megatron/core/parallel_state.py, order "tp-cp-ep-dp-pp"; deepspeed/runtime/pipe/topology.py
+    PipeModelDataParallelTopology).
     """
 
     # A group axis is named by the coordinates that vary in it: "tp" are the ranks of one pp and dp.
     AXES: ClassVar = {
         **{axis: (axis,) for axis in ("tp", "pp", "dp")},
-        **{"model": ("tp", "pp"), "stage": ("tp", "dp"), "pp-dp": ("pp", "dp"), "world": ("tp", "pp", "dp")},
+        **{
+            "model": ("tp", "pp"),
+            "stage": ("tp", "dp"),
+            "pp-dp": ("pp", "dp"),
+            "world": ("tp", "pp", "dp"),
+        },
     }
     places: tuple[GridPlace, ...]
     known: bool = True
@@ -62,9 +70,13 @@ class Grid:
 
     @functools.cached_property
     def _groups(self) -> dict[tuple[str, tuple[int, ...]], frozenset[int]]:
-        # all at once: to look for each rank's group among all ranks would take minutes for ten thousand
+        # all at once: to look for each rank's group among all ranks would take minutes for ten
+        # thousand
         keys = ((self._key(axis, place), place.rank) for axis in self.AXES for place in self.places)
-        return {key: frozenset(r for _, r in pairs) for key, pairs in grouped(keys, lambda pair: pair[0]).items()}
+        return {
+            key: frozenset(r for _, r in pairs)
+            for key, pairs in grouped(keys, lambda pair: pair[0]).items()
+        }
 
     def __getitem__(self, rank: int) -> GridPlace:
         return self._by_rank[rank]
@@ -85,26 +97,43 @@ class Grid:
     @property
     def nodes(self) -> dict[str, list[int]]:
         """The ranks of each node."""
-        return {node: [p.rank for p in places] for node, places in grouped(self.places, lambda p: p.node).items()}
+        return {
+            node: [p.rank for p in places]
+            for node, places in grouped(self.places, lambda p: p.node).items()
+        }
 
     def node_name(self, node: str) -> str:
         """A node in words: its name, or "node 3 of 8" where names are unknown."""
         nodes = self.nodes
-        return node if self._by_rank[nodes[node][0]].named else f"node {[*nodes].index(node) + 1} of {len(nodes)}"
+        return (
+            node
+            if self._by_rank[nodes[node][0]].named
+            else f"node {[*nodes].index(node) + 1} of {len(nodes)}"
+        )
 
     def group(self, axis: str, rank: int) -> frozenset[int]:
-        """The ranks of `rank`'s group along `axis` (a name of AXES, "embedding", "next" or "previous" stage)."""
+        """The ranks of `rank`'s group along `axis` (a name of AXES, "embedding", "next" or
+        "previous" stage).
+        """
         place = self._by_rank[rank]
         if axis in self.AXES:
             return self._groups[self._key(axis if self.known else "world", place)]
         stages = self.sizes[1]
-        wanted = {"next": (place.pp + 1,), "previous": (place.pp - 1,), "embedding": (0, stages - 1)}[axis]
+        wanted = {
+            "next": (place.pp + 1,),
+            "previous": (place.pp - 1,),
+            "embedding": (0, stages - 1),
+        }[axis]
         # interleaved pipelines wrap around: the first stage follows the last
         inside = {stage % stages for stage in wanted}
-        return frozenset(r for r in self.group("pp", rank) if self._by_rank[r].pp in inside) | {rank}
+        return frozenset(r for r in self.group("pp", rank) if self._by_rank[r].pp in inside) | {
+            rank
+        }
 
     def _key(self, axis: str, place: GridPlace) -> tuple[str, tuple[int, ...]]:
-        return axis, tuple(getattr(place, name) for name in ("tp", "pp", "dp") if name not in self.AXES[axis])
+        return axis, tuple(
+            getattr(place, name) for name in ("tp", "pp", "dp") if name not in self.AXES[axis]
+        )
 
 
 def shared(places: Sequence[Any]) -> list[str]:
@@ -113,8 +142,17 @@ def shared(places: Sequence[Any]) -> list[str]:
     return [f"{axis} {next(iter(found))}" for axis, found in values.items() if len(found) == 1]
 
 
-def regular(tp: int, pp: int, dp: int, gpus_per_node: int, hosts: Iterable[str] = (), known: Known = Known.MAP) -> Grid:
-    """The grid of tp x pp x dp ranks that fill nodes of `gpus_per_node`, these `hosts`, one after the other."""
+def regular(
+    tp: int,
+    pp: int,
+    dp: int,
+    gpus_per_node: int,
+    hosts: Iterable[str] = (),
+    known: Known = Known.MAP,
+) -> Grid:
+    """The grid of tp x pp x dp ranks that fill nodes of `gpus_per_node`, these `hosts`, one after
+    the other.
+    """
     for name, size in (("tp", tp), ("pp", pp), ("dp", dp), ("gpus_per_node", gpus_per_node)):
         require_integer(name, size, 1)
     require(tp * pp * dp <= MOST, "tp x pp x dp", tp * pp * dp, f"must be at most {MOST}")
@@ -123,37 +161,51 @@ def regular(tp: int, pp: int, dp: int, gpus_per_node: int, hosts: Iterable[str] 
         number = rank // gpus_per_node
         node, how = names.get(number, f"node{number}"), known if number in names else Known.NO
         stage, replica = rank // (tp * dp), rank // tp % dp
-        places.append(GridPlace(rank=rank, tp=rank % tp, dp=replica, pp=stage, node=node, node_known=how))
+        places.append(
+            GridPlace(rank=rank, tp=rank % tp, dp=replica, pp=stage, node=node, node_known=how)
+        )
     return Grid(places=tuple(places))
 
 
 def with_hosts(grid: Grid, hosts: Sequence[str], width: int, known: Known) -> Grid:
-    """The grid with `hosts`, in their order, as names of its nodes; unchanged where it has names or they do not fit.
+    """The grid with `hosts`, in their order, as names of its nodes; unchanged where it has names or
+    they do not fit.
 
-    `known` is how their order is known. Where hosts of `width` ranks hold exactly all ranks, each node has `width`;
-    else there must be as many as nodes.
+    `known` is how their order is known. Where hosts of `width` ranks hold exactly all ranks, each
+    node has `width`; else there must be as many as nodes.
     """
     on = dict[int, str]()
     # The first host has the first ranks, as SLURM numbers them: nodes by name, tasks by node.
     if len(hosts) * width == len(grid.ranks):
         on = {rank: hosts[index // width] for index, rank in enumerate(grid.ranks)}
     elif len(hosts) == len(grid.nodes):
-        on = {rank: host for host, ranks in zip(hosts, grid.nodes.values(), strict=True) for rank in ranks}
+        on = {
+            rank: host
+            for host, ranks in zip(hosts, grid.nodes.values(), strict=True)
+            for rank in ranks
+        }
     if not on or any(p.named for p in grid.places):
         return grid
-    return replace(grid, places=tuple(replace(p, node=on[p.rank], node_known=known) for p in grid.places))
+    return replace(
+        grid, places=tuple(replace(p, node=on[p.rank], node_known=known) for p in grid.places)
+    )
 
 
-def unknown(ranks: Iterable[int], gpus_per_node: int, hosts: Iterable[str] = (), known: Known = Known.MAP) -> Grid:
+def unknown(
+    ranks: Iterable[int], gpus_per_node: int, hosts: Iterable[str] = (), known: Known = Known.MAP
+) -> Grid:
     """The grid of a job of unknown topology: ranks 0 to the highest of `ranks`."""
-    return replace(regular(1, 1, max(ranks, default=0) + 1, gpus_per_node, hosts, known), known=False)
+    return replace(
+        regular(1, 1, max(ranks, default=0) + 1, gpus_per_node, hosts, known), known=False
+    )
 
 
 def from_json(values: Mapping[str, Any]) -> Grid | None:
     """The grid of a topology.json or a plan.json; None where it holds neither sizes nor ranks.
 
     Either {"tp": .., "pp": .., "dp": .., "gpus_per_node": ..} (gpus_per_node 8 by default), or
-    {"ranks": [{"rank": .., "tp": .., "pp": .., "dp": .., "node": ..}, ..]}, or both: then the list takes precedence.
+    {"ranks": [{"rank": .., "tp": .., "pp": .., "dp": .., "node": ..}, ..]}, or both: then the list
+    takes precedence.
     """
     sizes, cluster = values.get("topology", values), values.get("cluster", {})
     width = values.get("gpus_per_node") or cluster.get("gpus_per_node") or 8
@@ -172,7 +224,9 @@ def from_json(values: Mapping[str, Any]) -> Grid | None:
 
 
 def read(path: Path) -> Grid | None:
-    """The grid of a topology.json or a plan.json; None where it is missing or damaged, or holds none."""
+    """The grid of a topology.json or a plan.json; None where it is missing or damaged, or holds
+    none.
+    """
     try:
         return from_json(json.loads(read_text(path) or "{}"))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):

@@ -1,7 +1,8 @@
-"""Files of a run folder: written atomically, moved aside for the next attempt; the progress that they show.
+"""Files of a run folder: written atomically, moved aside for the next attempt; the progress that
+they show.
 
-A file `save` makes the run save once, and is removed by it; a file `stop` makes it save and end, and no later run
-starts there until it is removed.
+A file `save` makes the run save once, and is removed by it; a file `stop` makes it save and end,
+and no later run starts there until it is removed.
 """
 
 from pathlib import Path
@@ -15,14 +16,18 @@ NOT_FINITE = "ranks/not-finite.txt"  # a line about the first value of the run t
 
 
 def not_finite(folder: Path) -> str:
-    """Where the first value arose that is not finite, in one line; "" where all are, or the engine does not look."""
+    """Where the first value arose that is not finite, in one line; "" where all are, or the engine
+    does not look.
+    """
     return one_line(read_text(folder / NOT_FINITE, 2000))
 
 
 def iteration(folder: Path) -> int:
     """The last iteration in steps.jsonl; 0 where there is none. Damaged lines do not count."""
     path = folder / "steps.jsonl"
-    for last in (1 << 14, 0) if path.is_file() else ():  # else all of it: a crash may leave many NULs at the end
+    for last in (
+        (1 << 14, 0) if path.is_file() else ()
+    ):  # else all of it: a crash may leave many NULs at the end
         numbers = (_iteration(line) for line in reversed(read_text(path, last).split("\n")))
         if number := next(filter(None, numbers), 0):
             return number
@@ -30,9 +35,11 @@ def iteration(folder: Path) -> int:
 
 
 def cut_steps(folder: Path, done: int) -> None:
-    """Keep the first `done` iterations in steps.jsonl and validation.jsonl; the others will be trained again.
+    """Keep the first `done` iterations in steps.jsonl and validation.jsonl; the others will be
+    trained again.
 
-    What is removed, also a line that a killed run left half-written, goes to earlier/NAME.1, .2, ...
+    What is removed, also a line that a killed run left half-written, goes to earlier/NAME.1, .2,
+    ...
     """
     for path in (folder / "steps.jsonl", folder / "validation.jsonl"):
         if path.is_dir():
@@ -52,7 +59,9 @@ def _iteration(line: str) -> int:
 
 
 def put_aside(folder: Path, keep: bool) -> None:
-    """Move what the earlier attempt left to attempts/N; only its status and ranks where the run continues (`keep`)."""
+    """Move what the earlier attempt left to attempts/N; only its status and ranks where the run
+    continues (`keep`).
+    """
     names = ["status.json", "ranks"]
     if not keep:
         names += ["run.log", "steps.jsonl", "validation.jsonl", "env.json"]
@@ -64,7 +73,9 @@ def put_aside(folder: Path, keep: bool) -> None:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Replace `path` by `text`; a different earlier version is kept as `earlier/NAME.1`, `.2`, ... beside it."""
+    """Replace `path` by `text`; a different earlier version is kept as `earlier/NAME.1`, `.2`, ...
+    beside it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or (path.exists() and path.read_bytes() != text.encode()):
         set_aside(path)
@@ -77,7 +88,9 @@ def is_started(folder: Path) -> bool:
 
 
 def is_completed(folder: Path) -> bool:
-    """Whether the run in the folder has completed; not where its plan was extended since, or status.json is damaged."""
+    """Whether the run in the folder has completed; not where its plan was extended since, or
+    status.json is damaged.
+    """
     written = known_status(folder)
     if written is None or written.status is not Status.COMPLETED:
         return False

@@ -1,4 +1,6 @@
-"""The state of a run (`Status`), and how it ended with the line that proves it (`RunStatus`, status.json)."""
+"""The state of a run (`Status`), and how it ended with the line that proves it (`RunStatus`,
+status.json).
+"""
 
 import contextlib
 import json
@@ -14,10 +16,10 @@ from trilane.utils.validation import from_mapping, read_json, require_known
 class Status(StrEnum):
     """The state of a run, a job or a log; the value is the word in files and in JSON.
 
-    `stopped`: asked to end before its last iteration, saved if it could, can be resumed. `timeout`: it exceeded a limit
-    of ours, `time limit` one of the scheduler. `unfinished`: the log ends without a reason. `OOM`: a GPU had too
-    little memory, `host memory`: a node. `killed`: by SIGKILL of unknown origin. docs/guides/my-logs.md has the next
-    step for each.
+    `stopped`: asked to end before its last iteration, saved if it could, can be resumed. `timeout`:
+    it exceeded a limit of ours, `time limit` one of the scheduler. `unfinished`: the log ends
+    without a reason. `OOM`: a GPU had too little memory, `host memory`: a node. `killed`: by
+    SIGKILL of unknown origin. docs/guides/my-logs.md has the next step for each.
     """
 
     NOT_SUBMITTED = "not submitted"
@@ -70,8 +72,9 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """How a run ended, the line that proves it, the rank that printed it (None: no single one), and nodes at fault, as
-    SLURM's --exclude takes them. ValueError for an unknown status."""
+    """How a run ended, the line that proves it, the rank that printed it (None: no single one), and
+    nodes at fault, as SLURM's --exclude takes them. ValueError for an unknown status.
+    """
 
     status: Status
     evidence: str
@@ -93,7 +96,8 @@ def verdict(
     scheduler: RunStatus | None = None,
     log: Any = None,
 ) -> RunStatus:
-    """How a run ended, by what is known of it: verdict(code=1, written=known_status(folder), log=log, otherwise=crash).
+    """How a run ended, by what is known of it: verdict(code=1, written=known_status(folder),
+    log=log, otherwise=crash).
 
     code        of torchrun or of the job's step; None where it is unknown
     written     status.json of this attempt: by the engine, or by who ended a hang, which may be before the exit code
@@ -107,13 +111,19 @@ def verdict(
         return written
     if scheduler or code == 0:
         return scheduler or otherwise
-    vague = (Status.CRASHED, Status.KILLED, Status.NCCL_ERROR)  # the last words of the rank that failed say more
+    vague = (
+        Status.CRASHED,
+        Status.KILLED,
+        Status.NCCL_ERROR,
+    )  # the last words of the rank that failed say more
     is_silent = log is None or log.status is Status.UNFINISHED or not log.status.has_failed
     if is_silent or (log.status in vague and otherwise.rank is not None):
         return otherwise
     # the rank that torchrun saw fail first need not be the one that printed this
     evidence = log.evidence if log.rank is None else f"rank {log.rank}: {log.evidence}"
-    return replace(otherwise, status=log.status, evidence=evidence, rank=log.rank, exclude=log.exclude)
+    return replace(
+        otherwise, status=log.status, evidence=evidence, rank=log.rank, exclude=log.exclude
+    )
 
 
 def write_status(folder: Path, status: RunStatus) -> bool:

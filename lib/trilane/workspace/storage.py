@@ -1,4 +1,6 @@
-"""Storage of a run: what is free where it saves, and why a save failed or the next will (ranks/storage.jsonl)."""
+"""Storage of a run: what is free where it saves, and why a save failed or the next will
+(ranks/storage.jsonl).
+"""
 
 import contextlib
 import json
@@ -23,8 +25,10 @@ def available(place: Path) -> tuple[float, float]:
 
 
 def shortage(folder: Path, plan: Plan) -> str:
-    """Why the run's next save will fail, by what is free now: others may take it, or free some, until then; "" where
-    it fits. A checkpoint that keep_last deletes counts as free space; quotas by user are not seen, as in storage()."""
+    """Why the run's next save will fail, by what is free now: others may take it, or free some,
+    until then; "" where it fits. A checkpoint that keep_last deletes counts as free space; quotas
+    by user are not seen, as in storage().
+    """
     root, keep = folder / FOLDER, plan.run.keep_last
     place = root if root.is_dir() else folder
     try:
@@ -42,7 +46,9 @@ def shortage(folder: Path, plan: Plan) -> str:
 
 
 def note(folder: Path, text: str) -> None:
-    """Record why saving fails or will, "" where it works again; where the disk is full only run.log has it."""
+    """Record why saving fails or will, "" where it works again; where the disk is full only run.log
+    has it.
+    """
     event = json.dumps({"time": datetime.now(UTC).isoformat(timespec="minutes"), "text": text})
     with contextlib.suppress(OSError, ValueError):
         if text != next(reversed(_events(folder)), ("", ""))[1]:
@@ -50,7 +56,9 @@ def note(folder: Path, text: str) -> None:
 
 
 def trouble(folder: Path) -> str:
-    """Why the run's saves fail or the next will, in one line with since when; "" where nothing is wrong."""
+    """Why the run's saves fail or the next will, in one line with since when; "" where nothing is
+    wrong.
+    """
     events = _events(folder)
     head, _, rest = events[-1][1].partition(": ") if events else ("", "", "")
     same = list(takewhile(lambda event: event[1].startswith(head), reversed(events)))
@@ -60,4 +68,8 @@ def trouble(folder: Path) -> str:
 def _events(folder: Path) -> list[tuple[str, str]]:
     """(time, text) of each event, oldest first."""
     values = json_lines(read_text(folder / "ranks/storage.jsonl"))
-    return [(e["time"], e["text"]) for e in values if all(isinstance(e.get(k), str) for k in ("time", "text"))]
+    return [
+        (e["time"], e["text"])
+        for e in values
+        if all(isinstance(e.get(k), str) for k in ("time", "text"))
+    ]

@@ -1,4 +1,6 @@
-"""Study: a folder of outputs/ with its notebooks, result files and run folders; nothing else touches outputs/."""
+"""Study: a folder of outputs/ with its notebooks, result files and run folders; nothing else
+touches outputs/.
+"""
 
 import contextlib
 import hashlib
@@ -18,14 +20,22 @@ from trilane.config.shapes import read_shape
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.process import python, run
 from trilane.utils.tables import Brief, Text, csv_text
-from trilane.utils.validation import from_mapping, parse_integers, read_object, require, with_nearest
+from trilane.utils.validation import (
+    from_mapping,
+    parse_integers,
+    read_object,
+    require,
+    with_nearest,
+)
 from trilane.workspace.installation import outputs_root, stamp
 from trilane.workspace.run_folder import is_completed, is_started, write_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice(Brief):
-    """A model, the machine, how many of its GPUs, and the batch: what is handed from sizing to the search."""
+    """A model, the machine, how many of its GPUs, and the batch: what is handed from sizing to the
+    search.
+    """
 
     shape: ModelShape
     cluster: Cluster
@@ -36,15 +46,27 @@ class ModelChoice(Brief):
 
     def to_json(self) -> dict[str, Any]:
         """As sizing.json and plans.json have it."""
-        return {"shape": vars(self.shape), "cluster": self.cluster_name, "gpus": list(self.gpus), "gbs": self.gbs}
+        return {
+            "shape": vars(self.shape),
+            "cluster": self.cluster_name,
+            "gpus": list(self.gpus),
+            "gbs": self.gbs,
+        }
 
     def _repr_markdown_(self) -> str:
         s, counts = self.shape, ", ".join(map(str, self.gpus))
-        size = f"{s.parameters / 1e9:,.1f} B" if s.parameters >= 1e9 else f"{s.parameters / 1e6:,.2f} M"
+        size = (
+            f"{s.parameters / 1e9:,.1f} B"
+            if s.parameters >= 1e9
+            else f"{s.parameters / 1e6:,.2f} M"
+        )
         text = "{} layers × {}, {} heads, {} parameters, on {} of {}, {} sequences of {} tokens an iteration."
         model = (s.num_layers, s.hidden_size, s.num_attention_heads, size)
         on = f"{counts} GPU{'s' * (self.gpus != (1,))}{' (here: processes)' * (self.cluster.gpu.kind == 'cpu')}"
-        return Text.joined("\n\n", [Text.of(text, *model, on, self.cluster.name, self.gbs, s.seq_length), *self.notes])
+        return Text.joined(
+            "\n\n",
+            [Text.of(text, *model, on, self.cluster.name, self.gbs, s.seq_length), *self.notes],
+        )
 
 
 class Study(Brief):
@@ -58,14 +80,18 @@ class Study(Brief):
         require(plain, "study", repr(name), "must be a plain folder name (letters, digits, . _ -)")
         self.name = name
         self.folder = outputs_root() / name
-        self.read: dict[str, str] = {}  # the result files that were loaded, and the start of their SHA-256
+        self.read: dict[
+            str, str
+        ] = {}  # the result files that were loaded, and the start of their SHA-256
 
     def brief(self) -> str:
         return f"{self.name!r}, {self.folder}"
 
     @classmethod
     def create(cls, name: str, *, resume: bool = False, fresh: bool = False) -> "Study":
-        """A new study. ValueError where it exists, unless `resume`; `fresh` takes the next free name (NAME-2, ...)."""
+        """A new study. ValueError where it exists, unless `resume`; `fresh` takes the next free
+        name (NAME-2, ...).
+        """
         study, number = cls(name), 2
         while True:
             try:
@@ -81,11 +107,17 @@ class Study(Brief):
         return cls.create(name, resume=True)
 
     def save(self, name: str, values: dict[str, Any], made_by: str) -> Path:
-        """Write the result file `name` (JSON), stamped with what made it; a different earlier version is kept."""
+        """Write the result file `name` (JSON), stamped with what made it; a different earlier
+        version is kept.
+        """
         return self._write(name, made_by, lambda: values)
 
-    def update(self, name: str, made_by: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
-        """Write the result file `name` as `change` makes it of what it holds; nobody else writes one meanwhile."""
+    def update(
+        self, name: str, made_by: str, change: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> Path:
+        """Write the result file `name` as `change` makes it of what it holds; nobody else writes
+        one meanwhile.
+        """
         return self._write(name, made_by, lambda: change(self.values(name, made_by)))
 
     def _write(self, name: str, made_by: str, make: Callable[[], dict[str, Any]]) -> Path:
@@ -94,7 +126,9 @@ class Study(Brief):
             path, values = self.folder / name, make()
             if _holds(path, json.loads(json.dumps(values)), "made_by"):
                 return path
-            text = json.dumps({**values, "made_by": {"notebook": made_by, **stamp(), "read": self.read}}, indent=1)
+            text = json.dumps(
+                {**values, "made_by": {"notebook": made_by, **stamp(), "read": self.read}}, indent=1
+            )
             return write_text(path, text + "\n")
 
     def _one_writer(self) -> contextlib.AbstractContextManager[object]:
@@ -104,12 +138,20 @@ class Study(Brief):
     def load(self, name: str, made_by: str, **fields: type) -> dict[str, Any]:
         """The result file `name`, with these fields of these types.
 
-        ValueError that names the notebook to run first where it is missing, and the file where it is damaged.
+        ValueError that names the notebook to run first where it is missing, and the file where it
+        is damaged.
         """
         path = self.folder / name
         others, rule = outputs_root().glob(f"*/{name}"), f"has no {name} yet; run {made_by} first"
-        require(path.exists(), "study", self.name, with_nearest(rule, self.name, (p.parent.name for p in others)))
-        self.read[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:10] if path.is_file() else ""
+        require(
+            path.exists(),
+            "study",
+            self.name,
+            with_nearest(rule, self.name, (p.parent.name for p in others)),
+        )
+        self.read[name] = (
+            hashlib.sha256(path.read_bytes()).hexdigest()[:10] if path.is_file() else ""
+        )
         return read_object(path, "study file", **fields)
 
     def values(self, name: str, made_by: str) -> dict[str, Any]:
@@ -117,24 +159,37 @@ class Study(Brief):
         return _without(self.load(name, made_by), "made_by")
 
     def plans(self) -> list[Plan]:
-        """The plans that 02_topology wrote, best first, each with its id, whole: what 03 and 07 go on from."""
-        return [plan_from_json(values) for values in self.load("plans.json", "02_topology", plans=list)["plans"]]
+        """The plans that 02_topology wrote, best first, each with its id, whole: what 03 and 07 go
+        on from.
+        """
+        return [
+            plan_from_json(values)
+            for values in self.load("plans.json", "02_topology", plans=list)["plans"]
+        ]
 
     def model(
         self, shape: str = "", cluster: str = "", gpus: str = "", gbs: int = 0, seq_length: int = 0
     ) -> ModelChoice:
-        """The model that a search is for: what is given, and what 01_sizing chose for the rest ("" or 0).
+        """The model that a search is for: what is given, and what 01_sizing chose for the rest (""
+        or 0).
 
-        `shape` and `seq_length` as in config.shapes.read_shape, `cluster` as in load_cluster, `gpus` one or several
-        counts ("1,2,4").
+        `shape` and `seq_length` as in config.shapes.read_shape, `cluster` as in load_cluster,
+        `gpus` one or several counts ("1,2,4").
         """
         is_whole = shape and cluster and gpus and gbs
         chosen = {} if is_whole else self.load("sizing.json", "01_sizing", shape=dict, cluster=str)
-        require(bool(shape) or not seq_length, "seq_length", seq_length, "needs a shape; that of 01_sizing has its own")
+        require(
+            bool(shape) or not seq_length,
+            "seq_length",
+            seq_length,
+            "needs a shape; that of 01_sizing has its own",
+        )
         given = read_shape(shape, seq_length=seq_length) if shape else None
         name = cluster or chosen["cluster"]
         return ModelChoice(
-            shape=given.shape if given else from_mapping(ModelShape, chosen["shape"], "sizing.shape"),
+            shape=given.shape
+            if given
+            else from_mapping(ModelShape, chosen["shape"], "sizing.shape"),
             notes=given.notes if given else (),
             cluster=load_cluster(name),
             cluster_name=name,
@@ -148,26 +203,37 @@ class Study(Brief):
             return write_text(self.folder / name, csv_text(table))
 
     def save_figure(self, name: str, figure: Any) -> Path:
-        """Write a matplotlib figure as `figures/NAME.png`; nothing for a text, where there is no figure."""
+        """Write a matplotlib figure as `figures/NAME.png`; nothing for a text, where there is no
+        figure.
+        """
         path = self.folder / "figures" / f"{name}.png"
         path.parent.mkdir(exist_ok=True)
         if not isinstance(figure, str):
-            aside = path.with_name(f".{name}.{secrets.token_hex(6)}.png")  # nobody sees half of a figure
+            aside = path.with_name(
+                f".{name}.{secrets.token_hex(6)}.png"
+            )  # nobody sees half of a figure
             figure.savefig(aside, dpi=150, bbox_inches="tight")
             aside.replace(path)
         return path
 
     def run_folders(self) -> list[Path]:
         """The run folders of the study, oldest first."""
-        return sorted((p.parent for p in self.folder.glob("runs/*/plan.json")), key=lambda p: p.stat().st_mtime_ns)
+        return sorted(
+            (p.parent for p in self.folder.glob("runs/*/plan.json")),
+            key=lambda p: p.stat().st_mtime_ns,
+        )
 
     def run_folder(
-        self, plan: Plan, files: dict[str, str], going: Callable[[Path], object] = lambda folder: False
+        self,
+        plan: Plan,
+        files: dict[str, str],
+        going: Callable[[Path], object] = lambda folder: False,
     ) -> tuple[Path, bool]:
-        """A run folder for `plan` with its `files`, and whether it holds a completed run of an equal plan.
+        """A run folder for `plan` with its `files`, and whether it holds a completed run of an
+        equal plan.
 
-        No folder is used by two runs: where the label is taken by a started run or another plan, a number is appended.
-        An equal plan that is `going` there now is this run.
+        No folder is used by two runs: where the label is taken by a started run or another plan, a
+        number is appended. An equal plan that is `going` there now is this run.
         """
         folder, number = self.folder / "runs" / plan.label, 2
         while folder.exists():
@@ -183,7 +249,9 @@ class Study(Brief):
 
 
 def _holds(path: Path, values: dict[str, Any], *ignored: str) -> bool:
-    """Whether the JSON file holds these values but for the ignored; not where it is missing or damaged."""
+    """Whether the JSON file holds these values but for the ignored; not where it is missing or
+    damaged.
+    """
     with contextlib.suppress(ValueError):
         return _without(read_object(path, "study file"), *ignored) == _without(values, *ignored)
     return False
@@ -194,8 +262,8 @@ def _without(values: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def load_cluster(name: str | Cluster) -> Cluster:
-    """The cluster of that name or JSON file, or itself; `local` is this machine, measured at first use by the
-    engine's benchmark (some seconds; outputs/local.json).
+    """The cluster of that name or JSON file, or itself; `local` is this machine, measured at first
+    use by the engine's benchmark (some seconds; outputs/local.json).
 
         load_cluster("jz-a100-80g").facts()
     """
@@ -206,7 +274,9 @@ def load_cluster(name: str | Cluster) -> Cluster:
         path.parent.mkdir(parents=True, exist_ok=True)
         done = run(python("-m", "trilane.engine.bench", str(path)))
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        require(done.returncode == 0, "cluster", "local", f"this machine could not be measured: {last}")
+        require(
+            done.returncode == 0, "cluster", "local", f"this machine could not be measured: {last}"
+        )
     return cluster.cluster(str(path) if name == "local" else name)
 
 
@@ -216,7 +286,8 @@ def studies() -> list[str]:
 
 
 def run_folders(names: Iterable[str]) -> list[Path]:
-    """The run folders named by paths or studies: a folder with a plan.json, or all below it. ValueError where none.
+    """The run folders named by paths or studies: a folder with a plan.json, or all below it.
+    ValueError where none.
 
     A folder with a ledger is one of a run whose plan was deleted.
     """
@@ -229,7 +300,10 @@ def run_folders(names: Iterable[str]) -> list[Path]:
             else sorted(p.parent for p in path.glob("**/plan.json"))
         )
         require(
-            bool(below), "run", name, with_nearest("no run folder there, and no study of that name", name, studies())
+            bool(below),
+            "run",
+            name,
+            with_nearest("no run folder there, and no study of that name", name, studies()),
         )
         found += below
     return found

@@ -1,4 +1,6 @@
-"""What all engines share: the interface that the loop sees, their start, and the inside of an optimizer of any make."""
+"""What all engines share: the interface that the loop sees, their start, and the inside of an
+optimizer of any make.
+"""
 
 import importlib
 from collections.abc import Iterable, Sequence
@@ -30,9 +32,11 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Result of one iteration: mean loss in nats (0 on ranks without it), gradient norm before clipping.
+    """Result of one iteration: mean loss in nats (0 on ranks without it), gradient norm before
+    clipping.
 
-    `not_finite`, the same on all ranks, says where the run's first value arose that is not; only `megatron` looks.
+    `not_finite`, the same on all ranks, says where the run's first value arose that is not; only
+    `megatron` looks.
     """
 
     loss: float
@@ -43,11 +47,13 @@ class Step:
 
 
 class States(Protocol):
-    """Weights and optimizer of one rank, piece by piece in fp32, whatever the engine's own representation.
+    """Weights and optimizer of one rank, piece by piece in fp32, whatever the engine's own
+    representation.
 
-    A piece is the same on all replicas. Of its values, flattened, a rank reads those of `shard(number)`: where the
-    states are `divided` (ZeRO, a distributed optimizer) the part that it updates itself, which no other replica has;
-    else all of them. All replicas must read the same pieces in the same order, since an engine may have to gather them.
+    A piece is the same on all replicas. Of its values, flattened, a rank reads those of
+    `shard(number)`: where the states are `divided` (ZeRO, a distributed optimizer) the part that it
+    updates itself, which no other replica has; else all of them. All replicas must read the same
+    pieces in the same order, since an engine may have to gather them.
 
         finish_step   complete what the last step deferred; collective, before any read
         shard         (first, last + 1) of the values that read() returns; (0, 0) for none
@@ -65,7 +71,9 @@ class States(Protocol):
     def finish_step(self) -> None: ...
     def shard(self, number: int) -> tuple[int, int]: ...
     def read(self, number: int, kind: str) -> torch.Tensor: ...
-    def write(self, number: int, weight: torch.Tensor, moments: dict[str, torch.Tensor]) -> None: ...
+    def write(
+        self, number: int, weight: torch.Tensor, moments: dict[str, torch.Tensor]
+    ) -> None: ...
     def copy(self, number: int) -> torch.Tensor | None: ...
     def decays(self) -> list[float | None]: ...
     def scalars(self) -> dict[str, float]: ...
@@ -73,19 +81,25 @@ class States(Protocol):
 
 
 def pieces(named: Named) -> list[Piece]:
-    """This rank's pieces of parameters. What tensor parallelism does not split is written by its ranks in turn."""
+    """This rank's pieces of parameters. What tensor parallelism does not split is written by its
+    ranks in turn.
+    """
     rank = parallel_state.get_tensor_model_parallel_rank()
     tp = parallel_state.get_tensor_model_parallel_world_size()
     first_stage, found = parallel_state.is_pipeline_first_stage(ignore_virtual=True), []
     for number, (name, parameter) in enumerate(named):
         gated = getattr(parameter, "partition_stride", 1) == 2
         is_split = getattr(parameter, "tensor_model_parallel", False)
-        local = paired(getattr(parameter, "ds_shape", parameter.shape), gated)  # under ZeRO-3 itself is empty
+        local = paired(
+            getattr(parameter, "ds_shape", parameter.shape), gated
+        )  # under ZeRO-3 itself is empty
         # of gate and up, (2, ffn, h), each rank has its rows of both
         dim = getattr(parameter, "partition_dim", 0) + gated if is_split else None
         twin = name.startswith("embedding.") and not first_stage
         cut = dim is not None and tp > 1
-        box = tuple((n * rank, n * (rank + 1)) if cut and d == dim else (0, n) for d, n in enumerate(local))
+        box = tuple(
+            (n * rank, n * (rank + 1)) if cut and d == dim else (0, n) for d, n in enumerate(local)
+        )
         whole = tuple(n * tp if cut and d == dim else n for d, n in enumerate(local))
         elsewhere = twin or (not cut and number % tp != rank)
         found.append(Piece(name=name, shape=whole, box=box, written_elsewhere=elsewhere))
@@ -109,7 +123,8 @@ class Engine:
     def __init__(self, plan: Plan, world: World) -> None:
         t = plan.topology
         chunks = t.interleaving if t.interleaving > 1 else None
-        # Its further gloo groups serve megatron-core's own checkpoints; 384 ranks would keep as many TCP connections.
+        # Its further gloo groups serve megatron-core's own checkpoints; 384 ranks would keep as
+        # many TCP connections.
         parallel_state.initialize_model_parallel(
             t.tp,
             t.pp,
@@ -121,14 +136,19 @@ class Engine:
         self._plan, self._kernels, self.settings = plan, fused.choose(plan, world), {}
         self.path = str(self._kernels)
         shape = (t.mbs, plan.shape.seq_length)
-        self._positions = torch.arange(shape[1], device=world.device).expand(shape)  # (mbs, seq_length)
+        self._positions = torch.arange(shape[1], device=world.device).expand(
+            shape
+        )  # (mbs, seq_length)
         self._build()
         audited(self.states, plan.optimizer.weight_decay)
 
     @property
     def replica(self) -> tuple[int, int]:
         """(index, number) of this rank's data-parallel replica."""
-        return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        return (
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+        )
 
     def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
         """Forward, backward and optimizer step over this replica's share of one global batch."""
@@ -137,7 +157,8 @@ class Engine:
         return self._step(microbatches)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> float:
-        """Mean loss in nats of one global batch, of which this is the replica's share; 0 on ranks without it.
+        """Mean loss in nats of one global batch, of which this is the replica's share; 0 on ranks
+        without it.
 
         Forward alone and without dropout: weights, optimizer and generators stay as they are.
         """
@@ -170,19 +191,29 @@ class Engine:
 
 
 def build(plan: Plan, world: World) -> Engine:
-    """The plan's engine with its model in the initial state; its module in this package calls the class `build`."""
-    return importlib.import_module(f"trilane.engine.backends.{plan.engine.replace('-', '_')}").build(plan, world)
+    """The plan's engine with its model in the initial state; its module in this package calls the
+    class `build`.
+    """
+    return importlib.import_module(
+        f"trilane.engine.backends.{plan.engine.replace('-', '_')}"
+    ).build(plan, world)
 
 
 def audited(states: States, decay: float) -> None:
-    """AssertionError where the optimizer that a library built has a parameter in the wrong group, or in none."""
+    """AssertionError where the optimizer that a library built has a parameter in the wrong group,
+    or in none.
+    """
     for piece, found in zip(states.pieces, states.decays(), strict=True):
         right = decay if must_decay(piece.name, len(piece.shape)) else 0.0
-        assert found == right or (found is None and states.divided), f"{piece.name} has weight decay {found}"
+        assert found == right or (found is None and states.divided), (
+            f"{piece.name} has weight decay {found}"
+        )
 
 
 def init_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Give each of the optimizer's parameters without moments those of step 0: zeros, as the first step would."""
+    """Give each of the optimizer's parameters without moments those of step 0: zeros, as the first
+    step would.
+    """
     for parameter in parameters:
         state = optimizer.state[parameter]
         if "exp_avg" not in state:
@@ -192,7 +223,9 @@ def init_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Te
 
 def step_of(optimizers: Iterable[torch.optim.Optimizer]) -> float:
     """Steps taken, the same for all parameters; 0 where this rank updates none."""
-    counted = (counts.get("step", 0) for optimizer in optimizers for counts in optimizer.state.values())
+    counted = (
+        counts.get("step", 0) for optimizer in optimizers for counts in optimizer.state.values()
+    )
     return max(map(float, counted), default=0.0)
 
 
@@ -204,7 +237,9 @@ def set_step(optimizers: Iterable[torch.optim.Optimizer], step: float) -> None:
 
 
 def _step(optimizer: torch.optim.Optimizer, step: float, parameter: torch.Tensor) -> Any:
-    """torch counts in a tensor, the fused one on the parameter's device; the other optimizers in an int."""
+    """torch counts in a tensor, the fused one on the parameter's device; the other optimizers in an
+    int.
+    """
     if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one of them
         return int(step)
     fused_adam = any(group.get("fused") for group in optimizer.param_groups)

@@ -1,8 +1,9 @@
-"""The `deepspeed-3d` engine: DeepSpeed's pipeline (1F1B) and ZeRO-1 over megatron-core's tensor-parallel layers.
+"""The `deepspeed-3d` engine: DeepSpeed's pipeline (1F1B) and ZeRO-1 over megatron-core's
+tensor-parallel layers.
 
-S sequence (sequence parallelism leaves each rank a part of it between positions and head), B microbatch, C hidden size,
-V rows of the vocabulary on this rank. The layers' class names matter: the partition "type:transformer|embedding" counts
-those whose name contains one of the two words.
+S sequence (sequence parallelism leaves each rank a part of it between positions and head), B
+microbatch, C hidden size, V rows of the vocabulary on this rank. The layers' class names matter:
+the partition "type:transformer|embedding" counts those whose name contains one of the two words.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,13 @@ from trilane.engine import patches
 from trilane.engine.backends.base import Microbatch, Named
 from trilane.engine.backends.deepspeed_zero import DeepSpeed
 from trilane.engine.model.fused import apply, token_losses
-from trilane.engine.model.gpt import Norm, NormedDropout, fill_parameters, layer_spec, transformer_config
+from trilane.engine.model.gpt import (
+    Norm,
+    NormedDropout,
+    fill_parameters,
+    layer_spec,
+    transformer_config,
+)
 from trilane.engine.model.rng import sequence_stream
 from trilane.engine.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, P2P, REDUCE, phase
 
@@ -40,13 +47,21 @@ class DeepSpeed3D(DeepSpeed):
         fill_parameters(named, self._plan)
         self._wrap(stage, named, ds_config)
         # All other instructions send and receive.
-        phases = {"LoadMicroBatch": DATA, "ForwardPass": FORWARD, "BackwardPass": BACKWARD, "OptimizerStep": OPTIMIZER}
+        phases = {
+            "LoadMicroBatch": DATA,
+            "ForwardPass": FORWARD,
+            "BackwardPass": BACKWARD,
+            "OptimizerStep": OPTIMIZER,
+        }
         phases |= {"ReduceGrads": REDUCE, "ReduceTiedGrads": REDUCE}
         patches.wrap_instructions(self._engine, lambda name, f: phase(phases.get(name, P2P))(f))
         held, planned = stage.forward_funcs, stage_layers(self._plan.shape, self._plan.topology)
         held = [layer for layer in held if isinstance(layer, TransformerLayer)]
         assert len(held) == planned[parallel_state.get_pipeline_model_parallel_rank()], stage.parts
-        is_full, first = self._plan.topology.recompute == "full", self._plan.topology.recompute_layers
+        is_full, first = (
+            self._plan.topology.recompute == "full",
+            self._plan.topology.recompute_layers,
+        )
         for layer in held if is_full else held[:first]:
             layer.recomputed = True
         return named
@@ -61,7 +76,8 @@ class DeepSpeed3D(DeepSpeed):
     def _stage(self) -> PipelineModule:
         """This rank's layers, not yet initialized."""
         plan, t = self._plan, self._plan.topology
-        # Layers inside DeepSpeed's pipeline must see pp 1: megatron-core would shift their numbers otherwise.
+        # Layers inside DeepSpeed's pipeline must see pp 1: megatron-core would shift their numbers
+        # otherwise.
         alone = replace(t, pp=1, recompute="none", recompute_layers=0, partition="uniform")
         one_stage = replace(plan, topology=alone)
         # DeepSpeed's own "uniform" would count embedding, positions and norm as layers.
@@ -84,7 +100,9 @@ class WordEmbedding(tensor_parallel.VocabParallelEmbedding):
 
     def __init__(self, plan: Plan, settings: TransformerConfig) -> None:
         shape = plan.shape
-        super().__init__(shape.vocab_size, shape.hidden_size, init_method=settings.init_method, config=settings)
+        super().__init__(
+            shape.vocab_size, shape.hidden_size, init_method=settings.init_method, config=settings
+        )
         self.parallel, self.ranks = settings.sequence_parallel, settings.tensor_model_parallel_size
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -110,7 +128,9 @@ class HeadEmbedding(WordEmbedding):
 
 
 class Positions(torch.nn.Module):
-    """Adds the learned positions, where there are some; then the embedding's dropout, unless a norm comes between."""
+    """Adds the learned positions, where there are some; then the embedding's dropout, unless a norm
+    comes between.
+    """
 
     prefix = "embedding.position_embeddings."
     weight: torch.nn.Parameter | None
@@ -134,7 +154,9 @@ class Positions(torch.nn.Module):
 
 
 class FirstNorm(NormedDropout):
-    """BLOOM's norm of the embedding, and its dropout. With `embedding` in its name it would be counted as one."""
+    """BLOOM's norm of the embedding, and its dropout. With `embedding` in its name it would be
+    counted as one.
+    """
 
     prefix = "embedding."
 
@@ -152,13 +174,21 @@ class TransformerLayer(torch.nn.Module):
         super().__init__()
         self.prefix = f"decoder.layers.{number}."
         self.settings = settings
-        # Numbered from 1 in the whole model; `settings` describe no pipeline, or this stage's offset would count twice.
-        self.layer = build_module(layer_spec(shape, settings), config=settings, layer_number=number + 1)
+        # Numbered from 1 in the whole model; `settings` describe no pipeline, or this stage's
+        # offset would count twice.
+        self.layer = build_module(
+            layer_spec(shape, settings), config=settings, layer_number=number + 1
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(S, B, C) -> (S, B, C)."""
-        # DeepSpeed's own checkpoints do not rewind the generators of megatron-core's dropout, and take every layer
-        return tensor_parallel.checkpoint(self._computed, False, x) if self.recomputed else self._computed(x)
+        # DeepSpeed's own checkpoints do not rewind the generators of megatron-core's dropout, and
+        # take every layer
+        return (
+            tensor_parallel.checkpoint(self._computed, False, x)
+            if self.recomputed
+            else self._computed(x)
+        )
 
     def _computed(self, x: torch.Tensor) -> torch.Tensor:
         with sequence_stream(self.settings):  # as megatron-core's TransformerBlock does
@@ -181,8 +211,13 @@ def layers(plan: Plan, settings: TransformerConfig) -> list[LayerSpec]:
     first, last = LayerSpec(WordEmbedding, plan, settings), LayerSpec(HeadEmbedding, plan, settings)
     if plan.shape.tied_embeddings:
         first = TiedLayerSpec("embedding", WordEmbedding, plan, settings)
-        last = TiedLayerSpec("embedding", WordEmbedding, plan, settings, forward_fn=WordEmbedding.logits)
-    middle = [LayerSpec(TransformerLayer, plan.shape, settings, number) for number in range(plan.shape.num_layers)]
+        last = TiedLayerSpec(
+            "embedding", WordEmbedding, plan, settings, forward_fn=WordEmbedding.logits
+        )
+    middle = [
+        LayerSpec(TransformerLayer, plan.shape, settings, number)
+        for number in range(plan.shape.num_layers)
+    ]
     norm = [LayerSpec(FirstNorm, settings)] * plan.shape.embedding_layernorm
     final = LayerSpec(FinalNorm, settings, plan.shape.hidden_size)
     return [first, LayerSpec(Positions, plan, settings), *norm, *middle, final, last]

@@ -1,7 +1,9 @@
-"""The `hf-zero3` engine: transformers' models under DeepSpeed's ZeRO, made as the Hugging Face Trainer makes them.
+"""The `hf-zero3` engine: transformers' models under DeepSpeed's ZeRO, made as the Hugging Face
+Trainer makes them.
 
-At stage 3 the model is made under zero.Init. The loop, samples, schedule, logs and checkpoints are those of every
-engine; so are the optimizer's groups: in the Trainer's, norms and biases would decay.
+At stage 3 the model is made under zero.Init. The loop, samples, schedule, logs and checkpoints are
+those of every engine; so are the optimizer's groups: in the Trainer's, norms and biases would
+decay.
 """
 
 import functools
@@ -23,7 +25,13 @@ from trilane.engine.backends.base import Microbatch, Named
 from trilane.engine.backends.deepspeed_zero import DeepSpeedStates, DeepSpeedZero
 from trilane.engine.checkpoint.huggingface import is_turned, ours, theirs
 from trilane.engine.model.gpt import fill
-from trilane.engine.model.parameters import Piece, initial_block, initial_range, split_dim, whole_sizes
+from trilane.engine.model.parameters import (
+    Piece,
+    initial_block,
+    initial_range,
+    split_dim,
+    whole_sizes,
+)
 
 
 class HfZero3(DeepSpeedZero):
@@ -50,7 +58,9 @@ class HfZero3(DeepSpeedZero):
 
     def _loss(self, batch: Microbatch) -> torch.Tensor:
         # `shift_labels` are already shifted; without `labels` the model returns no loss
-        return self._engine(input_ids=batch.tokens, labels=batch.labels, shift_labels=batch.labels).loss.float()
+        return self._engine(
+            input_ids=batch.tokens, labels=batch.labels, shift_labels=batch.labels
+        ).loss.float()
 
 
 build = HfZero3
@@ -59,11 +69,14 @@ build = HfZero3
 def _model(plan: Plan) -> torch.nn.Module:
     """The model of the plan's shape in its initial state; under stage 3 sharded."""
     shape, family = plan.shape, family_of(plan.shape)
-    given = family.config(shape) | {theirs: getattr(plan.dropout, o) for theirs, o in family.dropout.items()}
+    given = family.config(shape) | {
+        theirs: getattr(plan.dropout, o) for theirs, o in family.dropout.items()
+    }
     del given["torch_dtype"]  # that of the plan is DeepSpeed's
     kernel = "eager" if plan.topology.attention == "scores" else "sdpa"
     config = AutoConfig.for_model(**given, use_cache=False, bos_token_id=0, eos_token_id=0)
-    # neither draws a value that ours would replace; under ZeRO-3 transformers would gather each module for it
+    # neither draws a value that ours would replace; under ZeRO-3 transformers would gather each
+    # module for it
     patches.without_initial_values()
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel)
@@ -75,14 +88,23 @@ def _model(plan: Plan) -> torch.nn.Module:
         # their tensors as the numbers of the canonical rows in them; vectors are 0 or 1 throughout
         numbers = torch.arange(math.prod(size[:-1])).view(*size[:-1], 1)
         names = family.their_names(name)
-        rows = theirs(family, name, numbers, shape) if len(size) > 1 else [torch.empty(0)] * len(names)
+        rows = (
+            theirs(family, name, numbers, shape) if len(size) > 1 else [torch.empty(0)] * len(names)
+        )
         for own, those in zip(names, rows, strict=True):
-            fill(parameters[own], functools.partial(_drawn, family, name, those.flatten().numpy(), size[-1], plan))
+            fill(
+                parameters[own],
+                functools.partial(_drawn, family, name, those.flatten().numpy(), size[-1], plan),
+            )
     return model
 
 
-def _drawn(family: Family, name: str, rows: np.ndarray, width: int, plan: Plan, first: int, end: int) -> torch.Tensor:
-    """The flat values `first` to `end` of the tensor of transformers that has these rows of the matrix `name`."""
+def _drawn(
+    family: Family, name: str, rows: np.ndarray, width: int, plan: Plan, first: int, end: int
+) -> torch.Tensor:
+    """The flat values `first` to `end` of the tensor of transformers that has these rows of the
+    matrix `name`.
+    """
     if not len(rows):
         return initial_range(name, (width,), 0, 1, plan, first, end)
     turned, dim = is_turned(family, name), split_dim(name)
@@ -96,22 +118,34 @@ def _drawn(family: Family, name: str, rows: np.ndarray, width: int, plan: Plan, 
 
 
 class HfStates:
-    """Each piece is made of the parameters that `held` has under its name, gathered over the replicas."""
+    """Each piece is made of the parameters that `held` has under its name, gathered over the
+    replicas.
+    """
 
     divided = False
 
     def __init__(self, held: DeepSpeedStates, plan: Plan) -> None:
         self._held, self._shape, self._family = held, plan.shape, family_of(plan.shape)
         sizes = whole_sizes(plan.shape)
-        self._parts = [[n for n, piece in enumerate(held.pieces) if piece.name == name] for name in sizes]
-        self.pieces = [Piece(name=name, shape=s, box=tuple((0, n) for n in s)) for name, s in sizes.items()]
-        self.finish_step, self.scalars, self.set_scalars = held.finish_step, held.scalars, held.set_scalars
+        self._parts = [
+            [n for n, piece in enumerate(held.pieces) if piece.name == name] for name in sizes
+        ]
+        self.pieces = [
+            Piece(name=name, shape=s, box=tuple((0, n) for n in s)) for name, s in sizes.items()
+        ]
+        self.finish_step, self.scalars, self.set_scalars = (
+            held.finish_step,
+            held.scalars,
+            held.set_scalars,
+        )
 
     def shard(self, number: int) -> tuple[int, int]:
         return 0, math.prod(self.pieces[number].size)
 
     def read(self, number: int, kind: str) -> torch.Tensor:
-        return self._joined(number, [self._held.gathered(part, kind) for part in self._parts[number]]).reshape(-1)
+        return self._joined(
+            number, [self._held.gathered(part, kind) for part in self._parts[number]]
+        ).reshape(-1)
 
     def write(self, number: int, weight: torch.Tensor, moments: dict[str, torch.Tensor]) -> None:
         name, size = self.pieces[number].name, self.pieces[number].size
@@ -124,7 +158,11 @@ class HfStates:
 
     def copy(self, number: int) -> torch.Tensor | None:
         parts = [self._held.copy(part) for part in self._parts[number]]
-        return self._joined(number, [part for part in parts if part is not None]) if parts[0] is not None else None
+        return (
+            self._joined(number, [part for part in parts if part is not None])
+            if parts[0] is not None
+            else None
+        )
 
     def decays(self) -> list[float | None]:
         found = self._held.decays()

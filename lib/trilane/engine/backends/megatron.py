@@ -1,4 +1,6 @@
-"""The `megatron` engine: megatron-core's schedules, DDP and optimizer, as Megatron-LM's own training loop uses them."""
+"""The `megatron` engine: megatron-core's schedules, DDP and optimizer, as Megatron-LM's own
+training loop uses them.
+"""
 
 import contextlib
 import math
@@ -9,7 +11,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -18,10 +24,24 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.plan import Plan
 from trilane.engine import patches
-from trilane.engine.backends.base import Engine, Microbatch, Named, Step, init_moments, pieces, set_step, step_of
+from trilane.engine.backends.base import (
+    Engine,
+    Microbatch,
+    Named,
+    Step,
+    init_moments,
+    pieces,
+    set_step,
+    step_of,
+)
 from trilane.engine.model import context, rng, te
 from trilane.engine.model.fused import DTYPES, apply, compiled
-from trilane.engine.model.gpt import build_chunks, canonical_parameters, layer_spec, transformer_config
+from trilane.engine.model.gpt import (
+    build_chunks,
+    canonical_parameters,
+    layer_spec,
+    transformer_config,
+)
 from trilane.engine.model.own_layer import own_spec, try_out
 from trilane.engine.nonfinite import first_of
 from trilane.engine.phases import OPTIMIZER, megatron_timers, phase
@@ -42,15 +62,24 @@ class Megatron(Engine):
         models = build_chunks(plan, settings, own)
         for made in (made for model in models for made in model.decoder.layers if plan.layer):
             try_out(plan, made.to(settings.params_dtype))
-        for layer in (made for model in models for made in model.decoder.layers if plan.run.fused == "layer"):
+        for layer in (
+            made for model in models for made in model.decoder.layers if plan.run.fused == "layer"
+        ):
             layer.forward = compiled(layer.forward)
-        named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]
+        named = [
+            pair
+            for model in models
+            for pair in canonical_parameters(model, plan.shape.tied_embeddings)
+        ]
         self._parameters: list[Any] = [parameter for _, parameter in named]
         self.modules = self._chunks = [_distributed(model, settings, plan) for model in models]
         patches.use_torch_optimizer()
-        self._optimizer = get_megatron_optimizer(_optimizer_config(plan), self._chunks, use_gloo_process_groups=False)
+        self._optimizer = get_megatron_optimizer(
+            _optimizer_config(plan), self._chunks, use_gloo_process_groups=False
+        )
         for group in self._optimizer.param_groups:
-            # As Megatron-LM's scheduler does; megatron-core only sets `wd_mult`: norms and biases would decay.
+            # As Megatron-LM's scheduler does; megatron-core only sets `wd_mult`: norms and biases
+            # would decay.
             group["weight_decay"] = plan.optimizer.weight_decay * group["wd_mult"]
             if t.adam == "fused":  # reads and writes each state once
                 group["fused"], group["foreach"] = True, False
@@ -81,11 +110,14 @@ class Megatron(Engine):
         loss = self._mean(losses)
         if not updated:
             self._examined_skip(math.isfinite(loss), scale)
-        step = Step(loss=loss, grad_norm=float(grad_norm or 0.0), loss_scale=scale, skipped=not updated)
+        step = Step(
+            loss=loss, grad_norm=float(grad_norm or 0.0), loss_scale=scale, skipped=not updated
+        )
         return replace(step, not_finite=self._found)
 
     def _examined(self, norm: float) -> float:
-        """The gradient norm; where it is not finite, the same on all ranks, the first such value is searched once.
+        """The gradient norm; where it is not finite, the same on all ranks, the first such value is
+        searched once.
 
         The gradients are those of the repetition then.
         """
@@ -100,7 +132,9 @@ class Megatron(Engine):
     def _examined_skip(self, is_finite: bool, scale: float) -> None:
         """Search also where fp16 skips an iteration, unless a smaller loss scale may mend it."""
         lost = torch.tensor(int(not is_finite or scale <= self._optimizer.config.min_loss_scale))
-        dist.all_reduce(lost := lost.to(self._positions.device), op=dist.ReduceOp.MAX)  # stages have no loss
+        dist.all_reduce(
+            lost := lost.to(self._positions.device), op=dist.ReduceOp.MAX
+        )  # stages have no loss
         self._examined(math.nan if lost.item() else 0.0)
 
     def _zero_grad(self) -> None:
@@ -124,7 +158,9 @@ class Megatron(Engine):
         for chunk in gathering:
             chunk.enable_forward_pre_hook()
 
-    def _forward_backward(self, microbatches: Sequence[Microbatch], forward_only: bool = False) -> list[torch.Tensor]:
+    def _forward_backward(
+        self, microbatches: Sequence[Microbatch], forward_only: bool = False
+    ) -> list[torch.Tensor]:
         """The loss of each microbatch on the last stage; an empty list elsewhere."""
         interleaved = len(self._chunks) > 1
         feeds = [iter(microbatches) for _ in self._chunks]
@@ -139,7 +175,9 @@ class Megatron(Engine):
         )
         return [result["loss"] for result in results]
 
-    def _forward(self, feed: Iterator[Microbatch], model: torch.nn.Module) -> tuple[torch.Tensor, LossOf]:
+    def _forward(
+        self, feed: Iterator[Microbatch], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, LossOf]:
         batch = next(feed)
         whole = batch.tokens, self._positions, batch.labels  # (mbs, S) each
         tokens, positions, labels = (context.own_part(x, dim=1) for x in whole)
@@ -150,13 +188,20 @@ build = Megatron
 
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    mean = losses.float().mean()  # losses (mbs, seq_length / cp): every sample is full, so nothing is masked
-    # the schedule multiplies by cp, as if these were sums, and divides by the number of microbatches in place
+    mean = (
+        losses.float().mean()
+    )  # losses (mbs, seq_length / cp): every sample is full, so nothing is masked
+    # the schedule multiplies by cp, as if these were sums, and divides by the number of
+    # microbatches in place
     return mean / context.ranks(), {"loss": mean.detach()}
 
 
-def _distributed(chunk: torch.nn.Module, settings: TransformerConfig, plan: Plan) -> DistributedDataParallel:
-    """The chunk in its precision, with gradients summed over replicas in fp32 for the last microbatch."""
+def _distributed(
+    chunk: torch.nn.Module, settings: TransformerConfig, plan: Plan
+) -> DistributedDataParallel:
+    """The chunk in its precision, with gradients summed over replicas in fp32 for the last
+    microbatch.
+    """
     t, half = plan.topology, plan.topology.precision != "fp32"
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=t.zero == 1,
@@ -198,7 +243,8 @@ def _optimizer_config(plan: Plan) -> OptimizerConfig:
         fp16=t.precision == "fp16",
         bf16=t.precision in ("bf16", "fp8"),
         params_dtype=DTYPES[t.precision],
-        # DeepSpeed's default (initial_scale_power 16); megatron-core's own 2^32 skips 16 iterations to get there.
+        # DeepSpeed's default (initial_scale_power 16); megatron-core's own 2^32 skips 16 iterations
+        # to get there.
         initial_loss_scale=2.0**16,
         use_distributed_optimizer=t.zero == 1,
         overlap_param_gather=t.overlap_param_gather,
@@ -206,7 +252,9 @@ def _optimizer_config(plan: Plan) -> OptimizerConfig:
 
 
 class Shard(NamedTuple):
-    """The values `first` to `end` of a parameter, flattened, as `main` in a group of this rank's optimizer."""
+    """The values `first` to `end` of a parameter, flattened, as `main` in a group of this rank's
+    optimizer.
+    """
 
     optimizer: torch.optim.Optimizer
     group: dict[str, Any]
@@ -220,16 +268,22 @@ class MegatronStates:
 
     def __init__(self, named: Named, optimizers: Sequence[Any], chunks: Sequence[Any]) -> None:
         self.pieces = pieces(named)
-        self.divided = any(hasattr(optimizer, "model_param_group_index_map") for optimizer in optimizers)
+        self.divided = any(
+            hasattr(optimizer, "model_param_group_index_map") for optimizer in optimizers
+        )
         self._parameters: list[Any] = [parameter for _, parameter in named]
         self._chunks, self._inner = chunks, [chained.optimizer for chained in optimizers]
         scalers = (getattr(chained, "grad_scaler", None) for chained in optimizers)
         # the dynamic loss scales of fp16
-        self._scalers: list[Any] = [scaler for scaler in scalers if hasattr(scaler, "growth_interval")]
+        self._scalers: list[Any] = [
+            scaler for scaler in scalers if hasattr(scaler, "growth_interval")
+        ]
         self._shards = [_shard(parameter, optimizers) for parameter in self._parameters]
 
     def finish_step(self) -> None:
-        """Gather the new weights now: with overlap_param_gather a replica gets the others' in its next forward pass."""
+        """Gather the new weights now: with overlap_param_gather a replica gets the others' in its
+        next forward pass.
+        """
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -240,7 +294,9 @@ class MegatronStates:
 
     def read(self, number: int, kind: str) -> torch.Tensor:
         for inner in self._inner:  # fp16 may have skipped every step so far
-            init_moments(inner, (parameter for group in inner.param_groups for parameter in group["params"]))
+            init_moments(
+                inner, (parameter for group in inner.param_groups for parameter in group["params"])
+            )
         shard = self._shards[number]
         if shard is None:
             return torch.empty(0)
@@ -290,7 +346,9 @@ def _shard(parameter: torch.nn.Parameter, optimizers: Sequence[Any]) -> Shard | 
                 group = chained.optimizer.param_groups[place[0]]
                 buffer, dtype, bucket = chained.model_param_gbuf_map[parameter]
                 part = chained.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
-                return Shard(chained.optimizer, group, group["params"][place[1]], part.start, part.end)
+                return Shard(
+                    chained.optimizer, group, group["params"][place[1]], part.start, part.end
+                )
             continue
         main = getattr(parameter, "main_param", parameter)
         for group in chained.optimizer.param_groups:

@@ -15,14 +15,17 @@ COPY_BYTES = 2**28  # far beyond the caches
 
 
 def of_device(device: torch.device) -> dict[str, float]:
-    """Fields of Cluster: of a card peaks, of which a plan gets a share, else of one thread; 0 for a precision without
-    units, so that no plan may choose it."""
+    """Fields of Cluster: of a card peaks, of which a plan gets a share, else of one thread; 0 for a
+    precision without units, so that no plan may choose it.
+    """
     is_card, types = device.type == "cuda", matmul_types(device)
     if not is_card:
         torch.set_num_threads(1)
     share, copied_share = (Constants.matmul, Constants.memory) if is_card else (1.0, 1.0)
     found = {
-        f"gpu.{name}_flops_per_s": matmul_flops_per_s(device, types[name]) / share if name in types else 0.0
+        f"gpu.{name}_flops_per_s": matmul_flops_per_s(device, types[name]) / share
+        if name in types
+        else 0.0
         for name in ("fp32", "fp16", "bf16", "fp8")
     }
     copied = copy_bytes_per_s(device)
@@ -37,13 +40,16 @@ def matmul_types(device: torch.device) -> dict[str, torch.dtype]:
         return {"fp32": torch.float32}
     types = {"fp32": torch.float32, "fp16": torch.float16}
     # is_bf16_supported() is True on a V100 too
-    return types | ({"bf16": torch.bfloat16} if torch.cuda.get_device_capability(device) >= (8, 0) else {})
+    return types | (
+        {"bf16": torch.bfloat16} if torch.cuda.get_device_capability(device) >= (8, 0) else {}
+    )
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """FLOPs per second of the faster of two matmuls (rows, inner, columns) as a GPT has them.
 
-    On a card tokens x hidden size x a quarter of the MLP (tp 4): four sequences of 2048 at hidden size 8192, two at
+    On a card tokens x hidden size x a quarter of the MLP (tp 4): four sequences of 2048 at hidden
+    size 8192, two at
     12288. On a core a small GPT's MLP and a larger one's.
     """
     card, core = ((8192, 8192, 8192), (4096, 12288, 12288)), ((1024, 256, 1024), (2048, 1024, 4096))
@@ -70,7 +76,9 @@ def host_to_device_bytes_per_s(device: torch.device) -> float:
 
 
 def call_s(device: torch.device, calls: int = 1000) -> float:
-    """Seconds of one torch call with negligible work; so many in sequence do not fill a GPU's queue of launches."""
+    """Seconds of one torch call with negligible work; so many in sequence do not fill a GPU's queue
+    of launches.
+    """
     a = torch.ones(16, device=device)
 
     def many() -> None:
@@ -105,11 +113,15 @@ def once_s(work: Callable[[], Any], device: torch.device) -> float:
     return first.elapsed_time(last) / 1e3  # milliseconds
 
 
-def all_reduce(device: torch.device, group: dist.ProcessGroup | None, n: int, calls: int) -> tuple[float, float]:
-    """What each of `n` ranks sends per second in a large all_reduce, and the seconds of one of 4 bytes.
+def all_reduce(
+    device: torch.device, group: dist.ProcessGroup | None, n: int, calls: int
+) -> tuple[float, float]:
+    """What each of `n` ranks sends per second in a large all_reduce, and the seconds of one of 4
+    bytes.
 
-    2 (n - 1) / n bytes / seconds, as nccl-tests defines bus bandwidth; over several hosts this is also what a whole
-    host sends, because each ring enters and leaves it once. Left out: trees, which NCCL uses for small messages.
+    2 (n - 1) / n bytes / seconds, as nccl-tests defines bus bandwidth; over several hosts this is
+    also what a whole host sends, because each ring enters and leaves it once. Left out: trees,
+    which NCCL uses for small messages.
     """
 
     # a small GPT's gradient bucket on a CPU, enough to fill NVLink on a GPU
@@ -118,19 +130,25 @@ def all_reduce(device: torch.device, group: dist.ProcessGroup | None, n: int, ca
     def median_s(bytes_: int, calls: int) -> float:
         tensor = torch.zeros(bytes_ // 4, device=device)
         # after as many to warm up: gloo's first calls are slow
-        every = [once_s(lambda: dist.all_reduce(tensor, group=group), device) for _ in range(2 * calls)]
+        every = [
+            once_s(lambda: dist.all_reduce(tensor, group=group), device) for _ in range(2 * calls)
+        ]
         return statistics.median(every[calls:])
 
     return bus_bytes_per_s(size, n, median_s(size, calls)), median_s(4, 5 * calls)
 
 
 def bus_bytes_per_s(size: int, n: int, seconds: float) -> float:
-    """Bytes that each of `n` ranks sends per second in an all_reduce of `size` bytes that takes `seconds`."""
+    """Bytes that each of `n` ranks sends per second in an all_reduce of `size` bytes that takes
+    `seconds`.
+    """
     return 2 * (n - 1) / n * size / seconds
 
 
 def of_rank(world: World, mode: str) -> dict[str, float]:
-    """Of this rank's device and of an all_reduce within its node; or in a pair of nodes of a large and a small one."""
+    """Of this rank's device and of an all_reduce within its node; or in a pair of nodes of a large
+    and a small one.
+    """
     device, found = world.device, dict[str, float]()
     if world.size > 1:
         sent, small_s = all_reduce(device, None, world.size, 8)
@@ -147,13 +165,18 @@ def of_rank(world: World, mode: str) -> dict[str, float]:
 
 
 def wrong(world: World) -> list[str]:
-    """Which results of this rank are wrong: of a matmul and of an all_reduce whose values are known."""
+    """Which results of this rank are wrong: of a matmul and of an all_reduce whose values are
+    known.
+    """
     device, n, found = world.device, 4096 if world.device.type == "cuda" else 256, list[str]()
     for name, kind in matmul_types(device).items():
-        # all partial sums of 4096 products (i % 4) (j % 4) / 1024 in powers of two are exact, in 8 bits too
+        # all partial sums of 4096 products (i % 4) (j % 4) / 1024 in powers of two are exact, in 8
+        # bits too
         i = (torch.arange(n, device=device) % 4).to(kind)
         out = torch.mm(i[:, None].repeat(1, 4096), (i / 1024).repeat(4096, 1)).float()
-        if not ((out - 4 * torch.outer(i, i).float()).abs() <= 0.5).all():  # NaN is not <= 0.5 either
+        if not (
+            (out - 4 * torch.outer(i, i).float()).abs() <= 0.5
+        ).all():  # NaN is not <= 0.5 either
             found.append(f"a matmul in {name} gives wrong results")
     if world.size > 1:
         ranks = torch.full((2**16,), world.rank + 1.0, device=device)

@@ -1,4 +1,6 @@
-"""Fingerprints of this rank's state: marks of its tensors, and all else that a restart must restore."""
+"""Fingerprints of this rank's state: marks of its tensors, and all else that a restart must
+restore.
+"""
 
 import contextlib
 import functools
@@ -29,7 +31,9 @@ from trilane.workspace.fingerprints import COPY, Box, Mark, Part, file_of
 def read_marked(
     states: States, keep: Callable[[int, str, torch.Tensor], torch.Tensor | None] = lambda *_: None
 ) -> Callable[[], list[Any]]:
-    """Read this rank's pieces, collective; the result gives Parts as JSON, and only then marks what `keep` copied."""
+    """Read this rank's pieces, collective; the result gives Parts as JSON, and only then marks what
+    `keep` copied.
+    """
     states.finish_step()
     found = list[tuple[dict[str, Any], dict[str, Callable[[], Mark]]]]()
     for number, (piece, decay) in enumerate(zip(states.pieces, states.decays(), strict=True)):
@@ -41,12 +45,16 @@ def read_marked(
             values = held.detach().reshape(-1)
             kept = keep(number, kind, values)
             if boxes := boxes_of(piece.box, (0, len(values)) if kind == COPY else shard):
-                marks[kind] = functools.cache(functools.partial(_marked, values if kept is None else kept, boxes))
+                marks[kind] = functools.cache(
+                    functools.partial(_marked, values if kept is None else kept, boxes)
+                )
                 if kept is None:
                     marks[kind]()  # the next step may change the values
         own = {"decay": decay, "shard": shard if states.divided else None}
         found.append(({"name": piece.name, "shape": piece.shape, "box": piece.box, **own}, marks))
-    return lambda: [Part(marks={k: m() for k, m in marks.items()}, **own).to_json() for own, marks in found]
+    return lambda: [
+        Part(marks={k: m() for k, m in marks.items()}, **own).to_json() for own, marks in found
+    ]
 
 
 def _marked(values: torch.Tensor, boxes: Sequence[tuple[Box, int, int]]) -> Mark:
@@ -55,9 +63,11 @@ def _marked(values: torch.Tensor, boxes: Sequence[tuple[Box, int, int]]) -> Mark
 
 
 def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
-    """The learning rate of the next iteration, and a hash of this replica's samples in it; None after the last.
+    """The learning rate of the next iteration, and a hash of this replica's samples in it; None
+    after the last.
 
-    It is a sum over samples mod 2^64: the replicas' hashes add up to the batch's, however it is divided.
+    It is a sum over samples mod 2^64: the replicas' hashes add up to the batch's, however it is
+    divided.
     """
     batch = next(plan.batches(done), None)
     if batch is None:
@@ -66,7 +76,10 @@ def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
     read = loader.microbatches(batch) if parallel_state.get_context_parallel_rank() == 0 else []
     rows = (row for microbatch in read for row in microbatch.tokens.cpu().numpy())
     digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows)
-    return {"next_lr": lr, "samples": f"{sum(int.from_bytes(d, 'little') for d in digests) % 2**64:016x}"}
+    return {
+        "next_lr": lr,
+        "samples": f"{sum(int.from_bytes(d, 'little') for d in digests) % 2**64:016x}",
+    }
 
 
 def layout(plan: Plan) -> list[Any]:
@@ -78,7 +91,9 @@ def layout(plan: Plan) -> list[Any]:
 def fingerprint(
     plan: Plan, world: World, engine: Engine, iteration: int, upcoming: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The rank's fingerprint as JSON, but for its `parts`: coordinates, training, and all other state to restore."""
+    """The rank's fingerprint as JSON, but for its `parts`: coordinates, training, and all other
+    state to restore.
+    """
     return {
         "rank": world.rank,
         "tp": parallel_state.get_tensor_model_parallel_rank(),
@@ -98,7 +113,12 @@ def fingerprint(
 
 
 def write_loaded(
-    folder: Path, plan: Plan, world: World, engine: Engine, iteration: int, upcoming: Mapping[str, Any]
+    folder: Path,
+    plan: Plan,
+    world: World,
+    engine: Engine,
+    iteration: int,
+    upcoming: Mapping[str, Any],
 ) -> None:
     """Write fingerprints of the state in memory after a load below the run folder; collective."""
     parts = read_marked(engine.states)()

@@ -1,13 +1,15 @@
 """A checkpoint as a folder of Hugging Face's transformers: GPT-2, BLOOM, Llama and their like.
 
-`trilane convert huggingface CHECKPOINT OUT` writes the weights (fp32, one file at a time in memory), a config.json, and
-the tokenizer of the training's data for `from_pretrained(OUT)`. The families: config/shapes.py.
+`trilane convert huggingface CHECKPOINT OUT` writes the weights (fp32, one file at a time in
+memory), a config.json, and the tokenizer of the training's data for `from_pretrained(OUT)`. The
+families: config/shapes.py.
 
-Canonical: a matrix is (out, in); the rows of `linear_qkv` go by group of heads that share keys and values: (group, its
-queries ... | key | value, channel); a gated `linear_fc1` is (gate | up, channel, in). Where a family keeps such parts
-apart, its table has a name for each; where it joins them, kind after kind. Rotary positions turn channels i and i + D/2
-of a head, in megatron-core and in transformers alike, so that no channel moves. The conversions are permutations, valid
-for an optimizer's moments as well as for weights.
+Canonical: a matrix is (out, in); the rows of `linear_qkv` go by group of heads that share keys and
+values: (group, its queries ... | key | value, channel); a gated `linear_fc1` is (gate | up,
+channel, in). Where a family keeps such parts apart, its table has a name for each; where it joins
+them, kind after kind. Rotary positions turn channels i and i + D/2 of a head, in megatron-core and
+in transformers alike, so that no channel moves. The conversions are permutations, valid for an
+optimizer's moments as well as for weights.
 """
 
 import dataclasses
@@ -40,8 +42,12 @@ from trilane.workspace.prepared_corpora import existing_pair
 INDEX = "model.safetensors.index.json"
 
 
-def theirs(family: Family, name: str, tensor: torch.Tensor, shape: ModelShape) -> list[torch.Tensor]:
-    """The tensors of their_names() of the canonical parameter `name`; they share memory where nothing moves."""
+def theirs(
+    family: Family, name: str, tensor: torch.Tensor, shape: ModelShape
+) -> list[torch.Tensor]:
+    """The tensors of their_names() of the canonical parameter `name`; they share memory where
+    nothing moves.
+    """
     parts = [tensor]
     if "linear_qkv." in name and not family.by_group:
         rows = tensor.unflatten(0, (shape.kv_heads, -1, shape.head_dim))
@@ -53,7 +59,9 @@ def theirs(family: Family, name: str, tensor: torch.Tensor, shape: ModelShape) -
     return [part.t().contiguous() if is_turned(family, name) else part for part in parts]
 
 
-def ours(family: Family, name: str, tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
+def ours(
+    family: Family, name: str, tensors: Sequence[torch.Tensor], shape: ModelShape
+) -> torch.Tensor:
     """The inverse of theirs()."""
     parts = [part.t().contiguous() if is_turned(family, name) else part for part in tensors]
     if "linear_qkv." in name and not family.by_group:
@@ -62,7 +70,11 @@ def ours(family: Family, name: str, tensors: Sequence[torch.Tensor], shape: Mode
         rows = [part.unflatten(0, (shape.kv_heads, -1, shape.head_dim)) for part in separate]
         return torch.cat(rows, 1).flatten(0, 2)
     if "linear_fc1." in name and shape.is_gated:
-        return torch.stack(parts) if len(parts) == 2 else parts[0].view(2, shape.ffn, *parts[0].shape[1:])
+        return (
+            torch.stack(parts)
+            if len(parts) == 2
+            else parts[0].view(2, shape.ffn, *parts[0].shape[1:])
+        )
     return parts[0]
 
 
@@ -72,7 +84,9 @@ def is_turned(family: Family, name: str) -> bool:
 
 
 def _meta(family: Family, shape: ModelShape) -> dict[str, tuple[str, int, torch.Tensor]]:
-    """Their name of each tensor -> our name, the place among its parts, and the tensor without memory."""
+    """Their name of each tensor -> our name, the place among its parts, and the tensor without
+    memory.
+    """
     found = {}
     for name, size in whole_sizes(shape).items():
         parts = theirs(family, name, torch.empty(size, device="meta"), shape)
@@ -84,11 +98,13 @@ def _meta(family: Family, shape: ModelShape) -> dict[str, tuple[str, int, torch.
 def export(
     checkpoint: Path, out: Path, vocab_size: int = 0, tokenizer: str = "", most_bytes: int = 10**10
 ) -> Tokenizer | None:
-    """Write the checkpoint's weights, sizes and tokenizer to the new folder `out`; ValueError where that cannot be.
+    """Write the checkpoint's weights, sizes and tokenizer to the new folder `out`; ValueError where
+    that cannot be.
 
-    `vocab_size` above 0 leaves out the rows of the embedding behind so many, which padding added. A file has at most
-    `most_bytes`, or one tensor that is larger. `tokenizer` as in data.tokenizer, where it is not the training's; what
-    was written, None where a .bin/.idx pair of another program was trained and nothing names its own.
+    `vocab_size` above 0 leaves out the rows of the embedding behind so many, which padding added. A
+    file has at most `most_bytes`, or one tensor that is larger. `tokenizer` as in data.tokenizer,
+    where it is not the training's; what was written, None where a .bin/.idx pair of another program
+    was trained and nothing names its own.
     """
     manifest, trained = verified(checkpoint)
     family, tensors = family_of(trained), manifest["tensors"]
@@ -118,19 +134,24 @@ def export(
         except SafetensorError as error:
             require(False, "out", out, str(error))
     if split.is_sharded:
-        index = {"metadata": {"total_size": 4 * shape.parameters}, "weight_map": split.tensor_to_filename}
+        index = {
+            "metadata": {"total_size": 4 * shape.parameters},
+            "weight_map": split.tensor_to_filename,
+        }
         replace_text(out / INDEX, json.dumps(index))
     config = family.config(shape)
     if coder:
         _save(coder, out, shape.seq_length)
-        # in the training's data each document follows the end of another: it is also what begins a text
+        # in the training's data each document follows the end of another: it is also what begins a
+        # text
         config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), coder.eod)
     replace_text(out / "config.json", json.dumps(config, indent=2) + "\n")
     return coder
 
 
 def verified(checkpoint: Path) -> tuple[dict[str, Any], ModelShape]:
-    """The manifest of our checkpoint and its shape; ValueError where a file is damaged or a tensor is not its model's.
+    """The manifest of our checkpoint and its shape; ValueError where a file is damaged or a tensor
+    is not its model's.
 
     An own layer is refused: no other program has a class for it.
     """
@@ -140,7 +161,12 @@ def verified(checkpoint: Path) -> tuple[dict[str, Any], ModelShape]:
         require(problem is None, "checkpoint", checkpoint, str(problem))
     identity = manifest.get("identity", {})
     layer = identity.get("layer", STANDARD)
-    require(layer == STANDARD, "layer", layer, "transformers has no class for a layer of your own, nor has Megatron-LM")
+    require(
+        layer == STANDARD,
+        "layer",
+        layer,
+        "transformers has no class for a layer of your own, nor has Megatron-LM",
+    )
     trained = from_mapping(ModelShape, identity.get("shape"), "shape")
     tensors, sizes = manifest.get("tensors", {}), whole_sizes(trained)
     held = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
@@ -165,23 +191,37 @@ def _save(tokenizer: Tokenizer, folder: Path, seq_length: int) -> None:
 
     coder = tokenizer.coder
     if not coder:  # bytes: each is its own id, the next one ends a document
-        coder = Coder(models.BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)}, merges=[], byte_fallback=True))
+        coder = Coder(
+            models.BPE(
+                vocab={f"<0x{byte:02X}>": byte for byte in range(256)},
+                merges=[],
+                byte_fallback=True,
+            )
+        )
         coder.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
         coder.add_special_tokens([tokenizer.end])
-    settings = {"model_max_length": seq_length, "model_input_names": ["input_ids", "attention_mask"]}
+    settings = {
+        "model_max_length": seq_length,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
     ends = dict.fromkeys(("bos_token", "eos_token"), tokenizer.end)
     PreTrainedTokenizerFast(tokenizer_object=coder, **ends, **settings).save_pretrained(folder)
 
 
 def main(argv: list[str]) -> int:
-    """SOURCE, OUT, vocabulary (0: its own) and tokenizer ("": its own); 2 with one line where it fails."""
+    """SOURCE, OUT, vocabulary (0: its own) and tokenizer ("": its own); 2 with one line where it
+    fails.
+    """
     source, out, vocab_size, tokenizer = argv
     try:
         found = checkpoints.found_in(Path(source))
         require(bool(found), "checkpoint", source, "holds no complete checkpoint")
         coder = export(found[-1], Path(out), int(vocab_size), tokenizer)
         if not coder:
-            print("trilane: no tokenizer is written: the training does not name it; give --tokenizer", file=sys.stderr)
+            print(
+                "trilane: no tokenizer is written: the training does not name it; give --tokenizer",
+                file=sys.stderr,
+            )
         print(out)
     except ValueError as error:
         print("trilane:", one_line(str(error)), file=sys.stderr)

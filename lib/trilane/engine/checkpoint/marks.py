@@ -1,6 +1,8 @@
-"""The mark of a part of a tensor, computed on its device; workspace.fingerprints has what it is for.
+"""The mark of a part of a tensor, computed on its device; workspace.fingerprints has what it is
+for.
 
-Apart from `fingerprints`, so that who compares marks waits for torch alone and not for megatron-core.
+Apart from `fingerprints`, so that who compares marks waits for torch alone and not for
+megatron-core.
 """
 
 import functools
@@ -19,7 +21,8 @@ def mark(part: torch.Tensor, box: Box) -> Mark:
     x = part.detach().to(torch.float32).reshape(end - first, right - left).contiguous()
     u, s = (torch.from_numpy(side).to(x.device) for side in weights(first, end, 1))
     v, t = (torch.from_numpy(side).to(x.device) for side in weights(left, right, 2))
-    # Values at a time: on a GPU its temporaries are 16 bytes for each, on a CPU they fit in the processor's cache.
+    # Values at a time: on a GPU its temporaries are 16 bytes for each, on a CPU they fit in the
+    # processor's cache.
     rows = max(1, (1 << 24 if x.is_cuda else 1 << 15) // x.shape[1])
     found = torch.zeros((), dtype=torch.int64, device=x.device)
     floats = torch.zeros(2 + SKETCHES, dtype=torch.float64, device=x.device)
@@ -31,4 +34,11 @@ def mark(part: torch.Tensor, box: Box) -> Mark:
         floats[2:] += ((block @ t) * s[at : at + rows]).sum(0, dtype=torch.float64)
     low, high = torch.stack(torch.aminmax(x)).tolist()
     squares, total, *sketch = floats.tolist()
-    return Mark(hash=int(found.item()) % 2**64, squares=squares, total=total, low=low, high=high, sketch=tuple(sketch))
+    return Mark(
+        hash=int(found.item()) % 2**64,
+        squares=squares,
+        total=total,
+        low=low,
+        high=high,
+        sketch=tuple(sketch),
+    )

@@ -1,5 +1,6 @@
-"""Saving: the state is copied between two iterations, and a thread of each rank writes its share while the training
-goes on, to a temporary folder, which is renamed once all ranks have written theirs.
+"""Saving: the state is copied between two iterations, and a thread of each rank writes its share
+while the training goes on, to a temporary folder, which is renamed once all ranks have written
+theirs.
 """
 
 import contextlib
@@ -31,14 +32,18 @@ from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.continuation import identity
 from trilane.workspace.fingerprints import file_of
 
-Held = dict[tuple[int, str], torch.Tensor]  # number of the piece and kind -> its values in host memory
+Held = dict[
+    tuple[int, str], torch.Tensor
+]  # number of the piece and kind -> its values in host memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """Result of a save: the checkpoint's name, bytes and seconds; or the `problem` that prevented it.
+    """Result of a save: the checkpoint's name, bytes and seconds; or the `problem` that prevented
+    it.
 
-    `seconds` until the last rank had written its files, `stall_s` those in which the training stood still.
+    `seconds` until the last rank had written its files, `stall_s` those in which the training stood
+    still.
     """
 
     name: str
@@ -65,18 +70,30 @@ class Save:
 
 
 class Saver:
-    """The saves of one run, one at a time; begin() and finish() are collective and for the main thread alone."""
+    """The saves of one run, one at a time; begin() and finish() are collective and for the main
+    thread alone.
+    """
 
     def __init__(self, folder: Path, plan: Plan, world: World, engine: Engine) -> None:
-        self._root, self._plan, self._world, self._engine = folder / checkpoints.FOLDER, plan, world, engine
+        self._root, self._plan, self._world, self._engine = (
+            folder / checkpoints.FOLDER,
+            plan,
+            world,
+            engine,
+        )
         self._save: Save | None = None
         self._writer = ThreadPoolExecutor(1, "save")
         states = engine.states
         holders = parallel_state.get_data_parallel_group(with_context_parallel=True)
         replica, replicas = (0, 1) if states.divided else (holders.rank(), holders.size())
-        mine = (n for n, p in enumerate(states.pieces) if n % replicas == replica and not p.written_elsewhere)
+        mine = (
+            n
+            for n, p in enumerate(states.pieces)
+            if n % replicas == replica and not p.written_elsewhere
+        )
         self._mine = [n for n in mine if states.shard(n) != (0, 0)]
-        # Of the first save, where the plan asks for none; else taken at the start, so that its memory is known then.
+        # Of the first save, where the plan asks for none; else taken at the start, so that its
+        # memory is known then.
         self._copy = HostCopy(states, self._mine, world.device) if plan.run.saves_at_end else None
 
     @property
@@ -90,9 +107,15 @@ class Saver:
         return self._save is not None and not self._save.report.done()
 
     def begin(self, batch: Batch, upcoming: Mapping[str, Any]) -> Saved | None:
-        """Copy the state after `batch` and start to write it, with what comes next; a result only where it failed."""
+        """Copy the state after `batch` and start to write it, with what comes next; a result only
+        where it failed.
+        """
         assert not self.begun
-        begin, name, states = time.perf_counter(), checkpoints.name_of(batch.number), self._engine.states
+        begin, name, states = (
+            time.perf_counter(),
+            checkpoints.name_of(batch.number),
+            self._engine.states,
+        )
         try:
             temporary = call_on_first(self._world, lambda: _temporary_folder(self._root, name))
         except OSError as error:
@@ -101,13 +124,17 @@ class Saver:
         self._copy = self._copy or HostCopy(states, self._mine, self._world.device)
         parts = read_marked(states, self._copy.take)
         prints = fingerprint(self._plan, self._world, self._engine, batch.number, upcoming)
-        report = self._writer.submit(self._write, Path(temporary), begin, self._copy.held, rng.states(), prints, parts)
+        report = self._writer.submit(
+            self._write, Path(temporary), begin, self._copy.held, rng.states(), prints, parts
+        )
         stall_s = time.perf_counter() - begin
         self._save = Save(batch=batch, folder=Path(temporary), stall_s=stall_s, report=report)
         return None
 
     def finish(self) -> Saved:
-        """Wait for the threads of all ranks, and publish. A failure leaves every earlier checkpoint as it is."""
+        """Wait for the threads of all ranks, and publish. A failure leaves every earlier checkpoint
+        as it is.
+        """
         begin, save = time.perf_counter(), self._save
         assert save
         reports = gather_values(self._world, save.report.result())
@@ -117,16 +144,25 @@ class Saver:
             "iteration": save.batch.number,
             "consumed_samples": save.batch.end,
             # With many replicas a rank may update nothing; it has taken no steps.
-            "scalars": max((report["scalars"] for report in reports), key=lambda scalars: scalars["step"]),
+            "scalars": max(
+                (report["scalars"] for report in reports), key=lambda scalars: scalars["step"]
+            ),
         }
         target = self._root / checkpoints.name_of(save.batch.number)
         self._save, size, problem = None, 0, ""
         try:
-            size = call_on_first(self._world, lambda: _publish(save.folder, target, manifest, reports))
+            size = call_on_first(
+                self._world, lambda: _publish(save.folder, target, manifest, reports)
+            )
         except OSError as error:
             problem = error_text(error)
-        seconds, stall_s = max(report["seconds"] for report in reports), save.stall_s + time.perf_counter() - begin
-        return Saved(name=target.name, bytes=size, seconds=seconds, stall_s=stall_s, problem=problem)
+        seconds, stall_s = (
+            max(report["seconds"] for report in reports),
+            save.stall_s + time.perf_counter() - begin,
+        )
+        return Saved(
+            name=target.name, bytes=size, seconds=seconds, stall_s=stall_s, problem=problem
+        )
 
     def keep_last(self) -> None:
         """Delete the oldest checkpoints; rank 0 alone does."""
@@ -135,49 +171,91 @@ class Saver:
                 checkpoints.keep_last(self._root, self._plan.run.keep_last)
 
     def _write(
-        self, folder: Path, begin: float, held: Held, generators: Any, prints: dict[str, Any], parts: Callable[[], Any]
+        self,
+        folder: Path,
+        begin: float,
+        held: Held,
+        generators: Any,
+        prints: dict[str, Any],
+        parts: Callable[[], Any],
     ) -> Any:
-        """The thread: write slices, generators and fingerprint; what was written where, or the `error`."""
+        """The thread: write slices, generators and fingerprint; what was written where, or the
+        `error`.
+        """
         self.keep_last()
         prints["parts"] = parts()
-        states, rank, files, slices, error = self._engine.states, self._world.rank, dict[str, Any](), [], ""
+        states, rank, files, slices, error = (
+            self._engine.states,
+            self._world.rank,
+            dict[str, Any](),
+            [],
+            "",
+        )
         name = f"rank_{rank:05d}.safetensors"
         # The shape in the file is the piece's, or flat where it is a part.
-        sizes = {n: (len(held[n, KINDS[0]]),) if states.divided else states.pieces[n].size for n in self._mine}
+        sizes = {
+            n: (len(held[n, KINDS[0]]),) if states.divided else states.pieces[n].size
+            for n in self._mine
+        }
         keys = [(number, kind) for number in self._mine for kind in KINDS]
         entries = [(f"{states.pieces[number].name}/{kind}", sizes[number]) for number, kind in keys]
         try:
             begins, files[name] = write_slices(folder / name, entries, (held[key] for key in keys))
-            for piece, shard in ((states.pieces[number], states.shard(number)) for number in self._mine):
+            for piece, shard in (
+                (states.pieces[number], states.shard(number)) for number in self._mine
+            ):
                 for box, first, _ in boxes_of(piece.box, shard):
                     at = {kind: begins[f"{piece.name}/{kind}"] + 4 * first for kind in KINDS}
-                    slices.append({"name": piece.name, "shape": piece.shape, "box": box, "file": name, "at": at})
-            for path, content in ((folder / f"rank_{rank:05d}.json", generators), (folder / file_of(rank), prints)):
+                    slices.append(
+                        {
+                            "name": piece.name,
+                            "shape": piece.shape,
+                            "box": box,
+                            "file": name,
+                            "at": at,
+                        }
+                    )
+            for path, content in (
+                (folder / f"rank_{rank:05d}.json", generators),
+                (folder / file_of(rank), prints),
+            ):
                 replace_text(path, json.dumps(content))
                 files[path.name] = [path.stat().st_size, checkpoints.digest(path)]
         except OSError as problem:
             error = error_text(problem)
         seconds = time.perf_counter() - begin
-        return {"files": files, "slices": slices, "scalars": prints["scalars"], "error": error, "seconds": seconds}
+        return {
+            "files": files,
+            "slices": slices,
+            "scalars": prints["scalars"],
+            "error": error,
+            "seconds": seconds,
+        }
 
 
 class HostCopy:
-    """A buffer in host memory for the pieces `written` of `states`, allocated once, and filled by each save."""
+    """A buffer in host memory for the pieces `written` of `states`, allocated once, and filled by
+    each save.
+    """
 
     def __init__(self, states: States, written: Sequence[int], device: torch.device) -> None:
         sizes = [end - first for first, end in map(states.shard, written) for _ in KINDS]
         buffer = torch.empty(sum(sizes), dtype=torch.float32).zero_()  # real pages
         keys = ((number, kind) for number in written for kind in KINDS)
         self.held: Held = dict(zip(keys, buffer.split(sizes) if sizes else (), strict=True))
-        # page-locked, a card copies at the full rate of its bus; torch's own such tensors take the next power of two
+        # page-locked, a card copies at the full rate of its bus; torch's own such tensors take the
+        # next power of two
         if sizes and device.type == "cuda":
             problem = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
             assert not problem, f"cudaHostRegister: error {problem} for {buffer.nbytes} bytes"
 
     def take(self, number: int, kind: str, values: torch.Tensor) -> torch.Tensor | None:
-        """Copy the values of a piece as they are now, where this rank writes them; the copy of those of a CPU."""
-        # The training waits for this copy, not for disk: 0.3 s for the 6 GB of 5e8 parameters at 20 GB/s.
-        # To overlap even that takes a stream of its own, and an event for which the next optimizer step waits.
+        """Copy the values of a piece as they are now, where this rank writes them; the copy of
+        those of a CPU.
+        """
+        # The training waits for this copy, not for disk: 0.3 s for the 6 GB of 5e8 parameters at 20
+        # GB/s. To overlap even that takes a stream of its own, and an event for which the next
+        # optimizer step waits.
         if (number, kind) not in self.held:
             return None
         copy = self.held[number, kind].copy_(values)
@@ -194,8 +272,12 @@ def _temporary_folder(root: Path, name: str) -> str:
     return str(temporary)
 
 
-def _publish(temporary: Path, target: Path, manifest: dict[str, Any], reports: list[dict[str, Any]]) -> int:
-    """Write the manifest and rename; the checkpoint's bytes. OSError, with nothing left of it, where that fails."""
+def _publish(
+    temporary: Path, target: Path, manifest: dict[str, Any], reports: list[dict[str, Any]]
+) -> int:
+    """Write the manifest and rename; the checkpoint's bytes. OSError, with nothing left of it,
+    where that fails.
+    """
     files = {name: facts for report in reports for name, facts in report["files"].items()}
     tensors: dict[str, Any] = {}
     for piece in (piece for report in reports for piece in report["slices"]):

@@ -1,1 +1,3 @@
-"""The GPT of megatron-core layers: its parameters by name and their initial values, random numbers, pipeline layers."""
+"""The GPT of megatron-core layers: its parameters by name and their initial values, random numbers,
+pipeline layers.
+"""

@@ -1,9 +1,11 @@
-"""Context parallelism: the ranks of a group share each sequence, and gather its keys and values in every attention.
+"""Context parallelism: the ranks of a group share each sequence, and gather its keys and values in
+every attention.
 
-Rank r of n holds the chunks r and 2 n - 1 - r of 2 n, so that all attend to as many keys (megatron-core's
-get_batch_on_this_cp_rank). Llama 3's training gathers, too (Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2);
-that runs on every card and on CPUs, but keys and values of the whole sequence stay for the backward pass, where a ring
-(Transformer Engine's) keeps those of a rank. S sequence, s = S / n of it, B microbatch, G heads, D channels.
+Rank r of n holds the chunks r and 2 n - 1 - r of 2 n, so that all attend to as many keys
+(megatron-core's get_batch_on_this_cp_rank). Llama 3's training gathers, too (Grattafiori et al.
+2024, arXiv:2407.21783, section 3.3.2); that runs on every card and on CPUs, but keys and values of
+the whole sequence stay for the backward pass, where a ring (Transformer Engine's) keeps those of a
+rank. S sequence, s = S / n of it, B microbatch, G heads, D channels.
 """
 
 import torch
@@ -32,14 +34,17 @@ def own_part(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 def gathered(part: torch.Tensor) -> torch.Tensor:
-    """(s, B, G, D) of each rank -> (S, B, G, D) in the order of the text; gradients of all ranks are added up."""
+    """(s, B, G, D) of each rank -> (S, B, G, D) in the order of the text; gradients of all ranks
+    are added up.
+    """
     group = parallel_state.get_context_parallel_group()
     chunks = gather_from_sequence_parallel_region(part, group=group).chunk(2 * ranks())
     return torch.cat([*chunks[::2], *chunks[::-2]])
 
 
 def causal_mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Of queries and keys (B, heads, length, D): the last query sees all keys, each before it one less.
+    """Of queries and keys (B, heads, length, D): the last query sees all keys, each before it one
+    less.
 
     On a GPU flash attention knows this by name, and keeps no mask.
     """

@@ -1,8 +1,10 @@
-"""The fused parts of a layer and of the loss, and the choice of the path that a run takes, by its card and plan.
+"""The fused parts of a layer and of the loss, and the choice of the path that a run takes, by its
+card and plan.
 
-Activation, residual and cross-entropy are each a plain function that `compiled` makes one kernel of. Unfused, they are
-megatron-core's. The parameters are the same, so checkpoints are. S sequence, B microbatch, C hidden size, F channels
-inside the MLP (2 F with a gate), V rows of the vocabulary on this rank.
+Activation, residual and cross-entropy are each a plain function that `compiled` makes one kernel
+of. Unfused, they are megatron-core's. The parameters are the same, so checkpoints are. S sequence,
+B microbatch, C hidden size, F channels inside the MLP (2 F with a gate), V rows of the vocabulary
+on this rank.
 """
 
 import functools
@@ -24,20 +26,32 @@ from trilane.engine.cpu import COMPILE
 from trilane.engine.world import World, gather_values
 
 # with fp8 products alone are in 8 bits
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
+}
 
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function by torch.compile, or itself where TORCH_COMPILE_DISABLE=1; shapes are fixed, as in a training."""
+    """The function by torch.compile, or itself where TORCH_COMPILE_DISABLE=1; shapes are fixed, as
+    in a training.
+    """
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return function
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a handful of kernels needs no processes beside ours
+    os.environ.setdefault(
+        "TORCHINDUCTOR_COMPILE_THREADS", "1"
+    )  # a handful of kernels needs no processes beside ours
     return COMPILE(function, dynamic=False)
 
 
-def activate(x: torch.Tensor, bias: torch.Tensor | None, function: Callable[..., Any], gated: bool) -> torch.Tensor:
-    """function(x + bias), (S, B, F); gated, of the first half of (S, B, 2 F), times the second. GELU is the exact one.
+def activate(
+    x: torch.Tensor, bias: torch.Tensor | None, function: Callable[..., Any], gated: bool
+) -> torch.Tensor:
+    """function(x + bias), (S, B, F); gated, of the first half of (S, B, 2 F), times the second.
+    GELU is the exact one.
 
     Shazeer 2020, arXiv:2002.05202, equations 5 and 6: SwiGLU and GEGLU.
     """
@@ -59,9 +73,11 @@ def add_dropped(
 def partial_sums(
     logits: torch.Tensor, labels: torch.Tensor, first: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Largest logit m, sum of exp(logit - m) and the label's logit (0 elsewhere), (S, B) in fp32, over this rank's V.
+    """Largest logit m, sum of exp(logit - m) and the label's logit (0 elsewhere), (S, B) in fp32,
+    over this rank's V.
 
-    `first` is the rank's first row of the vocabulary. The logits are read in their own precision, and not kept in fp32.
+    `first` is the rank's first row of the vocabulary. The logits are read in their own precision,
+    and not kept in fp32.
     """
     x = logits.float()
     largest = x.amax(-1)
@@ -73,7 +89,11 @@ def partial_sums(
 
 
 def logit_gradient(
-    logits: torch.Tensor, labels: torch.Tensor, log_sum: torch.Tensor, grad: torch.Tensor, first: int
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    log_sum: torch.Tensor,
+    grad: torch.Tensor,
+    first: int,
 ) -> torch.Tensor:
     """grad (softmax - one hot), (S, B, V) in the precision of the logits."""
     share = (logits.float() - log_sum.unsqueeze(-1)).exp()
@@ -84,7 +104,8 @@ def logit_gradient(
 class _CrossEntropy(torch.autograd.Function):
     """Vocabulary-parallel cross-entropy that keeps the logits themselves for the backward pass.
 
-    megatron-core keeps their softmax in fp32, twice the bytes; its fused one rounds every gradient to bf16.
+    megatron-core keeps their softmax in fp32, twice the bytes; its fused one rounds every gradient
+    to bf16.
     """
 
     @staticmethod
@@ -121,9 +142,11 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, fused: bool) -> tor
 
 
 def add_product(inputs: torch.Tensor, grads: torch.Tensor, total: torch.Tensor) -> None:
-    """total += grads^T inputs, (F, C) fp32 of (tokens, F) and (tokens, C): a gradient that is never rounded to 16 bits.
+    """total += grads^T inputs, (F, C) fp32 of (tokens, F) and (tokens, C): a gradient that is never
+    rounded to 16 bits.
 
-    What megatron-core otherwise takes from apex (wgrad_gemm_accum_fp32). On a CPU torch has no such product of 16 bits.
+    What megatron-core otherwise takes from apex (wgrad_gemm_accum_fp32). On a CPU torch has no such
+    product of 16 bits.
     """
     if capability(total.device) != (0, 0) and inputs.dtype != total.dtype:
         torch.addmm(total, grads.t(), inputs, out_dtype=total.dtype, out=total)
@@ -132,11 +155,15 @@ def add_product(inputs: torch.Tensor, grads: torch.Tensor, total: torch.Tensor) 
 
 
 def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Let megatron-core's linear layers use add_product(), if it works for values of `dtype` here, which is tried."""
+    """Let megatron-core's linear layers use add_product(), if it works for values of `dtype` here,
+    which is tried.
+    """
     ones, total = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(16, 16, device=device)
     try:
         add_product(ones, ones, total)
-    except Exception:  # a card or a build of torch without such a product: gradients are added after it
+    except (
+        Exception
+    ):  # a card or a build of torch without such a product: gradients are added after it
         return False
     patches.use_weight_product(add_product)
     return True
@@ -145,7 +172,9 @@ def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
 class GPT(GPTModel):
     """megatron-core's GPT with its loss, fused where config.cross_entropy_loss_fusion."""
 
-    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def compute_language_model_loss(
+        self, labels: torch.Tensor, logits: torch.Tensor
+    ) -> torch.Tensor:
         """Labels (B, S), logits (S, B, V) -> losses (B, S)."""
         fused = self.config.cross_entropy_loss_fusion
         losses = token_losses(logits, labels.transpose(0, 1).contiguous(), fused)
@@ -154,7 +183,9 @@ class GPT(GPTModel):
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPath:
-    """Whether the compiled parts run, why, and whether products of weight gradients add them into the fp32 sums."""
+    """Whether the compiled parts run, why, and whether products of weight gradients add them into
+    the fp32 sums.
+    """
 
     fused: bool
     why: str
@@ -170,9 +201,16 @@ def choose(plan: Plan, world: World) -> KernelPath:
     if fused:
         problem = next(filter(None, gather_values(world, compile_problem(world.device))), "")
         fused, why = not problem, problem or why
-    # not for an own layer, which may use a weight elsewhere, too, nor on a CPU, where small kernels wait for its Python
-    asks = plan.engine == "megatron" and not plan.layer and (fused or capability(world.device) != (0, 0))
-    adds = asks and all(gather_values(world, adds_products(world.device, DTYPES[plan.topology.precision])))
+    # not for an own layer, which may use a weight elsewhere, too, nor on a CPU, where small kernels
+    # wait for its Python
+    asks = (
+        plan.engine == "megatron"
+        and not plan.layer
+        and (fused or capability(world.device) != (0, 0))
+    )
+    adds = asks and all(
+        gather_values(world, adds_products(world.device, DTYPES[plan.topology.precision]))
+    )
     return KernelPath(fused=fused, why=why, adds_gradients=adds)
 
 
@@ -198,17 +236,23 @@ def _wanted(plan: Plan, device: torch.device) -> tuple[bool, str]:
 
 
 def compile_problem(device: torch.device) -> str:
-    """Why torch.compile does not work here, tried on a small function and its gradient; "" where it does."""
+    """Why torch.compile does not work here, tried on a small function and its gradient; "" where it
+    does.
+    """
     x = torch.ones(8, 16, device=device, requires_grad=True)
     try:
         compiled(activate)(x, None, F.gelu, False).sum().backward()
-    except Exception as error:  # no compiler, no Triton, a driver too old: whatever it is, the unfused path works
+    except (
+        Exception
+    ) as error:  # no compiler, no Triton, a driver too old: whatever it is, the unfused path works
         return f"torch.compile fails here: {(str(error).strip() or type(error).__name__).splitlines()[0][:150]}"
     return ""
 
 
 def apply(path: KernelPath, settings: TransformerConfig) -> TransformerConfig:
-    """`settings` with the fused parts on or off; ours read the same fields as megatron-core's own would."""
+    """`settings` with the fused parts on or off; ours read the same fields as megatron-core's own
+    would.
+    """
     settings.bias_activation_fusion = settings.bias_dropout_fusion = path.fused
     settings.cross_entropy_loss_fusion = path.fused
     settings.gradient_accumulation_fusion = path.adds_gradients

@@ -1,7 +1,9 @@
-"""The GPT that every engine trains: megatron-core's GPTModel for this rank's part of the layers and of each matrix.
+"""The GPT that every engine trains: megatron-core's GPTModel for this rank's part of the layers and
+of each matrix.
 
-Its layers are megatron-core's linear layers around our norm and attention core, without Transformer Engine or apex.
-S sequence, B microbatch, C hidden size, H query heads of this rank, G heads of keys and values, D channels of a head.
+Its layers are megatron-core's linear layers around our norm and attention core, without Transformer
+Engine or apex. S sequence, B microbatch, C hidden size, H query heads of this rank, G heads of keys
+and values, D channels of a head.
 """
 
 import functools
@@ -20,7 +22,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.model import ModelShape
@@ -38,7 +43,8 @@ def activation_of(shape: ModelShape) -> Callable[[torch.Tensor], torch.Tensor]:
         # in GPT-2's and BLOOM's code: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2
         "gelu-tanh": functools.partial(F.gelu, approximate="tanh"),
         "relu": F.relu,
-        # So et al. 2021, arXiv:2109.08668, section 3; megatron-core's own is compiled, whichever path runs
+        # So et al. 2021, arXiv:2109.08668, section 3; megatron-core's own is compiled, whichever
+        # path runs
         "squared-relu": lambda x: F.relu(x).square(),
         "swiglu": F.silu,
         "geglu": F.gelu,
@@ -47,41 +53,69 @@ def activation_of(shape: ModelShape) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class Attention(torch.nn.Module):
-    """The attention core of every engine: causal, with rotary positions or ALiBi, and keys that groups of heads share.
+    """The attention core of every engine: causal, with rotary positions or ALiBi, and keys that
+    groups of heads share.
 
-    The positions are here: DeepSpeed's pipeline has no GPTModel that would pass angles on, and under ZeRO-3
-    megatron-core would compute their wavelengths in 16 bits.
+    The positions are here: DeepSpeed's pipeline has no GPTModel that would pass angles on, and
+    under ZeRO-3 megatron-core would compute their wavelengths in 16 bits.
     """
 
     def __init__(self, config: TransformerConfig, *, shape: ModelShape, **place: Any) -> None:
         super().__init__()
-        self.shape, self.dropout, self.splits_sequence = shape, config.attention_dropout, config.sequence_parallel
+        self.shape, self.dropout, self.splits_sequence = (
+            shape,
+            config.attention_dropout,
+            config.sequence_parallel,
+        )
         self.shares = config.context_parallel_size  # ranks that have a part of each sequence
-        self.turn = compiled(rotated) if config.bias_activation_fusion else rotated  # one pass instead of five
+        self.turn = (
+            compiled(rotated) if config.bias_activation_fusion else rotated
+        )  # one pass instead of five
         self.keeps_scores = config.attention_backend == AttnBackend.unfused
-        own = self.keeps_scores or shape.positions == "alibi"  # of which Transformer Engine has no slopes of ours
+        own = (
+            self.keeps_scores or shape.positions == "alibi"
+        )  # of which Transformer Engine has no slopes of ours
         self.core = te.Core(config, **place) if te.is_chosen(config) and not own else None
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **_: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        **_: Any,
     ) -> torch.Tensor:
         """Query (S, B, H, D), key and value (S, B, G, D) -> (S, B, H D)."""
         if self.shape.positions == "rotary":
             length = len(query) * self.shares
-            angles = rotations(length, self.shape.head_dim, self.shape.rotary_base, query.device, query.dtype)
+            angles = rotations(
+                length, self.shape.head_dim, self.shape.rotary_base, query.device, query.dtype
+            )
             cos, sin = map(context.own_part, angles) if self.shares > 1 else angles
             query, key = self.turn(query, cos, sin), self.turn(key, cos, sin)
-            value = value.contiguous()  # a view of all channels would keep those of queries and keys, too, unturned
+            value = (
+                value.contiguous()
+            )  # a view of all channels would keep those of queries and keys, too, unturned
         if self.core:
             return self.core(query, key, value)
         if self.shares == 1:
             return self._attended(query, key, value)
-        query, chunk = query.contiguous(), len(query) // 2  # a view would keep the channels of own keys and values, too
+        query, chunk = (
+            query.contiguous(),
+            len(query) // 2,
+        )  # a view would keep the channels of own keys and values, too
         key, value = context.gathered(key), context.gathered(value)
         ends = [(number + 1) * chunk for number in context.own_chunks()]
-        return torch.cat([self._attended(q, key[:n], value[:n]) for q, n in zip(query.chunk(2), ends, strict=True)])
+        return torch.cat(
+            [
+                self._attended(q, key[:n], value[:n])
+                for q, n in zip(query.chunk(2), ends, strict=True)
+            ]
+        )
 
-    def _attended(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _attended(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
         """As forward(); the last query attends to all keys, those before it to one less each."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (B, H or G, S, D)
         grouped = k.size(1) < q.size(1)
@@ -94,24 +128,31 @@ class Attention(torch.nn.Module):
         elif q.size(2) < k.size(2):
             mask = context.causal_mask(q, k)
         dropout = self.dropout if self.training else 0.0
-        # The tracker's generator differs on each tensor-parallel rank, as its heads do; recomputation rewinds it. Under
-        # sequence parallelism the whole layer already draws from it: forked twice it would be rewound wrongly.
+        # The tracker's generator differs on each tensor-parallel rank, as its heads do;
+        # recomputation rewinds it. Under sequence parallelism the whole layer already draws from
+        # it: forked twice it would be rewound wrongly.
         forked = dropout and not self.splits_sequence
         with tensor_parallel.get_cuda_rng_tracker().fork() if forked else nullcontext():
             if self.keeps_scores:
                 out = attention_by_scores(q, k, v, mask, dropout)
             else:
                 options: dict[str, Any] = {"dropout_p": dropout, "enable_gqa": grouped}
-                out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, **options)
+                out = F.scaled_dot_product_attention(
+                    q, k, v, mask, is_causal=mask is None, **options
+                )
         return out.permute(2, 0, 1, 3).flatten(2)  # (S, B, H D)
 
     def _mask(self, q: torch.Tensor, length: int) -> torch.Tensor:
-        """ALiBi of this rank's heads, for the last S of `length` places, (B, H, S, length); else the causal mask."""
+        """ALiBi of this rank's heads, for the last S of `length` places, (B, H, S, length); else
+        the causal mask.
+        """
         slopes: tuple[float, ...] = (0.0,)
         if self.shape.positions == "alibi":
             first = q.size(1) * parallel_state.get_tensor_model_parallel_rank()
             slopes = alibi_slopes(self.shape.num_attention_heads)[first : first + q.size(1)]
-        return alibi(slopes, length, q.device, q.dtype)[:, :, -q.size(2) :].expand(len(q), -1, -1, -1)
+        return alibi(slopes, length, q.device, q.dtype)[:, :, -q.size(2) :].expand(
+            len(q), -1, -1, -1
+        )
 
 
 def attention_by_scores(
@@ -119,20 +160,25 @@ def attention_by_scores(
 ) -> torch.Tensor:
     """Attention written out, (B, H, S, D); `mask` (B, H or 1, S, S) is added to the scores.
 
-    Kept for the backward pass, as the planner counts it for `scores`: softmax's result, dropout's mask and its result.
-    torch's softmax sums 16-bit values in fp32, as Megatron-LM's; its own math kernel would keep 16 bits as 32.
+    Kept for the backward pass, as the planner counts it for `scores`: softmax's result, dropout's
+    mask and its result. torch's softmax sums 16-bit values in fp32, as Megatron-LM's; its own math
+    kernel would keep 16 bits as 32.
     """
     B, H, S, D = q.shape
     pair = q.flatten(0, 1), k.flatten(0, 1).mT
-    scores = torch.baddbmm(q.new_empty(1), *pair, beta=0, alpha=D**-0.5).view(B, H, S, -1)  # scaled without a copy of q
+    scores = torch.baddbmm(q.new_empty(1), *pair, beta=0, alpha=D**-0.5).view(
+        B, H, S, -1
+    )  # scaled without a copy of q
     return F.dropout(scores.add_(mask).softmax(-1), dropout) @ v
 
 
 def has_grouped_kernel(q: torch.Tensor, shape: ModelShape) -> bool:
-    """Whether torch has a kernel that reads shared keys once: flash alone, in 16 bits, from Ampere on, unmasked.
+    """Whether torch has a kernel that reads shared keys once: flash alone, in 16 bits, from Ampere
+    on, unmasked.
 
-    Elsewhere its plain attention would write the s x s scores (torch.nn.functional.scaled_dot_product_attention on
-    `enable_gqa`); repeated keys keep the memory-efficient kernel.
+    Elsewhere its plain attention would write the s x s scores
+    (torch.nn.functional.scaled_dot_product_attention on `enable_gqa`); repeated keys keep the
+    memory-efficient kernel.
     """
     plain = q.dtype == torch.float32 or shape.positions == "alibi"
     return not plain and fused.capability(q.device) >= (8, 0)
@@ -142,10 +188,12 @@ def has_grouped_kernel(q: torch.Tensor, shape: ModelShape) -> bool:
 def rotations(
     length: int, channels: int, base: float, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of the angle at each position and channel, each (S, 1, 1, D); the halves of D are alike.
+    """Cosine and sine of the angle at each position and channel, each (S, 1, 1, D); the halves of D
+    are alike.
 
-    Position p turns channels i and i + D / 2 by p base^(-2 i / D). Su et al. 2021, arXiv:2104.09864, equation 15, with
-    the pairs of Llama in transformers and megatron-core, whose two halves are the paper's even and odd channels.
+    Position p turns channels i and i + D / 2 by p base^(-2 i / D). Su et al. 2021,
+    arXiv:2104.09864, equation 15, with the pairs of Llama in transformers and megatron-core, whose
+    two halves are the paper's even and odd channels.
     """
     steps = torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels
     places = torch.arange(length, dtype=torch.float32, device=device)
@@ -160,10 +208,11 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """The slope of each head of the whole model: 2^(-8 i / n), i = 1 .. n, for n heads, a power of two.
+    """The slope of each head of the whole model: 2^(-8 i / n), i = 1 .. n, for n heads, a power of
+    two.
 
-    For another number those of the power of two below it, then every other slope of twice that power. Press, Smith and
-    Lewis 2022, arXiv:2108.12409, section 3 and its code.
+    For another number those of the power of two below it, then every other slope of twice that
+    power. Press, Smith and Lewis 2022, arXiv:2108.12409, section 3 and its code.
     """
     whole = 1 << heads.bit_length() - 1
     slopes = [2 ** (-8 * i / whole) for i in range(1, whole + 1)]
@@ -171,14 +220,20 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
 
 @functools.lru_cache(maxsize=2)
-def alibi(slopes: tuple[float, ...], length: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores: slope x (key - query) up to the query, -inf after it, (1, H, S, S).
+def alibi(
+    slopes: tuple[float, ...], length: int, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """What is added to the scores: slope x (key - query) up to the query, -inf after it, (1, H, S,
+    S).
 
-    BLOOM adds slope x key, which is the same to softmax; these values are near 0 where the weights are not, so that 16
-    bits hold them. Kept for all layers: 2 H S^2 bytes in 16 bits, which costmodel/memory.py counts among the buffers.
+    BLOOM adds slope x key, which is the same to softmax; these values are near 0 where the weights
+    are not, so that 16 bits hold them. Kept for all layers: 2 H S^2 bytes in 16 bits, which
+    costmodel/memory.py counts among the buffers.
     """
     places = torch.arange(length, dtype=torch.float32, device=device)
-    distance = (places[None, :] - places[:, None]).masked_fill(places[None, :] > places[:, None], math.inf)
+    distance = (places[None, :] - places[:, None]).masked_fill(
+        places[None, :] > places[:, None], math.inf
+    )
     added = torch.empty(1, len(slopes), length, length, dtype=dtype, device=device)
     for head, slope in enumerate(slopes):
         added[0, head] = (slope * distance).where(distance <= 0, -math.inf)
@@ -188,8 +243,9 @@ def alibi(slopes: tuple[float, ...], length: int, device: torch.device, dtype: t
 class Norm(torch.nn.Module):
     """torch's LayerNorm or RMSNorm, (S, B, C) -> (S, B, C), marked for sequence parallelism.
 
-    There each rank sees a part of the sequence, so its gradients are partial: the mark on the parameters makes
-    finalize_model_grads sum them over the tensor-parallel group. megatron-core's own torch norm refuses it.
+    There each rank sees a part of the sequence, so its gradients are partial: the mark on the
+    parameters makes finalize_model_grads sum them over the tensor-parallel group. megatron-core's
+    own torch norm refuses it.
     """
 
     bias: torch.nn.Parameter | None
@@ -197,9 +253,13 @@ class Norm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
         super().__init__()
         self.eps, self.size = config.layernorm_epsilon, (hidden_size,)
-        self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype).fill_(1.0))
+        self.weight = torch.nn.Parameter(
+            torch.empty(hidden_size, dtype=config.params_dtype).fill_(1.0)
+        )
         with_bias = config.normalization == "LayerNorm"
-        self.register_parameter("bias", torch.nn.Parameter(torch.zeros_like(self.weight)) if with_bias else None)
+        self.register_parameter(
+            "bias", torch.nn.Parameter(torch.zeros_like(self.weight)) if with_bias else None
+        )
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -227,7 +287,10 @@ def layer_spec(shape: ModelShape, config: TransformerConfig) -> ModuleSpec:
     attention.submodules.core_attention = functools.partial(Attention, shape=shape)
     if te.is_chosen(config):
         parts.input_layernorm = parts.pre_mlp_layernorm = te.Norm
-        attention.submodules.linear_qkv, attention.submodules.linear_proj = te.ColumnLinear, te.RowLinear
+        attention.submodules.linear_qkv, attention.submodules.linear_proj = (
+            te.ColumnLinear,
+            te.RowLinear,
+        )
     parts.mlp = MLP
     return spec
 
@@ -267,12 +330,15 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         account_for_loss_in_pipeline_split=t.partition != "uniform",
         num_layers_in_first_pipeline_stage=t.first_stage_layers or None,
         num_layers_in_last_pipeline_stage=t.last_stage_layers or None,
-        # With two stages and batched p2p, interleaving trains wrongly without an error (megatron-core 0.16.1).
+        # With two stages and batched p2p, interleaving trains wrongly without an error
+        # (megatron-core 0.16.1).
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        deallocate_pipeline_outputs=True,  # once they are sent: Megatron-LM's schedule needs their graph alone
+        # once they are sent: Megatron-LM's schedule needs their graph alone
+        deallocate_pipeline_outputs=True,
         attention_backend=AttnBackend.unfused if t.attention == "scores" else AttnBackend.auto,
-        batch_p2p_sync=False,  # for torch before 1.13: it would wait for the device after each message
+        # for torch before 1.13: it would wait for the device after each message
+        batch_p2p_sync=False,
         cuda_graph_scope=[],  # the default is deprecated and warns
         recompute_granularity={"none": None, "block": "full"}.get(t.recompute, t.recompute),
         recompute_method={"full": "uniform", "block": "block"}.get(t.recompute),
@@ -280,8 +346,12 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     )
 
 
-def build_chunks(plan: Plan, settings: TransformerConfig, layer: ModuleSpec | None = None) -> list[GPTModel]:
-    """This rank's model chunks (one, or `interleaving` of them) in the initial state, on this rank's device."""
+def build_chunks(
+    plan: Plan, settings: TransformerConfig, layer: ModuleSpec | None = None
+) -> list[GPTModel]:
+    """This rank's model chunks (one, or `interleaving` of them) in the initial state, on this
+    rank's device.
+    """
     stages = range(plan.topology.interleaving) if plan.topology.interleaving > 1 else [None]
     models = [empty_chunk(plan, settings, stage, layer) for stage in stages]
     for model in models:
@@ -290,9 +360,14 @@ def build_chunks(plan: Plan, settings: TransformerConfig, layer: ModuleSpec | No
 
 
 def empty_chunk(
-    plan: Plan, settings: TransformerConfig, vp_stage: int | None = None, layer: ModuleSpec | None = None
+    plan: Plan,
+    settings: TransformerConfig,
+    vp_stage: int | None = None,
+    layer: ModuleSpec | None = None,
 ) -> GPTModel:
-    """Chunk `vp_stage` of this pipeline rank, not initialized, with the embedding or the head where due."""
+    """Chunk `vp_stage` of this pipeline rank, not initialized, with the embedding or the head where
+    due.
+    """
     shape = plan.shape
     stage = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
     layers = [layer or layer_spec(shape, settings)] * get_num_layers_to_build(settings, vp_stage)
@@ -328,19 +403,23 @@ class NormedDropout(torch.nn.Module):
 
 
 def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan) -> None:
-    """Set parameters, by whole-model names, to their part of the initial state; what ZeRO-3 divides to its share.
+    """Set parameters, by whole-model names, to their part of the initial state; what ZeRO-3 divides
+    to its share.
 
-    An own layer's parameters keep what its class gave them, but for what megatron-core's linear layers divide.
+    An own layer's parameters keep what its class gave them, but for what megatron-core's linear
+    layers divide.
     """
     rank, tp = parallel_state.get_tensor_model_parallel_rank(), plan.topology.tp
     for name, parameter in named:
-        is_marked = getattr(parameter, "tensor_model_parallel", False)  # as those of an own layer are
+        is_marked = getattr(
+            parameter, "tensor_model_parallel", False
+        )  # as those of an own layer are
         if plan.layer and ".layers." in name and not is_marked:
             continue
         dim = getattr(parameter, "partition_dim", 0) if is_marked else split_dim(name)
         stride = 2 if is_gated_fc1(name, plan.shape) else 1
-        # megatron-core sets these marks in its own initialization, which is off; without them the gradient norm would
-        # count the split matrices of one tensor-parallel rank only.
+        # megatron-core sets these marks in its own initialization, which is off; without them the
+        # gradient norm would count the split matrices of one tensor-parallel rank only.
         if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, True, dim, stride)
         size = tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -348,7 +427,9 @@ def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan)
 
 
 def fill(parameter: torch.Tensor, draw: Callable[[int, int], torch.Tensor]) -> None:
-    """Set what this rank holds of a parameter, its share under ZeRO-3, to `draw(first, end)` of the flat values."""
+    """Set what this rank holds of a parameter, its share under ZeRO-3, to `draw(first, end)` of the
+    flat values.
+    """
     divided: torch.Tensor | None = getattr(parameter, "ds_tensor", None)
     held = (parameter if divided is None else divided).data.view(-1)
     first = 0 if divided is None else len(held) * parallel_state.get_data_parallel_rank()
@@ -372,4 +453,8 @@ def canonical_parameters(model: GPTModel, tied: bool) -> Iterator[tuple[str, tor
 def whole_name(model: GPTModel, name: str) -> str:
     """The name of a chunk's parameter or module with layers counted from the first stage."""
     layers = model.decoder.layers
-    return re.sub(r"(?<=decoder\.layers\.)\d+", lambda found: str(layers[int(found[0])].layer_number - 1), name)
+    return re.sub(
+        r"(?<=decoder\.layers\.)\d+",
+        lambda found: str(layers[int(found[0])].layer_number - 1),
+        name,
+    )

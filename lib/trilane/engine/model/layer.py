@@ -1,7 +1,8 @@
-"""One transformer layer: megatron-core's parts and parameters without the cases that no training here has.
+"""One transformer layer: megatron-core's parts and parameters without the cases that no training
+here has.
 
-megatron-core's own forward passes ask for inference, offload and experts in every layer of every microbatch, and small
-kernels wait for that. S sequence, B microbatch, C hidden size.
+megatron-core's own forward passes ask for inference, offload and experts in every layer of every
+microbatch, and small kernels wait for that. S sequence, B microbatch, C hidden size.
 """
 
 from functools import partial
@@ -17,14 +18,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from trilane.engine.model import te
 from trilane.engine.model.fused import activate, add_dropped, add_product, compiled
 
-Pair = tuple[torch.Tensor, torch.Tensor | None]  # what a matrix gives, and the bias that is still to be added to it
+Pair = tuple[
+    torch.Tensor, torch.Tensor | None
+]  # what a matrix gives, and the bias that is still to be added to it
 
 
 class _AddingProduct(torch.autograd.Function):
-    """F.linear, whose product for the weight's gradient adds into DDP's fp32 buffer, and is not written and read."""
+    """F.linear, whose product for the weight's gradient adds into DDP's fp32 buffer, and is not
+    written and read.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
@@ -34,13 +41,17 @@ class _AddingProduct(torch.autograd.Function):
         rows = grad.flatten(0, -2)
         add_product(x.flatten(0, -2), rows, weight.main_grad)
         added = None
-        if hasattr(weight, "grad_added_to_main_grad"):  # DDP's hook waits for a gradient, and drops it
+        if hasattr(
+            weight, "grad_added_to_main_grad"
+        ):  # DDP's hook waits for a gradient, and drops it
             weight.grad_added_to_main_grad, added = True, torch.empty_like(weight)
         return grad @ weight, added, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
 class _Linear(torch.nn.Module):
-    """A linear layer of megatron-core; where no other rank has a part of it, without its way over messages."""
+    """A linear layer of megatron-core; where no other rank has a part of it, without its way over
+    messages.
+    """
 
     def forward(self: Any, x: torch.Tensor) -> Pair:
         if self.tp_group.size() > 1:
@@ -59,19 +70,27 @@ class RowLinear(_Linear, layers.RowParallelLinear):
 
 
 class MLP(mlp.MLP):
-    """megatron-core's; a bias that no kernel adds is the product's. Its own fusion has tanh GELU: losses 2.5e-4 off."""
+    """megatron-core's; a bias that no kernel adds is the product's. Its own fusion has tanh GELU:
+    losses 2.5e-4 off.
+    """
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
-        column, row = (te.ColumnLinear, te.RowLinear) if te.is_chosen(config) else (ColumnLinear, RowLinear)
+        column, row = (
+            (te.ColumnLinear, te.RowLinear) if te.is_chosen(config) else (ColumnLinear, RowLinear)
+        )
         linears = mlp.MLPSubmodules(linear_fc1=column, linear_fc2=row)
         super().__init__(config, linears, tp_group=parallel_state.get_tensor_model_parallel_group())
-        self.linear_fc1.skip_bias_add, self.linear_fc2.skip_bias_add = (config.bias_activation_fusion,) * 2
+        self.linear_fc1.skip_bias_add, self.linear_fc2.skip_bias_add = (
+            config.bias_activation_fusion,
+        ) * 2
         self.activate = compiled(activate) if config.bias_activation_fusion else activate
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> Pair:
         """(S, B, C) -> (S, B, C)."""
         inner, bias = self.linear_fc1(hidden_states)
-        return self.linear_fc2(self.activate(inner, bias, self.activation_func, self.config.gated_linear_unit))
+        return self.linear_fc2(
+            self.activate(inner, bias, self.activation_func, self.config.gated_linear_unit)
+        )
 
 
 class SelfAttention(attention.SelfAttention):

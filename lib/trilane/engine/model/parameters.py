@@ -1,7 +1,9 @@
-"""The parameters of the whole model by name: size, tensor-parallel split, a rank's pieces, and initial values.
+"""The parameters of the whole model by name: size, tensor-parallel split, a rank's pieces, and
+initial values.
 
-The initial state depends on a parameter's name, its place in the canonical matrix and the seed alone, so it is the same
-on any topology; a rank draws what it holds and nothing else. C columns of a matrix, R rows that are drawn.
+The initial state depends on a parameter's name, its place in the canonical matrix and the seed
+alone, so it is the same on any topology; a rank draws what it holds and nothing else. C columns of
+a matrix, R rows that are drawn.
 """
 
 import hashlib
@@ -28,10 +30,14 @@ def is_gated_fc1(name: str, shape: ModelShape) -> bool:
 
 
 def split_dim(name: str, gated: bool = False) -> int | None:
-    """The dimension of parameter `name` that tensor parallelism splits; None where every rank holds the whole."""
+    """The dimension of parameter `name` that tensor parallelism splits; None where every rank holds
+    the whole.
+    """
     rows = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.", "linear_fc1.")
     if any(part in name for part in rows):
-        return 1 if gated else 0  # a gated one is (2, ffn, h), gate and up: each rank has its rows of both
+        return (
+            1 if gated else 0
+        )  # a gated one is (2, ffn, h), gate and up: each rank has its rows of both
     return 1 if name.endswith(COLUMNS) else None
 
 
@@ -42,7 +48,9 @@ def paired(size: Iterable[int], gated: bool) -> tuple[int, ...]:
 
 
 def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of every parameter of the whole model; a tied head is not listed separately."""
+    """Canonical name -> shape of every parameter of the whole model; a tied head is not listed
+    separately.
+    """
     h, ffn = shape.hidden_size, shape.ffn
     up = (2, ffn) if shape.is_gated else (ffn,)
     linears: dict[str, tuple[tuple[int, ...], int]] = {
@@ -58,18 +66,26 @@ def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     if shape.embedding_layernorm:
         sizes |= {f"{EMBEDDING_NORM}.{kind}": (h,) for kind in kinds}
     for layer in (f"decoder.layers.{i}" for i in range(shape.num_layers)):
-        sizes |= {f"{layer}.{norm}.{k}": (h,) for norm in ("input_layernorm", "pre_mlp_layernorm") for k in kinds}
+        sizes |= {
+            f"{layer}.{norm}.{k}": (h,)
+            for norm in ("input_layernorm", "pre_mlp_layernorm")
+            for k in kinds
+        }
         for name, (out, into) in linears.items():
             sizes[f"{layer}.{name}.weight"] = (*out, into)
             if shape.biases == "all" or (shape.biases == "qkv" and "linear_qkv" in name):
                 sizes[f"{layer}.{name}.bias"] = out
     sizes |= {f"decoder.final_layernorm.{kind}": (h,) for kind in kinds}
-    return sizes if shape.tied_embeddings else {**sizes, "output_layer.weight": (shape.vocab_size, h)}
+    return (
+        sizes if shape.tied_embeddings else {**sizes, "output_layer.weight": (shape.vocab_size, h)}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """The part `box` of parameter `name`, whose whole has `shape`; `written_elsewhere` where another rank writes it."""
+    """The part `box` of parameter `name`, whose whole has `shape`; `written_elsewhere` where
+    another rank writes it.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -90,21 +106,32 @@ def initial_tensor(name: str, size: Iterable[int], plan: Plan) -> torch.Tensor:
 
 
 def initial_range(
-    name: str, local: tuple[int, ...], rank: int, tp: int, plan: Plan, first: int, end: int, dim: int | None = None
+    name: str,
+    local: tuple[int, ...],
+    rank: int,
+    tp: int,
+    plan: Plan,
+    first: int,
+    end: int,
+    dim: int | None = None,
 ) -> torch.Tensor:
-    """The values `first` to `end` of the part, `local` in size, that tensor-parallel rank `rank` of `tp` holds.
+    """The values `first` to `end` of the part, `local` in size, that tensor-parallel rank `rank` of
+    `tp` holds.
 
-    `dim` is the dimension that is split; where it is not given, that of the name. Weights are normal with deviation
-    optimizer.init_std, those split by columns, which write to the residual stream
-    init_std / sqrt(2 L); biases are 0, norm weights 1. Radford et al. 2019 (GPT-2), section 2.3, with 0.02. The names
-    are megatron-core's, with the layer's number in the whole model. `linear_qkv` holds its rows by group of heads that
-    share keys and values, in GPT-2 one head each: (group, [its queries ..., key, value], channel).
+    `dim` is the dimension that is split; where it is not given, that of the name. Weights are
+    normal with deviation optimizer.init_std, those split by columns, which write to the residual
+    stream init_std / sqrt(2 L); biases are 0, norm weights 1. Radford et al. 2019 (GPT-2), section
+    2.3, with 0.02. The names are megatron-core's, with the layer's number in the whole model.
+    `linear_qkv` holds its rows by group of heads that share keys and values, in GPT-2 one head
+    each: (group, [its queries ..., key, value], channel).
     """
     if name.endswith(".bias"):
         return torch.zeros(end - first)
     if "layernorm" in name:
         return torch.ones(end - first)
-    *counts, held = paired(local, is_gated_fc1(name, plan.shape))  # gate and up count as one above the other
+    *counts, held = paired(
+        local, is_gated_fc1(name, plan.shape)
+    )  # gate and up count as one above the other
     columns, width = (0, held), held
     dim = split_dim(name) if dim is None else dim
     if dim == 1:
@@ -121,22 +148,29 @@ def initial_range(
 def initial_block(
     name: str, rows: np.ndarray, columns: tuple[int, int], width: int, plan: Plan, dim: int | None
 ) -> torch.Tensor:
-    """The values, (R, columns), of these rows and columns of the matrix `name`, `width` wide and split at `dim`."""
+    """The values, (R, columns), of these rows and columns of the matrix `name`, `width` wide and
+    split at `dim`.
+    """
     key = np.frombuffer(hashlib.sha256(f"{plan.run.seed}/{name}".encode()).digest()[:16], np.uint64)
     drawn = normals(key, rows, columns, width)
-    drawn *= np.float32(plan.optimizer.init_std / (math.sqrt(2 * plan.shape.num_layers) if dim == 1 else 1.0))
+    drawn *= np.float32(
+        plan.optimizer.init_std / (math.sqrt(2 * plan.shape.num_layers) if dim == 1 else 1.0)
+    )
     return torch.from_numpy(drawn)
 
 
 def normals(key: np.ndarray, rows: np.ndarray, columns: tuple[int, int], width: int) -> np.ndarray:
-    """Standard normal values, (R, columns), fp32: a pair of columns comes of the hash of its place in the matrix.
+    """Standard normal values, (R, columns), fp32: a pair of columns comes of the hash of its place
+    in the matrix.
 
-    Box and Muller 1958 of 31 and 32 bits: none beyond 6.7. The hash is splitmix64 with the second key between its two
-    multiplications, so that the values of two keys are not one sequence, shifted.
+    Box and Muller 1958 of 31 and 32 bits: none beyond 6.7. The hash is splitmix64 with the second
+    key between its two multiplications, so that the values of two keys are not one sequence,
+    shifted.
     """
     low, high, pairs = columns[0] // 2, -(-columns[1] // 2), -(-width // 2)
     found = np.empty((len(rows), high - low, 2), np.float32)
-    # 2^14 pairs at a time, so that temporary arrays fit in the processor's cache: 4.7 ns a value, torch.randn has 6.1
+    # 2^14 pairs at a time, so that temporary arrays fit in the processor's cache: 4.7 ns a value,
+    # torch.randn has 6.1
     step = max(1, (1 << 14) // (high - low))
     places = np.arange(low, high, dtype=np.uint64) * SPLITMIX[0] + key[0]
     for at in range(0, len(rows), step):

@@ -1,8 +1,10 @@
-"""Random number generators of this rank: their states as text, and the seeds that dropout draws from.
+"""Random number generators of this rank: their states as text, and the seeds that dropout draws
+from.
 
-megatron-core has two streams. Hidden values that every tensor-parallel rank holds whole are masked by the default
-stream, which must be the same on all ranks of the group; what the ranks divide (heads, or a part of the sequence) by
-the tensor-parallel stream, which must differ. Each pipeline stage and replica has its own streams.
+megatron-core has two streams. Hidden values that every tensor-parallel rank holds whole are masked
+by the default stream, which must be the same on all ranks of the group; what the ranks divide
+(heads, or a part of the sequence) by the tensor-parallel stream, which must differ. Each pipeline
+stage and replica has its own streams.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +17,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def states() -> dict[str, Any]:
-    """torch's generators and megatron-core's for tensor parallelism, each state as hexadecimal text."""
+    """torch's generators and megatron-core's for tensor parallelism, each state as hexadecimal
+    text.
+    """
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {
         "cpu": _text(torch.get_rng_state()),
@@ -25,17 +29,23 @@ def states() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> bool:
-    """Set every generator to its state, as `states()` returned it; False, with none set, where they are of other kinds.
+    """Set every generator to its state, as `states()` returned it; False, with none set, where they
+    are of other kinds.
 
-    Those of a GPU have 16 bytes, a seed and an offset; the CPU's, which stand for them without one, have 5056.
+    Those of a GPU have 16 bytes, a seed and an offset; the CPU's, which stand for them without one,
+    have 5056.
     """
     device = [states.get("cuda", ""), *states["tracked"].values()]
     if {len(text) // 2 for text in device} != {len(torch.cuda.get_rng_state())}:
         return False
     torch.set_rng_state(_state(states["cpu"]))
-    if torch.cuda.is_available():  # without a GPU enable_cpu() made the CPU's generator stand for the card's
+    if (
+        torch.cuda.is_available()
+    ):  # without a GPU enable_cpu() made the CPU's generator stand for the card's
         torch.cuda.set_rng_state(_state(states["cuda"]))
-    tensor_parallel.get_cuda_rng_tracker().set_states({n: _state(text) for n, text in states["tracked"].items()})
+    tensor_parallel.get_cuda_rng_tracker().set_states(
+        {n: _state(text) for n, text in states["tracked"].items()}
+    )
     return True
 
 
@@ -50,11 +60,19 @@ def _state(text: str) -> torch.Tensor:
 def seed_streams(seed: int) -> None:
     """Seed both streams of this rank by its stage and replica; megatron-core's groups must exist."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)  # each part of a sequence has its own
+    replica = parallel_state.get_data_parallel_rank(
+        with_context_parallel=True
+    )  # each part of a sequence has its own
     # Further apart than megatron-core's own offset for the tensor-parallel stream, 2718 + rank.
     model_parallel_cuda_manual_seed(seed + 10**5 * stage + 10**8 * replica)
 
 
 def sequence_stream(settings: TransformerConfig) -> AbstractContextManager[Any]:
-    """A context that draws from the tensor-parallel stream where ranks divide a sequence: their masks must differ."""
-    return tensor_parallel.get_cuda_rng_tracker().fork() if settings.sequence_parallel else nullcontext()
+    """A context that draws from the tensor-parallel stream where ranks divide a sequence: their
+    masks must differ.
+    """
+    return (
+        tensor_parallel.get_cuda_rng_tracker().fork()
+        if settings.sequence_parallel
+        else nullcontext()
+    )

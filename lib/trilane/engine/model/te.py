@@ -1,8 +1,10 @@
-"""Transformer Engine's norms, matrices and attention: the same parameters by the same names as without it.
+"""Transformer Engine's norms, matrices and attention: the same parameters by the same names as
+without it.
 
-A plan asks for them by precision=fp8, overlap_tp or run.fused=te. Norm and matrix stay apart, since its fused ones have
-other names: initial values and checkpoints are those of the other path. Written after megatron-core 0.16.1
-(extensions/transformer_engine.py) and Megatron-LM (training/initialize.py); not tried, as all of it needs CUDA.
+A plan asks for them by precision=fp8, overlap_tp or run.fused=te. Norm and matrix stay apart, since
+its fused ones have other names: initial values and checkpoints are those of the other path. Written
+after megatron-core 0.16.1 (extensions/transformer_engine.py) and Megatron-LM
+(training/initialize.py); not tried, as all of it needs CUDA.
 """
 
 from typing import Any
@@ -15,14 +17,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from trilane.config.plan import Plan
 from trilane.utils.validation import HostError
 
-Norm, ColumnLinear, RowLinear = layers.TENorm, layers.TEColumnParallelLinear, layers.TERowParallelLinear
+Norm, ColumnLinear, RowLinear = (
+    layers.TENorm,
+    layers.TEColumnParallelLinear,
+    layers.TERowParallelLinear,
+)
 
 
 def settings(plan: Plan) -> dict[str, Any]:
     """What megatron-core's TransformerConfig has of it.
 
-    E4M3 in the forward pass, E5M2 for gradients (Micikevicius et al. 2022, arXiv:2209.05433, section 3); each matrix is
-    scaled by its own largest value (`tensorwise`): scales by those of earlier iterations would be state to save.
+    E4M3 in the forward pass, E5M2 for gradients (Micikevicius et al. 2022, arXiv:2209.05433,
+    section 3); each matrix is scaled by its own largest value (`tensorwise`): scales by those of
+    earlier iterations would be state to save.
     """
     t = plan.topology
     fp8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"} if t.precision == "fp8" else {}
@@ -36,10 +43,14 @@ def is_chosen(config: TransformerConfig) -> bool:
 
 
 def start(plan: Plan, device: torch.device) -> None:
-    """Make the buffers of messages that run under matrix products (overlap_tp). Collective; HostError without a GPU."""
+    """Make the buffers of messages that run under matrix products (overlap_tp). Collective;
+    HostError without a GPU.
+    """
     t = plan.topology
     if settings(plan)["transformer_impl"] != "local" and device.type != "cuda":
-        raise HostError(f"device={device}: Transformer Engine (precision=fp8, overlap_tp, run.fused=te) needs a GPU")
+        raise HostError(
+            f"device={device}: Transformer Engine (precision=fp8, overlap_tp, run.fused=te) needs a GPU"
+        )
     if t.overlap_tp:
         from transformer_engine.pytorch.module import base
 
@@ -54,7 +65,9 @@ def start(plan: Plan, device: torch.device) -> None:
 
 
 class Core(layers.TEDotProductAttention):
-    """Causal attention, (S, B, H, D) -> (S, B, H D), by the fastest kernel that is found; with cp > 1 in a ring."""
+    """Causal attention, (S, B, H, D) -> (S, B, H D), by the fastest kernel that is found; with cp >
+    1 in a ring.
+    """
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return super().forward(query, key, value, None, AttnMaskType.causal)

@@ -1,4 +1,6 @@
-"""`python -m trilane.engine.trace PLAN`: trace a plan's engine without a GPU, write the trace beside it, print it."""
+"""`python -m trilane.engine.trace PLAN`: trace a plan's engine without a GPU, write the trace
+beside it, print it.
+"""
 
 import json
 import os
@@ -19,13 +21,20 @@ MOST_GPUS = 16_384  # groups of all ranks are made on each: a minute for so many
 
 
 def main(argv: list[str]) -> int:
-    """Arguments `PLAN TIMELINE|"" [--json]`. 0, or 2 with one line where nothing can be traced or written."""
+    """Arguments `PLAN TIMELINE|"" [--json]`. 0, or 2 with one line where nothing can be traced or
+    written.
+    """
     path, lines, *options = argv
     try:
         plan = read_plan(path)
         require_traceable(plan)
         file = trace_file(plan, path)
-        require(os.access(file.parent, os.W_OK), "plan", path, "its folder cannot be written, where the trace is kept")
+        require(
+            os.access(file.parent, os.W_OK),
+            "plan",
+            path,
+            "its folder cannot be written, where the trace is kept",
+        )
         trace = traced(plan)
         print(json.dumps(trace.to_json(), indent=1) if options else text(plan, trace), flush=True)
         replace_text(file, trace_text(trace))
@@ -35,7 +44,9 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print_refusal(error, "trilane: ")
     except OSError as error:
-        print_refusal(ValueError(f"file={error.filename}: cannot be written ({error.strerror})"), "trilane: ")
+        print_refusal(
+            ValueError(f"file={error.filename}: cannot be written ({error.strerror})"), "trilane: "
+        )
     return 2
 
 
@@ -49,12 +60,15 @@ def require_traceable(plan: Plan) -> None:
 
 
 def traced(plan: Plan, processes: int = 2) -> Trace:
-    """The trace of a plan: the first and the last stage, and of those between the first of each count of layers.
+    """The trace of a plan: the first and the last stage, and of those between the first of each
+    count of layers.
 
-    Each is a process of its own, so that no state of the libraries is shared. The stages that follow one of as many
-    layers have fewer microbatches in flight.
+    Each is a process of its own, so that no state of the libraries is shared. The stages that
+    follow one of as many layers have fewer microbatches in flight.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # also where there are GPUs: see engine/trace/world.py
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        "-1"  # also where there are GPUs: see engine/trace/world.py
+    )
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as a training has it
     from trilane.engine.cpu import enable_cpu
 
@@ -86,7 +100,16 @@ def text(plan: Plan, trace: Trace) -> str:
     rows = [["stage", "layers", *parts, "kernels", "PFLOP", "peak at"]]
     for s in trace.stages:
         held = [f"{getattr(s, f'{part}_bytes') / 2**30:.2f}" for part in parts]
-        rows.append([str(s.stage), str(s.layers), *held, f"{s.operations:,}", f"{s.flops / 1e15:.4g}", s.peak_at])
+        rows.append(
+            [
+                str(s.stage),
+                str(s.layers),
+                *held,
+                f"{s.operations:,}",
+                f"{s.flops / 1e15:.4g}",
+                s.peak_at,
+            ]
+        )
     lines = [*_aligned(rows), "", *_aligned(_compared(plan, trace))]
     ran = f"{trace.traced_microbatches} of {trace.microbatches} microbatches"
     return "\n".join([f"{plan.label}: {plan.engine}, {trace.gpus} ranks, {ran} ran", *lines])
@@ -95,7 +118,12 @@ def text(plan: Plan, trace: Trace) -> str:
 def _compared(plan: Plan, trace: Trace) -> list[list[str]]:
     """Rows of what was traced, beside what the formulas expect."""
     rows = [["stage", "in an iteration", "traced", "predicted", "difference"]]
-    units = {"flops": (1e15, "PFLOP"), "bytes": (1e9, "GB"), "count": (1.0, ""), "in flight": (1.0, "microbatches")}
+    units = {
+        "flops": (1e15, "PFLOP"),
+        "bytes": (1e9, "GB"),
+        "count": (1.0, ""),
+        "in flight": (1.0, "microbatches"),
+    }
     for d in compare(plan, trace):
         kind = d.quantity if d.quantity in units else d.quantity.rpartition(" ")[2]
         unit, word = units.get(kind, (2**30, "GiB"))
@@ -107,7 +135,10 @@ def _compared(plan: Plan, trace: Trace) -> list[list[str]]:
 
 def _aligned(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Recorder: every operation of one rank as it runs, and the bytes that are alive, by what they are for."""
+"""Recorder: every operation of one rank as it runs, and the bytes that are alive, by what they are
+for.
+"""
 
 import contextlib
 import functools
@@ -19,7 +21,11 @@ from trilane.engine.patches import TorchDispatchMode, storage_key, tensors_of
 
 STATES = ("weights", "gradients", "optimizer", "buffers")  # alive between iterations
 ACTIVATIONS, TEMPORARY = "activations", "temporary"
-PASSES = {phases.FORWARD: "forward", phases.BACKWARD: "backward", phases.OPTIMIZER: "optimizer step"}
+PASSES = {
+    phases.FORWARD: "forward",
+    phases.BACKWARD: "backward",
+    phases.OPTIMIZER: "optimizer step",
+}
 # c10d's operations and which of their tensors count: the one that is whole on each rank
 COLLECTIVES = {
     "allreduce_": "all-reduce",
@@ -35,7 +41,16 @@ COLLECTIVES = {
     "recv_": "receive",
 }
 aten: Any = torch.ops.aten
-NO_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "set_"}
+NO_KERNEL = {
+    "empty",
+    "empty_strided",
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "_unsafe_view",
+    "set_",
+}
 
 
 @dataclass(eq=False)
@@ -52,14 +67,20 @@ class Block:
 
 
 class Recorder(TorchDispatchMode):
-    """While entered, follows all storages; operations, collectives and passes of the iteration since begin().
+    """While entered, follows all storages; operations, collectives and passes of the iteration
+    since begin().
 
-    A storage has one kind for all of its life in an iteration, so that what was alive at the peak is known at the end.
+    A storage has one kind for all of its life in an iteration, so that what was alive at the peak
+    is known at the end.
     """
 
     def __init__(self, group_name: Callable[[tuple[int, ...]], str]) -> None:
         super().__init__()
-        self._group_name, self._alive, self._references = group_name, dict[int, Block](), dict[int, Any]()
+        self._group_name, self._alive, self._references = (
+            group_name,
+            dict[int, Block](),
+            dict[int, Any](),
+        )
         self._parameters: list[torch.Tensor] = []
         self._zeros = set[int]()  # storages whose scalar must read 0: no gradient is infinite
         self._stops = phases.subscribe(self._phase_changed)
@@ -75,7 +96,9 @@ class Recorder(TorchDispatchMode):
         self._time, self._bytes = 0, sum(block.size for block in self._blocks)
         self.totals: Any = Counter()
         self.schedule = list[Pass]()  # totals: FLOPs, kernels, sent by kind and group
-        self.each = dict[tuple[int, int], int]()  # activations of a microbatch and chunk when its backward begins
+        self.each = dict[
+            tuple[int, int], int
+        ]()  # activations of a microbatch and chunk when its backward begins
         self._forwards, self._inside, self._passes = Counter[int](), (0, 0), 0
         self._begin_pass("")
 
@@ -87,14 +110,18 @@ class Recorder(TorchDispatchMode):
         return found
 
     def watch(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Name passes by the calls of these model chunks, and gradients as such when autograd has accumulated them."""
+        """Name passes by the calls of these model chunks, and gradients as such when autograd has
+        accumulated them.
+        """
         for chunk, module in enumerate(modules):
             module.register_forward_pre_hook(lambda *_, chunk=chunk: self._chunk_begins(chunk))
             module.register_forward_hook(self._chunk_ends)
             for parameter in module.parameters():
                 self._parameters.append(parameter)
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(lambda p: self.assign("gradients", p.grad))
+                    parameter.register_post_accumulate_grad_hook(
+                        lambda p: self.assign("gradients", p.grad)
+                    )
 
     def assign(self, kind: str, *tensors: Any) -> None:
         """What the storages of these tensors, or trees of them, are for."""
@@ -118,17 +145,30 @@ class Recorder(TorchDispatchMode):
             self._kept[block.owner] += block.size * (block.kind == ACTIVATIONS)
 
     def _end_pass(self) -> None:
-        """What a forward pass leaves alive is kept for its backward pass, but for weights that ZeRO-3 has gathered."""
+        """What a forward pass leaves alive is kept for its backward pass, but for weights that
+        ZeRO-3 has gathered.
+        """
         if self._now == "forward":
             gathered = {storage_key(parameter) for parameter in self._parameters}
             for number, block in self._alive.items():
                 if block.inside == self._passes and block.kind == TEMPORARY:
-                    block.kind, block.owner = ("buffers" if number in gathered else ACTIVATIONS), self._inside
+                    block.kind, block.owner = (
+                        ("buffers" if number in gathered else ACTIVATIONS),
+                        self._inside,
+                    )
         done = self.totals - self._begun
-        if self._now and done["operations"]:  # DeepSpeed's step() after each microbatch does nothing
+        if (
+            self._now and done["operations"]
+        ):  # DeepSpeed's step() after each microbatch does nothing
             microbatch, chunk = self._inside if self._now != "optimizer step" else (-1, 0)
-            counted: Any = {"operations": done["operations"], "flops": done["flops"], "peak_bytes": self._pass_peak}
-            self.schedule.append(Pass(kind=self._now, microbatch=microbatch, chunk=chunk, **counted))
+            counted: Any = {
+                "operations": done["operations"],
+                "flops": done["flops"],
+                "peak_bytes": self._pass_peak,
+            }
+            self.schedule.append(
+                Pass(kind=self._now, microbatch=microbatch, chunk=chunk, **counted)
+            )
 
     def _chunk_begins(self, chunk: int) -> None:
         if self._now == "forward":  # a recomputation calls no whole chunk
@@ -136,7 +176,9 @@ class Recorder(TorchDispatchMode):
             self._forwards[chunk] += 1
 
     def _chunk_ends(self, module: Any, args: Any, out: Any) -> None:
-        """The gradient of what a chunk returns, which may come after the loss's, names its backward pass."""
+        """The gradient of what a chunk returns, which may come after the loss's, names its backward
+        pass.
+        """
         owner = self._inside
         for made in tensors_of(out):
             if made.requires_grad:
@@ -149,7 +191,9 @@ class Recorder(TorchDispatchMode):
     def _where(self) -> str:
         if self._now in ("forward", "backward"):
             microbatch, chunk = self._inside
-            return f"{self._now} of microbatch {microbatch}" + f", chunk {chunk}" * (len(self._forwards) > 1)
+            return f"{self._now} of microbatch {microbatch}" + f", chunk {chunk}" * (
+                len(self._forwards) > 1
+            )
         return self._now or phases.current() or "between passes"
 
     # operations
@@ -179,14 +223,18 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def one_kernel(self) -> Iterator[Callable[[Any], None]]:
-        """A block of operations that is one kernel: of what it makes only what is given to the result is followed."""
+        """A block of operations that is one kernel: of what it makes only what is given to the
+        result is followed.
+        """
         self._hidden = True
         yield self._follow
         self._hidden = False
         self.totals["operations"] += 1
 
     def _scalar(self, tensor: torch.Tensor) -> Any:
-        """The value of a scalar: a constant's own; else 1, and 0 for whether a gradient is infinite."""
+        """The value of a scalar: a constant's own; else 1, and 0 for whether a gradient is
+        infinite.
+        """
         constant = getattr(tensor, "constant", None)
         if constant is not None:
             return constant.item()
@@ -222,11 +270,17 @@ class Recorder(TorchDispatchMode):
         if len(ranks) > 1 and name in COLLECTIVES:
             # of what is gathered or scattered the whole is the largest tensor, or the list of parts
             sizes = [x.numel() * x.element_size() for x in given]
-            size = max(max(sizes), sum(sizes) / 2) if name in ("allgather_", "reduce_scatter_") else max(sizes)
+            size = (
+                max(max(sizes), sum(sizes) / 2)
+                if name in ("allgather_", "reduce_scatter_")
+                else max(sizes)
+            )
             kind, known = COLLECTIVES[name], self._group_name(ranks)
             if kind in ("send", "receive"):  # neighbours may use the group of all ranks
                 known = "pp"
-            elif kind == "all-reduce" and known == "pp" and size > 8:  # its two ends, on two stages all of it
+            elif (
+                kind == "all-reduce" and known == "pp" and size > 8
+            ):  # its two ends, on two stages all of it
                 known = "embedding"
             self.totals[kind, known, "count"] += 1
             self.totals[kind, known, "bytes"] += size
@@ -239,10 +293,11 @@ def is_kernel(func: Any) -> bool:
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Of matrix products by torch's formulas; of attention 4 b a s^2 d forward and twice as much backward.
+    """Of matrix products by torch's formulas; of attention 4 b a s^2 d forward and twice as much
+    backward.
 
-    It counts whole though it is causal, and the scores that a backward kernel computes again do not, as in the
-    formulas of costmodel/layers.py. Everything else counts 0.
+    It counts whole though it is causal, and the scores that a backward kernel computes again do
+    not, as in the formulas of costmodel/layers.py. Everything else counts 0.
     """
     name = func.name()
     if "attention" in name and "scaled_dot_product" in name:

@@ -12,7 +12,10 @@ from typing import BinaryIO
 from trilane.utils.validation import require, require_file
 
 BLOCK = 1 << 21  # bytes read at once
-UNPACKED, MAX_RATIO = 1 << 30, 200  # bytes that any gzip file may hold, and what a larger one may relative to its size
+UNPACKED, MAX_RATIO = (
+    1 << 30,
+    200,
+)  # bytes that any gzip file may hold, and what a larger one may relative to its size
 MAX_LINE = 1 << 24  # bytes: a longer line is cut, so that memory stays bounded without line ends
 
 
@@ -20,8 +23,9 @@ def blocks(path: Path, notes: list[str] | None = None) -> Iterator[bytes]:
     """The bytes of `path`, cut after line ends; only the last block may end inside a line.
 
     A truncated gzip file is read as far as possible, which is added to `notes`. Leading zero bytes,
-    left when a log is emptied while it is being written, are skipped. Raises ValueError for a missing, empty or binary
-    file, for a damaged gzip file, and for one that becomes shorter while it is read: its blocks are of two logs.
+    left when a log is emptied while it is being written, are skipped. Raises ValueError for a
+    missing, empty or binary file, for a damaged gzip file, and for one that becomes shorter while
+    it is read: its blocks are of two logs.
     """
     require_file("log", path)
     with path.open("rb") as raw:
@@ -40,7 +44,10 @@ def blocks(path: Path, notes: list[str] | None = None) -> Iterator[bytes]:
             yield rest + data[:cut]
             rest = data[cut:]
         require(
-            os.fstat(raw.fileno()).st_size >= raw.tell(), "log", path, "became shorter while it was read; read it again"
+            os.fstat(raw.fileno()).st_size >= raw.tell(),
+            "log",
+            path,
+            "became shorter while it was read; read it again",
         )
         require(size > 0, "log", path, "is empty")
         require(started, "log", path, "is a binary file, not a log")
@@ -57,19 +64,29 @@ def _chunks(raw: BinaryIO, path: Path, notes: list[str]) -> Iterator[bytes]:
     left = max(UNPACKED, MAX_RATIO * path.stat().st_size)
     try:
         with gzip.GzipFile(fileobj=raw) as file:
-            while block := file.read1(BLOCK):  # read() loses what it unpacked before the end of a cut file
+            while block := file.read1(
+                BLOCK
+            ):  # read() loses what it unpacked before the end of a cut file
                 left -= len(block)
-                require(left >= 0, "log", path, f"unpacks to more than {MAX_RATIO} times its size, as no log does")
+                require(
+                    left >= 0,
+                    "log",
+                    path,
+                    f"unpacks to more than {MAX_RATIO} times its size, as no log does",
+                )
                 yield block
     except EOFError:
-        notes.append("the gzip file ends early (it was cut, or is still written): what came after is not known")
+        notes.append(
+            "the gzip file ends early (it was cut, or is still written): what came after is not known"
+        )
     except (zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"log={path}: a damaged gzip file ({error})") from None
 
 
 def is_binary(head: bytes) -> bool:
-    """Whether over 2 % of the bytes are control characters, or most are zero; but for holes, which file systems leave
-    in a log whose node died."""
+    """Whether over 2 % of the bytes are control characters, or most are zero; but for holes, which
+    file systems leave in a log whose node died.
+    """
     text = re.sub(rb"\0{64,}", b"", head)
     control = bytes({*range(1, 32)} - set(b"\t\n\r\x0b\x0c\x1b\x08\x07")) + b"\x7f"
     odd = len(text) - len(text.translate(None, control))

@@ -18,13 +18,19 @@ LAUNCH = re.compile(
     rb"|values were not passed to `accelerate launch`"
 )
 TIMERS = re.compile(rb"\btime \(ms\) \||\"timers\": \{")
-# `name: 1.5 |` of a line, (min, max) of the table over ranks, and of a line of steps.jsonl, in seconds
+# `name: 1.5 |` of a line, (min, max) of the table over ranks, and of a line of steps.jsonl, in
+# seconds
 TIMER = re.compile(rb"(?:^|\|)\s*+([^:|\s][^:|]{0,99}?)\s*:\s*(\d{1,30}(?:\.\d{0,30})?)\s*(?=\||$)")
-OF_RANKS = re.compile(rb"(?:^|\s)([A-Za-z][\w/-]*) ?\.{2,}:\s+\(?(\d+(?:\.\d*)?)(?:,\s+(\d+(?:\.\d*)?)\))?\s*$")
-OF_STEP = re.compile(
-    rb"\"([\w/ -]{1,99})\": \[(NUMBER), (NUMBER)\]".replace(b"NUMBER", rb"\d{1,30}(?:\.\d{0,30})?(?:e[+-]?\d{1,3})?")
+OF_RANKS = re.compile(
+    rb"(?:^|\s)([A-Za-z][\w/-]*) ?\.{2,}:\s+\(?(\d+(?:\.\d*)?)(?:,\s+(\d+(?:\.\d*)?)\))?\s*$"
 )
-# what starts the ranks of a node, of which srun sees one task: torchrun (accelerate, too), DeepSpeed's launch.py
+OF_STEP = re.compile(
+    rb"\"([\w/ -]{1,99})\": \[(NUMBER), (NUMBER)\]".replace(
+        b"NUMBER", rb"\d{1,30}(?:\.\d{0,30})?(?:e[+-]?\d{1,3})?"
+    )
+)
+# what starts the ranks of a node, of which srun sees one task: torchrun (accelerate, too),
+# DeepSpeed's launch.py
 LAUNCHERS = re.compile(
     rb"\[default\d+\]:|torchrun\b|torch[./]distributed[./](?:elastic|launch|run)|ChildFailedError|\(local_rank: \d"
     rb"|Setting OMP_NUM_THREADS|\blaunch\.py:\d"
@@ -36,7 +42,8 @@ GPU = re.compile(
     rb"\|\s+(\d{1,6})\s+(\S(?:.{0,80}?\S)?)\s+(?:On|Off|N/A)\s+\|\s+[\dA-Fa-f]+:[\dA-Fa-f]+:[\dA-Fa-f.]+"
     rb"|GPU (\d{1,6}): (\S[^()]{0,80}?) \(UUID: )"  # nvidia-smi -L
 )
-# what trilane's own runs print of themselves beside iterations and endings: engine/loop.py, launch/watchdog.py
+# what trilane's own runs print of themselves beside iterations and endings: engine/loop.py,
+# launch/watchdog.py
 OWN = re.compile(
     rb"(?:SLOW|NOT FINITE) since iteration \d.*|as fast as usual again, since .*|(?:NEXT )?CHECKPOINT (?:WILL )?NOT .*"
 )
@@ -51,11 +58,15 @@ class Facts:
         self.traceback = 0  # lines that an open traceback may still have
         self._trace = b""  # the first line of a traceback without its exception
         self._ignored = False  # the exception of an open traceback is one that no caller sees
-        # of torchrun's table of failures: the node, and when its first rank failed (that of others sorts after it)
+        # of torchrun's table of failures: the node, and when its first rank failed (that of others
+        # sorts after it)
         self._host, self._failed = "", "~"
         self._entry: int | None = None  # the rank of the table's last entry
-        self._others = False  # the table's entries are those that torchrun ended after the first, or failed later
-        self._gpu: tuple[int, str] | None = None  # that nvidia-smi's table names, whose memory is on the next line
+        # the table's entries are those that torchrun ended after the first, or failed later
+        self._others = False
+        self._gpu: tuple[int, str] | None = (
+            None  # that nvidia-smi's table names, whose memory is on the next line
+        )
 
     def is_launch(self, line: bytes) -> bool:
         """Whether the line is printed only when a training begins."""
@@ -63,7 +74,9 @@ class Facts:
         return trains or bool(LAUNCH.search(line))
 
     def numbers(self, line: bytes, run: PartialRun) -> bool:
-        """Read timers, rates and devices; returns whether the line has the form of any, digits aside."""
+        """Read timers, rates and devices; returns whether the line has the form of any, digits
+        aside.
+        """
         if spans := timers(line):
             run.add_timers(row_of(spans, line))
         elif b"Effective Tera" in line:
@@ -71,7 +84,10 @@ class Facts:
             if rate and run.iterations.rows:
                 run.iterations.change_last({"flops_per_s_per_gpu": float(rate[1]) * 1e12})
         elif found := GPU.match(line):
-            index, name = int(found[1] or found[3]), (found[2] or found[4]).decode("utf-8", "replace")
+            index, name = (
+                int(found[1] or found[3]),
+                (found[2] or found[4]).decode("utf-8", "replace"),
+            )
             self._gpu = (index, name) if found[1] else None
             if found[3]:
                 run.devices[index] = Device(index=index, name=name, total_bytes=NAN)
@@ -87,7 +103,9 @@ class Facts:
     def arguments(self, line: bytes, run: PartialRun) -> bool:
         """Read launch arguments; returns whether the line holds any."""
         if b"arguments" in line and (arguments.BEGIN.search(line) or arguments.END.search(line)):
-            self.inside = 0 if arguments.END.search(line) else 2000  # lines without an argument close it
+            self.inside = (
+                0 if arguments.END.search(line) else 2000
+            )  # lines without an argument close it
             return True
         if found := arguments.dumped(line, self.inside > 0):
             self.inside = 2000 if self.inside else 0
@@ -117,14 +135,18 @@ class Facts:
                     end = replace(end, place=Place(rank=self._entry, rank_known=Known.MAP))
                 run.places.see(end.place, line)
                 run.add_ending(replace(end, in_traceback=was_open))
-        elif re.search(rb"local_rank|host  |time  |nranks|Root Cause|Failures:\s*$|global_rank_m", line):
+        elif re.search(
+            rb"local_rank|host  |time  |nranks|Root Cause|Failures:\s*$|global_rank_m", line
+        ):
             self._place(line, run)
         elif not was_open and not self.traceback:
             return bool(DECIDES.search(line))  # `0 oom_kill events` is none, 1 is one
         return True
 
     def close(self, run: PartialRun) -> None:
-        """Read the end of the file: a traceback whose exception is missing has ended the run, if nothing else has."""
+        """Read the end of the file: a traceback whose exception is missing has ended the run, if
+        nothing else has.
+        """
         if self.traceback and self._trace and not self._ignored:
             run.add_ending(endings.reported(Level.LAUNCHER, Status.CRASHED, self._trace, run.rows))
 
@@ -133,8 +155,13 @@ class Facts:
         if (is_root := b"Root Cause" in line) or b"Failures:" in line:
             self._others = not is_root
         if is_root:
-            self._failed, self.traceback = "9", 8  # an entry without a time comes after those with one
-        elif self._failed != "~" and (time := re.match(rb"\s*time\s{1,20}: (\d{4}-\d\d-\d\d_[\d:]{8})\s*$", line)):
+            self._failed, self.traceback = (
+                "9",
+                8,
+            )  # an entry without a time comes after those with one
+        elif self._failed != "~" and (
+            time := re.match(rb"\s*time\s{1,20}: (\d{4}-\d\d-\d\d_[\d:]{8})\s*$", line)
+        ):
             self._failed = endings.text(time[1])
         elif host := re.match(rb"\s*host\s{1,20}: (\S{1,99})\s*$", line):
             self._host = endings.text(host[1])
@@ -157,7 +184,9 @@ class Facts:
 
 
 def timers(line: bytes) -> list[Span]:
-    """The framework's timers in a line, in seconds, by name; of (min, max) over ranks the minimum is `<name> min`."""
+    """The framework's timers in a line, in seconds, by name; of (min, max) over ranks the minimum
+    is `<name> min`.
+    """
     found, divisor = list[re.Match[bytes]](), 1e3
     if head := TIMERS.search(line):
         is_step = b"{" in head[0]

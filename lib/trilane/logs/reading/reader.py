@@ -1,8 +1,8 @@
 """Reader: blocks of a log in, runs out.
 
-Programs pad or round their numbers, so a log has few *forms*, which are lines with every digit as 0. The first line of
-a form is searched by all rules; where it is one iteration, or nothing, the others of its form are read by the places of
-its numbers, or passed over.
+Programs pad or round their numbers, so a log has few *forms*, which are lines with every digit as
+0. The first line of a form is searched by all rules; where it is one iteration, or nothing, the
+others of its form are read by the places of its numbers, or passed over.
 """
 
 import re
@@ -24,7 +24,9 @@ ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Form:
-    """Lines of one form, and the places of their numbers: an iteration of a dialect, or without one timers."""
+    """Lines of one form, and the places of their numbers: an iteration of a dialect, or without one
+    timers.
+    """
 
     def __init__(self, line: bytes, spans: Sequence[Span], dialect: Dialect | None = None) -> None:
         self.dialect, self.name = dialect, ""
@@ -32,7 +34,8 @@ class Form:
         once = [s for s in spans if columns.count(s.column) == 1]
         commas = {s.column for s in once if b"," in line[s.start : s.stop]}
         plain = [s for s in once if s.column not in commas]
-        # itemgetter and map take all numbers of a line in a third of the time of a loop; it needs two places at least
+        # itemgetter and map take all numbers of a line in a third of the time of a loop; it needs
+        # two places at least
         self._names = [s.column for s in plain]
         self._texts = itemgetter(*(slice(s.start, s.stop) for s in plain), slice(0), slice(0))
         self._scaled = [(s.column, s.multiplier, s.divisor) for s in plain if s[3:] != (1.0, 1.0)]
@@ -48,8 +51,9 @@ class Form:
 
 @dataclass
 class Open:
-    """An iteration whose other numbers stand on the next lines: its row so far, its first line, and how many lines it
-    has."""
+    """An iteration whose other numbers stand on the next lines: its row so far, its first line, and
+    how many lines it has.
+    """
 
     dialect: Dialect
     row: dict[str, float]
@@ -62,11 +66,17 @@ class Reader:
 
     def __init__(self) -> None:
         every = dialects()
-        self._tables, self._companions = ([d for d in every if d.companion is kind] for kind in (False, True))
-        self._words = [(word.encode(), dialect.name) for dialect in self._tables for word in dialect.words]
+        self._tables, self._companions = (
+            [d for d in every if d.companion is kind] for kind in (False, True)
+        )
+        self._words = [
+            (word.encode(), dialect.name) for dialect in self._tables for word in dialect.words
+        ]
         self._runs = Runs(every)
         self._forms = dict[bytes, Form | None]()  # None: of lines that hold nothing
-        self._alone = Form(b"", ())  # where other digits may make it another line, or it is of several parts
+        self._alone = Form(
+            b"", ()
+        )  # where other digits may make it another line, or it is of several parts
         self._open: Open | None = None
         self._facts, self._dicts = Facts(), trainer_dicts.TrainerDicts(self._runs)
         self._waits = False  # whether the next line matters whatever it holds
@@ -114,8 +124,9 @@ class Reader:
             self.run.add_timers(row)
 
     def _line(self, line: bytes, whole: bool = True) -> Form | None:
-        """Read one line by all rules, not `whole` if the file ends inside it. Returns its form, None where it holds
-        nothing."""
+        """Read one line by all rules, not `whole` if the file ends inside it. Returns its form,
+        None where it holds nothing.
+        """
         text = line
         if b"\x1b" in line or b"\0" in line:
             text = ESCAPE.sub(b"", line).replace(b"\0", b"")
@@ -134,7 +145,9 @@ class Reader:
         held = {name for word, name in self._words if word in line}
         known = [dialect for dialect in self._tables if dialect.name in held or not dialect.words]
         form = self._iterations(known, line, whole) if known else None
-        matched = any([self._steps(dialect, line) for dialect in self._companions if dialect.holds(line)])
+        matched = any(
+            [self._steps(dialect, line) for dialect in self._companions if dialect.holds(line)]
+        )
         if form and b'"timers": {' in line:  # a line of steps.jsonl has both
             self.run.add_timers(row_of(timers(line), line))
             return self._alone
@@ -157,7 +170,9 @@ class Reader:
         return self._alone if matched or is_launch or any(found) or may_be_argument else None
 
     def _iterations(self, known: Sequence[Dialect], line: bytes, whole: bool) -> Form | None:
-        """Read a line by the dialect that finds most in it: an iteration, or what is printed around iterations."""
+        """Read a line by the dialect that finds most in it: an iteration, or what is printed around
+        iterations.
+        """
         read = [(spans, dialect) for dialect in known if (spans := dialect.iterations(line))]
         if not read:
             found = [self._around(line, dialect) for dialect in known]
@@ -172,7 +187,9 @@ class Reader:
         if not whole:
             spans = [span for span in spans if span.stop < len(line)]
         row, form = row_of(spans, line), Form(line, spans, dialect)
-        if "iteration" not in row or (not whole and dialect.lines == "closed" and "sec_per_it" not in row):
+        if "iteration" not in row or (
+            not whole and dialect.lines == "closed" and "sec_per_it" not in row
+        ):
             return form
         form.name = dialect.variant(line) or dialect.name * (not dialect.variants)
         self._open = Open(dialect, row, line)
@@ -195,7 +212,9 @@ class Reader:
             self._runs.launch(line)
         elif dialect.matches("end", line):
             self._finish()
-            self.run.add_ending(endings.reported(endings.Level.PLANNED, Status.COMPLETED, line, self.run.rows))
+            self.run.add_ending(
+                endings.reported(endings.Level.PLANNED, Status.COMPLETED, line, self.run.rows)
+            )
         elif spans := dialect.evaluation(line):
             self._finish()
             self.run.add_validation(row_of(spans, line))
@@ -211,8 +230,9 @@ class Reader:
         return bool(reports)
 
     def _steps(self, dialect: Dialect, line: bytes) -> bool:
-        """Read a companion's steps, which count where nothing else numbers the iterations, and its memory; whether the
-        line has any."""
+        """Read a companion's steps, which count where nothing else numbers the iterations, and its
+        memory; whether the line has any.
+        """
         has_memory, every = self._memory(dialect, line), dialect.every("iteration", line)
         for row in (row_of(spans, line) for spans in every):
             if held := {column: row.pop(column) for column in MEMORY if column in row}:
@@ -234,7 +254,9 @@ class Reader:
             return False
         if spans := dialect.rest(line, set(opened.row)):
             opened.row |= row_of(spans, line)
-        elif opened.lines > 200 or not (line[:1].isspace() or body(line)[:1].isspace() or not line.strip()):
+        elif opened.lines > 200 or not (
+            line[:1].isspace() or body(line)[:1].isspace() or not line.strip()
+        ):
             self._end()
         return bool(spans)
 
@@ -246,7 +268,9 @@ class Reader:
     def _end(self) -> None:
         if opened := self._open:
             self._open = None
-            self._runs.take(opened.row, opened.dialect, opened.dialect.variant(opened.line), opened.line)
+            self._runs.take(
+                opened.row, opened.dialect, opened.dialect.variant(opened.line), opened.line
+            )
 
 
 def _parts(line: bytes) -> list[bytes]:

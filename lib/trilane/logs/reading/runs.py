@@ -1,5 +1,6 @@
-"""The runs of a log while it is read: what was read of each, and whether an iteration is the next of a run, a copy of
-another rank's, or the first of another run."""
+"""The runs of a log while it is read: what was read of each, and whether an iteration is the next
+of a run, a copy of another rank's, or the first of another run.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,12 @@ MAX_RUNS = 10_000  # of a file
 SHORT_S = 20.0  # which stamps of whole seconds give to 5 %, and their median to 1 %
 DATES_S = 1e8  # seconds since 1970 are more, those since the start of a run are fewer
 MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved")
-SAME = ("lm_loss", "sec_per_it", "consumed_samples", "epoch")  # are equal in two lines of one iteration
+SAME = (
+    "lm_loss",
+    "sec_per_it",
+    "consumed_samples",
+    "epoch",
+)  # are equal in two lines of one iteration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +38,9 @@ class Device:
 
 
 class PartialRun:
-    """What was read of a run so far. Tables grow by 8 bytes a number; everything else is bounded by the number of ranks
-    and names."""
+    """What was read of a run so far. Tables grow by 8 bytes a number; everything else is bounded by
+    the number of ranks and names.
+    """
 
     def __init__(self, follows: bool = False) -> None:
         self.iterations, self.companion = NumericTable(), NumericTable()
@@ -46,14 +53,19 @@ class PartialRun:
         self.dialects: Counter[str] = Counter()
         self.notes: list[str] = []
         self.own: list[str] = []
-        self.follows, self.launched = follows, False  # a run before it in the file; whether its launch was read
+        self.follows, self.launched = (
+            follows,
+            False,
+        )  # a run before it in the file; whether its launch was read
         self.endings: list[Ending] = []
         self.watchdogs = Watchdogs()
         self.places = Places()
         self.iteration = 0.0  # the number of the last one, 0 before the first
         self.first_iteration = 1  # what the program calls its first iteration
         self.last_line = b""  # of an iteration
-        self._timed: dict[str, tuple[float, float]] = {}  # by dialect, the last iteration and its time
+        self._timed: dict[
+            str, tuple[float, float]
+        ] = {}  # by dialect, the last iteration and its time
         self.timed_by_stamps: set[str] = set()  # dialects whose seconds are differences of times
         self.rank = NAN  # that prints the iterations, if known
         self.printed: dict[float, float] = {}  # the last iteration of each source (NaN: not named)
@@ -81,8 +93,9 @@ class PartialRun:
 
     def add(self, row: dict[str, float], dialect: str, source: float, line: bytes) -> None:
         """Append an iteration, of that line, printed by the rank or process `source`."""
-        # a loss that is printed as NaN counts; of one that is not printed the norm tells, where no step was skipped.
-        # Megatron's own count stays 0 then: https://github.com/deepspeedai/Megatron-DeepSpeed/pull/434
+        # a loss that is printed as NaN counts; of one that is not printed the norm tells, where no
+        # step was skipped. Megatron's own count stays 0 then:
+        # https://github.com/deepspeedai/Megatron-DeepSpeed/pull/434
         value = row.get("lm_loss" if "lm_loss" in row or row.get("skipped") else "grad_norm", 0.0)
         self.iterations.add(row if value == value else {**row, "nan": row.get("nan") or 1.0})
         self.dialects[dialect] += 1
@@ -94,15 +107,17 @@ class PartialRun:
         self.last_line = line
 
     def timed(self, row: dict[str, float], time_s: float, dialect: str) -> dict[str, float]:
-        """The row, with seconds per iteration since the last of that dialect, unless it has its own; `time_s` is NaN
-        where the line has no time stamp."""
+        """The row, with seconds per iteration since the last of that dialect, unless it has its
+        own; `time_s` is NaN where the line has no time stamp.
+        """
         if (number := row["iteration"]) != number:
             return row
         last, before = self._timed.get(dialect, (number, NAN))
         if (time_s > DATES_S) != (before > DATES_S) and before == before:
             time_s = NAN  # a date after times that passed since a start
         steps, seconds = number - last, time_s - before
-        # of stamps cut to whole seconds a shorter time is off by up to a tenth; it counts with the next lines
+        # of stamps cut to whole seconds a shorter time is off by up to a tenth; it counts with the
+        # next lines
         is_rounded = time_s % 1 == 0 and 0 <= seconds < SHORT_S
         if (steps > 0 and not is_rounded) or dialect not in self._timed:
             self._timed[dialect] = (number, time_s)
@@ -112,7 +127,9 @@ class PartialRun:
         return row
 
     def accepts(self, row: Mapping[str, float], source: float) -> bool | None:
-        """Whether the row is the next of the run; None if it was read before, as several ranks may print the same."""
+        """Whether the row is the next of the run; None if it was read before, as several ranks may
+        print the same.
+        """
         number, table, before = row["iteration"], self.iterations, self.printed.get(source)
         self.printed[source] = number
         if not table.rows or not number <= self.iteration:
@@ -120,11 +137,15 @@ class PartialRun:
         # a source that lags behind another one, or begins after it, prints copies
         if source == source and (number > before if before is not None else self.rank == self.rank):
             return None
-        same = all(row[n] == table.last(n) or row[n] != row[n] for n in SAME if n in row and n in table)
+        same = all(
+            row[n] == table.last(n) or row[n] != row[n] for n in SAME if n in row and n in table
+        )
         return None if number == self.iteration and same else False
 
     def add_companion(self, row: dict[str, float], time_s: float, line: bytes) -> None:
-        """Add DeepSpeed's own step, which counts as an iteration only where no other dialect reports any."""
+        """Add DeepSpeed's own step, which counts as an iteration only where no other dialect
+        reports any.
+        """
         table, skipped = self.companion, row.get("skipped_total", NAN)
         if self.iterations.rows:
             if skipped == skipped and "skipped" not in self.iterations:
@@ -152,9 +173,12 @@ class PartialRun:
         if not self.validation.last("iteration") >= number:
             self.validation.add({"iteration": number, **row})
 
-    def add_memory(self, report: Mapping[str, float], rank: float, names: Iterable[str] = ()) -> None:
-        """Update the memory of a rank (NaN: unnamed, counts as 0): the current bytes, and the most it ever reported;
-        by all of a report, or those `names` of an iteration."""
+    def add_memory(
+        self, report: Mapping[str, float], rank: float, names: Iterable[str] = ()
+    ) -> None:
+        """Update the memory of a rank (NaN: unnamed, counts as 0): the current bytes, and the most
+        it ever reported; by all of a report, or those `names` of an iteration.
+        """
         number = report.get("rank", 0.0 if rank != rank else rank)
         if (row := self.memory.get(int(number))) is None:
             row = self.memory[int(number)] = {"rank": number, "iteration": self.iteration}
@@ -164,8 +188,9 @@ class PartialRun:
                 row[name] = report[name]
 
     def add_ending(self, found: Ending) -> None:
-        """Add an ending. Of each level and status the first one is kept that the run did not continue after, with the
-        nodes at fault of all."""
+        """Add an ending. Of each level and status the first one is kept that the run did not
+        continue after, with the nodes at fault of all.
+        """
         self.endings = [e for e in self.endings if not superseded(e, self.rows)]
         for place, e in enumerate(self.endings):
             if (e.level, e.status) == (found.level, found.status):
@@ -209,8 +234,9 @@ class Runs:
             self.run.add_memory(row, rank(line), held)
 
     def step(self, row: dict[str, float], dialect: str, line: bytes, source: float = NAN) -> None:
-        """Add an iteration that the rank or process `source` printed: the next of the run, another rank's copy, or the
-        first of another run."""
+        """Add an iteration that the rank or process `source` printed: the next of the run, another
+        rank's copy, or the first of another run.
+        """
         run = self.run
         others = run.dialects.keys() - {"deepspeed"}
         takes = run.accepts(row, source)
@@ -229,7 +255,9 @@ class Runs:
         self.run.add(row, dialect, source, line)
 
     def launch(self, line: bytes) -> None:
-        """Read a line of a launch: of another run where the current one has begun, or has failed and repeats it."""
+        """Read a line of a launch: of another run where the current one has begun, or has failed
+        and repeats it.
+        """
         form = line.translate(DIGITS)
         self.begin(again=bool(self.run.endings) and form in self._launches)
         self._launches.add(form)
@@ -238,7 +266,12 @@ class Runs:
     def begin(self, again: bool = False) -> None:
         """Begin another run, unless the current one has nothing yet; `again`: its launch failed."""
         if again or self.run.ends_at_launch:
-            require(len(self.all) < MAX_RUNS, "log", f"{len(self.all)} runs", "its iterations do not rise")
+            require(
+                len(self.all) < MAX_RUNS,
+                "log",
+                f"{len(self.all)} runs",
+                "its iterations do not rise",
+            )
             self.all.append(PartialRun(follows=True))
             self._launches.clear()
 

@@ -1,4 +1,6 @@
-"""The explorer of a search: its plans by speed and memory; the picked one next to two others, and its schedule."""
+"""The explorer of a search: its plans by speed and memory; the picked one next to two others, and
+its schedule.
+"""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -24,14 +26,23 @@ from trilane.utils.numbers import chance, size_text, with_interval
 from trilane.utils.tables import grouped
 from trilane.utils.validation import shipped_json
 
-RISKS = (f"up to {SAFE:.0%}", f"{SAFE:.0%} to {RISKY:.0%}", f"above {RISKY:.0%}")  # of running out of memory
-TIMES, MEMORY = ([f.name.replace("_", " ") for f in fields(kind)] for kind in (IterationTime, StageMemory))
+RISKS = (
+    f"up to {SAFE:.0%}",
+    f"{SAFE:.0%} to {RISKY:.0%}",
+    f"above {RISKY:.0%}",
+)  # of running out of memory
+TIMES, MEMORY = (
+    [f.name.replace("_", " ") for f in fields(kind)] for kind in (IterationTime, StageMemory)
+)
 # One meaning a colour in all panels: blue computes, green is sent, orange are gradients, grey waits
 HUES: dict[str, str] = shipped_json("report/figures")["hues"]
 PICKED, SHOWN, FILTERS = "#00a3c4", ("picked", "A", "B"), ("tp", "pp", "recompute", "zero", "gpus")
 TIME = ("Time by part (s an iteration)", "times", TIMES)
-SCALE = "(scale('schedule_x', 1) - scale('schedule_x', 0))"  # pixels a second, in Vega's expressions
-# A run of passes on a stage: its first microbatch, how many, and seconds of the first start, a pass, and between starts
+SCALE = (
+    "(scale('schedule_x', 1) - scale('schedule_x', 0))"  # pixels a second, in Vega's expressions
+)
+# A run of passes on a stage: its first microbatch, how many, and seconds of the first start, a
+# pass, and between starts
 RUN = ("on", "kind", "chunk", "first", "count", "start", "length", "step")
 PASS = {"on": "stage", "kind": "pass", "microbatch": "microbatch", "chunk": "model chunk"}
 SECONDS = {"length": "seconds", "start": "from second"}
@@ -39,33 +50,50 @@ Row = dict[str, Any]
 
 
 def explorer(found: SearchResult, tokens: float = 0.0, folder: Path | None = None) -> Interactive:
-    """The best plan of each TP x PP x DP, the front of speed and memory, and what risks the memory, 40 in all.
+    """The best plan of each TP x PP x DP, the front of speed and memory, and what risks the memory,
+    40 in all.
 
     A click shows a plan in full, next to two that are pinned as A and B: at
-    first the fastest, and the fastest that may be recommended. `tokens`: of the run whose days are given, 0 for 20 a
-    parameter. `folder`: of the study, where traces of plans lie. Raises ValueError where the search has no safe plan.
+    first the fastest, and the fastest that may be recommended. `tokens`: of the run whose days are
+    given, 0 for 20 a parameter. `folder`: of the study, where traces of plans lie. Raises
+    ValueError where the search has no safe plan.
     """
     shown, table = shown_plans(found), found.best_per_sizes(40).view()
     rank = dict(zip(table["id"], table["rank"], strict=True))
     traces = {c.plan.id: trace_of(c.plan, folder / "plans.json") for c in shown} if folder else {}
     rows = [plan_row(c, rank.get(c.plan.id, "none"), tokens, traces.get(c.plan.id)) for c in shown]
     safe = next((row for row in rows if row["risk"] == RISKS[0]), rows[-1])
-    boxes = {"options": [row["id"] for row in rows], "labels": [f"{row['s']} s, {row['label']}" for row in rows]}
+    boxes = {
+        "options": [row["id"] for row in rows],
+        "labels": [f"{row['s']} s, {row['label']}" for row in rows],
+    }
     pick, *pins = (alt.binding_select(name=f"{name} ", **boxes) for name in SHOWN)
-    # Without `nearest`, whose tooltips have no words in Vega-Lite 6.4; the limit's line has no id and is no pick.
-    on: Any = {"on": "click[event.item && event.item.datum.id]", "clear": False, "empty": False, "bind": pick}
+    # Without `nearest`, whose tooltips have no words in Vega-Lite 6.4; the limit's line has no id
+    # and is no pick.
+    on: Any = {
+        "on": "click[event.item && event.item.datum.id]",
+        "clear": False,
+        "empty": False,
+        "bind": pick,
+    }
     point = alt.selection_point("plan", fields=["id"], value=[{"id": rows[0]["id"]}], **on)
     first = zip(("a", "b"), (rows[0], safe), pins, strict=True)
     limits, memory = _limits(shown), _bars("Fullest stage's memory (GiB)", "memory", MEMORY)
     lines = [[_speed(rows, point), _numbers(rows)], [_bars(*TIME), alt.layer(memory, *limits)]]
     made = panels([*lines, [alt.layer(*_stages(rows), *limits), _schedule()]])
-    made = made.add_params(*(alt.param(name, value=row["id"], bind=box) for name, row, box in first), *_filters(rows))
+    made = made.add_params(
+        *(alt.param(name, value=row["id"], bind=box) for name, row, box in first), *_filters(rows)
+    )
     text = f"{len(shown)} of {found.runnable:,} topologies that can run, the best by seconds and memory. The best:"
-    return Interactive(made, f"{text} {rows[0]['s']} s, {rows[0]['label']}, {rows[0]['gib']} GiB.", plans=rows)
+    return Interactive(
+        made, f"{text} {rows[0]['s']} s, {rows[0]['label']}, {rows[0]['gib']} GiB.", plans=rows
+    )
 
 
 def compared(first: Candidate) -> Interactive:
-    """The time, memory and schedule of a plan, next to the time of the first one as A; svg_of() draws others."""
+    """The time, memory and schedule of a plan, next to the time of the first one as A; svg_of()
+    draws others.
+    """
     made = panels([[_bars(*TIME)], [alt.layer(*_stages([]), *_limits([first])), _schedule()]])
     ids = {"plan_id": first.plan.id, "a": first.plan.id, "b": ""}
     made = made.add_params(*(alt.param(name, value=id) for name, id in ids.items()))
@@ -79,7 +107,9 @@ def svg_of(figure: Interactive, *plans: Candidate) -> bytes:
 
 
 def shown_plans(found: SearchResult, most: int = 40) -> list[Candidate]:
-    """The plans of the explorer, the best first: three quarters of `most` by speed, then of the front and the risky."""
+    """The plans of the explorer, the best first: three quarters of `most` by speed, then of the
+    front and the risky.
+    """
     chosen = {c.plan.id: c for c in found.best(3 * most // 4).rows}
     risky = found.best_per_sizes(most, risky=True).rows
     free = most - len(chosen)
@@ -92,15 +122,22 @@ def shown_plans(found: SearchResult, most: int = 40) -> list[Candidate]:
 
 def spread(values: Sequence[Any], most: int) -> list[Any]:
     """At most `most` of the values, evenly chosen, the first and the last among them."""
-    return [values[i] for i in np.linspace(0, len(values) - 1, min(most, len(values))).round().astype(int)]
+    return [
+        values[i]
+        for i in np.linspace(0, len(values) - 1, min(most, len(values))).round().astype(int)
+    ]
 
 
 def plan_row(c: Candidate, rank: str = "", tokens: float = 0.0, trace: Trace | None = None) -> Row:
-    """All that the panels show of a plan; lists have a value for each number, part, stage, or run of passes."""
+    """All that the panels show of a plan; lists have a value for each number, part, stage, or run
+    of passes.
+    """
     p, t = c.prediction, c.topology
     row: Row = {"id": c.plan.id, "label": plain(c.label), "rank": rank, "evidence": p.support.words}
     row |= {name: getattr(t, name) for name in ("gpus", "tp", "pp", "dp", "recompute", "zero")}
-    row |= {name: rounded(v, 4) for name, v in (("s", p.sec_per_it), ("lo", p.sec_lo), ("hi", p.sec_hi))}
+    row |= {
+        name: rounded(v, 4) for name, v in (("s", p.sec_per_it), ("lo", p.sec_lo), ("hi", p.sec_hi))
+    }
     row |= {"gib": rounded(p.memory_bytes / 2**30, 4), "oom": chance(p.oom_probability)}
     row |= {"risk": RISKS[(p.oom_probability > SAFE) + (p.oom_probability > RISKY)]}
     made = pipeline_schedule(t, p)
@@ -108,18 +145,35 @@ def plan_row(c: Candidate, rank: str = "", tokens: float = 0.0, trace: Trace | N
     numbers |= {"GiB, tensors traced": f"{trace.peak.peak_bytes / 2**30:.3g}"} if trace else {}
     row |= {"number": [*numbers], "text": [*numbers.values()], "whole": rounded(made.end)}
     fullest = max(p.stages, key=lambda stage: stage.total)
-    row |= {"memory": [rounded(v / 2**30, 4) for v in vars(fullest).values()], "stage": [*range(t.pp)]}
-    peaks = {stage.stage: rounded(stage.peak_bytes / 2**30, 4) for stage in trace.stages} if trace else {}
-    row |= {"times": [rounded(v, 4) for v in vars(p.time).values()], "traced": [peaks.get(s) for s in range(t.pp)]}
+    row |= {
+        "memory": [rounded(v / 2**30, 4) for v in vars(fullest).values()],
+        "stage": [*range(t.pp)],
+    }
+    peaks = (
+        {stage.stage: rounded(stage.peak_bytes / 2**30, 4) for stage in trace.stages}
+        if trace
+        else {}
+    )
+    row |= {
+        "times": [rounded(v, 4) for v in vars(p.time).values()],
+        "traced": [peaks.get(s) for s in range(t.pp)],
+    }
     row |= {name: [rounded(vars(stage)[name] / 2**30, 4) for stage in p.stages] for name in MEMORY}
     runs = [*runs_of(made)]
-    return row | {name: [rounded(r[i], 7) if i > 3 else r[i] for r in runs] for i, name in enumerate(RUN)}
+    return row | {
+        name: [rounded(r[i], 7) if i > 3 else r[i] for r in runs] for i, name in enumerate(RUN)
+    }
 
 
 def numbers_of(c: Candidate, made: PipelineSchedule, tokens: float) -> dict[str, str]:
-    """What is written about a plan, each by its name, on at most two lines, so narrow that three stand on a phone."""
+    """What is written about a plan, each by its name, on at most two lines, so narrow that three
+    stand on a phone.
+    """
     p, t, stages = c.prediction, c.topology, made.stage_seconds
-    days = [training_days(c.plan.shape, t, seconds, tokens) for seconds in (p.sec_per_it, p.sec_lo, p.sec_hi)]
+    days = [
+        training_days(c.plan.shape, t, seconds, tokens)
+        for seconds in (p.sec_per_it, p.sec_lo, p.sec_hi)
+    ]
     others = [word for word in label_words(t) if word not in (f"zero{t.zero}", t.recompute)]
     row, distance = (p.support.nearest or (("none", float("inf")),))[0]
     return {
@@ -138,17 +192,32 @@ def numbers_of(c: Candidate, made: PipelineSchedule, tokens: float) -> dict[str,
 
 
 def runs_of(made: PipelineSchedule) -> Iterator[tuple[Any, ...]]:
-    """A whole schedule, as RUN: passes of one kind on one stage that follow each other at one distance are one run."""
+    """A whole schedule, as RUN: passes of one kind on one stage that follow each other at one
+    distance are one run.
+    """
     every, end = grouped(made.passes, lambda p: (p.stage, p.is_forward, p.chunk)), made.pipeline_end
     for (stage, is_forward, chunk), own in every.items():
         starts, at, length = [p.start for p in own], 0, own[0].end - own[0].start
         while at < len(starts):
             count = evenly(starts[at:], 1e-5 * end)
             step = (starts[at + count - 1] - starts[at]) / (count - 1) if count > 1 else length
-            yield stage, "forward" if is_forward else "backward", chunk, at + 1, count, starts[at], length, step
+            yield (
+                stage,
+                "forward" if is_forward else "backward",
+                chunk,
+                at + 1,
+                count,
+                starts[at],
+                length,
+                step,
+            )
             at += count
     for kind, seconds in (("data parallel", made.data_parallel), ("optimizer", made.optimizer)):
-        yield from ((i, kind, 0, 0, 1, end, seconds, seconds) for i in range(len(made.stage_seconds)) if seconds > 0)
+        yield from (
+            (i, kind, 0, 0, 1, end, seconds, seconds)
+            for i in range(len(made.stage_seconds))
+            if seconds > 0
+        )
         end += seconds
 
 
@@ -160,10 +229,16 @@ def evenly(values: Sequence[float], tolerance: float) -> int:
 
 
 def panels(lines: Sequence[Sequence[Any]]) -> Any:
-    """Lines of panels of the data `plans`, about three of them whose ids are the parameters plan_id, a and b."""
+    """Lines of panels of the data `plans`, about three of them whose ids are the parameters
+    plan_id, a and b.
+    """
     apart: Any = dict.fromkeys(("color", "opacity", "shape", "size"), "independent")
-    grid = [alt.concat(*line, columns=len(line), spacing=24).resolve_scale(**apart) for line in lines]
-    whole = alt.concat(*grid, columns=1, spacing=12, data=alt.NamedData("plans")).resolve_scale(**apart)
+    grid = [
+        alt.concat(*line, columns=len(line), spacing=24).resolve_scale(**apart) for line in lines
+    ]
+    whole = alt.concat(*grid, columns=1, spacing=12, data=alt.NamedData("plans")).resolve_scale(
+        **apart
+    )
     return whole.configure_legend(columns=5, labelFontSize=11, labelLimit=260)
 
 
@@ -176,31 +251,53 @@ def _limits(plans: Sequence[Candidate]) -> list[Any]:
 
 
 def _filters(rows: Sequence[Row]) -> Iterator[Any]:
-    """A control for each choice that leaves its plans in the first panel, and one for the most memory."""
+    """A control for each choice that leaves its plans in the first panel, and one for the most
+    memory.
+    """
     for name, title in zip(FILTERS, ("TP ", "PP ", "recompute ", "ZeRO ", "GPUs "), strict=True):
         options = ["all", *sorted({row[name] for row in rows})]
         yield alt.param(name, value="all", bind=alt.binding_select(options=options, name=title))
     low, high = min(row["gib"] for row in rows), max(row["gib"] for row in rows)
     step = rounded(max(high - low, 1e-3) / 50, 1)
     top = rounded(high + step, 4)
-    yield alt.param("most", value=top, bind=alt.binding_range(min=low, max=top, step=step, name="memory up to (GiB) "))
+    yield alt.param(
+        "most",
+        value=top,
+        bind=alt.binding_range(min=low, max=top, step=step, name="memory up to (GiB) "),
+    )
 
 
 def _speed(rows: Sequence[Row], pick: Any) -> Any:
-    """Seconds over memory, a point a plan with its interval, and the line of what no other plan beats in both."""
+    """Seconds over memory, a point a plan with its interval, and the line of what no other plan
+    beats in both.
+    """
     # of all plans: a filter leaves the axes as they are, and no plan at all has an axis too
     ends = [
-        (min(row[low] for row in rows), max(row[high] for row in rows)) for low, high in (("gib", "gib"), ("lo", "hi"))
+        (min(row[low] for row in rows), max(row[high] for row in rows))
+        for low, high in (("gib", "gib"), ("lo", "hi"))
     ]
-    across, along = (alt.Scale(domain=domain, nice=False, zero=False, padding=12) for domain in ends)
+    across, along = (
+        alt.Scale(domain=domain, nice=False, zero=False, padding=12) for domain in ends
+    )
     x = alt.X("gib:Q", title="GiB on the fullest stage", scale=across)
     up: Any = {"title": "seconds an iteration (bars: 90 %)", "scale": along}
-    chosen = " && ".join([*(f"({n} == 'all' || datum.{n} == {n})" for n in FILTERS), "datum.gib <= most"])
+    chosen = " && ".join(
+        [*(f"({n} == 'all' || datum.{n} == {n})" for n in FILTERS), "datum.gib <= most"]
+    )
     base = chart(width=470, height=255).transform_filter(chosen).encode(x=x)
     below = alt.Legend(orient="top", title="P(OOM)", titleOrient="left", symbolOpacity=1)
     shapes = alt.Scale(domain=RISKS, range=["circle", "diamond", "triangle-up"])
-    color = alt.Color("risk:N", scale=alt.Scale(domain=RISKS, range=[INK, "#7b8a97", LIMIT]), legend=below)
-    titles = {"label": "plan", "rank": "rank", "id": "id", "gpus": "GPUs", "s": "seconds", "lo": "90 % from"}
+    color = alt.Color(
+        "risk:N", scale=alt.Scale(domain=RISKS, range=[INK, "#7b8a97", LIMIT]), legend=below
+    )
+    titles = {
+        "label": "plan",
+        "rank": "rank",
+        "id": "id",
+        "gpus": "GPUs",
+        "s": "seconds",
+        "lo": "90 % from",
+    }
     titles |= {"hi": "to", "gib": "GiB", "oom": "P(out of memory)"}
     points = base.mark_point(filled=True, opacity=1, strokeWidth=2.5).encode(
         y=alt.Y("s:Q", **up),
@@ -212,17 +309,27 @@ def _speed(rows: Sequence[Row], pick: Any) -> Any:
     )
     bars = base.mark_rule(opacity=0.5).encode(y=alt.Y("lo:Q", **up), y2="hi:Q", color=color)
     front = base.transform_filter(f"datum.risk != '{RISKS[2]}'")
-    front = front.transform_window(least="min(s)", sort=[{"field": "gib"}]).transform_filter("datum.s == datum.least")
-    front = front.mark_line(interpolate="step-after", color=INK, strokeDash=[5, 3]).encode(y=alt.Y("s:Q", **up))
+    front = front.transform_window(least="min(s)", sort=[{"field": "gib"}]).transform_filter(
+        "datum.s == datum.least"
+    )
+    front = front.mark_line(interpolate="step-after", color=INK, strokeDash=[5, 3]).encode(
+        y=alt.Y("s:Q", **up)
+    )
     pins = base.transform_calculate(pin="(datum.id == a ? 'A' : '') + (datum.id == b ? 'B' : '')")
-    pins = pins.mark_text(dx=13, dy=-9, fontSize=13, fontWeight="bold").encode(y=alt.Y("s:Q", **up), text="pin:N")
+    pins = pins.mark_text(dx=13, dy=-9, fontSize=13, fontWeight="bold").encode(
+        y=alt.Y("s:Q", **up), text="pin:N"
+    )
     title = "Speed and memory: pick a plan"
-    return alt.layer(bars, front.encode(tooltip=alt.value(None)), points.add_params(pick), pins).properties(title=title)
+    return alt.layer(
+        bars, front.encode(tooltip=alt.value(None)), points.add_params(pick), pins
+    ).properties(title=title)
 
 
 def _three(**properties: Any) -> Any:
     """A chart of the rows of the picked plan and of the pins, each as often as it is one of them."""
-    base = chart(**properties).transform_filter("datum.id == plan_id || datum.id == a || datum.id == b")
+    base = chart(**properties).transform_filter(
+        "datum.id == plan_id || datum.id == a || datum.id == b"
+    )
     base = base.transform_calculate(which=repr([*SHOWN])).transform_flatten(["which"])
     return base.transform_filter("{picked: plan_id, A: a, B: b}[datum.which] == datum.id")
 
@@ -232,32 +339,50 @@ def _numbers(rows: Sequence[Row]) -> Any:
     names = max((row["number"] for row in rows), key=len)
     bare: Any = {"domain": False, "ticks": False, "labelFontSize": 11}
     x = alt.X(
-        "which:N", title=None, sort=SHOWN, axis=alt.Axis(orient="top", labelAngle=0, labelFontWeight="bold", **bare)
+        "which:N",
+        title=None,
+        sort=SHOWN,
+        axis=alt.Axis(orient="top", labelAngle=0, labelFontWeight="bold", **bare),
     )
     y = alt.Y("number:N", title=None, sort=names, axis=alt.Axis(**bare))
     base = _three(width=400, height=24 * len(names)).transform_flatten(["number", "text"])
     text = base.mark_text(lineBreak="\n", lineHeight=11, fontSize=11, baseline="middle")
-    return text.encode(x=x, y=y, text="text:N", tooltip=tooltips({"label": "plan", "evidence": "evidence"}))
+    return text.encode(
+        x=x, y=y, text="text:N", tooltip=tooltips({"label": "plan", "evidence": "evidence"})
+    )
 
 
 def _bars(title: str, field: str, names: Sequence[str]) -> Any:
     """The parts of the picked plan and of the pins, one after another."""
     base = _three(title=title, width=430, height=66).transform_calculate(part=repr([*names]))
     x = alt.X(f"{field}:Q", title=None, axis=alt.Axis(tickCount=5))
-    bars = _stack(base.transform_flatten(["part", field]).transform_filter(f"datum.{field} > 0"), names, x)
-    titles = {"which": "", "label": "plan", "part": "part", field: title.rpartition("(")[2].rstrip(")")}
+    bars = _stack(
+        base.transform_flatten(["part", field]).transform_filter(f"datum.{field} > 0"), names, x
+    )
+    titles = {
+        "which": "",
+        "label": "plan",
+        "part": "part",
+        field: title.rpartition("(")[2].rstrip(")"),
+    }
     return bars.encode(y=alt.Y("which:N", title=None, sort=SHOWN), tooltip=tooltips(titles))
 
 
 def _stages(rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """What fills a GPU of each stage of the picked plan; a tick where its tensors were traced, if any of `rows` was."""
-    base = chart(title="Memory by stage, picked", width=220, height=190).transform_filter("datum.id == plan_id")
+    """What fills a GPU of each stage of the picked plan; a tick where its tensors were traced, if
+    any of `rows` was.
+    """
+    base = chart(title="Memory by stage, picked", width=220, height=190).transform_filter(
+        "datum.id == plan_id"
+    )
     base = base.transform_flatten(["stage", "traced", *MEMORY])
     parts, x = base.transform_fold(MEMORY, as_=["part", "gib"]), alt.Axis(tickCount=4)
     bars = _stack(parts, MEMORY, alt.X("gib:Q", title="GiB on a GPU", axis=x), legend=None)
     y = alt.Y("stage:O", title="pipeline stage", axis=alt.Axis(labelOverlap=True))
     ticks = base.transform_filter("isValid(datum.traced)").mark_tick(color=INK, thickness=2)
-    ticks = ticks.encode(x="traced:Q", y=y, tooltip=tooltips({"stage": "stage", "traced": "GiB of tensors, traced"}))
+    ticks = ticks.encode(
+        x="traced:Q", y=y, tooltip=tooltips({"stage": "stage", "traced": "GiB of tensors, traced"})
+    )
     bars = bars.encode(y=y, tooltip=tooltips({"stage": "stage", "part": "part", "gib": "GiB"}))
     # an axis over no value at all is a warning of Vega's on the reader's console
     return [bars, *[ticks] * any(value is not None for row in rows for value in row["traced"])]
@@ -276,7 +401,9 @@ def _hue(field: str, names: Sequence[str], **look: Any) -> Any:
 
 
 def _schedule() -> Any:
-    """The passes of each stage of the picked plan to scale: a dashed line is a run of them, so that all are drawn."""
+    """The passes of each stage of the picked plan to scale: a dashed line is a run of them, so that
+    all are drawn.
+    """
     zoom = alt.selection_interval(name="zoom", encodings=["x"], bind="scales")
     base = chart().transform_filter("datum.id == plan_id").transform_flatten([*RUN])
     base = base.transform_calculate(
@@ -285,9 +412,12 @@ def _schedule() -> Any:
         shade="1 - 0.5 * datum.chunk / (1 + datum.chunk)",
     )
     y = alt.Y("on:O", title=None, axis=alt.Axis(labelOverlap=True))
-    dash = f"{SCALE} * max(0.8 * datum.length, datum.length - 0.7 / {SCALE})"  # a gap of 0.7 pixels at most
+    # a gap of 0.7 pixels at most
+    dash = f"{SCALE} * max(0.8 * datum.length, datum.length - 0.7 / {SCALE})"
     look: Any = {"strokeWidth": alt.expr("0.86 * bandwidth('schedule_y')"), "clip": True}
-    lines = base.mark_rule(strokeDash=alt.expr(f"[{dash}, {SCALE} * datum.step - {dash}]"), **look).encode(
+    lines = base.mark_rule(
+        strokeDash=alt.expr(f"[{dash}, {SCALE} * datum.step - {dash}]"), **look
+    ).encode(
         x=alt.X("start:Q", title="seconds since the iteration began", scale=alt.Scale(nice=False)),
         x2="end:Q",
         y=y,
@@ -296,17 +426,25 @@ def _schedule() -> Any:
         tooltip=tooltips(PASS, SECONDS),
     )
     look = {"name": "schedule", "width": 640, "height": 190, "view": {"fill": HUES["bubble"]}}
-    return alt.layer(lines.add_params(zoom), _passes(base, y)).properties(title="Pipeline schedule, picked", **look)
+    return alt.layer(lines.add_params(zoom), _passes(base, y)).properties(
+        title="Pipeline schedule, picked", **look
+    )
 
 
 def _passes(base: Any, y: Any) -> Any:
-    """The number of each microbatch, where its pass is wide enough; under the mouse the words of one pass."""
+    """The number of each microbatch, where its pass is wide enough; under the mouse the words of
+    one pass.
+    """
     base = base.transform_calculate(
         low="zoom_start ? zoom_start[0] : 0", high="zoom_start ? zoom_start[1] : datum.whole"
     )
-    base = base.transform_filter("datum.first && datum.pp < 16 && datum.length > 0.025 * (datum.high - datum.low)")
+    base = base.transform_filter(
+        "datum.first && datum.pp < 16 && datum.length > 0.025 * (datum.high - datum.low)"
+    )
     last = "min(datum.count, floor((datum.high - datum.start) / datum.step) + 1)"
-    base = base.transform_calculate(k=f"sequence(max(0, ceil((datum.low - datum.start) / datum.step)), {last})")
+    base = base.transform_calculate(
+        k=f"sequence(max(0, ceil((datum.low - datum.start) / datum.step)), {last})"
+    )
     base = base.transform_flatten(["k"]).transform_calculate(
         microbatch="datum.first + datum.k", start="datum.start + datum.k * datum.step"
     )

@@ -24,24 +24,46 @@ def gantt(found: Forecast) -> Figure:
     made, (above, below) = figure(8.6, 4.2, rows=2)
     above.sharex(below)
     ends = np.array([0.0, *run.reached_s[0]]) / 86400
-    above.step(ends + _start(record), [*found.pieces[0], found.pieces[0][-1]], where="post", color=COLORS[0])
+    above.step(
+        ends + _start(record),
+        [*found.pieces[0], found.pieces[0][-1]],
+        where="post",
+        color=COLORS[0],
+    )
     colors = dict[str, str]()
     for chain in chains:
-        edges = np.append(np.arange(chain["from_day"], chain["to_day"], longest / 24), chain["to_day"])
+        edges = np.append(
+            np.arange(chain["from_day"], chain["to_day"], longest / 24), chain["to_day"]
+        )
         kind = f"DP {chain['dp']}, MBS {chain['mbs']}"
         label = None if kind in colors else kind
-        look: Any = {"color": colors.setdefault(kind, COLORS[len(colors) % len(COLORS)]), "label": label}
-        below.bar(edges[:-1] + _start(record), chain["nodes"], np.diff(edges), ec="white", lw=0.5, align="edge", **look)
+        look: Any = {
+            "color": colors.setdefault(kind, COLORS[len(colors) % len(COLORS)]),
+            "label": label,
+        }
+        below.bar(
+            edges[:-1] + _start(record),
+            chain["nodes"],
+            np.diff(edges),
+            ec="white",
+            lw=0.5,
+            align="edge",
+            **look,
+        )
     _over_dates(below, record)
     jobs = sum(chain["jobs"] for chain in chains)
-    heading = f"{jobs} job{'s' * (jobs > 1)} of at most {amount(longest)} hours, in the expected run"
+    heading = (
+        f"{jobs} job{'s' * (jobs > 1)} of at most {amount(longest)} hours, in the expected run"
+    )
     finished(above, heading, ylabel="batch size (sequences)", ylim=(0, None))
     finished(below, "", xlabel="date (UTC)", ylabel="nodes", ylim=(0, None))
     return made
 
 
 def page(found: Forecast, height: float = 1.35) -> Figure:
-    """The fan of finish dates next to the GPU-hours that causes add to the iterations; inches of a printed page."""
+    """The fan of finish dates next to the GPU-hours that causes add to the iterations; inches of a
+    printed page.
+    """
     made, (left, right) = figure(7.3, height, columns=2)
     made.set_dpi(220)  # of paper; a screen shows it smaller
     _fan(left, found.record)
@@ -74,9 +96,17 @@ def _fan(axes: Axes, record: Record) -> None:
     """Bands from quantile to quantile over their dates; the dot is the run without interruptions."""
     tokens, days = record["fan"]["tokens"], np.array(record["fan"]["days"]).T + _start(record)
     for low, high, alpha, words in ((0, 4, 0.25, "90 % of the runs"), (1, 3, 0.45, "50 % of them")):
-        axes.fill_betweenx(tokens, days[low], days[high], color=COLORS[0], alpha=alpha, lw=0, label=words)
+        axes.fill_betweenx(
+            tokens, days[low], days[high], color=COLORS[0], alpha=alpha, lw=0, label=words
+        )
     axes.plot(days[2], tokens, color=COLORS[0], label="median")
-    axes.plot(record["ideal"]["days"] + _start(record), tokens[-1], "o", color=COLORS[2], label="no interruptions")
+    axes.plot(
+        record["ideal"]["days"] + _start(record),
+        tokens[-1],
+        "o",
+        color=COLORS[2],
+        label="no interruptions",
+    )
     _over_dates(axes, record)
 
 
@@ -95,4 +125,6 @@ def _causes(record: Record) -> dict[str, float]:
     hours = {**record["gpu_hours_by_cause"], Cause.ITERATIONS: 0.0}
     # as the table of delays calls it, where the interval of the prediction is part of it
     hours[Cause.PREDICTION] += hours.pop(Cause.SLOWDOWN)
-    return {name: spent for name, spent in sorted(hours.items(), key=lambda pair: -pair[1]) if spent > 0}
+    return {
+        name: spent for name, spent in sorted(hours.items(), key=lambda pair: -pair[1]) if spent > 0
+    }

@@ -1,4 +1,6 @@
-"""Interactive figures: a Vega-Lite specification that Altair writes, with a picture of it for paper."""
+"""Interactive figures: a Vega-Lite specification that Altair writes, with a picture of it for
+paper.
+"""
 
 import base64
 import functools
@@ -17,9 +19,11 @@ from trilane.utils.validation import shipped_json
 
 
 class Interactive:
-    """A figure with tooltips, selections and controls. `text`, for screen readers: what is drawn, and the result.
+    """A figure with tooltips, selections and controls. `text`, for screen readers: what is drawn,
+    and the result.
 
-    `data`: rows by the name that the chart has for them; those in the chart itself are copied at each step of it.
+    `data`: rows by the name that the chart has for them; those in the chart itself are copied at
+    each step of it.
     """
 
     def __init__(self, chart: Any, text: str, **data: Sequence[Mapping[str, Any]]):
@@ -28,8 +32,13 @@ class Interactive:
         # Altair writes 5.20, of which JupyterLab's 5.6 warns on the console
         spec["$schema"] = "https://vega.github.io/schema/vega-lite/v5.json"
         config = shipped_json("report/figures")["config"] | {"range": {"category": list(COLORS)}}
-        spec["config"] = {**config, **{name: v for name, v in spec.get("config", {}).items() if name != "view"}}
-        self.spec: dict[str, Any] = as_json({**spec, "description": text, **({"datasets": data} if data else {})})
+        spec["config"] = {
+            **config,
+            **{name: v for name, v in spec.get("config", {}).items() if name != "view"},
+        }
+        self.spec: dict[str, Any] = as_json(
+            {**spec, "description": text, **({"datasets": data} if data else {})}
+        )
         self.text = text
 
     @property
@@ -40,10 +49,14 @@ class Interactive:
     @functools.cached_property
     def png(self) -> bytes:
         """The figure as it is before anybody picks, on white."""
-        picture = vl_convert.vegalite_to_png(self.on_white, vl_version=VERSION, scale=2, allowed_base_urls=[])
+        picture = vl_convert.vegalite_to_png(
+            self.on_white, vl_version=VERSION, scale=2, allowed_base_urls=[]
+        )
         small = io.BytesIO()
         # with a palette it takes 23 kB instead of 336
-        Image.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(small, "PNG", optimize=True)
+        Image.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(
+            small, "PNG", optimize=True
+        )
         return small.getvalue()
 
     @functools.cached_property
@@ -53,10 +66,15 @@ class Interactive:
         return compiled
 
     def svg(self, signals: Mapping[str, Any], **data: Sequence[Mapping[str, Any]]) -> bytes:
-        """The figure with other values of its parameters, and other rows, by the names that it has for them."""
+        """The figure with other values of its parameters, and other rows, by the names that it has
+        for them.
+        """
         new = {**signals, **{name: as_json(rows) for name, rows in data.items()}}
         parts = {kind: [{**own} for own in self.vega[kind]] for kind in ("signals", "data")}
-        for own, key in [*((d, "values") for d in parts["data"]), *((s, "value") for s in parts["signals"])]:
+        for own, key in [
+            *((d, "values") for d in parts["data"]),
+            *((s, "value") for s in parts["signals"]),
+        ]:
             own.update({key: new[own["name"]]} if own["name"] in new else {})
         drawn: str = vl_convert.vega_to_svg({**self.vega, **parts}, allowed_base_urls=[])
         return drawn.encode()
@@ -66,7 +84,11 @@ class Interactive:
         path.write_bytes(self.png)
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        return {MIME: self.spec, "image/png": base64.b64encode(self.png).decode(), "text/plain": self.text}
+        return {
+            MIME: self.spec,
+            "image/png": base64.b64encode(self.png).decode(),
+            "text/plain": self.text,
+        }
 
 
 def chart(rows: Iterable[Mapping[str, Any]] | None = None, **properties: Any) -> Any:
@@ -76,9 +98,14 @@ def chart(rows: Iterable[Mapping[str, Any]] | None = None, **properties: Any) ->
 
 
 def tooltips(titles: Mapping[str, str], numbers: Mapping[str, str] | None = None) -> list[Any]:
-    """A line of the tooltip for each field: its title; `numbers` are written by Vega, with commas and five digits."""
+    """A line of the tooltip for each field: its title; `numbers` are written by Vega, with commas
+    and five digits.
+    """
     found = [alt.Tooltip(f"{name}:N", title=title) for name, title in titles.items()]
-    return found + [alt.Tooltip(f"{name}:Q", title=title, format=",.5~r") for name, title in (numbers or {}).items()]
+    return found + [
+        alt.Tooltip(f"{name}:Q", title=title, format=",.5~r")
+        for name, title in (numbers or {}).items()
+    ]
 
 
 def rounded(value: float, digits: int = 5) -> float:

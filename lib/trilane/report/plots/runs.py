@@ -19,7 +19,9 @@ PARTS = colormaps["Set3"].colors  # type: ignore[attr-defined]
 
 
 def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
-    """Seconds of each iteration, one line a run; hollow dots do not count for the medians, the dotted lines."""
+    """Seconds of each iteration, one line a run; hollow dots do not count for the medians, the
+    dotted lines.
+    """
     if not measurements:
         return Text("No log prints times.")
     made, axes = figure(8.0, 3.0)
@@ -27,7 +29,13 @@ def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
         table, color = m.log.iterations, COLORS[i % len(COLORS)]
         at, seconds = table["iteration"].to_numpy(float), table["sec_per_it"].to_numpy(float)
         axes.plot(at, seconds, color=color, lw=1.2, label=plain(m.name))
-        hollow: Any = {"ms": 4, "mfc": "white", "mec": color, "ls": "", "label": "not counted" if i == 0 else None}
+        hollow: Any = {
+            "ms": 4,
+            "mfc": "white",
+            "mec": color,
+            "ls": "",
+            "label": "not counted" if i == 0 else None,
+        }
         axes.plot(at[~m.window.counts], seconds[~m.window.counts], "o", **hollow)
         axes.axhline(m.sec_per_it, color=color, lw=0.8, ls=":")
     medians = [m.sec_per_it for m in measurements]
@@ -42,7 +50,9 @@ def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
 
 
 def hang_grid(verdict: Verdict) -> Figure:
-    """Every rank as a square: replica and tensor rank to the right, stage downwards; suspects framed."""
+    """Every rank as a square: replica and tensor rank to the right, stage downwards; suspects
+    framed.
+    """
     (tp, pp, dp), groups = verdict.grid.sizes, verdict.groups[: len(COLORS)]
     made, axes = figure(min(13.0, 4.5 + 0.16 * tp * dp), 1.9 + 0.32 * pp + 0.22 * len(groups))
     colour = dict.fromkeys(verdict.grid.ranks, "#c4ccd3") | {
@@ -51,16 +61,30 @@ def hang_grid(verdict: Verdict) -> Figure:
     waiting = {rank for group in verdict.groups for rank in group.ranks}
     for place in verdict.grid.places:
         corner = place.dp * (tp + 0.6) + place.tp + 0.05, place.pp + 0.05
-        is_suspect, fill = place.rank in verdict.suspects, colour[place.rank] if place.rank in waiting else "white"
-        framed: Any = {"ec": "black", "lw": 2.2, "zorder": 2} if is_suspect else {"ec": "#8b98a3", "lw": 0.4}
+        is_suspect, fill = (
+            place.rank in verdict.suspects,
+            colour[place.rank] if place.rank in waiting else "white",
+        )
+        framed: Any = (
+            {"ec": "black", "lw": 2.2, "zorder": 2} if is_suspect else {"ec": "#8b98a3", "lw": 0.4}
+        )
         axes.add_patch(Rectangle(corner, 0.9, 0.9, fc=fill, **framed))
     axes.set_xticks([k * (tp + 0.6) + tp / 2 for k in range(dp)], [f"dp {k}" for k in range(dp)])
     axes.set_yticks([k + 0.5 for k in range(pp)], [str(k) for k in range(pp)])
     axes.grid(False)
-    heading = f"{'Example: t' if verdict.example else 'T'}he stacks of {len(verdict.grid.ranks)} ranks"
-    limits: Any = {"xlim": (-0.2, dp * (tp + 0.6) - 0.4), "ylim": (pp + 0.2, -0.2), "ylabel": "pipeline stage"}
+    heading = (
+        f"{'Example: t' if verdict.example else 'T'}he stacks of {len(verdict.grid.ranks)} ranks"
+    )
+    limits: Any = {
+        "xlim": (-0.2, dp * (tp + 0.6) - 0.4),
+        "ylim": (pp + 0.2, -0.2),
+        "ylabel": "pipeline stage",
+    }
     finished(axes, heading, **limits, xlabel=f"replica, and in each its {tp} tensor ranks")
-    names = [(c, f"{len(g.ranks)} ranks: {g.site or g.where}") for g, c in zip(groups, COLORS, strict=False)]
+    names = [
+        (c, f"{len(g.ranks)} ranks: {g.site or g.where}")
+        for g, c in zip(groups, COLORS, strict=False)
+    ]
     rest = sum(len(g.ranks) for g in verdict.groups[len(COLORS) :])
     names += [("#c4ccd3", f"{rest} ranks elsewhere")] * (rest > 0)
     handles = [Patch(fc=c, label=plain(name)) for c, name in names]
@@ -71,14 +95,24 @@ def hang_grid(verdict: Verdict) -> Figure:
 
 
 def phases(measurements: Sequence[Measurement], recalibration: Recalibration) -> Figure | Text:
-    """An iteration of each run: by the log's own timers, in their order, above the parts of its calibrated prediction.
+    """An iteration of each run: by the log's own timers, in their order, above the parts of its
+    calibrated prediction.
 
     Each phase is the sum over the microbatches, which in truth alternate.
     """
-    order, bars = dict.fromkeys(["data", *TIMERS["phases"]], 0.0), dict[str, list[tuple[str, Mapping[str, float]]]]()
+    order, bars = (
+        dict.fromkeys(["data", *TIMERS["phases"]], 0.0),
+        dict[str, list[tuple[str, Mapping[str, float]]]](),
+    )
     for m, found in ((m, measure.phases(m.log, m.window)) for m in measurements):
-        parts = {**order, **found, "covered by no timer": max(m.sec_per_it - sum(found.values()), 0.0)}
-        bars.setdefault("Measured, by the timers of the printing rank", []).extend([(m.name, parts)] * bool(found))
+        parts = {
+            **order,
+            **found,
+            "covered by no timer": max(m.sec_per_it - sum(found.values()), 0.0),
+        }
+        bars.setdefault("Measured, by the timers of the printing rank", []).extend(
+            [(m.name, parts)] * bool(found)
+        )
     predicted = zip(recalibration.rows, recalibration.after, strict=True) if recalibration else ()
     bars["Predicted, after calibration"] = [(row.row_id, vars(p.time)) for row, p in predicted]
     bars = {heading: rows for heading, rows in bars.items() if rows}
@@ -91,30 +125,45 @@ def phases(measurements: Sequence[Measurement], recalibration: Recalibration) ->
 
 
 def _shares(axes: Any, rows: Sequence[tuple[str, Mapping[str, float]]], heading: str) -> None:
-    """A bar a run of its stacked parts in percent of their sum, which is at its name; a part has one colour."""
+    """A bar a run of its stacked parts in percent of their sum, which is at its name; a part has
+    one colour.
+    """
     wholes, left = np.array([sum(parts.values()) for _, parts in rows]), np.zeros(len(rows))
     for i, part in enumerate(part for part in rows[0][1] if any(parts[part] for _, parts in rows)):
         percent = 100 * np.array([parts[part] for _, parts in rows]) / wholes
-        look: Any = {"color": PARTS[i % len(PARTS)], "ec": INK, "lw": 0.3}  # other colours than those of the runs
+        look: Any = {
+            "color": PARTS[i % len(PARTS)],
+            "ec": INK,
+            "lw": 0.3,
+        }  # other colours than those of the runs
         axes.barh(range(len(rows)), percent, 0.62, left=left, label=part.replace("_", " "), **look)
         left = left + percent
-    name_rows(axes, [f"{name}, {whole:.3g} s" for (name, _), whole in zip(rows, wholes, strict=True)])
+    name_rows(
+        axes, [f"{name}, {whole:.3g} s" for (name, _), whole in zip(rows, wholes, strict=True)]
+    )
     finished(axes, heading, xlabel="% of an iteration")
 
 
 def predicted_over_measured(recalibration: Recalibration) -> Figure | Text:
-    """Predicted / measured seconds per iteration with its 90 % interval, a row a run, before and after calibration.
+    """Predicted / measured seconds per iteration with its 90 % interval, a row a run, before and
+    after calibration.
 
-    On the dashed line a prediction is exact; what was measured lies outside the interval with a diamond.
+    On the dashed line a prediction is exact; what was measured lies outside the interval with a
+    diamond.
     """
     if not recalibration:
         return NOTHING
     made, axes = figure(8.0, 1.2 + 0.34 * len(recalibration.rows))
     axes.axvline(1, color=INK, ls="--", lw=0.8)
-    when = (("before these runs", "white", recalibration.before), ("fitted to them", INK, recalibration.after))
+    when = (
+        ("before these runs", "white", recalibration.before),
+        ("fitted to them", INK, recalibration.after),
+    )
     for i, (label, fill, predictions) in enumerate(when):
         for row, (run, p) in enumerate(zip(recalibration.rows, predictions, strict=True)):
-            low, at, high = (seconds / run.seconds for seconds in (p.sec_lo, p.sec_per_it, p.sec_hi))
+            low, at, high = (
+                seconds / run.seconds for seconds in (p.sec_lo, p.sec_per_it, p.sec_hi)
+            )
             height, shape = row + 0.3 * i - 0.15, "o" if low <= 1 <= high else "D"
             axes.plot([low, high], [height] * 2, lw=1.6, color=INK, alpha=0.5 + 0.5 * i)
             axes.plot(at, height, shape, mec=INK, mfc=fill, ls="", label=None if row else label)

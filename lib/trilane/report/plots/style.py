@@ -10,20 +10,28 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MIME = "application/vnd.vegalite.v5+json"  # the newest that JupyterLab 4.6 draws
-# The newest Vega-Lite of vl_convert, for reports and pictures: it draws specifications of version 5 without a warning.
+# The newest Vega-Lite of vl_convert, for reports and pictures: it draws specifications of version 5
+# without a warning.
 VERSION = "6.4"
 # charts.js replaces these by brighter ones on dark paper
 COLORS = ("#14618a", "#e07a1f", "#2a9d67", "#a23b72", "#7b8a97", "#c9a227", "#5d4a99", "#b3261e")
 LIMIT, INK = "#b3261e", "#1b2530"  # of a limit; of a diagonal or a whisker
 
 
-def figure(width: float = 8.0, height: float = 3.6, rows: int = 1, columns: int = 1) -> tuple["Figure", Any]:
+def figure(
+    width: float = 8.0, height: float = 3.6, rows: int = 1, columns: int = 1
+) -> tuple["Figure", Any]:
     """An empty figure of rows x columns axes, closed in pyplot so that a notebook shows it once."""
     import matplotlib.pyplot as plt
 
     # loaded within the context below, it would show no figure of the user's own
     plt.switch_backend(plt.get_backend())
-    look: Any = {"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
+    look: Any = {
+        "figure.dpi": 110,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+    }
     with plt.rc_context({**look, "grid.color": "#e3e8ec", "axes.axisbelow": True}):
         made, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained")
     plt.close(made)
@@ -31,7 +39,9 @@ def figure(width: float = 8.0, height: float = 3.6, rows: int = 1, columns: int 
 
 
 def plain(text: object) -> str:
-    """A name, which may come from a file, as a figure draws it: short, on one line, no mathematical notation."""
+    """A name, which may come from a file, as a figure draws it: short, on one line, no mathematical
+    notation.
+    """
     name = middle(one_line(str(text)), 64).replace("$", r"\$")
     # matplotlib's legend leaves out a name that begins with an underscore
     return f" {name}" if name.startswith("_") else name
@@ -42,7 +52,13 @@ def finished(axes: "Axes", heading: str, **labels: Any) -> None:
     axes.set(**labels)
     axes.set_title(heading, loc="left", weight="bold", fontsize=11)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, frameon=False, fontsize=8)
+        axes.legend(
+            loc="upper left",
+            bbox_to_anchor=(1.01, 1.0),
+            borderaxespad=0.0,
+            frameon=False,
+            fontsize=8,
+        )
 
 
 def name_rows(axes: "Axes", names: Sequence[str]) -> None:
