@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from trilane.slurm.nodes import unreachable
+from trilane_diagnose.nodes import unreachable
 
 GPUS = 8  # of a node
 OPENS_PER_S = (

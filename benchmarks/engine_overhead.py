@@ -118,11 +118,11 @@ def run(path: Path, against: str) -> dict[str, Any]:
     """Train the plan with the engine's own entry point, a bare iteration or a plain one in each of
     the engine's.
     """
-    from trilane.engine.cpu import enable_cpu
+    from trilane_engine.cpu import enable_cpu
 
     enable_cpu()
-    from trilane.engine import __main__ as entry
-    from trilane.engine import loop
+    from trilane_engine import __main__ as entry
+    from trilane_engine import loop
 
     build, pairs = loop.build, list[Paired]()
 

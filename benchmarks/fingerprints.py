@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from trilane.engine.checkpoint.marks import mark
 from trilane.workspace.fingerprints import Part
+from trilane_engine.checkpoint.marks import mark
 
 SIZE = 1000  # rows and columns: a million values
 TIMES = 9

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from kill_saves import ended, fork
 from plans import run_folder, small_plan
 
-from trilane.engine import loop, parity
+from trilane_engine import loop, parity
 
 KINDS = ("automatic", "fixed")
 

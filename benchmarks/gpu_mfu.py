@@ -38,10 +38,10 @@ from trilane.config.plan import Plan
 from trilane.config.training import Data, Optimizer, Run
 from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.predict import IMPOSSIBLE, predict
-from trilane.engine.parity import CALM, Row, rows, verify
 from trilane.launch.local import environment
 from trilane.utils.process import python
 from trilane.utils.validation import require
+from trilane_engine.parity import CALM, Row, rows, verify
 
 if TYPE_CHECKING:
     import torch
@@ -346,12 +346,12 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds and bytes of the real engine with a lever, over made-up tokens, and how it computes."""
     import torch
 
-    from trilane.engine.cpu import enable_cpu
+    from trilane_engine.cpu import enable_cpu
 
     enable_cpu()
-    from trilane.engine import __main__ as entry
-    from trilane.engine import world as worlds
-    from trilane.engine.backends.base import Microbatch, build
+    from trilane_engine import __main__ as entry
+    from trilane_engine import world as worlds
+    from trilane_engine.backends.base import Microbatch, build
 
     plan = plan_of(args, args.step)
     entry.limit_queues(plan, os.environ)
@@ -384,7 +384,7 @@ def timed(step: Callable[[], None], end: float) -> dict[str, Any]:
     """
     import torch
 
-    from trilane.engine.report import peak_resident_bytes
+    from trilane_engine.report import peak_resident_bytes
 
     seconds, last = list[float](), 0.0
     while len(seconds) <= LEFT_OUT or time.monotonic() + last < end - 5.0:

@@ -12,9 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from trilane.engine import phases
-from trilane.engine.heartbeat import Heartbeat
 from trilane.workspace.heartbeat import RECORD
+from trilane_engine import phases
+from trilane_engine.heartbeat import Heartbeat
 
 BEATS = 20_000
 # One step of TP 2 x PP 2 x DP 2 on two cores (docs/hangs.md), and the seeds' iterations: 60 s and

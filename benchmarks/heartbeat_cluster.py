@@ -33,14 +33,13 @@ from dumps import pyspy_text
 from job import Stack, elsewhere, first, program, stand
 from support import small_plan
 
-from trilane.diagnose import capture
-from trilane.launch import watchdog
 from trilane.utils.files import replace_text
 from trilane.utils.process import die_with
 from trilane.workspace import heartbeat
 from trilane.workspace.heartbeat import create_record, encode, read_reports
 from trilane.workspace.rank_grid import regular
 from trilane.workspace.status import read_status
+from trilane_diagnose import capture, watchdog
 
 PER_NODE = 8
 SETTLE_S, COUNT_S = 20.0, 60.0  # after the start; of quiet training, in which calls are counted

@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/engine"))
 from plans import changed, run_folder, small_plan, steps
 
 from trilane.config.plan import Plan
-from trilane.engine import parity
 from trilane.utils.process import held_port
 from trilane.workspace import checkpoints
+from trilane_engine import parity
 
 ITERATIONS, INTERVAL = 12, 2
 PAUSE_S = 0.25
@@ -42,10 +42,10 @@ ANY = "any"
 # Where in a save -> the function before whose n-th call it pauses: module, class in it or "", name,
 # n.
 MOMENTS = {
-    "the copy": ("trilane.engine.checkpoint.save", "HostCopy", "take", 1),
-    "the thread's writing": ("trilane.engine.checkpoint.slices", "", "_bytes", 1),
-    "the end of its writing": ("trilane.engine.checkpoint.slices", "", "checksum", 1),
-    "the ranks' reports": ("trilane.engine.checkpoint.save", "", "gather_values", 1),
+    "the copy": ("trilane_engine.checkpoint.save", "HostCopy", "take", 1),
+    "the thread's writing": ("trilane_engine.checkpoint.slices", "", "_bytes", 1),
+    "the end of its writing": ("trilane_engine.checkpoint.slices", "", "checksum", 1),
+    "the ranks' reports": ("trilane_engine.checkpoint.save", "", "gather_values", 1),
     "the manifest": ("trilane.workspace.checkpoints", "", "write_manifest", 1),
     "the new name": ("trilane.workspace.checkpoints", "", "sync_folder", 1),
     "the file `latest`": ("trilane.workspace.checkpoints", "", "sync_folder", 2),

@@ -27,7 +27,7 @@ from kill_saves import ended, fork
 from plans import changed, run_folder, small_plan, steps
 
 from trilane.config.plan import Plan
-from trilane.engine import parity
+from trilane_engine import parity
 
 T = TypeVar("T")
 LAYOUTS = {
@@ -153,7 +153,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     parity.load()
-    from trilane.engine import loop
+    from trilane_engine import loop
 
     loop.find, loop.load = timed(loop.find), timed(loop.load)
     with tempfile.TemporaryDirectory(dir=args.folder) as place:

@@ -118,7 +118,7 @@ def check(plan: Plan) -> tuple[Difference, ...] | str:
     # forked from a process that computes nothing: torch's autograd aborted in a fork of one that
     # had
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trilane.engine.trace.__main__", "torch"])
+    context.set_forkserver_preload(["trilane_engine.trace.__main__", "torch"])
     process = context.Process(target=_traced, args=(plan, send))
     process.start()
     send.close()
@@ -131,7 +131,7 @@ def check(plan: Plan) -> tuple[Difference, ...] | str:
 
 
 def _traced(plan: Plan, send: Connection) -> None:
-    from trilane.engine.trace.__main__ import require_traceable, traced
+    from trilane_engine.trace.__main__ import require_traceable, traced
 
     try:
         require_traceable(plan)

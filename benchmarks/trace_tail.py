@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from trilane.diagnose.stacks import last_calls
+from trilane_diagnose.stacks import last_calls
 
 FILES, SIZE = 320, 45_000_000
 CALL = " --- modulename: {m}, funcname: {f}\n{m}.py({n}):         work.wait()\n"

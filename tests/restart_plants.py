@@ -16,9 +16,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engine"
 from plans import small_plan  # noqa: E402
 from pool import WorkerPool, engine_pool  # noqa: E402
 
-from trilane.diagnose.restart import RestartComparison  # noqa: E402
-from trilane.engine.parity import machine  # noqa: E402
-from trilane.launch import rehearsal as rehearse  # noqa: E402
+from trilane_diagnose import rehearsal as rehearse  # noqa: E402
+from trilane_diagnose.restart import RestartComparison  # noqa: E402
+from trilane_engine.parity import machine  # noqa: E402
 
 
 def finalizing() -> Any:
@@ -35,7 +35,7 @@ def tied_gradient() -> None:
 
 def norm_reset() -> None:
     """After a load the final norm is what it was before the first step."""
-    from trilane.engine.backends.megatron import MegatronStates
+    from trilane_engine.backends.megatron import MegatronStates
 
     write = MegatronStates.write
 
@@ -58,7 +58,7 @@ def norm_apart() -> None:
 
 
 def generators_forgotten() -> None:
-    from trilane.engine.model import rng as generators
+    from trilane_engine.model import rng as generators
 
     generators.restore = lambda states: None
 
@@ -66,10 +66,10 @@ def generators_forgotten() -> None:
 def data_replayed() -> None:
     """In the steps after a load the first batch again, unlike what the loader announces."""
     from trilane.config.batch_rampup import Batch
-    from trilane.engine import loop
-    from trilane.engine.backends.megatron import Megatron
-    from trilane.engine.checkpoint import load
-    from trilane.engine.data.samples import SampleLoader
+    from trilane_engine import loop
+    from trilane_engine.backends.megatron import Megatron
+    from trilane_engine.checkpoint import load
+    from trilane_engine.data.samples import SampleLoader
 
     given, original, load_state, step = (
         list[Any](),

@@ -20,10 +20,10 @@ from plans import small_plan
 
 from trilane.cli.app import main
 from trilane.config.training import Data
-from trilane.engine.data import corpus
-from trilane.engine.data.corpus import tokenizer
 from trilane.utils.tables import Text, one_line, printable, short
 from trilane.workspace import checkpoints
+from trilane_engine.data import corpus
+from trilane_engine.data.corpus import tokenizer
 
 Content = bytes | str | Callable[[Path], object]
 

@@ -170,7 +170,8 @@ def test_what_is_imported_is_pinned():
         pins("requirements.txt") | {name: [] for name in extras()},
     )
     ours = [*(REPOSITORY / "tests").rglob("*.py"), *(REPOSITORY / "benchmarks").glob("*.py")]
-    own = {path.stem for path in ours} | {"trilane"} | set(sys.stdlib_module_names)
+    packages = {path.parent.name for path in (REPOSITORY / "lib").glob("*/__init__.py")}
+    own = {path.stem for path in ours} | packages | set(sys.stdlib_module_names)
     unpinned = set()
     for path in [*ours, *(REPOSITORY / "lib").rglob("*.py")]:
         named = (known | dev_group() if path in ours else known).keys()

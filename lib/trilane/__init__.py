@@ -30,8 +30,8 @@ _MODULES = {
     "costmodel.predict": ("predict",),
     "costmodel.recalibration": ("fit",),
     "costmodel.shipped": ("calibration_for",),
-    "diagnose.hang": ("diagnose_hang", "study_hang"),
-    "diagnose.restart": ("compare_restart", "study_restart"),
+    "trilane_diagnose.hang": ("diagnose_hang", "study_hang"),
+    "trilane_diagnose.restart": ("compare_restart", "study_restart"),
     "forecasting.deadline": ("best_within", "sizes_within"),
     "forecasting.alternatives": ("alternatives", "levers", "what_ifs"),
     "forecasting.decision": ("Decision", "calendar_record", "decide", "study_plan"),
@@ -83,7 +83,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             with_nearest(f"module 'trilane' has no attribute {name!r}", name, __all__)
         )
-    home = import_module(f"trilane.{_HOME[name]}")
+    path = _HOME[name]
+    home = import_module(path if path.startswith("trilane_") else f"trilane.{path}")
     value = getattr(home, name) if hasattr(home, name) else import_module(f"{home.__name__}.{name}")
     globals()[name] = _called(value) if inspect.isfunction(value) else value
     return globals()[name]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trilane.cli.app import main
-from trilane.diagnose.stacks import last_calls
+from trilane_diagnose.stacks import last_calls
 
 LOOP = " --- modulename: training, funcname: train\ntraining.py(851):     loss = train_step(\n"
 STUCK = " --- modulename: distributed_c10d, funcname: broadcast\ndistributed_c10d.py(1191):         work.wait()\n"

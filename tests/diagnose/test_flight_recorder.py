@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from dumps import recording, topology
 
-from trilane.diagnose.flight_recorder import read_recording
-from trilane.diagnose.hang import Verdict, diagnose_hang
-from trilane.diagnose.suspects import OPEN
+from trilane_diagnose.flight_recorder import read_recording
+from trilane_diagnose.hang import Verdict, diagnose_hang
+from trilane_diagnose.suspects import OPEN
 
 DP = list(range(8))
 Calls = list[dict[str, Any]]

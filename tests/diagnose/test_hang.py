@@ -18,11 +18,11 @@ from plants import PLANTS, data_loader, write
 from support import REPOSITORY, small_plan
 
 from trilane.cli.app import main
-from trilane.diagnose.capture import write_topology
-from trilane.diagnose.hang import diagnose_hang
-from trilane.diagnose.stacks import read_faults
-from trilane.diagnose.suspects import OPEN
 from trilane.workspace.heartbeat import Heartbeat
+from trilane_diagnose.capture import write_topology
+from trilane_diagnose.hang import diagnose_hang
+from trilane_diagnose.stacks import read_faults
+from trilane_diagnose.suspects import OPEN
 
 BEFORE: Stack = (("train", "megatron/training.py", 915), *ROOT[1:])
 LOSS: Stack = (

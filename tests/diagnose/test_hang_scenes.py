@@ -17,9 +17,9 @@ import pytest
 from dumps import faulthandler_text, pyspy_text, topology
 from job import Stack
 
-from trilane.diagnose.hang import diagnose_hang
-from trilane.diagnose.stacks import read_faults
-from trilane.diagnose.suspects import OPEN
+from trilane_diagnose.hang import diagnose_hang
+from trilane_diagnose.stacks import read_faults
+from trilane_diagnose.suspects import OPEN
 
 SCENES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("scenes.json").read_text())
 

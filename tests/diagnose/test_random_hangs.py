@@ -15,9 +15,9 @@ import pytest
 from dumps import recording, topology
 from job import Op, program, stand
 
-from trilane.diagnose.hang import diagnose_hang
-from trilane.diagnose.suspects import OPEN
 from trilane.workspace.rank_grid import Grid, regular
+from trilane_diagnose.hang import diagnose_hang
+from trilane_diagnose.suspects import OPEN
 
 SIZES = ((1, 1, 4), (2, 1, 4), (2, 2, 2), (1, 4, 2), (4, 2, 1), (2, 2, 4), (1, 1, 8), (2, 4, 2))
 

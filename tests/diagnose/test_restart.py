@@ -12,11 +12,11 @@ from pool import WorkerPool
 from restart_plants import BUGS, CLEAN, cycle, named
 
 from trilane.cli.app import main
-from trilane.diagnose.restart import compare_restart
-from trilane.diagnose.snapshot import RestartFinding
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.fingerprints import COPY, Mark, Part, file_of, whole_parts
+from trilane_diagnose.restart import compare_restart
+from trilane_diagnose.snapshot import RestartFinding
 
 # A model of four tensors on TP 2 x PP 2: name -> shape, the dimension that is cut, the stages that
 # hold it.
@@ -35,7 +35,7 @@ Prints = list[dict[str, Any]]
 def mark(part: np.ndarray, box: Any) -> Mark:
     import torch
 
-    from trilane.engine.checkpoint import marks
+    from trilane_engine.checkpoint import marks
 
     return marks.mark(torch.from_numpy(np.ascontiguousarray(part, np.float32)), box)
 

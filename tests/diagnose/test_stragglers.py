@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from trilane.cli.app import main
-from trilane.diagnose.stragglers import Straggler, find_stragglers, slowest
 from trilane.workspace.pace import OWN, Pace
 from trilane.workspace.rank_grid import regular
+from trilane_diagnose.stragglers import Straggler, find_stragglers, slowest
 
 
 @pytest.mark.parametrize(("seconds", "slow"), [(1.148, False), (1.149, True)])

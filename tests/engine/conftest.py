@@ -8,7 +8,7 @@ import pytest
 from plans import HERE, changed, evaluations, losses_and_norms, run_folder, steps
 
 from trilane.config.plan import Plan
-from trilane.engine.parity import Task
+from trilane_engine.parity import Task
 
 Fork = Callable[..., None]
 Truth = Callable[..., list[list[float]]]

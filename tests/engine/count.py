@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from trilane.config.plan import Plan, plan_from_json
-from trilane.engine.cpu import enable_cpu
+from trilane_engine.cpu import enable_cpu
 
 
 def counts(plan: Plan) -> list[list[int]]:
@@ -26,7 +26,7 @@ def on_rank(plan: Plan, rank: int) -> int:
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from trilane.engine.model.gpt import build_chunks, transformer_config
+    from trilane_engine.model.gpt import build_chunks, transformer_config
 
     t = plan.topology
     dist.init_process_group("fake", rank=rank, world_size=t.gpus, store=FakeStore())
@@ -44,7 +44,7 @@ def on_rank(plan: Plan, rank: int) -> int:
 
 if __name__ == "__main__":
     enable_cpu()
-    from trilane.engine.model import gpt as model
+    from trilane_engine.model import gpt as model
 
     model.fill_parameters = lambda named, plan: (
         None

@@ -19,8 +19,8 @@ def drawn(plan: Plan) -> dict:
     """Which values the one layer leaves as they are (both of its dropouts hit), and what attention
     makes of ones.
     """
-    from trilane.engine.model.gpt import Attention, build_chunks, transformer_config
-    from trilane.engine.model.rng import seed_streams
+    from trilane_engine.model.gpt import Attention, build_chunks, transformer_config
+    from trilane_engine.model.rng import seed_streams
 
     shape, t = plan.shape, plan.topology
     model = build_chunks(plan, transformer_config(plan))[0].train()

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trilane.config.cluster import Cluster
-from trilane.engine import parity
 from trilane.launch.local import environment
 from trilane.utils.process import die_with_parent
+from trilane_engine import parity
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def work(size: int, folder: Path) -> int:
 def answer(folder: Path) -> int:
     """Run the folder's ask.py in this worker."""
     from trilane.config.plan import read_plan
-    from trilane.engine.world import join
+    from trilane_engine.world import join
 
     die_with_parent()
     for number, name in enumerate(("answer.{}", "{}.log"), 1):

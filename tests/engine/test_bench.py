@@ -12,7 +12,7 @@ from plans import small_plan
 from support import assert_plausible
 
 from trilane.config.cluster import cluster
-from trilane.engine.bench import __main__ as bench
+from trilane_engine.bench import __main__ as bench
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 SLURM = {
@@ -25,7 +25,7 @@ SLURM = {
 
 TWO_HOSTS = """
 import os, platform
-from trilane.engine.bench.__main__ import main
+from trilane_engine.bench.__main__ import main
 rank = int(os.environ["RANK"])
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
     del os.environ[name]
@@ -57,7 +57,7 @@ def test_ranks_of_srun_on_two_hosts_measure_inside_and_between(
 
 STORAGE = """
 from pathlib import Path
-from trilane.engine.bench import storage
+from trilane_engine.bench import storage
 storage.MOST = 1 << 23
 rates, how = storage.measure(world, Path(FOLDER), 1)
 print(sorted(rates), min(rates.values()) > 0, how.startswith("2 files at once from 1 node, at most 8 MB each, fsync; "))
@@ -119,7 +119,7 @@ def test_a_card_is_described_with_its_peaks(monkeypatch: pytest.MonkeyPatch) -> 
     import torch
 
     from trilane.costmodel.constants import Constants
-    from trilane.engine.bench import rates
+    from trilane_engine.bench import rates
 
     card = SimpleNamespace(
         name="V100", major=7, minor=0, multi_processor_count=80, total_memory=1e9
@@ -153,6 +153,6 @@ def test_a_ring_sends_everything_twice_but_for_its_own_part() -> None:
     """nccl-tests, PERFORMANCE.md: the bus bandwidth of an all_reduce is 2 (n - 1) / n of bytes /
     seconds.
     """
-    from trilane.engine.bench.rates import bus_bytes_per_s
+    from trilane_engine.bench.rates import bus_bytes_per_s
 
     assert [bus_bytes_per_s(1000, n, 1.0) for n in (2, 8)] == [1000, 1750]

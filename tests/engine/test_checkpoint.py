@@ -12,10 +12,10 @@ import pytest
 from plans import ELSEWHERE, changed, run_folder, small_plan, steps
 
 from trilane.config.plan import Plan
-from trilane.diagnose.restart import compare_restart
 from trilane.launch.local import environment
 from trilane.workspace.status import read_status
 from trilane.workspace.storage import trouble
+from trilane_diagnose.restart import compare_restart
 
 pytestmark = pytest.mark.slow
 
@@ -231,8 +231,8 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_the_training_goes_on(
 SLOW_DISK = """
 import re, time
 from pathlib import Path
-from trilane.engine import __main__ as engine
-from trilane.engine.checkpoint import slices
+from trilane_engine import __main__ as engine
+from trilane_engine.checkpoint import slices
 folder = Path(sys._getframe().f_code.co_filename).parent
 checksum = slices.checksum  # the last that a file takes
 def slow(crc):

@@ -12,8 +12,8 @@ import pytest
 from plans import SHAPE
 
 from trilane.config.training import Data, Part
-from trilane.engine.data.corpus import check_pair, prepare, prepare_all, tokenizer, write_pair
 from trilane.launch.local import environment
+from trilane_engine.data.corpus import check_pair, prepare, prepare_all, tokenizer, write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what megatron-core says while it is imported
 
@@ -82,7 +82,7 @@ def test_a_warm_preparation_imports_no_torch(tmp_path: Path) -> None:
     """The launcher prepares before each run; only the first one pays for the import."""
     prepare(Data(source="mock", folder=str(tmp_path)), SHAPE)
     code = (
-        "import sys; from trilane.engine.data.corpus import prepare; from trilane.config.plan import Data;"
+        "import sys; from trilane_engine.data.corpus import prepare; from trilane.config.plan import Data;"
         "from plans import SHAPE; prepare(Data(source='mock', folder=sys.argv[1]), SHAPE);"
         "assert 'torch' not in sys.modules"
     )

@@ -13,7 +13,7 @@ from plans import HERE, run_folder, small_plan, steps
 
 from trilane.config.plan import Plan
 from trilane.config.training import Dropout, Run
-from trilane.engine.parity import SHAPE, TASKS
+from trilane_engine.parity import SHAPE, TASKS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
@@ -67,7 +67,7 @@ def test_what_ranks_hold_alike_is_dropped_alike_and_what_they_share_out_is_not(d
 def test_an_embedding_with_a_norm_is_dropped_behind_it_alone(
     normed: bool, share: float, data: Path
 ) -> None:
-    from trilane.engine.backends.deepspeed_3d import Positions
+    from trilane_engine.backends.deepspeed_3d import Positions
 
     plan = small_plan(data, shape=replace(SHAPE, embedding_layernorm=normed))
     assert Positions(plan, SimpleNamespace(hidden_dropout=0.1, params_dtype=None)).dropout == share
@@ -120,7 +120,7 @@ def counted(*args, **options):
     calls.append(1)
     return plain(*args, **options)
 F.scaled_dot_product_attention = counted
-from trilane.engine.backends.base import Microbatch, build
+from trilane_engine.backends.base import Microbatch, build
 engine, tokens = build(plan, world), torch.zeros(2, 64, dtype=torch.int64)
 engine.step([Microbatch(tokens=tokens, labels=tokens)] * 4, 1e-3)
 print(len(calls))

@@ -15,7 +15,7 @@ from plans import LLAMA, SHAPE, changed, small_plan
 
 from trilane.config.model import ModelShape
 from trilane.config.training import Part
-from trilane.engine.parity import BLOOM
+from trilane_engine.parity import BLOOM
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
@@ -36,7 +36,7 @@ def test_a_part_of_a_matrix_is_drawn_alone_as_it_stands_in_the_whole(name: str, 
     """
     import torch
 
-    from trilane.engine.model.parameters import initial_range, initial_tensor, split_dim
+    from trilane_engine.model.parameters import initial_range, initial_tensor, split_dim
 
     gated = "fc1" in name
     plan = small_plan(data, shape=GATED)
@@ -66,7 +66,7 @@ def test_initial_values_are_normal_and_differ_by_name_and_seed_and_not_by_call(d
     """
     import torch
 
-    from trilane.engine.model.parameters import initial_tensor
+    from trilane_engine.model.parameters import initial_tensor
 
     plan = changed(small_plan(data), "optimizer", init_std=0.006)
     one, again = (initial_tensor("a.linear_fc1.weight", (1024, 512), plan) for _ in range(2))
@@ -98,8 +98,8 @@ def test_initial_values_are_normal_and_differ_by_name_and_seed_and_not_by_call(d
 
 DRAWN = """
 import math
-from trilane.engine.backends.base import build
-from trilane.engine.model import parameters
+from trilane_engine.backends.base import build
+from trilane_engine.model import parameters
 draw, drawn = parameters.normals, []
 parameters.normals = lambda *given: drawn.append(draw(*given)) or drawn[-1]
 engine = build(plan, world)
@@ -144,9 +144,9 @@ def test_an_optimizer_that_lets_a_norm_decay_or_no_matrix_is_refused(
     decays: list, divided: bool, right: bool
 ) -> None:
     """And of hf-zero3 each rank saves a piece whole."""
-    from trilane.engine.backends.base import audited
-    from trilane.engine.backends.hf_zero3 import HfStates
-    from trilane.engine.model.parameters import Piece
+    from trilane_engine.backends.base import audited
+    from trilane_engine.backends.hf_zero3 import HfStates
+    from trilane_engine.model.parameters import Piece
 
     states = object.__new__(HfStates)
     boxes = {"mlp.weight": ((0, 3), (0, 4)), "layernorm.weight": ((0, 3),)}
@@ -168,7 +168,7 @@ def test_an_optimizer_that_lets_a_norm_decay_or_no_matrix_is_refused(
 
 MIX = """
 from collections import Counter
-from trilane.engine.data.samples import SampleLoader
+from trilane_engine.data.samples import SampleLoader
 from trilane.config.batch_rampup import Batch
 feed = SampleLoader(plan, world, (0, 1))
 counts = [Counter(int(feed._samples[k]["dataset_id"]) for k in range(n)) for n in (10, plan.samples)]
@@ -203,7 +203,7 @@ def test_a_blend_keeps_its_weights_from_the_first_samples_on_and_one_order(
 
 def test_garbage_is_collected_in_the_tenth_iteration_and_not_when_a_rank_has_made_enough() -> None:
     """Python collects after 700 objects, in whatever iteration they come."""
-    from trilane.engine import loop
+    from trilane_engine import loop
 
     class Node:
         pass
@@ -227,7 +227,7 @@ def test_garbage_is_collected_in_the_tenth_iteration_and_not_when_a_rank_has_mad
 
 OUTPUTS = """
 import torch
-from trilane.engine.backends.base import Microbatch, build
+from trilane_engine.backends.base import Microbatch, build
 engine, kept = build(plan, world), []
 engine.modules[0].register_forward_hook(lambda module, given, out: kept.append(out))
 text = torch.randint(plan.shape.vocab_size, (2, plan.shape.seq_length + 1))

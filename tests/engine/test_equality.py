@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from plans import changed, evaluations
 
-from trilane.engine.parity import Row, machine, rows
+from trilane_engine.parity import Row, machine, rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("equality")]
 

@@ -10,7 +10,7 @@ from support import Later
 from trilane.config.batch_rampup import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
-torch, fingerprints = Later("torch"), Later("trilane.engine.checkpoint.fingerprints")
+torch, fingerprints = Later("torch"), Later("trilane_engine.checkpoint.fingerprints")
 
 
 def test_the_hashes_of_replicas_next_samples_add_up_to_those_of_the_batch(

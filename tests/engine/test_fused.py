@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from plans import HERE, changed, small_plan
 
-from trilane.engine.parity import TASKS
+from trilane_engine.parity import TASKS
 
 # Parts are compared uncompiled: the same functions, without the 20 s that a compiler takes.
 PARTS = """
 import torch, torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
-from trilane.engine.model.fused import activate, add_dropped, token_losses
+from trilane_engine.model.fused import activate, add_dropped, token_losses
 parallel_state.initialize_model_parallel(plan.topology.tp)
 tp, rank = plan.topology.tp, world.rank
 torch.manual_seed(0)
@@ -43,8 +43,8 @@ print("same")
 COMPILED = """
 import os; os.environ.pop("TORCH_COMPILE_DISABLE")
 import torch, torch.nn.functional as F
-from trilane.engine.model.fused import activate, compiled, logit_gradient, partial_sums
-from trilane.engine.model.fused import compile_problem
+from trilane_engine.model.fused import activate, compiled, logit_gradient, partial_sums
+from trilane_engine.model.fused import compile_problem
 assert not compile_problem(torch.device("cpu"))
 logits, labels = torch.randn(5, 2, 24).bfloat16(), torch.randint(0, 24, (5, 2))
 largest, total, found = compiled(partial_sums)(logits, labels, 0)
@@ -71,7 +71,7 @@ def test_the_compiled_parts_compute_what_the_functions_do(ask: Callable) -> None
 LAYERS = """
 import os; os.environ.pop("TORCH_COMPILE_DISABLE")
 import torch
-from trilane.engine.backends.base import Microbatch, build
+from trilane_engine.backends.base import Microbatch, build
 made, texts = build(plan, world), torch.randint(plan.shape.vocab_size, (3, 2, plan.shape.seq_length + 1))
 for text in texts:
     print(made.step([Microbatch(tokens=text[:, :-1].contiguous(), labels=text[:, 1:].contiguous())], 1e-3).loss)
@@ -123,8 +123,8 @@ def test_a_fused_training_follows_one_process(
 LEVERS = """
 import torch
 from megatron.core.tensor_parallel import layers
-from trilane.engine.backends.base import build
-from trilane.engine.model.fused import add_product, adds_products
+from trilane_engine.backends.base import build
+from trilane_engine.model.fused import add_product, adds_products
 engine = build(plan, world)
 print({bool(group.get("fused")) for group in engine._optimizer.param_groups})
 total, x, grads = torch.ones(3, 5), torch.randn(7, 5), torch.randn(7, 3)

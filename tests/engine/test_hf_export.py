@@ -9,8 +9,8 @@ import pytest
 from plans import SHAPE, changed, run_folder, small_plan, steps
 
 from trilane.config.model import ModelShape
-from trilane.engine.parity import LLAMA_SHAPE
 from trilane.workspace.checkpoints import KINDS, name_of, read_manifest, write_manifest
+from trilane_engine.parity import LLAMA_SHAPE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
@@ -39,9 +39,9 @@ def checkpoint(shape: ModelShape, folder: Path) -> dict:
     """
     import torch
 
-    from trilane.engine.checkpoint.slices import write_slices
-    from trilane.engine.model.parameters import whole_sizes
     from trilane.utils.validation import to_mapping
+    from trilane_engine.checkpoint.slices import write_slices
+    from trilane_engine.model.parameters import whole_sizes
 
     generator = torch.Generator().manual_seed(1)
     drawn = {
@@ -87,8 +87,8 @@ def test_an_exported_model_has_our_logits(shape: ModelShape, tmp_path: Path) -> 
     """No head, matrix or pair of rotary channels is turned the wrong way; in one file or several."""
     import torch
 
-    from trilane.engine.checkpoint.huggingface import export
-    from trilane.engine.reference import logits as reference
+    from trilane_engine.checkpoint.huggingface import export
+    from trilane_engine.reference import logits as reference
 
     ours = checkpoint(shape, tmp_path / "checkpoint")
     export(
@@ -107,7 +107,7 @@ def test_an_exported_model_has_our_logits(shape: ModelShape, tmp_path: Path) -> 
 
 SAMPLES = """
 import torch
-from trilane.engine.data.samples import SampleLoader
+from trilane_engine.data.samples import SampleLoader
 batch = list(plan.batches(plan.run.train_iters - 1))[0]
 rows = SampleLoader(plan, world, (0, 1)).microbatches(batch)
 torch.save([(row.tokens, row.labels) for row in rows], PATH)
@@ -124,7 +124,7 @@ def test_a_trained_checkpoint_is_a_model_of_transformers(
     import torch
     from transformers import LlamaForCausalLM
 
-    from trilane.engine.checkpoint.huggingface import main
+    from trilane_engine.checkpoint.huggingface import main
 
     plan = replace(small_plan(data, iters=5, source="mock", tp=2, pp=2), shape=LLAMA_SHAPE)
     folder, model = (
@@ -151,7 +151,7 @@ def generates(folder: Path, text: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from trilane.engine.data.corpus import tokenizer as ours
+    from trilane_engine.data.corpus import tokenizer as ours
 
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(folder),
@@ -173,8 +173,8 @@ def test_the_tokenizer_of_a_folder_is_that_of_the_training(tmp_path: Path) -> No
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoTokenizer
 
-    from trilane.engine.checkpoint.huggingface import export
-    from trilane.engine.data.corpus import tokenizer
+    from trilane_engine.checkpoint.huggingface import export
+    from trilane_engine.data.corpus import tokenizer
 
     coder = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     coder.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -195,7 +195,7 @@ def test_the_tokenizer_of_a_folder_is_that_of_the_training(tmp_path: Path) -> No
 
 
 def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    from trilane.engine.checkpoint.huggingface import main
+    from trilane_engine.checkpoint.huggingface import main
 
     run = tmp_path / name_of(5)
     checkpoint(LLAMA, run)

@@ -20,7 +20,7 @@ from trilane.workspace.storage import trouble
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 loop, save, base = (
-    Later(f"trilane.engine.{name}") for name in ("loop", "checkpoint.save", "backends.base")
+    Later(f"trilane_engine.{name}") for name in ("loop", "checkpoint.save", "backends.base")
 )
 
 
@@ -145,10 +145,10 @@ def test_a_run_saves_where_it_is_due_and_reports_how_it_ended(
     """
     plan, around = small_plan(tmp_path, iters=5, source="mock"), Around(asked, writes, fails)
     plan = changed(changed(plan, "data", split="90,10,0"), "run", **settings)
-    monkeypatch.setattr("trilane.engine.loop.TrainingLog", lambda *given: around)
-    monkeypatch.setattr("trilane.engine.loop.lookahead", lambda plan, loader, number: {})
+    monkeypatch.setattr("trilane_engine.loop.TrainingLog", lambda *given: around)
+    monkeypatch.setattr("trilane_engine.loop.lookahead", lambda plan, loader, number: {})
     clock = SimpleNamespace(perf_counter=lambda: around.seconds, monotonic=lambda: 7.0)
-    monkeypatch.setattr("trilane.engine.loop.time", clock)
+    monkeypatch.setattr("trilane_engine.loop.time", clock)
     monkeypatch.setattr(loop.dist, "destroy_process_group", lambda: None)
     (tmp_path / "ranks").mkdir()
     world = SimpleNamespace(
@@ -215,13 +215,13 @@ def test_the_first_rank_of_a_node_starts_a_watchdog_where_no_launcher_watches(
         list[list[str]](),
         changed(small_plan(tmp_path), "run", hang_timeout_s=timeout_s),
     )
-    monkeypatch.setattr(beating := "trilane.engine.heartbeat.start", started.append)
+    monkeypatch.setattr(beating := "trilane_engine.heartbeat.start", started.append)
     monkeypatch.setattr(f"{beating[:-5]}_beats", beats := [])
     monkeypatch.setattr("faulthandler.register", lambda *given, **more: None)
     with mock.patch.dict(os.environ, {"RANK": "4", **env}):
-        Later("trilane.engine.heartbeat").begin(plan, tmp_path)
+        Later("trilane_engine.heartbeat").begin(plan, tmp_path)
         remove_records(tmp_path, os.environ)
     [beat.close() for beat in beats]
-    watchdog = ["trilane.launch.watchdog", str(tmp_path), str(os.getpid()), "4"]
+    watchdog = ["trilane_diagnose.watchdog", str(tmp_path), str(os.getpid()), "4"]
     assert [command[-4:] for command in started] == [watchdog] * starts
     assert len(beats) == len([*tmp_path.glob("ranks/4.stack")]) == (timeout_s > 0)

@@ -17,9 +17,9 @@ from trilane.workspace.run_folder import not_finite
 PROGRAM = """
 from pathlib import Path
 import torch
-from trilane.engine import parity
-from trilane.engine.backends.megatron import Megatron
-from trilane.engine.nonfinite import named
+from trilane_engine import parity
+from trilane_engine.backends.megatron import Megatron
+from trilane_engine.nonfinite import named
 
 step, count = Megatron._step, []
 

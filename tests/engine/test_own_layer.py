@@ -80,7 +80,7 @@ def test_an_own_layer_has_one_loss_curve(
 
 
 SUMMED = """
-from trilane.engine.backends.base import build
+from trilane_engine.backends.base import build
 for name, parameter in build(plan, world).modules[0].named_parameters():
     if parameter._backward_hooks:
         print(name.rpartition("layers.")[2])
@@ -207,7 +207,7 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import parallel_state
 from trilane.config.plan import read_plan
-from trilane.engine.model.own_layer import rehearse
+from trilane_engine.model.own_layer import rehearse
 for file in sorted(Path(PLACE).glob("*.json")):
     try:
         rehearse(read_plan(file))

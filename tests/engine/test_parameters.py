@@ -136,7 +136,7 @@ def test_the_formula_counts_the_parameters_of_every_rank_exactly() -> None:
 
 
 def test_the_canonical_tensors_are_as_many_numbers_as_the_shape_counts() -> None:
-    from trilane.engine.model.parameters import whole_sizes
+    from trilane_engine.model.parameters import whole_sizes
 
     for shape in {p.shape for p in PLANS}:
         assert sum(map(math.prod, whole_sizes(shape).values())) == shape.parameters, shape

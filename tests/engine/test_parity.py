@@ -11,8 +11,8 @@ import pytest
 from trilane.cli.app import main
 from trilane.config.engines import ENGINES
 from trilane.config.plan import Plan
-from trilane.engine import parity
-from trilane.engine.parity import machine, rows
+from trilane_engine import parity
+from trilane_engine.parity import machine, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 

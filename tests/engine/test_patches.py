@@ -58,7 +58,7 @@ def test_the_library_still_does_what_is_patched(patch: str, file: str, words: st
 
 
 def test_each_patch_has_its_row() -> None:
-    tree = ast.parse((REPOSITORY / "lib/trilane/engine/patches.py").read_text())
+    tree = ast.parse((REPOSITORY / "lib/trilane_engine/patches.py").read_text())
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert {name for name in names if name[0] != "_"} == OWN | {row[0] for row in NEEDED} - {
         "_Lock",
@@ -69,13 +69,13 @@ def test_each_patch_has_its_row() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:full scope")
 def test_sends_are_of_aliases_until_megatron_core_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 0.18 on its interleaved schedule waits for a send before it frees the output."""
-    from trilane.engine.cpu import enable_cpu
+    from trilane_engine.cpu import enable_cpu
 
     enable_cpu()
     import torch
     from megatron.core.pipeline_parallel import p2p_communication
 
-    from trilane.engine import patches
+    from trilane_engine import patches
 
     monkeypatch.setattr(p2p_communication, "_p2p_ops", lambda **sent: SimpleNamespace(**sent))
     patches.send_aliases.__wrapped__()

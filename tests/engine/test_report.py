@@ -16,8 +16,8 @@ from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.logs.run import read_log
 from trilane.workspace.phase_times import read_phase_times
 
-torch, phases = Later("torch"), Later("trilane.engine.phases")
-report = Later("trilane.engine.report")
+torch, phases = Later("torch"), Later("trilane_engine.phases")
+report = Later("trilane_engine.report")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
 LINE = (
@@ -67,7 +67,7 @@ def test_the_last_rank_prints_every_few_iterations_what_it_writes_of_each(
     for rank in (0, 1):
         world = SimpleNamespace(is_last=rank == 1, rank=rank, device=torch.device("cpu"))
         log = report.TrainingLog(plan, world, tmp_path)
-        with mock.patch("trilane.engine.heartbeat.iterated") as counted:
+        with mock.patch("trilane_engine.heartbeat.iterated") as counted:
             for step in steps:
                 log.write(step, saving=step["iteration"] == 3)
         assert counted.call_count == 4, (
@@ -155,7 +155,7 @@ def test_a_phase_counts_its_own_time_and_an_evaluation_between_iterations_none(m
     ]
     assert phases.durations(marks) == {"": 1.0, "forward-compute": 2.0, "batch-generator": 2.0}
     clock = iter(range(100))
-    monkeypatch.setattr("trilane.engine.phases.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("trilane_engine.phases.perf_counter", lambda: float(next(clock)))
     timers = phases.Timers(torch.device("cpu"))
     for evaluates in (False, True):
         with phases.phase("forward-compute"):

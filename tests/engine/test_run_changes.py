@@ -13,7 +13,7 @@ from plans import changed, evaluations, losses_and_norms, run_folder, small_plan
 from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import Plan
 from trilane.config.training import Dropout, Part
-from trilane.engine.data.corpus import prepare
+from trilane_engine.data.corpus import prepare
 
 RAMP = Ramp(start=4, increment=4, samples=16)
 SIZES = [4, 4, 8, 12]
@@ -126,8 +126,8 @@ def test_after_a_spike_a_run_goes_on_without_those_iterations(fork, data, tmp_pa
 ORDER = """
 import hashlib
 from dataclasses import replace
-from trilane.engine.data.corpus import prepare_all
-from trilane.engine.data.samples import samples_of
+from trilane_engine.data.corpus import prepare_all
+from trilane_engine.data.samples import samples_of
 def order(iters):
     longer = replace(plan, run=replace(plan.run, train_iters=iters))
     samples = samples_of(longer, world, prepare_all(longer.data, longer.shape))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support import Later
 
-torch, files = Later("torch"), Later("trilane.engine.checkpoint.slices")
+torch, files = Later("torch"), Later("trilane_engine.checkpoint.slices")
 
 
 @pytest.mark.parametrize("name", ["a", "ab", "abc", "abcd", "abcdefgh"])

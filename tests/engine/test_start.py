@@ -19,13 +19,13 @@ from plans import run_folder, small_plan
 
 from trilane.config.engines import has_kernels
 from trilane.config.training import Run
-from trilane.engine import torchrun
-from trilane.engine.signals import FORWARDED, SAVE, STOP
 from trilane.launch.local import environment
 from trilane.logs.endings import ending
 from trilane.utils.process import held_port
 from trilane.utils.validation import HostError
 from trilane.workspace.status import Status
+from trilane_engine import torchrun
+from trilane_engine.signals import FORWARDED, SAVE, STOP
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
@@ -44,7 +44,7 @@ def test_srun_alone_is_enough_to_find_one_another(nodelist: str, first: str) -> 
     """The first host as `scontrol show hostnames` expands the list; `srun -N2 -n16` sets no
     SLURM_NTASKS_PER_NODE.
     """
-    from trilane.engine.world import from_slurm
+    from trilane_engine.world import from_slurm
 
     env = SLURM | {"SLURM_NODELIST": nodelist, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
     from_slurm(env)
@@ -72,7 +72,7 @@ def test_a_process_takes_the_threads_it_was_given_or_its_share(
     env: dict, threads: int, monkeypatch
 ) -> None:
     """Ten cores in sight, four processes on the node."""
-    from trilane.engine import world
+    from trilane_engine import world
 
     for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -91,7 +91,7 @@ def test_a_process_stays_near_its_card(near: set[int], has_private: bool, monkey
     """
     from torch.numa import binding
 
-    from trilane.engine import patches
+    from trilane_engine import patches
 
     monkeypatch.setattr(
         binding, "_get_numa_node_index_for_gpu_index", lambda gpu_index: next(iter(near))
@@ -170,7 +170,7 @@ def test_a_task_uses_its_card_where_that_has_the_precision(
     """The last of four on its host; torch itself says yes to bf16 on a V100."""
     import torch
 
-    from trilane.engine.world import own_device
+    from trilane_engine.world import own_device
 
     pretended = {
         "is_available": True,
@@ -250,7 +250,7 @@ def test_ranks_that_wait_in_vain_say_for_whom(monkeypatch: pytest.MonkeyPatch) -
     """Started by srun or DeepSpeed's launcher: two of four do not come, or rank 0 does not."""
     import torch
 
-    from trilane.engine import world
+    from trilane_engine import world
 
     def printed(rank: int) -> str:
         with pytest.raises(HostError) as raised:
@@ -279,7 +279,7 @@ def test_gpus_here_and_fewer_or_none_there_are_refused_in_one_line(
     """
     import torch
 
-    from trilane.engine import world
+    from trilane_engine import world
 
     def refused(kind: str) -> str:
         with pytest.raises(ValueError) as raised:
@@ -298,7 +298,7 @@ def test_gpus_here_and_fewer_or_none_there_are_refused_in_one_line(
 
 WORKER = """
 import time
-from trilane.engine.signals import Signals
+from trilane_engine.signals import Signals
 signals = Signals()
 print("ready", flush=True)
 while not (signals.save_s > 0 or signals.stop):
@@ -387,7 +387,7 @@ def test_one_signal_saves_once(
     """
     import torch
 
-    from trilane.engine import loop
+    from trilane_engine import loop
 
     now, agreed = [0.0], torch.zeros(2, dtype=torch.int64)
     monkeypatch.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
@@ -413,7 +413,7 @@ def test_a_run_that_is_to_leave_a_slow_node_does_so_at_its_next_save(tmp_path: P
     """Not at once: what was trained since the last save is not lost, and no checkpoint is written
     for it alone.
     """
-    from trilane.engine import loop
+    from trilane_engine import loop
 
     signals, world = (
         types.SimpleNamespace(save_s=-math.inf, stop=False),
@@ -451,7 +451,7 @@ def test_of_what_is_asked_the_most_counts(
     """Of rank 0's files and clock, a minute from second 100 on, and any rank's signals; `save` is
     asked for once.
     """
-    from trilane.engine import loop
+    from trilane_engine import loop
 
     monkeypatch.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: second))
     for name in files:

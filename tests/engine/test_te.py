@@ -142,13 +142,13 @@ def test_megatron_core_takes_what_it_is_given() -> None:
     """Its settings as they are; its classes, which only CUDA can make, by the parameters in their
     source.
     """
-    from trilane.engine.cpu import enable_cpu
+    from trilane_engine.cpu import enable_cpu
 
     enable_cpu()
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from trilane.engine.model import te
+    from trilane_engine.model import te
 
     plan = replace(
         small_plan(Path("data")),
@@ -195,7 +195,7 @@ def test_ft_launcher_of_05_and_newer_has_no_copies_of_torchs_modules(tmp_path: P
     )
     command = python(
         "-m",
-        "trilane.engine.torchrun",
+        "trilane_engine.torchrun",
         str(tmp_path / "failures.json"),
         "--ft-rank-heartbeat-timeout=60",
     )

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is
 MODEL = """
 import torch
 from megatron.core import dist_checkpointing
-from trilane.engine.backends.base import build
-from trilane.engine.data.samples import SampleLoader
+from trilane_engine.backends.base import build
+from trilane_engine.data.samples import SampleLoader
 
 engine = build(plan, world)
 (model,) = engine.modules
@@ -64,7 +64,7 @@ print(loss())
 OURS = """
 from pathlib import Path
 from dataclasses import replace
-from trilane.engine.checkpoint.load import find, load
+from trilane_engine.checkpoint.load import find, load
 found = find(Path(PATH), plan, world)
 load(found, plan, world, engine)
 print(loss())
@@ -81,7 +81,7 @@ def trained(plan, fork: Callable, folder: Path) -> Path:
 
 def converted(*words: object) -> int:
     """`trilane convert checkpoint`, in this process."""
-    from trilane.engine.checkpoint.torch_dist import main
+    from trilane_engine.checkpoint.torch_dist import main
 
     return main([*map(str, words), *["", "-1"][len(words) - 2 :]])
 
@@ -139,7 +139,7 @@ def test_what_megatron_core_saves_is_read(
     assert loss_of(tmp_path / "ours", ask, data, shape) == pytest.approx(before, abs=1e-6)
     manifest = read_manifest(tmp_path / "ours/checkpoints/iter_0000007")
     assert manifest["scalars"] == {"step": 7.0 * moments}
-    from trilane.engine.checkpoint.slices import assemble
+    from trilane_engine.checkpoint.slices import assemble
 
     for tensor in manifest["tensors"].values():
         box = tuple((0, n) for n in tensor["shape"])

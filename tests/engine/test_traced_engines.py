@@ -21,10 +21,10 @@ from trilane.config.plan import Plan
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.memory import stage_parameters
 from trilane.costmodel.trace import Trace, trace_of
-from trilane.engine.parity import SHAPE
-from trilane.engine.trace import __main__ as tracing
-from trilane.engine.trace.__main__ import main
 from trilane.utils.process import python
+from trilane_engine.parity import SHAPE
+from trilane_engine.trace import __main__ as tracing
+from trilane_engine.trace.__main__ import main
 
 NUMBERS = ("gpus", "microbatches", "traced_microbatches")
 HALF: dict[str, Any] = {"precision": "bf16", "fp32_gradients": True}
@@ -54,7 +54,7 @@ def test_the_second_iteration_is_deeper_than_the_pipeline(
 ) -> None:
     shape = replace(SHAPE, num_layers=8)
     plan = plan_of(tmp_path, shape=shape, pp=pp, interleaving=interleaving, mbs=1, gbs=microbatches)
-    assert import_module("trilane.engine.trace.rank").traced_microbatches(plan) == traced
+    assert import_module("trilane_engine.trace.rank").traced_microbatches(plan) == traced
 
 
 def trace_by_command(plan: Plan, folder: Path, *options: str) -> Trace:
@@ -197,7 +197,7 @@ def test_a_trace_that_cannot_be_written_is_printed_all_the_same(tmp_path, monkey
 
 def test_what_is_missing_on_this_machine_is_named(tmp_path):
     """An own layer that is not installed."""
-    from trilane.engine.trace.world import prepare
+    from trilane_engine.trace.world import prepare
 
     layer = Layer(name="no.such.module:Layer", source="")
     with pytest.raises(ValueError, match=r"layer=no.such.module:Layer: cannot be imported"):
@@ -210,8 +210,8 @@ def test_what_a_loss_keeps_is_counted_where_a_model_returns_logits():
     """
     import torch
 
-    from trilane.engine import phases
-    from trilane.engine.trace.recorder import Recorder
+    from trilane_engine import phases
+    from trilane_engine.trace.recorder import Recorder
 
     recorder, model = Recorder(lambda ranks: ""), torch.nn.Linear(16, 512, bias=False)
     try:

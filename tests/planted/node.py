@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-if sys.argv[1] == "test":  # in place of trilane.engine.bench.node_test
+if sys.argv[1] == "test":  # in place of trilane_engine.bench.node_test
     bad = {
         name: socket.gethostname() in Path(name).read_text().split() for name in ("broken", "slow")
     }

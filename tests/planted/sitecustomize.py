@@ -154,6 +154,6 @@ def plant_in_engine(module: Any) -> None:
 
 if os.environ.get("RANK") == RANK:
     if KIND in HERE or KIND == "paced":
-        sys.meta_path.insert(0, Later("trilane.engine.data.samples", plant_in_data))
+        sys.meta_path.insert(0, Later("trilane_engine.data.samples", plant_in_data))
     else:
-        sys.meta_path.insert(0, Later("trilane.engine.backends.megatron", plant_in_engine))
+        sys.meta_path.insert(0, Later("trilane_engine.backends.megatron", plant_in_engine))

@@ -8,11 +8,11 @@ from random import Random
 import pytest
 from plants import PLANTS, write
 
-from trilane.diagnose.hang import study_hang
-from trilane.diagnose.restart import study_restart
 from trilane.report import notebook
 from trilane.report.plots.runs import hang_grid
 from trilane.workspace.study import Study
+from trilane_diagnose.hang import study_hang
+from trilane_diagnose.restart import study_restart
 
 CULPRITS = (67, 70)  # of the example
 WORD, NORM = "embedding.word_embeddings.weight", "embedding.layernorm.weight"

@@ -14,12 +14,13 @@ from support import small_plan
 
 from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import read_plan
-from trilane.slurm import attempt, chain, client, copies, jobs, ledger, nodes
+from trilane.slurm import attempt, chain, client, copies, jobs, ledger
 from trilane.slurm.client import JobState
-from trilane.slurm.node_test import Findings
 from trilane.workspace import pace
 from trilane.workspace.checkpoints import name_of
 from trilane.workspace.status import RunStatus, Status, known_status, read_status, write_status
+from trilane_diagnose import nodes
+from trilane_diagnose.node_test import Findings
 
 ME = {"SLURM_JOB_ID": "78", "SLURM_JOB_NODELIST": "n"}
 BEGINNING = "go: from the beginning"
@@ -102,7 +103,7 @@ def test_a_third_failure_at_one_iteration_is_the_last_until_the_run_is_submitted
     for _ in range(3):
         assert attempt.begin(folder, ME).startswith("go: ")
         (folder / "run.log").write_text("RuntimeError: no such disk\n")
-        assert attempt.end(folder, 1, ME).status == "crashed"
+        assert nodes.end(folder, 1, ME).status == "crashed"
     wanted = "3 attempts did not get beyond iteration 0: crashed: RuntimeError: no such disk"
     assert attempt.begin(folder, ME) == f"stop: {wanted}"
     at(folder, 1)
@@ -122,7 +123,7 @@ def test_an_attempt_that_saved_nothing_is_put_aside_whole_and_one_that_did_goes_
         attempt.begin(folder, ME)
         at(folder, number)
         (folder / "run.log").write_text(f"RuntimeError: {number}\n")
-        attempt.end(folder, 1, ME)
+        nodes.end(folder, 1, ME)
     attempt.begin(folder, ME)
     kept = [(folder / f"attempts/{n}/run.log").read_text() for n in (1, 2)]
     assert kept == ["RuntimeError: 1\n", "RuntimeError: 2\n"]
@@ -130,11 +131,11 @@ def test_an_attempt_that_saved_nothing_is_put_aside_whole_and_one_that_did_goes_
     assert not (folder / "run.log").exists() and not (folder / "status.json").exists()
     checkpoint(folder, 2)
     (folder / "run.log").write_text("START a\nCUDA out of memory. Tried to allocate 2.00 GiB\n")
-    assert attempt.end(folder, 1, ME).status == "OOM"
+    assert nodes.end(folder, 1, ME).status == "OOM"
     assert attempt.begin(folder, ME) == "go: from iter_0000002"
     with (folder / "run.log").open("a") as log:
         log.write("START b\nValueError: gbs\n")
-    assert attempt.end(folder, 1, ME).evidence == "ValueError: gbs", "only its own end counts"
+    assert nodes.end(folder, 1, ME).evidence == "ValueError: gbs", "only its own end counts"
 
 
 def test_a_link_waits_for_the_stage_before_it(tmp_path: Path) -> None:
@@ -247,7 +248,7 @@ def test_a_hang_stays_a_hang_with_its_rank_though_the_watchdog_killed_the_others
     (folder / "run.log").write_text(
         "START a\nE1123 api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 53)\n"
     )
-    found = attempt.end(folder, 1, ME)
+    found = nodes.end(folder, 1, ME)
     assert (found.status, found.evidence, found.rank) == (Status.HANG, verdict.evidence, 3)
 
 
@@ -300,7 +301,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
         (folder / "run.log").write_text(
             f"START a\n[rank1]: torch.distributed.DistBackendError: NCCL error\n{log}\n"
         )
-    outcome = attempt.end(folder, 1, ME, test=lambda _: Findings(broken=broken))
+    outcome = nodes.end(folder, 1, ME, test=lambda _: Findings(broken=broken))
     assert (outcome.status, nodes.goes_on(folder, "78")) == (status, replaced)
     assert requeued == ([] if without is None else [without]) and known_status(folder) == outcome
     lost = [*dead, *(broken if replaced else ()), *(["n2"] if log else ())]
@@ -360,7 +361,7 @@ def test_a_node_that_makes_a_run_slow_is_tested_and_a_spare_takes_over(
         RunStatus(status=Status.STOPPED, evidence=stopped, rank=None, exit_code=0, seconds=9.0),
     )
     tested = list[list[str]]()
-    outcome = attempt.end(folder, 0, ME, test=lambda names: tested.append([*names]) or found)
+    outcome = nodes.end(folder, 0, ME, test=lambda names: tested.append([*names]) or found)
     assert says in outcome.evidence and nodes.goes_on(folder, "78") == "n2"
     assert nodes.lost_nodes(folder, "78") == lost
     nodes.start_nodes(
@@ -379,7 +380,7 @@ def test_ranks_restarted_within_a_job_are_counted_in_how_it_ended(folder: Path) 
     ]:
         (folder / "env.json").write_text(text)
         assert (
-            "restarted in the job 2 times" in attempt.end(folder, 1, {"SLURM_JOB_ID": "7"}).evidence
+            "restarted in the job 2 times" in nodes.end(folder, 1, {"SLURM_JOB_ID": "7"}).evidence
         ) is restarts
 
 

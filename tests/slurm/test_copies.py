@@ -24,7 +24,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "data/__pycache__").mkdir(parents=True)
     for name in ("__init__.py", "data/site.json", "data/__pycache__/x.pyc"):
         (folder / name).write_text(name)
-    monkeypatch.setattr(copies, "package", lambda: folder)
+    monkeypatch.setattr(copies, "packages", lambda: [folder])
     return folder
 
 

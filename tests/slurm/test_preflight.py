@@ -304,7 +304,7 @@ EDITED = {
         "a failed run counts as COMPLETED",
     ),
     "signal": (
-        lambda s: s.replace("trilane.engine.torchrun", "torch.distributed.run"),
+        lambda s: s.replace("trilane_engine.torchrun", "torch.distributed.run"),
         "SIGUSR1 before the limit may reach only the launcher",
     ),
     "script": (lambda s: s.replace("--nodes=2", "--nodes=3"), "job.sbatch has --nodes=3"),

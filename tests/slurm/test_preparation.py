@@ -46,7 +46,7 @@ def in_job(folder: Path) -> "subprocess.CompletedProcess[str]":
     """The line of the job script about the corpus, with the small corpora of these tests taken for
     large ones.
     """
-    code = "import sys; from trilane.engine.data import corpus; from trilane.workspace import prepared_corpora as p;"
+    code = "import sys; from trilane_engine.data import corpus; from trilane.workspace import prepared_corpora as p;"
     code += "p.unprepared.__defaults__ = (*p.unprepared.__defaults__[:-1], 1000);"
     code += "sys.exit(corpus.main(['--in-job', 'plan.json']))"
     return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)

@@ -124,7 +124,7 @@ scontrol*) echo n1; sleep "${PAUSE_S:-0}"; echo n2 ;;
 esac
 """
 SRUN = ["srun", "--kill-on-bad-exit=1", "--wait=15"]
-CORPUS = ["python", "-m", "trilane.engine.data.corpus", "--in-job", "plan.json"]
+CORPUS = ["python", "-m", "trilane_engine.data.corpus", "--in-job", "plan.json"]
 BEGIN, CHOICE, END = (
     ["python", "-m", "trilane", "slurm", "job", word, "."] for word in ("begin", "nodes", "end")
 )
@@ -212,8 +212,8 @@ def torchrun(first: str = "n1", gpus: int = 8, start: int = 0) -> list[str]:
         f"--rdzv-endpoint={first}:{10077 + 1000 * start}",
     ]
     nodes = ["--nnodes=2", f"--nproc-per-node={gpus}", "--max-restarts=0"]
-    head = ["python", "-m", "trilane.engine.torchrun", "ranks/failures-77-0.json"]
-    return [*head, *nodes, *rendezvous, "-m", "trilane.engine", "plan.json"]
+    head = ["python", "-m", "trilane_engine.torchrun", "ranks/failures-77-0.json"]
+    return [*head, *nodes, *rendezvous, "-m", "trilane_engine", "plan.json"]
 
 
 def choice(gpus: int) -> list[str]:
@@ -293,7 +293,7 @@ def test_the_processes_meet_on_the_first_of_the_nodes_that_train(play: Play) -> 
     assert [call for call in play.calls if call[0] == "scontrol"] == [
         ["scontrol", "show", "hostnames", "n2"]
     ] * 2
-    (started,) = [call for call in play.calls if "trilane.engine.torchrun" in call]
+    (started,) = [call for call in play.calls if "trilane_engine.torchrun" in call]
     assert {"--nnodes=1", "--rdzv-id=77.1", "--rdzv-endpoint=n1:11077"} <= set(started)
 
 

@@ -60,15 +60,15 @@ class Rehearsal:
         node = f"{sys.executable} -IS {REPOSITORY}/tests/planted/node.py"
         programs.mkdir()
         (programs / "python").write_text(
-            f'#!/bin/sh\n[ "$3" != trilane.engine.bench.node_test ] || exec {node} test\nexec {sys.executable} "$@"\n'
+            f'#!/bin/sh\n[ "$3" != trilane_engine.bench.node_test ] || exec {node} test\nexec {sys.executable} "$@"\n'
         )
         (programs / "python").chmod(0o755)
         script = (self.folder / "job.sbatch").read_text()
-        ranks = r"exec python -m trilane.engine.torchrun .*?plan.json'"
+        ranks = r"exec python -m trilane_engine.torchrun .*?plan.json'"
         script = re.sub(ranks, lambda _: f"exec {node} {GOAL} {SAVES}'", script, flags=re.S)
         for old, new in (
             ("# Nothing left to do", f'export PATH="{programs}:$PATH"\n# Nothing left to do'),
-            ("python -m trilane.engine.data.corpus --in-job plan.json\n", ""),
+            ("python -m trilane_engine.data.corpus --in-job plan.json\n", ""),
             ("slurm job guard . &", "slurm job guard . --every 1 &"),
             ("--wait=15", "--wait=2"),
             (" --test ", " $([ -e tested ] || { touch tested; echo --test; }) "),

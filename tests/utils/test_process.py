@@ -41,7 +41,7 @@ def test_no_command_of_lib_or_a_job_script_runs_what_lies_in_the_current_folder(
     folder.
     """
     modules, programs = started()
-    assert {"trilane", "trilane.engine.torchrun", "jupyterlab"} <= modules and {
+    assert {"trilane", "trilane_engine.torchrun", "jupyterlab"} <= modules and {
         "git",
         "scontrol",
     } <= programs
@@ -110,8 +110,8 @@ def test_an_engine_without_triton_is_one_line_where_megatron_core_imports_it(
     monkeypatch.setattr("trilane.utils.process.find_spec", {"torch": found}.get)
     rule = f"^triton=missing: megatron-core {installed} imports it: pip install triton$"
     with pytest.raises(ValueError, match=rule) if needs else contextlib.nullcontext():
-        python("-m", "trilane.engine.bench")
-    python("-m", "trilane.engine.bench", program="python")  # elsewhere
+        python("-m", "trilane_engine.bench")
+    python("-m", "trilane_engine.bench", program="python")  # elsewhere
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from trilane.analysis import benchmark
 from trilane.analysis.measure import measure
 from trilane.cli.app import main
 from trilane.costmodel.shipped import calibration_for
-from trilane.diagnose.capture import write_topology
 from trilane.launch.outcome import judge
 from trilane.report import html, notebook
 from trilane.slurm import attempt, chain, client, jobs, ledger, sites
@@ -29,6 +28,8 @@ from trilane.utils.validation import shipped_json
 from trilane.workspace import checkpoints, phase_times, run_folder, status
 from trilane.workspace.heartbeat import Heartbeat, NodeReport, read_beats
 from trilane.workspace.study import Study, load_cluster
+from trilane_diagnose import nodes
+from trilane_diagnose.capture import write_topology
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
 LINE = (
@@ -156,7 +157,7 @@ def cut_and_begin(run: Path) -> None:
 def ends(run: Path) -> None:
     jobs.job_status([run]).to_frame()
     judge(run, 1, 1.0)
-    attempt.end(run, 1, JOB)
+    nodes.end(run, 1, JOB)
     run_folder.is_completed(run)
 
 

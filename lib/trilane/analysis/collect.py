@@ -13,7 +13,6 @@ from typing import Any
 
 import pandas as pd
 
-from trilane.analysis.continuity import find_breaks
 from trilane.analysis.loss_curve import Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure, measure_log
 from trilane.analysis.spikes import CALM, training_text
@@ -25,6 +24,7 @@ from trilane.costmodel.recalibration import NOTHING, Recalibration
 from trilane.logs.dialects import use
 from trilane.logs.written_tables import read_runs
 from trilane.utils.files import natural
+from trilane.utils.hooks import hook
 from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, short, show
 from trilane.utils.validation import require, require_folder
@@ -181,7 +181,7 @@ class MeasuredRuns(Table):
         them.
         """
         groups = trainings([m.log for m in self.timed])
-        texts = [training_text(g, join(g), find_breaks(g)) for g in groups]
+        texts = [training_text(g, join(g), hook("breaks")(g)) for g in groups]
         loud = [
             line
             for text in texts

@@ -206,3 +206,13 @@ def _sigma(step: Any, lines: Any) -> Any:
     # Few lines give a poor estimate of noise. Losses are printed, and batches differ: never below
     # 0.2 %.
     return np.maximum(1.4826 / math.sqrt(2) * step * (1 + 2 * LEAST / lines), 2e-3)
+
+
+def change(value: float, expected: float) -> str:
+    """A change in words: a factor where it is large, else per cent."""
+    if not math.isfinite(value):
+        return "no number"
+    if not expected or not value:
+        return f"{value - expected:+.6g}"
+    ratio = value / expected
+    return f"x {ratio:.3g}" if not 0.5 < ratio < 2 else f"{ratio - 1:+.2%}"

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 
-from trilane.analysis.continuity import Continuity, change
-from trilane.analysis.loss_curve import LEAST, SIGMAS, WINDOW, Curve, baseline
+from trilane.analysis.loss_curve import LEAST, SIGMAS, WINDOW, Curve, baseline, change
 from trilane.logs.run import RunLog
 from trilane.utils.tables import Record, as_json
 
@@ -136,9 +135,7 @@ def _logarithms(curve: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
     return curve.table["iteration"].to_numpy(float)[good], np.log(values[good])
 
 
-def training_record(
-    group: Sequence[RunLog], curve: Curve, continuity: Continuity
-) -> dict[str, Any]:
+def training_record(group: Sequence[RunLog], curve: Curve, continuity: Any) -> dict[str, Any]:
     """A training as JSON; a loss that is no number is null."""
     restarts = [
         {"iteration": r.iteration, "redone": r.redone, "log": r.log} for r in curve.restarts
@@ -159,7 +156,7 @@ def training_record(
     return dict(as_json(found | {"problems": problems}))
 
 
-def training_text(group: Sequence[RunLog], curve: Curve, continuity: Continuity) -> str:
+def training_text(group: Sequence[RunLog], curve: Curve, continuity: Any) -> str:
     """A training in a line, and a line for each restart, event, break of a restart, and problem of
     a log.
     """

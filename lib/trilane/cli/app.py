@@ -27,6 +27,7 @@ from click.exceptions import Exit, NoArgsIsHelpError
 import trilane
 from trilane.config.options import check_value, option
 from trilane.utils import validation
+from trilane.utils.hooks import hook
 from trilane.utils.process import install_command
 from trilane.utils.tables import one_line, printable
 
@@ -261,6 +262,8 @@ class Root(Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in GROUPS:
             return None
+        if cmd_name == "debug":
+            return hook("debug")
         alone = ("run", "calibrate", "train")
         module = import_module(
             f"trilane.cli.{'run' if cmd_name in (*alone, 'measure') else cmd_name}"

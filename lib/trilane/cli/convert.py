@@ -91,7 +91,7 @@ def huggingface(
     It is a GPT-2, BLOOM, Llama or Qwen 2, by the shape.
     """
     given = [str(source), str(out), str(vocab_size), tokenizer]
-    replace_by(python("-m", "trilane.engine.checkpoint.huggingface", *given))
+    replace_by(python("-m", "trilane_engine.checkpoint.huggingface", *given))
 
 
 @command(GROUP)
@@ -114,7 +114,7 @@ def checkpoint(
     replace_by(
         python(
             "-m",
-            "trilane.engine.checkpoint.torch_dist",
+            "trilane_engine.checkpoint.torch_dist",
             str(source),
             str(out),
             plan,

@@ -10,7 +10,6 @@ import click
 from trilane.analysis import compare as comparison
 from trilane.analysis import tables
 from trilane.analysis.collect import measure_all, measure_path, read_folder
-from trilane.analysis.continuity import find_breaks
 from trilane.analysis.loss_curve import join, trainings
 from trilane.analysis.spikes import training_record, training_text
 from trilane.cli.app import Answer, Group, command, note
@@ -18,6 +17,7 @@ from trilane.config.options import option
 from trilane.logs.dialects import use
 from trilane.logs.run import RunLog
 from trilane.logs.written_tables import read_runs
+from trilane.utils.hooks import hook
 from trilane.utils.tables import csv_text
 from trilane.utils.validation import require
 
@@ -136,7 +136,7 @@ def spikes(*logs: str, as_json: bool = False) -> int:
         read += known
         bad += [f"log={name}: its iterations have no numbers"] * (len(known) < len(runs))
     if (code := unreadable(bad, read)) < 2:
-        found = [(group, join(group), find_breaks(group)) for group in trainings(read)]
+        found = [(group, join(group), hook("breaks")(group)) for group in trainings(read)]
         text = "\n".join(training_text(*one) for one in found) or "no log holds an iteration"
         Answer({"trainings": [training_record(*one) for one in found]}, text).show(as_json)
     return code

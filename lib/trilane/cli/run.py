@@ -172,7 +172,7 @@ def machine(
     """
     # In place of this process: torchrun and srun count on the rank that they started. Only the
     # engine imports torch.
-    replace_by(python("-m", "trilane.engine.bench", out, name, storage))
+    replace_by(python("-m", "trilane_engine.bench", out, name, storage))
 
 
 @command(GROUP)
@@ -203,7 +203,7 @@ def plan(
             "exists; name another file",
         )
         require(Path(timeline).parent.is_dir(), "timeline", timeline, "its folder does not exist")
-        replace_by(python("-m", "trilane.engine.trace", str(plan), timeline, *["--json"] * as_json))
+        replace_by(python("-m", "trilane_engine.trace", str(plan), timeline, *["--json"] * as_json))
     from trilane.analysis.benchmark import benchmark, result
     from trilane.analysis.tables import parse_text
 
@@ -224,4 +224,4 @@ def engines(
     names = ENGINES if engines == "all" else tuple(name.strip() for name in engines.split(","))
     for name in names:
         require_known("engines", name, ("all", *ENGINES))
-    replace_by(python("-m", "trilane.engine.parity", *names, *["--json"] * as_json))
+    replace_by(python("-m", "trilane_engine.parity", *names, *["--json"] * as_json))

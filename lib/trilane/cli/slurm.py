@@ -1,27 +1,22 @@
-"""`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains, sites, and what the job scripts
-ask.
-"""
+"""`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains, sites."""
 
-import contextlib
 import itertools
 import math
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 from trilane.cli.app import Answer, Group, command, note
 from trilane.config.options import option
 from trilane.config.plan import Plan, locate_plan, read_plan
 from trilane.costmodel.shipped import constants_of, replaced
 from trilane.launch.local import run_folder as run_folder_of
-from trilane.slurm import attempt, client, jobs, ledger, node_test, preflight, sites
 from trilane.slurm import chain as chains
-from trilane.slurm import nodes as job_nodes
+from trilane.slurm import client, jobs, ledger, preflight, sites
 from trilane.slurm import script as scripts
 from trilane.slurm import study_runs as several
 from trilane.slurm.sites import JobRequest, Site
+from trilane.utils.hooks import hook
 from trilane.utils.tables import one_line
 from trilane.utils.validation import require_file, to_mapping
 from trilane.workspace.run_folder import is_completed
@@ -264,83 +259,5 @@ def site_command(site: Site = option(argument="SITE", read=sites.site)) -> Answe
     return Answer(to_mapping(site))
 
 
-attempts = Group(
-    "job", help="For the job scripts: may this attempt begin, on which nodes, and how did it end."
-)
-TEST = option(False, "test the nodes first, by steps of srun with the arguments SRUN", name="test")
-GPUS = option(0, "GPUs of a node that the test is to use; 0: a core", minimum=0)
-
-
-@command(attempts)
-def begin(folder: Path) -> Answer:
-    """Print whether the attempt of the run folder may begin."""
-    decision = attempt.begin(folder)
-    return Answer({"verdict": decision}, decision)
-
-
-@command(attempts)
-def end(
-    folder: Path,
-    *srun: Annotated[str, None],
-    code: int = option(0, "the training's exit code", minimum=-255, maximum=255),
-    tests: bool = TEST,
-    gpus: int = GPUS,
-) -> Answer:
-    """Write and print how the attempt ended."""
-    outcome = attempt.end(folder, code, test=node_test.tester(gpus, srun) if tests else None)
-    text = f"{outcome.status} after {outcome.seconds:.0f} s: {outcome.evidence}"
-    again = (
-        "again: a spare takes the place of a node; "
-        if job_nodes.goes_on(folder, job_nodes.job_id())
-        else ""
-    )
-    return Answer(asdict(outcome), again + text)
-
-
-@command(attempts)
-def nodes(
-    folder: Path,
-    *srun: Annotated[str, None],
-    count: int = option(help="nodes that train", minimum=1),
-    tests: bool = TEST,
-    gpus: int = GPUS,
-) -> None:
-    """Print the nodes of the job that train next, as a SLURM node list; on stderr those that are
-    left out, and why.
-    """
-    cluster = None
-    with contextlib.suppress(ValueError):  # a plan that cannot be read is the training's to report
-        cluster = read_plan(folder / "plan.json").cluster
-    chosen, lines = job_nodes.start_nodes(
-        folder, count, node_test.tester(gpus, srun, cluster) if tests else None
-    )
-    note(lines, label="")
-    print(chosen)
-
-
-@command(attempts, "watch-step")
-def watch_step(folder: Path, first: str) -> None:
-    """Print "end" as soon as only dead nodes have not ended the step, by srun's messages: FIRST,
-    and those on stdin.
-    """
-    if job_nodes.only_dead_are_left(folder, itertools.chain([first], sys.stdin)):
-        print("end: only dead nodes are left")
-
-
-@command(attempts)
-def guard(
-    folder: Path,
-    every: float = option(30.0, "polling interval (s)", above=0),
-    here: bool = option(False, "on this node, not by a step on another"),
-) -> None:
-    """Requeue the job when its first node, on which its script runs, has died; from another node,
-    until ended.
-    """
-    if here:
-        job_nodes.guard_first_node(folder, every)
-    else:
-        job_nodes.guard(folder.resolve(), every)
-
-
-for group in (attempts, sweep, chain):
+for group in (hook("job"), sweep, chain):
     GROUP.add_command(group)

@@ -20,9 +20,9 @@ from trilane.config.engines import require_trainable
 from trilane.config.layer import layer_of
 from trilane.config.plan import Plan, locate_plan, plan_from_json, read_plan, read_plan_values
 from trilane.launch.follow import follow
-from trilane.launch.outcome import failed_ranks, judge
-from trilane.launch.watchdog import Hang, HangMonitor
+from trilane.launch.outcome import Hang, failed_ranks, judge
 from trilane.utils import process
+from trilane.utils.hooks import hook
 from trilane.utils.process import Child, announced, held_port, interrupt, python
 from trilane.utils.validation import read_json, require, require_known
 from trilane.workspace.continuation import require_continuable
@@ -104,7 +104,7 @@ def _run(
     start, deadline = {"TRILANE_START": secrets.token_hex(8)}, begin + timeout_s
     try:
         prepare_data(folder / "plan.json")
-        monitor = HangMonitor(folder, plan, start)
+        monitor = hook("monitor")(folder, plan, start)
         with contextlib.closing(monitor), torchrun(folder, plan, port, start) as child:
             with forwarding_signals(child):
                 code = follow(
@@ -179,7 +179,7 @@ def prepare_data(plan: Path) -> list[str]:
     """Prepare the corpus of a plan's file in a child process (it may import torch), and try out its
     own layer; the prefixes of its pairs. ValueError with the child's last line where it fails.
     """
-    command = python("-m", "trilane.engine.data.corpus", str(plan))
+    command = python("-m", "trilane_engine.data.corpus", str(plan))
     done = process.run(command, environment(1))
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     if done.returncode != 0:
@@ -197,14 +197,14 @@ def torchrun(folder: Path, plan: Plan, port: int, start: dict[str, str]) -> Iter
     # order
     ranks, processes = folder / "ranks", plan.topology.gpus
     ranks.mkdir(exist_ok=True)
-    command = python("-m", "trilane.engine.torchrun", str(ranks / "failures.json"))
+    command = python("-m", "trilane_engine.torchrun", str(ranks / "failures.json"))
     command += [
         "--nnodes=1",
         f"--nproc-per-node={processes}",
         "--master-addr=127.0.0.1",
         f"--master-port={port}",
     ]
-    command += ["--module", "trilane.engine", str(folder / "plan.json")]
+    command += ["--module", "trilane_engine", str(folder / "plan.json")]
     env = {**environment(processes), "TRILANE_RANK_LOGS": str(ranks), **start}
     with (ranks / "torchrun.log").open("ab") as log:
         child = process.start(command, env, stdout=log, stderr=log, process_group=0)

@@ -13,6 +13,14 @@ from trilane.utils.files import read_text
 from trilane.workspace.status import RunStatus, Status, known_status, verdict
 
 
+class Hang(Exception):
+    """The run hangs; `outcome` names the suspected rank."""
+
+    def __init__(self, outcome: RunStatus) -> None:
+        super().__init__(outcome.evidence)
+        self.outcome = outcome
+
+
 def judge(folder: Path, code: int, seconds: float, done: int = 0) -> RunStatus:
     """The status by torchrun's exit code, its list of failed ranks and their last lines, and the
     log.

@@ -7,7 +7,6 @@ from pathlib import Path
 import jinja2
 
 from trilane.report.html import DATA, POLICY, read_notebook, state, title, without_places
-from trilane.slurm.incident import SHOWN, Incident
 from trilane.utils.files import replace_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import Html, printable, short
@@ -44,30 +43,15 @@ def write_index(study: Study) -> Path:
                 Html.joined(" · ", [Html.link(name, name) for name in names]),
             ),
         ]
-        return _write(study.folder / "index.html", Html.of("Study “{}”", study.name), parts)
+        return write_page(study.folder / "index.html", Html.of("Study “{}”", study.name), parts)
 
 
-def _write(path: Path, heading: Html, parts: Iterable[Html]) -> Path:
+def write_page(path: Path, heading: Html, parts: Iterable[Html]) -> Path:
     made = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True)
     source = made.from_string((DATA / "page.html.j2").read_text(encoding="utf-8"))
     css = Html((DATA / "report.css").read_text(encoding="utf-8"))
     values = {"policy": Html(POLICY), "title": heading, "stamp": stamp()}
     return replace_text(path, source.render(css=css, body=Html.joined("\n", parts), **values))
-
-
-def write_incident(found: Incident, path: Path) -> Path:
-    """Write the incident as one page: the verdict, the timeline, the notes; its path."""
-    heading = Html.of("Incident “{}”", found.folder.resolve().name)
-    card = Html.of('<p class="card"><b>{}</b></p>', found.status)
-    lines = (Html.pre(line) for line in found.verdict)
-    # two columns, which fit on a phone
-    cells = (event.cells() for event in found.events[:SHOWN])
-    rows = (
-        (" ".join(filter(None, c[:3])), Html.of("{:code}{}", c[3], Html.pre(c[4]))) for c in cells
-    )
-    notes = (Html.of("<p>{}</p>", note) for note in found.notes)
-    timeline = [Html("<h2>Timeline</h2>"), table(("When and where", "What"), rows)]
-    return _write(path, heading, [Html.of("<h1>{}</h1>", heading), card, *lines, *timeline, *notes])
 
 
 def zip_path(study: Study) -> Path:

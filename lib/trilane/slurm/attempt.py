@@ -12,13 +12,17 @@ from trilane.config.plan import read_plan
 from trilane.launch.outcome import last_log
 from trilane.slurm import client, copies, ledger
 from trilane.slurm.copies import USED_BY as CODE
-from trilane.slurm.nodes import Tester, handle_node_failure, job_id
 from trilane.utils.files import append_line, json_object, read_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import one_line
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
 from trilane.workspace.run_folder import is_completed, iteration, put_aside
 from trilane.workspace.status import RunStatus, Status, known_status, verdict, write_status
+
+
+def job_id(env: Mapping[str, str] = os.environ) -> str:
+    """This job's id; "0" outside a job."""
+    return env.get("SLURM_JOB_ID", "0")
 
 
 def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
@@ -52,14 +56,9 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
     return f"go: from {newest.name if newest else 'the beginning'}"
 
 
-def end(
-    folder: Path, code: int, env: Mapping[str, str] = os.environ, test: Tester | None = None
-) -> RunStatus:
+def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> RunStatus:
     """How the attempt ended, by its log and the step's exit code; written to status.json and to the
     ledger.
-
-    Where a node cannot be reached, or the test finds one broken, that is the reason: see
-    handle_node_failure.
     """
     job, at, goal = job_id(env), iteration(folder), read_plan(folder / "plan.json").run.goal
     starts = [e for e in ledger.events(folder, "started") if e["id"] == job]
@@ -81,7 +80,7 @@ def end(
     outcome = replace(outcome, exit_code=code, seconds=seconds)
     write_status(folder, outcome)
     ledger.note(folder, "ended", job, **{k: v for k, v in asdict(outcome).items() if k != "rank"})
-    return handle_node_failure(folder, job, env.get("SLURM_JOB_NODELIST", ""), outcome, test)
+    return outcome
 
 
 def status_of(status: Status, evidence: str) -> RunStatus:

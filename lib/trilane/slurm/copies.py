@@ -15,7 +15,7 @@ from trilane.config.plan import plan_from_json, read_plan_values
 from trilane.utils.files import read_text, replace_text
 from trilane.utils.validation import require
 from trilane.workspace.continuation import changes
-from trilane.workspace.installation import package, revision, shipped
+from trilane.workspace.installation import packages, revision, shipped
 
 # what a script that runs the frozen code mentions
 USED_BY = "TRILANE_CODE"
@@ -89,7 +89,7 @@ def freeze(home: Path) -> Path:
             require(
                 sums == _sums(_roots()),
                 "code",
-                package(),
+                packages()[0],
                 "is being changed; submit when that has ended",
             )
             target = code / hash_of(sums)
@@ -105,8 +105,9 @@ def freeze(home: Path) -> Path:
 
 
 def _roots() -> dict[str, Path]:
-    """The folders of the package and of its templates, by their name in a copy."""
-    return {"trilane": package(), "share/trilane/slurm_templates": shipped("slurm_templates")}
+    """The folders of the packages and of the templates, by their name in a copy."""
+    roots = {path.name: path for path in packages()}
+    return {**roots, "share/trilane/slurm_templates": shipped("slurm_templates")}
 
 
 def _sums(roots: dict[str, Path]) -> str:

@@ -227,7 +227,7 @@ def traps(case: JobCheck) -> list[Row]:
         "srun --kill-on-bad-exit=1 --wait=15 ...",
         has("srun") and not has("--kill-on-bad-exit=1"),
     )
-    forward = "python -m trilane.engine.torchrun forwards it; or trap 'touch save' USR1"
+    forward = "python -m trilane_engine.torchrun forwards it; or trap 'touch save' USR1"
     return [
         (never, "kill-on-bad-exit", REFUSAL, waits, keeps),
         (has(r"\| tee") and not has("pipefail"), "pipefail", REFUSAL, hides, "set -euo pipefail"),

@@ -38,7 +38,7 @@ def python(*arguments: str, program: str = sys.executable) -> list[str]:
     Where it would run an engine here, ModuleNotFoundError if torch, of the extra `train`, is
     missing, and ValueError if megatron-core lacks triton.
     """
-    runs_engine = any(argument.startswith("trilane.engine") for argument in arguments[1:2])
+    runs_engine = any(argument.startswith("trilane_engine") for argument in arguments[1:2])
     if runs_engine and program == sys.executable:
         if find_spec("torch") is None:
             message = f"torch=missing: is installed by {install_command('train')}"

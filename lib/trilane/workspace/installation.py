@@ -16,6 +16,12 @@ def package() -> Path:
     return Path(__file__).resolve().parents[1]
 
 
+def packages() -> list[Path]:
+    """The folders of trilane and of the packages beside it."""
+    names = ("trilane", "trilane_diagnose", "trilane_engine")
+    return [package().with_name(name) for name in names]
+
+
 def frozen() -> Path | None:
     """The frozen copy of the code (slurm/copies.py) that this is; None where it is installed."""
     copy = package().parent

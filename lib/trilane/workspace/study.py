@@ -272,7 +272,7 @@ def load_cluster(name: str | Cluster) -> Cluster:
     path = outputs_root() / "local.json"
     if name == "local" and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        done = run(python("-m", "trilane.engine.bench", str(path)))
+        done = run(python("-m", "trilane_engine.bench", str(path)))
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         require(
             done.returncode == 0, "cluster", "local", f"this machine could not be measured: {last}"

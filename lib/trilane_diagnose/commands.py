@@ -1,0 +1,167 @@
+"""`trilane debug`: hangs, slow nodes, bad restarts."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trilane.cli.app import Answer, Group, command
+from trilane.config.options import option
+from trilane.config.plan import read_plan
+from trilane.slurm import jobs
+from trilane.utils.validation import require, require_known
+from trilane.workspace import rank_grid
+from trilane.workspace.heartbeat import read_beats
+from trilane.workspace.phase_times import read_phase_times
+from trilane_diagnose import bisection, rehearsal
+from trilane_diagnose import capture as stacks
+from trilane_diagnose.hang import diagnose_hang
+from trilane_diagnose.incident import read_incident
+from trilane_diagnose.restart import compare_restart
+from trilane_diagnose.stacks import last_calls
+from trilane_diagnose.stragglers import find_stragglers
+
+GROUP = Group("debug", help="Find the cause of a hang, a slow node, a loss spike after a restart.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """How the ranks are numbered."""
+
+    tp: int = option(0, "where the folder has no topology.json or plan.json", minimum=1)
+    pp: int = option(0, "where the folder has no topology.json or plan.json", minimum=1)
+    dp: int = option(0, "where the folder has no topology.json or plan.json", minimum=1)
+    gpus_per_node: int = option(8, "with --tp, --pp, --dp", minimum=1)
+
+    def grid(self) -> rank_grid.Grid | None:
+        """Their grid; None where no size is given."""
+        tp, pp, dp = self.tp or 1, self.pp or 1, self.dp or 1
+        return (
+            rank_grid.regular(tp, pp, dp, self.gpus_per_node)
+            if self.tp or self.pp or self.dp
+            else None
+        )
+
+
+@command(GROUP)
+def hang(folder: Path, ranks: Ranks) -> Answer:
+    """Print which ranks and nodes cause a hang: the stacks of all ranks, merged and analyzed.
+
+    FOLDER is a run folder, or holds dumps of py-spy, faulthandler or NCCL.
+    """
+    return Answer.of(diagnose_hang(folder, ranks.grid()))
+
+
+@command(GROUP)
+def incident(
+    folder: Path, page: Path | None = option(None, "write it as an HTML page, too", metavar="FILE")
+) -> Answer:
+    """Print what happened: logs, stacks, Flight Recorder and SLURM's accounting as one timeline and
+    one verdict.
+
+    FOLDER is a run folder, or holds copies of these files, such as what `sacct --parsable2`
+    printed.
+    """
+    found = read_incident(folder)
+    if page:
+        require(page.parent.is_dir(), "page", page, "its folder does not exist")
+        from trilane_diagnose.incident_page import write_incident
+
+        write_incident(found, page)
+    return Answer.of(found)
+
+
+@command(GROUP)
+def capture(
+    folder: Path,
+    job: str = option("", "with --what hostfile: its SLURM job"),
+    here: Path | None = option(None, "dump this host's ranks there, no more", metavar="STACKS"),
+    what: str = option("stacks", "what is taken", choices=("stacks", "hostfile")),
+) -> Answer | None:
+    """Take the stacks of the running job of the run folder FOLDER, on all its nodes, and analyze
+    them.
+
+    With `--what hostfile` and --job only print the job's nodes as a hostfile of DeepSpeed and pdsh.
+    """
+    folder = folder.resolve()
+    plan = read_plan(folder / "plan.json")
+    if what == "hostfile":
+        return Answer.lines(what, jobs.hostfile(job, plan))
+    require(
+        not job, "job", job, "is for --what hostfile; each node's watchdog dumps its ranks without"
+    )
+    if here is not None:
+        stacks.capture_here(folder, here)
+        return None
+    rule = "no rank has given a sign of life (hang_timeout_s=0, or not started)"
+    require(bool(read_beats(folder)), "folder", folder, rule)
+    taken = stacks.capture(folder, plan)
+    verdict = diagnose_hang(taken)
+    return Answer(verdict.to_json(), f"{taken}\n{verdict.to_text()}")
+
+
+@command(GROUP)
+def stragglers(folder: Path, ranks: Ranks) -> Answer:
+    """Print which rank or node makes the others wait, from a run folder with phase times
+    (run.timers).
+    """
+    known, seconds = read_phase_times(folder, ranks.grid())
+    slow = find_stragglers(known, seconds)
+    text = "\n".join(map(str, slow)) or "no rank is slower than its peers"
+    return Answer({"ranks": len(seconds), "stragglers": [one.to_json() for one in slow]}, text)
+
+
+@command(GROUP)
+def calls(folder: Path) -> Answer:
+    """Print the last call of each rank, from traces of Python's trace module of any size."""
+    return Answer.of(last_calls(folder))
+
+
+@command(GROUP)
+def restart(a: Path, b: Path) -> Answer:
+    """Compare what was saved (A) with what a restart loaded (B), by rank and tensor; exit code 1
+    where they differ.
+
+    Each is a run folder, a checkpoint, or a folder of fingerprints.
+    """
+    found = compare_restart(a, b)
+    return Answer.of(found, found.findings)
+
+
+@command(GROUP)
+def rehearse(
+    plan: Path,
+    prepare: Path | None = option(
+        None, "only write both runs, and print their commands", metavar="FOLDER"
+    ),
+) -> Answer:
+    """Train, save, load and compare PLAN's engine and topology at tiny width; exit code 1 where
+    they differ.
+    """
+    if prepare:
+        return Answer.lines("commands", rehearsal.prepare(read_plan(plan), prepare.resolve()))
+    done = rehearsal.rehearse_here(read_plan(plan))
+    return Answer.of(done, done.problem or (done.audit and done.audit.findings))
+
+
+@command(GROUP)
+def bisect(
+    plan: Path,
+    axes: str = option(",".join(bisection.AXES), "what to shrink"),
+    timeout: float = option(600.0, "seconds for a job", above=0),
+    out: Path | None = option(
+        None, "folder of the jobs (default: <plan>-bisect)", metavar="FOLDER"
+    ),
+    dry_run: bool = option(False, "only print what would be tried"),
+) -> Answer:
+    """Shrink the hanging PLAN in short jobs until the boundary between what works and what hangs is
+    known.
+    """
+    read, names = read_plan(plan), tuple(axes.split(","))
+    for name in names:
+        require_known("axis", name, bisection.AXES)
+    if dry_run:
+        text = "\n".join(f"{name}: {bisection.values(read, name)}" for name in names)
+        return Answer.lines("tried", text)
+    folder = out or plan.with_name(f"{plan.stem}-bisect")
+    require(not folder.exists(), "out", folder, "exists; name another")
+    report = bisection.bisect(read, names, bisection.local_runner(folder, timeout))
+    return Answer(asdict(report), str(report))

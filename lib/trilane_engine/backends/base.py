@@ -1,0 +1,246 @@
+"""What all engines share: the interface that the loop sees, their start, and the inside of an
+optimizer of any make.
+"""
+
+import importlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from trilane.config.plan import Plan
+from trilane.workspace.fingerprints import must_decay
+from trilane_engine.model import fused
+from trilane_engine.model.parameters import Piece, paired
+from trilane_engine.model.rng import seed_streams
+from trilane_engine.world import World
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Named = Sequence[tuple[str, torch.nn.Parameter]]  # parameters by their names in the whole model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Tokens and the tokens that follow them, both (mbs, seq_length), int64, on this rank's device."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Result of one iteration: mean loss in nats (0 on ranks without it), gradient norm before
+    clipping.
+
+    `not_finite`, the same on all ranks, says where the run's first value arose that is not; only
+    `megatron` looks.
+    """
+
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    skipped: bool
+    not_finite: str = ""
+
+
+class States(Protocol):
+    """Weights and optimizer of one rank, piece by piece in fp32, whatever the engine's own
+    representation.
+
+    A piece is the same on all replicas. Of its values, flattened, a rank reads those of
+    `shard(number)`: where the states are `divided` (ZeRO, a distributed optimizer) the part that it
+    updates itself, which no other replica has; else all of them. All replicas must read the same
+    pieces in the same order, since an engine may have to gather them.
+
+        finish_step   complete what the last step deferred; collective, before any read
+        shard         (first, last + 1) of the values that read() returns; (0, 0) for none
+        read          these values of a piece of `kind` (checkpoints.KINDS), flat, fp32; the next step may change them
+        write         set a piece: the whole `weight`, also in the engine's precision, and `moments` as read() has them
+        copy          the weight that the model computes with; None where it is the optimizer's own, or not here whole
+        decays        current weight decay of each piece's optimizer group; None where this rank updates none of it
+        scalars       Adam's step; in fp16 also loss_scale, good_steps since it last changed, and hysteresis
+        set_scalars   after the pieces; the loss scale starts afresh where the checkpoint's precision had none
+    """
+
+    pieces: list[Piece]
+    divided: bool
+
+    def finish_step(self) -> None: ...
+    def shard(self, number: int) -> tuple[int, int]: ...
+    def read(self, number: int, kind: str) -> torch.Tensor: ...
+    def write(
+        self, number: int, weight: torch.Tensor, moments: dict[str, torch.Tensor]
+    ) -> None: ...
+    def copy(self, number: int) -> torch.Tensor | None: ...
+    def decays(self) -> list[float | None]: ...
+    def scalars(self) -> dict[str, float]: ...
+    def set_scalars(self, values: dict[str, float]) -> None: ...
+
+
+def pieces(named: Named) -> list[Piece]:
+    """This rank's pieces of parameters. What tensor parallelism does not split is written by its
+    ranks in turn.
+    """
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    first_stage, found = parallel_state.is_pipeline_first_stage(ignore_virtual=True), []
+    for number, (name, parameter) in enumerate(named):
+        gated = getattr(parameter, "partition_stride", 1) == 2
+        is_split = getattr(parameter, "tensor_model_parallel", False)
+        local = paired(
+            getattr(parameter, "ds_shape", parameter.shape), gated
+        )  # under ZeRO-3 itself is empty
+        # of gate and up, (2, ffn, h), each rank has its rows of both
+        dim = getattr(parameter, "partition_dim", 0) + gated if is_split else None
+        twin = name.startswith("embedding.") and not first_stage
+        cut = dim is not None and tp > 1
+        box = tuple(
+            (n * rank, n * (rank + 1)) if cut and d == dim else (0, n) for d, n in enumerate(local)
+        )
+        whole = tuple(n * tp if cut and d == dim else n for d, n in enumerate(local))
+        elsewhere = twin or (not cut and number % tp != rank)
+        found.append(Piece(name=name, shape=whole, box=box, written_elsewhere=elsewhere))
+    return found
+
+
+class Engine:
+    """One system that trains the plan's GPT, from the initial state; collective over all ranks.
+
+    modules     this rank's part of the model
+    settings    file name -> JSON of the settings that the library received; written to the run folder
+    states      weights and optimizer, for checkpoints to read and write
+    path        whether its kernels are fused, why, and how attention is computed; for the log's first lines
+    """
+
+    modules: Sequence[torch.nn.Module]
+    settings: dict[str, Any]
+    states: States
+    _optimizer: Any
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        t = plan.topology
+        chunks = t.interleaving if t.interleaving > 1 else None
+        # Its further gloo groups serve megatron-core's own checkpoints; 384 ranks would keep as
+        # many TCP connections.
+        parallel_state.initialize_model_parallel(
+            t.tp,
+            t.pp,
+            virtual_pipeline_model_parallel_size=chunks,
+            context_parallel_size=t.cp,
+            create_gloo_process_groups=False,
+        )
+        seed_streams(plan.run.seed)
+        self._plan, self._kernels, self.settings = plan, fused.choose(plan, world), {}
+        self.path = str(self._kernels)
+        shape = (t.mbs, plan.shape.seq_length)
+        self._positions = torch.arange(shape[1], device=world.device).expand(
+            shape
+        )  # (mbs, seq_length)
+        self._build()
+        audited(self.states, plan.optimizer.weight_decay)
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """(index, number) of this rank's data-parallel replica."""
+        return (
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+        )
+
+    def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
+        """Forward, backward and optimizer step over this replica's share of one global batch."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        return self._step(microbatches)
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> float:
+        """Mean loss in nats of one global batch, of which this is the replica's share; 0 on ranks
+        without it.
+
+        Forward alone and without dropout: weights, optimizer and generators stay as they are.
+        """
+        for module in self.modules:
+            module.eval()
+        with torch.no_grad():
+            loss = self._evaluate(microbatches)
+        for module in self.modules:
+            module.train()
+        return loss
+
+    def _build(self) -> None:
+        """Set `modules`, `states`, `_optimizer`, and `settings` if there are any."""
+        raise NotImplementedError
+
+    def _step(self, microbatches: Sequence[Microbatch]) -> Step:
+        raise NotImplementedError
+
+    def _evaluate(self, microbatches: Sequence[Microbatch]) -> float:
+        raise NotImplementedError
+
+    def _mean(self, losses: Sequence[torch.Tensor]) -> float:
+        """Mean over microbatches and replicas; 0 on stages that have no loss."""
+        if not losses:
+            return 0.0
+        mean = torch.stack(list(losses)).mean()
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(mean, group=group)
+        return mean.item() / group.size()
+
+
+def build(plan: Plan, world: World) -> Engine:
+    """The plan's engine with its model in the initial state; its module in this package calls the
+    class `build`.
+    """
+    return importlib.import_module(
+        f"trilane_engine.backends.{plan.engine.replace('-', '_')}"
+    ).build(plan, world)
+
+
+def audited(states: States, decay: float) -> None:
+    """AssertionError where the optimizer that a library built has a parameter in the wrong group,
+    or in none.
+    """
+    for piece, found in zip(states.pieces, states.decays(), strict=True):
+        right = decay if must_decay(piece.name, len(piece.shape)) else 0.0
+        assert found == right or (found is None and states.divided), (
+            f"{piece.name} has weight decay {found}"
+        )
+
+
+def init_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Give each of the optimizer's parameters without moments those of step 0: zeros, as the first
+    step would.
+    """
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        if "exp_avg" not in state:
+            state["step"] = _step(optimizer, 0.0, parameter)
+            state |= {kind: torch.zeros_like(parameter, dtype=torch.float32) for kind in MOMENTS}
+
+
+def step_of(optimizers: Iterable[torch.optim.Optimizer]) -> float:
+    """Steps taken, the same for all parameters; 0 where this rank updates none."""
+    counted = (
+        counts.get("step", 0) for optimizer in optimizers for counts in optimizer.state.values()
+    )
+    return max(map(float, counted), default=0.0)
+
+
+def set_step(optimizers: Iterable[torch.optim.Optimizer], step: float) -> None:
+    """Set the number of steps taken to `step`."""
+    for optimizer in optimizers:
+        for parameter, counts in optimizer.state.items():
+            counts["step"] = _step(optimizer, step, parameter)
+
+
+def _step(optimizer: torch.optim.Optimizer, step: float, parameter: torch.Tensor) -> Any:
+    """torch counts in a tensor, the fused one on the parameter's device; the other optimizers in an
+    int.
+    """
+    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one of them
+        return int(step)
+    fused_adam = any(group.get("fused") for group in optimizer.param_groups)
+    return torch.tensor(step, dtype=torch.float32, device=parameter.device if fused_adam else None)

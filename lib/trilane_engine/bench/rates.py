@@ -1,0 +1,186 @@
+"""Rates of one device, a GPU or one core, and of an all_reduce among ranks."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trilane.costmodel.constants import Constants
+from trilane_engine.world import World
+
+COPY_BYTES = 2**28  # far beyond the caches
+
+
+def of_device(device: torch.device) -> dict[str, float]:
+    """Fields of Cluster: of a card peaks, of which a plan gets a share, else of one thread; 0 for a
+    precision without units, so that no plan may choose it.
+    """
+    is_card, types = device.type == "cuda", matmul_types(device)
+    if not is_card:
+        torch.set_num_threads(1)
+    share, copied_share = (Constants.matmul, Constants.memory) if is_card else (1.0, 1.0)
+    found = {
+        f"gpu.{name}_flops_per_s": matmul_flops_per_s(device, types[name]) / share
+        if name in types
+        else 0.0
+        for name in ("fp32", "fp16", "bf16", "fp8")
+    }
+    copied = copy_bytes_per_s(device)
+    found["gpu.memory_bytes_per_s"] = copied / copied_share
+    found["pcie_bytes_per_s"] = host_to_device_bytes_per_s(device) if is_card else copied
+    return {**found, "launch_overhead_s": call_s(device)}
+
+
+def matmul_types(device: torch.device) -> dict[str, torch.dtype]:
+    """Precision -> the type of a matmul in it, of those that the device has units for."""
+    if device.type != "cuda":
+        return {"fp32": torch.float32}
+    types = {"fp32": torch.float32, "fp16": torch.float16}
+    # is_bf16_supported() is True on a V100 too
+    return types | (
+        {"bf16": torch.bfloat16} if torch.cuda.get_device_capability(device) >= (8, 0) else {}
+    )
+
+
+def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs per second of the faster of two matmuls (rows, inner, columns) as a GPT has them.
+
+    On a card tokens x hidden size x a quarter of the MLP (tp 4): four sequences of 2048 at hidden
+    size 8192, two at
+    12288. On a core a small GPT's MLP and a larger one's.
+    """
+    card, core = ((8192, 8192, 8192), (4096, 12288, 12288)), ((1024, 256, 1024), (2048, 1024, 4096))
+
+    def rate(m: int, k: int, n: int) -> float:
+        a, b = (torch.rand(size, device=device, dtype=dtype) for size in ((m, k), (k, n)))
+        out = torch.empty(m, n, device=device, dtype=dtype)
+        return 2 * m * k * n / best_s(lambda: torch.mm(a, b, out=out), device)
+
+    return max(rate(*size) for size in (card if device.type == "cuda" else core))
+
+
+def copy_bytes_per_s(device: torch.device) -> float:
+    """Bytes read and written per second by a copy within the device's memory."""
+    a, b = (torch.ones(COPY_BYTES // 4, device=device) for _ in range(2))
+    return 2 * COPY_BYTES / best_s(lambda: b.copy_(a), device)
+
+
+def host_to_device_bytes_per_s(device: torch.device) -> float:
+    """Bytes per second from page-locked host memory to the GPU."""
+    host = torch.ones(COPY_BYTES // 4).pin_memory()
+    there = torch.empty_like(host, device=device)
+    return COPY_BYTES / best_s(lambda: there.copy_(host, non_blocking=True), device)
+
+
+def call_s(device: torch.device, calls: int = 1000) -> float:
+    """Seconds of one torch call with negligible work; so many in sequence do not fill a GPU's queue
+    of launches.
+    """
+    a = torch.ones(16, device=device)
+
+    def many() -> None:
+        for _ in range(calls):
+            torch.add(a, a)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return best_s(many, torch.device("cpu")) / calls  # by the host's clock: the host launches
+
+
+def best_s(work: Callable[[], Any], device: torch.device, budget_s: float = 0.4) -> float:
+    """Seconds of the fastest call within the budget: disturbances only make a call slower."""
+    once_s(work, device)
+    end, best = time.perf_counter() + budget_s, float("inf")
+    while time.perf_counter() < end:
+        best = min(best, once_s(work, device))
+    return best
+
+
+def once_s(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call, by the device's clock."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    work()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3  # milliseconds
+
+
+def all_reduce(
+    device: torch.device, group: dist.ProcessGroup | None, n: int, calls: int
+) -> tuple[float, float]:
+    """What each of `n` ranks sends per second in a large all_reduce, and the seconds of one of 4
+    bytes.
+
+    2 (n - 1) / n bytes / seconds, as nccl-tests defines bus bandwidth; over several hosts this is
+    also what a whole host sends, because each ring enters and leaves it once. Left out: trees,
+    which NCCL uses for small messages.
+    """
+
+    # a small GPT's gradient bucket on a CPU, enough to fill NVLink on a GPU
+    size = 2**28 if device.type == "cuda" else 2**22
+
+    def median_s(bytes_: int, calls: int) -> float:
+        tensor = torch.zeros(bytes_ // 4, device=device)
+        # after as many to warm up: gloo's first calls are slow
+        every = [
+            once_s(lambda: dist.all_reduce(tensor, group=group), device) for _ in range(2 * calls)
+        ]
+        return statistics.median(every[calls:])
+
+    return bus_bytes_per_s(size, n, median_s(size, calls)), median_s(4, 5 * calls)
+
+
+def bus_bytes_per_s(size: int, n: int, seconds: float) -> float:
+    """Bytes that each of `n` ranks sends per second in an all_reduce of `size` bytes that takes
+    `seconds`.
+    """
+    return 2 * (n - 1) / n * size / seconds
+
+
+def of_rank(world: World, mode: str) -> dict[str, float]:
+    """Of this rank's device and of an all_reduce within its node; or in a pair of nodes of a large
+    and a small one.
+    """
+    device, found = world.device, dict[str, float]()
+    if world.size > 1:
+        sent, small_s = all_reduce(device, None, world.size, 8)
+        if mode == "pair":
+            return {"all_reduce B/s": sent, "all_reduce 1/s": 1 / small_s}
+        found["all_reduce within B/s"] = sent
+    if device.type == "cuda":
+        found["PCIe B/s"] = host_to_device_bytes_per_s(device)
+    else:
+        torch.set_num_threads(1)
+    kind = list(matmul_types(device).values())[-1]
+    found["matmul FLOP/s"] = matmul_flops_per_s(device, kind)
+    return {**found, "memory B/s": copy_bytes_per_s(device)}
+
+
+def wrong(world: World) -> list[str]:
+    """Which results of this rank are wrong: of a matmul and of an all_reduce whose values are
+    known.
+    """
+    device, n, found = world.device, 4096 if world.device.type == "cuda" else 256, list[str]()
+    for name, kind in matmul_types(device).items():
+        # all partial sums of 4096 products (i % 4) (j % 4) / 1024 in powers of two are exact, in 8
+        # bits too
+        i = (torch.arange(n, device=device) % 4).to(kind)
+        out = torch.mm(i[:, None].repeat(1, 4096), (i / 1024).repeat(4096, 1)).float()
+        if not (
+            (out - 4 * torch.outer(i, i).float()).abs() <= 0.5
+        ).all():  # NaN is not <= 0.5 either
+            found.append(f"a matmul in {name} gives wrong results")
+    if world.size > 1:
+        ranks = torch.full((2**16,), world.rank + 1.0, device=device)
+        dist.all_reduce(ranks)
+        if not (ranks == world.size * (world.size + 1) / 2).all():
+            found.append("an all_reduce gives wrong sums")
+    return found

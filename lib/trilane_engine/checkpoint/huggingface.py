@@ -1,0 +1,233 @@
+"""A checkpoint as a folder of Hugging Face's transformers: GPT-2, BLOOM, Llama and their like.
+
+`trilane convert huggingface CHECKPOINT OUT` writes the weights (fp32, one file at a time in
+memory), a config.json, and the tokenizer of the training's data for `from_pretrained(OUT)`. The
+families: config/shapes.py.
+
+Canonical: a matrix is (out, in); the rows of `linear_qkv` go by group of heads that share keys and
+values: (group, its queries ... | key | value, channel); a gated `linear_fc1` is (gate | up,
+channel, in). Where a family keeps such parts apart, its table has a name for each; where it joins
+them, kind after kind. Rotary positions turn channels i and i + D/2 of a head, in megatron-core and
+in transformers alike, so that no channel moves. The conversions are permutations, valid for an
+optimizer's moments as well as for weights.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from tokenizers import Tokenizer as Coder
+from tokenizers import decoders, models
+
+from trilane.config.layer import STANDARD
+from trilane.config.model import ModelShape
+from trilane.config.shapes import Family, family_of
+from trilane.utils.files import replace_text
+from trilane.utils.tables import one_line
+from trilane.utils.validation import from_mapping, require
+from trilane.workspace import checkpoints
+from trilane.workspace.prepared_corpora import existing_pair
+from trilane_engine.checkpoint.slices import assemble
+from trilane_engine.data.corpus import Tokenizer
+from trilane_engine.data.corpus import tokenizer as read_tokenizer
+from trilane_engine.model.parameters import whole_sizes
+
+INDEX = "model.safetensors.index.json"
+
+
+def theirs(
+    family: Family, name: str, tensor: torch.Tensor, shape: ModelShape
+) -> list[torch.Tensor]:
+    """The tensors of their_names() of the canonical parameter `name`; they share memory where
+    nothing moves.
+    """
+    parts = [tensor]
+    if "linear_qkv." in name and not family.by_group:
+        rows = tensor.unflatten(0, (shape.kv_heads, -1, shape.head_dim))
+        parts = [part.flatten(0, 2) for part in rows.split([rows.shape[1] - 2, 1, 1], 1)]
+    elif "linear_fc1." in name and shape.is_gated:
+        parts = list(tensor)
+    if len(family.their_names(name)) < len(parts):
+        parts = [torch.cat(parts)]
+    return [part.t().contiguous() if is_turned(family, name) else part for part in parts]
+
+
+def ours(
+    family: Family, name: str, tensors: Sequence[torch.Tensor], shape: ModelShape
+) -> torch.Tensor:
+    """The inverse of theirs()."""
+    parts = [part.t().contiguous() if is_turned(family, name) else part for part in tensors]
+    if "linear_qkv." in name and not family.by_group:
+        keys = shape.kv_heads * shape.head_dim
+        separate = parts if len(parts) == 3 else parts[0].split([shape.hidden_size, keys, keys])
+        rows = [part.unflatten(0, (shape.kv_heads, -1, shape.head_dim)) for part in separate]
+        return torch.cat(rows, 1).flatten(0, 2)
+    if "linear_fc1." in name and shape.is_gated:
+        return (
+            torch.stack(parts)
+            if len(parts) == 2
+            else parts[0].view(2, shape.ffn, *parts[0].shape[1:])
+        )
+    return parts[0]
+
+
+def is_turned(family: Family, name: str) -> bool:
+    """Whether their tensor of `name` is (in, out)."""
+    return family.transposed and ".linear_" in name and name.endswith(".weight")
+
+
+def _meta(family: Family, shape: ModelShape) -> dict[str, tuple[str, int, torch.Tensor]]:
+    """Their name of each tensor -> our name, the place among its parts, and the tensor without
+    memory.
+    """
+    found = {}
+    for name, size in whole_sizes(shape).items():
+        parts = theirs(family, name, torch.empty(size, device="meta"), shape)
+        for place, (own, part) in enumerate(zip(family.their_names(name), parts, strict=True)):
+            found[own] = (name, place, part)
+    return found
+
+
+def export(
+    checkpoint: Path, out: Path, vocab_size: int = 0, tokenizer: str = "", most_bytes: int = 10**10
+) -> Tokenizer | None:
+    """Write the checkpoint's weights, sizes and tokenizer to the new folder `out`; ValueError where
+    that cannot be.
+
+    `vocab_size` above 0 leaves out the rows of the embedding behind so many, which padding added. A
+    file has at most `most_bytes`, or one tensor that is larger. `tokenizer` as in data.tokenizer,
+    where it is not the training's; what was written, None where a .bin/.idx pair of another program
+    was trained and nothing names its own.
+    """
+    manifest, trained = verified(checkpoint)
+    family, tensors = family_of(trained), manifest["tensors"]
+    rule = f"the checkpoint has {trained.vocab_size} rows"
+    require(vocab_size <= trained.vocab_size, "vocab_size", vocab_size, rule)
+    shape = dataclasses.replace(trained, vocab_size=vocab_size or trained.vocab_size)
+    coder = _tokenizer(manifest["identity"].get("data", {}), tokenizer)
+    rule = f"the tokenizer has {coder.vocab_size} ids" if coder else ""
+    require(not coder or coder.vocab_size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
+    require(not out.exists(), "out", out, "exists")
+    meta, whole = _meta(family, shape), whole_sizes(shape)
+    split = split_torch_state_dict_into_shards(
+        {own: part for own, (_, _, part) in meta.items()},
+        max_shard_size=most_bytes,
+        filename_pattern="model{suffix}.safetensors",
+    )
+    out.mkdir(parents=True)
+    for file, names in split.filename_to_tensors.items():
+        weights: dict[str, list[torch.Tensor]] = {}
+        for name in dict.fromkeys(meta[own][0] for own in names):
+            box = tuple((0, n) for n in whole[name])
+            tensor = assemble(checkpoint, tensors[name]["slices"], "weight", box)
+            weights[name] = theirs(family, name, tensor, shape)
+        values = {own: weights[meta[own][0]][meta[own][1]].contiguous() for own in names}
+        try:
+            save_file(values, out / file, metadata={"format": "pt"})  # which transformers requires
+        except SafetensorError as error:
+            require(False, "out", out, str(error))
+    if split.is_sharded:
+        index = {
+            "metadata": {"total_size": 4 * shape.parameters},
+            "weight_map": split.tensor_to_filename,
+        }
+        replace_text(out / INDEX, json.dumps(index))
+    config = family.config(shape)
+    if coder:
+        _save(coder, out, shape.seq_length)
+        # in the training's data each document follows the end of another: it is also what begins a
+        # text
+        config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), coder.eod)
+    replace_text(out / "config.json", json.dumps(config, indent=2) + "\n")
+    return coder
+
+
+def verified(checkpoint: Path) -> tuple[dict[str, Any], ModelShape]:
+    """The manifest of our checkpoint and its shape; ValueError where a file is damaged or a tensor
+    is not its model's.
+
+    An own layer is refused: no other program has a class for it.
+    """
+    manifest = checkpoints.read_manifest(checkpoint)
+    for name, (size, checksum) in manifest.get("files", {}).items():
+        problem = checkpoints.fault(checkpoint, name, size, checksum)
+        require(problem is None, "checkpoint", checkpoint, str(problem))
+    identity = manifest.get("identity", {})
+    layer = identity.get("layer", STANDARD)
+    require(
+        layer == STANDARD,
+        "layer",
+        layer,
+        "transformers has no class for a layer of your own, nor has Megatron-LM",
+    )
+    trained = from_mapping(ModelShape, identity.get("shape"), "shape")
+    tensors, sizes = manifest.get("tensors", {}), whole_sizes(trained)
+    held = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
+    wrong = min((name for name in held | sizes if held.get(name) != sizes.get(name)), default="")
+    has, means = held.get(wrong, "no such tensor"), sizes.get(wrong, "none")
+    require(not wrong, "tensor", wrong, f"{checkpoint.name} has {has}, its model {means}")
+    return manifest, trained
+
+
+def _tokenizer(data: Mapping[str, Any], name: str) -> Tokenizer | None:
+    """The tokenizer `name`, or that of the training's data; None where nothing tells it."""
+    if name:
+        return read_tokenizer(name)
+    sources = [data.get("source", ""), *(part["source"] for part in data.get("blend", ()))]
+    is_given = data.get("tokenizer") == "bytes" and any(map(existing_pair, filter(None, sources)))
+    return None if is_given or "tokenizer" not in data else read_tokenizer(data["tokenizer"])
+
+
+def _save(tokenizer: Tokenizer, folder: Path, seq_length: int) -> None:
+    """Write the files that transformers' AutoTokenizer.from_pretrained(folder) reads."""
+    from transformers import PreTrainedTokenizerFast
+
+    coder = tokenizer.coder
+    if not coder:  # bytes: each is its own id, the next one ends a document
+        coder = Coder(
+            models.BPE(
+                vocab={f"<0x{byte:02X}>": byte for byte in range(256)},
+                merges=[],
+                byte_fallback=True,
+            )
+        )
+        coder.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        coder.add_special_tokens([tokenizer.end])
+    settings = {
+        "model_max_length": seq_length,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    ends = dict.fromkeys(("bos_token", "eos_token"), tokenizer.end)
+    PreTrainedTokenizerFast(tokenizer_object=coder, **ends, **settings).save_pretrained(folder)
+
+
+def main(argv: list[str]) -> int:
+    """SOURCE, OUT, vocabulary (0: its own) and tokenizer ("": its own); 2 with one line where it
+    fails.
+    """
+    source, out, vocab_size, tokenizer = argv
+    try:
+        found = checkpoints.found_in(Path(source))
+        require(bool(found), "checkpoint", source, "holds no complete checkpoint")
+        coder = export(found[-1], Path(out), int(vocab_size), tokenizer)
+        if not coder:
+            print(
+                "trilane: no tokenizer is written: the training does not name it; give --tokenizer",
+                file=sys.stderr,
+            )
+        print(out)
+    except ValueError as error:
+        print("trilane:", one_line(str(error)), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

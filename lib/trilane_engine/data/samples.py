@@ -1,0 +1,211 @@
+"""The order of samples, one for every engine and topology (megatron-core's GPT datasets), and this
+replica's share.
+"""
+
+import contextlib
+import copy
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import Split, normalize
+from torch.utils.data import ConcatDataset
+
+from trilane.config.batch_rampup import Batch
+from trilane.config.plan import Plan
+from trilane.utils.validation import require
+from trilane_engine.backends.base import Microbatch
+from trilane_engine.data.corpus import locked, prepare_all, tokenizer
+from trilane_engine.world import World, call_on_first
+
+Samples: TypeAlias = "BlendedDataset | Epochs"
+
+
+class SampleLoader:
+    """The plan's samples, read ahead by a thread. Sample k of the run is the same for every dp, mbs
+    and engine.
+    """
+
+    def __init__(self, plan: Plan, world: World, replica: tuple[int, int]) -> None:
+        self._plan, self._device = plan, world.device
+        self._replica, self._replicas = replica
+        prefixes = call_on_first(world, lambda: prepare_all(plan.data, plan.shape))
+        self._samples = samples_of(plan, world, prefixes)
+        self._held_out = (
+            samples_of(plan, world, prefixes, Split.valid) if plan.run.eval_iters else None
+        )
+        self._reader = ThreadPoolExecutor(1, "samples")
+        self._ahead: tuple[Batch, Future[list[Microbatch]]] | None = None
+
+    def microbatches(self, batch: Batch) -> list[Microbatch]:
+        """This replica's share of the global batch, distributed as in Megatron-LM."""
+        self.read_ahead(batch)
+        assert self._ahead
+        return self._on_device(self._ahead[1])
+
+    def read_ahead(self, batch: Batch | None) -> None:
+        """Let the thread read the batch for which microbatches() will be called next."""
+        if batch is not None and (self._ahead is None or self._ahead[0] != batch):
+            self._ahead = (
+                batch,
+                self._reader.submit(self._share, self._samples, batch.first, batch.end),
+            )
+
+    def validation(self) -> Iterator[list[Microbatch]]:
+        """This replica's share of each batch of an evaluation; the batches have topology.gbs
+        samples.
+        """
+        gbs = self._plan.topology.gbs
+        for first in range(0, self._plan.run.eval_iters * gbs, gbs):
+            assert self._held_out is not None
+            yield self._on_device(
+                self._reader.submit(self._share, self._held_out, first, first + gbs)
+            )
+
+    def _on_device(self, read: Future[list[Microbatch]]) -> list[Microbatch]:
+        pairs = ((m.tokens.to(self._device), m.labels.to(self._device)) for m in read.result())
+        return [Microbatch(tokens=tokens, labels=labels) for tokens, labels in pairs]
+
+    def _share(self, samples: Samples, first: int, end: int) -> list[Microbatch]:
+        mbs = self._plan.topology.mbs
+        starts = range(first + self._replica * mbs, end, mbs * self._replicas)
+        return [self._microbatch(samples, range(start, start + mbs)) for start in starts]
+
+    def _microbatch(self, samples: Samples, numbers: range) -> Microbatch:
+        rows = [samples[k] for k in numbers]
+        tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
+        # megatron-core's vocabulary-parallel embedding silently maps an id beyond the vocabulary to
+        # zeros.
+        largest = int(torch.maximum(tokens.max(), labels.max()))
+        vocabulary = self._plan.shape.vocab_size
+        require(largest < vocabulary, "data.source", f"token {largest}", f"vocab_size={vocabulary}")
+        return Microbatch(tokens=tokens, labels=labels)
+
+
+def samples_of(
+    plan: Plan, world: World, prefixes: Sequence[str], part: Split = Split.train
+) -> Samples:
+    """The documents of a part as samples of seq_length + 1 tokens; no sample's place depends on
+    their number.
+
+    For validation those of one evaluation; in a small share some occur twice.
+    """
+    needed = plan.samples if part is Split.train else plan.validation_samples
+    weights = normalize([source.weight for source in plan.data.blend]) if plan.data.blend else [1.0]
+    cache = index_folder(plan, prefixes, part, needed)
+    # A source of a blend is never more than one sample ahead of its share for each of the others.
+    ahead = len(weights) if plan.data.blend else 0
+    with _complete(cache, world):
+        try:
+            configs = [dataset_config(plan, prefix, cache, part) for prefix in prefixes]
+            shares = zip(configs, weights, strict=True)
+            sources = [
+                Epochs(config, part, math.ceil(weight * needed) + ahead)
+                for config, weight in shares
+            ]
+            return (
+                _dataset(BlendedDataset, sources, weights, needed, configs[0])
+                if plan.data.blend
+                else sources[0]
+            )
+        except MemoryError as error:
+            raise ValueError(
+                f"samples={needed}: their order does not fit in memory ({error})"
+            ) from None
+
+
+@contextlib.contextmanager
+def _complete(cache: Path, world: World) -> Iterator[None]:
+    """Build megatron-core's indices in `cache` inside the block: rank 0 under a lock, then the
+    others map them.
+
+    What a killed run left, without the file `complete`, is built again.
+    """
+    if not world.is_first:
+        yield
+        return
+    with locked(cache.with_name(cache.name + ".lock")):
+        if not (cache / "complete").is_file():
+            shutil.rmtree(cache, ignore_errors=True)
+        yield
+        (cache / "complete").touch()
+
+
+class Epochs(ConcatDataset[Any]):
+    """The samples of one source: its first epoch, then further ones, shuffled by two, four, eight
+    together.
+
+    megatron-core would shuffle all epochs of a run together, so that the order depended on the
+    run's length. Each part has a seed of its own.
+    """
+
+    def __init__(self, config: GPTDatasetConfig, part: Split, needed: int) -> None:
+        none = [None] * len(Split)
+        first = BlendedMegatronDatasetBuilder(GPTDataset, none, lambda: True, config).build()[
+            part.value
+        ]
+        parts, source = [first], (first.dataset, first.dataset_path, first.indices)
+        while sum(map(len, parts)) < needed:
+            seeded = copy.copy(config)  # `replace` would make the parts of the split anew
+            seeded.random_seed = config.random_seed + len(parts)
+            parts.append(
+                _dataset(GPTDataset, *source, len(first) << len(parts), first.index_split, seeded)
+            )
+        super().__init__(parts)
+        self.index_split = first.index_split
+        self.unique_identifiers = {"parts": [part.unique_identifiers for part in parts]}
+
+
+def _dataset(kind: type, *arguments: Any) -> Any:
+    """A dataset of megatron-core, whose indices rank 0 builds before the others map them."""
+    return BlendedMegatronDatasetBuilder.build_generic_dataset(kind, lambda: True, True, *arguments)
+
+
+def dataset_config(plan: Plan, prefix: str, cache: Path, part: Split) -> GPTDatasetConfig:
+    """megatron-core's dataset settings for one part alone of one pair: it would index the others
+    too.
+    """
+    config = GPTDatasetConfig(
+        random_seed=plan.run.seed,
+        sequence_length=plan.shape.seq_length,
+        blend=([prefix], None),
+        split=plan.data.split or "1",
+        path_to_cache=str(cache),
+        tokenizer=tokenizer(
+            "bytes"
+        ),  # asked for, and unused without what follows; a given pair may have no other
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    parts = zip(Split, config.split_matrix, strict=True)
+    config.split_matrix = [share if split is part else None for split, share in parts]
+    return config
+
+
+def index_folder(plan: Plan, prefixes: Sequence[str], part: Split, needed: int) -> Path:
+    """The folder of one part's sample index, named by a hash of everything that determines it."""
+    pairs = [str(Path(prefix).resolve()) for prefix in prefixes]
+    weights = [source.weight for source in plan.data.blend]
+    facts = [
+        pairs,
+        weights,
+        plan.run.seed,
+        plan.shape.seq_length,
+        needed,
+        plan.data.split,
+        part.name,
+    ]
+    folder = Path(plan.data.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"samples-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"

@@ -1,0 +1,95 @@
+"""What this process leaves for the watchdog: its heartbeat, with iteration and phase, in memory of
+its node.
+
+The record is memory-mapped and overwritten at each change of phase: no system call, and the content
+stays when the rank hangs in C, is stopped or is killed. Nothing where the plan's hang_timeout_s is
+0.
+"""
+
+import ctypes
+import faulthandler
+import mmap
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trilane.config.plan import Plan
+from trilane.utils.process import python, start
+from trilane.workspace import flight_recorder
+from trilane.workspace.heartbeat import END, STACKS, create_record, encode, place
+from trilane.workspace.pace import PaceMeter
+from trilane_engine import phases
+
+_beats: list["Heartbeat"] = []
+_clients: list[
+    Any
+] = []  # of nvidia-resiliency-ext's rank monitor, one where ft_launcher started this rank
+
+
+class Heartbeat:
+    """Writes the heartbeat of one rank, at each change of phase."""
+
+    def __init__(self, record: mmap.mmap) -> None:
+        self._record, self.step, self.process, self.meter = record, 0, place(), PaceMeter()
+        self.beat(phases.current())
+        self.close = phases.subscribe(self.beat)
+
+    def beat(self, phase: str) -> None:
+        """Write `phase` and the time."""
+        self._record[:] = encode(self.step, phase, time.time(), self.process)
+
+
+def begin(plan: Plan, folder: Path) -> None:
+    """Start this rank's heartbeat, let py-spy attach, and dump stacks on a signal; on each node
+    start the watchdog.
+    """
+    if "FT_RANK_MONITOR_IPC_SOCKET" in os.environ:
+        from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+
+        _clients.append(RankMonitorClient())
+        _clients[0].init_workload_monitoring()
+    if plan.run.hang_timeout_s <= 0:
+        return
+    rank, ranks = os.environ["RANK"], folder / "ranks"
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    ranks.mkdir(exist_ok=True)
+    _beats.append(Heartbeat(create_record(folder, os.environ, int(rank))))
+    if sys.platform.startswith("linux"):
+        # PR_SET_PTRACER, PR_SET_PTRACER_ANY of <sys/prctl.h>: under Yama a process may trace only
+        # its descendants, and the launcher's py-spy is a sibling of this process.
+        ctypes.CDLL(None, use_errno=True).prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)
+    faulthandler.register(STACKS, file=(ranks / f"{rank}.stack").open("ab"), all_threads=True)
+    for name, value in flight_recorder.environment(ranks, rank).items():
+        os.environ.setdefault(name, value)
+    if is_first and "TRILANE_RANK_LOGS" not in os.environ:  # else launch.local watches the ranks
+        command = python("-m", "trilane_diagnose.watchdog", str(folder), str(os.getpid()), rank)
+        start(command)
+
+
+def at(step: int) -> None:
+    """Record that this rank enters iteration `step`."""
+    for client in _clients:
+        client.send_heartbeat()  # over a socket of this node
+    for heartbeat in _beats:
+        heartbeat.step = step
+        heartbeat.beat(phases.current())
+
+
+def iterated(samples: int, seconds: float, own: Mapping[str, float]) -> None:
+    """Record the pace after an iteration of so many samples, with this rank's seconds by phase."""
+    for heartbeat in _beats:
+        heartbeat.process = place() + b" " + heartbeat.meter.add(samples, seconds, own).encode()
+        heartbeat.beat(phases.current())
+
+
+def end(folder: Path) -> None:
+    """Record that this rank has finished."""
+    while _clients:  # else its monitor would end a rank that still saves
+        _clients.pop().shutdown_workload_monitoring()
+    for heartbeat in _beats:
+        heartbeat.close()
+        heartbeat.beat(END)
+        flight_recorder.forget(folder / "ranks", os.environ["RANK"])

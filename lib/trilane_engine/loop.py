@@ -1,0 +1,300 @@
+"""The training loop: the same for every engine."""
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from trilane.config.batch_rampup import Batch
+from trilane.config.plan import Plan
+from trilane.config.training import Run
+from trilane.utils.files import read_text
+from trilane.workspace import storage
+from trilane.workspace.checkpoints import FOLDER, name_of
+from trilane.workspace.continuation import since
+from trilane.workspace.heartbeat import SAVE
+from trilane.workspace.pace import RESTART
+from trilane.workspace.run_folder import NOT_FINITE, cut_steps
+from trilane.workspace.status import RunStatus, Status, write_status
+from trilane_engine import heartbeat
+from trilane_engine.backends.base import build
+from trilane_engine.checkpoint.fingerprints import lookahead, write_loaded
+from trilane_engine.checkpoint.load import find, load
+from trilane_engine.checkpoint.save import Saved, Saver
+from trilane_engine.data.samples import SampleLoader
+from trilane_engine.phases import DATA, phase
+from trilane_engine.report import TrainingLog, iteration, memory_line, print_note, write_json
+from trilane_engine.signals import Signals
+from trilane_engine.world import World
+
+GARBAGE_INTERVAL = 10  # iterations; of what is made after the first one a collection takes 0.2 ms
+
+
+class StopRequest(NamedTuple):
+    """What is requested, and its source; `writing`: a save that has begun is still being written by
+    some rank.
+    """
+
+    reason: str = ""
+    save: bool = False
+    stop: bool = False
+    writing: bool = False
+
+
+class StopRequests:
+    """Requests to save or to stop, agreed on by all ranks: signals that reached any rank, and rank
+    0's clock and files.
+
+    The file `save` is removed once seen; where the watchdog wrote RESTART into it, at the run's
+    next save, which ends it. `stop` stays, so that a chain of jobs does not continue.
+    """
+
+    # In ascending priority; every stop also saves.
+    requests = (
+        StopRequest(),
+        StopRequest("SIGUSR1", save=True),
+        StopRequest("the file `save`", save=True),
+        StopRequest(RESTART, save=True, stop=True),
+        StopRequest("exit_duration_minutes", save=True, stop=True),
+        StopRequest("the file `stop`", save=True, stop=True),
+        StopRequest("SIGTERM", save=True, stop=True),
+    )
+
+    def __init__(
+        self, folder: Path, run: Run, world: World, signals: Signals, begin: float
+    ) -> None:
+        self._folder, self._world, self._signals = folder, world, signals
+        self._end = (
+            begin + 60 * run.exit_duration_minutes if run.exit_duration_minutes else math.inf
+        )
+        self._agreed_s = -math.inf
+
+    def now(self, begun: bool = True, writing: bool = False, due: bool = True) -> StopRequest:
+        """The highest request of any rank, and whether any is `writing`, the same on all: one
+        all-reduce.
+
+        `due`: a checkpoint is saved now, or none is saved at intervals.
+
+        Before the first iteration (not `begun`) only SIGTERM and the file `stop` count, not the
+        clock.
+        """
+        highest = torch.tensor([self.pending(begun, due), int(writing)], device=self._world.device)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        number, some = highest.tolist()
+        if self.requests[number].save:
+            self._agreed_s = time.monotonic()
+        return self.requests[number]._replace(writing=bool(some))
+
+    def pending(self, begun: bool = True, due: bool = True) -> int:
+        """The number of the highest request on this rank; the file `save` is removed."""
+        first, save = self._world.is_first, self._folder / "save"
+        found = [0, 6 * self._signals.stop, 5 * (first and (self._folder / "stop").exists())]
+        if begun:
+            # The signals of one request reach all ranks, and a rank's child and parent, within ten
+            # seconds: one that comes before, or up to so long after, all have agreed to save is the
+            # same request.
+            found += [
+                int(self._signals.save_s > self._agreed_s + 10.0),
+                4 * (first and time.monotonic() >= self._end),
+            ]
+            asked = first and save.exists()
+            restarts = asked and read_text(save, 100) == RESTART
+            if asked and (due or not restarts):
+                found += [3 if restarts else 2]
+                save.unlink(missing_ok=True)
+        return max(found)
+
+
+class Training:
+    """A plan's engine and samples, in the initial state or that of the newest checkpoint."""
+
+    def __init__(
+        self, plan: Plan, world: World, folder: Path, signals: Signals, begin: float
+    ) -> None:
+        self._world, self._folder, self._begin = world, folder, begin
+        self._requests = StopRequests(folder, plan.run, world, signals, begin)
+        checkpoint = find(folder, plan, world)  # before a large model is built for nothing
+        self._plan, self._engine = plan, build(plan, world)
+        self._print(self._engine.path)
+        for name, settings in self._engine.settings.items() if world.is_first else ():
+            write_json(folder / name, settings)
+        self._loader = SampleLoader(plan, world, self._engine.replica)
+        self._done, self._saved, self._not_finite, self._is_short = 0, "", "", False
+        if checkpoint:
+            load(checkpoint, plan, world, self._engine)
+            self._done = checkpoint.iteration
+            write_loaded(
+                folder,
+                plan,
+                world,
+                self._engine,
+                self._done,
+                lookahead(plan, self._loader, self._done),
+            )
+            own = checkpoint.path.parent == folder / FOLDER
+            self._saved = checkpoint.path.name if own else ""
+            self._print(f"resumes after iteration {self._done} of {checkpoint.path}")
+            for line in since(checkpoint.manifest, plan):
+                self._print(f"changed since that checkpoint: {line}")
+        if world.is_last:
+            cut_steps(folder, self._done)
+            (folder / NOT_FINITE).unlink(missing_ok=True)
+        self._saver = Saver(folder, plan, world, self._engine)
+
+    def run(self) -> None:
+        """Train to the last iteration or until a stop is requested; status.json records which."""
+        log, run = TrainingLog(self._plan, self._world, self._folder), self._plan.run
+        first = next((batch.number for batch in self._plan.batches(self._done)), 0)
+        request = self._requests.now(begun=False)
+        if not storage.trouble(self._folder).startswith(
+            storage.NOT_SAVED
+        ):  # which only a save proves to be over
+            self._check_storage()
+        begin = time.perf_counter()
+        for batch in self._plan.batches(self._done) if not request.stop else ():
+            begin = self._step(batch, log, begin)
+            if batch.number in (first, run.goal):  # the optimizer's states exist from the second on
+                print(memory_line(self._world.rank, batch.number, self._world.device), flush=True)
+            _collect(batch.number, first)
+            evaluates = run.evaluates_after(batch.number)
+            if evaluates:
+                self._evaluate(batch, log)
+            due = not run.save_interval or batch.number % run.save_interval == 0
+            request = self._requests.now(writing=self._saver.writing, due=due)
+            if self._saves(batch, request) or evaluates:
+                begin = time.perf_counter()  # what was done since is counted in no iteration
+            if request.stop:
+                break
+        gc.unfreeze()
+        gc.enable()
+        log.close()
+        if self._saver.begun:
+            self._report(self._saver.finish)
+        self._end(request)
+        with phase(SAVE):  # as long as the disk takes
+            self._saver.keep_last()
+        heartbeat.end(self._folder)
+        self._world.barrier()
+        dist.destroy_process_group()
+
+    def _step(self, batch: Batch, log: TrainingLog, begin: float) -> float:
+        """Train one batch; the time at its end."""
+        heartbeat.at(batch.number)
+        if batch.number > self._done + 1:
+            self._print(
+                f"skips iterations {self._done + 1} to {batch.number - 1}: next is sample {batch.first}"
+            )
+        lr = self._plan.optimizer.learning_rate(batch.end, self._plan.samples)
+        with phase(DATA):
+            microbatches = self._loader.microbatches(batch)
+        self._loader.read_ahead(next(self._plan.batches(batch.number), None))
+        step = self._engine.step(microbatches, lr)
+        end = time.perf_counter()
+        self._done = batch.number
+        if step.not_finite and not self._not_finite:
+            self._not_finite = f"NOT FINITE since iteration {batch.number}: {step.not_finite}"
+            self._print(self._not_finite)
+            with contextlib.suppress(OSError):  # a full disk: the log has it
+                if self._world.is_first:
+                    (self._folder / NOT_FINITE).write_text(self._not_finite, encoding="utf-8")
+        log.write(iteration(self._plan, batch, end - begin, lr, step), self._saver.begun)
+        return end
+
+    def _evaluate(self, batch: Batch, log: TrainingLog) -> None:
+        """The mean loss over the samples held out, the same ones after each `batch`."""
+        begin, losses = time.perf_counter(), list[float]()
+        with phase("evaluate"):
+            for microbatches in self._loader.validation():
+                losses.append(self._engine.evaluate(microbatches))
+                heartbeat.at(batch.number)
+        log.evaluated(batch, math.fsum(losses) / len(losses), time.perf_counter() - begin)
+
+    def _saves(self, batch: Batch, request: StopRequest) -> bool:
+        """Finish the last save once all ranks have written it, and begin the one that is due;
+        whether it did either.
+        """
+        run, begun = self._plan.run, self._saver.begun
+        due = request.save or (bool(run.save_interval) and batch.number % run.save_interval == 0)
+        due = due or (batch.number == run.goal and run.saves_at_end)
+        if begun and (due or not request.writing):
+            self._report(self._saver.finish)
+        if due:
+            self._report(
+                lambda: self._saver.begin(batch, lookahead(self._plan, self._loader, batch.number))
+            )
+        return due or (begun and not self._saver.begun)
+
+    def _report(self, part: Callable[[], Saved | None]) -> None:
+        """Do a part of a save, and print its result where it has one."""
+        with phase(SAVE):
+            saved = part()
+        if saved and saved.problem:
+            problem = f"{storage.NOT_SAVED}: {saved}; the newest is {self._saved or 'none'}"
+            self._print(problem)
+            self._check_storage(problem)
+        elif saved:
+            self._saved = saved.name
+            self._print(str(saved))
+            self._check_storage()
+
+    def _check_storage(self, problem: str = "") -> None:
+        """Record why a save failed, else whether the next one fits: one line until that changes."""
+        if not self._world.is_first:
+            return
+        if (
+            not problem
+            and self._plan.run.saves_at_end
+            and self._saved != name_of(self._plan.run.goal)
+        ):
+            problem = storage.shortage(self._folder, self._plan)
+            if problem and not self._is_short:
+                self._print(problem)
+            self._is_short = bool(problem)
+        storage.note(self._folder, problem)
+
+    def _end(self, request: StopRequest) -> None:
+        """Print and record whether the run completed, or what stopped it and the newest checkpoint."""
+        goal, last = self._plan.run.goal, self._saved == name_of(self._done)
+        newest = f"{'saved' if last else 'the newest checkpoint is'} {FOLDER}/{self._saved}"
+        newest = newest if self._saved else "no checkpoint"
+        status, evidence = (
+            Status.STOPPED,
+            f"stopped at iteration {self._done} by {request.reason}, {newest}",
+        )
+        if self._done == goal:
+            evidence = f"iteration {goal} is reached, but not saved: {newest}"
+            if last or not self._plan.run.saves_at_end:
+                status, evidence = Status.COMPLETED, f"iteration {goal} of {goal}"
+        if status is Status.STOPPED:
+            self._print(evidence)
+        evidence += f"; {self._not_finite}" * bool(self._not_finite)
+        seconds = round(time.monotonic() - self._begin, 3)
+        outcome = RunStatus(
+            status=status, evidence=evidence, rank=None, exit_code=0, seconds=seconds
+        )
+        if self._world.is_first and not write_status(self._folder, outcome):
+            self._print(
+                f"{status}: {evidence}; the disk is full, so that status.json does not record it"
+            )
+
+    def _print(self, text: str) -> None:
+        if text and self._world.is_first:
+            print_note(text)
+
+
+def _collect(iteration: int, first: int) -> None:
+    """Collect garbage in the same iterations on all ranks: one that collects when it likes makes
+    all others wait.
+    """
+    if iteration == first:
+        gc.disable()
+        gc.collect()
+        gc.freeze()  # what exists now stays to the end; to look through it takes 0.2 s
+    elif iteration % GARBAGE_INTERVAL == 0:
+        gc.collect()

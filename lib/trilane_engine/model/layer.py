@@ -1,0 +1,127 @@
+"""One transformer layer: megatron-core's parts and parameters without the cases that no training
+here has.
+
+megatron-core's own forward passes ask for inference, offload and experts in every layer of every
+microbatch, and small kernels wait for that. S sequence, B microbatch, C hidden size.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import attention, mlp, transformer_layer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trilane_engine.model import te
+from trilane_engine.model.fused import activate, add_dropped, add_product, compiled
+
+Pair = tuple[
+    torch.Tensor, torch.Tensor | None
+]  # what a matrix gives, and the bias that is still to be added to it
+
+
+class _AddingProduct(torch.autograd.Function):
+    """F.linear, whose product for the weight's gradient adds into DDP's fp32 buffer, and is not
+    written and read.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        add_product(x.flatten(0, -2), rows, weight.main_grad)
+        added = None
+        if hasattr(
+            weight, "grad_added_to_main_grad"
+        ):  # DDP's hook waits for a gradient, and drops it
+            weight.grad_added_to_main_grad, added = True, torch.empty_like(weight)
+        return grad @ weight, added, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+class _Linear(torch.nn.Module):
+    """A linear layer of megatron-core; where no other rank has a part of it, without its way over
+    messages.
+    """
+
+    def forward(self: Any, x: torch.Tensor) -> Pair:
+        if self.tp_group.size() > 1:
+            return super().forward(x)
+        bias, later = (None, self.bias) if self.skip_bias_add else (self.bias, None)
+        adds = self.gradient_accumulation_fusion and hasattr(self.weight, "main_grad")
+        return (_AddingProduct.apply if adds else F.linear)(x, self.weight, bias), later
+
+
+class ColumnLinear(_Linear, layers.ColumnParallelLinear):
+    """(S, B, inputs) -> (S, B, this rank's outputs)."""
+
+
+class RowLinear(_Linear, layers.RowParallelLinear):
+    """(S, B, this rank's inputs) -> (S, B, outputs)."""
+
+
+class MLP(mlp.MLP):
+    """megatron-core's; a bias that no kernel adds is the product's. Its own fusion has tanh GELU:
+    losses 2.5e-4 off.
+    """
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        column, row = (
+            (te.ColumnLinear, te.RowLinear) if te.is_chosen(config) else (ColumnLinear, RowLinear)
+        )
+        linears = mlp.MLPSubmodules(linear_fc1=column, linear_fc2=row)
+        super().__init__(config, linears, tp_group=parallel_state.get_tensor_model_parallel_group())
+        self.linear_fc1.skip_bias_add, self.linear_fc2.skip_bias_add = (
+            config.bias_activation_fusion,
+        ) * 2
+        self.activate = compiled(activate) if config.bias_activation_fusion else activate
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> Pair:
+        """(S, B, C) -> (S, B, C)."""
+        inner, bias = self.linear_fc1(hidden_states)
+        return self.linear_fc2(
+            self.activate(inner, bias, self.activation_func, self.config.gated_linear_unit)
+        )
+
+
+class SelfAttention(attention.SelfAttention):
+    """megatron-core's attention among the tokens of a sequence."""
+
+    def __init__(self, config: TransformerConfig, *parts: Any, **options: Any) -> None:
+        super().__init__(config, *parts, **options)
+        self.linear_proj.skip_bias_add = config.bias_dropout_fusion
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> Pair:
+        """(S, B, C) -> (S, B, C)."""
+        heads = self.get_query_key_value_tensors(hidden_states)
+        if self.checkpoint_core_attention and self.training:
+            core = partial(self.core_attention, attention_mask=None)
+            return self.linear_proj(tensor_parallel.checkpoint(core, False, *heads))
+        return self.linear_proj(self.core_attention(*heads, None))
+
+
+class Layer(transformer_layer.TransformerLayer):
+    """Norm, attention, norm, MLP."""
+
+    __call__ = torch.nn.Module.__call__  # without asking each time for a graph of CUDA kernels
+
+    def __init__(self, config: TransformerConfig, *parts: Any, **options: Any) -> None:
+        super().__init__(config, *parts, **options)
+        self.add = compiled(add_dropped) if config.bias_dropout_fusion else add_dropped
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """(S, B, C) -> (S, B, C)."""
+        x = self._added(self.self_attention(self.input_layernorm(hidden_states)), hidden_states)
+        return self._added(self.mlp(self.pre_mlp_layernorm(x)), x), None
+
+    def _added(self, pair: Pair, residual: torch.Tensor) -> torch.Tensor:
+        return self.add(*pair, residual, self.hidden_dropout, self.training)

@@ -1,0 +1,352 @@
+"""The parity table: engines, topologies and precisions that must reproduce the losses of one
+process, trained here.
+
+`python -m trilane_engine.parity ENGINE... [--json]` is `trilane measure engines`.
+"""
+
+import gc
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trilane.config.cluster import Cluster, cluster
+from trilane.config.engines import ENGINES
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Plan, read_plan
+from trilane.config.training import Data, Optimizer, Run
+from trilane.utils.process import PARENT, context, die_with_parent, held_port
+from trilane.utils.validation import shipped_json
+
+SHAPE = ModelShape(
+    num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512
+)
+OPTIMIZER = Optimizer(lr=2e-3, min_lr=2e-4, warmup_samples=40, decay_samples=160)
+BLOOM = replace(SHAPE, embedding_layernorm=True, positions="alibi", activation="gelu-tanh")
+GATED = replace(
+    SHAPE, num_key_value_heads=2, activation="swiglu", ffn_hidden_size=176, tied_embeddings=False
+)
+LLAMA_SHAPE = replace(
+    GATED,
+    biases="none",
+    normalization="rmsnorm",
+    positions="rotary",
+    norm_epsilon=1e-6,
+    rotary_base=5e5,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What its rows have in common: model, optimizer and batch, and so the reference."""
+
+    shape: ModelShape = SHAPE
+    optimizer: Optimizer = OPTIMIZER
+    mbs: int = 2
+    gbs: int = 8
+
+    def plan(
+        self, machine: Cluster, folder: str, engine: str = "megatron", **topology: Any
+    ) -> Plan:
+        """The task by an engine on a topology: 20 iterations over Python's standard library, a
+        tenth of it held out.
+        """
+        return Plan(
+            label="equality",
+            engine=engine,
+            shape=self.shape,
+            cluster=machine,
+            topology=Topology(**{"mbs": self.mbs, "gbs": self.gbs, **topology}),
+            data=Data(source="stdlib", folder=folder, split="90,10"),
+            optimizer=self.optimizer,
+            run=Run(train_iters=20, eval_interval=10, eval_iters=1),
+        )
+
+
+# A learning rate and batch that 8 bits of mantissa can follow: on the plain task, where the loss
+# falls from 6.2 to 4.3 in 20 iterations, bf16 differs by up to 3.8e-3 in every engine.
+CALM = Task(optimizer=replace(OPTIMIZER, lr=5e-4, min_lr=5e-5), mbs=4, gbs=32)
+TASKS = {
+    "plain": Task(),
+    "calm": CALM,
+    "bloom": Task(shape=BLOOM),
+    "llama": Task(shape=LLAMA_SHAPE),
+    # On the task of "llama" fp16 skips iterations: a gradient times the first loss scale is beyond
+    # its range.
+    "calm llama": replace(CALM, shape=LLAMA_SHAPE),
+}  # as data/equality.json calls them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row of the table: an engine on a topology in a precision, compared with the reference of
+    its task.
+    """
+
+    engine: str
+    topology: str
+    precision: str = "fp32"
+    settings: dict[str, Any] = field(default_factory=dict)
+    task: Task = TASKS["plain"]
+
+    @property
+    def label(self) -> str:
+        """A readable name."""
+        return f"{self.engine} {self.topology} {self.precision}"
+
+    @property
+    def bound(self) -> float:
+        """Largest permitted |difference of a loss| from the fp32 reference over all iterations."""
+        return 1e-5 if self.precision == "fp32" else 2e-3
+
+    def plan(self, machine: Cluster, folder: str) -> Plan:
+        """The row as a plan on `machine`. ValueError where the machine cannot train it."""
+        return self.task.plan(
+            machine, folder, self.engine, precision=self.precision, **self.settings
+        )
+
+
+def rows(engines: Sequence[str] = ENGINES) -> list[Row]:
+    """The rows of data/equality.json for these engines, fp32 first."""
+    every = [Row(**{**row, "task": TASKS[row["task"]]}) for row in shipped_json("equality")]
+    return [row for row in every if row.engine in engines]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Result of one row: the largest |difference of loss|, None where it did not train, inf for a
+    NaN.
+    """
+
+    row: Row
+    max_abs_diff: float | None
+    seconds: float
+    problem: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every loss is within the row's bound."""
+        return self.max_abs_diff is not None and self.max_abs_diff <= self.row.bound
+
+    def record(self) -> dict[str, Any]:
+        """The row as JSON."""
+        names = {name: getattr(self.row, name) for name in ("engine", "topology", "precision")}
+        return names | {"max_abs_diff": self.max_abs_diff, "seconds": round(self.seconds, 2)}
+
+    def __str__(self) -> str:
+        found = self.problem or f"{self.max_abs_diff:.1e}"
+        verdict = (
+            "ok"
+            if self.ok
+            else f"above {self.row.bound:g}"
+            if self.max_abs_diff is not None
+            else "failed"
+        )
+        names = f"{self.row.engine:15s} {self.row.precision:5s} {self.row.topology:45s}"
+        return f"{names} {found:>9s}  {self.seconds:5.1f} s  {verdict}"
+
+
+def verify(table: Sequence[Row]) -> Iterator[Result | str]:
+    """The result of each row in turn; a line of text instead where this machine cannot train it."""
+    import torch
+
+    load()
+    references: dict[Task, list[float]] = {}
+    with tempfile.TemporaryDirectory(prefix="trilane-verify-") as place:
+        cards, data = gpu_count(), f"{place}/data"
+        here = machine(cards, bf16=not cards or torch.cuda.get_device_capability() >= (8, 0))
+        for number, row in enumerate(table):
+            try:
+                plan, folder = row.plan(here, data), Path(place, str(number))
+            except ValueError as error:
+                yield f"{row.label}: left out, {error}"
+                continue
+            if row.task not in references:
+                alone = Path(place, f"{number} alone")
+                problem, _ = _run(row.task.plan(here, data), 0, alone)
+                assert not problem, problem
+                references[row.task] = _losses(alone)
+            problem, seconds = _run(plan, plan.topology.gpus, folder)
+            worst = None
+            if not problem:
+                diffs = [
+                    abs(a - b) for a, b in zip(_losses(folder), references[row.task], strict=True)
+                ]
+                worst = math.inf if any(map(math.isnan, diffs)) else max(diffs)
+            yield Result(row=row, max_abs_diff=worst, seconds=seconds, problem=problem)
+
+
+def _losses(folder: Path) -> list[float]:
+    lines = [
+        line
+        for name in ("steps.jsonl", "validation.jsonl")
+        for line in (folder / name).read_text().splitlines()
+    ]
+    return [json.loads(line)["lm_loss"] for line in lines]
+
+
+def _run(plan: Plan, processes: int, folder: Path) -> tuple[str, float]:
+    """(last line of what workers printed that failed, seconds)."""
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps(plan.to_json()), encoding="utf-8")
+    begin = time.monotonic()
+    printed = output(folder, train(processes, folder))
+    return (printed.strip().splitlines() or [""])[-1], time.monotonic() - begin
+
+
+def output(folder: Path, codes: Sequence[int], wanted: int = 0) -> str:
+    """What the workers printed, where an exit code is not the wanted one; else ""."""
+    logs = "\n".join(log.read_text(errors="replace") for log in sorted(folder.glob("*.log")))
+    return "" if set(codes) == {wanted} else logs or f"exit codes {codes}"
+
+
+Work = Callable[
+    [int, Path], int
+]  # the number of workers (0: the reference) and the run folder -> an exit code
+
+
+def train(processes: int, folder: Path, work: Work | None = None) -> list[int]:
+    """Train `folder`/plan.json in so many workers (0: the reference), or let them do other `work`;
+    their exit codes.
+    """
+    with held_port() as port:
+        workers = begin(processes, port, folder, work)
+        for worker in workers:
+            worker.join()
+    return [worker.exitcode for worker in workers]
+
+
+def begin(processes: int, port: int, folder: Path, work: Work | None = None) -> list[Any]:
+    """The workers of train(), as processes of multiprocessing that have started."""
+    # Forked workers share what load() imported. CUDA does not survive a fork: with a GPU each
+    # worker is a new process.
+    processing = context("spawn" if gpu_count() else "fork")
+    given = (processes, port, folder, work or run_worker, os.getpid())
+    workers = [
+        processing.Process(target=_worker, args=(rank, *given)) for rank in range(max(1, processes))
+    ]
+    for worker in workers:
+        worker.start()
+    return workers
+
+
+def _worker(rank: int, size: int, port: int, folder: Path, work: Work, parent: int) -> None:
+    """Do the work in the environment that torchrun would give it, and end this process."""
+    world = str(max(1, size))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world
+    )
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TRILANE_RANK_LOGS=str(folder))
+    os.environ[PARENT] = str(parent)
+    code = 1
+    try:
+        code = work(size, folder)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # threads of the libraries are not waited for
+
+
+def run_worker(size: int, folder: Path) -> int:
+    """Run the engine; of size 0 the reference, which writes the same files, with losses and norms
+    alone.
+    """
+    if size:
+        from trilane_engine.__main__ import main as engine
+
+        return engine([f"{folder}/plan.json"])
+    die_with_parent()
+    import torch
+
+    from trilane_engine.cpu import enable_cpu
+
+    # a new process of "spawn" has not done so, and megatron-core's datasets would warn
+    enable_cpu()
+    from trilane_engine import reference
+
+    torch.set_num_threads(1)
+    steps, evaluations = reference.train(read_plan(folder / "plan.json"))
+    for name, lines in (("steps.jsonl", steps), ("validation.jsonl", evaluations)):
+        (folder / name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return 0
+
+
+def load() -> None:
+    """Import what workers need, unless there is a GPU."""
+    if gpu_count():
+        return
+    from trilane_engine.cpu import enable_cpu
+
+    enable_cpu()
+    # transformers imports a model's code when it is first asked for: 1.5 s in each worker instead
+    # of once here
+    from transformers import BloomForCausalLM, GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM  # noqa: F401
+
+    import trilane_engine.backends.deepspeed_3d
+    import trilane_engine.backends.hf_zero3
+    import trilane_engine.backends.megatron
+    import trilane_engine.loop
+    import trilane_engine.reference  # noqa: F401
+
+    gc.freeze()  # a collection in a worker would copy every page that it shares with this process
+
+
+def gpu_count() -> int:
+    """The number of GPUs here."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def machine(cards: int, bf16: bool) -> Cluster:
+    """A machine of `cards` GPUs, or of eight processes where there are none; nothing is predicted
+    from its speeds.
+    """
+    known = cluster("jz-a100-80g")
+    gpu = replace(
+        known.gpu, name="GPU", kind="cuda", bf16_flops_per_s=known.gpu.bf16_flops_per_s * bf16
+    )
+    gpu = gpu if cards else replace(gpu, name="CPU core", kind="cpu")
+    return replace(known, name="this machine", gpu=gpu, gpus_per_node=cards or 8, max_nodes=1)
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 where every row is within its bound, else 1. Progress is on stderr."""
+    # Waiting threads that spin take the core from other processes; libgomp reads this when torch is
+    # imported.
+    os.environ |= {
+        "GOMP_SPINCOUNT": "1000",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    found = list[Result | str]()
+    for one in verify(rows([name for name in argv if name != "--json"])):
+        found.append(one)
+        print(one, file=sys.stderr, flush=True)
+    results, left_out = (
+        [r for r in found if isinstance(r, Result)],
+        [r for r in found if isinstance(r, str)],
+    )
+    held = sum(result.ok for result in results)
+    lines = [
+        *map(str, found),
+        f"{held} of {len(results)} rows within their bound; {len(left_out)} left out",
+    ]
+    values = {"rows": [result.record() for result in results], "left_out": left_out}
+    print(json.dumps(values, indent=2) if "--json" in argv else "\n".join(lines))
+    return int(not results or held < len(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

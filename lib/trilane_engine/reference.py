@@ -1,0 +1,167 @@
+"""The reference for every engine and topology: a plain torch GPT in one process with torch's AdamW."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from megatron.core.datasets.utils import Split
+
+from trilane.config.model import ModelShape
+from trilane.config.plan import Plan
+from trilane_engine.data.corpus import prepare_all
+from trilane_engine.data.samples import Samples, samples_of
+from trilane_engine.model.parameters import EMBEDDING_NORM, initial_tensor, whole_sizes
+from trilane_engine.world import World
+
+WORDS = "embedding.word_embeddings.weight"
+Weights = Mapping[str, torch.Tensor]
+
+
+def logits(w: Weights, shape: ModelShape, tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens (B, T) -> logits (B, T, V)."""
+    x = w[WORDS][tokens]
+    if shape.positions == "learned":
+        x = x + w["embedding.position_embeddings.weight"][: tokens.shape[1]]
+    x = norm(w, shape, EMBEDDING_NORM, x) if shape.embedding_layernorm else x
+    for i in range(shape.num_layers):
+        layer = f"decoder.layers.{i}"
+        x = x + attention(
+            w, f"{layer}.self_attention", shape, norm(w, shape, f"{layer}.input_layernorm", x)
+        )
+        x = x + mlp(w, f"{layer}.mlp", shape, norm(w, shape, f"{layer}.pre_mlp_layernorm", x))
+    head = w[WORDS] if shape.tied_embeddings else w["output_layer.weight"]
+    return norm(w, shape, "decoder.final_layernorm", x) @ head.T
+
+
+def loss(w: Weights, shape: ModelShape, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats; tokens and labels (B, T)."""
+    return F.cross_entropy(logits(w, shape, tokens).flatten(0, 1), labels.flatten())
+
+
+def linear(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    """A matrix, and its bias where it has one."""
+    return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+
+def norm(w: Weights, shape: ModelShape, name: str, x: torch.Tensor) -> torch.Tensor:
+    """LayerNorm, or RMSNorm, which subtracts no mean and adds no bias."""
+    if shape.normalization == "layernorm":
+        return F.layer_norm(
+            x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], shape.norm_epsilon
+        )
+    return (
+        x * (x.square().mean(-1, keepdim=True) + shape.norm_epsilon).rsqrt() * w[f"{name}.weight"]
+    )
+
+
+def attention(w: Weights, name: str, shape: ModelShape, x: torch.Tensor) -> torch.Tensor:
+    """Causal attention written out; G groups of heads of D channels share keys and values."""
+    (B, T, _), G, D = x.shape, shape.kv_heads, shape.head_dim
+    qkv = (
+        linear(w, f"{name}.linear_qkv", x).view(B, T, G, -1, D).permute(0, 2, 3, 1, 4)
+    )  # (B, G, heads + 2, T, D)
+    q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:]
+    if shape.positions == "rotary":
+        q, k = turned(q, shape.rotary_base), turned(k, shape.rotary_base)
+    scores = q @ k.transpose(-1, -2) / D**0.5  # (B, G, heads of a group, T, T)
+    if shape.positions == "alibi":
+        scores = scores + (slopes(shape.num_attention_heads)[:, None, None] * torch.arange(T)).view(
+            G, -1, 1, T
+        )
+    later = torch.ones(T, T, dtype=torch.bool).triu(1)
+    attended = scores.masked_fill(later, -torch.inf).softmax(-1) @ v
+    return linear(w, f"{name}.linear_proj", attended.permute(0, 3, 1, 2, 4).reshape(B, T, -1))
+
+
+def turned(x: torch.Tensor, base: float) -> torch.Tensor:
+    """Rotary positions: the pair of channels i, i + D / 2 as a complex number, times e^(i position
+    base^(-2 i / D)).
+    """
+    T, D = x.shape[-2:]
+    angles = torch.outer(torch.arange(T), base ** (-torch.arange(0, D, 2) / D))
+    found = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.polar(
+        torch.ones_like(angles), angles
+    )
+    return torch.cat((found.real, found.imag), -1)
+
+
+def slopes(heads: int) -> torch.Tensor:
+    """ALiBi's geometric series from 2^(-8 / n); what goes beyond a power of two takes every other
+    term of the next.
+    """
+    power = 2 ** int(math.log2(heads))
+    first = [2.0 ** -(8 / power * i) for i in range(1, power + 1)]
+    return torch.tensor(
+        first + [2.0 ** -(4 / power * i) for i in range(1, 2 * power + 1)][::2][: heads - power]
+    )
+
+
+def mlp(w: Weights, name: str, shape: ModelShape, x: torch.Tensor) -> torch.Tensor:
+    """Two matrices and the activation between, or three, where the second and a gate make its
+    input.
+    """
+    up, act = w[f"{name}.linear_fc1.weight"], shape.activation
+    bias = w.get(f"{name}.linear_fc1.bias")
+    if shape.is_gated:
+        parts = zip(up, [None, None] if bias is None else bias, strict=True)
+        gate, inner = (F.linear(x, matrix, b) for matrix, b in parts)
+        return linear(
+            w, f"{name}.linear_fc2", (F.silu(gate) if act == "swiglu" else F.gelu(gate)) * inner
+        )
+    inner = F.linear(x, up, bias)
+    if act in ("gelu", "gelu-tanh"):
+        return linear(
+            w,
+            f"{name}.linear_fc2",
+            F.gelu(inner, approximate="tanh" if act == "gelu-tanh" else "none"),
+        )
+    inner = F.relu(inner) ** (2 if act == "squared-relu" else 1)
+    return linear(w, f"{name}.linear_fc2", inner)
+
+
+def train(plan: Plan) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Loss and gradient norm of each iteration, and validation losses: whole batches on the CPU, in
+    fp32.
+
+    By the names of steps.jsonl and validation.jsonl.
+    """
+    sizes, o = whole_sizes(plan.shape).items(), plan.optimizer
+    w = {n: torch.nn.Parameter(initial_tensor(n, size, plan)) for n, size in sizes}
+    single = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+    prefixes = prepare_all(plan.data, plan.shape)
+    samples, held_out = samples_of(plan, single, prefixes), range(plan.validation_samples)
+    validation = (
+        batch_of(samples_of(plan, single, prefixes, Split.valid), held_out) if held_out else ()
+    )
+    plain = [
+        n for n in w if n.endswith("bias") or "layernorm" in n
+    ]  # repeated here: the reference uses no engine code
+    groups = [
+        {"params": [p for n, p in w.items() if n not in plain], "weight_decay": o.weight_decay},
+        {"params": [w[n] for n in plain], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+    history, evaluations = [], []
+    for batch in plan.batches():
+        for group in adam.param_groups:
+            group["lr"] = o.learning_rate(batch.end, plan.samples)
+        adam.zero_grad()
+        tokens, labels = batch_of(samples, range(batch.first, batch.end))
+        value = loss(w, plan.shape, tokens, labels)
+        value.backward()
+        norm = torch.nn.utils.clip_grad_norm_(w.values(), o.clip_grad).item()
+        history.append({"lm_loss": value.item(), "grad_norm": norm})
+        adam.step()
+        if plan.run.evaluates_after(batch.number):
+            with torch.no_grad():
+                held_out_loss = loss(w, plan.shape, *validation).item()
+                evaluations.append({"iteration": batch.number, "lm_loss": held_out_loss})
+    return history, evaluations
+
+
+def batch_of(samples: Samples, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels, both (B, T), of these samples."""
+    rows = [samples[k] for k in numbers]
+    tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
+    return tokens, labels

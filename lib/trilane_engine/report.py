@@ -1,0 +1,177 @@
+"""The report of each iteration: Megatron's line on the terminal, a JSON line in steps.jsonl."""
+
+import json
+import math
+import resource
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from trilane.config.batch_rampup import Batch
+from trilane.config.plan import Plan
+from trilane.utils.files import Appended, replace_text
+from trilane.workspace import phase_times
+from trilane_engine import heartbeat
+from trilane_engine.backends.base import Step
+from trilane_engine.phases import Timers, timing_table
+from trilane_engine.world import World
+
+Line = dict[str, Any]  # of steps.jsonl, one iteration
+
+
+def iteration(plan: Plan, batch: Batch, seconds: float, lr: float, step: Step) -> Line:
+    """The line of the engine's step over `batch`, in the units of Megatron's line, times in
+    seconds.
+
+    `tflops` is model FLOPs per GPU and second by Narayanan's formula
+    (ModelShape.flops_per_iteration), recomputation counted where it is full. Megatron-LM of today
+    counts causal attention half and recomputation never.
+    """
+    t = plan.topology
+    flops = plan.shape.flops_per_iteration(batch.gbs, recompute_full=t.recompute == "full")
+    return {
+        "iteration": batch.number,
+        "consumed_samples": batch.end,
+        "sec_per_it": seconds,
+        "tflops": flops / seconds / t.gpus / 1e12,
+        "learning_rate": lr,
+        "global_batch_size": batch.gbs,
+        "lm_loss": step.loss,  # NaN where it is not a number, which Python's JSON reader accepts
+        "loss_scale": step.loss_scale,
+        "grad_norm": step.grad_norm,
+        "skipped": int(step.skipped),
+        "nan": int(step.loss != step.loss),
+    }
+
+
+def megatron_line(window: Sequence[Line], train_iters: int, now: datetime) -> str:
+    """Megatron-LM's line, training.py of 2025 (training_log), after the time of day.
+
+    Of several iterations, those since the last line, it has means of time, rate and loss, and
+    summed counts.
+    """
+    last = window[-1]
+    seconds, tflops, loss = (
+        sum(i[key] for i in window) / len(window) for key in ("sec_per_it", "tflops", "lm_loss")
+    )
+    skipped, nan = (sum(i[key] for i in window) for key in ("skipped", "nan"))
+    return (
+        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {last['iteration']:8d}/{train_iters:8d} | "
+        f"consumed samples: {last['consumed_samples']:12d} | elapsed time per iteration (ms): {seconds * 1000.0:.1f} | "
+        f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f} | learning rate: {last['learning_rate']:.6E} | "
+        f"global batch size: {last['global_batch_size']:5d} | lm loss: {loss:.6E} | "
+        f"loss scale: {last['loss_scale']:.1f} | grad norm: {last['grad_norm']:.3f} | "
+        f"number of skipped iterations: {skipped:3d} | number of nan iterations: {nan:3d} |"
+    )
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Write `values` as indented JSON under a temporary name, then rename: a reader never sees a
+    partial file.
+    """
+    replace_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def print_note(text: str) -> None:
+    """Print a line of trilane's own."""
+    print(f"trilane: {text}", flush=True)
+
+
+class TrainingLog:
+    """The terminal, steps.jsonl and validation.jsonl, by the last rank."""
+
+    def __init__(self, plan: Plan, world: World, folder: Path) -> None:
+        self._run, self._writes, self._window = plan.run, world.is_last, list[Line]()
+        self._steps = Appended(folder / "steps.jsonl", print_note)
+        self._evaluations = Appended(folder / "validation.jsonl", print_note)
+        self._timers = Timers(world.device) if plan.run.timers or plan.run.hang_timeout_s else None
+        (folder / "ranks").mkdir(exist_ok=True)
+        self._phases = Appended(folder / "ranks" / f"{world.rank}.phases", print_note)
+
+    def write(self, line: Line, saving: bool = False) -> None:
+        """Append the JSON line; print Megatron's every log_interval iterations and at the end.
+        Collective.
+
+        While a save is being written (`saving`) an iteration says nothing about the run's pace.
+        """
+        own = self._timers.fold() if self._timers else {}
+        if not saving:
+            heartbeat.iterated(line["global_batch_size"], line["sec_per_it"], own)
+        due = line["iteration"] % self._run.log_interval == 0 or line["iteration"] == self._run.goal
+        spread = self._spread(line["iteration"]) if due and self._run.timers else {}
+        if not self._writes:
+            return
+        self._steps.write(
+            json.dumps({**line, "timers": spread} if spread else line).encode() + b"\n"
+        )
+        self._window.append(line)
+        if due:
+            print(megatron_line(self._window, self._run.train_iters, datetime.now()), flush=True)
+            self._window = []
+        if spread:
+            print(timing_table(spread), flush=True)
+
+    def _spread(self, iteration: int) -> dict[str, tuple[float, float]]:
+        """Write this rank's seconds since the last line; their spread over ranks."""
+        assert self._timers
+        self._phases.write(phase_times.line(iteration, self._timers.own()))
+        return self._timers.over_ranks()
+
+    def evaluated(self, batch: Batch, loss: float, seconds: float) -> None:
+        """Append and print the validation loss after `batch`, in nats; no timer counts its seconds."""
+        if self._timers:
+            self._timers.skip()
+        if self._writes:
+            values = {
+                "iteration": batch.number,
+                "consumed_samples": batch.end,
+                "lm_loss": loss,
+                "seconds": seconds,
+            }
+            self._evaluations.write(json.dumps(values).encode() + b"\n")
+            print(validation_lines(batch.number, loss), flush=True)
+
+    def close(self) -> None:
+        """Write what waits for free space on the disk; report what still cannot be written."""
+        self._evaluations.write(b"")
+        self._steps.write(b"")
+        if waiting := self._steps.waiting.count(b"\n"):
+            print_note(f"the last {waiting} iterations are not in steps.jsonl: the disk is full")
+
+
+def validation_lines(iteration: int, loss: float) -> str:
+    """What Megatron-LM prints, training.py of 2025 (evaluate_and_print_results), and BigScience's
+    fork.
+    """
+    perplexity = math.exp(min(loss, 20.0))  # in this order a NaN stays one
+    text = f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
+    rule = "-" * (len(text) + 1)
+    return f"{rule}\n{text}\n{rule}"
+
+
+def memory_line(rank: int, iterations: int, device: torch.device) -> str:
+    """Megatron's report_memory line, in MiB. On a CPU: resident memory for allocated and reserved,
+    its peak for max.
+    """
+    values = [psutil.Process().memory_info().rss, peak_resident_bytes()] * 2
+    if device.type == "cuda":
+        values = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
+        values += [torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()]
+    names = ("allocated", "max allocated", "reserved", "max reserved")
+    parts = " | ".join(
+        f"{name}: {value / 2**20:.2f}" for name, value in zip(names, values, strict=True)
+    )
+    return f"[Rank {rank}] (after {iterations} iterations) memory (MB) | {parts}"
+
+
+def peak_resident_bytes() -> int:
+    """Peak resident memory of this process in bytes. getrusage(2): kilobytes on Linux, bytes on
+    macOS.
+    """
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,308 @@
+"""A run that stands still is noticed, its ranks are dumped, the right one is named; also without
+py-spy.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import real_hangs
+from plans import changed, run_folder
+from plans import small_plan as small
+from support import small_plan, wait_until
+
+from trilane.workspace import flight_recorder, heartbeat
+from trilane.workspace.heartbeat import (
+    Heartbeat,
+    NodeReport,
+    encode,
+    own_beats,
+    place,
+    read_reports,
+    start_id,
+)
+from trilane.workspace.pace import LATE, RESTART, Pace, slowness
+from trilane.workspace.run_folder import put_aside
+from trilane.workspace.status import read_status
+from trilane_diagnose import capture
+from trilane_diagnose.evidence import read_folder
+from trilane_diagnose.hang import diagnose_hang
+from trilane_diagnose.watchdog import HangMonitor, Slowness, patience_s
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("uncounted_processes")
+@pytest.mark.parametrize(("kind", "single"), [("stopped", ["dp"]), ("exit", ["tp", "pp"])])
+def test_a_real_training_that_hangs_is_dumped_judged_and_ended(
+    kind: str, single: list[str], data: Path, tmp_path: Path
+) -> None:
+    """Two of the ten of docs/hangs.md, with gloo, in one or two dimensions of TP, PP and DP; below
+    is a third.
+    """
+    result = real_hangs.hang(kind, tmp_path / "run", data, **dict.fromkeys(single, 1))
+    assert result.outcome.rank == result.rank and result.stacks >= 4 // len(single) - 1, (
+        result.outcome.evidence
+    )
+    assert result.outcome.status == ("crashed" if kind == "exit" else "hang")
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["rank"] == result.rank
+    assert result.rank in diagnose_hang(tmp_path / "run").suspects
+
+
+def paced(
+    late: int, guilty: tuple[int, ...] = (3,), now_s: float = 4.0, phase: int = 1
+) -> dict[int, Heartbeat]:
+    """Four ranks that take 1 s on two hosts of two, of which some work 3 s longer; late so many
+    times.
+    """
+    facts = {"step": 30, "phase": "x", "time": 1.0, "pid": 7}
+    usual = Pace(late=late, samples=4, usual_s=1.0, now_s=now_s)
+    slow = replace(usual, excess_s=tuple(3.0 * (n == phase) for n in range(4)))
+    every = [slow if rank in guilty else usual for rank in range(4)]
+    return {
+        n: Heartbeat(rank=n, host="ab"[n // 2], pace=own, **facts) for n, own in enumerate(every)
+    }
+
+
+@pytest.mark.parametrize(
+    ("spares", "advice"), [(1, "it starts again on a spare"), (0, "with --exclude=b")]
+)
+def test_a_slow_node_is_named_once_all_report_it_and_left_for_a_spare(
+    spares: int, advice: str, tmp_path: Path
+) -> None:
+    """Ten iterations late on all nodes, or twelve on that of rank 0; once, until the run is as fast
+    as before.
+    """
+    plan, own = small_plan(dp=4, gbs=8), paced(LATE)
+    plan = replace(plan, cluster=replace(plan.cluster, gpus_per_node=2, max_nodes=2))
+    nodes = {"event": "nodes", "chosen": ["a", "b"], "left_out": ["c"]}
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(nodes) + "\n")
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "save").write_text(RESTART)
+    slow = Slowness(tmp_path, plan, {"SLURM_JOB_NUM_NODES": str(3 + spares)})
+    assert not (tmp_path / "save").exists(), "of an attempt that ended before"
+    report = NodeReport(first=2, host="b", start="77.0", ranks=(own[2], own[3]))
+    news = lambda beats: slow.news({rank: beats[rank] for rank in (0, 1)}, "77.0")  # noqa: E731
+    replace(report, start="76.0").write(tmp_path)
+    assert [news(paced(late)) for late in (0, LATE - 1, LATE, LATE + 1)] == [""] * 4, (
+        "the other node has not reported"
+    )
+    slow._seen = 0
+    report.write(tmp_path)
+    assert news(paced(LATE, now_s=1e-6)) == "", "as fast as is predicted"
+    line = news(paced(LATE + 1))
+    where = f"SLOW since iteration {29 - LATE}: rank 3 (tp 0, stage 0, replica 3) on b, forward-compute takes 3 s longer"
+    assert line.startswith(f"{where}; 4.0 times its usual 1 s an iteration; ") and advice in line
+    assert slowness(tmp_path) == (line, ("b",)) and (tmp_path / "save").exists() is bool(spares)
+    assert news(paced(LATE + 2)) == ""
+    assert news(paced(0)) == "as fast as usual again, since iteration 30"
+    assert slowness(tmp_path) == ("", ()) and not (tmp_path / "save").exists()
+    replace(report, ranks=(paced(0)[2], paced(0)[3])).write(tmp_path)
+    assert news(paced(LATE + 1, guilty=(1,))) == ""
+    assert news(paced(LATE + 2, guilty=(1,))).startswith(
+        f"SLOW since iteration {28 - LATE}: rank 1 "
+    )
+    own = [
+        {r: replace(b, host="a") for r, b in paced(LATE, (0, 1, 2, 3), phase=n).items()}
+        for n in (0, 1)
+    ]
+    lines = [Slowness(tmp_path, plan, {}).news(beats, "") for beats in own]
+    assert "the shared disk, since batch-generator takes 3 s" in lines[0] and lines[1] == "", (
+        "its other work slows all"
+    )
+
+
+STUCK = """
+import faulthandler, sys, time
+from trilane.workspace.heartbeat import STACKS
+faulthandler.register(STACKS, file=open(sys.argv[1], "ab"), all_threads=True)
+def waits_for_ever():
+    print("ready", flush=True)
+    time.sleep(1000)
+waits_for_ever()
+"""
+RECORDER = """
+import os, sys, time
+from pathlib import Path
+from trilane.workspace import flight_recorder as flight
+ranks, answer = Path(sys.argv[1]).parent, sys.argv[2]
+told = flight.environment(ranks, "0")
+pipe = told["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "0.pipe"
+os.mkfifo(pipe)
+end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+print("ready", flush=True)
+while not os.read(end, 128):
+    time.sleep(0.05)
+if answer:
+    Path(told["TORCH_FR_DUMP_TEMP_FILE"] + "0").write_text(answer)
+time.sleep(1000)
+"""
+CALL = '{"entries": [{"process_group": ["0", "default_pg"], "collective_seq_id": 1, "profiling_name": "nccl:barrier"}]}'
+
+
+def captured(code: str, answer: str, folder: Path) -> Path:
+    """The stacks of a run whose rank 0 runs the code."""
+    (folder / "ranks").mkdir(exist_ok=True)
+    command = [sys.executable, "-c", code, str(folder / "ranks" / "0.stack"), answer]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=real_hangs.library()) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+            pid = b"%d %s" % (child.pid, place().split()[1])
+            record = heartbeat.create_record(folder, {}, 0)
+            record[:] = encode(3, "", time.time(), pid)
+            return capture.capture(folder, small_plan())
+        finally:
+            child.kill()
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_reports_of_an_earlier_start_leave_with_the_first_node(first: int, tmp_path: Path) -> None:
+    """A run that has lost a node would wait for the one that is not there."""
+    env = {"SLURM_JOB_ID": "78"}
+    reports = [
+        NodeReport(first=n, host="n", start=s, ranks=())
+        for n, s in ((0, "77.0"), (4, start_id(env)), (8, "77.0"))
+    ]
+    for report in reports:
+        report.write(tmp_path)
+    HangMonitor(tmp_path, small_plan(), env, first)
+    assert read_reports(tmp_path) == ([reports[1]] if first == 0 else reports)
+
+
+def test_the_node_of_rank_0_decides_first_and_the_others_not_all_at_once() -> None:
+    plan = small_plan(dp=8, gbs=16)
+    each = min(plan.cluster.gpus_per_node, plan.topology.gpus)
+    later = [patience_s(each * node, plan) for node in (0, 1, 2, 3, 4, 5)]
+    assert later == pytest.approx([0, 45, 50, 55, 60, 60])
+    assert patience_s(each, changed(plan, "run", hang_timeout_s=20.0)) == pytest.approx(6)
+
+
+def test_where_py_spy_may_not_attach_faulthandler_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "pyspy_dump", lambda pid, stopped: ("", "Permission denied"))
+    stacks = captured(STUCK, "", tmp_path)
+    assert "waits_for_ever" in (stacks / "rank_0.txt").read_text()
+    assert diagnose_hang(stacks).groups[0].frames[0].startswith("waits_for_ever")
+
+
+@pytest.mark.parametrize("answer", [CALL, ""], ids=["answers", "is stuck"])
+def test_a_capture_asks_the_flight_recorder_and_does_not_wait_for_ever(
+    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's DumpPipe listens: a rank that answers, beside an earlier dump, and one that is
+    stuck.
+    """
+    collect = partial(flight_recorder.collect, patience_s=20.0 if answer else 0.5)
+    monkeypatch.setattr(flight_recorder, "collect", collect)
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks/nccl_trace_rank_0").write_text("of an earlier attempt")
+    stacks = captured(RECORDER, answer, tmp_path)
+    assert [path.read_text() for path in stacks.glob("nccl_trace_*")] == (
+        [answer] if answer else []
+    )
+    assert (0 in read_folder(stacks).recordings) == bool(answer)
+
+
+def test_a_pipe_that_nobody_reads_is_taken_away_and_waited_for_by_nobody(tmp_path: Path) -> None:
+    """Of an earlier attempt; whoever copies or reads a run folder would wait at it for ever."""
+    (tmp_path / "ranks").mkdir()
+    os.mkfifo(tmp_path / "ranks/nccl_pipe_rank_1.pipe")
+    assert flight_recorder.ask(tmp_path / "ranks", [0, 1]) == {}
+    (tmp_path / "ranks/0.log").write_text("said")
+    put_aside(tmp_path, keep=True)
+    assert (
+        not (tmp_path / "ranks").exists()
+        and (tmp_path / "attempts/1/ranks/0.log").read_text() == "said"
+    )
+
+
+@pytest.mark.slow
+def test_without_our_launcher_the_first_rank_of_a_node_starts_the_watchdog_and_it_ends_the_job(
+    data: Path, tmp_path: Path
+) -> None:
+    """As srun or a foreign torchrun start the engine: nobody of ours looks on from outside."""
+    plan = changed(small(data, iters=100_000, source="mock", dp=2), "run", hang_timeout_s=5.0)
+    folder = run_folder(plan, tmp_path / "run")
+    planted = str(Path(real_hangs.__file__).parent / "planted")
+    env = real_hangs.library()
+    env |= {
+        "PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], planted]),
+        "TRILANE_PLANT": "pipe 1 3",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-port=0",
+        "--standalone",
+    ]
+    command += ["-m", "trilane_engine", str(folder / "plan.json")]
+    done = subprocess.run(
+        command, env=env | {"GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=400
+    )
+    outcome = read_status(folder)
+    assert (outcome.status, outcome.rank, done.returncode != 0) == ("hang", 1, True), done.stderr[
+        -2000:
+    ]
+    assert len(list((folder / "stacks").glob("*/rank_*.txt"))) == 2
+
+
+WATCHED = """
+import os, signal, subprocess, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as ranks do
+subprocess.run([sys.executable, "-m", "trilane_diagnose.watchdog", sys.argv[1], str(os.getpid())])
+"""
+
+
+@pytest.mark.parametrize("has_exited", [False, True])
+def test_a_watchdog_answers_a_capture_and_ends_with_its_rank_while_it_waits_for_other_nodes(
+    has_exited: bool, tmp_path: Path
+) -> None:
+    """A new folder below stacks/ is a question to every node; a rank that exits makes the watchdog
+    ask itself. SLURM waits for every process of a job that it ends, and drains the node that keeps
+    one.
+    """
+    (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
+    env, host, asked = real_hangs.library(), place().split()[1], itertools.count()
+    pids = [place(), b"999999999 " + host] if has_exited else [place()]
+    records = [heartbeat.create_record(tmp_path, env, rank) for rank in range(len(pids))]
+    for record, pid in zip(records, pids, strict=True):
+        record[:] = encode(3, "x", time.time(), pid)
+    elsewhere = Heartbeat(
+        rank=2, step=3, phase="x", time=1.0, pid=7, host="elsewhere"
+    )  # never answers
+    NodeReport(first=2, host="elsewhere", start=start_id(env), ranks=(elsewhere,)).write(tmp_path)
+    parent = subprocess.Popen([sys.executable, "-c", WATCHED, str(tmp_path)], env=env)
+
+    def answered() -> bool:
+        """Ask again: what is there before the watchdog is, is no question to it."""
+        if not has_exited:
+            (tmp_path / "stacks" / str(next(asked))).mkdir(parents=True)
+        return bool(list(tmp_path.glob("stacks/*/states-*.json")))
+
+    try:
+        wait_until(answered, 60, "no answer")
+        (watchdog,) = psutil.Process(parent.pid).children()
+    finally:
+        parent.kill()
+        parent.wait()
+    watchdog.wait(5)
+    assert list(tmp_path.glob("stacks/*/rank_0.*")) and not own_beats(tmp_path, env)
+
+
+def test_a_watchdog_whose_rank_has_ended_before_it_began_ends_too(tmp_path: Path) -> None:
+    """It would hold the job's output open for ever."""
+    (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
+    command = [sys.executable, "-m", "trilane_diagnose.watchdog", str(tmp_path), "999999999"]
+    assert (
+        subprocess.run(command, env=real_hangs.library(), timeout=120, check=False).returncode < 0
+    )
