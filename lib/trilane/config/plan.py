@@ -238,8 +238,8 @@ def _one_plan(path: Path | str, file: Path, name: str) -> dict[str, Any]:
     return named[0]
 
 
-def read_plan(path: Path | str) -> Plan:
-    """The plan in the JSON file `path`; ValueError where it is missing, malformed or impossible.
+def read_plan(path: Path | str | Plan) -> Plan:
+    """The plan in the JSON file `path`, or the plan itself; ValueError where it is missing, malformed or impossible.
 
         read_plan("plans.json:tp4-pp12-dp8-mbs2")
 
@@ -247,4 +247,6 @@ def read_plan(path: Path | str) -> Plan:
     writes: an object with `plan`, or with `plans`, of which the first (a search's best) is taken
     unless FILE:ID or FILE:LABEL names another.
     """
+    if isinstance(path, Plan):
+        return path
     return plan_from_json(read_plan_values(path))

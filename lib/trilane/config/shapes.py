@@ -39,7 +39,7 @@ def configs() -> list[str]:
     return sorted(shipped_json("huggingface")["configs"])
 
 
-def read_shape(text: str, *, seq_length: int = 0, tp: int = 1) -> GivenShape:
+def read_shape(text: str | ModelShape, *, seq_length: int = 0, tp: int = 1) -> GivenShape:
     """The shape of five numbers (see parse_shape), of a JSON file (a shape's fields, a plan, a
     config.json), or of a folder with a config.json.
 
@@ -48,6 +48,8 @@ def read_shape(text: str, *, seq_length: int = 0, tp: int = 1) -> GivenShape:
     is needed; a file of trilane has rows that are padded already. Raises ValueError for what is no
     shape of a dense decoder.
     """
+    if isinstance(text, ModelShape):
+        return GivenShape(shape=_with_sequence(text, seq_length))
     path = Path(text) / "config.json" if (Path(text) / "config.json").is_file() else Path(text)
     values = read_json(path, "shape") if text.endswith(".json") or path.is_file() else None
     if values is None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from trilane.config.cluster import Cluster
 from trilane.config.parallelism import invalid_reason
-from trilane.config.plan import Plan
+from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.calibration import Calibration, Configuration, interval
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import FOREIGN, T_QUANTILE, deviations, sensitivities
@@ -40,6 +40,7 @@ from trilane.costmodel.shipped import constants_of
 from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import Brief, DataFrame
 from trilane.utils.validation import read_text, to_mapping
+from trilane.workspace.study import load_cluster
 
 SAFE = 0.01  # probability of running out of memory up to which a plan may be recommended
 RISKY = 0.1  # above it a plan is listed apart and never ranked first
@@ -326,9 +327,9 @@ class Prediction(Brief):
 
 
 def predict(
-    plan: Case | DataFrame,
-    cluster: Cluster | Calibration | None = None,
-    calibration: Calibration | None = None,
+    plan: Case | Path | str | DataFrame,
+    cluster: Cluster | str | Calibration | None = None,
+    calibration: Calibration | str | None = None,
 ) -> Any:
     """Seconds and bytes of a plan that its model and engine can run (see invalid_reason and
     unsupported_reason).
@@ -345,20 +346,23 @@ def predict(
     with predicted_sec_per_it and its 90 % interval predicted_sec_lo and predicted_sec_hi,
     predicted_memory_gib, oom_probability, and the `reason` why a row cannot run, "" where it can.
     """
-    known = cluster if isinstance(cluster, Calibration) else calibration
-    machine = cluster if isinstance(cluster, Cluster) else None
+    machine = None
+    if isinstance(cluster, Calibration):
+        calibration = cluster
+    elif cluster:
+        machine = load_cluster(cluster)
+    if isinstance(plan, Path | str) and not str(plan).endswith(".csv"):
+        plan = read_plan(plan)
     if isinstance(plan, Plan | Configuration):
-        known = (
-            known.on_card(machine or plan.cluster) if known else constants_of(plan, cluster=machine)
-        )
+        known = constants_of(plan, calibration or "", machine)
         return _predicted(plan, machine or plan.cluster, known)
-    if isinstance(plan, str | Path):
+    if isinstance(plan, Path | str):
         import pandas as pd
 
         plan = pd.read_csv(io.StringIO(read_text(plan, "rows", 1 << 26)))
     for line in (line for line in ignored_words(plan) if "did you mean" in line):
-        warnings.warn(f"predict: ignored {line}", stacklevel=3)
-    made = [_predicted_row(row, known) for row in each_row(plan, machine)]
+        warnings.warn(f"predict: ignored {line}", stacklevel=2)
+    made = [_predicted_row(row, calibration) for row in each_row(plan, machine)]
     names = (
         "predicted_sec_per_it",
         "predicted_sec_lo",
@@ -370,14 +374,16 @@ def predict(
     return plan.assign(**columns, reason=[row.get("reason", "") for row in made])
 
 
-def _predicted_row(row: MeasuredRow | Skipped, calibration: Calibration | None) -> dict[str, Any]:
+def _predicted_row(
+    row: MeasuredRow | Skipped, calibration: Calibration | str | None
+) -> dict[str, Any]:
     """The columns of a prediction, or the reason why there is none."""
     if isinstance(row, Skipped):
         return {"reason": row.reason}
     case = row.case
     if reason := invalid_reason(case.shape, case.topology):
         return {"reason": reason}
-    known = calibration or constants_of(case)
+    known = constants_of(case, calibration or "")
     found = predict(case, known.on(case.day, case.topology.gpus)).numbers
     return {"oom_probability": found["oom_probability"]} | {
         f"predicted_{n}": value for n, value in found.items()

@@ -18,7 +18,7 @@ from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.fit import MISFIT, log_constants, row_error, sensitivities
 from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
 from trilane.utils.validation import from_mapping, require, shipped_json, with_nearest
-from trilane.workspace.study import Study, studies
+from trilane.workspace.study import Study, load_cluster, studies
 
 
 def default(cluster: Cluster, stack: str = "") -> Calibration:
@@ -154,13 +154,17 @@ def prior_of(cluster: str, stack: str) -> Calibration:
     return Calibration(**habits, regimes=regimes, stack=stack)
 
 
-def calibration_for(cluster: Cluster, source: str = "") -> Calibration:
+def calibration_for(cluster: Cluster | str, source: str | Calibration = "") -> Calibration:
     """The constants to predict by: those that ship for the cluster (""), or for a software stack on
-    it (of stacks()), those in a JSON file, or those that 04_analyze fitted in a study. ValueError
+    it (of stacks()), those in a JSON file, those that 04_analyze fitted in a study, or
+    `source` itself. ValueError
     for those of another card.
 
         calibration_for(load_cluster("jz-a100-80g"), "megatron-core")
     """
+    cluster = load_cluster(cluster)
+    if isinstance(source, Calibration):
+        return source.on_card(cluster)
     return replace(_found(cluster, source), name=source or cluster.name).on_card(cluster)
 
 
@@ -187,7 +191,7 @@ def _found(cluster: Cluster, source: str) -> Calibration:
 
 
 def constants_of(
-    plan: Plan | Configuration, source: str = "", cluster: Cluster | None = None
+    plan: Plan | Configuration, source: str | Calibration = "", cluster: Cluster | None = None
 ) -> Calibration:
     """The constants for a plan: those of `source`, where given, as calibration_for() takes it; else
     those that the plan carries, which predicted it; else the cluster's. On nodes of another

@@ -20,6 +20,7 @@ from trilane.planning.sizing import Proposal, Proposals, fastest, survey
 from trilane.utils.numbers import amount, size_text
 from trilane.utils.tables import Brief, DataFrame, Table, Text, displayed
 from trilane.utils.validation import require, require_positive
+from trilane.workspace.study import load_cluster
 
 BATCH = (
     1 << 22
@@ -269,7 +270,7 @@ def dated(proposal: Proposal, request: SizeRequest, price: float | None = None) 
 
 def best_within(
     days: float,
-    clusters: Sequence[Cluster],
+    clusters: Sequence[Cluster | str],
     *,
     gpus: int = 0,
     gbs: int = 0,
@@ -288,8 +289,9 @@ def best_within(
     each. `asked` are SizeRequest's other fields: tokens (20 a parameter), vocabulary, like, ...
     Raises ValueError for a cluster without GPUs.
     """
-    names = [cluster.name for cluster in clusters]
-    for cluster in clusters:
+    machines = [load_cluster(cluster) for cluster in clusters]
+    names = [cluster.name for cluster in machines]
+    for cluster in machines:
         require(
             cluster.gpu.kind == "cuda",
             "cluster",
@@ -297,16 +299,16 @@ def best_within(
             "has no GPUs; trilane plan size takes it",
         )
         require(names.count(cluster.name) == 1, "cluster", cluster.name, "is there twice")
-    rule = f"give one for all, or one for each of {len(clusters)} clusters"
+    rule = f"give one for all, or one for each of {len(machines)} clusters"
     require(len(prices) in (0, 1, len(clusters)), "price", ",".join(f"{p:g}" for p in prices), rule)
-    count = gpus or min(cluster.max_gpus for cluster in clusters)
+    count = gpus or min(cluster.max_gpus for cluster in machines)
     batch = gbs or max(1, round(BATCH / asked.get("seq_length", 2048) / count)) * count
     asked = {"engine": ANY, **asked, "gpus": count, "gbs": batch}
-    for cluster in clusters:  # a search takes seconds: first what is wrong
+    for cluster in machines:  # a search takes seconds: first what is wrong
         SizeRequest(parameters=MOST, cluster=cluster, **asked)
     each = [*prices, *[prices[0] if prices else None] * (len(clusters) - len(prices))]
     found, rows = list[InTime](), list[list[Dated]]()
-    for cluster, price in zip(clusters, each, strict=True):
+    for cluster, price in zip(machines, each, strict=True):
         largest = sizes_within(
             days, price, **asked, cluster=cluster, calibration=calibration_for(cluster, calibration)
         )

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from datetime import datetime, time, timedelta
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trilane.config.plan import Plan
+from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.fit import Z90
 from trilane.costmodel.shipped import replaced
 from trilane.forecasting.failures import Cause, FailureModel
@@ -518,11 +519,11 @@ class Forecast(Table):
         )
 
 
-def forecast(plan: Plan, **asked: Any) -> Forecast:
+def forecast(plan: Plan | Path | str, **asked: Any) -> Forecast:
     """The forecast of a plan; `asked` are the other fields of ForecastRequest.
 
     forecast(read_plan("plan.json"), tokens=341e9, start="2027-01-04").finish(0.5)
     """
-    found = Forecast(request=ForecastRequest(plan=plan, **asked))
+    found = Forecast(request=ForecastRequest(plan=read_plan(plan), **asked))
     found.finish(0.95)  # what cannot be simulated is refused here
     return found

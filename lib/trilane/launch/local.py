@@ -75,7 +75,9 @@ class TrainedRun:
     status: RunStatus
 
 
-def train(plan: Plan, layer: Any = None, *, study: str = "python", **run: Any) -> TrainedRun:
+def train(
+    plan: Plan | Path | str, layer: Any = None, *, study: str = "python", **run: Any
+) -> TrainedRun:
     """Train the plan here, in a run folder of the study; one that has completed there is not
     trained again.
 
@@ -85,6 +87,7 @@ def train(plan: Plan, layer: Any = None, *, study: str = "python", **run: Any) -
     package.module:CLASS (docs/engine.md). `run` sets fields of the plan's run. ValueError as
     train_local() and for what cannot be trained.
     """
+    plan = read_plan(plan)
     for name in run:
         require_known("train", name, [f.name for f in fields(plan.run)])
     own = layer_of(layer) if layer else plan.layer

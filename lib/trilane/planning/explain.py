@@ -6,7 +6,7 @@ from typing import Any
 
 from trilane.config.engines import label_of, untrainable_reason
 from trilane.config.parallelism import invalid_reason
-from trilane.config.plan import Plan, plan_from_json
+from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.config.training import Run
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, SAFE, Prediction, predict
@@ -91,12 +91,13 @@ class Explanation(Brief):
         return [sure, f"Support: {p.support.words}{f'; then {others}' if others else ''}."]
 
 
-def explain(plan: Plan, calibration: Calibration | None = None) -> Explanation:
+def explain(plan: Plan | Path | str, calibration: Calibration | str | None = None) -> Explanation:
     """Why a plan takes what it takes.
 
     explain(search(shape, cluster, gpus=384, gbs=2048).candidates[0].plan)
     """
-    return Explanation(plan=plan, prediction=predict(plan, calibration))
+    plan = read_plan(plan)
+    return Explanation(plan=plan, prediction=predict(plan, calibration=calibration))
 
 
 def varied(

@@ -15,6 +15,7 @@ from trilane.config.engines import ENGINES, label_of, unsupported_rule
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import CLUSTER_RULES, SHAPE_RULES, TOPOLOGY_RULES, Rule
 from trilane.config.plan import Plan
+from trilane.config.shapes import read_shape
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.iteration import iteration_columns
@@ -35,6 +36,7 @@ from trilane.planning.space import (
 )
 from trilane.utils.progress import progress
 from trilane.utils.validation import require_integer
+from trilane.workspace.study import load_cluster
 
 MEMORY_RULE = "memory must fit the card"
 
@@ -282,13 +284,13 @@ def search_space(
 
 
 def search(
-    shape: ModelShape,
-    cluster: Cluster,
+    shape: ModelShape | str,
+    cluster: Cluster | str,
     *,
     gpus: int | Sequence[int],
     gbs: int | Sequence[int],
     engine: str = ENGINES[0],
-    calibration: Calibration | None = None,
+    calibration: Calibration | str | None = None,
     top: int = 500,
     distinct: bool = False,
     **choices: Any,
@@ -303,5 +305,8 @@ def search(
 
         search(shape, load_cluster("jz-a100-80g"), gpus=384, gbs=2048, mbs=(1, 2), recompute="full")
     """
+    shape = read_shape(shape).shape
+    cluster = load_cluster(cluster)
+    known = calibration_for(cluster, calibration or "")
     space = space_for(shape, cluster, gpus=gpus, gbs=gbs, engine=engine, **choices)
-    return search_space(shape, cluster, space, calibration, top, distinct)
+    return search_space(shape, cluster, space, known, top, distinct)

@@ -27,6 +27,7 @@ from trilane.planning.size_request import TILE, SizeRequest, usable_heads
 from trilane.utils.numbers import size_text, with_bounds, with_interval
 from trilane.utils.tables import Brief, Columns, DataFrame, Table, Text, frame_of
 from trilane.utils.validation import require, require_known, to_mapping
+from trilane.workspace.study import load_cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,13 +256,13 @@ class Proposals(Table):
         return f"no shape can run on {r.gpus} GPUs of {r.cluster.name} and a batch of {r.gbs}; {why}; {cure}"
 
 
-def propose_shapes(cluster: Cluster, **asked: Any) -> Proposals:
+def propose_shapes(cluster: Cluster | str, **asked: Any) -> Proposals:
     """The shapes of a target size on a cluster, the best first; `asked` are SizeRequest's other
     fields.
 
     propose_shapes(load_cluster("jz-a100-80g"), parameters=200e9, vocabulary=250_880, gpus=384)
     """
-    found = survey(SizeRequest(cluster=cluster, **asked))
+    found = survey(SizeRequest(cluster=load_cluster(cluster), **asked))
     require(bool(found.rows), "params", f"{found.request.parameters:g}", found.why_none())
     return found
 
@@ -392,7 +393,13 @@ class ShapeSurvey(Candidates):
 
 
 def survey_shapes(
-    cluster: Cluster, *, gbs: int, seq_length: int, vocabulary: int, head_dim: int, seconds: float
+    cluster: Cluster | str,
+    *,
+    gbs: int,
+    seq_length: int,
+    vocabulary: int,
+    head_dim: int,
+    seconds: float,
 ) -> ShapeSurvey:
     """GPTs of 6 and 10 layers and 64 to 448 channels, predicted on one process in one microbatch.
 
@@ -402,6 +409,7 @@ def survey_shapes(
         survey_shapes(load_cluster("local"), gbs=8, seq_length=128, vocabulary=257, head_dim=32,
         seconds=0.15)
     """
+    cluster = load_cluster(cluster)
     same: dict[str, Any] = {"seq_length": seq_length, "vocab_size": padded_vocab_size(vocabulary)}
     rows = []
     for L, h in ((L, h) for L in (6, 10) for h in range(64, 449, 64) if h % head_dim == 0):

@@ -3,6 +3,7 @@ against it, follow.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ipywidgets import (
@@ -19,7 +20,7 @@ from ipywidgets import (
 
 from trilane.config.engines import ENGINES
 from trilane.config.parallelism import CHOICES, LARGEST
-from trilane.config.plan import Plan
+from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.shipped import constants_of
 from trilane.planning.explain import use_plan, varied
@@ -32,14 +33,17 @@ from trilane.workspace.study import Study
 
 
 def explore(
-    base: Plan, calibration: Calibration | None = None, study: Study | None = None
+    base: Plan | Path | str,
+    calibration: Calibration | str | None = None,
+    study: Study | None = None,
 ) -> "Editor":
     """An editor that starts at the plan `base`: a control for each field, what is predicted, and,
     with a `study`, a button that puts the plan first in its plans.json.
 
         explore(best.rows[0].plan, known, here)
     """
-    calibration = calibration or constants_of(base)
+    base = read_plan(base)
+    calibration = constants_of(base, calibration or "")
     return Editor(varied(base, calibration), calibration, study)
 
 
