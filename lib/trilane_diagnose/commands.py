@@ -14,7 +14,7 @@ from trilane.workspace.phase_times import read_phase_times
 from trilane_diagnose import bisection, rehearsal
 from trilane_diagnose import capture as stacks
 from trilane_diagnose.hang import diagnose_hang
-from trilane_diagnose.incident import read_incident
+from trilane_diagnose.incident import read_incident, write_incident
 from trilane_diagnose.restart import compare_restart
 from trilane_diagnose.stacks import last_calls
 from trilane_diagnose.stragglers import find_stragglers
@@ -54,8 +54,8 @@ def hang(folder: Path, ranks: Ranks) -> Answer:
 def incident(
     folder: Path, page: Path | None = option(None, "write it as an HTML page, too", metavar="FILE")
 ) -> Answer:
-    """Print what happened: logs, stacks, Flight Recorder and SLURM's accounting as one timeline and
-    one verdict.
+    """Print what happened: one verdict from logs, stacks, Flight Recorder and SLURM's accounting,
+    and what each of them has.
 
     FOLDER is a run folder, or holds copies of these files, such as what `sacct --parsable2`
     printed.
@@ -63,10 +63,8 @@ def incident(
     found = read_incident(folder)
     if page:
         require(page.parent.is_dir(), "page", page, "its folder does not exist")
-        from trilane_diagnose.incident_page import write_incident
-
         write_incident(found, page)
-    return Answer.of(found)
+    return Answer(found.to_json(), found.summary())
 
 
 @command(GROUP)

@@ -1,14 +1,10 @@
-"""The test of a job's nodes before they train: each alone, then in pairs; which are broken, and
-which are slow.
+"""The test of a job's nodes before they train: which are broken, and which are slow.
 
-A rate is compared with the median of the nodes, and the medians with the cluster file. What fails
-on every node is no fault of the nodes: it is reported, and nothing is left out. Of a bad pair each
-meets a node of a good one; where there is none, both count. Left out: of an odd number the network
-of one.
+A rate is compared with the median of the nodes, and the median with the cluster file. What fails on
+every node is no fault of the nodes: it is reported, and nothing is left out. Left out: the network
+between nodes.
 """
 
-import contextlib
-import itertools
 import json
 import math
 import os
@@ -17,15 +13,20 @@ import re
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from trilane.config.cluster import Cluster
 from trilane.utils.process import Lines, dialogue, python
 
-Group = tuple[str, ...]
-K = TypeVar("K")
+# GPUs of one kind in one cluster differ by 8 % on average and up to 22 %, and outliers are 1.5
+# times slower: Sinha et al. 2022, arXiv:2208.11035.
+LEAST_SHARE = 0.75
+LEAST_SHARE_OF_CORES = LEAST_SHARE / 2  # a core is shared with whatever else the node does
+DOUBTFUL_SHARE = 0.99  # a node that may fail is left out before the others, but after a slow one
+FAR_BELOW = 1 / 10  # what is an order below the cluster file is no matter of tuning
+GRACE_S = 20.0  # for the slower half of the nodes, which may read torch from a busy disk
+LIMIT_S = 600.0  # half of the nodes may take minutes to import torch for the first time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,148 +46,68 @@ class Findings:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one step found; `broken` is also why it did not end."""
+    """What the test of a node found; `broken` is also why it did not end."""
 
     broken: str = ""
     doubtful: str = ""
     rates: dict[str, float] = field(default_factory=dict)
 
 
-Run = Callable[[str, Sequence[Group]], dict[Group, Result]]
+LATE = Result(broken="the test does not end in time")
 
 
-def findings(nodes: Sequence[str], run: Run, is_cpu: bool) -> Findings:
-    """What `run(mode, groups)` finds out about the nodes: "alone" for all, then "pair" for
-    neighbours that work.
-    """
-    begin = time.monotonic()
-    alone = run("alone", [(node,) for node in nodes])
-    broken, slow, notes = _judge(alone, is_cpu)
-    if notes:
-        return Findings(notes=notes)
-    doubtful = {
-        node: (0.99, result.doubtful) for (node,), result in alone.items() if result.doubtful
-    }
-    fine = [node for node in nodes if node not in broken and node not in slow]
-    pairs = list(zip(fine[::2], fine[1::2], strict=False))
-    paired = run("pair", pairs) if pairs else {}
-    both, apart, notes = _judge(paired, is_cpu)
-    suspects = [node for pair in pairs for node in pair if node in both or node in apart]
-    mates = [node for pair in pairs for node in pair if node not in suspects]
-    if again := list(zip(suspects, mates, strict=False)) if not notes else []:
-        paired = {**paired, **run("pair", again)}
-        both, apart, notes = _judge(paired, is_cpu)
-        slow_pairs = _slow(
-            {g: result.rates for g, result in paired.items() if not result.broken}, is_cpu
-        )
-        # a node that does well with one other is not the reason why a pair does not
-        good = {
-            node
-            for g, result in paired.items()
-            if not result.broken and g not in slow_pairs
-            for node in g
-        }
-        both = {node: why for node, why in both.items() if node not in good}
-        apart = {node: why for node, why in apart.items() if node not in good}
-    rates = _medians(
-        [result.rates for result in (*alone.values(), *paired.values()) if not result.broken]
-    )
-    shown = ", ".join(f"{name} {value:.3g}" for name, value in rates.items())
-    summary = f"{len(nodes)} tested in {time.monotonic() - begin:.0f} s; medians: {shown}"
-    return Findings(
-        broken=broken | both, slow=doubtful | slow | apart, notes=(summary, *notes), medians=rates
-    )
+class NotStarted(Exception):
+    """srun has not started the step on some of its nodes; `refused`: why."""
+
+    def __init__(self, refused: dict[str, str]) -> None:
+        super().__init__(refused)
+        self.refused = refused
+
+
+def findings(results: Mapping[str, Result], is_cpu: bool) -> Findings:
+    """What the results of all nodes show: which are broken, and which are slow."""
+    broken = {node: result.broken for node, result in results.items() if result.broken}
+    if broken and len(broken) == len(results):
+        why = next(iter(broken.values()))
+        return Findings(notes=(f"the test fails on all nodes, so none is left out: {why}",))
+    working = {node: result for node, result in results.items() if not result.broken}
+    medians = _medians(working)
+    least_share = LEAST_SHARE_OF_CORES if is_cpu else LEAST_SHARE
+    slow: dict[str, tuple[float, str]] = {}
+    for node, result in working.items():
+        if result.doubtful:
+            slow[node] = (DOUBTFUL_SHARE, result.doubtful)
+        for name, rate in result.rates.items():
+            share = rate / medians[name]
+            if share < least_share and share < slow.get(node, (1.0, ""))[0]:
+                slow[node] = (share, f"{name} {rate:.3g}, {share:.0%} of the median")
+    shown = ", ".join(f"{name} {rate:.3g}" for name, rate in medians.items())
+    note = f"{len(results)} tested; medians: {shown}"
+    return Findings(broken=broken, slow=slow, notes=(note,), medians=medians)
+
+
+def _medians(results: Mapping[str, Result]) -> dict[str, float]:
+    """The median of each rate; of two nodes the higher one's."""
+    rates: dict[str, list[float]] = {}
+    for result in results.values():
+        for name, rate in result.rates.items():
+            rates.setdefault(name, []).append(rate)
+    return {name: statistics.median_high(values) for name, values in rates.items()}
 
 
 def far_below(medians: Mapping[str, float], cluster: Cluster, gpus: int) -> str:
-    """Which medians are below a tenth of the cluster file's figures, on so many GPUs (0: cores) of
-    a node; else "".
-
-    A tenth: what is an order below is no matter of tuning.
+    """Whether the median of matmul is below a tenth of the cluster file's peak, on GPUs (`gpus`) or
+    cores (0); "" if not.
     """
-    used = (
-        min(1.0, gpus / cluster.gpus_per_node) if gpus else 1.0
-    )  # each GPU may have a network card of its own
     gpu = cluster.gpu
-    matmul = (
-        gpus and (gpu.bf16_flops_per_s or gpu.fp16_flops_per_s)
-    ) or gpu.fp32_flops_per_s  # as the test does
-    figures = {
-        "matmul FLOP/s": (matmul, "are these the cards that the plan is for?"),
-        "all_reduce B/s": (
-            used * cluster.network_bytes_per_s,
-            "does NCCL run over TCP? See the site's env",
-        ),
-    }
-    found = [(name, medians[name], *figure) for name, figure in figures.items() if name in medians]
-    lines = [
-        f"{name} {value:.3g}, the cluster file has {most:.3g}: {why}"
-        for name, value, most, why in found
-        if 0 < value < most / 10
-    ]
-    return f"all nodes: {'; '.join(lines)}" if lines else ""
-
-
-def _judge(
-    results: Mapping[Group, Result], is_cpu: bool
-) -> tuple[dict[str, str], dict[str, tuple[float, str]], tuple[str, ...]]:
-    """The nodes of groups that fail, those of slow groups, and a note where all fail: then no node
-    is at fault.
-    """
-    failed = {group: result.broken for group, result in results.items() if result.broken}
-    if failed and len(failed) == len(results):
-        kind = "nodes" if len(next(iter(failed))) == 1 else "pairs"
-        return (
-            {},
-            {},
-            (f"the test fails on all {kind}, so none is left out: {next(iter(failed.values()))}",),
-        )
-    slow = _slow(
-        {group: result.rates for group, result in results.items() if group not in failed}, is_cpu
-    )
-    broken = {node: _with(group, node) + why for group, why in failed.items() for node in group}
-    return (
-        broken,
-        {n: (share, _with(g, n) + why) for g, (share, why) in slow.items() for n in g},
-        (),
-    )
-
-
-def _with(group: Group, node: str) -> str:
-    return "".join(f"with {mate}: " for mate in group if mate != node)
-
-
-def _medians(every: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median of each rate; of two the higher."""
-    names = dict.fromkeys(name for rates in every for name in rates)
-    return {
-        name: statistics.median_high(rates[name] for rates in every if name in rates)
-        for name in names
-    }
-
-
-def _slow(every: Mapping[K, Mapping[str, float]], is_cpu: bool) -> dict[K, tuple[float, str]]:
-    """Of those with a rate below its limit: the share of the median that the worst of them has, and
-    which it is.
-    """
-    medians, found = _medians(list(every.values())), dict[K, tuple[float, str]]()
-    for name, rates in every.items():
-        shares = [
-            (value / medians[rate], rate) for rate, value in rates.items() if medians[rate] > 0
-        ]
-        for share, rate in sorted(pair for pair in shares if pair[0] < _least(pair[1], is_cpu))[:1]:
-            found[name] = (share, f"{rate} {rates[rate]:.3g}, {share:.0%} of the median")
-    return found
-
-
-def _least(rate: str, is_cpu: bool) -> float:
-    # What is slow, as a share of the median. GPUs of one kind in one cluster differ by 8 % on
-    # average and up to 22 %, and outliers are 1.5 times slower: Sinha et al. 2022,
-    # arXiv:2208.11035. A network is shared with other jobs, all pairs measure at once, and a small
-    # message may cross more switches: half, and a quarter.
-    least = {"matmul": 0.75, "memory": 0.75, "PCIe": 0.75, "within": 0.75, "B/s": 0.5, "1/s": 0.25}
-    share = next((share for word, share in least.items() if word in rate), 0.0)
-    return share / 2 if is_cpu else share  # a core is shared with whatever else the node does
+    peak = gpu.fp32_flops_per_s
+    if gpus:  # as the test does
+        peak = gpu.bf16_flops_per_s or gpu.fp16_flops_per_s or peak
+    measured = medians.get("matmul FLOP/s", math.inf)
+    if measured >= FAR_BELOW * peak:
+        return ""
+    line = f"all nodes: matmul FLOP/s {measured:.3g}, the cluster file has {peak:.3g}"
+    return f"{line}: are these the cards that the plan is for?"
 
 
 def step(nodes: Sequence[str], tasks: int = 1, cores: int = 1, gpus: bool = False) -> list[str]:
@@ -196,13 +117,12 @@ def step(nodes: Sequence[str], tasks: int = 1, cores: int = 1, gpus: bool = Fals
     Without --overlap it would wait until the others end. --gres=gpu:0 and --mem=0 request no GPU
     and no memory, which a step that could not end on a dead node may still hold.
     """
-    own = ["--overlap", "--mem=0", *["--gres=gpu:0"] * (not gpus), f"--cpus-per-task={cores}"]
-    sizes = [
-        f"--nodes={len(nodes)}",
-        f"--ntasks={len(nodes) * tasks}",
-        f"--ntasks-per-node={tasks}",
-    ]
-    return ["srun", *own, *sizes, f"--nodelist={','.join(nodes)}"]
+    command = ["srun", "--overlap", "--mem=0"]
+    if not gpus:
+        command.append("--gres=gpu:0")
+    command += [f"--cpus-per-task={cores}", f"--nodes={len(nodes)}"]
+    command += [f"--ntasks={len(nodes) * tasks}", f"--ntasks-per-node={tasks}"]
+    return [*command, f"--nodelist={','.join(nodes)}"]
 
 
 def tester(
@@ -217,136 +137,104 @@ def tester(
 
     def test(nodes: Sequence[str]) -> Findings:
         try:
-            with step_of(nodes, gpus, srun, env) as run_round:
-                found = findings(nodes, run_round, is_cpu=gpus == 0)
-        except (
-            NotStarted
-        ) as error:  # srun ends the step on all nodes where it cannot start it on one
-            refused: dict[str, str] = error.args[0]
-            found = test([node for node in nodes if node not in refused])
-            return replace(found, broken=found.broken | refused)
+            results = run_step(nodes, gpus, srun, env)
+        except NotStarted as error:
+            # srun ends the step on all nodes where it cannot start it on one
+            others = test([node for node in nodes if node not in error.refused])
+            return replace(others, broken=others.broken | error.refused)
+        found = findings(results, is_cpu=gpus == 0)
         far = far_below(found.medians, cluster, gpus) if cluster else ""
-        # cores are shared with whatever else a node does: said, and no reason to refuse
-        return (
-            replace(found, notes=(*found.notes, far), refused=far if gpus else "") if far else found
-        )
+        if far and gpus:
+            return replace(found, notes=(*found.notes, far), refused=far)
+        if far:  # cores are shared with whatever else a node does: no reason to refuse
+            return replace(found, notes=(*found.notes, far))
+        return found
 
     return test
 
 
-class NotStarted(Exception):
-    """srun has not started the step on some of its nodes; args[0]: why."""
-
-
-# What a task runs: a test for each line of its input. It prints a line with the end of the test's
-# last; srun's --label may have put its number before. USR1, SLURM's signal before the time limit,
-# would end the test of a healthy node.
+# What a task runs: the test. It prints a line with the end of the test's last; srun's --label may
+# have put its number before. USR1, SLURM's signal before the time limit, would end the test of a
+# healthy node. parts/staging has made this node's copy of the environment.
 TASK = """trap "" USR1
-eval "staged=\\"${TRILANE_STAGED:-}\\"" # this node's copy of the environment, which parts/staging has made
+eval "staged=\\"${TRILANE_STAGED:-}\\""
 [[ ! -O $staged || -L $staged || ! -e $staged/ready ]] || PATH=$staged/bin:$PATH
-while read -r round; do
-  said=$("$@" "$round" 2>&1 </dev/null) && code=0 || code=$?
-  echo "TESTED ${round%% *} $SLURMD_NODENAME $code ${said##*$'\n'}"
-done"""
-TESTED = re.compile(r"TESTED (\d+) (\S+) (\d+) ?(.*)")
-FAILED = re.compile(r"Task launch for .* failed on node ([^\s:]+).*")  # as srun 22.05 says it
-GRACE_S = 20.0  # for the network between nodes, which the first half may not wait for
-LATE = Result(broken="the test does not end in time")
+output=$("$@" 2>&1 </dev/null) && code=0 || code=$?
+echo "TESTED $SLURMD_NODENAME $code ${output##*$'\n'}"
+"""
+TESTED = re.compile(r"TESTED (\S+) (\d+) ?(.*)")
+FAILED = re.compile(r"Task launch for .* failed on node ([^\s:]+).*")  # as srun 22.05 prints it
 
 
-@contextlib.contextmanager
-def step_of(
+def run_step(
     nodes: Sequence[str], gpus: int, srun: Sequence[str], env: Mapping[str, str]
-) -> Iterator[Run]:
-    """One step of srun on all nodes of the job, which runs the rounds that `findings` asks for: its
-    `run`.
-
-    A round is a line of its input: number, mode and groups as a,b; Linux passes 128 kB to a
-    command, some 6,000 nodes. The tasks end with their input.
-    """
-    tasks, numbers = gpus or 1, itertools.count(1)
+) -> dict[str, Result]:
+    """The result of each node, by one step of srun on all; NotStarted where it is refused."""
+    tasks = gpus or 1
     cores = int(env.get("SLURM_CPUS_PER_TASK") or 1) * int(env.get("SLURM_NTASKS_PER_NODE") or 1)
-    # a node that dies, or whose task does, leaves the others alone; SLURM's limit ends a step whose
-    # parent has died
-    alone = ["--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--time=30"]
+    command = step(nodes, tasks, max(1, cores // tasks), gpus > 0)
+    # a node that dies, or whose task does, leaves the others alone; SLURM's limit (minutes) ends a
+    # step whose parent has died
+    command += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--time=30", *srun]
     test = python("-m", "trilane_engine.bench.node_test", str(gpus), program="python")
-    command = [
-        *step(nodes, tasks, max(1, cores // tasks), gpus > 0),
-        *alone,
-        *srun,
-        "bash",
-        "-c",
-        TASK,
-        "bash",
-        *test,
-    ]
-    with dialogue(command, env) as (say, lines):
-
-        def run(mode: str, groups: Sequence[Group]) -> dict[Group, Result]:
-            number = next(numbers)
-            say(" ".join([str(number), mode, *map(",".join, groups)]))
-            return _collect(lines, number, groups, tasks)
-
-        yield run
+    with dialogue([*command, "bash", "-c", TASK, "bash", *test], env) as (_, lines):
+        return _collect(lines, nodes, tasks)
 
 
-def _collect(lines: Lines, number: int, groups: Sequence[Group], tasks: int) -> dict[Group, Result]:
-    """What the groups, of so many tasks a node, answer in this round.
+def _collect(lines: Lines, nodes: Sequence[str], tasks: int) -> dict[str, Result]:
+    """The results of nodes, of so many tasks each.
 
-    A pair that fails has ended with its last task, which another round may need. Those wait that
-    take three times as long as half of the groups, and 20 s; half may take minutes to import torch
-    for the first time. Where the step ends, what is missing was not tested.
+    Those are late that take three times as long as half of the nodes, and GRACE_S. Where the step
+    ends, what is missing was not tested.
     """
-    group_of, left = (
-        {node: group for group in groups for node in group},
-        {g: len(g) * tasks for g in groups},
-    )
-    found, said, begin, limit_s = (
-        dict[Group, Result](),
-        ["it printed nothing"],
-        time.monotonic(),
-        600.0,
-    )
-    while left:
-        passed = time.monotonic() - begin
-        limit_s = min(limit_s, 3 * passed + GRACE_S) if 2 * len(left) <= len(groups) else limit_s
+    tasks_left = dict.fromkeys(nodes, tasks)
+    results: dict[str, Result] = {}
+    printed = ["it printed nothing"]
+    begin = time.monotonic()
+    limit_s = LIMIT_S
+    while tasks_left:
+        passed_s = time.monotonic() - begin
+        if 2 * len(tasks_left) <= len(nodes):
+            limit_s = min(limit_s, 3 * passed_s + GRACE_S)
         try:
-            line = lines.get(timeout=max(0.0, limit_s - passed))
+            line = lines.get(timeout=max(0.0, limit_s - passed_s))
         except queue.Empty:
-            return dict.fromkeys(left, LATE) | found
-        if not line:
-            lines.put("")
-            if refused := {match[1]: match[0] for match in map(FAILED.search, said) if match}:
+            return dict.fromkeys(tasks_left, LATE) | results
+        if not line:  # the step has ended
+            refused = {match[1]: match[0] for match in map(FAILED.search, printed) if match}
+            if refused:
                 raise NotStarted(refused)
-            return found or dict.fromkeys(
-                groups, Result(broken=f"the step of the test ends: {said[-1]}")
-            )
-        if not (tested := TESTED.search(line)):
-            said.append(line.strip()[:200])
-        elif int(tested[1]) == number and (group := group_of.get(tested[2])) in left:
-            left[group] -= 1
-            if result := _result(int(tested[3]), tested[4]):
-                found.setdefault(group, result)
-            if not left[group] or (result and (len(group) == 1 or not result.broken)):
-                del left[group]
-    return found
+            ended = Result(broken=f"the step of the test ends: {printed[-1]}")
+            return results or dict.fromkeys(nodes, ended)
+        tested = TESTED.search(line)
+        if not tested:
+            printed.append(line.strip()[:200])
+            continue
+        node = tested[1]
+        result = _result(int(tested[2]), tested[3])
+        if result:
+            results.setdefault(node, result)
+        if node in tasks_left:
+            tasks_left[node] -= 1
+            if result or not tasks_left[node]:
+                del tasks_left[node]
+    return results
 
 
-def _result(code: int, said: str) -> Result | None:
-    """What a test printed as its last line; None of a task that leaves this to the first of its
-    group.
-    """
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-        values = json.loads(said)
+def _result(code: int, last_line: str) -> Result | None:
+    """What a test printed as its last line; None of a task that leaves this to its node's first."""
+    try:
+        values = json.loads(last_line)
         rates = {str(name): float(value) for name, value in values["rates"].items()}
-        broken, doubtful = (", ".join(map(str, values[name])) for name in ("broken", "doubtful"))
-        if not all(map(math.isfinite, rates.values())):
-            broken = broken or "the test measures what is no number"
-        return Result(broken=broken, doubtful=doubtful, rates=rates)
-    if code == 128 + signal.SIGALRM:
-        return LATE
-    return (
-        Result(broken=f"the test fails: {said[:200] or 'it printed nothing'} (exit code {code})")
-        if code
-        else None
-    )
+        broken = ", ".join(map(str, values["broken"]))
+        doubtful = ", ".join(map(str, values["doubtful"]))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        if code == 128 + signal.SIGALRM:  # bash: a signal's number above 128
+            return LATE
+        if not code:
+            return None
+        why = last_line[:200] or "it printed nothing"
+        return Result(broken=f"the test fails: {why} (exit code {code})")
+    if not all(0 < rate < math.inf for rate in rates.values()):  # NaN is neither
+        broken = broken or "the test measures what is no number"
+    return Result(broken=broken, doubtful=doubtful, rates=rates)

@@ -1,9 +1,7 @@
-"""The test of one node, or of a pair, before a training: `python -m trilane_engine.bench.node_test
-GPUS ROUND`.
+"""The test of one node before a training: `python -m trilane_engine.bench.node_test GPUS`.
 
-Started in a task of srun for each GPU (one on CPUs). A round is a number, "alone" or "pair", and
-the groups of nodes, such as n1,n2. The first task of a group prints a line of JSON: {"broken":
-[...], "doubtful": [...], "rates": {name: larger is better}}.
+Started in a task of srun for each GPU (one on CPUs). The first task of the node prints a line of
+JSON: {"broken": [...], "doubtful": [...], "rates": {name: larger is better}}.
 """
 
 import json
@@ -17,66 +15,49 @@ from typing import Any
 from trilane.utils.process import run
 
 
-def main(gpus: int, round_: str) -> None:
+def main(gpus: int) -> None:
     """Print the line; ends the process."""
-    mode, placed = place(gpus, round_, os.environ)
-    found: dict[str, Any] = {"broken": [], "doubtful": [], "rates": {}}
-    if not placed:
-        return
-    if mode == "alone" and placed["LOCAL_RANK"] == "0":
-        found |= findings(gpus)
-        end = (
-            time.monotonic() + 15.0
-        )  # in which the processes of an attempt that failed give their memory back
-        while any("in use" in reason for reason in found["broken"]) and time.monotonic() < end:
+    variables = place(gpus, os.environ)
+    result: dict[str, Any] = {"broken": [], "doubtful": [], "rates": {}}
+    if variables["LOCAL_RANK"] == "0":
+        result |= findings(gpus)
+        # in which the processes of an attempt that failed give their memory back
+        end = time.monotonic() + 15.0
+        while any("in use" in reason for reason in result["broken"]) and time.monotonic() < end:
             time.sleep(1.0)
-            found |= findings(gpus)
-    if not found["broken"]:
+            result |= findings(gpus)
+    if not result["broken"]:
         from trilane_engine import world as worlds
         from trilane_engine.bench import rates
 
-        signal.alarm(55)  # then the kernel ends the test: a GPU or a network that hangs
-        os.environ.update(placed)
+        signal.alarm(55)  # then the kernel ends the test: a GPU that hangs
+        os.environ.update(variables)
         world = worlds.start_process_group("fp32")
-        every = worlds.gather_values(world, (rates.of_rank(world, mode), rates.wrong(world)))
-        found["rates"] = {name: min(own[name] for own, _ in every) for name in every[0][0]}
-        found["broken"] = sorted({reason for _, reasons in every for reason in reasons})
+        every = worlds.gather_values(world, (rates.of_rank(world), rates.wrong(world)))
+        result["rates"] = {name: min(own[name] for own, _ in every) for name in every[0][0]}
+        result["broken"] = sorted({reason for _, reasons in every for reason in reasons})
         if gpus and world.device.type != "cuda":
-            found["broken"] = ["torch finds no GPU"]
+            result["broken"] = ["torch finds no GPU"]
         if not world.is_first:
             os._exit(0)
-    print(json.dumps(found), flush=True)
+    print(json.dumps(result), flush=True)
     os._exit(0)  # at once: communicators of a peer that has gone would be waited for
 
 
-def place(gpus: int, round_: str, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """The round's mode, and this task's rank in its group as torchrun's variables; empty where its
-    node is in none.
-    """
-    number, mode, *groups = round_.split()
-    for index, nodes in enumerate(group.split(",") for group in groups):
-        if env["SLURMD_NODENAME"] in nodes:
-            each, local = gpus or 1, int(env.get("SLURM_LOCALID", "0"))
-            rank = nodes.index(env["SLURMD_NODENAME"]) * each + local
-            # of this group and round: an earlier one, even of another step, may still hold its own
-            port = (
-                37 * int(env["SLURM_JOB_ID"])
-                + 1000 * int(env["SLURM_STEP_ID"])
-                + 100 * int(number)
-                + index
-            )
-            values = {
-                "RANK": rank,
-                "WORLD_SIZE": len(nodes) * each,
-                "LOCAL_RANK": local,
-                "LOCAL_WORLD_SIZE": each,
-            }
-            meeting = {
-                "MASTER_ADDR": nodes[0] + env.get("HOST_SUFFIX", ""),
-                "MASTER_PORT": 10_000 + port % 20_000,
-            }
-            return mode, {name: str(value) for name, value in {**values, **meeting}.items()}
-    return mode, {}
+def place(gpus: int, env: Mapping[str, str]) -> dict[str, str]:
+    """This task's rank among those of its node, as torchrun's variables."""
+    local = env.get("SLURM_LOCALID", "0")
+    tasks = str(gpus or 1)
+    # of this step: an earlier one may still hold its own
+    port = 37 * int(env["SLURM_JOB_ID"]) + 1000 * int(env["SLURM_STEP_ID"])
+    return {
+        "RANK": local,
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": tasks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(10_000 + port % 20_000),
+    }
 
 
 def query(what: str, names: str) -> list[list[str]]:
@@ -122,4 +103,4 @@ def findings(gpus: int, ask: Callable[[str, str], list[list[str]]] = query) -> d
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]))

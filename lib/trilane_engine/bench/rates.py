@@ -145,16 +145,11 @@ def bus_bytes_per_s(size: int, n: int, seconds: float) -> float:
     return 2 * (n - 1) / n * size / seconds
 
 
-def of_rank(world: World, mode: str) -> dict[str, float]:
-    """Of this rank's device and of an all_reduce within its node; or in a pair of nodes of a large
-    and a small one.
-    """
+def of_rank(world: World) -> dict[str, float]:
+    """Of this rank's device and of an all_reduce within its node."""
     device, found = world.device, dict[str, float]()
     if world.size > 1:
-        sent, small_s = all_reduce(device, None, world.size, 8)
-        if mode == "pair":
-            return {"all_reduce B/s": sent, "all_reduce 1/s": 1 / small_s}
-        found["all_reduce within B/s"] = sent
+        found["all_reduce within B/s"] = all_reduce(device, None, world.size, 8)[0]
     if device.type == "cuda":
         found["PCIe B/s"] = host_to_device_bytes_per_s(device)
     else:
