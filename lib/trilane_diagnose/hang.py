@@ -99,9 +99,6 @@ class Verdict(Table):
         )
         return table.assign(step=table["step"].where(table["step"] >= 0))
 
-    def brief(self) -> str:
-        return self.paragraph
-
     def view(self) -> DataFrame:
         """A row per group: its ranks, how many, their state, the group axis that they wait over,
         and the stack.

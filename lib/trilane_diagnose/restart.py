@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from trilane.utils.numbers import ranges
-from trilane.utils.tables import DataFrame, Record, Table, Text, frame_of, grouped
+from trilane.utils.tables import DataFrame, Table, Text, frame_of, grouped
 from trilane.utils.validation import DATA, require
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.fingerprints import COPY, Mark, default_of, must_decay
@@ -29,7 +29,7 @@ from trilane_diagnose.snapshot import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestartComparison(Record, Table):
+class RestartComparison(Table):
     """What was compared, the findings, and notes; as a table the findings. `example`: the states
     are made up.
     """
@@ -53,9 +53,6 @@ class RestartComparison(Record, Table):
             "size": "size",
         }
         return frame_of(self.findings, columns).astype({"size": float})
-
-    def brief(self) -> str:
-        return "; ".join([f"{len(self.findings)} findings", *self.compared])
 
     def summary(self) -> Text:
         """What was compared, the number of findings, and the notes, as Markdown."""

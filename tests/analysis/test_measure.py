@@ -263,7 +263,7 @@ def test_a_log_without_times_has_them_by_its_rate_or_by_its_runtime():
     for total, seconds in ((40, 2.5), (0, 5.0)):  # else that of the bar
         ended = log(3, arguments={"total_optimization_steps": total}, train_iters=20)
         assert (
-            flops.mean_seconds(RunLog(**{**vars(ended), "summary": {"train_runtime": 100.0}}))
+            flops.mean_seconds(RunLog(**{**vars(ended), "totals": {"train_runtime": 100.0}}))
             == seconds
         )
 

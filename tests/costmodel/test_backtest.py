@@ -73,7 +73,7 @@ def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
     own = tmp_path / "own.json"
     own.write_text(json.dumps(to_json(fit(timed[::7][:10], "a100-800gbps").fitted)))
     cold, warm = (
-        backtest(timed, "a100-800gbps", calibration=name).summary() for name in ("", str(own))
+        backtest(timed, "a100-800gbps", calibration=name).all_figures() for name in ("", str(own))
     )
     assert warm["median"] < 0.05 and warm["p90"] < 0.15 and warm["median"] < cold["median"]
 

@@ -101,7 +101,7 @@ class MeasuredRuns(Table):
         """
         return tidy(rows_of(self.runs))
 
-    def brief(self) -> str:
+    def summary(self) -> str:
         return f"{len(self.runs)} runs"
 
     def _repr_html_(self) -> str:

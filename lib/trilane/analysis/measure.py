@@ -18,7 +18,7 @@ from trilane.config.plan import Plan, read_plan
 from trilane.logs.checks import HARMLESS, Problem, median, of_card
 from trilane.logs.run import RunLog, read_run_folder
 from trilane.utils.numbers import ranges
-from trilane.utils.tables import Brief, as_json
+from trilane.utils.tables import Record, as_json
 from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
 
@@ -98,7 +98,7 @@ def printed_rates(log: RunLog) -> dict[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement(Brief):
+class Measurement(Record):
     """The summary of one run that every command, table and notebook shows; NaN where neither log
     nor plan has a value.
 
@@ -279,7 +279,7 @@ def mean_seconds(log: RunLog) -> float:
     DeepSpeed's batch over its rate; NaN where there is neither.
     """
     batch, rates = log.arguments.get("deepspeed.train_batch_size"), log.column("samples_per_second")
-    if "train_runtime" not in log.summary:
+    if "train_runtime" not in log.totals:
         return (
             batch / float(np.nanmedian(rates))
             if len(rates) and isinstance(batch, int)
@@ -288,7 +288,7 @@ def mean_seconds(log: RunLog) -> float:
     bar = np.nan_to_num(log.column("train_iters")[-1:].sum())  # the total of a progress bar
     steps = log.arguments.get("total_optimization_steps") or bar
     return (
-        log.summary["train_runtime"] / steps
+        log.totals["train_runtime"] / steps
         if isinstance(steps, int | float) and steps > 0
         else math.nan
     )

@@ -11,7 +11,7 @@ import pandas as pd
 from trilane.analysis.collect import MeasuredRuns, measure_runs
 from trilane.analysis.loss_curve import Curve
 from trilane.utils.numbers import chance, with_bounds
-from trilane.utils.tables import Brief, Columns, DataFrame, Text
+from trilane.utils.tables import Columns, DataFrame, Record, Text
 from trilane.utils.validation import read_object, require, require_known
 from trilane.workspace.installation import outputs_root
 from trilane.workspace.study import Study
@@ -30,7 +30,7 @@ class StudyParts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyComparison(Brief):
+class StudyComparison(Record):
     """Studies side by side, in the order in which they were named."""
 
     studies: tuple[StudyParts, ...]

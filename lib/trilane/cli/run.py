@@ -130,7 +130,7 @@ def calibrate(
     }
     with output.open("x", encoding="utf-8") as file:  # also where another process has just made it
         file.write(json.dumps(values, indent=1) + "\n")
-    text = "\n".join([*found.summary(), f"written: {output} ({kept['hash']})"])
+    text = f"{found.summary()}\nwritten: {output} ({kept['hash']})"
     return Answer({**found.to_json(), "calibration": kept, "file": str(output)}, text)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.options import check, option
-from trilane.utils.tables import Brief, Columns
+from trilane.utils.tables import Columns, Record
 from trilane.utils.validation import (
     DATA,
     from_mapping,
@@ -81,7 +81,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster(Brief):
+class Cluster(Record):
     """Nodes of equal GPUs; `sources` is where each number comes from."""
 
     name: str = option(help="the cluster's name")

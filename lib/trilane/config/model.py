@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trilane.config.options import check, option
-from trilane.utils.tables import Brief
+from trilane.utils.tables import Record
 from trilane.utils.validation import is_count, require, require_integer
 
 GATED = ("swiglu", "geglu")
@@ -18,7 +18,7 @@ def _size(help: str, bits: int, **facts: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape(Brief):
+class ModelShape(Record):
     """The sizes of a dense decoder; without the fields after `vocab_size`, those of GPT-2.
 
     Norms stand before attention and MLP, one after the last layer. Raises ValueError for sizes out

@@ -9,7 +9,7 @@ from typing import Any
 from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.model import ModelShape
 from trilane.config.options import check, label_words, option
-from trilane.utils.tables import Brief
+from trilane.utils.tables import Record
 
 LARGEST = (
     1 << 20
@@ -81,7 +81,7 @@ OFFLOAD = ("none", "optimizer", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Topology(Brief):
+class Topology(Record):
     """The run uses tp x cp x pp x dp GPUs; microbatches of `mbs` sequences, `gbs` sequences an
     iteration.
 

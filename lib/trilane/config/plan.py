@@ -17,7 +17,7 @@ from trilane.config.model import ModelShape
 from trilane.config.options import changed, check, option
 from trilane.config.parallelism import CLUSTER_RULES, Topology, first_broken, invalid_reason
 from trilane.config.training import Data, Dropout, Optimizer, Run, inside
-from trilane.utils.tables import Brief
+from trilane.utils.tables import Record
 from trilane.utils.validation import from_mapping, read_json, require, require_label, to_mapping
 
 # What results write next to the fields of a plan: derived from it, so never read back.
@@ -37,7 +37,7 @@ DERIVED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Brief):
+class Plan(Record):
     """Everything that one training run needs; if it exists, a program can run it. ValueError
     otherwise.
 

@@ -250,7 +250,7 @@ class Backtest(Table):
             name: figures([p for p in self.pairs if group_name(p[0]) == name]) for name in names
         }
 
-    def summary(self) -> dict[str, Any]:
+    def all_figures(self) -> dict[str, Any]:
         """The figures over all rows and, if there are several, over each group."""
         result, groups = (
             {**figures(self.pairs), "skipped": len(self.skipped), "ignored": self.ignored},
@@ -284,7 +284,7 @@ class Backtest(Table):
     def to_json(self) -> dict[str, Any]:
         """The backtest as a JSON object; a figure that is not finite is null."""
         return as_json(
-            {"rows": self.predictions, "skipped": self.skipped, "summary": self.summary()}
+            {"rows": self.predictions, "skipped": self.skipped, "summary": self.all_figures()}
         )
 
     def finding(self) -> Text:

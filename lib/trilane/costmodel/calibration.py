@@ -14,7 +14,7 @@ from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.constants import BOUNDS, GIVEN, Bound, Constants
-from trilane.utils.tables import Brief
+from trilane.utils.tables import Record
 from trilane.utils.validation import (
     from_mapping,
     read_json,
@@ -59,7 +59,7 @@ class Regime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Configuration(Brief):
+class Configuration(Record):
     """One run to be predicted: what ran where, in which engine, and on which ISO day ("" where
     unknown).
 
@@ -74,7 +74,7 @@ class Configuration(Brief):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration(Brief, Constants):
+class Calibration(Record, Constants):
     """The constants of constants.py, fitted; `half_width` is the 90 % interval's, of ln(seconds);
     `rows` fitted to.
 
@@ -127,7 +127,7 @@ class Calibration(Brief, Constants):
                 "must lie in 0 to 1",
             )
 
-    def brief(self) -> str:
+    def summary(self) -> str:
         of = ", ".join(filter(None, (self.name, self.stack, self.card)))
         return (
             f"{of}{', ' * bool(of)}{self.rows} rows, 90 % within {math.expm1(self.half_width):.1%}"

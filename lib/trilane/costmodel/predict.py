@@ -38,7 +38,7 @@ from trilane.costmodel.memory import (
 from trilane.costmodel.memory import oom_probability as probability_of
 from trilane.costmodel.shipped import constants_of
 from trilane.utils.numbers import with_bounds
-from trilane.utils.tables import Brief, DataFrame
+from trilane.utils.tables import DataFrame, Record
 from trilane.utils.validation import read_text, to_mapping
 from trilane.workspace.study import load_cluster
 
@@ -267,7 +267,7 @@ def unmeasured_half_width(case: Configuration, calibration: Calibration, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction(Brief):
+class Prediction(Record):
     """Seconds per iteration with a 90 % interval, and memory of the fullest stage with a
     probability of running out.
 
@@ -292,7 +292,7 @@ class Prediction(Brief):
     support: Support = field(default_factory=Support)
     calibration: Calibration = field(default_factory=Calibration, repr=False)
 
-    def brief(self) -> str:
+    def summary(self) -> str:
         seconds = with_bounds(self.sec_per_it, self.sec_lo, self.sec_hi)
         return f"{seconds} s/it, {self.memory_bytes / 2**30:.1f} GiB, P(OOM) {self.oom_probability:.1%}"
 

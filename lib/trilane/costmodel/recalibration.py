@@ -53,14 +53,6 @@ class Recalibration(Table):
     def __bool__(self) -> bool:
         return bool(self.rows)
 
-    def brief(self) -> str:
-        errors = " -> ".join(f"{e['median']:.1%}" for e in self.errors().values())
-        lines = [
-            f"{len(self.rows)} rows, {len(self.left_out)} not used, median error {errors}",
-            *self.ignored,
-        ]
-        return "; ".join(lines)
-
     @property
     def cases(self) -> tuple[Configuration, ...]:
         return tuple(row.case for row in self.rows)
@@ -123,7 +115,7 @@ class Recalibration(Table):
             name: pairs[name] for name in sorted(size, key=lambda n: -size[n]) if size[name] >= 0.01
         }
 
-    def summary(self) -> list[str]:
+    def summary(self) -> str:
         """How many rows count and why others do not, the errors before and after, and what moved,
         in lines.
         """
@@ -133,7 +125,7 @@ class Recalibration(Table):
         lines = [f"not used: {names[reason]}{more[reason]}: {reason}" for reason in reasons][:12]
         lines += [f"ignored {line}" for line in self.ignored]
         if not self.fit:
-            return lines
+            return "\n".join(lines)
         stack = f" of {self.prior.stack or self.rows[0].stack}" * bool(
             self.prior.stack or self.rows[0].stack
         )
@@ -145,12 +137,13 @@ class Recalibration(Table):
         kept = (
             "they do not improve the prediction of each other: the constants from before are kept"
         )
-        return [
+        lines = [
             f"{len(self.rows)} rows{stack} on {self.cases[0].cluster.name} used, {len(self.left_out)} not",
             f"error, median / 90th percentile: {', '.join(texts)} (each row left out of its fit{weight})",
             f"moved: {moved or 'nothing'}" if self.fit.weight else kept,
             *lines,
         ]
+        return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -185,7 +178,7 @@ class Recalibration(Table):
 
     def _repr_html_(self) -> str:
         found = super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)
-        lines = Html.joined("", (Html.of("<p>{}</p>", line) for line in self.summary()))
+        lines = Html.joined("", (Html.of("<p>{}</p>", line) for line in self.summary().split("\n")))
         summary = "Which rows count, their errors, and which constants moved"
         return found + Html.of("<details><summary>{}</summary>{}</details>", summary, lines)
 

@@ -10,11 +10,11 @@ from typing import Any
 from trilane.config.engines import ENGINES, default_attention, untrainable_reason
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import SAFE
-from trilane.forecasting.forecast import ALLOCATION, DEADLINE, MEMORY, Forecast, Record
+from trilane.forecasting.forecast import ALLOCATION, DEADLINE, MEMORY, Forecast, Json
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search import search
 from trilane.utils.numbers import amount
-from trilane.utils.tables import Brief, Columns, DataFrame, Table
+from trilane.utils.tables import Columns, DataFrame, Record, Table
 
 SIZES = "TP {t.tp} × PP {t.pp} × DP {t.dp}"  # of a topology t, in a case's name
 # what a search varies only where it is asked to
@@ -31,7 +31,7 @@ HELD = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case(Brief):
+class Case(Record):
     """A plan and circumstances under which it runs, simulated."""
 
     name: str
@@ -96,7 +96,7 @@ def searched(
     are safe to start, or the fastest TP x PP x DP.
     """
     r, t = found.request, found.request.plan.topology
-    asked: Record = {choice: getattr(t, choice) for choice in HELD}
+    asked: Json = {choice: getattr(t, choice) for choice in HELD}
     asked |= {
         "gpus": t.gpus,
         "gbs": t.gbs,
@@ -160,7 +160,7 @@ def alternatives(found: Forecast) -> Cases:
 
 
 def _tried(
-    request: ForecastRequest, tries: dict[str, Record]
+    request: ForecastRequest, tries: dict[str, Json]
 ) -> tuple[tuple[Case, ...], dict[str, str]]:
     """The request with each of these changes, and why some cannot run."""
     cases, failed = list[Case](), dict[str, str]()
@@ -182,7 +182,7 @@ def what_ifs(found: Forecast) -> Cases:
     stops = tuple(
         replace(s, per_node_year=2 * s.per_node_year, per_year=2 * s.per_year) for s in worse.stops
     )
-    tries: dict[str, Record] = {"tokens × 1.3": {"tokens": 1.3 * r.tokens}}
+    tries: dict[str, Json] = {"tokens × 1.3": {"tokens": 1.3 * r.tokens}}
     tries |= {
         "failures × 2": {"risks": replace(worse, stops=stops), "failures_per_node_year": None}
     }
@@ -235,7 +235,7 @@ def levers(found: Forecast) -> Cases:
     )
     for name, value in others:
         with contextlib.suppress(ValueError):  # the card has no such precision
-            change: Record = {
+            change: Json = {
                 "name": f"{name} {value} instead of {own[name]}: {SIZES}",
                 name: value,
             }

@@ -13,12 +13,12 @@ from trilane.config.engines import default_precision
 from trilane.config.model import ModelShape
 from trilane.costmodel.predict import SAFE
 from trilane.costmodel.shipped import calibration_for
-from trilane.forecasting.forecast import Record, forecast
+from trilane.forecasting.forecast import Json, forecast
 from trilane.planning.search_result import Candidate, plan_columns
 from trilane.planning.size_request import ANY, MOST, SizeRequest
 from trilane.planning.sizing import Proposal, Proposals, fastest, survey
 from trilane.utils.numbers import amount, size_text
-from trilane.utils.tables import Brief, DataFrame, Table, Text, displayed
+from trilane.utils.tables import DataFrame, Record, Table, Text, displayed
 from trilane.utils.validation import require, require_positive
 from trilane.workspace.study import load_cluster
 
@@ -32,12 +32,12 @@ COUNTED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dated(Brief):
+class Dated(Record):
     """A proposal; days, GPU-hours and money that half and nine of ten of its simulated runs keep."""
 
     request: SizeRequest
     proposal: Proposal
-    costs: Record
+    costs: Json
 
     @property
     def evidence(self) -> str:
@@ -51,7 +51,7 @@ class Dated(Brief):
         )
         return "; ".join(found)
 
-    def to_json(self) -> Record:
+    def to_json(self) -> Json:
         """The plan as a search has it, with its costs."""
         found = Candidate(plan=self.proposal.plan, prediction=self.proposal.prediction)
         return {**found.to_json(), "costs": self.costs}
@@ -124,12 +124,12 @@ class InTime(Table):
         end = f"within {self.limit:g} days with 90 % probability; {'; '.join(self.reasons.values())}. {COUNTED}"
         return Text.of("At most **{} parameters** end {}" if self.rows else "{} ends {}", most, end)
 
-    def to_json(self, top: int = 12) -> Record:
+    def to_json(self, top: int = 12) -> Json:
         """The plans with their costs, the common model's costs, what is assumed, and why none is
         larger.
         """
         same = [{"cluster": row.request.cluster.name, **row.costs} for row in self.same]
-        found: Record = {
+        found: Json = {
             "days": self.limit,
             "probability": 0.9,
             "request": self.request.to_json(),

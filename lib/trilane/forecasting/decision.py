@@ -9,7 +9,7 @@ from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import SAFE
 from trilane.costmodel.shipped import constants_of
 from trilane.forecasting.alternatives import Case, Cases, alternatives, levers, on_plan, what_ifs
-from trilane.forecasting.forecast import MEMORY, Forecast, Record
+from trilane.forecasting.forecast import MEMORY, Forecast, Json
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search_result import TIE
 from trilane.utils.numbers import amount, chance, with_bounds
@@ -23,7 +23,7 @@ MOST_RISK = 0.2
 
 def study_plan(
     study: Study, name: str = "", calibration: str = ""
-) -> tuple[Plan, Calibration, Record]:
+) -> tuple[Plan, Calibration, Json]:
     """A plan, the constants to use, and the file it comes from: a file's plan, or one of the
     study's plans.json by id or label ("": the best). The constants are those that predicted it, or
     what `calibration` names (calibration_for).
@@ -47,7 +47,7 @@ def study_plan(
     return plan, constants_of(plan, calibration), source
 
 
-def calendar_record(found: Forecast, source: Record) -> Record:
+def calendar_record(found: Forecast, source: Json) -> Json:
     """What calendar.json holds: the forecast, its request, its plan with prediction and source.
 
     calendar_record(found, {"file": "plan.json", "made_by": {}})
@@ -80,7 +80,7 @@ class Decision(Table):
     asked: Forecast
     known: Plan | None = None
     title: str = ""
-    source: Record = field(default_factory=dict)
+    source: Json = field(default_factory=dict)
     is_stale: bool = False
 
     @cached_property
@@ -153,7 +153,7 @@ class Decision(Table):
         )
 
     @property
-    def recommendation(self) -> Record:
+    def recommendation(self) -> Json:
         """Whether to start the chosen plan, the change that it is, why, and what would change that;
         the `figures` of that plan (Forecast.figures()), empty where none is to start.
         """
@@ -168,7 +168,7 @@ class Decision(Table):
             if change
             else "Start"
         )
-        found: Record = {
+        found: Json = {
             "verdict": verdict,
             "change": change,
             "reasons": self.reasons,
@@ -345,10 +345,10 @@ class Decision(Table):
         """The three columns."""
         return self.columns().view()
 
-    def brief(self) -> str:
+    def summary(self) -> str:
         return f"{self.recommendation['verdict']}: {self.chosen.name}"
 
-    def to_json(self) -> Record:
+    def to_json(self) -> Json:
         """What decision.json holds."""
         values = {"headline": str(self.verdict()), "recommendation": as_json(self.recommendation)}
         values |= {

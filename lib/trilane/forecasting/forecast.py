@@ -35,7 +35,7 @@ JOB = (
 )  # what a job cannot change without a restart
 # What a page calls the probabilities of failing a limit.
 DEADLINE, ALLOCATION, MEMORY = "P(deadline missed)", "P(allocation overrun)", "P(out of memory)"
-Record = dict[str, Any]  # a JSON object
+Json = dict[str, Any]  # a JSON object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,18 +109,18 @@ class Forecast(Table):
         r = self.request
         return simulate(self.work, r.uncertainty, r.risks, r.shares, r.saving[1], runs, rng)
 
-    def chains(self) -> list[Record]:
+    def chains(self) -> list[Json]:
         """The expected run's chains of jobs, each of one topology: its days, batch sizes, sizes and
         nodes, and in how many jobs of at most the longest time it runs.
         """
         spans, found = (
             pairwise([0.0, *(self.expected.reached_s[0] / 86400).tolist()]),
-            list[Record](),
+            list[Json](),
         )
         for (begin, end), phase in zip(spans, self.request.pieces[1], strict=True):
             choice, gbs = self.schedule[phase].choice, self.schedule[phase].phase.gbs
             sizes = {**vars(choice.topology), "gpus": choice.topology.gpus, "nodes": choice.nodes}
-            new: Record = {
+            new: Json = {
                 "from_day": begin,
                 "to_day": end,
                 "gbs": [gbs, gbs],
@@ -137,7 +137,7 @@ class Forecast(Table):
         ]
 
     @property
-    def _ramp(self) -> Record:
+    def _ramp(self) -> Json:
         """The batch size's ramp: its iterations, sizes and days, restarts included; a run may end
         inside it.
         """
@@ -198,7 +198,7 @@ class Forecast(Table):
         }
 
     @property
-    def dangers(self) -> list[Record]:
+    def dangers(self) -> list[Json]:
         """The causes of delay: mean days, and the days that one run in twenty exceeds; the worst
         first.
         """
@@ -216,7 +216,7 @@ class Forecast(Table):
         ]
 
     @property
-    def fan(self) -> Record:
+    def fan(self) -> Json:
         """Billions of tokens, rising, and for each the days after which QUANTILES of the simulated
         runs have them.
         """
@@ -233,7 +233,7 @@ class Forecast(Table):
         )  # as many as a figure shows apart
         return {"tokens": tokens[rows].tolist(), "days": days[rows].tolist()}
 
-    def to_json(self) -> Record:
+    def to_json(self) -> Json:
         """Days, GPU-hours, ISO dates, probabilities, jobs, and the assumptions behind them."""
         r, known, missed, overrun = self.request, shipped_json("risks"), None, None
         if r.deadline:
@@ -248,7 +248,7 @@ class Forecast(Table):
         cost = [None if r.price is None else r.price * h for h in hours]
         risks = replace(r.risks, spare_nodes=r.risks.spares_of(self._free_nodes))
         names, usual = ("per_node_year", "per_year", "source"), FailureModel()
-        assumed: list[Record] = [
+        assumed: list[Json] = [
             {"what": s.name, **{name: getattr(s, name) for name in names}} for s in risks.stops
         ]
         sources = {
@@ -292,7 +292,7 @@ class Forecast(Table):
         }
 
     @cached_property
-    def record(self) -> Record:
+    def record(self) -> Json:
         """to_json(), what describes the plan, and what figures draw."""
         plan = self.request.plan
         parts = {
@@ -406,12 +406,12 @@ class Forecast(Table):
             "nearest measured run": "{}, distance {:.1f}".format(*nearest[0]) if nearest else "none"
         }
 
-    def figures(self) -> Record:
+    def figures(self) -> Json:
         """The numbers of facts(), units in their names: p50 is the median of the simulated runs,
         p95 what one run in twenty exceeds; NaN where nothing was asked for.
         """
         r, t, (mid, low, high) = self.record, self.last.topology, self.seconds
-        found: Record = {name: getattr(t, name) for name in ("tp", "pp", "dp", "mbs", "gpus")}
+        found: Json = {name: getattr(t, name) for name in ("tp", "pp", "dp", "mbs", "gpus")}
         for unit, name in {"days": "days", "gpu_hours": "gpu_hours", "cost": "money"}.items():
             few, many = r[f"{unit}_interval"]
             found |= {f"{name}_p05": few, f"{name}_p50": r[unit], f"{name}_p95": many}
@@ -482,10 +482,6 @@ class Forecast(Table):
         return Columns.of_rows(
             ("", "median (5 % to 95 % of the runs)"), [*self.rows().items()]
         ).view()
-
-    def brief(self) -> str:
-        r = self.record
-        return f"{r['plan']}, {r['finish']['p50'][:10]}, {r['gpu_hours']:,.0f} GPU-hours"
 
     def as_text(self) -> str:
         """The forecast as `trilane plan calendar` prints it."""

@@ -22,7 +22,7 @@ from trilane.forecasting.failures import NODE_FAILURE, Cause, FailureModel, eval
 from trilane.forecasting.schedule import SOONEST
 from trilane.forecasting.simulation import Uncertainty
 from trilane.utils import validation
-from trilane.utils.tables import Brief, as_json
+from trilane.utils.tables import Record, as_json
 from trilane.utils.validation import read_json, require
 from trilane.workspace.checkpoints import checkpoint_bytes
 
@@ -38,7 +38,7 @@ def parse_day(field: str, text: object) -> date:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForecastRequest(Brief):
+class ForecastRequest(Record):
     """A plan, its tokens and ramp, the risks, and the limits that must be kept.
 
     Where a text is given it is read as commands and notebooks give it; "" and None stand for the

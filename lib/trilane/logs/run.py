@@ -50,7 +50,7 @@ class RunLog(Table):
                  that the rank ever reported
     timers       a row per iteration: iteration, and each timer of the framework
     devices      the GPUs that nvidia-smi lists
-    summary      numbers printed once, such as train_runtime
+    totals       numbers printed once, such as train_runtime
     status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed it (None if unknown),
                  `hosts` those of the line or of its rank, and `exclude` the nodes at fault, as
                  SLURM's --exclude takes them
@@ -74,7 +74,7 @@ class RunLog(Table):
     arguments: Mapping[str, Value] = field(default_factory=dict)
     timers: DataFrame = field(default_factory=frame)
     devices: tuple[Device, ...] = ()
-    summary: Mapping[str, float] = field(default_factory=dict)
+    totals: Mapping[str, float] = field(default_factory=dict)
     rank: int | None = None
     hosts: tuple[str, ...] = ()
     exclude: str = ""
@@ -86,7 +86,7 @@ class RunLog(Table):
     problems: tuple[Problem, ...] = ()
     resumes: tuple[tuple[int, DataFrame], ...] = ()
 
-    def brief(self) -> str:
+    def summary(self) -> str:
         return f"{self.source}, {len(self.iterations)} iterations, {self.status}"
 
     @property
@@ -200,7 +200,7 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
         arguments=run.arguments,
         timers=frame(run.timers.columns(), ("iteration",)),
         devices=tuple(device for _, device in sorted(run.devices.items())),
-        summary=run.summary,
+        totals=run.summary,
         rank=place.rank,
         problems=checks.problems(run, columns),
         hosts=hosts,

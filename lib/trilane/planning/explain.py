@@ -12,13 +12,13 @@ from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, SAFE, Prediction, predict
 from trilane.costmodel.shipped import constants_of
 from trilane.planning.search_result import Candidate
-from trilane.utils.tables import Brief, Text
+from trilane.utils.tables import Record, Text
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explanation(Brief):
+class Explanation(Record):
     """What decides the seconds and the memory of a plan, and what measurements support it."""
 
     plan: Plan

@@ -14,7 +14,7 @@ from trilane.costmodel.predict import RISKY, SAFE, Prediction
 from trilane.planning.space import ParallelSizes, Space
 from trilane.utils import tables
 from trilane.utils.numbers import chance, with_bounds
-from trilane.utils.tables import Brief, DataFrame, T, Table, Text
+from trilane.utils.tables import DataFrame, Record, T, Table, Text
 from trilane.utils.validation import require
 
 # Of 52 pairs of measured A100 rows of one table, model and batch whose left-out predictions differ
@@ -24,7 +24,7 @@ TIE = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate(Brief):
+class Candidate(Record):
     """A plan of a search and its prediction."""
 
     plan: Plan
@@ -132,10 +132,6 @@ class SearchResult(Table):
     refused_by_rule: dict[str, int]
     front: Callable[[], list[Candidate]] = field(repr=False, compare=False)
     cures: Callable[[], list[str]] = field(repr=False, compare=False)
-
-    def brief(self) -> str:
-        best = [f", best {c.label} {c.prediction.sec_per_it:.4g} s" for c in self.candidates[:1]]
-        return f"{self.runnable:,} of {self.evaluated:,} topologies can run{''.join(best)}"
 
     @cached_property
     def pareto(self) -> tuple[Candidate, ...]:
@@ -254,7 +250,7 @@ class SearchResult(Table):
         counts |= {} if plans else {"cure": self.cure}
         return {**counts, "predicted_only": self.predicted_only, "plans": plans, "risky": risky}
 
-    def to_json(self, keep: int) -> dict[str, Any]:
+    def to_json(self, keep: int) -> dict[str, Any]:  # type: ignore[override]
         """What 02_topology hands on: the best plans that differ in tp, pp or dp, the risky, what
         was fixed.
         """

@@ -16,7 +16,7 @@ from trilane.config.options import check, option
 from trilane.config.parallelism import LARGEST
 from trilane.config.shapes import read_shape
 from trilane.costmodel.shipped import calibration_for
-from trilane.utils.tables import Brief
+from trilane.utils.tables import Record
 from trilane.utils.validation import parse_count, require, require_known, require_positive
 
 ANY = "any"  # engine
@@ -90,7 +90,7 @@ def kind_of(like: str, seq_length: int) -> Kind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizeRequest(Brief):
+class SizeRequest(Record):
     """What is asked: a number of parameters, the machine, and how much is to be trained with what.
 
     `like` is gpt2, bloom or llama, or the JSON file of a model whose kind is wanted. `choices` pins

@@ -25,13 +25,13 @@ from trilane.planning.search_result import (
 )
 from trilane.planning.size_request import TILE, SizeRequest, usable_heads
 from trilane.utils.numbers import size_text, with_bounds, with_interval
-from trilane.utils.tables import Brief, Columns, DataFrame, Table, Text, frame_of
+from trilane.utils.tables import Columns, DataFrame, Record, Table, Text, frame_of
 from trilane.utils.validation import require, require_known, to_mapping
 from trilane.workspace.study import load_cluster
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proposal(Brief):
+class Proposal(Record):
     """A shape on its best topology, what training it costs, and which rules it breaks."""
 
     plan: Plan
@@ -94,7 +94,7 @@ class Proposal(Brief):
         costs = {"cost_over_best": self.cost / best.cost - 1}
         return plan_columns(self.plan, self.prediction) | rates | sums | costs
 
-    def to_json(self, best: "Proposal") -> dict[str, Any]:
+    def to_json(self, best: "Proposal") -> dict[str, Any]:  # type: ignore[override]
         """One candidate. `cost_beside_best` is `cost` over that of `best`: 1.05 costs 5 % more."""
         p, s = self.prediction, self.shape
         values: dict[str, Any] = {

@@ -19,7 +19,7 @@ from trilane.config.model import ModelShape
 from trilane.config.options import check_field, read_field
 from trilane.config.parallelism import Topology, dividing, invalid_reason
 from trilane.costmodel.columns import Columns, number_of
-from trilane.utils.tables import Brief
+from trilane.utils.tables import Record
 from trilane.utils.validation import require, require_known
 
 ParallelSizes = tuple[int, int, int]  # tp, pp, dp
@@ -36,7 +36,7 @@ def divisors(n: int) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Space(Brief):
+class Space(Record):
     """The topologies of some GPU counts and global batch sizes.
 
     pins    values of Topology's fields that a search varies; what is not named may take every value that makes sense

@@ -237,7 +237,7 @@ class JobStatus(client.JobState):
 class JobTable(list[JobStatus], Table):
     """The status of several runs."""
 
-    def brief(self) -> str:
+    def summary(self) -> str:
         return f"{len(self)} runs"
 
     def to_frame(self) -> DataFrame:

@@ -12,7 +12,7 @@ from typing import Any
 
 from trilane.config import cluster as hardware
 from trilane.config.options import check, option
-from trilane.utils.tables import Brief
+from trilane.utils.tables import Record
 from trilane.utils.validation import (
     from_mapping,
     read_json,
@@ -263,7 +263,7 @@ def seconds_of(time_limit: str) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRequest(Brief):
+class JobRequest(Record):
     """The options of a job; "" omits a directive, or leaves it to the site.
 
     JobRequest(account="xyz@a100", time_limit="20:00:00")

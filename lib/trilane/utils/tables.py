@@ -1,4 +1,6 @@
-"""Tables and sentences that a notebook shows: results have `to_frame()`, and show themselves."""
+"""Tables and sentences that a notebook shows: results have `to_json()`, `to_frame()` and
+`summary()`, and show themselves by these.
+"""
 
 import html
 import math
@@ -23,38 +25,39 @@ else:
 
 # How a notebook heads the columns of tidy frames; a head that ends with % has shares as per cent.
 HEADS = {
-    **{
-        "label": "plan",
-        "gpus": "GPUs",
-        "num_layers": "layers",
-        "hidden_size": "hidden",
-        "ffn": "MLP",
-    },
-    **{
-        "num_attention_heads": "heads",
-        "kv_heads": "key-value heads",
-        "hidden_per_layer": "hidden / layers",
-    },
-    **{"sec_per_it": "s/it", "sec_lo": "90 % from", "sec_hi": "to", "memory_gib": "memory (GiB)"},
-    **{"oom_probability": "out of memory, %", "tflops": "TFLOP/s a GPU", "gpu_hours": "GPU-hours"},
-    **{"days_p50": "days", "days_p90": "days (90 %)", "gpu_hours_p50": "GPU-hours"},
-    **{"mean_days": "days on average", "days_95": "one run in 20 loses more days than"},
-    **{
-        "measured_sec_per_it": "measured s/it",
-        "predicted_sec_per_it": "predicted",
-        "measured_gib": "measured GiB",
-    },
-    **{
-        "predicted_over_measured": "over measured",
-        "recalibrated_sec_per_it": "fitted",
-        "predicted_gib": "predicted GiB",
-    },
-    **{
-        "recalibrated_half_width": "90 % within, %",
-        "recalibrated_over_measured": "fitted over measured",
-    },
-    **{"gib_over_measured": "GiB over measured"},
+    "label": "plan",
+    "gpus": "GPUs",
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "ffn": "MLP",
+    "num_attention_heads": "heads",
+    "kv_heads": "key-value heads",
+    "hidden_per_layer": "hidden / layers",
+    "sec_per_it": "s/it",
+    "sec_lo": "90 % from",
+    "sec_hi": "to",
+    "memory_gib": "memory (GiB)",
+    "oom_probability": "out of memory, %",
+    "tflops": "TFLOP/s a GPU",
+    "gpu_hours": "GPU-hours",
+    "days_p50": "days",
+    "days_p90": "days (90 %)",
+    "gpu_hours_p50": "GPU-hours",
+    "mean_days": "days on average",
+    "days_95": "one run in 20 loses more days than",
+    "measured_sec_per_it": "measured s/it",
+    "predicted_sec_per_it": "predicted",
+    "measured_gib": "measured GiB",
+    "predicted_over_measured": "over measured",
+    "recalibrated_sec_per_it": "fitted",
+    "predicted_gib": "predicted GiB",
+    "recalibrated_half_width": "90 % within, %",
+    "recalibrated_over_measured": "fitted over measured",
+    "gib_over_measured": "GiB over measured",
 }
+REPR_CHARACTERS = 300  # three lines of a terminal
+CELL_CHARACTERS = 1000
+WIDE_CHARACTERS = 44  # a longer text is wrapped in its cell
 T = TypeVar("T")
 K = TypeVar("K")
 
@@ -67,21 +70,22 @@ def as_json(value: Any) -> Any:
     sequence a list.
     """
     if is_dataclass(value) and not isinstance(value, type):
-        names = [*(f.name for f in fields(value)), *getattr(value, "DERIVED", ())]
+        names = [field.name for field in fields(value)]
+        names += getattr(value, "DERIVED", ())
         return {name: as_json(getattr(value, name)) for name in names}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(name): as_json(one) for name, one in value.items()}
-    if isinstance(value, Enum | Path | date):
-        return str(value.value if isinstance(value, Enum) else value)
+        return {str(name): as_json(item) for name, item in value.items()}
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, Path | date):
+        return str(value)
     if isinstance(value, str | int | None):
         return value
-    return (
-        as_json(value.item())
-        if hasattr(value, "item") and not value.shape
-        else [as_json(one) for one in value]
-    )
+    if hasattr(value, "item") and not value.shape:  # a number of numpy
+        return as_json(value.item())
+    return [as_json(item) for item in value]
 
 
 def frame_of(
@@ -94,16 +98,14 @@ def frame_of(
     """
     import pandas as pd
 
+    if not isinstance(columns, Mapping):
+        columns = {path.rpartition(".")[2]: path for path in columns}
     rows = list(values)
-    columns = (
-        columns
-        if isinstance(columns, Mapping)
-        else {path.rpartition(".")[2]: path for path in columns}
-    )
-    readers = {
-        head: attrgetter(read) if isinstance(read, str) else read for head, read in columns.items()
-    }
-    return pd.DataFrame({head: [read(row) for row in rows] for head, read in readers.items()})
+    cells = {}
+    for head, reader in columns.items():
+        read = attrgetter(reader) if isinstance(reader, str) else reader
+        cells[head] = [read(row) for row in rows]
+    return pd.DataFrame(cells)
 
 
 def csv_text(table: DataFrame) -> str:
@@ -114,62 +116,65 @@ def csv_text(table: DataFrame) -> str:
     def inert(cell: Any) -> Any:
         if not isinstance(cell, str):
             return cell
+        text = printable(cell)  # a bare CR would begin another row
         # OWASP, 'CSV injection': Excel, LibreOffice and Google Sheets take these beginnings for a
         # formula's
-        is_formula = cell[:1] in tuple("=+-@\t\r") and not re.fullmatch(
-            r"[+-][\d.]+(e[+-]?\d+)?", cell
-        )
-        return "'" * is_formula + printable(cell)  # a bare CR would begin another row
+        if cell.startswith(tuple("=+-@\t\r")) and not re.fullmatch(r"[+-][\d.]+(e[+-]?\d+)?", cell):
+            return f"'{text}"
+        return text
 
     texts = table.select_dtypes(exclude="number").columns
     return table.assign(**{name: table[name].map(inert) for name in texts}).to_csv(index=False)
 
 
-class Brief:
-    """A value whose repr() is a line of at most 300 characters: its class and `brief()`.
+class Record:
+    """A value that shows itself as JSON and as text; its repr() is the text on one line of at most
+    300 characters:
 
     ModelShape(num_layers=70, hidden_size=14336, num_attention_heads=112, seq_length=2048,
     vocab_size=250880)
     """
 
+    DERIVED: ClassVar[tuple[str, ...]] = ()  # properties that its JSON has after the fields
+
     def __init_subclass__(cls) -> None:
-        if "__repr__" not in vars(cls):
-            # in the class itself: @dataclass writes its own repr() over one that is inherited
-            cls.__repr__ = Brief.__repr__  # type: ignore[method-assign]
-
-    def brief(self) -> str:
-        """What tells it from others: by default its fields that are not at their default."""
-        named = ((f.name, getattr(self, f.name), f.default) for f in fields(self) if f.repr)  # type: ignore[arg-type]
-        return ", ".join(
-            f"{name}={_brief(v)}" for name, v, usual in named if usual is MISSING or v != usual
-        )
-
-    def __repr__(self) -> str:
-        kind, text = type(self).__name__, self.brief()
-        return f"{kind}({one_line(text[: 297 - len(kind)])}{'…' * (len(text) > 297 - len(kind))})"
-
-
-def _brief(value: Any) -> str:
-    """A value in some words: what has a name by that, of several how many there are."""
-    if isinstance(value, float):
-        return f"{value:g}"
-    if is_dataclass(value):
-        return repr(getattr(value, "label", None) or getattr(value, "name", None) or value)
-    several = hasattr(value, "__len__") and not isinstance(value, str) and len(value) > 4
-    return f"<{len(value)}>" if several else middle(repr(value), 60)
-
-
-class Record(Brief):
-    """A dataclass that shows itself as JSON: its fields, then the properties named in DERIVED."""
-
-    DERIVED: ClassVar[tuple[str, ...]] = ()
+        # in the class itself: @dataclass writes its own repr() over one that is inherited
+        cls.__repr__ = Record.__repr__  # type: ignore[method-assign]
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of as_json()."""
         return as_json(self)
 
+    def summary(self) -> str:
+        """What tells it from others; of a dataclass the fields that are not at their default."""
+        words = []
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.repr and (field.default is MISSING or value != field.default):
+                words.append(f"{field.name}={_in_short(value)}")
+        return ", ".join(words)
 
-class Table(Brief):
+    def __repr__(self) -> str:
+        kind = type(self).__name__
+        text = one_line(self.summary())
+        most = REPR_CHARACTERS - len(kind) - 3  # of parentheses and an ellipsis
+        if len(text) > most:
+            text = f"{text[:most]}…"
+        return f"{kind}({text})"
+
+
+def _in_short(value: Any) -> str:
+    """A value in some words: what has a name by that, of several how many there are."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if is_dataclass(value):
+        return repr(getattr(value, "label", None) or getattr(value, "name", None) or value)
+    if hasattr(value, "__len__") and not isinstance(value, str) and len(value) > 4:
+        return f"<{len(value)}>"
+    return middle(repr(value), 60)
+
+
+class Table(Record):
     """A result with a tidy frame, of which a notebook shows the columns `shown` (all where that is
     empty).
 
@@ -200,22 +205,27 @@ def displayed(frame: DataFrame, names: str = "") -> DataFrame:
 
     Shares become per cent, parameters and tokens billions or millions; `=` marks equal ranks.
     """
-    found = {}
-    for name in (name for name in names.split() or frame if name in frame):
-        column, head = frame[name], HEADS.get(name, name)
-        if (column.isna() | (column.astype(str) == "")).all() and len(column):
+    columns = {}
+    for name in names.split() or frame:
+        if name not in frame:
+            continue
+        column = frame[name]
+        head = HEADS.get(name, name)
+        is_empty = column.isna() | (column.astype(str) == "")
+        if is_empty.all() and len(column):
             continue
         if head.endswith("%"):
             column = (100 * column).round(1)
         elif name in ("parameters", "tokens"):
             unit, word = (1e9, "B") if column.max() >= 1e9 else (1e6, "M")
-            column, head = column / unit, f"{name} ({word})"
+            column = column / unit
+            head = f"{name} ({word})"
         elif column.dtype == bool:
             column = column.map({True: "yes", False: ""})
         elif name == "rank":
             column = column.astype(str) + column.duplicated(keep=False).map({True: "=", False: ""})
-        found[head] = column
-    return type(frame)(found, index=frame.index)
+        columns[head] = column
+    return type(frame)(columns, index=frame.index)
 
 
 @dataclass(frozen=True)
@@ -289,10 +299,10 @@ class Text(Markup):
 
     @staticmethod
     def code(value: object) -> str:
-        plain = re.fullmatch(r"[\w.,:;=+*/@%~-]([\w .,:;=+*/@%~-]*[\w.,:;=+*/@%~-])?", str(value))
-        return (
-            f"`{value}`" if plain else Text.escape(value)
-        )  # nothing can be escaped between backticks
+        # nothing can be escaped between backticks
+        if re.fullmatch(r"[\w.,:;=+*/@%~-]([\w .,:;=+*/@%~-]*[\w.,:;=+*/@%~-])?", str(value)):
+            return f"`{value}`"
+        return Text.escape(value)
 
 
 class Html(Markup):
@@ -314,7 +324,7 @@ class Html(Markup):
     @classmethod
     def link(cls, text: object, *path: str) -> "Html":
         """A link to a file below the page's folder, named by the parts of its path."""
-        parts = (urllib.parse.quote(part, safe="", errors="surrogateescape") for part in path)
+        parts = [urllib.parse.quote(part, safe="", errors="surrogateescape") for part in path]
         return cls.of('<a href="{}">{}</a>', "/".join(parts), text)
 
     def __html__(self) -> str:  # of templates that escape any other text
@@ -330,14 +340,16 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     # ECMA-48, 5.4 and 5.6
-    found = re.sub(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?)", "", text)
+    plain = re.sub(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?)", "", text)
     # isprintable() is False for any blank but the common one, private use, and what a later Unicode
     # assigns
-    kept = ("Zs", "Co", "Cn")
-    return "".join(
-        c if c.isprintable() or c in "\n\t" or unicodedata.category(c) in kept else " "
-        for c in found
-    )
+    categories = ("Zs", "Co", "Cn")
+    characters = []
+    for character in plain:
+        stays = character.isprintable() or character in "\n\t"
+        stays = stays or unicodedata.category(character) in categories
+        characters.append(character if stays else " ")
+    return "".join(characters)
 
 
 def one_line(text: str) -> str:
@@ -352,63 +364,82 @@ def show(columns: Any, digits: int = 3) -> Html:
     import pandas as pd
 
     frame = pd.DataFrame(columns)
-    heads, cells = [], []
+    heads = []
+    cells = []
     for place, name in enumerate(frame):
-        texts, style = _texts(frame.iloc[:, place], digits), Html("")
-        if not pd.api.types.is_numeric_dtype(frame.iloc[:, place]):
-            wide = (
-                "; white-space: normal; min-width: 18rem"
-                if max(map(len, texts), default=0) > 44
-                else ""
-            )
-            style = Html(f' style="text-align: left{wide}"')
-        heads.append(Html.of("<th{}>{}</th>", style, name))
-        cells.append([Html.of("<td{}>{}</td>", style, text) for text in texts])
+        column = frame.iloc[:, place]
+        texts = _cell_texts(column, digits)
+        style = ""
+        if not pd.api.types.is_numeric_dtype(column):
+            style = ' style="text-align: left"'
+            if max(map(len, texts), default=0) > WIDE_CHARACTERS:
+                style = ' style="text-align: left; white-space: normal; min-width: 18rem"'
+        heads.append(Html.of("<th{}>{}</th>", Html(style), name))
+        cells.append([Html.of("<td{}>{}</td>", Html(style), text) for text in texts])
+    head = "".join(heads)
     rows = "\n".join(f"<tr>{''.join(row)}</tr>" for row in zip(*cells, strict=True))
-    head = f"<thead><tr>{''.join(heads)}</tr></thead>"
-    return Html(f'<table class="dataframe">\n{head}\n<tbody>\n{rows}\n</tbody>\n</table>')
-
-
-def _texts(column: Any, digits: int) -> list[str]:
-    """The cells of a column as texts of at most 1,000 characters; empty where there is no value."""
-    # as many decimals as four significant digits need, at most `digits`; from 10,000 on rounded to
-    # four digits
-    sizes = column.dropna().abs() if column.dtype.kind == "f" else column.iloc[:0].astype(float)
-    smallest = sizes[(sizes > 0) & (sizes < math.inf)].min()
-    most = (
-        min(digits, max(0, 3 - math.floor(math.log10(smallest))))
-        if smallest == smallest
-        else digits
+    return Html(
+        '<table class="dataframe">\n'
+        f"<thead><tr>{head}</tr></thead>\n"
+        f"<tbody>\n{rows}\n</tbody>\n</table>"
     )
-    decimals = next((d for d in range(most) if (sizes.round(d) == sizes.round(most)).all()), most)
 
-    def text(value: Any) -> str:
-        if isinstance(value, float):
-            # among texts a number has no neighbours whose decimals it could share
-            is_long = column.dtype.kind != "f" or 1e4 <= abs(value) < math.inf
-            return amount(value) if is_long else f"{value:,.{decimals}f}"
-        return value if isinstance(value, Html) else middle(str(value), 1000)
 
-    return [
-        "" if empty else text(value) for value, empty in zip(column, column.isna(), strict=True)
-    ]
+def _cell_texts(column: Any, digits: int) -> list[str]:
+    """The cells of a column as texts; empty where there is no value."""
+    is_numeric = column.dtype.kind == "f"
+    decimals = _decimals(column.dropna().abs(), digits) if is_numeric else 0
+    texts = []
+    for value, is_missing in zip(column, column.isna(), strict=True):
+        if is_missing:
+            texts.append("")
+        elif isinstance(value, Html):
+            texts.append(value)
+        elif not isinstance(value, float):
+            texts.append(middle(str(value), CELL_CHARACTERS))
+        # among texts a number has no neighbours whose decimals it could share
+        elif not is_numeric or 1e4 <= abs(value) < math.inf:
+            texts.append(amount(value))
+        else:
+            texts.append(f"{value:,.{decimals}f}")
+    return texts
+
+
+def _decimals(sizes: Any, digits: int) -> int:
+    """As many decimals as the smallest number needs for four significant digits, at most `digits`,
+    and fewer where they tell nothing.
+    """
+    smallest = sizes[(sizes > 0) & (sizes < math.inf)].min()
+    if math.isnan(smallest):
+        most = digits
+    else:
+        most = min(digits, max(0, 3 - math.floor(math.log10(smallest))))
+    for decimals in range(most):
+        if (sizes.round(decimals) == sizes.round(most)).all():
+            return decimals
+    return most
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     """The items by their key, in the order in which they come."""
-    found: dict[K, list[T]] = {}
+    groups: dict[K, list[T]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def short(text: str, most: int = 110) -> str:
     """The text as one line of at most `most` characters, with single blanks."""
     line = " ".join(printable(text).split())
+    if len(line) <= most:
+        return line
     cut = line[: most - 1].rpartition(" ")[0] or line[: most - 2]
-    return line if len(line) <= most else f"{cut} …"
+    return f"{cut} …"
 
 
 def middle(text: str, most: int = 38) -> str:
     """A name in at most `most` characters: its middle is left out."""
-    return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most - most // 2 - 1) :]}"
+    if len(text) <= most:
+        return text
+    tail = most - most // 2 - 1
+    return f"{text[: most // 2]}…{text[-tail:]}"

@@ -19,7 +19,7 @@ from trilane.config.plan import DERIVED, Plan, plan_from_json
 from trilane.config.shapes import read_shape
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.process import python, run
-from trilane.utils.tables import Brief, Text, csv_text
+from trilane.utils.tables import Record, Text, csv_text
 from trilane.utils.validation import (
     from_mapping,
     parse_integers,
@@ -32,7 +32,7 @@ from trilane.workspace.run_folder import is_completed, is_started, write_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelChoice(Brief):
+class ModelChoice(Record):
     """A model, the machine, how many of its GPUs, and the batch: what is handed from sizing to the
     search.
     """
@@ -69,7 +69,7 @@ class ModelChoice(Brief):
         )
 
 
-class Study(Brief):
+class Study(Record):
     """One folder of `outputs/`: notebooks, reports, result files and runs that belong together.
 
     Study.open("demo").plans()[0]
@@ -84,7 +84,7 @@ class Study(Brief):
             str, str
         ] = {}  # the result files that were loaded, and the start of their SHA-256
 
-    def brief(self) -> str:
+    def summary(self) -> str:
         return f"{self.name!r}, {self.folder}"
 
     @classmethod

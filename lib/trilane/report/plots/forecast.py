@@ -12,7 +12,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from trilane.forecasting.failures import Cause
-from trilane.forecasting.forecast import Forecast, Record
+from trilane.forecasting.forecast import Forecast, Json
 from trilane.report.plots.style import COLORS, LIMIT, figure, finished, name_rows
 from trilane.utils.numbers import amount
 
@@ -77,12 +77,12 @@ def page(found: Forecast, height: float = 1.35) -> Figure:
     return made
 
 
-def _start(record: Record) -> float:
+def _start(record: Json) -> float:
     """The first day as matplotlib counts days."""
     return float(date2num(date.fromisoformat(record["start"])))
 
 
-def _over_dates(axes: Axes, record: Record) -> None:
+def _over_dates(axes: Axes, record: Json) -> None:
     """Dates on the x axis, and the end of the deadline's day as a line, where there is a deadline."""
     locator = AutoDateLocator(minticks=3, maxticks=7)
     axes.xaxis.set_major_locator(locator)
@@ -92,7 +92,7 @@ def _over_dates(axes: Axes, record: Record) -> None:
         axes.axvline(end, color=LIMIT, label="deadline")
 
 
-def _fan(axes: Axes, record: Record) -> None:
+def _fan(axes: Axes, record: Json) -> None:
     """Bands from quantile to quantile over their dates; the dot is the run without interruptions."""
     tokens, days = record["fan"]["tokens"], np.array(record["fan"]["days"]).T + _start(record)
     for low, high, alpha, words in ((0, 4, 0.25, "90 % of the runs"), (1, 3, 0.45, "50 % of them")):
@@ -120,7 +120,7 @@ def _bars(axes: Axes, rows: Mapping[str, float]) -> None:
     name_rows(axes, [*rows])
 
 
-def _causes(record: Record) -> dict[str, float]:
+def _causes(record: Json) -> dict[str, float]:
     """GPU-hours that each cause adds to the iterations, the most first; what adds none is left out."""
     hours = {**record["gpu_hours_by_cause"], Cause.ITERATIONS: 0.0}
     # as the table of delays calls it, where the interval of the prediction is part of it
