@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
@@ -115,26 +116,22 @@ LOGS = sorted(PUBLIC.glob("*.out"))
 
 def answers(commands: list[str], capsys: pytest.CaptureFixture) -> Iterator[tuple[str, Any]]:
     """Each command with its exit code and the JSON that it prints."""
+    first: list[str] = []
     for command in commands:
         code = main([*command.split(), "--json"])
         out, err = capsys.readouterr()
         assert out, f"{command}: {err}"
         values = json.loads(out)
-        if "script" in values:
-            text = (
-                values["script"]
-                .replace(str(REPOSITORY), "REPOSITORY")
-                .replace(sys.prefix, "REPOSITORY/.venv")
-            )
-            yield command, {"code": code, "script": text.splitlines()}
-        else:
-            main(command.split())
-            shown = [
-                numbers
-                for line in capsys.readouterr().out.splitlines()
-                if (numbers := numbers_in(line))
-            ]
-            yield command, {"code": code, "answer": plain(values), "text": shown}
+        if "script" not in values:
+            yield command, {"code": code, "answer": plain(values)}
+            continue
+        text = values["script"].replace(str(REPOSITORY), "REPOSITORY")
+        lines = text.replace(sys.prefix, "REPOSITORY/.venv").splitlines()
+        if not first:
+            first = lines
+            yield command, lines
+        else:  # in what the script differs from that of the first site
+            yield command, [*unified_diff(first, lines, n=0, lineterm="")][2:]
 
 
 def numbers(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

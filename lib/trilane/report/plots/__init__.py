@@ -4,13 +4,16 @@
 
 import pkgutil
 from importlib import import_module
-from types import ModuleType
+from typing import Any
 
+from trilane.utils.hooks import hook
 from trilane.utils.validation import with_nearest
 
 
-def __getattr__(name: str) -> ModuleType:
-    """The module of that subject."""
+def __getattr__(name: str) -> Any:
+    """The module of that subject, or the figure of a hang."""
+    if name == "hang_grid":
+        return hook(name)
     subjects = [module.name for module in pkgutil.iter_modules(__path__)]
     if name not in subjects:
         raise AttributeError(
