@@ -9,9 +9,9 @@ import pytest
 from plants import PLANTS, write
 
 from trilane.report import notebook
-from trilane_diagnose.plots import hang_grid
 from trilane.workspace.study import Study
 from trilane_diagnose.hang import study_hang
+from trilane_diagnose.plots import hang_grid
 from trilane_diagnose.restart import study_restart
 
 CULPRITS = (67, 70)  # of the example
