@@ -143,7 +143,7 @@ def line(finding: JobFinding) -> str:
 def _starts_ranks(case: JobCheck) -> bool:
     """Whether srun starts the ranks directly, one task each."""
     return (
-        re.search(r"^[^#\n]*(srun [^\n]*|exec python )-m trilane\.engine ", case.script, re.M)
+        re.search(r"^[^#\n]*(srun [^\n]*|exec python )-m trilane_engine ", case.script, re.M)
         is not None
     )
 
@@ -221,7 +221,7 @@ def traps(case: JobCheck) -> list[Row]:
     lost = "SIGUSR1 before the limit may reach only the launcher, which ignores it or ends: nothing is saved"
     # our torchrun; a shell with a trap of its own
     handles = has(
-        r"""^[^#\n]*(trilane\.engine\.torchrun|trap ["'][^"'\n]+["'] USR1)"""
+        r"""^[^#\n]*(trilane_engine\.torchrun|trap ["'][^"'\n]+["'] USR1)"""
     ) or _starts_ranks(case)
     keeps, never = (
         "srun --kill-on-bad-exit=1 --wait=15 ...",
