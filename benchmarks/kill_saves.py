@@ -29,12 +29,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/engine"))
 
+import parity
 from plans import changed, run_folder, small_plan, steps
 
 from trilane.config.plan import Plan
 from trilane.utils.process import held_port
 from trilane.workspace import checkpoints
-from trilane_engine import parity
 
 ITERATIONS, INTERVAL = 12, 2
 PAUSE_S = 0.25

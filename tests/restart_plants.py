@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engine")]
+from parity import machine  # noqa: E402
 from plans import small_plan  # noqa: E402
 from pool import WorkerPool, engine_pool  # noqa: E402
 
 from trilane_diagnose import rehearsal as rehearse  # noqa: E402
 from trilane_diagnose.restart import RestartComparison  # noqa: E402
-from trilane_engine.parity import machine  # noqa: E402
 
 
 def finalizing() -> Any:

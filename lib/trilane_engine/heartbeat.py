@@ -23,17 +23,20 @@ from trilane.workspace.heartbeat import END, STACKS, create_record, encode, plac
 from trilane.workspace.pace import PaceMeter
 from trilane_engine import phases
 
+# Of this process, at most one each; the client is of nvidia-resiliency-ext's rank monitor, where
+# ft_launcher started this rank.
 _beats: list["Heartbeat"] = []
-_clients: list[
-    Any
-] = []  # of nvidia-resiliency-ext's rank monitor, one where ft_launcher started this rank
+_clients: list[Any] = []
 
 
 class Heartbeat:
     """Writes the heartbeat of one rank, at each change of phase."""
 
     def __init__(self, record: mmap.mmap) -> None:
-        self._record, self.step, self.process, self.meter = record, 0, place(), PaceMeter()
+        self._record = record
+        self.step = 0
+        self.process = place()
+        self.meter = PaceMeter()
         self.beat(phases.current())
         self.close = phases.subscribe(self.beat)
 
@@ -53,8 +56,8 @@ def begin(plan: Plan, folder: Path) -> None:
         _clients[0].init_workload_monitoring()
     if plan.run.hang_timeout_s <= 0:
         return
-    rank, ranks = os.environ["RANK"], folder / "ranks"
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    rank = os.environ["RANK"]
+    ranks = folder / "ranks"
     ranks.mkdir(exist_ok=True)
     _beats.append(Heartbeat(create_record(folder, os.environ, int(rank))))
     if sys.platform.startswith("linux"):
@@ -64,9 +67,9 @@ def begin(plan: Plan, folder: Path) -> None:
     faulthandler.register(STACKS, file=(ranks / f"{rank}.stack").open("ab"), all_threads=True)
     for name, value in flight_recorder.environment(ranks, rank).items():
         os.environ.setdefault(name, value)
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if is_first and "TRILANE_RANK_LOGS" not in os.environ:  # else launch.local watches the ranks
-        command = python("-m", "trilane_diagnose.watchdog", str(folder), str(os.getpid()), rank)
-        start(command)
+        start(python("-m", "trilane_diagnose.watchdog", str(folder), str(os.getpid()), rank))
 
 
 def at(step: int) -> None:
@@ -78,17 +81,19 @@ def at(step: int) -> None:
         heartbeat.beat(phases.current())
 
 
-def iterated(samples: int, seconds: float, own: Mapping[str, float]) -> None:
+def iterated(samples: int, seconds: float, by_phase: Mapping[str, float]) -> None:
     """Record the pace after an iteration of so many samples, with this rank's seconds by phase."""
     for heartbeat in _beats:
-        heartbeat.process = place() + b" " + heartbeat.meter.add(samples, seconds, own).encode()
+        pace = heartbeat.meter.add(samples, seconds, by_phase)
+        heartbeat.process = place() + b" " + pace.encode()
         heartbeat.beat(phases.current())
 
 
 def end(folder: Path) -> None:
     """Record that this rank has finished."""
-    while _clients:  # else its monitor would end a rank that still saves
-        _clients.pop().shutdown_workload_monitoring()
+    for client in _clients:  # else its monitor would end a rank that still saves
+        client.shutdown_workload_monitoring()
+    _clients.clear()
     for heartbeat in _beats:
         heartbeat.close()
         heartbeat.beat(END)

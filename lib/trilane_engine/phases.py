@@ -8,7 +8,7 @@ the time of its kernels, not of their launch.
 """
 
 import contextlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from time import perf_counter
@@ -20,15 +20,13 @@ import torch.distributed as dist
 
 # The names that all engines share; the readers of logs know them. Time counts for the innermost
 # phase only.
-NAMES = (
-    "batch-generator",
-    "forward-compute",
-    "backward-compute",
-    "p2p-wait",
-    "all-grads-sync",
-    "optimizer",
-)
-DATA, FORWARD, BACKWARD, P2P, REDUCE, OPTIMIZER = NAMES
+DATA = "batch-generator"
+FORWARD = "forward-compute"
+BACKWARD = "backward-compute"
+P2P = "p2p-wait"
+REDUCE = "all-grads-sync"
+OPTIMIZER = "optimizer"
+NAMES = (DATA, FORWARD, BACKWARD, P2P, REDUCE, OPTIMIZER)
 _stack: list[str] = []
 _listeners: list[Callable[[str], None]] = []
 
@@ -69,9 +67,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def subscribe(listener: Callable[[str], None]) -> Callable[[], None]:
-    """Call `listener` with the new innermost phase, "" outside of all, at each change; the result
-    ends that.
-    """
+    """Call `listener` with the new innermost phase at each change; the result ends that."""
     _listeners.append(listener)
     return lambda: _listeners.remove(listener)
 
@@ -83,15 +79,15 @@ def megatron_timers(pipeline: bool) -> Callable[..., SimpleNamespace]:
     In a pipeline the schedule's time outside compute is waiting for a neighbour, so its own timer
     is p2p-wait.
     """
-    known = {FORWARD: FORWARD, BACKWARD: BACKWARD} | ({"forward-backward": P2P} if pipeline else {})
-    known |= dict.fromkeys(
-        (REDUCE, "non-tensor-parallel-grads-all-reduce", "embedding-grads-all-reduce"), REDUCE
-    )
+    reduces = (REDUCE, "non-tensor-parallel-grads-all-reduce", "embedding-grads-all-reduce")
+    names = {FORWARD: FORWARD, BACKWARD: BACKWARD, **dict.fromkeys(reduces, REDUCE)}
+    if pipeline:
+        names["forward-backward"] = P2P
 
     def timer(name: str, log_level: Any = None) -> SimpleNamespace:
-        start = (lambda: begin(known[name])) if name in known else lambda: None
-        stop = end if name in known else lambda: None
-        return SimpleNamespace(start=lambda barrier=False: start(), stop=stop)
+        if name not in names:
+            return SimpleNamespace(start=lambda barrier=False: None, stop=lambda: None)
+        return SimpleNamespace(start=lambda barrier=False: begin(names[name]), stop=end)
 
     return timer
 
@@ -100,25 +96,24 @@ class Timers:
     """Seconds by phase since the last over_ranks(); each without the time of phases inside it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._clock = device, _event if device.type == "cuda" else perf_counter
+        self._device = device
         self._marks: list[tuple[Any, str]] = []
-        self._seconds, self._iterations = Counter[str](), 0
+        self._seconds = Counter[str]()
+        self._iterations = 0
         self._mark(current())
         self.stop = subscribe(self._mark)
 
     def _mark(self, name: str) -> None:
-        self._marks.append((self._clock(), name))
+        self._marks.append((_event() if self._device.type == "cuda" else perf_counter(), name))
 
     def fold(self) -> dict[str, float]:
-        """End an iteration: add up its marks and drop them; its seconds by phase. Synchronizes with
-        a GPU.
-        """
+        """End an iteration: its seconds by phase. Synchronizes with a GPU."""
         self._mark(current())
-        found = durations(self._marks)
-        self._seconds.update(found)
-        del self._marks[:-1]
+        seconds = durations(self._marks)
+        self._seconds.update(seconds)
         self._iterations += 1
-        return found
+        del self._marks[:-1]
+        return seconds
 
     def skip(self) -> None:
         """Drop what happened since the last iteration, such as the phases of an evaluation."""
@@ -129,19 +124,18 @@ class Timers:
         """Phase -> seconds per iteration on this rank since the last over_ranks(); only phases that
         occurred.
         """
-        return {
-            name: self._seconds[name] / self._iterations
-            for name in NAMES
-            if self._seconds[name] > 0
-        }
+        seconds = {name: self._seconds[name] / max(1, self._iterations) for name in NAMES}
+        return {name: spent for name, spent in seconds.items() if spent > 0}
 
     def over_ranks(self) -> dict[str, tuple[float, float]]:
         """Phase -> seconds an iteration since the last call, (min, max) over ranks. Collective."""
-        mine = torch.tensor([self.own().get(name, 0.0) for name in NAMES], dtype=torch.float64)
+        own = self.own()
+        mine = torch.tensor([own.get(name, 0.0) for name in NAMES], dtype=torch.float64)
         both = torch.cat([mine, -mine]).to(self._device)
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
         most, least = both.cpu().chunk(2)
-        self._seconds, self._iterations = Counter(), 0
+        self._seconds.clear()
+        self._iterations = 0
         spread = zip(NAMES, (-least).tolist(), most.tolist(), strict=True)
         return {name: (low, high) for name, low, high in spread if high > 0}
 
@@ -156,20 +150,19 @@ def durations(marks: Sequence[tuple[Any, str]]) -> dict[str, float]:
     """Seconds by phase from marks (time, new innermost phase); the last mark only ends the one
     before.
     """
-    found = defaultdict[str, float](float)
+    seconds = Counter[str]()
     for (before, name), (after, _) in pairwise(marks):
         if isinstance(after, torch.cuda.Event):
             after.synchronize()
-            found[name] += before.elapsed_time(after) / 1e3  # it counts in milliseconds
+            seconds[name] += before.elapsed_time(after) / 1e3  # it counts in milliseconds
         else:
-            found[name] += after - before
-    return found
+            seconds[name] += after - before
+    return dict(seconds)
 
 
 def timing_table(spread: Mapping[str, tuple[float, float]]) -> str:
     """The table that Megatron-LM prints with --timing-log-option minmax, in milliseconds."""
-    rows = (
-        f"    {(name + ' ').ljust(48, '.')}: ({1e3 * low:.2f}, {1e3 * high:.2f})"
-        for name, (low, high) in spread.items()
-    )
-    return "\n".join(["(min, max) time across ranks (ms):", *rows])
+    lines = ["(min, max) time across ranks (ms):"]
+    for name, (low, high) in spread.items():
+        lines.append(f"    {(name + ' ').ljust(48, '.')}: ({1e3 * low:.2f}, {1e3 * high:.2f})")
+    return "\n".join(lines)

@@ -12,10 +12,10 @@ import signal
 import threading
 import time
 
-FORWARDED = (
-    "TRILANE_FORWARDS_SIGNALS"  # in the environment of workers: their parent is our torchrun
-)
-SAVE, STOP = signal.SIGUSR1, signal.SIGUSR2
+# in the environment of workers: their parent is our torchrun
+FORWARDED = "TRILANE_FORWARDS_SIGNALS"
+SAVE = signal.SIGUSR1
+STOP = signal.SIGUSR2
 ALL = {SAVE, STOP, signal.SIGTERM}
 
 
@@ -25,25 +25,22 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.save_s, self.stop = (
-            -math.inf,
-            False,
-        )  # when the last SAVE came, by the monotonic clock; whether to end
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # Python's own handler would wait for the collective to return
+        self.save_s = -math.inf  # when the last SAVE came, by the monotonic clock
+        self.stop = False
+        # Python's own handler would wait for the collective to return
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, ALL)
         for number in ALL:  # a job script may ignore them to keep torchrun alive
             signal.signal(number, signal.SIG_DFL)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        launched, parent = FORWARDED in os.environ, os.getppid()
+        launcher = os.getppid() if FORWARDED in os.environ else None
         while True:
             number, sender = _next_signal()
             if number == SAVE:
                 self.save_s = time.monotonic()
-            elif launched and number == signal.SIGTERM and sender == parent:
+            elif number == signal.SIGTERM and sender == launcher:
                 os._exit(128 + signal.SIGTERM)
             else:
                 self.stop = True
@@ -54,6 +51,6 @@ def _next_signal() -> tuple[int, int]:
     it.
     """
     if hasattr(signal, "sigwaitinfo"):
-        found = signal.sigwaitinfo(ALL)
-        return found.si_signo, found.si_pid
+        received = signal.sigwaitinfo(ALL)
+        return received.si_signo, received.si_pid
     return signal.sigwait(ALL), 0

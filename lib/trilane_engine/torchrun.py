@@ -27,7 +27,6 @@ from trilane.utils.process import (
     announced,
     die_with_parent,
     end_forks_by_kill,
-    install_command,
 )
 from trilane_engine.signals import ALL, FORWARDED, SAVE, STOP
 
@@ -51,16 +50,11 @@ def main(argv: list[str]) -> int:
     adopt_environment()  # SLURM's bash started this process, with a TMPDIR of the node
     os.environ.update(announced())
     os.environ[FORWARDED] = "1"
-    launcher, elastic = "torch.distributed.run", "torch.distributed.elastic"
+    launcher = "torch.distributed.run"
+    elastic = "torch.distributed.elastic"
     if any(word.startswith("--ft-") for word in argv):
-        if not find_spec("nvidia_resiliency_ext"):
-            needs = f"needs nvidia-resiliency-ext in {sys.prefix}: {install_command('resiliency')}"
-            print(f"trilane: launcher=ft_launcher: {needs}", file=sys.stderr)
-            return 2
         launcher = f"{FT}.launcher"
-        if find_spec(
-            f"{FT}._torch_elastic_compat"
-        ):  # up to 0.4; from 0.5 on it uses torch's own modules
+        if find_spec(f"{FT}._torch_elastic_compat"):  # until 0.4; later ones use torch's modules
             elastic = f"{FT}._torch_elastic_compat"
         end_forks_by_kill()
     from trilane_engine import patches
@@ -74,40 +68,33 @@ def _launch(argv: list[str], launcher: str, elastic: str) -> int:
     """Run the module `launcher` as main() does, in a process that has prepared its signals."""
     multiprocessing = import_module(f"{elastic}.multiprocessing")
     rendezvous = import_module(f"{elastic}.rendezvous.api")
-    ChildFailedError, SignalException = (
-        multiprocessing.errors.ChildFailedError,
-        multiprocessing.api.SignalException,
-    )
-    RendezvousConnectionError = rendezvous.RendezvousConnectionError
-    RendezvousTimeoutError = rendezvous.RendezvousTimeoutError
     module = import_module(launcher)
-
     args = module.parse_args(argv[1:])
     if args.rdzv_backend == "c10d":
         args.rdzv_conf = settings(args.rdzv_conf)
     try:
         module.run(args)
-    except ChildFailedError as error:
+    except multiprocessing.errors.ChildFailedError as error:
         failures = [
-            {"rank": r, "pid": f.pid, "exitcode": f.exitcode}
-            for r, f in sorted(error.failures.items())
+            {"rank": rank, "pid": failure.pid, "exitcode": failure.exitcode}
+            for rank, failure in sorted(error.failures.items())
         ]
         with contextlib.suppress(OSError):  # a full disk; the launcher reads the ranks' logs
             replace_text(Path(argv[0]), json.dumps(failures))
         return 1
-    except SignalException as error:
+    except multiprocessing.api.SignalException as error:
         return 128 + error.sigval
-    except (RendezvousConnectionError, RendezvousTimeoutError) as error:
-        why = f"the first node does not answer at {args.rdzv_endpoint}"
-        if isinstance(error, RendezvousTimeoutError):
-            why = f"fewer than {args.nnodes.rpartition(':')[2]} nodes came"
-        print(
-            f"trilane: rendezvous={args.rdzv_id}: {why} ({args.rdzv_conf})",
-            file=sys.stderr,
-            flush=True,
-        )
-        return 1
+    except rendezvous.RendezvousConnectionError:
+        return _failed(args, f"the first node does not answer at {args.rdzv_endpoint}")
+    except rendezvous.RendezvousTimeoutError:
+        return _failed(args, f"fewer than {args.nnodes.rpartition(':')[2]} nodes came")
     return 0
+
+
+def _failed(args: Any, why: str) -> int:
+    line = f"trilane: rendezvous={args.rdzv_id}: {why} ({args.rdzv_conf})"
+    print(line, file=sys.stderr, flush=True)
+    return 1
 
 
 def settings(given: str, env: Mapping[str, str] = os.environ) -> str:
@@ -119,7 +106,8 @@ def settings(given: str, env: Mapping[str, str] = os.environ) -> str:
     # torch takes a node out whose last sign of life is three of 5 s old, by the clock of each node,
     # and nothing ever replaces it
     ours = f"join_timeout={WAIT_S},read_timeout={WAIT_S},keep_alive_max_attempt={WAIT_S // 5}"
-    if (hosts := env.get("TRAIN_HOSTS", "").split()) and "SLURMD_NODENAME" in env:
+    hosts = env.get("TRAIN_HOSTS", "").split()
+    if hosts and "SLURMD_NODENAME" in env:
         ours += f",is_host={int(env['SLURMD_NODENAME'] == hosts[0])}"
     return f"{ours},{given}".strip(",")
 
@@ -129,19 +117,21 @@ def _forward_signals() -> Callable[[Any], None]:
 
     The result is to be called with workers that have started.
     """
-    workers: list[Any] = []
+    started: list[Any] = []
 
     def listen() -> None:
         while True:
             number = signal.sigwait(ALL)
-            if not workers and number != SAVE:
-                os._exit(128 + number)  # no worker has started yet
-            for pid in workers[-1].pids().values() if workers else ():
+            if not started:
+                if number != SAVE:
+                    os._exit(128 + number)
+                continue
+            for pid in started[-1].pids().values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, SAVE if number == SAVE else STOP)
 
     threading.Thread(target=listen, daemon=True).start()
-    return workers.append
+    return started.append
 
 
 if __name__ == "__main__":

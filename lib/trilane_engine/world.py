@@ -3,7 +3,6 @@ collectives.
 """
 
 import os
-import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,11 +14,14 @@ import torch.distributed as dist
 from trilane.config.engines import has_kernels, shows_gpu
 from trilane.config.plan import Plan
 from trilane.utils.process import held_port
-from trilane.utils.validation import HostError, require
+from trilane.utils.validation import HostError, require, shown
 from trilane_engine import patches
 from trilane_engine.torchrun import WAIT_S
 
 T = TypeVar("T")
+# The least compute capability of a card for a precision, and what to use below.
+# is_bf16_supported() returns True on a V100, which emulates bf16; only the capability is reliable.
+CAPABILITY = {"bf16": ((8, 0), "fp16"), "fp8": ((8, 9), "bf16")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +57,13 @@ def from_slurm(env: MutableMapping[str, str]) -> None:
     """
     if "RANK" in env or "SLURM_PROCID" not in env:
         return
-    env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"] = (
-        env["SLURM_PROCID"],
-        env["SLURM_NTASKS"],
-        env["SLURM_LOCALID"],
-    )
+    tasks = env["SLURM_NTASKS"]
+    env["RANK"] = env["SLURM_PROCID"]
+    env["WORLD_SIZE"] = tasks
+    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
     # "8(x2)"; `srun -N2 -n16` sets no SLURM_NTASKS_PER_NODE
     each = env.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0].partition(",")[0]
-    env.setdefault(
-        "LOCAL_WORLD_SIZE", each or env.get("SLURM_NTASKS_PER_NODE", env["SLURM_NTASKS"])
-    )
+    env.setdefault("LOCAL_WORLD_SIZE", each or env.get("SLURM_NTASKS_PER_NODE", tasks))
     env.setdefault("MASTER_ADDR", first_host(env["SLURM_NODELIST"]))
     # by the job, so that two jobs on one node do not collide
     env.setdefault("MASTER_PORT", str(10000 + int(env["SLURM_JOB_ID"]) % 20000))
@@ -90,10 +89,11 @@ def single_process(env: MutableMapping[str, str]) -> None:
 
 
 def join(plan: Plan) -> World:
-    """Start the plan's process group; this process's World. ValueError where it has not tp x pp x
-    dp processes.
+    """Start the plan's process group; this process's World. ValueError where it has not tp x cp x
+    pp x dp processes.
     """
-    size, t = int(os.environ["WORLD_SIZE"]), plan.topology
+    size = int(os.environ["WORLD_SIZE"])
+    t = plan.topology
     sizes = f"{t.tp} x {t.cp} x {t.pp} x {t.dp} = {t.gpus}"
     require(size == t.gpus, "world size", size, f"must be tp x cp x pp x dp = {sizes}")
     world = start_process_group(t.precision)
@@ -103,71 +103,54 @@ def join(plan: Plan) -> World:
 
 
 def start_process_group(precision: str) -> World:
-    """Start the process group of all processes of the environment; ValueError where the GPU lacks
+    """Start the process group of all processes of the environment; HostError where the GPU lacks
     `precision`.
     """
-    size, local_size = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    device = own_device(precision)
-    torch.set_num_threads(threads(local_size))
-    if device.type == "cuda":
-        patches.bind_near(device.index)
+    world = World(
+        rank=int(os.environ["RANK"]),
+        size=int(os.environ["WORLD_SIZE"]),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        device=own_device(precision),
+    )
+    torch.set_num_threads(threads(world.local_size))
+    if world.device.type == "cuda":
+        patches.bind_near(world.device.index)
     # Longer than the slowest work of one rank while the others wait, preparing a corpus on a shared
     # disk.
     timeout = timedelta(minutes=30)
-    store = _meet(rank, size, device)
+    store = _meet(world)
     store.set_timeout(timeout)
     # Without `device_id`, which would make NCCL's communicators at once: torch 2.13 then splits
     # every new_group() off the first (distributed_c10d._new_process_group_helper), also on the
     # ranks that are not in it, one after another: some 1,400 splits of 384 ranks for tp 4 x pp 12 x
     # dp 8. So each group gets its communicator in its first collective, and a group that is never
     # used gets none.
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device)
+    dist.init_process_group(
+        "nccl" if world.device.type == "cuda" else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+    )
+    return world
 
 
-def _meet(rank: int, size: int, device: torch.device) -> dist.Store:
-    """The store of all ranks: that of torchrun's agents where there are some, else rank 0's.
-
-    HostError with the ranks that have not come within WAIT_S; ValueError where some have a GPU and
-    some have none: NCCL and gloo would wait for each other.
+def _meet(world: World) -> dist.Store:
+    """The store of all ranks: that of torchrun's agents where there are some, else rank 0's, which
+    waits for the others. HostError where they do not come within WAIT_S.
     """
     has_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_host, wait, why = (
-        rank == 0 and not has_agents,
-        timedelta(seconds=WAIT_S),
-        "rank 0 does not answer",
-    )
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    is_host = world.is_first and not has_agents
+    wait = timedelta(seconds=WAIT_S)
     try:
-        store = dist.TCPStore(
-            address, port, size, is_host, wait, wait_for_workers=False, multi_tenant=not has_agents
-        )
-        store.set(f"trilane/rank {rank}", "here")
-        store.add("trilane/gpus", int(device.type == "cuda"))
-        if store.add("trilane/came", 1) == size:
-            store.set("trilane/all came", "here")
-        try:
-            store.wait(["trilane/all came"], wait)
-        except dist.DistStoreError:  # the time is up
-            absent = [str(r) for r in range(size) if not store.check([f"trilane/rank {r}"])]
-            why = f"{size - len(absent)} of {size} ranks came, not rank {', '.join(absent[:16])}"
-            time.sleep(2.0 * is_host)  # others still read from this store
-            raise
+        return dist.TCPStore(address, port, world.size, is_host, wait, multi_tenant=not has_agents)
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise
-        raise HostError(f"rendezvous={address}:{port}: {why} within {WAIT_S} s") from None
-    gpus = store.add("trilane/gpus", 0)
-    time.sleep(1.0 * (gpus not in (0, size)))  # others still read from this store
-    require(
-        gpus in (0, size),
-        "GPUs",
-        gpus,
-        f"{size - gpus} of {size} ranks have none; this one is on {device}",
-    )
-    return store
+        raise HostError(f"rendezvous={address}:{port}: {shown(error)}") from None
 
 
 def own_device(precision: str) -> torch.device:
@@ -179,57 +162,45 @@ def own_device(precision: str) -> torch.device:
             why = "cannot use the GPU (see nvidia-smi); CUDA_VISIBLE_DEVICES=-1 asks for the CPU"
             raise HostError(f"torch={torch.__version__}: {why}")
         return torch.device("cpu")
-    local_size, local_rank = (
-        int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        int(os.environ.get("LOCAL_RANK", "0")),
-    )
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cards = torch.cuda.device_count()
     if local_size > cards > 1:
         raise HostError(f"processes per host={local_size}: this host shows {cards} GPUs")
-    own = local_rank if cards > 1 else 0
-    torch.cuda.set_device(own)
-    # is_bf16_supported() returns True on a V100, which emulates bf16; only the capability is
-    # reliable.
-    major, minor = card = torch.cuda.get_device_capability()
-    needed, other = {"bf16": ((8, 0), "fp16"), "fp8": ((8, 9), "bf16")}.get(precision, (card, ""))
-    if card < needed:
-        rule = f"needs compute capability {needed[0]}.{needed[1]}, this card has {major}.{minor}; use {other}"
-        raise HostError(f"precision={precision}: {rule}")
-    if not has_kernels(card, built := torch.cuda.get_arch_list()):
-        # PyTorch's CUDA support matrix (RELEASE.md): from 2.11 on only the CUDA 12.6 builds know
-        # cards before 7.5
-        other = (
-            "the CUDA 12.6 build, as `make venv CUDA=126` does"
-            if card < (7, 5)
-            else "a build for newer CUDA"
-        )
-        why = f"has no kernels for this card of compute capability {major}.{minor} ({', '.join(built)}); install {other}"
-        raise HostError(f"torch={torch.__version__}: {why}")
-    return torch.device("cuda", own)
+    number = int(os.environ.get("LOCAL_RANK", "0")) if cards > 1 else 0
+    torch.cuda.set_device(number)
+    card = torch.cuda.get_device_capability()
+    has = ".".join(map(str, card))
+    if precision in CAPABILITY:
+        least, other = CAPABILITY[precision]
+        if card < least:
+            rule = f"needs compute capability {least[0]}.{least[1]}, this card has {has}"
+            raise HostError(f"precision={precision}: {rule}; use {other}")
+    built = torch.cuda.get_arch_list()
+    if not has_kernels(card, built):
+        why = f"has no kernels for this card of compute capability {has} ({', '.join(built)})"
+        # PyTorch's CUDA support matrix (RELEASE.md)
+        rule = "builds for CUDA 12.6 know cards before 7.5, as `make venv CUDA=126` installs"
+        raise HostError(f"torch={torch.__version__}: {why}; {rule}")
+    return torch.device("cuda", number)
 
 
 def core_numbers() -> set[int]:
     """The CPU cores that this process may use; counted from 0 where the system does not report
     them.
     """
-    return (
-        os.sched_getaffinity(0)
-        if hasattr(os, "sched_getaffinity")
-        else set(range(os.cpu_count() or 1))
-    )
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def threads(local_size: int) -> int:
     """Threads of one process: OMP_NUM_THREADS, else its share of the cores in sight among
     `local_size` processes.
     """
-    requested, by_torchrun = (
-        os.environ.get("OMP_NUM_THREADS", ""),
-        "TORCHELASTIC_RUN_ID" in os.environ,
-    )
-    if (
-        requested.isdecimal() and int(requested) > by_torchrun
-    ):  # torchrun sets 1 where the user set nothing
+    requested = os.environ.get("OMP_NUM_THREADS", "")
+    # torchrun sets 1 where the user set nothing
+    by_torchrun = requested == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    if requested.isdecimal() and int(requested) > 0 and not by_torchrun:
         return int(requested)
     return max(1, len(core_numbers()) // local_size)
 

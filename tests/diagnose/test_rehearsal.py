@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from parity import machine, rows
 from support import REPOSITORY, small_plan
 
 from trilane.cli.app import main
@@ -13,7 +14,6 @@ from trilane.config.plan import read_plan
 from trilane_diagnose import rehearsal as rehearse
 from trilane_diagnose.restart import RestartComparison
 from trilane_diagnose.snapshot import RestartFinding
-from trilane_engine.parity import machine, rows
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.label)

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from parity import Task
 from plans import HERE, changed, evaluations, losses_and_norms, run_folder, steps
 
 from trilane.config.plan import Plan
-from trilane_engine.parity import Task
 
 Fork = Callable[..., None]
 Truth = Callable[..., list[list[float]]]

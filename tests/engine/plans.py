@@ -5,14 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from parity import LLAMA, OPTIMIZER, SHAPE
 from support import small_cluster
 
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Run
-from trilane_engine.parity import LLAMA_SHAPE as LLAMA
-from trilane_engine.parity import OPTIMIZER, SHAPE
 
 HERE = small_cluster()
 # From a topology and engine to another, with the same model and batch: settings of small_plan().

@@ -15,10 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+import parity
+
 from trilane.config.cluster import Cluster
 from trilane.launch.local import environment
 from trilane.utils.process import die_with_parent
-from trilane_engine import parity
 
 
 @dataclass(frozen=True)

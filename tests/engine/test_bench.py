@@ -147,12 +147,3 @@ def test_a_card_is_described_with_its_peaks(monkeypatch: pytest.MonkeyPatch) -> 
         0,
     )
     assert made.fp16_flops_per_s == 1e9 / Constants.matmul
-
-
-def test_a_ring_sends_everything_twice_but_for_its_own_part() -> None:
-    """nccl-tests, PERFORMANCE.md: the bus bandwidth of an all_reduce is 2 (n - 1) / n of bytes /
-    seconds.
-    """
-    from trilane_engine.bench.rates import bus_bytes_per_s
-
-    assert [bus_bytes_per_s(1000, n, 1.0) for n in (2, 8)] == [1000, 1750]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from plans import SHAPE
 
-from trilane.config.training import Data, Part
+from trilane.config.training import Data
 from trilane.launch.local import environment
-from trilane_engine.data.corpus import check_pair, prepare, prepare_all, tokenizer, write_pair
+from trilane_engine.data.corpus import check_pair, prepare, tokenizer, write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what megatron-core says while it is imported
 
@@ -65,17 +65,6 @@ def test_a_hugging_face_tokenizer_is_taken_from_a_folder(tmp_path: Path) -> None
     made.save(str(tmp_path / "tokenizer.json"))
     coder = tokenizer(str(tmp_path))
     assert (coder.vocab_size, coder.encode("a line of text").tolist()) == (5, [0, 1, 2, 3, 4])
-
-
-def test_the_name_changes_with_the_text_and_nothing_is_made_twice(tmp_path: Path) -> None:
-    source = tmp_path / "text.txt"
-    source.write_text(TEXT)
-    data = Data(source=str(source), folder=str(tmp_path / "data"))
-    first = prepare(data, SHAPE)
-    made = Path(first + ".idx").stat().st_mtime_ns
-    assert prepare(data, SHAPE) == first and Path(first + ".idx").stat().st_mtime_ns == made
-    source.write_text(TEXT + "more")
-    assert prepare(data, SHAPE) != first
 
 
 def test_a_warm_preparation_imports_no_torch(tmp_path: Path) -> None:
@@ -173,15 +162,3 @@ def test_a_tokenizer_that_is_missing_or_larger_than_the_vocabulary_is_refused(
         )
     with pytest.raises(ValueError, match="vocab_size=256: tokenizer bytes has 257 ids"):
         prepare(Data(source="mock", folder=str(tmp_path)), replace(SHAPE, vocab_size=256))
-
-
-def test_a_bad_source_of_a_blend_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("too short")
-    parts = (Part(source="mock", weight=1), Part(source=str(tmp_path / "short.txt"), weight=1))
-    data = Data(source="blend", blend=parts, folder=str(tmp_path / "data"))
-    with pytest.raises(
-        ValueError, match=r"^data\.source=.*short\.txt: has 10 tokens, one sample needs 65$"
-    ):
-        prepare_all(data, SHAPE)
-    (tmp_path / "short.txt").write_text(TEXT)
-    assert len(prepare_all(data, SHAPE)) == 2

@@ -9,11 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from parity import SHAPE, TASKS
 from plans import HERE, run_folder, small_plan, steps
 
 from trilane.config.plan import Plan
 from trilane.config.training import Dropout, Run
-from trilane_engine.parity import SHAPE, TASKS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 

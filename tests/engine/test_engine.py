@@ -2,11 +2,9 @@
 optimizer.
 """
 
-import contextlib
-import gc
 import types
-import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from plans import LLAMA, SHAPE, changed, small_plan
 
 from trilane.config.model import ModelShape
 from trilane.config.training import Part
-from trilane_engine.parity import BLOOM
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
@@ -114,7 +111,7 @@ print(sum(values.size for values in drawn[: -sum(len(p.shape) > 1 for p in state
 QWEN = replace(LLAMA, biases="qkv")
 
 
-@pytest.mark.parametrize("shape", [SHAPE, QWEN, BLOOM], ids=["GPT-2", "Qwen 2", "BLOOM"])
+@pytest.mark.parametrize("shape", [SHAPE, QWEN], ids=["GPT-2", "Qwen 2"])
 def test_a_rank_of_hf_zero3_draws_its_share_of_each_matrix(
     shape: ModelShape, data: Path, ask: Callable
 ) -> None:
@@ -124,46 +121,23 @@ def test_a_rank_of_hf_zero3_draws_its_share_of_each_matrix(
     GPT-2's matrices of transformers are ours transposed, of Llama and Qwen 2 queries, keys and
     values are apart.
     """
-    kernel = "scores" if shape is BLOOM else "fused"
-    plan = small_plan(data, engine="hf-zero3", dp=3, gbs=6, zero=3, shape=shape, attention=kernel)
+    plan = small_plan(data, engine="hf-zero3", dp=3, gbs=6, zero=3, shape=shape)
     found = [tuple(map(int, line.split())) for line in ask(plan, DRAWN).splitlines()]
     assert [wrong for _, wrong in found] == [0, 0, 0]
     assert all(drawn < 1.1 * shape.parameters / 3 for drawn, _ in found)
 
 
-@pytest.mark.parametrize(
-    ("decays", "divided", "right"),
-    [
-        ([0.1, 0.0], False, True),
-        ([0.1, 0.1], False, False),
-        ([0.0, 0.0], True, False),
-        ([None, 0.0], False, False),
-    ],
-)
-def test_an_optimizer_that_lets_a_norm_decay_or_no_matrix_is_refused(
-    decays: list, divided: bool, right: bool
-) -> None:
-    """And of hf-zero3 each rank saves a piece whole."""
+@pytest.mark.parametrize("decays", [[0.1, 0.0], [0.1, 0.1], [0.0, 0.0], [None, 0.0]], ids=str)
+def test_an_optimizer_that_lets_a_norm_decay_or_no_matrix_is_refused(decays: list) -> None:
     from trilane_engine.backends.base import audited
-    from trilane_engine.backends.hf_zero3 import HfStates
     from trilane_engine.model.parameters import Piece
 
-    states = object.__new__(HfStates)
     boxes = {"mlp.weight": ((0, 3), (0, 4)), "layernorm.weight": ((0, 3),)}
-    states.pieces = [
-        Piece(name=name, shape=(9,) * len(box), box=box) for name, box in boxes.items()
-    ]
-    states.decays, states.divided = lambda: decays, divided
-    with (
-        contextlib.nullcontext()
-        if right
-        else pytest.raises(AssertionError, match="has weight decay")
-    ):
+    pieces = [Piece(name=name, shape=(9,) * len(box), box=box) for name, box in boxes.items()]
+    states = types.SimpleNamespace(pieces=pieces, decays=lambda: decays, divided=False)
+    is_right = decays == [0.1, 0.0]
+    with nullcontext() if is_right else pytest.raises(AssertionError, match="has weight decay"):
         audited(states, 0.1)
-    audited(
-        types.SimpleNamespace(pieces=states.pieces, decays=lambda: [None, None], divided=True), 0.1
-    )
-    assert [states.shard(0), states.shard(1)] == [(0, 12), (0, 3)]
 
 
 MIX = """
@@ -180,7 +154,7 @@ for cut in [(0, 1), (0, 2), (1, 2)]:
 
 
 def test_a_blend_keeps_its_weights_from_the_first_samples_on_and_one_order(
-    ask: Callable, data: Path, tmp_path: Path
+    ask: Callable, data: Path
 ) -> None:
     """3 : 1 over text and mock, 20 iterations of 8 samples, by megatron-core's blending; dp only
     deals them out.
@@ -194,35 +168,6 @@ def test_a_blend_keeps_its_weights_from_the_first_samples_on_and_one_order(
     one, first, second = (line.split() for line in lines[1:])
     assert sorted(one) == sorted(first + second) and len(set(one)) == 8
     assert one[:2] + one[4:6] == first
-    short = tmp_path / "short.txt"
-    short.write_text("x" * 64 * 17)
-    parts = (Part(source=str(short), weight=0.93), *[Part(source="mock", weight=0.01)] * 7)
-    uneven = changed(small_plan(data, iters=2), "data", source="blend", blend=parts)
-    assert ask(uneven, MIX).splitlines()[0].endswith("; [14, 1, 1, 0, 0, 0, 0, 0]")
-
-
-def test_garbage_is_collected_in_the_tenth_iteration_and_not_when_a_rank_has_made_enough() -> None:
-    """Python collects after 700 objects, in whatever iteration they come."""
-    from trilane_engine import loop
-
-    class Node:
-        pass
-
-    try:
-        loop._collect(4, first=4)
-        node = Node()
-        node.self = node  # type: ignore[attr-defined]
-        alive = weakref.ref(node)
-        del node
-        kept = [[] for _ in range(100_000)]
-        assert alive() and kept
-        loop._collect(9, first=4)
-        assert alive()
-        loop._collect(10, first=4)
-        assert not alive()
-    finally:
-        gc.unfreeze()
-        gc.enable()
 
 
 OUTPUTS = """

@@ -4,26 +4,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from parity import Row, machine, rows
 from plans import changed, evaluations
 
-from trilane_engine.parity import Row, machine, rows
+from trilane.config.engines import ENGINES
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("equality")]
 
-# `trilane measure engines` trains all rows of data/equality.json, here those that combine most of
-# what an engine does.
+# `trilane measure engines` trains all rows of equality.json, here those that combine most of what
+# an engine does.
 NAMES = {
-    "megatron": "DP2 mbs 1; recompute selective; PP2 recompute block;"
-    "DP2 distributed optimizer, both overlaps; PP3 one layer, two, one;"
-    "TP2 PP2 DP2 distributed optimizer, interleaved, sequence parallel, overlapped; PP2 embedding and head as layers;"
-    "TP2 CP2 distributed optimizer, sequence parallel, Llama; CP2 PP2 DP2 recompute selective;"
-    "TP2 PP2 BLOOM; TP2 PP2 interleaved, sequence parallel, Llama; TP2 PP2 scores, torch's Adam; TP2 fp16;"
-    "PP2 DP2 distributed optimizer bf16",
-    "deepspeed-zero": "ZeRO-1 TP2 DP2 sequence parallel; ZeRO-3 TP2 sequence parallel, recompute full;"
+    "megatron": "PP2 recompute block; DP2 distributed optimizer, both overlaps;"
+    "TP2 PP2 DP2 distributed optimizer, interleaved, sequence parallel, overlapped;"
+    "PP2 embedding and head as layers; CP2 PP2 DP2 recompute selective; TP2 fp16;"
+    "TP2 CP2 distributed optimizer, sequence parallel, Llama; TP2 PP2 BLOOM;"
+    "TP2 PP2 scores, torch's Adam; PP2 DP2 distributed optimizer bf16",
+    "deepspeed-zero": "ZeRO-1 TP2 DP2 sequence parallel;"
     "ZeRO-3 TP2 DP2 overlapped; ZeRO-3 DP2 full offload; ZeRO-3 TP2 Llama",
-    "deepspeed-3d": "PP2 recompute block, scores, torch's Adam;"
-    "TP2 PP2 sequence parallel, recompute full; PP3 embedding and head as layers;"
-    "TP2 PP2 BLOOM; PP2 fp32 sums bf16",
+    "deepspeed-3d": "TP2 PP2 sequence parallel, recompute full; TP2 PP2 BLOOM; PP2 fp32 sums bf16",
     "hf-zero3": "ZeRO-2 DP2 BLOOM; ZeRO-3 DP2 Llama",
 }
 WANTED = {
@@ -62,5 +60,8 @@ def test_every_loss_is_that_of_one_process(
     assert evaluations(tmp_path / "run") == found
 
 
-def test_all_rows_are_there() -> None:
+def test_every_row_is_a_plan() -> None:
     assert len(ROWS) == len(WANTED)
+    assert {row.engine for row in rows()} == set(ENGINES)
+    for row in rows():
+        row.plan(machine(cards=0, bf16=True), "data")

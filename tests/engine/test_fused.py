@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from parity import TASKS
 from plans import HERE, changed, small_plan
-
-from trilane_engine.parity import TASKS
 
 # Parts are compared uncompiled: the same functions, without the 20 s that a compiler takes.
 PARTS = """

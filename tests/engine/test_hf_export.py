@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import parity
 import pytest
 from plans import SHAPE, changed, run_folder, small_plan, steps
 
 from trilane.config.model import ModelShape
 from trilane.workspace.checkpoints import KINDS, name_of, read_manifest, write_manifest
-from trilane_engine.parity import LLAMA_SHAPE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
@@ -86,9 +86,9 @@ def logits(folder: Path, tokens: object) -> object:
 def test_an_exported_model_has_our_logits(shape: ModelShape, tmp_path: Path) -> None:
     """No head, matrix or pair of rotary channels is turned the wrong way; in one file or several."""
     import torch
+    from reference import logits as reference
 
     from trilane_engine.checkpoint.huggingface import export
-    from trilane_engine.reference import logits as reference
 
     ours = checkpoint(shape, tmp_path / "checkpoint")
     export(
@@ -126,7 +126,7 @@ def test_a_trained_checkpoint_is_a_model_of_transformers(
 
     from trilane_engine.checkpoint.huggingface import main
 
-    plan = replace(small_plan(data, iters=5, source="mock", tp=2, pp=2), shape=LLAMA_SHAPE)
+    plan = replace(small_plan(data, iters=5, source="mock", tp=2, pp=2), shape=parity.LLAMA)
     folder, model = (
         run_folder(changed(plan, "run", save_interval=4), tmp_path / "run"),
         tmp_path / "model",
@@ -134,7 +134,7 @@ def test_a_trained_checkpoint_is_a_model_of_transformers(
     fork(4, folder)
     before = folder / "checkpoints" / name_of(4)
     assert main([str(before), str(model), "0", ""]) == 0 and capsys.readouterr().out == f"{model}\n"
-    alone = replace(small_plan(data, iters=5, source="mock"), shape=LLAMA_SHAPE)
+    alone = replace(small_plan(data, iters=5, source="mock"), shape=parity.LLAMA)
     ask(alone, f"PATH = {str(tmp_path / 'samples')!r}\n{SAMPLES}")
     tokens, labels = map(torch.cat, zip(*torch.load(tmp_path / "samples"), strict=True))
     with torch.no_grad():

@@ -17,7 +17,7 @@ from trilane.workspace.run_folder import not_finite
 PROGRAM = """
 from pathlib import Path
 import torch
-from trilane_engine import parity
+import parity
 from trilane_engine.backends.megatron import Megatron
 from trilane_engine.nonfinite import named
 

@@ -6,20 +6,17 @@ import ast
 import inspect
 import json
 import re
-import tomllib
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from plans import small_plan
-from support import REPOSITORY
 
 from trilane.cli.app import main
 from trilane.config.cluster import cluster
-from trilane.config.engines import BESIDE_MEGATRON, require_trainable, untrainable_reason
+from trilane.config.engines import require_trainable, untrainable_reason
 from trilane.config.parallelism import Topology
-from trilane.utils.process import python, run
 
 FP8 = Topology(precision="fp8")
 OVERLAP = Topology(tp=2, sequence_parallel=True, overlap_tp=True)
@@ -112,21 +109,6 @@ def test_megatron_core_from_017_on_is_not_imported_beside_an_old_resiliency_ext(
         require_trainable(Topology())
 
 
-def test_the_extras_have_the_bounds_of_the_megatron_core_of_their_python() -> None:
-    """requirements: 0.16.1 on Python 3.11, a newer one from 3.12 on."""
-    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    for extra, package in {
-        "te": "transformer-engine[pytorch]",
-        "resiliency": "nvidia-resiliency-ext",
-    }.items():
-        (old, until), (new, since) = [line.split("; ") for line in extras[extra]]
-        assert (until, since) == ("python_version < '3.12'", "python_version >= '3.12'")
-        assert old.startswith(package + BESIDE_MEGATRON[package][0, 16])
-        assert new.startswith(package + BESIDE_MEGATRON[package][0, 17])
-
-
 def test_training_without_it_is_refused_before_any_process_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -182,22 +164,3 @@ def test_megatron_core_takes_what_it_is_given() -> None:
     assert found["TEDotProductAttention", "forward"][1:6] == given
     norm = inspect.signature(transformer_engine.TENorm.__new__)
     norm.bind(te.Norm, config=config, hidden_size=64, eps=1e-5)
-
-
-def test_ft_launcher_of_05_and_newer_has_no_copies_of_torchs_modules(tmp_path: Path) -> None:
-    """nvidia-resiliency-ext's fault_tolerance/_torch_elastic_compat is gone from 0.5.0 on."""
-    package = tmp_path / "nvidia_resiliency_ext/fault_tolerance"
-    package.mkdir(parents=True)
-    package.joinpath("launcher.py").write_text(
-        "from types import SimpleNamespace\n"
-        "parse_args = lambda words: SimpleNamespace(rdzv_backend='static', words=words)\n"
-        "run = lambda args: print(*args.words)\n"
-    )
-    command = python(
-        "-m",
-        "trilane_engine.torchrun",
-        str(tmp_path / "failures.json"),
-        "--ft-rank-heartbeat-timeout=60",
-    )
-    done = run(command, {"PYTHONPATH": f"{REPOSITORY / 'lib'}:{tmp_path}"})
-    assert (done.returncode, done.stdout) == (0, "--ft-rank-heartbeat-timeout=60\n"), done.stderr

@@ -4,17 +4,15 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from parity import SHAPE
 from plans import small_plan
 
-from trilane.__main__ import main as command
 from trilane.config.cluster import cluster
-from trilane.config.layer import Layer
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
@@ -22,11 +20,8 @@ from trilane.costmodel.columns import columns_of
 from trilane.costmodel.memory import stage_parameters
 from trilane.costmodel.trace import Trace, trace_of
 from trilane.utils.process import python
-from trilane_engine.parity import SHAPE
-from trilane_engine.trace import __main__ as tracing
 from trilane_engine.trace.__main__ import main
 
-NUMBERS = ("gpus", "microbatches", "traced_microbatches")
 HALF: dict[str, Any] = {"precision": "bf16", "fp32_gradients": True}
 
 
@@ -37,24 +32,6 @@ def plan_of(
     plan, machine = small_plan(folder, zero=1), replace(cluster("jz-a100-80g"), max_nodes=8192)
     chosen = Topology(**{"mbs": 2, "gbs": 64, **HALF, **topology})
     return replace(plan, cluster=machine, topology=chosen, shape=shape, engine=engine)
-
-
-@pytest.mark.parametrize(
-    ("pp", "interleaving", "microbatches", "traced"),
-    [
-        (1, 1, 8, (1, 2)),
-        (4, 1, 8, (1, 5)),
-        (4, 1, 3, (1, 3)),
-        (4, 2, 16, (4, 8)),
-        (4, 2, 4, (4, 4)),
-    ],
-)
-def test_the_second_iteration_is_deeper_than_the_pipeline(
-    pp, interleaving, microbatches, traced, tmp_path
-) -> None:
-    shape = replace(SHAPE, num_layers=8)
-    plan = plan_of(tmp_path, shape=shape, pp=pp, interleaving=interleaving, mbs=1, gbs=microbatches)
-    assert import_module("trilane_engine.trace.rank").traced_microbatches(plan) == traced
 
 
 def trace_by_command(plan: Plan, folder: Path, *options: str) -> Trace:
@@ -155,53 +132,6 @@ def test_what_no_trace_can_run_is_refused_in_one_line(fields, message, tmp_path,
     assert main([str(path), ""]) == 2
     found = capsys.readouterr().err
     assert message in found and found.count("\n") == 1 and len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--timeline", "PLAN"), "timeline=PLAN: exists; name another file"),
-        (("--timeline", "no/such.json"), "timeline=no/such.json: its folder does not exist"),
-        (("--iterations", "3"), "iterations=3: nothing is trained with --trace"),
-    ],
-)
-def test_what_a_trace_would_overwrite_or_ignore_is_refused_before_it_runs(
-    options, message, tmp_path, capsys
-):
-    path = tmp_path / "plan.json"
-    path.write_text(text := json.dumps(plan_of(tmp_path).to_json()))
-    given = [option.replace("PLAN", str(path)) for option in options]
-    assert command(["measure", "plan", str(path), "--trace", *given]) == 2
-    found = capsys.readouterr().err
-    assert message.replace("PLAN", str(path)) in found and found.count("\n") == 1
-    assert path.read_text() == text
-
-
-def test_a_trace_that_cannot_be_written_is_printed_all_the_same(tmp_path, monkeypatch, capsys):
-    """As on a full disk, after minutes of work."""
-
-    def full(path: Path, text: str) -> None:
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(tracing, "replace_text", full)
-    plan = plan_of(tmp_path)
-    found = Trace(plan=plan.id, engine="", stages=(), **dict.fromkeys(NUMBERS, 1))
-    monkeypatch.setattr(tracing, "traced", lambda plan: found)
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan.to_json()))
-    assert main([str(path), "", "--json"]) == 2
-    out = capsys.readouterr()
-    assert json.loads(out.out) == found.to_json()
-    assert "No space left" in out.err and out.err.count("\n") == 1
-
-
-def test_what_is_missing_on_this_machine_is_named(tmp_path):
-    """An own layer that is not installed."""
-    from trilane_engine.trace.world import prepare
-
-    layer = Layer(name="no.such.module:Layer", source="")
-    with pytest.raises(ValueError, match=r"layer=no.such.module:Layer: cannot be imported"):
-        prepare(replace(plan_of(tmp_path), layer=layer))
 
 
 def test_what_a_loss_keeps_is_counted_where_a_model_returns_logits():

@@ -224,4 +224,6 @@ def engines(
     names = ENGINES if engines == "all" else tuple(name.strip() for name in engines.split(","))
     for name in names:
         require_known("engines", name, ("all", *ENGINES))
-    replace_by(python("-m", "trilane_engine.parity", *names, *["--json"] * as_json))
+    script = Path(__file__).parents[3] / "tests/engine/parity.py"
+    require(script.is_file(), "engines", engines, "are compared from a checkout of trilane alone")
+    replace_by([sys.executable, str(script), *names, *["--json"] * as_json])

@@ -38,24 +38,29 @@ from trilane.workspace.prepared_corpora import (
 
 # megatron-core 0.16.1, core/datasets/indexed_dataset.py: magic, version, code of the token type,
 # sequences, documents; then int32 lengths and int64 offsets of the sequences, and int64 documents.
-MAGIC, HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+SOURCE = "data.source"
+TOKENIZER = "data.tokenizer"
+# Names that tokenizers give the token which ends a document; the first one present is taken.
+ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<EOS>")
 
 
 def documents(source: str) -> Iterator[str]:
     """The texts of "stdlib", "mock", a text file, a JSONL file (field "text") or a folder of text
     files.
     """
-    if source in BUILT_IN:
-        return stdlib() if source == "stdlib" else mock()
+    if source == "stdlib":
+        return stdlib()
+    if source == "mock":
+        return mock()
     path = Path(source)
-    require(
-        path.exists(), "data.source", source, "no such file or folder (known names: stdlib, mock)"
-    )
+    require(path.exists(), SOURCE, source, "no such file or folder (known names: stdlib, mock)")
     if path.suffix == ".jsonl" and not path.is_dir():
         return jsonl(path)
     # A file is held in memory; larger corpora are .bin/.idx pairs.
-    return (read_text(file, "data.source", 1 << 36) for file in files(path))
+    return (read_text(file, SOURCE, 1 << 36) for file in files(path))
 
 
 def stdlib() -> Iterator[str]:
@@ -73,15 +78,8 @@ def _modules(folder: Path) -> Iterator[Path]:
     """Python's modules below the folder, sorted by name; what is left out is not entered:
     site-packages is large.
     """
-    left_out = (
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "idlelib",
-        "lib2to3",
-        "__pycache__",
-    )
+    left_out = {"site-packages", "dist-packages", "test", "tests"}
+    left_out |= {"idlelib", "lib2to3", "__pycache__"}
     for path in sorted(folder.iterdir()):
         if path.name in left_out:
             continue
@@ -95,7 +93,8 @@ def mock() -> Iterator[str]:
     """Learnable synthetic text: sentences of invented words by one fixed grammar, the same on every
     machine.
     """
-    rng, syllables = random.Random(0), ("ba", "de", "ki", "lo", "mu", "na", "po", "ri", "su", "te")
+    rng = random.Random(0)
+    syllables = ("ba", "de", "ki", "lo", "mu", "na", "po", "ri", "su", "te")
     words = ["".join(rng.choice(syllables) for _ in range(n)) for n in [2, 3] * 32]
     follows = {word: rng.sample(words, 4) for word in words}
     for _ in range(400):
@@ -109,21 +108,18 @@ def jsonl(path: Path) -> Iterator[str]:
     """The field "text" of each line; only a line feed ends a line, since JSON may hold Unicode's
     other line ends.
     """
-    require_file("data.source", path)
+    require_file(SOURCE, path)
     with path.open("rb") as file:  # a line at a time: it may be larger than the memory
         for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
             try:
-                if line.strip():
-                    text = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))["text"]
-                    text.encode()  # half a surrogate pair is valid JSON, and no text
-                    yield text
+                text = json.loads(line.decode("utf-8-sig"))["text"]
+                text.encode()  # half a surrogate pair is valid JSON, and no text
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                require(
-                    False,
-                    "data.source",
-                    f"{path}:{number}",
-                    'each line must be {"text": "..."} in UTF-8',
-                )
+                rule = 'each line must be {"text": "..."} in UTF-8'
+                raise ValueError(f"{SOURCE}={path}:{number}: {rule}") from None
+            yield text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +143,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of one document, int32, including its end; ValueError where a word has no id."""
-        with _refused(self.name, "cannot encode a document"):
-            ids = (
-                np.frombuffer(text.encode(), np.uint8)
-                if self.coder is None
-                else self.coder.encode(text).ids
-            )
+        if self.coder is None:
+            ids: Any = np.frombuffer(text.encode(), np.uint8)
+        else:
+            with _refused(self.name, "cannot encode a document"):
+                ids = self.coder.encode(text).ids
         return np.append(np.asarray(ids, np.int32), np.int32(self.eod))
 
 
@@ -166,7 +161,7 @@ def _refused(name: str, rule: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise ValueError(f"data.tokenizer={shown(name)}: {rule} ({shown(error)})") from None
+        raise ValueError(f"{TOKENIZER}={shown(name)}: {rule} ({shown(error)})") from None
 
 
 def tokenizer(name: str) -> Tokenizer:
@@ -176,59 +171,48 @@ def tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return Tokenizer(name=name, vocab_size=257, eod=256, digest="bytes-257")
     path = Path(name) / "tokenizer.json"
-    require(
-        path.is_file(),
-        "data.tokenizer",
-        name,
-        "no folder with a tokenizer.json (known name: bytes)",
-    )
+    rule = "no folder with a tokenizer.json (known name: bytes)"
+    require(path.is_file(), TOKENIZER, name, rule)
     size = path.stat().st_size
-    require(
-        size <= 1 << 26, "data.tokenizer", path, f"has {size} bytes; at most {1 << 26} are read"
-    )
+    require(size <= 1 << 26, TOKENIZER, path, f"has {size} bytes; at most {1 << 26} are read")
+    content = path.read_bytes()
     from tokenizers import Tokenizer as Coder
 
-    content = path.read_bytes()
     with _refused(name, "tokenizer.json cannot be read"):
         coder = Coder.from_buffer(content)
     coder.no_truncation()
     coder.no_padding()
-    # Names that tokenizers give the token which ends a document; the first one present is taken.
-    ends = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<EOS>")
-    end = next((text for text in ends if coder.token_to_id(text) is not None), "")
-    require(
-        bool(end),
-        "data.tokenizer",
-        name,
-        f"has none of the end-of-document tokens {', '.join(ends)}",
-    )
     # A vocabulary may have gaps: the largest id counts, not the number of words.
-    ids, digest = max(coder.get_vocab().values()) + 1, hashlib.sha256(content).hexdigest()[:16]
-    eod = coder.token_to_id(end)
-    assert eod is not None
-    return Tokenizer(name=name, vocab_size=ids, eod=eod, end=end, digest=digest, coder=coder)
+    ids = max(coder.get_vocab().values()) + 1
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    for end in ENDS:
+        eod = coder.token_to_id(end)
+        if eod is not None:
+            return Tokenizer(
+                name=name, vocab_size=ids, eod=eod, end=end, digest=digest, coder=coder
+            )
+    rule = f"has none of the end-of-document tokens {', '.join(ENDS)}"
+    raise ValueError(f"{TOKENIZER}={shown(name)}: {rule}")
 
 
 def write_pair(arrays: Iterable[np.ndarray], prefix: str, vocabulary: int) -> None:
     """Write one document per array of token ids, in 16 bits where megatron-core's builder would;
     without its import.
     """
-    dtype = np.uint16 if vocabulary < 65500 else np.int32
+    code = 8 if vocabulary < 65500 else 4
+    dtype = np.dtype(DTYPES[code])
     sizes = []
     with open(f"{prefix}.bin", "wb") as data:
         for ids in arrays:
             data.write(ids.astype(dtype).tobytes())
             sizes.append(ids.size)
-    starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)[: len(sizes)] * np.dtype(dtype).itemsize
-    code = next(code for code, name in DTYPES.items() if name is dtype)
+    lengths = np.array(sizes, np.int32)
+    starts = (np.cumsum(lengths, dtype=np.int64) - lengths) * dtype.itemsize
     with open(f"{prefix}.idx", "wb") as index:
         index.write(HEADER.pack(MAGIC, 1, code, len(sizes), len(sizes) + 1))
-        for part in (
-            np.array(sizes, dtype=np.int32),
-            starts,
-            np.arange(len(sizes) + 1, dtype=np.int64),
-        ):
-            index.write(part.tobytes())
+        index.write(lengths.tobytes())
+        index.write(starts.tobytes())
+        index.write(np.arange(len(sizes) + 1, dtype=np.int64).tobytes())
 
 
 def check_pair(prefix: str, scanned: int = 1) -> tuple[np.ndarray, int]:
@@ -238,65 +222,48 @@ def check_pair(prefix: str, scanned: int = 1) -> tuple[np.ndarray, int]:
     Raises ValueError where a file is missing, is no index, is truncated, or `.idx` describes
     something else than `.bin` holds: megatron-core would fail an assertion, or read beyond the end.
     """
-    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    index = Path(f"{prefix}.idx")
+    data = Path(f"{prefix}.bin")
     for path in (index, data):
-        require(path.is_file(), "data.source", path, "is missing from the .bin/.idx pair")
+        require(path.is_file(), SOURCE, path, "is missing from the .bin/.idx pair")
     with index.open("rb") as file:
         head = file.read(HEADER.size)
-    require(
-        len(head) == HEADER.size and head.startswith(MAGIC),
-        "data.source",
-        index,
-        "is not a Megatron index",
-    )
+    is_index = len(head) == HEADER.size and head.startswith(MAGIC)
+    require(is_index, SOURCE, index, "is not a Megatron index")
     _, version, code, sequences, documents = HEADER.unpack(head)
-    require(
-        version == 1 and code in DTYPES,
-        "data.source",
-        index,
-        f"has unknown version {version} or type {code}",
-    )
-    size, expected = index.stat().st_size, HEADER.size + sequences * 12 + documents * 8
-    require(
-        size >= expected,
-        "data.source",
-        index,
-        f"is truncated: {size} bytes, its header requires {expected}",
-    )
-    require(sequences > 0, "data.source", prefix, "is empty")
+    rule = f"has unknown version {version} or type {code}"
+    require(version == 1 and code in DTYPES, SOURCE, index, rule)
+    _require_bytes(index, HEADER.size + sequences * 12 + documents * 8, "header")
+    require(sequences > 0 and documents > 0, SOURCE, prefix, "is empty")
     lengths = np.memmap(index, np.int32, "r", HEADER.size, (sequences,))
     starts = np.memmap(index, np.int64, "r", HEADER.size + 4 * sequences, (sequences,))
-    tokens, item, size = (
-        int(lengths.sum(dtype=np.int64)),
-        np.dtype(DTYPES[code]).itemsize,
-        data.stat().st_size,
-    )
-    rule = f"is truncated: {size} bytes, its index requires {tokens * item}"
-    require(size >= tokens * item, "data.source", data, rule)
-    require(tokens > 0, "data.source", prefix, "is empty")
+    ends = np.memmap(index, np.int64, "r", HEADER.size + 12 * sequences, (documents,))
+    item = np.dtype(DTYPES[code]).itemsize
+    tokens = int(lengths.sum(dtype=np.int64))
+    require(tokens > 0, SOURCE, prefix, "is empty")
+    size = _require_bytes(data, tokens * item, "index")
     for at in range(0, sequences, 10_000_000):  # sequences in memory at a time
-        start, length = starts[at : at + 10_000_000], lengths[at : at + 10_000_000].astype(np.int64)
-        inside = (
-            (length >= 0) & (start >= 0) & (start <= size - length * item) & (start % item == 0)
-        )
-        require(
-            bool(inside.all()),
-            "data.source",
-            index,
-            "has a sequence that does not lie within its .bin",
-        )
+        start = starts[at : at + 10_000_000]
+        length = lengths[at : at + 10_000_000].astype(np.int64)
+        inside = (length >= 0) & (start >= 0) & (start <= size - length * item)
+        inside &= start % item == 0
+        rule = "has a sequence that does not lie within its .bin"
+        require(bool(inside.all()), SOURCE, index, rule)
     # megatron-core takes the document boundaries from here, and would read sequences that do not
     # exist
-    ends = (
-        np.memmap(index, np.int64, "r", HEADER.size + 12 * sequences, (documents,))
-        if documents
-        else [0]
-    )
     rule = f"has documents of {ends[-1]} sequences, and {sequences} in all"
-    require(ends[-1] == sequences, "data.source", index, rule)
+    require(ends[-1] == sequences, SOURCE, index, rule)
     ids = np.memmap(data, DTYPES[code], "r", 0, (size // item,))[:scanned]
-    require(ids.min() >= 0, "data.source", data, f"holds the negative token {ids.min()}")
+    require(ids.min() >= 0, SOURCE, data, f"holds the negative token {ids.min()}")
     return lengths, int(ids.max())
+
+
+def _require_bytes(path: Path, least: int, part: str) -> int:
+    """The size of a file; ValueError where it is less than its `part` requires."""
+    size = path.stat().st_size
+    rule = f"is truncated: {size} bytes, its {part} requires {least}"
+    require(size >= least, SOURCE, path, rule)
+    return size
 
 
 def prepare(data: Data, shape: ModelShape) -> str:
@@ -307,32 +274,27 @@ def prepare(data: Data, shape: ModelShape) -> str:
     sample of `shape`, truncated, or has ids beyond the vocabulary, or where data.split leaves less
     than a sample.
     """
-    given, needed = existing_pair(data.source), shape.seq_length + 1
-    coder = tokenizer("bytes" if given else data.tokenizer)
-    rule = (
-        f"tokenizer {shown(coder.name)} has {coder.vocab_size} ids; pad the vocabulary up, not down"
-    )
-    require(
-        bool(given) or coder.vocab_size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule
-    )
-    prefix = given or _prepared(data, coder)
-    # of a given pair under a second's worth; the loader checks all
-    lengths, largest = check_pair(prefix, 100_000_000 if given else 1)
+    prefix = existing_pair(data.source)
+    scanned = 100_000_000  # of a given pair under a second's worth; the loader checks all
+    if not prefix:
+        coder = tokenizer(data.tokenizer)
+        rule = f"tokenizer {shown(coder.name)} has {coder.vocab_size} ids; pad the vocabulary up"
+        require(coder.vocab_size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
+        prefix = _prepared(data, coder)
+        scanned = 1
+    lengths, largest = check_pair(prefix, scanned)
+    needed = shape.seq_length + 1
     tokens = int(lengths.sum(dtype=np.int64))
-    require(
-        tokens >= needed,
-        "data.source",
-        data.source,
-        f"has {tokens} tokens, one sample needs {needed}",
-    )
+    rule = f"has {tokens} tokens, one sample needs {needed}"
+    require(tokens >= needed, SOURCE, data.source, rule)
     rule = f"holds token {largest}, the vocabulary ends before vocab_size={shape.vocab_size}"
-    require(largest < shape.vocab_size, "data.source", data.source, rule)
+    require(largest < shape.vocab_size, SOURCE, data.source, rule)
     # The shares are cut at whole documents, as megatron-core cuts them.
     training, validation, _ = data.shares
     for name, begin, share in (("training", 0.0, training), ("validation", training, validation)):
         part = lengths[round(begin * len(lengths)) : round((begin + share) * len(lengths))]
         tokens = int(part.sum(dtype=np.int64))
-        rule = f"leaves {len(part)} documents of {data.source} for {name}, {tokens} tokens; a sample needs {needed}"
+        rule = f"leaves {tokens} tokens of {data.source} for {name}; a sample needs {needed}"
         require(share == 0 or tokens >= needed, "data.split", data.split, rule)
     return prefix
 
@@ -348,7 +310,8 @@ def _prepared(data: Data, coder: Tokenizer) -> str:
     """The pair in data.folder with the source's documents, written unless it exists; the .idx comes
     last.
     """
-    texts, prefix = documents(data.source), pair_of(data)
+    texts = documents(data.source)
+    prefix = pair_of(data)
     temporary = f"{prefix}.{secrets.token_hex(6)}"
     Path(data.folder).mkdir(parents=True, exist_ok=True)
     with locked(Path(f"{prefix}.lock")):
@@ -356,29 +319,23 @@ def _prepared(data: Data, coder: Tokenizer) -> str:
             return prefix
         try:
             write_pair((coder.encode(text) for text in texts if text), temporary, coder.vocab_size)
-            require(
-                Path(f"{temporary}.bin").stat().st_size > 0, "data.source", data.source, "is empty"
-            )
-            require(
-                pair_of(data) == prefix,
-                "data.source",
-                data.source,
-                "was changed while it was prepared",
-            )
-            for suffix in (".bin", ".idx"):
-                os.replace(f"{temporary}{suffix}", f"{prefix}{suffix}")
+            size = Path(f"{temporary}.bin").stat().st_size
+            require(size > 0, SOURCE, data.source, "is empty")
+            rule = "was changed while it was prepared"
+            require(pair_of(data) == prefix, SOURCE, data.source, rule)
+            os.replace(f"{temporary}.bin", f"{prefix}.bin")
+            os.replace(f"{temporary}.idx", f"{prefix}.idx")
         finally:
-            for suffix in (".bin", ".idx"):
-                Path(f"{temporary}{suffix}").unlink(missing_ok=True)
+            Path(f"{temporary}.bin").unlink(missing_ok=True)
+            Path(f"{temporary}.idx").unlink(missing_ok=True)
     return prefix
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock file `path`, which is released with the process that holds it."""
-    with FolderLock([path.parent], path.name, "data.folder").held(
-        7 * 86400.0
-    ):  # a large corpus takes hours
+    lock = FolderLock([path.parent], path.name, "data.folder")
+    with lock.held(7 * 86400.0):  # a large corpus takes hours
         yield
 
 

@@ -1,7 +1,6 @@
-"""The parity table: engines, topologies and precisions that must reproduce the losses of one
-process, trained here.
+"""Engines, topologies and precisions that must reproduce the losses of one process, trained here.
 
-`python -m trilane_engine.parity ENGINE... [--json]` is `trilane measure engines`.
+`python tests/engine/parity.py ENGINE... [--json]` is `trilane measure engines`.
 """
 
 import gc
@@ -24,18 +23,19 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, read_plan
 from trilane.config.training import Data, Optimizer, Run
 from trilane.utils.process import PARENT, context, die_with_parent, held_port
-from trilane.utils.validation import shipped_json
 
+sys.path.insert(0, str(Path(__file__).parent))  # of `reference`
 SHAPE = ModelShape(
     num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512
 )
 OPTIMIZER = Optimizer(lr=2e-3, min_lr=2e-4, warmup_samples=40, decay_samples=160)
 BLOOM = replace(SHAPE, embedding_layernorm=True, positions="alibi", activation="gelu-tanh")
-GATED = replace(
-    SHAPE, num_key_value_heads=2, activation="swiglu", ffn_hidden_size=176, tied_embeddings=False
-)
-LLAMA_SHAPE = replace(
-    GATED,
+LLAMA = replace(
+    SHAPE,
+    num_key_value_heads=2,
+    activation="swiglu",
+    ffn_hidden_size=176,
+    tied_embeddings=False,
     biases="none",
     normalization="rmsnorm",
     positions="rotary",
@@ -46,7 +46,7 @@ LLAMA_SHAPE = replace(
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What its rows have in common: model, optimizer and batch, and so the reference."""
+    """What rows have in common: model, optimizer and batch, and so the reference."""
 
     shape: ModelShape = SHAPE
     optimizer: Optimizer = OPTIMIZER
@@ -56,9 +56,7 @@ class Task:
     def plan(
         self, machine: Cluster, folder: str, engine: str = "megatron", **topology: Any
     ) -> Plan:
-        """The task by an engine on a topology: 20 iterations over Python's standard library, a
-        tenth of it held out.
-        """
+        """20 iterations over Python's standard library, a tenth of it held out."""
         return Plan(
             label="equality",
             engine=engine,
@@ -78,18 +76,16 @@ TASKS = {
     "plain": Task(),
     "calm": CALM,
     "bloom": Task(shape=BLOOM),
-    "llama": Task(shape=LLAMA_SHAPE),
+    "llama": Task(shape=LLAMA),
     # On the task of "llama" fp16 skips iterations: a gradient times the first loss scale is beyond
     # its range.
-    "calm llama": replace(CALM, shape=LLAMA_SHAPE),
-}  # as data/equality.json calls them
+    "calm llama": replace(CALM, shape=LLAMA),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row of the table: an engine on a topology in a precision, compared with the reference of
-    its task.
-    """
+    """An engine on a topology in a precision, compared with the reference of its task."""
 
     engine: str
     topology: str
@@ -99,7 +95,6 @@ class Row:
 
     @property
     def label(self) -> str:
-        """A readable name."""
         return f"{self.engine} {self.topology} {self.precision}"
 
     @property
@@ -109,22 +104,20 @@ class Row:
 
     def plan(self, machine: Cluster, folder: str) -> Plan:
         """The row as a plan on `machine`. ValueError where the machine cannot train it."""
-        return self.task.plan(
-            machine, folder, self.engine, precision=self.precision, **self.settings
-        )
+        settings = {**self.settings, "precision": self.precision}
+        return self.task.plan(machine, folder, self.engine, **settings)
 
 
 def rows(engines: Sequence[str] = ENGINES) -> list[Row]:
-    """The rows of data/equality.json for these engines, fp32 first."""
-    every = [Row(**{**row, "task": TASKS[row["task"]]}) for row in shipped_json("equality")]
+    """The rows of equality.json for these engines, fp32 first."""
+    table = json.loads(Path(__file__).with_name("equality.json").read_text())
+    every = [Row(**{**row, "task": TASKS[row["task"]]}) for row in table]
     return [row for row in every if row.engine in engines]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Result of one row: the largest |difference of loss|, None where it did not train, inf for a
-    NaN.
-    """
+    """The largest |difference of loss| of a row, None where it did not train, inf for a NaN."""
 
     row: Row
     max_abs_diff: float | None
@@ -133,25 +126,12 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether every loss is within the row's bound."""
         return self.max_abs_diff is not None and self.max_abs_diff <= self.row.bound
 
-    def record(self) -> dict[str, Any]:
-        """The row as JSON."""
-        names = {name: getattr(self.row, name) for name in ("engine", "topology", "precision")}
-        return names | {"max_abs_diff": self.max_abs_diff, "seconds": round(self.seconds, 2)}
-
     def __str__(self) -> str:
-        found = self.problem or f"{self.max_abs_diff:.1e}"
-        verdict = (
-            "ok"
-            if self.ok
-            else f"above {self.row.bound:g}"
-            if self.max_abs_diff is not None
-            else "failed"
-        )
-        names = f"{self.row.engine:15s} {self.row.precision:5s} {self.row.topology:45s}"
-        return f"{names} {found:>9s}  {self.seconds:5.1f} s  {verdict}"
+        outcome = self.problem or f"{self.max_abs_diff:.1e}, bound {self.row.bound:g}"
+        verdict = "ok" if self.ok else "FAILED"
+        return f"{self.row.label:65s} {self.seconds:5.1f} s  {verdict}: {outcome}"
 
 
 def verify(table: Sequence[Row]) -> Iterator[Result | str]:
@@ -177,29 +157,24 @@ def verify(table: Sequence[Row]) -> Iterator[Result | str]:
             problem, seconds = _run(plan, plan.topology.gpus, folder)
             worst = None
             if not problem:
-                diffs = [
-                    abs(a - b) for a, b in zip(_losses(folder), references[row.task], strict=True)
-                ]
-                worst = math.inf if any(map(math.isnan, diffs)) else max(diffs)
+                pairs = zip(_losses(folder), references[row.task], strict=True)
+                differences = [abs(a - b) for a, b in pairs]
+                worst = math.inf if any(map(math.isnan, differences)) else max(differences)
             yield Result(row=row, max_abs_diff=worst, seconds=seconds, problem=problem)
 
 
 def _losses(folder: Path) -> list[float]:
-    lines = [
-        line
-        for name in ("steps.jsonl", "validation.jsonl")
-        for line in (folder / name).read_text().splitlines()
-    ]
-    return [json.loads(line)["lm_loss"] for line in lines]
+    text = "".join((folder / f"{name}.jsonl").read_text() for name in ("steps", "validation"))
+    return [json.loads(line)["lm_loss"] for line in text.splitlines()]
 
 
 def _run(plan: Plan, processes: int, folder: Path) -> tuple[str, float]:
     """(last line of what workers printed that failed, seconds)."""
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps(plan.to_json()), encoding="utf-8")
-    begin = time.monotonic()
+    begun = time.monotonic()
     printed = output(folder, train(processes, folder))
-    return (printed.strip().splitlines() or [""])[-1], time.monotonic() - begin
+    return (printed.strip().splitlines() or [""])[-1], time.monotonic() - begun
 
 
 def output(folder: Path, codes: Sequence[int], wanted: int = 0) -> str:
@@ -208,15 +183,12 @@ def output(folder: Path, codes: Sequence[int], wanted: int = 0) -> str:
     return "" if set(codes) == {wanted} else logs or f"exit codes {codes}"
 
 
-Work = Callable[
-    [int, Path], int
-]  # the number of workers (0: the reference) and the run folder -> an exit code
+# the number of workers (0: the reference) and the run folder -> an exit code
+Work = Callable[[int, Path], int]
 
 
 def train(processes: int, folder: Path, work: Work | None = None) -> list[int]:
-    """Train `folder`/plan.json in so many workers (0: the reference), or let them do other `work`;
-    their exit codes.
-    """
+    """The exit codes of so many workers that train `folder`/plan.json, or do other `work`."""
     with held_port() as port:
         workers = begin(processes, port, folder, work)
         for worker in workers:
@@ -230,9 +202,8 @@ def begin(processes: int, port: int, folder: Path, work: Work | None = None) -> 
     # worker is a new process.
     processing = context("spawn" if gpu_count() else "fork")
     given = (processes, port, folder, work or run_worker, os.getpid())
-    workers = [
-        processing.Process(target=_worker, args=(rank, *given)) for rank in range(max(1, processes))
-    ]
+    ranks = range(max(1, processes))
+    workers = [processing.Process(target=_worker, args=(rank, *given)) for rank in ranks]
     for worker in workers:
         worker.start()
     return workers
@@ -258,9 +229,7 @@ def _worker(rank: int, size: int, port: int, folder: Path, work: Work, parent: i
 
 
 def run_worker(size: int, folder: Path) -> int:
-    """Run the engine; of size 0 the reference, which writes the same files, with losses and norms
-    alone.
-    """
+    """Run the engine; of size 0 the reference, which writes the same files, losses and norms alone."""
     if size:
         from trilane_engine.__main__ import main as engine
 
@@ -270,9 +239,8 @@ def run_worker(size: int, folder: Path) -> int:
 
     from trilane_engine.cpu import enable_cpu
 
-    # a new process of "spawn" has not done so, and megatron-core's datasets would warn
     enable_cpu()
-    from trilane_engine import reference
+    import reference
 
     torch.set_num_threads(1)
     steps, evaluations = reference.train(read_plan(folder / "plan.json"))
@@ -288,63 +256,54 @@ def load() -> None:
     from trilane_engine.cpu import enable_cpu
 
     enable_cpu()
-    # transformers imports a model's code when it is first asked for: 1.5 s in each worker instead
-    # of once here
+    # transformers imports a model's code when it is first asked for
+    import reference  # noqa: F401
     from transformers import BloomForCausalLM, GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM  # noqa: F401
 
     import trilane_engine.backends.deepspeed_3d
     import trilane_engine.backends.hf_zero3
     import trilane_engine.backends.megatron
-    import trilane_engine.loop
-    import trilane_engine.reference  # noqa: F401
+    import trilane_engine.loop  # noqa: F401
 
     gc.freeze()  # a collection in a worker would copy every page that it shares with this process
 
 
 def gpu_count() -> int:
-    """The number of GPUs here."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def machine(cards: int, bf16: bool) -> Cluster:
-    """A machine of `cards` GPUs, or of eight processes where there are none; nothing is predicted
-    from its speeds.
-    """
-    known = cluster("jz-a100-80g")
-    gpu = replace(
-        known.gpu, name="GPU", kind="cuda", bf16_flops_per_s=known.gpu.bf16_flops_per_s * bf16
-    )
-    gpu = gpu if cards else replace(gpu, name="CPU core", kind="cpu")
-    return replace(known, name="this machine", gpu=gpu, gpus_per_node=cards or 8, max_nodes=1)
+    """A machine of `cards` GPUs, or of eight processes; nothing is predicted from its speeds."""
+    like = cluster("jz-a100-80g")
+    gpu = replace(like.gpu, name="GPU" if cards else "CPU core", kind="cuda" if cards else "cpu")
+    if not bf16:
+        gpu = replace(gpu, bf16_flops_per_s=0.0)
+    return replace(like, name="this machine", gpu=gpu, gpus_per_node=cards or 8, max_nodes=1)
 
 
 def main(argv: Sequence[str]) -> int:
     """0 where every row is within its bound, else 1. Progress is on stderr."""
     # Waiting threads that spin take the core from other processes; libgomp reads this when torch is
     # imported.
-    os.environ |= {
-        "GOMP_SPINCOUNT": "1000",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    found = list[Result | str]()
-    for one in verify(rows([name for name in argv if name != "--json"])):
-        found.append(one)
-        print(one, file=sys.stderr, flush=True)
-    results, left_out = (
-        [r for r in found if isinstance(r, Result)],
-        [r for r in found if isinstance(r, str)],
-    )
+    os.environ |= {"GOMP_SPINCOUNT": "1000", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    results = list[Result]()
+    left_out = list[str]()
+    for outcome in verify(rows([name for name in argv if name != "--json"])):
+        print(outcome, file=sys.stderr, flush=True)
+        if isinstance(outcome, str):
+            left_out.append(outcome)
+        else:
+            results.append(outcome)
     held = sum(result.ok for result in results)
-    lines = [
-        *map(str, found),
-        f"{held} of {len(results)} rows within their bound; {len(left_out)} left out",
-    ]
-    values = {"rows": [result.record() for result in results], "left_out": left_out}
-    print(json.dumps(values, indent=2) if "--json" in argv else "\n".join(lines))
+    if "--json" in argv:
+        facts = [{"row": r.row.label, "max_abs_diff": r.max_abs_diff, "ok": r.ok} for r in results]
+        print(json.dumps({"rows": facts, "left_out": left_out}, indent=2))
+    else:
+        print(*results, *left_out, sep="\n")
+        print(f"{held} of {len(results)} rows within their bound; {len(left_out)} left out")
     return int(not results or held < len(results))
 
 
