@@ -6,7 +6,6 @@ numbers are recorded.
 
 import dataclasses
 import importlib
-import inspect
 import json
 import math
 import os
@@ -17,13 +16,12 @@ from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from recorded import compare, numbers_in, plain
 from support import REPOSITORY
 
-import trilane
-from trilane.cli.app import main, root
+from trilane.cli.app import main
+from trilane.config.options import check_field
 from trilane.report import notebook
 from trilane.report.plots.style import MIME
 from trilane.workspace.study import Study
@@ -190,41 +188,24 @@ DECLARED = [
 DECLARED += ["slurm.sites", "forecasting.request", "planning.size_request"]
 
 
-def rules(command: click.Command, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The rule and the default of every option of a command, and of those below it."""
-    for p in command.params:
-        yield (
-            f"{path} {p.opts[0]}",
-            {**getattr(p.type, "facts", {}), "default": p.default, "required": p.required},
-        )
-    for name in (
-        command.list_commands(click.Context(command)) if isinstance(command, click.Group) else ()
-    ):
-        below = command.get_command(click.Context(command), name)
-        assert below is not None
-        yield from rules(below, f"{path} {name}".strip())
-
-
-def test_every_field_and_option_has_the_bounds_and_the_default_that_were_recorded() -> None:
-    found = dict(rules(root))
+def test_each_default_keeps_the_rule_of_its_field_and_no_value_beyond_it_is_taken() -> None:
     for module in DECLARED:
-        for kind in filter(
-            dataclasses.is_dataclass, vars(importlib.import_module(f"trilane.{module}")).values()
-        ):
-            own = dataclasses.fields(kind)
-            found |= {
-                f"{kind.__name__}.{f.name}": {**f.metadata, "default": f.default} for f in own
-            }
-    for name, one in ((name, getattr(trilane, name)) for name in trilane.__all__):
-        if inspect.isfunction(one):
-            found[name] = {p.name: p.default for p in inspect.signature(one).parameters.values()}
-    shown = {k: {n: v for n, v in facts.items() if n != "help"} for k, facts in found.items()}
-    kinds = (bool, int, float, str, tuple, range)
-    words = {
-        k: [f"{n}={v!r}" for n, v in facts.items() if isinstance(v, kinds)]
-        for k, facts in shown.items()
-    }
-    compare("rules", {name: " ".join(some) for name, some in words.items()})
+        for kind in vars(importlib.import_module(f"trilane.{module}")).values():
+            if not dataclasses.is_dataclass(kind):
+                continue
+            for field in dataclasses.fields(kind):
+                if isinstance(field.default, int | float | str):
+                    check_field(kind, field.name, field.default)
+                beyond = [
+                    field.metadata[name] for name in ("above", "below") if name in field.metadata
+                ]
+                if "minimum" in field.metadata:
+                    beyond.append(field.metadata["minimum"] - 1)
+                if "choices" in field.metadata:
+                    beyond.append("none of them")
+                for value in beyond:
+                    with pytest.raises(ValueError, match=f"^{field.name}="):
+                        check_field(kind, field.name, value)
 
 
 def shown(executed: Path) -> Iterator[Any]:
